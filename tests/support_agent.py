@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gpushare_agent.agent.agent import live
+from gpushare_agent.agent.agent import run_generation
 from gpushare_agent.agent.auto_isolation import resolve_isolation
 from gpushare_agent.agent.composition import NodeAgent, build
 from gpushare_agent.gpus.part import open_driver
@@ -82,7 +82,7 @@ async def open_agent(
     parts.cache.subscribe(lambda old, new: node.api.signal.notify())
     parts.cluster.store.subscribe(lambda old, new: node.api.signal.notify())
     async with asyncio.TaskGroup() as group:
-        agent = InnerAgent(parts, group.create_task(live(parts), name="agent"))
+        agent = InnerAgent(parts, group.create_task(run_generation(parts), name="agent"))
         try:
             if wait:
                 # What the kubelet shows may be of an agent that has just ended.

@@ -19,7 +19,7 @@ from gpushare_agent.cluster.kube.client import open_cluster_api
 from gpushare_agent.extender.app import ExtenderParts, build, serve
 from gpushare_agent.sandbox.behaviour import KubeletTimes
 from gpushare_agent.sandbox.node import EmbeddedCluster, EmbeddedNode, open_embedded_cluster
-from gpushare_agent.sandbox.scheduler.extender_scheduler import SchedulerTimes
+from gpushare_agent.sandbox.scheduler.scheduler import SchedulerTimes
 from gpushare_agent.settings.settings import load_settings
 from tests.support_agent import InnerAgent, open_agent, wait_synced
 from tests.support_deadline import DEADLINE_S

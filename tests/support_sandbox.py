@@ -20,7 +20,7 @@ from gpushare_agent.kit.sockets import bind_unix_socket
 from gpushare_agent.sandbox.api.server import EmbeddedApiServer
 from gpushare_agent.sandbox.behaviour import KubeletTimes
 from gpushare_agent.sandbox.node import EmbeddedNode, open_node_on, running_task
-from gpushare_agent.sandbox.scheduler.node_fit import EmbeddedScheduler
+from gpushare_agent.sandbox.scheduler.scheduler import EmbeddedScheduler
 from gpushare_agent.sandbox.state_directory import prepare_state_directory
 from gpushare_agent.wire import v1
 from gpushare_agent.wire.v1beta1 import (

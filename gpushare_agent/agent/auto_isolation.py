@@ -42,10 +42,15 @@ class NodeSettings(Struct, frozen=True, kw_only=True):
 
 
 async def resolve_isolation(settings: Settings) -> NodeSettings:
-    """Each look at the node is bounded, and what does not answer cannot be had. Raises StartupError for wrong settings."""
+    """The settings with the isolation chosen. Each look at the node is bounded, and what does not answer cannot be had.
+
+    Raises StartupError for wrong settings.
+    """
     node = NodeSettings(settings=settings)
+    # The driver is asked only where something depends on it.
     if settings.isolation != AUTO and not node.follows_mig:
         return node
+    # A driver of its own, closed again: this is before the parts of the agent are built, and at a reload beside them.
     driver = open_driver(settings)
     try:
         if node.follows_mig:
@@ -62,7 +67,7 @@ async def resolve_isolation(settings: Settings) -> NodeSettings:
 
 
 async def _mig_profiles(driver: NodeDriver) -> frozenset[str]:
-    """None of a driver that cannot be read now: the agent follows them later."""
+    """The profiles of the node's MIG instances; none of a driver that cannot be read now: the agent follows them later."""
     try:
         return (await driver.read()).mig_profiles
     except AgentError:
@@ -96,15 +101,18 @@ async def _is_exclusive_process(driver: NodeDriver) -> bool:
 
 
 async def _running(settings: Settings, probes: Mapping[str, NodeProbe]) -> frozenset[str]:
-    """Whose files containers have mounted: of the pods with a directory, those that still have a cgroup."""
+    """The isolations whose files containers have mounted: of the pods with a directory, those that still have a cgroup."""
     cgroups = Cgroups(settings.runtime.cgroup_root, settings.runtime.proc_root)
     thread = DaemonThread("isolation-files", advice="Check the disks of the isolations' directories.")
+    # Programs that run have a library mounted; another choice would leave them with limits that nobody follows.
     found = set()
     for name, list_pods in ((name, probe.pods) for name, probe in probes.items() if probe.pods is not None):
         try:
             uids = await thread.call(list_pods, "looking for what isolations need", FILES_TIMEOUT_S)
+            # A directory may be left of a pod that has ended; its cgroup is not.
             if uids and await cgroups.find_pod_directories_in_thread(uids):
                 found.add(name)
+        # The choice goes on without this answer: an agent that waits for a slow disk serves nobody.
         except AgentError as e:
             log.warning("running_shares_unknown", isolation=name, error=str(e))
     return frozenset(found)

@@ -5,11 +5,8 @@ No loop runs here; agent/agent.py runs them. `_Subscriptions` is the one place t
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable, Collection
-from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from msgspec import Struct
@@ -19,40 +16,35 @@ from gpushare_agent.admission.allocation_cache import AllocationCache
 from gpushare_agent.admission.claim_pods import ClaimPods
 from gpushare_agent.admission.outcomes import DecisionLog
 from gpushare_agent.admission.part import AdmissionPart
+from gpushare_agent.agent import share_readiness
 from gpushare_agent.agent.node_configuration import ConfigurationWatch, NodeConfiguration
 from gpushare_agent.agent.share_readiness import ShareReadiness
 from gpushare_agent.cluster import part as cluster_part
 from gpushare_agent.cluster.part import ClusterPart
 from gpushare_agent.cluster.pod_store import PodStore
 from gpushare_agent.gpus import part as gpus_part
-from gpushare_agent.gpus.inventory import GpuInventoryState
-from gpushare_agent.gpus.observer import GpuHealthObserver
+from gpushare_agent.gpus.inventory import GpuHealthObserver, GpuInventoryState
 from gpushare_agent.gpus.part import GpusPart, NodeDriver
 from gpushare_agent.isolation import isolations
-from gpushare_agent.isolation.cdi.specs import CdiWatch
 from gpushare_agent.isolation.isolations import Isolations
 from gpushare_agent.isolation.resource_names import resource_names
 from gpushare_agent.kit.directories import has_files
 from gpushare_agent.kubelet.device_table import status_bytes
 from gpushare_agent.model.allocations import Allocation
-from gpushare_agent.model.errors import AgentError, Unavailable
 from gpushare_agent.model.gpus import GpuInventory
 from gpushare_agent.model.pods import Pod
 from gpushare_agent.node import Node
 from gpushare_agent.observability import part as observability_part
 from gpushare_agent.observability.metrics.agent import AgentMetrics
 from gpushare_agent.observability.part import ObservabilityPart
-from gpushare_agent.runtime.node_probes import connect_to_socket
 from gpushare_agent.settings.settings import Settings
 
 if TYPE_CHECKING:
     from gpushare_agent.dra.part import DraPart
 
-CONNECT_TIMEOUT_S = 5.0
-
 
 class NodeAgent(Struct, frozen=True, kw_only=True):
-    """One life of the agent, between two reloads of its settings."""
+    """One generation of the agent, between two reloads of its settings."""
 
     node: Node
     metrics: AgentMetrics
@@ -73,30 +65,31 @@ class NodeAgent(Struct, frozen=True, kw_only=True):
             await self.dra.leave()
         await self.kubelet.leave()
 
-    def take_over(self, earlier: NodeAgent) -> None:
-        """What the life before the reload knew and no file keeps."""
-        self.kubelet.go_on_from(earlier.kubelet)
-        self.gpus.inventory.take_over(earlier.gpus.inventory)
-        self.decisions.take_over(earlier.decisions)
-        self.readiness.take_over(earlier.readiness)
-        self.observability.usage_history.take_over(earlier.observability.usage_history)
+    def take_over(self, previous: NodeAgent) -> None:
+        """Takes over what the generation before the reload knew and no file has."""
+        self.kubelet.go_on_from(previous.kubelet)
+        self.gpus.inventory.take_over(previous.gpus.inventory)
+        self.decisions.take_over(previous.decisions)
+        self.readiness.take_over(previous.readiness)
+        self.observability.usage_history.take_over(previous.observability.usage_history)
 
 
 def build(
     settings: Settings,
     driver: NodeDriver,
     *,
-    earlier: NodeAgent | None = None,
+    previous: NodeAgent | None = None,
     isolation_reason: str = "",
     configuration: NodeConfiguration | None = None,
-    request_new_life: Callable[[str], None] = lambda reason: None,
+    request_reload: Callable[[str], None] = lambda reason: None,
     mig_profiles: Collection[str] = (),
 ) -> NodeAgent:
-    """The parts, joined but not started. They go on with the metrics and the kubelet's queue of an `earlier` life;
+    """The parts, joined but not started. They go on with the metrics and the kubelet's queue of a `previous` generation;
     `take_over` is to follow. `isolation_reason` is why the isolation was chosen, where the setting was auto;
     `mig_profiles` are those of the node's MIG instances, after which resources are named. Raises StartupError."""
     store, cache, inventory = PodStore(), AllocationCache(), GpuInventoryState(gpus_part.health_policy(settings))
-    metrics = earlier.metrics.begin_anew() if earlier is not None else AgentMetrics()
+    # Counters go on over a reload: a scrape must not see them fall.
+    metrics = previous.metrics.begin_anew() if previous is not None else AgentMetrics()
     decisions = DecisionLog(settings.decisions.kept)
     node = Node(
         settings=settings,
@@ -107,22 +100,23 @@ def build(
         pods=store,
         cache=cache,
         claim_pods=ClaimPods(store, cache),
+        # Records of an earlier agent count too: its claims still use GPUs where the setting names none any more.
         has_claims=bool(settings.dra.gpus) or has_files(settings.dra.record_directory),
     )
     cluster = cluster_part.build(node, store)
     isolation = isolations.build(
-        node, cluster.pod_events.warned, driver, note=cluster.node_events.note, choose_anew=request_new_life
+        node, cluster.pod_events.warned, driver, note=cluster.node_events.note, choose_anew=request_reload
     )
     kubelet = admission_part.build(
-        node, cache, decisions, cluster, isolation, earlier.kubelet if earlier is not None else None
+        node, cache, decisions, cluster, isolation, previous.kubelet if previous is not None else None
     )
     dra = _build_dra(node, cache, decisions, isolation)
     cluster.further["dynamic resource allocation"] = dra
     if configuration is not None and settings.node_configuration.directory is not None:
-        cluster.further["node configuration"] = ConfigurationWatch(configuration, node, request_new_life)
+        cluster.further["node configuration"] = ConfigurationWatch(configuration, node, request_reload)
         metrics.show_node_configuration(lambda: bool(configuration.problem))
 
-    readiness = _readiness(node, isolation, driver)
+    readiness = share_readiness.build(node, isolation, driver)
 
     def not_ready() -> list[str]:
         return [*kubelet.not_ready(), *cluster.not_ready(), *readiness.not_ready()]
@@ -144,49 +138,19 @@ def build(
     return agent
 
 
-def _readiness(node: Node, isolation: Isolations, driver: NodeDriver) -> ShareReadiness:
-    return ShareReadiness(
-        {
-            "kubelet.pod_resources_socket": partial(_connect, node.settings.kubelet.pod_resources_socket),
-            **isolation.looks(),
-            "cdi": partial(_look_for_names, isolation.cdi_watch, node, driver),
-        }
-    )
-
-
-async def _connect(socket: Path) -> None:
-    """Sends nothing: a List could disturb an admission of the agent that serves. Raises Unavailable."""
-    try:
-        async with asyncio.timeout(CONNECT_TIMEOUT_S):
-            await connect_to_socket(socket)
-    except TimeoutError as e:
-        raise Unavailable(f"{socket} does not answer within {CONNECT_TIMEOUT_S:g} s") from e
-
-
-async def _look_for_names(watch: CdiWatch | None, node: Node, driver: NodeDriver) -> None:
-    """Of an agent that does not serve the inventory is empty. Raises Unavailable."""
-    if watch is None:
-        return
-    gpus = node.gpus().gpus
-    if not gpus:
-        try:
-            gpus = (await driver.read()).gpus
-        except AgentError:
-            return  # `fail_on_init_error` says whether the agent starts without a driver
-    await watch.look(gpus)
-
-
 def _build_dra(node: Node, cache: AllocationCache, decisions: DecisionLog, isolation: Isolations) -> DraPart | None:
-    """None where there are no claims: the start of an agent without any does not wait for its modules either."""
+    """The part for claims; None where there are none: the start of an agent without any does not wait for its modules
+    either."""
     if not node.has_claims:
         return None
+    # Imported here: an agent without claims would load its modules for nothing.
     from gpushare_agent.dra import part
 
     return part.build(node, cache, decisions, isolation)
 
 
 class _Subscriptions:
-    """Who hears of what. Subscribers are called at once, in the order of the lines, and must not block."""
+    """The one list of who hears of what. Subscribers are called at once, in the order of the lines, and must not block."""
 
     def __init__(self, agent: NodeAgent) -> None:
         self._agent = agent
@@ -198,6 +162,7 @@ class _Subscriptions:
         agent.cache.subscribe(self._allocation_changed)
         agent.cluster.store.subscribe(self._pod_changed)
         agent.kubelet.registrar.subscribe(on_registered=self._registered, on_kubelet_restart=self._kubelet_restarted)
+        # History before expiry: a page that is made anew has the sample in it.
         shown.usage.subscribe(shown.usage_history.add)
         shown.usage.subscribe(lambda _round: shown.expire())
         shown.usage.subscribe(agent.kubelet.resizing.usage_sampled)
@@ -215,11 +180,13 @@ class _Subscriptions:
         self._health.inventory_changed(inventory)
         agent.gpus.writer.inventory_changed(inventory)
         agent.metrics.know_gpus([gpu.uuid for gpu in inventory.gpus], status_bytes(inventory.gpus, agent.node.names))
+        # At once, not by request: a GPU that is lost must leave the lists before the next admission.
         agent.kubelet.tables.refresh()
         agent.kubelet.resizing.changed()
         agent.isolation.changed()
         if agent.isolation.cdi_watch is not None:
             agent.isolation.cdi_watch.gpus_changed()
+        # None where the settings have the agent write no labels.
         if agent.cluster.node_facts is not None:
             agent.cluster.node_facts.changed()
         agent.cluster.annotations.compare_all()
@@ -237,6 +204,7 @@ class _Subscriptions:
             agent.isolation.changed()
             agent.observability.expire()
             return
+        # Of a device plugin: the kubelet's records of it are asked again, and the pod's annotation follows.
         agent.kubelet.garbage.allocation_changed(old, new)
         if new is not None:
             agent.cluster.annotations.compare(new.key.pod_uid)
@@ -268,6 +236,7 @@ class _Subscriptions:
         agent = self._agent
         agent.kubelet.admission.kubelet_restarted()
         agent.kubelet.garbage.kubelet_restarted()
+        # The new kubelet may be of another version: whether it has Get is detected anew.
         agent.kubelet.pod_resources.forget()
         agent.kubelet.facts.kubelet_restarted()
 

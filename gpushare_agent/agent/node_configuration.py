@@ -1,8 +1,8 @@
-"""Settings per node: reads the configuration that the Node's label names, and asks for a new life when it is another one.
+"""Settings per node: reads the configuration that the Node's label names, and asks for a reload when it is another one.
 
-The settings themselves and the rules are settings/node_configuration.py's; agent/agent.py tries them and starts the life.
-There is one for the process. State owned: the Node's labels as last read, the configuration in force and the one before it,
-and what was read last, be it a configuration or why there is none.
+The settings themselves and the rules are settings/node_configuration.py's; agent/agent.py tries them and reloads. There
+is one for the process. State owned: the Node's labels as last read, the configuration in force and the one before it, and
+what was read last, be it a configuration or why there is none.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import structlog
 from msgspec import Raw
 
 from gpushare_agent.cluster.informer import Handler, Informer
-from gpushare_agent.cluster.kube.client import KubeApi, node_named
+from gpushare_agent.cluster.kube.client import KubeApi, node_named, open_kube_api
 from gpushare_agent.cluster.node_facts import parse_node
 from gpushare_agent.kit.supervision import start_tasks
 from gpushare_agent.kit.watch_path import open_directory_watch
@@ -53,13 +53,14 @@ class NodeConfiguration(Handler):
         """Why the configuration that is asked for is not in force; empty where it is."""
 
     async def first(self, base: Settings) -> Settings:
-        """The settings of the process's first life: `base` where the configuration cannot be used, for an agent that does
-        not start would take the node's GPUs out of service."""
+        """The settings of the process's first generation: `base` where the configuration cannot be used, for an agent
+        that does not start would take the node's GPUs out of service."""
         if base.node_configuration.directory is None:
             return base
         self._labels = await _read_labels(base)
         try:
             return await self.read()
+        # One bad file must not take the node's GPUs out of service in a crash loop.
         except SettingsError as e:
             self.refused(e)
             log.error(
@@ -70,13 +71,16 @@ class NodeConfiguration(Handler):
     async def read(self) -> Settings:
         """The settings as they are written now, with the configuration that the node's labels name. They are taken for in
         force until `refused`. Raises SettingsError."""
+        # Before anything can fail: `refused` may be called for a base that cannot be read at all.
         self._before, self._is_own = self._in_force, False
+        # The base first, for it names the directory; files may lie on a slow disk.
         base = await asyncio.to_thread(self._load, None)
         self._is_own = base.node_configuration.directory is not None
         self._last_read = found = await self._find(base)
         if isinstance(found, str):
             raise SettingsError([found])
         settings = base if found is None else await asyncio.to_thread(self._load, found)
+        # In force already while it is tried: `wait_new` must not ask for a second reload meanwhile.
         self._in_force, self.problem = found, ""
         if found != self._before:
             log.info("node_configuration", name=found.name if found is not None else "")
@@ -84,28 +88,33 @@ class NodeConfiguration(Handler):
 
     def refused(self, error: AgentError) -> None:
         """What was read last cannot be used: what was in force before stays."""
+        # A reload of the common settings that fails says nothing of the node's configuration.
         if self._is_own:
             self._in_force, self.problem = self._before, str(error)
 
     async def wait_new(self, settings: Settings) -> None:
-        """Until the node's configuration is another one than that in force and the last that was tried. One waiter."""
+        """Waits until the node's configuration is another one than that in force and the last that was tried. One
+        waiter."""
         while True:
             await self._changed.wait()
             self._changed.clear()
             found = await self._find(settings)
+            # Changed and changed back: the mistake is gone without a reload.
             if found == self._in_force:
                 self._last_read, self.problem = found, ""
+            # What was tried and refused is not tried again until it changes.
             elif found != self._last_read:
                 self._last_read = found
                 return
 
     def key(self, raw: Raw) -> str:
-        """For the informer, whose one object is the Node."""
+        """The key for the informer, whose one object is the Node."""
         return "node"
 
     def put(self, raw: Raw) -> bool:
         """The labels are read."""
         labels = parse_node(raw).labels
+        # The Node's status changes every few seconds; its labels seldom.
         if labels != self._labels:
             self._labels = labels
             self._changed.set()
@@ -117,6 +126,7 @@ class NodeConfiguration(Handler):
     async def watch_directory(self, directory: Path) -> NoReturn:
         async with open_directory_watch(directory, poll_s=POLL_S) as watch:
             while True:
+                # At each turn, the first too: the directory may have changed while nobody watched it.
                 self._changed.set()
                 await watch.wait_change()
 
@@ -128,15 +138,15 @@ class NodeConfiguration(Handler):
 
 
 class ConfigurationWatch:
-    """Of one life: asks for another one where the node's configuration is another one."""
+    """Asks for a reload where the node's configuration is another one. One for each generation of the agent."""
 
-    def __init__(self, configuration: NodeConfiguration, node: Node, request_new_life: Callable[[str], None]) -> None:
+    def __init__(self, configuration: NodeConfiguration, node: Node, request_reload: Callable[[str], None]) -> None:
         self._configuration = configuration
         self._node = node
-        self._request_new_life = request_new_life
+        self._request_reload = request_reload
 
     async def run(self, api: KubeApi) -> NoReturn:
-        """Until cancelled."""
+        """Watches label and files until cancelled."""
         configuration, settings = self._configuration, self._node.settings
         watched = node_named(settings.node_name)
         informer = Informer(kind="node", watched=watched, handler=configuration, metrics=self._node.metrics)
@@ -147,17 +157,19 @@ class ConfigurationWatch:
             start_tasks(group, bodies)
             while True:
                 await configuration.wait_new(settings)
-                self._request_new_life("the node has another configuration")
+                self._request_reload("the node has another configuration")
         raise AssertionError("unreachable: the tasks do not end")
 
 
 def _read(directory: Path, labels: Mapping[str, str], default: str) -> _Read:
-    """The name comes from the directory's own list, never from a label."""
+    """Reads the configuration. Its file's name comes from the directory's own list, never from a label: a label with `..`
+    in it must not name another file."""
     try:
         name = choose_name(labels, [path.name for path in directory.iterdir() if path.is_file()], default)
         if not name:
             return None
         with (directory / name).open("rb") as file:
+            # One byte more than is taken, so that a longer file shows without being read whole.
             content = file.read(MAX_BYTES + 1)
     except OSError as e:
         return f"the configurations in {directory} cannot be read: {e.strerror}"
@@ -169,9 +181,7 @@ def _read(directory: Path, labels: Mapping[str, str], default: str) -> _Read:
 
 
 async def _read_labels(settings: Settings) -> Mapping[str, str]:
-    """None where the API server does not answer in time: those of the watch follow."""
-    from gpushare_agent.cluster.kube.client import open_kube_api
-
+    """The Node's labels, none where the API server does not answer in time: those of the watch follow."""
     error = "no answer"
     try:
         async with asyncio.timeout(LABELS_WAIT_S):
@@ -179,6 +189,7 @@ async def _read_labels(settings: Settings) -> Mapping[str, str]:
                 try:
                     async with open_kube_api(kubeconfig=settings.kubeconfig) as api:
                         return parse_node(await api.get_node(settings.node_name)).labels
+                # A kubeconfig that is wrong does not become right by waiting.
                 except StartupError:
                     raise
                 except AgentError as e:

@@ -1,28 +1,37 @@
 """Whether the node can give shares at all, at the agent's start: what `gpushare-agent check` calls an error for them.
 
-A rollout stops at a node whose agent is not Ready, and an incoming instance that could give no share leaves the kubelet to
-the agent that serves. Once nothing is in the way it stays so: what an isolation needs may go and come while the agent runs
-(isolation/part.py), and an agent that is not Ready would be ended at once, without a handover. State owned: what is
-in the way.
+A rollout stops at a node whose agent is not Ready, and an incoming instance that could give no share leaves the kubelet
+to the agent that serves. Once nothing is in the way it stays so: what an isolation needs may go and come while the agent
+runs (isolation/part.py), and an agent that is not Ready would be ended at once, without a handover. State owned:
+what is in the way.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
+from pathlib import Path
 
 import structlog
 
-from gpushare_agent.model.errors import AgentError
+from gpushare_agent.gpus.part import NodeDriver
+from gpushare_agent.isolation.cdi.specs import CdiWatch
+from gpushare_agent.isolation.isolations import Isolations
+from gpushare_agent.model.errors import AgentError, Unavailable
+from gpushare_agent.node import Node
+from gpushare_agent.runtime.node_probes import connect_to_socket
 
 log = structlog.get_logger(__name__)
 
 PERIOD_S = 2.0
+CONNECT_TIMEOUT_S = 5.0
 Look = Callable[[], Awaitable[object]]
 
 
 class ShareReadiness:
-    """`looks` by what they look at: each is bounded, changes nothing on the node, and raises AgentError with the cure."""
+    """`looks` by what they look at: each is bounded, changes nothing on the node, and raises AgentError with the
+    remedy."""
 
     def __init__(self, looks: Mapping[str, Look], *, period_s: float = PERIOD_S) -> None:
         self._looks = looks
@@ -35,20 +44,22 @@ class ShareReadiness:
         """Why this is not so, nothing where it is."""
         return [] if self.is_met.is_set() else list(self._problems)
 
-    def take_over(self, earlier: ShareReadiness) -> None:
-        """An earlier life of the agent was Ready: this one begins so."""
-        if earlier.is_met.is_set():
+    def take_over(self, previous: ShareReadiness) -> None:
+        """Begins as Ready where the generation before the reload was."""
+        if previous.is_met.is_set():
             self.is_met.set()
 
     async def look(self) -> bool:
-        """Whether it is met, looked at now where it was not before."""
+        """Whether shares can be given, looked at now where they could not before."""
         if self.is_met.is_set():
+            # Never asked again: a rollout ends an agent that is not Ready, at once and without a handover.
             return True
         problems = tuple(
             [f"{name}: {problem}" for name, one in self._looks.items() if (problem := await _problem(one))]
         )
         if not problems:
             self.is_met.set()
+        # Every two seconds the same would fill the log.
         elif problems != self._problems:
             log.error("no_shares_possible", problems=problems, then="the agent is not Ready before they are")
         self._problems = problems
@@ -66,3 +77,37 @@ async def _problem(look: Look) -> str:
     except AgentError as e:
         return str(e)
     return ""
+
+
+def build(node: Node, isolation: Isolations, driver: NodeDriver) -> ShareReadiness:
+    """What shares need besides the GPUs: the kubelet's PodResources socket, what each isolation needs, and CDI names."""
+    return ShareReadiness(
+        {
+            "kubelet.pod_resources_socket": partial(_connect, node.settings.kubelet.pod_resources_socket),
+            **isolation.looks(),
+            "cdi": partial(_look_for_names, isolation.cdi_watch, node, driver),
+        }
+    )
+
+
+async def _connect(socket: Path) -> None:
+    """Connects and sends nothing: a List could disturb an admission of the agent that serves. Raises Unavailable."""
+    try:
+        async with asyncio.timeout(CONNECT_TIMEOUT_S):
+            await connect_to_socket(socket)
+    except TimeoutError as e:
+        raise Unavailable(f"{socket} does not answer within {CONNECT_TIMEOUT_S:g} s") from e
+
+
+async def _look_for_names(watch: CdiWatch | None, node: Node, driver: NodeDriver) -> None:
+    """Looks whether CDI has the names of the GPUs. Raises Unavailable."""
+    if watch is None:
+        return
+    gpus = node.gpus().gpus
+    # An agent that does not serve yet has an empty inventory.
+    if not gpus:
+        try:
+            gpus = (await driver.read()).gpus
+        except AgentError:
+            return  # `fail_on_init_error` says whether the agent starts without a driver
+    await watch.look(gpus)

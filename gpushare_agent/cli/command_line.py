@@ -23,8 +23,7 @@ from typing import Any, Literal
 from msgspec import Struct
 
 from gpushare_agent import __version__
-from gpushare_agent.kit.log_writer import write_stderr
-from gpushare_agent.kit.logs import setup_logging
+from gpushare_agent.kit.logs import setup_logging, write_stderr
 from gpushare_agent.model.errors import AgentError
 from gpushare_agent.settings.node_configuration import NamedConfiguration
 from gpushare_agent.settings.reference import help_text, select_keys

@@ -17,7 +17,7 @@ from msgspec import Struct
 
 from gpushare_agent.cli.command_line import Form, add_output
 from gpushare_agent.cli.render_text import grid, print_as
-from gpushare_agent.kit.log_writer import write_stderr
+from gpushare_agent.kit.logs import write_stderr
 from gpushare_agent.kit.sockets import connectable_path
 from gpushare_agent.model.errors import Unavailable
 

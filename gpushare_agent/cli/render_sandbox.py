@@ -1,4 +1,4 @@
-"""The sandbox's report for people: tables for a terminal, lines for a pipe. Pure, from sandbox/report/document.py."""
+"""The sandbox's report for people: tables for a terminal, lines for a pipe. Pure, from sandbox/report.py."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from gpushare_agent.cli.render_text import (
 from gpushare_agent.cli.render_top import Choice, gpu_lines, together, top_table
 from gpushare_agent.model.names import CORES_PER_GPU, MIB
 from gpushare_agent.sandbox.manifests import EXPECTATION_ANNOTATION
-from gpushare_agent.sandbox.report.document import UNKNOWN, ContainerRow, NodeRow, PodRow, SandboxDocument
+from gpushare_agent.sandbox.report import UNKNOWN, ContainerRow, NodeRow, PodRow, SandboxDocument
 
 NARROW = 100
 """Below this width the limit that a container reads would take the place of what changes."""

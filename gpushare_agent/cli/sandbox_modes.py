@@ -21,7 +21,7 @@ from gpushare_agent.cli.screen import Screen, View
 from gpushare_agent.sandbox.agent_process import last_lines
 from gpushare_agent.sandbox.controller import SandboxController
 from gpushare_agent.sandbox.manifests import Manifest
-from gpushare_agent.sandbox.report.document import SandboxDocument
+from gpushare_agent.sandbox.report import SandboxDocument
 from gpushare_agent.sandbox.workload import WorkloadPlayer
 
 STEADY_TIMEOUT_S = 60.0

@@ -49,7 +49,7 @@ from gpushare_agent.sandbox.node import (
     paths_of_node,
     running_task,
 )
-from gpushare_agent.sandbox.report.document import ReportedNode
+from gpushare_agent.sandbox.report import ReportedNode
 from gpushare_agent.sandbox.state_directory import NodePaths, default_state_directory, owned_state_directory
 from gpushare_agent.sandbox.workload import WorkloadPlayer
 from gpushare_agent.settings.settings import LoadedSettings, Settings, SettingsError, load_settings

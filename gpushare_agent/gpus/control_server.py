@@ -1,7 +1,7 @@
 """The control socket: through it root takes a GPU out of service and puts it back.
 
-HTTP with JSON on a unix socket of mode 0600. Only root and the agent's own user may call (SO_PEERCRED). aiohttp is imported
-in a thread once `run` begins. Where the socket cannot be opened the agent runs without it.
+HTTP with JSON on a unix socket of mode 0600. Only root and the agent's own user may call (SO_PEERCRED). aiohttp is
+imported in a thread once `run` begins. Where the socket cannot be opened the agent runs without it.
 
     POST /cordon   {"gpu": "…", "reason": "…"}   → {"card": {…}, "changed": bool, "not_kept": "…"}
     POST /uncordon {"gpu": "…"}                  → the same, and "ended_wait": "…"
@@ -69,11 +69,13 @@ class ControlServer(Struct, eq=False):
 
     async def run(self) -> NoReturn:
         """Serve until cancelled. While the socket cannot be had, it is tried again every half a minute."""
+        # 190 ms of imports, which must not hold the loop.
         await asyncio.to_thread(importlib.import_module, "gpushare_agent.kit.http_server")
         reported = ReportOnce()
         while True:
             try:
                 listener, identity = self._bind()
+                # Bound: the next failure is a new one.
                 reported.is_over()
                 await self._serve_until_gone(listener, identity)
                 log.warning("control_socket_gone", path=str(self.path), then="opened anew")
@@ -85,6 +87,7 @@ class ControlServer(Struct, eq=False):
     async def _wait_gone(self, identity: FileIdentity | None) -> None:
         while True:
             await asyncio.sleep(CHECK_PERIOD_S)
+            # By identity: another agent of an upgrade may have put its own socket under the name.
             if identity != file_identity(self.path):
                 return
 
@@ -98,6 +101,7 @@ class ControlServer(Struct, eq=False):
             web.post("/uncordon", self._answered(self._uncordon)),
             web.get("/cards", self._answered(self._show)),
         ]
+        # Handlers are not cancelled: a cordon that is half done would be in the inventory and not in the file.
         limits = HttpLimits(connections=16, body_bytes=MAX_REQUEST_BYTES, cancels_handlers=False)
         server = HttpServer("control", routes, limits=limits)
         self._is_listening.set()
@@ -108,6 +112,7 @@ class ControlServer(Struct, eq=False):
                 await self._wait_gone(identity)
                 await stop_task(serving)
         finally:
+            # Before the file goes: nobody is told to connect to it.
             self._is_listening.clear()
             self._remove_file(identity)
 
@@ -122,6 +127,7 @@ class ControlServer(Struct, eq=False):
         lost = "GPUs cannot be cordoned by command until it can"
         try:
             self.path.parent.mkdir(mode=DIRECTORY_MODE, parents=True, exist_ok=True)
+            # bind_unix_socket replaces a stale socket: that of an agent that lives must stay.
             if is_served(self.path):
                 raise Unavailable(
                     f"the control socket {self.path} is not opened: another process listens there. {lost}: end that one, "
@@ -129,6 +135,7 @@ class ControlServer(Struct, eq=False):
                 )
             listener = bind_unix_socket(self.path, mode=SOCKET_MODE)
             listener.setblocking(False)
+            # Connected ones wait here until the server accepts: it is not asked for before this.
             listener.listen(BACKLOG)
             return listener, file_identity(self.path)
         except OSError as e:
@@ -143,6 +150,7 @@ class ControlServer(Struct, eq=False):
 
         async def answer(request: web.Request) -> web.StreamResponse:
             try:
+                # Besides the mode of the file: it can be reached through a descriptor or a bind mount.
                 if not is_allowed(request.transport):
                     return web.json_response({"error": "only root and the agent's own user may ask"}, status=403)
                 async with asyncio.timeout(REQUEST_TIMEOUT_S):
@@ -151,7 +159,7 @@ class ControlServer(Struct, eq=False):
                 return web.json_response({"error": str(e)}, status=STATUS.get(type(e), 500))
             except TimeoutError:
                 return web.json_response({"error": f"not done within {REQUEST_TIMEOUT_S:g} s"}, status=500)
-            except ConnectionError:  # the caller hung up; the server passes over it
+            except ConnectionError:  # the caller hung up; the server ignores it
                 raise
             except Exception as e:  # a servicer's edge: one request must not end the agent
                 log.error("control_request_failed", path=request.path, exc_info=e)
@@ -162,6 +170,7 @@ class ControlServer(Struct, eq=False):
     async def _cordon(self, request: web.Request) -> dict[str, Any]:
         raw = await _body(request)
         reason = _text(raw, "reason", MAX_REASON_CHARS)
+        # The reason first: a text that is wrong is refused before anything is looked up.
         gpu = self._gpu(_text(raw, "gpu", MAX_GPU_CHARS))
         changed = self.inventory.cordon(gpu.uuid, reason)
         log.info("cordon_asked", index=gpu.index, uuid=gpu.uuid, reason=reason, changed=changed)
@@ -169,19 +178,21 @@ class ControlServer(Struct, eq=False):
 
     async def _uncordon(self, request: web.Request) -> dict[str, Any]:
         gpu = self._gpu(_text(await _body(request), "gpu", MAX_GPU_CHARS))
+        # Taken before, for uncordon ends a wait for a reset too, and the person is told which.
         before = self.inventory.healths[gpu.uuid]
         changed = self.inventory.uncordon(gpu.uuid)
         ended_wait = before.cause if before.state is HealthState.NEEDS_RESET else ""
         log.info("uncordon_asked", index=gpu.index, uuid=gpu.uuid, changed=changed, ended_wait=ended_wait)
+        # The person waits for the GPU: not for the end of the period.
         self.poll_soon()
         return self._result(gpu, changed, await self.writer.save_now()) | {"ended_wait": ended_wait}
 
     async def _show(self, _request: web.Request) -> dict[str, Any]:
         return {"cards": [self._shown(gpu) for gpu in self.inventory.current.gpus]}
 
-    def _result(self, gpu: Gpu, changed: bool, not_kept: str) -> dict[str, Any]:
+    def _result(self, gpu: Gpu, changed: bool, not_saved: str) -> dict[str, Any]:
         now = self.inventory.current.by_uuid()[gpu.uuid]
-        return {"card": self._shown(now), "changed": changed, "not_kept": not_kept}
+        return {"card": self._shown(now), "changed": changed, "not_kept": not_saved}
 
     def _shown(self, gpu: Gpu) -> dict[str, Any]:
         return gpu_document(
@@ -194,6 +205,7 @@ class ControlServer(Struct, eq=False):
     def _gpu(self, text: str) -> Gpu:
         gpus = self.inventory.current.gpus
         selected = select_gpus(text, gpus)
+        # Never a guess: a cordon of the wrong GPU takes it from pods.
         if len(selected) == 1:
             return selected[0]
         known = ", ".join(f"{gpu.label} ({gpu.uuid})" for gpu in sorted(gpus, key=lambda gpu: gpu.index)) or "none"
@@ -214,6 +226,7 @@ def is_served(path: Path) -> bool:
         try:
             with connectable_path(path) as address:
                 probe.connect(address)
+        # EAGAIN of connect(2): the backlog is full, so somebody listens.
         except BlockingIOError:
             return True
         except OSError:
@@ -249,15 +262,17 @@ def select_gpus(text: str, gpus: Sequence[Gpu]) -> list[Gpu]:
     Digits alone are an index, `0:1` is NVIDIA's name of a MIG instance. A UUID may lack its `GPU-`,
     may be in any case, and may be cut short.
     """
-    wanted = text.strip().lower()
-    if not wanted:
+    requested = text.strip().lower()
+    if not requested:
         return []
-    if wanted.isdecimal():
-        return [gpu for gpu in gpus if str(gpu.index) == (wanted.lstrip("0") or "0")]
-    if ":" in wanted:
-        return [gpu for gpu in gpus if gpu.mig is not None and not gpu.mig.is_gone and gpu.label == wanted]
-    exact = [gpu for gpu in gpus if gpu.uuid.lower() == wanted]
-    begins = [gpu for gpu in gpus if gpu.uuid.lower().startswith((wanted, PREFIX.lower() + wanted))]
+    # Before prefixes: an index is meant, though a UUID may begin with these digits.
+    if requested.isdecimal():
+        return [gpu for gpu in gpus if str(gpu.index) == (requested.lstrip("0") or "0")]
+    if ":" in requested:
+        return [gpu for gpu in gpus if gpu.mig is not None and not gpu.mig.is_gone and gpu.label == requested]
+    exact = [gpu for gpu in gpus if gpu.uuid.lower() == requested]
+    begins = [gpu for gpu in gpus if gpu.uuid.lower().startswith((requested, PREFIX.lower() + requested))]
+    # A whole UUID is unambiguous, also where it is the beginning of another.
     return exact or sorted(begins, key=lambda gpu: gpu.index)
 
 

@@ -26,8 +26,8 @@ class GpuEventKind(StrEnum):
 
 
 class GpuEvent(Struct, frozen=True, kw_only=True):
-    """`uuid` is None where the driver does not name the GPU. `xid` is the number in NVIDIA's catalogue of Xid errors, 0 for
-    events of another kind. `gi` and `ci` are the MIG instance's IDs, None where it is of the whole GPU."""
+    """`uuid` is None where the driver does not name the GPU. `xid` is the number in NVIDIA's catalogue of Xid errors, 0
+    for events of another kind. `gi` and `ci` are the MIG instance's IDs, None where it is of the whole GPU."""
 
     kind: GpuEventKind
     uuid: GpuUuid | None
@@ -37,6 +37,7 @@ class GpuEvent(Struct, frozen=True, kw_only=True):
 
     def is_of(self, gpu: Gpu) -> bool:
         """Whether it is of this GPU, or of this MIG instance or the GPU that it is a part of."""
+        # The driver names the whole GPU, and an instance by its numbers there.
         if gpu.mig is None or self.uuid != gpu.mig.parent:
             return self.uuid == gpu.uuid
         return self.gi in (None, gpu.mig.gi) and self.ci in (None, gpu.mig.ci)
@@ -99,8 +100,8 @@ STATES = {
         "a reset (a poll finds the GPU missing: `lost`), a reboot of the node, or `gpushare-agent uncordon`: `probing`",
     ),
 }
-"""For each state: the health in ListAndWatch, what the state means, and what ends it. docs/explanation/health.md shows this
-table."""
+"""For each state: the health in ListAndWatch, what the state means, and what ends it. docs/explanation/health.md shows
+this table."""
 
 XID_NAMES = {
     13: "graphics engine exception",
@@ -128,7 +129,7 @@ XID_NAMES = {
 
 
 class HealthPolicy(Struct, frozen=True, kw_only=True):
-    """The settings of the same names (`health.…`)."""
+    """The rules, as the settings of the same names (`health.…`) have them."""
 
     ignored_xids: frozenset[int] = frozenset()
     reset_xids: frozenset[int] = frozenset()
@@ -150,8 +151,11 @@ class EventMeaning(StrEnum):
 
 
 def meaning_of(event: GpuEvent, known: Collection[GpuUuid], policy: HealthPolicy) -> EventMeaning:
+    # First: an ignored Xid is ignored of any GPU. It is what a program causes, and no tenant may take a GPU out of
+    # service.
     if event.kind is GpuEventKind.XID and event.xid in policy.ignored_xids:
         return EventMeaning.IGNORED
+    # No GPU becomes Unhealthy by a guess: all are polled.
     if event.uuid is None:
         return EventMeaning.UNATTRIBUTED
     if event.uuid not in known:
@@ -159,13 +163,14 @@ def meaning_of(event: GpuEvent, known: Collection[GpuUuid], policy: HealthPolicy
     match event.kind:
         case GpuEventKind.XID:
             return EventMeaning.NEEDS_RESET if event.xid in policy.reset_xids else EventMeaning.UNHEALTHY
+        # No setting ignores it: the GPU's memory is wrong until a reset.
         case GpuEventKind.DOUBLE_BIT_ECC:
             return EventMeaning.NEEDS_RESET
     assert_never(event.kind)
 
 
 def describe_event(event: GpuEvent) -> str:
-    """`Xid 79 (GPU has fallen off the bus)`."""
+    """The event in words, such as `Xid 79 (GPU has fallen off the bus)`."""
     match event.kind:
         case GpuEventKind.XID:
             name = XID_NAMES.get(event.xid)
@@ -178,12 +183,15 @@ def describe_event(event: GpuEvent) -> str:
 def after_event(
     health: GpuHealth, event: GpuEvent, *, needs_reset: bool, policy: HealthPolicy, now: float
 ) -> GpuHealth:
-    """The GPU's health after an error event. A lesser error does not end a wait for a reset, whose cause stays the first."""
+    """The GPU's health after an error event. A lesser error does not end a wait for a reset, whose cause stays the
+    first."""
     if health.state is HealthState.NEEDS_RESET:
         return health
+    # Also of a GPU that is unhealthy: its probes begin again.
     failed = _failed(health, policy, now)
     if needs_reset:
         return replace(failed, state=HealthState.NEEDS_RESET, cause=describe_event(event), probe_at=None)
+    # A lost GPU stays lost: only a poll can find it again.
     if health.state is HealthState.LOST:
         return failed
     return replace(failed, state=HealthState.PROBING, cause=describe_event(event))
@@ -199,6 +207,7 @@ def after_poll(health: GpuHealth, seen: Gpu, policy: HealthPolicy, now: float) -
     | usable | `healthy`, `needs-reset` | the same |
     | usable | `lost`, `probing` | `probing`, or `healthy` after the last pass |
     """
+    # Of any state, needs-reset too: during a reset the driver does not find the GPU, and that is how one is observed.
     if not seen.is_healthy:
         return _after_failed_poll(health, seen.unhealthy_reason or "the driver gives no reason", policy, now)
     match health.state:
@@ -224,7 +233,9 @@ def after_brief_loss(
     `before` are the GPUs that were healthy before the loss. Only those count that the loss made `lost` (an Xid since then
     stands), and all of them must be usable again: one that is not shows that more happened than a missed answer.
     """
+    # An Xid since then has made it probing or needs-reset, which stands.
     lost = {uuid: health for uuid, health in before.items() if healths[uuid].state is HealthState.LOST}
+    # One that did not come back shows a fault of more than a busy driver: then all prove themselves.
     if not all(uuid in seen and seen[uuid].is_healthy for uuid in lost):
         return {}
     return {uuid: as_before_loss(health, healths[uuid]) for uuid, health in lost.items()}
@@ -247,6 +258,7 @@ def cordoned(health: GpuHealth, reason: str) -> GpuHealth:
 
 def uncordoned(health: GpuHealth, policy: HealthPolicy, now: float) -> GpuHealth:
     """Back in service by an operator's request, which also ends a wait for a reset: the following polls decide."""
+    # The cordon goes in any case; only a wait for a reset turns into probes.
     lifted = replace(health, cordon=None)
     if health.state is not HealthState.NEEDS_RESET:
         return lifted
@@ -255,6 +267,7 @@ def uncordoned(health: GpuHealth, policy: HealthPolicy, now: float) -> GpuHealth
 
 def offered(seen: Gpu, health: GpuHealth, policy: HealthPolicy) -> Gpu:
     """The GPU as it is offered to the kubelet and shown to people."""
+    # The driver's answer does not count here: `after_poll` has made a state of it.
     reason = why_not_offered(health, policy)
     return replace(seen, health=Health.UNHEALTHY if reason else Health.HEALTHY, unhealthy_reason=reason)
 
@@ -269,8 +282,8 @@ def why_not_offered(health: GpuHealth, policy: HealthPolicy) -> str:
 
 
 def next_probe_at(healths: Iterable[GpuHealth], now: float) -> float | None:
-    """When the next poll counts for an unhealthy GPU, perhaps in the past; None where only the periodic poll is due, as for
-    one that the last poll, when it would have counted, found still lost."""
+    """The time from which the next poll counts for an unhealthy GPU, perhaps in the past; None where only the periodic
+    poll is due, as for one that the last poll, when it would have counted, found still lost."""
     due = [
         health.probe_at
         for health in healths
@@ -281,7 +294,9 @@ def next_probe_at(healths: Iterable[GpuHealth], now: float) -> float | None:
 
 def probe_period_s(health: GpuHealth, policy: HealthPolicy) -> float:
     """The time between two polls that count; it doubles with each relapse."""
+    # Bounded before the power: a float overflows beyond 1,023 doublings.
     period_s = policy.recovery_period_s * 2.0 ** min(health.relapses, _MAX_DOUBLINGS)
+    # A maximum below the period, which settings allow, counts as the period.
     return min(period_s, max(policy.recovery_period_max_s, policy.recovery_period_s))
 
 
@@ -302,14 +317,17 @@ def _unhealthy_reason(health: GpuHealth, policy: HealthPolicy) -> str:
 
 def _after_failed_poll(health: GpuHealth, reason: str, policy: HealthPolicy, now: float) -> GpuHealth:
     if health.state is HealthState.LOST:
+        # Lost already: neither a relapse nor a new start of the count, but people should read the newest reason.
         return replace(health, cause=reason)
     return replace(_failed(health, policy, now), state=HealthState.LOST, cause=reason)
 
 
 def _after_passed_poll(health: GpuHealth, policy: HealthPolicy, now: float) -> GpuHealth:
+    # Polls come more often than probes: those between find the GPU usable and count nothing.
     counts = health.probe_at is None or now >= health.probe_at
     passes = health.passes + counts
     if passes >= policy.recovery_probes:
+        # The relapses stay: the next failure within the hour doubles the period again.
         return GpuHealth(relapses=health.relapses, recovered_at=now, cordon=health.cordon)
     probe_at = now + probe_period_s(health, policy) if counts else health.probe_at
     return replace(health, state=HealthState.PROBING, passes=passes, probe_at=probe_at)
@@ -318,6 +336,7 @@ def _after_passed_poll(health: GpuHealth, policy: HealthPolicy, now: float) -> G
 def _failed(health: GpuHealth, policy: HealthPolicy, now: float) -> GpuHealth:
     """No poll counts for one period from now. For a GPU that was healthy this is a relapse, or the first failure."""
     if health.state is HealthState.HEALTHY:
+        # Long after its recovery a failure is a first one.
         is_relapse = health.recovered_at is not None and now - health.recovered_at < RELAPSE_WITHIN_S
         health = replace(health, relapses=health.relapses + 1 if is_relapse else 0)
     return replace(health, passes=0, probe_at=now + probe_period_s(health, policy))

@@ -1,10 +1,11 @@
-"""The GPUs as they are offered: the last poll of the driver joined with the health of each GPU.
+"""The GPUs as they are offered: the last poll of the driver joined with the health of each GPU; and the report of each
+change of a GPU's health and of each cordon, in the log, as a metric, and as an Event on the Node.
 
 A GPU that the driver no longer reports stays, Unhealthy with the reason: its device IDs are known to the kubelet and may
 be allocated. A MIG instance is then gone, for gpus/nvml/reader.py keeps those that containers have. State owned, by
 `GpuInventoryState`: the last poll, the health of each GPU, and the two joined; after one unanswered poll also the healths
 from before it, until the next poll. Changed by gpus/watch.py, gpus/control_server.py and the start of the agent; the rules
-are in health.py.
+are in health.py. By `GpuHealthObserver`: the GPUs and the cordons of the last change, to compare with.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Protocol
 
+import structlog
 from msgspec.structs import replace
 
 from gpushare_agent.gpus.health import (
@@ -36,9 +39,13 @@ from gpushare_agent.gpus.health import (
     uncordoned,
     why_not_offered,
 )
-from gpushare_agent.model.gpus import GpuInventory, Health
+from gpushare_agent.model.errors import NodeEventReason
+from gpushare_agent.model.gpus import Gpu, GpuInventory, Health
 from gpushare_agent.model.names import GpuUuid
+from gpushare_agent.node import Metrics
 from gpushare_agent.placement.topology import build_topology
+
+log = structlog.get_logger(__name__)
 
 NOT_SHOWN = "the driver does not show this GPU any more"
 
@@ -71,7 +78,7 @@ class GpuInventoryState:
 
     @property
     def healths(self) -> Mapping[GpuUuid, GpuHealth]:
-        """Also of GPUs that were restored from the file and not seen since the start."""
+        """The health of each GPU, also of those that were restored from the file and not seen since the start."""
         return self._healths
 
     @property
@@ -106,6 +113,7 @@ class GpuInventoryState:
         healths = {uuid: GpuHealth(state=HealthState.NEEDS_RESET, cause=cause) for uuid, cause in saved.waits.items()}
         for uuid, reason in saved.cordons.items():
             healths[uuid] = cordoned(healths.get(uuid, GpuHealth()), reason)
+        # What this process knows is newer than the file.
         self._healths = healths | self._healths
         self._publish()
 
@@ -130,7 +138,9 @@ class GpuInventoryState:
         """
         now = self._clock()
         self._seen = self._with_missing(found)
+        # A driver that lists GPUs and can read none of them has not said what there is.
         self._is_read = self._is_read or bool(found.gpus) or not found.unreadable
+        # Before the polls: `after_poll` would make `probing` of what is to be healthy again.
         self._end_loss(now)
         for gpu in self._seen.gpus:
             before = self._healths.get(gpu.uuid, GpuHealth())
@@ -141,6 +151,7 @@ class GpuInventoryState:
         """Takes over an unanswered poll: every GPU is Unhealthy until the driver answers and its probes have passed. After
         the first one in a row the healths of before are remembered, for `read` to restore."""
         now = self._clock()
+        # Only those: one that was unhealthy before has to pass its probes in any case.
         healthy = {u: h for u, h in self._healths.items() if h.state is HealthState.HEALTHY}
         # A second one in a row is no missed answer: after it the GPUs have to pass their probes.
         self._before_loss = {} if self._is_driver_lost else healthy
@@ -153,10 +164,12 @@ class GpuInventoryState:
         """Applies the driver's events as one change; returns each event with its meaning, and how often it came."""
         now, known = self._clock(), {gpu.uuid for gpu in self._seen.gpus}
         noted: Counter[tuple[GpuEvent, EventMeaning]] = Counter()
+        # One by one, in the driver's order: the first error that needs a reset is the cause that people read.
         for event in self._of_instances(events):
             meaning = meaning_of(event, known, self._policy)
             noted[event, meaning] += 1
             if event.uuid is not None and meaning in (EventMeaning.UNHEALTHY, EventMeaning.NEEDS_RESET):
+                # An error since then: the GPU is not given its health of before.
                 self._before_loss.pop(event.uuid, None)
                 self._healths[event.uuid] = after_event(
                     self._healths[event.uuid],
@@ -173,6 +186,7 @@ class GpuInventoryState:
         for event in events:
             of = [gpu for gpu in self._seen.gpus if gpu.mig is not None and event.is_of(gpu)]
             yield from (replace(event, uuid=gpu.uuid, gi=None, ci=None) for gpu in of)
+            # Of a GPU that is not partitioned, or that the agent does not know.
             if not of:
                 yield event
 
@@ -187,6 +201,7 @@ class GpuInventoryState:
         return self._publish()
 
     def _end_loss(self, now: float) -> None:
+        # Emptied in any case: only the poll straight after the loss may forgive it.
         before, self._before_loss, self._is_driver_lost = self._before_loss, {}, False
         restored = after_brief_loss(before, self._healths, self._seen.by_uuid())
         if restored and is_brief_loss_forgiven(self._forgiven_at, now):
@@ -195,8 +210,10 @@ class GpuInventoryState:
 
     def _with_missing(self, found: GpuInventory) -> GpuInventory:
         known = found.by_uuid()
-        divided = {gpu.uuid for gpu in found.mig_partitioned}
-        gone = {gpu.uuid for gpu in self._seen.gpus if gpu.mig is not None or gpu.uuid in divided} - known.keys()
+        partitioned = {gpu.uuid for gpu in found.mig_partitioned}
+        # Instances that no container has, and GPUs that became instances: the reader has dropped them on purpose.
+        gone = {gpu.uuid for gpu in self._seen.gpus if gpu.mig is not None or gpu.uuid in partitioned} - known.keys()
+        # A cordon outlives the instance: one made anew with this UUID stays out of service.
         self._healths = {u: health for u, health in self._healths.items() if u not in gone or health.cordon is not None}
         if all(gpu.uuid in known for gpu in self._seen.gpus if gpu.uuid not in gone):
             return found
@@ -213,9 +230,69 @@ class GpuInventoryState:
     def _publish(self) -> bool:
         gpus = tuple(offered(gpu, self._healths[gpu.uuid], self._policy) for gpu in self._seen.gpus)
         inventory, saved = replace(self._seen, gpus=gpus), saved_of(self._healths)
+        # Polls find the same as a rule: subscribers compare lists of thousands of IDs.
         if inventory == self._offered and saved == self._saved:
             return False
+        # Before the callbacks, which read the inventory.
         self._offered, self._saved = inventory, saved
         for callback in self._on_change:
             callback(inventory)
         return True
+
+
+class NodeEventRecorder(Protocol):
+    def note(self, reason: NodeEventReason, uuid: str, message: str) -> None: ...
+
+
+class GpuHealthObserver:
+    """Subscribe `inventory_changed` to the inventory. A GPU that is healthy when it is first seen is not reported."""
+
+    def __init__(self, inventory: GpuInventoryState, events: NodeEventRecorder, metrics: Metrics) -> None:
+        self._inventory = inventory
+        self._events = events
+        self._metrics = metrics
+        self._gpus: Mapping[GpuUuid, Gpu] = {}
+        self._cordoned: Mapping[GpuUuid, str] = inventory.cordoned
+
+    def inventory_changed(self, inventory: GpuInventory) -> None:
+        gpus, was_cordoned = self._gpus, self._cordoned
+        self._gpus, self._cordoned = inventory.by_uuid(), self._inventory.cordoned
+        # By index: Events of one change come in the order in which people count GPUs.
+        for gpu in sorted(inventory.gpus, key=lambda gpu: gpu.index):
+            # An agent that starts must not report every GPU as recovered.
+            was_healthy = gpu.uuid not in gpus or gpus[gpu.uuid].is_healthy
+            self._report_cordon(gpu, was_cordoned.get(gpu.uuid), self._cordoned.get(gpu.uuid))
+            if was_healthy and not gpu.is_healthy:
+                self._report_unhealthy(gpu)
+            elif gpu.is_healthy and not was_healthy:
+                self._report_healthy(gpu, was_cordoned=gpu.uuid in was_cordoned)
+
+    def _report_cordon(self, gpu: Gpu, before: str | None, now: str | None) -> None:
+        if before == now:
+            return
+        if now is not None:
+            log.warning("gpu_cordoned", index=gpu.index, uuid=gpu.uuid, reason=now)
+            because = f": {now}" if now else ""
+            self._note(NodeEventReason.GPU_CORDONED, gpu, f"taken out of service by an operator{because}")
+        else:
+            log.warning("gpu_uncordoned", index=gpu.index, uuid=gpu.uuid, reason=before)
+            still = "" if gpu.is_healthy else f", and still Unhealthy: {gpu.unhealthy_reason}"
+            self._note(NodeEventReason.GPU_UNCORDONED, gpu, f"put back in service by an operator{still}")
+
+    def _report_unhealthy(self, gpu: Gpu) -> None:
+        self._metrics.gpu_health_changed(gpu.uuid, healthy=False)
+        if gpu.uuid in self._cordoned:
+            return  # the cordon's own Event has the reason
+        log.error("gpu_unhealthy", index=gpu.index, uuid=gpu.uuid, reason=gpu.unhealthy_reason)
+        self._note(NodeEventReason.GPU_UNHEALTHY, gpu, gpu.unhealthy_reason)
+
+    def _report_healthy(self, gpu: Gpu, *, was_cordoned: bool) -> None:
+        self._metrics.gpu_health_changed(gpu.uuid, healthy=True)
+        # Put back by a person, whose Event says so: it has not recovered from anything.
+        if was_cordoned:
+            return
+        log.info("gpu_recovered", index=gpu.index, uuid=gpu.uuid)
+        self._note(NodeEventReason.GPU_RECOVERED, gpu, "healthy again, and offered to pods")
+
+    def _note(self, reason: NodeEventReason, gpu: Gpu, text: str) -> None:
+        self._events.note(reason, gpu.uuid, f"GPU {gpu.label} ({gpu.uuid}): {text}")

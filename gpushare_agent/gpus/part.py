@@ -52,6 +52,7 @@ class GpusPart(Struct, frozen=True, kw_only=True):
         must_succeed = self.node.settings.fail_on_init_error
         try:
             found = await self.driver.read()
+        # Settings that cannot work, such as sizes: waiting does not change them.
         except StartupError:
             raise
         except AgentError as e:
@@ -61,12 +62,14 @@ class GpusPart(Struct, frozen=True, kw_only=True):
                 ) from e
             log.error("gpus_unreadable", error=str(e), then="no device is offered; the driver is read again every 30 s")
             return None
+        # The driver answers and every GPU fails: an agent that offered nothing would look healthy.
         if not found.gpus and found.unreadable and must_succeed:
             index, reason = found.unreadable[0]
             raise StartupError(
                 f"none of the {len(found.unreadable)} GPUs can be read (GPU {index}: {reason}). Look at nvidia-smi and "
                 "the kernel log on this node; --fail-on-init-error=false keeps the agent waiting for them"
             )
+        # Before registration: the kubelet would end the stream of a list over 4 MiB, again and again.
         self.check_sizes(found)
         return found
 
@@ -76,6 +79,7 @@ class GpusPart(Struct, frozen=True, kw_only=True):
 
     async def offer(self, found: GpuInventory | None) -> None:
         """What `read` found, after what was remembered of the GPUs: a cordoned one is never offered."""
+        # Before the GPUs: a cordoned one must not be offered for a moment.
         await self.writer.restore()
         if found is None:
             return
@@ -92,6 +96,7 @@ class GpusPart(Struct, frozen=True, kw_only=True):
 def build(node: Node, inventory: GpuInventoryState, driver: NodeDriver) -> GpusPart:
     """Joined, not started."""
     health, socket = node.settings.health, node.settings.control.socket
+    # A function, not a value: what containers have changes between polls.
     driver.in_use = lambda: {uuid for allocation in node.cache for uuid in allocation.gpus}
     watch = GpuWatch(
         driver,
@@ -125,6 +130,7 @@ def health_policy(settings: Settings) -> HealthPolicy:
 def open_driver(settings: Settings) -> NodeDriver:
     """The driver that the settings name. Raises StartupError for a topology file that cannot be used."""
     if settings.driver == "nvml":
+        # pynvml's modules only where NVML is used.
         from gpushare_agent.gpus.nvml.driver import NvmlDriver
 
         return NvmlDriver(with_instances=settings.nvidia.mig_strategy != "none")
@@ -132,6 +138,7 @@ def open_driver(settings: Settings) -> NodeDriver:
     text = None
     if simulated.topology is not None:
         try:
+            # errors=replace: the text comes from a terminal, with whatever letters.
             text = simulated.topology.read_text(encoding="utf-8", errors="replace")
         except OSError as e:
             raise StartupError(

@@ -3,9 +3,9 @@
     {"version": 1, "boot_id": "…", "cards": [{"uuid": "GPU-…", "cordoned": "why", "waits_for_reset": "what happened"}]}
 
 with one or both of the last two for each GPU, sorted by UUID. A reboot resets the GPUs: the waits of another boot are
-dropped, the cordons stay. A file that is not this format is set aside as `<name>.corrupt`. Every step is in a daemon thread
-and bounded in time. `HealthStateFile` owns the file; `HealthStateWriter`, which writes as soon as something changes, owns
-what is in it and why the last write failed.
+dropped, the cordons stay. A file that is not this format is set aside as `<name>.corrupt`. Every step is in a daemon
+thread and bounded in time. `HealthStateFile` owns the file; `HealthStateWriter`, which writes as soon as something
+changes, owns what is in it and why the last write failed.
 """
 
 from __future__ import annotations
@@ -75,6 +75,8 @@ class HealthStateFile:
             waits={GpuUuid(gpu.uuid): gpu.waits_for_reset for gpu in document.cards if gpu.waits_for_reset is not None},
         )
         boot_id = self._this_boot()
+        # Where a boot cannot be told from another nothing is dropped: a GPU that needs a reset must not come back by a
+        # missing file.
         if not saved.waits or not boot_id or (document.boot_id or boot_id) == boot_id:
             return saved
         log.info("health_waits_dropped", gpus=sorted(saved.waits), why="the node was rebooted since")
@@ -88,13 +90,14 @@ class HealthStateFile:
                 cordoned=_cut(saved.cordons.get(uuid)),
                 waits_for_reset=_cut(saved.waits.get(uuid)),
             )
+            # Sorted: an unchanged state is the same text.
             for uuid in sorted({*saved.cordons, *saved.waits})[:MAX_GPUS]
         ]
         document: dict[str, Any] = to_builtins(_Document(version=VERSION, boot_id=self._this_boot(), cards=gpus))
         return document
 
     def _this_boot(self) -> str:
-        """Empty where it cannot be read; then no wait is dropped."""
+        """The ID of this boot; empty where it cannot be read: then no wait is dropped."""
         try:
             return self._boot_id.read_text(encoding="ascii").strip()
         except (OSError, UnicodeDecodeError):
@@ -153,8 +156,10 @@ class HealthStateWriter:
         """Writes the state if it differs from the file; the error where that failed, else empty."""
         if self._file is None:
             return NO_FILE
+        # The command's save and the loop's must not write at once: the older could end last.
         async with self._lock:
             saved = self._inventory.saved
+            # Changes of GPUs come by the hundred; of them few concern what is saved.
             if saved == self._written:
                 return ""
             try:
@@ -168,12 +173,14 @@ class HealthStateWriter:
             return ""
 
     async def run(self) -> NoReturn:
-        """Until cancelled."""
+        """Saves what changes, until cancelled."""
         await self._reconciler.run(self._save, lambda: None)
 
     async def _save(self) -> None:
+        # Without a file there is nothing to try again.
         self._failures = self._failures + 1 if await self.save_now() and self._file is not None else 0
         if self._failures:
+            # In the step: requests of meanwhile are answered by the retry.
             await asyncio.sleep(self._backoff.delay_s(self._failures))
             self._reconciler.request()
 
@@ -182,6 +189,7 @@ class HealthStateWriter:
             self._reconciler.request()
 
     def _report_failure(self, error: str) -> None:
+        # One text for all errors: a full disk alternates between several.
         if self._failure.is_new("cannot be written"):
             log.warning(
                 "health_state_not_saved",

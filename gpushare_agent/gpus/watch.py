@@ -63,8 +63,9 @@ class GpuWatch(Struct, eq=False):
     _event_failures: int = 0
 
     async def run(self) -> NoReturn:
-        """Until cancelled. A poll that fails makes the GPUs Unhealthy."""
+        """Polls and fetches events until cancelled. A poll that fails makes the GPUs Unhealthy."""
         async with asyncio.TaskGroup() as group:
+            # Two tasks: a poll of a GPU that hangs takes seconds, and an Xid must count before it ends.
             group.create_task(forever("gpu events", self._run_events), name="gpu events")
             group.create_task(
                 forever("gpu polls", partial(self._polls.run, self.poll, self._pause_s)), name="gpu polls"
@@ -77,12 +78,14 @@ class GpuWatch(Struct, eq=False):
 
     async def poll(self) -> None:
         """One poll of all GPUs; a failure is applied to the inventory, not raised."""
+        # Polls on request and in the loop: two at once would count twice for a probe.
         async with self._poll_lock:
             before = self.inventory.current.by_uuid()
             try:
                 found = await self.driver.read()
             except AgentError as e:
                 self.metrics.driver_error("look_failed")
+                # Once for each change; a node without GPUs has no change, and its line each half minute is the only sign.
                 if self.inventory.lost(str(e)) or not before:
                     log.error("gpus_lost", error=str(e), retried_in_s=self.period_s if before else NO_GPUS_PERIOD_S)
                 return
@@ -96,6 +99,7 @@ class GpuWatch(Struct, eq=False):
         except AgentError as e:
             self.metrics.driver_error("events_failed")
             self._event_failures += 1
+            # A period above the maximum, which settings allow, must not be shortened by a failure.
             longest_s = max(EVENT_BACKOFF_MAX_S, self.event_period_s)
             delay_s = Backoff(base_s=2 * self.event_period_s, cap_s=longest_s).delay_s(self._event_failures)
             if self._event_failures == 1:
@@ -115,19 +119,23 @@ class GpuWatch(Struct, eq=False):
             await asyncio.sleep(delay_s)
 
     def _pause_s(self) -> float:
+        # Seldom: a node without a driver may wait for one for days.
         if not self.inventory.current.gpus:
             return NO_GPUS_PERIOD_S
         probe_at = self.inventory.next_probe_at()
         if probe_at is None:
             return self.period_s
+        # A probe that is due already: at once, but not in a loop without a pause.
         return min(self.period_s, max(probe_at - self.clock(), MIN_PAUSE_S))
 
     def _note(self, events: list[GpuEvent]) -> None:
         noted = self.inventory.note_events(events)
         for (event, meaning), count in noted.items():
+            # Counted one by one: the metric is of events, and the log has one line for all.
             for _ in range(count):
                 self.metrics.gpu_event(event.kind.value, event.xid, meaning is EventMeaning.IGNORED)
         if any(meaning in _POLL_AT_ONCE for _, meaning in noted):
+            # Events may have been lost with the set: the GPUs' state is looked at instead.
             self.poll_soon()
         self._log_events(noted)
 

@@ -4,7 +4,7 @@ Tasks: supervision (rules for tasks in a TaskGroup; Reconciler, the loop of a le
 ReportOnce, a repeated condition is logged once), daemon_thread (blocking calls that may hang), process (this process and the
 operating system).
 Times: backoff (delays between tries), rate (a token bucket), fair_queue (a bounded queue for many tenants).
-Logs: logs (the set-up), log_writer (the thread that writes them), tenant_lines (what tenants cause has a limit).
+Logs: logs (the set-up, the thread that writes lines, the limit of what tenants cause).
 JSON: json_schema (text from outside, read by msgspec Structs, exactly or leniently).
 Files: state_file (one JSON file that outlives the process), directories (by descriptors, no links
 followed), regular_file (whole files, never a pipe), watch_path (changes of one

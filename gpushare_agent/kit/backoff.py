@@ -21,5 +21,6 @@ class Backoff(Struct, frozen=True, kw_only=True):
     def delay_s(self, failures: int) -> float:
         """The delay after so many failures in a row (from 1): half to all of base, twice base, …, at most the cap."""
         doublings = min(max(failures, 1) - 1, 32)  # 2**32 is past every cap, and no float overflows
+        # Half at least: a delay near zero would be no back-off, however the dice fall.
         full = min(self.base_s * 2.0**doublings, self.cap_s)
         return full * (0.5 + 0.5 * self.random())

@@ -10,9 +10,9 @@
 | large requests, many calls at once | windows of 64 KiB, 16 calls a connection, 8 KiB of headers, `max_request_bytes` |
 
 The answers must be small: a handler that sends more than a window waits for a peer that may not come. Limits of calls are
-the handler's business. Time is the thread's processor time: waiting for a busy node is not charged. It uses private names of
-grpclib and h2, as kit/grpc_server.py does, and one of asyncio: its server accepts without a limit and cannot be paused.
-State owned: the connections and the byte budget of one server.
+the handler's business. Time is the thread's processor time: waiting for a busy node is not charged. It uses private names
+of grpclib and h2, as kit/grpc_server.py does, and one of asyncio: its server accepts without a limit and cannot be
+paused. State owned: the connections and the byte budget of one server.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ _READ_BYTES = 256
 _READING_COST_S = 0.00008
 """What a reading costs besides the handling of its content: the loop's turn, and the kernel's copy."""
 _CALL_COST_S = 0.0002
-"""What a call costs besides the reading: its task, and the end of it. What its handler costs is the handler's to charge."""
+"""What a call costs besides the reading: its task, and the end of it. What its handler costs is the handler's to
+charge."""
 _CONNECTION_COST_S = 0.0002
 """What a connection costs besides what is measured: the loop's turns for accept, begin and end, and the kernel's close."""
 _BACKLOG = 16
@@ -59,8 +60,8 @@ _WARNING_INTERVAL_S = 60.0
 
 
 class ServerLimits(Struct, frozen=True, kw_only=True):
-    """Of one socket. `byte_burst` may be read at once, then `bytes_per_s`; the same for the time that it takes, where
-    `busy_share` is a share of one processor."""
+    """The limits of one socket. `byte_burst` may be read at once, then `bytes_per_s`; the same for the time that it
+    takes, where `busy_share` is a share of one processor."""
 
     max_request_bytes: int = 4096
     max_connections: int = 64
@@ -72,8 +73,8 @@ class ServerLimits(Struct, frozen=True, kw_only=True):
 
 
 class SharedBudget:
-    """Of all sockets together: the share of the processor that reading from them may take. A socket that has kept within
-    half of its own burst is not delayed by others."""
+    """The budget of all sockets together: the share of the processor that reading from them may take. A socket that has
+    kept within half of its own burst is not delayed by others."""
 
     def __init__(self, *, busy_share: float = 0.2, busy_burst_s: float = 0.2, clock: Callable[[], float]) -> None:
         self.busy = TokenBucket(rate=busy_share, burst=busy_burst_s, clock=clock)
@@ -91,6 +92,7 @@ class BoundedGrpcServer(GrpcServer):
         shared: SharedBudget | None = None,
     ) -> None:
         super().__init__(handlers, max_request_bytes=limits.max_request_bytes)
+        # grpclib's windows are 4 MiB by default: so much would be kept of each peer's requests.
         self._config = Configuration(
             http2_connection_window_size=_WINDOW_BYTES, http2_stream_window_size=_WINDOW_BYTES
         ).__for_server__()
@@ -106,13 +108,15 @@ class BoundedGrpcServer(GrpcServer):
         self._refused = 0
 
     async def serve(self, sock: socket.socket) -> None:
-        """As GrpcServer.serve."""
+        """Serves as GrpcServer.serve does."""
+        # asyncio's own accept loop takes up to a backlog of connections in one turn, and cannot be paused.
         await self._listen(sock, asyncio.Protocol, start_serving=False)  # it closes the socket, and accepts nothing
         sock.listen(_BACKLOG)
         self._watch_listener()
 
     def _watch_listener(self) -> None:
         sock = self._listener
+        # A timer may call this after the server has closed its socket.
         if sock is not None and sock.fileno() >= 0 and not self._is_stopping:
             asyncio.get_running_loop().add_reader(sock.fileno(), self._accept, sock)
 
@@ -125,19 +129,23 @@ class BoundedGrpcServer(GrpcServer):
         loop = asyncio.get_running_loop()
         try:
             sock, _ = listener.accept()
+        # The peer has gone again before it was accepted.
         except (BlockingIOError, InterruptedError, ConnectionAbortedError):
             return
         except OSError as e:
+            # The listener stays readable: without this the loop would call here again at once, for ever.
             self._leave_listener()
             loop.call_later(_ACCEPT_RETRY_S, self._watch_listener)
             if self._warnings.take():
                 log.warning("grpc_accept_failed", error=e.strerror, retry_after_s=_ACCEPT_RETRY_S, **self._fields)
             return
         protocol = self._admitted()
+        # Accepted and closed, not left in the backlog: there it would keep out the container's later connections.
         if protocol is None:
             sock.close()
         else:
             sock.setblocking(False)
+            # Private, for asyncio has no public way to attach an accepted socket without a turn of the loop in between.
             loop._make_socket_transport(sock, protocol)  # type: ignore[attr-defined]
         self.charge(0, time.thread_time() - started_at + _CONNECTION_COST_S)
 
@@ -162,8 +170,9 @@ class BoundedGrpcServer(GrpcServer):
         self._bounded.discard(connection)
 
     def charge(self, nbytes: int, seconds: float) -> None:
-        """Counts the cost of one reading or connection. A socket over its budget reads nothing and accepts nothing until it
-        has refilled."""
+        """Counts the cost of one reading or connection. A socket over its budget reads nothing and accepts nothing until
+        it has refilled."""
+        # Charged in any case, also where the socket is paused already: what is in flight costs as much.
         wait_s = self._owe(nbytes, seconds)
         if wait_s > 0 and self._pause is None and not self._is_stopping:
             started_at = time.thread_time()
@@ -172,10 +181,12 @@ class BoundedGrpcServer(GrpcServer):
             self._set_reading(started_at)
 
     def _owe(self, nbytes: int, seconds: float) -> float:
-        """Until when nothing may be read, in seconds from now."""
+        """The time for which nothing may be read, in seconds from now."""
         wait_s = max(self._bytes.owe(nbytes), self._busy.owe(seconds))
         if self._shared is not None:
             shared_s = self._shared.busy.owe(seconds)
+            # The common budget delays those that use much of their own: a quiet container registers at once during a
+            # flood.
             if self._busy.level < self.limits.busy_burst_s / 2:
                 wait_s = max(wait_s, shared_s)
         return wait_s
@@ -185,6 +196,7 @@ class BoundedGrpcServer(GrpcServer):
         if wait_s > 0:  # connections that ended meanwhile were charged too
             self._pause = asyncio.get_running_loop().call_later(wait_s, self._resume)
             return
+        # Switching many connections takes time too, which the flood has caused: it is charged below.
         started_at = time.thread_time()
         self._pause = None
         self._watch_listener()
@@ -196,7 +208,7 @@ class BoundedGrpcServer(GrpcServer):
         self._owe(0, time.thread_time() - started_at)
 
     async def stop(self, grace_s: float = 0.5) -> None:
-        """As GrpcServer.stop."""
+        """Stops as GrpcServer.stop does."""
         if self._pause is not None:
             self._pause.cancel()
             self._pause = None
@@ -204,7 +216,7 @@ class BoundedGrpcServer(GrpcServer):
 
 
 class _Bounded(asyncio.BufferedProtocol):
-    """Between a transport and the connection that handles it: reads little, and only within the budget."""
+    """A protocol between a transport and the connection that handles it: reads little, and only within the budget."""
 
     def __init__(self, server: BoundedGrpcServer, inner: H2Protocol) -> None:
         self._server = server
@@ -221,6 +233,7 @@ class _Bounded(asyncio.BufferedProtocol):
         started_at = time.thread_time()
         self._transport = cast(asyncio.Transport, transport)
         self._inner.connection_made(transport)
+        # GOAWAY and the settings would be written to a connection that is closed.
         if not transport.is_closing():  # the server stops
             self._begin()
         self._server.charge(0, time.thread_time() - started_at)
@@ -228,10 +241,12 @@ class _Bounded(asyncio.BufferedProtocol):
     def _begin(self) -> None:
         connection = self._inner.connection
         h2 = connection._connection
+        # Before the first frame: compressed headers may unpack to any size.
         h2.decoder.max_header_list_size = _HEADER_BYTES
         h2.update_settings({SettingCodes.MAX_CONCURRENT_STREAMS: _CALLS_PER_CONNECTION})
         h2.local_settings.acknowledge()  # in force from the start: a hostile peer would never acknowledge
         connection.flush()
+        # From the connection on, so that a peer that never sends its preface is cut off too.
         self._watch(self._server.limits.idle_s)
         if self._server.is_paused:
             self._loop.call_soon(self.set_reading)  # the transport begins to read after this call
@@ -250,6 +265,7 @@ class _Bounded(asyncio.BufferedProtocol):
     def buffer_updated(self, nbytes: int) -> None:
         started_at, calls = time.thread_time(), self._calls
         try:
+            # A copy: h2 keeps parts of what it is fed, and the buffer is used again.
             self._inner.data_received(bytes(memoryview(self._buffer)[:nbytes]))
         finally:
             spent_s = time.thread_time() - started_at + _READING_COST_S + (self._calls - calls) * _CALL_COST_S
@@ -276,6 +292,7 @@ class _Bounded(asyncio.BufferedProtocol):
         """Reads, or not, as the answers' way out and the socket's budget allow."""
         if self._transport is None or self._transport.is_closing():
             return
+        # A peer that does not read its answers must not be read from: its answers would pile up here.
         if self._is_write_paused or self._server.is_paused:
             self._transport.pause_reading()
         else:
@@ -285,7 +302,8 @@ class _Bounded(asyncio.BufferedProtocol):
         self._idle = self._loop.call_later(after_s, self._cut_off_if_idle)
 
     def _cut_off_if_idle(self) -> None:
-        """Only a new call counts as activity: pings and pieces of a request cost a peer nothing."""
+        """Cuts off who made no call: only a new one counts as activity: pings and pieces of a request cost a peer
+        nothing."""
         # grpclib records it in time.monotonic(), which is the loop's clock too
         last = self._inner.connection.last_stream_created or self._made_at
         left_s = last + self._server.limits.idle_s - self._loop.time()

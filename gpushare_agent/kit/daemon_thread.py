@@ -47,9 +47,11 @@ class DaemonThread:
         """
         answer: asyncio.Future[T] | None = None
         try:
+            # The time for the lock counts too: whoever waits for a slow call before it waits no longer than it said.
             async with asyncio.timeout(timeout_s), self._lock:
                 await self._wait_for_earlier(what)
                 answer = self._start(blocking, what)
+                # Of the call, not of its caller: it goes on also where nobody waits for it any more.
                 self._overdue_at = time.monotonic() + timeout_s
                 await asyncio.wait({answer})  # leaves the call alone when this waiting is cancelled
         except TimeoutError as error:
@@ -80,12 +82,14 @@ class DaemonThread:
                 loop.call_soon_threadsafe(resolve)
 
         with self._thread_lock:
+            # A thread that is about to end looks at the queue under the same lock: no job is put behind its back.
             if not self._has_thread:
                 try:
                     threading.Thread(target=self._work, name=self._name, daemon=True).start()
                 except RuntimeError as error:
                     raise Unavailable(f"{what} was not tried: no thread could be started ({error})") from error
                 self._has_thread = True
+            # Under the lock, too: else the thread could end between this and the look at `_has_thread`.
             self._jobs.put(work)
         self._under_way = answer
         return answer
@@ -97,6 +101,7 @@ class DaemonThread:
                 job = self._jobs.get(timeout=KEEP_S)
             except queue.Empty:
                 with self._thread_lock:
+                    # A job may have come in the moment after the wait was over.
                     if self._jobs.empty():
                         self._has_thread = False
                         return

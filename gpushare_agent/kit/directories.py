@@ -41,11 +41,13 @@ def opened(name: str | Path, directory: int | None, flags: int) -> Iterator[int]
 @contextmanager
 def made_directory(parent: int, name: str, mode: int = DIRECTORY_MODE) -> Iterator[int]:
     """The directory `name`, made if need be and in place of anything else, with `mode`."""
+    # Looked at before it is opened: a pipe in its place would block an open, a link would lead elsewhere.
     status = status_of(parent, name)
     if status is not None and not stat.S_ISDIR(status.st_mode):
         clear_path(parent, name)
         status = None
     if status is None:
+        # Not makedirs: every step is one descriptor, and nobody can put a link in between.
         os.mkdir(name, mode, dir_fd=parent)
     with opened(name, parent, DIRECTORY) as directory:
         if stat.S_IMODE(os.fstat(directory).st_mode) != mode:
@@ -63,14 +65,17 @@ def replace_file(directory: int, name: str, content: bytes, *, is_synced: bool =
     """Puts `content` at `name` by rename; False where it already is there. `is_synced`: after a loss of power the name has
     the old content or the new one, never none."""
     status = status_of(directory, name)
+    # Unchanged files are left alone: a rename would wake everybody who watches the directory.
     if status is not None and stat.S_ISREG(status.st_mode) and _holds(directory, name, content):
         return False
     if status is not None and not stat.S_ISREG(status.st_mode):
         clear_path(directory, name)
+    # A random name: a tenant who can write to the directory cannot have a link wait there (O_EXCL besides).
     new = f"{NEW_PREFIX}{secrets.token_hex(8)}"
     file = os.open(new, _NEW_FILE, FILE_MODE, dir_fd=directory)
     try:
         try:
+            # The umask may have taken bits away, and other users read the file.
             os.fchmod(file, FILE_MODE)
             if os.write(file, content) != len(content):
                 # a file takes part of a write only when it is full
@@ -79,6 +84,7 @@ def replace_file(directory: int, name: str, content: bytes, *, is_synced: bool =
                 os.fsync(file)
         finally:
             os.close(file)
+        # The name has the old content or the new one, at every moment: readers never see a part.
         os.rename(new, name, src_dir_fd=directory, dst_dir_fd=directory)
     except BaseException:
         with suppress(OSError):
@@ -126,6 +132,7 @@ def remove_tree(parent: int, name: str, depth: int = 0) -> None:
     if not stat.S_ISDIR(status.st_mode):
         os.unlink(name, dir_fd=parent)
         return
+    # A mount below may be a host's directory: its content is not the agent's to remove.
     if status.st_dev != os.fstat(parent).st_dev or depth >= _MAX_DEPTH:
         raise OSError(errno.EBUSY, f"{name} is a mount, or nested deeper than {_MAX_DEPTH} directories")
     with opened(name, parent, DIRECTORY) as directory:

@@ -31,6 +31,7 @@ class FairQueue(Generic[T]):
 
     def put(self, tenant: str, subject: str, item: T) -> T | None:
         """What is dropped for it, which may be the item itself; None where there is room."""
+        # Put first, then dropped: what is dropped may be the item itself, where its tenant has most.
         self._tenants.setdefault(tenant, OrderedDict()).setdefault(subject, deque()).append(item)
         self._len += 1
         if self._len <= self._limit:
@@ -38,9 +39,10 @@ class FairQueue(Generic[T]):
         # of those that are equal the one whose turn is last
         name, subjects = max(
             reversed(self._tenants.items()),
-            key=lambda one: (_size(one[1]), one[0] in self._served, one[0] == tenant),
+            key=lambda one: (sum(map(len, one[1].values())), one[0] in self._served, one[0] == tenant),
         )
         of = max(reversed(subjects.items()), key=lambda one: (len(one[1]), (name, one[0]) == (tenant, subject)))[0]
+        # The newest: a subject's first item says what began, later ones mostly repeat it.
         dropped = subjects[of].pop()
         self._taken(name, of)
         return dropped
@@ -57,6 +59,7 @@ class FairQueue(Generic[T]):
         self._taken(name, subject)
         self._served[name] = None
         self._served.move_to_end(name)
+        # Bounded: namespaces come and go without end.
         if len(self._served) > TURNS_OF_THE_LIMIT * self._limit:
             self._served.popitem(last=False)
         return item
@@ -68,7 +71,3 @@ class FairQueue(Generic[T]):
             del subjects[subject]
         if not subjects:
             del self._tenants[tenant]
-
-
-def _size(subjects: OrderedDict[str, deque[T]]) -> int:
-    return sum(map(len, subjects.values()))

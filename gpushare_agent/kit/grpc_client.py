@@ -60,6 +60,8 @@ class UnixChannel(Channel):
     bytes, which are sent and returned as they are. Close it with `close`."""
 
     def __init__(self, path: Path, *, max_answer_bytes: int = MAX_ANSWER_BYTES) -> None:
+        # grpclib connects to `_path`, which is set anew for each connection below: a long path needs a descriptor that is
+        # open then.
         super().__init__(path=str(path), codec=StrictCodec())
         self.socket_path = path
         self._max_answer_bytes = max_answer_bytes
@@ -94,6 +96,7 @@ class UnixChannel(Channel):
             ) as stream:
                 await stream.send_message(request, end=True)
                 self._bound_messages(stream)
+                # After the request: only then the stream has the buffer of its answer.
                 answer = await stream.recv_message()
         if answer is None:
             raise MalformedMessageError("no message")
@@ -127,6 +130,7 @@ class UnixChannel(Channel):
                     raise MessageTooLargeError(f"received message larger than max ({length} vs. {limit})")
             return content
 
+        # Replaced on this one buffer: grpclib takes no class of its own for it.
         buffer.read = read_bounded  # type: ignore[method-assign]
 
 
@@ -138,6 +142,7 @@ def _cancellations_undone() -> Iterator[None]:
     before = task.cancelling() if task is not None else 0
     try:
         yield
+    # The caller's own cancellation is not taken back.
     except asyncio.CancelledError:
         raise
     except BaseException:
@@ -151,6 +156,7 @@ def _errors_renamed() -> Iterator[None]:
     try:
         with _cancellations_undone():
             yield
+    # A status that the peer has sent, in distinction to the ones below, which are this side's words.
     except GRPCError as e:
         raise RpcFailed(e.status, e.message or "", is_answer=True) from e
     except TimeoutError as e:

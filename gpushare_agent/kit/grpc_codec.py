@@ -1,5 +1,5 @@
-"""The message codec of gRPC servers and clients: fast decoders where given, strict checks elsewhere, bytes as they are; and
-two costs of h2 that are left out.
+"""The message codec of gRPC servers and clients: fast decoders where given, strict checks elsewhere, bytes as they are;
+and two costs of h2 that are left out.
 
 The generated classes accept truncated and mistyped input silently; here it is found before they see it. Errors are
 `MalformedMessageError`, which a server answers with INVALID_ARGUMENT. No state but what is replaced in h2 and hyperframe.
@@ -70,6 +70,7 @@ def decode_generated(
         MalformedMessageError: cut off, a known field of the wrong wire type, text that is not UTF-8, nested too deep.
     """
     fields = Fields(max_fields)
+    # A list instead of recursion: a message nested ten thousand deep must not end in RecursionError.
     pending: list[tuple[type[betterproto2.Message], int, int, int]] = [(message_type, 0, len(data), 0)]
     while pending:
         cls, start, stop, depth = pending.pop()
@@ -91,12 +92,15 @@ def _check_fields(
     nested = []
     for key, _, content, content_stop in scan_fields(data, start, stop, fields):
         name = description.field_name_by_number.get(key >> 3)
+        # Unknown fields are allowed: a newer kubelet or runtime sends some.
         if name is None:
             continue
         meta = description.meta_by_field_name[name]
+        # proto3 packs repeated numbers by default, and a reader must take both forms.
         is_packed = meta.repeated and meta.proto_type in betterproto2.PACKED_TYPES and key & 7 == 2
         if key & 7 != _WIRE_TYPES[meta.proto_type] and not is_packed:
             raise MalformedMessageError(f"field {key >> 3} ({name}) has wire type {key & 7}")
+        # Maps are messages here too, their entries are checked as such.
         if meta.proto_type == betterproto2.TYPE_MESSAGE:
             nested.append((description.cls_by_field[name], content, content_stop))
     return nested
@@ -109,7 +113,7 @@ MAX_CLOSED_STREAMS = 512
 
 
 def bound_closed_streams() -> None:
-    """For connections that are made from now on. Calling it again changes nothing.
+    """Bounds what connections remember that are made from now on. Calling it again changes nothing.
 
     h2 remembers how each of the last 65,536 streams of a connection was closed, 107 bytes for one (measured). The kubelet
     keeps its connections for months, and each pod takes about ten streams: a kilobyte for each pod, until it is 7 MiB a
@@ -119,7 +123,7 @@ def bound_closed_streams() -> None:
 
 
 def omit_data_texts() -> None:
-    """From now on the repr of a DATA frame names its stream and size, not its content. Calling it again changes nothing.
+    """Leaves the content out of the repr of DATA frames, which names stream and size. Calling it again changes nothing.
 
     h2 4.4 hands `repr(frame)` of every received frame to its logger, which by default drops it. For a DATA frame that text
     is formatted from all of its bytes in hexadecimal: 0.4 ms of a List answer of 390 kB, which every admission waits for

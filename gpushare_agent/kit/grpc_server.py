@@ -71,6 +71,7 @@ class GrpcServer(Server):
         max_request_bytes: int = MAX_REQUEST_BYTES,
     ) -> None:
         super().__init__(handlers, codec=StrictCodec(decoders, max_fields=_MAX_REQUEST_FIELDS))
+        # Wrapped once and not at each call.
         self._mapping = _Methods(
             {path: rpc._replace(func=_guarded(path, rpc.func)) for path, rpc in self._mapping.items()}
         )
@@ -86,6 +87,7 @@ class GrpcServer(Server):
     async def _listen(self, sock: socket.socket, make: Callable[[], asyncio.BaseProtocol], **options: Any) -> None:
         # Server.start() takes a unix socket for none of its two ways: path= needs a path that fits an address.
         loop = asyncio.get_running_loop()
+        # From 3.13 on asyncio removes the socket's file itself, also where another agent has put its own in that place.
         if sys.version_info >= (3, 13):
             options["cleanup_socket"] = False  # as on every earlier version
         try:
@@ -109,7 +111,9 @@ class GrpcServer(Server):
         """
         if self._server is None:
             return
+        # First: what connects from here on is cut off in connection_made.
         self._is_stopping = True
+        # Accepts nothing more while the loop goes round once below.
         if self._listener is not None and self._listener.fileno() >= 0:
             asyncio.get_running_loop().remove_reader(self._listener.fileno())
         # asyncio attaches an accepted connection one turn later, and leaks it if its server is closed by then
@@ -135,7 +139,9 @@ class GrpcServer(Server):
         await asyncio.sleep(0)  # the loop closes aborted transports on its next turn
 
     def _protocol_factory(self) -> H2Protocol:
+        # grpclib's own factory sweeps closed connections here; this one replaces it.
         self.__gc_step__()
+        # A handler for each connection, as in grpclib: its calls end with the connection.
         handler = _Calls(self._mapping, self._codec, None, self.__dispatch__)
         handler.max_request_bytes = self._max_request_bytes
         self._handlers.add(handler)
@@ -160,6 +166,7 @@ class _Connection(H2Protocol):
         self._transport: asyncio.Transport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        # Accepted before the stop, attached after it: nobody else would close it.
         if self._is_stopping():
             cast(asyncio.Transport, transport).abort()
             return
@@ -171,6 +178,7 @@ class _Connection(H2Protocol):
     def data_received(self, data: bytes) -> None:
         """A breach of the protocol ends the connection with GOAWAY; raised, each would be a traceback in asyncio's log."""
         try:
+            # grpclib's own method, with all of it under one `except`: an event may be a breach too.
             events = self.connection.feed(data)
             self.connection.flush()
             for event in events:
@@ -184,6 +192,7 @@ class _Connection(H2Protocol):
         """Sends GOAWAY in place of what h2 prepared since, and closes once that has left."""
         if not self.connection.is_closing():
             h2 = self.connection._connection
+            # h2 may have prepared frames that the peer must not see after its breach.
             h2.clear_outbound_data_buffer()
             h2.close_connection(_error_code(error))
             self.connection.flush()
@@ -220,6 +229,7 @@ def _ignore(_event: object) -> None:
 def _error_code(error: Exception) -> ErrorCodes:
     """RFC 9113, 4.3: a header block that cannot be decoded is a COMPRESSION_ERROR; h2 calls it PROTOCOL_ERROR."""
     cause = error.__cause__
+    # A header list that is too large was decoded well: only its size is refused.
     if isinstance(cause, HPACKError) and not isinstance(cause, OversizedHeaderListError):
         return ErrorCodes.COMPRESSION_ERROR
     code = getattr(error, "error_code", None)
@@ -242,10 +252,13 @@ class _Calls(Handler):
                 is_released = True
                 release_stream()
 
+        # Known before the first byte of the body: an unknown method must not be sent 4 MiB.
         method = self.mapping.get(dict(headers).get(":path", ""))
         needs_message = method is not None and not method.cardinality.client_streaming
         stream.buffer = _RequestBuffer(stream.buffer._ack_callback, self.max_request_bytes, needs_message=needs_message)
         super().accept(stream, headers, release_once)
+        # A task that is cancelled before its first step runs no `finally`: the bytes of its call would never go back to
+        # the window (grpclib #217).
         self._tasks[stream].add_done_callback(release_once)
         self._tasks[stream].add_done_callback(partial(_reset_unanswered, stream))
 
@@ -267,6 +280,8 @@ class _RequestBuffer(Buffer):
         self._is_at_prefix = True
 
     async def read(self, size: int) -> bytes:
+        # grpclib reads five bytes of prefix, then the message, in turn; the size does not tell them apart, for a message
+        # may have five bytes.
         is_prefix, self._is_at_prefix = self._is_at_prefix, not self._is_at_prefix
         try:
             content = await super().read(size)
@@ -277,6 +292,7 @@ class _RequestBuffer(Buffer):
         return content
 
     def _check_prefix(self, prefix: bytes) -> None:
+        # Empty: the peer has ended its side. For a stream that is its end, for one message a fault.
         if not prefix:
             if self._needs_message:
                 raise GRPCError(Status.INVALID_ARGUMENT, "the request holds no message")
@@ -311,6 +327,7 @@ def _guarded(path: str, method: IServerMethodFunc) -> IServerMethodFunc:
     async def call(stream: Stream[Any, Any]) -> None:
         try:
             await method(stream)
+        # A status is an answer already, and the others are the end of the connection: nobody is there to be answered.
         except (GRPCError, StreamTerminatedError, ProtocolError, H2ProtocolError):
             raise
         except MalformedMessageError as e:

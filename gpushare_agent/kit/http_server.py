@@ -18,8 +18,8 @@ once, is answered during a flood. A flood itself waits in the kernel's queue: on
 loop. A connection counts from its accept on: asyncio's own server would not count TLS handshakes, and logs each failed
 accept when descriptors run out.
 
-State owned: the open connections, idle and busy, and when a line was logged last, by event. Import it off the loop: it loads
-aiohttp (190 ms).
+State owned: the open connections, idle and busy, and when a line was logged last, by event. Import it off the loop: it
+loads aiohttp (190 ms).
 """
 
 from __future__ import annotations
@@ -48,10 +48,11 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 ACCEPT_AGAIN_S = 0.5
 LOG_PERIOD_S = 60.0
 LINGERING_S = 1.0
-"""How long a connection stays open after the answer to a body that was not read, so that the peer reads the answer first."""
+"""How long a connection stays open after the answer to a body that was not read, so that the peer reads the answer
+first."""
 UNREAD_BYTES = 1 << 20
-"""Of such a body that is longer than any that is taken, what is read and dropped meanwhile: 3 ms of the loop; a second of it
-would be 0.8 s. Any other is dropped to its end, for a client that sends all before it reads, as to a former leader."""
+"""Of such a body that is longer than any that is taken, what is read and dropped meanwhile: 3 ms of the loop; a second of
+it would be 0.8 s. Any other is dropped to its end, for a client that sends all before it reads, as to a former leader."""
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _OF_PEER = (HttpProcessingError, web.RequestPayloadError, web.PayloadAccessError, ConnectionError)
 """Errors that a peer causes, and could cause as often as it likes."""
@@ -96,6 +97,7 @@ class HttpServer:
         self._lines = defaultdict[str, TokenBucket](lambda: TokenBucket(rate=1 / LOG_PERIOD_S, burst=1, clock=clock))
         app = web.Application(middlewares=[self._bound_request, *middlewares], client_max_size=limits.body_bytes)
         app.add_routes(routes)
+        # At the response's start, so that answers of middlewares and refusals have the headers too.
         app.on_response_prepare.append(self._set_headers)
         self._runner = web.AppRunner(
             app, access_log=None, shutdown_timeout=limits.shutdown_s, handler_cancellation=limits.cancels_handlers
@@ -105,6 +107,7 @@ class HttpServer:
         """Serve until cancelled; then the listeners are closed, and requests under way may end."""
         try:
             await self._runner.setup()
+            # Outside the listeners' group: cancelling the listeners must leave requests under way their time.
             async with asyncio.TaskGroup() as connections:
                 try:
                     async with asyncio.TaskGroup() as group:
@@ -115,6 +118,7 @@ class HttpServer:
                 finally:
                     for listener in listeners:
                         listener.close()
+                    # Closes aiohttp's connections in order, which ends the tasks of `connections`.
                     await self._runner.cleanup()
         finally:
             for listener in listeners:
@@ -129,6 +133,7 @@ class HttpServer:
             except OSError as e:
                 await self._wait_after(e)
                 continue
+            # Before the new one is added: the place is made for it, so a probe gets in during a flood.
             if self._connections.count >= self._limits.connections:
                 self._connections.close_one()
                 self._warn("connections_dropped", most=self._limits.connections, then="the longest idle one is closed")
@@ -136,10 +141,12 @@ class HttpServer:
             await asyncio.sleep(0)  # the rest of the process is next
 
     async def _wait_after(self, error: OSError) -> None:
-        """Where descriptors have run out, a pause and a place; any other error is of the one connection, which has gone."""
+        """Makes a pause and a place where descriptors have run out; any other error is of the one connection, which has
+        gone."""
+        # accept(2) passes on errors of the new connection, too, such as a peer's reset.
         is_exhausted = error.errno in _EXHAUSTED
         if is_exhausted:
-            self._warn("connections_not_accepted", error=str(error), cure="raise the limit of open files")
+            self._warn("connections_not_accepted", error=str(error), remedy="raise the limit of open files")
             self._connections.close_one()
         await asyncio.sleep(ACCEPT_AGAIN_S if is_exhausted else 0)
 
@@ -155,6 +162,7 @@ class HttpServer:
     async def _serve_connection(self, connection: _Connection) -> None:
         """One connection, from its handshake to its end; cancelled where another one needs its place."""
         connection.is_begun = True
+        # asyncio refuses a limit of a handshake where there is no TLS.
         limit_s = self._limits.handshake_s if self._tls is not None else None
         try:
             await asyncio.get_running_loop().connect_accepted_socket(
@@ -168,6 +176,7 @@ class HttpServer:
         except OSError:  # the peer has gone again, or speaks no TLS; its transport closes the socket
             pass
         finally:
+            # Also where a handshake failed: it has counted since its accept.
             self._connections.remove(connection)
             connection.cut()
 
@@ -175,20 +184,26 @@ class HttpServer:
     async def _bound_request(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         connection = cast("_Connection", request.protocol)
         connection.note_request()
+        # Only a whole header makes a connection busy: one that dribbles its bytes stays among those that are closed
+        # first.
         self._connections.note(connection, is_busy=True)
         try:
             refusal = self._refusal(request)
             if refusal is None:
                 return await handler(request)
+            # The rest of a body in chunks has to be parsed to be dropped, which costs more than any other answer.
             if refusal.status == HTTPStatus.LENGTH_REQUIRED:
                 await _end_with(refusal, request)
             return refusal
         finally:
+            # After the handler: only what it has not read is left to be dropped.
             connection.note_answer(request, self._limits.body_bytes)
             self._connections.note(connection, is_busy=False)
 
     def _refusal(self, request: web.Request) -> web.Response | None:
-        """By the headers alone: what a compressed body unpacks to, and how long one in chunks is, is not known before."""
+        """The refusal by the headers alone: what a compressed body unpacks to, and how long one in chunks is, is not
+        known before."""
+        # A gzip body of 522 kB kept the loop for a second (measured).
         coding = request.headers.get("Content-Encoding", "identity").strip().lower()
         if coding != "identity":
             return _refused(415, "a compressed request is not read; send it without Content-Encoding")
@@ -237,6 +252,7 @@ class _Connections:
             (self._busy if is_busy else self._idle)[connection] = None
 
     def close_one(self) -> None:
+        # Dictionaries keep the order: the first idle one idles longest, and a busy one goes only where none idles.
         for victim in (*self._idle, *self._busy)[:1]:
             self.remove(victim)
             if victim.task is not None:
@@ -294,6 +310,7 @@ class _Connection(web.RequestHandler):
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
+        # No answer before the end of its body: the usual case.
         if self._unread is None:
             return
         self._unread_bytes -= len(data)
@@ -304,6 +321,7 @@ class _Connection(web.RequestHandler):
 
     def resume_reading(self, resume_parser: bool = True) -> None:
         """What aiohttp does whenever a body was read, also where it drops it after the answer."""
+        # aiohttp resumes reading whenever it has dropped a part: this would undo the pause of `data_received`.
         if self._unread is None or self._unread_bytes > 0:
             super().resume_reading(resume_parser)
 
@@ -326,6 +344,7 @@ class _Connection(web.RequestHandler):
         return response
 
     def log_exception(self, *args: Any, **kw: Any) -> None:
+        # aiohttp hands the error over as logging does.
         error = kw.get("exc_info")
         self._user.log_failure(error if isinstance(error, BaseException) else None)
 
@@ -340,7 +359,7 @@ class _Connection(web.RequestHandler):
             self.sock.shutdown(socket.SHUT_RDWR)
 
     def close_unused(self, _task: asyncio.Task[None]) -> None:
-        """For a task that was cancelled before it began."""
+        """Closes the socket of a task that was cancelled before it began."""
         if not self.is_begun:
             self.sock.close()
 

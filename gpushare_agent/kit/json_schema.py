@@ -1,4 +1,4 @@
-"""JSON from outside, read by schemas: msgspec Structs that name what is used. All else is passed over and never built.
+"""JSON from outside, read by schemas: msgspec Structs that name what is used. All else is skipped and never built.
 
 Text stays text (`msgspec.Raw`) until the reader that knows its schema. Who receives it bounds its size before. The part of
 a document that decides something is typed, and one wrong value in it makes the whole Corrupt; a part that is only of use
@@ -30,6 +30,7 @@ def decoded(decoder: Decoder[T], content: bytes | bytearray | Raw, where: str) -
         return decoder.decode(content)
     except ValidationError as e:
         raise Corrupt(f"{where}: {e}") from e
+    # msgspec raises RecursionError for JSON nested too deeply, no DecodeError.
     except (DecodeError, UnicodeDecodeError, RecursionError) as e:
         raise Corrupt(f"{where}: is no JSON ({e})") from e
 
@@ -43,7 +44,7 @@ def decoded_or(decoder: Decoder[T], content: bytes | Raw, absent: Callable[[], D
 
 
 class Entries(Generic[T]):
-    """Reads lists: an entry that is not of its schema is passed over, what is no list has none. Of a list longer than any
+    """Reads lists: an entry that is not of its schema is skipped, what is no list has none. Of a list longer than any
     that Kubernetes makes the first `MOST_ENTRIES` are read."""
 
     def __init__(self, kind: type[T]) -> None:
@@ -54,6 +55,7 @@ class Entries(Generic[T]):
         if content is NULL:  # as most are: an exception costs ten times as much
             return []
         try:
+            # All at once, which is the rule; one by one only where an entry is wrong.
             return self._all.decode(content)[:MOST_ENTRIES]
         except (DecodeError, UnicodeDecodeError, RecursionError):
             raws = decoded_or(_RAWS, content, list[Raw])[:MOST_ENTRIES]
@@ -66,6 +68,7 @@ def texts(content: Raw) -> dict[str, str]:
     if content is NULL:
         return {}
     try:
+        # Labels are texts as a rule; the slow way below is for objects that no API server sends.
         return _TEXTS.decode(content)
     except (DecodeError, UnicodeDecodeError, RecursionError):
         values = decoded_or(_VALUES, content, dict[str, object])

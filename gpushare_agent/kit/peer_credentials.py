@@ -29,8 +29,9 @@ class PeerCredentials(Struct, frozen=True, kw_only=True):
 
 
 def peer_credentials(transport: asyncio.BaseTransport) -> PeerCredentials | None:
-    """None where the transport has no unix socket (any more)."""
+    """The credentials of the peer; None where the transport has no unix socket (any more)."""
     sock = transport.get_extra_info("socket")
+    # A transport that is closed has no socket any more, and TCP has no credentials.
     if sock is None or sock.family != socket.AF_UNIX:
         return None
     try:
@@ -40,7 +41,8 @@ def peer_credentials(transport: asyncio.BaseTransport) -> PeerCredentials | None
 
 
 def socket_peer(sock: socket.socket) -> PeerCredentials:
-    """The same of a connected unix socket; of a client's, the one who listens. Raises OSError where it is closed."""
+    """The credentials of the peer of a connected unix socket; of a client's, the one who listens. Raises OSError where it
+    is closed."""
     pid, uid, gid = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
     return PeerCredentials(pid=pid, uid=uid, gid=gid)
 
@@ -50,7 +52,9 @@ _FIRST_PID_NAMESPACE = 0xEFFFFFFC
 
 
 def is_host_pid_namespace() -> bool:
-    """False also where it is not known, and on a node that is itself a container."""
+    """Whether this is the PID namespace of the host. False also where it is not known, and on a node that is itself a
+    container."""
+    # The kernel's first namespace has a fixed inode number; all others are made later and have another.
     return pid_namespace_of("self") == _FIRST_PID_NAMESPACE
 
 

@@ -32,11 +32,12 @@ def raise_open_files_limit() -> tuple[int, int]:
     by sixteen hostile ones. It is that low for programs that call select(); the agent does not.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = min(_as_number(hard), ENOUGH_OPEN_FILES)
-    if _as_number(soft) < wanted:
+    desired = min(_as_number(hard), ENOUGH_OPEN_FILES)
+    # Never lowered: an operator's higher limit stays.
+    if _as_number(soft) < desired:
         # a hard limit above fs.nr_open cannot be set to itself: the old soft one stays
         with suppress(OSError, ValueError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+            resource.setrlimit(resource.RLIMIT_NOFILE, (desired, hard))
     return read_open_files_limit()
 
 
@@ -50,6 +51,7 @@ def sd_notify(state: str, environ: Mapping[str, str]) -> bool:
         return False
     path = "\0" + address[1:] if address.startswith("@") else address
     try:
+        # Non-blocking: a service manager that does not read must not hold the agent.
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK) as sender:
             sender.connect(path)
             sender.send(state.encode())

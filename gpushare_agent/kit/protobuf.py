@@ -4,11 +4,11 @@ The generated classes need about 20 µs per listed device; a node lists thousand
 for the answer. These functions know the few messages that matter and read them straight from the bytes. They are not a
 general decoder: other messages go through the generated classes.
 
-Strict means: whatever the bytes are, the result is a value or `MalformedMessageError`, in time linear in the length, below
-50 ms a megabyte: at most MAX_FIELDS are read one by one, the rest in runs of strings and devices as long as real ones. The
-first device of a resource in its container counts as a field. A known field of the wrong wire type is malformed; an unknown
-field is skipped by its wire type; groups (wire types 3 and 4, gone since proto3) are malformed. There is no recursion. No
-state.
+Strict means: whatever the bytes are, the result is a value or `MalformedMessageError`, in time linear in the length,
+below 50 ms a megabyte: at most MAX_FIELDS are read one by one, the rest in runs of strings and devices as long as real
+ones. The first device of a resource in its container counts as a field. A known field of the wrong wire type is
+malformed; an unknown field is skipped by its wire type; groups (wire types 3 and 4, gone since proto3) are malformed.
+There is no recursion. No state.
 
 Formats: protos/deviceplugin.proto and protos/podresources.proto; the encoding is protobuf's own.
 """
@@ -23,7 +23,8 @@ MAX_MESSAGE_BYTES = 16 * 1024 * 1024
 """More is refused unread. A List answer has about 95 bytes per device ID: this is room for 170,000 of them."""
 
 MAX_FIELDS = 16_384
-"""Of one message and those in it, besides the runs: a kubelet's List has two or three for a pod and two for a container."""
+"""Of one message and those in it, besides the runs: a kubelet's List has two or three for a pod and two for a
+container."""
 _MIN_ID_BYTES, _MIN_DEVICE_BYTES = 8, 20
 """Of what is read in a run: a device has a resource's qualified name and an ID. Shorter ones are read one by one."""
 
@@ -77,6 +78,7 @@ def decode_allocate(data: bytes) -> list[list[str]]:
 
 def decode_pre_start(data: bytes) -> list[str]:
     """Decodes a PreStartContainerRequest: the container's device IDs."""
+    # Checked here: it has no submessages, with which `_messages` would check the size.
     _check_size(data, "PreStartContainerRequest")
     return _device_ids(data, 0, len(data), Fields())
 
@@ -93,11 +95,13 @@ def scan_single_pod(data: bytes) -> PodEntry | None:
     entries = [
         scan_pod_entry(data[start:stop], fields) for start, stop in _messages(data, "GetPodResourcesResponse", fields)
     ]
+    # protobuf: of a field that is there several times the last one counts.
     return entries[-1] if entries else None
 
 
 def scan_pod_entry(body: bytes, fields: Fields | None = None) -> PodEntry:
-    """Reads namespace and name of one encoded PodResources message. `fields` are those left of the message that it is in."""
+    """Reads namespace and name of one encoded PodResources message. `fields` are those left of the message that it is
+    in."""
     name = namespace = ""
     for key, _, start, stop in scan_fields(body, 0, len(body), fields):
         if key == _FIELD_1_BYTES:
@@ -114,8 +118,8 @@ def decode_pod_containers(
 ) -> list[ContainerDevices]:
     """The containers of one encoded PodResources message, with the several entries of one resource merged.
 
-    `resources` names the resources to keep, None keeps all. A resource without any ID is kept as an empty set. `fields` are
-    those left of the message that it is in."""
+    `resources` names the resources to keep, None keeps all. A resource without any ID is kept as an empty set. `fields`
+    are those left of the message that it is in."""
     _check_size(body, "PodResources")
     containers = []
     fields = fields or Fields()
@@ -131,6 +135,7 @@ def _container(data: bytes, pos: int, stop: int, resources: Collection[str] | No
     name = ""
     found: dict[str, list[str]] = {}
     while pos < stop:
+        # Again after each odd field: the run goes on behind it.
         pos = _plain_devices(data, pos, stop, resources, found, fields)
         if pos == stop:
             break
@@ -238,7 +243,9 @@ def _device_ids(data: bytes, pos: int, stop: int, fields: Fields) -> list[str]:
 
 def _short_strings(data: bytes, pos: int, stop: int, key: int, out: list[str]) -> int:
     """Reads the run of strings of 8 to 127 bytes in field `key` at `pos` into `out`; returns where the run ends."""
+    # A string needs two bytes at least, key and length: one comparison in the place of two in the loop.
     last = stop - 1
+    # Bound once: a node's list has tens of thousands of IDs.
     append = out.append
     try:
         while pos < last and data[pos] == key:
@@ -254,7 +261,7 @@ def _short_strings(data: bytes, pos: int, stop: int, key: int, out: list[str]) -
 
 
 def _messages(data: bytes, message: str, fields: Fields) -> list[tuple[int, int]]:
-    """Where the submessages in field 1 lie, for messages that have no other known field."""
+    """The places of the submessages in field 1, for messages that have no other known field."""
     _check_size(data, message)
     found: list[tuple[int, int]] = []
     pos = _plain_messages(data, found, fields)
@@ -273,6 +280,7 @@ def _plain_messages(data: bytes, found: list[tuple[int, int]], fields: Fields) -
         start, length = pos + 2, data[pos + 1]
         if length > 127:
             start, high = pos + 3, data[pos + 2]
+            # Three bytes of length, or a number that is longer than it needs to be: the careful reader takes these.
             if not 0 < high <= 127:
                 break
             length = (length & 127) | high << 7
@@ -311,6 +319,7 @@ def scan_fields(data: bytes, pos: int, stop: int, fields: Fields | None = None) 
 def _field(data: bytes, pos: int, stop: int) -> Field:
     key, start = _varint(data, pos, stop)
     wire_type = key & 7
+    # Field 0 does not exist: zeroes in the place of a message are not taken for fields.
     if not 1 <= key >> 3 <= _MAX_FIELD_NUMBER:
         raise MalformedMessageError(f"field number {key >> 3} at byte {pos} is not allowed")
     if wire_type == _VARINT:
@@ -339,10 +348,12 @@ def _varint(data: bytes, pos: int, stop: int) -> tuple[int, int]:
         pos += 1
         value |= (byte & 0x7F) << shift
         if byte < 0x80:
+            # Ten groups of seven bits have room for 70: protobuf's numbers have 64.
             if value >> 64:
                 break
             return value, pos
         shift += 7
+        # The loop ends for any input: a number has ten bytes at most.
         if shift > 63:
             break
     raise MalformedMessageError(f"the number at byte {start} is cut off or longer than 64 bits")
@@ -350,6 +361,7 @@ def _varint(data: bytes, pos: int, stop: int) -> tuple[int, int]:
 
 def _int32(value: int) -> int:
     value &= 0xFFFF_FFFF
+    # Negative int32 are sent as 64 bits: the upper half is dropped, as in protobuf.
     return value - (1 << 32) if value >> 31 else value
 
 
@@ -361,7 +373,7 @@ def _text(data: bytes, start: int, stop: int) -> str:
 
 
 def _refuse_known(key: int, known: int, *others: int) -> None:
-    """Raises where `key` is one of the fields 1..known with the wrong wire type; `others` are keys to pass over."""
+    """Raises where `key` is one of the fields 1..known with the wrong wire type; `others` are keys that are right."""
     if key >> 3 <= known and key not in others:
         raise MalformedMessageError(f"field {key >> 3} has wire type {key & 7}, which is not the one it should have")
 

@@ -18,6 +18,7 @@ class TokenBucket:
     def take(self, tokens: float = 1.0) -> bool:
         """Takes the tokens if they are there."""
         self._refill()
+        # Nothing is taken where not all is there: a caller that is refused pays nothing.
         if self._level < tokens:
             return False
         self._level -= tokens
@@ -27,6 +28,7 @@ class TokenBucket:
         """Takes them in any case; the seconds after which none is owed any more."""
         self._refill()
         self._level -= tokens
+        # The level may go below zero: a reading that was done has cost its time, whatever the budget was.
         return max(0.0, -self._level / self._rate)
 
     @property

@@ -7,6 +7,7 @@ import os
 import stat
 from pathlib import Path
 
+# O_NONBLOCK: opening a pipe without a writer would wait for one.
 _OPEN = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
 
 
@@ -21,6 +22,7 @@ def read_regular(path: Path, limit: int, *, follow: bool = False, is_own: bool =
     """
     file = os.open(path, _OPEN | (0 if follow else os.O_NOFOLLOW))
     try:
+        # Of the descriptor, after the open: the name may lead elsewhere a moment later.
         status = os.fstat(file)
         if not stat.S_ISREG(status.st_mode):
             raise OSError(errno.EINVAL, "it is no regular file")
@@ -33,6 +35,7 @@ def read_regular(path: Path, limit: int, *, follow: bool = False, is_own: bool =
 
 def _read(file: int, limit: int) -> bytes:
     parts, left = [], limit
+    # os.read may return less than asked, as of /proc and of network file systems.
     while left > 0 and (part := os.read(file, left)):
         parts.append(part)
         left -= len(part)

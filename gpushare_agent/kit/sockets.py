@@ -30,6 +30,7 @@ def file_identity(path: Path | str) -> FileIdentity | None:
 
 
 def _identity(status: os.stat_result) -> FileIdentity:
+    # The kubelet's socket was made anew under the same inode number, and a restart was missed (measured).
     return status.st_dev, status.st_ino, status.st_ctime_ns
 
 
@@ -44,11 +45,13 @@ def bind_unix_socket(path: Path, *, mode: int) -> socket.socket:
         OSError: the directory is missing or not writable, or the name is too long.
     """
     with _open_directory(path) as directory:
+        # The kernel refuses to bind where a file is, and a killed process leaves its socket behind.
         _remove_stale(path, directory)
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
         try:
             os.fchmod(sock.fileno(), mode)  # the kernel creates the file with these bits, less the umask
             sock.bind(_address(path, directory))
+            # After bind: the umask of a process cannot be changed for one socket without all threads having it.
             _grant(path.name, directory, mode)
         except BaseException:
             sock.close()
@@ -61,6 +64,7 @@ def remove_socket(path: Path, identity: FileIdentity | None) -> bool:
     try:
         with _open_directory(path) as directory:
             status = os.lstat(path.name, dir_fd=directory)
+            # Another agent may have bound the name meanwhile: its socket must stay.
             if not stat.S_ISSOCK(status.st_mode) or _identity(status) != identity:
                 return False
             os.unlink(path.name, dir_fd=directory)
@@ -75,6 +79,7 @@ def connectable_path(path: Path) -> Iterator[str]:
 
     Raises OSError: the path is long and its directory cannot be opened.
     """
+    # By its name where that fits: tools such as ss show it.
     if len(os.fsencode(path)) <= MAX_ADDRESS_BYTES:
         yield str(path)
         return

@@ -23,21 +23,22 @@ T = TypeVar("T")
 MAX_BYTES = 1 << 20
 READ_TIMEOUT_S = 2.0
 WRITE_TIMEOUT_S = 5.0
-_CURE = "if its content is right: chown root, chmod go-w, give it its name again, restart the agent"
+_REMEDY = "if its content is right: chown root, chmod go-w, give it its name again, restart the agent"
 
 
 class StateFile:
-    """`what` names its content in errors. `on_corrupt` is called, in a thread, with why and where it is kept."""
+    """`what` names its content in errors. `on_corrupt` is called, in a thread, with why and the name that it has now."""
 
     def __init__(self, path: Path, what: str, *, on_corrupt: Callable[[str, Path], None]) -> None:
         self._path = path
         self._what = what
         self._on_corrupt = on_corrupt
+        # Linux shows 15 characters of a thread's name.
         self._thread = DaemonThread(f"state of {what}"[:15], advice=f"Check the file system of {path}.")
 
     async def load(self, parse: Callable[[Any], T], empty: Callable[[], T]) -> T:
-        """What `parse` makes of the document, `empty` where there is none or one that had to be set aside. `parse` runs in a
-        thread and raises Corrupt. Raises Unavailable."""
+        """What `parse` makes of the document, `empty` where there is none or one that had to be set aside. `parse` runs
+        in a thread and raises Corrupt. Raises Unavailable."""
         what = f"reading {self._what} from {self._path}"
         return await self._thread.call(partial(self._load, parse, empty), what, READ_TIMEOUT_S)
 
@@ -50,9 +51,11 @@ class StateFile:
     def _load(self, parse: Callable[[Any], T], empty: Callable[[], T]) -> T:
         try:
             content = _content(self._path)
+            # In the thread, with the reading: a file of a mebibyte must not hold the loop.
             return parse(_decoded(content)) if content is not None else empty()
         except OSError as e:
             raise Unavailable(f"{self._path} cannot be read: {e.strerror or e}") from e
+        # Set aside, not deleted and not overwritten: a person may find out what it was.
         except Corrupt as e:
             self._set_aside(str(e))
             return empty()
@@ -67,11 +70,13 @@ class StateFile:
 
     def _save(self, document: dict[str, Any]) -> None:
         content = json.dumps(document, indent=2).encode() + b"\n"
+        # Beside the file, for a rename works within one file system alone.
         new = self._path.with_name(self._path.name + ".new")
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             _write_whole(new, content)
             new.replace(self._path)
+            # Without it a loss of power may leave the old name with no content on some file systems.
             _sync_directory(self._path.parent)
         except OSError as e:
             with suppress(OSError):
@@ -80,14 +85,16 @@ class StateFile:
 
 
 def _content(path: Path) -> bytes | None:
-    """None where there is no file. Raises Corrupt where it is too large, no file at all, or not the agent's own."""
+    """The content; None where there is no file. Raises Corrupt where it is too large, no file at all, or not the agent's
+    own."""
     try:
         content = read_regular(path, MAX_BYTES + 1, is_own=True)
     except FileNotFoundError:
         return None
     except OSError as e:
+        # Not the agent's own, no regular file, a link: somebody else's doing. Other errors may pass, and are tried again.
         if e.errno in (errno.EPERM, errno.EINVAL, errno.ELOOP):
-            raise Corrupt(f"{e.strerror}; {_CURE}" if e.errno == errno.EPERM else e.strerror) from e
+            raise Corrupt(f"{e.strerror}; {_REMEDY}" if e.errno == errno.EPERM else e.strerror) from e
         raise
     if len(content) > MAX_BYTES:
         raise Corrupt(f"it has more than {MAX_BYTES} bytes")

@@ -30,6 +30,7 @@ async def forever(name: str, body: Callable[[], Awaitable[object]]) -> NoReturn:
         async with asyncio.TaskGroup() as group:
             task = group.create_task(_error_of(body), name=f"{name}, body")
     finally:  # also where the caller is cancelled: the body may fail while it ends
+        # `task.result()` raises for a task that was cancelled: there the caller's own cancellation goes on.
         error = task.result() if task is not None and task.done() and not task.cancelled() else None
         if error is not None:
             raise error
@@ -44,6 +45,7 @@ async def forever(name: str, body: Callable[[], Awaitable[object]]) -> NoReturn:
 async def _error_of(body: Callable[[], Awaitable[object]]) -> Exception | None:
     try:
         await body()
+    # Returned as a value: raised in the task it would reach the caller in an exception group.
     except Exception as e:  # noqa: BLE001 - raised again by `forever`
         return e
     return None
@@ -70,6 +72,7 @@ async def stop_task(task: asyncio.Task[Any]) -> None:
     Unlike `suppress(CancelledError)` around `await task`, this does not swallow a cancellation of the caller.
     """
     task.cancel()
+    # wait() raises nothing of the task, and is itself cancelled with the caller.
     await asyncio.wait({task})
 
 
@@ -82,6 +85,7 @@ async def wait_for(event: asyncio.Event, at_most_s: float | None) -> bool:
         async with asyncio.timeout(at_most_s):
             await event.wait()
     except TimeoutError:
+        # It may have been set in the moment in which the time ran out.
         return event.is_set()
     return True
 
@@ -104,6 +108,7 @@ class Reconciler:
             await wait_for(self._is_requested, due_s())
             self._is_requested.clear()  # before the step: what changes during it is seen by the next
             await step()
+            # Also with no pause: a step that never waits would keep the loop, as requests can come without end.
             await asyncio.sleep(pause_s)
 
 

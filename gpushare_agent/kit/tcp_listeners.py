@@ -28,6 +28,7 @@ async def listen_tcp(addr: str, port: int, *, backlog: int, only_loopback: bool 
             resolved = await loop.getaddrinfo(addr or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, TimeoutError) as e:
         raise Unavailable(f"{what}: the address is unknown ({e or 'no answer'})") from e
+    # A set, for /etc/hosts may name an address twice; sorted, for the order depends on the host.
     found = sorted({(int(family), address) for family, _, _, _, address in resolved}, key=str)
     outside = [str(address[0]) for _, address in found if not is_loopback(str(address[0]))]
     if only_loopback and outside:
@@ -35,10 +36,12 @@ async def listen_tcp(addr: str, port: int, *, backlog: int, only_loopback: bool 
     listeners: list[socket.socket] = []
     absent: OSError | None = None
     for family, address in found:
+        # Port 0: what the first socket got, the others take too.
         taken = listeners[0].getsockname()[1] if listeners else port
         try:
             listeners.append(_listen(family, (address[0], taken, *address[2:]), backlog))
         except OSError as e:
+            # `localhost` often names ::1 on hosts without IPv6.
             if e.errno not in _ABSENT:
                 close_all(listeners)
                 raise Unavailable(f"{what}: {e.strerror or e}") from e
@@ -49,7 +52,7 @@ async def listen_tcp(addr: str, port: int, *, backlog: int, only_loopback: bool 
 
 
 def is_loopback(address: str) -> bool:
-    """True for an IP address that only this host can connect to; false for a name."""
+    """Whether only this host can connect to the IP address; false for a name."""
     try:
         return ipaddress.ip_address(address.partition("%")[0]).is_loopback
     except ValueError:
@@ -66,6 +69,7 @@ def _listen(family: int, address: tuple[object, ...], backlog: int) -> socket.so
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if family == socket.AF_INET6:
+            # Else `::` would take the port of `0.0.0.0` too, whose own socket then fails.
             listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
         listener.setblocking(False)
         listener.bind(address)

@@ -45,11 +45,13 @@ class DirectoryWatch(Struct, eq=False):
         """
         if self._rewatch():
             return
+        # The directory is missing, or inotify has no instance left: a kubelet that starts admits pods a second later.
         if self._inotify is None or self._watch is None:
             await asyncio.sleep(self.fast_poll_s)
             return
         try:
             async with asyncio.timeout(self.poll_s):
+                # One is enough: the caller compares all that is there, and further ones end the next wait.
                 event = await self._inotify.get()
         except TimeoutError:
             return
@@ -59,8 +61,10 @@ class DirectoryWatch(Struct, eq=False):
     def _rewatch(self) -> bool:
         """Puts the watch onto what the path names now; true if that is another directory than before."""
         current = _directory_identity(self.directory)
+        # By device and inode: the same directory under its name.
         if self._watch is not None and current is not None and current == self._watched:
             return False
+        # A watch follows the inode: it would go on to report of the directory that was moved away.
         self._unwatch()
         now = time.monotonic()
         if current is None or now < self._retry_at:
@@ -68,6 +72,7 @@ class DirectoryWatch(Struct, eq=False):
         try:
             if self._inotify is None:
                 self._inotify = Inotify()
+            # ONLYDIR: a file that takes the directory's name is no directory to watch.
             self._watch = self._inotify.add_watch(self.directory, _EVENTS | Mask.ONLYDIR)
         except (FileNotFoundError, NotADirectoryError):  # it went away just now
             return False

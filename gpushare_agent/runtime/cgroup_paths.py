@@ -7,16 +7,17 @@ What counts in a path, from its beginning on:
 
 - The first pod directory decides, and the directory right below it names the container: a container may make cgroups
   below its own and name them as it likes, but cannot change what is above.
-- A container that the reader itself is below (`own_text`) is passed over: there it is the node (a cluster in a pod) and
+- A container that the reader itself is below (`own_text`) is skipped: there it is the node (a cluster in a pod) and
   no peer. An agent on such a node that is in no pod itself cannot be distinguished from an agent of the outer cluster.
 - `..` and then a container without a pod is a neighbour in the reader's own pod: so the kernel writes it for a reader with a
   cgroup namespace of its own.
 - Another container without a pod counts only where no line names a pod: the node's own stands above its pods in every path
   (kind, k3d).
 
-The lines of cgroup v1 name one path for each controller. Those that name nobody (the root, a hierarchy that the runtime does
-not use, the v2 line of a hybrid host) are passed over; the others must agree. Where two name different pods or containers
-none is believed: no runtime makes such a process, and whoever could move it so could choose which line is believed.
+The lines of cgroup v1 name one path for each controller. Those that name nobody (the root, a hierarchy that the runtime
+does not use, the v2 line of a hybrid host) are skipped; the others must agree. Where two name different pods or
+containers none is believed: no runtime makes such a process, and whoever could move it so could choose which line is
+believed.
 """
 
 from __future__ import annotations
@@ -71,10 +72,13 @@ def parse_proc_cgroup(text: str, *, own_text: str = "") -> PeerIdentity | None:
 
     `own_text` is the reader's own, from the same /proc. Whatever the text is, nothing is raised.
     """
+    # Cut text might lack the line that contradicts.
     if len(text) > MAX_TEXT_BYTES:
         return None
+    # By controller: hierarchies of v1 may have the reader in different places.
     own = dict(_paths(own_text)) if len(own_text) <= MAX_TEXT_BYTES else {}
     found = [f for name, path in _paths(text) if (f := _identify(path, own.get(name, ""))) is not None]
+    # A container without a pod may be the node itself (kind, k3d), which stands above every pod.
     strong = [f.identity for f in found if not f.is_weak]
     return _agreed(strong or [f.identity for f in found])
 
@@ -91,6 +95,7 @@ def pod_uid_of(directory: str) -> PodUid | None:
 def container_id_of(directory: str) -> str | None:
     """The container whose cgroup has this name, None where it is none of a container."""
     match = _CONTAINER.fullmatch(directory)
+    # CRI-O's conmon has the container's ID in its cgroup's name, and is a process of the node.
     if match is None or _MONITOR in (match[1] or "").split("-"):
         return None
     return match[2]
@@ -111,21 +116,26 @@ def split_joined(directory: str) -> tuple[PodUid, str] | None:
 def _paths(text: str) -> Iterator[tuple[str, str]]:
     for line in text.split("\n"):
         parts = line.split(":", 2)
+        # Three parts at most: a path may have colons, as `<pod>.slice:cri-containerd:<ID>` has.
         if len(parts) == 3 and parts[0].isdigit() and parts[2].startswith("/"):
             yield parts[1], parts[2].removesuffix(" (deleted)")
 
 
 def _identify(path: str, own_path: str) -> _Found | None:
     directories = [d for d in path.split("/") if d]
+    # On a node that is a container, all paths begin with that container: it is no peer.
     shared = _count_shared(directories, [d for d in own_path.split("/") if d])
     plain: _Found | None = None
     for position, directory in enumerate(directories[shared:], shared):
+        # The first pod from the left decides: only what is above a tenant's own cgroup is out of its reach.
         if joined := split_joined(directory):
             return _Found(PeerIdentity(pod_uid=joined[0], container_id=joined[1]))
         if (uid := pod_uid_of(directory)) is not None:
+            # Right below the pod: deeper names are the container's own choice.
             below = directories[position + 1] if position + 1 < len(directories) else ""
             return _Found(PeerIdentity(pod_uid=uid, container_id=container_id_of(below)))
         if plain is None and (container_id := container_id_of(directory)) is not None:
+            # The kernel writes `..` for a reader with a cgroup namespace whose root is beside the path.
             is_neighbour = position > 0 and directories[position - 1] == ".."
             plain = _Found(PeerIdentity(pod_uid=None, container_id=container_id), is_weak=not is_neighbour)
             if is_neighbour:
@@ -142,6 +152,7 @@ def _count_shared(directories: list[str], own: list[str]) -> int:
     common = 0
     while common < min(len(directories), len(own)) and directories[common] == own[common]:
         common += 1
+    # A container with a pod below it, in the reader's own path, is a node in a container.
     for end in range(common, 0, -1):
         if _is_container(own[end - 1]) and any(map(_is_pod, own[end:])):
             return end
@@ -162,6 +173,7 @@ def _agreed(identities: list[PeerIdentity]) -> PeerIdentity | None:
     A line that names the pod alone agrees with one that names a container of that pod.
     """
     named = set(identities)
+    # systemd's own hierarchy often ends at the pod's slice, while others go down to the container.
     of_containers = {i.pod_uid for i in named if i.container_id is not None}
     named -= {i for i in named if i.container_id is None and i.pod_uid in of_containers}
     return named.pop() if len(named) == 1 else None

@@ -1,9 +1,9 @@
 """The cgroups of containers on this node: where they are, which processes are in them, and the owners of processes.
 
 Works under cgroup v1, v2 and hybrid mounts, whatever the driver or nesting: the directories' names show it
-(cgroup_paths.py). The plain methods block (a read below /sys/fs/cgroup or /proc can wait for the kernel's lock) and may run
-in several threads at a time; `…_in_thread` are the same for the event loop, each bounded in time. The container runtime is
-asked in cri.py.
+(cgroup_paths.py). The plain methods block (a read below /sys/fs/cgroup or /proc can wait for the kernel's lock) and may
+run in several threads at a time; `…_in_thread` are the same for the event loop, each bounded in time. The container
+runtime is asked in cri.py.
 
 A walk goes into no container of a pod: what a tenant makes below its own cgroup is never taken for a pod or a container.
 Where the node is itself a container of another cluster's pod, and that cluster's cgroups are in sight, `root` must be the
@@ -75,12 +75,14 @@ class CgroupWalk:
 
     def places(self) -> Iterator[FoundDirectory]:
         """Pods, and containers that stand in no pod's directory; nearest to the root first."""
+        # Breadth first: pods are near the root, and a deep tree of a user's session cannot use up the limit before them.
         pending = deque([(self._root, 0)])
         seen = 0
         while pending:
             directory, depth = pending.popleft()
             for name in subdirectories(directory):
                 seen += 1
+                # A tenant who may make cgroups can make any number of them: the walk must end.
                 if seen > MAX_DIRECTORIES:
                     self.is_complete = False
                     return
@@ -88,6 +90,7 @@ class CgroupWalk:
                 place = _classify(path, name)
                 if place is not None:
                     yield place
+                # Below a pod's directory everything is the tenant's, who may name directories like other pods'.
                 is_of_pod = place is not None and place.pod_uid is not None
                 if not is_of_pod and (depth < ANY_NAME_DEPTH or (depth < MAX_DEPTH and _may_contain_pods(name))):
                     pending.append((path, depth + 1))
@@ -96,6 +99,7 @@ class CgroupWalk:
         """Containers, with the pod in whose directory they lie."""
         for place in self.places():
             found = [("", place.container_id)]
+            # A pod's own directory, of whose containers the names alone are read: the walk goes no deeper.
             if place.container_id is None:
                 found = [(name, container_id_of(name)) for name in subdirectories(place.path)]
             for name, container_id in found:
@@ -104,7 +108,8 @@ class CgroupWalk:
 
 
 def subdirectories(path: str) -> list[str]:
-    """Names in any order; links are left out, and what cannot be read (it goes away at any time) has none."""
+    """The names of the directories in it, in any order; links are left out, and what cannot be read (it goes away at any
+    time) has none."""
     try:
         with os.scandir(path) as entries:
             return [e.name for e in entries if e.is_dir(follow_symlinks=False)]
@@ -157,6 +162,7 @@ def cgroup_version(root: Path) -> CgroupVersion:
     """Raises Unavailable where `root` is no mounted cgroup hierarchy."""
     if (root / "cgroup.controllers").exists():
         return CgroupVersion.V2
+    # cgroup.procs and not the bare directory: an empty directory is no mounted hierarchy.
     mounted = {name for name in subdirectories(str(root)) if (root / name / "cgroup.procs").exists()}
     if not mounted:
         raise Unavailable(f"{root}: " + ("no cgroup hierarchy is mounted there" if root.is_dir() else "not there"))
@@ -193,22 +199,28 @@ class Cgroups:
         self._own_text = ""
         self._known: Mapping[str, CgroupDir] = {}
         self._walk_lock = threading.Lock()
+        # Two threads: a slow walk of all containers must not delay the answer to one peer of a socket.
         self._rounds = DaemonThread("cgroups", advice=f"Check {root}; it is read again.")
         self._peers = DaemonThread("peers", advice=f"Check {proc}; register again.")
 
-    def find_many(self, wanted: Iterable[tuple[str, PodUid | None]]) -> Mapping[str, CgroupDir]:
-        """Those that exist, by container ID; where a UID comes with it, the path must name that pod or none.
+    def find_many(self, requested: Iterable[tuple[str, PodUid | None]]) -> Mapping[str, CgroupDir]:
+        """The cgroups that exist, by container ID; where a UID comes with it, the path must name that pod or none.
 
-        One walk at most in each hierarchy, however many are wanted.
+        One walk at most in each hierarchy, however many are requested.
         """
-        uids = {container_id: uid for container_id, uid in wanted if container_id_of(container_id) == container_id}
+        # What is no ID of a container would be compared with names of directories: it comes from the runtime.
+        uids = {container_id: uid for container_id, uid in requested if container_id_of(container_id) == container_id}
+        # What is known is believed only while its directory is there: an ID is never given again, but a container ends.
         if any(not _is_there(self._known.get(container_id)) for container_id in uids):
             self._walk_for(uids.keys())
         known = self._known
+        # Of another pod is not found: an ID that names a container of another pod is a mistake of the runtime, or an
+        # attack.
         return {i: known[i] for i, uid in uids.items() if i in known and uid in (None, known[i].pod_uid or uid)}
 
     def find_pods(self, uids: Collection[PodUid]) -> Mapping[PodUid, list[CgroupDir]]:
         """The containers' cgroups of these pods, the pod's own sandbox among them, in the first hierarchy that has any."""
+        # The first hierarchy that has any: under v1 each one shows the same pods.
         for hierarchy in self._hierarchies():
             found: dict[PodUid, list[CgroupDir]] = {}
             for place in CgroupWalk(hierarchy).containers():
@@ -235,7 +247,7 @@ class Cgroups:
         return CgroupProcesses(_read_tree(str(directory.path)))
 
     def processes_round(self, directories: Iterable[CgroupDir]) -> Mapping[str, CgroupProcesses | None]:
-        """The same of many containers by container ID; None where they cannot be known: find it again."""
+        """The processes of many containers, by container ID; None where they cannot be known: find it again."""
         found: dict[str, CgroupProcesses | None] = {}
         for directory in directories:
             try:
@@ -247,17 +259,21 @@ class Cgroups:
     def identify(self, pid: int) -> PeerIdentity | None:
         """The owner of a process; None where that cannot be known: PID 0 (another PID namespace), /proc not readable.
 
-        `NOBODY` where it is in no container, its cgroups contradict, or it is gone: a peer that has handed its connection on
-        and ended must not count as one that cannot be seen. A PID names whoever has it now: hold the connection open.
+        `NOBODY` where it is in no container, its cgroups contradict, or it is gone: a peer that has handed its connection
+        on and ended must not count as one that cannot be seen. A PID names whoever has it now: hold the connection open.
         """
+        # SO_PEERCRED has 0 for a process of a PID namespace that is not below this one's.
         if pid <= 0:
             return None
         try:
             text = read_proc_text(self._proc / str(pid) / "cgroup")
         except (FileNotFoundError, NotADirectoryError, ProcessLookupError):
-            return NOBODY if self._is_proc_there() else None
+            # An ended process and a /proc that is not mounted look alike: only the first is an answer.
+            is_proc_there = (self._proc / "self").is_symlink() or (self._proc / "1").is_dir()
+            return NOBODY if is_proc_there else None
         except OSError:
             return None
+        # Read late and once: where it could not be read the next call tries again.
         self._own_text = self._own_text or read_own_text(self._proc)
         return parse_proc_cgroup(text, own_text=self._own_text) or NOBODY
 
@@ -271,7 +287,7 @@ class Cgroups:
         return found
 
     def started(self, pids: Iterable[int]) -> Mapping[int, int]:
-        """When each process has started, in ticks since the boot: another process of that PID has another time. Those that
+        """The start of each process, in ticks since the boot: another process of that PID has another time. Those that
         have ended are left out. Source: field 22 of /proc/<pid>/stat."""
         found = {}
         for pid in pids:
@@ -282,7 +298,8 @@ class Cgroups:
         return found
 
     def check_driver(self, setting: str) -> str | None:
-        """The text for the user if the setting disagrees with the pods that are there; None if not, or with no pods yet."""
+        """The text for the user if the setting disagrees with the pods that are there; None if not, or with no pods
+        yet."""
         if not setting:
             return None
         seen = sorted({_driver_of(place) for place in CgroupWalk(self.root).places() if place.pod_uid is not None})
@@ -293,9 +310,9 @@ class Cgroups:
             " containers are found by their IDs all the same; remove or correct the setting"
         )
 
-    async def find_many_in_thread(self, wanted: Iterable[tuple[str, PodUid | None]]) -> Mapping[str, CgroupDir]:
+    async def find_many_in_thread(self, requested: Iterable[tuple[str, PodUid | None]]) -> Mapping[str, CgroupDir]:
         """Like every `…_in_thread`: raises Unavailable where the file system does not answer in time."""
-        return await self._rounds.call(partial(self.find_many, tuple(wanted)), "searching cgroups", ROUND_TIMEOUT_S)
+        return await self._rounds.call(partial(self.find_many, tuple(requested)), "searching cgroups", ROUND_TIMEOUT_S)
 
     async def find_pods_in_thread(self, uids: Collection[PodUid]) -> Mapping[PodUid, list[CgroupDir]]:
         return await self._rounds.call(partial(self.find_pods, uids), "searching pods' cgroups", ROUND_TIMEOUT_S)
@@ -337,15 +354,18 @@ class Cgroups:
             partial(self.check_driver, setting), "reading the pods' cgroups", ROUND_TIMEOUT_S
         )
 
-    def _walk_for(self, wanted: Iterable[str]) -> None:
-        """Learns where every container is; goes on to the next hierarchy while one of the wanted is missing."""
+    def _walk_for(self, requested: Iterable[str]) -> None:
+        """Learns where every container is; goes on to the next hierarchy while one of the requested is missing."""
         with self._walk_lock:
             found: dict[str, CgroupDir] = {}
             for hierarchy in self._hierarchies():
                 for place in CgroupWalk(hierarchy).containers():
+                    # The first hierarchy's place stays: the later ones show the same container again.
                     found.setdefault(place.container_id, place)
-                if all(container_id in found for container_id in wanted):
+                # One hierarchy has them all as a rule; a hybrid host may have containers in v2's alone.
+                if all(container_id in found for container_id in requested):
                     break
+            # Replaced as a whole, so that readers in other threads see the old walk or the new one.
             self._known = found
 
     def _hierarchies(self) -> list[Path]:
@@ -356,11 +376,9 @@ class Cgroups:
             return []
         names = set(subdirectories(str(self.root)))
         first = [name for name in _FIRST_CONTROLLERS if name in names]
+        # Their trees have the same containers, if any, and no controller that the agent reads.
         last = [name for name in ("systemd", "unified") if name in names]
         return [self.root / name for name in (*first, *sorted(names - {*first, *last}), *last)]
-
-    def _is_proc_there(self) -> bool:
-        return (self._proc / "self").is_symlink() or (self._proc / "1").is_dir()
 
 
 def _driver_of(place: FoundDirectory) -> CgroupDriver:
@@ -379,10 +397,12 @@ def _read_tree(top: str) -> dict[str, bytes]:
     texts: dict[str, bytes] = {}
     pending = [top]
     seen = 0
+    # A container may make cgroups below its own; beyond the bound it hides processes from itself only.
     while pending and seen <= MAX_DIRECTORIES_BELOW:
         directory = pending.pop()
         seen += 1
         try:
+            # lstat: a link in the place of a cgroup must not lead the agent to another one's processes.
             status = os.lstat(directory)
             if not stat.S_ISDIR(status.st_mode):
                 raise NotADirectoryError(errno.ENOTDIR, "not a directory", directory)
@@ -402,6 +422,7 @@ def _changed(known: Iterable[tuple[K, Sequence[CgroupProcesses]]]) -> list[K]:
 
 
 def _renamed(error: OSError, top: str) -> Exception:
+    # ENODEV is what the kernel says of a cgroup.procs whose cgroup was removed while it was open.
     if error.errno in _GONE:
         return NotFound(f"the cgroup {top} is gone: its container has ended")
     return Unavailable(f"the processes of the cgroup {top} cannot be read: {error.strerror}; it is tried again")
@@ -409,6 +430,7 @@ def _renamed(error: OSError, top: str) -> Exception:
 
 def _parse_procs(text: bytes) -> Iterable[int]:
     try:
+        # A text that was cut at the bound may end in half a number.
         return [int(number) for number in text.split()]
     except ValueError:
         return ()
@@ -420,7 +442,7 @@ def read_proc_text(path: Path) -> str:
 
 
 def read_own_text(proc: Path) -> str:
-    """The reader's own, empty where it cannot be read. It does not change: keep it."""
+    """The reader's own text, empty where it cannot be read. It does not change: keep it."""
     try:
         return read_proc_text(proc / "self" / "cgroup")
     except OSError:
@@ -474,7 +496,7 @@ class ProcessOwners:
         self._thread = DaemonThread("process-owners", advice=f"Check {proc}; it is read again.")
 
     async def identify(self, pids: Collection[int]) -> Mapping[int, PeerIdentity]:
-        """All of `pids`, in one call of a thread. Raises Unavailable where /proc does not answer in time."""
+        """The owners of all of `pids`, in one call of a thread. Raises Unavailable where /proc does not answer in time."""
         if not pids:  # an idle node starts no thread
             self._owners = {}
             return {}
@@ -483,7 +505,8 @@ class ProcessOwners:
         )
 
     def read(self, pids: Collection[int]) -> Mapping[int, PeerIdentity]:
-        """The same, blocking; from one thread at a time."""
+        """Does what `identify` does, blocking; from one thread at a time."""
+        # Replaced, not updated: owners of processes that nobody asks for any more must not pile up.
         before, self._owners = self._owners, {}
         old_meanings, self._meanings = self._meanings, {}
         self._own_text = self._own_text or read_own_text(self._proc)
@@ -491,8 +514,10 @@ class ProcessOwners:
             try:
                 text = read_proc_text(self._proc / str(pid) / "cgroup")
             except OSError:
+                # Ended, while the driver still counts its memory: it is its last owner's.
                 self._owners[pid] = before.get(pid, NOBODY)
                 continue
+            # One text for all processes of a container: parsing costs more than reading.
             meaning = self._meanings.get(text) or old_meanings.get(text)
             if meaning is None:
                 meaning = parse_proc_cgroup(text, own_text=self._own_text) or NOBODY

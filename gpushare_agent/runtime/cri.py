@@ -94,6 +94,7 @@ class RuntimeClient:
         self._timeout_s = timeout_s
         self._chosen = self._endpoints[0] if len(self._endpoints) == 1 else None
         self._channel: UnixChannel | None = None
+        # Two calls must not choose at once: each would drop the connection that the other one tries.
         self._choosing = asyncio.Lock()
 
     async def version(self) -> RuntimeVersion:
@@ -104,7 +105,8 @@ class RuntimeClient:
         return RuntimeVersion(name=answer.runtime_name, version=answer.runtime_version, endpoint=str(endpoint))
 
     async def containers(self, *, only_running: bool = False) -> list[RuntimeContainer]:
-        """Containers of pods, all or the running ones, by namespace, pod, container, attempt; those of no pod are left out.
+        """Containers of pods, all or the running ones, by namespace, pod, container, attempt; those of no pod are left
+        out.
 
         Raises:
             Unavailable: the runtime is away or does not answer in time.
@@ -118,8 +120,10 @@ class RuntimeClient:
             running = v1.ContainerStateValue(state=v1.ContainerState.CONTAINER_RUNNING)
             request.filter = v1.ContainerFilter(state=running)
         endpoint, answer = await self._call("ListContainers", request, v1.ListContainersResponse)
+        # Each becomes an object while the event loop waits; no node has as many.
         if len(answer.containers) > MAX_CONTAINERS:
             raise Corrupt(f"the runtime at {endpoint} lists {len(answer.containers)} containers, over {MAX_CONTAINERS}")
+        # Containers without the kubelet's label are of no pod: crictl makes such, too.
         found = [_container(raw, endpoint) for raw in answer.containers if LABEL_POD_UID in raw.labels]
         return sorted(found, key=lambda c: (c.pod_namespace, c.pod_name, c.container_name, c.attempt, c.id))
 
@@ -127,8 +131,10 @@ class RuntimeClient:
         """One container of a pod. Raises NotFound besides what `containers` raises."""
         from gpushare_agent.wire.runtime import v1
 
+        # Verbose: the first process's PID is in the info, which is no part of CRI's status.
         request = v1.ContainerStatusRequest(container_id=container_id, verbose=True)
         endpoint, answer = await self._call("ContainerStatus", request, v1.ContainerStatusResponse)
+        # A container that crictl has made, not the kubelet.
         if answer.status is None or LABEL_POD_UID not in answer.status.labels:
             raise NotFound(f"container {container_id[:80]!r} of the runtime at {endpoint} is of no pod")
         container = _container(answer.status, endpoint)
@@ -159,12 +165,15 @@ class RuntimeClient:
         async with self._choosing:
             if self._chosen is not None:
                 return self._chosen
+            # A host may have several runtimes installed; what has no socket does not run.
             present = [path for path in self._endpoints if path.is_socket()]
             faults = []
             for path in present:
                 try:
+                    # A runtime that hangs must leave time for the next; one part stays for the call itself.
                     async with asyncio.timeout(self._timeout_s / (len(present) + 1)):
                         await self._ask(path, "Version", v1.VersionRequest(version="v1"), v1.VersionResponse)
+                # Also a socket that answers, but has no CRI v1.
                 except (Unavailable, Rejected, Corrupt, NotFound) as e:
                     faults.append(str(e))
                     self.close()  # a connection that works is still to the wrong one
@@ -189,6 +198,8 @@ class RuntimeClient:
             is_sound = True
         except RpcFailed as e:
             renamed = _renamed(e, what)
+            # An answer, be it an error, shows a connection that works; without one it may be half-open, and the next call
+            # connects anew.
             is_sound = not isinstance(renamed, Unavailable)
             raise renamed from e
         except MalformedMessageError as e:
@@ -209,6 +220,7 @@ def _renamed(error: RpcFailed, what: str) -> Exception:
     text = f"{what} {'answered' if error.is_answer else 'failed:'} {error}"
     if error.status is Status.NOT_FOUND or _NO_SUCH.search(error.text):
         return NotFound(text)
+    # Not tried again: containerd without its cri plugin answers so for ever.
     if error.status is Status.UNIMPLEMENTED:
         return Rejected(f"{text}. It has no CRI v1: containerd needs its cri plugin enabled and version 1.6 or later")
     return Unavailable(f"{text}; it is asked again later")
@@ -216,6 +228,7 @@ def _renamed(error: RpcFailed, what: str) -> Exception:
 
 def _container(raw: v1.Container | v1.ContainerStatus, endpoint: Path) -> RuntimeContainer:
     uid = raw.labels.get(LABEL_POD_UID, "")
+    # Both become parts of paths, and of names that others read.
     if not _ID.fullmatch(raw.id) or not _UID.fullmatch(uid):
         raise Corrupt(
             f"the runtime at {endpoint} names a container {raw.id[:80]!r} of a pod {uid[:80]!r}: no such IDs exist"
@@ -250,6 +263,7 @@ def runtime_endpoints(endpoint: str, known: Collection[Path]) -> tuple[Path, ...
     """The sockets to try, in order: the one that is set, else the `known`. Raises Rejected for what is no path."""
     if not endpoint:
         return tuple(known)
+    # The kubelet's flag has the scheme, a person often leaves it out.
     path = endpoint.removeprefix("unix://")
     if not path.startswith("/"):
         raise Rejected(

@@ -20,9 +20,10 @@ from gpushare_agent.model.gpus import KernelModule
 _MAX_BYTES = 256
 
 
+# Cached for the process: none of the three changes while the machine runs, and each GPU's is asked at each poll.
 @cache
 def machine_name(path: Path = Path("/sys/class/dmi/id/product_name")) -> str:
-    """Empty where the firmware has none."""
+    """The product's name of the machine; empty where the firmware has none."""
     try:
         with path.open("rb") as file:
             return file.read(_MAX_BYTES).decode("ascii", "replace").strip()
@@ -32,7 +33,7 @@ def machine_name(path: Path = Path("/sys/class/dmi/id/product_name")) -> str:
 
 @cache
 def pci_class(bus_id: str, devices: Path = Path("/sys/bus/pci/devices")) -> int | None:
-    """Such as 0x030200, a 3D controller; None where the host does not show it."""
+    """The PCI class, such as 0x030200, a 3D controller; None where the host does not show it."""
     try:
         with (devices / kernel_bus_id(bus_id) / "class").open("rb") as file:
             return int(file.read(_MAX_BYTES), 16)
@@ -63,10 +64,12 @@ _VERSION = re.compile(r"\b(\d{1,6}\.\d{1,6}(?:\.\d{1,6})?)\b")
 def read_kernel_module(proc: Path) -> KernelModule | None:
     """`proc` is the node's /proc. None where no NVIDIA driver is loaded, or the file says nothing that is known."""
     try:
+        # Not cached: the driver may be upgraded while the agent runs.
         file = os.open(proc / "driver/nvidia/version", os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
         return None
     try:
+        # One read: the kernel gives the file out whole.
         text = os.read(file, _MAX_VERSION_BYTES).decode("utf-8", "replace")
     except OSError:
         return None

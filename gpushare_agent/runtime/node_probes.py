@@ -1,8 +1,8 @@
 """Probes what the operating system of a node offers: sockets, device nodes, /proc, directories.
 
 Used by `gpushare-agent check` before the agent is deployed, and by an agent beside the one that serves, so nothing here
-changes the node: a written probe file is removed at once. What is missing is an Unavailable whose text names what was found;
-the cure is the caller's.
+changes the node: a written probe file is removed at once. What is missing is an Unavailable whose text names what was
+found; the remedy is the caller's.
 """
 
 from __future__ import annotations
@@ -65,6 +65,7 @@ def _socket_reason(path: Path, error: OSError) -> str:
         return "not there"
     if error.errno in (errno.ECONNREFUSED, errno.ENOTSOCK):
         return "there, but nobody listens on it" if path.is_socket() else "there, but not a socket"
+    # Python raises it without an errno, before the kernel is asked.
     if "too long" in str(error):
         return f"a socket's path may have at most {MAX_ADDRESS_BYTES} bytes"
     return error.strerror or str(error)
@@ -81,6 +82,7 @@ def require_device_node(path: Path) -> None:
         raise Unavailable(f"{path}: {_missing_or(error)}") from error
     if not stat.S_ISCHR(mode):
         raise Unavailable(f"{path}: there, but not a character device")
+    # Asked and not opened: a check leaves no trace at the driver.
     if not os.access(path, os.R_OK | os.W_OK):
         raise Unavailable(f"{path}: there, but not readable and writable for this user")
 
@@ -91,6 +93,7 @@ async def sees_processes_of_node(node_socket: Path) -> bool:
     On a node that is itself a container the namespace is not the machine's: there it counts that the kernel has a PID here
     for the process behind the kubelet's socket. Opens and closes a connection at most.
     """
+    # Cheap and sure; the connection below is for nodes that are containers themselves.
     if is_host_pid_namespace():
         return True
     try:
@@ -110,10 +113,12 @@ def require_proc(proc_root: Path) -> None:
     try:
         shown = (proc_root / "self").readlink()
     except OSError as error:
+        # `self` of another namespace's /proc is a link that leads nowhere for this process.
         if (proc_root / "self").is_symlink() or (proc_root / "1").exists():
             raise Unavailable(f"{proc_root}: it shows another PID namespace, in which this process is not") from error
         reason = "there, but no /proc" if proc_root.is_dir() else _missing_or(error)
         raise Unavailable(f"{proc_root}: {reason}") from error
+    # A /proc of an outer namespace has another number for this process.
     if str(shown) != str(os.getpid()):
         raise Unavailable(
             f"{proc_root}: it shows another PID namespace (this process is {os.getpid()} here, {shown} there)"
@@ -130,6 +135,7 @@ def require_writable(directory: Path) -> WritableDirectory:
     Raises Unavailable: it is a file, read-only, closed to us, or the disk is full.
     """
     existing = directory
+    # lexists: a dangling link is in the way of mkdir.
     while not os.path.lexists(existing) and existing != existing.parent:
         existing = existing.parent
     if not existing.is_dir():
@@ -138,6 +144,7 @@ def require_writable(directory: Path) -> WritableDirectory:
         with tempfile.TemporaryFile(dir=existing) as probe:  # without a name: others list these directories
             probe.write(b"\0" * 4096)
             probe.flush()
+            # After a write that worked: a full disk may still take a small file from the blocks kept for root.
             free = shutil.disk_usage(existing).free
     except OSError as error:
         raise Unavailable(f"{directory}: cannot write in {existing}: {error.strerror or error}") from error

@@ -53,16 +53,18 @@ def last_reason(log_file: Path, offset: int = 0) -> str | None:
 
 
 def _environment() -> dict[str, str]:
-    """The child imports this very package: from a source checkout PYTHONPATH names it; an installed one it finds itself."""
+    """The child imports this very package: from a source checkout PYTHONPATH names it; an installed one it finds
+    itself."""
     root = str(Path(gpushare_agent.__file__).resolve().parents[1])
+    # PYTHONPATH with site-packages in it would put them before the standard library.
     if root == str(Path(sysconfig.get_path("purelib")).resolve()):
         return dict(os.environ)
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))}
 
 
 class AgentProcess:
-    """`run` keeps it running until it is cancelled. `notify` gets a line for people at every unexpected end, in which it is
-    called `name`. `command` is that of the command line."""
+    """`run` keeps it running until it is cancelled. `notify` gets a line for people at every unexpected end, in which it
+    is called `name`. `command` is that of the command line."""
 
     def __init__(
         self,
@@ -96,7 +98,8 @@ class AgentProcess:
         return pid is not None
 
     async def run(self) -> None:
-        """Endless. Raises StartupError, with the agent's own reason, where it ends again and again right after its start."""
+        """Keeps it running, without an end. Raises StartupError, with the agent's own reason, where it ends again and
+        again right after its start."""
         quick_ends, delay_s = 0, _FIRST_DELAY_S
         try:
             while True:
@@ -110,8 +113,11 @@ class AgentProcess:
                     quick_ends = 0
                 else:
                     is_quick = time.monotonic() - self.started_at < _QUICK_END_S
+                    # An end after a while is the first of a new row.
                     quick_ends = quick_ends + 1 if is_quick else 1
+                    # 2 is a wrong command line or setting: the next start would read the same.
                     self._report_end(code, is_last=quick_ends >= _QUICK_ENDS or code == 2)
+                    # Not reset by a run that lasted: only a kill, which is no fault, begins anew.
                     delay_s = min(delay_s * 2, _LAST_DELAY_S)
                 await asyncio.sleep(delay_s)
         finally:
@@ -120,6 +126,7 @@ class AgentProcess:
     async def _run_once(self) -> int:
         # A session of its own: Ctrl-C in the terminal reaches the sandbox alone, which ends its children in order.
         with self._log_file.open("ab") as output:
+            # The log has the runs before as well: a reason is looked for behind this.
             self._log_start = output.tell()
             self._process = await asyncio.create_subprocess_exec(
                 *self._command, stdin=asyncio.subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True,
@@ -141,12 +148,14 @@ class AgentProcess:
         process = self._process
         if process is None or process.returncode is not None:
             return
+        # In order, so that the agent leaves its kubelet and closes its driver.
         process.terminate()
         try:
             async with asyncio.timeout(_STOP_TIMEOUT_S):
                 await process.wait()
         except TimeoutError:
             log.warning("agent_stop_slow", pid=process.pid, waited_s=_STOP_TIMEOUT_S, next="SIGKILL")
+            # It may have ended in the moment before.
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
             await process.wait()

@@ -52,6 +52,7 @@ async def open_control(path: Path, handle: Handler) -> AsyncIterator[None]:
         finally:
             writer.close()
 
+    # Mode 0600 from the first moment: whoever may connect may run commands as this user.
     server = await asyncio.start_unix_server(serve, sock=bind_unix_socket(path, mode=0o600), limit=_LINE_LIMIT)
     try:
         yield
@@ -65,6 +66,7 @@ async def _answer(reader: asyncio.StreamReader, handle: Handler, peer_pid: int) 
         request = json.loads(await reader.readline())
     except (ValueError, RecursionError) as error:  # of a line too long, too
         return _refused(f"the request is not JSON on one line of at most {_LINE_LIMIT} bytes: {error}")
+    # An object, for its command is looked up by name.
     if not isinstance(request, dict):
         return _refused(f"the request is not a JSON object but {type(request).__name__}")
     try:

@@ -24,7 +24,7 @@ from gpushare_agent.sandbox.gpu_faults import GpuFaults
 from gpushare_agent.sandbox.manifests import Manifest
 from gpushare_agent.sandbox.node import EmbeddedNode
 from gpushare_agent.sandbox.pod_manifest import RawObject, containers_of, is_mirror, is_terminal
-from gpushare_agent.sandbox.report.document import (
+from gpushare_agent.sandbox.report import (
     HEALTHY,
     ReportedNode,
     SandboxDocument,
@@ -40,7 +40,7 @@ _Item = TypeVar("_Item")
 
 
 class NodeController(Struct, frozen=True, kw_only=True):
-    """One node of it."""
+    """One node of the sandbox."""
 
     shown: ReportedNode
     agent: AgentProcess
@@ -57,6 +57,7 @@ class NodeController(Struct, frozen=True, kw_only=True):
         deleted the slices of before its start."""
         node = self.shown.node
         if self.shown.by_claims:
+            # A slice of before the kubelet's start is about to be deleted: it does not count.
             slices = [raw["spec"].get("nodeName") for raw in node.api.store.all("resourceslices")]
             return node.name in slices and node.kubelet.has_wiped_slices
         raw = node.api.object_of("nodes", ("", node.name)) or {}
@@ -64,7 +65,7 @@ class NodeController(Struct, frozen=True, kw_only=True):
         return all(int(allocatable.get(name, 0)) > 0 for name in (self.shown.names.vcore, self.shown.names.vmemory))
 
     def fail_gpu(self, request: Request) -> str:
-        """An Xid error where one is given, else a loss."""
+        """Makes a GPU fail: with an Xid error where one is given, else by a loss."""
         index, reason = _whole_number(request, "gpu"), str(request.get("lost") or "")
         if request.get("xid") is None:
             self.faults.lose(index, reason)
@@ -76,6 +77,7 @@ class NodeController(Struct, frozen=True, kw_only=True):
         return done
 
     def heal_gpu(self, index: int) -> str:
+        # The kubelet's view decides: what the agent has taken back by itself needs no reset.
         healed = self.faults.heal(index, is_offered=self._is_offered(index))
         if healed.done:
             return f"GPU {index} {healed.done}; the agent takes it back once it has passed its probes"
@@ -84,7 +86,7 @@ class NodeController(Struct, frozen=True, kw_only=True):
         return f"nothing is wrong with GPU {index}"
 
     def _is_offered(self, index: int) -> bool:
-        """By the kubelet's newest device list."""
+        """Whether the kubelet's newest device list has the GPU as Healthy."""
         gpus = gpu_health(self.shown)
         return any(gpu.index == index and gpus.get(gpu.uuid) == HEALTHY for gpu in self.shown.gpus)
 
@@ -112,6 +114,7 @@ class SandboxController(Struct, frozen=True, kw_only=True):
         """The report, with each agent's own document of this moment."""
         async with asyncio.TaskGroup() as group:
             for one in self.nodes:
+                # At once: with 32 nodes each answer waits for its agent.
                 group.create_task(one.refresh(), name=f"read the agent of {one.name}")
         return report(*(one.shown for one in self.nodes))
 
@@ -119,7 +122,7 @@ class SandboxController(Struct, frozen=True, kw_only=True):
         return all(one.is_registered() for one in self.nodes)
 
     async def wait_registered(self) -> bool:
-        """False after READY_TIMEOUT_S: pods are then created all the same, and stay Pending."""
+        """Waits for all nodes; false after READY_TIMEOUT_S: pods are then created all the same, and stay Pending."""
         try:
             return await self.api.signal.wait_until(self.is_registered, READY_TIMEOUT_S)
         except TimeoutError:
@@ -133,6 +136,7 @@ class SandboxController(Struct, frozen=True, kw_only=True):
             metadata = manifest.raw["metadata"]
             namespace, name = metadata.get("namespace") or "default", metadata.get("name")
             key = "" if resource in CLUSTER_WIDE else namespace, name
+            # Looked up before, for apply creates as well: the outcome is told by what was there.
             before = self.api.object_of(resource, key) if name else None
             if name:
                 made = self.api.apply(resource, manifest.raw, namespace, "sandbox")
@@ -145,10 +149,12 @@ class SandboxController(Struct, frozen=True, kw_only=True):
 
     def is_steady(self) -> bool:
         """Every pod runs, has ended, or waits because nothing fits; and Deployments and Jobs have their pods."""
+        # A controller has not looked at it yet: its pods are to come.
         if any(not raw.get("status") for resource in ("deployments", "jobs") for raw in self.api.store.all(resource)):
             return False
         for raw in self.api.pods():
             phase = raw["status"]["phase"]
+            # Unschedulable pods may wait for ever; all others that are Pending get on.
             is_waiting = phase == "Pending" and reason_and_message(raw)[0] != _UNSCHEDULABLE
             if is_waiting or phase not in ("Pending", "Running", "Succeeded", "Failed"):
                 return False
@@ -191,6 +197,7 @@ class SandboxController(Struct, frozen=True, kw_only=True):
         if command == "exec":
             pod = _split_name(str(request.get("namespace")), str(request.get("pod")))
             container = request.get("container")
+            # The pod's own node: only its runtime has the container.
             node = self._node_of_pod(*pod).shown.node
             entered = enter_container(node, *pod, None if container is None else str(container), peer_pid)
             return {**_done([]), "notes": entered.notes, "env": entered.environment}
@@ -198,6 +205,7 @@ class SandboxController(Struct, frozen=True, kw_only=True):
             await self._node(request).shown.node.kubelet.restart()
             return _done(["the kubelet has restarted; it lists and admits pods again in about a second"])
         if command == "kill-agent":
+            # Between an end and the next start there is no process.
             if not self._node(request).agent.kill():
                 raise AgentError("no agent runs at the moment; it is being started")
             return _done(["the agent was killed; the sandbox starts it again"])
@@ -237,7 +245,7 @@ def _each(act: Callable[[_Item], str], items: Iterable[_Item]) -> Answer:
 
 
 def _manifests(request: Request) -> list[Manifest]:
-    """Raises Rejected; nothing is created then."""
+    """The manifests of a request. Raises Rejected; nothing is created then."""
     pods = _list(request, "pods")
     if not all(isinstance(raw, dict) and isinstance(raw.get("metadata", {}), dict) for raw in pods):
         raise Rejected('the request cannot be read: "pods" must hold manifests, each an object with metadata')
@@ -282,6 +290,7 @@ def enter_container(node: EmbeddedNode, namespace: str, pod: str, container: str
     """
     raw = node.api.pod(namespace, pod)
     name, notes = _chosen(raw, container)
+    # An agent is a process of the sandbox itself, in no cgroup of a container.
     if is_mirror(raw):
         raise NotFound(f"pod {pod} is an agent of the sandbox, which is in no container: {INSTEAD_OF_EXEC}")
     if is_terminal(raw):
@@ -289,6 +298,7 @@ def enter_container(node: EmbeddedNode, namespace: str, pod: str, container: str
     found = node.kubelet.runtime.find(raw["metadata"]["uid"], name)
     if found is None or not found.is_running:
         raise NotFound(_why_not_running(raw, name, found))
+    # The kernel gives 0 for a process of another PID namespace.
     if pid <= 0:
         raise Rejected(
             f"the sandbox cannot see the process that asks to run in container {name} of pod {namespace}/{pod}: it is in "
@@ -306,6 +316,7 @@ def _chosen(raw: RawObject, container: str | None) -> tuple[str, list[str]]:
         if container not in kinds:
             raise NotFound(f"container {container} not found in pod {pod}; it has {_listed(kinds)}")
         return container, []
+    # As kubectl: the first main container, with a note where there are others.
     first = next(name for name, kind in kinds.items() if kind is ContainerKind.MAIN)
     return first, [f'Defaulted container "{first}" out of: {_listed(kinds)}'] if len(kinds) > 1 else []
 

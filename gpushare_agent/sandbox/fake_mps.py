@@ -47,6 +47,7 @@ class FakeMps:
             log.write(f"{command}\n")
         try:
             return self._obey(command)
+        # A number that is none: the real daemon answers so, too.
         except ValueError:
             return f"Invalid argument: {command}\n"
 
@@ -72,15 +73,18 @@ class FakeMps:
         return f"Unrecognized command: {command}\n"
 
     async def run(self, started: asyncio.Event | None = None) -> None:
-        """Until `quit` or cancelled. Its socket stays, as a dead daemon's does."""
+        """Serves until `quit` or cancelled. Its socket stays, as a dead daemon's does."""
         with (
             (self._pipe / _LOCK).open("a") as lock,
             socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK) as listener,
         ):
+            # As the real daemon: a second one for the same directory ends.
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             path = self._pipe / _CONTROL
+            # A dead daemon's socket: the lock says that none lives.
             path.unlink(missing_ok=True)
             listener.bind(str(path))
+            # Clients are programs of any user.
             path.chmod(0o666)
             listener.listen()
             (self._pipe / _PID).write_text(str(os.getpid()))
@@ -118,6 +122,7 @@ class FakeMps:
         loop, received = asyncio.get_running_loop(), b""
         try:
             async with asyncio.timeout(_ANSWER_TIMEOUT_S):
+                # Until the control program has sent all: it shuts its side down.
                 while len(received) < _MAX_COMMANDS_BYTES and (piece := await loop.sock_recv(client, 4096)):
                     received += piece
                 for command in received.decode(errors="replace").splitlines():
@@ -128,6 +133,7 @@ class FakeMps:
 
 def write_control_program(path: Path) -> None:
     """A control program that speaks to a fake daemon, for this installation of the agent and this Python."""
+    # From a checkout the package is on no path of the interpreter.
     package = str(Path(__file__).resolve().parents[2])
     words = [sys.executable, "-P", "-m", "gpushare_agent.sandbox.fake_mps"]
     path.write_text(f'#!/bin/sh\nPYTHONPATH={shlex.quote(package)} exec {shlex.join(words)} "$@"\n')

@@ -1,7 +1,7 @@
 """Failing GPUs of the embedded node: what `sandbox fail-gpu` and `heal-gpu` write into the agent's faults file.
 
-The file is read before each change, so that what a person has written there stays. State owned: the last ID given, for those
-in the file go when their GPU is healed. Format: gpus/simulated/files.py.
+The file is read before each change, so that what a person has written there stays. State owned: the last ID given, for
+those in the file go when their GPU is healed. Format: gpus/simulated/files.py.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from msgspec.structs import replace
 
 from gpushare_agent.gpus.health import EventMeaning, GpuEvent, GpuEventKind, HealthPolicy, meaning_of
 from gpushare_agent.gpus.simulated.files import (
+    MAX_XID,
     Faults,
-    RehearsedEvent,
-    RehearsedReset,
+    SimulatedEvent,
+    SimulatedReset,
     encode_faults,
     parse_faults,
     read_regular,
@@ -25,8 +26,7 @@ from gpushare_agent.model.names import GpuUuid
 
 LOST_REASON = "GPU is lost"
 """NVML's words."""
-_MAX_XID = 100_000
-_KEPT = 1000
+_MOST_ENTRIES = 1000
 """Events and resets in the file; the agent has read older ones long ago."""
 _THE_GPU = GpuUuid("the GPU")
 
@@ -49,18 +49,20 @@ class GpuFaults:
 
     def lose(self, index: int, reason: str = "") -> None:
         """The driver no longer finds the GPU, until it is healed. Raises Rejected, Unavailable (as all of these do)."""
+        # Read anew each time: a person may have edited the file meanwhile.
         faults = self._checked(index)
         self._write(replace(faults, lost={**faults.lost, index: reason or LOST_REASON}))
 
     def report_xid(self, index: int, xid: int) -> None:
         """The driver reports an Xid error of the GPU, once."""
-        if not 1 <= xid <= _MAX_XID:
+        if not 1 <= xid <= MAX_XID:
             raise Rejected(
-                f"Xid {xid} cannot be reported: there are 1 to {_MAX_XID}; 79 says that a GPU fell off the bus"
+                f"Xid {xid} cannot be reported: there are 1 to {MAX_XID}; 79 says that a GPU fell off the bus"
             )
         faults = self._checked(index)
-        event = RehearsedEvent(id=self._next_id(faults), gpu=index, xid=xid)
-        self._write(replace(faults, events=(*faults.events, event)[-_KEPT:]))
+        event = SimulatedEvent(id=self._next_id(faults), gpu=index, xid=xid)
+        # The last thousand: older ones were reported long ago.
+        self._write(replace(faults, events=(*faults.events, event)[-_MOST_ENTRIES:]))
 
     def heal(self, index: int, *, is_offered: bool = False) -> Healed:
         """Takes everything back that was done to the GPU: a loss ends; after errors that took it out of service the driver
@@ -72,6 +74,7 @@ class GpuFaults:
         faults = self._checked(index)
         own = [event for event in faults.events if event.gpu == index]
         ignored = [event for event in own if self._meaning(event) is EventMeaning.IGNORED]
+        # The rest needs no reset: ignored, or the GPU has passed its probes already.
         harmful = [
             event
             for event in own
@@ -82,7 +85,7 @@ class GpuFaults:
         resets = faults.resets
         if harmful:
             done.append(f"was reset after {_event_words(harmful)}")
-            resets = (*resets, RehearsedReset(id=self._next_id(faults), gpu=index))[-_KEPT:]
+            resets = (*resets, SimulatedReset(id=self._next_id(faults), gpu=index))[-_MOST_ENTRIES:]
         if own or done:
             self._last_id = max(self._last_id, faults.last_id)  # the driver has seen the IDs that go
             lost = {gpu: reason for gpu, reason in faults.lost.items() if gpu != index}
@@ -93,7 +96,7 @@ class GpuFaults:
         spared += [f"{_event_words(over)}: the agent has taken the GPU back by itself"] if over else []
         return Healed(done=" and ".join(done), spared="; ".join(spared))
 
-    def _meaning(self, event: RehearsedEvent) -> EventMeaning:
+    def _meaning(self, event: SimulatedEvent) -> EventMeaning:
         return meaning_of(GpuEvent(kind=event.kind, uuid=_THE_GPU, xid=event.xid), {_THE_GPU}, self._policy)
 
     def _checked(self, index: int) -> Faults:
@@ -120,6 +123,7 @@ class GpuFaults:
         new = path.with_name(f".{path.name}")
         try:
             new.write_text(encode_faults(faults))
+            # By rename: the agent reads the file at every poll.
             new.replace(path)
         except OSError as error:
             raise Unavailable(f"the faults file {path} cannot be written: {error.strerror or error}") from error
@@ -130,7 +134,7 @@ class GpuFaults:
         return self._path
 
 
-def _event_words(events: list[RehearsedEvent]) -> str:
+def _event_words(events: list[SimulatedEvent]) -> str:
     """`Xid 79, Xid 48`: each once, in order of the first report."""
     names = [f"Xid {event.xid}" if event.kind is GpuEventKind.XID else event.kind.value for event in events]
     return ", ".join(dict.fromkeys(names))

@@ -46,8 +46,10 @@ def read_manifests(paths: Sequence[Path]) -> list[Manifest]:
     found = [
         manifest for path in paths for file in _files(path) for manifest in parse_manifests(_text(file), _origin(file))
     ]
+    # Files without a document are most often a wrong path.
     if paths and not found:
         raise ManifestError(f"no pods in {', '.join(map(_origin, paths))}: a file needs at least one Pod manifest")
+    # Before fields: two objects of a name are a mistake of the whole set.
     _check_names(found)
     for manifest in found:
         _check_fields(manifest)
@@ -55,7 +57,8 @@ def read_manifests(paths: Sequence[Path]) -> list[Manifest]:
 
 
 def sample_manifests(which: str, *, by_claims: bool = False) -> list[Manifest]:
-    """One of SAMPLE_SETS; "fitting" leaves out what is not meant to run. By claims, the device class comes with any set."""
+    """One of SAMPLE_SETS; "fitting" leaves out what is not meant to run. By claims, the device class comes with any
+    set."""
     if by_claims:
         found = _shipped("claim_samples")
         return found[:1] if which == "none" else found
@@ -91,6 +94,7 @@ def _files(path: Path) -> Iterable[Path]:
 def _text(file: Path) -> str:
     try:
         if file == STANDARD_INPUT:
+            # Bytes, for the terminal's encoding need not be UTF-8.
             content = sys.stdin.buffer.read(MAX_BYTES + 1)
         else:
             with file.open("rb") as opened:
@@ -113,6 +117,7 @@ def parse_manifests(text: str, origin: str) -> list[Manifest]:
         mark = getattr(error, "problem_mark", None)
         where = f", line {mark.line + 1}" if mark is not None else ""
         raise ManifestError(f"{origin}{where}: no valid YAML: {getattr(error, 'problem', None) or error}") from error
+    # safe_load makes one object of an alias, however often it is named: memory is no matter, walking it is.
     if not _is_bounded(documents):
         raise ManifestError(f"{origin}: has more than {MAX_VALUES} values, or an alias that names itself")
     found: list[Manifest] = []
@@ -128,6 +133,7 @@ def _is_bounded(documents: list[Any]) -> bool:
         value = waiting.pop()
         inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
         left -= 1 + len(inner)
+        # An alias that names itself has no end: the count stops it.
         waiting += inner if left >= 0 else ()
     return left >= 0
 
@@ -135,6 +141,7 @@ def _is_bounded(documents: list[Any]) -> bool:
 def _items(document: Any, where: str) -> list[Any]:
     if document is None:
         return []
+    # What `kubectl get -o yaml` writes.
     if isinstance(document, dict) and document.get("kind") in ("List", "PodList"):
         items = document.get("items") or []
         return items if isinstance(items, list) else [items]
@@ -155,6 +162,7 @@ def _checked(raw: Any, where: str) -> Manifest:
         _check_object(raw, where)
         return Manifest(raw=raw, origin=where)
     try:
+        # Checked as at creation, and thrown away: nothing is created before all files are right.
         completed_manifest(raw, namespace="default", uid="", suffix="")
     except Rejected as error:
         name = (raw.get("metadata") or {}).get("name", "") if isinstance(raw.get("metadata"), dict) else ""

@@ -1,7 +1,7 @@
 """Embedded nodes, and the cluster of them on one API server with one scheduler: what a scheduler extender can be tried on.
 
-A node is a kubelet and a container runtime in one state directory. The agents and the extender are not part of it: give each
-node's `agent_arguments()` to `gpushare-agent run`, and the address of the extender to `open_embedded_cluster`.
+A node is a kubelet and a container runtime in one state directory. The agents and the extender are not part of it: give
+each node's `agent_arguments()` to `gpushare-agent run`, and the address of the extender to `open_embedded_cluster`.
 """
 
 from __future__ import annotations
@@ -20,8 +20,12 @@ from gpushare_agent.sandbox.behaviour import KubeletTimes
 from gpushare_agent.sandbox.kubelet.kubelet import EmbeddedKubelet
 from gpushare_agent.sandbox.pod_controllers import PodControllers
 from gpushare_agent.sandbox.runtime.cri_server import CriServer
-from gpushare_agent.sandbox.scheduler.extender_scheduler import ExtenderScheduler, SchedulerTimes, open_extender_calls
-from gpushare_agent.sandbox.scheduler.node_fit import EmbeddedScheduler
+from gpushare_agent.sandbox.scheduler.scheduler import (
+    EmbeddedScheduler,
+    ExtenderScheduler,
+    SchedulerTimes,
+    open_extender_calls,
+)
 from gpushare_agent.sandbox.state_directory import NodePaths, prepare_state_directory
 
 
@@ -78,10 +82,12 @@ async def open_node_on(
         paths=paths, node_name=node_name, api=api, version=kubelet_version, seed=seed, times=times,
         cgroups=cgroups,
     )  # fmt: skip
+    # `kubectl logs` reads the files of the runtime of the pod's node.
     api.logs.runtimes[node_name] = kubelet.runtime
     cri = CriServer(kubelet.runtime, paths.runtime_socket)
     try:
         async with running_task("kubelet", kubelet.run):
+            # Before the kubelet: an agent that finds no runtime falls back to the pods' statuses.
             await cri.start()
             await kubelet.start()
             yield EmbeddedNode(name=node_name, paths=paths, api=api, kubelet=kubelet, cri=cri)
@@ -135,16 +141,19 @@ async def open_embedded_cluster(
     until it answers. Raises StartupError.
     """
     paths = prepare_state_directory(state)
+    # 30 ms of openssl.
     certificate = await asyncio.to_thread(make_certificate, paths.state)
     async with AsyncExitStack() as stack:
         api = await stack.enter_async_context(
             EmbeddedApiServer(version=kubelet_version, seed=seed, history_limit=_HISTORY, certificate=certificate)
         )
         api.write_kubeconfig(paths.kubeconfig)
+        # Before the nodes: a Deployment may be applied while they start.
         await stack.enter_async_context(running_task("pod controllers", PodControllers(api).run))
         await stack.enter_async_context(_scheduling(api, extender_url, scheduler_times, seed))
         nodes = []
         for number, name in enumerate(node_names):
+            # Each node's own directory, so that agents share no path.
             own = prepare_state_directory(paths_of_node(paths, name, len(node_names)).state)
             opened = open_node_on(
                 api, own, node_name=name, kubelet_version=kubelet_version, seed=seed + number, times=times, cgroups=None

@@ -1,9 +1,10 @@
 """Deployments, ReplicaSets and Jobs of the embedded API server, and what goes with its owner: the controllers of a cluster
 as far as a sandbox needs them.
 
-As there: a Deployment has a ReplicaSet for each template and replaces pods within its surge, or recreates them; a ReplicaSet
-replaces pods that have ended; a Job counts those that have. Not there: other kinds, progress deadlines, history limits of
-old ReplicaSets, suspended, indexed and timed Jobs. State owned: when an owner of failed pods may try again.
+As there: a Deployment has a ReplicaSet for each template and replaces pods within its surge, or recreates them; a
+ReplicaSet replaces pods that have ended; a Job counts those that have. Not there: other kinds, progress deadlines,
+history limits of old ReplicaSets, suspended, indexed and timed Jobs. State owned: when an owner of failed pods may try
+again.
 """
 
 from __future__ import annotations
@@ -41,11 +42,12 @@ class PodControllers:
         self._retries: dict[str, tuple[int, float]] = {}
 
     async def run(self) -> None:
-        """Endless."""
+        """Reconciles, without an end."""
         while True:
             version, now = self._api.version, time.monotonic()
             self.reconcile()
             await asyncio.sleep(0)  # its own changes start the next pass at once
+            # Nothing changes while a back-off runs out: the pass after it needs the clock.
             is_due = any(due > now for _, due in self._retries.values())
             with suppress(TimeoutError):
                 async with asyncio.timeout(_RETRY_POLL_S if is_due else None):
@@ -53,10 +55,12 @@ class PodControllers:
 
     def reconcile(self) -> None:
         self._collect_garbage()
+        # Deployments before their ReplicaSets before Jobs: one pass may do a whole rollout's step.
         for resource, step in (
             ("deployments", self._deployment), ("replicasets", self._replica_set), ("jobs", self._job),
         ):  # fmt: skip
             for raw in self._api.store.all(resource):
+                # A step before it may have replaced or deleted it: the old object would overwrite the new.
                 if self._api.store.find(resource, key_of(raw)) is raw:
                     with suppress(Conflict):  # somebody else's object has the name: tried again with the next change
                         step(raw)
@@ -69,6 +73,7 @@ class PodControllers:
         for resource in ("replicasets", "pods"):
             for raw in store.all(resource):
                 owner = _owner(raw)
+                # An owner of a kind that is not served here is nobody's to collect.
                 if owner is not None and owner["kind"] in _OWNERS and owner["uid"] not in living:
                     self._delete(resource, raw)
 
@@ -78,23 +83,25 @@ class PodControllers:
                 self._api.delete(resource, key_of(raw))
 
     def _owned(self, resource: str, owner: RawObject) -> list[RawObject]:
-        """Oldest first."""
+        """The objects that it owns, oldest first."""
         uid = owner["metadata"]["uid"]
         return [raw for raw in self._api.store.in_creation_order(resource) if (_owner(raw) or {}).get("uid") == uid]
 
     def _set_status(self, resource: str, raw: RawObject, status: Mapping[str, Any]) -> None:
         current = self._api.store.get(resource, key_of(raw))
+        # Jobs have no observedGeneration in batch/v1.
         seen = {} if resource == "jobs" else {"observedGeneration": raw["metadata"]["generation"]}
         observed = {**status, **seen}
-        kept = {k: v for k, v in (current.get("status") or {}).items() if k == "conditions" and k not in observed}
-        self._api.store.replace(resource, {**current, "status": {**kept, **observed}})
+        unchanged = {k: v for k, v in (current.get("status") or {}).items() if k == "conditions" and k not in observed}
+        self._api.store.replace(resource, {**current, "status": {**unchanged, **observed}})
 
     # --- pods ---
 
     def _may_create(self, owner: RawObject, failed: int) -> bool:
-        """After the first failure at once, then twice as late each time."""
+        """Whether pods may be created now: after the first failure at once, then twice as late each time."""
         uid = owner["metadata"]["uid"]
         count, due = self._retries.get(uid, (0, 0.0))
+        # A failure that was not counted yet moves the time; the same one again does not.
         if failed > count:
             due = time.monotonic() + (2.0 ** min(failed - 2, _MOST_DOUBLED) if failed > 1 else 0.0)
             self._retries[uid] = (failed, due)
@@ -129,6 +136,7 @@ class PodControllers:
             for pod in unready_first[:-missing]:
                 self._delete("pods", pod)
                 self._record(raw, "SuccessfulDelete", f"Deleted pod: {pod['metadata']['name']}")
+        # Read again: pods were made or deleted above.
         active = [pod for pod in self._owned("pods", raw) if _is_active(pod)]
         ready = sum(map(_is_ready, active))
         self._set_status(
@@ -142,6 +150,7 @@ class PodControllers:
         sets = self._owned("replicasets", raw)
         new = self._new_set(raw, sets)
         old = [one for one in sets if one["metadata"]["name"] != new["metadata"]["name"]]
+        # All old pods must be gone before the first new one: they may need the same GPU.
         if spec["strategy"].get("type") == "Recreate":
             for one in old:
                 self._scale(one, 0)
@@ -155,9 +164,11 @@ class PodControllers:
     def _new_set(self, raw: RawObject, sets: Sequence[RawObject]) -> RawObject:
         """The ReplicaSet of the current template, whose revision is the newest."""
         template, metadata = raw["spec"]["template"], raw["metadata"]
+        # Sorted keys: the same template has the same hash, whatever order a client writes.
         text = hashlib.sha256(json.dumps(template, sort_keys=True).encode()).hexdigest()[:10]
         name = f"{metadata['name']}-{text}"
         newest = max(map(_revision, sets), default=0)
+        # By the template's hash: going back to an earlier template finds its ReplicaSet again.
         found = next((one for one in sets if one["metadata"]["name"] == name), None)
         if found is None:
             labels = {**template["metadata"]["labels"], HASH_LABEL: text}
@@ -215,6 +226,7 @@ class PodControllers:
         sets = self._owned("replicasets", raw)
         of = {one["metadata"]["name"]: one.get("status") or {} for one in sets}
         total = {name: sum(status.get(name, 0) for status in of.values()) for name in ("replicas", "readyReplicas")}
+        # What the ReplicaSets say of themselves, as the real controller adds it up.
         ready, updated = total["readyReplicas"], of[new_name].get("replicas", 0)
         desired = raw["spec"]["replicas"]
         is_done = updated == desired == total["replicas"] == ready
@@ -236,6 +248,7 @@ class PodControllers:
 
     def _job(self, raw: RawObject) -> None:
         spec, known = raw["spec"], raw.get("status") or {}
+        # A Job that is complete or failed stays so.
         if known.get("conditions"):
             return
         pods = self._owned("pods", raw)
@@ -243,6 +256,7 @@ class PodControllers:
         succeeded = sum(pod["status"]["phase"] == "Succeeded" for pod in pods)
         failed = sum(pod["status"]["phase"] == "Failed" for pod in pods)
         status = {"startTime": known.get("startTime") or timestamp(), "succeeded": succeeded, "failed": failed}
+        # Before success is looked at: as in a cluster, the limit ends the Job.
         if failed > spec["backoffLimit"]:
             for pod in active:
                 self._delete("pods", pod)
@@ -257,6 +271,7 @@ class PodControllers:
             }
             self._record(raw, "Completed", "Job completed")
         else:
+            # No more at once than are still needed.
             missing = min(spec["parallelism"], spec["completions"] - succeeded) - len(active)
             if missing > 0 and self._may_create(raw, failed):
                 self._create_pods(raw, missing)
@@ -298,5 +313,6 @@ def _share(value: object, of: int, rounded: Any) -> int:
 def _condition(known: Mapping[str, Any], kind: str, is_true: bool, yes: str, no: str = "") -> RawObject:
     status = "True" if is_true else "False"
     before = known.get(kind, {})
+    # The time of the change, not of the last look.
     since = before.get("lastTransitionTime") if before.get("status") == status else timestamp()
     return {"type": kind, "status": status, "reason": yes if is_true else no, "lastTransitionTime": since}

@@ -45,6 +45,7 @@ def is_extended(resource: str) -> bool:
 
 def whole_number(value: object, where: str) -> int:
     """Raises Rejected where `value` is no whole number as extended resources need."""
+    # No fractions: extended resources are counted in whole devices.
     match = _QUANTITY.fullmatch(str(value).strip()) if isinstance(value, (str, int)) else None
     if match is None or isinstance(value, bool):
         raise Rejected(f"{where}: Invalid value: {value!r}: must be an integer, zero or more")
@@ -53,12 +54,14 @@ def whole_number(value: object, where: str) -> int:
 
 def extended_requests(container: Mapping[str, Any], where: str = "") -> dict[str, int]:
     """Limits of extended resources, without the zero ones."""
+    # Limits, for requests of extended resources must equal them.
     limits = (container.get("resources") or {}).get("limits") or {}
     found = {
         name: whole_number(value, f"{where}.resources.limits[{name}]")
         for name, value in limits.items()
         if is_extended(name)
     }
+    # A request for none is no request: the plugin is not asked.
     return {name: count for name, count in sorted(found.items()) if count > 0}
 
 
@@ -72,6 +75,7 @@ def containers_of(raw: RawObject) -> tuple[ContainerSpec, ...]:
     spec = raw["spec"]
     found = []
     for position, container in enumerate(spec.get("initContainers") or ()):
+        # An init container that never ends: Kubernetes has no other mark of a sidecar.
         is_sidecar = container.get("restartPolicy") == "Always"
         found.append(_container(container, ContainerKind.SIDECAR if is_sidecar else ContainerKind.INIT, position))
     for position, container in enumerate(spec["containers"]):
@@ -92,6 +96,7 @@ def pod_requests(raw: RawObject) -> dict[str, int]:
     for container in containers_of(raw):
         for resource, count in container.requests.items():
             if container.kind is ContainerKind.INIT:
+                # An init container runs beside the sidecars that were started before it.
                 peak[resource] = max(peak.get(resource, 0), running.get(resource, 0) + count)
             else:
                 running[resource] = running.get(resource, 0) + count
@@ -108,6 +113,7 @@ def annotation_number(raw: RawObject, name: str) -> float | None:
 
 def grace_s(raw: RawObject) -> float:
     """The grace period of the deletion under way, else that of the spec."""
+    # Of a deletion under way: a client may have shortened it.
     chosen = raw["metadata"].get("deletionGracePeriodSeconds")
     return float(chosen if chosen is not None else raw["spec"].get("terminationGracePeriodSeconds", 30))
 
@@ -141,6 +147,7 @@ def completed_manifest(raw: Any, *, namespace: str, uid: str, suffix: str) -> Ra
     """
     if not isinstance(raw, dict) or raw.get("kind", "Pod") != "Pod" or raw.get("apiVersion", "v1") != "v1":
         raise Rejected("the object is not a v1 Pod (apiVersion: v1, kind: Pod)")
+    # The caller's object stays as it is: a manifest may be applied again.
     pod = copy.deepcopy(raw)
     metadata = _section(pod, "metadata")
     name = metadata.get("name") or (f"{metadata['generateName']}{suffix}" if metadata.get("generateName") else "")
@@ -153,6 +160,7 @@ def completed_manifest(raw: Any, *, namespace: str, uid: str, suffix: str) -> Ra
         {"name": name, "namespace": metadata.get("namespace") or namespace or "default", "uid": uid, "generation": 1}
     )
     metadata["creationTimestamp"] = timestamp()
+    # From a manifest that was read from a cluster: they are the server's to set.
     for key in ("resourceVersion", "deletionTimestamp", "deletionGracePeriodSeconds", "managedFields"):
         metadata.pop(key, None)
     _default_spec(pod)
@@ -224,6 +232,7 @@ def _default_spec(pod: RawObject) -> None:
         resources = container.setdefault("resources", {}) or {}
         container["resources"] = resources
         if resources.get("limits"):
+            # As texts: quantities are written as numbers by people, and read as texts by clients.
             resources["limits"] = {name: str(value) for name, value in resources["limits"].items()}
             resources["requests"] = {**resources["limits"], **(resources.get("requests") or {})}
             resources["requests"] = {name: str(value) for name, value in resources["requests"].items()}

@@ -31,7 +31,7 @@ _MADE = "this sandbox made the directory"
 
 
 class NodePaths:
-    """Where things are, all below the state directory."""
+    """The places of things, all below the state directory."""
 
     def __init__(self, *, state: Path) -> None:
         self.state = state
@@ -99,7 +99,8 @@ def default_state_directory() -> Path:
 
 
 def prepare_state_directory(state: Path) -> NodePaths:
-    """Makes the directory. Raises StartupError, with nothing written, where it cannot serve or is not this user's alone."""
+    """Makes the directory. Raises StartupError, with nothing written, where it cannot serve or is not this user's
+    alone."""
     paths = NodePaths(state=state.absolute())
     with _opened(paths) as (directory, _), _refused_by_the_system(paths.state):
         _make_virtual_manager(directory)
@@ -111,10 +112,13 @@ def owned_state_directory(state: Path) -> Iterator[NodePaths]:
     """Raises StartupError where the directory cannot serve, is another's, or is in use."""
     paths = NodePaths(state=state.absolute())
     with ExitStack() as stack:
+        # All that follows goes by this descriptor: the name may be given to another directory at any moment.
         directory, is_new = stack.enter_context(_opened(paths))
         with _refused_by_the_system(paths.state):
+            # Before anything is removed.
             _check_is_the_sandboxs(directory, paths.state)
             owner = stack.enter_context(open(_open_owner(directory), "r+", encoding="utf-8", errors="replace"))
+            # The kernel gives it back with the process: no stale lock is left by a kill.
             _lock(owner, paths.state)
             _clear(directory)
             _make_virtual_manager(directory)
@@ -129,6 +133,7 @@ def owned_state_directory(state: Path) -> Iterator[NodePaths]:
             _clear(directory)
             with suppress(FileNotFoundError):
                 os.unlink(_OWNER, dir_fd=directory)
+            # A directory that a person made, or put something into, stays.
             if is_new and not names_in(directory):
                 paths.state.rmdir()
 
@@ -148,10 +153,12 @@ def _opened(paths: NodePaths) -> Iterator[tuple[int, bool]]:
     with ExitStack() as stack:
         with _refused_by_the_system(paths.state):
             try:
+                # Made, and not asked for first: another user could make it in between.
                 paths.state.mkdir(mode=0o700, parents=True)
             except FileExistsError:
                 is_new = False
             directory = stack.enter_context(opened(paths.state, None, DIRECTORY))
+        # Of the descriptor, and not of the name.
         if problem := _distrust(os.fstat(directory), paths.state):
             raise _not_trusted(paths.state, problem)
         yield directory, is_new
@@ -210,7 +217,7 @@ def _make_virtual_manager(directory: int) -> None:
 
 
 def why_not_private(state: Path) -> str:
-    """Why others control the directory, and the cure; empty where it is this user's alone, or cannot be seen."""
+    """Why others control the directory, and the remedy; empty where it is this user's alone, or cannot be seen."""
     try:
         return _distrust(state.lstat(), state)
     except OSError:
@@ -219,6 +226,7 @@ def why_not_private(state: Path) -> str:
 
 def _distrust(status: os.stat_result, state: Path) -> str:
     mode = stat.S_IMODE(status.st_mode)
+    # Whoever owns the link decides where it leads.
     if stat.S_ISLNK(status.st_mode):
         return f"it is a link; name the directory itself ({state.resolve()})"
     if status.st_uid != os.geteuid():
@@ -235,6 +243,7 @@ def _clear(directory: int) -> None:
         if name == _OWNER or status is None:
             continue
         if stat.S_ISDIR(status.st_mode):
+            # What cannot be removed, such as a cgroup's file, must not keep the rest.
             shutil.rmtree(name, ignore_errors=True, dir_fd=directory)
             continue
         with suppress(FileNotFoundError):

@@ -19,7 +19,7 @@ import structlog
 from msgspec import Struct
 from msgspec.structs import replace
 
-from gpushare_agent.gpus.simulated.files import RehearsedProcess, encode_usage
+from gpushare_agent.gpus.simulated.files import SimulatedProcess, encode_usage
 from gpushare_agent.isolation import ISOLATIONS
 from gpushare_agent.isolation.choice import choose_isolation
 from gpushare_agent.kit.supervision import ReportOnce
@@ -29,8 +29,14 @@ from gpushare_agent.model.pods import ContainerSpec
 from gpushare_agent.model.resources import request_of
 from gpushare_agent.model.usage import ProcessSample
 from gpushare_agent.sandbox.pod_manifest import LOAD_ANNOTATION, RawObject, annotation_number, containers_of
-from gpushare_agent.sandbox.report.claims import ClaimedShare, shares_of_container
-from gpushare_agent.sandbox.report.document import ReportedNode, container_processes, gpus_of, parts_of_gpus
+from gpushare_agent.sandbox.report import (
+    ClaimedShare,
+    ReportedNode,
+    container_processes,
+    gpus_of,
+    parts_of_gpus,
+    shares_of_container,
+)
 from gpushare_agent.sandbox.runtime.containers import Container
 
 log = structlog.get_logger(__name__)
@@ -45,7 +51,7 @@ _FILLED_AFTER_S = 180.0
 _MOST_PIDS = 256
 
 
-class PlayedContainer(Struct, frozen=True, kw_only=True):
+class SimulatedContainer(Struct, frozen=True, kw_only=True):
     """One running container with GPUs.
 
     `share` is the part of each GPU that it may use, 1 for whole ones; `memory_bytes` is its limit on each GPU. `load` is
@@ -63,32 +69,34 @@ class PlayedContainer(Struct, frozen=True, kw_only=True):
     load: float | None = None
 
 
-def played_usage(containers: Sequence[PlayedContainer], now_s: float) -> list[RehearsedProcess]:
+def simulated_usage(containers: Sequence[SimulatedContainer], now_s: float) -> list[SimulatedProcess]:
     """Each container's use, its processes having equal parts. A GPU on which more is demanded than it has gives each its
     part of what there is, as its time is shared."""
     found = [process for container in containers for process in _processes(container, now_s)]
     demand: dict[int, float] = {}
     for process in found:
         demand[process.gpu] = demand.get(process.gpu, 0.0) + (process.sample.sm_ratio or 0.0)
-    played = []
+    shared = []
     for process in found:
+        # Time is shared: no GPU is busy for more than all of its time.
         part = round((process.sample.sm_ratio or 0.0) / max(1.0, demand[process.gpu]), 6)
-        played.append(replace(process, sample=replace(process.sample, sm_ratio=part)))
-    return played
+        shared.append(replace(process, sample=replace(process.sample, sm_ratio=part)))
+    return shared
 
 
-def _processes(container: PlayedContainer, now_s: float) -> list[RehearsedProcess]:
+def _processes(container: SimulatedContainer, now_s: float) -> list[SimulatedProcess]:
     pids = container.pids[:_MOST_PIDS]
     if not pids:
         return []
     sm = min(1.0, container.share * sm_load(container, now_s))
     each_bytes, rest_bytes = divmod(int(container.memory_bytes * memory_load(container)), len(pids))
     return [
-        RehearsedProcess(
+        SimulatedProcess(
             gpu=gpu,
             sample=ProcessSample(
                 pid=pid,
                 sm_ratio=sm / len(pids),
+                # The remainder goes to one: the sum is the container's memory to the byte.
                 memory_bytes=each_bytes + (rest_bytes if position == 0 else 0),
             ),
         )
@@ -97,18 +105,20 @@ def _processes(container: PlayedContainer, now_s: float) -> list[RehearsedProces
     ]
 
 
-def sm_load(container: PlayedContainer, now_s: float) -> float:
+def sm_load(container: SimulatedContainer, now_s: float) -> float:
     """The part of its share that it uses, above 1 at some peaks where nothing limits it."""
     if container.load is not None:
         return container.load
+    # A phase of its own for each container, which is the same at each start: hash() differs between processes.
     turns = now_s / PERIOD_S + zlib.crc32(container.name.encode()) / 2**32
     high = _WHOLE_HIGH if container.share >= 1 else _HIGH
+    # Every third wave goes beyond the share, so that the views show what no isolation means.
     if not container.is_limited and container.share < 1 and int(turns) % 3 == 0:
         high = _OVER
     return _LOW + (high - _LOW) * (0.5 - 0.5 * math.cos(2 * math.pi * turns))
 
 
-def memory_load(container: PlayedContainer) -> float:
+def memory_load(container: SimulatedContainer) -> float:
     """The part of its memory that it uses."""
     if container.load is not None:
         return min(1.0, container.load)
@@ -138,7 +148,7 @@ class WorkloadPlayer:
         self._unwritable = ReportOnce()
 
     async def run(self) -> None:
-        """Endless."""
+        """Writes the use of each second, without an end."""
         while True:
             self.play()
             await asyncio.sleep(INTERVAL_S)
@@ -146,24 +156,26 @@ class WorkloadPlayer:
     def play(self) -> None:
         """One moment. A file that cannot be written is one line of log; the GPUs show their last use then, and so they do
         while the kubelet is down, for only it knows who has which."""
+        # Only the kubelet knows whose a GPU is: without it the last use stays.
         if not self._shown.node.kubelet.is_running:
             return
         now_s = self._clock()
         running = [run for run in self._shown.node.kubelet.runtime.containers() if run.is_running]
-        runs = [(run, played) for run in running if (played := self._played(run, now_s)) is not None]
-        usage = played_usage([played for _, played in runs], now_s)
+        runs = [(run, container) for run in running if (container := self._simulated(run, now_s)) is not None]
+        usage = simulated_usage([container for _, container in runs], now_s)
         try:
             new = self._path.with_name(f".{self._path.name}")
             new.write_text(encode_usage(usage))
+            # By rename: the agent reads it each second.
             new.replace(self._path)
         except OSError as error:
             if self._unwritable.is_new(str(error)):
                 log.warning("usage_file_not_written", path=str(self._path), reason=str(error))
             return
-        self._note([(run, played.pids) for run, played in runs], usage)
+        self._note([(run, container.pids) for run, container in runs], usage)
 
-    def _note(self, runs: Iterable[tuple[Container, tuple[int, ...]]], usage: Sequence[RehearsedProcess]) -> None:
-        by_pid: dict[int, list[RehearsedProcess]] = {}
+    def _note(self, runs: Iterable[tuple[Container, tuple[int, ...]]], usage: Sequence[SimulatedProcess]) -> None:
+        by_pid: dict[int, list[SimulatedProcess]] = {}
         for process in usage:
             by_pid.setdefault(process.sample.pid, []).append(process)
         shown = self._shown
@@ -171,12 +183,13 @@ class WorkloadPlayer:
         for run, pids in runs:
             shown.used[run.pod_uid, run.name] = _sum([process for pid in pids for process in by_pid.get(pid, ())])
 
-    def _played(self, run: Container, now_s: float) -> PlayedContainer | None:
-        """None for a container without GPUs, and for one whose pod has gone."""
+    def _simulated(self, run: Container, now_s: float) -> SimulatedContainer | None:
+        """The container to simulate; None for one without GPUs, and for one whose pod has gone."""
         shown = self._shown
         ids = self._ids(run)
         gpus = gpus_of(ids, shown.gpus)
         pod = shown.node.api.find_pod(run.pod_namespace, run.pod_name)
+        # The process of a pod that was deleted by force may live on: whose share it has nobody can say.
         if pod is None or pod["metadata"]["uid"] != run.pod_uid:
             return None
         claims = shares_of_container(shown.node, pod, run.name)
@@ -186,7 +199,7 @@ class WorkloadPlayer:
             return None
         share, memory_bytes = self._claimed(pod, claims) if claims else self._share(spec, gpus, ids)
         chosen = choose_isolation(pod["metadata"].get("annotations") or {}, self._isolation, self._allowed)
-        return PlayedContainer(
+        return SimulatedContainer(
             name=f"{run.pod_namespace}/{run.pod_name}/{run.name}",
             gpus=tuple(gpu.index for gpu in gpus),
             pids=tuple(container_processes(shown, run.pod_uid, run.name)["pids"]),
@@ -198,8 +211,9 @@ class WorkloadPlayer:
         )
 
     def _ids(self, run: Container) -> list[str]:
-        """Those that name its GPUs."""
+        """The IDs that name its GPUs."""
         records = self._shown.node.kubelet.records_of(run.pod_uid, run.name)
+        # Of cores or of whole GPUs: the IDs that name a GPU; memory's are counters.
         found = [records[name].ids for name in self._shown.names.binding_names if name in records]
         return list(found[0]) if found else []
 
@@ -207,6 +221,7 @@ class WorkloadPlayer:
         """What `_share` returns, of the smallest of its claims' shares. One that asks for no cores has the part of its
         memory. The containers of the pod that use a claim have equal parts of it."""
         all_shares = [shares_of_container(self._shown.node, pod, spec.name) for spec in containers_of(pod)]
+        # Containers of a claim share what it has.
         users = sum(not set(claims).isdisjoint(shares) for shares in all_shares)
         least = min(claims, key=lambda one: one.memory_mib)
         parts = [one.cores / CORES_PER_GPU or one.memory_mib / self._shown.gpus[one.gpu].memory_mib for one in claims]
@@ -225,7 +240,7 @@ class WorkloadPlayer:
         return asked.cores / CORES_PER_GPU or memory_mib / whole_mib, memory_mib * MIB
 
 
-def _sum(processes: Iterable[RehearsedProcess]) -> dict[str, float]:
+def _sum(processes: Iterable[SimulatedProcess]) -> dict[str, float]:
     samples = [process.sample for process in processes]
     return {
         "cores": round(sum(sample.sm_ratio or 0.0 for sample in samples) * CORES_PER_GPU, 1),

@@ -33,11 +33,11 @@ from gpushare_agent.sandbox.scheduler.allocation import (
     ClaimRequests,
     Device,
     DeviceKey,
+    DeviceView,
     Option,
     Share,
     allocate,
 )
-from gpushare_agent.sandbox.scheduler.selectors import DeviceView
 from gpushare_agent.simulation.workload import Cluster, Shape
 
 _MAX_SHAPES = 64

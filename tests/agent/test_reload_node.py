@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from aiohttp import ClientSession
 
-from gpushare_agent.agent.agent import live
+from gpushare_agent.agent.agent import run_generation
 from gpushare_agent.agent.composition import build
 from gpushare_agent.gpus.part import open_driver
 from gpushare_agent.kit.supervision import stop_task
@@ -149,10 +149,10 @@ async def test_a_call_during_a_reload_is_answered_by_the_next_life_under_its_set
         settings = load_settings(
             arguments(node, "--simulated.cards=2", "--resources.memory-block-mib=512"), {}
         ).settings
-        second = build(settings, open_driver(settings), earlier=first.parts)
+        second = build(settings, open_driver(settings), previous=first.parts)
         second.take_over(first.parts)
         async with asyncio.TaskGroup() as group:
-            task = group.create_task(live(second))
+            task = group.create_task(run_generation(second))
             await wait_running(node, "between")
             (allocation,) = second.cache
             assert len(allocation.ids_of(ResourceKind.VMEMORY)) == 20 and used_cores(second.cache) == {

@@ -18,7 +18,7 @@ from pathlib import Path
 from gpushare_agent.model.resources import ResourceNames
 from gpushare_agent.sandbox.gpu_faults import GpuFaults
 from gpushare_agent.sandbox.node import EmbeddedNode
-from gpushare_agent.sandbox.report.document import ReportedNode
+from gpushare_agent.sandbox.report import ReportedNode
 from gpushare_agent.sandbox.workload import WorkloadPlayer
 from tests.support_agent import InnerAgent, open_agent, wait_until
 from tests.support_browser import Browser, open_browser

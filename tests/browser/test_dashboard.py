@@ -14,7 +14,7 @@ from gpushare_agent.model.names import ISOLATION_ANNOTATION
 from gpushare_agent.model.resources import ResourceNames
 from gpushare_agent.sandbox.node import EmbeddedNode
 from gpushare_agent.sandbox.pod_manifest import LOAD_ANNOTATION
-from gpushare_agent.sandbox.report.document import ReportedNode
+from gpushare_agent.sandbox.report import ReportedNode
 from gpushare_agent.sandbox.workload import WorkloadPlayer
 from tests.support_agent import InnerAgent, open_agent, wait_running, wait_settled, wait_until, write_faults
 from tests.support_browser import WHY_NOT, Browser, get_json, open_browser

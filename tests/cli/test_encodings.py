@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from gpushare_agent.cli.main import COMMANDS, main
-from gpushare_agent.kit.log_writer import write_stderr
+from gpushare_agent.kit.logs import write_stderr
 from tests.support_cli import agent_answers, busy_node, decision, json_server
 from tests.support_deadline import DEADLINE_S
 from tests.support_settings import clean_environment, run_program

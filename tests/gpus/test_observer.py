@@ -7,8 +7,7 @@ import asyncio
 from structlog.testing import capture_logs
 
 from gpushare_agent.cluster.events import NodeEvents
-from gpushare_agent.gpus.inventory import GpuInventoryState
-from gpushare_agent.gpus.observer import GpuHealthObserver
+from gpushare_agent.gpus.inventory import GpuHealthObserver, GpuInventoryState
 from gpushare_agent.model.errors import NodeEventReason
 from gpushare_agent.model.names import GpuUuid
 from gpushare_agent.sandbox.api.server import EmbeddedApiServer

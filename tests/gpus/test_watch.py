@@ -12,7 +12,7 @@ from structlog.testing import capture_logs
 from gpushare_agent.gpus.health import HealthPolicy
 from gpushare_agent.gpus.inventory import GpuInventoryState
 from gpushare_agent.gpus.watch import GpuWatch
-from gpushare_agent.kit.tenant_lines import TenantLines
+from gpushare_agent.kit.logs import TenantLines
 from gpushare_agent.model.errors import Unavailable
 from gpushare_agent.model.gpus import GpuInventory
 from tests.support_core import inventory

@@ -16,7 +16,7 @@ from tests.support_settings import clean_environment
 PREAMBLE = """
 import logging, sys, threading
 import structlog
-from gpushare_agent.kit.log_writer import MAX_LINES
+from gpushare_agent.kit.logs import MAX_LINES
 from gpushare_agent.kit.logs import setup_logging
 setup_logging("info", "json")
 log = structlog.get_logger("x")
@@ -173,7 +173,7 @@ for n in range(300):
 async def test_a_report_waits_for_no_further_line() -> None:
     """The writer's thread has its turns also where nothing is logged."""
     code = """
-from gpushare_agent.kit.log_writer import LogWriter
+from gpushare_agent.kit.logs import LogWriter
 has_turned = threading.Barrier(2)
 writer = LogWriter(turn_s=0.001)
 writer.on_turn = has_turned.wait

@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
 from gpushare_agent.kit.backoff import Backoff
-from gpushare_agent.kit.log_writer import WRITER
-from gpushare_agent.kit.logs import setup_logging
+from gpushare_agent.kit.logs import WRITER, setup_logging
 from gpushare_agent.kit.process import sd_notify
 from gpushare_agent.kit.supervision import EndedUnexpectedlyError, Reconciler, ReportOnce, forever, stop_task, wait_for
 from tests.support_deadline import DEADLINE_S

@@ -1,4 +1,4 @@
-"""kit/tenant_lines.py: whatever tenants do, the log has fewer than a hundred lines a minute of it, and some of each."""
+"""kit/logs.py: whatever tenants do, the log has fewer than a hundred lines a minute of it, and some of each."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from structlog.testing import capture_logs
 import gpushare_agent
 from gpushare_agent.cluster.events import PodEvents
 from gpushare_agent.isolation.vdevice.files import VDeviceFiles
-from gpushare_agent.kit.tenant_lines import BURST, REPORT_S, TENANT_EVENTS, TenantLines
+from gpushare_agent.kit.logs import BURST, REPORT_S, TENANT_EVENTS, TenantLines
 from gpushare_agent.model.allocations import ContainerKey
 from gpushare_agent.model.names import PodUid
 from tests.fakes.clock import FakeClock

@@ -36,7 +36,7 @@ from gpushare_agent.model.resources import NvidiaNames, ResourceNames
 from gpushare_agent.placement import GpuAccount
 from gpushare_agent.placement.gpu_account import account_of
 from gpushare_agent.sandbox.pod_manifest import pod_requests
-from gpushare_agent.sandbox.scheduler.node_fit import lacking, take
+from gpushare_agent.sandbox.scheduler.scheduler import lacking, take
 from gpushare_agent.simulation.schedulers import Placed
 from gpushare_agent.simulation.schedulers import Policy as SimulatedPolicy
 from gpushare_agent.simulation.workload import PodMaker, Shape

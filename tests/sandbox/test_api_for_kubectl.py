@@ -13,7 +13,7 @@ from gpushare_agent.sandbox.api.kubectl import duration_text, table
 from gpushare_agent.sandbox.api.patch import APPLY, STRATEGIC, patched
 from gpushare_agent.sandbox.api.server import EmbeddedApiServer
 from gpushare_agent.sandbox.api.watch import parse_label_selector
-from gpushare_agent.sandbox.report.document import reason_and_message
+from gpushare_agent.sandbox.report import reason_and_message
 from tests.fakes.api_server import MERGE, PODS, open_client
 from tests.support_sandbox import container, pod
 

@@ -12,9 +12,8 @@ import pytest
 import yaml
 
 from gpushare_agent.model.errors import Rejected
-from gpushare_agent.sandbox.scheduler.allocation import allocate
+from gpushare_agent.sandbox.scheduler.allocation import DeviceView, SelectorFailed, Version, allocate, parse_selector
 from gpushare_agent.sandbox.scheduler.claims import allocation_of, read_devices, read_requests, used_of
-from gpushare_agent.sandbox.scheduler.selectors import DeviceView, SelectorFailed, Version, parse_selector
 
 ROOT = Path(__file__).parents[2]
 RECORDED: dict[str, Any] = json.loads((ROOT / "tests/data/dra/allocations.json").read_text())

@@ -20,7 +20,7 @@ from gpushare_agent.sandbox.agent_process import AgentProcess
 from gpushare_agent.sandbox.control import Answer, Request, ask, open_control
 from gpushare_agent.sandbox.controller import NodeController, SandboxController
 from gpushare_agent.sandbox.gpu_faults import GpuFaults
-from gpushare_agent.sandbox.report.document import ReportedNode
+from gpushare_agent.sandbox.report import ReportedNode
 from gpushare_agent.sandbox.state_directory import owned_state_directory, prepare_state_directory
 from tests.support_deadline import DEADLINE_S
 from tests.support_sandbox import CORE, MEMORY, open_test_node, pod

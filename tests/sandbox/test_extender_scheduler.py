@@ -10,7 +10,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from gpushare_agent.model.errors import Unavailable
-from gpushare_agent.sandbox.scheduler.extender_scheduler import open_extender_calls
+from gpushare_agent.sandbox.scheduler.scheduler import open_extender_calls
 from tests.support_extender_nodes import (
     ReportedExtender,
     condition_of,

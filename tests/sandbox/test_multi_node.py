@@ -25,7 +25,7 @@ from gpushare_agent.sandbox.controller import NodeController, SandboxController
 from gpushare_agent.sandbox.gpu_faults import GpuFaults
 from gpushare_agent.sandbox.manifests import ManifestError
 from gpushare_agent.sandbox.node import EmbeddedCluster
-from gpushare_agent.sandbox.report.document import ReportedNode
+from gpushare_agent.sandbox.report import ReportedNode
 from tests.support_containers import needs_processes
 from tests.support_extender_nodes import (
     DEADLINE_S,

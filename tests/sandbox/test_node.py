@@ -22,7 +22,7 @@ from gpushare_agent.model.resources import ResourceNames
 from gpushare_agent.sandbox.control import Answer, Request, ask, open_control
 from gpushare_agent.sandbox.manifests import ManifestError, parse_manifests, read_manifests, sample_manifests
 from gpushare_agent.sandbox.pod_manifest import containers_of, pod_requests
-from gpushare_agent.sandbox.report.document import ReportedNode, reason_and_message, report
+from gpushare_agent.sandbox.report import ReportedNode, reason_and_message, report
 from gpushare_agent.sandbox.state_directory import owned_state_directory
 from gpushare_agent.wire.v1beta1 import ContainerAllocateResponse, DeviceSpec, Mount
 from tests.support_containers import needs_processes

@@ -66,7 +66,7 @@ async def test_plain_pods_are_listed_without_devices_and_init_containers_not_at_
 async def test_more_than_a_hundred_calls_a_second_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """The bucket holds ten, and fills with time alone: the rest is RESOURCE_EXHAUSTED, with the measured text."""
     clock = FakeClock(0.0)
-    monkeypatch.setattr("gpushare_agent.sandbox.kubelet.pod_resources.time", SimpleNamespace(monotonic=clock))
+    monkeypatch.setattr("gpushare_agent.sandbox.kubelet.kubelet.time", SimpleNamespace(monotonic=clock))
     async with open_test_node() as node, pod_resources(node) as stub:
         results: list[str] = []
 

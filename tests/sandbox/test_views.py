@@ -25,7 +25,7 @@ from gpushare_agent.cli.render_sandbox import (
 )
 from gpushare_agent.isolation.vdevice.format import encode_pids
 from gpushare_agent.model.names import GIB
-from gpushare_agent.sandbox.report.vdevice_reader import VDeviceReader
+from gpushare_agent.sandbox.report import VDeviceReader
 from tests.support_cli import at_terminal, foot_of, screen_of
 from tests.support_vdevice import share_config
 

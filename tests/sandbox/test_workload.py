@@ -20,13 +20,13 @@ from gpushare_agent.model.errors import Rejected
 from gpushare_agent.model.names import ISOLATION_ANNOTATION
 from gpushare_agent.model.resources import ResourceNames
 from gpushare_agent.sandbox.node import EmbeddedNode
-from gpushare_agent.sandbox.report.document import ReportedNode, report
+from gpushare_agent.sandbox.report import ReportedNode, report
 from gpushare_agent.sandbox.workload import (
     PERIOD_S,
-    PlayedContainer,
+    SimulatedContainer,
     WorkloadPlayer,
     memory_load,
-    played_usage,
+    simulated_usage,
     sm_load,
 )
 from tests.support_containers import needs_processes
@@ -51,11 +51,11 @@ GIB = 2**30
 MOMENTS = [PERIOD_S * n / 40 for n in range(200)]
 
 
-def played(**changes: Any) -> PlayedContainer:
+def played(**changes: Any) -> SimulatedContainer:
     base: dict[str, Any] = {
         "name": "default/a/main", "gpus": (0,), "pids": (7,), "share": 0.5, "memory_bytes": 1000, "age_s": 0.0,
     }  # fmt: skip
-    return PlayedContainer(**{**base, **changes})
+    return SimulatedContainer(**{**base, **changes})
 
 
 # --- how much ---
@@ -99,23 +99,23 @@ def test_memory_fills_up_after_the_start() -> None:
 
 def test_a_constant_load_is_exact() -> None:
     """Half of the share of each GPU, half of the memory of each GPU, in equal parts of its processes."""
-    usage = played_usage([played(load=0.5, gpus=(0, 2), pids=(7, 8), memory_bytes=1001)], 77.0)
+    usage = simulated_usage([played(load=0.5, gpus=(0, 2), pids=(7, 8), memory_bytes=1001)], 77.0)
     assert [(p.gpu, p.sample.pid, p.sample.sm_ratio, p.sample.memory_bytes) for p in usage] == [
         (0, 7, 0.125, 250), (0, 8, 0.125, 250), (2, 7, 0.125, 250), (2, 8, 0.125, 250),
     ]  # fmt: skip
-    usage = played_usage([played(load=1, memory_bytes=1001, pids=(7, 8))], 77.0)
+    usage = simulated_usage([played(load=1, memory_bytes=1001, pids=(7, 8))], 77.0)
     assert [p.sample.memory_bytes for p in usage] == [501, 500]
 
 
 def test_a_container_without_processes_uses_nothing() -> None:
     """It ends just now."""
-    assert played_usage([played(pids=())], 0.0) == []
+    assert simulated_usage([played(pids=())], 0.0) == []
 
 
 def test_what_is_wanted_of_a_gpu_beyond_all_of_it_is_shared_out() -> None:
     """Three that want half of it each get a third, and the other GPU is not touched by that."""
     crowd = [played(name=str(n), pids=(n,), load=1.0) for n in (1, 2, 3)]
-    usage = played_usage([*crowd, played(gpus=(1,), load=1.0)], 0.0)
+    usage = simulated_usage([*crowd, played(gpus=(1,), load=1.0)], 0.0)
     assert [p.sample.sm_ratio for p in usage] == pytest.approx([1 / 3, 1 / 3, 1 / 3, 0.5], abs=1e-5)
 
 

@@ -1,14 +1,15 @@
 """How long each process kept a GPU busy, counted from NVML's samples of utilisation. Blocking, called by driver.py.
 
-usage.py shows a mean of samples, once a second; this is for who reads ten times a second and adds up. NVML has a sample of a
-process for each period in which it did something, a sixth of a second to a second by the reference, and none for others. So
+usage.py shows a mean of samples, once a second; this is for who reads ten times a second and adds up. NVML has a sample
+of a process for each period in which it did something, a sixth of a second to a second by the reference, and none for
+others. So
 
     no sample yet      says nothing: the period may not be over
     the next sample    counts for the time since the process's sample before
     one after a pause  counts for a period, for in the pause the process was idle
 
-The period is not told; it is what lies between two samples of a process that goes on. Two calls of the driver for a GPU, for
-all of its processes.
+The period is not told; it is what lies between two samples of a process that goes on. Two calls of the driver for a GPU,
+for all of its processes.
 
 State owned: of each GPU the newest sample, the last one of each process, and what lay between samples.
 """
@@ -40,7 +41,7 @@ SILENCE_US = 1_250_000
 """So long after a moment the driver has a sample of it, if a process was busy then."""
 LONGEST_GAP_NS = 2_500_000_000
 """Between two readings: the driver keeps a few samples only, so what was longer ago may be missing."""
-_GAPS_KEPT = 64
+_MOST_GAPS = 64
 _GOES_ON = 1.5
 """Periods between two samples of a process that was busy all the while."""
 _UNTIL_RETRIED = 600
@@ -48,25 +49,27 @@ _UNTIL_RETRIED = 600
 
 
 class SamplePeriod(Struct):
-    """The driver's, by what lay between samples of one process. Samples come a little early or late, so it is not the
-    shortest gap, but one of the shortest."""
+    """The driver's sampling period, by what lay between samples of one process. Samples come a little early or late, so
+    it is not the shortest gap, but one of the shortest."""
 
     _gaps: deque[int] = field(default_factory=deque)
     _sorted: list[int] = field(default_factory=list)
     us: int = FIRST_PERIOD_US
 
     def note(self, gap_us: int) -> None:
+        # Some drivers give the same sample again with a time some microseconds later: it lost a limit (measured).
         if gap_us < SHORTEST_GAP_US:
             return
-        if len(self._gaps) == _GAPS_KEPT:
+        if len(self._gaps) == _MOST_GAPS:
             del self._sorted[bisect_left(self._sorted, self._gaps.popleft())]
         self._gaps.append(gap_us)
         insort(self._sorted, gap_us)
+        # Near the shortest: a process that pauses has long gaps, one that goes on has the driver's period.
         self.us = min(LONGEST_PERIOD_US, self._sorted[len(self._sorted) // 16])
 
 
 class GpuBusyTime(Struct):
-    """Of one GPU, during one opening of NVML."""
+    """The busy time on one GPU, during one opening of NVML."""
 
     clock_ns: Callable[[], int] = time.monotonic_ns
     wall_clock_ns: Callable[[], int] = time.time_ns
@@ -80,13 +83,17 @@ class GpuBusyTime(Struct):
     _last_us: dict[int, int] = field(default_factory=dict)
 
     def read(self, caller: NvmlCaller) -> GpuBusy | None:
-        """None where the GPU could not list its processes. Raises GpuLostError, DriverLostError."""
+        """The busy time of each process; None where the GPU could not list its processes. Raises GpuLostError,
+        DriverLostError."""
+        # Both at once: NVML's samples have the wall clock's time, readers have the monotonic one.
         at_ns, now_us = self.clock_ns(), self.wall_clock_ns() // _US
         listed = list_processes(caller, "nvmlDeviceGetComputeRunningProcesses")
+        # Without the list nobody knows which processes there are.
         if isinstance(listed, Verdict):
             return None
         # A pause of ours, or a clock that was set back: both leave what was between unknown.
         is_continued = self._newest_us > 0 and at_ns - self._read_at_ns <= LONGEST_GAP_NS and self._until_us <= now_us
+        # Spans would begin before the pause: nobody knows what was in it.
         if not is_continued:
             self._last_us.clear()
         self._read_at_ns = at_ns
@@ -106,8 +113,10 @@ class GpuBusyTime(Struct):
         return GpuBusy(at_ns=at_ns, busy_until_ns=until_ns, is_continued=is_continued, processes=processes)
 
     def _read_busy(self, caller: NvmlCaller, now_us: int, *, is_continued: bool) -> dict[int, float] | None:
+        # Asked ten times a second: an unsupported call costs as much as one that works.
         if UTILISATION in self.unsupported:
             return None
+        # A clock that was set back would hide all that is newer.
         since_us = min(self._newest_us, now_us)
         samples = list_uses(caller, since_us, now_us)
         if isinstance(samples, Verdict):
@@ -115,6 +124,7 @@ class GpuBusyTime(Struct):
                 self.unsupported.add(UTILISATION)
             return None
         samples.sort(key=attrgetter("at_us"))
+        # No sample: the driver is silent of a moment until so long after it, so what is before is known to be idle.
         self._newest_us = max(since_us, samples[-1].at_us if samples else now_us - SILENCE_US)
         until_us = min(self._newest_us, now_us)
         self._until_us = max(self._until_us, until_us) if is_continued else until_us
@@ -123,12 +133,14 @@ class GpuBusyTime(Struct):
             span_us = self._span_us(sample.pid, sample.at_us)
             if is_continued:
                 busy[sample.pid] = busy.get(sample.pid, 0.0) + sample.sm / 100 * span_us
+        # Processes come and go without end.
         self._last_us = {pid: at for pid, at in self._last_us.items() if now_us - at < 2 * SILENCE_US}
         return busy
 
     def _span_us(self, pid: int, at_us: int) -> int:
         last = self._last_us.get(pid)
         self._last_us[pid] = at_us
+        # Its first sample: it was busy within the period before, and no more is known.
         if last is None or at_us <= last:
             return self.period.us
         gap = at_us - last
@@ -137,7 +149,7 @@ class GpuBusyTime(Struct):
 
 
 class NvmlBusyTime:
-    """Of the GPUs that are asked for."""
+    """The busy time on the GPUs that are asked for."""
 
     def __init__(self, session: NvmlSession) -> None:
         self._session = session
@@ -157,6 +169,7 @@ class NvmlBusyTime:
 
     def _read(self, gpus: Collection[GpuUuid]) -> Mapping[GpuUuid, GpuBusy]:
         nvml, handles = self._session.open(), self._session.handles()
+        # Handles and buffers ended with the opening before.
         if self._opening != self._session.openings:
             self._opening = self._session.openings
             self._gpus.clear()
@@ -165,12 +178,14 @@ class NvmlBusyTime:
             for one in self._gpus.values():
                 one.unsupported.clear()
         found = {}
+        # MIG instances have no handle of their own here, and no utilisation in NVML.
         for uuid in sorted(handles.keys() & set(gpus)):
             gpu = self._gpus.setdefault(uuid, GpuBusyTime())
             caller = NvmlCaller(self._session, nvml, handles[uuid], unsupported=gpu.unsupported, errors=Counter())
             try:
                 read = gpu.read(caller)
             except GpuLostError:
+                # Lost: what follows is a new beginning.
                 del self._gpus[uuid]
                 continue
             if read is not None:

@@ -62,7 +62,8 @@ class UnsupportedCalls(set[object]):
 
 
 class NvmlCaller(Struct, eq=False):
-    """Calls for a GPU in one round. `unsupported` lasts for the next rounds, `errors` counts over all GPUs of the round."""
+    """Calls for a GPU in one round. `unsupported` lasts for the next rounds, `errors` counts over all GPUs of the
+    round."""
 
     session: NvmlSession
     nvml: Any
@@ -87,18 +88,20 @@ class NvmlCaller(Struct, eq=False):
         return None if isinstance(answer, Verdict) else answer
 
     def answer(self, name: str, *arguments: Any) -> Any | Verdict:
-        """The same, called always, and with the verdict where there is no value."""
+        """The answer of the function, called always, with the verdict where there is no value."""
         function: Callable[..., Any] | None = getattr(self.nvml, name, None)
+        # nvidia-ml-py of another version may lack the function.
         if function is None:
             return Verdict.UNSUPPORTED
         try:
             answer = function(self.handle, *arguments)
         except self.nvml.NVMLError as error:
-            return self._judge(error)
+            return self._classify(error)
         self._answers += 1
         return answer
 
-    def _judge(self, error: Exception) -> Verdict:
+    def _classify(self, error: Exception) -> Verdict:
+        # First: an error of the whole driver says nothing of this GPU.
         self.session.check_driver(error)
         error_name = self.session.error_name(error)
         verdict = _VERDICTS.get(error_name, Verdict.FAILED)
@@ -106,7 +109,9 @@ class NvmlCaller(Struct, eq=False):
             self.errors[error_name.lower()] += 1
             self._unknowns += error_name == _MAYBE_LOST
         else:
+            # An empty list is an answer: the GPU lives.
             self._answers += verdict is Verdict.EMPTY
+        # After counting: the round's errors show it.
         if error_name in _LOST:
             raise GpuLostError from error
         return verdict
@@ -135,7 +140,7 @@ class NvmlCaller(Struct, eq=False):
             if code == 0:
                 self._answers += 1
                 return list(row.iter_unpack(memoryview(buffer)[: count.value * row.size]))
-            verdict = self._judge(self.nvml.NVMLError(code))
+            verdict = self._classify(self.nvml.NVMLError(code))
             if verdict is not Verdict.GREW:
                 return [] if verdict is Verdict.EMPTY else verdict
             self.session.grow_buffer(count.value * row.size)
@@ -143,12 +148,14 @@ class NvmlCaller(Struct, eq=False):
         return Verdict.FAILED
 
     def fields(self, keys: Sequence[tuple[int, int]]) -> list[float | None]:
-        """The field values of these keys (field, scope) in one call; a key that is not supported is left out of later calls.
+        """The field values of these keys (field, scope) in one call; a key that is not supported is left out of later
+        calls.
 
         Raises:
             GpuLostError, DriverLostError: as in `value`.
         """
         name = "nvmlDeviceGetFieldValues"
+        # One key that the driver does not know must not cost the others.
         asked = [key for key in keys if key not in self.unsupported] if name not in self.unsupported else []
         answers = self.answer(name, asked) if asked else []
         if answers is Verdict.UNSUPPORTED:
@@ -165,7 +172,7 @@ class NvmlCaller(Struct, eq=False):
         if answer.nvmlReturn == self.nvml.NVML_ERROR_INVALID_ARGUMENT:  # a field that is younger than the driver
             verdict = Verdict.UNSUPPORTED
         else:
-            verdict = self._judge(self.nvml.NVMLError(answer.nvmlReturn))
+            verdict = self._classify(self.nvml.NVMLError(answer.nvmlReturn))
         if verdict is Verdict.UNSUPPORTED:
             self.unsupported.add(key)
         return None

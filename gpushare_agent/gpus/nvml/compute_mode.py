@@ -50,6 +50,7 @@ class ComputeModes:
 
     def _make_one_exclusive(self, nvml: Any, handle: Any) -> None:
         before = nvml.nvmlDeviceGetComputeMode(handle)
+        # Set by the operator already: it is not the agent's to set back.
         if before != nvml.NVML_COMPUTEMODE_EXCLUSIVE_PROCESS:
             nvml.nvmlDeviceSetComputeMode(handle, nvml.NVML_COMPUTEMODE_EXCLUSIVE_PROCESS)
             self._before[text_of(nvml.nvmlDeviceGetUUID(handle))] = before
@@ -58,9 +59,11 @@ class ComputeModes:
         import pynvml
 
         try:
+            # By UUID: indexes may have changed with a GPU that was lost.
             for uuid, mode in sorted(self._before.items()):
                 pynvml.nvmlDeviceSetComputeMode(pynvml.nvmlDeviceGetHandleByUUID(uuid), mode)
             pynvml.nvmlShutdown()
         except pynvml.NVMLError as error:
             raise Unavailable(f"setting the GPUs' compute mode back failed: {error}.") from error
+        # Only once all are set back: a failure leaves them for another try.
         self._before.clear()

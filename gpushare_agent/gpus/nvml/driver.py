@@ -1,9 +1,9 @@
 """The NVML driver: GPUs, topology, use and events of real GPUs, for asyncio.
 
 NVML calls block, and a faulty driver can block them for ever. So they run in daemon threads, bounded by a timeout
-(kit/daemon_thread.py): one for the GPUs (reader.py) and the events (events.py), one for the samples (usage.py), one for who
-keeps GPUs busy (busy_time.py), each with its own opening of NVML. A sample that hangs does not affect the GPUs' health: the
-polls go on. One that takes a tenth of a second does not delay the next reading of busy_time.
+(kit/daemon_thread.py): one for the GPUs (reader.py) and the events (events.py), one for the samples (usage.py), one for
+who keeps GPUs busy (busy_time.py), each with its own opening of NVML. A sample that hangs does not affect the GPUs'
+health: the polls go on. One that takes a tenth of a second does not delay the next reading of busy_time.
 
 Source: NVML API reference, through nvidia-ml-py (module pynvml).
 """
@@ -49,10 +49,10 @@ class _Opening:
     """Samples through an opening of its own, so that a sample that hangs does not block the polls.
 
     NVML may be called from several threads and counts its openings: it shuts down when the last one is closed, and only a
-    complete shutdown brings back a GPU that was reset, or a driver that was reloaded. So the reader's thread, which detects
-    these, also closes this opening, at the latest when the round under way ends. `call` is called from the sampling
-    thread, `note_read` from the reader's, `close` from either. State owned: the opening, the lock for its use, and what the
-    last poll found.
+    complete shutdown brings back a GPU that was reset, or a driver that was reloaded. So the reader's thread, which
+    detects these, also closes this opening, at the latest when the round under way ends. `call` is called from the
+    sampling thread, `note_read` from the reader's, `close` from either. State owned: the opening, the lock for its use,
+    and what the last poll found.
     """
 
     def __init__(self) -> None:
@@ -67,17 +67,21 @@ class _Opening:
         with self._lock:
             self._close_if_requested()
             found = self._found
+            # The reader enumerates at each poll; here handles stay while it finds the same GPUs.
             if found != self._enumerated:
                 self.session.forget_gpus()
                 self._enumerated = found
             try:
                 return read()
             finally:
+                # Requested while the read went on: the reader's thread does not wait for it.
                 self._close_if_requested()
 
     def close(self) -> None:
         """Closes the opening now, or when the round under way ends; the next sample opens it again."""
+        # Set before the lock is tried: whoever has it closes the opening when it lets go.
         self._must_close = True
+        # Not for ever: a sample that hangs has the lock.
         if self._lock.acquire(timeout=_SAMPLER_WAIT_S):
             try:
                 self._close_if_requested()
@@ -95,11 +99,12 @@ class _Opening:
 
 
 class NvmlDriver:
-    """The GPUs of this node. `pci_devices` is where the kernel names each GPU's NUMA node; `timeout_s` bounds one call. MIG
-    instances are listed where `with_instances`; `in_use`, called in the loop's thread, are the GPUs that containers have.
+    """The GPUs of this node. `pci_devices` is where the kernel names each GPU's NUMA node; `timeout_s` bounds one call.
+    MIG instances are listed where `with_instances`; `in_use`, called in the loop's thread, are the GPUs that containers
+    have.
 
-    Calls raise Unavailable where NVML is absent, was lost as a whole, or does not answer in time. Close it when done; a call
-    after that opens NVML again.
+    Calls raise Unavailable where NVML is absent, was lost as a whole, or does not answer in time. Close it when done; a
+    call after that opens NVML again.
     """
 
     def __init__(
@@ -111,6 +116,7 @@ class NvmlDriver:
         mig_minors: Path = MINORS_FILE,
     ) -> None:
         self._session = NvmlSession()
+        # An opening for each thread: NVML counts them, and a hung call of one leaves the others open.
         self._samples, self._busy_times = self._openings = _Opening(), _Opening()
         self._usage = NvmlUsage(self._samples.session, with_instances=with_instances)
         self._busy_time = NvmlBusyTime(self._busy_times.session)
@@ -134,6 +140,7 @@ class NvmlDriver:
 
         A GPU that NVML lost is Unhealthy in the answer, with the reason. Cancelled, the call goes on in its thread.
         """
+        # Asked here, in the loop's thread, to which the allocation cache belongs.
         read = partial(self._reader.read, frozenset(self.in_use()))
         return await self._thread.call(read, "reading the GPUs through NVML", self._timeout_s)
 
@@ -154,7 +161,7 @@ class NvmlDriver:
         return await self._busy_thread.call(read, "reading who keeps the GPUs busy through NVML", self._timeout_s)
 
     async def check_memory_limits(self, cgroup: Path, *, may_set: bool) -> None:
-        """Whether the driver limits the memory of cgroups. Raises Rejected with the cure."""
+        """Whether the driver limits the memory of cgroups. Raises Rejected with the remedy."""
         check = partial(self._limits.check, cgroup, may_set=may_set)
         await self._thread.call(check, "asking NVML for memory limits", self._timeout_s)
 
@@ -166,6 +173,7 @@ class NvmlDriver:
     async def close(self) -> None:
         """Shuts NVML down, if it answers within a second; it ends with the process anyway."""
         async with asyncio.TaskGroup() as group:
+            # At once, not one after the other: the process has a second for all.
             group.create_task(_closed(self._thread, self._close, self._timeout_s), name="close nvml")
             for name, thread, opening in (
                 ("sampling", self._sampling_thread, self._samples),

@@ -58,8 +58,10 @@ class NvmlEvents:
             error, self._pending_error = self._pending_error, None
             raise error
         nvml = self._session.open()
+        # The driver has no events; a reloaded one, in another opening, may.
         if self._unsupported_in_opening == self._session.openings:
             return []
+        # Drained before the set is made anew, which would lose what is in it.
         events = self._drain(nvml) if self._is_current() else []
         if self._pending_error is None and len(events) < MAX_EVENTS:  # a full drain may have left more in the set
             self._cover_or_raise(nvml, has_events=bool(events))
@@ -97,9 +99,11 @@ class NvmlEvents:
 
     def _cover(self, nvml: Any) -> None:
         answering = self._session.answering()
+        # A GPU that stopped answering counts as not covered once it answers again: a reset voids its registration.
         self._covered &= answering
         if self._is_current() and answering <= self._covered:
             return
+        # One set for all GPUs: NVML has no call that takes a GPU out of a set.
         self.close()
         try:
             self._set = nvml.nvmlEventSetCreate()
@@ -109,6 +113,7 @@ class NvmlEvents:
         self._opening = self._session.openings
         self._covered = set(answering)
         handles = self._session.handles()
+        # Those that could be registered: without any there is nothing to wait for.
         self._by_address = {_address(handles[u]): u for u in sorted(handles) if self._register(nvml, u, handles[u])}
 
     def _not_made(self, error: Exception) -> None:
@@ -121,9 +126,10 @@ class NvmlEvents:
         log.warning("nvml_has_no_events", reason=str(error), effect="Xid errors are not seen; GPUs are still polled")
 
     def _register(self, nvml: Any, uuid: GpuUuid, handle: Any) -> bool:
-        wanted = nvml.nvmlEventTypeXidCriticalError | nvml.nvmlEventTypeDoubleBitEccError
+        desired = nvml.nvmlEventTypeXidCriticalError | nvml.nvmlEventTypeDoubleBitEccError
         try:
-            types = wanted & nvml.nvmlDeviceGetSupportedEventTypes(handle)
+            # NVML refuses a mask with a type that the GPU does not support.
+            types = desired & nvml.nvmlDeviceGetSupportedEventTypes(handle)
             if types:
                 nvml.nvmlDeviceRegisterEvents(handle, types, self._set)
         except nvml.NVMLError as error:
@@ -148,6 +154,7 @@ class NvmlEvents:
             try:
                 data = nvml.nvmlEventSetWait_v2(self._set, _WAIT_MS)
             except nvml.NVMLError as error:
+                # A timeout means that no event is left.
                 if self._session.error_name(error) != "TIMEOUT":
                     self._wait_failed(error, has_events=bool(events))
                 break
@@ -169,6 +176,7 @@ class NvmlEvents:
 
     def _event(self, nvml: Any, data: Any) -> GpuEvent | None:
         uuid = self._gpu_of(nvml, data.device)
+        # NVML has -1, unsigned, for an event of the whole GPU.
         gi, ci = (None if number == _NO_INSTANCE else number for number in (data.gpuInstanceId, data.computeInstanceId))
         if data.eventType & nvml.nvmlEventTypeXidCriticalError:
             return GpuEvent(kind=GpuEventKind.XID, uuid=uuid, xid=data.eventData, gi=gi, ci=ci)
@@ -177,8 +185,10 @@ class NvmlEvents:
         return None
 
     def _gpu_of(self, nvml: Any, device: Any) -> GpuUuid | None:
-        """The GPU of an event, by the handle first: a GPU that fell off the bus no longer answers the call for its UUID."""
+        """The GPU of an event, by the handle first: a GPU that fell off the bus no longer answers the call for its
+        UUID."""
         address = _address(device)
+        # Without an address the driver does not name the GPU.
         if not address or address in self._by_address:
             return self._by_address.get(address)
         try:

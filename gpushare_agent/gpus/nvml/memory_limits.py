@@ -1,8 +1,8 @@
 """The driver's memory limits of cgroups through NVML. Blocking; driver.py calls it from the thread of the polls.
 
-Source: nvml.h of CUDA 13.4 (nvmlDeviceSetMemoryLimits_v1, nvmlDeviceGetMemoryLimits_v1) and NVIDIA's guide to MPS, "Memory
-Partitioning". Read there, not tried on a GPU: driver 615 and later; cgroup v2; no MIG. Reading needs no right; setting needs
-root with CAP_SYS_ADMIN, by which the driver's kernel module knows an administrator. State owned: none.
+Source: nvml.h of CUDA 13.4 (nvmlDeviceSetMemoryLimits_v1, nvmlDeviceGetMemoryLimits_v1) and NVIDIA's guide to MPS,
+"Memory Partitioning". Read there, not tried on a GPU: driver 615 and later; cgroup v2; no MIG. Reading needs no right;
+setting needs root with CAP_SYS_ADMIN, by which the driver's kernel module knows an administrator. State owned: none.
 """
 
 from __future__ import annotations
@@ -39,9 +39,10 @@ class NvmlMemoryLimits:
         self._proc = proc
 
     def check(self, cgroup: Path, *, may_set: bool) -> None:
-        """Whether limits can be had here; `cgroup` is any. Raises Rejected with the cure, Unavailable."""
+        """Whether limits can be had here; `cgroup` is any. Raises Rejected with the remedy, Unavailable."""
         nvml = self._session.open()
         try:
+            # Any GPU: the function is the driver's, and all have it or none.
             for handle in self._session.handles().values():
                 self._read(nvml, handle, cgroup)
                 break
@@ -58,6 +59,7 @@ class NvmlMemoryLimits:
         except DriverLostError as error:
             self._session.close()
             raise Unavailable(f"NVML does not answer: {error.__cause__}. {CHECKLIST}") from error
+        # Looked at here, for the driver would say so only at the first share.
         if may_set and not self._is_administrator():
             raise Rejected(
                 "driver_limits.set_by_agent is true, and the agent lacks the capability SYS_ADMIN, which the driver wants: "
@@ -87,12 +89,13 @@ class NvmlMemoryLimits:
                 found, used = self._read(nvml, handle, limit.cgroup)
         except nvml.NVMLError as error:
             return self._failed(error, limit)
+        # A lower limit keeps the share as well: somebody else has set it.
         if found is not None and found <= limit.limit_bytes:
             return LimitOutcome(used_bytes=used)
         has = f"is {found >> 20} MiB" if found is not None else "is not set"
-        cure = "" if may_set else _TOOLKIT
+        remedy = "" if may_set else _TOOLKIT
         return LimitOutcome(
-            problem=f"the driver's limit {has}, and should be {limit.limit_bytes >> 20} MiB{cure}",
+            problem=f"the driver's limit {has}, and should be {limit.limit_bytes >> 20} MiB{remedy}",
             is_gone=not limit.cgroup.is_dir(),
         )
 
@@ -111,6 +114,7 @@ class NvmlMemoryLimits:
         try:
             nvml.nvmlDeviceGetMemoryLimits_v1(handle, limits)
         except nvml.NVMLError as error:
+            # No limit is an answer: the caller sets one or reports it.
             if self._session.error_name(error) in _NO_LIMIT:
                 return None, 0
             raise

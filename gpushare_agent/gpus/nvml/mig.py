@@ -57,13 +57,16 @@ def mig_mode(session: NvmlSession, handle: Any) -> bool | None:
 
 
 def find_instances(session: NvmlSession, handle: Any) -> list[FoundInstance]:
-    """Of a GPU in MIG mode, as they are now: a place without an instance, and one that goes away meanwhile, is left out.
+    """The instances of a GPU in MIG mode, as they are now: a place without an instance, and one that goes away meanwhile,
+    is left out.
 
     Raises DriverLostError.
     """
     found = []
+    # Up to the most that there can be: places in the list may be empty between others.
     for number in range(session.ask("nvmlDeviceGetMaxMigDeviceCount", handle) or 0):
         instance = session.ask("nvmlDeviceGetMigDeviceHandleByIndex", handle, number)
+        # It may go away between the two calls.
         uuid = session.ask("nvmlDeviceGetUUID", instance) if instance is not None else None
         if uuid is not None:
             found.append(FoundInstance(number=number, uuid=GpuUuid(text_of(uuid)), handle=instance))
@@ -91,7 +94,7 @@ def read_place(
 
 
 def read_cap_minors(path: Path) -> dict[tuple[int, int, int | None], int]:
-    """Lines such as `gpu0/gi1/access 12` and `gpu0/gi1/ci0/access 13`; empty without the file."""
+    """The minor numbers, of lines such as `gpu0/gi1/access 12` and `gpu0/gi1/ci0/access 13`; empty without the file."""
     try:
         with path.open(encoding="ascii", errors="replace") as file:
             lines = file.read(_MAX_MINORS_BYTES).splitlines()
@@ -120,11 +123,13 @@ def _attributes(nvml: Any, handle: Any) -> MigAttributes:
 def _profile(attributes: MigAttributes, parent_mib: int) -> str:
     slices, computes = attributes.gi_slices, attributes.ci_slices
     name = f"{slices}g.{_gigabytes(attributes.memory_mib, parent_mib)}gb"
+    # `1c.3g.40gb`: NVIDIA's name of an instance with fewer compute slices than its GPU instance.
     return name if slices == computes else f"{computes}c.{name}"
 
 
 def _gigabytes(mib: int, parent_mib: int) -> int:
     """The size in a profile's name: whole eighths of the GPU's memory, of which a part is the driver's."""
+    # The driver keeps a part of each slice: 4.75 GiB of a 5gb instance are its memory.
     eighths = ceil(mib * _EIGHTHS / parent_mib)
     return round(eighths * ceil(parent_mib * MIB / GIB) / _EIGHTHS)
 
@@ -132,7 +137,9 @@ def _gigabytes(mib: int, parent_mib: int) -> int:
 def _suffix(session: NvmlSession, nvml: Any, parent_handle: Any, gi: int) -> str:
     """Raises NVMLError."""
     profile = nvml.nvmlGpuInstanceGetInfo(nvml.nvmlDeviceGetGpuInstanceById(parent_handle, gi)).profileId
+    # As go-nvlib does: media engines and graphics show in the profile's number alone.
     for name, suffix in _SUFFIXES.items():
+        # nvidia-ml-py of an earlier version lacks the newest.
         number = getattr(nvml, f"NVML_GPU_INSTANCE_PROFILE_{name}", None)
         info = session.ask("nvmlDeviceGetGpuInstanceProfileInfo", parent_handle, number) if number is not None else None
         if info is not None and info.id == profile:

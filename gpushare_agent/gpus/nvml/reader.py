@@ -1,9 +1,12 @@
-"""Reads the GPUs through NVML, and whether one needs a repair. Blocking; driver.py calls it from one thread at a time.
+"""Reads the GPUs through NVML: what each is, whether one needs a repair, and how they are connected (common ancestors on
+PCIe, and NVLinks). Blocking; driver.py calls it from one thread at a time.
 
-State owned: the GPUs seen so far. A GPU keeps the index under which it was first seen, also when the driver loses
-another one and numbers the rest anew; a GPU that is missing stays in the answer, Unhealthy. A MIG instance that is missing
-stays only while a container has it, or its GPU does not answer: a node that is repartitioned again and again does not gather
-them, and the index is free again.
+State owned: the GPUs seen so far. A GPU keeps the index under which it was first seen, also when the driver loses another
+one and numbers the rest anew; a GPU that is missing stays in the answer, Unhealthy. A MIG instance that is missing stays
+only while a container has it, or its GPU does not answer: a node that is repartitioned again and again does not gather
+them, and the index is free again. Of the topology what was read once: PCIe does not change while a node runs, so each
+pair is read once; NVLinks are read again whenever NVML was opened anew. A lost GPU thereby keeps its place in the
+topology.
 
 Source: NVML API reference (NVML_FI_DEV_GET_GPU_RECOVERY_ACTION of newer drivers, nvmlDeviceGetRemappedRows of GPUs from
 Ampere on); `nvidia-smi -q`, "GPU Recovery Action", shows the same to an operator.
@@ -12,7 +15,7 @@ Ampere on); `nvidia-smi -q`, "GPU Recovery Action", shows the same to an operato
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from ctypes import byref
 from pathlib import Path
 from typing import Any
@@ -30,11 +33,149 @@ from gpushare_agent.gpus.nvml.mig import (
     read_place,
 )
 from gpushare_agent.gpus.nvml.session import CHECKLIST, DriverLostError, FoundGpu, NvmlSession, UnnamedGpu, text_of
-from gpushare_agent.gpus.nvml.topology import NvmlTopology, canonical_bus_id
 from gpushare_agent.model.errors import Unavailable
-from gpushare_agent.model.gpus import Gpu, GpuInventory, Health
+from gpushare_agent.model.gpus import Gpu, GpuInventory, Health, Link, LinkKind, NvLink, Topology
 from gpushare_agent.model.names import MIB, GpuUuid
+from gpushare_agent.placement.topology import build_topology, kind_by_numa
 from gpushare_agent.runtime.machine import kernel_bus_id
+
+# --- how they are connected ---
+
+_ANCESTORS = {
+    0: LinkKind.PIX,  # NVML_TOPOLOGY_INTERNAL: two GPUs on one board, behind the board's own switch
+    10: LinkKind.PIX,  # NVML_TOPOLOGY_SINGLE
+    20: LinkKind.PXB,  # NVML_TOPOLOGY_MULTIPLE
+    30: LinkKind.PHB,  # NVML_TOPOLOGY_HOSTBRIDGE
+    40: LinkKind.NODE,  # NVML_TOPOLOGY_NODE
+    50: LinkKind.SYS,  # NVML_TOPOLOGY_SYSTEM
+}
+
+
+def canonical_bus_id(bus_id: str) -> str:
+    """NVML's newer form, `00000000:3B:00.0`, also for its older and the kernel's `0000:3b:00.0`."""
+    domain, _, rest = bus_id.strip().upper().partition(":")
+    return f"{domain:0>8}:{rest}"
+
+
+class _GpuLinks(Struct, frozen=True, kw_only=True):
+    """Active NVLinks of a GPU: to known ends by bus ID, and how many of them go into an NVSwitch."""
+
+    links: tuple[NvLink, ...] = ()
+    switch_links: int = 0
+
+    def count_to(self, bus_id: str) -> int:
+        return sum(link.remote_bus_id == bus_id for link in self.links)
+
+
+_NO_LINKS = _GpuLinks()
+
+
+class NvmlTopology:
+    """Reads the topology once and completes it when new GPUs appear."""
+
+    def __init__(self) -> None:
+        self._ancestors: dict[frozenset[GpuUuid], LinkKind] = {}
+        self._links: dict[GpuUuid, _GpuLinks] = {}
+        self._up_to_date: set[GpuUuid] = set()
+
+    def expire_links(self) -> None:
+        """NVLinks may come up differently after a driver restart: they are read again of GPUs that answer."""
+        self._up_to_date.clear()
+
+    def read(self, nvml: Any, gpus: Sequence[Gpu], handles: Mapping[GpuUuid, Any]) -> tuple[list[Gpu], Topology]:
+        """The GPUs with their NVLinks, and the topology with a row per index (unnamed GPUs: far from all).
+
+        `handles` has the GPUs that answer; the others keep what was read of them before.
+        """
+        for uuid, handle in handles.items():
+            # Kept where a GPU does not answer: its place in the topology must not change by a fault.
+            if uuid not in self._up_to_date and (links := _read_links(nvml, handle)) is not None:
+                self._links[uuid] = links
+                self._up_to_date.add(uuid)
+        linked = [replace(gpu, nvlinks=self._links_of(gpu).links) for gpu in gpus]
+        rows: list[Gpu | None] = [None] * (max((gpu.index for gpu in gpus), default=-1) + 1)
+        for gpu in linked:
+            rows[gpu.index] = gpu
+        pcie = [
+            [LinkKind.SELF if row == column else self._pcie_kind(nvml, a, b, handles) for column, b in enumerate(rows)]
+            for row, a in enumerate(rows)
+        ]
+        matrix = [
+            [self._link(a, b, kind) for b, kind in zip(rows, kinds, strict=True)]
+            for a, kinds in zip(rows, pcie, strict=True)
+        ]
+        numa = [gpu.numa_node if gpu else None for gpu in rows]
+        return linked, build_topology(matrix, numa, pcie=pcie)
+
+    def _links_of(self, gpu: Gpu) -> _GpuLinks:
+        return self._links.get(gpu.uuid, _NO_LINKS)
+
+    def _pcie_kind(self, nvml: Any, a: Gpu | None, b: Gpu | None, handles: Mapping[GpuUuid, Any]) -> LinkKind:
+        # An index without a GPU: far from all, so that no placement counts on it.
+        if a is None or b is None:
+            return LinkKind.SYS
+        first, second = _physical(a), _physical(b)
+        if first == second:
+            return LinkKind.PIX  # two instances of one GPU
+        # The same in both directions: half as many calls.
+        pair = frozenset({first, second})
+        if pair not in self._ancestors and first in handles and second in handles:
+            try:
+                ancestor = nvml.nvmlDeviceGetTopologyCommonAncestor(handles[first], handles[second])
+            except nvml.NVMLError:  # virtual machines often have none; read again at the next poll
+                return kind_by_numa(a.numa_node, b.numa_node)
+            self._ancestors[pair] = _ANCESTORS.get(ancestor, LinkKind.SYS)
+        return self._ancestors.get(pair, kind_by_numa(a.numa_node, b.numa_node))
+
+    def _link(self, a: Gpu | None, b: Gpu | None, pcie: LinkKind) -> Link:
+        if a is None or b is None or a is b or a.mig is not None or b.mig is not None:
+            return Link(kind=pcie)  # MIG instances have no NVLinks
+        first, second = self._links_of(a), self._links_of(b)
+        direct = max(first.count_to(b.bus_id), second.count_to(a.bus_id))
+        # Through NVSwitch each GPU reaches every other with all of its links, and NVML names the switch as the far end.
+        nvlinks = direct or min(first.switch_links, second.switch_links)
+        return Link(kind=LinkKind.NVLINK, nvlinks=nvlinks) if nvlinks else Link(kind=pcie)
+
+
+def _physical(gpu: Gpu) -> GpuUuid:
+    return gpu.uuid if gpu.mig is None else gpu.mig.parent
+
+
+def _read_links(nvml: Any, handle: Any) -> _GpuLinks | None:
+    """The GPU's active NVLinks, None where the GPU stopped answering half-way."""
+    links: list[NvLink] = []
+    switch_links = 0
+    # Up to the most that any GPU has: a link that this one lacks is an error of the call.
+    for number in range(nvml.NVML_NVLINK_MAX_LINKS):
+        try:
+            if not nvml.nvmlDeviceGetNvLinkState(handle, number):
+                continue
+            remote = canonical_bus_id(text_of(nvml.nvmlDeviceGetNvLinkRemotePciInfo(handle, number).busId))
+        except nvml.NVMLError as error:
+            # The GPU is lost in the middle: half of its links would look like a slower machine.
+            if not _means_no_link(nvml, error):
+                return None
+            continue
+        links.append(NvLink(number=number, remote_bus_id=remote))
+        switch_links += _goes_to_switch(nvml, handle, number)
+    return _GpuLinks(links=tuple(links), switch_links=switch_links)
+
+
+def _goes_to_switch(nvml: Any, handle: Any, number: int) -> bool:
+    try:
+        remote_type: int = nvml.nvmlDeviceGetNvLinkRemoteDeviceType(handle, number)
+    except nvml.NVMLError:  # drivers without the call are older than the machines with switches
+        return False
+    return bool(remote_type == nvml.NVML_NVLINK_DEVICE_TYPE_SWITCH)
+
+
+def _means_no_link(nvml: Any, error: Exception) -> bool:
+    """A GPU without this link, without any, or a driver without the call."""
+    none = (nvml.NVML_ERROR_INVALID_ARGUMENT, nvml.NVML_ERROR_NOT_SUPPORTED, nvml.NVML_ERROR_FUNCTION_NOT_FOUND)
+    return getattr(error, "value", None) in none
+
+
+# --- what they are ---
 
 _PCIE_ROOT = re.compile(r"pci[0-9a-f]{4}:[0-9a-f]{2}")
 _MIG_REASON = (
@@ -66,9 +207,9 @@ _REMAPPING_FAILED = "row remapping failed: the GPU's memory needs replacement. T
 
 
 class NvmlReader(Struct, eq=False):
-    """Reads through `session`, which it closes where NVML has to be opened again. `close_others` closes the other openings;
-    `on_read` gets what each poll found, to be compared with the poll before. `mig_minors` is the host's file of capability
-    nodes, None where MIG instances are not to be offered."""
+    """Reads through `session`, which it closes where NVML has to be opened again. `close_others` closes the other
+    openings; `on_read` gets what each poll found, to be compared with the poll before. `mig_minors` is the host's file of
+    capability nodes, None where MIG instances are not to be offered."""
 
     session: NvmlSession
     pci_devices: Path
@@ -94,6 +235,7 @@ class NvmlReader(Struct, eq=False):
             inventory = self._read_once()
             if not self._is_all_lost(inventory):
                 return inventory
+            # NVML brings back a GPU that was reset only after a complete shutdown, so the others' openings end too.
             self._close_wholly()
             inventory = self._read_once()
         except DriverLostError:
@@ -117,25 +259,28 @@ class NvmlReader(Struct, eq=False):
 
     def _read_once(self) -> GpuInventory:
         self._answering.clear()
+        # Enumerated at each poll: the handles of before would hide a GPU that is new or missing.
         found, unnamed = self.session.find_gpus()
         nvml = self.session.open()
         seen: dict[GpuUuid, Gpu] = {}
         for gpu in found:
             seen[gpu.uuid] = self._read_gpu(nvml, gpu, taken={earlier.index for earlier in seen.values()})
         self.session.set_answering(self._answering)
-        divided = self._read_divided(nvml, found, seen) if self.mig_minors is not None else frozenset()
+        partitioned = self._read_partitioned(nvml, found, seen) if self.mig_minors is not None else frozenset()
         self.on_read((tuple((gpu.nvml_index, gpu.uuid) for gpu in found), frozenset(self._answering)))
-        return self._inventory(nvml, seen, found, unnamed, divided)
+        return self._inventory(nvml, seen, found, unnamed, partitioned)
 
     def _read_gpu(self, nvml: Any, found: FoundGpu, *, taken: Iterable[int]) -> Gpu:
         handle, uuid = found.handle, found.uuid
         self._last_nvml_index[uuid] = found.nvml_index
         known = self._known.get(uuid)
+        # Device IDs name GPUs by UUID, people by index: it must not change when the driver numbers anew.
         index = known.index if known else self._new_index(found.nvml_index, taken)
         try:
             bus_id = canonical_bus_id(text_of(nvml.nvmlDeviceGetPciInfo(handle).busId))
             capability = self.session.ask("nvmlDeviceGetCudaComputeCapability", handle)
             mode = self.session.ask("nvmlDeviceGetComputeMode", handle)
+            # A GPU that fails at any of these calls is Unhealthy as a whole.
             gpu = Gpu(
                 index=index,
                 minor=nvml.nvmlDeviceGetMinorNumber(handle),
@@ -151,33 +296,40 @@ class NvmlReader(Struct, eq=False):
                 fabric=_fabric(self.session, nvml, handle),
             )
         except nvml.NVMLError as error:
+            # An error of the whole driver is not this GPU's fault: the poll begins again.
             self.session.check_driver(error)
             blank = Gpu(index=index, minor=_UNKNOWN_MINOR, uuid=uuid, bus_id="", name="", memory_mib=0)
             return _unhealthy(known or blank, f"NVML: {error}")
+        # It answers, though it may need a repair below: events of it can be registered.
         self._answering.add(uuid)
         is_out = self.mig_minors is None and gpu.mig_mode
         reason = _MIG_REASON if is_out else _repair_reason(self.session, nvml, handle)
         return _unhealthy(gpu, reason) if reason else gpu
 
-    def _read_divided(self, nvml: Any, found: list[FoundGpu], seen: dict[GpuUuid, Gpu]) -> frozenset[GpuUuid]:
+    def _read_partitioned(self, nvml: Any, found: list[FoundGpu], seen: dict[GpuUuid, Gpu]) -> frozenset[GpuUuid]:
         """Adds the MIG instances to `seen`; the GPUs that they are of. One without instances is Unhealthy."""
         caps = read_cap_minors(self.mig_minors) if self.mig_minors is not None else {}
-        divided = {gpu.mig.parent for gpu in self._known.values() if gpu.mig is not None}
+        partitioned = {gpu.mig.parent for gpu in self._known.values() if gpu.mig is not None}
         for gpu in found:
             parent = seen[gpu.uuid]
+            # Its instances cannot be listed: those known before stay.
             if gpu.uuid not in self._answering:
                 continue
-            divided.discard(gpu.uuid)
+            partitioned.discard(gpu.uuid)
+            # MIG was switched off: the GPU is offered whole again.
             if not parent.mig_mode:
                 continue
             instances = find_instances(self.session, gpu.handle)
             for instance in instances:
                 seen[instance.uuid] = self._read_instance(nvml, instance, parent, gpu.handle, caps, seen)
-            if instances or any(known.mig.parent == gpu.uuid for known in self._kept(seen) if known.mig is not None):
-                divided.add(gpu.uuid)
+            if instances or any(
+                known.mig.parent == gpu.uuid for known in self._retained(seen) if known.mig is not None
+            ):
+                partitioned.add(gpu.uuid)
+            # Unhealthy for another reason: that one is shown.
             elif parent.is_healthy:
                 seen[gpu.uuid] = _unhealthy(parent, _NO_INSTANCES.format(bus_id=parent.bus_id))
-        return frozenset(divided & {*seen, *self._known})
+        return frozenset(partitioned & {*seen, *self._known})
 
     def _read_instance(
         self, nvml: Any, found: FoundInstance, parent: Gpu, handle: Any, caps: CapMinors, seen: dict[GpuUuid, Gpu]
@@ -195,13 +347,14 @@ class NvmlReader(Struct, eq=False):
         gpu = replace(gpu, name=f"{parent.name} MIG {place.profile}", memory_mib=memory_mib, mig=place)
         if not parent.is_healthy:
             return _unhealthy(gpu, f"its GPU {parent.index}: {parent.unhealthy_reason}")
+        # Drivers before 470: the name says a place, which is another instance after the next partitioning.
         if "/" in found.uuid:
             return _unhealthy(gpu, _OLD_UUID)
         if place.gi_cap is None or place.ci_cap is None:
             return _unhealthy(gpu, _NO_CAPS.format(path=self.mig_minors))
         return gpu
 
-    def _kept(self, seen: dict[GpuUuid, Gpu]) -> list[Gpu]:
+    def _retained(self, seen: dict[GpuUuid, Gpu]) -> list[Gpu]:
         """What was seen before and is not now, and stays in the answer."""
         return [
             gpu
@@ -236,7 +389,7 @@ class NvmlReader(Struct, eq=False):
         seen: dict[GpuUuid, Gpu],
         found: list[FoundGpu],
         failures: list[UnnamedGpu],
-        divided: frozenset[GpuUuid],
+        partitioned: frozenset[GpuUuid],
     ) -> GpuInventory:
         # A GPU that its MIG mode keeps from being offered is not asked; where its instances are, their place is its own.
         handles = {
@@ -245,19 +398,22 @@ class NvmlReader(Struct, eq=False):
             if gpu.uuid in self._answering and (self.mig_minors is not None or not seen[gpu.uuid].mig_mode)
         }
         unnamed = {failure.nvml_index: failure.reason for failure in failures}
-        for gpu in sorted(self._kept(seen), key=lambda gpu: gpu.mig is not None):  # instances after their GPUs
+        # GPUs first: an instance's reason is that of its GPU.
+        for gpu in sorted(self._retained(seen), key=lambda gpu: gpu.mig is not None):  # instances after their GPUs
             is_gone = gpu.mig is not None and gpu.mig.parent in self._answering
-            kept = replace(gpu, mig=replace(gpu.mig, is_gone=True)) if gpu.mig is not None and is_gone else gpu
-            seen[gpu.uuid] = _unhealthy(kept, self._why_missing(gpu, seen, unnamed))
+            retained = replace(gpu, mig=replace(gpu.mig, is_gone=True)) if gpu.mig is not None and is_gone else gpu
+            seen[gpu.uuid] = _unhealthy(retained, self._why_missing(gpu, seen, unnamed))
         gpus = sorted(seen.values(), key=lambda gpu: gpu.index)
+        # A driver that was reloaded may have trained NVLinks otherwise.
         if self._opening_of_links != self.session.openings:
             self._topology.expire_links()
             self._opening_of_links = self.session.openings
         gpus, topology = self._topology.read(nvml, gpus, handles)
+        # Only at the end: a poll that fails half-way leaves what was known.
         self._known = {gpu.uuid: gpu for gpu in gpus}
         return GpuInventory(
-            gpus=tuple(gpu for gpu in gpus if gpu.uuid not in divided),
-            mig_partitioned=tuple(gpu for gpu in gpus if gpu.uuid in divided),
+            gpus=tuple(gpu for gpu in gpus if gpu.uuid not in partitioned),
+            mig_partitioned=tuple(gpu for gpu in gpus if gpu.uuid in partitioned),
             topology=topology,
             driver_version=text_of(self.session.ask("nvmlSystemGetDriverVersion") or ""),
             cuda_version=_cuda_version(self.session.ask("nvmlSystemGetCudaDriverVersion")),
@@ -280,6 +436,7 @@ def _cuda_version(number: int | None) -> str:
 def _fabric(session: NvmlSession, nvml: Any, handle: Any) -> str:
     """Raises DriverLostError. Source: IsFabricAttached in go-nvlib, pkg/nvlib/device/device.go."""
     info = nvml.c_nvmlGpuFabricInfo_t()
+    # Older drivers lack it, and most GPUs are on no fabric.
     if session.ask("nvmlDeviceGetGpuFabricInfo", handle, byref(info)) is None:
         return ""
     cluster = bytes(info.clusterUuid)
@@ -298,6 +455,7 @@ def _repair_reason(session: NvmlSession, nvml: Any, handle: Any) -> str:
     itself happens at the next reset, whenever that is.
     """
     asked = session.ask("nvmlDeviceGetFieldValues", handle, [nvml.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION])
+    # The field has an error of its own where the GPU does not know it.
     action = asked[0].value.uiVal if asked and asked[0].nvmlReturn == nvml.NVML_SUCCESS else None
     for name, request in _ACTIONS.items():
         if action is not None and action == getattr(nvml, f"NVML_GPU_RECOVERY_ACTION_{name}", None):

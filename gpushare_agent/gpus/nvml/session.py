@@ -76,6 +76,7 @@ class NvmlSession:
 
     def open(self) -> Any:
         """The module to call NVML with. Raises Unavailable."""
+        # 30 ms, and a node with simulated GPUs need not have it.
         import pynvml
 
         self._pynvml = pynvml
@@ -85,6 +86,7 @@ class NvmlSession:
             except pynvml.NVMLError as error:
                 raise Unavailable(f"opening NVML failed: {error}. {CHECKLIST}") from error
             self._is_open = True
+            # Counted, so that others notice that handles and event sets of before are void.
             self._openings += 1
         return pynvml
 
@@ -94,6 +96,7 @@ class NvmlSession:
         self._answering = None
         if not self._is_open:
             return
+        # Before the shutdown, which may fail: NVML is opened again in any case.
         self._is_open = False
         try:
             self._pynvml.nvmlShutdown()
@@ -105,6 +108,7 @@ class NvmlSession:
         nvml = self.open()
         try:
             count = nvml.nvmlDeviceGetCount()
+        # No count, no NVML: even a driver without GPUs has one.
         except nvml.NVMLError as error:
             raise DriverLostError from error
         answers = [self._find_gpu(nvml, nvml_index) for nvml_index in range(count)]
@@ -117,6 +121,7 @@ class NvmlSession:
             handle = nvml.nvmlDeviceGetHandleByIndex(nvml_index)
             uuid = GpuUuid(text_of(nvml.nvmlDeviceGetUUID(handle)))
         except nvml.NVMLError as error:
+            # A GPU that cannot be named is reported by its index; a driver that is lost ends the poll.
             self.check_driver(error)
             return UnnamedGpu(nvml_index=nvml_index, reason=f"NVML: {error}")
         return FoundGpu(nvml_index=nvml_index, uuid=uuid, handle=handle)
@@ -168,4 +173,5 @@ class NvmlSession:
         if not self._error_names:
             names = [name for name in dir(self._pynvml) if name.startswith(_ERROR_PREFIX)]
             self._error_names = {getattr(self._pynvml, name): name.removeprefix(_ERROR_PREFIX) for name in names}
+        # pynvml raises SUCCESS where a list is empty; the names have it without the prefix.
         return "SUCCESS" if code == self._pynvml.NVML_SUCCESS else self._error_names.get(code or -1, f"CODE_{code}")

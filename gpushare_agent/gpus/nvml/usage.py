@@ -39,8 +39,9 @@ _LISTS = {
 }
 """By ascending precision: a process in two lists is of the later kind."""
 
-_ROUNDS_KEPT = 1
-"""A busy process without a new sample keeps its last use for so long: our round may fall between two of the driver's."""
+_ROUNDS_VALID = 1
+"""A busy process without a new sample has its last use for so many rounds: our round may fall between two of the
+driver's."""
 
 
 class _Use(Struct, frozen=True, kw_only=True):
@@ -73,9 +74,11 @@ class GpuProcesses:
         """The processes by PID; None where the GPU could not list them. Raises GpuLostError, DriverLostError."""
         listed = _read_lists(caller)
         is_known = self._newest_us is not None
+        # Read also where the lists failed: what is not taken now would be counted in the next round.
         fresh = self._read_use(caller)
         if listed is None:
             return None
+        # Its use belongs to this round, though it is in no list any more.
         for pid in (fresh or {}).keys() - listed.keys():
             listed[pid] = _Listed()  # it ran in this round and has ended since, or is in none of the lists
         self._remember(fresh or {}, listed)
@@ -83,6 +86,7 @@ class GpuProcesses:
 
     def _remember(self, fresh: Mapping[int, _Use], listed: Mapping[int, _Listed]) -> None:
         for last in self._last.values():
+            # Before the new samples, which begin at 0.
             last.rounds_ago += 1
         self._last.update({pid: _LastUse(use) for pid, use in fresh.items()})
         self._last = {pid: last for pid, last in self._last.items() if pid in listed}
@@ -102,9 +106,10 @@ class GpuProcesses:
     def _use(self, pid: int, kind: ProcessKind) -> _Use:
         """No sample means idle, except for a client of MPS that never had one: some drivers do not sample those."""
         last = self._last.get(pid)
+        # NVML has no sample of a process that did nothing.
         if last is None:
             return _UNKNOWN if kind is ProcessKind.MPS else _IDLE
-        return last.use if last.rounds_ago <= _ROUNDS_KEPT else _IDLE
+        return last.use if last.rounds_ago <= _ROUNDS_VALID else _IDLE
 
     def _read_use(self, caller: NvmlCaller) -> dict[int, _Use] | None:
         """The mean over each process's samples since the last call; None where the GPU has none.
@@ -112,6 +117,7 @@ class GpuProcesses:
         The first call only notes how far the driver's buffer goes: it may be full of old samples.
         """
         now_us = time.time_ns() // 1000
+        # Whatever the buffer has is of before this agent: a mean over it would be no recent use.
         is_first = self._newest_us is None
         since_us = min(self._newest_us or 0, now_us)  # a clock that was set back would else hide all that is newer
         samples = list_uses(caller, since_us, now_us)
@@ -136,13 +142,16 @@ def _mean(samples: list[ProcessUse]) -> _Use:
 
 
 def _read_lists(caller: NvmlCaller) -> dict[int, _Listed] | None:
-    """None where a list failed, for a process left out would look ended, or where the GPU has none of the lists."""
+    """The processes of all lists; None where one failed, for a process left out would look ended, or where the GPU has
+    none of the lists."""
     listed: dict[int, _Listed] = {}
     answers = {kind: list_processes(caller, name) for kind, name in _LISTS.items()}
+    # A part of the lists would show processes as ended that run.
     if Verdict.FAILED in answers.values() or all(answer is Verdict.UNSUPPORTED for answer in answers.values()):
         return None
     for kind, answer in answers.items():
         for pid, used in () if isinstance(answer, Verdict) else answer.items():
+            # In two lists: one process, of the more precise kind.
             earlier = listed.get(pid, _Listed())
             listed[pid] = _Listed(kind=kind, memory_bytes=_larger(earlier.memory_bytes, used))
     return listed
@@ -216,9 +225,11 @@ class NvmlUsage:
     def _sample(self) -> DriverSample:
         nvml = self._session.open()
         handles = dict(self._session.handles())
+        # First, for GPUs with instances are not sampled themselves.
         instances = self._instances(handles) if self._with_instances else {}
         self._begin_round()
         uuids = sorted(handles)
+        # 20 ms each way: of 16 GPUs the round would take two thirds of a second.
         measured = uuids[self._rounds % len(uuids)] if uuids else None
         errors: Counter[str] = Counter()
         gpus: list[GpuSample] = []
@@ -228,6 +239,7 @@ class NvmlUsage:
             try:
                 gpus.append(_sample_gpu(uuid, caller, memory, measure_pcie=uuid == measured))
             except GpuLostError:
+                # No sample: the GPU is missing in this round, and its counters begin anew.
                 del self._gpus[uuid]
         self._gpus = {uuid: memory for uuid, memory in self._gpus.items() if uuid in handles or uuid in instances}
         gpus += [self._sample_instance(nvml, uuid, instances[uuid], errors) for uuid in sorted(instances)]
@@ -249,6 +261,7 @@ class NvmlUsage:
         caller = NvmlCaller(self._session, nvml, handle, unsupported=memory.unsupported, errors=errors)
         try:
             return GpuSample(uuid=uuid, processes=memory.processes.read(caller), **dict(_memory(caller)))
+        # The instance stays in the answer, without numbers: its GPU is reported by the poll.
         except GpuLostError:
             return GpuSample(uuid=uuid)
 
@@ -257,6 +270,7 @@ class NvmlUsage:
             self._opening = self._session.openings
             self._gpus.clear()
         self._rounds += 1
+        # Some ten minutes at a round each second.
         if self._rounds % _ROUNDS_UNTIL_RETRIED == 0:
             for memory in self._gpus.values():
                 memory.unsupported.clear()
@@ -269,6 +283,7 @@ def _sample_gpu(uuid: GpuUuid, caller: NvmlCaller, memory: _GpuMemory, *, measur
     if measure_pcie:
         memory.pcie = dict(_pcie(caller))
     processes = memory.processes.read(caller)
+    # At the end: a GPU whose every value is unknown is lost, not idle.
     caller.check_alive()
     return GpuSample(uuid=uuid, processes=processes, **values, **memory.pcie)
 
@@ -286,6 +301,7 @@ def _utilisation(caller: NvmlCaller) -> Iterator[tuple[str, Any]]:
 
 def _memory(caller: NvmlCaller) -> Iterator[tuple[str, Any]]:
     """The second version of the call counts what the driver keeps for itself apart from what is used."""
+    # The older call counts the driver's own memory as used by programs.
     use = caller.value("nvmlDeviceGetMemoryInfo", caller.nvml.nvmlMemory_v2)
     if use is None:
         use = caller.value("nvmlDeviceGetMemoryInfo")
@@ -317,6 +333,7 @@ def _clocks(caller: NvmlCaller) -> Iterator[tuple[str, Any]]:
 
 def throttle_reasons(mask: int) -> tuple[str, ...]:
     """The names of a mask of clocks event reasons, sorted; a bit without a name here is given by its value."""
+    # Unknown bits are shown by number: a newer driver has reasons of its own.
     bits = [1 << place for place in range(mask.bit_length()) if mask >> place & 1 and 1 << place != _GPU_IDLE]
     return tuple(sorted(_THROTTLE_REASONS.get(bit, f"unknown_{bit:#x}") for bit in bits))
 
@@ -324,14 +341,14 @@ def throttle_reasons(mask: int) -> tuple[str, ...]:
 def _counters(caller: NvmlCaller) -> Iterator[tuple[str, Any]]:
     """All in one call; those that the GPU does not have are left out of the next one."""
     nvml = caller.nvml
-    wanted = {
+    counters = {
         "ecc_corrected_total": ((nvml.NVML_FI_DEV_ECC_SBE_VOL_TOTAL, 0), 1),
         "ecc_uncorrected_total": ((nvml.NVML_FI_DEV_ECC_DBE_VOL_TOTAL, 0), 1),
         "nvlink_received_bytes_total": ((nvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX, _ALL_LINKS), _KIB),
         "nvlink_sent_bytes_total": ((nvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX, _ALL_LINKS), _KIB),
     }
-    counts = caller.fields([key for key, _ in wanted.values()])
-    for (name, (_, unit)), count in zip(wanted.items(), counts, strict=True):
+    counts = caller.fields([key for key, _ in counters.values()])
+    for (name, (_, unit)), count in zip(counters.items(), counts, strict=True):
         yield name, None if count is None else int(count) * unit
 
 

@@ -73,6 +73,7 @@ class SimulatedDriver:
         with_instances: bool = False,
     ) -> None:
         """Raises StartupError for sizes that do not fit together, Corrupt for a topology text that is none."""
+        # The text names the GPUs: a count beside it could contradict.
         parsed = parse_topology(topology_text) if topology_text is not None else default_topology(gpus)
         memory = _spread_memory(gpu_memory_mib, len(parsed.links))
         self._inventory = GpuInventory(
@@ -112,15 +113,17 @@ class SimulatedDriver:
         """
         faults = await self._read_faults("reading the simulated GPUs")
         if not self._with_instances:
+            # As NVML's reader says of a GPU in MIG mode where instances are not offered.
             out = dict.fromkeys(faults.mig, _MIG_REASON)
             return _with_faults(self._inventory, {**out, **self._new_resets(faults), **faults.lost})
-        self._last = self._instances.divide(self._inventory, faults.mig, self.in_use())
+        self._last = self._instances.partition(self._inventory, faults.mig, self.in_use())
         return _with_faults(self._last, {**self._new_resets(faults), **faults.lost})
 
     async def events(self) -> list[GpuEvent]:
         """The events of the faults file that were not reported yet. Raises Unavailable, as read does."""
         faults = await self._read_faults("reading the simulated GPUs' events")
         known = self._reported_event or 0
+        # As many at once as of NVML; the rest comes with the next call.
         new = [event for event in faults.events if event.id > known][:_MAX_EVENTS_AT_ONCE]
         if new:
             self._reported_event = new[-1].id
@@ -132,6 +135,7 @@ class SimulatedDriver:
                 xid=event.xid if event.kind is GpuEventKind.XID else 0,
             )
             for event in new
+            # A file for another number of GPUs: what is not there has no events.
             if event.gpu is None or event.gpu in uuids
         ]
 
@@ -144,7 +148,7 @@ class SimulatedDriver:
         return DriverSample(gpus=gpu_samples(there, usage), errors={"gpu_is_lost": lost} if lost else {})
 
     async def sample_busy(self, gpus: Collection[GpuUuid]) -> Mapping[GpuUuid, GpuBusy]:
-        """None: no program computes on simulated GPUs, so no library in one asks. Usage is shown as `sample` has it."""
+        """Nothing: no program computes on simulated GPUs, so no library in one asks. Usage is shown as `sample` has it."""
         return {}
 
     async def check_memory_limits(self, cgroup: Path, *, may_set: bool) -> None:
@@ -152,6 +156,7 @@ class SimulatedDriver:
 
     async def keep_memory_limits(self, wanted: Sequence[MemoryLimit], *, may_set: bool) -> list[LimitOutcome]:
         """Keeps limits as the NVML driver does; nobody else sets limits here."""
+        # A limit goes with its cgroup, as the kernel's does.
         self._limits = {place: found for place, found in self._limits.items() if place[1].is_dir()}
         if may_set:
             self._limits |= {(one.gpu, one.cgroup): one.limit_bytes for one in wanted if one.cgroup.is_dir()}
@@ -169,6 +174,7 @@ class SimulatedDriver:
     async def _read_faults(self, what: str) -> Faults:
         """The faults of now. Events from before the first poll are not reported."""
         faults, is_known = await self._faults.read()
+        # A file that could not be read must not make all of its events history later.
         if is_known and self._reported_event is None:
             self._reported_event = self._reported_reset = faults.last_id
         if faults.all_lost:
@@ -177,6 +183,7 @@ class SimulatedDriver:
 
     def _new_resets(self, faults: Faults) -> dict[int, str]:
         known = self._reported_reset or 0
+        # Lost for this poll alone: the next one finds the GPU back.
         self._reported_reset = max((known, *(reset.id for reset in faults.resets)))
         return {reset.gpu: _RESET_REASON for reset in faults.resets if reset.id > known}
 
@@ -221,6 +228,7 @@ def _nvlinks(row: Sequence[Link]) -> tuple[NvLink, ...]:
     """A matrix row as links of the GPU. More links than a GPU can have means that they all go through an NVSwitch."""
     counts = [(peer, link.nvlinks) for peer, link in enumerate(row) if link.kind is LinkKind.NVLINK]
     remotes = [_bus_id(peer) for peer, nvlinks in counts for _ in range(nvlinks)]
+    # `nvidia-smi topo -m` shows NV18 to each of seven peers: 126 links that no GPU has.
     if len(remotes) > _MAX_NVLINKS_OF_A_GPU:
         remotes = [_NVSWITCH_BUS_ID] * max(nvlinks for _, nvlinks in counts)
     return tuple(NvLink(number=number, remote_bus_id=remote) for number, remote in enumerate(remotes))
@@ -256,10 +264,11 @@ class SimulatedInstances:
     def __init__(self) -> None:
         self._known: dict[GpuUuid, Gpu] = {}
 
-    def divide(
+    def partition(
         self, inventory: GpuInventory, profiles: Mapping[int, Sequence[str]], in_use: Collection[GpuUuid]
     ) -> GpuInventory:
-        """The inventory with the GPUs of `profiles`, by index, divided."""
+        """The inventory with the GPUs of `profiles`, by index, partitioned."""
+        # No MIG at all: the inventory stays the same object, and nothing is compared.
         if not profiles and not self._known:
             return inventory
         before, self._known = self._known, {}
@@ -269,20 +278,21 @@ class SimulatedInstances:
             for number, profile in enumerate(profiles.get(parent.index, ())):
                 self._add(_instance(parent, number, profile), before, len(inventory.gpus))
         for gpu in before.values():
+            # As with NVML: its IDs are in the kubelet's records while a container has them.
             if gpu.uuid not in self._known and gpu.uuid in in_use:
                 mig = replace(gpu.mig, is_gone=True) if gpu.mig is not None else None
                 self._known[gpu.uuid] = replace(gpu, mig=mig, health=Health.UNHEALTHY, unhealthy_reason=_GONE)
-        divided = {gpu.mig.parent for gpu in self._known.values() if gpu.mig is not None}
+        partitioned = {gpu.mig.parent for gpu in self._known.values() if gpu.mig is not None}
         empty = {index for index, of_gpu in profiles.items() if not of_gpu}
         gpus = [
             replace(gpu, health=Health.UNHEALTHY, unhealthy_reason=_NO_INSTANCES) if gpu.index in empty else gpu
             for gpu in inventory.gpus
-            if gpu.uuid not in divided
+            if gpu.uuid not in partitioned
         ]
         return replace(
             inventory,
             gpus=(*gpus, *sorted(self._known.values(), key=lambda gpu: gpu.index)),
-            mig_partitioned=tuple(gpu for gpu in inventory.gpus if gpu.uuid in divided),
+            mig_partitioned=tuple(gpu for gpu in inventory.gpus if gpu.uuid in partitioned),
             topology=_topology(inventory, self._known.values()),
         )
 
@@ -330,6 +340,7 @@ def _topology(inventory: GpuInventory, instances: Collection[Gpu]) -> Topology:
         if first == second:
             return Link(kind=LinkKind.PIX)
         found = inventory.topology.link(first, second)
+        # MIG instances have no NVLinks.
         return Link(kind=LinkKind.NODE) if found.kind is LinkKind.NVLINK and {a, b} & of.keys() else found
 
     return build_topology([[link(a, b) for b in range(size)] for a in range(size)], numa)

@@ -60,10 +60,12 @@ class SimulatedInput(Generic[T]):
         Raises:
             Unavailable: it cannot be read in time.
         """
+        # No file was named: nothing fails, and nothing is used.
         if self._path is None:
             return self._default, True
         try:
             async with asyncio.timeout(_READ_TIMEOUT_S):
+                # A file system that hangs must not hold the loop.
                 return await asyncio.to_thread(self._read, self._path)
         except TimeoutError as error:
             text = f"reading the simulated GPUs' {self._name} file {self._path} took longer than {_READ_TIMEOUT_S:g} s"
@@ -75,6 +77,7 @@ class SimulatedInput(Generic[T]):
         except FileNotFoundError:
             return self._default, True
         except (OSError, ValueError, RecursionError) as error:
+            # Read at each poll: a mistake in it would be a line each five seconds.
             if self._ignored.is_new(str(error)):
                 log.warning(f"{self._name}_file_ignored", path=str(path), reason=str(error))
             return self._default, False
@@ -98,7 +101,7 @@ def _decoded(text: str, schema: Decoder[T]) -> T:
 
 
 MAX_EVENTS = 100_000
-_MAX_XID = 100_000
+MAX_XID = 100_000
 _MAX_ID = 2**53
 PROFILE = re.compile(r"(?:(?P<ci>\d)c\.)?(?P<gi>\d)g\.(?P<gb>\d{1,3})gb(?:[+-][a-z.]{2,6})?")
 """A MIG profile's name."""
@@ -110,20 +113,20 @@ _Id = Annotated[int, Meta(ge=1, le=_MAX_ID)]
 _Profiles = Annotated[tuple[str, ...], Meta(max_length=MAX_INSTANCES)]
 
 
-class RehearsedEvent(Struct, frozen=True, kw_only=True, rename={"gpu": "card"}):
+class SimulatedEvent(Struct, frozen=True, kw_only=True, rename={"gpu": "card"}):
     """`gpu` is None where the driver is not to name it."""
 
     id: _Id
     gpu: _Index | None = None
     kind: GpuEventKind = GpuEventKind.XID
-    xid: Annotated[int, Meta(ge=0, le=_MAX_XID)] = 0
+    xid: Annotated[int, Meta(ge=0, le=MAX_XID)] = 0
 
     def __post_init__(self) -> None:
         if self.kind is GpuEventKind.XID and not self.xid:
-            raise ValueError(f'"xid" must be a whole number from 1 to {_MAX_XID}')
+            raise ValueError(f'"xid" must be a whole number from 1 to {MAX_XID}')
 
 
-class RehearsedReset(Struct, frozen=True, kw_only=True, rename={"gpu": "card"}):
+class SimulatedReset(Struct, frozen=True, kw_only=True, rename={"gpu": "card"}):
     """The GPU is lost at the next poll, and back at the one after it."""
 
     id: _Id
@@ -135,8 +138,8 @@ class Faults(Struct, frozen=True, kw_only=True, rename={"events": "xids"}):
 
     lost: dict[int, str] = field(default_factory=dict)
     all_lost: str | None = ""
-    events: Annotated[tuple[RehearsedEvent, ...], Meta(max_length=MAX_EVENTS)] = ()
-    resets: Annotated[tuple[RehearsedReset, ...], Meta(max_length=MAX_EVENTS)] = ()
+    events: Annotated[tuple[SimulatedEvent, ...], Meta(max_length=MAX_EVENTS)] = ()
+    resets: Annotated[tuple[SimulatedReset, ...], Meta(max_length=MAX_EVENTS)] = ()
     mig: Annotated[dict[int, _Profiles], Meta(max_length=MAX_GPUS)] = field(default_factory=dict)
     """Profiles of the instances of each GPU in MIG mode, by its index."""
 
@@ -196,12 +199,12 @@ _MEMORY_PER_SM = 0.6
 _CAPPED_FROM = 0.97
 
 
-class RehearsedProcess(Struct, frozen=True, kw_only=True):
+class SimulatedProcess(Struct, frozen=True, kw_only=True):
     gpu: int
     sample: ProcessSample
 
 
-Usage = tuple[RehearsedProcess, ...]
+Usage = tuple[SimulatedProcess, ...]
 
 
 _Ratio = Annotated[float, Meta(ge=0, le=1)]
@@ -227,8 +230,9 @@ _USAGE = Decoder(_Usage)
 
 def parse_usage(text: str) -> Usage:
     """Raises ValueError."""
-    by_place: dict[tuple[int, int], RehearsedProcess] = {}
+    by_place: dict[tuple[int, int], SimulatedProcess] = {}
     for raw in _decoded(text, _USAGE).processes:
+        # Twice is a mistake of whoever writes the file: the sum of both is what no driver shows.
         if (raw.card, raw.pid) in by_place:
             raise ValueError(f"process {raw.pid} is on GPU {raw.card} twice")
         sm = raw.sm or 0.0
@@ -241,11 +245,11 @@ def parse_usage(text: str) -> Usage:
             encoder_ratio=raw.encoder or 0.0,
             decoder_ratio=raw.decoder or 0.0,
         )
-        by_place[raw.card, raw.pid] = RehearsedProcess(gpu=raw.card, sample=sample)
+        by_place[raw.card, raw.pid] = SimulatedProcess(gpu=raw.card, sample=sample)
     return tuple(by_place.values())
 
 
-def encode_usage(usage: Iterable[RehearsedProcess]) -> str:
+def encode_usage(usage: Iterable[SimulatedProcess]) -> str:
     """What parse_usage reads, by GPU and PID."""
     raw = [
         {"pid": process.sample.pid, "card": process.gpu, "sm": process.sample.sm_ratio,

@@ -53,12 +53,16 @@ class ApiAccess:
 
     def refusal(self, request: web.Request, port: int) -> web.Response | None:
         """The response to a request that is not admitted, None for one that is."""
+        # First: a page of a foreign name that resolves to 127.0.0.1 must not even learn what is served here.
         if request.headers.getall("Host", []) not in [[f"{name}:{port}"] for name in _HOST_NAMES]:
             named = request.headers.get("Host", "")
             message = f"the Host header {named!r} is not this server's: ask for 127.0.0.1:{port} or localhost:{port}"
             return status_response(403, "Forbidden", message)
+        # As a real API server, whose probes come without credentials.
         if request.path not in OPEN_PATHS and not self._is_known(request.headers.getall("Authorization", [])):
             return status_response(401, "Unauthorized", "Unauthorized")
+        # A browser's form can send text/plain to any address; JSON it can send only after a question that is refused
+        # here.
         if request.body_exists and _JSON_TYPES.fullmatch(request.content_type) is None:
             message = (
                 f"the body of the request is {request.content_type}; accepted are application/json and its patches: have "
@@ -69,6 +73,7 @@ class ApiAccess:
 
     def _is_known(self, sent: list[str]) -> bool:
         expected = self.headers["Authorization"].encode()
+        # In constant time, and for one header alone: of two nobody can say which counts.
         return len(sent) == 1 and hmac.compare_digest(sent[0].encode("utf-8", "surrogateescape"), expected)
 
 
@@ -77,6 +82,7 @@ def write_kubeconfig(path: Path, url: str, token: str, certificate: Path | None 
 
     The certificate is named, not copied: kubernetes-asyncio would write a copy to a file that a kill leaves behind.
     """
+    # Removed first: O_EXCL below takes no file of others, and no link.
     path.unlink(missing_ok=True)
     trusted = {} if certificate is None else {"certificate-authority": str(certificate)}
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
@@ -111,6 +117,7 @@ class ServerCertificate(Struct, frozen=True, kw_only=True):
 
     def server_context(self) -> ssl.SSLContext:
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        # No client certificates: clients are known by their token.
         context.load_cert_chain(self.certificate, self.key)
         return context
 
@@ -120,6 +127,7 @@ def make_certificate(directory: Path) -> ServerCertificate | None:
 
     None where openssl is not installed: the sandbox needs it for kubectl alone.
     """
+    # The tutorial asks for Python and git: without openssl the sandbox serves plain HTTP, which kubectl alone cannot use.
     if shutil.which("openssl") is None:
         return None
     made = ServerCertificate(certificate=directory / "api-server.crt", key=directory / "api-server.key")

@@ -1,7 +1,7 @@
 """What kubectl alone asks for: discovery documents, which name the resources and no more, and the rows that it prints.
 
-Pure. Types: APIVersions, APIGroupList and APIResourceList of meta/v1, Table of meta.k8s.io/v1. Source of columns and words:
-pkg/printers/internalversion of Kubernetes 1.36.
+Pure. Types: APIVersions, APIGroupList and APIResourceList of meta/v1, Table of meta.k8s.io/v1. Source of columns and
+words: pkg/printers/internalversion of Kubernetes 1.36.
 """
 
 from __future__ import annotations
@@ -29,11 +29,12 @@ _SHORT_NAMES = {"pods": ["po"], "nodes": ["no"], "events": ["ev"], "configmaps":
 _IN_ALL = frozenset({"pods", "deployments", "replicasets", "jobs"})
 """Those of `kubectl get all`."""
 _OF_PODS = ("attach", "exec", "log", "portforward", "proxy")
-"""Further addresses of a pod; handlers.py has which of them are served."""
+"""Further addresses of a pod; server.py has which of them are served."""
 
 
 def discovery(resources: tuple[str, ...]) -> dict[str, RawObject]:
-    """The documents by path. Older clients than aggregated discovery know the first three; newer ones fall back to them."""
+    """The documents by path. Older clients than aggregated discovery know the first three; newer ones fall back to
+    them."""
     paths = sorted({base_path(name) for name in resources})
     return {
         "/api": {
@@ -140,6 +141,7 @@ def duration_text(seconds: float) -> str:
     if s < 0:
         return "<invalid>"
     for size, limit, unit, next_size, next_unit, short in _AGES:
+        # As in k8s.io/apimachinery's HumanDuration, whose steps these are.
         if s < limit:
             count, rest = s // size, s % size // next_size if s < short else 0
             return f"{count}{unit}" + (f"{rest}{next_unit}" if rest else "")
@@ -159,6 +161,7 @@ _AGES = (
 def _since(text: object, until: object = None) -> str:
     if not isinstance(text, str):
         return UNKNOWN
+    # A Job's duration ends with it; ages end now.
     end = datetime.fromisoformat(until) if isinstance(until, str) else datetime.now(UTC)
     return duration_text((end - datetime.fromisoformat(text)).total_seconds())
 
@@ -194,11 +197,13 @@ def _pod_restarts(raw: RawObject) -> int:
 
 def _pod_status(raw: RawObject) -> str:
     """The first init container that has not ended well, else what the newest trouble of a main container is called."""
+    # A pod that was rejected or evicted has its reason in the status itself.
     text = str(_at(raw, "status.reason", _at(raw, "status.phase", UNKNOWN)))
     total = len(raw["spec"].get("initContainers") or ())
     is_starting = False
     for index, status in enumerate(_statuses(raw, "initContainerStatuses")):
         state = status.get("state") or {}
+        # A sidecar that runs: the start goes on behind it.
         if "running" in state and status.get("started"):
             continue
         if "terminated" in state and state["terminated"].get("exitCode") == 0:
@@ -217,6 +222,7 @@ def _pod_status(raw: RawObject) -> str:
 
 def _main_status(raw: RawObject, text: str) -> str:
     has_running = False
+    # Backwards, so that the first container's trouble is what remains, as kubectl has it.
     for status in reversed(_statuses(raw, "containerStatuses")):
         state = status.get("state") or {}
         if reason := _at(state, "waiting.reason", ""):
@@ -225,6 +231,7 @@ def _main_status(raw: RawObject, text: str) -> str:
             text = state["terminated"].get("reason") or f"ExitCode:{state['terminated'].get('exitCode')}"
         elif status.get("ready") and "running" in state:
             has_running = True
+    # One of several containers has ended well: the pod is not over.
     return "Running" if text == "Completed" and has_running else text
 
 
@@ -279,8 +286,8 @@ def _claim_state(raw: RawObject) -> str:
 
 
 def _job_status(raw: RawObject) -> str:
-    held = {c["type"] for c in _at(raw, "status.conditions", []) if c.get("status") == "True"}
-    return next((kind for kind in ("Complete", "Failed", "Suspended") if kind in held), "Running")
+    met = {c["type"] for c in _at(raw, "status.conditions", []) if c.get("status") == "True"}
+    return next((kind for kind in ("Complete", "Failed", "Suspended") if kind in met), "Running")
 
 
 def _job_duration(raw: RawObject) -> str:

@@ -42,6 +42,7 @@ def _merged_status(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, 
     """Top-level fields replace the old ones, conditions those of their type."""
     merged = {**old, **new}
     if "conditions" in new:
+        # As by strategic merge: whoever sets one condition leaves those of others.
         by_type = {c["type"]: c for c in (*old.get("conditions", ()), *new["conditions"])}
         merged["conditions"] = [by_type[kind] for kind in sorted(by_type)]
     return merged
@@ -77,6 +78,7 @@ class ApiObjects:
         self._applied: dict[tuple[str, str], dict[str, RawObject]] = {}
         """By resource and manager: what it applied last to the object of a UID."""
         self._rng = random.Random(seed)
+        # kube-system and default exist before anything is created.
         for name in LASTING_NAMESPACES:
             self._make_namespace(name)
 
@@ -95,14 +97,16 @@ class ApiObjects:
         return self.store.version
 
     async def wait_change(self, version: int) -> None:
-        """Until there is a newer version."""
+        """Waits until there is a newer version."""
         while self.store.version == version:
             await self.signal.wait(self.signal.count)
 
     def create_pod(self, raw: RawObject, namespace: str = "default") -> RawObject:
         """Raises Rejected for a manifest that is not valid, AlreadyExists for a name in use."""
+        # Letters and digits that form no words, as Kubernetes chooses them.
         suffix = "".join(self._rng.choices("bcdfghjklmnpqrstvwxz2456789", k=5))
         pod = completed_manifest(raw, namespace=namespace, uid=str(uuid.uuid4()), suffix=suffix)
+        # Only after the manifest was checked: a mistake leaves no namespace behind.
         self._make_namespace(pod["metadata"]["namespace"])
         return self.store.add("pods", pod)
 
@@ -125,11 +129,13 @@ class ApiObjects:
         does. No field has an owner: managers never conflict. Raises Rejected."""
         key = ("" if resource in CLUSTER_WIDE else namespace, raw["metadata"]["name"])
         old, applied = self.store.find(resource, key), self._applied.setdefault((resource, manager), {})
+        # Nothing to merge with, and nothing that the manager could have dropped.
         if old is None:
             made = self.create(resource, raw, namespace)
         else:
             patch = apply_patch(applied.get(old["metadata"]["uid"]), {k: v for k, v in raw.items() if k != "status"})
             made = self.store.replace(resource, updated(resource, old, patched(old, patch, STRATEGIC)))
+        # What was applied to objects that have gone would be kept for ever.
         living = {one["metadata"]["uid"] for one in self.store.all(resource)}
         applied[made["metadata"]["uid"]] = raw
         self._applied[resource, manager] = {uid: one for uid, one in applied.items() if uid in living}
@@ -146,13 +152,16 @@ class ApiObjects:
 
     def delete(self, resource: str, key: ObjectKey) -> RawObject:
         """A claim in use goes when its last pod has ended, a namespace takes with it what is in it. Raises NotFound."""
+        # A pod goes when its kubelet has stopped it.
         if resource == "pods":
             return self.delete_pod(*key)
         raw = self.store.get(resource, key)
         if resource == "namespaces":
             for inside in [name for name in KINDS if name not in CLUSTER_WIDE]:
+                # A list, for each deletion changes the store.
                 for one in [one for one in self.store.all(inside) if one["metadata"]["namespace"] == key[1]]:
                     self.delete(inside, key_of(one))
+        # The finalizer of DRA in a real cluster: a claim in use goes with its last pod.
         if resource == "resourceclaims" and (raw.get("status") or {}).get("reservedFor"):
             marked = {**raw["metadata"], "deletionTimestamp": raw["metadata"].get("deletionTimestamp") or timestamp()}
             return self.store.replace(resource, {**raw, "metadata": marked})
@@ -190,6 +199,7 @@ class ApiObjects:
             raise Conflict(f"{operation}: pod {name} is being deleted, cannot be assigned to a host")
         if spec.get("nodeName"):
             raise Conflict(f"{operation}: pod {name} is already assigned to node {spec['nodeName']!r}")
+        # Those of the Binding go to the pod, as in a real API server: an extender writes its decision so.
         if annotations:
             metadata = {**metadata, "annotations": {**(metadata.get("annotations") or {}), **annotations}}
         scheduled = {"type": "PodScheduled", "status": "True", "lastTransitionTime": timestamp()}
@@ -225,13 +235,16 @@ class ApiObjects:
                 raise Conflict(
                     f"Precondition failed: {field} in precondition: {given}, {field} in object meta: {actual}"
                 )
+        # A kubelet makes the mirror of what still runs again at once; the sandbox does it here.
         if is_mirror(pod):
             self.store.remove("pods", (namespace, name))
             self.add_agent(pod["spec"]["nodeName"], self.agents.servers[name])
             return pod
         grace = pod["spec"].get("terminationGracePeriodSeconds", 30) if grace_period_s is None else grace_period_s
+        # No kubelet has anything to stop: the object goes at once.
         if grace <= 0 or not pod["spec"].get("nodeName") or is_terminal(pod):
             return self.store.remove("pods", (namespace, name))
+        # A second deletion may shorten the grace period, and never lengthens it.
         grace = min(grace, metadata.get("deletionGracePeriodSeconds", grace))
         marks = {
             "deletionTimestamp": metadata.get("deletionTimestamp") or timestamp(),
@@ -249,6 +262,7 @@ class ApiObjects:
         if known is None:
             identity = {"uid": str(uuid.uuid4()), "creationTimestamp": timestamp()}
             return self.store.add("nodes", {**raw, "metadata": {**raw["metadata"], **identity}})
+        # Merged: others have written labels to the node, which a kubelet's status update leaves alone.
         labels = {**known["metadata"].get("labels", {}), **raw["metadata"].get("labels", {})}
         return self.store.replace(
             "nodes", {**known, "metadata": {**known["metadata"], "labels": labels}, "status": raw["status"]}
@@ -274,7 +288,7 @@ class ApiObjects:
         })  # fmt: skip
 
     def events(self) -> list[RawObject]:
-        """Oldest first."""
+        """The Events, oldest first."""
         return self.store.in_creation_order("events")
 
     def object_of(self, resource: str, key: ObjectKey) -> RawObject | None:

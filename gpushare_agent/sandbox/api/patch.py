@@ -1,8 +1,8 @@
 """Patches of the embedded API server: merge (RFC 7386), JSON patch (RFC 6902: add, replace, remove, test), and the
 strategic merge of Kubernetes.
 
-Strategic merge is a merge in which the lists of `_MERGE_KEYS` are merged by key instead of being replaced, with directives:
-`$patch: delete` and `replace`, `$retainKeys`, `$setElementOrder/LIST`, `$deleteFromPrimitiveList/LIST`.
+Strategic merge is a merge in which the lists of `_MERGE_KEYS` are merged by key instead of being replaced, with
+directives: `$patch: delete` and `replace`, `$retainKeys`, `$setElementOrder/LIST`, `$deleteFromPrimitiveList/LIST`.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ def _merged(old: object, patch: object, *, is_strategic: bool, name: str = "") -
         if is_strategic and patch.get("$patch") == "replace":
             return _replacement(patch)
         return _merged_object(old if isinstance(old, dict) else {}, patch, is_strategic=is_strategic)
+    # All other lists are replaced as a whole, as RFC 7386 has it for all of them.
     if is_strategic and isinstance(patch, list) and isinstance(old, list) and name in _MERGE_KEYS:
         return _merged_by_key(old, patch, _MERGE_KEYS[name])
     return copy.deepcopy(patch)
@@ -59,6 +60,7 @@ def _replacement(patch: RawObject) -> RawObject:
 
 
 def _merged_object(old: RawObject, patch: RawObject, *, is_strategic: bool) -> RawObject:
+    # kubectl sends it with a union, such as a strategy: fields of the other kind must go.
     retained = patch.get("$retainKeys") if is_strategic else None
     result = {key: value for key, value in old.items() if retained is None or key in retained}
     orders: dict[str, list[object]] = {}
@@ -70,10 +72,12 @@ def _merged_object(old: RawObject, patch: RawObject, *, is_strategic: bool) -> R
             result[target] = [one for one in result.get(target) or () if one not in value]
         elif is_strategic and key in ("$retainKeys", "$patch"):
             continue
+        # Null removes a field in both kinds of merge.
         elif value is None:
             result.pop(key, None)
         else:
             result[key] = _merged(result.get(key), value, is_strategic=is_strategic, name=key)
+    # Last: it orders what the patch has merged.
     for target, order in orders.items():
         if isinstance(result.get(target), list):
             result[target] = _ordered(result[target], order, _MERGE_KEYS.get(target, ""))
@@ -81,10 +85,11 @@ def _merged_object(old: RawObject, patch: RawObject, *, is_strategic: bool) -> R
 
 
 def apply_patch(last: object, desired: object, name: str = "") -> object:
-    """The strategic patch that makes of an object to which `last` was applied one to which `desired` is: it takes away what
-    only `last` has."""
+    """The strategic patch that makes of an object to which `last` was applied one to which `desired` is: it takes away
+    what only `last` has."""
     if isinstance(desired, dict):
         known = last if isinstance(last, dict) else {}
+        # With the value None, which a merge takes for a removal.
         removed = dict.fromkeys(known.keys() - desired.keys())
         return {**removed, **{key: apply_patch(known.get(key), value, key) for key, value in desired.items()}}
     key = _MERGE_KEYS.get(name, "")
@@ -106,6 +111,7 @@ def _merged_by_key(old: list[object], patch: list[object], key: str) -> list[obj
         desired = _identity(item, key)
         position = next((i for i, known in enumerate(result) if _identity(known, key) == desired), None)
         is_deleted = isinstance(item, dict) and item.get("$patch") == "delete"
+        # A deletion of what is not there is done already.
         if position is None:
             result += [] if is_deleted else [_merged(None, item, is_strategic=True)]
         elif is_deleted:
@@ -141,6 +147,7 @@ class _Operation(Struct):
 def _apply_operation(root: RawObject, raw: object) -> None:
     try:
         operation = convert(raw, _Operation)
+        # ~1 before ~0: RFC 6901 has them undone in this order.
         *steps, last = [step.replace("~1", "/").replace("~0", "~") for step in operation.path.split("/")[1:]]
         target: object = root
         for step in steps:
@@ -160,6 +167,7 @@ def _fields(value: object) -> RawObject:
 
 
 def _index(items: list[object], step: str) -> int:
+    # `-` is the place behind the last item.
     return len(items) if step == "-" else int(step)
 
 
@@ -185,6 +193,7 @@ def _change_object(target: RawObject, operation: _Operation, last: str) -> None:
     if operation.op == "add":
         target[last] = _value_of(operation)
     elif operation.op == "replace":
+        # Read first: replacing what is not there is an error of RFC 6902, which the KeyError shows.
         if target[last] != _value_of(operation):
             target[last] = operation.value
     elif operation.op == "remove":

@@ -1,9 +1,9 @@
 """The `log` and `proxy` subresources of pods, and the agents as pods which have them.
 
 Agents are child processes of the sandbox: as mirror pods of the API server, clients find them, read their logs and reach
-their web servers as on a cluster. A container's log is the file of its node's runtime. Lines have no times, and of restarts
-there is one file: what would need them is refused. State owned: where the server and the log of each agent are, and which
-node has which runtime.
+their web servers as on a cluster. A container's log is the file of its node's runtime. Lines have no times, and of
+restarts there is one file: what would need them is refused. State owned: where the server and the log of each agent are,
+and which node has which runtime.
 """
 
 from __future__ import annotations
@@ -78,13 +78,16 @@ class AgentPods:
 
     async def proxy(self, request: web.Request) -> web.StreamResponse:
         """GET to the web server of an agent, `[http:]POD[:PORT]/proxy/PATH`; the other pods have none."""
+        # `http:POD:PORT` is how clients name scheme and port; an agent's pod has one server.
         name = request.match_info["name"].removeprefix("http:").partition(":")[0]
         server = self.servers.get(name) if request.match_info["namespace"] == AGENT_NAMESPACE else None
         if server is None:
             bad_request(f"pod {name!r:.80} has no server in this sandbox: only agents' pods can be asked by proxy")
         path = request.path_qs.partition("/proxy")[2]
+        # The token is the sandbox's own: the agent must not see it.
         headers = {key: value for key, value in request.headers.items() if key.lower() not in _NOT_PASSED_ON}
         # Compressed bodies pass as they are: the agent's Content-Encoding goes back to the client with them.
+        # One for each request: few come.
         async with aiohttp.ClientSession(timeout=_TIMEOUT, auto_decompress=False) as session:
             try:
                 async with session.get(server.url + (path or "/"), headers=headers, allow_redirects=False) as answer:
@@ -110,6 +113,7 @@ class ContainerLogs:
 
     async def serve(self, request: web.Request, pod: RawObject) -> web.StreamResponse:
         """The response ends with the container where it follows the log."""
+        # Refused and not ignored: a wrong log would look like the right one.
         if asked := [name for name in _REFUSED if request.query.get(name) not in (None, "", "false")]:
             bad_request(
                 f"{', '.join(asked)}: the sandbox keeps one log of a container over its restarts, without times"
@@ -119,6 +123,7 @@ class ContainerLogs:
         limit = query_number(request, "limitBytes", 0)
         response = web.StreamResponse(headers={"Content-Type": "text/plain"})
         await response.prepare(request)
+        # Ten MiB may be read for it.
         offset = await asyncio.to_thread(_tail_offset, path, request.query.get("tailLines"))
         follows = request.query.get("follow") in ("true", "1")
         await _copy(response, path, offset, is_over if follows else lambda: True, limit or None)
@@ -130,6 +135,7 @@ class ContainerLogs:
             return self._agents.servers[pod["metadata"]["name"]].log, lambda: False
         runtime = self.runtimes.get(pod["spec"].get("nodeName", ""))
         container = runtime.find(pod["metadata"]["uid"], name) if runtime is not None else None
+        # Not started yet, or on a node that is gone.
         if runtime is None or container is None:
             state = "never started" if is_terminal(pod) else "is waiting to start"
             bad_request(f'container "{name}" in pod "{pod["metadata"]["name"]}" {state}: {_why(pod, name)}')
@@ -141,6 +147,7 @@ async def _copy(
 ) -> None:
     while limit is None or limit > 0:
         is_last = is_over()  # before the read: nothing is printed after the end
+        # In pieces: a log may have 10 MiB, and a client that reads slowly must not keep it in memory.
         while chunk := _read(path, offset, min(_CHUNK, limit if limit is not None else _CHUNK)):
             await response.write(chunk)
             offset, limit = offset + len(chunk), None if limit is None else limit - len(chunk)
@@ -159,17 +166,18 @@ def _read(path: Path, offset: int, count: int) -> bytes:
 
 
 def _tail_offset(path: Path, lines: str | None) -> int:
-    """Where the last `lines` lines begin, of the last ten MiB."""
+    """The offset at which the last `lines` lines begin, of the last ten MiB."""
     if lines is None or not lines.isdigit() or not path.exists():
         return 0
     size = path.stat().st_size
     end = _read(path, max(0, size - _MOST_TAIL), _MOST_TAIL)
-    kept = end.splitlines(keepends=True)[-int(lines) :] if int(lines) else []
-    return size - sum(map(len, kept))
+    tail = end.splitlines(keepends=True)[-int(lines) :] if int(lines) else []
+    return size - sum(map(len, tail))
 
 
 def _container_name(pod: RawObject, asked: str) -> str:
     where, names = pod["metadata"]["name"], [container["name"] for container in raw_containers(pod)]
+    # In the words of a real API server, which kubectl shows.
     if asked and asked not in names:
         bad_request(f"container {asked} is not valid for pod {where}")
     if not asked and len(names) > 1:

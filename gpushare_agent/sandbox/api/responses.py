@@ -15,7 +15,8 @@ from gpushare_agent.sandbox.pod_manifest import RawObject
 
 MAX_VALUES = 50_000
 """In one body, by the characters that separate values, those in texts too. Small ones cost the most: three mebibytes of
-empty lists keep the event loop for a second, in a thread too, for to read and to free them keeps the interpreter's lock."""
+empty lists keep the event loop for a second, in a thread too, for to read and to free them keeps the interpreter's
+lock."""
 _REASONS: tuple[tuple[type[AgentError], int, str], ...] = (
     (NotFound, 404, "NotFound"),
     (AlreadyExists, 409, "AlreadyExists"),
@@ -43,6 +44,7 @@ def status_response(code: int, reason: str, message: str, details: Mapping[str, 
 
 
 async def error_response(error: AgentError, resource: str, request: web.Request) -> web.Response:
+    # The first that fits: AlreadyExists and Expired are Conflicts too.
     code, reason = next((c, r) for kind, c, r in _REASONS if isinstance(error, kind))
     details: dict[str, Any] = {"name": request.match_info.get("name", ""), "kind": resource}
     if code == 422:  # kubectl shows kind, name and causes of an invalid object, and not the message
@@ -68,6 +70,7 @@ def bad_request(message: str) -> NoReturn:
 async def read_body(request: web.Request) -> bytes:
     """Refuses a body of too many values before it is parsed."""
     body = await request.read()
+    # By counting bytes, which takes microseconds: a parser has built everything before it can count.
     values = sum(map(body.count, (b",", b"{", b"[", b"\n")))
     if values > MAX_VALUES:
         message = f"the request has {values} values; the sandbox reads at most {MAX_VALUES}"
@@ -85,13 +88,14 @@ async def json_body(request: web.Request, of: tuple[type, ...] = (dict,)) -> Any
         bad_request(f"the object provided is unrecognized: {error}")
     if not isinstance(body, of):
         bad_request(f"the object provided is unrecognized: expected a JSON object, got {type(body).__name__}")
+    # Patches may be lists.
     if isinstance(body, dict):
         check_sections(body)
     return body
 
 
 def check_sections(body: Mapping[str, Any]) -> None:
-    """Those of every kind that has them."""
+    """Refuses an object whose metadata, spec or status is none."""
     for name in ("metadata", "spec", "status"):
         if not isinstance(body.get(name) or {}, dict):
             bad_request(f"the object provided is unrecognized: {name} must be an object")
@@ -99,6 +103,7 @@ def check_sections(body: Mapping[str, Any]) -> None:
 
 def query_number(request: web.Request, name: str, default: int) -> int:
     text = request.query.get(name, "")
+    # int() would take signs, blanks and thousands of digits.
     if text and re.fullmatch("[0-9]{1,18}", text) is None:
         bad_request(f"invalid {name}: {text!r:.80}")
     return int(text) if text else default

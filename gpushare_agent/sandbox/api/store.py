@@ -92,7 +92,8 @@ class ObjectStore:
         self._oldest = self.version
 
     def all(self, resource: str) -> list[RawObject]:
-        """Sorted by namespace and name."""
+        """The objects, sorted by namespace and name."""
+        # By name, as lists of a real API server come from etcd.
         return [raw for _, raw in sorted(self._objects[resource].items(), key=lambda item: item[0])]
 
     def in_creation_order(self, resource: str) -> list[RawObject]:
@@ -115,6 +116,7 @@ class ObjectStore:
     def replace(self, resource: str, raw: RawObject) -> RawObject:
         """An object equal to the stored one is no change: no version, no event, as in a real API server."""
         before = self.get(resource, key_of(raw))
+        # A controller that writes what is there would else wake itself up without end.
         if raw == before:
             return before
         return self._commit(resource, before, raw)
@@ -126,8 +128,10 @@ class ObjectStore:
 
     def changes_since(self, version: int) -> Iterable[Change]:
         """Raises Expired where the history was cut after `version`."""
+        # A watch that lags too far behind lists anew, as the 410 tells it.
         if version < self._oldest:
             raise Expired(f"too old resource version: {version} ({self._oldest})")
+        # From the end, for watches are near it: the history may have 20,000 changes.
         newest_first = list(islice(reversed(self._history), max(0, self.version - version)))
         return newest_first[::-1]
 
@@ -146,7 +150,9 @@ class ObjectStore:
         else:
             del self._objects[resource][key_of(raw)]
             change = Change(version=self.version, resource=resource, before=raw, after=None)
+        # Before the signals: who wakes up finds it.
         self._history.append(change)
+        # The version of what was dropped: a watch that has seen that one misses nothing yet.
         while len(self._history) > self._history_limit:
             self._oldest = self._history.popleft().version
         self.pods_by_node.note(change)
@@ -156,8 +162,8 @@ class ObjectStore:
 
 
 class PodsByNode:
-    """An index with a wake-up for each node: with twenty kubelets not every change is every kubelet's. Without mirror pods,
-    which no embedded kubelet runs."""
+    """An index with a wake-up for each node: with twenty kubelets not every change is every kubelet's. Without mirror
+    pods, which no embedded kubelet runs."""
 
     def __init__(self) -> None:
         self._pods: dict[str, dict[ObjectKey, RawObject]] = {}
@@ -175,10 +181,12 @@ class PodsByNode:
         if change.resource != "pods":
             return
         before, after = _node_name(change.before), _node_name(change.after)
+        # Deleted, or, as no API server allows it, moved to another node.
         if before and before != after and change.before is not None:
             self._pods[before].pop(key_of(change.before), None)
         if after and change.after is not None:
             self._pods.setdefault(after, {})[key_of(change.after)] = change.after
+        # A pod without a node concerns no kubelet.
         for name in sorted({before, after} - {""}):
             self.signal_of(name).notify()
 

@@ -1,8 +1,9 @@
-"""What clients may write into the embedded API server: unknown fields and wrong types, workloads, what an update may change.
+"""What clients may write into the embedded API server: unknown fields and wrong types, workloads, what an update may
+change.
 
-The schema is that of the models of kubernetes-asyncio, which are generated from Kubernetes' own OpenAPI document. Duplicate
-fields are not found: JSON's reader drops them. State owned: the models read so far. Not for the event loop: the first object
-of a kind imports its models. What workloads do is pod_controllers.py's.
+The schema is that of the models of kubernetes-asyncio, which are generated from Kubernetes' own OpenAPI document.
+Duplicate fields are not found: JSON's reader drops them. State owned: the models read so far. Not for the event loop: the
+first object of a kind imports its models. What workloads do is pod_controllers.py's.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ def unknown_fields(raw: RawObject, kind: str) -> list[str]:
 
 def _walk(value: Any, kind: str, path: str) -> Iterator[str]:
     """The paths of unknown fields. `kind` is a type as the models write it: `V1PodSpec`, `list[str]`, `dict(str, str)`."""
+    # Null is an absent field, of whatever type.
     if value is None:
         return
     if (match := _CONTAINER.fullmatch(kind)) is not None:
@@ -57,10 +59,12 @@ def _walk(value: Any, kind: str, path: str) -> Iterator[str]:
         items = enumerate(value) if is_list else value.items()
         named_by = _NAMED_BY.get(path.rpartition(".")[2])
         for key, item in items:
+            # What reads these lists goes by the name: an item without one ended controllers.
             if named_by and is_list and not (isinstance(item, dict) and named_by in item):
                 raise Rejected(f"{path}[{key}].{named_by}: Required value")
             yield from _walk(item, inner, f"{path}[{key}]" if is_list else f"{path}.{key}")
     elif kind in _TYPES:
+        # `cpu: 1` is a number for a text; a real API server takes it in quantities alone.
         if _QUANTITY.search(path) is None:
             _check(value, *_TYPES[kind], path)
     elif (fields := _fields(kind)) is not None:
@@ -74,6 +78,7 @@ def _walk(value: Any, kind: str, path: str) -> Iterator[str]:
 
 
 def _check(value: Any, kind: type, name: str, path: str) -> None:
+    # bool is an int in Python, and none in JSON.
     is_right = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
     if not is_right:
         raise Rejected(f"json: cannot unmarshal {_JSON_NAMES[type(value)]} into field {path} of type {name}")
@@ -83,9 +88,11 @@ def _check(value: Any, kind: type, name: str, path: str) -> None:
 def _fields(kind: str) -> dict[str, str] | None:
     """The type of each field, by name; None for a type without a model: `object`, `datetime`."""
     words = re.sub(r"([a-z\d])([A-Z])", r"\1_\2", re.sub(r"([A-Z]+)([A-Z][a-z])", r"\1_\2", kind)).lower()
+    # Its top module loads 1,259 others unless it is told not to.
     load_library()
     try:
         model = getattr(import_module(f"{_MODELS}.{words}"), kind)
+    # Types without a model, such as `object`: anything may stand there.
     except (ImportError, AttributeError):
         return None
     return {model.attribute_map[name]: kind for name, kind in model.openapi_types.items()}
@@ -106,6 +113,7 @@ def completed_workload(resource: str, raw: RawObject) -> RawObject:
         return raw
     unknown_fields(raw, KINDS[resource])  # for the types
     name, spec = raw["metadata"]["name"], copy.deepcopy(raw.get("spec") or {})
+    # A Deployment of a longer name would be taken, and then never have a pod.
     if len(name) > _LONGEST_NAMES[resource]:
         raise Rejected(
             f"metadata.name: Too long: {name!r:.80}: at most {_LONGEST_NAMES[resource]} characters in the sandbox"
@@ -168,32 +176,37 @@ def updated(resource: str, old: RawObject, new: RawObject, *, is_status: bool = 
         Conflict: the new object names another resourceVersion or UID.
         Rejected: the change is not allowed, or the object would not be valid.
     """
+    # As the real server, which never stores a null: stored ones ended controllers.
     new = without_nulls(new)
     metadata, known = new.get("metadata") or {}, old["metadata"]
     check_metadata(metadata)
+    # A client that sends the version that it has read must not overwrite a newer one.
     for field in ("resourceVersion", "uid"):
         if metadata.get(field, known[field]) != known[field]:
             raise Conflict(
                 f'Operation cannot be fulfilled on {resource} "{known["name"]}": the object has been modified; '
                 "please apply your changes to the latest version and try again"
             )
-    kept = {"metadata": {**metadata, **{name: known[name] for name in _IDENTITY if name in known}}}
+    unchanged = {"metadata": {**metadata, **{name: known[name] for name in _IDENTITY if name in known}}}
+    # The status has an address of its own, and its writer owns nothing else.
     if is_status:
         # A client may replace the status by one without a phase, which controllers read of every pod.
         phase = {"phase": old["status"]["phase"]} if resource == "pods" else {}
-        return {**new, **kept, "spec": old.get("spec", {}), "status": {**phase, **(new.get("status") or {})}}
+        return {**new, **unchanged, "spec": old.get("spec", {}), "status": {**phase, **(new.get("status") or {})}}
     if resource in WITH_STATUS:
-        kept["status"] = old.get("status", {})
+        unchanged["status"] = old.get("status", {})
     if resource == "pods" and new.get("spec") != old["spec"]:
+        # A running pod's spec cannot change, but for what both forms of a quantity are.
         if not _is_same_spec(new, old):
             raise Rejected(
                 "spec: Forbidden: pod updates may not change these fields; delete the pod and create it again"
             )
-        kept["spec"] = old["spec"]
-    result = completed_workload(resource, {**new, **kept})
+        unchanged["spec"] = old["spec"]
+    result = completed_workload(resource, {**new, **unchanged})
     for field in _IMMUTABLE.get(resource, ()):
         if result["spec"].get(field) != old["spec"].get(field):
             raise Rejected(f"spec.{field}: Invalid value: field is immutable; delete the object and create it again")
+    # It counts changes of the spec: controllers tell by it what their status is about.
     if "generation" in known and result.get("spec") != old.get("spec"):
         result["metadata"] = {**result["metadata"], "generation": known["generation"] + 1}
     return result

@@ -39,7 +39,7 @@ class ApiFaults:
         self._failures.extend([status] * count)
 
     def stall(self) -> None:
-        """From now on requests are accepted and not answered, and open watches send nothing."""
+        """Requests are accepted and not answered from now on, and open watches send nothing."""
         self._running.clear()
 
     def unstall(self) -> None:
@@ -53,6 +53,7 @@ class ApiFaults:
         self.wake_watches()
 
     def wake_watches(self) -> None:
+        # A watch waits for changes of its resource: without this it would notice at its next bookmark.
         for signal in (*self._store.signals.values(), self._store.signal):
             signal.notify()
 
@@ -61,6 +62,7 @@ class ApiFaults:
 
     async def before_answer(self) -> web.Response | None:
         """Waits while stalled; the response in place of the answer where the request is to fail."""
+        # First: a stalled server answers nothing, not even the faults that are due.
         await self.wait_running()
         if not self._failures:
             return None
@@ -101,6 +103,7 @@ def parse_label_selector(text: str) -> Selector:
     position = 0
     while position < len(text):
         match = _LABEL.match(text, position)
+        # The end of an empty match: the loop would stay where it is.
         if match is None or match.end() == position or (match["absent"] and (match["operator"] or match["set"])):
             raise Rejected(f"unable to parse label selector {text!r:.200}: found {text[position : position + 40]!r}")
         if match["operator"] is not None:
@@ -130,6 +133,7 @@ TRUE = ("true", "1", "True")
 
 def seen_by(change: Change, selects: Selector) -> tuple[str, RawObject] | None:
     """The event for a watcher with this selector, None for a change that it does not see."""
+    # An object that begins or ends to match the selector is added or deleted for this watcher.
     was = change.before is not None and selects(change.before)
     if change.after is not None and selects(change.after):
         return ("MODIFIED" if was else "ADDED"), change.after
@@ -159,12 +163,14 @@ class Watches(Struct, frozen=True, kw_only=True, eq=False):
     async def serve(
         self, request: web.Request, resource: str, selects: Selector, shape: Callable[[RawObject], RawObject]
     ) -> web.StreamResponse:
-        """Each object goes out as `shape` makes it. With sendInitialEvents a bookmark ends the objects of the beginning."""
+        """Each object goes out as `shape` makes it. With sendInitialEvents a bookmark ends the objects of the
+        beginning."""
         version = query_number(request, "resourceVersion", 0)
         has_initial = request.query.get("sendInitialEvents") in TRUE
         ends_at = time.monotonic() + query_number(request, "timeoutSeconds", _DEFAULT_WATCH_S)
         stream = _WatchStream(request, resource, shape)
         try:
+            # Headers first: a client must know that the watch stands, though nothing changes.
             await stream.open()
             if version == 0 or has_initial:  # 0, or none: any state will do, and the stream begins with all objects
                 version = self.store.version
@@ -172,6 +178,7 @@ class Watches(Struct, frozen=True, kw_only=True, eq=False):
             if has_initial:
                 await stream.send_bookmark(version, {"k8s.io/initial-events-end": "true"})
             await self._follow(stream, resource, selects, version=version, ends_at=ends_at)
+        # In the stream, for the response has begun with 200: so a real one does it.
         except Expired as error:
             await stream.send_error(status_body(410, "Expired", str(error)))
         except ConnectionError:
@@ -181,17 +188,21 @@ class Watches(Struct, frozen=True, kw_only=True, eq=False):
     async def _follow(
         self, stream: _WatchStream, resource: str, selects: Selector, *, version: int, ends_at: float
     ) -> None:
-        """Until the time is up or the server stops. A bookmark comes each interval and at the end, where requested."""
+        """Sends changes until the time is up or the server stops. A bookmark comes each interval and at the end, where
+        requested."""
         faults, marked_at, epoch = self.faults, time.monotonic(), self.faults.watch_epoch
         while not faults.is_stopping:
             # The count before the changes: one that comes while they are sent ends the wait at once.
             seen = self.store.signals[resource].count
+            # Injected: every watch that was open then ends as one that lags too far behind.
             if faults.watch_epoch != epoch:
                 raise Expired(f"too old resource version: {version} ({self.store.version})")
             changes = [c for c in self.store.changes_since(version) if c.resource == resource]
+            # Of all resources: a watch of few changes must not lag behind the history for it.
             version = self.store.version
             await stream.send([event for change in changes if (event := seen_by(change, selects)) is not None])
             now = time.monotonic()
+            # At the end in any case: the client goes on from there without a list.
             if now >= ends_at or now >= marked_at + self.bookmark_interval_s:
                 await stream.send_bookmark(version)
                 marked_at = now

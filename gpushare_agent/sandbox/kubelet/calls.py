@@ -12,7 +12,7 @@ from gpushare_agent.model.errors import Unavailable
 
 
 class CallSubject(Struct, frozen=True, kw_only=True):
-    """For whom a call is made. Never sent: the device-plugin API names no pod."""
+    """The container that a call is for, and the resource. Never sent: the device-plugin API names no pod."""
 
     pod_uid: str
     pod_name: str
@@ -88,6 +88,7 @@ class CallLog(Struct, kw_only=True):
         """Keeps the call open while the block runs, and then notes its answer or failure."""
         answer, started_at, open_call = CallAnswer(), time.monotonic(), OpenCall(method=method, subject=subject)
         self.open_calls.append(open_call)
+        # What stands where the block is left by a cancellation, which is no failure of the plugin.
         error = "the kubelet stopped during the call"
         try:
             yield answer
@@ -96,6 +97,7 @@ class CallLog(Struct, kw_only=True):
             error = str(failure)
             raise
         finally:
+            # In any case: a call that was cut off is open no more.
             self.open_calls.remove(open_call)
             self.calls.append(
                 PluginCall(

@@ -57,13 +57,16 @@ def container_config(
 
 
 def environment(container: Mapping[str, Any], answers: Iterable[bytes]) -> dict[str, str]:
-    """Later ones win: our own, the manifest's, the plugins'."""
+    """The variables; later ones win: our own, the manifest's, the plugins'."""
+    # The agent's commands first: a container's command may be `gpushare-agent vdevice`.
     env = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{_PATH}", "HOME": "/", "LANG": "C.UTF-8"}
+    # A variable without a value is empty, as in Kubernetes.
     env |= {v["name"]: str(v.get("value") or "") for v in container.get("env") or () if "valueFrom" not in v}
     for answer in answers:
         for entry in wire_frames.submessages(answer, 1):
             env[_text(entry, 1)] = _text(entry, 2)
         for mount in wire_frames.submessages(answer, 2):
+            # No mount is made here, so the directory on the host is named instead.
             if _text(mount, 1).rstrip("/") == _VCUDA_DIRECTORY:
                 env[VDEVICE_VARIABLE] = f"{_text(mount, 2)}/{SOCKET_NAME}"
     return env
@@ -76,6 +79,7 @@ def _injected(answers: Sequence[bytes], cdi: CdiResolver, claimed: Sequence[str]
     for answer in answers:
         nodes += [_text(device, 1) for device in wire_frames.submessages(answer, 3)]
         annotations = [(_text(entry, 1), _text(entry, 2)) for entry in wire_frames.submessages(answer, 4)]
+        # Older plugins name CDI devices by annotation, newer ones by the field: both count.
         names += requested_names([_text(device, 1) for device in wire_frames.submessages(answer, 5)], annotations)
     edits = cdi.resolve(names)
     nodes += edits.device_nodes
@@ -90,6 +94,7 @@ def _run_s(raw: RawObject, kind: ContainerKind) -> float | None:
     """How long a container without a command runs: an init container ends at once, a sidecar never."""
     if kind is ContainerKind.MAIN:
         return pod_manifest.annotation_number(raw, pod_manifest.RUN_SECONDS_ANNOTATION)
+    # A pod of sleeping containers should start by itself: nobody would end its init containers.
     return 0.0 if kind is ContainerKind.INIT else None
 
 

@@ -1,13 +1,13 @@
 """The embedded kubelet's device manager: which IDs a container gets, asked of the plugins as a real one asks them.
 
-State owned: the known resources with their devices, the set of allocated IDs, the records, the IDs that later containers of
-the pod under admission may reuse. The set of allocated IDs is kept beside the records, and is rebuilt from them whenever a
-device pod has ended: an Allocate that is open then loses its IDs, which the next admission is offered again. This fault is
-the real kubelet's, and is kept on purpose (docs/reference/sandbox.md).
+State owned: the known resources with their devices, the set of allocated IDs, the records, the IDs that later containers
+of the pod under admission may reuse. The set of allocated IDs is kept beside the records, and is rebuilt from them
+whenever a device pod has ended: an Allocate that is open then loses its IDs, which the next admission is offered again.
+This fault is the real kubelet's, and stays on purpose (docs/reference/sandbox.md).
 
 The records outlive a restart in `kubelet_internal_checkpoint`, which has the shape of a real one
-(docs/reference/formats.md): node -> IDs, AllocResp in base64, entries of ended pods until the next allocation. The Checksum
-is a CRC of our own: the real one hashes Go structures.
+(docs/reference/formats.md): node -> IDs, AllocResp in base64, entries of ended pods until the next allocation. The
+Checksum is a CRC of our own: the real one hashes Go structures.
 
 Calls for admissions are serial because the kubelet's sync loop is; nothing here makes them so.
 """
@@ -60,6 +60,7 @@ def make_record(
 ) -> DeviceRecord:
     by_node: dict[int, list[str]] = {}
     for device, nodes in nodes_by_id.items():
+        # A device with two NUMA nodes stands under both, as in a real checkpoint.
         for node in nodes or (NO_NODE,):
             by_node.setdefault(node, []).append(device)
     entry = {
@@ -69,6 +70,7 @@ def make_record(
     }  # fmt: skip
     return DeviceRecord(
         pod_uid=owner[0], container=owner[1], resource=resource, ids=tuple(nodes_by_id), response=response,
+        # One entry for each ID, as measured: a reader that keeps one entry for each resource loses devices.
         listed=tuple(bytes_field(2, listed_device(resource, *item)) for item in nodes_by_id.items()),
         entry_json=json.dumps(entry),
     )  # fmt: skip
@@ -114,6 +116,7 @@ class DeviceRecords:
         """A ContainerResources message; resources and IDs come in another order each time."""
         parts = [bytes_field(1, container.encode())]
         records = list(self.of_container(pod_uid, container).values())
+        # A real kubelet ranges over Go maps: no client may rely on an order.
         rng.shuffle(records)
         for record in records:
             turn = rng.randrange(len(record.listed)) if record.listed else 0
@@ -124,23 +127,27 @@ class DeviceRecords:
 
     def write(self, registered_json: Mapping[str, str]) -> None:
         """`registered_json` holds each resource's healthy IDs as a JSON list. Replaces the file in one step."""
+        # Texts are joined, not encoded anew: a node has tens of thousands of IDs, and each admission writes the file.
         entries = ",".join(record.entry_json for record in self.all())
         registered = ",".join(f"{json.dumps(name)}:{ids}" for name, ids in sorted(registered_json.items()))
         text = f'{{"PodDeviceEntries":[{entries}],"RegisteredDevices":{{{registered}}}}}'
         temporary = self._path.with_name(f".{self._path.name}")
         temporary.write_text(f'{{"Data":{text},"Checksum":{zlib.crc32(text.encode())}}}')
+        # As the real one: a reader never finds half of it.
         temporary.replace(self._path)
 
     def read(self) -> set[str]:
         """Takes the records from the file; returns the resources that were registered. Starts empty without one."""
         try:
             raw = json.loads(self._path.read_text())["Data"]
+            # Go writes null for an empty list.
             for entry in raw["PodDeviceEntries"] or ():
                 owner = (entry["PodUID"], entry["ContainerName"])
                 self.insert(
                     make_record(owner, entry["ResourceName"], _nodes_by_id(entry), base64.b64decode(entry["AllocResp"]))
                 )
             return set(raw["RegisteredDevices"] or ())
+        # The first start of a node, or somebody has removed it: everything begins at zero.
         except FileNotFoundError:
             return set()
         except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -155,6 +162,7 @@ def _nodes_by_id(entry: Mapping[str, Mapping[str, list[str]]]) -> dict[str, tupl
     nodes: dict[str, tuple[int, ...]] = {}
     for node, ids in entry["DeviceIDs"].items():
         for device in ids:
+            # The inverse of `make_record`: an ID under two nodes has both again.
             nodes[device] = (*nodes.get(device, ()), int(node)) if int(node) != NO_NODE else ()
     return nodes
 
@@ -202,8 +210,11 @@ class DeviceManager:
         self.records = DeviceRecords(directory / CHECKPOINT_NAME)
         self.is_ready = False
         """All pods of the node have been seen once since the start."""
+        # Known before any plugin registers: a pod that asks for one of them is rejected, where one that asks for a
+        # resource that the node never heard of runs without it.
         self._resources = {name: _Resource() for name in self.records.read()}
         self._allocated = self.records.allocated()
+        # Of the newest pod alone, for admissions are serial.
         self._reusable: tuple[str, dict[str, set[str]]] = ("", {})
         self._pending_uid = ""
         self._calls = calls
@@ -218,6 +229,7 @@ class DeviceManager:
     def add_endpoint(self, endpoint: PluginEndpoint) -> None:
         """The newest registration of a resource is the one that counts. The one before stays connected and is ignored."""
         resource = self._resources.setdefault(endpoint.resource, _Resource())
+        # The devices of before stay until the new plugin's first list.
         resource.endpoint, resource.is_connected, resource.stopped_at = endpoint, True, None
         self._endpoints.append(endpoint)
 
@@ -227,9 +239,12 @@ class DeviceManager:
         reason = await endpoint.follow_devices(lambda devices: self._receive(endpoint, devices))
         endpoint.close()
         resource = self._resources[endpoint.resource]
+        # By the resource's name, as the real one: the stream that ended may be another plugin's than the one that is
+        # disconnected.
         if resource.is_connected and resource.endpoint is not None:
             resource.is_connected = False
             resource.endpoint.close()
+            # Unhealthy and not gone: capacity stays, allocatable is 0.
             resource.healthy, resource.healthy_json = frozenset(), "[]"
             resource.stopped_at = time.monotonic()
             log.info("plugin_stream_ended", resource=endpoint.resource, reason=reason)
@@ -237,12 +252,15 @@ class DeviceManager:
 
     def _receive(self, endpoint: PluginEndpoint, devices: Mapping[str, PluginDevice]) -> None:
         resource = self._resources[endpoint.resource]
+        # The older plugin's stream stays open and counts no more.
         if resource.endpoint is not endpoint:
             return
         resource.devices = devices
+        # Once for each list and not at each call: a list may have 100,000 IDs.
         resource.shuffled = self._rng.sample(list(devices.values()), len(devices))
         resource.healthy = frozenset(d.id for d in devices.values() if d.is_healthy)
         resource.healthy_json = json.dumps([d.id for d in devices.values() if d.is_healthy])
+        # Registered devices are in it too: after a restart they say which resources are known.
         self._write_checkpoint()
         self._notify()
 
@@ -254,6 +272,7 @@ class DeviceManager:
         """Devices and healthy devices of every resource ever seen since the start."""
         found = {}
         for name, resource in sorted(self._resources.items()):
+            # Five minutes after a plugin's end (302 s measured); the resource's key stays with zero.
             is_gone = resource.stopped_at is not None and time.monotonic() - resource.stopped_at > STOPPED_GRACE_S
             found[name] = (0, 0) if is_gone else (len(resource.devices), len(resource.healthy))
         return found
@@ -269,19 +288,25 @@ class DeviceManager:
 
     def update_allocated(self) -> None:
         """Forgets the records of ended pods, and then makes the allocated set anew. PodResources List does this too."""
+        # Never the pod under admission, as in the real one: it may be in no list of active pods yet.
         gone = self.records.pods() - self._active_pods() - {self._pending_uid}
+        # Before all pods were seen once a pod that is not there may only not have been taken up yet.
         if self.is_ready and gone:
             self.records.remove(gone)
+            # Made from the records alone: the IDs of an Allocate that is open are not in them, and are offered again. So
+            # it goes in the real one (once in 146 Allocates of ordinary churn).
             self._allocated = self.records.allocated()
 
     async def allocate(self, pod: PodIdentity, container: ContainerSpec) -> None:
         """Raises AllocationFailed. What earlier resources of the container got is kept until the pod is forgotten."""
         self._pending_uid = pod.uid
+        # Init containers' IDs go on to later containers of their pod, and to no other.
         if self._reusable[0] != pod.uid:
             self._reusable = (pod.uid, {})
         reusable = self._reusable[1]
         await self._allocate_resources(pod, container, reusable)
         for name, record in self.records.of_container(pod.uid, container.name).items():
+            # An init container has ended when the next begins; a sidecar runs on with its IDs.
             if container.kind is ContainerKind.INIT:
                 reusable.setdefault(name, set()).update(record.ids)
             else:
@@ -291,12 +316,14 @@ class DeviceManager:
         self, pod: PodIdentity, container: ContainerSpec, reusable: dict[str, set[str]]
     ) -> None:
         requests = self._known_requests(container)
+        # A pod without devices leaves the set alone, as in the real one.
         if requests:
             self.update_allocated()
         is_changed = False
         for name, count in requests:
             subject = _subject(pod, container, name)
             ids = await self._choose(subject, count, reusable.get(name, set()))
+            # None: the container has them already, from before a restart.
             if ids:
                 await self._allocate_ids(subject, ids)
                 is_changed = True
@@ -305,7 +332,8 @@ class DeviceManager:
             self._notify()
 
     def _known_requests(self, container: ContainerSpec) -> list[tuple[str, int]]:
-        """In random order, as the kubelet ranges over a Go map. An unknown resource is skipped: the pod runs without."""
+        """The known resources that it requests, in random order, as the kubelet ranges over a Go map. An unknown resource
+        is skipped: the pod runs without."""
         known = [
             item for item in container.requests.items() if item[0] in self._resources or item[0] in self._allocated
         ]
@@ -316,6 +344,7 @@ class DeviceManager:
         """The IDs to ask for; none where the container has its devices already."""
         name = subject.resource
         record = self.records.of_container(subject.pod_uid, subject.container).get(name)
+        # In a kubelet's own words: the record is of another request than the spec's.
         if record is not None and len(record.ids) != count:
             raise AllocationFailed(
                 f'pod "{subject.pod_uid}" container "{subject.container}" changed request for resource "{name}" '
@@ -327,7 +356,10 @@ class DeviceManager:
         self._check_health(name, record.ids if record else ())
         if record is not None:
             return []
+        # The init container's IDs first, without asking the plugin: as measured there is no GetPreferredAllocation for
+        # them.
         chosen = self._take(name, self._rng.sample(sorted(reusable), min(count, len(reusable))))
+        # All from the init container: Allocate is called with no question before it.
         if len(chosen) == count:
             return chosen
         return chosen + await self._choose_free(subject, count, chosen)
@@ -336,6 +368,8 @@ class DeviceManager:
         resource = self._resources.get(name)
         if resource is None:
             raise AllocationFailed(f"cannot allocate unregistered device {name}")
+        # Also where the plugin has just restarted: the pod is rejected for good, though the plugin comes back a second
+        # later.
         if not resource.healthy:
             raise AllocationFailed(f"no healthy devices present; cannot allocate unhealthy devices {name}")
         if not resource.healthy.issuperset(allocated):
@@ -348,13 +382,16 @@ class DeviceManager:
         name = subject.resource
         resource = self._resources[name]
         taken, missing = self._allocated.get(name, set()), count - len(must_include)
+        # `taken` may lack IDs that are in use (see the head): they are offered all the same.
         free = [d for d in resource.shuffled if d.id in resource.healthy and d.id not in taken]
         if len(free) < missing:
             raise AllocationFailed(
                 f"requested number of devices unavailable for {name}. Requested: {missing}, Available: {len(free)}"
             )
+        # Asked even where exactly as many are free as are needed (10 of 10 measured).
         preferred = await self._ask_preferred(subject, free, must_include, count)
         free_ids = {d.id for d in free}
+        # Unknown IDs of the answer are ignored, and none counts twice.
         liked = [device for device in dict.fromkeys(preferred) if device in free_ids]
         chosen = self._rng.sample(liked, min(missing, len(liked)))
         left = missing - len(chosen)
@@ -371,6 +408,7 @@ class DeviceManager:
         turn = self._rng.randrange(len(free))
         offered = [*free[turn:], *free[:turn]]
         frames = b"".join([d.frame for d in offered]) + string_list(1, must_include)
+        # The plugin sees them as available too: must-include IDs are a part of the set.
         ids = (*(d.id for d in offered), *must_include)
         try:
             with self._calls.opened("GetPreferredAllocation", subject, ids, must_include=must_include, size=count):
@@ -387,6 +425,7 @@ class DeviceManager:
 
     async def _allocate_ids(self, subject: CallSubject, ids: list[str]) -> None:
         endpoint = self._resources[subject.resource].endpoint
+        # The IDs of an Allocate come in random order (measured).
         self._rng.shuffle(ids)
         try:
             if endpoint is None or endpoint.is_stopped:
@@ -394,6 +433,7 @@ class DeviceManager:
             with self._calls.opened("Allocate", subject, ids, size=len(ids)) as answer:
                 self._notify()
                 response = await endpoint.allocate(ids)
+                # Noted before the record: a view shows what was answered, also where it cannot be used.
                 answer.raw = response or b""
         except PluginCallError as error:
             # As the real one: what this admission has chosen, and not recorded, is free again.
@@ -404,19 +444,22 @@ class DeviceManager:
         if response is None:
             raise AllocationFailed("no containers return in allocation response &AllocateResponse{}")
         devices = self._resources[subject.resource].devices
+        # A device may have left the list since it was chosen; the record keeps its ID.
         nodes = {device: devices[device].numa_nodes if device in devices else () for device in ids}
         self.records.insert(make_record((subject.pod_uid, subject.container), subject.resource, nodes, response))
 
     # --- start of a container ---
 
     async def prepare_start(self, pod: PodIdentity, container: ContainerSpec) -> None:
-        """PreStartContainer where the plugin wants it; then Allocate for what became known after the admission.
+        """PreStartContainer where the plugin asks for it; then Allocate for what became known after the admission.
 
         Raises AllocationFailed; the container does not start then.
         """
         is_missing = False
         for name, _ in self._known_requests(container):
             await self._pre_start(_subject(pod, container, name))
+            # The resource became known after the admission: the pod worker allocates it when the container starts, beside
+            # other admissions.
             is_missing = is_missing or name not in self.records.of_container(pod.uid, container.name)
         if is_missing:
             await self.allocate(pod, container)
@@ -424,6 +467,7 @@ class DeviceManager:
     async def _pre_start(self, subject: CallSubject) -> None:
         resource = self._resources.get(subject.resource)
         endpoint = resource.endpoint if resource else None
+        # Without a plugin too: the container restarts with its old devices (measured).
         if endpoint is None or not endpoint.options.pre_start_required:
             return
         record = self.records.of_container(subject.pod_uid, subject.container).get(subject.resource)

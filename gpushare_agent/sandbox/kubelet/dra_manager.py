@@ -47,11 +47,12 @@ _DRIVER = "/k8s.io.kubelet.pkg.apis.dra.v1.DRAPlugin"
 
 
 class PrepareFailed(Rejected):
-    """The text is that of the pod's Event FailedPrepareDynamicResources."""
+    """A claim could not be prepared. The text is that of the pod's Event FailedPrepareDynamicResources."""
 
 
 class ClaimRecord(Struct, kw_only=True):
-    """`cdi` holds for each driver the request names and CDI IDs of each device. `pods` are those that use the claim."""
+    """A claim that was prepared, or was to be. `cdi` holds for each driver the request names and CDI IDs of each device;
+    `pods` are those that use the claim."""
 
     namespace: str
     name: str
@@ -96,14 +97,17 @@ class DraManager(Struct, kw_only=True, eq=False):
     # --- drivers ---
 
     async def run(self) -> None:
-        """Endless: drivers come and go with their registration sockets."""
+        """Follows the registry, without an end: drivers come and go with their registration sockets."""
         loop = asyncio.get_running_loop()
         wipes_at = loop.time() + self.times.slice_wipe_s
         while True:
+            # A real kubelet deletes every driver's slices a second after its start and makes none again: a driver has to
+            # notice.
             if not self.has_wiped_slices and loop.time() >= wipes_at:
                 self.has_wiped_slices = True
                 self._delete_slices()
             await self._poll()
+            # 30 s (30.3 measured): an upgrade of a driver within it leaves the slices in place.
             for name in [name for name, at in self._absent.items() if loop.time() - at >= self.times.driver_away_s]:
                 del self._absent[name]
                 self._delete_slices(name)
@@ -117,13 +121,17 @@ class DraManager(Struct, kw_only=True, eq=False):
         return any(driver.name == name for driver in self._drivers)
 
     async def _poll(self) -> None:
+        # Names with a dot before them are left out, as the watcher of plugins does.
         there = {path: file_identity(path) for path in sorted(self.registry.glob("[!.]*.sock"))}
+        # By identity: a new instance under the same name is another driver.
         for gone in [one for one in self._drivers if there.get(one.socket) != one.identity]:
             gone.channel.close()
             self._drivers.remove(gone)
+            # With two instances the other one goes on: the slices stay, without a gap.
             if not self.is_registered(gone.name):
                 self._absent[gone.name] = asyncio.get_running_loop().time()
         known = {driver.socket for driver in self._drivers}
+        # Also one that did not answer before: it is asked again at each turn.
         for path in there.keys() - known:
             if (driver := await self._register(path)) is not None:
                 self._drivers.append(driver)
@@ -131,7 +139,8 @@ class DraManager(Struct, kw_only=True, eq=False):
                 self.api.signal.notify()
 
     async def _register(self, path: Path) -> _Driver | None:
-        """None where it does not answer, or is no DRA driver; it is asked again then."""
+        """Registers a driver; None where it does not answer, or is no DRA driver; it is asked again then."""
+        # Before the calls: a socket that is replaced meanwhile shows at the next turn.
         channel, identity = UnixChannel(path), file_identity(path)
         try:
             info = await channel.unary(
@@ -139,6 +148,7 @@ class DraManager(Struct, kw_only=True, eq=False):
                 timeout_s=GET_INFO_TIMEOUT_S,
             )  # fmt: skip
             self.calls.append(("GetInfo", ()))
+            # The versions name gRPC services; another type of plugin may be in the same directory.
             is_known = info.type == PLUGIN_TYPE and SERVICE in info.supported_versions
             error = "" if is_known else f"type {info.type} with {info.supported_versions} is not known"
             await channel.unary(
@@ -160,18 +170,20 @@ class DraManager(Struct, kw_only=True, eq=False):
         return _Driver(socket=path, identity=identity, name=info.name, endpoint=endpoint, channel=UnixChannel(endpoint))
 
     def _delete_slices(self, driver: str = "") -> None:
-        """The node's; of one driver, or of all."""
+        """Deletes the node's slices; of one driver, or of all."""
         for raw in self.api.store.all("resourceslices"):
             if raw["spec"].get("nodeName") == self.node_name and driver in ("", raw["spec"]["driver"]):
                 self.api.delete("resourceslices", ("", raw["metadata"]["name"]))
 
     async def _call(self, driver_name: str, method: str, claims: Sequence[ClaimRecord], answer: Any) -> Any:
         """Raises PrepareFailed."""
+        # The one that connected last, as measured with two instances of an upgrade.
         driver = next((one for one in reversed(self._drivers) if one.name == driver_name), None)
         if driver is None:
             raise PrepareFailed(f"DRA driver {driver_name} is not registered")
         named = [dra_v1.Claim(namespace=one.namespace, uid=one.uid, name=one.name) for one in claims]
         request = dra_v1.NodePrepareResourcesRequest(claims=named)  # NodeUnprepareResourcesRequest has the same form
+        # Noted before the call: a view shows a call that hangs.
         self.calls.append((method, tuple(one.name for one in claims)))
         channel = driver.channel
         try:
@@ -189,21 +201,27 @@ class DraManager(Struct, kw_only=True, eq=False):
     # --- claims ---
 
     async def prepare(self, pod: RawObject) -> None:
-        """Before the first container of a pod starts. Raises PrepareFailed."""
+        """Prepares a pod's claims, before its first container starts. Raises PrepareFailed."""
+        # Most pods have none: no call is made for them.
         if not pod["spec"].get("resourceClaims"):
             return
         uid, by_driver = pod["metadata"]["uid"], dict[str, list[ClaimRecord]]()
         for name in sorted(set(claim_names(pod).values())):
             raw = self._claim(pod, name)
+            # By UID: a claim of the same name that was made anew is another one.
             record = self.records.setdefault(
                 raw["metadata"]["uid"],
                 ClaimRecord(namespace=pod["metadata"]["namespace"], name=name, uid=raw["metadata"]["uid"]),
             )
+            # Before the call, so that the claim is unprepared also where this prepare is cut off.
             record.pods.add(uid)
+            # Once for each start of the kubelet, which has this in memory alone: after a restart a claim in use is
+            # prepared again.
             if record.prepared_for != self.boot:
                 for driver in dict.fromkeys(one.driver for one in results_of(raw)):
                     record.cdi.setdefault(driver, [])  # it is to unprepare the claim, whatever becomes of this call
                     by_driver.setdefault(driver, []).append(record)
+        # One call for all claims of the pod that a driver has.
         for driver, claims in by_driver.items():
             await self._prepare(driver, claims)
 
@@ -213,9 +231,11 @@ class DraManager(Struct, kw_only=True, eq=False):
             raw = self.api.store.get("resourceclaims", (namespace, name))
         except NotFound as error:
             raise PrepareFailed(f"failed to fetch ResourceClaim {name}: {error}") from error
+        # The scheduler reserves a claim for its pods: another pod may not use it, whatever its spec says.
         users = (raw.get("status") or {}).get("reservedFor") or ()
         if not any(user["uid"] == pod["metadata"]["uid"] for user in users):
             raise PrepareFailed(f"pod {pod['metadata']['name']} is not allowed to use ResourceClaim {name}")
+        # The old claim's devices are still prepared under that name.
         same = [one for one in self.records.values() if (one.namespace, one.name) == (namespace, name)]
         if any(one.uid != raw["metadata"]["uid"] for one in same):
             raise PrepareFailed(f"old ResourceClaim with same name {name} and different UID still exists")
@@ -223,6 +243,7 @@ class DraManager(Struct, kw_only=True, eq=False):
 
     async def _prepare(self, driver: str, claims: Sequence[ClaimRecord]) -> None:
         answer = await self._call(driver, "NodePrepareResources", claims, dra_v1.NodePrepareResourcesResponse)
+        # The errors of single claims come first: they say more than that one was skipped.
         missing = [claim for claim in claims if claim.uid not in answer.claims]
         for claim in claims:
             made = answer.claims.get(claim.uid)
@@ -233,6 +254,7 @@ class DraManager(Struct, kw_only=True, eq=False):
         for claim in claims:
             devices = answer.claims[claim.uid].devices
             claim.cdi[driver] = [(tuple(one.request_names), tuple(one.cdi_device_ids)) for one in devices]
+            # Only once all of the call's claims are there: else all are prepared again.
             claim.prepared_for = self.boot
 
     def cdi_names(self, pod: RawObject, container: Mapping[str, Any]) -> list[str]:
@@ -244,29 +266,34 @@ class DraManager(Struct, kw_only=True, eq=False):
             records = [one for one in self.records.values() if (one.namespace, one.name) == (namespace, named)]
             for requests, ids in [pair for one in records for pairs in one.cdi.values() for pair in pairs]:
                 requested = entry.get("request")
+                # A request with alternatives answers as `request/alternative`; a pod names the request.
                 if not requested or requested in {request.partition("/")[0] for request in requests}:
                     found += ids
+        # A device that two entries of the container name is injected once.
         return list(dict.fromkeys(found))
 
     async def unprepare(self, pod_uid: str) -> None:
-        """After the pod's last container has ended; returns when its drivers have answered, however often it takes."""
+        """Unprepares a pod's claims, after its last container has ended; returns when its drivers have answered, however
+        often it takes."""
         while True:
             if await self._try_unprepare(pod_uid):
                 return
             await asyncio.sleep(self.times.unprepare_retry_s)
 
     async def unprepare_others(self, active: Collection[str]) -> None:
-        """Claims of pods that ended while the kubelet was away."""
+        """Unprepares claims of pods that ended while the kubelet was away."""
         for uid in sorted({uid for record in self.records.values() for uid in record.pods} - set(active)):
             await self._try_unprepare(uid)
 
     async def _try_unprepare(self, pod_uid: str) -> bool:
+        # A pod's end and the periodic search may come together: the driver gets one call.
         lock = self._locks.get(pod_uid) or asyncio.Lock()
         self._locks[pod_uid] = lock
         async with lock:
             mine = [record for record in self.records.values() if pod_uid in record.pods]
             last = [record for record in mine if record.pods == {pod_uid}]
             for record in mine:
+                # Other pods use the claim: it stays prepared.
                 if record not in last:
                     record.pods.discard(pod_uid)
                 elif not record.cdi:  # of no driver
@@ -283,11 +310,13 @@ class DraManager(Struct, kw_only=True, eq=False):
             claim.prepared_for = -1  # a call that fails may have ended it all the same
         try:
             answer = await self._call(driver, "NodeUnprepareResources", claims, dra_v1.NodeUnprepareResourcesResponse)
+        # Text in the log alone, as of a real kubelet: the pod stays Terminating until its driver answers.
         except PrepareFailed as error:
             log.debug("unprepare_failed", driver=driver, error=str(error))
             return False
         for claim in claims:
             ended = answer.claims.get(claim.uid)
+            # This claim is tried again; the others of the call have ended.
             if ended is None or ended.error:
                 continue
             claim.pods.discard(pod_uid)

@@ -1,11 +1,12 @@
-"""An embedded kubelet: it admits the pods of its node, one at a time, and keeps the node's status.
+"""An embedded kubelet: it admits the pods of its node, one at a time, keeps the node's status, and serves PodResources v1.
 
 It behaves towards device plugins and PodResources clients as a real one was measured to (docs/reference/sandbox.md); its
 containers are child processes of this one (runtime/containers.py). `EmbeddedKubelet.run` is the only task that its opener
 starts; `start`, `stop` and `restart` set what it does and wait until it is done. One run from start to stop is a
-`KubeletBoot`. Its sync loop is level-triggered: it compares the API server's pods with the known ones and makes one step, so
-removals and deletions of the same moment come before the next admission. An admission holds up everything else, as in a
-real kubelet. State owned: the pods known since the start, and what outlives a start (claims, calls, containers).
+`KubeletBoot`. Its sync loop is level-triggered: it compares the API server's pods with the known ones and makes one step,
+so removals and deletions of the same moment come before the next admission. An admission holds up everything else, as in
+a real kubelet. State owned: the pods known since the start, the token bucket of PodResources, and what outlives a start
+(claims, calls, containers).
 """
 
 from __future__ import annotations
@@ -14,29 +15,111 @@ import asyncio
 import platform
 import random
 import stat
+import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import structlog
+from grpclib import GRPCError, Status
+from grpclib.const import Cardinality, Handler
+from msgspec import Struct, field
 
 from gpushare_agent.kit.grpc_server import GrpcServer
+from gpushare_agent.kit.protobuf import bytes_field
+from gpushare_agent.kit.rate import TokenBucket
 from gpushare_agent.kit.sockets import bind_unix_socket
 from gpushare_agent.kit.supervision import wait_for
 from gpushare_agent.model.errors import NotFound
+from gpushare_agent.model.pods import ContainerKind
 from gpushare_agent.sandbox.api.server import HOST, EmbeddedApiServer
 from gpushare_agent.sandbox.behaviour import KubeletTimes, behaviour_of
-from gpushare_agent.sandbox.kubelet.calls import CallLog
+from gpushare_agent.sandbox.kubelet.calls import CallLog, PodResourcesCall
 from gpushare_agent.sandbox.kubelet.device_manager import CHECKPOINT_NAME, AllocationFailed, DeviceManager, DeviceRecord
 from gpushare_agent.sandbox.kubelet.dra_manager import MAX_DRA_CALLS, ClaimRecords, DraCalls, DraManager
 from gpushare_agent.sandbox.kubelet.plugin_endpoint import PluginEndpoint, RegistrationService
-from gpushare_agent.sandbox.kubelet.pod_resources import PodResourcesService
 from gpushare_agent.sandbox.kubelet.pod_worker import FORCED_GRACE_S, KnownPod, PodState, PodWorkers
 from gpushare_agent.sandbox.pod_manifest import grace_s, is_terminal, timestamp
 from gpushare_agent.sandbox.runtime.containers import ContainerRuntime
 from gpushare_agent.sandbox.state_directory import NodePaths
+from gpushare_agent.wire.v1 import GetPodResourcesRequest
 
 log = structlog.get_logger(__name__)
+
+POD_RESOURCES_CALLS_PER_S = 100.0
+POD_RESOURCES_BURST = 10.0
+_SERVICE = "/v1.PodResourcesLister"
+
+
+def _full_bucket() -> TokenBucket:
+    clock = time.monotonic
+    return TokenBucket(rate=POD_RESOURCES_CALLS_PER_S, burst=POD_RESOURCES_BURST, clock=clock)
+
+
+class PodResourcesService(Struct, kw_only=True, eq=False):
+    """`listed` returns the pods of List, `find` one of Get; `has_get`: this version of the kubelet has Get switched on."""
+
+    listed: Callable[[], list[KnownPod]]
+    find: Callable[[str, str], KnownPod | None]
+    devices: DeviceManager
+    calls: CallLog
+    rng: random.Random
+    has_get: bool
+    notify: Callable[[], None]
+    _tokens: TokenBucket = field(default_factory=_full_bucket)
+
+    def __mapping__(self) -> dict[str, Handler]:
+        methods = {"List": self._list, "Get": self._get}
+        return {f"{_SERVICE}/{name}": self._handler(name, method) for name, method in methods.items()}
+
+    def _handler(self, name: str, method: Callable[[bytes], bytes]) -> Handler:
+        async def handle(stream: Any) -> None:
+            request = await stream.recv_message()
+            self._admit_call(name)
+            await stream.send_message(method(request or b""))
+
+        serve: Callable[[Any], Awaitable[None]] = handle
+        return Handler(serve, Cardinality.UNARY_UNARY, bytes, bytes)
+
+    def _admit_call(self, method: str) -> None:
+        is_refused = not self._tokens.take()
+        # What was open at that moment: tests prove by it that no List runs while an Allocate is open.
+        inside = tuple(self.calls.open_calls)
+        self.calls.pod_resources_calls.append(PodResourcesCall(method=method, inside=inside, is_refused=is_refused))
+        self.notify()
+        if is_refused:
+            raise GRPCError(Status.RESOURCE_EXHAUSTED, "rejected by rate limit")
+
+    def _list(self, _request: bytes) -> bytes:
+        pods = self.listed()
+        # Also in the middle of an Allocate, whose IDs are then free again: a fault of the real kubelet (device_manager.py).
+        self.devices.update_allocated()
+        # In no order that a client could rely on.
+        self.rng.shuffle(pods)
+        return b"".join([bytes_field(1, self._pod_message(pod)) for pod in pods])
+
+    def _get(self, raw_request: bytes) -> bytes:
+        # A kubelet without the feature gate answers with this status and text, not with UNIMPLEMENTED.
+        if not self.has_get:
+            raise GRPCError(Status.UNKNOWN, "PodResources API Get method disabled")
+        request = GetPodResourcesRequest.parse(raw_request)
+        pod = self.find(request.pod_namespace, request.pod_name)
+        if pod is None:
+            text = f"pod {request.pod_name} in namespace {request.pod_namespace} not found"
+            raise GRPCError(Status.UNKNOWN, text)
+        return bytes_field(1, self._pod_message(pod))
+
+    def _pod_message(self, pod: KnownPod) -> bytes:
+        """A PodResources message of the pod's main containers and sidecars."""
+        where = pod.identity
+        parts = [bytes_field(1, where.name.encode()), bytes_field(2, where.namespace.encode())]
+        for container in pod.containers:
+            # As measured: entries of init containers are not listed, of sidecars they are.
+            if container.kind is not ContainerKind.INIT:
+                message = self.devices.records.container_message(where.uid, container.name, self.rng)
+                parts.append(bytes_field(3, message))
+        return b"".join(parts)
+
 
 REJECTED_REASON = "UnexpectedAdmissionError"
 _SOCKET_MODE = 0o600
@@ -78,7 +161,7 @@ class KubeletBoot:
         )  # fmt: skip
 
     def begin_admissions(self) -> None:
-        """Before the delay is over."""
+        """Admits from now on, before the delay is over."""
         self._may_admit.set()
 
     async def run(self, *, until: Awaitable[None]) -> None:
@@ -94,9 +177,11 @@ class KubeletBoot:
                 self._spawn(self._sync_forever(), "kubelet-sync")
                 self._spawn(self._push_forever(), "kubelet-node-status")
                 self._spawn(self.dra.run(), "kubelet-dra-drivers")
+                # The block ends when the kubelet is stopped; its tasks are cancelled in order below.
                 await until
                 await self._end([pod_resources, registration])
         finally:
+            # Again, where the block ended by an error or a cancellation.
             await self._end([pod_resources, registration])
 
     async def _end(self, servers: list[GrpcServer]) -> None:
@@ -117,6 +202,7 @@ class KubeletBoot:
         return task
 
     def _accept(self, endpoint: PluginEndpoint) -> None:
+        # A plugin that registered while the kubelet stopped: nobody follows its stream.
         if not self.is_listening:
             endpoint.close()
             return
@@ -130,6 +216,7 @@ class KubeletBoot:
 
     def listed_pods(self) -> list[KnownPod]:
         lists_ended = self._kubelet.behaviour.lists_ended_pods
+        # Kubelets up to 1.33 go on listing pods that were rejected or have ended, until their object is deleted.
         return [pod for pod in self._pods.values() if lists_ended or pod.is_active]
 
     def _find_listed(self, namespace: str, name: str) -> KnownPod | None:
@@ -139,13 +226,16 @@ class KubeletBoot:
     # --- the sync loop ---
 
     async def _sync_forever(self) -> None:
+        # A real kubelet admits some 1.05 s after its start; until then List is empty.
         await wait_for(self._may_admit, self._times.admission_delay_s)
         self._stop_deleted_pods()
         self._spawn(self._reconcile_claims_forever(), "kubelet-claims")
         mine, changes = self._api.pods_by_node, self._api.pods_by_node.signal_of(self._node_name)
+        # Later pods are admissions as any: only these are waited for before records are forgotten.
         first = {raw["metadata"]["uid"] for raw in mine.of(self._node_name)}
         while True:
             self._note_ready(first)
+            # Before the step: a change during it is seen at once.
             seen = changes.count
             if not await self._sync_step():
                 await changes.wait(seen)
@@ -158,11 +248,13 @@ class KubeletBoot:
             self._signal.notify()
 
     async def _sync_step(self) -> bool:
-        """Whether something was done."""
+        """Makes one step; whether something was done."""
         bound = {p["metadata"]["uid"]: p for p in self._api.pods_by_node.of(self._node_name)}
+        # Removals first: what they free may let the next admission fit.
         for uid in [uid for uid in self._pods if uid not in bound]:
             await self._remove(self._pods.pop(uid))
             return True
+        # Then deletions, which free devices as well.
         for uid, raw in bound.items():
             pod = self._pods.get(uid)
             if pod is not None and raw["metadata"].get("deletionTimestamp") and pod.state is not PodState.STOPPING:
@@ -172,8 +264,10 @@ class KubeletBoot:
         for uid, raw in bound.items():
             if uid not in self._pods:
                 pod = self._pods[uid] = KnownPod.of(raw)
+                # It ended before the kubelet was started: nothing is called for it.
                 if is_terminal(raw):
                     pod.state = PodState.ENDED
+                # A pod that is being deleted before it was taken up is never admitted.
                 elif not raw["metadata"].get("deletionTimestamp"):
                     await self._admit(pod)
                 self._signal.notify()
@@ -182,11 +276,14 @@ class KubeletBoot:
 
     async def _admit(self, pod: KnownPod) -> None:
         try:
+            # In spec order, init containers first (measured); the first failure rejects the pod.
             for container in pod.containers:
                 await self.devices.allocate(pod.identity, container)
         except AllocationFailed as error:
             log.info("pod_rejected", pod=pod.identity.name, reason=str(error))
             self._workers.reject(pod, REJECTED_REASON, f"Allocate failed due to {error}, which is unexpected")
+            # A pod that ran before a restart of the kubelet, and whose plugin came too late: its containers are killed
+            # (measured).
             if self._runtime.living(pod.identity.uid):
                 pod.worker = self._start(pod, self._workers.stop_processes(pod, FORCED_GRACE_S))
             return
@@ -194,14 +291,18 @@ class KubeletBoot:
         pod.worker = self._start(pod, self._workers.run(pod))
 
     async def _remove(self, pod: KnownPod) -> None:
-        """The object has gone. After a forced deletion the processes live on for a while, without their devices."""
+        """Forgets a pod whose object has gone. After a forced deletion the processes live on for a while, without their
+        devices."""
+        # The worker first: it would start containers anew.
         await _cancel({pod.worker} if pod.worker is not None else ())
         if self._runtime.living(pod.identity.uid) or pod.raw["spec"].get("resourceClaims"):
+            # Not awaited: the share is free to the scheduler before the processes are gone, as in the real one.
             self._start(pod, self._workers.stop_and_unprepare(pod, FORCED_GRACE_S))
         self._runtime.forget(pod.identity.uid)
         self._signal.notify()
 
     async def _begin_termination(self, pod: KnownPod) -> None:
+        # Nothing runs: the object may go at once.
         if pod.state in (PodState.REJECTED, PodState.ENDED):
             self._workers.confirm_deletion(pod)
             return
@@ -213,7 +314,7 @@ class KubeletBoot:
         return self._spawn(body, f"pod {pod.identity.namespace}/{pod.identity.name}")
 
     def _stop_deleted_pods(self) -> None:
-        """Containers of pods that were deleted while the kubelet was down."""
+        """Stops the containers of pods that were deleted while the kubelet was down."""
         known = {raw["metadata"]["uid"] for raw in self._api.pods()}
         for uid in self._runtime.pods() - known:
             for container in self._runtime.living(uid):
@@ -221,8 +322,9 @@ class KubeletBoot:
             self._runtime.forget(uid)
 
     async def _reconcile_claims_forever(self) -> None:
-        """Claims of pods that ended while the kubelet was down, or whose driver was."""
+        """Unprepares claims of pods that ended while the kubelet was down, or whose driver was."""
         while True:
+            # Pods that are bound and not taken up yet count: their claims may have been prepared before a restart.
             mine = {
                 raw["metadata"]["uid"] for raw in self._api.pods_by_node.of(self._node_name) if not is_terminal(raw)
             }
@@ -244,7 +346,9 @@ class KubeletBoot:
         capacity, allocatable = dict(_PLAIN_CAPACITY), dict(_PLAIN_CAPACITY)
         known = (self._api.object_of("nodes", ("", self._node_name)) or {}).get("status", {})
         devices = self.devices.capacity()
+        # Without a checkpoint the node's extended resources begin at zero, until a plugin registers.
         is_reset = not self._has_pushed and not devices
+        # Others may write extended resources into the capacity, which a kubelet leaves there.
         for name, count in known.get("capacity", {}).items():
             if name not in _PLAIN_CAPACITY:
                 capacity[name] = allocatable[name] = "0" if is_reset else count
@@ -272,7 +376,7 @@ class KubeletBoot:
 
 
 async def _cancel(tasks: Collection[asyncio.Task[None]]) -> None:
-    """Again, where it was swallowed: grpclib turns a cancellation into its own error when the connection breaks then."""
+    """Cancels until all have ended: grpclib swallows a cancellation, as its own error, when the connection breaks then."""
     while running := {task for task in tasks if not task.done()}:
         for task in running:
             task.cancel()
@@ -319,7 +423,7 @@ class EmbeddedKubelet:
     # --- running ---
 
     async def run(self) -> None:
-        """Endless: one boot after another, while it is to run. Cancelling ends the containers too."""
+        """Runs one boot after another, without an end, while it is to run. Cancelling ends the containers too."""
         try:
             while True:
                 await self.signal_until(lambda: self._is_started)
@@ -328,6 +432,7 @@ class EmbeddedKubelet:
             self.runtime.close()
 
     async def _run_boot(self) -> None:
+        # Before the sockets are made, as measured: every socket goes, the plugins' too, and they have to notice.
         self._clean_plugin_directory()
         self._boots += 1
         self._boot = boot = KubeletBoot(self, self._boots, self._times)
@@ -339,6 +444,7 @@ class EmbeddedKubelet:
 
     async def signal_until(self, condition: Callable[[], bool]) -> None:
         """Returns when the condition holds. Without a deadline: for bodies that wait as long as they run."""
+        # No deadline: what is waited for is the life of the node.
         while not condition():
             await self.signal.wait(self.signal.count)
 

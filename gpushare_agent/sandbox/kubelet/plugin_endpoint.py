@@ -63,6 +63,7 @@ def go_error(status: Status, text: str) -> str:
 def _error_text(error: RpcFailed | MalformedMessageError) -> str:
     if isinstance(error, RpcFailed):
         return go_error(error.status, error.text)
+    # grpc-go has its own status for it, and prefixes its texts.
     if isinstance(error, MessageTooLargeError):
         return go_error(Status.RESOURCE_EXHAUSTED, f"grpc: {error}")
     return go_error(Status.INTERNAL, f"grpc: error unmarshalling request: {error}")
@@ -102,12 +103,14 @@ class PluginEndpoint:
     @classmethod
     async def dial(cls, resource: str, path: Path) -> PluginEndpoint:
         """Connects and asks for the options, as inside Register. Raises PluginCallError."""
+        # The limit of the largest message: that of ListAndWatch with all devices.
         channel = UnixChannel(path, max_answer_bytes=MESSAGE_LIMIT)
         try:
             with _plugin_errors():
                 await channel.connect(timeout_s=DIAL_TIMEOUT_S)
                 method = f"{_SERVICE}/GetDevicePluginOptions"
                 answer = await channel.unary(method, b"", DevicePluginOptions, timeout_s=OPTIONS_TIMEOUT_S)
+        # Register fails with it, and the plugin reads the text.
         except PluginCallError as error:
             channel.close()
             raise PluginCallError(f"failed to get device plugin options: {error}") from error
@@ -119,8 +122,10 @@ class PluginEndpoint:
     async def follow_devices(self, receive: Callable[[Mapping[str, PluginDevice]], None]) -> str:
         """Hands over every list of the stream until it ends; returns why it ended."""
         try:
+            # Closed with the block: an async generator that is left alone ends only with the garbage collector.
             async with aclosing(self._channel.unary_stream(f"{_SERVICE}/ListAndWatch", b"", bytes)) as messages:
                 async for message in messages:
+                    # A malformed list ends the stream, as an error of unmarshalling does in Go.
                     receive(parse_devices(message))
             return "EOF"
         except (RpcFailed, MalformedMessageError) as error:
@@ -131,6 +136,7 @@ class PluginEndpoint:
         request = bytes_field(1, b"".join([available, string_list(2, must_include), integer_field(3, size)]))
         with _plugin_errors():
             answer = await self._channel.unary(f"{_SERVICE}/GetPreferredAllocation", request, bytes)
+            # One container request was sent: further answers mean nothing.
             return [i for c in wire_frames.submessages(answer, 1)[:1] for i in wire_frames.texts(c, 1)]
 
     async def allocate(self, ids: list[str]) -> bytes | None:
@@ -138,6 +144,7 @@ class PluginEndpoint:
         request = bytes_field(1, string_list(1, ids))
         with _plugin_errors():
             responses = wire_frames.submessages(await self._channel.unary(f"{_SERVICE}/Allocate", request, bytes), 1)
+        # A Go client takes an answer without containers; the caller rejects the pod for it.
         return responses[0] if responses else None
 
     async def pre_start_container(self, ids: list[str]) -> None:
@@ -151,8 +158,8 @@ class PluginEndpoint:
 
 
 class RegistrationService:
-    """Dials back while the plugin waits for the answer. Hands every connected endpoint to `accept`, which returns before the
-    device stream is opened."""
+    """Dials back while the plugin waits for the answer. Hands every connected endpoint to `accept`, which returns before
+    the device stream is opened."""
 
     def __init__(self, directory: Path, accept: Callable[[PluginEndpoint], None]) -> None:
         self._directory = directory
@@ -172,9 +179,11 @@ class RegistrationService:
         if not _RESOURCE_NAME.fullmatch(request.resource_name):
             raise GRPCError(Status.UNKNOWN, f'the ResourceName "{request.resource_name}" is invalid')
         try:
+            # Inside Register: a plugin must serve before it registers, and must not wait for the answer on the same task.
             endpoint = await PluginEndpoint.dial(request.resource_name, self._directory / request.endpoint)
         except PluginCallError as error:
             raise GRPCError(Status.UNKNOWN, str(error)) from error
         log.info("plugin_registered", resource=request.resource_name, endpoint=request.endpoint)
         await stream.send_message(b"")
+        # After the answer, so that the plugin knows of its registration before its stream is opened.
         self._accept(endpoint)

@@ -16,6 +16,7 @@ _VARINT = 0
 
 def fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
     """Number and value of every field: any number of them, as in a real kubelet, which bounds a message's bytes alone."""
+    # As many fields as bytes: the agent's bound is for what is read inside an admission, and a list may have 109,120 IDs.
     for key, value, start, stop in scan_fields(message, 0, len(message), Fields(len(message))):
         yield key >> 3, value if key & 7 == _VARINT else message[start:stop]
 

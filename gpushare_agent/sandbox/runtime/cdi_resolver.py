@@ -1,7 +1,7 @@
 """CDI as the embedded node's container runtime does it: names of devices become what a container gets.
 
 Written apart from the agent's own code for specs (isolation/cdi/files.py), so that each can show the other's
-mistakes. Rules as those of the reference library: a file that is no spec is passed over; of two directories the later
+mistakes. Rules as those of the reference library: a file that is no spec is skipped; of two directories the later
 counts; two files of one directory that name a device make it unknown; one unknown name and the container is not
 created. Nothing is opened in /dev: whether a device node exists is not checked. State owned: none; the files are
 read at each start.
@@ -53,7 +53,9 @@ class CdiResolver:
         Raises:
             Rejected: a name that no spec has, or that two of one directory have.
         """
+        # A name that comes twice, by field and by annotation, is injected once.
         requested = list(dict.fromkeys(names))
+        # No file is read for the many containers without CDI devices.
         if not requested:
             return ResolvedEdits()
         known = self._known()
@@ -61,6 +63,7 @@ class CdiResolver:
         if missing:
             raise Rejected(f"CDI device injection failed: unresolvable CDI devices {', '.join(missing)}")
         found = [known[name] for name in requested]
+        # The edits of a file for all its devices come once, however many of these are requested.
         commons = {device.path: device.common for device in found}
         return _together([*commons.values(), *(device.edits for device in found)])
 
@@ -70,6 +73,7 @@ class CdiResolver:
         for directory in self._directories:
             for path in sorted(directory.glob("*")):
                 for name, device in _devices(path).items():
+                    # Two files of one directory contradict each other; of two directories the later one is meant to win.
                     if name in known and known[name].path.parent == directory:
                         ambiguous.add(name)
                     known[name] = device
@@ -86,18 +90,21 @@ def _devices(path: Path) -> dict[str, _Device]:
     """The devices of a file by qualified name; none for what is no spec."""
     if path.suffix not in (".json", ".yaml"):
         return {}
+    # As the reference library: a file that is no spec does not keep others from being used.
     with suppress(OSError, ValueError, TypeError, KeyError, yaml.YAMLError):
         if path.stat().st_size > (MAX_BYTES if path.suffix == ".json" else MAX_YAML_BYTES):
             raise ValueError(path)  # the agent leaves it out too
         text = path.read_text(encoding="utf-8")
         raw = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
         common = raw.get("containerEdits") or {}
+        # Strict as the reference library: a field that it does not know makes the spec invalid.
         _require_known(raw, _SPEC_KEYS)
         _require_known(common, _EDIT_KEYS)
         devices: dict[str, _Device] = {}
         for device in raw["devices"]:
             _require_known(device, _DEVICE_KEYS)
             _require_known(device["containerEdits"], _EDIT_KEYS)
+            # A device without edits is invalid by the specification.
             if not device["containerEdits"] or device["name"] in devices:
                 raise ValueError(device["name"])
             devices[device["name"]] = _Device(path=path, edits=device["containerEdits"], common=common)
@@ -113,6 +120,7 @@ def _require_known(raw: Mapping[str, Any], keys: frozenset[str]) -> None:
 def _together(parts: Sequence[Mapping[str, Any]]) -> ResolvedEdits:
     env = [entry.partition("=") for part in parts for entry in part.get("env") or ()]
     nodes = [node["path"] for part in parts for node in part.get("deviceNodes") or ()]
+    # By the path in the container: a later mount hides the earlier.
     mounts = {m["containerPath"]: m["hostPath"] for part in parts for m in part.get("mounts") or ()}
     return ResolvedEdits(
         env=tuple((name, value) for name, _, value in env),

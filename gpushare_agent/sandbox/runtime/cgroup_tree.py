@@ -72,16 +72,19 @@ class NoCgroups:
 
 
 class KernelCgroups:
-    """A tree in a real hierarchy. `parent` is this process's own directory there; `root` is what an agent of the node takes
-    for /sys/fs/cgroup."""
+    """A tree in a real hierarchy. `parent` is this process's own directory there; `root` is what an agent of the node
+    takes for /sys/fs/cgroup."""
 
     def __init__(self, parent: Path) -> None:
         """Raises OSError where no process can be moved to such a tree."""
+        # Of sandboxes that were killed: their processes go on otherwise.
         remove_stale(parent)
+        # The random part: two sandboxes of one process, as in tests, must not share a tree.
         self.root = parent / f"gpushare-sandbox-{os.getpid()}-{_pid_namespace()}-{secrets.token_hex(4)}"
         self.root.mkdir()
         try:
             (self.root / PODS).mkdir(parents=True)
+            # Proved, not derived: rights, delegation and v2's rule of no inner processes differ from host to host.
             self._try_to_move()
         except OSError:
             _remove_soon(self.root)
@@ -152,6 +155,7 @@ def open_cgroup_tree(kind: str | None = None) -> tuple[CgroupTreeKind, KernelCgr
     for candidate in _KINDS if requested is None else (requested,):
         if candidate == "none":
             return candidate, NoCgroups()
+        # Several controllers of v1 may be mounted; one that can be written is enough.
         for parent in _parents(candidate):
             try:
                 return candidate, KernelCgroups(parent)
@@ -167,9 +171,11 @@ def remove_stale(parent: Path) -> None:
     """Trees whose sandbox is dead: what is left of their processes is killed."""
     for path in sorted(parent.glob("gpushare-sandbox-*")):
         match = _NAME.fullmatch(path.name)
+        # A PID of another namespace says nothing here: its sandbox may live.
         if match is None or match[2] != _pid_namespace() or Path("/proc", match[1]).exists():
             continue
         with contextlib.suppress(FileNotFoundError):  # another sandbox has removed it
+            # Another user's tree is theirs to remove.
             if path.stat().st_uid == os.geteuid():
                 _kill_below(path)
                 log.info("stale_cgroups_found", path=str(path), is_removed=_remove_soon(path))
@@ -184,6 +190,7 @@ def _pid_namespace() -> str:
 
 
 def _parents(kind: CgroupTreeKind) -> Iterator[Path]:
+    # Below this process's own cgroup: elsewhere a user may have no right, and a container sees nothing else.
     own = dict(_own_cgroups())
     mounts = list(_mounts())
     for name in ("",) if kind == "v2" else _V1_CONTROLLERS:
@@ -206,12 +213,14 @@ def _mounts() -> Iterator[tuple[str, str, str, list[str]]]:
     for line in Path("/proc/self/mountinfo").read_text().splitlines():
         before, _, after = line.partition(" - ")
         left, right = before.split(" "), after.split(" ")
+        # The kernel escapes blanks and backslashes of paths as octal numbers.
         point = re.sub(r"\\([0-7]{3})", lambda m: chr(int(m[1], 8)), left[4])
         yield right[0], left[3], point, right[-1].split(",")
 
 
 def _below(own: str, root: str) -> str | None:
     """Our path as seen from the mounted directory; None where the mount does not show it."""
+    # Outside of its cgroup namespace's root: the mount does not show where it is.
     if ".." in own.split("/"):
         return None
     if root == "/":

@@ -1,13 +1,14 @@
 """The embedded node's container runtime: each container is a child process of the sandbox, in a cgroup of its own.
 
-There are no namespaces, no images and no root file system: a container sees the machine. By default its process sleeps; an
-image of the name `sandbox/host` runs its command (container_config.py). Containers live on while the kubelet is stopped, as
-real ones do, and end with the sandbox. Where no cgroup can be created they have no processes and run no command.
+There are no namespaces, no images and no root file system: a container sees the machine. By default its process sleeps;
+an image of the name `sandbox/host` runs its command (container_config.py). Containers live on while the kubelet is
+stopped, as real ones do, and end with the sandbox. Where no cgroup can be created they have no processes and run no
+command.
 
-A container's first process is a small shell that waits for one line and then becomes the command: so nothing of a container
-runs outside its cgroup. The kernel kills it if the sandbox dies first. A container has ended once no process is left in its
-cgroup: those that its first process leaves behind are killed, as a runtime does without a PID namespace. State owned: the
-containers, their processes, and the cgroup tree (cgroup_tree.py).
+A container's first process is a small shell that waits for one line and then becomes the command: so nothing of a
+container runs outside its cgroup. The kernel kills it if the sandbox dies first. A container has ended once no process is
+left in its cgroup: those that its first process leaves behind are killed, as a runtime does without a PID namespace.
+State owned: the containers, their processes, and the cgroup tree (cgroup_tree.py).
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ from gpushare_agent.sandbox.pod_manifest import timestamp
 from gpushare_agent.sandbox.runtime.cgroup_tree import NO_CGROUPS, CgroupTreeKind, open_cgroup_tree
 
 _GATE = '[ "$PPID" = "$1" ] || exit 1; shift; read -r _ || exit 1; exec "$@" </dev/null'
-"""A parent that has died before the kernel was asked for the death signal is no longer the parent: nothing then runs on."""
+"""A parent that has died before the kernel was asked for the death signal is no longer the parent: nothing then runs
+on."""
 _END_TIMEOUT_S = 10.0
 _PR_SET_PDEATHSIG = 1
 _SETPRIV = shutil.which("setpriv")
@@ -66,19 +68,22 @@ class ContainerProcess:
 
     def release(self, on_exit: Callable[[int], None]) -> None:
         """Lets it run. `on_exit` gets the exit code, 128 and the signal's number where one ended it, once."""
+        # A pidfd becomes readable at the end: no thread waits, and no signal handler of the loop is needed.
         self._fd = os.pidfd_open(self.pid)
         asyncio.get_running_loop().add_reader(self._fd, self._ended, on_exit)
         with contextlib.suppress(BrokenPipeError), self._gate:  # killed already: its exit is observed
             self._gate.write(b"\n")
 
     def send_signal(self, number: signal.Signals) -> None:
-        """Nothing where it has ended."""
+        """Sends the signal; nothing where it has ended."""
         self._process.send_signal(number)
 
     def end(self) -> int | None:
         """Kills it and waits, blocking, for a moment; `on_exit` is not called any more. None where it does not go."""
+        # First, so that `on_exit` is not called for an end that was asked for.
         self._forget_fd()
         self._process.kill()
+        # A process that was never released waits for its line: closing ends that wait, too.
         self._gate.close()
         try:
             return exit_code(self._process.wait(_END_TIMEOUT_S))
@@ -113,6 +118,7 @@ class AbsentProcess:
 
     def send_signal(self, number: signal.Signals) -> None:
         """Ends it, as a process that handles no signal."""
+        # Soon and not now, as a real process's end is: the caller goes on with its state first.
         asyncio.get_running_loop().call_soon(self._ended, exit_code(-number))
 
     def end(self) -> int | None:
@@ -120,6 +126,7 @@ class AbsentProcess:
         return exit_code(-signal.SIGKILL)
 
     def _ended(self, code: int, *, is_reported: bool = True) -> None:
+        # Once: a timer and a signal may both come.
         on_exit, self._on_exit = self._on_exit, None
         if self._timer is not None:
             self._timer.cancel()
@@ -212,7 +219,7 @@ class ContainerRuntime:
 
     @property
     def why_no_processes(self) -> str:
-        """Empty where containers have processes."""
+        """The reason why containers have no processes; empty where they have."""
         return NO_CGROUPS if self.kind == "none" else ""
 
     # --- reading ---
@@ -256,6 +263,7 @@ class ContainerRuntime:
         where = f"container {container.name} of pod {container.pod_namespace}/{container.pod_name}"
         if not container.is_running:
             raise NotFound(f"{where} does not run: it ended with exit code {container.exit_code}")
+        # PID 1 and the sandbox itself would go with the container's end.
         if pid <= 1 or pid == os.getpid():
             raise Unavailable(f"process {pid} cannot be put into {where}: only a process started for it can")
         try:
@@ -276,13 +284,14 @@ class ContainerRuntime:
             raise Unavailable(f"no cgroup can be made for pod {pod_uid}: {error.strerror or error}") from error
 
     def start(self, config: ContainerConfig) -> Container:
-        """Raises Unavailable where the machine gives no process or no cgroup, and where no process can have such an argument
-        or variable."""
+        """Raises Unavailable where the machine gives no process or no cgroup, and where no process can have such an
+        argument or variable."""
         where = f"container {config.name} of pod {config.pod_namespace}/{config.pod_name}"
         if self._is_closed:
             raise Unavailable(f"{where} cannot start: the node has ended")
         if self.kind == "none" and config.command:
             raise Unavailable(f"{where} cannot run its command: {NO_CGROUPS}; run the sandbox as root")
+        # The run before has ended: its number goes on.
         before = self.find(config.pod_uid, config.name)
         attempt = before.attempt + 1 if before is not None else 0
         try:
@@ -303,6 +312,7 @@ class ContainerRuntime:
     def _create(self, config: ContainerConfig, attempt: int) -> Container:
         """A container with its first process in its cgroup, waiting for its release."""
         self._started += 1
+        # 64 hexadecimal digits, as containerd's: the agent finds cgroups by that form.
         identity = hashlib.sha256(f"{self._salt}/{config.pod_uid}/{config.name}/{self._started}".encode()).hexdigest()
         cgroup = self._tree.add(config.pod_uid, identity)
         try:
@@ -324,6 +334,7 @@ class ContainerRuntime:
         command, log_path = config.command or sleep, self._new_log(config, attempt)
         process = ContainerProcess(command, env=config.env, cwd=Path("/"), output=log_path)
         try:
+            # While it waits at its gate: nothing of the container runs outside its cgroup.
             self._tree.attach(cgroup, process.pid)
         except OSError:
             process.end()
@@ -332,6 +343,7 @@ class ContainerRuntime:
 
     def _new_log(self, config: ContainerConfig, attempt: int) -> Path:
         path = self.log_of(config)
+        # A new pod of this name begins with an empty log; restarts go on in it, up to the bound.
         if path.exists() and (attempt == 0 or path.stat().st_size > MAX_LOG_BYTES):
             path.unlink()
         return path
@@ -340,23 +352,28 @@ class ContainerRuntime:
         """TERM, and KILL after the grace period; returns before the process has gone. The last call's times count."""
         if not container.is_running:
             return
+        # A second stop with a shorter grace period replaces the first.
         self._cancel_timers(container)
+        # The annotation delays TERM, for tests of programs that do not end at once.
         if container.ignore_term_s <= 0:
             self._terminate(container)
         elif container.ignore_term_s < grace_s:
             self._later(container, container.ignore_term_s, self._terminate)
+        # In any case: TERM may be ignored.
         self._later(container, grace_s, self.kill)
 
     def kill(self, container: Container) -> None:
         """Ends all its processes as a crash would; returns before they have gone."""
         if container.is_running:
             self._signal(container, signal.SIGKILL)
+            # All of its processes: children may have made sessions of their own.
             self._tree.kill(container.cgroup)
 
     def forget(self, pod_uid: str) -> None:
         """Drops the ended containers of a pod; those that still live once they have ended, unless one starts again."""
         for key in [k for k, c in self._containers.items() if k[0] == pod_uid and not c.is_running]:
             del self._containers[key]
+        # Some still live: they are forgotten when they have ended.
         if any(uid == pod_uid for uid, _ in self._containers):
             self._forgotten.add(pod_uid)
         else:
@@ -372,6 +389,7 @@ class ContainerRuntime:
         for timer in [timer for timers in self._timers.values() for timer in timers]:
             timer.cancel()
         self._timers.clear()
+        # Blocking, for the loop may be gone: the sandbox is at its end.
         for identity, process in sorted(self._processes.items()):
             if process.end() is None:
                 log.warning("container_process_stays", container=identity, pid=process.pid)
@@ -380,6 +398,7 @@ class ContainerRuntime:
             if container.is_running:
                 container.exit_code, container.finished_at, container.ended_at = KILLED, timestamp(), time.time()
         deadline = time.monotonic() + _CLOSE_TIMEOUT_S
+        # A killed process needs a moment, and a processor, to be gone.
         while not self._tree.close():
             if time.monotonic() > deadline:
                 log.warning("cgroups_stay", path=str(self.cgroup_root), next="the next sandbox removes them")
@@ -399,11 +418,13 @@ class ContainerRuntime:
         if self._is_closed:
             return
         self._tree.kill(container.cgroup)
+        # A cgroup with a process in it cannot go: tried again, at most 20 times a second.
         if not self._tree.remove(container.cgroup):
             next_s = min(retry_s * 2, _LAST_RETRY_S)
             self._later(container, retry_s, lambda ended: self._remove_rest(ended, next_s, code))
             return
         self._cancel_timers(container)
+        # Only now: a container has ended when the last of its processes has.
         container.exit_code, container.finished_at, container.ended_at = code, timestamp(), time.time()
         self._notify(container)
         if container.pod_uid in self._forgotten:

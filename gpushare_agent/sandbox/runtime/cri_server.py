@@ -33,6 +33,7 @@ class CriServer:
 
     async def start(self) -> None:
         """Raises OSError where the socket cannot be made."""
+        # A second start is no error: tests stop and start the runtime under the agent.
         if self._server is None:
             server = GrpcServer([_RuntimeService(self._runtime)])
             await server.serve(bind_unix_socket(self.path, mode=SOCKET_MODE))
@@ -60,12 +61,14 @@ class _RuntimeService(v1.RuntimeServiceBase):
 
     async def list_containers(self, message: v1.ListContainersRequest) -> v1.ListContainersResponse:
         found = map(_listed, self._runtime.containers())
+        # An absent filter lists all.
         asked = message.filter
         return v1.ListContainersResponse(containers=[c for c in found if asked is None or _matches(c, asked)])
 
     async def container_status(self, message: v1.ContainerStatusRequest) -> v1.ContainerStatusResponse:
         for container in self._runtime.containers():
             if container.id == message.container_id:
+                # containerd's info, of which the agent reads the PID; 0 where it does not run.
                 info = {"sandboxID": _pod_sandbox_id(container), "pid": container.pid if container.is_running else 0}
                 return v1.ContainerStatusResponse(
                     status=_status(container), info={"info": json.dumps(info)} if message.verbose else {}
@@ -92,6 +95,7 @@ def _status(container: Container) -> v1.ContainerStatus:
         metadata=v1.ContainerMetadata(name=container.name, attempt=container.attempt),
         state=_state(container),
         created_at=int(container.created_at * _NS_PER_S),
+        # Started when created: there is no image to unpack in between.
         started_at=int(container.created_at * _NS_PER_S),
         finished_at=int(container.ended_at * _NS_PER_S),
         exit_code=container.exit_code or 0,

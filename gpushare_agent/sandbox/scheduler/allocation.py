@@ -1,4 +1,9 @@
-"""Devices for ResourceClaims as kube-scheduler chooses them: first fit, in the order of the slices. Pure.
+"""Devices for ResourceClaims as kube-scheduler chooses them: CEL selectors, then first fit in the order of the slices. Pure.
+
+Of CEL is known as much as a sandbox needs: `device.driver`, `device.attributes['domain'].name`,
+`device.capacity['domain'].name`, literals, lists, the operators && || ! == != < <= > >= in, `quantity`, `semver`,
+`startsWith` and `compareTo`. Anything else is refused: a guess would allocate what a real scheduler does not. Python's own
+parser reads the expression after its operators are translated; nothing of it is executed as Python.
 
 Pools go by driver and name, slices by name, devices as they stand; of one request's devices each is another one. A request
 consumes what it asks of each capacity, rounded by the capacity's policy, and the default of what it does not ask. Where a
@@ -8,11 +13,186 @@ choice leaves nothing for a later request the next is tried. Source: resource.k8
 
 from __future__ import annotations
 
+import ast
+import keyword
+import operator
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from fractions import Fraction
+from typing import Any
 
 from msgspec import Struct, field
 
-from gpushare_agent.sandbox.scheduler.selectors import DeviceView
+from gpushare_agent.cluster.kube.objects import whole_number
+from gpushare_agent.model.errors import Corrupt, Rejected
+
+# --- selectors ---
+
+MAX_EXPRESSION_CHARS = 10 * 1024
+"""resource.k8s.io's own limit."""
+_TOKEN = re.compile(
+    r"""\s*("(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*'|\w+|&&|\|\||==|!=|<=|>=|[<>!()\[\],.-])\s*""", re.ASCII
+)
+_TRANSLATED = {"&&": "and", "||": "or", "!": "~", "true": "True", "false": "False"}
+_OPERATORS: Mapping[type[ast.cmpop], Callable[[Any, Any], bool]] = {
+    ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+}  # fmt: skip
+
+
+AttributeValue = str | int | bool
+"""Of a device, but for a version."""
+
+
+class Version(Struct, frozen=True, order=True):
+    numbers: tuple[int, ...]
+
+
+class DeviceView(Struct, frozen=True, kw_only=True):
+    """Names with their domain: `gpushare-agent/uuid`. Capacities are Fractions."""
+
+    driver: str
+    attributes: Mapping[str, AttributeValue | Version]
+    capacity: Mapping[str, Fraction]
+
+
+class SelectorFailed(Rejected):
+    """The expression has no value for a device, as of an attribute that it does not have."""
+
+
+def version(text: str) -> Version:
+    """Raises SelectorFailed. A pre-release is not compared."""
+    match = re.fullmatch(r"([0-9]{1,9})\.([0-9]{1,9})\.([0-9]{1,9})", text)
+    if match is None:
+        raise SelectorFailed(f"{text!r:.80} is no version of three numbers")
+    return Version(tuple(map(int, match.groups())))
+
+
+def parse_selector(expression: str) -> Callable[[DeviceView], bool]:
+    """Both this and the result raise Rejected for what is not known here, the result SelectorFailed too."""
+    unknown = Rejected(
+        f"the sandbox's scheduler cannot evaluate the CEL selector {expression!r:.200}; it knows comparisons of"
+        " device.driver, device.attributes and device.capacity (docs/reference/sandbox.md)"
+    )
+    try:
+        # Parsed only: nothing of the expression is ever run as Python.
+        tree = ast.parse(_translated(expression), mode="eval").body
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise unknown from error
+
+    def selects(device: DeviceView) -> bool:
+        try:
+            return bool(_of_type(_value(tree, device), bool))
+        except (NotImplementedError, RecursionError) as error:
+            raise unknown from error
+
+    return selects
+
+
+def _translated(expression: str) -> str:
+    words, position = [], 0
+    if len(expression) > MAX_EXPRESSION_CHARS:
+        raise ValueError(expression)
+    while position < len(expression):
+        match = _TOKEN.match(expression, position)
+        # A word that is a keyword in Python would be parsed as one: in CEL it is a name that is not known.
+        if match is None or (match[1] != "in" and keyword.iskeyword(match[1])):
+            raise ValueError(expression)
+        words.append(_TRANSLATED.get(match[1], match[1]))
+        position = match.end()
+    return " ".join(words)
+
+
+def _value(node: ast.AST, device: DeviceView) -> Any:
+    """Raises NotImplementedError for what is not known, SelectorFailed."""
+    match node:
+        # No floats: attributes and capacities have none.
+        case ast.Constant(value=bool() | int() | str()):
+            return node.value
+        case ast.List():
+            return [_value(one, device) for one in node.elts]
+        case ast.BoolOp():
+            return _joined(node, device)
+        case ast.UnaryOp(op=ast.Invert()):
+            return not _of_type(_value(node.operand, device), bool)
+        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() as number)):
+            return -number
+        case ast.Compare(left=left, ops=[compared], comparators=[right]):
+            return _compared(compared, _value(left, device), _value(right, device))
+    return _called(node, device)
+
+
+def _called(node: ast.AST, device: DeviceView) -> Any:
+    match node:
+        case ast.Call(func=ast.Name(id="quantity"), args=[ast.Constant(value=str() as text)], keywords=[]):
+            return _quantity(text)
+        case ast.Call(func=ast.Name(id="semver"), args=[ast.Constant(value=str() as text)], keywords=[]):
+            return version(text)
+        case ast.Call(func=ast.Attribute(value=target, attr="startsWith"), args=[prefix], keywords=[]):
+            return _of_type(_value(target, device), str).startswith(_of_type(_value(prefix, device), str))
+        case ast.Call(func=ast.Attribute(value=target, attr="compareTo"), args=[other], keywords=[]):
+            left = _value(target, device)
+            right = _of_type(_value(other, device), type(left))
+            return (left > right) - (left < right)
+        case ast.Attribute(value=ast.Name(id="device"), attr="driver"):
+            return device.driver
+        case ast.Attribute(
+            value=ast.Subscript(
+                value=ast.Attribute(value=ast.Name(id="device"), attr="attributes" | "capacity" as group),
+                slice=ast.Constant(value=str() as domain),
+            ),
+            attr=name,
+        ):
+            values = device.attributes if group == "attributes" else device.capacity
+            # As in CEL: the expression has no value for a device without the attribute.
+            if f"{domain}/{name}" not in values:
+                raise SelectorFailed(f"no such key: {name}")
+            return values[f"{domain}/{name}"]
+    raise NotImplementedError(ast.dump(node)[:80])
+
+
+def _joined(node: ast.BoolOp, device: DeviceView) -> bool:
+    """A part that decides hides another's failure, on either side, as in CEL."""
+    decides = isinstance(node.op, ast.Or)
+    failure: SelectorFailed | None = None
+    for part in node.values:
+        try:
+            if _of_type(_value(part, device), bool) == decides:
+                return decides
+        except SelectorFailed as error:
+            failure = failure or error
+    if failure is not None:
+        raise failure
+    return not decides
+
+
+def _compared(compared: ast.cmpop, left: Any, right: Any) -> bool:
+    # A list of literals on the right, as in `device.driver in ['a', 'b']`.
+    if isinstance(compared, ast.In):
+        return left in _of_type(right, list)
+    # CEL compares nothing of two types: an error and not false.
+    right = _of_type(right, type(left))
+    # Quantities and versions are ordered by compareTo alone.
+    if not isinstance(compared, ast.Eq | ast.NotEq) and type(left) not in (int, str):
+        raise SelectorFailed(f"{left!r:.80} has no order; use compareTo")
+    return _OPERATORS[type(compared)](left, right)
+
+
+def _quantity(text: str) -> Fraction:
+    try:
+        return Fraction(whole_number(text, "quantity"))
+    except Corrupt as error:
+        raise SelectorFailed(str(error)) from error
+
+
+def _of_type(value: Any, kind: type) -> Any:
+    # type() and not isinstance: a bool is an int in Python.
+    if type(value) is not kind:
+        raise SelectorFailed(f"{value!r:.80} is compared with, or used as, another kind of value")
+    return value
+
+
+# --- allocation ---
 
 DeviceKey = tuple[str, str, str]
 """Driver, pool, device."""
@@ -44,12 +224,14 @@ class Capacity(Struct, frozen=True, kw_only=True):
     """Written with Ki, Mi, Gi."""
 
     def consumed(self, asked: int | None) -> int | None:
-        """None where the policy has nothing so large."""
+        """The amount that is consumed; None where the policy has nothing so large."""
+        # A capacity that nobody asks for takes its default, which is often the whole: a trap for who asks for one of two.
         if asked is None:
             return self.default
         if self.steps is None:
             return asked
         least, most, step = self.steps
+        # Rounded up to the next step (measured: 300Mi becomes 512Mi, no cores become 1).
         rounded = least + -(-max(0, asked - least) // step) * step
         return rounded if rounded <= most else None
 
@@ -82,6 +264,7 @@ class Constraint(Struct, frozen=True, kw_only=True):
     requests: frozenset[str] = frozenset()
 
     def covers(self, name: str) -> bool:
+        # A constraint may name the request, or one alternative of it.
         return not self.requests or bool({name, name.partition("/")[0]} & self.requests)
 
 
@@ -103,6 +286,7 @@ class Share(Struct, frozen=True, kw_only=True):
 
 def allocate(claims: Sequence[ClaimRequests], devices: Sequence[Device], used: Used) -> list[list[Share]] | None:
     """The shares of each claim, all claims together; None where they cannot all be had. Raises what `selects` raises."""
+    # All claims of a pod in one search: a choice for one may leave nothing for the next.
     search = _Search(claims, devices, used)
     if not search.request(0):
         return None
@@ -121,9 +305,11 @@ class _Search:
 
     def request(self, position: int) -> bool:
         """Whether the requests from this one on can be served."""
+        # All are served: the search has found the first fit.
         if position == len(self._requests):
             return True
         number, options = self._requests[position]
+        # In their order: firstAvailable means the first alternative that can be had.
         return any(self._option(position, number, option) for option in options)
 
     def _option(self, position: int, number: int, option: Option) -> bool:
@@ -131,12 +317,14 @@ class _Search:
         if option.count is None:  # all that have enough free, as measured
             suitable = [device for device in suitable if self._share(device, option) is not None]
         count = len(suitable) if option.count is None else option.count
+        # allocationMode All of no device is no allocation.
         return count > 0 and self._pick(position, number, option, suitable, count)
 
     def _pick(self, position: int, number: int, option: Option, suitable: Sequence[Device], count: int) -> bool:
         """`count` more of `suitable`: a request's devices are equal, so only their combinations matter."""
         if count == 0:
             return self.request(position + 1)
+        # Combinations, not permutations: the devices of one request are equal.
         for n in range(len(suitable) - count + 1):
             share = self._share(suitable[n], option)
             if share is None or not self._is_allowed(number, share):
@@ -144,21 +332,24 @@ class _Search:
             self.picked.append((number, share))
             if self._pick(position, number, option, suitable[n + 1 :], count - 1):
                 return True
+            # What follows could not be served: another device is tried.
             self.picked.pop()
         return False
 
     def _share(self, device: Device, option: Option) -> Share | None:
-        """None where the device has not so much free."""
+        """The share of the device; None where it has not so much free."""
         asked = {name if "/" in name else f"{device.key[0]}/{name}": amount for name, amount in option.asked.items()}
         if not asked.keys() <= device.capacity.keys() or not all(
             tolerates(option.tolerations, taint) for taint in device.taints
         ):
             return None
+        # What this search has chosen counts as consumed already, of other claims too.
         picked = [share.consumed for _, share in self.picked if share.device.key == device.key]
         taken = [self._used.get(device.key, {}), *picked]
         consumed: dict[str, int] = {}
         for name, capacity in device.capacity.items():
             amount = capacity.consumed(asked.get(name))
+            # Every capacity is consumed, asked for or not: all must have room.
             if amount is None or sum(one.get(name, 0) for one in taken) + amount > capacity.value:
                 return None
             consumed[name] = amount
@@ -175,6 +366,7 @@ class _Search:
                 for other in others
                 if constraint.covers(other.request)
             ]
+            # A device without the attribute satisfies no constraint on it.
             if value is None or (value in values if constraint.is_distinct else any(one != value for one in values)):
                 return False
         return True
@@ -185,6 +377,7 @@ def tolerates(tolerations: Iterable[Toleration], taint: Taint) -> bool:
     if taint.effect == "None":
         return True
     for one in tolerations:
+        # An empty effect or key tolerates any, as of nodes' taints.
         if one.effect not in (None, "", taint.effect) or one.key not in (None, "", taint.key):
             continue
         if one.operator == "Exists" or (one.key and (one.value or "") == (taint.value or "")):

@@ -1,9 +1,9 @@
 """Pods' ResourceClaims: made from templates, allocated with the pod's node, released when their last pod has ended.
 
 In a real cluster the resource claim controller makes and releases them, and the scheduler allocates. A claim that a pod's
-template made goes with the pod, also when the pod has ended and its object stays. Devices are read as this project's driver
-publishes them: in slices of one node, each shareable, a capacity's policy a range. Admin access is refused with a sentence.
-Format: resource.k8s.io/v1. State owned: none but the objects of the API server.
+template made goes with the pod, also when the pod has ended and its object stays. Devices are read as this project's
+driver publishes them: in slices of one node, each shareable, a capacity's policy a range. Admin access is refused with a
+sentence. Format: resource.k8s.io/v1. State owned: none but the objects of the API server.
 """
 
 from __future__ import annotations
@@ -23,22 +23,20 @@ from gpushare_agent.model.errors import Corrupt, Rejected
 from gpushare_agent.sandbox.api.server import EmbeddedApiServer
 from gpushare_agent.sandbox.pod_manifest import RawObject, is_terminal, timestamp
 from gpushare_agent.sandbox.scheduler.allocation import (
+    AttributeValue,
     Capacity,
     ClaimRequests,
     Constraint,
     Device,
     DeviceKey,
+    DeviceView,
     Option,
+    SelectorFailed,
     Share,
     Taint,
     Toleration,
-    allocate,
-)
-from gpushare_agent.sandbox.scheduler.selectors import (
-    AttributeValue,
-    DeviceView,
-    SelectorFailed,
     Version,
+    allocate,
     parse_selector,
     version,
 )
@@ -84,8 +82,9 @@ class _Slice(Struct, rename="camel"):
 
 
 def read_devices(slices: Iterable[RawObject], node: str) -> list[Device]:
-    """Those of one node, in the scheduler's order; none of a pool that is not complete."""
+    """The devices of one node, in the scheduler's order; none of a pool that is not complete."""
     pools: dict[tuple[str, str], list[_Slice]] = {}
+    # By name: first fit goes through slices in this order, which is how a driver influences the choice.
     for raw in sorted(slices, key=lambda one: str(one["metadata"].get("name"))):
         try:
             one = convert(raw["spec"], _Slice)
@@ -95,8 +94,10 @@ def read_devices(slices: Iterable[RawObject], node: str) -> list[Device]:
             pools.setdefault((one.driver, one.pool.name), []).append(one)
     found: list[Device] = []
     for driver, pool in sorted(pools):
+        # A driver replaces slices one by one: those of an older generation are void.
         newest = max(one.pool.generation for one in pools[driver, pool])
         members = [one for one in pools[driver, pool] if one.pool.generation == newest]
+        # A pool that lacks a slice is left out as a whole, as in kube-scheduler: half of it would show wrong devices.
         if len(members) == members[0].pool.resource_slice_count:
             found += [_device(device, driver, pool) for one in members for device in one.devices or ()]
     return found
@@ -119,6 +120,7 @@ def _full(name: str, driver: str) -> str:
 
 
 def _attribute(value: Mapping[str, AttributeValue]) -> AttributeValue | Version:
+    # An attribute has one value, under the name of its type.
     kind, found = next(iter(value.items()))
     return version(str(found)) if kind == "version" else found
 
@@ -127,6 +129,7 @@ def _capacity(one: _Capacity) -> Capacity:
     value, policy = _number(one.value), one.request_policy or _Policy()
     steps, limits = None, policy.valid_range
     if limits is not None:
+        # What a range does not say: from nothing to the whole, in steps of 1.
         given = ((limits.min, 0), (limits.max, value), (limits.step, 1))
         least, most, step = (usual if number is None else _number(number) for number, usual in given)
         steps = least, most, step
@@ -134,6 +137,7 @@ def _capacity(one: _Capacity) -> Capacity:
         value=value,
         default=value if policy.default is None else _number(policy.default),
         steps=steps,
+        # Results are written in the units of the slice.
         is_binary=str(one.value).endswith("i"),
     )
 
@@ -178,7 +182,7 @@ class _Request(Struct, rename="camel"):
 
     @property
     def options(self) -> list[tuple[str, _Exactly]]:
-        """With their names, of which an alternative's has the request's before it."""
+        """The options with their names, of which an alternative's has the request's before it."""
         if self.exactly is not None:
             return [(self.name, self.exactly)]
         return [(f"{self.name}/{one.name}", one) for one in self.first_available or ()]
@@ -226,17 +230,21 @@ def read_requests(spec: Mapping[str, object], classes: Mapping[str, RawObject]) 
 
 
 def _option(name: str, one: _Exactly, classes: Mapping[str, RawObject]) -> Option:
+    # A real scheduler waits for the class, with this reason.
     if one.device_class_name not in classes:
         raise Rejected(f"request {name}: device class {one.device_class_name} does not exist")
+    # It would give a device that others have: nothing here shows what that means.
     if one.admin_access:
         raise Rejected(f"request {name}: the sandbox's scheduler gives no admin access")
     own = convert(classes[one.device_class_name]["spec"], _Class)
+    # The class's selectors first: its text names it, where both fail.
     parsed = [
         (f"{where}selector #{number}", parse_selector(selector.cel.expression))
         for where, selectors in ((f"class {one.device_class_name}: ", own.selectors), ("", one.selectors))
         for number, selector in enumerate(selectors or ())
     ]
     count = one.count or 1
+    # resource.k8s.io/v1 has no more results in one claim.
     if not 0 < count <= MAX_RESULTS:
         raise Rejected(f"request {name}: count must be from 1 to {MAX_RESULTS}")
     asked = (one.capacity.requests if one.capacity is not None else None) or {}
@@ -252,6 +260,7 @@ def _option(name: str, one: _Exactly, classes: Mapping[str, RawObject]) -> Optio
 def _selects(selectors: Sequence[tuple[str, Callable[[DeviceView], bool]]], device: Device) -> bool:
     for where, selector in selectors:
         try:
+            # The first that says no decides; later ones may not even have a value for this device.
             if not selector(device.view):
                 return False
         except SelectorFailed as error:
@@ -265,6 +274,7 @@ def used_of(claims: Iterable[RawObject]) -> dict[DeviceKey, dict[str, int]]:
     for claim in claims:
         for one in results_of(claim):
             device = used.setdefault((one.driver, one.pool, one.device), {})
+            # Of consumedCapacity and never of the request: it was rounded.
             for name, amount in (one.consumed_capacity or {}).items():
                 full = _full(name, one.driver)
                 device[full] = device.get(full, 0) + _number(amount)
@@ -287,6 +297,7 @@ def allocation_of(claim: RawObject, shares: Sequence[Share], node: str, classes:
     field = {"key": "metadata.name", "operator": "In", "values": [node]}
     devices = convert(claim["spec"], _ClaimSpec).devices
     config = [*_class_config(devices, shares, classes)]
+    # After the class's: a driver lets the claim's own win.
     config += [{"source": "FromClaim", **one} for one in devices.config or ()]
     return {
         "allocationTimestamp": timestamp(),
@@ -301,6 +312,7 @@ def _class_config(
     chosen = {share.request for share in shares}
     options = [option for request in devices.requests or () for option in request.options]
     for name, option in options:
+        # The class of an alternative that was not taken has no say.
         if name in chosen:
             for one in convert(classes[option.device_class_name]["spec"], _Class).config or ():
                 yield {"source": "FromClass", "requests": [name], **one}
@@ -321,6 +333,7 @@ def _result(share: Share) -> RawObject:
 def _quantity(number: int, *, is_binary: bool) -> str:
     """The quantity in its canonical form: the greatest unit of which it is a multiple."""
     power = 0
+    # As Kubernetes writes quantities: the greatest unit that leaves a whole number.
     while is_binary and number and number % 1024 == 0 and power < len(_UNITS) - 1:
         number, power = number // 1024, power + 1
     return f"{number}{_UNITS[power]}"
@@ -356,19 +369,24 @@ class PodClaims:
                 and "deletionTimestamp" not in pod["metadata"]
             ):
                 self._make(pod)
+        # After the pods: a claim that was just made is not taken for one that nobody uses.
         for claim in self._api.store.all("resourceclaims"):
             self._release(claim)
 
     def place(self, pod: RawObject, nodes: Sequence[str]) -> tuple[str | None, list[str]]:
-        """The first of the nodes on which the pod's claims are, or now have been, allocated; else a reason for each node."""
+        """The first of the nodes on which the pod's claims are, or now have been, allocated; else a reason for each
+        node."""
+        # First node by name: what fits was decided before.
         if not pod["spec"].get("resourceClaims"):
             return (nodes[0] if nodes else None), []
         try:
             claims = self._claims_of(pod)
+            # A claim that is allocated ties the pod to its node, whatever the others would like.
             allocated = {node_of(claim) for claim in claims if (claim.get("status") or {}).get("allocation")} - {None}
             for node in nodes:
                 if allocated <= {node} and self._allocate(pod, claims, node):
                     return node, []
+        # One reason for all nodes: a claim that is not there is on none.
         except Rejected as error:
             return None, [str(error)]
         return None, [NO_FIT for _ in nodes]
@@ -385,6 +403,7 @@ class PodClaims:
                 raise Rejected(f'resourceclaim "{name}" not found')
             if "deletionTimestamp" in claim["metadata"]:
                 raise Rejected(f'resourceclaim "{name}" is being deleted')
+            # resource.k8s.io/v1 has no room for more.
             if len((claim.get("status") or {}).get("reservedFor") or ()) >= MAX_USERS:
                 raise Rejected(f'resourceclaim "{name}" is in use by {MAX_USERS} pods, and more cannot use it')
             found.append(claim)
@@ -393,6 +412,7 @@ class PodClaims:
     def _allocate(self, pod: RawObject, claims: Iterable[RawObject], node: str) -> bool:
         """Whether all are allocated on the node and reserved for the pod now. Raises Rejected."""
         classes = {raw["metadata"]["name"]: raw for raw in self._api.store.all("deviceclasses")}
+        # A claim that other pods use is allocated already: this pod is only added to its users.
         pending = [claim for claim in claims if not (claim.get("status") or {}).get("allocation")]
         devices = read_devices(self._api.store.all("resourceslices"), node)
         try:
@@ -406,6 +426,7 @@ class PodClaims:
             claim["metadata"]["uid"]: allocation_of(claim, found, node, classes)
             for claim, found in zip(pending, shares, strict=True)
         }
+        # Allocations were made before any status is written: all of a pod's claims, or none.
         user = {"resource": "pods", "name": pod["metadata"]["name"], "uid": pod["metadata"]["uid"]}
         for claim in claims:
             status = claim.get("status") or {}
@@ -421,6 +442,7 @@ class PodClaims:
         for entry in pod["spec"]["resourceClaims"]:
             key = (metadata["namespace"], entry.get("resourceClaimTemplateName") or "")
             template = self._api.store.find("resourceclaimtemplates", key)
+            # Made already, or the template comes later: a real controller tries again, too.
             if entry["name"] in names or template is None:
                 continue
             claim = self._api.store.add("resourceclaims", self._from_template(template, metadata, entry["name"]))
@@ -450,14 +472,16 @@ class PodClaims:
 
     def _release(self, claim: RawObject) -> None:
         status, metadata = claim.get("status") or {}, claim["metadata"]
+        # A claim of a template goes with its pod; one that a person made stays.
         owners = [one for one in metadata.get("ownerReferences") or () if one.get("kind") == "Pod"]
         users = [one for one in status.get("reservedFor") or () if self._is_living(claim, one)]
         is_over = "deletionTimestamp" in metadata or (owners and not any(self._is_living(claim, one) for one in owners))
+        # In use it stays, also where its object is being deleted: the pod still needs the allocation.
         if not users and is_over:
             self._api.store.remove("resourceclaims", (metadata["namespace"], metadata["name"]))
         elif users != (status.get("reservedFor") or []):
-            kept = {"reservedFor": users, "allocation": status["allocation"]} if users else {}
-            self._set_status(claim, kept)
+            remaining = {"reservedFor": users, "allocation": status["allocation"]} if users else {}
+            self._set_status(claim, remaining)
 
     def _is_living(self, claim: RawObject, user: RawObject) -> bool:
         pod = self._api.find_pod(claim["metadata"]["namespace"], user["name"])

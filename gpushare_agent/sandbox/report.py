@@ -1,8 +1,10 @@
 """What is on the embedded nodes: GPUs with their use, pods with what they got. One JSON document, also behind the tables.
 
 The GPUs are those of the agent's own document: nothing is charged a second time here. The rest is the kubelet's side (its
-records, the device IDs, the Allocate answers, the containers' processes), what a container itself would read at /etc/vcuda
-and what the sandbox plays it to use.
+records, the device IDs, the Allocate answers, the containers' processes), what ResourceClaims give, from the API server's
+objects, what a container itself would read at /etc/vcuda, and what the sandbox simulates it to use.
+
+State owned: the last content of each vDevice directory (`VDeviceReader`).
 """
 
 from __future__ import annotations
@@ -16,28 +18,171 @@ from typing import Any, NotRequired, TypedDict
 
 from msgspec import Struct, field
 
+from gpushare_agent.cluster.kube.objects import whole_number
+from gpushare_agent.isolation.vdevice.format import (
+    CONFIG_BYTES,
+    CONFIG_NAME,
+    MAX_PIDS,
+    PIDS_NAME,
+    decode_config,
+    decode_pids,
+)
+from gpushare_agent.kit.regular_file import read_regular
+from gpushare_agent.kit.sockets import FileIdentity, file_identity
 from gpushare_agent.kubelet.device_table import DeviceIds
+from gpushare_agent.model.errors import Corrupt
 from gpushare_agent.model.gpus import Gpu
-from gpushare_agent.model.names import VDEVICE_DIRECTORY, GpuUuid, split_device_id
+from gpushare_agent.model.names import MIB, VDEVICE_DIRECTORY, GpuUuid, split_device_id
 from gpushare_agent.model.pods import ContainerSpec
 from gpushare_agent.model.resources import ResourceNames, parts_of, request_of
+from gpushare_agent.sandbox.kubelet.container_config import VDEVICE_VARIABLE, container_of
 from gpushare_agent.sandbox.kubelet.pod_worker import PREPARE_FAILED
 from gpushare_agent.sandbox.node import EmbeddedNode
 from gpushare_agent.sandbox.pod_manifest import RawObject, containers_of, is_mirror
-from gpushare_agent.sandbox.report.claims import (
-    shares_of_container,
-    sliced_health,
-    vdevice_directory,
-    waiting_message,
-)
-from gpushare_agent.sandbox.report.vdevice_reader import VDevice, VDeviceReader
+from gpushare_agent.sandbox.scheduler.claims import claim_names, results_of
 from gpushare_agent.wire.v1beta1 import ContainerAllocateResponse
+
+# --- claims ---
+
+_DEVICE = "gpu-"
+
+
+class ClaimedShare(Struct, frozen=True, kw_only=True):
+    """One result of a claim: its part of one GPU."""
+
+    claim: str
+    request: str
+    gpu: int
+    cores: int
+    memory_mib: int
+
+
+def claimed_shares(node: EmbeddedNode, namespace: str, name: str) -> list[ClaimedShare]:
+    """The shares of a claim, as far as it is allocated on the node."""
+    found = []
+    for raw in node.api.store.all("resourceclaims"):
+        metadata = raw["metadata"]
+        if (metadata["namespace"], metadata["name"]) != (namespace, name):
+            continue
+        for one in results_of(raw):
+            # A device's name has the GPU's index: gpu-3.
+            number = one.device.removeprefix(_DEVICE)
+            if one.pool == node.name and number.isdigit():
+                amounts = one.consumed_capacity or {}
+                cores, memory = (whole_number(amounts.get(name, 0), name) for name in ("cores", "memory"))
+                found.append(
+                    ClaimedShare(
+                        claim=metadata["name"],
+                        request=one.request,
+                        gpu=int(number),
+                        cores=cores,
+                        memory_mib=memory // MIB,
+                    )
+                )
+    return found
+
+
+def shares_of_container(node: EmbeddedNode, pod: RawObject, container: str) -> list[ClaimedShare]:
+    """The shares that a container names; none of a pod that has no node."""
+    if not pod["spec"].get("resourceClaims") or not pod["spec"].get("nodeName"):
+        return []
+    names = claim_names(pod)
+    found: list[ClaimedShare] = []
+    for entry in (container_of(pod, container).get("resources") or {}).get("claims") or ():
+        shares = claimed_shares(node, pod["metadata"]["namespace"], names.get(entry["name"], ""))
+        requested = entry.get("request")
+        found += [one for one in shares if not requested or one.request.partition("/")[0] == requested]
+    return list(dict.fromkeys(found))
+
+
+def sliced_health(node: EmbeddedNode, gpus: Sequence[Gpu]) -> dict[GpuUuid, bool]:
+    """Whether nothing is wrong with each GPU in the node's slices: a device of which something is has a taint."""
+    by_name = {f"{_DEVICE}{gpu.index}": gpu.uuid for gpu in gpus}
+    devices = [
+        device
+        for raw in node.api.store.all("resourceslices")
+        if raw["spec"].get("nodeName") == node.name
+        for device in raw["spec"].get("devices") or ()
+    ]
+    return {by_name[one["name"]]: not one.get("taints") for one in devices if one["name"] in by_name}
+
+
+def vdevice_directory(node: EmbeddedNode, pod_uid: str, container: str) -> Path | None:
+    """The directory in which a running container's claim has its vDevice files, None where it has none."""
+    found = node.kubelet.runtime.find(pod_uid, container)
+    path = found.env.get(VDEVICE_VARIABLE) if found is not None and found.is_running else None
+    return None if path is None else Path(path).parent
+
+
+def waiting_message(node: EmbeddedNode, pod: RawObject, reason: str) -> str:
+    """The newest Event of a pending pod with this reason: its status does not say why its claims are not prepared."""
+    found = [one for one in node.api.events() if one.get("reason") == reason]
+    events = [one for one in found if one.get("involvedObject", {}).get("uid") == pod["metadata"]["uid"]]
+    return str(events[-1].get("message")) if events else ""
+
+
+# --- vDevice files ---
+
+_MOST_DIRECTORIES = 2048
+
+_Identities = tuple[FileIdentity | None, FileIdentity | None]
+
+
+class VDevice(TypedDict):
+    """The limits as the container reads them."""
+
+    cores: int
+    memory_mib: int
+    core_limit: int
+    is_limited: bool
+    pids: list[int]
+
+
+class VDeviceReader:
+    """Reads vDevice directories; `read` costs two stat calls where nothing has changed."""
+
+    def __init__(self) -> None:
+        self._known: dict[Path, tuple[_Identities, VDevice | None]] = {}
+
+    def read(self, directory: Path) -> VDevice | None:
+        """The document's "vdevice" of the container whose directory this is; None where a file is missing or torn."""
+        seen = file_identity(directory / CONFIG_NAME), file_identity(directory / PIDS_NAME)
+        # Half of a directory is none: the reader in the container needs both files.
+        if None in seen:
+            self._known.pop(directory, None)
+            return None
+        known = self._known.get(directory)
+        if known is None or known[0] != seen:  # taken before reading: what changes meanwhile is read the next time
+            known = self._known[directory] = (seen, _read(directory))
+            # Directories of ended containers are never asked for again.
+            while len(self._known) > _MOST_DIRECTORIES:
+                del self._known[next(iter(self._known))]
+        return known[1]
+
+
+def _read(directory: Path) -> VDevice | None:
+    try:
+        config = decode_config(read_regular(directory / CONFIG_NAME, CONFIG_BYTES + 1))
+        pids = decode_pids(read_regular(directory / PIDS_NAME, 4 * MAX_PIDS + 1))
+    # Torn or gone: the next drawing reads it again.
+    except (OSError, Corrupt):
+        return None
+    return {
+        "cores": config.utilization,
+        "memory_mib": config.memory_bytes // MIB,
+        "core_limit": config.limit,
+        "is_limited": config.enable,
+        "pids": list(pids),
+    }
+
+
+# --- the document ---
 
 HEALTHY = "Healthy"
 _UNHEALTHY = "Unhealthy"
 UNKNOWN = "Unknown"
 """Health of a GPU while no agent offers it."""
-_ANSWERS_KEPT = 2048
+_MOST_ANSWERS = 2048
 
 
 class ClaimRow(TypedDict):
@@ -155,6 +300,7 @@ def report(*shown: ReportedNode) -> SandboxDocument:
     """All nodes are of one API server."""
     nodes = [_node(one) for one in shown]
     by_name = {one.node.name: one for one in shown}
+    # Agents are pods for kubectl, and no workload for this report.
     pods = [raw for raw in shown[0].node.api.pods() if not is_mirror(raw)]
     document: SandboxDocument = {
         "nodes": nodes,
@@ -175,19 +321,21 @@ def _node(shown: ReportedNode) -> NodeRow:
 
 
 def _gpus(shown: ReportedNode) -> list[dict[str, Any]]:
-    """As the agent shows them, with the kubelet's `health`: an agent that has ended, or that the kubelet has not registered
-    again, offers nothing, whatever it says itself."""
+    """The GPUs as the agent shows them, with the kubelet's `health`: an agent that has ended, or that the kubelet has not
+    registered again, offers nothing, whatever it says itself."""
     health = gpu_health(shown)
     return [gpu | {"health": health.get(gpu["uuid"], UNKNOWN)} for gpu in shown.agent_document.get("gpus", ())]
 
 
 def gpu_health(shown: ReportedNode) -> dict[GpuUuid, str]:
-    """As the kubelet has it, or the slice; nothing of GPUs that no agent offers. Where NVIDIA's resources are served beside
-    cores, a device of one is Unhealthy while the other has the GPU, so one that is Healthy shows that its GPU is."""
+    """The health of each GPU as the kubelet has it, or the slice; nothing of GPUs that no agent offers. Where NVIDIA's
+    resources are served beside cores, a device of one is Unhealthy while the other has the GPU, so one that is Healthy
+    shows that its GPU is."""
     sliced = sliced_health(shown.node, shown.gpus)
     health = {uuid: HEALTHY if is_healthy else _UNHEALTHY for uuid, is_healthy in sliced.items()}
     devices = shown.node.kubelet.devices(shown.names.vcore)
     for uuid, is_healthy in zip(_uuids_of(devices, shown.gpus), devices.values(), strict=True):
+        # One Unhealthy ID of a GPU shows it: the agent reports all of a GPU's at once.
         health[uuid] = HEALTHY if is_healthy and health.get(uuid) != _UNHEALTHY else _UNHEALTHY
     for resource in (shown.names.vcore, *shown.names.gpu) if shown.names.gpu else ():
         offered = shown.node.kubelet.devices(resource)
@@ -202,6 +350,7 @@ def reason_and_message(pod: RawObject) -> tuple[str, str]:
     status = pod.get("status") or {}
     if status.get("reason") or status.get("message"):
         return status.get("reason", ""), status.get("message", "")
+    # PodScheduled stays in the status of a pod that runs: it says why only while the pod waits.
     for condition in status.get("conditions", ()) if status.get("phase") == "Pending" else ():
         if condition["type"] == "PodScheduled" and condition.get("status") == "False":
             return condition.get("reason", ""), condition.get("message", "")
@@ -209,7 +358,7 @@ def reason_and_message(pod: RawObject) -> tuple[str, str]:
 
 
 def _container_reason(statuses: Sequence[RawObject]) -> tuple[str, str]:
-    """Of the first container that waits, else of the first that has failed."""
+    """The reason of the first container that waits, else of the first that has failed."""
     for status in statuses:
         waiting = status.get("state", {}).get("waiting", {})
         if waiting.get("message"):
@@ -231,6 +380,7 @@ def _pod(shown: ReportedNode, pod: RawObject) -> PodRow:
     if not message and pod["status"]["phase"] == "Pending" and pod["spec"].get("resourceClaims"):
         message = waiting_message(shown.node, pod, PREPARE_FAILED)
         reason = PREPARE_FAILED if message else reason
+    # A refused pod has nothing, though an earlier resource of it was answered.
     is_refused = pod["status"]["phase"] == "Failed" and bool(
         pod["status"].get("reason") or pod["status"].get("message")
     )
@@ -249,15 +399,16 @@ def _pod(shown: ReportedNode, pod: RawObject) -> PodRow:
 
 
 def _newest_allocations(shown: ReportedNode, pod_uid: str) -> dict[str, dict[str, tuple[tuple[str, ...], bytes]]]:
-    """By container and resource: the IDs and the raw answer of its newest Allocate."""
+    """The IDs and the raw answer of the newest Allocate, by container and resource."""
     found: dict[str, dict[str, tuple[tuple[str, ...], bytes]]] = {}
     for call in shown.node.kubelet.log.of("Allocate", pod_uid=pod_uid):
+        # A failed Allocate gave nothing.
         if not call.error:
             found.setdefault(call.container, {})[call.resource] = (call.device_ids, call.response)
     return found
 
 
-@lru_cache(maxsize=_ANSWERS_KEPT)
+@lru_cache(maxsize=_MOST_ANSWERS)
 def _parsed(answer: bytes) -> ContainerAllocateResponse:
     """Read only. The same answers are shown again and again."""
     return ContainerAllocateResponse.parse(answer)

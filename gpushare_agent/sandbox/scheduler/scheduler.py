@@ -1,12 +1,13 @@
-"""A scheduler that asks an extender, as kube-scheduler does: its own resource fit, filter, prioritize, bind.
+"""The two schedulers of the embedded cluster: one that counts resources and allocates claims (claims.py), and one that
+asks an extender besides, as kube-scheduler does: its own resource fit, filter, prioritize, bind.
 
-One pod at a time is decided; binds go on in the background, and what is being bound counts as taken meanwhile. A pod that
-fits nowhere waits with the extender's reasons, and is tried again with back-off once something that could help has
-changed, and now and then anyway. There is no preemption and no score of the scheduler's own. It asks by JSON over HTTP,
-extender v1, `nodeCacheCapable`: field names are those of k8s.io/kube-scheduler/extender/v1 (its types have no JSON tags, so
-they are the names in Go).
+Free on a node is what is allocatable less what pods request. `ExtenderScheduler` decides one pod at a time; binds go on
+in the background, and what is being bound counts as taken meanwhile. A pod that fits nowhere waits with the extender's
+reasons, and is tried again with back-off once something that could help has changed, and now and then anyway. There is no
+preemption and no score of the scheduler's own. It asks by JSON over HTTP, extender v1, `nodeCacheCapable`: field names
+are those of k8s.io/kube-scheduler/extender/v1 (its types have no JSON tags, so they are the names in Go).
 
-State owned: the pods that are being bound, and when each waiting pod is due.
+State owned: the requests of each living pod, read once; the pods that are being bound, and when each waiting pod is due.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any, TypeVar
 
@@ -26,10 +28,136 @@ from msgspec import Struct
 from gpushare_agent.model.errors import AgentError, Conflict, NotFound, Rejected, Unavailable
 from gpushare_agent.sandbox.api.server import EmbeddedApiServer
 from gpushare_agent.sandbox.api.store import Change, Expired
-from gpushare_agent.sandbox.pod_manifest import RawObject, is_terminal
-from gpushare_agent.sandbox.scheduler.node_fit import UNSCHEDULABLE, NodeFit, report_waiting, waiting_text
+from gpushare_agent.sandbox.pod_manifest import RawObject, is_terminal, pod_requests, timestamp
+from gpushare_agent.sandbox.scheduler.claims import PodClaims
 
 log = structlog.get_logger(__name__)
+
+UNSCHEDULABLE = "Unschedulable"
+CORDONED = "node(s) were unschedulable"
+"""kube-scheduler's words."""
+
+
+class NodeFit:
+    """The nodes are those of the API server."""
+
+    def __init__(self, api: EmbeddedApiServer) -> None:
+        self._api = api
+        self._requests: dict[str, dict[str, int]] = {}
+
+    def requests(self, pod: RawObject) -> dict[str, int]:
+        uid = pod["metadata"]["uid"]
+        found = self._requests.get(uid)
+        if found is None:
+            found = self._requests[uid] = pod_requests(pod)
+        return found
+
+    def free(self, assumed: Mapping[str, tuple[RawObject, str]]) -> dict[str, dict[str, int]]:
+        """What is free by node and resource. `assumed` are pods that are being bound, by UID, each with its node."""
+        pods = self._api.store.in_creation_order("pods")
+        nodes = {raw["metadata"]["name"]: _extended(raw) for raw in self._api.store.all("nodes")}
+        # What is known of pods that have gone is dropped below: a burst has thousands.
+        living: dict[str, None] = {}
+        for pod in pods:
+            uid = pod["metadata"]["uid"]
+            living[uid] = None
+            # A pod whose bind is under way counts as on its node.
+            node_name = pod["spec"].get("nodeName") or (assumed[uid][1] if uid in assumed else "")
+            # A node may be gone; a pod that has ended uses nothing.
+            if node_name in nodes and not is_terminal(pod):
+                take(nodes[node_name], self.requests(pod))
+        for uid in self._requests.keys() - living.keys():
+            del self._requests[uid]
+        return nodes
+
+    def reasons_against(
+        self, free: Mapping[str, Mapping[str, int]], requests: Mapping[str, int]
+    ) -> dict[str, list[str]]:
+        """Why the requests do not fit, by node; empty where they do. Cordoned nodes (`kubectl cordon`) take no pod."""
+        nodes = self._api.store.all("nodes")
+        cordoned = {raw["metadata"]["name"] for raw in nodes if (raw.get("spec") or {}).get("unschedulable")}
+        return {
+            # kube-scheduler gives the first reason alone for a cordoned node.
+            name: [CORDONED] if name in cordoned else [f"Insufficient {one}" for one in lacking(free_on, requests)]
+            for name, free_on in free.items()
+        }
+
+
+def _extended(node: RawObject) -> dict[str, int]:
+    return {name: int(count) for name, count in node["status"].get("allocatable", {}).items() if "/" in name}
+
+
+def take(free: dict[str, int], requests: Mapping[str, int]) -> None:
+    for name, count in requests.items():
+        free[name] = free.get(name, 0) - count
+
+
+def lacking(free: Mapping[str, int], requests: Mapping[str, int]) -> list[str]:
+    """The resources of which there is too little."""
+    return [name for name, count in requests.items() if count > free.get(name, 0)]
+
+
+def waiting_text(nodes: int, reasons: Iterable[str]) -> str:
+    """`0/2 nodes are available: 1 Insufficient a/b, 1 too full.`: how many nodes give each reason."""
+    # Extenders end their reasons with a full stop, kube-scheduler does not.
+    counts = Counter(reason.rstrip(".") for reason in reasons)
+    return f"0/{nodes} nodes are available: {', '.join(sorted(f'{n} {reason}' for reason, n in counts.items()))}."
+
+
+def report_waiting(api: EmbeddedApiServer, pod: RawObject, message: str, reason: str = UNSCHEDULABLE) -> None:
+    """Writes the message into the pod's status and an Event; once for the same message."""
+    # The same message again would be an Event at each pass.
+    if any(condition.get("message") == message for condition in pod["status"].get("conditions", ())):
+        return
+    condition = {
+        "type": "PodScheduled", "status": "False", "reason": reason, "message": message,
+        "lastTransitionTime": timestamp(),
+    }  # fmt: skip
+    metadata = pod["metadata"]
+    api.set_pod_status(metadata["namespace"], metadata["name"], {"conditions": [condition]}, uid=metadata["uid"])
+    api.record_event(pod, reason="FailedScheduling", message=message, source="default-scheduler")
+
+
+class EmbeddedScheduler:
+    """Binds pending pods in order of creation to the first node, by name, on which they and their claims fit; a pod that
+    fits nowhere does not hold up the later ones."""
+
+    def __init__(self, *, api: EmbeddedApiServer) -> None:
+        self._api = api
+        self._fit = NodeFit(api)
+        self._claims = PodClaims(api)
+
+    async def run(self) -> None:
+        """Makes one pass after every change, without an end."""
+        while True:
+            # Before the pass: its own binds start the next one, which finds what they left.
+            version = self._api.version
+            self.schedule()
+            await self._api.wait_change(version)
+
+    def schedule(self) -> None:
+        # First: a claim from a template must be there before its pod can be placed.
+        self._claims.reconcile()
+        pods = self._api.store.in_creation_order("pods")
+        waiting = [p for p in pods if not p["spec"].get("nodeName") and not is_terminal(p)]
+        if not waiting:
+            return
+        free = self._fit.free({})
+        # No node has come up yet: pods would get a reason that is over in a moment.
+        if not free:
+            return
+        for pod in waiting:
+            requests = self._fit.requests(pod)
+            against = self._fit.reasons_against(free, requests)
+            chosen, reasons = self._claims.place(pod, [name for name, found in against.items() if not found])
+            if chosen is None:
+                reasons += [reason for found in against.values() for reason in found]
+                report_waiting(self._api, pod, waiting_text(len(free), reasons))
+                continue
+            # The next pod of this pass sees what is left.
+            take(free[chosen], requests)
+            self._api.bind_pod(pod["metadata"]["namespace"], pod["metadata"]["name"], chosen)
+
 
 EXTENDER_TIMEOUT_S = 10.0
 MAX_ANSWER_BYTES = 16 << 20
@@ -62,6 +190,7 @@ class _BindAnswer(Struct, frozen=True, rename="pascal"):
 @asynccontextmanager
 async def open_extender_calls(url: str, *, timeout_s: float = EXTENDER_TIMEOUT_S) -> AsyncIterator[ExtenderCalls]:
     """`url` is the prefix before the verbs, such as `http://127.0.0.1:3456/scheduler`."""
+    # One for all calls: connections to the extender are used again.
     async with ClientSession() as session:
         yield ExtenderCalls(url=url.rstrip("/"), session=session, timeout_s=timeout_s)
 
@@ -99,6 +228,7 @@ class ExtenderCalls(Struct, frozen=True, kw_only=True):
                 content = bytearray()
                 async for part in answer.content.iter_any():
                     content += part
+                    # Counted while it comes: the length in the headers may be absent, or wrong.
                     if len(content) > MAX_ANSWER_BYTES:
                         raise Unavailable(f"the extender answered {verb} with more than {MAX_ANSWER_BYTES >> 20} MiB")
                 if answer.status != 200:
@@ -117,7 +247,7 @@ BINDS_AT_ONCE = 16
 
 
 class SchedulerTimes(Struct, frozen=True, kw_only=True):
-    """Those of kube-scheduler. A real one retries a pod without any change after five minutes only."""
+    """The back-off of kube-scheduler. A real one retries a pod without any change after five minutes only."""
 
     first_backoff_s: float = 1.0
     last_backoff_s: float = 10.0
@@ -145,14 +275,16 @@ class ExtenderScheduler:
         self._fit = NodeFit(api)
         self._assumed: dict[str, tuple[RawObject, str]] = {}
         self._waiting: dict[str, _Waiting] = {}
+        # kube-scheduler binds in the background too; a bound keeps a burst from opening a hundred connections.
         self._places = asyncio.Semaphore(BINDS_AT_ONCE)
         self._version = api.version
         self._epoch = 0
 
     async def run(self) -> None:
-        """Endless."""
+        """Schedules, without an end."""
         async with asyncio.TaskGroup() as binds:
             while True:
+                # Before the look: a change during it ends the wait at once.
                 seen = self._api.signal.count
                 self._note_changes()
                 pod = self._next()
@@ -164,9 +296,10 @@ class ExtenderScheduler:
     # --- which pod is next ---
 
     def _note_changes(self) -> None:
-        """Whether something has changed that could help a waiting pod."""
+        """Notes whether something has changed that could help a waiting pod."""
         try:
             changes = list(self._api.store.changes_since(self._version))
+        # More has changed than the history has: something may have helped.
         except Expired:
             self._epoch += 1
         else:
@@ -175,6 +308,7 @@ class ExtenderScheduler:
 
     def _next(self) -> RawObject | None:
         """The first due one, in order of creation."""
+        # Asking an extender about no node would only give each pod a reason that is over in a moment.
         if not self._api.store.all("nodes"):
             return None
         now = time.monotonic()
@@ -182,18 +316,22 @@ class ExtenderScheduler:
         for uid in self._waiting.keys() - pending.keys():
             del self._waiting[uid]
         for uid, pod in pending.items():
+            # A pod whose bind goes on is not decided a second time.
             if uid not in self._assumed and self._is_due(self._waiting.get(uid), now):
                 return pod
         return None
 
     def _is_due(self, waiting: _Waiting | None, now: float) -> bool:
+        # Never tried, or long ago: what the extender knows may have changed without a change here.
         if waiting is None or now >= waiting.latest_at:
             return True
+        # Back-off is over, and something has changed since it was tried.
         return now >= waiting.due_at and waiting.epoch != self._epoch
 
     async def _wait(self, seen: int) -> None:
         """Waits for the next change, or until a pod is due."""
         now = time.monotonic()
+        # What each pod waits for next: its back-off, or the longest wait.
         dues = [w.due_at if w.epoch != self._epoch else w.latest_at for w in self._waiting.values()]
         with suppress(TimeoutError):
             async with asyncio.timeout(max(0.0, min(dues) - now) if dues else None):
@@ -207,18 +345,23 @@ class ExtenderScheduler:
         names = [name for name, found in against.items() if not found]
         reasons = [reason for found in against.values() for reason in found]
         try:
+            # A pod without extended resources is no business of the extender, as `managedResources` of a real
+            # configuration has it.
             if names and requests:
                 answer = await self._extender.filter(pod, names)
                 reasons += [reason for _, reason in sorted(answer.failed.items())]
+                # In our order: the extender's says nothing.
                 names = [name for name in names if name in (answer.node_names or ())]
             if not names:
                 self._put_back(pod, waiting_text(len(against), reasons), UNSCHEDULABLE)
                 return
+            # One node needs no score.
             scores = await self._scores(pod, names) if requests and len(names) > 1 else {}
         except AgentError as error:
             self._put_back(pod, str(error), SCHEDULER_ERROR)
             return
         best = max(scores.get(name, 0) for name in names)
+        # Among equals at random, as kube-scheduler.
         chosen = self._rng.choice([name for name in names if scores.get(name, 0) == best])
         uid = pod["metadata"]["uid"]
         self._assumed[uid] = pod, chosen  # before the wait: the next pod must not be given the same place
@@ -236,6 +379,7 @@ class ExtenderScheduler:
     async def _bind(self, pod: RawObject, node_name: str, *, is_ours: bool) -> None:
         metadata = pod["metadata"]
         try:
+            # The extender binds what it has decided on, for it reserves the GPUs in the same step.
             if is_ours:
                 self._api.bind_pod(metadata["namespace"], metadata["name"], node_name, uid=metadata["uid"])
             else:
@@ -245,6 +389,7 @@ class ExtenderScheduler:
             reason = UNSCHEDULABLE if isinstance(error, Rejected) else SCHEDULER_ERROR
             self._put_back(pod, f"binding to node {node_name}: {error}", reason)
         finally:
+            # After the bind, or its failure: the object says from here on where the pod is.
             del self._assumed[metadata["uid"]]
             self._places.release()
             self._api.signal.notify()
