@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from gpushare_agent.model.allocations import Allocation, ClaimShare
 from gpushare_agent.model.names import GpuUuid
 from gpushare_agent.node import GpuSplit, gpu_split, plugins_devices, plugins_inventory
-from tests.support_claims import ref_of
+from tests.dra.support_claims import ref_of
 from tests.support_core import allocation, container, ids, inventory, mig_instance, pod
 
 GPUS = inventory(4)

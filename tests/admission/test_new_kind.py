@@ -31,10 +31,10 @@ from gpushare_agent.model.resources import (
     UnitLayout,
 )
 from tests.admission.test_admission import Scripted
-from tests.support_agent import poll_until
+from tests.agent.support_agent import poll_until
+from tests.observability.support_usage import facts, snapshot
 from tests.support_core import allocation, container, ids, inventory, pod
 from tests.support_json import written_node
-from tests.support_usage import facts, snapshot
 
 RESOURCE = "example.com/slice"
 

@@ -23,8 +23,8 @@ from gpushare_agent.model.names import (
     unit_id,
 )
 from gpushare_agent.model.resources import ResourceKind
+from tests.sandbox.support_sandbox import key_of
 from tests.support_core import NAMES, allocation, container, inventory, pod, used_blocks, used_cores
-from tests.support_sandbox import key_of
 
 GPU = GpuUuid("GPU-0")
 UNITS = 6

@@ -24,8 +24,8 @@ from gpushare_agent.model.isolation import Sharing
 from gpushare_agent.model.names import CORES_PER_GPU, VCORE_RESOURCE, VMEMORY_RESOURCE, GpuUuid, PodUid, unit_id
 from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod
 from gpushare_agent.model.resources import NvidiaNames, ReplicaLayout, ResourceKind, ResourceNames, replica_layout
+from tests.placement.support_placement import Node
 from tests.support_core import container, inventory, pod
-from tests.support_placement import Node
 
 GPU = "nvidia.com/gpu"
 MIG = "nvidia.com/mig-"

@@ -13,10 +13,10 @@ from gpushare_agent.isolation.vdevice.files import VDeviceFiles
 from gpushare_agent.model.allocations import ContainerKey
 from gpushare_agent.model.names import PodUid
 from gpushare_agent.settings.settings import Settings, SettingsError, load_settings
-from tests.support_agent import open_agent
-from tests.support_hami_core import fake_library
+from tests.agent.support_agent import open_agent
+from tests.isolation.support_hami_core import fake_library
+from tests.sandbox.support_sandbox import open_test_node
 from tests.support_json import written_node
-from tests.support_sandbox import open_test_node
 
 UID = PodUid("11111111-2222-3333-4444-555555555555")
 

@@ -21,7 +21,7 @@ from gpushare_agent.kit.protobuf import bytes_field, decode_allocate, string_lis
 from gpushare_agent.kit.sockets import bind_unix_socket
 from gpushare_agent.model.names import PREDICATE_GPU_INDEX_PREFIX, PREDICATE_NODE_ANNOTATION
 from gpushare_agent.sandbox.node import EmbeddedNode
-from tests.support_agent import (
+from tests.agent.support_agent import (
     DEADLINE_S,
     arguments,
     assert_nothing_shared,
@@ -40,9 +40,9 @@ from tests.support_agent import (
     wait_settled,
     wait_until,
 )
-from tests.support_sandbox import CORE, MEMORY, SmallPlugin, container, open_test_node, pod, wait_phase
-from tests.support_sandbox import register as register_plugin
-from tests.support_settings import clean_environment, run_program
+from tests.sandbox.support_sandbox import CORE, MEMORY, SmallPlugin, container, open_test_node, pod, wait_phase
+from tests.sandbox.support_sandbox import register as register_plugin
+from tests.settings.support_settings import clean_environment, run_program
 
 SERVICE = "/v1beta1.DevicePlugin"
 METHODS = ("GetDevicePluginOptions", "GetPreferredAllocation", "Allocate", "PreStartContainer")

@@ -13,8 +13,8 @@ from gpushare_agent.model.errors import NotFound, Unavailable
 from gpushare_agent.runtime.cgroup_paths import PeerIdentity
 from gpushare_agent.runtime.cgroups import Cgroups
 from gpushare_agent.runtime.cri import RuntimeState, open_runtime
-from tests.support_cgroups import find_cgroup
-from tests.support_containerd import CGROUP_ROOT, Containerd, running_container, running_containerd, why_not
+from tests.agent.support_containerd import CGROUP_ROOT, Containerd, running_container, running_containerd, why_not
+from tests.runtime.support_cgroups import find_cgroup
 from tests.support_deadline import DEADLINE_S
 
 pytestmark = pytest.mark.containers

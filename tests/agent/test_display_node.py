@@ -18,8 +18,8 @@ from gpushare_agent.model.errors import StartupError
 from gpushare_agent.settings.settings import load_settings
 from gpushare_agent.wire.display import GpuDisplayStub, UsageResponse
 from gpushare_agent.wire.google.protobuf import Empty
-from tests.support_agent import DEADLINE_S, open_agent, poll_until, wait_running
-from tests.support_sandbox import container, open_test_node, pod
+from tests.agent.support_agent import DEADLINE_S, open_agent, poll_until, wait_running
+from tests.sandbox.support_sandbox import container, open_test_node, pod
 
 
 async def _json(url: str) -> Any:

@@ -17,9 +17,9 @@ from gpushare_agent.model.isolation import MemoryLimit
 from gpushare_agent.model.names import ISOLATION_ANNOTATION, PodUid
 from gpushare_agent.runtime.cgroups import CgroupVersion, cgroup_version
 from gpushare_agent.sandbox.node import EmbeddedNode
-from tests.support_agent import InnerAgent, open_agent, poll_until, wait_running, wait_settled
-from tests.support_containers import needs_processes
-from tests.support_sandbox import container, open_test_node, pod
+from tests.agent.support_agent import InnerAgent, open_agent, poll_until, wait_running, wait_settled
+from tests.sandbox.support_containers import needs_processes
+from tests.sandbox.support_sandbox import container, open_test_node, pod
 
 pytestmark = needs_processes
 

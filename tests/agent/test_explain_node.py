@@ -8,8 +8,16 @@ from typing import Any
 from gpushare_agent.cluster.events import COMPONENT
 from gpushare_agent.model.decision_records import DecisionRecord, Outcome
 from gpushare_agent.sandbox.node import EmbeddedNode
-from tests.support_agent import InnerAgent, open_agent, poll_until, uuid_of, wait_running, wait_until, write_faults
-from tests.support_sandbox import container, open_test_node, pod, wait_phase
+from tests.agent.support_agent import (
+    InnerAgent,
+    open_agent,
+    poll_until,
+    uuid_of,
+    wait_running,
+    wait_until,
+    write_faults,
+)
+from tests.sandbox.support_sandbox import container, open_test_node, pod, wait_phase
 
 TOPOLOGY = Path(__file__).parent.parent / "data" / "topology" / "v100-x8-cube-mesh.txt"
 

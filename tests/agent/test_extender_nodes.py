@@ -12,8 +12,8 @@ import pytest
 from gpushare_agent.extender.values import Stage
 from gpushare_agent.sandbox.behaviour import KubeletTimes
 from gpushare_agent.sandbox.node import EmbeddedCluster
-from tests.support_agent import InnerAgent, gpus_of
-from tests.support_extender_nodes import (
+from tests.agent.support_agent import InnerAgent, gpus_of
+from tests.extender.support_extender_nodes import (
     condition_of,
     node_of,
     open_agents,
@@ -22,8 +22,8 @@ from tests.support_extender_nodes import (
     wait_bound,
     wait_cluster,
 )
-from tests.support_http import free_port
-from tests.support_sandbox import container, pod, wait_phase
+from tests.kit.support_http import free_port
+from tests.sandbox.support_sandbox import container, pod, wait_phase
 
 CALM_TIMES = KubeletTimes(
     admission_delay_s=0.05, status_interval_s=1.0, first_status_s=0.01, container_start_s=0.0, start_retry_s=0.1

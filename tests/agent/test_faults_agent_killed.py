@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 
 from gpushare_agent.sandbox.node import EmbeddedNode
-from tests.support_agent import (
+from tests.agent.support_agent import (
     InnerAgent,
     Moments,
     assert_nothing_shared,
@@ -20,7 +20,7 @@ from tests.support_agent import (
     wait_settled,
     wait_until,
 )
-from tests.support_sandbox import container, open_test_node, pod
+from tests.sandbox.support_sandbox import container, open_test_node, pod
 
 ADMISSION = 4 * 5
 """Two containers with two resources: preference asked, List, preference answered, Allocate asked, Allocate answered."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from gpushare_agent.sandbox.node import EmbeddedNode
-from tests.support_agent import (
+from tests.agent.support_agent import (
     DEADLINE_S,
     assert_nothing_shared,
     calls_of,
@@ -20,8 +20,8 @@ from tests.support_agent import (
     wait_synced,
     wait_until,
 )
-from tests.support_kube import pod_named
-from tests.support_sandbox import HELD_ADMISSIONS, container, open_test_node, pod
+from tests.cluster.support_kube import pod_named
+from tests.sandbox.support_sandbox import HELD_ADMISSIONS, container, open_test_node, pod
 
 SHORT_LOOKUP = "--kubelet.pod-lookup-timeout-s=1"
 

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from gpushare_agent.model.gpus import Health
 from gpushare_agent.sandbox.node import EmbeddedNode
-from tests.support_agent import (
+from tests.agent.support_agent import (
     BLOCKS,
     CORES,
     InnerAgent,
@@ -25,8 +25,8 @@ from tests.support_agent import (
     wait_until,
     write_faults,
 )
+from tests.sandbox.support_sandbox import CORE, MEMORY, container, key_of, open_test_node, pod, wait_phase
 from tests.support_deadline import DEADLINE_S
-from tests.support_sandbox import CORE, MEMORY, container, key_of, open_test_node, pod, wait_phase
 
 ONE_LOOK = ("--health.recovery-probes=1", "--health.recovery-period-s=0.05")
 """A GPU is back at the first poll that finds it usable; tests/agent/test_health_node.py has more of the way back."""

@@ -9,7 +9,7 @@ import pytest
 
 from gpushare_agent.model.allocations import Allocation
 from gpushare_agent.sandbox.node import EmbeddedNode
-from tests.support_agent import (
+from tests.agent.support_agent import (
     CORES,
     InnerAgent,
     Moments,
@@ -25,8 +25,8 @@ from tests.support_agent import (
     wait_settled,
     wait_until,
 )
-from tests.support_reconcile import collection_of
-from tests.support_sandbox import (
+from tests.agent.support_reconcile import collection_of
+from tests.sandbox.support_sandbox import (
     CORE,
     HELD_ADMISSIONS,
     MEMORY,
@@ -37,7 +37,7 @@ from tests.support_sandbox import (
     pod,
     serving,
 )
-from tests.support_sandbox import register as register_plugin
+from tests.sandbox.support_sandbox import register as register_plugin
 
 ADMISSION = 20
 """Moments of the admission of two containers: see test_faults_agent_killed.py."""

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from gpushare_agent.sandbox.behaviour import KUBERNETES_VERSIONS
 from gpushare_agent.sandbox.node import EmbeddedNode
-from tests.support_agent import (
+from tests.agent.support_agent import (
     assert_nothing_shared,
     calls_of,
     given,
@@ -24,9 +24,18 @@ from tests.support_agent import (
     wait_synced,
     wait_until,
 )
+from tests.cluster.support_kube import pod_named
+from tests.sandbox.support_sandbox import (
+    CORE,
+    MEMORY,
+    SHORT_TIMES,
+    container,
+    limits_of,
+    open_test_node,
+    pod,
+    wait_gone,
+)
 from tests.support_deadline import DEADLINE_S
-from tests.support_kube import pod_named
-from tests.support_sandbox import CORE, MEMORY, SHORT_TIMES, container, limits_of, open_test_node, pod, wait_gone
 
 
 def _sidecar(name: str, cores: int, blocks: int) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.support_agent import (
+from tests.agent.support_agent import (
     InnerAgent,
     assert_nothing_shared,
     gpus_of,
@@ -19,7 +19,7 @@ from tests.support_agent import (
     wait_settled,
     wait_until,
 )
-from tests.support_sandbox import container, open_test_node, pod
+from tests.sandbox.support_sandbox import container, open_test_node, pod
 
 SHARE = (container(cores=60, blocks=80),)
 

@@ -21,7 +21,7 @@ from gpushare_agent.kit.grpc_client import UnixChannel
 from gpushare_agent.kit.grpc_server import GrpcServer
 from gpushare_agent.kit.sockets import bind_unix_socket
 from gpushare_agent.sandbox.node import EmbeddedNode
-from tests.support_agent import (
+from tests.agent.support_agent import (
     DEADLINE_S,
     Moments,
     assert_nothing_shared,
@@ -37,8 +37,8 @@ from tests.support_agent import (
     wait_settled,
     wait_until,
 )
-from tests.support_reconcile import collection_of
-from tests.support_sandbox import container, open_test_node, pod, pod_resources, wait_gone
+from tests.agent.support_reconcile import collection_of
+from tests.sandbox.support_sandbox import container, open_test_node, pod, pod_resources, wait_gone
 
 LIST = "/v1.PodResourcesLister/List"
 GET = "/v1.PodResourcesLister/Get"

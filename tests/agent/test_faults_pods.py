@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from gpushare_agent.sandbox.pod_manifest import IGNORE_TERM_ANNOTATION
-from tests.support_agent import (
+from tests.agent.support_agent import (
     Moments,
     assert_nothing_shared,
     calls_of,
@@ -20,8 +20,8 @@ from tests.support_agent import (
     wait_settled,
     wait_until,
 )
-from tests.support_containers import needs_processes
-from tests.support_sandbox import container, open_test_node, pod, wait_gone
+from tests.sandbox.support_containers import needs_processes
+from tests.sandbox.support_sandbox import container, open_test_node, pod, wait_gone
 
 ADMISSION = 10
 """Moments of the admission of one container with two resources: see test_faults_agent_killed.py."""

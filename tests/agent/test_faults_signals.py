@@ -10,7 +10,7 @@ from pathlib import Path
 
 from gpushare_agent.kubelet.records import FILE_NAME
 from gpushare_agent.sandbox.node import EmbeddedNode
-from tests.support_agent import (
+from tests.agent.support_agent import (
     BLOCKS,
     CORES,
     assert_nothing_shared,
@@ -22,8 +22,8 @@ from tests.support_agent import (
     wait_settled,
     wait_until,
 )
+from tests.sandbox.support_sandbox import CORE, MEMORY, container, open_test_node, pod
 from tests.support_deadline import DEADLINE_S
-from tests.support_sandbox import CORE, MEMORY, container, open_test_node, pod
 
 
 def _sockets(node: EmbeddedNode) -> list[str]:

@@ -24,11 +24,11 @@ from gpushare_agent.isolation.directories import ASIDE_NAME
 from gpushare_agent.isolation.vdevice.format import VDeviceConfig, decode_config, decode_pids
 from gpushare_agent.sandbox.kubelet.container_config import HOST_IMAGE
 from gpushare_agent.sandbox.node import EmbeddedNode
-from tests.support_agent import poll_until, wait_registered, wait_running, wait_until
-from tests.support_containers import KINDS, needs_processes
-from tests.support_sandbox import CORE, MEMORY, limits_of, open_test_node, pod
-from tests.support_settings import clean_environment
-from tests.support_vdevice import MIB, register
+from tests.agent.support_agent import poll_until, wait_registered, wait_running, wait_until
+from tests.isolation.support_vdevice import MIB, register
+from tests.sandbox.support_containers import KINDS, needs_processes
+from tests.sandbox.support_sandbox import CORE, MEMORY, limits_of, open_test_node, pod
+from tests.settings.support_settings import clean_environment
 
 pytestmark = needs_processes
 

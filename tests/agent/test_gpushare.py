@@ -10,8 +10,17 @@ from gpushare_agent.isolation.vdevice.format import decode_config
 from gpushare_agent.model.errors import StartupError
 from gpushare_agent.sandbox.node import EmbeddedNode
 from gpushare_agent.wire.v1beta1 import ContainerAllocateResponse
-from tests.support_agent import calls_of, open_agent, poll_until, wait_running, wait_settled, wait_until
-from tests.support_sandbox import CORE, MEMORY, container, limits_of, open_test_node, pod, wait_allocatable, wait_gone
+from tests.agent.support_agent import calls_of, open_agent, poll_until, wait_running, wait_settled, wait_until
+from tests.sandbox.support_sandbox import (
+    CORE,
+    MEMORY,
+    container,
+    limits_of,
+    open_test_node,
+    pod,
+    wait_allocatable,
+    wait_gone,
+)
 
 GPU_MEM, GPU_COUNT = "aliyun.com/gpu-mem", "aliyun.com/gpu-count"
 FLAGS = ("--gpushare.enabled", "--simulated.cards=2", "--isolation=vcuda")

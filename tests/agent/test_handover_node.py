@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from gpushare_agent.sandbox.node import EmbeddedNode
-from tests.support_agent import (
+from tests.agent.support_agent import (
     InnerAgent,
     assert_nothing_shared,
     log_lines,
@@ -22,10 +22,10 @@ from tests.support_agent import (
     wait_running,
     wait_settled,
 )
+from tests.isolation.support_hami_core import fake_library
+from tests.kit.support_http import Peer
+from tests.sandbox.support_sandbox import container, open_test_node, pod
 from tests.support_deadline import DEADLINE_S
-from tests.support_hami_core import fake_library
-from tests.support_http import Peer
-from tests.support_sandbox import container, open_test_node, pod
 
 
 async def _wait_serving(node: EmbeddedNode, times: int) -> None:

@@ -16,7 +16,7 @@ from structlog.testing import capture_logs
 
 from gpushare_agent.sandbox.kubelet.plugin_endpoint import PluginDevice, PluginEndpoint
 from gpushare_agent.sandbox.node import EmbeddedNode
-from tests.support_agent import (
+from tests.agent.support_agent import (
     BLOCKS,
     CORES,
     InnerAgent,
@@ -31,10 +31,10 @@ from tests.support_agent import (
     wait_settled,
     wait_until,
 )
+from tests.gpus.support_health import write_rehearsal
+from tests.sandbox.support_sandbox import CORE, MEMORY, container, key_of, open_test_node, pod
+from tests.settings.support_settings import clean_environment, run_program
 from tests.support_deadline import DEADLINE_S
-from tests.support_health import write_rehearsal
-from tests.support_sandbox import CORE, MEMORY, container, key_of, open_test_node, pod
-from tests.support_settings import clean_environment, run_program
 
 FAST = (
     "--simulated.cards=2",

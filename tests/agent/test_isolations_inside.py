@@ -17,7 +17,7 @@ from gpushare_agent.isolation.gpushare.files import LIBRARY
 from gpushare_agent.model.names import ISOLATION_ANNOTATION
 from gpushare_agent.sandbox.node import EmbeddedNode
 from gpushare_agent.wire.v1beta1 import ContainerAllocateResponse
-from tests.support_agent import (
+from tests.agent.support_agent import (
     InnerAgent,
     calls_of,
     gpus_of,
@@ -27,9 +27,9 @@ from tests.support_agent import (
     wait_settled,
     wait_until,
 )
-from tests.support_containers import needs_processes
-from tests.support_hami_core import fake_library
-from tests.support_sandbox import CORE, MEMORY, container, limits_of, open_test_node, pod
+from tests.isolation.support_hami_core import fake_library
+from tests.sandbox.support_containers import needs_processes
+from tests.sandbox.support_sandbox import CORE, MEMORY, container, limits_of, open_test_node, pod
 
 pytestmark = needs_processes
 

@@ -13,7 +13,7 @@ from typing import Any
 from gpushare_agent.sandbox.fake_mps import open_fake_mps
 from gpushare_agent.sandbox.node import EmbeddedNode
 from gpushare_agent.wire.v1beta1 import ContainerAllocateResponse
-from tests.support_agent import (
+from tests.agent.support_agent import (
     InnerAgent,
     calls_of,
     open_agent,
@@ -23,10 +23,10 @@ from tests.support_agent import (
     wait_settled,
     wait_until,
 )
-from tests.support_containers import needs_processes
-from tests.support_mps import MpsPlace, mps_place
-from tests.support_sandbox import CORE, MEMORY, limits_of, open_test_node, pod, wait_phase
-from tests.support_sandbox_cli import DEADLINE_S, document_of, ended, live, read_until, registered, start
+from tests.isolation.support_mps import MpsPlace, mps_place
+from tests.sandbox.support_containers import needs_processes
+from tests.sandbox.support_sandbox import CORE, MEMORY, limits_of, open_test_node, pod, wait_phase
+from tests.sandbox.support_sandbox_cli import DEADLINE_S, document_of, ended, live, read_until, registered, start
 
 pytestmark = needs_processes
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from gpushare_agent.sandbox.node import EmbeddedNode
 from gpushare_agent.settings.node_configuration import LABELS
-from tests.support_agent import BLOCKS, log_lines, open_child, poll_until, wait_running, wait_until
-from tests.support_sandbox import CORE, MEMORY, container, open_test_node, pod
+from tests.agent.support_agent import BLOCKS, log_lines, open_child, poll_until, wait_running, wait_until
+from tests.sandbox.support_sandbox import CORE, MEMORY, container, open_test_node, pod
 
 OURS = LABELS[0]
 REFUSED = "NodeConfigurationRefused"

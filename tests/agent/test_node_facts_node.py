@@ -6,8 +6,8 @@ import json
 from typing import Any
 
 from gpushare_agent.sandbox.node import EmbeddedNode
-from tests.support_agent import open_agent, wait_synced, wait_until, write_faults
-from tests.support_sandbox import open_test_node
+from tests.agent.support_agent import open_agent, wait_synced, wait_until, write_faults
+from tests.sandbox.support_sandbox import open_test_node
 
 FLAGS = (
     "--simulated.cards=4",

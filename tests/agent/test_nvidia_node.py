@@ -13,10 +13,27 @@ from gpushare_agent.kubelet.device_table import DeviceIds
 from gpushare_agent.model.resources import replica_layout
 from gpushare_agent.sandbox.node import EmbeddedNode
 from gpushare_agent.wire.v1beta1 import ContainerAllocateResponse
+from tests.agent.support_agent import (
+    calls_of,
+    open_agent,
+    open_child,
+    wait_running,
+    wait_settled,
+    wait_until,
+    write_faults,
+)
+from tests.gpus.support_nvml import fake_library
 from tests.gpus.test_nvml_mig import A100, ONE_G, TWO_G
-from tests.support_agent import calls_of, open_agent, open_child, wait_running, wait_settled, wait_until, write_faults
-from tests.support_nvml import fake_library
-from tests.support_sandbox import CORE, MEMORY, container, limits_of, open_test_node, pod, wait_allocatable, wait_gone
+from tests.sandbox.support_sandbox import (
+    CORE,
+    MEMORY,
+    container,
+    limits_of,
+    open_test_node,
+    pod,
+    wait_allocatable,
+    wait_gone,
+)
 
 GPU = "nvidia.com/gpu"
 FLAGS = ("--nvidia.enabled", "--simulated.cards=2", "--isolation=none")

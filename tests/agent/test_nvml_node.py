@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support_agent import CORES, log_lines, open_child, poll_until, wait_until
-from tests.support_nvml import TWO_PAIRS, fake_library
-from tests.support_sandbox import CORE, open_test_node
+from tests.agent.support_agent import CORES, log_lines, open_child, poll_until, wait_until
+from tests.gpus.support_nvml import TWO_PAIRS, fake_library
+from tests.sandbox.support_sandbox import CORE, open_test_node
 
 FLAGS = (
     "--driver=nvml",

@@ -20,15 +20,15 @@ from gpushare_agent.gpus.simulated.driver import simulated_uuid
 from gpushare_agent.model.names import RESIZE_ANNOTATION, GpuUuid
 from gpushare_agent.sandbox.node import EmbeddedNode
 from gpushare_agent.settings.settings import load_settings
-from tests.support_agent import log_lines, open_agent, open_child, poll_until, wait_registered, wait_running
-from tests.support_claims import DRIVER, NODE, edit_policy, raw_claim, result, uid_of
+from tests.agent.support_agent import log_lines, open_agent, open_child, poll_until, wait_registered, wait_running
+from tests.agent.support_touched import touched
+from tests.dra.support_claims import DRIVER, NODE, edit_policy, raw_claim, result, uid_of
+from tests.isolation.support_hami_core import fake_library
+from tests.sandbox.support_sandbox import SHORT_TIMES, container, open_test_node, pod
+from tests.settings.support_settings import run_program
 from tests.support_core import inventory
 from tests.support_deadline import DEADLINE_S
-from tests.support_hami_core import fake_library
 from tests.support_json import undecoded
-from tests.support_sandbox import SHORT_TIMES, container, open_test_node, pod
-from tests.support_settings import run_program
-from tests.support_touched import touched
 
 TIMES = replace(SHORT_TIMES, registry_poll_s=0.01, slice_wipe_s=0.0)
 ONLY_READ = {
@@ -76,7 +76,7 @@ async def test_an_agent_touches_nothing_outside_the_paths_of_its_settings(
 ) -> None:
     """With an earlier agent's claims, for which it registers the driver, over shares, a resize, a cordon and its end."""
     file, library = tmp_path / "touched", fake_library(tmp_path / "libvgpu.so")
-    program = ("-m", "tests.support_touched", str(file))
+    program = ("-m", "tests.agent.support_touched", str(file))
     async with open_test_node(times=TIMES) as node:
         record_claim(node)
         async with open_child(node, *flags, f"--hami-core.library={library}", program=program) as child:

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from gpushare_agent.sandbox.node import EmbeddedNode
-from tests.support_agent import (
+from tests.agent.support_agent import (
     InnerAgent,
     assert_nothing_shared,
     holders_of,
@@ -24,7 +24,7 @@ from tests.support_agent import (
     wait_ledger_equal,
     wait_until,
 )
-from tests.support_sandbox import HELD_ADMISSIONS, container, limits_of, open_test_node, pod
+from tests.sandbox.support_sandbox import HELD_ADMISSIONS, container, limits_of, open_test_node, pod
 
 GPUS = 3
 QUIET_S = 0.5

@@ -16,7 +16,7 @@ from gpushare_agent.kit.supervision import stop_task
 from gpushare_agent.model.resources import ResourceKind
 from gpushare_agent.sandbox.node import EmbeddedNode
 from gpushare_agent.settings.settings import load_settings
-from tests.support_agent import (
+from tests.agent.support_agent import (
     BLOCKS,
     CORES,
     DEADLINE_S,
@@ -29,8 +29,8 @@ from tests.support_agent import (
     wait_running,
     wait_until,
 )
+from tests.sandbox.support_sandbox import CORE, MEMORY, container, limits_of, open_test_node, pod
 from tests.support_core import used_cores
-from tests.support_sandbox import CORE, MEMORY, container, limits_of, open_test_node, pod
 
 GPU_MEM = "aliyun.com/gpu-mem"
 GPU = "nvidia.com/gpu"

@@ -17,7 +17,7 @@ from gpushare_agent.isolation.gpushare.format import CONFIG_NAME
 from gpushare_agent.isolation.vdevice.format import VDeviceConfig, decode_config
 from gpushare_agent.model.allocations import ContainerKey
 from gpushare_agent.sandbox.node import EmbeddedNode
-from tests.support_agent import (
+from tests.agent.support_agent import (
     InnerAgent,
     open_agent,
     poll_until,
@@ -25,9 +25,9 @@ from tests.support_agent import (
     wait_settled,
     wait_until,
 )
+from tests.isolation.support_hami_core import fake_library
+from tests.sandbox.support_sandbox import CORE, MEMORY, container, open_test_node, pod
 from tests.support_core import used_blocks, used_cores
-from tests.support_hami_core import fake_library
-from tests.support_sandbox import CORE, MEMORY, container, open_test_node, pod
 
 RESIZE, STATUS = "gpushare-agent/resize", "gpushare-agent/resize-status"
 MIB = 1024 * 1024

@@ -7,8 +7,8 @@ import asyncio
 from aiohttp import ClientSession
 
 from gpushare_agent.observability.node_snapshot import NodeSnapshot
-from tests.support_agent import DEADLINE_S, open_agent, wait_running
-from tests.support_sandbox import container, open_test_node, pod
+from tests.agent.support_agent import DEADLINE_S, open_agent, wait_running
+from tests.sandbox.support_sandbox import container, open_test_node, pod
 
 PATHS = ("/api/v1/node", "/usage", "/graph", "/version", "/metrics")
 

@@ -15,7 +15,7 @@ from gpushare_agent.model.allocations import ContainerKey
 from gpushare_agent.model.names import PodUid
 from gpushare_agent.model.usage import UsageRound
 from gpushare_agent.sandbox.node import EmbeddedNode
-from tests.support_agent import (
+from tests.agent.support_agent import (
     DEADLINE_S,
     InnerAgent,
     gpus_of,
@@ -25,8 +25,8 @@ from tests.support_agent import (
     wait_running,
     wait_until,
 )
-from tests.support_containers import needs_processes
-from tests.support_sandbox import container, open_test_node, pod, wait_gone
+from tests.sandbox.support_containers import needs_processes
+from tests.sandbox.support_sandbox import container, open_test_node, pod, wait_gone
 
 pytestmark = needs_processes
 

@@ -20,9 +20,9 @@ from gpushare_agent.sandbox.gpu_faults import GpuFaults
 from gpushare_agent.sandbox.node import EmbeddedNode
 from gpushare_agent.sandbox.report import ReportedNode
 from gpushare_agent.sandbox.workload import WorkloadPlayer
-from tests.support_agent import InnerAgent, open_agent, wait_until
-from tests.support_browser import Browser, open_browser
-from tests.support_sandbox import CORE, MEMORY, container, open_test_node, pod
+from tests.agent.support_agent import InnerAgent, open_agent, wait_until
+from tests.browser.support_browser import Browser, open_browser
+from tests.sandbox.support_sandbox import CORE, MEMORY, container, open_test_node, pod
 
 TOPOLOGY = Path(__file__).parent.parent / "data" / "topology" / "v100-x8-cube-mesh.txt"
 SPEED = 40

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support_browser import WHY_NOT, Browser, open_browser
-from tests.support_cluster_page import HOSTILE, served_cluster
-from tests.support_extender import FakeCluster, raw_pod
+from tests.browser.support_browser import WHY_NOT, Browser, open_browser
+from tests.cli.support_cluster_page import HOSTILE, served_cluster
+from tests.extender.support_extender import FakeCluster, raw_pod
 
 pytestmark = [pytest.mark.browser, pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)]
 

@@ -16,9 +16,9 @@ from gpushare_agent.sandbox.node import EmbeddedNode
 from gpushare_agent.sandbox.pod_manifest import LOAD_ANNOTATION
 from gpushare_agent.sandbox.report import ReportedNode
 from gpushare_agent.sandbox.workload import WorkloadPlayer
-from tests.support_agent import InnerAgent, open_agent, wait_running, wait_settled, wait_until, write_faults
-from tests.support_browser import WHY_NOT, Browser, get_json, open_browser
-from tests.support_sandbox import CORE, MEMORY, container, open_test_node, pod, wait_gone
+from tests.agent.support_agent import InnerAgent, open_agent, wait_running, wait_settled, wait_until, write_faults
+from tests.browser.support_browser import WHY_NOT, Browser, get_json, open_browser
+from tests.sandbox.support_sandbox import CORE, MEMORY, container, open_test_node, pod, wait_gone
 
 pytestmark = [pytest.mark.browser, pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)]
 

@@ -13,9 +13,9 @@ from msgspec.structs import replace
 from bench.sample_node import SampleNode, uid_of, uuid_of
 from gpushare_agent.model.allocations import ContainerKey
 from gpushare_agent.observability.node_snapshot import NodeSnapshot
-from tests.support_browser import WHY_NOT, Browser, open_browser
-from tests.support_http import free_port
-from tests.support_web import FakeHistory, ServedNode, served_node
+from tests.browser.support_browser import WHY_NOT, Browser, open_browser
+from tests.kit.support_http import free_port
+from tests.observability.support_web import FakeHistory, ServedNode, served_node
 
 pytestmark = [pytest.mark.browser, pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)]
 

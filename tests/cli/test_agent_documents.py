@@ -18,7 +18,7 @@ from gpushare_agent.cli.graph import graph_document, tree_text
 from gpushare_agent.cli.inspect import inspection_document, inspection_tables, node_of_document
 from gpushare_agent.cli.render_top import Choice, heading, top_lines, top_table
 from gpushare_agent.model.errors import Corrupt
-from tests.support_cli import busy_node, decision
+from tests.cli.support_cli import busy_node, decision
 
 ABSENT = object()
 ODD_VALUES = (ABSENT, None, "odd", "", -1, 0, 1.5, True, 10**30, float("nan"), float("inf"), [], [[]], {}, {"odd": 1})

@@ -10,9 +10,9 @@ import pytest
 
 from gpushare_agent.cli.cdi import cdi_specs
 from gpushare_agent.settings.settings import load_settings
-from tests.support_cdi import schema, write_spec
+from tests.isolation.support_cdi import schema, write_spec
+from tests.settings.support_settings import Ended, run_program
 from tests.support_core import inventory
-from tests.support_settings import Ended, run_program
 
 
 class Command:

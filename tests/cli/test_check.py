@@ -15,9 +15,9 @@ from gpushare_agent.model.errors import Unavailable
 from gpushare_agent.model.finding import Level
 from gpushare_agent.runtime import node_probes
 from gpushare_agent.settings.settings import load_settings
-from tests.support_check import NODE, Node, complete_node, node_api, not_ok, only
+from tests.cli.support_check import NODE, Node, complete_node, node_api, not_ok, only
+from tests.settings.support_settings import clean_environment, listening, run_program
 from tests.support_core import inventory
-from tests.support_settings import clean_environment, listening, run_program
 
 
 @pytest.fixture(autouse=True)

@@ -14,9 +14,9 @@ from gpushare_agent.isolation.vdevice import check as vdevice_check
 from gpushare_agent.model.finding import Finding, Level
 from gpushare_agent.runtime import node_probes
 from gpushare_agent.settings.settings import load_settings
-from tests.support_check import complete_node, not_ok, only
-from tests.support_driver import FakeHost
-from tests.support_settings import listening, run_program
+from tests.cli.support_check import complete_node, not_ok, only
+from tests.isolation.support_driver import FakeHost
+from tests.settings.support_settings import listening, run_program
 
 
 @pytest.fixture(autouse=True)

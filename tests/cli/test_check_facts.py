@@ -8,7 +8,7 @@ import pytest
 
 from gpushare_agent.cli.check import check_node
 from gpushare_agent.model.finding import Level
-from tests.support_check import complete_node, node_api, not_ok
+from tests.cli.support_check import complete_node, node_api, not_ok
 
 
 @pytest.mark.usefixtures("many_open_files")  # else `check` warns of the limit too

@@ -19,8 +19,8 @@ from gpushare_agent.isolation.hami_core.check import check_hami_core
 from gpushare_agent.isolation.mps.check import check_mps
 from gpushare_agent.model.finding import Level
 from gpushare_agent.settings.settings import Settings, SettingsError, load_settings
-from tests.support_driver import require_cc
-from tests.support_hami_core import fake_library
+from tests.isolation.support_driver import require_cc
+from tests.isolation.support_hami_core import fake_library
 
 
 def settings_of(*flags: str) -> Settings:

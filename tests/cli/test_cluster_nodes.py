@@ -22,7 +22,7 @@ from gpushare_agent.cluster.node_facts import gpus_annotation
 from gpushare_agent.model.names import PodUid
 from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod, PodPhase
 from gpushare_agent.model.resources import ResourceNames
-from tests.support_usage import UUIDS, inventory
+from tests.observability.support_usage import UUIDS, inventory
 
 MIB = 1024 * 1024
 NAMES = ResourceNames(gpu_mem="aliyun.com/gpu-mem")

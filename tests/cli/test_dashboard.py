@@ -14,9 +14,9 @@ from gpushare_agent.cluster.node_annotations import ALLOCATIONS_ANNOTATION, GPUS
 from gpushare_agent.model.names import GpuUuid
 from gpushare_agent.model.resources import Request
 from gpushare_agent.placement import GpuAccount
-from tests.support_cluster_page import served_cluster, waiting
+from tests.cli.support_cluster_page import served_cluster, waiting
+from tests.extender.support_extender import raw_node
 from tests.support_deadline import DEADLINE_S
-from tests.support_extender import raw_node
 
 
 async def ask(url: str, **headers: str) -> tuple[int, Any, str]:

@@ -13,8 +13,8 @@ from gpushare_agent.isolation.driver_volume.directory import installed_driver_ve
 from gpushare_agent.isolation.vcuda.part import SharedVolumeCheck
 from gpushare_agent.model.errors import Unavailable
 from gpushare_agent.settings.settings import load_settings
-from tests.support_driver import FakeHost, tree_of
-from tests.support_settings import Ended, run_program
+from tests.isolation.support_driver import FakeHost, tree_of
+from tests.settings.support_settings import Ended, run_program
 
 
 @pytest.fixture

@@ -14,9 +14,9 @@ import yaml
 
 from gpushare_agent.cli.main import COMMANDS, main
 from gpushare_agent.kit.logs import write_stderr
-from tests.support_cli import agent_answers, busy_node, decision, json_server
+from tests.cli.support_cli import agent_answers, busy_node, decision, json_server
+from tests.settings.support_settings import clean_environment, run_program
 from tests.support_deadline import DEADLINE_S
-from tests.support_settings import clean_environment, run_program
 
 ENCODINGS = ("ascii", "iso8859-1")
 EXPLANATION = "GPU 0 – the fullest… of Zoë's 日本"

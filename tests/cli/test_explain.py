@@ -23,12 +23,12 @@ from gpushare_agent.model.errors import NotFound, RefusalReason, Unavailable
 from gpushare_agent.model.names import GpuUuid
 from gpushare_agent.sandbox.node import EmbeddedNode
 from gpushare_agent.settings.settings import load_settings
-from tests.support_agent import open_agent
-from tests.support_cli import agent_answers, busy_node, candidate, decision, json_server, raw_agent_pod, raw_list
+from tests.agent.support_agent import open_agent
+from tests.cli.support_cli import agent_answers, busy_node, candidate, decision, json_server, raw_agent_pod, raw_list
+from tests.cluster.support_kube import raw_pod, write_kubeconfig
+from tests.sandbox.support_sandbox import container, open_test_node, pod, wait_phase
+from tests.settings.support_settings import run_program
 from tests.support_deadline import DEADLINE_S
-from tests.support_kube import raw_pod, write_kubeconfig
-from tests.support_sandbox import container, open_test_node, pod, wait_phase
-from tests.support_settings import run_program
 
 SETTINGS = load_settings([], {"NODE_NAME": "n1"}).settings
 

@@ -21,8 +21,8 @@ from gpushare_agent.cli.main import main
 from gpushare_agent.model.errors import Corrupt, NotFound, Rejected, Unavailable
 from gpushare_agent.observability.node_snapshot import NO_REASON
 from gpushare_agent.settings.settings import Settings, load_settings
-from tests.support_agent import open_agent
-from tests.support_cli import (
+from tests.agent.support_agent import open_agent
+from tests.cli.support_cli import (
     JsonServer,
     agent_answers,
     busy_node,
@@ -32,9 +32,9 @@ from tests.support_cli import (
     raw_list,
     raw_node,
 )
-from tests.support_http import free_port
-from tests.support_kube import raw_pod, write_kubeconfig
-from tests.support_sandbox import container, open_test_node, pod, wait_phase
+from tests.cluster.support_kube import raw_pod, write_kubeconfig
+from tests.kit.support_http import free_port
+from tests.sandbox.support_sandbox import container, open_test_node, pod, wait_phase
 
 MIB = 1024 * 1024
 LOCAL = load_settings([], {"NODE_NAME": "n1"}).settings

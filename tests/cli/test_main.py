@@ -20,7 +20,7 @@ from gpushare_agent.cli.command_line import Command, runnable
 from gpushare_agent.cli.main import COMMANDS, main
 from gpushare_agent.settings.reference import all_keys, select_keys
 from gpushare_agent.settings.settings import load_settings
-from tests.support_settings import DEADLINE_S, clean_environment, run_program
+from tests.settings.support_settings import DEADLINE_S, clean_environment, run_program
 
 SLOW_LIBRARIES = ("argcomplete", "kubernetes_asyncio", "aiohttp", "pynvml", "yaml", "rich.live", "grpclib")
 

@@ -23,9 +23,9 @@ from gpushare_agent.isolation.mps.supervision import Condition, MpsDaemonProcess
 from gpushare_agent.kit.backoff import Backoff
 from gpushare_agent.model.errors import StartupError, Unavailable
 from gpushare_agent.sandbox.fake_mps import open_fake_mps
-from tests.support_containers import is_alive
-from tests.support_mps import DEADLINE_S, MpsPlace, mps_place, poll_until, script
-from tests.support_settings import clean_environment, run_program
+from tests.isolation.support_mps import DEADLINE_S, MpsPlace, mps_place, poll_until, script
+from tests.sandbox.support_containers import is_alive
+from tests.settings.support_settings import clean_environment, run_program
 
 STARTING, SERVING, WAITING = Condition.STARTING, Condition.SERVING, Condition.WAITING
 

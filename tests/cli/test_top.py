@@ -30,8 +30,8 @@ from gpushare_agent.cli.view_commands import server_url
 from gpushare_agent.model.errors import Corrupt, NotFound, Rejected, Unavailable
 from gpushare_agent.observability.node_snapshot import NO_REASON
 from gpushare_agent.settings.settings import load_settings
-from tests.support_cli import agent_answers, at_terminal, busy_node, foot_of, json_server, screen_of
-from tests.support_settings import run_program
+from tests.cli.support_cli import agent_answers, at_terminal, busy_node, foot_of, json_server, screen_of
+from tests.settings.support_settings import run_program
 
 SETTINGS = load_settings([], {"NODE_NAME": "n1"}).settings
 

@@ -21,8 +21,8 @@ from gpushare_agent.isolation.vdevice.files import VDeviceFiles
 from gpushare_agent.isolation.vdevice.format import VDeviceConfig, encode_config
 from gpushare_agent.model.allocations import ContainerKey
 from gpushare_agent.model.errors import NotFound, Unavailable
-from tests.support_settings import DEADLINE_S, ROOT, clean_environment, run_program
-from tests.support_vdevice import ID, KEY, POD, FakeNode, serving, share_config
+from tests.isolation.support_vdevice import ID, KEY, POD, FakeNode, serving, share_config
+from tests.settings.support_settings import DEADLINE_S, ROOT, clean_environment, run_program
 
 MODULE = [sys.executable, "-m", "gpushare_agent.cli.vdevice"]
 

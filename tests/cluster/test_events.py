@@ -12,8 +12,7 @@ from gpushare_agent.cluster.events import BURST, QUEUE_LIMIT, REPEAT_AFTER_S, TR
 from gpushare_agent.cluster.kube.objects import ObjectReference
 from gpushare_agent.model.errors import RefusalReason, Refused
 from gpushare_agent.sandbox.api.server import EmbeddedApiServer
-from tests.support_deadline import Changes
-from tests.support_kube import (
+from tests.cluster.support_kube import (
     FAST,
     NODE,
     Behaviour,
@@ -25,6 +24,7 @@ from tests.support_kube import (
     raw_status,
     running,
 )
+from tests.support_deadline import Changes
 
 NO_CORES = Refused(reason=RefusalReason.NOT_ENOUGH_CORES, detail="30 asked, 10 free; delete a pod")
 

@@ -28,7 +28,7 @@ from gpushare_agent.model.isolation import Sharing
 from gpushare_agent.model.resources import ReplicaLayout, ServedUnits
 from gpushare_agent.placement.topology import build_topology
 from gpushare_agent.runtime.machine import machine_name, pci_class, pci_configuration
-from tests.support_gpus import uuid_of
+from tests.gpus.support_gpus import uuid_of
 from tests.support_json import undecoded
 
 

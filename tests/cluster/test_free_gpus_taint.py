@@ -18,8 +18,7 @@ from gpushare_agent.model.allocations import Charge
 from gpushare_agent.model.gpus import Gpu, Health
 from gpushare_agent.model.names import GpuUuid
 from gpushare_agent.model.resources import ResourceNames
-from tests.support_deadline import DEADLINE_S
-from tests.support_kube import (
+from tests.cluster.support_kube import (
     FAST,
     NODE,
     Connection,
@@ -30,6 +29,7 @@ from tests.support_kube import (
     opened,
     raw_status,
 )
+from tests.support_deadline import DEADLINE_S
 
 OURS = {"key": KEY, "effect": EFFECT}
 OTHERS = {"key": "example.com/maintenance", "effect": "NoSchedule", "value": "x", "timeAdded": "2026-01-01T00:00:00Z"}

@@ -13,8 +13,8 @@ from gpushare_agent.cluster.kube.objects import pod_uid
 from gpushare_agent.cluster.kube.pods import read_pod_json
 from gpushare_agent.extender.metrics import ExtenderMetrics
 from gpushare_agent.model.errors import Corrupt
-from tests.support_extender import FakeCluster, Raw, eventually, fake_cluster, opened_api, raw_pod
-from tests.support_kube import FAST, running
+from tests.cluster.support_kube import FAST, running
+from tests.extender.support_extender import FakeCluster, Raw, eventually, fake_cluster, opened_api, raw_pod
 
 
 class Pods(Handler):

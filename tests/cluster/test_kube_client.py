@@ -21,9 +21,7 @@ from gpushare_agent.cluster.kube.session import KubeSession
 from gpushare_agent.model.errors import Conflict, Corrupt, NotFound, Rejected, StartupError, Unavailable
 from gpushare_agent.model.names import PodUid
 from gpushare_agent.sandbox.api.server import EmbeddedApiServer
-from tests.support_deadline import DEADLINE_S
-from tests.support_json import built
-from tests.support_kube import (
+from tests.cluster.support_kube import (
     DATA,
     NODE,
     Behaviour,
@@ -49,6 +47,8 @@ from tests.support_kube import (
     streams_bytes,
     write_kubeconfig,
 )
+from tests.support_deadline import DEADLINE_S
+from tests.support_json import built
 
 SHORT = KubeTimeouts(request_s=0.2, list_s=0.2, watch_idle_s=0.2)
 UID = PodUid("u1")

@@ -15,8 +15,8 @@ from gpushare_agent.cluster.kube.pods import parse_pod, read_pod_json
 from gpushare_agent.model.errors import Corrupt
 from gpushare_agent.model.names import VCORE_RESOURCE, VMEMORY_RESOURCE
 from gpushare_agent.model.pods import ContainerKind, Pod, PodPhase, version_number
+from tests.cluster.support_kube import raw_pod
 from tests.support_json import undecoded
-from tests.support_kube import raw_pod
 
 
 def read(raw: Any, *, resources: Collection[str] | None = None) -> Pod:

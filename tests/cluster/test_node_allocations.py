@@ -27,8 +27,7 @@ from gpushare_agent.model.gpus import Gpu
 from gpushare_agent.model.names import DeviceId, GpuUuid, PodUid
 from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod, PodPhase
 from gpushare_agent.model.resources import ResourceKind, ResourceNames
-from tests.support_core import used_blocks
-from tests.support_kube import (
+from tests.cluster.support_kube import (
     DEADLINE_S,
     FAST,
     NODE,
@@ -40,6 +39,7 @@ from tests.support_kube import (
     opened,
     raw_status,
 )
+from tests.support_core import used_blocks
 
 NAMES = ResourceNames()
 UID = PodUid("u1")

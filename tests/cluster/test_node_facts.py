@@ -14,7 +14,7 @@ from structlog.testing import capture_logs
 from gpushare_agent.cluster.node_facts import NodeFacts
 from gpushare_agent.cluster.node_fields import FACTS, ROLE, NodeFieldsWriter
 from gpushare_agent.kit.backoff import Backoff
-from tests.support_kube import (
+from tests.cluster.support_kube import (
     DEADLINE_S,
     FAST,
     NODE,

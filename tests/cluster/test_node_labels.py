@@ -26,7 +26,7 @@ from gpushare_agent.cluster.node_facts import (
 from gpushare_agent.model.gpus import Gpu, GpuInventory, Health
 from gpushare_agent.model.names import GPU_MODEL_LABEL
 from gpushare_agent.placement.topology import build_topology
-from tests.support_gpus import read_topology, uuid_of
+from tests.gpus.support_gpus import read_topology, uuid_of
 from tests.support_json import undecoded
 
 OWN = "gpushare-agent"

@@ -21,8 +21,7 @@ from gpushare_agent.model.errors import AgentError, Corrupt, NotFound, Rejected,
 from gpushare_agent.model.names import VCORE_RESOURCE, PodUid
 from gpushare_agent.model.pods import PodPhase
 from gpushare_agent.sandbox.api.server import EmbeddedApiServer
-from tests.support_json import undecoded
-from tests.support_kube import (
+from tests.cluster.support_kube import (
     DEADLINE_S,
     FAST,
     NODE,
@@ -50,6 +49,7 @@ from tests.support_kube import (
     streams_bytes,
     wait_store,
 )
+from tests.support_json import undecoded
 
 SHORT = KubeTimeouts(connect_s=1, request_s=0.3, list_s=0.3, watch_idle_s=0.3)
 

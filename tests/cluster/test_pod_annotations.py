@@ -11,8 +11,7 @@ from gpushare_agent.cluster.pod_annotations import MOST_REFUSALS, PodAnnotations
 from gpushare_agent.cluster.pod_store import PodStore
 from gpushare_agent.model.names import PodUid
 from gpushare_agent.model.pods import Pod
-from tests.support_deadline import Changes
-from tests.support_kube import (
+from tests.cluster.support_kube import (
     FAST,
     Behaviour,
     answers,
@@ -24,6 +23,7 @@ from tests.support_kube import (
     resets,
     running,
 )
+from tests.support_deadline import Changes
 
 ASSIGNED = "tencent.com/gpu-assigned"
 INDEX = "tencent.com/predicate-gpu-idx-0"

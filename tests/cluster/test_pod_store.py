@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from gpushare_agent.cluster.pod_store import GONE_REMEMBERED_S, MAX_GONE, PodStore, liveliness
 from gpushare_agent.model.names import PodUid
 from gpushare_agent.model.pods import Pod, PodPhase
+from tests.cluster.support_kube import pod
 from tests.fakes.clock import FakeClock
 from tests.support_deadline import DEADLINE_S
-from tests.support_kube import pod
 
 
 def _names(store: PodStore) -> list[str]:

@@ -13,8 +13,7 @@ from gpushare_agent.cluster.rejected_pods import RejectedPods, plan_deletions
 from gpushare_agent.model.names import VCORE_RESOURCE, VMEMORY_RESOURCE, PodUid
 from gpushare_agent.model.pods import Pod, PodPhase
 from gpushare_agent.sandbox.api.server import EmbeddedApiServer
-from tests.support_deadline import Changes
-from tests.support_kube import (
+from tests.cluster.support_kube import (
     DEADLINE_S,
     Behaviour,
     answers,
@@ -26,6 +25,7 @@ from tests.support_kube import (
     raw_status,
     running,
 )
+from tests.support_deadline import Changes
 
 RESOURCES = (VCORE_RESOURCE, VMEMORY_RESOURCE)
 MESSAGE = "Pod was rejected: Allocate failed due to rpc error: code = Unavailable desc = no GPU, which is unexpected"

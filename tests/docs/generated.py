@@ -37,8 +37,18 @@ from gpushare_agent.settings.nvidia_options import OPTIONS
 from gpushare_agent.settings.reference import Key, all_keys, markdown, text_of
 from gpushare_agent.settings.settings import Settings
 from tests.docs.isolations_page import isolations
+from tests.observability.support_usage import (
+    UUIDS,
+    allocation,
+    driver_sample,
+    facts,
+    id_of,
+    key_of,
+    owner,
+    process,
+    snapshot,
+)
 from tests.support_core import mig_instance
-from tests.support_usage import UUIDS, allocation, driver_sample, facts, id_of, key_of, owner, process, snapshot
 
 ROOT = Path(__file__).parents[2]
 MEASURED = ROOT / "tests/data/isolation/measured.md"

@@ -21,8 +21,8 @@ from gpushare_agent.model.names import VCORE_RESOURCE, VMEMORY_RESOURCE
 from gpushare_agent.settings.settings import Settings
 from gpushare_agent.settings.sources import read_flags
 from tests.docs.generated import families, outdated
+from tests.observability.support_usage import allocation, facts, key_of, snapshot
 from tests.support_json import written_node
-from tests.support_usage import allocation, facts, key_of, snapshot
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")

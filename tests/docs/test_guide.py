@@ -16,8 +16,8 @@ from gpushare_agent.model.usage import ContainerUse, UsageRound
 from gpushare_agent.observability.usage_history import UsageHistory
 from gpushare_agent.settings.reference import all_keys
 from tests.docs.generated import chart_table
+from tests.observability.support_usage import UUIDS, allocation, key_of
 from tests.support_deadline import DEADLINE_S
-from tests.support_usage import UUIDS, allocation, key_of
 
 ROOT = Path(__file__).parents[2]
 GUIDE = ROOT / "docs/how-to"

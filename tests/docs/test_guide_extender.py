@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from gpushare_agent.extender.http import Tls, tls_context
-from tests.support_manifests import documents
+from tests.manifests.support_manifests import documents
 
 GUIDE = Path(__file__).parents[2] / "docs/how-to/schedule-with-the-extender.md"
 NAME = documents("extender/default-scheduler/scheduler.yaml")[0]["extenders"][0]["tlsConfig"]["serverName"]

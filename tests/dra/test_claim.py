@@ -8,7 +8,7 @@ import pytest
 
 from gpushare_agent.dra.decisions.claim import AllocatedClaim, ShareConfig, read_claim
 from gpushare_agent.model.errors import Corrupt
-from tests.support_claims import DRIVER, NODE, admin, raw_claim, ref_of, result, share_config, uid_of, whole
+from tests.dra.support_claims import DRIVER, NODE, admin, raw_claim, ref_of, result, share_config, uid_of, whole
 from tests.support_json import undecoded
 
 

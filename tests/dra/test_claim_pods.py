@@ -17,7 +17,7 @@ from gpushare_agent.model.names import CORE_LIMIT_ANNOTATION, ISOLATION_ANNOTATI
 from gpushare_agent.model.pods import ContainerKind
 from gpushare_agent.model.resources import ResourceKind
 from gpushare_agent.settings.settings import load_settings
-from tests.support_claims import ref_of, uid_of, using
+from tests.dra.support_claims import ref_of, uid_of, using
 from tests.support_core import pod
 
 KEY_A, KEY_B = ContainerKey(PodUid(uid_of(1)), "a"), ContainerKey(PodUid(uid_of(1)), "b")

@@ -19,7 +19,7 @@ from gpushare_agent.model.allocations import Allocation, ContainerKey, ShareSize
 from gpushare_agent.model.isolation import ResizeMode
 from gpushare_agent.model.names import RESIZE_ANNOTATION, RESIZE_STATUS_ANNOTATION, PodUid
 from gpushare_agent.model.pods import Pod
-from tests.support_claims import DRIVER, NODE, RawClaim, edit_policy, raw_claim, result, uid_of, using
+from tests.dra.support_claims import DRIVER, NODE, RawClaim, edit_policy, raw_claim, result, uid_of, using
 from tests.support_core import NAMES, inventory, pod
 from tests.support_json import undecoded
 

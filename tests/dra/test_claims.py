@@ -14,9 +14,9 @@ from gpushare_agent.dra.decisions.claim import read_claim
 from gpushare_agent.dra.decisions.edits import PreparedClaim
 from gpushare_agent.model.errors import RefusalReason, Refused
 from gpushare_agent.model.names import GpuUuid, PodUid
-from tests.support_claims import Driver, admin, edit_policy, raw_claim, ref_of, result, uid_of, using, whole
+from tests.dra.support_claims import Driver, admin, edit_policy, raw_claim, ref_of, result, uid_of, using, whole
+from tests.extender.support_extender import eventually
 from tests.support_core import used_blocks, used_cores
-from tests.support_extender import eventually
 from tests.support_json import undecoded
 
 

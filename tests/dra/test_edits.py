@@ -20,7 +20,18 @@ from gpushare_agent.model.gpus import KernelModule
 from gpushare_agent.model.isolation import DeviceListStrategy
 from gpushare_agent.model.names import PodUid
 from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod
-from tests.support_claims import DRIVER, NODE, admin, edit_policy, raw_claim, result, share_config, uid_of, using, whole
+from tests.dra.support_claims import (
+    DRIVER,
+    NODE,
+    admin,
+    edit_policy,
+    raw_claim,
+    result,
+    share_config,
+    uid_of,
+    using,
+    whole,
+)
 from tests.support_core import inventory, pod
 from tests.support_json import undecoded, written
 

@@ -14,9 +14,9 @@ from gpushare_agent.kit.grpc_client import UnixChannel
 from gpushare_agent.model.gpus import Health
 from gpushare_agent.wire import pluginregistration, v1alpha1
 from gpushare_agent.wire.k8s.io.kubelet.pkg.apis.dra import v1 as dra_v1
-from tests.support_claims import DRIVER, NODE, Driver, raw_claim, ref_of, result, uid_of
+from tests.dra.support_claims import DRIVER, NODE, Driver, raw_claim, ref_of, result, uid_of
+from tests.extender.support_extender import eventually
 from tests.support_deadline import DEADLINE_S
-from tests.support_extender import eventually
 
 PREPARE = "/k8s.io.kubelet.pkg.apis.dra.v1.DRAPlugin/NodePrepareResources"
 UNPREPARE = "/k8s.io.kubelet.pkg.apis.dra.v1.DRAPlugin/NodeUnprepareResources"

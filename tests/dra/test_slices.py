@@ -21,10 +21,10 @@ from gpushare_agent.model.allocations import Charge
 from gpushare_agent.model.errors import Conflict, NotFound, Unavailable
 from gpushare_agent.model.gpus import GpuInventory, Health
 from gpushare_agent.model.names import GpuUuid
-from tests.support_claims import DRIVER, NODE
+from tests.dra.support_claims import DRIVER, NODE
+from tests.extender.support_extender import eventually
+from tests.gpus.support_gpus import read_topology
 from tests.support_core import inventory
-from tests.support_extender import eventually
-from tests.support_gpus import read_topology
 from tests.support_json import undecoded
 
 POLICY = DevicePolicy(block_mib=256, order="binpack", taint_effect="NoSchedule", isolation="hami-core")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from gpushare_agent.dra.stale_claims import StaleClaims
 from gpushare_agent.model.names import PodUid
-from tests.support_claims import Driver, raw_claim, ref_of, result, uid_of, using
+from tests.dra.support_claims import Driver, raw_claim, ref_of, result, uid_of, using
 
 
 class Running:

@@ -16,9 +16,9 @@ from gpushare_agent.dra import wake_pods
 from gpushare_agent.dra.wake_pods import ANNOTATION, FIRST_S, PodWaker
 from gpushare_agent.model.errors import NotFound, Unavailable
 from gpushare_agent.model.names import PodUid
-from tests.support_claims import DRIVER, NODE, Driver, raw_claim, ref_of, result
+from tests.dra.support_claims import DRIVER, NODE, Driver, raw_claim, ref_of, result
+from tests.extender.support_extender import eventually
 from tests.support_core import pod
-from tests.support_extender import eventually
 
 
 class Waked:

@@ -10,7 +10,7 @@ from typing import Any
 
 from tests.e2e.cluster import DEADLINE_S, Cluster, Object
 from tests.e2e.installation import NODE_LABEL, SYSTEM, Installation, take_off_node
-from tests.support_chart import CHART, RELEASE, helm
+from tests.manifests.support_chart import CHART, RELEASE, helm
 
 WAIT_S = 2 * DEADLINE_S
 

@@ -16,7 +16,7 @@ from gpushare_agent.model.names import (
 from tests.e2e.cluster import Cluster, KubectlError, Object, audited
 from tests.e2e.extender import APP, NAME, SCHEDULER, ExtenderInstallation
 from tests.e2e.installation import MANIFESTS, SYSTEM, Installation, rights_of_component
-from tests.support_manifests import rendered
+from tests.manifests.support_manifests import rendered
 
 pytestmark = pytest.mark.e2e
 INDEX = f"{PREDICATE_GPU_INDEX_PREFIX}0"

@@ -12,7 +12,7 @@ from tests.e2e.installation import SYSTEM, Installation
 from tests.e2e.release import Release, open_release
 from tests.e2e.test_manifests import dry_run
 from tests.e2e.test_upgrade import without_rejection
-from tests.support_chart import template
+from tests.manifests.support_chart import template
 
 pytestmark = pytest.mark.e2e
 

@@ -18,7 +18,14 @@ from gpushare_agent.model.names import PREDICATE_GPU_INDEX_PREFIX
 from gpushare_agent.model.pods import Pod
 from gpushare_agent.model.resources import ResourceNames
 from gpushare_agent.placement import GpuAccount
-from tests.support_placement import GPU_MEM, Node, accounts, leaves_blocks_without_cores, nodes, pods_with_units
+from tests.placement.support_placement import (
+    GPU_MEM,
+    Node,
+    accounts,
+    leaves_blocks_without_cores,
+    nodes,
+    pods_with_units,
+)
 
 AS_WHOLE = {"is_healthy": True, "instance": "", "takes_shares": True}
 

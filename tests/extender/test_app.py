@@ -20,7 +20,8 @@ from gpushare_agent.extender.app import request_timeout_s, with_admission_config
 from gpushare_agent.extender.leader_election import LeaderElection, boot_time_s
 from gpushare_agent.model.errors import StartupError
 from gpushare_agent.settings.extender import ExtenderSettings
-from tests.support_extender import (
+from tests.cluster.support_kube import DATA, write_kubeconfig
+from tests.extender.support_extender import (
     DEADLINE_S,
     FakeCluster,
     eventually,
@@ -30,7 +31,6 @@ from tests.support_extender import (
     raw_pod,
     running_extender,
 )
-from tests.support_kube import DATA, write_kubeconfig
 
 ELECTION = {"lease_duration_s": 120.0, "renew_deadline_s": 60.0, "retry_period_s": 0.05}
 """A leader that lives leads on, however long a busy machine stops it."""

@@ -32,8 +32,7 @@ from gpushare_agent.model.names import (
     PREDICATE_NODE_ANNOTATION,
     PREDICATE_TIME_ANNOTATION,
 )
-from tests.fakes.clock import FakeClock
-from tests.support_extender import (
+from tests.extender.support_extender import (
     FAULTS,
     GOOD,
     MODEL_LABEL,
@@ -49,6 +48,7 @@ from tests.support_extender import (
     raw_pod,
     running_replica,
 )
+from tests.fakes.clock import FakeClock
 from tests.support_json import undecoded
 
 

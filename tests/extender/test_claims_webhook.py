@@ -27,10 +27,10 @@ from gpushare_agent.model.names import (
     RESIZE_ANNOTATION,
 )
 from gpushare_agent.model.resources import ResourceNames
+from tests.cluster.support_kube import DEADLINE_S
+from tests.extender.support_extender import FakeCluster, Raw, fake_cluster, opened_api, running_extender
 from tests.extender.test_app import DATA, client
-from tests.support_extender import FakeCluster, Raw, fake_cluster, opened_api, running_extender
 from tests.support_json import undecoded
-from tests.support_kube import DEADLINE_S
 
 NAMES = ResourceNames(gpu_mem="aliyun.com/gpu-mem")
 TEMPLATES = "resourceclaimtemplates"

@@ -16,7 +16,7 @@ from gpushare_agent.extender.metrics import ExtenderMetrics
 from gpushare_agent.extender.objects import lean_pod, read_node
 from gpushare_agent.extender.quota_state import QuotaState
 from gpushare_agent.extender.values import ClusterPolicy, Reservation, Stage
-from tests.support_extender import (
+from tests.extender.support_extender import (
     MODEL_LABEL,
     NAMES,
     POOL_LABEL,

@@ -17,8 +17,8 @@ from gpushare_agent.model.gpus import GpuReport, Link, LinkKind
 from gpushare_agent.model.names import CORES_PER_GPU, GpuUuid, PodUid
 from gpushare_agent.model.pods import ContainerKind, Pod, PodPhase
 from gpushare_agent.placement.topology import build_topology
+from tests.extender.support_extender import state_document
 from tests.support_core import NAMES, container, pod
-from tests.support_extender import state_document
 
 BLOCKS = 96
 

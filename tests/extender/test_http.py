@@ -43,9 +43,9 @@ from gpushare_agent.model.gpus import GpuReport, Link, LinkKind
 from gpushare_agent.model.names import GpuUuid
 from gpushare_agent.model.resources import ResourceNames
 from gpushare_agent.placement.topology import build_topology
-from tests.support_http import Peer, loop_time_s
+from tests.cluster.support_kube import DEADLINE_S, running
+from tests.kit.support_http import Peer, loop_time_s
 from tests.support_json import undecoded
-from tests.support_kube import DEADLINE_S, running
 
 DATA = Path(__file__).parent.parent / "data"
 CA, KEY = DATA / "kube-ca.pem", DATA / "kube-server.key"

@@ -14,9 +14,9 @@ import pytest
 from gpushare_agent.cluster.kube.client import ClusterApi
 from gpushare_agent.extender.leader_election import AlwaysLeads, LeaderElection, LeaseTerms, boot_time_s
 from gpushare_agent.model.errors import Conflict, NotFound, Unavailable
+from tests.extender.support_extender import FakeCluster, eventually, fake_cluster, opened_api
 from tests.fakes.clock import FakeClock
 from tests.support_deadline import DEADLINE_S
-from tests.support_extender import FakeCluster, eventually, fake_cluster, opened_api
 
 TERMS = LeaseTerms(namespace="ns", name="lease", duration_s=15.0, renew_deadline_s=10.0, retry_s=2.0)
 QUICK = LeaseTerms(namespace="ns", name="lease", duration_s=0.6, renew_deadline_s=0.4, retry_s=0.02)

@@ -11,8 +11,16 @@ import pytest
 import structlog.testing
 
 from gpushare_agent.extender.leader_election import APP_LABEL, LEADER, ROLE_LABEL, LeaderLabel
-from tests.support_extender import FakeCluster, Raw, eventually, fake_cluster, opened_api, raw_pod, running_extender
-from tests.support_kube import FAST, running
+from tests.cluster.support_kube import FAST, running
+from tests.extender.support_extender import (
+    FakeCluster,
+    Raw,
+    eventually,
+    fake_cluster,
+    opened_api,
+    raw_pod,
+    running_extender,
+)
 
 NAMESPACE = "gpushare-system"
 APP = {APP_LABEL: "gpushare-agent-extender"}

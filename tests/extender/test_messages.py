@@ -29,7 +29,7 @@ from gpushare_agent.extender.objects import asks_for_ours, lean_pod, predicate_a
 from gpushare_agent.extender.steps import at_once
 from gpushare_agent.model.errors import Corrupt
 from gpushare_agent.model.names import PodUid
-from tests.support_extender import NAMES, raw_pod
+from tests.extender.support_extender import NAMES, raw_pod
 from tests.support_json import undecoded
 
 DATA = Path(__file__).parent.parent / "data" / "extender"

@@ -28,8 +28,8 @@ from gpushare_agent.model.names import VCORE_RESOURCE, VMEMORY_RESOURCE, GpuUuid
 from gpushare_agent.model.resources import Request, ResourceNames
 from gpushare_agent.placement import Placed, place
 from gpushare_agent.placement.topology import build_topology, parse_topology
+from tests.gpus.support_gpus import TOPOLOGY_NAMES, topology_text
 from tests.support_core import NAMES, allocation, ids, mig_instance, pod
-from tests.support_gpus import TOPOLOGY_NAMES, topology_text
 from tests.support_json import undecoded
 
 MODEL_LABEL, POOL_LABEL = "gaia.tencent.com/gpu-model", "gaia.tencent.com/gpu-pool"

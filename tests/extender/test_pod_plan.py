@@ -19,8 +19,8 @@ from gpushare_agent.model.names import (
 )
 from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod
 from gpushare_agent.model.resources import ResourceNames
+from tests.placement.support_placement import Node, accounts, leaves_blocks_without_cores, nodes, pods
 from tests.support_core import NAMES, container, inventory, pod
-from tests.support_placement import Node, accounts, leaves_blocks_without_cores, nodes, pods
 
 POLICY = ClusterPolicy(names=NAMES)
 

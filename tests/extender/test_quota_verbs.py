@@ -22,8 +22,7 @@ from gpushare_agent.extender.values import ClusterNode, ClusterPolicy, Reservati
 from gpushare_agent.model.errors import RefusalReason
 from gpushare_agent.model.names import QUOTA_RETRY_ANNOTATION
 from gpushare_agent.model.pods import Pod
-from tests.support_deadline import DEADLINE_S
-from tests.support_extender import (
+from tests.extender.support_extender import (
     MODEL_LABEL,
     NAMES,
     POOL_LABEL,
@@ -37,6 +36,7 @@ from tests.support_extender import (
     raw_pod,
     running_extender,
 )
+from tests.support_deadline import DEADLINE_S
 from tests.support_json import undecoded
 
 

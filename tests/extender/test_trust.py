@@ -7,7 +7,7 @@ import json
 import pytest
 
 from gpushare_agent.model.names import PREDICATE_NODE_ANNOTATION, PodUid
-from tests.support_extender import (
+from tests.extender.support_extender import (
     Asker,
     FakeCluster,
     eventually,

@@ -18,8 +18,7 @@ from gpushare_agent.model.names import (
     VCORE_RESOURCE,
     VMEMORY_RESOURCE,
 )
-from tests.fakes.clock import FakeClock
-from tests.support_extender import (
+from tests.extender.support_extender import (
     Asker,
     Raw,
     eventually,
@@ -32,6 +31,7 @@ from tests.support_extender import (
     raw_pod,
     running_extender,
 )
+from tests.fakes.clock import FakeClock
 
 DATA = Path(__file__).parent.parent / "data" / "extender"
 TRAIN_UID = "0d8b1c5a-5a11-4a0e-9a57-7ad1b0c7d001"

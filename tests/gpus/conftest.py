@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support_nvml import fake_library
+from tests.gpus.support_nvml import fake_library
 
 
 @pytest.fixture(scope="session")

@@ -22,9 +22,9 @@ from gpushare_agent.gpus import control_server
 from gpushare_agent.gpus.control_server import MAX_REQUEST_BYTES, ControlServer, is_served
 from gpushare_agent.gpus.inventory import GpuInventoryState
 from gpushare_agent.model.errors import Unavailable
+from tests.gpus.support_health import IMMEDIATE, xid
 from tests.support_core import inventory
 from tests.support_deadline import DEADLINE_S
-from tests.support_health import IMMEDIATE, xid
 
 
 class Parts:

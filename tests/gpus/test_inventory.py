@@ -8,8 +8,8 @@ from gpushare_agent.gpus.health import EventMeaning, GpuHealth, HealthPolicy, He
 from gpushare_agent.gpus.inventory import GpuInventoryState
 from gpushare_agent.model.gpus import GpuInventory
 from gpushare_agent.model.names import GpuUuid
+from tests.gpus.support_health import IMMEDIATE, unhealthy, xid
 from tests.support_core import inventory, mig_instance
-from tests.support_health import IMMEDIATE, unhealthy, xid
 
 FIRST, SECOND = GpuUuid("GPU-0"), GpuUuid("GPU-1")
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support_nvml import TWO_PAIRS, running_probe
+from tests.gpus.support_nvml import TWO_PAIRS, running_probe
 
 
 async def test_gpus_are_read_with_their_minor_numbers_names_and_memory(library_directory: Path) -> None:

@@ -14,7 +14,7 @@ from gpushare_agent.gpus.nvml.busy_time import GpuBusyTime
 from gpushare_agent.gpus.nvml.calls import Verdict
 from gpushare_agent.gpus.nvml.process_lists import ProcessUse
 from gpushare_agent.model.usage import GpuBusy
-from tests.support_nvml import ONE_GPU, running_probe
+from tests.gpus.support_nvml import ONE_GPU, running_probe
 
 MS, SECOND = 1_000_000, 1_000_000_000
 BOOTED_AT = 1_700_000_000 * SECOND

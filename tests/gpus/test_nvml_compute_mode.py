@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support_mps import DEADLINE_S, MpsPlace, mps_place, poll_until
-from tests.support_settings import clean_environment
+from tests.isolation.support_mps import DEADLINE_S, MpsPlace, mps_place, poll_until
+from tests.settings.support_settings import clean_environment
 
 SOURCE = Path(__file__).parents[1] / "native" / "fake_nvml_modes.c"
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.support_nvml import TWO_PAIRS, Probe, fake_library, running_probe
+from tests.gpus.support_nvml import TWO_PAIRS, Probe, fake_library, running_probe
 
 XID = 8
 DOUBLE_BIT_ECC = 2

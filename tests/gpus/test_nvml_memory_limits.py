@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
+from tests.gpus.support_nvml import Probe, running_probe
+from tests.gpus.support_real_cgroups import hierarchies, why_not
 from tests.native.build import CannotBuildError, build_fake_driver
-from tests.support_nvml import Probe, running_probe
-from tests.support_real_cgroups import hierarchies, why_not
 
 UUID = "GPU-00000000-0000-4000-8000-000000000000"
 FINE: dict[str, Any] = {"problem": "", "used_bytes": 0, "is_gone": False, "has_no_controller": False}

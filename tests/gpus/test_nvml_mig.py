@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from tests.support_nvml import running_probe
+from tests.gpus.support_nvml import running_probe
 
 A100 = """\
 count 2

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.support_nvml import ONE_GPU, TWO_PAIRS, running_probe
+from tests.gpus.support_nvml import ONE_GPU, TWO_PAIRS, running_probe
 
 MIB = 1024 * 1024
 IDLE = (0.0, 0.0, 0.0, 0.0)

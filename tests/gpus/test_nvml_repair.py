@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support_nvml import ONE_GPU, TWO_PAIRS, running_probe
+from tests.gpus.support_nvml import ONE_GPU, TWO_PAIRS, running_probe
 
 RECOVERY_ACTION = 230
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.support_nvml import ONE_GPU, TWO_PAIRS, Probe, running_probe
+from tests.gpus.support_nvml import ONE_GPU, TWO_PAIRS, Probe, running_probe
 
 LOST = "error 0 15\n"
 HANGS = "value utilization 0 1 1\nhang_sample\n"

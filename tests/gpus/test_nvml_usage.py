@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support_nvml import ONE_GPU, TWO_PAIRS, Probe, fake_library, running_probe
+from tests.gpus.support_nvml import ONE_GPU, TWO_PAIRS, Probe, fake_library, running_probe
 
 MIB = 1024 * 1024
 

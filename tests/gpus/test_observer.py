@@ -11,10 +11,10 @@ from gpushare_agent.gpus.inventory import GpuHealthObserver, GpuInventoryState
 from gpushare_agent.model.errors import NodeEventReason
 from gpushare_agent.model.names import GpuUuid
 from gpushare_agent.sandbox.api.server import EmbeddedApiServer
+from tests.cluster.support_kube import FAST, NODE, answers, fake_api, opened, running
+from tests.gpus.support_health import IMMEDIATE, unhealthy, xid
 from tests.support_core import inventory
 from tests.support_deadline import DEADLINE_S
-from tests.support_health import IMMEDIATE, unhealthy, xid
-from tests.support_kube import FAST, NODE, answers, fake_api, opened, running
 
 FIRST, SECOND = GpuUuid("GPU-0"), GpuUuid("GPU-1")
 

@@ -17,7 +17,7 @@ from gpushare_agent.model.errors import Corrupt, StartupError, Unavailable
 from gpushare_agent.model.gpus import GpuInventory, Health
 from gpushare_agent.model.usage import ProcessKind
 from gpushare_agent.placement.topology import render_tree
-from tests.support_gpus import topology_text
+from tests.gpus.support_gpus import topology_text
 
 
 def simulated(

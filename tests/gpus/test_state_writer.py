@@ -14,9 +14,9 @@ from gpushare_agent.gpus.saved_health import NO_FILE, HealthStateWriter
 from gpushare_agent.kit.backoff import Backoff
 from gpushare_agent.model.errors import Unavailable
 from gpushare_agent.model.names import GpuUuid
+from tests.gpus.support_health import IMMEDIATE, xid
 from tests.support_core import inventory
 from tests.support_deadline import Changes
-from tests.support_health import IMMEDIATE, xid
 
 GPU = GpuUuid("GPU-0")
 FAST = Backoff(base_s=0.001, cap_s=0.001)

@@ -15,8 +15,8 @@ from gpushare_agent.gpus.watch import GpuWatch
 from gpushare_agent.kit.logs import TenantLines
 from gpushare_agent.model.errors import Unavailable
 from gpushare_agent.model.gpus import GpuInventory
+from tests.gpus.support_health import IMMEDIATE, ShownDriver, unhealthy, xid
 from tests.support_core import inventory
-from tests.support_health import IMMEDIATE, ShownDriver, unhealthy, xid
 
 
 class Counted:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.gpushare.support_gpushare import GpushareBuilt, Machine, build_for_gpushare
 from tests.native.build import CannotBuildError
-from tests.support_gpushare import GpushareBuilt, Machine, build_for_gpushare
 
 MachineWith = Callable[..., Machine]
 

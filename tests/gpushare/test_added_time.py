@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.gpushare.conftest import MachineWith
+from tests.gpushare.support_gpushare import Container
 from tests.native.build import NATIVE, build_program
-from tests.support_gpushare import Container
 
 pytestmark = pytest.mark.isolation
 

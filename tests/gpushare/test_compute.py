@@ -15,7 +15,7 @@ import pytest
 
 from gpushare_agent.isolation.gpushare.format import CONFIG_NAME, GpuLimits, write_limits
 from tests.gpushare.conftest import MachineWith
-from tests.support_gpushare import Container, Machine
+from tests.gpushare.support_gpushare import Container, Machine
 
 pytestmark = pytest.mark.isolation
 

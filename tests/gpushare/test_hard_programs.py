@@ -20,7 +20,7 @@ import pytest
 
 from gpushare_agent.isolation.gpushare.format import CONFIG_NAME, MOST_SLOTS, USAGE_BYTES, USAGE_NAME, encode_usage
 from tests.gpushare.conftest import MachineWith
-from tests.support_gpushare import BLOCK_MIB, CONTEXT_MIB, MIB, Container, finish
+from tests.gpushare.support_gpushare import BLOCK_MIB, CONTEXT_MIB, MIB, Container, finish
 
 pytestmark = pytest.mark.isolation
 

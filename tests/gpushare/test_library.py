@@ -25,8 +25,8 @@ from native.build_gpushare import SOURCES, build_gpushare
 from native.build_hami_core import TARGETS, CannotBuildError, run
 from native.gpushare.generate import HOOKS, HooksError, check, declared, generate, read_hooks, versions
 from tests.gpushare.conftest import MachineWith
+from tests.gpushare.support_gpushare import CONTEXT_MIB, POD, GpushareBuilt
 from tests.native.build import NATIVE, build_program, cuda_include
-from tests.support_gpushare import CONTEXT_MIB, POD, GpushareBuilt
 
 pytestmark = pytest.mark.isolation
 

@@ -11,7 +11,7 @@ import pytest
 
 from gpushare_agent.isolation.gpushare.format import MOST_SLOTS
 from tests.gpushare.conftest import MachineWith
-from tests.support_gpushare import BLOCK_MIB, MIB, Container, finish
+from tests.gpushare.support_gpushare import BLOCK_MIB, MIB, Container, finish
 
 pytestmark = pytest.mark.isolation
 

@@ -21,7 +21,7 @@ from gpushare_agent.isolation.gpushare.format import (
     write_observed,
 )
 from tests.gpushare.conftest import MachineWith
-from tests.support_gpushare import BLOCK_MIB, CONTEXT_MIB, MIB, Container, finish
+from tests.gpushare.support_gpushare import BLOCK_MIB, CONTEXT_MIB, MIB, Container, finish
 
 pytestmark = pytest.mark.isolation
 

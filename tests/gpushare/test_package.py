@@ -17,8 +17,8 @@ from gpushare_agent.settings.isolation import LibgpushareSettings
 from gpushare_agent.settings.settings import Settings
 from native.build_gpushare import build_gpushare
 from tests.gpushare.conftest import MachineWith
+from tests.gpushare.support_gpushare import BLOCK_MIB, CONTEXT_MIB, MIB, POD, Container, Machine, finish
 from tests.native.build import cuda_include
-from tests.support_gpushare import BLOCK_MIB, CONTEXT_MIB, MIB, POD, Container, Machine, finish
 
 pytestmark = pytest.mark.isolation
 

@@ -19,12 +19,12 @@ from gpushare_agent.model.gpus import Gpu
 from gpushare_agent.model.names import GpuUuid
 from gpushare_agent.sandbox.node import EmbeddedNode
 from native.build_gpushare import build_gpushare
+from tests.agent.support_agent import log_lines, open_child, poll_until, wait_until
 from tests.gpushare.conftest import MachineWith
+from tests.gpushare.support_gpushare import Machine
 from tests.native.build import build_program, cuda_include
-from tests.support_agent import log_lines, open_child, poll_until, wait_until
-from tests.support_gpushare import Machine
-from tests.support_sandbox import MEMORY, open_test_node, wait_allocatable
-from tests.support_settings import run_program
+from tests.sandbox.support_sandbox import MEMORY, open_test_node, wait_allocatable
+from tests.settings.support_settings import run_program
 
 pytestmark = pytest.mark.isolation
 

@@ -17,8 +17,8 @@ from gpushare_agent.kit.sockets import connectable_path
 from gpushare_agent.model.errors import Unavailable
 from gpushare_agent.runtime.cgroup_paths import PeerIdentity
 from tests.gpushare.conftest import MachineWith
-from tests.support_gpushare import BLOCK_MIB, MIB, Container, Machine, finish
-from tests.support_vdevice import KEY, OTHER_ID, OTHER_POD, FakeNode, serving
+from tests.gpushare.support_gpushare import BLOCK_MIB, MIB, Container, Machine, finish
+from tests.isolation.support_vdevice import KEY, OTHER_ID, OTHER_POD, FakeNode, serving
 
 pytestmark = pytest.mark.isolation
 

@@ -15,8 +15,8 @@ from gpushare_agent.model.gpus import Gpu
 from gpushare_agent.model.names import DeviceId, GpuUuid, PodUid, unit_id
 from gpushare_agent.model.resources import ResourceKind
 from tests.gpushare.conftest import MachineWith
+from tests.gpushare.support_gpushare import BLOCK_MIB, POD, Container, Machine
 from tests.support_core import NAMES, allocation, container, inventory, pod
-from tests.support_gpushare import BLOCK_MIB, POD, Container, Machine
 
 pytestmark = pytest.mark.isolation
 

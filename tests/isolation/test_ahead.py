@@ -12,7 +12,7 @@ from gpushare_agent.isolation.ahead import NOT_STARTED_FOR_S, PreparedAhead
 from gpushare_agent.kit.supervision import stop_task
 from gpushare_agent.model.allocations import ContainerKey
 from gpushare_agent.model.names import PodUid
-from tests.support_agent import poll_until
+from tests.agent.support_agent import poll_until
 
 FIRST, SECOND = (ContainerKey(PodUid("11111111-2222-3333-4444-555555555555"), name) for name in ("a", "b"))
 

@@ -13,7 +13,7 @@ import pytest
 
 from gpushare_agent.isolation.cdi.files import MAX_BYTES, MAX_FILES, MAX_YAML_BYTES, CdiFiles
 from gpushare_agent.model.errors import Unavailable
-from tests.support_cdi import NVIDIA_CTK, spec, write_spec
+from tests.isolation.support_cdi import NVIDIA_CTK, spec, write_spec
 
 
 @pytest.fixture

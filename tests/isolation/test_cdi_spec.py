@@ -24,7 +24,7 @@ from gpushare_agent.isolation.cdi.own_spec import (
 from gpushare_agent.model.errors import Rejected
 from gpushare_agent.model.isolation import SpecFile, is_device_name, is_kind
 from gpushare_agent.sandbox.runtime.cdi_resolver import CdiResolver
-from tests.support_cdi import NVIDIA_CTK, schema
+from tests.isolation.support_cdi import NVIDIA_CTK, schema
 from tests.support_core import inventory, mig_instance
 
 GPUS = tuple(replace(gpu, minor=gpu.index + 4) for gpu in inventory().gpus)

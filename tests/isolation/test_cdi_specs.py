@@ -16,7 +16,7 @@ from gpushare_agent.isolation.cdi.specs import CdiSpecs, SpecChange
 from gpushare_agent.model.errors import Rejected
 from gpushare_agent.model.gpus import Gpu
 from gpushare_agent.sandbox.runtime.cdi_resolver import CdiResolver
-from tests.support_cdi import NVIDIA_CTK, schema, write_spec
+from tests.isolation.support_cdi import NVIDIA_CTK, schema, write_spec
 from tests.support_core import inventory
 
 GPUS = inventory(3).gpus

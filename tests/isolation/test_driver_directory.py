@@ -20,9 +20,9 @@ from gpushare_agent.isolation.driver_volume.directory import DriverDirectory, In
 from gpushare_agent.isolation.driver_volume.libraries import DriverLibraries, host_machine, read_control
 from gpushare_agent.isolation.driver_volume.plan import VolumeName, VolumePlan, plan_volume
 from gpushare_agent.model.errors import StartupError, Unavailable
+from tests.isolation.support_driver import CONTROL, NATIVE, REAL, FakeHost, require_cc, tree_of
+from tests.settings.support_settings import clean_environment
 from tests.support_deadline import DEADLINE_S
-from tests.support_driver import CONTROL, NATIVE, REAL, FakeHost, require_cc, tree_of
-from tests.support_settings import clean_environment
 
 
 @pytest.fixture
@@ -405,7 +405,7 @@ def kills(host: FakeHost) -> subprocess.Popen[str]:
         [
             sys.executable,
             "-m",
-            "tests.support_driver_kills",
+            "tests.isolation.support_driver_kills",
             *map(str, (host.root, host.base, host.control, host.client)),
         ],
         env=clean_environment(),

@@ -14,7 +14,7 @@ from gpushare_agent.isolation.driver_volume.elf import read_elf
 from gpushare_agent.isolation.driver_volume.libraries import DriverLibraries, HostFiles, read_control
 from gpushare_agent.isolation.driver_volume.plan import FoundLibrary
 from gpushare_agent.model.errors import Corrupt, NotFound, StartupError
-from tests.support_driver import (
+from tests.isolation.support_driver import (
     LIBRARY_DIRECTORY,
     LIBRARY_DIRECTORY_32,
     FakeHost,

@@ -19,7 +19,7 @@ from gpushare_agent.model.names import GIB, GpuUuid, PodUid, unit_id
 from gpushare_agent.model.pods import ContainerKind
 from gpushare_agent.model.resources import ResourceKind, ResourceNames
 from gpushare_agent.runtime.cgroups import Cgroups
-from tests.support_agent import poll_until
+from tests.agent.support_agent import poll_until
 from tests.support_core import inventory
 
 UID = PodUid("11111111-2222-3333-4444-555555555555")

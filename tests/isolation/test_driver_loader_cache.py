@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from gpushare_agent.isolation.driver_volume.elf import parse_loader_cache, read_loader_cache
 from gpushare_agent.model.errors import Corrupt
-from tests.support_driver import LIBRARY_DIRECTORY_32, FakeHost, has_m32
+from tests.isolation.support_driver import LIBRARY_DIRECTORY_32, FakeHost, has_m32
 
 NEW = b"glibc-ld.so.cache1.1"
 

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.gpus.support_nvml import running_probe
 from tests.native.build import CannotBuildError, build_fake_driver
 from tests.native.fake_driver.host_view import HostView
-from tests.support_nvml import running_probe
 
 pytestmark = [pytest.mark.isolation, pytest.mark.smoke]  # it needs the headers of that session
 

@@ -22,14 +22,24 @@ from gpushare_agent.isolation.vdevice.server import METHOD, VDeviceLimits
 from gpushare_agent.kit.bounded_grpc import ServerLimits
 from gpushare_agent.model.errors import NotFound, Unavailable
 from gpushare_agent.wire.vcuda import VDeviceRequest
-from tests.support_gpu_client import (
+from tests.isolation.support_gpu_client import (
     Ended,
     compile_gpu_client,
     register_by_id,
     register_by_name,
     run_gpu_client,
 )
-from tests.support_vdevice import ID, KEY, OTHER_ID, OTHER_POD, POD, FakeNode, server_of, serving, share_config
+from tests.isolation.support_vdevice import (
+    ID,
+    KEY,
+    OTHER_ID,
+    OTHER_POD,
+    POD,
+    FakeNode,
+    server_of,
+    serving,
+    share_config,
+)
 
 DATA, HEADERS, RST_STREAM, SETTINGS, PUSH_PROMISE, PING, GOAWAY, CONTINUATION = 0, 1, 3, 4, 5, 6, 7, 9
 END_STREAM, END_HEADERS, PADDED = 1, 4, 8

@@ -57,8 +57,8 @@ from gpushare_agent.model.resources import ResourceKind
 from gpushare_agent.model.usage import BusyProcess, ContainerUse, GpuBusy, ProcessSample, UsageRound
 from gpushare_agent.settings.isolation import LibgpushareSettings
 from gpushare_agent.settings.settings import Settings
+from tests.isolation.support_hami_core import fake_library
 from tests.support_core import NAMES, allocation, container, ids, inventory, isolation_config, mig_instance, pod
-from tests.support_hami_core import fake_library
 
 UID = PodUid("11111111-2222-3333-4444-555555555555")
 KEY = ContainerKey(UID, "cuda")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from gpushare_agent.isolation.gpushare import format as layout
-from tests.support_driver import NATIVE, require_cc
+from tests.isolation.support_driver import NATIVE, require_cc
 
 HEADER = NATIVE.parents[1] / "native" / "gpushare"
 UUID = "GPU-00000000-0000-4000-8000-000000000000"

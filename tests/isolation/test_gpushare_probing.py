@@ -25,8 +25,8 @@ from gpushare_agent.model.errors import Unavailable
 from gpushare_agent.model.gpus import Gpu, GpuInventory, Health
 from gpushare_agent.model.names import MIB, PodUid
 from gpushare_agent.model.usage import GpuSample, ProcessSample, UsageRound
+from tests.isolation.support_hami_core import fake_library
 from tests.support_core import allocation, container, ids, inventory, mig_instance, pod
-from tests.support_hami_core import fake_library
 
 DRIVER = "580.95.05"
 INVENTORY = replace(inventory(2, memory_mib=24 * 1024), driver_version=DRIVER)

@@ -17,8 +17,8 @@ from gpushare_agent.model.errors import RefusalReason, Refused
 from gpushare_agent.model.isolation import CorePolicy
 from gpushare_agent.model.names import PodUid
 from gpushare_agent.settings.isolation import HamiCoreSettings
+from tests.isolation.support_hami_core import fake_library
 from tests.support_core import container, inventory, isolation_config
-from tests.support_hami_core import fake_library
 
 UID = PodUid("11111111-2222-3333-4444-555555555555")
 GPUS = inventory(memory_mib=24 * 1024).gpus

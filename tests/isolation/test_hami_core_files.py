@@ -21,7 +21,7 @@ from gpushare_agent.kit.directories import DIRECTORY, opened
 from gpushare_agent.model.allocations import ContainerKey
 from gpushare_agent.model.errors import Corrupt, Rejected, StartupError, Unavailable
 from gpushare_agent.model.names import PodUid
-from tests.support_hami_core import INSIDE, fake_library, region_file
+from tests.isolation.support_hami_core import INSIDE, fake_library, region_file
 
 UID = PodUid("11111111-2222-3333-4444-555555555555")
 OTHER = PodUid("99999999-2222-3333-4444-555555555555")

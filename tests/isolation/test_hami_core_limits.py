@@ -21,9 +21,9 @@ from gpushare_agent.model.names import CORE_LIMIT_ANNOTATION, PodUid
 from gpushare_agent.model.pods import Pod
 from gpushare_agent.model.resources import ResourceKind
 from gpushare_agent.settings.isolation import HamiCoreSettings
-from tests.support_agent import poll_until
+from tests.agent.support_agent import poll_until
+from tests.isolation.support_hami_core import fake_library, region_file
 from tests.support_core import NAMES, allocation, container, ids, inventory, pod
-from tests.support_hami_core import fake_library, region_file
 
 MIB = 1024 * 1024
 UID = PodUid("11111111-2222-3333-4444-555555555555")

@@ -14,8 +14,8 @@ from gpushare_agent.isolation.hami_core.files import HamiCoreFiles
 from gpushare_agent.model.allocations import ContainerKey
 from gpushare_agent.model.errors import Corrupt, NotFound
 from gpushare_agent.model.names import PodUid
-from tests.support_driver import NATIVE, require_cc
-from tests.support_hami_core import fake_library, hami_core_source, region_file
+from tests.isolation.support_driver import NATIVE, require_cc
+from tests.isolation.support_hami_core import fake_library, hami_core_source, region_file
 
 KEY = ContainerKey(PodUid("11111111-2222-3333-4444-555555555555"), "cuda")
 MIB = 1024 * 1024

@@ -30,8 +30,8 @@ from gpushare_agent.model.allocations import ContainerKey
 from gpushare_agent.model.gpus import KernelModule
 from gpushare_agent.model.names import PodUid
 from gpushare_agent.runtime.cgroups import CgroupProcesses, Cgroups
+from tests.isolation.support_hami_core import fake_library, region_file
 from tests.support_core import allocation, container, ids, pod
-from tests.support_hami_core import fake_library, region_file
 
 UID = PodUid("11111111-2222-3333-4444-555555555555")
 KEY = ContainerKey(UID, "cuda")

@@ -19,8 +19,8 @@ from gpushare_agent.isolation.mps.control import MpsControl
 from gpushare_agent.isolation.mps.files import DAEMON_FILES, PID_FILE, MpsFiles
 from gpushare_agent.model.errors import StartupError, Unavailable
 from gpushare_agent.sandbox.fake_mps import open_fake_mps
-from tests.support_containers import is_alive
-from tests.support_mps import MpsPlace, mps_place, poll_until, script
+from tests.isolation.support_mps import MpsPlace, mps_place, poll_until, script
+from tests.sandbox.support_containers import is_alive
 
 ABSENT = Path("nvidia-cuda-mps-control-that-nobody-has")
 

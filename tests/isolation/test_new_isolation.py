@@ -15,11 +15,11 @@ from gpushare_agent.settings.isolation_names import isolation_names
 from gpushare_agent.settings.reference import markdown
 from gpushare_agent.settings.settings import SettingsError, load_settings
 from gpushare_agent.wire.v1beta1 import ContainerAllocateResponse
+from tests.agent.support_agent import calls_of, open_agent, wait_running
 from tests.docs.isolations_page import isolations
-from tests.support_agent import calls_of, open_agent, wait_running
+from tests.sandbox.support_sandbox import CORE, container, open_test_node, pod, wait_allocatable
+from tests.settings.support_settings import ROOT
 from tests.support_json import written_node
-from tests.support_sandbox import CORE, container, open_test_node, pod, wait_allocatable
-from tests.support_settings import ROOT
 
 CHECK = """
 from gpushare_agent.isolation.check import CheckProbe

@@ -19,9 +19,9 @@ from gpushare_agent.model.allocations import Allocation, ContainerKey
 from gpushare_agent.model.errors import RefusalReason, Refused, StartupError, Unavailable
 from gpushare_agent.model.names import PodUid
 from gpushare_agent.model.pods import Pod
-from tests.support_agent import poll_until
+from tests.agent.support_agent import poll_until
+from tests.isolation.support_hami_core import fake_library, region_file
 from tests.support_core import allocation, container, ids, pod
-from tests.support_hami_core import fake_library, region_file
 
 UID = PodUid("11111111-2222-3333-4444-555555555555")
 WHOLE = PodUid("22222222-2222-3333-4444-555555555555")

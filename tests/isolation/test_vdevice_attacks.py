@@ -22,8 +22,8 @@ from h2.events import PingAckReceived
 from gpushare_agent.isolation.vdevice.server import HANDLING_COST_S, VDeviceLimits
 from gpushare_agent.kit.bounded_grpc import ServerLimits
 from gpushare_agent.wire.vcuda import VcudaServiceStub, VDeviceRequest
-from tests.support_vdevice import ID, KEY, OTHER, OTHER_ID, OTHER_POD, POD
-from tests.support_vdevice_raw import (
+from tests.isolation.support_vdevice import ID, KEY, OTHER, OTHER_ID, OTHER_POD, POD
+from tests.isolation.support_vdevice_raw import (
     DEADLINE_S,
     ENDLESS,
     NEVER,

@@ -15,10 +15,10 @@ from gpushare_agent.isolation.vdevice.format import VDeviceConfig, decode_config
 from gpushare_agent.model.allocations import ClaimShare, ContainerKey
 from gpushare_agent.model.names import PodUid
 from gpushare_agent.model.resources import ResourceKind
+from tests.dra.support_claims import ref_of, uid_of
+from tests.isolation.support_vdevice import ID, KEY, OTHER_ID, POD, register
 from tests.isolation.test_virtual_manager import Running, World
-from tests.support_claims import ref_of, uid_of
 from tests.support_core import ids
-from tests.support_vdevice import ID, KEY, OTHER_ID, POD, register
 
 CLAIM = ContainerKey(PodUid(uid_of(1)), "gpu")
 BESIDE = ContainerKey(POD, "beside")

@@ -32,7 +32,7 @@ from gpushare_agent.isolation.vdevice.format import (
 from gpushare_agent.model.allocations import ContainerKey
 from gpushare_agent.model.errors import Corrupt, NotFound, Rejected, Unavailable
 from gpushare_agent.model.names import PodUid, is_container_id
-from tests.support_vdevice import ID, KEY, MIB, OTHER, OTHER_ID, POD, share_config
+from tests.isolation.support_vdevice import ID, KEY, MIB, OTHER, OTHER_ID, POD, share_config
 
 SOURCE = Path(__file__).parent.parent / "native" / "vcuda_config.c"
 INT32 = st.integers(min_value=0, max_value=2**31 - 1)

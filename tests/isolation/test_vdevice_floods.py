@@ -18,8 +18,8 @@ from h2.connection import H2Connection
 
 from gpushare_agent.isolation.vdevice.server import HANDLING_COST_S, VDeviceLimits
 from gpushare_agent.kit.bounded_grpc import ServerLimits
-from tests.support_vdevice import POD, register
-from tests.support_vdevice_raw import (
+from tests.isolation.support_vdevice import POD, register
+from tests.isolation.support_vdevice_raw import (
     CALLS_AT_ONCE,
     DEADLINE_S,
     ENDLESS,

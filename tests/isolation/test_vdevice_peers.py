@@ -17,9 +17,9 @@ import pytest
 
 from gpushare_agent.runtime.cgroup_paths import NOBODY, PeerIdentity
 from gpushare_agent.runtime.cgroups import Cgroups
-from tests.support_real_cgroups import RealCgroups, real_cgroups, why_not
-from tests.support_vdevice import ID, KEY, OTHER_ID, OTHER_POD, POD, FakeNode
-from tests.support_vdevice_raw import DEADLINE_S, Node, RawClient, hang_up, node_with
+from tests.gpus.support_real_cgroups import RealCgroups, real_cgroups, why_not
+from tests.isolation.support_vdevice import ID, KEY, OTHER_ID, OTHER_POD, POD, FakeNode
+from tests.isolation.support_vdevice_raw import DEADLINE_S, Node, RawClient, hang_up, node_with
 
 _PEER = """
 import socket, sys

@@ -21,8 +21,7 @@ from gpushare_agent.kit.peer_credentials import PeerCredentials, peer_credential
 from gpushare_agent.model.allocations import ContainerKey
 from gpushare_agent.model.errors import NotFound, Unavailable
 from gpushare_agent.wire.vcuda import VDeviceRequest
-from tests.support_deadline import DEADLINE_S
-from tests.support_vdevice import (
+from tests.isolation.support_vdevice import (
     ID,
     KEY,
     OTHER_ID,
@@ -33,7 +32,8 @@ from tests.support_vdevice import (
     server_of,
     serving,
 )
-from tests.support_vdevice_raw import flood
+from tests.isolation.support_vdevice_raw import flood
+from tests.support_deadline import DEADLINE_S
 
 DOCKER_NAME = f"/k8s_cuda_my-pod_default_{POD}_0"
 

@@ -32,10 +32,10 @@ from gpushare_agent.model.names import CORE_LIMIT_ANNOTATION, PodUid
 from gpushare_agent.model.pods import Pod
 from gpushare_agent.runtime.cgroups import Cgroups
 from gpushare_agent.runtime.cri import RuntimeContainer, RuntimeContainerStatus, RuntimeState
-from tests.support_agent import poll_until
+from tests.agent.support_agent import poll_until
+from tests.isolation.support_vdevice import ID, KEY, OTHER_ID, POD, register
 from tests.support_core import NAMES, allocation, container, ids, inventory, pod
 from tests.support_deadline import DEADLINE_S
-from tests.support_vdevice import ID, KEY, OTHER_ID, POD, register
 
 MIB = 1024 * 1024
 

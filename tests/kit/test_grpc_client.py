@@ -14,7 +14,7 @@ from grpclib.const import Cardinality, Handler
 
 from gpushare_agent.kit.grpc_client import MessageTooLargeError, RpcFailed, UnixChannel
 from gpushare_agent.wire.v1beta1 import DevicePluginOptions
-from tests.support_plugin import serving
+from tests.kubelet.support_plugin import serving
 
 METHOD, STREAM = "/test.Echo/Unary", "/test.Echo/Stream"
 

@@ -36,7 +36,7 @@ from gpushare_agent.kit.grpc_server import GrpcServer
 from gpushare_agent.kit.protobuf import MalformedMessageError, bytes_field, decode_allocate, integer_field, string_list
 from gpushare_agent.kit.sockets import bind_unix_socket
 from gpushare_agent.wire import v1, v1beta1
-from tests.support_plugin import DEADLINE_S, Recorder, serving, short_directory
+from tests.kubelet.support_plugin import DEADLINE_S, Recorder, serving, short_directory
 
 ECHO = "/test.Echo/Echo"
 FAIL = "/test.Echo/Fail"

@@ -10,8 +10,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from gpushare_agent.kit.logs import RepeatedLines
+from tests.settings.support_settings import clean_environment
 from tests.support_deadline import DEADLINE_S
-from tests.support_settings import clean_environment
 
 PREAMBLE = """
 import logging, sys, threading

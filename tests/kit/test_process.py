@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from gpushare_agent.kit.process import ENOUGH_OPEN_FILES, read_open_files_limit
-from tests.support_settings import ROOT, clean_environment
+from tests.settings.support_settings import ROOT, clean_environment
 
 _PROGRAM = """
 import resource, sys

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from gpushare_agent.kit.sockets import bind_unix_socket, connectable_path, file_identity, remove_socket
-from tests.support_plugin import short_directory
+from tests.kubelet.support_plugin import short_directory
 
 
 def connects(path: Path) -> bool:

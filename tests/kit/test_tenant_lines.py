@@ -18,8 +18,8 @@ from gpushare_agent.isolation.vdevice.files import VDeviceFiles
 from gpushare_agent.kit.logs import BURST, REPORT_S, TENANT_EVENTS, TenantLines
 from gpushare_agent.model.allocations import ContainerKey
 from gpushare_agent.model.names import PodUid
+from tests.cluster.support_kube import NODE, pod
 from tests.fakes.clock import FakeClock
-from tests.support_kube import NODE, pod
 
 log = structlog.get_logger(__name__)
 MOST_A_MINUTE = 100

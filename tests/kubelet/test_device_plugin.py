@@ -19,7 +19,7 @@ from gpushare_agent.model.allocations import ContainerEdits, ContainerMount, Dev
 from gpushare_agent.model.errors import RefusalReason, Refused
 from gpushare_agent.model.names import GpuUuid
 from gpushare_agent.wire import v1beta1
-from tests.support_plugin import DEADLINE_S, FakeAdmission, RpcLog, serving
+from tests.kubelet.support_plugin import DEADLINE_S, FakeAdmission, RpcLog, serving
 
 RESOURCE = "example.com/cores"
 IDS = ["a-0", "a-1", "b-0"]

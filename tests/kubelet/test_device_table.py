@@ -26,7 +26,7 @@ from gpushare_agent.model.gpus import Branch, Gpu, GpuInventory, Health, LinkKin
 from gpushare_agent.model.names import GpuUuid
 from gpushare_agent.model.resources import ResourceKind, ResourceNames
 from gpushare_agent.wire import v1beta1
-from tests.support_plugin import DEADLINE_S
+from tests.kubelet.support_plugin import DEADLINE_S
 
 ROWS = st.lists(
     st.builds(

@@ -11,8 +11,8 @@ from msgspec import Raw
 from gpushare_agent.kit.supervision import stop_task
 from gpushare_agent.kubelet.pod_resources import KubeletFacts
 from gpushare_agent.model.errors import StartupError, Unavailable
+from tests.kubelet.support_plugin import DEADLINE_S
 from tests.support_json import undecoded
-from tests.support_plugin import DEADLINE_S
 
 
 class Nodes:

@@ -26,8 +26,8 @@ from gpushare_agent.kubelet.handover import (
     instance_socket_name,
 )
 from gpushare_agent.model.allocations import ContainerEdits
-from tests.support_kube import running
-from tests.support_plugin import DEADLINE_S, FakeAdmission, Recorder, short_directory
+from tests.cluster.support_kube import running
+from tests.kubelet.support_plugin import DEADLINE_S, FakeAdmission, Recorder, short_directory
 
 
 @asynccontextmanager

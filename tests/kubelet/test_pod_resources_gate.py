@@ -10,7 +10,7 @@ import pytest
 from gpushare_agent.kubelet.pod_resources import PodListing, PodResourcesGate
 from gpushare_agent.model.errors import Unavailable
 from tests.fakes.clock import FakeClock
-from tests.support_plugin import DEADLINE_S
+from tests.kubelet.support_plugin import DEADLINE_S
 
 
 class SlowLister:

@@ -22,7 +22,15 @@ from gpushare_agent.kubelet.device_table import DeviceIds, DeviceRow, DeviceTabl
 from gpushare_agent.kubelet.registration import PluginEndpoint, Registrar, register
 from gpushare_agent.model.errors import Rejected, Unavailable
 from gpushare_agent.wire import v1beta1
-from tests.support_plugin import DEADLINE_S, FakeAdmission, FakeKubelet, Recorder, RpcLog, fake_kubelet, short_directory
+from tests.kubelet.support_plugin import (
+    DEADLINE_S,
+    FakeAdmission,
+    FakeKubelet,
+    Recorder,
+    RpcLog,
+    fake_kubelet,
+    short_directory,
+)
 
 CORES, MEMORY = "example.com/cores", "example.com/memory"
 SOCKETS = {CORES: "vcore.sock", MEMORY: "vmemory.sock"}

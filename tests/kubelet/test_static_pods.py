@@ -14,8 +14,7 @@ import pytest
 
 from gpushare_agent.kubelet.static_pods import StaticPods
 from gpushare_agent.model.errors import Corrupt, Rejected, Unavailable
-from tests.support_json import built
-from tests.support_kube import (
+from tests.cluster.support_kube import (
     DATA,
     DEADLINE_S,
     Behaviour,
@@ -27,6 +26,7 @@ from tests.support_kube import (
     stalls_after_headers,
     stalls_before_headers,
 )
+from tests.support_json import built
 
 CAPTURE = (DATA / "kubelet" / "kubelet-pods-1.36.json").read_bytes()
 

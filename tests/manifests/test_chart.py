@@ -14,8 +14,8 @@ import yaml
 from gpushare_agent import __version__
 from gpushare_agent.cli.show_settings import render
 from gpushare_agent.settings.settings import load_settings
-from tests.support_chart import CHART, NAMESPACE, Objects, chart_objects, helm, kustomize_objects, template
-from tests.support_manifests import MANIFESTS
+from tests.manifests.support_chart import CHART, NAMESPACE, Objects, chart_objects, helm, kustomize_objects, template
+from tests.manifests.support_manifests import MANIFESTS
 
 Values = dict[str, Any]
 ON = {"enabled": True}

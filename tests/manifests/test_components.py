@@ -14,7 +14,7 @@ from gpushare_agent.cli.check_api import CLEANUP_RIGHT, FACTS_RIGHT
 from gpushare_agent.isolation.driver_volume.config import read_volume_config
 from gpushare_agent.runtime.node_probes import RUNTIME_SOCKETS
 from gpushare_agent.settings.settings import load_settings
-from tests.support_manifests import (
+from tests.manifests.support_manifests import (
     MANIFESTS,
     SETTINGS_DIRECTORY,
     by_name,

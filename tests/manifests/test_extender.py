@@ -16,7 +16,15 @@ from gpushare_agent.extender.decisions.quota import NamespaceQuota, parse_quota
 from gpushare_agent.extender.leader_election import APP_LABEL, LEADER, ROLE_LABEL
 from gpushare_agent.model.names import VCORE_RESOURCE, VMEMORY_RESOURCE
 from gpushare_agent.settings.settings import Settings, load_settings
-from tests.support_manifests import MANIFESTS, by_name, deployed, documents, merged, rendered, volumes_are_those_mounted
+from tests.manifests.support_manifests import (
+    MANIFESTS,
+    by_name,
+    deployed,
+    documents,
+    merged,
+    rendered,
+    volumes_are_those_mounted,
+)
 
 EXTENDER = MANIFESTS / "extender"
 NAMESPACE = "gpushare-system"

@@ -20,7 +20,7 @@ from gpushare_agent.model.names import CORES_PER_GPU, VCORE_RESOURCE, VMEMORY_RE
 from gpushare_agent.runtime.node_probes import RUNTIME_SOCKETS
 from gpushare_agent.settings.settings import Settings, load_settings
 from native.build_hami_core import COMMIT
-from tests.support_manifests import (
+from tests.manifests.support_manifests import (
     MANIFESTS,
     by_name,
     daemon_set,

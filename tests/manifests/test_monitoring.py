@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.support_manifests import MANIFESTS, documents
+from tests.manifests.support_manifests import MANIFESTS, documents
 
 MONITORING = MANIFESTS / "monitoring"
 ROOT = MANIFESTS.parent

@@ -27,7 +27,7 @@ from gpushare_agent.model.names import (
     RESIZE_STATUS_ANNOTATION,
 )
 from gpushare_agent.settings.settings import Settings
-from tests.support_manifests import documents
+from tests.manifests.support_manifests import documents
 
 ANNOTATIONS = "extender/policy-annotations.yaml"
 NODE_NAME = "extender/policy-node-name.yaml"

@@ -9,10 +9,10 @@ import shutil
 import pytest
 from aiohttp import ClientSession
 
+from tests.agent.support_agent import DEADLINE_S, open_agent, poll_until, wait_running, wait_settled
 from tests.docs.generated import full_metrics
-from tests.support_agent import DEADLINE_S, open_agent, poll_until, wait_running, wait_settled
-from tests.support_containers import needs_processes
-from tests.support_sandbox import container, open_test_node, pod
+from tests.sandbox.support_containers import needs_processes
+from tests.sandbox.support_sandbox import container, open_test_node, pod
 
 PROMTOOL = shutil.which("promtool")
 COMPLAINTS_ABOUT_GPU_MANAGERS_NAMES = {

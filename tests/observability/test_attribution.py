@@ -10,7 +10,7 @@ from gpushare_agent.model.names import MIB, GpuUuid
 from gpushare_agent.model.usage import ProcessSample, UsageRound
 from gpushare_agent.observability.attribution import AllocatedContainers, join_usage, unknown_ids
 from gpushare_agent.runtime.cgroup_paths import NOBODY, PeerIdentity
-from tests.support_usage import UUIDS, driver_sample, gpu_sample, id_of, key_of, owner, process
+from tests.observability.support_usage import UUIDS, driver_sample, gpu_sample, id_of, key_of, owner, process
 
 
 def allocated(

@@ -21,8 +21,8 @@ from gpushare_agent.observability.http.debug_pages import (
     tasks_page,
     topology_page,
 )
-from tests.support_debug import sources
-from tests.support_display import SECRET, train_pod
+from tests.observability.support_debug import sources
+from tests.observability.support_display import SECRET, train_pod
 from tests.support_json import written
 
 

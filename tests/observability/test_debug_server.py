@@ -14,11 +14,11 @@ from msgspec.structs import replace
 
 from gpushare_agent.observability.http.debug_server import DebugServer
 from gpushare_agent.settings.observation import DebugSettings
-from tests.support_agent import poll_until
-from tests.support_debug import ask, serving, sources
-from tests.support_display import SECRET
-from tests.support_http import free_port
-from tests.support_kube import running
+from tests.agent.support_agent import poll_until
+from tests.cluster.support_kube import running
+from tests.kit.support_http import free_port
+from tests.observability.support_debug import ask, serving, sources
+from tests.observability.support_display import SECRET
 
 JSON_PAGES = ["/debug/allocations", "/debug/log", "/debug/pods", "/debug/settings", "/debug/topology"]
 TEXT_PAGES = ["/debug/", "/debug/tasks"]

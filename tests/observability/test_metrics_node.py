@@ -20,7 +20,7 @@ from gpushare_agent.observability.metrics.node import THROTTLE_REASONS, node_ser
 from gpushare_agent.observability.metrics.text import MAX_LABEL, NodePage, Series, labels_text
 from gpushare_agent.observability.node_snapshot import NodeSnapshot
 from gpushare_agent.runtime.cgroup_paths import PeerIdentity
-from tests.support_usage import (
+from tests.observability.support_usage import (
     GPU_MIB,
     UUIDS,
     allocation,

@@ -23,9 +23,9 @@ from gpushare_agent.observability.metrics.node import gpu_series
 from gpushare_agent.observability.node_snapshot import NodeSnapshot
 from gpushare_agent.placement import Placed, place
 from gpushare_agent.placement.gpu_account import account_of
-from tests.support_cli import candidate, decision
+from tests.cli.support_cli import candidate, decision
+from tests.observability.support_usage import UUIDS, inventory, snapshot
 from tests.support_json import written_node
-from tests.support_usage import UUIDS, inventory, snapshot
 
 FIRST = GpuUuid("MIG-0")
 

@@ -8,8 +8,8 @@ from gpushare_agent.model.names import unit_id
 from gpushare_agent.model.resources import ResourceKind
 from gpushare_agent.observability.attribution import AllocatedContainers, join_usage
 from gpushare_agent.observability.metrics.node import container_series
+from tests.observability.support_usage import allocation, driver_sample, facts, gpu_sample, key_of, snapshot
 from tests.support_json import written_node
-from tests.support_usage import allocation, driver_sample, facts, gpu_sample, key_of, snapshot
 
 
 def test_units_have_their_resource_and_what_limits_them() -> None:

@@ -19,9 +19,18 @@ from gpushare_agent.model.pods import ContainerKind, Pod, PodPhase
 from gpushare_agent.model.usage import DriverSample, UsageRound
 from gpushare_agent.observability.usage_sampling import IDS_AGAIN_S, UsageSampling
 from gpushare_agent.runtime.cgroup_paths import PeerIdentity
-from tests.support_agent import poll_until
-from tests.support_kube import DEADLINE_S, running
-from tests.support_usage import UUIDS, allocation, driver_sample, gpu_sample, id_of, key_of, owner, process
+from tests.agent.support_agent import poll_until
+from tests.cluster.support_kube import DEADLINE_S, running
+from tests.observability.support_usage import (
+    UUIDS,
+    allocation,
+    driver_sample,
+    gpu_sample,
+    id_of,
+    key_of,
+    owner,
+    process,
+)
 
 
 def pod_of(key: ContainerKey, *, container_id: str = "", has_started: bool = True) -> Pod:

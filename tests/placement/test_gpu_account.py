@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from gpushare_agent.model.resources import Request
 from gpushare_agent.placement import GpuAccount
-from tests.support_gpus import gpu, uuid_of
+from tests.gpus.support_gpus import gpu, uuid_of
 
 
 @st.composite

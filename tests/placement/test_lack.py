@@ -20,7 +20,7 @@ from gpushare_agent.placement import GpuAccount, Placed, place
 from gpushare_agent.placement.gpu_account import Cause, capacity_of, memory_text
 from gpushare_agent.placement.place import SharePolicy, why_not_chosen
 from gpushare_agent.placement.topology import build_topology
-from tests.support_gpus import BLOCKS, gpu, indexes_of, read_topology, set_cost, uuid_of
+from tests.gpus.support_gpus import BLOCKS, gpu, indexes_of, read_topology, set_cost, uuid_of
 
 POLICIES = st.sampled_from(["binpack", "spread"])
 KINDS = [LinkKind.PIX, LinkKind.PHB, LinkKind.NODE, LinkKind.SYS]

@@ -10,8 +10,8 @@ from gpushare_agent.model.resources import Request
 from gpushare_agent.placement import GpuAccount, Placed, place, validate_request
 from gpushare_agent.placement.gpu_account import memory_text
 from gpushare_agent.placement.place import SharePolicy
+from tests.gpus.support_gpus import gpu, indexes_of, node, read_topology, uuid_of
 from tests.support_core import NAMES
-from tests.support_gpus import gpu, indexes_of, node, read_topology, uuid_of
 
 P40 = read_topology("p40-x7-two-switches")
 T4 = read_topology("t4-x4-two-sockets")

@@ -13,7 +13,7 @@ from gpushare_agent.model.resources import Request
 from gpushare_agent.placement import GpuAccount, Placed, place
 from gpushare_agent.placement.place import SharePolicy, broken_first
 from gpushare_agent.placement.topology import build_topology
-from tests.support_gpus import gpu, indexes_of, read_topology, set_cost, uuid_of
+from tests.gpus.support_gpus import gpu, indexes_of, read_topology, set_cost, uuid_of
 
 POLICIES = st.sampled_from(["binpack", "spread"])
 LINKS = st.sampled_from(

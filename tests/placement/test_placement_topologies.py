@@ -12,7 +12,7 @@ from gpushare_agent.model.gpus import Link, LinkKind, Topology
 from gpushare_agent.model.resources import Request
 from gpushare_agent.placement import Placed, place
 from gpushare_agent.placement.place import choose_linked, link_cost
-from tests.support_gpus import BLOCKS, TOPOLOGY_NAMES, gpu, indexes_of, node, read_topology, set_cost
+from tests.gpus.support_gpus import BLOCKS, TOPOLOGY_NAMES, gpu, indexes_of, node, read_topology, set_cost
 
 
 def whole(topology: Topology, cores: int, *, used: tuple[int, ...] = ()) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from gpushare_agent.model.errors import Corrupt
 from gpushare_agent.model.gpus import Link, LinkKind
 from gpushare_agent.placement.topology import parse_topology
-from tests.support_gpus import TOPOLOGY_NAMES, topology_text
+from tests.gpus.support_gpus import TOPOLOGY_NAMES, topology_text
 
 P40 = topology_text("p40-x7-two-switches")
 MODERN = (

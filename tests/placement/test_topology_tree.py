@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from gpushare_agent.model.gpus import Branch, Link, LinkKind
 from gpushare_agent.placement.topology import build_topology, infer_pcie_kinds, render_tree
-from tests.support_gpus import TOPOLOGY_NAMES, read_topology
+from tests.gpus.support_gpus import TOPOLOGY_NAMES, read_topology
 
 TREES = {
     "p40-x7-two-switches": "PHB[PIX(0,1,2) PIX(3,4,5,6)]",

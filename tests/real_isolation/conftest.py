@@ -13,7 +13,7 @@ from tests.real_isolation.checks import CHECKS
 from tests.real_isolation.libraries import LIBRARIES, BuiltLibraries, build_libraries
 from tests.real_isolation.library_table import ROWS
 from tests.real_isolation.measure import MEASURED
-from tests.support_isolation import Built, IsolationNode, build_all, open_node, why_not
+from tests.real_isolation.support_isolation import Built, IsolationNode, build_all, open_node, why_not
 
 NodeOf = Callable[[str, str], IsolationNode]
 BUDGET = pytest.StashKey[dict[tuple[str, str], str]]()

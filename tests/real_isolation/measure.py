@@ -16,7 +16,7 @@ from tests.real_isolation.checks import (
     Check,
     Verdict,
 )
-from tests.support_isolation import CONTEXT_MIB, DEADLINE_S, IsolationNode, Outcome, Program
+from tests.real_isolation.support_isolation import CONTEXT_MIB, DEADLINE_S, IsolationNode, Outcome, Program
 
 LAUNCH_S = 8
 """HAMi-core's throttle swings from second to second; over a few it is what it is."""

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.support_isolation import Built, IsolationNode, open_node
+from tests.real_isolation.support_isolation import Built, IsolationNode, open_node
 
 pytestmark = pytest.mark.isolation
 

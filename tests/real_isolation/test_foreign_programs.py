@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from native.build_hami_core import CannotBuildError, opened_source, run
+from tests.gpushare.support_gpushare import Container, Machine, build_for_gpushare
 from tests.native.build import cuda_include, library_source
-from tests.support_gpushare import Container, Machine, build_for_gpushare
 
 pytestmark = pytest.mark.isolation
 

@@ -18,7 +18,7 @@ from bench.gpu.verdicts import LINES
 from native.build_gpushare import build_gpushare
 from tests.native.build import cuda_include
 from tests.native.fake_driver.host_view import HostView
-from tests.support_isolation import Built
+from tests.real_isolation.support_isolation import Built
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 500.0

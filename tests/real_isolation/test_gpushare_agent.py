@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.real_isolation.conftest import NodeOf
-from tests.support_isolation import IsolationNode
+from tests.real_isolation.support_isolation import IsolationNode
 
 pytestmark = pytest.mark.isolation
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.real_isolation.conftest import NodeOf
-from tests.support_isolation import IsolationNode
+from tests.real_isolation.support_isolation import IsolationNode
 
 pytestmark = pytest.mark.isolation
 

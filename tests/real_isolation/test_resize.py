@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import pytest
 import yaml
 
-from tests.support_isolation import Built, IsolationNode, open_node
+from tests.real_isolation.support_isolation import Built, IsolationNode, open_node
 
 pytestmark = pytest.mark.isolation
 

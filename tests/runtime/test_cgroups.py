@@ -12,7 +12,7 @@ from gpushare_agent.model.errors import NotFound, Unavailable
 from gpushare_agent.model.names import PodUid
 from gpushare_agent.runtime.cgroup_paths import NOBODY, PeerIdentity
 from gpushare_agent.runtime.cgroups import ANY_NAME_DEPTH, CgroupDir, Cgroups, CgroupVersion, cgroup_version
-from tests.support_cgroups import find_cgroup
+from tests.runtime.support_cgroups import find_cgroup
 
 UID = PodUid("0e7a3f2c-1b5d-4c3e-9f10-44aa55bb6c77")
 OTHER_UID = PodUid("9d1f0a55-7c11-4bd0-8a6e-0123456789ab")

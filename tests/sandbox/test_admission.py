@@ -11,8 +11,7 @@ import pytest
 from grpclib import GRPCError, Status
 
 from gpushare_agent.sandbox.node import EmbeddedNode
-from tests.support_deadline import DEADLINE_S
-from tests.support_sandbox import (
+from tests.sandbox.support_sandbox import (
     CORE,
     MEMORY,
     SmallPlugin,
@@ -29,6 +28,7 @@ from tests.support_sandbox import (
     wait_gone,
     wait_phase,
 )
+from tests.support_deadline import DEADLINE_S
 
 FOO = "example.com/foo"
 

@@ -15,7 +15,7 @@ import pytest
 
 from gpushare_agent.cli.sandbox_run import addresses_of, debug_port
 from gpushare_agent.settings.settings import load_settings
-from tests.support_sandbox_cli import DEADLINE_S, ROOT, document_of, live, read_until, registered, sandbox
+from tests.sandbox.support_sandbox_cli import DEADLINE_S, ROOT, document_of, live, read_until, registered, sandbox
 
 
 async def page_of(url: str) -> str:

@@ -14,7 +14,7 @@ from gpushare_agent.model.errors import AgentError
 from gpushare_agent.sandbox.api.pod_subresources import AgentServer
 from gpushare_agent.settings.settings import load_settings
 from tests.fakes.api_server import PODS, Client, open_client
-from tests.support_sandbox import pod
+from tests.sandbox.support_sandbox import pod
 
 AGENTS = "/api/v1/namespaces/gpushare-system/pods"
 

@@ -15,7 +15,7 @@ from gpushare_agent.sandbox.api.server import EmbeddedApiServer
 from gpushare_agent.sandbox.api.watch import parse_label_selector
 from gpushare_agent.sandbox.report import reason_and_message
 from tests.fakes.api_server import MERGE, PODS, open_client
-from tests.support_sandbox import container, pod
+from tests.sandbox.support_sandbox import container, pod
 
 TABLE = "application/json;as=Table;v=v1;g=meta.k8s.io,application/json"
 """As kubectl sends it."""

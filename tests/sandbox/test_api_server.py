@@ -12,7 +12,7 @@ from gpushare_agent.model.errors import StartupError
 from gpushare_agent.sandbox.api.server import EmbeddedApiServer
 from gpushare_agent.sandbox.api.store import GROUPS, KINDS
 from tests.fakes.api_server import JSON_PATCH, MERGE, PODS, STRATEGIC, open_client
-from tests.support_sandbox import pod
+from tests.sandbox.support_sandbox import pod
 
 
 async def test_a_created_pod_has_identity_defaults_and_a_pending_status() -> None:

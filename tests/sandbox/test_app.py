@@ -18,10 +18,10 @@ import yaml
 
 from gpushare_agent.cli import sandbox as app
 from gpushare_agent.cli.sandbox_modes import Notices, reported_after
-from tests.support_containers import needs_processes
+from tests.sandbox.support_containers import needs_processes
+from tests.sandbox.support_sandbox import container, pod
+from tests.sandbox.support_sandbox_cli import ROOT, ended, live, read_until, registered, sandbox
 from tests.support_deadline import DEADLINE_S
-from tests.support_sandbox import container, pod
-from tests.support_sandbox_cli import ROOT, ended, live, read_until, registered, sandbox
 
 
 @pytest.fixture

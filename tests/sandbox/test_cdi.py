@@ -18,10 +18,10 @@ from gpushare_agent.sandbox.node import EmbeddedNode
 from gpushare_agent.sandbox.runtime.cdi_resolver import CdiResolver, requested_names
 from gpushare_agent.settings.settings import load_settings
 from gpushare_agent.wire.v1beta1 import CdiDevice, ContainerAllocateResponse, DeviceSpec
-from tests.support_agent import arguments, open_agent
-from tests.support_cdi import spec, write_spec
-from tests.support_containers import host_container, needs_processes
-from tests.support_sandbox import CORE, MEMORY, SmallPlugin, open_plugin, open_test_node, pod, wait_phase
+from tests.agent.support_agent import arguments, open_agent
+from tests.isolation.support_cdi import spec, write_spec
+from tests.sandbox.support_containers import host_container, needs_processes
+from tests.sandbox.support_sandbox import CORE, MEMORY, SmallPlugin, open_plugin, open_test_node, pod, wait_phase
 
 FOO = "example.com/foo"
 NAME = "nvidia.com/gpu=GPU-0"

@@ -19,8 +19,8 @@ from gpushare_agent.runtime.cgroups import Cgroups
 from gpushare_agent.sandbox.change_signal import ChangeSignal
 from gpushare_agent.sandbox.runtime.cgroup_tree import KIND_VARIABLE, open_cgroup_tree
 from gpushare_agent.sandbox.runtime.containers import MAX_LOG_BYTES, ContainerRuntime
-from tests.support_cgroups import find_cgroup
-from tests.support_containers import (
+from tests.runtime.support_cgroups import find_cgroup
+from tests.sandbox.support_containers import (
     DEADLINE_S,
     KINDS,
     UID,

@@ -22,8 +22,8 @@ from gpushare_agent.sandbox.controller import NodeController, SandboxController
 from gpushare_agent.sandbox.gpu_faults import GpuFaults
 from gpushare_agent.sandbox.report import ReportedNode
 from gpushare_agent.sandbox.state_directory import owned_state_directory, prepare_state_directory
+from tests.sandbox.support_sandbox import CORE, MEMORY, open_test_node, pod
 from tests.support_deadline import DEADLINE_S
-from tests.support_sandbox import CORE, MEMORY, open_test_node, pod
 
 NOBODY = 65_534
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")

@@ -18,8 +18,8 @@ from gpushare_agent.sandbox.behaviour import KubeletTimes
 from gpushare_agent.sandbox.kubelet.pod_worker import PREPARE_FAILED
 from gpushare_agent.sandbox.node import EmbeddedNode, running_task
 from gpushare_agent.wire.k8s.io.kubelet.pkg.apis.dra import v1 as dra_v1
-from tests.support_sandbox import SHORT_TIMES, open_test_node, pod, wait_gone, wait_phase
-from tests.support_sandbox_cli import sandbox
+from tests.sandbox.support_sandbox import SHORT_TIMES, open_test_node, pod, wait_gone, wait_phase
+from tests.sandbox.support_sandbox_cli import sandbox
 
 RECORDED: dict[str, Any] = json.loads((Path(__file__).parents[1] / "data/dra/calls.json").read_text())
 DRIVER, CLASS = "gpushare-agent", "gpu.gpushare-agent"

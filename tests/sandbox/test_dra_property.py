@@ -29,11 +29,11 @@ from gpushare_agent.sandbox.kubelet.pod_worker import PREPARE_FAILED
 from gpushare_agent.sandbox.node import EmbeddedNode, running_task
 from gpushare_agent.sandbox.pod_manifest import IGNORE_TERM_ANNOTATION, RUN_SECONDS_ANNOTATION
 from gpushare_agent.sandbox.scheduler.claims import claim_names
-from tests.support_claims import DRIVER, NODE, Driver, edit_policy, ref_of
+from tests.dra.support_claims import DRIVER, NODE, Driver, edit_policy, ref_of
+from tests.sandbox.support_sandbox import SHORT_TIMES, open_test_node, pod
 from tests.support_core import NAMES, allocation, ids, used_blocks, used_cores
 from tests.support_core import pod as core_pod
 from tests.support_json import undecoded
-from tests.support_sandbox import SHORT_TIMES, open_test_node, pod
 
 GPUS, STEPS = 4, 60
 CLASS = "gpu.gpushare-agent"

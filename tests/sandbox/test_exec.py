@@ -16,9 +16,9 @@ import yaml
 from gpushare_agent.cli.sandbox import split_inner_command
 from gpushare_agent.cli.sandbox_run import NODE_NAME
 from gpushare_agent.settings.sources import read_variables
-from tests.support_containers import needs_processes
-from tests.support_sandbox import container, pod
-from tests.support_sandbox_cli import (
+from tests.sandbox.support_containers import needs_processes
+from tests.sandbox.support_sandbox import container, pod
+from tests.sandbox.support_sandbox_cli import (
     DEADLINE_S,
     ROOT,
     document_of,

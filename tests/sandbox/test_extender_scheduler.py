@@ -11,7 +11,7 @@ from aiohttp.test_utils import TestServer
 
 from gpushare_agent.model.errors import Unavailable
 from gpushare_agent.sandbox.scheduler.scheduler import open_extender_calls
-from tests.support_extender_nodes import (
+from tests.extender.support_extender_nodes import (
     ReportedExtender,
     condition_of,
     node_of,
@@ -22,7 +22,7 @@ from tests.support_extender_nodes import (
     wait_cluster,
     with_plugins,
 )
-from tests.support_sandbox import CORE, container, pod, wait_phase
+from tests.sandbox.support_sandbox import CORE, container, pod, wait_phase
 
 
 async def test_only_nodes_that_fit_by_count_are_filtered_and_the_best_score_wins() -> None:

@@ -21,10 +21,19 @@ from gpushare_agent.gpus.simulated.driver import SimulatedDriver
 from gpushare_agent.gpus.simulated.files import parse_faults
 from gpushare_agent.model.errors import Rejected, Unavailable
 from gpushare_agent.sandbox.gpu_faults import GpuFaults, Healed
-from tests.support_agent import open_agent
-from tests.support_containers import needs_processes
-from tests.support_sandbox import CORE, MEMORY, container, key_of, open_test_node, pod, wait_allocatable, wait_phase
-from tests.support_sandbox_cli import DEADLINE_S, document_of, live, read_until, sandbox
+from tests.agent.support_agent import open_agent
+from tests.sandbox.support_containers import needs_processes
+from tests.sandbox.support_sandbox import (
+    CORE,
+    MEMORY,
+    container,
+    key_of,
+    open_test_node,
+    pod,
+    wait_allocatable,
+    wait_phase,
+)
+from tests.sandbox.support_sandbox_cli import DEADLINE_S, document_of, live, read_until, sandbox
 
 
 @pytest.fixture

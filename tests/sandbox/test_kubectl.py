@@ -19,9 +19,9 @@ import yaml
 
 from gpushare_agent.sandbox.api.pod_subresources import AGENT_NAMESPACE, AgentServer
 from gpushare_agent.sandbox.node import EmbeddedCluster, open_embedded_cluster
-from tests.support_containers import needs_processes
+from tests.sandbox.support_containers import needs_processes
+from tests.sandbox.support_sandbox import SHORT_TIMES, pod
 from tests.support_deadline import DEADLINE_S
-from tests.support_sandbox import SHORT_TIMES, pod
 
 needs_openssl = pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl is not installed")
 needs_kubectl = pytest.mark.skipif(

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from gpushare_agent.sandbox.node import EmbeddedNode
-from tests.support_containers import needs_processes
-from tests.support_sandbox import (
+from tests.sandbox.support_containers import needs_processes
+from tests.sandbox.support_sandbox import (
     HELD_ADMISSIONS,
     SmallPlugin,
     limits_of,

@@ -26,8 +26,7 @@ from gpushare_agent.sandbox.gpu_faults import GpuFaults
 from gpushare_agent.sandbox.manifests import ManifestError
 from gpushare_agent.sandbox.node import EmbeddedCluster
 from gpushare_agent.sandbox.report import ReportedNode
-from tests.support_containers import needs_processes
-from tests.support_extender_nodes import (
+from tests.extender.support_extender_nodes import (
     DEADLINE_S,
     condition_of,
     node_of,
@@ -36,8 +35,9 @@ from tests.support_extender_nodes import (
     wait_cluster,
     with_plugins,
 )
-from tests.support_sandbox import CORE, MEMORY, container, pod, wait_phase
-from tests.support_sandbox_cli import document_of, live, read_until, registered, sandbox
+from tests.sandbox.support_containers import needs_processes
+from tests.sandbox.support_sandbox import CORE, MEMORY, container, pod, wait_phase
+from tests.sandbox.support_sandbox_cli import document_of, live, read_until, registered, sandbox
 
 
 async def test_pods_go_to_the_first_node_that_fits_and_run_there() -> None:

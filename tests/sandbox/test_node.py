@@ -25,8 +25,8 @@ from gpushare_agent.sandbox.pod_manifest import containers_of, pod_requests
 from gpushare_agent.sandbox.report import ReportedNode, reason_and_message, report
 from gpushare_agent.sandbox.state_directory import owned_state_directory
 from gpushare_agent.wire.v1beta1 import ContainerAllocateResponse, DeviceSpec, Mount
-from tests.support_containers import needs_processes
-from tests.support_sandbox import (
+from tests.sandbox.support_containers import needs_processes
+from tests.sandbox.support_sandbox import (
     CORE,
     MEMORY,
     SmallPlugin,

@@ -14,7 +14,7 @@ from gpushare_agent.sandbox.api.store import key_of
 from gpushare_agent.sandbox.api.validation import updated
 from gpushare_agent.sandbox.pod_controllers import REVISION, PodControllers
 from tests.fakes.api_server import open_client
-from tests.support_sandbox import pod
+from tests.sandbox.support_sandbox import pod
 
 READY = {"phase": "Running", "conditions": [{"type": "Ready", "status": "True"}]}
 

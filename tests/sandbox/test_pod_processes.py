@@ -13,9 +13,18 @@ import pytest
 from gpushare_agent.isolation.vdevice.format import decode_pids
 from gpushare_agent.sandbox.node import EmbeddedNode
 from gpushare_agent.wire.v1beta1 import ContainerAllocateResponse, Mount
-from tests.support_agent import open_agent, wait_running
-from tests.support_containers import KINDS, host_container, is_alive, needs_processes, wait_true
-from tests.support_sandbox import CORE, SmallPlugin, container, open_plugin, open_test_node, pod, wait_gone, wait_phase
+from tests.agent.support_agent import open_agent, wait_running
+from tests.sandbox.support_containers import KINDS, host_container, is_alive, needs_processes, wait_true
+from tests.sandbox.support_sandbox import (
+    CORE,
+    SmallPlugin,
+    container,
+    open_plugin,
+    open_test_node,
+    pod,
+    wait_gone,
+    wait_phase,
+)
 
 pytestmark = needs_processes
 

@@ -12,7 +12,7 @@ from grpclib import GRPCError, Status
 from gpushare_agent.sandbox.node import EmbeddedNode
 from gpushare_agent.wire import v1
 from tests.fakes.clock import FakeClock
-from tests.support_sandbox import (
+from tests.sandbox.support_sandbox import (
     CORE,
     MEMORY,
     SmallPlugin,

@@ -38,7 +38,7 @@ from gpushare_agent.wire.v1beta1 import (
     RegisterRequest,
     TopologyInfo,
 )
-from tests.support_sandbox import (
+from tests.sandbox.support_sandbox import (
     CORE,
     HELD_ADMISSIONS,
     MEMORY,

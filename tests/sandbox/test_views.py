@@ -26,8 +26,8 @@ from gpushare_agent.cli.render_sandbox import (
 from gpushare_agent.isolation.vdevice.format import encode_pids
 from gpushare_agent.model.names import GIB
 from gpushare_agent.sandbox.report import VDeviceReader
-from tests.support_cli import at_terminal, foot_of, screen_of
-from tests.support_vdevice import share_config
+from tests.cli.support_cli import at_terminal, foot_of, screen_of
+from tests.isolation.support_vdevice import share_config
 
 SHARE = {"cores": 30, "memory_mib": 4096, "core_limit": 0, "is_limited": True, "pids": [4711]}
 

@@ -29,9 +29,8 @@ from gpushare_agent.sandbox.workload import (
     simulated_usage,
     sm_load,
 )
-from tests.support_containers import needs_processes
-from tests.support_deadline import DEADLINE_S
-from tests.support_sandbox import (
+from tests.sandbox.support_containers import needs_processes
+from tests.sandbox.support_sandbox import (
     CORE,
     MEMORY,
     SmallPlugin,
@@ -43,6 +42,7 @@ from tests.support_sandbox import (
     pod,
     wait_phase,
 )
+from tests.support_deadline import DEADLINE_S
 
 pytestmark = needs_processes
 

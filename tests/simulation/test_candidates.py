@@ -11,7 +11,7 @@ from gpushare_agent.extender.cluster_state import ClusterState
 from gpushare_agent.extender.values import ClusterPolicy, Reservation
 from gpushare_agent.simulation.schedulers import Candidates, ExtenderChooser, NoNode, Placed, Policy, nodes_per_try
 from gpushare_agent.simulation.workload import PodMaker, Shape
-from tests.support_simulation import NAMES, cluster_of, scheduler_of
+from tests.simulation.support_simulation import NAMES, cluster_of, scheduler_of
 
 SHAPES = [Shape(10, 8), Shape(50, 16), Shape(70, 40), Shape(100, 0), Shape(200, 0)]
 STEPS = st.lists(st.tuples(st.sampled_from(SHAPES), st.booleans(), st.integers(0, 9)), max_size=40)

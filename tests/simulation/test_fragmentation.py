@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from gpushare_agent.simulation.replay import typical_shapes, unusable_cores
 from gpushare_agent.simulation.workload import Shape
-from tests.support_gpus import gpu
+from tests.gpus.support_gpus import gpu
 
 EMPTY = gpu(0, cores=100, blocks=64, total=64)
 HALF = gpu(0, cores=50, blocks=32, total=64)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from gpushare_agent.model.errors import RefusalReason
 from gpushare_agent.simulation.schedulers import NoNode, Policy
 from gpushare_agent.simulation.workload import Arrival, Shape, Size, Workload
-from tests.support_simulation import GPU_BLOCKS, arrival, cluster_of, replay, waited, workload_of
+from tests.simulation.support_simulation import GPU_BLOCKS, arrival, cluster_of, replay, waited, workload_of
 
 KNOWING_GPUS = [Policy.BINPACK, Policy.SPREAD, Policy.DRA]
 HALVES = (arrival(0, 50, 100, name="a"), arrival(0, 50, 100, name="b"))

@@ -17,8 +17,8 @@ from gpushare_agent.cli import render_text
 from gpushare_agent.cli.main import main
 from gpushare_agent.simulation.plot import figure_of
 from gpushare_agent.simulation.schedulers import Policy
-from tests.support_cli import at_terminal
-from tests.support_simulation import arrival, cluster_of, replay, workload_of
+from tests.cli.support_cli import at_terminal
+from tests.simulation.support_simulation import arrival, cluster_of, replay, workload_of
 
 ROOT = Path(__file__).parents[2]
 TRACES = ROOT / "tests" / "data" / "traces"

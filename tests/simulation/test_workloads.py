@@ -18,7 +18,7 @@ from gpushare_agent.simulation.generator import (
 )
 from gpushare_agent.simulation.traces import read_cluster, read_workload
 from gpushare_agent.simulation.workload import Arrival, Shape, Size, at_load
-from tests.support_simulation import arrival, cluster_of, workload_of
+from tests.simulation.support_simulation import arrival, cluster_of, workload_of
 
 TRACES = Path(__file__).parents[1] / "data" / "traces"
 POD_HEADER = "name,arrival_s,duration_s,cores,memory_mib\n"

@@ -9,10 +9,10 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.support_driver import require_cc
-from tests.support_vdevice import POD
+from tests.isolation.support_driver import require_cc
+from tests.isolation.support_vdevice import POD
 
-SOURCES = [Path(__file__).parent.parent / "native" / name for name in ("gpu-client.c", "vdevice.c")]
+SOURCES = [Path(__file__).parents[2] / "native" / name for name in ("gpu-client.c", "vdevice.c")]
 DEADLINE_S = 60.0
 _WARNINGS = ("-std=c11", "-D_GNU_SOURCE", "-Wall", "-Wextra", "-Werror", "-Wpedantic", "-Wconversion", "-Wshadow")
 _SANITIZERS = ("-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")

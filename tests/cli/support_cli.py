@@ -24,10 +24,10 @@ from msgspec import to_builtins
 from gpushare_agent.model.decision_records import Asked, Candidate, DecisionRecord, Outcome
 from gpushare_agent.model.names import MIB, GpuUuid
 from gpushare_agent.model.usage import ContainerUse, ProcessSample, UsageRound
+from tests.observability.support_usage import UUIDS, allocation, facts, gpu_sample, inventory, key_of, snapshot
+from tests.settings.support_settings import clean_environment
 from tests.support_deadline import DEADLINE_S, Changes
 from tests.support_json import written_node
-from tests.support_settings import clean_environment
-from tests.support_usage import UUIDS, allocation, facts, gpu_sample, inventory, key_of, snapshot
 
 SAMPLED_AT = 999.5
 

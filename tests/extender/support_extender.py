@@ -50,9 +50,9 @@ from gpushare_agent.model.resources import ResourceNames
 from gpushare_agent.placement import GpuAccount
 from gpushare_agent.settings.extender import ExtenderSettings
 from gpushare_agent.settings.settings import Settings
+from tests.cluster.support_kube import FAST, write_kubeconfig
 from tests.support_deadline import DEADLINE_S, Changes
 from tests.support_json import undecoded
-from tests.support_kube import FAST, write_kubeconfig
 
 GOOD = "good"
 FAULTS = ("409", "429", "500", "500-done", "silent", "silent-done", "late")

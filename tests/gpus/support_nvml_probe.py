@@ -1,6 +1,6 @@
 """A process that uses the NVML driver on command, so that a test can put a library of its own in its way.
 
-Started by tests/support_nvml.py. Each line on stdin is a command, each answer one line of JSON: `read` answers the
+Started by tests/gpus/support_nvml.py. Each line on stdin is a command, each answer one line of JSON: `read` answers the
 inventory, `sample` what is used (`sample_600` after 600 rounds more), `busy UUID…` who keeps GPUs busy, `events` what
 happened, each of them the error instead; `check_limits PATH MAY_SET` and `keep_limit UUID PATH MIB MAY_SET` (0 or 1) ask
 for a cgroup's memory limit; `held UUID…` names the GPUs that containers have; `threads` answers the number of NVML

@@ -19,7 +19,7 @@ import pytest
 
 from tests.support_deadline import DEADLINE_S
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 TWO_PAIRS = """\
 count 4
@@ -110,7 +110,7 @@ async def running_probe(
     try:
         async with asyncio.timeout(DEADLINE_S):
             process = await asyncio.create_subprocess_exec(
-                *(*wrapper, sys.executable, "-W", "error", str(ROOT / "tests" / "support_nvml_probe.py")),
+                *(*wrapper, sys.executable, "-W", "error", str(ROOT / "tests" / "gpus" / "support_nvml_probe.py")),
                 *(str(directory), str(timeout_s)),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,

@@ -16,7 +16,7 @@ from typing import Any
 from gpushare_agent.sandbox.control import ask
 from tests.support_deadline import DEADLINE_S
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

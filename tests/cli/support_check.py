@@ -14,8 +14,8 @@ from gpushare_agent.kit.sockets import bind_unix_socket
 from gpushare_agent.model.finding import Finding, Level
 from gpushare_agent.settings.settings import Settings, load_settings
 from gpushare_agent.wire.runtime import v1
-from tests.support_kube import Connection, FakeApiServer, Seen, answers, fake_api, raw_status, write_kubeconfig
-from tests.support_settings import ListeningSocket, listening
+from tests.cluster.support_kube import Connection, FakeApiServer, Seen, answers, fake_api, raw_status, write_kubeconfig
+from tests.settings.support_settings import ListeningSocket, listening
 
 NODE = "node-1"
 REVIEWS = "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews"

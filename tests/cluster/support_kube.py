@@ -271,7 +271,7 @@ async def opened(
         shutil.rmtree(with_kubeconfig)
 
 
-DATA = Path(__file__).parent / "data"
+DATA = Path(__file__).parents[1] / "data"
 
 
 def server_tls() -> ssl.SSLContext:

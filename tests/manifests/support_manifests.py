@@ -14,7 +14,7 @@ import yaml
 
 from gpushare_agent.settings.settings import Settings, load_settings
 
-MANIFESTS = Path(__file__).parent.parent / "manifests"
+MANIFESTS = Path(__file__).parents[2] / "manifests"
 SETTINGS_DIRECTORY = Path("/etc/gpushare-agent")
 Merge = dict[str, Any]
 

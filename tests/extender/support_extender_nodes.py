@@ -21,10 +21,10 @@ from gpushare_agent.sandbox.behaviour import KubeletTimes
 from gpushare_agent.sandbox.node import EmbeddedCluster, EmbeddedNode, open_embedded_cluster
 from gpushare_agent.sandbox.scheduler.scheduler import SchedulerTimes
 from gpushare_agent.settings.settings import load_settings
-from tests.support_agent import InnerAgent, open_agent, wait_synced
+from tests.agent.support_agent import InnerAgent, open_agent, wait_synced
+from tests.kit.support_http import free_port
+from tests.sandbox.support_sandbox import CORE, MEMORY, SHORT_TIMES, SmallPlugin, device_ids, open_plugin
 from tests.support_deadline import DEADLINE_S
-from tests.support_http import free_port
-from tests.support_sandbox import CORE, MEMORY, SHORT_TIMES, SmallPlugin, device_ids, open_plugin
 
 CALM = ("--allocation.check-period-s=5", "--health.check-period-s=5", "--sample-period-s=10")
 QUICK = SchedulerTimes(first_backoff_s=0.05, last_backoff_s=0.5)

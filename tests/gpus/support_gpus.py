@@ -11,7 +11,7 @@ from gpushare_agent.placement import GpuAccount
 from gpushare_agent.placement.place import link_cost
 from gpushare_agent.placement.topology import build_topology, parse_topology
 
-TOPOLOGY_DIRECTORY = Path(__file__).parent / "data" / "topology"
+TOPOLOGY_DIRECTORY = Path(__file__).parents[1] / "data" / "topology"
 TOPOLOGY_NAMES = tuple(sorted(path.stem for path in TOPOLOGY_DIRECTORY.glob("*.txt")))
 BLOCKS = 96
 """Memory blocks of a test GPU: 24 GiB in blocks of 256 MiB."""

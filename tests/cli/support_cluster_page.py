@@ -11,7 +11,8 @@ from msgspec.structs import replace
 from gpushare_agent.cli.dashboard import ClusterPage
 from gpushare_agent.cluster.node_annotations import GPUS_ANNOTATION
 from gpushare_agent.settings.settings import Settings
-from tests.support_extender import (
+from tests.cluster.support_kube import running
+from tests.extender.support_extender import (
     NAMES,
     FakeCluster,
     Raw,
@@ -22,7 +23,6 @@ from tests.support_extender import (
     raw_node,
     raw_pod,
 )
-from tests.support_kube import running
 
 HOSTILE = "<img src=x onerror=\"document.title='owned'\">"
 MESSAGE = f"0/3 nodes are available: {HOSTILE} " + "x" * 5000

@@ -14,7 +14,7 @@ import pytest
 
 from gpushare_agent.isolation.driver_volume.plan import DriverVolume, VolumeName
 
-NATIVE = Path(__file__).parent / "native"
+NATIVE = Path(__file__).parents[1] / "native"
 LDCONFIG = shutil.which("ldconfig") or shutil.which("ldconfig", path="/usr/sbin:/sbin")
 LIBRARY_DIRECTORY = "usr/lib/x86_64-linux-gnu"
 LIBRARY_DIRECTORY_32 = "usr/lib/i386-linux-gnu"

@@ -12,7 +12,7 @@ from pathlib import Path
 from gpushare_agent.isolation.mps.control import MpsControl
 from tests.support_deadline import DEADLINE_S
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from gpushare_agent.admission.garbage_collection import GarbageCollection, PodPr
 from gpushare_agent.kubelet.device_table import DeviceIds
 from gpushare_agent.kubelet.records import KubeletCheckpoint
 from gpushare_agent.sandbox.node import EmbeddedNode
-from tests.support_agent import InnerAgent
+from tests.agent.support_agent import InnerAgent
 
 NEVER_S = 3600.0
 

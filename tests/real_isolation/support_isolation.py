@@ -42,7 +42,7 @@ from tests.native.build import (
 )
 from tests.native.fake_driver.host_view import HostView
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 DEADLINE_S = 120.0
 """For anything that a loaded machine may take long for; a program's own time comes on top."""
 GPU_MEMORY_MIB, CONTEXT_MIB = 24576, 300

@@ -27,7 +27,7 @@ from gpushare_agent.isolation.gpushare.format import (
 from native.build_gpushare import build_gpushare
 from tests.native.build import NATIVE, build_fake_driver, build_program, cuda_include
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 DEADLINE_S = 120.0
 POD = "11111111-2222-3333-4444-555555555555"
 BLOCK_MIB, CONTEXT_MIB = 256, 300

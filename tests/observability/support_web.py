@@ -15,7 +15,7 @@ from gpushare_agent.observability.http.node_api import NodeApi
 from gpushare_agent.observability.http.server import WebServer
 from gpushare_agent.observability.metrics.agent import AgentMetrics
 from gpushare_agent.observability.usage_history import UsageHistory
-from tests.support_kube import DEADLINE_S, running
+from tests.cluster.support_kube import DEADLINE_S, running
 
 KEPT = 600
 

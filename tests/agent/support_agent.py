@@ -22,10 +22,10 @@ from gpushare_agent.model.resources import ResourceKind
 from gpushare_agent.sandbox.kubelet.calls import PluginCall
 from gpushare_agent.sandbox.node import EmbeddedNode
 from gpushare_agent.settings.settings import load_settings
+from tests.sandbox.support_sandbox import CORE, MEMORY, key_of, wait_phase
+from tests.settings.support_settings import clean_environment
 from tests.support_core import used_cores
 from tests.support_deadline import DEADLINE_S as DEADLINE_S  # noqa: PLC0414 - exported on
-from tests.support_sandbox import CORE, MEMORY, key_of, wait_phase
-from tests.support_settings import clean_environment
 
 CORES = 100
 BLOCKS = 96

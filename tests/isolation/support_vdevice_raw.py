@@ -23,8 +23,8 @@ from msgspec.structs import replace
 from gpushare_agent.isolation.vdevice.files import VDeviceFiles
 from gpushare_agent.isolation.vdevice.server import METHOD, VDeviceLimits
 from gpushare_agent.wire.vcuda import VDeviceRequest
+from tests.isolation.support_vdevice import KEY, OTHER, OTHER_POD, POD, FakeNode, register, server_of, share_config
 from tests.support_deadline import DEADLINE_S
-from tests.support_vdevice import KEY, OTHER, OTHER_POD, POD, FakeNode, register, server_of, share_config
 
 NEVER = 1e-6
 """A rate that gives nothing back within a test."""

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.support_manifests import MANIFESTS, rendered
+from tests.manifests.support_manifests import MANIFESTS, rendered
 
 CHART = MANIFESTS.parent / "charts/gpushare-agent"
 NAMESPACE = "gpushare-system"

@@ -9,7 +9,7 @@ from typing import Any
 from jsonschema import Draft7Validator
 from referencing import Registry, Resource
 
-DATA = Path(__file__).parent / "data" / "cdi"
+DATA = Path(__file__).parents[1] / "data" / "cdi"
 NVIDIA_CTK = (DATA / "nvidia-ctk.yaml").read_bytes()
 
 
