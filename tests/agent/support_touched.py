@@ -1,6 +1,6 @@
 """`python -m tests.agent.support_touched FILE ARGUMENT…`: gpushare-agent ARGUMENT…, which notes in FILE, a line each, what
-it does to the machine: every path that it opens for writing, makes, renames, links, changes or removes, each unix socket that
-it binds or connects to, and the programs that it runs. `touched` reads it.
+it does to the machine: every path that it opens for writing, makes, renames, links, changes or removes, each unix socket
+that it binds or connects to, and the programs that it runs. `touched` reads it.
 """
 
 from __future__ import annotations
