@@ -186,9 +186,7 @@ class _Subscriptions:
         agent.isolation.changed()
         if agent.isolation.cdi_watch is not None:
             agent.isolation.cdi_watch.gpus_changed()
-        # None where the settings have the agent write no labels.
-        if agent.cluster.node_facts is not None:
-            agent.cluster.node_facts.changed()
+        agent.cluster.gpus_changed()
         agent.cluster.annotations.compare_all()
         if agent.dra is not None:
             agent.dra.changed()
@@ -202,6 +200,7 @@ class _Subscriptions:
             agent.kubelet.tables.request_refresh()  # a GPU that becomes free may go back to the device plugins
             agent.kubelet.resizing.changed()
             agent.isolation.changed()
+            agent.cluster.allocations_changed()
             agent.observability.expire()
             return
         # Of a device plugin: the kubelet's records of it are asked again, and the pod's annotation follows.

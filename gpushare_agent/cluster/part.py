@@ -72,6 +72,13 @@ class ClusterPart(Struct, frozen=True, kw_only=True):
         """Late: the Kubernetes client alone costs a third of a second to load."""
         return {"kubernetes": self._run}
 
+    def gpus_changed(self) -> None:
+        """What the node's object says of the GPUs may be another than before."""
+        # None where the settings have the agent write nothing to it.
+        for writer in (self.node_facts, self.node_taint):
+            if writer is not None:
+                writer.changed()
+
     def allocations_changed(self) -> None:
         """What the node's object says of them may be another than before."""
         for writer in (self.node_allocations, self.node_taint):

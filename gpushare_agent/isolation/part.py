@@ -26,7 +26,7 @@ from gpushare_agent.isolation.vdevice.virtual_manager import VirtualManager
 from gpushare_agent.kit.supervision import Runs
 from gpushare_agent.model.allocations import Allocation, ContainerKey
 from gpushare_agent.model.errors import AgentError, NodeEventReason, Refused
-from gpushare_agent.model.gpus import KernelModule
+from gpushare_agent.model.gpus import GpuInventory, KernelModule
 from gpushare_agent.model.isolation import MemoryLimiter, isolation_parts
 from gpushare_agent.model.names import PodUid
 from gpushare_agent.model.pods import ContainerSpec, Pod
@@ -139,7 +139,13 @@ class NodeProbe(Struct, frozen=True, kw_only=True):
     note: str = ""
 
 
-def build_probes(settings: Settings, driver: MemoryLimiter) -> dict[str, NodeProbe]:
+class ProbedDriver(MemoryLimiter, Protocol):
+    """What a look at the node asks of the GPUs' driver."""
+
+    async def read(self) -> GpuInventory: ...
+
+
+def build_probes(settings: Settings, driver: ProbedDriver) -> dict[str, NodeProbe]:
     """The probe of every isolation that has one, by name."""
     # A combination needs what its parts need, and `auto` combines by itself (choice.py).
     single = [name for name in ISOLATIONS if len(isolation_parts(name)) == 1]

@@ -11,13 +11,14 @@ from msgspec.structs import replace
 from structlog.testing import capture_logs
 
 from gpushare_agent.isolation.gpushare.files import LIBRARY, GpushareFiles
+from gpushare_agent.isolation.gpushare.part import probe
 from gpushare_agent.isolation.gpushare.probe import CAPS, MEMORY_BYTES, NEEDED_BYTES, Run, failure_of, idle_gpu
 from gpushare_agent.isolation.gpushare.probing import (
     MOST_UNFINISHED,
     STATE_NAME,
     ProbedLibrary,
     Remembered,
-    remembered_failure,
+    require_no_failure,
 )
 from gpushare_agent.isolation.kept import ProbeState
 from gpushare_agent.model.allocations import Allocation, ContainerKey
@@ -25,6 +26,7 @@ from gpushare_agent.model.errors import Unavailable
 from gpushare_agent.model.gpus import Gpu, GpuInventory, Health
 from gpushare_agent.model.names import MIB, PodUid
 from gpushare_agent.model.usage import GpuSample, ProcessSample, UsageRound
+from gpushare_agent.settings.settings import load_settings
 from tests.isolation.support_hami_core import fake_library
 from tests.support_core import allocation, container, ids, inventory, mig_instance, pod
 
@@ -91,6 +93,18 @@ class World:
         )
 
 
+class Driver:
+    """What `auto` asks of the driver."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    async def read(self) -> GpuInventory:
+        return self._world.inventory
+
+    check_memory_limits = keep_memory_limits = None  # not of this isolation
+
+
 def sample(gpu: Gpu, used: int = 0, processes: tuple[ProcessSample, ...] | None = ()) -> GpuSample:
     total = gpu.memory_mib * MIB
     return GpuSample(uuid=gpu.uuid, memory_used_bytes=used, memory_total_bytes=total, processes=processes)
@@ -131,9 +145,9 @@ async def test_a_library_that_failed_is_refused_from_the_next_start_on_until_it_
     with pytest.raises(Unavailable, match=r"under driver 580\.95\.05: a program got 9 MiB\. Update the agent"):
         await agent.require_passed()
     assert agent.is_failed() and len(world.failures) == 1
-    assert "a program got 9 MiB" in await remembered_failure(world.files, DRIVER)
-    assert "a program got 9 MiB" in await remembered_failure(world.files, "")
-    assert await remembered_failure(world.files, "590.1") == ""
+    with pytest.raises(Unavailable, match="a program got 9 MiB"):
+        await require_no_failure(world.files, DRIVER)
+    await require_no_failure(world.files, "590.1")
     following = world.agent()
     with pytest.raises(Unavailable, match="a program got 9 MiB"):
         await following.require_passed()
@@ -145,7 +159,35 @@ async def test_a_library_that_failed_is_refused_from_the_next_start_on_until_it_
     world.probe.answer = (PASSED, "held")
     await following.look()
     await following.require_passed()
-    assert await remembered_failure(world.files, DRIVER) == ""
+    await require_no_failure(world.files, DRIVER)
+
+
+async def test_a_failure_that_is_found_again_has_auto_choose_but_once(world: World) -> None:
+    """Where nothing else can be had `auto` stays with this isolation, and must not reload at every attempt."""
+    world.probe.answer = (FAILED, "a program got 9 MiB")
+    await world.agent().look()
+    await world.agent().look()
+    assert len(world.probe.gpus) == 2 and len(world.failures) == 1
+    world.inventory = replace(world.inventory, driver_version="590.1")
+    await world.agent().look()
+    assert len(world.failures) == 2
+
+
+async def test_auto_leaves_the_library_under_the_driver_with_which_it_failed(world: World) -> None:
+    """And takes it again once there is another driver."""
+    world.probe.answer = (FAILED, "a program got 9 MiB")
+    await world.agent().look()
+    places = {
+        "library": world.files.library,
+        "directory": world.files.directory,
+    }
+    flags = [f"--libgpushare.{name}={path}" for name, path in places.items()]
+    settings = load_settings(["--driver=nvml", f"--virtual-manager.path={world.directory / 'vm'}", *flags], {}).settings
+    check = probe(settings, Driver(world)).check
+    with pytest.raises(Unavailable, match="a program got 9 MiB"):
+        await check()
+    world.inventory = replace(world.inventory, driver_version="590.1")
+    await check()
 
 
 async def test_while_no_gpu_is_idle_it_is_skipped_with_the_reason_and_done_as_soon_as_one_is(world: World) -> None:

@@ -9,10 +9,9 @@ from gpushare_agent.isolation.container_ids import ContainerIds
 from gpushare_agent.isolation.driver.edits import MemoryShare, memory_shares
 from gpushare_agent.isolation.driver.limits import DriverLimits, check_driver_limits
 from gpushare_agent.isolation.kept import Circumstances
-from gpushare_agent.isolation.part import IsolationHost, IsolationPart, NodeProbe
+from gpushare_agent.isolation.part import IsolationHost, IsolationPart, NodeProbe, ProbedDriver
 from gpushare_agent.model.allocations import Allocation, ContainerKey
 from gpushare_agent.model.errors import Unavailable
-from gpushare_agent.model.isolation import MemoryLimiter
 from gpushare_agent.model.pods import ContainerSpec, Pod
 from gpushare_agent.runtime.cgroups import Cgroups
 from gpushare_agent.settings.settings import Settings
@@ -54,7 +53,7 @@ def build(host: IsolationHost) -> IsolationPart:
     )
 
 
-def probe(settings: Settings, driver: MemoryLimiter) -> NodeProbe:
+def probe(settings: Settings, driver: ProbedDriver) -> NodeProbe:
     cgroups = Cgroups(settings.runtime.cgroup_root, settings.runtime.proc_root)
     may_set = settings.driver_limits.set_by_agent
 

@@ -11,13 +11,12 @@ from gpushare_agent.isolation.gpushare.edits import live_limits
 from gpushare_agent.isolation.gpushare.files import GpushareFiles
 from gpushare_agent.isolation.gpushare.format import GpuLimits
 from gpushare_agent.isolation.gpushare.observed import TIMEOUT_S, ObservedContainers
-from gpushare_agent.isolation.gpushare.probing import with_probe
-from gpushare_agent.isolation.part import IsolationHost, IsolationPart, NodeProbe, all_of
+from gpushare_agent.isolation.gpushare.probing import require_no_failure, with_probe
+from gpushare_agent.isolation.part import IsolationHost, IsolationPart, NodeProbe, ProbedDriver, all_of
 from gpushare_agent.isolation.private_caches import FILES_TIMEOUT_S, PrivateCaches
 from gpushare_agent.kit.daemon_thread import DaemonThread
 from gpushare_agent.model.allocations import Allocation, ContainerKey
 from gpushare_agent.model.gpus import GpuInventory
-from gpushare_agent.model.isolation import MemoryLimiter
 from gpushare_agent.model.names import MIB
 from gpushare_agent.model.pods import Pod
 from gpushare_agent.settings.settings import Settings
@@ -97,10 +96,16 @@ def build(host: IsolationHost) -> IsolationPart:
     return with_probe(part, files, host) if node.settings.driver == "nvml" and node.settings.libgpushare.probe else part
 
 
-def probe(settings: Settings, driver: MemoryLimiter) -> NodeProbe:
+def probe(settings: Settings, driver: ProbedDriver) -> NodeProbe:
     files = gpushare_files(settings)
     thread = DaemonThread("isolation-files", advice=f"Check the disk of the setting {files.kind.setting}.")
-    check = partial(thread.call, files.check_library, "reading libgpushare", FILES_TIMEOUT_S)
+    library = partial(thread.call, files.check_library, "reading libgpushare", FILES_TIMEOUT_S)
+
+    async def proof() -> None:
+        await require_no_failure(files, (await driver.read()).driver_version)
+
+    is_proven = settings.driver == "nvml" and settings.libgpushare.probe
+    check = partial(all_of, library, proof if is_proven else None)
     standing = Standing(place=10, because="libgpushare is there for this machine")
     return NodeProbe(
         check=check, standing=standing, pods=files.list_pods, is_for_sandbox=True, note=files.without_library

@@ -203,7 +203,9 @@ class ProbedLibrary(Struct, kw_only=True, eq=False):
             log.info("isolation_probe_passed", isolation="gpushare", driver=driver, gpu=gpu.uuid, found=text)
         else:
             log.error("isolation_probe_failed", isolation="gpushare", driver=driver, gpu=gpu.uuid, found=text)
-            self.failed(found)
+            # Once: where `auto` finds nothing else it stays with this one, and would choose anew after each attempt.
+            if saved is None or not saved.failure:
+                self.failed(found)
 
     async def _prove(self, gpu: Gpu) -> tuple[ProbeState, str]:
         self._gpu = gpu
@@ -282,13 +284,14 @@ def open_probe(files: GpushareFiles, place: Path | None) -> LibraryProbe:
     return LibraryProbe(library=library, place=place, environment=os.environ, thread=thread)
 
 
-async def remembered_failure(files: GpushareFiles, driver: str) -> str:
-    """Why a previous agent found that the library does not limit; empty where it did not. `driver` is empty where it is
-    not known. Raises AgentError."""
+async def require_no_failure(files: GpushareFiles, driver: str) -> None:
+    """For `auto`, whose node has no part of this isolation yet. Raises Unavailable with the remedy where an earlier probe
+    found that the library does not limit under this version of the driver."""
     thread = DaemonThread("gpushare-probe", advice="Check the disk of the setting libgpushare.directory.")
     library = await thread.call(lambda: _digest(files), "reading libgpushare's library", FILES_TIMEOUT_S)
     saved = await state_file(files.directory).load(_parsed, lambda: None)
-    return saved.failure if saved is not None and saved.is_of(driver or saved.driver, library) else ""
+    if saved is not None and saved.is_of(driver, library) and saved.failure:
+        raise Unavailable(saved.failure)
 
 
 def state_file(directory: Path) -> StateFile:

@@ -33,13 +33,12 @@ from gpushare_agent.isolation.hami_core.edits import (
 from gpushare_agent.isolation.hami_core.files import HamiCoreFiles
 from gpushare_agent.isolation.hami_core.region_watch import RegionWatch
 from gpushare_agent.isolation.kept import Circumstances
-from gpushare_agent.isolation.part import IsolationHost, IsolationPart, NodeProbe
+from gpushare_agent.isolation.part import IsolationHost, IsolationPart, NodeProbe, ProbedDriver
 from gpushare_agent.isolation.private_caches import FILES_TIMEOUT_S, PrivateCaches
 from gpushare_agent.kit.daemon_thread import DaemonThread
 from gpushare_agent.model.allocations import Allocation, ContainerKey, ResizedShare
 from gpushare_agent.model.errors import AgentError
 from gpushare_agent.model.gpus import GpuInventory
-from gpushare_agent.model.isolation import MemoryLimiter
 from gpushare_agent.model.names import CORE_LIMIT_ANNOTATION
 from gpushare_agent.model.pods import ContainerSpec, Pod
 from gpushare_agent.model.resources import ResourceNames
@@ -192,7 +191,7 @@ def build(host: IsolationHost) -> IsolationPart:
     )
 
 
-def probe(settings: Settings, driver: MemoryLimiter) -> NodeProbe:
+def probe(settings: Settings, driver: ProbedDriver) -> NodeProbe:
     files = hami_core_files(settings)
     thread = DaemonThread("isolation-files", advice="Check the disk of the setting hami_core.directory.")
     check = partial(thread.call, files.check_library, "reading HAMi-core's library", FILES_TIMEOUT_S)

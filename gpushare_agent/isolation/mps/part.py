@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from gpushare_agent.isolation.choice import Standing
 from gpushare_agent.isolation.mps.control import MpsControl
-from gpushare_agent.isolation.part import IsolationHost, IsolationPart, NodeProbe
-from gpushare_agent.model.isolation import MemoryLimiter
+from gpushare_agent.isolation.part import IsolationHost, IsolationPart, NodeProbe, ProbedDriver
 from gpushare_agent.settings.settings import Settings
 
 
@@ -19,7 +18,7 @@ def build(host: IsolationHost) -> IsolationPart:
     )
 
 
-def probe(settings: Settings, driver: MemoryLimiter) -> NodeProbe:
+def probe(settings: Settings, driver: ProbedDriver) -> NodeProbe:
     standing = Standing(place=30, because="an MPS daemon answers", serves_exclusive=True)
     return NodeProbe(check=mps_control(settings).check, standing=standing, is_for_sandbox=True)
 

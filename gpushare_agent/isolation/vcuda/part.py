@@ -16,12 +16,11 @@ from gpushare_agent.isolation.driver_volume.plan import (
     DriverVolume,
     VolumeName,
 )
-from gpushare_agent.isolation.part import IsolationHost, IsolationPart, NodeProbe, all_of
+from gpushare_agent.isolation.part import IsolationHost, IsolationPart, NodeProbe, ProbedDriver, all_of
 from gpushare_agent.isolation.vdevice.files import VDeviceFiles
 from gpushare_agent.kit.daemon_thread import DaemonThread
 from gpushare_agent.model.allocations import Allocation
 from gpushare_agent.model.errors import Unavailable
-from gpushare_agent.model.isolation import MemoryLimiter
 from gpushare_agent.model.pods import Pod
 from gpushare_agent.settings.settings import Settings
 
@@ -60,7 +59,7 @@ def build(host: IsolationHost) -> IsolationPart:
     )
 
 
-def probe(settings: Settings, driver: MemoryLimiter) -> NodeProbe:
+def probe(settings: Settings, driver: ProbedDriver) -> NodeProbe:
     shared = SharedVolumeCheck(driver_volumes(settings).get(VolumeName.SHARED))
     standing = Standing(place=40, because="its control library is installed")
     return NodeProbe(check=shared.check, standing=standing, pods=VDeviceFiles(settings.virtual_manager.path).pod_names)
