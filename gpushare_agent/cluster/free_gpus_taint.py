@@ -22,7 +22,7 @@ from gpushare_agent.placement.gpu_account import account_of
 KEY = f"{OWN_PREFIX}/free-gpus"
 EFFECT = "PreferNoSchedule"
 HYSTERESIS = 0.1
-"""Of the node's GPUs. A pod that ends and its successor must not write to the Node each time."""
+"""Of the node's GPUs. A pod that ends and the next one must not write to the Node each time."""
 
 
 class FreeGpus(Struct, frozen=True, kw_only=True):

@@ -200,8 +200,8 @@ class NodeFieldsWriter(Generic[T]):
         return True
 
     def _report_written(self, patch: NodePatch) -> None:
-        # Allocations change with every pod; labels are worth a line.
-        (log.debug if self._fields.change_often else log.info)(
+        # Allocations change with every pod; labels, capacity and a taint are worth a line.
+        (log.debug if self._fields.change_often and patch.taints is None else log.info)(
             "node_fields_written",
             node=self._node_name,
             fields=self._fields.name,

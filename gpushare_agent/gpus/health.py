@@ -258,7 +258,6 @@ def cordoned(health: GpuHealth, reason: str) -> GpuHealth:
 
 def uncordoned(health: GpuHealth, policy: HealthPolicy, now: float) -> GpuHealth:
     """Back in service by an operator's request, which also ends a wait for a reset: the following polls decide."""
-    # The cordon goes in any case; only a wait for a reset turns into probes.
     lifted = replace(health, cordon=None)
     if health.state is not HealthState.NEEDS_RESET:
         return lifted

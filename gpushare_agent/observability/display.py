@@ -368,8 +368,8 @@ def _submitter(pod: Pod) -> str:
 
 def _device(gpu: Gpu, key: ContainerKey, snapshot: NodeSnapshot) -> DeviceUse:
     found = DeviceUse(id=gpu.bus_id, card_idx=str(gpu.index))
-    use = snapshot.usage.containers.get((key, gpu.uuid)) if snapshot.usage is not None else None
-    # Without a row all three stay zero and are left out.
+    use = snapshot.use_of(key, gpu.uuid)
+    # Where it is not known all three stay zero and are left out.
     if use is not None:
         found.gpu = _number((use.sm_ratio or 0.0) * 100)
         found.mem = _number((use.memory_bytes or 0) / MIB)

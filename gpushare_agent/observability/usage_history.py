@@ -89,13 +89,13 @@ class UsageHistory:
                 ratio, size = _sum(use.sm_ratio for use in uses), _sum(use.memory_bytes for use in uses)
                 pair.add(slot, ratio, size, since=since)
 
-    def take_over(self, outgoing: UsageHistory) -> None:
+    def take_over(self, previous: UsageHistory) -> None:
         """The curves of an agent that has read its settings again; none where the steps are others now."""
         # The means cannot be divided into other steps.
-        if (outgoing._step_s, outgoing._points) != (self._step_s, self._points):
+        if (previous._step_s, previous._points) != (self._step_s, self._points):
             return
-        self._gpus, self._containers, self._owners = outgoing._gpus, outgoing._containers, outgoing._owners
-        self._slot, self._at, self.version = outgoing._slot, outgoing._at, outgoing.version
+        self._gpus, self._containers, self._owners = previous._gpus, previous._containers, previous._owners
+        self._slot, self._at, self.version = previous._slot, previous._at, previous.version
 
     def pieces(self, *, gpus: bool = True, containers: bool = True) -> Iterator[bytes]:
         """The document as JSON, in pieces of some kilobytes: a full one takes 40 ms, and the caller may do something else

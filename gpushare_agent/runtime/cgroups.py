@@ -220,7 +220,7 @@ class Cgroups:
 
     def find_pods(self, uids: Collection[PodUid]) -> Mapping[PodUid, list[CgroupDir]]:
         """The containers' cgroups of these pods, the pod's own sandbox among them, in the first hierarchy that has any."""
-        # The first hierarchy that has any: under v1 each one shows the same pods.
+        # Under v1 each hierarchy shows the same pods.
         for hierarchy in self._hierarchies():
             found: dict[PodUid, list[CgroupDir]] = {}
             for place in CgroupWalk(hierarchy).containers():

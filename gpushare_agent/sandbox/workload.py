@@ -3,7 +3,7 @@
 It is simulated, as a process that sleeps uses nothing: each running container's use is a slow wave within its share, the
 same for the same name at the same time, and memory that fills up after its start; its annotation may set a constant load
 instead. Which GPUs a container has is read from the kubelet's records: the IDs of the Allocate calls that were answered.
-State owned: the file, and `ReportedNode.used` and `used_of_gpus`.
+State owned: the file, and `ReportedNode.used`.
 """
 
 from __future__ import annotations

@@ -192,7 +192,7 @@ static void add_sample(struct usage_gpu *use, double dt_s, double cost_ns, doubl
 
 static void set_scale(struct usage_gpu *use, uint64_t until, double dt_s, double busy, double share, bool is_throttled)
 {
-    double old = use->scale > 0 ? use->scale : 1, step = 1 + 7 * dt_s; /* eightfold in a second */
+    double old = use->scale > 0 ? use->scale : 1, step = 1 + 7 * dt_s; /* of each sample: 1.7 where there are ten a second */
     double wanted = use->busy_sum >= LEAST_BUSY_NS ? ratio_of(use) : old;
     /* A cost that is far too high keeps the program so idle that there is nothing to measure it by. */
     bool is_starved = is_throttled && busy < share / 2 && use->busy_sum < LEAST_BUSY_NS;

@@ -34,7 +34,7 @@ _NOT_IN_A_VALUE = re.compile(r"[^A-Za-z0-9._-]+")
 
 
 class DevicePolicy(Struct, frozen=True, kw_only=True):
-    """What of the settings bears on the slice. `isolation` is the node's own, `limited_by` what limits memory and compute
+    """What of the settings bears on the slice. `isolation` is the node's own, `memory_by` and `compute_by` what limits them
     under it (isolation/kept.py)."""
 
     block_mib: int

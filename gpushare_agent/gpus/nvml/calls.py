@@ -27,7 +27,6 @@ class Verdict(StrEnum):
 
 
 _VERDICTS = {
-    "SUCCESS": Verdict.EMPTY,  # pynvml raises "no error" where a list has no entries
     "NOT_FOUND": Verdict.EMPTY,
     "NO_DATA": Verdict.EMPTY,
     "NOT_READY": Verdict.EMPTY,

@@ -165,9 +165,9 @@ class NvmlDriver:
         check = partial(self._limits.check, cgroup, may_set=may_set)
         await self._thread.call(check, "asking NVML for memory limits", self._timeout_s)
 
-    async def keep_memory_limits(self, wanted: Sequence[MemoryLimit], *, may_set: bool) -> list[LimitOutcome]:
-        """Reads the limits of cgroups, and sets those that differ where `may_set`; one outcome for each of `wanted`."""
-        keep = partial(self._limits.keep, wanted, may_set=may_set)
+    async def keep_memory_limits(self, desired: Sequence[MemoryLimit], *, may_set: bool) -> list[LimitOutcome]:
+        """Reads the limits of cgroups, and sets those that differ where `may_set`; one outcome for each of `desired`."""
+        keep = partial(self._limits.keep, desired, may_set=may_set)
         return await self._thread.call(keep, "keeping memory limits through NVML", self._timeout_s)
 
     async def close(self) -> None:

@@ -66,12 +66,12 @@ class NvmlMemoryLimits:
                 "take manifests/components/driver-limits, or set it to false and let NVIDIA's container toolkit set limits"
             )
 
-    def keep(self, wanted: Sequence[MemoryLimit], *, may_set: bool) -> list[LimitOutcome]:
-        """One outcome for each of `wanted`. A limit that differs is set where that is allowed. Raises Unavailable."""
+    def keep(self, desired: Sequence[MemoryLimit], *, may_set: bool) -> list[LimitOutcome]:
+        """One outcome for each of `desired`. A limit that differs is set where that is allowed. Raises Unavailable."""
         nvml = self._session.open()
         try:
             handles = self._session.handles()
-            return [self._keep(nvml, handles.get(limit.gpu), limit, may_set=may_set) for limit in wanted]
+            return [self._keep(nvml, handles.get(limit.gpu), limit, may_set=may_set) for limit in desired]
         except DriverLostError as error:
             self._session.close()
             raise Unavailable(f"setting memory limits through NVML failed: {error.__cause__}. {CHECKLIST}") from error

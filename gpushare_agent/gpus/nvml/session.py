@@ -173,5 +173,4 @@ class NvmlSession:
         if not self._error_names:
             names = [name for name in dir(self._pynvml) if name.startswith(_ERROR_PREFIX)]
             self._error_names = {getattr(self._pynvml, name): name.removeprefix(_ERROR_PREFIX) for name in names}
-        # pynvml raises SUCCESS where a list is empty; the names have it without the prefix.
-        return "SUCCESS" if code == self._pynvml.NVML_SUCCESS else self._error_names.get(code or -1, f"CODE_{code}")
+        return self._error_names.get(code or -1, f"CODE_{code}")

@@ -301,7 +301,6 @@ def _utilisation(caller: NvmlCaller) -> Iterator[tuple[str, Any]]:
 
 def _memory(caller: NvmlCaller) -> Iterator[tuple[str, Any]]:
     """The second version of the call counts what the driver keeps for itself apart from what is used."""
-    # The older call counts the driver's own memory as used by programs.
     use = caller.value("nvmlDeviceGetMemoryInfo", caller.nvml.nvmlMemory_v2)
     if use is None:
         use = caller.value("nvmlDeviceGetMemoryInfo")

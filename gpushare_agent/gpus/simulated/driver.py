@@ -154,18 +154,18 @@ class SimulatedDriver:
     async def check_memory_limits(self, cgroup: Path, *, may_set: bool) -> None:
         """Simulated GPUs take limits, and no program has memory of them."""
 
-    async def keep_memory_limits(self, wanted: Sequence[MemoryLimit], *, may_set: bool) -> list[LimitOutcome]:
+    async def keep_memory_limits(self, desired: Sequence[MemoryLimit], *, may_set: bool) -> list[LimitOutcome]:
         """Keeps limits as the NVML driver does; nobody else sets limits here."""
         # A limit goes with its cgroup, as the kernel's does.
         self._limits = {place: found for place, found in self._limits.items() if place[1].is_dir()}
         if may_set:
-            self._limits |= {(one.gpu, one.cgroup): one.limit_bytes for one in wanted if one.cgroup.is_dir()}
+            self._limits |= {(one.gpu, one.cgroup): one.limit_bytes for one in desired if one.cgroup.is_dir()}
         return [
             LimitOutcome(
                 problem="" if self._limits.get((one.gpu, one.cgroup)) == one.limit_bytes else "no limit is set",
                 is_gone=not one.cgroup.is_dir(),
             )
-            for one in wanted
+            for one in desired
         ]
 
     async def close(self) -> None:

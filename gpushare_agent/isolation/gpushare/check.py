@@ -19,7 +19,7 @@ _HOOKS = frozenset({"dlsym", "cuInit", "cuGetProcAddress_v2"})
 PROBE_TIMEOUT_S = 60.0
 """Over that of reading a driver that wakes, and of three runs."""
 _AGAIN = "run check again where a GPU is idle; the agent probes by itself as soon as one is"
-_BUILD = "build it with python -m native.build_gpushare"
+_BUILD = "take the image, which has it, or build it in a clone (python -m native.build_gpushare --help)"
 
 
 async def check_gpushare(settings: Settings) -> list[Finding]:

@@ -50,8 +50,8 @@ def build(host: IsolationHost) -> IsolationPart:
             # alone.
             if pod is None or not allocation.is_limited or not host.uses(pod, "gpushare"):
                 continue
-            if (wanted := limits(key)) is not None:
-                found[key] = wanted
+            if (desired := limits(key)) is not None:
+                found[key] = desired
         last = version, inventory, found
         return found
 
@@ -70,13 +70,13 @@ def build(host: IsolationHost) -> IsolationPart:
 
     async def enforce(allocation: Allocation, pod: Pod) -> str:
         key = share_of(allocation.key)
-        if (wanted := limits(key)) is None:
+        if (desired := limits(key)) is None:
             return "a GPU's memory is not known, or the share is not wholly allocated yet"
 
         def write() -> int:
-            files.write_limits(key, wanted)
+            files.write_limits(key, desired)
             held = files.held_bytes(key)
-            return sum(max(0, held[one.uuid] - one.memory_bytes) for one in wanted if one.memory_bytes is not None)
+            return sum(max(0, held[one.uuid] - one.memory_bytes) for one in desired if one.memory_bytes is not None)
 
         await manager.enforce(key)
         above = await thread.call(write, f"writing the limits of {key.container}", TIMEOUT_S)

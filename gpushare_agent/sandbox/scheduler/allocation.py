@@ -324,7 +324,6 @@ class _Search:
         """`count` more of `suitable`: a request's devices are equal, so only their combinations matter."""
         if count == 0:
             return self.request(position + 1)
-        # Combinations, not permutations: the devices of one request are equal.
         for n in range(len(suitable) - count + 1):
             share = self._share(suitable[n], option)
             if share is None or not self._is_allowed(number, share):
