@@ -152,7 +152,11 @@ class BenchKubelet:
 
     async def _register(self, message: bytes) -> bytes:
         request = RegisterRequest.parse(message)
-        connection = await dial(self.plugin_directory / request.endpoint)
+        try:
+            connection = await dial(self.plugin_directory / request.endpoint)
+        except OSError as error:
+            # The agent registers before it has seen that its socket was removed: the kubelet refuses, and it comes again.
+            raise CallError(str(error)) from error
         await connection.call(f"{_PLUGIN}/GetDevicePluginOptions", b"")
         name = request.resource_name
         plugin = Plugin(resource=name, connection=connection, registered_at=time.perf_counter())
