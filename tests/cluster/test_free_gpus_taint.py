@@ -29,15 +29,15 @@ from tests.cluster.support_kube import (
     opened,
     raw_status,
 )
+from tests.support_core import inventory
 from tests.support_deadline import DEADLINE_S
 
 OURS = {"key": KEY, "effect": EFFECT}
 OTHERS = {"key": "example.com/maintenance", "effect": "NoSchedule", "value": "x", "timeAdded": "2026-01-01T00:00:00Z"}
 
 
-def gpu(index: int, *, is_healthy: bool = True) -> Gpu:
-    found = Gpu(index=index, minor=index, uuid=GpuUuid(f"GPU-{index}"), bus_id="", name="", memory_mib=16384)
-    return found if is_healthy else replace(found, health=Health.UNHEALTHY)
+FIRST, SECOND = inventory(2, memory_mib=16384).gpus
+FAILED = replace(FIRST, health=Health.UNHEALTHY)
 
 
 def part_of(charges: Mapping[int, Charge], *gpus: Gpu) -> float:
@@ -64,13 +64,13 @@ def planned(node: NodeObject, part: float, above: float = 0.5) -> Any:
     ],
 )
 def test_the_free_part_is_what_a_pod_can_have_of_cores_and_memory(charges: Mapping[int, Charge], part: float) -> None:
-    assert part_of(charges, gpu(0), gpu(1)) == pytest.approx(part)
+    assert part_of(charges, FIRST, SECOND) == pytest.approx(part)
 
 
 def test_gpus_that_are_unhealthy_are_neither_free_nor_there() -> None:
     """A node of which all GPUs have failed has none to keep free."""
-    assert part_of({1: Charge(cores=50)}, gpu(0, is_healthy=False), gpu(1)) == 0.5
-    assert part_of({}, gpu(0, is_healthy=False)) == 0.0
+    assert part_of({1: Charge(cores=50)}, FAILED, SECOND) == 0.5
+    assert part_of({}, FAILED) == 0.0
 
 
 def test_the_taint_comes_above_the_threshold_and_goes_a_tenth_below_it() -> None:
