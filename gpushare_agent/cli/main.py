@@ -50,6 +50,10 @@ def _run(call: Invocation) -> int:
     # Logging before the import: what the imports and the settings have to say is in the chosen format.
     loaded = call.load_with_logs()
     _log_migrated_keys(loaded)
+    if "EXTRA_FLAGS" in call.environ:  # gpu-manager's DaemonSet, whose start script has work of its own
+        from gpushare_agent.cli import gpu_manager
+
+        gpu_manager.start(loaded, call.environ)
     from gpushare_agent.agent.agent import run as run_agent
 
     def reload(named: NamedConfiguration | None) -> Settings:

@@ -14,7 +14,7 @@ import signal
 import socket
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
@@ -60,6 +60,11 @@ MAX_SHOWN = 1000
 """Pods with foreign predicate annotations in the state document; a metric has their number."""
 DEFAULT_NAMESPACE = "kube-system"
 """The lease's, where neither a setting nor the pod says another."""
+ADMISSION_CONFIGS = (
+    Path("/etc/kubernetes/gpu-admission.config"),
+    Path("/etc/kubernetes/gpu-quota-admission.config"),
+)
+"""Where gpu-admission's image, and the one named gpu-quota-admission, read theirs without a flag."""
 ADMISSION_CONFIG_BYTES = 64 << 10
 _UNUSED = frozenset({"SkipBindTime"})
 """SkipBindTime is accepted and not used: there is no such wait here."""
@@ -190,6 +195,7 @@ def build(settings: Settings, api: ClusterApi, *, clock: Callable[[], float] = t
     extender = Extender(
         state=state, binder=binder, metrics=metrics, quota_waiters=waiters, reserves_at_filter=at_filter
     )
+    pods.on_scheduled = extender.scheduled
     web = ExtenderWeb(
         config=_listen_config(chosen),
         verbs=ExtenderVerbs(extender, names),
@@ -232,17 +238,20 @@ def _quota_informer(
     return Informer(kind="configmap", watched=watched, handler=feed, metrics=metrics)
 
 
-def with_admission_config(settings: ExtenderSettings) -> ExtenderSettings:
+def with_admission_config(settings: ExtenderSettings, usual: Sequence[Path] = ADMISSION_CONFIGS) -> ExtenderSettings:
     """The settings with those of gpu-admission's configuration file in place. Raises StartupError."""
     # gpu-admission's file is for a migration; most installations have none.
-    if settings.config is None:
+    path = settings.config or next((path for path in usual if path.is_file()), None)
+    if path is None:
         return settings
     try:
         # Validated as a whole again: what the file says has to keep the rules of our settings, label names among them.
-        return ExtenderSettings.model_validate(settings.model_dump() | read_admission_config(settings.config))
+        found = ExtenderSettings.model_validate(settings.model_dump() | read_admission_config(path))
     except ValidationError as e:
         problems = "; ".join(f"{error['loc'][0]}: {error['msg']}" for error in e.errors(include_url=False))
-        raise StartupError(f"cannot use gpu-admission's configuration {settings.config}: {problems}") from e
+        raise StartupError(f"cannot use gpu-admission's configuration {path}: {problems}") from e
+    log.info("admission_config_read", path=str(path))
+    return found
 
 
 def read_admission_config(path: Path) -> dict[str, str]:

@@ -74,9 +74,10 @@ class KubeletSettings(Section):
         default=Path("/var/lib/kubelet/device-plugins"),
         description="Directory of kubelet.sock and of the agent's sockets.",
     )
-    pod_resources_socket: GivenPath = Field(
+    pod_resources_socket: OptionalPath = Field(
         default=Path("/var/lib/kubelet/pod-resources/kubelet.sock"),
-        description="Socket of the PodResources API.",
+        description="Socket of the PodResources API. Empty: pods are identified by the API server alone, and refused where"
+        " two that wait ask for the same.",
     )
     api_address: str = Field(
         default="",

@@ -357,14 +357,24 @@ def _flatten(tree: Mapping[object, object], prefix: str, source: str, layer: Lay
 # --- gpu-manager's image: its DaemonSet of 1.1.5 and start.sh; EXTRA_FLAGS end its command line, klog gets LOG_LEVEL ---
 
 _LIBCUDA = "the driver directory is described by the file of volume_config"
+GPU_MANAGER_DAEMONSET = "gpu-manager's DaemonSet"
+"""The source of the settings that gpu-manager's start script and mounts stand for, where its manifest runs this image."""
+_HOST = Path("/proc/1/root")
+"""The host's file system in a privileged container of the host's PID namespace, which gpu-manager's is."""
+_CHECKPOINT = "etc/gpu-manager/checkpoint"
 
 
-def read_gpu_manager(environ: Mapping[str, str]) -> Layer:
-    """The variables LOG_LEVEL, EXTRA_FLAGS and LIBCUDA of gpu-manager's image, a layer below our own variables."""
+def read_gpu_manager(environ: Mapping[str, str], root: Path = Path("/"), host: Path = _HOST) -> Layer:
+    """The variables LOG_LEVEL, EXTRA_FLAGS and LIBCUDA of gpu-manager's image, a layer below our own variables.
+
+    EXTRA_FLAGS, which its manifest always has, stands for its start script too; `root` is this container's file system.
+    """
     layer = Layer()
-    if words := environ.get("EXTRA_FLAGS"):
+    if (words := environ.get("EXTRA_FLAGS")) is not None:
         # Before LOG_LEVEL: they end gpu-manager's command line, so their level beats it.
         _read_extra_flags(words, layer)
+        for name, text in _start_script(root, host).items():
+            layer.values.setdefault(name, RawSetting(value=text, source=GPU_MANAGER_DAEMONSET))
     if level := environ.get("LOG_LEVEL"):
         source = "variable LOG_LEVEL"
         try:
@@ -381,6 +391,43 @@ def read_gpu_manager(environ: Mapping[str, str]) -> Layer:
             MigratedKey(name="LIBCUDA", value=value[:200], source="variable LIBCUDA", reason=_LIBCUDA, is_lost=True)
         )
     return layer
+
+
+def _start_script(root: Path, host: Path) -> Mapping[str, str]:
+    """What gpu-manager's start script passes, and where its mounts have what ours has elsewhere.
+
+    | missing mount | what serves in its place |
+    |---|---|
+    | the kubelet's pod-resources | the host's own, by `host`; where that is closed, none: the API server alone |
+    | /var/lib/gpushare-agent | gpu-manager's checkpoint directory |
+    | /host/usr, for the driver's files | the host's own |
+    """
+    found = {"web.addr": "0.0.0.0"}
+    extra = root / "etc/gpu-manager/extra-config.json"
+    if _is_there(extra):
+        found["extra_config"] = str(extra)
+    pod_resources = "var/lib/kubelet/pod-resources"
+    if not _is_there(root / pod_resources):
+        reached = host / pod_resources
+        found["kubelet.pod_resources_socket"] = str(reached / "kubelet.sock") if _is_there(reached) else ""
+    if not _is_there(root / "var/lib/gpushare-agent") and _is_there(root / _CHECKPOINT):
+        found["health.state_file"] = str(root / _CHECKPOINT / "gpushare-agent-health.json")
+        found["resize.state_file"] = str(root / _CHECKPOINT / "gpushare-agent-resize.json")
+    if _is_there(root / "usr/local/host") and _is_there(host / "usr"):
+        # Its pods have no RuntimeClass: containers get the driver's files by the driver directory.
+        found["driver_volume.root"], found["driver_volume.mount"] = str(host), "true"
+        if _is_there(root / "usr/lib64/libcuda-control.so"):
+            found["isolation"] = "vcuda"
+    return found
+
+
+def _is_there(path: Path) -> bool:
+    """False also where it may not be looked for: /proc/1/root is closed to a container without privileges."""
+    try:
+        path.stat()
+    except OSError:
+        return False
+    return True
 
 
 def _read_extra_flags(text: str, layer: Layer) -> None:

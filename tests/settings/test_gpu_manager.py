@@ -9,6 +9,7 @@ import pytest
 
 from gpushare_agent.settings.reference import text_of
 from gpushare_agent.settings.settings import SettingsError, load_settings
+from gpushare_agent.settings.sources import read_gpu_manager
 
 
 @pytest.mark.parametrize(("value", "level"), [("0", "info"), ("4", "info"), ("5", "debug"), ("warning", "warning")])
@@ -137,3 +138,69 @@ def test_gpu_admissions_configuration_is_named_by_the_same_flag(tmp_path: Path) 
     loaded = load_settings([f"--config={path}"], {})
     assert loaded.settings.extender.config == path
     assert loaded.outcome(loaded.migrated[0]) == (False, f"extender.config={path}")
+
+
+GPU_MANAGERS_MOUNTS = (
+    "var/lib/kubelet/device-plugins", "etc/gpu-manager/vdriver", "etc/gpu-manager/vm", "etc/gpu-manager/checkpoint",
+    "usr/local/host",
+)  # fmt: skip
+
+
+@pytest.fixture
+def container(tmp_path: Path) -> Path:
+    """The file system of gpu-manager's container, with the host's beside it."""
+    for path in (*GPU_MANAGERS_MOUNTS, "host/var/lib/kubelet/pod-resources", "host/usr"):
+        (tmp_path / path).mkdir(parents=True)
+    return tmp_path
+
+
+def start_script(container: Path, flags: str = "--logtostderr=false") -> dict[str, object]:
+    layer = read_gpu_manager({"EXTRA_FLAGS": flags}, container, container / "host")
+    return {name: raw.value for name, raw in layer.values.items()}
+
+
+def test_gpu_managers_daemonset_finds_the_host_where_it_mounts_nothing(container: Path) -> None:
+    """Its container is privileged and in the host's PID namespace; state goes where gpu-manager's went."""
+    assert start_script(container) == {
+        "web.addr": "0.0.0.0",
+        "kubelet.pod_resources_socket": f"{container}/host/var/lib/kubelet/pod-resources/kubelet.sock",
+        "health.state_file": f"{container}/etc/gpu-manager/checkpoint/gpushare-agent-health.json",
+        "resize.state_file": f"{container}/etc/gpu-manager/checkpoint/gpushare-agent-resize.json",
+        "driver_volume.root": f"{container}/host",
+        "driver_volume.mount": "true",
+    }
+
+
+def test_what_is_mounted_or_flagged_is_taken_as_it_is(container: Path) -> None:
+    """A manifest that has the mounts gets the defaults; EXTRA_FLAGS beat what the start script passes."""
+    for path in ("var/lib/kubelet/pod-resources", "var/lib/gpushare-agent"):
+        (container / path).mkdir(parents=True)
+    found = start_script(container, "--query-addr=localhost")
+    assert found.keys() == {"web.addr", "driver_volume.root", "driver_volume.mount"}
+    assert found["web.addr"] == "localhost"
+
+
+def test_without_privileges_the_host_is_not_reached(container: Path) -> None:
+    """/proc/1/root is then closed: pods are identified by the API server alone, and a warning names the mount."""
+    (container / "host").rename(container / "closed")
+    found = start_script(container)
+    assert found["kubelet.pod_resources_socket"] == "" and "driver_volume.root" not in found
+
+
+def test_an_image_with_the_control_library_goes_on_with_it(container: Path) -> None:
+    """As gpu-manager limits shares; any other image has this project's library."""
+    (container / "usr/lib64").mkdir()
+    (container / "usr/lib64/libcuda-control.so").touch()
+    assert start_script(container)["isolation"] == "vcuda"
+
+
+def test_the_extra_config_of_the_start_script_is_read(container: Path) -> None:
+    """Where the image or a mount has it."""
+    path = container / "etc/gpu-manager/extra-config.json"
+    path.write_text("{}", encoding="utf-8")
+    assert start_script(container)["extra_config"] == str(path)
+
+
+def test_without_extra_flags_nothing_of_the_start_script_is_so(container: Path) -> None:
+    """LOG_LEVEL alone is a name that other programs have, too: it opens no port."""
+    assert set(read_gpu_manager({"LOG_LEVEL": "4"}, container, container / "host").values) == {"log.level"}
