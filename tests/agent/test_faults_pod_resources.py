@@ -166,12 +166,12 @@ async def test_without_pod_resources_pods_are_identified_by_the_api_server_and_k
             for name in ("first", "second"):
                 node.api.create_pod(_share(name))
                 await wait_running(node, name)
-            assert holders_of(agent) == 2
+            await wait_ledger_equal(node, agent)
         async with open_agent(node, flag) as agent:
             await wait_ledger_equal(node, agent)
-            assert holders_of(agent) == 2
             node.api.delete_pod("default", "first")
-            await wait_until(node, lambda: holders_of(agent) == 1, "the share of the deleted pod is free")
+            await wait_gone(node, "first")
+            await wait_ledger_equal(node, agent)
 
 
 @pytest.mark.parametrize("garbage", [b"\x0a\xff\xff\xff\xff\x0f", b"\xff" * 64], ids=["too-long", "no-tag"])

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
+from gpushare_agent import __version__
 from gpushare_agent.extender.claims_webhook import API_TIMEOUT_S
 from gpushare_agent.extender.decisions.quota import NamespaceQuota, parse_quota
 from gpushare_agent.extender.leader_election import APP_LABEL, LEADER, ROLE_LABEL
@@ -396,3 +397,21 @@ def test_kustomize_renders_the_extender(tmp_path: Path, components: tuple[str, .
         ]
         (subject,) = of_webhook["ClusterRoleBinding"]["subjects"]
         assert (subject["name"], subject["namespace"]) == (spec["serviceAccountName"], NAMESPACE)
+
+
+def test_the_static_pod_takes_gpu_admissions_place() -> None:
+    """Its address, its kubeconfig, its policy file that only filters; without leases, for nobody may create one there."""
+    (found,) = documents("extender/static-pod/gpu-admission.yaml")
+    spec = found["spec"]
+    (only,) = spec["containers"]
+    chosen = load_settings(only["args"], {})
+    extender = chosen.settings.extender
+    assert (extender.addr, extender.port, extender.reserve, extender.leader_elect) == (
+        "127.0.0.1",
+        3456,
+        "filter",
+        False,
+    )
+    assert str(chosen.settings.kubeconfig).startswith("/etc/kubernetes/") and only["command"][1] == "extender"
+    assert only["image"] == f"gpushare-agent:{__version__}" and spec["hostNetwork"]
+    assert {one["name"] for one in only["volumeMounts"]} == {one["name"] for one in spec["volumes"]}
