@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.e2e.cluster import CORE, DEADLINE_S, Cluster, Object, read_unix
+from tests.e2e.cluster import CORE, DEADLINE_S, Cluster, KubectlError, Object, read_unix
 from tests.e2e.installation import NODE_LABEL, Installation
 
 pytestmark = pytest.mark.e2e
@@ -141,7 +141,12 @@ def test_gpu_managers_daemonset_serves_with_this_image(cluster: Cluster, gpu_man
     assert [one for one in logged if one["level"] == "error"] == []
     cluster.run("-n", NAMESPACE, "delete", "pod", gpu_manager, timeout_s=DEADLINE_S)
     again = wait_serving(cluster)
-    cluster.wait_for(
-        "the next pod knows them",
-        lambda: len(json.loads(answer(cluster, again, "api/v1/node"))["containers"]) == len(names),
-    )
+
+    def knows_them() -> bool:
+        try:
+            return len(json.loads(answer(cluster, again, "api/v1/node"))["containers"]) == len(names)
+        except KubectlError:  # it has no address yet, or does not listen
+            return False
+
+    cluster.wait_for("the next pod knows them", knows_them)
+    cluster.start(namespace, cluster.pod("share-after", 10, 4))
