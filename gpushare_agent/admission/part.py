@@ -225,6 +225,8 @@ class FirstRegistration:
     def __init__(self, resources: Collection[str]) -> None:
         self.done = asyncio.Event()
         self._missing = set(resources)
+        if not self._missing:  # claims alone
+            self.done.set()
 
     def registered(self, resource: str) -> None:
         self._missing.discard(resource)

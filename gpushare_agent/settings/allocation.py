@@ -28,6 +28,10 @@ from gpushare_agent.settings.values import (
 class ResourceSettings(Section):
     """The extended resources that the node offers."""
 
+    enabled: bool = Field(
+        default=True,
+        description="Offer vcore and vmemory. false: for nodes that serve NVIDIA's names, GPUShare's or claims alone.",
+    )
     vcore: ResourceName = Field(
         default=VCORE_RESOURCE,
         description="Resource with the unit 1/100 of a GPU's compute.",

@@ -202,6 +202,7 @@ def test_the_node_name_is_the_flag_else_node_name_else_the_host() -> None:
         (["--node-name", "UPPER_case"], ["'UPPER_case'", "small letters"]),
         (["--device-plugin-path="], ["flag --device-plugin-path", "a path"]),
         (["--topolgy", "file"], ["--topolgy is unknown", "did you mean --topology?"]),
+        (["--resources.enabled=false"], ["resources.enabled is false", "dra.gpus"]),
         (["--v=loud"], ["flag --v", "'loud'", "klog's number"]),
         (["--log-dir"], ["flag --log-dir needs a value"]),
         (["--address=3456"], ["flag --address", "127.0.0.1:3456"]),
