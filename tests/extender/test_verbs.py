@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
+from gpushare_agent import __version__
 from gpushare_agent.model.names import (
     GPU_ASSIGNED_ANNOTATION,
     PREDICATE_NODE_ANNOTATION,
@@ -97,6 +98,13 @@ async def test_each_verb_answers_as_the_scheduler_reads_it(
     status, answer = await golden_extender.post(path, golden(args))
     assert status == 200
     assert without_reasons(answer) == golden(result)
+
+
+async def test_the_version_is_answered() -> None:
+    """At gpu-admission's path, by every replica."""
+    async with fake_cluster() as cluster, running_extender(cluster) as asker:
+        status, text = await asker.get("/version")
+    assert status == 200 and __version__ in text
 
 
 async def test_filter_changes_nothing() -> None:
