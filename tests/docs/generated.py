@@ -23,6 +23,7 @@ from msgspec.structs import replace
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
+from bench.results import from_json, shown
 from gpushare_agent.cli.command_line import Command
 from gpushare_agent.cli.main import COMMAND_LINE
 from gpushare_agent.extender.app import build, show_state
@@ -269,6 +270,18 @@ def _measured(column: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
 
+def _benchmark(name: str) -> str:
+    """The rows that `python -m bench --json bench/measured/NAME.json` wrote, and where."""
+    rows, machine = from_json((ROOT / f"bench/measured/{name}.json").read_text(encoding="utf-8"))
+    table = [["what", "median", "p99", "target", ""]]
+    for one in rows:
+        targets = dict.fromkeys(shown(target, one.unit) for target in (one.target_median, one.target_p99))
+        p99 = shown(one.p99, one.unit) if one.runs > 1 else ""
+        what = re.sub(r"^  (· )?", "· ", one.name)
+        table.append([what, shown(one.median, one.unit), p99, ", ".join(filter(None, targets)), one.verdict])
+    return f"On {machine}:\n\n" + _joined(table)
+
+
 def _joined(rows: Sequence[Sequence[str]]) -> str:
     lines = [f"| {' | '.join(row)} |" for row in rows]
     return "\n".join([lines[0], "|---" * len(rows[0]) + "|", *lines[1:]])
@@ -278,6 +291,8 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "not_kept": _not_kept,
     "libraries": _libraries,
     "error_budget": _error_budget,
+    "measured_agent": lambda: _benchmark("agent"),
+    "measured_extender": lambda: _benchmark("extender"),
     "containers": lambda: _metrics("gpushare_container_", frozenset(("namespace", "pod", "container", "node"))),
     "gpus": lambda: _metrics("gpushare_card_", frozenset(("uuid", "gpu", "node"))),
     "agent": lambda: _metrics("gpushare_"),
@@ -300,6 +315,7 @@ PAGES: dict[str, Callable[[str], str]] = {
     "docs/reference/isolations.md": _filled,
     "docs/reference/cli.md": _filled,
     "docs/reference/extender.md": _filled,
+    "docs/reference/measurements.md": _filled,
     "docs/how-to/migrate-from-nvidia.md": _filled,
     "charts/gpushare-agent/README.md": lambda text: str(chart_table().readme_with_table(text)),
     "charts/gpushare-agent/values.schema.json": _schema_with_settings,
