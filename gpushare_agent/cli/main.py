@@ -63,7 +63,7 @@ def _run(call: Invocation) -> int:
 
 
 def _log_migrated_keys(loaded: LoadedSettings) -> None:
-    """What became of the configuration of NVIDIA's plugin and of gpu-manager's variables: once, at the start."""
+    """What became of another program's configuration, variables and flags: once, at the start."""
     # A key without effect is a warning: who migrates believes that it still holds.
     for key in loaded.migrated:
         is_lost, text = loaded.outcome(key)
@@ -97,10 +97,11 @@ def _config(call: Invocation) -> int:
 
 
 def _extender(call: Invocation) -> int:
-    settings = call.settings()
+    loaded = call.load_with_logs()
+    _log_migrated_keys(loaded)
     from gpushare_agent.extender import app as extender
 
-    return run_app(extender.run(settings))
+    return run_app(extender.run(loaded.settings))
 
 
 def _sandbox_arguments(parser: argparse.ArgumentParser) -> None:

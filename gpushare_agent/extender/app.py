@@ -47,6 +47,7 @@ from gpushare_agent.kit.supervision import forever, stop_task, wait_for
 from gpushare_agent.model.errors import StartupError, Unavailable
 from gpushare_agent.model.resources import ResourceNames
 from gpushare_agent.settings.extender import ExtenderSettings
+from gpushare_agent.settings.former_flags import ADMISSION_FIELDS
 from gpushare_agent.settings.settings import Settings
 
 if TYPE_CHECKING:
@@ -60,13 +61,6 @@ MAX_SHOWN = 1000
 DEFAULT_NAMESPACE = "kube-system"
 """The lease's, where neither a setting nor the pod says another."""
 ADMISSION_CONFIG_BYTES = 64 << 10
-ADMISSION_CONFIG_FIELDS = {
-    "QuotaConfigMapName": "quota_name",
-    "QuotaConfigMapNamespace": "quota_namespace",
-    "GPUModelLabel": "model_label",
-    "GPUPoolLabel": "pool_label",
-}
-"""Field of gpu-admission's configuration file -> name of the setting that it replaces."""
 _UNUSED = frozenset({"SkipBindTime"})
 """SkipBindTime is accepted and not used: there is no such wait here."""
 
@@ -269,17 +263,17 @@ def read_admission_config(path: Path) -> dict[str, str]:
     if not isinstance(raw, dict):
         raise StartupError(f"{what}: it is no JSON object")
     # A misspelt field would be a default in silence: pods would run without their quota.
-    unknown = sorted(raw.keys() - ADMISSION_CONFIG_FIELDS.keys() - _UNUSED)
+    unknown = sorted(raw.keys() - ADMISSION_FIELDS.keys() - _UNUSED)
     if unknown:
         raise StartupError(
-            f"{what}: {unknown[0][:80]!r} is no field of it; the fields are {', '.join(sorted(ADMISSION_CONFIG_FIELDS))}"
+            f"{what}: {unknown[0][:80]!r} is no field of it; the fields are {', '.join(sorted(ADMISSION_FIELDS))}"
         )
     # An empty field leaves our setting as it is.
-    found = {field: raw[field] for field in sorted(ADMISSION_CONFIG_FIELDS) if raw.get(field)}
+    found = {field: raw[field] for field in sorted(ADMISSION_FIELDS) if raw.get(field)}
     for field, value in found.items():
         if not isinstance(value, str):
             raise StartupError(f"{what}: {field} is no text")
-    return {ADMISSION_CONFIG_FIELDS[field]: value for field, value in found.items()}
+    return {ADMISSION_FIELDS[field]: value for field, value in found.items()}
 
 
 def document(parts: ExtenderParts) -> Mapping[str, object]:

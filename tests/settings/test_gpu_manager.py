@@ -1,9 +1,13 @@
-"""settings/sources.py: the variables of gpu-manager's image."""
+"""settings/sources.py: the variables of gpu-manager's image, and the flags of gpu-manager and gpu-admission."""
 
 from __future__ import annotations
 
+from operator import attrgetter
+from pathlib import Path
+
 import pytest
 
+from gpushare_agent.settings.reference import text_of
 from gpushare_agent.settings.settings import SettingsError, load_settings
 
 
@@ -17,7 +21,7 @@ def test_log_level_is_klogs_number_or_a_word_of_ours(value: str, level: str) -> 
 
 def test_extra_flags_are_flags() -> None:
     """gpu-manager's names and ours, with klog's own reported."""
-    text = "--v=5 --hostname-override=n1 --share-mode=false --logtostderr --query-port 5679"
+    text = "--v=5 --hostname-override=n1 --share-mode=false --logtostderr=false --query-port 5679"
     loaded = load_settings([], {"EXTRA_FLAGS": text})
     settings = loaded.settings
     assert (settings.node_name, settings.share_mode, settings.web.port) == ("n1", False, 5679)
@@ -44,3 +48,92 @@ def test_libcuda_is_reported() -> None:
     """It changes nothing here."""
     (key,) = load_settings([], {"LIBCUDA": "/x"}).migrated
     assert key.is_lost and "volume_config" in key.reason
+
+
+GPU_MANAGER = {
+    "driver": ("nvidia", "driver", "nvml"),
+    "extra-config": ("/x.json", "extra_config", "/x.json"),
+    "volume-config": ("/v.conf", "volume_config", "/v.conf"),
+    "query-port": ("5679", "web.port", "5679"),
+    "query-addr": ("0.0.0.0", "web.addr", "0.0.0.0"),
+    "kubeconfig": ("/k", "kubeconfig", "/k"),
+    "sample-period": ("2", "sample_period_s", "2"),
+    "node-labels": ("zone=a", "node_labels", "zone=a"),
+    "hostname-override": ("n1", "node_name", "n1"),
+    "virtual-manager-path": ("/vm", "virtual_manager.path", "/vm"),
+    "device-plugin-path": ("/dp", "kubelet.device_plugin_path", "/dp"),
+    "checkpoint-path": ("/c", "allocation.checkpoint_path", "/c"),
+    "share-mode": ("false", "share_mode", "false"),
+    "allocation-check-period": ("60", "allocation.check_period_s", "60"),
+    "container-runtime-endpoint": ("/var/run/crio.sock", "runtime.endpoint", "/var/run/crio.sock"),
+    "cgroup-driver": ("systemd", "runtime.cgroup_driver", "systemd"),
+    "runtime-request-timeout": ("5s", "runtime.request_timeout_s", "5"),
+    "wait-timeout": ("1m0s", "wait_timeout_s", "60"),
+}
+"""cmd/manager/options of gpu-manager v1.1.5, and wait-timeout of its master: a value, our setting, what that is then."""
+
+
+@pytest.mark.parametrize("flag", GPU_MANAGER)
+def test_every_flag_of_gpu_manager_is_a_setting(flag: str) -> None:
+    """On the command line, with - or _ in its name, and in EXTRA_FLAGS."""
+    given, name, value = GPU_MANAGER[flag]
+    for loaded in (
+        load_settings([f"--{flag}={given}"], {}),
+        load_settings([f"--{flag.replace('-', '_')}", given], {}),
+        load_settings([], {"EXTRA_FLAGS": f"--{flag}={given}"}),
+    ):
+        assert text_of(attrgetter(name)(loaded.settings)) == value
+
+
+def test_the_display_socket_of_the_service_unit_is_taken() -> None:
+    """gpu-manager.conf has --addr."""
+    assert load_settings(["--addr=/run/x.sock"], {}).settings.display.socket == Path("/run/x.sock")
+
+
+@pytest.mark.parametrize(
+    ("flag", "is_lost"),
+    [
+        ("--logtostderr", False),
+        ("-logtostderr", False),
+        ("--logtostderr=false", True),
+        ("--alsologtostderr", False),
+        ("--log-dir=/var/log/gpu-manager", True),
+        ("--log_dir=/var/log/gpu-manager", True),
+        ("--stderrthreshold=2", True),
+        ("--vmodule=tree=5", True),
+        ("--incluster-mode=false", False),
+        ("--pprofAddress=127.0.0.1:3457", True),
+    ],
+)
+def test_a_flag_without_effect_is_accepted_and_reported_once(flag: str, is_lost: bool) -> None:
+    """As in EXTRA_FLAGS; a warning only where something is lost."""
+    (key,) = load_settings([flag], {}).migrated
+    (extra,) = load_settings([], {"EXTRA_FLAGS": flag}).migrated
+    assert (key.is_lost, key.settings, bool(key.reason)) == (is_lost, {}, True)
+    assert (extra.name, extra.is_lost) == (f"EXTRA_FLAGS {key.name}", is_lost)
+
+
+@pytest.mark.parametrize("flags", [["--v=5"], ["-v=5"], ["-v", "5"], ["--v", "5"]])
+def test_klogs_verbosity_is_the_log_level(flags: list[str]) -> None:
+    """A level of ours beats it, wherever it stands."""
+    loaded = load_settings(flags, {"LOG_LEVEL": "warning"})
+    assert (loaded.settings.log.level, len(loaded.migrated)) == ("debug", 2)
+    assert load_settings(["--log.level=error", *flags], {}).settings.log.level == "error"
+
+
+@pytest.mark.parametrize(
+    ("value", "addr", "port"), [("127.0.0.1:3456", "127.0.0.1", 3456), ("[::1]:80", "::1", 80), (":3456", "", 3456)]
+)
+def test_gpu_admissions_address_is_the_extenders(value: str, addr: str, port: int) -> None:
+    """Host and port in one flag, as Go listens."""
+    extender = load_settings([f"--address={value}"], {}).settings.extender
+    assert (extender.addr, extender.port) == (addr, port)
+
+
+def test_gpu_admissions_configuration_is_named_by_the_same_flag(tmp_path: Path) -> None:
+    """`--config` of its command line is its own file, not one of ours."""
+    path = tmp_path / "gpu-admission.config"
+    path.write_text('{"GPUModelLabel": "a/model", "GPUPoolLabel": "a/pool"}', encoding="utf-8")
+    loaded = load_settings([f"--config={path}"], {})
+    assert loaded.settings.extender.config == path
+    assert loaded.outcome(loaded.migrated[0]) == (False, f"extender.config={path}")
