@@ -95,7 +95,9 @@ class StatePages:
         """Of one node where the path names it, else of all."""
         name = request.match_info.get("node", "")
         if name and self._nodes.node_ledger(name) is None:
-            return json_answer(request, {"nodes": [], "error": f"no node {name[:_NAME_CHARACTERS]} is known"}, status=404)
+            return json_answer(
+                request, {"nodes": [], "error": f"no node {name[:_NAME_CHARACTERS]} is known"}, status=404
+            )
         names = [name] if name else self._nodes.node_names()
         ledgers = (ledger for one in names if (ledger := self._nodes.node_ledger(one)) is not None)
         pieces = (b"," * bool(number) + encode(gpushare_document(ledger)) for number, ledger in enumerate(ledgers))

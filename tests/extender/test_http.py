@@ -481,5 +481,11 @@ async def test_gpushares_inspect_counts_in_its_units(peers: list[Peer]) -> None:
 
 def _reservation(name: str, plan: PodPlan) -> Reservation:
     return Reservation(
-        pod_uid=PodUid(f"uid-{name}"), namespace="default", pod=name, node="n0000", plan=plan, stage=Stage.CONFIRMED, at=0.0
+        pod_uid=PodUid(f"uid-{name}"),
+        namespace="default",
+        pod=name,
+        node="n0000",
+        plan=plan,
+        stage=Stage.CONFIRMED,
+        at=0.0,
     )
