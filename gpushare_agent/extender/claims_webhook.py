@@ -1,9 +1,9 @@
-"""The mutating webhooks for new pods: limits become ResourceClaims, with the templates of these claims; HAMi's names become
-vcuda's.
+"""The mutating webhooks for new pods: limits become ResourceClaims, with the templates of these claims; the names of HAMi and
+vgpu-manager become vcuda's.
 
-What becomes of a pod is decisions/claims.py's and decisions/hami.py's. Any replica answers: nothing here depends on who
-leads. A template is created when a pod needs it first, never changed, and never removed: a later pod may name it. A dry run
-creates none. Format: admission.k8s.io/v1 AdmissionReview. State owned: how many templates may still be created now.
+What becomes of a pod is decisions/claims.py's and decisions/vgpu_names.py's. Any replica answers: nothing here depends on
+who leads. A template is created when a pod needs it first, never changed, and never removed: a later pod may name it. A dry
+run creates none. Format: admission.k8s.io/v1 AdmissionReview. State owned: how many templates may still be created now.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from msgspec.json import Decoder
 from gpushare_agent.cluster.kube.claims import ClaimSpec, ClaimTemplate, TemplateMeta, TemplateSpec
 from gpushare_agent.cluster.kube.pods import PodJson
 from gpushare_agent.extender.decisions.claims import Conversion, Template, convert_pod
-from gpushare_agent.extender.decisions.hami import translate_pod
+from gpushare_agent.extender.decisions.vgpu_names import translate_pod
 from gpushare_agent.extender.messages import MAX_NAME_CHARS, Name, pod_json, request_of
 from gpushare_agent.kit.json_schema import decoded_or
 from gpushare_agent.model.errors import AgentError, Conflict, Corrupt, NotFound, Refused, Unavailable
@@ -106,7 +106,7 @@ class ClaimsWebhook:
         return _answer(review, found), "ok"
 
     async def translate(self, content: bytes) -> tuple[bytes, str]:
-        """The same for HAMi's names, which need nothing of the API server."""
+        """The same for the names of HAMi and vgpu-manager, which need nothing of the API server."""
         review = parse_review(content)
         found = self._changed(review, translate_pod)
         if isinstance(found, str):

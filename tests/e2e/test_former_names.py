@@ -93,7 +93,7 @@ def test_a_pod_with_hamis_names_gets_its_share(
     cluster: Cluster, installation: Installation, webhook: None, namespace: str
 ) -> None:
     """In a namespace with the label: memory in blocks, cores as asked; what cannot be had is denied with what to write."""
-    cluster.run("label", "namespace", namespace, "gpushare-agent/hami-names=enabled")
+    cluster.run("label", "namespace", namespace, "gpushare-agent/vgpu-names=enabled")
 
     def pod(name: str, **limits: int) -> Object:
         asked = {f"nvidia.com/{key.replace('_', '-')}": value for key, value in limits.items()}

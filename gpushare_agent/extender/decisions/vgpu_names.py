@@ -1,19 +1,20 @@
-"""A pod that asks for GPUs by HAMi's names, as one that asks by vcuda-core and vcuda-memory. Pure.
+"""A pod that asks for GPUs by HAMi's or vgpu-manager's names, as one that asks by vcuda-core and vcuda-memory. Pure.
 
-HAMi's device plugin registers nvidia.com/gpu alone; its webhook and its scheduler read the other names from the pod. No
-device IDs could stand for them either: memory in MiB would be 200,000 for a node of eight GPUs, and the kubelet takes some
-60,000. So the pod is changed when it is created.
+The device plugins of both let the kubelet count GPUs alone; their schedulers read cores and memory from the pod. No device
+IDs could stand for them either: memory in MiB would be 200,000 for a node of eight GPUs, and the kubelet takes some 60,000.
+So the pod is changed when it is created.
 
-| a container's limits | become |
+| a container's limits: gpu n, mem, cores of `Family` | become |
 |---|---|
-| nvidia.com/gpu n without gpumem, or gpucores 100 | vcuda-core 100·n; with gpumem: GPUs that have so much |
-| nvidia.com/gpu 1, gpumem, gpucores 1 to 99 | vcuda-core, vcuda-memory in whole blocks |
-| nvidia.com/gpu 1, gpumem | vcuda-core 1, and the pod's ceiling is 100: compute is not limited while nobody else uses it |
-| gpumem or gpucores without nvidia.com/gpu | as with nvidia.com/gpu 1 |
+| n without mem, or cores 100 | vcuda-core 100·n; with mem: GPUs that have so much |
+| 1, mem, cores 1 to 99 | vcuda-core, vcuda-memory in whole blocks |
+| 1, mem | vcuda-core 1, and the pod's ceiling is 100: compute is not limited while nobody else uses it |
+| mem or cores without n | as with 1 |
 | gpumem-percentage 100 | as if it was not there |
 | anything else | the pod is refused |
 
-Source: pkg/device/nvidia/device.go of HAMi 2.x (MutateAdmission, GenerateResourceRequests).
+Sources: pkg/device/nvidia/device.go of HAMi 4707fb0 (MutateAdmission, GenerateResourceRequests); pkg/device/allocator of
+vgpu-manager 3d7f66d.
 """
 
 from __future__ import annotations
@@ -26,17 +27,47 @@ from msgspec.structs import replace
 from gpushare_agent.cluster.kube.pods import PodJson, PodSpec, ResourcesJson, parse_pod
 from gpushare_agent.extender.decisions.claims import Conversion, PatchOperation
 from gpushare_agent.model.errors import RefusalReason, Refused
-from gpushare_agent.model.names import CORE_LIMIT_ANNOTATION, CORES_PER_GPU, NVIDIA_GPU_RESOURCE
+from gpushare_agent.model.names import CORE_LIMIT_ANNOTATION, CORES_PER_GPU
 from gpushare_agent.model.pods import ContainerKind, ContainerSpec
 from gpushare_agent.model.resources import ResourceNames
 
-MEMORY, PERCENTAGE, CORES, PRIORITY = (
-    f"nvidia.com/{name}" for name in ("gpumem", "gpumem-percentage", "gpucores", "priority")
+
+class Family(NamedTuple):
+    """The names of one program, empty where it has none; `choices` are annotations that choose GPUs, `ignored` others."""
+
+    count: str
+    memory: str
+    cores: str
+    percentage: str = ""
+    priority: str = ""
+    choices: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()
+
+
+def _names(*names: str) -> tuple[str, ...]:
+    return tuple(f"nvidia.com/{name}" for name in names)
+
+
+HAMI = Family(
+    count="nvidia.com/gpu",
+    memory="nvidia.com/gpumem",
+    cores="nvidia.com/gpucores",
+    percentage="nvidia.com/gpumem-percentage",
+    priority="nvidia.com/priority",
+    choices=_names("use-gputype", "nouse-gputype", "use-gpuuuid", "nouse-gpuuuid"),
+    ignored=_names("vgpu-mode", "numa-bind"),
 )
-NAMES = (NVIDIA_GPU_RESOURCE, MEMORY, PERCENTAGE, CORES, PRIORITY)
-CHOICES = ("nvidia.com/use-gputype", "nvidia.com/nouse-gputype", "nvidia.com/use-gpuuuid", "nvidia.com/nouse-gpuuuid")
-"""Annotations that choose GPUs."""
-_MODES = ("nvidia.com/vgpu-mode", "nvidia.com/numa-bind")
+VGPU_MANAGER = Family(
+    count="nvidia.com/vgpu-number",
+    memory="nvidia.com/vgpu-memory",
+    cores="nvidia.com/vgpu-cores",
+    choices=_names("include-gpu-type", "exclude-gpu-type", "include-gpu-uuid", "exclude-gpu-uuid"),
+    ignored=_names("vgpu-compute-policy", "device-topology-mode", "memory-scheduler-policy"),
+)
+FAMILIES = (HAMI, VGPU_MANAGER)
+NAMES = tuple(name for family in FAMILIES for name in family[:4] if name)
+"""Those by which a container asks."""
+_ALL = (*NAMES, HAMI.priority)
 
 
 class _Asked(NamedTuple):
@@ -54,13 +85,13 @@ def translate_pod(read: PodJson, names: ResourceNames) -> Conversion | Refused:
         Corrupt: what it asks for cannot be read.
     """
     named = replace(read, metadata=replace(read.meta, namespace="x", name="x", uid="x"))
-    pod = parse_pod(named, resources=NAMES)
-    asking = [one for one in pod.containers if any(one.requests.get(name) for name in NAMES[:-1])]
+    pod = parse_pod(named, resources=_ALL)
+    asking = [one for one in pod.containers if any(one.requests.get(name) for name in NAMES)]
     if not asking or pod.is_static:
         return Conversion()
-    # A pod that must not be on some GPUs would be there without a word.
     annotations = read.meta.annotations
-    if chosen := [name for name in CHOICES if name in annotations]:
+    # A pod that must not be on some GPUs would be there without a word.
+    if chosen := [name for family in FAMILIES for name in family.choices if name in annotations]:
         return _refused(
             f"the annotation {chosen[0]} is not followed here: name the nodes by nodeSelector or affinity, such as by the"
             " label gpushare-agent/gpu.product"
@@ -75,31 +106,41 @@ def translate_pod(read: PodJson, names: ResourceNames) -> Conversion | Refused:
     limited = [name for name, one in asked.items() if not one.is_unlimited and one.cores < CORES_PER_GPU]
     # The ceiling is the pod's: it would end the limits of the others.
     if unlimited and limited:
-        return _refused(f"container {unlimited[0]}: it has no {CORES}, and {limited[0]} has. Write it for both")
+        return _refused(
+            f"container {unlimited[0]}: it says no number of cores, and {limited[0]} does. Write it for both"
+        )
     patch = list(_container_patches(read.spec, asking, asked, names))
     if unlimited and CORE_LIMIT_ANNOTATION not in annotations:
         patch += _annotation_patches(read, CORE_LIMIT_ANNOTATION, str(CORES_PER_GPU))
-    warnings = [f"the annotation {name} has no effect" for name in _MODES if name in annotations]
-    warnings += [f"container {one.name}: {PRIORITY} has no effect" for one in asking if PRIORITY in one.requests]
+    ignored = (name for family in FAMILIES for name in family.ignored if name in annotations)
+    warnings = [f"the annotation {name} has no effect" for name in ignored]
+    warnings += [
+        f"container {one.name}: {HAMI.priority} has no effect" for one in asking if HAMI.priority in one.requests
+    ]
     return Conversion(patch=patch, warnings=tuple(warnings))
 
 
 def _asked(container: ContainerSpec, names: ResourceNames) -> _Asked | Refused:
+    requests = container.requests
+    families = [family for family in FAMILIES if any(requests.get(name) for name in family[:4] if name)]
+    if len(families) > 1:
+        return _refused(f"{families[0].count} and {families[1].count} are names of two programs: write those of one")
+    (family,) = families
     # Without a number HAMi's webhook adds one, by default 1.
-    count = container.requests.get(NVIDIA_GPU_RESOURCE, 1)
-    memory_mib, percent = container.requests.get(MEMORY, 0), container.requests.get(PERCENTAGE, 0)
-    # To HAMi memory that is not named is all of the GPU's, and without cores the GPU is then its own.
+    count = requests.get(family.count, 1)
+    memory_mib, percent = requests.get(family.memory, 0), requests.get(family.percentage, 0)
+    # To both programs memory that is not named is all of the GPU's, and without cores the GPU is then the container's own.
     is_all = not memory_mib and percent in (0, CORES_PER_GPU)
-    cores = container.requests.get(CORES, CORES_PER_GPU if is_all else 0)
+    cores = requests.get(family.cores, 0) or (CORES_PER_GPU if is_all else 0)
     blocks = -(-memory_mib // names.memory_block_mib)
     if count < 1 or cores > CORES_PER_GPU:
-        return _refused(f"{NVIDIA_GPU_RESOURCE} is at least 1, and {CORES} at most {CORES_PER_GPU}")
+        return _refused(f"{family.count} is at least 1, and {family.cores} at most {CORES_PER_GPU}")
     if cores == CORES_PER_GPU and percent in (0, CORES_PER_GPU):
         return _Asked(count * CORES_PER_GPU, count * blocks)
     if not memory_mib:
         return _refused(
             f"how much {percent or CORES_PER_GPU} % of a GPU's memory are is known only once there is one: write"
-            f" {MEMORY}, in MiB"
+            f" {family.memory}, in MiB"
         )
     if count > 1:
         return _refused(
@@ -118,7 +159,7 @@ def _container_patches(
         resources = (found or ())[container.position].resources or ResourcesJson()
         one, path = asked[container.name], f"/spec/{place}/{container.position}/resources"
         for group, written in (("limits", resources.limits), ("requests", resources.requests)):
-            for name in NAMES:
+            for name in _ALL:
                 if name in (written or {}):
                     yield PatchOperation("remove", f"{path}/{group}/{_escaped(name)}")
         for name, amount in ((names.vcore, one.cores), (names.vmemory, one.blocks)):

@@ -1,4 +1,4 @@
-"""Pods with HAMi's names: what they become, and what is refused."""
+"""Pods with HAMi's or vgpu-manager's names: what they become, and what is refused."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from gpushare_agent.cluster.kube.pods import read_pod_json
 from gpushare_agent.extender.claims_webhook import ClaimsWebhook
 from gpushare_agent.extender.decisions.claims import Conversion, convert_pod
-from gpushare_agent.extender.decisions.hami import translate_pod
+from gpushare_agent.extender.decisions.vgpu_names import translate_pod
 from gpushare_agent.model.errors import Refused
 from gpushare_agent.model.names import CORE_LIMIT_ANNOTATION
 from gpushare_agent.model.resources import ResourceNames
@@ -49,6 +49,10 @@ def limits_of(raw: Raw) -> list[dict[str, str]]:
         ({"gpu": 2, "gpumem": 3000, "gpucores": 100}, 200, 24),
         ({"gpu": 1, "gpumem": 3000}, 1, 12),
         ({"gpu": 1, "gpumem": 3000, "gpumem_percentage": 50, "gpucores": 30}, 30, 12),
+        ({"gpu": 1, "gpumem": 3000, "gpucores": 0}, 1, 12),
+        ({"vgpu_number": 1, "vgpu_cores": 10, "vgpu_memory": 1024}, 10, 4),
+        ({"vgpu_number": 2}, 200, 0),
+        ({"vgpu_number": 1, "vgpu_memory": 1024}, 1, 4),
     ],
 )
 def test_a_request_becomes_cores_and_blocks(limits: dict[str, int], cores: int, blocks: int) -> None:
@@ -87,10 +91,14 @@ def test_init_containers_and_those_that_ask_for_nothing() -> None:
         (pod_of(asks(gpu=1, gpucores=30)), "how much 100 % of a GPU's memory are"),
         (pod_of(asks(gpu=2, gpumem=3000)), "parts of 2 GPUs"),
         (pod_of(asks(gpu=1, gpumem=3000, gpucores=101)), "at most 100"),
-        (pod_of(asks("a", gpumem=1), asks("b", gpumem=1, gpucores=5)), "container a: it has no nvidia.com/gpucores"),
+        (
+            pod_of(asks("a", gpumem=1), asks("b", gpumem=1, gpucores=5)),
+            "container a: it says no number of cores, and b does",
+        ),
+        (pod_of(asks(gpu=1, vgpu_number=1)), "nvidia.com/gpu and nvidia.com/vgpu-number are names of two programs"),
         *(
             (pod_of(asks(gpu=1), annotations={f"nvidia.com/{name}": "A100"}), f"nvidia.com/{name} is not followed here")
-            for name in ("use-gputype", "nouse-gputype", "use-gpuuuid", "nouse-gpuuuid")
+            for name in ("use-gputype", "nouse-gputype", "use-gpuuuid", "nouse-gpuuuid", "include-gpu-type")
         ),
     ],
 )
