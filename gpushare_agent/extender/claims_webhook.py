@@ -1,5 +1,5 @@
-"""The mutating webhooks for new pods: limits become ResourceClaims, with the templates of these claims; the names of HAMi and
-vgpu-manager become vcuda's.
+"""The mutating webhooks for new pods: limits become ResourceClaims, with the templates of these claims; the names of HAMi
+and vgpu-manager become vcuda's.
 
 What becomes of a pod is decisions/claims.py's and decisions/vgpu_names.py's. Any replica answers: nothing here depends on
 who leads. A template is created when a pod needs it first, never changed, and never removed: a later pod may name it. A dry

@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
+from msgspec import Struct
 from msgspec.structs import replace
 
 from gpushare_agent.cluster.kube.pods import PodJson, PodSpec, ResourcesJson, parse_pod
@@ -32,7 +33,7 @@ from gpushare_agent.model.pods import ContainerKind, ContainerSpec
 from gpushare_agent.model.resources import ResourceNames
 
 
-class Family(NamedTuple):
+class Family(Struct, frozen=True, kw_only=True):
     """The names of one program, empty where it has none; `choices` are annotations that choose GPUs, `ignored` others."""
 
     count: str
@@ -42,6 +43,11 @@ class Family(NamedTuple):
     priority: str = ""
     choices: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
+
+    @property
+    def asking(self) -> tuple[str, ...]:
+        """Those by which a container asks."""
+        return tuple(filter(None, (self.count, self.memory, self.cores, self.percentage)))
 
 
 def _names(*names: str) -> tuple[str, ...]:
@@ -65,8 +71,7 @@ VGPU_MANAGER = Family(
     ignored=_names("vgpu-compute-policy", "device-topology-mode", "memory-scheduler-policy"),
 )
 FAMILIES = (HAMI, VGPU_MANAGER)
-NAMES = tuple(name for family in FAMILIES for name in family[:4] if name)
-"""Those by which a container asks."""
+NAMES = (*HAMI.asking, *VGPU_MANAGER.asking)
 _ALL = (*NAMES, HAMI.priority)
 
 
@@ -122,7 +127,7 @@ def translate_pod(read: PodJson, names: ResourceNames) -> Conversion | Refused:
 
 def _asked(container: ContainerSpec, names: ResourceNames) -> _Asked | Refused:
     requests = container.requests
-    families = [family for family in FAMILIES if any(requests.get(name) for name in family[:4] if name)]
+    families = [family for family in FAMILIES if any(requests.get(name) for name in family.asking)]
     if len(families) > 1:
         return _refused(f"{families[0].count} and {families[1].count} are names of two programs: write those of one")
     (family,) = families
