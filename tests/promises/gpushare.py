@@ -1,5 +1,5 @@
-"""GPUShare: gpushare-device-plugin 45fb8b8, gpushare-scheduler-extender c0b6141 (AliyunContainerService); the document on its
-device plugin with MPS that this project was begun from.
+"""GPUShare: gpushare-device-plugin 45fb8b8 and gpushare-scheduler-extender c0b6141 (AliyunContainerService), and the document
+on its device plugin with MPS that this project was begun from."""
 
 from __future__ import annotations
 
