@@ -1,4 +1,4 @@
-"""Pods and nodes as users of GPUShare and of HAMi have them: docs/how-to/migrate-from-gpushare.md, migrate-from-hami.md."""
+"""Pods and nodes as users of GPUShare and of HAMi have them: docs/how-to/serve-gpu-mem.md, migrate-from-hami.md."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""GPUShare: gpushare-device-plugin 45fb8b8 and gpushare-scheduler-extender c0b6141 (AliyunContainerService), and the document
-on its device plugin with MPS that this project was begun from."""
+"""GPUShare: gpushare-device-plugin 45fb8b8, gpushare-scheduler-extender c0b6141 (AliyunContainerService), and the document
+on the device plugin with MPS that this project was begun from."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ PROMISES: Promises = {
         ),
     ),
     "Nodes": (
-        kept("docs/install.md", "the label `gpushare=true`", _ON_A_CLUSTER, "the same, with the component `gpushare`"),
+        kept("install.md", "the label `gpushare=true`", _ON_A_CLUSTER, "the same, with the component `gpushare`"),
         not_kept(
             "device-plugin-ds.yaml",
             "its DaemonSet and account, with this image",

@@ -40,7 +40,7 @@ PROMISES: Promises = {
             f"{_POD}::test_what_has_no_effect_is_warned_of",
         ),
         not_kept(
-            "docs/how_to_use_gpu_virtual_memory.md", "virtual memory beyond the limit", "an allocation beyond it fails"
+            "how_to_use_gpu_virtual_memory.md", "virtual memory beyond the limit", "an allocation beyond it fails"
         ),
     ),
     "Nodes": (
