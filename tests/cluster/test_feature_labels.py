@@ -363,6 +363,7 @@ def test_the_names_are_those_of_nvidias_suite(name: str) -> None:
     assert {line.partition("=")[0] for line in _lines(name)} == {f"nvidia.com/{one}" for one in EXPECTED[name][1]}
 
 
+@pytest.mark.suites
 @pytest.mark.parametrize("name", EXPECTED)
 def test_nvidias_expected_outputs(name: str) -> None:
     """Each label matches a line, and each line is matched."""
