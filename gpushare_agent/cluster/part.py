@@ -240,7 +240,14 @@ def _desired_allocations(node: Node) -> str | None:
     # What claims have is in the claims, where kube-scheduler counts it.
     by_plugins = [allocation for allocation in node.cache if allocation.claim is None]
     return allocations_annotation(
-        allocations_by_pod(by_plugins, gpus, node.pods.get, node.names, node.cache.charge_differences())
+        allocations_by_pod(
+            by_plugins,
+            gpus,
+            node.pods.get,
+            node.names,
+            node.cache.charge_differences(),
+            node.cache.charges_of_pod,
+        )
     )
 
 
@@ -248,4 +255,8 @@ def _free_gpus(node: Node) -> FreeGpus | None:
     """None until it is known what is allocated: a node that has just started would seem free."""
     if not node.pods.is_synced or not node.inventory.is_read:
         return None
-    return free_gpus(node.gpus().gpus, node.cache.charges(), node.names, node.settings.facts.taint_above)
+    above = node.settings.facts.taint_above
+    # Switched off, it has no taint whatever is free.
+    if above >= 1:
+        return FreeGpus(part=0.0, taint_above=above)
+    return free_gpus(node.gpus().gpus, node.cache.charges(), node.names, above)
