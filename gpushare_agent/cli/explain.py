@@ -1,4 +1,4 @@
-"""`gpushare-agent explain POD`: why a pod's containers got their GPUs, or why they were refused.
+"""`explain POD`: why a pod's containers got their GPUs, or why they were refused. One without a node: explain_waiting.py.
 
 The agent has its last decisions in memory (setting decisions.kept), none from before its start; the answer states that.
 Exit codes: 0 with a decision, 1 without.
@@ -13,13 +13,17 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 
 from msgspec import Struct
+from msgspec.structs import replace
 from rich.console import RenderableType
 from rich.text import Text
 
-from gpushare_agent.cli.agent_client import AgentClient, AgentTarget, open_agent, read_decisions
+from gpushare_agent.cli.agent_client import AgentClient, AgentTarget, open_agent, read_decisions, read_pod
 from gpushare_agent.cli.agent_documents import CandidateDocument, DecisionDocument
+from gpushare_agent.cli.cluster_nodes import open_cluster
 from gpushare_agent.cli.command_line import Form
+from gpushare_agent.cli.explain_waiting import SCHEMA, explain_waiting
 from gpushare_agent.cli.render_text import CORES_COLUMN, bar, counted, gib, grid, health_style, plain, print_as
+from gpushare_agent.cluster.kube.pods import read_pod_json
 from gpushare_agent.model.decision_records import CLAIMS_RESOURCE, Outcome
 from gpushare_agent.model.errors import NotFound, RefusalReason
 from gpushare_agent.model.names import CORES_PER_GPU
@@ -147,7 +151,6 @@ def _health_word(gpu: CandidateDocument) -> str:
     return "Cordoned" if gpu["verdict"].startswith("cordoned") else "Unhealthy"
 
 
-SCHEMA = 2
 _SEARCHED_FOR_UNATTRIBUTED = 200
 
 
@@ -166,7 +169,14 @@ async def run(settings: Settings, target: AgentTarget, query: PodQuery, *, form:
     # namespace is needed, kubectl's own default.
     is_in_default = (target.is_remote or target.node) and not query.is_any_namespace
     namespace = query.namespace or ("default" if is_in_default else "")
-    async with open_agent(settings, target, pod=query.pod, namespace=namespace) as agent:
+    if target.is_remote and not target.node:
+        async with open_cluster(settings) as api:
+            raw = await read_pod(api, namespace, query.pod)
+            node = read_pod_json(raw).spec.node_name
+            if not node:
+                return await explain_waiting(api, settings, raw, form=form)
+        target = replace(target, node=node)
+    async with open_agent(settings, target) as agent:
         decisions = await read_decisions(agent, pod=query.pod, namespace=namespace)
         chosen = newest_of_containers(decisions, query.container)
         if not chosen:
