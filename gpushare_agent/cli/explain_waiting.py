@@ -138,7 +138,9 @@ def _lines(
         return [*lines, _line("fits", text), *_unchecked_line(unchecked)]
     shown = [f"{counted(count, 'node')}: {text}" for text, count in list(reasons.items())[:_MOST_REASONS]]
     more_reasons = len(reasons) - len(shown)
-    lines.append(_line("GPUs", "; ".join(shown) + (f"; {more_reasons} more reasons" if more_reasons else "")))
+    lines.append(_line("GPUs", "; ".join(shown) or "no node offers shares of GPUs"))
+    if more_reasons:
+        lines.append(_line("", f"and {counted(more_reasons, 'more reason')}: -o json"))
     if found.others:
         free = [f"{text} ({counted(count, 'node')})" for text, count in list(found.others.items())[:_MOST_REASONS]]
         lines.append(_line("besides", f"nodes with room on their GPUs are refused: {'; '.join(free)}"))

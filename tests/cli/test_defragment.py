@@ -53,7 +53,7 @@ def clusters(draw: st.DrawFn) -> tuple[Cluster, list[Object]]:
     """Nodes with shares all over their GPUs, as `spread` or ended pods leave them; pods of a few owners, under budgets."""
     nodes, pods, number = [], [], 0
     for name in ("a", "b", "c")[: draw(st.integers(1, 3))]:
-        gpus = draw(st.lists(st.sampled_from([8, 16]), min_size=1, max_size=4))
+        gpus = draw(st.lists(st.sampled_from([8, 16]), min_size=2, max_size=5))
         held: dict[str, dict[int, list[int]]] = {}
         for index, blocks in enumerate(gpus):
             cores_left, blocks_left = 100, blocks
@@ -61,9 +61,9 @@ def clusters(draw: st.DrawFn) -> tuple[Cluster, list[Object]]:
                 if cores > cores_left or share > blocks_left:
                     continue
                 cores_left, blocks_left, number = cores_left - cores, blocks_left - share, number + 1
-                owner = draw(st.sampled_from(["ReplicaSet", "ReplicaSet", "StatefulSet", "DaemonSet", "Node", ""]))
+                owner = draw(st.sampled_from([*["ReplicaSet"] * 7, "StatefulSet", "DaemonSet", "Node", ""]))
                 raw = pod(f"p{number}", (cores, share), on=name, owner=owner, cpu=draw(st.sampled_from(["0", "1"])))
-                raw["metadata"]["labels"] = {"app": draw(st.sampled_from(["x", "y", "z"]))}
+                raw["metadata"]["labels"] = {"app": draw(st.sampled_from(["x", "y", "z", "z", "z"]))}
                 pods.append(raw)
                 held[f"p{number}"] = {index: [cores, share]}
         cpu = draw(st.sampled_from(["3", "64"]))

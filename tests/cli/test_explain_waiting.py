@@ -101,18 +101,18 @@ def clusters(draw: st.DrawFn) -> Cluster:
             node(
                 f"n{number}",
                 gpus,
-                cordoned=sorted(draw(st.sets(st.integers(0, len(gpus) - 1), max_size=1))),
+                cordoned=[0] if draw(st.integers(0, 4)) == 0 else [],
                 sick=sorted(draw(st.sets(st.integers(0, 5), max_size=1))),
                 labels={MODEL: draw(st.sampled_from(["A100", "T4"]))},
                 cpu=draw(st.sampled_from(["2", "4", "64"])),
                 **spec,
             )
         )
-    sizes = st.sampled_from([(10, 2), (30, 4), (50, 8), (60, 3), (99, 8), (100, 0), (100, 16), (200, 0)])
+    sizes = st.sampled_from([(10, 2), (30, 4), (50, 8), (60, 3), (20, 12), (99, 8), (100, 0), (100, 16), (200, 0)])
     wanted = draw(st.lists(sizes, min_size=1, max_size=2))
     selector = {MODEL: "A100"} if draw(st.booleans()) else {}
     cluster = Cluster(nodes, [pod("w", *wanted, nodeSelector=selector)])
-    for number, (cores, blocks) in enumerate(draw(st.lists(sizes, max_size=8))):
+    for number, (cores, blocks) in enumerate(draw(st.lists(sizes, max_size=10))):
         _place(cluster, pod(f"p{number}", (cores, blocks)))
     if draw(st.booleans()):
         cluster.quota = {"ns": draw(st.sampled_from([{"vcore": 100}, {"quota": {"A100": 1}}, {"quota": {"T4": 2}}]))}
