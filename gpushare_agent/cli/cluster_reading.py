@@ -119,14 +119,14 @@ class _Reader:
 
 
 def _uncordonable(node: ClusterNode, text: str | None) -> frozenset[int]:
-    """The extender knows a cordoned GPU as unhealthy: the report says whether it is that too."""
+    """The cordoned GPUs with which nothing else is wrong."""
     if text is None or not any(gpu.cordoned for gpu in node.gpus):
         return frozenset()
     reported = parse_gpus(text).gpus
     # Where GPUs in service are offered by nobody either, the agent is away, and no uncordon helps.
     if not any(gpu.is_healthy for gpu in node.gpus) and any(gpu.is_healthy and not gpu.cordoned for gpu in reported):
         return frozenset()
-    return frozenset(gpu.index for gpu in reported if gpu.cordoned and gpu.is_healthy)
+    return frozenset(gpu.index for gpu in reported if gpu.cordoned and gpu.would_be_healthy)
 
 
 def _read_pod(raw: Raw, names: ResourceNames, used: defaultdict[str, Counter[str]]) -> PodView | None:

@@ -94,7 +94,7 @@ def _lines(advice: Advice, read: ReadCluster, *, is_wide: bool) -> list[Renderab
             lines.append(Text(f"    {plain(name)} ({plain(owner)}) to {gpus} of {move.to_node}"))
     if len(shown) < len(advice.freed):
         lines.append(Text(f"  and {len(advice.freed) - len(shown)} GPUs more: -o wide", style="dim"))
-    stays = [f"{count} because {why.value}" for why, count in Counter(advice.staying.values()).most_common()]
+    stays = [f"{why.value} ({count})" for why, count in Counter(advice.staying.values()).most_common()]
     if stays:
         lines.append(Text(f"Other pods stay: {'; '.join(stays)}."))
     if not advice.is_complete:

@@ -195,8 +195,8 @@ class Lack(NamedTuple):
                 return f"{' and '.join(lacks)} short"
 
     def of_node(self) -> str:
-        """Why no GPU of a node will do; the same for nodes in the same state, for kube-scheduler counts equal texts, and writes
-        the count before them: they begin with a word."""
+        """Why no GPU of a node will do; the same for nodes in the same state, for kube-scheduler counts equal texts. It puts
+        the number before them, so they begin with a word."""
         requested = self.request.whole_gpus
         match self.cause:
             case Cause.SHORT:

@@ -59,8 +59,9 @@ def node(
             "uuid": f"GPU-{name}-{index}",
             "name": "A100",
             "memory_mib": blocks * BLOCK_MIB,
-            "is_healthy": index not in sick,
+            "is_healthy": index not in sick and index not in cordoned,
             **({"cordoned": True} if index in cordoned else {}),
+            **({"would_be_healthy": True} if index in cordoned and index not in sick else {}),
         }
         for index, blocks in enumerate(gpus)
     ]

@@ -209,7 +209,7 @@ async def test_the_moves_are_printed(short_dir: Path, capsys: pytest.CaptureFixt
         "0 GPUs are whole now; the move of 1 pod would make 1 more whole:",
         "  GPU 0 of a",
         "    ns/p0 (ReplicaSet) to GPU 0 of b",
-        "Other pods stay: 1 because no controller would make it again.",
+        "Other pods stay: no controller would make it again (1).",
     ]
     assert lines[4].startswith("Nothing was moved.")
 

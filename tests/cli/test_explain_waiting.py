@@ -63,6 +63,7 @@ def applied(cluster: Cluster, change: Change) -> Cluster:
             cards = cards_of(where)
             for index in change.uncordoned:
                 del cards[index]["cordoned"]
+                cards[index]["is_healthy"] = True
             text = json.dumps({"schema": 1, "memory_block_mib": 256, "cards": cards})
             where["metadata"]["annotations"]["gpushare-agent/cards"] = text
         case Kind.UNCORDON:
