@@ -183,7 +183,7 @@ async def test_what_is_not_checked_is_not_advised() -> None:
 
 async def test_a_large_cluster_is_answered_in_part(monkeypatch: pytest.MonkeyPatch) -> None:
     """And says so."""
-    monkeypatch.setattr("gpushare_agent.extender.decisions.defragment.MAX_COMPARED", 1)
+    monkeypatch.setattr("gpushare_agent.extender.decisions.defragment.MAX_COMPARED", 30)
     assert not (await advised(halves("ReplicaSet", "ReplicaSet", "ReplicaSet"))).is_complete
 
 
