@@ -201,10 +201,11 @@ def _desired_facts(node: Node) -> NodeFacts | None:
     # A driver that has not answered yet names no GPUs: the labels of before would be removed.
     if not inventory.is_read:
         return None
+    unhealthy = inventory.unhealthy_reasons
     return node_facts(
         # The device plugins' GPUs: those that belong to claims are in the ResourceSlices.
         node.plugins_gpus(),
-        cordoned=inventory.cordoned.keys(),
+        cordoned={uuid: uuid not in unhealthy for uuid in inventory.cordoned},
         memory_block_mib=node.names.memory_block_mib,
         label_prefix=node.settings.facts.label_prefix,
         node_labels=node.settings.node_labels,
