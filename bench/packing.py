@@ -1,8 +1,8 @@
-"""`python -m bench.packing TRACES [--seeds N] [--json FILE]`: how full the public trace's cluster gets, by policy and by what
-places pods without GPUs; beside the published means.
+"""`python -m bench.packing TRACES [--rules] [--json FILE]`: how full the public trace's cluster gets by each policy, beside the
+published means; or by each way to place pods without GPUs.
 
 TRACES is a folder with the openb files of github.com/hkust-adsl/kubernetes-scheduler-simulator, data/csv, and optionally
-`published.csv`, the means of the authors' ten runs (trace, policy, allocated_at_100). An hour on one core.
+`published.csv`, the means of the authors' ten runs (trace, policy, allocated_at_100). Half an hour on one core.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import argparse
 import csv
 import json
 import statistics
+import sys
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
@@ -20,7 +21,7 @@ from msgspec import Struct, to_builtins
 
 from gpushare_agent.extender.values import ClusterPolicy
 from gpushare_agent.model.resources import ResourceNames
-from gpushare_agent.simulation.inflation import CpuPods, InflationPolicy, inflate
+from gpushare_agent.simulation.inflation import CpuPods, CpuRule, InflationPolicy, inflate
 from gpushare_agent.simulation.traces import read_hosts, read_kinds
 
 TRACES = ("default", "gpushare100", "multigpu50", "gpuspec33", "cpu200")
@@ -77,7 +78,12 @@ def measured(folder: Path, seeds: int, cases: tuple[Case, ...]) -> Iterator[Pack
         pods = read_kinds(folder / f"openb_pod_list_{trace}.csv")
         parts = [
             inflate(
-                hosts, pods, case.policy, seed=seed, cpu_pods=case.cpu_pods, taint_above=case.taint_above, rules=rules
+                hosts,
+                pods,
+                case.policy,
+                seed=seed,
+                cpu_pods=CpuRule(case.cpu_pods, case.taint_above),
+                rules=rules,
             ).allocated_percent[MARK]
             for seed in range(FIRST_SEED, FIRST_SEED + seeds)
         ]
@@ -105,12 +111,15 @@ def main() -> None:
     parser.add_argument("folder", type=Path, metavar="TRACES")
     parser.add_argument("--seeds", type=int, default=10, help=f"from {FIRST_SEED} on (%(default)s)")
     parser.add_argument("--rules", action="store_true", help=f"what places pods without GPUs, {RULES_SEEDS} seeds")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rows there; those of other cases stay")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="also write the rows there; those of other cases stay"
+    )
     options = parser.parse_args()
     rows = json.loads(options.json.read_text()) if options.json is not None and options.json.exists() else []
     seeds, cases = (RULES_SEEDS, RULES) if options.rules else (options.seeds, POLICIES)
     for row in measured(options.folder, seeds, cases):
-        print(row, flush=True)
+        sys.stdout.write(f"{row}\n")
+        sys.stdout.flush()
         new = to_builtins(row)
         key = ("trace", "policy", "cpu_pods", "taint_above")
         rows = [one for one in rows if any(one[name] != new[name] for name in key)] + [new]

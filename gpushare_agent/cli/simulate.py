@@ -24,7 +24,15 @@ from gpushare_agent.model.errors import AgentError
 from gpushare_agent.settings.settings import Settings, SettingsError
 from gpushare_agent.simulation import plot
 from gpushare_agent.simulation.generator import generate_cluster, generate_workload
-from gpushare_agent.simulation.inflation import MARKS, CpuPods, Inflated, InflationPolicy, inflate, inflation_document
+from gpushare_agent.simulation.inflation import (
+    MARKS,
+    CpuPods,
+    CpuRule,
+    Inflated,
+    InflationPolicy,
+    inflate,
+    inflation_document,
+)
 from gpushare_agent.simulation.results import PolicyResult, Rules, Waits, compare, document
 from gpushare_agent.simulation.schedulers import NoNode, Policy, nodes_per_try
 from gpushare_agent.simulation.traces import read_cluster, read_hosts, read_kinds, read_workload
@@ -284,8 +292,7 @@ def _inflate(options: argparse.Namespace, settings: Settings) -> int:
                     pods,
                     policy,
                     seed=options.seed,
-                    cpu_pods=CpuPods(options.cpu_pods),
-                    taint_above=options.taint_above,
+                    cpu_pods=CpuRule(CpuPods(options.cpu_pods), options.taint_above),
                     rules=rules,
                     on_progress=reached,
                 )

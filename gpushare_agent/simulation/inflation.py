@@ -4,9 +4,9 @@ be allocated while more and more is asked for.
 The trace's pods in random order, then more drawn from them, until 130 % of the GPUs have been asked for. Pods come one after
 the other, none ends, none is tried again; nodes have CPU and main memory. Measured is what part of all GPUs is allocated
 whenever so many percent have been asked for. The policies of the paper (random, dot-product, packing, best-fit) are here to
-hold the simulation against what its authors published; binpack and spread are decided by the extender's code
-(extender/cluster_state.py), fgd by placement/fragmentation.py, dra by kube-scheduler's rules. State owned: during a run
-what the nodes have left.
+hold the simulation against what its authors published; fgd, binpack and spread are decided by the extender's code
+(extender/cluster_state.py), which learns the typical pods of fgd from those that come; fgd-of-trace knows the trace's, as in
+the paper; dra is kube-scheduler's rules. State owned: during a run what the nodes have left.
 
 The first of equal nodes is taken, and that decides much: packing's figures go from 90.9 to 92.5 % by the order of the nodes
 alone. The published runs are of nodes under names that are not in the trace, so each seed has an order of its own here.
@@ -25,9 +25,10 @@ from msgspec.structs import replace
 
 from gpushare_agent.cluster.free_gpus_taint import FreeGpus, has_taint
 from gpushare_agent.extender.cluster_state import ClusterState
-from gpushare_agent.extender.values import ClusterPolicy
+from gpushare_agent.extender.values import ClusterPolicy, NodePolicy
 from gpushare_agent.model.errors import Refused
-from gpushare_agent.model.names import CORES_PER_GPU
+from gpushare_agent.model.names import CORES_PER_GPU, PodUid
+from gpushare_agent.model.pods import HostRequest
 from gpushare_agent.placement.fragmentation import WHOLE, FreeNode, PodKind, TypicalPods
 from gpushare_agent.simulation.workload import Machine, PodMaker, Shape
 
@@ -42,11 +43,12 @@ class InflationPolicy(StrEnum):
     """What places pods that ask for GPUs; those of the paper place the others too."""
 
     FGD = "fgd"
+    FGD_OF_TRACE = "fgd-of-trace"
     BINPACK = "binpack"
     SPREAD = "spread"
     DRA = "dra"
-    """Claims: kube-scheduler chooses the node by `CpuPods` for all pods, and there the first GPU that fits of a slice that has
-    the fullest first."""
+    """Claims: kube-scheduler chooses every pod's node by `CpuPods`, and there the first GPU that fits; the fullest is first
+    in the slice."""
     RANDOM = "random"
     DOT_PRODUCT = "dot-product"
     PACKING = "packing"
@@ -63,7 +65,14 @@ class CpuPods(StrEnum):
     TAINT = "taint"
     """As LEAST, among the nodes without the taint of free GPUs as long as there are any."""
     GPU_AWARE = "gpu-aware"
-    """Under fgd as it places all others, else the fewest free GPUs."""
+    """Under fgd-of-trace as it places all others, else the fewest free GPUs."""
+
+
+class CpuRule(Struct, frozen=True):
+    """`taint_above` is facts.taint_above, for CpuPods.TAINT."""
+
+    pods: CpuPods
+    taint_above: float = 1.0
 
 
 class Host(NamedTuple):
@@ -105,6 +114,12 @@ class _Offer(NamedTuple):
     left: Sequence[FreeNode]
 
 
+_EXTENDERS: Mapping[InflationPolicy, NodePolicy] = {
+    InflationPolicy.FGD: "fgd",
+    InflationPolicy.BINPACK: "binpack",
+    InflationPolicy.SPREAD: "spread",
+}
+
 _Rank = Callable[[Host, FreeNode, PodKind], _Offer]
 
 
@@ -114,26 +129,26 @@ def inflate(
     policy: InflationPolicy,
     *,
     seed: int,
-    cpu_pods: CpuPods,
-    taint_above: float,
+    cpu_pods: CpuRule,
     rules: ClusterPolicy,
     on_progress: Callable[[int], None] = lambda percent: None,
 ) -> Inflated:
-    """One run. The same for the same arguments. `taint_above` is facts.taint_above, for CpuPods.TAINT."""
+    """One run. The same for the same arguments."""
     chance = Random(seed)
     all_parts = WHOLE * sum(host.gpus for host in hosts)
     # Drawn before the policy is at work: with one seed every policy sees the same pods in the same order.
     queue = _queue(pods, all_parts, chance)
     hosts = list(hosts)
     Random(f"{seed}/nodes").shuffle(hosts)
-    rank_cpu_pod = _kube_scheduler(cpu_pods, taint_above)
+    rank_cpu_pod = _kube_scheduler(cpu_pods)
     cluster: _RankedCluster | _ExtendersCluster
-    if policy in (InflationPolicy.BINPACK, InflationPolicy.SPREAD):
-        cluster = _ExtendersCluster(hosts, replace(rules, node_policy=policy.value), rank_cpu_pod)
+    if policy in _EXTENDERS:
+        cluster = _ExtendersCluster(hosts, replace(rules, node_policy=_EXTENDERS[policy]), rank_cpu_pod)
     else:
-        is_aware = cpu_pods is CpuPods.GPU_AWARE
-        rank = _fgd(hosts, pods, None if is_aware else rank_cpu_pod) if policy is InflationPolicy.FGD else None
-        rank = rank or _PAPERS.get(policy, rank_cpu_pod)
+        if policy is InflationPolicy.FGD_OF_TRACE:
+            rank = _fgd(hosts, pods, None if cpu_pods.pods is CpuPods.GPU_AWARE else rank_cpu_pod)
+        else:
+            rank = _PAPERS.get(policy, rank_cpu_pod)
         cluster = _RankedCluster(hosts, rank, chance, is_random=policy is InflationPolicy.RANDOM)
     asked = allocated = 0
     percents: dict[int, float] = {}
@@ -209,8 +224,9 @@ class _RankedCluster:
 
 
 class _ExtendersCluster:
-    """The extender filters, scores and reserves; CPU, main memory and pods without GPUs are counted here, as kube-scheduler
-    does. Each GPU has as many memory blocks as cores, and pods ask for as many, for the trace says nothing of memory."""
+    """The extender filters, scores and reserves; whether CPU and main memory suffice is decided here, as by kube-scheduler,
+    and so is where pods without GPUs go. Each GPU has as many memory blocks as cores, and pods ask for as many, for the
+    trace says nothing of memory."""
 
     def __init__(self, hosts: Sequence[Host], rules: ClusterPolicy, rank_cpu_pod: _Rank) -> None:
         self._hosts = {host.name: host for host in hosts}
@@ -222,29 +238,34 @@ class _ExtendersCluster:
         memory_mib = CORES_PER_GPU * rules.names.memory_block_mib
         for host in hosts:
             machine = Machine(model=host.model, gpus=host.gpus, memory_mib=memory_mib)
-            self._state.put_node(machine.node(host.name), 0.0)
+            node = replace(machine.node(host.name), cpu_milli=host.cpu_milli, memory_mib=host.memory_mib)
+            self._state.put_node(node, 0.0)
 
     def place(self, pod: PodKind) -> bool:
         names = [name for name, node in self._nodes.items() if node.fits(pod)]
         if not names:
             return False
+        request = HostRequest(pod.cpu_milli, pod.memory_mib, pod.models)
+        self._placed += 1
+        uid = PodUid(f"pod-{self._placed}")
         if not pod.gpus:
             name = min(names, key=lambda one: self._rank_cpu_pod(self._hosts[one], self._nodes[one], pod).rank)
             gpus = self._nodes[name].gpus
+            self._state.put_other_pod(uid, name, request)
         else:
             cores = pod.gpus * pod.parts
             # A whole GPU has all its memory anyhow.
             shape = Shape(cores, cores if pod.is_share else 0)
-            made = self._make(f"pod-{self._placed}", shape)
+            made = replace(self._make(uid, shape), host_request=request)
             if not (fitting := self._state.filter(made, names).fitting):
                 return False
-            # `max` takes the first of equals, as the authors' simulator does; kube-scheduler takes any.
+            # The first of equals, as in the authors' simulator; kube-scheduler takes any.
             name = max(self._state.prioritize(made, fitting), key=lambda one: one[1])[0]
             if isinstance(self._state.reserve(made, name, 0.0), Refused):
                 return False
-            # Binding takes no time here.
-            self._state.bound(made.uid)
-            self._placed += 1
+            # Binding takes no time here, nor does the watch.
+            self._state.bound(uid)
+            self._state.put_pod(replace(made, node_name=name), 0.0)
             gpus = tuple(sorted(gpu.free_cores for gpu in self._state.gpus(name)))
         before = self._nodes[name]
         self._nodes[name] = FreeNode(
@@ -273,17 +294,16 @@ def _fgd(hosts: Sequence[Host], pods: Sequence[PodKind], rank_cpu_pod: _Rank | N
     return rank
 
 
-def _kube_scheduler(cpu_pods: CpuPods, taint_above: float) -> _Rank:
+def _kube_scheduler(rule: CpuRule) -> _Rank:
     def rank(host: Host, node: FreeNode, pod: PodKind) -> _Offer:
-        # The first choice is the fullest GPU.
-        left = node.choices(pod)[0]
+        left = node.left(pod)
         # LeastAllocated weighs CPU and memory alike.
         free = (left.cpu_milli / host.cpu_milli + left.memory_mib / host.memory_mib) / 2
-        if cpu_pods is CpuPods.GPU_AWARE:
+        if rule.pods is CpuPods.GPU_AWARE:
             return _Offer(sum(left.gpus) + free, (left,))
-        if cpu_pods is CpuPods.MOST:
+        if rule.pods is CpuPods.MOST:
             return _Offer(free, (left,))
-        is_tainted = cpu_pods is CpuPods.TAINT and _is_tainted(host, node, taint_above)
+        is_tainted = rule.pods is CpuPods.TAINT and _is_tainted(host, node, rule.taint_above)
         # TaintToleration weighs 3, more than the two scores that the free CPU and memory have together.
         return _Offer(is_tainted - free, (left,))
 
@@ -296,7 +316,7 @@ def _is_tainted(host: Host, node: FreeNode, taint_above: float) -> bool:
     return has_taint(free, is_there=taint_above < 1)
 
 
-# The paper's baselines. Their scores are whole numbers from 0 to 100, so that many nodes are equal: then the first by name
+# The paper's baselines. Their scores are whole numbers from 0 to 100, so that many nodes are equal: then the first
 # is taken, as in its authors' simulator. In a node a share goes to the GPU with the least room, but under random.
 
 
