@@ -1,5 +1,5 @@
-"""`python -m bench.packing TRACES [--rules] [--json FILE]`: how full the public trace's cluster gets by each policy, beside the
-published means; or by each way to place pods without GPUs.
+"""`python -m bench.packing TRACES [--rules] [--json FILE]`: how full the public trace's cluster gets by each policy, beside
+the published means; or by each way to place pods without GPUs.
 
 TRACES is a folder with the openb files of github.com/hkust-adsl/kubernetes-scheduler-simulator, data/csv, and optionally
 `published.csv`, the means of the authors' ten runs (trace, policy, allocated_at_100). Half an hour on one core.
@@ -12,7 +12,7 @@ import csv
 import json
 import statistics
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import product
 from pathlib import Path
 from typing import NamedTuple
@@ -70,11 +70,11 @@ RULES = tuple(
 RULES_SEEDS = 3
 
 
-def measured(folder: Path, seeds: int, cases: tuple[Case, ...]) -> Iterator[PackingRow]:
+def measured(folder: Path, seeds: int, cases: Iterable[tuple[str, Case]]) -> Iterator[PackingRow]:
     published = _published(folder / "published.csv")
     hosts = read_hosts(folder / "openb_node_list_gpu_node.csv")
     rules = ClusterPolicy(names=ResourceNames())
-    for trace, case in product(TRACES, cases):
+    for trace, case in cases:
         pods = read_kinds(folder / f"openb_pod_list_{trace}.csv")
         parts = [
             inflate(
@@ -112,18 +112,19 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=10, help=f"from {FIRST_SEED} on (%(default)s)")
     parser.add_argument("--rules", action="store_true", help=f"what places pods without GPUs, {RULES_SEEDS} seeds")
     parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="also write the rows there; those of other cases stay"
+        "--json", type=Path, metavar="FILE", help="also write the rows there; what it has is not measured again"
     )
     options = parser.parse_args()
     rows = json.loads(options.json.read_text()) if options.json is not None and options.json.exists() else []
+    known = {(row["trace"], row["policy"], row["cpu_pods"], row["taint_above"]) for row in rows}
     seeds, cases = (RULES_SEEDS, RULES) if options.rules else (options.seeds, POLICIES)
-    for row in measured(options.folder, seeds, cases):
+    for row in measured(
+        options.folder, seeds, (one for one in product(TRACES, cases) if (one[0], *one[1]) not in known)
+    ):
         sys.stdout.write(f"{row}\n")
         sys.stdout.flush()
-        new = to_builtins(row)
-        key = ("trace", "policy", "cpu_pods", "taint_above")
-        rows = [one for one in rows if any(one[name] != new[name] for name in key)] + [new]
-        # After each row: it takes an hour.
+        rows.append(to_builtins(row))
+        # After each row: it takes long.
         if options.json is not None:
             options.json.write_text(json.dumps(rows, indent=0) + "\n", encoding="utf-8")
 

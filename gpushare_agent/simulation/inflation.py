@@ -232,6 +232,8 @@ class _ExtendersCluster:
         self._hosts = {host.name: host for host in hosts}
         self._nodes = {host.name: _empty(host) for host in hosts}
         self._rank_cpu_pod = rank_cpu_pod
+        self._fits: dict[PodKind, tuple[list[str], int]] = {}
+        self._changes: list[str] = []
         self._state = ClusterState(policy=rules)
         self._make = PodMaker(rules.names).pod
         self._placed = 0
@@ -242,8 +244,7 @@ class _ExtendersCluster:
             self._state.put_node(node, 0.0)
 
     def place(self, pod: PodKind) -> bool:
-        names = [name for name, node in self._nodes.items() if node.fits(pod)]
-        if not names:
+        if not (names := self._fitting(pod)):
             return False
         request = HostRequest(pod.cpu_milli, pod.memory_mib, pod.models)
         self._placed += 1
@@ -268,10 +269,20 @@ class _ExtendersCluster:
             self._state.put_pod(replace(made, node_name=name), 0.0)
             gpus = tuple(sorted(gpu.free_cores for gpu in self._state.gpus(name)))
         before = self._nodes[name]
+        self._changes.append(name)
         self._nodes[name] = FreeNode(
             before.cpu_milli - pod.cpu_milli, before.memory_mib - pod.memory_mib, gpus, before.model
         )
         return True
+
+    def _fitting(self, pod: PodKind) -> list[str]:
+        """The nodes with enough CPU, main memory and GPUs, in their order."""
+        names, seen = self._fits.get(pod) or (list(self._nodes), 0)
+        # No pod ends, so what does not fit never will; and what fitted is asked again only where a pod was placed since.
+        gone = {name for name in (set(self._changes[seen:]) if seen else names) if not self._nodes[name].fits(pod)}
+        names = [name for name in names if name not in gone] if gone else names
+        self._fits[pod] = names, len(self._changes)
+        return names
 
 
 def _empty(host: Host) -> FreeNode:
