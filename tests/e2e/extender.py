@@ -140,11 +140,18 @@ class ExtenderInstallation:
 
     def metric(self, sample: str) -> float:
         """One sample of the leader's metrics, by its name with labels."""
-        name = self.leader()["metadata"]["name"]
-        path = f"/api/v1/namespaces/{SYSTEM}/pods/https:{name}:3456/proxy/metrics"
-        text = read_unix(self.cluster.api, path).decode()
+        text = self._read("metrics").decode()
         (value,) = [line.rpartition(" ")[2] for line in text.splitlines() if line.rpartition(" ")[0] == sample]
         return float(value)
+
+    def state(self) -> Object:
+        """The leader's first page of /debug/state."""
+        state: Object = json.loads(self._read("debug/state"))
+        return state
+
+    def _read(self, path: str) -> bytes:
+        name = self.leader()["metadata"]["name"]
+        return read_unix(self.cluster.api, f"/api/v1/namespaces/{SYSTEM}/pods/https:{name}:3456/proxy/{path}")
 
     def remove(self) -> None:
         """The webhook and the policies first: they are for the whole cluster."""
