@@ -36,10 +36,13 @@ class ExtenderInstallation:
     def _server_version(self) -> str:
         return str(json.loads(self.cluster.run("version", "-o", "json"))["serverVersion"]["gitVersion"]).split("+")[0]
 
-    def install(self) -> None:
+    def install(self, node_policy: str) -> None:
         """Until both replicas are ready and one leads. Skips where the nodes cannot pull a kube-scheduler."""
         self._make_certificates()
-        self._apply("extender", [{"name": "gpushare-agent", **_named(self._image)}])
+        variable = {"name": "GPUSHARE_EXTENDER__NODE_POLICY", "value": node_policy}
+        patch = [{"op": "add", "path": "/spec/template/spec/containers/0/env/-", "value": variable}]
+        patches = [{"target": {"kind": "Deployment", "name": NAME}, "patch": json.dumps(patch)}]
+        self._apply("extender", [{"name": "gpushare-agent", **_named(self._image)}], patches)
         self._roll_out(NAME)
         self.leader()
         self.point_scheduler()
@@ -140,18 +143,11 @@ class ExtenderInstallation:
 
     def metric(self, sample: str) -> float:
         """One sample of the leader's metrics, by its name with labels."""
-        text = self._read("metrics").decode()
+        name = self.leader()["metadata"]["name"]
+        path = f"/api/v1/namespaces/{SYSTEM}/pods/https:{name}:3456/proxy/metrics"
+        text = read_unix(self.cluster.api, path).decode()
         (value,) = [line.rpartition(" ")[2] for line in text.splitlines() if line.rpartition(" ")[0] == sample]
         return float(value)
-
-    def state(self) -> Object:
-        """The leader's first page of /debug/state."""
-        state: Object = json.loads(self._read("debug/state"))
-        return state
-
-    def _read(self, path: str) -> bytes:
-        name = self.leader()["metadata"]["name"]
-        return read_unix(self.cluster.api, f"/api/v1/namespaces/{SYSTEM}/pods/https:{name}:3456/proxy/{path}")
 
     def remove(self) -> None:
         """The webhook and the policies first: they are for the whole cluster."""

@@ -41,7 +41,7 @@ def extender(
         scheduler_image=request.config.getoption("--scheduler-image"),
     )
     try:
-        found.install()
+        found.install("fgd")
         yield found
     finally:
         found.remove()
@@ -126,8 +126,8 @@ def test_a_pod_over_its_quota_starts_when_it_is_raised(
 
 
 class Nodes:
-    """Objects of nodes that no kubelet runs, for pods with this label in their nodeSelector: pods are bound to them, none
-    runs there."""
+    """Objects of nodes that no kubelet runs, for pods with this label in their nodeSelector, whose value is the `group`: pods
+    are bound to them, none runs there."""
 
     LABEL = "gpushare-agent-e2e/without-kubelet"
 
@@ -135,7 +135,7 @@ class Nodes:
         self._cluster = cluster
         self._names: list[str] = []
 
-    def make(self, name: str, used: Sequence[int], *, cpu: str) -> None:
+    def make(self, name: str, used: Sequence[int], *, cpu: str, group: str = "tried") -> None:
         """`used` cores of each of its GPUs, which have 96 memory blocks each, in use in proportion."""
         name = f"gpushare-e2e-{name}"
         self._names.append(name)
@@ -148,7 +148,7 @@ class Nodes:
             GPUS_ANNOTATION: json.dumps({"schema": 1, "memory_block_mib": 256, "cards": gpus}),
             ALLOCATIONS_ANNOTATION: json.dumps({"schema": 1, "held": held}),
         }
-        metadata = {"name": name, "labels": {self.LABEL: "true"}, "annotations": annotations}
+        metadata = {"name": name, "labels": {self.LABEL: group}, "annotations": annotations}
         self._cluster.apply({"apiVersion": "v1", "kind": "Node", "metadata": metadata})
         size = {"cpu": cpu, "memory": "64Gi", "pods": "110"}
         size |= {VCORE_RESOURCE: str(100 * len(used)), VMEMORY_RESOURCE: str(96 * len(used))}
@@ -156,13 +156,13 @@ class Nodes:
         status = {"status": {"capacity": size, "allocatable": size, "conditions": [ready]}}
         self._cluster.run("patch", "node", name, "--subresource=status", "--type=merge", "-p", json.dumps(status))
 
-    def pod(self, name: str, core: int, cpu: str, **more: Any) -> Object:
+    def pod(self, name: str, core: int, cpu: str, *, group: str = "tried", **more: Any) -> Object:
         container = self._cluster.container(core, 96 * core // 100)
         container["resources"]["requests"] = {"cpu": cpu, "memory": "64Mi"}
         keys = ("node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable")
         tolerations = [{"key": key, "operator": "Exists"} for key in keys]
         return self._cluster.pod_of(
-            name, container, nodeSelector={self.LABEL: "true"}, tolerations=tolerations, schedulerName=SCHEDULER, **more
+            name, container, nodeSelector={self.LABEL: group}, tolerations=tolerations, schedulerName=SCHEDULER, **more
         )
 
     def bound(self, namespace: str, *pods: Object) -> list[str]:
@@ -201,16 +201,13 @@ def test_the_extenders_best_node_wins_over_the_schedulers_own_criteria(
             nodes.pod(f"cpus-{number}", 0, "3500m", nodeName=f"gpushare-e2e-rest-{number}"), namespace=namespace
         )
         nodes.make(f"half-{number}", [100] * 7 + [50], cpu="64")
-    nodes.make("past", [0] * 16, cpu="64")
+    nodes.make("past", [0] * 16, cpu="64", group="past")
     try:
         (first,) = nodes.bound(namespace, nodes.pod("first", 30, "100m"))
         assert first.startswith("half-"), "the fullest GPUs, while no pod is typical"
 
-        usual = [nodes.pod(f"usual-{number}", 50, "1", nodeName="gpushare-e2e-past") for number in range(20)]
-        cluster.apply(*usual, namespace=namespace)
-        cluster.wait_for("the extender has seen them", lambda: extender.state()["typical_pods"])
-        kinds = {(kind["gpus"], kind["parts"], kind["cpu_milli"]) for kind in extender.state()["typical_pods"]}
-        assert (1, 50, 1024) in kinds
+        usual = [nodes.pod(f"usual-{number}", 50, "1", group="past") for number in range(20)]
+        assert nodes.bound(namespace, *usual) == ["past"] * 20
 
         later = [nodes.bound(namespace, nodes.pod(f"later-{number}", 30, "100m"))[0] for number in range(4)]
         assert sorted(later) == [f"rest-{number}" for number in range(4)]
