@@ -35,7 +35,7 @@ class ExtenderSettings(Section):
         description="When GPUs are reserved. bind: at the bind. filter: at the filter, for schedulers that bind themselves.",
     )
     node_policy: Literal["fgd", "binpack", "spread"] = Field(
-        default="fgd",
+        default="binpack",
         description="Pods go to the node where the fewest free GPUs become useless to the pods that usually come (fgd), to "
         "the fullest that fits (binpack), or to the emptiest (spread).",
     )
