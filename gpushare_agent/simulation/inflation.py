@@ -15,7 +15,7 @@ alone. The published runs are of nodes under names that are not in the trace, so
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import StrEnum
 from random import Random
 from typing import Any, NamedTuple
@@ -28,7 +28,7 @@ from gpushare_agent.extender.cluster_state import ClusterState
 from gpushare_agent.extender.values import ClusterPolicy, NodePolicy
 from gpushare_agent.model.errors import Refused
 from gpushare_agent.model.names import CORES_PER_GPU, PodUid
-from gpushare_agent.model.pods import HostRequest
+from gpushare_agent.model.pods import HostRequest, Pod
 from gpushare_agent.placement.fragmentation import WHOLE, FreeNode, PodKind, TypicalPods
 from gpushare_agent.simulation.workload import Machine, PodMaker, Shape
 
@@ -223,6 +223,14 @@ class _RankedCluster:
         return known
 
 
+class _Known(NamedTuple):
+    """The costs of a kind of pod by node, with the first `seen` changes and these typical pods."""
+
+    costs: dict[str, float]
+    seen: int
+    typical: TypicalPods | None
+
+
 class _ExtendersCluster:
     """The extender filters, scores and reserves; whether CPU and main memory suffice is decided here, as by kube-scheduler,
     and so is where pods without GPUs go. Each GPU has as many memory blocks as cores, and pods ask for as many, for the
@@ -232,7 +240,7 @@ class _ExtendersCluster:
         self._hosts = {host.name: host for host in hosts}
         self._nodes = {host.name: _empty(host) for host in hosts}
         self._rank_cpu_pod = rank_cpu_pod
-        self._fits: dict[PodKind, tuple[list[str], int]] = {}
+        self._known: dict[PodKind, _Known] = {}
         self._changes: list[str] = []
         self._state = ClusterState(policy=rules)
         self._make = PodMaker(rules.names).pod
@@ -244,24 +252,20 @@ class _ExtendersCluster:
             self._state.put_node(node, 0.0)
 
     def place(self, pod: PodKind) -> bool:
-        if not (names := self._fitting(pod)):
-            return False
         request = HostRequest(pod.cpu_milli, pod.memory_mib, pod.models)
         self._placed += 1
         uid = PodUid(f"pod-{self._placed}")
+        cores = pod.gpus * pod.parts
+        # A whole GPU has all its memory anyhow.
+        made = replace(self._make(uid, Shape(cores, cores if pod.is_share else 0)), host_request=request)
+        if not (costs := self._costs(pod, made)):
+            return False
+        # The first of equals, as in the authors' simulator; kube-scheduler takes any.
+        name = min(costs, key=costs.__getitem__)
+        gpus = self._nodes[name].gpus
         if not pod.gpus:
-            name = min(names, key=lambda one: self._rank_cpu_pod(self._hosts[one], self._nodes[one], pod).rank)
-            gpus = self._nodes[name].gpus
             self._state.put_other_pod(uid, name, request)
         else:
-            cores = pod.gpus * pod.parts
-            # A whole GPU has all its memory anyhow.
-            shape = Shape(cores, cores if pod.is_share else 0)
-            made = replace(self._make(uid, shape), host_request=request)
-            if not (fitting := self._state.filter(made, names).fitting):
-                return False
-            # The first of equals, as in the authors' simulator; kube-scheduler takes any.
-            name = max(self._state.prioritize(made, fitting), key=lambda one: one[1])[0]
             if isinstance(self._state.reserve(made, name, 0.0), Refused):
                 return False
             # Binding takes no time here, nor does the watch.
@@ -275,14 +279,32 @@ class _ExtendersCluster:
         )
         return True
 
-    def _fitting(self, pod: PodKind) -> list[str]:
-        """The nodes with enough CPU, main memory and GPUs, in their order."""
-        names, seen = self._fits.get(pod) or (list(self._nodes), 0)
-        # No pod ends, so what does not fit never will; and what fitted is asked again only where a pod was placed since.
-        gone = {name for name in (set(self._changes[seen:]) if seen else names) if not self._nodes[name].fits(pod)}
-        names = [name for name in names if name not in gone] if gone else names
-        self._fits[pod] = names, len(self._changes)
-        return names
+    def _costs(self, pod: PodKind, made: Pod) -> dict[str, float]:
+        """What it costs on each node that it fits, in their order: the extender's scores are the ranks of these."""
+        typical = self._state.typical if pod.gpus else None
+        known = self._known.get(pod)
+        costs = known.costs if known is not None else dict.fromkeys(self._nodes, 0.0)
+        # No pod ends, so what does not fit never will. A cost changes where a pod was placed since; under fgd all of them do
+        # with the typical pods.
+        is_new = known is None or known.typical is not typical
+        asked = (
+            list(costs)
+            if is_new or known is None
+            else [one for one in set(self._changes[known.seen :]) if one in costs]
+        )
+        fitting = [name for name in asked if self._nodes[name].fits(pod)]
+        found: Iterable[float | None] = (
+            self._rank_cpu_pod(self._hosts[one], self._nodes[one], pod).rank for one in fitting
+        )
+        of_nodes = dict(zip(fitting, self._state.costs(made, fitting) if pod.gpus else found, strict=True))
+        for name in asked:
+            cost = of_nodes.get(name)
+            if cost is None:
+                del costs[name]
+            else:
+                costs[name] = cost
+        self._known[pod] = _Known(costs, len(self._changes), typical)
+        return costs
 
 
 def _empty(host: Host) -> FreeNode:
