@@ -144,7 +144,7 @@ def test_what_it_cannot_do_is_said(
     [("best-fit", "05-BestFit"), ("dot-product", "02-DotProd"), ("packing", "04-GpuPacking"), ("random", "01-Random")],
 )
 def test_baselines_meet_the_published_figures(capsys: pytest.CaptureFixture[str], policy: str, name: str) -> None:
-    """Within half a point of the mean of the authors' ten runs, at every mark, the mean of three here: that is what makes our
+    """Within half a point of the mean of the authors' ten runs, at every mark, by three here: that is what makes our
     own figures mean anything."""
     runs = [allocated_on_trace(capsys, policy, seed) for seed in (42, 43, 44)]
     with (OPENB / "published.csv").open(newline="") as file:
