@@ -158,7 +158,7 @@ def build(node: Node, store: PodStore) -> ClusterPart:
         node_allocations = NodeFieldsWriter(
             ALLOCATIONS, node_name=node_name, desired=partial(_desired_allocations, node)
         )
-        node_taint = NodeFieldsWriter(TAINT, node_name=node_name, desired=partial(_free_gpus, node))
+        node_taint = NodeFieldsWriter(TAINT, node_name=node_name, desired=partial(desired_free_gpus, node))
     kubelet = settings.kubelet
     # Only there: reading the kubelet's own API needs a right that not every installation gives.
     if kubelet.api_address:
@@ -252,7 +252,7 @@ def _desired_allocations(node: Node) -> str | None:
     )
 
 
-def _free_gpus(node: Node) -> FreeGpus | None:
+def desired_free_gpus(node: Node) -> FreeGpus | None:
     """None until it is known what is allocated: a node that has just started would seem free."""
     if not node.pods.is_synced or not node.inventory.is_read:
         return None
@@ -260,4 +260,6 @@ def _free_gpus(node: Node) -> FreeGpus | None:
     # Switched off, it has no taint whatever is free.
     if above >= 1:
         return FreeGpus(part=0.0, taint_above=above)
-    return free_gpus(node.gpus().gpus, node.cache.charges(), node.names, above)
+    # Those for claims too. One that nobody here may use would be free for good.
+    gpus = [gpu for gpu in node.gpus().gpus if not gpu.is_selected(node.settings.excluded_gpus)]
+    return free_gpus(gpus, node.cache.charges(), node.names, above)

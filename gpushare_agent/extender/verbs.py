@@ -77,10 +77,10 @@ class Extender(Struct, kw_only=True, eq=False):
             return await self._filter_and_reserve(args)
         return await self._filter(args)
 
-    def prioritize(self, args: NodesArgs) -> list[tuple[str, int]]:
+    async def prioritize(self, args: NodesArgs) -> list[tuple[str, int]]:
         if not args.pod.containers:
             return [(name, 0) for name in args.names]
-        return self.state.prioritize(args.pod, args.names)
+        return await in_steps(self.state.prioritize_steps(args.pod, args.names))
 
     async def preempt(self, args: PreemptArgs) -> Mapping[str, Sequence[PodUid]]:
         """The nodes where the pod would fit once the victims are gone, each with its victims."""
@@ -165,7 +165,7 @@ class ExtenderVerbs:
         """HostPriorityList has no place for an error."""
         try:
             args = parse_nodes_args(content, self._names)
-            return Result(host_priorities(self._extender.prioritize(args)))
+            return Result(host_priorities(await self._extender.prioritize(args)))
         except Corrupt as e:
             return bad_request(e)
 
