@@ -36,7 +36,7 @@ from gpushare_agent.model.names import PodUid
 from gpushare_agent.model.pods import HostRequest, Pod
 from gpushare_agent.model.resources import NOTHING, request_of
 from gpushare_agent.placement import GpuAccount, validate_request
-from gpushare_agent.placement.fragmentation import FreeNode, PodKind, TypicalPods
+from gpushare_agent.placement.fragmentation import FreeNode, KindCosts, PodKind, TypicalPods
 from gpushare_agent.placement.gpu_account import describe_request
 from gpushare_agent.placement.place import SharePolicy
 
@@ -132,7 +132,7 @@ class ClusterState:
         elif pod.node_name:
             old = self._ledger.reservation(pod.uid)
             self._ledger.put_bound(pod, now)
-            if signature := signature_of(pod, self._policy.names):
+            if self._policy.node_policy == "fgd" and (signature := signature_of(pod, self._policy.names)):
                 self._learnt.put(pod.uid, kind_of(signature, pod.host_request, self._policy.names))
             self._notify(old, self._ledger.reservation(pod.uid))
 
@@ -217,8 +217,9 @@ class ClusterState:
         signature = signature_of(pod, self._policy.names)
         if not signature or self._invalid(pod):
             return [None] * len(names)
-        verdicts, typical = self._verdicts_of(signature), self.typical
+        verdicts, typical = self._verdicts_of(signature), self.renew_typical()
         kind = kind_of(signature, pod.host_request, self._policy.names)
+        of_kind = KindCosts(typical, kind) if typical is not None else None
         known = _recent(self._costs, kind) if typical is not None else {}
         costs: list[float | None] = []
         work = 0
@@ -236,27 +237,29 @@ class ClusterState:
                     verdict = verdicts[name] = self._verdict(pod, signature, ledger)
                 if not verdict.text:
                     cost = verdict.cost
-                    if typical is not None:
+                    if of_kind is not None:
                         free, of_node = ledger.free, known.get(name)
                         # The node is as it was, its CPU and memory included: the object is made anew when one changes.
                         if of_node is None or of_node[0] is not free:
                             work += 1
-                            of_node = known[name] = free, typical.cost(free, kind).cost
+                            of_node = known[name] = free, of_kind.of(free)
                         cost = of_node[1]
             costs.append(cost)
         return costs
 
-    @property
-    def typical(self) -> TypicalPods | None:
-        """The pods that usually come, None where the policy is not fgd, or no pod was seen: then nodes are chosen by
-        fullness, which is binpack."""
-        if self._policy.node_policy != "fgd":
-            return None
+    def renew_typical(self) -> TypicalPods | None:
+        """The pods that usually come, as the counts have them by now. None where the policy is not fgd, or hardly a pod was
+        seen: then nodes are chosen by fullness, which is binpack."""
         typical = self._learnt.typical(self._supply)
         if typical is not self._typical:
             self._typical = typical
             self._costs.clear()
         return typical
+
+    @property
+    def typical(self) -> TypicalPods | None:
+        """Those by which nodes were chosen last; to read them changes nothing."""
+        return self._typical
 
     def _supply(self) -> dict[str, int]:
         supply: dict[str, int] = {}

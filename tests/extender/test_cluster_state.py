@@ -345,7 +345,7 @@ def test_what_a_node_has_left_is_what_fgd_has_reckoned_with(
     blocks = 96 * cores // 100
     asking = pod("p", container(cores=cores, blocks=max(1, blocks) if cores < 100 else 0), node_name="")
     asking = replace(asking, host_request=HostRequest(*host))
-    ledger, typical = cluster.node_ledger("a"), cluster.typical
+    ledger, typical = cluster.node_ledger("a"), cluster.renew_typical()
     if not cluster.filter(asking, ["a"]).fitting:
         return
     assert ledger is not None and typical is not None
