@@ -62,8 +62,8 @@ class ExtenderSettings(Section):
     )
     claims_webhook: Literal["off", "open", "certificate"] = Field(
         default="off",
-        description="Answer POST /mutate-pods (docs/how-to/turn-limits-into-claims.md). open: every client. certificate: "
-        "clients of client_ca. Both need TLS.",
+        description="Answer POST /mutate-pods and /translate-pods (docs/how-to/turn-limits-into-claims.md). open: every "
+        "client. certificate: clients of client_ca. Both need TLS.",
     )
     max_body_mib: Count = Field(
         default=8,

@@ -183,7 +183,7 @@ def read_flags(argv: Sequence[str]) -> Layer:
             # Read later, when the file of NVIDIA's plugin is known: a flag beats it.
             layer.nvidia[option.name] = RawSetting(value="true" if value is None else value, source=f"flag {flag}")
         elif key is None:
-            layer.problems.append(_unknown_token(token.words[0], _by_flag()))
+            layer.problems.append(_unknown_token(token.words[0], {**_by_flag(), **FORMER_FLAGS}))
         elif isinstance(key, FormerFlag):
             _read_former(flag, key, value, layer, former)
         elif value is None and not key.is_boolean:
@@ -215,7 +215,7 @@ def _read_former(flag: str, former: FormerFlag, value: str | None, layer: Layer,
     layer.migrated.append(
         MigratedKey(
             name=flag,
-            value=value[:200],
+            value="…" if former.is_secret else value[:200],
             source=source,
             settings=settings,
             reason=former.reason,
@@ -224,7 +224,7 @@ def _read_former(flag: str, former: FormerFlag, value: str | None, layer: Layer,
     )
 
 
-def _unknown_token(token: str, known: Mapping[str, Key]) -> str:
+def _unknown_token(token: str, known: Iterable[str]) -> str:
     if not token.startswith("--") or token == "--":  # noqa: S105 - a word of the command line
         return f"{token!r} is not understood here; see --help"
     name = token[2:].partition("=")[0].replace("_", "-")

@@ -13,7 +13,7 @@ from gpushare_agent.model.allocations import ContainerEdits, ContainerMount, Dev
 from gpushare_agent.model.errors import RefusalReason, Refused
 from gpushare_agent.model.isolation import DeviceListStrategy
 from gpushare_agent.model.names import ISOLATION_ANNOTATION
-from gpushare_agent.model.pods import ContainerSpec
+from gpushare_agent.model.pods import ContainerKind, ContainerSpec
 from gpushare_agent.settings.isolation import DriverVolumeSettings
 from tests.support_core import NAMES, container, inventory, isolation_config, pod
 
@@ -38,6 +38,16 @@ def test_a_share_gets_its_gpu_by_minor_number() -> None:
         "tencent.com/vcuda-memory": str(10 * 256 * 1024 * 1024),
         "tencent.com/vcuda-device": "/dev/nvidia4",
     }
+
+
+def test_gpushares_variable_has_nvmls_index_and_the_gpu_is_named_by_uuid() -> None:
+    """Not the minor number, which GPUShare's plugin takes: its extender counts GPUs from 0, as NVML does, and NVIDIA's
+    runtime reads numbers as NVML's."""
+    names = replace(NAMES, gpu_mem="aliyun.com/gpu-mem")
+    wanted = ContainerSpec(name="main", kind=ContainerKind.MAIN, position=0, requests={names.gpu_mem: 6})
+    env = dict(edits_of(wanted, policy=replace(POLICY, names=names)).env)
+    assert (GPUS[0].index, GPUS[0].minor) == (0, 4)
+    assert (env["ALIYUN_COM_GPU_MEM_IDX"], env["NVIDIA_VISIBLE_DEVICES"]) == ("0", "GPU-0")
 
 
 def test_whole_gpus_are_listed_in_order_of_index() -> None:

@@ -342,6 +342,9 @@ PAGES: dict[str, Callable[[str], str]] = {
     "docs/how-to/migrate-from-gpu-manager.md": _filled,
     "docs/reference/measurements.md": _filled,
     "docs/how-to/migrate-from-nvidia.md": _filled,
+    "docs/how-to/migrate-from-hami.md": _filled,
+    "docs/how-to/migrate-from-vgpu-manager.md": _filled,
+    "docs/how-to/serve-gpu-mem.md": _filled,
     "charts/gpushare-agent/README.md": lambda text: str(chart_table().readme_with_table(text)),
     "charts/gpushare-agent/values.schema.json": _schema_with_settings,
 }

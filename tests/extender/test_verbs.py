@@ -87,6 +87,8 @@ async def golden_extender() -> AsyncIterator[Asker]:
         ("/scheduler/priorities", "prioritize_args.json", "prioritize_result.json"),
         ("/scheduler/prioritize", "prioritize_args.json", "prioritize_result.json"),
         ("/scheduler/bind", "bind_args.json", "bind_result.json"),
+        ("/gpushare-scheduler/filter", "filter_args_names.json", "filter_result_names.json"),
+        ("/gpushare-scheduler/bind", "bind_args.json", "bind_result.json"),
         ("/scheduler/preemption", "preemption_args_victims.json", "preemption_result.json"),
         ("/scheduler/preemption", "preemption_args_meta.json", "preemption_result.json"),
     ],

@@ -13,6 +13,7 @@ import yaml
 
 from gpushare_agent import __version__
 from gpushare_agent.extender.claims_webhook import API_TIMEOUT_S
+from gpushare_agent.extender.decisions import vgpu_names
 from gpushare_agent.extender.decisions.quota import NamespaceQuota, parse_quota
 from gpushare_agent.extender.leader_election import APP_LABEL, LEADER, ROLE_LABEL
 from gpushare_agent.model.names import VCORE_RESOURCE, VMEMORY_RESOURCE
@@ -356,19 +357,23 @@ def test_the_claims_webhook_reaches_every_replica() -> None:
     (served,) = service["spec"]["ports"]
     assert served["targetPort"] in {port["name"] for port in pod_spec()["containers"][0]["ports"]}
     (configuration,) = documents(f"{folder}/webhook.yaml")
-    (webhook,) = configuration["webhooks"]
-    asked = webhook["clientConfig"]["service"]
+    webhook, of_names = configuration["webhooks"]
     name, namespace = service["metadata"]["name"], service["metadata"]["namespace"]
-    assert (asked["name"], asked["namespace"], asked["port"]) == (name, namespace, served["port"])
     guide = (MANIFESTS.parent / "docs/how-to/schedule-with-the-extender.md").read_text(encoding="utf-8")
     assert f"DNS:{name}.{namespace}.svc" in guide
     web = (MANIFESTS.parent / "gpushare_agent/extender/http.py").read_text(encoding="utf-8")
-    assert f'web.post("{asked["path"]}"' in web
+    for one in (webhook, of_names):
+        asked = one["clientConfig"]["service"]
+        assert (asked["name"], asked["namespace"], asked["port"]) == (name, namespace, served["port"])
+        assert f'web.post("{asked["path"]}"' in web
+        assert (one["failurePolicy"], one["reinvocationPolicy"]) == ("Fail", "IfNeeded")
     (condition,) = webhook["matchConditions"]
     settings = Settings()
     assert all(f"'{one}'" in condition["expression"] for one in (VCORE_RESOURCE, VMEMORY_RESOURCE))
     assert f"'{settings.gpushare.resource}'" in condition["expression"]
-    assert (webhook["sideEffects"], webhook["failurePolicy"]) == ("NoneOnDryRun", "Fail")
+    assert (webhook["sideEffects"], of_names["sideEffects"]) == ("NoneOnDryRun", "None")
+    (condition,) = of_names["matchConditions"]
+    assert all(f"'{one}'" in condition["expression"] for one in vgpu_names.NAMES)
     assert webhook["timeoutSeconds"] > API_TIMEOUT_S
 
 
