@@ -127,7 +127,8 @@ def served(suite: Path, installation: Installation) -> Iterator[Served]:
         pytest.skip("this cluster has no resource.k8s.io/v1")
     cluster = installation.cluster
     listening = {"image": installation.image, "command": ["python3", "-c", LISTENER]}
-    container = cluster.container() | listening | {"volumeMounts": [{"name": "mps", "mountPath": MPS_DIRECTORY}]}
+    mounts = {"volumeMounts": [{"name": "mps", "mountPath": MPS_DIRECTORY}], "securityContext": {"runAsUser": 0}}
+    container = cluster.container() | listening | mounts
     host = {"name": "mps", "hostPath": {"path": MPS_DIRECTORY, "type": "DirectoryOrCreate"}}
     cluster.start("kube-system", cluster.pod_of("mps-daemon-stand-in", container, volumes=[host]))
     yield Served(installation)
