@@ -25,6 +25,7 @@ from bench.observation import sampling_rows, scrape_rows
 from bench.page import poll_rows
 from bench.pure import list_rows, placement_rows
 from bench.real_cluster import cluster_rows
+from bench.real_scheduler import scheduler_rows
 from bench.results import Row, as_json, print_table, row
 from bench.vdevice import memory_rows, pre_start_rows, register_rows, round_rows, wait_sockets
 
@@ -48,6 +49,8 @@ class Extent:
     extender_nodes: int = 5_000
     extender_pods: int = 400
     extender_resyncs: int = 3
+    scheduler_pods: int = 1_000
+    scheduler_rounds: int = 3
     cluster_pods: int = 30
     cluster_burst: int = 100
     settle_s: float = 40.0
@@ -59,7 +62,7 @@ class Extent:
 _QUICK = Extent(
     starts=3, restarts=8, filled=40, empty=15, bursts=1, pure=20, settle_s=1.0, idle_s=5.0, rounds=10, pre_starts=20,
     registrations=20, scrapes=4, samplings=10, extender_nodes=500,
-    extender_pods=60, extender_resyncs=1, cluster_pods=5, cluster_burst=20,
+    extender_pods=60, extender_resyncs=1, scheduler_pods=300, scheduler_rounds=1, cluster_pods=5, cluster_burst=20,
 )  # fmt: skip
 
 
@@ -72,6 +75,12 @@ def main() -> int:
     parser.add_argument(
         "--cluster", action="store_true", help="measure the agent of a real cluster instead, named by KUBECONFIG"
     )
+    parser.add_argument(
+        "--scheduler", type=Path, metavar="DIR", help="measure the real kube-scheduler instead, alone and with the extender: "
+        "DIR has kube-apiserver and kube-scheduler, and etcd where PATH has none"
+    )
+    parser.add_argument("--nodes", default="1000,3000,5000", help="of the scheduler's clusters (%(default)s)")
+    parser.add_argument("--extender-options", default="", help="more options of the extender, for --scheduler")
     parser.add_argument("--node", help="of the cluster, where several have an agent")
     parser.add_argument("--pod-image", default="busybox:1.35", help="of the cluster's pods: with sleep (%(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the measurements there")
@@ -94,6 +103,8 @@ def main() -> int:
 async def _chosen(options: argparse.Namespace, extent: Extent) -> list[Row]:
     if options.extender:
         return await _measure_extender(extent)
+    if options.scheduler is not None:
+        return await _measure_scheduler(extent, options)
     if options.cluster:
         return await _measure_cluster(extent, options.node, options.pod_image)
     return await _measure(extent)
@@ -161,6 +172,22 @@ async def _measure_extender(extent: Extent) -> list[Row]:
         return await extender_rows(
             Path(state), nodes=extent.extender_nodes, pods=extent.extender_pods, resyncs=extent.extender_resyncs
         )
+
+
+async def _measure_scheduler(extent: Extent, options: argparse.Namespace) -> list[Row]:
+    rows = []
+    with tempfile.TemporaryDirectory(prefix="gsb", dir="/tmp") as state:
+        for nodes in map(int, options.nodes.split(",")):
+            _say(f"{extent.scheduler_rounds} times {extent.scheduler_pods} pods on {nodes} nodes, plain and with the extender")
+            rows += await scheduler_rows(
+                options.scheduler,
+                Path(state) / "cluster",
+                nodes=nodes,
+                pods=extent.scheduler_pods,
+                rounds=extent.scheduler_rounds,
+                options=options.extender_options.split(),
+            )
+    return rows
 
 
 async def _measure_cluster(extent: Extent, node: str | None, image: str) -> list[Row]:

@@ -8,6 +8,7 @@ the GPUs and annotates the pod. A pod that is filtered again gets a new answer. 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from heapq import nlargest
 
 from msgspec import Struct
 
@@ -42,6 +43,8 @@ class Extender(Struct, kw_only=True, eq=False):
     metrics: ExtenderMetrics
     quota_waiters: QuotaWaiters
     reserves_at_filter: bool = False
+    most_fitting: int = 0
+    """Nodes that filter answers at most, and then without reasons for the others; 0: all."""
 
     async def filter(self, args: NodesArgs) -> Filtered:
         """Where the pod fits. A pod that asks for nothing of ours fits everywhere."""
@@ -50,7 +53,11 @@ class Extender(Struct, kw_only=True, eq=False):
             return Filtered(fitting=list(args.names))
         if self.reserves_at_filter:
             return await self._filter_and_reserve(args)
-        return await self._filter(args)
+        found = await self._filter(args)
+        # kube-scheduler uses the reasons only where no node is left (measured with 1.36), and then none is left out.
+        if self.most_fitting and found.fitting:
+            return Filtered(fitting=self._best(args, found.fitting))
+        return found
 
     def prioritize(self, args: NodesArgs) -> list[tuple[str, int]]:
         if not args.pod.containers:
@@ -73,6 +80,14 @@ class Extender(Struct, kw_only=True, eq=False):
         self.quota_waiters.answered(args.pod.uid, () if found.fitting else found.over_quota)
         self.metrics.filtered(len(found.fitting), len(found.failed), len(found.unresolvable))
         return found
+
+    def _best(self, args: NodesArgs, fitting: list[str]) -> list[str]:
+        """Those of the highest scores. kube-scheduler's own criteria choose among what it is answered: for a pod with
+        preferences of its own that is all."""
+        if len(fitting) <= self.most_fitting or args.prefers_nodes:
+            return fitting
+        scores = self.state.prioritize(args.pod, fitting)
+        return [name for name, _ in nlargest(self.most_fitting, scores, key=lambda one: one[1])]
 
     async def _filter_and_reserve(self, args: NodesArgs) -> Filtered:
         """One node, where the GPUs are reserved."""
