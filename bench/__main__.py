@@ -76,8 +76,11 @@ def main() -> int:
         "--cluster", action="store_true", help="measure the agent of a real cluster instead, named by KUBECONFIG"
     )
     parser.add_argument(
-        "--scheduler", type=Path, metavar="DIR", help="measure the real kube-scheduler instead, alone and with the extender: "
-        "DIR has kube-apiserver and kube-scheduler, and etcd where PATH has none"
+        "--scheduler",
+        type=Path,
+        metavar="DIR",
+        help="measure the real kube-scheduler instead, alone and with the extender: "
+        "DIR has kube-apiserver and kube-scheduler, and etcd where PATH has none",
     )
     parser.add_argument("--nodes", default="1000,3000,5000", help="of the scheduler's clusters (%(default)s)")
     parser.add_argument("--extender-options", default="", help="more options of the extender, for --scheduler")
@@ -178,7 +181,9 @@ async def _measure_scheduler(extent: Extent, options: argparse.Namespace) -> lis
     rows = []
     with tempfile.TemporaryDirectory(prefix="gsb", dir="/tmp") as state:
         for nodes in map(int, options.nodes.split(",")):
-            _say(f"{extent.scheduler_rounds} times {extent.scheduler_pods} pods on {nodes} nodes, plain and with the extender")
+            _say(
+                f"{extent.scheduler_rounds} times {extent.scheduler_pods} pods on {nodes} nodes, plain and with the extender"
+            )
             rows += await scheduler_rows(
                 options.scheduler,
                 Path(state) / "cluster",

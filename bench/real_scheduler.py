@@ -1,8 +1,8 @@
 """The real kube-scheduler on thousands of nodes, alone and with the extender: pods a second, and where the time goes.
 
-etcd, kube-apiserver and kube-scheduler are programs of this machine; the nodes are objects that no kubelet serves, so pods end
-at their bind. The scheduler with the extender has the configuration that is shipped for a second scheduler, over TLS. A run
-has its pods made beforehand, and a scheduler (and an extender) of its own; the two kinds take turns.
+etcd, kube-apiserver and kube-scheduler are programs of this machine. The nodes are objects that no kubelet serves, so a
+pod's way ends with its bind. The scheduler with the extender has the configuration that is shipped for a second scheduler,
+over TLS. A run has its pods made beforehand, and a scheduler (and an extender) of its own; the two kinds take turns.
 """
 
 from __future__ import annotations
@@ -12,11 +12,9 @@ import itertools
 import json
 import os
 import shutil
-import ssl
 import sys
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,11 +35,10 @@ FILTER_P99_MS = 20.0
 MEMORY_MIB = 300.0
 _ROOT = Path(__file__).parents[1]
 _SHIPPED = _ROOT / "manifests/extender/second-scheduler/scheduler.yaml"
-_NAMESPACE = "bench"
-_TOKEN = "bench"
+_NAMESPACE = _USER = "bench"
 _START_S, _RUN_S, _CALL_S = 120.0, 300.0, 60.0
 _AT_ONCE = 16
-_OPEN_PATHS = "/healthz,/readyz,/livez,/metrics,/debug/pprof/*"
+_OPEN_PATHS = "/healthz,/readyz,/livez,/metrics"
 _VERBS = ("filter", "prioritize", "bind")
 
 
@@ -122,7 +119,7 @@ class _Programs:
             "--initial-cluster", f"default=http://127.0.0.1:{peer}",
         )  # fmt: skip
         await self.wait("etcd", f"{endpoint}/health")
-        (state / "tokens").write_text(f"{_TOKEN},bench,1,system:masters\n")
+        (state / "tokens").write_text(f"{_USER},bench,1,system:masters\n")
         await _openssl("genrsa", "-out", str(state / "accounts.key"), "2048")
         await self.start(
             "kube-apiserver", self.path("kube-apiserver"), f"--etcd-servers={endpoint}", f"--secure-port={api}",
@@ -141,7 +138,7 @@ class _Programs:
             "current-context": "bench",
             "contexts": [{"name": "bench", "context": {"cluster": "bench", "user": "bench"}}],
             "clusters": [{"name": "bench", "cluster": cluster}],
-            "users": [{"name": "bench", "user": {"token": _TOKEN}}],
+            "users": [{"name": "bench", "user": {"token": _USER}}],
         }
         self.kubeconfig.write_text(json.dumps(document))
         key, certificate = str(state / "tls.key"), str(state / "tls.crt")
@@ -336,7 +333,10 @@ def _rows(label: str, runs: Sequence[_Run], plain: float | None = None) -> list[
 async def fetch(url: str) -> str:
     """Raises aiohttp.ClientError, also for a status that is an error."""
     timeout = aiohttp.ClientTimeout(total=10)
-    async with aiohttp.ClientSession(timeout=timeout, raise_for_status=True) as http, http.get(url, ssl=False) as answer:
+    async with (
+        aiohttp.ClientSession(timeout=timeout, raise_for_status=True) as http,
+        http.get(url, ssl=False) as answer,
+    ):
         return await answer.text()
 
 

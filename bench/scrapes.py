@@ -12,7 +12,8 @@ Labels = tuple[tuple[str, str], ...]
 Counts = Mapping[tuple[str, Labels], float]
 """The samples of one scrape, by name and labels."""
 NOTE = (
-    "the mean instead of the median, and the upper bound of the histogram's bucket with the p99; by the program's own clock"
+    "the mean instead of the median, and the upper bound of the histogram's bucket with the p99; by the program's own "
+    "clock"
 )
 
 

@@ -194,10 +194,10 @@ def parse_preempt_args(content: bytes, names: ResourceNames) -> Steps[PreemptArg
     violations: dict[str, int] = {}
     read = 0
     # kube-scheduler sends whole pods, or with nodeCacheCapable their UIDs. Both are read in the same way.
-    for field in ("NodeNameToVictims", "NodeNameToMetaVictims"):
-        of_nodes = args.node_name_to_victims if field == "NodeNameToVictims" else args.node_name_to_meta_victims
+    for where in ("NodeNameToVictims", "NodeNameToMetaVictims"):
+        of_nodes = args.node_name_to_victims if where == "NodeNameToVictims" else args.node_name_to_meta_victims
         for node, of_node in (of_nodes or {}).items():
-            victims[node], violations[node] = _uids(of_node, f"{what}.{field}, node {node}"), of_node.violations
+            victims[node], violations[node] = _uids(of_node, f"{what}.{where}, node {node}"), of_node.violations
             read += 1 + len(victims[node])
             # A node without victims counts as well: there may be thousands of those.
             if read >= VICTIMS_OF_A_STEP:
