@@ -78,10 +78,10 @@ def print_table(rows: Sequence[Row], console: Console, title: str) -> None:
         table.add_row(
             one.name,
             str(one.runs),
-            _shown(one.median, one.unit),
-            _shown(one.p99, one.unit) if one.runs > 1 else "",
-            _shown(one.target_median, one.unit),
-            _shown(one.target_p99, one.unit),
+            shown(one.median, one.unit),
+            shown(one.p99, one.unit) if one.runs > 1 else "",
+            shown(one.target_median, one.unit),
+            shown(one.target_p99, one.unit),
             one.verdict,
             style=style,
         )
@@ -96,7 +96,16 @@ def as_json(rows: Sequence[Row], machine: str) -> str:
     return json.dumps({"machine": machine, "measurements": measurements}, indent=2) + "\n"
 
 
-def _shown(value: float | None, unit: str) -> str:
+def from_json(text: str) -> tuple[list[Row], str]:
+    """The rows and the machine that `as_json` wrote."""
+    found = json.loads(text)
+    # What is worked out from the others is written for readers of the file alone.
+    rows = [Row(**{key: value for key, value in one.items() if key != "verdict"}) for one in found["measurements"]]
+    return rows, found["machine"]
+
+
+def shown(value: float | None, unit: str) -> str:
+    """With as many digits as mean something; None is empty."""
     if value is None:
         return ""
     digits = 0 if unit == "bytes" else 3 if value < 0.1 else 2 if value < 10 else 1

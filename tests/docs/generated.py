@@ -23,10 +23,12 @@ from msgspec.structs import replace
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
+from bench.results import from_json, shown
 from gpushare_agent.cli.command_line import Command
 from gpushare_agent.cli.main import COMMAND_LINE
 from gpushare_agent.extender.app import build, show_state
 from gpushare_agent.extender.metrics import ExtenderMetrics
+from gpushare_agent.gpus.health import STATES, XID_NAMES
 from gpushare_agent.isolation.kept import NOT_KEPT_TEXTS
 from gpushare_agent.model.usage import GpuSample
 from gpushare_agent.observability.attribution import AllocatedContainers, join_usage
@@ -34,6 +36,7 @@ from gpushare_agent.observability.metrics.agent import AgentMetrics
 from gpushare_agent.observability.metrics.node import node_series
 from gpushare_agent.observability.metrics.text import NodePage
 from gpushare_agent.settings.nvidia_options import OPTIONS
+from gpushare_agent.settings.observation import HealthSettings
 from gpushare_agent.settings.reference import Key, all_keys, markdown, text_of
 from gpushare_agent.settings.settings import Settings
 from tests.docs.isolations_page import isolations
@@ -269,6 +272,33 @@ def _measured(column: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
 
+def _health_states() -> str:
+    head = ["state", "in ListAndWatch", "meaning", "ended by"]
+    return _joined([head, *([f"`{state}`", *texts] for state, texts in STATES.items())])
+
+
+def _xids() -> str:
+    """Every Xid that has a name, with what the default lists do."""
+    health = HealthSettings()
+    done = dict.fromkeys(XID_NAMES, "probes") | dict.fromkeys(health.reset_xids, "reset")
+    # A number in both lists is ignored.
+    done |= dict.fromkeys(health.ignored_xids, "ignored")
+    rows = [[str(number), XID_NAMES[number], does] for number, does in sorted(done.items())]
+    return _joined([["Xid", "what the driver means", "what happens by default"], *rows])
+
+
+def _benchmark(name: str) -> str:
+    """The rows that `python -m bench --json bench/measured/NAME.json` wrote, and where."""
+    rows, machine = from_json((ROOT / f"bench/measured/{name}.json").read_text(encoding="utf-8"))
+    table = [["what", "median", "p99", "target", ""]]
+    for one in rows:
+        targets = dict.fromkeys(shown(target, one.unit) for target in (one.target_median, one.target_p99))
+        p99 = shown(one.p99, one.unit) if one.runs > 1 else ""
+        what = re.sub(r"^  (· )?", "· ", one.name)
+        table.append([what, shown(one.median, one.unit), p99, ", ".join(filter(None, targets)), one.verdict])
+    return f"On {machine}:\n\n" + _joined(table)
+
+
 def _joined(rows: Sequence[Sequence[str]]) -> str:
     lines = [f"| {' | '.join(row)} |" for row in rows]
     return "\n".join([lines[0], "|---" * len(rows[0]) + "|", *lines[1:]])
@@ -278,6 +308,10 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "not_kept": _not_kept,
     "libraries": _libraries,
     "error_budget": _error_budget,
+    "health_states": _health_states,
+    "xids": _xids,
+    "measured_agent": lambda: _benchmark("agent"),
+    "measured_extender": lambda: _benchmark("extender"),
     "containers": lambda: _metrics("gpushare_container_", frozenset(("namespace", "pod", "container", "node"))),
     "gpus": lambda: _metrics("gpushare_card_", frozenset(("uuid", "gpu", "node"))),
     "agent": lambda: _metrics("gpushare_"),
@@ -294,12 +328,14 @@ def _filled(text: str) -> str:
 
 
 PAGES: dict[str, Callable[[str], str]] = {
+    "docs/explanation/health.md": _filled,
     "docs/explanation/isolation.md": _filled,
     "docs/reference/settings.md": lambda _: markdown(),
     "docs/reference/metrics.md": _filled,
     "docs/reference/isolations.md": _filled,
     "docs/reference/cli.md": _filled,
     "docs/reference/extender.md": _filled,
+    "docs/reference/measurements.md": _filled,
     "docs/how-to/migrate-from-nvidia.md": _filled,
     "charts/gpushare-agent/README.md": lambda text: str(chart_table().readme_with_table(text)),
     "charts/gpushare-agent/values.schema.json": _schema_with_settings,

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -46,7 +43,6 @@ POLICY = HealthPolicy(
     recovery_period_s=10.0,
     recovery_period_max_s=600.0,
 )
-DOCUMENT = (Path(__file__).parents[2] / "docs/explanation/health.md").read_text(encoding="utf-8")
 
 
 def bad(reason: str = "fell off the bus") -> Gpu:
@@ -284,20 +280,8 @@ def test_whatever_happens_an_offered_gpu_passed_enough_polls_since_it_last_faile
         assert is_offered(polled(health, *later))
 
 
-def test_the_document_shows_every_state_as_the_code_has_it() -> None:
-    """docs/explanation/health.md's table of states is made from the code's."""
+def test_every_state_has_its_row_and_every_xid_of_the_default_lists_its_name() -> None:
+    """docs/explanation/health.md's tables are made from them."""
     assert set(STATES) == set(HealthState)
-    rows = "".join(
-        f"| `{state}` | {reported} | {means} | {ends} |\n" for state, (reported, means, ends) in STATES.items()
-    )
-    assert rows in DOCUMENT
-
-
-def test_the_document_shows_every_xid_of_the_default_lists() -> None:
-    """With its name and what it does, and no other list than the settings'."""
     health = HealthSettings()
-    rows = dict(re.findall(r"^\| (\d+) \| [^|]+ \| (ignored|reset|probes) \|", DOCUMENT, flags=re.M))
-    assert {int(n) for n, does in rows.items() if does == "ignored"} == set(health.ignored_xids)
-    assert {int(n) for n, does in rows.items() if does == "reset"} == set(health.reset_xids)
-    assert {int(n) for n in rows} == set(XID_NAMES)
-    assert all(f"| {number} | {name} |" in DOCUMENT for number, name in XID_NAMES.items())
+    assert {*health.ignored_xids, *health.reset_xids} <= set(XID_NAMES)
