@@ -20,7 +20,7 @@ from pathlib import Path
 
 import aiohttp
 
-from bench.cluster import ClusterServer, SampleCluster, filter_args, raw_pod
+from bench.cluster import CPUS, ClusterServer, SampleCluster, filter_args, raw_pod
 from bench.results import Row, resident_mib, row
 
 FILTER_P50_MS, FILTER_P99_MS = 10.0, 30.0
@@ -161,7 +161,7 @@ async def _schedule(extender: _Extender, server: ClusterServer, cluster: SampleC
     """As a scheduler does: filter over all nodes, prioritize what fits, bind to the best."""
     timings = _Timings()
     for number, (cores, blocks) in zip(range(count), itertools.cycle(REQUESTS), strict=False):
-        pod = raw_pod(f"new-{number}", cores, blocks)
+        pod = raw_pod(f"new-{number}", cores, blocks, cpu=CPUS[number % len(CPUS)])
         server.add(pod)
         took_ms, content = await extender.ask("filter", filter_args(pod, cluster.names))
         timings.filter_ms.append(took_ms)

@@ -31,7 +31,7 @@ from gpushare_agent.extender.bind import Binder, BindTiming
 from gpushare_agent.extender.claims_webhook import ClaimsWebhook
 from gpushare_agent.extender.cluster_feed import NodesFeed, PodsFeed, QuotaFeed
 from gpushare_agent.extender.cluster_state import ClusterState
-from gpushare_agent.extender.debug import StatePages
+from gpushare_agent.extender.debug import StatePages, typical_documents
 from gpushare_agent.extender.http import ExtenderWeb, ListenConfig, Tls, WebhookVerb
 from gpushare_agent.extender.leader_election import AlwaysLeads, LeaderElection, LeaderLabel, Leadership, LeaseTerms
 from gpushare_agent.extender.metrics import ExtenderMetrics
@@ -166,7 +166,15 @@ def build(settings: Settings, api: ClusterApi, *, clock: Callable[[], float] = t
     # A namespace uses what is reserved: the quota hears of every reservation, whichever way it came.
     state = ClusterState(policy=policy, quota=quota, on_change=quota.reservation_changed)
     election = _election(chosen, api)
-    pods = PodsFeed(state=state, names=names, metrics=metrics, quota=quota, leads=election.leads, clock=clock)
+    pods = PodsFeed(
+        state=state,
+        names=names,
+        metrics=metrics,
+        quota=quota,
+        model_label=chosen.model_label,
+        leads=election.leads,
+        clock=clock,
+    )
     writes = PodWrites(api=api, names=names, leads=election.leads)
     binder = Binder(
         state=state,
@@ -296,6 +304,7 @@ def document(parts: ExtenderParts) -> Mapping[str, object]:
         "waiting_pods": len(parts.pods.unscheduled_pods()),
         "open_binds": parts.binder.open_binds,
         "foreign_predicates": parts.pods.foreign_predicates[:MAX_SHOWN],
+        "typical_pods": typical_documents(parts.state.typical),
     }
 
 

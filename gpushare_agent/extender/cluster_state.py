@@ -5,28 +5,43 @@ nothing, so that preemption and autoscalers may ask what would be; `reserve` dec
 share is allocated twice.
 
 State owned: the ledger (decisions/ledger.py), verdicts already worked out, by signature of the pod and version of the
-node, and since when each node is known without a report. Times are monotonic seconds.
+node, under policy fgd costs by kind of pod, the pods that usually come (learnt_pods.py), and since when each node is known
+without a report. Times are monotonic seconds.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from msgspec import Struct, field
 
 from gpushare_agent.extender.decisions.ledger import ClusterLedger, NodeLedger
-from gpushare_agent.extender.decisions.pod_plan import Signature, lack_together, plan_pod, score, signature_of
+from gpushare_agent.extender.decisions.pod_plan import (
+    Signature,
+    fullness_cost,
+    kind_of,
+    lack_together,
+    plan_pod,
+    scores_of,
+    signature_of,
+)
+from gpushare_agent.extender.learnt_pods import LearntPods
 from gpushare_agent.extender.quota_state import QuotaState
 from gpushare_agent.extender.steps import Steps, at_once
 from gpushare_agent.extender.values import ClusterNode, ClusterPolicy, Reservation, Stage
 from gpushare_agent.model.errors import RefusalReason, Refused
 from gpushare_agent.model.names import PodUid
-from gpushare_agent.model.pods import Pod
+from gpushare_agent.model.pods import HostRequest, Pod
 from gpushare_agent.model.resources import NOTHING, request_of
 from gpushare_agent.placement import GpuAccount, validate_request
+from gpushare_agent.placement.fragmentation import FreeNode, PodKind, TypicalPods
 from gpushare_agent.placement.gpu_account import describe_request
+from gpushare_agent.placement.place import SharePolicy
+
+K = TypeVar("K")
+V = TypeVar("V")
 
 MAX_ASKING = 16
 """Containers of one pod that ask for GPUs. Each is planned on every node: without a limit a pod with a thousand of them
@@ -35,7 +50,7 @@ WORK_OF_A_STEP = 400
 COST_OF_A_PLAN = 6
 """Planning a container costs about six times as much as comparing it with a node's summary, 10 µs."""
 MAX_SIGNATURES = 32
-"""Each takes about a mebibyte with 5,000 nodes."""
+"""Each takes about a mebibyte with 5,000 nodes; so does each kind of pod whose costs are kept."""
 REPORT_WAIT_S = 2.0
 """The wait from the first sight of a node without its agent's report. The agent registers with the kubelet first, and
 connects to the API server only then: pods are scheduled there meanwhile (measured: the report follows 0.3 to 1 s
@@ -56,13 +71,13 @@ class Filtered(Struct, kw_only=True):
 
 
 class _Verdict(NamedTuple):
-    """About one node at one version of its ledger. `text` is empty where the pod fits; `score` counts only then. A tuple: a
-    new signature makes thousands of them at once."""
+    """About one node at one version of its ledger. `text` is empty where the pod fits; `cost`, by fullness, counts only
+    then. A tuple: a new signature makes thousands of them at once."""
 
     version: int
     text: str
     is_final: bool = False
-    score: int = 0
+    cost: float = 0.0
 
 
 class ClusterState:
@@ -81,6 +96,9 @@ class ClusterState:
         self._on_change = on_change
         self._ledger = ClusterLedger(policy)
         self._verdicts: OrderedDict[Signature, dict[str, _Verdict]] = OrderedDict()
+        self._costs: OrderedDict[PodKind, dict[str, tuple[FreeNode, float]]] = OrderedDict()
+        self._learnt = LearntPods()
+        self._typical: TypicalPods | None = None
         self._unreported_since: dict[str, float] = {}
 
     # --- from the informers ---
@@ -103,6 +121,8 @@ class ClusterState:
         # Not left to their versions: a node of the same name that joins later counts its versions from the start.
         for verdicts in self._verdicts.values():
             verdicts.pop(name, None)
+        for costs in self._costs.values():
+            costs.pop(name, None)
 
     def put_pod(self, pod: Pod, now: float) -> None:
         """A pod that asks for something of ours. It counts from its bind to its end."""
@@ -112,9 +132,17 @@ class ClusterState:
         elif pod.node_name:
             old = self._ledger.reservation(pod.uid)
             self._ledger.put_bound(pod, now)
+            if signature := signature_of(pod, self._policy.names):
+                self._learnt.put(pod.uid, kind_of(signature, pod.host_request, self._policy.names))
             self._notify(old, self._ledger.reservation(pod.uid))
 
+    def put_other_pod(self, uid: PodUid, node: str, request: HostRequest) -> None:
+        """A bound pod that asks for nothing of ours: CPU and main memory are what counts of it."""
+        self._ledger.put_hosted(uid, node, request)
+
     def remove_pod(self, uid: PodUid) -> None:
+        """Of either kind."""
+        self._learnt.end(uid)
         self._notify(self._ledger.release(uid), None)
 
     # --- from the scheduler ---
@@ -172,21 +200,69 @@ class ClusterState:
         return answer
 
     def prioritize(self, pod: Pod, names: Sequence[str]) -> list[tuple[str, int]]:
-        """A score from 0 to 10 for each node, 0 where it does not fit."""
+        """A score from 0 to 10 for each node, 0 where it does not fit: `scores_of` its cost among the costs of all."""
+        return at_once(self.prioritize_steps(pod, names))
+
+    def prioritize_steps(self, pod: Pod, names: Sequence[str]) -> Steps[list[tuple[str, int]]]:
+        """`prioritize` in steps of a few milliseconds."""
+        costs = yield from self.costs_steps(pod, names)
+        return list(zip(names, scores_of(costs), strict=True))
+
+    def costs(self, pod: Pod, names: Sequence[str]) -> list[float | None]:
+        """What the pod costs on each node by the policy, the least is best; None where it does not fit."""
+        return at_once(self.costs_steps(pod, names))
+
+    def costs_steps(self, pod: Pod, names: Sequence[str]) -> Steps[list[float | None]]:
+        """`costs` in steps."""
         signature = signature_of(pod, self._policy.names)
         if not signature or self._invalid(pod):
-            return [(name, 0) for name in names]
-        verdicts = self._verdicts_of(signature)
-        scores = []
+            return [None] * len(names)
+        verdicts, typical = self._verdicts_of(signature), self.typical
+        kind = kind_of(signature, pod.host_request, self._policy.names)
+        known = _recent(self._costs, kind) if typical is not None else {}
+        costs: list[float | None] = []
+        work = 0
         for name in names:
-            ledger = self._ledger.node(name)
-            verdict = verdicts.get(name)
-            # kube-scheduler asks right after filter, so most verdicts are there; a bind in between has changed its
-            # node's.
-            if ledger is not None and (verdict is None or verdict.version != ledger.version):
-                verdict = verdicts[name] = self._verdict(pod, signature, ledger)
-            scores.append((name, verdict.score if ledger is not None and verdict is not None else 0))
-        return scores
+            if work >= WORK_OF_A_STEP:
+                work = 0
+                yield
+            ledger, cost = self._ledger.node(name), None
+            if ledger is not None:
+                verdict = verdicts.get(name)
+                # kube-scheduler asks right after filter, so most verdicts are there; a bind in between has changed its
+                # node's.
+                if verdict is None or verdict.version != ledger.version:
+                    work += 1
+                    verdict = verdicts[name] = self._verdict(pod, signature, ledger)
+                if not verdict.text:
+                    cost = verdict.cost
+                    if typical is not None:
+                        free, of_node = ledger.free, known.get(name)
+                        # The node is as it was, its CPU and memory included: the object is made anew when one changes.
+                        if of_node is None or of_node[0] is not free:
+                            work += 1
+                            of_node = known[name] = free, typical.cost(free, kind).cost
+                        cost = of_node[1]
+            costs.append(cost)
+        return costs
+
+    @property
+    def typical(self) -> TypicalPods | None:
+        """The pods that usually come, None where the policy is not fgd, or no pod was seen: then nodes are chosen by
+        fullness, which is binpack."""
+        if self._policy.node_policy != "fgd":
+            return None
+        typical = self._learnt.typical(self._supply)
+        if typical is not self._typical:
+            self._typical = typical
+            self._costs.clear()
+        return typical
+
+    def _supply(self) -> dict[str, int]:
+        supply: dict[str, int] = {}
+        for ledger in self._ledger.nodes():
+            supply[ledger.node.model] = supply.get(ledger.node.model, 0) + len(ledger.node.gpus)
+        return supply
 
     def awaits_report(self, node: str, now: float) -> bool:
         """The node has just begun: its agent may report the GPUs and their links in a moment."""
@@ -287,14 +363,7 @@ class ClusterState:
             self._on_change(old, new)
 
     def _verdicts_of(self, signature: Signature) -> dict[str, _Verdict]:
-        verdicts = self._verdicts.get(signature)
-        if verdicts is None:
-            verdicts = self._verdicts[signature] = {}
-            # The one that was asked for least recently goes.
-            while len(self._verdicts) > MAX_SIGNATURES:
-                self._verdicts.popitem(last=False)
-        self._verdicts.move_to_end(signature)
-        return verdicts
+        return _recent(self._verdicts, signature)
 
     def _verdict(self, pod: Pod, signature: Signature, ledger: NodeLedger) -> _Verdict:
         capacity, names = ledger.capacity, self._policy.names
@@ -311,7 +380,8 @@ class ClusterState:
             if isinstance(plan, Refused):
                 # What is invalid on this node stays so, whoever ends.
                 return _Verdict(ledger.version, plan.detail, plan.reason is RefusalReason.INVALID_REQUEST)
-        return _Verdict(ledger.version, "", score=score(capacity, signature, self._policy.node_policy))
+        policy: SharePolicy = "spread" if self._policy.node_policy == "spread" else "binpack"
+        return _Verdict(ledger.version, "", cost=fullness_cost(capacity, signature, policy))
 
     def _over_quota(self, pod: Pod, ledger: NodeLedger, known: dict[tuple[str, str], str]) -> str:
         if self._quota is None:
@@ -338,6 +408,17 @@ class ClusterState:
             if refused is not None:
                 return f"container {container.name}: {refused.detail}"
         return ""
+
+
+def _recent(kept: OrderedDict[K, dict[str, V]], key: K) -> dict[str, V]:
+    """What is kept for the key, of MAX_SIGNATURES: the one that was asked for least recently goes."""
+    found = kept.get(key)
+    if found is None:
+        found = kept[key] = {}
+        while len(kept) > MAX_SIGNATURES:
+            kept.popitem(last=False)
+    kept.move_to_end(key)
+    return found
 
 
 def _elsewhere(pod: Pod, known: Reservation) -> Refused:

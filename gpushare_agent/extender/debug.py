@@ -28,6 +28,7 @@ from gpushare_agent.kit.http_answers import (
 )
 from gpushare_agent.model.names import PodUid
 from gpushare_agent.observability.node_snapshot import ReportedGpuDocument, reported_gpu_document
+from gpushare_agent.placement.fragmentation import TypicalPods
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -87,6 +88,35 @@ class StatePages:
                 yield comma + encode(node_document(ledger))
                 comma = b","
         yield b"]}"
+
+
+class TypicalPodDocument(Struct, kw_only=True):
+    """A kind of pods by which policy fgd chooses nodes. `parts` are hundredths of a GPU, by cores; `gpu_memory_mib` of each
+    GPU, 0 where the parts say all; no `models`: any."""
+
+    percent: float
+    gpus: int
+    parts: int
+    gpu_memory_mib: int
+    cpu_milli: int
+    memory_mib: int
+    models: Sequence[str]
+
+
+def typical_documents(typical: TypicalPods | None) -> list[TypicalPodDocument]:
+    """The most frequent first; none where nodes are chosen by fullness."""
+    return [
+        TypicalPodDocument(
+            percent=round(100 * frequency, 2),
+            gpus=kind.gpus,
+            parts=kind.parts,
+            gpu_memory_mib=kind.gpu_memory_mib,
+            cpu_milli=kind.cpu_milli,
+            memory_mib=kind.memory_mib,
+            models=kind.models,
+        )
+        for kind, frequency in (typical.kinds if typical is not None else ())
+    ]
 
 
 class ReservationDocument(Struct, kw_only=True):

@@ -8,7 +8,7 @@ the GPUs and annotates the pod. A pod that is filtered again gets a new answer. 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from heapq import nlargest
+from heapq import nsmallest
 
 from msgspec import Struct
 
@@ -56,13 +56,13 @@ class Extender(Struct, kw_only=True, eq=False):
         found = await self._filter(args)
         # kube-scheduler uses the reasons only where no node is left (measured with 1.36), and then none is left out.
         if self.most_fitting and found.fitting:
-            return Filtered(fitting=self._best(args, found.fitting))
+            return Filtered(fitting=await self._best(args, found.fitting))
         return found
 
-    def prioritize(self, args: NodesArgs) -> list[tuple[str, int]]:
+    async def prioritize(self, args: NodesArgs) -> list[tuple[str, int]]:
         if not args.pod.containers:
             return [(name, 0) for name in args.names]
-        return self.state.prioritize(args.pod, args.names)
+        return await in_steps(self.state.prioritize_steps(args.pod, args.names))
 
     async def preempt(self, args: PreemptArgs) -> Mapping[str, Sequence[PodUid]]:
         """The nodes where the pod would fit once the victims are gone, each with its victims."""
@@ -81,13 +81,15 @@ class Extender(Struct, kw_only=True, eq=False):
         self.metrics.filtered(len(found.fitting), len(found.failed), len(found.unresolvable))
         return found
 
-    def _best(self, args: NodesArgs, fitting: list[str]) -> list[str]:
-        """Those of the highest scores. kube-scheduler's own criteria choose among what it is answered: for a pod with
+    async def _best(self, args: NodesArgs, fitting: list[str]) -> list[str]:
+        """Those of the lowest costs. kube-scheduler's own criteria choose among what it is answered: for a pod with
         preferences of its own that is all."""
         if len(fitting) <= self.most_fitting or args.prefers_nodes:
             return fitting
-        scores = self.state.prioritize(args.pod, fitting)
-        return [name for name, _ in nlargest(self.most_fitting, scores, key=lambda one: one[1])]
+        costs = await in_steps(self.state.costs_steps(args.pod, fitting))
+        # Where the cost is the same, the first in the scheduler's order, which begins elsewhere each time.
+        known = ((cost, number) for number, cost in enumerate(costs) if cost is not None)
+        return [fitting[number] for _, number in nsmallest(self.most_fitting, known)]
 
     async def _filter_and_reserve(self, args: NodesArgs) -> Filtered:
         """One node, where the GPUs are reserved."""
@@ -152,7 +154,7 @@ class ExtenderVerbs:
         """HostPriorityList has no place for an error."""
         try:
             args = parse_nodes_args(content, self._names)
-            return Result(host_priorities(self._extender.prioritize(args)))
+            return Result(host_priorities(await self._extender.prioritize(args)))
         except Corrupt as e:
             return bad_request(e)
 

@@ -34,9 +34,10 @@ class ExtenderSettings(Section):
         default="bind",
         description="When GPUs are reserved. bind: at the bind. filter: at the filter, for schedulers that bind themselves.",
     )
-    node_policy: Literal["binpack", "spread"] = Field(
+    node_policy: Literal["fgd", "binpack", "spread"] = Field(
         default="binpack",
-        description="Pods go to the fullest node that fits (binpack) or to the emptiest (spread).",
+        description="Pods go to the node where the fewest free GPUs become useless to the pods that usually come (fgd), to "
+        "the fullest that fits (binpack), or to the emptiest (spread).",
     )
     most_fitting_nodes: Count = Field(
         default=100,

@@ -4,8 +4,9 @@ be allocated while more and more is asked for.
 The trace's pods in random order, then more drawn from them, until 130 % of the GPUs have been asked for. Pods come one after
 the other, none ends, none is tried again; nodes have CPU and main memory. Measured is what part of all GPUs is allocated
 whenever so many percent have been asked for. The policies of the paper (random, dot-product, packing, best-fit) are here to
-hold the simulation against what its authors published; binpack and spread are decided by the extender's code
-(extender/cluster_state.py), fgd by placement/fragmentation.py. State owned: during a run what the nodes have left.
+hold the simulation against what its authors published; fgd, binpack and spread are decided by the extender's code
+(extender/cluster_state.py), which learns the typical pods of fgd from those that come; fgd-of-trace knows the trace's, as in
+the paper. State owned: during a run what the nodes have left.
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from gpushare_agent.extender.cluster_state import ClusterState
-from gpushare_agent.extender.values import ClusterPolicy
+from gpushare_agent.extender.values import ClusterPolicy, NodePolicy
 from gpushare_agent.model.errors import Refused
-from gpushare_agent.model.names import CORES_PER_GPU
+from gpushare_agent.model.names import CORES_PER_GPU, PodUid
+from gpushare_agent.model.pods import HostRequest
 from gpushare_agent.placement.fragmentation import WHOLE, FreeNode, PodKind, TypicalPods
 from gpushare_agent.simulation.workload import Machine, PodMaker, Shape
 
@@ -37,6 +39,7 @@ class InflationPolicy(StrEnum):
     """What places pods that ask for GPUs; those of the paper place the others too."""
 
     FGD = "fgd"
+    FGD_OF_TRACE = "fgd-of-trace"
     BINPACK = "binpack"
     SPREAD = "spread"
     RANDOM = "random"
@@ -53,7 +56,7 @@ class CpuPods(StrEnum):
     MOST = "most"
     """kube-scheduler's MostAllocated: the least free."""
     GPU_AWARE = "gpu-aware"
-    """Under fgd as it places all others, else the fewest free GPUs."""
+    """Under fgd-of-trace as it places all others, else the fewest free GPUs."""
 
 
 class Host(NamedTuple):
@@ -95,6 +98,12 @@ class _Offer(NamedTuple):
     left: Sequence[FreeNode]
 
 
+_EXTENDERS: Mapping[InflationPolicy, NodePolicy] = {
+    InflationPolicy.FGD: "fgd",
+    InflationPolicy.BINPACK: "binpack",
+    InflationPolicy.SPREAD: "spread",
+}
+
 _Rank = Callable[[Host, FreeNode, PodKind], _Offer]
 
 
@@ -114,8 +123,8 @@ def inflate(
     # Drawn before the policy is at work: with one seed every policy sees the same pods in the same order.
     queue = _queue(pods, all_parts, chance)
     cluster: _RankedCluster | _ExtendersCluster
-    if policy in (InflationPolicy.BINPACK, InflationPolicy.SPREAD):
-        cluster = _ExtendersCluster(hosts, replace(rules, node_policy=policy.value), _rank_of_cpu_pods(cpu_pods))
+    if policy in _EXTENDERS:
+        cluster = _ExtendersCluster(hosts, replace(rules, node_policy=_EXTENDERS[policy]), _rank_of_cpu_pods(cpu_pods))
     else:
         rank = _rank_of(policy, hosts, pods, cpu_pods)
         cluster = _RankedCluster(hosts, rank, chance, is_random=policy is InflationPolicy.RANDOM)
@@ -193,8 +202,9 @@ class _RankedCluster:
 
 
 class _ExtendersCluster:
-    """The extender filters, scores and reserves; CPU, main memory and pods without GPUs are counted here, as kube-scheduler
-    does. Each GPU has as many memory blocks as cores, and pods ask for as many, for the trace says nothing of memory."""
+    """The extender filters, scores and reserves; whether CPU and main memory suffice is decided here, as by kube-scheduler,
+    and so is where pods without GPUs go. Each GPU has as many memory blocks as cores, and pods ask for as many, for the
+    trace says nothing of memory."""
 
     def __init__(self, hosts: Sequence[Host], rules: ClusterPolicy, rank_cpu_pod: _Rank) -> None:
         self._hosts = {host.name: host for host in hosts}
@@ -206,29 +216,34 @@ class _ExtendersCluster:
         memory_mib = CORES_PER_GPU * rules.names.memory_block_mib
         for host in hosts:
             machine = Machine(model=host.model, gpus=host.gpus, memory_mib=memory_mib)
-            self._state.put_node(machine.node(host.name), 0.0)
+            node = replace(machine.node(host.name), cpu_milli=host.cpu_milli, memory_mib=host.memory_mib)
+            self._state.put_node(node, 0.0)
 
     def place(self, pod: PodKind) -> bool:
         names = [name for name, node in self._nodes.items() if node.fits(pod)]
         if not names:
             return False
+        request = HostRequest(pod.cpu_milli, pod.memory_mib, pod.models)
+        self._placed += 1
+        uid = PodUid(f"pod-{self._placed}")
         if not pod.gpus:
             name = min(names, key=lambda one: self._rank_cpu_pod(self._hosts[one], self._nodes[one], pod).rank)
             gpus = self._nodes[name].gpus
+            self._state.put_other_pod(uid, name, request)
         else:
             cores = pod.gpus * pod.parts
             # A whole GPU has all its memory anyhow.
             shape = Shape(cores, cores if pod.is_share else 0)
-            made = self._make(f"pod-{self._placed}", shape)
+            made = replace(self._make(uid, shape), host_request=request)
             if not (fitting := self._state.filter(made, names).fitting):
                 return False
-            # `max` takes the first of equals, as the authors' simulator does; kube-scheduler takes any.
+            # The first of equals, as in the authors' simulator; kube-scheduler takes any.
             name = max(self._state.prioritize(made, fitting), key=lambda one: one[1])[0]
             if isinstance(self._state.reserve(made, name, 0.0), Refused):
                 return False
-            # Binding takes no time here.
-            self._state.bound(made.uid)
-            self._placed += 1
+            # Binding takes no time here, nor does the watch.
+            self._state.bound(uid)
+            self._state.put_pod(replace(made, node_name=name), 0.0)
             gpus = tuple(sorted(gpu.free_cores for gpu in self._state.gpus(name)))
         before = self._nodes[name]
         self._nodes[name] = FreeNode(
@@ -242,7 +257,7 @@ def _empty(host: Host) -> FreeNode:
 
 
 def _rank_of(policy: InflationPolicy, hosts: Sequence[Host], pods: Sequence[PodKind], cpu_pods: CpuPods) -> _Rank:
-    if policy is not InflationPolicy.FGD:
+    if policy is not InflationPolicy.FGD_OF_TRACE:
         return _PAPERS[policy]
     supply = Counter[str]()
     for host in hosts:

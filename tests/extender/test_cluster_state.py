@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from msgspec.structs import replace
 
 from gpushare_agent.extender.cluster_state import ClusterState
+from gpushare_agent.extender.decisions.pod_plan import kind_of, signature_of
 from gpushare_agent.extender.steps import at_once
 from gpushare_agent.extender.values import ClusterNode, ClusterPolicy, Reservation, Stage
 from gpushare_agent.model.allocations import Charge
 from gpushare_agent.model.errors import RefusalReason, Refused
 from gpushare_agent.model.gpus import GpuReport, Link, LinkKind
 from gpushare_agent.model.names import CORES_PER_GPU, GpuUuid, PodUid
-from gpushare_agent.model.pods import ContainerKind, Pod, PodPhase
+from gpushare_agent.model.pods import ContainerKind, HostRequest, Pod, PodPhase
 from gpushare_agent.placement.topology import build_topology
 from tests.extender.support_extender import state_document
 from tests.support_core import NAMES, container, pod
@@ -277,6 +278,117 @@ def test_nodes_are_scored_by_the_policy(policy: str, best: str) -> None:
     assert scores["nobody"] == 0
     assert max(scores, key=lambda name: scores[name]) == best
     assert all(0 <= score <= 10 for score in scores.values())
+
+
+def usual(cluster: ClusterState, cores: int, count: int = 20) -> None:
+    """So many pods of one kind were bound, to a node that is not known: they take nothing of the others."""
+    for number in range(count):
+        cluster.put_pod(on(share(f"usual-{number}", cores, 96 * cores // 100), "elsewhere"), 1.0)
+
+
+def test_fgd_leaves_to_the_usual_pods_what_they_can_use() -> None:
+    """A share of thirty goes to the GPU with thirty left, where pods of fifty are what comes, though others are fuller."""
+    cluster = state(node("rest", gpus=1), node("half", gpus=8), node_policy="fgd")
+    reserve(cluster, share("x", 70, 66), "rest")
+    reserve(cluster, pod("y", container(cores=700), node_name=""), "half")
+    reserve(cluster, share("z", 50, 48), "half")
+    asking = share("p", 30, 26)
+    assert dict(cluster.prioritize(asking, ["rest", "half"])) == {"rest": 3, "half": 10}
+    usual(cluster, 50)
+    assert dict(cluster.prioritize(asking, ["rest", "half"])) == {"rest": 10, "half": 3}
+
+
+def test_fgd_leaves_cpus_and_memory_to_the_usual_pods() -> None:
+    """Also those that pods without GPUs take, until they end: the free GPU of such a node is of no use to them."""
+    size = {"cpu_milli": 8000, "memory_mib": 8192}
+    cluster = state(node("a", gpus=1, **size), node("b", gpus=2, **size), node_policy="fgd")
+    asking = pod("p", container(cores=100), node_name="", host_request=HostRequest(1000, 1024))
+    for number in range(20):
+        usual_pod = pod("p", container(cores=100), uid=f"usual-{number}", host_request=HostRequest(4096, 4096))
+        cluster.put_pod(on(usual_pod, "elsewhere"), 1.0)
+    assert max(cluster.prioritize(asking, ["a", "b"]), key=lambda one: one[1])[0] == "a"
+    cluster.put_other_pod(PodUid("other"), "b", HostRequest(7000, 0))
+    assert max(cluster.prioritize(asking, ["a", "b"]), key=lambda one: one[1])[0] == "b"
+    cluster.remove_pod(PodUid("other"))
+    assert max(cluster.prioritize(asking, ["a", "b"]), key=lambda one: one[1])[0] == "a"
+
+
+cores_in_use = st.lists(st.lists(st.integers(0, 99), min_size=1, max_size=3), min_size=2, max_size=5)
+
+
+@given(used=cores_in_use, cores=st.integers(1, 100))
+def test_fgd_is_binpack_until_pods_were_seen(used: list[list[int]], cores: int) -> None:
+    """Node by node, and GPU by GPU whatever was seen."""
+    scores = {}
+    for policy in ("binpack", "fgd"):
+        cluster = state(*(node(f"n{at}", gpus=len(gpus)) for at, gpus in enumerate(used)), node_policy=policy)
+        for at, gpus in enumerate(used):
+            for number, taken in enumerate(gpus):
+                if taken:
+                    reserve(cluster, share(f"x-{at}-{number}", taken, 1), f"n{at}")
+        asking = share("p", cores, 1) if cores < 100 else pod("p", container(cores=100), node_name="")
+        scores[policy] = cluster.prioritize(asking, [f"n{at}" for at in range(len(used))])
+    assert scores["fgd"] == scores["binpack"]
+
+
+@given(used=cores_in_use, cores=st.integers(1, 100), host=st.sampled_from([(0, 0), (1024, 64), (4096, 512)]))
+def test_what_a_node_has_left_is_what_fgd_has_reckoned_with(
+    used: list[list[int]], cores: int, host: tuple[int, int]
+) -> None:
+    """The cost is that of the GPU that placement, extender's and agent's alike, takes."""
+    (gpus, *_) = used
+    cluster = state(node(gpus=len(gpus), cpu_milli=8192, memory_mib=1024), node_policy="fgd")
+    usual(cluster, 50)
+    for number, taken in enumerate(gpus):
+        if taken:
+            reserve(cluster, share(f"x-{number}", taken, max(1, 96 * taken // 100)))
+    blocks = 96 * cores // 100
+    asking = pod("p", container(cores=cores, blocks=max(1, blocks) if cores < 100 else 0), node_name="")
+    asking = replace(asking, host_request=HostRequest(*host))
+    ledger, typical = cluster.node_ledger("a"), cluster.typical
+    if not cluster.filter(asking, ["a"]).fitting:
+        return
+    assert ledger is not None and typical is not None
+    before, kind = ledger.free, kind_of(signature_of(asking, NAMES), asking.host_request, NAMES)
+    cost = typical.cost(before, kind)
+    assert cluster.costs(asking, ["a"]) == [cost.cost]
+    reserve(cluster, asking)
+    assert ledger.free._replace(gpus=()) == cost.left._replace(gpus=())
+    # Memory comes in blocks, which are not hundredths.
+    assert all(abs(a - b) <= 1 for a, b in zip(ledger.free.gpus, cost.left.gpus, strict=True))
+
+
+requests = st.builds(HostRequest, st.integers(0, 9), st.integers(0, 9))
+changes = st.lists(
+    st.tuples(st.sampled_from(["put", "end", "node", "no node"]), st.integers(0, 5), st.sampled_from("ab"), requests)
+)
+
+
+@given(changes)
+def test_what_pods_request_of_a_node_is_counted_once_and_comes_back(
+    events: list[tuple[str, int, str, HostRequest]],
+) -> None:
+    """Whatever comes first, pods or nodes, and whatever is said twice."""
+    cluster, known, present = state(node_policy="fgd"), dict[int, tuple[str, HostRequest]](), set[str]()
+    for what, number, name, request in events:
+        if what == "put":
+            cluster.put_other_pod(PodUid(str(number)), name, request)
+            known[number] = name, request
+        elif what == "end":
+            cluster.remove_pod(PodUid(str(number)))
+            known.pop(number, None)
+        elif what == "node":
+            cluster.put_node(node(name, cpu_milli=100, memory_mib=100), 1.0)
+            present.add(name)
+        else:
+            cluster.remove_node(name)
+            present.discard(name)
+        for one in present:
+            ledger = cluster.node_ledger(one)
+            assert ledger is not None
+            here = [asked for on_node, asked in known.values() if on_node == one]
+            assert ledger.free.cpu_milli == 100 - sum(asked.cpu_milli for asked in here)
+            assert ledger.free.memory_mib == 100 - sum(asked.memory_mib for asked in here)
 
 
 def test_a_quota_is_asked_once_for_each_kind_of_node() -> None:

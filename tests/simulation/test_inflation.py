@@ -77,7 +77,7 @@ def test_a_chart_is_drawn(trace: list[str], tmp_path: Path, capsys: pytest.Captu
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (["--policy", "agent-only"], "name some of fgd, binpack"),
+        (["--policy", "agent-only"], "name some of fgd, fgd-of-trace, binpack"),
         (["--nodes", "4"], "name its files by --nodes and --pods"),
         (["--load", "1"], "no --load"),
         (["--nodes", "{pods}"], "must name the trace's columns sn, cpu_milli"),
