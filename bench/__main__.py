@@ -83,6 +83,7 @@ def main() -> int:
         "DIR has kube-apiserver and kube-scheduler, and etcd where PATH has none",
     )
     parser.add_argument("--nodes", default="1000,3000,5000", help="of the scheduler's clusters (%(default)s)")
+    parser.add_argument("--pods", type=int, help="of each run of --scheduler (1000)")
     parser.add_argument("--extender-options", default="", help="more options of the extender, for --scheduler")
     parser.add_argument("--node", help="of the cluster, where several have an agent")
     parser.add_argument("--pod-image", default="busybox:1.35", help="of the cluster's pods: with sleep (%(default)s)")
@@ -188,7 +189,7 @@ async def _measure_scheduler(extent: Extent, options: argparse.Namespace) -> lis
                 options.scheduler,
                 Path(state) / "cluster",
                 nodes=nodes,
-                pods=extent.scheduler_pods,
+                pods=options.pods or extent.scheduler_pods,
                 rounds=extent.scheduler_rounds,
                 options=options.extender_options.split(),
             )

@@ -181,9 +181,12 @@ class _Programs:
             "profiles": [{"schedulerName": _scheduler_name(_shipped())}],
         }
 
-    def extended_configuration(self, port: int) -> dict[str, Any]:
-        """What is shipped, with this machine's addresses and files."""
+    def extended_configuration(self, port: int, *, is_partial: bool) -> dict[str, Any]:
+        """What is shipped, with this machine's addresses and files. `is_partial`: but for percentageOfNodesToScore, which is
+        left to kube-scheduler, so that it looks at a part of a large cluster."""
         shipped = _shipped()
+        if is_partial:
+            del shipped["percentageOfNodesToScore"]
         shipped["clientConnection"] = {**shipped.get("clientConnection", {}), "kubeconfig": str(self.kubeconfig)}
         shipped["leaderElection"] = {"leaderElect": False}
         extender = shipped["extenders"][0]
@@ -266,26 +269,33 @@ async def scheduler_rows(
         async with open_kube_session(running.kubeconfig, KubeTimeouts(), "the benchmark's own") as session:
             objects = _Objects(session)
             await objects.make_nodes(SampleCluster(nodes=nodes))
-            plain, extended = [], []
+            plain, extended, partial = [], [], []
             for _ in range(rounds):
                 plain.append(await _one_run(running, objects, pods, None))
                 extended.append(await _one_run(running, objects, pods, options))
+                partial.append(await _one_run(running, objects, pods, options, is_partial=True))
     except AgentError as error:
         raise RuntimeError(str(error)) from error
     finally:
         await running.stop()
+    goal = sorted(run.pods_per_s for run in plain)[rounds // 2]
     return [
         *_rows(f"{nodes:,} nodes, plain", plain),
-        *_rows(f"{nodes:,} nodes, extender", extended, sorted(run.pods_per_s for run in plain)[rounds // 2]),
+        *_rows(f"{nodes:,} nodes, extender", extended, goal),
+        *_rows(f"{nodes:,} nodes, extender, a part of the nodes", partial, goal),
     ]
 
 
-async def _one_run(running: _Programs, objects: _Objects, pods: int, options: Sequence[str] | None) -> _Run:
+async def _one_run(
+    running: _Programs, objects: _Objects, pods: int, options: Sequence[str] | None, *, is_partial: bool = False
+) -> _Run:
     """With the extender where `options` are given."""
     run = _Run(load=os.getloadavg()[0])
     await objects.make_pods(pods)
     port = await running.start_extender(options) if options is not None else None
-    configuration = running.plain_configuration() if port is None else running.extended_configuration(port)
+    configuration = (
+        running.plain_configuration() if port is None else running.extended_configuration(port, is_partial=is_partial)
+    )
     metrics = await running.start_scheduler(configuration)
     before: dict[str, float] = {}
     try:

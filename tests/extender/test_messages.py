@@ -201,6 +201,32 @@ def test_the_models_that_a_pod_names_are_read_from_its_spec(spec: dict[str, Any]
     assert host_request(read_pod_json(undecoded(raw)).spec, "model").models == models
 
 
+_TERMS = {"preferredDuringSchedulingIgnoredDuringExecution": [{"weight": 1}]}
+_REQUIRED = {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": []}}
+
+
+@pytest.mark.parametrize(
+    ("spec", "prefers"),
+    [
+        ({}, False),
+        ({"affinity": None, "topologySpreadConstraints": None}, False),
+        ({"affinity": {"nodeAffinity": _REQUIRED, "podAffinity": None}}, False),
+        ({"affinity": {"nodeAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": []}}}, False),
+        ({"topologySpreadConstraints": [{"maxSkew": 1, "whenUnsatisfiable": "DoNotSchedule"}]}, False),
+        ({"affinity": {"nodeAffinity": _REQUIRED, "podAntiAffinity": _TERMS}}, True),
+        ({"affinity": {"podAffinity": _TERMS}}, True),
+        ({"topologySpreadConstraints": [{"whenUnsatisfiable": "ScheduleAnyway"}]}, True),
+        ({"affinity": "unreadable"}, True),
+    ],
+)
+def test_a_pods_own_preferences_are_seen(spec: dict[str, Any], prefers: bool) -> None:
+    """What it requires is no preference: kube-scheduler has decided on that before it asks."""
+    pod = raw_pod("a", (30, 4))
+    pod["spec"] |= spec
+    content = json.dumps({"Pod": pod, "Nodes": None, "NodeNames": ["n"]}).encode()
+    assert parse_nodes_args(content, NAMES).prefers_nodes is prefers
+
+
 @given(JSON)
 def test_the_quick_look_never_overlooks_a_pod(raw: Any) -> None:
     """It says no only where the full reading finds no request of ours."""

@@ -137,6 +137,31 @@ async def test_a_pod_that_asks_for_nothing_of_ours_is_bound_anywhere() -> None:
         assert "is on node node-without-cards already" in await asker.bind(pod, "n1")
 
 
+PREFERENCE = {"nodeAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": [{"weight": 1, "preference": {}}]}}
+
+
+async def test_filter_answers_the_best_of_many_nodes() -> None:
+    """kube-scheduler scores what it is answered, so a pod that prefers nodes by itself gets all; and it reads the reasons
+    only where no node is left."""
+    nodes = [raw_node(f"n{number}") for number in range(5)]
+    async with fake_cluster(*nodes, pods=[]) as cluster:
+        for number, cores in ((1, 30), (3, 20), (4, 90)):
+            holds(cluster, f"n{number}", (f"uid-{number}", 0, cores, 4), (f"uid-other-{number}", 1, cores, 4))
+        async with running_extender(cluster, most_fitting_nodes=2) as asker:
+            names = ["n4", "n3", "n2", "n1", "n0"]
+            answer = await asker.filter(raw_pod("a", (30, 4)), names)
+            assert (answer["NodeNames"], answer["FailedNodes"]) == (["n1", "n3"], {}), "the fullest where it fits"
+            preferring = raw_pod("b", (30, 4))
+            preferring["spec"]["affinity"] = PREFERENCE
+            answer = await asker.filter(preferring, names)
+            assert (answer["NodeNames"], answer["FailedNodes"]) == (["n3", "n2", "n1", "n0"], {})
+            answer = await asker.filter(raw_pod("c", (300, 0)), names)
+            assert (answer["NodeNames"], sorted(answer["FailedAndUnresolvableNodes"])) == ([], sorted(names))
+        async with running_extender(cluster, most_fitting_nodes=0) as asker:
+            answer = await asker.filter(raw_pod("a", (30, 4)), names)
+            assert (answer["NodeNames"], list(answer["FailedNodes"])) == (["n3", "n2", "n1", "n0"], ["n4"])
+
+
 async def test_bind_annotates_and_binds() -> None:
     """The pod gets gpu-admission's annotations with its node; the answer has no error."""
     pod = raw_pod("a", (30, 4), (100, 0), (0, 0))
