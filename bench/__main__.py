@@ -1,4 +1,4 @@
-"""`python -m bench [--quick] [--extender | --cluster] [--json FILE]`: measures, and prints the table.
+"""`python -m bench [--quick] [--extender | --cluster | --scheduler DIR] [--json FILE]`: measures, and prints the table.
 
 Exit code 0, also where a target is missed: the table says so. 1 where something could not be measured.
 """
@@ -182,14 +182,13 @@ async def _measure_scheduler(extent: Extent, options: argparse.Namespace) -> lis
     rows = []
     with tempfile.TemporaryDirectory(prefix="gsb", dir="/tmp") as state:
         for nodes in map(int, options.nodes.split(",")):
-            _say(
-                f"{extent.scheduler_rounds} times {extent.scheduler_pods} pods on {nodes} nodes, plain and with the extender"
-            )
+            pods = options.pods or extent.scheduler_pods
+            _say(f"{nodes} nodes, {pods} pods, {extent.scheduler_rounds} times plain, with the extender, and on a part")
             rows += await scheduler_rows(
                 options.scheduler,
                 Path(state) / "cluster",
                 nodes=nodes,
-                pods=options.pods or extent.scheduler_pods,
+                pods=pods,
                 rounds=extent.scheduler_rounds,
                 options=options.extender_options.split(),
             )

@@ -131,7 +131,7 @@ class ClusterState:
         self._answers: OrderedDict[Signature, _Answers] = OrderedDict()
         self._costs: OrderedDict[PodKind, _Costs] = OrderedDict()
         self._quota_kinds: dict[str, tuple[str, str]] = {}
-        self._distinct_kinds: set[tuple[str, str]] | None = None
+        self._distinct_kinds: list[tuple[str, str]] | None = None
         """Model and pool by node: a quota tells nodes apart by these two alone."""
         self._learnt = LearntPods()
         self._typical: TypicalPods | None = None
@@ -205,7 +205,7 @@ class ClusterState:
         # evict pods of other namespaces frees none of this one's quota.
         if self._distinct_kinds is None:
             # A few, of thousands of nodes, whose kinds seldom change.
-            self._distinct_kinds = set(self._quota_kinds.values())
+            self._distinct_kinds = list(dict.fromkeys(self._quota_kinds.values()))
         if over := self._over_quota(pod, self._distinct_kinds):
             kinds = self._quota_kinds
             answer.unresolvable = {name: over[kinds[name]] for name in asked if kinds.get(name) in over}

@@ -312,6 +312,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "xids": _xids,
     "measured_agent": lambda: _benchmark("agent"),
     "measured_extender": lambda: _benchmark("extender"),
+    "measured_scheduler": lambda: _benchmark("scheduler"),
     "containers": lambda: _metrics("gpushare_container_", frozenset(("namespace", "pod", "container", "node"))),
     "gpus": lambda: _metrics("gpushare_card_", frozenset(("uuid", "gpu", "node"))),
     "agent": lambda: _metrics("gpushare_"),
