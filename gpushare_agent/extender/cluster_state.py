@@ -36,7 +36,7 @@ from gpushare_agent.model.names import PodUid
 from gpushare_agent.model.pods import HostRequest, Pod
 from gpushare_agent.model.resources import NOTHING, request_of
 from gpushare_agent.placement import GpuAccount, validate_request
-from gpushare_agent.placement.fragmentation import PodKind, TypicalPods
+from gpushare_agent.placement.fragmentation import KindCosts, PodKind, TypicalPods
 from gpushare_agent.placement.gpu_account import describe_request
 from gpushare_agent.placement.place import SharePolicy
 
@@ -169,7 +169,7 @@ class ClusterState:
         elif pod.node_name:
             old = self._ledger.reservation(pod.uid)
             self._ledger.put_bound(pod, now)
-            if signature := signature_of(pod, self._policy.names):
+            if self._policy.node_policy == "fgd" and (signature := signature_of(pod, self._policy.names)):
                 self._learnt.put(pod.uid, kind_of(signature, pod.host_request, self._policy.names))
             self._notify(old, self._ledger.reservation(pod.uid))
 
@@ -240,7 +240,7 @@ class ClusterState:
         signature = signature_of(pod, self._policy.names)
         if not signature or self._invalid(pod):
             return [None] * len(names)
-        answers, typical = (yield from self._answers_steps(pod, signature, names)), self.typical
+        answers, typical = (yield from self._answers_steps(pod, signature, names)), self.renew_typical()
         fitting = answers.fitting
         if typical is None:
             return [fitting.get(name) for name in names]
@@ -248,7 +248,7 @@ class ClusterState:
         known = _recent(self._costs, kind)
         if known is None:
             known = _kept(self._costs, kind, _Costs(set(self._ledger.names())))
-        of_node, outdated = known.of_node, known.outdated
+        of_node, outdated, of_kind = known.of_node, known.outdated, KindCosts(typical, kind)
         work = 0
         for name in [name for name in names if name in outdated and name in fitting]:
             if work >= WORK_OF_A_STEP:
@@ -257,20 +257,22 @@ class ClusterState:
             work += 1
             if (ledger := self._ledger.node(name)) is not None:
                 outdated.discard(name)
-                of_node[name] = typical.cost(ledger.free, kind).cost
+                of_node[name] = of_kind.of(ledger.free)
         return [of_node.get(name) if name in fitting else None for name in names]
 
-    @property
-    def typical(self) -> TypicalPods | None:
-        """The pods that usually come, None where the policy is not fgd, or no pod was seen: then nodes are chosen by
-        fullness, which is binpack."""
-        if self._policy.node_policy != "fgd":
-            return None
+    def renew_typical(self) -> TypicalPods | None:
+        """The pods that usually come, as the counts have them by now. None where the policy is not fgd, or hardly a pod was
+        seen: then nodes are chosen by fullness, which is binpack."""
         typical = self._learnt.typical(self._supply)
         if typical is not self._typical:
             self._typical = typical
             self._costs.clear()
         return typical
+
+    @property
+    def typical(self) -> TypicalPods | None:
+        """Those by which nodes were chosen last; to read them changes nothing."""
+        return self._typical
 
     def _supply(self) -> dict[str, int]:
         supply: dict[str, int] = {}

@@ -126,8 +126,8 @@ def test_a_pod_over_its_quota_starts_when_it_is_raised(
 
 
 class Nodes:
-    """Objects of nodes that no kubelet runs, for pods with this label in their nodeSelector, whose value is the `group`: pods
-    are bound to them, none runs there."""
+    """Objects of nodes that no kubelet runs, for pods with this label in their nodeSelector, whose value is the `group`:
+    pods are bound to them, none runs there."""
 
     LABEL = "gpushare-agent-e2e/without-kubelet"
 

@@ -345,7 +345,7 @@ def test_what_a_node_has_left_is_what_fgd_has_reckoned_with(
     blocks = 96 * cores // 100
     asking = pod("p", container(cores=cores, blocks=max(1, blocks) if cores < 100 else 0), node_name="")
     asking = replace(asking, host_request=HostRequest(*host))
-    ledger, typical = cluster.node_ledger("a"), cluster.typical
+    ledger, typical = cluster.node_ledger("a"), cluster.renew_typical()
     if not cluster.filter(asking, ["a"]).fitting:
         return
     assert ledger is not None and typical is not None
@@ -698,7 +698,7 @@ class FgdAnswers(Answers):
                 cores = (30, 60, 100)[number % 3]
                 owner = share(f"usual-{number}", cores, 0 if cores == 100 else 10)
                 one.put_pod(replace(on(owner, "away"), host_request=HostRequest(cpu_milli=500, memory_mib=64)), 0.0)
-            assert one.typical is not None
+            assert one.renew_typical() is not None
 
 
 def test_cpus_that_another_pod_takes_change_the_cost() -> None:
