@@ -13,6 +13,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from types import ModuleType
@@ -51,6 +52,8 @@ from tests.observability.support_usage import (
     process,
     snapshot,
 )
+from tests.promises.promise import tables
+from tests.promises.sources import SOURCES
 from tests.support_core import mig_instance
 
 ROOT = Path(__file__).parents[2]
@@ -321,6 +324,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "isolations": isolations,
     "commands": _commands,
     "nvidia_options": _nvidia_options,
+    **{f"promises_{name}": partial(tables, promises) for name, promises in SOURCES.items()},
 }
 
 
@@ -336,8 +340,12 @@ PAGES: dict[str, Callable[[str], str]] = {
     "docs/reference/isolations.md": _filled,
     "docs/reference/cli.md": _filled,
     "docs/reference/extender.md": _filled,
+    "docs/how-to/migrate-from-gpu-manager.md": _filled,
     "docs/reference/measurements.md": _filled,
     "docs/how-to/migrate-from-nvidia.md": _filled,
+    "docs/how-to/migrate-from-hami.md": _filled,
+    "docs/how-to/migrate-from-vgpu-manager.md": _filled,
+    "docs/how-to/serve-gpu-mem.md": _filled,
     "charts/gpushare-agent/README.md": lambda text: str(chart_table().readme_with_table(text)),
     "charts/gpushare-agent/values.schema.json": _schema_with_settings,
 }
