@@ -123,7 +123,7 @@ class _Extender:
 async def _extender(server: ClusterServer, state: Path) -> AsyncIterator[_Extender]:
     kubeconfig, log_path = state / "kubeconfig", state / "extender.log"
     kubeconfig.write_text(_kubeconfig(server.port))
-    port = _free_port()
+    port = free_port()
     command = [
         *(sys.executable, "-m", "gpushare_agent", "extender", "--kubeconfig", str(kubeconfig)),
         *("--extender.addr", "127.0.0.1", "--extender.port", str(port), "--extender.leader-elect=false"),
@@ -138,10 +138,10 @@ async def _extender(server: ClusterServer, state: Path) -> AsyncIterator[_Extend
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=30)) as http:
             yield _Extender(process, log_path, port, http)
     finally:
-        await _end(process)
+        await end_process(process)
 
 
-async def _end(process: asyncio.subprocess.Process) -> None:
+async def end_process(process: asyncio.subprocess.Process) -> None:
     if process.returncode is not None:
         return
     process.send_signal(signal.SIGTERM)
@@ -224,7 +224,7 @@ def _kubeconfig(port: int) -> str:
     return json.dumps(document)
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
