@@ -57,9 +57,9 @@ def sandbox(session: nox.Session) -> None:
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """Pass the default tests on the Python that runs nox: all but those of slow, browser, containers, isolation and e2e."""
+    """Pass the default tests on the Python that runs nox: all without a session of their own below."""
     session.install(".[dev]")
-    _pytest(session, "not slow and not browser and not containers and not isolation and not e2e")
+    _pytest(session, "not slow and not browser and not containers and not isolation and not suites and not e2e")
 
 
 def _pytest(session: nox.Session, marks: str) -> None:
@@ -115,6 +115,14 @@ def e2e(session: nox.Session) -> None:
     more options in docs/how-to/test-your-cluster.md. Skipped with the reason without a cluster."""
     session.install(".[dev,isolation]")  # the fake driver's headers
     session.run("python", "-m", "pytest", "-m", "e2e", "tests/e2e", *session.posargs)
+
+
+@nox.session
+def suites(session: nox.Session) -> None:
+    """Pass suites of other projects, each skipped with the reason where no variable names its folder: MOKKA, SMI_CAPTURES
+    (tests/gpus/test_mokka.py), GFD_EXPECTED_OUTPUTS (tests/cluster/test_feature_labels.py)."""
+    session.install(".[dev]")
+    session.run("python", "-m", "pytest", "-m", "suites", *session.posargs)
 
 
 @nox.session(name="tests-on", python=["3.11", "3.12", "3.13"])

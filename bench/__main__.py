@@ -1,4 +1,4 @@
-"""`python -m bench [--quick] [--extender | --cluster] [--json FILE]`: measures, and prints the table.
+"""`python -m bench [--quick] [--extender | --cluster | --beside PLUGIN] [--json FILE]`: measures, and prints the table.
 
 Exit code 0, also where a target is missed: the table says so. 1 where something could not be measured.
 """
@@ -17,6 +17,7 @@ from pathlib import Path
 from rich.console import Console
 
 from bench.admissions import admit_pods, burst_row, empty_rows, filled_rows
+from bench.beside import beside_rows
 from bench.extender import extender_rows
 from bench.lifecycle import again_rows, idle_rows, start_rows
 from bench.node import PODS, open_node
@@ -72,6 +73,9 @@ def main() -> int:
     parser.add_argument(
         "--cluster", action="store_true", help="measure the agent of a real cluster instead, named by KUBECONFIG"
     )
+    parser.add_argument(
+        "--beside", metavar="PLUGIN", help="measure in turns with this device plugin's program; as root"
+    )
     parser.add_argument("--node", help="of the cluster, where several have an agent")
     parser.add_argument("--pod-image", default="busybox:1.35", help="of the cluster's pods: with sleep (%(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the measurements there")
@@ -96,6 +100,8 @@ async def _chosen(options: argparse.Namespace, extent: Extent) -> list[Row]:
         return await _measure_extender(extent)
     if options.cluster:
         return await _measure_cluster(extent, options.node, options.pod_image)
+    if options.beside is not None:
+        return await _measure_beside(extent, options.beside)
     return await _measure(extent)
 
 
@@ -168,6 +174,17 @@ async def _measure_cluster(extent: Extent, node: str | None, image: str) -> list
     node, rows = await cluster_rows(node=node, image=image, singles=extent.cluster_pods, burst=extent.cluster_burst)
     _say(f"measured on node {node}")
     return rows
+
+
+async def _measure_beside(extent: Extent, command: str) -> list[Row]:
+    _say(f"in turns with {command}")
+    return await beside_rows(
+        command,
+        starts=extent.starts,
+        admissions=extent.empty,
+        settle_s=extent.settle_s,
+        idle_s=extent.idle_s,
+    )
 
 
 def _reason(error: BaseException) -> str:

@@ -30,13 +30,15 @@ _CALLS_PER_S, _BURST = 100.0, 10.0
 
 @dataclass(slots=True, kw_only=True)
 class Plugin:
-    """One registered plugin. Times are of time.perf_counter, `message` is its newest device list."""
+    """One registered plugin. Times are of time.perf_counter, `message` is its newest device list, `listed_at` the time
+    of the first one and `received_at` of this one."""
 
     resource: str
     connection: Http2Connection
     registered_at: float
     stream_opened_at: float = 0.0
     listed_at: float = 0.0
+    received_at: float = 0.0
     message: bytes = b""
     _devices: dict[str, Device] = field(default_factory=dict)
 
@@ -48,7 +50,8 @@ class Plugin:
         return self._devices
 
     def receive(self, message: bytes) -> None:
-        self.listed_at = self.listed_at or time.perf_counter()
+        self.received_at = time.perf_counter()
+        self.listed_at = self.listed_at or self.received_at
         self.message, self._devices = message, {}
 
 

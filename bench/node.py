@@ -39,10 +39,10 @@ class BenchNode:
     kubelet: BenchKubelet
     agent: BenchAgent
 
-    async def wait_registered(self, timeout_s: float = 20.0) -> None:
-        """Until both plugins are registered and have sent their lists. Raises RuntimeError with the agent's log."""
+    async def wait_registered(self, timeout_s: float = 20.0, resources: tuple[str, ...] = RESOURCES) -> None:
+        """Until their plugins are registered and have sent their lists. Raises RuntimeError with the agent's log."""
         try:
-            await self.kubelet.wait(RESOURCES, timeout_s)
+            await self.kubelet.wait(resources, timeout_s)
         except TimeoutError:
             text = f"the agent is not registered after {timeout_s:g} s; its log:\n{self.agent.log_tail()}"
             raise RuntimeError(text) from None

@@ -57,11 +57,11 @@ async def nvml_idle_rows(settle_s: float, window_s: float) -> list[Row]:
     """None without a C compiler. Raises CalledProcessError where the fake library cannot be built."""
     if shutil.which("cc") is None:
         return []
-    with _fake_library() as library:
+    with fake_library() as library:
         async with AsyncExitStack() as stack:
             nodes = []
             for name, pods in (("empty", 0), ("filled", PODS)):
-                (library / name).write_text(_script(pods))
+                (library / name).write_text(script_of(pods))
                 environment = {"LD_LIBRARY_PATH": str(library), "FAKE_NVML_SCRIPT": str(library / name)}
                 flags = {"driver": "nvml", "debug.addr": ""}
                 node = await stack.enter_async_context(open_node(flags=flags, environment=environment))
@@ -84,11 +84,11 @@ async def gpushare_rows(settle_s: float, window_s: float) -> list[Row]:
     """As `nvml_idle_rows`. Raises RuntimeError where containers were not told what the driver shows."""
     if shutil.which("cc") is None:
         return []
-    with _fake_library() as library:
+    with fake_library() as library:
         async with AsyncExitStack() as stack, asyncio.TaskGroup() as group:
             nodes = []
             for name in ("none", "computing"):
-                (library / name).write_text(_script(PODS, _COMPUTING_PROCESSES, sampled=name == "computing"))
+                (library / name).write_text(script_of(PODS, _COMPUTING_PROCESSES, sampled=name == "computing"))
                 environment = {"LD_LIBRARY_PATH": str(library), "FAKE_NVML_SCRIPT": str(library / name)}
                 flags = {"driver": "nvml", "debug.addr": "", "libgpushare.library": library / "libnvidia-ml.so.1"}
                 node = await stack.enter_async_context(
@@ -175,14 +175,14 @@ async def _shares_of_a_core(nodes: list[BenchNode], window_s: float) -> list[flo
 
 
 @contextmanager
-def _fake_library() -> Iterator[Path]:
+def fake_library() -> Iterator[Path]:
     with TemporaryDirectory(prefix="gsb", dir="/tmp") as directory:
         command = ["cc", "-shared", "-fPIC", "-pthread", "-o", f"{directory}/libnvidia-ml.so.1", str(_SOURCE)]
         subprocess.run(command, check=True)  # noqa: S603 - a constant
         yield Path(directory)
 
 
-def _script(pods: int, processes: int = PROCESSES, *, sampled: bool = False) -> str:
+def script_of(pods: int, processes: int = PROCESSES, *, sampled: bool = False) -> str:
     """The machine of bench/node.py as tests/native/fake_nvml.c reads it, with the processes of its pods."""
     lines = [f"count {GPUS}"]
     for gpu in range(GPUS):
@@ -190,6 +190,7 @@ def _script(pods: int, processes: int = PROCESSES, *, sampled: bool = False) -> 
         lines += [
             f"GPU {gpu} {uuid} {gpu} {bus_id} {GPU_MEMORY_MIB} 0 NVIDIA A100-SXM4-80GB",
             f"value utilization {gpu} 50 20",
+            f"value capability {gpu} 8 0",
         ]
     firsts = [(n % GPUS, FIRST_PID + PROCESSES * n) for n in range(pods)]
     lines += [f"processes compute {gpu} {first} {processes} 1000000" for gpu, first in firsts]

@@ -153,6 +153,10 @@ class AllocationCache:
         add_charges(found, {gpu: net.grown() for gpu, net in self._net(without).items()})
         return found
 
+    def charges_of_pod(self, uid: PodUid) -> Mapping[GpuUuid, Charge]:
+        """What is allocated to a pod, of each GPU; valid until the next change."""
+        return self._of_pod.get(uid, {})
+
     def charges_for_growth(self) -> dict[GpuUuid, Charge]:
         """The same as `charges`, but the part of a GPU that shares have given back counts as free. For growth only: the
         kubelet still counts its IDs as taken."""

@@ -149,6 +149,7 @@ class _Gpu(Struct):
     uuid: str
     name: str
     cordoned: object = None
+    would_be_healthy: object = None
     numa: object = None
     links: object = None
     mig: _Mig | UnsetType = UNSET
@@ -169,6 +170,7 @@ def _gpu(raw: object, position: int) -> GpuReport:
         memory_mib=gpu.memory_mib,
         is_healthy=gpu.is_healthy,
         cordoned=why or ("cordoned" if gpu.cordoned else ""),
+        would_be_healthy=gpu.would_be_healthy is True,
         # Placement does without the NUMA node and the links: a report is not refused for them.
         numa=gpu.numa if is_count(gpu.numa, _MAX_NUMA) else None,
         links=_words(gpu.links),
@@ -233,11 +235,13 @@ def allocations_by_pod(
     pod_of: Callable[[PodUid], Pod | None],
     names: ResourceNames,
     resized: Mapping[ContainerKey, Charge] = MappingProxyType({}),
+    charged: Callable[[PodUid], Mapping[GpuUuid, Charge]] | None = None,
 ) -> list[AllocatedTo]:
     """The pods with allocations whose admission is over, sorted by UID.
 
     Replicas under NVIDIA's names are counted in cores and blocks, a part of one as one. `resized` has how much more or less
-    than its allocation is charged for a container that was resized.
+    than its allocation is charged for a container that was resized. `charged` has the sums of `charges_of` by pod, where
+    somebody keeps them.
     """
     allocations = list(allocations)
     shown = _reported_resizes(allocations, resized)
@@ -251,7 +255,7 @@ def allocations_by_pod(
         # Containers are admitted one by one: the scheduler would think the rest of the pod's GPUs free.
         if not _is_admitted(pod, own, names):
             continue
-        charges = charges_of(own)
+        charges = charges_of(own) if charged is None else dict(charged(uid))
         for one in own:
             # Only shares are resized, and a share is on one GPU.
             add_charges(charges, {gpu: shown.get(one.key, NO_CHARGE) for gpu in one.gpus[:1]})

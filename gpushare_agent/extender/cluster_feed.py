@@ -75,6 +75,8 @@ class PodsFeed(Handler):
         self._quota = quota
         self._leads = leads
         self._clock = clock
+        self.on_scheduled: Callable[[Pod], None] = lambda pod: None
+        """Told of a pod that had no node, once it has one."""
         self._unscheduled: dict[PodUid, Pod] = {}
         self._foreign: dict[PodUid, None] = {}
         self._logged_at: dict[PodUid, float] = {}
@@ -117,7 +119,8 @@ class PodsFeed(Handler):
         if not pod.containers:
             return self._put_other(read)
         if pod.node_name:
-            self._unscheduled.pop(pod.uid, None)
+            if self._unscheduled.pop(pod.uid, None) is not None:
+                self.on_scheduled(pod)
         else:
             self._unscheduled[pod.uid] = pod
         # The quota first: ClusterState tells it of the reservation, which it counts by the pod.

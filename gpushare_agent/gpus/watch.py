@@ -1,4 +1,4 @@
-"""Polls the driver for the GPUs and for its events, and applies both to the inventory.
+"""Polls the driver for the GPUs, waits for its events, and applies both to the inventory.
 
 One GPU that fails becomes Unhealthy with its reason and the others stay; a driver that cannot be read makes all GPUs
 Unhealthy; both recover without an operator (health.py). A serious event counts before the next poll: a GPU
@@ -34,14 +34,17 @@ NO_GPUS_PERIOD_S = 30.0
 """Between two polls of a node without a readable driver."""
 EVENT_BACKOFF_MAX_S = 30.0
 MIN_PAUSE_S = 0.01
+EVENT_PAUSE_S = 0.05
+"""After events: a program can cause Xids without end."""
 
 
 class GpuDriver(Protocol):
     async def read(self) -> GpuInventory:
         """Every GPU. Raises Unavailable where the driver cannot be read."""
 
-    async def events(self) -> list[GpuEvent]:
-        """Events since the last call, oldest first, at most 1,024. Does not wait for one. Raises Unavailable."""
+    async def events(self, wait_s: float) -> list[GpuEvent]:
+        """Events since the last call, oldest first, at most 1,024. Without any it waits up to `wait_s` for the first one,
+        where the driver can wait. Raises Unavailable."""
 
     async def sample(self) -> DriverSample:
         """What the GPUs and the processes on them use. Raises Unavailable."""
@@ -50,7 +53,7 @@ class GpuDriver(Protocol):
 
 
 class GpuWatch(Struct, eq=False):
-    """`period_s` between two polls, `event_period_s` between two fetches of events. Polls never overlap."""
+    """`period_s` between two polls, `event_period_s` is the longest wait for events. Polls never overlap."""
 
     driver: GpuDriver
     inventory: GpuInventoryState
@@ -93,9 +96,9 @@ class GpuWatch(Struct, eq=False):
                 self._log_found(before)
 
     async def fetch_events(self) -> float:
-        """Applies the events since the last fetch; returns the time to wait before the next one, seconds."""
+        """Applies the events since the last fetch; returns the time from its start to the next one, seconds."""
         try:
-            events = await self.driver.events()
+            events = await self.driver.events(self.event_period_s)
         except AgentError as e:
             self.metrics.driver_error("events_failed")
             self._event_failures += 1
@@ -109,14 +112,17 @@ class GpuWatch(Struct, eq=False):
         if self._event_failures:
             log.info("gpu_events_back", failures=self._event_failures)
             self._event_failures = 0
-        if events:
-            self._note(events)
-        return self.event_period_s
+        if not events:
+            return self.event_period_s
+        self._note(events)
+        return EVENT_PAUSE_S
 
     async def _run_events(self) -> NoReturn:
         while True:
+            started_at = time.monotonic()
             delay_s = await self.fetch_events()
-            await asyncio.sleep(delay_s)
+            # The driver has waited for them as a rule; one that cannot wait answers at once.
+            await asyncio.sleep(max(started_at + delay_s - time.monotonic(), MIN_PAUSE_S))
 
     def _pause_s(self) -> float:
         # Seldom: a node without a driver may wait for one for days.

@@ -185,8 +185,8 @@ class MigReport(Struct, frozen=True, kw_only=True):
 
 class GpuReport(Struct, frozen=True, kw_only=True):
     """One GPU, or one MIG instance, as its node reports it. `mig` is None unless it is an instance. `cordoned` is why an
-    operator took it out of service, empty where nobody did; `links` has nvidia-smi's abbreviation for each GPU of the list,
-    and is empty where that is not known."""
+    operator took it out of service, empty where nobody did, and `would_be_healthy` that nothing else is wrong with it.
+    `links` has nvidia-smi's abbreviation for each GPU of the list, and is empty where that is not known."""
 
     index: int
     uuid: GpuUuid
@@ -194,6 +194,7 @@ class GpuReport(Struct, frozen=True, kw_only=True):
     name: str = ""
     is_healthy: bool = True
     cordoned: str = ""
+    would_be_healthy: bool = False
     numa: int | None = None
     links: tuple[str, ...] = ()
     mig: MigReport | None = None

@@ -28,6 +28,10 @@ from gpushare_agent.settings.values import (
 class ResourceSettings(Section):
     """The extended resources that the node offers."""
 
+    enabled: bool = Field(
+        default=True,
+        description="Offer vcore and vmemory. false: for nodes that serve NVIDIA's names, GPUShare's or claims alone.",
+    )
     vcore: ResourceName = Field(
         default=VCORE_RESOURCE,
         description="Resource with the unit 1/100 of a GPU's compute.",
@@ -74,9 +78,10 @@ class KubeletSettings(Section):
         default=Path("/var/lib/kubelet/device-plugins"),
         description="Directory of kubelet.sock and of the agent's sockets.",
     )
-    pod_resources_socket: GivenPath = Field(
+    pod_resources_socket: OptionalPath = Field(
         default=Path("/var/lib/kubelet/pod-resources/kubelet.sock"),
-        description="Socket of the PodResources API.",
+        description="Socket of the PodResources API. Empty: pods are identified by the API server alone, and refused where"
+        " two that wait ask for the same.",
     )
     api_address: str = Field(
         default="",

@@ -42,7 +42,7 @@ class ExtenderSettings(Section):
     config: OptionalPath = Field(
         default=None,
         description="gpu-admission's configuration file (JSON). It replaces quota_name, quota_namespace, model_label and "
-        "pool_label. Empty: none.",
+        "pool_label. Empty: /etc/kubernetes/gpu-admission.config where it is there.",
     )
     quota_name: _Name = Field(
         default="gpuquota",
@@ -63,8 +63,8 @@ class ExtenderSettings(Section):
     )
     claims_webhook: Literal["off", "open", "certificate"] = Field(
         default="off",
-        description="Answer POST /mutate-pods (docs/how-to/turn-limits-into-claims.md). open: every client. certificate: "
-        "clients of client_ca. Both need TLS.",
+        description="Answer POST /mutate-pods and /translate-pods (docs/how-to/turn-limits-into-claims.md). open: every "
+        "client. certificate: clients of client_ca. Both need TLS.",
     )
     max_body_mib: Count = Field(
         default=8,

@@ -49,7 +49,7 @@ class HealthSettings(Section):
         default=1.0,
         ge=0.05,
         le=60,
-        description="Period of fetching the driver's events (Xid errors, ECC).",
+        description="Longest wait for an event of the driver (Xid error, ECC), which ends it. Period of simulated ones.",
     )
     ignored_xids: Xids = Field(
         # NVIDIA's device plugin ignores the same: errors of a program, not of the GPU.

@@ -190,7 +190,9 @@ class Node(RuleBasedStateMachine):
         """What the node's object says of the pods adds up to what new containers see as used."""
         if not self.kubelet or any(self.cache.get(key) is None for key in self.kubelet):
             return
-        pods = allocations_by_pod(self.cache, GPUS.gpus, lambda uid: None, NAMES, self.cache.charge_differences())
+        differences, charged = self.cache.charge_differences(), self.cache.charges_of_pod
+        pods = allocations_by_pod(self.cache, GPUS.gpus, lambda uid: None, NAMES, differences)
+        assert pods == allocations_by_pod(self.cache, GPUS.gpus, lambda uid: None, NAMES, differences, charged)
         for position, used in enumerate((used_cores(self.cache), used_blocks(self.cache))):
             for gpu in GPUS.gpus:
                 shown = sum((*one.gpus.get(gpu.index, ()), 0, 0)[position] for one in pods)

@@ -1,10 +1,13 @@
 """The labels of GPU Feature Discovery: its values, and what is left alone where it runs itself.
 
-Golden values: worked out from internal/lm of k8s-device-plugin v0.20.0.
+Golden values: worked out from internal/lm of k8s-device-plugin v0.20.0. EXPECTED has the names of its own suite
+(tests/expected-output*.txt), and GFD_EXPECTED_OUTPUTS may name the folder of those files, to be matched as that suite does.
 """
 
 from __future__ import annotations
 
+import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -315,6 +318,63 @@ def test_strategy_none_shows_a_divided_gpu_without_replicas() -> None:
     assert labels(FIRST, count=4) == WHOLE | CAPABLE | of_gpu({"count": "1", "replicas": "0"})
 
 
+_OF_ALL = {
+    *(f"cuda.driver.{part}" for part in ("major", "minor", "rev")),
+    *(f"cuda.driver-version.{part}" for part in ("major", "minor", "revision", "full")),
+    *(f"cuda.runtime.{part}" for part in ("major", "minor")),
+    *(f"cuda.runtime-version.{part}" for part in ("major", "minor", "full")),
+    *("gfd.timestamp", "gpu.machine", "gpu.count", "gpu.replicas", "gpu.sharing-strategy", "gpu.product", "gpu.memory"),
+    *("gpu.family", "gpu.mode", "gpu.compute.major", "gpu.compute.minor", "mig.capable", "mps.capable"),
+}
+_OF_INSTANCES = {
+    *("multiprocessors", "engines.copy", "engines.decoder", "engines.encoder", "engines.jpeg", "engines.ofa"),
+    *("slices.gi", "slices.ci"),
+}
+_OF_PROFILE = {"product", "count", "replicas", "sharing-strategy", "memory", *_OF_INSTANCES}
+_DIVIDED = (instance(FIRST, 0, "3g.20gb"), instance(FIRST, 1, "3g.20gb"))
+EXPECTED: dict[str, tuple[dict[str, str], set[str]]] = {
+    "expected-output.txt": (labels(gpu(0)), _OF_ALL),
+    "expected-output-mig-none.txt": (labels(FIRST), _OF_ALL),
+    "expected-output-mig-single.txt": (
+        labels(*_DIVIDED, divided=(FIRST,), mig_strategy="single"),
+        _OF_ALL | {"mig.strategy"} | {f"gpu.{name}" for name in _OF_INSTANCES},
+    ),
+    "expected-output-mig-mixed.txt": (
+        labels(*_DIVIDED, divided=(FIRST,), mig_strategy="mixed"),
+        _OF_ALL | {"mig.strategy"} | {f"mig-3g.20gb.{name}" for name in _OF_PROFILE},
+    ),
+    "expected-output-vgpu.txt": (
+        labels(gpu(0), pci_configurations=(configuration(VGPU),)),
+        {"vgpu.present", "vgpu.host-driver-version", "vgpu.host-driver-branch"},
+    ),
+}
+"""By file of NVIDIA's suite: what is written of such a node, and the names that the file has, without `nvidia.com/`."""
+
+
+def _lines(name: str) -> list[str]:
+    """As NVIDIA's suite divides them: a file is of vGPUs, or of everything else."""
+    written, _ = EXPECTED[name]
+    return [f"{key}={value}" for key, value in written.items() if ("vgpu" in key) == ("vgpu" in name)]
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_the_names_are_those_of_nvidias_suite(name: str) -> None:
+    """All of them and no others."""
+    assert {line.partition("=")[0] for line in _lines(name)} == {f"nvidia.com/{one}" for one in EXPECTED[name][1]}
+
+
+@pytest.mark.suites
+@pytest.mark.parametrize("name", EXPECTED)
+def test_nvidias_expected_outputs(name: str) -> None:
+    """Each label matches a line, and each line is matched."""
+    if (folder := os.environ.get("GFD_EXPECTED_OUTPUTS")) is None:
+        pytest.skip("GFD_EXPECTED_OUTPUTS does not name the folder tests of NVIDIA's k8s-device-plugin")
+    patterns = [re.compile(line) for line in (Path(folder) / name).read_text().split()]
+    lines = _lines(name)
+    assert [line for line in lines if not any(pattern.search(line) for pattern in patterns)] == []
+    assert [one.pattern for one in patterns if not any(one.search(line) for line in lines)] == []
+
+
 class Node:
     """A node's object to which patches are applied."""
 
@@ -324,7 +384,7 @@ class Node:
 
     def reconcile(self, features: dict[str, str]) -> NodePatch:
         facts = node_facts(
-            inventory(gpu(0), gpu(1)), cordoned=frozenset(), memory_block_mib=256, label_prefix="gpushare-agent",
+            inventory(gpu(0), gpu(1)), cordoned={}, memory_block_mib=256, label_prefix="gpushare-agent",
             node_labels={}, features=features,
         )  # fmt: skip
         raw = {"metadata": {"labels": self.labels, "annotations": self.annotations}}

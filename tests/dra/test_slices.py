@@ -89,6 +89,15 @@ def test_the_order_is_the_schedulers_choice(order: str, names: list[int]) -> Non
     assert [one.name for one in devices(inventory(3), used, order=order)] == [f"gpu-{index}" for index in names]
 
 
+@pytest.mark.parametrize(("order", "names"), [("binpack", [1, 0]), ("spread", [0, 1])])
+def test_shares_of_memory_alone_count_for_the_order(order: str, names: list[int]) -> None:
+    """`cores: "0"`: else all of them would be on the first GPU under spread."""
+    found = inventory(2)
+    used = {GpuUuid("GPU-1"): Charge(blocks=8)}
+    made = slice_devices(found.gpus, found, used, {}, replace(POLICY, order=order))
+    assert [one.name for one in made] == [f"gpu-{index}" for index in names]
+
+
 def test_ill_and_cordoned_gpus_are_tainted_with_the_reason() -> None:
     found = inventory(3)
     ill = replace(found.gpus[1], health=Health.UNHEALTHY, unhealthy_reason="Xid 79: GPU has fallen off the bus!" * 3)

@@ -53,7 +53,7 @@ class ExtenderInstallation:
         images = [{"name": "gpushare-agent", **_named(self._image)}]
         self._apply("extender", images, components=["extender/components/claims-webhook"])
         text = WEBHOOK_GUIDE.read_text(encoding="utf-8")
-        (command,) = re.findall(r"^kubectl patch .*?(?=^```$)", text, re.DOTALL | re.MULTILINE)
+        (command,) = re.findall(r"^for n in .*?kubectl patch .*?(?=^```$)", text, re.DOTALL | re.MULTILINE)
         self._run(command)
         self._roll_out(NAME)
 

@@ -38,7 +38,7 @@ class ShownDriver:
             raise self.shown
         return self.shown
 
-    async def events(self) -> list[GpuEvent]:
+    async def events(self, wait_s: float = 0.0) -> list[GpuEvent]:
         self.fetches += 1
         self._changed.set()
         if self.events_fail is not None:

@@ -2,9 +2,9 @@
 
 Started by tests/gpus/support_nvml.py. Each line on stdin is a command, each answer one line of JSON: `read` answers the
 inventory, `sample` what is used (`sample_600` after 600 rounds more), `busy UUID…` who keeps GPUs busy, `events` what
-happened, each of them the error instead; `check_limits PATH MAY_SET` and `keep_limit UUID PATH MIB MAY_SET` (0 or 1) ask
-for a cgroup's memory limit; `held UUID…` names the GPUs that containers have; `threads` answers the number of NVML
-threads alive, `logged` the log's events so far, `close` nothing.
+happened (`wait_events` waits an hour for the first one), each of them the error instead; `check_limits PATH MAY_SET` and
+`keep_limit UUID PATH MIB MAY_SET` (0 or 1) ask for a cgroup's memory limit; `held UUID…` names the GPUs that containers
+have; `threads` answers the number of NVML threads alive, `logged` the log's events so far, `close` nothing.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ async def answer(driver: NvmlDriver, log: LogCapture, command: str) -> object:
     if command.startswith(("check_limits ", "keep_limit ")):
         return await limits(driver, command.split())
     name, *words = command.split()
-    calls = {"read": read, "sample": sample, "sample_600": sample_600, "events": events}
+    calls = {"read": read, "sample": sample, "sample_600": sample_600, "events": events, "wait_events": wait_events}
     call = partial(busy, uuids=words) if name == "busy" else calls[name]
     before = set(threading.enumerate())
     try:
@@ -95,9 +95,13 @@ async def limits(driver: NvmlDriver, words: list[str]) -> dict[str, Any] | None:
     return to_builtins(outcome)
 
 
-async def events(driver: NvmlDriver) -> list[dict[str, Any]]:
+async def wait_events(driver: NvmlDriver) -> list[dict[str, Any]]:
+    return await events(driver, 3600.0)
+
+
+async def events(driver: NvmlDriver, wait_s: float = 0.0) -> list[dict[str, Any]]:
     """Without the IDs of MIG instances where an event has none."""
-    found = [to_builtins(event) for event in await driver.events()]
+    found = [to_builtins(event) for event in await driver.events(wait_s)]
     return [{key: value for key, value in event.items() if value is not None or key == "uuid"} for event in found]
 
 

@@ -120,7 +120,11 @@ manifests/components/{{ . }}
 {{- define "gpushare-agent.set-nodes" -}}
 {{- $values := .root.Values -}}
 {{- $pod := .pod -}}
-{{- $_ := set $pod "nodeSelector" $values.nodeSelector -}}
+{{- /* The component gpushare takes nodes with GPUShare's label, too, unless the nodes are chosen. */ -}}
+{{- if or (not $pod.affinity) (ne (toJson $values.nodeSelector) (toJson (dict "nvidia-device-enable" "enable"))) -}}
+  {{- $_ := set $pod "nodeSelector" $values.nodeSelector -}}
+  {{- $_ := unset $pod "affinity" -}}
+{{- end -}}
 {{- $_ := set $pod "tolerations" $values.tolerations -}}
 {{- with $values.affinity }}{{ $_ := set $pod "affinity" . }}{{ end -}}
 {{- if $values.priorityClassName -}}

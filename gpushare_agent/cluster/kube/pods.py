@@ -1,9 +1,9 @@
 """A Pod from JSON, read once and never trusted: from the API server, the kubelet, the scheduler, an admission review.
 
-`PodJson` is the schema of all that is ever read of a pod, `parse_pod` makes of it what the agent stores, with bounds: the
-store has every pod of the node. A pod is refused as Corrupt, with the pod and the place, only where its identity or what it
-asks for cannot be read; anything else that is not as the Kubernetes API defines it, reads as absent. Format: Kubernetes
-core/v1 Pod.
+`PodJson` is the schema of all that is read of a pod, but for what kube-scheduler alone looks at (scheduling.py). `parse_pod`
+makes of it what the agent stores, with bounds: the store has every pod of the node. A pod is refused as Corrupt, with the
+pod and the place, only where its identity or what it asks for cannot be read; anything else that is not as the Kubernetes
+API defines it, reads as absent. Format: Kubernetes core/v1 Pod.
 """
 
 from __future__ import annotations

@@ -73,7 +73,13 @@ def slice_devices(
     offered = [gpu for gpu in gpus if capacity_mib(gpu, policy.block_mib)]
     # The scheduler takes the first device that fits: the order of the slice is the placement.
     sign = -1 if policy.order == "binpack" else 1
-    offered.sort(key=lambda gpu: (sign * charges.get(gpu.uuid, NO_CHARGE).cores, gpu.index))
+
+    def key(gpu: Gpu) -> tuple[int, int, int]:
+        # Memory too, for a share may take that alone (`cores: "0"`).
+        charge = charges.get(gpu.uuid, NO_CHARGE)
+        return sign * charge.cores, sign * charge.blocks, gpu.index
+
+    offered.sort(key=key)
     return [_device(gpu, inventory, groups, cordoned, policy) for gpu in offered]
 
 

@@ -1,9 +1,9 @@
 """The NVML driver: GPUs, topology, use and events of real GPUs, for asyncio.
 
 NVML calls block, and a faulty driver can block them for ever. So they run in daemon threads, bounded by a timeout
-(kit/daemon_thread.py): one for the GPUs (reader.py) and the events (events.py), one for the samples (usage.py), one for
-who keeps GPUs busy (busy_time.py), each with its own opening of NVML. A sample that hangs does not affect the GPUs'
-health: the polls go on. One that takes a tenth of a second does not delay the next reading of busy_time.
+(kit/daemon_thread.py): one for the GPUs (reader.py), one that waits for events (events.py), one for the samples (usage.py),
+one for who keeps GPUs busy (busy_time.py), each with its own opening of NVML. A sample that hangs does not affect the
+GPUs' health: the polls go on. One that takes a tenth of a second does not delay the next reading of busy_time.
 
 Source: NVML API reference, through nvidia-ml-py (module pynvml).
 """
@@ -25,7 +25,7 @@ from gpushare_agent.gpus.nvml.events import NvmlEvents
 from gpushare_agent.gpus.nvml.memory_limits import NvmlMemoryLimits
 from gpushare_agent.gpus.nvml.mig import MINORS_FILE
 from gpushare_agent.gpus.nvml.reader import NvmlReader
-from gpushare_agent.gpus.nvml.session import NvmlSession
+from gpushare_agent.gpus.nvml.session import NvmlSession, Poll
 from gpushare_agent.gpus.nvml.usage import NvmlUsage
 from gpushare_agent.kit.daemon_thread import DaemonThread
 from gpushare_agent.model.errors import Unavailable
@@ -41,31 +41,42 @@ _CLOSE_TIMEOUT_S = 0.8
 _HANGS = "The driver may hang: look for NVRM and Xid lines in `dmesg`; a hung driver needs a reboot. "
 _READ_HANGS = f"{_HANGS}It is called again at the next poll."
 _SAMPLE_HANGS = f"{_HANGS}Polls of the GPUs go on; usage is read again at the next sample."
-_SAMPLER_WAIT_S = 0.25
-"""A round takes about a tenth of a second; the poll that waits for it has a timeout of its own."""
+_EVENTS_HANG = f"{_HANGS}Polls of the GPUs go on; events are waited for again at the next try."
+_ROUND_WAIT_S = 0.3
+"""A round of samples takes about a tenth of a second, a wait for events ends within a fifth; the poll that waits for them
+has a timeout of its own."""
 
 
 class _Opening:
-    """Samples through an opening of its own, so that a sample that hangs does not block the polls.
+    """Samples, or waits for events, through an opening of its own, so that neither blocks the polls.
 
     NVML may be called from several threads and counts its openings: it shuts down when the last one is closed, and only a
     complete shutdown brings back a GPU that was reset, or a driver that was reloaded. So the reader's thread, which
     detects these, also closes this opening, at the latest when the round under way ends. `call` is called from the
-    sampling thread, `note_read` from the reader's, `close` from either. State owned: the opening, the lock for its use,
-    and what the last poll found.
+    thread of its calls, `note_read` from the reader's, the rest from either. State owned: the opening, the lock for its
+    use, and what the last poll found. `before_close` is called while it is still open.
     """
 
     def __init__(self) -> None:
         self.session = NvmlSession()
+        self.before_close: Callable[[], None] = lambda: None
         self._lock = threading.Lock()
         self._must_close = False
-        self._found: object = None
-        self._enumerated: object = None
+        self._found: Poll | None = None
+        self._enumerated: Poll | None = None
+
+    @property
+    def must_close(self) -> bool:
+        return self._must_close
+
+    @property
+    def found(self) -> Poll | None:
+        return self._found
 
     def call(self, read: Callable[[], T]) -> T:
         """Raises what `read` raises."""
         with self._lock:
-            self._close_if_requested()
+            self.close_if_requested()
             found = self._found
             # The reader enumerates at each poll; here handles stay while it finds the same GPUs.
             if found != self._enumerated:
@@ -75,27 +86,43 @@ class _Opening:
                 return read()
             finally:
                 # Requested while the read went on: the reader's thread does not wait for it.
-                self._close_if_requested()
+                self.close_if_requested()
 
     def close(self) -> None:
-        """Closes the opening now, or when the round under way ends; the next sample opens it again."""
-        # Set before the lock is tried: whoever has it closes the opening when it lets go.
-        self._must_close = True
-        # Not for ever: a sample that hangs has the lock.
-        if self._lock.acquire(timeout=_SAMPLER_WAIT_S):
-            try:
-                self._close_if_requested()
-            finally:
-                self._lock.release()
+        """Closes the opening now, or when the round under way ends; the next call opens it again."""
+        _close_together([self])
 
-    def note_read(self, found: object) -> None:
-        """What a poll found; where it differs from the poll before, the next sample enumerates the GPUs again."""
+    def request_close(self) -> None:
+        """Whoever has the lock closes the opening when it lets go."""
+        self._must_close = True
+
+    def hold(self) -> bool:
+        """Keeps `call` from opening it until `release`. Not waited for for ever: a sample that hangs has the lock."""
+        return self._lock.acquire(timeout=_ROUND_WAIT_S)
+
+    def release(self) -> None:
+        self._lock.release()
+
+    def note_read(self, found: Poll) -> None:
+        """What a poll found; where it differs from the poll before, the next call enumerates the GPUs again."""
         self._found = found
 
-    def _close_if_requested(self) -> None:
+    def close_if_requested(self) -> None:
         if self._must_close:
             self._must_close = False
+            self.before_close()
             self.session.close()
+
+
+def _close_together(openings: Sequence[_Opening]) -> None:
+    """None is opened again before all are closed: NVML shuts down wholly only with the last one."""
+    for opening in openings:
+        opening.request_close()
+    held = [opening for opening in openings if opening.hold()]
+    for opening in held:
+        opening.close_if_requested()
+    for opening in held:
+        opening.release()
 
 
 class NvmlDriver:
@@ -117,21 +144,23 @@ class NvmlDriver:
     ) -> None:
         self._session = NvmlSession()
         # An opening for each thread: NVML counts them, and a hung call of one leaves the others open.
-        self._samples, self._busy_times = self._openings = _Opening(), _Opening()
+        self._waits, self._samples, self._busy_times = self._openings = _Opening(), _Opening(), _Opening()
         self._usage = NvmlUsage(self._samples.session, with_instances=with_instances)
         self._busy_time = NvmlBusyTime(self._busy_times.session)
         self._reader = NvmlReader(
             self._session,
             pci_devices=pci_devices,
-            close_others=self._close_openings,
+            close_others=partial(_close_together, self._openings),
             on_read=self._note_read,
             mig_minors=mig_minors if with_instances else None,
         )
         self.in_use: Callable[[], Collection[GpuUuid]] = tuple
-        self._events = NvmlEvents(self._session)
+        self._events = NvmlEvents(self._waits.session, lambda: self._waits.must_close)
+        self._waits.before_close = self._events.close
         self._limits = NvmlMemoryLimits(self._session)
         self._timeout_s = timeout_s
         self._thread = DaemonThread("nvml", advice=_READ_HANGS)
+        self._event_thread = DaemonThread("nvml-events", advice=_EVENTS_HANG)
         self._sampling_thread = DaemonThread("nvml-sampling", advice=_SAMPLE_HANGS)
         self._busy_thread = DaemonThread("nvml-busy", advice=_SAMPLE_HANGS)
 
@@ -144,10 +173,16 @@ class NvmlDriver:
         read = partial(self._reader.read, frozenset(self.in_use()))
         return await self._thread.call(read, "reading the GPUs through NVML", self._timeout_s)
 
-    async def events(self) -> list[GpuEvent]:
-        """Events since the last call, oldest first, at most 1,024. Does not wait for one. Where waiting for events fails,
-        Unavailable is raised once; the next call registers again."""
-        return await self._thread.call(self._events.take, "taking the GPUs' events from NVML", self._timeout_s)
+    async def events(self, wait_s: float) -> list[GpuEvent]:
+        """Events since the last call, oldest first, at most 1,024; up to `wait_s` is waited for the first one. Where waiting
+        for events fails, Unavailable is raised once; the next call registers again."""
+
+        def take() -> list[GpuEvent]:
+            polled = self._waits.found
+            return self._events.take(wait_s, polled.answering if polled is not None else None)
+
+        what = "waiting for the GPUs' events in NVML"
+        return await self._event_thread.call(partial(self._waits.call, take), what, wait_s + self._timeout_s)
 
     async def sample(self) -> DriverSample:
         """What the GPUs that answer and the processes on them use."""
@@ -172,25 +207,23 @@ class NvmlDriver:
 
     async def close(self) -> None:
         """Shuts NVML down, if it answers within a second; it ends with the process anyway."""
+        self._waits.request_close()  # first: its thread may be waiting
         async with asyncio.TaskGroup() as group:
             # At once, not one after the other: the process has a second for all.
             group.create_task(_closed(self._thread, self._close, self._timeout_s), name="close nvml")
             for name, thread, opening in (
+                ("events", self._event_thread, self._waits),
                 ("sampling", self._sampling_thread, self._samples),
                 ("busy", self._busy_thread, self._busy_times),
             ):
                 group.create_task(_closed(thread, opening.close, self._timeout_s), name=f"close nvml {name}")
 
     def _close(self) -> None:
-        self._events.close()
         self._session.close()
-        self._close_openings()  # their own threads are not called while a sample hangs, which closes it on return
+        # Their own threads are not called while a sample hangs, which closes it on return.
+        _close_together(self._openings)
 
-    def _close_openings(self) -> None:
-        for opening in self._openings:
-            opening.close()
-
-    def _note_read(self, found: object) -> None:
+    def _note_read(self, found: Poll) -> None:
         for opening in self._openings:
             opening.note_read(found)
 

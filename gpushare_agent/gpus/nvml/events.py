@@ -1,7 +1,8 @@
 """Events of the GPUs from an NVML event set: critical Xids and double-bit ECC errors.
 
-Blocking, called by driver.py, and brief: pending events are taken, none is waited for. State owned: the event set, the
-GPUs that are registered in it and an error that is still to be raised. A set ends with the opening of NVML that made it.
+Blocking, called by driver.py in a thread and with an opening of NVML of its own: it waits in NVML, and an event that comes
+ends the wait at once. State owned: the event set, the GPUs that are registered in it and an error that is still to be
+raised. A set ends with the opening that made it.
 
 The set is made again when a GPU answers that was missing or did not answer before: a reset voids its registration. A GPU
 that fails stays registered, for its last Xid may still come.
@@ -12,6 +13,8 @@ Source: NVML API reference (nvmlEventSetWait_v2, nvmlDeviceRegisterEvents).
 from __future__ import annotations
 
 import ctypes
+import time
+from collections.abc import Callable, Set
 from typing import Any
 
 import structlog
@@ -27,9 +30,10 @@ log = structlog.get_logger(__name__)
 MAX_EVENTS = 1024
 """In one call; the rest stays in NVML until the next one."""
 
-_WAIT_MS = 1
+_NO_WAIT_MS = 1
 """For the event that is not there: NVML delivers from a queue and answers at once while there is one."""
-
+_SLICE_MS = 200
+"""Of one call of NVML: nothing ends it but an event, and who wants to close the opening waits no longer than this."""
 
 _NO_INSTANCE = 0xFFFFFFFF
 """For an event of the whole GPU."""
@@ -38,18 +42,22 @@ _UNSUPPORTED = ("NOT_SUPPORTED", "FUNCTION_NOT_FOUND")
 
 
 class NvmlEvents:
-    def __init__(self, session: NvmlSession) -> None:
+    """`must_end` tells a wait that somebody wants to close the opening."""
+
+    def __init__(self, session: NvmlSession, must_end: Callable[[], bool]) -> None:
         self._session = session
+        self._must_end = must_end
         self._set: Any = None
         self._opening = 0
-        self._covered: set[GpuUuid] = set()
+        self._covered: Set[tuple[GpuUuid, int]] = frozenset()
         self._by_address: dict[int, GpuUuid] = {}
         self._pending_error: Unavailable | None = None
         self._without_events = ReportOnce()
         self._unsupported_in_opening = 0
 
-    def take(self) -> list[GpuEvent]:
-        """Events since the last call, oldest first; empty where the driver has no events at all.
+    def take(self, wait_s: float, answering: Set[tuple[GpuUuid, int]] | None) -> list[GpuEvent]:
+        """Events since the last call, oldest first. Without any it waits up to `wait_s` for the first one, unless the
+        driver has no events at all. `answering`: of the last poll, as `Poll` has it; None before the first one.
 
         Raises:
             Unavailable: NVML cannot be opened or waiting failed. Raised once; the next call makes a new set.
@@ -62,10 +70,11 @@ class NvmlEvents:
         if self._unsupported_in_opening == self._session.openings:
             return []
         # Drained before the set is made anew, which would lose what is in it.
-        events = self._drain(nvml) if self._is_current() else []
+        events = self._drain(nvml, 0.0) if self._is_current() else []
         if self._pending_error is None and len(events) < MAX_EVENTS:  # a full drain may have left more in the set
-            self._cover_or_raise(nvml, has_events=bool(events))
-        return events
+            self._cover_or_raise(nvml, answering, has_events=bool(events))
+        # The set may be new: what was in the old one is returned before the wait for more.
+        return events or (self._drain(nvml, wait_s) if self._is_current() else [])
 
     def close(self) -> None:
         """Frees the set, where NVML is still open; the next `take` makes a new one."""
@@ -80,9 +89,9 @@ class NvmlEvents:
     def _is_current(self) -> bool:
         return self._set is not None and self._opening == self._session.openings and self._session.is_open
 
-    def _cover_or_raise(self, nvml: Any, *, has_events: bool) -> None:
+    def _cover_or_raise(self, nvml: Any, answering: Set[tuple[GpuUuid, int]] | None, *, has_events: bool) -> None:
         try:
-            self._cover(nvml)
+            self._cover(nvml, answering)
         except DriverLostError as error:
             self._session.close()
             self._raise_after_events(
@@ -97,10 +106,10 @@ class NvmlEvents:
             raise problem
         self._pending_error = problem
 
-    def _cover(self, nvml: Any) -> None:
-        answering = self._session.answering()
-        # A GPU that stopped answering counts as not covered once it answers again: a reset voids its registration.
-        self._covered &= answering
+    def _cover(self, nvml: Any, polled: Set[tuple[GpuUuid, int]] | None) -> None:
+        answering = {(uuid, 0) for uuid in self._session.handles()} if polled is None else polled
+        # One that did not answer meanwhile has another number, also where no call of this came between: a reset voids its
+        # registration.
         if self._is_current() and answering <= self._covered:
             return
         # One set for all GPUs: NVML has no call that takes a GPU out of a set.
@@ -111,7 +120,7 @@ class NvmlEvents:
             self._not_made(error)
             return
         self._opening = self._session.openings
-        self._covered = set(answering)
+        self._covered = answering
         handles = self._session.handles()
         # Those that could be registered: without any there is nothing to wait for.
         self._by_address = {_address(handles[u]): u for u in sorted(handles) if self._register(nvml, u, handles[u])}
@@ -146,18 +155,27 @@ class NvmlEvents:
         if self._without_events.is_new("not registered", uuid):
             log.warning("gpu_without_events", uuid=uuid, reason=reason, effect="its Xid errors are not seen")
 
-    def _drain(self, nvml: Any) -> list[GpuEvent]:
+    def _drain(self, nvml: Any, wait_s: float) -> list[GpuEvent]:
         events: list[GpuEvent] = []
         if not self._by_address:
             return events
-        for _ in range(MAX_EVENTS):
+        until, taken = time.monotonic() + wait_s, 0
+        while taken < MAX_EVENTS:
+            started_at = time.monotonic()
+            left_ms = 0 if taken or self._must_end() else int((until - started_at) * 1000)
+            wait_ms = min(max(left_ms, _NO_WAIT_MS), _SLICE_MS)
             try:
-                data = nvml.nvmlEventSetWait_v2(self._set, _WAIT_MS)
+                data = nvml.nvmlEventSetWait_v2(self._set, wait_ms)
             except nvml.NVMLError as error:
-                # A timeout means that no event is left.
                 if self._session.error_name(error) != "TIMEOUT":
                     self._wait_failed(error, has_events=bool(events))
+                # None came in this slice; else none is left.
+                elif wait_ms > _NO_WAIT_MS:
+                    # Libraries that stand in for a driver answer at once, which must not keep a core busy.
+                    time.sleep(max(0.0, started_at + wait_ms / 1000 - time.monotonic()))
+                    continue
                 break
+            taken += 1
             if (event := self._event(nvml, data)) is not None:
                 events.append(event)
         return events

@@ -15,6 +15,7 @@ Ampere on); `nvidia-smi -q`, "GPU Recovery Action", shows the same to an operato
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from ctypes import byref
 from pathlib import Path
@@ -32,7 +33,15 @@ from gpushare_agent.gpus.nvml.mig import (
     read_cap_minors,
     read_place,
 )
-from gpushare_agent.gpus.nvml.session import CHECKLIST, DriverLostError, FoundGpu, NvmlSession, UnnamedGpu, text_of
+from gpushare_agent.gpus.nvml.session import (
+    CHECKLIST,
+    DriverLostError,
+    FoundGpu,
+    NvmlSession,
+    Poll,
+    UnnamedGpu,
+    text_of,
+)
 from gpushare_agent.model.errors import Unavailable
 from gpushare_agent.model.gpus import Gpu, GpuInventory, Health, Link, LinkKind, NvLink, Topology
 from gpushare_agent.model.names import MIB, GpuUuid
@@ -214,7 +223,7 @@ class NvmlReader(Struct, eq=False):
     session: NvmlSession
     pci_devices: Path
     close_others: Callable[[], None]
-    on_read: Callable[[object], None]
+    on_read: Callable[[Poll], None]
     mig_minors: Path | None = None
     _in_use: Collection[GpuUuid] = ()
     _topology: NvmlTopology = field(default_factory=NvmlTopology)
@@ -222,6 +231,7 @@ class NvmlReader(Struct, eq=False):
     _known: dict[GpuUuid, Gpu] = field(default_factory=dict)
     _last_nvml_index: dict[GpuUuid, int] = field(default_factory=dict)
     _answering: set[GpuUuid] = field(default_factory=set)
+    _losses: Counter[GpuUuid] = field(default_factory=Counter)
 
     def read(self, in_use: Collection[GpuUuid] = ()) -> GpuInventory:
         """One poll. Where NVML is lost, as a whole or with all its GPUs, it is opened again at once and read once more.
@@ -258,16 +268,21 @@ class NvmlReader(Struct, eq=False):
         return bool(inventory.gpus or inventory.unreadable) and not self._answering
 
     def _read_once(self) -> GpuInventory:
-        self._answering.clear()
+        before, self._answering = self._answering, set()
         # Enumerated at each poll: the handles of before would hide a GPU that is new or missing.
         found, unnamed = self.session.find_gpus()
         nvml = self.session.open()
         seen: dict[GpuUuid, Gpu] = {}
         for gpu in found:
             seen[gpu.uuid] = self._read_gpu(nvml, gpu, taken={earlier.index for earlier in seen.values()})
-        self.session.set_answering(self._answering)
+        self._losses.update((before | {gpu.uuid for gpu in found}) - self._answering)
         partitioned = self._read_partitioned(nvml, found, seen) if self.mig_minors is not None else frozenset()
-        self.on_read((tuple((gpu.nvml_index, gpu.uuid) for gpu in found), frozenset(self._answering)))
+        self.on_read(
+            Poll(
+                gpus=tuple((gpu.nvml_index, gpu.uuid) for gpu in found),
+                answering=frozenset((uuid, self._losses[uuid]) for uuid in self._answering),
+            )
+        )
         return self._inventory(nvml, seen, found, unnamed, partitioned)
 
     def _read_gpu(self, nvml: Any, found: FoundGpu, *, taken: Iterable[int]) -> Gpu:

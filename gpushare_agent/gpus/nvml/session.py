@@ -1,8 +1,7 @@
-"""One opening of NVML, used from one thread: polls and events have one, samples another.
+"""One opening of NVML, used from one thread at a time: polls have one, events another, and samples.
 
 NVML counts its openings and shuts down with the last one. State owned: whether this one is open, how often it was, the
-handles of the GPUs, which of them answered the last poll, and the memory for lists. Handles end with the opening that gave
-them.
+handles of the GPUs, and the memory for lists. Handles end with the opening that gave them.
 
 pynvml is imported when first needed: it costs 30 ms, and a node with simulated GPUs does not have to have it.
 """
@@ -10,7 +9,7 @@ pynvml is imported when first needed: it costs 30 ms, and a node with simulated 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping, Set
+from collections.abc import Mapping
 from typing import Any
 
 from msgspec import Struct
@@ -21,7 +20,9 @@ from gpushare_agent.model.names import GpuUuid
 CHECKLIST = (
     "Check that: the NVIDIA driver is installed and `nvidia-smi` works on the node; libnvidia-ml.so.1 is visible in this "
     "container; /dev/nvidiactl and /dev/nvidia* are mounted into it; the pod runs with the NVIDIA runtime class (or the "
-    "library's directory is mounted and in LD_LIBRARY_PATH). After a driver upgrade restart the agent."
+    "library's directory is mounted and in LD_LIBRARY_PATH). After a driver upgrade restart the agent. If this is no GPU "
+    "node, keep the agent off it by the DaemonSet's nodeSelector (nvidia-device-enable=enable), or a taint that it does not "
+    "tolerate."
 )
 _OF_DRIVER = ("UNINITIALIZED", "DRIVER_NOT_LOADED", "LIB_RM_VERSION_MISMATCH")
 _ERROR_PREFIX = "NVML_ERROR_"
@@ -53,6 +54,14 @@ class UnnamedGpu(Struct, frozen=True, kw_only=True):
     reason: str
 
 
+class Poll(Struct, frozen=True, kw_only=True):
+    """What a poll found: the GPUs with their NVML indexes, and which of them answered, each with the number of
+    polls that it did not answer."""
+
+    gpus: tuple[tuple[int, GpuUuid], ...]
+    answering: frozenset[tuple[GpuUuid, int]]
+
+
 class NvmlSession:
     """Opens NVML at the first use, and again after it was closed."""
 
@@ -61,7 +70,6 @@ class NvmlSession:
         self._is_open = False
         self._openings = 0
         self._handles: dict[GpuUuid, Any] | None = None
-        self._answering: frozenset[GpuUuid] | None = None
         self._error_names: dict[int, str] = {}
         self._buffer = (ctypes.c_char * _BUFFER_BYTES)()
 
@@ -93,7 +101,6 @@ class NvmlSession:
     def close(self) -> None:
         """Shuts NVML down; that may fail where it is lost already, which changes nothing."""
         self._handles = None
-        self._answering = None
         if not self._is_open:
             return
         # Before the shutdown, which may fail: NVML is opened again in any case.
@@ -135,14 +142,6 @@ class NvmlSession:
     def forget_gpus(self) -> None:
         """The next call of `handles` enumerates the GPUs anew."""
         self._handles = None
-
-    def answering(self) -> Set[GpuUuid]:
-        """The GPUs that answered the last poll of this opening; before the first one all that have a handle."""
-        return self.handles().keys() if self._answering is None else self._answering
-
-    def set_answering(self, answering: Set[GpuUuid]) -> None:
-        """The GPUs that answered the poll just done."""
-        self._answering = frozenset(answering)
 
     def check_driver(self, error: Exception) -> None:
         """Raises DriverLostError where the error is of the whole driver and not of one GPU."""

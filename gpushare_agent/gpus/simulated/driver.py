@@ -119,8 +119,8 @@ class SimulatedDriver:
         self._last = self._instances.partition(self._inventory, faults.mig, self.in_use())
         return _with_faults(self._last, {**self._new_resets(faults), **faults.lost})
 
-    async def events(self) -> list[GpuEvent]:
-        """The events of the faults file that were not reported yet. Raises Unavailable, as read does."""
+    async def events(self, wait_s: float = 0.0) -> list[GpuEvent]:
+        """The events of the faults file that were not reported yet, at once. Raises Unavailable, as read does."""
         faults = await self._read_faults("reading the simulated GPUs' events")
         known = self._reported_event or 0
         # As many at once as of NVML; the rest comes with the next call.
