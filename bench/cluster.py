@@ -238,6 +238,7 @@ class ClusterServer:
     async def _bind(self, request: web.Request) -> web.Response:
         body = await request.json()
         pod = self._pending[request.match_info["name"]]
+        pod["metadata"].setdefault("annotations", {}).update(body["metadata"].get("annotations") or {})
         pod["spec"]["nodeName"] = self._cluster.bound[pod["metadata"]["uid"]] = body["target"]["name"]
         self._send("MODIFIED", pod)
         return web.json_response({"kind": "Status", "status": "Success"}, status=201)

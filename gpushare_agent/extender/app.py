@@ -201,7 +201,12 @@ def build(settings: Settings, api: ClusterApi, *, clock: Callable[[], float] = t
     quota.on_gain = waiters.gained
     at_filter = chosen.reserve == "filter"
     extender = Extender(
-        state=state, binder=binder, metrics=metrics, quota_waiters=waiters, reserves_at_filter=at_filter
+        state=state,
+        binder=binder,
+        metrics=metrics,
+        quota_waiters=waiters,
+        reserves_at_filter=at_filter,
+        most_fitting=chosen.most_fitting_nodes,
     )
     pods.on_scheduled = extender.scheduled
     web = ExtenderWeb(

@@ -4,15 +4,15 @@ The informers' handlers call `put_…` and `remove_…`, the verbs the rest. `fi
 nothing, so that preemption and autoscalers may ask what would be; `reserve` decides and commits in one step, so that no
 share is allocated twice.
 
-State owned: the ledger (decisions/ledger.py), verdicts already worked out, by signature of the pod and version of the
-node, under policy fgd costs by kind of pod, the pods that usually come (learnt_pods.py), and since when each node is known
+State owned: the ledger (decisions/ledger.py), answers already worked out, by signature of the pod, under policy fgd costs
+by kind of pod, the pods that usually come (learnt_pods.py), and since when each node is known
 without a report. Times are monotonic seconds.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
 from msgspec import Struct, field
@@ -36,7 +36,7 @@ from gpushare_agent.model.names import PodUid
 from gpushare_agent.model.pods import HostRequest, Pod
 from gpushare_agent.model.resources import NOTHING, request_of
 from gpushare_agent.placement import GpuAccount, validate_request
-from gpushare_agent.placement.fragmentation import FreeNode, PodKind, TypicalPods
+from gpushare_agent.placement.fragmentation import KindCosts, PodKind, TypicalPods
 from gpushare_agent.placement.gpu_account import describe_request
 from gpushare_agent.placement.place import SharePolicy
 
@@ -71,13 +71,46 @@ class Filtered(Struct, kw_only=True):
 
 
 class _Verdict(NamedTuple):
-    """About one node at one version of its ledger. `text` is empty where the pod fits; `cost`, by fullness, counts only
-    then. A tuple: a new signature makes thousands of them at once."""
+    """About one node. `text` is empty where the pod fits; `cost`, by fullness, counts only then."""
 
-    version: int
     text: str
     is_final: bool = False
     cost: float = 0.0
+
+
+class _Answers(Struct, eq=False):
+    """For the pods of one signature, by node: the cost where they fit, else why they do not. What is known of the nodes in
+    `outdated` does not hold any more: between two requests a few nodes change, of thousands."""
+
+    outdated: set[str]
+    fitting: dict[str, float] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
+    unresolvable: dict[str, str] = field(default_factory=dict)
+
+    def put(self, name: str, verdict: _Verdict) -> None:
+        self.forget(name)
+        if not verdict.text:
+            self.fitting[name] = verdict.cost
+        elif verdict.is_final:
+            self.unresolvable[name] = verdict.text
+        else:
+            self.failed[name] = verdict.text
+
+    def forget(self, name: str) -> None:
+        self.outdated.discard(name)
+        for of_nodes in (self.fitting, self.failed, self.unresolvable):
+            of_nodes.pop(name, None)
+
+
+class _Costs(Struct, eq=False):
+    """What a kind of pod costs on each node by policy fgd. `outdated` as of _Answers."""
+
+    outdated: set[str]
+    of_node: dict[str, float] = field(default_factory=dict)
+
+    def forget(self, name: str) -> None:
+        self.outdated.discard(name)
+        self.of_node.pop(name, None)
 
 
 class ClusterState:
@@ -94,9 +127,12 @@ class ClusterState:
         self._policy = policy
         self._quota = quota
         self._on_change = on_change
-        self._ledger = ClusterLedger(policy)
-        self._verdicts: OrderedDict[Signature, dict[str, _Verdict]] = OrderedDict()
-        self._costs: OrderedDict[PodKind, dict[str, tuple[FreeNode, float]]] = OrderedDict()
+        self._ledger = ClusterLedger(policy, self._node_changed)
+        self._answers: OrderedDict[Signature, _Answers] = OrderedDict()
+        self._costs: OrderedDict[PodKind, _Costs] = OrderedDict()
+        self._quota_kinds: dict[str, tuple[str, str]] = {}
+        self._distinct_kinds: list[tuple[str, str]] | None = None
+        """Model and pool by node: a quota tells nodes apart by these two alone."""
         self._learnt = LearntPods()
         self._typical: TypicalPods | None = None
         self._unreported_since: dict[str, float] = {}
@@ -110,6 +146,7 @@ class ClusterState:
             self._unreported_since.pop(node.name, None)
         else:
             self._unreported_since.setdefault(node.name, now)
+        self._set_quota_kind(node.name, (node.model, node.pool))
         for reservation in self._ledger.put_node(node, now):
             self._notify(None, reservation)
 
@@ -118,11 +155,11 @@ class ClusterState:
         self._unreported_since.pop(name, None)
         for dropped in self._ledger.remove_node(name):
             self._notify(dropped, None)
-        # Not left to their versions: a node of the same name that joins later counts its versions from the start.
-        for verdicts in self._verdicts.values():
-            verdicts.pop(name, None)
+        self._set_quota_kind(name, None)
+        for answers in self._answers.values():
+            answers.forget(name)
         for costs in self._costs.values():
-            costs.pop(name, None)
+            costs.forget(name)
 
     def put_pod(self, pod: Pod, now: float) -> None:
         """A pod that asks for something of ours. It counts from its bind to its end."""
@@ -132,7 +169,7 @@ class ClusterState:
         elif pod.node_name:
             old = self._ledger.reservation(pod.uid)
             self._ledger.put_bound(pod, now)
-            if signature := signature_of(pod, self._policy.names):
+            if self._policy.node_policy == "fgd" and (signature := signature_of(pod, self._policy.names)):
                 self._learnt.put(pod.uid, kind_of(signature, pod.host_request, self._policy.names))
             self._notify(old, self._ledger.reservation(pod.uid))
 
@@ -164,39 +201,25 @@ class ClusterState:
             # Unresolvable: kube-scheduler would otherwise look for pods to evict, which helps no invalid request.
             return Filtered(unresolvable=dict.fromkeys(asked, invalid))
         answer = Filtered()
-        verdicts = self._verdicts_of(signature)
-        quotas: dict[tuple[str, str], str] = {}
-        has_quota = self._quota is not None
-        # One container is decided by the summary alone; several have to be planned.
-        cost = 1 if len(signature) == 1 else COST_OF_A_PLAN * len(signature)
-        work = 0
-        for name in asked:
-            if work >= WORK_OF_A_STEP:
-                work = 0
-                yield
-            ledger = self._ledger.node(name)
-            # `failed`, not unresolvable: its agent may start at any moment.
-            if ledger is None:
-                answer.failed[name] = _UNKNOWN
-                continue
-            # The quota before the capacity: what no wait for GPUs would change is the reason to show. Unresolvable, for
-            # to evict pods of other namespaces frees none of this one's quota.
-            if has_quota and (over := self._over_quota(pod, ledger, quotas)):
-                answer.unresolvable[name] = over
-                answer.over_quota.add((ledger.node.model, ledger.node.pool))
-                continue
-            verdict = verdicts.get(name)
-            # A verdict depends on the signature and the node's ledger alone, so pods of a Deployment share it.
-            if verdict is None or verdict.version != ledger.version:
-                # Only what is worked out takes time; a stored verdict costs hardly anything.
-                work += cost + (COST_OF_A_PLAN if ledger.is_stale else 0)
-                verdict = verdicts[name] = self._verdict(pod, signature, ledger)
-            if not verdict.text:
-                answer.fitting.append(name)
-            elif verdict.is_final:
-                answer.unresolvable[name] = verdict.text
-            else:
-                answer.failed[name] = verdict.text
+        # The quota before the capacity: what no wait for GPUs would change is the reason to show. Unresolvable, for to
+        # evict pods of other namespaces frees none of this one's quota.
+        if self._distinct_kinds is None:
+            # A few, of thousands of nodes, whose kinds seldom change.
+            self._distinct_kinds = list(dict.fromkeys(self._quota_kinds.values()))
+        if over := self._over_quota(pod, self._distinct_kinds):
+            kinds = self._quota_kinds
+            answer.unresolvable = {name: over[kinds[name]] for name in asked if kinds.get(name) in over}
+            answer.over_quota = {kinds[name] for name in answer.unresolvable}
+            asked = [name for name in asked if name not in answer.unresolvable]
+        answers = yield from self._answers_steps(pod, signature, asked)
+        fitting, failed, unresolvable = answers.fitting, answers.failed, answers.unresolvable
+        answer.fitting = [name for name in asked if name in fitting]
+        if len(answer.fitting) == len(asked):
+            return answer
+        answer.unresolvable |= {name: unresolvable[name] for name in asked if name in unresolvable}
+        # `failed`, not unresolvable, where no GPUs are known: the node's agent may start at any moment.
+        others = (name for name in asked if name not in fitting and name not in unresolvable)
+        answer.failed = {name: failed.get(name, _UNKNOWN) for name in others}
         return answer
 
     def prioritize(self, pod: Pod, names: Sequence[str]) -> list[tuple[str, int]]:
@@ -217,46 +240,39 @@ class ClusterState:
         signature = signature_of(pod, self._policy.names)
         if not signature or self._invalid(pod):
             return [None] * len(names)
-        verdicts, typical = self._verdicts_of(signature), self.typical
+        answers, typical = (yield from self._answers_steps(pod, signature, names)), self.renew_typical()
+        fitting = answers.fitting
+        if typical is None:
+            return [fitting.get(name) for name in names]
         kind = kind_of(signature, pod.host_request, self._policy.names)
-        known = _recent(self._costs, kind) if typical is not None else {}
-        costs: list[float | None] = []
+        known = _recent(self._costs, kind)
+        if known is None:
+            known = _kept(self._costs, kind, _Costs(set(self._ledger.names())))
+        of_node, outdated, of_kind = known.of_node, known.outdated, KindCosts(typical, kind)
         work = 0
-        for name in names:
+        for name in [name for name in names if name in outdated and name in fitting]:
             if work >= WORK_OF_A_STEP:
                 work = 0
                 yield
-            ledger, cost = self._ledger.node(name), None
-            if ledger is not None:
-                verdict = verdicts.get(name)
-                # kube-scheduler asks right after filter, so most verdicts are there; a bind in between has changed its
-                # node's.
-                if verdict is None or verdict.version != ledger.version:
-                    work += 1
-                    verdict = verdicts[name] = self._verdict(pod, signature, ledger)
-                if not verdict.text:
-                    cost = verdict.cost
-                    if typical is not None:
-                        free, of_node = ledger.free, known.get(name)
-                        # The node is as it was, its CPU and memory included: the object is made anew when one changes.
-                        if of_node is None or of_node[0] is not free:
-                            work += 1
-                            of_node = known[name] = free, typical.cost(free, kind).cost
-                        cost = of_node[1]
-            costs.append(cost)
-        return costs
+            work += 1
+            if (ledger := self._ledger.node(name)) is not None:
+                outdated.discard(name)
+                of_node[name] = of_kind.of(ledger.free)
+        return [of_node.get(name) if name in fitting else None for name in names]
 
-    @property
-    def typical(self) -> TypicalPods | None:
-        """The pods that usually come, None where the policy is not fgd, or no pod was seen: then nodes are chosen by
-        fullness, which is binpack."""
-        if self._policy.node_policy != "fgd":
-            return None
+    def renew_typical(self) -> TypicalPods | None:
+        """The pods that usually come, as the counts have them by now. None where the policy is not fgd, or hardly a pod was
+        seen: then nodes are chosen by fullness, which is binpack."""
         typical = self._learnt.typical(self._supply)
         if typical is not self._typical:
             self._typical = typical
             self._costs.clear()
         return typical
+
+    @property
+    def typical(self) -> TypicalPods | None:
+        """Those by which nodes were chosen last; to read them changes nothing."""
+        return self._typical
 
     def _supply(self) -> dict[str, int]:
         supply: dict[str, int] = {}
@@ -324,7 +340,7 @@ class ClusterState:
                 yield
             ledger = self._ledger.node(node)
             # Evictions would not help there.
-            if ledger is None or self._over_quota(pod, ledger, {}):
+            if ledger is None or self._over_quota(pod, [self._quota_kinds[node]]):
                 continue
             # The node's ledger is built once more without the victims.
             work += COST_OF_A_PLAN + len(ledger.reservations)
@@ -362,8 +378,42 @@ class ClusterState:
         if old != new:
             self._on_change(old, new)
 
-    def _verdicts_of(self, signature: Signature) -> dict[str, _Verdict]:
-        return _recent(self._verdicts, signature)
+    def _set_quota_kind(self, name: str, kind: tuple[str, str] | None) -> None:
+        if self._quota_kinds.get(name) == kind:
+            return
+        if kind is None:
+            del self._quota_kinds[name]
+        else:
+            self._quota_kinds[name] = kind
+        self._distinct_kinds = None
+
+    def _node_changed(self, name: str, gpus: bool) -> None:
+        """`gpus` False: its CPU and main memory alone, which change costs and no answers."""
+        for costs in self._costs.values():
+            costs.outdated.add(name)
+        if gpus:
+            for answers in self._answers.values():
+                answers.outdated.add(name)
+
+    def _answers_steps(self, pod: Pod, signature: Signature, names: Sequence[str]) -> Steps[_Answers]:
+        """What is known of these nodes, up to date."""
+        # It depends on the signature and the node alone, so pods of a Deployment share it.
+        answers = _recent(self._answers, signature)
+        if answers is None:
+            answers = _kept(self._answers, signature, _Answers(set(self._ledger.names())))
+        outdated = answers.outdated
+        # One container is decided by the summary alone; several have to be planned.
+        cost = 1 if len(signature) == 1 else COST_OF_A_PLAN * len(signature)
+        work = 0
+        for name in [name for name in names if name in outdated] if outdated else ():
+            if work >= WORK_OF_A_STEP:
+                work = 0
+                yield
+            # None: removed since the step before.
+            if (ledger := self._ledger.node(name)) is not None:
+                work += cost + (COST_OF_A_PLAN if ledger.is_stale else 0)
+                answers.put(name, self._verdict(pod, signature, ledger))
+        return answers
 
     def _verdict(self, pod: Pod, signature: Signature, ledger: NodeLedger) -> _Verdict:
         capacity, names = ledger.capacity, self._policy.names
@@ -371,27 +421,24 @@ class ClusterState:
             # Each container alone first: the summary answers that in a few microseconds, and names what is lacking.
             if (lack := capacity.lack(request)) is not None:
                 which = f"no GPU for {describe_request(request, names)}: " if len(signature) > 1 else ""
-                return _Verdict(ledger.version, which + lack.of_node(), lack.is_lasting)
+                return _Verdict(which + lack.of_node(), lack.is_lasting)
         if len(signature) > 1:
             # Cheaper than a plan, and a clearer reason than that of whichever container happens to come last.
             if text := lack_together(capacity, signature, names):
-                return _Verdict(ledger.version, text)
+                return _Verdict(text)
             plan = plan_pod(pod, ledger.gpus, ledger.node.topology, self._policy)
             if isinstance(plan, Refused):
                 # What is invalid on this node stays so, whoever ends.
-                return _Verdict(ledger.version, plan.detail, plan.reason is RefusalReason.INVALID_REQUEST)
+                return _Verdict(plan.detail, plan.reason is RefusalReason.INVALID_REQUEST)
         policy: SharePolicy = "spread" if self._policy.node_policy == "spread" else "binpack"
-        return _Verdict(ledger.version, "", cost=fullness_cost(capacity, signature, policy))
+        return _Verdict("", cost=fullness_cost(capacity, signature, policy))
 
-    def _over_quota(self, pod: Pod, ledger: NodeLedger, known: dict[tuple[str, str], str]) -> str:
+    def _over_quota(self, pod: Pod, kinds: Iterable[tuple[str, str]]) -> dict[tuple[str, str], str]:
+        """Why not, by model and pool: of those where a quota refuses the pod."""
         if self._quota is None:
-            return ""
-        # A quota tells nodes apart by these two alone: a cluster has a few pairs and thousands of nodes.
-        key = ledger.node.model, ledger.node.pool
-        if key not in known:
-            refused = self._quota(pod, model=key[0], pool=key[1])
-            known[key] = refused.detail if refused is not None else ""
-        return known[key]
+            return {}
+        refused = {kind: self._quota(pod, model=kind[0], pool=kind[1]) for kind in kinds}
+        return {kind: one.detail for kind, one in refused.items() if one is not None}
 
     def _invalid(self, pod: Pod) -> str:
         """What no node can serve."""
@@ -410,15 +457,19 @@ class ClusterState:
         return ""
 
 
-def _recent(kept: OrderedDict[K, dict[str, V]], key: K) -> dict[str, V]:
-    """What is kept for the key, of MAX_SIGNATURES: the one that was asked for least recently goes."""
-    found = kept.get(key)
-    if found is None:
-        found = kept[key] = {}
-        while len(kept) > MAX_SIGNATURES:
-            kept.popitem(last=False)
-    kept.move_to_end(key)
-    return found
+def _recent(kept: OrderedDict[K, V], key: K) -> V | None:
+    """What is kept for the key, which was asked for just now."""
+    if key in kept:
+        kept.move_to_end(key)
+    return kept.get(key)
+
+
+def _kept(kept: OrderedDict[K, V], key: K, value: V) -> V:
+    """`value`, which is now kept: the one that was asked for least recently goes where there are MAX_SIGNATURES."""
+    kept[key] = value
+    if len(kept) > MAX_SIGNATURES:
+        kept.popitem(last=False)
+    return value
 
 
 def _elsewhere(pod: Pod, known: Reservation) -> Refused:

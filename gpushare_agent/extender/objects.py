@@ -31,6 +31,9 @@ from gpushare_agent.extender.values import ClusterNode
 from gpushare_agent.model.errors import Corrupt
 from gpushare_agent.model.gpus import GpuReport, Link, LinkKind, Topology
 from gpushare_agent.model.names import (
+    GPUSHARE_ASSIGNED_ANNOTATION,
+    GPUSHARE_ASSUME_TIME_ANNOTATION,
+    GPUSHARE_INDEX_ANNOTATION,
     PREDICATE_GPU_INDEX_PREFIX,
     PREDICATE_NODE_ANNOTATION,
     GpuUuid,
@@ -49,6 +52,8 @@ _MAX_ANNOTATION_CHARS = 256
 _MOST = 1 << 40
 """Milli-CPUs, or MiB."""
 _NOTHING: Mapping[str, str] = MappingProxyType({})
+_CHOOSES_GPUS: Mapping[str, str] = MappingProxyType({PREDICATE_GPU_INDEX_PREFIX: ""})
+_OF_GPUSHARE = (GPUSHARE_INDEX_ANNOTATION, GPUSHARE_ASSIGNED_ANNOTATION, GPUSHARE_ASSUME_TIME_ANNOTATION)
 
 
 class NodeReading(Struct, frozen=True, kw_only=True):
@@ -274,12 +279,18 @@ def lean_pod(read: PodJson, names: ResourceNames, model_label: str = "") -> Pod:
         resource_version=pod.resource_version,
         node_name=pod.node_name,
         is_deleting=pod.is_deleting,
-        # Not stored: nothing is decided by them, and fifty thousand pods' annotations are most of their memory.
-        annotations=_NOTHING,
+        # Not stored: nothing is decided by them, and fifty thousand pods' annotations are most of their memory. Only
+        # whether any chooses GPUs: a bind has to remove those.
+        annotations=_CHOOSES_GPUS if any(map(chooses_gpus, read.meta.annotations)) else _NOTHING,
         labels=_NOTHING,
         container_ids=_NOTHING,
         host_request=host_request(read.spec, model_label),
     )
+
+
+def chooses_gpus(annotation: str) -> bool:
+    """Chooses a pod's GPUs by its name, or states that an extender did."""
+    return annotation.startswith(PREDICATE_GPU_INDEX_PREFIX) or annotation in _OF_GPUSHARE
 
 
 def host_request(spec: PodSpec, model_label: str = "") -> HostRequest:

@@ -9,6 +9,7 @@ that passed the filter and were not bound yet.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from heapq import nsmallest
 
 import structlog
 from msgspec import Struct, field
@@ -50,6 +51,8 @@ class Extender(Struct, kw_only=True, eq=False):
     metrics: ExtenderMetrics
     quota_waiters: QuotaWaiters
     reserves_at_filter: bool = False
+    most_fitting: int = 0
+    """Nodes that filter answers at most, and then without reasons for the others; 0: all."""
     _passed: dict[PodUid, None] = field(default_factory=dict)
     """Pods that fitted somewhere and were not bound yet, the first MAX_PASSED of them; for `scheduled`."""
     _bound_by_others: ReportOnce = field(default_factory=ReportOnce)
@@ -75,7 +78,11 @@ class Extender(Struct, kw_only=True, eq=False):
             return Filtered(fitting=list(args.names))
         if self.reserves_at_filter:
             return await self._filter_and_reserve(args)
-        return await self._filter(args)
+        found = await self._filter(args)
+        # kube-scheduler uses the reasons only where no node is left (measured with 1.36), and then none is left out.
+        if self.most_fitting and found.fitting:
+            return Filtered(fitting=await self._best(args, found.fitting))
+        return found
 
     async def prioritize(self, args: NodesArgs) -> list[tuple[str, int]]:
         if not args.pod.containers:
@@ -101,6 +108,16 @@ class Extender(Struct, kw_only=True, eq=False):
         if found.fitting and not self.reserves_at_filter and len(self._passed) < MAX_PASSED:
             self._passed[args.pod.uid] = None
         return found
+
+    async def _best(self, args: NodesArgs, fitting: list[str]) -> list[str]:
+        """Those of the lowest costs. kube-scheduler's own criteria choose among what it is answered: for a pod with
+        preferences of its own that is all."""
+        if len(fitting) <= self.most_fitting or args.prefers_nodes:
+            return fitting
+        costs = await in_steps(self.state.costs_steps(args.pod, fitting))
+        # Where the cost is the same, the first in the scheduler's order, which begins elsewhere each time.
+        known = ((cost, number) for number, cost in enumerate(costs) if cost is not None)
+        return [fitting[number] for _, number in nsmallest(self.most_fitting, known)]
 
     async def _filter_and_reserve(self, args: NodesArgs) -> Filtered:
         """One node, where the GPUs are reserved."""

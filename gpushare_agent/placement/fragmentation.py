@@ -125,41 +125,77 @@ class TypicalPods:
         self.kinds: Sequence[tuple[PodKind, float]] = tuple((kind, count / total) for kind, count in kinds[:MOST_KINDS])
         """The kinds that count and their frequencies, the most frequent first."""
         self._scarcity = _scarcity(kinds, supply)
-        self._masks: dict[int, _Masks] = {}
+        self._masks: dict[int, Masks] = {}
         self._known: dict[tuple[int, tuple[int, ...], int], float] = {}
 
     def fragmentation(self, node: FreeNode) -> float:
         """Parts of GPUs that are free and that a typical pod cannot use, expected."""
-        masks = self._masks.get(node.gpu_mib)
+        masks = self.masks(node.gpu_mib)
+        return self.fragmentation_of(masks, masks.roomy(node.model, node.cpu_milli, node.memory_mib), node.gpus)
+
+    def cost(self, node: FreeNode, kind: PodKind) -> Cost:
+        """The cost of placing such a pod on the node, which it fits."""
+        return Cost(KindCosts(self, kind).of(node), node.left(kind))
+
+    def masks(self, gpu_mib: int) -> Masks:
+        """For nodes with GPUs of such memory."""
+        masks = self._masks.get(gpu_mib)
         if masks is None:
-            masks = self._masks[node.gpu_mib] = _Masks(self.kinds, node.gpu_mib)
-        roomy = masks.roomy(node)
+            masks = self._masks[gpu_mib] = Masks(self.kinds, gpu_mib)
+        return masks
+
+    def fragmentation_of(self, masks: Masks, roomy: int, gpus: tuple[int, ...]) -> float:
+        """`roomy` as the masks give it."""
         # CPU and memory differ between all nodes, the kinds of pods that they let in between few: of thousands of nodes
         # most are in a few hundred states.
-        key = roomy, node.gpus, node.gpu_mib
+        key = roomy, gpus, masks.gpu_mib
         known = self._known.get(key)
         if known is None:
             if len(self._known) >= _MOST_STATES:
                 self._known.clear()
-            known = self._known[key] = masks.fragmentation(roomy, node.gpus)
+            known = self._known[key] = masks.fragmentation(roomy, gpus)
         return known
 
-    def cost(self, node: FreeNode, kind: PodKind) -> Cost:
+    def scarcity(self, model: str) -> float:
+        """How much the model is asked for by name, for what there is of it."""
+        return self._scarcity.get(model, 0.0)
+
+
+class KindCosts:
+    """The costs of one kind of pod on many nodes. State owned: what was worked out for nodes in the same state, without
+    bounds: made anew for each question."""
+
+    def __init__(self, typical: TypicalPods, kind: PodKind) -> None:
+        self._typical = typical
+        self._kind = kind
+        self._fit_gpu, self._fit_cpu = (
+            (_FIT_GPU_OF_SHARES, _FIT_CPU_OF_SHARES) if kind.is_share else (_FIT_GPU, _FIT_CPU)
+        )
+        self._known: dict[tuple[int, int, tuple[int, ...], int, str], float] = {}
+
+    def of(self, node: FreeNode) -> float:
         """The cost of placing such a pod on the node, which it fits."""
-        left = node.left(kind)
-        fit_gpu, fit_cpu = (_FIT_GPU_OF_SHARES, _FIT_CPU_OF_SHARES) if kind.is_share else (_FIT_GPU, _FIT_CPU)
-        scarce = _SCARCITY * self._scarcity.get(node.model, 0.0) * kind.gpus * kind.parts
-        added = self.fragmentation(left) - self.fragmentation(node) + scarce
-        fit = fit_gpu * sum(left.gpus) / WHOLE + fit_cpu * left.cpu_milli / 1000
+        kind, masks = self._kind, self._typical.masks(node.gpu_mib)
+        left_milli = node.cpu_milli - kind.cpu_milli
+        before = masks.roomy(node.model, node.cpu_milli, node.memory_mib)
+        after = masks.roomy(node.model, left_milli, node.memory_mib - kind.memory_mib)
+        key = before, after, node.gpus, node.gpu_mib, node.model
+        known = self._known.get(key)
+        if known is None:
+            left, typical = node.left(kind).gpus, self._typical
+            added = typical.fragmentation_of(masks, after, left) - typical.fragmentation_of(masks, before, node.gpus)
+            added += _SCARCITY * typical.scarcity(node.model) * kind.gpus * kind.parts
+            known = self._known[key] = (added + self._fit_gpu * sum(left)) / WHOLE
         # Rounded, for sums of the same numbers in another order differ in the last digits.
-        return Cost(round(added / WHOLE + fit, 9), left)
+        return round(known + self._fit_cpu * left_milli / 1000, 9)
 
 
-class _Masks:
+class Masks:
     """Sets of kinds as the bits of integers: one node is compared with sixty kinds in a few microseconds, and a scheduler
     waits for thousands of nodes. State owned: sums of frequencies already worked out."""
 
     def __init__(self, kinds: Sequence[tuple[PodKind, float]], gpu_mib: int) -> None:
+        self.gpu_mib = gpu_mib
         self._all = 1 if kinds else 0
         self._frequencies = [frequency for _, frequency in kinds]
         self._kinds = [kind for kind, _ in kinds]
@@ -172,18 +208,14 @@ class _Masks:
         self._of_models: dict[str, int] = {}
         self._sums: dict[int, float] = {}
 
-    def roomy(self, node: FreeNode) -> int:
-        """The kinds for which the node has the model, the CPU and the main memory."""
-        of_model = self._of_models.get(node.model)
+    def roomy(self, model: str, cpu_milli: int, memory_mib: int) -> int:
+        """The kinds for which a node with so much left has the model, the CPU and the main memory."""
+        of_model = self._of_models.get(model)
         if of_model is None:
-            of_model = _mask(not kind.models or node.model in kind.models for kind in self._kinds)
-            self._of_models[node.model] = of_model
+            of_model = _mask(not kind.models or model in kind.models for kind in self._kinds)
+            self._of_models[model] = of_model
         (cpus, of_cpus), (memories, of_memories) = self._cpus, self._memories
-        return (
-            of_model
-            & of_cpus[bisect_right(cpus, node.cpu_milli)]
-            & of_memories[bisect_right(memories, node.memory_mib)]
-        )
+        return of_model & of_cpus[bisect_right(cpus, cpu_milli)] & of_memories[bisect_right(memories, memory_mib)]
 
     def fragmentation(self, roomy: int, gpus: tuple[int, ...]) -> float:
         able, of_parts = 0, self._of_parts

@@ -59,11 +59,11 @@ def read_manifests(paths: Sequence[Path]) -> list[Manifest]:
 
 
 def sample_manifests(which: str, *, by_claims: bool = False) -> list[Manifest]:
-    """One of SAMPLE_SETS; "fitting" leaves out what is not meant to run. By claims, the device class comes with any
-    set."""
+    """One of SAMPLE_SETS; "fitting" leaves out what is not meant to run. By claims, the device classes come with
+    any set."""
     if by_claims:
         found = _shipped("claim_samples")
-        return found[:1] if which == "none" else found
+        return [one for one in found if one.raw["kind"] == "DeviceClass"] if which == "none" else found
     found = _shipped("samples") if which != "none" else []
     return [m for m in found if which == "all" or expectation(m.raw) is None]
 

@@ -199,6 +199,16 @@ class DraSettings(Section):
         default="NoSchedule",
         description="Taint of an unhealthy or cordoned GPU. NoExecute evicts its pods.",
     )
+    nvidia_names: bool = Field(
+        default=False,
+        description="Serve claims written for NVIDIA's DRA driver: its attributes and its GpuConfig; cores default to 0.",
+    )
+    consumable_shares: str = Field(
+        default="memory",
+        pattern="memory|unlimited|[1-9][0-9]{0,2}",
+        description="What a claim takes that names no memory, as by that option of NVIDIA's driver; memory: all of it. "
+        "unlimited: nothing; a number: one of so many shares of a GPU; both without limits, and with nvidia_names alone.",
+    )
     prepare_wait_s: Seconds = Field(
         default=40.0,
         ge=0,
@@ -224,6 +234,13 @@ class DraSettings(Section):
         default=Path("/var/lib/gpushare-agent/claims"),
         description="Directory of the records of prepared claims.",
     )
+
+    @model_validator(mode="after")
+    def _has_shares_by_nvidias_names(self) -> Self:
+        # Without them a claim that names nothing takes all cores: there would be nothing to share.
+        if self.consumable_shares != "memory" and not self.nvidia_names:
+            raise ValueError(f"consumable_shares is {self.consumable_shares}, which needs nvidia_names")
+        return self
 
 
 class SimulatedSettings(Section):

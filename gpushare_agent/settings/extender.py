@@ -39,6 +39,13 @@ class ExtenderSettings(Section):
         description="Pods go to the node where the fewest free GPUs become useless to the pods that usually come (fgd), to "
         "the fullest that fits (binpack), or to the emptiest (spread).",
     )
+    most_fitting_nodes: Count = Field(
+        default=100,
+        ge=0,
+        le=20_000,
+        description="The most nodes that filter answers, the best of those that fit; a pod with preferred affinities or "
+        "spread constraints of its own gets all. 0: always all, with reasons for the others.",
+    )
     config: OptionalPath = Field(
         default=None,
         description="gpu-admission's configuration file (JSON). It replaces quota_name, quota_namespace, model_label and "

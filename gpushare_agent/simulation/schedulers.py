@@ -293,7 +293,7 @@ class ExtenderChooser:
         self._typical: TypicalPods | None = None
 
     def choose(self, pod: Pod, shape: Shape, names: Sequence[str]) -> Choice:
-        if (typical := self._state.typical) is not self._typical:
+        if (typical := self._state.renew_typical()) is not self._typical:
             self._typical = typical
             self._costs.clear()
         known = self._costs_of(shape)

@@ -341,6 +341,8 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "measured_extender": lambda: _benchmark("extender"),
     "packing": lambda: _packing(of_rules=False),
     "packing_rules": lambda: _packing(of_rules=True),
+    "measured_beside": lambda: _benchmark("beside"),
+    "measured_scheduler": lambda: _benchmark("scheduler"),
     "containers": lambda: _metrics("gpushare_container_", frozenset(("namespace", "pod", "container", "node"))),
     "gpus": lambda: _metrics("gpushare_card_", frozenset(("uuid", "gpu", "node"))),
     "agent": lambda: _metrics("gpushare_"),

@@ -345,7 +345,7 @@ def test_what_a_node_has_left_is_what_fgd_has_reckoned_with(
     blocks = 96 * cores // 100
     asking = pod("p", container(cores=cores, blocks=max(1, blocks) if cores < 100 else 0), node_name="")
     asking = replace(asking, host_request=HostRequest(*host))
-    ledger, typical = cluster.node_ledger("a"), cluster.typical
+    ledger, typical = cluster.node_ledger("a"), cluster.renew_typical()
     if not cluster.filter(asking, ["a"]).fitting:
         return
     assert ledger is not None and typical is not None
@@ -604,3 +604,116 @@ def test_init_containers_go_on_the_ledger_once() -> None:
     cluster = state(node())
     owner = pod("p", container("init", 60, 20, ContainerKind.INIT), container("main", 50, 10), node_name="")
     assert gpus_of(reserve(cluster, owner)) == {0: 60}
+
+
+QUESTIONS = [
+    *(
+        pod("ask", container(cores=cores, blocks=blocks), node_name="")
+        for cores, blocks in ((30, 10), (100, 0), (400, 0))
+    ),
+    pod("ask", container("one", cores=60, blocks=10), container("two", cores=60, blocks=90), node_name=""),
+]
+"""Of one container, of whole GPUs, of more than any node has, and of two containers, which are planned."""
+
+
+def no_pool_of_two(asking: Pod, *, model: str, pool: str) -> Refused | None:
+    return Refused(reason=RefusalReason.QUOTA_EXCEEDED, detail=f"no {model}") if pool == "two" else None
+
+
+class Answers(RuleBasedStateMachine):
+    """What is kept of former answers is no answer of its own: a state that was asked after every step says the same as one
+    that went through the same and is asked for the first time."""
+
+    NODES = ("a", "b", "c")
+    node_policy = "binpack"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked, self.fresh = (
+            ClusterState(
+                policy=ClusterPolicy(names=NAMES, node_policy=self.node_policy),  # type: ignore[arg-type]
+                quota=no_pool_of_two,  # type: ignore[arg-type]
+            )
+            for _ in range(2)
+        )
+        self.number = 0
+
+    @rule(
+        name=st.sampled_from(NODES), gpus=st.integers(1, 2), pool=st.sampled_from(["one", "two"]), healthy=st.booleans()
+    )
+    def put_node(self, name: str, gpus: int, pool: str, healthy: bool) -> None:
+        made = node(name, gpus, pool=pool, cpu_milli=1000 * gpus, memory_mib=4096)
+        for one in (self.asked, self.fresh):
+            one.put_node(replace(made, gpus=tuple(replace(gpu, is_healthy=healthy) for gpu in made.gpus)), 0.0)
+
+    @rule(name=st.sampled_from(NODES))
+    def remove_node(self, name: str) -> None:
+        for one in (self.asked, self.fresh):
+            one.remove_node(name)
+
+    @rule(name=st.sampled_from(NODES), cores=st.sampled_from([30, 60, 100]), is_bound=st.booleans())
+    def reserve(self, name: str, cores: int, is_bound: bool) -> None:
+        self.number += 1
+        owner = share(f"p{self.number}", cores, 0 if cores == 100 else 10)
+        for one in (self.asked, self.fresh):
+            if isinstance(one.reserve(owner, name, 1.0), Reservation) and is_bound:
+                one.bound(owner.uid)
+                one.put_pod(on(owner, name), 1.0)
+
+    @rule(name=st.sampled_from(NODES), cpu_milli=st.sampled_from([100, 600, 2000]))
+    def put_other(self, name: str, cpu_milli: int) -> None:
+        self.number += 1
+        for one in (self.asked, self.fresh):
+            one.put_other_pod(PodUid(f"other-{self.number}"), name, HostRequest(cpu_milli=cpu_milli, memory_mib=64))
+
+    @rule(number=st.integers(1, 12))
+    def remove_pod(self, number: int) -> None:
+        for one in (self.asked, self.fresh):
+            one.remove_pod(PodUid(f"uid-p{number}"))
+            one.remove_pod(PodUid(f"other-{number}"))
+
+    @rule(question=st.sampled_from(QUESTIONS), names=st.lists(st.sampled_from([*NODES, "nobody"]), unique=True))
+    def ask(self, question: Pod, names: list[str]) -> None:
+        """Also about a part of the nodes: what is said of the others stays as it was."""
+        self.asked.filter(question, names)
+        self.asked.costs(question, names)
+
+    def teardown(self) -> None:
+        names = ["nobody", *reversed(self.NODES)]
+        for question in QUESTIONS:
+            answer = self.asked.filter(question, names)
+            assert answer == self.fresh.filter(question, names)
+            assert sorted([*answer.fitting, *answer.failed, *answer.unresolvable]) == sorted(names)
+            assert self.asked.costs(question, names) == self.fresh.costs(question, names)
+
+
+class FgdAnswers(Answers):
+    node_policy = "fgd"
+
+    def __init__(self) -> None:
+        """Both have learnt the same pods; the steps that follow are too few to look at them again."""
+        super().__init__()
+        for one in (self.asked, self.fresh):
+            for number in range(24):
+                cores = (30, 60, 100)[number % 3]
+                owner = share(f"usual-{number}", cores, 0 if cores == 100 else 10)
+                one.put_pod(replace(on(owner, "away"), host_request=HostRequest(cpu_milli=500, memory_mib=64)), 0.0)
+            assert one.renew_typical() is not None
+
+
+def test_cpus_that_another_pod_takes_change_the_cost() -> None:
+    """A pod without GPUs changes no answer of filter, and what its node costs all the same."""
+    machine = FgdAnswers()
+    machine.put_node("a", 2, "one", True)
+    machine.ask(QUESTIONS[0], ["a"])
+    before = machine.asked.costs(QUESTIONS[0], ["a"])
+    machine.put_other("a", 2000)
+    machine.teardown()
+    assert machine.asked.costs(QUESTIONS[0], ["a"]) != before
+
+
+TestAnswers = Answers.TestCase
+TestFgdAnswers = FgdAnswers.TestCase
+TestAnswers.settings = TestFgdAnswers.settings = settings(
+    max_examples=150, stateful_step_count=14, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
+)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import to_builtins
 
+from gpushare_agent.extender.debug import typical_documents
 from gpushare_agent.extender.learnt_pods import LEAST_CHANGES, LEAST_ENDED, LearntPods
 from gpushare_agent.model.names import PodUid
 from gpushare_agent.placement.fragmentation import MOST_KINDS, PodKind, TypicalPods
@@ -91,3 +93,15 @@ def test_whatever_comes_they_are_few_and_the_same_for_the_same_pods(pods: list[t
         if one is not None:
             assert len(one.kinds) <= MOST_KINDS
             assert abs(sum(frequency for _, frequency in one.kinds) - 1) < 1e-9
+
+
+def test_the_debug_page_shows_them() -> None:
+    """The most frequent first; nothing where there are none."""
+    learnt = LearntPods()
+    assert typical_documents(learnt.typical(supply)) == []
+    put(learnt, HALF, 5, "a")
+    put(learnt, WHOLE._replace(models=("T4",)), 15, "b")
+    first, second = to_builtins(typical_documents(learnt.typical(supply)))
+    amounts = {"gpus": 1, "gpu_memory_mib": 0, "memory_mib": 64}
+    assert first == {"percent": 75.0, "parts": 100, "cpu_milli": 8192, "models": ("T4",), **amounts}
+    assert second == {"percent": 25.0, "parts": 50, "cpu_milli": 1024, "models": (), **amounts}

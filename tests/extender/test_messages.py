@@ -132,12 +132,14 @@ def test_bytes_that_are_no_json_are_refused(content: bytes) -> None:
 
 
 def test_a_kept_pod_has_what_it_asks_for_and_nothing_that_a_tenant_wrote() -> None:
-    """Containers that ask for nothing are left out and positions stay; alike containers are one object."""
+    """Containers that ask for nothing are left out and positions stay; alike containers are one object. Of annotations it is
+    known whether any chooses GPUs, and no more."""
     raw = raw_pod("a", (0, 0), (30, 4), annotations={"tencent.com/predicate-gpu-idx-1": "0"})
     first, second = lean_pod(read_pod_json(undecoded(raw)), NAMES), lean_pod(read_pod_json(undecoded(raw)), NAMES)
     assert [(c.name, c.position) for c in first.containers] == [("c1", 1)]
     assert first.containers[0] is second.containers[0]
-    assert first.annotations == {}
+    assert first.annotations == {"tencent.com/predicate-gpu-idx-": ""}
+    assert lean_pod(read_pod_json(undecoded(raw_pod("a", (30, 4), annotations={"mine": "x"}))), NAMES).annotations == {}
     assert predicate_annotations(read_pod_json(undecoded(raw))) == {"tencent.com/predicate-gpu-idx-1": "0"}
 
 
@@ -197,6 +199,32 @@ def test_the_models_that_a_pod_names_are_read_from_its_spec(spec: dict[str, Any]
     """By its node selector, or by every term that it requires of the node's affinity."""
     raw = {"metadata": {"uid": "u", "namespace": "n", "name": "p"}, "spec": spec}
     assert host_request(read_pod_json(undecoded(raw)).spec, "model").models == models
+
+
+_TERMS = {"preferredDuringSchedulingIgnoredDuringExecution": [{"weight": 1}]}
+_REQUIRED = {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": []}}
+
+
+@pytest.mark.parametrize(
+    ("spec", "prefers"),
+    [
+        ({}, False),
+        ({"affinity": None, "topologySpreadConstraints": None}, False),
+        ({"affinity": {"nodeAffinity": _REQUIRED, "podAffinity": None}}, False),
+        ({"affinity": {"nodeAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": []}}}, False),
+        ({"topologySpreadConstraints": [{"maxSkew": 1, "whenUnsatisfiable": "DoNotSchedule"}]}, False),
+        ({"affinity": {"nodeAffinity": _REQUIRED, "podAntiAffinity": _TERMS}}, True),
+        ({"affinity": {"podAffinity": _TERMS}}, True),
+        ({"topologySpreadConstraints": [{"whenUnsatisfiable": "ScheduleAnyway"}]}, True),
+        ({"affinity": "unreadable"}, True),
+    ],
+)
+def test_a_pods_own_preferences_are_seen(spec: dict[str, Any], prefers: bool) -> None:
+    """What it requires is no preference: kube-scheduler has decided on that before it asks."""
+    pod = raw_pod("a", (30, 4))
+    pod["spec"] |= spec
+    content = json.dumps({"Pod": pod, "Nodes": None, "NodeNames": ["n"]}).encode()
+    assert parse_nodes_args(content, NAMES).prefers_nodes is prefers
 
 
 @given(JSON)

@@ -1,7 +1,7 @@
 """What is allocated on every node of the cluster, and by which pod: the extender's ledger. Synchronous, no clock, no I/O.
 
 `NodeLedger` has one node: its reservations, the allocations of pods that only its agent names, and the sums of both by GPU.
-Every change raises its `version`, which outdates the answers worked out for the node. `ClusterLedger` has all nodes, and a
+Every change is told, for it outdates the answers worked out for the node. `ClusterLedger` has all nodes, and a
 reservation for every pod that has something or may have it; of all other pods, too, what they request of their nodes' CPU
 and main memory. extender/cluster_state.py is the only one to change them.
 
@@ -11,7 +11,7 @@ all that it may have.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import NamedTuple, TypeVar
 
 from msgspec.structs import replace
@@ -28,6 +28,8 @@ from gpushare_agent.placement.fragmentation import WHOLE, FreeNode
 from gpushare_agent.placement.gpu_account import Capacity, account_of, capacity_of
 
 V = TypeVar("V")
+OnChange = Callable[[str, bool], None]
+"""Called with a node's name, and whether its GPUs have changed or its CPU and main memory alone."""
 
 
 class NodeLedger:
@@ -40,16 +42,16 @@ class NodeLedger:
         "_gpus",
         "_hosted",
         "_names",
+        "_on_change",
         "_used",
         "node",
         "reservations",
         "unattributed",
-        "version",
     )
 
-    def __init__(self, node: ClusterNode, names: ResourceNames) -> None:
+    def __init__(self, node: ClusterNode, names: ResourceNames, on_change: OnChange = lambda name, gpus: None) -> None:
         self.node = node
-        self.version = 0
+        self._on_change = on_change
         self.reservations: dict[PodUid, Reservation] = {}
         self.unattributed: dict[PodUid, Mapping[int, Charge]] = {}
         """What pods have that only the agent names: ended by force, or not seen yet."""
@@ -75,7 +77,7 @@ class NodeLedger:
         return old
 
     def set_unattributed(self, unattributed: Mapping[PodUid, Mapping[int, Charge]]) -> None:
-        # Else every report would raise the version, and outdate all answers about the node.
+        # Else every report would outdate all answers about the node.
         if unattributed == self.unattributed:
             return
         for charges in self.unattributed.values():
@@ -123,6 +125,7 @@ class NodeLedger:
     def set_hosted(self, hosted: Hosted) -> None:
         """What the node's pods request of it. It changes no fit: kube-scheduler decides on CPU and memory."""
         self._hosted, self._free = hosted, None
+        self._on_change(self.node.name, False)
 
     @property
     def is_stale(self) -> bool:
@@ -131,7 +134,7 @@ class NodeLedger:
 
     def gpus_without(self, uids: frozenset[PodUid]) -> list[GpuAccount]:
         """The accounts of all GPUs as if these pods were gone."""
-        # A copy: a question must not raise the version.
+        # A copy: a question must not outdate answers.
         shadow = NodeLedger(self.node, self._names)
         for reservation in self.reservations.values():
             if reservation.pod_uid not in uids:
@@ -152,8 +155,8 @@ class NodeLedger:
         self._changed()
 
     def _changed(self) -> None:
-        self.version += 1
         self._gpus = self._capacity = self._free = None
+        self._on_change(self.node.name, True)
 
 
 def _facts(node: ClusterNode) -> tuple[object, ...]:
@@ -190,8 +193,9 @@ NO_PLAN = PodPlan(containers=(), charges={})
 class ClusterLedger:
     """All nodes. Bound pods of a node that is not known yet are remembered until it is."""
 
-    def __init__(self, policy: ClusterPolicy) -> None:
+    def __init__(self, policy: ClusterPolicy, on_change: OnChange = lambda name, gpus: None) -> None:
         self._policy = policy
+        self._on_change = on_change
         self._nodes: dict[str, NodeLedger] = {}
         self._pods: dict[PodUid, Pod] = {}
         self._bound: dict[str, dict[PodUid, None]] = {}
@@ -207,6 +211,9 @@ class ClusterLedger:
     def nodes(self) -> Iterator[NodeLedger]:
         """The ledgers of all nodes, in order of name."""
         return (self._nodes[name] for name in sorted(self._nodes))
+
+    def names(self) -> Collection[str]:
+        return self._nodes.keys()
 
     def node(self, name: str) -> NodeLedger | None:
         return self._nodes.get(name)
@@ -254,7 +261,9 @@ class ClusterLedger:
         return resolved
 
     def _add_node(self, node: ClusterNode, now: float) -> list[Reservation]:
-        ledger = self._nodes[node.name] = NodeLedger(node, self._policy.names)
+        ledger = self._nodes[node.name] = NodeLedger(node, self._policy.names, self._on_change)
+        # Of a new node there are no answers at all.
+        self._on_change(node.name, True)
         ledger.set_hosted(self._hosted.get(node.name, _NOTHING_HOSTED))
         for reservation in self._pending.pop(node.name, {}).values():
             self._put(ledger, reservation)
