@@ -42,9 +42,9 @@ _HANGS = "The driver may hang: look for NVRM and Xid lines in `dmesg`; a hung dr
 _READ_HANGS = f"{_HANGS}It is called again at the next poll."
 _SAMPLE_HANGS = f"{_HANGS}Polls of the GPUs go on; usage is read again at the next sample."
 _EVENTS_HANG = f"{_HANGS}Polls of the GPUs go on; events are waited for again at the next try."
-_ROUND_WAIT_S = 0.3
-"""A round of samples takes about a tenth of a second, a wait for events ends within a fifth; the poll that waits for them
-has a timeout of its own."""
+_ROUND_WAIT_S = 0.6
+"""A round of samples takes about a tenth of a second, a wait for events ends within half of one; the poll that waits for
+them has a timeout of its own."""
 
 
 class _Opening:
@@ -66,8 +66,9 @@ class _Opening:
         self._enumerated: Poll | None = None
 
     @property
-    def must_close(self) -> bool:
-        return self._must_close
+    def must_end(self) -> bool:
+        """Whether a wait should end: somebody closes the opening, or a poll found other GPUs."""
+        return self._must_close or self._found != self._enumerated
 
     @property
     def found(self) -> Poll | None:
@@ -155,7 +156,7 @@ class NvmlDriver:
             mig_minors=mig_minors if with_instances else None,
         )
         self.in_use: Callable[[], Collection[GpuUuid]] = tuple
-        self._events = NvmlEvents(self._waits.session, lambda: self._waits.must_close)
+        self._events = NvmlEvents(self._waits.session, lambda: self._waits.must_end)
         self._waits.before_close = self._events.close
         self._limits = NvmlMemoryLimits(self._session)
         self._timeout_s = timeout_s
@@ -181,6 +182,8 @@ class NvmlDriver:
             polled = self._waits.found
             return self._events.take(wait_s, polled.answering if polled is not None else None)
 
+        # Bounded as every call: one that hangs is noticed within twice the timeout.
+        wait_s = min(wait_s, self._timeout_s)
         what = "waiting for the GPUs' events in NVML"
         return await self._event_thread.call(partial(self._waits.call, take), what, wait_s + self._timeout_s)
 
