@@ -1,4 +1,5 @@
-"""`python -m bench [--quick] [--extender | --cluster | --beside PLUGIN] [--json FILE]`: measures, and prints the table.
+"""`python -m bench [--quick] [--extender | --cluster | --scheduler DIR | --beside PLUGIN] [--json FILE]`: measures, and
+prints the table.
 
 Exit code 0, also where a target is missed: the table says so. 1 where something could not be measured.
 """
@@ -26,6 +27,7 @@ from bench.observation import sampling_rows, scrape_rows
 from bench.page import poll_rows
 from bench.pure import list_rows, placement_rows
 from bench.real_cluster import cluster_rows
+from bench.real_scheduler import scheduler_rows
 from bench.results import Row, as_json, print_table, row
 from bench.vdevice import memory_rows, pre_start_rows, register_rows, round_rows, wait_sockets
 
@@ -49,6 +51,8 @@ class Extent:
     extender_nodes: int = 5_000
     extender_pods: int = 400
     extender_resyncs: int = 3
+    scheduler_pods: int = 1_000
+    scheduler_rounds: int = 3
     cluster_pods: int = 30
     cluster_burst: int = 100
     settle_s: float = 40.0
@@ -60,7 +64,7 @@ class Extent:
 _QUICK = Extent(
     starts=3, restarts=8, filled=40, empty=15, bursts=1, pure=20, settle_s=1.0, idle_s=5.0, rounds=10, pre_starts=20,
     registrations=20, scrapes=4, samplings=10, extender_nodes=500,
-    extender_pods=60, extender_resyncs=1, cluster_pods=5, cluster_burst=20,
+    extender_pods=60, extender_resyncs=1, scheduler_pods=300, scheduler_rounds=1, cluster_pods=5, cluster_burst=20,
 )  # fmt: skip
 
 
@@ -73,6 +77,16 @@ def main() -> int:
     parser.add_argument(
         "--cluster", action="store_true", help="measure the agent of a real cluster instead, named by KUBECONFIG"
     )
+    parser.add_argument(
+        "--scheduler",
+        type=Path,
+        metavar="DIR",
+        help="measure the real kube-scheduler instead, alone and with the extender: "
+        "DIR has kube-apiserver and kube-scheduler, and etcd where PATH has none",
+    )
+    parser.add_argument("--nodes", default="1000,3000,5000", help="of the scheduler's clusters (%(default)s)")
+    parser.add_argument("--pods", type=int, help="of each run of --scheduler (1000)")
+    parser.add_argument("--extender-options", default="", help="more options of the extender, for --scheduler")
     parser.add_argument(
         "--beside", metavar="PLUGIN", help="measure in turns with this device plugin's program; as root"
     )
@@ -98,6 +112,8 @@ def main() -> int:
 async def _chosen(options: argparse.Namespace, extent: Extent) -> list[Row]:
     if options.extender:
         return await _measure_extender(extent)
+    if options.scheduler is not None:
+        return await _measure_scheduler(extent, options)
     if options.cluster:
         return await _measure_cluster(extent, options.node, options.pod_image)
     if options.beside is not None:
@@ -167,6 +183,23 @@ async def _measure_extender(extent: Extent) -> list[Row]:
         return await extender_rows(
             Path(state), nodes=extent.extender_nodes, pods=extent.extender_pods, resyncs=extent.extender_resyncs
         )
+
+
+async def _measure_scheduler(extent: Extent, options: argparse.Namespace) -> list[Row]:
+    rows = []
+    with tempfile.TemporaryDirectory(prefix="gsb", dir="/tmp") as state:
+        for nodes in map(int, options.nodes.split(",")):
+            pods = options.pods or extent.scheduler_pods
+            _say(f"{nodes} nodes, {pods} pods, {extent.scheduler_rounds} times plain, with the extender, and on a part")
+            rows += await scheduler_rows(
+                options.scheduler,
+                Path(state) / "cluster",
+                nodes=nodes,
+                pods=pods,
+                rounds=extent.scheduler_rounds,
+                options=options.extender_options.split(),
+            )
+    return rows
 
 
 async def _measure_cluster(extent: Extent, node: str | None, image: str) -> list[Row]:

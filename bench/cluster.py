@@ -27,6 +27,8 @@ MIXTURES: tuple[tuple[tuple[int, int, tuple[int, ...]], ...], ...] = (
 )
 """Cores, blocks and GPUs of each pod of a node; the nodes have the mixtures in turn."""
 PODS_PER_NODE = len(MIXTURES[0])
+CPUS = (1, 2, 4, 8, 12, 16, 6)
+"""CPUs that the pods request, in turn: policy fgd tells pods apart by them."""
 _NVLINK_PAIRS = [[("X" if a == b else "NV4" if a // 2 == b // 2 else "SYS") for b in range(GPUS)] for a in range(GPUS)]
 
 
@@ -65,7 +67,8 @@ class SampleCluster:
             whole = cores >= 100
             counts = [100, 0, 0, 1] if whole else [cores, blocks]
             allocated[_uid(name, which)] = {str(gpu): counts for gpu in taken}
-        capacity = {VCORE_RESOURCE: str(100 * GPUS), VMEMORY_RESOURCE: str(BLOCKS * GPUS)}
+        offered = {VCORE_RESOURCE: str(100 * GPUS), VMEMORY_RESOURCE: str(BLOCKS * GPUS)}
+        capacity = {**offered, "cpu": "128", "memory": "1056763060Ki"}
         annotations = {
             GPUS_ANNOTATION: json.dumps({"schema": 1, "memory_block_mib": 256, "cards": gpus}),
             ALLOCATIONS_ANNOTATION: json.dumps({"schema": 1, "held": allocated}),
@@ -76,17 +79,20 @@ class SampleCluster:
     def raw_bound_pod(self, number: int) -> dict[str, Any]:
         node, which = self.names[number // PODS_PER_NODE], number % PODS_PER_NODE
         cores, blocks, _ = MIXTURES[number // PODS_PER_NODE % len(MIXTURES)][which]
-        return raw_pod(f"{node}-{which}", cores, blocks, uid=_uid(node, which), node=node)
+        return raw_pod(f"{node}-{which}", cores, blocks, uid=_uid(node, which), node=node, cpu=CPUS[number % len(CPUS)])
 
 
-def raw_pod(name: str, cores: int, blocks: int, *, uid: str = "", node: str = "") -> dict[str, Any]:
+def raw_pod(name: str, cores: int, blocks: int, *, uid: str = "", node: str = "", cpu: int = 4) -> dict[str, Any]:
     """As long as such pods are: about three kibibytes, with what controllers, volumes and statuses bring along."""
     limits = {VCORE_RESOURCE: str(cores), **({VMEMORY_RESOURCE: str(blocks)} if blocks else {})}
     container = {
         "name": "main",
         "image": "registry.example/team/training:2025.11",
         "env": [{"name": f"SETTING_{number}", "value": "x" * 40} for number in range(12)],
-        "resources": {"limits": {**limits, "cpu": "4", "memory": "16Gi"}, "requests": {**limits, "cpu": "4"}},
+        "resources": {
+            "limits": {**limits, "cpu": str(cpu), "memory": "16Gi"},
+            "requests": {**limits, "cpu": str(cpu), "memory": "8Gi"},
+        },
         "volumeMounts": [{"name": f"v{number}", "mountPath": f"/data/{number}"} for number in range(4)],
     }
     spec = {
@@ -232,6 +238,7 @@ class ClusterServer:
     async def _bind(self, request: web.Request) -> web.Response:
         body = await request.json()
         pod = self._pending[request.match_info["name"]]
+        pod["metadata"].setdefault("annotations", {}).update(body["metadata"].get("annotations") or {})
         pod["spec"]["nodeName"] = self._cluster.bound[pod["metadata"]["uid"]] = body["target"]["name"]
         self._send("MODIFIED", pod)
         return web.json_response({"kind": "Status", "status": "Success"}, status=201)

@@ -1,4 +1,4 @@
-"""`python -m gpushare_agent` and the console script `gpushare-agent`."""
+"""`python -m gpushare_agent` and the console scripts `gpushare-agent` and `gpushare-device-plugin-v2`."""
 
 import gc
 import os
@@ -21,6 +21,12 @@ def main() -> int:
     from gpushare_agent.cli.main import main as run_command_line
 
     return run_command_line()
+
+
+def run_as_gpushare() -> int:
+    """`gpushare-device-plugin-v2`: GPUShare's DaemonSet calls its device plugin so."""
+    sys.argv[1:1] = ["run", "--gpushare.enabled"]
+    return main()
 
 
 def _import_structlog() -> None:

@@ -112,6 +112,7 @@ class GarbageCollection(Struct, kw_only=True, eq=False):
     kubelet_age_s: Callable[[], float | None]
     clock: Callable[[], float] = time.monotonic
     period_s: float
+    has_pod_resources: bool = True
     fresh_s: float = FRESH_S
     on_correction: Callable[[str], None] = lambda kind: None
     _deleted: set[PodUid] = field(default_factory=set)
@@ -161,8 +162,9 @@ class GarbageCollection(Struct, kw_only=True, eq=False):
         checkpoint = await self._read_checkpoint()
         listed: list[ListedPod] = []
         try:
-            async with self.gate.quiet_list("recovery", wait_s=1.0) as entries:
-                listed = [entry.decoded() for entry in entries]
+            if self.has_pod_resources:
+                async with self.gate.quiet_list("recovery", wait_s=1.0) as entries:
+                    listed = [entry.decoded() for entry in entries]
         except AgentError as e:
             log.warning("pod_resources_unavailable", purpose="recovery", error=str(e))
         records = Records(listed=listed, checkpoint=checkpoint, pods=self._known_pods())
@@ -217,6 +219,8 @@ class GarbageCollection(Struct, kw_only=True, eq=False):
 
     async def reconcile(self) -> None:
         """Compare the cache with the kubelet and correct it. A kubelet that cannot be asked changes nothing."""
+        if not self.has_pod_resources:
+            return
         # Before the checkpoint and the List: what they show is compared with pods that are at least as old.
         if self.pods.is_synced and self._may_lack_static_pods():
             await self.static_pods.refresh_static(timeout_s=STATIC_PODS_S)

@@ -225,6 +225,8 @@ class FirstRegistration:
     def __init__(self, resources: Collection[str]) -> None:
         self.done = asyncio.Event()
         self._missing = set(resources)
+        if not self._missing:  # claims alone
+            self.done.set()
 
     def registered(self, resource: str) -> None:
         self._missing.discard(resource)
@@ -243,6 +245,12 @@ def build(
     """Joined, not started. The sockets of new resources have the handover and the queue of the `previous` generation."""
     kubelet, refused_pods, ids = node.settings.kubelet, RefusedPods(), DeviceIds()
     pod_resources = PodResourcesClient(kubelet.pod_resources_socket, ids)
+    if kubelet.pod_resources_socket is None:
+        log.warning(
+            "pods_identified_by_api_server_alone",
+            because="kubelet.pod_resources_socket is empty",
+            then="where two pods that wait ask for the same, they are refused",
+        )
     gate = PodResourcesGate(pod_resources, on_list=node.metrics.pod_resources_listed)
     checkpoint = KubeletCheckpoint(kubelet.device_plugin_path, ids)
     outcomes = OutcomeReporter(
@@ -365,6 +373,7 @@ def _build_garbage_collection(
         inventory=node.gpus,
         kubelet_age_s=cluster.kubelet_facts.age_s,
         period_s=node.settings.allocation.check_period_s,
+        has_pod_resources=cluster.kubelet_facts.has_pod_resources,
         on_correction=node.metrics.reconcile_corrected,
     )
 

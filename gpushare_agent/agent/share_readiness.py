@@ -81,9 +81,10 @@ async def _problem(look: Look) -> str:
 
 def build(node: Node, isolation: Isolations, driver: NodeDriver) -> ShareReadiness:
     """What shares need besides the GPUs: the kubelet's PodResources socket, what each isolation needs, and CDI names."""
+    socket = node.settings.kubelet.pod_resources_socket
     return ShareReadiness(
         {
-            "kubelet.pod_resources_socket": partial(_connect, node.settings.kubelet.pod_resources_socket),
+            **({"kubelet.pod_resources_socket": partial(_connect, socket)} if socket is not None else {}),
             **isolation.looks(),
             "cdi": partial(_look_for_names, isolation.cdi_watch, node, driver),
         }

@@ -20,10 +20,9 @@ from msgspec import Raw, Struct
 from gpushare_agent.cli.agent_documents import DECISIONS, NODE, DecisionDocument, NodeDocument, check_document
 from gpushare_agent.cli.cluster_nodes import open_cluster
 from gpushare_agent.cli.command_line import AGENT_NAMESPACE
-from gpushare_agent.cli.render_text import plain
 from gpushare_agent.cluster.kube.client import KubeApi, pods
 from gpushare_agent.cluster.kube.objects import object_meta
-from gpushare_agent.cluster.kube.pods import PodJson, read_pod_json, scheduler_message
+from gpushare_agent.cluster.kube.pods import read_pod_json
 from gpushare_agent.model.errors import AgentError, Corrupt, NotFound, Rejected, Unavailable
 from gpushare_agent.settings.settings import Settings
 
@@ -163,7 +162,6 @@ AGENT_LABEL = "app.kubernetes.io/name=gpushare-agent"
 HTTP_PORT = "http"
 """Name of the container's port where the agent serves."""
 _GET_TIMEOUT_S = 15.0
-_MOST_ASKED = 10
 
 
 class AgentTarget(Struct, frozen=True, kw_only=True):
@@ -178,11 +176,8 @@ class AgentTarget(Struct, frozen=True, kw_only=True):
 
 
 @asynccontextmanager
-async def open_agent(
-    settings: Settings, target: AgentTarget, *, pod: str = "", namespace: str = "default"
-) -> AsyncIterator[AgentClient]:
-    """The node is that of `pod`, where one is named, unless `target` names one; an empty `namespace` means any. Raises
-    AgentError."""
+async def open_agent(settings: Settings, target: AgentTarget) -> AsyncIterator[AgentClient]:
+    """Raises AgentError."""
     # The agent's own address first: it needs no rights in the cluster.
     if target.server or not (target.node or target.is_remote):
         url = target.server or local_url(settings.web.addr, settings.web.port)
@@ -190,9 +185,7 @@ async def open_agent(
             yield agent
         return
     async with open_cluster(settings) as api:
-        # Only where the node is not named: reading a pod takes a right of its own.
-        node = target.node or (await _node_of_pod(api, settings, namespace, pod) if pod else "")
-        yield ApiServerProxy(api, await find_agent(api, settings, node=node, namespace=target.agent_namespace))
+        yield ApiServerProxy(api, await find_agent(api, settings, node=target.node, namespace=target.agent_namespace))
 
 
 class AgentPod(Struct, frozen=True, kw_only=True):
@@ -257,43 +250,18 @@ def _agent_pod(raw: Raw, usual_port: int) -> AgentPod | None:
     return AgentPod(namespace=meta.namespace, name=meta.name, node=node, port=port)
 
 
-async def _node_of_pod(api: KubeApi, settings: Settings, namespace: str, pod: str) -> str:
-    """Where a pod runs or was refused.
-
-    Raises:
-        NotFound: there is no such pod.
-        Unavailable: no node was chosen for it yet.
-    """
+async def read_pod(api: KubeApi, namespace: str, pod: str) -> Raw:
+    """The pod; an empty namespace means any. Raises NotFound: there is no such pod, or several."""
     # Names of pods are unique in a namespace alone.
     if not namespace:
         namespace = await _only_namespace(api, pod)
     try:
-        found = read_pod_json(await api.get_pod(namespace, pod, timeout_s=_GET_TIMEOUT_S))
+        return await api.get_pod(namespace, pod, timeout_s=_GET_TIMEOUT_S)
     except NotFound as e:
         raise NotFound(
             f"there is no pod {namespace}/{pod}: -n names another namespace, -A looks in all. Of a deleted pod the agent of"
             " its node has the last decisions: --node NODE"
         ) from e
-    node = found.spec.node_name
-    if not node:
-        raise Unavailable(
-            f"pod {namespace}/{pod} is on no node yet, so no agent has decided about it. {_why_on_no_node(found, settings)} "
-            f"What each GPU lacks: kubectl gpushare dashboard. Its Events: kubectl describe pod -n {namespace} {pod}"
-        )
-    return node
-
-
-def _why_on_no_node(pod: PodJson, settings: Settings) -> str:
-    """The request beside what agents offer: the scheduler refuses a misspelt resource, and bytes for blocks, without a
-    word of the cause."""
-    names = settings.resources
-    containers = (*(pod.spec.init_containers or ()), *(pod.spec.containers or ()))
-    asked = sorted({f"{name}: {count}" for one in containers for name, count in one.limits.items() if "/" in name})
-    return (
-        f"The scheduler: {plain(scheduler_message(pod)) or 'nothing so far.'} The pod asks for "
-        f"{plain(', '.join(asked[:_MOST_ASKED])) or 'no device'}; agents offer {names.vcore}, in hundredths of a "
-        f"GPU, and {names.vmemory}, in blocks of {names.memory_block_mib} MiB."
-    )
 
 
 async def _only_namespace(api: KubeApi, pod: str) -> str:

@@ -149,6 +149,9 @@ async def check_kubelet(settings: Settings) -> list[Finding]:
 async def check_pod_resources(settings: Settings) -> list[Finding]:
     """Connects and hangs up: asking it for a List here could harm an admission under way."""
     path = settings.kubelet.pod_resources_socket
+    if path is None:
+        detail = "not set: pods are identified by the API server alone"
+        return [warning("pod resources", detail, "mount the kubelet's pod-resources directory, and name its socket")]
     try:
         await node_probes.connect_to_socket(path)
     except Unavailable as failure:

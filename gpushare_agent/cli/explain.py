@@ -1,4 +1,4 @@
-"""`gpushare-agent explain POD`: why a pod's containers got their GPUs, or why they were refused.
+"""`explain POD`: why a pod's containers got their GPUs, or why they were refused. One without a node: explain_waiting.py.
 
 The agent has its last decisions in memory (setting decisions.kept), none from before its start; the answer states that.
 Exit codes: 0 with a decision, 1 without.
@@ -9,19 +9,24 @@ docs/reference/api.md has them (the fields of model/decision_records.py).
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from datetime import UTC, datetime
 
 from msgspec import Struct
+from msgspec.structs import replace
 from rich.console import RenderableType
 from rich.text import Text
 
-from gpushare_agent.cli.agent_client import AgentClient, AgentTarget, open_agent, read_decisions
+from gpushare_agent.cli.agent_client import AgentClient, AgentTarget, open_agent, read_decisions, read_pod
 from gpushare_agent.cli.agent_documents import CandidateDocument, DecisionDocument
+from gpushare_agent.cli.cluster_nodes import open_cluster
 from gpushare_agent.cli.command_line import Form
+from gpushare_agent.cli.explain_waiting import SCHEMA, explain_waiting
 from gpushare_agent.cli.render_text import CORES_COLUMN, bar, counted, gib, grid, health_style, plain, print_as
+from gpushare_agent.cluster.kube.pods import read_pod_json
 from gpushare_agent.model.decision_records import CLAIMS_RESOURCE, Outcome
-from gpushare_agent.model.errors import NotFound, RefusalReason
+from gpushare_agent.model.errors import AgentError, NotFound, RefusalReason
 from gpushare_agent.model.names import CORES_PER_GPU
 from gpushare_agent.settings.settings import Settings
 
@@ -147,8 +152,8 @@ def _health_word(gpu: CandidateDocument) -> str:
     return "Cordoned" if gpu["verdict"].startswith("cordoned") else "Unhealthy"
 
 
-SCHEMA = 2
 _SEARCHED_FOR_UNATTRIBUTED = 200
+_ASKED_FOR_S = 10.0
 
 
 class PodQuery(Struct, frozen=True, kw_only=True):
@@ -166,11 +171,18 @@ async def run(settings: Settings, target: AgentTarget, query: PodQuery, *, form:
     # namespace is needed, kubectl's own default.
     is_in_default = (target.is_remote or target.node) and not query.is_any_namespace
     namespace = query.namespace or ("default" if is_in_default else "")
-    async with open_agent(settings, target, pod=query.pod, namespace=namespace) as agent:
+    if target.is_remote and not target.node:
+        async with open_cluster(settings) as api:
+            raw = await read_pod(api, namespace, query.pod)
+            node = read_pod_json(raw).spec.node_name
+            if not node:
+                return await explain_waiting(api, settings, raw, form=form)
+        target = replace(target, node=node)
+    async with open_agent(settings, target) as agent:
         decisions = await read_decisions(agent, pod=query.pod, namespace=namespace)
         chosen = newest_of_containers(decisions, query.container)
         if not chosen:
-            raise NotFound(await _nothing_known(agent, query, namespace, decisions))
+            raise NotFound(await _nothing_known(settings, agent, query, namespace, decisions))
     document = {"schema": SCHEMA, "pod": query.pod, "decisions": chosen}
 
     def tables(width: int) -> Sequence[RenderableType]:
@@ -196,7 +208,7 @@ def newest_of_containers(decisions: Sequence[DecisionDocument], container: str) 
 
 
 async def _nothing_known(
-    agent: AgentClient, query: PodQuery, namespace: str, decisions: Sequence[DecisionDocument]
+    settings: Settings, agent: AgentClient, query: PodQuery, namespace: str, decisions: Sequence[DecisionDocument]
 ) -> str:
     name = f"{namespace}/{query.pod}" if namespace else query.pod
     # The pod is known, but not the container that was named.
@@ -213,8 +225,29 @@ async def _nothing_known(
         else ""
     )
     in_namespace = f" -n {namespace}" if namespace else ""
+    begin = f"{agent.name} has decided nothing about pod {name}"
+    if place := await _place_of(settings, query.pod, namespace):
+        return f"{begin}: {place}{seen}"
     return (
-        f"{agent.name} has decided nothing about pod {name}. It may be on another node, wait for the scheduler, or request"
-        f" no share of a GPU, or the decision was before the agent started or too long ago.{seen} See its Events: "
-        f"kubectl describe pod{in_namespace} {query.pod}"
+        f"{begin}. It may be on another node, wait for one (`kubectl gpushare explain` says for what), be unknown to the "
+        "cluster, or request no share of a GPU, or the decision was before the agent started or too long ago."
+        f"{seen} See its Events: kubectl describe pod{in_namespace} {query.pod}"
+    )
+
+
+async def _place_of(settings: Settings, pod: str, namespace: str) -> str:
+    """Where the API server has the pod, a sentence; empty where it cannot be asked, as on a host without a kubeconfig."""
+    try:
+        async with asyncio.timeout(_ASKED_FOR_S), open_cluster(settings) as api:
+            found = read_pod_json(await read_pod(api, namespace, pod))
+    except NotFound as error:
+        return f"{error}."
+    except (AgentError, TimeoutError):
+        return ""
+    if not (node := found.spec.node_name):
+        asked = f"kubectl gpushare explain -n {found.meta.namespace} {pod}"
+        return f"it is on no node yet, and `{asked}` says what would let it start."
+    return (
+        f"it is on node {node}. If that is this one, it requests no share of a GPU, or the decision was before the agent "
+        f"started or too long ago. Its Events: kubectl describe pod -n {found.meta.namespace} {pod}."
     )

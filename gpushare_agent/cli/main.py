@@ -50,6 +50,10 @@ def _run(call: Invocation) -> int:
     # Logging before the import: what the imports and the settings have to say is in the chosen format.
     loaded = call.load_with_logs()
     _log_migrated_keys(loaded)
+    if "EXTRA_FLAGS" in call.environ:  # gpu-manager's DaemonSet, whose start script has work of its own
+        from gpushare_agent.cli import gpu_manager
+
+        gpu_manager.start(loaded, call.environ)
     from gpushare_agent.agent.agent import run as run_agent
 
     def reload(named: NamedConfiguration | None) -> Settings:
@@ -63,7 +67,7 @@ def _run(call: Invocation) -> int:
 
 
 def _log_migrated_keys(loaded: LoadedSettings) -> None:
-    """What became of the configuration of NVIDIA's plugin and of gpu-manager's variables: once, at the start."""
+    """What became of another program's configuration, variables and flags: once, at the start."""
     # A key without effect is a warning: who migrates believes that it still holds.
     for key in loaded.migrated:
         is_lost, text = loaded.outcome(key)
@@ -97,10 +101,11 @@ def _config(call: Invocation) -> int:
 
 
 def _extender(call: Invocation) -> int:
-    settings = call.settings()
+    loaded = call.load_with_logs()
+    _log_migrated_keys(loaded)
     from gpushare_agent.extender import app as extender
 
-    return run_app(extender.run(settings))
+    return run_app(extender.run(loaded.settings))
 
 
 def _sandbox_arguments(parser: argparse.ArgumentParser) -> None:

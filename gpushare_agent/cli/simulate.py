@@ -24,7 +24,15 @@ from gpushare_agent.model.errors import AgentError
 from gpushare_agent.settings.settings import Settings, SettingsError
 from gpushare_agent.simulation import plot
 from gpushare_agent.simulation.generator import generate_cluster, generate_workload
-from gpushare_agent.simulation.inflation import MARKS, CpuPods, Inflated, InflationPolicy, inflate, inflation_document
+from gpushare_agent.simulation.inflation import (
+    MARKS,
+    CpuPods,
+    CpuRule,
+    Inflated,
+    InflationPolicy,
+    inflate,
+    inflation_document,
+)
 from gpushare_agent.simulation.results import PolicyResult, Rules, Waits, compare, document
 from gpushare_agent.simulation.schedulers import NoNode, Policy, nodes_per_try
 from gpushare_agent.simulation.traces import read_cluster, read_hosts, read_kinds, read_workload
@@ -192,7 +200,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=tuple(CpuPods),
         default=CpuPods.GPU_AWARE,
         help="with --protocol inflation, where pods without GPUs go: as kube-scheduler's LeastAllocated or MostAllocated "
-        "sends them, or to nodes with few free GPUs (%(default)s)",
+        "sends them, as the former with the taint of facts.taint_above, or to nodes with few free GPUs (%(default)s)",
+    )
+    add(
+        "--taint-above",
+        metavar="PART",
+        type=_part,
+        default=0.5,
+        help="with --cpu-pods taint, facts.taint_above (%(default)s)",
     )
     add(
         "--seed",
@@ -273,7 +288,13 @@ def _inflate(options: argparse.Namespace, settings: Settings) -> int:
 
             results.append(
                 inflate(
-                    hosts, pods, policy, seed=options.seed, cpu_pods=options.cpu_pods, rules=rules, on_progress=reached
+                    hosts,
+                    pods,
+                    policy,
+                    seed=options.seed,
+                    cpu_pods=CpuRule(CpuPods(options.cpu_pods), options.taint_above),
+                    rules=rules,
+                    on_progress=reached,
                 )
             )
     print_as(options.output, inflation_document(results), lambda width: [_inflation_table(results)])
@@ -340,10 +361,18 @@ def _count(most: int) -> Callable[[str], int]:
 
 
 def _positive(text: str) -> float:
+    return _number(text, 0.01, 100)
+
+
+def _part(text: str) -> float:
+    return _number(text, 0, 1)
+
+
+def _number(text: str, least: float, most: float) -> float:
     try:
         value = float(text)
     except ValueError:
-        value = 0.0
-    if not 0.01 <= value <= 100:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0.01 to 100")
+        value = -1.0
+    if not least <= value <= most:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from {least:g} to {most:g}")
     return value

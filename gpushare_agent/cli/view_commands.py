@@ -1,4 +1,4 @@
-"""The commands that show nodes to an operator: top, inspect, graph, explain, and the page of all nodes.
+"""The commands that show nodes to an operator: top, inspect, graph, explain, defragment, and the page of all nodes.
 
 `gpushare-agent` on a node asks the agent of that node. `kubectl gpushare` has the same commands, options and output, and
 goes through the API server. docs/reference/cli.md has the formats, and the rights that a user of the plugin needs.
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 KUBECTL = "kubectl gpushare"
 _MIN_INTERVAL_S, _MAX_INTERVAL_S = 0.1, 3600.0
+_MAX_GPUS = 1_000_000
 _SUMS_SETTINGS = ("resources", "gpushare")
 
 _PLUGIN_NOTE = """\
@@ -78,14 +79,48 @@ def view_commands(*, is_plugin: bool) -> tuple[Command, ...]:
         ),
         command(
             "explain",
-            "why a pod got its GPU, or why it was refused",
-            "Prints why the containers of a pod got their GPUs, or why they were refused, GPU by GPU.",
+            "why a pod got its GPU, was refused, or waits",
+            "Prints why the containers of a pod got their GPUs, or why they were refused, GPU by GPU."
+            + (" Of a pod that waits: the smallest changes that would let it start now." if is_plugin else ""),
             _explain,
             _explain_arguments,
             ("explain train-0 -n research", *(() if is_plugin else ("explain research/train-0 -c main -o json",))),
         ),
+        _defragment_command(is_plugin=is_plugin),
         _dashboard_command(is_plugin=is_plugin),
     )
+
+
+def _defragment_command(*, is_plugin: bool) -> Command:
+    return Command(
+        name="defragment",
+        summary="which few pods would have to move for GPUs to become whole",
+        description="Advises which few pods would have to move for GPUs to become whole again. It moves none.",
+        run=_defragment,
+        examples=("defragment --dry-run --gpus 4",),
+        add_arguments=_defragment_arguments,
+        settings=("kubeconfig", "context", *_SUMS_SETTINGS),
+        help_note=_PLUGIN_NOTE if is_plugin else "",
+    )
+
+
+def _defragment_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--dry-run", action="store_true", help="required: it only advises")
+    parser.add_argument("--gpus", metavar="N", type=_number_of_gpus, help="as few moves as make N GPUs whole (all)")
+    add_output(parser)
+
+
+def _number_of_gpus(text: str) -> int:
+    if not text.isdecimal() or not 0 < int(text) <= _MAX_GPUS:
+        raise argparse.ArgumentTypeError(f"{text} is no number from 1 to {_MAX_GPUS}")
+    return int(text)
+
+
+def _defragment(call: Invocation) -> int:
+    settings, options = call.settings(log_level="error"), call.options
+    from gpushare_agent.cli import defragment
+
+    return run_app(defragment.run(settings, is_dry_run=options.dry_run, most=options.gpus, form=options.output))
 
 
 def _dashboard_command(*, is_plugin: bool) -> Command:

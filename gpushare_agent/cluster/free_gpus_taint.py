@@ -42,6 +42,15 @@ def free_gpus(
     return FreeGpus(part=float(free / len(healthy)) if healthy else 0.0, taint_above=taint_above)
 
 
+def has_taint(desired: FreeGpus, *, is_there: bool) -> bool:
+    """Whether the node should have the taint. One that is there stays until the free part is `HYSTERESIS` below the
+    threshold."""
+    # Switched off, a taint that an earlier setting has left goes whatever is free.
+    if is_there and desired.taint_above < 1:
+        return desired.part > max(0.0, desired.taint_above - HYSTERESIS)
+    return desired.part > desired.taint_above
+
+
 def plan_taint_patch(node: NodeObject, desired: FreeGpus) -> NodePatch:
     """The taints that the node should have instead of those that it has."""
     # They are replaced as a whole: of taints that could not be read somebody else's would be lost.
@@ -49,10 +58,6 @@ def plan_taint_patch(node: NodeObject, desired: FreeGpus) -> NodePatch:
         return NodePatch()
     others = [taint for taint in node.taints if taint.get("key") != KEY]
     is_there = len(others) < len(node.taints)
-    # Switched off, a taint that an earlier setting has left goes whatever is free.
-    threshold = (
-        max(0.0, desired.taint_above - HYSTERESIS) if is_there and desired.taint_above < 1 else desired.taint_above
-    )
-    if is_there == (desired.part > threshold):
+    if is_there == has_taint(desired, is_there=is_there):
         return NodePatch()
     return NodePatch(taints=others if is_there else [*others, {"key": KEY, "effect": EFFECT}])

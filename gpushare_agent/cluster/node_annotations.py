@@ -149,6 +149,7 @@ class _Gpu(Struct):
     uuid: str
     name: str
     cordoned: object = None
+    would_be_healthy: object = None
     numa: object = None
     links: object = None
     mig: _Mig | UnsetType = UNSET
@@ -169,6 +170,7 @@ def _gpu(raw: object, position: int) -> GpuReport:
         memory_mib=gpu.memory_mib,
         is_healthy=gpu.is_healthy,
         cordoned=why or ("cordoned" if gpu.cordoned else ""),
+        would_be_healthy=gpu.would_be_healthy is True,
         # Placement does without the NUMA node and the links: a report is not refused for them.
         numa=gpu.numa if is_count(gpu.numa, _MAX_NUMA) else None,
         links=_words(gpu.links),

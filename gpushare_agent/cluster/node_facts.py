@@ -49,7 +49,7 @@ class NodeFacts(Struct, frozen=True, kw_only=True):
 def node_facts(
     inventory: GpuInventory,
     *,
-    cordoned: Set[GpuUuid],
+    cordoned: Mapping[GpuUuid, bool],
     memory_block_mib: int,
     label_prefix: str,
     node_labels: Mapping[str, str],
@@ -57,13 +57,19 @@ def node_facts(
     shares_in_mig: bool = False,
 ) -> NodeFacts:
     """Everything that the node should have. `node_labels` are the operator's and win over what the driver reports;
-    `shares_in_mig` as ResourceNames has it."""
+    `shares_in_mig` as ResourceNames has it. `cordoned` says of each
+    such GPU whether an uncordon would put it back in service."""
     # One invalid label would have the API server refuse the patch, and all others with it.
     valid = {name: value for name, value in node_labels.items() if is_label(name, value)}
     labels = {**gpu_labels(inventory, label_prefix), **valid}
     # gpu-model is gpu-manager's: a node that is taken over from it has its value, which is to be replaced.
     owned = {GPU_MODEL_LABEL, *valid, *(name for name in labels if name.startswith(f"{OWN_PREFIX}/"))}
-    text = gpus_annotation(inventory, cordoned=cordoned, memory_block_mib=memory_block_mib, shares_in_mig=shares_in_mig)
+    text = gpus_annotation(
+        inventory,
+        cordoned=cordoned,
+        memory_block_mib=memory_block_mib,
+        shares_in_mig=shares_in_mig,
+    )
     return NodeFacts(
         labels=dict(sorted(labels.items())),
         annotations={GPUS_ANNOTATION: text},
@@ -134,7 +140,11 @@ def is_label(name: str, value: str) -> bool:
 
 
 def gpus_annotation(
-    inventory: GpuInventory, *, cordoned: Set[GpuUuid], memory_block_mib: int, shares_in_mig: bool = False
+    inventory: GpuInventory,
+    *,
+    cordoned: Mapping[GpuUuid, bool],
+    memory_block_mib: int,
+    shares_in_mig: bool = False,
 ) -> str:
     """The GPUs as compact JSON. `links` has an entry for each GPU of the list, in its order; about 250 bytes a GPU."""
     gpus = sorted(inventory.gpus, key=lambda gpu: gpu.index)
@@ -143,7 +153,10 @@ def gpus_annotation(
         "memory_block_mib": memory_block_mib,
         # The annotation's own words stay: other readers know them (schema 1).
         "cards": [
-            _gpu(gpu, gpus, inventory.topology, gpu.uuid in cordoned)
+            _gpu(gpu, gpus, inventory.topology)
+            # Only where it is true: 200 bytes a GPU, and most are not cordoned.
+            | ({"cordoned": True} if gpu.uuid in cordoned else {})
+            | ({"would_be_healthy": True} if cordoned.get(gpu.uuid) else {})
             | ({"mig": {"label": gpu.label, "profile": gpu.mig.profile, "shares": shares_in_mig}} if gpu.mig else {})
             for gpu in gpus
         ],
@@ -170,8 +183,8 @@ def _driver_labels(version: str, prefix: str) -> dict[str, str]:
     return {f"{base}.full": label_value(version), f"{base}.major": parts[0], f"{base}.minor": parts[1]}
 
 
-def _gpu(gpu: Gpu, gpus: Sequence[Gpu], topology: Topology, is_cordoned: bool) -> dict[str, object]:
-    fact: dict[str, object] = {
+def _gpu(gpu: Gpu, gpus: Sequence[Gpu], topology: Topology) -> dict[str, object]:
+    return {
         "index": gpu.index,
         "uuid": gpu.uuid,
         "name": gpu.name,
@@ -180,8 +193,6 @@ def _gpu(gpu: Gpu, gpus: Sequence[Gpu], topology: Topology, is_cordoned: bool) -
         "numa": gpu.numa_node,
         "links": [_link_word(topology, gpu.index, other.index) for other in gpus],
     }
-    # Only where it is true: 200 bytes a GPU, and most are not cordoned.
-    return {**fact, "cordoned": True} if is_cordoned else fact
 
 
 def _link_word(topology: Topology, a: int, b: int) -> str:

@@ -158,7 +158,7 @@ def build(node: Node, store: PodStore) -> ClusterPart:
         node_allocations = NodeFieldsWriter(
             ALLOCATIONS, node_name=node_name, desired=partial(_desired_allocations, node)
         )
-        node_taint = NodeFieldsWriter(TAINT, node_name=node_name, desired=partial(_free_gpus, node))
+        node_taint = NodeFieldsWriter(TAINT, node_name=node_name, desired=partial(desired_free_gpus, node))
     kubelet = settings.kubelet
     # Only there: reading the kubelet's own API needs a right that not every installation gives.
     if kubelet.api_address:
@@ -190,6 +190,7 @@ def build(node: Node, store: PodStore) -> ClusterPart:
             node_name=node_name,
             kubelet_socket=kubelet.device_plugin_path / KUBELET_SOCKET,
             allow_unsupported=kubelet.allow_unsupported,
+            has_pod_resources=kubelet.pod_resources_socket is not None,
         ),
     )
 
@@ -200,10 +201,11 @@ def _desired_facts(node: Node) -> NodeFacts | None:
     # A driver that has not answered yet names no GPUs: the labels of before would be removed.
     if not inventory.is_read:
         return None
+    unhealthy = inventory.unhealthy_reasons
     return node_facts(
         # The device plugins' GPUs: those that belong to claims are in the ResourceSlices.
         node.plugins_gpus(),
-        cordoned=inventory.cordoned.keys(),
+        cordoned={uuid: uuid not in unhealthy for uuid in inventory.cordoned},
         memory_block_mib=node.names.memory_block_mib,
         label_prefix=node.settings.facts.label_prefix,
         node_labels=node.settings.node_labels,
@@ -250,7 +252,7 @@ def _desired_allocations(node: Node) -> str | None:
     )
 
 
-def _free_gpus(node: Node) -> FreeGpus | None:
+def desired_free_gpus(node: Node) -> FreeGpus | None:
     """None until it is known what is allocated: a node that has just started would seem free."""
     if not node.pods.is_synced or not node.inventory.is_read:
         return None
@@ -258,4 +260,6 @@ def _free_gpus(node: Node) -> FreeGpus | None:
     # Switched off, it has no taint whatever is free.
     if above >= 1:
         return FreeGpus(part=0.0, taint_above=above)
-    return free_gpus(node.gpus().gpus, node.cache.charges(), node.names, above)
+    # Those for claims too. One that nobody here may use would be free for good.
+    gpus = [gpu for gpu in node.gpus().gpus if not gpu.is_selected(node.settings.excluded_gpus)]
+    return free_gpus(gpus, node.cache.charges(), node.names, above)

@@ -115,11 +115,12 @@ class _Result(Struct, kw_only=True):
     core_limit: int = 0
     view: str = ""
     is_admin: bool = False
+    isolation: str = ""
     cdi_devices: tuple[str, ...]
 
 
 class _Record(Struct, kw_only=True):
-    """The file. What has a default is not in every record of an earlier build."""
+    """The file. What has a default is not in every record of an earlier build, which had one isolation for all results."""
 
     version: int = VERSION
     namespace: str
@@ -144,7 +145,7 @@ def _record_of(claim: PreparedClaim) -> _Record:
         shown_as=claim.shown_as,
         pod=claim.pod,
         users=claim.users,
-        isolation=claim.isolation,
+        isolation=claim.results[0].isolation,
         results=[
             _Result(
                 key=one.key.container,
@@ -158,6 +159,7 @@ def _record_of(claim: PreparedClaim) -> _Record:
                 core_limit=one.core_limit,
                 view=one.view,
                 is_admin=one.is_admin,
+                isolation=one.isolation,
                 cdi_devices=one.cdi_devices,
             )
             for one in claim.results
@@ -169,15 +171,15 @@ def _record_of(claim: PreparedClaim) -> _Record:
 def _claim_of(record: _Record) -> PreparedClaim:
     """Raises Corrupt."""
     # Of a newer agent, or a build without it: what it keeps on the host nobody here knows.
-    if record.isolation not in ISOLATIONS:
-        raise Corrupt(f"isolation {record.isolation[:80]!r} is none of this agent's")
+    for name in (record.isolation, *(one.isolation for one in record.results if one.isolation)):
+        if name not in ISOLATIONS:
+            raise Corrupt(f"isolation {name[:80]!r} is none of this agent's")
     # In an earlier build's record two results may have one key, under which the files are: `view` names it as before.
     keys = distinct_names([one.key for one in record.results])
     return PreparedClaim(
         ref=ClaimRef(record.namespace, record.name, record.uid),
         shown_as=record.name if record.shown_as is None else record.shown_as,
         pod=record.pod,
-        isolation=ISOLATIONS[record.isolation].name,
         results=tuple(
             PreparedResult(
                 key=ContainerKey(PodUid(record.uid), key),
@@ -191,6 +193,7 @@ def _claim_of(record: _Record) -> PreparedClaim:
                 core_limit=one.core_limit,
                 view=one.view or one.key,
                 cdi_devices=one.cdi_devices,
+                isolation=ISOLATIONS[one.isolation or record.isolation].name,
                 is_admin=one.is_admin,
             )
             for key, one in zip(keys, record.results, strict=True)

@@ -29,13 +29,19 @@ from gpushare_agent.admission.decisions.container_edits import EditPolicy
 from gpushare_agent.admission.decisions.ledger import Ledger, Policy, gpu_accounts
 from gpushare_agent.admission.outcomes import DecisionLog
 from gpushare_agent.dra.claim_files import ClaimFiles
-from gpushare_agent.dra.decisions.claim import AllocatedClaim, read_claim
-from gpushare_agent.dra.decisions.edits import PreparedClaim, PreparedResult, conflict, prepare_claim
+from gpushare_agent.dra.decisions.claim import AllocatedClaim, ClaimPolicy, read_claim
+from gpushare_agent.dra.decisions.edits import (
+    PreparedClaim,
+    PreparedResult,
+    claims_beside,
+    conflict,
+    prepare_claim,
+)
 from gpushare_agent.kit.daemon_thread import DaemonThread
 from gpushare_agent.kit.supervision import wait_for
 from gpushare_agent.model.allocations import Allocation, ClaimRef, ClaimShare, ContainerKey
 from gpushare_agent.model.decision_records import CLAIMS_RESOURCE, Asked, DecisionRecord, Outcome
-from gpushare_agent.model.errors import AgentError, Corrupt, NotFound, RefusalReason, Refused
+from gpushare_agent.model.errors import AgentError, Corrupt, NotFound, RefusalReason, Refused, Unavailable
 from gpushare_agent.model.gpus import GpuInventory
 from gpushare_agent.model.names import MIB, DeviceId, GpuUuid, PodUid, device_id
 from gpushare_agent.model.pods import ContainerKind, Pod
@@ -71,7 +77,7 @@ def allocations_of(claim: PreparedClaim, ledger: Ledger, names: ResourceNames, a
                     ref=claim.ref,
                     shown_as=claim.shown_as,
                     request=one.request.partition("/")[0],
-                    isolation=claim.isolation,
+                    isolation=one.isolation,
                     core_limit=one.core_limit,
                     view=one.view,
                 ),
@@ -92,6 +98,8 @@ def shortage(claim: PreparedClaim, ledger: Ledger, names: ResourceNames) -> str:
     before its containers have ended."""
     accounts = {account.uuid: account for account in gpu_accounts(None, ledger, Policy(names=names))}
     for one in claim.charged:
+        if one.is_unlimited:  # the scheduler counts nothing of it either
+            continue
         # On a GPU that is not healthy too: its device has a taint, which the pod then tolerates.
         account = replace(accounts[GpuUuid(one.gpu)], is_healthy=True)
         request = WHOLE_GPU
@@ -139,6 +147,7 @@ class Claims(Struct, kw_only=True, eq=False):
     claimable: Callable[[], Collection[GpuUuid]]
     pods: Pods
     policy: Callable[[], EditPolicy]
+    claim_policy: ClaimPolicy = ClaimPolicy()
     names: ResourceNames
     files: ClaimFiles
     prepare_host: Callable[[Collection[ContainerKey], str], Awaitable[Refused | None]]
@@ -240,13 +249,16 @@ class Claims(Struct, kw_only=True, eq=False):
         pods = await self._pods_of(claim)
         if isinstance(pods, Refused):
             return pods
-        made = self._decide_and_charge(claim, pods)
+        beside = await self._beside(claim, pods)
+        if isinstance(beside, Refused):
+            return beside
+        made = self._decide_and_charge(claim, pods, beside)
         if isinstance(made, Refused):
             return made
         # Charged already: the awaits that follow must not let another claim or pod take the same part.
-        keys, is_saving = [one.key for one in made.charged], False
+        is_saving = False
         try:
-            refused = await self.prepare_host(keys, made.isolation)
+            refused = await self._prepare_host(made)
             if refused is None:
                 is_saving = True
                 await self._in_thread(partial(self.files.save, made), f"recording claim {ref.name}")
@@ -263,12 +275,28 @@ class Claims(Struct, kw_only=True, eq=False):
         log.info("claim_prepared", namespace=ref.namespace, claim=ref.name, claim_uid=ref.uid, pod=made.pod)
         return made
 
+    async def _prepare_host(self, made: PreparedClaim) -> Refused | None:
+        for isolation, keys in made.keys_by_isolation.items():
+            if (refused := await self.prepare_host(keys, isolation)) is not None:
+                return refused
+        return None
+
+    async def _beside(self, claim: AllocatedClaim, pods: Sequence[Pod]) -> dict[str, AllocatedClaim] | Refused:
+        """The other claims, by name, of containers that use this one: what they have of this driver."""
+        found: dict[str, AllocatedClaim] = {}
+        for name in claims_beside(claim.ref.name, pods):
+            try:
+                other = await self._get(claim.ref.namespace, name)
+            except (NotFound, Corrupt):  # of another driver, or refused itself
+                continue
+            except AgentError as e:
+                return _not_ready(str(e))
+            found[name] = other
+        return found
+
     async def _read(self, ref: ClaimRef) -> AllocatedClaim | Refused:
-        if self._api is None:
-            return _not_ready("the agent has no connection to the API server yet")
         try:
-            raw = await self._api.get_claim(ref.namespace, ref.name, timeout_s=GET_TIMEOUT_S)
-            claim = read_claim(raw, driver=self.driver, pool=self.pool)
+            claim = await self._get(ref.namespace, ref.name)
         except NotFound:
             return _invalid("it is gone from the API server")
         except Corrupt as e:
@@ -279,6 +307,13 @@ class Claims(Struct, kw_only=True, eq=False):
         if claim.ref.uid != ref.uid:
             return _invalid("another claim has its name now")
         return claim
+
+    async def _get(self, namespace: str, name: str) -> AllocatedClaim:
+        """Raises NotFound, Corrupt, Unavailable."""
+        if self._api is None:
+            raise Unavailable("the agent has no connection to the API server yet")
+        raw = await self._api.get_claim(namespace, name, timeout_s=GET_TIMEOUT_S)
+        return read_claim(raw, driver=self.driver, pool=self.pool, policy=self.claim_policy)
 
     async def _pods_of(self, claim: AllocatedClaim) -> list[Pod] | Refused:
         """The pods for which the claim is reserved: which of its requests a container gets is in the pods alone. One may
@@ -297,7 +332,9 @@ class Claims(Struct, kw_only=True, eq=False):
                     await self.pods.wait_change(version)
         return pods or _not_ready("the agent does not know the claim's pod yet")
 
-    def _decide_and_charge(self, claim: AllocatedClaim, pods: Sequence[Pod]) -> PreparedClaim | Refused:
+    def _decide_and_charge(
+        self, claim: AllocatedClaim, pods: Sequence[Pod], beside: Mapping[str, AllocatedClaim]
+    ) -> PreparedClaim | Refused:
         """No await in here: two claims cannot be given the same share."""
         inventory = self.inventory()
         gpus = {gpu.index: gpu for gpu in inventory.gpus}
@@ -311,14 +348,16 @@ class Claims(Struct, kw_only=True, eq=False):
                 return _not_ready(
                     f"{result.device} is not offered to claims on node {self.pool} now (setting dra.gpus)"
                 )
-        made = prepare_claim(claim, gpus, pods, self.policy(), self.names.memory_block_mib)
+        known = {name: one for name, one in beside.items() if all(r.index in gpus for r in one.results)}
+        made = prepare_claim(claim, gpus, pods, self.policy(), self.names.memory_block_mib, known)
         if isinstance(made, Refused):
             return made
         # Before the capacity: no waiting changes that two claims set the same variable.
         if why := conflict(made, self._prepared.values(), pods):
             return _invalid(why)
-        if made.charged and (why := self.unavailable_reason(made.isolation)):
-            return _not_ready(f"isolation {made.isolation}: {why}")
+        for isolation in made.keys_by_isolation:
+            if why := self.unavailable_reason(isolation):
+                return _not_ready(f"isolation {isolation}: {why}")
         if why := shortage(made, self.cache.ledger(inventory), self.names):
             return _not_ready(why)
         self._charge(made)

@@ -21,7 +21,7 @@ from gpushare_agent.cluster.kube.claims import Device
 from gpushare_agent.cluster.kube.client import KubeApi, slices_of_node
 from gpushare_agent.dra.claim_files import ClaimFiles
 from gpushare_agent.dra.claims import ClaimOutcomes, Claims
-from gpushare_agent.dra.decisions.claim import DRIVER
+from gpushare_agent.dra.decisions.claim import DRIVER, ClaimPolicy
 from gpushare_agent.dra.decisions.devices import DevicePolicy, slice_devices
 from gpushare_agent.dra.plugin import SOCKET_NAMES, DeviceHealth, DraPlugin, DraRegistration
 from gpushare_agent.dra.slices import SlicePublisher
@@ -145,6 +145,9 @@ def build(node: Node, cache: AllocationCache, decisions: DecisionLog, isolation:
     settings = node.settings
     pool, ready, instance = settings.node_name, asyncio.Event(), secrets.token_hex(4)
 
+    claim_policy = ClaimPolicy(
+        nvidia_names=settings.dra.nvidia_names, has_unlimited=settings.dra.consumable_shares != "memory"
+    )
     mine = _MyGpus(node)
 
     async def prepare_host(keys: Collection[ContainerKey], name: str) -> Refused | None:
@@ -158,6 +161,7 @@ def build(node: Node, cache: AllocationCache, decisions: DecisionLog, isolation:
         claimable=lambda: node.gpu_split.claimable,
         pods=node.pods,
         policy=edit_policy(settings, node.names, isolation.volumes, isolation.kernel_module),
+        claim_policy=claim_policy,
         names=node.names,
         files=ClaimFiles(settings.dra.record_directory, settings.dra.cdi_directory),
         prepare_host=prepare_host,
@@ -213,5 +217,7 @@ def _devices(node: Node, cache: AllocationCache, isolation: Isolations, gpus: li
         isolation=settings.isolation,
         memory_by=keeps.memory_by,
         compute_by=keeps.compute_by,
+        nvidia_names=settings.dra.nvidia_names,
+        shares=settings.dra.consumable_shares,
     )
     return slice_devices(gpus, node.gpus(), cache.charges(), node.inventory.cordoned, policy)

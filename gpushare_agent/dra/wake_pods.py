@@ -18,7 +18,7 @@ from typing import NoReturn, Protocol
 import structlog
 from msgspec import Raw, Struct, field
 
-from gpushare_agent.dra.decisions.claim import read_claim
+from gpushare_agent.dra.decisions.claim import ClaimPolicy, read_claim
 from gpushare_agent.dra.decisions.edits import PreparedClaim
 from gpushare_agent.kit.supervision import wait_for
 from gpushare_agent.model.errors import AgentError, Conflict, Corrupt, NotFound
@@ -39,6 +39,8 @@ GET_TIMEOUT_S = 5.0
 
 
 class Claims(Protocol):
+    claim_policy: ClaimPolicy
+
     @property
     def prepared(self) -> Mapping[str, PreparedClaim]: ...
     def is_answered(self, uid: str) -> bool: ...
@@ -115,7 +117,7 @@ class PodWaker(Struct, kw_only=True, eq=False):
         for name in sorted(set(pod.claims.values()) - prepared):
             raw = await api.get_claim(pod.namespace, name, timeout_s=GET_TIMEOUT_S)
             try:
-                claim = read_claim(raw, driver=self.driver, pool=self.pool)
+                claim = read_claim(raw, driver=self.driver, pool=self.pool, policy=self.claims.claim_policy)
             except Corrupt:
                 continue
             if not self.claims.is_answered(claim.ref.uid):

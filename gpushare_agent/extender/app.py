@@ -14,7 +14,7 @@ import signal
 import socket
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
@@ -31,7 +31,7 @@ from gpushare_agent.extender.bind import Binder, BindTiming
 from gpushare_agent.extender.claims_webhook import ClaimsWebhook
 from gpushare_agent.extender.cluster_feed import NodesFeed, PodsFeed, QuotaFeed
 from gpushare_agent.extender.cluster_state import ClusterState
-from gpushare_agent.extender.debug import StatePages
+from gpushare_agent.extender.debug import StatePages, typical_documents
 from gpushare_agent.extender.http import ExtenderWeb, ListenConfig, Tls, WebhookVerb
 from gpushare_agent.extender.leader_election import AlwaysLeads, LeaderElection, LeaderLabel, Leadership, LeaseTerms
 from gpushare_agent.extender.metrics import ExtenderMetrics
@@ -47,6 +47,7 @@ from gpushare_agent.kit.supervision import forever, stop_task, wait_for
 from gpushare_agent.model.errors import StartupError, Unavailable
 from gpushare_agent.model.resources import ResourceNames
 from gpushare_agent.settings.extender import ExtenderSettings
+from gpushare_agent.settings.former_flags import ADMISSION_FIELDS
 from gpushare_agent.settings.settings import Settings
 
 if TYPE_CHECKING:
@@ -59,14 +60,12 @@ MAX_SHOWN = 1000
 """Pods with foreign predicate annotations in the state document; a metric has their number."""
 DEFAULT_NAMESPACE = "kube-system"
 """The lease's, where neither a setting nor the pod says another."""
+ADMISSION_CONFIGS = (
+    Path("/etc/kubernetes/gpu-admission.config"),
+    Path("/etc/kubernetes/gpu-quota-admission.config"),
+)
+"""Where gpu-admission's image, and the one named gpu-quota-admission, read theirs without a flag."""
 ADMISSION_CONFIG_BYTES = 64 << 10
-ADMISSION_CONFIG_FIELDS = {
-    "QuotaConfigMapName": "quota_name",
-    "QuotaConfigMapNamespace": "quota_namespace",
-    "GPUModelLabel": "model_label",
-    "GPUPoolLabel": "pool_label",
-}
-"""Field of gpu-admission's configuration file -> name of the setting that it replaces."""
 _UNUSED = frozenset({"SkipBindTime"})
 """SkipBindTime is accepted and not used: there is no such wait here."""
 
@@ -166,7 +165,15 @@ def build(settings: Settings, api: ClusterApi, *, clock: Callable[[], float] = t
     # A namespace uses what is reserved: the quota hears of every reservation, whichever way it came.
     state = ClusterState(policy=policy, quota=quota, on_change=quota.reservation_changed)
     election = _election(chosen, api)
-    pods = PodsFeed(state=state, names=names, metrics=metrics, quota=quota, leads=election.leads, clock=clock)
+    pods = PodsFeed(
+        state=state,
+        names=names,
+        metrics=metrics,
+        quota=quota,
+        model_label=chosen.model_label,
+        leads=election.leads,
+        clock=clock,
+    )
     writes = PodWrites(api=api, names=names, leads=election.leads)
     binder = Binder(
         state=state,
@@ -194,8 +201,14 @@ def build(settings: Settings, api: ClusterApi, *, clock: Callable[[], float] = t
     quota.on_gain = waiters.gained
     at_filter = chosen.reserve == "filter"
     extender = Extender(
-        state=state, binder=binder, metrics=metrics, quota_waiters=waiters, reserves_at_filter=at_filter
+        state=state,
+        binder=binder,
+        metrics=metrics,
+        quota_waiters=waiters,
+        reserves_at_filter=at_filter,
+        most_fitting=chosen.most_fitting_nodes,
     )
+    pods.on_scheduled = extender.scheduled
     web = ExtenderWeb(
         config=_listen_config(chosen),
         verbs=ExtenderVerbs(extender, names),
@@ -238,17 +251,20 @@ def _quota_informer(
     return Informer(kind="configmap", watched=watched, handler=feed, metrics=metrics)
 
 
-def with_admission_config(settings: ExtenderSettings) -> ExtenderSettings:
+def with_admission_config(settings: ExtenderSettings, usual: Sequence[Path] = ADMISSION_CONFIGS) -> ExtenderSettings:
     """The settings with those of gpu-admission's configuration file in place. Raises StartupError."""
     # gpu-admission's file is for a migration; most installations have none.
-    if settings.config is None:
+    path = settings.config or next((path for path in usual if path.is_file()), None)
+    if path is None:
         return settings
     try:
         # Validated as a whole again: what the file says has to keep the rules of our settings, label names among them.
-        return ExtenderSettings.model_validate(settings.model_dump() | read_admission_config(settings.config))
+        found = ExtenderSettings.model_validate(settings.model_dump() | read_admission_config(path))
     except ValidationError as e:
         problems = "; ".join(f"{error['loc'][0]}: {error['msg']}" for error in e.errors(include_url=False))
-        raise StartupError(f"cannot use gpu-admission's configuration {settings.config}: {problems}") from e
+        raise StartupError(f"cannot use gpu-admission's configuration {path}: {problems}") from e
+    log.info("admission_config_read", path=str(path))
+    return found
 
 
 def read_admission_config(path: Path) -> dict[str, str]:
@@ -269,17 +285,17 @@ def read_admission_config(path: Path) -> dict[str, str]:
     if not isinstance(raw, dict):
         raise StartupError(f"{what}: it is no JSON object")
     # A misspelt field would be a default in silence: pods would run without their quota.
-    unknown = sorted(raw.keys() - ADMISSION_CONFIG_FIELDS.keys() - _UNUSED)
+    unknown = sorted(raw.keys() - ADMISSION_FIELDS.keys() - _UNUSED)
     if unknown:
         raise StartupError(
-            f"{what}: {unknown[0][:80]!r} is no field of it; the fields are {', '.join(sorted(ADMISSION_CONFIG_FIELDS))}"
+            f"{what}: {unknown[0][:80]!r} is no field of it; the fields are {', '.join(sorted(ADMISSION_FIELDS))}"
         )
     # An empty field leaves our setting as it is.
-    found = {field: raw[field] for field in sorted(ADMISSION_CONFIG_FIELDS) if raw.get(field)}
+    found = {field: raw[field] for field in sorted(ADMISSION_FIELDS) if raw.get(field)}
     for field, value in found.items():
         if not isinstance(value, str):
             raise StartupError(f"{what}: {field} is no text")
-    return {ADMISSION_CONFIG_FIELDS[field]: value for field, value in found.items()}
+    return {ADMISSION_FIELDS[field]: value for field, value in found.items()}
 
 
 def document(parts: ExtenderParts) -> Mapping[str, object]:
@@ -291,6 +307,7 @@ def document(parts: ExtenderParts) -> Mapping[str, object]:
         "waiting_pods": len(parts.pods.unscheduled_pods()),
         "open_binds": parts.binder.open_binds,
         "foreign_predicates": parts.pods.foreign_predicates[:MAX_SHOWN],
+        "typical_pods": typical_documents(parts.state.typical),
     }
 
 

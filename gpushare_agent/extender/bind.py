@@ -227,7 +227,8 @@ class Binder(Struct, kw_only=True, eq=False):
         if isinstance(reserved, Refused):
             raise self._refused(reserved.detail.removeprefix(f"node {node}: "))
         # A bind of unknown outcome stays unknown until this one's patch is accepted.
-        return Bind(reserved, is_open=pod.uid in self._open)
+        is_open = pod.uid in self._open
+        return Bind(reserved, version="" if is_open or pod.annotations else pod.resource_version, is_open=is_open)
 
     def _refused(self, text: str) -> _Failed:
         self.metrics.bind_ended("refused")

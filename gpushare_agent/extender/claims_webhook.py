@@ -1,8 +1,9 @@
-"""The mutating webhook that turns a new pod's limits into ResourceClaims, and the templates of these claims.
+"""The mutating webhooks for new pods: limits become ResourceClaims, with the templates of these claims; the names of HAMi
+and vgpu-manager become vcuda's.
 
-What becomes of a pod is decisions/claims.py's. Any replica answers: nothing here depends on who leads. A template is created
-when a pod needs it first, never changed, and never removed: a later pod may name it. A dry run creates none.
-Format: admission.k8s.io/v1 AdmissionReview. State owned: how many templates may still be created now.
+What becomes of a pod is decisions/claims.py's and decisions/vgpu_names.py's. Any replica answers: nothing here depends on
+who leads. A template is created when a pod needs it first, never changed, and never removed: a later pod may name it. A dry
+run creates none. Format: admission.k8s.io/v1 AdmissionReview. State owned: how many templates may still be created now.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from msgspec.json import Decoder
 from gpushare_agent.cluster.kube.claims import ClaimSpec, ClaimTemplate, TemplateMeta, TemplateSpec
 from gpushare_agent.cluster.kube.pods import PodJson
 from gpushare_agent.extender.decisions.claims import Conversion, Template, convert_pod
+from gpushare_agent.extender.decisions.vgpu_names import translate_pod
 from gpushare_agent.extender.messages import MAX_NAME_CHARS, Name, pod_json, request_of
 from gpushare_agent.kit.json_schema import decoded_or
 from gpushare_agent.model.errors import AgentError, Conflict, Corrupt, NotFound, Refused, Unavailable
@@ -42,6 +44,9 @@ NEW_PER_S = 1.0
 the webhook as well: this bounds what they can write."""
 MAX_WARNING_CHARS = 256
 """The API server cuts longer ones."""
+
+
+Change = Callable[[PodJson, ResourceNames], Conversion | Refused]
 
 
 class TemplateApi(Protocol):
@@ -78,14 +83,9 @@ class ClaimsWebhook:
             Corrupt: it is no request for a pod.
         """
         review = parse_review(content)
-        try:
-            found = convert_pod(review.pod, self._names)
-        # What the pod asks for cannot be read: the user gets the reason at once, where a device plugin would fail at
-        # admission.
-        except Corrupt as e:
-            return _answer(review, denied=str(e), code=422), "error"
-        if isinstance(found, Refused):
-            return _answer(review, denied=found.detail, code=422), "error"
+        found = self._changed(review, convert_pod)
+        if isinstance(found, str):
+            return _answer(review, denied=found, code=422), "error"
         # Before any request: they would all be made before the limit was reached.
         if len(found.templates) > MAX_TEMPLATES:
             kinds = len(found.templates)
@@ -104,6 +104,23 @@ class ClaimsWebhook:
         except AgentError as e:
             return _answer(review, denied=str(e), code=503), "error"
         return _answer(review, found), "ok"
+
+    async def translate(self, content: bytes) -> tuple[bytes, str]:
+        """The same for the names of HAMi and vgpu-manager, which need nothing of the API server."""
+        review = parse_review(content)
+        found = self._changed(review, translate_pod)
+        if isinstance(found, str):
+            return _answer(review, denied=found, code=422), "error"
+        return _answer(review, found), "ok"
+
+    def _changed(self, review: Review, change: Change) -> Conversion | str:
+        """What becomes of the pod, or the text of its denial: the user gets the reason at once, where a device plugin would
+        fail at admission."""
+        try:
+            found = change(review.pod, self._names)
+        except Corrupt as e:
+            return str(e)
+        return found.detail if isinstance(found, Refused) else found
 
     async def _ensure(self, review: Review, template: Template) -> None:
         """The template exists in the pod's namespace, as it must be. Raises AgentError."""

@@ -12,6 +12,7 @@ agent has not reported yet, those missing from a list, what was logged lately, a
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Collection, Mapping
 
@@ -27,7 +28,7 @@ from gpushare_agent.extender.cluster_state import ClusterState
 from gpushare_agent.extender.decisions.pod_plan import plan_annotations
 from gpushare_agent.extender.decisions.quota import QUOTA_KEY, Quota, parse_quota
 from gpushare_agent.extender.metrics import ExtenderMetrics
-from gpushare_agent.extender.objects import NodeReading, asks_for_ours, lean_pod, predicate_annotations
+from gpushare_agent.extender.objects import NodeReading, asks_for_ours, host_request, lean_pod, predicate_annotations
 from gpushare_agent.extender.quota_state import QuotaState
 from gpushare_agent.extender.values import ClusterNode, Reservation, Stage
 from gpushare_agent.kit.json_schema import decoded
@@ -46,6 +47,7 @@ MAX_ANNOTATIONS = 64
 """Compared, of one pod."""
 ANNOTATIONS_SHOWN = 8
 CHARS_SHOWN = 80
+MAX_NODE_CHARS = 253
 MALFORMED = "QuotaMalformed"
 """The reason of the Event on a ConfigMap that cannot be read."""
 
@@ -62,15 +64,19 @@ class PodsFeed(Handler):
         names: ResourceNames,
         metrics: ExtenderMetrics,
         quota: QuotaState,
+        model_label: str = "",
         leads: Callable[[], bool] = lambda: True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._state = state
         self._names = names
+        self._model_label = model_label
         self._metrics = metrics
         self._quota = quota
         self._leads = leads
         self._clock = clock
+        self.on_scheduled: Callable[[Pod], None] = lambda pod: None
+        """Told of a pod that had no node, once it has one."""
         self._unscheduled: dict[PodUid, Pod] = {}
         self._foreign: dict[PodUid, None] = {}
         self._logged_at: dict[PodUid, float] = {}
@@ -102,16 +108,19 @@ class PodsFeed(Handler):
     def put_pod(self, read: PodJson) -> bool:
         # Whoever was missing and had a bind under way may be resolved by now: no event comes for a pod that is gone.
         self._drop_missing()
-        # Before anything is parsed: nearly all pods of a cluster end here.
+        # Before anything more is parsed: nearly all pods of a cluster end here.
         if not asks_for_ours(read, self._names):
+            return self._put_other(read)
+        pod = lean_pod(read, self._names, self._model_label)
+        # The pod has ended, and the selector of the watch has not dropped it yet.
+        if pod.is_terminal:
             return False
-        pod = lean_pod(read, self._names)
-        # The containers ask for zero of our resources; or the pod has ended, and the selector of the watch has not
-        # dropped it yet.
-        if not pod.containers or pod.is_terminal:
-            return False
+        # The containers ask for zero of our resources.
+        if not pod.containers:
+            return self._put_other(read)
         if pod.node_name:
-            self._unscheduled.pop(pod.uid, None)
+            if self._unscheduled.pop(pod.uid, None) is not None:
+                self.on_scheduled(pod)
         else:
             self._unscheduled[pod.uid] = pod
         # The quota first: ClusterState tells it of the reservation, which it counts by the pod.
@@ -119,6 +128,14 @@ class PodsFeed(Handler):
         self._state.put_pod(pod, self._clock())
         # Last: it needs the reservation that put_pod may have made.
         self._compare(pod, _first(predicate_annotations(read)))
+        return True
+
+    def _put_other(self, read: PodJson) -> bool:
+        """A pod that asks for nothing of ours takes CPU and main memory of its node."""
+        node, uid = read.spec.node_name, read.meta.uid
+        if not node or not uid or len(node) > MAX_NODE_CHARS:
+            return False
+        self._state.put_other_pod(PodUid(uid), sys.intern(node), host_request(read.spec))
         return True
 
     def list_begins(self) -> None:

@@ -4,29 +4,44 @@ The informers' handlers call `put_…` and `remove_…`, the verbs the rest. `fi
 nothing, so that preemption and autoscalers may ask what would be; `reserve` decides and commits in one step, so that no
 share is allocated twice.
 
-State owned: the ledger (decisions/ledger.py), verdicts already worked out, by signature of the pod and version of the
-node, and since when each node is known without a report. Times are monotonic seconds.
+State owned: the ledger (decisions/ledger.py), answers already worked out, by signature of the pod, under policy fgd costs
+by kind of pod, the pods that usually come (learnt_pods.py), and since when each node is known
+without a report. Times are monotonic seconds.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple, TypeVar
 
 from msgspec import Struct, field
 
 from gpushare_agent.extender.decisions.ledger import ClusterLedger, NodeLedger
-from gpushare_agent.extender.decisions.pod_plan import Signature, lack_together, plan_pod, score, signature_of
+from gpushare_agent.extender.decisions.pod_plan import (
+    Signature,
+    fullness_cost,
+    kind_of,
+    lack_together,
+    plan_pod,
+    scores_of,
+    signature_of,
+)
+from gpushare_agent.extender.learnt_pods import LearntPods
 from gpushare_agent.extender.quota_state import QuotaState
 from gpushare_agent.extender.steps import Steps, at_once
 from gpushare_agent.extender.values import ClusterNode, ClusterPolicy, Reservation, Stage
 from gpushare_agent.model.errors import RefusalReason, Refused
 from gpushare_agent.model.names import PodUid
-from gpushare_agent.model.pods import Pod
+from gpushare_agent.model.pods import HostRequest, Pod
 from gpushare_agent.model.resources import NOTHING, request_of
 from gpushare_agent.placement import GpuAccount, validate_request
+from gpushare_agent.placement.fragmentation import KindCosts, PodKind, TypicalPods
 from gpushare_agent.placement.gpu_account import describe_request
+from gpushare_agent.placement.place import SharePolicy
+
+K = TypeVar("K")
+V = TypeVar("V")
 
 MAX_ASKING = 16
 """Containers of one pod that ask for GPUs. Each is planned on every node: without a limit a pod with a thousand of them
@@ -35,7 +50,7 @@ WORK_OF_A_STEP = 400
 COST_OF_A_PLAN = 6
 """Planning a container costs about six times as much as comparing it with a node's summary, 10 µs."""
 MAX_SIGNATURES = 32
-"""Each takes about a mebibyte with 5,000 nodes."""
+"""Each takes about a mebibyte with 5,000 nodes; so does each kind of pod whose costs are kept."""
 REPORT_WAIT_S = 2.0
 """The wait from the first sight of a node without its agent's report. The agent registers with the kubelet first, and
 connects to the API server only then: pods are scheduled there meanwhile (measured: the report follows 0.3 to 1 s
@@ -56,13 +71,46 @@ class Filtered(Struct, kw_only=True):
 
 
 class _Verdict(NamedTuple):
-    """About one node at one version of its ledger. `text` is empty where the pod fits; `score` counts only then. A tuple: a
-    new signature makes thousands of them at once."""
+    """About one node. `text` is empty where the pod fits; `cost`, by fullness, counts only then."""
 
-    version: int
     text: str
     is_final: bool = False
-    score: int = 0
+    cost: float = 0.0
+
+
+class _Answers(Struct, eq=False):
+    """For the pods of one signature, by node: the cost where they fit, else why they do not. What is known of the nodes in
+    `outdated` does not hold any more: between two requests a few nodes change, of thousands."""
+
+    outdated: set[str]
+    fitting: dict[str, float] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
+    unresolvable: dict[str, str] = field(default_factory=dict)
+
+    def put(self, name: str, verdict: _Verdict) -> None:
+        self.forget(name)
+        if not verdict.text:
+            self.fitting[name] = verdict.cost
+        elif verdict.is_final:
+            self.unresolvable[name] = verdict.text
+        else:
+            self.failed[name] = verdict.text
+
+    def forget(self, name: str) -> None:
+        self.outdated.discard(name)
+        for of_nodes in (self.fitting, self.failed, self.unresolvable):
+            of_nodes.pop(name, None)
+
+
+class _Costs(Struct, eq=False):
+    """What a kind of pod costs on each node by policy fgd. `outdated` as of _Answers."""
+
+    outdated: set[str]
+    of_node: dict[str, float] = field(default_factory=dict)
+
+    def forget(self, name: str) -> None:
+        self.outdated.discard(name)
+        self.of_node.pop(name, None)
 
 
 class ClusterState:
@@ -79,8 +127,14 @@ class ClusterState:
         self._policy = policy
         self._quota = quota
         self._on_change = on_change
-        self._ledger = ClusterLedger(policy)
-        self._verdicts: OrderedDict[Signature, dict[str, _Verdict]] = OrderedDict()
+        self._ledger = ClusterLedger(policy, self._node_changed)
+        self._answers: OrderedDict[Signature, _Answers] = OrderedDict()
+        self._costs: OrderedDict[PodKind, _Costs] = OrderedDict()
+        self._quota_kinds: dict[str, tuple[str, str]] = {}
+        self._distinct_kinds: list[tuple[str, str]] | None = None
+        """Model and pool by node: a quota tells nodes apart by these two alone."""
+        self._learnt = LearntPods()
+        self._typical: TypicalPods | None = None
         self._unreported_since: dict[str, float] = {}
 
     # --- from the informers ---
@@ -92,6 +146,7 @@ class ClusterState:
             self._unreported_since.pop(node.name, None)
         else:
             self._unreported_since.setdefault(node.name, now)
+        self._set_quota_kind(node.name, (node.model, node.pool))
         for reservation in self._ledger.put_node(node, now):
             self._notify(None, reservation)
 
@@ -100,9 +155,11 @@ class ClusterState:
         self._unreported_since.pop(name, None)
         for dropped in self._ledger.remove_node(name):
             self._notify(dropped, None)
-        # Not left to their versions: a node of the same name that joins later counts its versions from the start.
-        for verdicts in self._verdicts.values():
-            verdicts.pop(name, None)
+        self._set_quota_kind(name, None)
+        for answers in self._answers.values():
+            answers.forget(name)
+        for costs in self._costs.values():
+            costs.forget(name)
 
     def put_pod(self, pod: Pod, now: float) -> None:
         """A pod that asks for something of ours. It counts from its bind to its end."""
@@ -112,9 +169,17 @@ class ClusterState:
         elif pod.node_name:
             old = self._ledger.reservation(pod.uid)
             self._ledger.put_bound(pod, now)
+            if self._policy.node_policy == "fgd" and (signature := signature_of(pod, self._policy.names)):
+                self._learnt.put(pod.uid, kind_of(signature, pod.host_request, self._policy.names))
             self._notify(old, self._ledger.reservation(pod.uid))
 
+    def put_other_pod(self, uid: PodUid, node: str, request: HostRequest) -> None:
+        """A bound pod that asks for nothing of ours: CPU and main memory are what counts of it."""
+        self._ledger.put_hosted(uid, node, request)
+
     def remove_pod(self, uid: PodUid) -> None:
+        """Of either kind."""
+        self._learnt.end(uid)
         self._notify(self._ledger.release(uid), None)
 
     # --- from the scheduler ---
@@ -136,57 +201,84 @@ class ClusterState:
             # Unresolvable: kube-scheduler would otherwise look for pods to evict, which helps no invalid request.
             return Filtered(unresolvable=dict.fromkeys(asked, invalid))
         answer = Filtered()
-        verdicts = self._verdicts_of(signature)
-        quotas: dict[tuple[str, str], str] = {}
-        has_quota = self._quota is not None
-        # One container is decided by the summary alone; several have to be planned.
-        cost = 1 if len(signature) == 1 else COST_OF_A_PLAN * len(signature)
-        work = 0
-        for name in asked:
-            if work >= WORK_OF_A_STEP:
-                work = 0
-                yield
-            ledger = self._ledger.node(name)
-            # `failed`, not unresolvable: its agent may start at any moment.
-            if ledger is None:
-                answer.failed[name] = _UNKNOWN
-                continue
-            # The quota before the capacity: what no wait for GPUs would change is the reason to show. Unresolvable, for
-            # to evict pods of other namespaces frees none of this one's quota.
-            if has_quota and (over := self._over_quota(pod, ledger, quotas)):
-                answer.unresolvable[name] = over
-                answer.over_quota.add((ledger.node.model, ledger.node.pool))
-                continue
-            verdict = verdicts.get(name)
-            # A verdict depends on the signature and the node's ledger alone, so pods of a Deployment share it.
-            if verdict is None or verdict.version != ledger.version:
-                # Only what is worked out takes time; a stored verdict costs hardly anything.
-                work += cost + (COST_OF_A_PLAN if ledger.is_stale else 0)
-                verdict = verdicts[name] = self._verdict(pod, signature, ledger)
-            if not verdict.text:
-                answer.fitting.append(name)
-            elif verdict.is_final:
-                answer.unresolvable[name] = verdict.text
-            else:
-                answer.failed[name] = verdict.text
+        # The quota before the capacity: what no wait for GPUs would change is the reason to show. Unresolvable, for to
+        # evict pods of other namespaces frees none of this one's quota.
+        if self._distinct_kinds is None:
+            # A few, of thousands of nodes, whose kinds seldom change.
+            self._distinct_kinds = list(dict.fromkeys(self._quota_kinds.values()))
+        if over := self._over_quota(pod, self._distinct_kinds):
+            kinds = self._quota_kinds
+            answer.unresolvable = {name: over[kinds[name]] for name in asked if kinds.get(name) in over}
+            answer.over_quota = {kinds[name] for name in answer.unresolvable}
+            asked = [name for name in asked if name not in answer.unresolvable]
+        answers = yield from self._answers_steps(pod, signature, asked)
+        fitting, failed, unresolvable = answers.fitting, answers.failed, answers.unresolvable
+        answer.fitting = [name for name in asked if name in fitting]
+        if len(answer.fitting) == len(asked):
+            return answer
+        answer.unresolvable |= {name: unresolvable[name] for name in asked if name in unresolvable}
+        # `failed`, not unresolvable, where no GPUs are known: the node's agent may start at any moment.
+        others = (name for name in asked if name not in fitting and name not in unresolvable)
+        answer.failed = {name: failed.get(name, _UNKNOWN) for name in others}
         return answer
 
     def prioritize(self, pod: Pod, names: Sequence[str]) -> list[tuple[str, int]]:
-        """A score from 0 to 10 for each node, 0 where it does not fit."""
+        """A score from 0 to 10 for each node, 0 where it does not fit: `scores_of` its cost among the costs of all."""
+        return at_once(self.prioritize_steps(pod, names))
+
+    def prioritize_steps(self, pod: Pod, names: Sequence[str]) -> Steps[list[tuple[str, int]]]:
+        """`prioritize` in steps of a few milliseconds."""
+        costs = yield from self.costs_steps(pod, names)
+        return list(zip(names, scores_of(costs), strict=True))
+
+    def costs(self, pod: Pod, names: Sequence[str]) -> list[float | None]:
+        """What the pod costs on each node by the policy, the least is best; None where it does not fit."""
+        return at_once(self.costs_steps(pod, names))
+
+    def costs_steps(self, pod: Pod, names: Sequence[str]) -> Steps[list[float | None]]:
+        """`costs` in steps."""
         signature = signature_of(pod, self._policy.names)
         if not signature or self._invalid(pod):
-            return [(name, 0) for name in names]
-        verdicts = self._verdicts_of(signature)
-        scores = []
-        for name in names:
-            ledger = self._ledger.node(name)
-            verdict = verdicts.get(name)
-            # kube-scheduler asks right after filter, so most verdicts are there; a bind in between has changed its
-            # node's.
-            if ledger is not None and (verdict is None or verdict.version != ledger.version):
-                verdict = verdicts[name] = self._verdict(pod, signature, ledger)
-            scores.append((name, verdict.score if ledger is not None and verdict is not None else 0))
-        return scores
+            return [None] * len(names)
+        answers, typical = (yield from self._answers_steps(pod, signature, names)), self.renew_typical()
+        fitting = answers.fitting
+        if typical is None:
+            return [fitting.get(name) for name in names]
+        kind = kind_of(signature, pod.host_request, self._policy.names)
+        known = _recent(self._costs, kind)
+        if known is None:
+            known = _kept(self._costs, kind, _Costs(set(self._ledger.names())))
+        of_node, outdated, of_kind = known.of_node, known.outdated, KindCosts(typical, kind)
+        work = 0
+        for name in [name for name in names if name in outdated and name in fitting]:
+            if work >= WORK_OF_A_STEP:
+                work = 0
+                yield
+            work += 1
+            if (ledger := self._ledger.node(name)) is not None:
+                outdated.discard(name)
+                of_node[name] = of_kind.of(ledger.free)
+        return [of_node.get(name) if name in fitting else None for name in names]
+
+    def renew_typical(self) -> TypicalPods | None:
+        """The pods that usually come, as the counts have them by now. None where the policy is not fgd, or hardly a pod was
+        seen: then nodes are chosen by fullness, which is binpack."""
+        typical = self._learnt.typical(self._supply)
+        if typical is not self._typical:
+            self._typical = typical
+            self._costs.clear()
+        return typical
+
+    @property
+    def typical(self) -> TypicalPods | None:
+        """Those by which nodes were chosen last; to read them changes nothing."""
+        return self._typical
+
+    def _supply(self) -> dict[str, int]:
+        supply: dict[str, int] = {}
+        for ledger in self._ledger.nodes():
+            supply[ledger.node.model] = supply.get(ledger.node.model, 0) + len(ledger.node.gpus)
+        return supply
 
     def awaits_report(self, node: str, now: float) -> bool:
         """The node has just begun: its agent may report the GPUs and their links in a moment."""
@@ -248,7 +340,7 @@ class ClusterState:
                 yield
             ledger = self._ledger.node(node)
             # Evictions would not help there.
-            if ledger is None or self._over_quota(pod, ledger, {}):
+            if ledger is None or self._over_quota(pod, [self._quota_kinds[node]]):
                 continue
             # The node's ledger is built once more without the victims.
             work += COST_OF_A_PLAN + len(ledger.reservations)
@@ -286,15 +378,42 @@ class ClusterState:
         if old != new:
             self._on_change(old, new)
 
-    def _verdicts_of(self, signature: Signature) -> dict[str, _Verdict]:
-        verdicts = self._verdicts.get(signature)
-        if verdicts is None:
-            verdicts = self._verdicts[signature] = {}
-            # The one that was asked for least recently goes.
-            while len(self._verdicts) > MAX_SIGNATURES:
-                self._verdicts.popitem(last=False)
-        self._verdicts.move_to_end(signature)
-        return verdicts
+    def _set_quota_kind(self, name: str, kind: tuple[str, str] | None) -> None:
+        if self._quota_kinds.get(name) == kind:
+            return
+        if kind is None:
+            del self._quota_kinds[name]
+        else:
+            self._quota_kinds[name] = kind
+        self._distinct_kinds = None
+
+    def _node_changed(self, name: str, gpus: bool) -> None:
+        """`gpus` False: its CPU and main memory alone, which change costs and no answers."""
+        for costs in self._costs.values():
+            costs.outdated.add(name)
+        if gpus:
+            for answers in self._answers.values():
+                answers.outdated.add(name)
+
+    def _answers_steps(self, pod: Pod, signature: Signature, names: Sequence[str]) -> Steps[_Answers]:
+        """What is known of these nodes, up to date."""
+        # It depends on the signature and the node alone, so pods of a Deployment share it.
+        answers = _recent(self._answers, signature)
+        if answers is None:
+            answers = _kept(self._answers, signature, _Answers(set(self._ledger.names())))
+        outdated = answers.outdated
+        # One container is decided by the summary alone; several have to be planned.
+        cost = 1 if len(signature) == 1 else COST_OF_A_PLAN * len(signature)
+        work = 0
+        for name in [name for name in names if name in outdated] if outdated else ():
+            if work >= WORK_OF_A_STEP:
+                work = 0
+                yield
+            # None: removed since the step before.
+            if (ledger := self._ledger.node(name)) is not None:
+                work += cost + (COST_OF_A_PLAN if ledger.is_stale else 0)
+                answers.put(name, self._verdict(pod, signature, ledger))
+        return answers
 
     def _verdict(self, pod: Pod, signature: Signature, ledger: NodeLedger) -> _Verdict:
         capacity, names = ledger.capacity, self._policy.names
@@ -302,26 +421,24 @@ class ClusterState:
             # Each container alone first: the summary answers that in a few microseconds, and names what is lacking.
             if (lack := capacity.lack(request)) is not None:
                 which = f"no GPU for {describe_request(request, names)}: " if len(signature) > 1 else ""
-                return _Verdict(ledger.version, which + lack.of_node(), lack.is_lasting)
+                return _Verdict(which + lack.of_node(), lack.is_lasting)
         if len(signature) > 1:
             # Cheaper than a plan, and a clearer reason than that of whichever container happens to come last.
             if text := lack_together(capacity, signature, names):
-                return _Verdict(ledger.version, text)
+                return _Verdict(text)
             plan = plan_pod(pod, ledger.gpus, ledger.node.topology, self._policy)
             if isinstance(plan, Refused):
                 # What is invalid on this node stays so, whoever ends.
-                return _Verdict(ledger.version, plan.detail, plan.reason is RefusalReason.INVALID_REQUEST)
-        return _Verdict(ledger.version, "", score=score(capacity, signature, self._policy.node_policy))
+                return _Verdict(plan.detail, plan.reason is RefusalReason.INVALID_REQUEST)
+        policy: SharePolicy = "spread" if self._policy.node_policy == "spread" else "binpack"
+        return _Verdict("", cost=fullness_cost(capacity, signature, policy))
 
-    def _over_quota(self, pod: Pod, ledger: NodeLedger, known: dict[tuple[str, str], str]) -> str:
+    def _over_quota(self, pod: Pod, kinds: Iterable[tuple[str, str]]) -> dict[tuple[str, str], str]:
+        """Why not, by model and pool: of those where a quota refuses the pod."""
         if self._quota is None:
-            return ""
-        # A quota tells nodes apart by these two alone: a cluster has a few pairs and thousands of nodes.
-        key = ledger.node.model, ledger.node.pool
-        if key not in known:
-            refused = self._quota(pod, model=key[0], pool=key[1])
-            known[key] = refused.detail if refused is not None else ""
-        return known[key]
+            return {}
+        refused = {kind: self._quota(pod, model=kind[0], pool=kind[1]) for kind in kinds}
+        return {kind: one.detail for kind, one in refused.items() if one is not None}
 
     def _invalid(self, pod: Pod) -> str:
         """What no node can serve."""
@@ -338,6 +455,21 @@ class ClusterState:
             if refused is not None:
                 return f"container {container.name}: {refused.detail}"
         return ""
+
+
+def _recent(kept: OrderedDict[K, V], key: K) -> V | None:
+    """What is kept for the key, which was asked for just now."""
+    if key in kept:
+        kept.move_to_end(key)
+    return kept.get(key)
+
+
+def _kept(kept: OrderedDict[K, V], key: K, value: V) -> V:
+    """`value`, which is now kept: the one that was asked for least recently goes where there are MAX_SIGNATURES."""
+    kept[key] = value
+    if len(kept) > MAX_SIGNATURES:
+        kept.popitem(last=False)
+    return value
 
 
 def _elsewhere(pod: Pod, known: Reservation) -> Refused:

@@ -1,4 +1,5 @@
-"""GET /debug/state of the extender: nodes and what is allocated on them, a page of nodes at a time.
+"""GET /debug/state of the extender: nodes and what is allocated on them, a page of nodes at a time; and GPUShare's answer
+about the same, GET /gpushare-scheduler/inspect, which has no pages.
 
 A cluster's state is megabytes and takes a second to encode: a page has a bounded number of nodes, is encoded in slices
 between which verbs are answered, and one page is encoded at a time. A node is shown as it is at one moment; two nodes of a
@@ -11,7 +12,7 @@ import bisect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from msgspec import Struct
+from msgspec import Struct, field
 
 from gpushare_agent.extender.decisions.ledger import NodeLedger
 from gpushare_agent.kit.http_answers import (
@@ -28,6 +29,7 @@ from gpushare_agent.kit.http_answers import (
 )
 from gpushare_agent.model.names import PodUid
 from gpushare_agent.observability.node_snapshot import ReportedGpuDocument, reported_gpu_document
+from gpushare_agent.placement.fragmentation import TypicalPods
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -56,7 +58,9 @@ class StatePages:
         self._head = head
         self._nodes = nodes
         # One at a time: each page takes a share of the loop that the scheduler's verbs need.
-        self.show = RequestQueue().one_at_a_time(self._show)
+        queue = RequestQueue()
+        self.show = queue.one_at_a_time(self._show)
+        self.inspect = queue.one_at_a_time(self._inspect)
 
     async def _show(self, request: web.Request) -> web.Response:
         try:
@@ -87,6 +91,48 @@ class StatePages:
                 yield comma + encode(node_document(ledger))
                 comma = b","
         yield b"]}"
+
+    async def _inspect(self, request: web.Request) -> web.Response:
+        """Of one node where the path names it, else of all."""
+        name = request.match_info.get("node", "")
+        if name and self._nodes.node_ledger(name) is None:
+            return json_answer(
+                request, {"nodes": [], "error": f"no node {name[:_NAME_CHARACTERS]} is known"}, status=404
+            )
+        names = [name] if name else self._nodes.node_names()
+        ledgers = (ledger for one in names if (ledger := self._nodes.node_ledger(one)) is not None)
+        pieces = (b"," * bool(number) + encode(gpushare_document(ledger)) for number, ledger in enumerate(ledgers))
+        body = JsonBody(b'{"nodes":[' + await join_in_slices(pieces) + b"]}")
+        return await body.answer(request)
+
+
+class TypicalPodDocument(Struct, kw_only=True):
+    """A kind of pods by which policy fgd chooses nodes. `parts` are hundredths of a GPU, by cores; `gpu_memory_mib` of each
+    GPU, 0 where the parts say all; no `models`: any."""
+
+    percent: float
+    gpus: int
+    parts: int
+    gpu_memory_mib: int
+    cpu_milli: int
+    memory_mib: int
+    models: Sequence[str]
+
+
+def typical_documents(typical: TypicalPods | None) -> list[TypicalPodDocument]:
+    """The most frequent first; none where nodes are chosen by fullness."""
+    return [
+        TypicalPodDocument(
+            percent=round(100 * frequency, 2),
+            gpus=kind.gpus,
+            parts=kind.parts,
+            gpu_memory_mib=kind.gpu_memory_mib,
+            cpu_milli=kind.cpu_milli,
+            memory_mib=kind.memory_mib,
+            models=kind.models,
+        )
+        for kind, frequency in (typical.kinds if typical is not None else ())
+    ]
 
 
 class ReservationDocument(Struct, kw_only=True):
@@ -132,4 +178,55 @@ def node_document(ledger: NodeLedger) -> NodeLedgerDocument:
             for _, one in sorted(ledger.reservations.items())
         ],
         unattributed=sorted(ledger.unattributed),
+    )
+
+
+# --- GPUShare's form (pkg/scheduler/gpushare-inspect.go of gpushare-scheduler-extender) ---
+
+
+class GpusharePod(Struct, kw_only=True):
+    name: str
+    namespace: str
+    used_gpu: int = field(name="usedGPU")
+
+
+class GpushareDevice(Struct, kw_only=True):
+    id: int
+    total_gpu: int = field(name="totalGPU")
+    used_gpu: int = field(name="usedGPU")
+    pods: Sequence[GpusharePod]
+
+
+class GpushareNode(Struct, kw_only=True):
+    name: str
+    total_gpu: int = field(name="totalGPU")
+    used_gpu: int = field(name="usedGPU")
+    devs: Sequence[GpushareDevice]
+
+
+def gpushare_document(ledger: NodeLedger) -> GpushareNode:
+    """Memory in GPUShare's units. What pods have by other resources counts as used, in whole units; the pods are those of
+    gpu-mem, each with what it has of that GPU."""
+    pods: dict[int, list[GpusharePod]] = {}
+    for _, one in sorted(ledger.reservations.items()):
+        for index, charge in one.plan.charges.items():
+            if charge.units:
+                pods.setdefault(index, []).append(
+                    GpusharePod(name=one.pod, namespace=one.namespace, used_gpu=charge.units)
+                )
+    devs = [
+        GpushareDevice(
+            id=gpu.index,
+            total_gpu=gpu.total_units,
+            # Rounded up: a unit that is taken in part is nobody else's.
+            used_gpu=min(gpu.total_units, -(-gpu.allocated_mib // gpu.unit_mib)),
+            pods=pods.get(gpu.index, ()),
+        )
+        for gpu in ledger.gpus
+    ]
+    return GpushareNode(
+        name=ledger.node.name,
+        total_gpu=sum(one.total_gpu for one in devs),
+        used_gpu=sum(one.used_gpu for one in devs),
+        devs=devs,
     )

@@ -1,10 +1,11 @@
 """The extender's HTTP server: the scheduler's verbs, health, readiness, version, metrics, and what it has reserved.
 
-The paths are gpu-admission's and kube-scheduler's usual ones. Limits and connections are kit/http_server.py's: a new
-connection is always served, however many others are idle. With client authorities, only a client that shows a certificate of
-theirs may call the verbs and read the state; a kubelet's probe has none, so health stays open. A replica that does not lead,
-or has not listed the cluster since it does, answers 503: the scheduler tries again, and a Service routes to the other.
-The webhook for claims (claims_webhook.py) is answered by every replica, and with or without a certificate, by setting.
+The paths are gpu-admission's, GPUShare's and kube-scheduler's usual ones. Limits and connections are
+kit/http_server.py's: a new connection is always served, however many others are idle. With client authorities, only a client
+that shows a certificate of theirs may call the verbs and read the state; a kubelet's probe has none, so health stays open. A
+replica that does not lead, or has not listed the cluster since it does, answers 503: the scheduler tries again, and a
+Service routes to the other. The webhooks for new pods (claims_webhook.py) are answered by every replica, and with or
+without a certificate, by setting.
 The server's own certificate is read again when it changes.
 
 A verb's request, in the order of the checks:
@@ -64,6 +65,7 @@ LONG_REVIEWS_AT_ONCE = 4
 MAX_REVIEW_BYTES = 3 * 1024 * 1024
 """An API server stores a pod of at most 1.5 MiB."""
 CERTIFICATE_PERIOD_S = 60.0
+Page = Callable[[web.Request], Awaitable[web.StreamResponse]]
 _JSON = "application/json"
 _UNKNOWN_CLIENT = "show a client certificate of the authorities in extender.client_ca\n"
 
@@ -106,18 +108,25 @@ class _LongBodies(Struct):
 
 
 class WebhookVerb:
-    """`mutate` as a verb of the server. `needs_certificate`: as the scheduler's verbs do."""
+    """`mutate` and `translate` as verbs of the server. `needs_certificate`: as the scheduler's verbs do."""
 
     def __init__(self, webhook: ClaimsWebhook, *, needs_certificate: bool) -> None:
         self._webhook = webhook
         self.needs_certificate = needs_certificate
 
     async def mutate(self, content: bytes) -> Result:
-        try:
-            body, outcome = await self._webhook.mutate(content)
-        except Corrupt as e:
-            return bad_request(e)
-        return Result(body, outcome)
+        return await _reviewed(self._webhook.mutate, content)
+
+    async def translate(self, content: bytes) -> Result:
+        return await _reviewed(self._webhook.translate, content)
+
+
+async def _reviewed(webhook: Callable[[bytes], Awaitable[tuple[bytes, str]]], content: bytes) -> Result:
+    try:
+        body, outcome = await webhook(content)
+    except Corrupt as e:
+        return bad_request(e)
+    return Result(body, outcome)
 
 
 class ExtenderWeb(Struct, kw_only=True, eq=False):
@@ -185,10 +194,16 @@ class ExtenderWeb(Struct, kw_only=True, eq=False):
         of_webhook = []
         if webhook is not None:
             is_open = not webhook.needs_certificate
-            # No condition of leadership: to turn a pod's limits into claims needs nothing that only a leader knows.
-            answer = self._verb("mutate", webhook.mutate, self._long_reviews, is_open=is_open, ready=lambda: ())
-            # Without the setting the path is not there, so that a webhook configuration left behind fails visibly.
-            of_webhook = [web.post("/mutate-pods", answer)]
+
+            def answered(verb: Verb) -> Callable[[web.Request], Awaitable[web.Response]]:
+                # No condition of leadership: what becomes of a pod needs nothing that only a leader knows.
+                return self._verb("mutate", verb, self._long_reviews, is_open=is_open, ready=lambda: ())
+
+            # Without the setting the paths are not there, so that a webhook configuration left behind fails visibly.
+            of_webhook = [
+                web.post("/mutate-pods", answered(webhook.mutate)),
+                web.post("/translate-pods", answered(webhook.translate)),
+            ]
         return [
             *of_webhook,
             web.post("/scheduler/filter", self._verb("filter", verbs.filter)),
@@ -198,7 +213,12 @@ class ExtenderWeb(Struct, kw_only=True, eq=False):
             web.post("/scheduler/prioritize", self._verb("prioritize", verbs.prioritize)),
             web.post("/scheduler/bind", self._verb("bind", verbs.bind)),
             web.post("/scheduler/preemption", self._verb("preempt", verbs.preempt)),
-            web.get("/debug/state", self._show_state),
+            # GPUShare's: a scheduler's configuration for it needs another address alone.
+            web.post("/gpushare-scheduler/filter", self._verb("filter", verbs.filter)),
+            web.post("/gpushare-scheduler/bind", self._verb("bind", verbs.bind)),
+            web.get("/gpushare-scheduler/inspect", self._for_known(self.pages.inspect)),
+            web.get("/gpushare-scheduler/inspect/{node}", self._for_known(self.pages.inspect)),
+            web.get("/debug/state", self._for_known(self.pages.show)),
             web.get("/version", self._show_version),
             web.get("/healthz", self._show_health),
             web.get("/readyz", self._show_readiness),
@@ -283,11 +303,14 @@ class ExtenderWeb(Struct, kw_only=True, eq=False):
         answer.force_close()
         return answer
 
-    async def _show_state(self, request: web.Request) -> web.StreamResponse:
-        if not self._is_known(request):
-            # As for the verbs: the state names pods of every namespace.
-            return web.Response(status=403, text=_UNKNOWN_CLIENT)
-        return await self.pages.show(request)
+    def _for_known(self, page: Page) -> Page:
+        async def show(request: web.Request) -> web.StreamResponse:
+            if not self._is_known(request):
+                # As for the verbs: the state names pods of every namespace.
+                return web.Response(status=403, text=_UNKNOWN_CLIENT)
+            return await page(request)
+
+        return show
 
     async def _show_version(self, _request: web.Request) -> web.Response:
         return web.Response(text=json.dumps({"version": __version__}) + "\n", content_type=_JSON)

@@ -13,14 +13,14 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Annotated, TypeVar
 
-from msgspec import Meta, Raw, Struct
+from msgspec import Meta, Raw, Struct, field
 from msgspec.json import Decoder
 
 from gpushare_agent.cluster.kube.pods import PodJson, read_pod_json
 from gpushare_agent.extender.cluster_state import Filtered
 from gpushare_agent.extender.objects import lean_pod
 from gpushare_agent.extender.steps import Steps
-from gpushare_agent.kit.json_schema import decoded
+from gpushare_agent.kit.json_schema import NULL, decoded
 from gpushare_agent.model.errors import Corrupt
 from gpushare_agent.model.names import PodUid
 from gpushare_agent.model.pods import Pod
@@ -55,11 +55,13 @@ Name = Annotated[str, Meta(min_length=1, max_length=MAX_NAME_CHARS)]
 
 class NodesArgs(Struct, frozen=True, kw_only=True):
     """ExtenderArgs. `names` are the nodes in the order given; `raw_nodes` has their JSON by name where the scheduler sent
-    whole nodes (nodeCacheCapable false), else None."""
+    whole nodes (nodeCacheCapable false), else None. `prefers_nodes`: the pod has preferences of its own, by which
+    kube-scheduler scores."""
 
     pod: Pod
     names: Sequence[str]
     raw_nodes: Mapping[str, Raw] | None = None
+    prefers_nodes: bool = False
 
 
 class BindArgs(Struct, frozen=True, kw_only=True):
@@ -77,6 +79,25 @@ class PreemptArgs(Struct, frozen=True, kw_only=True):
     pod: Pod
     victims: Mapping[str, Sequence[PodUid]]
     violations: Mapping[str, int]
+
+
+class _Preferred(Struct):
+    """Of a nodeAffinity, podAffinity or podAntiAffinity. What they require decides before the extender is asked."""
+
+    terms: Raw = field(name="preferredDuringSchedulingIgnoredDuringExecution", default=NULL)
+
+
+class _SpreadConstraint(Struct, rename="camel"):
+    when_unsatisfiable: str = ""
+
+
+class _PreferencesSpec(Struct, rename="camel"):
+    affinity: dict[str, _Preferred | None] | None = None
+    topology_spread_constraints: list[_SpreadConstraint] | None = None
+
+
+class _PreferencesPod(Struct):
+    spec: _PreferencesSpec
 
 
 class _Named(Struct):
@@ -133,6 +154,7 @@ class _PreemptArgs(Struct, rename="pascal"):
 
 _NODES_ARGS, _BIND_ARGS, _PREEMPT_ARGS = Decoder(_NodesArgs), Decoder(_BindArgs), Decoder(_PreemptArgs)
 _NODE = Decoder(_Node)
+_PREFERENCES = Decoder(_PreferencesPod)
 _PODS = Decoder(Annotated[list[_Victim], Meta(max_length=MAX_VICTIMS)] | None)
 
 
@@ -142,14 +164,15 @@ def parse_nodes_args(content: bytes, names: ResourceNames) -> NodesArgs:
     args = request_of(_NODES_ARGS, content, what, BYTES_OF_A_NODES_VALUE)
     pod = _pod(args.pod, what, names)
     # nodeCacheCapable: kube-scheduler sends names where it may, else whole nodes.
+    prefers_nodes = _prefers_nodes(args.pod)
     if args.node_names is not None:
-        return NodesArgs(pod=pod, names=args.node_names)
+        return NodesArgs(pod=pod, names=args.node_names, prefers_nodes=prefers_nodes)
     if args.nodes is None:
         raise Corrupt(f"{what}: neither Nodes nor NodeNames is there")
     # Of each node the name alone is read: the rest is sent back as it came, and the state has what counts.
     items = enumerate(args.nodes.items or ())
     by_name = {decoded(_NODE, raw, f"{what}.Nodes.items[{n}]").metadata.name: raw for n, raw in items}
-    return NodesArgs(pod=pod, names=list(by_name), raw_nodes=by_name)
+    return NodesArgs(pod=pod, names=list(by_name), raw_nodes=by_name, prefers_nodes=prefers_nodes)
 
 
 def parse_bind_args(content: bytes) -> BindArgs:
@@ -171,10 +194,10 @@ def parse_preempt_args(content: bytes, names: ResourceNames) -> Steps[PreemptArg
     violations: dict[str, int] = {}
     read = 0
     # kube-scheduler sends whole pods, or with nodeCacheCapable their UIDs. Both are read in the same way.
-    for field in ("NodeNameToVictims", "NodeNameToMetaVictims"):
-        of_nodes = args.node_name_to_victims if field == "NodeNameToVictims" else args.node_name_to_meta_victims
+    for where in ("NodeNameToVictims", "NodeNameToMetaVictims"):
+        of_nodes = args.node_name_to_victims if where == "NodeNameToVictims" else args.node_name_to_meta_victims
         for node, of_node in (of_nodes or {}).items():
-            victims[node], violations[node] = _uids(of_node, f"{what}.{field}, node {node}"), of_node.violations
+            victims[node], violations[node] = _uids(of_node, f"{what}.{where}, node {node}"), of_node.violations
             read += 1 + len(victims[node])
             # A node without victims counts as well: there may be thousands of those.
             if read >= VICTIMS_OF_A_STEP:
@@ -252,6 +275,18 @@ def pod_json(raw: Raw, where: str) -> PodJson:
 
 def _pod(raw: Raw, what: str, names: ResourceNames) -> Pod:
     return lean_pod(pod_json(raw, f"{what}.Pod"), names)
+
+
+def _prefers_nodes(raw: Raw) -> bool:
+    """Of a pod that `_pod` has bounded."""
+    try:
+        spec = _PREFERENCES.decode(raw).spec
+    except ValueError:
+        return True  # not understood, so nothing is kept from it
+    affinities = (spec.affinity or {}).values()
+    if any(one is not None and bytes(one.terms) not in (b"null", b"[]") for one in affinities):
+        return True
+    return any(one.when_unsatisfiable != "DoNotSchedule" for one in spec.topology_spread_constraints or ())
 
 
 def _uids(victims: _Victims, where: str) -> list[PodUid]:

@@ -11,14 +11,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping
+from fractions import Fraction
 from functools import lru_cache
 from types import MappingProxyType
 
 from msgspec import Raw, Struct
 from msgspec.structs import replace
 
-from gpushare_agent.cluster.kube.objects import NodeStatus, Quantity, read_node_json, whole_number
-from gpushare_agent.cluster.kube.pods import PodJson, parse_pod
+from gpushare_agent.cluster.kube.objects import NodeStatus, Quantity, read_node_json, rounded_up, whole_number
+from gpushare_agent.cluster.kube.pods import PodJson, PodSpec, parse_pod
 from gpushare_agent.cluster.node_annotations import (
     ALLOCATIONS_ANNOTATION,
     GPUS_ANNOTATION,
@@ -30,11 +31,14 @@ from gpushare_agent.extender.values import ClusterNode
 from gpushare_agent.model.errors import Corrupt
 from gpushare_agent.model.gpus import GpuReport, Link, LinkKind, Topology
 from gpushare_agent.model.names import (
+    GPUSHARE_ASSIGNED_ANNOTATION,
+    GPUSHARE_ASSUME_TIME_ANNOTATION,
+    GPUSHARE_INDEX_ANNOTATION,
     PREDICATE_GPU_INDEX_PREFIX,
     PREDICATE_NODE_ANNOTATION,
     GpuUuid,
 )
-from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod
+from gpushare_agent.model.pods import ContainerKind, ContainerSpec, HostRequest, Pod
 from gpushare_agent.model.resources import ResourceNames
 from gpushare_agent.placement.topology import build_topology, link_of_word
 
@@ -45,7 +49,11 @@ _MAX_TOPOLOGIES = 256
 """Nodes of one build are alike: a cluster has few."""
 _MAX_ALIKE = 16384
 _MAX_ANNOTATION_CHARS = 256
+_MOST = 1 << 40
+"""Milli-CPUs, or MiB."""
 _NOTHING: Mapping[str, str] = MappingProxyType({})
+_CHOOSES_GPUS: Mapping[str, str] = MappingProxyType({PREDICATE_GPU_INDEX_PREFIX: ""})
+_OF_GPUSHARE = (GPUSHARE_INDEX_ANNOTATION, GPUSHARE_ASSIGNED_ANNOTATION, GPUSHARE_ASSUME_TIME_ANNOTATION)
 
 
 class NodeReading(Struct, frozen=True, kw_only=True):
@@ -71,6 +79,7 @@ def read_node(raw: Raw, names: ResourceNames, *, model_label: str, pool_label: s
         return NodeReading(node=None)
     labels, annotations = read.meta.labels, read.meta.annotations
     model, pool = _label(labels, model_label), _label(labels, pool_label)
+    cpu_milli, memory_mib = _host_amounts(read.status.allocatable or {})
     text = annotations.get(GPUS_ANNOTATION)
     problem = ""
     if text is not None:
@@ -91,10 +100,22 @@ def read_node(raw: Raw, names: ResourceNames, *, model_label: str, pool_label: s
                         f"node {name}: the annotation {ALLOCATIONS_ANNOTATION} cannot be used: {error}. "
                         "Its pods are charged by what they ask for; see the agent's log there"
                     )
-            node = ClusterNode(name=name, gpus=gpus, topology=topology, model=model, pool=pool, allocated=allocated)
+            node = ClusterNode(
+                name=name,
+                gpus=gpus,
+                topology=topology,
+                model=model,
+                pool=pool,
+                allocated=allocated,
+                cpu_milli=cpu_milli,
+                memory_mib=memory_mib,
+            )
             return NodeReading(node=node, problem=problem)
     # gpu-manager's nodes have no annotation, nor has a node whose agent may not write it: the counts are all there is.
-    return NodeReading(node=_even_node(name, counts, names, model, pool), problem=problem)
+    even = _even_node(name, counts, names, model, pool)
+    if even is not None:
+        even = replace(even, cpu_milli=cpu_milli, memory_mib=memory_mib)
+    return NodeReading(node=even, problem=problem)
 
 
 # --- a node's GPUs ---
@@ -207,6 +228,23 @@ def _count(quantity: Quantity) -> int:
         return 0
 
 
+def _host_amounts(amounts: Mapping[str, Quantity]) -> tuple[int, int]:
+    """CPU in milli-CPUs and main memory in MiB."""
+    return min(_cpu_milli(amounts.get("cpu")), _MOST), min(_size_mib(amounts.get("memory")), _MOST)
+
+
+# Cached, for a cluster's fifty thousand pods ask for a few amounts.
+@lru_cache(maxsize=_MAX_ALIKE)
+def _cpu_milli(quantity: Quantity | None) -> int:
+    """0 where there is none, or none that Kubernetes would take."""
+    return rounded_up(quantity, Fraction(1, 1000))
+
+
+@lru_cache(maxsize=_MAX_ALIKE)
+def _size_mib(quantity: Quantity | None) -> int:
+    return rounded_up(quantity, Fraction(1 << 20))
+
+
 def _label(labels: Mapping[str, str], name: str) -> str:
     """Empty where the node has no such label, or one that Kubernetes would not take."""
     value = labels.get(name, "")
@@ -224,8 +262,9 @@ def asks_for_ours(pod: PodJson, names: ResourceNames) -> bool:
     return any(not one.limits.keys().isdisjoint(names.names) for one in containers)
 
 
-def lean_pod(read: PodJson, names: ResourceNames) -> Pod:
-    """Raises Corrupt as parse_pod does."""
+def lean_pod(read: PodJson, names: ResourceNames, model_label: str = "") -> Pod:
+    """`model_label` is the node label by which pods name GPU models; without it none is read. Raises Corrupt as parse_pod
+    does."""
     pod = parse_pod(read, resources=names.names)
     return Pod(
         uid=pod.uid,
@@ -240,11 +279,36 @@ def lean_pod(read: PodJson, names: ResourceNames) -> Pod:
         resource_version=pod.resource_version,
         node_name=pod.node_name,
         is_deleting=pod.is_deleting,
-        # Not stored: nothing is decided by them, and fifty thousand pods' annotations are most of their memory.
-        annotations=_NOTHING,
+        # Not stored: nothing is decided by them, and fifty thousand pods' annotations are most of their memory. Only
+        # whether any chooses GPUs: a bind has to remove those.
+        annotations=_CHOOSES_GPUS if any(map(chooses_gpus, read.meta.annotations)) else _NOTHING,
         labels=_NOTHING,
         container_ids=_NOTHING,
+        host_request=host_request(read.spec, model_label),
     )
+
+
+def chooses_gpus(annotation: str) -> bool:
+    """Chooses a pod's GPUs by its name, or states that an extender did."""
+    return annotation.startswith(PREDICATE_GPU_INDEX_PREFIX) or annotation in _OF_GPUSHARE
+
+
+def host_request(spec: PodSpec, model_label: str = "") -> HostRequest:
+    """What kube-scheduler counts of a pod on its node's CPU and main memory (k8s.io/component-helpers, PodRequests): its
+    own requests, else those of its containers at the moment when they are most."""
+    of_pod = spec.requests
+    amounts = []
+    for resource, read in (("cpu", _cpu_milli), ("memory", _size_mib)):
+        # Init containers come one after the other, beside the sidecars that have started before them.
+        running = most = 0
+        for one in spec.init_containers or ():
+            asked = read(one.requests.get(resource))
+            running += asked if one.restart_policy == "Always" else 0
+            most = max(most, running if one.restart_policy == "Always" else running + asked)
+        running += sum(read(one.requests.get(resource)) for one in spec.containers or ())
+        asked = read(of_pod[resource]) if resource in of_pod else max(most, running)
+        amounts.append(min(asked + read(spec.overhead.get(resource)), _MOST))
+    return _host_request(amounts[0], amounts[1], spec.values_of_label(model_label) if model_label else ())
 
 
 def predicate_annotations(pod: PodJson) -> dict[str, str]:
@@ -255,6 +319,11 @@ def predicate_annotations(pod: PodJson) -> dict[str, str]:
         for name, value in pod.meta.annotations.items()
         if name == PREDICATE_NODE_ANNOTATION or name.startswith(PREDICATE_GPU_INDEX_PREFIX)
     }
+
+
+@lru_cache(maxsize=_MAX_ALIKE)
+def _host_request(cpu_milli: int, memory_mib: int, models: tuple[str, ...]) -> HostRequest:
+    return HostRequest(cpu_milli, memory_mib, models)
 
 
 @lru_cache(maxsize=_MAX_ALIKE)

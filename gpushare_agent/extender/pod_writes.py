@@ -1,9 +1,10 @@
-"""What a bind writes to the API server: the annotations, then the bind itself. No decisions.
+"""What a bind writes to the API server: the annotations, and the bind itself. No decisions.
 
-Each try patches the annotations first, which does three things: it carries the plan to the agent, returns the pod as it is
-now, and makes a new version of the pod. A bind names the version it is for, so the new version invalidates every earlier
-bind still under way. One accepted patch therefore resolves an unknown outcome: a pod that it shows without a node can no
-longer be bound by an earlier request of ours.
+A bind names the version of the pod that it is for. Where the watch has delivered a version without annotations that choose
+GPUs, one request binds that version and writes the plan's. Every other try patches the annotations first, which does three
+things: it carries the plan to the agent, returns the pod as it is now, and makes a new version of the pod, which invalidates
+every earlier bind still under way. One accepted patch therefore resolves an unknown outcome: a pod that it shows without a
+node can no longer be bound by an earlier request of ours.
 
 Formats: docs/reference/formats.md, sections 1 and 5; Kubernetes core/v1 Binding. State owned: the last time written.
 """
@@ -11,7 +12,8 @@ Formats: docs/reference/formats.md, sections 1 and 5; Kubernetes core/v1 Binding
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
 
 from msgspec import Raw, Struct
 
@@ -20,7 +22,7 @@ from gpushare_agent.cluster.kube.objects import object_meta, pod_uid
 from gpushare_agent.cluster.kube.pods import read_pod_json
 from gpushare_agent.cluster.kube.session import Throttled
 from gpushare_agent.extender.decisions.pod_plan import plan_annotations
-from gpushare_agent.extender.objects import lean_pod
+from gpushare_agent.extender.objects import chooses_gpus, lean_pod
 from gpushare_agent.extender.values import Reservation
 from gpushare_agent.model.errors import AgentError, Conflict, NotFound, Rejected, Unavailable
 from gpushare_agent.model.names import (
@@ -42,9 +44,11 @@ FOREIGN_REMOVED = 64
 
 
 class Bind(Struct):
-    """One bind. `is_open`: a bind was sent, and it is not known that it failed. `is_annotated`: a patch was sent."""
+    """One bind. `version` of the pod is known to have no annotations that choose GPUs; empty: none is. `is_open`: a bind was
+    sent, and it is not known that it failed. `is_annotated`: a patch was sent."""
 
     reservation: Reservation
+    version: str = ""
     is_open: bool = False
     is_annotated: bool = False
 
@@ -79,7 +83,13 @@ class PodWrites(Struct, kw_only=True, eq=False):
 
     async def bind_once(self, bind: Bind) -> AgentError | None:
         """None when the pod is bound; an error that another try may mend. Raises the other errors."""
-        reservation = bind.reservation
+        # Once: where it fails, the next try's patch shows the pod as it is.
+        version, bind.version = bind.version, ""
+        if version:
+            error = await self._bind(bind, version, self._annotations(bind.reservation))
+            # Another version by now, as after the scheduler's own note that the pod waits: it takes a patch.
+            if not isinstance(error, Conflict):
+                return error
         try:
             # The annotations first: the agent may read the pod the moment that it is bound.
             raw_pod = await self.announce(bind)
@@ -88,6 +98,13 @@ class PodWrites(Struct, kw_only=True, eq=False):
         # An earlier try has bound it, of which the answer was lost.
         if raw_pod is None:
             return None
+        return await self._bind(bind, object_meta(raw_pod, "pod").version)
+
+    async def _bind(
+        self, bind: Bind, version: str, annotations: Mapping[str, str] = MappingProxyType({})
+    ) -> AgentError | None:
+        """As bind_once."""
+        reservation = bind.reservation
         self._check_leads()
         # Before the request: from here on only an answer tells whether the pod is bound.
         bind.is_open = True
@@ -97,7 +114,8 @@ class PodWrites(Struct, kw_only=True, eq=False):
                 reservation.pod,
                 reservation.pod_uid,
                 reservation.node,
-                object_meta(raw_pod, "pod").version,
+                version,
+                annotations,
             )
         except Unavailable as e:
             # With 429 the API server has done nothing; a timeout or a 500 may come after the write.
@@ -221,11 +239,4 @@ def foreign_annotations(raw_pod: Raw | None, reservation: Reservation) -> list[s
     # None: the pod is bound, and what its agent follows is decided.
     present = object_meta(raw_pod, "pod").annotations if raw_pod is not None else {}
     ours = extender_annotations(reservation, 0)
-    return sorted(
-        name
-        for name in present
-        if name not in ours and (name in _GPUSHARE or name.startswith(PREDICATE_GPU_INDEX_PREFIX))
-    )
-
-
-_GPUSHARE = (GPUSHARE_INDEX_ANNOTATION, GPUSHARE_ASSIGNED_ANNOTATION, GPUSHARE_ASSUME_TIME_ANNOTATION)
+    return sorted(name for name in present if name not in ours and chooses_gpus(name))

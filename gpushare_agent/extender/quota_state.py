@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 
-from gpushare_agent.extender.decisions.quota import Quota, QuotaUse, check_quota, use_of
+from gpushare_agent.extender.decisions.quota import NamespaceQuota, Quota, QuotaUse, check_quota, raised, use_of
 from gpushare_agent.extender.values import ClusterNode, Reservation
 from gpushare_agent.model.errors import RefusalReason, Refused
 from gpushare_agent.model.names import PodUid
@@ -107,10 +107,21 @@ class QuotaState:
         # Most namespaces have none: nothing is added up for them.
         if pod.namespace not in self.quota.namespaces:
             return None
-        # No node is chosen yet: the largest memory among the model's GPUs stands for all of them.
-        asked = use_of(pod, self._names, gpu_memory_mib=max(self._memories.get(model, ()), default=0))
         used = self.used(pod.namespace, model, without=pod.uid)
-        return check_quota(self.quota, pod.namespace, asked, used, model=model, pool=pool)
+        return check_quota(self.quota, pod.namespace, self._asked(pod, model), used, model=model, pool=pool)
+
+    def raised(self, pod: Pod, *, model: str, pool: str) -> tuple[NamespaceQuota, tuple[str, ...]] | None:
+        """The least quota of the pod's namespace that allows it on such nodes, and the changes in words. None where no quota
+        limits it, and where none can name the nodes, for they lack the label."""
+        limits = self.quota.namespaces.get(pod.namespace) if self.quota is not None else None
+        if limits is None or (limits.pools and not pool) or (limits.gpus is not None and not model):
+            return None
+        used = self.used(pod.namespace, model, without=pod.uid)
+        return raised(limits, self._asked(pod, model), used, model=model, pool=pool)
+
+    def _asked(self, pod: Pod, model: str) -> QuotaUse:
+        # No node is chosen yet: the largest memory among the model's GPUs stands for all of them.
+        return use_of(pod, self._names, gpu_memory_mib=max(self._memories.get(model, ()), default=0))
 
     def used(self, namespace: str, model: str, *, without: PodUid | None = None) -> QuotaUse:
         """The namespace's GPUs of the model, and its totals over all models; as if `without` were not there."""

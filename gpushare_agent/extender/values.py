@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import StrEnum
+from typing import Literal
 
 from msgspec import Struct
 
@@ -31,6 +32,14 @@ class ClusterNode(Struct, frozen=True, kw_only=True):
     pool: str = ""
     is_exact: bool = True
     allocated: Mapping[PodUid, Mapping[int, Charge]] | None = None
+    cpu_milli: int = 0
+    memory_mib: int = 0
+    """CPU and main memory that pods can have."""
+
+
+NodePolicy = Literal["fgd", "binpack", "spread"]
+"""Which of the nodes that fit a pod goes to: where the fewest free GPUs become useless to the pods that usually come
+(placement/fragmentation.py), to the fullest, or to the emptiest."""
 
 
 class ClusterPolicy(Struct, frozen=True, kw_only=True):
@@ -39,7 +48,7 @@ class ClusterPolicy(Struct, frozen=True, kw_only=True):
 
     names: ResourceNames
     share_policy: SharePolicy = "binpack"
-    node_policy: SharePolicy = "binpack"
+    node_policy: NodePolicy = "binpack"
 
 
 class PlannedContainer(Struct, frozen=True, kw_only=True):

@@ -2,14 +2,17 @@
 
 With reserve=bind, filter changes nothing, so that preemption and autoscalers may ask what would be; bind reserves the GPUs.
 With reserve=filter it does what gpu-admission's does, for schedulers that bind themselves: it chooses one node, reserves
-the GPUs and annotates the pod. A pod that is filtered again gets a new answer. No state of its own.
+the GPUs and annotates the pod. A pod that is filtered again gets a new answer. State owned: the pods
+that passed the filter and were not bound yet.
 """
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from heapq import nsmallest
 
-from msgspec import Struct
+import structlog
+from msgspec import Struct, field
 
 from gpushare_agent.extender.bind import Binder
 from gpushare_agent.extender.cluster_state import ClusterState, Filtered
@@ -29,9 +32,15 @@ from gpushare_agent.extender.metrics import ExtenderMetrics
 from gpushare_agent.extender.quota_waiters import QuotaWaiters
 from gpushare_agent.extender.steps import in_steps
 from gpushare_agent.extender.values import Stage
+from gpushare_agent.kit.supervision import ReportOnce
 from gpushare_agent.model.errors import Corrupt
 from gpushare_agent.model.names import PodUid
+from gpushare_agent.model.pods import Pod
 from gpushare_agent.model.resources import ResourceNames
+
+log = structlog.get_logger(__name__)
+
+MAX_PASSED = 1000
 
 
 class Extender(Struct, kw_only=True, eq=False):
@@ -42,6 +51,25 @@ class Extender(Struct, kw_only=True, eq=False):
     metrics: ExtenderMetrics
     quota_waiters: QuotaWaiters
     reserves_at_filter: bool = False
+    most_fitting: int = 0
+    """Nodes that filter answers at most, and then without reasons for the others; 0: all."""
+    _passed: dict[PodUid, None] = field(default_factory=dict)
+    """Pods that fitted somewhere and were not bound yet, the first MAX_PASSED of them; for `scheduled`."""
+    _bound_by_others: ReportOnce = field(default_factory=ReportOnce)
+
+    def scheduled(self, pod: Pod) -> None:
+        """The pod has a node now. With reserve=bind, one that was filtered here and bound by the scheduler had no
+        reservation, and two such pods may share what one was to have: gpu-admission's policy files only filter."""
+        if pod.uid in self._passed:
+            del self._passed[pod.uid]
+            if self._bound_by_others.is_new("bind"):
+                log.warning(
+                    "scheduler_binds_by_itself",
+                    namespace=pod.namespace,
+                    pod=pod.name,
+                    then="its GPUs were reserved by nobody until it was bound",
+                    cure="set extender.reserve: filter, or give the scheduler's extender the verb bind",
+                )
 
     async def filter(self, args: NodesArgs) -> Filtered:
         """Where the pod fits. A pod that asks for nothing of ours fits everywhere."""
@@ -50,12 +78,16 @@ class Extender(Struct, kw_only=True, eq=False):
             return Filtered(fitting=list(args.names))
         if self.reserves_at_filter:
             return await self._filter_and_reserve(args)
-        return await self._filter(args)
+        found = await self._filter(args)
+        # kube-scheduler uses the reasons only where no node is left (measured with 1.36), and then none is left out.
+        if self.most_fitting and found.fitting:
+            return Filtered(fitting=await self._best(args, found.fitting))
+        return found
 
-    def prioritize(self, args: NodesArgs) -> list[tuple[str, int]]:
+    async def prioritize(self, args: NodesArgs) -> list[tuple[str, int]]:
         if not args.pod.containers:
             return [(name, 0) for name in args.names]
-        return self.state.prioritize(args.pod, args.names)
+        return await in_steps(self.state.prioritize_steps(args.pod, args.names))
 
     async def preempt(self, args: PreemptArgs) -> Mapping[str, Sequence[PodUid]]:
         """The nodes where the pod would fit once the victims are gone, each with its victims."""
@@ -65,6 +97,7 @@ class Extender(Struct, kw_only=True, eq=False):
 
     async def bind(self, args: BindArgs) -> str:
         """Empty when the pod is bound, else why not."""
+        self._passed.pop(args.uid, None)
         return await self.binder.bind(args)
 
     async def _filter(self, args: NodesArgs) -> Filtered:
@@ -72,7 +105,19 @@ class Extender(Struct, kw_only=True, eq=False):
         # Where the pod fits somewhere, the scheduler binds it or tries again by itself.
         self.quota_waiters.answered(args.pod.uid, () if found.fitting else found.over_quota)
         self.metrics.filtered(len(found.fitting), len(found.failed), len(found.unresolvable))
+        if found.fitting and not self.reserves_at_filter and len(self._passed) < MAX_PASSED:
+            self._passed[args.pod.uid] = None
         return found
+
+    async def _best(self, args: NodesArgs, fitting: list[str]) -> list[str]:
+        """Those of the lowest costs. kube-scheduler's own criteria choose among what it is answered: for a pod with
+        preferences of its own that is all."""
+        if len(fitting) <= self.most_fitting or args.prefers_nodes:
+            return fitting
+        costs = await in_steps(self.state.costs_steps(args.pod, fitting))
+        # Where the cost is the same, the first in the scheduler's order, which begins elsewhere each time.
+        known = ((cost, number) for number, cost in enumerate(costs) if cost is not None)
+        return [fitting[number] for _, number in nsmallest(self.most_fitting, known)]
 
     async def _filter_and_reserve(self, args: NodesArgs) -> Filtered:
         """One node, where the GPUs are reserved."""
@@ -137,7 +182,7 @@ class ExtenderVerbs:
         """HostPriorityList has no place for an error."""
         try:
             args = parse_nodes_args(content, self._names)
-            return Result(host_priorities(self._extender.prioritize(args)))
+            return Result(host_priorities(await self._extender.prioritize(args)))
         except Corrupt as e:
             return bad_request(e)
 

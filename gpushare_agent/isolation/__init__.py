@@ -32,6 +32,7 @@ from gpushare_agent.isolation.request import (
     IsolationConfig,
     IsolationRequest,
     combined,
+    mounted_driver,
 )
 from gpushare_agent.model.isolation import AUTO, isolation_parts
 from gpushare_agent.settings.isolation_names import isolation_names
@@ -93,4 +94,5 @@ __all__ = [
     "IsolationRequest",
     "isolations_in_use",
     "module_of",
+    "mounted_driver",
 ]

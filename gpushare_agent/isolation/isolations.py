@@ -89,9 +89,11 @@ class Isolations(Struct, frozen=True, kw_only=True):
         """What of the device lists contradicts itself or does nothing, once, in the log."""
         settings = self.node.settings
         has_nodes = settings.driver == "nvml" or settings.simulated.device_nodes
-        mounts_driver = ISOLATIONS[settings.isolation].mounts_driver and bool(self.volumes)
+        mounts_driver = settings.driver_volume.mount or ISOLATIONS[settings.isolation].mounts_driver
         strategies = settings.device_list_strategy
-        for text in strategy_warnings(strategies, mounts_driver=mounts_driver, has_gpu_nodes=has_nodes):
+        for text in strategy_warnings(
+            strategies, mounts_driver=mounts_driver and bool(self.volumes), has_gpu_nodes=has_nodes
+        ):
             log.warning("device_list_strategy", detail=text)
 
     async def prepare(self, keys: Collection[ContainerKey]) -> Refused | None:

@@ -11,10 +11,18 @@ from typing import TYPE_CHECKING
 from msgspec import Struct
 
 from gpushare_agent.isolation.kept import NOTHING_KEPT, WHOLE_GPU, Circumstances, Kept, with_memory_of
-from gpushare_agent.model.allocations import ContainerEdits, merged
+from gpushare_agent.model.allocations import ContainerEdits, ContainerMount, merged
 from gpushare_agent.model.errors import RefusalReason, Refused
 from gpushare_agent.model.gpus import Gpu, KernelModule
-from gpushare_agent.model.names import ENV_PRELOAD, ENV_VISIBLE_DEVICES, MAX_ANNOTATION_CHARS, PodUid, touches
+from gpushare_agent.model.names import (
+    ENV_LIBRARY_PATH,
+    ENV_PRELOAD,
+    ENV_VISIBLE_DEVICES,
+    LIBRARY_DIRECTORY,
+    MAX_ANNOTATION_CHARS,
+    PodUid,
+    touches,
+)
 from gpushare_agent.model.pods import ContainerSpec
 
 if TYPE_CHECKING:  # it takes pydantic
@@ -28,6 +36,17 @@ class IsolationConfig(Struct, frozen=True, kw_only=True):
     settings: Settings
     shared_driver: Path | None = None
     whole_driver: Path | None = None
+
+
+def mounted_driver(container: ContainerSpec, directory: Path) -> ContainerEdits:
+    """A driver directory, and the search path to it."""
+    libraries = [f"{LIBRARY_DIRECTORY}/lib64"]
+    # gpu-manager's variable for images with 32-bit programs.
+    if container.env.get("compat32", "").lower() == "true":
+        libraries.append(f"{LIBRARY_DIRECTORY}/lib")
+    # The link to the version in force, not its target: the kubelet keeps this answer for restarts.
+    mount = ContainerMount(host_path=str(directory), container_path=LIBRARY_DIRECTORY)
+    return ContainerEdits(env=((ENV_LIBRARY_PATH, ":".join(libraries)),), mounts=(mount,))
 
 
 class GpuShare(Struct, frozen=True, kw_only=True):

@@ -17,6 +17,7 @@ def resource_names(settings: Settings, mig_profiles: Collection[str] = ()) -> Re
     return ResourceNames(
         vcore=settings.resources.vcore,
         vmemory=settings.resources.vmemory,
+        offers_vcore=settings.resources.enabled,
         gpu_mem=gpushare.resource if gpushare.enabled else "",
         memory_block_mib=settings.resources.memory_block_mib,
         gpu_mem_unit_mib=1024 if gpushare.unit == "GiB" else 1,

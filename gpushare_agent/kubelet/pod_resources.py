@@ -84,6 +84,7 @@ class KubeletFacts(Struct, kw_only=True, eq=False):
     node_name: str
     kubelet_socket: Path
     allow_unsupported: bool
+    has_pod_resources: bool = True
     retry_s: float = RETRY_S
     wall_clock: Callable[[], float] = time.time
     _version: tuple[int, int] | None = None
@@ -129,6 +130,8 @@ class KubeletFacts(Struct, kw_only=True, eq=False):
                 )
         finally:
             self._waiting -= 1
+        if not self.has_pod_resources:
+            return False
         # None: it cannot be read, which `_read_version` has logged. Refusing every pod for a spelling would be worse.
         return self._version is None or self._version >= OLDEST
 
@@ -238,8 +241,9 @@ class PodListing:
 class PodResourcesClient:
     """A connection for each method, so that a stalled Get cuts off no List of an admission; opened anew after a fault."""
 
-    def __init__(self, socket_path: Path, ids: DeviceIds) -> None:
-        self._path = socket_path
+    def __init__(self, socket_path: Path | None, ids: DeviceIds) -> None:
+        """Without a path nothing is to be asked."""
+        self._path = socket_path or Path()
         self._ids = ids
         self._channels: dict[str, UnixChannel] = {}
         self._listed: dict[bytes, PodListing] = {}

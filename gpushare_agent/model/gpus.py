@@ -102,6 +102,7 @@ class Gpu(Struct, frozen=True, kw_only=True):
     topology and does not change while the agent runs. `minor` is the n of `/dev/nvidia<n>` and need not equal it.
     `memory_mib` is the whole GPU's memory. `numa_node` is None where the host reports none, `pcie_root` (such as
     `pci0000:00`) is empty there, `compute_capability` (major, minor) where the driver does not.
+    `brand` is the product line as NVIDIA's programs write it, empty where the driver does not report it.
     `is_exclusive_process` is the compute mode in which one process alone may open the GPU. `mig_mode` says whether MIG
     mode is on, None where the GPU has none. `fabric` is the cluster and the clique of the NVLink fabric that it is on,
     `<UUID>.<number>`, empty where it is on none or has not joined yet. `unhealthy_reason` is empty while the GPU is healthy.
@@ -118,6 +119,7 @@ class Gpu(Struct, frozen=True, kw_only=True):
     pcie_root: str = ""
     nvlinks: tuple[NvLink, ...] = ()
     compute_capability: tuple[int, int] | None = None
+    brand: str = ""
     is_exclusive_process: bool = False
     mig_mode: bool | None = None
     fabric: str = ""
@@ -185,8 +187,8 @@ class MigReport(Struct, frozen=True, kw_only=True):
 
 class GpuReport(Struct, frozen=True, kw_only=True):
     """One GPU, or one MIG instance, as its node reports it. `mig` is None unless it is an instance. `cordoned` is why an
-    operator took it out of service, empty where nobody did; `links` has nvidia-smi's abbreviation for each GPU of the list,
-    and is empty where that is not known."""
+    operator took it out of service, empty where nobody did, and `would_be_healthy` that nothing else is wrong with it.
+    `links` has nvidia-smi's abbreviation for each GPU of the list, and is empty where that is not known."""
 
     index: int
     uuid: GpuUuid
@@ -194,6 +196,7 @@ class GpuReport(Struct, frozen=True, kw_only=True):
     name: str = ""
     is_healthy: bool = True
     cordoned: str = ""
+    would_be_healthy: bool = False
     numa: int | None = None
     links: tuple[str, ...] = ()
     mig: MigReport | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import StrEnum
+from typing import NamedTuple
 
 from msgspec import Struct, field
 
@@ -44,6 +45,18 @@ class ContainerSpec(Struct, frozen=True, kw_only=True):
     mounts: tuple[str, ...] = ()
 
 
+class HostRequest(NamedTuple):
+    """What a pod requests of its node besides GPUs, CPU in milli-CPUs and main memory in MiB, and the GPU models on which
+    it may run, sorted; none: any."""
+
+    cpu_milli: int = 0
+    memory_mib: int = 0
+    models: tuple[str, ...] = ()
+
+
+NO_HOST_REQUEST = HostRequest()
+
+
 class Pod(Struct, frozen=True, kw_only=True):
     """One pod of this node. `containers` are in the order in which the kubelet admits them: init containers first.
 
@@ -77,6 +90,8 @@ class Pod(Struct, frozen=True, kw_only=True):
     """The runtime's IDs of the running containers by name, without the runtime's prefix; 64 hexadecimal digits each."""
     claims: Mapping[str, str] = field(default_factory=dict)
     """The names of its ResourceClaims by their names in the pod, those that exist by now."""
+    host_request: HostRequest = NO_HOST_REQUEST
+    """Read by the extender alone."""
 
     @property
     def is_terminal(self) -> bool:

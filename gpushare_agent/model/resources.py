@@ -259,6 +259,8 @@ class ResourceNames(Struct, frozen=True, kw_only=True):
 
     vcore: str = VCORE_RESOURCE
     vmemory: str = VMEMORY_RESOURCE
+    offers_vcore: bool = True
+    """Whether vcore and vmemory are offered."""
     gpu_mem: str = ""
     memory_block_mib: int = MEMORY_BLOCK_MIB
     gpu_mem_unit_mib: int = 1024
@@ -350,10 +352,16 @@ class ResourceNames(Struct, frozen=True, kw_only=True):
 
 
 ResourceKind.VCORE = ResourceKind(
-    value="vcore", socket="vcore", measure=Measure.CORES, names=lambda names: (names.vcore,)
+    value="vcore",
+    socket="vcore",
+    measure=Measure.CORES,
+    names=lambda names: (names.vcore,) if names.offers_vcore else (),
 )
 ResourceKind.VMEMORY = ResourceKind(
-    value="vmemory", socket="vmemory", measure=Measure.BLOCKS, names=lambda names: (names.vmemory,)
+    value="vmemory",
+    socket="vmemory",
+    measure=Measure.BLOCKS,
+    names=lambda names: (names.vmemory,) if names.offers_vcore else (),
 )
 ResourceKind.GPU_MEM = ResourceKind(
     value="gpu-mem",

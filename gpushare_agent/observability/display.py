@@ -224,7 +224,17 @@ def graph_text(snapshot: NodeSnapshot) -> str:
     """The topology tree as text, each GPU with what is used of it (by processes) and what can still be allocated."""
     notes = {gpu.index: _gpu_note(gpu, snapshot) for gpu in snapshot.inventory.gpus}
     labels = {gpu.index: gpu.label for gpu in snapshot.inventory.gpus}
-    return render_tree(snapshot.inventory.topology, notes, labels) + "\n"
+    whole = {gpu.index for gpu in snapshot.inventory.gpus if _is_free(gpu, snapshot)}
+    return render_tree(snapshot.inventory.topology, notes, labels, whole) + "\n"
+
+
+def _is_free(gpu: Gpu, snapshot: NodeSnapshot) -> bool:
+    """A pod may still get it whole."""
+    cores, capacity = snapshot.cores(gpu)
+    taken = cores or snapshot.memory_allocated_bytes.get(gpu.uuid, 0)
+    return (
+        not taken and capacity > 0 and gpu.uuid not in snapshot.unhealthy_reasons and gpu.uuid not in snapshot.cordoned
+    )
 
 
 class DeviceUse(Struct, omit_defaults=True, kw_only=True):
@@ -235,6 +245,7 @@ class DeviceUse(Struct, omit_defaults=True, kw_only=True):
     gpu: float = 0
     mem: float = 0
     pids: list[int] = field(default_factory=list)
+    device_mem: float = 0
 
 
 class Devices(Struct, omit_defaults=True):
@@ -306,6 +317,7 @@ def _encode_device(device: DeviceUse) -> bytes:
         + _float(10, device.gpu)
         + _float(11, device.mem)
         + (bytes_field(12, pids) if pids else b"")
+        + _float(13, device.device_mem)
     )
 
 
@@ -367,7 +379,7 @@ def _submitter(pod: Pod) -> str:
 
 
 def _device(gpu: Gpu, key: ContainerKey, snapshot: NodeSnapshot) -> DeviceUse:
-    found = DeviceUse(id=gpu.bus_id, card_idx=str(gpu.index))
+    found = DeviceUse(id=gpu.bus_id, card_idx=str(gpu.index), device_mem=gpu.memory_mib)
     use = snapshot.use_of(key, gpu.uuid)
     # Where it is not known all three stay zero and are left out.
     if use is not None:

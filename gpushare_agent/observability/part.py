@@ -128,6 +128,7 @@ def build(
             ready=not_ready,
             routes=[*node_api.routes(), *display_routes(snapshots.current)],
             before_reading=usage.refresh,
+            debug=(settings.debug.addr, settings.debug.port) if settings.debug.addr else None,
         ),
         display=DisplayServer(socket, snapshots.current, before_reading=usage.refresh) if socket is not None else None,
         debug=_debug(settings, node, snapshots),

@@ -195,19 +195,20 @@ class Lack(NamedTuple):
                 return f"{' and '.join(lacks)} short"
 
     def of_node(self) -> str:
-        """Why no GPU of a node will do; the same for nodes in the same state, for kube-scheduler counts equal texts."""
+        """Why no GPU of a node will do; the same for nodes in the same state, for kube-scheduler counts equal texts. It puts
+        the number before them, so they begin with a word."""
         requested = self.request.whole_gpus
         match self.cause:
             case Cause.SHORT:
                 if (cores := self.cores) < self.request.cores:
                     return f"no GPU has more than {cores} cores free"
                 if (memory := self.memory) < self._asked_memory:
-                    return f"no GPU has more than {self._memory(memory)} free"
-                return f"no GPU has both free: at most {cores} cores, and {self._memory(memory)} on another"
+                    return f"no GPU has more than {self._size(memory)} free"
+                return f"no GPU has both free: at most {cores} cores, and {self._size(memory)} on another"
             case Cause.IN_USE if (free := len(self.capacity.whole_blocks)) < requested:
                 return _too_few_free(requested, free, len(self.capacity.physical_blocks))
             case Cause.IN_USE:
-                free, most = len(self.capacity.whole_blocks), self._memory(sum(self.capacity.whole_blocks[:requested]))
+                free, most = len(self.capacity.whole_blocks), self._size(sum(self.capacity.whole_blocks[:requested]))
                 have = (
                     f"{requested} largest of {free} free GPUs have together"
                     if requested > 1
@@ -225,10 +226,10 @@ class Lack(NamedTuple):
             case Cause.INSTANCE:
                 return "the node's GPUs are MIG instances, and no whole GPUs"
             case Cause.TOO_FEW:
-                return f"{_gpus(requested, 'whole')} wanted, the node has {_gpus(self.gpus, 'healthy')}"
+                return f"the node has {_gpus(self.gpus, 'healthy')}, {requested} whole wanted"
             case Cause.TOO_LARGE:
                 have = f"{requested} largest GPUs have" if requested > 1 else "largest GPU has"
-                return f"the {have} {self._memory(self.largest)} in all"
+                return f"the {have} {self._size(self.largest)} in all"
 
     def of_gpu_in_detail(self) -> str:
         """The text of `of_gpu` with what the GPU has free."""
@@ -295,7 +296,7 @@ def memory_text(size_mib: int) -> str:
 @lru_cache(maxsize=1024)
 def _too_few_free(requested: int, free: int, gpus: int) -> str:
     """Cached, for thousands of nodes give the same few texts."""
-    return f"{_gpus(requested, 'wholly free')} wanted, {free} of {gpus} {'is' if free == 1 else 'are'}"
+    return f"only {free} of {gpus} GPUs {'is' if free == 1 else 'are'} wholly free, {requested} wanted"
 
 
 def _gpus(count: int, kind: str) -> str:

@@ -148,9 +148,15 @@ class SandboxController(Struct, frozen=True, kw_only=True):
         return done
 
     def is_steady(self) -> bool:
-        """Every pod runs, has ended, or waits because nothing fits; and Deployments and Jobs have their pods."""
+        """Every pod runs, has ended, or waits because nothing fits; and what makes pods has made them."""
+        store = self.api.store
         # A controller has not looked at it yet: its pods are to come.
-        if any(not raw.get("status") for resource in ("deployments", "jobs") for raw in self.api.store.all(resource)):
+        if any(not raw.get("status") for one in ("deployments", "statefulsets", "jobs") for raw in store.all(one)):
+            return False
+        # Of a StatefulSet, whose pods come one after the other, the next is to come once this one runs.
+        if any(raw["spec"]["replicas"] > raw["status"]["readyReplicas"] for raw in store.all("statefulsets")) and all(
+            raw["status"]["phase"] == "Running" for raw in self.api.pods()
+        ):
             return False
         for raw in self.api.pods():
             phase = raw["status"]["phase"]

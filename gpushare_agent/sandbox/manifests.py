@@ -27,6 +27,8 @@ MAX_BYTES = 1 << 20
 """Of a file. The reader in Python takes 6.7 s of processor time for one of short values (measured)."""
 MAX_VALUES = 200_000
 """In a file, those of aliases wherever they are named: 400 bytes of them can stand for gigabytes, and one for itself."""
+FORMER_APPS = ("apps/v1beta1", "apps/v1beta2")
+"""Versions that Kubernetes 1.16 removed, read as apps/v1."""
 SAMPLE_SETS = ("all", "fitting", "none")
 
 
@@ -57,11 +59,11 @@ def read_manifests(paths: Sequence[Path]) -> list[Manifest]:
 
 
 def sample_manifests(which: str, *, by_claims: bool = False) -> list[Manifest]:
-    """One of SAMPLE_SETS; "fitting" leaves out what is not meant to run. By claims, the device class comes with any
-    set."""
+    """One of SAMPLE_SETS; "fitting" leaves out what is not meant to run. By claims, the device classes come with
+    any set."""
     if by_claims:
         found = _shipped("claim_samples")
-        return found[:1] if which == "none" else found
+        return [one for one in found if one.raw["kind"] == "DeviceClass"] if which == "none" else found
     found = _shipped("samples") if which != "none" else []
     return [m for m in found if which == "all" or expectation(m.raw) is None]
 
@@ -159,6 +161,9 @@ def _checked(raw: Any, where: str) -> Manifest:
             f"{where}: kind {kind!r} cannot be applied: the embedded node knows {', '.join(APPLIED_KINDS)}"
         )
     if kind != "Pod":
+        # GPUShare's samples have it: what they show is shown here as well, though a cluster wants them changed.
+        if raw.get("apiVersion") in FORMER_APPS and group_version(APPLIED_KINDS[kind]) == "apps/v1":
+            raw = {**raw, "apiVersion": "apps/v1"}
         _check_object(raw, where)
         return Manifest(raw=raw, origin=where)
     try:

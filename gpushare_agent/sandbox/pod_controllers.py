@@ -1,10 +1,11 @@
-"""Deployments, ReplicaSets and Jobs of the embedded API server, and what goes with its owner: the controllers of a cluster
-as far as a sandbox needs them.
+"""Deployments, ReplicaSets, StatefulSets and Jobs of the embedded API server, and what goes with its owner: the controllers
+of a cluster as far as a sandbox needs them.
 
 As there: a Deployment has a ReplicaSet for each template and replaces pods within its surge, or recreates them; a
-ReplicaSet replaces pods that have ended; a Job counts those that have. Not there: other kinds, progress deadlines,
-history limits of old ReplicaSets, suspended, indexed and timed Jobs. State owned: when an owner of failed pods may try
-again.
+ReplicaSet replaces pods that have ended; a StatefulSet has pods by number, one after the other, and replaces those of a
+former template from the last on; a Job counts those that have ended. Not there: other kinds, progress deadlines,
+history limits of old ReplicaSets, ControllerRevisions, partitions and volumes of StatefulSets, suspended, indexed and timed
+Jobs. Services are objects that nothing serves. State owned: when an owner of failed pods may try again.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ from gpushare_agent.sandbox.pod_manifest import RawObject, is_terminal, timestam
 
 REVISION = "deployment.kubernetes.io/revision"
 HASH_LABEL = "pod-template-hash"
-_OWNERS = {"Deployment": "deployments", "ReplicaSet": "replicasets", "Job": "jobs"}
+POD_NAME_LABEL = "statefulset.kubernetes.io/pod-name"
+REVISION_LABEL = "controller-revision-hash"
+_OWNERS = {"Deployment": "deployments", "ReplicaSet": "replicasets", "StatefulSet": "statefulsets", "Job": "jobs"}
 _RETRY_POLL_S = 0.5
 _BURST = 50
 """Pods created in one pass, between which others of the loop run."""
@@ -40,6 +43,8 @@ class PodControllers:
     def __init__(self, api: EmbeddedApiServer) -> None:
         self._api = api
         self._retries: dict[str, tuple[int, float]] = {}
+        self._failed: dict[str, set[str]] = {}
+        """The failed pods, by UID, that a StatefulSet has had: it deletes them, so they cannot be counted."""
 
     async def run(self) -> None:
         """Reconciles, without an end."""
@@ -57,7 +62,8 @@ class PodControllers:
         self._collect_garbage()
         # Deployments before their ReplicaSets before Jobs: one pass may do a whole rollout's step.
         for resource, step in (
-            ("deployments", self._deployment), ("replicasets", self._replica_set), ("jobs", self._job),
+            ("deployments", self._deployment), ("replicasets", self._replica_set),
+            ("statefulsets", self._stateful_set), ("jobs", self._job),
         ):  # fmt: skip
             for raw in self._api.store.all(resource):
                 # A step before it may have replaced or deleted it: the old object would overwrite the new.
@@ -70,6 +76,7 @@ class PodControllers:
         store = self._api.store
         living = {raw["metadata"]["uid"] for resource in _OWNERS.values() for raw in store.all(resource)}
         self._retries = {uid: retry for uid, retry in self._retries.items() if uid in living}
+        self._failed = {uid: failed for uid, failed in self._failed.items() if uid in living}
         for resource in ("replicasets", "pods"):
             for raw in store.all(resource):
                 owner = _owner(raw)
@@ -108,17 +115,17 @@ class PodControllers:
         return time.monotonic() >= due
 
     def _create_pods(self, owner: RawObject, count: int) -> None:
-        metadata, template = owner["metadata"], owner["spec"]["template"]
-        reference = _reference(owner)
         for _ in range(min(count, _BURST)):
-            pod = {
-                "apiVersion": "v1", "kind": "Pod", "spec": template["spec"],
-                "metadata": {
-                    **template["metadata"], "generateName": f"{metadata['name']}-", "ownerReferences": [reference],
-                },
-            }  # fmt: skip
-            made = self._api.create_pod(pod, metadata["namespace"])
-            self._record(owner, "SuccessfulCreate", f"Created pod: {made['metadata']['name']}")
+            self._create_pod(owner, generateName=f"{owner['metadata']['name']}-")
+
+    def _create_pod(self, owner: RawObject, **metadata: Any) -> None:
+        template = owner["spec"]["template"]
+        pod = {
+            "apiVersion": "v1", "kind": "Pod", "spec": template["spec"],
+            "metadata": {**template["metadata"], "ownerReferences": [_reference(owner)], **metadata},
+        }  # fmt: skip
+        made = self._api.create_pod(pod, owner["metadata"]["namespace"])
+        self._record(owner, "SuccessfulCreate", f"Created pod: {made['metadata']['name']}")
 
     def _record(self, owner: RawObject, reason: str, message: str, kind: str = "Normal") -> None:
         source = f"{owner['kind'].lower()}-controller"
@@ -164,8 +171,7 @@ class PodControllers:
     def _new_set(self, raw: RawObject, sets: Sequence[RawObject]) -> RawObject:
         """The ReplicaSet of the current template, whose revision is the newest."""
         template, metadata = raw["spec"]["template"], raw["metadata"]
-        # Sorted keys: the same template has the same hash, whatever order a client writes.
-        text = hashlib.sha256(json.dumps(template, sort_keys=True).encode()).hexdigest()[:10]
+        text = _template_hash(template)
         name = f"{metadata['name']}-{text}"
         newest = max(map(_revision, sets), default=0)
         # By the template's hash: going back to an earlier template finds its ReplicaSet again.
@@ -244,6 +250,48 @@ class PodControllers:
             ],
         })  # fmt: skip
 
+    # --- stateful sets ---
+
+    def _stateful_set(self, raw: RawObject) -> None:
+        """One step: at most one pod is made or deleted in it, unless podManagementPolicy is Parallel."""
+        name, uid, spec = raw["metadata"]["name"], raw["metadata"]["uid"], raw["spec"]
+        pods = {pod["metadata"]["name"]: pod for pod in self._owned("pods", raw)}
+        wanted = [f"{name}-{number}" for number in range(spec["replicas"])]
+        is_parallel, revision = spec["podManagementPolicy"] == "Parallel", _template_hash(spec["template"])
+        failed = self._failed.setdefault(uid, set())
+        failed |= {pod["metadata"]["uid"] for pod in pods.values() if pod["status"]["phase"] == "Failed"}
+        may_create = self._may_create(raw, len(failed))
+        for one in wanted:
+            pod = pods.get(one)
+            if pod is None and may_create:
+                labels = {**spec["template"]["metadata"]["labels"], REVISION_LABEL: revision, POD_NAME_LABEL: one}
+                self._create_pod(raw, name=one, labels=labels)
+            # Its successor has its name, so it must go first.
+            elif pod is not None and is_terminal(pod) and may_create:
+                self._delete("pods", pod)
+            if not is_parallel and (pod is None or not _is_ready(pod)):
+                break
+        else:
+            self._shrink(raw, pods, wanted, revision, is_parallel=is_parallel)
+        active = [pod for pod in self._owned("pods", raw) if _is_active(pod)]
+        updated = sum(_revision_label(pod) == revision for pod in active)
+        ready = sum(map(_is_ready, active))
+        self._set_status("statefulsets", raw, {
+            "replicas": len(active), "readyReplicas": ready, "availableReplicas": ready, "updatedReplicas": updated,
+            "currentReplicas": updated, "currentRevision": revision, "updateRevision": revision,
+        })  # fmt: skip
+
+    def _shrink(
+        self, raw: RawObject, pods: Mapping[str, RawObject], wanted: Sequence[str], revision: str, *, is_parallel: bool
+    ) -> None:
+        """Those of the highest numbers go first; one of a former template once all are ready."""
+        surplus = sorted(pods.keys() - set(wanted), key=lambda one: int(one.rpartition("-")[2]), reverse=True)
+        former = [one for one in reversed(wanted) if one in pods and _revision_label(pods[one]) != revision]
+        is_whole = all(one in pods and _is_ready(pods[one]) for one in wanted)
+        for one in (surplus if is_parallel else surplus[:1]) or (former[:1] if is_whole else []):
+            self._delete("pods", pods[one])
+            self._record(raw, "SuccessfulDelete", f"Deleted pod: {one}")
+
     # --- jobs ---
 
     def _job(self, raw: RawObject) -> None:
@@ -287,6 +335,15 @@ def _revision(replica_set: RawObject) -> int:
     """0 where a client has taken the annotation away, or written something else into it."""
     text = (replica_set["metadata"].get("annotations") or {}).get(REVISION, "")
     return int(text) if re.fullmatch("[0-9]{1,9}", text) else 0
+
+
+def _template_hash(template: RawObject) -> str:
+    """Of the keys sorted: the same template has the same hash, whatever order a client writes."""
+    return hashlib.sha256(json.dumps(template, sort_keys=True).encode()).hexdigest()[:10]
+
+
+def _revision_label(pod: RawObject) -> str:
+    return str((pod["metadata"].get("labels") or {}).get(REVISION_LABEL, ""))
 
 
 def _reference(owner: RawObject) -> RawObject:

@@ -6,5 +6,6 @@ cli/; the composition hands each part its section. Open tree.py first: it joins 
 pydantic-settings merges, nvidia_plugin.py the configuration of NVIDIA's plugin; settings.py orders them and words mistakes,
 reference.py makes `--help` and docs/reference/settings.md.
 
-Others import: extender, isolation, isolation_names, node_configuration, observation, reference, settings, sources, yaml.
+Others import: extender, former_flags, isolation, isolation_names, node_configuration, observation, reference, settings,
+sources, yaml.
 """

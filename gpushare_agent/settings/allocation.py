@@ -28,6 +28,10 @@ from gpushare_agent.settings.values import (
 class ResourceSettings(Section):
     """The extended resources that the node offers."""
 
+    enabled: bool = Field(
+        default=True,
+        description="Offer vcore and vmemory. false: for nodes that serve NVIDIA's names, GPUShare's or claims alone.",
+    )
     vcore: ResourceName = Field(
         default=VCORE_RESOURCE,
         description="Resource with the unit 1/100 of a GPU's compute.",
@@ -74,9 +78,10 @@ class KubeletSettings(Section):
         default=Path("/var/lib/kubelet/device-plugins"),
         description="Directory of kubelet.sock and of the agent's sockets.",
     )
-    pod_resources_socket: GivenPath = Field(
+    pod_resources_socket: OptionalPath = Field(
         default=Path("/var/lib/kubelet/pod-resources/kubelet.sock"),
-        description="Socket of the PodResources API.",
+        description="Socket of the PodResources API. Empty: pods are identified by the API server alone, and refused where"
+        " two that wait ask for the same.",
     )
     api_address: str = Field(
         default="",
@@ -194,6 +199,16 @@ class DraSettings(Section):
         default="NoSchedule",
         description="Taint of an unhealthy or cordoned GPU. NoExecute evicts its pods.",
     )
+    nvidia_names: bool = Field(
+        default=False,
+        description="Serve claims written for NVIDIA's DRA driver: its attributes and its GpuConfig; cores default to 0.",
+    )
+    consumable_shares: str = Field(
+        default="memory",
+        pattern="memory|unlimited|[1-9][0-9]{0,2}",
+        description="What a claim takes that names no memory, as by that option of NVIDIA's driver; memory: all of it. "
+        "unlimited: nothing; a number: one of so many shares of a GPU; both without limits, and with nvidia_names alone.",
+    )
     prepare_wait_s: Seconds = Field(
         default=40.0,
         ge=0,
@@ -219,6 +234,13 @@ class DraSettings(Section):
         default=Path("/var/lib/gpushare-agent/claims"),
         description="Directory of the records of prepared claims.",
     )
+
+    @model_validator(mode="after")
+    def _has_shares_by_nvidias_names(self) -> Self:
+        # Without them a claim that names nothing takes all cores: there would be nothing to share.
+        if self.consumable_shares != "memory" and not self.nvidia_names:
+            raise ValueError(f"consumable_shares is {self.consumable_shares}, which needs nvidia_names")
+        return self
 
 
 class SimulatedSettings(Section):

@@ -34,14 +34,22 @@ class ExtenderSettings(Section):
         default="bind",
         description="When GPUs are reserved. bind: at the bind. filter: at the filter, for schedulers that bind themselves.",
     )
-    node_policy: Literal["binpack", "spread"] = Field(
+    node_policy: Literal["fgd", "binpack", "spread"] = Field(
         default="binpack",
-        description="Pods go to the fullest node that fits (binpack) or to the emptiest (spread).",
+        description="Pods go to the node where the fewest free GPUs become useless to the pods that usually come (fgd), to "
+        "the fullest that fits (binpack), or to the emptiest (spread).",
+    )
+    most_fitting_nodes: Count = Field(
+        default=100,
+        ge=0,
+        le=20_000,
+        description="The most nodes that filter answers, the best of those that fit; a pod with preferred affinities or "
+        "spread constraints of its own gets all. 0: always all, with reasons for the others.",
     )
     config: OptionalPath = Field(
         default=None,
         description="gpu-admission's configuration file (JSON). It replaces quota_name, quota_namespace, model_label and "
-        "pool_label. Empty: none.",
+        "pool_label. Empty: /etc/kubernetes/gpu-admission.config where it is there.",
     )
     quota_name: _Name = Field(
         default="gpuquota",
@@ -62,8 +70,8 @@ class ExtenderSettings(Section):
     )
     claims_webhook: Literal["off", "open", "certificate"] = Field(
         default="off",
-        description="Answer POST /mutate-pods (docs/how-to/turn-limits-into-claims.md). open: every client. certificate: "
-        "clients of client_ca. Both need TLS.",
+        description="Answer POST /mutate-pods and /translate-pods (docs/how-to/turn-limits-into-claims.md). open: every "
+        "client. certificate: clients of client_ca. Both need TLS.",
     )
     max_body_mib: Count = Field(
         default=8,

@@ -44,6 +44,11 @@ class DriverVolumeSettings(Section):
         default=Path("/opt/gpushare-agent/bin/gpu-client"),
         description="The program gpu-client, as this process sees it.",
     )
+    mount: bool = Field(
+        default=False,
+        description="Mount volume origin into containers under isolations other than vcuda, too: for nodes without NVIDIA's"
+        " container runtime.",
+    )
 
 
 class MpsSettings(Section):
@@ -125,7 +130,7 @@ class LibgpushareSettings(Section):
         description="libgpushare.so as this process sees it; it is copied to libgpushare.directory.",
     )
     directory: GivenPath = Field(
-        default=Path("/etc/gpu-manager/gpushare"),
+        default=Path("/etc/gpu-manager/vdriver/gpushare"),
         description="Directory on the host from which containers get the library, not mounted noexec.",
     )
     probe: bool = Field(

@@ -6,6 +6,7 @@ and where each value came from, or every mistake as one line.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from operator import attrgetter
 from typing import Any
@@ -34,6 +35,7 @@ NODE_NAME_SOURCES = ("variable NODE_NAME", "host name")
 """Where the node's name comes from when no setting has it."""
 
 _SHOWN_CHARACTERS = 80
+_SIZE = re.compile(r"([0-9]{1,7}) ?([MGT])i?B?", re.IGNORECASE)
 
 
 class SettingsError(AgentError):
@@ -92,6 +94,10 @@ def load_settings(
     # Manifests set NODE_NAME from the downward API. Of an empty name the tree makes the host's.
     node_name = environ.get("NODE_NAME", "")
     host.values["node_name"] = RawSetting(value=node_name, source=NODE_NAME_SOURCES[not node_name])
+    pipe = layers[0].values.get("mps.pipe_directory")
+    # GPUShare's plugin has MPS by that flag alone; an isolation that any place names wins.
+    if pipe is not None and pipe.source == "flag --mps-pipe":
+        host.values["isolation"] = RawSetting(value="mps", source=pipe.source)
     # Reversed, so that the layer that wins is written last.
     raw = {name: value for layer in reversed(layers) for name, value in layer.values.items()}
     problems = [problem for layer in layers for problem in layer.problems]
@@ -142,8 +148,14 @@ def _problem(location: tuple[int | str, ...], message: str, raw: Mapping[str, Ra
         value = value[:_SHOWN_CHARACTERS] + "…"
     return (
         f"{found.source}: {value} is not allowed for --{key.flag} (variable {key.variable});"
-        f" allowed: {_allowed(key, reason)}"
+        f" allowed: {_allowed(key, reason)}{_in_mib(key, str(found.value))}"
     )
+
+
+def _in_mib(key: Key, text: str) -> str:
+    """The number for a size that was written with its unit."""
+    size = _SIZE.fullmatch(text) if key.name.endswith("_mib") else None
+    return f"; {text} is {int(size[1]) << 10 * 'MGT'.index(size[2].upper())}" if size is not None else ""
 
 
 def _allowed(key: Key, reason: str) -> str:

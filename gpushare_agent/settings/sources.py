@@ -23,9 +23,11 @@ from types import MappingProxyType
 from typing import Any
 
 from msgspec import Struct, field
+from msgspec.structs import replace
 from pydantic.fields import FieldInfo
 from pydantic_settings import EnvSettingsSource, PydanticBaseSettingsSource
 
+from gpushare_agent.settings.former_flags import ADMISSION_FIELDS, FORMER_FLAGS, FormerFlag, log_level
 from gpushare_agent.settings.node_configuration import NamedConfiguration
 from gpushare_agent.settings.nvidia_options import options_by_flag
 from gpushare_agent.settings.reference import Key, all_keys
@@ -43,13 +45,6 @@ _SERVICE_LINK = re.compile(r".*_SERVICE_HOST|.*_SERVICE_PORT(_.+)?|(.+_)?PORT_\d
 """Variables that Kubernetes sets in every pod for each Service of the namespace: a Service named gpushare-… makes some
 that begin like ours. They must not stop the agent."""
 
-_FORMER_FLAGS = {
-    "v": "gpu-manager's log level is --log.level (debug, info, warning, error) here",
-    "log-dir": "logs go to standard error; leave it out",
-    "logtostderr": "logs go to standard error; leave it out",
-    "alsologtostderr": "logs go to standard error; leave it out",
-}
-
 
 class RawSetting(Struct, frozen=True, kw_only=True):
     """A value as it was written, and where: "flag --web.port", "variable GPUSHARE_WEB__PORT", "file /etc/x.yaml"."""
@@ -59,7 +54,7 @@ class RawSetting(Struct, frozen=True, kw_only=True):
 
 
 class MigratedKey(Struct, frozen=True, kw_only=True):
-    """A key, variable or flag of NVIDIA's plugin or of gpu-manager, and what became of it.
+    """A key, variable or flag of a program that this one follows, and what became of it.
 
     `settings` are ours that it gives a value, as text. Without any, `reason` says why it changes nothing; `is_lost` where it
     asked for something that is not so here.
@@ -115,70 +110,124 @@ def nearest(name: str, known: Iterable[str], prefix: str = "") -> str:
     return f" (did you mean {prefix}{found[0]}?)" if found else ""
 
 
-def _tokens(argv: Sequence[str], leave: frozenset[str]) -> Iterator[tuple[Sequence[str], Key | None, str | None]]:
-    """A flag with its value, or one other word, at a time: the words, the setting if the flag is one's, the value if any."""
+class _Token(Struct, frozen=True):
+    """A flag with its value, or one other word: the words as typed, the flag's name without dashes, what has that name here,
+    the value if any."""
+
+    words: Sequence[str]
+    name: str
+    meaning: Key | FormerFlag | None
+    value: str | None
+
+
+def _tokens(argv: Sequence[str], leave: frozenset[str]) -> Iterator[_Token]:
     position = 0
     while position < len(argv):
         flag, equals, value = argv[position].partition("=")
-        is_setting = flag.startswith("--") and flag not in leave
-        key = _by_flag().get(flag[2:].replace("_", "-")) if is_setting else None
+        name, meaning = _meaning(flag) if flag not in leave else (flag, None)
         after = argv[position + 1 : position + 2]
         # `--flag value` takes the next word, unless a setting that is true or false cannot mean it.
-        has_value_after = not equals and flag.startswith("--") and bool(after) and _may_be_value(key, after[0])
+        is_flag = flag.startswith("--") or meaning is not None
+        has_value_after = not equals and is_flag and bool(after) and _may_be_value(meaning, after[0])
         words = argv[position : position + 1 + has_value_after]
-        yield words, key, words[-1] if has_value_after else value if equals else None
+        yield _Token(words, name, meaning, words[-1] if has_value_after else value if equals else None)
         position += len(words)
 
 
-def _may_be_value(key: Key | None, word: str) -> bool:
+def _meaning(flag: str) -> tuple[str, Key | FormerFlag | None]:
+    """The name without dashes, and the setting or the former program's flag that has it."""
+    if not flag.startswith("-"):
+        return flag, None
+    name = flag.lstrip("-").replace("_", "-")
+    if flag.startswith("--") and (key := _by_flag().get(name)):
+        return name, key
+    # Go's own package for flags, which klog uses, takes one dash as well as two.
+    return name, FORMER_FLAGS.get(name)
+
+
+def _may_be_value(meaning: Key | FormerFlag | None, word: str) -> bool:
     """A true-or-false flag may stand alone. A bare word behind an unknown flag is taken for its value, not for a mistake of
     its own."""
-    if key is None:
+    if meaning is None:
         return not word.startswith("-")
     # A single dash may begin a value, such as a negative number, which the setting refuses by its name.
-    return word.lower() in _BOOLEAN_WORDS if key.is_boolean else not word.startswith("--")
+    return word.lower() in _BOOLEAN_WORDS if meaning.is_boolean else not word.startswith("--")
 
 
 def split_flags(argv: Sequence[str], leave: frozenset[str] = frozenset()) -> tuple[list[str], list[str]]:
-    """Parts `argv` into the settings' flags with their values, and everything else.
+    """Parts `argv` into the flags with their values that `read_flags` knows, and everything else.
 
     `leave` names flags (with their dashes) that belong to someone else although a setting has the same name.
     """
     settings: list[str] = []
     others: list[str] = []
-    for words, key, _ in _tokens(argv, leave):
-        (others if key is None else settings).extend(words)
+    for token in _tokens(argv, leave):
+        (others if token.meaning is None else settings).extend(token.words)
     return settings, others
 
 
 def read_flags(argv: Sequence[str]) -> Layer:
     """`--flag=value`, `--flag value`, `--flag` for true. Of a flag given twice the last counts, as in gpu-manager.
 
-    Flags of NVIDIA's plugin go into `nvidia`, unless a setting has the same name.
+    Flags of NVIDIA's plugin go into `nvidia`, unless a setting has the same name; those of other programs become settings
+    below ours, and `migrated` has what became of them.
     """
     layer = Layer()
-    for words, key, value in _tokens(argv, frozenset()):
-        name = words[0].partition("=")[0]
+    former: dict[str, RawSetting] = {}
+    for token in _tokens(argv, frozenset()):
+        flag = token.words[0].partition("=")[0]
+        value, key = token.value, token.meaning
         # Settings of ours come first: --fail-on-init-error and --device-list-strategy are flags of both programs.
-        option = options_by_flag().get(name[2:]) if key is None and name.startswith("--") else None
+        option = options_by_flag().get(flag[2:]) if key is None and flag.startswith("--") else None
         if option is not None:
             # Read later, when the file of NVIDIA's plugin is known: a flag beats it.
-            layer.nvidia[option.name] = RawSetting(value="true" if value is None else value, source=f"flag {name}")
+            layer.nvidia[option.name] = RawSetting(value="true" if value is None else value, source=f"flag {flag}")
         elif key is None:
-            layer.problems.append(_unknown_token(words[0], _by_flag()))
+            layer.problems.append(_unknown_token(token.words[0], {**_by_flag(), **FORMER_FLAGS}))
+        elif isinstance(key, FormerFlag):
+            _read_former(flag, key, value, layer, former)
         elif value is None and not key.is_boolean:
-            layer.problems.append(f"flag {name} needs a value: {name}=… (variable {key.variable})")
+            layer.problems.append(f"flag {flag} needs a value: {flag}=… (variable {key.variable})")
         else:
-            layer.put(key.name, "true" if value is None else value, f"flag {name}")
+            layer.put(key.name, "true" if value is None else value, f"flag {flag}")
+    # A flag of ours beats another program's, wherever it stands.
+    layer.values = former | layer.values
     return layer
 
 
-def _unknown_token(token: str, known: Mapping[str, Key]) -> str:
+def _read_former(flag: str, former: FormerFlag, value: str | None, layer: Layer, values: dict[str, RawSetting]) -> None:
+    source = f"flag {flag}"
+    if former.hint:
+        layer.problems.append(f"{source} is unknown; {former.hint}")
+        return
+    if value is None and not former.is_boolean:
+        layer.problems.append(f"{source} needs a value: {flag}=…")
+        return
+    value = "true" if value is None else value
+    settings: Mapping[str, str] = {}
+    if former.read is not None:
+        try:
+            settings = former.read(value)
+        except ValueError as error:
+            layer.problems.append(f"{source}: {value[:80]!r} is not allowed; allowed: {error}")
+            return
+    values |= {name: RawSetting(value=text, source=source) for name, text in settings.items()}
+    layer.migrated.append(
+        MigratedKey(
+            name=flag,
+            value="…" if former.is_secret else value[:200],
+            source=source,
+            settings=settings,
+            reason=former.reason,
+            is_lost=bool(former.reason) and value.lower() not in former.as_here,
+        )
+    )
+
+
+def _unknown_token(token: str, known: Iterable[str]) -> str:
     if not token.startswith("--") or token == "--":  # noqa: S105 - a word of the command line
         return f"{token!r} is not understood here; see --help"
     name = token[2:].partition("=")[0].replace("_", "-")
-    if hint := _FORMER_FLAGS.get(name):
-        return f"flag --{name} is unknown; {hint}"
     return f"flag --{name} is unknown{nearest(name, known, '--')}; --help lists all flags"
 
 
@@ -230,11 +279,20 @@ def read_bounded(path: RawSetting, parse: Callable[[bytes, str], Layer]) -> Laye
 
 
 def read_file(path: RawSetting) -> Layer:
-    """A YAML file of ours."""
+    """A YAML file of ours, or gpu-admission's configuration, which its command line names by the same flag."""
 
     def parse(content: bytes, place: str) -> Layer:
         layer = Layer()
-        _flatten(parse_into(layer, content, f"{path.source}: cannot read the settings {place}"), "", place, layer)
+        tree = parse_into(layer, content, f"{path.source}: cannot read the settings {place}")
+        if not tree.keys().isdisjoint(ADMISSION_FIELDS):
+            # The extender reads it, and the same path also where extender.config names it.
+            layer.put("extender.config", path.value, path.source)
+            becomes = {"extender.config": str(path.value)}
+            layer.migrated.append(
+                MigratedKey(name="--config", value=str(path.value), source=path.source, settings=becomes)
+            )
+        else:
+            _flatten(tree, "", place, layer)
         return layer
 
     return read_bounded(path, parse)
@@ -298,27 +356,36 @@ def _flatten(tree: Mapping[object, object], prefix: str, source: str, layer: Lay
 
 # --- gpu-manager's image: its DaemonSet of 1.1.5 and start.sh; EXTRA_FLAGS end its command line, klog gets LOG_LEVEL ---
 
-_DEBUG_FROM = 5
-"""klog's verbosity from which gpu-manager logs each step; 4 is its manifest's."""
-_LEVELS = ("debug", "info", "warning", "error")
-_KLOG = {
-    "log-dir": "logs go to standard error",
-    "logtostderr": "logs go to standard error",
-    "alsologtostderr": "logs go to standard error",
-    "stderrthreshold": "log.level counts",
-    "vmodule": "log.level counts",
-}
 _LIBCUDA = "the driver directory is described by the file of volume_config"
+GPU_MANAGER_DAEMONSET = "gpu-manager's DaemonSet"
+"""The source of the settings that gpu-manager's start script and mounts stand for, where its manifest runs this image."""
+_HOST = Path("/proc/1/root")
+"""The host's file system in a privileged container of the host's PID namespace, which gpu-manager's is."""
+_CHECKPOINT = "etc/gpu-manager/checkpoint"
 
 
-def read_gpu_manager(environ: Mapping[str, str]) -> Layer:
-    """The variables LOG_LEVEL, EXTRA_FLAGS and LIBCUDA of gpu-manager's image, a layer below our own variables."""
+def read_gpu_manager(environ: Mapping[str, str], root: Path = Path("/"), host: Path = _HOST) -> Layer:
+    """The variables LOG_LEVEL, EXTRA_FLAGS and LIBCUDA of gpu-manager's image, a layer below our own variables.
+
+    EXTRA_FLAGS, which its manifest always has, stands for its start script too; `root` is this container's file system.
+    """
     layer = Layer()
-    if words := environ.get("EXTRA_FLAGS"):
-        # Before LOG_LEVEL, which it beats.
+    if (words := environ.get("EXTRA_FLAGS")) is not None:
+        # Before LOG_LEVEL: they end gpu-manager's command line, so their level beats it.
         _read_extra_flags(words, layer)
+        for name, text in _start_script(root, host).items():
+            layer.values.setdefault(name, RawSetting(value=text, source=GPU_MANAGER_DAEMONSET))
     if level := environ.get("LOG_LEVEL"):
-        _set_level(level, "LOG_LEVEL", "variable LOG_LEVEL", layer)
+        source = "variable LOG_LEVEL"
+        try:
+            settings = log_level(level)
+        except ValueError as error:
+            layer.problems.append(f"{source}: {level[:80]!r} is no log level; write {error}")
+        else:
+            layer.values = {
+                name: RawSetting(value=text, source=source) for name, text in settings.items()
+            } | layer.values
+            layer.migrated.append(MigratedKey(name="LOG_LEVEL", value=level, source=source, settings=settings))
     if value := environ.get("LIBCUDA"):
         layer.migrated.append(
             MigratedKey(name="LIBCUDA", value=value[:200], source="variable LIBCUDA", reason=_LIBCUDA, is_lost=True)
@@ -326,49 +393,60 @@ def read_gpu_manager(environ: Mapping[str, str]) -> Layer:
     return layer
 
 
-def _set_level(value: str, name: str, source: str, layer: Layer) -> None:
-    """A number of klog's, or one of our words."""
-    is_number = value.isascii() and value.isdigit() and len(value) < 4
-    if not is_number and value.lower() not in _LEVELS:
-        layer.problems.append(
-            f"{source}: {value[:80]!r} is no log level; write klog's number, or debug, info, warning, error"
-        )
-        return
-    level = ("debug" if int(value) >= _DEBUG_FROM else "info") if is_number else value.lower()
-    # EXTRA_FLAGS, which are read first, end gpu-manager's command line: their level beats LOG_LEVEL.
-    layer.values.setdefault("log.level", RawSetting(value=level, source=source))
-    layer.migrated.append(MigratedKey(name=name, value=value, source=source, settings={"log.level": level}))
+def _start_script(root: Path, host: Path) -> Mapping[str, str]:
+    """What gpu-manager's start script passes, and where its mounts have what ours has elsewhere.
+
+    | missing mount | what serves in its place |
+    |---|---|
+    | the kubelet's pod-resources | the host's own, by `host`; where that is closed, none: the API server alone |
+    | /var/lib/gpushare-agent | gpu-manager's checkpoint directory |
+    | /host/usr, for the driver's files | the host's own |
+    """
+    found = {"web.addr": "0.0.0.0"}
+    extra = root / "etc/gpu-manager/extra-config.json"
+    if _is_there(extra):
+        found["extra_config"] = str(extra)
+    pod_resources = "var/lib/kubelet/pod-resources"
+    if not _is_there(root / pod_resources):
+        reached = host / pod_resources
+        found["kubelet.pod_resources_socket"] = str(reached / "kubelet.sock") if _is_there(reached) else ""
+    if not _is_there(root / "var/lib/gpushare-agent") and _is_there(root / _CHECKPOINT):
+        found["health.state_file"] = str(root / _CHECKPOINT / "gpushare-agent-health.json")
+        found["resize.state_file"] = str(root / _CHECKPOINT / "gpushare-agent-resize.json")
+    if _is_there(root / "usr/local/host") and _is_there(host / "usr"):
+        # Its pods have no RuntimeClass: containers get the driver's files by the driver directory.
+        found["driver_volume.root"], found["driver_volume.mount"] = str(host), "true"
+        if _is_there(root / "usr/lib64/libcuda-control.so"):
+            found["isolation"] = "vcuda"
+    return found
+
+
+def _is_there(path: Path) -> bool:
+    """False also where it may not be looked for: /proc/1/root is closed to a container without privileges."""
+    try:
+        path.stat()
+    except OSError:
+        return False
+    return True
 
 
 def _read_extra_flags(text: str, layer: Layer) -> None:
+    """A command line of ours: gpu-manager's flags are aliases of settings, or in settings/former_flags.py."""
     try:
         argv = shlex.split(text)
     except ValueError as error:
         layer.problems.append(f"variable EXTRA_FLAGS: {text[:80]!r} cannot be parted into words: {error}")
         return
-    ours: list[str] = []
-    for words, _, value in _tokens(argv, frozenset()):
-        flag = words[0].partition("=")[0]
-        name = flag[2:].replace("_", "-") if flag.startswith("--") else ""
-        source = f"variable EXTRA_FLAGS, {flag}"
-        if name == "v" and value:
-            _set_level(value, "EXTRA_FLAGS --v", source, layer)
-        elif name in _KLOG:
-            layer.migrated.append(
-                MigratedKey(
-                    name=f"EXTRA_FLAGS --{name}", value=value or "", source=source, reason=_KLOG[name], is_lost=True
-                )
-            )
-        else:
-            # Read below as a command line of ours: gpu-manager's flags are aliases of settings.
-            ours += words
-    read = read_flags(ours)
+    read = read_flags(argv)
     layer.problems += [f"variable EXTRA_FLAGS: {problem}" for problem in read.problems]
     layer.nvidia |= read.nvidia
+    place = "variable EXTRA_FLAGS, "
+    layer.migrated += [replace(key, name=f"EXTRA_FLAGS {key.name}", source=place + key.source) for key in read.migrated]
+    reported = {name for key in read.migrated for name in key.settings}
     for name, raw in read.values.items():
-        source = f"variable EXTRA_FLAGS, {raw.source}"
-        layer.put(name, raw.value, source)
+        layer.put(name, raw.value, place + raw.source)
         shown, flag = str(raw.value)[:200], raw.source.removeprefix("flag ")
-        layer.migrated.append(
-            MigratedKey(name=f"EXTRA_FLAGS {flag}", value=shown, source=source, settings={name: shown})
-        )
+        if name not in reported:
+            layer.migrated.append(
+                MigratedKey(name=f"EXTRA_FLAGS {flag}", value=shown, source=place + raw.source, settings={name: shown})
+            )

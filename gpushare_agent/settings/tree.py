@@ -203,6 +203,12 @@ class Settings(BaseSettings):
         return self
 
     @model_validator(mode="after")
+    def _offers_something(self) -> Self:
+        if not (self.resources.enabled or self.gpushare.enabled or self.nvidia.enabled or self.dra.gpus):
+            raise ValueError("resources.enabled is false, and neither gpushare, nvidia nor dra.gpus offers anything")
+        return self
+
+    @model_validator(mode="after")
     def _nvidia_names_are_its_own(self) -> Self:
         others = {self.resources.vcore, self.resources.vmemory, self.gpushare.resource, self.gpushare.count_resource}
         if self.nvidia.enabled and (taken := sorted(others.intersection(self.nvidia.resource_names))):

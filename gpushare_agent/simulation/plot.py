@@ -17,9 +17,21 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-COLORS = {Policy.BINPACK: "#0072b2", Policy.SPREAD: "#d55e00", Policy.AGENT_ONLY: "#555555", Policy.DRA: "#009e73"}
+COLORS = {
+    Policy.FGD: "#cc79a7",
+    Policy.BINPACK: "#0072b2",
+    Policy.SPREAD: "#d55e00",
+    Policy.AGENT_ONLY: "#555555",
+    Policy.DRA: "#009e73",
+}
 """Distinguishable by people who are colour-blind, too (Okabe and Ito)."""
-DASHES = {Policy.BINPACK: "solid", Policy.SPREAD: "dashed", Policy.AGENT_ONLY: "dotted", Policy.DRA: "dashdot"}
+DASHES = {
+    Policy.FGD: (0, (5, 1)),
+    Policy.BINPACK: "solid",
+    Policy.SPREAD: "dashed",
+    Policy.AGENT_ONLY: "dotted",
+    Policy.DRA: "dashdot",
+}
 _INCHES = (12.0, 8.0)
 _DOTS_PER_INCH = 110
 _HOUR_S, _MINUTE_S = 3600.0, 60.0

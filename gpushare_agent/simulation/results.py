@@ -15,7 +15,7 @@ from typing import Any
 from msgspec import Struct
 from msgspec.structs import replace
 
-from gpushare_agent.extender.values import ClusterPolicy
+from gpushare_agent.extender.values import ClusterPolicy, NodePolicy
 from gpushare_agent.simulation.replay import Measured, Meter, Replay, Tally, typical_shapes
 from gpushare_agent.simulation.schedulers import Policy, Scheduler
 from gpushare_agent.simulation.workload import Cluster, PodMaker, Size, Workload
@@ -178,6 +178,9 @@ def compare(
         yield _replay(cluster, workload, policy, rules, partial(on_progress, policy))
 
 
+_NODE_POLICIES: Mapping[Policy, NodePolicy] = {Policy.FGD: "fgd", Policy.SPREAD: "spread"}
+
+
 def _replay(
     cluster: Cluster, workload: Workload, policy: Policy, rules: Rules, on_progress: Callable[[int], None]
 ) -> PolicyResult:
@@ -186,7 +189,7 @@ def _replay(
         cluster,
         policy,
         # The policy is that of nodes; the GPUs on a node are the agents' setting in all of them.
-        replace(rules.agents, node_policy="spread" if policy is Policy.SPREAD else "binpack"),
+        replace(rules.agents, node_policy=_NODE_POLICIES.get(policy, "binpack")),
         # One for each policy: how often one of them draws must not change another's result.
         chance=Random(f"{rules.seed}/{policy}"),
         per_try=rules.per_try,

@@ -19,6 +19,8 @@ from fractions import Fraction
 from random import Random
 from typing import NamedTuple
 
+from msgspec.structs import replace
+
 from gpushare_agent.extender.cluster_state import ClusterState
 from gpushare_agent.extender.values import ClusterNode, ClusterPolicy
 from gpushare_agent.model.allocations import Charge
@@ -27,6 +29,7 @@ from gpushare_agent.model.names import CORES_PER_GPU, PodUid
 from gpushare_agent.model.pods import Pod
 from gpushare_agent.model.resources import ResourceNames
 from gpushare_agent.placement import GpuAccount
+from gpushare_agent.placement.fragmentation import TypicalPods
 from gpushare_agent.placement.gpu_account import account_of
 from gpushare_agent.sandbox.scheduler.allocation import (
     Capacity,
@@ -50,6 +53,7 @@ _CORES, _MEMORY = "gpu/cores", "gpu/memory"
 class Policy(StrEnum):
     """What is compared."""
 
+    FGD = "fgd"
     BINPACK = "binpack"
     SPREAD = "spread"
     AGENT_ONLY = "agent-only"
@@ -152,8 +156,9 @@ class Scheduler:
             reserved = self._ledger.reserve(pod, node, now)
             if isinstance(reserved, Refused):
                 return reserved
-            # Binding takes no time here.
+            # Binding takes no time here, nor does the watch.
             self._ledger.bound(pod.uid)
+            self._ledger.put_pod(replace(pod, node_name=node), now)
         self._resources.take(node, shape)
         self._chooser.changed(node)
         return Placed(pod.uid, node)
@@ -279,42 +284,47 @@ class NodeResources:
 
 
 class ExtenderChooser:
-    """Asks the extender's filter and prioritize, and once more only where the node has changed since: neither depends on
-    anything else. State owned: the scores of fitting nodes, by shape."""
+    """Asks the extender's filter and costs, and once more only where the node, or under fgd the typical pods, have changed
+    since: neither depends on anything else. State owned: the costs of fitting nodes, by shape."""
 
     def __init__(self, state: ClusterState) -> None:
         self._state = state
-        self._scores: OrderedDict[Shape, dict[str, int]] = OrderedDict()
+        self._costs: OrderedDict[Shape, dict[str, float]] = OrderedDict()
+        self._typical: TypicalPods | None = None
 
     def choose(self, pod: Pod, shape: Shape, names: Sequence[str]) -> Choice:
-        known = self._scores_of(shape)
-        scores = list(map(known.get, names))
+        if (typical := self._state.renew_typical()) is not self._typical:
+            self._typical = typical
+            self._costs.clear()
+        known = self._costs_of(shape)
+        costs = list(map(known.get, names))
         # Filter is asked about the unknown ones alone.
-        if None in scores:
-            unknown = [position for position, score in enumerate(scores) if score is None]
-            asked = [names[position] for position in unknown]
-            known.update(self._state.prioritize(pod, self._state.filter(pod, asked).fitting))
+        if None in costs:
+            unknown = [position for position, cost in enumerate(costs) if cost is None]
+            fitting = self._state.filter(pod, [names[position] for position in unknown]).fitting
+            found = zip(fitting, self._state.costs(pod, fitting), strict=True)
+            known.update((name, -cost) for name, cost in found if cost is not None)
             for position in unknown:
-                scores[position] = known.get(names[position])
+                costs[position] = known.get(names[position])
         # The usual case of a large cluster, where every candidate fits: no list has to be made.
-        if None not in scores:
-            return Choice(names, _highest(names, scores))
-        fitting = [name for name, score in zip(names, scores, strict=True) if score is not None]
-        return Choice(fitting, _highest(fitting, [score for score in scores if score is not None]))
+        if None not in costs:
+            return Choice(names, _highest(names, costs))
+        fitting = [name for name, cost in zip(names, costs, strict=True) if cost is not None]
+        return Choice(fitting, _highest(fitting, [cost for cost in costs if cost is not None]))
 
     def changed(self, name: str) -> None:
         """Something was bound to the node, or ended there."""
-        for scores in self._scores.values():
-            scores.pop(name, None)
+        for costs in self._costs.values():
+            costs.pop(name, None)
 
-    def _scores_of(self, shape: Shape) -> dict[str, int]:
-        scores = self._scores.get(shape)
-        if scores is None:
-            scores = self._scores[shape] = {}
-            if len(self._scores) > _MAX_SHAPES:
-                self._scores.popitem(last=False)
-        self._scores.move_to_end(shape)
-        return scores
+    def _costs_of(self, shape: Shape) -> dict[str, float]:
+        costs = self._costs.get(shape)
+        if costs is None:
+            costs = self._costs[shape] = {}
+            if len(self._costs) > _MAX_SHAPES:
+                self._costs.popitem(last=False)
+        self._costs.move_to_end(shape)
+        return costs
 
 
 class FirstFit:

@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from gpushare_agent.extender.values import ClusterNode
 from gpushare_agent.model.gpus import GpuReport, Link, LinkKind, Topology
 from gpushare_agent.model.names import CORES_PER_GPU, GpuUuid, PodUid
-from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod, PodPhase
+from gpushare_agent.model.pods import ContainerKind, ContainerSpec, HostRequest, Pod, PodPhase
 from gpushare_agent.model.resources import ResourceNames
 from gpushare_agent.placement.topology import build_topology
 
@@ -120,7 +120,14 @@ class PodMaker:
             requests = {resource: count for resource, count in asked.items() if count}
             one = ContainerSpec(name="main", kind=ContainerKind.MAIN, position=0, requests=requests)
             containers = self._containers[key] = (one,)
-        return Pod(uid=PodUid(name), namespace=NAMESPACE, name=name, phase=PodPhase.PENDING, containers=containers)
+        return Pod(
+            uid=PodUid(name),
+            namespace=NAMESPACE,
+            name=name,
+            phase=PodPhase.PENDING,
+            containers=containers,
+            host_request=HostRequest(models=shape.models),
+        )
 
 
 MEMORY_MIB = {

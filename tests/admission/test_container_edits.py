@@ -13,7 +13,8 @@ from gpushare_agent.model.allocations import ContainerEdits, ContainerMount, Dev
 from gpushare_agent.model.errors import RefusalReason, Refused
 from gpushare_agent.model.isolation import DeviceListStrategy
 from gpushare_agent.model.names import ISOLATION_ANNOTATION
-from gpushare_agent.model.pods import ContainerSpec
+from gpushare_agent.model.pods import ContainerKind, ContainerSpec
+from gpushare_agent.settings.isolation import DriverVolumeSettings
 from tests.support_core import NAMES, container, inventory, isolation_config, pod
 
 GPUS = tuple(replace(gpu, minor=gpu.index + 4) for gpu in inventory().gpus)
@@ -39,6 +40,16 @@ def test_a_share_gets_its_gpu_by_minor_number() -> None:
     }
 
 
+def test_gpushares_variable_has_nvmls_index_and_the_gpu_is_named_by_uuid() -> None:
+    """Not the minor number, which GPUShare's plugin takes: its extender counts GPUs from 0, as NVML does, and NVIDIA's
+    runtime reads numbers as NVML's."""
+    names = replace(NAMES, gpu_mem="aliyun.com/gpu-mem")
+    wanted = ContainerSpec(name="main", kind=ContainerKind.MAIN, position=0, requests={names.gpu_mem: 6})
+    env = dict(edits_of(wanted, policy=replace(POLICY, names=names)).env)
+    assert (GPUS[0].index, GPUS[0].minor) == (0, 4)
+    assert (env["ALIYUN_COM_GPU_MEM_IDX"], env["NVIDIA_VISIBLE_DEVICES"]) == ("0", "GPU-0")
+
+
 def test_whole_gpus_are_listed_in_order_of_index() -> None:
     """In the variable and in the annotation alike."""
     policy = replace(POLICY, devices=NodeDevices(extra=("/dev/nvidia-modeset",)))
@@ -59,6 +70,17 @@ def test_the_search_path_is_set_where_the_driver_directory_is_mounted_and_nowher
     without = replace(vcuda, config=replace(config, shared_driver=None))
     assert "LD_LIBRARY_PATH" not in dict(edits_of(share, 1, without).env)
     assert "LD_LIBRARY_PATH" not in dict(edits_of(share, 1, replace(vcuda, isolation="none")).env)
+
+
+def test_the_driver_is_mounted_under_every_isolation_where_the_setting_says_so() -> None:
+    """For pods without an NVIDIA runtime, as gpu-manager's are; vcuda has its own choice of the two directories."""
+    config = isolation_config(whole_driver=Path("/vdriver/origin"), driver_volume=DriverVolumeSettings(mount=True))
+    share, policy = container(cores=30, blocks=1), replace(POLICY, config=config)
+    for name in ("none", "gpushare"):
+        edits = edits_of(share, 1, replace(policy, isolation=name))
+        assert dict(edits.env)["LD_LIBRARY_PATH"] == "/usr/local/nvidia/lib64"
+        assert {m.host_path for m in edits.mounts if m.container_path == "/usr/local/nvidia"} == {"/vdriver/origin"}
+    assert "LD_LIBRARY_PATH" not in dict(edits_of(share, 1, replace(policy, isolation="vcuda")).env)
 
 
 def test_simulated_gpus_have_no_device_nodes_on_a_real_node() -> None:

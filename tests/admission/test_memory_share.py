@@ -129,8 +129,8 @@ def test_vcuda_shares_and_whole_gpus_see_what_gpu_mem_has_taken() -> None:
 @pytest.mark.parametrize(
     ("spec", "reason", "text"),
     [
-        (wants(25), RefusalReason.NOT_ENOUGH_MEMORY, "the largest GPU has 24 units (24 GiB) in all"),
-        (wants(2**40), RefusalReason.NOT_ENOUGH_MEMORY, "the largest GPU has 24 units (24 GiB) in all"),
+        (wants(25), RefusalReason.NOT_ENOUGH_MEMORY, "the largest GPU has 24 GiB in all"),
+        (wants(2**40), RefusalReason.NOT_ENOUGH_MEMORY, "the largest GPU has 24 GiB in all"),
         (wants(4, **{NAMES.vcore: 30}), RefusalReason.INVALID_REQUEST, "Ask for one or the other"),
         (wants(4, **{NAMES.vmemory: 3}), RefusalReason.INVALID_REQUEST, "Ask for one or the other"),
     ],

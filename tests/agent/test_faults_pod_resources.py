@@ -158,6 +158,22 @@ async def test_without_a_pod_resources_socket_the_error_names_the_path() -> None
             assert holders_of(agent) == 0
 
 
+async def test_without_pod_resources_pods_are_identified_by_the_api_server_and_known_to_the_next_agent() -> None:
+    """gpu-manager's DaemonSet does not mount it. The next agent has the ledger from the checkpoint."""
+    async with open_test_node() as node:
+        flag = "--kubelet.pod-resources-socket="
+        async with open_agent(node, flag) as agent:
+            for name in ("first", "second"):
+                node.api.create_pod(_share(name))
+                await wait_running(node, name)
+            await wait_ledger_equal(node, agent)
+        async with open_agent(node, flag) as agent:
+            await wait_ledger_equal(node, agent)
+            node.api.delete_pod("default", "first")
+            await wait_gone(node, "first")
+            await wait_ledger_equal(node, agent)
+
+
 @pytest.mark.parametrize("garbage", [b"\x0a\xff\xff\xff\xff\x0f", b"\xff" * 64], ids=["too-long", "no-tag"])
 async def test_a_pod_resources_answer_that_is_no_message_is_an_error_and_no_crash(garbage: bytes) -> None:
     """The pod is refused with the reason; the agent stays, and serves when answers can be read again."""

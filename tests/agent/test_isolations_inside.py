@@ -106,9 +106,9 @@ class Host:
         places |= {f"/dev/nvidia{GOLDEN_MINOR + n}": f"/dev/nvidia{gpu.minor}" for n, gpu in enumerate(own)}
         places |= {
             "/etc/gpu-manager/vm": str(self.virtual_manager),
+            "/etc/gpu-manager/vdriver/gpushare": str(node.paths.libgpushare),  # before what it begins with
             "/etc/gpu-manager/vdriver": str(self.drivers),
             "/etc/gpu-manager/hami-core": str(self.hami),
-            "/etc/gpu-manager/gpushare": str(node.paths.libgpushare),
         }
         text = json.dumps(json.loads((EDITS / isolation / f"{strategies}.json").read_text())[case])
         return json.loads(re.sub("|".join(map(re.escape, places)), lambda found: places[found[0]], text))

@@ -52,6 +52,16 @@ def answer(node: EmbeddedNode, name: str) -> tuple[tuple[str, ...], ContainerAll
     return tuple(call.device_ids), ContainerAllocateResponse.parse(call.response)
 
 
+async def test_a_node_may_offer_nvidias_names_alone() -> None:
+    """Setting resources.enabled: a share waits for another node, and the agent is ready."""
+    async with open_test_node() as node, open_agent(node, *FLAGS, "--resources.enabled=false", wait=False) as agent:
+        await wait_allocatable(node, GPU, 2)
+        node.api.create_pod(sample("whole"))
+        await wait_running(node, "whole")
+        assert set(node.kubelet.capacity()) == {GPU}
+        assert agent.parts.kubelet.not_ready() == [] and agent.parts.kubelet.first_registration.done.is_set()
+
+
 async def test_a_gpu_given_whole_is_out_of_the_shares_also_over_a_restart() -> None:
     async with open_test_node() as node:
         async with open_agent(node, *FLAGS):

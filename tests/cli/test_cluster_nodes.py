@@ -26,7 +26,7 @@ from tests.observability.support_usage import UUIDS, inventory
 
 MIB = 1024 * 1024
 NAMES = ResourceNames(gpu_mem="aliyun.com/gpu-mem")
-GPUS_TEXT = gpus_annotation(inventory(4), cordoned=set(), memory_block_mib=256)
+GPUS_TEXT = gpus_annotation(inventory(4), cordoned={}, memory_block_mib=256)
 CAPACITY = {"tencent.com/vcuda-core": 400, "tencent.com/vcuda-memory": 384}
 
 
@@ -207,7 +207,7 @@ def read(text: object, capacity: dict[str, int] | None = None) -> NodeReport | N
 
 def test_what_the_agent_writes_is_read_back() -> None:
     """Writer and reader agree on the format."""
-    text = gpus_annotation(inventory(3, sick={1: "lost"}), cordoned={UUIDS[2]}, memory_block_mib=512)
+    text = gpus_annotation(inventory(3, sick={1: "lost"}), cordoned={UUIDS[2]: False}, memory_block_mib=512)
     found = read(text)
     assert found is not None
     assert found.names.memory_block_mib == 512 and "cards" not in found.remark

@@ -7,12 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from gpushare_agent.cli.driver_volume import configured_volumes
+from gpushare_agent.cli.gpu_manager import start
 from gpushare_agent.isolation.driver_volume.directory import installed_driver_version
 from gpushare_agent.isolation.vcuda.part import SharedVolumeCheck
 from gpushare_agent.model.errors import Unavailable
 from gpushare_agent.settings.settings import load_settings
+from gpushare_agent.settings.sources import GPU_MANAGER_DAEMONSET
 from tests.isolation.support_driver import FakeHost, tree_of
 from tests.settings.support_settings import Ended, run_program
 
@@ -195,3 +198,19 @@ async def test_a_mistake_in_the_volume_config_is_one_line(host: FakeHost) -> Non
     ended = await run(host, f"--volume-config={missing}")
     assert ended.code == 1
     assert f"{missing} cannot be read" in ended.err
+
+
+def test_gpu_managers_daemonset_collects_the_driver_and_starts_anew_with_it(
+    host: FakeHost, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As its start script does before gpu-manager; the process that finds the libraries goes on."""
+    host.ldconfig()
+    loaded = load_settings(host.arguments()[1:], {})
+    sources = {**loaded.sources, "driver_volume.root": GPU_MANAGER_DAEMONSET}
+    loaded = replace(loaded, sources=sources)
+    started: list[str] = []
+    start(loaded, {"A": "b"}, lambda _, argv, environ: started.append(environ["LD_LIBRARY_PATH"]))
+    (libraries,) = started
+    assert (Path(libraries) / "libnvidia-ml.so.1").exists() and "made" in capsys.readouterr().out
+    start(loaded, {"LD_LIBRARY_PATH": libraries}, lambda *_: started.append("again"))
+    assert started == [libraries]

@@ -249,6 +249,25 @@ async def test_a_pod_never_decided_about_is_reported_with_where_to_look(capsys: 
     assert "could not identify" not in str(raised.value)
 
 
+async def test_the_agent_leads_to_where_a_pod_is(short_dir: Path) -> None:
+    """With a kubeconfig: of one that waits to `kubectl gpushare explain`, else to the node; an unknown one is unknown."""
+    waits, away = raw_pod("waits", spec={"nodeName": ""}), raw_pod("away", spec={"nodeName": "n9"})
+    pods = "/api/v1/namespaces/default/pods"
+    async with json_server({f"{pods}/waits": waits, f"{pods}/away": away}) as server:
+        kubeconfig = write_kubeconfig(short_dir, server.url, {"token": "secret"})
+        settings = load_settings(["--kubeconfig", str(kubeconfig)], {"NODE_NAME": "n1"}).settings
+        async with json_server(agent_answers(busy_node())) as agent:
+            for name, said in (
+                ("waits", "it is on no node yet, and `kubectl gpushare explain -n default waits` says"),
+                ("away", "it is on node n9"),
+                ("ghost", "there is no pod default/ghost"),
+            ):
+                with pytest.raises(NotFound, match=re.escape(said)):
+                    await explain.run(
+                        settings, AgentTarget(server=agent.url), PodQuery(pod=name, namespace="default"), form="table"
+                    )
+
+
 async def test_refusals_of_pods_that_nobody_knows_are_mentioned(capsys: pytest.CaptureFixture[str]) -> None:
     """The pod that is asked for may be one of them."""
     unattributed = decision(
@@ -348,7 +367,7 @@ async def test_a_pod_on_no_node_has_no_agent_to_ask(short_dir: Path) -> None:
             "a.test/x: 2, tencent.com/vcuda-cores: 30, tencent.com/vcuda-memory: 1Gi; agents offer tencent.com/vcuda-core, "
             "in hundredths of a GPU, and tencent.com/vcuda-memory, in blocks of 256 MiB. "
         ) in str(caught.value)
-        assert str(caught.value).endswith("kubectl describe pod -n ns train")
+        assert "is worked out from all nodes and pods, and: cannot list the nodes" in str(caught.value)
         with pytest.raises(NotFound, match=r"there is no pod ns/other: -n names another namespace"):
             await explain.run(
                 settings, AgentTarget(is_remote=True), PodQuery(pod="other", namespace="ns"), form="table"

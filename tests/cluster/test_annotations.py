@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+from collections import Counter
+
+import pytest
 from msgspec.structs import replace
 
 from gpushare_agent.cluster.pod_annotations import pod_annotations
@@ -102,3 +106,24 @@ def test_what_is_longer_than_an_annotation_that_is_read_is_not_written() -> None
     given = [_has_memory(one, f"c{n}", n % 2, 1) for n in range(100)]
     wanted = _wanted(one, *given, names=GPU_MEM_NAMES)
     assert wanted["ALIYUN_COM_GPU_MEM_ASSIGNED"] == "true" and "scheduler.framework.gpushare.allocation" not in wanted
+
+
+def _inspected(annotations: dict[str, str], units: int) -> dict[int, int]:
+    """What GPUShare's `kubectl inspect gpushare` adds up of a pod that asks for so many units in all, by GPU (getDeivceInfo
+    in cmd/inspect/nodeinfo.go); -1 is a pod that it calls pending."""
+    by_container = json.loads(annotations.get("scheduler.framework.gpushare.allocation", "{}"))
+    found: Counter[int] = Counter()
+    for gpus in by_container.values():
+        found.update({int(gpu): count for gpu, count in gpus.items()})
+    return dict(found) or {int(annotations.get("ALIYUN_COM_GPU_MEM_IDX", "-1")): units}
+
+
+@pytest.mark.parametrize(("first", "second"), [(1, 1), (3, 1)])
+@pytest.mark.parametrize("written", [{}, {"ALIYUN_COM_GPU_MEM_IDX": "3"}])
+def test_gpushares_inspection_adds_up_what_the_ledger_has(first: int, second: int, written: dict[str, str]) -> None:
+    """On one GPU or on two, also where GPUShare's extender wrote its index before."""
+    one = _asks_memory(2, 4, annotations=written)
+    given = [_has_memory(one, "c0", first, 2), _has_memory(one, "c1", second, 4)]
+    expected = Counter({first: 2})
+    expected[second] += 4
+    assert _inspected(written | _wanted(one, *given, names=GPU_MEM_NAMES), 6) == expected

@@ -384,7 +384,7 @@ class Node:
 
     def reconcile(self, features: dict[str, str]) -> NodePatch:
         facts = node_facts(
-            inventory(gpu(0), gpu(1)), cordoned=frozenset(), memory_block_mib=256, label_prefix="gpushare-agent",
+            inventory(gpu(0), gpu(1)), cordoned={}, memory_block_mib=256, label_prefix="gpushare-agent",
             node_labels={}, features=features,
         )  # fmt: skip
         raw = {"metadata": {"labels": self.labels, "annotations": self.annotations}}

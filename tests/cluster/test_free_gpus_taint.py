@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from typing import Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from gpushare_agent.admission.allocation_cache import AllocationCache
 from gpushare_agent.cluster.free_gpus_taint import EFFECT, HYSTERESIS, KEY, FreeGpus, free_gpus, plan_taint_patch
 from gpushare_agent.cluster.node_facts import NodeObject
 from gpushare_agent.cluster.node_fields import TAINT, NodeFieldsWriter
-from gpushare_agent.model.allocations import Charge
+from gpushare_agent.cluster.part import desired_free_gpus
+from gpushare_agent.model.allocations import Charge, ClaimShare
 from gpushare_agent.model.gpus import Gpu, Health
 from gpushare_agent.model.names import GpuUuid
 from gpushare_agent.model.resources import ResourceNames
+from gpushare_agent.settings.settings import Settings
 from tests.cluster.support_kube import (
     FAST,
     NODE,
@@ -29,8 +33,12 @@ from tests.cluster.support_kube import (
     opened,
     raw_status,
 )
-from tests.support_core import inventory
+from tests.dra.support_claims import ref_of
+from tests.support_core import allocation, container, ids, inventory, pod
 from tests.support_deadline import DEADLINE_S
+
+if TYPE_CHECKING:
+    from gpushare_agent.node import Node
 
 OURS = {"key": KEY, "effect": EFFECT}
 OTHERS = {"key": "example.com/maintenance", "effect": "NoSchedule", "value": "x", "timeAdded": "2026-01-01T00:00:00Z"}
@@ -71,6 +79,28 @@ def test_gpus_that_are_unhealthy_are_neither_free_nor_there() -> None:
     """A node of which all GPUs have failed has none to keep free."""
     assert part_of({1: Charge(cores=50)}, FAILED, SECOND) == 0.5
     assert part_of({}, FAILED) == 0.0
+
+
+def test_it_follows_the_claims_and_leaves_out_gpus_that_nobody_may_use() -> None:
+    """A node that serves claims alone: what claims have is in use. An excluded GPU is never in use, and not free."""
+    gpus = inventory(3, memory_mib=16384)
+    cache = AllocationCache()
+    by_claim = ClaimShare(ref=ref_of(), shown_as="g", request="gpu", isolation="none")
+    cores = [one for gpu in (0, 1) for one in ids(gpu, range(100))]
+    node = cast(
+        "Node",
+        SimpleNamespace(
+            settings=Settings(excluded_gpus=("2",), dra={"gpus": ("all",)}, facts={"taint_above": 0.25}),
+            pods=SimpleNamespace(is_synced=True),
+            inventory=SimpleNamespace(is_read=True),
+            gpus=lambda: gpus,
+            cache=cache,
+            names=ResourceNames(),
+        ),
+    )
+    assert desired_free_gpus(node) == FreeGpus(part=1.0, taint_above=0.25)
+    cache.put(replace(allocation(pod("p", container("main", 200)), "main", cores, []), claim=by_claim))
+    assert desired_free_gpus(node) == FreeGpus(part=0.0, taint_above=0.25)
 
 
 def test_the_taint_comes_above_the_threshold_and_goes_a_tenth_below_it() -> None:

@@ -51,7 +51,7 @@ def inventory(*gpus: Gpu, version: str = "") -> GpuInventory:
 
 
 def facts_of(found: GpuInventory, prefix: str = OWN, **node_labels: str) -> NodeFacts:
-    return node_facts(found, cordoned=frozenset(), memory_block_mib=256, label_prefix=prefix, node_labels=node_labels)
+    return node_facts(found, cordoned={}, memory_block_mib=256, label_prefix=prefix, node_labels=node_labels)
 
 
 def node_with(labels: dict[str, str] | None = None, annotations: dict[str, str] | None = None) -> dict[str, Any]:
@@ -168,7 +168,7 @@ def test_a_node_without_a_readable_gpu_has_no_gpu_labels_and_an_empty_list() -> 
     """Zero GPUs is a fact for the scheduler extender; a GPU of which only the UUID is known counts for nothing."""
     blank = gpu(0, "", 0, health=Health.UNHEALTHY)
     assert gpu_labels(inventory(), OWN) == {} == gpu_labels(inventory(blank), OWN)
-    assert json.loads(gpus_annotation(inventory(), cordoned=set(), memory_block_mib=256))["cards"] == []
+    assert json.loads(gpus_annotation(inventory(), cordoned={}, memory_block_mib=256))["cards"] == []
 
 
 def test_the_annotation_tells_each_gpu_with_its_links_in_the_lists_order() -> None:
@@ -176,16 +176,25 @@ def test_the_annotation_tells_each_gpu_with_its_links_in_the_lists_order() -> No
     topology = read_topology("v100-x8-cube-mesh")
     gpus = tuple(gpu(index) for index in (2, 0, 1, 3, 7, 6, 5, 4))
     found = GpuInventory(gpus=gpus, topology=topology)
-    document = json.loads(gpus_annotation(found, cordoned={uuid_of(2)}, memory_block_mib=512))
+    document = json.loads(gpus_annotation(found, cordoned={uuid_of(2): True}, memory_block_mib=512))
     assert (document["schema"], document["memory_block_mib"]) == (1, 512)
     assert [fact["index"] for fact in document["cards"]] == list(range(8))
     for row, fact in enumerate(document["cards"]):
         assert fact["links"][row] == "X"
-        assert set(fact) - {"cordoned"} == {"index", "uuid", "name", "memory_mib", "is_healthy", "numa", "links"}
+        assert set(fact) - {"cordoned", "would_be_healthy"} == {
+            "index",
+            "uuid",
+            "name",
+            "memory_mib",
+            "is_healthy",
+            "numa",
+            "links",
+        }
     matrix = [fact["links"] for fact in document["cards"]]
     assert matrix == [list(column) for column in zip(*matrix, strict=True)]
     assert matrix[0][:5] == V100_ROW_0
     assert [fact["index"] for fact in document["cards"] if fact.get("cordoned")] == [2]
+    assert [fact["index"] for fact in document["cards"] if fact.get("would_be_healthy")] == [2]
 
 
 def test_links_of_a_gpu_that_the_topology_does_not_know_are_the_farthest() -> None:
@@ -198,7 +207,7 @@ def test_links_of_a_gpu_that_the_topology_does_not_know_are_the_farthest() -> No
 def test_sixteen_gpus_take_a_small_part_of_what_annotations_may() -> None:
     """Kubernetes allows 256 KiB for all annotations of an object together."""
     gpus = tuple(gpu(index, "N" * 95) for index in range(16))
-    assert len(gpus_annotation(inventory(*gpus), cordoned=set(), memory_block_mib=256)) < 8192
+    assert len(gpus_annotation(inventory(*gpus), cordoned={}, memory_block_mib=256)) < 8192
 
 
 def test_the_operators_labels_win_and_one_that_kubernetes_refuses_is_left_out() -> None:

@@ -13,6 +13,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from types import ModuleType
@@ -23,6 +24,8 @@ from msgspec.structs import replace
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
+from bench.packing import SEEDS as PACKING_SEEDS
+from bench.packing import TRACES
 from bench.results import from_json, shown
 from gpushare_agent.cli.command_line import Command
 from gpushare_agent.cli.main import COMMAND_LINE
@@ -39,6 +42,7 @@ from gpushare_agent.settings.nvidia_options import OPTIONS
 from gpushare_agent.settings.observation import HealthSettings
 from gpushare_agent.settings.reference import Key, all_keys, markdown, text_of
 from gpushare_agent.settings.settings import Settings
+from gpushare_agent.simulation.inflation import CpuPods, InflationPolicy
 from tests.docs.isolations_page import isolations
 from tests.observability.support_usage import (
     UUIDS,
@@ -51,6 +55,8 @@ from tests.observability.support_usage import (
     process,
     snapshot,
 )
+from tests.promises.promise import tables
+from tests.promises.sources import SOURCES
 from tests.support_core import mig_instance
 
 ROOT = Path(__file__).parents[2]
@@ -287,6 +293,27 @@ def _xids() -> str:
     return _joined([["Xid", "what the driver means", "what happens by default"], *rows])
 
 
+def _packing(*, of_rules: bool) -> str:
+    """The rows that `python -m bench.packing TRACES [--rules] --json bench/measured/packing.json` wrote: percent of all,
+    in brackets the published figure."""
+    rows = json.loads((ROOT / "bench/measured/packing.json").read_text(encoding="utf-8"))
+    policies, ways = list(InflationPolicy), list(CpuPods)
+    rows.sort(key=lambda row: (policies.index(row["policy"]), ways.index(row["cpu_pods"]), row["taint_above"]))
+    cells: dict[tuple[str, ...], dict[str, str]] = {}
+    for row in rows:
+        if of_rules != (row["cpu_pods"] == CpuPods.GPU_AWARE):
+            above = f" {row['taint_above']:g}" if row["cpu_pods"] == CpuPods.TAINT else ""
+            names = (f"`{row['policy']}`", *([f"`{row['cpu_pods']}`{above}"] if of_rules else []))
+            published = f" ({row['published']:.1f})" if row["published"] is not None and not of_rules else ""
+            fewer = f", {row['seeds']} seeds" if not of_rules and row["seeds"] < PACKING_SEEDS else ""
+            cells.setdefault(names, {})[row["trace"]] = f"{row['mean']:.1f}{published}{fewer}"
+    traces = [trace for trace in TRACES if any(row["trace"] == trace for row in rows)]
+    head = ["policy", *(["pods without GPUs"] if of_rules else []), *traces]
+    return _joined(
+        [head, *([*names, *(of_trace.get(trace, "") for trace in traces)] for names, of_trace in cells.items())]
+    )
+
+
 def _benchmark(name: str) -> str:
     """The rows that `python -m bench --json bench/measured/NAME.json` wrote, and where."""
     rows, machine = from_json((ROOT / f"bench/measured/{name}.json").read_text(encoding="utf-8"))
@@ -312,7 +339,10 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "xids": _xids,
     "measured_agent": lambda: _benchmark("agent"),
     "measured_extender": lambda: _benchmark("extender"),
+    "packing": lambda: _packing(of_rules=False),
+    "packing_rules": lambda: _packing(of_rules=True),
     "measured_beside": lambda: _benchmark("beside"),
+    "measured_scheduler": lambda: _benchmark("scheduler"),
     "containers": lambda: _metrics("gpushare_container_", frozenset(("namespace", "pod", "container", "node"))),
     "gpus": lambda: _metrics("gpushare_card_", frozenset(("uuid", "gpu", "node"))),
     "agent": lambda: _metrics("gpushare_"),
@@ -321,6 +351,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "isolations": isolations,
     "commands": _commands,
     "nvidia_options": _nvidia_options,
+    **{f"promises_{name}": partial(tables, promises) for name, promises in SOURCES.items()},
 }
 
 
@@ -330,14 +361,20 @@ def _filled(text: str) -> str:
 
 PAGES: dict[str, Callable[[str], str]] = {
     "docs/explanation/health.md": _filled,
+    "docs/explanation/placement.md": _filled,
+    "docs/how-to/simulate.md": _filled,
     "docs/explanation/isolation.md": _filled,
     "docs/reference/settings.md": lambda _: markdown(),
     "docs/reference/metrics.md": _filled,
     "docs/reference/isolations.md": _filled,
     "docs/reference/cli.md": _filled,
     "docs/reference/extender.md": _filled,
+    "docs/how-to/migrate-from-gpu-manager.md": _filled,
     "docs/reference/measurements.md": _filled,
     "docs/how-to/migrate-from-nvidia.md": _filled,
+    "docs/how-to/migrate-from-hami.md": _filled,
+    "docs/how-to/migrate-from-vgpu-manager.md": _filled,
+    "docs/how-to/serve-gpu-mem.md": _filled,
     "charts/gpushare-agent/README.md": lambda text: str(chart_table().readme_with_table(text)),
     "charts/gpushare-agent/values.schema.json": _schema_with_settings,
 }

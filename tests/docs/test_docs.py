@@ -18,6 +18,7 @@ from gpushare_agent.model.allocations import ClaimRef, ClaimShare
 from gpushare_agent.model.errors import RefusalReason
 from gpushare_agent.model.gpus import MigPlace
 from gpushare_agent.model.names import VCORE_RESOURCE, VMEMORY_RESOURCE
+from gpushare_agent.settings.former_flags import FORMER_FLAGS
 from gpushare_agent.settings.settings import Settings
 from gpushare_agent.settings.sources import read_flags
 from tests.docs.generated import families, outdated
@@ -58,9 +59,9 @@ def test_the_readme_begins_with_three_sentences_and_the_two_commands() -> None:
 def test_every_flag_that_a_document_names_exists(document: str) -> None:
     """A flag of the agent in backquotes, with or without a value, is one that the agent takes."""
     text = (ROOT / document).read_text(encoding="utf-8")
-    others = {"--once", "--all-nodes", "--help", "--output", "--config", "--v", "--log-dir", "--logtostderr"}
-    for flag in re.findall(r"`(--[a-z][a-z.-]*)", text):
-        if flag not in others:
+    others = {"--once", "--all-nodes", "--help", "--output", "--config"}
+    for flag in re.findall(r"`(--[a-z][a-zA-Z.-]*)", text):
+        if flag not in others and flag[2:] not in FORMER_FLAGS:
             assert read_flags([f"{flag}=x"]).values, flag
 
 

@@ -75,6 +75,26 @@ def share_config(source: str = "FromClaim", requests: Collection[str] = (), **fi
     return {"source": source, "requests": list(requests), "opaque": {"driver": DRIVER, "parameters": parameters}}
 
 
+def gpu_config(
+    strategy: str,
+    source: str = "FromClaim",
+    requests: Collection[str] = (),
+    kind: str = "GpuConfig",
+    **sharing: Any,
+) -> RawClaim:
+    """The configuration of NVIDIA's driver."""
+    parameters = {
+        "apiVersion": "resource.nvidia.com/v1beta1",
+        "kind": kind,
+        "sharing": {"strategy": strategy, **sharing},
+    }
+    return {
+        "source": source,
+        "requests": list(requests),
+        "opaque": {"driver": "gpu.nvidia.com", "parameters": parameters},
+    }
+
+
 def ref_of(number: int = 1) -> ClaimRef:
     return ClaimRef("default", f"claim-{number}", uid_of(number))
 

@@ -6,14 +6,26 @@ from typing import Any
 
 import pytest
 
-from gpushare_agent.dra.decisions.claim import AllocatedClaim, ShareConfig, read_claim
+from gpushare_agent.dra.decisions.claim import AllocatedClaim, ClaimPolicy, ShareConfig, read_claim
+from gpushare_agent.dra.decisions.gpu_config import MpsLimits
 from gpushare_agent.model.errors import Corrupt
-from tests.dra.support_claims import DRIVER, NODE, admin, raw_claim, ref_of, result, share_config, uid_of, whole
+from tests.dra.support_claims import (
+    DRIVER,
+    NODE,
+    admin,
+    gpu_config,
+    raw_claim,
+    ref_of,
+    result,
+    share_config,
+    uid_of,
+    whole,
+)
 from tests.support_json import undecoded
 
 
-def read(raw: dict[str, Any]) -> AllocatedClaim:
-    return read_claim(undecoded(raw), driver=DRIVER, pool=NODE)
+def read(raw: dict[str, Any], policy: ClaimPolicy = ClaimPolicy()) -> AllocatedClaim:  # noqa: B008 - frozen
+    return read_claim(undecoded(raw), driver=DRIVER, pool=NODE, policy=policy)
 
 
 def test_results_are_read_in_their_order_with_the_consumed_capacity() -> None:
@@ -53,6 +65,39 @@ def test_a_configuration_is_of_the_requests_that_it_names() -> None:
     config = (share_config(requests=["b"], coreLimit=70), {"source": "FromClaim", "opaque": {"driver": "other"}})
     claim = read(raw_claim(result("a", 0), result("b/x", 1), config=config))
     assert [one.config.core_limit for one in claim.results] == [0, 70]
+
+
+NVIDIA = ClaimPolicy(nvidia_names=True)
+
+
+def test_nvidias_configuration_is_read_by_the_setting_and_the_later_one_replaces_its_limits() -> None:
+    """Without it the entry is another driver's. A claim may be of both drivers: what is for the other's request is left."""
+    mps = gpu_config("MPS", "FromClass", mpsConfig={"defaultActiveThreadPercentage": 50})
+    slicing = gpu_config("TimeSlicing", requests=["b"], timeSlicingConfig={"interval": "Long"})
+    foreign = gpu_config("none", requests=["mig"], kind="MigDeviceConfig")
+    raw = raw_claim(whole("a", 0), whole("b/x", 1), config=[slicing, mps, foreign])
+    configs = [one.config for one in read(raw, NVIDIA).results]
+    assert configs == [
+        ShareConfig(isolation="mps", mps=MpsLimits(thread_percentage=50)),
+        ShareConfig(isolation="none"),
+    ]
+    assert {one.config for one in read(raw).results} == {ShareConfig()}
+    with pytest.raises(Corrupt, match=r"MigDeviceConfig.*MIG instances are not offered"):
+        read(raw_claim(whole("mig"), config=[foreign]), NVIDIA)
+
+
+def test_a_claim_without_a_size_is_one_by_the_setting_alone_and_under_no_isolation() -> None:
+    nothing = result(consumedCapacity={"cores": "0", "memory": "0"})
+    policy = ClaimPolicy(nvidia_names=True, has_unlimited=True)
+    (one,) = read(raw_claim(nothing, config=[gpu_config("TimeSlicing")]), policy).results
+    assert (one.is_unlimited, one.config) == (True, ShareConfig(isolation="none"))
+    assert not read(raw_claim(admin()), policy).results[0].is_unlimited
+    with pytest.raises(Corrupt, match="asks for mps, and on this node what names no memory is not limited"):
+        read(raw_claim(nothing, config=[gpu_config("MPS")]), policy)
+    with pytest.raises(Corrupt, match="no share of it"):
+        read(raw_claim(nothing), NVIDIA)
+    with pytest.raises(Corrupt, match="no share of it"):
+        read(raw_claim(result(consumedCapacity={"cores": "5", "memory": "0"})), policy)
 
 
 @pytest.mark.parametrize(

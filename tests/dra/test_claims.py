@@ -9,10 +9,11 @@ import threading
 from pathlib import Path
 
 import pytest
+from msgspec import Raw
 
-from gpushare_agent.dra.decisions.claim import read_claim
+from gpushare_agent.dra.decisions.claim import ClaimPolicy, read_claim
 from gpushare_agent.dra.decisions.edits import PreparedClaim
-from gpushare_agent.model.errors import RefusalReason, Refused
+from gpushare_agent.model.errors import RefusalReason, Refused, Unavailable
 from gpushare_agent.model.names import GpuUuid, PodUid
 from tests.dra.support_claims import Driver, admin, edit_policy, raw_claim, ref_of, result, uid_of, using, whole
 from tests.extender.support_extender import eventually
@@ -321,8 +322,8 @@ async def test_a_call_that_is_cut_off_while_it_records_stays_booked(tmp_path: Pa
 
 
 async def test_two_claims_of_one_container_are_compared_by_the_requests_that_it_names(tmp_path: Path) -> None:
-    """The runtime takes the last value of a variable: of whole GPUs by two claims the first would be lost."""
-    a_b, c = raw_claim(whole("a", 0), whole("b", 1)), raw_claim(whole("c", 2), number=2)
+    """The runtime takes the last value of a variable: of a whole GPU beside a share the first would be lost."""
+    a_b, c = raw_claim(whole("a", 0), whole("b", 1)), raw_claim(result("c", 2), number=2)
     names = {"one": "claim-1", "two": "claim-2"}
     for uses, is_refused in (
         ([using("x", ("one", "a"), ("two", "c")), using("y", ("one", "b"))], True),
@@ -335,6 +336,71 @@ async def test_two_claims_of_one_container_are_compared_by_the_requests_that_it_
         assert isinstance(made, Refused) is is_refused, made
         if isinstance(made, Refused):
             assert "container x of pod p uses the claim claim-1 too" in made.detail
+
+
+async def test_whole_gpus_of_two_claims_in_one_container_are_all_in_its_list(tmp_path: Path) -> None:
+    """Each claim's specification has the list of both, so that it does not matter which one the runtime applies last. Where
+    one of the claims has another user, nobody else's GPU is in that one's list."""
+    claims = raw_claim(whole("a", 1)), raw_claim(whole("b", 0), number=2)
+    names = {"one": "claim-1", "two": "claim-2"}
+    both, other = using("x", ("one", ""), ("two", "b")), using("y", ("one", ""))
+    for containers, expected in (((both,), "GPU-0,GPU-1"), ((both, other), "")):
+        driver = Driver(tmp_path / str(len(containers)), *claims)
+        driver.pod("p", *containers, claims=names)
+        made = [await driver.claims.prepare(ref_of(number)) for number in (1, 2)]
+        if not expected:
+            assert isinstance(made[1], Refused) and "container x of pod p uses the claim claim-1 too" in made[1].detail
+            continue
+        visible = [
+            env for one in made if isinstance(one, PreparedClaim) for env in one.spec.devices[0].container_edits.env
+        ]
+        assert visible == [f"NVIDIA_VISIBLE_DEVICES={expected}"] * 2
+        assert [[one.gpu for one in claim.results] for claim in driver.claims.prepared.values()] == [
+            ["GPU-1"],
+            ["GPU-0"],
+        ]
+
+
+async def test_a_claim_beside_it_that_cannot_be_read_holds_up_only_while_it_may_come(tmp_path: Path) -> None:
+    """Another driver's claim, or one that is gone, has no GPU for the list; without an answer nobody knows."""
+    driver = Driver(tmp_path, raw_claim(whole()), raw_claim(result(driver="nics.example.com", device="e0"), number=2))
+    driver.pod(
+        "p", using("x", ("g", ""), ("n", ""), ("gone", "")), claims={"g": "claim-1", "n": "claim-2", "gone": "no"}
+    )
+    answer = driver.api.get_claim
+
+    async def get(namespace: str, name: str, *, timeout_s: float) -> Raw:
+        if name == "claim-2":
+            raise Unavailable("the API server did not answer")
+        return await answer(namespace, name, timeout_s=timeout_s)
+
+    driver.api.get_claim = get  # type: ignore[method-assign]
+    assert "did not answer" in await refused(driver)
+    driver.api.get_claim = answer  # type: ignore[method-assign]
+    await prepared(driver)
+
+
+async def test_a_claim_without_a_size_uses_its_gpu_and_takes_nothing_of_it(tmp_path: Path) -> None:
+    """The setting dra.consumable_shares: any number of them, beside a share, and over a restart of the agent."""
+    nothing = {"cores": "0", "memory": "0", "shares": "1"}
+    driver = Driver(
+        tmp_path,
+        raw_claim(result(consumedCapacity=nothing)),
+        raw_claim(result(consumedCapacity=nothing), number=2),
+        raw_claim(result(cores=100, memory="23Gi"), number=3),
+    )
+    assert "no share of it" in await refused(driver), "without the setting"
+    for _ in range(2):
+        driver.claims.claim_policy = ClaimPolicy(has_unlimited=True)
+        for number in (1, 2, 3):
+            made = await prepared(driver, number)
+            assert not made.results[0].is_whole
+        charge = driver.cache.charges()[GpuUuid("GPU-0")]
+        assert (charge.cores, charge.blocks, charge.wholes) == (100, 92, 0)
+        assert len(driver.cache.ledger(driver.inventory).allocations) == 3
+        assert driver.claims.prepared[uid_of(1)].results[0].isolation == "none"
+        driver.claims = driver.new_claims()
+        await driver.claims.restore()
 
 
 async def test_a_pod_that_never_comes_holds_up_no_other(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from gpushare_agent.admission.decisions.container_edits import EditPolicy
-from gpushare_agent.dra.decisions.claim import read_claim
+from gpushare_agent.dra.decisions.claim import ClaimPolicy, read_claim
 from gpushare_agent.dra.decisions.edits import PreparedClaim, prepare_claim
 from gpushare_agent.isolation import ISOLATIONS, GpuShare, IsolationRequest
 from gpushare_agent.isolation.hami_core.edits import edit_hami_core
@@ -25,6 +25,7 @@ from tests.dra.support_claims import (
     NODE,
     admin,
     edit_policy,
+    gpu_config,
     raw_claim,
     result,
     share_config,
@@ -43,7 +44,8 @@ REQUESTS = st.one_of(
 
 def prepare(raw: dict[str, Any], *pods: Pod, policy: EditPolicy | None = None) -> PreparedClaim | Refused:
     gpus = {gpu.index: gpu for gpu in inventory(4).gpus}
-    return prepare_claim(read_claim(undecoded(raw), driver=DRIVER, pool=NODE), gpus, pods, policy or edit_policy(), 256)
+    read = read_claim(undecoded(raw), driver=DRIVER, pool=NODE, policy=ClaimPolicy(nvidia_names=True))
+    return prepare_claim(read, gpus, pods, policy or edit_policy(), 256)
 
 
 def prepared(raw: dict[str, Any], *pods: Pod, policy: EditPolicy | None = None) -> PreparedClaim:
@@ -227,7 +229,7 @@ def test_admin_access_beside_a_share_in_one_container_limits_the_share_alone() -
     )
     expected = {"CUDA_DEVICE_MEMORY_LIMIT_1": "16384m", "CUDA_DEVICE_SM_LIMIT_0": "100", "CUDA_DEVICE_SM_LIMIT_1": "40"}
     assert limits(env_of(beside)) == expected
-    assert beside.isolation == "hami-core" and [one.view for one in beside.results] == ["b", "b"]
+    assert [(one.view, one.isolation) for one in beside.results] == [("b", "hami-core")] * 2
     same = prepared(raw_claim(result("b", 1), admin("a", 1)), user("p", ""))
     assert env_of(same) == {"NVIDIA_VISIBLE_DEVICES": "GPU-1"}
 
@@ -261,7 +263,7 @@ def test_mps_limits_shares_of_several_gpus_through_one_daemon() -> None:
 def test_a_claim_chooses_among_the_isolations_that_the_node_allows() -> None:
     policy = edit_policy("hami-core", "mps")
     chosen = prepared(raw_claim(result(), config=[share_config(isolation="mps")]), policy=policy)
-    assert chosen.isolation == "mps" and "CUDA_MPS_PIPE_DIRECTORY" in env_of(chosen)
+    assert chosen.results[0].isolation == "mps" and "CUDA_MPS_PIPE_DIRECTORY" in env_of(chosen)
     refused = prepare(raw_claim(result(), config=[share_config(isolation="none")]), policy=policy)
     assert isinstance(refused, Refused) and "allows hami-core, mps" in refused.detail
 
@@ -269,6 +271,62 @@ def test_a_claim_chooses_among_the_isolations_that_the_node_allows() -> None:
 def test_the_elastic_ceiling_raises_the_percentage() -> None:
     made = prepared(raw_claim(result(cores=40), config=[share_config(coreLimit=80)]), user("p", ""))
     assert limits(env_of(made))["CUDA_DEVICE_SM_LIMIT_0"] == "80"
+
+
+def test_all_of_the_memory_and_no_cores_is_the_whole_gpu() -> None:
+    """By NVIDIA's names a claim asks for neither; who has all the memory has the GPU. Some of the cores are a share."""
+    made = prepared(raw_claim(result("a", 0, cores=0, memory="24Gi"), result("b", 1, cores=30, memory="24Gi")))
+    assert [(one.is_whole, one.cores) for one in made.results] == [(True, 100), (False, 30)]
+    assert limits(env_of(prepared(raw_claim(result(cores=0, memory="24Gi")), user("p", "")))) == {}
+
+
+MPS_50 = {"defaultActiveThreadPercentage": 50, "defaultPinnedDeviceMemoryLimit": "10Gi"}
+
+
+def test_the_isolation_is_that_of_the_containers_that_use_a_request() -> None:
+    """NVIDIA's example gpu-test5: time slicing for two containers, MPS for two others, of one claim."""
+    config = [gpu_config("TimeSlicing", requests=["ts"]), gpu_config("MPS", requests=["mps"], mpsConfig=MPS_50)]
+    raw = raw_claim(whole("ts", 0), whole("mps", 1), config=config)
+    made = prepared(raw, user("p", "ts", "ts", "mps", "mps"), policy=edit_policy("hami-core", "mps"))
+    assert [(one.isolation, one.is_whole) for one in made.results] == [("none", True), ("mps", True)]
+    assert env_of(made, 0) == {"NVIDIA_VISIBLE_DEVICES": "GPU-0"}
+    env = env_of(made, 1)
+    assert env["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] == "50"
+    assert env["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] == "0=10240M"
+    together = prepared(raw, user("p", ""), policy=edit_policy("hami-core", "mps"))
+    assert {one.isolation for one in together.results} == {"mps"}, "a container with both has one daemon"
+    assert env_of(together)["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] == "0=24576M,1=10240M"
+
+
+def test_limits_of_mps_are_by_place_in_the_order_of_uuids_or_by_uuid() -> None:
+    """Of the GPUs of one configuration: another one's are counted anew."""
+    per_device = {"0": "4Gi", "GPU-3": "2Gi"}
+    config = [
+        gpu_config("MPS", requests=["a"], mpsConfig={"defaultPerDevicePinnedMemoryLimit": per_device}),
+        gpu_config("MPS", requests=["b"], mpsConfig={"defaultPerDevicePinnedMemoryLimit": {"0": "1Gi"}}),
+    ]
+    raw = raw_claim(whole("a", 3), whole("a", 2), whole("b", 0), config=config)
+    made = prepared(raw, user("p", "a", "b"), policy=edit_policy("mps"))
+    assert env_of(made, 0)["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] == "0=4096M,1=2048M"
+    assert env_of(made, 2)["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] == "0=1024M"
+    wrong = gpu_config("MPS", mpsConfig={"defaultPerDevicePinnedMemoryLimit": {"7": "1Gi"}})
+    refused = prepare(raw_claim(whole(), config=[wrong]), policy=edit_policy("mps"))
+    assert isinstance(refused, Refused) and "has '7', which is neither UUID nor place" in refused.detail
+
+
+def test_gpu_config_lifts_no_limit_that_the_node_keeps() -> None:
+    """Time slicing of a share is no isolation, which a node must allow; MPS has limits of whole GPUs."""
+    share = raw_claim(result(), config=[gpu_config("TimeSlicing")])
+    refused = prepare(share, user("p", ""))
+    assert isinstance(refused, Refused) and "its isolation is 'none', and this node allows hami-core" in refused.detail
+    made = prepared(share, user("p", ""), policy=edit_policy("hami-core", "none"))
+    assert env_of(made) == {"NVIDIA_VISIBLE_DEVICES": "GPU-0"} and not made.results[0].is_whole
+    for raw, words in (
+        (raw_claim(result(), config=[gpu_config("MPS")]), "request gpu has a share"),
+        (raw_claim(whole(), config=[gpu_config("MPS")]), "this node allows hami-core"),
+    ):
+        refused = prepare(raw, user("p", ""), policy=edit_policy("hami-core"))
+        assert isinstance(refused, Refused) and words in refused.detail
 
 
 LIFTING = (

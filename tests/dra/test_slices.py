@@ -34,7 +34,7 @@ def devices(
     found: GpuInventory,
     used: Mapping[str, int] | None = None,
     cordoned: Mapping[str, str] | None = None,
-    **changes: str,
+    **changes: object,
 ) -> list[Device]:
     return slice_devices(
         found.gpus,
@@ -68,6 +68,71 @@ def test_a_device_has_both_capacities_with_a_default_of_all_of_them() -> None:
     assert device["attributes"]["uuid"] == {"string": "GPU-0"} and device["attributes"]["index"] == {"int": 0}
 
 
+def capacity(device: dict[str, Any]) -> dict[str, tuple[str, str, str, str]]:
+    """Value, default, least and step of each."""
+    found = {}
+    for name, one in device["capacity"].items():
+        policy = one["requestPolicy"]
+        assert policy["validRange"]["max"] == one["value"]
+        found[name] = (one["value"], policy["default"], policy["validRange"]["min"], policy["validRange"]["step"])
+    return found
+
+
+def test_by_nvidias_names_a_claim_that_names_nothing_takes_no_cores() -> None:
+    """What its claims select by is there under its domain, of the request's default nothing: it is for selectors."""
+    found = inventory(1)
+    gpus = (replace(found.gpus[0], compute_capability=(9, 0), brand="Nvidia", numa_node=1, pcie_root="pci0000:80"),)
+    known = replace(found, gpus=gpus, driver_version="580.65.06", cuda_version="13.0")
+    device = shown(devices(known, nvidia_names=True))[0]
+    assert capacity(device) == {
+        "cores": ("100", "0", "0", "1"),
+        "gpu.nvidia.com/memory": ("24Gi", "0", "0", "256Mi"),
+        "memory": ("24Gi", "24Gi", "256Mi", "256Mi"),
+    }
+    ours = shown(devices(known))[0]["attributes"]
+    added = {name: value for name, value in device["attributes"].items() if name not in ours}
+    assert added.pop("gpu.nvidia.com/brand") == {"string": "Nvidia"}
+    assert added == {f"gpu.nvidia.com/{name}": ours[name] for name in NVIDIA_NAMES}
+    assert ours["resource.kubernetes.io/numaNode"] == {"int": 1} and not any("nvidia.com" in name for name in ours)
+
+
+NVIDIA_NAMES = (
+    "architecture",
+    "cudaComputeCapability",
+    "cudaDriverVersion",
+    "driverVersion",
+    "index",
+    "productName",
+    "type",
+    "uuid",
+)
+
+
+def test_shares_without_limits_take_no_memory_and_numbered_ones_are_counted() -> None:
+    one, four = (shown(devices(inventory(1), nvidia_names=True, shares=shares))[0] for shares in ("unlimited", "4"))
+    assert capacity(one)["memory"] == capacity(four)["memory"] == ("24Gi", "0", "0", "256Mi")
+    assert "shares" not in one["capacity"] and capacity(four)["shares"] == ("4", "1", "1", "1")
+
+
+def test_a_device_has_at_most_as_many_attributes_as_kubernetes_allows() -> None:
+    """32 attributes and capacities together; that of a GPU of which everything is known, in groups of both kinds."""
+    found = inventory(1)
+    gpu = replace(
+        found.gpus[0],
+        compute_capability=(9, 0),
+        brand="Nvidia",
+        numa_node=0,
+        minor=0,
+        pcie_root="pci0000:00",
+        bus_id="00000000:0A:00.0",
+    )
+    known = replace(found, gpus=(gpu,), driver_version="580.65.06", cuda_version="13.0")
+    limited = {"memory_by": "gpushare", "compute_by": "gpushare", "nvidia_names": True, "shares": "4"}
+    device = shown(devices(known, **limited))[0]
+    groups = len(link_groups(known.topology))
+    assert len(device["attributes"]) + groups + len(device["capacity"]) <= 32
+
+
 def test_versions_are_semantic_and_unknown_attributes_absent() -> None:
     found = inventory(1)
     gpus = (replace(found.gpus[0], compute_capability=(8, 9), bus_id="00000000:0A:00.0"),)
@@ -87,6 +152,15 @@ def test_the_order_is_the_schedulers_choice(order: str, names: list[int]) -> Non
     """It takes the first device that fits."""
     used = {"GPU-1": 60, "GPU-2": 10}
     assert [one.name for one in devices(inventory(3), used, order=order)] == [f"gpu-{index}" for index in names]
+
+
+@pytest.mark.parametrize(("order", "names"), [("binpack", [1, 0]), ("spread", [0, 1])])
+def test_shares_of_memory_alone_count_for_the_order(order: str, names: list[int]) -> None:
+    """`cores: "0"`: else all of them would be on the first GPU under spread."""
+    found = inventory(2)
+    used = {GpuUuid("GPU-1"): Charge(blocks=8)}
+    made = slice_devices(found.gpus, found, used, {}, replace(POLICY, order=order))
+    assert [one.name for one in made] == [f"gpu-{index}" for index in names]
 
 
 def test_ill_and_cordoned_gpus_are_tainted_with_the_reason() -> None:

@@ -36,10 +36,13 @@ class ExtenderInstallation:
     def _server_version(self) -> str:
         return str(json.loads(self.cluster.run("version", "-o", "json"))["serverVersion"]["gitVersion"]).split("+")[0]
 
-    def install(self) -> None:
+    def install(self, node_policy: str) -> None:
         """Until both replicas are ready and one leads. Skips where the nodes cannot pull a kube-scheduler."""
         self._make_certificates()
-        self._apply("extender", [{"name": "gpushare-agent", **_named(self._image)}])
+        variable = {"name": "GPUSHARE_EXTENDER__NODE_POLICY", "value": node_policy}
+        patch = [{"op": "add", "path": "/spec/template/spec/containers/0/env/-", "value": variable}]
+        patches = [{"target": {"kind": "Deployment", "name": NAME}, "patch": json.dumps(patch)}]
+        self._apply("extender", [{"name": "gpushare-agent", **_named(self._image)}], patches)
         self._roll_out(NAME)
         self.leader()
         self.point_scheduler()
@@ -50,7 +53,7 @@ class ExtenderInstallation:
         images = [{"name": "gpushare-agent", **_named(self._image)}]
         self._apply("extender", images, components=["extender/components/claims-webhook"])
         text = WEBHOOK_GUIDE.read_text(encoding="utf-8")
-        (command,) = re.findall(r"^kubectl patch .*?(?=^```$)", text, re.DOTALL | re.MULTILINE)
+        (command,) = re.findall(r"^for n in .*?kubectl patch .*?(?=^```$)", text, re.DOTALL | re.MULTILINE)
         self._run(command)
         self._roll_out(NAME)
 

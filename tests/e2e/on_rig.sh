@@ -2,7 +2,8 @@
 # on_rig.sh RIG [ARGUMENT…]: `nox -s e2e -- ARGUMENT…` on a one-node cluster that the program RIG makes on this machine, and
 # that is wiped before and after: not for a machine that is a node. RIG has the commands up, down, wipe, build, image, kubeconfig; root, Debian 12.
 # Variables: HAMI_CORE_SOURCE, an archive or a folder of HAMi-core (else the image has none); IMAGE_TAR, the agent's image
-# where it is built already; E2E, the command that runs the tests in the place of nox.
+# where it is built already; NVIDIA_DRA_DRIVER, a checkout of NVIDIA's DRA driver, whose suites run too; E2E, the command
+# that runs the tests in the place of nox.
 set -euo pipefail
 rig=$(readlink -f "$1")
 shift
@@ -64,6 +65,14 @@ else
     mkdir "$work/tree/native/sources/HAMi-core" && tar -xf "$source" -C "$work/tree/native/sources/HAMi-core" --strip-components=1
   fi
   interruptible timeout 900 "$rig" build "$work/tree" "gpushare-agent:$version"
+fi
+
+# The images that the examples of NVIDIA's DRA driver name: a program that lists what a container was given.
+if [[ -n ${NVIDIA_DRA_DRIVER:-} ]]; then
+  interruptible timeout 300 "$rig" build "$here/tests/e2e/nvidia_dra" ubuntu:24.04
+  for name in docker.io/library/ubuntu:22.04 nvcr.io/nvidia/k8s/cuda-sample:nbody-cuda11.6.0-ubuntu18.04; do
+    "$rig" ctr images tag docker.io/library/ubuntu:24.04 "$name"
+  done
 fi
 
 mkdir "$work/scheduler"

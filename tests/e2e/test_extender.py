@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
 
+from gpushare_agent.cluster.node_annotations import ALLOCATIONS_ANNOTATION, GPUS_ANNOTATION
 from gpushare_agent.model.names import (
     PREDICATE_GPU_INDEX_PREFIX,
     PREDICATE_NODE_ANNOTATION,
     RESIZE_ANNOTATION,
+    VCORE_RESOURCE,
+    VMEMORY_RESOURCE,
 )
 from tests.e2e.cluster import Cluster, KubectlError, Object, audited
 from tests.e2e.extender import APP, NAME, SCHEDULER, ExtenderInstallation
@@ -38,7 +41,7 @@ def extender(
         scheduler_image=request.config.getoption("--scheduler-image"),
     )
     try:
-        found.install()
+        found.install("fgd")
         yield found
     finally:
         found.remove()
@@ -120,6 +123,97 @@ def test_a_pod_over_its_quota_starts_when_it_is_raised(
     waits_because(cluster, namespace, "second", "quota")
     cluster.run("delete", "pod", "waiting", "-n", namespace)
     cluster.wait_phase(namespace, "second")
+
+
+class Nodes:
+    """Objects of nodes that no kubelet runs, for pods with this label in their nodeSelector, whose value is the `group`:
+    pods are bound to them, none runs there."""
+
+    LABEL = "gpushare-agent-e2e/without-kubelet"
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self._names: list[str] = []
+
+    def make(self, name: str, used: Sequence[int], *, cpu: str, group: str = "tried") -> None:
+        """`used` cores of each of its GPUs, which have 96 memory blocks each, in use in proportion."""
+        name = f"gpushare-e2e-{name}"
+        self._names.append(name)
+        gpus = [
+            {"index": index, "uuid": f"GPU-{name}-{index}", "name": "A10", "memory_mib": 24576, "is_healthy": True}
+            for index in range(len(used))
+        ]
+        held = {f"uid-{name}": {str(i): [100, 0, 0, 1] if n == 100 else [n, 96 * n // 100] for i, n in enumerate(used)}}
+        annotations = {
+            GPUS_ANNOTATION: json.dumps({"schema": 1, "memory_block_mib": 256, "cards": gpus}),
+            ALLOCATIONS_ANNOTATION: json.dumps({"schema": 1, "held": held}),
+        }
+        metadata = {"name": name, "labels": {self.LABEL: group}, "annotations": annotations}
+        self._cluster.apply({"apiVersion": "v1", "kind": "Node", "metadata": metadata})
+        size = {"cpu": cpu, "memory": "64Gi", "pods": "110"}
+        size |= {VCORE_RESOURCE: str(100 * len(used)), VMEMORY_RESOURCE: str(96 * len(used))}
+        ready = {"type": "Ready", "status": "True", "reason": "KubeletReady"}
+        status = {"status": {"capacity": size, "allocatable": size, "conditions": [ready]}}
+        self._cluster.run("patch", "node", name, "--subresource=status", "--type=merge", "-p", json.dumps(status))
+
+    def pod(self, name: str, core: int, cpu: str, *, group: str = "tried", **more: Any) -> Object:
+        container = self._cluster.container(core, 96 * core // 100)
+        container["resources"]["requests"] = {"cpu": cpu, "memory": "64Mi"}
+        keys = ("node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable")
+        tolerations = [{"key": key, "operator": "Exists"} for key in keys]
+        return self._cluster.pod_of(
+            name, container, nodeSelector={self.LABEL: group}, tolerations=tolerations, schedulerName=SCHEDULER, **more
+        )
+
+    def bound(self, namespace: str, *pods: Object) -> list[str]:
+        """The names, as given to `make`, of the nodes to which they were bound."""
+        self._cluster.apply(*pods, namespace=namespace)
+        names = [pod["metadata"]["name"] for pod in pods]
+
+        def nodes() -> list[str] | None:
+            seen = self._cluster.pods(namespace)
+            found = [seen.get(name, {}).get("spec", {}).get("nodeName", "") for name in names]
+            return [one.removeprefix("gpushare-e2e-") for one in found] if all(found) else None
+
+        return self._cluster.wait_for(f"{', '.join(names)} bound", nodes)
+
+    def remove(self) -> None:
+        for name in self._names:
+            self._cluster.run("delete", "node", name, "--ignore-not-found")
+
+
+@pytest.fixture
+def nodes(cluster: Cluster) -> Iterator[Nodes]:
+    made = Nodes(cluster)
+    yield made
+    made.remove()
+
+
+def test_the_extenders_best_node_wins_over_the_schedulers_own_criteria(
+    cluster: Cluster, extender: ExtenderInstallation, namespace: str, nodes: Nodes
+) -> None:
+    """Policy fgd: at first a share goes to the fullest node, once pods of fifty cores are what usually comes to a GPU that
+    those cannot use. Each time kube-scheduler by itself likes other nodes better, where more CPU is free."""
+    for number in range(4):
+        # Thirty cores are left: too little for fifty, and the CPUs are nearly all in use.
+        nodes.make(f"rest-{number}", [70], cpu="4")
+        cluster.apply(
+            nodes.pod(f"cpus-{number}", 0, "3500m", nodeName=f"gpushare-e2e-rest-{number}"), namespace=namespace
+        )
+        nodes.make(f"half-{number}", [100] * 7 + [50], cpu="64")
+    nodes.make("past", [0] * 16, cpu="64", group="past")
+    try:
+        (first,) = nodes.bound(namespace, nodes.pod("first", 30, "100m"))
+        assert first.startswith("half-"), "the fullest GPUs, while no pod is typical"
+
+        usual = [nodes.pod(f"usual-{number}", 50, "1", group="past") for number in range(20)]
+        assert nodes.bound(namespace, *usual) == ["past"] * 20
+
+        later = [nodes.bound(namespace, nodes.pod(f"later-{number}", 30, "100m"))[0] for number in range(4)]
+        assert sorted(later) == [f"rest-{number}" for number in range(4)]
+    finally:
+        # No kubelet ends them.
+        cluster.run("delete", "pods", "--all", "-n", namespace, "--force", "--grace-period=0", "--wait=false")
 
 
 def test_a_tenant_cannot_pass_by_the_policies(cluster: Cluster, extender: ExtenderInstallation, namespace: str) -> None:

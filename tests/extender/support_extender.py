@@ -397,7 +397,14 @@ class FakeCluster:
             return 409, _raw_status(409, "the version in the precondition differs")
         if old["spec"].get("nodeName"):
             return 409, _raw_status(409, f"pod {key} is already assigned to node {old['spec']['nodeName']}")
-        self.admit(self.change("pods", key, lambda raw: raw["spec"].update(nodeName=body["target"]["name"])))
+
+        def bound(raw: Raw) -> None:
+            raw["spec"].update(nodeName=body["target"]["name"])
+            # Those of the Binding become the pod's, as with a real one.
+            if annotations := metadata.get("annotations"):
+                raw["metadata"].setdefault("annotations", {}).update(annotations)
+
+        self.admit(self.change("pods", key, bound))
         return 201, _raw_status(201, "bound")
 
     def _create(self, kind: str, namespace: str, body: Raw) -> tuple[int, Raw]:

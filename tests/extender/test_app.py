@@ -207,6 +207,16 @@ def test_gpu_admissions_configuration_is_read(short_dir: Path) -> None:
     assert chosen.pool_label == "gaia.tencent.com/gpu-pool"
 
 
+def test_gpu_admissions_configuration_is_found_at_its_usual_place(short_dir: Path) -> None:
+    """Without a setting, as its image names it; a setting comes before it."""
+    usual, chosen = short_dir / "gpu-admission.config", short_dir / "chosen"
+    assert with_admission_config(ExtenderSettings(), (usual,)) == ExtenderSettings()
+    usual.write_text('{"QuotaConfigMapName": "usual"}')
+    chosen.write_text('{"QuotaConfigMapName": "chosen"}')
+    assert with_admission_config(ExtenderSettings(), (short_dir / "absent", usual)).quota_name == "usual"
+    assert with_admission_config(ExtenderSettings(config=chosen), (usual,)).quota_name == "chosen"
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [

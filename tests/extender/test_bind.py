@@ -51,15 +51,25 @@ from tests.extender.support_extender import (
 from tests.fakes.clock import FakeClock
 from tests.support_json import undecoded
 
+FORGED_INDEX = {GPUSHARE_INDEX_ANNOTATION: "1"}
+"""With it a bind patches first: the pod is written, and the annotation removed, before it is bound."""
+PLACES: dict[str, tuple[dict[str, str], list[str]]] = {
+    "one request": ({}, []),
+    "patch": (FORGED_INDEX, []),
+    "bind": (FORGED_INDEX, [GOOD, GOOD]),
+}
+"""What of a bind fails: the pod's annotations, and what succeeds before."""
 
-@pytest.mark.parametrize("place", ["patch", "bind"])
+
+@pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("fault", FAULTS)
 async def test_one_fault_is_overcome(fault: str, place: str) -> None:
     """Whatever the API server does once, to the patch or to the bind, the pod is bound where it should be."""
-    pod = raw_pod("a", (60, 8))
+    annotations, before = PLACES[place]
+    pod = raw_pod("a", (60, 8), annotations=annotations)
     async with fake_cluster(raw_node("n1"), pods=[pod]) as cluster, running_replica(cluster) as replica:
         await replica.lead()
-        cluster.faults = [fault] if place == "patch" else [GOOD, fault]
+        cluster.faults = [*before, fault]
         assert await replica.bind(pod, "n1") == ""
         assert cluster.node_of("a") == "n1"
         assert predicted(cluster.pod("a"))["tencent.com/predicate-gpu-idx-0"] == "0"
@@ -70,8 +80,8 @@ async def test_one_fault_is_overcome(fault: str, place: str) -> None:
 
 @pytest.mark.parametrize("fault", ["409", "429", "500", "silent"])
 async def test_a_bind_that_never_works_is_undone(fault: str) -> None:
-    """After a bounded number of tries the bind fails, and the GPUs are free for others at once."""
-    pods = [raw_pod("a", (60, 8)), raw_pod("b", (60, 8))]
+    """After a bounded number of tries the bind fails; as only patches were sent, the GPUs are free for others at once."""
+    pods = [raw_pod("a", (60, 8), annotations=FORGED_INDEX), raw_pod("b", (60, 8))]
     async with fake_cluster(raw_node("n1", gpus=1), pods=pods) as cluster, running_replica(cluster) as replica:
         await replica.lead()
         cluster.faults = [fault] * 10
@@ -117,7 +127,7 @@ async def test_an_unknown_outcome_keeps_the_gpus_until_it_is_known() -> None:
     pods = [raw_pod("a", (60, 8)), raw_pod("b", (60, 8))]
     async with fake_cluster(raw_node("n1", gpus=1), pods=pods) as cluster, running_replica(cluster) as replica:
         await replica.lead()
-        cluster.faults = [GOOD, "late", *["500"] * 20]
+        cluster.faults = ["late", *["500"] * 20]
         error = await replica.bind(pods[0], "n1")
         assert "stay reserved until it is known" in error
         assert replica.binder.open_binds == 1
@@ -140,7 +150,7 @@ async def test_an_unknown_outcome_that_was_a_bind_is_found() -> None:
     pod = raw_pod("a", (60, 8))
     async with fake_cluster(raw_node("n1", gpus=1), pods=[pod]) as cluster, running_replica(cluster) as replica:
         await replica.lead()
-        cluster.faults = [GOOD, "silent-done", *["500"] * 20]
+        cluster.faults = ["silent-done", *["500"] * 20]
         assert "stay reserved" in await replica.bind(pod, "n1")
         cluster.faults = []
         await replica.binder.reconcile()
@@ -154,7 +164,7 @@ async def test_a_pod_that_is_gone_frees_its_gpus() -> None:
     async with fake_cluster(raw_node("n1", gpus=1), pods=pods) as cluster, running_replica(cluster) as replica:
         await replica.lead()
         for name in ("a", "b"):
-            cluster.faults = [GOOD, "silent", *["500"] * 20]
+            cluster.faults = ["silent", *["500"] * 20]
             assert "stay reserved" in await replica.bind(cluster.pod(name), "n1")
         cluster.faults = []
         cluster.is_down = True  # so that the informer does not report it first
@@ -191,7 +201,7 @@ async def test_a_pod_that_the_informer_has_not_reported_of_is_read() -> None:
 
 async def test_a_replica_that_does_not_lead_any_more_writes_nothing() -> None:
     """It lost the lease between the patch and the bind: the bind is not sent, and nothing is written afterwards either."""
-    pod = raw_pod("a", (60, 8))
+    pod = raw_pod("a", (60, 8), annotations=FORGED_INDEX)
     async with fake_cluster(raw_node("n1"), pods=[pod]) as cluster, running_replica(cluster) as replica:
         await replica.lead()
         cluster.faults = ["500", "500"]
@@ -214,7 +224,6 @@ FORGED = {
     f"{PREDICATE_GPU_INDEX_PREFIX}7": "1",
     f"{PREDICATE_GPU_INDEX_PREFIX}init-0": "1",
 }
-FORGED_INDEX = {GPUSHARE_INDEX_ANNOTATION: "1"}
 OWN = {"mine": "x", "tencent.com/vcuda-core-limit": "50"}
 
 
@@ -236,13 +245,28 @@ async def test_choices_that_are_not_the_plans_are_removed_before_the_bind() -> N
         assert [method for method, _ in cluster.seen if method != "GET"] == ["PATCH", "PATCH", "POST"]
 
 
-async def test_a_pod_without_such_choices_is_patched_once() -> None:
-    """Nearly every pod: looking costs no request."""
+async def test_a_pod_without_such_choices_is_bound_in_one_request() -> None:
+    """Nearly every pod: the bind brings the plan along."""
     pod = raw_pod("a", (60, 8), annotations=OWN)
     async with fake_cluster(raw_node("n1"), pods=[pod]) as cluster, running_replica(cluster) as replica:
         await replica.lead()
         assert await replica.bind(pod, "n1") == ""
-        assert [method for method, _ in cluster.seen if method != "GET"] == ["PATCH", "POST"]
+        assert [method for method, _ in cluster.seen if method != "GET"] == ["POST"]
+        assert cluster.pod("a")["metadata"]["annotations"].items() > {**OWN, PREDICATE_NODE_ANNOTATION: "n1"}.items()
+
+
+async def test_choices_that_the_watch_has_not_delivered_are_removed_too() -> None:
+    """The version that is known is not the pod's any more: the bind is refused, and the pod patched before the next."""
+    pod = raw_pod("a", (60, 8))
+    async with fake_cluster(raw_node("n1"), pods=[pod]) as cluster, running_replica(cluster) as replica:
+        await replica.lead()
+        cluster.is_mute = True
+        cluster.change("pods", "default/a", lambda raw: raw["metadata"].update(annotations={**FORGED, **OWN}))
+        assert await replica.bind(pod, "n1") == ""
+        assert [method for method, _ in cluster.seen if method != "GET"] == ["POST", "PATCH", "PATCH", "POST"]
+        annotations = cluster.pod("a")["metadata"]["annotations"]
+        assert annotations.items() > {**OWN, f"{PREDICATE_GPU_INDEX_PREFIX}0": "0"}.items()
+        assert not annotations.keys() & (FORGED.keys() - {f"{PREDICATE_GPU_INDEX_PREFIX}0"})
 
 
 async def test_more_choices_than_are_removed_at_once_refuse_the_bind() -> None:
@@ -351,12 +375,12 @@ async def test_leadership_is_looked_at_last_before_each_patch(at: int) -> None:
 async def test_the_next_leader_takes_over_what_the_last_left() -> None:
     """The leader dies between patch and bind: the next one binds the pod anew, elsewhere if it must, with its own
     annotations; what the first had bound counts, wherever it may be, until the agent reports it."""
-    pods = [raw_pod("a", (60, 8)), raw_pod("b", (60, 8)), raw_pod("c", (60, 8))]
+    pods = [raw_pod("a", (60, 8)), raw_pod("b", (60, 8), annotations=FORGED_INDEX), raw_pod("c", (60, 8))]
     async with fake_cluster(raw_node("n1"), raw_node("n2"), pods=pods) as cluster, running_replica(cluster) as second:
         async with running_replica(cluster) as first:
             await first.lead()
             assert await first.bind(pods[0], "n1") == ""
-            cluster.faults = [GOOD, *["silent"] * 20]
+            cluster.faults = [GOOD, GOOD, *["silent"] * 20]
             await first.bind(pods[1], "n1")
             first.is_leading = False
         cluster.faults = []

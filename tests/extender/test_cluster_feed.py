@@ -70,6 +70,23 @@ def feeding() -> Feeding:
     return Feeding()
 
 
+def test_a_pod_without_gpus_takes_cpu_of_its_node_until_it_is_gone(feeding: Feeding) -> None:
+    """By a deletion, or by a list that has it no more; while it waits it takes nothing."""
+    waiting, bound = raw_pod("w", (0, 0)), raw_pod("b", (0, 0), node="n1")
+    for raw in (waiting, bound):
+        raw["spec"]["containers"][0]["resources"] = {"requests": {"cpu": "1500m", "memory": "1Gi"}}
+    ledger = feeding.state.node_ledger("n1")
+    assert ledger is not None
+    assert [feeding.pods.put(undecoded(raw)) for raw in (waiting, bound)] == [False, True]
+    assert (ledger.free.cpu_milli, ledger.free.memory_mib) == (-1500, -1024)
+    feeding.pods.remove("uid-b")
+    assert (ledger.free.cpu_milli, ledger.free.memory_mib) == (0, 0)
+    feeding.pods.put(undecoded(bound))
+    feeding.pods.list_begins()
+    feeding.pods.list_ended([], ["uid-b"], "7")
+    assert ledger.free.cpu_milli == 0
+
+
 def forged(name: str, **annotations: str) -> Raw:
     return raw_pod(name, (30, 4), annotations={f"{INDEX_KEY}0": "1", **annotations})
 

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from msgspec.structs import replace
 
 from gpushare_agent.extender.cluster_state import ClusterState
+from gpushare_agent.extender.decisions.pod_plan import kind_of, signature_of
 from gpushare_agent.extender.steps import at_once
 from gpushare_agent.extender.values import ClusterNode, ClusterPolicy, Reservation, Stage
 from gpushare_agent.model.allocations import Charge
 from gpushare_agent.model.errors import RefusalReason, Refused
 from gpushare_agent.model.gpus import GpuReport, Link, LinkKind
 from gpushare_agent.model.names import CORES_PER_GPU, GpuUuid, PodUid
-from gpushare_agent.model.pods import ContainerKind, Pod, PodPhase
+from gpushare_agent.model.pods import ContainerKind, HostRequest, Pod, PodPhase
 from gpushare_agent.placement.topology import build_topology
 from tests.extender.support_extender import state_document
 from tests.support_core import NAMES, container, pod
@@ -71,7 +72,7 @@ def test_half_free_on_two_gpus_is_no_whole_gpu() -> None:
     whole = pod("whole", container(cores=100), node_name="")
     answer = cluster.filter(whole, ["a", "b"])
     assert answer.fitting == []
-    assert answer.failed == dict.fromkeys(["a", "b"], "1 wholly free GPU wanted, 0 of 2 are")
+    assert answer.failed == dict.fromkeys(["a", "b"], "only 0 of 2 GPUs are wholly free, 1 wanted")
     cluster.remove_pod(PodUid("uid-half-1-0"))
     assert cluster.filter(whole, ["a", "b"]).fitting == ["b"]
 
@@ -277,6 +278,117 @@ def test_nodes_are_scored_by_the_policy(policy: str, best: str) -> None:
     assert scores["nobody"] == 0
     assert max(scores, key=lambda name: scores[name]) == best
     assert all(0 <= score <= 10 for score in scores.values())
+
+
+def usual(cluster: ClusterState, cores: int, count: int = 20) -> None:
+    """So many pods of one kind were bound, to a node that is not known: they take nothing of the others."""
+    for number in range(count):
+        cluster.put_pod(on(share(f"usual-{number}", cores, 96 * cores // 100), "elsewhere"), 1.0)
+
+
+def test_fgd_leaves_to_the_usual_pods_what_they_can_use() -> None:
+    """A share of thirty goes to the GPU with thirty left, where pods of fifty are what comes, though others are fuller."""
+    cluster = state(node("rest", gpus=1), node("half", gpus=8), node_policy="fgd")
+    reserve(cluster, share("x", 70, 66), "rest")
+    reserve(cluster, pod("y", container(cores=700), node_name=""), "half")
+    reserve(cluster, share("z", 50, 48), "half")
+    asking = share("p", 30, 26)
+    assert dict(cluster.prioritize(asking, ["rest", "half"])) == {"rest": 3, "half": 10}
+    usual(cluster, 50)
+    assert dict(cluster.prioritize(asking, ["rest", "half"])) == {"rest": 10, "half": 3}
+
+
+def test_fgd_leaves_cpus_and_memory_to_the_usual_pods() -> None:
+    """Also those that pods without GPUs take, until they end: the free GPU of such a node is of no use to them."""
+    size = {"cpu_milli": 8000, "memory_mib": 8192}
+    cluster = state(node("a", gpus=1, **size), node("b", gpus=2, **size), node_policy="fgd")
+    asking = pod("p", container(cores=100), node_name="", host_request=HostRequest(1000, 1024))
+    for number in range(20):
+        usual_pod = pod("p", container(cores=100), uid=f"usual-{number}", host_request=HostRequest(4096, 4096))
+        cluster.put_pod(on(usual_pod, "elsewhere"), 1.0)
+    assert max(cluster.prioritize(asking, ["a", "b"]), key=lambda one: one[1])[0] == "a"
+    cluster.put_other_pod(PodUid("other"), "b", HostRequest(7000, 0))
+    assert max(cluster.prioritize(asking, ["a", "b"]), key=lambda one: one[1])[0] == "b"
+    cluster.remove_pod(PodUid("other"))
+    assert max(cluster.prioritize(asking, ["a", "b"]), key=lambda one: one[1])[0] == "a"
+
+
+cores_in_use = st.lists(st.lists(st.integers(0, 99), min_size=1, max_size=3), min_size=2, max_size=5)
+
+
+@given(used=cores_in_use, cores=st.integers(1, 100))
+def test_fgd_is_binpack_until_pods_were_seen(used: list[list[int]], cores: int) -> None:
+    """Node by node, and GPU by GPU whatever was seen."""
+    scores = {}
+    for policy in ("binpack", "fgd"):
+        cluster = state(*(node(f"n{at}", gpus=len(gpus)) for at, gpus in enumerate(used)), node_policy=policy)
+        for at, gpus in enumerate(used):
+            for number, taken in enumerate(gpus):
+                if taken:
+                    reserve(cluster, share(f"x-{at}-{number}", taken, 1), f"n{at}")
+        asking = share("p", cores, 1) if cores < 100 else pod("p", container(cores=100), node_name="")
+        scores[policy] = cluster.prioritize(asking, [f"n{at}" for at in range(len(used))])
+    assert scores["fgd"] == scores["binpack"]
+
+
+@given(used=cores_in_use, cores=st.integers(1, 100), host=st.sampled_from([(0, 0), (1024, 64), (4096, 512)]))
+def test_what_a_node_has_left_is_what_fgd_has_reckoned_with(
+    used: list[list[int]], cores: int, host: tuple[int, int]
+) -> None:
+    """The cost is that of the GPU that placement, extender's and agent's alike, takes."""
+    (gpus, *_) = used
+    # A hundred blocks, so that memory is in whole hundredths of a GPU as cores are.
+    reported = tuple(replace(gpu, memory_mib=100 * 256) for gpu in node(gpus=len(gpus)).gpus)
+    made = replace(node(gpus=len(gpus)), gpus=reported, cpu_milli=8192, memory_mib=1024)
+    cluster = state(made, node_policy="fgd")
+    usual(cluster, 50)
+    for number, taken in enumerate(gpus):
+        if taken:
+            reserve(cluster, share(f"x-{number}", taken, taken))
+    asking = pod("p", container(cores=cores, blocks=cores if cores < 100 else 0), node_name="")
+    asking = replace(asking, host_request=HostRequest(*host))
+    ledger, typical = cluster.node_ledger("a"), cluster.renew_typical()
+    if not cluster.filter(asking, ["a"]).fitting:
+        return
+    assert ledger is not None and typical is not None
+    before, kind = ledger.free, kind_of(signature_of(asking, NAMES), asking.host_request, NAMES)
+    cost = typical.cost(before, kind)
+    assert cluster.costs(asking, ["a"]) == [cost.cost]
+    reserve(cluster, asking)
+    assert ledger.free == cost.left
+
+
+requests = st.builds(HostRequest, st.integers(0, 9), st.integers(0, 9))
+changes = st.lists(
+    st.tuples(st.sampled_from(["put", "end", "node", "no node"]), st.integers(0, 5), st.sampled_from("ab"), requests)
+)
+
+
+@given(changes)
+def test_what_pods_request_of_a_node_is_counted_once_and_comes_back(
+    events: list[tuple[str, int, str, HostRequest]],
+) -> None:
+    """Whatever comes first, pods or nodes, and whatever is said twice."""
+    cluster, known, present = state(node_policy="fgd"), dict[int, tuple[str, HostRequest]](), set[str]()
+    for what, number, name, request in events:
+        if what == "put":
+            cluster.put_other_pod(PodUid(str(number)), name, request)
+            known[number] = name, request
+        elif what == "end":
+            cluster.remove_pod(PodUid(str(number)))
+            known.pop(number, None)
+        elif what == "node":
+            cluster.put_node(node(name, cpu_milli=100, memory_mib=100), 1.0)
+            present.add(name)
+        else:
+            cluster.remove_node(name)
+            present.discard(name)
+        for one in present:
+            ledger = cluster.node_ledger(one)
+            assert ledger is not None
+            here = [asked for on_node, asked in known.values() if on_node == one]
+            assert ledger.free.cpu_milli == 100 - sum(asked.cpu_milli for asked in here)
+            assert ledger.free.memory_mib == 100 - sum(asked.memory_mib for asked in here)
 
 
 def test_a_quota_is_asked_once_for_each_kind_of_node() -> None:
@@ -492,3 +604,116 @@ def test_init_containers_go_on_the_ledger_once() -> None:
     cluster = state(node())
     owner = pod("p", container("init", 60, 20, ContainerKind.INIT), container("main", 50, 10), node_name="")
     assert gpus_of(reserve(cluster, owner)) == {0: 60}
+
+
+QUESTIONS = [
+    *(
+        pod("ask", container(cores=cores, blocks=blocks), node_name="")
+        for cores, blocks in ((30, 10), (100, 0), (400, 0))
+    ),
+    pod("ask", container("one", cores=60, blocks=10), container("two", cores=60, blocks=90), node_name=""),
+]
+"""Of one container, of whole GPUs, of more than any node has, and of two containers, which are planned."""
+
+
+def no_pool_of_two(asking: Pod, *, model: str, pool: str) -> Refused | None:
+    return Refused(reason=RefusalReason.QUOTA_EXCEEDED, detail=f"no {model}") if pool == "two" else None
+
+
+class Answers(RuleBasedStateMachine):
+    """What is kept of former answers is no answer of its own: a state that was asked after every step says the same as one
+    that went through the same and is asked for the first time."""
+
+    NODES = ("a", "b", "c")
+    node_policy = "binpack"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked, self.fresh = (
+            ClusterState(
+                policy=ClusterPolicy(names=NAMES, node_policy=self.node_policy),  # type: ignore[arg-type]
+                quota=no_pool_of_two,  # type: ignore[arg-type]
+            )
+            for _ in range(2)
+        )
+        self.number = 0
+
+    @rule(
+        name=st.sampled_from(NODES), gpus=st.integers(1, 2), pool=st.sampled_from(["one", "two"]), healthy=st.booleans()
+    )
+    def put_node(self, name: str, gpus: int, pool: str, healthy: bool) -> None:
+        made = node(name, gpus, pool=pool, cpu_milli=1000 * gpus, memory_mib=4096)
+        for one in (self.asked, self.fresh):
+            one.put_node(replace(made, gpus=tuple(replace(gpu, is_healthy=healthy) for gpu in made.gpus)), 0.0)
+
+    @rule(name=st.sampled_from(NODES))
+    def remove_node(self, name: str) -> None:
+        for one in (self.asked, self.fresh):
+            one.remove_node(name)
+
+    @rule(name=st.sampled_from(NODES), cores=st.sampled_from([30, 60, 100]), is_bound=st.booleans())
+    def reserve(self, name: str, cores: int, is_bound: bool) -> None:
+        self.number += 1
+        owner = share(f"p{self.number}", cores, 0 if cores == 100 else 10)
+        for one in (self.asked, self.fresh):
+            if isinstance(one.reserve(owner, name, 1.0), Reservation) and is_bound:
+                one.bound(owner.uid)
+                one.put_pod(on(owner, name), 1.0)
+
+    @rule(name=st.sampled_from(NODES), cpu_milli=st.sampled_from([100, 600, 2000]))
+    def put_other(self, name: str, cpu_milli: int) -> None:
+        self.number += 1
+        for one in (self.asked, self.fresh):
+            one.put_other_pod(PodUid(f"other-{self.number}"), name, HostRequest(cpu_milli=cpu_milli, memory_mib=64))
+
+    @rule(number=st.integers(1, 12))
+    def remove_pod(self, number: int) -> None:
+        for one in (self.asked, self.fresh):
+            one.remove_pod(PodUid(f"uid-p{number}"))
+            one.remove_pod(PodUid(f"other-{number}"))
+
+    @rule(question=st.sampled_from(QUESTIONS), names=st.lists(st.sampled_from([*NODES, "nobody"]), unique=True))
+    def ask(self, question: Pod, names: list[str]) -> None:
+        """Also about a part of the nodes: what is said of the others stays as it was."""
+        self.asked.filter(question, names)
+        self.asked.costs(question, names)
+
+    def teardown(self) -> None:
+        names = ["nobody", *reversed(self.NODES)]
+        for question in QUESTIONS:
+            answer = self.asked.filter(question, names)
+            assert answer == self.fresh.filter(question, names)
+            assert sorted([*answer.fitting, *answer.failed, *answer.unresolvable]) == sorted(names)
+            assert self.asked.costs(question, names) == self.fresh.costs(question, names)
+
+
+class FgdAnswers(Answers):
+    node_policy = "fgd"
+
+    def __init__(self) -> None:
+        """Both have learnt the same pods; the steps that follow are too few to look at them again."""
+        super().__init__()
+        for one in (self.asked, self.fresh):
+            for number in range(24):
+                cores = (30, 60, 100)[number % 3]
+                owner = share(f"usual-{number}", cores, 0 if cores == 100 else 10)
+                one.put_pod(replace(on(owner, "away"), host_request=HostRequest(cpu_milli=500, memory_mib=64)), 0.0)
+            assert one.renew_typical() is not None
+
+
+def test_cpus_that_another_pod_takes_change_the_cost() -> None:
+    """A pod without GPUs changes no answer of filter, and what its node costs all the same."""
+    machine = FgdAnswers()
+    machine.put_node("a", 2, "one", True)
+    machine.ask(QUESTIONS[0], ["a"])
+    before = machine.asked.costs(QUESTIONS[0], ["a"])
+    machine.put_other("a", 2000)
+    machine.teardown()
+    assert machine.asked.costs(QUESTIONS[0], ["a"]) != before
+
+
+TestAnswers = Answers.TestCase
+TestFgdAnswers = FgdAnswers.TestCase
+TestAnswers.settings = TestFgdAnswers.settings = settings(
+    max_examples=150, stateful_step_count=14, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
+)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
+from msgspec.structs import replace
 
 from gpushare_agent.cluster.kube.claims import ClaimTemplate
 from gpushare_agent.cluster.kube.pods import read_pod_json
@@ -35,12 +36,13 @@ from gpushare_agent.extender.http import (
 )
 from gpushare_agent.extender.messages import MAX_POD_BYTES, BindArgs, NodesArgs, PreemptArgs
 from gpushare_agent.extender.metrics import ExtenderMetrics
-from gpushare_agent.extender.values import ClusterNode
+from gpushare_agent.extender.values import ClusterNode, PodPlan, Reservation, Stage
 from gpushare_agent.extender.verbs import ExtenderVerbs
 from gpushare_agent.kit.http_server import HttpLimits
+from gpushare_agent.model.allocations import Charge
 from gpushare_agent.model.errors import Refused
 from gpushare_agent.model.gpus import GpuReport, Link, LinkKind
-from gpushare_agent.model.names import GpuUuid
+from gpushare_agent.model.names import GpuUuid, PodUid
 from gpushare_agent.model.resources import ResourceNames
 from gpushare_agent.placement.topology import build_topology
 from tests.cluster.support_kube import DEADLINE_S, running
@@ -445,3 +447,45 @@ async def test_a_node_that_goes_while_a_page_is_made_is_left_out(peers: list[Pee
         peers.append(peer)
         page = json.loads((await peer.get("/debug/state"))[1])
         assert [node["name"] for node in page["nodes"]] == ["n0001", "n0002"]
+
+
+async def test_gpushares_inspect_counts_in_its_units(peers: list[Peer]) -> None:
+    """What its inspect reads, of all nodes or of one: memory of other resources is used too, a unit in part is a unit, and
+    the pods are those of gpu-mem."""
+    nodes = Nodes(2)
+    on_two = PodPlan(containers=(), charges={0: Charge(units=1), 1: Charge(units=1)})
+    by_cores = PodPlan(containers=(), charges={1: Charge(cores=10, blocks=1)})
+    names = replace(ResourceNames(), gpu_mem="aliyun.com/gpu-mem", gpu_mem_unit_mib=256)
+    ledger = nodes.known["n0000"] = NodeLedger(nodes.known["n0000"].node, names)
+    ledger.add(_reservation("two", on_two))
+    ledger.add(_reservation("by-cores", by_cores))
+    async with served(nodes) as port:
+        peer = await Peer.open(port)
+        peers.append(peer)
+        status, text = await peer.get("/gpushare-scheduler/inspect")
+        assert (status, [node["name"] for node in json.loads(text)["nodes"]]) == (200, ["n0000", "n0001"])
+        [node] = json.loads((await peer.get("/gpushare-scheduler/inspect/n0000"))[1])["nodes"]
+        pods = [{"name": "two", "namespace": "default", "usedGPU": 1}]
+        assert node == {
+            "name": "n0000",
+            "totalGPU": 8,
+            "usedGPU": 3,
+            "devs": [
+                {"id": 0, "totalGPU": 4, "usedGPU": 1, "pods": pods},
+                {"id": 1, "totalGPU": 4, "usedGPU": 2, "pods": pods},
+            ],
+        }
+        status, text = await peer.get("/gpushare-scheduler/inspect/zz")
+        assert (status, json.loads(text)) == (404, {"nodes": [], "error": "no node zz is known"})
+
+
+def _reservation(name: str, plan: PodPlan) -> Reservation:
+    return Reservation(
+        pod_uid=PodUid(f"uid-{name}"),
+        namespace="default",
+        pod=name,
+        node="n0000",
+        plan=plan,
+        stage=Stage.CONFIRMED,
+        at=0.0,
+    )

@@ -25,7 +25,7 @@ from gpushare_agent.extender.messages import (
     parse_preempt_args,
     preemption_result,
 )
-from gpushare_agent.extender.objects import asks_for_ours, lean_pod, predicate_annotations
+from gpushare_agent.extender.objects import asks_for_ours, host_request, lean_pod, predicate_annotations
 from gpushare_agent.extender.steps import at_once
 from gpushare_agent.model.errors import Corrupt
 from gpushare_agent.model.names import PodUid
@@ -132,13 +132,99 @@ def test_bytes_that_are_no_json_are_refused(content: bytes) -> None:
 
 
 def test_a_kept_pod_has_what_it_asks_for_and_nothing_that_a_tenant_wrote() -> None:
-    """Containers that ask for nothing are left out and positions stay; alike containers are one object."""
+    """Containers that ask for nothing are left out and positions stay; alike containers are one object. Of annotations it is
+    known whether any chooses GPUs, and no more."""
     raw = raw_pod("a", (0, 0), (30, 4), annotations={"tencent.com/predicate-gpu-idx-1": "0"})
     first, second = lean_pod(read_pod_json(undecoded(raw)), NAMES), lean_pod(read_pod_json(undecoded(raw)), NAMES)
     assert [(c.name, c.position) for c in first.containers] == [("c1", 1)]
     assert first.containers[0] is second.containers[0]
-    assert first.annotations == {}
+    assert first.annotations == {"tencent.com/predicate-gpu-idx-": ""}
+    assert lean_pod(read_pod_json(undecoded(raw_pod("a", (30, 4), annotations={"mine": "x"}))), NAMES).annotations == {}
     assert predicate_annotations(read_pod_json(undecoded(raw))) == {"tencent.com/predicate-gpu-idx-1": "0"}
+
+
+def asking(cpu: str = "", memory: str = "", **more: Any) -> dict[str, Any]:
+    requests = {name: amount for name, amount in (("cpu", cpu), ("memory", memory)) if amount}
+    return {"name": "c", "resources": {"requests": requests}, **more}
+
+
+SIDECAR = {"restartPolicy": "Always"}
+
+
+@pytest.mark.parametrize(
+    ("spec", "expected"),
+    [
+        ({}, (0, 0)),
+        ({"containers": [asking("250m", "64Mi"), asking("1.5", "1G")]}, (1750, 64 + 954)),
+        # The largest init container alone, with the sidecars before it; after it the sidecars and all containers.
+        ({"initContainers": [asking("3")], "containers": [asking("1"), asking("1")]}, (3000, 0)),
+        ({"initContainers": [asking("1", **SIDECAR), asking("3")], "containers": [asking("1")]}, (4000, 0)),
+        ({"initContainers": [asking("3"), asking("1", **SIDECAR)], "containers": [asking("2.5")]}, (3500, 0)),
+        ({"containers": [asking("1", "1Gi")], "resources": {"requests": {"cpu": "2"}}}, (2000, 1024)),
+        ({"containers": [asking("1")], "overhead": {"cpu": "100m", "memory": "10Mi"}}, (1100, 10)),
+        ({"containers": [asking("-1", "much")], "overhead": [], "resources": "x"}, (0, 0)),
+        ({"containers": [asking("9" * 15)]}, (1 << 40, 0)),
+    ],
+)
+def test_what_a_pod_requests_of_its_node_is_what_the_scheduler_counts(
+    spec: dict[str, Any], expected: tuple[int, int]
+) -> None:
+    """Milli-CPUs and MiB, rounded up; what is no quantity is nothing."""
+    raw = {"metadata": {"uid": "u", "namespace": "n", "name": "p"}, "spec": spec}
+    assert host_request(read_pod_json(undecoded(raw)).spec)[:2] == expected
+
+
+def required(*terms: list[dict[str, Any]]) -> dict[str, Any]:
+    selector = {"nodeSelectorTerms": [{"matchExpressions": expressions} for expressions in terms]}
+    return {"affinity": {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": selector}}}
+
+
+def of_model(*models: str, operator: str = "In") -> dict[str, Any]:
+    return {"key": "model", "operator": operator, "values": list(models)}
+
+
+@pytest.mark.parametrize(
+    ("spec", "models"),
+    [
+        ({}, ()),
+        ({"nodeSelector": {"model": "T4", "zone": "a"}}, ("T4",)),
+        (required([of_model("T4", "A10")]), ("A10", "T4")),
+        (required([of_model("T4")], [of_model("A10")]), ("A10", "T4")),
+        (required([of_model("T4")], [{"key": "zone", "operator": "Exists"}]), ()),
+        (required([of_model("T4", operator="NotIn")]), ()),
+        ({"nodeSelector": 1, "affinity": {"nodeAffinity": []}}, ()),
+    ],
+)
+def test_the_models_that_a_pod_names_are_read_from_its_spec(spec: dict[str, Any], models: tuple[str, ...]) -> None:
+    """By its node selector, or by every term that it requires of the node's affinity."""
+    raw = {"metadata": {"uid": "u", "namespace": "n", "name": "p"}, "spec": spec}
+    assert host_request(read_pod_json(undecoded(raw)).spec, "model").models == models
+
+
+_TERMS = {"preferredDuringSchedulingIgnoredDuringExecution": [{"weight": 1}]}
+_REQUIRED = {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": []}}
+
+
+@pytest.mark.parametrize(
+    ("spec", "prefers"),
+    [
+        ({}, False),
+        ({"affinity": None, "topologySpreadConstraints": None}, False),
+        ({"affinity": {"nodeAffinity": _REQUIRED, "podAffinity": None}}, False),
+        ({"affinity": {"nodeAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": []}}}, False),
+        ({"topologySpreadConstraints": [{"maxSkew": 1, "whenUnsatisfiable": "DoNotSchedule"}]}, False),
+        ({"affinity": {"nodeAffinity": _REQUIRED, "podAntiAffinity": _TERMS}}, True),
+        ({"affinity": {"podAffinity": _TERMS}}, True),
+        ({"topologySpreadConstraints": [{"whenUnsatisfiable": "ScheduleAnyway"}]}, True),
+        ({"affinity": "unreadable"}, True),
+    ],
+)
+def test_a_pods_own_preferences_are_seen(spec: dict[str, Any], prefers: bool) -> None:
+    """What it requires is no preference: kube-scheduler has decided on that before it asks."""
+    pod = raw_pod("a", (30, 4))
+    pod["spec"] |= spec
+    content = json.dumps({"Pod": pod, "Nodes": None, "NodeNames": ["n"]}).encode()
+    assert parse_nodes_args(content, NAMES).prefers_nodes is prefers
 
 
 @given(JSON)

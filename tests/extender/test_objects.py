@@ -103,7 +103,7 @@ def inventory(name: str) -> GpuInventory:
 def test_the_gpus_and_links_that_the_agent_writes_are_read_back(name: str) -> None:
     """Writer and reader agree, the tree over the links too: placement walks it."""
     found = inventory(name)
-    node = node_of(raw_node(gpus_annotation(found, cordoned=frozenset(), memory_block_mib=256)))
+    node = node_of(raw_node(gpus_annotation(found, cordoned={}, memory_block_mib=256)))
     assert [(c.index, c.uuid, c.memory_mib, c.is_healthy) for c in node.gpus] == [
         (c.index, c.uuid, c.memory_mib, True) for c in found.gpus
     ]
@@ -124,7 +124,7 @@ def test_what_the_agent_says_is_held_is_read_back() -> None:
         lambda uid: None,
         NAMES,
     )
-    gpus = gpus_annotation(found, cordoned=frozenset(), memory_block_mib=256)
+    gpus = gpus_annotation(found, cordoned={}, memory_block_mib=256)
     assert node_of(raw_node(gpus, allocations_annotation(held))).allocated == {
         "u-share": {0: Charge(cores=30, blocks=16)},
         "u-whole": {1: Charge(cores=100, wholes=1), 2: Charge(cores=100, wholes=1)},
@@ -135,7 +135,7 @@ def test_what_the_agent_says_is_held_is_read_back() -> None:
 def test_mig_instances_are_no_whole_gpus(takes_shares: bool) -> None:
     """They take no share at all where the node's isolation keeps none there."""
     found = replace(inventory(TOPOLOGY_NAMES[0]), gpus=(mig_instance(0, 9, 0), mig_instance(1, 9, 1)))
-    text = gpus_annotation(found, cordoned=frozenset(), memory_block_mib=256, shares_in_mig=takes_shares)
+    text = gpus_annotation(found, cordoned={}, memory_block_mib=256, shares_in_mig=takes_shares)
     gpus = NodeLedger(node_of(raw_node(text)), NAMES).gpus
     topology = build_topology([[Link(kind=LinkKind.SELF)] * 2] * 2, [None, None])
     share, whole = (

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpushare_agent.admission.decisions.ledger import Policy
-from gpushare_agent.extender.decisions.pod_plan import plan_annotations, plan_pod
+from gpushare_agent.extender.decisions.pod_plan import (
+    MAX_SCORE,
+    SCORE_OF_NEXT,
+    kind_of,
+    plan_annotations,
+    plan_pod,
+    scores_of,
+    signature_of,
+)
 from gpushare_agent.extender.values import ClusterPolicy, PodPlan
 from gpushare_agent.model.allocations import NO_CHARGE, Charge
 from gpushare_agent.model.errors import RefusalReason, Refused
@@ -17,8 +28,9 @@ from gpushare_agent.model.names import (
     VCORE_RESOURCE,
     VMEMORY_RESOURCE,
 )
-from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod
+from gpushare_agent.model.pods import ContainerKind, ContainerSpec, HostRequest, Pod
 from gpushare_agent.model.resources import ResourceNames
+from gpushare_agent.placement.fragmentation import PodKind
 from tests.placement.support_placement import Node, accounts, leaves_blocks_without_cores, nodes, pods
 from tests.support_core import NAMES, container, inventory, pod
 
@@ -52,6 +64,41 @@ def test_the_agent_does_what_was_planned(
             charge = planned.charges.get(gpu.index, NO_CHARGE)
             assert after.used_cores - gpu.used_cores == charge.cores
             assert after.used_blocks - gpu.used_blocks == charge.blocks
+
+
+@given(st.lists(st.none() | st.floats(-1, 1), max_size=200))
+def test_scores_are_ranks(costs: list[float | None]) -> None:
+    """The cheapest nodes are far above all others; those keep their order in four steps."""
+    scores = scores_of(costs)
+    by_cost = sorted((cost, score) for cost, score in zip(costs, scores, strict=True) if cost is not None)
+    assert all(score == 0 for cost, score in zip(costs, scores, strict=True) if cost is None)
+    assert [score for _, score in by_cost] == sorted((score for _, score in by_cost), reverse=True)
+    for cost, score in by_cost:
+        assert (score == MAX_SCORE) if cost == by_cost[0][0] else (0 <= score <= SCORE_OF_NEXT)
+    assert all(score == 0 for cost, score in by_cost[64:] if cost != by_cost[63][0])
+
+
+def test_the_best_node_wins_over_three_criteria_of_the_scheduler() -> None:
+    """NodeResourcesFit, NodeResourcesBalancedAllocation and ImageLocality give 100 each, the extender 10 times its score
+    and its weight in manifests/extender."""
+    weights = {
+        extender["weight"]
+        for path in (Path(__file__).parents[2] / "manifests/extender").glob("*/scheduler.yaml")
+        for extender in yaml.safe_load(path.read_text(encoding="utf-8"))["extenders"]
+    }
+    best, second = scores_of([0.1, 0.2])
+    assert weights and min(weights) * 10 * (best - second) > 3 * 100
+
+
+def test_pods_of_about_a_size_are_of_a_kind() -> None:
+    """Of several containers the one with the most GPUs counts."""
+    asked = signature_of(pod("p", container("a", 30, 10), container("b", 200, 0)), NAMES)
+    kind = kind_of(asked, HostRequest(3900, 9000, ("T4",)), NAMES)
+    assert kind == PodKind(cpu_milli=4096, memory_mib=10240, gpus=2, parts=100, models=("T4",))
+    assert kind == kind_of(asked, HostRequest(3600, 8200, ("T4",)), NAMES)
+    share = kind_of(signature_of(pod("p", container("a", 30, 40)), NAMES), HostRequest(), NAMES)
+    assert share == PodKind(cpu_milli=0, memory_mib=0, gpus=1, parts=30, gpu_memory_mib=40 * 256)
+    assert [share.parts_of(gpu_mib) for gpu_mib in (0, 81920, 24576, 8192)] == [30, 30, 42, 125]
 
 
 def planned(owner: Pod, found: GpuInventory | None = None, policy: ClusterPolicy = POLICY) -> PodPlan | Refused:

@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
+from gpushare_agent import __version__
 from gpushare_agent.model.names import (
     GPU_ASSIGNED_ANNOTATION,
     PREDICATE_NODE_ANNOTATION,
@@ -72,7 +74,7 @@ async def golden_extender() -> AsyncIterator[Asker]:
         holds(cluster, "node-b", ("victim-1", 0, 60, 8), ("kept-1", 1, 60, 8))
         holds(cluster, "node-c", ("victim-2", 0, 60, 8), ("kept-2", 1, 60, 8))
         holds(cluster, "node-d", ("kept-3", 0, 30, 8))
-        async with running_extender(cluster) as asker:
+        async with running_extender(cluster, most_fitting_nodes=0) as asker:
             yield asker
 
 
@@ -85,6 +87,8 @@ async def golden_extender() -> AsyncIterator[Asker]:
         ("/scheduler/priorities", "prioritize_args.json", "prioritize_result.json"),
         ("/scheduler/prioritize", "prioritize_args.json", "prioritize_result.json"),
         ("/scheduler/bind", "bind_args.json", "bind_result.json"),
+        ("/gpushare-scheduler/filter", "filter_args_names.json", "filter_result_names.json"),
+        ("/gpushare-scheduler/bind", "bind_args.json", "bind_result.json"),
         ("/scheduler/preemption", "preemption_args_victims.json", "preemption_result.json"),
         ("/scheduler/preemption", "preemption_args_meta.json", "preemption_result.json"),
     ],
@@ -96,6 +100,13 @@ async def test_each_verb_answers_as_the_scheduler_reads_it(
     status, answer = await golden_extender.post(path, golden(args))
     assert status == 200
     assert without_reasons(answer) == golden(result)
+
+
+async def test_the_version_is_answered() -> None:
+    """At gpu-admission's path, by every replica."""
+    async with fake_cluster() as cluster, running_extender(cluster) as asker:
+        status, text = await asker.get("/version")
+    assert status == 200 and __version__ in text
 
 
 async def test_filter_changes_nothing() -> None:
@@ -137,8 +148,33 @@ async def test_a_pod_that_asks_for_nothing_of_ours_is_bound_anywhere() -> None:
         assert "is on node node-without-cards already" in await asker.bind(pod, "n1")
 
 
-async def test_bind_annotates_then_binds() -> None:
-    """The pod gets gpu-admission's annotations first, then its node; the answer has no error."""
+PREFERENCE = {"nodeAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": [{"weight": 1, "preference": {}}]}}
+
+
+async def test_filter_answers_the_best_of_many_nodes() -> None:
+    """kube-scheduler scores what it is answered, so a pod that prefers nodes by itself gets all; and it reads the reasons
+    only where no node is left."""
+    nodes = [raw_node(f"n{number}") for number in range(5)]
+    async with fake_cluster(*nodes, pods=[]) as cluster:
+        for number, cores in ((1, 30), (3, 20), (4, 90)):
+            holds(cluster, f"n{number}", (f"uid-{number}", 0, cores, 4), (f"uid-other-{number}", 1, cores, 4))
+        async with running_extender(cluster, most_fitting_nodes=2) as asker:
+            names = ["n4", "n3", "n2", "n1", "n0"]
+            answer = await asker.filter(raw_pod("a", (30, 4)), names)
+            assert (answer["NodeNames"], answer["FailedNodes"]) == (["n1", "n3"], {}), "the fullest where it fits"
+            preferring = raw_pod("b", (30, 4))
+            preferring["spec"]["affinity"] = PREFERENCE
+            answer = await asker.filter(preferring, names)
+            assert (answer["NodeNames"], answer["FailedNodes"]) == (["n3", "n2", "n1", "n0"], {})
+            answer = await asker.filter(raw_pod("c", (300, 0)), names)
+            assert (answer["NodeNames"], sorted(answer["FailedAndUnresolvableNodes"])) == ([], sorted(names))
+        async with running_extender(cluster, most_fitting_nodes=0) as asker:
+            answer = await asker.filter(raw_pod("a", (30, 4)), names)
+            assert (answer["NodeNames"], list(answer["FailedNodes"])) == (["n3", "n2", "n1", "n0"], ["n4"])
+
+
+async def test_bind_annotates_and_binds() -> None:
+    """The pod gets gpu-admission's annotations with its node; the answer has no error."""
     pod = raw_pod("a", (30, 4), (100, 0), (0, 0))
     async with fake_cluster(raw_node("n1"), pods=[pod]) as cluster, running_extender(cluster) as asker:
         assert await asker.bind(pod, "n1") == ""
@@ -152,10 +188,7 @@ async def test_bind_annotates_then_binds() -> None:
         annotations = bound["metadata"]["annotations"]
         assert annotations[GPU_ASSIGNED_ANNOTATION] == "false"
         assert len(annotations[PREDICATE_TIME_ANNOTATION]) == 19, "nanoseconds since the epoch"
-        assert [method for method, path in cluster.seen if "/pods/a" in path] == [
-            "PATCH",
-            "POST",
-        ]  # lists may come between
+        assert [method for method, path in cluster.seen if "/pods/a" in path] == ["POST"]
 
 
 async def test_a_full_gpu_is_refused_with_a_reason_at_bind_too() -> None:
@@ -278,6 +311,39 @@ async def test_gpu_admission_scenario_with_its_filter() -> None:
                     r.pod == f"pod-{number}" and r.stage != "assumed" for r in asker.parts.state.reservations()
                 )
             )
+
+
+@pytest.mark.parametrize(("reserve", "fitting", "warnings"), [("bind", ["n1"], 1), ("filter", [], 0)])
+async def test_a_scheduler_that_only_filters_is_warned_of_where_binds_reserve(
+    reserve: str, fitting: list[str], warnings: int
+) -> None:
+    """gpu-admission's policy files name no bind verb: of two pods that fit once both pass. Once, with the right setting."""
+    pods = [raw_pod("a", (60, 8)), raw_pod("b", (60, 8))]
+    with capture_logs() as logs:
+        async with (
+            fake_cluster(raw_node("n1", gpus=1), pods=pods) as cluster,
+            running_extender(cluster, reserve=reserve) as asker,
+        ):
+            assert (await asker.filter(pods[0], ["n1"]))["NodeNames"] == ["n1"]
+            assert (await asker.filter(pods[1], ["n1"]))["NodeNames"] == fitting
+            for name in ("a", "b"):
+                cluster.change("pods", f"default/{name}", lambda raw: raw["spec"].update(nodeName="n1"))
+            await eventually(lambda: not asker.parts.pods.unscheduled_pods())
+    found = [one for one in logs if one["event"] == "scheduler_binds_by_itself"]
+    assert len(found) == warnings and all("extender.reserve: filter" in one["cure"] for one in found)
+
+
+async def test_a_scheduler_that_binds_by_the_extender_is_not_warned_of() -> None:
+    """The pod has its node by this extender."""
+    with capture_logs() as logs:
+        async with fake_cluster(raw_node("n1", gpus=2)) as cluster, running_extender(cluster) as asker:
+            pod = raw_pod("a", (60, 8))
+            cluster.put("pods", pod)
+            await eventually(lambda: len(asker.parts.pods.unscheduled_pods()) == 1)
+            assert (await asker.filter(pod, ["n1"]))["NodeNames"] == ["n1"]
+            assert await asker.bind(pod, "n1") == ""
+            await eventually(lambda: not asker.parts.pods.unscheduled_pods())
+    assert "scheduler_binds_by_itself" not in {one["event"] for one in logs}
 
 
 async def test_a_pod_that_is_filtered_twice_gets_an_answer_twice() -> None:

@@ -82,11 +82,13 @@ async def test_a_gpu_that_asks_for_a_reset_from_the_start_has_its_place_in_the_t
     assert len(inventory["gpus"][1]["nvlinks"]) == 1
 
 
-async def test_the_compute_capability_is_read_where_the_driver_has_it(library_directory: Path) -> None:
-    """Major and minor; none where it does not report."""
-    async with running_probe(library_directory, TWO_PAIRS + "value capability 0 6 1\n") as probe:
+async def test_compute_capability_and_brand_are_read_where_the_driver_has_them(library_directory: Path) -> None:
+    """Major and minor; a number that has a name, which a later driver's may not have. None where it does not report."""
+    values = "value capability 0 6 1\nvalue brand 0 14\nvalue brand 1 2\nvalue brand 2 99\n"
+    async with running_probe(library_directory, TWO_PAIRS + values) as probe:
         gpus = (await probe.read())["gpus"]
     assert [gpu["compute_capability"] for gpu in gpus] == [[6, 1], None, None, None]
+    assert [gpu["brand"] for gpu in gpus] == ["Nvidia", "Tesla", "", ""]
 
 
 async def test_the_nvlink_fabric_is_read_where_the_gpu_has_joined_it(library_directory: Path) -> None:

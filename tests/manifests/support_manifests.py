@@ -83,13 +83,16 @@ def merged(base: Merge, patch: Merge) -> Merge:
             result.pop(key, None)
         elif isinstance(value, dict):
             result[key] = merged(base.get(key, {}), value)
-        elif isinstance(value, list) and all(isinstance(item, dict) for item in value):
-            result[key] = list(
-                _merged_items(base.get(key, []), value, "mountPath" if key == "volumeMounts" else "name")
-            )
+        elif isinstance(value, list) and all(isinstance(item, dict) and _key_of(key) in item for item in value):
+            result[key] = list(_merged_items(base.get(key, []), value, _key_of(key)))
         else:
             result[key] = value
     return result
+
+
+def _key_of(field: str) -> str:
+    """By what the items of such a list are merged; lists of others are replaced."""
+    return "mountPath" if field == "volumeMounts" else "name"
 
 
 def _merged_items(base: list[Merge], patch: list[Merge], key: str) -> Iterator[Merge]:

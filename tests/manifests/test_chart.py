@@ -50,6 +50,7 @@ CASES: dict[str, tuple[Values, list[str], list[str]]] = {
     ),
     "dra": ({"dra": ON}, ["base"], ["dra"]),
     "dra-whole-gpus": ({"dra": {"enabled": True, "wholeGpus": ON}}, ["base"], ["dra", "dra-whole-gpus"]),
+    "dra-nvidia-names": ({"dra": {"enabled": True, "nvidiaNames": True}}, ["base"], ["dra", "dra-nvidia-names"]),
     "gpushare": ({"gpuMem": ON}, ["base"], ["gpushare"]),
     "static-pods": (
         {"staticPods": {"enabled": True, "selfSignedKubelet": True}},
@@ -274,6 +275,8 @@ def _extender_counts_as_the_agents(objects: Objects) -> None:
         ({"vcuda": {"driverContainer": True}}, "isolation: vcuda"),
         ({"driverLimits": {"setByAgent": True}}, "gpushare+driver"),
         ({"dra": {"wholeGpus": ON}}, "dra.enabled"),
+        ({"dra": {"nvidiaNames": True}}, "dra.enabled"),
+        ({"dra": {"enabled": True, "nvidiaNames": True, "wholeGpus": ON}}, "another resourceName"),
         ({"staticPods": {"selfSignedKubelet": True}}, "staticPods.enabled"),
         ({"migStrategy": "mixed"}, "nvidia.enabled"),
         ({"config": {"map": {"a": {}}, "name": "b"}}, "give one of them"),

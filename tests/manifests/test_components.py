@@ -38,6 +38,7 @@ COMPONENTS = {
     "cgroup-v1",
     "display-socket",
     "dra",
+    "dra-nvidia-names",
     "dra-whole-gpus",
     "driver-container",
     "driver-limits",

@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 import yaml
 
+from gpushare_agent import __version__
 from gpushare_agent.extender.claims_webhook import API_TIMEOUT_S
+from gpushare_agent.extender.decisions import vgpu_names
 from gpushare_agent.extender.decisions.quota import NamespaceQuota, parse_quota
 from gpushare_agent.extender.leader_election import APP_LABEL, LEADER, ROLE_LABEL
 from gpushare_agent.model.names import VCORE_RESOURCE, VMEMORY_RESOURCE
@@ -355,19 +357,23 @@ def test_the_claims_webhook_reaches_every_replica() -> None:
     (served,) = service["spec"]["ports"]
     assert served["targetPort"] in {port["name"] for port in pod_spec()["containers"][0]["ports"]}
     (configuration,) = documents(f"{folder}/webhook.yaml")
-    (webhook,) = configuration["webhooks"]
-    asked = webhook["clientConfig"]["service"]
+    webhook, of_names = configuration["webhooks"]
     name, namespace = service["metadata"]["name"], service["metadata"]["namespace"]
-    assert (asked["name"], asked["namespace"], asked["port"]) == (name, namespace, served["port"])
     guide = (MANIFESTS.parent / "docs/how-to/schedule-with-the-extender.md").read_text(encoding="utf-8")
     assert f"DNS:{name}.{namespace}.svc" in guide
     web = (MANIFESTS.parent / "gpushare_agent/extender/http.py").read_text(encoding="utf-8")
-    assert f'web.post("{asked["path"]}"' in web
+    for one in (webhook, of_names):
+        asked = one["clientConfig"]["service"]
+        assert (asked["name"], asked["namespace"], asked["port"]) == (name, namespace, served["port"])
+        assert f'web.post("{asked["path"]}"' in web
+        assert (one["failurePolicy"], one["reinvocationPolicy"]) == ("Fail", "IfNeeded")
     (condition,) = webhook["matchConditions"]
     settings = Settings()
     assert all(f"'{one}'" in condition["expression"] for one in (VCORE_RESOURCE, VMEMORY_RESOURCE))
     assert f"'{settings.gpushare.resource}'" in condition["expression"]
-    assert (webhook["sideEffects"], webhook["failurePolicy"]) == ("NoneOnDryRun", "Fail")
+    assert (webhook["sideEffects"], of_names["sideEffects"]) == ("NoneOnDryRun", "None")
+    (condition,) = of_names["matchConditions"]
+    assert all(f"'{one}'" in condition["expression"] for one in vgpu_names.NAMES)
     assert webhook["timeoutSeconds"] > API_TIMEOUT_S
 
 
@@ -396,3 +402,21 @@ def test_kustomize_renders_the_extender(tmp_path: Path, components: tuple[str, .
         ]
         (subject,) = of_webhook["ClusterRoleBinding"]["subjects"]
         assert (subject["name"], subject["namespace"]) == (spec["serviceAccountName"], NAMESPACE)
+
+
+def test_the_static_pod_takes_gpu_admissions_place() -> None:
+    """Its address, its kubeconfig, its policy file that only filters; without leases, for nobody may create one there."""
+    (found,) = documents("extender/static-pod/gpu-admission.yaml")
+    spec = found["spec"]
+    (only,) = spec["containers"]
+    chosen = load_settings(only["args"], {})
+    extender = chosen.settings.extender
+    assert (extender.addr, extender.port, extender.reserve, extender.leader_elect) == (
+        "127.0.0.1",
+        3456,
+        "filter",
+        False,
+    )
+    assert str(chosen.settings.kubeconfig).startswith("/etc/kubernetes/") and only["command"][1] == "extender"
+    assert only["image"] == f"gpushare-agent:{__version__}" and spec["hostNetwork"]
+    assert {one["name"] for one in only["volumeMounts"]} == {one["name"] for one in spec["volumes"]}

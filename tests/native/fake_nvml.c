@@ -24,7 +24,7 @@
  *   value NAME I NUMBER [NUMBER]     what a card answers; NOT_SUPPORTED without. NAME is one of utilization (of the GPU,
  *                                    of its memory), encoder, decoder, memory_used (with and without the reserved bytes),
  *                                    temperature, power, power_limit, clock_1 (SM), clock_2 (memory), clock_reasons,
- *                                    pcie_0 (sent), pcie_1 (received), remapped (pending, failed), capability
+ *                                    pcie_0 (sent), pcie_1 (received), remapped (pending, failed), capability, brand
  *   fabric I STATE STATUS CLUSTER CLIQUE
  *                                    of a GPU on an NVLink fabric; CLUSTER is its UUID as 32 hexadecimal digits
  *   field I FIELD SCOPE CODE TYPE NUMBER
@@ -626,6 +626,14 @@ int nvmlDeviceGetCudaComputeCapability(device_t *device, int *major, int *minor)
     int code = get_value(__func__, device, "capability", numbers);
     *major = (int)numbers[0];
     *minor = (int)numbers[1];
+    return code;
+}
+
+int nvmlDeviceGetBrand(device_t *device, int *brand)
+{
+    unsigned long long numbers[2];
+    int code = get_value(__func__, device, "brand", numbers);
+    *brand = (int)numbers[0];
     return code;
 }
 

@@ -149,3 +149,13 @@ async def test_localhost_means_every_loopback_address() -> None:
     """The default serves 127.0.0.1, and ::1 where there is one, on one port."""
     async with serving(addr="localhost") as port:
         assert (await ask(port, "/debug/log")).status == 200
+
+
+@pytest.mark.parametrize("path", ["/debug/pprof", "/debug/pprof/", "/debug/pprof/heap?debug=1", "/debug/pprof/profile"])
+async def test_gos_profiles_are_answered_with_what_there_is(path: str) -> None:
+    """gpu-manager's users type them."""
+    async with serving() as port:
+        answer = await ask(port, path)
+        tasks = await ask(port, "/debug/pprof/goroutine?debug=2")
+    assert answer.status == 200 and "py-spy" in answer.text and "/debug/tasks" in answer.text
+    assert tasks.status == 200 and len(tasks.text) > 50

@@ -32,8 +32,8 @@ from tests.observability.support_display import GPU_0, GPU_1, GPU_MIB, snapshot,
 
 MIB = 1024 * 1024
 GRAPH = f"""\
-ROOT:2
-|--PIX:2
+ROOT:2 (aval: 0)
+|--PIX:2 (aval: 0)
 |  |--GPU0 (pids: [41 42 77], usedMemory: {3 * 1024 * MIB}, totalMemory: {GPU_MIB * MIB}, \
 allocatableCores: 70, allocatableMemory: {(GPU_MIB - 2048) * MIB})
 |  |--GPU1 (pids: [], usedMemory: 0, totalMemory: {GPU_MIB * MIB}, allocatableCores: 0, allocatableMemory: 0)
@@ -103,7 +103,7 @@ def test_usage_is_reported_in_percent_and_mib_by_pod_and_container() -> None:
             "uid-big": {
                 "project": "default",
                 "spec": {"main": {"gpu": 1.0, "mem": float(GPU_MIB)}},
-                "stat": {"main": {"dev": [{"id": "0000:01:00.0", "card_idx": "1"}]}},
+                "stat": {"main": {"dev": [{"id": "0000:01:00.0", "card_idx": "1", "device_mem": 24576.0}]}},
             },
             "uid-train": {
                 "cluster": "blue",
@@ -111,7 +111,16 @@ def test_usage_is_reported_in_percent_and_mib_by_pod_and_container() -> None:
                 "spec": {"log": {}, "train": {"gpu": 0.3, "mem": 2048.0}},
                 "stat": {
                     "train": {
-                        "dev": [{"id": "0000:00:00.0", "card_idx": "0", "gpu": 7.0, "mem": 1536.0, "pids": [41, 42]}]
+                        "dev": [
+                            {
+                                "id": "0000:00:00.0",
+                                "card_idx": "0",
+                                "gpu": 7.0,
+                                "mem": 1536.0,
+                                "pids": [41, 42],
+                                "device_mem": 24576.0,
+                            }
+                        ]
                     }
                 },
                 "user": "ann",
@@ -123,7 +132,7 @@ def test_usage_is_reported_in_percent_and_mib_by_pod_and_container() -> None:
 def test_containers_are_listed_before_the_first_sample() -> None:
     """From the moment of allocation, with nothing used."""
     found = shown_usage(snapshot())["usage"]["uid-train"]["stat"]["train"]
-    assert found == {"dev": [{"id": "0000:00:00.0", "card_idx": "0"}]}
+    assert found == {"dev": [{"id": "0000:00:00.0", "card_idx": "0", "device_mem": 24576}]}
 
 
 @pytest.mark.parametrize("round_of", [usage_round, lambda: None])
@@ -151,7 +160,7 @@ def test_a_node_without_gpus_and_pods_has_an_empty_usage_and_a_bare_root() -> No
         ),
     )
     assert shown_usage(nothing) == {}
-    assert graph_text(nothing) == "ROOT:0\n"
+    assert graph_text(nothing) == "ROOT:0 (aval: 0)\n"
 
 
 async def test_a_foreign_client_reads_all_three(short_dir: Path, grpc: ModuleType) -> None:

@@ -90,6 +90,14 @@ def test_compute_that_follows_the_memory_is_requested_compute_as_the_usage_repor
     assert pod_usage.spec[key.container].gpu == 0.66
 
 
+@pytest.mark.parametrize(("blocks", "mib"), [(30, 7680), (0, 2 * 24576)])
+def test_requested_memory_of_whole_gpus_is_what_was_requested(blocks: int, mib: int) -> None:
+    """Where nothing was, what the GPUs have."""
+    shown = snapshot(facts(allocation(key_of(1), (0, 1), cores=200, blocks=blocks)))
+    ((_, value),) = rows_of(shown)["container_request_gpu_memory"]
+    assert value == mib
+
+
 def test_who_keeps_a_container_to_its_share_is_one_row_of_one() -> None:
     """However many GPUs it has, and also where two containers have the same name."""
     shares = [facts(allocation(key_of(n), (0,), blocks=8)) for n in (1, 2)]

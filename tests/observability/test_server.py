@@ -7,7 +7,8 @@ import gzip
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from aiohttp import ClientSession, web
@@ -272,3 +273,23 @@ async def test_one_that_asks_too_much_at_once_is_answered_503_and_others_are_not
         assert await other.status("/costly") == 200
         for peer in (first, second, third, other):
             peer.close()
+
+
+async def test_debug_pages_lead_to_the_debug_listener() -> None:
+    """gpu-manager has them on this port: who is on this host is sent there, path and query with it."""
+    async with served(debug=("localhost", 5679)) as url, ClientSession() as session:
+        async with session.get(f"{url}/debug/pprof/goroutine?debug=1", allow_redirects=False) as response:
+            assert response.status == 307
+            assert response.headers["Location"] == "http://localhost:5679/debug/pprof/goroutine?debug=1"
+        async with session.get(f"{url}/debug", allow_redirects=False) as response:
+            assert response.headers["Location"] == "http://localhost:5679/debug"
+    async with served() as url:
+        status, text = await _get(f"{url}/debug/pprof/")
+        assert status == 404 and "debug.addr is empty" in text
+
+
+async def test_another_host_is_told_where_the_debug_listener_is() -> None:
+    """And not sent to an address that is another one for it."""
+    server = WebServer("127.0.0.1", 0, metrics=AgentMetrics(), ready=list, debug=("localhost", 5679))
+    answer = await server._lead_to_debug(cast(web.Request, SimpleNamespace(remote="10.0.0.7")))
+    assert answer.status == 403 and "port-forward POD 5679" in str(answer.text)

@@ -70,7 +70,7 @@ def raw_node(agent: Node, owners: dict[PodUid, Pod], names: ResourceNames) -> di
     found = agent.found
     capacity = {names.name(kind): str(sum(names.units(gpu, kind) for gpu in found.gpus)) for kind in names.kinds}
     by_pod = allocations_by_pod(agent.cache.view().values(), found.gpus, owners.get, names)
-    text = gpus_annotation(found, cordoned=frozenset(), memory_block_mib=names.memory_block_mib)
+    text = gpus_annotation(found, cordoned={}, memory_block_mib=names.memory_block_mib)
     return {
         "metadata": {
             "name": "node",
@@ -226,7 +226,7 @@ def test_replicas_and_instances_are_counted_alike_by_agent_extender_and_inspect(
         raw = raw_node(agent, admitted, names)
         raw["metadata"]["annotations"][ALLOCATIONS_ANNOTATION] = allocations_annotation(by_pod)
         raw["metadata"]["annotations"][GPUS_ANNOTATION] = gpus_annotation(
-            found, cordoned=frozenset(), memory_block_mib=names.memory_block_mib, shares_in_mig=shares_in_mig
+            found, cordoned={}, memory_block_mib=names.memory_block_mib, shares_in_mig=shares_in_mig
         )
         own = accounts(found, agent.cache, own_names)
         read = read_node(undecoded(raw), names, model_label="m", pool_label="p")

@@ -91,10 +91,27 @@ def test_a_class_configures_its_requests_before_the_claim() -> None:
     assert sources == [("FromClass", ["gpu"], 1), ("FromClaim", None, 2)]
 
 
-def test_the_sandbox_has_the_class_of_the_manifests() -> None:
-    path = ROOT / "gpushare_agent/sandbox/claim_samples/00-class.yaml"
-    shipped = list(yaml.safe_load_all((ROOT / "manifests/components/dra/classes.yaml").read_text()))
-    assert yaml.safe_load(path.read_text()) in shipped
+@pytest.mark.parametrize(
+    ("sample", "shipped"), [("00-class", "dra/classes"), ("01-nvidia-class", "dra-nvidia-names/class")]
+)
+def test_the_sandbox_has_the_classes_of_the_manifests(sample: str, shipped: str) -> None:
+    path = ROOT / f"gpushare_agent/sandbox/claim_samples/{sample}.yaml"
+    of_manifests = list(yaml.safe_load_all((ROOT / f"manifests/components/{shipped}.yaml").read_text()))
+    assert yaml.safe_load(path.read_text()) in of_manifests
+
+
+def test_the_class_of_nvidias_driver_selects_devices_that_have_its_attributes() -> None:
+    """Also where a device has none of them: an error would stop the scheduler for all nodes."""
+    document = yaml.safe_load((ROOT / "manifests/components/dra-nvidia-names/class.yaml").read_text())
+    selects = parse_selector(document["spec"]["selectors"][0]["cel"]["expression"])
+    for driver, attributes, expected in (
+        ("gpushare-agent", {"gpu.nvidia.com/type": "gpu"}, True),
+        ("gpu.nvidia.com", {"gpu.nvidia.com/type": "gpu"}, True),
+        ("gpu.nvidia.com", {"gpu.nvidia.com/type": "mig"}, False),
+        ("gpushare-agent", {"gpushare-agent/type": "gpu"}, False),
+        ("another", {"gpu.nvidia.com/type": "gpu"}, False),
+    ):
+        assert selects(DeviceView(driver=driver, attributes=attributes, capacity={})) is expected
 
 
 DEVICE = DeviceView(

@@ -253,7 +253,7 @@ async def test_what_the_sandbox_does_not_have_is_said_in_a_sentence(short_dir: P
         assert "type the command here as it stands behind `--`" in said and "COMMAND" not in said
         assert "may not be deleted" in await kubectl.refused("delete", "namespace", "default")
         assert "one log of a container" in await kubectl.refused("logs", "a", "--previous")
-        assert "doesn't have a resource type" in await kubectl.refused("get", "services")
+        assert "doesn't have a resource type" in await kubectl.refused("get", "endpoints")
         misspelt = pod("b") | {"kind": "Pdo"}
         assert 'no matches for kind "Pdo" in version "v1"' in await kubectl.refused("apply", "-f", "-", stdin=misspelt)
         assert "not found in OpenAPI schema" in await kubectl.refused("explain", "pod")

@@ -1,4 +1,4 @@
-"""Deployments, ReplicaSets and Jobs of the sandbox: passes of the controllers over the embedded API server's objects."""
+"""Deployments, ReplicaSets, StatefulSets and Jobs of the sandbox: passes of the controllers over its objects."""
 
 from __future__ import annotations
 
@@ -288,3 +288,61 @@ async def test_pods_of_a_large_owner_are_made_in_bursts(cluster: Cluster) -> Non
         cluster.controllers.reconcile()
         sizes.append(len(cluster.pods()))
     assert sizes == [50, 100, 120, 120]
+
+
+def stateful_set(replicas: int = 3, **spec: Any) -> dict[str, Any]:
+    return {**deployment(replicas, serviceName="web", **spec)}
+
+
+async def test_a_stateful_set_has_its_pods_one_after_the_other(cluster: Cluster) -> None:
+    """Each by its number once the one before it is ready; a lost one comes back under its name, and the last go first."""
+    made = cluster.api.create("statefulsets", stateful_set())
+    cluster.settle(None)
+    assert cluster.pods() == ["web-0"]
+    cluster.settle()
+    assert cluster.pods() == ["web-0", "web-1", "web-2"]
+    status = cluster.get("statefulsets", "web")["status"]
+    assert (status["replicas"], status["readyReplicas"], status["updatedReplicas"]) == (3, 3, 3)
+    cluster.api.delete_pod("default", "web-1")
+    cluster.settle()
+    assert cluster.pods() == ["web-0", "web-1", "web-2"]
+    cluster.patch("statefulsets", "web", {"spec": {"replicas": 1}})
+    cluster.settle()
+    assert cluster.pods() == ["web-0"]
+    cluster.api.delete("statefulsets", key_of(made))
+    cluster.settle()
+    assert cluster.pods() == []
+
+
+async def test_a_parallel_stateful_set_has_its_pods_at_once(cluster: Cluster) -> None:
+    """GPUShare's guide has it so."""
+    cluster.api.create("statefulsets", stateful_set(podManagementPolicy="Parallel"))
+    cluster.controllers.reconcile()
+    assert cluster.pods() == ["web-0", "web-1", "web-2"]
+
+
+async def test_a_stateful_sets_failed_pod_is_replaced_and_then_later(cluster: Cluster) -> None:
+    """By one of its name: at once the first time; the second failure waits."""
+    cluster.api.create("statefulsets", stateful_set(1))
+    cluster.settle()
+    first = cluster.api.pod("default", "web-0")
+    cluster.set_status(first, {"phase": "Failed"})
+    cluster.settle()
+    second = cluster.api.pod("default", "web-0")
+    assert second["metadata"]["uid"] != first["metadata"]["uid"]
+    cluster.set_status(second, {"phase": "Failed"})
+    cluster.settle()
+    assert cluster.api.pod("default", "web-0")["status"]["phase"] == "Failed"
+
+
+async def test_a_stateful_sets_new_template_reaches_all_pods(cluster: Cluster) -> None:
+    """From the last pod on, and none is made anew twice."""
+    cluster.api.create("statefulsets", stateful_set(2))
+    cluster.settle()
+    before = {raw["metadata"]["uid"] for raw in cluster.api.pods()}
+    cluster.patch("statefulsets", "web", CHANGED)
+    cluster.controllers.reconcile()
+    assert cluster.pods() == ["web-0"]
+    cluster.settle()
+    assert [raw["metadata"]["labels"]["version"] for raw in cluster.api.pods()] == ["2", "2"]
+    assert not before & {raw["metadata"]["uid"] for raw in cluster.api.pods()}

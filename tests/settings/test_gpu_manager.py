@@ -1,10 +1,15 @@
-"""settings/sources.py: the variables of gpu-manager's image."""
+"""settings/sources.py: the variables of gpu-manager's image, and the flags of gpu-manager and gpu-admission."""
 
 from __future__ import annotations
 
+from operator import attrgetter
+from pathlib import Path
+
 import pytest
 
+from gpushare_agent.settings.reference import text_of
 from gpushare_agent.settings.settings import SettingsError, load_settings
+from gpushare_agent.settings.sources import read_gpu_manager
 
 
 @pytest.mark.parametrize(("value", "level"), [("0", "info"), ("4", "info"), ("5", "debug"), ("warning", "warning")])
@@ -17,7 +22,7 @@ def test_log_level_is_klogs_number_or_a_word_of_ours(value: str, level: str) -> 
 
 def test_extra_flags_are_flags() -> None:
     """gpu-manager's names and ours, with klog's own reported."""
-    text = "--v=5 --hostname-override=n1 --share-mode=false --logtostderr --query-port 5679"
+    text = "--v=5 --hostname-override=n1 --share-mode=false --logtostderr=false --query-port 5679"
     loaded = load_settings([], {"EXTRA_FLAGS": text})
     settings = loaded.settings
     assert (settings.node_name, settings.share_mode, settings.web.port) == ("n1", False, 5679)
@@ -44,3 +49,158 @@ def test_libcuda_is_reported() -> None:
     """It changes nothing here."""
     (key,) = load_settings([], {"LIBCUDA": "/x"}).migrated
     assert key.is_lost and "volume_config" in key.reason
+
+
+GPU_MANAGER = {
+    "driver": ("nvidia", "driver", "nvml"),
+    "extra-config": ("/x.json", "extra_config", "/x.json"),
+    "volume-config": ("/v.conf", "volume_config", "/v.conf"),
+    "query-port": ("5679", "web.port", "5679"),
+    "query-addr": ("0.0.0.0", "web.addr", "0.0.0.0"),
+    "kubeconfig": ("/k", "kubeconfig", "/k"),
+    "sample-period": ("2", "sample_period_s", "2"),
+    "node-labels": ("zone=a", "node_labels", "zone=a"),
+    "hostname-override": ("n1", "node_name", "n1"),
+    "virtual-manager-path": ("/vm", "virtual_manager.path", "/vm"),
+    "device-plugin-path": ("/dp", "kubelet.device_plugin_path", "/dp"),
+    "checkpoint-path": ("/c", "allocation.checkpoint_path", "/c"),
+    "share-mode": ("false", "share_mode", "false"),
+    "allocation-check-period": ("60", "allocation.check_period_s", "60"),
+    "container-runtime-endpoint": ("/var/run/crio.sock", "runtime.endpoint", "/var/run/crio.sock"),
+    "cgroup-driver": ("systemd", "runtime.cgroup_driver", "systemd"),
+    "runtime-request-timeout": ("5s", "runtime.request_timeout_s", "5"),
+    "wait-timeout": ("1m0s", "wait_timeout_s", "60"),
+}
+"""cmd/manager/options of gpu-manager v1.1.5, and wait-timeout of its master: a value, our setting, what that is then."""
+
+
+@pytest.mark.parametrize("flag", GPU_MANAGER)
+def test_every_flag_of_gpu_manager_is_a_setting(flag: str) -> None:
+    """On the command line, with - or _ in its name, and in EXTRA_FLAGS."""
+    given, name, value = GPU_MANAGER[flag]
+    for loaded in (
+        load_settings([f"--{flag}={given}"], {}),
+        load_settings([f"--{flag.replace('-', '_')}", given], {}),
+        load_settings([], {"EXTRA_FLAGS": f"--{flag}={given}"}),
+    ):
+        assert text_of(attrgetter(name)(loaded.settings)) == value
+
+
+def test_the_display_socket_of_the_service_unit_is_taken() -> None:
+    """gpu-manager.conf has --addr."""
+    assert load_settings(["--addr=/run/x.sock"], {}).settings.display.socket == Path("/run/x.sock")
+
+
+@pytest.mark.parametrize(
+    ("flag", "is_lost"),
+    [
+        ("--logtostderr", False),
+        ("-logtostderr", False),
+        ("--logtostderr=false", True),
+        ("--alsologtostderr", False),
+        ("--log-dir=/var/log/gpu-manager", True),
+        ("--log_dir=/var/log/gpu-manager", True),
+        ("--stderrthreshold=2", True),
+        ("--vmodule=tree=5", True),
+        ("--incluster-mode=false", False),
+        ("--pprofAddress=127.0.0.1:3457", True),
+    ],
+)
+def test_a_flag_without_effect_is_accepted_and_reported_once(flag: str, is_lost: bool) -> None:
+    """As in EXTRA_FLAGS; a warning only where something is lost."""
+    (key,) = load_settings([flag], {}).migrated
+    (extra,) = load_settings([], {"EXTRA_FLAGS": flag}).migrated
+    assert (key.is_lost, key.settings, bool(key.reason)) == (is_lost, {}, True)
+    assert (extra.name, extra.is_lost) == (f"EXTRA_FLAGS {key.name}", is_lost)
+
+
+@pytest.mark.parametrize("flags", [["--v=5"], ["-v=5"], ["-v", "5"], ["--v", "5"]])
+def test_klogs_verbosity_is_the_log_level(flags: list[str]) -> None:
+    """A level of ours beats it, wherever it stands."""
+    loaded = load_settings(flags, {"LOG_LEVEL": "warning"})
+    assert (loaded.settings.log.level, len(loaded.migrated)) == ("debug", 2)
+    assert load_settings(["--log.level=error", *flags], {}).settings.log.level == "error"
+
+
+@pytest.mark.parametrize(
+    ("value", "addr", "port"), [("127.0.0.1:3456", "127.0.0.1", 3456), ("[::1]:80", "::1", 80), (":3456", "", 3456)]
+)
+def test_gpu_admissions_address_is_the_extenders(value: str, addr: str, port: int) -> None:
+    """Host and port in one flag, as Go listens."""
+    extender = load_settings([f"--address={value}"], {}).settings.extender
+    assert (extender.addr, extender.port) == (addr, port)
+
+
+def test_gpu_admissions_configuration_is_named_by_the_same_flag(tmp_path: Path) -> None:
+    """`--config` of its command line is its own file, not one of ours."""
+    path = tmp_path / "gpu-admission.config"
+    path.write_text('{"GPUModelLabel": "a/model", "GPUPoolLabel": "a/pool"}', encoding="utf-8")
+    loaded = load_settings([f"--config={path}"], {})
+    assert loaded.settings.extender.config == path
+    assert loaded.outcome(loaded.migrated[0]) == (False, f"extender.config={path}")
+
+
+GPU_MANAGERS_MOUNTS = (
+    "var/lib/kubelet/device-plugins", "etc/gpu-manager/vdriver", "etc/gpu-manager/vm", "etc/gpu-manager/checkpoint",
+    "usr/local/host",
+)  # fmt: skip
+
+
+@pytest.fixture
+def container(tmp_path: Path) -> Path:
+    """The file system of gpu-manager's container, with the host's beside it."""
+    for path in (*GPU_MANAGERS_MOUNTS, "host/var/lib/kubelet/pod-resources", "host/usr"):
+        (tmp_path / path).mkdir(parents=True)
+    return tmp_path
+
+
+def start_script(container: Path, flags: str = "--logtostderr=false") -> dict[str, object]:
+    layer = read_gpu_manager({"EXTRA_FLAGS": flags}, container, container / "host")
+    return {name: raw.value for name, raw in layer.values.items()}
+
+
+def test_gpu_managers_daemonset_finds_the_host_where_it_mounts_nothing(container: Path) -> None:
+    """Its container is privileged and in the host's PID namespace; state goes where gpu-manager's went."""
+    assert start_script(container) == {
+        "web.addr": "0.0.0.0",
+        "kubelet.pod_resources_socket": f"{container}/host/var/lib/kubelet/pod-resources/kubelet.sock",
+        "health.state_file": f"{container}/etc/gpu-manager/checkpoint/gpushare-agent-health.json",
+        "resize.state_file": f"{container}/etc/gpu-manager/checkpoint/gpushare-agent-resize.json",
+        "driver_volume.root": f"{container}/host",
+        "driver_volume.mount": "true",
+    }
+
+
+def test_what_is_mounted_or_flagged_is_taken_as_it_is(container: Path) -> None:
+    """A manifest that has the mounts gets the defaults; EXTRA_FLAGS beat what the start script passes."""
+    for path in ("var/lib/kubelet/pod-resources", "var/lib/gpushare-agent"):
+        (container / path).mkdir(parents=True)
+    found = start_script(container, "--query-addr=localhost")
+    assert found.keys() == {"web.addr", "driver_volume.root", "driver_volume.mount"}
+    assert found["web.addr"] == "localhost"
+
+
+def test_without_privileges_the_host_is_not_reached(container: Path) -> None:
+    """/proc/1/root is then closed: pods are identified by the API server alone, and a warning names the mount."""
+    (container / "host").rename(container / "closed")
+    found = start_script(container)
+    assert found["kubelet.pod_resources_socket"] == "" and "driver_volume.root" not in found
+
+
+def test_an_image_with_the_control_library_goes_on_with_it(container: Path) -> None:
+    """As gpu-manager limits shares; any other image has this project's library."""
+    (container / "usr/lib64").mkdir()
+    (container / "usr/lib64/libcuda-control.so").touch()
+    assert start_script(container)["isolation"] == "vcuda"
+
+
+def test_the_extra_config_of_the_start_script_is_read(container: Path) -> None:
+    """Where the image or a mount has it."""
+    path = container / "etc/gpu-manager/extra-config.json"
+    path.write_text("{}", encoding="utf-8")
+    assert start_script(container)["extra_config"] == str(path)
+
+
+def test_without_extra_flags_nothing_of_the_start_script_is_so(container: Path) -> None:
+    """LOG_LEVEL alone is a name that other programs have, too: it opens no port."""
+    assert set(read_gpu_manager({"LOG_LEVEL": "4"}, container, container / "host").values) == {"log.level"}

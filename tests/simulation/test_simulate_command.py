@@ -108,7 +108,7 @@ def test_progress_goes_to_standard_error_only(
 @pytest.mark.parametrize(
     ("words", "reported"),
     [
-        (["--policy", "best"], "name some of binpack, spread, agent-only"),
+        (["--policy", "best"], "name some of fgd, binpack, spread, agent-only"),
         (["--generate", "0"], "not a whole number from 1 to"),
         (["--load", "nan"], "not a number from 0.01 to 100"),
         (["--nodes", "0"], "not a whole number from 1 to 100000"),

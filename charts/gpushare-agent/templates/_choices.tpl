@@ -18,6 +18,7 @@
 {{- end -}}
 {{- if $values.dra.enabled }}{{ $components = append $components "dra" }}{{ end -}}
 {{- if $values.dra.wholeGpus.enabled }}{{ $components = append $components "dra-whole-gpus" }}{{ end -}}
+{{- if $values.dra.nvidiaNames }}{{ $components = append $components "dra-nvidia-names" }}{{ end -}}
 {{- if $values.gpuMem.enabled }}{{ $components = append $components "gpushare" }}{{ end -}}
 {{- if $values.staticPods.enabled }}{{ $components = append $components "static-pods" }}{{ end -}}
 {{- if $values.staticPods.selfSignedKubelet }}{{ $components = append $components "static-pods-self-signed" }}{{ end -}}
@@ -55,8 +56,11 @@ manifests/components/{{ . }}
 {{- if and (eq $values.isolation "vcuda") (kindIs "bool" $values.hostPID) (not $values.hostPID) -}}
   {{- fail "isolation vcuda counts by the host's PIDs: not with `hostPID: false`" -}}
 {{- end -}}
-{{- if and $values.dra.wholeGpus.enabled (not $values.dra.enabled) -}}
-  {{- fail "dra.wholeGpus.enabled needs `dra.enabled: true`" -}}
+{{- if and (or $values.dra.wholeGpus.enabled $values.dra.nvidiaNames) (not $values.dra.enabled) -}}
+  {{- fail "dra.wholeGpus.enabled and dra.nvidiaNames need `dra.enabled: true`" -}}
+{{- end -}}
+{{- if and $values.dra.nvidiaNames $values.dra.wholeGpus.enabled (eq $values.dra.wholeGpus.resourceName "nvidia.com/gpu") -}}
+  {{- fail "dra.nvidiaNames serves nvidia.com/gpu by its own class: leave `dra.wholeGpus.enabled` out, or give it another resourceName" -}}
 {{- end -}}
 {{- if and (or $values.migStrategy $values.deviceIDStrategy $values.nvidia.sharing) (not $values.nvidia.enabled) -}}
   {{- fail "migStrategy, deviceIDStrategy and nvidia.sharing need `nvidia.enabled: true`" -}}
@@ -120,7 +124,11 @@ manifests/components/{{ . }}
 {{- define "gpushare-agent.set-nodes" -}}
 {{- $values := .root.Values -}}
 {{- $pod := .pod -}}
-{{- $_ := set $pod "nodeSelector" $values.nodeSelector -}}
+{{- /* The component gpushare takes nodes with GPUShare's label, too, unless the nodes are chosen. */ -}}
+{{- if or (not $pod.affinity) (ne (toJson $values.nodeSelector) (toJson (dict "nvidia-device-enable" "enable"))) -}}
+  {{- $_ := set $pod "nodeSelector" $values.nodeSelector -}}
+  {{- $_ := unset $pod "affinity" -}}
+{{- end -}}
 {{- $_ := set $pod "tolerations" $values.tolerations -}}
 {{- with $values.affinity }}{{ $_ := set $pod "affinity" . }}{{ end -}}
 {{- if $values.priorityClassName -}}

@@ -305,8 +305,16 @@ class ClusterApi(KubeApi):
         what = f"patch the labels of pod {namespace}/{name}"
         return await self._send("PATCH", what, pod_path(namespace, name), {"metadata": metadata})
 
-    async def bind_pod(self, namespace: str, name: str, uid: PodUid, node: str, resource_version: str) -> None:
-        """Bind this very pod in this very version.
+    async def bind_pod(
+        self,
+        namespace: str,
+        name: str,
+        uid: PodUid,
+        node: str,
+        resource_version: str,
+        annotations: Mapping[str, str] | None = None,
+    ) -> None:
+        """Bind this very pod in this very version. The annotations become the pod's with the bind, or not at all.
 
         Conflict where it is another one by now, or bound already. Unavailable leaves open whether it was bound.
         """
@@ -315,7 +323,13 @@ class ClusterApi(KubeApi):
             "kind": "Binding",
             # With the version the API server refuses the bind once anything has changed the pod, a later patch of ours
             # above all.
-            "metadata": {"name": name, "namespace": namespace, "uid": uid, "resourceVersion": resource_version},
+            "metadata": {
+                "name": name,
+                "namespace": namespace,
+                "uid": uid,
+                "resourceVersion": resource_version,
+                "annotations": annotations or {},
+            },
             "target": {"apiVersion": "v1", "kind": "Node", "name": node},
         }
         path = f"{pod_path(namespace, name)}/binding"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from fractions import Fraction
+from math import ceil
 
 from msgspec import Raw, Struct, field
 from msgspec.json import Decoder
@@ -167,7 +168,7 @@ class Event(Struct, rename="camel", kw_only=True, frozen=True):
     count: int = 1
 
 
-# --- quantities of extended resources: whole, not negative, at most 2**63 - 1 ---
+# --- quantities; those of extended resources are whole, not negative, at most 2**63 - 1 ---
 
 _QUANTITY = re.compile(
     r"([+-]?)([0-9]{1,40}\.?[0-9]{0,40}|\.[0-9]{1,40})(?:([numkMGTPE]|[KMGTPE]i)|[eE]([+-]?[0-9]{1,3}))?"
@@ -186,7 +187,7 @@ def whole_number(quantity: object, what: str) -> int:
     """
     if isinstance(quantity, str) and quantity.isascii() and quantity.isdigit() and len(quantity) <= _PLAIN_DIGITS:
         return int(quantity)  # as nearly all are; the way below costs twenty times as much
-    value = _value(quantity)
+    value = amount(quantity)
     if value is None:
         raise Corrupt(f"{what}: {_shown(quantity)} is no Kubernetes quantity")
     if value < 0:
@@ -196,7 +197,14 @@ def whole_number(quantity: object, what: str) -> int:
     return value.numerator
 
 
-def _value(quantity: object) -> Fraction | None:
+def rounded_up(quantity: object, unit: Fraction) -> int:
+    """How many of the unit a quantity is, rounded up; 0 where it is none, or negative."""
+    value = amount(quantity)
+    return max(0, ceil(value / unit)) if value is not None else 0
+
+
+def amount(quantity: object) -> Fraction | None:
+    """The exact number, `0.1` for `100m`; None of what is no quantity."""
     if isinstance(quantity, bool) or not isinstance(quantity, str | int | float):
         return None
     if isinstance(quantity, int):

@@ -1,9 +1,9 @@
 """A Pod from JSON, read once and never trusted: from the API server, the kubelet, the scheduler, an admission review.
 
-`PodJson` is the schema of all that is ever read of a pod, `parse_pod` makes of it what the agent stores, with bounds: the
-store has every pod of the node. A pod is refused as Corrupt, with the pod and the place, only where its identity or what it
-asks for cannot be read; anything else that is not as the Kubernetes API defines it, reads as absent. Format: Kubernetes
-core/v1 Pod.
+`PodJson` is the schema of all that is read of a pod, but for what kube-scheduler alone looks at (scheduling.py). `parse_pod`
+makes of it what the agent stores, with bounds: the store has every pod of the node. A pod is refused as Corrupt, with the
+pod and the place, only where its identity or what it asks for cannot be read; anything else that is not as the Kubernetes
+API defines it, reads as absent. Format: Kubernetes core/v1 Pod.
 """
 
 from __future__ import annotations
@@ -76,6 +76,7 @@ MAX_MOUNTS_OF_PATH = 4
 """Of each of LIMIT_PATHS: those at other paths must not crowd it out."""
 MAX_NAME_CHARS = 320
 """The longest name of an annotation: 253 of its prefix, a slash, 63 of its name."""
+MAX_LABEL_VALUES, MAX_LABEL_CHARS = 16, 63
 MAX_MESSAGE_CHARS = 2048
 MAX_SCHEDULER_CHARS = 1000
 CUT = "…"
@@ -124,6 +125,10 @@ class ContainerJson(Struct, rename="camel"):
         return (self.resources.limits if self.resources is not None else None) or {}
 
     @property
+    def requests(self) -> Mapping[str, Quantity]:
+        return (self.resources.requests if self.resources is not None else None) or {}
+
+    @property
     def ports(self) -> list[ContainerPort]:
         return _PORTS.read(self.raw_ports)
 
@@ -135,15 +140,67 @@ class PodClaim(Struct, rename="camel"):
     resource_claim_name: str | None = None
 
 
+class _Expression(Struct):
+    key: str
+    operator: str
+    values: list[str] = field(default_factory=list)
+
+
+class _Term(Struct, rename="camel"):
+    match_expressions: list[_Expression] = field(default_factory=list)
+
+
+class _NodeSelector(Struct, rename="camel"):
+    node_selector_terms: list[_Term] = field(default_factory=list)
+
+
+class _NodeAffinity(Struct, rename={"required": "requiredDuringSchedulingIgnoredDuringExecution"}):
+    required: _NodeSelector | None = None
+
+
+class _Affinity(Struct, rename="camel"):
+    node_affinity: _NodeAffinity | None = None
+
+
 class PodSpec(Struct, rename="camel"):
     node_name: str | None = None
     init_containers: list[ContainerJson] | None = None
     containers: list[ContainerJson] | None = None
     raw_claims: Raw = field(name="resourceClaims", default=NULL)
+    raw_resources: Raw = field(name="resources", default=NULL)
+    raw_overhead: Raw = field(name="overhead", default=NULL)
+    raw_selector: Raw = field(name="nodeSelector", default=NULL)
+    raw_affinity: Raw = field(name="affinity", default=NULL)
 
     @property
     def claims(self) -> list[PodClaim]:
         return _POD_CLAIMS.read(self.raw_claims)
+
+    @property
+    def requests(self) -> Mapping[str, Quantity]:
+        """Of the pod as a whole."""
+        return decoded_or(_RESOURCES, self.raw_resources, ResourcesJson).requests or {}
+
+    @property
+    def overhead(self) -> Mapping[str, Quantity]:
+        return decoded_or(_AMOUNTS, self.raw_overhead, dict)
+
+    def values_of_label(self, label: str) -> tuple[str, ...]:
+        """The values that a node's label may have for the pod, sorted, as far as a node selector or one required term with
+        In says so; empty: any."""
+        value = decoded_or(_TEXTS, self.raw_selector, dict).get(label)
+        if value is not None:
+            return (_cut(value, MAX_LABEL_CHARS),)
+        affinity = decoded_or(_AFFINITY, self.raw_affinity, _Affinity).node_affinity
+        terms = affinity.required.node_selector_terms if affinity is not None and affinity.required is not None else ()
+        allowed: set[str] = set()
+        # Any of the terms suffices: one that says nothing of the label allows every value.
+        for term in terms:
+            values = [one.values for one in term.match_expressions if one.key == label and one.operator == "In"]
+            if not values:
+                return ()
+            allowed.update(_cut(value, MAX_LABEL_CHARS) for value in values[0])
+        return tuple(sorted(allowed)[:MAX_LABEL_VALUES])
 
 
 class _State(Struct):
@@ -218,6 +275,8 @@ class PodJson(KubeObject):
 
 
 _OBJECT, _POD, _STATUS, _TEXT = Decoder(KubeObject), Decoder(PodJson), Decoder(PodStatus), Decoder(str)
+_RESOURCES, _AFFINITY = Decoder(ResourcesJson), Decoder(_Affinity)
+_AMOUNTS, _TEXTS = Decoder(dict[str, Quantity]), Decoder(dict[str, str])
 _CONTAINER_CLAIMS, _POD_CLAIMS, _MAPPINGS = Entries(ContainerClaim), Entries(PodClaim), Entries(_RequestMapping)
 _PORTS, _ENV, _MOUNTS, _STATUSES, _CONDITIONS = (
     Entries(ContainerPort),

@@ -1,6 +1,6 @@
 """A ResourceClaim from the API server's JSON: what of it is allocated by this driver. Pure, and never trusted.
 
-Format: resource.k8s.io/v1 ResourceClaim. The opaque configuration is ShareConfig:
+Format: resource.k8s.io/v1 ResourceClaim. The opaque configuration is ShareConfig, or NVIDIA's (gpu_config.py):
 
     apiVersion: gpushare-agent/v1alpha1
     kind: ShareConfig
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Annotated
 
 from msgspec import Meta, Raw, Struct, field
@@ -22,7 +22,8 @@ from msgspec.structs import replace
 from gpushare_agent.cluster.kube.claims import Allocation, ClaimJson, ClaimStatus, DeviceConfig, DeviceResult
 from gpushare_agent.cluster.kube.objects import ObjectMeta, whole_number
 from gpushare_agent.cluster.kube.pods import EXTENDED_CLAIM
-from gpushare_agent.dra.decisions.devices import device_index
+from gpushare_agent.dra.decisions.devices import NVIDIA_DRIVER, device_index
+from gpushare_agent.dra.decisions.gpu_config import MpsLimits, read_gpu_config
 from gpushare_agent.kit.json_schema import decoded
 from gpushare_agent.model.allocations import ClaimRef
 from gpushare_agent.model.errors import Corrupt
@@ -46,16 +47,19 @@ _UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 
 
 class ShareConfig(Struct, frozen=True, kw_only=True):
-    """What a claim or its class asks for beyond numbers; empty and 0 stand for the node's settings."""
+    """What a claim or its class asks for beyond numbers; empty and 0 stand for the node's settings. `mps` are the limits of
+    whole GPUs by NVIDIA's GpuConfig."""
 
     isolation: str = ""
     core_limit: int = 0
+    mps: MpsLimits | None = None
 
 
 class ClaimResult(Struct, frozen=True, kw_only=True):
     """One device of a claim. `request` as in the claim, `a` or `a/b` of a list of alternatives. `index` is the GPU's.
     `cores` are percent of it, 0 where the claim asks for memory alone; `memory_mib` is rounded to the slice's step by the
-    scheduler. `is_admin`: by admin access, all of the GPU beside whoever has it; nothing is charged, so both are 0."""
+    scheduler. `is_admin`: by admin access, all of the GPU beside whoever has it; nothing is charged, so both are 0.
+    `is_unlimited`: by the setting dra.consumable_shares, without a size of its own; both are 0 too."""
 
     request: str
     device: str
@@ -65,6 +69,10 @@ class ClaimResult(Struct, frozen=True, kw_only=True):
     memory_mib: int
     config: ShareConfig = ShareConfig()
     is_admin: bool = False
+
+    @property
+    def is_unlimited(self) -> bool:
+        return not (self.is_admin or self.cores or self.memory_mib)
 
 
 class AllocatedClaim(Struct, frozen=True, kw_only=True):
@@ -84,7 +92,14 @@ def is_claim_uid(text: str) -> bool:
     return _UUID.fullmatch(text) is not None
 
 
-def read_claim(raw: Raw, *, driver: str, pool: str) -> AllocatedClaim:
+class ClaimPolicy(Struct, frozen=True, kw_only=True):
+    """What of the settings bears on a claim: NVIDIA's configuration is read, and a claim may be without a size."""
+
+    nvidia_names: bool = False
+    has_unlimited: bool = False
+
+
+def read_claim(raw: Raw, *, driver: str, pool: str, policy: ClaimPolicy = ClaimPolicy()) -> AllocatedClaim:  # noqa: B008 - frozen
     """Raises Corrupt with the field that cannot be used, for the pod's Event."""
     claim = decoded(_CLAIM, raw, "the claim")
     ref = _ref(claim)
@@ -99,8 +114,9 @@ def read_claim(raw: Raw, *, driver: str, pool: str) -> AllocatedClaim:
     # The kubelet calls the driver of the pod's node: a device of another pool is not this node's to prepare.
     if any(one.pool != pool for one in mine):
         raise Corrupt(f"it is allocated in the pool {_shown(mine[0].pool)}, and this node's pool is {pool}")
-    configs = list(_configs(entries, driver))
-    made = [_result(one, configs) for one in mine]
+    requests = {name for one in mine for name in (one.request, _main(one.request))}
+    configs = list(_configs(entries, driver, requests, policy))
+    made = [_result(one, configs, policy) for one in mine]
     if not made:
         raise Corrupt(f"status.allocation has no device of driver {driver}")
     for (request, device), times in Counter((one.request, one.device) for one in made).items():
@@ -155,7 +171,13 @@ def _check_count(found: Sequence[object], what: str, most: int) -> None:
         raise Corrupt(f"{what} has {len(found)} entries, and resource.k8s.io allows at most {most}")
 
 
-def _result(one: DeviceResult, configs: Sequence[tuple[frozenset[str], ShareConfig]]) -> ClaimResult:
+def _main(request: str) -> str:
+    return request.partition("/")[0]
+
+
+def _result(
+    one: DeviceResult, configs: Sequence[tuple[frozenset[str], ShareConfig]], policy: ClaimPolicy
+) -> ClaimResult:
     request, device, share_id = one.request, one.device, one.share_id or ""
     index = device_index(device)
     if not _REQUEST.fullmatch(request):
@@ -172,7 +194,7 @@ def _result(one: DeviceResult, configs: Sequence[tuple[frozenset[str], ShareConf
             share_id=share_id,
             cores=0,
             memory_mib=0,
-            config=replace(_config_of(request, 0, configs), core_limit=0),
+            config=replace(_config_of(request, 0, configs), core_limit=0, mps=None),
             is_admin=True,
         )
     consumed = one.consumed_capacity or {}
@@ -184,8 +206,17 @@ def _result(one: DeviceResult, configs: Sequence[tuple[frozenset[str], ShareConf
             " (on from Kubernetes 1.36)"
         )
     memory = whole_number(consumed["memory"], f"request {request}, memory")
-    if cores > CORES_PER_GPU or memory < MIB:
+    is_unlimited = policy.has_unlimited and not cores and not memory
+    if cores > CORES_PER_GPU or (memory < MIB and not is_unlimited):
         raise Corrupt(f"request {request} has {cores} cores and {memory} bytes of one GPU, which is no share of it")
+    config = _config_of(request, cores, configs)
+    if is_unlimited:
+        if config.isolation not in ("", "none"):
+            raise Corrupt(
+                f"request {request} asks for {config.isolation}, and on this node what names no memory is not limited"
+                " (setting dra.consumable_shares). Name cores and memory, or remove the configuration"
+            )
+        config = ShareConfig(isolation="none")
     return ClaimResult(
         request=request,
         device=device,
@@ -193,7 +224,7 @@ def _result(one: DeviceResult, configs: Sequence[tuple[frozenset[str], ShareConf
         share_id=share_id,
         cores=cores,
         memory_mib=memory // MIB,
-        config=_config_of(request, cores, configs),
+        config=config,
     )
 
 
@@ -201,10 +232,13 @@ def _config_of(request: str, cores: int, configs: Sequence[tuple[frozenset[str],
     """The last that concerns the request, field by field: those of the class come before the claim's own."""
     found = ShareConfig()
     for requests, config in configs:
-        if requests and not {request, request.partition("/")[0]} & requests:
+        if requests and not {request, _main(request)} & requests:
             continue
         found = ShareConfig(
-            isolation=config.isolation or found.isolation, core_limit=config.core_limit or found.core_limit
+            isolation=config.isolation or found.isolation,
+            core_limit=config.core_limit or found.core_limit,
+            # The limits belong to that isolation.
+            mps=config.mps if config.isolation else found.mps,
         )
     if found.core_limit and found.core_limit < cores:
         raise Corrupt(
@@ -215,12 +249,21 @@ def _config_of(request: str, cores: int, configs: Sequence[tuple[frozenset[str],
     return found if cores < CORES_PER_GPU else replace(found, core_limit=0)
 
 
-def _configs(entries: Sequence[DeviceConfig], driver: str) -> Iterable[tuple[frozenset[str], ShareConfig]]:
+def _configs(
+    entries: Sequence[DeviceConfig], driver: str, mine: Set[str], policy: ClaimPolicy
+) -> Iterable[tuple[frozenset[str], ShareConfig]]:
     # The class first, whatever the order in the status: the claim's own configuration overrides it.
     for source in ("FromClass", "FromClaim"):
         for one in entries:
-            if one.source == source and one.opaque is not None and one.opaque.driver == driver:
-                yield frozenset(one.requests or ()), read_config(one.opaque.parameters)
+            requests = frozenset(one.requests or ())
+            if one.source != source or one.opaque is None:
+                continue
+            if one.opaque.driver == driver:
+                yield requests, read_config(one.opaque.parameters)
+            # Of another request's device NVIDIA's own driver may read it: a claim can be of both.
+            elif policy.nvidia_names and one.opaque.driver == NVIDIA_DRIVER and (not requests or requests & mine):
+                found = read_gpu_config(one.opaque.parameters)
+                yield requests, ShareConfig(isolation=found.isolation, mps=found.mps)
 
 
 class _Typed(Struct, rename="camel"):

@@ -27,6 +27,19 @@ UNHEALTHY_TAINT = "gpushare-agent/unhealthy"
 CORDONED_TAINT = "gpushare-agent/cordoned"
 MAX_TEXT_CHARS = 64
 """Of a string attribute."""
+NVIDIA_DRIVER = "gpu.nvidia.com"
+"""The name of NVIDIA's DRA driver: the domain of its attributes, and of its configuration in claims."""
+_NVIDIA_ATTRIBUTES = (
+    "type",
+    "uuid",
+    "productName",
+    "architecture",
+    "driverVersion",
+    "cudaDriverVersion",
+    "cudaComputeCapability",
+    "index",
+)
+"""Those of ours that have the same name and the same value there; `index` in its examples alone."""
 _DEVICE_NAME = re.compile(r"gpu-([0-9]{1,4})")
 _ARCHITECTURES = {7: "Volta", 8: "Ampere", 9: "Hopper", 10: "Blackwell", 12: "Blackwell"}
 _ARCHITECTURES_BY_MINOR = {(7, 5): "Turing", (8, 9): "Ada Lovelace"}
@@ -35,7 +48,7 @@ _NOT_IN_A_VALUE = re.compile(r"[^A-Za-z0-9._-]+")
 
 class DevicePolicy(Struct, frozen=True, kw_only=True):
     """What of the settings bears on the slice. `isolation` is the node's own, `memory_by` and `compute_by` what limits them
-    under it (isolation/kept.py)."""
+    under it (isolation/kept.py). `shares` is the setting dra.consumable_shares."""
 
     block_mib: int
     order: str
@@ -43,6 +56,8 @@ class DevicePolicy(Struct, frozen=True, kw_only=True):
     isolation: str
     memory_by: str = ""
     compute_by: str = ""
+    nvidia_names: bool = False
+    shares: str = "memory"
 
 
 def device_name(gpu: Gpu) -> str:
@@ -73,7 +88,13 @@ def slice_devices(
     offered = [gpu for gpu in gpus if capacity_mib(gpu, policy.block_mib)]
     # The scheduler takes the first device that fits: the order of the slice is the placement.
     sign = -1 if policy.order == "binpack" else 1
-    offered.sort(key=lambda gpu: (sign * charges.get(gpu.uuid, NO_CHARGE).cores, gpu.index))
+
+    def key(gpu: Gpu) -> tuple[int, int, int]:
+        # Memory too, for a share may take that alone (`cores: "0"`).
+        charge = charges.get(gpu.uuid, NO_CHARGE)
+        return sign * charge.cores, sign * charge.blocks, gpu.index
+
+    offered.sort(key=key)
     return [_device(gpu, inventory, groups, cordoned, policy) for gpu in offered]
 
 
@@ -84,17 +105,34 @@ def _device(
     cordoned: Mapping[GpuUuid, str],
     policy: DevicePolicy,
 ) -> Device:
-    memory, block, cores = quantity(capacity_mib(gpu, policy.block_mib)), quantity(policy.block_mib), str(CORES_PER_GPU)
     return Device(
         name=device_name(gpu),
         allow_multiple_allocations=True,
         attributes=_attributes(gpu, inventory, groups, policy),
-        capacity={
-            "cores": DeviceCapacity(cores, RequestPolicy(cores, ValidRange(min="0", max=cores, step="1"))),
-            "memory": DeviceCapacity(memory, RequestPolicy(memory, ValidRange(min=block, max=memory, step=block))),
-        },
+        capacity=_capacity(gpu, policy),
         taints=_taints(gpu, cordoned, policy),
     )
+
+
+def _capacity(gpu: Gpu, policy: DevicePolicy) -> dict[str, DeviceCapacity]:
+    """A claim that names none takes the whole GPU. By NVIDIA's names it takes all of the memory and no cores, which is the
+    whole GPU too: nobody else can have memory there. By unlimited and numbered shares it takes no memory either."""
+
+    def counted(value: str, default: str, least: str, step: str = "1") -> DeviceCapacity:
+        return DeviceCapacity(value, RequestPolicy(default, ValidRange(min=least, max=value, step=step)))
+
+    memory, block, cores = quantity(capacity_mib(gpu, policy.block_mib)), quantity(policy.block_mib), str(CORES_PER_GPU)
+    if not policy.nvidia_names:
+        return {"cores": counted(cores, cores, "0"), "memory": counted(memory, memory, block, block)}
+    found = {
+        "cores": counted(cores, "0", "0"),
+        # For selectors: requests have no domain, and so are for the agent's own.
+        f"{NVIDIA_DRIVER}/memory": counted(memory, "0", "0", block),
+        "memory": counted(memory, *((memory, block) if policy.shares == "memory" else ("0", "0")), block),
+    }
+    if policy.shares.isdigit():
+        found["shares"] = counted(policy.shares, "1", "1")
+    return dict(sorted(found.items()))
 
 
 def _attributes(
@@ -109,6 +147,7 @@ def _attributes(
         # NVML writes eight digits of domain, Kubernetes' attribute has four, in small letters.
         "resource.kubernetes.io/pciBusID": gpu.bus_id.lower()[-12:],
         "resource.kubernetes.io/pcieRoot": gpu.pcie_root,
+        **({f"{NVIDIA_DRIVER}/brand": gpu.brand} if policy.nvidia_names else {}),
         "isolation": policy.isolation,
         "memoryLimitedBy": policy.memory_by,
         "computeLimitedBy": policy.compute_by,
@@ -119,11 +158,18 @@ def _attributes(
         "cudaDriverVersion": _version(inventory.cuda_version),
         "cudaComputeCapability": f"{capability[0]}.{capability[1]}.0" if capability is not None else "",
     }
-    numbers = {"index": gpu.index, "minor": gpu.minor, "numaNode": gpu.numa_node}
+    numbers = {
+        "index": gpu.index,
+        "minor": gpu.minor,
+        "numaNode": gpu.numa_node,
+        "resource.kubernetes.io/numaNode": gpu.numa_node,
+    }
     found = {name: Attribute(text=text[:MAX_TEXT_CHARS]) for name, text in texts.items() if text}
     found |= {name: Attribute(version=text) for name, text in versions.items() if text}
     # -1 stands for what the driver did not report: an attribute that is left out matches no expression.
     found |= {name: Attribute(number=number) for name, number in numbers.items() if number is not None and number >= 0}
+    if policy.nvidia_names:
+        found |= {f"{NVIDIA_DRIVER}/{name}": found[name] for name in _NVIDIA_ATTRIBUTES if name in found}
     return dict(sorted(found.items()))
 
 

@@ -15,16 +15,18 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from fractions import Fraction
 from itertools import count
+from types import MappingProxyType
 
 from msgspec import Struct, to_builtins
 from msgspec.structs import replace
 
 from gpushare_agent.admission.decisions.container_edits import EditPolicy
 from gpushare_agent.dra.decisions.claim import CONFIG_KIND, AllocatedClaim, ClaimResult
+from gpushare_agent.dra.decisions.gpu_config import MpsLimits
 from gpushare_agent.isolation import ISOLATIONS, ClaimUse, GpuShare, IsolationRequest
 from gpushare_agent.isolation.device_lists import DeviceListRequest, device_edits
 from gpushare_agent.model.allocations import ClaimRef, ContainerEdits, ContainerKey, merged
-from gpushare_agent.model.errors import RefusalReason, Refused
+from gpushare_agent.model.errors import Corrupt, RefusalReason, Refused
 from gpushare_agent.model.gpus import Gpu
 from gpushare_agent.model.isolation import DeviceListStrategy
 from gpushare_agent.model.names import CORES_PER_GPU, PodUid
@@ -80,7 +82,8 @@ MAX_CONTAINER_NAME = 63
 
 class PreparedResult(Struct, frozen=True, kw_only=True):
     """One result as it was prepared. `gpu` is a UUID; `cdi_devices` are what the kubelet hands to the runtime; `view` names
-    the result under whose key the isolation keeps the files of the view. `is_admin`: it is in no account."""
+    the result under whose key the isolation keeps the files of the view. `isolation` is the view's. `is_admin`: it is in no
+    account. Without cores and memory it is in the account of no size, but uses its GPU."""
 
     key: ContainerKey
     request: str
@@ -93,7 +96,12 @@ class PreparedResult(Struct, frozen=True, kw_only=True):
     cdi_devices: tuple[str, ...]
     core_limit: int = 0
     view: str
+    isolation: str
     is_admin: bool = False
+
+    @property
+    def is_unlimited(self) -> bool:
+        return not (self.is_admin or self.cores or self.memory_mib)
 
 
 class CdiNode(Struct, rename="camel"):
@@ -134,36 +142,50 @@ class PreparedClaim(Struct, frozen=True, kw_only=True):
     ref: ClaimRef
     shown_as: str
     pod: str
-    isolation: str
     results: tuple[PreparedResult, ...]
     spec: CdiSpec
     users: tuple[PodUid, ...] = ()
 
     @property
     def charged(self) -> tuple[PreparedResult, ...]:
-        """The results that have a part of their GPU: all but admin access."""
+        """The results that are in the ledger: all but admin access."""
         return tuple(one for one in self.results if not one.is_admin)
+
+    @property
+    def keys_by_isolation(self) -> Mapping[str, Sequence[ContainerKey]]:
+        """Of what is charged."""
+        found: dict[str, list[ContainerKey]] = {}
+        for one in self.charged:
+            found.setdefault(one.isolation, []).append(one.key)
+        return found
 
 
 def prepare_claim(
-    claim: AllocatedClaim, gpus: Mapping[int, Gpu], pods: Sequence[Pod], policy: EditPolicy, block_mib: int
+    claim: AllocatedClaim,
+    gpus: Mapping[int, Gpu],
+    pods: Sequence[Pod],
+    policy: EditPolicy,
+    block_mib: int,
+    beside: Mapping[str, AllocatedClaim] = MappingProxyType({}),
 ) -> PreparedClaim | Refused:
-    """`gpus` by index has every GPU of the claim; `pods` are those that it is reserved for."""
-    isolation = _isolation(claim, policy)
-    if isinstance(isolation, Refused):
-        return isolation
-    shares = tuple(result for result in claim.results if _is_share(result, gpus[result.index], block_mib))
-    # Only what is limited: whole GPUs and admin access need no isolation.
-    if shares and (refused := not_shared(replace(claim, results=shares), isolation, pods, policy)):
-        return refused
+    """`gpus` by index has every GPU of the claim, and of those `beside` it; `pods` are those that it is reserved for.
+    `beside` are other claims of these pods, by name: a container's list of GPUs has those of all its claims."""
     views = _views(claim, pods)
     if isinstance(views, Refused):
         return views
     keys = dict(zip(claim.results, _keys(claim), strict=True))
     devices, results = [], []
     for view in views:
+        isolation = _isolation(claim, view, gpus, policy, block_mib)
+        if isinstance(isolation, Refused):
+            return isolation
         prepared = _View(claim, view, keys, gpus, policy, isolation, block_mib)
-        edits = prepared.edits()
+        # Only what is limited: whole GPUs and admin access need no isolation.
+        if prepared.limited and (
+            refused := not_shared(replace(claim, results=prepared.limited), isolation, pods, policy)
+        ):
+            return refused
+        edits = prepared.edits(seen_beside(claim, view, beside, gpus, pods, block_mib))
         if isinstance(edits, Refused):
             return edits
         for result, _ in prepared.results:
@@ -176,7 +198,6 @@ def prepare_claim(
         ref=claim.ref,
         shown_as=claim.shown_as,
         pod=claim.users[0][0] if claim.users else claim.ref.name,
-        isolation=isolation,
         results=tuple(sorted(results, key=lambda one: order[one.request, one.device])),
         spec=CdiSpec(CDI_VERSION, CDI_KIND, devices),
         users=tuple(uid for _, uid in claim.users),
@@ -250,16 +271,25 @@ class _View:
     ) -> None:
         self._claim = claim
         self._keys = keys
+        self._gpus = gpus
         self._policy = policy
         self._isolation = isolation
         self._block_mib = block_mib
         mine = [result for result in claim.results if _main(result.request) in requests]
         self.results = sorted(((r, gpus[r.index]) for r in mine), key=lambda pair: pair[0].index)
 
-    def edits(self) -> ContainerEdits | Refused:
-        gpus = tuple(dict.fromkeys(gpu for _, gpu in self.results))
+    @property
+    def limited(self) -> tuple[ClaimResult, ...]:
+        return tuple(one for one, gpu in self.results if _is_limited(one, gpu, self._block_mib))
+
+    def edits(self, beside: Collection[Gpu]) -> ContainerEdits | Refused:
+        """`beside` are GPUs of other claims that the containers of the view see too."""
+        gpus = tuple(sorted({*beside, *(gpu for _, gpu in self.results)}, key=lambda gpu: gpu.index))
         policy = self._policy
-        shares = self._shares()
+        try:
+            shares = self._shares()
+        except Corrupt as e:
+            return _refused(str(e))
         isolated = ISOLATIONS[self._isolation].edits(
             IsolationRequest(
                 pod_uid=PodUid(self._claim.ref.uid),
@@ -279,39 +309,47 @@ class _View:
 
     def result(self, result: ClaimResult, cdi_devices: tuple[str, ...]) -> PreparedResult:
         gpu = next(gpu for one, gpu in self.results if one is result)
+        is_whole = _is_whole(result, gpu, self._block_mib)
         return PreparedResult(
             key=self._keys[result],
             request=result.request,
             device=result.device,
             share_id=result.share_id,
             gpu=gpu.uuid,
-            cores=result.cores,
+            # By NVIDIA's names nobody asks for cores, and who has all the memory has the GPU.
+            cores=CORES_PER_GPU if is_whole else result.cores,
             memory_mib=result.memory_mib,
-            is_whole=not result.is_admin and not _is_share(result, gpu, self._block_mib),
+            is_whole=is_whole,
             cdi_devices=cdi_devices,
             core_limit=result.config.core_limit,
             view=self._key.container,
+            isolation=self._isolation,
             is_admin=result.is_admin,
         )
 
     @property
     def _key(self) -> ContainerKey:
         """The key of the files that the isolation has for the view: its first share's, for what is not limited has none."""
-        shares = [one for one, gpu in self.results if _is_share(one, gpu, self._block_mib)]
-        return self._keys[shares[0] if shares else self.results[0][0]]
+        return self._keys[(*self.limited, self.results[0][0])[0]]
 
     def _shares(self) -> tuple[GpuShare, ...]:
         """Two results on one GPU make one share of it, for the container cannot distinguish them: all of it where one is
         admin access."""
         found: dict[str, GpuShare] = {}
         for result, gpu in self.results:
-            memory_mib = gpu.memory_mib if result.is_admin else result.memory_mib
+            is_all = result.is_admin or result.is_unlimited
+            memory_mib, cores = (gpu.memory_mib, CORES_PER_GPU) if is_all else (result.memory_mib, result.cores)
+            if (mps := result.config.mps) is not None:
+                memory_mib, cores = (
+                    mps.memory_of(gpu.uuid, self._uuids_of(mps)) or gpu.memory_mib,
+                    mps.thread_percentage,
+                )
             share = GpuShare(
                 gpu=gpu,
                 # A claim for memory alone: compute follows it, as with GPUShare's resource.
-                cores=result.cores or cores_of_part(Fraction(memory_mib, gpu.memory_mib)),
-                memory_mib=memory_mib,
-                is_whole=not _is_share(result, gpu, self._block_mib),
+                cores=cores or cores_of_part(Fraction(memory_mib, gpu.memory_mib)),
+                memory_mib=min(memory_mib, gpu.memory_mib),
+                is_whole=not _is_limited(result, gpu, self._block_mib),
             )
             if (known := found.get(gpu.uuid)) is not None:
                 share = replace(
@@ -323,17 +361,73 @@ class _View:
             found[gpu.uuid] = share
         return tuple(found.values())
 
+    def _uuids_of(self, limits: MpsLimits) -> list[str]:
+        """The GPUs of one configuration: two may say the same, each of its own requests."""
+        mine = [one.index for one in self._claim.results if one.config.mps is limits]
+        return [gpu.uuid for gpu in self._gpus.values() if gpu.index in mine]
 
-def _isolation(claim: AllocatedClaim, policy: EditPolicy) -> str | Refused:
-    # Admin access is not limited, so its configuration decides only where nothing else does.
-    limited = [result for result in claim.results if not result.is_admin]
-    asked = {result.config.isolation for result in limited or claim.results}
+
+def claims_beside(name: str, pods: Iterable[Pod]) -> list[str]:
+    """The names of the other claims of containers that use the claim of this name."""
+    uses = [{pod.claims.get(own, "") for own, _ in one.claims} for pod in pods for one in pod.containers]
+    return sorted(set().union(*(claims for claims in uses if name in claims)) - {"", name})
+
+
+def seen_beside(
+    claim: AllocatedClaim,
+    requests: frozenset[str],
+    beside: Mapping[str, AllocatedClaim],
+    gpus: Mapping[int, Gpu],
+    pods: Iterable[Pod],
+    block_mib: int,
+) -> frozenset[Gpu]:
+    """The GPUs of other claims that every container of a view has too, where none of all these is limited: limits know the
+    GPUs by their order, which another claim would change. One specification is for all containers of a view, so where they
+    differ, or a claim limits, nothing is added, and `conflict` refuses them."""
+
+    def unlimited(one: AllocatedClaim, named: Collection[str]) -> frozenset[Gpu] | None:
+        mine = [result for result in one.results if "" in named or _main(result.request) in named]
+        limited = any(_is_limited(result, gpus[result.index], block_mib) for result in mine)
+        return None if limited else frozenset(gpus[result.index] for result in mine)
+
+    if unlimited(claim, requests) is None:
+        return frozenset()
+    found: set[frozenset[Gpu]] = set()
+    for pod in pods:
+        for container in pod.containers:
+            used: dict[str, set[str]] = {}
+            for name, request in container.claims:
+                used.setdefault(pod.claims.get(name, ""), set()).add(request)
+            own = used.get(claim.ref.name, set())
+            if "" not in own and not own & requests:
+                continue
+            others = [unlimited(beside[name], used[name]) for name in sorted(used.keys() & beside.keys())]
+            seen = [one for one in others if one is not None]
+            found.add(frozenset().union(*seen) if len(seen) == len(others) else frozenset())
+    return found.pop() if len(found) == 1 else frozenset()
+
+
+def _isolation(
+    claim: AllocatedClaim, view: Collection[str], gpus: Mapping[int, Gpu], policy: EditPolicy, block_mib: int
+) -> str | Refused:
+    mine = [result for result in claim.results if _main(result.request) in view]
+    # What is not limited decides only where nothing else does: of a whole GPU the device plugins' isolation, of admin access
+    # anything.
+    limited = [result for result in mine if _is_limited(result, gpus[result.index], block_mib)]
+    charged = [result for result in mine if not result.is_admin]
+    asked = {result.config.isolation for result in limited or charged or mine}
     if len(asked) > 1:
         return _refused(
             "its requests ask for several isolations, and a container has one. Ask for the same in all of them"
         )
     text = asked.pop()
-    allowed = sorted({policy.isolation, *policy.allowed})
+    for result in limited:
+        if result.config.mps is not None and _is_share(result, gpus[result.index], block_mib):
+            return _refused(
+                f"GpuConfig asks for MPS, and request {result.request} has a share, whose limits are its own. Ask for the"
+                f" whole GPU, or by {CONFIG_KIND} for isolation mps"
+            )
+    allowed = sorted({policy.isolation, *policy.allowed, *(() if limited else ("none",))})
     if text and text not in allowed:
         return _refused(f"its isolation is {text[:40]!r}, and this node allows {', '.join(allowed)}. Name one of these")
     return text or policy.isolation
@@ -398,9 +492,19 @@ def _main(request: str) -> str:
 
 
 def _is_share(result: ClaimResult, gpu: Gpu, block_mib: int) -> bool:
-    """The container is to be limited: the claim has not all that the slice offers of the GPU, and no admin access to it."""
-    is_whole = result.cores >= CORES_PER_GPU and result.memory_mib >= gpu.memory_mib // block_mib * block_mib
-    return not (is_whole or result.is_admin)
+    """The claim has a part of what the slice offers of the GPU."""
+    return not (_is_whole(result, gpu, block_mib) or result.is_admin or result.is_unlimited)
+
+
+def _is_whole(result: ClaimResult, gpu: Gpu, block_mib: int) -> bool:
+    """All of the memory, with all cores or none: without memory nobody else can have a share, so none lack."""
+    has_all_memory = result.memory_mib >= gpu.memory_mib // block_mib * block_mib
+    return has_all_memory and result.cores in (0, CORES_PER_GPU) and not result.is_admin
+
+
+def _is_limited(result: ClaimResult, gpu: Gpu, block_mib: int) -> bool:
+    """The container is to be limited: by its share, or of a whole GPU by the claim's own limits of MPS."""
+    return _is_share(result, gpu, block_mib) or result.config.mps is not None
 
 
 def _by_cdi(strategy: DeviceListStrategy) -> DeviceListStrategy:

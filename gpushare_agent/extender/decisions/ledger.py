@@ -1,8 +1,9 @@
 """What is allocated on every node of the cluster, and by which pod: the extender's ledger. Synchronous, no clock, no I/O.
 
 `NodeLedger` has one node: its reservations, the allocations of pods that only its agent names, and the sums of both by GPU.
-Every change raises its `version`, which outdates the answers worked out for the node. `ClusterLedger` has all nodes, and a
-reservation for every pod that has something or may have it. extender/cluster_state.py is the only one to change them.
+Every change is told, for it outdates the answers worked out for the node. `ClusterLedger` has all nodes, and a
+reservation for every pod that has something or may have it; of all other pods, too, what they request of their nodes' CPU
+and main memory. extender/cluster_state.py is the only one to change them.
 
 Sources of what a pod has, best first: the report of the node's agent, our own plan, and for a pod of which neither is known
 all that it may have.
@@ -10,8 +11,8 @@ all that it may have.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import TypeVar
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import NamedTuple, TypeVar
 
 from msgspec.structs import replace
 
@@ -20,32 +21,37 @@ from gpushare_agent.extender.values import ClusterNode, ClusterPolicy, PodPlan, 
 from gpushare_agent.model.allocations import NO_CHARGE, Charge, add_charges
 from gpushare_agent.model.gpus import GpuReport
 from gpushare_agent.model.names import PodUid
-from gpushare_agent.model.pods import Pod
+from gpushare_agent.model.pods import HostRequest, Pod
 from gpushare_agent.model.resources import ResourceNames
 from gpushare_agent.placement import GpuAccount
+from gpushare_agent.placement.fragmentation import WHOLE, FreeNode
 from gpushare_agent.placement.gpu_account import Capacity, account_of, capacity_of
 
 V = TypeVar("V")
+OnChange = Callable[[str, bool], None]
+"""Called with a node's name, and whether its GPUs have changed or its CPU and main memory alone."""
 
 
 class NodeLedger:
-    """`gpus` and `capacity` are worked out when asked for, after a change."""
+    """`gpus`, `capacity` and `free` are worked out when asked for, after a change."""
 
     __slots__ = (
         "_accounts",
         "_capacity",
+        "_free",
         "_gpus",
+        "_hosted",
         "_names",
+        "_on_change",
         "_used",
         "node",
         "reservations",
         "unattributed",
-        "version",
     )
 
-    def __init__(self, node: ClusterNode, names: ResourceNames) -> None:
+    def __init__(self, node: ClusterNode, names: ResourceNames, on_change: OnChange = lambda name, gpus: None) -> None:
         self.node = node
-        self.version = 0
+        self._on_change = on_change
         self.reservations: dict[PodUid, Reservation] = {}
         self.unattributed: dict[PodUid, Mapping[int, Charge]] = {}
         """What pods have that only the agent names: ended by force, or not seen yet."""
@@ -55,6 +61,8 @@ class NodeLedger:
         """The accounts of the GPUs that have not changed since it was computed, by index."""
         self._gpus: list[GpuAccount] | None = None
         self._capacity: Capacity | None = None
+        self._hosted = _NOTHING_HOSTED
+        self._free: FreeNode | None = None
 
     def add(self, reservation: Reservation) -> None:
         # A reservation that changes its stage or its charges replaces the former one.
@@ -69,7 +77,7 @@ class NodeLedger:
         return old
 
     def set_unattributed(self, unattributed: Mapping[PodUid, Mapping[int, Charge]]) -> None:
-        # Else every report would raise the version, and outdate all answers about the node.
+        # Else every report would outdate all answers about the node.
         if unattributed == self.unattributed:
             return
         for charges in self.unattributed.values():
@@ -101,13 +109,32 @@ class NodeLedger:
         return self._capacity
 
     @property
+    def free(self) -> FreeNode:
+        """What is left, for policy fgd; the same object until it changes."""
+        if self._free is None:
+            parts = sorted(_free_parts(gpu) for gpu in self.gpus if gpu.is_healthy and gpu.takes_shares)
+            self._free = FreeNode(
+                cpu_milli=self.node.cpu_milli - self._hosted.cpu_milli,
+                memory_mib=self.node.memory_mib - self._hosted.memory_mib,
+                gpus=tuple(parts),
+                model=self.node.model,
+                gpu_mib=min((gpu.memory_mib for gpu in self.gpus), default=0),
+            )
+        return self._free
+
+    def set_hosted(self, hosted: Hosted) -> None:
+        """What the node's pods request of it. It changes no fit: kube-scheduler decides on CPU and memory."""
+        self._hosted, self._free = hosted, None
+        self._on_change(self.node.name, False)
+
+    @property
     def is_stale(self) -> bool:
         """`gpus` and `capacity` have to be worked out anew."""
         return self._capacity is None
 
     def gpus_without(self, uids: frozenset[PodUid]) -> list[GpuAccount]:
         """The accounts of all GPUs as if these pods were gone."""
-        # A copy: a question must not raise the version.
+        # A copy: a question must not outdate answers.
         shadow = NodeLedger(self.node, self._names)
         for reservation in self.reservations.values():
             if reservation.pod_uid not in uids:
@@ -128,13 +155,36 @@ class NodeLedger:
         self._changed()
 
     def _changed(self) -> None:
-        self.version += 1
-        self._gpus = self._capacity = None
+        self._gpus = self._capacity = self._free = None
+        self._on_change(self.node.name, True)
 
 
 def _facts(node: ClusterNode) -> tuple[object, ...]:
     """What decisions about the node depend on besides its allocations."""
-    return node.gpus, node.topology, node.model, node.pool, node.is_exact
+    return node.gpus, node.topology, node.model, node.pool, node.is_exact, node.cpu_milli, node.memory_mib
+
+
+def _free_parts(gpu: GpuAccount) -> int:
+    """Of cores or memory, whichever is less. A MIG instance is never a whole GPU."""
+    blocks = gpu.total_blocks
+    parts = min(gpu.free_cores, WHOLE * gpu.free_blocks // blocks) if blocks else gpu.free_cores
+    return min(parts, WHOLE - 1) if gpu.is_instance else parts
+
+
+class Hosted(NamedTuple):
+    """What some pods request of their node, in sum."""
+
+    pods: int
+    cpu_milli: int
+    memory_mib: int
+
+    def plus(self, request: HostRequest, sign: int) -> Hosted:
+        return Hosted(
+            self.pods + sign, self.cpu_milli + sign * request.cpu_milli, self.memory_mib + sign * request.memory_mib
+        )
+
+
+_NOTHING_HOSTED = Hosted(0, 0, 0)
 
 
 NO_PLAN = PodPlan(containers=(), charges={})
@@ -143,8 +193,9 @@ NO_PLAN = PodPlan(containers=(), charges={})
 class ClusterLedger:
     """All nodes. Bound pods of a node that is not known yet are remembered until it is."""
 
-    def __init__(self, policy: ClusterPolicy) -> None:
+    def __init__(self, policy: ClusterPolicy, on_change: OnChange = lambda name, gpus: None) -> None:
         self._policy = policy
+        self._on_change = on_change
         self._nodes: dict[str, NodeLedger] = {}
         self._pods: dict[PodUid, Pod] = {}
         self._bound: dict[str, dict[PodUid, None]] = {}
@@ -153,10 +204,16 @@ class ClusterLedger:
         """The node whose ledger, or pending reservations, have the pod."""
         self._pending: dict[str, dict[PodUid, Reservation]] = {}
         """Reservations whose bind is under way, of nodes that are away."""
+        self._host_requests: dict[PodUid, tuple[str, HostRequest]] = {}
+        self._hosted: dict[str, Hosted] = {}
+        """Their sums by node, of nodes that are away or offer no GPUs, too."""
 
     def nodes(self) -> Iterator[NodeLedger]:
         """The ledgers of all nodes, in order of name."""
         return (self._nodes[name] for name in sorted(self._nodes))
+
+    def names(self) -> Collection[str]:
+        return self._nodes.keys()
 
     def node(self, name: str) -> NodeLedger | None:
         return self._nodes.get(name)
@@ -204,7 +261,10 @@ class ClusterLedger:
         return resolved
 
     def _add_node(self, node: ClusterNode, now: float) -> list[Reservation]:
-        ledger = self._nodes[node.name] = NodeLedger(node, self._policy.names)
+        ledger = self._nodes[node.name] = NodeLedger(node, self._policy.names, self._on_change)
+        # Of a new node there are no answers at all.
+        self._on_change(node.name, True)
+        ledger.set_hosted(self._hosted.get(node.name, _NOTHING_HOSTED))
         for reservation in self._pending.pop(node.name, {}).values():
             self._put(ledger, reservation)
         # Pending reservations are no news: they were counted while the node was away.
@@ -245,6 +305,7 @@ class ClusterLedger:
         # Another scheduler bound it elsewhere: what was planned here will not happen.
         if former is not None and former != pod.node_name:
             self.release(pod.uid)
+        self.put_hosted(pod.uid, pod.node_name, pod.host_request)
         self._pods[pod.uid] = pod
         self._bound.setdefault(pod.node_name, {})[pod.uid] = None
         ledger = self._nodes.get(pod.node_name)
@@ -254,6 +315,8 @@ class ClusterLedger:
     def reserve(self, pod: Pod, node: str, plan: PodPlan, now: float) -> Reservation:
         """Reserves the plan's GPUs. The pod has no reservation before."""
         self._pods[pod.uid] = pod
+        # With the GPUs, before the watch shows the pod: the next one may be decided in between.
+        self.put_hosted(pod.uid, node, pod.host_request)
         return self._put(self._nodes[node], _reservation(pod, node, plan, Stage.ASSUMED, now))
 
     def mark_bound(self, uid: PodUid) -> None:
@@ -275,6 +338,7 @@ class ClusterLedger:
 
     def release(self, uid: PodUid) -> Reservation | None:
         """Forget the pod and what it has. Returns its reservation."""
+        self._drop_hosted(uid)
         pod = self._pods.pop(uid, None)
         if pod is not None:
             _drop(self._bound, pod.node_name, uid)
@@ -289,6 +353,29 @@ class ClusterLedger:
         if uid in allocated:  # its agent has not released it yet: its processes may run on
             ledger.set_unattributed({**ledger.unattributed, uid: allocated[uid]})
         return old
+
+    def put_hosted(self, uid: PodUid, node: str, request: HostRequest) -> None:
+        """What a pod, whether it asks for GPUs or not, requests of the node to which it is bound, or about to be."""
+        # The watch delivers a pod with every change of its status.
+        if self._host_requests.get(uid) != (node, request):
+            self._drop_hosted(uid)
+            self._host_requests[uid] = node, request
+            self._add_hosted(node, request, 1)
+
+    def _drop_hosted(self, uid: PodUid) -> None:
+        known = self._host_requests.pop(uid, None)
+        if known is not None:
+            self._add_hosted(*known, -1)
+
+    def _add_hosted(self, node: str, request: HostRequest, sign: int) -> None:
+        hosted = self._hosted.get(node, _NOTHING_HOSTED).plus(request, sign)
+        if hosted.pods:
+            self._hosted[node] = hosted
+        else:
+            del self._hosted[node]
+        ledger = self._nodes.get(node)
+        if ledger is not None:
+            ledger.set_hosted(hosted)
 
     def _resolve(self, ledger: NodeLedger, pod: Pod, now: float) -> None:
         """What a bound pod has: by the agent's report, by our plan, else all that it may have."""

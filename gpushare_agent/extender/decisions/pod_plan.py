@@ -7,11 +7,14 @@ admission/decisions/ledger.py does the same on IDs.
 
 A cluster has thousands of nodes and the scheduler waits for every answer, so the exact plan is made only where the summary
 (placement/gpu_account.py) cannot: never for a pod of which one container asks for GPUs, which is nearly every pod.
-`signature_of`, `lack_together` and `score` go by the summary.
+`signature_of`, `lack_together` and `fullness_cost` go by the summary.
+
+`scores_of` makes of the nodes' costs what kube-scheduler takes.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 
 from gpushare_agent.extender.values import ClusterPolicy, PlannedContainer, PodPlan
@@ -19,15 +22,19 @@ from gpushare_agent.model.allocations import Charge
 from gpushare_agent.model.errors import Refused
 from gpushare_agent.model.gpus import Topology
 from gpushare_agent.model.names import CORES_PER_GPU, GpuUuid
-from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod
+from gpushare_agent.model.pods import ContainerKind, ContainerSpec, HostRequest, Pod
 from gpushare_agent.model.resources import NOTHING, Request, ResourceNames, request_of
 from gpushare_agent.placement import GpuAccount, Placed, place, validate_request
+from gpushare_agent.placement.fragmentation import PodKind
 from gpushare_agent.placement.gpu_account import Capacity, describe_request
 from gpushare_agent.placement.place import SharePolicy, effective_request
 
 MAX_SCORE = 10
 """MaxExtenderPriority of kube-scheduler."""
+SCORE_OF_NEXT = 3
+NODES_OF_A_SCORE = 4
 _TIGHT_WEIGHT = 0.5
+_DIGITS = 3
 
 Signature = tuple[tuple[ContainerKind, Request], ...]
 """The containers of a pod that ask for GPUs: pods of one signature fit the same nodes."""
@@ -138,8 +145,9 @@ def lack_together(node: Capacity, requests: Signature, names: ResourceNames) -> 
     return f"the pod's containers ask for {' and '.join(asked)} together, the node has {free} free"
 
 
-def score(node: Capacity, requests: Signature, node_policy: SharePolicy) -> int:
-    """0..10, of a node where the pod fits. The part is the same for every node; what differs is what the node has left.
+def fullness_cost(node: Capacity, requests: Signature, policy: SharePolicy) -> float:
+    """The least is best; of a node where the pod fits. The part is the same for every node; what differs is what the node
+    has left.
 
     binpack: full nodes first, and for a share nodes where a used GPU takes it, so that no free GPU is broken up; for
     whole GPUs nodes whose free GPUs are exactly used up. spread: the other way round.
@@ -149,12 +157,53 @@ def score(node: Capacity, requests: Signature, node_policy: SharePolicy) -> int:
     # Cores and memory weigh alike: either may be the one that runs out.
     fullness = (node.used_cores / capacity + node.used_memory_mib / (node.memory_mib or 1)) / 2
     # Emptiest first needs no second measure: an empty node has free GPUs to spare.
-    if node_policy == "spread":
-        return round(MAX_SCORE * (1 - fullness))
+    if policy == "spread":
+        return fullness
     tight = 0.0
     for _, request in requests:
         tight += _tightness(node, request)
-    return round(MAX_SCORE * ((1 - _TIGHT_WEIGHT) * fullness + _TIGHT_WEIGHT * tight / len(requests)))
+    return -((1 - _TIGHT_WEIGHT) * fullness + _TIGHT_WEIGHT * tight / len(requests))
+
+
+def scores_of(costs: Sequence[float | None]) -> list[int]:
+    """The score of each node from its cost, 0 where it has none: ranks, for kube-scheduler has eleven scores, and adds to
+    them those of its own criteria.
+
+    The cheapest get MAX_SCORE and all others at most SCORE_OF_NEXT, so that the difference, seven times the extender's
+    weight times 10, is more than NodeResourcesFit, NodeResourcesBalancedAllocation and ImageLocality can give together
+    (3 times 100) with a weight of 5. Those count where the costs are equal. The others, of use only where a pod prefers
+    nodes by itself, lose one for each NODES_OF_A_SCORE times as many that are cheaper.
+    """
+    known = sorted(cost for cost in costs if cost is not None)
+    if not known:
+        return [0] * len(costs)
+    bounds, cheaper = [known[0]], 1
+    for _ in range(SCORE_OF_NEXT):
+        cheaper *= NODES_OF_A_SCORE
+        bounds.append(known[min(cheaper, len(known)) - 1])
+    scores = (MAX_SCORE, *range(SCORE_OF_NEXT, -1, -1))
+    return [0 if cost is None else scores[bisect_left(bounds, cost)] for cost in costs]
+
+
+def kind_of(signature: Signature, host: HostRequest, names: ResourceNames) -> PodKind:
+    """What the pod is to policy fgd. Of several containers that ask for GPUs the one that asks for most counts."""
+    request = max((asked for _, asked in signature), key=lambda one: (one.whole_gpus, one.cores, one.blocks, one.units))
+    gpu_memory_mib = request.units * names.gpu_mem_unit_mib + request.blocks * names.memory_block_mib
+    return PodKind(
+        cpu_milli=_rounded(host.cpu_milli),
+        memory_mib=_rounded(host.memory_mib),
+        gpus=request.whole_gpus or 1,
+        parts=min(request.cores, CORES_PER_GPU),
+        models=host.models,
+        gpu_memory_mib=0 if request.whole_gpus else gpu_memory_mib,
+    )
+
+
+def _rounded(amount: int) -> int:
+    """Up to three binary digits, so that pods of about the same size are of one kind (on the public trace as good as exact
+    amounts, and half as many kinds)."""
+    shift = max(0, amount.bit_length() - _DIGITS)
+    return -(-amount >> shift) << shift
 
 
 def _tightness(node: Capacity, request: Request) -> float:

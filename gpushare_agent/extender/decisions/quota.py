@@ -12,6 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from msgspec import Struct, field
+from msgspec.structs import replace
 
 from gpushare_agent.model.errors import Corrupt, RefusalReason, Refused
 from gpushare_agent.model.names import CORES_PER_GPU
@@ -127,6 +128,31 @@ def check_quota(
         or _over(namespace, "vcore", limits.vcore, asked.vcore, used.vcore, 1)
         or _over(namespace, "vmemory blocks", limits.vmemory, asked.vmemory, used.vmemory, 1)
     )
+
+
+def raised(
+    limits: NamespaceQuota, asked: QuotaUse, used: QuotaUse, *, model: str, pool: str
+) -> tuple[NamespaceQuota, tuple[str, ...]]:
+    """The least quota that contains `limits` and allows the pod, and each change in words, none where it is allowed already.
+    `used` as in `check_quota`."""
+    changes = []
+    if limits.pools and pool not in limits.pools:
+        limits = replace(limits, pools=tuple(sorted((*limits.pools, pool))))
+        changes.append(f"pool {pool} added")
+    if limits.gpus is not None and limits.gpus.get(model, -1) < used.gpus + asked.gpus:
+        changes.append(_raise(f"{model} GPUs", limits.gpus.get(model), used.gpus + asked.gpus, CORES_PER_GPU))
+        limits = replace(limits, gpus={**limits.gpus, model: used.gpus + asked.gpus})
+    if limits.vcore is not None and asked.vcore and limits.vcore < used.vcore + asked.vcore:
+        changes.append(_raise("vcore", limits.vcore, used.vcore + asked.vcore, 1))
+        limits = replace(limits, vcore=used.vcore + asked.vcore)
+    if limits.vmemory is not None and asked.vmemory and limits.vmemory < used.vmemory + asked.vmemory:
+        changes.append(_raise("vmemory", limits.vmemory, used.vmemory + asked.vmemory, 1))
+        limits = replace(limits, vmemory=used.vmemory + asked.vmemory)
+    return limits, tuple(changes)
+
+
+def _raise(what: str, allowed: int | None, needed: int, parts: int) -> str:
+    return f"{what} from {_number(allowed, parts) if allowed is not None else 'none'} to {_number(needed, parts)}"
 
 
 def _no_such_model(namespace: str, gpus: Mapping[str, int], model: str) -> str:

@@ -199,6 +199,25 @@ _INSTANCE_GONE = "the MIG instance does not exist any more: its GPU was repartit
 _OLD_UUID = "the driver names its instances by their place (MIG-GPU-…/1/0): upgrade it to 470 or later"
 _NO_CAPS = "the host names no device nodes for this MIG instance in {path}: containers could not open it"
 _UNKNOWN_MINOR = -1
+_BRANDS = {
+    1: "Quadro",
+    2: "Tesla",
+    3: "NVS",
+    4: "Grid",
+    5: "GeForce",
+    6: "Titan",
+    7: "NvidiaVApps",
+    8: "NvidiaVPC",
+    9: "NvidiaVCS",
+    10: "NvidiaVWS",
+    11: "NvidiaCloudGaming",
+    12: "QuadroRTX",
+    13: "NvidiaRTX",
+    14: "Nvidia",
+    15: "GeForceRTX",
+    16: "TitanRTX",
+}
+"""By NVML's number, as NVIDIA's DRA driver publishes them."""
 
 _RESET = "stop its pods, then `nvidia-smi --gpu-reset -i <its bus ID>`"
 _REBOOT = "drain the node, then reboot it"
@@ -295,6 +314,7 @@ class NvmlReader(Struct, eq=False):
             bus_id = canonical_bus_id(text_of(nvml.nvmlDeviceGetPciInfo(handle).busId))
             capability = self.session.ask("nvmlDeviceGetCudaComputeCapability", handle)
             mode = self.session.ask("nvmlDeviceGetComputeMode", handle)
+            brand = self.session.ask("nvmlDeviceGetBrand", handle)
             # A GPU that fails at any of these calls is Unhealthy as a whole.
             gpu = Gpu(
                 index=index,
@@ -306,6 +326,7 @@ class NvmlReader(Struct, eq=False):
                 numa_node=self._numa_node(bus_id),
                 pcie_root=self._pcie_root(bus_id),
                 compute_capability=(capability[0], capability[1]) if capability is not None else None,
+                brand=_BRANDS.get(brand, "") if brand is not None else "",
                 is_exclusive_process=mode == nvml.NVML_COMPUTEMODE_EXCLUSIVE_PROCESS,
                 mig_mode=mig_mode(self.session, handle),
                 fabric=_fabric(self.session, nvml, handle),

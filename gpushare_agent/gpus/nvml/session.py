@@ -20,7 +20,9 @@ from gpushare_agent.model.names import GpuUuid
 CHECKLIST = (
     "Check that: the NVIDIA driver is installed and `nvidia-smi` works on the node; libnvidia-ml.so.1 is visible in this "
     "container; /dev/nvidiactl and /dev/nvidia* are mounted into it; the pod runs with the NVIDIA runtime class (or the "
-    "library's directory is mounted and in LD_LIBRARY_PATH). After a driver upgrade restart the agent."
+    "library's directory is mounted and in LD_LIBRARY_PATH). After a driver upgrade restart the agent. If this is no GPU "
+    "node, keep the agent off it by the DaemonSet's nodeSelector (nvidia-device-enable=enable), or a taint that it does not "
+    "tolerate."
 )
 _OF_DRIVER = ("UNINITIALIZED", "DRIVER_NOT_LOADED", "LIB_RM_VERSION_MISMATCH")
 _ERROR_PREFIX = "NVML_ERROR_"

@@ -45,6 +45,11 @@ from gpushare_agent.model.usage import DriverSample, GpuBusy
 from gpushare_agent.placement.topology import MAX_GPUS, ParsedTopology, build_topology, parse_topology
 
 DRIVER_VERSION = "535.0-simulated"
+CUDA_VERSION = "12.2"
+"""The one that a driver 535 has."""
+COMPUTE_CAPABILITY = (8, 6)
+"""Of the GPUs with 24 GiB that data centers have most, A10: architecture Ampere."""
+BRAND = "Nvidia"
 GPUS_PER_NUMA_NODE = 4
 _UUID_SPACE = uuid.uuid5(uuid.NAMESPACE_DNS, "simulated-cards.gpushare-agent")
 _NVSWITCH_BUS_ID = "00000000:FE:00.0"
@@ -86,6 +91,9 @@ class SimulatedDriver:
                     name=gpu_name,
                     memory_mib=memory_mib,
                     numa_node=parsed.numa[index],
+                    pcie_root=_pcie_root(parsed.numa[index]),
+                    compute_capability=COMPUTE_CAPABILITY,
+                    brand=BRAND,
                     nvlinks=_nvlinks(parsed.links[index]),
                     mig_mode=False,
                 )
@@ -93,6 +101,7 @@ class SimulatedDriver:
             ),
             topology=build_topology(parsed.links, parsed.numa),
             driver_version=DRIVER_VERSION,
+            cuda_version=CUDA_VERSION,
         )
         self._faults_file = faults_file
         self._faults = SimulatedInput(faults_file, name="faults", parse=parse_faults, default=Faults())
@@ -222,6 +231,11 @@ def _spread_memory(gpu_memory_mib: Sequence[int], gpus: int) -> list[int]:
 def _bus_id(index: int) -> str:
     """The bus ID as NVML writes it; every third bus, as behind switches that have buses of their own."""
     return f"00000000:{4 + 3 * index:02X}:00.0"
+
+
+def _pcie_root(numa: int | None) -> str:
+    """A root complex for each NUMA node, numbered as on machines with two processors."""
+    return f"pci0000:{0x80 * (numa or 0) % 256:02x}"
 
 
 def _nvlinks(row: Sequence[Link]) -> tuple[NvLink, ...]:

@@ -56,12 +56,17 @@ def untouched_driver_directory(settings: Settings) -> Path | None:
     """
     if settings.volume_config is None or _are_mounted(settings):
         return None
-    volumes = read_volume_config(settings.volume_config)
+    return untouched_driver(settings)
+
+
+def untouched_driver(settings: Settings) -> Path | None:
+    """The directory of volume origin, which has the driver's own files. Raises StartupError as `read_volume_config`."""
+    volumes = read_volume_config(settings.volume_config or USUAL_CONFIG)
     return next((volume.directory for volume in volumes if volume.name is VolumeName.ORIGIN), None)
 
 
 def _are_mounted(settings: Settings) -> bool:
-    return any(isolation.mounts_driver for isolation in isolations_in_use(settings))
+    return settings.driver_volume.mount or any(isolation.mounts_driver for isolation in isolations_in_use(settings))
 
 
 def read_volume_config(path: Path) -> tuple[DriverVolume, ...]:

@@ -13,13 +13,13 @@ from gpushare_agent.isolation.request import (
     Follows,
     Isolation,
     IsolationRequest,
+    mounted_driver,
     refused_mounts,
     refused_several,
 )
-from gpushare_agent.model.allocations import ContainerEdits, ContainerMount
+from gpushare_agent.model.allocations import ContainerEdits, ContainerMount, merged
 from gpushare_agent.model.errors import RefusalReason, Refused
 from gpushare_agent.model.names import (
-    ENV_LIBRARY_PATH,
     LIBRARY_DIRECTORY,
     VDEVICE_DIRECTORY,
 )
@@ -39,13 +39,7 @@ def edit_vcuda(request: IsolationRequest) -> ContainerEdits | Refused:
     driver = request.config.whole_driver if request.is_whole else request.config.shared_driver
     if driver is None:
         return ContainerEdits(mounts=(vdevice,))
-    libraries = [f"{LIBRARY_DIRECTORY}/lib64"]
-    # gpu-manager's variable for images with 32-bit programs.
-    if request.container.env.get("compat32", "").lower() == "true":
-        libraries.append(f"{LIBRARY_DIRECTORY}/lib")
-    # The link to the version in force, not its target: the kubelet keeps this answer for restarts.
-    mount = ContainerMount(host_path=str(driver), container_path=LIBRARY_DIRECTORY)
-    return ContainerEdits(env=((ENV_LIBRARY_PATH, ":".join(libraries)),), mounts=(vdevice, mount))
+    return merged(ContainerEdits(mounts=(vdevice,)), mounted_driver(request.container, driver))
 
 
 def _keeps(_: Circumstances) -> Kept:

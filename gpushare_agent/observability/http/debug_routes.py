@@ -32,6 +32,11 @@ from gpushare_agent.observability.http.debug_pages import (
 log = structlog.get_logger(__name__)
 
 
+_PPROF = """this is no Go program and has no pprof; in its place:
+  goroutine          /debug/tasks: every task and what it awaits
+  profile, trace     py-spy record --pid PID, on the node (docs/how-to/debug.md)
+  heap, allocs       the metric process_resident_memory_bytes; py-spy dump --pid PID
+"""
 _Page = tuple[str, str, str, Handler]
 """Method, path, what the index says of it, handler. PUT, an alias of POST, is not in the index."""
 
@@ -56,6 +61,8 @@ def debug_routes(sources: DebugSources) -> list[web.AbstractRouteDef]:
         # aiohttp would answer HEAD by making the whole page and dropping it.
         *(web.get(path, handler, allow_head=False) for method, path, _, handler in pages if method == "GET"),
         *(web.get(path, index, allow_head=False) for path in ("/debug", "/debug/")),
+        # gpu-manager is a Go program and has Go's profiles here.
+        *(web.get(path, _show_pprof, allow_head=False) for path in ("/debug/pprof", "/debug/pprof/{profile:.*}")),
         web.post("/debug/log", _change_log),
         web.put("/debug/log", _change_log),
     ]
@@ -126,6 +133,13 @@ def _json(make: Callable[[DebugSources], Struct], sources: DebugSources) -> Hand
 def _json_text(content: object) -> web.Response:
     text = json.dumps(to_builtins(content), indent=1, ensure_ascii=False) + "\n"
     return web.Response(text=text, content_type="application/json")
+
+
+async def _show_pprof(request: web.Request) -> web.Response:
+    """What there is in the place of Go's profiles; its goroutines are this program's tasks."""
+    if request.match_info.get("profile") == "goroutine":
+        return web.Response(text=tasks_page(asyncio.all_tasks()))
+    return web.Response(text=_PPROF)
 
 
 async def _show_tasks(request: web.Request) -> web.Response:

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger(__name__)
 
+_THIS_HOST = ("127.0.0.1", "::1")
 BACKLOG = 128
 """Of the kernel: connections that wait to be accepted."""
 
@@ -55,6 +56,8 @@ class WebServer(Struct, eq=False):
     ready: Callable[[], Sequence[str]]
     routes: Sequence[Route] = ()
     before_reading: Callable[[], Awaitable[None]] = at_once
+    debug: tuple[str, int] | None = None
+    """Where the debug listener is, None without one."""
     limits: HttpLimits | None = None
     _page: WebPage = field(default_factory=WebPage)
     _paths: list[str] = field(default_factory=list)
@@ -91,6 +94,8 @@ class WebServer(Struct, eq=False):
         handlers = self._handlers()
         self._paths = sorted(handlers)
         routes = [web.get(path, handler) for path, handler in handlers.items()]
+        # gpu-manager has them on this port, which other hosts reach.
+        routes += [web.get(path, self._lead_to_debug) for path in ("/debug", "/debug/{page:.*}")]
         server = HttpServer("web", routes, limits=self.limits or HttpLimits(), headers=SECURITY_HEADERS)
         try:
             await self.bind()
@@ -147,6 +152,20 @@ class WebServer(Struct, eq=False):
         # The dashboard's files are no pages of their own.
         paths = "".join(f"  {path}\n" for path in self._paths if not path.startswith(PREFIX))
         return web.Response(text=f"gpushare-agent {__version__}\n\n{paths}", headers={"Vary": "Accept"})
+
+    async def _lead_to_debug(self, request: web.Request) -> web.Response:
+        """The debug listener is another, for it may change the log level: who is on this host is sent there."""
+        from aiohttp import web
+
+        if self.debug is None:
+            return web.Response(status=404, text="the debug listener is off (debug.addr is empty)\n")
+        addr, port = self.debug
+        text = (
+            f"debug pages are at {addr}:{port}: kubectl port-forward POD {port}, then http://localhost:{port}/debug/\n"
+        )
+        if request.remote not in _THIS_HOST or not port:
+            return web.Response(status=403, text=text)
+        return web.Response(status=307, text=text, headers={"Location": f"http://localhost:{port}{request.rel_url}"})
 
     async def _show_health(self, _request: web.Request) -> web.Response:
         from aiohttp import web

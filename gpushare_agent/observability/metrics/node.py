@@ -200,7 +200,7 @@ def container_series(snapshot: NodeSnapshot) -> list[Series]:
         for facts in containers
     ]
     series = [
-        *_requested(labelled),
+        *_requested(labelled, snapshot.names.memory_block_mib),
         *_used_as_gpu_manager_shows_it(labelled, shares),
         *_modern([share for own in shares.values() for share in own]),
         _isolation_info(snapshot, containers),
@@ -252,13 +252,16 @@ def _shares(snapshot: NodeSnapshot, facts: ContainerFacts, gpus: Mapping[GpuUuid
 # --- gpu-manager's four ---
 
 
-def _requested(containers: Iterable[tuple[Labels, ContainerFacts]]) -> list[Series]:
+def _requested(containers: Iterable[tuple[Labels, ContainerFacts]], memory_block_mib: int) -> list[Series]:
     cores = Series("container_request_gpu_utilization", "Requested share of GPUs, in GPUs.")
     memory = Series("container_request_gpu_memory", "Requested GPU memory, in MiB.")
     for labels, facts in containers:
         # What the kubelet allocated: a live resize changes the limit, which has a series of ours, not the request.
         cores.rows.append((f'{labels},req_of_gpu="total"', facts.allocated_cores / CORES_PER_GPU))
-        memory.rows.append((f'{labels},req_of_gpu_memory="total"', facts.allocated_memory_bytes / MIB))
+        # On whole GPUs what was asked for too, as in gpu-manager; where nothing was, all that they have.
+        asked_mib = facts.allocation.memory_blocks * memory_block_mib if facts.allocation.is_whole else 0
+        requested_mib = asked_mib or facts.allocated_memory_bytes / MIB
+        memory.rows.append((f'{labels},req_of_gpu_memory="total"', requested_mib))
     return [cores, memory]
 
 

@@ -25,8 +25,8 @@ from gpushare_agent.sandbox.pod_manifest import RawObject
 
 _VERBS = ["create", "delete", "get", "list", "patch", "update", "watch"]
 _SHORT_NAMES = {"pods": ["po"], "nodes": ["no"], "events": ["ev"], "configmaps": ["cm"], "namespaces": ["ns"],
-                "deployments": ["deploy"], "replicasets": ["rs"]}  # fmt: skip
-_IN_ALL = frozenset({"pods", "deployments", "replicasets", "jobs"})
+                "deployments": ["deploy"], "replicasets": ["rs"], "statefulsets": ["sts"], "services": ["svc"]}  # fmt: skip
+_IN_ALL = frozenset({"pods", "services", "deployments", "replicasets", "statefulsets", "jobs"})
 """Those of `kubectl get all`."""
 _OF_PODS = ("attach", "exec", "log", "portforward", "proxy")
 """Further addresses of a pod; server.py has which of them are served."""
@@ -356,6 +356,10 @@ _COLUMNS: dict[str, tuple[Column, ...]] = {
         ("Ready", _field("status.readyReplicas", 0)),
         wide=_TEMPLATE,
     ),
+    "statefulsets": _columns(
+        ("Ready", lambda raw: f"{_at(raw, 'status.readyReplicas', 0)}/{_at(raw, 'spec.replicas', 0)}"), wide=_TEMPLATE
+    ),
+    "services": _columns(("Type", _field("spec.type", "ClusterIP")), ("Cluster-IP", _field("spec.clusterIP", NONE))),
     "jobs": _columns(
         ("Status", _job_status),
         ("Completions", lambda raw: f"{_at(raw, 'status.succeeded', 0)}/{_at(raw, 'spec.completions', 1)}"),

@@ -21,6 +21,7 @@ ObjectKey = tuple[str, str]
 
 KINDS = {"pods": "Pod", "nodes": "Node", "events": "Event", "configmaps": "ConfigMap", "leases": "Lease",
          "namespaces": "Namespace", "deployments": "Deployment", "replicasets": "ReplicaSet", "jobs": "Job",
+         "statefulsets": "StatefulSet", "services": "Service",
          "deviceclasses": "DeviceClass", "resourceclaims": "ResourceClaim", "resourceslices": "ResourceSlice",
          "resourceclaimtemplates": "ResourceClaimTemplate"}  # fmt: skip
 """The resources served."""
@@ -29,19 +30,20 @@ CLAIM_KINDS = {KINDS[name]: name for name in ("deviceclasses", "resourceclaims",
 GROUPS = {
     "deployments": "apps/v1",
     "replicasets": "apps/v1",
+    "statefulsets": "apps/v1",
     "jobs": "batch/v1",
     "leases": "coordination.k8s.io/v1",
     **dict.fromkeys((*CLAIM_KINDS.values(), "resourceslices"), "resource.k8s.io/v1"),
 }
 """Group and version of those that are not of core/v1."""
 CLUSTER_WIDE = frozenset({"namespaces", "nodes", "deviceclasses", "resourceslices"})
-WITH_STATUS = frozenset({"pods", "nodes", "resourceclaims", "deployments", "replicasets", "jobs"})
+WITH_STATUS = frozenset({"pods", "nodes", "resourceclaims", "deployments", "replicasets", "statefulsets", "jobs"})
 """Those whose status is written at an address of its own."""
-SCALABLE = frozenset({"deployments", "replicasets"})
+SCALABLE = frozenset({"deployments", "replicasets", "statefulsets"})
 APPLIED_KINDS = {
     "Pod": "pods",
     **CLAIM_KINDS,
-    **{KINDS[n]: n for n in ("deployments", "jobs", "configmaps", "namespaces")},
+    **{KINDS[n]: n for n in ("deployments", "statefulsets", "jobs", "services", "configmaps", "namespaces")},
 }
 """Those that a person writes."""
 

@@ -98,7 +98,7 @@ def _fields(kind: str) -> dict[str, str] | None:
     return {model.attribute_map[name]: kind for name, kind in model.openapi_types.items()}
 
 
-_LONGEST_NAMES = {"deployments": 200, "jobs": 200, "replicasets": 220}
+_LONGEST_NAMES = {"deployments": 200, "jobs": 200, "replicasets": 220, "statefulsets": 200}
 """What is made for them has a longer name: of a Deployment a ReplicaSet, of all pods."""
 _NUMBERS = ("replicas", "parallelism", "completions", "backoffLimit")
 _MOST_AT_ONCE = {"replicas": 1000, "parallelism": 1000}
@@ -121,6 +121,10 @@ def completed_workload(resource: str, raw: RawObject) -> RawObject:
     template = spec.get("template") or {}
     template["metadata"] = {"labels": {}, **(template.get("metadata") or {})}
     spec = (_job if resource == "jobs" else _replicated)({**spec, "template": template}, raw["metadata"])
+    if resource == "statefulsets":
+        spec = {"podManagementPolicy": "OrderedReady", "updateStrategy": {"type": "RollingUpdate"}, **spec}
+    elif resource == "deployments":
+        spec = {"strategy": {"type": "RollingUpdate"}, **spec}
     for field in _NUMBERS:
         if spec.get(field, 0) < 0:
             raise Rejected(f"spec.{field}: Invalid value: {spec[field]}: must be greater than or equal to 0")
@@ -161,11 +165,15 @@ def _replicated(spec: dict[str, Any], metadata: dict[str, Any]) -> dict[str, Any
         raise Rejected(
             f"spec.template.metadata.labels: Invalid value: {labels!r:.200}: `selector` does not match template `labels`"
         )
-    return {"replicas": 1, "strategy": {"type": "RollingUpdate"}, **spec}
+    return {"replicas": 1, **spec}
 
 
 _IDENTITY = ("name", "namespace", "uid", "resourceVersion", "creationTimestamp", "generation")
-_IMMUTABLE = {"jobs": ("template", "completions"), "deployments": ("selector",), "replicasets": ("selector",)}
+_IMMUTABLE = {
+    "jobs": ("template", "completions"),
+    **dict.fromkeys(("deployments", "replicasets"), ("selector",)),
+    "statefulsets": ("selector", "serviceName", "podManagementPolicy"),
+}
 
 
 def updated(resource: str, old: RawObject, new: RawObject, *, is_status: bool = False) -> RawObject:

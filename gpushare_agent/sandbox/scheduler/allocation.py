@@ -128,6 +128,12 @@ def _called(node: ast.AST, device: DeviceView) -> Any:
             return _quantity(text)
         case ast.Call(func=ast.Name(id="semver"), args=[ast.Constant(value=str() as text)], keywords=[]):
             return version(text)
+        case ast.Call(func=ast.Name(id="has"), args=[ast.Attribute() as attribute], keywords=[]):
+            try:
+                _value(attribute, device)
+            except SelectorFailed:
+                return False
+            return True
         case ast.Call(func=ast.Attribute(value=target, attr="startsWith"), args=[prefix], keywords=[]):
             return _of_type(_value(target, device), str).startswith(_of_type(_value(prefix, device), str))
         case ast.Call(func=ast.Attribute(value=target, attr="compareTo"), args=[other], keywords=[]):

@@ -1,0 +1,111 @@
+"""The flags of the programs that this one follows and that are no setting's name here, and what becomes of each: one table.
+
+Flags that mean the same are aliases of settings (settings/tree.py); NVIDIA's plugin has its own table (nvidia_options.py).
+settings/sources.py reads them, on the command line and in EXTRA_FLAGS. Sources: gpu-manager v1.1.5, cmd/manager/options and
+build; gpu-admission, main.go and build, in the versions with and without quota; klog, of both; GPUShare's device plugin,
+cmd/nvidia/main.go of 45fb8b8; HAMi's, cmd/device-plugin/nvidia of 4707fb0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from msgspec import Struct
+
+_DEBUG_FROM = 5
+"""klog's verbosity from which gpu-manager logs each step; 4 is its manifest's."""
+_LEVELS = ("debug", "info", "warning", "error")
+_STANDARD_ERROR = "logs go to standard error"
+
+
+class FormerFlag(Struct, frozen=True, kw_only=True):
+    """What a flag becomes: settings (`read`), nothing (`reason`), or a mistake with what to write in its place (`hint`).
+
+    `read` takes the value and returns settings by their dotted names, as texts; it raises ValueError with what is allowed.
+    With a `reason` something is lost, unless the value is one of `as_here`. A boolean flag may stand without a value; a
+    secret's is not shown.
+    """
+
+    read: Callable[[str], Mapping[str, str]] | None = None
+    reason: str = ""
+    hint: str = ""
+    as_here: tuple[str, ...] = ()
+    is_boolean: bool = False
+    is_secret: bool = False
+
+
+def log_level(value: str) -> Mapping[str, str]:
+    """klog's number, or one of our words."""
+    if value.isascii() and value.isdigit() and len(value) < 4:
+        return {"log.level": "debug" if int(value) >= _DEBUG_FROM else "info"}
+    if value.lower() in _LEVELS:
+        return {"log.level": value.lower()}
+    raise ValueError("klog's number, or debug, info, warning, error")
+
+
+def _extender_address(value: str) -> Mapping[str, str]:
+    """HOST:PORT as Go's net.Listen takes it; a host in brackets is IPv6, an empty one every address."""
+    host, colon, port = value.rpartition(":")
+    if not colon or not (port.isascii() and port.isdigit()):
+        raise ValueError("an address such as 127.0.0.1:3456")
+    return {"extender.addr": host.removeprefix("[").removesuffix("]"), "extender.port": port}
+
+
+def _gpushare_unit(value: str) -> Mapping[str, str]:
+    """Who gives the unit serves the resource: GPUShare's plugin has no other."""
+    if value not in ("GiB", "MiB"):
+        raise ValueError("GiB or MiB")
+    return {"gpushare.enabled": "true", "gpushare.unit": value}
+
+
+def _gpushare_mps(value: str) -> Mapping[str, str]:
+    return {"isolation": "mps"} if value.lower() == "true" else {}
+
+
+_KUBELET = "pods are read from the kubelet's sockets and the API server, with the pod's service account"
+_BOTH = ("true", "false")
+
+ADMISSION_FIELDS = {
+    "QuotaConfigMapName": "quota_name",
+    "QuotaConfigMapNamespace": "quota_namespace",
+    "GPUModelLabel": "model_label",
+    "GPUPoolLabel": "pool_label",
+}
+"""Field of gpu-admission's configuration file, its `--config` -> name of the setting in `extender` that it replaces."""
+
+FORMER_FLAGS: Mapping[str, FormerFlag] = {
+    # klog, in all of them
+    "v": FormerFlag(read=log_level),
+    "logtostderr": FormerFlag(reason=_STANDARD_ERROR, as_here=("true",), is_boolean=True),
+    "alsologtostderr": FormerFlag(reason=_STANDARD_ERROR, as_here=("true", "false"), is_boolean=True),
+    "log-dir": FormerFlag(reason=_STANDARD_ERROR),
+    "log-flush-frequency": FormerFlag(reason="each line is written at once"),
+    "log-backtrace-at": FormerFlag(reason="docs/how-to/debug.md shows where an agent is"),
+    "stderrthreshold": FormerFlag(reason="log.level counts"),
+    "vmodule": FormerFlag(reason="log.level counts"),
+    # gpu-manager: its service of systemd names the socket of its display
+    "addr": FormerFlag(read=lambda value: {"display.socket": value}),
+    # gpu-admission
+    "address": FormerFlag(read=_extender_address),
+    "incluster-mode": FormerFlag(
+        reason="without kubeconfig the pod's service account is used", as_here=("true", "false"), is_boolean=True
+    ),
+    "master": FormerFlag(hint="write the API server's address into a kubeconfig and name it by --kubeconfig"),
+    "pprofAddress": FormerFlag(reason="/metrics and /debug/state are on the extender's own port"),
+    # GPUShare's device plugin
+    "memory-unit": FormerFlag(read=_gpushare_unit),
+    "mps": FormerFlag(read=_gpushare_mps, reason="isolation counts", as_here=("false",), is_boolean=True),
+    "health-check": FormerFlag(reason="the health of GPUs is always watched", as_here=("true",), is_boolean=True),
+    "query-kubelet": FormerFlag(reason=_KUBELET, as_here=_BOTH, is_boolean=True),
+    **dict.fromkeys(("kubelet-address", "kubelet-port", "client-cert", "client-key"), FormerFlag(reason=_KUBELET)),
+    "token": FormerFlag(reason=_KUBELET, is_secret=True),
+    "timeout": FormerFlag(reason="kubelet.pod_lookup_timeout_s bounds an admission"),
+    # HAMi
+    "device-split-count": FormerFlag(reason="a GPU has as many shares as its cores and memory are enough for"),
+    "device-memory-scaling": FormerFlag(reason="it is hami_core.memory_scaling, of limits alone", as_here=("1", "1.0")),
+    "device-cores-scaling": FormerFlag(reason="it is hami_core.core_scaling, of limits alone", as_here=("1", "1.0")),
+    "disable-core-limit": FormerFlag(
+        reason="the annotation tencent.com/vcuda-core-limit lets a share use more", as_here=("false",), is_boolean=True
+    ),
+    "resource-name": FormerFlag(reason="HAMi's names become vcuda's in new pods: docs/how-to/migrate-from-hami.md"),
+}  # fmt: skip

@@ -1,0 +1,112 @@
+"""A cluster of raw objects for advice about it: what is allocated on its nodes, its quota and its budgets."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from msgspec import Raw
+
+from gpushare_agent.cli.cluster_reading import ReadCluster, read_cluster_view
+from gpushare_agent.cluster.kube.client import ALL_NODES, LIVE_PODS
+from gpushare_agent.cluster.kube.lists import Watched
+from gpushare_agent.model.errors import NotFound
+from gpushare_agent.settings.settings import load_settings
+from tests.support_json import undecoded
+
+SETTINGS = load_settings([], {"NODE_NAME": "desk"}).settings
+CORES, BLOCKS = "tencent.com/vcuda-core", "tencent.com/vcuda-memory"
+MODEL = "gaia.tencent.com/gpu-model"
+BLOCK_MIB = 256
+T = TypeVar("T")
+Object = dict[str, Any]
+
+
+class Cluster:
+    """Objects that an API server would list, by path."""
+
+    def __init__(self, nodes: Sequence[Object], pods: Sequence[Object], quota: Mapping[str, Any] | None = None) -> None:
+        self.nodes, self.pods, self.quota = list(nodes), list(pods), quota
+
+    async def list_all(self, watched: Watched, read: Callable[[Raw], T | None]) -> tuple[list[T], str]:
+        objects = {ALL_NODES.path: self.nodes, LIVE_PODS.path: self.pods}.get(watched.path)
+        if watched.path.endswith("/configmaps"):
+            objects = [] if self.quota is None else [{"data": {"gpu_quota": json.dumps(self.quota)}}]
+        if objects is None:
+            raise NotFound(watched.what)
+        return [found for one in objects if (found := read(undecoded(one))) is not None], "1"
+
+    async def read(self) -> ReadCluster:
+        return await read_cluster_view(self, SETTINGS)  # type: ignore[arg-type] # it lists, and no more is asked of it
+
+
+def node(
+    name: str,
+    gpus: Sequence[int],
+    *,
+    held: Mapping[str, Mapping[int, Sequence[int]]] | None = None,
+    cordoned: Sequence[int] = (),
+    sick: Sequence[int] = (),
+    labels: Mapping[str, str] | None = None,
+    cpu: str = "64",
+    **spec: Any,
+) -> Object:
+    """`gpus` are their memory blocks."""
+    cards = [
+        {
+            "index": index,
+            "uuid": f"GPU-{name}-{index}",
+            "name": "A100",
+            "memory_mib": blocks * BLOCK_MIB,
+            "is_healthy": index not in sick and index not in cordoned,
+            **({"cordoned": True} if index in cordoned else {}),
+            **({"would_be_healthy": True} if index in cordoned and index not in sick else {}),
+        }
+        for index, blocks in enumerate(gpus)
+    ]
+    counts = {CORES: str(len(gpus) * 100), BLOCKS: str(sum(gpus)), "cpu": cpu, "memory": "64Gi", "pods": "110"}
+    return {
+        "metadata": {
+            "name": name,
+            "labels": {"kubernetes.io/hostname": name, **(labels or {})},
+            "annotations": {
+                "gpushare-agent/cards": json.dumps({"schema": 1, "memory_block_mib": BLOCK_MIB, "cards": cards}),
+                "gpushare-agent/held": json.dumps({"schema": 1, "held": held or {}}),
+            },
+        },
+        "spec": spec,
+        "status": {"capacity": counts, "allocatable": counts},
+    }
+
+
+def pod(
+    name: str, *requests: tuple[int, int], on: str = "", owner: str = "ReplicaSet", cpu: str = "1", **spec: Any
+) -> Object:
+    """One container for each (cores, blocks)."""
+    containers = []
+    for number, (cores, blocks) in enumerate(requests):
+        limits = {key: str(count) for key, count in ((CORES, cores), (BLOCKS, blocks)) if count} | {"cpu": cpu}
+        containers.append({"name": f"c{number}", "resources": {"limits": limits, "requests": limits}})
+    owners = [{"kind": owner, "name": "o", "uid": "o", "controller": True}] if owner else []
+    return {
+        "metadata": {
+            "name": name, "namespace": "ns", "uid": name, "labels": {"app": name}, "ownerReferences": owners,
+        },
+        "spec": {"containers": containers, **({"nodeName": on} if on else {}), **spec},
+        "status": {"phase": "Running" if on else "Pending"},
+    }  # fmt: skip
+
+
+def cards_of(raw: Object) -> list[Object]:
+    found: list[Object] = json.loads(raw["metadata"]["annotations"]["gpushare-agent/cards"])["cards"]
+    return found
+
+
+def held_of(raw: Object) -> dict[str, dict[str, list[int]]]:
+    found: dict[str, dict[str, list[int]]] = json.loads(raw["metadata"]["annotations"]["gpushare-agent/held"])["held"]
+    return found
+
+
+def set_held(raw: Object, held: Mapping[str, Mapping[Any, Sequence[int]]]) -> None:
+    raw["metadata"]["annotations"]["gpushare-agent/held"] = json.dumps({"schema": 1, "held": held})

@@ -1,0 +1,64 @@
+"""NVIDIA's GpuConfig: what is read of it, and with which words the rest is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from gpushare_agent.dra.decisions.gpu_config import GpuConfig, MpsLimits, read_gpu_config
+from gpushare_agent.model.errors import Corrupt
+from tests.support_json import undecoded
+
+
+def read(sharing: object = None, **changes: Any) -> GpuConfig:
+    raw = {"apiVersion": "resource.nvidia.com/v1beta1", "kind": "GpuConfig", **changes}
+    return read_gpu_config(undecoded(raw if sharing is None else {**raw, "sharing": sharing}))
+
+
+def test_what_is_read() -> None:
+    assert read() == GpuConfig()
+    assert read({"strategy": "TimeSlicing"}) == GpuConfig(isolation="none")
+    assert read({"strategy": "TimeSlicing", "timeSlicingConfig": {"interval": "Short"}}) == GpuConfig(isolation="none")
+    assert read({"strategy": "MPS"}) == GpuConfig(isolation="mps", mps=MpsLimits())
+    mps = {
+        "defaultActiveThreadPercentage": 25,
+        "defaultPinnedDeviceMemoryLimit": "1536Ki",
+        "defaultPerDevicePinnedMemoryLimit": {"GPU-1": "2Gi", "0": 1048576},
+        "multiUser": False,
+    }
+    expected = MpsLimits(thread_percentage=25, memory_mib=1, memory_mib_of=(("GPU-1", 2048), ("0", 1)))
+    assert read({"strategy": "MPS", "mpsConfig": mps}) == GpuConfig(isolation="mps", mps=expected)
+
+
+def test_a_limit_of_a_gpu_counts_before_that_of_all() -> None:
+    uuids = ["GPU-b", "GPU-a"]
+    limits = MpsLimits(memory_mib=1, memory_mib_of=(("0", 2),))
+    assert [limits.memory_of(uuid, uuids) for uuid in uuids] == [1, 2], "places are in the order of the UUIDs"
+    assert MpsLimits().memory_of("GPU-a", uuids) is None
+
+
+@pytest.mark.parametrize(
+    ("sharing", "changes", "words"),
+    [
+        (None, {"kind": "VfioDeviceConfig"}, "not passed through"),
+        (None, {"kind": "MigDeviceConfig"}, "MIG instances are not offered"),
+        (None, {"kind": "ComputeDomainChannelConfig"}, "compute domains"),
+        (None, {"kind": ["GpuConfig"]}, "this driver reads resource.nvidia.com/v1beta1 GpuConfig"),
+        (None, {"apiVersion": "resource.nvidia.com/v1"}, "this driver reads resource.nvidia.com/v1beta1 GpuConfig"),
+        (None, {"unknown": 1}, "unknown"),
+        ({}, {}, "strategy"),
+        ({"strategy": "Other"}, {}, "Other"),
+        ({"strategy": "TimeSlicing", "timeSlicingConfig": {"interval": "Eternal"}}, {}, "Eternal"),
+        ({"strategy": "TimeSlicing", "mpsConfig": {}}, {}, "and an mpsConfig"),
+        ({"strategy": "MPS", "timeSlicingConfig": {}}, {}, "and a timeSlicingConfig"),
+        ({"strategy": "MPS", "mpsConfig": {"defaultActiveThreadPercentage": 0}}, {}, ">= 1"),
+        ({"strategy": "MPS", "mpsConfig": {"defaultPinnedDeviceMemoryLimit": "1023Ki"}}, {}, "below 1Mi"),
+        ({"strategy": "MPS", "mpsConfig": {"defaultPinnedDeviceMemoryLimit": "much"}}, {}, "no Kubernetes quantity"),
+        ({"strategy": "MPS", "mpsConfig": {"defaultPerDevicePinnedMemoryLimit": {"0": "0"}}}, {}, "below 1Mi"),
+        ({"strategy": "MPS", "mpsConfig": {"multiUser": True}}, {}, "multiUser"),
+    ],
+)
+def test_what_cannot_be_done_is_named(sharing: object, changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(Corrupt, match=words):
+        read(sharing, **changes)

@@ -1,0 +1,152 @@
+"""gpu-manager's DaemonSet with nothing changed but the image, and on a node without GPUs the flag for simulated ones."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import pytest
+
+from tests.e2e.cluster import CORE, DEADLINE_S, Cluster, KubectlError, Object, read_unix
+from tests.e2e.installation import NODE_LABEL, Installation
+
+pytestmark = pytest.mark.e2e
+NAMESPACE, NAME = "kube-system", "gpu-manager-daemonset"
+LABELS = {"name": "gpu-manager-ds"}
+MOUNTS = {
+    "device-plugin": ("/var/lib/kubelet/device-plugins", "/var/lib/kubelet/device-plugins", "Directory"),
+    "vdriver": ("/etc/gpu-manager/vdriver", "/etc/gpu-manager/vdriver", "DirectoryOrCreate"),
+    "vmdata": ("/etc/gpu-manager/vm", "/etc/gpu-manager/vm", "DirectoryOrCreate"),
+    "log": ("/var/log/gpu-manager", "/etc/gpu-manager/log", "DirectoryOrCreate"),
+    "checkpoint": ("/etc/gpu-manager/checkpoint", "/etc/gpu-manager/checkpoint", "DirectoryOrCreate"),
+    "run-dir": ("/var/run", "/var/run", "Directory"),
+    "cgroup": ("/sys/fs/cgroup", "/sys/fs/cgroup", "Directory"),
+    "usr-directory": ("/usr/local/host", "/usr", "Directory"),
+}
+"""Volume: where in the container, where on the host, its type. gpu-manager v1.1.5, gpu-manager.yaml."""
+READ_ONLY = ("cgroup", "usr-directory")
+
+
+def objects(image: str, extra_flags: str) -> list[Object]:
+    """Account, binding, DaemonSet and Service by the fields of gpu-manager's v1.1.5; it pulls always, which the image of a
+    test cannot be."""
+    account = {"name": "gpu-manager", "namespace": NAMESPACE}
+    container = {
+        "name": "gpu-manager",
+        "image": image,
+        "imagePullPolicy": "IfNotPresent",
+        "securityContext": {"privileged": True},
+        "ports": [{"containerPort": 5678}],
+        "volumeMounts": [
+            {"name": name, "mountPath": inside, **({"readOnly": True} if name in READ_ONLY else {})}
+            for name, (inside, _, _) in MOUNTS.items()
+        ],
+        "env": [
+            {"name": "LOG_LEVEL", "value": "4"},
+            {"name": "EXTRA_FLAGS", "value": extra_flags},
+            {"name": "NODE_NAME", "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}},
+        ],
+    }
+    spec = {
+        "serviceAccount": "gpu-manager",
+        "tolerations": [
+            {"key": "CriticalAddonsOnly", "operator": "Exists"},
+            {"key": CORE, "operator": "Exists", "effect": "NoSchedule"},
+        ],
+        "priorityClassName": "system-node-critical",
+        "nodeSelector": {NODE_LABEL: "enable"},
+        "hostPID": True,
+        "containers": [container],
+        "volumes": [
+            {"name": name, "hostPath": {"type": kind, "path": path}} for name, (_, path, kind) in MOUNTS.items()
+        ],
+    }
+    annotations = {"scheduler.alpha.kubernetes.io/critical-pod": ""}
+    return [
+        {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": account},
+        {
+            "apiVersion": "rbac.authorization.k8s.io/v1",
+            "kind": "ClusterRoleBinding",
+            "metadata": {"name": "gpu-manager-role"},
+            "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": "cluster-admin"},
+            "subjects": [{"kind": "ServiceAccount", **account}],
+        },
+        {
+            "apiVersion": "apps/v1",
+            "kind": "DaemonSet",
+            "metadata": {"name": NAME, "namespace": NAMESPACE},
+            "spec": {
+                "updateStrategy": {"type": "RollingUpdate"},
+                "selector": {"matchLabels": LABELS},
+                "template": {"metadata": {"annotations": annotations, "labels": LABELS}, "spec": spec},
+            },
+        },
+        {
+            "apiVersion": "v1",
+            "kind": "Service",
+            "metadata": {"name": "gpu-manager-metric", "namespace": NAMESPACE},
+            "spec": {
+                "clusterIP": "None",
+                "ports": [{"name": "metrics", "port": 5678, "protocol": "TCP", "targetPort": 5678}],
+                "selector": LABELS,
+            },
+        },
+    ]
+
+
+@pytest.fixture
+def gpu_manager(cluster: Cluster, installation: Installation) -> Iterator[str]:
+    """The name of its pod, which is ready."""
+    installation.remove()
+    flags = "--logtostderr=false" + (" --driver=simulated" if "simulated" in installation.overlay else "")
+    made = json.dumps({"apiVersion": "v1", "kind": "List", "items": objects(installation.image, flags)})
+    cluster.run("label", "node", cluster.node, f"{NODE_LABEL}=enable", "--overwrite")
+    cluster.run("apply", "-f", "-", stdin=made)
+    yield wait_serving(cluster)
+    cluster.run("label", "node", cluster.node, f"{NODE_LABEL}-")
+    cluster.run("delete", "-f", "-", stdin=made, timeout_s=DEADLINE_S)
+
+
+def wait_serving(cluster: Cluster) -> str:
+    def poll() -> str | None:
+        offered = int(cluster.node_object()["status"]["allocatable"].get(CORE, "0"))
+        pods = cluster.pods(NAMESPACE, selector="name=gpu-manager-ds")
+        running = [name for name, pod in pods.items() if "deletionTimestamp" not in pod["metadata"]]
+        return running[0] if offered and len(running) == 1 else None
+
+    return cluster.wait_for("gpu-manager's DaemonSet offers its resources", poll)
+
+
+def answer(cluster: Cluster, pod: str, path: str) -> str:
+    return read_unix(cluster.api, f"/api/v1/namespaces/{NAMESPACE}/pods/{pod}:5678/proxy/{path}").decode()
+
+
+def test_gpu_managers_daemonset_serves_with_this_image(cluster: Cluster, gpu_manager: str, namespace: str) -> None:
+    """Pods one after another, as many at once as differ, run; tools find what they read; another pod of the DaemonSet knows
+    them; and each mount that it lacks is named in the log."""
+    names = [f"share-{number}" for number in range(6)]
+    cluster.start(namespace, cluster.pod(names[0], 10, 4))
+    cluster.start(namespace, cluster.pod(names[1], 10, 4))
+    cluster.start(namespace, *(cluster.pod(name, 10 + n, 4 + n) for n, name in enumerate(names[2:], start=1)))
+    annotations = [pod["metadata"]["annotations"] for pod in cluster.pods(namespace).values()]
+    assert {one.get("tencent.com/gpu-assigned") for one in annotations} == {"true"}
+    assert 'container_request_gpu_utilization{container_name="main"' in answer(cluster, gpu_manager, "metric")
+    assert len(json.loads(answer(cluster, gpu_manager, "api/v1/node"))["containers"]) == len(names)
+    assert "ROOT" in json.loads(answer(cluster, gpu_manager, "graph"))["graph"]
+    exec_ = ("-n", NAMESPACE, "exec", gpu_manager, "--")
+    cluster.run(*exec_, "test", "-S", "/var/run/gpu-manager.sock")
+    logged = [json.loads(line) for line in cluster.run("-n", NAMESPACE, "logs", gpu_manager).splitlines()]
+    missing = {one["mount"] for one in logged if one["event"] == "mount_missing"}
+    assert missing == {"/var/lib/kubelet/pod-resources", "/var/lib/gpushare-agent"}
+    assert [one for one in logged if one["level"] == "error"] == []
+    cluster.run("-n", NAMESPACE, "delete", "pod", gpu_manager, timeout_s=DEADLINE_S)
+    again = wait_serving(cluster)
+
+    def knows_them() -> bool:
+        try:
+            return len(json.loads(answer(cluster, again, "api/v1/node"))["containers"]) == len(names)
+        except KubectlError:  # it has no address yet, or does not listen
+            return False
+
+    cluster.wait_for("the next pod knows them", knows_them)
+    cluster.start(namespace, cluster.pod("share-after", 10, 4))

@@ -1,0 +1,102 @@
+"""The flags of GPUShare's device plugin, and of HAMi's: taken, reported once, or answered with what to write."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from gpushare_agent import __main__
+from gpushare_agent.cli import main as command_line
+from gpushare_agent.settings.settings import SettingsError, load_settings
+
+DAEMONSET = ("-logtostderr", "--v=5", "--memory-unit=GiB")
+"""device-plugin-ds.yaml; the document on MPS adds --mps-pipe."""
+
+
+def test_the_command_line_of_the_daemonset_serves_gpu_mem() -> None:
+    """As it stands there, with nothing lost."""
+    loaded = load_settings(DAEMONSET, {})
+    settings = loaded.settings
+    assert (settings.gpushare.enabled, settings.gpushare.unit, settings.log.level) == (True, "GiB", "debug")
+    assert settings.isolation == "gpushare"
+    assert [loaded.outcome(key)[0] for key in loaded.migrated] == [False, False, False]
+
+
+def test_the_unit_is_one_of_two() -> None:
+    """Another one is a mistake, where GPUShare goes on with GiB."""
+    assert load_settings(["--memory-unit", "MiB"], {}).settings.gpushare.unit == "MiB"
+    assert not load_settings(["--memory-unit=MiB", "--gpushare.enabled=false"], {}).settings.gpushare.enabled
+    with pytest.raises(SettingsError, match="'KiB' is not allowed; allowed: GiB or MiB"):
+        load_settings(["--memory-unit=KiB"], {})
+
+
+def test_the_pipe_directory_alone_switches_mps_on() -> None:
+    """The seed's command line; an isolation that any place names wins."""
+    loaded = load_settings([*DAEMONSET, "--mps-pipe=/root/nvidia-mps"], {})
+    assert (loaded.settings.isolation, loaded.settings.mps.pipe_directory) == ("mps", Path("/root/nvidia-mps"))
+    assert loaded.sources["isolation"] == "flag --mps-pipe"
+    assert load_settings(["--mps-pipe=/p"], {"GPUSHARE_ISOLATION": "none"}).settings.isolation == "none"
+    assert load_settings(["--mps.pipe-directory=/p"], {}).settings.isolation == "gpushare"
+
+
+@pytest.mark.parametrize(("flag", "isolation"), [("--mps", "mps"), ("--mps=true", "mps"), ("--mps=false", "gpushare")])
+def test_mps_is_an_isolation(flag: str, isolation: str) -> None:
+    """Off is GPUShare's default, and loses nothing."""
+    loaded = load_settings([flag], {})
+    assert (loaded.settings.isolation, loaded.outcome(loaded.migrated[0])[0]) == (isolation, False)
+
+
+@pytest.mark.parametrize(
+    ("flag", "is_lost"),
+    [
+        ("--health-check", False),
+        ("--health-check=false", True),
+        ("--query-kubelet", False),
+        ("--kubelet-address=10.0.0.1", True),
+        ("--kubelet-port=10250", True),
+        ("--client-cert=/c", True),
+        ("--client-key=/k", True),
+        ("--token=secret", True),
+        ("--timeout=10", True),
+        ("--device-split-count=10", True),
+        ("--device-memory-scaling=1", False),
+        ("--device-memory-scaling=1.8", True),
+        ("--device-cores-scaling=2", True),
+        ("--disable-core-limit=false", False),
+        ("--disable-core-limit", True),
+        ("--resource-name=nvidia.com/gpu", True),
+    ],
+)
+def test_a_flag_without_effect_is_reported_once(flag: str, is_lost: bool) -> None:
+    """With why; a warning only where something is lost. A secret is not repeated."""
+    loaded = load_settings([flag], {})
+    (key,) = loaded.migrated
+    found, reason = loaded.outcome(key)
+    assert found == is_lost and reason
+    assert "secret" not in key.value
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--gpu-memory-mib", "24GB"], "did you mean --card-memory-mib"),
+        (["--card-memory-mib", "24GB"], "24GB is 24576"),
+        (["--resources.memory-block-mib=1Gi"], "1Gi is 1024"),
+        (["--memory-units=GiB"], "did you mean --memory-unit"),
+    ],
+)
+def test_a_mistake_leads_to_the_right_setting(flags: list[str], words: str) -> None:
+    """By name, and by the number for a size with its unit."""
+    with pytest.raises(SettingsError, match=words):
+        load_settings(flags, {})
+
+
+def test_gpushares_program_is_the_command_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its name in the DaemonSet, with its flags."""
+    called: list[list[str]] = []
+    monkeypatch.setattr(command_line, "main", lambda: called.append(sys.argv[1:]) or 0)
+    monkeypatch.setattr(sys, "argv", ["gpushare-device-plugin-v2", *DAEMONSET])
+    assert __main__.run_as_gpushare() == 0
+    assert called == [["run", "--gpushare.enabled", *DAEMONSET]]
