@@ -19,6 +19,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, cast, get_type_hints
 
+import yaml
 from annotated_types import Ge, Le
 from msgspec.structs import replace
 from prometheus_client.metrics_core import Metric
@@ -295,6 +296,38 @@ def _xids() -> str:
     return _joined([["Xid", "what the driver means", "what happens by default"], *rows])
 
 
+def _navigation() -> list[Any]:
+    """Of the site: mkdocs.yml has each page once, under a title or alone."""
+    nav = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:")[2]
+    found = yaml.safe_load("nav:" + nav)["nav"]
+    assert isinstance(found, list)
+    return found
+
+
+def _guides() -> str:
+    """The how-to guides as the site groups them, each by its own heading."""
+    [parts] = [part["How-to guides"] for part in _navigation() if "How-to guides" in part]
+    lines = []
+    for group in (part for part in parts if isinstance(next(iter(part.values())), list)):
+        [(title, pages)] = group.items()
+        lines.append(f"- **{title}**")
+        for page in (next(iter(one.values())) for one in pages):
+            heading = (ROOT / "docs" / page).read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
+            lines.append(f"  - [{heading}]({page.removeprefix('how-to/')})")
+    return "\n".join(lines)
+
+
+def _documents() -> str:
+    """Reference and explanation, as the site's navigation has them."""
+    elsewhere = {"reference/chart.md": "charts/gpushare-agent/README.md"}
+    lines = []
+    for title in ("Reference", "Explanation"):
+        [pages] = [part[title] for part in _navigation() if title in part]
+        links = [f"[{name}]({elsewhere.get(path, f'docs/{path}')})" for page in pages for name, path in page.items()]
+        lines += [f"- **{title}**:", *(f"  {link}{',' if link != links[-1] else '.'}" for link in links)]
+    return "\n".join(lines)
+
+
 def _link_costs() -> str:
     nvlinks = (1, 2, 4, 12, 18)
     examples = ", ".join(f"NV{n} {link_cost(Link(kind=LinkKind.NVLINK, nvlinks=n)):,}" for n in nvlinks)
@@ -347,6 +380,8 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "error_budget": _error_budget,
     "health_states": _health_states,
     "xids": _xids,
+    "guides": _guides,
+    "documents": _documents,
     "link_costs": _link_costs,
     "measured_agent": lambda: _benchmark("agent"),
     "measured_extender": lambda: _benchmark("extender"),
@@ -371,6 +406,8 @@ def _filled(text: str) -> str:
 
 
 PAGES: dict[str, Callable[[str], str]] = {
+    "README.md": _filled,
+    "docs/how-to/README.md": _filled,
     "docs/explanation/health.md": _filled,
     "docs/explanation/placement.md": _filled,
     "docs/how-to/simulate.md": _filled,

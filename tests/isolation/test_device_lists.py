@@ -19,7 +19,7 @@ from gpushare_agent.isolation.device_lists import (
 from gpushare_agent.model.allocations import ContainerEdits, ContainerMount
 from gpushare_agent.model.isolation import DeviceListStrategy
 from gpushare_agent.model.pods import ContainerSpec
-from tests.support_core import NAMES, container, inventory, mig_instance, pod
+from tests.support_core import NAMES, container, inventory, isolation_config, mig_instance, pod
 
 ENVVAR, MOUNTS, NODES, ANNOTATIONS, CRI = DeviceListStrategy
 REQUEST = DeviceListRequest(gpus=inventory().gpus, node=NodeDevices(), cdi_kind="nvidia.com/gpu", unique="p_1")
@@ -92,7 +92,7 @@ def test_every_strategy_has_its_function() -> None:
 @pytest.mark.parametrize("uid", ["0f9f5f0e-8b3c-4e6f-9a51-52d7a8c1b2d3", "3f2a" * 8])
 def test_the_annotations_key_is_one_that_cdi_takes(uid: str) -> None:
     """At most 63 characters, letters and digits at both ends; a static pod's UID has no dashes. Containers differ in it."""
-    policy = EditPolicy(names=NAMES, config=None, isolation="none", strategies=(ANNOTATIONS,))  # type: ignore[arg-type]
+    policy = EditPolicy(names=NAMES, config=isolation_config(), isolation="none", strategies=(ANNOTATIONS,))
 
     def key_of(inner: ContainerSpec) -> str:
         found = edits_for(pod("p", inner, uid=uid), inner, inventory().gpus, policy)

@@ -263,10 +263,10 @@ def test_claims_are_charged_what_the_scheduler_has_counted(claims: list[tuple[in
         result = PreparedResult(
             key=ContainerKey(PodUid(f"uid-{number}"), "gpu"), request="gpu", device=f"gpu-{index}", share_id="",
             gpu=gpu.uuid, cores=100 if is_whole else cores, memory_mib=gpu.memory_mib if is_whole else blocks * 256,
-            is_whole=is_whole, cdi_devices=(), view="gpu", is_admin=is_admin,
+            is_whole=is_whole, cdi_devices=(), view="gpu", isolation="vcuda", is_admin=is_admin,
         )  # fmt: skip
         claim = PreparedClaim(
-            ref=ClaimRef("default", f"claim-{number}", f"uid-{number}"), shown_as="gpu", pod="p", isolation="vcuda",
+            ref=ClaimRef("default", f"claim-{number}", f"uid-{number}"), shown_as="gpu", pod="p",
             results=(result,), spec={},
         )  # fmt: skip
         ledger = cache.ledger(found)
