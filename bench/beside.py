@@ -121,6 +121,8 @@ async def beside_rows(command: str, *, starts: int, admissions: int, settle_s: f
         for gpu in range(GPUS):
             for rival in rivals:
                 await rival.fail(gpu)
+            # One Xid at a time: after events the agent fetches no others for a moment.
+            await asyncio.sleep(_SEEN_S * 10)
         return _rows(rivals, idle_s)
 
 

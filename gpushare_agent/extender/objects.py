@@ -11,15 +11,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping
-from fractions import Fraction
 from functools import lru_cache
 from types import MappingProxyType
 
 from msgspec import Raw, Struct
 from msgspec.structs import replace
 
-from gpushare_agent.cluster.kube.objects import NodeStatus, Quantity, read_node_json, rounded_up, whole_number
+from gpushare_agent.cluster.kube.objects import NodeStatus, Quantity, read_node_json, whole_number
 from gpushare_agent.cluster.kube.pods import PodJson, PodSpec, parse_pod
+from gpushare_agent.cluster.kube.scheduling import CPU, MEMORY, amount_of, asked_of_node, values_of_label
 from gpushare_agent.cluster.node_annotations import (
     ALLOCATIONS_ANNOTATION,
     GPUS_ANNOTATION,
@@ -49,6 +49,8 @@ _MAX_TOPOLOGIES = 256
 """Nodes of one build are alike: a cluster has few."""
 _MAX_ALIKE = 16384
 _MAX_ANNOTATION_CHARS = 256
+_MIB = 20
+"""Bits."""
 _MOST = 1 << 40
 """Milli-CPUs, or MiB."""
 _NOTHING: Mapping[str, str] = MappingProxyType({})
@@ -230,19 +232,11 @@ def _count(quantity: Quantity) -> int:
 
 def _host_amounts(amounts: Mapping[str, Quantity]) -> tuple[int, int]:
     """CPU in milli-CPUs and main memory in MiB."""
-    return min(_cpu_milli(amounts.get("cpu")), _MOST), min(_size_mib(amounts.get("memory")), _MOST)
+    return _bounded(amount_of(amounts.get(CPU), is_cpu=True), amount_of(amounts.get(MEMORY), is_cpu=False))
 
 
-# Cached, for a cluster's fifty thousand pods ask for a few amounts.
-@lru_cache(maxsize=_MAX_ALIKE)
-def _cpu_milli(quantity: Quantity | None) -> int:
-    """0 where there is none, or none that Kubernetes would take."""
-    return rounded_up(quantity, Fraction(1, 1000))
-
-
-@lru_cache(maxsize=_MAX_ALIKE)
-def _size_mib(quantity: Quantity | None) -> int:
-    return rounded_up(quantity, Fraction(1 << 20))
+def _bounded(cpu_milli: int, memory: int) -> tuple[int, int]:
+    return min(cpu_milli, _MOST), min(-(-memory >> _MIB), _MOST)
 
 
 def _label(labels: Mapping[str, str], name: str) -> str:
@@ -294,21 +288,9 @@ def chooses_gpus(annotation: str) -> bool:
 
 
 def host_request(spec: PodSpec, model_label: str = "") -> HostRequest:
-    """What kube-scheduler counts of a pod on its node's CPU and main memory (k8s.io/component-helpers, PodRequests): its
-    own requests, else those of its containers at the moment when they are most."""
-    of_pod = spec.requests
-    amounts = []
-    for resource, read in (("cpu", _cpu_milli), ("memory", _size_mib)):
-        # Init containers come one after the other, beside the sidecars that have started before them.
-        running = most = 0
-        for one in spec.init_containers or ():
-            asked = read(one.requests.get(resource))
-            running += asked if one.restart_policy == "Always" else 0
-            most = max(most, running if one.restart_policy == "Always" else running + asked)
-        running += sum(read(one.requests.get(resource)) for one in spec.containers or ())
-        asked = read(of_pod[resource]) if resource in of_pod else max(most, running)
-        amounts.append(min(asked + read(spec.overhead.get(resource)), _MOST))
-    return _host_request(amounts[0], amounts[1], spec.values_of_label(model_label) if model_label else ())
+    """What kube-scheduler counts of a pod on its node's CPU and main memory, and the GPU models that it may run on."""
+    cpu_milli, memory_mib = _bounded(asked_of_node(spec, CPU), asked_of_node(spec, MEMORY))
+    return _host_request(cpu_milli, memory_mib, values_of_label(spec, model_label) if model_label else ())
 
 
 def predicate_annotations(pod: PodJson) -> dict[str, str]:

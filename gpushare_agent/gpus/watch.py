@@ -53,7 +53,8 @@ class GpuDriver(Protocol):
 
 
 class GpuWatch(Struct, eq=False):
-    """`period_s` between two polls, `event_period_s` is the longest wait for events. Polls never overlap."""
+    """`period_s` between two polls, `event_period_s` between two fetches of events where the
+    driver cannot wait for them. Polls never overlap."""
 
     driver: GpuDriver
     inventory: GpuInventoryState
@@ -98,7 +99,8 @@ class GpuWatch(Struct, eq=False):
     async def fetch_events(self) -> float:
         """Applies the events since the last fetch; returns the time from its start to the next one, seconds."""
         try:
-            events = await self.driver.events(self.event_period_s)
+            # As long as between two polls: nothing else needs this thread.
+            events = await self.driver.events(self.period_s)
         except AgentError as e:
             self.metrics.driver_error("events_failed")
             self._event_failures += 1
@@ -121,7 +123,7 @@ class GpuWatch(Struct, eq=False):
         while True:
             started_at = time.monotonic()
             delay_s = await self.fetch_events()
-            # The driver has waited for them as a rule; one that cannot wait answers at once.
+            # NVML has waited for them; what cannot wait answers at once.
             await asyncio.sleep(max(started_at + delay_s - time.monotonic(), MIN_PAUSE_S))
 
     def _pause_s(self) -> float:

@@ -49,7 +49,7 @@ class HealthSettings(Section):
         default=1.0,
         ge=0.05,
         le=60,
-        description="Longest wait for an event of the driver (Xid error, ECC), which ends it. Period of simulated ones.",
+        description="Period of reading simulated events. NVML's (Xid errors, ECC) are waited for.",
     )
     ignored_xids: Xids = Field(
         # NVIDIA's device plugin ignores the same: errors of a program, not of the GPU.

@@ -33,11 +33,13 @@ from gpushare_agent.extender.app import build, show_state
 from gpushare_agent.extender.metrics import ExtenderMetrics
 from gpushare_agent.gpus.health import STATES, XID_NAMES
 from gpushare_agent.isolation.kept import NOT_KEPT_TEXTS
+from gpushare_agent.model.gpus import Link, LinkKind
 from gpushare_agent.model.usage import GpuSample
 from gpushare_agent.observability.attribution import AllocatedContainers, join_usage
 from gpushare_agent.observability.metrics.agent import AgentMetrics
 from gpushare_agent.observability.metrics.node import node_series
 from gpushare_agent.observability.metrics.text import NodePage
+from gpushare_agent.placement.place import LINK_COSTS, NVLINK_COST, link_cost
 from gpushare_agent.settings.nvidia_options import OPTIONS
 from gpushare_agent.settings.observation import HealthSettings
 from gpushare_agent.settings.reference import Key, all_keys, markdown, text_of
@@ -293,6 +295,14 @@ def _xids() -> str:
     return _joined([["Xid", "what the driver means", "what happens by default"], *rows])
 
 
+def _link_costs() -> str:
+    nvlinks = (1, 2, 4, 12, 18)
+    examples = ", ".join(f"NV{n} {link_cost(Link(kind=LinkKind.NVLINK, nvlinks=n)):,}" for n in nvlinks)
+    rows = [["NV#", f"{NVLINK_COST:,} / number of NVLinks: {examples}"]]
+    rows += [[kind.name, f"{cost:,}"] for kind, cost in LINK_COSTS.items() if kind is not LinkKind.SELF]
+    return _joined([["link", "cost of a pair"], *rows])
+
+
 def _packing(*, of_rules: bool) -> str:
     """The rows that `python -m bench.packing TRACES [--rules] --json bench/measured/packing.json` wrote: percent of all,
     in brackets the published figure."""
@@ -337,6 +347,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "error_budget": _error_budget,
     "health_states": _health_states,
     "xids": _xids,
+    "link_costs": _link_costs,
     "measured_agent": lambda: _benchmark("agent"),
     "measured_extender": lambda: _benchmark("extender"),
     "packing": lambda: _packing(of_rules=False),

@@ -70,7 +70,7 @@ fi
 # The images that the examples of NVIDIA's DRA driver name: a program that lists what a container was given.
 if [[ -n ${NVIDIA_DRA_DRIVER:-} ]]; then
   interruptible timeout 300 "$rig" build "$here/tests/e2e/nvidia_dra" ubuntu:24.04
-  for name in docker.io/library/ubuntu:22.04 nvcr.io/nvidia/k8s/cuda-sample:nbody-cuda11.6.0-ubuntu18.04; do
+  for name in docker.io/library/ubuntu:22.04 nvcr.io/nvidia/cuda:12.2.0-base-ubuntu22.04 nvcr.io/nvidia/k8s/cuda-sample:nbody-cuda11.6.0-ubuntu18.04; do
     "$rig" ctr images tag docker.io/library/ubuntu:24.04 "$name"
   done
 fi

@@ -74,7 +74,7 @@ PROMISES: Promises = {
         kept(
             "pkg/predicate",
             "annotations `predicate-time`, `predicate-node`, `predicate-gpu-idx-<i>`, `gpu-assigned`",
-            "tests/extender/test_verbs.py::test_bind_annotates_then_binds",
+            "tests/extender/test_verbs.py::test_bind_annotates_and_binds",
         ),
         kept(
             "pkg/device",

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from fractions import Fraction
-from math import ceil
 
 from msgspec import Raw, Struct, field
 from msgspec.json import Decoder
@@ -195,12 +194,6 @@ def whole_number(quantity: object, what: str) -> int:
     if value.denominator != 1 or value > _MAX:
         raise Corrupt(f"{what}: {_shown(quantity)} is no whole number of at most 64 bits")
     return value.numerator
-
-
-def rounded_up(quantity: object, unit: Fraction) -> int:
-    """How many of the unit a quantity is, rounded up; 0 where it is none, or negative."""
-    value = amount(quantity)
-    return max(0, ceil(value / unit)) if value is not None else 0
 
 
 def amount(quantity: object) -> Fraction | None:

@@ -76,7 +76,6 @@ MAX_MOUNTS_OF_PATH = 4
 """Of each of LIMIT_PATHS: those at other paths must not crowd it out."""
 MAX_NAME_CHARS = 320
 """The longest name of an annotation: 253 of its prefix, a slash, 63 of its name."""
-MAX_LABEL_VALUES, MAX_LABEL_CHARS = 16, 63
 MAX_MESSAGE_CHARS = 2048
 MAX_SCHEDULER_CHARS = 1000
 CUT = "…"
@@ -101,6 +100,7 @@ class ResourcesJson(Struct):
 class ContainerPort(Struct, rename="camel"):
     name: str | None = None
     container_port: int = 0
+    host_port: int = 0
 
 
 class EnvVar(Struct):
@@ -126,7 +126,8 @@ class ContainerJson(Struct, rename="camel"):
 
     @property
     def requests(self) -> Mapping[str, Quantity]:
-        return (self.resources.requests if self.resources is not None else None) or {}
+        """Where there is none the limit counts: the API server fills it in, and a manifest may not have passed one."""
+        return {**self.limits, **((self.resources.requests if self.resources is not None else None) or {})}
 
     @property
     def ports(self) -> list[ContainerPort]:
@@ -138,28 +139,6 @@ class PodClaim(Struct, rename="camel"):
 
     name: str
     resource_claim_name: str | None = None
-
-
-class _Expression(Struct):
-    key: str
-    operator: str
-    values: list[str] = field(default_factory=list)
-
-
-class _Term(Struct, rename="camel"):
-    match_expressions: list[_Expression] = field(default_factory=list)
-
-
-class _NodeSelector(Struct, rename="camel"):
-    node_selector_terms: list[_Term] = field(default_factory=list)
-
-
-class _NodeAffinity(Struct, rename={"required": "requiredDuringSchedulingIgnoredDuringExecution"}):
-    required: _NodeSelector | None = None
-
-
-class _Affinity(Struct, rename="camel"):
-    node_affinity: _NodeAffinity | None = None
 
 
 class PodSpec(Struct, rename="camel"):
@@ -184,23 +163,6 @@ class PodSpec(Struct, rename="camel"):
     @property
     def overhead(self) -> Mapping[str, Quantity]:
         return decoded_or(_AMOUNTS, self.raw_overhead, dict)
-
-    def values_of_label(self, label: str) -> tuple[str, ...]:
-        """The values that a node's label may have for the pod, sorted, as far as a node selector or one required term with
-        In says so; empty: any."""
-        value = decoded_or(_TEXTS, self.raw_selector, dict).get(label)
-        if value is not None:
-            return (_cut(value, MAX_LABEL_CHARS),)
-        affinity = decoded_or(_AFFINITY, self.raw_affinity, _Affinity).node_affinity
-        terms = affinity.required.node_selector_terms if affinity is not None and affinity.required is not None else ()
-        allowed: set[str] = set()
-        # Any of the terms suffices: one that says nothing of the label allows every value.
-        for term in terms:
-            values = [one.values for one in term.match_expressions if one.key == label and one.operator == "In"]
-            if not values:
-                return ()
-            allowed.update(_cut(value, MAX_LABEL_CHARS) for value in values[0])
-        return tuple(sorted(allowed)[:MAX_LABEL_VALUES])
 
 
 class _State(Struct):
@@ -275,8 +237,7 @@ class PodJson(KubeObject):
 
 
 _OBJECT, _POD, _STATUS, _TEXT = Decoder(KubeObject), Decoder(PodJson), Decoder(PodStatus), Decoder(str)
-_RESOURCES, _AFFINITY = Decoder(ResourcesJson), Decoder(_Affinity)
-_AMOUNTS, _TEXTS = Decoder(dict[str, Quantity]), Decoder(dict[str, str])
+_RESOURCES, _AMOUNTS = Decoder(ResourcesJson), Decoder(dict[str, Quantity])
 _CONTAINER_CLAIMS, _POD_CLAIMS, _MAPPINGS = Entries(ContainerClaim), Entries(PodClaim), Entries(_RequestMapping)
 _PORTS, _ENV, _MOUNTS, _STATUSES, _CONDITIONS = (
     Entries(ContainerPort),

@@ -7,8 +7,7 @@ core/v1 PodSpec and NodeSpec; the rules are those of its NodeUnschedulable, Node
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from functools import lru_cache
 from math import ceil
 
@@ -16,6 +15,7 @@ from msgspec import Raw, Struct, field
 from msgspec.json import Decoder
 
 from gpushare_agent.cluster.kube.objects import Quantity, amount, read_node_json
+from gpushare_agent.cluster.kube.pods import PodSpec
 from gpushare_agent.kit.json_schema import NULL, Entries, decoded_or, texts
 
 DEFAULT_SCHEDULER = "default-scheduler"
@@ -24,6 +24,8 @@ _UNSCHEDULABLE = "node.kubernetes.io/unschedulable"
 """The taint that comes with `unschedulable`."""
 _REFUSING = ("NoSchedule", "NoExecute")
 _MILLI = 1000
+MAX_LABEL_VALUES, MAX_LABEL_CHARS = 16, 63
+"""Longer ones are no labels of Kubernetes'."""
 _NAME_FIELD = "metadata.name"
 """The only field of a node that `matchFields` may name."""
 
@@ -108,21 +110,6 @@ class _NodeSpec(Struct):
     raw_taints: Raw = field(name="taints", default=NULL)
 
 
-class _Resources(Struct):
-    requests: dict[str, Quantity] | None = None
-    limits: dict[str, Quantity] | None = None
-
-
-class _Port(Struct, rename="camel"):
-    host_port: int = 0
-
-
-class _Container(Struct, rename="camel"):
-    resources: _Resources | None = None
-    restart_policy: object = None
-    raw_ports: Raw = field(name="ports", default=NULL)
-
-
 class _Term(Struct, rename="camel"):
     raw_expressions: Raw = field(name="matchExpressions", default=NULL)
     raw_fields: Raw = field(name="matchFields", default=NULL)
@@ -155,19 +142,12 @@ class _Volume(Struct, rename="camel"):
     ephemeral: object = None
 
 
-class _Spec(Struct, rename="camel"):
+class _Spec(PodSpec, rename="camel"):
     scheduler_name: str | None = None
-    raw_init: Raw = field(name="initContainers", default=NULL)
-    raw_containers: Raw = field(name="containers", default=NULL)
-    raw_selector: Raw = field(name="nodeSelector", default=NULL)
-    raw_affinity: Raw = field(name="affinity", default=NULL)
     raw_tolerations: Raw = field(name="tolerations", default=NULL)
     raw_spread: Raw = field(name="topologySpreadConstraints", default=NULL)
     raw_volumes: Raw = field(name="volumes", default=NULL)
     raw_gates: Raw = field(name="schedulingGates", default=NULL)
-    raw_claims: Raw = field(name="resourceClaims", default=NULL)
-    overhead: dict[str, Quantity] | None = None
-    resources: _Resources | None = None
 
 
 class _Pod(Struct):
@@ -175,10 +155,9 @@ class _Pod(Struct):
 
 
 _POD, _NODE_SPEC, _AFFINITY = Decoder(_Pod), Decoder(_NodeSpec), Decoder(_Affinity)
-_CONTAINERS, _TERMS, _TAINTS = Entries(_Container), Entries(_Term), Entries(Taint)
+_TERMS, _TAINTS = Entries(_Term), Entries(Taint)
 REQUIREMENTS, _TOLERATIONS = Entries(Requirement), Entries(Toleration)
 _SPREADS, _VOLUMES, _OBJECTS = Entries(_Spread), Entries(_Volume), Entries(dict[str, object])
-_PORTS = Entries(_Port)
 
 
 def node_offer(raw: Raw) -> NodeOffer:
@@ -203,51 +182,67 @@ def node_offer(raw: Raw) -> NodeOffer:
 def pod_needs(raw: Raw, ours: Collection[str] = ()) -> PodNeeds:
     """`ours` are resources that placement counts."""
     spec = decoded_or(_POD, raw, _Pod).spec or _Spec()
-    affinity = decoded_or(_AFFINITY, spec.raw_affinity, _Affinity) if spec.raw_affinity is not NULL else _Affinity()
-    init, main = _CONTAINERS.read(spec.raw_init), _CONTAINERS.read(spec.raw_containers)
-    requests = _requests(spec, init, main)
+    affinity = _affinity(spec)
+    asking = (spec, *(spec.init_containers or ()), *(spec.containers or ()))
+    names = {name for one in asking for name in one.requests} | set(spec.overhead)
+    requests = {name: asked_of_node(spec, name) for name in names if name not in ours}
     return PodNeeds(
-        requests={name: count for name, count in requests.items() if count and name not in ours},
+        requests={name: count for name, count in requests.items() if count} | {PODS: 1},
         selector=texts(spec.raw_selector),
         terms=_terms(affinity.node_affinity),
         tolerations=tuple(_TOLERATIONS.read(spec.raw_tolerations)),
         scheduler=spec.scheduler_name or DEFAULT_SCHEDULER,
-        unchecked=tuple(_unchecked(spec, affinity, [*init, *main])),
+        unchecked=tuple(_unchecked(spec, affinity)),
     )
 
 
-def _requests(spec: _Spec, init: Sequence[_Container], main: Sequence[_Container]) -> Counter[str]:
-    """As Kubernetes adds requests: main containers and sidecars, or an init container with the sidecars before it."""
-    lasting: Counter[str] = Counter()
-    peak: Counter[str] = Counter()
-    for container in init:
-        own = _of_container(container.resources)
-        peak |= lasting + own
-        if container.restart_policy == "Always":
-            lasting += own
-    for container in main:
-        lasting += _of_container(container.resources)
-    total = peak | lasting
-    # What the pod as a whole asks for replaces the sum of its containers, resource by resource.
-    total.update({name: count - total[name] for name, count in _of_container(spec.resources).items()})
-    return total + Counter(_amounts(spec.overhead)) + Counter({PODS: 1})
+def asked_of_node(spec: PodSpec, resource: str) -> int:
+    """What kube-scheduler counts of one resource (k8s.io/component-helpers, PodRequests): the pod's own request, else that
+    of its containers at the moment when it is most; and its overhead. CPU in 1/1000."""
+    of_pod, is_cpu = spec.requests, resource == CPU
+    if resource in of_pod:
+        most = amount_of(of_pod[resource], is_cpu=is_cpu)
+    else:
+        # Init containers come one after the other, beside the sidecars that have started before them.
+        running = most = 0
+        for one in spec.init_containers or ():
+            own = amount_of(one.requests.get(resource), is_cpu=is_cpu)
+            most = max(most, running + own)
+            running += own if one.restart_policy == "Always" else 0
+        running += sum(amount_of(one.requests.get(resource), is_cpu=is_cpu) for one in spec.containers or ())
+        most = max(most, running)
+    return most + amount_of(spec.overhead.get(resource), is_cpu=is_cpu)
 
 
-def _of_container(resources: _Resources | None) -> Counter[str]:
-    if resources is None:
-        return Counter()
-    # The API server fills requests in from limits; a manifest that never passed it has the limits alone.
-    return Counter(_amounts({**(resources.limits or {}), **(resources.requests or {})}))
+# Cached, for fifty thousand pods have a few texts.
+@lru_cache(maxsize=16384)
+def amount_of(quantity: Quantity | None, *, is_cpu: bool) -> int:
+    """Rounded up, as kube-scheduler counts; CPU in 1/1000. 0 where there is none, or none that Kubernetes would take."""
+    return max(0, ceil((amount(quantity) or 0) * (_MILLI if is_cpu else 1)))
+
+
+def values_of_label(spec: PodSpec, label: str) -> tuple[str, ...]:
+    """The values that a node's label may have for the pod, sorted, as far as a node selector, or each term of a required
+    affinity by In, says so; empty: any."""
+    value = texts(spec.raw_selector).get(label)
+    if value is not None:
+        return (value[:MAX_LABEL_CHARS],)
+    allowed: set[str] = set()
+    # Any of the terms suffices: one that says nothing of the label allows every value.
+    for term in _terms(_affinity(spec).node_affinity) or ():
+        values = [one.values or () for one in term if one.key == label and one.operator == "In"]
+        if not values:
+            return ()
+        allowed.update(value[:MAX_LABEL_CHARS] for value in values[0])
+    return tuple(sorted(allowed)[:MAX_LABEL_VALUES])
 
 
 def _amounts(quantities: Mapping[str, Quantity] | None) -> dict[str, int]:
-    return {name: _amount(name == CPU, str(quantity)) for name, quantity in (quantities or {}).items()}
+    return {name: amount_of(quantity, is_cpu=name == CPU) for name, quantity in (quantities or {}).items()}
 
 
-@lru_cache(maxsize=4096)
-def _amount(is_cpu: bool, quantity: str) -> int:
-    """Rounded up, as kube-scheduler counts; cached, for fifty thousand pods have a few texts."""
-    return ceil((amount(quantity) or 0) * (_MILLI if is_cpu else 1))
+def _affinity(spec: PodSpec) -> _Affinity:
+    return decoded_or(_AFFINITY, spec.raw_affinity, _Affinity) if spec.raw_affinity is not NULL else _Affinity()
 
 
 def _terms(affinity: _NodeAffinity | None) -> tuple[tuple[Requirement, ...], ...] | None:
@@ -259,7 +254,7 @@ def _terms(affinity: _NodeAffinity | None) -> tuple[tuple[Requirement, ...], ...
     )
 
 
-def _unchecked(spec: _Spec, affinity: _Affinity, containers: Iterable[_Container]) -> Iterable[str]:
+def _unchecked(spec: _Spec, affinity: _Affinity) -> Iterable[str]:
     if _OBJECTS.read(spec.raw_gates):
         yield "schedulingGates"
     if any(one is not None and _OBJECTS.read(one.raw_required) for one in (affinity.pod_affinity,)):
@@ -271,9 +266,10 @@ def _unchecked(spec: _Spec, affinity: _Affinity, containers: Iterable[_Container
     volumes = _VOLUMES.read(spec.raw_volumes)
     if any(one.persistent_volume_claim is not None or one.ephemeral is not None for one in volumes):
         yield "persistent volumes"
-    if _OBJECTS.read(spec.raw_claims):
+    if spec.claims:
         yield "resourceClaims"
-    if any(port.host_port for container in containers for port in _PORTS.read(container.raw_ports)):
+    containers = (*(spec.init_containers or ()), *(spec.containers or ()))
+    if any(port.host_port for container in containers for port in container.ports):
         yield "host ports"
 
 

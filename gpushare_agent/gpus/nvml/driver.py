@@ -42,9 +42,10 @@ _HANGS = "The driver may hang: look for NVRM and Xid lines in `dmesg`; a hung dr
 _READ_HANGS = f"{_HANGS}It is called again at the next poll."
 _SAMPLE_HANGS = f"{_HANGS}Polls of the GPUs go on; usage is read again at the next sample."
 _EVENTS_HANG = f"{_HANGS}Polls of the GPUs go on; events are waited for again at the next try."
-_ROUND_WAIT_S = 0.3
-"""A round of samples takes about a tenth of a second, a wait for events ends within a fifth; the poll that waits for them
-has a timeout of its own."""
+_MOMENT_S = 0.02
+_ROUND_WAIT_S = 0.6
+"""A round of samples takes about a tenth of a second, a wait for events ends within half of one; the poll that waits for
+them has a timeout of its own."""
 
 
 class _Opening:
@@ -66,8 +67,9 @@ class _Opening:
         self._enumerated: Poll | None = None
 
     @property
-    def must_close(self) -> bool:
-        return self._must_close
+    def must_end(self) -> bool:
+        """Whether a wait should end: somebody closes the opening, or a poll found other GPUs."""
+        return self._must_close or self._found != self._enumerated
 
     @property
     def found(self) -> Poll | None:
@@ -90,15 +92,19 @@ class _Opening:
 
     def close(self) -> None:
         """Closes the opening now, or when the round under way ends; the next call opens it again."""
-        _close_together([self])
+        self.request_close()
+        # A moment: the thread that lets go may just have looked.
+        if self.hold(_MOMENT_S):
+            self.close_if_requested()
+            self.release()
 
     def request_close(self) -> None:
         """Whoever has the lock closes the opening when it lets go."""
         self._must_close = True
 
-    def hold(self) -> bool:
+    def hold(self, timeout_s: float = _ROUND_WAIT_S) -> bool:
         """Keeps `call` from opening it until `release`. Not waited for for ever: a sample that hangs has the lock."""
-        return self._lock.acquire(timeout=_ROUND_WAIT_S)
+        return self._lock.acquire(timeout=timeout_s)
 
     def release(self) -> None:
         self._lock.release()
@@ -155,7 +161,7 @@ class NvmlDriver:
             mig_minors=mig_minors if with_instances else None,
         )
         self.in_use: Callable[[], Collection[GpuUuid]] = tuple
-        self._events = NvmlEvents(self._waits.session, lambda: self._waits.must_close)
+        self._events = NvmlEvents(self._waits.session, lambda: self._waits.must_end)
         self._waits.before_close = self._events.close
         self._limits = NvmlMemoryLimits(self._session)
         self._timeout_s = timeout_s
@@ -181,6 +187,8 @@ class NvmlDriver:
             polled = self._waits.found
             return self._events.take(wait_s, polled.answering if polled is not None else None)
 
+        # Bounded as every call: one that hangs is noticed within twice the timeout.
+        wait_s = min(wait_s, self._timeout_s)
         what = "waiting for the GPUs' events in NVML"
         return await self._event_thread.call(partial(self._waits.call, take), what, wait_s + self._timeout_s)
 
@@ -207,12 +215,12 @@ class NvmlDriver:
 
     async def close(self) -> None:
         """Shuts NVML down, if it answers within a second; it ends with the process anyway."""
-        self._waits.request_close()  # first: its thread may be waiting
+        # Its thread closes it when it has waited, and is not waited for: the process may end before.
+        self._waits.request_close()
         async with asyncio.TaskGroup() as group:
             # At once, not one after the other: the process has a second for all.
             group.create_task(_closed(self._thread, self._close, self._timeout_s), name="close nvml")
             for name, thread, opening in (
-                ("events", self._event_thread, self._waits),
                 ("sampling", self._sampling_thread, self._samples),
                 ("busy", self._busy_thread, self._busy_times),
             ):
@@ -221,7 +229,8 @@ class NvmlDriver:
     def _close(self) -> None:
         self._session.close()
         # Their own threads are not called while a sample hangs, which closes it on return.
-        _close_together(self._openings)
+        for opening in self._openings:
+            opening.close()
 
     def _note_read(self, found: Poll) -> None:
         for opening in self._openings:

@@ -32,8 +32,8 @@ MAX_EVENTS = 1024
 
 _NO_WAIT_MS = 1
 """For the event that is not there: NVML delivers from a queue and answers at once while there is one."""
-_SLICE_MS = 200
-"""Of one call of NVML: nothing ends it but an event, and who wants to close the opening waits no longer than this."""
+_SLICE_MS = 500
+"""Of one call of NVML: nothing ends it but an event, and what else should end the wait takes no longer than this."""
 
 _NO_INSTANCE = 0xFFFFFFFF
 """For an event of the whole GPU."""
@@ -42,7 +42,7 @@ _UNSUPPORTED = ("NOT_SUPPORTED", "FUNCTION_NOT_FOUND")
 
 
 class NvmlEvents:
-    """`must_end` tells a wait that somebody wants to close the opening."""
+    """`must_end` tells a wait that the opening is to be closed, or that the GPUs are others."""
 
     def __init__(self, session: NvmlSession, must_end: Callable[[], bool]) -> None:
         self._session = session
