@@ -29,6 +29,7 @@ from bench.scrapes import Counts, histogram_row, read_counts
 from gpushare_agent.cluster.kube.client import open_kube_session
 from gpushare_agent.cluster.kube.lists import KubeTimeouts
 from gpushare_agent.cluster.kube.session import KubeSession, Request
+from gpushare_agent.cluster.node_annotations import ALLOCATIONS_ANNOTATION
 from gpushare_agent.model.errors import AgentError
 
 FILTER_P99_MS = 20.0
@@ -38,6 +39,7 @@ _SHIPPED = _ROOT / "manifests/extender/second-scheduler/scheduler.yaml"
 _NAMESPACE = _USER = "bench"
 _START_S, _RUN_S, _CALL_S = 120.0, 300.0, 60.0
 _AT_ONCE = 16
+_LONE_CORES, _LONE_PODS, _PAUSE_S = 400, 8, 1.0
 _OPEN_PATHS = "/healthz,/readyz,/livez,/metrics"
 _VERBS = ("filter", "prioritize", "bind")
 
@@ -182,11 +184,11 @@ class _Programs:
         }
 
     def extended_configuration(self, port: int, *, is_partial: bool) -> dict[str, Any]:
-        """What is shipped, with this machine's addresses and files. `is_partial`: but for percentageOfNodesToScore, which is
-        left to kube-scheduler, so that it looks at a part of a large cluster."""
+        """What is shipped, with this machine's addresses and files. `is_partial`: with kube-scheduler's default, by which it
+        looks at a part of a large cluster; else at all nodes."""
         shipped = _shipped()
-        if is_partial:
-            del shipped["percentageOfNodesToScore"]
+        if not is_partial:
+            shipped["percentageOfNodesToScore"] = 100
         shipped["clientConnection"] = {**shipped.get("clientConnection", {}), "kubeconfig": str(self.kubeconfig)}
         shipped["leaderElection"] = {"leaderElect": False}
         extender = shipped["extenders"][0]
@@ -212,10 +214,14 @@ class _Objects:
         self._free = asyncio.Semaphore(_AT_ONCE)
 
     async def make_nodes(self, cluster: SampleCluster) -> None:
+        """One of them is free: the only one with _LONE_CORES."""
         await self._send("POST", "/api/v1/namespaces", {"metadata": {"name": _NAMESPACE}})
         async with asyncio.TaskGroup() as group:
             for number in range(cluster.nodes):
-                group.create_task(self._make_node(cluster.raw_node(number)))
+                node = cluster.raw_node(number)
+                if number == cluster.nodes // 2:
+                    del node["metadata"]["annotations"][ALLOCATIONS_ANNOTATION]
+                group.create_task(self._make_node(node))
 
     async def _make_node(self, node: dict[str, Any]) -> None:
         metadata = {key: value for key, value in node["metadata"].items() if key in ("name", "annotations")}
@@ -230,6 +236,10 @@ class _Objects:
         async with asyncio.TaskGroup() as group:
             for number, (cores, blocks) in zip(range(count), itertools.cycle(REQUESTS), strict=False):
                 group.create_task(self._make_pod(raw_pod(f"pod-{number:05}", cores, blocks)))
+
+    async def make_lone_pod(self) -> None:
+        """All nodes have enough by kube-scheduler's sums; by GPUs one has."""
+        await self._make_pod(raw_pod("lone", _LONE_CORES, 0))
 
     async def _make_pod(self, pod: dict[str, Any]) -> None:
         metadata = {key: value for key, value in pod["metadata"].items() if key in ("name", "namespace", "labels")}
@@ -269,6 +279,7 @@ async def scheduler_rows(
         async with open_kube_session(running.kubeconfig, KubeTimeouts(), "the benchmark's own") as session:
             objects = _Objects(session)
             await objects.make_nodes(SampleCluster(nodes=nodes))
+            lone_s = await _lone_waits(running, objects, options)
             plain, extended, partial = [], [], []
             for _ in range(rounds):
                 plain.append(await _one_run(running, objects, pods, None))
@@ -278,12 +289,35 @@ async def scheduler_rows(
         raise RuntimeError(str(error)) from error
     finally:
         await running.stop()
+    label = f"{nodes:,} nodes, extender, a part of the nodes: the wait of a pod that fits one node alone"
+    lone = row(label, [wait * 1000 for wait in lone_s])
     goal = sorted(run.pods_per_s for run in plain)[rounds // 2]
     return [
         *_rows(f"{nodes:,} nodes, plain", plain),
         *_rows(f"{nodes:,} nodes, extender", extended, goal),
         *_rows(f"{nodes:,} nodes, extender, a part of the nodes", partial, goal),
+        lone,
     ]
+
+
+async def _lone_waits(running: _Programs, objects: _Objects, options: Sequence[str]) -> list[float]:
+    """Seconds from the creation to the bind, of one pod after the other."""
+    port = await running.start_extender(options)
+    await running.start_scheduler(running.extended_configuration(port, is_partial=True))
+    waits = []
+    for _ in range(_LONE_PODS):
+        began = time.perf_counter()
+        await objects.make_lone_pod()
+        try:
+            async with asyncio.timeout(_RUN_S):
+                waits.append(await anext(objects.binds()) - began)
+        except TimeoutError as error:
+            raise RuntimeError(f"the pod that fits one node alone is not bound after {_RUN_S:g} s") from error
+        await objects.remove_pods()
+        # The end of a pod is an event that retries others.
+        await asyncio.sleep(_PAUSE_S)
+    await running.stop("kube-scheduler", "extender")
+    return waits
 
 
 async def _one_run(

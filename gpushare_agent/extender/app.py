@@ -38,9 +38,10 @@ from gpushare_agent.extender.metrics import ExtenderMetrics
 from gpushare_agent.extender.objects import read_node
 from gpushare_agent.extender.pod_writes import PodWrites
 from gpushare_agent.extender.quota_state import QuotaState
-from gpushare_agent.extender.quota_waiters import QuotaWaiters
+from gpushare_agent.extender.steps import in_steps
 from gpushare_agent.extender.values import ClusterPolicy
 from gpushare_agent.extender.verbs import Extender, ExtenderVerbs
+from gpushare_agent.extender.waiters import Waiters
 from gpushare_agent.isolation.resource_names import resource_names
 from gpushare_agent.kit.process import sd_notify
 from gpushare_agent.kit.supervision import forever, stop_task, wait_for
@@ -81,7 +82,7 @@ class ExtenderParts(Struct, kw_only=True):
     informers: tuple[Informer, ...]
     pods: PodsFeed
     binder: Binder
-    quota_waiters: QuotaWaiters
+    waiters: Waiters
     events: EventRecorder
     web: ExtenderWeb
 
@@ -121,7 +122,7 @@ async def serve(parts: ExtenderParts, stop: asyncio.Event, *, on_listed: Callabl
         web = group.create_task(forever("extender web", parts.web.run), name="extender web")
         tasks = [
             group.create_task(forever("binds", parts.binder.run), name="binds"),
-            group.create_task(forever("quota waiters", parts.quota_waiters.run), name="quota waiters"),
+            group.create_task(forever("waiters", parts.waiters.run), name="waiters"),
             group.create_task(forever("events", lambda: parts.events.run(parts.api)), name="events"),
             group.create_task(forever("leadership", lambda: parts.leadership.run(on_listed)), name="leadership"),
             *(
@@ -196,7 +197,14 @@ def build(settings: Settings, api: ClusterApi, *, clock: Callable[[], float] = t
     leadership = Leadership(
         election=election, informers=informers, state=state, unscheduled=pods.unscheduled_pods, metrics=metrics
     )
-    waiters = QuotaWaiters(quota=quota, writes=writes, unscheduled=pods.unscheduled, metrics=metrics)
+    waiters = Waiters(
+        quota=quota,
+        writes=writes,
+        unscheduled=pods.unscheduled,
+        fits_somewhere=lambda pod: in_steps(state.fits_somewhere_steps(pod)),
+        metrics=metrics,
+        clock=clock,
+    )
     # Set afterwards: the waiters ask the quota, and the quota tells the waiters.
     quota.on_gain = waiters.gained
     at_filter = chosen.reserve == "filter"
@@ -204,7 +212,7 @@ def build(settings: Settings, api: ClusterApi, *, clock: Callable[[], float] = t
         state=state,
         binder=binder,
         metrics=metrics,
-        quota_waiters=waiters,
+        waiters=waiters,
         reserves_at_filter=at_filter,
         most_fitting=chosen.most_fitting_nodes,
     )
@@ -228,7 +236,7 @@ def build(settings: Settings, api: ClusterApi, *, clock: Callable[[], float] = t
         informers=informers,
         pods=pods,
         binder=binder,
-        quota_waiters=waiters,
+        waiters=waiters,
         events=events,
         web=web,
     )

@@ -12,7 +12,7 @@ without a report. Times are monotonic seconds.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import NamedTuple, TypeVar
 
 from msgspec import Struct, field
@@ -203,10 +203,7 @@ class ClusterState:
         answer = Filtered()
         # The quota before the capacity: what no wait for GPUs would change is the reason to show. Unresolvable, for to
         # evict pods of other namespaces frees none of this one's quota.
-        if self._distinct_kinds is None:
-            # A few, of thousands of nodes, whose kinds seldom change.
-            self._distinct_kinds = list(dict.fromkeys(self._quota_kinds.values()))
-        if over := self._over_quota(pod, self._distinct_kinds):
+        if over := self._over_quota(pod, self._all_kinds()):
             kinds = self._quota_kinds
             answer.unresolvable = {name: over[kinds[name]] for name in asked if kinds.get(name) in over}
             answer.over_quota = {kinds[name] for name in answer.unresolvable}
@@ -221,6 +218,15 @@ class ClusterState:
         others = (name for name in asked if name not in fitting and name not in unresolvable)
         answer.failed = {name: failed.get(name, _UNKNOWN) for name in others}
         return answer
+
+    def fits_somewhere_steps(self, pod: Pod) -> Steps[bool]:
+        """Whether any known node would take the pod, by GPUs and quota, in steps."""
+        signature = signature_of(pod, self._policy.names)
+        if not signature or self._invalid(pod):
+            return False
+        over = self._over_quota(pod, self._all_kinds())
+        answers = yield from self._answers_steps(pod, signature, list(self._ledger.names()))
+        return any(self._quota_kinds.get(name) not in over for name in answers.fitting)
 
     def prioritize(self, pod: Pod, names: Sequence[str]) -> list[tuple[str, int]]:
         """A score from 0 to 10 for each node, 0 where it does not fit: `scores_of` its cost among the costs of all."""
@@ -365,6 +371,10 @@ class ClusterState:
         ledger = self._ledger.node(name)
         return ledger.gpus if ledger is not None else ()
 
+    def known_names(self) -> Set[str]:
+        """All known nodes."""
+        return self._ledger.names()
+
     def node_names(self) -> list[str]:
         """All known nodes, sorted."""
         return [ledger.node.name for ledger in self._ledger.nodes()]
@@ -432,6 +442,12 @@ class ClusterState:
                 return _Verdict(plan.detail, plan.reason is RefusalReason.INVALID_REQUEST)
         policy: SharePolicy = "spread" if self._policy.node_policy == "spread" else "binpack"
         return _Verdict("", cost=fullness_cost(capacity, signature, policy))
+
+    def _all_kinds(self) -> list[tuple[str, str]]:
+        if self._distinct_kinds is None:
+            # A few, of thousands of nodes, whose kinds seldom change.
+            self._distinct_kinds = list(dict.fromkeys(self._quota_kinds.values()))
+        return self._distinct_kinds
 
     def _over_quota(self, pod: Pod, kinds: Iterable[tuple[str, str]]) -> dict[tuple[str, str], str]:
         """Why not, by model and pool: of those where a quota refuses the pod."""

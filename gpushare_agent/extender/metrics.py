@@ -114,9 +114,13 @@ class ExtenderMetrics:
             ("outcome",),
             [("absent",), ("good",), ("malformed",)],
         )
-        self.quota_retried = _counter(
-            registry, "quota_retries", "Waiting pods tried again because a quota allows them."
-        ).inc
+        self._retries = _counter(
+            registry,
+            "retries",
+            "Waiting pods tried again: their quota allows them, or a node not asked about would take them.",
+            ("reason",),
+            [("node",), ("quota",)],
+        )
         self.became_leader = _counter(registry, "leaderships", "Times that this replica became the leader.").inc
 
     # --- requests ---
@@ -151,6 +155,10 @@ class ExtenderMetrics:
 
     def quota_loaded(self, outcome: str) -> None:
         self._quota_loads.labels(outcome).inc()
+
+    def retried(self, reason: str) -> None:
+        """node or quota."""
+        self._retries.labels(reason).inc()
 
     # --- the present state ---
 

@@ -33,7 +33,7 @@ from gpushare_agent.model.names import (
     PREDICATE_GPU_INDEX_PREFIX,
     PREDICATE_NODE_ANNOTATION,
     PREDICATE_TIME_ANNOTATION,
-    QUOTA_RETRY_ANNOTATION,
+    RETRY_ANNOTATION,
 )
 from gpushare_agent.model.pods import Pod
 from gpushare_agent.model.resources import ResourceNames
@@ -78,7 +78,7 @@ class PodWrites(Struct, kw_only=True, eq=False):
     async def ask_for_retry(self, pod: Pod) -> None:
         """An annotation that only makes a new version of the pod: the scheduler tries a pod again that was updated."""
         self._check_leads()
-        written = {QUOTA_RETRY_ANNOTATION: str(self.time_ns())}
+        written = {RETRY_ANNOTATION: str(self.time_ns())}
         await self.api.patch_pod_annotations(pod.namespace, pod.name, pod.uid, written)
 
     async def bind_once(self, bind: Bind) -> AgentError | None:

@@ -29,9 +29,9 @@ from gpushare_agent.extender.messages import (
     preemption_result,
 )
 from gpushare_agent.extender.metrics import ExtenderMetrics
-from gpushare_agent.extender.quota_waiters import QuotaWaiters
 from gpushare_agent.extender.steps import in_steps
 from gpushare_agent.extender.values import Stage
+from gpushare_agent.extender.waiters import Waiters
 from gpushare_agent.kit.supervision import ReportOnce
 from gpushare_agent.model.errors import Corrupt
 from gpushare_agent.model.names import PodUid
@@ -41,6 +41,9 @@ from gpushare_agent.model.resources import ResourceNames
 log = structlog.get_logger(__name__)
 
 MAX_PASSED = 1000
+SCHEDULERS_LEAST = 100
+"""kube-scheduler names a part of the nodes only where so many pass its own filters (minFeasibleNodesToFind, 1.36): where
+fewer do it has looked at all."""
 
 
 class Extender(Struct, kw_only=True, eq=False):
@@ -49,7 +52,7 @@ class Extender(Struct, kw_only=True, eq=False):
     state: ClusterState
     binder: Binder
     metrics: ExtenderMetrics
-    quota_waiters: QuotaWaiters
+    waiters: Waiters
     reserves_at_filter: bool = False
     most_fitting: int = 0
     """Nodes that filter answers at most, and then without reasons for the others; 0: all."""
@@ -79,7 +82,8 @@ class Extender(Struct, kw_only=True, eq=False):
         if self.reserves_at_filter:
             return await self._filter_and_reserve(args)
         found = await self._filter(args)
-        # kube-scheduler uses the reasons only where no node is left (measured with 1.36), and then none is left out.
+        # The reasons of the others do not count where a node fits. Measured with 1.36 for pods that were then scheduled, no
+        # more; where none fits, none is left out.
         if self.most_fitting and found.fitting:
             return Filtered(fitting=await self._best(args, found.fitting))
         return found
@@ -93,6 +97,9 @@ class Extender(Struct, kw_only=True, eq=False):
         """The nodes where the pod would fit once the victims are gone, each with its victims."""
         if not args.pod.containers:
             return args.victims
+        # Nobody is evicted while a node that was not named yet has room.
+        if self.waiters.is_looking(args.pod.uid) and await in_steps(self.state.fits_somewhere_steps(args.pod)):
+            return {}
         return await in_steps(self.state.victims_steps(args.pod, args.victims))
 
     async def bind(self, args: BindArgs) -> str:
@@ -103,11 +110,21 @@ class Extender(Struct, kw_only=True, eq=False):
     async def _filter(self, args: NodesArgs) -> Filtered:
         found = await in_steps(self.state.filter_steps(args.pod, args.names))
         # Where the pod fits somewhere, the scheduler binds it or tries again by itself.
-        self.quota_waiters.answered(args.pod.uid, () if found.fitting else found.over_quota)
+        if found.fitting:
+            self.waiters.answered(args.pod.uid)
+        else:
+            self.waiters.answered(args.pod.uid, found.over_quota, self._parts(args.names))
         self.metrics.filtered(len(found.fitting), len(found.failed), len(found.unresolvable))
         if found.fitting and not self.reserves_at_filter and len(self._passed) < MAX_PASSED:
             self._passed[args.pod.uid] = None
         return found
+
+    def _parts(self, names: Sequence[str]) -> int:
+        """How many such parts the cluster is, 0 where every node was looked at."""
+        known = self.state.known_names()
+        if len(names) < SCHEDULERS_LEAST or known <= set(names):
+            return 0
+        return 1 + len(known) // len(names)
 
     async def _best(self, args: NodesArgs, fitting: list[str]) -> list[str]:
         """Those of the lowest costs. kube-scheduler's own criteria choose among what it is answered: for a pod with

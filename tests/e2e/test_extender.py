@@ -233,7 +233,7 @@ def test_a_tenant_cannot_pass_by_the_policies(cluster: Cluster, extender: Extend
         asked: list[tuple[Object, Object, str]] = [
             ({INDEX: "0"}, {}, "only the scheduler extender and the agents"),
             ({"tencent.com/gpu-assigned": "true"}, {}, "only the scheduler extender and the agents"),
-            ({"gpushare-agent/quota-retry-at": "1"}, {}, "only the scheduler extender and the agents"),
+            ({"gpushare-agent/retry-at": "1"}, {}, "only the scheduler extender and the agents"),
             ({RESIZE_ANNOTATION: "main:cores=90"}, {}, "needs the verb resize"),
             ({}, {"nodeName": cluster.node}, "may not name its node"),
             ({}, {"schedulerName": "default-scheduler"}, "needs `schedulerName: gpushare-scheduler`"),

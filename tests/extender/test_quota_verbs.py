@@ -20,7 +20,7 @@ from gpushare_agent.extender.objects import lean_pod, read_node
 from gpushare_agent.extender.quota_state import QuotaState
 from gpushare_agent.extender.values import ClusterNode, ClusterPolicy, Reservation
 from gpushare_agent.model.errors import RefusalReason
-from gpushare_agent.model.names import QUOTA_RETRY_ANNOTATION
+from gpushare_agent.model.names import RETRY_ANNOTATION
 from gpushare_agent.model.pods import Pod
 from tests.extender.support_extender import (
     MODEL_LABEL,
@@ -232,7 +232,7 @@ async def test_a_malformed_config_map_becomes_an_event_of_the_api_server() -> No
 
 
 def retried_at(cluster: FakeCluster, name: str) -> str:
-    return str(cluster.pod(name, "team")["metadata"].get("annotations", {}).get(QUOTA_RETRY_ANNOTATION, ""))
+    return str(cluster.pod(name, "team")["metadata"].get("annotations", {}).get(RETRY_ANNOTATION, ""))
 
 
 async def refused(asker: Asker, pod: Raw) -> None:

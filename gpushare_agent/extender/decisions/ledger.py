@@ -11,7 +11,7 @@ all that it may have.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from typing import NamedTuple, TypeVar
 
 from msgspec.structs import replace
@@ -212,7 +212,7 @@ class ClusterLedger:
         """The ledgers of all nodes, in order of name."""
         return (self._nodes[name] for name in sorted(self._nodes))
 
-    def names(self) -> Collection[str]:
+    def names(self) -> Set[str]:
         return self._nodes.keys()
 
     def node(self, name: str) -> NodeLedger | None:

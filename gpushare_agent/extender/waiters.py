@@ -1,0 +1,196 @@
+"""Pods that filter refused and that may fit all the same: kube-scheduler is made to try them again.
+
+A scheduler tries a pod that an extender refused again after an event of a node or pod, else after five minutes. Two things
+are not among its events: a quota that allows more, and that it has named a part of the nodes only, of which none fits, while
+another does; its next try begins where the last one ended. An update of the waiting pod is such an event, in every version
+since 1.23 (Kubernetes 1.36, pkg/scheduler/framework/events.go: any update of an unscheduled pod; a scheduler with extenders
+registers all events). So the leader writes an annotation into the pod: that retries this pod alone, by no further right.
+
+State owned: the waiting pods, with the kinds of nodes that the quota closes to them, or how often they were refused on a
+part of the nodes, MAX_WAITING of each at most.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Collection
+from typing import NoReturn, TypeVar
+
+import structlog
+from msgspec import Struct, field
+
+from gpushare_agent.extender.metrics import ExtenderMetrics
+from gpushare_agent.extender.pod_writes import PodWrites
+from gpushare_agent.extender.quota_state import QuotaState
+from gpushare_agent.kit.supervision import ReportOnce
+from gpushare_agent.model.errors import AgentError, Conflict, NotFound, Unavailable
+from gpushare_agent.model.names import PodUid
+from gpushare_agent.model.pods import Pod
+
+log = structlog.get_logger(__name__)
+
+V = TypeVar("V")
+NodeKind = tuple[str, str]
+"""Model and pool."""
+MAX_WAITING = 4096
+GRACE_S = 0.1
+"""The time from a gain to the first check: where a pod has ended, the scheduler has that event too, and may retry by
+itself."""
+PACE_S = 0.05
+"""The time between two writes. A pod that is bound meanwhile counts, so a small gain does not retry a thousand pods."""
+RETRY_S = 1.0
+CHECKED_AT_ONCE = 64
+LOOK_S = 0.25
+DELAY_S, DELAY_DOUBLINGS = 1.0, 6
+"""From 1 s to 64 s: between a refusal of a part of the nodes and the next try."""
+
+
+class _Unnamed(Struct):
+    """A pod that fits none of the nodes that were named, `refusals` times. `parts` of that size are the cluster."""
+
+    parts: int
+    refusals: int
+    due_at: float = 0.0
+
+    def delay_s(self) -> float:
+        """Every part once, then ever more seldom: the node that fits may be refused by the scheduler's own rules (taints,
+        selectors, CPU), of which nothing is known here."""
+        return DELAY_S * 2.0 ** min(max(0, self.refusals - self.parts), DELAY_DOUBLINGS)
+
+
+class Waiters(Struct, kw_only=True, eq=False):
+    """`answered` is called by the verbs, `gained` by QuotaState; `run` once. `unscheduled` finds a pod
+    without a node; `fits_somewhere`: by GPUs and quota, on any node that is known."""
+
+    quota: QuotaState
+    writes: PodWrites
+    unscheduled: Callable[[PodUid], Pod | None]
+    fits_somewhere: Callable[[Pod], Awaitable[bool]]
+    metrics: ExtenderMetrics
+    pace_s: float = PACE_S
+    clock: Callable[[], float] = time.monotonic
+    _over_quota: dict[PodUid, tuple[NodeKind, ...]] = field(default_factory=dict)
+    _unnamed: dict[PodUid, _Unnamed] = field(default_factory=dict)
+    _gained: asyncio.Event = field(default_factory=asyncio.Event)
+    _refused: asyncio.Event = field(default_factory=asyncio.Event)
+    _problems: ReportOnce = field(default_factory=ReportOnce)
+
+    def answered(self, uid: PodUid, closed: Collection[NodeKind] = (), parts: int = 0) -> None:
+        """Filter has answered about the pod. Where it fits nowhere, `closed` are the kinds of nodes that only the quota
+        refused it, and `parts` is how many tries name every node, 0 where this one did."""
+        # Removed first, so that it goes to the end: whoever was refused longest ago is tried first.
+        self._over_quota.pop(uid, None)
+        if closed:
+            _keep(self._over_quota, uid, tuple(closed))
+        known = self._unnamed.pop(uid, None)
+        if parts:
+            one = _Unnamed(parts, 1 + (known.refusals if known is not None else 0))
+            # From this try on, whoever caused it: a pod that the scheduler tries by itself all the time needs none of ours.
+            one.due_at = self.clock() + one.delay_s()
+            _keep(self._unnamed, uid, one)
+            self._refused.set()
+
+    def is_looking(self, uid: PodUid) -> bool:
+        """Not every part of the nodes was named yet since the pod waits."""
+        one = self._unnamed.get(uid)
+        return one is not None and one.refusals < one.parts
+
+    def gained(self) -> None:
+        """A quota may allow more than before."""
+        self._gained.set()
+
+    async def run(self) -> NoReturn:
+        """Tries pods again, until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._follow_quota())
+            while True:
+                await self._refused.wait()
+                await asyncio.sleep(LOOK_S)
+                await self.try_due()
+
+    async def try_due(self) -> None:
+        """Tries the pods whose time has come, where a node that is known would take them."""
+        for number, (uid, one) in enumerate(list(self._unnamed.items())):
+            await _breathe(number)
+            if one.due_at > self.clock():
+                continue
+            pod = self.unscheduled(uid)
+            # Bound or gone meanwhile, or no node would take it: the scheduler's next event is for it.
+            is_over = pod is None or not await self.fits_somewhere(pod)
+            # Filter may have answered meanwhile: that answer counts.
+            if self._unnamed.get(uid) is not one:
+                continue
+            if pod is None or is_over or not self.writes.leads():
+                del self._unnamed[uid]
+                continue
+            # The next answer says when. None comes where no node passes the scheduler's own rules now.
+            one.due_at = self.clock() + DELAY_S * 2.0**DELAY_DOUBLINGS
+            if not await self._try_again(pod, "node"):
+                await asyncio.sleep(RETRY_S)
+                break
+        if not self._unnamed:
+            self._refused.clear()
+
+    async def _follow_quota(self) -> NoReturn:
+        while True:
+            await self._gained.wait()
+            await asyncio.sleep(GRACE_S)
+            # Before the pods are looked at: a gain meanwhile is another pass.
+            self._gained.clear()
+            for number, uid in enumerate(list(self._over_quota)):
+                await _breathe(number)
+                pod = self.unscheduled(uid)
+                # None: bound or gone meanwhile.
+                if pod is None:
+                    self._over_quota.pop(uid, None)
+                elif self._is_allowed(pod):
+                    # Each pod once for each refusal.
+                    kinds = self._over_quota.pop(uid)
+                    if not await self._try_again(pod, "quota"):
+                        # The API server is away: the same pods again, later. A filter may have answered meanwhile, with
+                        # newer kinds.
+                        self._over_quota.setdefault(uid, kinds)
+                        self._gained.set()
+                        await asyncio.sleep(RETRY_S)
+                        break
+
+    def _is_allowed(self, pod: Pod) -> bool:
+        kinds = self._over_quota.get(pod.uid, ())
+        return any(self.quota(pod, model=model, pool=pool) is None for model, pool in kinds)
+
+    async def _try_again(self, pod: Pod, reason: str) -> bool:
+        """False where the API server did not answer. `reason` is the metric's."""
+        # A follower's refusals are none: it answers no filter. One that has just lost the lease forgets the pod, whose
+        # next filter asks the new leader.
+        if not self.writes.leads():
+            return True
+        try:
+            await self.writes.ask_for_retry(pod)
+        except (NotFound, Conflict):  # gone, or another pod by now
+            return True
+        except AgentError as e:
+            is_retried = isinstance(e, Unavailable)
+            # A missing right fails for every pod: one line says it.
+            if self._problems.is_new(type(e).__name__):
+                then = "tried again" if is_retried else "it waits for the scheduler's next event"
+                log.warning("retry_not_written", error=str(e), then=then)
+            return not is_retried
+        self._problems.is_over()
+        self.metrics.retried(reason)
+        # The scheduler's bind of this pod counts before the next pod is checked.
+        await asyncio.sleep(self.pace_s)
+        return True
+
+
+async def _breathe(number: int) -> None:
+    # Four thousand checks in one go would hold the loop, and filter with it.
+    if number % CHECKED_AT_ONCE == CHECKED_AT_ONCE - 1:
+        await asyncio.sleep(0)
+
+
+def _keep(waiting: dict[PodUid, V], uid: PodUid, value: V) -> None:
+    """The oldest go: the scheduler tries them by itself after five minutes at most."""
+    waiting[uid] = value
+    while len(waiting) > MAX_WAITING:
+        del waiting[next(iter(waiting))]

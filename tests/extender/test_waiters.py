@@ -1,0 +1,155 @@
+"""Pods that fit none of the nodes that kube-scheduler named: they are updated, so that it names the next ones."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+from msgspec import Struct
+
+from gpushare_agent.cluster.kube.pods import read_pod_json
+from gpushare_agent.extender.metrics import ExtenderMetrics
+from gpushare_agent.extender.objects import lean_pod
+from gpushare_agent.extender.pod_writes import PodWrites
+from gpushare_agent.extender.quota_state import QuotaState
+from gpushare_agent.extender.waiters import MAX_WAITING, Waiters
+from gpushare_agent.model.names import RETRY_ANNOTATION, PodUid
+from gpushare_agent.model.pods import Pod
+from tests.extender.support_extender import (
+    NAMES,
+    FakeCluster,
+    eventually,
+    fake_cluster,
+    opened_api,
+    raw_node,
+    raw_pod,
+    running_extender,
+)
+from tests.fakes.clock import FakeClock
+from tests.support_json import undecoded
+
+RAW = raw_pod("a", (100, 0))
+POD = lean_pod(read_pod_json(undecoded(RAW)), NAMES)
+
+
+class Waiting(Struct, kw_only=True):
+    """A pod that waits, and what is true of it."""
+
+    cluster: FakeCluster
+    clock: FakeClock
+    waiters: Waiters | None = None
+    fits: bool = True
+    is_unscheduled: bool = True
+    leads: bool = True
+
+    def version(self) -> str:
+        return str(self.cluster.pod("a", POD.namespace)["metadata"]["resourceVersion"])
+
+    async def is_tried(self) -> bool:
+        assert self.waiters is not None
+        before = self.version()
+        await self.waiters.try_due()
+        return self.version() != before
+
+
+@asynccontextmanager
+async def waiting(parts: int) -> AsyncIterator[tuple[Waiting, Waiters]]:
+    """A pod just refused on one of so many parts of the nodes."""
+    async with fake_cluster(pods=[RAW]) as cluster, opened_api(cluster) as api:
+        one = Waiting(cluster=cluster, clock=FakeClock())
+
+        async def fits_somewhere(pod: Pod) -> bool:
+            return one.fits
+
+        waiters = one.waiters = Waiters(
+            quota=QuotaState(NAMES),
+            writes=PodWrites(api=api, names=NAMES, leads=lambda: one.leads),
+            unscheduled=lambda uid: POD if one.is_unscheduled else None,
+            fits_somewhere=fits_somewhere,
+            metrics=ExtenderMetrics(),
+            pace_s=0.0,
+            clock=one.clock,
+        )
+        waiters.answered(POD.uid, parts=parts)
+        yield one, waiters
+
+
+@pytest.mark.parametrize(
+    ("is_asked_again", "expected"), [(True, [1, 1, 1, 2, 4, 8, 16, 32, 64, 64]), (False, [1, 64, 64])]
+)
+async def test_every_part_is_tried_once_and_then_ever_more_seldom(is_asked_again: bool, expected: list[int]) -> None:
+    """Seldom also where a try does not reach the extender."""
+    async with waiting(parts=3) as (one, waiters):
+        waits: list[float] = []
+        last = one.clock()
+        while len(waits) < len(expected):
+            one.clock.now += 1.0
+            if await one.is_tried():
+                waits.append(one.clock() - last)
+                last = one.clock()
+                if is_asked_again:
+                    waiters.answered(POD.uid, parts=3)
+                    assert waiters.is_looking(POD.uid) == (len(waits) < 2)
+        assert waits == expected
+
+
+@pytest.mark.parametrize("what", ["fits", "is_unscheduled", "leads"])
+async def test_it_ends_where_no_node_would_take_the_pod_where_it_is_bound_and_at_a_follower(what: str) -> None:
+    """And does not begin anew by itself."""
+    async with waiting(parts=2) as (one, waiters):
+        setattr(one, what, False)
+        one.clock.now += 1.0
+        assert not await one.is_tried()
+        assert not waiters.is_looking(POD.uid)
+        setattr(one, what, True)
+        one.clock.now += 100.0
+        assert not await one.is_tried()
+        waiters.answered(POD.uid, parts=2)
+        one.clock.now += 1.0
+        assert await one.is_tried()
+
+
+async def test_an_answer_that_it_fits_or_that_all_nodes_were_named_ends_it() -> None:
+    async with waiting(parts=2) as (one, waiters):
+        waiters.answered(POD.uid)
+        one.clock.now += 1.0
+        assert not await one.is_tried()
+
+
+async def test_the_pods_are_bounded() -> None:
+    """The oldest is left to the scheduler."""
+    async with waiting(parts=2) as (_, waiters):
+        for number in range(MAX_WAITING):
+            waiters.answered(PodUid(f"other-{number}"), parts=2)
+        assert not waiters.is_looking(POD.uid)
+        assert waiters.is_looking(PodUid("other-0"))
+
+
+async def test_a_node_that_was_not_named_has_the_pod_tried_again_and_nobody_evicted() -> None:
+    """Over HTTP. One of fewer than a hundred names has been looked at in vain with all others: it is left alone."""
+    clock = FakeClock()
+    names = [f"n{number}" for number in range(100)]
+    far, near = (raw_pod(name, (200, 0)) for name in ("far", "near"))
+    nodes = [*(raw_node(name, gpus=1) for name in names), raw_node("large", gpus=2)]
+    victims = {name: {"Pods": [{"UID": "victim"}], "NumPDBViolations": 0} for name in ["large"]}
+    async with fake_cluster(*nodes, pods=[far, near]) as cluster, running_extender(cluster, clock=clock) as asker:
+
+        def is_retried(name: str) -> bool:
+            return RETRY_ANNOTATION in cluster.pod(name, far["metadata"]["namespace"])["metadata"].get(
+                "annotations", {}
+            )
+
+        async def proposed(pod: object) -> list[str]:
+            args = {"Pod": pod, "NodeNameToMetaVictims": victims, "NodeNameToVictims": None}
+            _, answer = await asker.post("/scheduler/preemption", args)
+            return list(answer["NodeNameToMetaVictims"])
+
+        for pod, asked in ((far, names), (near, names[:99])):
+            assert not (await asker.filter(pod, asked))["NodeNames"]
+        assert await proposed(far) == []
+        assert await proposed(near) == ["large"]
+        clock.now += 1.0
+        await eventually(lambda: is_retried("far"))
+        assert not is_retried("near")
+        assert (await asker.filter(far, ["large"]))["NodeNames"] == ["large"]
