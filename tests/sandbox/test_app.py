@@ -269,6 +269,8 @@ async def test_a_live_sandbox_obeys_from_another_terminal_and_cleans_up_at_the_e
         await read_until(process, "pod default/mine Running")
         again = await sandbox("apply", "-f", "-", *where, text=yaml.safe_dump(pod("piped", container("main"))))
         assert again.out == "pod default/piped created\n", again.err
+        # One that comes and goes between two drawings is never shown.
+        await read_until(process, "pod default/piped Running")
         assert (await sandbox("delete", "default/piped", *where)).out == "pod default/piped deleted\n"
         await read_until(process, "gone: pod default/piped")
         assert (await sandbox("kill-agent", *where)).code == 0
