@@ -65,6 +65,8 @@ from tests.support_core import mig_instance
 ROOT = Path(__file__).parents[2]
 MEASURED = ROOT / "tests/data/isolation/measured.md"
 """As `nox -s isolation -- --error-budget --table FILE` wrote it on the machine that the page names."""
+_OF_SCHEDULER = r"pods a second|: filter$|resident|of (extender|kube-scheduler) for|fits one node"
+"""Of some thirty rows for each size of the cluster."""
 _OBJECT = {"type": ["object", "null"], "additionalProperties": False}
 _LIST, _TEXT = ("array", "string", "integer"), ("string",)
 _JSON_TYPES = {
@@ -357,11 +359,11 @@ def _packing(*, of_rules: bool) -> str:
     )
 
 
-def _benchmark(name: str) -> str:
-    """The rows that `python -m bench --json bench/measured/NAME.json` wrote, and where."""
+def _benchmark(name: str, shown_rows: str = "") -> str:
+    """The rows that `python -m bench --json bench/measured/NAME.json` wrote, those of the pattern, and where."""
     rows, machine = from_json((ROOT / f"bench/measured/{name}.json").read_text(encoding="utf-8"))
     table = [["what", "median", "p99", "target", ""]]
-    for one in rows:
+    for one in (one for one in rows if re.search(shown_rows, one.name)):
         targets = dict.fromkeys(shown(target, one.unit) for target in (one.target_median, one.target_p99))
         p99 = shown(one.p99, one.unit) if one.runs > 1 else ""
         what = re.sub(r"^  (· )?", "· ", one.name)
@@ -388,7 +390,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "packing": lambda: _packing(of_rules=False),
     "packing_rules": lambda: _packing(of_rules=True),
     "measured_beside": lambda: _benchmark("beside"),
-    "measured_scheduler": lambda: _benchmark("scheduler"),
+    "measured_scheduler": lambda: _benchmark("scheduler", _OF_SCHEDULER),
     "containers": lambda: _metrics("gpushare_container_", frozenset(("namespace", "pod", "container", "node"))),
     "gpus": lambda: _metrics("gpushare_card_", frozenset(("uuid", "gpu", "node"))),
     "agent": lambda: _metrics("gpushare_"),
