@@ -5,8 +5,8 @@ nothing, so that preemption and autoscalers may ask what would be; `reserve` dec
 share is allocated twice.
 
 State owned: the ledger (decisions/ledger.py), answers already worked out, by signature of the pod, under policy fgd costs
-by kind of pod, the pods that usually come (learnt_pods.py), and since when each node is known
-without a report. Times are monotonic seconds.
+by kind of pod, the pods that usually come (learnt_pods.py), and since when each node is known without a report. Times are
+monotonic seconds.
 """
 
 from __future__ import annotations
@@ -131,8 +131,8 @@ class ClusterState:
         self._answers: OrderedDict[Signature, _Answers] = OrderedDict()
         self._costs: OrderedDict[PodKind, _Costs] = OrderedDict()
         self._quota_kinds: dict[str, tuple[str, str]] = {}
-        self._distinct_kinds: list[tuple[str, str]] | None = None
         """Model and pool by node: a quota tells nodes apart by these two alone."""
+        self._distinct_kinds: list[tuple[str, str]] | None = None
         self._learnt = LearntPods()
         self._typical: TypicalPods | None = None
         self._unreported_since: dict[str, float] = {}
@@ -339,14 +339,14 @@ class ClusterState:
         fitting: dict[str, list[PodUid]] = {}
         if self._invalid(pod):
             return fitting
-        work = 0
+        over, work = self._over_quota(pod, self._all_kinds()), 0
         for node, uids in candidates.items():
             if work >= WORK_OF_A_STEP:
                 work = 0
                 yield
             ledger = self._ledger.node(node)
             # Evictions would not help there.
-            if ledger is None or self._over_quota(pod, [self._quota_kinds[node]]):
+            if ledger is None or self._quota_kinds[node] in over:
                 continue
             # The node's ledger is built once more without the victims.
             work += COST_OF_A_PLAN + len(ledger.reservations)

@@ -2,8 +2,8 @@
 
 With reserve=bind, filter changes nothing, so that preemption and autoscalers may ask what would be; bind reserves the GPUs.
 With reserve=filter it does what gpu-admission's does, for schedulers that bind themselves: it chooses one node, reserves
-the GPUs and annotates the pod. A pod that is filtered again gets a new answer. State owned: the pods
-that passed the filter and were not bound yet.
+the GPUs and annotates the pod. A pod that is filtered again gets a new answer. State owned: the pods that passed the filter
+and were not bound yet.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Extender(Struct, kw_only=True, eq=False):
     most_fitting: int = 0
     """Nodes that filter answers at most, and then without reasons for the others; 0: all."""
     _passed: dict[PodUid, None] = field(default_factory=dict)
-    """Pods that fitted somewhere and were not bound yet, the first MAX_PASSED of them; for `scheduled`."""
+    """Pods that fitted somewhere and were not bound yet, the last MAX_PASSED of them; for `scheduled`."""
     _bound_by_others: ReportOnce = field(default_factory=ReportOnce)
 
     def scheduled(self, pod: Pod) -> None:
@@ -115,8 +115,11 @@ class Extender(Struct, kw_only=True, eq=False):
         else:
             self.waiters.answered(args.pod.uid, found.over_quota, self._parts(args.names))
         self.metrics.filtered(len(found.fitting), len(found.failed), len(found.unresolvable))
-        if found.fitting and not self.reserves_at_filter and len(self._passed) < MAX_PASSED:
+        if found.fitting and not self.reserves_at_filter:
             self._passed[args.pod.uid] = None
+            # The oldest go: many were deleted before anybody bound them.
+            if len(self._passed) > MAX_PASSED:
+                del self._passed[next(iter(self._passed))]
         return found
 
     def _parts(self, names: Sequence[str]) -> int:
