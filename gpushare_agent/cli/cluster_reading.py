@@ -10,23 +10,21 @@ from collections import Counter, defaultdict
 from functools import partial
 
 from msgspec import Raw, Struct
-from msgspec.json import Decoder
 from msgspec.structs import replace
 
 from gpushare_agent.cli.cluster_nodes import cluster_names
 from gpushare_agent.cluster.kube.client import ALL_NODES, LIVE_PODS, config_map
 from gpushare_agent.cluster.kube.lists import KubeLists
-from gpushare_agent.cluster.kube.objects import KubeObject, read_node_json
+from gpushare_agent.cluster.kube.objects import read_node_json
 from gpushare_agent.cluster.kube.pods import read_pod_json, scheduler_message
 from gpushare_agent.cluster.kube.scheduling import NodeOffer, node_offer, pod_needs
 from gpushare_agent.cluster.node_annotations import GPUS_ANNOTATION, parse_gpus
 from gpushare_agent.extender.cluster_state import ClusterState
 from gpushare_agent.extender.decisions.cluster_view import ClusterView, NodeView, PodView
-from gpushare_agent.extender.decisions.quota import Quota, parse_quota
-from gpushare_agent.extender.objects import asks_for_ours, lean_pod, read_node
+from gpushare_agent.extender.decisions.quota import Quota
+from gpushare_agent.extender.objects import asks_for_ours, lean_pod, read_node, read_quota
 from gpushare_agent.extender.quota_state import QuotaState
 from gpushare_agent.extender.values import ClusterNode, ClusterPolicy
-from gpushare_agent.kit.json_schema import decoded
 from gpushare_agent.model.errors import Corrupt, NotFound, Rejected
 from gpushare_agent.model.resources import ResourceNames
 from gpushare_agent.settings.settings import Settings
@@ -44,13 +42,6 @@ class _ReadNode(Struct, frozen=True, kw_only=True):
     node: ClusterNode
     offer: NodeOffer
     uncordonable: frozenset[int]
-
-
-class _ConfigMap(KubeObject):
-    data: dict[str, str] | None = None
-
-
-_CONFIG_MAP = Decoder(_ConfigMap)
 
 
 async def read_cluster_view(api: KubeLists, settings: Settings) -> ReadCluster:
@@ -155,12 +146,8 @@ async def _read_quota(api: KubeLists, settings: Settings) -> tuple[Quota | None,
     """The quota, None where it is not known, and why."""
     where = settings.extender
     try:
-        found, _ = await api.list_all(config_map(where.quota_namespace, where.quota_name), _quota_of)
+        found, _ = await api.list_all(config_map(where.quota_namespace, where.quota_name), read_quota)
     # A right that few have; a quota that is there and cannot be read refuses every pod, or leaves an older one in force.
     except (Rejected, NotFound, Corrupt) as error:
         return None, str(error)
     return (found[0] if found else Quota()), ""
-
-
-def _quota_of(raw: Raw) -> Quota:
-    return parse_quota(decoded(_CONFIG_MAP, raw, "quota: the ConfigMap").data or {})

@@ -17,6 +17,7 @@ from gpushare_agent.cli.command_line import Form
 from gpushare_agent.cli.render_text import counted, plain, print_as
 from gpushare_agent.cluster.kube.budgets import BUDGETS, Budget, read_budget
 from gpushare_agent.cluster.kube.lists import KubeLists
+from gpushare_agent.extender.decisions.changes import gpus_text
 from gpushare_agent.extender.decisions.defragment import Advice, Freed, defragment
 from gpushare_agent.model.errors import NotFound, Rejected
 from gpushare_agent.model.names import PodUid
@@ -85,13 +86,12 @@ def _lines(advice: Advice, read: ReadCluster, *, is_wide: bool) -> list[Renderab
         lines = [Text.assemble((f"{now}; the move of {counted(moves, 'pod')} would make {gained} whole:", "bold"))]
     else:
         lines = [Text(f"{now}; no move was found that would make more whole.", style="bold")]
-    shown = advice.freed if is_wide else advice.freed[:_MOST_SHOWN]
+    shown, nodes = advice.freed if is_wide else advice.freed[:_MOST_SHOWN], {one.name: one for one in read.view.nodes}
     for freed in shown:
-        lines.append(Text(f"  GPU {freed.gpu} of {freed.node}"))
+        lines.append(Text(f"  {gpus_text(nodes[freed.node], [freed.gpu])}"))
         for move in freed.moves:
             name, owner = "/".join(_named(move.uid, read).values()), read.view.pods[move.uid].owner
-            gpus = f"GPU{'' if len(move.to_gpus) == 1 else 's'} {', '.join(map(str, move.to_gpus))}"
-            lines.append(Text(f"    {plain(name)} ({plain(owner)}) to {gpus} of {move.to_node}"))
+            lines.append(Text(f"    {plain(name)} ({plain(owner)}) to {gpus_text(nodes[move.to_node], move.to_gpus)}"))
     if len(shown) < len(advice.freed):
         lines.append(Text(f"  and {len(advice.freed) - len(shown)} GPUs more: -o wide", style="dim"))
     stays = [f"{why.value} ({count})" for why, count in Counter(advice.staying.values()).most_common()]

@@ -18,12 +18,11 @@ from gpushare_agent.cli.render_text import counted, plain, print_as
 from gpushare_agent.cluster.kube.client import KubeApi
 from gpushare_agent.cluster.kube.pods import PodJson, read_pod_json, scheduler_message
 from gpushare_agent.cluster.kube.scheduling import DEFAULT_SCHEDULER
-from gpushare_agent.extender.decisions.changes import Change, Waiting, waiting
-from gpushare_agent.extender.decisions.cluster_view import PodView
+from gpushare_agent.extender.decisions.changes import Change, Waiting, gpus_text, waiting
+from gpushare_agent.extender.decisions.cluster_view import ClusterView, PodView
 from gpushare_agent.extender.decisions.pod_plan import signature_of
 from gpushare_agent.model.errors import AgentError, Unavailable
 from gpushare_agent.model.names import MIB, PodUid
-from gpushare_agent.model.resources import ResourceNames
 from gpushare_agent.placement.gpu_account import describe_request
 from gpushare_agent.settings.settings import Settings
 
@@ -70,7 +69,7 @@ async def explain_waiting(api: KubeApi, settings: Settings, raw: Raw, *, form: F
             "not_checked": unchecked,
         },
     }
-    print_as(form, document, lambda _: _lines(known, found, reasons, unchecked, read.view.policy.names))
+    print_as(form, document, lambda _: _lines(read.view, known, found, reasons, unchecked))
     return 0
 
 
@@ -121,9 +120,9 @@ def _change_document(change: Change, read: ReadCluster) -> dict[str, object]:
 
 
 def _lines(
-    known: PodView, found: Waiting, reasons: Mapping[str, int], unchecked: Sequence[str], names: ResourceNames
+    view: ClusterView, known: PodView, found: Waiting, reasons: Mapping[str, int], unchecked: Sequence[str]
 ) -> list[RenderableType]:
-    pod = known.pod
+    pod, names = known.pod, view.policy.names
     asked = "; ".join(describe_request(request, names) for _, request in signature_of(pod, names)[:_MOST_ASKED])
     lines = [
         Text.assemble((f"{pod.namespace}/{pod.name}", "bold"), " ", ("waits for a node", "yellow")),
@@ -131,10 +130,10 @@ def _lines(
         _line("scheduler", known.message or "nothing so far"),
     ]
     if found.fitting:
-        first, more = found.fitting[0], len(found.fitting) - 1
-        gpus = ", ".join(map(str, found.gpus))
+        [node] = [one for one in view.nodes if one.name == found.fitting[0]]
+        first, more = gpus_text(node, found.gpus), len(found.fitting) - 1
         others = f" and {counted(more, 'more node')}" if more else ""
-        text = f"now on {first}, GPU {gpus}{others}: the scheduler has not tried again yet, or has another reason"
+        text = f"now on {first}{others}: the scheduler has not tried again yet, or has another reason"
         return [*lines, _line("fits", text), *_unchecked_line(unchecked)]
     shown = [f"{counted(count, 'node')}: {text}" for text, count in list(reasons.items())[:_MOST_REASONS]]
     more_reasons = len(reasons) - len(shown)

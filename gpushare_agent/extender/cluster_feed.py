@@ -18,20 +18,25 @@ from collections.abc import Callable, Collection, Mapping
 
 import structlog
 from msgspec import Raw
-from msgspec.json import Decoder
 
 from gpushare_agent.cluster.events import EventRecorder
 from gpushare_agent.cluster.informer import Handler
-from gpushare_agent.cluster.kube.objects import KubeObject, ObjectReference, object_meta, object_name, pod_uid
+from gpushare_agent.cluster.kube.objects import ObjectReference, object_meta, object_name, pod_uid
 from gpushare_agent.cluster.kube.pods import PodJson, read_pod_json
 from gpushare_agent.extender.cluster_state import ClusterState
 from gpushare_agent.extender.decisions.pod_plan import plan_annotations
-from gpushare_agent.extender.decisions.quota import QUOTA_KEY, Quota, parse_quota
+from gpushare_agent.extender.decisions.quota import QUOTA_KEY, Quota
 from gpushare_agent.extender.metrics import ExtenderMetrics
-from gpushare_agent.extender.objects import NodeReading, asks_for_ours, host_request, lean_pod, predicate_annotations
+from gpushare_agent.extender.objects import (
+    NodeReading,
+    asks_for_ours,
+    host_request,
+    lean_pod,
+    predicate_annotations,
+    read_quota,
+)
 from gpushare_agent.extender.quota_state import QuotaState
 from gpushare_agent.extender.values import ClusterNode, Reservation, Stage
-from gpushare_agent.kit.json_schema import decoded
 from gpushare_agent.kit.supervision import ReportOnce
 from gpushare_agent.model.errors import Corrupt
 from gpushare_agent.model.names import PREDICATE_GPU_INDEX_PREFIX, PREDICATE_NODE_ANNOTATION, PodUid
@@ -329,13 +334,6 @@ class NodesFeed(Handler):
             log.warning("node_annotation_unreadable", node=name, error=problem, then="as if the node had none")
 
 
-class _ConfigMap(KubeObject):
-    data: dict[str, str] | None = None
-
-
-_CONFIG_MAP = Decoder(_ConfigMap)
-
-
 class QuotaFeed(Handler):
     """The informer's handler of the one ConfigMap."""
 
@@ -351,7 +349,7 @@ class QuotaFeed(Handler):
     def put(self, raw: Raw) -> bool:
         try:
             # Setting it wakes the pods that wait for a quota.
-            self._state.quota = parse_quota(decoded(_CONFIG_MAP, raw, "quota: the ConfigMap").data or {})
+            self._state.quota = read_quota(raw)
         except Corrupt as e:
             self._report_malformed(raw, str(e))
         else:

@@ -1,4 +1,4 @@
-"""Reads Nodes and Pods of the API server as the extender has them: a node's GPUs and links, a pod's requests and node.
+"""Reads Nodes, Pods and the quota's ConfigMap of the API server as the extender has them.
 
 Of a node also what is allocated to which pod. Everything is checked and bounded; `read_node` never raises: where the
 annotations cannot be read, the node's resource counts are used instead, and `problem` names the reason. There are fifty
@@ -15,9 +15,10 @@ from functools import lru_cache
 from types import MappingProxyType
 
 from msgspec import Raw, Struct
+from msgspec.json import Decoder
 from msgspec.structs import replace
 
-from gpushare_agent.cluster.kube.objects import NodeStatus, Quantity, read_node_json, whole_number
+from gpushare_agent.cluster.kube.objects import KubeObject, NodeStatus, Quantity, read_node_json, whole_number
 from gpushare_agent.cluster.kube.pods import PodJson, PodSpec, parse_pod
 from gpushare_agent.cluster.kube.scheduling import CPU, MEMORY, amount_of, asked_of_node, values_of_label
 from gpushare_agent.cluster.node_annotations import (
@@ -27,7 +28,9 @@ from gpushare_agent.cluster.node_annotations import (
     parse_allocations,
     parse_gpus,
 )
+from gpushare_agent.extender.decisions.quota import Quota, parse_quota
 from gpushare_agent.extender.values import ClusterNode
+from gpushare_agent.kit.json_schema import decoded
 from gpushare_agent.model.errors import Corrupt
 from gpushare_agent.model.gpus import GpuReport, Link, LinkKind, Topology
 from gpushare_agent.model.names import (
@@ -313,3 +316,18 @@ def _container(name: str, kind: ContainerKind, position: int, requests: tuple[tu
     return ContainerSpec(
         name=name, kind=kind, position=position, requests=MappingProxyType(dict(requests)), env=_NOTHING
     )
+
+
+# --- the quota ---
+
+
+class _ConfigMap(KubeObject):
+    data: dict[str, str] | None = None
+
+
+_CONFIG_MAP = Decoder(_ConfigMap)
+
+
+def read_quota(raw: Raw) -> Quota:
+    """Of a ConfigMap, none where it has no such key. Raises Corrupt."""
+    return parse_quota(decoded(_CONFIG_MAP, raw, "quota: the ConfigMap").data or {})

@@ -232,9 +232,9 @@ def _is_free(gpu: Gpu, snapshot: NodeSnapshot) -> bool:
     """A pod may still get it whole."""
     cores, capacity = snapshot.cores(gpu)
     taken = cores or snapshot.memory_allocated_bytes.get(gpu.uuid, 0)
-    return (
-        not taken and capacity > 0 and gpu.uuid not in snapshot.unhealthy_reasons and gpu.uuid not in snapshot.cordoned
-    )
+    # As GpuAccount.is_free: a MIG instance is no whole GPU.
+    offered = capacity > 0 and gpu.mig is None
+    return not taken and offered and gpu.uuid not in snapshot.unhealthy_reasons and gpu.uuid not in snapshot.cordoned
 
 
 class DeviceUse(Struct, omit_defaults=True, kw_only=True):

@@ -49,7 +49,7 @@ class ExtenderSettings(Section):
     config: OptionalPath = Field(
         default=None,
         description="gpu-admission's configuration file (JSON). It replaces quota_name, quota_namespace, model_label and "
-        "pool_label. Empty: /etc/kubernetes/gpu-admission.config where it is there.",
+        "pool_label. Empty: /etc/kubernetes/gpu-admission.config, else gpu-quota-admission.config there.",
     )
     quota_name: _Name = Field(
         default="gpuquota",

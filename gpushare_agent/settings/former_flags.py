@@ -77,7 +77,7 @@ FORMER_FLAGS: Mapping[str, FormerFlag] = {
     # klog, in all of them
     "v": FormerFlag(read=log_level),
     "logtostderr": FormerFlag(reason=_STANDARD_ERROR, as_here=("true",), is_boolean=True),
-    "alsologtostderr": FormerFlag(reason=_STANDARD_ERROR, as_here=("true", "false"), is_boolean=True),
+    "alsologtostderr": FormerFlag(reason=_STANDARD_ERROR, as_here=_BOTH, is_boolean=True),
     "log-dir": FormerFlag(reason=_STANDARD_ERROR),
     "log-flush-frequency": FormerFlag(reason="each line is written at once"),
     "log-backtrace-at": FormerFlag(reason="docs/how-to/debug.md shows where an agent is"),
@@ -88,7 +88,7 @@ FORMER_FLAGS: Mapping[str, FormerFlag] = {
     # gpu-admission
     "address": FormerFlag(read=_extender_address),
     "incluster-mode": FormerFlag(
-        reason="without kubeconfig the pod's service account is used", as_here=("true", "false"), is_boolean=True
+        reason="without kubeconfig the pod's service account is used", as_here=_BOTH, is_boolean=True
     ),
     "master": FormerFlag(hint="write the API server's address into a kubeconfig and name it by --kubeconfig"),
     "pprofAddress": FormerFlag(reason="/metrics and /debug/state are on the extender's own port"),

@@ -49,7 +49,8 @@ class HealthSettings(Section):
         default=1.0,
         ge=0.05,
         le=60,
-        description="Period of reading simulated events. NVML's (Xid errors, ECC) are waited for.",
+        description="Period of reading simulated events, half the first pause after a failure. NVML's (Xid errors, ECC) are "
+        "waited for.",
     )
     ignored_xids: Xids = Field(
         # NVIDIA's device plugin ignores the same: errors of a program, not of the GPU.

@@ -205,7 +205,9 @@ class Settings(BaseSettings):
     @model_validator(mode="after")
     def _offers_something(self) -> Self:
         if not (self.resources.enabled or self.gpushare.enabled or self.nvidia.enabled or self.dra.gpus):
-            raise ValueError("resources.enabled is false, and neither gpushare, nvidia nor dra.gpus offers anything")
+            raise ValueError(
+                "resources.enabled is false, and nothing else is offered: set gpushare.enabled, nvidia.enabled or dra.gpus"
+            )
         return self
 
     @model_validator(mode="after")

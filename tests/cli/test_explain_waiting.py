@@ -327,7 +327,7 @@ async def test_a_pod_that_fits_waits_for_something_else(short_dir: Path, capsys:
     """Or the scheduler has not tried again yet."""
     cluster = Cluster([node("n", [16])], [pod("w", (60, 8))])
     assert await explained(cluster, short_dir) == 0
-    assert "  fits      now on n, GPU 0: the scheduler has not tried again yet" in capsys.readouterr().out
+    assert "  fits      now on GPU 0 of n: the scheduler has not tried again yet" in capsys.readouterr().out
 
 
 async def test_the_missing_right_is_named(short_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -213,7 +213,7 @@ async def test_an_absent_library_is_unavailable_with_a_checklist() -> None:
         if "unavailable" not in answer:
             pytest.skip("this machine has a real libnvidia-ml.so.1")
     assert "NVML Shared Library Not Found" in answer["unavailable"]
-    for hint in ("nvidia-smi", "libnvidia-ml.so.1", "/dev/nvidiactl", "runtime class"):
+    for hint in ("nvidia-smi", "libnvidia-ml.so.1", "/dev/nvidiactl", "runtime class", "nodeSelector", "taint"):
         assert hint in answer["unavailable"]
 
 

@@ -361,3 +361,8 @@ def test_sample_pods_have_names_of_their_own() -> None:
     """They can be applied together."""
     names = [pod["metadata"]["name"] for path in (MANIFESTS / "samples").glob("*.yaml") for pod in documents(str(path))]
     assert len(names) == len(set(names)) >= 4
+
+
+def test_the_agent_runs_on_the_nodes_with_gpu_managers_label() -> None:
+    """And on no others, whatever other programs label theirs with."""
+    assert pod_spec()["nodeSelector"] == {"nvidia-device-enable": "enable"}

@@ -53,7 +53,11 @@ PROMISES: Promises = {
         ),
         kept("gpu-manager.yaml", "Service `gpu-manager-metric`, port 5678 on every address", _E2E),
         kept("gpu-manager.yaml", "`/var/run/gpu-manager.sock` on the host, by the mount of `/var/run`", _E2E),
-        kept("gpu-manager.yaml", "`NODE_NAME`", _FLAGS + "test_every_flag_of_gpu_manager_is_a_setting"),
+        kept(
+            "gpu-manager.yaml",
+            "`NODE_NAME`",
+            "tests/settings/test_settings.py::test_the_node_name_is_the_flag_else_node_name_else_the_host",
+        ),
         different(
             "gpu-manager.yaml",
             "no mount of `/var/lib/kubelet/pod-resources`",
@@ -169,8 +173,18 @@ PROMISES: Promises = {
         ),
         kept(
             "pkg/algorithm",
-            "whole GPUs by their links, shares on the fullest GPU, a free branch left whole",
+            "whole GPUs by their links",
             "tests/admission/test_units.py::test_several_gpus_are_placed_by_their_links",
+        ),
+        kept(
+            "pkg/algorithm",
+            "shares on the fullest GPU",
+            "tests/placement/test_placement.py::test_binpack_takes_the_fullest_gpu_that_fits",
+        ),
+        kept(
+            "pkg/algorithm",
+            "a free branch left whole",
+            "tests/placement/test_placement.py::test_fragment_takes_from_the_branch_with_the_fewest_free_gpus",
         ),
         kept(
             "pkg/services/watchdog",
@@ -246,7 +260,12 @@ PROMISES: Promises = {
     "Observation": (
         kept(
             "pkg/services/display",
-            "the four `container_…` series on `/metric`",
+            "the four `container_…` series",
+            "tests/observability/test_metrics_node.py::test_gpu_managers_four_series_keep_their_names_labels_and_units",
+        ),
+        kept(
+            "pkg/services/display",
+            "`/metric`",
             "tests/observability/test_server.py::test_metrics_are_served_under_both_names",
         ),
         kept(

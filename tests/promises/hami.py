@@ -101,7 +101,7 @@ PROMISES: Promises = {
             "README.md",
             "the label `gpu=on`",
             "`nvidia-device-enable=enable`",
-            "tests/manifests/test_chart.py::test_the_chart_installs_what_kustomize_does",
+            "tests/manifests/test_manifests.py::test_the_agent_runs_on_the_nodes_with_gpu_managers_label",
         ),
     ),
 }

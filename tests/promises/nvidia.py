@@ -71,7 +71,7 @@ PROMISES: Promises = {
         kept(
             "internal/rm/health.go",
             "Xids 13, 31, 43, 45, 68, 109 leave a GPU healthy",
-            "tests/gpus/test_health.py::test_every_state_has_its_row_and_every_xid_of_the_default_lists_its_name",
+            "tests/settings/test_nvidia_plugin.py::test_xids_that_leave_a_gpu_healthy",
         ),
         different(
             "the seed's FIXME",

@@ -102,6 +102,7 @@ def test_the_display_socket_of_the_service_unit_is_taken() -> None:
         ("--log_dir=/var/log/gpu-manager", True),
         ("--stderrthreshold=2", True),
         ("--vmodule=tree=5", True),
+        ("--log-backtrace-at=main.go:12", True),
         ("--incluster-mode=false", False),
         ("--pprofAddress=127.0.0.1:3457", True),
     ],

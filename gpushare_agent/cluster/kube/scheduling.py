@@ -257,9 +257,9 @@ def _terms(affinity: _NodeAffinity | None) -> tuple[tuple[Requirement, ...], ...
 def _unchecked(spec: _Spec, affinity: _Affinity) -> Iterable[str]:
     if _OBJECTS.read(spec.raw_gates):
         yield "schedulingGates"
-    if any(one is not None and _OBJECTS.read(one.raw_required) for one in (affinity.pod_affinity,)):
+    if _has_required(affinity.pod_affinity):
         yield "podAffinity"
-    if any(one is not None and _OBJECTS.read(one.raw_required) for one in (affinity.pod_anti_affinity,)):
+    if _has_required(affinity.pod_anti_affinity):
         yield "podAntiAffinity"
     if any(one.when_unsatisfiable == "DoNotSchedule" for one in _SPREADS.read(spec.raw_spread)):
         yield "topologySpreadConstraints"
@@ -271,6 +271,10 @@ def _unchecked(spec: _Spec, affinity: _Affinity) -> Iterable[str]:
     containers = (*(spec.init_containers or ()), *(spec.containers or ()))
     if any(port.host_port for container in containers for port in container.ports):
         yield "host ports"
+
+
+def _has_required(affinity: _PodAffinity | None) -> bool:
+    return affinity is not None and bool(_OBJECTS.read(affinity.raw_required))
 
 
 # --- deciding ---

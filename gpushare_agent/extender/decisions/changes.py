@@ -163,7 +163,8 @@ def _gpus(plan: PodPlan) -> tuple[int, ...]:
     return tuple(sorted({gpu for container in plan.containers for gpu in container.gpus}))
 
 
-def _labels(node: NodeView, gpus: Iterable[int]) -> str:
+def gpus_text(node: NodeView, gpus: Iterable[int]) -> str:
+    """GPUs of a node as people name them, by index or as MIG instances."""
     by_index = {gpu.index: gpu.label for gpu in node.ledger.gpus}
     names = [by_index[index] for index in gpus]
     return f"GPU{'' if len(names) == 1 else 's'} {', '.join(names)} of {node.name}"
@@ -293,7 +294,7 @@ def _asking(
     gpus = _gpus(plan)
     return Change(
         kind=kind,
-        text=f"{name}ask for {' and '.join(less)}: {_labels(node, gpus)}",
+        text=f"{name}ask for {' and '.join(less)}: {gpus_text(node, gpus)}",
         node=node.name,
         gpus=gpus,
         cost=part,
@@ -324,7 +325,7 @@ def _other_nodes(search: _Search) -> Change | None:
             gpus = _gpus(plan)
             return Change(
                 kind=Kind.NODES,
-                text=f"let its selector or affinity allow {' and '.join(words)}: {_labels(found[0], gpus)}{more}",
+                text=f"let its selector or affinity allow {' and '.join(words)}: {gpus_text(found[0], gpus)}{more}",
                 node=found[0].name,
                 gpus=gpus,
                 cost=len(changed),
@@ -348,7 +349,7 @@ def _uncordon(search: _Search) -> Change | None:
             search.plans += 1
             plan = plan_pod(search.pod, gpus, node.ledger.node.topology, search.view.policy)
             if isinstance(plan, PodPlan):
-                words = _labels(node, indexes)
+                words = gpus_text(node, indexes)
                 text = f"uncordon {words} (`gpushare-agent uncordon` there)"
                 found = _gpus(plan)
                 best = Change(
@@ -366,7 +367,7 @@ def _uncordon(search: _Search) -> Change | None:
             plan_there = planned(search.pod, node.ledger, search.view.policy)
             if plan_there is not None:
                 gpus_there = _gpus(plan_there)
-                text = f"kubectl uncordon {node.name}: {_labels(node, gpus_there)}"
+                text = f"kubectl uncordon {node.name}: {gpus_text(node, gpus_there)}"
                 return Change(kind=Kind.UNCORDON, text=text, node=node.name, gpus=gpus_there, cost=1)
     return best
 
@@ -399,7 +400,7 @@ def _quota(search: _Search) -> Change | None:
             gpus = _gpus(plan)
             best = Change(
                 kind=Kind.QUOTA,
-                text=f"the quota of namespace {search.pod.namespace}: {', '.join(raised[1])}: {_labels(node, gpus)}",
+                text=f"the quota of namespace {search.pod.namespace}: {', '.join(raised[1])}: {gpus_text(node, gpus)}",
                 node=node.name,
                 gpus=gpus,
                 cost=len(raised[1]),
@@ -564,14 +565,14 @@ def _ending(search: _Search, node: NodeView, uids: tuple[PodUid, ...]) -> Change
         return None
     gpus = _gpus(plan)
     had = sorted({index for uid in uids for index in node.ledger.reservations[uid].plan.charges})
-    then = f": {_labels(node, gpus)}" if set(gpus) != set(had) else ""
+    then = f": {gpus_text(node, gpus)}" if set(gpus) != set(had) else ""
     names = [f"{view.pods[uid].pod.namespace}/{view.pods[uid].pod.name}" for uid in uids]
     shown = ", ".join(names[:_MOST_ENDING]) + (
         f" and {len(names) - _MOST_ENDING} more" if len(names) > _MOST_ENDING else ""
     )
     return Change(
         kind=Kind.END,
-        text=f"the end of {'pod' if len(names) == 1 else 'pods'} {shown} on {_labels(node, had)}{then}",
+        text=f"the end of {'pod' if len(names) == 1 else 'pods'} {shown} on {gpus_text(node, had)}{then}",
         node=node.name,
         gpus=gpus,
         cost=len(uids),
