@@ -57,12 +57,19 @@ def admin(request: str = "admin", index: int = 0) -> RawClaim:
 
 
 def raw_claim(
-    *results: RawClaim, number: int = 1, config: Collection[RawClaim] = (), users: Collection[str] = ("p",)
+    *results: RawClaim,
+    number: int = 1,
+    config: Collection[RawClaim] = (),
+    users: Collection[str] = ("p",),
+    owner: str = "",
 ) -> RawClaim:
+    """`owner` is the pod for which a template made it."""
+    owners = [{"apiVersion": "v1", "kind": "Pod", "name": owner, "uid": f"uid-{owner}", "controller": True}]
     return {
         "apiVersion": "resource.k8s.io/v1",
         "kind": "ResourceClaim",
-        "metadata": {"namespace": "default", "name": f"claim-{number}", "uid": uid_of(number)},
+        "metadata": {"namespace": "default", "name": f"claim-{number}", "uid": uid_of(number)}
+        | ({"ownerReferences": owners} if owner else {}),
         "status": {
             "allocation": {"devices": {"results": list(results), "config": list(config)}},
             "reservedFor": [{"resource": "pods", "name": name, "uid": f"uid-{name}"} for name in users],

@@ -340,12 +340,17 @@ async def test_two_claims_of_one_container_are_compared_by_the_requests_that_it_
 
 async def test_whole_gpus_of_two_claims_in_one_container_are_all_in_its_list(tmp_path: Path) -> None:
     """Each claim's specification has the list of both, so that it does not matter which one the runtime applies last. Where
-    one of the claims has another user, nobody else's GPU is in that one's list."""
-    claims = raw_claim(whole("a", 1)), raw_claim(whole("b", 0), number=2)
+    one of the claims has another user, or may have one later, nobody else's GPU is in that one's list."""
+    claims = raw_claim(whole("a", 1), owner="p"), raw_claim(whole("b", 0), number=2, owner="p")
     names = {"one": "claim-1", "two": "claim-2"}
     both, other = using("x", ("one", ""), ("two", "b")), using("y", ("one", ""))
-    for containers, expected in (((both,), "GPU-0,GPU-1"), ((both, other), "")):
-        driver = Driver(tmp_path / str(len(containers)), *claims)
+    shared = raw_claim(whole("a", 1)), claims[1]
+    for of_pod, containers, expected in (
+        (claims, (both,), "GPU-0,GPU-1"),
+        (claims, (both, other), ""),
+        (shared, (both,), ""),
+    ):
+        driver = Driver(tmp_path / str((len(containers), of_pod is shared)), *of_pod)
         driver.pod("p", *containers, claims=names)
         made = [await driver.claims.prepare(ref_of(number)) for number in (1, 2)]
         if not expected:
@@ -401,6 +406,35 @@ async def test_a_claim_without_a_size_uses_its_gpu_and_takes_nothing_of_it(tmp_p
         assert driver.claims.prepared[uid_of(1)].results[0].isolation == "none"
         driver.claims = driver.new_claims()
         await driver.claims.restore()
+
+
+async def test_a_limit_beside_no_limit_on_one_gpu_is_refused(tmp_path: Path) -> None:
+    """In one container nothing would tell them apart; beside one on another GPU it is limited as ever."""
+    nothing = {"cores": "0", "memory": "0", "shares": "1"}
+    for index, is_refused in ((0, True), (1, False)):
+        free = {**result("b", index), "consumedCapacity": nothing}
+        driver = Driver(tmp_path / str(index), raw_claim(result("a", 0, cores=20), free))
+        driver.claims.claim_policy = ClaimPolicy(has_unlimited=True)
+        if is_refused:
+            assert "by a request with a limit and by one without" in await refused(driver)
+        else:
+            assert [one.is_whole for one in (await prepared(driver)).results] == [False, False]
+
+
+async def test_a_whole_gpu_beside_one_without_a_size_asks_for_one_isolation(tmp_path: Path) -> None:
+    """Nobody asked for any: what has no limit is none's by itself."""
+    free = {**result("b", 1), "consumedCapacity": {"cores": "0", "memory": "0", "shares": "1"}}
+    driver = Driver(tmp_path, raw_claim(whole("a", 0), free))
+    driver.claims.claim_policy = ClaimPolicy(has_unlimited=True)
+    assert len((await prepared(driver)).results) == 2
+
+
+async def test_nvidias_memory_is_no_request(tmp_path: Path) -> None:
+    """A claim may name it with its domain; as nothing its limit would be lost."""
+    named = {"cores": "0", "memory": "0", "gpu.nvidia.com/memory": "10Gi"}
+    driver = Driver(tmp_path, raw_claim(result(consumedCapacity=named)))
+    driver.claims.claim_policy = ClaimPolicy(has_unlimited=True, nvidia_names=True)
+    assert "write memory in capacity.requests" in await refused(driver)
 
 
 async def test_a_pod_that_never_comes_holds_up_no_other(tmp_path: Path) -> None:

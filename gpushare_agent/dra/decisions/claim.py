@@ -22,7 +22,7 @@ from msgspec.structs import replace
 from gpushare_agent.cluster.kube.claims import Allocation, ClaimJson, ClaimStatus, DeviceConfig, DeviceResult
 from gpushare_agent.cluster.kube.objects import ObjectMeta, whole_number
 from gpushare_agent.cluster.kube.pods import EXTENDED_CLAIM
-from gpushare_agent.dra.decisions.devices import NVIDIA_DRIVER, device_index
+from gpushare_agent.dra.decisions.devices import NVIDIA_DRIVER, NVIDIA_MEMORY, device_index
 from gpushare_agent.dra.decisions.gpu_config import MpsLimits, read_gpu_config
 from gpushare_agent.kit.json_schema import decoded
 from gpushare_agent.model.allocations import ClaimRef
@@ -206,6 +206,11 @@ def _result(
             " (on from Kubernetes 1.36)"
         )
     memory = whole_number(consumed["memory"], f"request {request}, memory")
+    # A selector's capacity, which a claim may name all the same: read as nothing, its limit would be lost.
+    if policy.nvidia_names and whole_number(consumed.get(NVIDIA_MEMORY, "0"), f"request {request}, {NVIDIA_MEMORY}"):
+        raise Corrupt(
+            f"request {request} asks for {NVIDIA_MEMORY}, which is for selectors: write memory in capacity.requests"
+        )
     is_unlimited = policy.has_unlimited and not cores and not memory
     if cores > CORES_PER_GPU or (memory < MIB and not is_unlimited):
         raise Corrupt(f"request {request} has {cores} cores and {memory} bytes of one GPU, which is no share of it")

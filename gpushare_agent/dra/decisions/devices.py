@@ -28,6 +28,7 @@ CORDONED_TAINT = "gpushare-agent/cordoned"
 MAX_TEXT_CHARS = 64
 """Of a string attribute."""
 NVIDIA_DRIVER = "gpu.nvidia.com"
+NVIDIA_MEMORY = f"{NVIDIA_DRIVER}/memory"
 """The name of NVIDIA's DRA driver: the domain of its attributes, and of its configuration in claims."""
 _NVIDIA_ATTRIBUTES = (
     "type",
@@ -126,8 +127,8 @@ def _capacity(gpu: Gpu, policy: DevicePolicy) -> dict[str, DeviceCapacity]:
         return {"cores": counted(cores, cores, "0"), "memory": counted(memory, memory, block, block)}
     found = {
         "cores": counted(cores, "0", "0"),
-        # For selectors: requests have no domain, and so are for the agent's own.
-        f"{NVIDIA_DRIVER}/memory": counted(memory, "0", "0", block),
+        # For selectors; a claim that asks for it by this name is refused when it is prepared.
+        NVIDIA_MEMORY: counted(memory, "0", "0", block),
         "memory": counted(memory, *((memory, block) if policy.shares == "memory" else ("0", "0")), block),
     }
     if policy.shares.isdigit():

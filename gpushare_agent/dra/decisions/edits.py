@@ -296,7 +296,7 @@ class _View:
                 container=ContainerSpec(name=self._key.container, kind=ContainerKind.MAIN, position=0),
                 shares=shares,
                 config=policy.config,
-                core_limit=max(result.config.core_limit for result, _ in self.results),
+                core_limit=max(self._core_limit(result, gpu) for result, gpu in self.results),
                 pod_memory_mib=sum(share.memory_mib for share in shares),
                 memory_unit_mib=policy.names.gpu_mem_unit_mib,
                 is_claim=True,
@@ -321,11 +321,15 @@ class _View:
             memory_mib=result.memory_mib,
             is_whole=is_whole,
             cdi_devices=cdi_devices,
-            core_limit=result.config.core_limit,
+            core_limit=self._core_limit(result, gpu),
             view=self._key.container,
             isolation=self._isolation,
             is_admin=result.is_admin,
         )
+
+    def _core_limit(self, result: ClaimResult, gpu: Gpu) -> int:
+        """A whole GPU's compute has no ceiling above it; by NVIDIA's names its cores do not show that it is one."""
+        return 0 if _is_whole(result, gpu, self._block_mib) else result.config.core_limit
 
     @property
     def _key(self) -> ContainerKey:
@@ -383,14 +387,16 @@ def seen_beside(
 ) -> frozenset[Gpu]:
     """The GPUs of other claims that every container of a view has too, where none of all these is limited: limits know the
     GPUs by their order, which another claim would change. One specification is for all containers of a view, so where they
-    differ, or a claim limits, nothing is added, and `conflict` refuses them."""
+    differ, or a claim limits, nothing is added, and `conflict` refuses them. So it is with claims that are not the pod's
+    own: the specification lasts, and a pod that comes later would find the other claim's GPUs in it."""
 
     def unlimited(one: AllocatedClaim, named: Collection[str]) -> frozenset[Gpu] | None:
         mine = [result for result in one.results if "" in named or _main(result.request) in named]
         limited = any(_is_limited(result, gpus[result.index], block_mib) for result in mine)
         return None if limited else frozenset(gpus[result.index] for result in mine)
 
-    if unlimited(claim, requests) is None:
+    are_own = claim.owner is not None and all(one.owner == claim.owner for one in beside.values())
+    if not are_own or unlimited(claim, requests) is None:
         return frozenset()
     found: set[frozenset[Gpu]] = set()
     for pod in pods:
@@ -414,13 +420,20 @@ def _isolation(
     # What is not limited decides only where nothing else does: of a whole GPU the device plugins' isolation, of admin access
     # anything.
     limited = [result for result in mine if _is_limited(result, gpus[result.index], block_mib)]
-    charged = [result for result in mine if not result.is_admin]
+    charged = [result for result in mine if not (result.is_admin or result.is_unlimited)]
     asked = {result.config.isolation for result in limited or charged or mine}
     if len(asked) > 1:
         return _refused(
             "its requests ask for several isolations, and a container has one. Ask for the same in all of them"
         )
     text = asked.pop()
+    both = {result.index for result in limited} & {result.index for result in mine if result.is_unlimited}
+    if both:
+        # The container cannot tell them apart: the limit would be lost.
+        return _refused(
+            f"a container has GPU {min(both)} by a request with a limit and by one without. Ask once for each GPU, or let"
+            " different containers use the requests"
+        )
     for result in limited:
         if result.config.mps is not None and _is_share(result, gpus[result.index], block_mib):
             return _refused(

@@ -73,7 +73,8 @@ class _Opening:
 
     @property
     def found(self) -> Poll | None:
-        return self._found
+        """The poll to which the handles belong: a newer one may come while they are in use."""
+        return self._enumerated
 
     def call(self, read: Callable[[], T]) -> T:
         """Raises what `read` raises."""

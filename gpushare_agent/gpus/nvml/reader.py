@@ -288,12 +288,17 @@ class NvmlReader(Struct, eq=False):
 
     def _read_once(self) -> GpuInventory:
         before, self._answering = self._answering, set()
-        # Enumerated at each poll: the handles of before would hide a GPU that is new or missing.
-        found, unnamed = self.session.find_gpus()
-        nvml = self.session.open()
-        seen: dict[GpuUuid, Gpu] = {}
-        for gpu in found:
-            seen[gpu.uuid] = self._read_gpu(nvml, gpu, taken={earlier.index for earlier in seen.values()})
+        try:
+            # Enumerated at each poll: the handles of before would hide a GPU that is new or missing.
+            found, unnamed = self.session.find_gpus()
+            nvml = self.session.open()
+            seen: dict[GpuUuid, Gpu] = {}
+            for gpu in found:
+                seen[gpu.uuid] = self._read_gpu(nvml, gpu, taken={earlier.index for earlier in seen.values()})
+        except Exception:
+            # The next poll compares with what answered before this one, or a loss would not be counted.
+            self._answering |= before
+            raise
         self._losses.update((before | {gpu.uuid for gpu in found}) - self._answering)
         partitioned = self._read_partitioned(nvml, found, seen) if self.mig_minors is not None else frozenset()
         self.on_read(

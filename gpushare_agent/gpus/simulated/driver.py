@@ -234,8 +234,8 @@ def _bus_id(index: int) -> str:
 
 
 def _pcie_root(numa: int | None) -> str:
-    """A root complex for each NUMA node, numbered as on machines with two processors."""
-    return f"pci0000:{0x80 * (numa or 0) % 256:02x}"
+    """A PCI domain for each NUMA node."""
+    return f"pci{numa or 0:04x}:00"
 
 
 def _nvlinks(row: Sequence[Link]) -> tuple[NvLink, ...]:
