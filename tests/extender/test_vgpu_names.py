@@ -97,8 +97,18 @@ def test_init_containers_and_those_that_ask_for_nothing() -> None:
         ),
         (pod_of(asks(gpu=1, vgpu_number=1)), "nvidia.com/gpu and nvidia.com/vgpu-number are names of two programs"),
         *(
-            (pod_of(asks(gpu=1), annotations={f"nvidia.com/{name}": "A100"}), f"nvidia.com/{name} is not followed here")
-            for name in ("use-gputype", "nouse-gputype", "use-gpuuuid", "nouse-gpuuuid", "include-gpu-type")
+            (
+                pod_of(asks(gpu=1), annotations={f"nvidia.com/{name}": "A100"}),
+                f"nvidia.com/{name} is not followed here: name the nodes",
+            )
+            for name in ("use-gputype", "nouse-gputype", "include-gpu-type", "exclude-gpu-type")
+        ),
+        *(
+            (
+                pod_of(asks(gpu=1), annotations={f"nvidia.com/{name}": "GPU-1"}),
+                f"nvidia.com/{name} is not followed here: ask by a ResourceClaim",
+            )
+            for name in ("use-gpuuuid", "nouse-gpuuuid", "include-gpu-uuid", "exclude-gpu-uuid")
         ),
     ],
 )
@@ -117,6 +127,39 @@ def test_what_has_no_effect_is_warned_of() -> None:
         "container main: nvidia.com/priority has no effect",
     )
     assert limits_of(pod) == [{"cpu": "1", NAMES.vcore: "100"}]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("nvidia.com/numa-bind", "hami.io/node-scheduler-policy", "hami.io/gpu-scheduler-policy"),
+        *("nvidia.com/node-scheduler-policy", "nvidia.com/device-scheduler-policy", "nvidia.com/device-topology-mode"),
+        *("nvidia.com/memory-scheduler-policy", "nvidia.com/cross-pod-topology", "hami.io/device-scoring-weights"),
+    ],
+)
+def test_an_annotation_that_chooses_no_gpu_is_warned_of(name: str) -> None:
+    """Policies of scheduling are settings here, of all pods alike."""
+    _, found = translated(pod_of(asks(gpu=1), annotations={name: "spread"}))
+    assert found.warnings == (f"the annotation {name} has no effect",)
+
+
+@pytest.mark.parametrize(
+    ("policy", "limits", "ceiling"),
+    [
+        ("balance", {"vgpu_number": 1, "vgpu_cores": 30, "vgpu_memory": 1024}, "100"),
+        ("none", {"vgpu_number": 1, "vgpu_cores": 30, "vgpu_memory": 1024}, "100"),
+        ("fixed", {"vgpu_number": 1, "vgpu_cores": 30, "vgpu_memory": 1024}, None),
+        ("balance", {"vgpu_number": 1}, None),
+    ],
+)
+def test_a_compute_policy_is_the_pods_ceiling(policy: str, limits: dict[str, int], ceiling: str | None) -> None:
+    """What nobody else uses of the GPU is the share's, as under vgpu-manager; a whole GPU needs none, and the pod's own
+    ceiling stays."""
+    asked = {"nvidia.com/vgpu-compute-policy": policy}
+    pod, found = translated(pod_of(asks(**limits), annotations=asked))
+    assert (pod["metadata"]["annotations"].get(CORE_LIMIT_ANNOTATION), found.warnings) == (ceiling, ())
+    pod, _ = translated(pod_of(asks(**limits), annotations=asked | {CORE_LIMIT_ANNOTATION: "50"}))
+    assert pod["metadata"]["annotations"][CORE_LIMIT_ANNOTATION] == "50"
 
 
 def test_a_translated_pod_may_become_claims() -> None:
