@@ -9,7 +9,7 @@ from gpushare_agent.sandbox.node import EmbeddedNode
 from gpushare_agent.wire.v1beta1 import ContainerAllocateResponse
 from tests.agent.support_agent import calls_of, open_agent, wait_running, wait_until
 from tests.agent.test_gpushare import FLAGS, memory
-from tests.cluster.support_gpushare_inspect import GPU_COUNT, GPU_MEM, Inspected, inspect_node
+from tests.cluster.support_gpushare_inspect import GPU_MEM, Inspected, inspect_node
 from tests.sandbox.support_sandbox import container, open_test_node, pod, wait_allocatable, wait_gone
 
 
@@ -34,13 +34,7 @@ async def test_its_sums_are_what_the_kubelet_has_given() -> None:
     """Pods on one GPU and on two, one that no node has room for, one that is deleted. Memory of other resources leaves the
     totals: the node's is what gpu-mem may have, and of a GPU the tool shows an equal part of that."""
     async with open_test_node() as node, open_agent(node, *FLAGS):
-        await wait_allocatable(node, GPU_MEM, 48)
-        await wait_until(
-            node,
-            lambda: GPU_COUNT in (node.api.object_of("nodes", ("", node.name)) or {})["status"]["allocatable"],
-            "the number of GPUs",
-        )
-        assert inspected(node) == Inspected(("0/24", "0/24"), None, "0/48")
+        await wait_until(node, shows(node, ("0/24", "0/24"), "0/48"), "the empty node")
         plan = {
             "tencent.com/predicate-node": node.name,
             "tencent.com/predicate-gpu-idx-0": "0",
@@ -67,7 +61,7 @@ async def test_its_sums_are_what_the_kubelet_has_given() -> None:
 async def test_a_pod_that_is_not_admitted_yet_is_pending() -> None:
     """Bound to the node without an annotation, as in GPUShare before its plugin has answered."""
     async with open_test_node() as node, open_agent(node, *FLAGS):
-        await wait_allocatable(node, GPU_MEM, 48)
+        await wait_until(node, shows(node, ("0/24", "0/24"), "0/48"), "the empty node")
         node.api.create_pod(pod("first", memory(6)))
         await wait_running(node, "first")
         await wait_until(node, lambda: inspected(node).pending is None, "the annotations")
