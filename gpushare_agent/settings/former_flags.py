@@ -14,7 +14,8 @@ from msgspec import Struct
 
 _DEBUG_FROM = 5
 """klog's verbosity from which gpu-manager logs each step; 4 is its manifest's."""
-_LEVELS = ("debug", "info", "warning", "error")
+_LEVELS = {"debug": "debug", "info": "info", "warn": "warning", "warning": "warning", "error": "error"}
+"""A word of LOG_LEVEL -> ours; `warn` is that of GPUShare's extender."""
 _STANDARD_ERROR = "logs go to standard error"
 
 
@@ -35,11 +36,11 @@ class FormerFlag(Struct, frozen=True, kw_only=True):
 
 
 def log_level(value: str) -> Mapping[str, str]:
-    """klog's number, or one of our words."""
+    """klog's number, or a word."""
     if value.isascii() and value.isdigit() and len(value) < 4:
         return {"log.level": "debug" if int(value) >= _DEBUG_FROM else "info"}
-    if value.lower() in _LEVELS:
-        return {"log.level": value.lower()}
+    if (word := value.lower()) in _LEVELS:
+        return {"log.level": _LEVELS[word]}
     raise ValueError("klog's number, or debug, info, warning, error")
 
 

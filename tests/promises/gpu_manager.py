@@ -98,7 +98,7 @@ PROMISES: Promises = {
             "build/start.sh",
             "`LOG_LEVEL` and `--v`, klog's number",
             "5 and more are level debug, less is info",
-            _FLAGS + "test_log_level_is_klogs_number_or_a_word_of_ours",
+            _FLAGS + "test_log_level_is_klogs_number_or_a_word",
         ),
         different(
             "pkg/flags",
