@@ -16,7 +16,8 @@ from gpushare_agent.model.allocations import Charge
 from gpushare_agent.model.errors import RefusalReason, Refused
 from gpushare_agent.model.gpus import GpuReport, Link, LinkKind
 from gpushare_agent.model.names import CORES_PER_GPU, GpuUuid, PodUid
-from gpushare_agent.model.pods import ContainerKind, HostRequest, Pod, PodPhase
+from gpushare_agent.model.pods import ContainerKind, ContainerSpec, HostRequest, Pod, PodPhase
+from gpushare_agent.model.resources import ResourceNames
 from gpushare_agent.placement.topology import build_topology
 from tests.extender.support_extender import state_document
 from tests.support_core import NAMES, container, pod
@@ -75,6 +76,23 @@ def test_half_free_on_two_gpus_is_no_whole_gpu() -> None:
     assert answer.failed == dict.fromkeys(["a", "b"], "only 0 of 2 GPUs are wholly free, 1 wanted")
     cluster.remove_pod(PodUid("uid-half-1-0"))
     assert cluster.filter(whole, ["a", "b"]).fitting == ["b"]
+
+
+def test_memory_that_is_free_on_two_gpus_together_serves_no_pod() -> None:
+    """GPUShare's second demo: 11 GiB are free on each of two GPUs, and nobody has 20."""
+    names = ResourceNames(gpu_mem="aliyun.com/gpu-mem")
+    cluster = ClusterState(policy=ClusterPolicy(names=names))
+    cluster.put_node(node("a"), 0.0)
+
+    def asks(name: str, units: int) -> Pod:
+        one = ContainerSpec(name="c", kind=ContainerKind.MAIN, position=0, requests={"aliyun.com/gpu-mem": units})
+        return pod(name, one, node_name="")
+
+    for name in ("first", "second"):
+        reserve(cluster, asks(name, 13), "a")
+    answer = cluster.filter(asks("large", 20), ["a"])
+    assert (answer.fitting, answer.failed) == ([], {"a": "no GPU has more than 11 GiB free"})
+    assert cluster.filter(asks("fits", 11), ["a"]).fitting == ["a"]
 
 
 def test_to_filter_changes_nothing() -> None:

@@ -435,7 +435,7 @@ PROMISES: Promises = {
             "tests/gpushare/test_registration.py::test_no_answer_of_the_agents_keeps_a_program_from_its_gpu",
         ),
         not_kept(
-            "docs/faq.md, 2",
+            "FAQ 2",
             "`LOGGER_LEVEL` in a pod",
             "it is the control library's: isolation `vcuda`",
         ),

@@ -200,7 +200,7 @@ PROMISES: Promises = {
         kept(
             "pkg/gpu/nvidia/allocate.go",
             "a node with one GPU needs no extender",
-            "tests/admission/test_memory_share.py::test_the_fullest_gpu_that_fits_is_taken_and_its_ids_are_preferred",
+            f"{_AGENT}::test_a_pod_gets_memory_of_one_gpu_with_gpushares_variables_and_annotations",
             "no node does",
         ),
         different(
@@ -272,12 +272,12 @@ PROMISES: Promises = {
         kept(
             "README.md, demo 2",
             "a pod that fits a node and none of its GPUs waits",
-            "tests/e2e/test_extender.py::test_a_pod_waits_for_one_gpu_that_fits_whatever_is_free_in_sum",
+            "tests/extender/test_cluster_state.py::test_memory_that_is_free_on_two_gpus_together_serves_no_pod",
         ),
         kept(
-            "docs/designs/designs.md",
+            "designs.md",
             "of the GPUs that fit, the one with least left",
-            "tests/extender/test_agreement.py::test_what_the_extender_decides_the_agent_decides_too",
+            "tests/admission/test_memory_share.py::test_the_fullest_gpu_that_fits_is_taken_and_its_ids_are_preferred",
         ),
         different(
             "pkg/scheduler/predicate.go",
@@ -319,12 +319,6 @@ PROMISES: Promises = {
             "cmd/inspect, getDeivceInfo",
             "pending memory: pods without an annotation",
             "tests/agent/test_gpushare_inspection.py::test_a_pod_that_is_not_admitted_yet_is_pending",
-        ),
-        different(
-            "cmd/inspect, getAllSharedGPUNode",
-            "whole cluster at a glance",
-            "`kubectl gpushare inspect`, which counts all resources too",
-            "tests/cli/test_inspect.py::test_all_nodes_are_reported_by_the_api_server",
         ),
     ),
 }
