@@ -92,7 +92,7 @@ PROMISES: Promises = {
         not_kept("gpu-manager.yaml", "logs in `/var/log/gpu-manager`", "logs go to standard error"),
         kept(
             "README.md",
-            "containers need no NVIDIA runtime, only `runc`",
+            "containers need no NVIDIA runtime: the driver is in `/usr/local/nvidia`",
             "tests/admission/test_container_edits.py::"
             "test_the_driver_is_mounted_under_every_isolation_where_the_setting_says_so",
             "the same; with `manifests/base` by `driver_volume.mount`",

@@ -83,7 +83,7 @@ PROMISES: Promises = {
         ),
         kept(
             "pkg/device/nvidia/device.go",
-            "`gpucores` above 100, and no whole number of GPUs",
+            "`gpucores` above 100: never scheduled",
             _REFUSED,
             "denied at once",
         ),
@@ -266,7 +266,7 @@ PROMISES: Promises = {
         different(
             "cmd/vGPUmonitor/metrics.go",
             "`hami_host_gpu_memory_used_bytes`, `hami_host_gpu_utilization_ratio`",
-            "`gpushare_card_memory_used_bytes`, `gpushare_card_sm_utilization_ratio`",
+            "`gpushare_card_memory_used_bytes`, `gpushare_card_sm_utilization_ratio` (0 to 1)",
             f"{_SERIES}::test_every_sample_of_a_gpu_has_its_series",
         ),
         different(

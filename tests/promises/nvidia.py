@@ -103,6 +103,23 @@ PROMISES: Promises = {
             "allocate, distributed and packed", "replica policies", _UNITS + "test_replicas_are_distributed_or_packed"
         ),
         kept("gpuallocator", "GPUs by their links", _UNITS + "test_several_gpus_are_placed_by_their_links"),
+        kept(
+            "the seed's GetPreferredAllocation",
+            "the devices that the kubelet must include are among those preferred",
+            "tests/placement/test_placement.py::test_must_include_is_part_of_the_whole_gpus",
+        ),
+        kept(
+            "internal/rm/devices.go",
+            "the NUMA node of each device",
+            "tests/kubelet/test_device_plugin.py::"
+            "test_list_and_watch_sends_all_devices_then_one_message_per_change_and_ends_on_request",
+        ),
+        different(
+            "the seed's GetDevicePluginOptions",
+            "no call before a container starts",
+            "PreStartContainer, where limits must be there before it does",
+            "tests/kubelet/test_device_plugin.py::test_the_options_name_the_calls_that_the_plugin_needs",
+        ),
         different(
             "internal/plugin, Allocate",
             "the answer to an Allocate",
@@ -128,7 +145,8 @@ PROMISES: Promises = {
         kept(
             "README, MPS",
             "a client has 1/replicas of memory and threads",
-            "tests/isolation/test_mps_edits.py::test_shares_of_several_gpus_have_a_limit_each_and_the_least_percentage",
+            "tests/admission/test_nvidia_answers.py::test_our_answer_is_theirs_but_for_the_listed_differences",
+            "the same, by variables of its own",
         ),
         kept(
             "README, MPS",
