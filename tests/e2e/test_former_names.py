@@ -116,8 +116,9 @@ def test_a_pod_with_hamis_names_gets_its_share(
     dry_run = ("-n", namespace, "apply", "--dry-run=server", "-o", "json", "-f", "-")
     chosen = pod("chosen", gpu=1)
     chosen["metadata"]["annotations"] = {"nvidia.com/use-gputype": "A100"}
-    with pytest.raises(KubectlError, match=r"gpushare-agent/gpu\.product"):
-        cluster.run(*dry_run, stdin=json.dumps(chosen))
+    taken = json.loads(cluster.run(*dry_run, stdin=json.dumps(chosen)))
+    assert taken["metadata"]["annotations"]["nvidia.com/use-gputype"] == "A100"
+    assert taken["spec"]["containers"][0]["resources"]["limits"] == {"tencent.com/vcuda-core": "100"}
     left_alone = pod("other", gpu=1)
     left_alone["metadata"]["labels"] = {"hami.io/webhook": "ignore"}
     (made,) = json.loads(cluster.run(*dry_run, stdin=json.dumps(left_alone)))["spec"]["containers"]

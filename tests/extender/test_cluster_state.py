@@ -95,6 +95,21 @@ def test_memory_that_is_free_on_two_gpus_together_serves_no_pod() -> None:
     assert cluster.filter(asks("fits", 11), ["a"]).fitting == ["a"]
 
 
+def test_a_gpu_that_the_pods_annotations_leave_out_is_not_chosen() -> None:
+    """By filter, bind and preemption; a pod of the same size without them may be there."""
+    cluster, found = state(node(gpus=2), node("b", gpus=1)), share("p", 30)
+    chosen = replace(found, annotations={"nvidia.com/use-gpuuuid": "GPU-a-1"})
+    assert cluster.filter(found, None).fitting == ["a", "b"]
+    answer = cluster.filter(chosen, None)
+    assert answer.fitting == ["a"]
+    assert answer.unresolvable == {"b": "the pod's annotations leave out all healthy GPUs of the node"}
+    assert at_once(cluster.victims_steps(chosen, {"a": [], "b": []})) == {"a": []}
+    (planned,) = reserve(cluster, chosen).plan.containers
+    assert planned.gpus == (1,)
+    assert reserve(cluster, replace(chosen, uid=PodUid("q"), name="q")).plan.containers[0].gpus == (1,)
+    assert cluster.filter(found, None).fitting == ["a", "b"]
+
+
 def test_to_filter_changes_nothing() -> None:
     """Autoscalers and preemption ask again and again what would be."""
     cluster = state(node())

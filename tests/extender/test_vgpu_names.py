@@ -13,7 +13,7 @@ from gpushare_agent.extender.claims_webhook import ClaimsWebhook
 from gpushare_agent.extender.decisions.claims import Conversion, convert_pod
 from gpushare_agent.extender.decisions.vgpu_names import translate_pod
 from gpushare_agent.model.errors import Refused
-from gpushare_agent.model.names import CORE_LIMIT_ANNOTATION
+from gpushare_agent.model.names import CORE_LIMIT_ANNOTATION, GPU_CHOICE_ANNOTATIONS
 from gpushare_agent.model.resources import ResourceNames
 from tests.extender.support_extender import Raw
 from tests.extender.test_claims_webhook import patched, pod_of, review
@@ -96,20 +96,6 @@ def test_init_containers_and_those_that_ask_for_nothing() -> None:
             "container a: it says no number of cores, and b does",
         ),
         (pod_of(asks(gpu=1, vgpu_number=1)), "nvidia.com/gpu and nvidia.com/vgpu-number are names of two programs"),
-        *(
-            (
-                pod_of(asks(gpu=1), annotations={f"nvidia.com/{name}": "A100"}),
-                f"nvidia.com/{name} is not followed here: name the nodes",
-            )
-            for name in ("use-gputype", "nouse-gputype", "include-gpu-type", "exclude-gpu-type")
-        ),
-        *(
-            (
-                pod_of(asks(gpu=1), annotations={f"nvidia.com/{name}": "GPU-1"}),
-                f"nvidia.com/{name} is not followed here: ask by a ResourceClaim",
-            )
-            for name in ("use-gpuuuid", "nouse-gpuuuid", "include-gpu-uuid", "exclude-gpu-uuid")
-        ),
     ],
 )
 def test_what_cannot_be_said_here_is_refused_with_what_to_write(pod: Raw, words: str) -> None:
@@ -117,6 +103,16 @@ def test_what_cannot_be_said_here_is_refused_with_what_to_write(pod: Raw, words:
     found = translate_pod(read_pod_json(undecoded(pod)), NAMES)
     assert isinstance(found, Refused)
     assert words in found.detail
+
+
+@pytest.mark.parametrize("name", GPU_CHOICE_ANNOTATIONS)
+def test_a_choice_of_gpus_stays_on_the_pod(name: str) -> None:
+    """For the extender and the agents. No claim follows it, so a pod that would get claims is refused."""
+    annotations = {name: "A100"}
+    pod, found = translated(pod_of(asks(gpu=1), annotations=annotations))
+    assert pod["metadata"]["annotations"] == annotations and not found.warnings
+    refused = convert_pod(read_pod_json(undecoded(pod)), NAMES)
+    assert isinstance(refused, Refused) and f"no claim follows {name}" in refused.detail
 
 
 def test_what_has_no_effect_is_warned_of() -> None:

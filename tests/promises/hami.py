@@ -6,6 +6,7 @@ from tests.promises.promise import Promises, different, kept, not_kept
 
 _POD = "tests/extender/test_vgpu_names.py"
 _FLAGS = "tests/settings/test_gpushare_flags.py"
+_CHOICE = "tests/placement/test_gpu_choice.py::test_a_gpu_is_accepted_as_by_hami_and_vgpu_manager"
 _REFUSED = f"{_POD}::test_what_cannot_be_said_here_is_refused_with_what_to_write"
 _BECOMES = f"{_POD}::test_a_request_becomes_cores_and_blocks"
 _WARNED = f"{_POD}::test_an_annotation_that_chooses_no_gpu_is_warned_of"
@@ -45,19 +46,28 @@ PROMISES: Promises = {
             "denied: a share is of one GPU. A [ResourceClaim](share-a-gpu-by-a-claim.md) may have two",
             _REFUSED,
         ),
-        not_kept(
+        kept(
             "examples/nvidia/specify_card_type_to_use.yaml, specify_card_type_not_use.yaml",
             "the annotations `nvidia.com/use-gputype`, `nouse-gputype`",
-            "denied: name the nodes by the label `gpushare-agent/gpu.product`, or ask by a"
-            " [ResourceClaim](share-a-gpu-by-a-claim.md) with a selector on `productName`",
-            _REFUSED,
+            _CHOICE,
         ),
-        not_kept(
+        different(
             "examples/nvidia/specify_uuid_to_use.yaml, specify_uuid_not_use.yaml",
             "the annotations `nvidia.com/use-gpuuuid`, `nouse-gpuuuid`",
-            "denied: ask by a [ResourceClaim](share-a-gpu-by-a-claim.md) with a selector on `uuid`; of limits kube-scheduler"
-            " counts units, whichever GPU they are of",
-            _REFUSED,
+            "a part of a UUID, or small letters, name it too",
+            _CHOICE,
+        ),
+        different(
+            "pkg/device/devices.go, CheckType",
+            "the filter knows the choice of GPUs",
+            "the extender and the agents do; without the extender a pod may be refused on its node",
+            "tests/extender/test_cluster_state.py::test_a_gpu_that_the_pods_annotations_leave_out_is_not_chosen",
+        ),
+        not_kept(
+            "pkg/device/devices.go, CheckUUID",
+            "a choice of GPUs by annotation, where `claims-webhook` makes claims of limits",
+            "denied: ask by a [ResourceClaim](share-a-gpu-by-a-claim.md) with a selector on `uuid` or `productName`",
+            "tests/extender/test_vgpu_names.py::test_a_choice_of_gpus_stays_on_the_pod",
         ),
         not_kept(
             "examples/nvidia/specify_scheduling_policy.yaml",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.promises.promise import Promises, different, kept, not_kept
 
 _POD = "tests/extender/test_vgpu_names.py"
+_CHOICE = "tests/placement/test_gpu_choice.py::test_a_gpu_is_accepted_as_by_hami_and_vgpu_manager"
 _REFUSED = f"{_POD}::test_what_cannot_be_said_here_is_refused_with_what_to_write"
 _WARNED = f"{_POD}::test_an_annotation_that_chooses_no_gpu_is_warned_of"
 _FLAGS = "tests/settings/test_gpushare_flags.py"
@@ -41,18 +42,15 @@ PROMISES: Promises = {
             f"{_POD}::test_a_request_becomes_cores_and_blocks",
             "n whole GPUs",
         ),
-        not_kept(
+        kept(
             "README.md, Device TYPE",
             "the annotations `nvidia.com/include-gpu-type`, `exclude-gpu-type`",
-            "denied: name the nodes by the label `gpushare-agent/gpu.product`, or ask by a"
-            " [ResourceClaim](share-a-gpu-by-a-claim.md) with a selector on `productName`",
-            _REFUSED,
+            _CHOICE,
         ),
-        not_kept(
+        kept(
             "README.md, Device UUID",
             "the annotations `nvidia.com/include-gpu-uuid`, `exclude-gpu-uuid`",
-            "denied: ask by a [ResourceClaim](share-a-gpu-by-a-claim.md) with a selector on `uuid`",
-            _REFUSED,
+            _CHOICE,
         ),
         kept(
             "README.md, Compute Policy",

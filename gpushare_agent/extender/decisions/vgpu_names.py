@@ -35,16 +35,14 @@ from gpushare_agent.model.resources import ResourceNames
 
 
 class Family(Struct, frozen=True, kw_only=True):
-    """The names of one program, empty where it has none. Of its annotations `models` and `uuids` choose GPUs, `elastic` lets
-    a share compute beyond its cores, `ignored` are the others."""
+    """The names of one program, empty where it has none. Of its annotations `elastic` lets a share compute beyond its
+    cores, and `ignored` have no effect; those that choose GPUs are followed by placement (placement/gpu_choice.py)."""
 
     count: str
     memory: str
     cores: str
     percentage: str = ""
     priority: str = ""
-    models: tuple[str, ...] = ()
-    uuids: tuple[str, ...] = ()
     elastic: str = ""
     ignored: tuple[str, ...] = ()
 
@@ -64,8 +62,6 @@ HAMI = Family(
     cores="nvidia.com/gpucores",
     percentage="nvidia.com/gpumem-percentage",
     priority="nvidia.com/priority",
-    models=_names("use-gputype", "nouse-gputype"),
-    uuids=_names("use-gpuuuid", "nouse-gpuuuid"),
     ignored=(
         *_names("vgpu-mode", "numa-bind"),
         *_names("node-scheduler-policy", "gpu-scheduler-policy", "device-scoring-weights", domain="hami.io"),
@@ -75,8 +71,6 @@ VGPU_MANAGER = Family(
     count="nvidia.com/vgpu-number",
     memory="nvidia.com/vgpu-memory",
     cores="nvidia.com/vgpu-cores",
-    models=_names("include-gpu-type", "exclude-gpu-type"),
-    uuids=_names("include-gpu-uuid", "exclude-gpu-uuid"),
     elastic="nvidia.com/vgpu-compute-policy",
     ignored=_names(
         *("node-scheduler-policy", "device-scheduler-policy", "memory-scheduler-policy"),
@@ -110,15 +104,6 @@ def translate_pod(read: PodJson, names: ResourceNames) -> Conversion | Refused:
     if not asking or pod.is_static:
         return Conversion()
     annotations = read.meta.annotations
-    # A pod that must not be on some GPUs would be there without a word.
-    for family in FAMILIES:
-        if chosen := [name for name in (*family.models, *family.uuids) if name in annotations]:
-            is_model = chosen[0] in family.models
-            nodes = "name the nodes by nodeSelector or affinity, such as by the label gpushare-agent/gpu.product"
-            claim = "ask by a ResourceClaim, whose selector can name a uuid or productName"
-            return _refused(
-                f"the annotation {chosen[0]} is not followed here: {f'{nodes}, or ' if is_model else ''}{claim}"
-            )
     asked: dict[str, _Asked] = {}
     for one in asking:
         found = _asked(one, names)
