@@ -50,6 +50,7 @@ from gpushare_agent.sandbox.node import (
     running_task,
 )
 from gpushare_agent.sandbox.report import ReportedNode
+from gpushare_agent.sandbox.runtime.cgroup_tree import NO_CGROUPS
 from gpushare_agent.sandbox.state_directory import NodePaths, default_state_directory, owned_state_directory
 from gpushare_agent.sandbox.workload import WorkloadPlayer
 from gpushare_agent.settings.settings import LoadedSettings, Settings, SettingsError, load_settings
@@ -168,9 +169,8 @@ def _kubectl_text(cluster: EmbeddedCluster) -> str:
 
 
 def _containers_text(node: EmbeddedNode) -> str:
-    if reason := node.kubelet.runtime.why_no_processes:
-        return f"{reason} (root can): no exec, no commands of image sandbox/host, no PIDs, and the GPUs show no use"
-    return "each container is a real process, which only waits unless its image is sandbox/host"
+    text = "each container is a real process, their use of the GPUs is computed"
+    return f"{text}; {NO_CGROUPS} (root can): no exec" if node.kubelet.runtime.kind == "none" else text
 
 
 def _agents_text(nodes: Sequence[RunningNode]) -> str:

@@ -18,7 +18,6 @@ import yaml
 
 from gpushare_agent.cli import sandbox as app
 from gpushare_agent.cli.sandbox_modes import Notices, reported_after
-from tests.sandbox.support_containers import needs_processes
 from tests.sandbox.support_sandbox import container, pod
 from tests.sandbox.support_sandbox_cli import ROOT, ended, live, read_until, registered, sandbox
 from tests.support_deadline import DEADLINE_S
@@ -32,7 +31,6 @@ def folder() -> Iterator[Path]:
 
 
 @pytest.mark.slow
-@needs_processes
 async def test_the_fitting_samples_run_and_the_document_is_complete(folder: Path) -> None:
     """--once --format json: exit 0, one document on stdout, nothing left behind."""
     state = folder / "s"
