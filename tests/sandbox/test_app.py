@@ -80,7 +80,7 @@ async def test_a_bad_manifest_is_one_readable_line_and_exit_code_two(folder: Pat
     assert done.err == (
         f"gpushare-agent sandbox: {folder}/bad.yaml: kind 'CronJob' cannot be applied: the embedded node knows "
         "Pod, DeviceClass, ResourceClaim, ResourceClaimTemplate, Deployment, StatefulSet, Job, Service, ConfigMap, "
-        "Namespace\n"
+        "Namespace, ResourceQuota, HorizontalPodAutoscaler\n"
     )
 
 

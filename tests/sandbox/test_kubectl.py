@@ -220,6 +220,40 @@ async def test_a_cordoned_node_takes_no_pod_until_it_is_uncordoned(short_dir: Pa
 
 
 @needs_kubectl
+async def test_a_node_is_drained(short_dir: Path) -> None:
+    """By evictions, and by deletions where they are wanted: its pods go, and no new one comes before it is uncordoned."""
+    async with open_kubectl(short_dir) as kubectl:
+        for way in ((), ("--disable-eviction",)):
+            await kubectl.ok("apply", "-f", "-", stdin=pod("a"))
+            await kubectl.ok("wait", "pod/a", "--for=condition=Ready", f"--timeout={DEADLINE_S:g}s")
+            out = await kubectl.ok("drain", "desk", "--force", f"--timeout={DEADLINE_S:g}s", *way)
+            assert ("pod/a deleted" if way else "pod/a evicted") in out and "node/desk drained" in out
+            assert kubectl.api.pods() == []
+            assert "Ready,SchedulingDisabled" in await kubectl.ok("get", "nodes")
+            await kubectl.ok("uncordon", "desk")
+
+
+@needs_kubectl
+async def test_objects_are_created_without_a_file(short_dir: Path) -> None:
+    """What kubectl sends in protobuf; rights are asked, and everything is allowed."""
+    async with open_kubectl(short_dir) as kubectl:
+        for words, made in (
+            ("create namespace team", "namespace/team created"),
+            ("create quota most --hard=pods=3", "resourcequota/most created"),
+            ("create deployment web --image=nginx --replicas=1", "deployment.apps/web created"),
+            ("autoscale deployment web --max=3 --cpu-percent=70", "horizontalpodautoscaler.autoscaling/web autoscaled"),
+            ("create job train --image=busybox -- true", "job.batch/train created"),
+            ("auth can-i create pods", "yes"),
+        ):
+            assert await kubectl.ok(*words.split()) == made + "\n"
+        assert "kubernetes.io/metadata.name=team" in await kubectl.ok("get", "ns", "team", "--show-labels")
+        assert "Deployment/web" in await kubectl.ok("get", "hpa") and "pods: " in await kubectl.ok("get", "quota")
+        assert "[*]" in await kubectl.ok("auth", "can-i", "--list")
+        await kubectl.ok("rollout", "status", "deployment/web", f"--timeout={DEADLINE_S:g}s")
+        assert "could not find the requested resource" in await kubectl.refused("create", "serviceaccount", "x")
+
+
+@needs_kubectl
 async def test_logs_of_a_container_without_any_say_why(short_dir: Path) -> None:
     """It waits, or its pod was refused."""
     async with open_kubectl(short_dir) as kubectl:

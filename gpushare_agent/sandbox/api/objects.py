@@ -64,6 +64,16 @@ def _named(raw: RawObject, resource: str, namespace: str) -> RawObject:
     return {**kind, **raw, "metadata": {**given, **identity}}
 
 
+def _active(namespace: RawObject) -> RawObject:
+    """What the server sets of each namespace."""
+    metadata = namespace["metadata"]
+    labels = {**(metadata.get("labels") or {}), "kubernetes.io/metadata.name": metadata["name"]}
+    return {
+        **namespace, "metadata": {**metadata, "labels": labels},
+        "spec": {"finalizers": ["kubernetes"]}, "status": {"phase": "Active"},
+    }  # fmt: skip
+
+
 LASTING_NAMESPACES = ("default", "kube-system")
 """There from the start, and not to be deleted, as in a cluster."""
 
@@ -122,7 +132,10 @@ class ApiObjects:
             return self.create_pod(raw, namespace)
         if resource not in CLUSTER_WIDE:
             self._make_namespace(namespace)
-        return self.store.add(resource, completed_workload(resource, _named(raw, resource, namespace)))
+        named = _named(raw, resource, namespace)
+        return self.store.add(
+            resource, _active(named) if resource == "namespaces" else completed_workload(resource, named)
+        )
 
     def apply(self, resource: str, raw: RawObject, namespace: str, manager: str) -> RawObject:
         """Does server-side apply: creates the object, or changes what the manager applies and takes away what it no longer
@@ -144,11 +157,7 @@ class ApiObjects:
     def _make_namespace(self, name: str) -> None:
         """A namespace is there as soon as something is in it: nobody has to create it first."""
         if self.store.find("namespaces", ("", name)) is None:
-            raw = {"spec": {"finalizers": ["kubernetes"]}, "status": {"phase": "Active"}}
-            labels = {"kubernetes.io/metadata.name": name}
-            self.store.add(
-                "namespaces", _named({**raw, "metadata": {"name": name, "labels": labels}}, "namespaces", "")
-            )
+            self.create("namespaces", {"metadata": {"name": name}})
 
     def delete(self, resource: str, key: ObjectKey) -> RawObject:
         """A claim in use goes when its last pod has ended, a namespace takes with it what is in it. Raises NotFound."""
