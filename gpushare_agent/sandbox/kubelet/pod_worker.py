@@ -294,6 +294,7 @@ class PodWorkers(Struct, frozen=True, kw_only=True, eq=False):
                 claimed = self.dra.cdi_names(self._newest(pod), container_of(pod.raw, spec.name))
                 config = container_config(pod.raw, spec, answers, CdiResolver([self.runtime.cdi_directory]), claimed)
                 self.runtime.start(config)
+                self._record_start(pod, config.name, config.note)
                 break
             # PreStartContainer failed: the reason that a kubelet shows for it.
             except AllocationFailed as error:
@@ -308,6 +309,18 @@ class PodWorkers(Struct, frozen=True, kw_only=True, eq=False):
             self.report(pod, "Pending" if not self.runtime.living(pod.identity.uid) else "Running")
             await asyncio.sleep(self.times.start_retry_s)
         pod.waiting.pop(spec.name, None)
+
+    def _record_start(self, pod: KnownPod, name: str, note: str) -> None:
+        """The Events of a kubelet, and what the sandbox does instead of the command."""
+        image = container_of(pod.raw, name).get("image", "")
+        for reason, message in (
+            ("Pulled", f'Container image "{image}" already present on machine'),
+            ("Created", "Container created"),
+            ("Started", "Container started"),
+            ("CommandNotRun", note),
+        ):
+            if message:
+                self.api.record_event(pod.raw, reason=reason, message=message, source="kubelet", kind="Normal")
 
     async def _complete(self, pod: KnownPod, spec: ContainerSpec) -> bool:
         """Waits until an init container has ended well; whether it has. Until then it is started again and again."""

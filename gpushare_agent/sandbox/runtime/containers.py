@@ -1,8 +1,7 @@
 """The embedded node's container runtime: each container is a child process of the sandbox, in a cgroup of its own.
 
-There are no namespaces, no images and no root file system: a container sees the machine. By default its process sleeps;
-an image of the name `sandbox/host` runs its command (container_config.py). Containers live on while the kubelet is
-stopped, as real ones do, and end with the sandbox.
+There are no namespaces, no images and no root file system: a container sees the machine. container_config.py says what its
+process runs. Containers live on while the kubelet is stopped, as real ones do, and end with the sandbox.
 
 A container's first process is a small shell that waits for one line and then becomes the command: so nothing of a
 container runs outside its cgroup. The kernel kills it if the sandbox dies first. A container has ended once no process is
@@ -127,7 +126,8 @@ _CLOSE_TIMEOUT_S = 10.0
 
 
 class ContainerConfig(Struct, frozen=True, kw_only=True):
-    """What to start. Without a command it sleeps, and ends with code 0 after `run_s`, None for never.
+    """What to start. Without a command it sleeps, and ends with code 0 after `run_s`, None for never. `note` is the first
+    line of its log.
 
     `ignore_term_s` is how long it does not get its TERM.
     """
@@ -139,6 +139,7 @@ class ContainerConfig(Struct, frozen=True, kw_only=True):
     command: tuple[str, ...] = ()
     env: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     run_s: float | None = None
+    note: str = ""
     ignore_term_s: float = 0.0
 
 
@@ -298,6 +299,9 @@ class ContainerRuntime:
     def _new_process(self, config: ContainerConfig, cgroup: Path, attempt: int) -> ContainerProcess:
         sleep = ("sleep", "infinity" if config.run_s is None else f"{config.run_s:.3f}")
         command, log_path = config.command or sleep, self._new_log(config, attempt)
+        if config.note:
+            with log_path.open("a") as file:
+                file.write(f"{config.note}\n")
         process = ContainerProcess(command, env=config.env, cwd=Path("/"), output=log_path)
         try:
             # While it waits at its gate: nothing of the container runs outside its cgroup.
