@@ -27,6 +27,7 @@ from gpushare_agent.sandbox.workload import WorkloadPlayer
 STEADY_TIMEOUT_S = 60.0
 _NOTICES_KEPT, _NOTICES_SHOWN = 50, 2
 _KEYS = "Ctrl-C ends the sandbox and removes everything  ? all commands  j k scroll"
+_GAP = "  "
 _WAIT_REPORTED_AFTER_S = 2.0
 _REDRAW_S = 0.25
 _READ_AGAIN_S = 1.0
@@ -74,6 +75,7 @@ class Session(Struct, frozen=True, kw_only=True):
     form: Form
     notify: Notices
     players: Sequence[WorkloadPlayer]
+    next_steps: tuple[str, ...]
 
 
 async def _create(session: Session) -> None:
@@ -145,13 +147,19 @@ async def run_live(session: Session, notes: Sequence[str]) -> int:
     for note in notes:
         session.notify(note)
     async with asyncio.TaskGroup() as group:
-        group.create_task(_create(session), name="create-pods")
         # A pipe or a file gets a line for each change, which a script can read.
         if sys.stdout.isatty() and session.form in ("table", "wide"):
+            group.create_task(_create(session), name="create-pods")
             await _draw(session, notes)
         else:
+            group.create_task(_create_and_tell(session), name="create-pods")
             await _print_changes(session.controller, session.notify)
     return 0
+
+
+async def _create_and_tell(session: Session) -> None:
+    await _create(session)
+    session.notify(_GAP.join(session.next_steps))
 
 
 class _LiveView:
@@ -173,7 +181,11 @@ class _LiveView:
     def show(self, width: int) -> View:
         body = Text("\n".join(self._notes)) if self._has_help else report_tables(self.document, width)
         notices = [Text(line, style="dim") for line in self._session.notify.newest(_NOTICES_SHOWN)]
-        return View(head=(), body=body, foot=[*notices, Text(self._notes[0]), Text(_KEYS, style="dim")])
+        steps = self._session.next_steps
+        # A line of its own for each where the terminal would cut the last one.
+        whole = _GAP.join(steps)
+        last = [whole] if len(whole) <= width else steps
+        return View(head=(), body=body, foot=[*notices, Text(_KEYS, style="dim"), *map(Text, last)])
 
 
 async def _draw(session: Session, notes: Sequence[str]) -> None:
