@@ -122,7 +122,15 @@ async def test_get_and_describe_show_what_they_show_of_a_cluster(short_dir: Path
             assert await kubectl.ok("get", "pods", "-o", "name", *words) == "pod/web\n"
         kubectl.api.record_event(kubectl.api.pod("default", "web"), reason="Seen", message="by a test", source="test")
         assert "by a test" in await kubectl.ok("get", "events")
-        assert "by a test" in await kubectl.ok("describe", "pod", "web")
+        told = (await kubectl.ok("describe", "pod", "web")).partition("Events:")[2].splitlines()[3:]
+        assert [line.split()[1] for line in told] == [
+            "Scheduled",
+            "Pulled",
+            "Created",
+            "Started",
+            "CommandNotRun",
+            "Seen",
+        ]
         described = await kubectl.ok("describe", "node", "desk")
         assert "Kubelet Version:" in described and "web" in described
         assert "0001" not in described  # the year of a time that is missing

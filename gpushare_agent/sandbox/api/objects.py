@@ -7,6 +7,7 @@ State owned: the object store. Objects returned are the stored ones: read, never
 from __future__ import annotations
 
 import random
+import time
 import uuid
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -88,6 +89,7 @@ class ApiObjects:
         self._applied: dict[tuple[str, str], dict[str, RawObject]] = {}
         """By resource and manager: what it applied last to the object of a UID."""
         self._rng = random.Random(seed)
+        self._event_ns = 0
         # kube-system and default exist before anything is created.
         for name in LASTING_NAMESPACES:
             self._make_namespace(name)
@@ -287,11 +289,13 @@ class ApiObjects:
             "name": metadata["name"], "uid": metadata["uid"],
         }  # fmt: skip
         now = timestamp()
+        # The name is the time, as client-go makes it: kubectl shows those of one second in the order of their names.
+        self._event_ns = max(self._event_ns + 1, time.time_ns())
         return self.store.add("events", {
             "apiVersion": "v1", "kind": "Event", "involvedObject": about, "reason": reason, "message": message, "type": kind,
             "source": {"component": source}, "count": 1, "firstTimestamp": now, "lastTimestamp": now,
             "metadata": {
-                "name": f"{metadata['name']}.{self._rng.getrandbits(64):016x}", "namespace": metadata["namespace"],
+                "name": f"{metadata['name']}.{self._event_ns:016x}", "namespace": metadata["namespace"],
                 "uid": str(uuid.uuid4()), "creationTimestamp": now,
             },
         })  # fmt: skip
