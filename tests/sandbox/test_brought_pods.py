@@ -18,6 +18,7 @@ from tests.sandbox.support_sandbox import (
     open_plugin,
     open_test_node,
     pod,
+    wait_gone,
     wait_phase,
 )
 
@@ -123,6 +124,10 @@ async def test_a_pod_has_the_events_of_a_cluster() -> None:
             ("Created", "kubelet", "Normal"), ("Started", "kubelet", "Normal"),
         ]  # fmt: skip
         assert messages(node, "Scheduled") == ["Successfully assigned default/a to node-a"]
+        assert {one["involvedObject"].get("fieldPath") for one in node.api.events()[1:]} == {"spec.containers{main}"}
+        node.api.delete_pod("default", "a")
+        await wait_gone(node, "a")
+        assert messages(node, "Killing") == ["Stopping container main"]
 
 
 async def test_a_pod_for_another_scheduler_waits_for_it() -> None:

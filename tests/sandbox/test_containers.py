@@ -27,7 +27,6 @@ from tests.sandbox.support_containers import (
     UID,
     config,
     is_alive,
-    needs_processes,
     open_containers,
     shell,
     wait_ended,
@@ -77,7 +76,6 @@ async def test_what_a_container_forks_shows_up_in_its_cgroup(kind: str) -> None:
     ("script", "code"),
     [("exit 0", 0), ("exit 7", 7), ("kill -9 $$", 137), ("kill -TERM $$", 143), ("exec /no/such/program", 127)],
 )
-@needs_processes
 async def test_the_exit_code_is_the_processs_own(script: str, code: int) -> None:
     """Of a signal it is 128 and the signal's number."""
     async with open_containers() as runtime:
@@ -178,7 +176,6 @@ async def test_only_a_process_that_exists_and_is_not_the_nodes_own_can_join(kind
                 runtime.join(container, pid)
 
 
-@needs_processes
 async def test_another_run_is_another_container() -> None:
     """A new ID, the next attempt, and the log goes on until it is too long."""
     async with open_containers() as runtime:
@@ -196,7 +193,6 @@ async def test_another_run_is_another_container() -> None:
         assert log.read_text() == "three\n"
 
 
-@needs_processes
 async def test_what_cannot_start_leaves_nothing_behind() -> None:
     """The reason is told; no cgroup stays, and the next start is none the worse."""
     async with open_containers() as runtime:

@@ -26,8 +26,6 @@ from tests.sandbox.support_sandbox import (
     wait_phase,
 )
 
-pytestmark = needs_processes
-
 FOO = "example.com/foo"
 
 
@@ -161,6 +159,7 @@ async def test_processes_live_on_while_the_kubelet_restarts_and_end_with_the_nod
     assert not any(is_alive(pid) for pid in pids)
 
 
+@needs_processes
 async def test_a_deleted_pods_processes_have_gone_before_its_object_does() -> None:
     """Also those that ignore TERM."""
     async with open_test_node() as node:

@@ -298,10 +298,12 @@ def _claim_state(raw: RawObject) -> str:
     return ",".join(["deleted", *states] if raw["metadata"].get("deletionTimestamp") else states) or "pending"
 
 
-def _quota(raw: RawObject) -> str:
-    used = _at(raw, "status.used", {})
-    return ", ".join(
-        f"{name}: {used.get(name, '0')}/{most}" for name, most in sorted(_at(raw, "spec.hard", {}).items())
+def _quota(*, is_limit: bool) -> Callable[[RawObject], str]:
+    """Nothing counts here what is used."""
+    return lambda raw: ", ".join(
+        f"{name}: {UNKNOWN}/{most}"
+        for name, most in sorted(_at(raw, "spec.hard", {}).items())
+        if name.startswith("limits.") is is_limit
     )
 
 
@@ -380,7 +382,7 @@ _COLUMNS: dict[str, tuple[Column, ...]] = {
         ("Ready", lambda raw: f"{_at(raw, 'status.readyReplicas', 0)}/{_at(raw, 'spec.replicas', 0)}"), wide=_TEMPLATE
     ),
     "services": _columns(("Type", _field("spec.type", "ClusterIP")), ("Cluster-IP", _field("spec.clusterIP", NONE))),
-    "resourcequotas": _columns(("Request", _quota)),
+    "resourcequotas": _columns(("Request", _quota(is_limit=False)), ("Limit", _quota(is_limit=True))),
     "horizontalpodautoscalers": _columns(
         ("Reference", lambda raw: "{kind}/{name}".format(**raw["spec"]["scaleTargetRef"])),
         ("Targets", lambda raw: f"cpu: {UNKNOWN}/{_at(raw, 'spec.targetCPUUtilizationPercentage', 80)}%"),

@@ -280,13 +280,14 @@ class ApiObjects:
         )
 
     def record_event(
-        self, raw: RawObject, *, reason: str, message: str, source: str, kind: str = "Warning"
+        self, raw: RawObject, *, reason: str, message: str, source: str, kind: str = "Warning", container: str = ""
     ) -> RawObject:
-        """About a pod, or another object of a namespace."""
+        """About a pod, or a container of it, or another object of a namespace."""
         metadata = raw["metadata"]
         about = {
             "apiVersion": raw.get("apiVersion", "v1"), "kind": raw.get("kind", "Pod"), "namespace": metadata["namespace"],
             "name": metadata["name"], "uid": metadata["uid"],
+            **({"fieldPath": f"spec.containers{{{container}}}"} if container else {}),
         }  # fmt: skip
         now = timestamp()
         # The name is the time, as client-go makes it: kubectl shows those of one second in the order of their names.
