@@ -50,7 +50,6 @@ from gpushare_agent.sandbox.node import (
     running_task,
 )
 from gpushare_agent.sandbox.report import ReportedNode
-from gpushare_agent.sandbox.runtime.cgroup_tree import NO_CGROUPS
 from gpushare_agent.sandbox.state_directory import NodePaths, default_state_directory, owned_state_directory
 from gpushare_agent.sandbox.workload import WorkloadPlayer
 from gpushare_agent.settings.settings import LoadedSettings, Settings, SettingsError, load_settings
@@ -173,8 +172,8 @@ def _state_flag(plan: Plan) -> str:
 
 
 def _containers_text(node: EmbeddedNode) -> str:
-    text = "each container is a real process, their use of the GPUs is computed"
-    return f"{text}; {NO_CGROUPS} (root can): no exec" if node.kubelet.runtime.kind == "none" else text
+    text, reason = "containers are real processes, whose use of the GPUs is computed", node.kubelet.runtime.why_no_exec
+    return f"{text}; no exec, as {reason} (root can)" if reason else text
 
 
 def _agents_text(nodes: Sequence[RunningNode]) -> str:

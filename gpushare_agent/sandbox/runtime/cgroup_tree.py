@@ -32,7 +32,7 @@ log = structlog.get_logger(__name__)
 
 CgroupTreeKind = Literal["v2", "v1", "none"]
 KIND_VARIABLE = "GPUSHARE_SANDBOX_CGROUPS"
-NO_CGROUPS = "this user can create no cgroups, so nothing else can join a container's process"
+NO_CGROUPS = "this user can create no cgroups"
 PODS = Path("kubepods", "burstable")
 _KINDS: tuple[CgroupTreeKind, ...] = ("v2", "v1", "none")
 _V1_CONTROLLERS = ("pids", "freezer", "memory", "cpu", "blkio", "devices", "name=systemd")

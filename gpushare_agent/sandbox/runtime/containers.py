@@ -191,6 +191,11 @@ class ContainerRuntime:
         self._started = 0
         self._is_closed = False
 
+    @property
+    def why_no_exec(self) -> str:
+        """The reason why nothing can join a container; empty where it can."""
+        return NO_CGROUPS if self.kind == "none" else ""
+
     # --- reading ---
 
     def find(self, pod_uid: str, name: str) -> Container | None:
@@ -232,7 +237,7 @@ class ContainerRuntime:
         where = f"container {container.name} of pod {container.pod_namespace}/{container.pod_name}"
         if not container.is_running:
             raise NotFound(f"{where} does not run: it ended with exit code {container.exit_code}")
-        if self.kind == "none":
+        if self.why_no_exec:
             raise Unavailable(f"process {pid} cannot be put into {where}: {NO_CGROUPS}; run the sandbox as root")
         # PID 1 and the sandbox itself would go with the container's end.
         if pid <= 1 or pid == os.getpid():
