@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sys
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
@@ -29,6 +30,8 @@ _NOTICES_KEPT, _NOTICES_SHOWN = 50, 2
 _KEYS = "Ctrl-C ends the sandbox and removes everything  ? all commands  j k scroll"
 _GAP = "  "
 _WAIT_REPORTED_AFTER_S = 2.0
+_SAMPLED_WITHIN_S, _SAMPLED_POLL_S = 5.0, 0.2
+"""An agent samples each second while it is asked."""
 _REDRAW_S = 0.25
 _READ_AGAIN_S = 1.0
 """Processes start and end, and the agent writes its files, without an event of the node."""
@@ -115,9 +118,7 @@ async def run_once(session: Session) -> int:
             await _wait_steady(controller)
     except TimeoutError:
         notify(f"not every pod runs or has ended after {STEADY_TIMEOUT_S:g} s; the report shows their state")
-    for player in session.players:
-        player.play()  # the containers that have just started have usage, too
-    document = await controller.document()
+    document = await _document_with_use(session)
     print_document(document, session.form)
     others = [pod for pod in document["pods"] if pod["phase"] not in ("Running", "Succeeded")]
     for pod in others:
@@ -125,6 +126,20 @@ async def run_once(session: Session) -> int:
     if others:
         notify("exit code 1: not every pod is Running or Succeeded")
     return 1 if others else 0
+
+
+async def _document_with_use(session: Session) -> SandboxDocument:
+    """The report, with the use of containers that have just started: the agents' own, else GPUs would show less than what
+    is in them."""
+    for player in session.players:
+        player.play()
+    played_at, nodes = time.time(), session.controller.nodes
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_SAMPLED_WITHIN_S if session.players else 0):
+            while any((one.shown.agent_document.get("sampled_at") or 0.0) < played_at for one in nodes):
+                await asyncio.sleep(_SAMPLED_POLL_S)
+                await session.controller.document()
+    return await session.controller.document()
 
 
 async def _wait_steady(controller: SandboxController) -> None:

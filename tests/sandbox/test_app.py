@@ -45,6 +45,7 @@ async def test_the_fitting_samples_run_and_the_document_is_complete(folder: Path
     pods = {p["name"]: p for p in document["pods"]}
     assert {p["phase"] for p in pods.values()} == {"Running"}
     assert all(0 < c["used"]["cores"] <= 180 for p in pods.values() for c in p["containers"])
+    assert {gpu["usage"]["sm_ratio"] > 0 for gpu in gpus if gpu["cores"]["allocated"]} == {True}
     assert (
         pods["share"]["containers"][0]["env"]["NVIDIA_VISIBLE_DEVICES"]
         == gpus[pods["share"]["containers"][0]["gpus"][0]]["uuid"]
