@@ -6,6 +6,7 @@ A line `<!-- generated: NAME -->` begins what BLOCKS[NAME] makes, `<!-- end -->`
 from __future__ import annotations
 
 import argparse
+import ast
 import importlib.util
 import json
 import os
@@ -14,7 +15,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import chain
+from itertools import chain, takewhile
 from pathlib import Path
 from types import ModuleType
 from typing import Any, cast, get_type_hints
@@ -283,6 +284,44 @@ def _measured(column: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
 
+def _folders() -> str:
+    """The folders of the package, each as its docstring begins, and the module that it says to open first."""
+    rows = []
+    for path in sorted((ROOT / "gpushare_agent").glob("*/__init__.py")):
+        text = " ".join((ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").split())
+        if text:  # wire/ is generated
+            what = text.partition(". ")[0].rstrip(".")
+            opened = re.search(r"[Oo]pen (?:first: )?`?(\w+\.py)", text)
+            rows.append([f"`{path.parent.name}/`", _linked(what, "explanation"), f"`{opened[1]}`" if opened else ""])
+    return _joined([["folder", "what it is for", "open first"], *rows])
+
+
+_OF_COMPONENT = ("Adds", "It needs", "Needs", "Nodes with", "Not tried", "Not with", "The price", "Who has")
+"""How sentences of its head begin that a reader needs before the choice, beside the first."""
+
+
+def _components() -> str:
+    """Each component as the head of its file has it; those that stand behind another one last."""
+    rows = []
+    for path in sorted((ROOT / "manifests/components").glob("*/kustomization.yaml")):
+        lines = path.read_text(encoding="utf-8").splitlines()
+        head = " ".join(" ".join(takewhile(lambda line: line.startswith("#"), lines)).replace("#", "").split())
+        first, *others = re.split(r"(?<=\.) (?=[A-Z])", head)
+        chosen = [first, *(one for one in others if one.startswith(_OF_COMPONENT))]
+        rows.append([f"`{path.parent.name}`", _linked(" ".join(chosen).rstrip("."), "reference")])
+    rows.sort(key=lambda row: row[1].startswith("Behind"))
+    return _joined([["component", "what it does"], *rows])
+
+
+def _linked(text: str, folder: str) -> str:
+    """The pages that it names as links of a page in that folder of docs/."""
+
+    def link(found: re.Match[str]) -> str:
+        return f"[{found[2]}]({'' if found[1] == folder else f'../{found[1]}/'}{found[2]})"
+
+    return re.sub(r"docs/([\w-]+)/([\w-]+\.md)", link, text)
+
+
 def _health_states() -> str:
     head = ["state", "in ListAndWatch", "meaning", "ended by"]
     return _joined([head, *([f"`{state}`", *texts] for state, texts in STATES.items())])
@@ -380,6 +419,8 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "not_kept": _not_kept,
     "libraries": _libraries,
     "error_budget": _error_budget,
+    "folders": _folders,
+    "components": _components,
     "health_states": _health_states,
     "xids": _xids,
     "guides": _guides,
@@ -410,6 +451,7 @@ def _filled(text: str) -> str:
 PAGES: dict[str, Callable[[str], str]] = {
     "README.md": _filled,
     "docs/how-to/README.md": _filled,
+    "docs/explanation/architecture.md": _filled,
     "docs/explanation/health.md": _filled,
     "docs/explanation/placement.md": _filled,
     "docs/how-to/simulate.md": _filled,
@@ -418,6 +460,7 @@ PAGES: dict[str, Callable[[str], str]] = {
     "docs/reference/metrics.md": _filled,
     "docs/reference/isolations.md": _filled,
     "docs/reference/cli.md": _filled,
+    "docs/reference/components.md": _filled,
     "docs/reference/extender.md": _filled,
     "docs/how-to/migrate-from-gpu-manager.md": _filled,
     "docs/reference/measurements.md": _filled,
