@@ -46,7 +46,9 @@ from gpushare_agent.settings.nvidia_options import OPTIONS
 from gpushare_agent.settings.observation import HealthSettings
 from gpushare_agent.settings.reference import Key, all_keys, markdown, text_of
 from gpushare_agent.settings.settings import Settings
+from gpushare_agent.simulation import generator
 from gpushare_agent.simulation.inflation import CpuPods, InflationPolicy
+from gpushare_agent.simulation.workload import memory_of
 from tests.docs.isolations_page import isolations
 from tests.observability.support_usage import (
     UUIDS,
@@ -277,6 +279,47 @@ def _error_budget() -> str:
     )
 
 
+_COSTS = (
+    ("the start of a pod with a share: the kubelet's four calls", "whole pod: both resources, four calls"),
+    ("the same: preparing the container", "PreStartContainer of a share"),
+    ("the node: processor time of the agent, idle", "processor time, idle, NVML"),
+    ("the same with 100 shares of 20 processes each", "· the same with 100 shares with 20 processes each"),
+    ("isolation gpushare, while all of 100 shares compute", "· all compute"),
+    ("the node: resident memory of the agent", "resident memory, idle"),
+)
+"""What the page says of a row of bench/measured/agent.json, and the row."""
+
+
+def _costs() -> str:
+    """Of the agent's benchmark, and of the measured tables of isolations the column and the rows of libgpushare."""
+    rows = {
+        re.sub(r"^  (· )?", "· ", one.name): one
+        for one in from_json((ROOT / "bench/measured/agent.json").read_text(encoding="utf-8"))[0]
+    }
+    head, _, *programs = _measured("vgpu-manager")
+    [more] = [row[head.index("gpushare")] for row in programs if row[0].startswith("µs more")]
+    table = [["what", "median", "p99", "command"]]
+    for what, name in _COSTS:
+        one = rows[name]
+        p99 = shown(one.p99, one.unit) if one.runs > 1 else ""
+        table.append([what, shown(one.median, one.unit), p99, "`nox -s bench`"])
+    calls = ("a cuMemAlloc with its cuMemFree", "a launch of a kernel")
+    tried = "`nox -s isolation -- --table FILE`"
+    table += [
+        [f"the program: {call}", f"{us} µs more", "", tried]
+        for call, us in zip(calls, more.split(" and "), strict=True)
+    ]
+    for kind in ("short", "wave"):
+        [cells] = [row[1:] for row in _measured("132 SMs")[2:] if row[0] == f"{kind}: gpushare"]
+        errors = [re.findall(r"[\d.]+", cell.partition(",")[0]) for cell in cells]
+        means, largest = zip(*((float(mean), float(most)) for mean, most in errors), strict=True)
+        span = f"{min(means)} to {max(means)} ({max(largest)})"
+        table.append(
+            [f"the share: error of its compute, {kind} kernels", span, "", "`nox -s isolation -- --error-budget`"]
+        )
+    return _joined(table)
+
+
 def _measured(column: str) -> list[list[str]]:
     """The cells of the one table with that column."""
     tables = MEASURED.read_text(encoding="utf-8").strip().split("\n\n")
@@ -377,6 +420,26 @@ def _link_costs() -> str:
     return _joined([["link", "cost of a pair"], *rows])
 
 
+def _workload() -> str:
+    """The distributions of `simulate --generate`."""
+    medians = {size: one.median_s / 60 for size, one in generator.DURATIONS.items()}
+    sigmas = ", ".join(f"{one.sigma:.1f}" for one in generator.DURATIONS.values())
+    words = {0: "a share", 1: "one GPU", 2: "two", 4: "four", 8: "eight"}
+    swings = f"the rate swings by {generator.SWING:.0%} {generator.SWINGS} times".replace("%", " %")
+    rows = {
+        "nodes": (f"{part} % {gpus} × {model} ({memory_of(model):,} MiB)" for model, gpus, part in generator.MACHINES),
+        "size": (f"{part} % {words[gpus]}" for gpus, part in generator.WHOLE_GPUS),
+        "shares: cores / GiB": (f"{part} % {cores} / {mib // 1024}" for cores, mib, part in generator.SHARES),
+        "run time": (
+            f"log-normal, {generator.MIN_DURATION_S:.0f} s to {generator.MAX_DURATION_S / 3600:.0f} hours",
+            f"median {' / '.join(f'{minutes:.0f}' for minutes in medians.values())} min (share / one GPU / several)",
+            f"sigma {sigmas}",
+        ),
+        "arrivals": (f"Poisson, {swings}", "`--load` 1 asks for all cores on average"),
+    }
+    return _joined([["generated", "distribution"], *([name, ", ".join(parts)] for name, parts in rows.items())])
+
+
 def _packing(*, of_rules: bool) -> str:
     """The rows that `python -m bench.packing TRACES [--rules] --json bench/measured/packing.json` wrote: percent of all,
     in brackets the published figure."""
@@ -421,6 +484,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "error_budget": _error_budget,
     "folders": _folders,
     "components": _components,
+    "costs": _costs,
     "health_states": _health_states,
     "xids": _xids,
     "guides": _guides,
@@ -428,6 +492,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "link_costs": _link_costs,
     "measured_agent": lambda: _benchmark("agent"),
     "measured_extender": lambda: _benchmark("extender"),
+    "workload": _workload,
     "packing": lambda: _packing(of_rules=False),
     "packing_rules": lambda: _packing(of_rules=True),
     "measured_beside": lambda: _benchmark("beside"),
@@ -461,6 +526,7 @@ PAGES: dict[str, Callable[[str], str]] = {
     "docs/reference/isolations.md": _filled,
     "docs/reference/cli.md": _filled,
     "docs/reference/components.md": _filled,
+    "docs/reference/costs.md": _filled,
     "docs/reference/extender.md": _filled,
     "docs/how-to/migrate-from-gpu-manager.md": _filled,
     "docs/reference/measurements.md": _filled,
