@@ -12,14 +12,16 @@ import json
 import os
 import re
 import sys
+import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import chain, takewhile
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any, cast, get_type_hints
 
+import pytest
 import yaml
 from annotated_types import Ge, Le
 from msgspec.structs import replace
@@ -50,6 +52,7 @@ from gpushare_agent.simulation import generator
 from gpushare_agent.simulation.inflation import CpuPods, InflationPolicy
 from gpushare_agent.simulation.workload import memory_of
 from tests.docs.isolations_page import isolations
+from tests.e2e.conftest import pytest_addoption
 from tests.observability.support_usage import (
     UUIDS,
     allocation,
@@ -166,6 +169,14 @@ def _parser(command: Command) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=command.name, add_help=False)
     command.add_arguments(parser)
     return parser
+
+
+def _e2e_options() -> str:
+    """Of `nox -s e2e --`, as pytest is told them."""
+    parser = argparse.ArgumentParser(prog="nox -s e2e --", add_help=False)
+    group = SimpleNamespace(addoption=parser.add_argument)
+    pytest_addoption(cast(pytest.Parser, SimpleNamespace(getgroup=lambda _: group)))
+    return "\n".join(_table(list(_rows(parser))))
 
 
 def _table(rows: Sequence[str]) -> list[str]:
@@ -310,14 +321,54 @@ def _costs() -> str:
         for call, us in zip(calls, more.split(" and "), strict=True)
     ]
     for kind in ("short", "wave"):
-        [cells] = [row[1:] for row in _measured("132 SMs")[2:] if row[0] == f"{kind}: gpushare"]
-        errors = [re.findall(r"[\d.]+", cell.partition(",")[0]) for cell in cells]
-        means, largest = zip(*((float(mean), float(most)) for mean, most in errors), strict=True)
-        span = f"{min(means)} to {max(means)} ({max(largest)})"
+        means, most = _errors_of(kind)
+        span = f"{means[0]} to {means[-1]} ({most})"
         table.append(
             [f"the share: error of its compute, {kind} kernels", span, "", "`nox -s isolation -- --error-budget`"]
         )
     return _joined(table)
+
+
+def _numbers() -> str:
+    """What the README says of the project's measurements, each with its command."""
+    rows, _ = from_json((ROOT / "bench/measured/agent.json").read_text(encoding="utf-8"))
+    [start] = [one for one in rows if one.name == "whole pod: both resources, four calls"]
+    errors = [_errors_of(kind) for kind in ("short", "wave")]
+    packed = {
+        (row["policy"], row["cpu_pods"]): row["mean"]
+        for row in json.loads((ROOT / "bench/measured/packing.json").read_text(encoding="utf-8"))
+        if row["trace"] == "default"
+    }
+    best, default, spread = (packed[key] for key in (("fgd", "gpu-aware"), ("binpack", "gpu-aware"), ("fgd", "least")))
+    return _joined(
+        [
+            ["measured", "", "by"],
+            [
+                "the start of a pod with a share: what the agent adds",
+                f"{shown(start.median, start.unit)}, p99 {shown(start.p99, start.unit)}",
+                "`nox -s bench`",
+            ],
+            [
+                "how far a share's compute is from what it was promised, on a fake driver",
+                f"{min(means[0] for means, _ in errors)} to {max(means[-1] for means, _ in errors)} points in the mean, "
+                f"at most {max(most for _, most in errors)}",
+                "`nox -s isolation -- --error-budget`",
+            ],
+            [
+                "GPUs allocated on [the public trace](docs/how-to/simulate.md#how-full-a-cluster-can-get)",
+                f"{best:.1f} % by `fgd`, {default:.1f} % by the default; {spread:.1f} % where kube-scheduler spreads pods "
+                "without GPUs",
+                "`python -m bench.packing TRACES`",
+            ],
+        ]
+    )
+
+
+def _errors_of(kind: str) -> tuple[list[float], float]:
+    """Of libgpushare and that kind of kernel: the means of each number of SMs, ascending, and the largest error."""
+    [cells] = [row[1:] for row in _measured("132 SMs")[2:] if row[0] == f"{kind}: gpushare"]
+    errors = [[float(number) for number in re.findall(r"[\d.]+", cell.partition(",")[0])] for cell in cells]
+    return sorted(mean for mean, _ in errors), max(most for _, most in errors)
 
 
 def _measured(column: str) -> list[list[str]]:
@@ -408,8 +459,9 @@ def _documents() -> str:
     for title in ("Reference", "Explanation"):
         [pages] = [part[title] for part in _navigation() if title in part]
         links = [f"[{name}]({elsewhere.get(path, f'docs/{path}')})" for page in pages for name, path in page.items()]
-        lines += [f"- **{title}**:", *(f"  {link}{',' if link != links[-1] else '.'}" for link in links)]
-    return "\n".join(lines)
+        text = ", ".join(link.replace(" ", "\0") for link in links)  # a link is not broken
+        lines += textwrap.wrap(f"- **{title}**: {text}.", 240, subsequent_indent="  ", break_on_hyphens=False)
+    return "\n".join(lines).replace("\0", " ")
 
 
 def _link_costs() -> str:
@@ -485,6 +537,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "folders": _folders,
     "components": _components,
     "costs": _costs,
+    "numbers": _numbers,
     "health_states": _health_states,
     "xids": _xids,
     "guides": _guides,
@@ -504,6 +557,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "kept": lambda: _metrics("container_", frozenset(("pod_name", "namespace", "node", "container_name"))),
     "isolations": isolations,
     "commands": _commands,
+    "e2e_options": _e2e_options,
     "nvidia_options": _nvidia_options,
     **{f"promises_{name}": partial(tables, promises) for name, promises in SOURCES.items()},
 }
@@ -520,6 +574,7 @@ PAGES: dict[str, Callable[[str], str]] = {
     "docs/explanation/health.md": _filled,
     "docs/explanation/placement.md": _filled,
     "docs/how-to/simulate.md": _filled,
+    "docs/how-to/test-your-cluster.md": _filled,
     "docs/explanation/isolation.md": _filled,
     "docs/reference/settings.md": lambda _: markdown(),
     "docs/reference/metrics.md": _filled,
