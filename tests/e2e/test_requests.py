@@ -6,29 +6,10 @@ from collections import Counter
 
 import pytest
 
-from tests.e2e.cluster import CORE, MEMORY, Cluster, Object, message_of
-from tests.e2e.installation import BLOCK_BYTES, Installation
+from tests.e2e.cluster import CORE, MEMORY, Cluster, message_of
+from tests.e2e.installation import Installation
 
 pytestmark = pytest.mark.e2e
-
-
-def test_a_share_has_the_same_gpu_in_every_record(cluster: Cluster, installed: Installation, namespace: str) -> None:
-    """The kubelet's records, the agent's ledger, the pod's annotations and the container's environment."""
-    cluster.start(namespace, cluster.pod_of("share", cluster.container(40, 8, command="env; sleep 3600")))
-    (core, memory, gpus) = installed.wait_ledger(namespace, 1)[f"{namespace}/share/main"]
-    assert (core, memory, len(gpus)) == (40, 8 * BLOCK_BYTES, 1)
-    uuid = installed.view()["gpus"][gpus[0]]["uuid"]
-    (records,) = installed.kubelet_records([cluster.pods(namespace)["share"]]).values()
-    assert records[CORE] == [uuid] * 40
-    assert len(records[MEMORY]) == 8
-    cluster.wait_for("annotation", lambda: annotated(cluster.pods(namespace)["share"]) == str(gpus[0]))
-    if cluster.runtime_class is None:  # NVIDIA's runtime may replace the variable
-        seen = cluster.wait_for("its environment", lambda: cluster.run("logs", "share", "-n", namespace))
-        assert f"NVIDIA_VISIBLE_DEVICES={uuid}\n" in seen
-
-
-def annotated(pod: Object) -> str:
-    return str(pod["metadata"].get("annotations", {}).get("tencent.com/predicate-gpu-idx-0", ""))
 
 
 def test_a_whole_gpu_is_shared_with_nobody(cluster: Cluster, installed: Installation, namespace: str) -> None:
@@ -97,6 +78,21 @@ def test_a_share_that_no_gpu_has_free_waits_for_the_scheduler(
     cluster.wait_for("the scheduler's reason", is_unschedulable)
     cluster.run("delete", "pod", "all", "-n", namespace)
     cluster.wait_phase(namespace, "later")
+
+
+def test_an_init_container_alone_gives_its_share_back(
+    cluster: Cluster, installed: Installation, namespace: str
+) -> None:
+    """The main container asks for none; the share is free for another pod once the init container has ended."""
+    whole = installed.gpus() * 100
+    pod = cluster.pod_of(
+        "early", cluster.container(), initContainers=[cluster.container(whole, name="init", command="true")]
+    )
+    cluster.start(namespace, pod)
+    assert f"{namespace}/early/main" not in installed.ledger()
+    cluster.run("delete", "pod", "early", "-n", namespace)
+    cluster.start(namespace, cluster.pod("next", whole))
+    installed.wait_ledger(namespace, 1)
 
 
 def needs_gpus(installed: Installation, number: int) -> None:
