@@ -19,10 +19,9 @@ import random
 import re
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from itertools import chain
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -31,6 +30,7 @@ import pytest
 
 from tests.e2e import share_program
 from tests.e2e.cluster import Cluster, DeadlineError, KubectlError, Object, message_of
+from tests.e2e.endurance_snapshot import Snapshot, is_living
 from tests.e2e.installation import CHECKPOINT, SYSTEM, Installation, is_ready, with_variables
 from tests.e2e.test_claims import DRIVER
 from tests.e2e.test_claims import request as claim_request
@@ -248,7 +248,7 @@ class Run:
         assert self.containers_that_stay() == before
         assert min(self.seen.checks.get(f"{pod}/main-0", 0) for pod in before) > minutes
         self.cluster.delete_pods(self.namespace)
-        self.cluster.wait_for("an empty ledger", lambda: not self.own_entries(self.installed.view()))
+        self.cluster.wait_for("an empty ledger", lambda: not self.own_ledger())
         return self.seen
 
     def containers_that_stay(self) -> dict[str, list[str]]:
@@ -258,6 +258,9 @@ class Run:
             for name, pod in self.cluster.pods(self.namespace).items()
             if name.startswith(STAYS)
         }
+
+    def own_ledger(self) -> list[str]:
+        return [key for key in self.installed.ledger() if key.startswith(f"{self.namespace}/")]
 
     # --- pods ---
 
@@ -409,49 +412,16 @@ class Run:
             pods = self.cluster.pods(self.namespace)
         except (KubectlError, DeadlineError, KeyError, ValueError):  # the agent was killed meanwhile
             return
+        snapshot = Snapshot(
+            namespace=self.namespace, view=view, entries=entries, claims=claims, pods=pods, logs=logs, uuids=self.uuids
+        )
+        said = snapshot.said()
         self.seen.snapshots += 1
-        self.compare_devices(entries, pods)
-        self.seen.over += over_capacity(view)
-        given = self.given_by_claims(claims, pods) | {
-            f"{one['pod']}/{one['container']}": {gpu["uuid"] for gpu in one["gpus"]} for one in self.own_entries(view)
-        }
-        for pod, container, line in re.findall(r"^\[pod/([^/]+)/([^\]]+)\] (\{.*\})$", logs, flags=re.M):
-            key, said = f"{pod}/{container}", json.loads(line)
-            self.seen.checks[key] = said["checks"]
-            if said["wrong"]:
-                self.seen.lost_limits[key] = said["wrong"]
-            if key in given:
-                self.seen.compared += 1
-                if set(said["gpus"].split(",")) != given[key]:
-                    self.seen.wrong.append(f"{key} sees {said['gpus']}, given is {sorted(given[key])}")
-
-    def compare_devices(self, entries: Sequence[Object], pods: Mapping[str, Object]) -> None:
-        running = {
-            pod["metadata"]["uid"]: name
-            for name, pod in pods.items()
-            if pod["status"].get("phase") == "Running" and is_living(pod)
-        }
-        owners: dict[tuple[str, str], str] = {}
-        for entry in entries:
-            for device in chain.from_iterable(entry["DeviceIDs"].values()):
-                name = running.get(entry["PodUID"])
-                if name and owners.setdefault((entry["ResourceName"], device), name) != name:
-                    self.seen.wrong.append(f"{device} is of {owners[entry['ResourceName'], device]} and of {name}")
-
-    def given_by_claims(self, claims: Sequence[Object], pods: Mapping[str, Object]) -> dict[str, set[str]]:
-        """pod/container -> the GPUs that the scheduler allocated to what it uses of its claim."""
-        found: dict[str, set[str]] = {}
-        for claim in claims:
-            results = claim.get("status", {}).get("allocation", {}).get("devices", {}).get("results", [])
-            for user in claim.get("status", {}).get("reservedFor", []):
-                for container in pods.get(user["name"], {}).get("spec", {}).get("containers", []):
-                    [use] = container["resources"]["claims"]
-                    of_use = [one for one in results if use.get("request", one["request"]) == one["request"]]
-                    found[f"{user['name']}/{container['name']}"] = {self.uuids[one["device"]] for one in of_use}
-        return found
-
-    def own_entries(self, view: Object) -> list[Object]:
-        return [one for one in view["containers"] if one["namespace"] == self.namespace]
+        self.seen.compared += len(said.keys() & snapshot.given().keys())
+        self.seen.wrong += snapshot.wrong()
+        self.seen.over += snapshot.over()
+        self.seen.checks |= {container: one["checks"] for container, one in said.items()}
+        self.seen.lost_limits |= {container: one["wrong"] for container, one in said.items() if one["wrong"]}
 
 
 def claim_templates() -> list[Object]:
@@ -464,10 +434,6 @@ def claim_templates() -> list[Object]:
         }
         for name, devices in TEMPLATES.items()
     ]
-
-
-def is_living(pod: Object) -> bool:
-    return "deletionTimestamp" not in pod["metadata"]
 
 
 def kill_agent(installed: Installation) -> bool:
@@ -483,16 +449,6 @@ def kill_agent(installed: Installation) -> bool:
         how = ("--force", "--grace-period=0", "--ignore-not-found")
         installed.cluster.run("delete", "pod", name, "-n", SYSTEM, *how)
     return True
-
-
-def over_capacity(view: Object) -> list[str]:
-    found = []
-    for gpu in view["gpus"]:
-        for unit, used in (("cores", gpu["cores"]), ("memory", gpu["memory"])):
-            most, allocated = used.values()
-            if allocated > most:
-                found.append(f"{gpu['uuid']}: {allocated} of {most} {unit} allocated")
-    return found
 
 
 def resident_mib(installed: Installation) -> list[float]:
