@@ -10,6 +10,7 @@ import pytest
 from tests.e2e.cluster import CORE, Cluster, KubectlError, Object
 from tests.e2e.extender import ExtenderInstallation
 from tests.e2e.installation import NODE_LABEL, SYSTEM, Installation
+from tests.e2e.test_requests import assert_waits_while_it_asks_for_more_than_is_free
 
 pytestmark = pytest.mark.e2e
 GIB = 1 << 30
@@ -119,38 +120,9 @@ def test_a_pod_with_hamis_names_gets_its_share(
     cluster.delete_pods(namespace)
 
 
-@pytest.mark.parametrize("names", ["vcuda", "nvidia", "hami"])
-def test_a_pod_whose_containers_ask_together_for_more_than_is_free_stays_pending(
-    cluster: Cluster, installation: Installation, webhook: None, namespace: str, names: str
+def test_hamis_case_of_overcommit_by_its_own_names(
+    cluster: Cluster, installation: Installation, webhook: None, namespace: str
 ) -> None:
-    """HAMi's case "create overcommit pods": three containers alike in one pod. The scheduler's reason names the resource;
-    the pod starts when there is enough."""
-    installation.install(components=["components/nvidia"])
-    if names == "hami":
-        cluster.run("label", "namespace", namespace, "gpushare-agent/vgpu-names=enabled")
-    asked, of_gpu = (CORE, 100) if names == "vcuda" else ("nvidia.com/gpu", 1)
-    counted = "nvidia.com/gpu" if names == "nvidia" else CORE
-    gpus = len(installation.view()["gpus"])
-    if gpus < 3:
-        pytest.skip(f"needs three GPUs on the node, which has {gpus}")
-    cluster.wait_for(
-        "all GPUs are offered",
-        lambda: cluster.node_object()["status"]["allocatable"].get("nvidia.com/gpu") == str(gpus),
-    )
-
-    def container(name: str, number: int) -> Object:
-        return cluster.container(name=name, resources={"limits": {asked: number * of_gpu}})
-
-    cluster.start(namespace, cluster.pod_of("holder", container("main", gpus - 2)))
-    cluster.apply(cluster.pod_of("more", *(container(f"c{index}", 1) for index in range(3))), namespace=namespace)
-
-    def waits() -> bool:
-        pod = cluster.pods(namespace)["more"]
-        assert pod["status"]["phase"] == "Pending" and "nodeName" not in pod["spec"]
-        return any(f"Insufficient {counted}" in one.get("message", "") for one in pod["status"].get("conditions", ()))
-
-    cluster.wait_for("the scheduler's reason", waits)
-    cluster.run("delete", "pod", "holder", "-n", namespace)
-    cluster.wait_phase(namespace, "more")
-    installation.wait_ledger(namespace, 3)
+    cluster.run("label", "namespace", namespace, "gpushare-agent/vgpu-names=enabled")
+    assert_waits_while_it_asks_for_more_than_is_free(cluster, installation, namespace, "nvidia.com/gpu", counted=CORE)
     cluster.delete_pods(namespace)

@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from tests.e2e.cluster import CORE, MEMORY, Cluster, message_of
+from tests.e2e.cluster import CORE, MEMORY, Cluster, Object, message_of
 from tests.e2e.installation import Installation
 
 pytestmark = pytest.mark.e2e
@@ -63,21 +63,33 @@ def test_what_cannot_be_had_is_refused_with_the_reason(
     assert not installed.wait_ledger(namespace, 0)
 
 
-def test_a_share_that_no_gpu_has_free_waits_for_the_scheduler(
-    cluster: Cluster, installed: Installation, namespace: str
+def test_hamis_case_of_overcommit(cluster: Cluster, installed: Installation, namespace: str) -> None:
+    assert_waits_while_it_asks_for_more_than_is_free(cluster, installed, namespace, CORE, of_gpu=100, counted=CORE)
+
+
+def assert_waits_while_it_asks_for_more_than_is_free(
+    cluster: Cluster, installed: Installation, namespace: str, asked: str, *, of_gpu: int = 1, counted: str
 ) -> None:
-    """More cores than the node offers: Pending, not refused; it starts when there are enough."""
-    whole = installed.gpus() * 100
-    cluster.start(namespace, cluster.pod("all", whole))
-    cluster.apply(cluster.pod("later", 1, 1), namespace=namespace)
+    """HAMi's e2e case "create overcommit pods": a pod of three containers, of a GPU each, with two GPUs free. It is Pending,
+    not refused, the scheduler's reason names the resource that is `counted`, and it starts when there are enough."""
+    needs_gpus(installed, 3)
+    gpus = len(installed.view()["gpus"])
 
-    def is_unschedulable() -> bool:
-        conditions = cluster.pods(namespace)["later"]["status"].get("conditions", [])
-        return any(CORE in one.get("message", "") for one in conditions if one["type"] == "PodScheduled")
+    def container(name: str, number: int) -> Object:
+        return cluster.container(name=name, resources={"limits": {asked: number * of_gpu}})
 
-    cluster.wait_for("the scheduler's reason", is_unschedulable)
-    cluster.run("delete", "pod", "all", "-n", namespace)
-    cluster.wait_phase(namespace, "later")
+    cluster.start(namespace, cluster.pod_of("holder", container("main", gpus - 2)))
+    cluster.apply(cluster.pod_of("more", *(container(f"c{index}", 1) for index in range(3))), namespace=namespace)
+
+    def waits() -> bool:
+        pod = cluster.pods(namespace)["more"]
+        assert pod["status"]["phase"] == "Pending" and "nodeName" not in pod["spec"]
+        return any(f"Insufficient {counted}" in one.get("message", "") for one in pod["status"].get("conditions", ()))
+
+    cluster.wait_for("the scheduler's reason", waits)
+    cluster.run("delete", "pod", "holder", "-n", namespace)
+    cluster.wait_phase(namespace, "more")
+    installed.wait_ledger(namespace, 3)
 
 
 def test_an_init_container_alone_gives_its_share_back(
