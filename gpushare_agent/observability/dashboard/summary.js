@@ -3,6 +3,7 @@
 import { byId, h, set, vary, write } from "./dom.js";
 import * as format from "./format.js";
 import { isCordoned, isUnhealthy } from "./health.js";
+import { PERIOD_MS } from "./store.js";
 
 export class Summary {
   constructor(store) {
@@ -45,8 +46,9 @@ export class Summary {
   drawLink() {
     const { link, node } = this.store;
     const live = byId("live");
-    byId("ready").hidden = !node || link.state === "lost"; // what it was is not what it is
     const [state, text] = this.#linkState(link, node);
+    // What it was is not what it is: beside an old sample, or without an answer, nothing is said to be Ready.
+    byId("ready").hidden = !node || link.state === "lost" || (state === "warn" && node.agent.is_ready && node.agent.sampled_at !== null);
     set(live, "data-state", state);
     write(live, text);
     set(document.body, "data-link", state);
@@ -54,11 +56,12 @@ export class Summary {
 
   #linkState(link, node) {
     if (link.state === "waiting") return ["waiting", "Connecting"];
+    set(byId("live"), "title", link.problem);
     if (link.state === "lost") return ["bad", `✕ No contact for ${format.duration((Date.now() - link.since) / 1000)}`];
     const { sampled_at: sampledAt, sample_period_seconds: period } = node.agent;
     if (sampledAt === null) return ["warn", "Live, no use is sampled"];
     const age = this.store.now() - sampledAt;
-    return age > Math.max(5, 3 * period) ? ["warn", `Stale: last sample ${format.duration(age)} ago`] : ["good", "● Live"];
+    return age > Math.max(5, 3 * period) + PERIOD_MS / 1000 ? ["warn", `Stale: last sample ${format.duration(age)} ago`] : ["good", "● Live"];
   }
 
   #drawTiles(bad) {
