@@ -260,8 +260,8 @@ class ClusterPage:
             "nodes": [
                 {
                     "name": name,
-                    "verdict": verdicts[name]
-                    or self._of_node(name)
+                    "verdict": self._of_node(name)
+                    or verdicts[name]
                     or "the pod fits: the scheduler has another reason",
                     "gpus": [
                         {

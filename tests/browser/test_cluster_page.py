@@ -198,7 +198,7 @@ async def test_a_nodes_use_and_its_dashboard_come_through_the_api_server() -> No
             await browser.wait("document.querySelector('#ready')?.textContent === '✓ Ready'")
             await browser.wait("document.querySelectorAll('.containers tbody tr').length === 1")
             await browser.wait("document.querySelector('.curve-sm').getAttribute('d') !== null")
-            assert await browser.script("return document.querySelector('#all-nodes').href") == (
+            assert await browser.script("return document.querySelector('#all-nodes a').href") == (
                 f"http://localhost:{ports[0]}/"
             )
             assert [entry["message"] for entry in await browser.log()] == []

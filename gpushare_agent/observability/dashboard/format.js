@@ -72,7 +72,7 @@ export const words = (name) => name.replaceAll("_", " ");
 
 /** What a container or pod requests. */
 export function request({ cores, memory_bytes: memory }) {
-  return [cores && `${cores} GPU cores`, memory && bytes(memory)].filter(Boolean).join(", ") || "nothing";
+  return [cores && count(cores, "GPU core", "GPU cores"), memory && bytes(memory)].filter(Boolean).join(", ") || "nothing";
 }
 
 /** How many cores of a GPU are allocated. A MIG instance that takes no shares has none, and is given whole. */
