@@ -260,7 +260,7 @@ class NodeView {
 
   #row(gpu, pods) {
     const use = this.uses.get(gpu.uuid);
-    const parts = (allocated, value, text) => [part(allocated), use && value !== null && " · ", use && value !== null && part(`${text(value)} in use`)];
+    const parts = (allocated, value, text) => [part(allocated), use && value !== null && part(`${text(value)} in use`)];
     return h("tr", { "data-gpu": gpu.index },
       h("th", { scope: "row" }, `GPU ${format.gpuLabel(gpu)}`),
       h("td", { "data-number": true, "data-label": "GPU cores" }, parts(format.coresAllocated(gpu), use?.sm_ratio, format.percent)),
