@@ -2,7 +2,7 @@
 
 export const isCordoned = (gpu) => Boolean(gpu.cordoned);
 
-/** Something is wrong with the GPU itself. What nodes report to the cluster has no reason: there a cordoned GPU is cordoned alone. */
+/** Something is wrong with the GPU itself. Agents of other versions report no reason to the cluster: there a cordoned GPU is cordoned alone. */
 export const isUnhealthy = (gpu) => Boolean(gpu.health_reason) || (!gpu.is_healthy && !isCordoned(gpu));
 
 /** What is out of service, in words; empty where nothing is. */

@@ -50,13 +50,13 @@ export class Summary {
     // What it was is not what it is: beside an old sample, or without an answer, nothing is said to be Ready.
     byId("ready").hidden = !node || link.state === "lost" || (state === "warn" && node.agent.is_ready && node.agent.sampled_at !== null);
     set(live, "data-state", state);
+    set(live, "title", link.problem || null);
     write(live, text);
     set(document.body, "data-link", state);
   }
 
   #linkState(link, node) {
     if (link.state === "waiting") return ["waiting", "Connecting"];
-    set(byId("live"), "title", link.problem);
     if (link.state === "lost") return ["bad", `✕ No contact for ${format.duration((Date.now() - link.since) / 1000)}`];
     const { sampled_at: sampledAt, sample_period_seconds: period } = node.agent;
     if (sampledAt === null) return ["warn", "Live, no use is sampled"];
