@@ -225,7 +225,7 @@ def graph_text(snapshot: NodeSnapshot) -> str:
     notes = {gpu.index: _gpu_note(gpu, snapshot) for gpu in snapshot.inventory.gpus}
     labels = {gpu.index: gpu.label for gpu in snapshot.inventory.gpus}
     whole = {gpu.index for gpu in snapshot.inventory.gpus if _is_free(gpu, snapshot)}
-    return render_tree(snapshot.inventory.topology, notes, labels, whole) + "\n"
+    return render_tree(snapshot.inventory.tree, notes, labels, whole) + "\n"
 
 
 def _is_free(gpu: Gpu, snapshot: NodeSnapshot) -> bool:
@@ -341,9 +341,11 @@ def _gpu_note(gpu: Gpu, snapshot: NodeSnapshot) -> str:
     pids = [process.pid for process in (sample.processes or ())] if sample is not None else []
     total_bytes = gpu.memory_mib * MIB
     cores, capacity = snapshot.cores(gpu)
-    # gpu-manager's clients read these as what a pod can get: nothing of a MIG instance that takes no shares.
-    cores_left = capacity - cores
-    memory_left = total_bytes - snapshot.memory_allocated_bytes.get(gpu.uuid, 0) if capacity else 0
+    # gpu-manager's clients read these as what a pod can get: nothing of a MIG instance that takes no shares, and nothing
+    # of a GPU that is out of service.
+    is_offered = capacity and gpu.uuid not in snapshot.unhealthy_reasons and gpu.uuid not in snapshot.cordoned
+    cores_left = capacity - cores if is_offered else 0
+    memory_left = total_bytes - snapshot.memory_allocated_bytes.get(gpu.uuid, 0) if is_offered else 0
     note = (
         f"(pids: [{' '.join(map(str, pids))}], usedMemory: {used_bytes or 0}, totalMemory: {total_bytes}, "
         f"allocatableCores: {max(0, cores_left)}, allocatableMemory: {max(0, memory_left)})"

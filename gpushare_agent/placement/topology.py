@@ -320,7 +320,7 @@ def _components(gpus: Sequence[int], is_together: Callable[[int, int], bool]) ->
 
 
 def render_tree(
-    topology: Topology,
+    root: Branch,
     notes: Mapping[int, str] | None = None,
     labels: Mapping[int, str] | None = None,
     free: Collection[int] | None = None,
@@ -330,7 +330,6 @@ def render_tree(
     `notes` adds a remark to a GPU's line, by index; `labels` are GPUs' names for people where these are not their indexes.
     With `free`, the indexes of those that a pod may get whole, each branch has their number, in gpu-manager's word.
     """
-    root = topology.root
     lines = [f"ROOT:{len(root.gpus)}{_available(root, free)}"]
     if root.gpus:
         lines += _render(root, 1, notes or {}, labels or {}, free)

@@ -68,7 +68,7 @@ async def read(driver: NvmlDriver) -> dict[str, Any]:
         "gpus": [to_builtins(gpu) for gpu in inventory.gpus],
         "divided": [gpu.uuid for gpu in inventory.mig_partitioned],
         "links": [[f"{link.kind.name}{link.nvlinks or ''}" for link in row] for row in inventory.topology.links],
-        "tree": render_tree(inventory.topology),
+        "tree": render_tree(inventory.tree),
         "driver_version": inventory.driver_version,
         "cuda_version": inventory.cuda_version,
         "unreadable": inventory.unreadable,
