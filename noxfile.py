@@ -120,8 +120,9 @@ def e2e(session: nox.Session) -> None:
 @nox.session
 def suites(session: nox.Session) -> None:
     """Pass suites of other projects, each skipped with the reason where no variable names its folder: MOKKA, SMI_CAPTURES
-    (tests/gpus/test_mokka.py), GFD_EXPECTED_OUTPUTS (tests/cluster/test_feature_labels.py)."""
-    session.install(".[dev]")
+    (tests/gpus/test_mokka.py), GFD_EXPECTED_OUTPUTS (tests/cluster/test_feature_labels.py), HAMI_CORE_SOURCE,
+    HAMI_CORE_TESTS_SOURCE, VGPU_MANAGER_SOURCE (tests/real_isolation/test_foreign_programs.py)."""
+    session.install(".[dev,isolation]")
     session.run("python", "-m", "pytest", "-m", "suites", *session.posargs)
 
 

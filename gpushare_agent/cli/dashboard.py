@@ -3,7 +3,11 @@
 It has the extender's view of the cluster, which informers read with the person's own rights; it decides and writes nothing,
 and needs no extender. It listens on this machine alone, and answers no other web page (debug_guard.py). What comes from pods
 is bounded here and becomes text alone in the browser. The long answer comes in pages of nodes (extender/debug.py).
-State owned: the informers' view of the cluster, and what the scheduler says of waiting pods.
+
+The use of a node's GPUs is known to its agent alone. `/nodes/NODE/` is the agent's page, in this program's version; what it
+shows, and the use on the cluster's page, is read from the agent through the API server's proxy, while somebody looks.
+State owned: the informers' view of the cluster, what the scheduler says of waiting pods, where agents were found, and since
+when the API server does not answer.
 """
 
 from __future__ import annotations
@@ -18,10 +22,11 @@ from aiohttp import web
 from msgspec.structs import replace
 
 from gpushare_agent import __version__
+from gpushare_agent.cli.agent_client import AgentPod, find_agent
 from gpushare_agent.cli.cluster_nodes import cluster_names, open_cluster
-from gpushare_agent.cluster.informer import Informer
-from gpushare_agent.cluster.kube.client import ALL_NODES, LIVE_PODS
-from gpushare_agent.cluster.kube.lists import KubeLists
+from gpushare_agent.cli.command_line import AGENT_NAMESPACE
+from gpushare_agent.cluster.informer import Informer, Lost
+from gpushare_agent.cluster.kube.client import ALL_NODES, LIVE_PODS, KubeApi
 from gpushare_agent.cluster.kube.pods import PodJson, scheduler_message
 from gpushare_agent.extender.cluster_feed import NodesFeed, PodsFeed
 from gpushare_agent.extender.cluster_state import MAX_ASKING, ClusterState
@@ -35,15 +40,18 @@ from gpushare_agent.extender.values import ClusterPolicy
 from gpushare_agent.kit.http_answers import (
     SECURITY_HEADERS,
     BadQueryError,
+    JsonBody,
     RequestQueue,
     Word,
     bad_query,
     json_answer,
     read_query,
+    shown,
 )
 from gpushare_agent.kit.http_server import HttpLimits, HttpServer
 from gpushare_agent.kit.supervision import forever
 from gpushare_agent.kit.tcp_listeners import listen_tcp
+from gpushare_agent.model.errors import AgentError, NotFound, Unavailable
 from gpushare_agent.model.names import MIB, PodUid
 from gpushare_agent.model.pods import Pod
 from gpushare_agent.model.resources import ResourceNames
@@ -59,6 +67,9 @@ MOST_NODES = 20
 """Shown GPU by GPU for one waiting pod."""
 _MAX_UID_CHARS = 128
 _BACKLOG = 16
+_NODE_PATHS = "node|history|decisions"
+"""Of an agent's API: no other path of a pod is reachable through this page."""
+_PROBE_S = 5.0
 
 
 class _Pods(PodsFeed):
@@ -88,7 +99,13 @@ class _Pods(PodsFeed):
 class ClusterPage:
     """`names` and `settings` must be those of the agents. `run` once."""
 
-    def __init__(self, settings: Settings, names: ResourceNames, *, port: int) -> None:
+    def __init__(
+        self, settings: Settings, names: ResourceNames, *, port: int, agent_namespace: str = AGENT_NAMESPACE
+    ) -> None:
+        self._settings = settings
+        self._agent_namespace = agent_namespace
+        self._agents: dict[str, AgentPod] = {}
+        self._lost: Lost | None = None
         self._names = names = replace(names, gpu=())  # of NVIDIA's units a node's object says nothing
         self._port = port
         metrics, quota = ExtenderMetrics(), QuotaState(names)
@@ -102,26 +119,39 @@ class ClusterPage:
             Informer(kind="nodes", watched=ALL_NODES, handler=nodes, metrics=metrics),
             Informer(kind="pods", watched=LIVE_PODS, handler=self._pods, metrics=metrics),
         )
-        self._page = WebPage(INDEX)
+        self._page, self._node_page = WebPage(INDEX), WebPage()
         # Without a token: the page shows only what this person may read, on this machine.
         self._guard = Guard(None, has_page=True)
 
-    async def run(self, api: KubeLists, *, on_listening: Callable[[int], None]) -> NoReturn:
+    async def run(self, api: KubeApi, *, on_listening: Callable[[int], None]) -> NoReturn:
         """Serve until cancelled. `on_listening` gets the port. Raises Unavailable: the port cannot be used."""
         await asyncio.to_thread(self._page.load)
+        await asyncio.to_thread(self._node_page.load)
         # Before the informers: a port that is taken ends the command at once.
         listeners = await listen_tcp(ADDRESS, self._port, backlog=_BACKLOG, only_loopback=True)
         server = HttpServer(
-            "dashboard", self._routes(), limits=HttpLimits(), middlewares=[self._guarded], headers=SECURITY_HEADERS
+            "dashboard", self._routes(api), limits=HttpLimits(), middlewares=[self._guarded], headers=SECURITY_HEADERS
         )
         on_listening(listeners[0].getsockname()[1])
         async with asyncio.TaskGroup() as group:
             for one in self._informers:
                 group.create_task(forever("informer", partial(one.run, api)), name="informer")
+            group.create_task(forever("probe", partial(self._probe, api)), name="probe")
             await server.serve(listeners)
         raise AssertionError("unreachable: the server serves until it is cancelled")
 
-    def _routes(self) -> list[web.AbstractRouteDef]:
+    async def _probe(self, api: KubeApi) -> NoReturn:
+        """Finds out within seconds that the API server is gone: a watch whose other end vanished is silent, as most are."""
+        while True:
+            try:
+                await api.check_answers(timeout_s=_PROBE_S)
+            except Unavailable as e:
+                self._lost = Lost(since=self._lost.since if self._lost is not None else time.monotonic(), why=str(e))
+            else:
+                self._lost = None
+            await asyncio.sleep(_PROBE_S)
+
+    def _routes(self, api: KubeApi) -> list[web.AbstractRouteDef]:
         queue = RequestQueue()
         pages = StatePages(head=self._head, nodes=self._state)
         return [
@@ -129,6 +159,9 @@ class ClusterPage:
             *(web.get(path, handler) for path, handler in self._page.routes()),
             web.get("/api/v1/cluster", pages.show),
             web.get("/api/v1/waiting", queue.one_at_a_time(self._show_waiting)),
+            web.get("/nodes/{node}/", self._show_node_page),
+            *(web.get(f"/nodes/{{node}}{path}", handler) for path, handler in self._node_page.routes()),
+            web.get(f"/nodes/{{node}}/api/v1/{{what:{_NODE_PATHS}}}", partial(self._show_of_agent, api)),
         ]
 
     @web.middleware
@@ -143,13 +176,36 @@ class ClusterPage:
     async def _show_index(self, request: web.Request) -> web.Response:
         return self._page.index(request)
 
+    async def _show_node_page(self, request: web.Request) -> web.Response:
+        return self._node_page.index(request)
+
+    async def _show_of_agent(self, api: KubeApi, request: web.Request) -> web.StreamResponse:
+        """The agent's answer; a failure as its text."""
+        node = request.match_info["node"]
+        try:
+            if self._state.node_ledger(node) is None:
+                raise NotFound(f"no node {shown(node)} is known")
+            if (agent := self._agents.get(node)) is None:
+                agent = await find_agent(api, self._settings, node=node, namespace=self._agent_namespace)
+                self._agents[node] = agent
+            path, query = f"/api/v1/{request.match_info['what']}", dict(request.query)
+            answer = await api.get_through_pod(agent.namespace, agent.name, agent.port, path, query)
+            return await JsonBody(bytes(answer)).answer(request)
+        except AgentError as e:
+            # The pod may be another by now.
+            self._agents.pop(node, None)
+            return json_answer(request, {"error": str(e)}, status=404 if isinstance(e, NotFound) else 502)
+
     def _head(self) -> Mapping[str, Any]:
         received = [one.last_message_at for one in self._informers]
+        lost = [one for one in (self._lost, *(informer.lost for informer in self._informers)) if one is not None]
+        first = min(lost, key=lambda one: one.since, default=None)
         now = time.monotonic()
         return {
             "version": __version__,
             "not_listed": [one.kind for one in self._informers if not one.has_listed],
             "silent_seconds": max((now - at for at in received if at is not None), default=None),
+            "lost": {"seconds": now - first.since, "why": first.why} if first is not None else None,
             "memory_block_bytes": self._names.memory_block_mib * MIB,
             "unit_bytes": self._names.gpu_mem_unit_mib * MIB,
             "waiting_pods": len(self._pods.messages),
@@ -163,8 +219,8 @@ class ClusterPage:
             return bad_query(request, e)
         waiting = self._pods.unscheduled_pods()
         if not asked["uid"]:
-            shown = [self._waiting(pod) for pod in waiting[:MOST_WAITING]]
-            return json_answer(request, {"count": len(waiting), "pods": shown})
+            first = [self._waiting(pod) for pod in waiting[:MOST_WAITING]]
+            return json_answer(request, {"count": len(waiting), "pods": first})
         pod = self._pods.unscheduled(PodUid(asked["uid"]))
         if pod is None:
             return json_answer(request, {"error": "the pod does not wait any more"}, status=404)
@@ -205,7 +261,9 @@ class ClusterPage:
             "nodes": [
                 {
                     "name": name,
-                    "verdict": verdicts[name] or "the pod fits: the scheduler has another reason",
+                    "verdict": self._of_node(name)
+                    or verdicts[name]
+                    or "the pod fits: the scheduler has another reason",
                     "gpus": [
                         {
                             "index": gpu.index,
@@ -222,8 +280,15 @@ class ClusterPage:
             ],
         }
 
+    def _of_node(self, name: str) -> str:
+        """Why kube-scheduler leaves the node out, as far as the node's object says so."""
+        ledger = self._state.node_ledger(name)
+        if ledger is None or (ledger.node.is_ready and not ledger.node.is_cordoned):
+            return ""
+        return "the node is cordoned" if ledger.node.is_cordoned else "the node is not ready"
 
-async def run(settings: Settings, *, port: int) -> int:
+
+async def run(settings: Settings, *, port: int, agent_namespace: str = AGENT_NAMESPACE) -> int:
     """Serve until cancelled. Raises AgentError: the cluster cannot be read, or the port not used."""
 
     def on_listening(found: int) -> None:
@@ -232,4 +297,5 @@ async def run(settings: Settings, *, port: int) -> int:
     async with open_cluster(settings) as api:
         # The informers repeat a list that fails for ever: one list before them ends the command with the reason.
         await api.list_all(ALL_NODES, lambda _: None)
-        await ClusterPage(settings, cluster_names(settings), port=port).run(api, on_listening=on_listening)
+        page = ClusterPage(settings, cluster_names(settings), port=port, agent_namespace=agent_namespace)
+        await page.run(api, on_listening=on_listening)

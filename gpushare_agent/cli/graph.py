@@ -13,9 +13,9 @@ from gpushare_agent.cli.agent_documents import BranchDocument, Cores, GpuDocumen
 from gpushare_agent.cli.cluster_nodes import NamedGpu
 from gpushare_agent.cli.command_line import Form
 from gpushare_agent.cli.inspect import gpu_of_document
-from gpushare_agent.cli.render_text import gib, gpu_label, health_line, is_cordoned, plain, print_as
+from gpushare_agent.cli.render_text import gib, gpu_label, health_line, is_cordoned, is_given_whole, plain, print_as
 from gpushare_agent.model.errors import Corrupt
-from gpushare_agent.model.gpus import Branch, LinkKind, Topology
+from gpushare_agent.model.gpus import Branch, LinkKind
 from gpushare_agent.placement.topology import render_tree
 from gpushare_agent.settings.settings import Settings
 
@@ -85,16 +85,15 @@ def tree_text(document: GraphDocument, *, is_wide: bool = False) -> str:
     """A line for each branch and GPU: `GPU0 NVIDIA H100, free 60/100 GPU cores, 20/24 GiB`. Raises Corrupt."""
     notes = {gpu["index"]: _note(gpu) + (f", {plain(gpu['uuid'])}" if is_wide else "") for gpu in document["gpus"]}
     labels = {gpu["index"]: gpu_label(gpu) for gpu in document["gpus"]}
-    return render_tree(Topology(links=(), root=_read_branch(document["tree"], _MAX_DEPTH)), notes, labels)
+    return render_tree(_read_branch(document["tree"], _MAX_DEPTH), notes, labels)
 
 
 def _note(gpu: GraphGpu) -> str:
     cores, memory = gpu["cores"], gpu["memory"]
     health = health_line(gpu)
-    free = (
-        f"free {cores['free']}/{cores['capacity']} GPU cores, "
-        f"{gib(memory['free_bytes'])}/{gib(memory['capacity_bytes'])} GiB"
-    )
+    free_cores = "" if is_given_whole(gpu) else f"{cores['free']}/{cores['capacity']} GPU cores, "
+    free = f"free {free_cores}{gib(memory['free_bytes'])}/{gib(memory['capacity_bytes'])} GiB"
+    free += ", given whole" if is_given_whole(gpu) else ""
     return f"{plain(gpu['name'])}, {free}{'' if health == 'Healthy' else f', {health}'}"
 
 

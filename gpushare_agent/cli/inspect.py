@@ -30,6 +30,7 @@ from gpushare_agent.cli.render_text import (
     health_style,
     health_word,
     in_namespace,
+    is_given_whole,
     out_of_service,
     part_of,
     plain,
@@ -125,7 +126,9 @@ def _gpus_table(nodes: Sequence[SummedNode], *, is_wide: bool) -> RenderableType
             reason = "; ".join(health_reasons(gpu))
             more = [gpu["uuid"]] if is_wide else []
             health = Text(word := health_word(gpu), style=health_style(word))
-            rows.append([name, gpu_label(gpu), gpu["name"] or "-", *more, health, *_amounts(gpu), reason])
+            cores, memory = _amounts(gpu)
+            cores = "whole" if is_given_whole(gpu) else cores
+            rows.append([name, gpu_label(gpu), gpu["name"] or "-", *more, health, cores, memory, reason])
         cores, memory = _amounts(node["totals"])
         # Without a GPU's row, which has it, the row of sums is all that names the node.
         whose = "" if node["gpus"] else node["node"]

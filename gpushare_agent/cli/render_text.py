@@ -44,14 +44,23 @@ class ShownGpu(TypedDict):
     cordoned: ReadOnly[str | None]
 
 
+class ShownCores(TypedDict):
+    capacity: ReadOnly[int]
+
+
+class ShownSizedGpu(ShownGpu):
+    cores: ReadOnly[ShownCores]
+
+
 C = TypeVar("C", bound=ShownContainer)
 CORES_COLUMN, MEMORY_COLUMN = "GPU CORES", "MEMORY GiB"
 PHASE_STYLES = {
     "Running": "green",
-    "Succeeded": "cyan",
-    "Pending": "yellow",
+    **dict.fromkeys(("Succeeded", "Completed"), "cyan"),
+    **dict.fromkeys(("Pending", "Init", "ContainerCreating", "PodInitializing"), "yellow"),
     "Failed": "red",
     "Terminating": "magenta",
+    "Unknown": "",
 }
 PIPE_WIDTH = 500
 """Where no terminal sets the width, lines stay whole: a pod's name alone may have 253 characters."""
@@ -192,6 +201,11 @@ def _share_of(part: float, whole: float) -> str:
 def gpu_label(gpu: ShownGpu) -> str:
     """The index, of a MIG instance NVIDIA's `0:1`."""
     return plain(gpu["mig"]["label"] if "mig" in gpu else gpu["index"])
+
+
+def is_given_whole(gpu: ShownSizedGpu) -> bool:
+    """Whether it is a MIG instance that takes no shares: it has no cores to offer, and is given by NVIDIA's name alone."""
+    return "mig" in gpu and not gpu["cores"]["capacity"]
 
 
 def is_cordoned(gpu: ShownGpu) -> bool:

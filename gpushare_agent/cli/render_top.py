@@ -37,6 +37,7 @@ from gpushare_agent.cli.render_text import (
     health_reasons,
     health_style,
     health_word,
+    is_given_whole,
     load_style,
     of_cores,
     out_of_service,
@@ -127,7 +128,7 @@ def gpu_lines(gpu: GpuDocument, width: int, state: str = "") -> list[Line]:
         cells={
             FIRST: f"{gpu_label(gpu)} {gpu['name']}",
             STATE: state,
-            CORES_COLUMN: f"{gpu['cores']['allocated']}/{gpu['cores']['capacity']}",
+            CORES_COLUMN: "whole" if is_given_whole(gpu) else f"{gpu['cores']['allocated']}/{gpu['cores']['capacity']}",
             SM: percent(usage.get("sm_ratio")),
             MEMORY_COLUMN: f"{gib(used)}/{gib(memory['capacity_bytes'])}",
             ALLOC: gib(memory["allocated_bytes"]),
@@ -163,7 +164,8 @@ def _container_line(container: ContainerDocument, part: ContainerGpu | None) -> 
             MEMORY_COLUMN: f"{gib(used)}/{gib(limit)}",
         },
         loads={SM: usage.get("sm_ratio"), MEMORY_COLUMN: _ratio(used, limit)},
-        style=PHASE_STYLES.get(container["phase"], ""),
+        # Any other word is the kubelet's reason why a container does not run, such as CrashLoopBackOff.
+        style=PHASE_STYLES.get(container["phase"], "red"),
     )
 
 

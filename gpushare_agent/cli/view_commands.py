@@ -139,6 +139,7 @@ def _dashboard_command(*, is_plugin: bool) -> Command:
 
 def _dashboard_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--port", type=_port, default=5680, help="port of localhost, 0 for a free one (%(default)s)")
+    _agent_namespace_argument(parser, "whose GPUs' use is shown")
 
 
 def _port(text: str) -> int:
@@ -152,7 +153,7 @@ def _dashboard(call: Invocation) -> int:
     settings, options = call.settings(log_level="error"), call.options
     from gpushare_agent.cli import dashboard
 
-    return run_app(dashboard.run(settings, port=options.port))
+    return run_app(dashboard.run(settings, port=options.port, agent_namespace=options.agent_namespace))
 
 
 def _target_arguments(parser: argparse.ArgumentParser, *, is_plugin: bool) -> None:
@@ -167,13 +168,17 @@ def _target_arguments(parser: argparse.ArgumentParser, *, is_plugin: bool) -> No
             help="the agent's address (default: this host, and web.port)",
         )
         add("--node", metavar="NODE", default="", help="ask another node's agent, through the API server")
-    add(
+    _agent_namespace_argument(parser, "with --node")
+    add_output(parser)
+
+
+def _agent_namespace_argument(parser: argparse.ArgumentParser, when: str) -> None:
+    parser.add_argument(
         "--agent-namespace",
         metavar="NS",
         default=AGENT_NAMESPACE,
-        help="where the agents' pods are, with --node; empty: anywhere (%(default)s)",
+        help=f"where the agents' pods are, {when}; empty: anywhere (%(default)s)",
     )
-    add_output(parser)
 
 
 def _node_arguments(parser: argparse.ArgumentParser, *, is_plugin: bool) -> None:

@@ -5,8 +5,8 @@ handler gets the objects one by one, while pages come in, so that a list of fift
 lacks is removed at its end. Whatever the server does (gone for minutes, half-open, cut or garbage streams, 410), the last
 state stays and the loop comes back with a jittered back-off. An object that cannot be read never stops the others.
 
-The mutable state is: the version to watch from, the keys that the handler has, when the server last sent something, and
-how many lists were asked for and done.
+The mutable state is: the version to watch from, the keys that the handler has, when the server last sent something, since
+when it does not answer, and how many lists were asked for and done.
 """
 
 from __future__ import annotations
@@ -60,6 +60,13 @@ class CountsInforming(Protocol):
     def unreadable(self, kind: str) -> None: ...
 
 
+class Lost(Struct, frozen=True, kw_only=True):
+    """`since` is by the monotonic clock."""
+
+    since: float
+    why: str
+
+
 class _Cycle(Struct, kw_only=True):
     """One list, where needed, and one watch."""
 
@@ -98,6 +105,8 @@ class Informer:
         self._scope: asyncio.Timeout | None = None
         self.last_message_at: float | None = None
         """When a list or an event last came from the API server, by the monotonic clock."""
+        self.lost: Lost | None = None
+        """Since when nothing could be listed or watched, and why; None once a watch is under way."""
 
     @property
     def has_listed(self) -> bool:
@@ -170,6 +179,7 @@ class Informer:
                 await self._list(api)
             async with api.watch_all(self._watched, self._version) as stream:
                 cycle.began_at = self._clock()
+                self.lost = None
                 # The stream has its own limits (lists.py): a silent one ends as Unavailable.
                 async for event in stream:
                     cycle.events += 1
@@ -177,6 +187,8 @@ class Informer:
                     self._apply(event)
         except AgentError as e:
             cycle.error = e
+            # The error of now; the time is that of the first one.
+            self.lost = Lost(since=self.lost.since if self.lost is not None else self._clock(), why=str(e))
             # Versions are numbers in every API server that is known: another one may be why the watch is refused.
             is_version_odd = isinstance(e, Rejected) and not version_number(self._version)
             if isinstance(e, Conflict | Corrupt) or is_version_odd:

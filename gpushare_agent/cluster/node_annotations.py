@@ -34,6 +34,7 @@ MAX_ANNOTATION_CHARS = 256 * 1024
 MAX_GPUS = 256
 MAX_INDEX = 10_000
 MAX_TEXT_CHARS = 128
+MAX_REASON_CHARS = 256
 MAX_MEMORY_MIB = 1 << 30
 MAX_BLOCK_MIB = 1 << 16
 MAX_PODS = 512
@@ -150,6 +151,7 @@ class _Gpu(Struct):
     name: str
     cordoned: object = None
     would_be_healthy: object = None
+    reason: object = None
     numa: object = None
     links: object = None
     mig: _Mig | UnsetType = UNSET
@@ -171,6 +173,7 @@ def _gpu(raw: object, position: int) -> GpuReport:
         is_healthy=gpu.is_healthy,
         cordoned=why or ("cordoned" if gpu.cordoned else ""),
         would_be_healthy=gpu.would_be_healthy is True,
+        unhealthy_reason=gpu.reason[:MAX_REASON_CHARS] if isinstance(gpu.reason, str) and not gpu.is_healthy else "",
         # Placement does without the NUMA node and the links: a report is not refused for them.
         numa=gpu.numa if is_count(gpu.numa, _MAX_NUMA) else None,
         links=_words(gpu.links),

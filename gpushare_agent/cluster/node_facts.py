@@ -11,13 +11,20 @@ import json
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence, Set
+from types import MappingProxyType
 
 from msgspec import Raw, Struct, field
 
 from gpushare_agent.cluster.feature_labels import PREFIX as FEATURES_PREFIX
 from gpushare_agent.cluster.feature_labels import TIMESTAMP_LABEL
 from gpushare_agent.cluster.kube.objects import read_node_json
-from gpushare_agent.cluster.node_annotations import ALLOCATIONS_ANNOTATION, GPUS_ANNOTATION, GPUS_SCHEMA, OWN_PREFIX
+from gpushare_agent.cluster.node_annotations import (
+    ALLOCATIONS_ANNOTATION,
+    GPUS_ANNOTATION,
+    GPUS_SCHEMA,
+    MAX_REASON_CHARS,
+    OWN_PREFIX,
+)
 from gpushare_agent.model.gpus import Gpu, GpuInventory, LinkKind, Topology
 from gpushare_agent.model.names import GPU_MODEL_LABEL, GpuUuid
 
@@ -46,7 +53,7 @@ class NodeFacts(Struct, frozen=True, kw_only=True):
     features: Mapping[str, str] = field(default_factory=dict)
 
 
-def node_facts(
+def node_facts(  # noqa: PLR0913 - what the node reports, each by keyword
     inventory: GpuInventory,
     *,
     cordoned: Mapping[GpuUuid, bool],
@@ -55,10 +62,11 @@ def node_facts(
     node_labels: Mapping[str, str],
     features: Mapping[str, str] | None = None,
     shares_in_mig: bool = False,
+    unhealthy: Mapping[GpuUuid, str] = MappingProxyType({}),
 ) -> NodeFacts:
     """Everything that the node should have. `node_labels` are the operator's and win over what the driver reports;
     `shares_in_mig` as ResourceNames has it. `cordoned` says of each
-    such GPU whether an uncordon would put it back in service."""
+    such GPU whether an uncordon would put it back in service, `unhealthy` what is wrong with a GPU itself."""
     # One invalid label would have the API server refuse the patch, and all others with it.
     valid = {name: value for name, value in node_labels.items() if is_label(name, value)}
     labels = {**gpu_labels(inventory, label_prefix), **valid}
@@ -69,6 +77,7 @@ def node_facts(
         cordoned=cordoned,
         memory_block_mib=memory_block_mib,
         shares_in_mig=shares_in_mig,
+        unhealthy=unhealthy,
     )
     return NodeFacts(
         labels=dict(sorted(labels.items())),
@@ -145,6 +154,7 @@ def gpus_annotation(
     cordoned: Mapping[GpuUuid, bool],
     memory_block_mib: int,
     shares_in_mig: bool = False,
+    unhealthy: Mapping[GpuUuid, str] = MappingProxyType({}),
 ) -> str:
     """The GPUs as compact JSON. `links` has an entry for each GPU of the list, in its order; about 250 bytes a GPU."""
     gpus = sorted(inventory.gpus, key=lambda gpu: gpu.index)
@@ -157,6 +167,7 @@ def gpus_annotation(
             # Only where it is true: 200 bytes a GPU, and most are not cordoned.
             | ({"cordoned": True} if gpu.uuid in cordoned else {})
             | ({"would_be_healthy": True} if cordoned.get(gpu.uuid) else {})
+            | ({"reason": unhealthy[gpu.uuid][:MAX_REASON_CHARS]} if gpu.uuid in unhealthy else {})
             | ({"mig": {"label": gpu.label, "profile": gpu.mig.profile, "shares": shares_in_mig}} if gpu.mig else {})
             for gpu in gpus
         ],

@@ -211,6 +211,7 @@ def _desired_facts(node: Node) -> NodeFacts | None:
         node_labels=node.settings.node_labels,
         features=_features(node),
         shares_in_mig=node.names.shares_in_mig,
+        unhealthy=unhealthy,
     )
 
 

@@ -150,6 +150,8 @@ class NodeLedgerDocument(Struct, kw_only=True):
     model: str
     pool: str
     is_exact: bool
+    is_cordoned: bool
+    is_ready: bool
     gpus: Sequence[ReportedGpuDocument]
     reservations: Sequence[ReservationDocument]
     unattributed: Sequence[PodUid]
@@ -163,6 +165,8 @@ def node_document(ledger: NodeLedger) -> NodeLedgerDocument:
         model=node.model,
         pool=node.pool,
         is_exact=node.is_exact,
+        is_cordoned=node.is_cordoned,
+        is_ready=node.is_ready,
         gpus=[reported_gpu_document(reported, gpu) for gpu, reported in zip(ledger.gpus, node.gpus, strict=True)],
         reservations=[
             ReservationDocument(

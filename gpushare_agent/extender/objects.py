@@ -56,6 +56,7 @@ _MIB = 20
 """Bits."""
 _MOST = 1 << 40
 """Milli-CPUs, or MiB."""
+_NOT_OFFERED = "the kubelet offers no GPU of this node now: does its agent run?"
 _NOTHING: Mapping[str, str] = MappingProxyType({})
 _CHOOSES_GPUS: Mapping[str, str] = MappingProxyType({PREDICATE_GPU_INDEX_PREFIX: ""})
 _OF_GPUSHARE = (GPUSHARE_INDEX_ANNOTATION, GPUSHARE_ASSIGNED_ANNOTATION, GPUSHARE_ASSUME_TIME_ANNOTATION)
@@ -114,12 +115,16 @@ def read_node(raw: Raw, names: ResourceNames, *, model_label: str, pool_label: s
                 allocated=allocated,
                 cpu_milli=cpu_milli,
                 memory_mib=memory_mib,
+                is_cordoned=read.is_cordoned,
+                is_ready=read.is_ready,
             )
             return NodeReading(node=node, problem=problem)
     # gpu-manager's nodes have no annotation, nor has a node whose agent may not write it: the counts are all there is.
     even = _even_node(name, counts, names, model, pool)
     if even is not None:
-        even = replace(even, cpu_milli=cpu_milli, memory_mib=memory_mib)
+        even = replace(
+            even, cpu_milli=cpu_milli, memory_mib=memory_mib, is_cordoned=read.is_cordoned, is_ready=read.is_ready
+        )
     return NodeReading(node=even, problem=problem)
 
 
@@ -150,6 +155,7 @@ def _reported(text: object, names: ResourceNames, *, is_offered: bool) -> tuple[
             uuid=uuid,
             # Allocatable 0: the device plugin is not registered now, whatever the annotation says of the GPUs.
             is_healthy=is_offered and gpu.is_healthy and not gpu.cordoned,
+            unhealthy_reason=gpu.unhealthy_reason or ("" if is_offered else _NOT_OFFERED),
             # A cluster has a few models and tens of thousands of GPUs.
             name=sys.intern(gpu.name),
             numa=None,

@@ -23,7 +23,8 @@ from gpushare_agent.placement.place import SharePolicy
 class ClusterNode(Struct, frozen=True, kw_only=True):
     """One node that offers our resources. A cordoned GPU is not healthy here. `is_exact` is False where the agent has not
     reported its GPUs and the node's capacity is divided evenly. `allocated` is what each pod has of each GPU as the agent
-    reports it, by index, None without a report."""
+    reports it, by index, None without a report. `is_cordoned` (kubectl cordon) and `is_ready` are for people alone:
+    kube-scheduler leaves such nodes out itself."""
 
     name: str
     gpus: tuple[GpuReport, ...]
@@ -31,6 +32,8 @@ class ClusterNode(Struct, frozen=True, kw_only=True):
     model: str = ""
     pool: str = ""
     is_exact: bool = True
+    is_cordoned: bool = False
+    is_ready: bool = True
     allocated: Mapping[PodUid, Mapping[int, Charge]] | None = None
     cpu_milli: int = 0
     memory_mib: int = 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from enum import IntEnum, StrEnum
 from fnmatch import fnmatchcase
 
@@ -36,6 +36,15 @@ class Branch(Struct, frozen=True, kw_only=True):
     kind: LinkKind
     gpus: tuple[int, ...]
     children: tuple[Branch, ...] = ()
+
+    def of(self, gpus: Collection[int]) -> Branch:
+        """The tree without other GPUs than these; a branch of which nothing is left is gone."""
+        children = [child.of(gpus) for child in self.children]
+        return Branch(
+            kind=self.kind,
+            gpus=tuple(index for index in self.gpus if index in gpus),
+            children=tuple(child for child in children if child.gpus),
+        )
 
 
 class Topology(Struct, frozen=True, kw_only=True):
@@ -188,6 +197,7 @@ class MigReport(Struct, frozen=True, kw_only=True):
 class GpuReport(Struct, frozen=True, kw_only=True):
     """One GPU, or one MIG instance, as its node reports it. `mig` is None unless it is an instance. `cordoned` is why an
     operator took it out of service, empty where nobody did, and `would_be_healthy` that nothing else is wrong with it.
+    `unhealthy_reason` is what is wrong with the GPU itself, empty where nothing is or that is not known.
     `links` has nvidia-smi's abbreviation for each GPU of the list, and is empty where that is not known."""
 
     index: int
@@ -197,6 +207,7 @@ class GpuReport(Struct, frozen=True, kw_only=True):
     is_healthy: bool = True
     cordoned: str = ""
     would_be_healthy: bool = False
+    unhealthy_reason: str = ""
     numa: int | None = None
     links: tuple[str, ...] = ()
     mig: MigReport | None = None
@@ -234,6 +245,12 @@ class GpuInventory(Struct, frozen=True, kw_only=True):
 
     def by_uuid(self) -> dict[GpuUuid, Gpu]:
         return {gpu.uuid: gpu for gpu in self.gpus}
+
+    @property
+    def tree(self) -> Branch:
+        """The topology's, without the GPUs that MIG divides: their instances stand in their place."""
+        divided = {gpu.index for gpu in self.mig_partitioned}
+        return self.topology.root.of({*self.topology.root.gpus} - divided) if divided else self.topology.root
 
     @property
     def mig_profiles(self) -> frozenset[str]:

@@ -86,6 +86,8 @@ class Pod(Struct, frozen=True, kw_only=True):
     """A static pod's UID in the API server, empty while it has none there."""
     running: frozenset[str] = frozenset()
     """Names of the containers that run now by their statuses: a call of the kubelet cannot be for one of them."""
+    not_running: Mapping[str, str] = field(default_factory=dict)
+    """Why a container waits or has ended, by name, in the kubelet's word: `CrashLoopBackOff`, `Completed`."""
     container_ids: Mapping[str, str] = field(default_factory=dict)
     """The runtime's IDs of the running containers by name, without the runtime's prefix; 64 hexadecimal digits each."""
     claims: Mapping[str, str] = field(default_factory=dict)

@@ -228,14 +228,14 @@ _GRAPH_WORDS = {LinkKind.NODE: "CPU", LinkKind.NVLINK: "NV"}
 def graph_text(snapshot: NodeSnapshot) -> str:
     """The topology tree in the form of gpu-manager's PrintGraph: what processes use of each branch and GPU, how many GPUs of
     a branch are free, what can still be allocated of a GPU. Behind its bracket a branch has the cost of its dearest pair."""
-    root = snapshot.inventory.topology.root
+    root = snapshot.inventory.tree
     gpus = {gpu.index: gpu for gpu in snapshot.inventory.gpus}
     lines = _graph_lines(root, 0, gpus, snapshot) if root.gpus else ()
     return "".join(f"{line}\n" for line in (f"ROOT:{_free(root, gpus, snapshot)}", *lines))
 
 
 def _graph_lines(branch: Branch, depth: int, gpus: Mapping[int, Gpu], snapshot: NodeSnapshot) -> Iterator[str]:
-    # A GPU that MIG divides keeps its row in the topology, beside those of its instances.
+    # The topology can have rows of GPUs that are listed no more.
     known = [gpus[index] for index in branch.gpus if index in gpus]
     margin = "|   " * depth + "|---"
     if branch.kind is LinkKind.SELF:
@@ -377,9 +377,10 @@ def _graph_numbers(gpus: Sequence[Gpu], left: tuple[int, int], snapshot: NodeSna
 
 
 def _left(gpu: Gpu, snapshot: NodeSnapshot) -> tuple[int, int]:
-    """What a pod can get of it, cores and bytes: nothing of a MIG instance that takes no shares."""
+    """What a pod can get of it, cores and bytes: nothing of a MIG instance that takes no shares, nor of a GPU out of
+    service."""
     cores, capacity = snapshot.cores(gpu)
-    if not capacity:
+    if not capacity or gpu.uuid in snapshot.unhealthy_reasons or gpu.uuid in snapshot.cordoned:
         return 0, 0
     memory = gpu.memory_mib * MIB - snapshot.memory_allocated_bytes.get(gpu.uuid, 0)
     return max(0, capacity - cores), max(0, memory)

@@ -17,7 +17,7 @@ from msgspec import UNSET, Struct, UnsetType, convert
 
 from gpushare_agent.isolation.kept import NOT_KEPT_TEXTS, IsolationFacts, Kept, ProbeResult
 from gpushare_agent.model.allocations import Allocation, ContainerKey
-from gpushare_agent.model.gpus import Branch, Gpu, GpuInventory, GpuReport, Link, LinkKind, Topology
+from gpushare_agent.model.gpus import Branch, Gpu, GpuInventory, GpuReport, Link, LinkKind
 from gpushare_agent.model.names import CORES_PER_GPU, MIB, GpuUuid
 from gpushare_agent.model.pods import ContainerKind, Pod
 from gpushare_agent.model.resources import ResourceKind, ResourceNames, cores_of_part
@@ -294,7 +294,7 @@ def node_document(snapshot: NodeSnapshot) -> NodeDocument:
         agent=agent_document(snapshot),
         resources=ResourcesDocument(names.vcore, names.vmemory, names.gpu_mem, names.memory_block_mib * MIB),
         gpus=[gpu_document(gpu, snapshot) for gpu in sorted(snapshot.inventory.gpus, key=lambda gpu: gpu.index)],
-        topology=topology_document(snapshot.inventory.topology),
+        topology=topology_document(snapshot.inventory),
         containers=[container_document(facts, snapshot) for facts in order],
     )
 
@@ -354,8 +354,8 @@ def reported_gpu_document(gpu: GpuReport, account: GpuAccount) -> ReportedGpuDoc
         name=gpu.name,
         mig=MigLabel(gpu.mig.label, gpu.mig.profile) if gpu.mig is not None else UNSET,
         is_healthy=gpu.is_healthy,
-        # The annotation says that a GPU is unhealthy, not why.
-        health_reason="" if gpu.is_healthy else None,
+        # An agent of another version says that a GPU is unhealthy, not why.
+        health_reason=gpu.unhealthy_reason or ("" if gpu.is_healthy else None),
         cordoned=gpu.cordoned or None,
         # A MIG instance that takes no shares has no cores to offer; allocated as a whole it would show 100 of 0.
         cores=CountsDocument(gpu.cores, min(account.allocated_cores, gpu.cores)),
@@ -411,8 +411,9 @@ def _kept(kept: Kept) -> KeptDocument:
     return KeptDocument(kept.memory_by, kept.compute_by, [term.value for term in kept.not_kept])
 
 
-def topology_document(topology: Topology) -> TopologyDocument:
-    return TopologyDocument([[link_word(link) for link in row] for row in topology.links], _branch(topology.root))
+def topology_document(inventory: GpuInventory) -> TopologyDocument:
+    links = inventory.topology.links
+    return TopologyDocument([[link_word(link) for link in row] for row in links], _branch(inventory.tree))
 
 
 def link_word(link: Link) -> str:
@@ -429,7 +430,7 @@ def _branch(branch: Branch) -> BranchDocument:
 
 
 def _phase(facts: ContainerFacts) -> str:
-    """The container's own where it is known to run, else the pod's."""
+    """The container's own where it is known, else the pod's: in a Running pod a container may crash time and again."""
     if facts.pod is None:
         return "Unknown"
     # First: containers of a deleted pod run until their grace period is over, and use their GPUs.
@@ -437,6 +438,8 @@ def _phase(facts: ContainerFacts) -> str:
         return "Running"
     if facts.pod.is_deleting:
         return "Terminating"
+    if reason := facts.pod.not_running.get(facts.allocation.key.container):
+        return reason
     if facts.allocation.kind is ContainerKind.INIT:
         return "Init"
     return facts.pod.phase.value

@@ -319,14 +319,11 @@ def _components(gpus: Sequence[int], is_together: Callable[[int, int], bool]) ->
     return sorted(groups)
 
 
-def render_tree(
-    topology: Topology, notes: Mapping[int, str] | None = None, labels: Mapping[int, str] | None = None
-) -> str:
+def render_tree(root: Branch, notes: Mapping[int, str] | None = None, labels: Mapping[int, str] | None = None) -> str:
     """The tree as text, one line per branch (`PIX:3` is three GPUs behind one switch) and GPU.
 
     `notes` adds a remark to a GPU's line, by index; `labels` are GPUs' names for people where these are not their indexes.
     """
-    root = topology.root
     lines = [f"ROOT:{len(root.gpus)}"]
     if root.gpus:
         lines += _render(root, 1, notes or {}, labels or {})

@@ -130,6 +130,22 @@ window.unlabelled = function () {
   return [...new Set(found)];
 };
 
+/** Landmarks of one role with one name, of which nobody can tell which is which (axe: landmark-unique). */
+window.landmarks = function () {
+  const ofBody = new Map([["HEADER", "banner"], ["FOOTER", "contentinfo"]]);
+  const roles = new Map([["MAIN", "main"], ["NAV", "navigation"], ["ASIDE", "complementary"]]);
+  const isNamed = (one) => one.hasAttribute("aria-label") || one.hasAttribute("aria-labelledby");
+  const found = [...document.querySelectorAll("header, footer, main, nav, aside, section, form, [role=region], [role=search]")].flatMap((one) => {
+    if (!one.checkVisibility()) return [];
+    const named = isNamed(one) ? { SECTION: "region", FORM: "form" }[one.tagName] : null;
+    const role = one.getAttribute("role") ?? named ?? roles.get(one.tagName) ?? (one.parentElement === document.body ? ofBody.get(one.tagName) : null);
+    if (!role) return [];
+    const name = one.getAttribute("aria-label") ?? document.getElementById(one.getAttribute("aria-labelledby"))?.textContent ?? "";
+    return [`${role} ${name.trim()}`];
+  });
+  return [...found.filter((one, place) => found.indexOf(one) !== place), ...(found.length < 5 ? [`only ${found.length} landmarks`] : [])];
+};
+
 /** All that the keyboard must reach, in the order of the page; of radio buttons only the chosen one is a stop. */
 window.stops = function () {
   const all = [...document.querySelectorAll("a[href], button, input, summary, [tabindex='0']")];

@@ -56,9 +56,16 @@ class Browser:
     def __init__(self, session: ClientSession, url: str) -> None:
         self._session = session
         self._url = url
+        self._logged: list[dict[str, Any]] = []
 
     async def open(self, url: str) -> None:
+        """Until it is loaded, with its modules."""
         await self._post("url", {"url": url})
+        self._logged += await self._read_log()
+        # An interface that comes or goes on this machine, such as a container's, makes Chromium give up what it loads.
+        if any("ERR_NETWORK_CHANGED" in entry["message"] for entry in self._logged):
+            self._logged = []
+            await self.open(url)
 
     async def script(self, body: str, *arguments: Any) -> Any:
         return await self._post("execute/sync", {"script": body, "args": list(arguments)})
@@ -101,6 +108,10 @@ class Browser:
 
     async def log(self) -> list[dict[str, Any]]:
         """Problems in the console and in the loading of the page since the last call."""
+        found, self._logged = self._logged + await self._read_log(), []
+        return found
+
+    async def _read_log(self) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = await self._post("se/log", {"type": "browser"})
         return found
 

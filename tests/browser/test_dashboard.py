@@ -117,7 +117,7 @@ async def test_what_is_shown_is_what_is_in_the_json() -> None:
         ]
         for shown, gpu in zip(gpus, document["gpus"], strict=True):
             assert shown["badge"] == "✓ Healthy"
-            assert shown["values"][0].startswith(f"{gpu['cores']['allocated']}/100 cores allocated · ")
+            assert shown["values"][0].startswith(f"{gpu['cores']['allocated']}/100 allocated · ")
             assert shown["values"][0].endswith(f" · {round(gpu['usage']['sm_ratio'] * 100)} % in use")
             own = [
                 (one["pod"], allocated)
@@ -197,19 +197,20 @@ async def test_each_row_says_who_keeps_the_share_and_what_is_not_kept() -> None:
         reads = """return Object.fromEntries([...document.querySelectorAll('.containers tbody tr')].map((row) => {
             const cell = row.querySelector('.col-isolation'), by = cell.querySelector('.kept');
             return [row.querySelector('.col-pod').textContent,
-              [by.textContent, by.dataset.state ?? '', cell.querySelector('details').hidden]];
+              [by.textContent, by.dataset.state ?? '']];
         }))"""
         assert await scene.browser.script(reads) == {
-            "share": ["", "", False],
-            "whole": ["", "", True],
-            "free": ["memory: nobody, compute: nobody", "warn", True],
+            "share": ["", ""],
+            "whole": ["", ""],
+            "free": ["memory: nobody, compute: nobody", "warn"],
         }
         listed = await scene.browser.script(
-            "return [...document.querySelectorAll('.col-isolation details')].map((one) => one.textContent).join()"
+            "return [...document.querySelectorAll('#not-limited details')].map((one) => one.textContent).join()"
         )
         texts = (await scene.document())["agent"]["not_kept_texts"]
         assert texts["pools"] in listed
-        assert "Memory and compute are limited by vcuda. Not limited: " in listed
+        assert listed.startswith("vcuda: ") and listed.count("in 1 container") == 1
+        assert "Memory is limited by vcuda, compute by vcuda. Not limited: " in listed
         # Nobody runs an MPS daemon here, so the agent has never been Ready.
         notices = await scene.browser.script(
             "return [...document.querySelectorAll('.notice')].map((one) => [one.dataset.kind, one.textContent])"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -11,10 +11,12 @@ import pytest
 from msgspec.structs import replace
 
 from bench.sample_node import SampleNode, uid_of, uuid_of
+from gpushare_agent.isolation.kept import Kept, NotKept
 from gpushare_agent.model.allocations import ContainerKey
-from gpushare_agent.observability.node_snapshot import NodeSnapshot
+from gpushare_agent.observability.node_snapshot import ContainerFacts, NodeSnapshot
 from tests.browser.support_browser import WHY_NOT, Browser, open_browser
 from tests.kit.support_http import free_port
+from tests.observability.support_usage import divided_node
 from tests.observability.support_web import FakeHistory, ServedNode, served_node
 
 pytestmark = [pytest.mark.browser, pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)]
@@ -94,6 +96,7 @@ async def test_everything_has_a_name() -> None:
     async with opened(varied_node()) as (browser, _):
         await open_all_details(browser)
         assert await browser.script("return unlabelled()") == []
+        assert await browser.script("return landmarks()") == []
         tree = (await browser.cdp("Accessibility.getFullAXTree"))["nodes"]
     shown = [node for node in tree if not node["ignored"] and node["role"]["value"] in NAMED_ROLES]
     nameless = [node["role"]["value"] for node in shown if not node.get("name", {}).get("value", "").strip()]
@@ -109,10 +112,10 @@ async def test_a_bar_has_its_numbers_as_text() -> None:
         compute, memory = await browser.script(
             "return [...document.querySelectorAll('.gpu .bar')].slice(0, 2).map((bar) => bar.ariaLabel)"
         )
-    assert compute.startswith("Compute: 5/100 cores allocated")
+    assert compute.startswith("GPU cores: 5/100 allocated")
     assert "1: team-a/inference-000 (main), " in compute
-    assert "/5 cores" in compute
-    assert compute.endswith("Free: 95 cores.")
+    assert "/5 GPU cores" in compute
+    assert compute.endswith("Free: 95 GPU cores.")
     assert "Free: 76 GiB. Processes of no container here: 800 MiB." in memory
 
 
@@ -237,7 +240,7 @@ async def test_a_free_gpu_takes_little_room() -> None:
         assert await browser.script(titles, "#gpus h3") == ["GPU 0", "GPU 1"]
         assert len(await browser.script(titles, "#gpus-free h3")) == 14
         free_text = await browser.script("return document.querySelector('#gpus-free').innerText")
-        assert free_text.count("Free: 100 cores") == 14
+        assert free_text.count("Free: 100 GPU cores") == 14
         used, free = await browser.script(
             "return ['#gpus', '#gpus-free'].map((one) => document.querySelector(`${one} .gpu`).offsetHeight)"
         )
@@ -263,14 +266,14 @@ async def test_a_container_on_a_failed_gpu_is_marked() -> None:
     """In its row, in words and colour, from the moment on which the GPU fails until it is back."""
     node = SampleNode(gpus=2, containers=2)
     states = (
-        "[...document.querySelectorAll('tbody .state')].map((one) => `${one.textContent} ${one.dataset.state}`).join()"
+        "[...document.querySelectorAll('tbody .state')].map((one) => `${one.textContent} ${one.dataset.kind}`).join()"
     )
     async with opened(node) as (browser, _):
-        assert await browser.script(f"return {states}") == "Running Running,Running Running"
+        assert await browser.script(f"return {states}") == "Running good,Running good"
         node.unhealthy[1] = ILL
-        await browser.wait(f"{states} === 'Running Running,Running, GPU 1 unhealthy Failed'")
+        await browser.wait(f"{states} === 'Running good,Running, GPU 1 unhealthy bad'")
         node.unhealthy.clear()
-        await browser.wait(f"{states} === 'Running Running,Running Running'")
+        await browser.wait(f"{states} === 'Running good,Running good'")
 
 
 HEALTH = """return [...document.querySelectorAll('article.gpu')].map((gpu) => ['.badge', '.reason'].map((kind) =>
@@ -290,6 +293,13 @@ async def test_a_cordon_is_no_fault() -> None:
             [["‖ Cordoned"], ["Cordoned: no reason given"]],
             [["✕ Unhealthy"], [ILL]],
             [["✕ Unhealthy", "‖ Cordoned"], [ILL, "Cordoned: smoke"]],
+        ]
+        free = "return [...document.querySelectorAll('.gpu-free')].map((one) => one.textContent)"
+        assert await browser.script(free) == [
+            "Not offered: cordoned",
+            "Not offered: cordoned",
+            "Not offered: unhealthy",
+            "Not offered: unhealthy, cordoned",
         ]
         kinds = "return [...document.querySelectorAll('article.gpu, .topology .leaf')].map((one) => one.dataset.kind)"
         assert await browser.script(kinds) == ["warn", "warn", "bad", "bad"] * 2
@@ -376,6 +386,107 @@ async def test_one_change_touches_one_row() -> None:
         key = f"{uid_of(7)}/main"
         await browser.wait("touched.has(arguments[0])", key)
         assert await browser.script("return [[...touched], made]") == [[key], 0]
+
+
+class _Changed(SampleNode):
+    """A SampleNode of which `change` makes another."""
+
+    change: Callable[[NodeSnapshot], NodeSnapshot] = staticmethod(lambda found: found)
+
+    def snapshot(self) -> NodeSnapshot:
+        return self.change(super().snapshot())
+
+
+async def test_why_a_container_does_not_run_is_its_state() -> None:
+    """In the kubelet's word, while its pod is Running."""
+    reasons = {"inference-000": "CrashLoopBackOff", "inference-001": "ContainerCreating", "inference-002": "Completed"}
+
+    def crash(found: NodeSnapshot) -> NodeSnapshot:
+        def changed(one: ContainerFacts) -> ContainerFacts:
+            if one.pod is None or one.pod.name not in reasons:
+                return one
+            return replace(one, pod=replace(one.pod, running=frozenset(), not_running={"main": reasons[one.pod.name]}))
+
+        return replace(found, containers=[changed(one) for one in found.containers])
+
+    node = _Changed(gpus=1, containers=4)
+    node.change = crash
+    async with opened(node) as (browser, _):
+        states = (
+            "return [...document.querySelectorAll('tbody .state')].map((one) => [one.textContent, one.dataset.kind])"
+        )
+        assert await browser.script(states) == [
+            ["CrashLoopBackOff", "bad"],
+            ["ContainerCreating", "warn"],
+            ["Completed", ""],
+            ["Running", "good"],
+        ]
+
+
+async def test_an_old_sample_is_stale_and_nothing_beside_it_ready() -> None:
+    node = _Changed(gpus=1, containers=1)
+    async with opened(node) as (browser, _):
+        assert await browser.script("return document.querySelector('#ready').checkVisibility()")
+
+        def old(found: NodeSnapshot) -> NodeSnapshot:
+            assert found.usage is not None
+            return replace(found, usage=replace(found.usage, sampled_at=found.at - 30))
+
+        node.change = old
+        await browser.wait("document.querySelector('#live').textContent.startsWith('Stale: last sample 3')")
+        assert not await browser.script("return document.querySelector('#ready').checkVisibility()")
+
+
+@pytest.mark.parametrize("gpus", [1, 2, 3])
+async def test_few_gpus_have_the_whole_width(gpus: int) -> None:
+    async with opened(SampleNode(gpus=gpus, containers=3), width=1920) as (browser, _):
+        row, *widths = await browser.script(
+            "return ['#gpus', '#gpus > article'].flatMap((one) => [...document.querySelectorAll(one)])"
+            ".map((one) => one.getBoundingClientRect().width)"
+        )
+    assert len(widths) == gpus
+    assert sum(widths) > 0.97 * row
+
+
+@pytest.mark.parametrize(("width", "screens"), [(1920, 1), (1024, 2), (375, 2)])
+async def test_many_gpus_leave_the_containers_in_sight(width: int, screens: int) -> None:
+    """Without curves and lists, which a choice brings back; so few screens of 1080 pixels above the containers."""
+    async with opened(SampleNode(gpus=16, containers=60), width=width) as (browser, _):
+        top = "return document.querySelector('#containers').getBoundingClientRect().top"
+        assert await browser.script(top) < screens * 1080
+        shown = "return document.querySelector('#gpus .curve').checkVisibility()"
+        assert not await browser.script(shown)
+        await browser.click("#compact")
+        assert await browser.script(shown)
+
+
+async def test_what_is_not_limited_is_said_once() -> None:
+    """For all containers of which the same is true, in one fold: no row is a stop of the keyboard."""
+    kept = Kept(memory_by="vcuda", compute_by="vcuda", not_kept=(NotKept.BYPASS, NotKept.COPIES))
+
+    def limited(found: NodeSnapshot) -> NodeSnapshot:
+        return replace(found, containers=[replace(one, kept=kept) for one in found.containers])
+
+    node = _Changed(gpus=2, containers=20)
+    node.change = limited
+    async with opened(node, width=1920) as (browser, _):
+        folds = "return [...document.querySelectorAll('#not-limited summary')].map((one) => one.textContent)"
+        assert await browser.script(folds) == ["vcuda: 2 things not limited in 20 containers"]
+        assert await browser.script("return document.querySelectorAll('.containers tbody summary').length") == 0
+
+
+async def test_a_gpu_that_mig_divides_is_its_instances() -> None:
+    """As in top and graph: cards, drawing, list and table of the topology have the instances in its place, and one without
+    cores is given whole."""
+    node = _Changed(gpus=2, containers=0)
+    node.change = lambda _: divided_node(shares_in_mig=False)
+    async with opened(node, width=1920) as (browser, _):
+        titles = "return [...document.querySelectorAll(arguments[0])].map((one) => one.textContent)"
+        assert sorted(await browser.script(titles, ".gpu h3")) == ["GPU 0", "GPU 1:0", "GPU 1:1"]
+        assert await browser.script(titles, "svg.topology .leaf text") == ["0", "1:0", "1:1"]
+        assert await browser.script(titles, "#topology tbody th") == ["GPU 0", "GPU 1:0", "GPU 1:1"]
+        free = "return [...document.querySelectorAll('.gpu')].map((one) => one.querySelector('.gpu-free').textContent)"
+        assert (await browser.script(free))[-2:] == ["Given whole", "Free: 24 GiB, given whole"]
 
 
 async def test_a_use_over_the_share_is_marked() -> None:

@@ -75,6 +75,21 @@ async def test_a_waiting_pod_with_every_gpu() -> None:
         assert (await ask(f"{url}api/v1/waiting?uid={'x' * 200}"))[0] == 400
 
 
+async def test_only_an_agents_own_paths_are_reachable_through_it() -> None:
+    """Of a node that is known; where no agent answers, its reason."""
+    async with served_cluster() as (url, _), asyncio.timeout(DEADLINE_S):
+        while (await ask(f"{url}api/v1/cluster"))[1]["not_listed"]:
+            await asyncio.sleep(0.01)
+        assert (await ask(f"{url}nodes/gpu-1/"))[0] == 200
+        assert (await ask(f"{url}nodes/gpu-1/dashboard/app.js"))[0] == 200
+        for path in ("metrics", "debug/state", "api/v1/..%2f..%2fsecrets"):
+            assert (await ask(f"{url}nodes/gpu-1/{path}"))[0] == 404, path
+        status, answer, _ = await ask(f"{url}nodes/gpu-1/api/v1/node")
+        assert status == 404 and answer["error"].startswith("no agent runs on node gpu-1: ")
+        assert (await ask(f"{url}nodes/other/api/v1/node"))[1] == {"error": 'no node "other" is known'}
+        assert (await ask(f"{url}nodes/gpu-1/api/v1/node", Origin="https://evil.example"))[0] == 403
+
+
 async def test_a_node_with_half_a_surrogate_pair_hides_no_other() -> None:
     """An annotation may escape one in any of its texts; UTF-8 has none."""
     async with served_cluster() as (url, cluster), asyncio.timeout(DEADLINE_S):

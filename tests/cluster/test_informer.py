@@ -92,6 +92,20 @@ async def test_what_went_while_the_server_was_away_is_removed() -> None:
         assert pods.removed == ["uid-p1"]
 
 
+async def test_a_server_that_is_away_is_lost_until_it_is_watched_again() -> None:
+    """With the reason of now, since the first failure."""
+    async with fake_cluster(pods=five()) as cluster, informing(cluster) as (informer, _, _):
+        await eventually(lambda: informer.has_listed)
+        assert informer.lost is None
+        await cluster.stop()
+        await eventually(lambda: informer.lost is not None and "refused" in informer.lost.why)
+        first = informer.lost
+        assert first is not None
+        cluster.is_down = False
+        await cluster.start()
+        await eventually(lambda: informer.lost is None)
+
+
 async def test_refresh_returns_after_a_list_that_began_after_it() -> None:
     """Even where the watch reports nothing: whatever was there when refresh was called is known when it returns."""
     async with fake_cluster(pods=five()) as cluster, informing(cluster) as (informer, pods, _):

@@ -492,6 +492,16 @@ async def test_pods_are_listed_by_selectors_in_all_namespaces_or_one() -> None:
     ]
 
 
+async def test_any_answer_shows_that_the_server_is_there() -> None:
+    """Also one that refuses; silence and no connection do not."""
+    behaviours = [answers(403, raw_status(403)), answers(200, {}), stalls_before_headers]
+    async with fake_api(others=behaviours) as server, opened(server.url) as api:
+        for _ in range(2):
+            await api.check_answers(timeout_s=DEADLINE_S)
+        with pytest.raises(Unavailable, match="in time"):
+            await api.check_answers(timeout_s=0.05)
+
+
 async def test_a_pods_http_server_is_read_through_the_api_server() -> None:
     """The path names the pod's port; the query is passed on."""
     async with fake_api(others=[answers(200, {"x": 1})]) as server, opened(server.url) as api:

@@ -268,6 +268,25 @@ def test_the_containers_that_run_are_reported(statuses: Any, running: set[str]) 
     assert read(raw_pod(status={"containerStatuses": statuses})).running == running
 
 
+@pytest.mark.parametrize(
+    ("state", "reason"),
+    [
+        ({"waiting": {"reason": "CrashLoopBackOff"}}, "CrashLoopBackOff"),
+        ({"terminated": {"reason": "OOMKilled", "exitCode": 137}}, "OOMKilled"),
+        ({"running": {}}, None),
+        ({"waiting": {}}, None),
+        ({"waiting": {"reason": "<b>x</b>"}}, None),
+        ({"waiting": {"reason": "A" * 41}}, None),
+        ({"waiting": "CrashLoopBackOff"}, None),
+    ],
+)
+def test_why_a_container_does_not_run_is_the_kubelets_word(state: Any, reason: str | None) -> None:
+    """Of a container of the pod; a tenant's own text is none."""
+    statuses = [{"name": "main", "state": state}, {"name": "gone", "state": {"waiting": {"reason": "Error"}}}]
+    found = read(raw_pod(status={"containerStatuses": statuses})).not_running
+    assert found == ({"main": reason} if reason else {})
+
+
 def test_init_containers_run_too() -> None:
     """A sidecar's status stands among those of init containers."""
     spec = {"initContainers": [{"name": "proxy", "restartPolicy": "Always"}]}

@@ -525,6 +525,28 @@ def _benchmark(name: str, shown_rows: str = "") -> str:
     return f"On {machine}:\n\n" + _joined(table)
 
 
+_ENDURANCE = {
+    "on": "on", "minutes": "minutes", "kills": "agent killed", "upgrades": "rolled out", "kubelet_restarts": "kubelet",
+    "gpus_lost": "GPUs lost", "pods": "pods", "checks": "checks of limits", "wrong": "wrong", "over": "over",
+    "lost_limits": "lost", "life_min": "last life, min", "first_mib": "MiB in it, first third", "last_mib": "last third",
+}  # fmt: skip
+"""The columns of bench/measured/endurance.json, and what each is called."""
+_KILLS_WANTED = 10_000
+
+
+def _endurance() -> str:
+    """The runs of tests/e2e/test_endurance.py, oldest first, and how many kills they count together."""
+    runs = json.loads((ROOT / "bench/measured/endurance.json").read_text(encoding="utf-8"))
+    rows = [[_number(run[column]) for column in _ENDURANCE] for run in runs]
+    killed = sum(run["kills"] for run in runs)
+    total = f"`nox -s e2e -- --endurance MINUTES`, {killed:,} of {_KILLS_WANTED:,} kills:"
+    return f"{total}\n\n{_joined([list(_ENDURANCE.values()), *rows])}"
+
+
+def _number(value: float | str) -> str:
+    return value if isinstance(value, str) else f"{value:,.1f}".removesuffix(".0")
+
+
 def _joined(rows: Sequence[Sequence[str]]) -> str:
     lines = [f"| {' | '.join(row)} |" for row in rows]
     return "\n".join([lines[0], "|---" * len(rows[0]) + "|", *lines[1:]])
@@ -549,6 +571,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "packing": lambda: _packing(of_rules=False),
     "packing_rules": lambda: _packing(of_rules=True),
     "measured_beside": lambda: _benchmark("beside"),
+    "endurance": _endurance,
     "measured_scheduler": lambda: _benchmark("scheduler", _OF_SCHEDULER),
     "containers": lambda: _metrics("gpushare_container_", frozenset(("namespace", "pod", "container", "node"))),
     "gpus": lambda: _metrics("gpushare_card_", frozenset(("uuid", "gpu", "node"))),

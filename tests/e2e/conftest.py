@@ -17,6 +17,7 @@ import json
 import os
 import secrets
 import shutil
+import subprocess
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
@@ -25,12 +26,16 @@ import pytest
 from gpushare_agent import __version__
 from tests.e2e.cluster import DEADLINE_S, RUN_LABEL, Cluster, KubectlError, Object, kubectl, names_of, open_proxy
 from tests.e2e.installation import LABEL, MANIFESTS, NODE_LABEL, SYSTEM, Installation, found_installed, take_off_node
+from tests.native.build import NATIVE, CannotBuildError, build_fake_driver, build_program
 
 CLUSTER = pytest.StashKey[Cluster]()
 MOST_SHOWN = 20_000
 """Characters of one command's output in the report of a failure: its end."""
 HOOKS = {
     "restart-kubelet": "COMMAND that restarts the kubelet of the node and ends when it runs again",
+    "stop-kubelet": "COMMAND that stops the kubelet of the node",
+    "start-kubelet": "COMMAND that starts it, and ends when it runs",
+    "reboot-node": "COMMAND that reboots the node and ends when its kubelet runs",
     "audit-log": "FILE that is the API server's audit log, of level Metadata for the accounts of gpushare-system",
     "static-pods": "DIR that is the node's static pod path",
 }
@@ -47,6 +52,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--runtime-class", help="of pods with a share, such as nvidia")
     group.addoption("--replace-installed", action="store_true", help="remove what an earlier run left, and go on")
     group.addoption("--endurance", type=float, default=0, help="MINUTES that tests/e2e/test_endurance.py takes")
+    group.addoption("--endurance-log", help="FILE of its runs, JSON, to which it adds its own")
     for name, text in HOOKS.items():
         group.addoption(f"--{name}", help=text)
 
@@ -155,6 +161,25 @@ def namespace(cluster: Cluster) -> Iterator[str]:
     cluster.run("delete", owners, "--all", "-n", name, "--cascade=background", "--wait=false")
     cluster.delete_pods(name)
     cluster.run("delete", "namespace", name, "--wait=false")
+
+
+@pytest.fixture(scope="session")
+def driver_files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """The fake driver and a program, by name; without symbols, for a ConfigMap holds a MiB. Skips without a compiler."""
+    directory = tmp_path_factory.mktemp("driver")
+    try:
+        driver = build_fake_driver(directory / "built")
+        program = build_program(directory / "gpu_program", NATIVE / "gpu_program.c", ["-ldl"])
+    except CannotBuildError as error:
+        pytest.skip(str(error))
+    built = {
+        "libcuda.so.1": driver / "libcuda.so",
+        "libnvidia-ml.so.1": driver / "libnvidia-ml.so",
+        "gpu_program": program,
+    }
+    for path in built.values():
+        subprocess.run(["strip", str(path)], check=True)
+    return {name: path.read_bytes() for name, path in built.items()}
 
 
 def _namespace_name(cluster: Cluster) -> str:

@@ -85,7 +85,11 @@ node_is_ready() { kubectl get nodes -o 'jsonpath={.items[*].status.conditions[?(
 KUBECONFIG=$("$rig" kubeconfig admin)
 for _ in $(seq 300); do node_is_ready && break; sleep 1; done
 # `up` looks for programs with a pipe that may end too early on a busy machine (SIGPIPE).
-restart="$rig down -9 kubelet; for i in 1 2 3 4 5; do $rig up kubelet && exit; done; exit 1"
+stop="$rig down -9 kubelet"
+start="for i in 1 2 3 4 5; do $rig up containerd kubelet && exit; done; exit 1"
+# As after a power failure: every process of the node has ended, /run is empty; the kubelet's files and etcd are on disk.
+reboot="$stop; for t in \$($rig ctr tasks ls -q); do $rig ctr tasks kill -s 9 \$t; done
+$rig down -9 containerd; rm -rf /run/rig/containerd /run/containerd; $start"
 cd "$here"
 interruptible ${E2E:-.venv/bin/nox -s e2e --} --image "gpushare-agent:$version" --static-pods "$RIG_DIR/etc/static" --audit-log "$work/audit/log" \
-  --scheduler-image kube-scheduler:rig --restart-kubelet "$restart" "$@"
+  --scheduler-image kube-scheduler:rig --restart-kubelet "$stop; $start" --stop-kubelet "$stop" --start-kubelet "$start" --reboot-node "$reboot" "$@"

@@ -7,9 +7,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.e2e.cluster import Cluster, KubectlError, Object
+from tests.e2e.cluster import CORE, Cluster, KubectlError, Object
 from tests.e2e.extender import ExtenderInstallation
 from tests.e2e.installation import NODE_LABEL, SYSTEM, Installation
+from tests.e2e.test_requests import assert_waits_while_it_asks_for_more_than_is_free
 
 pytestmark = pytest.mark.e2e
 GIB = 1 << 30
@@ -123,4 +124,12 @@ def test_a_pod_with_hamis_names_gets_its_share(
     left_alone["metadata"]["labels"] = {"hami.io/webhook": "ignore"}
     (made,) = json.loads(cluster.run(*dry_run, stdin=json.dumps(left_alone)))["spec"]["containers"]
     assert made["resources"]["limits"] == {"nvidia.com/gpu": "1"}
+    cluster.delete_pods(namespace)
+
+
+def test_hamis_case_of_overcommit_by_its_own_names(
+    cluster: Cluster, installation: Installation, webhook: None, namespace: str
+) -> None:
+    cluster.run("label", "namespace", namespace, "gpushare-agent/vgpu-names=enabled")
+    assert_waits_while_it_asks_for_more_than_is_free(cluster, installation, namespace, "nvidia.com/gpu", counted=CORE)
     cluster.delete_pods(namespace)

@@ -7,7 +7,6 @@ A share is of 30 cores and 2,560 MiB: 8 blocks of 256 MiB beside a context of 30
 
 from __future__ import annotations
 
-import base64
 import json
 import subprocess
 from collections.abc import Iterator
@@ -18,7 +17,6 @@ import pytest
 
 from tests.e2e.cluster import Cluster, Object, message_of
 from tests.e2e.installation import SYSTEM, Installation, with_variables
-from tests.native.build import NATIVE, CannotBuildError, build_fake_driver, build_program
 
 pytestmark = pytest.mark.e2e
 CORES, BLOCKS = 30, 10
@@ -35,30 +33,11 @@ SECURITY: dict[str, Object] = {"root": {}, "user": OF_USER, "read-only": {"readO
 RESIZE = {"patches": [with_variables({"GPUSHARE_RESIZE__MODE": "free-capacity"})]}
 
 
-@pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    """The fake driver and a program, by name; without symbols, for a ConfigMap holds a MiB."""
-    directory = tmp_path_factory.mktemp("driver")
-    try:
-        driver = build_fake_driver(directory / "built")
-        program = build_program(directory / "gpu_program", NATIVE / "gpu_program.c", ["-ldl"])
-    except CannotBuildError as error:
-        pytest.skip(str(error))
-    built = {
-        "libcuda.so.1": driver / "libcuda.so",
-        "libnvidia-ml.so.1": driver / "libnvidia-ml.so",
-        "gpu_program": program,
-    }
-    for path in built.values():
-        subprocess.run(["strip", str(path)], check=True)
-    return {name: path.read_bytes() for name, path in built.items()}
-
-
 @pytest.fixture
-def programs(cluster: Cluster, installed: Installation, namespace: str, files: dict[str, bytes]) -> Programs:
+def programs(cluster: Cluster, installed: Installation, namespace: str, driver_files: dict[str, bytes]) -> Programs:
     if installed.overlay != "overlays/simulated":
         pytest.skip("on a real GPU nox -s gpu measures the library")
-    return Programs(cluster, installed, namespace, files)
+    return Programs(cluster, installed, namespace, driver_files)
 
 
 class Programs:
@@ -66,10 +45,7 @@ class Programs:
 
     def __init__(self, cluster: Cluster, installation: Installation, namespace: str, files: dict[str, bytes]) -> None:
         self.cluster, self.installation, self.namespace = cluster, installation, namespace
-        data = {name: base64.b64encode(content).decode() for name, content in files.items()}
-        made = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "driver"}, "binaryData": data}
-        # Not by apply, whose annotation holds a quarter of a MiB.
-        cluster.run("create", "-n", namespace, "-f", "-", stdin=json.dumps(made))
+        cluster.create_files(namespace, "driver", files)
 
     def pod(self, name: str, security: Object | None = None, **more: Any) -> Object:
         """Of an image with glibc, which the preload file needs: the agent's own."""
@@ -175,11 +151,11 @@ def test_a_program_goes_on_within_its_limits_while_the_agent_is_killed_and_repla
 
 
 def test_a_running_program_follows_a_resize(
-    cluster: Cluster, installation: Installation, namespace: str, files: dict[str, bytes]
+    cluster: Cluster, installation: Installation, namespace: str, driver_files: dict[str, bytes]
 ) -> None:
     """Twice the memory, then three fifths of it."""
     installation.install(**RESIZE)
-    programs = Programs(cluster, installation, namespace, files)
+    programs = Programs(cluster, installation, namespace, driver_files)
     programs.start(programs.pod("web", OF_USER))
     actions = [TAKE, "wait", TAKE, "free", "wait", TAKE, "info"]
     with programs.begun("web", *actions) as process:

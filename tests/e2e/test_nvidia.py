@@ -9,6 +9,7 @@ import pytest
 
 from tests.e2e.cluster import Cluster, Object
 from tests.e2e.installation import SYSTEM, Installation, with_variables
+from tests.e2e.test_requests import assert_waits_while_it_asks_for_more_than_is_free
 
 pytestmark = pytest.mark.e2e
 
@@ -66,6 +67,13 @@ def test_nvidias_example_pods(cluster: Cluster, installation: Installation, name
     cards = {gpu["uuid"]: gpu["index"] for gpu in installation.view()["gpus"]}
     assert shared not in {cards[gpu] for gpu in one + two}
     cluster.wait_for("the GPU of the share is withheld", lambda: offered(cluster) == total - 1)
+
+
+def test_hamis_case_of_overcommit_by_nvidias_name(cluster: Cluster, installation: Installation, namespace: str) -> None:
+    installation.install(components=["components/nvidia"])
+    total = len(installation.view()["gpus"])
+    cluster.wait_for("each GPU is offered once", lambda: offered(cluster) == total)
+    assert_waits_while_it_asks_for_more_than_is_free(cluster, installation, namespace, GPU, counted=GPU)
 
 
 def test_nvidias_example_of_time_slicing(cluster: Cluster, installation: Installation, namespace: str) -> None:

@@ -7,28 +7,9 @@ from collections import Counter
 import pytest
 
 from tests.e2e.cluster import CORE, MEMORY, Cluster, Object, message_of
-from tests.e2e.installation import BLOCK_BYTES, Installation
+from tests.e2e.installation import Installation
 
 pytestmark = pytest.mark.e2e
-
-
-def test_a_share_has_the_same_gpu_in_every_record(cluster: Cluster, installed: Installation, namespace: str) -> None:
-    """The kubelet's records, the agent's ledger, the pod's annotations and the container's environment."""
-    cluster.start(namespace, cluster.pod_of("share", cluster.container(40, 8, command="env; sleep 3600")))
-    (core, memory, gpus) = installed.wait_ledger(namespace, 1)[f"{namespace}/share/main"]
-    assert (core, memory, len(gpus)) == (40, 8 * BLOCK_BYTES, 1)
-    uuid = installed.view()["gpus"][gpus[0]]["uuid"]
-    (records,) = installed.kubelet_records([cluster.pods(namespace)["share"]]).values()
-    assert records[CORE] == [uuid] * 40
-    assert len(records[MEMORY]) == 8
-    cluster.wait_for("annotation", lambda: annotated(cluster.pods(namespace)["share"]) == str(gpus[0]))
-    if cluster.runtime_class is None:  # NVIDIA's runtime may replace the variable
-        seen = cluster.wait_for("its environment", lambda: cluster.run("logs", "share", "-n", namespace))
-        assert f"NVIDIA_VISIBLE_DEVICES={uuid}\n" in seen
-
-
-def annotated(pod: Object) -> str:
-    return str(pod["metadata"].get("annotations", {}).get("tencent.com/predicate-gpu-idx-0", ""))
 
 
 def test_a_whole_gpu_is_shared_with_nobody(cluster: Cluster, installed: Installation, namespace: str) -> None:
@@ -82,21 +63,48 @@ def test_what_cannot_be_had_is_refused_with_the_reason(
     assert not installed.wait_ledger(namespace, 0)
 
 
-def test_a_share_that_no_gpu_has_free_waits_for_the_scheduler(
+def test_hamis_case_of_overcommit(cluster: Cluster, installed: Installation, namespace: str) -> None:
+    assert_waits_while_it_asks_for_more_than_is_free(cluster, installed, namespace, CORE, of_gpu=100, counted=CORE)
+
+
+def assert_waits_while_it_asks_for_more_than_is_free(
+    cluster: Cluster, installed: Installation, namespace: str, asked: str, *, of_gpu: int = 1, counted: str
+) -> None:
+    """HAMi's e2e case "create overcommit pods": a pod of three containers, of a GPU each, with two GPUs free. It is Pending,
+    not refused, the scheduler's reason names the resource that is `counted`, and it starts when there are enough."""
+    needs_gpus(installed, 3)
+    gpus = len(installed.view()["gpus"])
+
+    def container(name: str, number: int) -> Object:
+        return cluster.container(name=name, resources={"limits": {asked: number * of_gpu}})
+
+    cluster.start(namespace, cluster.pod_of("holder", container("main", gpus - 2)))
+    cluster.apply(cluster.pod_of("more", *(container(f"c{index}", 1) for index in range(3))), namespace=namespace)
+
+    def waits() -> bool:
+        pod = cluster.pods(namespace)["more"]
+        assert pod["status"]["phase"] == "Pending" and "nodeName" not in pod["spec"]
+        return any(f"Insufficient {counted}" in one.get("message", "") for one in pod["status"].get("conditions", ()))
+
+    cluster.wait_for("the scheduler's reason", waits)
+    cluster.run("delete", "pod", "holder", "-n", namespace)
+    cluster.wait_phase(namespace, "more")
+    installed.wait_ledger(namespace, 3)
+
+
+def test_an_init_container_alone_gives_its_share_back(
     cluster: Cluster, installed: Installation, namespace: str
 ) -> None:
-    """More cores than the node offers: Pending, not refused; it starts when there are enough."""
+    """The main container asks for none; the share is free for another pod once the init container has ended."""
     whole = installed.gpus() * 100
-    cluster.start(namespace, cluster.pod("all", whole))
-    cluster.apply(cluster.pod("later", 1, 1), namespace=namespace)
-
-    def is_unschedulable() -> bool:
-        conditions = cluster.pods(namespace)["later"]["status"].get("conditions", [])
-        return any(CORE in one.get("message", "") for one in conditions if one["type"] == "PodScheduled")
-
-    cluster.wait_for("the scheduler's reason", is_unschedulable)
-    cluster.run("delete", "pod", "all", "-n", namespace)
-    cluster.wait_phase(namespace, "later")
+    pod = cluster.pod_of(
+        "early", cluster.container(), initContainers=[cluster.container(whole, name="init", command="true")]
+    )
+    cluster.start(namespace, pod)
+    assert f"{namespace}/early/main" not in installed.ledger()
+    cluster.run("delete", "pod", "early", "-n", namespace)
+    cluster.start(namespace, cluster.pod("next", whole))
+    installed.wait_ledger(namespace, 1)
 
 
 def needs_gpus(installed: Installation, number: int) -> None:

@@ -23,7 +23,7 @@ from gpushare_agent.extender.objects import MAX_GPUS, NodeReading, read_node
 from gpushare_agent.extender.values import ClusterNode
 from gpushare_agent.model.allocations import Charge
 from gpushare_agent.model.errors import Refused
-from gpushare_agent.model.gpus import Gpu, GpuInventory, Link, LinkKind
+from gpushare_agent.model.gpus import Gpu, GpuInventory, Health, Link, LinkKind
 from gpushare_agent.model.names import VCORE_RESOURCE, VMEMORY_RESOURCE, GpuUuid
 from gpushare_agent.model.resources import Request, ResourceNames
 from gpushare_agent.placement import Placed, place
@@ -184,6 +184,47 @@ def test_the_gpus_of_a_node_that_offers_nothing_now_take_no_pod() -> None:
     node = node_of(raw)
     assert [gpu.is_healthy for gpu in node.gpus] == [False, False]
     assert node.allocated == {"u": {1: Charge(cores=30)}}
+    assert {gpu.unhealthy_reason for gpu in node.gpus} == {
+        "the kubelet offers no GPU of this node now: does its agent run?"
+    }
+
+
+def test_why_a_gpu_is_unhealthy_is_read_back() -> None:
+    """Of GPUs with something wrong themselves: a cordon is no such reason. It is cut, and a healthy GPU has none."""
+    found = inventory(TOPOLOGY_NAMES[0])
+    first, second, *others = found.gpus
+    ill = replace(
+        found, gpus=(replace(first, health=Health.UNHEALTHY), replace(second, health=Health.UNHEALTHY), *others)
+    )
+    text = gpus_annotation(
+        ill, cordoned={second.uuid: True}, memory_block_mib=256, unhealthy={first.uuid: "Xid 79 " + "x" * 500}
+    )
+    gpus = node_of(raw_node(text)).gpus
+    assert [gpu.unhealthy_reason for gpu in gpus[:3]] == ["Xid 79 " + "x" * 249, "", ""]
+    assert (
+        node_of(raw_node(gpus_text(raw_gpu(0, reason=["x"], is_healthy=False), raw_gpu(1)))).gpus[0].unhealthy_reason
+        == ""
+    )
+    assert node_of(raw_node(gpus_text(raw_gpu(0, reason="of before"), raw_gpu(1)))).gpus[0].unhealthy_reason == ""
+
+
+@pytest.mark.parametrize(
+    ("spec", "conditions", "is_cordoned", "is_ready"),
+    [
+        ({}, [], False, True),
+        ({"unschedulable": True}, [{"type": "Ready", "status": "True"}], True, True),
+        ({"unschedulable": "yes"}, [{"type": "Ready", "status": "Unknown"}, 3], False, False),
+        (None, {"type": "Ready", "status": "False"}, False, True),
+    ],
+)
+def test_a_nodes_cordon_and_readiness(spec: object, conditions: object, *, is_cordoned: bool, is_ready: bool) -> None:
+    """As kubectl shows them; garbage says nothing. Also of a node that does not report its GPUs."""
+    for text in (gpus_text(raw_gpu(0), raw_gpu(1)), None):
+        raw = raw_node(text)
+        raw |= {"spec": spec}
+        raw["status"] = {**raw["status"], "conditions": conditions}
+        node = node_of(raw)
+        assert (node.is_cordoned, node.is_ready) == (is_cordoned, is_ready)
 
 
 @pytest.mark.parametrize("key", ["cards", "other"])

@@ -2,7 +2,8 @@
 
 Started by tests/gpus/support_nvml.py. Each line on stdin is a command, each answer one line of JSON: `read` answers the
 inventory, `sample` what is used (`sample_600` after 600 rounds more), `busy UUID…` who keeps GPUs busy, `events` what
-happened (`wait_events` waits an hour for the first one), each of them the error instead; `check_limits PATH MAY_SET` and
+happened, each of them the error instead; `begin_wait` begins to wait an hour for the first event and answers nothing, while
+other commands are answered, and `end_wait` answers what it brought; `check_limits PATH MAY_SET` and
 `keep_limit UUID PATH MIB MAY_SET` (0 or 1) ask for a cgroup's memory limit; `held UUID…` names the GPUs that containers
 have; `threads` answers the number of NVML threads alive, `logged` the log's events so far, `close` nothing.
 """
@@ -29,7 +30,13 @@ from gpushare_agent.model.names import GpuUuid
 from gpushare_agent.placement.topology import render_tree
 
 
-async def answer(driver: NvmlDriver, log: LogCapture, command: str) -> object:
+async def answer(driver: NvmlDriver, log: LogCapture, waiting: list[asyncio.Task[object]], command: str) -> object:
+    if command == "begin_wait":
+        waiting.append(asyncio.create_task(events(driver, 3600.0)))  # noqa: TID251 - outlives this run of the loop
+        await asyncio.sleep(0)  # its thread is called: the loop stands still until the next command
+        return None
+    if command == "end_wait":
+        return await waiting.pop()
     if command == "threads":
         return sum(thread.name.startswith("nvml") for thread in threading.enumerate())
     if command == "logged":
@@ -43,7 +50,7 @@ async def answer(driver: NvmlDriver, log: LogCapture, command: str) -> object:
     if command.startswith(("check_limits ", "keep_limit ")):
         return await limits(driver, command.split())
     name, *words = command.split()
-    calls = {"read": read, "sample": sample, "sample_600": sample_600, "events": events, "wait_events": wait_events}
+    calls = {"read": read, "sample": sample, "sample_600": sample_600, "events": events}
     call = partial(busy, uuids=words) if name == "busy" else calls[name]
     before = set(threading.enumerate())
     try:
@@ -61,7 +68,7 @@ async def read(driver: NvmlDriver) -> dict[str, Any]:
         "gpus": [to_builtins(gpu) for gpu in inventory.gpus],
         "divided": [gpu.uuid for gpu in inventory.mig_partitioned],
         "links": [[f"{link.kind.name}{link.nvlinks or ''}" for link in row] for row in inventory.topology.links],
-        "tree": render_tree(inventory.topology),
+        "tree": render_tree(inventory.tree),
         "driver_version": inventory.driver_version,
         "cuda_version": inventory.cuda_version,
         "unreadable": inventory.unreadable,
@@ -95,10 +102,6 @@ async def limits(driver: NvmlDriver, words: list[str]) -> dict[str, Any] | None:
     return to_builtins(outcome)
 
 
-async def wait_events(driver: NvmlDriver) -> list[dict[str, Any]]:
-    return await events(driver, 3600.0)
-
-
 async def events(driver: NvmlDriver, wait_s: float = 0.0) -> list[dict[str, Any]]:
     """Without the IDs of MIG instances where an event has none."""
     found = [to_builtins(event) for event in await driver.events(wait_s)]
@@ -117,8 +120,9 @@ def main() -> None:
             with_instances=(directory / "mig-minors").exists(),
             mig_minors=directory / "mig-minors",
         )
+        waiting: list[asyncio.Task[object]] = []
         for line in sys.stdin:
-            sys.stdout.write(json.dumps(runner.run(answer(driver, log, line.strip()))) + "\n")
+            sys.stdout.write(json.dumps(runner.run(answer(driver, log, waiting, line.strip()))) + "\n")
             sys.stdout.flush()
 
 

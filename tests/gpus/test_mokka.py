@@ -175,7 +175,8 @@ async def test_an_xid_is_of_its_gpu(machine: Machine, mokka: Path, monkeypatch: 
         machine.becomes(gpu_3={"failure": {"mode": "ecc_uncorrectable", "xid": {"code": 94}}})
         await probe.read()
         uuid = before["gpus"][3]["uuid"]
-        assert await probe.ask("wait_events") == [{"kind": "xid", "uuid": uuid, "xid": 94, "gi": 0, "ci": 0}]
+        await probe.ask("begin_wait")
+        assert await probe.ask("end_wait") == [{"kind": "xid", "uuid": uuid, "xid": 94, "gi": 0, "ci": 0}]
         assert await probe.events() == []
 
 

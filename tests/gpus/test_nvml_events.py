@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.agent.support_agent import poll_until
 from tests.gpus.support_nvml import TWO_PAIRS, Probe, fake_library, running_probe
 
 XID = 8
@@ -203,15 +204,46 @@ async def test_a_close_frees_the_set(library_directory: Path) -> None:
         assert calls.read_text().split() == ["event_set_free", "shutdown", "init", "event_set"]
 
 
-async def test_an_event_ends_the_wait_for_it(library_directory: Path) -> None:
-    """It would last an hour."""
-    async with running_probe(library_directory, TWO_PAIRS) as probe, asyncio.TaskGroup() as group:
+@asynccontextmanager
+async def waiting_probe(library_directory: Path) -> AsyncIterator[Probe]:
+    """A probe whose driver has begun to wait in NVML for the first event, for an hour: no test waits for that."""
+    async with running_probe(library_directory, TWO_PAIRS, timeout_s=3600) as probe:
         await probe.read()
         await probe.events()
-        waiting = group.create_task(probe.ask("wait_events"))
-        await asyncio.sleep(0)  # asked before it happens
+        waits = probe.directory / "waits"
+        probe.becomes(f"{TWO_PAIRS}waits {waits}\n")
+        await probe.ask("begin_wait")
+        await poll_until(waits.exists, "a wait in NVML")
+        yield probe
+
+
+async def test_an_event_ends_the_wait_for_it(library_directory: Path) -> None:
+    async with waiting_probe(library_directory) as probe:
         probe.becomes(TWO_PAIRS + event(1, 1, XID, 79))
-        assert await waiting == [xid_of("GPU-bbbb", 79)]
+        assert await probe.ask("end_wait") == [xid_of("GPU-bbbb", 79)]
+
+
+async def test_a_poll_that_finds_another_machine_ends_the_wait_for_events(library_directory: Path) -> None:
+    """A GPU that was lost is to be registered anew when it is back. A poll that finds the same ends nothing: the event
+    after it comes with the same wait."""
+    async with waiting_probe(library_directory) as probe:
+        probe.becomes(TWO_PAIRS + "error 1 15\n")
+        await probe.read()
+        assert await probe.ask("end_wait") == []
+    async with waiting_probe(library_directory) as probe:
+        await probe.read()
+        probe.becomes(TWO_PAIRS + event(1, 1, XID, 79))
+        assert await probe.ask("end_wait") == [xid_of("GPU-bbbb", 79)]
+
+
+async def test_a_close_ends_the_wait_for_events(library_directory: Path) -> None:
+    """Its thread closes the opening that it waited in: NVML shuts down wholly."""
+    async with waiting_probe(library_directory) as probe:
+        calls = probe.directory / "calls"
+        probe.becomes(f"{TWO_PAIRS}log {calls}\n")
+        await probe.ask("close")
+        assert await probe.ask("end_wait") == []
+        assert calls.read_text().split()[-2:] == ["event_set_free", "shutdown"]
 
 
 async def test_a_loss_between_two_calls_has_the_set_made_again(library_directory: Path) -> None:

@@ -68,7 +68,7 @@ async def test_the_default_machine_has_pairs_and_numa_nodes_of_four() -> None:
     """Six GPUs: two pairs on the first node, one on the second."""
     inventory = await inventory_of(simulated(gpus=6))
     assert [gpu.numa_node for gpu in inventory.gpus] == [0, 0, 0, 0, 1, 1]
-    assert render_tree(inventory.topology).splitlines() == [
+    assert render_tree(inventory.tree).splitlines() == [
         "ROOT:6",
         "|--SYS:6",
         "|  |--PHB:4",

@@ -41,6 +41,7 @@
  *                                    made. DEVICE is an index, 32 + index for a handle that is not the card's usual one, or
  *                                    -1 for none
  *   wait CODE                        nvmlEventSetWait answers CODE when all events are delivered
+ *   waits PATH                       appends a line to PATH as a call of nvmlEventSetWait finds no event and begins to wait
  *   log PATH                         appends init, shutdown, event_set and event_set_free to PATH as they are called
  *   trace PATH                       appends each call for a card to PATH: function and index
  *
@@ -204,14 +205,19 @@ static int take_value(const char *rest, void *wanted)
     return 1;
 }
 
-static void note(const char *what)
+static void note_in(const char *log, const char *what)
 {
     char path[256];
-    FILE *log;
-    if (find("log", take_text, path) && (log = fopen(path, "a"))) {
-        fprintf(log, "%s\n", what);
-        fclose(log);
+    FILE *file;
+    if (find(log, take_text, path) && (file = fopen(path, "a"))) {
+        fprintf(file, "%s\n", what);
+        fclose(file);
     }
+}
+
+static void note(const char *what)
+{
+    note_in("log", what);
 }
 
 static void trace(const char *function, const device_t *device)
@@ -1006,6 +1012,8 @@ int nvmlEventSetWait_v2(void *set, event_t *event, unsigned timeout_ms)
         }
         if (find("wait", take_int, &code))
             return code;
+        if (left > 1)
+            note_in("waits", "waits");
         await_script(left + 1);
     }
     return TIMEOUT;

@@ -11,7 +11,7 @@ from gpushare_agent.gpus.simulated.driver import default_topology
 from gpushare_agent.isolation import ISOLATIONS
 from gpushare_agent.isolation.kept import Circumstances
 from gpushare_agent.model.allocations import Allocation, ContainerKey
-from gpushare_agent.model.gpus import Gpu, GpuInventory, Health
+from gpushare_agent.model.gpus import Gpu, GpuInventory, Health, MigPlace
 from gpushare_agent.model.names import MIB, GpuUuid, PodUid, device_id
 from gpushare_agent.model.pods import ContainerKind, Pod
 from gpushare_agent.model.resources import ResourceKind, ResourceNames
@@ -156,4 +156,27 @@ def snapshot(
         memory_allocated_bytes=memory,
         containers=containers,
         usage=usage,
+    )
+
+
+FIRST_INSTANCE = GpuUuid("MIG-0")
+
+
+def _instance(gpu: Gpu, *, index: int, number: int) -> Gpu:
+    place_of = MigPlace(profile="3g.40gb", number=number, parent=gpu.uuid, parent_index=gpu.index, gi=number, ci=0)
+    return replace(gpu, index=index, uuid=GpuUuid(f"MIG-{number}"), name=f"{gpu.name} MIG 3g.40gb", mig=place_of)
+
+
+def divided_node(*, shares_in_mig: bool) -> NodeSnapshot:
+    """GPU 0, and GPU 1, which MIG divides into two instances, the GPUs 2 and 3 of the agent's own count. A container has
+    the first of them whole."""
+    found = inventory(4)
+    divided = found.gpus[1]
+    instances = (_instance(divided, index=2, number=0), _instance(divided, index=3, number=1))
+    return replace(
+        snapshot(),
+        inventory=replace(found, gpus=(found.gpus[0], *instances), mig_partitioned=(divided,)),
+        names=ResourceNames(shares_in_mig=shares_in_mig),
+        cores_allocated={UUIDS[0]: 30, FIRST_INSTANCE: 100},
+        memory_allocated_bytes={UUIDS[0]: 1024 * MIB, FIRST_INSTANCE: divided.memory_mib * MIB},
     )

@@ -87,6 +87,7 @@ def test_the_graph_names_the_health_of_a_gpu_in_one_line() -> None:
     )
     lines = graph_text(ill).splitlines()
     assert lines[2].endswith(") Unhealthy: Xid 79 GPU9 Cordoned: swap")
+    assert all("allocatableCores: 0, allocatableMemory: 0)" in line for line in lines[2:])
     assert lines[3].endswith(") Cordoned: no reason given")
     assert len(lines) == 4
 

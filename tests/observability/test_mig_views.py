@@ -15,39 +15,15 @@ from gpushare_agent.cli.graph import graph_document, tree_text
 from gpushare_agent.cli.inspect import inspection_document, node_of_document
 from gpushare_agent.cli.render_top import heading, top_lines
 from gpushare_agent.model.errors import Refused
-from gpushare_agent.model.gpus import Gpu, MigPlace
-from gpushare_agent.model.names import CORES_PER_GPU, MIB, GpuUuid
-from gpushare_agent.model.resources import Request, ResourceKind, ResourceNames
+from gpushare_agent.model.names import CORES_PER_GPU
+from gpushare_agent.model.resources import Request, ResourceKind
 from gpushare_agent.observability.display import graph_text
 from gpushare_agent.observability.metrics.node import gpu_series
-from gpushare_agent.observability.node_snapshot import NodeSnapshot
 from gpushare_agent.placement import Placed, place
 from gpushare_agent.placement.gpu_account import account_of
 from tests.cli.support_cli import candidate, decision
-from tests.observability.support_usage import UUIDS, inventory, snapshot
+from tests.observability.support_usage import divided_node
 from tests.support_json import written_node
-
-FIRST = GpuUuid("MIG-0")
-
-
-def instance(gpu: Gpu, *, index: int, number: int) -> Gpu:
-    place_of = MigPlace(profile="3g.40gb", number=number, parent=gpu.uuid, parent_index=gpu.index, gi=number, ci=0)
-    return replace(gpu, index=index, uuid=GpuUuid(f"MIG-{number}"), name=f"{gpu.name} MIG 3g.40gb", mig=place_of)
-
-
-def divided_node(*, shares_in_mig: bool) -> NodeSnapshot:
-    """GPU 0, and GPU 1, which MIG divides into two instances, the GPUs 2 and 3 of the agent's own count. A container has
-    the first of them whole."""
-    found = inventory(4)
-    divided = found.gpus[1]
-    instances = (instance(divided, index=2, number=0), instance(divided, index=3, number=1))
-    return replace(
-        snapshot(),
-        inventory=replace(found, gpus=(found.gpus[0], *instances), mig_partitioned=(divided,)),
-        names=ResourceNames(shares_in_mig=shares_in_mig),
-        cores_allocated={UUIDS[0]: 30, FIRST: 100},
-        memory_allocated_bytes={UUIDS[0]: 1024 * MIB, FIRST: divided.memory_mib * MIB},
-    )
 
 
 @pytest.mark.parametrize(("shares_in_mig", "allocated", "capacity"), [(False, 30, 100), (True, 130, 300)])
@@ -94,3 +70,17 @@ def test_every_view_has_nvidias_name_of_an_instance() -> None:
     raw_decision: Any = to_builtins(decision(1, gpus=(3,), labels=("1:1",), candidates=(one,)))
     title = decision_parts(cast("DecisionDocument", raw_decision), 120)[0]
     assert "got GPU 1:1 " in str(title)
+
+
+@pytest.mark.parametrize(("shares_in_mig", "cores", "free"), [(False, "whole", ", given whole"), (True, "0/100", "")])
+def test_every_view_has_the_instances_in_the_place_of_their_gpu(*, shares_in_mig: bool, cores: str, free: str) -> None:
+    """No tree has the GPU that MIG divides, which nothing lists; an instance without cores is given whole."""
+    node = divided_node(shares_in_mig=shares_in_mig)
+    raw: Any = written_node(node)
+    document = cast("NodeDocument", raw)
+    assert [gpu["index"] for gpu in document["gpus"]] == document["topology"]["tree"]["gpus"] == [0, 2, 3]
+    for tree in (tree_text(graph_document(document)), graph_text(node)):
+        lines = [line.split("--")[1].lstrip("-").split()[0] for line in tree.splitlines() if "-GPU" in line]
+        assert lines == ["GPU0", "GPU1:0", "GPU1:1"]
+    assert [line.cells["GPU CORES"] for line in top_lines(document) if line.is_gpu][2] == cores
+    assert tree_text(graph_document(document)).rstrip().endswith(f"24/24 GiB{free}")

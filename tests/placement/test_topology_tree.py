@@ -47,7 +47,7 @@ def test_each_known_machine_has_its_tree(name: str) -> None:
 
 def test_the_text_form_shows_branches_gpus_and_notes() -> None:
     """It reads like the trees that gpu-manager's users know."""
-    text = render_tree(read_topology("p40-x7-two-switches"), {4: "Unhealthy"})
+    text = render_tree(read_topology("p40-x7-two-switches").root, {4: "Unhealthy"})
     assert text.splitlines() == [
         "ROOT:7",
         "|--PHB:7",
@@ -67,7 +67,7 @@ def test_no_gpus_have_an_empty_tree() -> None:
     """A node whose driver shows nothing."""
     topology = build_topology((), ())
     assert topology.root.gpus == ()
-    assert render_tree(topology) == "ROOT:0"
+    assert render_tree(topology.root) == "ROOT:0"
 
 
 def test_a_hidden_pcie_kind_is_that_of_the_best_path() -> None:

@@ -381,7 +381,7 @@ PROMISES: Promises = {
         kept(
             "allocator, recoverInUsed",
             "pods keep their GPUs over a restart",
-            "tests/e2e/test_restarts.py::test_an_agent_that_is_killed_has_the_same_ledger_after",
+            "tests/e2e/test_device_plugin_specs.py::test_an_agent_that_is_killed_has_the_same_ledger_after",
         ),
         kept(
             "pkg/utils, GetCheckpointData",

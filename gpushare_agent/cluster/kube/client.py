@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from urllib.parse import quote
 
@@ -23,7 +23,7 @@ from gpushare_agent.cluster.kube.lists import KubeLists, KubeTimeouts, ListLimit
 from gpushare_agent.cluster.kube.objects import Event, ObjectMeta
 from gpushare_agent.cluster.kube.session import AGENT_RIGHTS, MERGE_PATCH, KubeSession, Request
 from gpushare_agent.kit.json_schema import NULL, decoded_or
-from gpushare_agent.model.errors import Corrupt, Rejected
+from gpushare_agent.model.errors import Corrupt, NotFound, Rejected
 from gpushare_agent.model.names import PodUid
 
 ALL_NODES = Watched(what="the nodes", path="/api/v1/nodes")
@@ -129,6 +129,11 @@ class KubeApi(KubeLists):
     async def get_pod(self, namespace: str, name: str, *, timeout_s: float | None = None) -> Raw:
         """A consistent read."""
         return await self._get(f"get pod {namespace}/{name}", pod_path(namespace, name), timeout_s=timeout_s)
+
+    async def check_answers(self, *, timeout_s: float) -> None:
+        """Raises Unavailable: the API server does not answer in time. Any answer is one."""
+        with suppress(Rejected, NotFound, Corrupt):
+            await self._get("ask the API server for its version", "/version", timeout_s=timeout_s)
 
     async def get_node(self, name: str) -> Raw:
         return await self._get(f"get node {name}", f"/api/v1/nodes/{segment(name)}")

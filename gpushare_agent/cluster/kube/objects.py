@@ -95,13 +95,27 @@ def object_name(raw: Raw, what: str) -> str:
     return name
 
 
+class Condition(Struct):
+    type: str | None = None
+    status: str | None = None
+    message: str | None = None
+
+
+CONDITIONS = Entries(Condition)
+
+
 class NodeStatus(Struct):
     capacity: dict[str, Quantity] | None = None
     allocatable: dict[str, Quantity] | None = None
+    raw_conditions: Raw = field(name="conditions", default=NULL)
 
 
 class NodeSpec(Struct):
     taints: list[dict[str, object]] | None = None
+
+
+class _Cordon(Struct):
+    unschedulable: object = None
 
 
 class NodeJson(KubeObject):
@@ -119,8 +133,19 @@ class NodeJson(KubeObject):
         """The status, empty where it is not as Kubernetes defines it."""
         return decoded_or(_NODE_STATUS, self.raw_status, NodeStatus)
 
+    @property
+    def is_cordoned(self) -> bool:
+        """By `kubectl cordon`."""
+        return decoded_or(_CORDON, self.raw_spec, _Cordon).unschedulable is True
 
-_NODE, _NODE_STATUS, _NODE_SPEC = Decoder(NodeJson), Decoder(NodeStatus), Decoder(NodeSpec)
+    @property
+    def is_ready(self) -> bool:
+        """Its condition Ready; a node that has none yet is not said to have failed."""
+        conditions = CONDITIONS.read(self.status.raw_conditions)
+        return all(one.status == "True" for one in conditions if one.type == "Ready")
+
+
+_NODE, _NODE_STATUS, _NODE_SPEC, _CORDON = Decoder(NodeJson), Decoder(NodeStatus), Decoder(NodeSpec), Decoder(_Cordon)
 
 
 def read_node_json(raw: Raw) -> NodeJson:

@@ -15,7 +15,7 @@ from msgspec import Raw, Struct, field
 from msgspec.json import Decoder
 from msgspec.structs import replace
 
-from gpushare_agent.cluster.kube.objects import KubeObject, Quantity, whole_number
+from gpushare_agent.cluster.kube.objects import CONDITIONS, KubeObject, Quantity, whole_number
 from gpushare_agent.kit.json_schema import NULL, Entries, decoded, decoded_or
 from gpushare_agent.model.errors import Corrupt
 from gpushare_agent.model.names import (
@@ -65,6 +65,7 @@ _LIMITS = (
     *(f"{name}_0" for name in (ENV_HAMI_CORE_MEMORY, ENV_HAMI_CORE_CORES)),  # a share is on one GPU
 )
 READ_ENV = ("compat32", "SUBMITTER", ENV_PRELOAD, ENV_HAMI_CORE_DISABLE, ENV_HAMI_CORE_POLICY, *_LIMITS)
+_REASON = re.compile(r"[A-Za-z]{1,40}")
 _STATIC_UID = re.compile(r"[0-9a-f]{32}")
 """The kubelet's hash of the file. Unlike every UID that the API server gives: no forged mirror pod names another's pod."""
 EXTENDED_CLAIM = "extended-resources"
@@ -170,6 +171,14 @@ class PodSpec(Struct, rename="camel"):
 class _State(Struct):
     running: object = None
     terminated: object = None
+    waiting: object = None
+
+    @property
+    def reason(self) -> str:
+        """Why it waits or has ended, in the kubelet's word; empty where there is none."""
+        reasons = [one.get("reason") for one in (self.waiting, self.terminated) if isinstance(one, dict)]
+        # A tenant who may write the status may write a page here.
+        return next((one for one in reasons if isinstance(one, str) and _REASON.fullmatch(one)), "")
 
 
 class ContainerStatus(Struct, rename="camel"):
@@ -200,11 +209,6 @@ class ExtendedClaim(Struct, rename="camel"):
 
     resource_claim_name: str | None = None
     raw_mappings: Raw = field(name="requestMappings", default=NULL)
-
-
-class _Condition(Struct):
-    type: str | None = None
-    message: str | None = None
 
 
 class PodStatus(Struct, rename="camel"):
@@ -241,12 +245,11 @@ class PodJson(KubeObject):
 _OBJECT, _POD, _STATUS, _TEXT = Decoder(KubeObject), Decoder(PodJson), Decoder(PodStatus), Decoder(str)
 _RESOURCES, _AMOUNTS = Decoder(ResourcesJson), Decoder(dict[str, Quantity])
 _CONTAINER_CLAIMS, _POD_CLAIMS, _MAPPINGS = Entries(ContainerClaim), Entries(PodClaim), Entries(_RequestMapping)
-_PORTS, _ENV, _MOUNTS, _STATUSES, _CONDITIONS = (
+_PORTS, _ENV, _MOUNTS, _STATUSES = (
     Entries(ContainerPort),
     Entries(EnvVar),
     Entries(VolumeMount),
     Entries(ContainerStatus),
-    Entries(_Condition),
 )
 
 
@@ -279,6 +282,7 @@ def parse_pod(pod: PodJson, *, resources: Collection[str] | None = None) -> Pod:
     raw_annotations, statuses = meta.annotations, status.containers
     is_mirror = MIRROR_ANNOTATION in raw_annotations
     running = [one for one in statuses if one.is_running and one.name]
+    names = frozenset(c.name for c in containers)
     return Pod(
         uid=PodUid(meta.uid),
         namespace=meta.namespace,
@@ -297,7 +301,12 @@ def parse_pod(pod: PodJson, *, resources: Collection[str] | None = None) -> Pod:
         mirror_uid=meta.uid if is_mirror else "",
         has_started=any(one.has_started for one in statuses),
         # Only names of the spec: a status may name what any tenant with the right to write it likes.
-        running=frozenset(c.name for c in containers).intersection(one.name for one in running),
+        running=names.intersection(one.name for one in running if one.name),
+        not_running={
+            one.name: one.state.reason
+            for one in statuses
+            if one.name in names and one.state is not None and not one.is_running and one.state.reason
+        },
         container_ids=_container_ids(containers, running),
         claims=claims,
     )
@@ -422,7 +431,7 @@ def _container_ids(containers: Iterable[ContainerSpec], running: Iterable[Contai
 
 def scheduler_message(pod: PodJson) -> str:
     """Why no node is chosen, by the condition PodScheduled; any tenant who may write the status may write it."""
-    for condition in _CONDITIONS.read(pod.status.raw_conditions):
+    for condition in CONDITIONS.read(pod.status.raw_conditions):
         if condition.type == "PodScheduled" and condition.message is not None:
             return condition.message[:MAX_SCHEDULER_CHARS]
     return ""

@@ -106,7 +106,6 @@ class PodNeeds(Struct, frozen=True, kw_only=True):
 
 
 class _NodeSpec(Struct):
-    unschedulable: object = None
     raw_taints: Raw = field(name="taints", default=NULL)
 
 
@@ -164,7 +163,7 @@ def node_offer(raw: Raw) -> NodeOffer:
     """The name is empty where it is no node."""
     node = read_node_json(raw)
     spec = decoded_or(_NODE_SPEC, node.raw_spec, _NodeSpec)
-    is_cordoned = spec.unschedulable is True
+    is_cordoned = node.is_cordoned
     return NodeOffer(
         name=node.meta.name or "",
         labels=node.meta.labels,

@@ -8,11 +8,12 @@ import { compareTexts } from "./format.js";
 import { isUnhealthy } from "./health.js";
 import { History } from "./history.js";
 import { Hues } from "./hues.js";
-import { Store } from "./store.js";
+import { isOfCluster, Store } from "./store.js";
 import { Summary } from "./summary.js";
 import { startTheme } from "./theme.js";
 import { TopologyView } from "./topology.js";
 
+const COMPACT_ABOVE = 8; // GPUs in use, whose curves and lists would push the containers out of sight
 const MANY = 40; // containers from which on bars jump instead of gliding: gliding hundreds of them costs every frame
 
 const views = new Map(); // GPU's uuid -> GpuView
@@ -75,9 +76,16 @@ function drawGpus(uuids) {
   const on = containersByGpu();
   const isFree = (gpu) => !on.has(gpu.uuid) && !(gpu.unattributed.length);
   const elements = (some) => some.map((gpu) => views.get(gpu.uuid).element);
-  arrange(byId("gpus"), elements(gpus.filter((gpu) => views.has(gpu.uuid) && !isFree(gpu))));
+  const used = gpus.filter((gpu) => views.has(gpu.uuid) && !isFree(gpu));
+  arrange(byId("gpus"), elements(used));
+  byId("compact-choice").hidden = used.length <= COMPACT_ABOVE;
+  drawCompact();
   arrange(byId("gpus-free"), elements(gpus.filter((gpu) => views.has(gpu.uuid) && isFree(gpu))));
   for (const gpu of gpus) if (!uuids || uuids.has(gpu.uuid)) views.get(gpu.uuid)?.draw(gpu, on.get(gpu.uuid) ?? [], hues);
+}
+
+function drawCompact() {
+  set(byId("gpus"), "data-compact", !byId("compact-choice").hidden && byId("compact").checked);
 }
 
 function containersByGpu() {
@@ -113,7 +121,7 @@ function drawEmpty() {
   containers.hidden = store.containers.size > 0;
   containers.replaceChildren(
     h("p", {}, h("strong", {}, "No pod has a share yet."), " One with these limits appears here as soon as it is admitted:"),
-    h("pre", { tabindex: 0 }, h("code", {}, `resources:\n  limits:\n    ${resources.vcore}: 30       # of a GPU's 100 cores\n    ${resources.vmemory}: 16     # blocks of ${resources.memory_block_bytes / 1048576} MiB`)),
+    h("pre", { tabindex: 0 }, h("code", {}, `resources:\n  limits:\n    ${resources.vcore}: 30       # GPU cores, 1/100 of a GPU each\n    ${resources.vmemory}: 16     # blocks of ${resources.memory_block_bytes / 1048576} MiB`)),
     h("p", {}, "For a try: ", h("code", {}, "kubectl apply -f manifests/samples/share.yaml")));
 }
 
@@ -125,9 +133,13 @@ function announce(fresh) {
 
 function drawLink(link) {
   summary.drawLink();
+  if (!store.node && link.problem) write(byId("node-facts"), link.problem);
   if (link.state === "lost") write(byId("spoken"), "The connection to the agent is lost. Trying again.");
   if (link.state === "live") write(byId("spoken"), "");
 }
 
 startTheme();
+byId("compact").addEventListener("change", drawCompact);
+byId("all-nodes").hidden = !isOfCluster;
+byId("own-paths").hidden = isOfCluster; // which are no part of what is read through the API server
 store.start();

@@ -3,10 +3,13 @@
 import { arrange, byId, h, set, vary, write } from "./dom.js";
 import * as format from "./format.js";
 import { isCordoned, isUnhealthy, kindOf } from "./health.js";
+import { read } from "./reading.js";
 import { startTheme } from "./theme.js";
 
 const PERIOD_MS = 5000;
-const SILENT_S = 180; // a watch sends something each minute
+const SLOW_MS = 30000; // a large cluster's answer is made in slices, and an agent's comes through the API server
+const SILENT_S = 100; // a watch sends something each minute
+const NODES_ASKED = 8; // open nodes whose agents are asked for the use, each time
 const SHOWN_NODES = 100; // drawn at once; the filters find the others
 
 const views = new Map(); // node's name -> NodeView
@@ -14,20 +17,16 @@ const entries = new Map(); // waiting pod's UID -> entry
 let cluster = null; // {nodes, waiting, head}
 let answeredAt = Date.now();
 
-async function read(path) {
-  const answer = await fetch(path);
-  if (!answer.ok) throw new Error(`${answer.status}: ${(await answer.text()).slice(0, 200)}`);
-  return answer.json();
-}
+const readJson = async (path) => (await read(path, {}, SLOW_MS)).json();
 
 async function readCluster() {
   const nodes = [];
   let head = {};
   for (let after = ""; after !== null; after = head.next_after) {
-    head = await read(`api/v1/cluster${after && `?after=${encodeURIComponent(after)}`}`);
+    head = await readJson(`api/v1/cluster${after && `?after=${encodeURIComponent(after)}`}`);
     nodes.push(...head.nodes);
   }
-  return { head, nodes, waiting: await read("api/v1/waiting") };
+  return { head, nodes, waiting: await readJson("api/v1/waiting") };
 }
 
 async function refresh() {
@@ -36,6 +35,7 @@ async function refresh() {
     answeredAt = Date.now();
     draw();
     drawLink("");
+    readUses();
   } catch (error) {
     drawLink(error.message);
   }
@@ -48,20 +48,21 @@ function whenInSight() {
 }
 
 function drawLink(problem) {
-  const { not_listed: missing = [], silent_seconds: silent = null } = cluster?.head ?? {};
+  const { not_listed: missing = [], silent_seconds: silent = null, lost = null } = cluster?.head ?? {};
   let [state, text] = ["good", "● Live"];
   if (problem) [state, text] = ["bad", `✕ No contact for ${format.duration((Date.now() - answeredAt) / 1000)}`];
   else if (missing.length) [state, text] = ["warn", `No list of ${missing.join(" and ")} yet: see the terminal`];
+  else if (lost) [state, text] = ["warn", `Stale: no answer of the API server for ${format.duration(lost.seconds)}`];
   else if (silent > SILENT_S) [state, text] = ["warn", `Stale: API server silent for ${format.duration(silent)}`];
   set(byId("live"), "data-state", state);
-  set(byId("live"), "title", problem);
+  set(byId("live"), "title", problem || lost?.why);
   write(byId("live"), text);
   set(document.body, "data-link", state);
 }
 
 function draw() {
   const { head, nodes, waiting } = cluster;
-  write(byId("facts"), `gpushare-agent ${head.version} · GPUs allocated, not their use: a node's own dashboard has that`);
+  write(byId("facts"), `gpushare-agent ${head.version} · a GPU core is 1/100 of a GPU's compute · an open node has its GPUs' use`);
   drawNamespaces(nodes, waiting.pods);
   const namespace = byId("namespace").value;
   drawSummary(nodes, waiting.count);
@@ -83,6 +84,7 @@ function drawNamespaces(nodes, waiting) {
   byId("namespace").replaceChildren(...wanted.map((name) => h("option", { value: name, selected: name === chosen }, name || "all")));
 }
 
+const listed = (...parts) => parts.filter(Boolean).join(", ");
 const coresOf = (gpu) => gpu.cores.allocated;
 const memoryOf = (gpu) => gpu.memory.allocated_bytes;
 
@@ -92,11 +94,13 @@ function drawSummary(nodes, waiting) {
   const [cores, allCores, memory] = [total(coresOf), total((gpu) => gpu.cores.capacity), total(memoryOf)];
   const capacity = total((gpu) => gpu.memory.capacity_bytes);
   const [unhealthy, out] = [gpus.filter(isUnhealthy).length, gpus.filter(isCordoned).length];
-  const free = gpus.filter((gpu) => gpu.is_healthy && !coresOf(gpu) && !memoryOf(gpu)).length;
+  const serving = nodes.filter((node) => node.is_ready && !node.is_cordoned).flatMap((node) => node.gpus);
+  const free = serving.filter((gpu) => gpu.is_healthy && !coresOf(gpu) && !memoryOf(gpu)).length;
+  const [notReady, closed] = [nodes.filter((node) => !node.is_ready).length, nodes.filter((node) => node.is_cordoned).length];
   const pods = nodes.reduce((sum, node) => sum + node.reservations.length, 0);
   const tiles = [
-    ["Nodes", nodes.length, ""],
-    ["GPUs", gpus.length, [unhealthy && `${unhealthy} unhealthy`, out && `${out} cordoned`].filter(Boolean).join(", ") || `${free} free`, unhealthy ? "bad" : out ? "warn" : null],
+    ["Nodes", nodes.length, listed(notReady && `${notReady} not ready`, closed && `${closed} cordoned`), notReady ? "bad" : closed ? "warn" : null],
+    ["GPUs", gpus.length, listed(unhealthy && `${unhealthy} unhealthy`, out && `${out} cordoned`) || `${free} free`, unhealthy ? "bad" : out ? "warn" : null],
     ["Pods with GPUs", pods, ""],
     ["Waiting pods", waiting, "", waiting ? "warn" : null],
     ["Compute allocated", allCores ? format.percent(cores / allCores) : "–", `${cores} of ${allCores} GPU cores`],
@@ -128,7 +132,7 @@ function waitingEntry(pod) {
         h("span", { class: "decision-name" }, `${pod.namespace}/${pod.pod}`),
         h("span", { class: "decision-result" }, [...pod.requests.map(format.request), pod.more_requests && `${pod.more_requests} more`].filter(Boolean).join(" + "))),
       h("div", { class: "decision-body" }, message, nodes));
-    details.addEventListener("toggle", () => details.open && showNodes(nodes, pod.uid));
+    details.addEventListener("toggle", () => details.open && showNodes(nodes, pod));
     entry = { element: h("li", { class: "waits", "data-uid": pod.uid }, details), message };
     entries.set(pod.uid, entry);
   }
@@ -136,30 +140,30 @@ function waitingEntry(pod) {
   return entry.element;
 }
 
-async function showNodes(place, uid) {
+async function showNodes(place, pod) {
   try {
-    const { nodes, count } = await read(`api/v1/waiting?uid=${encodeURIComponent(uid)}`);
+    const { nodes, count } = await readJson(`api/v1/waiting?uid=${encodeURIComponent(pod.uid)}`);
     const rows = nodes.flatMap((node) => [
       h("tr", { class: "of-node" }, h("th", { scope: "rowgroup", colspan: 4 }, node.name, h("span", { class: "quiet" }, ` ${node.verdict}`))),
       ...node.gpus.map((gpu) => h("tr", { "data-chosen": gpu.verdict === "fits" },
         h("th", { scope: "row" }, `GPU ${gpu.label}`),
-        h("td", { "data-number": true }, `${gpu.free_cores}/100 cores`),
-        h("td", { "data-number": true }, format.bytes(gpu.free_bytes)),
+        h("td", { "data-number": true, "data-label": "GPU cores free" }, `${gpu.free_cores}/100`),
+        h("td", { "data-number": true, "data-label": "Memory free" }, format.bytes(gpu.free_bytes)),
         h("td", {}, gpu.verdict === "fits" ? "✓ fits" : gpu.verdict))),
     ]);
     place.replaceChildren(
-      table("Every GPU, for the pod's largest container", ["GPU", "Compute free", "Memory free", "Verdict"], rows),
+      table(`Every GPU, for the largest container of ${pod.namespace}/${pod.pod}`, ["GPU", "GPU cores free", "Memory free", "Verdict"], h("tbody", {}, rows)),
       count > nodes.length ? h("p", { class: "quiet" }, `and ${count - nodes.length} more nodes`) : "");
   } catch (error) {
     place.replaceChildren(h("p", {}, `The GPUs cannot be shown: ${error.message}`));
   }
 }
 
-function table(name, headings, rows) {
+function table(name, headings, body) {
   return h("div", { class: "scrolling", tabindex: 0, role: "region", "aria-label": name },
     h("table", { class: "candidates of-gpus" }, h("caption", {}, name),
       h("thead", {}, h("tr", {}, headings.map((heading, place) => h("th", { scope: "col", "data-number": place === 1 || place === 2 }, heading)))),
-      h("tbody", {}, rows)));
+      body));
 }
 
 // --- nodes ---
@@ -186,13 +190,21 @@ function textOf(node) {
 class NodeView {
   constructor(name) {
     this.facts = h("span", { class: "quiet" });
-    this.badge = h("span", { class: "badge" });
+    this.badges = h("span", { class: "badges" });
     this.strip = h("span", { class: "strip", role: "img" });
-    this.body = h("div", { class: "node-body" });
+    this.rows = h("tbody");
+    this.unknown = h("p", { class: "quiet", hidden: true });
+    this.body = h("div", { class: "node-body" },
+      h("p", {}, h("a", { href: `nodes/${encodeURIComponent(name)}/` }, `Dashboard of ${name}`), h("span", { class: "quiet" }, ": its containers, history and admissions")),
+      table(`GPUs of ${name}`, ["GPU", "GPU cores", "Memory", "State", "Pods"], this.rows), this.unknown);
+    this.uses = new Map(); // GPU's UUID -> its use, where the node's agent has been asked
     this.details = h("details", {},
-      h("summary", {}, h("span", { class: "node-name" }, name), this.facts, this.strip, this.badge), this.body);
+      h("summary", {}, h("span", { class: "node-name" }, name), this.facts, this.strip, this.badges), this.body);
     this.element = h("li", { class: "panel node", "data-node": name }, this.details);
-    this.details.addEventListener("toggle", () => this.#drawBody());
+    this.details.addEventListener("toggle", () => {
+      this.#drawBody();
+      this.readUse();
+    });
   }
 
   draw(node, namespace) {
@@ -200,12 +212,15 @@ class NodeView {
     const { gpus } = node;
     const [unhealthy, out] = [gpus.filter(isUnhealthy).length, gpus.filter(isCordoned).length];
     const own = ofNamespace(node, namespace).length;
-    const facts = [gpus[0]?.name || node.model, format.count(gpus.length, "GPU", "GPUs"), `${gpus.reduce((sum, gpu) => sum + coresOf(gpu), 0)}/${gpus.reduce((sum, gpu) => sum + gpu.cores.capacity, 0)} GPU cores`,
+    const facts = [gpus[0]?.name || node.model, format.count(gpus.length, "GPU", "GPUs"), `${gpus.reduce((sum, gpu) => sum + coresOf(gpu), 0)}/${gpus.reduce((sum, gpu) => sum + gpu.cores.capacity, 0)} GPU cores allocated`,
       `${format.count(own, "pod", "pods")}${namespace ? ` of ${namespace}` : ""}`, node.is_exact ? "" : "GPUs not reported: capacity divided evenly"];
     write(this.facts, facts.filter(Boolean).join(" · "));
-    set(this.badge, "data-kind", unhealthy ? "bad" : out ? "warn" : "good");
-    write(this.badge, unhealthy ? `✕ ${unhealthy} unhealthy` : out ? `‖ ${out} cordoned` : "✓ Healthy");
-    set(this.strip, "aria-label", gpus.map((gpu) => `GPU ${format.gpuLabel(gpu)}: ${coresOf(gpu)}/${gpu.cores.capacity} cores allocated`).join(", "));
+    const badges = [
+      !node.is_ready && ["bad", "✕ Node not ready"], node.is_cordoned && ["warn", "‖ Node cordoned"],
+      unhealthy && ["bad", `✕ ${format.count(unhealthy, "GPU", "GPUs")} unhealthy`], out && ["warn", `‖ ${format.count(out, "GPU", "GPUs")} cordoned`],
+    ].filter(Boolean);
+    this.badges.replaceChildren(...(badges.length ? badges : [["good", "✓ Healthy"]]).map(badge));
+    set(this.strip, "aria-label", gpus.map((gpu) => `GPU ${format.gpuLabel(gpu)}: GPU cores ${format.coresAllocated(gpu)}`).join(", "));
     while (this.strip.children.length > gpus.length) this.strip.lastElementChild.remove();
     gpus.forEach((gpu, place) => {
       const cell = this.strip.children[place] ?? this.strip.appendChild(h("i"));
@@ -215,25 +230,63 @@ class NodeView {
     this.#drawBody();
   }
 
-  /** Only while it is open, and only where something has changed: the keyboard may be in it. */
+  /** Of its agent, through the API server; while it is open. What is not answered is not known, and it is said why. */
+  async readUse() {
+    if (!this.details.open || this.isReading) return;
+    this.isReading = true;
+    let problem = "";
+    try {
+      const { gpus } = await readJson(`nodes/${encodeURIComponent(this.node.name)}/api/v1/node`);
+      this.uses = new Map(gpus.map((gpu) => [gpu.uuid, gpu.usage]));
+    } catch (error) {
+      this.uses = new Map();
+      problem = `The use of these GPUs is not known: ${error.message}`;
+    }
+    this.isReading = false;
+    this.unknown.hidden = !problem;
+    write(this.unknown, problem);
+    this.#drawBody();
+  }
+
+  /** Only while it is open, and the rows alone: the keyboard may be in the rest. */
   #drawBody() {
     const { node, namespace } = this;
-    const state = JSON.stringify([node, namespace]);
+    const state = JSON.stringify([node, namespace, [...this.uses]]);
     if (!this.details.open || state === this.drawn) return;
     this.drawn = state;
     const pods = ofNamespace(node, namespace);
-    const rows = node.gpus.map((gpu) => h("tr", { "data-gpu": gpu.index },
-      h("th", { scope: "row" }, `GPU ${format.gpuLabel(gpu)}`),
-      h("td", { "data-number": true }, `${coresOf(gpu)}/${gpu.cores.capacity} cores`),
-      h("td", { "data-number": true }, format.bytesOf(memoryOf(gpu), gpu.memory.capacity_bytes)),
-      h("td", {}, isUnhealthy(gpu) ? h("span", { class: "badge", "data-kind": "bad" }, "✕ Unhealthy") : gpu.cordoned ? h("span", { class: "badge", "data-kind": "warn" }, `‖ Cordoned: ${gpu.cordoned}`) : "Healthy"),
-      h("td", {}, h("ul", {}, pods.filter((one) => String(gpu.index) in one.charges).map((one) => h("li", {}, podText(one, gpu.index)))))));
-    const command = `kubectl -n gpushare-system port-forward $(kubectl -n gpushare-system get pod -o name -l app.kubernetes.io/name=gpushare-agent --field-selector spec.nodeName=${node.name}) 5678`;
-    this.body.replaceChildren(
-      table(`GPUs of ${node.name}`, ["GPU", "Compute allocated", "Memory allocated", "State", "Pods"], rows),
-      h("p", { class: "quiet" }, "Use, history and admissions: this node's own dashboard, at ", h("a", { href: "http://localhost:5678/" }, "localhost:5678"), " with"),
-      h("pre", { tabindex: 0 }, h("code", {}, command)));
+    this.rows.replaceChildren(...node.gpus.map((gpu) => this.#row(gpu, pods.filter((one) => String(gpu.index) in one.charges))));
   }
+
+  #row(gpu, pods) {
+    const use = this.uses.get(gpu.uuid);
+    const parts = (allocated, value, text) => [part(allocated), use && value !== null && part(`${text(value)} in use`)];
+    return h("tr", { "data-gpu": gpu.index },
+      h("th", { scope: "row" }, `GPU ${format.gpuLabel(gpu)}`),
+      h("td", { "data-number": true, "data-label": "GPU cores" }, parts(format.coresAllocated(gpu), use?.sm_ratio, format.percent)),
+      h("td", { "data-number": true, "data-label": "Memory" }, parts(`${format.bytesOf(memoryOf(gpu), gpu.memory.capacity_bytes)} allocated`, use?.memory_used_bytes, format.bytes)),
+      h("td", {}, states(gpu)),
+      h("td", {}, pods.length ? h("ul", {}, pods.map((one) => h("li", {}, podText(one, gpu.index)))) : null));
+  }
+}
+
+/** The use on open nodes, of a few: each is asked of an agent through the API server. */
+function readUses() {
+  [...views.values()].filter((view) => view.details.open).slice(0, NODES_ASKED).forEach((view) => view.readUse());
+}
+
+const part = (text) => h("span", { class: "part" }, text);
+const badge = ([kind, text]) => h("span", { class: "badge", "data-kind": kind }, text);
+
+/** Each with its reason, where one is known. A node reports that a GPU is cordoned, and mostly not why. */
+function states(gpu) {
+  const [unhealthy, why] = [isUnhealthy(gpu), gpu.cordoned === "cordoned" ? "" : gpu.cordoned];
+  return [
+    unhealthy && badge(["bad", "✕ Unhealthy"]),
+    unhealthy && gpu.health_reason && h("p", { class: "reason", "data-kind": "bad" }, gpu.health_reason),
+    isCordoned(gpu) && badge(["warn", `‖ Cordoned${why && `: ${why}`}`]),
+    !unhealthy && !isCordoned(gpu) && "Healthy",
+  ];
 }
 
 function podText(one, index) {

@@ -6,6 +6,11 @@ import { isUnhealthy } from "./health.js";
 
 const RESORT_MS = 5000;
 
+/** Kinds of states; any other word is why a container does not run, such as CrashLoopBackOff. */
+const STATES = {
+  Running: "good", Succeeded: "", Completed: "", Pending: "warn", Init: "warn", ContainerCreating: "warn", PodInitializing: "warn", Terminating: "warn",
+};
+
 const usedCores = (container) => sum(container, (share) => share.usage?.sm_ratio, 100);
 const usedMemory = (container) => sum(container, (share) => share.usage?.memory_bytes, 1);
 
@@ -32,6 +37,7 @@ export class ContainerTable {
   constructor(store) {
     this.store = store;
     this.rows = new Map(); // key -> row
+    this.limits = new Map(); // who limits what, as a key -> its element
     this.sortedBy = COLUMNS[1];
     this.direction = 1;
     this.filter = "";
@@ -73,9 +79,36 @@ export class ContainerTable {
     const { containers } = this.store;
     for (const key of this.rows.keys()) if (!containers.has(key)) this.rows.delete(key);
     for (const key of keys ?? containers.keys()) if (containers.has(key)) this.#row(key).draw(containers.get(key), hues.of(key), this.store);
+    if (!keys || keys.size) this.#drawLimits();
     if (keys) for (const key of used) if (this.rows.has(key)) this.rows.get(key).drawUse(containers.get(key));
     if (!keys || keys.size) this.arrange();
     else this.#sortAgain();
+  }
+
+  /** What is not limited, once for all containers of which the same is true: rows would repeat it. */
+  #drawLimits() {
+    const groups = new Map();
+    for (const one of this.store.containers.values()) {
+      if (!one.kept?.not_kept.length || one.is_whole) continue;
+      const key = JSON.stringify([one.isolation, one.kept]);
+      groups.set(key, { ...one, count: (groups.get(key)?.count ?? 0) + 1 });
+    }
+    for (const key of this.limits.keys()) if (!groups.has(key)) this.limits.delete(key);
+    const texts = this.store.node.agent.not_kept_texts ?? {};
+    arrange(byId("not-limited"), [...groups].sort(([one], [two]) => compare(one, two)).map(([key, group]) => this.#limits(key, group, texts)));
+  }
+
+  #limits(key, { isolation, kept, count }, texts) {
+    if (!this.limits.has(key)) {
+      const what = kept.not_kept.map((term) => texts[term] ?? term);
+      const summary = h("summary");
+      const element = h("details", { class: "quiet" }, summary,
+        h("p", {}, `Memory is limited by ${kept.memory_by}, compute by ${kept.compute_by}. Not limited: ${what.join("; ")}.`));
+      this.limits.set(key, { summary, element });
+    }
+    const { summary, element } = this.limits.get(key);
+    write(summary, `${isolation}: ${format.count(kept.not_kept.length, "thing", "things")} not limited in ${format.count(count, "container", "containers")}`);
+    return element;
   }
 
   #row(key) {
@@ -125,9 +158,8 @@ class Row {
     this.element = h("tr", {}, this.cells);
     this.#cell("compute").append(...this.meters.compute.parts);
     this.#cell("used").append(...this.meters.used.parts);
-    this.isolation = { name: h("span"), by: h("span", { class: "quiet kept" }), count: h("summary"), list: h("span") };
-    this.isolation.details = h("details", { class: "quiet" }, this.isolation.count, this.isolation.list);
-    this.#cell("isolation").append(this.isolation.name, this.isolation.by, this.isolation.details);
+    this.isolation = { name: h("span"), by: h("span", { class: "quiet kept" }) };
+    this.#cell("isolation").append(this.isolation.name, this.isolation.by);
     this.state = this.#cell("state").appendChild(h("span", { class: "state" }));
   }
 
@@ -135,7 +167,7 @@ class Row {
     return this.cells[COLUMNS.findIndex((column) => column.id === id)];
   }
 
-  draw(container, hue, { gpus, node }) {
+  draw(container, hue, { gpus }) {
     const labelOf = (share) => format.gpuLabel(gpus.get(share.uuid) ?? share);
     const unhealthy = container.gpus.filter((share) => gpus.has(share.uuid) && isUnhealthy(gpus.get(share.uuid))).map(labelOf);
     set(this.element, "class", `hue-${hue}`);
@@ -147,24 +179,20 @@ class Row {
     write(this.#cell("gpu"), format.gpuNames(container.gpus.map(labelOf)) || "not on a GPU here");
     write(this.#cell("cores"), container.core_limit ? `${container.cores}, up to ${container.core_limit}` : container.cores);
     write(this.#cell("memory"), format.bytes(container.memory_bytes));
-    this.#drawIsolation(container, node.agent.not_kept_texts ?? {});
+    this.#drawIsolation(container);
     write(this.state, unhealthy.length ? `${container.phase}, ${format.gpuNames(unhealthy)} unhealthy` : container.phase);
-    set(this.state, "data-state", unhealthy.length ? "Failed" : container.phase);
+    set(this.state, "data-kind", unhealthy.length ? "bad" : STATES[container.phase] ?? "bad");
     this.text = [container.namespace, container.pod, container.container, this.#cell("gpu").textContent, this.isolation.name.textContent, this.isolation.by.textContent, this.state.textContent].join("\n").toLowerCase();
     this.drawUse(container);
   }
 
-  /** The name; below it what is not limited, and who limits what where that is not the isolation alone. */
-  #drawIsolation({ is_whole: isWhole, isolation, kept }, texts) {
+  /** The name; below it who limits what where that is not the isolation alone. */
+  #drawIsolation({ is_whole: isWhole, isolation, kept }) {
     write(this.isolation.name, isWhole ? "whole GPU" : isolation || "not known");
     const hasLimits = kept && !isWhole;
-    const notKept = hasLimits ? kept.not_kept.map((term) => texts[term] ?? term) : [];
     const isAlone = hasLimits && kept.memory_by === isolation && kept.compute_by === isolation;
     write(this.isolation.by, hasLimits && !isAlone ? `memory: ${kept.memory_by}, compute: ${kept.compute_by}` : "");
     set(this.isolation.by, "data-state", hasLimits && [kept.memory_by, kept.compute_by].includes("nobody") ? "warn" : null);
-    write(this.isolation.count, notKept.length ? format.count(notKept.length, "thing", "things") + " not limited" : "");
-    write(this.isolation.list, notKept.length ? `${isAlone ? `Memory and compute are limited by ${isolation}. Not limited: ` : ""}${notKept.join("; ")}.` : "");
-    this.isolation.details.hidden = !notKept.length;
   }
 
   drawUse(container) {

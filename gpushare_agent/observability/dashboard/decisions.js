@@ -84,7 +84,7 @@ function candidates(decision) {
     h("td", { "data-number": true }, `${one.free_cores}/100`),
     h("td", { "data-number": true }, format.bytesOf(one.free_memory_bytes, one.total_memory_bytes)),
     h("td", {}, one.is_chosen ? `✓ ${one.verdict}` : one.verdict)));
-  return h("div", { class: "scrolling", tabindex: 0, role: "region", "aria-label": "The GPUs at that time" },
+  return h("div", { class: "scrolling", tabindex: 0, role: "region", "aria-label": `The GPUs at the time of admission ${decision.number}` },
     h("table", { class: "candidates" },
       h("caption", {}, "The GPUs at that time"),
       h("thead", {}, h("tr", {}, ["GPU", "GPU cores free", "Memory free", "Verdict"].map((name, place) =>

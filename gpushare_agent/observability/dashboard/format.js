@@ -30,15 +30,14 @@ export function percent(ratio) {
   return ratio === null || ratio === undefined ? UNKNOWN : `${Math.round(ratio * 100)} %`;
 }
 
-/** `2.7/5 cores`: hundredths of one GPU, or of several together. */
+/** `2.7/5 GPU cores`: hundredths of one GPU, or of several together. */
 export function coresOf(used, limit) {
   if (used === null) return cores(limit);
-  return `${used < 9.95 ? Number(used.toFixed(1)) : Math.round(used)}/${short(limit)} cores`;
+  return `${used < 9.95 ? Number(used.toFixed(1)) : Math.round(used)}/${short(limit)} GPU cores`;
 }
 
-/** For where the GPU itself is named; elsewhere `GPU cores`. */
 export function cores(count) {
-  return count === 1 ? "1 core" : `${short(count)} cores`;
+  return count === 1 ? "1 GPU core" : `${short(count)} GPU cores`;
 }
 
 export const celsius = (value) => (value === null || value === undefined ? UNKNOWN : `${Math.round(value)} °C`);
@@ -73,8 +72,13 @@ export const words = (name) => name.replaceAll("_", " ");
 
 /** What a container or pod requests. */
 export function request({ cores, memory_bytes: memory }) {
-  return [cores && `${cores} GPU cores`, memory && bytes(memory)].filter(Boolean).join(", ") || "nothing";
+  return [cores && count(cores, "GPU core", "GPU cores"), memory && bytes(memory)].filter(Boolean).join(", ") || "nothing";
 }
+
+/** How many cores of a GPU are allocated. A MIG instance that takes no shares has none, and is given whole. */
+export const coresAllocated = (gpu) => (isGivenWhole(gpu) ? "given whole" : `${gpu.cores.allocated}/${gpu.cores.capacity} allocated`);
+
+export const isGivenWhole = (gpu) => Boolean(gpu.mig) && !gpu.cores.capacity;
 
 /** The index, of a MIG instance NVIDIA's name of it: 0:1. */
 export const gpuLabel = (gpu) => gpu.mig?.label ?? String(gpu.index);

@@ -2,10 +2,11 @@
 
 import { arrange, h, set, vary, write } from "./dom.js";
 import * as format from "./format.js";
-import { isCordoned, isUnhealthy, kindOf } from "./health.js";
+import { isCordoned, isUnhealthy, kindOf, outOfService } from "./health.js";
 import { makeCurve } from "./history.js";
 
 const OPEN_UP_TO = 4; // shares whose list is open from the start
+const NOTHING = "nothing while the GPU is out of service";
 
 /** What one container has of one GPU. Ratios of the share are null where the driver reports nothing. */
 function shareOf(key, container, allocation, gpu) {
@@ -34,12 +35,12 @@ function named(shares) {
 const isOver = (used, limit) => used !== null && used > limit * 1.02 + 0.5;
 
 class Bar {
-  constructor(label) {
+  constructor(label, meaning = null) {
     this.parts = new Map(); // key -> elements
     this.value = h("span", { class: "measure-value" });
     this.bar = h("div", { class: "bar", role: "img" });
     this.element = h("div", { class: "measure" },
-      h("div", { class: "measure-head" }, h("span", { class: "measure-name" }, label), this.value), this.bar);
+      h("div", { class: "measure-head" }, h("span", { class: "measure-name", title: meaning }, label), this.value), this.bar);
   }
 
   /** `shares` are {key, number, hue, size, used, name, text}: size of the GPU and used of the share are ratios. */
@@ -87,7 +88,7 @@ export class GpuView {
     this.cordon = h("span", { class: "badge", "data-kind": "warn", hidden: true }, "‖ Cordoned");
     this.reason = h("p", { class: "reason", "data-kind": "bad", hidden: true });
     this.cordonReason = h("p", { class: "reason", "data-kind": "warn", hidden: true });
-    this.compute = new Bar("Compute");
+    this.compute = new Bar("GPU cores", "each 1/100 of a GPU's compute");
     this.memory = new Bar("Memory");
     this.curve = makeCurve();
     this.stats = h("ul", { class: "stats", "aria-label": "State of the GPU" });
@@ -117,7 +118,7 @@ export class GpuView {
     this.#drawHealth(gpu);
     const shares = named(containers.flatMap(([key, container]) =>
       container.gpus.filter((allocation) => allocation.uuid === gpu.uuid).map((allocation) => shareOf(key, container, allocation, gpu))));
-    write(this.free, `Free: ${gpu.cores.capacity} cores, ${format.bytes(gpu.memory.capacity_bytes)}`);
+    write(this.free, freeText(gpu));
     this.#drawCompute(gpu, shares, hues);
     this.#drawMemory(gpu, shares, hues);
     this.#drawStats(gpu);
@@ -145,7 +146,7 @@ export class GpuView {
   #drawCompute(gpu, shares, hues) {
     const { capacity, allocated } = gpu.cores;
     const used = gpu.usage ? gpu.usage.sm_ratio : null;
-    const value = `${allocated}/${capacity} cores allocated · ${used === null ? "use not known" : `${format.percent(used)} in use`}`;
+    const value = `${format.coresAllocated(gpu)} · ${used === null ? "use not known" : `${format.percent(used)} in use`}`;
     const parts = shares.map((share, place) => ({
       ...this.#place(share, place, hues),
       size: capacity ? share.cores / capacity : 1, // a MIG instance without cores is given whole
@@ -153,7 +154,8 @@ export class GpuView {
       isOver: isOver(share.coresUsed, share.cores),
       text: `${place + 1}: ${share.name} (${share.container}), ${computeText(share)}`,
     }));
-    this.compute.draw(parts, null, value, spoken("Compute", value, parts, format.cores(capacity - allocated)));
+    const free = format.isGivenWhole(gpu) ? "none" : format.cores(capacity - allocated);
+    this.compute.draw(parts, null, value, spoken("GPU cores", value, parts, outOfService(gpu) ? NOTHING : free));
   }
 
   #drawMemory(gpu, shares, hues) {
@@ -170,7 +172,7 @@ export class GpuView {
     const bytes = gpu.unattributed.reduce((sum, one) => sum + (one.memory_bytes ?? 0), 0);
     const free = Math.max(0, capacity - allocated);
     const other = { size: capacity ? Math.min(bytes, free || bytes) / capacity : 0, text: `Processes of no container here: ${format.bytes(bytes)}` };
-    const label = spoken("Memory", value, parts, format.bytes(free)) + (bytes ? ` ${other.text}.` : "");
+    const label = spoken("Memory", value, parts, outOfService(gpu) ? NOTHING : format.bytes(free)) + (bytes ? ` ${other.text}.` : "");
     this.memory.draw(parts, other, value, label);
   }
 
@@ -238,6 +240,14 @@ export class GpuView {
     while (this.unattributedList.children.length > texts.length) this.unattributedList.lastElementChild.remove();
     texts.forEach((text, place) => write(this.unattributedList.children[place] ?? this.unattributedList.appendChild(h("li")), text));
   }
+}
+
+/** Of a GPU that no container has. */
+function freeText(gpu) {
+  if (outOfService(gpu)) return `Not offered: ${outOfService(gpu)}`;
+  const memory = format.bytes(gpu.memory.capacity_bytes - gpu.memory.allocated_bytes);
+  if (!format.isGivenWhole(gpu)) return `Free: ${format.cores(gpu.cores.capacity - gpu.cores.allocated)}, ${memory}`;
+  return gpu.memory.allocated_bytes ? "Given whole" : `Free: ${memory}, given whole`;
 }
 
 function computeText(share) {

@@ -1,7 +1,10 @@
 // The node's document, read every few seconds while the page is in sight. The views are notified of what has changed.
 
-const PERIOD_MS = 2000;
-const SILENT_MS = 10000; // no answer for so long: the connection is dead, whatever the browser believes
+import { read } from "./reading.js";
+
+/** On the page of all nodes every answer goes through the API server, which serves others. */
+export const isOfCluster = /\/nodes\/[^/]+\/$/.test(location.pathname);
+export const PERIOD_MS = isOfCluster ? 5000 : 2000;
 const KEPT_DECISIONS = 100;
 const READ_DECISIONS = 50;
 
@@ -14,13 +17,6 @@ const exceptUse = (container) => ({
   ...container,
   gpus: container.gpus.map(({ usage, ...share }) => ({ ...share, pids: usage && usage.pids })),
 });
-
-/** Throws where it is not answered, or with an error. */
-async function read(path, headers = {}) {
-  const answer = await fetch(path, { headers, cache: "no-store", signal: AbortSignal.timeout(SILENT_MS) });
-  if (!answer.ok && answer.status !== 304) throw new Error(`${path}: ${answer.status}`);
-  return answer;
-}
 
 export class Store {
   constructor(onChange, onLink) {
@@ -46,10 +42,13 @@ export class Store {
 
   async #poll() {
     try {
-      const answers = await this.#readAll().catch(() => null);
+      let problem = "";
+      const answers = await this.#readAll().catch((error) => {
+        problem = error.message;
+      });
       if (!answers) {
         this.tag = ""; // the next answer is a whole document: of another agent, or with what was missed
-        this.#linked("lost");
+        this.#linked("lost", problem);
         return;
       }
       const changed = this.#take(answers);
@@ -76,9 +75,9 @@ export class Store {
     return { node, tag: answer.headers.get("ETag") ?? "", isAnother, decisions };
   }
 
-  #linked(state) {
-    if (this.link.state === state) return;
-    this.link = { state, since: Date.now() };
+  #linked(state, problem = "") {
+    if (this.link.state === state && this.link.problem === problem) return;
+    this.link = { state, since: this.link.state === state ? this.link.since : Date.now(), problem };
     this.onLink(this.link);
   }
 

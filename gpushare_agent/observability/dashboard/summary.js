@@ -3,6 +3,7 @@
 import { byId, h, set, vary, write } from "./dom.js";
 import * as format from "./format.js";
 import { isCordoned, isUnhealthy } from "./health.js";
+import { PERIOD_MS } from "./store.js";
 
 export class Summary {
   constructor(store) {
@@ -45,9 +46,11 @@ export class Summary {
   drawLink() {
     const { link, node } = this.store;
     const live = byId("live");
-    byId("ready").hidden = !node || link.state === "lost"; // what it was is not what it is
     const [state, text] = this.#linkState(link, node);
+    // What it was is not what it is: beside an old sample, or without an answer, nothing is said to be Ready.
+    byId("ready").hidden = !node || link.state === "lost" || (state === "warn" && node.agent.is_ready && node.agent.sampled_at !== null);
     set(live, "data-state", state);
+    set(live, "title", link.problem || null);
     write(live, text);
     set(document.body, "data-link", state);
   }
@@ -58,7 +61,7 @@ export class Summary {
     const { sampled_at: sampledAt, sample_period_seconds: period } = node.agent;
     if (sampledAt === null) return ["warn", "Live, no use is sampled"];
     const age = this.store.now() - sampledAt;
-    return age > Math.max(5, 3 * period) ? ["warn", `Stale: last sample ${format.duration(age)} ago`] : ["good", "● Live"];
+    return age > Math.max(5, 3 * period) + PERIOD_MS / 1000 ? ["warn", `Stale: last sample ${format.duration(age)} ago`] : ["good", "● Live"];
   }
 
   #drawTiles(bad) {

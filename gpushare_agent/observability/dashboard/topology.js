@@ -31,13 +31,15 @@ export class TopologyView {
     }
     const wasOpen = place.querySelector("details")?.open ?? false;
     const byIndex = new Map(gpus.map((gpu) => [gpu.index, gpu]));
+    // Without those that MIG divides, which are not listed.
+    const links = topology.links.map((row, a) => row.map((word, b) => (byIndex.has(a) && byIndex.has(b) ? word : "")));
     const name = (index) => `GPU ${gpuLabel(byIndex.get(index) ?? { index })}`;
-    const description = spoken(topology.tree, topology.links, name);
+    const description = spoken(topology.tree, links, name);
     place.replaceChildren(
-      h("div", { class: "scrolling", tabindex: 0, role: "region", "aria-label": "Drawing of the topology" }, drawing(topology, gpus, description, name)),
+      h("div", { class: "scrolling", tabindex: 0, role: "region", "aria-label": "Drawing of the topology" }, drawing({ tree: topology.tree, links }, gpus, description, name)),
       outline(topology.tree, byIndex, name),
-      h("p", { class: "quiet" }, linkText(topology.links)),
-      h("details", { open: wasOpen }, h("summary", {}, "All links as a table"), matrix(topology.links, name)));
+      h("p", { class: "quiet" }, linkText(links)),
+      h("details", { open: wasOpen }, h("summary", {}, "All links as a table"), matrix(links, name)));
   }
 }
 
@@ -128,7 +130,7 @@ function isFullMesh(links) {
 }
 
 function pairs(links) {
-  return links.flatMap((row, a) => row.flatMap((word, b) => (a < b ? [{ a, b, word }] : [])));
+  return links.flatMap((row, a) => row.flatMap((word, b) => (a < b && word ? [{ a, b, word }] : [])));
 }
 
 function linkText(links) {
@@ -148,10 +150,10 @@ function spoken(tree, links, name) {
 }
 
 function matrix(links, name) {
-  const names = links.map((_, index) => name(index));
+  const shown = links.map((_, index) => index).filter((index) => links[index][index]);
   return h("div", { class: "scrolling", tabindex: 0, role: "region", "aria-label": "Links between GPUs" },
     h("table", { class: "candidates" },
       h("caption", { class: "unseen" }, "Links between GPUs, as nvidia-smi names them"),
-      h("thead", {}, h("tr", {}, h("td", {}), names.map((name) => h("th", { scope: "col" }, name)))),
-      h("tbody", {}, links.map((row, index) => h("tr", {}, h("th", { scope: "row" }, names[index]), row.map((word) => h("td", {}, word === "X" ? "·" : word)))))));
+      h("thead", {}, h("tr", {}, h("td", {}), shown.map((index) => h("th", { scope: "col" }, name(index))))),
+      h("tbody", {}, shown.map((one) => h("tr", {}, h("th", { scope: "row" }, name(one)), shown.map((other) => h("td", {}, one === other ? "·" : links[one][other])))))));
 }

@@ -219,7 +219,7 @@ def topology_page(sources: DebugSources) -> TopologyPage:
     """The GPUs, the matrix of links, and the tree that placement walks."""
     snapshot = sources.snapshot()
     inventory = snapshot.inventory
-    topology = topology_document(inventory.topology)
+    topology = topology_document(inventory)
     return TopologyPage(
         gpus=[
             GpuRow(
