@@ -29,6 +29,7 @@ from gpushare_agent.cli.command_line import (
 from gpushare_agent.cli.view_commands import view_commands
 from gpushare_agent.settings.node_configuration import NamedConfiguration
 from gpushare_agent.settings.settings import LoadedSettings, Settings, SettingsError
+from gpushare_agent.settings.sources import DAEMONSETS
 
 log = structlog.get_logger(__name__)
 
@@ -50,10 +51,10 @@ def _run(call: Invocation) -> int:
     # Logging before the import: what the imports and the settings have to say is in the chosen format.
     loaded = call.load_with_logs()
     _log_migrated_keys(loaded)
-    if "EXTRA_FLAGS" in call.environ:  # gpu-manager's DaemonSet, whose start script has work of its own
-        from gpushare_agent.cli import gpu_manager
+    if not DAEMONSETS.isdisjoint(loaded.sources.values()):
+        from gpushare_agent.cli import former_daemonset
 
-        gpu_manager.start(loaded, call.environ)
+        former_daemonset.start(loaded, call.environ)
     from gpushare_agent.agent.agent import run as run_agent
 
     def reload(named: NamedConfiguration | None) -> Settings:

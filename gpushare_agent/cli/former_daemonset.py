@@ -1,7 +1,8 @@
-"""What gpu-manager's start script does before its agent, where its DaemonSet runs this image (settings/sources.py).
+"""What is done before the agent where another program's DaemonSet runs this image (settings/sources.py): it says what its
+manifest lacks.
 
-Its pod has no RuntimeClass: the driver's files are collected from the host into the driver directory, for containers and for
-this process itself, which is replaced by one that finds NVML there.
+gpu-manager's pod has no RuntimeClass: as by its start script the driver's files are collected from the host into the driver
+directory, for containers and for this process itself, which is replaced by one that finds NVML there.
 """
 
 from __future__ import annotations
@@ -20,28 +21,38 @@ from gpushare_agent.model.errors import AgentError
 from gpushare_agent.model.names import ENV_LIBRARY_PATH
 from gpushare_agent.settings.reference import text_of
 from gpushare_agent.settings.settings import LoadedSettings
-from gpushare_agent.settings.sources import GPU_MANAGER_DAEMONSET
+from gpushare_agent.settings.sources import GPU_MANAGER_DAEMONSET, GPUSHARE_DAEMONSET
 
 log = structlog.get_logger(__name__)
 
 Execute = Callable[[str, list[str], Mapping[str, str]], object]
-_MOUNTS = {
-    "kubelet.pod_resources_socket": "/var/lib/kubelet/pod-resources",
-    "health.state_file": "/var/lib/gpushare-agent",
+_MOUNTS = (
+    ("kubelet.pod_resources_socket", "mount", "/var/lib/kubelet/pod-resources"),
+    ("health.state_file", "mount", "/var/lib/gpushare-agent"),
+)
+_LACKED = {
+    GPU_MANAGER_DAEMONSET: _MOUNTS,
+    GPUSHARE_DAEMONSET: (
+        *_MOUNTS,
+        ("isolation", "mount", "/etc/gpu-manager"),
+        ("facts.is_written", "right", "patch nodes"),
+        ("allocation.cleanup_rejected_pods", "right", "delete pods"),
+    ),
 }
-"""Setting -> mount that manifests/base has and gpu-manager's DaemonSet lacks."""
+"""What a DaemonSet and its account lack of manifests/base, each behind the setting that does without."""
+_CURES = {
+    "mount": "add the volume and the mount of manifests/base",
+    "right": "give the account the role of manifests/base, and set this to true",
+}
 
 
 def start(loaded: LoadedSettings, environ: Mapping[str, str], execute: Execute = os.execve) -> None:
-    """Does nothing elsewhere. `execute` does not return."""
-    if GPU_MANAGER_DAEMONSET not in loaded.sources.values():
-        return
-    for name, mount in _MOUNTS.items():
-        if loaded.sources[name] == GPU_MANAGER_DAEMONSET:
-            instead = f"{name}={text_of(attrgetter(name)(loaded.settings))}"
-            log.warning(
-                "mount_missing", mount=mount, then=instead, cure="add the volume and the mount of manifests/base"
-            )
+    """`execute` does not return."""
+    for program, lacked in _LACKED.items():
+        for name, kind, what in lacked:
+            if loaded.sources[name] == program:
+                instead = f"{name}={text_of(attrgetter(name)(loaded.settings))}"
+                log.warning(f"{kind}_missing", **{kind: what, "then": instead, "cure": _CURES[kind]})
     settings = loaded.settings
     if loaded.sources["driver_volume.root"] != GPU_MANAGER_DAEMONSET or settings.driver != "nvml":
         return
