@@ -214,3 +214,12 @@ def test_gpu_managers_daemonset_collects_the_driver_and_starts_anew_with_it(
     assert (Path(libraries) / "libnvidia-ml.so.1").exists() and "made" in capsys.readouterr().out
     start(loaded, {"LD_LIBRARY_PATH": libraries}, lambda *_: started.append("again"))
     assert started == [libraries]
+
+
+async def test_one_volume_alone_can_be_made(host: FakeHost) -> None:
+    """The driver's own files need no control library."""
+    host.ldconfig()
+    host.control.unlink()
+    document = await run_json(host, "--only=origin")
+    assert [(one["name"], one["state"]) for one in document["volumes"]] == [("origin", "made")]
+    assert not (host.base / "nvidia").exists()

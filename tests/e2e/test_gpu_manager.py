@@ -148,7 +148,13 @@ def test_gpu_managers_daemonset_serves_with_this_image(cluster: Cluster, gpu_man
         except KubectlError:  # it has no address yet, or does not listen
             return False
 
-    cluster.wait_for("the next pod knows them", knows_them)
+    try:  # DEBUG
+        cluster.wait_for("the next pod knows them", knows_them, deadline_s=60)
+    except AssertionError:  # DEBUG
+        print(cluster.run("-n", NAMESPACE, "get", "pods", "-o", "wide"), again)  # DEBUG
+        print(cluster.run("-n", NAMESPACE, "logs", again))  # DEBUG
+        print(answer(cluster, again, "api/v1/node")[:3000])  # DEBUG
+        raise  # DEBUG
     cluster.start(namespace, cluster.pod("share-after", 10, 4))
 
 

@@ -41,6 +41,7 @@ COMPONENTS = {
     "dra-nvidia-names",
     "dra-whole-gpus",
     "driver-container",
+    "driver-from-host",
     "driver-limits",
     "gpushare",
     "isolation-none",
