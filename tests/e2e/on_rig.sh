@@ -14,7 +14,7 @@ export PATH=$RIG_DIR/bin:$PATH
 
 work=$(mktemp -d) child='' made=()
 # What the agent leaves on its node by design (docs/how-to/uninstall.md): this machine is the node.
-for folder in /etc/gpu-manager /var/lib/gpushare-agent; do [[ -e $folder ]] || made+=("$folder"); done
+for folder in /etc/gpu-manager /var/lib/gpushare-agent /usr/local/nvidia; do [[ -e $folder ]] || made+=("$folder"); done
 cleanup() {
   trap - EXIT
   [[ -z $child ]] || kill "$child" 2>/dev/null || true
@@ -88,4 +88,4 @@ for _ in $(seq 300); do node_is_ready && break; sleep 1; done
 restart="$rig down -9 kubelet; for i in 1 2 3 4 5; do $rig up kubelet && exit; done; exit 1"
 cd "$here"
 interruptible ${E2E:-.venv/bin/nox -s e2e --} --image "gpushare-agent:$version" --static-pods "$RIG_DIR/etc/static" --audit-log "$work/audit/log" \
-  --scheduler-image kube-scheduler:rig --restart-kubelet "$restart" "$@"
+  --driver-libraries /usr/local/nvidia/lib64 --scheduler-image kube-scheduler:rig --restart-kubelet "$restart" "$@"
