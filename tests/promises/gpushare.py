@@ -50,7 +50,7 @@ PROMISES: Promises = {
             "device-plugin-ds.yaml, device-plugin-rbac.yaml",
             "its DaemonSet and account, with nothing changed but the image",
             "the same, as `apps/v1`. Without the mounts of `manifests/base` two pods that wait and ask for the same are"
-            " refused, and nothing is limited; without its rights nodes have no labels and annotations. A warning names each",
+            " refused, and nothing is limited; without its rights nodes have no labels or annotations. Warnings name each",
             "tests/e2e/test_gpushare_daemonset.py::test_gpushares_daemonset_serves_with_this_image",
         ),
         kept(
