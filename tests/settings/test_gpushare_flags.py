@@ -7,9 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 
 from gpushare_agent import __main__
 from gpushare_agent.cli import main as command_line
+from gpushare_agent.cli.former_daemonset import start
 from gpushare_agent.settings.settings import SettingsError, load_settings
 from gpushare_agent.settings.sources import GPUSHARE_DAEMONSET, GPUSHARE_PROGRAM, read_gpushare
 
@@ -140,3 +142,11 @@ def test_a_setting_from_any_place_beats_those_of_its_daemonset() -> None:
     loaded = load_settings([*DAEMONSET, "--mps-pipe=/p"], {**OF_PROGRAM, "GPUSHARE_FACTS__IS_WRITTEN": "true"})
     assert (loaded.settings.isolation, loaded.settings.facts.is_written) == ("mps", True)
     assert loaded.sources["allocation.cleanup_rejected_pods"] == GPUSHARE_DAEMONSET
+
+
+def test_what_its_account_may_not_do_is_said_at_the_start() -> None:
+    """A warning each, with the setting that does without it; the mounts of this machine are not a container's."""
+    with capture_logs() as logged:
+        start(load_settings(DAEMONSET, OF_PROGRAM), {})
+    found = {line["right"]: line["then"] for line in logged if line["event"] == "right_missing"}
+    assert found == {"patch nodes": "facts.is_written=false", "delete pods": "allocation.cleanup_rejected_pods=false"}
