@@ -86,7 +86,7 @@ def test_the_overlay_cdi_needs_no_runtime_of_nvidias(
     spec = installation.agents()[name]["spec"]
     (container,) = spec["containers"]
     assert "runtimeClassName" not in spec and container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
-    assert [gpu["model"] for gpu in installation.view()["gpus"]] == ["NVIDIA A10", "NVIDIA A10"]
+    assert [gpu["name"] for gpu in installation.view()["gpus"]] == ["NVIDIA A10", "NVIDIA A10"]
     for node in NODES:
         assert os.strerror(errno.ENXIO) in opened(cluster, name, f"/dev/{node}")
     (plugin,) = cluster.pods(SYSTEM, selector="app.kubernetes.io/name=gpushare-driver-devices")
