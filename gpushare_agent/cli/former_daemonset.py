@@ -16,7 +16,9 @@ from pathlib import Path
 import structlog
 
 from gpushare_agent.cli import driver_volume
+from gpushare_agent.isolation import isolations_in_use
 from gpushare_agent.isolation.driver_volume.config import untouched_driver
+from gpushare_agent.isolation.driver_volume.plan import VolumeName
 from gpushare_agent.model.errors import AgentError
 from gpushare_agent.model.names import ENV_LIBRARY_PATH
 from gpushare_agent.settings.reference import text_of
@@ -65,7 +67,10 @@ def start(loaded: LoadedSettings, environ: Mapping[str, str], execute: Execute =
     paths = environ.get(ENV_LIBRARY_PATH, "").split(":")
     if not libraries or libraries in paths:  # this is the process that was started below
         return
-    driver_volume.run(settings, check=False, prune=False, form="table")
+    # Volume nvidia is of an isolation that mounts it, and fails in an image without the control library.
+    is_limited_by_it = any(isolation.mounts_driver for isolation in isolations_in_use(settings))
+    only = None if is_limited_by_it else VolumeName.ORIGIN
+    driver_volume.run(settings, check=False, prune=False, form="table", only=only)
     if Path(libraries).is_dir():
         sys.stdout.flush()
         path = ":".join(filter(None, (libraries, *paths)))

@@ -211,7 +211,9 @@ def test_gpu_managers_daemonset_collects_the_driver_and_starts_anew_with_it(
     started: list[str] = []
     start(loaded, {"A": "b"}, lambda _, argv, environ: started.append(environ["LD_LIBRARY_PATH"]))
     (libraries,) = started
-    assert (Path(libraries) / "libnvidia-ml.so.1").exists() and "made" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert (Path(libraries) / "libnvidia-ml.so.1").exists() and "volume origin: made" in shown
+    assert "volume nvidia" not in shown, "no isolation in use mounts it"
     start(loaded, {"LD_LIBRARY_PATH": libraries}, lambda *_: started.append("again"))
     assert started == [libraries]
 

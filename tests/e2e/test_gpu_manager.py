@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import pytest
 
 from tests.e2e.cluster import CORE, DEADLINE_S, Cluster, KubectlError, Object, read_unix
-from tests.e2e.installation import NODE_LABEL, SYSTEM, Installation
+from tests.e2e.installation import NODE_LABEL, SYSTEM, Installation, is_ready
 
 pytestmark = pytest.mark.e2e
 NAMESPACE, NAME = "kube-system", "gpu-manager-daemonset"
@@ -121,8 +121,14 @@ def wait_serving(cluster: Cluster) -> str:
     def poll() -> str | None:
         offered = int(cluster.node_object()["status"]["allocatable"].get(CORE, "0"))
         pods = cluster.pods(NAMESPACE, selector="name=gpu-manager-ds")
-        running = [name for name, pod in pods.items() if "deletionTimestamp" not in pod["metadata"]]
-        return running[0] if offered and len(running) == 1 else None
+        ready = [name for name, pod in pods.items() if is_ready(pod)]
+        if not offered or len(ready) != 1:
+            return None
+        try:
+            answer(cluster, ready[0], "version")
+        except KubectlError:  # it does not listen yet; the node still offers what another pod did
+            return None
+        return ready[0]
 
     return cluster.wait_for("gpu-manager's DaemonSet offers its resources", poll)
 
@@ -153,10 +159,7 @@ def test_gpu_managers_daemonset_serves_with_this_image(cluster: Cluster, gpu_man
     again = wait_serving(cluster)
 
     def knows_them() -> bool:
-        try:
-            return len(json.loads(answer(cluster, again, "api/v1/node"))["containers"]) == len(names)
-        except KubectlError:  # it has no address yet, or does not listen
-            return False
+        return len(json.loads(answer(cluster, again, "api/v1/node"))["containers"]) == len(names)
 
     cluster.wait_for("the next pod knows them", knows_them)
     cluster.start(namespace, cluster.pod("share-after", 10, 4))
