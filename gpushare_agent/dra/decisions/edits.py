@@ -285,15 +285,16 @@ class _View:
     def edits(self, beside: Collection[Gpu]) -> ContainerEdits | Refused:
         """`beside` are GPUs of other claims that the containers of the view see too."""
         gpus = tuple(sorted({*beside, *(gpu for _, gpu in self.results)}, key=lambda gpu: gpu.index))
-        policy = self._policy
+        policy, isolation = self._policy, ISOLATIONS[self._isolation]
         try:
             shares = self._shares()
         except Corrupt as e:
             return _refused(str(e))
-        isolated = ISOLATIONS[self._isolation].edits(
+        container = ContainerSpec(name=self._key.container, kind=ContainerKind.MAIN, position=0)
+        isolated = isolation.edits(
             IsolationRequest(
                 pod_uid=PodUid(self._claim.ref.uid),
-                container=ContainerSpec(name=self._key.container, kind=ContainerKind.MAIN, position=0),
+                container=container,
                 shares=shares,
                 config=policy.config,
                 core_limit=max(self._core_limit(result, gpu) for result, gpu in self.results),
@@ -305,7 +306,8 @@ class _View:
         if isinstance(isolated, Refused):
             return isolated
         request = DeviceListRequest(gpus=gpus, node=policy.devices, cdi_kind=policy.cdi_kind, unique="claim")
-        return merged(device_edits(request, tuple(map(_by_cdi, policy.strategies))), isolated)
+        devices = device_edits(request, tuple(map(_by_cdi, policy.strategies)))
+        return merged(devices, isolation.driver_beside(container, policy.config), isolated)
 
     def result(self, result: ClaimResult, cdi_devices: tuple[str, ...]) -> PreparedResult:
         gpu = next(gpu for one, gpu in self.results if one is result)
