@@ -1,4 +1,4 @@
-"""Costs of HTTP/2 that are left out: h2, hyperframe and grpclib have them at every call, and an admission is six calls.
+"""Costs of HTTP/2 that are left out: h2 and hyperframe have them at every call, and the admission of a pod is six calls.
 
 | what they do | here |
 |---|---|
