@@ -566,6 +566,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "documents": _documents,
     "link_costs": _link_costs,
     "measured_agent": lambda: _benchmark("agent"),
+    "measured_imports": lambda: _benchmark("imports"),
     "measured_extender": lambda: _benchmark("extender"),
     "workload": _workload,
     "packing": lambda: _packing(of_rules=False),
