@@ -23,6 +23,7 @@ from typing import Any
 
 from msgspec import Struct, field
 
+from gpushare_agent.cluster.kube.claims import main_request
 from gpushare_agent.cluster.kube.objects import whole_number
 from gpushare_agent.model.errors import Corrupt, Rejected
 
@@ -271,7 +272,7 @@ class Constraint(Struct, frozen=True, kw_only=True):
 
     def covers(self, name: str) -> bool:
         # A constraint may name the request, or one alternative of it.
-        return not self.requests or bool({name, name.partition("/")[0]} & self.requests)
+        return not self.requests or bool({name, main_request(name)} & self.requests)
 
 
 class ClaimRequests(Struct, frozen=True, kw_only=True):
