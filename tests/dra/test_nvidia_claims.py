@@ -96,25 +96,30 @@ async def test_whole_gpus_are_given_and_shared_as_the_claims_say(short_dir: Path
 
 
 async def test_claims_select_by_what_the_driver_has_and_share_by_memory(short_dir: Path) -> None:
-    """The Go suite; BATS consumable_shares by memory."""
+    """The Go suite; BATS consumable_shares by memory; gpu-test6."""
     attributes, capacity = "device.attributes['gpu.nvidia.com']", "device.capacity['gpu.nvidia.com']"
     found = await gpus_of(
         short_dir,
         selecting("version", f"{attributes}.driverVersion.compareTo(semver('535.0.0')) >= 0"),
         selecting("memory", f"{capacity}.memory.compareTo(quantity('21Gi')) >= 0"),
         selecting("architecture", f"{attributes}.architecture == 'Ampere'"),
-        selecting("none", f"{attributes}.productName == 'NVIDIA H300'"),
+        *(
+            selecting(name, f"{attributes}.productName.lowerAscii().matches('^.*{name}.*$')")
+            for name in ("a100", "h300")
+        ),
         template("part", capacity={"requests": {"memory": "2Gi"}}),
-        *(pod(f"by-{name}", g=name) for name in ("version", "memory", "architecture", "none")),
+        *(pod(f"by-{name}", g=name) for name in ("version", "memory", "architecture", "a100", "h300")),
         *(pod(name, g="part") for name in ("part-0", "part-1")),
+        flags=("--simulated.card-name=NVIDIA A100 24GB",),
     )
     assert found == {
         "by-version": [[0]],
         "by-memory": [[1]],
         "by-architecture": [[2]],
-        "by-none": [],
-        "part-0": [[3]],
-        "part-1": [[3]],
+        "by-a100": [[3]],
+        "by-h300": [],
+        "part-0": [[4]],
+        "part-1": [[4]],
     }
 
 
