@@ -271,7 +271,8 @@ def _differences(made: Path, committed: Path) -> str:
 
 @nox.session
 def release(session: nox.Session) -> None:
-    """Build what a release has besides the image into build/release: wheel, source, chart, list of parts, checksums."""
+    """Build what a release has besides the image into build/release: wheel, source, chart, Grafana's dashboard, list of
+    parts, checksums; with DOCS_REPOSITORY, the repository's address, kubectl's plugin too."""
     helm = os.environ.get("HELM") or shutil.which("helm")
     if helm is None:
         session.error("helm is missing: install it, or name it by the variable HELM")
@@ -280,7 +281,20 @@ def release(session: nox.Session) -> None:
     shutil.rmtree(made, ignore_errors=True)
     made.mkdir(parents=True)
     session.run("hatchling", "build", "-t", "wheel", "-t", "sdist", "-d", str(made))
-    session.run(helm, "package", "charts/gpushare-agent", "-d", str(made), external=True)
+    chart = Path(session.create_tmp()) / "gpushare-agent"
+    shutil.rmtree(chart, ignore_errors=True)
+    shutil.copytree(ROOT / "charts" / "gpushare-agent", chart)  # with the folders that its link leads to
+    repository = os.environ.get("DOCS_REPOSITORY", "").rstrip("/")
+    if repository:
+        with (chart / "Chart.yaml").open("a", encoding="utf-8") as metadata:
+            metadata.write(f"home: {repository}\nsources: [{repository}]\n")
+        (wheel,) = made.glob("*.whl")
+        address = f"{repository}/releases/download/v{wheel.name.split('-')[1]}"
+        session.run("python", "charts/krew_plugin.py", wheel.name, address, str(made))
+    else:
+        session.log("DOCS_REPOSITORY is not set: no kubectl plugin, and no addresses in package and chart")
+    session.run(helm, "package", str(chart), "-d", str(made), external=True)
+    shutil.copy(ROOT / "manifests" / "monitoring" / "dashboard.json", made / "grafana-dashboard.json")
     parts = made / "gpushare-agent.cdx.json"
     session.run(
         *("cyclonedx-py", "requirements", str(REQUIREMENTS / "agent.txt"), "--pyproject", "pyproject.toml"),

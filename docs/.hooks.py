@@ -60,6 +60,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
             return link[0]  # MkDocs warns, which ends a strict build
         return f"[{text}]({config.repo_url.rstrip('/')}/blob/main/{path}{anchor})" if config.repo_url else text
 
+    markdown = re.sub(r'\b(src|srcset)="docs/', r'\1="', markdown) if page.file.src_uri == "index.md" else markdown
     return _LINK.sub(moved, _indented(markdown))
 
 

@@ -44,6 +44,13 @@ REFUSED = ("research", "train-one-more", 100, 0)
 FAILED_GPU = 7
 WIDE, NARROW, NARROW_HEIGHT = 1440, 360, 1500
 MOST_HEIGHT = 2600
+LAST_ROW_OF_GPUS = """
+    const boxes = [...document.querySelectorAll("#gpus > *")].map((one) => one.getBoundingClientRect());
+    const row = boxes.filter((box) => box.top === boxes.at(-1).top), edge = 12;
+    const [left, top] = [row[0].left + scrollX - edge, row[0].top + scrollY - edge];
+    return {x: left, y: top, width: row.at(-1).right - row[0].left + 2 * edge, height: row[0].height + 2 * edge};
+"""
+"""What README.md shows: with the GPU that failed."""
 ROWS = "document.querySelectorAll('.containers tbody tr').length >= arguments[0]"
 
 
@@ -86,11 +93,13 @@ def _phase(node: EmbeddedNode, namespace: str, name: str) -> bool:
     return phase in ("Running", "Failed")
 
 
-async def take(browser: Browser, path: Path, *, most_height: int = MOST_HEIGHT) -> None:
+async def take(
+    browser: Browser, path: Path, *, most_height: int = MOST_HEIGHT, part: dict[str, float] | None = None
+) -> None:
     await browser.script(
         "return new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(() => done(1))))"
     )
-    path.write_bytes(await browser.screenshot(most_height=most_height))
+    path.write_bytes(await browser.screenshot(most_height=most_height, part=part))
     if (tool := shutil.which("pngquant")) is not None:
         shrink = await asyncio.create_subprocess_exec(
             tool, "--force", "--speed=1", "--quality=60-95", "--output", str(path), str(path)
@@ -110,9 +119,10 @@ async def main(directory: Path) -> None:
         await browser.click("li:has([data-kind=bad]) summary")
         await browser.wait("document.querySelectorAll('.decisions tbody tr').length >= 8")
         await browser.script("scrollTo(0, 0); document.activeElement.blur()")
-        await take(browser, directory / "dashboard-light.png")
-        await browser.prefer(prefers_color_scheme="dark", prefers_reduced_motion="reduce")
-        await take(browser, directory / "dashboard-dark.png")
+        for colours in ("light", "dark"):
+            await browser.prefer(prefers_color_scheme=colours, prefers_reduced_motion="reduce")
+            await take(browser, directory / f"dashboard-{colours}.png")
+            await take(browser, directory / f"gpus-{colours}.png", part=await browser.script(LAST_ROW_OF_GPUS))
         await browser.prefer(prefers_color_scheme="light", prefers_reduced_motion="reduce")
         await browser.size(NARROW, NARROW_HEIGHT)
         await take(browser, directory / "dashboard-narrow.png", most_height=NARROW_HEIGHT)

@@ -104,10 +104,10 @@ class Browser:
         found: list[dict[str, Any]] = await self._post("se/log", {"type": "browser"})
         return found
 
-    async def screenshot(self, *, most_height: int = 4000) -> bytes:
-        """The page from its top, in whole unless it is higher."""
+    async def screenshot(self, *, most_height: int = 4000, part: dict[str, float] | None = None) -> bytes:
+        """The page from its top, in whole unless it is higher; or the rectangle x, y, width, height of it."""
         width, height = await self.script("const e = document.documentElement; return [e.clientWidth, e.scrollHeight]")
-        clip = {"x": 0, "y": 0, "width": width, "height": min(height, most_height), "scale": 1}
+        clip = {"scale": 1, **(part or {"x": 0, "y": 0, "width": width, "height": min(height, most_height)})}
         found = await self.cdp("Page.captureScreenshot", format="png", captureBeyondViewport=True, clip=clip)
         return base64.b64decode(found["data"])
 

@@ -6,19 +6,22 @@ A line `<!-- generated: NAME -->` begins what BLOCKS[NAME] makes, `<!-- end -->`
 from __future__ import annotations
 
 import argparse
+import ast
 import importlib.util
 import json
 import os
 import re
 import sys
+import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import chain
+from itertools import chain, takewhile
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any, cast, get_type_hints
 
+import pytest
 import yaml
 from annotated_types import Ge, Le
 from msgspec.structs import replace
@@ -45,8 +48,11 @@ from gpushare_agent.settings.nvidia_options import OPTIONS
 from gpushare_agent.settings.observation import HealthSettings
 from gpushare_agent.settings.reference import Key, all_keys, markdown, text_of
 from gpushare_agent.settings.settings import Settings
+from gpushare_agent.simulation import generator
 from gpushare_agent.simulation.inflation import CpuPods, InflationPolicy
+from gpushare_agent.simulation.workload import memory_of
 from tests.docs.isolations_page import isolations
+from tests.e2e.conftest import pytest_addoption
 from tests.observability.support_usage import (
     UUIDS,
     allocation,
@@ -165,6 +171,14 @@ def _parser(command: Command) -> argparse.ArgumentParser:
     return parser
 
 
+def _e2e_options() -> str:
+    """Of `nox -s e2e --`, as pytest is told them."""
+    parser = argparse.ArgumentParser(prog="nox -s e2e --", add_help=False)
+    group = SimpleNamespace(addoption=parser.add_argument)
+    pytest_addoption(cast(pytest.Parser, SimpleNamespace(getgroup=lambda _: group)))
+    return "\n".join(_table(list(_rows(parser))))
+
+
 def _table(rows: Sequence[str]) -> list[str]:
     return ["| option | meaning |", "|---|---|", *rows, ""] if rows else []
 
@@ -276,11 +290,130 @@ def _error_budget() -> str:
     )
 
 
+_COSTS = (
+    ("the start of a pod with a share: the kubelet's four calls", "whole pod: both resources, four calls"),
+    ("the same: preparing the container", "PreStartContainer of a share"),
+    ("the node: processor time of the agent, idle", "processor time, idle, NVML"),
+    ("the same with 100 shares of 20 processes each", "· the same with 100 shares with 20 processes each"),
+    ("isolation gpushare, while all of 100 shares compute", "· all compute"),
+    ("the node: resident memory of the agent", "resident memory, idle"),
+)
+"""What the page says of a row of bench/measured/agent.json, and the row."""
+
+
+def _costs() -> str:
+    """Of the agent's benchmark, and of the measured tables of isolations the column and the rows of libgpushare."""
+    rows = {
+        re.sub(r"^  (· )?", "· ", one.name): one
+        for one in from_json((ROOT / "bench/measured/agent.json").read_text(encoding="utf-8"))[0]
+    }
+    head, _, *programs = _measured("vgpu-manager")
+    [more] = [row[head.index("gpushare")] for row in programs if row[0].startswith("µs more")]
+    table = [["what", "median", "p99", "command"]]
+    for what, name in _COSTS:
+        one = rows[name]
+        p99 = shown(one.p99, one.unit) if one.runs > 1 else ""
+        table.append([what, shown(one.median, one.unit), p99, "`nox -s bench`"])
+    calls = ("a cuMemAlloc with its cuMemFree", "a launch of a kernel")
+    tried = "`nox -s isolation -- --table FILE`"
+    table += [
+        [f"the program: {call}", f"{us} µs more", "", tried]
+        for call, us in zip(calls, more.split(" and "), strict=True)
+    ]
+    for kind in ("short", "wave"):
+        means, most = _errors_of(kind)
+        span = f"{means[0]} to {means[-1]} ({most})"
+        table.append(
+            [f"the share: error of its compute, {kind} kernels", span, "", "`nox -s isolation -- --error-budget`"]
+        )
+    return _joined(table)
+
+
+def _numbers() -> str:
+    """What the README says of the project's measurements, each with its command."""
+    rows, _ = from_json((ROOT / "bench/measured/agent.json").read_text(encoding="utf-8"))
+    [start] = [one for one in rows if one.name == "whole pod: both resources, four calls"]
+    errors = [_errors_of(kind) for kind in ("short", "wave")]
+    packed = {
+        (row["policy"], row["cpu_pods"]): row["mean"]
+        for row in json.loads((ROOT / "bench/measured/packing.json").read_text(encoding="utf-8"))
+        if row["trace"] == "default"
+    }
+    best, default, spread = (packed[key] for key in (("fgd", "gpu-aware"), ("binpack", "gpu-aware"), ("fgd", "least")))
+    return _joined(
+        [
+            ["measured", "", "by"],
+            [
+                "the start of a pod with a share: what the agent adds",
+                f"{shown(start.median, start.unit)}, p99 {shown(start.p99, start.unit)}",
+                "`nox -s bench`",
+            ],
+            [
+                "how far a share's compute is from what it was promised, on a fake driver",
+                f"{min(means[0] for means, _ in errors)} to {max(means[-1] for means, _ in errors)} points in the mean, "
+                f"at most {max(most for _, most in errors)}",
+                "`nox -s isolation -- --error-budget`",
+            ],
+            [
+                "GPUs allocated on [the public trace](docs/how-to/simulate.md#how-full-a-cluster-can-get)",
+                f"{best:.1f} % by `fgd`, {default:.1f} % by the default; {spread:.1f} % where kube-scheduler spreads pods "
+                "without GPUs",
+                "`python -m bench.packing TRACES`",
+            ],
+        ]
+    )
+
+
+def _errors_of(kind: str) -> tuple[list[float], float]:
+    """Of libgpushare and that kind of kernel: the means of each number of SMs, ascending, and the largest error."""
+    [cells] = [row[1:] for row in _measured("132 SMs")[2:] if row[0] == f"{kind}: gpushare"]
+    errors = [[float(number) for number in re.findall(r"[\d.]+", cell.partition(",")[0])] for cell in cells]
+    return sorted(mean for mean, _ in errors), max(most for _, most in errors)
+
+
 def _measured(column: str) -> list[list[str]]:
     """The cells of the one table with that column."""
     tables = MEASURED.read_text(encoding="utf-8").strip().split("\n\n")
     [lines] = [table.splitlines() for table in tables if column in table.splitlines()[0]]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+def _folders() -> str:
+    """The folders of the package, each as its docstring begins, and the module that it says to open first."""
+    rows = []
+    for path in sorted((ROOT / "gpushare_agent").glob("*/__init__.py")):
+        text = " ".join((ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").split())
+        if text:  # wire/ is generated
+            what = text.partition(". ")[0].rstrip(".")
+            opened = re.search(r"[Oo]pen (?:first: )?`?(\w+\.py)", text)
+            rows.append([f"`{path.parent.name}/`", _linked(what, "explanation"), f"`{opened[1]}`" if opened else ""])
+    return _joined([["folder", "what it is for", "open first"], *rows])
+
+
+_OF_COMPONENT = ("Adds", "It needs", "Needs", "Nodes with", "Not tried", "Not with", "The price", "Who has")
+"""How sentences of its head begin that a reader needs before the choice, beside the first."""
+
+
+def _components() -> str:
+    """Each component as the head of its file has it; those that stand behind another one last."""
+    rows = []
+    for path in sorted((ROOT / "manifests/components").glob("*/kustomization.yaml")):
+        lines = path.read_text(encoding="utf-8").splitlines()
+        head = " ".join(" ".join(takewhile(lambda line: line.startswith("#"), lines)).replace("#", "").split())
+        first, *others = re.split(r"(?<=\.) (?=[A-Z])", head)
+        chosen = [first, *(one for one in others if one.startswith(_OF_COMPONENT))]
+        rows.append([f"`{path.parent.name}`", _linked(" ".join(chosen).rstrip("."), "reference")])
+    rows.sort(key=lambda row: row[1].startswith("Behind"))
+    return _joined([["component", "what it does"], *rows])
+
+
+def _linked(text: str, folder: str) -> str:
+    """The pages that it names as links of a page in that folder of docs/."""
+
+    def link(found: re.Match[str]) -> str:
+        return f"[{found[2]}]({'' if found[1] == folder else f'../{found[1]}/'}{found[2]})"
+
+    return re.sub(r"docs/([\w-]+)/([\w-]+\.md)", link, text)
 
 
 def _health_states() -> str:
@@ -326,8 +459,9 @@ def _documents() -> str:
     for title in ("Reference", "Explanation"):
         [pages] = [part[title] for part in _navigation() if title in part]
         links = [f"[{name}]({elsewhere.get(path, f'docs/{path}')})" for page in pages for name, path in page.items()]
-        lines += [f"- **{title}**:", *(f"  {link}{',' if link != links[-1] else '.'}" for link in links)]
-    return "\n".join(lines)
+        text = ", ".join(link.replace(" ", "\0") for link in links)  # a link is not broken
+        lines += textwrap.wrap(f"- **{title}**: {text}.", 240, subsequent_indent="  ", break_on_hyphens=False)
+    return "\n".join(lines).replace("\0", " ")
 
 
 def _link_costs() -> str:
@@ -336,6 +470,26 @@ def _link_costs() -> str:
     rows = [["NV#", f"{NVLINK_COST:,} / number of NVLinks: {examples}"]]
     rows += [[kind.name, f"{cost:,}"] for kind, cost in LINK_COSTS.items() if kind is not LinkKind.SELF]
     return _joined([["link", "cost of a pair"], *rows])
+
+
+def _workload() -> str:
+    """The distributions of `simulate --generate`."""
+    medians = {size: one.median_s / 60 for size, one in generator.DURATIONS.items()}
+    sigmas = ", ".join(f"{one.sigma:.1f}" for one in generator.DURATIONS.values())
+    words = {0: "a share", 1: "one GPU", 2: "two", 4: "four", 8: "eight"}
+    swings = f"the rate swings by {generator.SWING:.0%} {generator.SWINGS} times".replace("%", " %")
+    rows = {
+        "nodes": (f"{part} % {gpus} × {model} ({memory_of(model):,} MiB)" for model, gpus, part in generator.MACHINES),
+        "size": (f"{part} % {words[gpus]}" for gpus, part in generator.WHOLE_GPUS),
+        "shares: cores / GiB": (f"{part} % {cores} / {mib // 1024}" for cores, mib, part in generator.SHARES),
+        "run time": (
+            f"log-normal, {generator.MIN_DURATION_S:.0f} s to {generator.MAX_DURATION_S / 3600:.0f} hours",
+            f"median {' / '.join(f'{minutes:.0f}' for minutes in medians.values())} min (share / one GPU / several)",
+            f"sigma {sigmas}",
+        ),
+        "arrivals": (f"Poisson, {swings}", "`--load` 1 asks for all cores on average"),
+    }
+    return _joined([["generated", "distribution"], *([name, ", ".join(parts)] for name, parts in rows.items())])
 
 
 def _packing(*, of_rules: bool) -> str:
@@ -380,6 +534,10 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "not_kept": _not_kept,
     "libraries": _libraries,
     "error_budget": _error_budget,
+    "folders": _folders,
+    "components": _components,
+    "costs": _costs,
+    "numbers": _numbers,
     "health_states": _health_states,
     "xids": _xids,
     "guides": _guides,
@@ -387,6 +545,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "link_costs": _link_costs,
     "measured_agent": lambda: _benchmark("agent"),
     "measured_extender": lambda: _benchmark("extender"),
+    "workload": _workload,
     "packing": lambda: _packing(of_rules=False),
     "packing_rules": lambda: _packing(of_rules=True),
     "measured_beside": lambda: _benchmark("beside"),
@@ -398,6 +557,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "kept": lambda: _metrics("container_", frozenset(("pod_name", "namespace", "node", "container_name"))),
     "isolations": isolations,
     "commands": _commands,
+    "e2e_options": _e2e_options,
     "nvidia_options": _nvidia_options,
     **{f"promises_{name}": partial(tables, promises) for name, promises in SOURCES.items()},
 }
@@ -411,14 +571,18 @@ PAGES: dict[str, Callable[[str], str]] = {
     "README.md": _filled,
     "docs/how-to/README.md": _filled,
     "docs/explanation/dra.md": _filled,
+    "docs/explanation/architecture.md": _filled,
     "docs/explanation/health.md": _filled,
     "docs/explanation/placement.md": _filled,
     "docs/how-to/simulate.md": _filled,
+    "docs/how-to/test-your-cluster.md": _filled,
     "docs/explanation/isolation.md": _filled,
     "docs/reference/settings.md": lambda _: markdown(),
     "docs/reference/metrics.md": _filled,
     "docs/reference/isolations.md": _filled,
     "docs/reference/cli.md": _filled,
+    "docs/reference/components.md": _filled,
+    "docs/reference/costs.md": _filled,
     "docs/reference/extender.md": _filled,
     "docs/how-to/migrate-from-gpu-manager.md": _filled,
     "docs/reference/measurements.md": _filled,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 from collections.abc import Iterator
@@ -257,6 +258,22 @@ def test_the_readmes_pod_is_the_sample() -> None:
     block = re.findall(r"^```yaml\n(.*?)^```$", README, flags=re.M | re.S)[0]
     sample = (ROOT / "manifests/samples/share.yaml").read_text(encoding="utf-8")
     assert yaml.safe_load(block) == yaml.safe_load(sample)
+
+
+@pytest.mark.parametrize("repository", ["", "https://forge.example/own/er"])
+def test_a_package_index_shows_the_readme_without_links_that_lead_nowhere(repository: str) -> None:
+    """It has no other file of the repository. Anchors and addresses stay."""
+    pytest.importorskip("hatchling", reason="pip install hatchling, or nox -s tests")
+    spec = importlib.util.spec_from_file_location("hatch_build", ROOT / "hatch_build.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    shown = module.page_of(README, repository, "v1")
+    targets = re.findall(r"\]\(([^)]+)\)", shown)
+    assert [target for target in targets if not target.startswith(("https://", "#"))] == []
+    assert "How do I install it? |" in shown and "<picture>" not in shown and "generated" not in shown
+    assert (f"]({repository}/blob/v1/docs/how-to/install.md)" in shown) == bool(repository)
+    assert (f"]({repository}/raw/v1/docs/screenshots/gpus-light.png)" in shown) == bool(repository)
 
 
 def test_the_documents_name_this_version() -> None:

@@ -29,7 +29,7 @@ OWN_KUSTOMIZATION = "manifests/own"
 ANSWERS = {
     "How do I install it?": "helm install",
     "What do 30 cores mean?": "% of one GPU",
-    "Is a share isolated?": "gets 8 where memory is held",
+    "Is a share isolated?": "Where memory is held it gets 8",
     "Which isolation do I take?": "`hami-core`",
     "Why is my pod pending, or refused?": "Insufficient",
     "How do I see who uses what?": "gpushare-agent top",

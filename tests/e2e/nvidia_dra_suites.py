@@ -40,7 +40,7 @@ BATS = {
         8,
         400,
         differs={
-            "exposes Prometheus metrics": "the pod has another namespace, and [metrics](../reference/metrics.md) other names",
+            "exposes Prometheus metrics": "the pod is elsewhere, and [metrics](../reference/metrics.md) other names",
             "device count matches host GPU count": "simulated GPUs have no device nodes",
         },
     ),
