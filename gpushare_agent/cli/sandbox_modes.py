@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sys
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
@@ -27,7 +28,10 @@ from gpushare_agent.sandbox.workload import WorkloadPlayer
 STEADY_TIMEOUT_S = 60.0
 _NOTICES_KEPT, _NOTICES_SHOWN = 50, 2
 _KEYS = "Ctrl-C ends the sandbox and removes everything  ? all commands  j k scroll"
+_GAP = "  "
 _WAIT_REPORTED_AFTER_S = 2.0
+_SAMPLED_WITHIN_S, _SAMPLED_POLL_S = 5.0, 0.2
+"""An agent samples each second while it is asked."""
 _REDRAW_S = 0.25
 _READ_AGAIN_S = 1.0
 """Processes start and end, and the agent writes its files, without an event of the node."""
@@ -74,6 +78,7 @@ class Session(Struct, frozen=True, kw_only=True):
     form: Form
     notify: Notices
     players: Sequence[WorkloadPlayer]
+    next_steps: tuple[str, ...]
 
 
 async def _create(session: Session) -> None:
@@ -113,9 +118,7 @@ async def run_once(session: Session) -> int:
             await _wait_steady(controller)
     except TimeoutError:
         notify(f"not every pod runs or has ended after {STEADY_TIMEOUT_S:g} s; the report shows their state")
-    for player in session.players:
-        player.play()  # the containers that have just started have usage, too
-    document = await controller.document()
+    document = await _document_with_use(session)
     print_document(document, session.form)
     others = [pod for pod in document["pods"] if pod["phase"] not in ("Running", "Succeeded")]
     for pod in others:
@@ -123,6 +126,20 @@ async def run_once(session: Session) -> int:
     if others:
         notify("exit code 1: not every pod is Running or Succeeded")
     return 1 if others else 0
+
+
+async def _document_with_use(session: Session) -> SandboxDocument:
+    """The report, with the use of containers that have just started: the agents' own, else GPUs would show less than what
+    is in them."""
+    for player in session.players:
+        player.play()
+    played_at, nodes = time.time(), session.controller.nodes
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_SAMPLED_WITHIN_S if session.players else 0):
+            while any((one.shown.agent_document.get("sampled_at") or 0.0) < played_at for one in nodes):
+                await asyncio.sleep(_SAMPLED_POLL_S)
+                await session.controller.document()
+    return await session.controller.document()
 
 
 async def _wait_steady(controller: SandboxController) -> None:
@@ -145,13 +162,19 @@ async def run_live(session: Session, notes: Sequence[str]) -> int:
     for note in notes:
         session.notify(note)
     async with asyncio.TaskGroup() as group:
-        group.create_task(_create(session), name="create-pods")
         # A pipe or a file gets a line for each change, which a script can read.
         if sys.stdout.isatty() and session.form in ("table", "wide"):
+            group.create_task(_create(session), name="create-pods")
             await _draw(session, notes)
         else:
+            group.create_task(_create_and_tell(session), name="create-pods")
             await _print_changes(session.controller, session.notify)
     return 0
+
+
+async def _create_and_tell(session: Session) -> None:
+    await _create(session)
+    session.notify(_GAP.join(session.next_steps))
 
 
 class _LiveView:
@@ -173,7 +196,11 @@ class _LiveView:
     def show(self, width: int) -> View:
         body = Text("\n".join(self._notes)) if self._has_help else report_tables(self.document, width)
         notices = [Text(line, style="dim") for line in self._session.notify.newest(_NOTICES_SHOWN)]
-        return View(head=(), body=body, foot=[*notices, Text(self._notes[0]), Text(_KEYS, style="dim")])
+        steps = self._session.next_steps
+        # A line of its own for each where the terminal would cut the last one.
+        whole = _GAP.join(steps)
+        last = [whole] if len(whole) <= width else steps
+        return View(head=(), body=body, foot=[*notices, Text(_KEYS, style="dim"), *map(Text, last)])
 
 
 async def _draw(session: Session, notes: Sequence[str]) -> None:

@@ -116,6 +116,7 @@ async def run(plan: Plan) -> int:
             session = Session(
                 controller=controller, manifests=plan.manifests, form=plan.form, notify=notify,
                 players=[node.player for node in nodes if node.player is not None],
+                next_steps=_next_steps(cluster, plan, nodes),
             )  # fmt: skip
             notes = _introduce(cluster, plan, nodes, extender, notify)
             # The control socket ends last, so that a command which came late gets an answer while agents end.
@@ -146,31 +147,33 @@ def _introduce(
     what = f"embedded node {first.name}" if len(nodes) == 1 else f"{len(nodes)} embedded nodes"
     notify(f"{what}, kubelet {plan.kubelet_version}, in {cluster.paths.state}")
     notify(f"{settings.driver} GPUs; {_containers_text(first.shown.node)}{_isolation_text(settings)}")
-    # The commands are shown as they must be typed, so with what differs from the defaults.
-    where = "" if plan.state == default_state_directory() else f" --state-dir {plan.state}"
     return [
-        f"other terminal: {runnable()} sandbox{where} "
+        f"other terminal: {runnable()} sandbox{_state_flag(plan)} "
         "status | apply -f FILE | delete NAME | exec POD -- COMMAND | fail-gpu N | heal-gpu N | restart-kubelet | "
         f"kill-agent{' | kill-extender' if extender is not None else ''}",
-        _kubectl_text(cluster),
         places,
         "\n".join([_agents_text(nodes), *(f"  {line}" for line in agent_lines(nodes[0]))]),
         "Ctrl-C ends the sandbox and removes everything",
     ]
 
 
-def _kubectl_text(cluster: EmbeddedCluster) -> str:
+def _next_steps(cluster: EmbeddedCluster, plan: Plan, nodes: Sequence[RunningNode]) -> tuple[str, str]:
+    """The dashboard, and a first command."""
+    web = f"next: {nodes[0].controller.shown.addresses['web']}/"
     # client-go sends credentials over TLS alone.
     if cluster.api.certificate is None:
-        return "kubectl sends no token without TLS: install openssl, which makes the certificate, and start again"
-    kubeconfig = shlex.quote(str(cluster.paths.kubeconfig))
-    return f"export KUBECONFIG={kubeconfig}\n  for kubectl and other clients, as on a cluster"
+        return web, f"{runnable()} sandbox{_state_flag(plan)} status (kubectl needs openssl, which makes a certificate)"
+    return web, f"export KUBECONFIG={shlex.quote(str(cluster.paths.kubeconfig))}; kubectl get pods"
+
+
+def _state_flag(plan: Plan) -> str:
+    """Commands are shown as they must be typed, so with what differs from the defaults."""
+    return "" if plan.state == default_state_directory() else f" --state-dir {plan.state}"
 
 
 def _containers_text(node: EmbeddedNode) -> str:
-    if reason := node.kubelet.runtime.why_no_processes:
-        return f"{reason} (root can): no exec, no commands of image sandbox/host, no PIDs, and the GPUs show no use"
-    return "each container is a real process, which only waits unless its image is sandbox/host"
+    text, reason = "containers are real processes, whose use of the GPUs is computed", node.kubelet.runtime.why_no_exec
+    return f"{text}; no exec, as {reason} (root can)" if reason else text
 
 
 def _agents_text(nodes: Sequence[RunningNode]) -> str:

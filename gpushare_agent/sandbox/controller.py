@@ -33,6 +33,7 @@ from gpushare_agent.sandbox.report import (
     report,
 )
 from gpushare_agent.sandbox.runtime.containers import Container
+from gpushare_agent.sandbox.scheduler.scheduler import EXTENDER_SCHEDULER_NAMES, SCHEDULER_NAMES
 
 READY_TIMEOUT_S = 30.0
 _UNSCHEDULABLE = "Unschedulable"
@@ -160,8 +161,10 @@ class SandboxController(Struct, frozen=True, kw_only=True):
             return False
         for raw in self.api.pods():
             phase = raw["status"]["phase"]
-            # Unschedulable pods may wait for ever; all others that are Pending get on.
-            is_waiting = phase == "Pending" and reason_and_message(raw)[0] != _UNSCHEDULABLE
+            # Unschedulable pods may wait for ever, and those for a scheduler that is not here; all others get on.
+            names = SCHEDULER_NAMES if self.extender is None else EXTENDER_SCHEDULER_NAMES
+            may_stay = reason_and_message(raw)[0] == _UNSCHEDULABLE or raw["spec"].get("schedulerName") not in names
+            is_waiting = phase == "Pending" and not may_stay
             if is_waiting or phase not in ("Pending", "Running", "Succeeded", "Failed"):
                 return False
         return True

@@ -51,6 +51,7 @@ class EmbeddedNode(Struct, frozen=True, kw_only=True):
             "kubelet.pod-lookup-timeout-s": 10,
             "runtime.endpoint": self.paths.runtime_socket,
             "runtime.cgroup-root": self.kubelet.runtime.cgroup_root,
+            "runtime.proc-root": self.kubelet.runtime.proc_root,
             "simulated.faults": self.paths.faults,
             "simulated.usage": self.paths.usage,
             "debug.port": 0,

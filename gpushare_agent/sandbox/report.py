@@ -20,6 +20,7 @@ from msgspec import Struct, field
 
 from gpushare_agent.cluster.kube.claims import main_request
 from gpushare_agent.cluster.kube.objects import whole_number
+from gpushare_agent.cluster.kube.scheduling import DEFAULT_SCHEDULER
 from gpushare_agent.isolation.vdevice.format import (
     CONFIG_BYTES,
     CONFIG_NAME,
@@ -355,6 +356,10 @@ def reason_and_message(pod: RawObject) -> tuple[str, str]:
     for condition in status.get("conditions", ()) if status.get("phase") == "Pending" else ():
         if condition["type"] == "PodScheduled" and condition.get("status") == "False":
             return condition.get("reason", ""), condition.get("message", "")
+    spec = pod.get("spec") or {}
+    scheduler = spec.get("schedulerName", DEFAULT_SCHEDULER)
+    if not spec.get("nodeName") and scheduler != DEFAULT_SCHEDULER and status.get("phase") == "Pending":
+        return "", f"waits for the scheduler {scheduler}"
     return _container_reason((*status.get("initContainerStatuses", ()), *status.get("containerStatuses", ())))
 
 

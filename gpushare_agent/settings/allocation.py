@@ -260,10 +260,9 @@ class SimulatedSettings(Section):
         description="File with the text of `nvidia-smi topo -m`. Empty: a plain layout.",
     )
     card_name: str = Field(
-        default="NVIDIA Simulated 24GB",
-        min_length=1,
+        default="",
         max_length=96,
-        description="The GPUs' product name.",
+        description="The GPUs' product name. Empty: by the memory of each, such as NVIDIA Simulated 24GB.",
     )
     device_nodes: bool = Field(
         default=False,

@@ -18,10 +18,7 @@ from gpushare_agent.model.names import ISOLATION_ANNOTATION, PodUid
 from gpushare_agent.runtime.cgroups import CgroupVersion, cgroup_version
 from gpushare_agent.sandbox.node import EmbeddedNode
 from tests.agent.support_agent import InnerAgent, open_agent, poll_until, wait_running, wait_settled
-from tests.sandbox.support_containers import needs_processes
 from tests.sandbox.support_sandbox import container, open_test_node, pod
-
-pytestmark = needs_processes
 
 MIB = 1 << 20
 MAY_SET = ("--isolation=driver", "--driver-limits.set-by-agent=true")

@@ -20,7 +20,6 @@ from tests.agent.support_agent import (
     wait_settled,
     wait_until,
 )
-from tests.sandbox.support_containers import needs_processes
 from tests.sandbox.support_sandbox import container, open_test_node, pod, wait_gone
 
 ADMISSION = 10
@@ -79,7 +78,6 @@ async def test_a_pod_recreated_when_its_name_is_free_waits_for_nobody() -> None:
         assert holders_of(agent) == 60
 
 
-@needs_processes
 async def test_a_force_deleted_pods_share_is_kept_until_its_processes_are_gone() -> None:
     """The kubelet gives its devices away at once; the agent does not, and frees them when the process has ended."""
     async with open_test_node() as node, open_agent(node, "--simulated.cards=2") as agent:

@@ -26,11 +26,9 @@ from gpushare_agent.sandbox.kubelet.container_config import HOST_IMAGE
 from gpushare_agent.sandbox.node import EmbeddedNode
 from tests.agent.support_agent import poll_until, wait_registered, wait_running, wait_until
 from tests.isolation.support_vdevice import MIB, register
-from tests.sandbox.support_containers import KINDS, needs_processes
+from tests.sandbox.support_containers import KINDS
 from tests.sandbox.support_sandbox import CORE, MEMORY, limits_of, open_test_node, pod
 from tests.settings.support_settings import clean_environment
-
-pytestmark = needs_processes
 
 SOURCE = Path(__file__).parent.parent / "native" / "vdevice_load.c"
 CONTAINERS, DELETED, KILLS = 50, 8, 100

@@ -28,10 +28,7 @@ from tests.agent.support_agent import (
     wait_until,
 )
 from tests.isolation.support_hami_core import fake_library
-from tests.sandbox.support_containers import needs_processes
 from tests.sandbox.support_sandbox import CORE, MEMORY, container, limits_of, open_test_node, pod
-
-pytestmark = needs_processes
 
 EDITS = Path(__file__).parent.parent / "data" / "edits"
 GOLDEN_UID = "5ca1ab1e-0000-4000-8000-00000000cafe"

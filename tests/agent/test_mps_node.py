@@ -28,8 +28,6 @@ from tests.sandbox.support_containers import needs_processes
 from tests.sandbox.support_sandbox import CORE, MEMORY, limits_of, open_test_node, pod, wait_phase
 from tests.sandbox.support_sandbox_cli import DEADLINE_S, document_of, ended, live, read_until, registered, start
 
-pytestmark = needs_processes
-
 GPU_MIB = 24576
 WAITS = ["sh", "-c", "while :; do sleep 600; done"]
 
@@ -190,6 +188,7 @@ async def test_a_share_without_a_daemon_is_refused_with_the_reason(short_dir: Pa
         await wait_running(node, "other")
 
 
+@needs_processes
 async def test_the_sandbox_runs_a_stand_in_for_the_daemon(short_dir: Path) -> None:
     """Out of the box: no daemon and no directory has to be named, and what it was asked is on record."""
     state = short_dir / "s"

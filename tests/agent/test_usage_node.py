@@ -1,4 +1,5 @@
-"""Usage on the embedded node: real processes in real cgroups, the simulated driver's word on what they use, real HTTP."""
+"""Usage on the embedded node: real processes in cgroups or in files that stand for them, the simulated driver's word on
+what they use, real HTTP."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
+import pytest
 from aiohttp import ClientSession
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -25,10 +27,7 @@ from tests.agent.support_agent import (
     wait_running,
     wait_until,
 )
-from tests.sandbox.support_containers import needs_processes
 from tests.sandbox.support_sandbox import container, open_test_node, pod, wait_gone
-
-pytestmark = needs_processes
 
 MIB = 1024 * 1024
 FAST = ("--sample-period-s=0.05", "--usage.idle-period-s=0")
@@ -85,18 +84,19 @@ async def next_round(agent: InnerAgent, since: UsageRound | None) -> UsageRound:
 
 
 @asynccontextmanager
-async def sampled_node(*flags: str) -> AsyncIterator[tuple[EmbeddedNode, InnerAgent]]:
+async def sampled_node(*flags: str, cgroups: str | None = None) -> AsyncIterator[tuple[EmbeddedNode, InnerAgent]]:
     """Two GPUs, and two pods with shares that run."""
-    async with open_test_node() as node, open_agent(node, *FAST, "--simulated.cards=2", *flags) as agent:
+    async with open_test_node(cgroups=cgroups) as node, open_agent(node, *FAST, "--simulated.cards=2", *flags) as agent:
         for name in ("a", "b"):
             node.api.create_pod(pod(name, container(cores=30, blocks=8)))
         await wait_running(node, "a", "b")
         yield node, agent
 
 
-async def test_use_is_shown_for_the_container_in_which_the_process_runs() -> None:
+@pytest.mark.parametrize("cgroups", [None, "none"], ids=["cgroups", "files in place of cgroups"])
+async def test_use_is_shown_for_the_container_in_which_the_process_runs(cgroups: str | None) -> None:
     """Each pod has what its own process uses, in gpu-manager's series and in ours; a program of the node is a stranger."""
-    async with sampled_node() as (node, agent):
+    async with sampled_node(cgroups=cgroups) as (node, agent):
         (a, *_), (b, *_) = pids_of(node, "a"), pids_of(node, "b")
         gpu_a, gpu_b = index_of(node, agent, "a"), index_of(node, agent, "b")
         put_usage(

@@ -9,10 +9,7 @@ from aiohttp import ClientSession
 from gpushare_agent.isolation.vdevice.format import decode_config, decode_pids
 from gpushare_agent.sandbox.node import EmbeddedNode
 from tests.agent.support_agent import calls_of, open_agent, poll_until, wait_running, wait_until
-from tests.sandbox.support_containers import needs_processes
 from tests.sandbox.support_sandbox import container, open_test_node, pod
-
-pytestmark = needs_processes
 
 
 def directory_of(node: EmbeddedNode, name: str, inner: str = "main") -> Path:

@@ -28,12 +28,13 @@ def simulated(
     seed: str = "n1",
     faults: Path | None = None,
     usage: Path | None = None,
+    name: str = "",
 ) -> SimulatedDriver:
     return SimulatedDriver(
         gpus=gpus,
         gpu_memory_mib=memory,
         topology_text=topology,
-        gpu_name="NVIDIA Simulated 24GB",
+        gpu_name=name,
         seed=seed,
         faults_file=faults,
         usage_file=usage,
@@ -93,6 +94,15 @@ async def test_a_short_memory_list_repeats_its_last_value() -> None:
     """GPUs may differ."""
     inventory = await inventory_of(simulated(gpus=4, memory=(81920, 24576)))
     assert [gpu.memory_mib for gpu in inventory.gpus] == [81920, 24576, 24576, 24576]
+
+
+async def test_gpus_are_named_by_their_memory_unless_a_name_is_given() -> None:
+    """As products are: a GPU of 80 GiB is not called like one of 24."""
+    sizes = (81920, 24576, 11264, 512)
+    names = [gpu.name for gpu in (await inventory_of(simulated(gpus=4, memory=sizes))).gpus]
+    assert names == [f"NVIDIA Simulated {size}" for size in ("80GB", "24GB", "11GB", "512MB")]
+    named = await inventory_of(simulated(memory=(81920,), name="NVIDIA H100"))
+    assert {gpu.name for gpu in named.gpus} == {"NVIDIA H100"}
 
 
 async def test_nvlinks_are_those_of_the_matrix() -> None:

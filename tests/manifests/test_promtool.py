@@ -11,7 +11,6 @@ from aiohttp import ClientSession
 
 from tests.agent.support_agent import DEADLINE_S, open_agent, poll_until, wait_running, wait_settled
 from tests.docs.generated import full_metrics
-from tests.sandbox.support_containers import needs_processes
 from tests.sandbox.support_sandbox import container, open_test_node, pod
 
 PROMTOOL = shutil.which("promtool")
@@ -38,7 +37,6 @@ async def complaints(text: str) -> tuple[int | None, set[str]]:
     return child.returncode, said - COMPLAINTS_ABOUT_GPU_MANAGERS_NAMES
 
 
-@needs_processes
 async def test_the_scrape_of_an_embedded_node_is_clean() -> None:
     """Pods with shares, a whole GPU and a refusal, GPUs that are used: nothing to say."""
     async with (

@@ -63,8 +63,9 @@ def why_not() -> str:
     if shutil.which("ldconfig", path="/usr/sbin:/sbin") is None:
         return "no ldconfig"
     try:
-        kind, tree = open_cgroup_tree()
-        tree.close()
+        with tempfile.TemporaryDirectory() as folder:
+            kind, tree = open_cgroup_tree(Path(folder))
+            tree.close()
     except StartupError as error:
         return str(error)
     if kind == "none":

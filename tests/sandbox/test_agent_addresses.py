@@ -49,6 +49,9 @@ async def test_the_first_lines_say_how_the_agent_is_asked_and_that_works() -> No
             top, explain, cordon = [(await process.stdout.readline()).decode().strip() for _ in range(3)]
             await registered(state)
             reported = (await document_of(state))["node"]["addresses"]
+            await read_until(
+                process, f"next: {reported['web']}/  export KUBECONFIG={state}/kubeconfig; kubectl get pods"
+            )
             assert reported["control_socket"] == str(state / "agent-control.sock")
             assert explain == f"{sys.executable} -m gpushare_agent explain POD --server {reported['web']}"
             assert "/debug/tasks" in await page_of(reported["debug"])

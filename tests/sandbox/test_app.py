@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -18,7 +19,6 @@ import yaml
 
 from gpushare_agent.cli import sandbox as app
 from gpushare_agent.cli.sandbox_modes import Notices, reported_after
-from tests.sandbox.support_containers import needs_processes
 from tests.sandbox.support_sandbox import container, pod
 from tests.sandbox.support_sandbox_cli import ROOT, ended, live, read_until, registered, sandbox
 from tests.support_deadline import DEADLINE_S
@@ -32,7 +32,6 @@ def folder() -> Iterator[Path]:
 
 
 @pytest.mark.slow
-@needs_processes
 async def test_the_fitting_samples_run_and_the_document_is_complete(folder: Path) -> None:
     """--once --format json: exit 0, one document on stdout, nothing left behind."""
     state = folder / "s"
@@ -47,6 +46,7 @@ async def test_the_fitting_samples_run_and_the_document_is_complete(folder: Path
     pods = {p["name"]: p for p in document["pods"]}
     assert {p["phase"] for p in pods.values()} == {"Running"}
     assert all(0 < c["used"]["cores"] <= 180 for p in pods.values() for c in p["containers"])
+    assert {gpu["usage"]["sm_ratio"] > 0 for gpu in gpus if gpu["cores"]["allocated"]} == {True}
     assert (
         pods["share"]["containers"][0]["env"]["NVIDIA_VISIBLE_DEVICES"]
         == gpus[pods["share"]["containers"][0]["gpus"][0]]["uuid"]
@@ -82,7 +82,7 @@ async def test_a_bad_manifest_is_one_readable_line_and_exit_code_two(folder: Pat
     assert done.err == (
         f"gpushare-agent sandbox: {folder}/bad.yaml: kind 'CronJob' cannot be applied: the embedded node knows "
         "Pod, DeviceClass, ResourceClaim, ResourceClaimTemplate, Deployment, StatefulSet, Job, Service, ConfigMap, "
-        "Namespace\n"
+        "Namespace, ResourceQuota, HorizontalPodAutoscaler\n"
     )
 
 
@@ -138,12 +138,14 @@ async def test_the_documented_runs_work(folder: Path, arguments: list[str]) -> N
 
 
 async def test_every_documented_command_is_known() -> None:
-    """The argument parser takes each line of the block."""
+    """The argument parser takes each line of the block, and the sentence behind it has the others."""
     parser = argparse.ArgumentParser()
     app.add_arguments(parser)
     outer = [app.split_inner_command(arguments)[0] for arguments in documented_commands()]
     commands = {parser.parse_args(words).command for words in outer}
-    assert commands == {
+    likewise = re.search(r"^Likewise (.*)$", (ROOT / "docs/reference/sandbox.md").read_text(), re.MULTILINE)
+    assert likewise is not None
+    assert commands | set(re.findall(r"`([a-z-]+)`", likewise[1])) - {"--state-dir"} == {
         None,
         "apply",
         "delete",

@@ -20,7 +20,7 @@ from gpushare_agent.settings.settings import load_settings
 from gpushare_agent.wire.v1beta1 import CdiDevice, ContainerAllocateResponse, DeviceSpec
 from tests.agent.support_agent import arguments, open_agent
 from tests.isolation.support_cdi import spec, write_spec
-from tests.sandbox.support_containers import host_container, needs_processes
+from tests.sandbox.support_containers import host_container
 from tests.sandbox.support_sandbox import CORE, MEMORY, SmallPlugin, open_plugin, open_test_node, pod, wait_phase
 
 FOO = "example.com/foo"
@@ -57,7 +57,6 @@ def plugin(answer: ContainerAllocateResponse) -> SmallPlugin:
     ],
     ids=["cri", "annotation"],
 )
-@needs_processes
 async def test_a_container_whose_cdi_device_no_spec_has_waits_until_one_has(answer: ContainerAllocateResponse) -> None:
     """Its status says which name; as soon as the spec is there it starts, with what the spec says."""
     answer.envs = {"NVIDIA_VISIBLE_DEVICES": "GPU-0"}
@@ -76,7 +75,6 @@ async def test_a_container_whose_cdi_device_no_spec_has_waits_until_one_has(answ
 
 
 @pytest.mark.parametrize("strategy", ["cdi-annotations", "cdi-cri"])
-@needs_processes
 async def test_the_agents_answers_name_what_the_agents_spec_has(strategy: str) -> None:
     """A share gets its GPU's node and the control nodes, seen inside the running container; whole GPUs get theirs."""
     flags = (f"--device-list-strategy={strategy}", "--isolation=none", "--simulated.cards=2")

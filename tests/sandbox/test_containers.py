@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -26,7 +27,6 @@ from tests.sandbox.support_containers import (
     UID,
     config,
     is_alive,
-    needs_processes,
     open_containers,
     shell,
     wait_ended,
@@ -76,7 +76,6 @@ async def test_what_a_container_forks_shows_up_in_its_cgroup(kind: str) -> None:
     ("script", "code"),
     [("exit 0", 0), ("exit 7", 7), ("kill -9 $$", 137), ("kill -TERM $$", 143), ("exec /no/such/program", 127)],
 )
-@needs_processes
 async def test_the_exit_code_is_the_processs_own(script: str, code: int) -> None:
     """Of a signal it is 128 and the signal's number."""
     async with open_containers() as runtime:
@@ -177,7 +176,6 @@ async def test_only_a_process_that_exists_and_is_not_the_nodes_own_can_join(kind
                 runtime.join(container, pid)
 
 
-@needs_processes
 async def test_another_run_is_another_container() -> None:
     """A new ID, the next attempt, and the log goes on until it is too long."""
     async with open_containers() as runtime:
@@ -195,7 +193,6 @@ async def test_another_run_is_another_container() -> None:
         assert log.read_text() == "three\n"
 
 
-@needs_processes
 async def test_what_cannot_start_leaves_nothing_behind() -> None:
     """The reason is told; no cgroup stays, and the next start is none the worse."""
     async with open_containers() as runtime:
@@ -258,43 +255,56 @@ def test_a_user_without_rights_gets_no_cgroups() -> None:
     """Nothing is left of the attempts."""
     os.seteuid(65_534)
     try:
-        assert open_cgroup_tree()[0] == "none"
+        with tempfile.TemporaryDirectory() as folder:
+            assert open_cgroup_tree(Path(folder))[0] == "none"
         with pytest.raises(StartupError, match=f"unset {KIND_VARIABLE}"):
-            open_cgroup_tree("v2")
+            open_cgroup_tree(Path(folder), "v2")
     finally:
         os.seteuid(0)
 
 
-def test_an_unknown_kind_is_refused() -> None:
+def test_an_unknown_kind_is_refused(short_dir: Path) -> None:
     """The message names what there is."""
     with pytest.raises(StartupError, match="is 'v3': it can be v2, v1, none, or not set"):
-        open_cgroup_tree("v3")
+        open_cgroup_tree(short_dir, "v3")
 
 
 # --- without cgroups ---
 
 
-async def test_without_cgroups_a_container_runs_its_time_without_a_process() -> None:
-    """It ends by itself, by TERM and by KILL with the codes that a process would have."""
+async def test_without_cgroups_the_agents_adapters_find_the_first_process_in_files() -> None:
+    """Alive, its pod and container told from its PID, and gone from there with its end."""
     async with open_containers("none") as runtime:
-        timed, stopped, killed, deaf = (
-            runtime.start(config(name=name, run_s=run_s, ignore_term_s=deaf_s))
-            for name, run_s, deaf_s in (("a", 0.02, 0.0), ("b", None, 0.0), ("c", None, 0.0), ("d", None, 60.0))
-        )
-        assert [(c.pid, runtime.pids(c)) for c in (timed, stopped, killed, deaf)] == [(0, [])] * 4
-        runtime.stop(stopped, 30)
-        runtime.kill(killed)
-        runtime.stop(deaf, 0.02)
-        assert [await wait_ended(runtime, c) for c in (timed, stopped, killed, deaf)] == [0, 143, 137, 137]
-
-
-async def test_without_cgroups_no_command_runs_and_nobody_joins() -> None:
-    """The reason says what is missing."""
-    async with open_containers("none") as runtime:
-        with pytest.raises(Unavailable, match="cannot run its command: containers have no processes here"):
-            runtime.start(shell("exit 0"))
+        container = runtime.start(shell("sleep 600; exit 0"))
+        assert is_alive(container.pid) and runtime.pids(container) == [container.pid]
+        cgroups = Cgroups(runtime.cgroup_root, runtime.proc_root)
+        assert cgroups.identify(container.pid) == PeerIdentity(pod_uid=PodUid(UID), container_id=container.id)
+        assert cgroups.identify(os.getpid()) == NOBODY
+        found = find_cgroup(cgroups, container.id, PodUid(UID))
+        assert found is not None and cgroups.processes(found).pids == [container.pid]
         with pytest.raises(Unavailable, match="this user can create no cgroups"):
-            runtime.join(runtime.start(config()), os.getppid())
+            runtime.join(container, os.getppid())
+        runtime.stop(container, 30)
+        assert await wait_ended(runtime, container) == 143
+        assert cgroups.identify(container.pid) == NOBODY and find_cgroup(cgroups, container.id) is None
+
+
+async def test_without_cgroups_a_command_ends_with_its_code_and_its_children(short_dir: Path) -> None:
+    """Those of its process group, also where the node ends."""
+    async with open_containers("none") as runtime:
+        assert await wait_ended(runtime, runtime.start(shell("exit 7"))) == 7
+        assert await wait_ended(runtime, runtime.start(config(run_s=0.02))) == 0
+        files = [short_dir / name for name in ("a", "b")]
+        first, second = (runtime.start(shell(LEAVES_A_CHILD.format(file=file), name=file.name)) for file in files)
+        await wait_true(lambda: all(file.exists() for file in files), "the children")
+        children = [int(file.read_text()) for file in files]
+        runtime.stop(first, 30)
+        assert await wait_ended(runtime, first) == 143
+        await wait_true(lambda: not is_alive(children[0]), "the end of the child")
+        runtime.kill(second)
+        assert await wait_ended(runtime, second) == 137
+        await wait_true(lambda: not is_alive(children[1]), "the end of the other child")
+    runtime.close()
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -13,11 +13,9 @@ from gpushare_agent.model.errors import NotFound, Unavailable
 from gpushare_agent.runtime.cri import RuntimeState, open_runtime
 from gpushare_agent.sandbox.runtime.cri_server import CriServer
 from gpushare_agent.wire.runtime import v1
-from tests.sandbox.support_containers import config, needs_processes, open_containers, wait_ended
+from tests.sandbox.support_containers import config, open_containers, wait_ended
 from tests.sandbox.support_sandbox import container, open_test_node, pod, wait_phase
 from tests.support_deadline import DEADLINE_S
-
-pytestmark = needs_processes
 
 
 async def test_the_agents_client_finds_every_container_and_its_process() -> None:

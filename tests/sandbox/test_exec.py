@@ -38,8 +38,8 @@ async def containers_of(state: Path, name: str) -> dict[str, dict[str, Any]]:
     return {c["name"]: c for c in pods[name]["containers"]}
 
 
-@pytest.mark.slow
 @needs_processes
+@pytest.mark.slow
 async def test_a_process_in_a_container_registers_and_reads_its_limits_and_its_own_pid(short_dir: Path) -> None:
     """The command has taken the place of the CLI's process, whose PID is therefore in the list that the agent wrote."""
     state = short_dir / "s"
@@ -77,8 +77,8 @@ async def _poll(state: Path, name: str, holds: Any) -> None:
             await asyncio.sleep(0.05)  # another process: it can only be asked again
 
 
-@pytest.mark.slow
 @needs_processes
+@pytest.mark.slow
 async def test_exec_is_as_transparent_as_the_command_alone(short_dir: Path) -> None:
     """Exit code, signal, standard input, environment, arguments and the terminal are the command's own."""
     state = short_dir / "s"
@@ -129,8 +129,8 @@ async def _in_a_terminal(state: Path, typed: bytes) -> int:
         os.close(ours)
 
 
-@pytest.mark.slow
 @needs_processes
+@pytest.mark.slow
 async def test_what_cannot_be_run_is_reported_as_kubectl_and_a_shell_tell_it(short_dir: Path) -> None:
     """1 where there is no such running container, 126 and 127 where there is no such program, 2 without a command."""
     state = short_dir / "s"

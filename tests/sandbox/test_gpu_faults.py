@@ -22,7 +22,6 @@ from gpushare_agent.gpus.simulated.files import parse_faults
 from gpushare_agent.model.errors import Rejected, Unavailable
 from gpushare_agent.sandbox.gpu_faults import GpuFaults, Healed
 from tests.agent.support_agent import open_agent
-from tests.sandbox.support_containers import needs_processes
 from tests.sandbox.support_sandbox import (
     CORE,
     MEMORY,
@@ -198,7 +197,6 @@ def _is_of(node: Any, record: Any, name: str) -> bool:
 
 
 @pytest.mark.slow
-@needs_processes
 async def test_fail_gpu_and_heal_gpu_from_another_terminal(folder: Path) -> None:
     """`status` shows what is wrong; the GPU's units leave the node and return; what containers use is shown as well."""
     state = folder / "s"

@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.sandbox.support_containers import needs_processes
 from tests.sandbox.support_sandbox_cli import sandbox
 
-pytestmark = [pytest.mark.slow, needs_processes]
+pytestmark = pytest.mark.slow
 IMAGE = "cheyang/gpu-player:v2"
 
 

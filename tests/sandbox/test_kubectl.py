@@ -19,7 +19,6 @@ import yaml
 
 from gpushare_agent.sandbox.api.pod_subresources import AGENT_NAMESPACE, AgentServer
 from gpushare_agent.sandbox.node import EmbeddedCluster, open_embedded_cluster
-from tests.sandbox.support_containers import needs_processes
 from tests.sandbox.support_sandbox import SHORT_TIMES, pod
 from tests.support_deadline import DEADLINE_S
 
@@ -122,7 +121,15 @@ async def test_get_and_describe_show_what_they_show_of_a_cluster(short_dir: Path
             assert await kubectl.ok("get", "pods", "-o", "name", *words) == "pod/web\n"
         kubectl.api.record_event(kubectl.api.pod("default", "web"), reason="Seen", message="by a test", source="test")
         assert "by a test" in await kubectl.ok("get", "events")
-        assert "by a test" in await kubectl.ok("describe", "pod", "web")
+        told = (await kubectl.ok("describe", "pod", "web")).partition("Events:")[2].splitlines()[3:]
+        assert [line.split()[1] for line in told] == [
+            "Scheduled",
+            "Pulled",
+            "Created",
+            "Started",
+            "CommandNotRun",
+            "Seen",
+        ]
         described = await kubectl.ok("describe", "node", "desk")
         assert "Kubelet Version:" in described and "web" in described
         assert "0001" not in described  # the year of a time that is missing
@@ -188,7 +195,6 @@ async def test_a_deployment_is_rolled_out_scaled_changed_and_rolled_back(short_d
 
 
 @needs_kubectl
-@needs_processes
 async def test_a_job_runs_and_its_output_is_read(short_dir: Path) -> None:
     """logs of the ended pod, its tail, and of one that runs, followed to its end."""
     async with open_kubectl(short_dir) as kubectl:
@@ -217,6 +223,42 @@ async def test_a_cordoned_node_takes_no_pod_until_it_is_uncordoned(short_dir: Pa
         assert "1 node(s) were unschedulable" in await kubectl.ok("describe", "pod", "a")
         await kubectl.ok("uncordon", "desk")
         await kubectl.ok("wait", "pod/a", "--for=condition=Ready", f"--timeout={DEADLINE_S:g}s")
+
+
+@needs_kubectl
+async def test_a_node_is_drained(short_dir: Path) -> None:
+    """By evictions, and by deletions where they are wanted: its pods go, and no new one comes before it is uncordoned."""
+    async with open_kubectl(short_dir) as kubectl:
+        for way in ((), ("--disable-eviction",)):
+            await kubectl.ok("apply", "-f", "-", stdin=pod("a"))
+            await kubectl.ok("wait", "pod/a", "--for=condition=Ready", f"--timeout={DEADLINE_S:g}s")
+            out = await kubectl.ok("drain", "desk", "--force", f"--timeout={DEADLINE_S:g}s", *way)
+            assert ("pod/a deleted" if way else "pod/a evicted") in out and "node/desk drained" in out
+            assert kubectl.api.pods() == []
+            assert "Ready,SchedulingDisabled" in await kubectl.ok("get", "nodes")
+            await kubectl.ok("uncordon", "desk")
+
+
+@needs_kubectl
+async def test_objects_are_created_without_a_file(short_dir: Path) -> None:
+    """What kubectl sends in protobuf; rights are asked, and everything is allowed."""
+    async with open_kubectl(short_dir) as kubectl:
+        for words, made in (
+            ("create namespace team", "namespace/team created"),
+            ("create quota most --hard=pods=3", "resourcequota/most created"),
+            ("create deployment web --image=nginx --replicas=1", "deployment.apps/web created"),
+            ("autoscale deployment web --max=3 --cpu-percent=70", "horizontalpodautoscaler.autoscaling/web autoscaled"),
+            ("create job train --image=busybox -- true", "job.batch/train created"),
+            ("auth can-i create pods", "yes"),
+        ):
+            assert await kubectl.ok(*words.split()) == made + "\n"
+        assert "kubernetes.io/metadata.name=team" in await kubectl.ok("get", "ns", "team", "--show-labels")
+        assert "Deployment/web" in await kubectl.ok("get", "hpa") and "pods: <unknown>/3" in await kubectl.ok(
+            "get", "quota"
+        )
+        assert "[*]" in await kubectl.ok("auth", "can-i", "--list")
+        await kubectl.ok("rollout", "status", "deployment/web", f"--timeout={DEADLINE_S:g}s")
+        assert "could not find the requested resource" in await kubectl.refused("create", "serviceaccount", "x")
 
 
 @needs_kubectl

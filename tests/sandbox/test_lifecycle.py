@@ -104,7 +104,6 @@ async def test_the_checkpoint_keeps_ended_pods_until_the_next_allocation() -> No
         assert raw["metadata"]["uid"] not in checkpoint.read_text()
 
 
-@needs_processes
 async def test_running_containers_have_a_cgroup_with_their_process_in_it() -> None:
     """Below kubepods/burstable, as the kubelet names it; it goes with the pod."""
     async with open_test_node() as node:
@@ -319,7 +318,6 @@ async def test_the_sockets_of_a_stopped_kubelet_refuse() -> None:
                 await stub.list()
 
 
-@needs_processes
 async def test_a_same_named_pod_made_anew_is_another_pod() -> None:
     """StatefulSet-like recreation: the old one's devices go with it, the new one is admitted for itself."""
     async with open_test_node() as node, open_plugin(node, foo_plugin()):

@@ -145,7 +145,6 @@ async def test_a_command_for_one_of_several_nodes_must_say_which() -> None:
         assert cluster.nodes[0].kubelet.runtime is first
 
 
-@needs_processes
 async def test_the_document_of_several_nodes_says_where_each_pod_is(capsys: pytest.CaptureFixture[str]) -> None:
     """And so do the table and the line for a pipe; a single node stands under its old name, too."""
     async with open_controller("a", "b") as (controller, cluster), with_plugins(cluster, a=1, b=9):

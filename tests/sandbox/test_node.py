@@ -25,7 +25,6 @@ from gpushare_agent.sandbox.pod_manifest import containers_of, pod_requests
 from gpushare_agent.sandbox.report import ReportedNode, reason_and_message, report
 from gpushare_agent.sandbox.state_directory import owned_state_directory
 from gpushare_agent.wire.v1beta1 import ContainerAllocateResponse, DeviceSpec, Mount
-from tests.sandbox.support_containers import needs_processes
 from tests.sandbox.support_sandbox import (
     CORE,
     MEMORY,
@@ -254,7 +253,6 @@ async def test_an_ended_pod_is_shown_without_gpus_and_with_its_exit_code() -> No
     assert (ended["reason"], ended["message"]) == ("Error", "container main ended with exit code 137")
 
 
-@needs_processes
 async def test_the_report_has_the_agents_gpus_and_the_kubelets_pods() -> None:
     """vmemory IDs name another GPU: the container is on that of its vcore IDs. What is allocated the agent alone counts."""
     answer = ContainerAllocateResponse(
@@ -322,7 +320,6 @@ async def test_a_node_in_a_used_directory_begins_with_new_gpus(short_dir: Path) 
         ({"name": "A", "value": "\ud800"}, "surrogates not allowed"),
     ],
 )
-@needs_processes
 async def test_a_variable_that_no_process_can_have_keeps_its_container_waiting(env: dict[str, str], why: str) -> None:
     """With the reason in the pod's status; the node goes on, and so do other pods."""
     async with open_test_node() as node:

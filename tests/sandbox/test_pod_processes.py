@@ -26,8 +26,6 @@ from tests.sandbox.support_sandbox import (
     wait_phase,
 )
 
-pytestmark = needs_processes
-
 FOO = "example.com/foo"
 
 
@@ -62,7 +60,7 @@ async def test_a_host_container_runs_its_command_with_the_manifests_and_the_plug
 async def test_other_images_only_sleep() -> None:
     """Their command is not for this machine."""
     async with open_test_node() as node:
-        node.api.create_pod(pod("p", {"name": "main", "image": "busybox", "command": ["false"]}))
+        node.api.create_pod(pod("p", {"name": "main", "image": "busybox", "command": ["mkdir", "x"]}))
         await wait_phase(node, "p", "Running")
         found = process_of(node, "p")
         await wait_true(lambda: Path(f"/proc/{found.pid}/cmdline").read_bytes() == b"sleep\0infinity\0", "the stand-in")
@@ -161,6 +159,7 @@ async def test_processes_live_on_while_the_kubelet_restarts_and_end_with_the_nod
     assert not any(is_alive(pid) for pid in pids)
 
 
+@needs_processes
 async def test_a_deleted_pods_processes_have_gone_before_its_object_does() -> None:
     """Also those that ignore TERM."""
     async with open_test_node() as node:

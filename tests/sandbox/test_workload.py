@@ -44,8 +44,6 @@ from tests.sandbox.support_sandbox import (
 )
 from tests.support_deadline import DEADLINE_S
 
-pytestmark = needs_processes
-
 GPU_MEM = "aliyun.com/gpu-mem"
 GIB = 2**30
 MOMENTS = [PERIOD_S * n / 40 for n in range(200)]
@@ -185,6 +183,7 @@ async def test_a_container_uses_the_gpus_that_it_was_given(
         assert document["pods"][0]["containers"][0]["used"] == used
 
 
+@needs_processes
 async def test_all_processes_of_a_container_have_a_part() -> None:
     """Also those that its command starts."""
     async with open_played() as (node, player, _):

@@ -88,7 +88,7 @@ class SimulatedDriver:
                     minor=index,
                     uuid=simulated_uuid(seed, index),
                     bus_id=_bus_id(index),
-                    name=gpu_name,
+                    name=gpu_name or _name_by_size(memory_mib),
                     memory_mib=memory_mib,
                     numa_node=parsed.numa[index],
                     pcie_root=_pcie_root(parsed.numa[index]),
@@ -226,6 +226,11 @@ def _spread_memory(gpu_memory_mib: Sequence[int], gpus: int) -> list[int]:
             f"{len(gpu_memory_mib)} GPU memory sizes were given for {gpus} GPUs: name at most one size per GPU"
         )
     return [gpu_memory_mib[min(index, len(gpu_memory_mib) - 1)] for index in range(gpus)]
+
+
+def _name_by_size(memory_mib: int) -> str:
+    size = f"{round(memory_mib / 1024)}GB" if memory_mib >= 1024 else f"{memory_mib}MB"
+    return f"NVIDIA Simulated {size}"
 
 
 def _bus_id(index: int) -> str:

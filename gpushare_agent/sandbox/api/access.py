@@ -27,7 +27,7 @@ from gpushare_agent.sandbox.api.responses import status_response
 
 OPEN_PATHS = frozenset({"/version", "/healthz", "/livez", "/readyz"})
 _HOST_NAMES = ("127.0.0.1", "localhost", "[::1]")
-_JSON_TYPES = re.compile(r"application/([a-z0-9.-]+\+)?json|application/apply-patch\+yaml")
+_TYPES = re.compile(r"application/(([a-z0-9.-]+\+)?json|apply-patch\+yaml|vnd\.kubernetes\.protobuf)")
 _KUBECONFIG = """\
 apiVersion: v1
 kind: Config
@@ -63,10 +63,9 @@ class ApiAccess:
             return status_response(401, "Unauthorized", "Unauthorized")
         # A browser's form can send text/plain to any address; JSON it can send only after a question that is refused
         # here.
-        if request.body_exists and _JSON_TYPES.fullmatch(request.content_type) is None:
+        if request.body_exists and _TYPES.fullmatch(request.content_type) is None:
             message = (
-                f"the body of the request is {request.content_type}; accepted are application/json and its patches: have "
-                "the object written as YAML (kubectl create … --dry-run=client -o yaml) and apply that (kubectl apply -f -)"
+                f"the body of the request is {request.content_type}; accepted are application/json and its patches"
             )
             return status_response(415, "UnsupportedMediaType", message)
         return None

@@ -25,7 +25,8 @@ from gpushare_agent.sandbox.pod_manifest import RawObject
 
 _VERBS = ["create", "delete", "get", "list", "patch", "update", "watch"]
 _SHORT_NAMES = {"pods": ["po"], "nodes": ["no"], "events": ["ev"], "configmaps": ["cm"], "namespaces": ["ns"],
-                "deployments": ["deploy"], "replicasets": ["rs"], "statefulsets": ["sts"], "services": ["svc"]}  # fmt: skip
+                "deployments": ["deploy"], "replicasets": ["rs"], "statefulsets": ["sts"], "services": ["svc"],
+                "resourcequotas": ["quota"], "horizontalpodautoscalers": ["hpa"]}  # fmt: skip
 _IN_ALL = frozenset({"pods", "services", "deployments", "replicasets", "statefulsets", "jobs"})
 """Those of `kubectl get all`."""
 _OF_PODS = ("attach", "exec", "log", "portforward", "proxy")
@@ -45,8 +46,12 @@ def discovery(resources: tuple[str, ...]) -> dict[str, RawObject]:
         "/apis": {
             "kind": "APIGroupList",
             "apiVersion": "v1",
-            "groups": [_group(group) for group in sorted({GROUPS[name] for name in resources if name in GROUPS})],
+            "groups": [
+                _group(group) for group in sorted({"policy/v1", *(GROUPS[n] for n in resources if n in GROUPS)})
+            ],
         },
+        # Without this group `kubectl drain` deletes where it would evict.
+        "/apis/policy/v1": _resources("policy/v1", resources),
         **{base_path(name): _resources(group_version(name), resources) for name in resources},
         "/openapi/v3": {"paths": {path[1:]: {"serverRelativeURL": f"/openapi/v3{path}"} for path in paths}},
         **{f"/openapi/v3{path}": _openapi(path, resources) for path in paths},
@@ -99,7 +104,15 @@ def _entries(name: str) -> list[RawObject]:
     scale = {"kind": "Scale", "group": "autoscaling", "version": "v1", "verbs": ["get", "patch", "update"]}
     scales = [{"name": f"{name}/scale", **common, **scale}] if name in SCALABLE else []
     inside = [{"name": f"pods/{part}", **common, "verbs": ["create", "get"]} for part in _OF_PODS if name == "pods"]
-    return [whole, *status, *scales, *inside]
+    eviction = {
+        "name": "pods/eviction",
+        **common,
+        "kind": "Eviction",
+        "group": "policy",
+        "version": "v1",
+        "verbs": ["create"],
+    }
+    return [whole, *status, *scales, *inside, *([eviction] if name == "pods" else [])]
 
 
 NONE, UNKNOWN = "<none>", "<unknown>"
@@ -285,6 +298,15 @@ def _claim_state(raw: RawObject) -> str:
     return ",".join(["deleted", *states] if raw["metadata"].get("deletionTimestamp") else states) or "pending"
 
 
+def _quota(*, is_limit: bool) -> Callable[[RawObject], str]:
+    """Nothing counts here what is used."""
+    return lambda raw: ", ".join(
+        f"{name}: {UNKNOWN}/{most}"
+        for name, most in sorted(_at(raw, "spec.hard", {}).items())
+        if name.startswith("limits.") is is_limit
+    )
+
+
 def _job_status(raw: RawObject) -> str:
     met = {c["type"] for c in _at(raw, "status.conditions", []) if c.get("status") == "True"}
     return next((kind for kind in ("Complete", "Failed", "Suspended") if kind in met), "Running")
@@ -360,6 +382,12 @@ _COLUMNS: dict[str, tuple[Column, ...]] = {
         ("Ready", lambda raw: f"{_at(raw, 'status.readyReplicas', 0)}/{_at(raw, 'spec.replicas', 0)}"), wide=_TEMPLATE
     ),
     "services": _columns(("Type", _field("spec.type", "ClusterIP")), ("Cluster-IP", _field("spec.clusterIP", NONE))),
+    "resourcequotas": _columns(("Request", _quota(is_limit=False)), ("Limit", _quota(is_limit=True))),
+    "horizontalpodautoscalers": _columns(
+        ("Reference", lambda raw: "{kind}/{name}".format(**raw["spec"]["scaleTargetRef"])),
+        ("Targets", lambda raw: f"cpu: {UNKNOWN}/{_at(raw, 'spec.targetCPUUtilizationPercentage', 80)}%"),
+        ("MinPods", _field("spec.minReplicas", 1)), ("MaxPods", _field("spec.maxReplicas")), ("Replicas", lambda _: 0),
+    ),
     "jobs": _columns(
         ("Status", _job_status),
         ("Completions", lambda raw: f"{_at(raw, 'status.succeeded', 0)}/{_at(raw, 'spec.completions', 1)}"),

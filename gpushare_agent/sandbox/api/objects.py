@@ -7,6 +7,7 @@ State owned: the object store. Objects returned are the stored ones: read, never
 from __future__ import annotations
 
 import random
+import time
 import uuid
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -64,6 +65,16 @@ def _named(raw: RawObject, resource: str, namespace: str) -> RawObject:
     return {**kind, **raw, "metadata": {**given, **identity}}
 
 
+def _active(namespace: RawObject) -> RawObject:
+    """What the server sets of each namespace."""
+    metadata = namespace["metadata"]
+    labels = {**(metadata.get("labels") or {}), "kubernetes.io/metadata.name": metadata["name"]}
+    return {
+        **namespace, "metadata": {**metadata, "labels": labels},
+        "spec": {"finalizers": ["kubernetes"]}, "status": {"phase": "Active"},
+    }  # fmt: skip
+
+
 LASTING_NAMESPACES = ("default", "kube-system")
 """There from the start, and not to be deleted, as in a cluster."""
 
@@ -78,6 +89,7 @@ class ApiObjects:
         self._applied: dict[tuple[str, str], dict[str, RawObject]] = {}
         """By resource and manager: what it applied last to the object of a UID."""
         self._rng = random.Random(seed)
+        self._event_ns = 0
         # kube-system and default exist before anything is created.
         for name in LASTING_NAMESPACES:
             self._make_namespace(name)
@@ -122,7 +134,10 @@ class ApiObjects:
             return self.create_pod(raw, namespace)
         if resource not in CLUSTER_WIDE:
             self._make_namespace(namespace)
-        return self.store.add(resource, completed_workload(resource, _named(raw, resource, namespace)))
+        named = _named(raw, resource, namespace)
+        return self.store.add(
+            resource, _active(named) if resource == "namespaces" else completed_workload(resource, named)
+        )
 
     def apply(self, resource: str, raw: RawObject, namespace: str, manager: str) -> RawObject:
         """Does server-side apply: creates the object, or changes what the manager applies and takes away what it no longer
@@ -144,11 +159,7 @@ class ApiObjects:
     def _make_namespace(self, name: str) -> None:
         """A namespace is there as soon as something is in it: nobody has to create it first."""
         if self.store.find("namespaces", ("", name)) is None:
-            raw = {"spec": {"finalizers": ["kubernetes"]}, "status": {"phase": "Active"}}
-            labels = {"kubernetes.io/metadata.name": name}
-            self.store.add(
-                "namespaces", _named({**raw, "metadata": {"name": name, "labels": labels}}, "namespaces", "")
-            )
+            self.create("namespaces", {"metadata": {"name": name}})
 
     def delete(self, resource: str, key: ObjectKey) -> RawObject:
         """A claim in use goes when its last pod has ended, a namespace takes with it what is in it. Raises NotFound."""
@@ -269,20 +280,23 @@ class ApiObjects:
         )
 
     def record_event(
-        self, raw: RawObject, *, reason: str, message: str, source: str, kind: str = "Warning"
+        self, raw: RawObject, *, reason: str, message: str, source: str, kind: str = "Warning", container: str = ""
     ) -> RawObject:
-        """About a pod, or another object of a namespace."""
+        """About a pod, or a container of it, or another object of a namespace."""
         metadata = raw["metadata"]
         about = {
             "apiVersion": raw.get("apiVersion", "v1"), "kind": raw.get("kind", "Pod"), "namespace": metadata["namespace"],
             "name": metadata["name"], "uid": metadata["uid"],
+            **({"fieldPath": f"spec.containers{{{container}}}"} if container else {}),
         }  # fmt: skip
         now = timestamp()
+        # The name is the time, as client-go makes it: kubectl shows those of one second in the order of their names.
+        self._event_ns = max(self._event_ns + 1, time.time_ns())
         return self.store.add("events", {
             "apiVersion": "v1", "kind": "Event", "involvedObject": about, "reason": reason, "message": message, "type": kind,
             "source": {"component": source}, "count": 1, "firstTimestamp": now, "lastTimestamp": now,
             "metadata": {
-                "name": f"{metadata['name']}.{self._rng.getrandbits(64):016x}", "namespace": metadata["namespace"],
+                "name": f"{metadata['name']}.{self._event_ns:016x}", "namespace": metadata["namespace"],
                 "uid": str(uuid.uuid4()), "creationTimestamp": now,
             },
         })  # fmt: skip

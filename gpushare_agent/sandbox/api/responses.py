@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from collections.abc import Mapping
@@ -10,9 +11,13 @@ from typing import Any, NoReturn
 from aiohttp import web
 
 from gpushare_agent.model.errors import AgentError, Conflict, NotFound, Rejected
+from gpushare_agent.sandbox.api import protobuf
 from gpushare_agent.sandbox.api.store import KINDS, AlreadyExists, Expired
 from gpushare_agent.sandbox.pod_manifest import RawObject
 
+AS_YAML = (
+    "Have the object written as YAML (kubectl create … --dry-run=client -o yaml) and apply that (kubectl apply -f -)"
+)
 MAX_VALUES = 50_000
 """In one body, by the characters that separate values, those in texts too. Small ones cost the most: three mebibytes of
 empty lists keep the event loop for a second, in a thread too, for to read and to free them keeps the interpreter's
@@ -82,8 +87,23 @@ async def read_body(request: web.Request) -> bytes:
 
 
 async def json_body(request: web.Request, of: tuple[type, ...] = (dict,)) -> Any:
+    """The body, of JSON or of kubectl's protobuf."""
     try:
-        body = json.loads(await read_body(request))
+        if request.content_type == protobuf.CONTENT_TYPE:
+            body = await asyncio.to_thread(protobuf.decoded, await request.read())
+        else:
+            body = json.loads(await read_body(request))
+    except protobuf.UnreadFieldError as error:
+        raise web.HTTPUnsupportedMediaType(
+            text=json.dumps(
+                status_body(
+                    415,
+                    "UnsupportedMediaType",
+                    f"the sandbox does not read this of a protobuf body: {error}. {AS_YAML}",
+                )
+            ),
+            content_type="application/json",
+        ) from error
     except (ValueError, RecursionError) as error:
         bad_request(f"the object provided is unrecognized: {error}")
     if not isinstance(body, of):

@@ -12,7 +12,7 @@ import asyncio
 import json
 import re
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeGuard
@@ -165,6 +165,19 @@ class EmbeddedApiServer(ApiObjects):
 
 _TABLE = re.compile(r"application/json;as=Table;v=v1(?=[;,]|$)")
 """In an Accept header of kubectl."""
+_ALL = ["*"]
+_REVIEWS: dict[str, RawObject] = {
+    "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews": {"allowed": True, "reason": "embedded node"},
+    "/apis/authorization.k8s.io/v1/selfsubjectrulesreviews": {
+        "resourceRules": [{"verbs": _ALL, "apiGroups": _ALL, "resources": _ALL}],
+        "nonResourceRules": [{"verbs": _ALL, "nonResourceURLs": _ALL}],
+        "incomplete": False,
+    },
+    "/apis/authentication.k8s.io/v1/selfsubjectreviews": {
+        "userInfo": {"username": "sandbox", "groups": ["system:authenticated"]}
+    },
+}
+"""The status of each review: who has the token may do everything."""
 _PATCH_TYPES = (patch.MERGE, patch.STRATEGIC, patch.JSON_PATCH)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -205,6 +218,7 @@ class ApiHandlers:
                 app.router.add_route(method, path, self._bound(self._scale, resource))
         pod = "/api/v1/namespaces/{namespace}/pods/{name}"
         app.router.add_post(f"{pod}/binding", self._bound(self._bind, "pods"))
+        app.router.add_post(f"{pod}/eviction", self._bound(self._evict, "pods"))
         app.router.add_get(f"{pod}/proxy{{path:(/.*)?}}", self._objects.agents.proxy)
         app.router.add_get(f"{pod}/log", self._bound(self._log, "pods"))
         for part in ("exec", "attach", "portforward"):
@@ -216,8 +230,8 @@ class ApiHandlers:
         app.router.add_get("/version", self._version)
         for path in ("/healthz", "/livez", "/readyz"):
             app.router.add_get(path, self._healthy)
-        reviews = "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews"
-        app.router.add_post(reviews, self._access_review)
+        for path in _REVIEWS:
+            app.router.add_post(path, self._review)
 
     def _bound(self, verb: Callable[[web.Request, str], Awaitable[web.StreamResponse]], resource: str) -> Handler:
         async def handle(request: web.Request) -> web.StreamResponse:
@@ -246,9 +260,8 @@ class ApiHandlers:
             {"major": major, "minor": minor, "gitVersion": self._objects.release, "platform": "linux/amd64"}
         )
 
-    async def _access_review(self, request: web.Request) -> web.StreamResponse:
-        review = await json_body(request)
-        return web.json_response({**review, "status": {"allowed": True, "reason": "embedded node"}}, status=201)
+    async def _review(self, request: web.Request) -> web.StreamResponse:
+        return web.json_response({**await json_body(request), "status": _REVIEWS[request.path]}, status=201)
 
     # --- reading ---
 
@@ -361,8 +374,7 @@ class ApiHandlers:
             *key, node_name, uid=str(metadata.get("uid") or ""), annotations=annotations,
             resource_version=str(metadata.get("resourceVersion") or ""),
         )  # fmt: skip
-        done = {"kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Success", "code": 201}
-        return web.json_response(done, status=201)
+        return _success()
 
     async def _delete(self, request: web.Request, resource: str) -> web.StreamResponse:
         key = _key(request, resource)
@@ -376,15 +388,29 @@ class ApiHandlers:
         # Other kinds have no grace period here, and no preconditions.
         if resource != "pods":
             return web.json_response(self._objects.delete(resource, key))
+        return web.json_response(self._delete_pod(request, key, options))
+
+    async def _evict(self, request: web.Request, resource: str) -> web.StreamResponse:
+        """There is no PodDisruptionBudget that could forbid it."""
+        options = (await json_body(request)).get("deleteOptions") or {}
+        if not isinstance(options, dict):
+            bad_request("the object provided is unrecognized: deleteOptions must be an object")
+        key = _key(request, resource)
+        if options.get("dryRun"):
+            self._store.get(resource, key)
+        else:
+            self._delete_pod(request, key, options)
+        return _success()
+
+    def _delete_pod(self, request: web.Request, key: ObjectKey, options: Mapping[str, Any]) -> RawObject:
         grace = options.get("gracePeriodSeconds", request.query.get("gracePeriodSeconds"))
         conditions = options.get("preconditions") or {}
         if not isinstance(conditions, dict) or re.fullmatch("None|-?[0-9]{1,9}", str(grace)) is None:
             bad_request("the object provided is unrecognized: preconditions are an object, gracePeriodSeconds a number")
-        deleted = self._objects.delete_pod(
+        return self._objects.delete_pod(
             *key, grace_period_s=None if grace is None else int(grace), uid=conditions.get("uid") or "",
             resource_version=conditions.get("resourceVersion") or "",
         )  # fmt: skip
-        return web.json_response(deleted)
 
     async def _patch(self, request: web.Request, resource: str) -> web.StreamResponse:
         content_type = request.content_type
@@ -430,6 +456,11 @@ class ApiHandlers:
         if not request.query.get("dryRun"):
             new = self._store.replace(resource, new)
         return web.json_response(new, headers=warnings)
+
+
+def _success() -> web.Response:
+    done = {"kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Success", "code": 201}
+    return web.json_response(done, status=201)
 
 
 def _is_text_map(given: object) -> TypeGuard[dict[str, str]]:

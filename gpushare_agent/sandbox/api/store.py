@@ -21,7 +21,8 @@ ObjectKey = tuple[str, str]
 
 KINDS = {"pods": "Pod", "nodes": "Node", "events": "Event", "configmaps": "ConfigMap", "leases": "Lease",
          "namespaces": "Namespace", "deployments": "Deployment", "replicasets": "ReplicaSet", "jobs": "Job",
-         "statefulsets": "StatefulSet", "services": "Service",
+         "statefulsets": "StatefulSet", "services": "Service", "resourcequotas": "ResourceQuota",
+         "horizontalpodautoscalers": "HorizontalPodAutoscaler",
          "deviceclasses": "DeviceClass", "resourceclaims": "ResourceClaim", "resourceslices": "ResourceSlice",
          "resourceclaimtemplates": "ResourceClaimTemplate"}  # fmt: skip
 """The resources served."""
@@ -33,6 +34,7 @@ GROUPS = {
     "statefulsets": "apps/v1",
     "jobs": "batch/v1",
     "leases": "coordination.k8s.io/v1",
+    "horizontalpodautoscalers": "autoscaling/v1",
     **dict.fromkeys((*CLAIM_KINDS.values(), "resourceslices"), "resource.k8s.io/v1"),
 }
 """Group and version of those that are not of core/v1."""
@@ -43,7 +45,19 @@ SCALABLE = frozenset({"deployments", "replicasets", "statefulsets"})
 APPLIED_KINDS = {
     "Pod": "pods",
     **CLAIM_KINDS,
-    **{KINDS[n]: n for n in ("deployments", "statefulsets", "jobs", "services", "configmaps", "namespaces")},
+    **{
+        KINDS[n]: n
+        for n in (
+            "deployments",
+            "statefulsets",
+            "jobs",
+            "services",
+            "configmaps",
+            "namespaces",
+            "resourcequotas",
+            "horizontalpodautoscalers",
+        )
+    },
 }
 """Those that a person writes."""
 

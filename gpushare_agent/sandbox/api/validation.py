@@ -24,7 +24,7 @@ from gpushare_agent.sandbox.pod_manifest import RawObject, check_metadata, compl
 _MODELS = "kubernetes_asyncio.client.models"
 _OTHER_NAMES = {"Event": "CoreV1Event", "ResourceClaim": "ResourceV1ResourceClaim"}
 """Of kinds whose model has a longer name than V1<kind>: other groups have a kind of the same name."""
-_CONTAINER = re.compile(r"(?:list\[(?P<item>.*)\]|dict\(str, (?P<value>.*)\))")
+CONTAINER = re.compile(r"(?:list\[(?P<item>.*)\]|dict\(str, (?P<value>.*)\))")
 _TYPES: dict[str, tuple[type, str]] = {"int": (int, "int32"), "bool": (bool, "bool"), "str": (str, "string")}
 _QUANTITY = re.compile(r"\.(limits|requests|capacity|allocatable|overhead|hard|sizeLimit|divisor)\b")
 """In the path of a text that may be written as a number."""
@@ -45,7 +45,11 @@ def unknown_fields(raw: RawObject, kind: str) -> list[str]:
 
     Raises Rejected for a value of a type that the field cannot have.
     """
-    return [f'unknown field "{path}"' for path in _walk(raw, _OTHER_NAMES.get(kind, f"V1{kind}"), "")]
+    return [f'unknown field "{path}"' for path in _walk(raw, model_of(kind), "")]
+
+
+def model_of(kind: str) -> str:
+    return _OTHER_NAMES.get(kind, f"V1{kind}")
 
 
 def _walk(value: Any, kind: str, path: str) -> Iterator[str]:
@@ -53,7 +57,7 @@ def _walk(value: Any, kind: str, path: str) -> Iterator[str]:
     # Null is an absent field, of whatever type.
     if value is None:
         return
-    if (match := _CONTAINER.fullmatch(kind)) is not None:
+    if (match := CONTAINER.fullmatch(kind)) is not None:
         is_list, inner = match["item"] is not None, match["item"] or match["value"]
         _check(value, list if is_list else dict, kind, path)
         items = enumerate(value) if is_list else value.items()
@@ -67,7 +71,7 @@ def _walk(value: Any, kind: str, path: str) -> Iterator[str]:
         # `cpu: 1` is a number for a text; a real API server takes it in quantities alone.
         if _QUANTITY.search(path) is None:
             _check(value, *_TYPES[kind], path)
-    elif (fields := _fields(kind)) is not None:
+    elif (fields := fields_of_model(kind)) is not None:
         _check(value, dict, kind, path)
         for name, item in value.items():
             where = f"{path}.{name}".removeprefix(".")
@@ -85,7 +89,7 @@ def _check(value: Any, kind: type, name: str, path: str) -> None:
 
 
 @cache
-def _fields(kind: str) -> dict[str, str] | None:
+def fields_of_model(kind: str) -> dict[str, str] | None:
     """The type of each field, by name; None for a type without a model: `object`, `datetime`."""
     words = re.sub(r"([a-z\d])([A-Z])", r"\1_\2", re.sub(r"([A-Z]+)([A-Z][a-z])", r"\1_\2", kind)).lower()
     # Its top module loads 1,259 others unless it is told not to.

@@ -5,11 +5,16 @@ their CDI devices set. As there is no mount namespace, GPUSHARE_VDEVICE is the p
 find at /etc/vcuda/vcuda.sock, and SANDBOX_DEVICE_NODES lists the device nodes that there would be. `valueFrom`, `envFrom`
 and `$(VAR)` are not followed, and the shell that becomes the command passes on no variable whose name a shell does not
 know as one. Pure, but for the CDI specs.
+
+No image is run. A command is, where it would do the same in any image and changes nothing: a loop that prints and sleeps is
+what examples and Jobs have, and `rm -rf /data` was not written for this machine. Whatever is not run sleeps, and says so.
 """
 
 from __future__ import annotations
 
 import os
+import re
+import shlex
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -25,7 +30,16 @@ from gpushare_agent.sandbox.runtime.cdi_resolver import CdiResolver, requested_n
 from gpushare_agent.sandbox.runtime.containers import ContainerConfig
 
 HOST_IMAGE = "sandbox/host"
-"""A container of this image runs its command as a process of the machine; any other one sleeps."""
+"""A container of this image runs its command, whatever that is."""
+JOB_S = 10.0
+"""How long a container of a Job sleeps whose command is not run: Jobs end."""
+_PROGRAMS = frozenset({"echo", "false", "printenv", "printf", "seq", "sleep", "test", "true"})
+_BUILT_IN = _PROGRAMS | {"[", ":", "exit"}
+_BEFORE_A_COMMAND = frozenset({"do", "done", "elif", "else", "fi", "if", "then", "until", "while", "!"})
+_SHELLS = frozenset({"bash", "sh"})
+_UNREAD = re.compile(r"[`<>]|\$\(")
+"""What in a script writes files, or runs what is not seen."""
+_SHOWN_CHARS = 200
 VDEVICE_VARIABLE = "GPUSHARE_VDEVICE"
 DEVICE_NODES_VARIABLE = "SANDBOX_DEVICE_NODES"
 """Comma list of paths in the container: the answers' own device nodes, then those of their CDI devices."""
@@ -43,15 +57,19 @@ def container_config(
         MalformedMessageError: an answer is no such message.
     """
     container = container_of(raw, spec.name)
-    metadata = raw["metadata"]
+    metadata, run_s = raw["metadata"], _run_s(raw, spec.kind)
+    command = _command(container, is_timed=run_s is not None and spec.kind is ContainerKind.MAIN)
+    if not command and run_s is None and spec.kind is ContainerKind.MAIN and _is_of_job(raw):
+        run_s = JOB_S
     return ContainerConfig(
         pod_uid=metadata["uid"],
         pod_namespace=metadata["namespace"],
         pod_name=metadata["name"],
         name=spec.name,
-        command=_command(container),
+        command=command,
+        note="" if command else _note(container, run_s),
         env=environment(container, answers) | _injected(answers, cdi, claimed),
-        run_s=_run_s(raw, spec.kind),
+        run_s=run_s,
         ignore_term_s=pod_manifest.annotation_number(raw, pod_manifest.IGNORE_TERM_ANNOTATION) or 0.0,
     )
 
@@ -98,13 +116,54 @@ def _run_s(raw: RawObject, kind: ContainerKind) -> float | None:
     return 0.0 if kind is ContainerKind.INIT else None
 
 
-def _command(container: Mapping[str, Any]) -> tuple[str, ...]:
-    if container.get("image") != HOST_IMAGE:
-        return ()
-    command = (*(container.get("command") or ()), *(container.get("args") or ()))
-    if not command:
-        raise Rejected(f"no command specified: image {HOST_IMAGE} has none of its own, so the manifest must give it")
-    return tuple(map(str, command))
+def _command(container: Mapping[str, Any], *, is_timed: bool) -> tuple[str, ...]:
+    """What is run, nothing where the container is to sleep. Raises Rejected."""
+    command = tuple(map(str, (*(container.get("command") or ()), *(container.get("args") or ()))))
+    if container.get("image") == HOST_IMAGE:
+        if not command:
+            raise Rejected(
+                f"no command specified: image {HOST_IMAGE} has none of its own, so the manifest must give it"
+            )
+        return command
+    # Arguments alone are for a program that only the image knows; a time is given where nothing is to run.
+    return command if container.get("command") and not is_timed and is_harmless(command) else ()
+
+
+def is_harmless(command: Sequence[str]) -> bool:
+    """Whether it does the same in any image and changes nothing. What cannot be read counts as not."""
+    program = command[0].rpartition("/")[2]
+    if program not in _SHELLS:
+        return program in _PROGRAMS
+    if len(command) != 3 or command[1] != "-c" or _UNREAD.search(command[2]):
+        return False
+    words = shlex.shlex(command[2].replace("\n", ";"), posix=True, punctuation_chars=True)
+    words.whitespace_split, words.commenters = True, ""  # a comment would end with its line, which is gone
+    is_first = True
+    try:
+        for word in words:
+            if word in (";", "&&", "||"):
+                is_first = True
+            elif set(word) <= set("();&|") or (is_first and word not in (*_BUILT_IN, *_BEFORE_A_COMMAND, "for")):
+                return False
+            elif word not in _BEFORE_A_COMMAND:
+                is_first = False
+    except ValueError:  # an open quotation mark
+        return False
+    return True
+
+
+def _is_of_job(raw: RawObject) -> bool:
+    return any(owner.get("kind") == "Job" for owner in raw["metadata"].get("ownerReferences") or ())
+
+
+def _note(container: Mapping[str, Any], run_s: float | None) -> str:
+    """What happens instead of the command."""
+    command = shlex.join(map(str, (*(container.get("command") or ()), *(container.get("args") or ()))))
+    what = (
+        f"`{command:.{_SHOWN_CHARS}}` of {container.get('image')}" if command else f"what {container.get('image')} has"
+    )
+    end = "until it is deleted" if run_s is None else f"{run_s:g} s and ends well"
+    return f"The sandbox runs no image: instead of {what} this container sleeps {end}"
 
 
 def container_of(raw: RawObject, name: str) -> Mapping[str, Any]:

@@ -1,20 +1,22 @@
 """Where the embedded node puts its containers' processes: a cgroup tree of its own, below this process's cgroup.
 
 Shape: `kubepods/burstable/pod<uid>/<id>/`, as the kubelet creates it with the cgroupfs driver. Chosen is cgroup v2 where a
-process can really be moved there, else a hierarchy of v1, else none: containers then have no processes. The environment
-variable GPUSHARE_SANDBOX_CGROUPS (v2, v1, none) insists on one of them.
+process can really be moved there, else a hierarchy of v1, else none: ordinary files then say what the kernel would, and a
+container has one process there, its first. The environment variable GPUSHARE_SANDBOX_CGROUPS (v2, v1, none) insists on one
+of them.
 
 State owned: the directory `gpushare-sandbox-<pid>-<PID namespace>-<random>`, removed by `close`. A sandbox that was killed
-leaves its own behind; the next one of its PID namespace removes what belongs to no living process.
+leaves its own behind; the next one of its PID namespace removes what belongs to no living process. Of files: `cgroup` and
+`proc` in the node's state directory.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import re
 import secrets
+import shutil
 import signal
 import subprocess
 import time
@@ -30,7 +32,7 @@ log = structlog.get_logger(__name__)
 
 CgroupTreeKind = Literal["v2", "v1", "none"]
 KIND_VARIABLE = "GPUSHARE_SANDBOX_CGROUPS"
-NO_CGROUPS = "containers have no processes here, as this user can create no cgroups"
+NO_CGROUPS = "this user can create no cgroups"
 PODS = Path("kubepods", "burstable")
 _KINDS: tuple[CgroupTreeKind, ...] = ("v2", "v1", "none")
 _V1_CONTROLLERS = ("pids", "freezer", "memory", "cpu", "blkio", "devices", "name=systemd")
@@ -40,40 +42,12 @@ _REMOVE_TIMEOUT_S = 5.0
 _PROBE = ("/bin/sh", "-c", "read -r _")
 
 
-class NoCgroups:
-    """Stands in the place of a tree. An agent of the node finds no process of a container."""
-
-    root = Path("/sys/fs/cgroup")
-
-    def add_pod(self, pod_uid: str) -> None:
-        pass
-
-    def add(self, pod_uid: str, container_id: str) -> Path:
-        return self.root / PODS / f"pod{pod_uid}" / container_id
-
-    def attach(self, cgroup: Path, pid: int) -> None:
-        """Raises OSError."""
-        raise OSError(errno.ENOTSUP, NO_CGROUPS)
-
-    def pids(self, cgroup: Path) -> list[int]:
-        return []
-
-    def kill(self, cgroup: Path) -> None:
-        pass
-
-    def remove(self, cgroup: Path) -> bool:
-        return True
-
-    def remove_pod(self, pod_uid: str) -> None:
-        pass
-
-    def close(self) -> bool:
-        return True
-
-
 class KernelCgroups:
     """A tree in a real hierarchy. `parent` is this process's own directory there; `root` is what an agent of the node
-    takes for /sys/fs/cgroup."""
+    takes for /sys/fs/cgroup, `proc` what it takes for /proc."""
+
+    root: Path
+    proc = Path("/proc")
 
     def __init__(self, parent: Path) -> None:
         """Raises OSError where no process can be moved to such a tree."""
@@ -147,14 +121,47 @@ class KernelCgroups:
         _remove_soon(trial)
 
 
-def open_cgroup_tree(kind: str | None = None) -> tuple[CgroupTreeKind, KernelCgroups | NoCgroups]:
+class FileCgroups(KernelCgroups):
+    """Files in place of the kernel's, for a user who can create no cgroups: an agent of the node reads them as a tree of v2
+    and as /proc. No process can be moved there, and who is killed is its caller's matter."""
+
+    def __init__(self, state: Path) -> None:
+        """Raises OSError."""
+        self.root, self.proc = state / "cgroup", state / "proc"
+        (self.root / PODS).mkdir(parents=True)
+        (self.root / "cgroup.controllers").touch()  # by which v2 is known
+        self.proc.mkdir()
+        (self.proc / "self").symlink_to("/proc/self")  # an agent compares its own cgroup with the others
+
+    def attach(self, cgroup: Path, pid: int) -> None:
+        """Notes a container's first process. Raises OSError."""
+        (cgroup / "cgroup.procs").write_text(f"{pid}\n")
+        (self.proc / str(pid)).mkdir(exist_ok=True)
+        (self.proc / str(pid) / "cgroup").write_text(f"0::/{cgroup.relative_to(self.root)}\n")
+
+    def kill(self, cgroup: Path) -> None:
+        """Nothing: the process may have ended, and its number may be another's."""
+
+    def remove(self, cgroup: Path) -> bool:
+        for pid in self.pids(cgroup):
+            shutil.rmtree(self.proc / str(pid), ignore_errors=True)
+        (cgroup / "cgroup.procs").unlink(missing_ok=True)
+        return super().remove(cgroup)
+
+    def close(self) -> bool:
+        shutil.rmtree(self.root, ignore_errors=True)
+        shutil.rmtree(self.proc, ignore_errors=True)
+        return True
+
+
+def open_cgroup_tree(state: Path, kind: str | None = None) -> tuple[CgroupTreeKind, KernelCgroups]:
     """The first kind that works, or the requested one, here or in the environment. Raises StartupError if it does not."""
     requested = kind or os.environ.get(KIND_VARIABLE) or None
     if requested is not None and requested not in _KINDS:
         raise StartupError(f"{KIND_VARIABLE} is {requested!r}: it can be {', '.join(_KINDS)}, or not set")
     for candidate in _KINDS if requested is None else (requested,):
         if candidate == "none":
-            return candidate, NoCgroups()
+            return candidate, FileCgroups(state)
         # Several controllers of v1 may be mounted; one that can be written is enough.
         for parent in _parents(candidate):
             try:

@@ -1,13 +1,12 @@
 """The embedded node's container runtime: each container is a child process of the sandbox, in a cgroup of its own.
 
-There are no namespaces, no images and no root file system: a container sees the machine. By default its process sleeps;
-an image of the name `sandbox/host` runs its command (container_config.py). Containers live on while the kubelet is
-stopped, as real ones do, and end with the sandbox. Where no cgroup can be created they have no processes and run no
-command.
+There are no namespaces, no images and no root file system: a container sees the machine. container_config.py says what its
+process runs. Containers live on while the kubelet is stopped, as real ones do, and end with the sandbox.
 
 A container's first process is a small shell that waits for one line and then becomes the command: so nothing of a
 container runs outside its cgroup. The kernel kills it if the sandbox dies first. A container has ended once no process is
-left in its cgroup: those that its first process leaves behind are killed, as a runtime does without a PID namespace.
+left in its cgroup: those that its first process leaves behind are killed, as a runtime does without a PID namespace. Where
+no cgroup can be created that holds for its process group.
 State owned: the containers, their processes, and the cgroup tree (cgroup_tree.py).
 """
 
@@ -82,7 +81,7 @@ class ContainerProcess:
         """Kills it and waits, blocking, for a moment; `on_exit` is not called any more. None where it does not go."""
         # First, so that `on_exit` is not called for an end that was asked for.
         self._forget_fd()
-        self._process.kill()
+        self._kill_group()
         # A process that was never released waits for its line: closing ends that wait, too.
         self._gate.close()
         try:
@@ -92,46 +91,19 @@ class ContainerProcess:
 
     def _ended(self, on_exit: Callable[[int], None]) -> None:
         self._forget_fd()
+        self._kill_group()
         on_exit(exit_code(self._process.wait()))
+
+    def _kill_group(self) -> None:
+        # Before the wait: until then no other process can have the number.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
 
     def _forget_fd(self) -> None:
         if self._fd is not None:
             asyncio.get_running_loop().remove_reader(self._fd)
             os.close(self._fd)
             self._fd = None
-
-
-class AbsentProcess:
-    """Stands in the place of a process where no cgroup can be created: ends with code 0 after `run_s`, None for never."""
-
-    pid = 0
-
-    def __init__(self, run_s: float | None) -> None:
-        self._run_s = run_s
-        self._on_exit: Callable[[int], None] | None = None
-        self._timer: asyncio.TimerHandle | None = None
-
-    def release(self, on_exit: Callable[[int], None]) -> None:
-        self._on_exit = on_exit
-        if self._run_s is not None:
-            self._timer = asyncio.get_running_loop().call_later(self._run_s, self._ended, 0)
-
-    def send_signal(self, number: signal.Signals) -> None:
-        """Ends it, as a process that handles no signal."""
-        # Soon and not now, as a real process's end is: the caller goes on with its state first.
-        asyncio.get_running_loop().call_soon(self._ended, exit_code(-number))
-
-    def end(self) -> int | None:
-        self._ended(exit_code(-signal.SIGKILL), is_reported=False)
-        return exit_code(-signal.SIGKILL)
-
-    def _ended(self, code: int, *, is_reported: bool = True) -> None:
-        # Once: a timer and a signal may both come.
-        on_exit, self._on_exit = self._on_exit, None
-        if self._timer is not None:
-            self._timer.cancel()
-        if on_exit is not None and is_reported:
-            on_exit(code)
 
 
 def exit_code(returncode: int) -> int:
@@ -154,7 +126,8 @@ _CLOSE_TIMEOUT_S = 10.0
 
 
 class ContainerConfig(Struct, frozen=True, kw_only=True):
-    """What to start. Without a command it sleeps, and ends with code 0 after `run_s`, None for never.
+    """What to start. Without a command it sleeps, and ends with code 0 after `run_s`, None for never. `note` is the first
+    line of its log.
 
     `ignore_term_s` is how long it does not get its TERM.
     """
@@ -166,6 +139,7 @@ class ContainerConfig(Struct, frozen=True, kw_only=True):
     command: tuple[str, ...] = ()
     env: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     run_s: float | None = None
+    note: str = ""
     ignore_term_s: float = 0.0
 
 
@@ -202,15 +176,15 @@ class ContainerRuntime:
 
     def __init__(self, state: Path, change: ChangeSignal, cgroups: str | None = None) -> None:
         self.kind: CgroupTreeKind
-        self.kind, self._tree = open_cgroup_tree(cgroups)
-        self.cgroup_root = self._tree.root
+        self.kind, self._tree = open_cgroup_tree(state, cgroups)
+        self.cgroup_root, self.proc_root = self._tree.root, self._tree.proc
         self.logs = state / "logs"
         self.logs.mkdir(exist_ok=True)
         self.cdi_directory = state / "cdi"
         self._change = change
         self._salt = secrets.token_hex(8)
         self._containers: dict[tuple[str, str], Container] = {}
-        self._processes: dict[str, ContainerProcess | AbsentProcess] = {}
+        self._processes: dict[str, ContainerProcess] = {}
         self._timers: dict[str, list[asyncio.TimerHandle]] = {}
         self._pod_signals: dict[str, ChangeSignal] = {}
         self._forgotten: set[str] = set()
@@ -218,8 +192,8 @@ class ContainerRuntime:
         self._is_closed = False
 
     @property
-    def why_no_processes(self) -> str:
-        """The reason why containers have no processes; empty where they have."""
+    def why_no_exec(self) -> str:
+        """The reason why nothing can join a container; empty where it can."""
         return NO_CGROUPS if self.kind == "none" else ""
 
     # --- reading ---
@@ -263,6 +237,8 @@ class ContainerRuntime:
         where = f"container {container.name} of pod {container.pod_namespace}/{container.pod_name}"
         if not container.is_running:
             raise NotFound(f"{where} does not run: it ended with exit code {container.exit_code}")
+        if self.why_no_exec:
+            raise Unavailable(f"process {pid} cannot be put into {where}: {NO_CGROUPS}; run the sandbox as root")
         # PID 1 and the sandbox itself would go with the container's end.
         if pid <= 1 or pid == os.getpid():
             raise Unavailable(f"process {pid} cannot be put into {where}: only a process started for it can")
@@ -289,8 +265,6 @@ class ContainerRuntime:
         where = f"container {config.name} of pod {config.pod_namespace}/{config.pod_name}"
         if self._is_closed:
             raise Unavailable(f"{where} cannot start: the node has ended")
-        if self.kind == "none" and config.command:
-            raise Unavailable(f"{where} cannot run its command: {NO_CGROUPS}; run the sandbox as root")
         # The run before has ended: its number goes on.
         before = self.find(config.pod_uid, config.name)
         attempt = before.attempt + 1 if before is not None else 0
@@ -327,11 +301,12 @@ class ContainerRuntime:
             started_at=timestamp(), ignore_term_s=config.ignore_term_s, cgroup=cgroup,
         )  # fmt: skip
 
-    def _new_process(self, config: ContainerConfig, cgroup: Path, attempt: int) -> ContainerProcess | AbsentProcess:
-        if self.kind == "none":
-            return AbsentProcess(config.run_s)
+    def _new_process(self, config: ContainerConfig, cgroup: Path, attempt: int) -> ContainerProcess:
         sleep = ("sleep", "infinity" if config.run_s is None else f"{config.run_s:.3f}")
         command, log_path = config.command or sleep, self._new_log(config, attempt)
+        if config.note:
+            with log_path.open("a") as file:
+                file.write(f"{config.note}\n")
         process = ContainerProcess(command, env=config.env, cwd=Path("/"), output=log_path)
         try:
             # While it waits at its gate: nothing of the container runs outside its cgroup.

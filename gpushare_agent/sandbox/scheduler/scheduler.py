@@ -25,7 +25,9 @@ import structlog
 from aiohttp import ClientError, ClientSession
 from msgspec import Struct
 
+from gpushare_agent.cluster.kube.scheduling import DEFAULT_SCHEDULER
 from gpushare_agent.model.errors import AgentError, Conflict, NotFound, Rejected, Unavailable
+from gpushare_agent.model.names import NVIDIA_GPU_RESOURCE
 from gpushare_agent.sandbox.api.server import EmbeddedApiServer
 from gpushare_agent.sandbox.api.store import Change, Expired
 from gpushare_agent.sandbox.pod_manifest import RawObject, is_terminal, pod_requests, timestamp
@@ -36,6 +38,11 @@ log = structlog.get_logger(__name__)
 UNSCHEDULABLE = "Unschedulable"
 CORDONED = "node(s) were unschedulable"
 """kube-scheduler's words."""
+SCHEDULER_NAMES = (DEFAULT_SCHEDULER,)
+EXTENDER_SCHEDULER_NAMES = (DEFAULT_SCHEDULER, "gpushare-scheduler")
+"""The second is that of manifests/extender/second-scheduler. A pod that names another scheduler waits for it."""
+_SWITCHES = {NVIDIA_GPU_RESOURCE: "--nvidia.enabled=true", "aliyun.com/gpu-mem": "--gpushare.enabled=true"}
+"""What makes an agent offer a resource that it does not offer by default."""
 
 
 class NodeFit:
@@ -69,6 +76,13 @@ class NodeFit:
         for uid in self._requests.keys() - living.keys():
             del self._requests[uid]
         return nodes
+
+    def remedy(self, requests: Mapping[str, int]) -> str:
+        """The setting that would offer what no node offers, as a sentence; empty where there is none."""
+        offered = {name for raw in self._api.store.all("nodes") for name in _extended(raw)}
+        # Before an agent has registered, everything is missing.
+        missing = [name for name in requests if name in _SWITCHES and offered and name not in offered]
+        return "".join(f" A sandbox with {_SWITCHES[name]} offers {name}." for name in missing)
 
     def reasons_against(
         self, free: Mapping[str, Mapping[str, int]], requests: Mapping[str, int]
@@ -139,7 +153,7 @@ class EmbeddedScheduler:
         # First: a claim from a template must be there before its pod can be placed.
         self._claims.reconcile()
         pods = self._api.store.in_creation_order("pods")
-        waiting = [p for p in pods if not p["spec"].get("nodeName") and not is_terminal(p)]
+        waiting = [p for p in pods if _waits_for(p, SCHEDULER_NAMES) and not is_terminal(p)]
         if not waiting:
             return
         free = self._fit.free({})
@@ -152,11 +166,12 @@ class EmbeddedScheduler:
             chosen, reasons = self._claims.place(pod, [name for name, found in against.items() if not found])
             if chosen is None:
                 reasons += [reason for found in against.values() for reason in found]
-                report_waiting(self._api, pod, waiting_text(len(free), reasons))
+                report_waiting(self._api, pod, waiting_text(len(free), reasons) + self._fit.remedy(requests))
                 continue
             # The next pod of this pass sees what is left.
             take(free[chosen], requests)
             self._api.bind_pod(pod["metadata"]["namespace"], pod["metadata"]["name"], chosen)
+            _record_scheduled(self._api, pod, chosen)
 
 
 EXTENDER_TIMEOUT_S = 10.0
@@ -353,7 +368,7 @@ class ExtenderScheduler:
                 # In our order: the extender's says nothing.
                 names = [name for name in names if name in (answer.node_names or ())]
             if not names:
-                self._put_back(pod, waiting_text(len(against), reasons), UNSCHEDULABLE)
+                self._put_back(pod, waiting_text(len(against), reasons) + self._fit.remedy(requests), UNSCHEDULABLE)
                 return
             # One node needs no score.
             scores = await self._scores(pod, names) if requests and len(names) > 1 else {}
@@ -384,6 +399,7 @@ class ExtenderScheduler:
                 self._api.bind_pod(metadata["namespace"], metadata["name"], node_name, uid=metadata["uid"])
             else:
                 await self._extender.bind(pod, node_name)
+            _record_scheduled(self._api, pod, node_name)
             self._waiting.pop(metadata["uid"], None)
         except AgentError as error:
             reason = UNSCHEDULABLE if isinstance(error, Rejected) else SCHEDULER_ERROR
@@ -408,8 +424,18 @@ class ExtenderScheduler:
                 report_waiting(self._api, newest, message, reason)
 
 
+def _record_scheduled(api: EmbeddedApiServer, pod: RawObject, node_name: str) -> None:
+    text = f"Successfully assigned {pod['metadata']['namespace']}/{pod['metadata']['name']} to {node_name}"
+    api.record_event(pod, reason="Scheduled", message=text, source="default-scheduler", kind="Normal")
+
+
+def _waits_for(pod: RawObject, schedulers: Sequence[str]) -> bool:
+    return not pod["spec"].get("nodeName") and pod["spec"].get("schedulerName") in schedulers
+
+
 def _is_pending(pod: RawObject) -> bool:
-    return not pod["spec"].get("nodeName") and not is_terminal(pod) and not pod["metadata"].get("deletionTimestamp")
+    is_over = is_terminal(pod) or bool(pod["metadata"].get("deletionTimestamp"))
+    return _waits_for(pod, EXTENDER_SCHEDULER_NAMES) and not is_over
 
 
 def _could_help(change: Change) -> bool:

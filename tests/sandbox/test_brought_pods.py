@@ -1,0 +1,157 @@
+"""What becomes of a pod that people bring: which of its commands run, its Events, and what says why it waits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from gpushare_agent.sandbox.kubelet.container_config import is_harmless
+from gpushare_agent.sandbox.node import EmbeddedNode
+from gpushare_agent.sandbox.pod_controllers import PodControllers
+from gpushare_agent.sandbox.report import reason_and_message
+from tests.sandbox.support_sandbox import (
+    CORE,
+    SmallPlugin,
+    device_ids,
+    limits_of,
+    open_plugin,
+    open_test_node,
+    pod,
+    wait_gone,
+    wait_phase,
+)
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        "true", "echo a; sleep 1 && exit 3", "while true; do echo x; sleep 5; done", "for i in 1 2; do echo $i; done",
+        'if [ -n "$X" ]; then echo "a; rm b"; else exit 1; fi', "echo one\necho two", "printf 'a\\n'", "! false || true",
+    ],
+)  # fmt: skip
+def test_a_script_that_prints_sleeps_and_ends_is_run(script: str) -> None:
+    """By either shell, by whatever path."""
+    assert is_harmless(("sh", "-c", script)) and is_harmless(("/bin/bash", "-c", script))
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        "rm -rf /data", "echo a; rm b", "echo a\nrm b", "echo a > b", "echo $(rm b)", "echo `rm b`", "sleep 1 & rm b",
+        "true | rm b", "(rm b)", "rm() { true; }", "$RM b", "echo$X b", "while rm b; do true; done", "# a\nrm b",
+        "for i in 1; do rm b; done", "eval rm b", "true 'open", "exec rm b", "X=1 rm b", 'e"ch"; rm b', "nvidia-smi -L",
+    ],
+)  # fmt: skip
+def test_a_script_with_anything_else_is_not(script: str) -> None:
+    """It was written for the files of an image."""
+    assert not is_harmless(("sh", "-c", script))
+
+
+@pytest.mark.parametrize(
+    ("command", "is_run"),
+    [
+        (("sleep", "infinity"), True), (("/bin/echo", "rm"), True), (("python", "-c", "1"), False), (("sh",), False),
+        (("sh", "script.sh"), False), (("sh", "-c", "true", "x"), False), (("env", "rm"), False),
+    ],
+)  # fmt: skip
+def test_a_program_is_run_by_its_name(command: tuple[str, ...], is_run: bool) -> None:
+    """Of a shell only a script that is in the manifest."""
+    assert is_harmless(command) is is_run
+
+
+def log_of(node: EmbeddedNode, uid: str) -> str:
+    run = node.kubelet.runtime.find(uid, "main")
+    assert run is not None
+    return node.kubelet.runtime.log_of(run).read_text()
+
+
+def messages(node: EmbeddedNode, reason: str) -> list[str]:
+    return [one["message"] for one in node.api.events() if one["reason"] == reason]
+
+
+def of_image(*command: str, **extra: Any) -> dict[str, Any]:
+    return {"name": "main", "image": "busybox:1.36", "command": list(command), **extra}
+
+
+async def test_an_ordinary_images_command_ends_with_its_code() -> None:
+    """Its output is the log."""
+    async with open_test_node() as node:
+        for name, code, phase in (("good", 0, "Succeeded"), ("bad", 3, "Failed")):
+            script = of_image("sh", "-c", f"echo {name}; exit {code}")
+            raw = node.api.create_pod(pod(name, script, restartPolicy="Never"))
+            await wait_phase(node, name, phase)
+            assert log_of(node, raw["metadata"]["uid"]) == f"{name}\n"
+        assert messages(node, "CommandNotRun") == []
+
+
+async def test_what_is_not_run_sleeps_and_says_so() -> None:
+    """In an Event and in the log; a time from the annotation wins over a command that could be run."""
+    timed = {"sandbox.gpushare/run-seconds": "0"}
+    async with open_test_node() as node:
+        raw = node.api.create_pod(pod("a", of_image("python", "train.py")))
+        await wait_phase(node, "a", "Running")
+        said = "The sandbox runs no image: instead of `python train.py` of busybox:1.36 this container sleeps "
+        said += "until it is deleted"
+        assert messages(node, "CommandNotRun") == [said] and log_of(node, raw["metadata"]["uid"]) == f"{said}\n"
+        node.api.create_pod(pod("b", of_image("sleep", "infinity"), annotations=timed))
+        await wait_phase(node, "b", "Succeeded")
+        assert messages(node, "CommandNotRun")[1:] == [
+            "The sandbox runs no image: instead of `sleep infinity` of busybox:1.36 this container sleeps 0 s and ends well"
+        ]
+
+
+async def test_a_jobs_container_ends_though_its_command_is_not_run() -> None:
+    """A Job that never ends would be no Job."""
+    template = {"spec": {"containers": [of_image("python", "train.py")], "restartPolicy": "Never"}}
+    job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "train"}, "spec": {"template": template}}
+    async with open_test_node() as node:
+        node.api.create("jobs", job)
+        PodControllers(node.api).reconcile()
+        (made,) = node.api.pods()
+        await wait_phase(node, made["metadata"]["name"], "Running")
+        (said,) = messages(node, "CommandNotRun")
+        assert said.endswith("this container sleeps 10 s and ends well")
+
+
+async def test_a_pod_has_the_events_of_a_cluster() -> None:
+    """In their order, before those that only the sandbox has."""
+    async with open_test_node() as node:
+        node.api.create_pod(pod("a", of_image("sleep", "infinity")))
+        await wait_phase(node, "a", "Running")
+        assert [(one["reason"], one["source"]["component"], one["type"]) for one in node.api.events()] == [
+            ("Scheduled", "default-scheduler", "Normal"), ("Pulled", "kubelet", "Normal"),
+            ("Created", "kubelet", "Normal"), ("Started", "kubelet", "Normal"),
+        ]  # fmt: skip
+        assert messages(node, "Scheduled") == ["Successfully assigned default/a to node-a"]
+        assert {one["involvedObject"].get("fieldPath") for one in node.api.events()[1:]} == {"spec.containers{main}"}
+        node.api.delete_pod("default", "a")
+        await wait_gone(node, "a")
+        assert messages(node, "Killing") == ["Stopping container main"]
+
+
+async def test_a_pod_for_another_scheduler_waits_for_it() -> None:
+    """Without a word, as on a cluster; pods of the default one go on."""
+    async with open_test_node() as node:
+        for name, scheduler in (("a", "volcano"), ("b", "gpushare-scheduler"), ("c", "default-scheduler")):
+            node.api.create_pod(pod(name, schedulerName=scheduler))
+        await wait_phase(node, "c", "Running")
+        for name in ("a", "b"):
+            assert node.api.pod("default", name)["status"]["phase"] == "Pending"
+            assert not any(one["involvedObject"]["name"] == name for one in node.api.events())
+        assert reason_and_message(node.api.pod("default", "a")) == ("", "waits for the scheduler volcano")
+
+
+async def test_a_resource_that_no_agent_offers_names_the_setting() -> None:
+    """Only of those that a setting would offer, and not before an agent has offered anything."""
+    async with open_test_node() as node:
+        asked = limits_of("main", {"nvidia.com/gpu": 1, "example.com/fpga": 1})
+        node.api.create_pod(pod("early", asked))
+        await node.kubelet.wait_for(lambda: messages(node, "FailedScheduling"))
+        lacks = "0/1 nodes are available: 1 Insufficient example.com/fpga, 1 Insufficient nvidia.com/gpu."
+        assert messages(node, "FailedScheduling") == [lacks]
+        async with open_plugin(node, SmallPlugin(CORE, device_ids("GPU-11111111", count=100))):
+            node.api.create_pod(pod("late", asked))
+            await node.kubelet.wait_for(lambda: len(messages(node, "FailedScheduling")) >= 3)
+        remedy = " A sandbox with --nvidia.enabled=true offers nvidia.com/gpu."
+        assert set(messages(node, "FailedScheduling")[1:]) == {lacks + remedy}
