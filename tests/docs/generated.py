@@ -594,6 +594,7 @@ def _filled(text: str) -> str:
 PAGES: dict[str, Callable[[str], str]] = {
     "README.md": _filled,
     "docs/how-to/README.md": _filled,
+    "docs/explanation/dra.md": _filled,
     "docs/explanation/architecture.md": _filled,
     "docs/explanation/health.md": _filled,
     "docs/explanation/placement.md": _filled,

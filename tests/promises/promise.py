@@ -51,7 +51,7 @@ def not_kept(source: str, have: str, here: str, proof: str = "") -> Promise:
 
 
 def tables(promises: Promises) -> str:
-    """The tables of a migration page: what differs comes first in each, for the rest is no work."""
+    """The tables of a page: what differs comes first in each, for the rest is no work."""
     lines: list[str] = []
     for title, rows in promises.items():
         lines += [f"### {title}", "", "| what you have | here |", "|---|---|"]
