@@ -1,5 +1,5 @@
-"""`python -m bench [--quick] [--extender | --cluster | --scheduler DIR | --beside PLUGIN] [--json FILE]`: measures, and
-prints the table.
+"""`python -m bench [--quick] [--extender | --imports | --cluster | --scheduler DIR | --beside PLUGIN] [--json FILE]`:
+measures, and prints the table.
 
 Exit code 0, also where a target is missed: the table says so. 1 where something could not be measured.
 """
@@ -20,6 +20,7 @@ from rich.console import Console
 from bench.admissions import admit_pods, burst_row, empty_rows, filled_rows
 from bench.beside import beside_rows
 from bench.extender import extender_rows
+from bench.imports import import_rows
 from bench.lifecycle import again_rows, idle_rows, start_rows
 from bench.node import PODS, open_node
 from bench.nvml import gpushare_rows, nvml_idle_rows
@@ -48,6 +49,7 @@ class Extent:
     """By name, and as many by ID."""
     scrapes: int = 30
     samplings: int = 60
+    imports: int = 5
     extender_nodes: int = 5_000
     extender_pods: int = 400
     extender_resyncs: int = 3
@@ -63,7 +65,7 @@ class Extent:
 
 _QUICK = Extent(
     starts=3, restarts=8, filled=40, empty=15, bursts=1, pure=20, settle_s=1.0, idle_s=5.0, rounds=10, pre_starts=20,
-    registrations=20, scrapes=4, samplings=10, extender_nodes=500,
+    registrations=20, scrapes=4, samplings=10, imports=1, extender_nodes=500,
     extender_pods=60, extender_resyncs=1, scheduler_pods=300, scheduler_rounds=1, cluster_pods=5, cluster_burst=20,
 )  # fmt: skip
 
@@ -74,6 +76,7 @@ def main() -> int:
     parser.add_argument(
         "--extender", action="store_true", help="measure the scheduler extender instead, on 5,000 nodes"
     )
+    parser.add_argument("--imports", action="store_true", help="measure the memory of the agent's imports instead")
     parser.add_argument(
         "--cluster", action="store_true", help="measure the agent of a real cluster instead, named by KUBECONFIG"
     )
@@ -112,6 +115,8 @@ def main() -> int:
 async def _chosen(options: argparse.Namespace, extent: Extent) -> list[Row]:
     if options.extender:
         return await _measure_extender(extent)
+    if options.imports:
+        return await import_rows(extent.imports)
     if options.scheduler is not None:
         return await _measure_scheduler(extent, options)
     if options.cluster:

@@ -28,14 +28,15 @@ class BenchAgent:
     def __init__(self, arguments: Sequence[str], state: Path, environment: Mapping[str, str]) -> None:
         """`environment` is beside this process's own."""
         self._environment = environment
-        self._command = [sys.executable, "-m", "gpushare_agent", "run", *arguments]
+        self.arguments = ["run", *arguments]
+        self._command = [sys.executable, "-m", "gpushare_agent", *self.arguments]
         self._log = state / "agent.log"
         self._notify_path = state / "notify.sock"
         self._process: asyncio.subprocess.Process | None = None
         self._notify: socket.socket | None = None
 
     def become(self, command: Sequence[str]) -> None:
-        """Another device plugin in its place, which does not say when it is ready."""
+        """Another program in its place: another device plugin does not say when it is ready."""
         self._command = [*command]
 
     async def start(self) -> float:

@@ -89,7 +89,7 @@ class _Lookup(Struct, kw_only=True):
 class _AccountedFor(Struct, frozen=True):
     """A listed pod that had everything of a resource, and what that was seen from: none of these values ever changes."""
 
-    entry: ListedDevices
+    name: tuple[str, str]
     pod: Pod
     allocations: tuple[tuple[ContainerKey, Allocation | None], ...]
 
@@ -106,7 +106,7 @@ class Identification(Struct, kw_only=True, eq=False):
     clock: Callable[[], float] = time.monotonic
     timeouts: Timeouts
     on_identified: Callable[[str], None] = lambda method: None
-    _accounted_for: dict[str, dict[PodUid, _AccountedFor]] = field(default_factory=dict)
+    _accounted_for: dict[str, dict[ListedDevices, _AccountedFor]] = field(default_factory=dict)
 
     def next_container(self, resource: str, ids: Sequence[str]) -> Target | None:
         """The container of an Allocate without a GetPreferredAllocation: its IDs are an init container's."""
@@ -207,27 +207,25 @@ class Identification(Struct, kw_only=True, eq=False):
     def _not_accounted_for(self, call: Call, listed: Sequence[ListedDevices], known: Known) -> list[ListedDevices]:
         """The listed pods less those that are known to have everything of the resource, most of a node: nothing of them has
         changed since they were found to be such. Static pods stay, for their files may have changed."""
-        before, now = self._accounted_for.get(call.resource, {}), dict[PodUid, _AccountedFor]()
+        before, now = self._accounted_for.get(call.resource, {}), dict[ListedDevices, _AccountedFor]()
         self._accounted_for[call.resource] = now
-        resource, allocations, left = call.resource, known.allocations, []
+        pod_of, allocation_of, left = known.pods.get, known.allocations.get, []
         for entry in listed:
-            pod = known.pods.get((entry.namespace, entry.name))
-            # A static pod's file can change without an event: it is looked at each time.
-            if pod is None or pod.is_static:
-                left.append(entry)
-                continue
-            seen = before.get(pod.uid)
-            # `is` suffices: entries and pods are replaced when they change, never changed.
-            if seen is not None and seen.entry is entry and seen.pod is pod:
+            # `is` suffices, and entries are found by identity: all of these are replaced when they change, never changed.
+            seen = before.get(entry)
+            if seen is not None and pod_of(seen.name) is seen.pod:
                 for key, allocation in seen.allocations:
-                    if allocations.get(key) is not allocation:
+                    if allocation_of(key) is not allocation:
                         break
                 else:
-                    now[pod.uid] = seen
+                    now[entry] = seen
                     continue
-            if is_accounted_for(pod, entry, resource, call, known):
+            name = (entry.namespace, entry.name)
+            pod = pod_of(name)
+            # A static pod's file can change without an event: it is looked at each time.
+            if pod is not None and not pod.is_static and is_accounted_for(pod, entry, call.resource, call, known):
                 keys = [ContainerKey(pod.uid, container.name) for container in pod.containers]
-                now[pod.uid] = _AccountedFor(entry, pod, tuple((key, allocations.get(key)) for key in keys))
+                now[entry] = _AccountedFor(name, pod, tuple((key, allocation_of(key)) for key in keys))
             else:
                 left.append(entry)
         return left

@@ -29,7 +29,7 @@ from gpushare_agent.agent.composition import NodeAgent, build
 from gpushare_agent.agent.node_configuration import NodeConfiguration
 from gpushare_agent.cluster.kube.configuration import find_configuration
 from gpushare_agent.gpus.part import open_driver
-from gpushare_agent.kit.grpc_codec import bound_closed_streams, omit_data_texts
+from gpushare_agent.kit.http2_costs import bound_closed_streams, shorten_frame_texts
 from gpushare_agent.kit.logs import setup_logging
 from gpushare_agent.kit.process import raise_open_files_limit, sd_notify
 from gpushare_agent.kit.supervision import forever, start_tasks
@@ -129,7 +129,7 @@ async def run(settings: Settings, *, reload: Reload) -> int:
     Raises AgentError (StartupError and others) for the caller to print in one line, and lets bugs through.
     """
     # Both patch h2 for the process; connections that are made before would keep 107 bytes for each of 65,536 streams.
-    omit_data_texts()
+    shorten_frame_texts()
     bound_closed_streams()
     # Each container may hold 64 connections on its socket: 16 hostile ones would use up the usual soft limit of 1,024.
     soft, hard = raise_open_files_limit()

@@ -275,7 +275,8 @@ async def check_device_lists(settings: Settings) -> list[Finding]:
     """The strategies do not contradict each other, and CDI names every GPU where it provides them."""
     # Simulated GPUs have no device nodes unless a setting says so.
     has_nodes = settings.driver == "nvml" or settings.simulated.device_nodes
-    mounts_driver = ISOLATIONS[settings.isolation].mounts_driver and settings.volume_config is not None
+    is_mounted = settings.driver_volume.mount or ISOLATIONS[settings.isolation].mounts_driver
+    mounts_driver = is_mounted and settings.volume_config is not None
     texts = strategy_warnings(settings.device_list_strategy, mounts_driver=mounts_driver, has_gpu_nodes=has_nodes)
     findings = [warning("device lists", text, "see docs/reference/device-lists.md") for text in texts]
     if not {DeviceListStrategy.CDI_ANNOTATIONS, DeviceListStrategy.CDI_CRI} & set(settings.device_list_strategy):

@@ -21,7 +21,7 @@ from gpushare_agent.cli.render_text import Report, print_report, progress
 from gpushare_agent.isolation.driver_volume.config import USUAL_CONFIG, read_volume_config
 from gpushare_agent.isolation.driver_volume.directory import DriverDirectory
 from gpushare_agent.isolation.driver_volume.libraries import plan_of
-from gpushare_agent.isolation.driver_volume.plan import DriverVolume, driver_version_text
+from gpushare_agent.isolation.driver_volume.plan import DriverVolume, VolumeName, driver_version_text
 from gpushare_agent.model.errors import AgentError
 from gpushare_agent.model.names import MIB
 from gpushare_agent.settings.settings import Settings
@@ -83,8 +83,8 @@ class VolumeReport(Struct):
     error: str = ""
 
 
-def run(settings: Settings, *, check: bool, prune: bool, form: Form) -> int:
-    """Makes (or, with `check`, only examines) every volume and prints the report; 1 if one failed, else 0.
+def run(settings: Settings, *, check: bool, prune: bool, form: Form, only: VolumeName | None = None) -> int:
+    """Makes (or, with `check`, only examines) every volume, or `only` one, and prints the report; 1 if one failed, else 0.
 
     Raises:
         StartupError: volume.conf is missing or wrong.
@@ -93,6 +93,7 @@ def run(settings: Settings, *, check: bool, prune: bool, form: Form) -> int:
         reports = [
             _volume_report(settings, volume, report, check=check, prune=prune)
             for volume in configured_volumes(settings)
+            if only in (None, volume.name)
         ]
     document = {
         "errors": sum(bool(report.error) for report in reports),

@@ -29,6 +29,7 @@ from gpushare_agent.cli.command_line import (
 from gpushare_agent.cli.view_commands import view_commands
 from gpushare_agent.settings.node_configuration import NamedConfiguration
 from gpushare_agent.settings.settings import LoadedSettings, Settings, SettingsError
+from gpushare_agent.settings.sources import DAEMONSETS
 
 log = structlog.get_logger(__name__)
 
@@ -50,10 +51,10 @@ def _run(call: Invocation) -> int:
     # Logging before the import: what the imports and the settings have to say is in the chosen format.
     loaded = call.load_with_logs()
     _log_migrated_keys(loaded)
-    if "EXTRA_FLAGS" in call.environ:  # gpu-manager's DaemonSet, whose start script has work of its own
-        from gpushare_agent.cli import gpu_manager
+    if not DAEMONSETS.isdisjoint(loaded.sources.values()):
+        from gpushare_agent.cli import former_daemonset
 
-        gpu_manager.start(loaded, call.environ)
+        former_daemonset.start(loaded, call.environ)
     from gpushare_agent.agent.agent import run as run_agent
 
     def reload(named: NamedConfiguration | None) -> Settings:
@@ -161,14 +162,28 @@ def _check(call: Invocation) -> int:
 def _driver_volume_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--check", action="store_true", help="print what would be done, and change nothing")
     parser.add_argument("--prune", action="store_true", help="remove old versions that no container has mounted")
+    parser.add_argument("--only", choices=("nvidia", "origin"), help="make this volume of volume.conf and no other")
     add_output(parser)
 
 
 def _driver_volume(call: Invocation) -> int:
     settings, options = call.settings(), call.options
     from gpushare_agent.cli import driver_volume
+    from gpushare_agent.isolation.driver_volume.plan import VolumeName
 
-    return driver_volume.run(settings, check=options.check, prune=options.prune, form=options.output)
+    only = VolumeName(options.only) if options.only else None
+    return driver_volume.run(settings, check=options.check, prune=options.prune, form=options.output, only=only)
+
+
+def _driver_devices_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--dev", type=Path, default=Path("/dev"), help="the host's /dev as this process sees it")
+
+
+def _driver_devices(call: Invocation) -> int:
+    settings = call.settings()
+    from gpushare_agent.cli import driver_devices
+
+    return run_app(driver_devices.run(settings.kubelet.device_plugin_path, call.options.dev))
 
 
 def _cdi_arguments(parser: argparse.ArgumentParser) -> None:
@@ -272,6 +287,15 @@ COMMANDS: tuple[Command, ...] = (
         examples=("driver-volume --check",),
         add_arguments=_driver_volume_arguments,
         settings=("volume_config", "driver_volume"),
+    ),
+    Command(
+        name="driver-devices",
+        summary="give this project's own pods NVIDIA's device nodes where its container runtime is not installed",
+        description="Serves the resource gpushare-agent/driver, which is all of the node's NVIDIA device nodes.",
+        run=_driver_devices,
+        examples=("driver-devices --dev /host/dev",),
+        add_arguments=_driver_devices_arguments,
+        settings=("kubelet.device_plugin_path", "log"),
     ),
     Command(
         name="cdi",

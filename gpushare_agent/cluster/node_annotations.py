@@ -15,8 +15,9 @@ from types import MappingProxyType
 from typing import Annotated, Any, TypeGuard
 
 from msgspec import UNSET, Meta, Struct, UnsetType, ValidationError, convert
+from msgspec.json import encode
 
-from gpushare_agent.model.allocations import NO_CHARGE, Allocation, Charge, ContainerKey, add_charges, charges_of
+from gpushare_agent.model.allocations import Allocation, Charge, ContainerKey, add_charges, charges_of
 from gpushare_agent.model.errors import Corrupt
 from gpushare_agent.model.gpus import Gpu, GpuReport, MigReport
 from gpushare_agent.model.names import CORES_PER_GPU, GpuUuid, PodUid
@@ -247,11 +248,13 @@ def allocations_by_pod(
     somebody keeps them.
     """
     allocations = list(allocations)
-    shown = _reported_resizes(allocations, resized)
+    shown = _reported_resizes(allocations, resized) if resized else {}
     of_pod: dict[PodUid, list[Allocation]] = {}
     for allocation in allocations:
         of_pod.setdefault(allocation.key.pod_uid, []).append(allocation)
     by_uuid = {gpu.uuid: gpu for gpu in gpus}
+    # A node's pods are of a few sizes: an account is made for each of these and not for each pod.
+    counts_of: dict[tuple[GpuUuid, Charge], tuple[int, ...]] = {}
     found = []
     for uid, own in sorted(of_pod.items()):
         pod = pod_of(uid)
@@ -261,13 +264,17 @@ def allocations_by_pod(
         charges = charges_of(own) if charged is None else dict(charged(uid))
         for one in own:
             # Only shares are resized, and a share is on one GPU.
-            add_charges(charges, {gpu: shown.get(one.key, NO_CHARGE) for gpu in one.gpus[:1]})
-        gpus_of_pod = {
-            by_uuid[uuid].index: counts
-            for uuid, charge in sorted(charges.items())
+            if (change := shown.get(one.key)) is not None:
+                add_charges(charges, {one.gpus[0]: change})
+        gpus_of_pod = {}
+        for uuid, charge in sorted(charges.items()):
             # A GPU that is lost has no index any more; its pods are charged when it comes back.
-            if uuid in by_uuid and (counts := _counts(account_of(by_uuid[uuid], names, charge)))
-        }
+            if (gpu := by_uuid.get(uuid)) is None:
+                continue
+            if (counts := counts_of.get((uuid, charge))) is None:
+                counts = counts_of[uuid, charge] = _counts(account_of(gpu, names, charge))
+            if counts:
+                gpus_of_pod[gpu.index] = counts
         if gpus_of_pod:
             # The extender has a static pod under the UID of its mirror pod.
             uid = (pod.object_uid if pod is not None else None) or uid
@@ -281,15 +288,13 @@ def allocations_annotation(
     """Compact JSON. Where not all fit, it has the newest, for the extender waits for those, and is marked as truncated."""
     # The extender waits for the report of pods that were bound just now.
     newest = sorted(allocated, key=lambda one: (-one.since, one.pod_uid))
-    chars = len(_document([], is_truncated=True))
-    chosen: list[AllocatedTo] = []
-    for one in newest[:max_pods]:
-        chars += len(_entry(one))
-        # All annotations of an object share 256 KiB: a longer one would have the whole patch refused.
-        if chars > max_chars:
-            break
-        chosen.append(one)
-    return _document(chosen, is_truncated=len(chosen) < len(newest))
+    chosen = newest[:max_pods]
+    text = _document(chosen, is_truncated=len(chosen) < len(newest))
+    # All annotations of an object share 256 KiB: a longer one would have the whole patch refused.
+    while chosen and len(text) > max_chars:
+        chosen = chosen[: len(chosen) * max_chars // len(text)]
+        text = _document(chosen, is_truncated=True)
+    return text
 
 
 def _is_admitted(pod: Pod | None, own: Sequence[Allocation], names: ResourceNames) -> bool:
@@ -338,16 +343,11 @@ def _counts(account: GpuAccount) -> tuple[int, ...]:
     return tuple(counts)
 
 
-def _entry(one: AllocatedTo) -> str:
-    return json.dumps({one.pod_uid: {str(index): list(counts) for index, counts in sorted(one.gpus.items())}})
-
-
 def _document(allocated: Iterable[AllocatedTo], *, is_truncated: bool) -> str:
     document: dict[str, object] = {
         "schema": ALLOCATIONS_SCHEMA,
-        "held": {
-            one.pod_uid: {str(index): list(counts) for index, counts in sorted(one.gpus.items())}
-            for one in sorted(allocated, key=lambda one: one.pod_uid)
-        },
+        "held": {one.pod_uid: dict(sorted(one.gpus.items())) for one in sorted(allocated, key=lambda one: one.pod_uid)},
     }
-    return json.dumps({**document, **({"truncated": True} if is_truncated else {})}, separators=(",", ":"))
+    if is_truncated:
+        document["truncated"] = True
+    return encode(document).decode()

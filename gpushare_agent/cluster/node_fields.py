@@ -39,7 +39,7 @@ T = TypeVar("T")
 PERIOD_S = 300.0
 CALL_TIMEOUT_S = 15.0
 BURST_S = 0.05
-"""The pause after a comparison that patched nothing: one pod's Allocates come in a burst."""
+"""Between a change and the comparison: one pod's Allocates come in a burst, and half a pod is not reported."""
 NOT_KNOWN_S = 0.5
 """The time between two questions for what is desired while it is not known."""
 REPORT_AGAIN_S = 3600.0
@@ -161,9 +161,11 @@ class NodeFieldsWriter(Generic[T]):
                 continue
             failures, self._failure_reported = 0, ("", float("-inf"))
             # Changes within this time become one patch.
-            await asyncio.sleep(fields.gap_s if is_patched else min(BURST_S, fields.gap_s))
+            if is_patched:
+                await asyncio.sleep(fields.gap_s)
             # At the latest then: what somebody else undid makes no change here.
-            await wait_for(self._is_changed, fields.period_s if self._is_known else NOT_KNOWN_S)
+            if await wait_for(self._is_changed, fields.period_s if self._is_known else NOT_KNOWN_S):
+                await asyncio.sleep(min(BURST_S, fields.gap_s))
 
     async def _reconcile(self, api: KubeApi) -> bool:
         """One comparison; whether the node was patched."""

@@ -88,10 +88,8 @@ class PodStore:
             return
         former = [
             other
-            for other in self._pods.values()
-            if (other.name, other.namespace) == (pod.name, pod.namespace)
-            and other.uid != pod.uid
-            and _is_newer(pod.resource_version, other.resource_version)
+            for other in self._named.get((pod.namespace, pod.name), {}).values()
+            if other.uid != pod.uid and _is_newer(pod.resource_version, other.resource_version)
         ]
         old = self._pods.get(pod.uid)
         changes = [*((other, None) for other in former), (old, pod)]

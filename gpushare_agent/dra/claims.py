@@ -28,6 +28,7 @@ from gpushare_agent.admission.allocation_cache import AllocationCache
 from gpushare_agent.admission.decisions.container_edits import EditPolicy
 from gpushare_agent.admission.decisions.ledger import Ledger, Policy, gpu_accounts
 from gpushare_agent.admission.outcomes import DecisionLog
+from gpushare_agent.cluster.kube.claims import main_request
 from gpushare_agent.dra.claim_files import ClaimFiles
 from gpushare_agent.dra.decisions.claim import AllocatedClaim, ClaimPolicy, read_claim
 from gpushare_agent.dra.decisions.edits import (
@@ -76,7 +77,7 @@ def allocations_of(claim: PreparedClaim, ledger: Ledger, names: ResourceNames, a
                 claim=ClaimShare(
                     ref=claim.ref,
                     shown_as=claim.shown_as,
-                    request=one.request.partition("/")[0],
+                    request=main_request(one.request),
                     isolation=one.isolation,
                     core_limit=one.core_limit,
                     view=one.view,

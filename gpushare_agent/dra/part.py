@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from contextlib import suppress
 from functools import partial
 from typing import NoReturn
@@ -111,14 +111,15 @@ class DraPart(Struct, frozen=True, kw_only=True):
     async def run(self, api: KubeApi) -> NoReturn:
         """What needs the API server, until cancelled."""
         self.claims.attach(api)
-        services: dict[str, Informer | SlicePublisher | StaleClaims | PodWaker | None] = {
-            "slice informer": self.informer,
-            "slice publisher": self.publisher,
-            "stale claims": self.stale_claims,
-            "pod waker": self.waker,
+        tasks: dict[str, Callable[[], Awaitable[object]]] = {
+            "slice informer": partial(self.informer.run, api),
+            "slice publisher": partial(self.publisher.run, api, self.registration.registration.registered),
+            "stale claims": partial(self.stale_claims.run, api),
         }
+        if self.waker is not None:
+            tasks["pod waker"] = partial(self.waker.run, api)
         async with asyncio.TaskGroup() as group:
-            start_tasks(group, {name: partial(one.run, api) for name, one in services.items() if one is not None})
+            start_tasks(group, tasks)
         raise AssertionError("the tasks do not return")
 
 

@@ -190,7 +190,7 @@ class Registration(pluginregistration.RegistrationBase):
     def __init__(self, driver: str, endpoint: Path) -> None:
         self._driver = driver
         self._endpoint = endpoint
-        self.is_registered = False
+        self.registered = asyncio.Event()
 
     async def get_info(self, message: pluginregistration.InfoRequest) -> pluginregistration.PluginInfo:
         return pluginregistration.PluginInfo(
@@ -201,10 +201,11 @@ class Registration(pluginregistration.RegistrationBase):
         self, message: pluginregistration.RegistrationStatus
     ) -> pluginregistration.RegistrationStatusResponse:
         # The kubelet calls this on each registration; the socket's existence alone says nothing of whether it accepted.
-        self.is_registered = message.plugin_registered
         if message.plugin_registered:
+            self.registered.set()
             log.info("dra_driver_registered", driver=self._driver)
         else:
+            self.registered.clear()
             log.error("dra_driver_not_registered", driver=self._driver, error=message.error[:1000])
         return pluginregistration.RegistrationStatusResponse()
 
@@ -296,5 +297,5 @@ class DraRegistration:
             await self._driver_socket.serve()
         # A kubelet that starts may empty the registry: what is missing is served again.
         if not self._registration_socket.is_there and not self._is_leaving:
-            self.registration.is_registered = False
+            self.registration.registered.clear()
             await self._registration_socket.serve()

@@ -10,6 +10,7 @@ State owned: the slice as last seen, and what was written last.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Collection
 from functools import partial
@@ -23,7 +24,7 @@ from gpushare_agent.cluster.informer import Handler
 from gpushare_agent.cluster.kube.claims import Device, Pool, ResourceSlice, SliceMeta, SliceSpec
 from gpushare_agent.cluster.kube.objects import KubeObject, OwnerReference, object_meta, object_name
 from gpushare_agent.kit.json_schema import NULL, decoded, decoded_or
-from gpushare_agent.kit.supervision import Reconciler, ReportOnce
+from gpushare_agent.kit.supervision import Reconciler, ReportOnce, wait_for
 from gpushare_agent.model.errors import AgentError, Conflict, NotFound
 
 log = structlog.get_logger(__name__)
@@ -32,6 +33,9 @@ ORDER_PERIOD_S = 5.0
 RETRY_S = 1.0
 PERIOD_S = 60.0
 MAX_NODE_NAME = 253
+REGISTERED_S = 5.0
+"""The kubelet finds a new socket within 1.2 s. Without its answer the slice is published all the same: the pods' Events then
+say that the driver is not registered."""
 
 
 class SliceApi(Protocol):
@@ -87,8 +91,10 @@ class SlicePublisher(Handler):
         self._is_listed = True
         self._reconciler.request()
 
-    async def run(self, api: SliceApi) -> NoReturn:
+    async def run(self, api: SliceApi, registered: asyncio.Event) -> NoReturn:
         """Publishes the slice when something has changed, until cancelled."""
+        # A pod that waits is placed at once, and fails where its kubelet does not know the driver yet.
+        await wait_for(registered, REGISTERED_S)
         await self._reconciler.run(partial(self._try, api), lambda: self._due_s)
 
     async def _try(self, api: SliceApi) -> None:

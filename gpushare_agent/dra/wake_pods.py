@@ -1,9 +1,9 @@
 """Wakes pods whose claims the kubelet could not prepare: it tries again at once when anything of the pod object changes.
 
-Without it such a pod waits for the kubelet's next full sync, 60 to 90 s (measured on 1.36). Two causes: an error of ours,
-and a race that the kubelet loses before it calls any driver, when the API server does not know yet that the claim is of a
-pod on this node. So a pod is woken while it is scheduled here, none of its containers has started, and a claim of it that is
-allocated by this driver has no final answer: after `FIRST_S`, then less and less often.
+Without it such a pod waits for the kubelet's next full sync, 60 to 90 s (measured on 1.36). Three causes: an error of ours,
+and what fails before the kubelet calls any driver: the API server does not know yet that the claim is of a pod on this node,
+or the driver has not registered yet. So a pod is woken while it is scheduled here, none of its containers has started, and a
+claim of it that is allocated by this driver has no final answer for this pod: after `FIRST_S`, then less and less often.
 
 State owned: the pods that wait, and when each is next due.
 """
@@ -113,8 +113,15 @@ class PodWaker(Struct, kw_only=True, eq=False):
     async def _needs_call(self, api: WakeApi, pod: Pod) -> bool:
         """A claim of another driver alone is none of ours to hurry. One that is prepared for the pod is not read: of a burst
         most pods start long after their claims are prepared."""
-        prepared = {one.ref.name for one in self.claims.prepared.values() if pod.uid in one.users}
-        for name in sorted(set(pod.claims.values()) - prepared):
+        prepared = {
+            one.ref.name: one.users for one in self.claims.prepared.values() if one.ref.namespace == pod.namespace
+        }
+        for name in sorted(set(pod.claims.values())):
+            if name in prepared:
+                # The kubelet calls once for all pods of a claim and names none: of several, another may have failed.
+                if prepared[name] != (pod.uid,):
+                    return True
+                continue
             raw = await api.get_claim(pod.namespace, name, timeout_s=GET_TIMEOUT_S)
             try:
                 claim = read_claim(raw, driver=self.driver, pool=self.pool, policy=self.claims.claim_policy)

@@ -167,6 +167,12 @@ class Isolation(Struct, frozen=True, kw_only=True, eq=False):
         """Whether it keeps anything of a share at all."""
         return self.kept(Circumstances()) != NOTHING_KEPT
 
+    def driver_beside(self, container: ContainerSpec, config: IsolationConfig) -> ContainerEdits:
+        """The driver's own files, where `driver_volume.mount` says so and the isolation mounts none."""
+        if config.whole_driver is None or self.mounts_driver or not config.settings.driver_volume.mount:
+            return ContainerEdits()
+        return mounted_driver(container, config.whole_driver)
+
     def edits(self, request: IsolationRequest) -> ContainerEdits | Refused:
         """What `edit` answers, but refused for a share of a MIG instance that it cannot keep."""
         # A whole instance is the hardware's own limit.

@@ -11,8 +11,8 @@ followed), regular_file (whole files, never a pipe), watch_path (changes of one
 directory), sockets (unix sockets in the file system).
 Servers: grpc_server (corrected grpclib), bounded_grpc (the same for hostile peers), http_server (bounded aiohttp),
 http_answers (what its answers share), tcp_listeners, peer_credentials (who connects).
-gRPC messages: grpc_client (calls over a unix socket), grpc_codec (strict decoding; two costs of h2 that are left out),
-protobuf (the large messages by hand).
+gRPC messages: grpc_client (calls over a unix socket), grpc_codec (strict decoding), http2_costs (costs of h2 that
+are left out), protobuf (the large messages by hand).
 
 State: LogWriter (the queue of log lines, one per process), DaemonThread (the blocking call under way), ReportOnce,
 TokenBucket, FairQueue, TenantLines (who logged how much), UnixChannel and the servers (their connections). Open

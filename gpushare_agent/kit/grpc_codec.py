@@ -1,8 +1,7 @@
-"""The message codec of gRPC servers and clients: fast decoders where given, strict checks elsewhere, bytes as they are;
-and two costs of h2 that are left out.
+"""The message codec of gRPC servers and clients: fast decoders where given, strict checks elsewhere, bytes as they are.
 
 The generated classes accept truncated and mistyped input silently; here it is found before they see it. Errors are
-`MalformedMessageError`, which a server answers with INVALID_ARGUMENT. No state but what is replaced in h2 and hyperframe.
+`MalformedMessageError`, which a server answers with INVALID_ARGUMENT. No state.
 """
 
 from __future__ import annotations
@@ -12,8 +11,6 @@ from typing import Any
 
 import betterproto2
 from grpclib.encoding.base import CodecBase
-from h2.connection import H2Connection
-from hyperframe.frame import DataFrame
 
 from gpushare_agent.kit.protobuf import Fields, MalformedMessageError, scan_fields
 
@@ -104,33 +101,3 @@ def _check_fields(
         if meta.proto_type == betterproto2.TYPE_MESSAGE:
             nested.append((description.cls_by_field[name], content, content_stop))
     return nested
-
-
-# --- h2 ---
-
-MAX_CLOSED_STREAMS = 512
-"""Of a connection. They are remembered for frames that come late, within a round trip."""
-
-
-def bound_closed_streams() -> None:
-    """Bounds what connections remember that are made from now on. Calling it again changes nothing.
-
-    h2 remembers how each of the last 65,536 streams of a connection was closed, 107 bytes for one (measured). The kubelet
-    keeps its connections for months, and each pod takes about ten streams: a kilobyte for each pod, until it is 7 MiB a
-    connection.
-    """
-    H2Connection.MAX_CLOSED_STREAMS = MAX_CLOSED_STREAMS
-
-
-def omit_data_texts() -> None:
-    """Leaves the content out of the repr of DATA frames, which names stream and size. Calling it again changes nothing.
-
-    h2 4.4 hands `repr(frame)` of every received frame to its logger, which by default drops it. For a DATA frame that text
-    is formatted from all of its bytes in hexadecimal: 0.4 ms of a List answer of 390 kB, which every admission waits for
-    (docs/reference/measurements.md).
-    """
-    DataFrame.__repr__ = _text  # type: ignore[method-assign, assignment]  # hyperframe offers no other way
-
-
-def _text(frame: DataFrame) -> str:
-    return f"DataFrame(stream_id={frame.stream_id}, {len(frame.data)} bytes)"

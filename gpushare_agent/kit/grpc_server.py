@@ -41,6 +41,7 @@ from h2.exceptions import ProtocolError as H2ProtocolError
 from hpack.exceptions import HPACKError, OversizedHeaderListError
 
 from gpushare_agent.kit.grpc_codec import Decoder, StrictCodec
+from gpushare_agent.kit.http2_costs import LeanH2Protocol
 from gpushare_agent.kit.protobuf import MalformedMessageError
 
 if TYPE_CHECKING:
@@ -148,7 +149,7 @@ class GrpcServer(Server):
         return _Connection(handler, self._config, self._h2_config, self._connections, lambda: self._is_stopping)
 
 
-class _Connection(H2Protocol):
+class _Connection(LeanH2Protocol):
     """One client's connection, from connection_made to connection_lost in `registry`."""
 
     def __init__(

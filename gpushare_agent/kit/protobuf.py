@@ -83,10 +83,10 @@ def decode_pre_start(data: bytes) -> list[str]:
     return _device_ids(data, 0, len(data), Fields())
 
 
-def scan_pod_bodies(data: bytes, fields: Fields) -> list[bytes]:
-    """Splits a ListPodResourcesResponse into its pods' messages, in their order, for `scan_pod_entry` and
+def scan_pods(data: bytes, fields: Fields) -> list[tuple[int, int]]:
+    """Where in a ListPodResourcesResponse its pods' messages start and end, in their order, for `scan_pod_entry` and
     `decode_pod_containers`. `fields` counts those of the response and, passed on to these, of its pods."""
-    return [data[start:stop] for start, stop in _messages(data, "ListPodResourcesResponse", fields)]
+    return _messages(data, "ListPodResourcesResponse", fields)
 
 
 def scan_single_pod(data: bytes) -> PodEntry | None:

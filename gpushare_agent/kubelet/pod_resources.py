@@ -35,8 +35,8 @@ from gpushare_agent.kit.protobuf import (
     MalformedMessageError,
     PodEntry,
     decode_pod_containers,
-    scan_pod_bodies,
     scan_pod_entry,
+    scan_pods,
     scan_single_pod,
 )
 from gpushare_agent.kit.supervision import wait_for
@@ -298,11 +298,13 @@ class PodResourcesClient:
         # Replaced whole: pods that are listed no more must not be held for ever.
         before, self._listed = self._listed, {}
         found, fields, of_containers = [], Fields(), Fields()
-        for body in scan_pod_bodies(data, fields):
-            name = body[: 2 + body[1]] if len(body) > 1 else body  # as kubelets begin it: key, length and name
+        for start, stop in scan_pods(data, fields):
+            # As kubelets begin it: key, length and name.
+            name = data[start : start + 2 + data[start + 1]] if stop - start > 1 else b""
             listing = before.get(name)
-            if listing is None or listing.body != body:
-                listing = PodListing(scan_pod_entry(body, fields), self._ids, of_containers)
+            # Compared in place: a full node's answer has half a megabyte, and most of it is as it was.
+            if listing is None or len(listing.body) != stop - start or not data.startswith(listing.body, start):
+                listing = PodListing(scan_pod_entry(data[start:stop], fields), self._ids, of_containers)
             self._listed[name] = listing
             found.append(listing)
         return found

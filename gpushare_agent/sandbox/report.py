@@ -18,6 +18,7 @@ from typing import Any, NotRequired, TypedDict
 
 from msgspec import Struct, field
 
+from gpushare_agent.cluster.kube.claims import main_request
 from gpushare_agent.cluster.kube.objects import whole_number
 from gpushare_agent.cluster.kube.scheduling import DEFAULT_SCHEDULER
 from gpushare_agent.isolation.vdevice.format import (
@@ -92,7 +93,7 @@ def shares_of_container(node: EmbeddedNode, pod: RawObject, container: str) -> l
     for entry in (container_of(pod, container).get("resources") or {}).get("claims") or ():
         shares = claimed_shares(node, pod["metadata"]["namespace"], names.get(entry["name"], ""))
         requested = entry.get("request")
-        found += [one for one in shares if not requested or one.request.partition("/")[0] == requested]
+        found += [one for one in shares if not requested or main_request(one.request) == requested]
     return list(dict.fromkeys(found))
 
 

@@ -47,7 +47,7 @@ class DriverVolumeSettings(Section):
     mount: bool = Field(
         default=False,
         description="Mount volume origin into containers under isolations other than vcuda, too: for nodes without NVIDIA's"
-        " container runtime. By the device plugins alone; claims have the driver from the runtime or CDI.",
+        " container runtime.",
     )
 
 

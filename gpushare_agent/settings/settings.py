@@ -26,6 +26,7 @@ from gpushare_agent.settings.sources import (
     read_file,
     read_flags,
     read_gpu_manager,
+    read_gpushare,
     read_named,
     read_variables,
 )
@@ -98,6 +99,7 @@ def load_settings(
     # GPUShare's plugin has MPS by that flag alone; an isolation that any place names wins.
     if pipe is not None and pipe.source == "flag --mps-pipe":
         host.values["isolation"] = RawSetting(value="mps", source=pipe.source)
+    layers.append(read_gpushare(environ))
     # Reversed, so that the layer that wins is written last.
     raw = {name: value for layer in reversed(layers) for name, value in layer.values.items()}
     problems = [problem for layer in layers for problem in layer.problems]

@@ -39,8 +39,8 @@ MAX_PROBLEMS = 50
 """Of one file, in messages and in the log: a file may have a mistake in each of a hundred thousand lines."""
 
 _NOT_PER_NODE = frozenset({"node_name", "kubeconfig", "context"})
-_OF_COMMANDS = frozenset({"GPUSHARE_SANDBOX_CGROUPS", "GPUSHARE_VDEVICE"})
-"""No settings: read by the sandbox, and by the command vdevice in a container."""
+_OF_COMMANDS = frozenset({"GPUSHARE_SANDBOX_CGROUPS", "GPUSHARE_VDEVICE", "GPUSHARE_PROGRAM"})
+"""No settings: read by the sandbox, by the command vdevice in a container, and by `read_gpushare`."""
 _SERVICE_LINK = re.compile(r".*_SERVICE_HOST|.*_SERVICE_PORT(_.+)?|(.+_)?PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?")
 """Variables that Kubernetes sets in every pod for each Service of the namespace: a Service named gpushare-… makes some
 that begin like ours. They must not stop the agent."""
@@ -354,14 +354,23 @@ def _flatten(tree: Mapping[object, object], prefix: str, source: str, layer: Lay
             )
 
 
-# --- gpu-manager's image: its DaemonSet of 1.1.5 and start.sh; EXTRA_FLAGS end its command line, klog gets LOG_LEVEL ---
+# --- DaemonSets of other programs with this image: gpu-manager 1.1.5 and its start.sh (EXTRA_FLAGS end its command line,
+# LOG_LEVEL is klog's), GPUShare 45fb8b8 ---
 
 _LIBCUDA = "the driver directory is described by the file of volume_config"
 GPU_MANAGER_DAEMONSET = "gpu-manager's DaemonSet"
 """The source of the settings that gpu-manager's start script and mounts stand for, where its manifest runs this image."""
+GPUSHARE_DAEMONSET = "GPUShare's DaemonSet"
+"""The same of GPUShare's, which starts this program by its own one's name."""
+DAEMONSETS = frozenset({GPU_MANAGER_DAEMONSET, GPUSHARE_DAEMONSET})
+GPUSHARE_PROGRAM = "GPUSHARE_PROGRAM"
+"""The variable by which this program knows that it was started by that name."""
 _HOST = Path("/proc/1/root")
 """The host's file system in a privileged container of the host's PID namespace, which gpu-manager's is."""
 _CHECKPOINT = "etc/gpu-manager/checkpoint"
+_STATE = "var/lib/gpushare-agent"
+_MOUNT_POINT = 4
+"""Its field in a line of /proc/self/mountinfo (proc(5))."""
 
 
 def read_gpu_manager(environ: Mapping[str, str], root: Path = Path("/"), host: Path = _HOST) -> Layer:
@@ -402,15 +411,11 @@ def _start_script(root: Path, host: Path) -> Mapping[str, str]:
     | /var/lib/gpushare-agent | gpu-manager's checkpoint directory |
     | /host/usr, for the driver's files | the host's own |
     """
-    found = {"web.addr": "0.0.0.0"}
+    found = {"web.addr": "0.0.0.0", **_pod_resources(root, host)}
     extra = root / "etc/gpu-manager/extra-config.json"
     if _is_there(extra):
         found["extra_config"] = str(extra)
-    pod_resources = "var/lib/kubelet/pod-resources"
-    if not _is_there(root / pod_resources):
-        reached = host / pod_resources
-        found["kubelet.pod_resources_socket"] = str(reached / "kubelet.sock") if _is_there(reached) else ""
-    if not _is_there(root / "var/lib/gpushare-agent") and _is_there(root / _CHECKPOINT):
+    if not _is_there(root / _STATE) and _is_there(root / _CHECKPOINT):
         found["health.state_file"] = str(root / _CHECKPOINT / "gpushare-agent-health.json")
         found["resize.state_file"] = str(root / _CHECKPOINT / "gpushare-agent-resize.json")
     if _is_there(root / "usr/local/host") and _is_there(host / "usr"):
@@ -419,6 +424,51 @@ def _start_script(root: Path, host: Path) -> Mapping[str, str]:
         if _is_there(root / "usr/lib64/libcuda-control.so"):
             found["isolation"] = "vcuda"
     return found
+
+
+def read_gpushare(environ: Mapping[str, str], root: Path = Path("/"), host: Path = _HOST) -> Layer:
+    """What GPUShare's DaemonSet stands for, the layer below all others. It mounts the kubelet's plugin directory alone.
+
+    | missing mount or right | what serves in its place |
+    |---|---|
+    | the kubelet's pod-resources | as in gpu-manager's |
+    | /etc/gpu-manager | isolation none: GPUShare limits nothing either |
+    | /var/lib/gpushare-agent | cordons and sizes last as long as the process |
+    | patch nodes, delete pods | no labels and annotations of the node, no cleanup |
+    """
+    layer = Layer()
+    if GPUSHARE_PROGRAM not in environ:
+        return layer
+    found = {
+        "gpushare.enabled": "true",
+        "facts.is_written": "false",
+        "allocation.cleanup_rejected_pods": "false",
+        **_pod_resources(root, host),
+    }
+    if not _is_there(root / _STATE):
+        found["health.state_file"] = found["resize.state_file"] = ""
+    if not _is_mounted(root, "/etc/gpu-manager"):
+        found["isolation"] = "none"
+    for name, text in found.items():
+        layer.put(name, text, GPUSHARE_DAEMONSET)
+    return layer
+
+
+def _pod_resources(root: Path, host: Path) -> Mapping[str, str]:
+    path = "var/lib/kubelet/pod-resources"
+    if _is_there(root / path):
+        return {}
+    reached = host / path
+    return {"kubelet.pod_resources_socket": str(reached / "kubelet.sock") if _is_there(reached) else ""}
+
+
+def _is_mounted(root: Path, place: str) -> bool:
+    """Whether a volume is mounted there; the image itself has that directory."""
+    try:
+        lines = (root / "proc/self/mountinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return False
+    return any(line.split(" ", _MOUNT_POINT + 1)[_MOUNT_POINT] == place for line in lines)
 
 
 def _is_there(path: Path) -> bool:

@@ -10,7 +10,7 @@ import pytest
 from msgspec.structs import replace
 
 from gpushare_agent.cli.driver_volume import configured_volumes
-from gpushare_agent.cli.gpu_manager import start
+from gpushare_agent.cli.former_daemonset import start
 from gpushare_agent.isolation.driver_volume.directory import installed_driver_version
 from gpushare_agent.isolation.vcuda.part import SharedVolumeCheck
 from gpushare_agent.model.errors import Unavailable
@@ -211,6 +211,17 @@ def test_gpu_managers_daemonset_collects_the_driver_and_starts_anew_with_it(
     started: list[str] = []
     start(loaded, {"A": "b"}, lambda _, argv, environ: started.append(environ["LD_LIBRARY_PATH"]))
     (libraries,) = started
-    assert (Path(libraries) / "libnvidia-ml.so.1").exists() and "made" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert (Path(libraries) / "libnvidia-ml.so.1").exists() and "volume origin: made" in shown
+    assert "volume nvidia" not in shown, "no isolation in use mounts it"
     start(loaded, {"LD_LIBRARY_PATH": libraries}, lambda *_: started.append("again"))
     assert started == [libraries]
+
+
+async def test_one_volume_alone_can_be_made(host: FakeHost) -> None:
+    """The driver's own files need no control library."""
+    host.ldconfig()
+    host.control.unlink()
+    document = await run_json(host, "--only=origin")
+    assert [(one["name"], one["state"]) for one in document["volumes"]] == [("origin", "made")]
+    assert not (host.base / "nvidia").exists()

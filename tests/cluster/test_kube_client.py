@@ -414,6 +414,27 @@ async def test_in_cluster_configuration_reads_the_service_account(
         await client.close()
 
 
+@pytest.mark.parametrize(("excluded", "seen"), [("", ["/api/v1/pods"]), ("cluster.invalid", [])])
+async def test_the_proxy_of_the_environment_is_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, excluded: str, seen: list[str]
+) -> None:
+    """For an API server that NO_PROXY does not name; credentials of a ~/.netrc never are."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / ".netrc").write_text("default login somebody password secret\n")
+    kubeconfig = write_kubeconfig(tmp_path, "http://cluster.invalid", {"token": "t"})
+    async with fake_api() as proxy:
+        monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{proxy.port}")
+        monkeypatch.setenv("no_proxy", excluded)
+        async with open_kube_api(kubeconfig=kubeconfig) as api:
+            if excluded:
+                with pytest.raises(Unavailable, match=r"no connection to the API server at cluster\.invalid"):
+                    await api.list_all(pods_of_node(NODE), whole)
+            else:
+                await api.list_all(pods_of_node(NODE), whole)
+        assert [request.path for request in proxy.requests] == seen
+        assert all(request.headers["authorization"] == "Bearer t" for request in proxy.requests)
+
+
 async def test_a_rotated_certificate_authority_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Over TLS with a service account: an unknown authority is Unavailable, and the renewed file serves the next try."""
     monkeypatch.setattr("gpushare_agent.cluster.kube.session.RELOAD_INTERVAL_S", 0.0)

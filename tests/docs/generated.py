@@ -566,6 +566,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "documents": _documents,
     "link_costs": _link_costs,
     "measured_agent": lambda: _benchmark("agent"),
+    "measured_imports": lambda: _benchmark("imports"),
     "measured_extender": lambda: _benchmark("extender"),
     "workload": _workload,
     "packing": lambda: _packing(of_rules=False),
@@ -593,6 +594,7 @@ def _filled(text: str) -> str:
 PAGES: dict[str, Callable[[str], str]] = {
     "README.md": _filled,
     "docs/how-to/README.md": _filled,
+    "docs/explanation/dra.md": _filled,
     "docs/explanation/architecture.md": _filled,
     "docs/explanation/health.md": _filled,
     "docs/explanation/placement.md": _filled,

@@ -10,10 +10,12 @@ from pathlib import Path
 
 import pytest
 from msgspec import Raw
+from msgspec.structs import replace
 
 from gpushare_agent.dra.decisions.claim import ClaimPolicy, read_claim
 from gpushare_agent.dra.decisions.edits import PreparedClaim
 from gpushare_agent.model.errors import RefusalReason, Refused, Unavailable
+from gpushare_agent.model.isolation import DeviceListStrategy
 from gpushare_agent.model.names import GpuUuid, PodUid
 from tests.dra.support_claims import Driver, admin, edit_policy, raw_claim, ref_of, result, uid_of, using, whole
 from tests.extender.support_extender import eventually
@@ -364,6 +366,41 @@ async def test_whole_gpus_of_two_claims_in_one_container_are_all_in_its_list(tmp
             ["GPU-1"],
             ["GPU-0"],
         ]
+
+
+async def test_whole_gpus_of_claims_that_no_template_makes_add_up_by_cdi(tmp_path: Path) -> None:
+    """By NVIDIA_VISIBLE_DEVICES they cannot: the kubelet prepares a claim once for all its pods. The refusal says so."""
+    claims = raw_claim(whole("a", 1), users=("p", "q")), raw_claim(whole("b", 0), number=2)
+    for strategies, words in (
+        ((DeviceListStrategy.ENVVAR,), "device_list_strategy cdi-cri"),
+        ((DeviceListStrategy.CDI_CRI,), ""),
+    ):
+        driver = Driver(tmp_path / strategies[0], *claims)
+        driver.policy = replace(edit_policy(), strategies=strategies)
+        driver.pod("p", using("x", ("one", ""), ("two", "")), claims={"one": "claim-1", "two": "claim-2"})
+        first = await prepared(driver)
+        if words:
+            assert words in await refused(driver, 2)
+        else:
+            named = [one.results[0].cdi_devices[1:] for one in (first, await prepared(driver, 2))]
+            assert named == [("nvidia.com/gpu=GPU-1",), ("nvidia.com/gpu=GPU-0",)]
+
+
+@pytest.mark.parametrize(("isolation", "by_uuid"), [("hami-core", False), ("mps", False), ("gpushare", True)])
+async def test_a_share_keeps_its_limit_beside_a_whole_gpu_of_another_claim(
+    tmp_path: Path, isolation: str, by_uuid: bool
+) -> None:
+    """By CDI the lists add up. But a variable limits the container's first GPU, which then is the other claim's."""
+    for first, second in ((1, 2), (2, 1)):
+        driver = Driver(tmp_path / str(first), raw_claim(result("a", 1)), raw_claim(whole("b", 0), number=2))
+        driver.policy = replace(edit_policy(isolation), strategies=(DeviceListStrategy.CDI_CRI,))
+        driver.pod("p", using("x", ("one", ""), ("two", "")), claims={"one": "claim-1", "two": "claim-2"})
+        await prepared(driver, first)
+        if by_uuid:
+            await prepared(driver, second)
+        else:
+            assert f"uses the claim claim-{first} too" in (why := await refused(driver, second))
+            assert "device_list_strategy" not in why
 
 
 async def test_a_claim_beside_it_that_cannot_be_read_holds_up_only_while_it_may_come(tmp_path: Path) -> None:

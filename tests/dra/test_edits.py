@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from gpushare_agent.model.gpus import KernelModule
 from gpushare_agent.model.isolation import DeviceListStrategy
 from gpushare_agent.model.names import PodUid
 from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod
+from gpushare_agent.settings.isolation import DriverVolumeSettings
 from tests.dra.support_claims import (
     DRIVER,
     NODE,
@@ -33,7 +35,7 @@ from tests.dra.support_claims import (
     using,
     whole,
 )
-from tests.support_core import inventory, pod
+from tests.support_core import inventory, isolation_config, pod
 from tests.support_json import undecoded, written
 
 REQUESTS = st.one_of(
@@ -71,6 +73,18 @@ def limits(env: dict[str, str]) -> dict[str, str]:
     """Those of one GPU each: of compute there is one for all beside them, where there is one GPU."""
     names = ("CUDA_DEVICE_MEMORY_LIMIT_", "CUDA_DEVICE_SM_LIMIT_")
     return {name: value for name, value in env.items() if name.startswith(names)}
+
+
+def test_a_claim_has_the_driver_where_the_setting_mounts_it() -> None:
+    """As a device plugin's container: for nodes without NVIDIA's runtime."""
+    policy = edit_policy()
+    config = isolation_config(whole_driver=Path("/vdriver/origin"), driver_volume=DriverVolumeSettings(mount=True))
+    made = prepared(raw_claim(result(index=1)), user("p", ""), policy=replace(policy, config=config))
+    (device,) = written(made.spec)["devices"]
+    mounts = {one["containerPath"]: one["hostPath"] for one in device["containerEdits"]["mounts"]}
+    assert mounts["/usr/local/nvidia"] == "/vdriver/origin"
+    assert env_of(made)["LD_LIBRARY_PATH"] == "/usr/local/nvidia/lib64"
+    assert "LD_LIBRARY_PATH" not in env_of(prepared(raw_claim(result(index=1)), user("p", "")))
 
 
 def test_a_share_has_the_edits_of_its_isolation_and_its_gpu() -> None:

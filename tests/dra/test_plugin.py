@@ -93,7 +93,9 @@ async def test_the_kubelet_learns_the_endpoint_and_the_services(short_dir: Path)
             )
         finally:
             channel.close()
-        assert socket.name == "gpushare-agent-0a0a0a0a-reg.sock" and served.registration.registration.is_registered
+        assert (
+            socket.name == "gpushare-agent-0a0a0a0a-reg.sock" and served.registration.registration.registered.is_set()
+        )
     assert (info.type, info.name, info.endpoint) == ("DRAPlugin", DRIVER, str(served.plugins / "dra-0a0a0a0a.sock"))
     assert info.supported_versions == ["v1.DRAPlugin", "v1alpha1.DRAResourceHealth"]
     assert not list(served.registry.iterdir()) and not list(served.plugins.iterdir())

@@ -25,6 +25,7 @@ from tests.dra.support_claims import DRIVER, NODE
 from tests.extender.support_extender import eventually
 from tests.gpus.support_gpus import read_topology
 from tests.support_core import inventory
+from tests.support_deadline import DEADLINE_S
 from tests.support_json import undecoded
 
 POLICY = DevicePolicy(block_mib=256, order="binpack", taint_effect="NoSchedule", isolation="hami-core")
@@ -250,6 +251,8 @@ class Published:
         self.wanted = wanted
         self.api = FakeSlices()
         self.publisher = SlicePublisher(driver=DRIVER, node_name=NODE, desired=lambda: self.wanted)
+        self.registered = asyncio.Event()
+        self.registered.set()
         self.api.publisher = self.publisher
 
     @property
@@ -260,7 +263,7 @@ class Published:
     @asynccontextmanager
     async def running(self) -> Any:
         async with asyncio.TaskGroup() as group:
-            task = group.create_task(self.publisher.run(self.api))
+            task = group.create_task(self.publisher.run(self.api, self.registered))
             yield
             task.cancel()
 
@@ -283,6 +286,22 @@ async def test_nothing_is_written_before_the_slices_are_listed_and_the_gpus_read
         "generation": 1,
         "resourceSliceCount": 1,
     }
+
+
+async def test_the_slice_waits_until_the_kubelet_knows_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a pod that waits is placed at once; but not for ever, for its Event says what is wrong with the driver."""
+    for at_most_s in (DEADLINE_S, 0.0):
+        monkeypatch.setattr(slices, "REGISTERED_S", at_most_s)
+        published = Published(devices(inventory(1)))
+        published.registered.clear()
+        async with published.running():
+            published.listed()
+            for _ in range(10):
+                await asyncio.sleep(0)
+            if at_most_s:
+                assert published.api.writes == 0
+                published.registered.set()
+            await eventually(lambda: published.spec is not None)  # noqa: B023 - of this round
 
 
 async def test_a_slice_that_the_kubelet_deleted_comes_back_with_the_next_generation() -> None:

@@ -16,8 +16,7 @@ from gpushare_agent.dra import wake_pods
 from gpushare_agent.dra.wake_pods import ANNOTATION, FIRST_S, PodWaker
 from gpushare_agent.model.errors import NotFound, Unavailable
 from gpushare_agent.model.names import PodUid
-from tests.dra.support_claims import DRIVER, NODE, Driver, raw_claim, ref_of, result
-from tests.extender.support_extender import eventually
+from tests.dra.support_claims import DRIVER, NODE, Driver, edit_policy, raw_claim, ref_of, result, using
 from tests.support_core import pod
 
 
@@ -90,16 +89,18 @@ async def test_a_claim_that_is_prepared_for_the_pod_is_not_even_read(tmp_path: P
     assert waked.woken == [] and waked.driver.api.gets == before
 
 
-async def test_a_pod_that_joins_a_prepared_claim_is_not_woken(tmp_path: Path) -> None:
-    """It is not among the users of the record, so the claim is read."""
-    driver = Driver(tmp_path, raw_claim(result()))
-    await driver.claims.prepare(ref_of())
-    driver.store.replace_all([pod("later", claims={"g": "claim-1"})])
-    before, waked = driver.api.gets, Waked(driver)
+async def test_a_pod_that_shares_a_prepared_claim_is_woken(tmp_path: Path) -> None:
+    """Whether it joins the claim or was among its users: the call was for one of them, before which the other may have
+    failed, as before the driver is registered. The first user alone is in no doubt."""
+    driver = Driver(tmp_path, raw_claim(result(), users=("p",)), raw_claim(result(), users=("q", "r"), number=2))
+    driver.policy = edit_policy("none")
+    for number in (1, 2):
+        await driver.claims.prepare(ref_of(number))
+    driver.pod("later", using("x", ("g", "")), claims={"g": "claim-1"})
+    waked = Waked(driver)
     async with waked.running():
-        await waked.passed(600)
-        await eventually(lambda: driver.api.gets > before)
-    assert waked.woken == []
+        await waked.passed(FIRST_S)
+    assert sorted(waked.woken) == ["later", "q", "r"]
 
 
 @pytest.mark.parametrize("changes", [{"driver": "gpu.example.com"}, {"consumedCapacity": {"cores": "500"}}])

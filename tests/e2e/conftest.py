@@ -38,6 +38,7 @@ HOOKS = {
     "reboot-node": "COMMAND that reboots the node and ends when its kubelet runs",
     "audit-log": "FILE that is the API server's audit log, of level Metadata for the accounts of gpushare-system",
     "static-pods": "DIR that is the node's static pod path",
+    "driver-libraries": "DIR of a node without a driver, such as /usr/local/nvidia/lib64, for a stand-in's libraries",
 }
 
 

@@ -2,9 +2,16 @@
 # on_rig.sh RIG [ARGUMENT…]: `nox -s e2e -- ARGUMENT…` on a one-node cluster that the program RIG makes on this machine, and
 # that is wiped before and after: not for a machine that is a node. RIG has the commands up, down, wipe, build, image, kubeconfig; root, Debian 12.
 # Variables: HAMI_CORE_SOURCE, an archive or a folder of HAMi-core (else the image has none); IMAGE_TAR, the agent's image
-# where it is built already; NVIDIA_DRA_DRIVER, a checkout of NVIDIA's DRA driver, whose suites run too; E2E, the command
+# where it is built already; OWN_PIDS, if not empty: in a PID namespace of its own, for the test of the driver by the host's root
+# on a machine whose PID 1 shows nobody its own; NVIDIA_DRA_DRIVER, a checkout of NVIDIA's DRA driver, whose suites run too; E2E, the command
 # that runs the tests in the place of nox.
 set -euo pipefail
+if [[ -n ${OWN_PIDS:-} ]]; then
+  trap : TERM # the namespace's PID 1 has it too, and cleans up
+  code=0
+  OWN_PIDS='' unshare --pid --fork --mount-proc --kill-child "$0" "$@" || code=$?
+  exit "$code"
+fi
 rig=$(readlink -f "$1")
 shift
 here=$(cd "$(dirname "$0")/../.." && pwd)
@@ -14,7 +21,7 @@ export PATH=$RIG_DIR/bin:$PATH
 
 work=$(mktemp -d) child='' made=()
 # What the agent leaves on its node by design (docs/how-to/uninstall.md): this machine is the node.
-for folder in /etc/gpu-manager /var/lib/gpushare-agent; do [[ -e $folder ]] || made+=("$folder"); done
+for folder in /etc/gpu-manager /var/lib/gpushare-agent /usr/local/nvidia /etc/kubernetes /dev/nvidia{ctl,-uvm,0,1}; do [[ -e $folder ]] || made+=("$folder"); done
 cleanup() {
   trap - EXIT
   [[ -z $child ]] || kill "$child" 2>/dev/null || true
@@ -92,4 +99,5 @@ reboot="$stop; for t in \$($rig ctr tasks ls -q); do $rig ctr tasks kill -s 9 \$
 $rig down -9 containerd; rm -rf /run/rig/containerd /run/containerd; $start"
 cd "$here"
 interruptible ${E2E:-.venv/bin/nox -s e2e --} --image "gpushare-agent:$version" --static-pods "$RIG_DIR/etc/static" --audit-log "$work/audit/log" \
-  --scheduler-image kube-scheduler:rig --restart-kubelet "$stop; $start" --stop-kubelet "$stop" --start-kubelet "$start" --reboot-node "$reboot" "$@"
+  --driver-libraries /usr/local/nvidia/lib64 --scheduler-image kube-scheduler:rig \
+  --restart-kubelet "$stop; $start" --stop-kubelet "$stop" --start-kubelet "$start" --reboot-node "$reboot" "$@"

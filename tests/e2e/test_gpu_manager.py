@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 
 from tests.e2e.cluster import CORE, DEADLINE_S, Cluster, KubectlError, Object, read_unix
-from tests.e2e.installation import NODE_LABEL, Installation
+from tests.e2e.installation import NODE_LABEL, SYSTEM, Installation, is_ready
 
 pytestmark = pytest.mark.e2e
 NAMESPACE, NAME = "kube-system", "gpu-manager-daemonset"
@@ -96,23 +97,38 @@ def objects(image: str, extra_flags: str) -> list[Object]:
 
 @pytest.fixture
 def gpu_manager(cluster: Cluster, installation: Installation) -> Iterator[str]:
-    """The name of its pod, which is ready."""
-    installation.remove()
+    """The name of its pod, which serves."""
     flags = "--logtostderr=false" + (" --driver=simulated" if "simulated" in installation.overlay else "")
-    made = json.dumps({"apiVersion": "v1", "kind": "List", "items": objects(installation.image, flags)})
+    with running(cluster, installation, objects(installation.image, flags)) as name:
+        yield name
+
+
+@contextmanager
+def running(cluster: Cluster, installation: Installation, found: list[Object]) -> Iterator[str]:
+    """Its objects in the place of what is installed."""
+    installation.remove()
+    made = json.dumps({"apiVersion": "v1", "kind": "List", "items": found})
     cluster.run("label", "node", cluster.node, f"{NODE_LABEL}=enable", "--overwrite")
-    cluster.run("apply", "-f", "-", stdin=made)
-    yield wait_serving(cluster)
-    cluster.run("label", "node", cluster.node, f"{NODE_LABEL}-")
-    cluster.run("delete", "-f", "-", stdin=made, timeout_s=DEADLINE_S)
+    try:
+        cluster.run("apply", "-f", "-", stdin=made)
+        yield wait_serving(cluster)
+    finally:
+        cluster.run("label", "node", cluster.node, f"{NODE_LABEL}-")
+        cluster.run("delete", "-f", "-", stdin=made, timeout_s=DEADLINE_S)
 
 
 def wait_serving(cluster: Cluster) -> str:
     def poll() -> str | None:
         offered = int(cluster.node_object()["status"]["allocatable"].get(CORE, "0"))
         pods = cluster.pods(NAMESPACE, selector="name=gpu-manager-ds")
-        running = [name for name, pod in pods.items() if "deletionTimestamp" not in pod["metadata"]]
-        return running[0] if offered and len(running) == 1 else None
+        ready = [name for name, pod in pods.items() if is_ready(pod)]
+        if not offered or len(ready) != 1:
+            return None
+        try:
+            answer(cluster, ready[0], "version")
+        except KubectlError:  # it does not listen yet; the node still offers what another pod did
+            return None
+        return ready[0]
 
     return cluster.wait_for("gpu-manager's DaemonSet offers its resources", poll)
 
@@ -143,10 +159,25 @@ def test_gpu_managers_daemonset_serves_with_this_image(cluster: Cluster, gpu_man
     again = wait_serving(cluster)
 
     def knows_them() -> bool:
-        try:
-            return len(json.loads(answer(cluster, again, "api/v1/node"))["containers"]) == len(names)
-        except KubectlError:  # it has no address yet, or does not listen
-            return False
+        return len(json.loads(answer(cluster, again, "api/v1/node"))["containers"]) == len(names)
 
     cluster.wait_for("the next pod knows them", knows_them)
     cluster.start(namespace, cluster.pod("share-after", 10, 4))
+
+
+def test_the_base_has_what_gpu_managers_users_know(cluster: Cluster, installed: Installation, namespace: str) -> None:
+    """A directory for each container below /etc/gpu-manager/vm with its vDevice socket; metrics by both names; /debug, which
+    answers where the debug listener is, on that listener also what gpu-manager's profiles were asked for."""
+    cluster.start(namespace, cluster.pod("share", 10, 4))
+    uid = cluster.pods(namespace)["share"]["metadata"]["uid"]
+    found = installed.exec("find", f"/etc/gpu-manager/vm/{uid}", "-name", "vcuda.sock", "-type", "s").splitlines()
+    assert len(found) == 1
+    inside = ("-n", namespace, "exec", "share", "--")
+    cluster.run(*inside, "test", "-S", "/etc/vcuda/vcuda.sock")
+    base = f"/api/v1/namespaces/{SYSTEM}/pods/{installed.agent()}:5678/proxy"
+    for path in ("metric", "metrics"):
+        assert b"container_request_gpu_memory{" in read_unix(cluster.api, f"{base}/{path}")
+    with pytest.raises(KubectlError, match="port-forward POD 5679"):
+        read_unix(cluster.api, f"{base}/debug/pprof/")
+    program = "import sys, urllib.request as r; print(r.urlopen(sys.argv[1]).read().decode())"
+    assert "port 5679" not in installed.exec("python", "-c", program, "http://localhost:5678/debug/pprof/goroutine")

@@ -14,7 +14,7 @@ Changed is what asks for the driver's own name, which is gpushare-agent here, an
 | tests/bats | `helm` | a program that does nothing: the test installs |
 | tests/bats | the API server's pod | one by that label that says DRAExtendedResource=true: the cluster may have none |
 
-What does not pass is in `DIFFERS` with the reason, and is expected to fail: one that passes is reported.
+What does not pass is in nvidia_dra_suites.py with the reason, and is expected to fail: one that passes is reported.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ import pytest
 
 from tests.e2e.cluster import Cluster, DeadlineError, KubectlError
 from tests.e2e.installation import Installation, with_variables
+from tests.e2e.nvidia_dra_suites import BATS, EXAMPLES, GO_SPECS, SHARING, Example
 
 pytestmark = pytest.mark.e2e
 SUITE = os.environ.get("NVIDIA_DRA_DRIVER", "")
-NAME = re.compile(r"(?<=[\"'(])gpu\.nvidia\.com(?=[\"'])")
 MPS_DIRECTORY = "/run/gpushare-mps"
 LISTENER = f"""
 import os, socket, time
@@ -48,31 +48,6 @@ while True: listening.accept()[0].close()
 """
 LABEL = {"dra-driver-nvidia-gpu-component": "kubelet-plugin"}
 BATS_LIBRARIES = "/usr/lib/bats/"
-SPECS = {
-    "basic": ("memory", 300),
-    "sharing": ("memory", 200),
-    "consumable_shares": ("4", 200),
-    "robustness": ("memory", 400),
-    "extres": ("memory", 100),
-    "stress": ("memory", 400),
-}
-"""Of each BATS file: the setting dra.consumable_shares, and seconds that it may take."""
-DIFFERS = {
-    "inspect device attributes in resource slice": "the slice has the agent's own attributes too, and no addressingMode",
-    "exposes Prometheus metrics": "the agent's metrics have names of their own (docs/reference/metrics.md)",
-    "ResourceSlice device count matches host GPU count": "GPUs that are simulated have no device nodes",
-}
-EXAMPLES = {
-    "gpu-test1": (2, 2),
-    "gpu-test2": (1, 1),
-    "gpu-test3": (2, 1),
-    "gpu-test5": (1, 2),
-    "gpu-test6": (4, 4),
-    "gpu-test-mps": (1, 1),
-}
-"""Pods of each example of demo/specs/quickstart/v1, and how many GPUs they have together."""
-SHARING = {"memory": "memory", "unlimited": "unlimited", "integer": "4"}
-"""By demo/specs/consumable-shares/<name>-sharing.yaml: the setting."""
 
 
 @pytest.fixture(scope="module")
@@ -173,9 +148,10 @@ def go_suite(suite: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return program
 
 
-@pytest.mark.parametrize(("shares", "chosen", "count"), [("memory", "skip", 7), ("unlimited", "focus", 1)])
-def test_go_suite(go_suite: Path, served: Served, tmp_path: Path, shares: str, chosen: str, count: int) -> None:
+@pytest.mark.parametrize("shares", GO_SPECS)
+def test_go_suite(go_suite: Path, served: Served, tmp_path: Path, shares: str) -> None:
     """Ginkgo's own words count: so many specs passed, none failed. The unlimited one wants another setting of the driver."""
+    chosen, count = GO_SPECS[shares]
     served.by(shares)
     said = run(
         [str(go_suite), "-ginkgo.v", "-ginkgo.no-color", f"-ginkgo.{chosen}", "/unlimited"], go_suite.parent, 400
@@ -203,10 +179,11 @@ def bats_folder(suite: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("name", BATS)
 def test_bats(bats_folder: Path, served: Served, tmp_path: Path, name: str) -> None:
-    shares, timeout_s = SPECS[name]
-    cluster = served.by(shares)
+    """Each test passes but those that are known to differ; none skips itself."""
+    file = BATS[name]
+    cluster = served.by(file.shares)
     server = cluster.pod_of("kube-apiserver-stand-in", cluster.container())
     server["metadata"] |= {
         "labels": {"component": "kube-apiserver"},
@@ -220,32 +197,31 @@ def test_bats(bats_folder: Path, served: Served, tmp_path: Path, name: str) -> N
         "TEST_CHART_VERSION": "0",
         "TEST_NVIDIA_DRIVER_ROOT": "/",
         "TEST_CRD_UPGRADE_TARGET_GIT_REF": "none",
-        "MOCK_NVML": "true",
         "NVMM_PATH": str(bats_folder / "tests/bats/lib/lambda"),
     }
-    said = run(["bats", "--tap", f"tests/bats/test_gpu_{name}.bats"], bats_folder, timeout_s, **env)
+    said = run(["bats", "--tap", f"tests/bats/test_gpu_{name}.bats"], bats_folder, file.limit_s, **env)
     (tmp_path / "said.txt").write_text(said, encoding="utf-8")
     cluster.run("delete", "pods,resourceclaimtemplates,resourceclaims", "-l", "env=batssuite", "--ignore-not-found")
     cluster.run("-n", "kube-system", "delete", "pod", "kube-apiserver-stand-in")
     results = {found[2]: found[1] == "ok" for found in re.finditer(r"^(ok|not ok) \d+ (.*)$", said, re.MULTILINE)}
-    assert results, said[-4000:]
-    expected = {test for test in results if any(part in test for part in DIFFERS)}
-    assert {test for test, is_ok in results.items() if not is_ok} == expected
+    assert len(results) == file.tests and "# skip" not in said, said[-4000:]
+    expected = {test for test in results if any(part in test for part in file.differs)}
+    assert {test for test, is_ok in results.items() if not is_ok} == expected and len(expected) == len(file.differs)
 
 
-def listed(cluster: Cluster, path: Path, pods: int) -> list[list[str]]:
-    """Applies the example, waits until its pods are Ready, and removes it. The GPUs' UUIDs of each container."""
+def variables(cluster: Cluster, path: Path, pods: int) -> list[dict[str, str]]:
+    """Applies the example, waits until its pods are Ready, and removes it. The variables of each container."""
     text = path.read_text(encoding="utf-8")
     (namespace,) = set(re.findall(r"^  namespace: (\S+)$", text, re.MULTILINE))
     try:
         cluster.run("apply", "-f", str(path))
         cluster.wait_for(f"{path.name} is Ready", lambda: ready(cluster, namespace) == pods, deadline_s=60)
-        shell = ("sh", "-c", "echo $NVIDIA_VISIBLE_DEVICES")
-        return [
-            cluster.run("-n", namespace, "exec", name, "-c", one["name"], "--", *shell).strip().split(",")
+        said = [
+            cluster.run("-n", namespace, "exec", name, "-c", one["name"], "--", "env")
             for name, pod in cluster.pods(namespace).items()
             for one in pod["spec"]["containers"]
         ]
+        return [dict(line.split("=", 1) for line in env.splitlines() if "=" in line) for env in said]
     except DeadlineError as error:
         raise AssertionError(cluster.run("-n", namespace, "get", "events")) from error
     finally:
@@ -259,11 +235,13 @@ def ready(cluster: Cluster, namespace: str) -> int:
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_examples(suite: Path, served: Served, name: str) -> None:
-    """Of each container as many GPUs as it claims, and as many together as the example says."""
-    pods, different = EXAMPLES[name]
-    found = listed(served.by("memory"), suite / f"demo/specs/quickstart/v1/{name}.yaml", pods)
-    assert {len(one) for one in found} == {1}
-    assert len({one[0] for one in found}) == different
+    """Each container has one GPU, and the limits of MPS that its claim asks for."""
+    pods = EXAMPLES[name].pods
+    found = variables(served.by("memory"), suite / f"demo/specs/quickstart/v1/{name}.yaml", pods)
+    lists = [one["NVIDIA_VISIBLE_DEVICES"] for one in found]
+    assert all(re.fullmatch(r"GPU-[0-9a-f-]+", one) for one in lists)
+    limits = [one["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] for one in found if "CUDA_MPS_PIPE_DIRECTORY" in one]
+    assert Example(pods, len(set(lists)), len(limits)) == EXAMPLES[name] and set(limits) <= {"50"}
 
 
 def test_the_example_of_mig_waits(suite: Path, served: Served) -> None:
@@ -283,5 +261,5 @@ def test_examples_of_consumable_shares(suite: Path, served: Served, name: str) -
     cluster = served.by(SHARING[name])
     path = suite / f"demo/specs/consumable-shares/{name}-sharing.yaml"
     pods = sum(map(int, re.findall(r"^  replicas: (\d+)", path.read_text(encoding="utf-8"), re.MULTILINE)))
-    found = listed(cluster, path, pods)
-    assert len(found) == pods and len({one[0] for one in found}) == 1
+    found = variables(cluster, path, pods)
+    assert len(found) == pods and len({one["NVIDIA_VISIBLE_DEVICES"] for one in found}) == 1

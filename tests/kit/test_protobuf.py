@@ -22,8 +22,8 @@ from gpushare_agent.kit.protobuf import (
     decode_pre_start,
     decode_preferred_allocation,
     integer_field,
-    scan_pod_bodies,
     scan_pod_entry,
+    scan_pods,
     scan_single_pod,
     string_list,
     varint,
@@ -73,9 +73,13 @@ POD = st.builds(v1.PodResources, name=TEXT, namespace=TEXT, containers=st.lists(
 LIST = st.lists(POD, max_size=3).map(lambda pods: v1.ListPodResourcesResponse(pod_resources=pods))
 
 
+def bodies_of(data: bytes, fields: Fields) -> list[bytes]:
+    return [data[start:stop] for start, stop in scan_pods(data, fields)]
+
+
 def decode_all_pods(data: bytes) -> list[ListedPod]:
     ids, fields, of_containers = DeviceIds(), Fields(), Fields()
-    bodies = scan_pod_bodies(data, fields)
+    bodies = bodies_of(data, fields)
     for body in bodies:
         scan_pod_entry(body, fields)
     return [decode_pod_entry(body, ids, of_containers) for body in bodies]
@@ -136,14 +140,14 @@ def test_a_list_answer_reads_as_the_generated_class_reads_it(
     """Pods, containers and merged devices equal those of the generated classes."""
     data = bytes(message) + unknown
     assert decode_all_pods(data) == [as_listed(pod) for pod in message.pod_resources]
-    assert scan_pod_bodies(data, Fields()) == [bytes(pod) for pod in message.pod_resources]
+    assert bodies_of(data, Fields()) == [bytes(pod) for pod in message.pod_resources]
 
 
 @pytest.mark.parametrize("sizes", [(10, 200, 20_000, 10), (0, 127, 128), (16_383, 16_384)])
 def test_pods_of_every_size_are_split(sizes: tuple[int, ...]) -> None:
     """The length before each is of one, two or three bytes."""
     bodies = [bytes(size) for size in sizes]
-    assert scan_pod_bodies(b"".join(bytes_field(1, body) for body in bodies), Fields()) == bodies
+    assert bodies_of(b"".join(bytes_field(1, body) for body in bodies), Fields()) == bodies
 
 
 @given(POD)

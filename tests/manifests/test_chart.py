@@ -41,6 +41,11 @@ CASES: dict[str, tuple[Values, list[str], list[str]]] = {
         ["vcuda", "driver-container", "prune-driver-volume"],
     ),
     "cdi": ({"deviceListStrategy": "cdi-cri"}, ["base"], ["cdi"]),
+    "driver-from-host": (
+        {"deviceListStrategy": "cdi-cri", "driverFromHost": ON},
+        ["base"],
+        ["cdi", "driver-from-host"],
+    ),
     "nvidia": ({"nvidia": ON}, ["base"], ["nvidia"]),
     "nvidia-mps": ({"nvidia": {"enabled": True, "sharing": "mps"}}, ["base", "mps-daemon"], ["nvidia", "nvidia-mps"]),
     "nvidia-mig-monitor": (
@@ -143,6 +148,31 @@ def test_the_check_has_the_variables_and_mounts_of_the_agent(tmp_path: Path) -> 
     (check,) = objects["Pod", "gpushare-check"]["spec"]["containers"]
     assert check["command"] == ["gpushare-agent", "check"]
     assert {key: agent[key] for key in ("env", "image", "volumeMounts")}.items() <= check.items()
+
+
+def test_a_size_of_the_operators_leaves_the_driver_to_the_agent(tmp_path: Path) -> None:
+    """The limit by which it has the device nodes is no size, and its plugin's pod runs where the agents do."""
+    sized = {"limits": {"memory": "1Gi"}}
+    chosen = {"deviceListStrategy": "cdi-cri", "driverFromHost": ON, "resources": sized, "nodeSelector": {"a": "b"}}
+    objects = chart_objects(chosen, tmp_path)
+    agent = _pod(objects["DaemonSet", "gpushare-agent"])
+    (container,) = agent["containers"]
+    assert container["resources"] == {
+        "limits": {"memory": "1Gi", "gpushare-agent/driver": "1"},
+        "requests": {"cpu": "50m", "memory": "128Mi"},
+    }
+    devices = _pod(objects["DaemonSet", "gpushare-driver-devices"])
+    assert devices["nodeSelector"] == agent["nodeSelector"] and "affinity" not in devices
+    assert "runtimeClassName" not in devices
+    (check,) = objects["Pod", "gpushare-check"]["spec"]["containers"]
+    assert check["resources"] == container["resources"]
+
+
+def test_the_resources_of_shares_can_be_left_out(tmp_path: Path) -> None:
+    """Where the nodes serve another kind."""
+    objects = chart_objects({"vcudaResources": {"enabled": False}, "nvidia": ON}, tmp_path)
+    (container,) = _pod(objects["DaemonSet", "gpushare-agent"])["containers"]
+    assert {"name": "GPUSHARE_RESOURCES__ENABLED", "value": "false"} in container["env"]
 
 
 def test_a_simulated_gpu_may_have_a_terabyte(tmp_path: Path) -> None:
@@ -288,6 +318,9 @@ def _extender_counts_as_the_agents(objects: Objects) -> None:
         ({"isolation": "vcuda", "hostPID": False}, "not with `hostPID: false`"),
         ({"vcuda": {"driverContainer": True}}, "isolation: vcuda"),
         ({"driverLimits": {"setByAgent": True}}, "gpushare+driver"),
+        ({"driverFromHost": ON}, "deviceListStrategy: cdi-cri"),
+        ({"driverFromHost": ON, "deviceListStrategy": "cdi-cri", "isolation": "mps"}, "the MPS daemon's pod"),
+        ({"vcudaResources": {"enabled": False}}, "nothing else is offered"),
         ({"dra": {"wholeGpus": ON}}, "dra.enabled"),
         ({"dra": {"nvidiaNames": True}}, "dra.enabled"),
         ({"dra": {"enabled": True, "nvidiaNames": True, "wholeGpus": ON}}, "another resourceName"),

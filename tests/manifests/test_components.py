@@ -41,6 +41,7 @@ COMPONENTS = {
     "dra-nvidia-names",
     "dra-whole-gpus",
     "driver-container",
+    "driver-from-host",
     "driver-limits",
     "gpushare",
     "isolation-none",
@@ -428,7 +429,8 @@ def test_the_simulated_overlay_needs_no_driver() -> None:
     assert "runtimeClassName" not in spec
     assert "initContainers" not in spec
     assert volumes_are_those_mounted(spec)
-    assert not [name for name in variables(spec["containers"][0]) if name.startswith("NVIDIA_")]
+    found = {name: value for name, value in variables(spec["containers"][0]).items() if name.startswith("NVIDIA_")}
+    assert found == {"NVIDIA_VISIBLE_DEVICES": "void"}, "the image's own is all"
     mounts = host_mounts(spec["containers"][0], spec)
     for path in (settings.virtual_manager.path, settings.libgpushare.directory):
         assert not mount_of(path, mounts).get("readOnly"), "containers find /etc/vcuda all the same"

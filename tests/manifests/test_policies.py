@@ -34,7 +34,8 @@ ANNOTATIONS = "extender/policy-annotations.yaml"
 NODE_NAME = "extender/policy-node-name.yaml"
 SCHEDULER_NAME = "extender/second-scheduler/policy-scheduler-name.yaml"
 RESIZE = "resize/policy-resize.yaml"
-FILES = [ANNOTATIONS, NODE_NAME, SCHEDULER_NAME, RESIZE]
+DRIVER = "components/driver-from-host/policy.yaml"
+FILES = [ANNOTATIONS, NODE_NAME, SCHEDULER_NAME, RESIZE, DRIVER]
 RIGHT = "authorizer.group('gpushare-agent').resource('shares').namespace(request.namespace).check('resize').allowed()"
 """Asks the API server's authorizer, which no evaluator of CEL has."""
 KNOWN = {"object", "oldObject", "request", "variables", "authorizer"}

@@ -7,13 +7,14 @@ from tests.promises.promise import Promises, different, kept, not_kept
 _FLAGS = "tests/settings/test_gpu_manager.py::"
 _QUOTA = "tests/extender/test_quota.py::"
 _STATIC = "tests/manifests/test_extender.py::test_the_static_pod_takes_gpu_admissions_place"
+_ON_A_NODE = "tests/e2e/test_static_extender.py::test_gpu_admissions_static_pod_schedules_with_its_policy"
 
 PROMISES: Promises = {
     "Command line and place": (
         kept(
             "deploy/gpu-admission.yaml",
             "a static pod in the host's network, `127.0.0.1:3456`",
-            _STATIC,
+            _ON_A_NODE,
             "`manifests/extender/static-pod/gpu-admission.yaml`",
         ),
         different(
@@ -87,6 +88,12 @@ PROMISES: Promises = {
             "a policy file with the filter verb alone",
             "set `extender.reserve: filter`; without it two pods that fit once both pass, and a warning says so",
             "tests/extender/test_verbs.py::test_a_scheduler_that_only_filters_is_warned_of_where_binds_reserve",
+        ),
+        different(
+            "build/scheduler-policy-config.json",
+            "the policy file itself",
+            "its fields in a KubeSchedulerConfiguration: Kubernetes 1.23 removed policy files",
+            _ON_A_NODE,
         ),
         kept(
             "pkg/predicate, its own test",

@@ -76,7 +76,7 @@ PROMISES: Promises = {
             "build/start.sh",
             "the driver's files of `/usr/local/host`",
             "collected from `/proc/1/root` before the start, for containers and for the agent's own NVML",
-            "tests/cli/test_driver_volume.py::test_gpu_managers_daemonset_collects_the_driver_and_starts_anew_with_it",
+            "tests/e2e/test_driver_from_host.py::test_gpu_managers_daemonset_finds_the_driver_by_the_hosts_root",
         ),
         different(
             "build/Dockerfile",

@@ -81,10 +81,12 @@ PROMISES: Promises = {
     ),
     "Nodes": (
         kept("install.md", "the label `gpushare=true`", _ON_A_CLUSTER, "the same, with the component `gpushare`"),
-        not_kept(
-            "device-plugin-ds.yaml",
-            "its DaemonSet and account, with this image",
-            "apply the component: the agent needs other mounts, and fewer rights",
+        different(
+            "device-plugin-ds.yaml, device-plugin-rbac.yaml",
+            "its DaemonSet and account, with nothing changed but the image",
+            "the same, as `apps/v1`. Without the mounts of `manifests/base` two pods that wait and ask for the same are"
+            " refused, and nothing is limited; without its rights nodes have no labels or annotations. Warnings name each",
+            "tests/e2e/test_gpushare_daemonset.py::test_gpushares_daemonset_serves_with_this_image",
         ),
         kept(
             "pkg/gpu/nvidia/podmanager.go",
@@ -244,6 +246,13 @@ PROMISES: Promises = {
             "`/gpushare-scheduler/filter` and `/bind`",
             "tests/extender/test_verbs.py::test_each_verb_answers_as_the_scheduler_reads_it",
             "the same, by [the extender](schedule-with-the-extender.md): another address in `urlPrefix`, and TLS",
+        ),
+        different(
+            "config/scheduler-policy-config-v1.28+.yaml",
+            "a scheduler that asks `http://127.0.0.1:32766/gpushare-scheduler`",
+            "the same, by `manifests/extender/static-pod` with the flags `--address=127.0.0.1:32766 --gpushare.enabled` in"
+            " the place of `--address` and `--extender.reserve`",
+            "tests/e2e/test_static_extender.py::test_gpushares_configuration_schedules_gpu_mem",
         ),
         kept(
             "pkg/scheduler/inspect.go",

@@ -54,7 +54,7 @@ def not_kept(source: str, have: str, here: str, proof: str = "") -> Promise:
 
 
 def tables(promises: Promises) -> str:
-    """The tables of a migration page: what differs, with what to do. What is the same is no work, so it is named below."""
+    """The tables of a page: what differs, with what to do. What is the same is no work, so it is named below."""
     lines: list[str] = []
     for title, rows in promises.items():
         lines += [f"### {title}", ""]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.promises import gpu_admission, gpu_manager, gpushare, hami, nvidia, vgpu_manager
+from tests.promises import gpu_admission, gpu_manager, gpushare, hami, nvidia, nvidia_dra, vgpu_manager
 from tests.promises.promise import Promises
 
 SOURCES: dict[str, Promises] = {
@@ -10,6 +10,7 @@ SOURCES: dict[str, Promises] = {
     "gpu_admission": gpu_admission.PROMISES,
     "gpushare": gpushare.PROMISES,
     "nvidia": nvidia.PROMISES,
+    "nvidia_dra": nvidia_dra.PROMISES,
     "hami": hami.PROMISES,
     "vgpu_manager": vgpu_manager.PROMISES,
 }

@@ -116,7 +116,13 @@ def test_the_class_of_nvidias_driver_selects_devices_that_have_its_attributes() 
 
 DEVICE = DeviceView(
     driver="d",
-    attributes={"d/type": "gpu", "d/index": 3, "d/ok": True, "d/driverVersion": Version((535, 0, 0))},
+    attributes={
+        "d/type": "gpu",
+        "d/name": "NVIDIA A100-SXM4-80GB",
+        "d/index": 3,
+        "d/ok": True,
+        "d/driverVersion": Version((535, 0, 0)),
+    },
     capacity={"d/memory": Fraction(40 << 30)},
 )
 
@@ -131,6 +137,9 @@ DEVICE = DeviceView(
         ("device.capacity['d'].memory.compareTo(quantity('40Gi')) >= 0", True),
         ("device.attributes['d'].driverVersion.compareTo(semver('535.1.0')) == -1", True),
         ("device.attributes['d'].type.startsWith('gp')", True),
+        ("device.attributes['d'].name.lowerAscii().matches('^.*a100-s.*$')", True),
+        ("device.attributes['d'].name.matches('a100')", False),
+        ("device.attributes['d'].name.matches('A1.+80G.$')", True),
         ("device.attributes['d'].none == 1 || device.driver == 'd'", True),
         ("device.attributes['d'].none == 1 && device.driver == 'e'", False),
     ],
@@ -148,7 +157,11 @@ def test_selectors(expression: str, is_selected: bool) -> None:
         "1 + 1 == 2",
         "__import__('os')",
         "a ? b : c",
-        "device.driver.matches('x')",
+        "device.driver.matches('(d+)+e')",
+        "device.driver.matches('[d]')",
+        "device.driver.matches('.*.*.*.*.*')",
+        "device.driver.matches(device.driver)",
+        "device.driver.lowerAscii(1)",
         "device.driver # x",
         "x == 1",
         "(" * 10_000,

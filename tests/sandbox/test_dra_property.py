@@ -104,7 +104,8 @@ class World:
         )  # fmt: skip
         self.publisher = publisher
         self._agent = AsyncExitStack()
-        await self._agent.enter_async_context(running_task("publisher", lambda: publisher.run(ApiOfAgent(self.node))))
+        known, api = registration.registration.registered, ApiOfAgent(self.node)
+        await self._agent.enter_async_context(running_task("publisher", lambda: publisher.run(api, known)))
         await self._agent.enter_async_context(running_task("watch", lambda: self._watch(publisher)))
         await self._agent.enter_async_context(running_task("driver", registration.run))
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 
 from gpushare_agent import __main__
 from gpushare_agent.cli import main as command_line
+from gpushare_agent.cli.former_daemonset import start
 from gpushare_agent.settings.settings import SettingsError, load_settings
+from gpushare_agent.settings.sources import GPUSHARE_DAEMONSET, GPUSHARE_PROGRAM, read_gpushare
 
 DAEMONSET = ("-logtostderr", "--v=5", "--memory-unit=GiB")
 """device-plugin-ds.yaml; the document on MPS adds --mps-pipe."""
@@ -109,9 +113,55 @@ def test_vgpu_managers_excluded_devices_are_the_setting(value: str, excluded: tu
 
 
 def test_gpushares_program_is_the_command_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its name in the DaemonSet, with its flags."""
+    """Its name in the DaemonSet, with its flags; `read_gpushare` finds which it was."""
     called: list[list[str]] = []
     monkeypatch.setattr(command_line, "main", lambda: called.append(sys.argv[1:]) or 0)
     monkeypatch.setattr(sys, "argv", ["gpushare-device-plugin-v2", *DAEMONSET])
+    monkeypatch.setenv(GPUSHARE_PROGRAM, "")
     assert __main__.run_as_gpushare() == 0
-    assert called == [["run", "--gpushare.enabled", *DAEMONSET]]
+    assert called == [["run", *DAEMONSET]]
+    assert os.environ[GPUSHARE_PROGRAM] == "gpushare-device-plugin-v2"
+
+
+OF_PROGRAM = {GPUSHARE_PROGRAM: "gpushare-device-plugin-v2"}
+
+
+def test_its_daemonset_mounts_the_plugin_directory_alone(tmp_path: Path) -> None:
+    """In its own PID namespace: no path leads to the host. Its account may neither patch nodes nor delete pods."""
+    found = {name: raw.value for name, raw in read_gpushare(OF_PROGRAM, tmp_path, tmp_path).values.items()}
+    assert found == {
+        "gpushare.enabled": "true",
+        "kubelet.pod_resources_socket": "",
+        "health.state_file": "",
+        "resize.state_file": "",
+        "isolation": "none",
+        "facts.is_written": "false",
+        "allocation.cleanup_rejected_pods": "false",
+    }
+    assert read_gpushare({}, tmp_path, tmp_path).values == {}
+
+
+def test_with_the_mounts_of_ours_it_limits_shares(tmp_path: Path) -> None:
+    """What is mounted is used. The image has the directory of the isolation, so its being there says nothing."""
+    for path in ("var/lib/kubelet/pod-resources", "var/lib/gpushare-agent", "etc/gpu-manager", "proc/self"):
+        (tmp_path / path).mkdir(parents=True)
+    assert read_gpushare(OF_PROGRAM, tmp_path, tmp_path).values["isolation"].value == "none"
+    line = "601 590 254:0 /etc/gpu-manager /etc/gpu-manager rw,relatime - ext4 /dev/root rw\n"
+    (tmp_path / "proc/self/mountinfo").write_text(line, encoding="utf-8")
+    found = read_gpushare(OF_PROGRAM, tmp_path, tmp_path).values
+    assert found.keys() == {"gpushare.enabled", "facts.is_written", "allocation.cleanup_rejected_pods"}
+
+
+def test_a_setting_from_any_place_beats_those_of_its_daemonset() -> None:
+    """Also the isolation of its own flag."""
+    loaded = load_settings([*DAEMONSET, "--mps-pipe=/p"], {**OF_PROGRAM, "GPUSHARE_FACTS__IS_WRITTEN": "true"})
+    assert (loaded.settings.isolation, loaded.settings.facts.is_written) == ("mps", True)
+    assert loaded.sources["allocation.cleanup_rejected_pods"] == GPUSHARE_DAEMONSET
+
+
+def test_what_its_account_may_not_do_is_said_at_the_start() -> None:
+    """A warning each, with the setting that does without it; the mounts of this machine are not a container's."""
+    with capture_logs() as logged:
+        start(load_settings(DAEMONSET, OF_PROGRAM), {})
+    found = {line["right"]: line["then"] for line in logged if line["event"] == "right_missing"}
+    assert found == {"patch nodes": "facts.is_written=false", "delete pods": "allocation.cleanup_rejected_pods=false"}

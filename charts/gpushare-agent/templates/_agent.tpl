@@ -18,7 +18,14 @@
 {{- include "gpushare-agent.set-image" (dict "root" . "pod" $pod) -}}
 {{- include "gpushare-agent.set-nodes" (dict "root" . "pod" $pod) -}}
 {{- $_ := set $agent.spec "updateStrategy" (eq $values.updateStrategy.type "OnDelete" | ternary (dict "type" "OnDelete") $values.updateStrategy) -}}
-{{- $_ := set $container "resources" $values.resources -}}
+{{- $asked := dict -}}
+{{- range $name, $limit := ($container.resources.limits | default dict) }}{{ if contains "/" $name }}{{ $_ := set $asked $name $limit }}{{ end }}{{ end -}}
+{{- $_ := set $container "resources" (deepCopy $values.resources) -}}
+{{- if $asked }}{{ include "gpushare-agent.merge" (dict "into" $container "patch" (dict "resources" (dict "limits" $asked))) }}{{ end -}}
+{{- with get $objects "DaemonSet/gpushare-driver-devices" -}}
+  {{- include "gpushare-agent.set-image" (dict "root" $root "pod" .spec.template.spec) -}}
+  {{- include "gpushare-agent.set-nodes" (dict "root" $root "pod" .spec.template.spec) -}}
+{{- end -}}
 
 {{- $variables := list -}}
 {{- /* The base has gpushare, and three components their own. */ -}}
@@ -31,6 +38,9 @@
 {{- if $values.simulated.enabled -}}
   {{- $variables = append $variables (dict "name" "GPUSHARE_SIMULATED__CARDS" "value" (toString $values.simulated.gpus)) -}}
   {{- $variables = append $variables (dict "name" "GPUSHARE_SIMULATED__CARD_MEMORY_MIB" "value" ($values.simulated.memoryMiB | int64 | toString)) -}}
+{{- end -}}
+{{- if not $values.vcudaResources.enabled -}}
+  {{- $variables = append $variables (dict "name" "GPUSHARE_RESOURCES__ENABLED" "value" "false") -}}
 {{- end -}}
 {{- if $values.dra.enabled -}}
   {{- $variables = append $variables (dict "name" "GPUSHARE_DRA__GPUS" "value" (join "," $values.dra.gpus)) -}}

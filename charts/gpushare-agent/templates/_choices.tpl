@@ -11,6 +11,7 @@
 {{- if $values.vcuda.driverContainer }}{{ $components = append $components "driver-container" }}{{ end -}}
 {{- if $values.vcuda.pruneDriverVolume }}{{ $components = append $components "prune-driver-volume" }}{{ end -}}
 {{- if contains "cdi-" (include "gpushare-agent.strategies" .) }}{{ $components = append $components "cdi" }}{{ end -}}
+{{- if $values.driverFromHost.enabled }}{{ $components = append $components "driver-from-host" }}{{ end -}}
 {{- if $values.nvidia.enabled }}{{ $components = append $components "nvidia" }}{{ end -}}
 {{- if eq $values.nvidia.sharing "mps" }}{{ $components = append $components "nvidia-mps" }}{{ end -}}
 {{- if or $values.nvidia.migMonitor (has $values.migStrategy (list "single" "mixed")) -}}
@@ -52,6 +53,17 @@ manifests/components/{{ . }}
 {{- end -}}
 {{- if and $values.driverLimits.setByAgent (not (has "driver" (splitList "+" $values.isolation))) -}}
   {{- fail "driverLimits.setByAgent needs `isolation: gpushare+driver`, `hami-core+driver`, `mps+driver` or `driver`" -}}
+{{- end -}}
+{{- if $values.driverFromHost.enabled -}}
+  {{- if or $values.simulated.enabled (not (or (eq $values.isolation "vcuda") (contains "cdi-" (include "gpushare-agent.strategies" .)))) -}}
+    {{- fail "driverFromHost.enabled: containers then get GPUs by `deviceListStrategy: cdi-cri` or cdi-annotations, or by `isolation: vcuda`" -}}
+  {{- end -}}
+  {{- if and $values.mpsDaemon.enabled (or (hasPrefix "mps" $values.isolation) (eq $values.nvidia.sharing "mps")) -}}
+    {{- fail "the MPS daemon's pod needs NVIDIA's container runtime: not with `driverFromHost.enabled: true`" -}}
+  {{- end -}}
+{{- end -}}
+{{- if not (or $values.vcudaResources.enabled $values.nvidia.enabled $values.gpuMem.enabled $values.dra.enabled) -}}
+  {{- fail "vcudaResources.enabled is false, and nothing else is offered: enable nvidia, gpuMem or dra" -}}
 {{- end -}}
 {{- if and (eq $values.isolation "vcuda") (kindIs "bool" $values.hostPID) (not $values.hostPID) -}}
   {{- fail "isolation vcuda counts by the host's PIDs: not with `hostPID: false`" -}}
@@ -134,7 +146,7 @@ manifests/components/{{ . }}
 {{- if $values.priorityClassName -}}
   {{- $_ := set $pod "priorityClassName" $values.priorityClassName -}}
 {{- else }}{{ $_ := unset $pod "priorityClassName" }}{{ end -}}
-{{- if and $values.runtimeClassName (not $values.simulated.enabled) -}}
+{{- if and $values.runtimeClassName (not (or $values.simulated.enabled $values.driverFromHost.enabled)) -}}
   {{- $_ := set $pod "runtimeClassName" $values.runtimeClassName -}}
 {{- else }}{{ $_ := unset $pod "runtimeClassName" }}{{ end -}}
 {{- end -}}

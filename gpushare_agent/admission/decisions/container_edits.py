@@ -12,7 +12,7 @@ from typing import cast
 
 from msgspec import Struct, field
 
-from gpushare_agent.isolation import ISOLATIONS, GpuShare, IsolationConfig, IsolationRequest, mounted_driver
+from gpushare_agent.isolation import ISOLATIONS, GpuShare, IsolationConfig, IsolationRequest
 from gpushare_agent.isolation.choice import choose_isolation
 from gpushare_agent.isolation.device_lists import DeviceListRequest, NodeDevices, device_edits
 from gpushare_agent.isolation.shares import core_limit
@@ -79,10 +79,7 @@ def edits_for(
     parts = [_base(container, gpus, names, units), device_edits(request, policy.strategies)]
     if request_of(container, names).units:
         parts.append(_gpushare(pod, container, gpus[0], names))
-    driver = policy.config.whole_driver
-    if driver is not None and policy.config.settings.driver_volume.mount and not ISOLATIONS[name].mounts_driver:
-        parts.append(mounted_driver(container, driver))
-    return merged(*parts, isolated)
+    return merged(*parts, ISOLATIONS[name].driver_beside(container, policy.config), isolated)
 
 
 def _isolation_request(

@@ -31,6 +31,11 @@ class DeviceResult(Struct, rename="camel"):
     consumed_capacity: Mapping[str, Quantity] | None = None
 
 
+def main_request(name: str) -> str:
+    """A result of a request with alternatives is of `request/alternative`; a pod names the request alone."""
+    return name.partition("/")[0]
+
+
 class OpaqueConfig(Struct):
     """`parameters` are of the driver's own schema."""
 

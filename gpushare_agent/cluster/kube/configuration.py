@@ -26,6 +26,7 @@ from importlib.util import find_spec, module_from_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from urllib.parse import urlsplit
 
 import structlog
 from msgspec import Struct
@@ -186,13 +187,30 @@ async def open_api_client(source: ConfigurationSource) -> Any:
                     token_filename=str(source.service_account / "token"),
                     cert_filename=str(source.service_account / "ca.crt"),
                 )
-        return client.ApiClient(configuration)
+        configuration.proxy = configuration.proxy or _environment_proxy(configuration.host)
+        return _without_lookups(client.ApiClient(configuration))
     # a malformed user entry surfaces in the library as TypeError or AssertionError
     except (config.ConfigException, OSError, ValueError, TypeError, AssertionError) as e:
         raise Unavailable(
             f"cannot load the API server's credentials from {source}: {_one_line(e)}; will be tried again; "
             "check the user and cluster entries and the files they name"
         ) from e
+
+
+def _environment_proxy(host: str) -> str | None:
+    """The proxy that HTTP_PROXY, HTTPS_PROXY and NO_PROXY name for the API server."""
+    # Here, as the library's import: aiohttp has it too, and before the registration nobody needs it.
+    from urllib.request import getproxies, proxy_bypass
+
+    server = urlsplit(host)
+    return None if proxy_bypass(server.hostname or "") else getproxies().get(server.scheme)
+
+
+def _without_lookups(client: Any) -> Any:
+    """Before each request aiohttp would look for a proxy in the environment, and for credentials in ~/.netrc, each in a
+    thread. The proxy is known by now, and kubectl reads no ~/.netrc either."""
+    client.rest_client.pool_manager._trust_env = False
+    return client
 
 
 def _read_kubeconfig(library: KubeLibrary, paths: str, context: str) -> Any:

@@ -19,7 +19,14 @@ from msgspec import Meta, Raw, Struct, field
 from msgspec.json import Decoder
 from msgspec.structs import replace
 
-from gpushare_agent.cluster.kube.claims import Allocation, ClaimJson, ClaimStatus, DeviceConfig, DeviceResult
+from gpushare_agent.cluster.kube.claims import (
+    Allocation,
+    ClaimJson,
+    ClaimStatus,
+    DeviceConfig,
+    DeviceResult,
+    main_request,
+)
 from gpushare_agent.cluster.kube.objects import ObjectMeta, whole_number
 from gpushare_agent.cluster.kube.pods import EXTENDED_CLAIM
 from gpushare_agent.dra.decisions.devices import NVIDIA_DRIVER, NVIDIA_MEMORY, device_index
@@ -55,24 +62,29 @@ class ShareConfig(Struct, frozen=True, kw_only=True):
     mps: MpsLimits | None = None
 
 
-class ClaimResult(Struct, frozen=True, kw_only=True):
-    """One device of a claim. `request` as in the claim, `a` or `a/b` of a list of alternatives. `index` is the GPU's.
-    `cores` are percent of it, 0 where the claim asks for memory alone; `memory_mib` is rounded to the slice's step by the
-    scheduler. `is_admin`: by admin access, all of the GPU beside whoever has it; nothing is charged, so both are 0.
+class DevicePart(Struct, frozen=True, kw_only=True):
+    """What a claim has of one device. `request` as in the claim, `a` or `a/b` of a list of alternatives. `cores` are percent
+    of the GPU. `is_admin`: by admin access, all of the GPU beside whoever has it; nothing is charged, so both are 0.
     `is_unlimited`: by the setting dra.consumable_shares, without a size of its own; both are 0 too."""
 
     request: str
     device: str
-    index: int
     share_id: str
     cores: int
     memory_mib: int
-    config: ShareConfig = ShareConfig()
     is_admin: bool = False
 
     @property
     def is_unlimited(self) -> bool:
         return not (self.is_admin or self.cores or self.memory_mib)
+
+
+class ClaimResult(DevicePart, frozen=True, kw_only=True):
+    """One device of a claim as it is allocated. `index` is the GPU's. `cores` are 0 where the claim asks for memory alone;
+    `memory_mib` is rounded to the slice's step by the scheduler."""
+
+    index: int
+    config: ShareConfig = ShareConfig()
 
 
 class AllocatedClaim(Struct, frozen=True, kw_only=True):
@@ -114,7 +126,7 @@ def read_claim(raw: Raw, *, driver: str, pool: str, policy: ClaimPolicy = ClaimP
     # The kubelet calls the driver of the pod's node: a device of another pool is not this node's to prepare.
     if any(one.pool != pool for one in mine):
         raise Corrupt(f"it is allocated in the pool {_shown(mine[0].pool)}, and this node's pool is {pool}")
-    requests = {name for one in mine for name in (one.request, _main(one.request))}
+    requests = {name for one in mine for name in (one.request, main_request(one.request))}
     configs = list(_configs(entries, driver, requests, policy))
     made = [_result(one, configs, policy) for one in mine]
     if not made:
@@ -169,10 +181,6 @@ def checked_ref(namespace: str, name: str, uid: str) -> ClaimRef:
 def _check_count(found: Sequence[object], what: str, most: int) -> None:
     if len(found) > most:
         raise Corrupt(f"{what} has {len(found)} entries, and resource.k8s.io allows at most {most}")
-
-
-def _main(request: str) -> str:
-    return request.partition("/")[0]
 
 
 def _result(
@@ -237,7 +245,7 @@ def _config_of(request: str, cores: int, configs: Sequence[tuple[frozenset[str],
     """The last that concerns the request, field by field: those of the class come before the claim's own."""
     found = ShareConfig()
     for requests, config in configs:
-        if requests and not {request, _main(request)} & requests:
+        if requests and not {request, main_request(request)} & requests:
             continue
         found = ShareConfig(
             isolation=config.isolation or found.isolation,

@@ -21,7 +21,8 @@ from msgspec import Struct, to_builtins
 from msgspec.structs import replace
 
 from gpushare_agent.admission.decisions.container_edits import EditPolicy
-from gpushare_agent.dra.decisions.claim import CONFIG_KIND, AllocatedClaim, ClaimResult
+from gpushare_agent.cluster.kube.claims import main_request
+from gpushare_agent.dra.decisions.claim import CONFIG_KIND, AllocatedClaim, ClaimResult, DevicePart
 from gpushare_agent.dra.decisions.gpu_config import MpsLimits
 from gpushare_agent.isolation import ISOLATIONS, ClaimUse, GpuShare, IsolationRequest
 from gpushare_agent.isolation.device_lists import DeviceListRequest, device_edits
@@ -29,7 +30,7 @@ from gpushare_agent.model.allocations import ClaimRef, ContainerEdits, Container
 from gpushare_agent.model.errors import Corrupt, RefusalReason, Refused
 from gpushare_agent.model.gpus import Gpu
 from gpushare_agent.model.isolation import DeviceListStrategy
-from gpushare_agent.model.names import CORES_PER_GPU, PodUid
+from gpushare_agent.model.names import CORES_PER_GPU, ENV_VISIBLE_DEVICES, PodUid
 from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod
 from gpushare_agent.model.resources import cores_of_part
 
@@ -58,7 +59,7 @@ def _together(claim: AllocatedClaim, pod: Pod) -> list[str]:
     """Containers that use one request of the claim at the same time, by its name or by the claim as a whole: init containers
     run one by one, before the others but beside the sidecars."""
     names = {name for name, claim_name in pod.claims.items() if claim_name == claim.ref.name}
-    every = {result.request.partition("/")[0] for result in claim.results}
+    every = {main_request(result.request) for result in claim.results}
     used: dict[str, list[ContainerSpec]] = {}
     for container in pod.containers:
         named = {request for name, request in container.claims if name in names}
@@ -80,28 +81,18 @@ MAX_CONTAINER_NAME = 63
 """Characters of a container's name, and of a request's; paths and annotations have names of that form."""
 
 
-class PreparedResult(Struct, frozen=True, kw_only=True):
+class PreparedResult(DevicePart, frozen=True, kw_only=True):
     """One result as it was prepared. `gpu` is a UUID; `cdi_devices` are what the kubelet hands to the runtime; `view` names
-    the result under whose key the isolation keeps the files of the view. `isolation` is the view's. `is_admin`: it is in no
-    account. Without cores and memory it is in the account of no size, but uses its GPU."""
+    the result under whose key the isolation keeps the files of the view. `isolation` is the view's. What is unlimited is in
+    the account of no size, but uses its GPU."""
 
     key: ContainerKey
-    request: str
-    device: str
-    share_id: str
     gpu: str
-    cores: int
-    memory_mib: int
     is_whole: bool
     cdi_devices: tuple[str, ...]
     core_limit: int = 0
     view: str
     isolation: str
-    is_admin: bool = False
-
-    @property
-    def is_unlimited(self) -> bool:
-        return not (self.is_admin or self.cores or self.memory_mib)
 
 
 class CdiNode(Struct, rename="camel"):
@@ -205,34 +196,59 @@ def prepare_claim(
 
 
 def conflict(made: PreparedClaim, others: Iterable[PreparedClaim], pods: Iterable[Pod]) -> str:
-    """Why a container cannot use the claim beside another one, empty where each can: of one variable, or of one path, the
-    runtime takes the last claim's, and the other's limits or GPUs are lost."""
+    """Why a container cannot use the claim beside another one, empty where each can."""
     beside = {other.ref.name: other for other in others if other.ref.namespace == made.ref.namespace}
     for pod in pods:
         for container in pod.containers:
             used: dict[str, set[str]] = {}
             for name, request in container.claims:
                 used.setdefault(pod.claims.get(name, ""), set()).add(request)
-            own = _edited(made, used.get(made.ref.name, set()))
+            own = _use(made, used.get(made.ref.name, set()))
             for name in sorted(used.keys() & beside.keys() - {made.ref.name}):
-                others_edits = _edited(beside[name], used[name])
-                if both := sorted(what for what in own.keys() & others_edits.keys() if own[what] != others_edits[what]):
+                if both := own.lost_beside(_use(beside[name], used[name])):
+                    by_list = _OR_BY_LIST if both == [ENV_VISIBLE_DEVICES] else ""
                     return (
                         f"container {container.name} of pod {pod.name} uses the claim {name} too, and has one {both[0]}"
-                        " for both. Ask for all of a container's GPUs by requests of one claim"
+                        f" for both. Ask for all of a container's GPUs by requests of one claim{by_list}"
                     )
     return ""
 
 
-def _edited(claim: PreparedClaim, requests: Collection[str]) -> dict[str, str]:
-    """The variables of a container that names these requests, the empty one for all, and what is mounted in it where."""
-    names = {name for one in claim.results if {"", _main(one.request)} & set(requests) for name in one.cdi_devices}
-    found: dict[str, str] = {}
-    for device in claim.spec.devices:
-        if f"{CDI_KIND}={device.name}" in names:
-            found |= dict(pair.split("=", 1) for pair in device.container_edits.env)
-            found |= {mount.container_path: mount.host_path for mount in device.container_edits.mounts}
-    return found
+_OR_BY_LIST = (
+    "; or for whole GPUs by claims that templates make (resourceClaimTemplateName); or let the node name GPUs in another way"
+    " (device_list_strategy cdi-cri), by which those of several claims add up"
+)
+
+
+class _Use(Struct, frozen=True):
+    """What a container has of a claim: UUIDs, variables, and what is mounted in it where."""
+
+    gpus: frozenset[str]
+    variables: Mapping[str, str]
+    mounts: Mapping[str, str]
+
+    def lost_beside(self, other: _Use) -> list[str]:
+        """Variables and paths of which one claim's limits or GPUs would be lost."""
+        # Of one variable, or of one path, the runtime takes the last claim's.
+        mine, theirs = {**self.variables, **self.mounts}, {**other.variables, **other.mounts}
+        found = {what for what in mine.keys() & theirs.keys() if mine[what] != theirs[what]}
+        # Variables that limit know the GPUs by their order, which those of another claim change.
+        for one, beside in ((self, other), (other, self)):
+            if beside.gpus - one.gpus:
+                found |= one.variables.keys() - {ENV_VISIBLE_DEVICES}
+        return sorted(found)
+
+
+def _use(claim: PreparedClaim, requests: Collection[str]) -> _Use:
+    """Of a container that names these requests, the empty one for all."""
+    mine = [one for one in claim.results if {"", main_request(one.request)} & set(requests)]
+    names = {name for one in mine for name in one.cdi_devices}
+    edits = [one.container_edits for one in claim.spec.devices if f"{CDI_KIND}={one.name}" in names]
+    return _Use(
+        frozenset(one.gpu for one in mine),
+        dict(pair.split("=", 1) for one in edits for pair in one.env),
+        {mount.container_path: mount.host_path for one in edits for mount in one.mounts},
+    )
 
 
 def cdi_name(result: ClaimResult, ref: ClaimRef) -> str:
@@ -275,7 +291,7 @@ class _View:
         self._policy = policy
         self._isolation = isolation
         self._block_mib = block_mib
-        mine = [result for result in claim.results if _main(result.request) in requests]
+        mine = [result for result in claim.results if main_request(result.request) in requests]
         self.results = sorted(((r, gpus[r.index]) for r in mine), key=lambda pair: pair[0].index)
 
     @property
@@ -285,15 +301,16 @@ class _View:
     def edits(self, beside: Collection[Gpu]) -> ContainerEdits | Refused:
         """`beside` are GPUs of other claims that the containers of the view see too."""
         gpus = tuple(sorted({*beside, *(gpu for _, gpu in self.results)}, key=lambda gpu: gpu.index))
-        policy = self._policy
+        policy, isolation = self._policy, ISOLATIONS[self._isolation]
         try:
             shares = self._shares()
         except Corrupt as e:
             return _refused(str(e))
-        isolated = ISOLATIONS[self._isolation].edits(
+        container = ContainerSpec(name=self._key.container, kind=ContainerKind.MAIN, position=0)
+        isolated = isolation.edits(
             IsolationRequest(
                 pod_uid=PodUid(self._claim.ref.uid),
-                container=ContainerSpec(name=self._key.container, kind=ContainerKind.MAIN, position=0),
+                container=container,
                 shares=shares,
                 config=policy.config,
                 core_limit=max(self._core_limit(result, gpu) for result, gpu in self.results),
@@ -305,7 +322,8 @@ class _View:
         if isinstance(isolated, Refused):
             return isolated
         request = DeviceListRequest(gpus=gpus, node=policy.devices, cdi_kind=policy.cdi_kind, unique="claim")
-        return merged(device_edits(request, tuple(map(_by_cdi, policy.strategies))), isolated)
+        devices = device_edits(request, tuple(map(_by_cdi, policy.strategies)))
+        return merged(devices, isolation.driver_beside(container, policy.config), isolated)
 
     def result(self, result: ClaimResult, cdi_devices: tuple[str, ...]) -> PreparedResult:
         gpu = next(gpu for one, gpu in self.results if one is result)
@@ -388,10 +406,11 @@ def seen_beside(
     """The GPUs of other claims that every container of a view has too, where none of all these is limited: limits know the
     GPUs by their order, which another claim would change. One specification is for all containers of a view, so where they
     differ, or a claim limits, nothing is added, and `conflict` refuses them. So it is with claims that are not the pod's
-    own: the specification lasts, and a pod that comes later would find the other claim's GPUs in it."""
+    own: the kubelet prepares a claim once for all its pods and names none of them, so one that comes later would find the
+    other claim's GPUs in the specification."""
 
     def unlimited(one: AllocatedClaim, named: Collection[str]) -> frozenset[Gpu] | None:
-        mine = [result for result in one.results if "" in named or _main(result.request) in named]
+        mine = [result for result in one.results if "" in named or main_request(result.request) in named]
         limited = any(_is_limited(result, gpus[result.index], block_mib) for result in mine)
         return None if limited else frozenset(gpus[result.index] for result in mine)
 
@@ -416,7 +435,7 @@ def seen_beside(
 def _isolation(
     claim: AllocatedClaim, view: Collection[str], gpus: Mapping[int, Gpu], policy: EditPolicy, block_mib: int
 ) -> str | Refused:
-    mine = [result for result in claim.results if _main(result.request) in view]
+    mine = [result for result in claim.results if main_request(result.request) in view]
     # What is not limited decides only where nothing else does: of a whole GPU the device plugins' isolation, of admin access
     # anything.
     limited = [result for result in mine if _is_limited(result, gpus[result.index], block_mib)]
@@ -449,7 +468,7 @@ def _isolation(
 def _views(claim: AllocatedClaim, pods: Iterable[Pod]) -> list[frozenset[str]] | Refused:
     """The sets of requests that containers use together. Requests that none of them names are one view, all of them
     together; of a claim that the scheduler made for an extended resource each is its own, for no container names it."""
-    every = frozenset(_main(result.request) for result in claim.results)
+    every = frozenset(main_request(result.request) for result in claim.results)
     found: dict[frozenset[str], str] = {}
     is_named = False
     for pod in pods:
@@ -476,10 +495,10 @@ def _views(claim: AllocatedClaim, pods: Iterable[Pod]) -> list[frozenset[str]] |
 
 def _keys(claim: AllocatedClaim) -> list[ContainerKey]:
     """One for each result, in their order: the request's name, with the device where the request has several."""
-    devices = Counter(_main(one.request) for one in claim.results)
+    devices = Counter(main_request(one.request) for one in claim.results)
     names = []
     for one in claim.results:
-        main = _main(one.request)
+        main = main_request(one.request)
         suffix = f"-{one.device}" if devices[main] > 1 else ""
         names.append(main[: MAX_CONTAINER_NAME - len(suffix)].rstrip("-") + suffix)
     return [ContainerKey(PodUid(claim.ref.uid), name) for name in distinct_names(names)]
@@ -498,10 +517,6 @@ def distinct_names(names: Sequence[str]) -> list[str]:
             taken.add(unique)
         found.append(unique)
     return found
-
-
-def _main(request: str) -> str:
-    return request.partition("/")[0]
 
 
 def _is_share(result: ClaimResult, gpu: Gpu, block_mib: int) -> bool:

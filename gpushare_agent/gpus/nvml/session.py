@@ -19,8 +19,8 @@ from gpushare_agent.model.names import GpuUuid
 
 CHECKLIST = (
     "Check that: the NVIDIA driver is installed and `nvidia-smi` works on the node; libnvidia-ml.so.1 is visible in this "
-    "container; /dev/nvidiactl and /dev/nvidia* are mounted into it; the pod runs with the NVIDIA runtime class (or the "
-    "library's directory is mounted and in LD_LIBRARY_PATH). After a driver upgrade restart the agent. If this is no GPU "
+    "container; /dev/nvidiactl and /dev/nvidia* can be opened in it; the pod runs with the NVIDIA runtime class (or has the "
+    "component driver-from-host). After a driver upgrade restart the agent. If this is no GPU "
     "node, keep the agent off it by the DaemonSet's nodeSelector (nvidia-device-enable=enable), or a taint that it does not "
     "tolerate."
 )

@@ -66,7 +66,7 @@ class Intervals(Struct, frozen=True, kw_only=True):
     of everything, also without a change."""
 
     poll_s: float = 1.0
-    settled_poll_s: float = 3.0
+    settled_poll_s: float = 6.0
     """A program is listed when it registers, as each does at its start: these are for what does not."""
     polls_of_all: int = 5
     recent_poll_s: float = 0.2

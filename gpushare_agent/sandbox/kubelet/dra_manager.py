@@ -22,6 +22,7 @@ import structlog
 from grpclib import Status
 from msgspec import Struct, field
 
+from gpushare_agent.cluster.kube.claims import main_request
 from gpushare_agent.kit.grpc_client import RpcFailed, UnixChannel
 from gpushare_agent.kit.protobuf import MalformedMessageError
 from gpushare_agent.kit.sockets import file_identity
@@ -266,8 +267,7 @@ class DraManager(Struct, kw_only=True, eq=False):
             records = [one for one in self.records.values() if (one.namespace, one.name) == (namespace, named)]
             for requests, ids in [pair for one in records for pairs in one.cdi.values() for pair in pairs]:
                 requested = entry.get("request")
-                # A request with alternatives answers as `request/alternative`; a pod names the request.
-                if not requested or requested in {request.partition("/")[0] for request in requests}:
+                if not requested or requested in {main_request(request) for request in requests}:
                     found += ids
         # A device that two entries of the container name is injected once.
         return list(dict.fromkeys(found))

@@ -2,8 +2,9 @@
 
 Of CEL is known as much as a sandbox needs: `device.driver`, `device.attributes['domain'].name`,
 `device.capacity['domain'].name`, literals, lists, the operators && || ! == != < <= > >= in, `quantity`, `semver`,
-`startsWith` and `compareTo`. Anything else is refused: a guess would allocate what a real scheduler does not. Python's own
-parser reads the expression after its operators are translated; nothing of it is executed as Python.
+`startsWith`, `lowerAscii`, `matches` without groups and classes, and `compareTo`. Anything else is refused: a guess would
+allocate what a real scheduler does not. Python's own parser reads the expression after its operators are translated; nothing
+of it is executed as Python.
 
 Pools go by driver and name, slices by name, devices as they stand; of one request's devices each is another one. A request
 consumes what it asks of each capacity, rounded by the capacity's policy, and the default of what it does not ask. Where a
@@ -23,6 +24,7 @@ from typing import Any
 
 from msgspec import Struct, field
 
+from gpushare_agent.cluster.kube.claims import main_request
 from gpushare_agent.cluster.kube.objects import whole_number
 from gpushare_agent.model.errors import Corrupt, Rejected
 
@@ -33,6 +35,10 @@ MAX_EXPRESSION_CHARS = 10 * 1024
 _TOKEN = re.compile(
     r"""\s*("(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*'|\w+|&&|\|\||==|!=|<=|>=|[<>!()\[\],.-])\s*""", re.ASCII
 )
+_PATTERN = re.compile(r"\^?(?:[\w -]|\.[*+]?)*\$?", re.ASCII)
+"""What RE2 and `re` read alike."""
+MAX_REPEATS = 4
+"""Of a pattern: each multiplies what `re` tries on a string."""
 _TRANSLATED = {"&&": "and", "||": "or", "!": "~", "true": "True", "false": "False"}
 _OPERATORS: Mapping[type[ast.cmpop], Callable[[Any, Any], bool]] = {
     ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt,
@@ -136,6 +142,12 @@ def _called(node: ast.AST, device: DeviceView) -> Any:
             return True
         case ast.Call(func=ast.Attribute(value=target, attr="startsWith"), args=[prefix], keywords=[]):
             return _of_type(_value(target, device), str).startswith(_of_type(_value(prefix, device), str))
+        case ast.Call(func=ast.Attribute(value=target, attr="lowerAscii"), args=[], keywords=[]):
+            return _of_type(_value(target, device), str).encode().lower().decode()
+        case ast.Call(
+            func=ast.Attribute(value=target, attr="matches"), args=[ast.Constant(value=str() as pattern)], keywords=[]
+        ) if _PATTERN.fullmatch(pattern) and pattern.count("*") + pattern.count("+") <= MAX_REPEATS:
+            return re.search(pattern, _of_type(_value(target, device), str)) is not None
         case ast.Call(func=ast.Attribute(value=target, attr="compareTo"), args=[other], keywords=[]):
             left = _value(target, device)
             right = _of_type(_value(other, device), type(left))
@@ -271,7 +283,7 @@ class Constraint(Struct, frozen=True, kw_only=True):
 
     def covers(self, name: str) -> bool:
         # A constraint may name the request, or one alternative of it.
-        return not self.requests or bool({name, name.partition("/")[0]} & self.requests)
+        return not self.requests or bool({name, main_request(name)} & self.requests)
 
 
 class ClaimRequests(Struct, frozen=True, kw_only=True):

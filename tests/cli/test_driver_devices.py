@@ -1,0 +1,58 @@
+"""`gpushare-agent driver-devices` under a kubelet: links to /dev/null stand in for the device nodes of a host."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from grpclib import GRPCError
+from grpclib.client import Channel
+
+from gpushare_agent.cli import driver_devices
+from gpushare_agent.wire import v1beta1
+from tests.kubelet.support_plugin import fake_kubelet, short_directory
+
+
+def make_nodes(dev: Path, *names: str) -> None:
+    for name in names:
+        (dev / name).parent.mkdir(exist_ok=True)
+        (dev / name).symlink_to("/dev/null")
+
+
+def test_the_drivers_nodes_are_those_of_nvidia(tmp_path: Path) -> None:
+    """Its GPUs, control nodes and MIG's capabilities; no other device, no file; none without the one that all need."""
+    make_nodes(tmp_path, "nvidia0", "nvidia-uvm", "nvidia-caps/nvidia-cap1", "null", "dri")
+    (tmp_path / "nvidia-file").touch()
+    assert driver_devices.driver_nodes(tmp_path) == ()
+    make_nodes(tmp_path, "nvidiactl")
+    names = ("nvidia-caps/nvidia-cap1", "nvidia-uvm", "nvidia0", "nvidiactl")
+    assert driver_devices.driver_nodes(tmp_path) == tuple(f"/dev/{name}" for name in names)
+
+
+async def test_a_pod_that_asks_gets_every_node_once_the_driver_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until then no unit is healthy, and the agent's pod waits unscheduled."""
+    monkeypatch.setattr(driver_devices, "PERIOD_S", 0.01)
+    with short_directory() as directory:
+        dev = directory / "dev"
+        dev.mkdir()
+        async with fake_kubelet(directory) as kubelet, asyncio.TaskGroup() as tasks:
+            serving = tasks.create_task(driver_devices.run(directory, dev))
+            await kubelet.wait_listed(driver_devices.RESOURCE)
+            assert {one.health for one in kubelet.lists[driver_devices.RESOURCE][-1].devices} == {"Unhealthy"}
+            async with Channel(path=str(directory / driver_devices.SOCKET)) as channel:
+                stub = v1beta1.DevicePluginStub(channel)
+                request = v1beta1.AllocateRequest([v1beta1.ContainerAllocateRequest(["driver-0"])])
+                with pytest.raises(GRPCError, match="no /dev/nvidiactl"):
+                    await stub.allocate(request)
+                make_nodes(dev, "nvidiactl", "nvidia0")
+                await kubelet.wait_listed(driver_devices.RESOURCE, times=2)
+                assert {one.health for one in kubelet.lists[driver_devices.RESOURCE][-1].devices} == {"Healthy"}
+                (answer,) = (await stub.allocate(request)).container_responses
+            found = [(one.host_path, one.container_path, one.permissions) for one in answer.devices]
+            assert found == [(path, path, "rwm") for path in ("/dev/nvidia0", "/dev/nvidiactl")]
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert await serving == 0
+        assert not (directory / driver_devices.SOCKET).exists()
