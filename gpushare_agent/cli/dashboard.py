@@ -57,6 +57,7 @@ from gpushare_agent.model.pods import Pod
 from gpushare_agent.model.resources import ResourceNames
 from gpushare_agent.observability.http.debug_guard import Guard
 from gpushare_agent.observability.http.page import WebPage
+from gpushare_agent.placement.gpu_choice import accepting, choice_of
 from gpushare_agent.settings.settings import Settings
 
 ADDRESS = "localhost"
@@ -272,7 +273,7 @@ class ClusterPage:
                             "free_bytes": gpu.free_blocks * gpu.block_mib * MIB if gpu.is_healthy else 0,
                             "verdict": "fits" if (lack := gpu.lack(largest)) is None else lack.of_gpu(),
                         }
-                        for gpu in self._state.gpus(name)
+                        for gpu in accepting(choice_of(pod.annotations), self._state.gpus(name))
                     ],
                 }
                 for name in names[:MOST_NODES]

@@ -37,7 +37,8 @@ from gpushare_agent.model.pods import HostRequest, Pod
 from gpushare_agent.model.resources import NOTHING, request_of
 from gpushare_agent.placement import GpuAccount, validate_request
 from gpushare_agent.placement.fragmentation import KindCosts, PodKind, TypicalPods
-from gpushare_agent.placement.gpu_account import describe_request
+from gpushare_agent.placement.gpu_account import capacity_of, describe_request
+from gpushare_agent.placement.gpu_choice import GpuChoice, accepting, choice_of
 from gpushare_agent.placement.place import SharePolicy
 
 K = TypeVar("K")
@@ -79,8 +80,8 @@ class _Verdict(NamedTuple):
 
 
 class _Answers(Struct, eq=False):
-    """For the pods of one signature, by node: the cost where they fit, else why they do not. What is known of the nodes in
-    `outdated` does not hold any more: between two requests a few nodes change, of thousands."""
+    """For the pods of one signature that accept the same GPUs, by node: the cost where they fit, else why they do not. What
+    is known of the nodes in `outdated` does not hold any more: between two requests a few nodes change, of thousands."""
 
     outdated: set[str]
     fitting: dict[str, float] = field(default_factory=dict)
@@ -128,7 +129,7 @@ class ClusterState:
         self._quota = quota
         self._on_change = on_change
         self._ledger = ClusterLedger(policy, self._node_changed)
-        self._answers: OrderedDict[Signature, _Answers] = OrderedDict()
+        self._answers: OrderedDict[tuple[Signature, GpuChoice], _Answers] = OrderedDict()
         self._costs: OrderedDict[PodKind, _Costs] = OrderedDict()
         self._quota_kinds: dict[str, tuple[str, str]] = {}
         """Model and pool by node: a quota tells nodes apart by these two alone."""
@@ -407,13 +408,14 @@ class ClusterState:
 
     def _answers_steps(self, pod: Pod, signature: Signature, names: Sequence[str]) -> Steps[_Answers]:
         """What is known of these nodes, up to date."""
-        # It depends on the signature and the node alone, so pods of a Deployment share it.
-        answers = _recent(self._answers, signature)
+        # It depends on these and the node alone, so pods of a Deployment share it.
+        key = signature, choice_of(pod.annotations)
+        answers = _recent(self._answers, key)
         if answers is None:
-            answers = _kept(self._answers, signature, _Answers(set(self._ledger.names())))
+            answers = _kept(self._answers, key, _Answers(set(self._ledger.names())))
         outdated = answers.outdated
         # One container is decided by the summary alone; several have to be planned.
-        cost = 1 if len(signature) == 1 else COST_OF_A_PLAN * len(signature)
+        cost = 1 if len(signature) == 1 and not key[1] else COST_OF_A_PLAN * len(signature)
         work = 0
         for name in [name for name in names if name in outdated] if outdated else ():
             if work >= WORK_OF_A_STEP:
@@ -422,11 +424,12 @@ class ClusterState:
             # None: removed since the step before.
             if (ledger := self._ledger.node(name)) is not None:
                 work += cost + (COST_OF_A_PLAN if ledger.is_stale else 0)
-                answers.put(name, self._verdict(pod, signature, ledger))
+                answers.put(name, self._verdict(pod, *key, ledger))
         return answers
 
-    def _verdict(self, pod: Pod, signature: Signature, ledger: NodeLedger) -> _Verdict:
-        capacity, names = ledger.capacity, self._policy.names
+    def _verdict(self, pod: Pod, signature: Signature, choice: GpuChoice, ledger: NodeLedger) -> _Verdict:
+        capacity = capacity_of(accepting(choice, ledger.gpus)) if choice else ledger.capacity
+        names = self._policy.names
         for _, request in signature:
             # Each container alone first: the summary answers that in a few microseconds, and names what is lacking.
             if (lack := capacity.lack(request)) is not None:

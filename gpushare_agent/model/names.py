@@ -54,6 +54,12 @@ GPUSHARE_ASSIGNED_ANNOTATION = "ALIYUN_COM_GPU_MEM_ASSIGNED"
 GPUSHARE_ASSUME_TIME_ANNOTATION = "ALIYUN_COM_GPU_MEM_ASSUME_TIME"
 GPUSHARE_ALLOCATION_ANNOTATION = "scheduler.framework.gpushare.allocation"
 """Its later form, `{"0":{"1":7}}`: of the container at position 0, 7 units on GPU 1. Its inspection tool adds these up."""
+GPU_CHOICE_ANNOTATIONS = (
+    *("nvidia.com/use-gputype", "nvidia.com/nouse-gputype", "nvidia.com/use-gpuuuid", "nvidia.com/nouse-gpuuuid"),
+    *("nvidia.com/include-gpu-type", "nvidia.com/exclude-gpu-type"),
+    *("nvidia.com/include-gpu-uuid", "nvidia.com/exclude-gpu-uuid"),
+)
+"""HAMi's and vgpu-manager's, on the pod: the models or UUIDs of the GPUs that it accepts."""
 MAX_ANNOTATION_CHARS = 1024
 """Of an annotation's value that is read, and written."""
 ENV_GPU_MEMORY_REQUEST = "NVIDIA_GPU_MEMORY_REQUEST"

@@ -18,7 +18,7 @@ import asyncio
 import importlib
 import socket
 import struct
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -36,11 +36,12 @@ from gpushare_agent.kit.sockets import FileIdentity, bind_unix_socket, connectab
 from gpushare_agent.kit.supervision import ReportOnce
 from gpushare_agent.model.allocations import ContainerKey
 from gpushare_agent.model.errors import Unavailable
-from gpushare_agent.model.gpus import Gpu
+from gpushare_agent.model.gpus import Branch, Gpu, LinkKind
 from gpushare_agent.model.names import CORES_PER_GPU, MIB
 from gpushare_agent.model.pods import ContainerKind, Pod
 from gpushare_agent.observability.node_snapshot import NO_REASON, NodeSnapshot
-from gpushare_agent.placement.topology import render_tree
+from gpushare_agent.placement.place import link_cost
+from gpushare_agent.placement.topology import parts_of
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -220,12 +221,40 @@ _FIXED_32 = 5
 """The wire type of a float."""
 
 
+_GRAPH_WORDS = {LinkKind.NODE: "CPU", LinkKind.NVLINK: "NV"}
+"""gpu-manager's word for a kind of branch where it is not nvidia-smi's; it knows no NVLink."""
+
+
 def graph_text(snapshot: NodeSnapshot) -> str:
-    """The topology tree as text, each GPU with what is used of it (by processes) and what can still be allocated."""
-    notes = {gpu.index: _gpu_note(gpu, snapshot) for gpu in snapshot.inventory.gpus}
-    labels = {gpu.index: gpu.label for gpu in snapshot.inventory.gpus}
-    whole = {gpu.index for gpu in snapshot.inventory.gpus if _is_free(gpu, snapshot)}
-    return render_tree(snapshot.inventory.tree, notes, labels, whole) + "\n"
+    """The topology tree in the form of gpu-manager's PrintGraph: what processes use of each branch and GPU, how many GPUs of
+    a branch are free, what can still be allocated of a GPU. Behind its bracket a branch has the cost of its dearest pair."""
+    root = snapshot.inventory.tree
+    gpus = {gpu.index: gpu for gpu in snapshot.inventory.gpus}
+    lines = _graph_lines(root, 0, gpus, snapshot) if root.gpus else ()
+    return "".join(f"{line}\n" for line in (f"ROOT:{_free(root, gpus, snapshot)}", *lines))
+
+
+def _graph_lines(branch: Branch, depth: int, gpus: Mapping[int, Gpu], snapshot: NodeSnapshot) -> Iterator[str]:
+    # The topology can have rows of GPUs that are listed no more.
+    known = [gpus[index] for index in branch.gpus if index in gpus]
+    margin = "|   " * depth + "|---"
+    if branch.kind is LinkKind.SELF:
+        label = known[0].label if known else branch.gpus[0]
+        numbers = _graph_numbers(known, _left(known[0], snapshot) if known else (0, 0), snapshot)
+        yield f"{margin}GPU{label} ({numbers}){''.join(_trouble(gpu, snapshot) for gpu in known)}"
+        return
+    word = _GRAPH_WORDS.get(branch.kind, branch.kind.name)
+    links = snapshot.inventory.topology.links
+    cost = max(link_cost(links[a][b]) for a in branch.gpus for b in branch.gpus)
+    # What is left stands with the GPUs alone, for programs that add up all lines; the cost is ours, so behind the bracket.
+    numbers = f"aval: {_free(branch, gpus, snapshot)}, {_graph_numbers(known, (0, 0), snapshot)}"
+    yield f"{margin}{word} ({numbers}) cost: {cost}"
+    for part in parts_of(branch):
+        yield from _graph_lines(part, depth + 1, gpus, snapshot)
+
+
+def _free(branch: Branch, gpus: Mapping[int, Gpu], snapshot: NodeSnapshot) -> int:
+    return sum(_is_free(gpus[index], snapshot) for index in branch.gpus if index in gpus)
 
 
 def _is_free(gpu: Gpu, snapshot: NodeSnapshot) -> bool:
@@ -334,22 +363,32 @@ def _float(number: int, value: float | None) -> bytes:
     return varint(number << 3 | _FIXED_32) + struct.pack("<f", value) if value else b""
 
 
-def _gpu_note(gpu: Gpu, snapshot: NodeSnapshot) -> str:
-    """gpu-manager's words and units (bytes) for one GPU, and its health where that keeps it from being used."""
-    sample = snapshot.usage.gpus.get(gpu.uuid) if snapshot.usage is not None else None
-    used_bytes = sample.memory_used_bytes if sample is not None else None
-    pids = [process.pid for process in (sample.processes or ())] if sample is not None else []
-    total_bytes = gpu.memory_mib * MIB
-    cores, capacity = snapshot.cores(gpu)
-    # gpu-manager's clients read these as what a pod can get: nothing of a MIG instance that takes no shares, and nothing
-    # of a GPU that is out of service.
-    is_offered = capacity and gpu.uuid not in snapshot.unhealthy_reasons and gpu.uuid not in snapshot.cordoned
-    cores_left = capacity - cores if is_offered else 0
-    memory_left = total_bytes - snapshot.memory_allocated_bytes.get(gpu.uuid, 0) if is_offered else 0
-    note = (
-        f"(pids: [{' '.join(map(str, pids))}], usedMemory: {used_bytes or 0}, totalMemory: {total_bytes}, "
-        f"allocatableCores: {max(0, cores_left)}, allocatableMemory: {max(0, memory_left)})"
+def _graph_numbers(gpus: Sequence[Gpu], left: tuple[int, int], snapshot: NodeSnapshot) -> str:
+    """gpu-manager's words, in bytes, of one GPU or of a branch's together; `left` are the cores and the memory that can be
+    allocated still."""
+    samples = [snapshot.usage.gpus.get(gpu.uuid) for gpu in gpus] if snapshot.usage is not None else []
+    used_bytes = sum(sample.memory_used_bytes or 0 for sample in samples if sample is not None)
+    pids = [process.pid for sample in samples if sample is not None for process in sample.processes or ()]
+    return (
+        f"pids: [{' '.join(map(str, pids))}], usedMemory: {used_bytes}, "
+        f"totalMemory: {sum(gpu.memory_mib for gpu in gpus) * MIB}, "
+        f"allocatableCores: {left[0]}, allocatableMemory: {left[1]}"
     )
+
+
+def _left(gpu: Gpu, snapshot: NodeSnapshot) -> tuple[int, int]:
+    """What a pod can get of it, cores and bytes: nothing of a MIG instance that takes no shares, nor of a GPU out of
+    service."""
+    cores, capacity = snapshot.cores(gpu)
+    if not capacity or gpu.uuid in snapshot.unhealthy_reasons or gpu.uuid in snapshot.cordoned:
+        return 0, 0
+    memory = gpu.memory_mib * MIB - snapshot.memory_allocated_bytes.get(gpu.uuid, 0)
+    return max(0, capacity - cores), max(0, memory)
+
+
+def _trouble(gpu: Gpu, snapshot: NodeSnapshot) -> str:
+    """What keeps the GPU from being used, empty where nothing does."""
+    note = ""
     if (reason := snapshot.unhealthy_reasons.get(gpu.uuid)) is not None:
         note += f" Unhealthy: {_one_line(reason)}"
     if (reason := snapshot.cordoned.get(gpu.uuid)) is not None:

@@ -3,9 +3,10 @@
 Pure functions over values: no clock, no randomness, no I/O, no state. The result depends neither on the order of the GPUs
 nor on anything that happened before. Called by admission/decisions/decide.py, extender/decisions/pod_plan.py and, through
 the latter, simulation. Open `place.py` first for the choice, `gpu_account.py` for what counts as free and why a request
-does not fit, `topology.py` for the tree of links, `fragmentation.py` for policy fgd, which simulation alone has so far.
+does not fit, `gpu_choice.py` for which GPUs a pod accepts, `topology.py` for the tree of links, `fragmentation.py` for
+policy fgd, which simulation alone has so far.
 
-Others import: fragmentation, gpu_account, place, topology.
+Others import: fragmentation, gpu_account, gpu_choice, place, topology.
 """
 
 from gpushare_agent.placement.gpu_account import GpuAccount

@@ -40,6 +40,8 @@ class Cause(IntEnum):
     """A share of MIG instances in which the node's isolation cannot keep one."""
     INSTANCE = auto()
     """Whole GPUs where there are MIG instances alone."""
+    LEFT_OUT = auto()
+    """GPUs that the pod's annotations do not accept."""
     TOO_FEW = auto()
     """More whole GPUs than there are."""
     TOO_LARGE = auto()
@@ -56,7 +58,8 @@ class Capacity(NamedTuple):
     """Free and used of some GPUs of one node, whose units are alike. `gpus` counts all, `healthy` those that are; the rest
     is of healthy ones that take shares. `free` has (cores, blocks, units) of each; `whole_blocks` the blocks of the wholly
     free GPUs, `physical_blocks` of those that are no MIG instances, `all_blocks` and `all_units` of every one were it empty,
-    most first. `full` of them serve no more than their `max_shares` sharing containers."""
+    most first. `full` of them serve no more than their `max_shares` sharing containers; `left_out` are
+    healthy ones that the pod does not accept, which count for nothing else."""
 
     gpus: int
     healthy: int
@@ -72,6 +75,7 @@ class Capacity(NamedTuple):
     used_cores: int
     used_memory_mib: int
     memory_mib: int
+    left_out: int
 
     def lack(self, request: Request) -> Lack | None:
         """Why none of the GPUs, or not enough of them, will do for the request of a pod's only container; None where they
@@ -94,6 +98,8 @@ class Capacity(NamedTuple):
         if not sizes:
             if not self.healthy:
                 return Cause.UNHEALTHY if self.gpus else Cause.NO_GPU
+            if self.left_out:
+                return Cause.LEFT_OUT
             return Cause.INSTANCE if count else Cause.UNSHARED
         # In the order of `Cause`: what no end of another pod changes is said first, for waiting would be in vain.
         if len(sizes) < count:
@@ -123,7 +129,7 @@ class Lack(NamedTuple):
         match self.cause:
             case Cause.NO_GPU | Cause.UNHEALTHY:
                 return RefusalReason.NO_HEALTHY_GPU
-            case Cause.UNSHARED | Cause.INSTANCE | Cause.TOO_FEW:
+            case Cause.UNSHARED | Cause.INSTANCE | Cause.LEFT_OUT | Cause.TOO_FEW:
                 return RefusalReason.NOT_ENOUGH_CORES
             case Cause.TOO_LARGE:
                 return RefusalReason.NOT_ENOUGH_MEMORY
@@ -177,6 +183,8 @@ class Lack(NamedTuple):
                 return why_unhealthy or "out of service"
             case Cause.UNSHARED:
                 return "a MIG instance, in which the isolation keeps no share"
+            case Cause.LEFT_OUT:
+                return "left out by the pod's annotations"
             case Cause.INSTANCE | Cause.TOO_FEW:
                 return "a MIG instance, and no whole GPU"
             case Cause.TOO_LARGE:
@@ -195,6 +203,11 @@ class Lack(NamedTuple):
                 return f"{' and '.join(lacks)} short"
 
     def of_node(self) -> str:
+        """The text of `_of_node` with how many GPUs the pod leaves out."""
+        count = self.capacity.left_out if self.cause is not Cause.LEFT_OUT else 0
+        return self._of_node() + (f", of those that the pod's annotations accept ({count} left out)" if count else "")
+
+    def _of_node(self) -> str:
         """Why no GPU of a node will do; the same for nodes in the same state, for kube-scheduler counts equal texts. It puts
         the number before them, so they begin with a word."""
         requested = self.request.whole_gpus
@@ -221,10 +234,11 @@ class Lack(NamedTuple):
                 return "the node has no GPU that the driver can name"
             case Cause.UNHEALTHY:
                 return "the node has no healthy GPU"
-            case Cause.UNSHARED:
-                return "the node's GPUs are MIG instances, in which its isolation keeps no share"
-            case Cause.INSTANCE:
-                return "the node's GPUs are MIG instances, and no whole GPUs"
+            case Cause.UNSHARED | Cause.INSTANCE:
+                what = "and no whole GPUs" if self.cause is Cause.INSTANCE else "in which its isolation keeps no share"
+                return f"the node's GPUs are MIG instances, {what}"
+            case Cause.LEFT_OUT:
+                return "the pod's annotations leave out all healthy GPUs of the node"
             case Cause.TOO_FEW:
                 return f"the node has {_gpus(self.gpus, 'healthy')}, {requested} whole wanted"
             case Cause.TOO_LARGE:
@@ -255,6 +269,8 @@ class Lack(NamedTuple):
                 return "`gpushare-agent check` there says why; the pod can run on another node."
             case Cause.UNSHARED | Cause.INSTANCE:
                 return "The pod can run on another node."
+            case Cause.LEFT_OUT:
+                return "Name GPUs of this node in them, or use another node."
             case Cause.TOO_FEW:
                 return f"Ask for at most {self.gpus * CORES_PER_GPU} cores, or use a larger node."
             case Cause.TOO_LARGE:
@@ -318,6 +334,10 @@ class GpuAccount(Struct, kw_only=True):
     is_healthy: bool = True
     instance: str = ""
     """NVIDIA's name of a MIG instance, such as `0:1`; empty for a GPU."""
+    name: str = ""
+    """The model."""
+    is_accepted: bool = True
+    """False: the pod does not want it (placement/gpu_choice.py), so nothing of it is free to the pod."""
     takes_shares: bool = True
     """False: an instance in which the node's isolation cannot keep a share."""
     used_cores: int = 0
@@ -342,7 +362,7 @@ class GpuAccount(Struct, kw_only=True):
 
     def __post_init__(self) -> None:
         # Once, and not when asked: placement asks again and again, and `replace` ends here too.
-        self.free = self._left_for_shares() if self.takes_shares else (0, 0, 0)
+        self.free = self._left_for_shares() if self.takes_shares and self.is_accepted else (0, 0, 0)
 
     @property
     def label(self) -> str:
@@ -399,7 +419,7 @@ class GpuAccount(Struct, kw_only=True):
         """What is left for units under NVIDIA's names, as part of the whole GPU. What init containers have of other
         resources is not handed on to them."""
         # A GPU of which the driver reported the UUID alone has 0 MiB: the quotient below would be of nothing.
-        if (self.is_whole and not self.is_whole_reusable) or not self.memory_mib:
+        if (self.is_whole and not self.is_whole_reusable) or not self.memory_mib or not self.is_accepted:
             return Fraction(0)
         memory_mib = self.memory_mib - self.used_blocks * self.block_mib - self.used_units * self.unit_mib
         free = min(Fraction(CORES_PER_GPU - self.used_cores, CORES_PER_GPU), Fraction(memory_mib, self.memory_mib))
@@ -474,6 +494,7 @@ class GpuAccount(Struct, kw_only=True):
             return None
         if request.part is not None:
             cause = Cause.FULL if self.is_full and request.part < 1 else Cause.IN_USE
+            cause = cause if self.is_accepted else Cause.LEFT_OUT
             free = int(self.free_part * CORES_PER_GPU)
             return Lack(request, capacity_of([self]), cause if self.is_healthy else Cause.UNHEALTHY, free)
         # Of several whole GPUs this one is asked for itself alone: their memory counts together.
@@ -527,6 +548,7 @@ def account_of(
         unit_mib=names.gpu_mem_unit_mib,
         is_healthy=gpu.is_healthy,
         instance=gpu.label if mig is not None else "",
+        name=gpu.name,
         takes_shares=mig is None or (mig.takes_shares if isinstance(mig, MigReport) else names.shares_in_mig),
         used_cores=used.cores,
         used_blocks=used.blocks,
@@ -556,12 +578,15 @@ def _take(used: int, reusable: int, requested: int, *, is_reusable: bool) -> tup
 def capacity_of(gpus: Sequence[GpuAccount]) -> Capacity:
     """The capacity of GPUs of one node."""
     free, whole, physical, all_blocks, all_units = [], [], [], [], []
-    healthy = full = used_cores = used_mib = memory_mib = 0
+    healthy = full = used_cores = used_mib = memory_mib = left_out = 0
     block_mib, unit_mib, max_shares = MEMORY_BLOCK_MIB, 1, None
     for gpu in gpus:
         if not gpu.is_healthy:
             continue
         healthy += 1
+        if not gpu.is_accepted:
+            left_out += 1
+            continue
         # MIG instances that take no shares count as healthy GPUs of the node: the reason is then another one.
         if not gpu.takes_shares:
             continue
@@ -597,4 +622,5 @@ def capacity_of(gpus: Sequence[GpuAccount]) -> Capacity:
         used_cores=used_cores,
         used_memory_mib=used_mib,
         memory_mib=memory_mib,
+        left_out=left_out,
     )

@@ -393,7 +393,8 @@ def _refused(request: Request, gpus: Sequence[GpuAccount], names: ResourceNames)
     detail = f"no GPU for {asked}: {lack.of_node_in_detail()}"
     # With one GPU `of_node_in_detail` has said it all.
     if lack.cause is Cause.SHORT and lack.gpus > 1:
-        closest = min((gpu for gpu in gpus if gpu.is_healthy), key=lambda gpu: (_missing_part(gpu, request), gpu.index))
+        usable = (gpu for gpu in gpus if gpu.is_healthy and gpu.is_accepted)
+        closest = min(usable, key=lambda gpu: (_missing_part(gpu, request), gpu.index))
         if (short := closest.lack(request)) is not None:
             detail += f"; GPU {closest.label} comes closest: {short.of_gpu_in_detail()}"
     return Refused(reason=lack.reason, detail=f"{detail}. {lack.remedy}")

@@ -3,18 +3,20 @@
 Flags that mean the same are aliases of settings (settings/tree.py); NVIDIA's plugin has its own table (nvidia_options.py).
 settings/sources.py reads them, on the command line and in EXTRA_FLAGS. Sources: gpu-manager v1.1.5, cmd/manager/options and
 build; gpu-admission, main.go and build, in the versions with and without quota; klog, of both; GPUShare's device plugin,
-cmd/nvidia/main.go of 45fb8b8; HAMi's, cmd/device-plugin/nvidia of 4707fb0.
+cmd/nvidia/main.go of 45fb8b8; HAMi's, cmd/device-plugin/nvidia of 4707fb0; vgpu-manager's, cmd/device-plugin of 3d7f66d.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 
 from msgspec import Struct
 
 _DEBUG_FROM = 5
 """klog's verbosity from which gpu-manager logs each step; 4 is its manifest's."""
-_LEVELS = ("debug", "info", "warning", "error")
+_LEVELS = {"debug": "debug", "info": "info", "warn": "warning", "warning": "warning", "error": "error"}
+"""A word of LOG_LEVEL -> ours; `warn` is that of GPUShare's extender."""
 _STANDARD_ERROR = "logs go to standard error"
 
 
@@ -35,11 +37,11 @@ class FormerFlag(Struct, frozen=True, kw_only=True):
 
 
 def log_level(value: str) -> Mapping[str, str]:
-    """klog's number, or one of our words."""
+    """klog's number, or a word."""
     if value.isascii() and value.isdigit() and len(value) < 4:
         return {"log.level": "debug" if int(value) >= _DEBUG_FROM else "info"}
-    if value.lower() in _LEVELS:
-        return {"log.level": value.lower()}
+    if (word := value.lower()) in _LEVELS:
+        return {"log.level": _LEVELS[word]}
     raise ValueError("klog's number, or debug, info, warning, error")
 
 
@@ -60,6 +62,18 @@ def _gpushare_unit(value: str) -> Mapping[str, str]:
 
 def _gpushare_mps(value: str) -> Mapping[str, str]:
     return {"isolation": "mps"} if value.lower() == "true" else {}
+
+
+_RANGE = re.compile(r"([0-9]{1,3})(?:-|\.\.)([0-9]{1,3})")
+
+
+def _excluded_gpus(value: str) -> Mapping[str, str]:
+    """Indexes, UUIDs and ranges of indexes such as 0-2 or 0..2, between commas."""
+    found: list[str] = []
+    for part in value.split(","):
+        ends = _RANGE.fullmatch(part)
+        found += map(str, range(int(ends[1]), int(ends[2]) + 1)) if ends else [part]
+    return {"excluded_gpus": ",".join(found)}
 
 
 _KUBELET = "pods are read from the kubelet's sockets and the API server, with the pod's service account"
@@ -108,4 +122,11 @@ FORMER_FLAGS: Mapping[str, FormerFlag] = {
         reason="the annotation tencent.com/vcuda-core-limit lets a share use more", as_here=("false",), is_boolean=True
     ),
     "resource-name": FormerFlag(reason="HAMi's names become vcuda's in new pods: docs/how-to/migrate-from-hami.md"),
+    # vgpu-manager
+    "exclude-devices": FormerFlag(read=_excluded_gpus),
+    "device-memory-factor": FormerFlag(reason="a pod's memory is in MiB", as_here=("1",)),
+    "node-config-path": FormerFlag(hint="name a file of settings by --config, or those of single nodes by their label"),
+    "open-kernel-modules": FormerFlag(reason="the kernel modules are looked at", as_here=_BOTH, is_boolean=True),
+    "feature-gates": FormerFlag(reason="what can be chosen here is a setting of its own"),
+    "domain": FormerFlag(reason="the names that become vcuda's are those of nvidia.com", as_here=("nvidia.com",)),
 }  # fmt: skip

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from msgspec.structs import replace
 
 from gpushare_agent.admission.allocation_cache import AllocationCache
@@ -28,14 +30,15 @@ def decide(
     hint: tuple[int, ...] = (),
     policy: Policy | None = None,
     gpu_mem: int = 0,
+    annotations: Mapping[str, str] | None = None,
 ) -> tuple[Decision | Refused, Decision]:
     """Plans a pod's only container among what others hold."""
     policy = policy or Policy(names=NAMES)
     wanted = container(cores=cores, blocks=blocks)
     if gpu_mem:
         wanted = replace(wanted, requests={policy.names.gpu_mem: gpu_mem})
-    annotations = {PREDICATE_GPU_INDEX_PREFIX + "0": ",".join(map(str, hint))}
-    target = Target(pod=pod("p", wanted, annotations=annotations), container=wanted)
+    hints = {PREDICATE_GPU_INDEX_PREFIX + "0": ",".join(map(str, hint))}
+    target = Target(pod=pod("p", wanted, annotations={**hints, **(annotations or {})}), container=wanted)
     cache = AllocationCache()
     for one in held:
         cache.put(one)
@@ -195,6 +198,19 @@ def test_an_invalid_request_names_no_unhealthy_gpu() -> None:
     outcome, why = decide(150, 10, gpus=sick(inventory(), 1))
     assert isinstance(outcome, Refused) and "Unhealthy" not in outcome.detail
     assert why.candidates == () and why.asked.cores == 150
+
+
+def test_a_gpu_that_the_pods_annotations_leave_out_is_not_given() -> None:
+    """The fullest would be GPU 1: `explain` says why it is not, and whoever names an unknown model is refused."""
+    outcome, why = decide(
+        30, 10, share("other", 1, range(40), range(20)), annotations={"nvidia.com/nouse-gpuuuid": "GPU-1"}
+    )
+    assert isinstance(outcome, Decision)
+    assert verdicts(why) == ["chosen", "left out by the pod's annotations"]
+    outcome, _ = decide(30, 10, annotations={"nvidia.com/use-gputype": "A100"})
+    assert isinstance(outcome, Refused) and "annotations leave out all healthy GPUs" in outcome.detail
+    outcome, _ = decide(30, 10, annotations={"nvidia.com/use-gputype": "TEST"})
+    assert isinstance(outcome, Decision)
 
 
 def test_the_schedulers_hint_is_shown_followed_or_not() -> None:

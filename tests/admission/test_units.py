@@ -113,6 +113,16 @@ def test_a_shared_gpu_is_given_to_nobody_whole(share: dict[str, int]) -> None:
     assert "only 0 of 1 GPUs are wholly free, 1 wanted" in refused(world, "whole", asks(gpu=1))
 
 
+@pytest.mark.parametrize("replicas", [(), (("*", 3),)])
+def test_a_gpu_that_the_pods_annotations_leave_out_is_not_given(replicas: tuple[tuple[str, int], ...]) -> None:
+    """Neither as a whole nor a replica; where the kubelet insists on it, the pod is refused."""
+    world = node(replicas=replicas)
+    owner = pod("p", asks(gpu=1), annotations={"nvidia.com/nouse-gpuuuid": "GPU-0"})
+    assert world.admit(owner) == {"main": (1,)}
+    found = world.admit(pod("q", asks(gpu=1), annotations={"nvidia.com/use-gpuuuid": "GPU-9"}))
+    assert isinstance(found, Refused)
+
+
 def test_several_gpus_are_placed_by_their_links() -> None:
     world = node(gpus=4)
     assert admitted(world, "two", asks(gpu=2)) == {"main": (0, 1)}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 
 import pytest
@@ -13,6 +12,7 @@ from gpushare_agent.model.allocations import Allocation
 from gpushare_agent.model.names import GpuUuid, device_id
 from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod
 from gpushare_agent.model.resources import ResourceKind, ResourceNames
+from tests.cluster.support_gpushare_inspect import inspect_pod
 from tests.support_core import NAMES, allocation, container, ids, inventory, pod
 
 ASSIGNED = "tencent.com/gpu-assigned"
@@ -38,6 +38,15 @@ def test_only_main_containers_are_named() -> None:
         allocation(one, "whole", ids(3, range(100)) + ids(1, range(100)), []),
     ]
     assert _wanted(one, *given) == {ASSIGNED: "true", f"{INDEX}0": "0", f"{INDEX}2": "1,3"}
+
+
+def test_a_gpu_is_named_by_nvmls_index() -> None:
+    """gpu-manager names it by its minor number, the N of /dev/nvidiaN, of which there may be gaps."""
+    one, given = pod("p", container("a", cores=10)), ids(1, range(10))
+    known = inventory(2)
+    odd = replace(known, gpus=tuple(replace(gpu, minor=gpu.index + 4) for gpu in known.gpus))
+    had = allocation(one, "a", given, [])
+    assert pod_annotations(one, {had.key: had}, odd, NAMES) == {ASSIGNED: "true", f"{INDEX}0": "1"}
 
 
 def test_nothing_is_written_before_every_main_container_has_its_cores() -> None:
@@ -108,16 +117,6 @@ def test_what_is_longer_than_an_annotation_that_is_read_is_not_written() -> None
     assert wanted["ALIYUN_COM_GPU_MEM_ASSIGNED"] == "true" and "scheduler.framework.gpushare.allocation" not in wanted
 
 
-def _inspected(annotations: dict[str, str], units: int) -> dict[int, int]:
-    """What GPUShare's `kubectl inspect gpushare` adds up of a pod that asks for so many units in all, by GPU (getDeivceInfo
-    in cmd/inspect/nodeinfo.go); -1 is a pod that it calls pending."""
-    by_container = json.loads(annotations.get("scheduler.framework.gpushare.allocation", "{}"))
-    found: Counter[int] = Counter()
-    for gpus in by_container.values():
-        found.update({int(gpu): count for gpu, count in gpus.items()})
-    return dict(found) or {int(annotations.get("ALIYUN_COM_GPU_MEM_IDX", "-1")): units}
-
-
 @pytest.mark.parametrize(("first", "second"), [(1, 1), (3, 1)])
 @pytest.mark.parametrize("written", [{}, {"ALIYUN_COM_GPU_MEM_IDX": "3"}])
 def test_gpushares_inspection_adds_up_what_the_ledger_has(first: int, second: int, written: dict[str, str]) -> None:
@@ -126,4 +125,4 @@ def test_gpushares_inspection_adds_up_what_the_ledger_has(first: int, second: in
     given = [_has_memory(one, "c0", first, 2), _has_memory(one, "c1", second, 4)]
     expected = Counter({first: 2})
     expected[second] += 4
-    assert _inspected(written | _wanted(one, *given, names=GPU_MEM_NAMES), 6) == expected
+    assert inspect_pod(written | _wanted(one, *given, names=GPU_MEM_NAMES), 6) == expected

@@ -60,7 +60,7 @@ def test_the_readme_begins_with_three_sentences_and_the_two_commands() -> None:
 def test_every_flag_that_a_document_names_exists(document: str) -> None:
     """A flag of the agent in backquotes, with or without a value, is one that the agent takes."""
     text = (ROOT / document).read_text(encoding="utf-8")
-    others = {"--once", "--all-nodes", "--help", "--output", "--config"}
+    others = {"--once", "--all-nodes", "--help", "--output", "--config", "--version"}
     for flag in re.findall(r"`(--[a-z][a-zA-Z.-]*)", text):
         if flag not in others and flag[2:] not in FORMER_FLAGS:
             assert read_flags([f"{flag}=x"]).values, flag

@@ -93,7 +93,8 @@ def webhook(
 def test_a_pod_with_hamis_names_gets_its_share(
     cluster: Cluster, installation: Installation, webhook: None, namespace: str
 ) -> None:
-    """In a namespace with the label: memory in blocks, cores as asked; what cannot be had is denied with what to write."""
+    """In a namespace with the label: memory in blocks, cores as asked; what cannot be had is denied with what to write, and
+    a pod with HAMi's own label stays as it is."""
     cluster.run("label", "namespace", namespace, "gpushare-agent/vgpu-names=enabled")
 
     def pod(name: str, **limits: int) -> Object:
@@ -113,10 +114,16 @@ def test_a_pod_with_hamis_names_gets_its_share(
     assert annotations["tencent.com/vcuda-core-limit"] == "100"
     with pytest.raises(KubectlError, match=r"write nvidia\.com/gpumem, in MiB"):
         cluster.apply(pod("part", gpu=1, gpumem_percentage=50), namespace=namespace)
+    dry_run = ("-n", namespace, "apply", "--dry-run=server", "-o", "json", "-f", "-")
     chosen = pod("chosen", gpu=1)
     chosen["metadata"]["annotations"] = {"nvidia.com/use-gputype": "A100"}
-    with pytest.raises(KubectlError, match=r"gpushare-agent/gpu\.product"):
-        cluster.run("-n", namespace, "apply", "--dry-run=server", "-f", "-", stdin=json.dumps(chosen))
+    taken = json.loads(cluster.run(*dry_run, stdin=json.dumps(chosen)))
+    assert taken["metadata"]["annotations"]["nvidia.com/use-gputype"] == "A100"
+    assert taken["spec"]["containers"][0]["resources"]["limits"] == {"tencent.com/vcuda-core": "100"}
+    left_alone = pod("other", gpu=1)
+    left_alone["metadata"]["labels"] = {"hami.io/webhook": "ignore"}
+    (made,) = json.loads(cluster.run(*dry_run, stdin=json.dumps(left_alone)))["spec"]["containers"]
+    assert made["resources"]["limits"] == {"nvidia.com/gpu": "1"}
     cluster.delete_pods(namespace)
 
 

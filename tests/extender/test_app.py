@@ -20,6 +20,7 @@ from gpushare_agent.extender.app import request_timeout_s, with_admission_config
 from gpushare_agent.extender.leader_election import LeaderElection, boot_time_s
 from gpushare_agent.model.errors import StartupError
 from gpushare_agent.settings.extender import ExtenderSettings
+from gpushare_agent.settings.settings import load_settings
 from tests.cluster.support_kube import DATA, write_kubeconfig
 from tests.extender.support_extender import (
     DEADLINE_S,
@@ -215,6 +216,17 @@ def test_gpu_admissions_configuration_is_found_at_its_usual_place(short_dir: Pat
     chosen.write_text('{"QuotaConfigMapName": "chosen"}')
     assert with_admission_config(ExtenderSettings(), (short_dir / "absent", usual)).quota_name == "usual"
     assert with_admission_config(ExtenderSettings(config=chosen), (usual,)).quota_name == "chosen"
+
+
+async def test_gpu_admissions_address_of_its_image_is_served_without_tls() -> None:
+    """Its image's own command has every address: whoever reaches the port is answered, as there."""
+    flags = load_settings(["--address=0.0.0.0:3456"], {}).settings.extender
+    assert (flags.addr, flags.port, flags.tls_cert) == ("0.0.0.0", 3456, None)
+    async with fake_cluster(raw_node("n1")) as cluster, running_extender(cluster, addr=flags.addr) as asker:
+        url = f"http://127.0.0.2:{asker.parts.web.bound_port}/scheduler/predicates"
+        args = {"Pod": raw_pod("a", (30, 4)), "Nodes": None, "NodeNames": ["n1"]}
+        async with aiohttp.ClientSession() as session, session.post(url, json=args) as answer:
+            assert (await answer.json())["NodeNames"] == ["n1"]
 
 
 @pytest.mark.parametrize(

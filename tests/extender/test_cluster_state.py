@@ -16,7 +16,8 @@ from gpushare_agent.model.allocations import Charge
 from gpushare_agent.model.errors import RefusalReason, Refused
 from gpushare_agent.model.gpus import GpuReport, Link, LinkKind
 from gpushare_agent.model.names import CORES_PER_GPU, GpuUuid, PodUid
-from gpushare_agent.model.pods import ContainerKind, HostRequest, Pod, PodPhase
+from gpushare_agent.model.pods import ContainerKind, ContainerSpec, HostRequest, Pod, PodPhase
+from gpushare_agent.model.resources import ResourceNames
 from gpushare_agent.placement.topology import build_topology
 from tests.extender.support_extender import state_document
 from tests.support_core import NAMES, container, pod
@@ -75,6 +76,38 @@ def test_half_free_on_two_gpus_is_no_whole_gpu() -> None:
     assert answer.failed == dict.fromkeys(["a", "b"], "only 0 of 2 GPUs are wholly free, 1 wanted")
     cluster.remove_pod(PodUid("uid-half-1-0"))
     assert cluster.filter(whole, ["a", "b"]).fitting == ["b"]
+
+
+def test_memory_that_is_free_on_two_gpus_together_serves_no_pod() -> None:
+    """GPUShare's second demo: 11 GiB are free on each of two GPUs, and nobody has 20."""
+    names = ResourceNames(gpu_mem="aliyun.com/gpu-mem")
+    cluster = ClusterState(policy=ClusterPolicy(names=names))
+    cluster.put_node(node("a"), 0.0)
+
+    def asks(name: str, units: int) -> Pod:
+        one = ContainerSpec(name="c", kind=ContainerKind.MAIN, position=0, requests={"aliyun.com/gpu-mem": units})
+        return pod(name, one, node_name="")
+
+    for name in ("first", "second"):
+        reserve(cluster, asks(name, 13), "a")
+    answer = cluster.filter(asks("large", 20), ["a"])
+    assert (answer.fitting, answer.failed) == ([], {"a": "no GPU has more than 11 GiB free"})
+    assert cluster.filter(asks("fits", 11), ["a"]).fitting == ["a"]
+
+
+def test_a_gpu_that_the_pods_annotations_leave_out_is_not_chosen() -> None:
+    """By filter, bind and preemption; a pod of the same size without them may be there."""
+    cluster, found = state(node(gpus=2), node("b", gpus=1)), share("p", 30)
+    chosen = replace(found, annotations={"nvidia.com/use-gpuuuid": "GPU-a-1"})
+    assert cluster.filter(found, None).fitting == ["a", "b"]
+    answer = cluster.filter(chosen, None)
+    assert answer.fitting == ["a"]
+    assert answer.unresolvable == {"b": "the pod's annotations leave out all healthy GPUs of the node"}
+    assert at_once(cluster.victims_steps(chosen, {"a": [], "b": []})) == {"a": []}
+    (planned,) = reserve(cluster, chosen).plan.containers
+    assert planned.gpus == (1,)
+    assert reserve(cluster, replace(chosen, uid=PodUid("q"), name="q")).plan.containers[0].gpus == (1,)
+    assert cluster.filter(found, None).fitting == ["a", "b"]
 
 
 def test_to_filter_changes_nothing() -> None:

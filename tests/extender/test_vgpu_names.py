@@ -13,7 +13,7 @@ from gpushare_agent.extender.claims_webhook import ClaimsWebhook
 from gpushare_agent.extender.decisions.claims import Conversion, convert_pod
 from gpushare_agent.extender.decisions.vgpu_names import translate_pod
 from gpushare_agent.model.errors import Refused
-from gpushare_agent.model.names import CORE_LIMIT_ANNOTATION
+from gpushare_agent.model.names import CORE_LIMIT_ANNOTATION, GPU_CHOICE_ANNOTATIONS
 from gpushare_agent.model.resources import ResourceNames
 from tests.extender.support_extender import Raw
 from tests.extender.test_claims_webhook import patched, pod_of, review
@@ -96,10 +96,6 @@ def test_init_containers_and_those_that_ask_for_nothing() -> None:
             "container a: it says no number of cores, and b does",
         ),
         (pod_of(asks(gpu=1, vgpu_number=1)), "nvidia.com/gpu and nvidia.com/vgpu-number are names of two programs"),
-        *(
-            (pod_of(asks(gpu=1), annotations={f"nvidia.com/{name}": "A100"}), f"nvidia.com/{name} is not followed here")
-            for name in ("use-gputype", "nouse-gputype", "use-gpuuuid", "nouse-gpuuuid", "include-gpu-type")
-        ),
     ],
 )
 def test_what_cannot_be_said_here_is_refused_with_what_to_write(pod: Raw, words: str) -> None:
@@ -107,6 +103,16 @@ def test_what_cannot_be_said_here_is_refused_with_what_to_write(pod: Raw, words:
     found = translate_pod(read_pod_json(undecoded(pod)), NAMES)
     assert isinstance(found, Refused)
     assert words in found.detail
+
+
+@pytest.mark.parametrize("name", GPU_CHOICE_ANNOTATIONS)
+def test_a_choice_of_gpus_stays_on_the_pod(name: str) -> None:
+    """For the extender and the agents. No claim follows it, so a pod that would get claims is refused."""
+    annotations = {name: "A100"}
+    pod, found = translated(pod_of(asks(gpu=1), annotations=annotations))
+    assert pod["metadata"]["annotations"] == annotations and not found.warnings
+    refused = convert_pod(read_pod_json(undecoded(pod)), NAMES)
+    assert isinstance(refused, Refused) and f"no claim follows {name}" in refused.detail
 
 
 def test_what_has_no_effect_is_warned_of() -> None:
@@ -117,6 +123,39 @@ def test_what_has_no_effect_is_warned_of() -> None:
         "container main: nvidia.com/priority has no effect",
     )
     assert limits_of(pod) == [{"cpu": "1", NAMES.vcore: "100"}]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("nvidia.com/numa-bind", "hami.io/node-scheduler-policy", "hami.io/gpu-scheduler-policy"),
+        *("nvidia.com/node-scheduler-policy", "nvidia.com/device-scheduler-policy", "nvidia.com/device-topology-mode"),
+        *("nvidia.com/memory-scheduler-policy", "nvidia.com/cross-pod-topology", "hami.io/device-scoring-weights"),
+    ],
+)
+def test_an_annotation_that_chooses_no_gpu_is_warned_of(name: str) -> None:
+    """Policies of scheduling are settings here, of all pods alike."""
+    _, found = translated(pod_of(asks(gpu=1), annotations={name: "spread"}))
+    assert found.warnings == (f"the annotation {name} has no effect",)
+
+
+@pytest.mark.parametrize(
+    ("policy", "limits", "ceiling"),
+    [
+        ("balance", {"vgpu_number": 1, "vgpu_cores": 30, "vgpu_memory": 1024}, "100"),
+        ("none", {"vgpu_number": 1, "vgpu_cores": 30, "vgpu_memory": 1024}, "100"),
+        ("fixed", {"vgpu_number": 1, "vgpu_cores": 30, "vgpu_memory": 1024}, None),
+        ("balance", {"vgpu_number": 1}, None),
+    ],
+)
+def test_a_compute_policy_is_the_pods_ceiling(policy: str, limits: dict[str, int], ceiling: str | None) -> None:
+    """What nobody else uses of the GPU is the share's, as under vgpu-manager; a whole GPU needs none, and the pod's own
+    ceiling stays."""
+    asked = {"nvidia.com/vgpu-compute-policy": policy}
+    pod, found = translated(pod_of(asks(**limits), annotations=asked))
+    assert (pod["metadata"]["annotations"].get(CORE_LIMIT_ANNOTATION), found.warnings) == (ceiling, ())
+    pod, _ = translated(pod_of(asks(**limits), annotations=asked | {CORE_LIMIT_ANNOTATION: "50"}))
+    assert pod["metadata"]["annotations"][CORE_LIMIT_ANNOTATION] == "50"
 
 
 def test_a_translated_pod_may_become_claims() -> None:

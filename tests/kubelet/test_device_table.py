@@ -157,6 +157,13 @@ def test_vmemory_ids_count_whole_blocks_of_each_gpu() -> None:
     assert [row.id for row in rows] == [f"0000000{i}" for i in ("0-0", "0-1", "0-2", "1-0", "1-1")]
 
 
+def test_gpu_mem_units_are_those_of_each_gpus_own_memory() -> None:
+    """GPUShare's plugin takes the first GPU's for all."""
+    names = ResourceNames(gpu_mem="aliyun.com/gpu-mem")
+    rows = rows_of(ResourceKind.GPU_MEM, names, gpu(0, memory_mib=2 * 1024 + 500), gpu(1, memory_mib=4 * 1024))
+    assert [row.id for row in rows] == [f"0000000{i}" for i in ("0-0", "0-1", "1-0", "1-1", "1-2", "1-3")]
+
+
 @settings(deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, 3000), st.none() | st.integers(0, 300)), max_size=3),

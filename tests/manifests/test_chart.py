@@ -240,6 +240,20 @@ def test_the_values_reach_their_places(tmp_path: Path) -> None:
     _extender_counts_as_the_agents(objects)
 
 
+@pytest.mark.parametrize(
+    "label",
+    [{"gpu": "on"}, {"vgpu-manager": "device-plugin"}, {"gpushare": "true"}, {"nvidia.com/gpu.present": "true"}],
+)
+def test_nodes_may_be_chosen_by_the_label_that_another_program_gave_them(label: Values, tmp_path: Path) -> None:
+    """HAMi's, vgpu-manager's, GPUShare's, GPU Feature Discovery's: of agent and MPS daemon. Helm adds maps together, so
+    the default label is taken away by a null."""
+    selector = {"nvidia-device-enable": None, **label}
+    objects = chart_objects({"nodeSelector": selector, "isolation": "mps", "gpuMem": ON}, tmp_path)
+    for name in ("gpushare-agent", "gpushare-mps"):
+        pod = _pod(objects["DaemonSet", name])
+        assert pod["nodeSelector"] == label and "affinity" not in pod
+
+
 def test_named_configurations_may_be_settings_or_texts(tmp_path: Path) -> None:
     """In a ConfigMap whose change rolls no agent; or one of the user's."""
     text = "version: v1\nflags: {migStrategy: single}\n"

@@ -377,6 +377,22 @@ def test_the_claims_webhook_reaches_every_replica() -> None:
     assert webhook["timeoutSeconds"] > API_TIMEOUT_S
 
 
+@pytest.mark.parametrize(
+    ("label", "is_asked"),
+    [
+        ({"hami.io/webhook": "ignore"}, False),
+        ({"vgpu-manager.io/ignore-webhook": "true"}, False),
+        ({"hami.io/webhook": "other", "app": "x"}, True),
+    ],
+)
+def test_pods_that_the_former_webhooks_leave_alone_are_left_alone(label: dict[str, str], is_asked: bool) -> None:
+    """By the labels of HAMi and vgpu-manager: such a pod's nvidia.com/gpu is a device plugin's."""
+    (configuration,) = documents("extender/components/claims-webhook/webhook.yaml")
+    expressions = configuration["webhooks"][1]["objectSelector"]["matchExpressions"]
+    assert {one["operator"] for one in expressions} == {"NotIn"}
+    assert all(label.get(one["key"]) not in one["values"] for one in expressions) is is_asked
+
+
 @pytest.mark.parametrize("components", [(), ("without-tls", "network-policy"), ("claims-webhook",)], ids=str)
 def test_kustomize_renders_the_extender(tmp_path: Path, components: tuple[str, ...]) -> None:
     """With all its objects in the namespaces that they name, and a pod as the tests above see it."""

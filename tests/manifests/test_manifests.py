@@ -364,5 +364,6 @@ def test_sample_pods_have_names_of_their_own() -> None:
 
 
 def test_the_agent_runs_on_the_nodes_with_gpu_managers_label() -> None:
-    """And on no others, whatever other programs label theirs with."""
+    """And on no others, whatever other programs label theirs with; no taint keeps it away, nvidia.com/gpu's neither."""
     assert pod_spec()["nodeSelector"] == {"nvidia-device-enable": "enable"}
+    assert pod_spec()["tolerations"] == [{"operator": "Exists"}]

@@ -15,6 +15,7 @@ import pytest
 from gpushare_agent.model.names import (
     CORE_LIMIT_ANNOTATION,
     GPU_ASSIGNED_ANNOTATION,
+    GPU_CHOICE_ANNOTATIONS,
     GPUSHARE_ALLOCATION_ANNOTATION,
     GPUSHARE_ASSIGNED_ANNOTATION,
     GPUSHARE_ASSUME_TIME_ANNOTATION,
@@ -60,6 +61,7 @@ FREE = [
     ISOLATION_ANNOTATION,
     RESIZE_ANNOTATION,
     "clusterName",
+    *GPU_CHOICE_ANNOTATIONS,
     "tencent.com/other",
     "not-gpushare-agent/x",
 ]

@@ -21,7 +21,7 @@ from gpushare_agent.placement.topology import build_topology
 from gpushare_agent.runtime.cgroup_paths import PeerIdentity
 
 GPU_MIB = 24576
-UUIDS = tuple(GpuUuid(f"GPU-{index}") for index in range(4))
+UUIDS = tuple(GpuUuid(f"GPU-{index}") for index in range(8))
 
 
 def key_of(number: int, container: str = "main") -> ContainerKey:

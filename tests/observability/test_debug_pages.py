@@ -68,7 +68,7 @@ def test_the_topology_is_shown_as_matrix_tree_and_text() -> None:
     found = written(topology_page(sources()))
     assert found["links"] == [["X", "PIX"], ["PIX", "X"]]
     assert found["tree"]["gpus"] == [0, 1]
-    assert found["graph"][0] == "ROOT:2 (aval: 0)"
+    assert found["graph"][0] == "ROOT:0"
     assert [gpu["uuid"] for gpu in found["gpus"]] == ["GPU-0", "GPU-1"]
 
 

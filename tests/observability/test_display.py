@@ -32,11 +32,12 @@ from tests.observability.support_display import GPU_0, GPU_1, GPU_MIB, snapshot,
 
 MIB = 1024 * 1024
 GRAPH = f"""\
-ROOT:2 (aval: 0)
-|--PIX:2 (aval: 0)
-|  |--GPU0 (pids: [41 42 77], usedMemory: {3 * 1024 * MIB}, totalMemory: {GPU_MIB * MIB}, \
+ROOT:0
+|---PIX (aval: 0, pids: [41 42 77], usedMemory: {3 * 1024 * MIB}, totalMemory: {2 * GPU_MIB * MIB}, \
+allocatableCores: 0, allocatableMemory: 0) cost: 2000
+|   |---GPU0 (pids: [41 42 77], usedMemory: {3 * 1024 * MIB}, totalMemory: {GPU_MIB * MIB}, \
 allocatableCores: 70, allocatableMemory: {(GPU_MIB - 2048) * MIB})
-|  |--GPU1 (pids: [], usedMemory: 0, totalMemory: {GPU_MIB * MIB}, allocatableCores: 0, allocatableMemory: 0)
+|   |---GPU1 (pids: [], usedMemory: 0, totalMemory: {GPU_MIB * MIB}, allocatableCores: 0, allocatableMemory: 0)
 """
 
 
@@ -161,7 +162,7 @@ def test_a_node_without_gpus_and_pods_has_an_empty_usage_and_a_bare_root() -> No
         ),
     )
     assert shown_usage(nothing) == {}
-    assert graph_text(nothing) == "ROOT:0 (aval: 0)\n"
+    assert graph_text(nothing) == "ROOT:0\n"
 
 
 async def test_a_foreign_client_reads_all_three(short_dir: Path, grpc: ModuleType) -> None:

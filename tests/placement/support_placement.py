@@ -50,7 +50,7 @@ class Node:
 
     def admit(self, owner: Pod, hints: dict[str, str] | None = None) -> Refused | dict[str, tuple[int, ...]]:
         """GPU indexes by container, or the first refusal."""
-        owner = replace(owner, annotations=dict(hints or {}))
+        owner = replace(owner, annotations={**owner.annotations, **(hints or {})})
         index = {gpu.uuid: gpu.index for gpu in self.found.gpus}
         reusable: dict[ResourceKind, set[str]] = {}
         for one in owner.containers:
@@ -161,13 +161,14 @@ def pods(draw: st.DrawFn, name: str) -> Pod:
 
 @st.composite
 def pods_with_units(draw: st.DrawFn, name: str) -> Pod:
-    """As `pods`; some of the containers ask for gpu-mem units in place of cores."""
+    """As `pods`; some of the containers ask for gpu-mem units in place of cores, and some pods leave GPUs out."""
     owner = draw(pods(name))
     containers = []
     for one in owner.containers:
         units = draw(st.sampled_from([0, 0, 1, 3, 6, 8, 17]))
         containers.append(replace(one, requests={GPU_MEM.gpu_mem: units}) if units else one)
-    return replace(owner, containers=tuple(containers))
+    left_out = draw(st.sampled_from(["", "", "", "GPU-0", "GPU-1,GPU-2"]))
+    return replace(owner, containers=tuple(containers), annotations={"nvidia.com/nouse-gpuuuid": left_out})
 
 
 @st.composite

@@ -47,6 +47,7 @@ def accounts(draw: st.DrawFn, index: int) -> GpuAccount:
         is_healthy=draw(st.sampled_from([True, True, True, False])),
         instance=f"9:{index}" if is_instance else "",
         takes_shares=not is_instance or draw(st.booleans()),
+        is_accepted=draw(st.sampled_from([True, True, True, False])),
         **({name: draw(strategy) for name, strategy in counts.items()} if is_used else {}),
     )
 
@@ -126,7 +127,7 @@ def test_what_a_gpu_is_said_to_lack_is_what_it_lacks(
             continue
         empty = GpuAccount(
             index=one.index, uuid=one.uuid, memory_mib=one.memory_mib, is_healthy=one.is_healthy,
-            instance=one.instance, takes_shares=one.takes_shares,
+            instance=one.instance, takes_shares=one.takes_shares, is_accepted=one.is_accepted,
         )  # fmt: skip
         assert lack.is_lasting is not empty.fits(request)
         text, asked = lack.of_gpu(), request.units or request.blocks

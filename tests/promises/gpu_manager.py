@@ -90,6 +90,36 @@ PROMISES: Promises = {
             _FLAGS + "test_the_extra_config_of_the_start_script_is_read",
         ),
         not_kept("gpu-manager.yaml", "logs in `/var/log/gpu-manager`", "logs go to standard error"),
+        kept(
+            "README.md",
+            "containers need no NVIDIA runtime: the driver is in `/usr/local/nvidia`",
+            "tests/admission/test_container_edits.py::"
+            "test_the_driver_is_mounted_under_every_isolation_where_the_setting_says_so",
+            "the same; with `manifests/base` by `driver_volume.mount`",
+        ),
+        different(
+            "README.md",
+            "Kubernetes 1.9 and later",
+            "1.30 and later: with an older kubelet the agent ends with the reason",
+            "tests/kubelet/test_facts.py::test_an_old_kubelet_ends_the_agent_with_the_reason",
+        ),
+        different(
+            "README.md",
+            "the role `cluster-admin`",
+            "works; `manifests/base` has roles of its own, without wildcards",
+            "tests/manifests/test_manifests.py::test_the_roles_have_no_wildcard_and_exactly_the_rights_that_check_asks_for",
+        ),
+        different(
+            "gpu-manager.yaml",
+            "an update during which no pod is admitted",
+            "with `manifests/base` the old agent serves until the new one does, and no pod is rejected",
+            "tests/e2e/test_upgrade.py::test_a_rolling_update_during_a_burst_rejects_no_pod",
+        ),
+        not_kept(
+            "build/Dockerfile",
+            "`/start.sh` or `/usr/bin/gpu-manager` as command",
+            "leave the command out: the image's own is the agent's",
+        ),
     ),
     "Command line and environment": (
         kept(_OPTIONS, "all 18 flags, also with `_`", _FLAGS + "test_every_flag_of_gpu_manager_is_a_setting"),
@@ -98,7 +128,7 @@ PROMISES: Promises = {
             "build/start.sh",
             "`LOG_LEVEL` and `--v`, klog's number",
             "5 and more are level debug, less is info",
-            _FLAGS + "test_log_level_is_klogs_number_or_a_word_of_ours",
+            _FLAGS + "test_log_level_is_klogs_number_or_a_word",
         ),
         different(
             "pkg/flags",
@@ -118,6 +148,35 @@ PROMISES: Promises = {
             "`--wait-timeout`, `--checkpoint-path`",
             "accepted without effect: the agent waits for the kubelet, whose records are the state",
             _FLAGS + "test_every_flag_of_gpu_manager_is_a_setting",
+        ),
+        not_kept(
+            "build/copy-bin-lib.sh",
+            "`FILE`, `FIND_BASE`",
+            "`volume_config` and `driver_volume.root`",
+        ),
+        kept(
+            _OPTIONS,
+            "`--extra-config` of a file that cannot be read ends the start",
+            "tests/isolation/test_extra_config.py::test_a_missing_file_is_refused_by_name",
+        ),
+        different(
+            "cmd/manager/app",
+            "a part of `--node-labels` that is no pair is passed over",
+            "a mistake that ends the start",
+            "tests/settings/test_settings.py::test_a_bad_flag_ends_in_one_line_that_tells_what_is_allowed",
+        ),
+        kept(
+            "pkg/version",
+            "`--version`",
+            "tests/cli/test_main.py::test_version_is_the_packages",
+            "the same, of `gpushare-agent`",
+        ),
+        different(
+            "build/gpu-manager.service",
+            "`systemctl reload`, which sends SIGHUP and so ends it",
+            "the settings are read anew, and what runs goes on",
+            "tests/agent/test_faults_signals.py::"
+            "test_sighup_takes_the_changed_settings_file_into_effect_and_a_broken_one_keeps_the_old",
         ),
         different(
             "build/gpu-manager.service",
@@ -172,6 +231,75 @@ PROMISES: Promises = {
             "tests/isolation/test_extra_config.py::test_device_nodes_are_read_in_order",
         ),
         kept(
+            "pkg/services/watchdog",
+            "label `gaia.tencent.com/gpu-model`, `--node-labels`",
+            "tests/cluster/test_node_labels.py::test_the_model_is_the_word_behind_the_brand",
+        ),
+        different(
+            "the seed's seven Tesla P40",
+            "668 blocks allocatable",
+            "665: a GPU of 24,451 MiB has 95 whole blocks, and a block of two GPUs could be given to nobody",
+            "tests/kubelet/test_device_table.py::test_vmemory_ids_count_whole_blocks_of_each_gpu",
+        ),
+        kept(
+            "README.md, and the seed's Deployment",
+            "their example pods: 50 cores and 30 blocks, 200 and 60, 100 and 30",
+            "tests/agent/test_gpu_managers_examples.py::test_an_example_runs",
+        ),
+        kept(
+            "allocator, allocateOne",
+            "`NVIDIA_VISIBLE_DEVICES`, the UUIDs",
+            "tests/isolation/test_device_lists.py::test_envvar_lists_the_uuids",
+        ),
+        kept(
+            "allocator, allocateOne",
+            "`--share-mode=false`: parts of a GPU are refused",
+            "tests/placement/test_placement.py::test_shares_are_refused_where_sharing_is_off",
+        ),
+        different(
+            "allocator, allocateOne",
+            "memory beside whole GPUs is not looked at",
+            "the GPUs together have at least that much, or the pod is refused",
+            "tests/placement/test_placement.py::test_whole_gpus_must_have_the_memory_together",
+        ),
+        different(
+            "pkg/server/vmemory.go",
+            "`vcuda-memory` without cores: the container starts without a GPU",
+            "refused: a share has both",
+            "tests/admission/test_plan.py::test_requests_that_cannot_be_are_refused_with_what_is_valid",
+        ),
+        kept(
+            "allocator, allocateOne",
+            "`request memory … is larger than …`",
+            "tests/admission/test_decide.py::test_a_refusal_for_too_little_memory_at_all_has_its_own_reason",
+            "the same, in words of its own",
+        ),
+        different(
+            "pkg/utils",
+            "the number in `predicate-gpu-idx-<i>` is the minor number",
+            "NVML's index, as `nvidia-smi` counts: minor numbers may have gaps",
+            "tests/cluster/test_annotations.py::test_a_gpu_is_named_by_nvmls_index",
+        ),
+        different(
+            "allocator, capacity",
+            "device IDs `tencent.com/vcuda-core-<n>` in the kubelet's records",
+            "`<8 digits of the UUID>-<n>`: an ID names its GPU",
+            "tests/kubelet/test_device_ids.py::test_an_id_is_eight_digits_of_the_uuid_and_a_number",
+        ),
+        different(
+            "allocator, Allocate",
+            "init containers get no GPU",
+            "they get one, and the containers after them stay on it",
+            "tests/admission/test_plan.py::test_an_init_container_goes_where_its_heir_fits",
+        ),
+        kept(
+            "allocator, Allocate",
+            "several containers of a pod, each with a GPU or a part of one",
+            "tests/admission/test_identity.py::test_containers_are_served_in_spec_order",
+        ),
+    ),
+    "Which GPU, and until when": (
+        kept(
             "pkg/algorithm",
             "whole GPUs by their links",
             "tests/admission/test_units.py::test_several_gpus_are_placed_by_their_links",
@@ -185,17 +313,6 @@ PROMISES: Promises = {
             "pkg/algorithm",
             "a free branch left whole",
             "tests/placement/test_placement.py::test_fragment_takes_from_the_branch_with_the_fewest_free_gpus",
-        ),
-        kept(
-            "pkg/services/watchdog",
-            "label `gaia.tencent.com/gpu-model`, `--node-labels`",
-            "tests/cluster/test_node_labels.py::test_the_model_is_the_word_behind_the_brand",
-        ),
-        different(
-            "the seed's seven Tesla P40",
-            "668 blocks allocatable",
-            "665: a GPU of 24,451 MiB has 95 whole blocks, and a block of two GPUs could be given to nobody",
-            "tests/kubelet/test_device_table.py::test_vmemory_ids_count_whole_blocks_of_each_gpu",
         ),
         different(
             "pkg/device/nvidia, resetGPUFeature",
@@ -215,8 +332,115 @@ PROMISES: Promises = {
             "it registers again and goes on",
             "tests/agent/test_faults_kubelet.py::test_running_pods_survive_a_kubelet_restart_and_nothing_of_theirs_is_freed",
         ),
+        different(
+            "allocator, Allocate",
+            "the pod that has waited longest and asks for as many cores is taken for the one that starts",
+            "the kubelet is asked whom it is for; where two fit, nobody is served by guess",
+            "tests/admission/test_identity.py::test_two_that_fit_are_never_guessed_between",
+        ),
+        different(
+            "allocator, allocateOne",
+            "a GPU other than the one that gpu-admission named fails the pod",
+            "the named one is taken where it fits, else another",
+            "tests/placement/test_placement.py::test_a_hint_is_followed_if_it_fits_and_ignored_otherwise",
+        ),
+        different(
+            "allocator, ListAndWatch",
+            "devices are Healthy for ever",
+            "those of a failed GPU are Unhealthy, and pods go elsewhere",
+            "tests/agent/test_faults_gpus.py::test_a_lost_gpu_is_unhealthy_in_both_resources_and_new_pods_go_elsewhere",
+        ),
+        different(
+            "pkg/device/nvidia, Init",
+            "GPUs are counted at the start",
+            "and followed from then on",
+            "tests/gpus/test_watch.py::test_a_node_without_gpus_waits_for_them",
+        ),
+        kept(
+            "pkg/device/nvidia, parseFromLibrary",
+            "two GPUs of one board are behind one switch",
+            "tests/gpus/test_nvml.py::test_the_tree_follows_the_common_ancestors",
+        ),
+        different(
+            "allocator, PreStartContainer",
+            "a container whose records disagree: its pod fails, `PreStartContainerCheckErr`",
+            "its start is refused with the reason, and the kubelet tries again",
+            "tests/admission/test_admission.py::test_a_start_that_is_refused_names_the_container",
+        ),
+        different(
+            "allocator, checkAllocation",
+            "rejected pods of a controller are deleted",
+            "the oldest are: the newest of each controller stay, to be read",
+            "tests/cluster/test_rejected_pods.py::test_the_newest_of_each_controller_stay",
+        ),
+        kept(
+            "allocator, checkAllocation",
+            "annotations that were lost are written again",
+            "tests/cluster/test_pod_annotations.py::test_all_pods_are_compared_again_after_a_while",
+        ),
+        kept(
+            "allocator, recoverInUsed",
+            "pods keep their GPUs over a restart",
+            "tests/e2e/test_device_plugin_specs.py::test_an_agent_that_is_killed_has_the_same_ledger_after",
+        ),
+        kept(
+            "pkg/utils, GetCheckpointData",
+            "the kubelet's checkpoint in its older and newer forms",
+            "tests/kubelet/test_records.py::test_old_kubelets_write_a_plain_list",
+        ),
+        different(
+            "watchdog, podIsTerminated",
+            "a pod deleted by force leaves its GPU to the next at once",
+            "once its last process has ended",
+            "tests/agent/test_faults_pods.py::test_a_force_deleted_pods_share_is_kept_until_its_processes_are_gone",
+        ),
+        different(
+            "pkg/server, Run",
+            "without the API server it does not start",
+            "it serves, and says why it refuses a pod that it does not know",
+            "tests/agent/test_faults_api_server.py::"
+            "test_without_an_api_server_the_agent_registers_and_says_why_it_refuses",
+        ),
     ),
-    "vDevice and the driver's files": (
+    "Inside the containers": (
+        kept(
+            "vcuda-controller",
+            "an allocation beyond `vcuda-memory` fails: out of memory",
+            "tests/gpushare/test_memory.py::test_every_way_to_a_function_ends_at_the_limit",
+        ),
+        kept(
+            "vcuda-controller",
+            "`nvidia-smi` shows the share's memory",
+            "tests/gpushare/test_memory.py::test_nvml_shows_the_share",
+        ),
+        kept(
+            "vcuda-controller",
+            "compute is held at the cores",
+            "tests/gpushare/test_compute.py::test_the_error_budget",
+        ),
+        kept(
+            "vcuda-controller",
+            "up to `vcuda-core-limit` while the GPU is idle",
+            "tests/gpushare/test_compute.py::test_an_idle_gpu_is_given_up_to_the_ceiling",
+        ),
+        kept(
+            "vcuda-controller",
+            "whole GPUs are not limited",
+            "tests/isolation/test_gpushare.py::test_whole_gpus_get_nothing",
+        ),
+        different(
+            "vcuda-controller",
+            "a program that cannot register ends",
+            "it goes on, within its limits",
+            "tests/gpushare/test_registration.py::test_no_answer_of_the_agents_keeps_a_program_from_its_gpu",
+        ),
+        not_kept(
+            "FAQ 2",
+            "`LOGGER_LEVEL` in a pod",
+            "it is the control library's: isolation `vcuda`",
+        ),
+    ),
+    "vDevice": (
         kept(
             "pkg/services/virtual-manager",
             "`/etc/gpu-manager/vm`, a socket for registrations",
@@ -239,6 +463,65 @@ PROMISES: Promises = {
             "directories of pods that ended are removed",
             "tests/isolation/test_virtual_manager.py::test_a_share_that_is_released_is_no_longer_served",
         ),
+        different(
+            "FAQ 1, 3",
+            "`--container-runtime-endpoint`, `--cgroup-driver` by hand",
+            "found by themselves; a contradiction is logged",
+            "tests/cli/test_check_containers.py::test_a_cgroup_driver_that_the_pods_contradict_is_a_warning",
+        ),
+        kept(
+            "CHANGELOG, v1.0.4",
+            "any user of a container may register",
+            "tests/isolation/test_vdevice_files.py::test_the_tree_has_the_documented_modes_under_any_umask",
+        ),
+        kept(
+            "virtual-manager, registerVDeviceWithContainerName",
+            "a registration by container name, also in dockershim's form",
+            "tests/isolation/test_vdevice_files.py::test_a_container_name_is_plain_or_of_dockershims_form",
+        ),
+        different(
+            "virtual-manager, RegisterVDevice",
+            "whoever reaches a socket may register any container",
+            "its own alone, by the kernel's word",
+            "tests/isolation/test_vdevice_server.py::test_a_process_of_another_container_is_refused_whatever_it_says",
+        ),
+        kept(
+            "virtual-manager, vDeviceWatcher",
+            "sockets are served again after a restart",
+            "tests/agent/test_vdevice_node.py::test_after_a_restart_every_live_share_has_its_socket_again",
+        ),
+        different(
+            "virtual-manager, vDeviceWatcher",
+            "a path beyond 107 characters is left out",
+            "it is served",
+            "tests/isolation/test_vdevice_server.py::test_the_socket_works_beyond_107_bytes_of_path",
+        ),
+        different(
+            "virtual-manager, writeConfigFile",
+            "`vcuda.config` stays as it was written first",
+            "it follows `vcuda-core-limit`, and a resize",
+            "tests/agent/test_vdevice_node.py::test_an_elastic_limit_is_followed_and_a_bad_one_reported",
+        ),
+        different(
+            "virtual-manager, writePidFile",
+            "`pids.config` is of the moment of a registration",
+            "it follows the container's processes",
+            "tests/isolation/test_virtual_manager.py::test_processes_are_followed_between_two_polls_of_everything",
+        ),
+        different(
+            "pkg/types",
+            "cgroup v1 alone",
+            "v1 and v2",
+            "tests/runtime/test_cgroups.py::test_a_container_is_found_by_its_id_under_v2",
+        ),
+        different(
+            "cmd/manager/options",
+            "`/var/run/dockershim.sock`",
+            "a runtime with CRI v1: containerd, CRI-O, cri-dockerd",
+            "tests/runtime/test_cri.py::test_a_runtime_without_cri_v1_is_rejected_with_the_cure",
+        ),
+    ),
+    "The driver's files": (
         kept(
             "pkg/services/volume",
             "volumes `nvidia` and `origin` of volume.conf",
@@ -250,11 +533,33 @@ PROMISES: Promises = {
             "left out of the default; name them in yours",
             "tests/promises/test_volume_conf.py::test_every_name_of_gpu_managers_volume_conf_is_here_or_left_out_for_a_reason",
         ),
+        kept(
+            "pkg/services/volume",
+            "hard links to the host's files, else copies",
+            "tests/isolation/test_driver_directory.py::test_another_device_gets_copies",
+        ),
+        kept(
+            "pkg/services/volume",
+            "in volume `nvidia` the names of libcuda and libnvidia-ml lead to the control library",
+            "tests/isolation/test_driver_plan.py::"
+            "test_in_the_volume_for_shares_the_loaded_names_lead_to_the_control_library",
+        ),
+        kept(
+            "pkg/services/volume",
+            "the driver's version is that in libcuda's name",
+            "tests/isolation/test_driver_plan.py::test_the_driver_version_is_in_the_full_name_of_libcuda",
+        ),
+        kept(
+            "pkg/services/volume/ldcache",
+            "libraries of 32 and 64 bits, by the loader's cache",
+            "tests/isolation/test_driver_libraries.py::test_32_and_64_bit_libraries_are_reported_apart",
+        ),
         different(
-            "FAQ 1, 3",
-            "`--container-runtime-endpoint`, `--cgroup-driver` by hand",
-            "found by themselves; a contradiction is logged",
-            "tests/cli/test_check_containers.py::test_a_cgroup_driver_that_the_pods_contradict_is_a_warning",
+            "pkg/services/volume",
+            "files are removed and made again at each start",
+            "a new version is made beside the old, which programs keep",
+            "tests/isolation/test_driver_directory.py::"
+            "test_what_a_process_has_mapped_does_not_change_when_a_new_version_comes",
         ),
     ),
     "Observation": (
@@ -281,14 +586,41 @@ PROMISES: Promises = {
         ),
         kept(
             "pkg/device/nvidia, PrintGraph",
-            "`aval`, the number of free GPUs of a branch; pids, memory, allocatable cores and memory of each GPU",
+            "free GPUs behind `ROOT` and as `aval` of a branch",
             "tests/observability/test_graph.py::test_each_branch_of_the_graph_has_how_many_of_its_gpus_are_free",
         ),
-        different(
+        kept(
+            "pkg/device/nvidia, PrintGraph",
+            "pids, used and total memory of branches and GPUs, allocatable cores and memory of GPUs",
+            _DISPLAY + "test_the_graph_shows_what_is_used_and_free_of_each_gpu",
+        ),
+        kept(
             "the seed's tree of access costs",
-            "a cost for each GPU",
-            "the link of each pair, in `gpushare-agent graph -o json`",
-            "tests/cli/test_inspect.py::test_the_graph_as_a_document_has_tree_links_and_what_is_free",
+            "costs of links, which gpu-manager's own graph has not",
+            "tests/observability/test_graph.py::test_each_branch_of_the_graph_has_the_cost_of_its_dearest_pair",
+            "`cost:` behind each branch of `/graph`; each pair's link in `gpushare-agent graph -o json`",
+        ),
+        different(
+            "pkg/services/display",
+            "`/usage` has a pod once it runs",
+            "from its allocation on",
+            _DISPLAY + "test_containers_are_listed_before_the_first_sample",
+        ),
+        kept(
+            "pkg/services/display",
+            "the annotation `clusterName`, the variable `SUBMITTER`",
+            _DISPLAY + "test_usage_is_reported_in_percent_and_mib_by_pod_and_container",
+        ),
+        different(
+            "pkg/services/display",
+            "at most 1,024 processes of a GPU, in the graph 64",
+            "as many as the driver lists",
+            "tests/gpus/test_nvml_processes.py::test_lists_of_any_length_are_read_whole",
+        ),
+        kept(
+            "pkg/server, runServer",
+            "root alone may ask the socket",
+            _DISPLAY + "test_the_socket_is_for_root_alone",
         ),
         different(
             "pkg/server, setupGRPCGatewayService",

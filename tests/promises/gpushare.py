@@ -43,6 +43,41 @@ PROMISES: Promises = {
             "taken, and reported once with the reason: GPUs are always watched, and pods read from the kubelet's sockets",
             f"{_FLAGS}::test_a_flag_without_effect_is_reported_once",
         ),
+        kept(
+            "pkg/gpu/nvidia/podmanager.go",
+            "`NODE_NAME`",
+            "tests/settings/test_settings.py::test_the_node_name_is_the_flag_else_node_name_else_the_host",
+        ),
+        different(
+            "pkg/gpu/nvidia/podmanager.go",
+            "`KUBECONFIG` goes before the pod's own account",
+            "after it; `--kubeconfig` goes before it",
+            "tests/cluster/test_kube_client.py::test_the_explicit_kubeconfig_comes_first",
+        ),
+        different(
+            "pkg/gpu/nvidia/gpumanager.go",
+            "without NVML, or without GPUs, it waits for ever",
+            "it ends with the reason; with `fail_on_init_error: false` it waits, and takes up GPUs that come",
+            "tests/agent/test_faults_gpus.py::test_without_a_driver_the_agent_ends_with_the_reason",
+        ),
+        kept(
+            "pkg/gpu/nvidia/gpumanager.go",
+            "a new kubelet socket is registered with again",
+            "tests/kubelet/test_registration.py::test_a_restarted_kubelet_is_registered_with_again",
+        ),
+        kept(
+            "pkg/gpu/nvidia/gpumanager.go",
+            "SIGHUP starts it anew",
+            "tests/agent/test_faults_signals.py::"
+            "test_sighup_takes_the_changed_settings_file_into_effect_and_a_broken_one_keeps_the_old",
+            "the settings are read anew, and nothing is registered again",
+        ),
+        different(
+            "pkg/gpu/nvidia/coredump.go",
+            "SIGQUIT writes stacks to `/etc/kubernetes/go_….txt`",
+            "`/debug/tasks`, and `/debug/pprof/goroutine`",
+            "tests/observability/test_debug_server.py::test_gos_profiles_are_answered_with_what_there_is",
+        ),
     ),
     "Nodes": (
         kept("install.md", "the label `gpushare=true`", _ON_A_CLUSTER, "the same, with the component `gpushare`"),
@@ -69,6 +104,41 @@ PROMISES: Promises = {
             "the ConfigMap `unhealthy-gpu-NODE`",
             "`gpushare-agent cordon GPU`; failed GPUs are found by the driver's events",
             "tests/gpus/test_control_server.py::test_a_gpu_is_cordoned_and_put_back",
+        ),
+        different(
+            "pkg/gpu/nvidia/nvidia.go",
+            "every GPU has the units of the first",
+            "those of its own memory",
+            "tests/kubelet/test_device_table.py::test_gpu_mem_units_are_those_of_each_gpus_own_memory",
+        ),
+        different(
+            "pkg/gpu/nvidia/nvidia.go",
+            "device IDs `<UUID>-_-<n>`",
+            "`<8 digits of the UUID>-<n>`",
+            "tests/kubelet/test_device_ids.py::test_an_id_is_eight_digits_of_the_uuid_and_a_number",
+        ),
+        different(
+            "pkg/gpu/nvidia/server.go",
+            "an Unhealthy GPU is so until the plugin starts anew",
+            "until three probes are passed, or it was reset",
+            "tests/agent/test_health_node.py::test_xid_79_takes_the_gpu_away_and_a_reset_brings_it_back",
+        ),
+        different(
+            "pkg/gpu/nvidia/nvidia.go",
+            "an Xid without a GPU makes all of them Unhealthy",
+            "none; they are polled at once",
+            "tests/gpus/test_watch.py::test_an_event_of_no_gpu_makes_none_unhealthy_and_is_followed_by_a_poll",
+        ),
+        kept(
+            "deployer/README.md",
+            "nodes of the label alone, with Helm",
+            "tests/manifests/test_chart.py::test_nodes_may_be_chosen_by_the_label_that_another_program_gave_them",
+            '`nodeSelector: {nvidia-device-enable: null, gpushare: "true"}`',
+        ),
+        not_kept(
+            "deployer/chart",
+            "the chart gpushare-installer, which takes NVIDIA's plugin off the nodes",
+            "`gpuMem.enabled` of this chart; take NVIDIA's plugin off yourself",
         ),
         not_kept(
             "pkg/gpu/nvidia/const.go",
@@ -123,6 +193,35 @@ PROMISES: Promises = {
             "the annotations `ALIYUN_COM_GPU_MEM_IDX`, `_ASSIGNED`, `_ASSUME_TIME`",
             "tests/cluster/test_annotations.py::test_gpushares_memory_has_gpushares_annotations_and_gpu_managers",
         ),
+        different(
+            "pkg/gpu/nvidia/allocate.go",
+            "of pods that ask for as much the one that was bound first is taken for the one that starts",
+            "the kubelet is asked whom it is for",
+            "tests/admission/test_identity.py::test_two_that_fit_are_never_guessed_between",
+        ),
+        kept(
+            "pkg/gpu/nvidia/allocate.go",
+            "a node with one GPU needs no extender",
+            f"{_AGENT}::test_a_pod_gets_memory_of_one_gpu_with_gpushares_variables_and_annotations",
+            "no node does",
+        ),
+        different(
+            "pkg/gpu/nvidia/podutils.go",
+            "memory of init containers is not counted",
+            "it is, and goes on to the containers after them",
+            "tests/admission/test_memory_share.py::test_an_init_containers_units_go_on_to_the_containers_after_it",
+        ),
+        kept(
+            "document on MPS",
+            "the deployer's own MPS daemon, found by the directory",
+            "tests/agent/test_mps_node.py::test_a_share_finds_the_deployers_daemon_and_its_own_limits_inside_its_process",
+        ),
+        different(
+            "document on MPS",
+            "a pod starts whether or not the daemon runs",
+            "a share is refused while it does not",
+            "tests/agent/test_mps_node.py::test_while_the_daemon_is_down_shares_are_refused_and_whole_gpus_go",
+        ),
         kept(
             "demo/binpack-1",
             "the demo: StatefulSet, Service and Job",
@@ -168,10 +267,67 @@ PROMISES: Promises = {
             "its GPU is taken where it fits",
         ),
         different(
+            "config/scheduler-policy-config.yaml",
+            "`aliyun.com/gpu-mem` in `managedResources`",
+            "the chart's scheduler has it with `gpuMem.enabled`; to `manifests/extender/default-scheduler` add it",
+            "tests/manifests/test_chart.py::test_the_values_reach_their_places",
+        ),
+        different(
+            "config/gpushare-schd-extender.yaml",
+            "one replica, NodePort 32766",
+            "two, behind a Service",
+            "tests/manifests/test_extender.py::test_there_are_two_replicas_and_one_is_always_there",
+        ),
+        kept(
+            "README.md, demo 2",
+            "a pod that fits a node and none of its GPUs waits",
+            "tests/extender/test_cluster_state.py::test_memory_that_is_free_on_two_gpus_together_serves_no_pod",
+        ),
+        kept(
+            "designs.md",
+            "of the GPUs that fit, the one with least left",
+            "tests/admission/test_memory_share.py::test_the_fullest_gpu_that_fits_is_taken_and_its_ids_are_preferred",
+        ),
+        different(
+            "pkg/scheduler/predicate.go",
+            "`Insufficient GPU Memory in one device`",
+            "how much the GPUs have at most",
+            "tests/placement/test_lack.py::test_a_nodes_lack_is_one_sentence_without_a_gpus_name",
+        ),
+        different(
+            "pkg/routes/routes.go",
+            "a bind that fails has status 500",
+            "200 and `Error`, which kube-scheduler reads",
+            "tests/extender/test_verbs.py::test_a_full_gpu_is_refused_with_a_reason_at_bind_too",
+        ),
+        kept(
+            "cmd/main.go",
+            "`LOG_LEVEL`: debug, info, warn, error",
+            "tests/settings/test_gpu_manager.py::test_log_level_is_klogs_number_or_a_word",
+        ),
+        different(
             "cmd/main.go",
             "the extender's variables `PORT`, `THREADNESS`",
             "`extender.port`; one process needs no threads. Its paths answer wherever the others do",
             "tests/extender/test_verbs.py::test_each_verb_answers_as_the_scheduler_reads_it",
+        ),
+    ),
+    "`kubectl inspect gpushare`": (
+        kept(
+            "cmd/inspect",
+            "used memory of each GPU, of the node and the cluster",
+            "tests/agent/test_gpushare_inspection.py::test_its_sums_are_what_the_kubelet_has_given",
+        ),
+        different(
+            "cmd/inspect, buildNodeInfoWithPods",
+            "total memory of each GPU",
+            "an equal part of the node's, as ever; the node's is what is left for gpu-mem beside other resources",
+            "tests/agent/test_gpushare_inspection.py::test_its_sums_are_what_the_kubelet_has_given",
+        ),
+        kept(
+            "cmd/inspect, getDeivceInfo",
+            "pending memory: pods without an annotation",
+            "tests/agent/test_gpushare_inspection.py::test_a_pod_that_is_not_admitted_yet_is_pending",
         ),
     ),
 }

@@ -35,7 +35,10 @@ class Promise(Struct, frozen=True, kw_only=True):
 Promises = Mapping[str, Sequence[Promise]]
 
 
-def kept(source: str, have: str, proof: str, here: str = "the same") -> Promise:
+SAME = "the same"
+
+
+def kept(source: str, have: str, proof: str, here: str = SAME) -> Promise:
     """What users have works as it is."""
     return Promise(source=source, have=have, here=here, proof=proof, verdict=Verdict.KEPT)
 
@@ -51,11 +54,15 @@ def not_kept(source: str, have: str, here: str, proof: str = "") -> Promise:
 
 
 def tables(promises: Promises) -> str:
-    """The tables of a page: what differs comes first in each, for the rest is no work."""
+    """The tables of a page: what differs, with what to do. What is the same is no work, so it is named below."""
     lines: list[str] = []
     for title, rows in promises.items():
-        lines += [f"### {title}", "", "| what you have | here |", "|---|---|"]
-        for row in sorted(rows, key=lambda row: row.verdict is Verdict.KEPT):
-            lines.append(f"| {row.have} | {'**not**: ' if row.verdict is Verdict.NOT else ''}{row.here} |")
-        lines.append("")
+        lines += [f"### {title}", ""]
+        told = sorted((row for row in rows if row.here != SAME), key=lambda row: row.verdict is Verdict.KEPT)
+        if told:
+            lines += ["| what you have | here |", "|---|---|"]
+            lines += [f"| {row.have} | {'**not**: ' if row.verdict is Verdict.NOT else ''}{row.here} |" for row in told]
+            lines.append("")
+        if same := [row.have for row in rows if row.here == SAME]:
+            lines += [f"**The same**: {' · '.join(same)}.", ""]
     return "\n".join(lines)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections import Counter
 from collections.abc import Iterator
 from functools import cache
@@ -10,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.generated import ROOT
+from gpushare_agent.settings.reference import all_keys
+from tests.docs.generated import ROOT, families
 from tests.promises.promise import Promise, Verdict
 from tests.promises.sources import SOURCES
 
@@ -56,6 +58,15 @@ def test_every_row_says_one_thing() -> None:
         assert [have for have, count in named.items() if count > 1] == [], source
     cells = [cell for row in rows() for cell in (row.source, row.have, row.here)]
     assert [cell for cell in cells if not cell or "\n" in cell or "|" in cell.replace("\\|", "")] == []
+
+
+def test_every_name_of_ours_in_a_row_exists() -> None:
+    """A metric or a setting that was renamed would send its readers into the void."""
+    texts = [row.here for row in rows()]
+    metrics = {one for text in texts for one in re.findall(r"`(gpushare_(?:card|container)_\w+)`", text)}
+    assert metrics <= {family.name for family in families()} and metrics
+    settings = {one for text in texts for one in re.findall(r"`([a-z_]+\.[a-z_]+)(?:: [^`]+)?`", text)}
+    assert settings <= {key.name for key in all_keys()} and settings
 
 
 @pytest.mark.parametrize("source", SOURCES)

@@ -12,9 +12,11 @@ from gpushare_agent.settings.settings import SettingsError, load_settings
 from gpushare_agent.settings.sources import read_gpu_manager
 
 
-@pytest.mark.parametrize(("value", "level"), [("0", "info"), ("4", "info"), ("5", "debug"), ("warning", "warning")])
-def test_log_level_is_klogs_number_or_a_word_of_ours(value: str, level: str) -> None:
-    """Below our own variable, above the file."""
+@pytest.mark.parametrize(
+    ("value", "level"), [("0", "info"), ("4", "info"), ("5", "debug"), ("warning", "warning"), ("warn", "warning")]
+)
+def test_log_level_is_klogs_number_or_a_word(value: str, level: str) -> None:
+    """`warn` is of GPUShare's extender. Below our own variable, above the file."""
     assert load_settings([], {"LOG_LEVEL": value}).settings.log.level == level
     loaded = load_settings([], {"LOG_LEVEL": value, "GPUSHARE_LOG__LEVEL": "error"})
     assert loaded.settings.log.level == "error" and loaded.outcome(loaded.migrated[0])[0]

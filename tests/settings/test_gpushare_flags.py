@@ -71,6 +71,12 @@ def test_mps_is_an_isolation(flag: str, isolation: str) -> None:
         ("--disable-core-limit=false", False),
         ("--disable-core-limit", True),
         ("--resource-name=nvidia.com/gpu", True),
+        ("--device-memory-factor=1", False),
+        ("--device-memory-factor=1024", True),
+        ("--open-kernel-modules", False),
+        ("--feature-gates=SharedSMUtilizationWatcher=true", True),
+        ("--domain=nvidia.com", False),
+        ("--domain=example.com", True),
     ],
 )
 def test_a_flag_without_effect_is_reported_once(flag: str, is_lost: bool) -> None:
@@ -89,12 +95,21 @@ def test_a_flag_without_effect_is_reported_once(flag: str, is_lost: bool) -> Non
         (["--card-memory-mib", "24GB"], "24GB is 24576"),
         (["--resources.memory-block-mib=1Gi"], "1Gi is 1024"),
         (["--memory-units=GiB"], "did you mean --memory-unit"),
+        (["--node-config-path=/n.yaml"], "by --config"),
     ],
 )
 def test_a_mistake_leads_to_the_right_setting(flags: list[str], words: str) -> None:
     """By name, and by the number for a size with its unit."""
     with pytest.raises(SettingsError, match=words):
         load_settings(flags, {})
+
+
+@pytest.mark.parametrize(
+    ("value", "excluded"), [("0,2", ("0", "2")), ("0-2", ("0", "1", "2")), ("1..2,GPU-7", ("1", "2", "GPU-7"))]
+)
+def test_vgpu_managers_excluded_devices_are_the_setting(value: str, excluded: tuple[str, ...]) -> None:
+    """With its ranges."""
+    assert load_settings([f"--exclude-devices={value}"], {}).settings.excluded_gpus == excluded
 
 
 def test_gpushares_program_is_the_command_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -463,7 +463,7 @@ def plan_units(
     must = [DeviceId(device) for device in offer.must_include]
     if (refused := _unlike(layout, ledger) or _several(layout, must + list(free), offer.size)) is not None:
         return refused
-    usable = {gpu.uuid: gpu for gpu in gpus if gpu.is_healthy and gpu.uuid in served}
+    usable = {gpu.uuid: gpu for gpu in gpus if gpu.is_healthy and gpu.is_accepted and gpu.uuid in served}
     by_gpu = _by_number(free, usable, without=must)
     has_instances = any(gpu.mig is not None and gpu.uuid in served for gpu in ledger.inventory.gpus)
     # Instances have no links of their own, and replicas of one GPU are alike: only whole GPUs are placed by links.

@@ -19,6 +19,7 @@ from gpushare_agent.model.names import CORES_PER_GPU, DeviceId, GpuUuid, split_d
 from gpushare_agent.model.pods import ContainerKind, ContainerSpec
 from gpushare_agent.model.resources import Measure, ResourceKind, ResourceNames
 from gpushare_agent.placement.gpu_account import GpuAccount, account_of
+from gpushare_agent.placement.gpu_choice import accepting, choice_of
 from gpushare_agent.placement.place import SharePolicy
 
 
@@ -59,8 +60,9 @@ def gpu_accounts(
     *,
     offered: Collection[DeviceId] | None = None,
     only: Collection[GpuUuid] | None = None,
-) -> list[GpuAccount]:
-    """Each GPU as `target` may use it: what the pod's own init containers hold is reusable. None: as everybody sees it.
+) -> Sequence[GpuAccount]:
+    """Each GPU as `target` may use it: what the pod's own init containers hold is reusable, and what its annotations leave
+    out has nothing free. None: as everybody sees it.
 
     `offered`, where not None, are the vcore IDs that the kubelet can hand out: a GPU has no more free cores than that.
     `only`, where not None, are the GPUs that are asked about.
@@ -88,7 +90,7 @@ def gpu_accounts(
                 offered_cores=CORES_PER_GPU if per_gpu is None else per_gpu[gpu.uuid],
             )
         )
-    return found
+    return found if target is None else accepting(choice_of(target.pod.annotations), found)
 
 
 def _is_unlimited(container: ContainerSpec, names: ResourceNames) -> bool:
@@ -101,7 +103,7 @@ def _is_unlimited(container: ContainerSpec, names: ResourceNames) -> bool:
 
 def offer_accounts(
     target: Target, offer: Offer, free: Collection[DeviceId], ledger: Ledger, policy: Policy
-) -> list[GpuAccount]:
+) -> Sequence[GpuAccount]:
     """Each GPU as `target` may use it in this call; `free` are the offer's IDs that nobody else has."""
     return gpu_accounts(target, ledger, policy, offered=free if offer.kind.measure is Measure.CORES else None)
 

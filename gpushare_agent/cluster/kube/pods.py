@@ -29,6 +29,7 @@ from gpushare_agent.model.names import (
     ENV_HAMI_CORE_POLICY,
     ENV_PRELOAD,
     ENV_VISIBLE_DEVICES,
+    GPU_CHOICE_ANNOTATIONS,
     GPUSHARE_ALLOCATION_ANNOTATION,
     GPUSHARE_ASSIGNED_ANNOTATION,
     GPUSHARE_ASSUME_TIME_ANNOTATION,
@@ -54,6 +55,7 @@ READ_ANNOTATIONS = (
     GPUSHARE_ASSIGNED_ANNOTATION,
     GPUSHARE_ASSUME_TIME_ANNOTATION,
     GPUSHARE_ALLOCATION_ANNOTATION,
+    *GPU_CHOICE_ANNOTATIONS,
 )
 MIRROR_ANNOTATION = "kubernetes.io/config.mirror"
 """The annotation of a static pod's object: the UID that the kubelet has for the pod."""

@@ -43,6 +43,7 @@ from gpushare_agent.model.errors import RefusalReason, Refused
 from gpushare_agent.model.names import (
     CORE_LIMIT_ANNOTATION,
     CORES_PER_GPU,
+    GPU_CHOICE_ANNOTATIONS,
     GPUSHARE_INDEX_ANNOTATION,
     ISOLATION_ANNOTATION,
     RESIZE_ANNOTATION,
@@ -50,6 +51,7 @@ from gpushare_agent.model.names import (
 from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod
 from gpushare_agent.model.resources import ResourceNames, request_of
 from gpushare_agent.placement import validate_request
+from gpushare_agent.placement.gpu_choice import choice_of
 
 DEVICE_CLASS = f"gpu.{DRIVER}"
 REQUEST = "gpu"
@@ -127,6 +129,10 @@ def convert_pod(read: PodJson, names: ResourceNames) -> Conversion | Refused:
             "the pod names its node, so no scheduler would allocate claims: it keeps its limits, for the device plugins"
         )
         return Conversion(warnings=(text,))
+    # Nobody filters a claim's GPUs but its selectors: the pod would be on any GPU without a word.
+    if choice_of(pod.annotations):
+        written = ", ".join(name for name in GPU_CHOICE_ANNOTATIONS if name in pod.annotations)
+        return _refused(f"no claim follows {written}: ask by a ResourceClaim whose selector names uuid or productName")
     templates: dict[str, Template] = {}
     warnings = list(_pod_warnings(pod))
     for container in asking:

@@ -27,6 +27,7 @@ from gpushare_agent.model.resources import NOTHING, Request, ResourceNames, requ
 from gpushare_agent.placement import GpuAccount, Placed, place, validate_request
 from gpushare_agent.placement.fragmentation import PodKind
 from gpushare_agent.placement.gpu_account import Capacity, describe_request
+from gpushare_agent.placement.gpu_choice import accepting, choice_of
 from gpushare_agent.placement.place import SharePolicy, effective_request
 
 MAX_SCORE = 10
@@ -42,6 +43,7 @@ Signature = tuple[tuple[ContainerKind, Request], ...]
 
 def plan_pod(pod: Pod, gpus: Sequence[GpuAccount], topology: Topology, policy: ClusterPolicy) -> PodPlan | Refused:
     """The whole pod's placement, or the refusal of the first container that fits nowhere. `gpus` are in order of index."""
+    gpus = accepting(choice_of(pod.annotations), gpus)
     names, accounts = policy.names, {gpu.index: gpu for gpu in gpus}
     planned = []
     # In the order in which the kubelet asks for their devices: init containers first.

@@ -10,6 +10,7 @@ So the pod is changed when it is created.
 | 1, mem, cores 1 to 99 | vcuda-core, vcuda-memory in whole blocks |
 | 1, mem | vcuda-core 1, and the pod's ceiling is 100: compute is not limited while nobody else uses it |
 | mem or cores without n | as with 1 |
+| vgpu-manager's compute policy `balance` or `none` | the pod's ceiling is 100 |
 | gpumem-percentage 100 | as if it was not there |
 | anything else | the pod is refused |
 
@@ -34,14 +35,15 @@ from gpushare_agent.model.resources import ResourceNames
 
 
 class Family(Struct, frozen=True, kw_only=True):
-    """The names of one program, empty where it has none; `choices` are annotations that choose GPUs, `ignored` others."""
+    """The names of one program, empty where it has none. Of its annotations `elastic` lets a share compute beyond its
+    cores, and `ignored` have no effect; those that choose GPUs are followed by placement (placement/gpu_choice.py)."""
 
     count: str
     memory: str
     cores: str
     percentage: str = ""
     priority: str = ""
-    choices: tuple[str, ...] = ()
+    elastic: str = ""
     ignored: tuple[str, ...] = ()
 
     @property
@@ -50,8 +52,8 @@ class Family(Struct, frozen=True, kw_only=True):
         return tuple(filter(None, (self.count, self.memory, self.cores, self.percentage)))
 
 
-def _names(*names: str) -> tuple[str, ...]:
-    return tuple(f"nvidia.com/{name}" for name in names)
+def _names(*names: str, domain: str = "nvidia.com") -> tuple[str, ...]:
+    return tuple(f"{domain}/{name}" for name in names)
 
 
 HAMI = Family(
@@ -60,19 +62,26 @@ HAMI = Family(
     cores="nvidia.com/gpucores",
     percentage="nvidia.com/gpumem-percentage",
     priority="nvidia.com/priority",
-    choices=_names("use-gputype", "nouse-gputype", "use-gpuuuid", "nouse-gpuuuid"),
-    ignored=_names("vgpu-mode", "numa-bind"),
+    ignored=(
+        *_names("vgpu-mode", "numa-bind"),
+        *_names("node-scheduler-policy", "gpu-scheduler-policy", "device-scoring-weights", domain="hami.io"),
+    ),
 )
 VGPU_MANAGER = Family(
     count="nvidia.com/vgpu-number",
     memory="nvidia.com/vgpu-memory",
     cores="nvidia.com/vgpu-cores",
-    choices=_names("include-gpu-type", "exclude-gpu-type", "include-gpu-uuid", "exclude-gpu-uuid"),
-    ignored=_names("vgpu-compute-policy", "device-topology-mode", "memory-scheduler-policy"),
+    elastic="nvidia.com/vgpu-compute-policy",
+    ignored=_names(
+        *("node-scheduler-policy", "device-scheduler-policy", "memory-scheduler-policy"),
+        *("device-topology-mode", "cross-pod-topology"),
+    ),
 )
 FAMILIES = (HAMI, VGPU_MANAGER)
 NAMES = (*HAMI.asking, *VGPU_MANAGER.asking)
 _ALL = (*NAMES, HAMI.priority)
+_ELASTIC = ("balance", "none")
+"""The compute policies under which a share may use what nobody else does; `fixed`, and no policy, are its cores alone."""
 
 
 class _Asked(NamedTuple):
@@ -95,12 +104,6 @@ def translate_pod(read: PodJson, names: ResourceNames) -> Conversion | Refused:
     if not asking or pod.is_static:
         return Conversion()
     annotations = read.meta.annotations
-    # A pod that must not be on some GPUs would be there without a word.
-    if chosen := [name for family in FAMILIES for name in family.choices if name in annotations]:
-        return _refused(
-            f"the annotation {chosen[0]} is not followed here: name the nodes by nodeSelector or affinity, such as by the"
-            " label gpushare-agent/gpu.product"
-        )
     asked: dict[str, _Asked] = {}
     for one in asking:
         found = _asked(one, names)
@@ -115,7 +118,8 @@ def translate_pod(read: PodJson, names: ResourceNames) -> Conversion | Refused:
             f"container {unlimited[0]}: it says no number of cores, and {limited[0]} does. Write it for both"
         )
     patch = list(_container_patches(read.spec, asking, asked, names))
-    if unlimited and CORE_LIMIT_ANNOTATION not in annotations:
+    is_elastic = any(annotations.get(family.elastic) in _ELASTIC for family in FAMILIES if family.elastic)
+    if (unlimited or (limited and is_elastic)) and CORE_LIMIT_ANNOTATION not in annotations:
         patch += _annotation_patches(read, CORE_LIMIT_ANNOTATION, str(CORES_PER_GPU))
     ignored = (name for family in FAMILIES for name in family.ignored if name in annotations)
     warnings = [f"the annotation {name} has no effect" for name in ignored]

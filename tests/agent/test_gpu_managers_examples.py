@@ -1,0 +1,47 @@
+"""The pods of gpu-manager's README and of the notes that this project was begun from, on the embedded node."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from gpushare_agent.isolation.vdevice.format import decode_config
+from tests.agent.support_agent import open_agent, wait_running, wait_until
+from tests.sandbox.support_sandbox import CORE, MEMORY, limits_of, open_test_node, pod, wait_allocatable
+
+BLOCK_BYTES = 256 * 2**20
+
+
+def asking(cores: int, blocks: int) -> dict[str, Any]:
+    """With requests beside the limits, as there."""
+    found = limits_of("nvidia", {CORE: cores, MEMORY: blocks})
+    found["resources"]["requests"] = dict(found["resources"]["limits"])
+    return found
+
+
+@pytest.mark.parametrize(
+    ("cores", "blocks", "annotations", "gpus"),
+    [
+        (50, 30, {"tencent.com/vcuda-core-limit": "50"}, 1),
+        (200, 60, {}, 2),
+        (100, 30, {}, 1),
+    ],
+    ids=["share", "two-gpus", "one-gpu"],
+)
+async def test_an_example_runs(cores: int, blocks: int, annotations: dict[str, str], gpus: int) -> None:
+    """It has its GPUs in gpu-manager's annotations, and a share its limits where the control library looks."""
+    async with open_test_node() as node, open_agent(node, "--simulated.cards=2", "--isolation=vcuda"):
+        await wait_allocatable(node, CORE, 200)
+        node.api.create_pod(pod("vcuda", asking(cores, blocks), annotations=annotations, restartPolicy="Never"))
+        await wait_running(node, "vcuda")
+
+        def written() -> dict[str, str]:
+            return dict(node.api.pod("default", "vcuda")["metadata"].get("annotations", {}))
+
+        await wait_until(node, lambda: written().get("tencent.com/gpu-assigned") == "true", "the annotations")
+        assert len(written()["tencent.com/predicate-gpu-idx-0"].split(",")) == gpus
+        if cores < 100:
+            uid = node.api.pod("default", "vcuda")["metadata"]["uid"]
+            config = decode_config((node.paths.virtual_manager / uid / "nvidia" / "vcuda.config").read_bytes())
+            assert (config.utilization, config.memory_bytes, config.enable) == (cores, blocks * BLOCK_BYTES, True)
