@@ -25,6 +25,7 @@ from tests.sandbox.support_sandbox import (
     wait_gone,
     wait_phase,
 )
+from tests.support_deadline import DEADLINE_S
 
 FOO = "example.com/foo"
 
@@ -328,5 +329,9 @@ async def test_a_same_named_pod_made_anew_is_another_pod() -> None:
         await wait_phase(node, "p", "Running")
         assert [c.pod_uid for c in node.kubelet.log.of("Allocate")] == [old, new]
         burstable = node.kubelet.runtime.cgroup_root / "kubepods" / "burstable"
-        pods = [path.name for path in burstable.iterdir() if path.is_dir()]
-        assert pods == [f"pod{new}"]
+
+        def is_alone() -> bool:
+            return [path.name for path in burstable.iterdir() if path.is_dir()] == [f"pod{new}"]
+
+        # A forced deletion does not wait for the processes, so the new pod may run before the old one's have ended.
+        await node.kubelet.wait_for(is_alone, DEADLINE_S, "the new pod's cgroup alone")

@@ -259,6 +259,6 @@ async def test_the_live_view_fits_a_small_terminal_and_follows_its_size(short_di
         await terminal.wait_shown(lambda text: "more lines" in foot_of(text))
         assert len(screen_of(terminal.shown)) == 10
         terminal.press("?")
-        await terminal.wait_shown(lambda text: "other terminal: " in "".join(screen_of(text)))
+        await terminal.wait_shown(lambda text: "other terminal:" in "".join(screen_of(text)))
         terminal.process.send_signal(signal.SIGINT)
         assert await terminal.wait_end() == 0
