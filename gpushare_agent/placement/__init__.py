@@ -4,7 +4,7 @@ Pure functions over values: no clock, no randomness, no I/O, no state. The resul
 nor on anything that happened before. Called by admission/decisions/decide.py, extender/decisions/pod_plan.py and, through
 the latter, simulation. Open `place.py` first for the choice, `gpu_account.py` for what counts as free and why a request
 does not fit, `gpu_choice.py` for which GPUs a pod accepts, `topology.py` for the tree of links, `fragmentation.py` for
-policy fgd, which simulation alone has so far.
+policy fgd, which the extender and simulation have.
 
 Others import: fragmentation, gpu_account, gpu_choice, place, topology.
 """

@@ -39,7 +39,9 @@ MAX_PROBLEMS = 50
 """Of one file, in messages and in the log: a file may have a mistake in each of a hundred thousand lines."""
 
 _NOT_PER_NODE = frozenset({"node_name", "kubeconfig", "context"})
-_OF_COMMANDS = frozenset({"GPUSHARE_SANDBOX_CGROUPS", "GPUSHARE_VDEVICE", "GPUSHARE_PROGRAM"})
+GPUSHARE_PROGRAM = "GPUSHARE_PROGRAM"
+"""The variable by which this program knows that it was started by the name of GPUShare's (__main__.py)."""
+_OF_COMMANDS = frozenset({"GPUSHARE_SANDBOX_CGROUPS", "GPUSHARE_VDEVICE", GPUSHARE_PROGRAM})
 """No settings: read by the sandbox, by the command vdevice in a container, and by `read_gpushare`."""
 _SERVICE_LINK = re.compile(r".*_SERVICE_HOST|.*_SERVICE_PORT(_.+)?|(.+_)?PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?")
 """Variables that Kubernetes sets in every pod for each Service of the namespace: a Service named gpushare-… makes some
@@ -363,8 +365,6 @@ GPU_MANAGER_DAEMONSET = "gpu-manager's DaemonSet"
 GPUSHARE_DAEMONSET = "GPUShare's DaemonSet"
 """The same of GPUShare's, which starts this program by its own one's name."""
 DAEMONSETS = frozenset({GPU_MANAGER_DAEMONSET, GPUSHARE_DAEMONSET})
-GPUSHARE_PROGRAM = "GPUSHARE_PROGRAM"
-"""The variable by which this program knows that it was started by that name."""
 _HOST = Path("/proc/1/root")
 """The host's file system in a privileged container of the host's PID namespace, which gpu-manager's is."""
 _CHECKPOINT = "etc/gpu-manager/checkpoint"

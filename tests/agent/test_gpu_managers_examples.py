@@ -1,4 +1,4 @@
-"""The pods of gpu-manager's README and of the notes that this project was begun from, on the embedded node."""
+"""The pods of gpu-manager's README, and others of its users, on the embedded node."""
 
 from __future__ import annotations
 

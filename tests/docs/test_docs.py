@@ -189,13 +189,6 @@ def test_the_isolation_document_has_a_row_for_each_isolation() -> None:
     assert f"`{Settings().isolation}` (the default)" in text
 
 
-def test_the_reference_lists_every_component_of_the_manifests() -> None:
-    """One that nobody mentions is not found."""
-    text = (ROOT / "docs/reference/components.md").read_text(encoding="utf-8")
-    listed = re.findall(r"^\| `([a-z0-9-]+)` \|", text, flags=re.M)
-    assert sorted(listed) == sorted(path.name for path in (ROOT / "manifests/components").iterdir())
-
-
 def test_the_guide_to_uninstall_takes_every_resource_from_the_nodes_status() -> None:
     """A merge patch: what is not there, or is another plugin's, is no error."""
     page = (ROOT / "docs/how-to/uninstall.md").read_text(encoding="utf-8")

@@ -57,7 +57,7 @@ PROMISES: Promises = {
             "tests/cli/test_main.py::test_version_is_the_packages",
             "the same, of `gpushare-agent`",
         ),
-        not_kept("the seed's static pod", "logs in `/var/log/gpu-admission`", "logs go to standard error"),
+        not_kept("reading notes, static pod", "logs in `/var/log/gpu-admission`", "logs go to standard error"),
         different(
             "main.go",
             "`/debug/pprof` on port 3457",
@@ -88,12 +88,6 @@ PROMISES: Promises = {
             "a policy file with the filter verb alone",
             "set `extender.reserve: filter`; without it two pods that fit once both pass, and a warning says so",
             "tests/extender/test_verbs.py::test_a_scheduler_that_only_filters_is_warned_of_where_binds_reserve",
-        ),
-        different(
-            "build/scheduler-policy-config.json",
-            "the policy file itself",
-            "its fields in a KubeSchedulerConfiguration: Kubernetes 1.23 removed policy files",
-            _ON_A_NODE,
         ),
         kept(
             "pkg/predicate, its own test",

@@ -1,4 +1,4 @@
-"""gpu-manager v1.1.5 (tkestack/gpu-manager), and the reading notes of its source that this project was begun from."""
+"""gpu-manager v1.1.5 (tkestack/gpu-manager), and reading notes of its source."""
 
 from __future__ import annotations
 
@@ -236,13 +236,13 @@ PROMISES: Promises = {
             "tests/cluster/test_node_labels.py::test_the_model_is_the_word_behind_the_brand",
         ),
         different(
-            "the seed's seven Tesla P40",
+            "reading notes, seven Tesla P40",
             "668 blocks allocatable",
             "665: a GPU of 24,451 MiB has 95 whole blocks, and a block of two GPUs could be given to nobody",
             "tests/kubelet/test_device_table.py::test_vmemory_ids_count_whole_blocks_of_each_gpu",
         ),
         kept(
-            "README.md, and the seed's Deployment",
+            "README.md, and reading notes",
             "their example pods: 50 cores and 30 blocks, 200 and 60, 100 and 30",
             "tests/agent/test_gpu_managers_examples.py::test_an_example_runs",
         ),
@@ -595,7 +595,7 @@ PROMISES: Promises = {
             _DISPLAY + "test_the_graph_shows_what_is_used_and_free_of_each_gpu",
         ),
         kept(
-            "the seed's tree of access costs",
+            "reading notes, tree of access costs",
             "costs of links, which gpu-manager's own graph has not",
             "tests/observability/test_graph.py::test_each_branch_of_the_graph_has_the_cost_of_its_dearest_pair",
             "`cost:` behind each branch of `/graph`; each pair's link in `gpushare-agent graph -o json`",
@@ -629,7 +629,7 @@ PROMISES: Promises = {
             "tests/observability/test_server.py::test_debug_pages_lead_to_the_debug_listener",
         ),
         different(
-            "the seed's start",
+            "reading notes, start",
             "a failing NVML suggests nodeSelector and toleration",
             "the error has them, with what else to check",
             "tests/gpus/test_nvml.py::test_an_absent_library_is_unavailable_with_a_checklist",

@@ -1,5 +1,5 @@
-"""GPUShare: gpushare-device-plugin 45fb8b8, gpushare-scheduler-extender c0b6141 (AliyunContainerService), and the document
-on the device plugin with MPS that this project was begun from."""
+"""GPUShare: gpushare-device-plugin 45fb8b8, gpushare-scheduler-extender c0b6141 (AliyunContainerService), and a document
+on the device plugin with MPS."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PROMISES: Promises = {
             "device-plugin-ds.yaml",
             "`gpushare-device-plugin-v2`, the program",
             f"{_FLAGS}::test_gpushares_program_is_the_command_run",
-            "the same, `gpushare-agent run --gpushare.enabled`",
+            "the same: `gpushare-agent run`, with the settings for its DaemonSet (below)",
         ),
         kept(
             "cmd/nvidia/main.go",

@@ -104,7 +104,7 @@ PROMISES: Promises = {
         ),
         kept("gpuallocator", "GPUs by their links", _UNITS + "test_several_gpus_are_placed_by_their_links"),
         kept(
-            "the seed's GetPreferredAllocation",
+            "reading notes, GetPreferredAllocation",
             "the devices that the kubelet must include are among those preferred",
             "tests/placement/test_placement.py::test_must_include_is_part_of_the_whole_gpus",
         ),
@@ -115,7 +115,7 @@ PROMISES: Promises = {
             "test_list_and_watch_sends_all_devices_then_one_message_per_change_and_ends_on_request",
         ),
         different(
-            "the seed's GetDevicePluginOptions",
+            "reading notes, GetDevicePluginOptions",
             "no call before a container starts",
             "PreStartContainer, where limits must be there before it does",
             "tests/kubelet/test_device_plugin.py::test_the_options_name_the_calls_that_the_plugin_needs",
@@ -197,7 +197,7 @@ PROMISES: Promises = {
             "tests/settings/test_nvidia_plugin.py::test_xids_that_leave_a_gpu_healthy",
         ),
         different(
-            "the seed's FIXME",
+            "reading notes, FIXME",
             "no way back from Unhealthy",
             "three probes, or a reset, and the GPU is back",
             "tests/agent/test_health_node.py::test_xid_79_takes_the_gpu_away_and_a_reset_brings_it_back",
@@ -226,7 +226,7 @@ PROMISES: Promises = {
             "tests/gpus/test_observer.py::test_a_failure_and_a_recovery_are_reported_once_each_with_the_gpu_and_the_reason",
         ),
         kept(
-            "the seed's main",
+            "reading notes, main",
             "a new kubelet socket is registered with again",
             "tests/agent/test_faults_kubelet.py::test_a_kubelet_restarted_at_any_moment_of_an_admission_admits_again_what_it_had_begun",
         ),

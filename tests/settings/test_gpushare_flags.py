@@ -37,7 +37,7 @@ def test_the_unit_is_one_of_two() -> None:
 
 
 def test_the_pipe_directory_alone_switches_mps_on() -> None:
-    """The seed's command line; an isolation that any place names wins."""
+    """As GPUShare is started with MPS; an isolation that any place names wins."""
     loaded = load_settings([*DAEMONSET, "--mps-pipe=/root/nvidia-mps"], {})
     assert (loaded.settings.isolation, loaded.settings.mps.pipe_directory) == ("mps", Path("/root/nvidia-mps"))
     assert loaded.sources["isolation"] == "flag --mps-pipe"
