@@ -395,15 +395,19 @@ _OF_COMPONENT = ("Adds", "It needs", "Needs", "Nodes with", "Not tried", "Not wi
 
 
 def _components() -> str:
-    """Each component as the head of its file has it; those that stand behind another one last."""
+    """Each component as the head of its file has it, in the order in which kustomize needs them: the chart's."""
+    choices = (ROOT / "charts/gpushare-agent/templates/_choices.tpl").read_text(encoding="utf-8")
+    order = re.findall(r'"([a-z0-9-]+)"', choices)
+    paths = sorted((ROOT / "manifests/components").glob("*/kustomization.yaml"))
+    # The chart has no value for nvidia-config, whose file is a value of its own: it stands last.
+    paths.sort(key=lambda path: order.index(path.parent.name) if path.parent.name in order else len(order))
     rows = []
-    for path in sorted((ROOT / "manifests/components").glob("*/kustomization.yaml")):
+    for path in paths:
         lines = path.read_text(encoding="utf-8").splitlines()
         head = " ".join(" ".join(takewhile(lambda line: line.startswith("#"), lines)).replace("#", "").split())
         first, *others = re.split(r"(?<=\.) (?=[A-Z])", head)
         chosen = [first, *(one for one in others if one.startswith(_OF_COMPONENT))]
         rows.append([f"`{path.parent.name}`", _linked(" ".join(chosen).rstrip("."), "reference")])
-    rows.sort(key=lambda row: row[1].startswith("Behind"))
     return _joined([["component", "what it does"], *rows])
 
 
