@@ -219,13 +219,13 @@ class GarbageCollection(Struct, kw_only=True, eq=False):
 
     async def reconcile(self) -> None:
         """Compare the cache with the kubelet and correct it. A kubelet that cannot be asked changes nothing."""
+        # Before the checkpoint and the List: what they show is compared with pods that are at least as old.
+        if self.pods.is_synced and self._may_lack_static_pods():
+            await self.static_pods.refresh_static(timeout_s=STATIC_PODS_S)
         if not self.has_pod_resources:
             # As by an empty List, which releases nothing: recovered pods get their names, those that end are freed.
             self._apply(self._decide([], await self._read_checkpoint(), None))
             return
-        # Before the checkpoint and the List: what they show is compared with pods that are at least as old.
-        if self.pods.is_synced and self._may_lack_static_pods():
-            await self.static_pods.refresh_static(timeout_s=STATIC_PODS_S)
         checkpoint = await self._read_checkpoint()
         try:
             # None counts as having it: trying is how it becomes known.

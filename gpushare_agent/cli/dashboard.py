@@ -70,6 +70,8 @@ _BACKLOG = 16
 _NODE_PATHS = "node|history|decisions"
 """Of an agent's API: no other path of a pod is reachable through this page."""
 _PROBE_S = 5.0
+_READS = 8
+"""Documents of agents that are read at once, each of up to 16 MiB."""
 
 
 class _Pods(PodsFeed):
@@ -120,6 +122,7 @@ class ClusterPage:
             Informer(kind="pods", watched=LIVE_PODS, handler=self._pods, metrics=metrics),
         )
         self._page, self._node_page = WebPage(INDEX), WebPage()
+        self._reads = asyncio.Semaphore(_READS)
         # Without a token: the page shows only what this person may read, on this machine.
         self._guard = Guard(None, has_page=True)
 
@@ -189,7 +192,8 @@ class ClusterPage:
                 agent = await find_agent(api, self._settings, node=node, namespace=self._agent_namespace)
                 self._agents[node] = agent
             path, query = f"/api/v1/{request.match_info['what']}", dict(request.query)
-            answer = await api.get_through_pod(agent.namespace, agent.name, agent.port, path, query)
+            async with self._reads:
+                answer = await api.get_through_pod(agent.namespace, agent.name, agent.port, path, query)
             return await JsonBody(bytes(answer)).answer(request)
         except AgentError as e:
             # The pod may be another by now.

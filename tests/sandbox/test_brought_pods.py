@@ -40,7 +40,9 @@ def test_a_script_that_prints_sleeps_and_ends_is_run(script: str) -> None:
     [
         "rm -rf /data", "echo a; rm b", "echo a\nrm b", "echo a > b", "echo $(rm b)", "echo `rm b`", "sleep 1 & rm b",
         "true | rm b", "(rm b)", "rm() { true; }", "$RM b", "echo$X b", "while rm b; do true; done", "# a\nrm b",
-        "for i in 1; do rm b; done", "eval rm b", "true 'open", "exec rm b", "X=1 rm b", 'e"ch"; rm b', "nvidia-smi -L",
+        "for i in 1; do rm b; done", "eval rm b", "true 'open", "exec rm b",
+        "echo a # don't\nrm b\n# it's", "echo \"$\\\n(rm b)\"", "echo $'\\''; rm b #'",
+        "printf -v X a; echo ${X@P}", "echo $[X]", "test -v X", "X=1 rm b", 'e"ch"; rm b', "nvidia-smi -L",
     ],
 )  # fmt: skip
 def test_a_script_with_anything_else_is_not(script: str) -> None:
@@ -53,6 +55,7 @@ def test_a_script_with_anything_else_is_not(script: str) -> None:
     [
         (("sleep", "infinity"), True), (("/bin/echo", "rm"), True), (("python", "-c", "1"), False), (("sh",), False),
         (("sh", "script.sh"), False), (("sh", "-c", "true", "x"), False), (("env", "rm"), False),
+        (("/opt/app/bin/test",), False), (("./true",), False),
     ],
 )  # fmt: skip
 def test_a_program_is_run_by_its_name(command: tuple[str, ...], is_run: bool) -> None:

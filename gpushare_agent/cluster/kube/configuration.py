@@ -188,7 +188,7 @@ async def open_api_client(source: ConfigurationSource) -> Any:
                     cert_filename=str(source.service_account / "ca.crt"),
                 )
         configuration.proxy = configuration.proxy or _environment_proxy(configuration.host)
-        return _without_lookups(client.ApiClient(configuration))
+        return _own_requests(client.ApiClient(configuration))
     # a malformed user entry surfaces in the library as TypeError or AssertionError
     except (config.ConfigException, OSError, ValueError, TypeError, AssertionError) as e:
         raise Unavailable(
@@ -206,10 +206,23 @@ def _environment_proxy(host: str) -> str | None:
     return None if proxy_bypass(server.hostname or "") else getproxies().get(server.scheme)
 
 
-def _without_lookups(client: Any) -> Any:
+class _WithoutRedirects:
+    """A session of aiohttp. The API server redirects nobody; a pod behind its proxy may, to wherever it likes, with this
+    program's network and, on the API server's own address, its credentials."""
+
+    def __init__(self, session: Any) -> None:
+        self._session = session
+        self.close = session.close
+
+    def request(self, **given: Any) -> Any:
+        return self._session.request(**given, allow_redirects=False)
+
+
+def _own_requests(client: Any) -> Any:
     """Before each request aiohttp would look for a proxy in the environment, and for credentials in ~/.netrc, each in a
     thread. The proxy is known by now, and kubectl reads no ~/.netrc either."""
     client.rest_client.pool_manager._trust_env = False
+    client.rest_client.pool_manager = _WithoutRedirects(client.rest_client.pool_manager)
     return client
 
 

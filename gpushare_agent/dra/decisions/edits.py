@@ -30,7 +30,7 @@ from gpushare_agent.model.allocations import ClaimRef, ContainerEdits, Container
 from gpushare_agent.model.errors import Corrupt, RefusalReason, Refused
 from gpushare_agent.model.gpus import Gpu
 from gpushare_agent.model.isolation import DeviceListStrategy
-from gpushare_agent.model.names import CORES_PER_GPU, ENV_VISIBLE_DEVICES, PodUid
+from gpushare_agent.model.names import CORES_PER_GPU, ENV_LIBRARY_PATH, ENV_VISIBLE_DEVICES, PodUid
 from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod
 from gpushare_agent.model.resources import cores_of_part
 
@@ -232,10 +232,10 @@ class _Use(Struct, frozen=True):
         # Of one variable, or of one path, the runtime takes the last claim's.
         mine, theirs = {**self.variables, **self.mounts}, {**other.variables, **other.mounts}
         found = {what for what in mine.keys() & theirs.keys() if mine[what] != theirs[what]}
-        # Variables that limit know the GPUs by their order, which those of another claim change.
+        # Variables that limit, so all but these two, know the GPUs by their order, which those of another claim change.
         for one, beside in ((self, other), (other, self)):
             if beside.gpus - one.gpus:
-                found |= one.variables.keys() - {ENV_VISIBLE_DEVICES}
+                found |= one.variables.keys() - {ENV_VISIBLE_DEVICES, ENV_LIBRARY_PATH}
         return sorted(found)
 
 

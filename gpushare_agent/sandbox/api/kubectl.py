@@ -298,6 +298,10 @@ def _claim_state(raw: RawObject) -> str:
     return ",".join(["deleted", *states] if raw["metadata"].get("deletionTimestamp") else states) or "pending"
 
 
+def _scale_target(raw: RawObject) -> str:
+    return f"{_at(raw, 'spec.scaleTargetRef.kind', UNKNOWN)}/{_at(raw, 'spec.scaleTargetRef.name', UNKNOWN)}"
+
+
 def _quota(*, is_limit: bool) -> Callable[[RawObject], str]:
     """Nothing counts here what is used."""
     return lambda raw: ", ".join(
@@ -384,7 +388,7 @@ _COLUMNS: dict[str, tuple[Column, ...]] = {
     "services": _columns(("Type", _field("spec.type", "ClusterIP")), ("Cluster-IP", _field("spec.clusterIP", NONE))),
     "resourcequotas": _columns(("Request", _quota(is_limit=False)), ("Limit", _quota(is_limit=True))),
     "horizontalpodautoscalers": _columns(
-        ("Reference", lambda raw: "{kind}/{name}".format(**raw["spec"]["scaleTargetRef"])),
+        ("Reference", _scale_target),
         ("Targets", lambda raw: f"cpu: {UNKNOWN}/{_at(raw, 'spec.targetCPUUtilizationPercentage', 80)}%"),
         ("MinPods", _field("spec.minReplicas", 1)), ("MaxPods", _field("spec.maxReplicas")), ("Replicas", lambda _: 0),
     ),

@@ -38,6 +38,8 @@ from gpushare_agent.sandbox.pod_manifest import (
     timestamp,
 )
 
+MAX_EVENTS = 5000
+
 
 def _merged_status(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
     """Top-level fields replace the old ones, conditions those of their type."""
@@ -291,6 +293,8 @@ class ApiObjects:
         }  # fmt: skip
         now = timestamp()
         # The name is the time, as client-go makes it: kubectl shows those of one second in the order of their names.
+        # A real API server forgets them after an hour.
+        self.store.remove_oldest("events", MAX_EVENTS - 1)
         self._event_ns = max(self._event_ns + 1, time.time_ns())
         return self.store.add("events", {
             "apiVersion": "v1", "kind": "Event", "involvedObject": about, "reason": reason, "message": message, "type": kind,

@@ -117,7 +117,7 @@ def _value(value: int | bytes, kind: str, name: str, left: Fields) -> Any:
         return _text(dict(_fields(value, left)).get(1, b"") if name in _QUANTITIES else value)
     if kind == "object":  # IntOrString, the only one in the table: type, number, text
         either = dict(_fields(value, left))
-        return _text(either.get(3, b"")) if either.get(1) else either.get(2, 0)
+        return _text(either.get(3, b"")) if either.get(1) else _value(either.get(2, 0), "int", name, left)
     return _message(value, kind, left)
 
 

@@ -115,6 +115,12 @@ class ObjectStore:
     def in_creation_order(self, resource: str) -> list[RawObject]:
         return list(self._objects[resource].values())
 
+    def remove_oldest(self, resource: str, keep: int) -> None:
+        """All but the newest `keep`."""
+        objects = self._objects[resource]
+        for key in list(islice(objects, max(0, len(objects) - keep))):
+            self.remove(resource, key)
+
     def find(self, resource: str, key: ObjectKey) -> RawObject | None:
         return self._objects[resource].get(key)
 

@@ -37,8 +37,12 @@ _PROGRAMS = frozenset({"echo", "false", "printenv", "printf", "seq", "sleep", "t
 _BUILT_IN = _PROGRAMS | {"[", ":", "exit"}
 _BEFORE_A_COMMAND = frozenset({"do", "done", "elif", "else", "fi", "if", "then", "until", "while", "!"})
 _SHELLS = frozenset({"bash", "sh"})
-_UNREAD = re.compile(r"[`<>]|\$\(")
-"""What in a script writes files, or runs what is not seen."""
+_UNREAD = re.compile(r"[`<>#]|\\\n|\$(?![A-Za-z_?]|\{[A-Za-z_][A-Za-z0-9_]*\})")
+"""What in a script writes files, runs what is not seen, or means something else to the shell than to the reader here: a
+comment's quotation marks, a line that goes on, and what bash does in `$'…'`, `$[…]` and `${…@P}`."""
+_PLACES = frozenset({"", "/bin", "/usr/bin", "/usr/local/bin"})
+_STEERS = re.compile(r"PATH|ENV|BASH.*|SHELLOPTS|PS4|IFS|LD_.*|GCONV_PATH|LOCPATH")
+"""Variables by which a harmless command does something else."""
 _SHOWN_CHARS = 200
 VDEVICE_VARIABLE = "GPUSHARE_VDEVICE"
 DEVICE_NODES_VARIABLE = "SANDBOX_DEVICE_NODES"
@@ -67,6 +71,8 @@ def container_config(
         pod_name=metadata["name"],
         name=spec.name,
         command=command,
+        # A program of sandbox/host is the person's own, who may want large files; others are run for what they print.
+        has_bounded_log=container.get("image") != HOST_IMAGE,
         note="" if command else _note(container, run_s),
         env=environment(container, answers) | _injected(answers, cdi, claimed),
         run_s=run_s,
@@ -126,24 +132,33 @@ def _command(container: Mapping[str, Any], *, is_timed: bool) -> tuple[str, ...]
             )
         return command
     # Arguments alone are for a program that only the image knows; a time is given where nothing is to run.
-    return command if container.get("command") and not is_timed and is_harmless(command) else ()
+    is_steered = any(_STEERS.fullmatch(str(v["name"])) for v in container.get("env") or ())
+    is_run = container.get("command") and not is_timed and not is_steered and is_harmless(command)
+    return command if is_run else ()
 
 
 def is_harmless(command: Sequence[str]) -> bool:
     """Whether it does the same in any image and changes nothing. What cannot be read counts as not."""
-    program = command[0].rpartition("/")[2]
+    place, _, program = command[0].rpartition("/")
+    if place not in _PLACES:  # a path of the image, which may be anything here
+        return False
     if program not in _SHELLS:
         return program in _PROGRAMS
     if len(command) != 3 or command[1] != "-c" or _UNREAD.search(command[2]):
         return False
     words = shlex.shlex(command[2].replace("\n", ";"), posix=True, punctuation_chars=True)
-    words.whitespace_split, words.commenters = True, ""  # a comment would end with its line, which is gone
+    words.whitespace_split, words.commenters = True, ""
     is_first = True
     try:
         for word in words:
             if word in (";", "&&", "||"):
                 is_first = True
-            elif set(word) <= set("();&|") or (is_first and word not in (*_BUILT_IN, *_BEFORE_A_COMMAND, "for")):
+            # `test -v` and `printf -v` of bash evaluate what a variable holds.
+            elif (
+                set(word) <= set("();&|")
+                or word.startswith("-v")
+                or (is_first and word not in (*_BUILT_IN, *_BEFORE_A_COMMAND, "for"))
+            ):
                 return False
             elif word not in _BEFORE_A_COMMAND:
                 is_first = False

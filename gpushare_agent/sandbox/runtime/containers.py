@@ -36,9 +36,10 @@ from gpushare_agent.sandbox.change_signal import ChangeSignal
 from gpushare_agent.sandbox.pod_manifest import timestamp
 from gpushare_agent.sandbox.runtime.cgroup_tree import NO_CGROUPS, CgroupTreeKind, open_cgroup_tree
 
-_GATE = '[ "$PPID" = "$1" ] || exit 1; shift; read -r _ || exit 1; exec "$@" </dev/null'
+_GATE = '[ "$PPID" = "$1" ] || exit 1; ulimit -f "$2" 2>/dev/null; shift 2; read -r _ || exit 1; exec "$@" </dev/null'
 """A parent that has died before the kernel was asked for the death signal is no longer the parent: nothing then runs
-on."""
+on. The second argument bounds each file that is written, in blocks of 512 bytes; a user's own limit
+may be lower."""
 _END_TIMEOUT_S = 10.0
 _PR_SET_PDEATHSIG = 1
 _SETPRIV = shutil.which("setpriv")
@@ -50,11 +51,14 @@ _libc = ctypes.CDLL(None)
 class ContainerProcess:
     """Raises OSError where nothing can be started. Use it in the event loop's thread, which must outlive it."""
 
-    def __init__(self, command: Sequence[str], *, env: Mapping[str, str], cwd: Path, output: Path) -> None:
+    def __init__(
+        self, command: Sequence[str], *, env: Mapping[str, str], cwd: Path, output: Path, is_bounded: bool
+    ) -> None:
         self._fd: int | None = None
+        most = str(2 * MAX_LOG_BYTES // 512) if is_bounded else "unlimited"
         with output.open("ab") as file:
             self._process = subprocess.Popen(  # noqa: S603 - to run what manifests say is its purpose
-                [*_PREFIX, "/bin/sh", "-c", _GATE, "sh", str(os.getpid()), *command],
+                [*_PREFIX, "/bin/sh", "-c", _GATE, "sh", str(os.getpid()), most, *command],
                 stdin=subprocess.PIPE, stdout=file, stderr=file, env=dict(env), cwd=cwd, start_new_session=True,
                 preexec_fn=None if _SETPRIV else end_with_parent,  # noqa: PLW1509 - only where setpriv is missing
             )  # fmt: skip
@@ -129,7 +133,8 @@ class ContainerConfig(Struct, frozen=True, kw_only=True):
     """What to start. Without a command it sleeps, and ends with code 0 after `run_s`, None for never. `note` is the first
     line of its log.
 
-    `ignore_term_s` is how long it does not get its TERM.
+    `ignore_term_s` is how long it does not get its TERM. A command with `has_bounded_log` ends by SIGXFSZ at twice
+    MAX_LOG_BYTES.
     """
 
     pod_uid: str
@@ -137,6 +142,7 @@ class ContainerConfig(Struct, frozen=True, kw_only=True):
     pod_name: str
     name: str
     command: tuple[str, ...] = ()
+    has_bounded_log: bool = False
     env: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     run_s: float | None = None
     note: str = ""
@@ -307,7 +313,9 @@ class ContainerRuntime:
         if config.note:
             with log_path.open("a") as file:
                 file.write(f"{config.note}\n")
-        process = ContainerProcess(command, env=config.env, cwd=Path("/"), output=log_path)
+        process = ContainerProcess(
+            command, env=config.env, cwd=Path("/"), output=log_path, is_bounded=config.has_bounded_log
+        )
         try:
             # While it waits at its gate: nothing of the container runs outside its cgroup.
             self._tree.attach(cgroup, process.pid)

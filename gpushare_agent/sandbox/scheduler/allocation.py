@@ -37,8 +37,11 @@ _TOKEN = re.compile(
 )
 _PATTERN = re.compile(r"\^?(?:[\w -]|\.[*+]?)*\$?", re.ASCII)
 """What RE2 and `re` read alike."""
-MAX_REPEATS = 4
-"""Of a pattern: each multiplies what `re` tries on a string."""
+MAX_REPEATS = 2
+"""Of a pattern: each multiplies what `re` tries on a string, at most MAX_MATCHED_CHARS long, as an attribute is."""
+MAX_MATCHED_CHARS = 64
+MAX_MATCHES = 16
+"""In an expression."""
 _TRANSLATED = {"&&": "and", "||": "or", "!": "~", "true": "True", "false": "False"}
 _OPERATORS: Mapping[type[ast.cmpop], Callable[[Any, Any], bool]] = {
     ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt,
@@ -83,6 +86,8 @@ def parse_selector(expression: str) -> Callable[[DeviceView], bool]:
     try:
         # Parsed only: nothing of the expression is ever run as Python.
         tree = ast.parse(_translated(expression), mode="eval").body
+        if sum(isinstance(node, ast.Attribute) and node.attr == "matches" for node in ast.walk(tree)) > MAX_MATCHES:
+            raise unknown
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise unknown from error
 
@@ -147,7 +152,10 @@ def _called(node: ast.AST, device: DeviceView) -> Any:
         case ast.Call(
             func=ast.Attribute(value=target, attr="matches"), args=[ast.Constant(value=str() as pattern)], keywords=[]
         ) if _PATTERN.fullmatch(pattern) and pattern.count("*") + pattern.count("+") <= MAX_REPEATS:
-            return re.search(pattern, _of_type(_value(target, device), str)) is not None
+            text = _of_type(_value(target, device), str)
+            if len(text) > MAX_MATCHED_CHARS:
+                raise NotImplementedError("matches")
+            return re.search(pattern, text) is not None
         case ast.Call(func=ast.Attribute(value=target, attr="compareTo"), args=[other], keywords=[]):
             left = _value(target, device)
             right = _of_type(_value(other, device), type(left))
