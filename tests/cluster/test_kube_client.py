@@ -18,7 +18,7 @@ from gpushare_agent.cluster.kube.configuration import ConfigurationSource, find_
 from gpushare_agent.cluster.kube.lists import KubeTimeouts, ListLimits
 from gpushare_agent.cluster.kube.objects import Event, EventMeta, EventSource, ObjectReference
 from gpushare_agent.cluster.kube.session import KubeSession
-from gpushare_agent.model.errors import Conflict, Corrupt, NotFound, Rejected, StartupError, Unavailable
+from gpushare_agent.model.errors import AgentError, Conflict, Corrupt, NotFound, Rejected, StartupError, Unavailable
 from gpushare_agent.model.names import PodUid
 from gpushare_agent.sandbox.api.server import EmbeddedApiServer
 from tests.cluster.support_kube import (
@@ -533,6 +533,20 @@ async def test_a_pods_http_server_is_read_through_the_api_server() -> None:
     (seen,) = server.requests
     assert seen.path == "/api/v1/namespaces/ns/pods/http:agent-1:5678/proxy/api/v1/node"
     assert list(seen.query.items()) == [("a", "1"), ("b", "2")]
+
+
+async def test_a_pod_that_redirects_is_not_followed() -> None:
+    """It would lead with this program's network, and on the API server's own address with its credentials, anywhere."""
+
+    async def redirects(_server: FakeApiServer, _request: Seen, connection: Connection) -> None:
+        await connection.send(
+            b"HTTP/1.1 302 Found\r\nLocation: /api/v1/namespaces/ns/secrets\r\nContent-Length: 0\r\n\r\n"
+        )
+
+    async with fake_api(others=[redirects, answers(200, {"x": 1})]) as server, opened(server.url) as api:
+        with pytest.raises(AgentError, match="302"):
+            await api.get_through_pod("ns", "agent-1", 5678, "/api/v1/node", {})
+    assert len(server.requests) == 1
 
 
 async def test_the_cure_for_a_missing_right_is_the_callers(tmp_path: Path) -> None:

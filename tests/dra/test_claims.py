@@ -17,9 +17,10 @@ from gpushare_agent.dra.decisions.edits import PreparedClaim
 from gpushare_agent.model.errors import RefusalReason, Refused, Unavailable
 from gpushare_agent.model.isolation import DeviceListStrategy
 from gpushare_agent.model.names import GpuUuid, PodUid
+from gpushare_agent.settings.isolation import DriverVolumeSettings
 from tests.dra.support_claims import Driver, admin, edit_policy, raw_claim, ref_of, result, uid_of, using, whole
 from tests.extender.support_extender import eventually
-from tests.support_core import used_blocks, used_cores
+from tests.support_core import isolation_config, used_blocks, used_cores
 from tests.support_json import undecoded
 
 
@@ -379,6 +380,13 @@ async def test_whole_gpus_of_claims_that_no_template_makes_add_up_by_cdi(tmp_pat
         driver.policy = replace(edit_policy(), strategies=strategies)
         driver.pod("p", using("x", ("one", ""), ("two", "")), claims={"one": "claim-1", "two": "claim-2"})
         first = await prepared(driver)
+        # The driver's directory is the same for all, so it is nothing that another claim could lose.
+        driver.policy = replace(
+            driver.policy,
+            config=isolation_config(
+                whole_driver=Path("/vdriver/origin"), driver_volume=DriverVolumeSettings(mount=True)
+            ),
+        )
         if words:
             assert words in await refused(driver, 2)
         else:

@@ -193,6 +193,14 @@ async def test_another_run_is_another_container() -> None:
         assert log.read_text() == "three\n"
 
 
+async def test_a_program_that_prints_for_ever_ends_before_the_disk_is_full() -> None:
+    """By SIGXFSZ, where its log is bounded."""
+    async with open_containers() as runtime:
+        endless = runtime.start(config("seq", "1", "100000000", has_bounded_log=True))
+        assert await wait_ended(runtime, endless) == 128 + signal.SIGXFSZ
+        assert runtime.log_of(endless).stat().st_size == 2 * MAX_LOG_BYTES
+
+
 async def test_what_cannot_start_leaves_nothing_behind() -> None:
     """The reason is told; no cgroup stays, and the next start is none the worse."""
     async with open_containers() as runtime:

@@ -256,6 +256,9 @@ async def test_objects_are_created_without_a_file(short_dir: Path) -> None:
         assert "Deployment/web" in await kubectl.ok("get", "hpa") and "pods: <unknown>/3" in await kubectl.ok(
             "get", "quota"
         )
+        # Of whom nothing is required here, one is listed too.
+        kubectl.api.create("horizontalpodautoscalers", {"metadata": {"name": "none"}, "spec": {"maxReplicas": 1}})
+        assert "<unknown>/<unknown>" in await kubectl.ok("get", "hpa")
         assert "[*]" in await kubectl.ok("auth", "can-i", "--list")
         await kubectl.ok("rollout", "status", "deployment/web", f"--timeout={DEADLINE_S:g}s")
         assert "could not find the requested resource" in await kubectl.refused("create", "serviceaccount", "x")
