@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
 
 from msgspec import Raw
 from rich.console import RenderableType
@@ -16,6 +17,7 @@ from gpushare_agent.cli.cluster_reading import ReadCluster, read_cluster_view
 from gpushare_agent.cli.command_line import Form
 from gpushare_agent.cli.render_text import counted, plain, print_as
 from gpushare_agent.cluster.kube.client import KubeApi
+from gpushare_agent.cluster.kube.objects import whole_number
 from gpushare_agent.cluster.kube.pods import PodJson, read_pod_json, scheduler_message
 from gpushare_agent.cluster.kube.scheduling import DEFAULT_SCHEDULER
 from gpushare_agent.extender.decisions.changes import Change, Waiting, gpus_text, waiting
@@ -29,6 +31,10 @@ from gpushare_agent.settings.settings import Settings
 SCHEMA = 2
 _MOST_ASKED = 10
 _MOST_REASONS = 3
+_MOST_BLOCKS = 1_000_000
+"""Of memory that a pod may mean: 1 Mi of bytes is more."""
+_ALIKE = 0.85
+"""How much of a resource's name is that of another: tencent.com/gpu and tencent.com/vcuda-core have less in common."""
 
 
 async def explain_waiting(api: KubeApi, settings: Settings, raw: Raw, *, form: Form) -> int:
@@ -44,7 +50,7 @@ async def explain_waiting(api: KubeApi, settings: Settings, raw: Raw, *, form: F
             f"all nodes and pods, and: {error}"
         ) from error
     known = read.view.pods.get(PodUid(pod.meta.uid or ""))
-    if known is None:
+    if known is None or _is_mistyped(pod, settings):
         raise Unavailable(
             f"pod {name} is on no node yet. {_why_on_no_node(pod, settings)} Its Events: "
             f"kubectl describe pod -n {pod.meta.namespace} {pod.meta.name}"
@@ -71,6 +77,19 @@ async def explain_waiting(api: KubeApi, settings: Settings, raw: Raw, *, form: F
     }
     print_as(form, document, lambda _: _lines(read.view, known, found, reasons, unchecked))
     return 0
+
+
+def _is_mistyped(pod: PodJson, settings: Settings) -> bool:
+    """Bytes for blocks, or a name beside one of the agents': no change of the size would help."""
+    names = settings.resources
+    own = [names.vcore, names.vmemory]
+    for one in (*(pod.spec.init_containers or ()), *(pod.spec.containers or ())):
+        for name, count in one.limits.items():
+            if name == names.vmemory and whole_number(count, name) > _MOST_BLOCKS:
+                return True
+            if name not in own and get_close_matches(name, own, cutoff=_ALIKE):
+                return True
+    return False
 
 
 def _why_on_no_node(pod: PodJson, settings: Settings) -> str:

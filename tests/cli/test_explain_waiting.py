@@ -323,6 +323,26 @@ async def test_a_waiting_pod_as_json(short_dir: Path, capsys: pytest.CaptureFixt
     assert (end["kind"], end["node"], end["gpus"], end["pods"]) == ("end", "n", [0], [{"namespace": "ns", "pod": "p"}])
 
 
+@pytest.mark.parametrize(
+    "limits",
+    [
+        {"tencent.com/vcuda-core": "30", "tencent.com/vcuda-memory": "4Gi"},
+        {"tencent.com/vcuda-cores": "30", "tencent.com/vcuda-memory": "16"},
+        {"tencent.com/vcuda-core": "30", "tencent.com/vcuda-mem": "16"},
+    ],
+)
+async def test_bytes_and_a_misspelt_resource_stand_beside_what_is_offered(
+    short_dir: Path, capsys: pytest.CaptureFixture[str], limits: dict[str, str]
+) -> None:
+    """Where the other resource is right, too: another size would not help."""
+    mistyped = pod("w", (30, 8))
+    mistyped["spec"]["containers"][0]["resources"] = {"limits": limits}
+    assert await explained(Cluster([node("n", [16])], [mistyped]), short_dir) != 0
+    told = " ".join(capsys.readouterr().err.split())
+    asked = ", ".join(f"{name}: {count}" for name, count in sorted(limits.items()))
+    assert f"The pod asks for {asked}; agents offer tencent.com/vcuda-core" in told
+
+
 async def test_a_pod_that_fits_waits_for_something_else(short_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Or the scheduler has not tried again yet."""
     cluster = Cluster([node("n", [16])], [pod("w", (60, 8))])
