@@ -197,7 +197,7 @@ PROMISES: Promises = {
             "tests/settings/test_nvidia_plugin.py::test_xids_that_leave_a_gpu_healthy",
         ),
         different(
-            "reading notes, FIXME",
+            "internal/plugin/server.go",
             "no way back from Unhealthy",
             "three probes, or a reset, and the GPU is back",
             "tests/agent/test_health_node.py::test_xid_79_takes_the_gpu_away_and_a_reset_brings_it_back",

@@ -31,7 +31,7 @@ from tests.sandbox.support_sandbox import (
     ],
 )  # fmt: skip
 def test_a_script_that_prints_sleeps_and_ends_is_run(script: str) -> None:
-    """By either shell, by whatever path."""
+    """By either shell, by its name or where a system has it."""
     assert is_harmless(("sh", "-c", script)) and is_harmless(("/bin/bash", "-c", script))
 
 
@@ -131,6 +131,16 @@ async def test_a_pod_has_the_events_of_a_cluster() -> None:
         node.api.delete_pod("default", "a")
         await wait_gone(node, "a")
         assert messages(node, "Killing") == ["Stopping container main"]
+
+
+async def test_the_oldest_events_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a cluster's are after an hour."""
+    monkeypatch.setattr("gpushare_agent.sandbox.api.objects.MAX_EVENTS", 3)
+    async with open_test_node() as node:
+        raw = node.api.create_pod(pod("a", schedulerName="none"))
+        for number in range(5):
+            node.api.record_event(raw, reason="Seen", message=str(number), source="test")
+        assert messages(node, "Seen") == ["2", "3", "4"]
 
 
 async def test_a_pod_for_another_scheduler_waits_for_it() -> None:

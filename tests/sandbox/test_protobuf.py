@@ -173,6 +173,13 @@ async def test_a_body_that_is_no_such_message_is_a_bad_request(body: bytes) -> N
         assert (status, said["reason"]) == (400, "BadRequest")
 
 
+def test_a_number_that_is_a_text_is_no_number() -> None:
+    """It would be stored, and no answer with it could be written."""
+    port = bytes_field(4, bytes_field(2, b"80"))
+    with pytest.raises(MalformedMessageError, match="targetPort is no number"):
+        decoded(enveloped("v1", "Service", bytes_field(2, bytes_field(1, port))))
+
+
 @given(content=st.binary(max_size=200), kind=st.sampled_from(["Namespace", "Deployment", "Eviction", "Service"]))
 @settings(max_examples=200, deadline=None)
 def test_any_bytes_are_read_or_refused(content: bytes, kind: str) -> None:
