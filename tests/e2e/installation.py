@@ -7,7 +7,8 @@ import json
 import os
 import re
 import signal
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -260,6 +261,21 @@ class Installation:
             gpus = found.setdefault(entry["PodUID"], {}).setdefault(entry["ResourceName"], [])
             gpus += [one[0] if one else "" for one in split]
         return found
+
+
+@contextmanager
+def in_place_of(installation: Installation, found: Sequence[Object], label: str) -> Iterator[None]:
+    """Objects of another program in the place of what is installed, with the label (NAME=VALUE) that its nodes have."""
+    cluster = installation.cluster
+    installation.remove()
+    made = json.dumps({"apiVersion": "v1", "kind": "List", "items": found})
+    cluster.run("label", "node", cluster.node, label, "--overwrite")
+    try:
+        cluster.run("apply", "-f", "-", stdin=made)
+        yield
+    finally:
+        cluster.run("label", "node", cluster.node, f"{label.partition('=')[0]}-")
+        cluster.run("delete", "-f", "-", stdin=made, timeout_s=DEADLINE_S)
 
 
 def rights_of_component(folder: str) -> set[Right]:

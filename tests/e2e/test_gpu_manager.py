@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import pytest
 
 from tests.e2e.cluster import CORE, DEADLINE_S, Cluster, KubectlError, Object, read_unix
-from tests.e2e.installation import NODE_LABEL, SYSTEM, Installation, is_ready
+from tests.e2e.installation import NODE_LABEL, SYSTEM, Installation, in_place_of, is_ready
 
 pytestmark = pytest.mark.e2e
 NAMESPACE, NAME = "kube-system", "gpu-manager-daemonset"
@@ -105,16 +105,9 @@ def gpu_manager(cluster: Cluster, installation: Installation) -> Iterator[str]:
 
 @contextmanager
 def running(cluster: Cluster, installation: Installation, found: list[Object]) -> Iterator[str]:
-    """Its objects in the place of what is installed."""
-    installation.remove()
-    made = json.dumps({"apiVersion": "v1", "kind": "List", "items": found})
-    cluster.run("label", "node", cluster.node, f"{NODE_LABEL}=enable", "--overwrite")
-    try:
-        cluster.run("apply", "-f", "-", stdin=made)
+    """The name of its pod."""
+    with in_place_of(installation, found, f"{NODE_LABEL}=enable"):
         yield wait_serving(cluster)
-    finally:
-        cluster.run("label", "node", cluster.node, f"{NODE_LABEL}-")
-        cluster.run("delete", "-f", "-", stdin=made, timeout_s=DEADLINE_S)
 
 
 def wait_serving(cluster: Cluster) -> str:

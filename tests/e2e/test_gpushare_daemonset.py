@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.e2e.cluster import DEADLINE_S, Cluster, KubectlError, Object
-from tests.e2e.installation import Installation
+from tests.e2e.installation import Installation, in_place_of
 
 pytestmark = pytest.mark.e2e
 NAMESPACE, NAME, ACCOUNT = "kube-system", "gpushare-device-plugin-ds", "gpushare-device-plugin"
@@ -80,16 +80,9 @@ def objects(image: str, *, is_simulated: bool) -> list[Object]:
 @pytest.fixture
 def plugin(cluster: Cluster, installation: Installation) -> Iterator[str]:
     """The name of its pod, which serves."""
-    installation.remove()
     found = objects(installation.image, is_simulated="simulated" in installation.overlay)
-    made = json.dumps({"apiVersion": "v1", "kind": "List", "items": found})
-    cluster.run("label", "node", cluster.node, f"{LABEL}=true", "--overwrite")
-    try:
-        cluster.run("apply", "-f", "-", stdin=made)
+    with in_place_of(installation, found, f"{LABEL}=true"):
         yield wait_serving(cluster)
-    finally:
-        cluster.run("label", "node", cluster.node, f"{LABEL}-")
-        cluster.run("delete", "-f", "-", stdin=made, timeout_s=DEADLINE_S)
 
 
 def wait_serving(cluster: Cluster, but: str = "") -> str:
