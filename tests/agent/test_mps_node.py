@@ -51,7 +51,10 @@ def process_of(node: EmbeddedNode, name: str) -> int:
 
 def environment_inside(pid: int) -> dict[str, str]:
     """What the running process itself has."""
-    entries = Path(f"/proc/{pid}/environ").read_bytes().rstrip(b"\0").split(b"\0")
+    # Its gate execs the program, and while a process does the kernel shows an empty file for a moment.
+    while not (content := Path(f"/proc/{pid}/environ").read_bytes()):
+        continue
+    entries = content.rstrip(b"\0").split(b"\0")
     return dict(entry.decode().split("=", 1) for entry in entries)
 
 
