@@ -110,6 +110,8 @@ class Seen:
     rejected: Counter[str] = field(default_factory=Counter)
     examples: dict[str, str] = field(default_factory=dict)
     """Of each kind of rejection the first, whole."""
+    unanswered: list[str] = field(default_factory=list)
+    """What kubectl said where it failed: on a node under faults a request may."""
     wrong: list[str] = field(default_factory=list)
     over: list[str] = field(default_factory=list)
     lost_limits: dict[str, list[str]] = field(default_factory=dict)
@@ -195,6 +197,7 @@ def test_pods_come_and_go_under_faults(
     if log := request.config.getoption("--endurance-log"):
         add_run(Path(log), seen.as_run(minutes))
     assert (seen.wrong, seen.over, seen.lost_limits) == ([], [], {})
+    assert len(seen.unanswered) < minutes, seen.unanswered
     assert min(seen.kills, seen.snapshots, seen.compared, sum(seen.checks.values())) > minutes
     early, late = seen.thirds_mib()
     assert late < early * MEMORY_GROWTH, seen.resident_mib
@@ -240,7 +243,10 @@ class Run:
                 lambda: [deed for every, deed, end in deeds if time.monotonic() < end and every.now()],
             )
             for deed in due:
-                deed()
+                try:
+                    deed()
+                except KubectlError as error:
+                    self.seen.unanswered.append(f"{deed.__name__}: {error}"[:500])
             if time.monotonic() > last_kill + UNSETTLED_S:
                 self.watch_life()
         if self.lost is not None:
@@ -285,8 +291,9 @@ class Run:
                 "delete", "pod", "-n", self.namespace, "--wait=false", "--ignore-not-found", *force, *names
             )
         made = [self.pod_of_chance(f"endurance-{self.seen.created + index}") for index in range(BATCH)]
-        self.cluster.apply(*made, namespace=self.namespace)
+        # Counted first: after an answer that was lost the names are taken.
         self.seen.created, self.seen.deleted = self.seen.created + len(made), self.seen.deleted + len(gone)
+        self.cluster.apply(*made, namespace=self.namespace)
 
     def pod_of_chance(self, name: str) -> Object:
         """Of shares, one container or two, or one behind an init container with a share; or of a claim."""
