@@ -27,7 +27,8 @@ from gpushare_agent.gpus.part import open_driver
 from gpushare_agent.isolation import ISOLATIONS, isolations_in_use
 from gpushare_agent.isolation.cdi.specs import cdi_specs
 from gpushare_agent.isolation.check import CheckProbe, build_check_probes, node_circumstances
-from gpushare_agent.isolation.device_lists import strategy_warnings
+from gpushare_agent.isolation.driver_volume.config import driver_volumes
+from gpushare_agent.isolation.isolations import device_list_warnings
 from gpushare_agent.isolation.kept import Circumstances, NotKept
 from gpushare_agent.isolation.resource_names import resource_names
 from gpushare_agent.kit.sockets import MAX_ADDRESS_BYTES
@@ -273,11 +274,11 @@ async def check_kept(settings: Settings, failed: Collection[str] = ()) -> list[F
 
 async def check_device_lists(settings: Settings) -> list[Finding]:
     """The strategies do not contradict each other, and CDI names every GPU where it provides them."""
-    # Simulated GPUs have no device nodes unless a setting says so.
-    has_nodes = settings.driver == "nvml" or settings.simulated.device_nodes
-    is_mounted = settings.driver_volume.mount or ISOLATIONS[settings.isolation].mounts_driver
-    mounts_driver = is_mounted and settings.volume_config is not None
-    texts = strategy_warnings(settings.device_list_strategy, mounts_driver=mounts_driver, has_gpu_nodes=has_nodes)
+    try:
+        volumes = driver_volumes(settings)
+    except StartupError:
+        volumes = {}  # the isolation's own line has it
+    texts = device_list_warnings(settings, volumes)
     findings = [warning("device lists", text, "see docs/reference/device-lists.md") for text in texts]
     if not {DeviceListStrategy.CDI_ANNOTATIONS, DeviceListStrategy.CDI_CRI} & set(settings.device_list_strategy):
         return findings

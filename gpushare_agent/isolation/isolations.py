@@ -87,13 +87,7 @@ class Isolations(Struct, frozen=True, kw_only=True):
 
     def _log_device_lists(self) -> None:
         """What of the device lists contradicts itself or does nothing, once, in the log."""
-        settings = self.node.settings
-        has_nodes = settings.driver == "nvml" or settings.simulated.device_nodes
-        mounts_driver = settings.driver_volume.mount or ISOLATIONS[settings.isolation].mounts_driver
-        strategies = settings.device_list_strategy
-        for text in strategy_warnings(
-            strategies, mounts_driver=mounts_driver and bool(self.volumes), has_gpu_nodes=has_nodes
-        ):
+        for text in device_list_warnings(self.node.settings, self.volumes):
             log.warning("device_list_strategy", detail=text)
 
     async def prepare(self, keys: Collection[ContainerKey]) -> Refused | None:
@@ -277,6 +271,17 @@ def build(
         parts=parts,
         watches=watches,
         cdi_watch=_cdi_watch(node),
+    )
+
+
+def device_list_warnings(settings: Settings, volumes: Mapping[VolumeName, DriverVolume]) -> list[str]:
+    """What of the device lists contradicts itself or does nothing under the node's isolation. `volumes`: driver_volumes'."""
+    mounts_driver = settings.driver_volume.mount or ISOLATIONS[settings.isolation].mounts_driver
+    return strategy_warnings(
+        settings.device_list_strategy,
+        mounts_driver=mounts_driver and bool(volumes),
+        # Simulated GPUs have no device nodes unless a setting says so.
+        has_gpu_nodes=settings.driver == "nvml" or settings.simulated.device_nodes,
     )
 
 

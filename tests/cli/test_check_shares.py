@@ -102,6 +102,21 @@ async def test_strategies_that_contradict_each_other_and_gpus_without_a_name_are
     assert not list(tmp_path.iterdir()), "a check changes nothing"
 
 
+VOLUME = '{"volume": [{"name": "nvidia", "base": "/lib", "components": {"libraries": ["libcuda.so"]}}]}'
+
+
+@pytest.mark.parametrize(("volumes", "libraries"), [("no JSON", False), (VOLUME, True)])
+async def test_what_adds_the_drivers_libraries_is_asked_of_the_volumes(
+    tmp_path: Path, volumes: str, libraries: bool
+) -> None:
+    """Device nodes alone, under the isolation that mounts a volume: without one CUDA programs find no libcuda."""
+    path = tmp_path / "volume.conf"
+    path.write_text(volumes)
+    flags = ("--isolation=vcuda", "--device-list-strategy=device-nodes", "--simulated.device-nodes=true")
+    found = await check_device_lists(settings_of(*flags, f"--volume-config={path}"))
+    assert [finding.level for finding in found] == ([] if libraries else [Level.WARNING])
+
+
 @pytest.mark.parametrize(
     "flags",
     [
