@@ -20,6 +20,7 @@ from tests.manifests.support_manifests import MANIFESTS
 Values = dict[str, Any]
 ON = {"enabled": True}
 SCHEDULER = {"scheduler": {"enabled": True, "image": {"tag": "v1.33.4"}}}
+WEBHOOK = {"enabled": True, "claimsWebhook": ON}
 
 CASES: dict[str, tuple[Values, list[str], list[str]]] = {
     "base": ({}, ["base"], []),
@@ -313,7 +314,11 @@ def _extender_counts_as_the_agents(objects: Objects) -> None:
         ({"extender": {"settings": {"reserve": "bind"}}}, "reserve"),
         ({"config": {"map": {"a": {"nvidia": {"replica": 4}}}}}, "replica"),
         ({"settings": {"isolation": "mps"}}, "use the value `isolation`"),
-        ({"displaySocket": ON, "settings": {"display": {"socket": "/x"}}}, "settings.display.socket has no effect"),
+        ({"displaySocket": ON, "settings": {"display": {"socket": "/x"}}}, "settings.display.socket: has no effect"),
+        (
+            {"extender": {**WEBHOOK, "settings": {"extender": {"claims_webhook": "certificate"}}}},
+            "extender.settings.extender.claims_webhook: has no effect",
+        ),
         ({"simulated": ON, "isolation": "mps"}, "leave `isolation` out"),
         ({"isolation": "vcuda", "hostPID": False}, "not with `hostPID: false`"),
         ({"vcuda": {"driverContainer": True}}, "isolation: vcuda"),
@@ -338,6 +343,13 @@ def test_values_that_are_misspelt_or_do_not_fit_are_refused_by_name(values: Valu
     done = template(values, tmp_path)
     assert done.returncode != 0
     assert named in done.stderr
+
+
+def test_the_claims_webhook_may_ask_for_certificates(tmp_path: Path) -> None:
+    """By the variable, which goes before the extender's file."""
+    values = {"extender": {"enabled": True, "claimsWebhook": {"enabled": True, "clients": "certificate"}}}
+    (container,) = _pod(chart_objects(values, tmp_path)["Deployment", "gpushare-agent-extender"])["containers"]
+    assert {"name": "GPUSHARE_EXTENDER__CLAIMS_WEBHOOK", "value": "certificate"} in container["env"]
 
 
 def test_the_chart_may_be_installed_in_any_namespace(tmp_path: Path) -> None:

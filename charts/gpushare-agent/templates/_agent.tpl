@@ -14,7 +14,7 @@
 {{- $agent := get $objects "DaemonSet/gpushare-agent" -}}
 {{- $pod := $agent.spec.template.spec -}}
 {{- $container := first $pod.containers -}}
-{{- include "gpushare-agent.refuse-overridden" (dict "settings" $values.settings "container" $container) -}}
+{{- include "gpushare-agent.refuse-overridden" (dict "value" "settings" "settings" $values.settings "container" $container) -}}
 {{- include "gpushare-agent.set-image" (dict "root" . "pod" $pod) -}}
 {{- include "gpushare-agent.set-nodes" (dict "root" . "pod" $pod) -}}
 {{- $_ := set $agent.spec "updateStrategy" (eq $values.updateStrategy.type "OnDelete" | ternary (dict "type" "OnDelete") $values.updateStrategy) -}}

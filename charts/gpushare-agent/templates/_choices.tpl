@@ -94,25 +94,33 @@ manifests/components/{{ . }}
   {{- fail "an API server asks a webhook by TLS alone: extender.claimsWebhook needs `extender.tls.enabled: true`" -}}
 {{- end -}}
 {{- $owned := dict "isolation" "isolation" "driver" "simulated.enabled" "device_list_strategy" "deviceListStrategy" -}}
-{{- range $setting, $value := $owned -}}
-  {{- if hasKey $values.settings $setting }}{{ fail (printf "settings.%s: use the value `%s`, which brings the mounts that it needs" $setting $value) }}{{ end -}}
+{{- $refused := dict -}}
+{{- range $setting, $value := $owned }}{{ $_ := set $refused $setting (printf "use the value `%s`, which brings the mounts that it needs" $value) }}{{ end -}}
+{{- include "gpushare-agent.refuse" (dict "value" "settings" "settings" $values.settings "refused" $refused) -}}
+{{- end -}}
+
+{{- /* Settings that would do nothing, or break what the manifests have. Arguments: value, the settings' name; settings; refused,
+from a setting's name to the reason. */ -}}
+{{- define "gpushare-agent.refuse" -}}
+{{- $arguments := . -}}
+{{- range $setting, $reason := .refused -}}
+  {{- $path := splitList "." $setting -}}
+  {{- $section := $arguments.settings -}}
+  {{- if gt (len $path) 1 }}{{ $section = get $section (first $path) | default dict }}{{ end -}}
+  {{- if hasKey $section (last $path) }}{{ fail (printf "%s.%s: %s" $arguments.value $setting $reason) }}{{ end -}}
 {{- end -}}
 {{- end -}}
 
-{{- /* A setting that a variable of the manifests overrides would do nothing. Arguments: settings, container. */ -}}
+{{- /* Those that a variable of the manifests overrides. Arguments: value, settings, container. */ -}}
 {{- define "gpushare-agent.refuse-overridden" -}}
-{{- $settings := .settings -}}
+{{- $refused := dict -}}
 {{- range $one := .container.env -}}
   {{- if hasPrefix "GPUSHARE_" $one.name -}}
-    {{- $path := splitList "__" (lower (trimPrefix "GPUSHARE_" $one.name)) -}}
-    {{- $section := get $settings (first $path) -}}
-    {{- if and (eq (len $path) 2) (kindIs "map" $section) -}}
-      {{- if hasKey $section (last $path) -}}
-        {{- fail (printf "settings.%s has no effect: another value sets the variable %s, which goes before the file" (join "." $path) $one.name) -}}
-      {{- end -}}
-    {{- end -}}
+    {{- $setting := trimPrefix "GPUSHARE_" $one.name | lower | replace "__" "." -}}
+    {{- $_ := set $refused $setting (printf "has no effect, for another value sets the variable %s, which goes before the file" $one.name) -}}
   {{- end -}}
 {{- end -}}
+{{- include "gpushare-agent.refuse" (dict "value" .value "settings" .settings "refused" $refused) -}}
 {{- end -}}
 
 {{- define "gpushare-agent.image" -}}
