@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -319,6 +320,8 @@ def _extender_counts_as_the_agents(objects: Objects) -> None:
             {"extender": {**WEBHOOK, "settings": {"extender": {"claims_webhook": "certificate"}}}},
             "extender.settings.extender.claims_webhook: has no effect",
         ),
+        ({"extender": {"enabled": True, "settings": {"extender": {"lease_name": "a"}}}}, "extender.lease_name: its Role"),
+        ({"extender": {"enabled": True, "settings": {"gpushare": ON}}}, "set `settings.gpushare`"),
         ({"simulated": ON, "isolation": "mps"}, "leave `isolation` out"),
         ({"isolation": "vcuda", "hostPID": False}, "not with `hostPID: false`"),
         ({"vcuda": {"driverContainer": True}}, "isolation: vcuda"),
@@ -343,6 +346,40 @@ def test_values_that_are_misspelt_or_do_not_fit_are_refused_by_name(values: Valu
     done = template(values, tmp_path)
     assert done.returncode != 0
     assert named in done.stderr
+
+
+@pytest.mark.parametrize("has_gpu_mem", [False, True])
+def test_renamed_resources_are_those_of_the_scheduler_the_policies_and_the_webhook(
+    has_gpu_mem: bool, tmp_path: Path
+) -> None:
+    """Else pods that ask by the new names would pass by the extender, its quota and the policies."""
+    vcore, vmemory, gpu_mem = names = ["a.test/core", "b.test/memory", "c.test/mem"]
+    settings = {"resources": {"vcore": vcore, "vmemory": vmemory}, "gpushare": {"resource": gpu_mem}}
+    extender = {"enabled": True, "claimsWebhook": ON, **SCHEDULER}
+    values = {"settings": settings, "gpuMem": {"enabled": has_gpu_mem}, "extender": extender}
+    objects = chart_objects(values, tmp_path)
+    (asked,) = objects["ConfigMap", "gpushare-scheduler-settings"]["data"]["scheduler.yaml"]["extenders"]
+    of_scheduler = names if has_gpu_mem else [vcore, vmemory]
+    assert [one["name"] for one in asked["managedResources"]] == of_scheduler
+    policies = [objects["ValidatingAdmissionPolicy", f"gpushare-agent-{one}"] for one in ("node-name", "scheduler-name")]
+    webhook = objects["MutatingWebhookConfiguration", "gpushare-agent-claims"]["webhooks"][0]
+    found = [_resources_in(one) for one in (*policies, webhook["matchConditions"])]
+    assert found == [names, of_scheduler, names]
+
+
+def _resources_in(value: Any) -> list[str]:
+    """Of CEL's strings those that are a resource's name."""
+    return re.findall(r"'([a-z.]+/[a-z-]+)'", json.dumps(value))
+
+
+def test_the_right_to_the_quota_follows_its_settings(tmp_path: Path) -> None:
+    """A leader that may not list it waits for ever."""
+    chosen = {"quota_name": "limits", "quota_namespace": "teams"}
+    objects = chart_objects({"extender": {"enabled": True, "settings": {"extender": chosen}}}, tmp_path)
+    name = "gpushare-agent-extender-quota"
+    role, binding = objects["Role", name], objects["RoleBinding", name]
+    assert role["metadata"]["namespace"] == binding["metadata"]["namespace"] == "teams"
+    assert [one["resourceNames"] for one in role["rules"]] == [["limits"]]
 
 
 def test_the_claims_webhook_may_ask_for_certificates(tmp_path: Path) -> None:

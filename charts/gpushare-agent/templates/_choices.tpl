@@ -97,6 +97,14 @@ manifests/components/{{ . }}
 {{- $refused := dict -}}
 {{- range $setting, $value := $owned }}{{ $_ := set $refused $setting (printf "use the value `%s`, which brings the mounts that it needs" $value) }}{{ end -}}
 {{- include "gpushare-agent.refuse" (dict "value" "settings" "settings" $values.settings "refused" $refused) -}}
+{{- $refused = dict -}}
+{{- range $name := list "resources" "gpushare" "placement.share_policy" -}}
+  {{- $_ := set $refused $name (printf "the extender counts as the agents do, set `settings.%s`" $name) -}}
+{{- end -}}
+{{- range $name := list "lease_name" "lease_namespace" -}}
+  {{- $_ := set $refused (printf "extender.%s" $name) "its Role names the Lease gpushare-agent-extender of the release's namespace, leave it out" -}}
+{{- end -}}
+{{- include "gpushare-agent.refuse" (dict "value" "extender.settings" "settings" $values.extender.settings "refused" $refused) -}}
 {{- end -}}
 
 {{- /* Settings that would do nothing, or break what the manifests have. Arguments: value, the settings' name; settings; refused,

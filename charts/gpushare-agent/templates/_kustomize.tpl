@@ -4,10 +4,14 @@ folders (_choices.tpl), and these templates do with them what kustomize does. Th
 components, patches by path, configMapGenerator. Tests compare the result with kustomize's.
 */ -}}
 
-{{- /* A file's text, for the release's namespace. Arguments: root, file. */ -}}
+{{- /* A file's text, for the release's namespace and the resources' names in the settings. Arguments: root, file. */ -}}
 {{- define "gpushare-agent.read" -}}
 {{- $text := .root.Files.Get .file -}}
 {{- if not $text }}{{ fail (printf "%s is not in the chart" .file) }}{{ end -}}
+{{- $settings := .root.Values.settings -}}
+{{- $text = replace "tencent.com/vcuda-core" (($settings.resources).vcore | default "tencent.com/vcuda-core") $text -}}
+{{- $text = replace "tencent.com/vcuda-memory" (($settings.resources).vmemory | default "tencent.com/vcuda-memory") $text -}}
+{{- $text = replace "aliyun.com/gpu-mem" (($settings.gpushare).resource | default "aliyun.com/gpu-mem") $text -}}
 {{- replace "gpushare-system" .root.Release.Namespace $text -}}
 {{- end -}}
 
