@@ -32,16 +32,18 @@ def helm(*arguments: str | Path, timeout_s: float = 60.0) -> subprocess.Complete
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
 
 
-def template(values: dict[str, Any], folder: Path, namespace: str = NAMESPACE) -> subprocess.CompletedProcess[str]:
-    """`helm template` with these values over the chart's; `folder` takes the file of them."""
+def template(
+    values: dict[str, Any], folder: Path, *flags: str, namespace: str = NAMESPACE
+) -> subprocess.CompletedProcess[str]:
+    """`helm template` with these values over the chart's, and these flags; `folder` takes the file of the values."""
     file = folder / "values.yaml"
     file.write_text(yaml.safe_dump(values), encoding="utf-8")
-    return helm("template", RELEASE, CHART, "-n", namespace, "-f", file)
+    return helm("template", RELEASE, CHART, "-n", namespace, "-f", file, *flags)
 
 
-def chart_objects(values: dict[str, Any], folder: Path) -> Objects:
+def chart_objects(values: dict[str, Any], folder: Path, *flags: str) -> Objects:
     """What `helm install` creates, hooks too."""
-    done = template(values, folder)
+    done = template(values, folder, *flags)
     assert done.returncode == 0, done.stderr
     return _by_key(yaml.safe_load_all(done.stdout))
 

@@ -372,6 +372,14 @@ def _resources_in(value: Any) -> list[str]:
     return re.findall(r"'([a-z.]+/[a-z-]+)'", json.dumps(value))
 
 
+@pytest.mark.parametrize("version", ["v1.33.4", "v1.33.4-eks-2d5f260", "v1.33.4-gke.1134000", "v1.33.4+k3s1", "v1.33.4+rke2r1"])
+def test_the_second_scheduler_has_an_image_that_exists(version: str, tmp_path: Path) -> None:
+    """Distributions add to the version what no registry has as a tag, or no tag may have."""
+    values = {"extender": {"enabled": True, "scheduler": ON}}
+    deployment = chart_objects(values, tmp_path, f"--kube-version={version}")["Deployment", "gpushare-scheduler"]
+    assert _pod(deployment)["containers"][0]["image"] == "registry.k8s.io/kube-scheduler:v1.33.4"
+
+
 def test_the_right_to_the_quota_follows_its_settings(tmp_path: Path) -> None:
     """A leader that may not list it waits for ever."""
     chosen = {"quota_name": "limits", "quota_namespace": "teams"}

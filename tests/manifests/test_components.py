@@ -358,6 +358,15 @@ def test_the_component_mps_mounts_the_daemons_directory_and_takes_that_of_the_li
     assert not [path for path in mounts if path.is_relative_to("/etc/gpu-manager")]
 
 
+@pytest.mark.parametrize("path", ["mps-daemon/daemonset.yaml", "components/driver-from-host/driver-devices.yaml"])
+def test_what_serves_the_agents_runs_on_every_node_that_an_agent_may_have(path: str) -> None:
+    """With the component gpushare also those of GPUShare's label: an agent without it beside would refuse every share."""
+    spec = documents(path)[0]["spec"]["template"]["spec"]
+    agent = patched("components/gpushare/setting.yaml")
+    assert (spec["affinity"], spec["tolerations"]) == (agent["affinity"], agent["tolerations"])
+    assert "nodeSelector" not in spec
+
+
 def test_the_mps_daemon_is_at_the_place_where_the_component_looks_for_it() -> None:
     """Same directories, the host's shared memory, the user and the PIDs that it needs, and no update that ends clients."""
     (found,) = documents("mps-daemon/daemonset.yaml")
