@@ -21,6 +21,7 @@ from tests.manifests.support_manifests import MANIFESTS
 Values = dict[str, Any]
 ON = {"enabled": True}
 SCHEDULER = {"scheduler": {"enabled": True, "image": {"tag": "v1.33.4"}}}
+API_SERVERS = [{"ipBlock": {"cidr": "192.0.2.0/28"}}]
 WEBHOOK = {"enabled": True, "claimsWebhook": ON}
 
 CASES: dict[str, tuple[Values, list[str], list[str]]] = {
@@ -79,9 +80,14 @@ CASES: dict[str, tuple[Values, list[str], list[str]]] = {
     "resize": ({"resizePolicy": ON}, ["base", "resize"], []),
     "extender": ({"extender": ON}, ["base", "extender"], []),
     "extender-all": (
-        {"extender": {"enabled": True, "claimsWebhook": ON, "networkPolicy": ON, **SCHEDULER}},
+        {"extender": {"enabled": True, "claimsWebhook": ON, **SCHEDULER}},
         ["base", "extender", "extender/second-scheduler"],
-        ["../extender/components/claims-webhook", "../extender/components/network-policy"],
+        ["../extender/components/claims-webhook"],
+    ),
+    "extender-network-policy": (
+        {"extender": {"enabled": True, "networkPolicy": ON}},
+        ["base", "extender"],
+        ["../extender/components/network-policy"],
     ),
     "extender-without-tls": (
         {"extender": {"enabled": True, "tls": {"enabled": False}}},
@@ -322,6 +328,8 @@ def _extender_counts_as_the_agents(objects: Objects) -> None:
         ),
         ({"extender": {"enabled": True, "settings": {"extender": {"lease_name": "a"}}}}, "extender.lease_name: its Role"),
         ({"extender": {"enabled": True, "settings": {"gpushare": ON}}}, "set `settings.gpushare`"),
+        ({"extender": {**WEBHOOK, "networkPolicy": ON}}, "API servers must reach it"),
+        ({"networkPolicy": {"extraFrom": [{"ipblock": {}}]}}, "networkPolicy.extraFrom"),
         ({"simulated": ON, "isolation": "mps"}, "leave `isolation` out"),
         ({"isolation": "vcuda", "hostPID": False}, "not with `hostPID: false`"),
         ({"vcuda": {"driverContainer": True}}, "isolation: vcuda"),
@@ -390,6 +398,15 @@ def test_the_right_to_the_quota_follows_its_settings(tmp_path: Path) -> None:
     assert [one["resourceNames"] for one in role["rules"]] == [["limits"]]
 
 
+def test_network_policies_may_let_others_in(tmp_path: Path) -> None:
+    """API servers, for webhook and `kubectl gpushare`, beside those that each policy names itself."""
+    policy = {"enabled": True, "extraFrom": API_SERVERS}
+    objects = chart_objects({"networkPolicy": policy, "extender": {**WEBHOOK, "networkPolicy": policy}}, tmp_path)
+    for name, own in (("gpushare-agent", "monitoring"), ("gpushare-agent-extender", "gpushare-scheduler")):
+        (rule,) = objects["NetworkPolicy", name]["spec"]["ingress"]
+        assert own in json.dumps(rule["from"][0]) and rule["from"][1:] == API_SERVERS
+
+
 def test_the_claims_webhook_may_ask_for_certificates(tmp_path: Path) -> None:
     """By the variable, which goes before the extender's file."""
     values = {"extender": {"enabled": True, "claimsWebhook": {"enabled": True, "clients": "certificate"}}}
@@ -400,7 +417,7 @@ def test_the_claims_webhook_may_ask_for_certificates(tmp_path: Path) -> None:
 def test_the_chart_may_be_installed_in_any_namespace(tmp_path: Path) -> None:
     """The policies name the service accounts of the release's namespace."""
     values = {"dra": ON, "isolation": "mps", "resizePolicy": ON, "networkPolicy": ON, "prometheusOperator": ON}
-    values |= {"extender": {"enabled": True, "claimsWebhook": ON, "networkPolicy": ON, **SCHEDULER}}
+    values |= {"extender": {**WEBHOOK, "networkPolicy": {"enabled": True, "extraFrom": API_SERVERS}, **SCHEDULER}}
     done = template(values, tmp_path, namespace="gpus")
     assert done.returncode == 0, done.stderr
     assert "system:serviceaccount:gpus:gpushare-agent-extender" in done.stdout

@@ -86,8 +86,9 @@
   {{- $_ := set .spec "extendedResourceName" $values.dra.wholeGpus.resourceName -}}
 {{- end -}}
 {{- with get $objects "NetworkPolicy/gpushare-agent" -}}
-  {{- $labels := (first (first .spec.ingress).from).namespaceSelector.matchLabels -}}
-  {{- $_ := set $labels "kubernetes.io/metadata.name" $values.networkPolicy.prometheusNamespace -}}
+  {{- $rule := first .spec.ingress -}}
+  {{- $_ := set (first $rule.from).namespaceSelector.matchLabels "kubernetes.io/metadata.name" $values.networkPolicy.prometheusNamespace -}}
+  {{- $_ := set $rule "from" (concat $rule.from $values.networkPolicy.extraFrom) -}}
 {{- end -}}
 {{- range $kind := list "PodMonitor" "PrometheusRule" -}}
   {{- with get $objects (printf "%s/gpushare-agent" $kind) -}}

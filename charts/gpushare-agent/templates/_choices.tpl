@@ -93,6 +93,11 @@ manifests/components/{{ . }}
 {{- if and $values.extender.claimsWebhook.enabled (not $values.extender.tls.enabled) -}}
   {{- fail "an API server asks a webhook by TLS alone: extender.claimsWebhook needs `extender.tls.enabled: true`" -}}
 {{- end -}}
+{{- with $values.extender -}}
+  {{- if and .claimsWebhook.enabled .networkPolicy.enabled (not .networkPolicy.extraFrom) -}}
+    {{- fail "extender.claimsWebhook: API servers must reach it, add their addresses to `extender.networkPolicy.extraFrom`: [{ipBlock: {cidr: …}}]" -}}
+  {{- end -}}
+{{- end -}}
 {{- $owned := dict "isolation" "isolation" "driver" "simulated.enabled" "device_list_strategy" "deviceListStrategy" -}}
 {{- $refused := dict -}}
 {{- range $setting, $value := $owned }}{{ $_ := set $refused $setting (printf "use the value `%s`, which brings the mounts that it needs" $value) }}{{ end -}}
