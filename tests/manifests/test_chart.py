@@ -22,7 +22,7 @@ Values = dict[str, Any]
 ON = {"enabled": True}
 SCHEDULER = {"scheduler": {"enabled": True, "image": {"tag": "v1.33.4"}}}
 API_SERVERS = [{"ipBlock": {"cidr": "192.0.2.0/28"}}]
-WEBHOOK = {"enabled": True, "claimsWebhook": ON}
+WEBHOOK = {"enabled": True, "claimsWebhook": {"enabled": True, "caBundle": "Q0E="}}
 
 CASES: dict[str, tuple[Values, list[str], list[str]]] = {
     "base": ({}, ["base"], []),
@@ -80,7 +80,7 @@ CASES: dict[str, tuple[Values, list[str], list[str]]] = {
     "resize": ({"resizePolicy": ON}, ["base", "resize"], []),
     "extender": ({"extender": ON}, ["base", "extender"], []),
     "extender-all": (
-        {"extender": {"enabled": True, "claimsWebhook": ON, **SCHEDULER}},
+        {"extender": {**WEBHOOK, **SCHEDULER}},
         ["base", "extender", "extender/second-scheduler"],
         ["../extender/components/claims-webhook"],
     ),
@@ -106,6 +106,8 @@ def test_the_chart_installs_what_kustomize_does(name: str, tmp_path: Path) -> No
     found = chart_objects(values, tmp_path)
     del found["Pod", "gpushare-check"]
     assert found["ConfigMap", "gpushare-agent"]["data"]["settings.yaml"]["log"].pop("level") == "info"
+    for webhook in found.get(("MutatingWebhookConfiguration", "gpushare-agent-claims"), {}).get("webhooks", ()):
+        assert webhook["clientConfig"].pop("caBundle") == "Q0E=", "the guide adds it behind kustomize"
     assert found.keys() == expected.keys()
     for key, one in expected.items():
         assert found[key] == one, key
@@ -316,7 +318,8 @@ def _extender_counts_as_the_agents(objects: Objects) -> None:
         ({"extender": {"claimsWebhook": {"caBundle": "no base64!"}}}, "extender.claimsWebhook.caBundle"),
         ({"tolerations": [{"operater": "Exists"}]}, "operater"),
         ({"settings": {"placement": {"share_polcy": "spread"}}}, "share_polcy"),
-        ({"settings": {"web": {"port": 70000}}}, "settings.web.port"),
+        ({"settings": {"health": {"check_period_s": 7200}}}, "settings.health.check_period_s"),
+        ({"settings": {"web": {"port": 6000}}}, "settings.web.port: Service"),
         ({"settings": {"share_mode": "no"}}, "settings.share_mode"),
         ({"extender": {"settings": {"reserve": "bind"}}}, "reserve"),
         ({"config": {"map": {"a": {"nvidia": {"replica": 4}}}}}, "replica"),
@@ -330,6 +333,18 @@ def _extender_counts_as_the_agents(objects: Objects) -> None:
         ({"extender": {"enabled": True, "settings": {"gpushare": ON}}}, "set `settings.gpushare`"),
         ({"extender": {**WEBHOOK, "networkPolicy": ON}}, "API servers must reach it"),
         ({"networkPolicy": {"extraFrom": [{"ipblock": {}}]}}, "networkPolicy.extraFrom"),
+        ({"extender": {"enabled": True, "claimsWebhook": ON}}, "give `caBundle` or `annotations`"),
+        ({"extender": {"enabled": True, "settings": {"extender": {"port": 6000}}}}, "extender.settings.extender.port"),
+        ({"extender": {"enabled": True, "settings": {"extender": {"leader_elect": False}}}}, "runs two replicas"),
+        ({"settings": {"dra": {"gpus": ["all"]}}}, "use the value `dra.gpus`"),
+        ({"settings": {"gpushare": ON}}, "use the value `gpuMem.enabled`"),
+        ({"settings": {"driver_limits": {"set_by_agent": True}}}, "use the value `driverLimits.setByAgent`"),
+        ({"settings": {"facts": {"is_written": False}}}, "use the value `nodeFacts`"),
+        ({"nvidia": ON, "settings": {"nvidia": {"sharing": "mps"}}}, "use the value `nvidia.sharing`"),
+        (
+            {"nvidia": ON, "migStrategy": "mixed", "settings": {"nvidia": {"mig_strategy": "single"}}},
+            "settings.nvidia.mig_strategy: has no effect",
+        ),
         ({"simulated": ON, "isolation": "mps"}, "leave `isolation` out"),
         ({"isolation": "vcuda", "hostPID": False}, "not with `hostPID: false`"),
         ({"vcuda": {"driverContainer": True}}, "isolation: vcuda"),
@@ -363,7 +378,7 @@ def test_renamed_resources_are_those_of_the_scheduler_the_policies_and_the_webho
     """Else pods that ask by the new names would pass by the extender, its quota and the policies."""
     vcore, vmemory, gpu_mem = names = ["a.test/core", "b.test/memory", "c.test/mem"]
     settings = {"resources": {"vcore": vcore, "vmemory": vmemory}, "gpushare": {"resource": gpu_mem}}
-    extender = {"enabled": True, "claimsWebhook": ON, **SCHEDULER}
+    extender = {**WEBHOOK, **SCHEDULER}
     values = {"settings": settings, "gpuMem": {"enabled": has_gpu_mem}, "extender": extender}
     objects = chart_objects(values, tmp_path)
     (asked,) = objects["ConfigMap", "gpushare-scheduler-settings"]["data"]["scheduler.yaml"]["extenders"]
@@ -409,7 +424,8 @@ def test_network_policies_may_let_others_in(tmp_path: Path) -> None:
 
 def test_the_claims_webhook_may_ask_for_certificates(tmp_path: Path) -> None:
     """By the variable, which goes before the extender's file."""
-    values = {"extender": {"enabled": True, "claimsWebhook": {"enabled": True, "clients": "certificate"}}}
+    webhook = {**WEBHOOK["claimsWebhook"], "clients": "certificate"}
+    values = {"extender": {"enabled": True, "claimsWebhook": webhook}}
     (container,) = _pod(chart_objects(values, tmp_path)["Deployment", "gpushare-agent-extender"])["containers"]
     assert {"name": "GPUSHARE_EXTENDER__CLAIMS_WEBHOOK", "value": "certificate"} in container["env"]
 

@@ -14,7 +14,6 @@
 {{- $agent := get $objects "DaemonSet/gpushare-agent" -}}
 {{- $pod := $agent.spec.template.spec -}}
 {{- $container := first $pod.containers -}}
-{{- include "gpushare-agent.refuse-overridden" (dict "value" "settings" "settings" $values.settings "container" $container) -}}
 {{- include "gpushare-agent.set-image" (dict "root" . "pod" $pod) -}}
 {{- include "gpushare-agent.set-nodes" (dict "root" . "pod" $pod) -}}
 {{- $_ := set $agent.spec "updateStrategy" (eq $values.updateStrategy.type "OnDelete" | ternary (dict "type" "OnDelete") $values.updateStrategy) -}}
@@ -57,10 +56,9 @@
 {{- with $values.config.default -}}
   {{- $variables = append $variables (dict "name" "GPUSHARE_NODE_CONFIGURATION__DEFAULT" "value" .) -}}
 {{- end -}}
-{{- $own := list (dict "name" $container.name "env" $variables) (dict "name" $container.name "env" $values.env) -}}
-{{- range $patch := $own -}}
-  {{- if $patch.env }}{{ include "gpushare-agent.merge" (dict "into" $pod "patch" (dict "containers" (list $patch))) }}{{ end -}}
-{{- end -}}
+{{- with $variables }}{{ include "gpushare-agent.merge" (dict "into" $container "patch" (dict "env" .)) }}{{ end -}}
+{{- include "gpushare-agent.refuse-overridden" (dict "value" "settings" "settings" $values.settings "container" $container) -}}
+{{- with $values.env }}{{ include "gpushare-agent.merge" (dict "into" $container "patch" (dict "env" .)) }}{{ end -}}
 
 {{- if $values.runtimeSocket.enabled -}}
   {{- $directory := $values.runtimeSocket.directory -}}

@@ -94,18 +94,26 @@ manifests/components/{{ . }}
   {{- fail "an API server asks a webhook by TLS alone: extender.claimsWebhook needs `extender.tls.enabled: true`" -}}
 {{- end -}}
 {{- with $values.extender -}}
+  {{- if and .claimsWebhook.enabled (not (or .claimsWebhook.caBundle .claimsWebhook.annotations)) -}}
+    {{- fail "extender.claimsWebhook: without the extender's CA no pod could be created where it is asked, give `caBundle` or `annotations`" -}}
+  {{- end -}}
   {{- if and .claimsWebhook.enabled .networkPolicy.enabled (not .networkPolicy.extraFrom) -}}
     {{- fail "extender.claimsWebhook: API servers must reach it, add their addresses to `extender.networkPolicy.extraFrom`: [{ipBlock: {cidr: …}}]" -}}
   {{- end -}}
 {{- end -}}
 {{- $owned := dict "isolation" "isolation" "driver" "simulated.enabled" "device_list_strategy" "deviceListStrategy" -}}
-{{- $refused := dict -}}
-{{- range $setting, $value := $owned }}{{ $_ := set $refused $setting (printf "use the value `%s`, which brings the mounts that it needs" $value) }}{{ end -}}
+{{- $owned = merge $owned (dict "dra.gpus" "dra.gpus" "dra.nvidia_names" "dra.nvidiaNames" "gpushare.enabled" "gpuMem.enabled") -}}
+{{- $owned = merge $owned (dict "driver_limits.set_by_agent" "driverLimits.setByAgent" "facts.is_written" "nodeFacts") -}}
+{{- if eq "mps" (toString ($values.settings.nvidia).sharing) }}{{ $_ := set $owned "nvidia.sharing" "nvidia.sharing" }}{{ end -}}
+{{- $refused := dict "web.port" "Service, probes and policies have 5678, leave it out" -}}
+{{- range $setting, $value := $owned }}{{ $_ := set $refused $setting (printf "use the value `%s`, which brings the mounts and rights that it needs" $value) }}{{ end -}}
 {{- include "gpushare-agent.refuse" (dict "value" "settings" "settings" $values.settings "refused" $refused) -}}
 {{- $refused = dict -}}
 {{- range $name := list "resources" "gpushare" "placement.share_policy" -}}
   {{- $_ := set $refused $name (printf "the extender counts as the agents do, set `settings.%s`" $name) -}}
 {{- end -}}
+{{- $_ := set $refused "extender.port" "Service, probes and schedulers have 3456, leave it out" -}}
+{{- $_ := set $refused "extender.leader_elect" "an update runs two replicas even of one, leave it out" -}}
 {{- range $name := list "lease_name" "lease_namespace" -}}
   {{- $_ := set $refused (printf "extender.%s" $name) "its Role names the Lease gpushare-agent-extender of the release's namespace, leave it out" -}}
 {{- end -}}
