@@ -16,7 +16,7 @@ from gpushare_agent import __version__
 from gpushare_agent.cli.show_settings import render
 from gpushare_agent.settings.settings import load_settings
 from tests.manifests.support_chart import CHART, NAMESPACE, Objects, chart_objects, helm, kustomize_objects, template
-from tests.manifests.support_manifests import MANIFESTS
+from tests.manifests.support_manifests import MANIFESTS, documents
 
 Values = dict[str, Any]
 ON = {"enabled": True}
@@ -183,6 +183,23 @@ def test_the_resources_of_shares_can_be_left_out(tmp_path: Path) -> None:
     objects = chart_objects({"vcudaResources": {"enabled": False}, "nvidia": ON}, tmp_path)
     (container,) = _pod(objects["DaemonSet", "gpushare-agent"])["containers"]
     assert {"name": "GPUSHARE_RESOURCES__ENABLED", "value": "false"} in container["env"]
+
+
+def test_the_kubelet_may_have_another_directory(tmp_path: Path) -> None:
+    """Its --root-dir moves pod-resources; device-plugins is a constant of the kubelet. Inside the paths are the settings'."""
+    values = {"kubeletDirectory": "/var/lib/k0s/kubelet"}
+    agent, default = (_pod(chart_objects(one, tmp_path)["DaemonSet", "gpushare-agent"]) for one in (values, {}))
+    paths = {one["name"]: one["hostPath"]["path"] for one in agent["volumes"] if "hostPath" in one}
+    assert paths["pod-resources"] == "/var/lib/k0s/kubelet/pod-resources"
+    assert paths["device-plugins"] == "/var/lib/kubelet/device-plugins"
+    assert agent["containers"] == default["containers"]
+
+
+def test_a_rollout_may_take_several_nodes_at_a_time(tmp_path: Path) -> None:
+    """Each of them still has two agents that hand over."""
+    objects = chart_objects({"updateStrategy": {"rollingUpdate": {"maxSurge": "10%"}}}, tmp_path)
+    strategy = {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": "10%", "maxUnavailable": 0}}
+    assert objects["DaemonSet", "gpushare-agent"]["spec"]["updateStrategy"] == strategy
 
 
 def test_a_simulated_gpu_may_have_a_terabyte(tmp_path: Path) -> None:
@@ -354,6 +371,7 @@ def _extender_counts_as_the_agents(objects: Objects) -> None:
         ({"vcudaResources": {"enabled": False}}, "nothing else is offered"),
         ({"dra": {"wholeGpus": ON}}, "dra.enabled"),
         ({"dra": {"nvidiaNames": True}}, "dra.enabled"),
+        ({"dra": ON, "kubeletDirectory": "/var/lib/k0s/kubelet"}, "leave `kubeletDirectory` out"),
         ({"dra": {"enabled": True, "nvidiaNames": True, "wholeGpus": ON}}, "another resourceName"),
         ({"staticPods": {"selfSignedKubelet": True}}, "staticPods.enabled"),
         ({"migStrategy": "mixed"}, "nvidia.enabled"),
@@ -472,6 +490,16 @@ def _same_names(schema: Values, values: Values, definitions: Values) -> None:
         is_kubernetes = "$ref" in below or name in ("affinity", "updateStrategy")
         if below.get("properties") and not is_kubernetes:
             _same_names(below, values[name], definitions)
+
+
+def test_notes_and_guide_give_the_namespace_its_pod_security_label() -> None:
+    """The base's namespace has it; Helm makes the namespace without."""
+    (base,) = documents("base/namespace.yaml")
+    ((label, level),) = base["metadata"]["labels"].items()
+    notes = (CHART / "templates/NOTES.txt").read_text(encoding="utf-8")
+    assert f"kubectl label namespace {{{{ .Release.Namespace }}}} {label}={level}\n" in notes
+    guide = (MANIFESTS.parent / "docs/how-to/install.md").read_text(encoding="utf-8")
+    assert f"kubectl label namespace {NAMESPACE} {label}={level} " in guide
 
 
 def test_the_readme_has_the_table_of_values() -> None:

@@ -69,6 +69,9 @@
     {{- if eq $one.name "runtime-socket" }}{{ $_ := set $one.hostPath "path" $directory }}{{ end -}}
   {{- end -}}
 {{- end -}}
+{{- range $one := $pod.volumes -}}
+  {{- if eq $one.name "pod-resources" }}{{ $_ := set $one.hostPath "path" (printf "%s/pod-resources" $values.kubeletDirectory) }}{{ end -}}
+{{- end -}}
 {{- with $values.config.map -}}
   {{- $data := dict -}}
   {{- range $name, $one := . }}{{ $_ := set $data $name (kindIs "string" $one | ternary $one (toYaml $one)) }}{{ end -}}

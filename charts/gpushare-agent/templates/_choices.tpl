@@ -81,6 +81,9 @@ manifests/components/{{ . }}
   {{- if and .map .name }}{{ fail "config.map and config.name: give one of them" }}{{ end -}}
   {{- if and .default (not .name) (not (hasKey .map .default)) }}{{ fail (printf "config.default: %s is not in config.map" .default) }}{{ end -}}
 {{- end -}}
+{{- if and (ne $values.kubeletDirectory "/var/lib/kubelet") (or $values.dra.enabled $values.wholeKubeletDirectory) -}}
+  {{- fail "dra.enabled and wholeKubeletDirectory need the kubelet in /var/lib/kubelet: leave `kubeletDirectory` out" -}}
+{{- end -}}
 {{- if and $values.staticPods.selfSignedKubelet (not $values.staticPods.enabled) -}}
   {{- fail "staticPods.selfSignedKubelet needs `staticPods.enabled: true`" -}}
 {{- end -}}
