@@ -59,7 +59,7 @@ def test_the_daemon_sets_settings_are_accepted_by_the_agent() -> None:
     for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
         assert container[probe]["httpGet"]["port"] == container["ports"][0]["name"]
     liveness = container["livenessProbe"]
-    assert liveness["periodSeconds"] * liveness["failureThreshold"] >= 60, "a restart rejects pods, a busy node is none"
+    assert liveness["periodSeconds"] * liveness["failureThreshold"] >= 60, "a restart rejects pods: not for a busy node"
 
 
 def test_every_path_that_the_agent_uses_is_mounted_from_the_host() -> None:
