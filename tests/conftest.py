@@ -6,10 +6,12 @@ import asyncio
 import contextlib
 import importlib
 import inspect
+import logging
 import re
 import resource
 import shutil
 import signal
+import sys
 import tempfile
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -19,9 +21,15 @@ import pytest
 import structlog
 from hypothesis import settings
 
+from gpushare_agent.kit.logs import LIBRARY_LEVELS, WRITER, QueuedHandler
+from tests.support_deadline import DEADLINE_S
+
 # The same examples in each run: one that fails rarely would stop somebody else's change. Another profile tries others.
 settings.register_profile("busy", deadline=None, derandomize=True)
 settings.load_profile("busy")  # a busy machine takes longer for an example than hypothesis allows
+
+# A test reads what a command in this process wrote last, however busy the machine is.
+WRITER.flush_timeout_s = DEADLINE_S
 
 OPEN_FILES = 4096
 """What the floods of the tests need at most, with room to spare. Many systems start a user's programs with 1,024."""
@@ -103,8 +111,27 @@ def leaves_no_task(request: pytest.FixtureRequest) -> None:
         request.getfixturevalue("no_task_is_left")
 
 
-@pytest.fixture(autouse=True)
-def log_is_reset() -> Iterator[None]:
-    """Names bound to one test's log lines do not show in the next one's."""
-    yield
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_teardown() -> None:
+    """What a test set up of this process's log ends with it, and so do the names that it bound to log lines.
+
+    A command that a test runs in this process logs to the standard error of that test, which `capsys` closes, hence before
+    the fixtures end: a later test's line would be lost there, and `log_lines_dropped` be among the lines of a third test.
+    """
     structlog.contextvars.clear_contextvars()
+    root = logging.getLogger()
+    queued = [handler for handler in root.handlers if isinstance(handler, QueuedHandler)]
+    if not queued:
+        return
+    assert WRITER.flush(), "the log's thread hangs"
+    WRITER.on_turn = lambda: None
+    for handler in queued:
+        root.removeHandler(handler)
+    root.setLevel(logging.WARNING)
+    for name in LIBRARY_LEVELS:
+        library = logging.getLogger(name)
+        library.setLevel(logging.NOTSET)
+        library.filters.clear()
+    logging.captureWarnings(False)
+    sys.excepthook = sys.__excepthook__
+    structlog.reset_defaults()

@@ -63,6 +63,7 @@ class LogWriter:
     """Queue and thread. One per process, `WRITER`."""
 
     def __init__(self, turn_s: float = TURN_S) -> None:
+        self.flush_timeout_s = FLUSH_TIMEOUT_S
         self._turn_s = turn_s
         self._queue: SimpleQueue[tuple[TextIO, str] | threading.Event] = SimpleQueue()
         self._lock = threading.Lock()  # never locked while something is written
@@ -86,8 +87,9 @@ class LogWriter:
                 self._thread.start()
         self._queue.put((stream, text))
 
-    def flush(self, timeout_s: float = FLUSH_TIMEOUT_S) -> bool:
-        """Wait until what was put is written. Where a flush had no success, the next one waits only after progress."""
+    def flush(self) -> bool:
+        """Wait until what was put is written, bounded. Where a flush had no success, the next one waits only after
+        progress."""
         if self._thread is None:
             return True
         # Each end of a process flushes several times: only the first one waits for a reader that does not read.
@@ -95,7 +97,7 @@ class LogWriter:
             return False
         is_written = threading.Event()
         self._queue.put(is_written)
-        if is_written.wait(timeout_s):
+        if is_written.wait(self.flush_timeout_s):
             return True
         self._stuck_at = self._written
         return False
@@ -285,7 +287,7 @@ class TenantLines:
 
 # --- the set-up ---
 
-_LIBRARY_LEVELS = {
+LIBRARY_LEVELS = {
     "aiohttp.access": logging.WARNING,
     "asyncio": logging.WARNING,
     "grpclib.server": logging.WARNING,  # at INFO each call that its peer resets has a line
@@ -325,7 +327,7 @@ def setup_logging(level: str = "info", format: str = "auto") -> None:
     # force: a reload sets the level and format anew, and the handler of before must go.
     logging.basicConfig(handlers=[handler], level=level.upper(), force=True)
     # After basicConfig, which sets the root's level alone.
-    for name, least in _LIBRARY_LEVELS.items():
+    for name, least in LIBRARY_LEVELS.items():
         logging.getLogger(name).setLevel(least)
     for name in _REPEATING_LIBRARIES:
         logging.getLogger(name).addFilter(_FILTER)  # a second time changes nothing

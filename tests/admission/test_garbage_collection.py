@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
+import pytest
 from msgspec.structs import replace
 from structlog.testing import capture_logs
 
@@ -103,7 +104,8 @@ async def test_a_share_is_kept_while_its_processes_cannot_be_read_and_that_is_re
 
 
 class Kubelet:
-    """Answers each Get with what the pod has by `listed`, and keeps the names that were asked for."""
+    """Answers each Get with what the pod has by `listed`, and keeps the names that were asked for. `refresh_static` has the
+    effect that the test gives it."""
 
     is_idle = True
     has_get = True
@@ -111,12 +113,13 @@ class Kubelet:
     def __init__(self) -> None:
         self.listed: dict[str, ListedPod] = {}
         self.asked: list[str] = []
+        self.on_refresh: Callable[[], None] = lambda: None
 
     def quiet_list(self, purpose: str, *, wait_s: float) -> NoReturn:
         raise AssertionError
 
     async def refresh_static(self, *, timeout_s: float) -> None:
-        return
+        self.on_refresh()
 
     async def get_pod(self, namespace: str, name: str, *, timeout_s: float) -> Listed:
         self.asked.append(name)
@@ -136,7 +139,7 @@ class Listed:
 class ReconciledNode:
     """Eight running pods with a share each, as the ledger and the kubelet's records have them."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, has_pod_resources: bool = True) -> None:
         self.kubelet, self.store, self.cache, self.age_s = Kubelet(), PodStore(), AllocationCache(), 1000.0
         self.pods = [
             replace(pod(f"p{n}", container(cores=5, blocks=2)), phase=PodPhase.RUNNING, has_started=True)
@@ -160,6 +163,7 @@ class ReconciledNode:
             kubelet_age_s=lambda: self.age_s,
             clock=lambda: 100.0,
             period_s=30.0,
+            has_pod_resources=has_pod_resources,
         )
         self.cache.subscribe(self.collection.allocation_changed)
 
@@ -232,3 +236,16 @@ async def test_a_kubelet_that_has_just_started_is_asked_about_everything() -> No
     node.age_s = 3.0
     assert len(await node.asked()) == 8
     assert len(await node.asked()) == 8
+
+
+@pytest.mark.parametrize("has_pod_resources", [True, False])
+async def test_static_pods_are_asked_for_before_anything_is_compared(has_pod_resources: bool) -> None:
+    """No event tells a new agent of a static pod without a mirror pod: its share would count as that of a deleted pod."""
+    node = ReconciledNode(has_pod_resources=has_pod_resources)
+    static = replace(node.pods[7], is_static=True)
+    node.store.replace_all(node.pods[:7])
+    node.kubelet.on_refresh = lambda: node.store.put_static([static])
+    await node.collection.reconcile()
+    await node.collection.release_deleted()
+    assert node.cache.of_pod(static.uid)
+    assert len(node.cache) == 8

@@ -35,6 +35,7 @@ from tests.cli.support_cli import (
 from tests.cluster.support_kube import raw_pod, write_kubeconfig
 from tests.kit.support_http import free_port
 from tests.sandbox.support_sandbox import container, open_test_node, pod, wait_phase
+from tests.support_deadline import DEADLINE_S
 
 MIB = 1024 * 1024
 LOCAL = load_settings([], {"NODE_NAME": "n1"}).settings
@@ -242,7 +243,9 @@ async def test_both_ways_tell_the_same_of_a_real_node(capsys: pytest.CaptureFixt
         for name, limits in (("share", {"cores": 40, "blocks": 16}), ("whole", {"cores": 100, "blocks": 0})):
             node.api.create_pod(pod(name, container(**limits)))
             await wait_phase(node, name, "Running")
-        await node.kubelet.wait_for(lambda: _is_all_written(node.api.pods(), node.api.node(node.name)), 10, "facts")
+        await node.kubelet.wait_for(
+            lambda: _is_all_written(node.api.pods(), node.api.node(node.name)), DEADLINE_S, "facts"
+        )
         settings = load_settings(["--kubeconfig", str(node.paths.kubeconfig)], {"NODE_NAME": "desk"}).settings
         target = AgentTarget(server=f"http://127.0.0.1:{await agent.parts.observability.web.wait_listening()}")
         capsys.readouterr()

@@ -280,6 +280,7 @@ def test_a_node_that_boots_again(cluster: Cluster, installed: Installation, name
     failed = {name for name, pod in pods.items() if pod["status"]["phase"] == "Failed"}
     assert {pods[name]["status"]["reason"] for name in failed} <= {"UnexpectedAdmissionError"}
     after = installed.wait_ledger(namespace, len(pods) - len(failed))
+    assert after.keys() == {f"{namespace}/{name}/main" for name in pods.keys() - failed}, "a share is lost"
     assert {key: after[key] for key in after.keys() & before} == {key: before[key] for key in after.keys() & before}
     webs = [gpus for cores, _, gpus in after.values() if cores == 60]
     assert len(webs) == len(set(webs)) == number, "60 and 60 do not fit on one GPU"

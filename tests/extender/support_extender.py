@@ -551,7 +551,7 @@ async def fake_cluster(*nodes: Raw, pods: Sequence[Raw] = ()) -> AsyncIterator[F
 
 
 @asynccontextmanager
-async def opened_api(cluster: FakeCluster, *, request_s: float = 5.0) -> AsyncIterator[ClusterApi]:
+async def opened_api(cluster: FakeCluster, *, request_s: float = DEADLINE_S) -> AsyncIterator[ClusterApi]:
     directory = Path(tempfile.mkdtemp(prefix="gs", dir="/tmp"))
     try:
         kubeconfig = write_kubeconfig(directory, cluster.url, {"token": "secret"})
@@ -608,7 +608,7 @@ async def running_extender(
     cluster: FakeCluster,
     *,
     is_ready: bool = True,
-    request_s: float = 5.0,
+    request_s: float = DEADLINE_S,
     clock: Callable[[], float] = time.monotonic,
     **settings: Any,
 ) -> AsyncIterator[Asker]:
@@ -650,7 +650,7 @@ def state_document(state: ClusterState) -> list[Raw]:
 class Replica:
     """One extender without its HTTP server and election: `is_leading` is for the test to turn."""
 
-    def __init__(self, api: ClusterApi, clock: Callable[[], float]) -> None:
+    def __init__(self, api: ClusterApi, clock: Callable[[], float], bind_s: float) -> None:
         self.is_leading = False
         metrics, quota = ExtenderMetrics(), QuotaState(NAMES)
         self.metrics = metrics
@@ -670,7 +670,7 @@ class Replica:
             unscheduled=pods.unscheduled,
             before_reserve=quota.put_pod,
             metrics=metrics,
-            timing=BindTiming(bind_s=5.0, reconcile_s=3600.0, backoff=FAST, clock=clock),
+            timing=BindTiming(bind_s=bind_s, reconcile_s=3600.0, backoff=FAST, clock=clock),
         )
         self.informers = [
             Informer(kind="nodes", watched=ALL_NODES, handler=nodes, metrics=metrics, backoff=FAST),
@@ -703,10 +703,12 @@ class Replica:
 
 
 @asynccontextmanager
-async def running_replica(cluster: FakeCluster, clock: Callable[[], float] = time.monotonic) -> AsyncIterator[Replica]:
-    """With informers that run, not leading yet."""
-    async with opened_api(cluster, request_s=2.0) as api, asyncio.TaskGroup() as group:
-        replica = Replica(api, clock)
+async def running_replica(
+    cluster: FakeCluster, clock: Callable[[], float] = time.monotonic, *, bind_s: float = DEADLINE_S
+) -> AsyncIterator[Replica]:
+    """With informers that run, not leading yet. What the API server leaves unanswered it cuts off: no time need end."""
+    async with opened_api(cluster) as api, asyncio.TaskGroup() as group:
+        replica = Replica(api, clock, bind_s)
         tasks = [group.create_task(informer.run(api)) for informer in replica.informers]
         try:
             yield replica

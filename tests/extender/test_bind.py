@@ -340,7 +340,7 @@ async def test_units_on_two_gpus_leave_no_index_of_gpushares() -> None:
 async def test_a_server_that_asks_for_more_time_than_there_is_is_named() -> None:
     """The bind ends at once and says so, instead of waiting until its time is over and blaming silence."""
     pod = raw_pod("a", (60, 8))
-    async with fake_cluster(raw_node("n1"), pods=[pod]) as cluster, running_replica(cluster) as replica:
+    async with fake_cluster(raw_node("n1"), pods=[pod]) as cluster, running_replica(cluster, bind_s=5.0) as replica:
         await replica.lead()
         for asked, said in (("3600", "60 s or more"), ("7", "7 s")):
             cluster.retry_after, cluster.faults = asked, ["429"]

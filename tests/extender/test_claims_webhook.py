@@ -256,7 +256,7 @@ def review(raw: Raw, *, is_dry_run: bool = False, **changes: Any) -> Raw:
 
 
 async def mutated(cluster: FakeCluster, *reviews: Raw, clock: Any = lambda: 0.0) -> list[Raw]:
-    async with opened_api(cluster, request_s=1.0) as api:
+    async with opened_api(cluster) as api:
         webhook = ClaimsWebhook(api=api, names=NAMES, clock=clock)
         answers = [json.loads((await webhook.mutate(json.dumps(one).encode()))[0]) for one in reviews]
     return [answer["response"] for answer in answers]

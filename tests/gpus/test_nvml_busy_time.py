@@ -213,9 +213,9 @@ def sample(pid: int, at_us: int, percent: int) -> str:
 async def test_the_driver_is_asked_for_these_gpus_alone(library_directory: Path, tmp_path: Path) -> None:
     """Two questions with two calls each, and a GPU that there is not is left out."""
     trace = tmp_path / "trace"
-    now_us = time.time_ns() // 1000
     async with running_probe(library_directory, ONE_GPU + BUSY) as probe:
         await probe.busy("GPU-aaaa")
+        now_us = time.time_ns() // 1000  # not before: a sample from a second and more before the first question is old
         probe.becomes(ONE_GPU + BUSY + sample(100, now_us, 60) + sample(300, now_us, 20) + f"trace {trace}\n")
         found = await probe.busy("GPU-aaaa", "GPU-none")
         assert await probe.busy() == {}

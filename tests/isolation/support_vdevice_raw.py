@@ -146,9 +146,8 @@ class Node:
         self.outside = outside(files=self.files)
         self.neighbours_outside = FakeNode(files=self.files)
         self.attacked = server_of(self.files, self.outside, KEY, limits)
-        patient = replace(
-            limits, server=replace(limits.server, idle_s=DEADLINE_S)
-        )  # a call may be delayed on a busy machine
+        # A call may be delayed on a busy machine.
+        patient = replace(limits, call_s=DEADLINE_S, server=replace(limits.server, idle_s=DEADLINE_S))
         self.neighbour = server_of(self.files, self.neighbours_outside, OTHER, patient)
         self.socket = self.files.path(KEY) / "vcuda.sock"
 

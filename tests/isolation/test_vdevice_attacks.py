@@ -146,9 +146,12 @@ async def test_half_a_request_is_answered_when_its_time_is_up(short_dir: Path) -
             code, text = await client.status_of(stream_id)
             assert code == "4"
             assert text.startswith("the registration did not end within 0.1 s")
-        stream_id = client.call()
-        client.flush()
-        assert (await client.status_of(stream_id))[0] == "0"
+        code = "4"
+        while code == "4":  # on a busy machine a tenth of a second may be over before a call is answered
+            stream_id = client.call()
+            client.flush()
+            code, _ = await client.status_of(stream_id)
+        assert code == "0"
 
 
 @pytest.mark.parametrize("content", [b"", b"PRI * HTTP/2.0\r\n", b"GET / HTTP/1.1\r\n\r\n" * 10, bytes(10_000)])

@@ -639,10 +639,10 @@ async def test_a_disk_that_hangs_does_not_delay_the_end(short_dir: Path) -> None
 
     world.files.before_removal = hang
     try:
-        async with asyncio.timeout(4):  # one call to a disk that hangs alone may take five
-            async with asyncio.TaskGroup() as group:
-                task = group.create_task(manager.run(), name="virtual manager")
-                await poll_until((world.directory / "vcuda.sock").exists, "the sockets")
+        async with asyncio.TaskGroup() as group:
+            task = group.create_task(manager.run(), name="virtual manager")
+            await poll_until((world.directory / "vcuda.sock").exists, "the sockets")
+            async with asyncio.timeout(4):  # one call to a disk that hangs alone may take five
                 await stop_task(task)
     finally:
         is_over.set()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import socket
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from h2.config import H2Configuration
@@ -12,6 +15,8 @@ from hyperframe.frame import DataFrame, Frame, PingFrame
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gpushare_agent.kit.grpc_client import UnixChannel
+from gpushare_agent.kit.grpc_server import GrpcServer
 from gpushare_agent.kit.http2_costs import (
     MAX_CLOSED_STREAMS,
     JoinedDataFrames,
@@ -67,6 +72,20 @@ def test_padding_is_no_content_and_counts() -> None:
     """A padded frame is left as it is."""
     padded = _data(b"b", pad_length=3, flags=["PADDED"])
     assert _received(_data(b"a") + padded + _data(b"c")) == [(1, b"a", 1), (1, b"b", 5), (1, b"c", 1)]
+
+
+async def test_the_connections_of_servers_and_clients_join_them() -> None:
+    """Those that a server accepts and those that a channel makes."""
+    loop, (accepted, connected) = asyncio.get_running_loop(), socket.socketpair()
+    ends = [
+        await loop.connect_accepted_socket(GrpcServer([])._protocol_factory, accepted),
+        await loop.create_unix_connection(UnixChannel(Path("none"))._protocol_factory, sock=connected),
+    ]
+    buffers = [protocol.connection._connection.incoming_buffer for _, protocol in ends]
+    for transport, _ in ends:
+        transport.abort()
+    await asyncio.sleep(0)  # the loop closes aborted transports on its next turn
+    assert [type(buffer) for buffer in buffers] == [JoinedDataFrames] * 2
 
 
 @given(st.lists(st.binary(max_size=40), min_size=1), st.integers(1, 50))

@@ -133,7 +133,7 @@ async def test_a_connection_without_a_whole_request_is_closed(peers: list[Peer],
 async def test_an_idle_connection_is_closed_after_its_time_and_a_stream_is_not(peers: list[Peer]) -> None:
     """The time runs between answers, not during one."""
     gate = Gate()
-    async with serving(web.get("/late", gate.show), limits=HttpLimits(headers_s=QUICK, idle_s=QUICK)) as port:
+    async with serving(web.get("/late", gate.show), limits=HttpLimits(idle_s=QUICK)) as port:
         stream, idle = await Peer.open(port), await Peer.open(port)
         peers += [stream, idle]
         stream.ask("/late")

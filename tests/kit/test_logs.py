@@ -9,7 +9,9 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from gpushare_agent.kit.logs import RepeatedLines
+import pytest
+
+from gpushare_agent.kit.logs import WRITER, RepeatedLines, setup_logging, write_stderr
 from tests.settings.support_settings import clean_environment
 from tests.support_deadline import DEADLINE_S
 
@@ -185,6 +187,16 @@ writer.on_turn = lambda: None
     async with running(code) as child:
         await child.communicate()
         assert child.returncode == 0
+
+
+@pytest.mark.parametrize("order", ["in a first test", "in a second test"])
+def test_the_log_that_one_test_sets_up_is_not_the_next_ones(order: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The second would lose its line in the first one's closed stream, and read of that in its own."""
+    logging.getLogger("library").error(order)
+    setup_logging("error", "json")
+    write_stderr(f"{order}\n")
+    assert WRITER.flush()  # what is reported of lost lines stands behind a line that was written
+    assert capsys.readouterr().err == f"{order}\n"
 
 
 def test_the_next_line_tells_how_many_were_left_out() -> None:
