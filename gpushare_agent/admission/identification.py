@@ -310,7 +310,7 @@ class _Unlisted:
 
 def _method(listed: Sequence[ListedDevices], lookup: _Lookup) -> str:
     """How the container was found, the metric's label."""
-    if any(isinstance(entry, _Unlisted) for entry in listed):
+    if listed and isinstance(listed[0], _Unlisted):  # then all are
         return "own-books"
     if not lookup.is_first_poll:
         return "looked-again"

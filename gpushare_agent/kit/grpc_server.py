@@ -53,6 +53,8 @@ MAX_REQUEST_BYTES = 4 * 1024 * 1024
 """The limit that gRPC implementations agree on."""
 
 
+_PREFIX = struct.Struct(">BI")
+"""Of each message: whether it is compressed, and its length."""
 _MAX_REQUEST_FIELDS = 256
 """Of requests without a decoder of their own, which are small. The generated classes take 5 us for each, and
 for each unknown one as long as it takes to copy those before it."""
@@ -271,8 +273,7 @@ def _reset_unanswered(stream: H2Stream, _task: object) -> None:
 
 
 class _RequestBuffer(Buffer):
-    """Reads prefix and message in turn, as grpclib asks for them, and refuses what must not be read. A prefix is one byte
-    "compressed" and four of length, big end first."""
+    """Reads prefix and message in turn, as grpclib asks for them, and refuses what must not be read."""
 
     def __init__(self, ack_callback: Callable[[int], None], limit: int, *, needs_message: bool) -> None:
         super().__init__(ack_callback)
@@ -299,7 +300,7 @@ class _RequestBuffer(Buffer):
                 raise GRPCError(Status.INVALID_ARGUMENT, "the request holds no message")
             return
         self._needs_message = False
-        is_compressed, length = struct.unpack(">BI", prefix)
+        is_compressed, length = _PREFIX.unpack(prefix)
         if is_compressed:
             raise GRPCError(Status.UNIMPLEMENTED, "compressed requests are not supported: send them uncompressed")
         if length > self._limit:
@@ -313,6 +314,27 @@ class _Methods(dict[str, RpcHandler]):
 
     def get(self, key: str, default: Any = None) -> Any:
         return super().get(key) or RpcHandler(_refuse_unknown(key), Cardinality.UNARY_UNARY, bytes, bytes)
+
+
+async def send_answer(stream: Stream[Any, Any], message: Any) -> None:
+    """Sends the whole answer of a unary call at once: grpclib writes head, message and status one by one, and wakes the peer
+    for each. The peer has the status then: what the handler does afterwards delays nobody. Raises as
+    `Stream.send_message`."""
+    content = stream._codec.encode(message, stream._send_type)
+    sent, h2 = stream._stream, stream._stream._h2_connection
+    await sent.connection.write_ready.wait()
+    # In parts, as the peer's window allows; and a call whose stream is closed ends with grpclib's error.
+    if sent.id not in h2.streams or len(content) + _PREFIX.size > min(
+        h2.local_flow_control_window(sent.id), h2.max_outbound_frame_size
+    ):
+        await stream.send_message(content)
+        await stream.send_trailing_metadata()
+        return
+    h2.send_headers(sent.id, [(":status", "200"), ("content-type", stream._content_type)])
+    h2.send_data(sent.id, _PREFIX.pack(False, len(content)) + content)
+    h2.send_headers(sent.id, [("grpc-status", "0")], end_stream=True)
+    sent.connection.flush()
+    stream._send_initial_metadata_done = stream._send_message_done = stream._send_trailing_metadata_done = True
 
 
 def _refuse_unknown(path: str) -> IServerMethodFunc:

@@ -22,6 +22,7 @@ from grpclib.server import Stream
 from msgspec import Struct, field
 
 from gpushare_agent.kit.grpc_codec import Decoder
+from gpushare_agent.kit.grpc_server import send_answer
 from gpushare_agent.kit.protobuf import (
     PreferredContainer,
     bytes_field,
@@ -170,7 +171,8 @@ class DevicePlugin(Struct, eq=False):
         for container in containers:
             ids, code = await self._prefer(container, deadline)
             answers.append(bytes_field(1, string_list(1, ids)))
-        await _answer(stream, b"".join(answers))
+        # Before the metric, as below before the log line: the kubelet admits no other pod until it has the status.
+        await send_answer(stream, b"".join(answers))
         self.metrics.rpc_finished(self.resource, "GetPreferredAllocation", code, time.perf_counter() - started)
 
     async def _prefer(self, container: PreferredContainer, deadline: float) -> tuple[Sequence[str], str]:
@@ -198,7 +200,7 @@ class DevicePlugin(Struct, eq=False):
         containers = [self.ids.read(ids) for ids in texts]
         async with self._answering("Allocate", containers, self.call_timeout_s):
             answers = [await self._allocate(ids) for ids in containers]
-            await _answer(stream, b"".join(answers))
+            await send_answer(stream, b"".join(answers))
 
     async def _allocate(self, ids: Sequence[DeviceId]) -> bytes:
         """The answer for one container, as it is in the AllocateResponse."""
@@ -213,7 +215,7 @@ class DevicePlugin(Struct, eq=False):
         async with self._answering("PreStartContainer", [ids], PRE_START_TIMEOUT_S):
             if self.pre_start is not None and (refused := await self.pre_start(self.resource, ids)) is not None:
                 raise _error_of(refused)
-            await _answer(stream, v1beta1.PreStartContainerResponse())
+            await send_answer(stream, v1beta1.PreStartContainerResponse())
 
     @asynccontextmanager
     async def _answering(
@@ -270,12 +272,6 @@ def _renamed_faults(method: str, resource: str, timeout_s: float) -> Iterator[No
 async def _request(stream: Stream[Any, Any]) -> Any:
     """The request as FAST_DECODERS left it; a call without one never gets here (kit/grpc_server.py)."""
     return await stream.recv_message()
-
-
-async def _answer(stream: Stream[Any, Any], message: Any) -> None:
-    """The whole answer, before the log line and the metric: the kubelet admits no other pod until it has the status."""
-    await stream.send_message(message)
-    await stream.send_trailing_metadata()
 
 
 def _gpus(containers: Sequence[Sequence[DeviceId]]) -> list[str]:

@@ -7,7 +7,9 @@ from collections.abc import Mapping
 from msgspec.structs import replace
 
 from gpushare_agent.admission.allocation_cache import AllocationCache
+from gpushare_agent.admission.decisions.container_edits import EditPolicy
 from gpushare_agent.admission.decisions.decide import Decision, explain, plan
+from gpushare_agent.admission.decisions.decide import decide as decide_whole
 from gpushare_agent.admission.decisions.identity import Target
 from gpushare_agent.admission.decisions.ledger import Offer, Policy, free_ids, offer_accounts
 from gpushare_agent.admission.outcomes import in_short, with_gpus
@@ -17,7 +19,7 @@ from gpushare_agent.model.gpus import GpuInventory, Health, Link, LinkKind
 from gpushare_agent.model.names import PREDICATE_GPU_INDEX_PREFIX, GpuUuid
 from gpushare_agent.model.resources import ResourceKind, ResourceNames
 from gpushare_agent.placement.topology import build_topology
-from tests.support_core import NAMES, allocation, container, ids, inventory, pod
+from tests.support_core import NAMES, allocation, container, ids, inventory, isolation_config, pod
 
 MIB = 1024 * 1024
 
@@ -80,6 +82,28 @@ def test_a_placed_share_is_explained_by_what_every_gpu_had() -> None:
         (60, 76 * 256 * MIB, 96 * 256 * MIB),
     ]
     assert (why.asked.cores, why.asked.memory_bytes) == (30, 10 * 256 * MIB)
+
+
+def test_what_the_first_resource_of_a_container_has_recorded_is_not_made_again_for_the_next() -> None:
+    """Neither the verdicts nor, where it does not bind the GPU, the edits; a refusal has its verdicts in any case."""
+    wanted = container(cores=30, blocks=10)
+    target = Target(pod=pod("p", wanted), container=wanted)
+    cache, edits = AllocationCache(), EditPolicy(names=NAMES, config=isolation_config(), isolation="none")
+
+    def made(kind: ResourceKind, size: int) -> Decision:
+        offer = Offer(kind=kind, available=ids(0, range(96)), must_include=(), size=size)
+        ledger = cache.ledger(inventory(), without=target.key)
+        return decide_whole(target, offer, ledger, Policy(names=NAMES), edits, lambda _: "")
+
+    first = made(ResourceKind.VCORE, 30)
+    cache.put(allocation(target.pod, "main", list(first.ids), []))
+    further, refused = made(ResourceKind.VMEMORY, 10), made(ResourceKind.VMEMORY, 97)
+    assert first.edits.env and verdicts(first) == ["chosen", "30 cores short"]
+    assert (further.gpus, further.edits.env, verdicts(further)) == (first.gpus, (), [])
+    assert refused.refused is not None and len(verdicts(refused)) == 2
+    # Memory came first: the edits are made with the cores, whose answer they are in.
+    cache.put(allocation(target.pod, "main", [], ids(0, range(10))))
+    assert made(ResourceKind.VCORE, 30).edits == first.edits
 
 
 def test_a_whole_gpu_is_explained_by_the_branches() -> None:

@@ -32,7 +32,7 @@ from h2.events import (
 )
 
 from gpushare_agent.kit.grpc_codec import StrictCodec, decode_generated
-from gpushare_agent.kit.grpc_server import GrpcServer
+from gpushare_agent.kit.grpc_server import GrpcServer, send_answer
 from gpushare_agent.kit.protobuf import MalformedMessageError, bytes_field, decode_allocate, integer_field, string_list
 from gpushare_agent.kit.sockets import bind_unix_socket
 from gpushare_agent.wire import v1, v1beta1
@@ -184,6 +184,44 @@ async def test_a_call_is_answered() -> None:
     """The plain case: a generated message in, a generated message out."""
     async with serving(Echo()) as path:
         assert await call(path, ECHO, string_list(1, ["a", "b"])) == string_list(1, ["a", "b"])
+
+
+class AtOnce:
+    """Answers a request with its bytes, by `send_answer`."""
+
+    def __mapping__(self) -> dict[str, Handler]:
+        return {ECHO: Handler(self._echo, Cardinality.UNARY_UNARY, bytes, bytes)}
+
+    async def _echo(self, stream: Any) -> None:
+        await send_answer(stream, await stream.recv_message())
+
+
+async def test_head_message_and_status_of_an_answer_leave_in_one_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each write would wake the kubelet, for which the pods of the node wait."""
+    written: list[bytes] = []
+    send = socket.socket.send
+
+    def record(self: socket.socket, data: bytes, *flags: int) -> int:
+        written.append(bytes(data))
+        return send(self, data, *flags)
+
+    monkeypatch.setattr(socket.socket, "send", record)
+    async with serving(AtOnce()) as path, raw_client(path) as client:
+        stream_id = client.begin(ECHO)
+        client.h2.send_data(stream_id, struct.pack(">BI", 0, 12) + b"twelve bytes", end_stream=True)
+        client.flush()
+        assert (await client.headers_of(stream_id))[b"grpc-status"] == b"0"
+    answered = [data for data in written if b"twelve bytes" in data and data[3] == 1]  # it begins with HEADERS
+    head_bytes = 9 + int.from_bytes(answered[0][:3], "big")
+    status = answered[0][head_bytes + 9 + 5 + 12 :]
+    assert (answered[0][head_bytes + 3], status[3], len(status)) == (0, 1, 9 + int.from_bytes(status[:3], "big"))
+
+
+async def test_an_answer_longer_than_a_frame_arrives_whole() -> None:
+    """A frame has at most 16 KiB, so it is sent in parts; the connection goes on."""
+    async with serving(AtOnce()) as path, Channel(path=str(path), codec=RawCodec()) as channel:
+        for size in (0, 16_379, 16_380, 200_000):
+            assert await call_on(channel, ECHO, bytes(size)) == bytes(size)
 
 
 async def test_a_storm_of_cancelled_calls_leaves_the_connection_usable() -> None:

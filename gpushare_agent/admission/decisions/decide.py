@@ -138,13 +138,18 @@ def decide(
     free = free_ids(target, offer.kind, offer.available, ledger)
     gpus = offer_accounts(target, offer, free, ledger, policy)
     outcome = plan(target, offer, free=free, ledger=ledger, policy=policy, gpus=gpus)
+    # Of a further resource of the container nothing is recorded; and its edits are in the answer that binds the GPU.
+    is_further = target.key in ledger.allocations
     # The edits now, not at the Allocate: a refusal by the isolation must come before anything is allocated.
-    if isinstance(outcome, Decision):
+    if isinstance(outcome, Decision) and (offer.kind.binds_gpu or not is_further):
         made = edits_for_ids(target, outcome.gpus, outcome.ids, ledger, edits)
         if not isinstance(made, Refused):
             made = _unavailable(target, outcome, policy, edits, unavailable_reason) or made
         outcome = made if isinstance(made, Refused) else replace(outcome, edits=made)
-    decision = explain(target, offer, ledger, policy, gpus, outcome)
+    if is_further and isinstance(outcome, Decision):
+        decision = outcome
+    else:
+        decision = explain(target, offer, ledger, policy, gpus, outcome)
     return replace(decision, target=target, size=offer.size, taken_ids=len(offer.available) - len(free))
 
 
