@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from difflib import get_close_matches
 
 from msgspec import Raw
 from rich.console import RenderableType
@@ -23,6 +22,7 @@ from gpushare_agent.cluster.kube.scheduling import DEFAULT_SCHEDULER
 from gpushare_agent.extender.decisions.changes import Change, Waiting, gpus_text, waiting
 from gpushare_agent.extender.decisions.cluster_view import ClusterView, PodView
 from gpushare_agent.extender.decisions.pod_plan import signature_of
+from gpushare_agent.kit.near_names import AMONG_OTHERS, nearest
 from gpushare_agent.model.errors import AgentError, Unavailable
 from gpushare_agent.model.names import MIB, PodUid
 from gpushare_agent.placement.gpu_account import describe_request
@@ -33,8 +33,6 @@ _MOST_ASKED = 10
 _MOST_REASONS = 3
 _MOST_BLOCKS = 1_000_000
 """Of memory that a pod may mean: 1 Mi of bytes is more."""
-_ALIKE = 0.85
-"""How much of a resource's name is that of another: tencent.com/gpu and tencent.com/vcuda-core have less in common."""
 
 
 async def explain_waiting(api: KubeApi, settings: Settings, raw: Raw, *, form: Form) -> int:
@@ -87,7 +85,7 @@ def _is_mistyped(pod: PodJson, settings: Settings) -> bool:
         for name, count in one.limits.items():
             if name == names.vmemory and whole_number(count, name) > _MOST_BLOCKS:
                 return True
-            if name not in own and get_close_matches(name, own, cutoff=_ALIKE):
+            if name not in own and nearest(name, own, AMONG_OTHERS):
                 return True
     return False
 
