@@ -310,6 +310,34 @@ async def test_a_waiting_pod_is_explained(short_dir: Path, capsys: pytest.Captur
     ]
 
 
+@pytest.mark.parametrize("is_known", [True, False])
+async def test_a_pod_of_another_scheduler_says_which_has_to_place_it(
+    short_dir: Path, capsys: pytest.CaptureFixture[str], is_known: bool
+) -> None:
+    """Kubernetes' own never looks at it; also where nothing of the cluster may be read."""
+    waits = pod("w", (60, 8), schedulerName="volcano")
+    denied = {} if is_known else {"/api/v1/nodes": (403, {"kind": "Status", "message": "forbidden"})}
+    assert await explained(Cluster([node("n", [16])], [waits]), short_dir, **denied) == (0 if is_known else 1)
+    shown = " ".join("".join(capsys.readouterr()).split())
+    assert "nothing so far; the pod's schedulerName is volcano: that scheduler alone may place it" in shown
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+async def test_a_mistyped_annotation_of_a_waiting_pod_is_named(
+    short_dir: Path, capsys: pytest.CaptureFixture[str], is_known: bool
+) -> None:
+    """Before it costs an admission."""
+    waits = pod("w", (60, 8))
+    waits["metadata"]["annotations"] = {"gpushare-agent/isolaton": "mps"}
+    denied = {} if is_known else {"/api/v1/nodes": (403, {"kind": "Status", "message": "forbidden"})}
+    await explained(Cluster([node("n", [16])], [waits]), short_dir, **denied)
+    shown = " ".join("".join(capsys.readouterr()).split())
+    assert (
+        "annotation gpushare-agent/isolaton is unknown and has no effect: did you mean tencent.com/gpu-isolation?"
+        in shown
+    )
+
+
 async def test_a_waiting_pod_as_json(short_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The same in fields."""
     assert await explained(full_node(), short_dir, "-o", "json") == 0
