@@ -49,6 +49,8 @@ SAMPLES = ROOT / "manifests" / "samples"
 @nox.session
 def sandbox(session: nox.Session) -> None:
     """Install everything and run the main job once on the embedded node: pods get their share of a GPU."""
+    # nox shows nothing of an installation that succeeds, and a slow network or disk makes it minutes.
+    session.log("installs the package and what it needs; half a minute to two, without a word in between")
     session.install(".")
     samples = [] if "--apply" in session.posargs else ["--apply", str(SAMPLES)]
     # stderr=None: nox would mix the progress into standard output, where --format json has its document
