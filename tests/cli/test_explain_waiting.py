@@ -371,6 +371,17 @@ async def test_bytes_and_a_misspelt_resource_stand_beside_what_is_offered(
     assert f"The pod asks for {asked}; agents offer tencent.com/vcuda-core" in told
 
 
+async def test_a_pod_that_asks_by_claims_alone_asks_for_something(
+    short_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What would let it start is the scheduler's to say, for it places claims."""
+    claiming = pod("w", (0, 0), resourceClaims=[{"name": "gpu", "resourceClaimName": "c"}])
+    claiming["spec"]["containers"][0]["resources"] = {"claims": [{"name": "gpu"}]}
+    assert await explained(Cluster([node("n", [16])], [claiming]), short_dir) == 1
+    told = " ".join(capsys.readouterr().err.split())
+    assert "The pod asks for claim gpu; agents offer" in told and "in ResourceSlices what claims may ask for." in told
+
+
 async def test_a_pod_that_fits_waits_for_something_else(short_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Or the scheduler has not tried again yet."""
     cluster = Cluster([node("n", [16])], [pod("w", (60, 8))])
