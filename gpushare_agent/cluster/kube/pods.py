@@ -52,6 +52,7 @@ from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod, PodPhas
 
 READ_ANNOTATION_PREFIX = "tencent.com/"
 OWN_ANNOTATION_PREFIX = "gpushare-agent/"
+_OUR_DOMAINS = (READ_ANNOTATION_PREFIX, OWN_ANNOTATION_PREFIX)
 PREDICATE_PREFIX = "tencent.com/predicate-"
 READ_ANNOTATIONS = (
     "clusterName",
@@ -466,7 +467,7 @@ def mistyped_annotations(present: Mapping[str, str]) -> str:
 
 def _is_unknown(name: str) -> bool:
     return (
-        name.startswith((READ_ANNOTATION_PREFIX, OWN_ANNOTATION_PREFIX))
+        name.startswith(_OUR_DOMAINS)
         and not name.startswith(PREDICATE_PREFIX)
         and name not in PEOPLES_ANNOTATIONS
         and name not in _PROGRAMS_ANNOTATIONS
@@ -492,8 +493,7 @@ def _is_guarded(name: str) -> bool:
 
 
 def _is_read(name: str) -> bool:
-    prefixes = (READ_ANNOTATION_PREFIX, OWN_ANNOTATION_PREFIX)
-    return name in READ_ANNOTATIONS or (name.startswith(prefixes) and len(name) <= MAX_NAME_CHARS)
+    return name in READ_ANNOTATIONS or (name.startswith(_OUR_DOMAINS) and len(name) <= MAX_NAME_CHARS)
 
 
 def _cut(text: str, limit: int) -> str:
