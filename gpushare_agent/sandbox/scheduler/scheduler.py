@@ -43,8 +43,6 @@ EXTENDER_SCHEDULER_NAMES = (DEFAULT_SCHEDULER, "gpushare-scheduler")
 """The second is that of manifests/extender/second-scheduler. A pod that names another scheduler waits for it."""
 _SWITCHES = {NVIDIA_GPU_RESOURCE: "--nvidia.enabled=true", "aliyun.com/gpu-mem": "--gpushare.enabled=true"}
 """What makes an agent offer a resource that it does not offer by default."""
-
-
 NO_CLAIMS = "the sandbox's scheduler that asks an extender allocates no claims: start it without --extender, with --dra"
 
 
