@@ -64,7 +64,7 @@ def tests(session: nox.Session) -> None:
 
 def _install(session: nox.Session, package: str) -> None:
     """Of the README's two sessions: nox shows nothing of an installation that succeeds, and some machines need minutes."""
-    session.log("installs the package and what it needs: half a minute, some on a busy machine, without a word in between")
+    session.log("installs the package and what it needs: half a minute to some minutes, without a word")
     session.install(package)
 
 
