@@ -49,7 +49,7 @@ SAMPLES = ROOT / "manifests" / "samples"
 @nox.session
 def sandbox(session: nox.Session) -> None:
     """Install everything and run the main job once on the embedded node: pods get their share of a GPU."""
-    session.install(".")
+    _install(session, ".")
     samples = [] if "--apply" in session.posargs else ["--apply", str(SAMPLES)]
     # stderr=None: nox would mix the progress into standard output, where --format json has its document
     session.run("gpushare-agent", "sandbox", "--once", *samples, *session.posargs, stderr=None)
@@ -58,8 +58,14 @@ def sandbox(session: nox.Session) -> None:
 @nox.session
 def tests(session: nox.Session) -> None:
     """Pass the default tests on the Python that runs nox: all without a session of their own below."""
-    session.install(".[dev]")
+    _install(session, ".[dev]")
     _pytest(session, "not slow and not browser and not containers and not isolation and not suites and not e2e")
+
+
+def _install(session: nox.Session, package: str) -> None:
+    """Of the README's two sessions: nox shows nothing of an installation that succeeds, and some machines need minutes."""
+    session.log("installs the package and what it needs: half a minute to some minutes, without a word")
+    session.install(package)
 
 
 def _pytest(session: nox.Session, marks: str) -> None:

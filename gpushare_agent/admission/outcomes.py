@@ -17,6 +17,7 @@ from msgspec.structs import replace
 from gpushare_agent.admission.decisions.decide import Decision
 from gpushare_agent.admission.decisions.identity import Target
 from gpushare_agent.cluster.events import MAX_MESSAGE_CHARS, PodEvents
+from gpushare_agent.cluster.kube.pods import mistyped_annotations
 from gpushare_agent.model.allocations import Allocation
 from gpushare_agent.model.decision_records import Candidate, DecisionRecord, Outcome
 from gpushare_agent.model.errors import Refused
@@ -76,6 +77,7 @@ class OutcomeReporter(Struct, kw_only=True, eq=False):
                 labels=tuple(gpu.label for gpu in chosen),
                 asked=decision.asked,
                 candidates=decision.candidates,
+                ignored=mistyped_annotations(target.pod.annotations) if target is not None else "",
             )
         )
 

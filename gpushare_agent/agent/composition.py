@@ -219,7 +219,7 @@ class _Subscriptions:
         agent.kubelet.refused_pods.pod_changed(old, new)
         if agent.dra is not None and agent.dra.waker is not None:
             agent.dra.waker.pod_changed(old, new)
-        agent.cluster.annotations.pod_changed(old, new)
+        agent.cluster.pod_changed(old, new)
         agent.kubelet.resizing.changed()
         agent.isolation.changed()
         agent.cluster.allocations_changed()

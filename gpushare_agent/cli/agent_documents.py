@@ -160,6 +160,7 @@ class DecisionDocument(TypedDict):
     labels: NotRequired[list[str]]
     asked: AskedDocument | None
     candidates: list[CandidateDocument]
+    ignored: NotRequired[str]
 
 
 class DecisionsDocument(TypedDict):

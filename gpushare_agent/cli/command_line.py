@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import codecs
-import difflib
 import gc
 import io
 import os
@@ -24,9 +23,10 @@ from msgspec import Struct
 
 from gpushare_agent import __version__
 from gpushare_agent.kit.logs import setup_logging, write_stderr
+from gpushare_agent.kit.near_names import did_you_mean, nearest
 from gpushare_agent.model.errors import AgentError
 from gpushare_agent.settings.node_configuration import NamedConfiguration
-from gpushare_agent.settings.reference import help_text, select_keys
+from gpushare_agent.settings.reference import Key, all_keys, help_text, select_keys
 from gpushare_agent.settings.settings import LoadedSettings, Settings, SettingsError, load_settings
 from gpushare_agent.settings.sources import split_flags
 
@@ -130,15 +130,20 @@ class Command(Struct, frozen=True, kw_only=True):
 
         Raises:
             SystemExit: as argparse does.
-            SettingsError, AgentError: for `CommandLine.main` to print.
+            SettingsError, AgentError: a mistyped option, and for `CommandLine.main` to print.
         """
         words, rest = self.split_rest(argv)
         parser = self._parser(program, with_help="-h" in words or "--help" in words)
         if self.settings is None:
-            return self.run(Invocation(options=parser.parse_args(words), flags=(), rest=rest, environ=environ))
+            options, unknown = parser.parse_known_args(words)
+            _refuse_mistyped(parser, unknown, ())
+            if unknown:
+                parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+            return self.run(Invocation(options=options, flags=(), rest=rest, environ=environ))
         # The command's own option wins where a setting has its name: `sandbox --topology` is the sandbox's.
         flags, own = split_flags(words, leave=frozenset(parser._option_string_actions))
         options, unknown = parser.parse_known_args(own)  # load_settings reports the unknown beside the other mistakes
+        _refuse_mistyped(parser, unknown, all_keys())
         return self.run(Invocation(options=options, flags=[*flags, *unknown], rest=rest, environ=environ))
 
     def _parser(self, program: str, *, with_help: bool) -> argparse.ArgumentParser:
@@ -170,6 +175,30 @@ class Command(Struct, frozen=True, kw_only=True):
                     f"The flags of all settings work; `{PROGRAM} run --help` and docs/reference/settings.md list them."
                 )
         return "\n\n".join(parts)
+
+
+def _refuse_mistyped(parser: argparse.ArgumentParser, unknown: Sequence[str], settings: Sequence[Key]) -> None:
+    """Raises SettingsError where an unknown option is more like one of the command's own than like any setting's flag."""
+    mistyped = [word.partition("=")[0] for word in unknown if word.startswith("--")]
+    # Nearly every call ends here: what follows reads all options.
+    if not mistyped:
+        return
+    own = _long_options(parser)
+    known = {*own, *(f"--{name}" for key in settings for name in key.flag_names)}
+    found = [(word, near) for word in mistyped if (near := nearest(word, known)) in own]
+    if found:
+        raise SettingsError([f"option {word} is unknown (did you mean {near}?); see --help" for word, near in found])
+
+
+def _long_options(parser: argparse.ArgumentParser) -> set[str]:
+    """Those that its help lists, and those of the commands below it."""
+    found: set[str] = set()
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            found = found.union(*(_long_options(command) for command in action.choices.values()))
+        elif action.help != argparse.SUPPRESS:
+            found.update(name for name in action.option_strings if name.startswith("--"))
+    return found
 
 
 class CommandLine(Struct, frozen=True, kw_only=True):
@@ -239,9 +268,7 @@ class CommandLine(Struct, frozen=True, kw_only=True):
                 f"{word}: a command comes first, such as `{self.program} {meant} {word}`;"
                 f" the commands: {', '.join(known)}"
             )
-        near = difflib.get_close_matches(word, sorted(known), n=1)
-        hint = f" (did you mean {near[0]}?)" if near else ""
-        return f"{word!r} is no command{hint}; the commands are {', '.join(known)}"
+        return f"{word!r} is no command{did_you_mean(word, known)}; the commands are {', '.join(known)}"
 
     def _overview(self) -> str:
         lines = [

@@ -25,6 +25,7 @@ from gpushare_agent.cli.command_line import Form
 from gpushare_agent.cli.explain_waiting import SCHEMA, explain_waiting
 from gpushare_agent.cli.render_text import CORES_COLUMN, bar, counted, gib, grid, health_style, plain, print_as
 from gpushare_agent.cluster.kube.pods import read_pod_json
+from gpushare_agent.cluster.kube.scheduling import DEFAULT_SCHEDULER, pod_needs
 from gpushare_agent.model.decision_records import CLAIMS_RESOURCE, Outcome
 from gpushare_agent.model.errors import AgentError, NotFound, RefusalReason
 from gpushare_agent.model.names import CORES_PER_GPU
@@ -92,6 +93,7 @@ def _facts(decision: DecisionDocument) -> list[Text]:
     facts = [("request", _request(decision)), ("policy", _policy(decision)), ("why", plain(decision["explanation"]))]
     if decision["outcome"] == Outcome.REFUSED.value:
         facts.append(("do", _advice(decision["resource"], decision["reason"])))
+    facts.append(("ignored", plain(decision.get("ignored", ""))))
     return [Text.assemble((f"  {name:<8}", "dim"), text) for name, text in facts if text]
 
 
@@ -239,14 +241,18 @@ async def _place_of(settings: Settings, pod: str, namespace: str) -> str:
     """Where the API server has the pod, a sentence; empty where it cannot be asked, as on a host without a kubeconfig."""
     try:
         async with asyncio.timeout(_ASKED_FOR_S), open_cluster(settings) as api:
-            found = read_pod_json(await read_pod(api, namespace, pod))
+            raw = await read_pod(api, namespace, pod)
+            found, scheduler = read_pod_json(raw), pod_needs(raw).scheduler
     except NotFound as error:
         return f"{error}."
     except (AgentError, TimeoutError):
         return ""
     if not (node := found.spec.node_name):
         asked = f"kubectl gpushare explain -n {found.meta.namespace} {pod}"
-        return f"it is on no node yet, and `{asked}` says what would let it start."
+        others = (
+            f"; scheduler {plain(scheduler)}, which it names, has to place it" if scheduler != DEFAULT_SCHEDULER else ""
+        )
+        return f"it is on no node yet{others}, and `{asked}` says what would let it start."
     return (
         f"it is on node {node}. If that is this one, it requests no share of a GPU, or the decision was before the agent "
         f"started or too long ago. Its Events: kubectl describe pod -n {found.meta.namespace} {pod}."

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from difflib import get_close_matches
 
 from msgspec import Raw
 from rich.console import RenderableType
@@ -18,11 +17,12 @@ from gpushare_agent.cli.command_line import Form
 from gpushare_agent.cli.render_text import counted, plain, print_as
 from gpushare_agent.cluster.kube.client import KubeApi
 from gpushare_agent.cluster.kube.objects import whole_number
-from gpushare_agent.cluster.kube.pods import PodJson, read_pod_json, scheduler_message
-from gpushare_agent.cluster.kube.scheduling import DEFAULT_SCHEDULER
+from gpushare_agent.cluster.kube.pods import PodJson, mistyped_annotations, read_pod_json, scheduler_message
+from gpushare_agent.cluster.kube.scheduling import DEFAULT_SCHEDULER, PodNeeds, pod_needs
 from gpushare_agent.extender.decisions.changes import Change, Waiting, gpus_text, waiting
 from gpushare_agent.extender.decisions.cluster_view import ClusterView, PodView
 from gpushare_agent.extender.decisions.pod_plan import signature_of
+from gpushare_agent.kit.near_names import AMONG_OTHERS, nearest
 from gpushare_agent.model.errors import AgentError, Unavailable
 from gpushare_agent.model.names import MIB, PodUid
 from gpushare_agent.placement.gpu_account import describe_request
@@ -33,31 +33,31 @@ _MOST_ASKED = 10
 _MOST_REASONS = 3
 _MOST_BLOCKS = 1_000_000
 """Of memory that a pod may mean: 1 Mi of bytes is more."""
-_ALIKE = 0.85
-"""How much of a resource's name is that of another: tencent.com/gpu and tencent.com/vcuda-core have less in common."""
 
 
 async def explain_waiting(api: KubeApi, settings: Settings, raw: Raw, *, form: Form) -> int:
     """Raises AgentError: the pod asks for no share, or the cluster cannot be read."""
-    pod = read_pod_json(raw)
+    pod, needs = read_pod_json(raw), pod_needs(raw)
     name = f"{pod.meta.namespace}/{pod.meta.name}"
     try:
         read = await read_cluster_view(api, settings)
     except AgentError as error:
         # Whoever may read his namespace alone still sees what the scheduler wrote, and which right is missing.
         raise Unavailable(
-            f"pod {name} is on no node yet. {_why_on_no_node(pod, settings)} What would let it start now is worked out from "
-            f"all nodes and pods, and: {error}"
+            f"pod {name} is on no node yet. {_why_on_no_node(pod, needs, settings)} What would let it start now is "
+            f"worked out from all nodes and pods, and: {error}"
         ) from error
     known = read.view.pods.get(PodUid(pod.meta.uid or ""))
     if known is None or _is_mistyped(pod, settings):
         raise Unavailable(
-            f"pod {name} is on no node yet. {_why_on_no_node(pod, settings)} Its Events: "
+            f"pod {name} is on no node yet. {_why_on_no_node(pod, needs, settings)} Its Events: "
             f"kubectl describe pod -n {pod.meta.namespace} {pod.meta.name}"
         )
     if known.pod.node_name:
         raise Unavailable(f"pod {name} went to node {known.pod.node_name} just now: ask again")
     found = waiting(read.view, known.pod)
+    # Of the pod as it is: the cluster's view keeps only what placement reads.
+    mistyped = mistyped_annotations(pod.meta.annotations)
     reasons = _reasons(read, known)
     unchecked = _unchecked(read, known, found)
     document: dict[str, object] = {
@@ -67,6 +67,7 @@ async def explain_waiting(api: KubeApi, settings: Settings, raw: Raw, *, form: F
         "waiting": {
             "namespace": known.pod.namespace,
             "scheduler": known.message,
+            "ignored": mistyped,
             "nodes": found.nodes,
             "reasons": reasons,
             "fitting": {"nodes": found.fitting, "gpus": found.gpus},
@@ -75,7 +76,7 @@ async def explain_waiting(api: KubeApi, settings: Settings, raw: Raw, *, form: F
             "not_checked": unchecked,
         },
     }
-    print_as(form, document, lambda _: _lines(read.view, known, found, reasons, unchecked))
+    print_as(form, document, lambda _: _lines(read.view, known, found, reasons, unchecked, mistyped))
     return 0
 
 
@@ -87,22 +88,32 @@ def _is_mistyped(pod: PodJson, settings: Settings) -> bool:
         for name, count in one.limits.items():
             if name == names.vmemory and whole_number(count, name) > _MOST_BLOCKS:
                 return True
-            if name not in own and get_close_matches(name, own, cutoff=_ALIKE):
+            if name not in own and nearest(name, own, AMONG_OTHERS):
                 return True
     return False
 
 
-def _why_on_no_node(pod: PodJson, settings: Settings) -> str:
+def _why_on_no_node(pod: PodJson, needs: PodNeeds, settings: Settings) -> str:
     """The request beside what agents offer: the scheduler refuses a misspelt resource, and bytes for blocks, without a
     word of the cause."""
     names = settings.resources
     containers = (*(pod.spec.init_containers or ()), *(pod.spec.containers or ()))
     asked = sorted({f"{name}: {count}" for one in containers for name, count in one.limits.items() if "/" in name})
+    asked += [f"claim {one.name}" for one in pod.spec.claims]
+    said, mistyped = _said(scheduler_message(pod), needs), mistyped_annotations(pod.meta.annotations)
     return (
-        f"The scheduler: {plain(scheduler_message(pod)) or 'nothing so far.'} The pod asks for "
+        f"The scheduler: {said.removesuffix('.')}. {f'Its {plain(mistyped)} ' if mistyped else ''}The pod asks for "
         f"{plain(', '.join(asked[:_MOST_ASKED])) or 'no device'}; agents offer {names.vcore}, in hundredths of a "
-        f"GPU, and {names.vmemory}, in blocks of {names.memory_block_mib} MiB."
+        f"GPU, and {names.vmemory}, in blocks of {names.memory_block_mib} MiB"
+        f"{', and in ResourceSlices what claims may ask for' if pod.spec.claims else ''}."
     )
+
+
+def _said(message: str, needs: PodNeeds) -> str:
+    """The scheduler's words; without any, which one has the pod to place."""
+    if message or needs.scheduler == DEFAULT_SCHEDULER:
+        return plain(message or "nothing so far")
+    return f"nothing so far; the pod's schedulerName is {plain(needs.scheduler)}: that scheduler alone may place it"
 
 
 def _reasons(read: ReadCluster, known: PodView) -> dict[str, int]:
@@ -139,15 +150,22 @@ def _change_document(change: Change, read: ReadCluster) -> dict[str, object]:
 
 
 def _lines(
-    view: ClusterView, known: PodView, found: Waiting, reasons: Mapping[str, int], unchecked: Sequence[str]
+    view: ClusterView,
+    known: PodView,
+    found: Waiting,
+    reasons: Mapping[str, int],
+    unchecked: Sequence[str],
+    mistyped: str,
 ) -> list[RenderableType]:
     pod, names = known.pod, view.policy.names
     asked = "; ".join(describe_request(request, names) for _, request in signature_of(pod, names)[:_MOST_ASKED])
     lines = [
         Text.assemble((f"{pod.namespace}/{pod.name}", "bold"), " ", ("waits for a node", "yellow")),
         _line("request", asked),
-        _line("scheduler", known.message or "nothing so far"),
+        _line("scheduler", _said(known.message, known.needs)),
     ]
+    if mistyped:
+        lines.append(_line("ignored", mistyped))
     if found.fitting:
         [node] = [one for one in view.nodes if one.name == found.fitting[0]]
         first, more = gpus_text(node, found.gpus), len(found.fitting) - 1

@@ -139,7 +139,7 @@ def pods_table(document: SandboxDocument, width: int) -> Table:
 def reason_lines(document: SandboxDocument) -> list[Text]:
     """The pods' reasons, for below the table, where they have the whole width."""
     pods = [(f"{pod['namespace']}/{pod['name']}", reason_text(pod)) for pod in document["pods"]]
-    return [Text(f"{name}: {reason}", style="yellow") for name, reason in pods if reason]
+    return [Text(f"{name}: {plain(reason)}", style="yellow") for name, reason in pods if reason]
 
 
 def reason_text(pod: PodRow) -> str:

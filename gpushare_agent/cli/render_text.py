@@ -62,8 +62,8 @@ PHASE_STYLES = {
     "Terminating": "magenta",
     "Unknown": "",
 }
-PIPE_WIDTH = 500
-"""Where no terminal sets the width, lines stay whole: a pod's name alone may have 253 characters."""
+PIPE_WIDTH = 10_000
+"""Where no terminal sets the width, each row and each reason is one line, however long (MAX_TEXT_CHARS)."""
 GAP = 2
 MAX_TEXT_CHARS = 4000
 _EMPTY_REASONS = ("cordoned", NO_REASON)
@@ -150,7 +150,8 @@ def gib(size_bytes: float | None) -> str:
         return "-"
     size = size_bytes / GIB
     digits = 0 if size >= 100 else (1 if size >= 10 else 2)
-    return f"{round(size, digits):g}"
+    # Not `g` alone: who asks for bytes in blocks has 1073741824 GiB, no 1.07374e+09.
+    return f"{round(size, digits):.15g}"
 
 
 def of_cores(cores: int, ceiling: int | None) -> str:

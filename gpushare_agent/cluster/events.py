@@ -147,9 +147,17 @@ class PodEvents(EventRecorder):
     def warned(self, pod: Pod, reason: str, detail: str) -> None:
         """A Warning for what is no refusal, once per pod, reason and text, also in the log: who corrects an annotation and
         makes another mistake must hear of it."""
+        self._warn(pod, reason, detail, key=(pod.uid, reason, detail[:_KEY_CHARS]))
+
+    def _warn(self, pod: Pod, reason: str, detail: str, *, key: tuple[str, ...]) -> None:
         # The log as often as the Event: admission may ask a hundred times about one pod.
-        if self.record(_pod(pod), reason, detail, key=(pod.uid, reason, detail[:_KEY_CHARS])):
+        if self.record(_pod(pod), reason, detail, key=key):
             log.warning("pod_warned", pod=f"{pod.namespace}/{pod.name}", reason=reason, detail=detail)
+
+    def mistyped(self, pod: Pod, detail: str) -> None:
+        """A Warning about annotations that nothing reads, once in ten minutes per pod whatever its text: a tenant may
+        make up another name as often as he likes."""
+        self._warn(pod, "AnnotationUnknown", detail, key=(pod.uid, "AnnotationUnknown"))
 
     def noted(self, pod: Pod, reason: str, detail: str) -> None:
         """A Normal Event, once as `warned`."""

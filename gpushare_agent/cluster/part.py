@@ -17,6 +17,7 @@ from gpushare_agent.cluster.feature_labels import feature_labels
 from gpushare_agent.cluster.free_gpus_taint import FreeGpus, free_gpus
 from gpushare_agent.cluster.informer import Informer
 from gpushare_agent.cluster.kube.client import pods_of_node
+from gpushare_agent.cluster.kube.pods import mistyped_annotations
 from gpushare_agent.cluster.node_annotations import allocations_annotation, allocations_by_pod
 from gpushare_agent.cluster.node_facts import NodeFacts, node_facts
 from gpushare_agent.cluster.node_fields import ALLOCATIONS, CAPACITY, FACTS, TAINT, NodeFieldsWriter
@@ -84,6 +85,14 @@ class ClusterPart(Struct, frozen=True, kw_only=True):
         for writer in (self.node_allocations, self.node_taint):
             if writer is not None:
                 writer.changed()
+
+    def pod_changed(self, old: Pod | None, new: Pod | None) -> None:
+        """The pod's annotations follow from its allocations; those that its owner mistyped are reported to him."""
+        self.annotations.pod_changed(old, new)
+        if new is None or new.is_terminal or (old is not None and old.annotations == new.annotations):
+            return
+        if (self.node.names.wants_any(new) or new.claims) and (text := mistyped_annotations(new.annotations)):
+            self.pod_events.mistyped(new, text)
 
     def not_ready(self) -> list[str]:
         """Why this part is not ready, nothing when it is."""

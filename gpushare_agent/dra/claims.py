@@ -29,6 +29,7 @@ from gpushare_agent.admission.decisions.container_edits import EditPolicy
 from gpushare_agent.admission.decisions.ledger import Ledger, Policy, gpu_accounts
 from gpushare_agent.admission.outcomes import DecisionLog
 from gpushare_agent.cluster.kube.claims import main_request
+from gpushare_agent.cluster.kube.pods import mistyped_annotations
 from gpushare_agent.dra.claim_files import ClaimFiles
 from gpushare_agent.dra.decisions.claim import AllocatedClaim, ClaimPolicy, read_claim
 from gpushare_agent.dra.decisions.edits import (
@@ -456,5 +457,6 @@ class ClaimOutcomes(Struct, kw_only=True, eq=False):
                 labels=tuple(map(str, gpus)),  # never a MIG instance
                 asked=asked,
                 candidates=(),
+                ignored=mistyped_annotations(pod.annotations) if pod is not None else "",
             )
         )

@@ -108,9 +108,9 @@ class TenantFiles:
         """What containers get where there is no library and none is needed, for people; else empty."""
         if not self._is_library_optional or self.library.exists():
             return ""
-        return (
-            f"isolation {self.kind.isolation}: no library at {self.library}, so containers get limits and mounts alone"
-        )
+        # The first line that a newcomer reads of a sandbox: nothing is wrong.
+        what = f"isolation {self.kind.isolation}: containers get limits and mounts, and no library"
+        return f"{what}: simulated GPUs need none, and {self.library} is not there"
 
     def _fill(self, key: ContainerKey, directory: int) -> None:
         """The files of a container that is about to start, in its empty directory. Raises OSError, AgentError."""

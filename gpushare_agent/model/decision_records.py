@@ -68,3 +68,5 @@ class DecisionRecord(Struct, frozen=True, kw_only=True):
     """The same for people."""
     asked: Asked | None
     candidates: tuple[Candidate, ...]
+    ignored: str = ""
+    """Which of the pod's annotations nothing reads though they look like one of the agent's."""

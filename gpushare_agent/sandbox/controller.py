@@ -145,7 +145,8 @@ class SandboxController(Struct, frozen=True, kw_only=True):
                 made = self.api.create(resource, manifest.raw, namespace)
             outcome = "created" if before is None else "unchanged" if made is before else "configured"
             where = "/".join(filter(None, (made["metadata"].get("namespace"), made["metadata"]["name"])))
-            done.append(f"{made['kind'].lower()} {where} {outcome}")
+            remedy = self.api.claims_remedy(resource, made)
+            done.append(f"{made['kind'].lower()} {where} {outcome}{remedy and f'. {remedy}'}")
         return done
 
     def is_steady(self) -> bool:

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from gpushare_agent.kit.near_names import did_you_mean
 from gpushare_agent.settings.nvidia_options import (
     OPTIONS,
     Option,
@@ -20,7 +21,7 @@ from gpushare_agent.settings.nvidia_options import (
 )
 from gpushare_agent.settings.observation import HealthSettings
 from gpushare_agent.settings.reference import text_of
-from gpushare_agent.settings.sources import Layer, MigratedKey, RawSetting, nearest, parse_into
+from gpushare_agent.settings.sources import Layer, MigratedKey, RawSetting, parse_into
 
 MAX_UNKNOWN_KEYS = 50
 MAX_REPLICATED = 100
@@ -70,7 +71,7 @@ def _keys(tree: Mapping[object, object], layer: Layer, place: str) -> Iterator[t
         # Each becomes a line of the log at the start.
         elif len(layer.migrated) < MAX_UNKNOWN_KEYS:
             known = [option.name for option in OPTIONS if option.is_in_file]
-            reason = f"NVIDIA's plugin does not know it either{nearest(name, known)}"
+            reason = f"NVIDIA's plugin does not know it either{did_you_mean(name, known)}"
             layer.migrated.append(
                 MigratedKey(
                     name=name[:_SHOWN_CHARACTERS], value=_shown(value), source=place, reason=reason, is_lost=True

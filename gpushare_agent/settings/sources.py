@@ -13,7 +13,6 @@ that one start shows all of them. Sources of pydantic-settings' own that are not
 
 from __future__ import annotations
 
-import difflib
 import re
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -27,6 +26,7 @@ from msgspec.structs import replace
 from pydantic.fields import FieldInfo
 from pydantic_settings import EnvSettingsSource, PydanticBaseSettingsSource
 
+from gpushare_agent.kit.near_names import did_you_mean
 from gpushare_agent.settings.former_flags import ADMISSION_FIELDS, FORMER_FLAGS, FormerFlag, log_level
 from gpushare_agent.settings.node_configuration import NamedConfiguration
 from gpushare_agent.settings.nvidia_options import options_by_flag
@@ -103,13 +103,6 @@ class Layer(PydanticBaseSettingsSource):
 @cache
 def _by_flag() -> dict[str, Key]:
     return {name: key for key in all_keys() for name in key.flag_names}
-
-
-def nearest(name: str, known: Iterable[str], prefix: str = "") -> str:
-    """The known name that is most like it, as the end of a message; empty where none is."""
-    # Sorted, for of equally near names difflib takes the first.
-    found = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.6)
-    return f" (did you mean {prefix}{found[0]}?)" if found else ""
 
 
 class _Token(Struct, frozen=True):
@@ -230,7 +223,7 @@ def _unknown_token(token: str, known: Iterable[str]) -> str:
     if not token.startswith("--") or token == "--":  # noqa: S105 - a word of the command line
         return f"{token!r} is not understood here; see --help"
     name = token[2:].partition("=")[0].replace("_", "-")
-    return f"flag --{name} is unknown{nearest(name, known, '--')}; --help lists all flags"
+    return f"flag --{name} is unknown{did_you_mean(name, known, '--')}; --help lists all flags"
 
 
 class _Variables(Layer):
@@ -259,7 +252,7 @@ def read_variables(environ: Mapping[str, str]) -> Layer:
             layer.put(key.name, environ[name], f"variable {name}")
         elif name not in _OF_COMMANDS and not is_service_link:
             layer.problems.append(
-                f"variable {name} is unknown{nearest(name, known)}; docs/reference/settings.md lists all variables"
+                f"variable {name} is unknown{did_you_mean(name, known)}; docs/reference/settings.md lists all variables"
             )
     return layer
 
@@ -352,7 +345,7 @@ def _flatten(tree: Mapping[object, object], prefix: str, source: str, layer: Lay
             )
         else:
             layer.problems.append(
-                f"{source}: key {name} is unknown{nearest(name, known | sections)}; see docs/reference/settings.md"
+                f"{source}: key {name} is unknown{did_you_mean(name, known | sections)}; see docs/reference/settings.md"
             )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from msgspec.structs import replace
+
 from gpushare_agent.admission.decisions.decide import Decision
 from gpushare_agent.admission.decisions.identity import Target
 from gpushare_agent.admission.outcomes import DecisionLog, OutcomeReporter
@@ -76,6 +78,17 @@ def test_an_allocation_is_recorded_with_its_reason() -> None:
     assert (record.outcome, record.policy, record.gpus) == ("allocated", "share", (1,))
     assert record.explanation == "GPU 1: the fullest of 2 GPUs that fit"
     assert reported.counted == [("allocated", "")] * 2
+
+
+def test_a_record_names_the_annotations_that_were_mistyped() -> None:
+    """For `explain`, whatever became of the container."""
+    owner = replace(OWNER, annotations={"tencent.com/gpu-isolatoin": "mps"})
+    reported = Reported()
+    decision = replace(why(), target=Target(pod=owner, container=owner.containers[0]))
+    reported.reporter.refused(decision, Refused(reason=RefusalReason.FRAGMENTED, detail="x"))
+    assert reported.log.newest(1)[0].ignored == (
+        "annotation tencent.com/gpu-isolatoin is unknown and has no effect: did you mean tencent.com/gpu-isolation?"
+    )
 
 
 def test_a_refusals_event_names_what_each_gpu_lacked() -> None:

@@ -104,3 +104,27 @@ def record_on(agent: InnerAgent, gpu: int) -> str:
     """The pod that was placed on this GPU."""
     placed = (r for r in agent.parts.decisions.newest(50) if r.gpus == (gpu,))
     return next(placed).pod
+
+
+async def test_the_owner_of_a_share_hears_of_a_mistyped_annotation() -> None:
+    """In an Event, one for all of them; a pod without a share, and one whose annotations are right, have none."""
+    mistyped = {"tencent.com/vcuda-core-limits": "60", "gpushare-agent/isolaton": "mps"}
+    async with open_test_node() as node, open_agent(node) as agent:
+        node.api.create_pod(pod("other", container(), annotations=mistyped))
+        right = {"tencent.com/vcuda-core-limit": "60", "tencent.com/team": "a"}
+        node.api.create_pod(pod("right", container(cores=30, blocks=8), annotations=right))
+        node.api.create_pod(pod("share", container(cores=30, blocks=8), annotations=mistyped))
+        await wait_running(node, "other", "right", "share")
+
+        def warned() -> list[tuple[str, str]]:
+            found = (one for one in node.api.events() if one["reason"] == "AnnotationUnknown")
+            return [(one["involvedObject"]["name"], one["message"]) for one in found]
+
+        await poll_until(warned, "an Event on pod share")
+        [(name, message)] = warned()
+        assert name == "share"
+        assert (
+            "gpushare-agent/isolaton is unknown and has no effect: did you mean tencent.com/gpu-isolation?" in message
+        )
+        assert "did you mean tencent.com/vcuda-core-limit?" in message
+        assert record_of(agent, "share").ignored == message

@@ -238,6 +238,14 @@ async def test_json_and_yaml_have_the_decisions_as_the_agent_has_them(capsys: py
     assert yaml.safe_load(await explained(capsys, [record], PodQuery(pod="train"), "yaml")) == document
 
 
+async def test_a_mistyped_annotation_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    """Beside what the container got without it."""
+    text = "annotation tencent.com/vcuda-core-limits is unknown and has no effect: did you mean x?"
+    shown = await explained(capsys, [decision(ignored=text)], PodQuery(pod="train"))
+    assert f"  ignored {text}" in shown
+    assert "ignored" not in await explained(capsys, [decision()], PodQuery(pod="train"))
+
+
 # --- nothing is known ---
 
 
@@ -252,13 +260,15 @@ async def test_a_pod_never_decided_about_is_reported_with_where_to_look(capsys: 
 async def test_the_agent_leads_to_where_a_pod_is(short_dir: Path) -> None:
     """With a kubeconfig: of one that waits to `kubectl gpushare explain`, else to the node; an unknown one is unknown."""
     waits, away = raw_pod("waits", spec={"nodeName": ""}), raw_pod("away", spec={"nodeName": "n9"})
+    others = raw_pod("others", spec={"nodeName": "", "schedulerName": "volcano"})
     pods = "/api/v1/namespaces/default/pods"
-    async with json_server({f"{pods}/waits": waits, f"{pods}/away": away}) as server:
+    async with json_server({f"{pods}/waits": waits, f"{pods}/away": away, f"{pods}/others": others}) as server:
         kubeconfig = write_kubeconfig(short_dir, server.url, {"token": "secret"})
         settings = load_settings(["--kubeconfig", str(kubeconfig)], {"NODE_NAME": "n1"}).settings
         async with json_server(agent_answers(busy_node())) as agent:
             for name, said in (
                 ("waits", "it is on no node yet, and `kubectl gpushare explain -n default waits` says"),
+                ("others", "it is on no node yet; scheduler volcano, which it names, has to place it, and `kubectl"),
                 ("away", "it is on node n9"),
                 ("ghost", "there is no pod default/ghost"),
             ):

@@ -310,6 +310,34 @@ async def test_a_waiting_pod_is_explained(short_dir: Path, capsys: pytest.Captur
     ]
 
 
+@pytest.mark.parametrize("is_known", [True, False])
+async def test_a_pod_of_another_scheduler_says_which_has_to_place_it(
+    short_dir: Path, capsys: pytest.CaptureFixture[str], is_known: bool
+) -> None:
+    """Kubernetes' own never looks at it; also where nothing of the cluster may be read."""
+    waits = pod("w", (60, 8), schedulerName="volcano")
+    denied = {} if is_known else {"/api/v1/nodes": (403, {"kind": "Status", "message": "forbidden"})}
+    assert await explained(Cluster([node("n", [16])], [waits]), short_dir, **denied) == (0 if is_known else 1)
+    shown = " ".join("".join(capsys.readouterr()).split())
+    assert "nothing so far; the pod's schedulerName is volcano: that scheduler alone may place it" in shown
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+async def test_a_mistyped_annotation_of_a_waiting_pod_is_named(
+    short_dir: Path, capsys: pytest.CaptureFixture[str], is_known: bool
+) -> None:
+    """Before it costs an admission."""
+    waits = pod("w", (60, 8))
+    waits["metadata"]["annotations"] = {"gpushare-agent/isolaton": "mps"}
+    denied = {} if is_known else {"/api/v1/nodes": (403, {"kind": "Status", "message": "forbidden"})}
+    await explained(Cluster([node("n", [16])], [waits]), short_dir, **denied)
+    shown = " ".join("".join(capsys.readouterr()).split())
+    assert (
+        "annotation gpushare-agent/isolaton is unknown and has no effect: did you mean tencent.com/gpu-isolation?"
+        in shown
+    )
+
+
 async def test_a_waiting_pod_as_json(short_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The same in fields."""
     assert await explained(full_node(), short_dir, "-o", "json") == 0
@@ -341,6 +369,17 @@ async def test_bytes_and_a_misspelt_resource_stand_beside_what_is_offered(
     told = " ".join(capsys.readouterr().err.split())
     asked = ", ".join(f"{name}: {count}" for name, count in sorted(limits.items()))
     assert f"The pod asks for {asked}; agents offer tencent.com/vcuda-core" in told
+
+
+async def test_a_pod_that_asks_by_claims_alone_asks_for_something(
+    short_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What would let it start is the scheduler's to say, for it places claims."""
+    claiming = pod("w", (0, 0), resourceClaims=[{"name": "gpu", "resourceClaimName": "c"}])
+    claiming["spec"]["containers"][0]["resources"] = {"claims": [{"name": "gpu"}]}
+    assert await explained(Cluster([node("n", [16])], [claiming]), short_dir) == 1
+    told = " ".join(capsys.readouterr().err.split())
+    assert "The pod asks for claim gpu; agents offer" in told and "in ResourceSlices what claims may ask for." in told
 
 
 async def test_a_pod_that_fits_waits_for_something_else(short_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:

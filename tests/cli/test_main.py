@@ -16,8 +16,9 @@ import yaml
 
 from gpushare_agent import __version__
 from gpushare_agent.cli import sandbox
-from gpushare_agent.cli.command_line import Command, runnable
-from gpushare_agent.cli.main import COMMANDS, main
+from gpushare_agent.cli.command_line import Command, CommandLine, runnable
+from gpushare_agent.cli.kubectl import PLUGIN_LINE
+from gpushare_agent.cli.main import COMMAND_LINE, COMMANDS, main
 from gpushare_agent.settings.reference import all_keys, select_keys
 from gpushare_agent.settings.settings import load_settings
 from tests.settings.support_settings import DEADLINE_S, clean_environment, run_program
@@ -46,6 +47,35 @@ def test_an_unknown_command_names_the_nearest(capsys: pytest.CaptureFixture[str]
     assert "such as `gpushare-agent explain -n`" in capsys.readouterr().err
     assert main([], {}) == 2
     assert "usage:" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("line", "argv", "meant"),
+    [
+        (PLUGIN_LINE, "top --onec", "--once"),
+        (PLUGIN_LINE, "inspect --outpt=json", "--output"),
+        (PLUGIN_LINE, "version --hlep", "--help"),
+        (COMMAND_LINE, "explain --contaner main train", "--container"),
+        (COMMAND_LINE, "sandbox fail-gpu 0 --xdi 79", "--xid"),
+        (COMMAND_LINE, "top --loglevel debug", "--log.level"),
+    ],
+)
+def test_a_mistyped_option_names_the_nearest_of_the_command_and_its_settings(
+    line: CommandLine, argv: str, meant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In one line, before anything is done."""
+    assert line.main(argv.split(), {}) == 2
+    out, err = capsys.readouterr()
+    assert (out, len(err.splitlines())) == ("", 1)
+    assert f"is unknown (did you mean {meant}?)" in err
+
+
+def test_an_option_like_no_other_is_unknown(capsys: pytest.CaptureFixture[str]) -> None:
+    """Nothing is guessed; a former name is accepted, and not recommended."""
+    assert PLUGIN_LINE.main(["version", "--zzz"], {}) == 2
+    assert "unrecognized arguments: --zzz" in capsys.readouterr().err
+    assert main(["sandbox", "--node-card=8x24576"], {}) == 2
+    assert "--node-cards" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("argv", [["--help"], ["help"], ["run", "--help"], ["help", "config"]])

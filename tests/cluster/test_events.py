@@ -101,6 +101,22 @@ async def test_a_warning_with_another_text_is_reported_although_the_reason_is_th
     assert logged == [("default/a", "it is 'abc'"), ("default/a", "it is '101'")]
 
 
+async def test_mistyped_annotations_are_one_event_however_often_a_tenant_makes_up_others() -> None:
+    """Nor do they fill the log."""
+    counted, now = Counted(), [0.0]
+    async with fake_api(others=[answers(201, {})]) as server, opened(server.url) as api:
+        events = _events(counted, clock=lambda: now[0])
+        with capture_logs() as logs:
+            for number in range(100):
+                events.mistyped(pod("a"), f"annotation gpushare-agent/resise{number} is unknown")
+            now[0] = REPEAT_AFTER_S
+            events.mistyped(pod("a"), "annotation gpushare-agent/resiez is unknown")
+        async with running(lambda: events.run(api)):
+            await counted.wait(2)
+    assert [request.body["reason"] for request in server.requests] == ["AnnotationUnknown"] * 2
+    assert [line["event"] for line in logs] == ["pod_warned"] * 2
+
+
 async def test_a_long_message_is_cut() -> None:
     """The API server refuses messages beyond 1024 characters."""
     counted = Counted()

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpushare_agent.cluster.kube.objects import whole_number
-from gpushare_agent.cluster.kube.pods import parse_pod, read_pod_json
+from gpushare_agent.cluster.kube.pods import MAX_COMPARED, mistyped_annotations, parse_pod, read_pod_json
+from gpushare_agent.dra.wake_pods import ANNOTATION as CLAIMS_RETRY_ANNOTATION
 from gpushare_agent.model.errors import Corrupt
 from gpushare_agent.model.names import VCORE_RESOURCE, VMEMORY_RESOURCE
 from gpushare_agent.model.pods import ContainerKind, Pod, PodPhase, version_number
@@ -394,3 +395,47 @@ def test_the_claim_for_extended_resources_is_in_the_status_alone(has_own: bool) 
         "c": (),
     }
     assert used == expected
+
+
+# --- mistyped annotations ---
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("tencent.com/vcuda-core-limits", "tencent.com/vcuda-core-limit"),
+        ("tencent.com/vcuda_core_limit", "tencent.com/vcuda-core-limit"),
+        ("tencent.com/VCUDA-Core-Limit", "tencent.com/vcuda-core-limit"),
+        ("tencent.com/gpu-isolaton", "tencent.com/gpu-isolation"),
+        ("gpushare-agent/isolaton", "tencent.com/gpu-isolation"),
+        ("gpushare-agent/gpu-isolation", "tencent.com/gpu-isolation"),
+        ("gpushare-agent/resise", "gpushare-agent/resize"),
+    ],
+)
+def test_an_annotation_that_is_like_a_known_one_is_named_with_it(name: str, meant: str) -> None:
+    """As it stands in the pod that the agent stores."""
+    stored = read(raw_pod(metadata={"annotations": {name: "1", "a.test/other": "2"}})).annotations
+    assert mistyped_annotations(stored) == f"annotation {name} is unknown and has no effect: did you mean {meant}?"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("tencent.com/vcuda-core-limit", "tencent.com/gpu-isolation", "gpushare-agent/resize"),
+        *("gpushare-agent/resize-status", "gpushare-agent/retry-at", CLAIMS_RETRY_ANNOTATION),
+        *("tencent.com/gpu-assigned", "tencent.com/predicate-node", "tencent.com/predicate-time"),
+        *("tencent.com/predicate-gpu-idx-0", "tencent.com/vcuda-device", "tencent.com/vcuda-core"),
+        *("tencent.com/vcuda-memory-limit", "tencent.com/gpu-location", "tencent.com/resize", "tencent.com/gpu-model"),
+        *("a.test/vcuda-core-limits", "gpushare-agent.test/resise", "gpushare-agent/x", "tencent.com/"),
+    ],
+)
+def test_known_annotations_and_other_programs_are_none(name: str) -> None:
+    """A warning about what is right would be worse than none about what is wrong."""
+    assert not mistyped_annotations({name: "1"})
+
+
+def test_many_annotations_are_compared_with_a_bound() -> None:
+    """Long names not at all; of hundreds the first few."""
+    assert not mistyped_annotations({f"gpushare-agent/{'resize' * 50}": "1"})
+    text = mistyped_annotations({f"gpushare-agent/resize{number:03}": "1" for number in range(500)})
+    assert text.count("did you mean") == MAX_COMPARED

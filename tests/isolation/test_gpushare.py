@@ -498,6 +498,15 @@ def test_a_start_leaves_the_vdevice_files_and_puts_what_the_tenant_wrote_aside(w
         world.files.write_limits(KEY, [LIMITS])
 
 
+def test_without_a_library_simulated_gpus_say_that_none_is_needed(short_dir: Path) -> None:
+    """It is the first line of a sandbox; where the library is there, or is needed, nothing is said."""
+    places = short_dir / "own", short_dir / "vm"
+    optional = GpushareFiles(short_dir / "none.so", *places, is_library_optional=True)
+    assert optional.without_library.endswith(f"simulated GPUs need none, and {short_dir}/none.so is not there")
+    assert not GpushareFiles(short_dir / "none.so", *places).without_library
+    assert not GpushareFiles(fake_library(short_dir / "a.so"), *places, is_library_optional=True).without_library
+
+
 def test_another_library_is_refused_with_the_cure(short_dir: Path) -> None:
     files = GpushareFiles(fake_library(short_dir / "other.so"), short_dir / "own", short_dir / "vm")
     with pytest.raises(Unavailable, match=r"is not libgpushare's: it would limit nobody.*native\.build_gpushare"):

@@ -296,6 +296,16 @@ def test_a_scheduler_checks_the_extenders_certificate(directory: str) -> None:
     assert found["urlPrefix"] == f"https://{host}:{extender_settings().extender.port}/scheduler"
 
 
+@pytest.mark.parametrize("directory", SCHEDULERS)
+def test_gpushares_resource_is_one_line_to_uncomment(directory: str) -> None:
+    """Not there by default: the extender would bind, in the place of GPUShare's own, pods that it does not know."""
+    text = (EXTENDER / directory / "scheduler.yaml").read_text(encoding="utf-8")
+    (found,) = yaml.safe_load_all(text.replace("# - {name: aliyun", "- {name: aliyun"))
+    names = [one["name"] for one in asked(directory)["managedResources"]]
+    assert [one["name"] for one in found["extenders"][0]["managedResources"]] == [*names, "aliyun.com/gpu-mem"]
+    assert "aliyun.com/gpu-mem" not in names
+
+
 def test_the_second_scheduler_has_its_own_name_lease_and_files() -> None:
     """It does not take part in the election of the cluster's own, and finds what its configuration names."""
     found = configuration("second-scheduler")

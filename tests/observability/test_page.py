@@ -46,10 +46,11 @@ async def test_a_browser_gets_the_page() -> None:
 
 @pytest.mark.parametrize("accept", ["*/*", "text/plain", "application/json", "text/htmlx", ""])
 async def test_everything_else_gets_the_list_of_paths(accept: str) -> None:
-    """curl and programs see text, which names the API and not the page's files."""
+    """curl and programs see text, which names the API and not the page's files, and says where the page is."""
     status, body, headers = await _get("/", Accept=accept)
     assert status == 200
     assert headers["Content-Type"].startswith("text/plain")
+    assert "the dashboard, in a browser" in body.decode().splitlines()[0]
     listed = re.findall(r"^  (/\S*)$", body.decode(), flags=re.M)
     assert {"/", "/api/v1/node", "/metrics"} <= set(listed)
     assert not [path for path in listed if path.startswith("/dashboard")]

@@ -269,7 +269,7 @@ PROMISES: Promises = {
         different(
             "config/scheduler-policy-config.yaml",
             "`aliyun.com/gpu-mem` in `managedResources`",
-            "the chart's scheduler has it with `gpuMem.enabled`; to `manifests/extender/default-scheduler` add it",
+            "the chart's scheduler has it with `gpuMem.enabled`; `manifests/extender/*/scheduler.yaml` have a line for it",
             "tests/manifests/test_chart.py::test_the_values_reach_their_places",
         ),
         different(

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp import ClientSession
 
 from gpushare_agent.sandbox.kubelet.container_config import is_harmless
+from gpushare_agent.sandbox.manifests import read_manifests
 from gpushare_agent.sandbox.node import EmbeddedNode
 from gpushare_agent.sandbox.pod_controllers import PodControllers
 from gpushare_agent.sandbox.report import reason_and_message
@@ -21,6 +24,8 @@ from tests.sandbox.support_sandbox import (
     wait_gone,
     wait_phase,
 )
+
+CLAIMS_SAMPLE = Path(__file__).parents[2] / "manifests/samples/claims/share.yaml"
 
 
 @pytest.mark.parametrize(
@@ -153,6 +158,28 @@ async def test_a_pod_for_another_scheduler_waits_for_it() -> None:
             assert node.api.pod("default", name)["status"]["phase"] == "Pending"
             assert not any(one["involvedObject"]["name"] == name for one in node.api.events())
         assert reason_and_message(node.api.pod("default", "a")) == ("", "waits for the scheduler volcano")
+
+
+async def test_claims_that_no_agent_serves_name_what_to_start() -> None:
+    """The sample of claims: in the answer to a client, and in the pod's Event; also where its class is there."""
+    template, claiming = (m.raw for m in read_manifests([CLAIMS_SAMPLE]))
+    hint = "`gpushare-agent sandbox --dra` starts one."
+    async with open_test_node() as node, ClientSession(headers=node.api.headers) as session:
+        namespaced = "/namespaces/default"
+        for path, raw in (
+            (f"/apis/resource.k8s.io/v1{namespaced}/resourceclaimtemplates", template),
+            (f"/api/v1{namespaced}/pods", claiming),
+            (f"/api/v1{namespaced}/pods", pod("plain")),
+        ):
+            async with session.post(node.api.url + path, json=raw) as answer:
+                assert answer.status == 201
+                assert (hint in answer.headers.get("Warning", "")) == (raw["metadata"]["name"] != "plain")
+        await node.kubelet.wait_for(lambda: messages(node, "FailedScheduling"))
+        lacks = "0/1 nodes are available: 1 request gpu: device class gpu.gpushare-agent does not exist."
+        assert messages(node, "FailedScheduling")[0].startswith(lacks)
+        node.api.create("deviceclasses", {"metadata": {"name": "gpu.gpushare-agent"}, "spec": {}})
+        await node.kubelet.wait_for(lambda: len(messages(node, "FailedScheduling")) == 2)
+        assert all(one.endswith(hint) for one in messages(node, "FailedScheduling"))
 
 
 async def test_a_resource_that_no_agent_offers_names_the_setting() -> None:

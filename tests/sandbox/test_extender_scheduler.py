@@ -57,6 +57,14 @@ async def test_a_pod_that_the_extender_refuses_waits_with_its_reasons_and_is_tri
         assert await wait_bound(cluster, "p") == "b"
 
 
+async def test_a_pod_with_claims_is_not_bound_without_them() -> None:
+    """It would wait on the node for ever; the reason says how to start the sandbox."""
+    async with open_reported(ReportedExtender(), ["a"]) as cluster, with_plugins(cluster, a=10):
+        cluster.api.create_pod(pod("p", resourceClaims=[{"name": "gpu", "resourceClaimName": "c"}]))
+        await wait_cluster(cluster, lambda: condition_of(cluster, "p"), "the scheduler's word")
+        assert "start it without --extender, with --dra" in condition_of(cluster, "p")["message"]
+
+
 async def test_a_cordoned_node_is_not_filtered_and_its_uncordoning_lets_pods_go_on() -> None:
     """`kubectl cordon`: the extender is not asked about the node."""
     extender = ReportedExtender()

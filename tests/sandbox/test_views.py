@@ -227,6 +227,18 @@ def test_why_a_pod_waits_stands_below_the_table() -> None:
     assert [str(line) for line in lines] == ["default/share: Unschedulable: no [room]"]
 
 
+def test_in_a_pipe_each_row_and_each_reason_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    """However long the reason, and however much memory the pod asks for by mistake."""
+    container = {**shown_container(), "name": "c" * 63, "memory_mib": 4 * GIB * 256, "used": None}
+    reason = f"0/1 nodes are available: {'1 too full, ' * 80}.\nSecond line"
+    waits = {**shown_pod(container, phase="Pending"), "name": "p" * 253, "message": reason}
+    print_document({"nodes": [{"name": "a", "gpus": [GPU], "addresses": {}}], "pods": [waits]}, "table")
+    *_, row, why = capsys.readouterr().out.splitlines()
+    assert re.split(r" {2,}", row)[:2] == [f"default/{'p' * 253}/{'c' * 63}", "Pending"]
+    assert " 1073741824 " in row
+    assert why == f"default/{'p' * 253}: {' '.join(reason.split())}"
+
+
 def test_a_line_for_a_pipe_tells_the_limit_of_a_pod_that_runs() -> None:
     """And no PIDs, for each change of a line is a new line."""
     line = pod_line(shown_pod(shown_container(2)))

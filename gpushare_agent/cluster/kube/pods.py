@@ -17,8 +17,10 @@ from msgspec.structs import replace
 
 from gpushare_agent.cluster.kube.objects import CONDITIONS, KubeObject, Quantity, whole_number
 from gpushare_agent.kit.json_schema import NULL, Entries, decoded, decoded_or
+from gpushare_agent.kit.near_names import AMONG_OTHERS, AMONG_OWN, nearest
 from gpushare_agent.model.errors import Corrupt
 from gpushare_agent.model.names import (
+    CORE_LIMIT_ANNOTATION,
     ENV_GPU_MEMORY_LIMIT,
     ENV_GPU_MEMORY_REQUEST,
     ENV_HAMI_CORE_CACHE,
@@ -29,15 +31,18 @@ from gpushare_agent.model.names import (
     ENV_HAMI_CORE_POLICY,
     ENV_PRELOAD,
     ENV_VISIBLE_DEVICES,
+    GPU_ASSIGNED_ANNOTATION,
     GPU_CHOICE_ANNOTATIONS,
     GPUSHARE_ALLOCATION_ANNOTATION,
     GPUSHARE_ASSIGNED_ANNOTATION,
     GPUSHARE_ASSUME_TIME_ANNOTATION,
     GPUSHARE_INDEX_ANNOTATION,
+    ISOLATION_ANNOTATION,
     LIMIT_PATHS,
     MAX_ANNOTATION_CHARS,
     RESIZE_ANNOTATION,
     RESIZE_STATUS_ANNOTATION,
+    RETRY_ANNOTATION,
     PodUid,
     clean_path,
     is_container_id,
@@ -46,6 +51,8 @@ from gpushare_agent.model.names import (
 from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod, PodPhase
 
 READ_ANNOTATION_PREFIX = "tencent.com/"
+OWN_ANNOTATION_PREFIX = "gpushare-agent/"
+_OUR_DOMAINS = (READ_ANNOTATION_PREFIX, OWN_ANNOTATION_PREFIX)
 PREDICATE_PREFIX = "tencent.com/predicate-"
 READ_ANNOTATIONS = (
     "clusterName",
@@ -57,6 +64,9 @@ READ_ANNOTATIONS = (
     GPUSHARE_ALLOCATION_ANNOTATION,
     *GPU_CHOICE_ANNOTATIONS,
 )
+PEOPLES_ANNOTATIONS = (CORE_LIMIT_ANNOTATION, ISOLATION_ANNOTATION, RESIZE_ANNOTATION)
+"""Those in our domains that a person writes; the others are written by programs."""
+_PROGRAMS_ANNOTATIONS = (GPU_ASSIGNED_ANNOTATION, RESIZE_STATUS_ANNOTATION, RETRY_ANNOTATION)
 MIRROR_ANNOTATION = "kubernetes.io/config.mirror"
 """The annotation of a static pod's object: the UID that the kubelet has for the pod."""
 _LIMITS = (
@@ -77,6 +87,8 @@ MAX_CONTAINERS = 1000
 """Containers beyond this count only where they ask for something."""
 MAX_MOUNTS_OF_PATH = 4
 """Of each of LIMIT_PATHS: those at other paths must not crowd it out."""
+MAX_COMPARED = 16
+"""Unknown annotations of a pod that are compared with those that are known."""
 MAX_NAME_CHARS = 320
 """The longest name of an annotation: 253 of its prefix, a slash, 63 of its name."""
 MAX_MESSAGE_CHARS = 2048
@@ -443,6 +455,37 @@ def _read_annotations(present: Mapping[str, str]) -> dict[str, str]:
     return {name: _cut(present[name], MAX_ANNOTATION_CHARS) for name in sorted(names[:MAX_ANNOTATIONS])}
 
 
+def mistyped_annotations(present: Mapping[str, str]) -> str:
+    """Those that nothing reads and that are like one which a person writes, as a sentence; empty where there is none."""
+    unknown = sorted(name for name in present if _is_unknown(name))[:MAX_COMPARED]
+    return "; ".join(
+        f"annotation {name} is unknown and has no effect: did you mean {meant}?"
+        for name in unknown
+        if (meant := _meant(name))
+    )
+
+
+def _is_unknown(name: str) -> bool:
+    return (
+        name.startswith(_OUR_DOMAINS)
+        and not name.startswith(PREDICATE_PREFIX)
+        and name not in PEOPLES_ANNOTATIONS
+        and name not in _PROGRAMS_ANNOTATIONS
+        # A longer one is like none, and would only take time.
+        and len(name) <= 2 * max(map(len, PEOPLES_ANNOTATIONS))
+    )
+
+
+def _meant(name: str) -> str:
+    """The whole name, by what stands behind the slash: `gpushare-agent/isolation` is of the other domain."""
+    domain, _, behind = name.partition("/")
+    # In tencent.com other programs have names, too.
+    is_own = f"{domain}/" == OWN_ANNOTATION_PREFIX
+    known = {one.partition("/")[2]: one for one in PEOPLES_ANNOTATIONS if is_own or one.startswith(f"{domain}/")}
+    found = nearest(behind.lower(), known, AMONG_OWN if is_own else AMONG_OTHERS)
+    return known.get(found, "")
+
+
 def _is_guarded(name: str) -> bool:
     """Those that the extender writes, and that its admission policy lets nobody else write, come first: else a tenant could
     push them out by sixty-four names of its own."""
@@ -450,7 +493,7 @@ def _is_guarded(name: str) -> bool:
 
 
 def _is_read(name: str) -> bool:
-    return name in READ_ANNOTATIONS or (name.startswith(READ_ANNOTATION_PREFIX) and len(name) <= MAX_NAME_CHARS)
+    return name in READ_ANNOTATIONS or (name.startswith(_OUR_DOMAINS) and len(name) <= MAX_NAME_CHARS)
 
 
 def _cut(text: str, limit: int) -> str:

@@ -151,7 +151,8 @@ class WebServer(Struct, eq=False):
             return self._page.index(request)
         # The dashboard's files are no pages of their own.
         paths = "".join(f"  {path}\n" for path in self._paths if not path.startswith(PREFIX))
-        return web.Response(text=f"gpushare-agent {__version__}\n\n{paths}", headers={"Vary": "Accept"})
+        text = f"gpushare-agent {__version__}: the dashboard, in a browser; for programs:\n\n{paths}"
+        return web.Response(text=text, headers={"Vary": "Accept"})
 
     async def _lead_to_debug(self, request: web.Request) -> web.Response:
         """The debug listener is another, for it may change the log level: who is on this host is sent there."""

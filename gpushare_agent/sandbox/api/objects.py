@@ -17,6 +17,7 @@ from gpushare_agent.model.errors import Conflict, Rejected
 from gpushare_agent.sandbox.api.patch import STRATEGIC, apply_patch, patched
 from gpushare_agent.sandbox.api.pod_subresources import AGENT_NAMESPACE, AgentPods, AgentServer, ContainerLogs
 from gpushare_agent.sandbox.api.store import (
+    CLAIM_KINDS,
     CLUSTER_WIDE,
     KINDS,
     WITH_STATUS,
@@ -114,6 +115,15 @@ class ApiObjects:
         """Waits until there is a newer version."""
         while self.store.version == version:
             await self.signal.wait(self.signal.count)
+
+    def claims_remedy(self, resource: str, raw: RawObject) -> str:
+        """What lets a claim, its class or a pod with claims have GPUs, as a sentence; empty where an agent offers some."""
+        is_claim = resource in CLAIM_KINDS.values() or (
+            resource == "pods" and (raw.get("spec") or {}).get("resourceClaims")
+        )
+        if not is_claim or self.store.all("resourceslices"):
+            return ""
+        return "No agent offers GPUs by claims (no ResourceSlice is there): `gpushare-agent sandbox --dra` starts one."
 
     def create_pod(self, raw: RawObject, namespace: str = "default") -> RawObject:
         """Raises Rejected for a manifest that is not valid, AlreadyExists for a name in use."""

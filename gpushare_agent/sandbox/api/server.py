@@ -343,7 +343,7 @@ class ApiHandlers:
 
     async def _checked_fields(self, request: web.Request, resource: str, raw: RawObject) -> CIMultiDict[str]:
         """A value of a type that its field cannot have is refused; an unknown field as the client asks by fieldValidation:
-        refused, ignored, or named in a header that warns."""
+        refused, ignored, or named in a header that warns, as are claims of which nobody offers any."""
         cannot = f'{KINDS[resource]} in version "{group_version(resource)}" cannot be handled as a {KINDS[resource]}: '
         try:
             # The first object of a kind imports its models: 60 ms.
@@ -353,7 +353,7 @@ class ApiHandlers:
         mode = request.query.get("fieldValidation", "Warn")
         if found and mode == "Strict":
             bad_request(f"{cannot}strict decoding error: {', '.join(found)}")
-        shown = found if mode == "Warn" else []
+        shown = [*(found if mode == "Warn" else []), *filter(None, [self._objects.claims_remedy(resource, raw)])]
         # A header with a line break would be two: the text is escaped as JSON has it.
         return CIMultiDict(("Warning", f'299 - "{json.dumps(text)[1:-1]}"') for text in shown)
 

@@ -391,6 +391,11 @@ class PodClaims:
             return None, [str(error)]
         return None, [NO_FIT for _ in nodes]
 
+    def remedy(self, pod: RawObject) -> str:
+        """As NodeFit's, of a pod with claims."""
+        text = self._api.claims_remedy("pods", pod)
+        return text and f" {text}"
+
     def _claims_of(self, pod: RawObject) -> list[RawObject]:
         """Raises Rejected: one is not there, or not the pod's."""
         namespace, names, found = pod["metadata"]["namespace"], claim_names(pod), []

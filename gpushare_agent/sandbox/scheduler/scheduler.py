@@ -43,6 +43,7 @@ EXTENDER_SCHEDULER_NAMES = (DEFAULT_SCHEDULER, "gpushare-scheduler")
 """The second is that of manifests/extender/second-scheduler. A pod that names another scheduler waits for it."""
 _SWITCHES = {NVIDIA_GPU_RESOURCE: "--nvidia.enabled=true", "aliyun.com/gpu-mem": "--gpushare.enabled=true"}
 """What makes an agent offer a resource that it does not offer by default."""
+NO_CLAIMS = "the sandbox's scheduler that asks an extender allocates no claims: start it without --extender, with --dra"
 
 
 class NodeFit:
@@ -166,7 +167,8 @@ class EmbeddedScheduler:
             chosen, reasons = self._claims.place(pod, [name for name, found in against.items() if not found])
             if chosen is None:
                 reasons += [reason for found in against.values() for reason in found]
-                report_waiting(self._api, pod, waiting_text(len(free), reasons) + self._fit.remedy(requests))
+                remedy = self._fit.remedy(requests) + self._claims.remedy(pod)
+                report_waiting(self._api, pod, waiting_text(len(free), reasons) + remedy)
                 continue
             # The next pod of this pass sees what is left.
             take(free[chosen], requests)
@@ -359,6 +361,10 @@ class ExtenderScheduler:
         against = self._fit.reasons_against(self._fit.free(self._assumed), requests)
         names = [name for name, found in against.items() if not found]
         reasons = [reason for found in against.values() for reason in found]
+        if pod["spec"].get("resourceClaims"):
+            # This one allocates none, and a pod without its claims would wait on the node for ever.
+            self._put_back(pod, waiting_text(len(against), [NO_CLAIMS]), UNSCHEDULABLE)
+            return
         try:
             # A pod without extended resources is no business of the extender, as `managedResources` of a real
             # configuration has it.

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# For .github/workflows/neighbours.yml: a kind cluster that has this checkout's image, with the agent's label on one of two workers.
+# For .github/workflows/other-projects.yml: a kind cluster that has this checkout's image, with the agent's label on one of two workers.
 set -euo pipefail
 PATH=$(go env GOPATH)/bin:$PATH
 go install "sigs.k8s.io/kind@$KIND"
