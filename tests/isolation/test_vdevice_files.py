@@ -309,6 +309,37 @@ def test_what_a_killed_writer_left_is_cleared(files: VDeviceFiles) -> None:
     assert sorted(p.name for p in (own / ID).iterdir()) == ["pids.config", "vcuda.config"]
 
 
+def test_preparing_writes_both_files_and_their_copies_and_lists_each_directory_once(
+    files: VDeviceFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is given is in the container's directory and in its copy by ID; what is not given stays as it is."""
+    listed = []
+    listdir = os.listdir
+    monkeypatch.setattr(os, "listdir", lambda directory: listed.append(directory) or listdir(directory))
+    files.prepare(KEY, pids=[1, 2], config=share_config())
+    assert len(listed) == 1
+    files.copy_for_id(KEY, ID)
+    listed.clear()
+    files.prepare(KEY, pids=[3], config=share_config(limit=50))
+    assert len(listed) == 2
+    for directory in (files.path(KEY), files.path(KEY) / ID):
+        assert decode_pids((directory / "pids.config").read_bytes()) == (3,)
+        assert (directory / "vcuda.config").read_bytes() == share_config(limit=50)
+    files.prepare(KEY)
+    assert (files.read_pids(KEY), files.read_config(KEY)) == ((3,), share_config(limit=50))
+
+
+@pytest.mark.parametrize("planted", ["nothing", "link", "file"])
+def test_nothing_is_read_where_no_directory_is(files: VDeviceFiles, short_dir: Path, planted: str) -> None:
+    """Before the container is prepared, and through a link to a directory that has both files."""
+    files.prepare(OTHER, pids=[1], config=share_config())
+    if planted == "link":
+        (files.root / KEY.pod_uid).symlink_to(files.root / OTHER.pod_uid)
+    elif planted == "file":
+        (files.root / KEY.pod_uid).write_text("in the way")
+    assert (files.read_pids(KEY), files.read_config(KEY)) == (None, None)
+
+
 @pytest.mark.parametrize("expected", [POD, f"{POD}/cuda", f"{POD}/cuda/{ID}"])
 @pytest.mark.parametrize("planted", ["link", "file", "fifo", "dangling"])
 def test_what_lies_where_a_directory_is_expected_is_replaced_and_never_followed(

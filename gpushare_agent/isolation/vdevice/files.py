@@ -18,7 +18,7 @@ import errno
 import socket
 import stat
 import threading
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -44,6 +44,7 @@ from gpushare_agent.isolation.vdevice.format import (
     PIDS_NAME,
     SOCKET_NAME,
     USAGE_NAME,
+    decode_pids,
     encode_pids,
 )
 from gpushare_agent.kit.directories import (
@@ -98,16 +99,26 @@ class VDeviceFiles:
         with self._step("preparing", self.root):
             self.root.mkdir(mode=DIRECTORY_MODE, parents=True, exist_ok=True)
 
-    def prepare(self, key: ContainerKey) -> None:
-        """Makes the container's directory and clears what a killed agent left half-written in it."""
+    def prepare(self, key: ContainerKey, *, pids: Collection[int] | None = None, config: bytes | None = None) -> None:
+        """Makes the container's directory, clears what a killed agent left half-written in it, and writes pids.config and
+        vcuda.config where they do not hold this; None leaves what is there."""
+        encoded, dropped = encode_pids(pids or ())
+        contents = {PIDS_NAME: encoded} if pids is not None else {}
+        if config is not None:
+            contents[CONFIG_NAME] = config  # last: its presence shows the library that both are there
+        # In one opening: each system call lets the loop take the interpreter, and in a burst of pods waits to get it back.
         with self._step("preparing", self.path(key)):
             self.root.mkdir(mode=DIRECTORY_MODE, parents=True, exist_ok=True)
             with opened_root(self.root) as root, made_container(root, key) as directory:
                 # A killed agent left some (found by 100 kills under 50 registering containers).
-                _clear_half_written(directory)
-                for copy_name in _copies(directory):
+                names = _clear_half_written(directory)
+                written = _write_all(directory, contents)
+                for copy_name in filter(is_container_id, names):
                     with made_directory(directory, copy_name) as copy:
                         _clear_half_written(copy)
+                        written |= _write_all(copy, contents)
+        if PIDS_NAME in written:
+            _warn_of_dropped(key, dropped)
 
     def write_config(self, key: ContainerKey, content: bytes) -> bool:
         """Writes vcuda.config where it does not hold `content`; whether it was written."""
@@ -117,20 +128,18 @@ class VDeviceFiles:
         """The same for pids.config. Of more than 1,024 PIDs the lowest are written, and the log warns."""
         content, dropped = encode_pids(pids)
         is_written = self._write(key, PIDS_NAME, content)
-        if is_written and dropped:
-            log.warning("vdevice_pids_dropped", pod_uid=key.pod_uid, container=key.container, dropped=dropped)
+        if is_written:
+            _warn_of_dropped(key, dropped)
         return is_written
 
-    def write_pids_if_none(self, key: ContainerKey) -> None:
-        """An empty pids.config where there is none that can be read as one; a list that is there stays."""
-        with self._step("writing", self.path(key) / PIDS_NAME), self._open(key) as directory:
-            if _content(directory, PIDS_NAME, lambda content: len(content) % 4 == 0) is None:
-                replace_file(directory, PIDS_NAME, b"")
+    def read_pids(self, key: ContainerKey) -> tuple[int, ...] | None:
+        """What pids.config lists, None where there is none that can be read as one."""
+        content = self._read(key, PIDS_NAME, lambda content: len(content) in range(0, 4 * MAX_PIDS + 1, 4))
+        return None if content is None else decode_pids(content)
 
     def read_config(self, key: ContainerKey) -> bytes | None:
         """What vcuda.config holds, None where there is none of the right size."""
-        with self._step("reading", self.path(key) / CONFIG_NAME), self._open(key) as directory:
-            return _content(directory, CONFIG_NAME, lambda content: len(content) == CONFIG_BYTES)
+        return self._read(key, CONFIG_NAME, lambda content: len(content) == CONFIG_BYTES)
 
     def stamps(self, key: ContainerKey) -> tuple[FileIdentity | None, FileIdentity | None]:
         """The identities of vcuda.config and pids.config: unchanged if no other process has replaced them. Two stats."""
@@ -225,6 +234,12 @@ class VDeviceFiles:
         with suppress(NotFound), self._step("removing", self.path(key) / SOCKET_NAME), self._open(key) as directory:
             remove_socket(_socket_path(directory), identity)
 
+    def _read(self, key: ContainerKey, name: str, is_sound: Callable[[bytes], bool]) -> bytes | None:
+        # Not prepared yet, or something else in the directory's place.
+        with suppress(NotFound), self._step("reading", self.path(key) / name), self._open(key) as directory:
+            return _content(directory, name, is_sound)
+        return None
+
     def _write(self, key: ContainerKey, name: str, content: bytes) -> bool:
         with self._step("writing", self.path(key) / name), self._open(key) as directory:
             is_written = replace_file(directory, name, content)
@@ -273,10 +288,23 @@ def _content(directory: int, name: str, is_sound: Callable[[bytes], bool]) -> by
     return content if is_sound(content) else None
 
 
-def _clear_half_written(directory: int) -> None:
-    for entry in names_in(directory):
+def _clear_half_written(directory: int) -> list[str]:
+    """The names of what is in there."""
+    names = names_in(directory)
+    for entry in names:
         if entry.startswith(NEW_PREFIX):
             remove_tree(directory, entry)
+    return names
+
+
+def _write_all(directory: int, contents: Mapping[str, bytes]) -> set[str]:
+    """The names of those that were written."""
+    return {name for name, content in contents.items() if replace_file(directory, name, content)}
+
+
+def _warn_of_dropped(key: ContainerKey, dropped: int) -> None:
+    if dropped:
+        log.warning("vdevice_pids_dropped", pod_uid=key.pod_uid, container=key.container, dropped=dropped)
 
 
 def _copies(directory: int) -> list[str]:

@@ -125,18 +125,17 @@ def _write_directory(files: VDeviceFiles, one: DesiredDirectory) -> Result:
     pids = one.pids if one.pids is not None or before is None else before.pids
     if before is not None and is_untouched and (before.config, before.pids) == (one.config, pids):
         return Result(key=key, written=before, has_socket=True)
-    # Also where a file alone was replaced: what else is in there is not known.
-    if not is_untouched:
-        files.prepare(key)
-    if pids is None:
-        files.write_pids_if_none(key)
-    elif not (is_untouched and before is not None and before.pids == pids):
-        files.write_pids(key, pids)
     # A restarted agent knows the pods' annotations seconds later; a container that runs must not lose its elastic limit
     # until then.
     config = one.config if one.is_config_known else _with_existing_limit(one.config, files.read_config(key))
-    if not (is_untouched and before is not None and before.config == config):
-        files.write_config(key, config)  # last: its presence shows the library that both are there
+    # Also where a file alone was replaced: what else is in there is not known.
+    if before is None or not is_untouched:
+        files.prepare(key, pids=pids if pids is not None else files.read_pids(key) or (), config=config)
+    else:
+        if pids is not None and pids != before.pids:
+            files.write_pids(key, pids)
+        if config != before.config:
+            files.write_config(key, config)
     return Result(key=key, written=Written(config=config, pids=pids, stamps=files.stamps(key)), has_socket=has_socket)
 
 
