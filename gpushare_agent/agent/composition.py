@@ -116,7 +116,7 @@ def build(
         cluster.further["node configuration"] = ConfigurationWatch(configuration, node, request_reload)
         metrics.show_node_configuration(lambda: bool(configuration.problem))
 
-    readiness = share_readiness.build(node, isolation, driver)
+    readiness = share_readiness.build(node, isolation, driver, dra)
 
     def not_ready() -> list[str]:
         return [*kubelet.not_ready(), *cluster.not_ready(), *readiness.not_ready()]
