@@ -83,6 +83,7 @@ class SampleNode:
             ),
             cordoned={uuid_of(index): why for index, why in self.cordoned.items()},
             unhealthy_reasons={uuid_of(index): why for index, why in self.unhealthy.items()},
+            excluded=frozenset(),
             cores_allocated={uuid: count * SHARE_CORES for uuid, count in zip(uuids, per_gpu, strict=True)},
             memory_allocated_bytes={
                 uuid: count * SHARE_BLOCKS * 256 * MIB for uuid, count in zip(uuids, per_gpu, strict=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection
+from functools import partial
 from typing import TYPE_CHECKING
 
 from msgspec import Struct
@@ -20,6 +21,7 @@ from gpushare_agent.agent import share_readiness
 from gpushare_agent.agent.node_configuration import ConfigurationWatch, NodeConfiguration
 from gpushare_agent.agent.share_readiness import ShareReadiness
 from gpushare_agent.cluster import part as cluster_part
+from gpushare_agent.cluster.informer import Informer
 from gpushare_agent.cluster.part import ClusterPart
 from gpushare_agent.cluster.pod_store import PodStore
 from gpushare_agent.gpus import part as gpus_part
@@ -31,6 +33,7 @@ from gpushare_agent.isolation.resource_names import resource_names
 from gpushare_agent.kit.directories import has_files
 from gpushare_agent.kubelet.device_table import status_bytes
 from gpushare_agent.model.allocations import Allocation
+from gpushare_agent.model.decision_records import CLAIMS_RESOURCE
 from gpushare_agent.model.gpus import GpuInventory
 from gpushare_agent.model.pods import Pod
 from gpushare_agent.node import Node
@@ -116,7 +119,7 @@ def build(
         cluster.further["node configuration"] = ConfigurationWatch(configuration, node, request_reload)
         metrics.show_node_configuration(lambda: bool(configuration.problem))
 
-    readiness = share_readiness.build(node, isolation, driver)
+    readiness = share_readiness.build(node, isolation, driver, dra)
 
     def not_ready() -> list[str]:
         return [*kubelet.not_ready(), *cluster.not_ready(), *readiness.not_ready()]
@@ -172,8 +175,10 @@ class _Subscriptions:
             watch.subscribe(agent.kubelet.tables.request_refresh)
             watch.subscribe(shown.expire)
         metrics.know_resources(agent.node.names.names)
+        if agent.dra is not None:
+            metrics.know_admissions(CLAIMS_RESOURCE)
         metrics.show_node(shown.metrics_page)
-        metrics.show_pod_event_age(lambda: _age(agent.cluster.informer.last_message_at))
+        metrics.show_pod_event_age(partial(_silence_s, agent.cluster.informer, time.monotonic()))
 
     def _gpus_changed(self, inventory: GpuInventory) -> None:
         agent = self._agent
@@ -240,5 +245,7 @@ class _Subscriptions:
         agent.kubelet.facts.kubelet_restarted()
 
 
-def _age(at: float | None) -> float | None:
-    return None if at is None else max(0.0, time.monotonic() - at)
+def _silence_s(informer: Informer, began_at: float) -> float:
+    # An API server that was never reached is silent too: no row would be no alert.
+    last = informer.last_message_at
+    return max(0.0, time.monotonic() - (began_at if last is None else last))

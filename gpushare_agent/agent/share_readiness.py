@@ -1,4 +1,5 @@
-"""Whether the node can give shares at all, at the agent's start: what `gpushare-agent check` calls an error for them.
+"""Whether the node can give shares at all, at the agent's start: what `gpushare-agent check` calls an error for them; and,
+of the agent that serves, whether kubelet and API server took what claims need.
 
 A rollout stops at a node whose agent is not Ready, and an incoming instance that could give no share leaves the kubelet
 to the agent that serves. Once nothing is in the way it stays so: what an isolation needs may go and come while the agent
@@ -12,6 +13,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 import structlog
 
@@ -29,20 +31,30 @@ CONNECT_TIMEOUT_S = 5.0
 Look = Callable[[], Awaitable[object]]
 
 
+class Claims(Protocol):
+    """Whether pods could get a GPU by a claim: `not_served` is why not now, `wait_served` ends once they could."""
+
+    def not_served(self) -> list[str]: ...
+    async def wait_served(self) -> object: ...
+
+
 class ShareReadiness:
     """`looks` by what they look at: each is bounded, changes nothing on the node, and raises AgentError with the
-    remedy."""
+    remedy. `claims` is None where no GPU is for claims."""
 
-    def __init__(self, looks: Mapping[str, Look], *, period_s: float = PERIOD_S) -> None:
+    def __init__(self, looks: Mapping[str, Look], *, claims: Claims | None = None, period_s: float = PERIOD_S) -> None:
         self._looks = looks
+        self._claims = claims
         self._problems: tuple[str, ...] = ("what shares need on this node has not been looked at yet",)
         self.period_s = period_s
         self.is_met = asyncio.Event()
-        """Shares can be given, or could be once."""
+        """Shares and claims can be given, or could be once."""
 
     def not_ready(self) -> list[str]:
         """Why this is not so, nothing where it is."""
-        return [] if self.is_met.is_set() else list(self._problems)
+        if self.is_met.is_set():
+            return []
+        return [*self._problems, *(self._claims.not_served() if self._claims is not None else ())]
 
     def take_over(self, previous: ShareReadiness) -> None:
         """Begins as Ready where the generation before the reload was."""
@@ -51,16 +63,14 @@ class ShareReadiness:
 
     async def look(self) -> bool:
         """Whether shares can be given, looked at now where they could not before."""
-        if self.is_met.is_set():
+        if self.is_met.is_set() or not self._problems:
             # Never asked again: a rollout ends an agent that is not Ready, at once and without a handover.
             return True
         problems = tuple(
             [f"{name}: {problem}" for name, one in self._looks.items() if (problem := await _problem(one))]
         )
-        if not problems:
-            self.is_met.set()
         # Every two seconds the same would fill the log.
-        elif problems != self._problems:
+        if problems and problems != self._problems:
             log.error("no_shares_possible", problems=problems, then="the agent is not Ready before they are")
         self._problems = problems
         return not problems
@@ -69,6 +79,9 @@ class ShareReadiness:
         """Looks until it is met."""
         while not await self.look():  # noqa: ASYNC110 - a file system notifies nobody of what it lets be written
             await asyncio.sleep(self.period_s)
+        if self._claims is not None:
+            await self._claims.wait_served()
+        self.is_met.set()
 
 
 async def _problem(look: Look) -> str:
@@ -79,7 +92,7 @@ async def _problem(look: Look) -> str:
     return ""
 
 
-def build(node: Node, isolation: Isolations, driver: NodeDriver) -> ShareReadiness:
+def build(node: Node, isolation: Isolations, driver: NodeDriver, claims: Claims | None) -> ShareReadiness:
     """What shares need besides the GPUs: the kubelet's PodResources socket, what each isolation needs, and CDI names."""
     socket = node.settings.kubelet.pod_resources_socket
     return ShareReadiness(
@@ -87,7 +100,9 @@ def build(node: Node, isolation: Isolations, driver: NodeDriver) -> ShareReadine
             **({"kubelet.pod_resources_socket": partial(_connect, socket)} if socket is not None else {}),
             **isolation.looks(),
             "cdi": partial(_look_for_names, isolation.cdi_watch, node, driver),
-        }
+        },
+        # Claims that an earlier agent has left are served without the right to publish more.
+        claims=claims if node.settings.dra.gpus else None,
     )
 
 

@@ -102,6 +102,23 @@ class DraPart(Struct, frozen=True, kw_only=True):
                 while self.plugin.open_calls:  # noqa: ASYNC110 - some milliseconds
                     await asyncio.sleep(0.01)
 
+    def not_served(self) -> list[str]:
+        """Why pods can get no claim of this node now, nothing where they can."""
+        missing = {
+            "the kubelet has not registered the driver of claims (setting dra.registry_path)": self._registered,
+            "the node's ResourceSlice is not published": self.publisher.published,
+        }
+        return [f"{text}; the log names the cause" for text, event in missing.items() if not event.is_set()]
+
+    async def wait_served(self) -> None:
+        """Returns once the kubelet has registered the driver and the slice was published."""
+        await self._registered.wait()
+        await self.publisher.published.wait()
+
+    @property
+    def _registered(self) -> asyncio.Event:
+        return self.registration.registration.registered
+
     def changed(self) -> None:
         """An allocation or a GPU."""
         self.claims.changed()
@@ -113,7 +130,7 @@ class DraPart(Struct, frozen=True, kw_only=True):
         self.claims.attach(api)
         tasks: dict[str, Callable[[], Awaitable[object]]] = {
             "slice informer": partial(self.informer.run, api),
-            "slice publisher": partial(self.publisher.run, api, self.registration.registration.registered),
+            "slice publisher": partial(self.publisher.run, api, self._registered),
             "stale claims": partial(self.stale_claims.run, api),
         }
         if self.waker is not None:

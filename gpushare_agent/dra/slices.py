@@ -62,6 +62,8 @@ class SlicePublisher(Handler):
         self._reconciler = Reconciler()
         self._due_s = PERIOD_S
         self._failure = ReportOnce()
+        self.published = asyncio.Event()
+        """The slice has been as it should be, once: also where there is nothing to publish."""
 
     def changed(self) -> None:
         """The GPUs, their health, or their use."""
@@ -108,6 +110,7 @@ class SlicePublisher(Handler):
             self._due_s = RETRY_S
         else:
             self._failure.is_over()
+            self.published.set()
 
     async def _reconcile(self, api: SliceApi) -> float:
         """One comparison, and what it takes; after how many seconds the next is due."""

@@ -114,6 +114,8 @@ class ExtenderMetrics:
             ("outcome",),
             [("absent",), ("good",), ("malformed",)],
         )
+        # Apart from the counter: a mistake that stays is no increase, nor is one that was there at the start.
+        self._quota_malformed = self.gauge("quota_malformed", "1 while the quota's ConfigMap cannot be used.")
         self._retries = _counter(
             registry,
             "retries",
@@ -155,6 +157,7 @@ class ExtenderMetrics:
 
     def quota_loaded(self, outcome: str) -> None:
         self._quota_loads.labels(outcome).inc()
+        self._quota_malformed.set(outcome == "malformed")
 
     def retried(self, reason: str) -> None:
         """node or quota."""

@@ -260,9 +260,10 @@ def build(
         for name, part in parts.items()
         if part.check is not None
     }
-    for name, watch in watches.items():
-        if (show := parts[name].show_availability) is not None:
-            show(watch.is_available)
+    # An agent that waits for another to leave has checked nothing yet: that is no isolation that is missing.
+    node.metrics.show_isolations(
+        lambda: {name: watch.is_available() for name, watch in watches.items() if watch.is_checked}
+    )
     return Isolations(
         node=node,
         runtime=runtime,

@@ -108,8 +108,6 @@ class IsolationPart(Struct, frozen=True, kw_only=True):
     """Whether a program of the agent's own was limited on this node."""
     log_contradictions: Callable[[], Awaitable[None]] | None = None
     """Where the node contradicts the settings, once, in the log."""
-    show_availability: Callable[[Callable[[], bool]], None] | None = None
-    """As a metric of its own: it is handed whether the last check found all that is needed."""
 
 
 def build_part(name: str, host: IsolationHost) -> IsolationPart:

@@ -89,6 +89,8 @@ class NodeSnapshot(Struct, frozen=True, kw_only=True):
     """GPUs that an operator took out of service, and why."""
     unhealthy_reasons: Mapping[GpuUuid, str]
     """What is wrong with GPUs themselves; a cordon is none."""
+    excluded: frozenset[GpuUuid]
+    """GPUs that the node does not offer (setting excluded_gpus)."""
     cores_allocated: Mapping[GpuUuid, int]
     memory_allocated_bytes: Mapping[GpuUuid, int]
     containers: Sequence[ContainerFacts]

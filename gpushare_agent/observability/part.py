@@ -207,6 +207,7 @@ def node_snapshot(
         inventory=inventory.current,
         cordoned=inventory.cordoned,
         unhealthy_reasons=inventory.unhealthy_reasons,
+        excluded=frozenset(gpu.uuid for gpu in node.gpus().gpus if gpu.is_selected(settings.excluded_gpus)),
         # From the accounts by which GPUs are placed, so that what is shown as free is what a pod can get.
         cores_allocated={one.uuid: one.allocated_cores for one in accounts},
         memory_allocated_bytes={one.uuid: one.allocated_mib * MIB for one in accounts},

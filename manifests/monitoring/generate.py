@@ -154,7 +154,12 @@ def rows() -> list[tuple[str, Size, list[Panel]]]:
             "Now",
             (4, 4),
             [
-                stat("GPUs", "GPUs of the chosen nodes.", "short", f"count(gpushare_card_healthy{{{GPU}}})"),
+                stat(
+                    "GPUs",
+                    "GPUs that the chosen nodes offer.",
+                    "short",
+                    f"count(gpushare_card_healthy{{{GPU}}})",
+                ),
                 stat(
                     "Unhealthy GPUs",
                     "GPUs that are offered to no new pod, those that an operator cordoned included.",

@@ -12,20 +12,28 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import replace
+
 from gpushare_agent.agent.agent import run_generation
 from gpushare_agent.agent.auto_isolation import resolve_isolation
 from gpushare_agent.agent.composition import NodeAgent, build
+from gpushare_agent.dra.claim_files import ClaimFiles
+from gpushare_agent.dra.decisions.claim import read_claim
+from gpushare_agent.dra.decisions.edits import PreparedClaim, prepare_claim
 from gpushare_agent.gpus.part import open_driver
 from gpushare_agent.gpus.simulated.driver import simulated_uuid
 from gpushare_agent.kubelet.device_table import DeviceIds
+from gpushare_agent.model.names import GpuUuid
 from gpushare_agent.model.resources import ResourceKind
 from gpushare_agent.sandbox.kubelet.calls import PluginCall
 from gpushare_agent.sandbox.node import EmbeddedNode
 from gpushare_agent.settings.settings import load_settings
+from tests.dra.support_claims import DRIVER, NODE, edit_policy, raw_claim, result
 from tests.sandbox.support_sandbox import CORE, MEMORY, key_of, wait_phase
 from tests.settings.support_settings import clean_environment
-from tests.support_core import used_cores
+from tests.support_core import inventory, used_cores
 from tests.support_deadline import DEADLINE_S as DEADLINE_S  # noqa: PLC0414 - exported on
+from tests.support_json import undecoded
 
 CORES = 100
 BLOCKS = 96
@@ -355,3 +363,12 @@ def write_faults(
 
 def _brief(held: Held) -> dict[str, tuple[int, int]]:
     return {f"{uid[:8]}/{name}": (len(both[0]), len(both[1])) for (uid, name), both in sorted(held.items())}
+
+
+def record_claim(node: EmbeddedNode) -> None:
+    """As an earlier agent left it: 40 cores of the first GPU."""
+    gpu = replace(inventory(1).gpus[0], uuid=GpuUuid(simulated_uuid(node.name, 0)))
+    claim = read_claim(undecoded(raw_claim(result())), driver=DRIVER, pool=NODE)
+    made = prepare_claim(claim, {0: gpu}, (), edit_policy("none"), 256)
+    assert isinstance(made, PreparedClaim)
+    ClaimFiles(node.paths.claim_records, node.paths.cdi).save(made)

@@ -44,6 +44,8 @@ async def test_without_an_api_server_the_agent_registers_and_says_why_it_refuses
             message = await _refused(node, "early")
             assert "version is not known" in message and "Create the pod again" in message
             assert holders_of(agent) == 0
+            silent_s = agent.parts.metrics.registry.get_sample_value("gpushare_pod_event_age_seconds")
+            assert silent_s is not None, "an API server that was never heard is silent, too"
             await node.api.start_listening()
             await wait_synced(agent.parts)
             node.api.create_pod(pod("late", container(cores=30, blocks=10)))

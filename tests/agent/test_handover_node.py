@@ -17,6 +17,7 @@ from tests.agent.support_agent import (
     open_child,
     plugin_socket,
     poll_until,
+    record_claim,
     wait_ledger_equal,
     wait_registered,
     wait_running,
@@ -42,6 +43,12 @@ async def _readiness_of(agent: InnerAgent) -> tuple[int, str]:
     finally:
         peer.close()
     return status, text.decode()
+
+
+def _are_available(agent: InnerAgent) -> list[tuple[str, float]]:
+    """The isolations in its metrics, and whether they can be had."""
+    found = {one.name: one for one in agent.parts.metrics.registry.collect()}
+    return [(one.labels["isolation"], one.value) for one in found["gpushare_isolation_available"].samples]
 
 
 async def _end(child: asyncio.subprocess.Process, number: signal.Signals) -> None:
@@ -139,6 +146,7 @@ async def test_a_newcomer_that_could_give_no_share_leaves_the_kubelet_to_the_age
         assert old.held() and not new.held()
         assert not old.parts.kubelet.handover.waiting
         assert not old.parts.readiness.not_ready()
+        assert _are_available(new) == [], "nothing was checked there, so nothing is missing"
         assert len(list(node.paths.device_plugin_path.glob("v*-*.sock"))) == 2
 
 
@@ -184,8 +192,44 @@ async def test_an_agent_is_not_ready_before_shares_can_be_given_and_ready_from_t
         assert status == 503 and str(library) in text
         fake_library(library)
         await poll_until(lambda: not readiness.not_ready(), "it is Ready")
-        library.unlink()
         watch = agent.parts.isolation.watches["hami-core"]
         await watch.poll()
-        assert watch.unavailable_reason
+        assert _are_available(agent) == [("hami-core", 1)]
+        library.unlink()
+        await watch.poll()
+        assert watch.unavailable_reason and _are_available(agent) == [("hami-core", 0)]
         assert not readiness.not_ready() and await readiness.look()
+
+
+async def test_an_agent_is_not_ready_before_its_claims_can_be_served_and_ready_from_then_on(short_dir: Path) -> None:
+    """A rollout stops where the kubelet does not find its driver; a kubelet or API server that goes later ends no agent."""
+    elsewhere = f"--dra.registry-path={short_dir}"
+    async with open_test_node() as node:
+        async with open_agent(node, "--dra.gpus=1", elsewhere) as agent:
+            await poll_until(lambda: not any("slice" in one for one in agent.parts.readiness.not_ready()), "the slice")
+            status, text = await _readiness_of(agent)
+            assert status == 503 and "dra.registry_path" in text
+        async with open_agent(node, "--dra.gpus=1") as agent:
+            await poll_until(lambda: not agent.parts.readiness.not_ready(), "it is Ready")
+            await node.api.stop_listening()
+            assert agent.parts.dra is not None
+            agent.parts.dra.registration.registration.registered.clear()
+            assert agent.parts.dra.not_served() and await _readiness_of(agent) == (200, "ok\n")
+
+
+async def test_claims_that_an_earlier_agent_has_left_keep_no_agent_from_being_ready(short_dir: Path) -> None:
+    """Rights and mounts of the component dra are gone with it."""
+    async with open_test_node() as node:
+        record_claim(node)
+        async with open_agent(node, f"--dra.registry-path={short_dir}") as agent:
+            await poll_until(lambda: not agent.parts.readiness.not_ready(), "it is Ready")
+            assert agent.parts.dra is not None and agent.parts.dra.not_served()
+
+
+async def test_the_first_refused_claim_is_an_increase() -> None:
+    """For its series is there before, where there are claims."""
+    labels = {"resource": "resourceclaims.resource.k8s.io", "outcome": "refused", "reason": "NotReady"}
+    async with open_test_node() as node:
+        for flags, value in (((), None), (("--dra.gpus=1",), 0)):
+            async with open_agent(node, *flags) as agent:
+                assert agent.parts.metrics.registry.get_sample_value("gpushare_admissions_total", labels) == value

@@ -13,22 +13,24 @@ from msgspec.structs import replace
 from pydantic import BaseModel
 
 from bench.node import agent_arguments
-from gpushare_agent.dra.claim_files import ClaimFiles
-from gpushare_agent.dra.decisions.claim import read_claim
-from gpushare_agent.dra.decisions.edits import PreparedClaim, prepare_claim
-from gpushare_agent.gpus.simulated.driver import simulated_uuid
-from gpushare_agent.model.names import RESIZE_ANNOTATION, GpuUuid
+from gpushare_agent.model.names import RESIZE_ANNOTATION
 from gpushare_agent.sandbox.node import EmbeddedNode
 from gpushare_agent.settings.settings import load_settings
-from tests.agent.support_agent import log_lines, open_agent, open_child, poll_until, wait_registered, wait_running
+from tests.agent.support_agent import (
+    log_lines,
+    open_agent,
+    open_child,
+    poll_until,
+    record_claim,
+    wait_registered,
+    wait_running,
+)
 from tests.agent.support_touched import touched
-from tests.dra.support_claims import DRIVER, NODE, edit_policy, raw_claim, result, uid_of
+from tests.dra.support_claims import uid_of
 from tests.isolation.support_hami_core import fake_library
 from tests.sandbox.support_sandbox import SHORT_TIMES, container, open_test_node, pod
 from tests.settings.support_settings import run_program
-from tests.support_core import inventory
 from tests.support_deadline import DEADLINE_S
-from tests.support_json import undecoded
 
 TIMES = replace(SHORT_TIMES, registry_poll_s=0.01, slice_wipe_s=0.0)
 ONLY_READ = {
@@ -49,15 +51,6 @@ HARMLESS = {
     Path("/dev/null"): {"open"},
     Path("/sbin/ldconfig"): {"subprocess.Popen"},  # `ldconfig -p` of ctypes.util.find_library: it lists
 }
-
-
-def record_claim(node: EmbeddedNode) -> None:
-    """As an earlier agent left it: 40 cores of the first GPU."""
-    gpu = replace(inventory(1).gpus[0], uuid=GpuUuid(simulated_uuid(node.name, 0)))
-    claim = read_claim(undecoded(raw_claim(result())), driver=DRIVER, pool=NODE)
-    made = prepare_claim(claim, {0: gpu}, (), edit_policy("none"), 256)
-    assert isinstance(made, PreparedClaim)
-    ClaimFiles(node.paths.claim_records, node.paths.cdi).save(made)
 
 
 def is_dra_registered(node: EmbeddedNode) -> Callable[[], bool]:

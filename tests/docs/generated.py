@@ -95,7 +95,7 @@ def full_metrics() -> str:
     metrics.gpu_event("xid", 79, is_ignored=False)
     metrics.driver_error("timeout")
     metrics.show_pod_event_age(lambda: 1.0)
-    metrics.show_mps(lambda: True)
+    metrics.show_isolations(lambda: {"gpushare": True})
     metrics.show_isolation_probe("gpushare", lambda: False)
     metrics.show_node_configuration(lambda: False)
     reported: dict[str, Any] = {

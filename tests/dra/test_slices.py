@@ -18,7 +18,7 @@ from gpushare_agent.dra import slices
 from gpushare_agent.dra.decisions.devices import DevicePolicy, link_groups, quantity, slice_devices
 from gpushare_agent.dra.slices import SlicePublisher
 from gpushare_agent.model.allocations import Charge
-from gpushare_agent.model.errors import Conflict, NotFound, Unavailable
+from gpushare_agent.model.errors import Conflict, NotFound, Rejected, Unavailable
 from gpushare_agent.model.gpus import GpuInventory, Health
 from gpushare_agent.model.names import GpuUuid
 from tests.dra.support_claims import DRIVER, NODE
@@ -286,6 +286,22 @@ async def test_nothing_is_written_before_the_slices_are_listed_and_the_gpus_read
         "generation": 1,
         "resourceSliceCount": 1,
     }
+
+
+async def test_a_slice_that_may_not_be_written_is_not_published_and_one_that_was_stays_so() -> None:
+    published = Published(devices(inventory(1)))
+    published.api.error = Rejected("may not create resourceslices")
+    async with published.running():
+        published.listed()
+        await eventually(lambda: published.api.writes > 0)
+        assert not published.publisher.published.is_set()
+        published.api.error = None
+        published.publisher.changed()
+        await eventually(published.publisher.published.is_set)
+        published.api.error = Unavailable("down")
+        published.api.delete(f"{NODE}-{DRIVER}")
+        await eventually(lambda: published.api.writes > 2)
+    assert published.spec is None and published.publisher.published.is_set()
 
 
 async def test_the_slice_waits_until_the_kubelet_knows_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:

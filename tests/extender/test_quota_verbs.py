@@ -108,6 +108,7 @@ def test_a_malformed_one_keeps_the_last_good_and_says_so(keeper: QuotaState) -> 
     quotas.put(undecoded(config_map(BAD)))
     assert keeper.quota is good
     assert b'quota_loads_total{outcome="malformed"} 1.0' in metrics.exposition("")[1]
+    assert b"quota_malformed 1.0" in metrics.exposition("")[1]
     (event,) = notes.events
     assert event["reason"] == MALFORMED
     assert event["involvedObject"].kind == "ConfigMap"
@@ -117,12 +118,14 @@ def test_a_malformed_one_keeps_the_last_good_and_says_so(keeper: QuotaState) -> 
 
 def test_where_there_never_was_a_good_one_pods_are_refused(keeper: QuotaState) -> None:
     """Nobody knows what a namespace may use: the refusal says whose mistake it is."""
-    quotas, _, _ = feed(keeper)
+    quotas, _, metrics = feed(keeper)
     quotas.put(undecoded(config_map(BAD)))
+    assert b"quota_malformed 1.0" in metrics.exposition("")[1], "a counter would show no increase"
     refused = keeper(asking("a"), model="M40", pool="public")
     assert refused is not None
     assert refused.reason is RefusalReason.NOT_READY
     quotas.put(undecoded(config_map(GOOD)))
+    assert b"quota_malformed 0.0" in metrics.exposition("")[1]
     assert keeper(asking("a"), model="M40", pool="public") is None
 
 

@@ -89,6 +89,11 @@ CASES: dict[str, tuple[Values, list[str], list[str]]] = {
         ["base", "extender"],
         ["../extender/components/network-policy"],
     ),
+    "extender-monitoring": (
+        {"extender": ON, "prometheusOperator": ON},
+        ["base", "extender"],
+        ["prometheus-operator", "../extender/components/prometheus-operator"],
+    ),
     "extender-without-tls": (
         {"extender": {"enabled": True, "tls": {"enabled": False}}},
         ["base", "extender"],
@@ -158,6 +163,13 @@ def test_the_check_has_the_variables_and_mounts_of_the_agent(tmp_path: Path) -> 
     (check,) = objects["Pod", "gpushare-check"]["spec"]["containers"]
     assert check["command"] == ["gpushare-agent", "check"]
     assert {key: agent[key] for key in ("env", "image", "volumeMounts")}.items() <= check.items()
+
+
+def test_the_extenders_monitor_believes_the_authority_of_the_users_secret(tmp_path: Path) -> None:
+    """Its certificate is for the Service, in the release's namespace."""
+    values = {"prometheusOperator": ON, "extender": {"enabled": True, "tls": {"secretName": "own"}}}
+    (scraped,) = chart_objects(values, tmp_path)["PodMonitor", "gpushare-agent-extender"]["spec"]["podMetricsEndpoints"]
+    assert scraped["tlsConfig"]["ca"]["secret"]["name"] == "own"
 
 
 def test_a_size_of_the_operators_leaves_the_driver_to_the_agent(tmp_path: Path) -> None:
@@ -262,8 +274,11 @@ def test_the_values_reach_their_places(tmp_path: Path) -> None:
     assert (settings["web"], settings["log"]) == ({"addr": "::"}, {"format": "json", "level": "debug"})
     assert objects["DeviceClass", "whole.gpushare-agent"]["spec"]["extendedResourceName"] == "a.test/gpu"
     assert "metrics" in json.dumps(objects["NetworkPolicy", "gpushare-agent"]["spec"])
-    for kind in ("PodMonitor", "PrometheusRule"):
-        assert objects[kind, "gpushare-agent"]["metadata"]["labels"]["release"] == "prometheus"
+    monitors = [("PodMonitor", "gpushare-agent"), ("PodMonitor", "gpushare-agent-extender")]
+    for key in (*monitors, ("PrometheusRule", "gpushare-agent")):
+        assert objects[key]["metadata"]["labels"]["release"] == "prometheus"
+    (scraped,) = objects[monitors[1]]["spec"]["podMetricsEndpoints"]
+    assert scraped["scheme"] == "http" and "tlsConfig" not in scraped, "the extender has no TLS here"
     _extender_counts_as_the_agents(objects)
 
 

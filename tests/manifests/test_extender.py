@@ -122,6 +122,24 @@ def test_the_settings_are_accepted_and_reach_every_port() -> None:
     assert annotations["prometheus.io/port"] == str(settings.extender.port)
 
 
+def test_the_component_prometheus_operator_scrapes_each_replica_once_and_as_it_serves() -> None:
+    """By the port's name, over TLS, believing the authority of the Secret, under the Service's name: the certificate's."""
+    (monitor,) = documents("extender/components/prometheus-operator/podmonitor.yaml")
+    template = deployment()["spec"]["template"]
+    assert monitor["spec"]["selector"]["matchLabels"].items() <= template["metadata"]["labels"].items()
+    (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
+    (port,) = pod_spec()["containers"][0]["ports"]
+    assert (endpoint["port"], endpoint["scheme"]) == (port["name"], "https")
+    (service,) = documents("extender/service.yaml")
+    tls = endpoint["tlsConfig"]
+    assert tls["serverName"] == f"{service['metadata']['name']}.{NAMESPACE}.svc"
+    mounted = {one["secret"]["secretName"] for one in pod_spec()["volumes"] if "secret" in one}
+    assert {tls["ca"]["secret"]["name"]} == mounted
+    (patch,) = documents("extender/components/prometheus-operator/no-annotations.yaml")
+    after = merged(deployment(), patch)["spec"]["template"]["metadata"]["annotations"]
+    assert not [name for name in after if name.startswith("prometheus.io/")]
+
+
 def test_the_labels_find_the_extenders_pods() -> None:
     """Of the Deployment itself, the Service, the network policy and the rule that spreads the replicas."""
     labels = deployment()["spec"]["template"]["metadata"]["labels"]

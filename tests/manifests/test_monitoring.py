@@ -50,8 +50,8 @@ def metric_names(text: str) -> set[str]:
 
 
 def documented() -> set[str]:
-    text = (ROOT / "docs/reference/metrics.md").read_text(encoding="utf-8")
-    return set(re.findall(r"^\| `([a-z_]+)` \|", text, flags=re.M))
+    pages = ((ROOT / f"docs/reference/{page}.md").read_text(encoding="utf-8") for page in ("metrics", "extender"))
+    return {name for text in pages for name in re.findall(r"^\| `([a-z_]+)` \|", text, flags=re.M)}
 
 
 @needs_promtool
@@ -81,7 +81,7 @@ def test_promtool_accepts_every_expression_of_the_dashboard(tmp_path: Path) -> N
 
 
 def test_alerts_and_dashboard_name_only_metrics_that_exist() -> None:
-    """docs/reference/metrics.md lists them all, and another test compares that list with the code."""
+    """docs/reference/metrics.md and extender.md list them all, and another test compares that list with the code."""
     variables = [one.get("definition", "") for one in dashboard()["templating"]["list"]]
     named = {name for rule in alerts() for name in metric_names(rule["expr"])}
     shown = {name for text in (*expressions(), *variables) for name in metric_names(text)}

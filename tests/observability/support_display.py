@@ -81,6 +81,7 @@ def snapshot(*, usage: UsageRound | None = None) -> NodeSnapshot:
         inventory=inventory(2, GPU_MIB),
         cordoned={},
         unhealthy_reasons={},
+        excluded=frozenset(),
         cores_allocated={GPU_0: 30, GPU_1: 100},
         memory_allocated_bytes={GPU_0: 2048 * MIB, GPU_1: GPU_MIB * MIB},
         containers=facts,

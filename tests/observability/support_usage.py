@@ -152,6 +152,7 @@ def snapshot(
         inventory=replace(known, gpus=tuple(_as_offered(gpu, cordoned or {}) for gpu in known.gpus)),
         cordoned=cordoned or {},
         unhealthy_reasons={gpu.uuid: gpu.unhealthy_reason for gpu in known.gpus if not gpu.is_healthy},
+        excluded=frozenset(),
         cores_allocated=cores,
         memory_allocated_bytes=memory,
         containers=containers,

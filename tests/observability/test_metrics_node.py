@@ -251,6 +251,13 @@ def test_every_sample_of_a_gpu_has_its_series() -> None:
     assert rows["gpushare_usage_sampled_timestamp_seconds"] == [({"node": "n1"}, 999.5)]
 
 
+def test_a_gpu_that_is_left_out_on_purpose_is_neither_healthy_nor_not() -> None:
+    """A rule for unhealthy GPUs would fire for ever where one with MIG enabled is excluded."""
+    rows = rows_of(replace(snapshot(gpus=inventory(sick={1: "MIG is enabled"})), excluded=frozenset({UUIDS[1]})))
+    assert [labels["uuid"] for labels, _ in rows["gpushare_card_healthy"]] == [UUIDS[0]]
+    assert [labels["uuid"] for labels, _ in rows["gpushare_card_info"]] == list(UUIDS[:2])
+
+
 def test_the_throttle_reasons_are_those_of_the_driver() -> None:
     """Every bit that has a name, so that each can be alerted on before it is ever set."""
     assert throttle_reasons(0x7FF) == THROTTLE_REASONS
@@ -399,7 +406,7 @@ def test_a_reload_counts_on_and_shows_the_new_state_alone() -> None:
     """Counters never go down while the process lives; states that an ended part reported are gone with it."""
     metrics = AgentMetrics()
     metrics.show_pod_event_age(lambda: 7.0)
-    metrics.show_mps(lambda: True)
+    metrics.show_isolations(lambda: {"mps": True})
     metrics.show_node(NodePage(lambda: node_series(one_share()), max_age_s=60.0))
     metrics.listed("pods", 0.1)
     assert metrics.begin_anew() is metrics
@@ -409,7 +416,7 @@ def test_a_reload_counts_on_and_shows_the_new_state_alone() -> None:
     assert [line for line in lines if line.startswith("gpushare_pod_event_age_seconds")] == [
         "gpushare_pod_event_age_seconds 8.0"
     ]
-    assert not [line for line in lines if line.startswith(("gpushare_mps_serving", "gpushare_container_"))]
+    assert not [line for line in lines if line.startswith(("gpushare_isolation_", "gpushare_container_"))]
 
 
 def test_a_version_that_is_no_number_gets_the_plain_text() -> None:

@@ -130,7 +130,7 @@ async def test_every_event_method_shows_in_the_metrics() -> None:
     metrics.sampled(0.002)
     metrics.sampling_failed()
     metrics.sampling_overran()
-    metrics.show_mps(lambda: True)
+    metrics.show_isolations(lambda: {"gpushare": True, "mps": False})
     async with served(metrics) as url:
         lines = (await _get(f"{url}/metrics"))[1].splitlines()
     assert {
@@ -156,7 +156,8 @@ async def test_every_event_method_shows_in_the_metrics() -> None:
         'gpushare_sampling_duration_seconds_bucket{le="0.0025"} 1.0',
         "gpushare_sampling_failures_total 1.0",
         "gpushare_sampling_overruns_total 1.0",
-        "gpushare_mps_serving 1.0",
+        'gpushare_isolation_available{isolation="gpushare"} 1.0',
+        'gpushare_isolation_available{isolation="mps"} 0.0',
     } <= set(lines)
     assert any(line.startswith("process_resident_memory_bytes ") for line in lines)
     assert any(line.startswith("gpushare_build_info{") for line in lines)

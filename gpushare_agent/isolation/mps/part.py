@@ -14,7 +14,6 @@ def build(host: IsolationHost) -> IsolationPart:
         check=mps_control(host.node.settings).check,
         check_period_s=mps.probe_period_s,
         max_shares_of_gpu=mps.max_clients,
-        show_availability=host.node.metrics.show_mps,
     )
 
 

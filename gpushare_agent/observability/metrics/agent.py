@@ -154,15 +154,19 @@ class AgentMetrics:
     def know_resources(self, resources: Iterable[str]) -> None:
         """The resources that this node offers: their series begin at zero."""
         for resource in resources:
-            self._admissions.labels(resource, "allocated", "")
-            for reason in RefusalReason:
-                self._admissions.labels(resource, "refused", reason.value)
+            self.know_admissions(resource)
             for method in METHODS:
                 self._rpc_duration.labels(resource, method)
                 self._rpcs.labels(resource, method, "OK")
             self._registrations.labels(resource)
             self._reregistrations.labels(resource)
             self._taken_ids.labels(resource)
+
+    def know_admissions(self, resource: str) -> None:
+        """What is allocated as `resource`: `increase()` sees no first refusal of a reason whose series begins with it."""
+        self._admissions.labels(resource, "allocated", "")
+        for reason in RefusalReason:
+            self._admissions.labels(resource, "refused", reason.value)
 
     def know_gpus(self, uuids: Collection[str], status_bytes: int) -> None:
         """The node's GPUs: their series begin at zero. `status_bytes`: kubelet/device_table.py."""
@@ -254,27 +258,28 @@ class AgentMetrics:
         """The GPUs and containers, made when they are read. Call once."""
         self._page = page
 
-    def show_pod_event_age(self, age_s: Callable[[], float | None]) -> None:
-        """`age_s` is the time since the last response of the API server; None before the first list. Call once."""
-        self._show(
-            _StateCollector("gpushare_pod_event_age_seconds", "Time since the last response of the API server.", age_s)
-        )
+    def show_pod_event_age(self, age_s: Callable[[], float]) -> None:
+        """`age_s` is the time since the last response of the API server, or since the start. Call once."""
+        text = "Time since the last response of the API server; since the agent's start where there was none."
+        self._show(_StateCollector("gpushare_pod_event_age_seconds", text, lambda: {"": age_s()}))
 
-    def show_mps(self, is_serving: Callable[[], bool]) -> None:
-        """`is_serving`: the MPS control daemon serves. Call once, on nodes that use MPS."""
-        self._show(_StateCollector("gpushare_mps_serving", "1 while the MPS control daemon serves.", is_serving))
+    def show_isolations(self, are_available: Callable[[], Mapping[str, bool]]) -> None:
+        """`are_available`: by isolation, whether the last check found all that it needs; one that was not checked yet is
+        not in it. Call once."""
+        text = "1 while the node has all that the isolation needs, 0 while its shares are refused."
+        self._show(_StateCollector("gpushare_isolation_available", text, are_available, "isolation"))
 
     def show_isolation_probe(self, isolation: str, is_failed: Callable[[], bool | None]) -> None:
         """`is_failed`: a program of the agent's own was not limited; None where that was not tried yet. Call once for
         each."""
         text = "1 where a program of the agent's own was not limited on this node, 0 where it was; none before it ran."
         name = "gpushare_isolation_probe_failed"
-        self._show(_StateCollector(name, text, is_failed, {"isolation": isolation}))
+        self._show(_StateCollector(name, text, lambda: {isolation: is_failed()}, "isolation"))
 
     def show_node_configuration(self, is_refused: Callable[[], bool]) -> None:
         """Call once, on nodes with settings of their own."""
         text = "1 while the node's named configuration is not in force, for it cannot be used."
-        self._show(_StateCollector("gpushare_node_configuration_refused", text, is_refused))
+        self._show(_StateCollector("gpushare_node_configuration_refused", text, lambda: {"": is_refused()}))
 
     def begin_anew(self) -> AgentMetrics:
         """Forgets the states, for the parts that reported them have ended (SIGHUP); counters stay. Returns itself."""
@@ -311,23 +316,24 @@ def _bounded(value: str, known: set[str]) -> str:
 
 
 class _StateCollector(Collector):
-    """One gauge, read at each scrape; no sample for None."""
+    """One gauge, read at each scrape: by the value of its only label, or one value where it has none; no sample for
+    None."""
 
     def __init__(
-        self, name: str, documentation: str, read: Callable[[], float | None], labels: Mapping[str, str] | None = None
+        self, name: str, documentation: str, read: Callable[[], Mapping[str, float | None]], label: str = ""
     ) -> None:
         self._name = name
         self._documentation = documentation
         self._read = read
-        self._labels = labels or {}
+        self._labels = [label] if label else []
 
     def describe(self) -> list[Metric]:
         return []  # otherwise the registry would collect while registering
 
     def collect(self) -> Iterator[Metric]:
-        value = self._read()
-        family = GaugeMetricFamily(self._name, self._documentation, labels=list(self._labels))
+        family = GaugeMetricFamily(self._name, self._documentation, labels=self._labels)
         # None is no sample at all; the family stays, so that its help is shown from the start.
-        if value is not None:
-            family.add_metric(list(self._labels.values()), float(value))
+        for one, value in self._read().items():
+            if value is not None:
+                family.add_metric([one] if self._labels else [], float(value))
         yield family

@@ -74,7 +74,8 @@ def gpu_series(snapshot: NodeSnapshot) -> Iterator[Series]:
     yield _gpu_info(snapshot, gpus)
     yield _mig_info(snapshot, gpus)
     for name, text, state in _gpu_states(snapshot):
-        yield Series(f"gpushare_card_{name}", text, rows=[(labels[gpu.uuid], state(gpu)) for gpu in gpus])
+        rows = [(labels[gpu.uuid], value) for gpu in gpus if (value := state(gpu)) is not None]
+        yield Series(f"gpushare_card_{name}", text, rows=rows)
     usage = snapshot.usage
     if usage is None:
         return
@@ -126,7 +127,7 @@ def _mig_info(snapshot: NodeSnapshot, gpus: Iterable[Gpu]) -> Series:
     return info
 
 
-def _gpu_states(snapshot: NodeSnapshot) -> tuple[tuple[str, str, Callable[[Gpu], Number]], ...]:
+def _gpu_states(snapshot: NodeSnapshot) -> tuple[tuple[str, str, Callable[[Gpu], Number | None]], ...]:
     memory, cordoned = snapshot.memory_allocated_bytes, snapshot.cordoned
     return (
         (
@@ -145,7 +146,12 @@ def _gpu_states(snapshot: NodeSnapshot) -> tuple[tuple[str, str, Callable[[Gpu],
             "Memory of the GPU that is allocated to containers.",
             lambda gpu: memory.get(gpu.uuid, 0),
         ),
-        ("healthy", "1 while the GPU is healthy.", lambda gpu: int(gpu.is_healthy)),
+        # Whether a GPU that nobody can have works is nobody's alert.
+        (
+            "healthy",
+            "1 while the GPU is healthy; no row for one of excluded_gpus.",
+            lambda gpu: int(gpu.is_healthy) if gpu.uuid not in snapshot.excluded else None,
+        ),
         ("cordoned", "1 while the GPU is cordoned.", lambda gpu: int(gpu.uuid in cordoned)),
     )
 
