@@ -7,6 +7,7 @@ and under isolation gpushare one whose shares launch nothing and one whose share
 from __future__ import annotations
 
 import asyncio
+import json
 import shutil
 import struct
 import subprocess
@@ -34,6 +35,13 @@ from bench.observation import put_processes
 from bench.pods import CONTAINER, BenchPod
 from bench.results import Row, row
 from gpushare_agent.gpus.simulated.driver import simulated_uuid
+from gpushare_agent.isolation.driver_volume.plan import (
+    CONTROL_LIBRARY_NAME,
+    GPU_CLIENT_NAME,
+    LIBCUDA,
+    VolumeName,
+)
+from gpushare_agent.isolation.gpushare.files import LIBRARY
 from gpushare_agent.isolation.gpushare.format import (
     CONFIG_NAME,
     USAGE_NAME,
@@ -58,12 +66,13 @@ async def nvml_idle_rows(settle_s: float, window_s: float) -> list[Row]:
     if shutil.which("cc") is None:
         return []
     with fake_library() as library:
+        volume = _put_volume(library)
         async with AsyncExitStack() as stack:
             nodes = []
             for name, pods in (("empty", 0), ("filled", PODS)):
                 (library / name).write_text(script_of(pods))
                 environment = {"LD_LIBRARY_PATH": str(library), "FAKE_NVML_SCRIPT": str(library / name)}
-                flags = {"driver": "nvml", "debug.addr": ""}
+                flags = {"driver": "nvml", "debug.addr": "", "volume-config": volume}
                 node = await stack.enter_async_context(open_node(flags=flags, environment=environment))
                 if pods:
                     node.fill()
@@ -85,12 +94,13 @@ async def gpushare_rows(settle_s: float, window_s: float) -> list[Row]:
     if shutil.which("cc") is None:
         return []
     with fake_library() as library:
+        preloaded = _put_library(library)
         async with AsyncExitStack() as stack, asyncio.TaskGroup() as group:
             nodes = []
             for name in ("none", "computing"):
                 (library / name).write_text(script_of(PODS, _COMPUTING_PROCESSES, sampled=name == "computing"))
                 environment = {"LD_LIBRARY_PATH": str(library), "FAKE_NVML_SCRIPT": str(library / name)}
-                flags = {"driver": "nvml", "debug.addr": "", "libgpushare.library": library / "libnvidia-ml.so.1"}
+                flags = {"driver": "nvml", "debug.addr": "", "libgpushare.library": preloaded}
                 node = await stack.enter_async_context(
                     open_node(isolation="gpushare", flags=flags, environment=environment)
                 )
@@ -125,6 +135,28 @@ async def gpushare_rows(settle_s: float, window_s: float) -> list[Row]:
                 row("  all compute", [computing], unit="%", target_median=_COMPUTING_PERCENT, note=note),
                 row("  · told each share what it uses", [one / took_s for one in told], unit="a second", note=note),
             ]
+
+
+def _put_volume(directory: Path) -> Path:
+    """A volume.conf and its volume, as far as isolation vcuda looks: without it the agent would go on looking for one."""
+    base = directory / "volumes"
+    config = {"volume": [{"name": VolumeName.SHARED, "base": str(base), "components": {"libraries": [LIBCUDA]}}]}
+    libraries, programs = base / VolumeName.SHARED / "lib64", base / VolumeName.SHARED / "bin"
+    for place in (libraries, programs):
+        place.mkdir(parents=True)
+    (libraries / CONTROL_LIBRARY_NAME).touch()
+    (libraries / f"{LIBCUDA}.1").symlink_to(CONTROL_LIBRARY_NAME)
+    (programs / GPU_CLIENT_NAME).touch()
+    path = directory / "volume.conf"
+    path.write_text(json.dumps(config))
+    return path
+
+
+def _put_library(directory: Path) -> Path:
+    """What the agent takes for libgpushare: no program loads it here."""
+    path = directory / LIBRARY.name
+    path.write_bytes((directory / "libnvidia-ml.so.1").read_bytes() + LIBRARY.mark)
+    return path
 
 
 def _directories(node: BenchNode) -> Iterator[tuple[int, BenchPod, Path]]:

@@ -27,7 +27,7 @@ from gpushare_agent.isolation.vdevice.virtual_manager import Intervals, VirtualM
 from gpushare_agent.model.allocations import Allocation, ContainerKey
 from gpushare_agent.model.gpus import GpuInventory
 from gpushare_agent.model.names import CORES_PER_GPU, VCORE_RESOURCE, DeviceId, GpuUuid, PodUid
-from gpushare_agent.model.pods import ContainerKind, Pod
+from gpushare_agent.model.pods import ContainerKind, Pod, PodPhase
 from gpushare_agent.model.resources import ResourceKind, ResourceNames
 from gpushare_agent.placement.topology import build_topology
 from gpushare_agent.runtime.cgroups import Cgroups
@@ -199,6 +199,9 @@ class _World:
     def __init__(self, uids: Sequence[PodUid], containers: Containers) -> None:
         gpu = GpuUuid("GPU-0")
         self._uids, self._containers = uids, containers
+        self._pods = {
+            uid: Pod(uid=uid, namespace=NAMESPACE, name=uid, phase=PodPhase.RUNNING, containers=()) for uid in uids
+        }
         self.inventory = GpuInventory(gpus=(), topology=build_topology((), ()), driver_version="550.54.14")
         self.allocations = {
             (key := ContainerKey(uid, CONTAINER)): Allocation(
@@ -222,8 +225,8 @@ class _World:
             if listed != tuple(_pids(number, _FIRST_PID + 2000 * position)):
                 raise RuntimeError(f"pids.config of {uid} is not what its cgroup says")
 
-    def get(self, _uid: PodUid) -> Pod | None:
-        return None
+    def get(self, uid: PodUid) -> Pod | None:
+        return self._pods.get(uid)
 
     def sharers(self, _key: ContainerKey) -> None:
         """No claims here."""

@@ -86,7 +86,7 @@ def remove_aside(root: int, name: str) -> None:
         remove_tree(aside, name)
 
 
-def step_failed(verb: str, path: Path, error: OSError, setting: str) -> Unavailable:
+def step_failed(verb: str, path: Path | str, error: OSError, setting: str) -> Unavailable:
     """The error in the words of whoever can repair it; `setting` names the directory."""
     remedy = (
         "free space or inodes on its file system"

@@ -142,6 +142,8 @@ _FIRST_CONTROLLERS = ("pids", "memory", "cpu", "cpu,cpuacct", "devices")
 """Runtimes put every container into these; they are searched before others."""
 _OPEN_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 _HALF_PAGE = 2048
+_READ_BYTES = 64 * 1024
+"""For one read: memory for a megabyte comes from the kernel anew each time, which costs five times the read itself."""
 _LEAF_LINKS = 2
 """A directory without subdirectories has two links in the kernel's cgroup file system: no need to list it."""
 
@@ -463,8 +465,8 @@ def _read_bounded(path: str, limit: int) -> bytes:
     that is shorter than half a page."""
     file = os.open(path, _OPEN_FLAGS)
     try:
-        content = os.read(file, limit)
-        while _HALF_PAGE <= len(content) < limit and (more := os.read(file, limit - len(content))):
+        content = os.read(file, min(limit, _READ_BYTES))
+        while _HALF_PAGE <= len(content) < limit and (more := os.read(file, min(limit - len(content), _READ_BYTES))):
             content += more
         return content
     finally:
@@ -491,7 +493,7 @@ class ProcessOwners:
     def __init__(self, proc: Path = Path("/proc")) -> None:
         self._proc = proc
         self._own_text = ""
-        self._meanings: dict[str, PeerIdentity] = {}
+        self._meanings: dict[bytes, PeerIdentity] = {}
         self._owners: dict[int, PeerIdentity] = {}
         self._thread = DaemonThread("process-owners", advice=f"Check {proc}; it is read again.")
 
@@ -512,14 +514,15 @@ class ProcessOwners:
         self._own_text = self._own_text or read_own_text(self._proc)
         for pid in sorted(pids)[:MAX_PROCESSES]:
             try:
-                text = read_proc_text(self._proc / str(pid) / "cgroup")
+                content = _read_bounded(f"{self._proc}/{pid}/cgroup", MAX_TEXT_BYTES + 1)
             except OSError:
                 # Ended, while the driver still counts its memory: it is its last owner's.
                 self._owners[pid] = before.get(pid, NOBODY)
                 continue
             # One text for all processes of a container: parsing costs more than reading.
-            meaning = self._meanings.get(text) or old_meanings.get(text)
+            meaning = self._meanings.get(content) or old_meanings.get(content)
             if meaning is None:
+                text = content.decode("utf-8", "replace")
                 meaning = parse_proc_cgroup(text, own_text=self._own_text) or NOBODY
-            self._meanings[text] = self._owners[pid] = meaning
+            self._meanings[content] = self._owners[pid] = meaning
         return {pid: self._owners.get(pid, NOBODY) for pid in pids}

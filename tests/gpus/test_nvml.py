@@ -73,13 +73,27 @@ async def test_links_through_an_nvswitch_join_all_gpus_that_have_them(library_di
     assert inventory["links"][2] == ["NVLINK6", "NVLINK6", "SELF", "PHB"]
 
 
+async def test_links_that_come_up_otherwise_change_the_topology(library_directory: Path) -> None:
+    """The driver was loaded anew, and the links' far ends are switches no more; nothing else differs."""
+    links = "".join(f"nvlink {gpu} 0 {{}} 00000000:05:00.0\n" for gpu in (0, 1))
+    async with running_probe(library_directory, TWO_PAIRS + links.format(2, 2)) as probe:
+        before = await probe.read()
+        probe.becomes("init 9\ndriver 9\n")
+        assert "unavailable" in await probe.read()
+        probe.becomes(TWO_PAIRS + links.format(0, 0))
+        after = await probe.read()
+    assert (before["links"][0][1], after["links"][0][1]) == ("NVLINK1", "PIX")
+
+
 async def test_numa_nodes_come_from_the_kernel(library_directory: Path) -> None:
-    """A number is the node; -1 and an absent file mean that the host reports none."""
+    """A number is the node; -1 and an absent file mean that the host reports none. They are read once."""
     async with running_probe(library_directory, TWO_PAIRS) as probe:
         for bus_id, text in (("0000:3b:00.0", "0\n"), ("0000:3c:00.0", "-1\n"), ("0000:af:00.0", "1\n")):
             (probe.directory / "pci" / bus_id).mkdir(parents=True)
             (probe.directory / "pci" / bus_id / "numa_node").write_text(text)
         inventory = await probe.read()
+        (probe.directory / "pci" / "0000:3b:00.0" / "numa_node").unlink()
+        assert await probe.read() == inventory
     assert [gpu["numa_node"] for gpu in inventory["gpus"]] == [0, None, 1, None]
 
 

@@ -5,8 +5,8 @@ State owned: the GPUs seen so far. A GPU keeps the index under which it was firs
 one and numbers the rest anew; a GPU that is missing stays in the answer, Unhealthy. A MIG instance that is missing stays
 only while a container has it, or its GPU does not answer: a node that is repartitioned again and again does not gather
 them, and the index is free again. Of the topology what was read once: PCIe does not change while a node runs, so each
-pair is read once; NVLinks are read again whenever NVML was opened anew. A lost GPU thereby keeps its place in the
-topology.
+device and each pair is read once; NVLinks are read again whenever NVML was opened anew. A lost GPU thereby keeps its place
+in the topology.
 
 Source: NVML API reference (NVML_FI_DEV_GET_GPU_RECOVERY_ACTION of newer drivers, nvmlDeviceGetRemappedRows of GPUs from
 Ampere on); `nvidia-smi -q`, "GPU Recovery Action", shows the same to an operator.
@@ -86,6 +86,7 @@ class NvmlTopology:
         self._ancestors: dict[frozenset[GpuUuid], LinkKind] = {}
         self._links: dict[GpuUuid, _GpuLinks] = {}
         self._up_to_date: set[GpuUuid] = set()
+        self._built: tuple[object, Topology] | None = None
 
     def expire_links(self) -> None:
         """NVLinks may come up differently after a driver restart: they are read again of GPUs that answer."""
@@ -109,12 +110,16 @@ class NvmlTopology:
             [LinkKind.SELF if row == column else self._pcie_kind(nvml, a, b, handles) for column, b in enumerate(rows)]
             for row, a in enumerate(rows)
         ]
-        matrix = [
-            [self._link(a, b, kind) for b, kind in zip(rows, kinds, strict=True)]
-            for a, kinds in zip(rows, pcie, strict=True)
-        ]
-        numa = [gpu.numa_node if gpu else None for gpu in rows]
-        return linked, build_topology(matrix, numa, pcie=pcie)
+        # Built anew where something differs: it is half of a poll's work, and at most polls nothing does.
+        inputs = rows, pcie, dict(self._links)
+        if self._built is None or self._built[0] != inputs:
+            matrix = [
+                [self._link(a, b, kind) for b, kind in zip(rows, kinds, strict=True)]
+                for a, kinds in zip(rows, pcie, strict=True)
+            ]
+            numa = [gpu.numa_node if gpu else None for gpu in rows]
+            self._built = inputs, build_topology(matrix, numa, pcie=pcie)
+        return linked, self._built[1]
 
     def _links_of(self, gpu: Gpu) -> _GpuLinks:
         return self._links.get(gpu.uuid, _NO_LINKS)
@@ -248,6 +253,7 @@ class NvmlReader(Struct, eq=False):
     _topology: NvmlTopology = field(default_factory=NvmlTopology)
     _opening_of_links: int = 0
     _known: dict[GpuUuid, Gpu] = field(default_factory=dict)
+    _places: dict[str, tuple[int | None, str]] = field(default_factory=dict)
     _last_nvml_index: dict[GpuUuid, int] = field(default_factory=dict)
     _answering: set[GpuUuid] = field(default_factory=set)
     _losses: Counter[GpuUuid] = field(default_factory=Counter)
@@ -317,6 +323,7 @@ class NvmlReader(Struct, eq=False):
         index = known.index if known else self._new_index(found.nvml_index, taken)
         try:
             bus_id = canonical_bus_id(text_of(nvml.nvmlDeviceGetPciInfo(handle).busId))
+            numa_node, pcie_root = self._place(bus_id)
             capability = self.session.ask("nvmlDeviceGetCudaComputeCapability", handle)
             mode = self.session.ask("nvmlDeviceGetComputeMode", handle)
             brand = self.session.ask("nvmlDeviceGetBrand", handle)
@@ -328,8 +335,8 @@ class NvmlReader(Struct, eq=False):
                 bus_id=bus_id,
                 name=text_of(nvml.nvmlDeviceGetName(handle)),
                 memory_mib=nvml.nvmlDeviceGetMemoryInfo(handle).total // MIB,
-                numa_node=self._numa_node(bus_id),
-                pcie_root=self._pcie_root(bus_id),
+                numa_node=numa_node,
+                pcie_root=pcie_root,
                 compute_capability=(capability[0], capability[1]) if capability is not None else None,
                 brand=_BRANDS.get(brand, "") if brand is not None else "",
                 is_exclusive_process=mode == nvml.NVML_COMPUTEMODE_EXCLUSIVE_PROCESS,
@@ -410,6 +417,12 @@ class NvmlReader(Struct, eq=False):
         while nvml_index in used:
             nvml_index += 1
         return nvml_index
+
+    def _place(self, bus_id: str) -> tuple[int | None, str]:
+        """The NUMA node and the root: a device keeps them while the node runs, so they are read once."""
+        if bus_id not in self._places:
+            self._places[bus_id] = self._numa_node(bus_id), self._pcie_root(bus_id)
+        return self._places[bus_id]
 
     def _numa_node(self, bus_id: str) -> int | None:
         try:

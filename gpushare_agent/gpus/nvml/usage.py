@@ -159,7 +159,9 @@ def _read_lists(caller: NvmlCaller) -> dict[int, _Listed] | None:
 
 def _larger(first: int | None, second: int | None) -> int | None:
     """Two lists give the memory of the same process: it must not be added up."""
-    return max((size for size in (first, second) if size is not None), default=None)
+    if first is None or second is None:
+        return second if first is None else first
+    return max(first, second)
 
 
 _ROUNDS_UNTIL_RETRIED = 600

@@ -211,6 +211,8 @@ class ContainerProcesses(Struct, eq=False):
 
     def _reported(self, instance: _Instance, host_pids: Sequence[int]) -> tuple[int, ...]:
         known = instance.namespace_pids
+        if not known:  # as with most drivers: the host's, in order already
+            return tuple(host_pids)
         return tuple(sorted({n for pid in host_pids for n in reported_pids(pid, known.get(pid, ()), self.module)}))
 
     async def _read_namespace_pids(

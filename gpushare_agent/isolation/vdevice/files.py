@@ -241,7 +241,7 @@ class VDeviceFiles:
         return None
 
     def _write(self, key: ContainerKey, name: str, content: bytes) -> bool:
-        with self._step("writing", self.path(key) / name), self._open(key) as directory:
+        with self._step("writing", f"{self._text_path(key)}/{name}"), self._open(key) as directory:
             is_written = replace_file(directory, name, content)
             for copy_name in _copies(directory):
                 with made_directory(directory, copy_name) as copy:
@@ -262,13 +262,13 @@ class VDeviceFiles:
             ) from e
 
     @contextmanager
-    def _step(self, verb: str, path: Path) -> Iterator[None]:
+    def _step(self, verb: str, path: Path | str) -> Iterator[None]:
         """One call at a time, its errors renamed."""
         with self._lock, self._renamed(verb, path):
             yield
 
     @contextmanager
-    def _renamed(self, verb: str, path: Path) -> Iterator[None]:
+    def _renamed(self, verb: str, path: Path | str) -> Iterator[None]:
         try:
             yield
         except OSError as e:
