@@ -38,10 +38,13 @@ void read_graph_memory(CUdevice device, bool trims)
     pthread_mutex_unlock(&reserves_guard);
 }
 
+/* Another thread's launch may count on what is reserved. */
 HOOK(cuDeviceGraphMemTrim, (CUdevice device), (device))
 {
+    pthread_mutex_lock(&reserves_guard);
     CUresult result = real(device);
     read_graph_memory(device, false);
+    pthread_mutex_unlock(&reserves_guard);
     return result;
 }
 
@@ -154,9 +157,12 @@ HOOK(cuGraphExecUpdate_v2, (CUgraphExec executable, CUgraph graph, CUgraphExecUp
 HOOK(cuGraphExecDestroy, (CUgraphExec executable), (executable))
 {
     struct allocation old;
+    bool is_known = take_out(EXECUTABLE, (uintptr_t)executable, &old);
     CUresult result = real(executable);
-    if (result == CUDA_SUCCESS)
-        take_out(EXECUTABLE, (uintptr_t)executable, &old);
+    if (is_known && result != CUDA_SUCCESS) {
+        old.references = 1;
+        remember(&old);
+    }
     return result;
 }
 

@@ -425,8 +425,8 @@ HOOK_ALSO(cuMemFreeAsync_ptsz, cuMemFreeAsync, (CUdeviceptr address, CUstream st
 
 HOOK(cuMemPoolTrimTo, (CUmemoryPool pool, size_t least), (pool, least))
 {
+    pthread_mutex_lock(&reserves_guard); /* another thread's allocation may count on what is reserved */
     CUresult result = real(pool, least);
-    pthread_mutex_lock(&reserves_guard);
     for (struct known_pool *known = pools; known < pools + pools_count; known++)
         if (known->pool == pool)
             read_pool(known);
