@@ -111,10 +111,10 @@ static uint64_t bytes_of_graph(CUgraph graph)
     add_graph(&found, graph, 0);
     if (found.count)
         qsort(found.all, found.count, sizeof *found.all, by_begin);
-    for (const struct range *one = found.all; one < found.all + found.count; one++)
-        if (one->end > end) {
-            bytes += one->end - (one->begin > end ? one->begin : end);
-            end = one->end;
+    for (size_t i = 0; i < found.count; i++)
+        if (found.all[i].end > end) {
+            bytes += found.all[i].end - (found.all[i].begin > end ? found.all[i].begin : end);
+            end = found.all[i].end;
         }
     free(found.all);
     return bytes;

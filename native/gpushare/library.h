@@ -104,7 +104,7 @@ struct allocation {
     uint64_t value;
     enum class class;
     enum kind kind;
-    int gpu;
+    int gpu; /* of a graph: where it was launched, or -1 */
     unsigned references;
     uint64_t bytes;
     uint64_t handle;    /* of a mapping */

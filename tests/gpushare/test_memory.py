@@ -75,6 +75,7 @@ THREE_BLOCKS = f"alloc:alloc:{BLOCK_MIB}:3"
         ([GRAPH_OF_4, GRAPH_OF_6, "replay:1", "replay:0", "replay:1", "replay:0"], [0, 0, 0, 0], 2),
         ([GRAPH_OF_4, GRAPH_OF_6, "replay:0", "trim", THREE_BLOCKS, "replay:0", "replay:0"], [0, 0, 0], 1),
         ([FOUR_PARTS_AFTER_EACH_OTHER, THREE_BLOCKS, "replay:0", "trim", "replay:0"], [0, 0], 1),
+        ([f"alloc:graphmem:{4 * BLOCK_MIB}:1", GRAPH_OF_4, "replay:0", "trim", "replay:0"], [0, 0], 0),
         ([f"{GRAPH_OF_6}:child", "replay:0", "trim", THREE_BLOCKS, "replay:0"], [0, 2], 5),
     ],
 )
@@ -87,6 +88,28 @@ def test_a_graph_that_is_launched_has_its_memory_of_the_share(
     ended = share.run(*actions, "info")
     assert [step["result"] for step in ended.steps if step["action"] == "replay"] == results, ended
     assert ended.step("info")["free_mib"] == free_blocks * BLOCK_MIB + (SHARE_MIB - CONTEXT_MIB) % BLOCK_MIB
+
+
+@pytest.mark.parametrize(
+    ("actions", "blocks"),
+    [
+        (
+            [GRAPH_OF_4, "info", "replay:0", "info", "replay:0", "info", "trim", "info", "replay:0", "info"],
+            [0, 4, 4, 0, 4],
+        ),
+        ([GRAPH_OF_4, GRAPH_OF_6, "replay:0", "info", "replay:1", "info", "replay:0", "info"], [4, 6, 6]),
+        ([GRAPH_OF_4, "replay:0", "destroy:0", "info", "trim", "info"], [4, 0]),
+        ([FOUR_PARTS_AFTER_EACH_OTHER, "replay:0", "info"], [4]),
+        ([f"alloc:graphmem:{BLOCK_MIB}:2", "trim", "info", "free", "info", "trim", "info"], [2, 2, 0]),
+    ],
+)
+def test_the_fake_driver_has_memory_of_graphs_as_nvidia_s(
+    share: Container, actions: list[str], blocks: list[int]
+) -> None:
+    """Without the library. By NVIDIA's sample graphMemoryFootprint, for graphs that run one after the other."""
+    steps = share.run(*actions, preload=[]).steps
+    free_mib = [step["free_mib"] for step in steps if step["action"] == "info"]
+    assert [24576 - CONTEXT_MIB - free for free in free_mib] == [BLOCK_MIB * count for count in blocks], steps
 
 
 def test_a_graph_that_is_uploaded_has_its_memory_of_the_share(share: Container) -> None:
