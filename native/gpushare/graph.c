@@ -1,7 +1,8 @@
 /* Graphs: a launch of one is many launches of kernels, and its nodes may allocate.
  *
- * Memory of a graph's nodes is the driver's from its first launch or upload on, and stays with the GPU, for other graphs too, until it
- * is trimmed. What is reserved the driver says for the GPU as a whole; before the first launch it is what the nodes ask for.
+ * Memory of a graph's nodes is mapped at its launch or upload, and stays with the GPU, for other graphs too, until it is trimmed; the
+ * next launch maps it again (CUDA Programming Guide, "Graph Memory Nodes"). What is reserved and what is mapped the driver says for
+ * the GPU as a whole; of one graph only what its nodes ask for is known.
  */
 #define _GNU_SOURCE
 #include "library.h"
@@ -37,50 +38,94 @@ void read_graph_memory(CUdevice device, bool trims)
     pthread_mutex_unlock(&reserves_guard);
 }
 
+/* Another thread's launch may count on what is reserved. */
 HOOK(cuDeviceGraphMemTrim, (CUdevice device), (device))
 {
+    pthread_mutex_lock(&reserves_guard);
     CUresult result = real(device);
     read_graph_memory(device, false);
+    pthread_mutex_unlock(&reserves_guard);
     return result;
 }
 
 /* ---- what a graph's nodes ask for ---- */
 
-static uint64_t bytes_of_graph(CUgraph graph, unsigned depth);
+struct range { CUdeviceptr begin, end; };
+struct ranges {
+    struct range *all;
+    size_t count, room;
+};
 
-static uint64_t bytes_of_node(CUgraphNode node, unsigned depth)
+static void add_range(struct ranges *to, struct range range)
+{
+    if (to->count == to->room) {
+        size_t room = to->room ? 2 * to->room : 64;
+        struct range *all = realloc(to->all, room * sizeof *all);
+        if (!all)
+            return;
+        *to = (struct ranges){.all = all, .count = to->count, .room = room};
+    }
+    to->all[to->count++] = range;
+}
+
+static void add_graph(struct ranges *to, CUgraph graph, unsigned depth);
+
+static void add_node(struct ranges *to, CUgraphNode node, unsigned depth)
 {
     CUgraphNodeType type;
     CUDA_MEM_ALLOC_NODE_PARAMS memory;
     CUgraph child;
     if (REAL(cuGraphNodeGetType)(node, &type) != CUDA_SUCCESS)
-        return 0;
-    if (type == CU_GRAPH_NODE_TYPE_MEM_ALLOC && REAL(cuGraphMemAllocNodeGetParams)(node, &memory) == CUDA_SUCCESS)
-        return memory.poolProps.location.type == CU_MEM_LOCATION_TYPE_HOST ? 0 : memory.bytesize;
+        return;
+    if (type == CU_GRAPH_NODE_TYPE_MEM_ALLOC && REAL(cuGraphMemAllocNodeGetParams)(node, &memory) == CUDA_SUCCESS &&
+        memory.poolProps.location.type != CU_MEM_LOCATION_TYPE_HOST)
+        add_range(to, (struct range){memory.dptr, memory.dptr + memory.bytesize});
     if (type == CU_GRAPH_NODE_TYPE_GRAPH && REAL(cuGraphChildGraphNodeGetGraph)(node, &child) == CUDA_SUCCESS)
-        return bytes_of_graph(child, depth + 1);
-    return 0;
+        add_graph(to, child, depth + 1);
 }
 
-static uint64_t bytes_of_graph(CUgraph graph, unsigned depth)
+static void add_graph(struct ranges *to, CUgraph graph, unsigned depth)
 {
     size_t count = 0;
-    uint64_t bytes = 0;
     if (depth > DEEPEST || REAL(cuGraphGetNodes)(graph, NULL, &count) != CUDA_SUCCESS || !count || count > MOST_NODES)
-        return 0;
+        return;
     CUgraphNode *nodes = calloc(count, sizeof *nodes);
     if (nodes && REAL(cuGraphGetNodes)(graph, nodes, &count) == CUDA_SUCCESS)
         for (size_t i = 0; i < count; i++)
-            bytes += bytes_of_node(nodes[i], depth);
+            add_node(to, nodes[i], depth);
     free(nodes);
+}
+
+static int by_begin(const void *one, const void *other)
+{
+    CUdeviceptr a = ((const struct range *)one)->begin, b = ((const struct range *)other)->begin;
+    return (a > b) - (a < b);
+}
+
+/* Allocations that follow each other may have the same addresses, and so the same memory: each address counts once. */
+static uint64_t bytes_of_graph(CUgraph graph)
+{
+    struct ranges found = {0};
+    uint64_t bytes = 0;
+    CUdeviceptr end = 0;
+    add_graph(&found, graph, 0);
+    if (found.count)
+        qsort(found.all, found.count, sizeof *found.all, by_begin);
+    for (size_t i = 0; i < found.count; i++)
+        if (found.all[i].end > end) {
+            bytes += found.all[i].end - (found.all[i].begin > end ? found.all[i].begin : end);
+            end = found.all[i].end;
+        }
+    free(found.all);
     return bytes;
 }
 
+enum { NOT_LAUNCHED = -1 };
 static CUresult remember_graph(CUresult result, const CUgraphExec *made, CUgraph from)
 {
     if (result == CUDA_SUCCESS)
         remember(&(struct allocation){
-            .value = (uintptr_t)*made, .class = EXECUTABLE, .references = 1, .bytes = bytes_of_graph(from, 0)});
+            .value = (uintptr_t)*made, .class = EXECUTABLE, .gpu = NOT_LAUNCHED, .references = 1, .bytes = bytes_of_graph(from)});
     return result;
 }
 
@@ -91,20 +136,14 @@ HOOK_ALSO(cuGraphInstantiate_v2, cuGraphInstantiate, (CUgraphExec *made, CUgraph
           (made, from, failed, log, size));
 HOOK(cuGraphInstantiateWithFlags, (CUgraphExec *made, CUgraph from, unsigned long long flags), (made, from, flags))
 { return remember_graph(real(made, from, flags), made, from); }
-HOOK(cuGraphInstantiateWithParams, (CUgraphExec *made, CUgraph from, CUDA_GRAPH_INSTANTIATE_PARAMS *parameters),
-     (made, from, parameters))
-{ return remember_graph(real(made, from, parameters), made, from); }
-HOOK_ALSO(cuGraphInstantiateWithParams_ptsz, cuGraphInstantiateWithParams,
-          (CUgraphExec *made, CUgraph from, CUDA_GRAPH_INSTANTIATE_PARAMS *parameters), (made, from, parameters));
 
 /* Another graph of the same shape: its kernels may take another time. Allocations are not changed by it. */
 static CUresult forget_graph(CUresult result, CUgraphExec executable)
 {
-    struct allocation old;
-    if (result == CUDA_SUCCESS && take_out(EXECUTABLE, (uintptr_t)executable, &old)) {
-        old.handle++; /* the graph's revision: its cost is looked up by it */
-        old.references = 1;
-        remember(&old);
+    struct allocation changed;
+    if (result == CUDA_SUCCESS && look_up(EXECUTABLE, (uintptr_t)executable, &changed)) {
+        changed.handle++; /* the graph's revision: its cost is looked up by it */
+        amend(&changed);
     }
     return result;
 }
@@ -118,44 +157,68 @@ HOOK(cuGraphExecUpdate_v2, (CUgraphExec executable, CUgraph graph, CUgraphExecUp
 HOOK(cuGraphExecDestroy, (CUgraphExec executable), (executable))
 {
     struct allocation old;
+    bool is_known = take_out(EXECUTABLE, (uintptr_t)executable, &old);
     CUresult result = real(executable);
-    if (result == CUDA_SUCCESS)
-        take_out(EXECUTABLE, (uintptr_t)executable, &old);
+    if (is_known && result != CUDA_SUCCESS) {
+        old.references = 1;
+        remember(&old);
+    }
     return result;
 }
 
 /* ---- launches ---- */
 
-/* Counts what the graph will take at its first launch; afterwards its memory is its own. false: there is too little. Of a graph that
-   allocates it holds the guard until end_memory. */
-static bool begin_memory(const struct allocation *graph, CUdevice device)
+static uint64_t lacking_for(uint64_t bytes, CUdevice device)
 {
-    if (!graph->bytes || device < 0 || device >= MOST_GPU_ORDINALS)
-        return true;
-    pthread_mutex_lock(&reserves_guard);
-    read_graph_memory(device, false);
-    uint64_t wanted = ask_graphs(device, CU_GRAPH_MEM_ATTR_USED_MEM_CURRENT) + graph->bytes;
-    uint64_t lacking = wanted > reserved[device] ? wanted - reserved[device] : 0;
-    if (lacking && !reserve_bytes(gpu_of_device(device), device, GRAPH, lacking)) {
-        pthread_mutex_unlock(&reserves_guard);
-        return false;
-    }
-    reserved[device] += lacking;
-    return true;
+    uint64_t wanted = ask_graphs(device, CU_GRAPH_MEM_ATTR_USED_MEM_CURRENT) + bytes;
+    return wanted > reserved[device] ? wanted - reserved[device] : 0;
 }
 
-static void end_memory(const struct allocation *graph, CUdevice device, bool is_done)
+/* The guard is held over the launch, as over an allocation of a pool. */
+static CUresult launch_with_more_memory(CUresult (*real)(CUgraphExec, CUstream), CUgraphExec executable, CUstream stream,
+                                        uint64_t bytes, CUdevice device)
 {
-    struct allocation old;
-    if (!graph->bytes || device < 0 || device >= MOST_GPU_ORDINALS)
-        return;
+    int gpu = gpu_of_device(device);
+    CUresult result = CUDA_ERROR_OUT_OF_MEMORY;
+    pthread_mutex_lock(&reserves_guard);
     read_graph_memory(device, false);
-    if (is_done && take_out(EXECUTABLE, graph->value, &old)) {
-        old.bytes = 0;
-        old.references = 1;
-        remember(&old);
+    uint64_t lacking = lacking_for(bytes, device);
+    bool is_taken = lacking == 0 || take_bytes(gpu, GRAPH, lacking);
+    if (!is_taken && free_unused(gpu, device)) { /* trimmed, it may lack more than before */
+        lacking = lacking_for(bytes, device);
+        is_taken = lacking == 0 || take_bytes(gpu, GRAPH, lacking);
+    }
+    if (is_taken) {
+        reserved[device] += lacking; /* counted now; read_graph_memory corrects it by what the driver says */
+        result = real(executable, stream);
+        read_graph_memory(device, false);
     }
     pthread_mutex_unlock(&reserves_guard);
+    return result;
+}
+
+static CUresult launch_with_memory(CUresult (*real)(CUgraphExec, CUstream), CUgraphExec executable, CUstream stream,
+                                   const struct allocation *graph, CUdevice device)
+{
+    bool is_first = graph->gpu == NOT_LAUNCHED;
+    CUresult result;
+    if (!graph->bytes || device < 0 || device >= MOST_GPU_ORDINALS)
+        return real(executable, stream);
+    /* A later launch takes nothing while as much as it needs is mapped: that is its own, or of graphs which do not run at the same
+       time and share it, as the driver lets them. It may wait for a full queue, so it holds no guard. What it has got all the same,
+       in another stream than before or after a trim by another thread meanwhile, is counted behind it. */
+    if (!is_first && ask_graphs(device, CU_GRAPH_MEM_ATTR_USED_MEM_CURRENT) >= graph->bytes) {
+        result = real(executable, stream);
+        read_graph_memory(device, false);
+        return result;
+    }
+    result = launch_with_more_memory(real, executable, stream, graph->bytes, device);
+    if (is_first && result == CUDA_SUCCESS) {
+        struct allocation launched = *graph;
+        launched.gpu = gpu_of_device(device);
+        amend(&launched);
+    }
+    return result;
 }
 
 static CUresult launch_graph(CUresult (*real)(CUgraphExec, CUstream), CUgraphExec executable, CUstream stream, bool is_per_thread,
@@ -171,13 +234,7 @@ static CUresult launch_graph(CUresult (*real)(CUgraphExec, CUstream), CUgraphExe
         return real(executable, stream);
     if (computes)
         begin_launch(&launch, &measurement);
-    if (!begin_memory(&graph, device)) {
-        if (computes)
-            end_launch(&launch, &measurement, false);
-        return CUDA_ERROR_OUT_OF_MEMORY;
-    }
-    CUresult result = real(executable, stream);
-    end_memory(&graph, device, result == CUDA_SUCCESS);
+    CUresult result = launch_with_memory(real, executable, stream, &graph, device);
     if (computes)
         end_launch(&launch, &measurement, result == CUDA_SUCCESS);
     return result;
@@ -191,6 +248,35 @@ HOOK(cuGraphUpload, (CUgraphExec executable, CUstream stream), (executable, stre
 { return launch_graph(real, executable, stream, false, false); }
 HOOK(cuGraphUpload_ptsz, (CUgraphExec executable, CUstream stream), (executable, stream))
 { return launch_graph(real, executable, stream, true, false); }
+
+/* Its upload is made here, as a call of it would be. One that gets no memory is not made. */
+static CUresult instantiate_and_upload(CUresult (*real)(CUgraphExec *, CUgraph, CUDA_GRAPH_INSTANTIATE_PARAMS *), CUgraphExec *made,
+                                       CUgraph from, CUDA_GRAPH_INSTANTIATE_PARAMS *parameters, bool is_per_thread)
+{
+    cuuint64_t flags = parameters ? parameters->flags : 0;
+    if (!(flags & CUDA_GRAPH_INSTANTIATE_FLAG_UPLOAD))
+        return remember_graph(real(made, from, parameters), made, from);
+    parameters->flags = flags & ~(cuuint64_t)CUDA_GRAPH_INSTANTIATE_FLAG_UPLOAD;
+    CUresult result = remember_graph(real(made, from, parameters), made, from);
+    parameters->flags = flags;
+    if (result != CUDA_SUCCESS)
+        return result;
+    result = is_per_thread ? launch_graph(REAL(cuGraphUpload_ptsz), *made, parameters->hUploadStream, true, false)
+                           : launch_graph(REAL(cuGraphUpload), *made, parameters->hUploadStream, false, false);
+    if (result != CUDA_SUCCESS) {
+        body_cuGraphExecDestroy(REAL(cuGraphExecDestroy), *made);
+        *made = NULL;
+        parameters->result_out = CUDA_GRAPH_INSTANTIATE_ERROR; /* the function's result says which */
+    }
+    return result;
+}
+
+HOOK(cuGraphInstantiateWithParams, (CUgraphExec *made, CUgraph from, CUDA_GRAPH_INSTANTIATE_PARAMS *parameters),
+     (made, from, parameters))
+{ return instantiate_and_upload(real, made, from, parameters, false); }
+HOOK(cuGraphInstantiateWithParams_ptsz, (CUgraphExec *made, CUgraph from, CUDA_GRAPH_INSTANTIATE_PARAMS *parameters),
+     (made, from, parameters))
+{ return instantiate_and_upload(real, made, from, parameters, true); }
 
 void forget_graphs(void)
 {

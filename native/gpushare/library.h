@@ -104,7 +104,7 @@ struct allocation {
     uint64_t value;
     enum class class;
     enum kind kind;
-    int gpu;
+    int gpu; /* of a graph: where it was launched, or -1 */
     unsigned references;
     uint64_t bytes;
     uint64_t handle;    /* of a mapping */
@@ -114,9 +114,12 @@ struct allocation {
 bool remember(const struct allocation *allocation);
 bool look_up(enum class class, uint64_t value, struct allocation *found);
 bool take_out(enum class class, uint64_t value, struct allocation *found);
+void amend(const struct allocation *changed); /* the one of its class and value, if that is known still */
 
-/* As take_bytes, but where there is too little, what dead processes had and what pools and graphs keep unused is taken first. */
-bool reserve_bytes(int gpu, CUdevice device, enum kind kind, uint64_t bytes);
+/* What dead processes had, and what pools and graphs keep unused. It costs system calls and the driver's locks, and changes what
+   pools and graphs have: so only where there is too little, and what they lack is then to be asked anew. */
+bool free_unused(int gpu, CUdevice device);
+bool reserve_bytes(int gpu, CUdevice device, enum kind kind, uint64_t bytes); /* as take_bytes, and once more after free_unused */
 bool is_capturing(CUstream stream, bool is_per_thread);
 /* While a stream is captured, a call that waits or allocates would spoil the capture, unless the thread says that it means it. */
 CUstreamCaptureMode relax_capture(void);

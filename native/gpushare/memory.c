@@ -77,6 +77,19 @@ bool look_up(enum class class, uint64_t value, struct allocation *found) { retur
 bool take_out(enum class class, uint64_t value, struct allocation *found)
 { return refer(class, value, -1, found) && found->references == 0; }
 
+void amend(const struct allocation *changed)
+{
+    uint64_t hash = hash_of(changed->class, changed->value);
+    struct shard *shard = shard_of(hash);
+    pthread_mutex_lock(&shard->guard);
+    struct allocation *one = *find_in(shard, hash, changed->class, changed->value), *next = one ? one->next : NULL;
+    if (one) {
+        *one = *changed;
+        one->next = next;
+    }
+    pthread_mutex_unlock(&shard->guard);
+}
+
 static void give_all_of(CUcontext context)
 {
     for (struct shard *shard = shards; shard < shards + SHARDS; shard++) {
@@ -106,18 +119,18 @@ static CUcontext current_context(void)
 
 static void read_pools(CUdevice device, bool trims);
 
-bool reserve_bytes(int gpu, CUdevice device, enum kind kind, uint64_t bytes)
+bool free_unused(int gpu, CUdevice device)
 {
-    if (take_bytes(gpu, kind, bytes))
-        return true;
     if (gpu < 0 || !own_slot())
         return false;
-    /* Only now, for both cost system calls and the driver's locks: most allocations fit. */
     reclaim_dead();
     read_pools(device, true);
     read_graph_memory(device, true);
-    return take_bytes(gpu, kind, bytes);
+    return true;
 }
+
+bool reserve_bytes(int gpu, CUdevice device, enum kind kind, uint64_t bytes)
+{ return take_bytes(gpu, kind, bytes) || (free_unused(gpu, device) && take_bytes(gpu, kind, bytes)); }
 
 /* What was reserved is kept or given back, as the driver answered. Where there is no place in the table the memory stays counted. */
 static CUresult keep(CUresult result, enum class class, uint64_t value, int gpu, enum kind kind, uint64_t bytes)
@@ -344,12 +357,9 @@ static bool begin_pool(CUmemoryPool pool, CUdevice device, uint64_t bytes, struc
     read_pool(use->pool);
     use->lacking = lacking_in(use->pool, bytes);
     bool is_taken = use->lacking == 0 || take_bytes(gpu, POOL, use->lacking);
-    if (!is_taken && gpu >= 0 && own_slot()) { /* trimmed, this pool may lack more than before */
-        reclaim_dead();
-        read_pools(device, true);
-        read_graph_memory(device, true);
+    if (!is_taken && free_unused(gpu, device)) { /* trimmed, this pool may lack more than before */
         use->lacking = lacking_in(use->pool, bytes);
-        is_taken = take_bytes(gpu, POOL, use->lacking);
+        is_taken = use->lacking == 0 || take_bytes(gpu, POOL, use->lacking);
     }
     if (!is_taken)
         pthread_mutex_unlock(&reserves_guard);
@@ -415,8 +425,8 @@ HOOK_ALSO(cuMemFreeAsync_ptsz, cuMemFreeAsync, (CUdeviceptr address, CUstream st
 
 HOOK(cuMemPoolTrimTo, (CUmemoryPool pool, size_t least), (pool, least))
 {
+    pthread_mutex_lock(&reserves_guard); /* another thread's allocation may count on what is reserved */
     CUresult result = real(pool, least);
-    pthread_mutex_lock(&reserves_guard);
     for (struct known_pool *known = pools; known < pools + pools_count; known++)
         if (known->pool == pool)
             read_pool(known);

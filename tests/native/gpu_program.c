@@ -16,6 +16,10 @@
  *                             (of a graph's node), host, ipc (what another process has)
  *   churn:COUNT               takes COUNT blocks of all kinds that are given back, some of them at a time, and keeps some at the end
  *   free                      gives all of it back
+ *   graph:MIB:COUNT[:child]   makes an executable graph that takes and frees MIB COUNT times, one after the other; within a child
+ *   upload, replay, destroy:INDEX   uploads, launches, ends one of these graphs, the first made being 0
+ *   uploaded:MIB              as graph:MIB:1, uploaded as it is instantiated
+ *   trim                      gives back what graphs do not use
  *   launch:KIND:SECONDS[:GRID]   launches one after the other, with GRID blocks of 256 threads (16384); KIND: kernel, ex, cooperative,
  *                             graph, captured (ten kernels each), sync (a kernel, waited for before the next one)
  *   speed:COUNT               what a call takes, on average: of cuMemAlloc and cuMemFree of 2 MiB, and of a launch, in microseconds
@@ -79,6 +83,12 @@ enum { NOT_FOUND = -2, MOST_KEPT = 4096, GRAPH_KERNELS = 10, BLOCK = 256 };
     F(cuGraphInstantiateWithFlags, cuGraphInstantiateWithFlags, PFN_cuGraphInstantiateWithFlags_v11040)                         \
     F(cuGraphLaunch, cuGraphLaunch, PFN_cuGraphLaunch_v10000)                                                                   \
     F(cuGraphAddMemAllocNode, cuGraphAddMemAllocNode, PFN_cuGraphAddMemAllocNode_v11040)                                        \
+    F(cuGraphAddMemFreeNode, cuGraphAddMemFreeNode, PFN_cuGraphAddMemFreeNode_v11040)                                           \
+    F(cuGraphAddChildGraphNode, cuGraphAddChildGraphNode, PFN_cuGraphAddChildGraphNode_v10000)                                  \
+    F(cuGraphInstantiateWithParams, cuGraphInstantiateWithParams, PFN_cuGraphInstantiateWithParams_v12000)                      \
+    F(cuGraphUpload, cuGraphUpload, PFN_cuGraphUpload_v11010)                                                                   \
+    F(cuGraphExecDestroy, cuGraphExecDestroy, PFN_cuGraphExecDestroy_v10000)                                                    \
+    F(cuDeviceGraphMemTrim, cuDeviceGraphMemTrim, PFN_cuDeviceGraphMemTrim_v11040)                                              \
     F(cuStreamCreate, cuStreamCreate, PFN_cuStreamCreate_v2000)                                                                 \
     F(cuStreamBeginCapture, cuStreamBeginCapture_v2, PFN_cuStreamBeginCapture_v10010)                                           \
     F(cuStreamEndCapture, cuStreamEndCapture, PFN_cuStreamEndCapture_v10000)                                                    \
@@ -160,21 +170,65 @@ static int take_from_pool(CUdeviceptr *pointer, size_t bytes)
     return result ? result : CALL(cuMemAllocFromPoolAsync, pointer, bytes, pool, NULL);
 }
 
-static int take_in_graph(CUdeviceptr *pointer, size_t bytes)
+static int add_memory(CUgraph graph, CUdeviceptr *pointer, size_t bytes)
 {
-    CUgraph graph;
     CUgraphNode node;
-    CUgraphExec executable;
     CUDA_MEM_ALLOC_NODE_PARAMS memory = {.poolProps = {.allocType = CU_MEM_ALLOCATION_TYPE_PINNED,
                                                        .location = {.type = CU_MEM_LOCATION_TYPE_DEVICE, .id = device}},
                                          .bytesize = bytes};
+    int result = CALL(cuGraphAddMemAllocNode, &node, graph, NULL, 0, &memory);
+    *pointer = memory.dptr;
+    return result;
+}
+
+static int take_in_graph(CUdeviceptr *pointer, size_t bytes)
+{
+    CUgraph graph;
+    CUgraphExec executable;
     int result = CALL(cuGraphCreate, &graph, 0);
     if (result == 0)
-        result = CALL(cuGraphAddMemAllocNode, &node, graph, NULL, 0, &memory);
+        result = add_memory(graph, pointer, bytes);
     if (result == 0)
         result = CALL(cuGraphInstantiateWithFlags, &executable, graph, 0);
-    *pointer = memory.dptr;
     return result ? result : CALL(cuGraphLaunch, executable, NULL);
+}
+
+static CUgraphExec graphs[16];
+static int graphs_count;
+
+static void make_graph(const char *arguments, unsigned long long flags)
+{
+    CUgraph graph = NULL, parent = NULL;
+    CUgraphNode node;
+    CUdeviceptr pointer;
+    CUDA_GRAPH_INSTANTIATE_PARAMS parameters = {.flags = flags};
+    size_t mib = 0;
+    int count = 1;
+    sscanf(arguments, "%zu:%d", &mib, &count);
+    int result = CALL(cuGraphCreate, &graph, 0);
+    for (int i = 0; i < count && result == 0; i++) {
+        result = add_memory(graph, &pointer, mib << 20);
+        result = result ? result : CALL(cuGraphAddMemFreeNode, &node, graph, NULL, 0, pointer);
+    }
+    if (result == 0 && strstr(arguments, "child")) {
+        result = CALL(cuGraphCreate, &parent, 0);
+        result = result ? result : CALL(cuGraphAddChildGraphNode, &node, parent, NULL, 0, graph);
+        graph = parent;
+    }
+    if (result == 0)
+        result = flags ? CALL(cuGraphInstantiateWithParams, &graphs[graphs_count], graph, &parameters)
+                       : CALL(cuGraphInstantiateWithFlags, &graphs[graphs_count], graph, 0);
+    graphs_count += result == 0;
+    printf("{\"action\": \"graph\", \"result\": %d}\n", result);
+}
+
+static void use_graph(const char *action, int index)
+{
+    CUgraphExec executable = graphs[index];
+    int result = strcmp(action, "upload") == 0   ? CALL(cuGraphUpload, executable, NULL)
+                 : strcmp(action, "replay") == 0 ? CALL(cuGraphLaunch, executable, NULL)
+                                                 : CALL(cuGraphExecDestroy, executable);
+    printf("{\"action\": \"%s\", \"index\": %d, \"result\": %d}\n", action, index, result);
 }
 
 static int take_and_map(CUdeviceptr *pointer, size_t bytes, const CUmemAllocationProp *on_gpu)
@@ -553,6 +607,18 @@ int main(int count, char **words)
             churn(atoi(arguments));
         else if (strncmp(word, "free", length) == 0)
             free_all();
+        else if (strncmp(word, "graph", length) == 0)
+            make_graph(arguments, 0);
+        else if (strncmp(word, "upload", length) == 0)
+            use_graph("upload", atoi(arguments));
+        else if (strncmp(word, "uploaded", length) == 0)
+            make_graph(arguments, CUDA_GRAPH_INSTANTIATE_FLAG_UPLOAD);
+        else if (strncmp(word, "replay", length) == 0)
+            use_graph("replay", atoi(arguments));
+        else if (strncmp(word, "destroy", length) == 0)
+            use_graph("destroy", atoi(arguments));
+        else if (strncmp(word, "trim", length) == 0)
+            printf("{\"action\": \"trim\", \"result\": %d}\n", CALL(cuDeviceGraphMemTrim, device));
         else if (strncmp(word, "launch", length) == 0)
             launch(arguments);
         else if (strncmp(word, "wait", length) == 0)

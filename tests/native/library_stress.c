@@ -11,10 +11,31 @@
 #include <stdio.h>
 #include <stdlib.h>
 
-enum { MOST_THREADS = 64, KINDS = 6, PLACES = 6, LARGEST = 8 << 20 };
+enum { MOST_THREADS = 64, KINDS = 7, GRAPH = 6, PLACES = 6, LARGEST = 8 << 20 };
 static CUcontext context;
 static CUmemoryPool pool;
 static int rounds, failed, refused;
+
+/* Launched once; its memory is freed within it. */
+static CUresult take_graph(unsigned bytes, uint64_t *value)
+{
+    CUDA_MEM_ALLOC_NODE_PARAMS memory = {.poolProps = {.allocType = CU_MEM_ALLOCATION_TYPE_PINNED,
+                                                       .location = {.type = CU_MEM_LOCATION_TYPE_DEVICE}},
+                                         .bytesize = bytes};
+    CUgraph graph = NULL;
+    CUgraphNode node;
+    CUgraphExec executable = NULL;
+    CUresult result = cuGraphCreate(&graph, 0);
+    result = result ? result : cuGraphAddMemAllocNode(&node, graph, NULL, 0, &memory);
+    result = result ? result : cuGraphAddMemFreeNode(&node, graph, NULL, 0, memory.dptr);
+    result = result ? result : cuGraphInstantiateWithFlags(&executable, graph, 0);
+    cuGraphDestroy(graph);
+    result = result ? result : cuGraphLaunch(executable, NULL);
+    if (result != CUDA_SUCCESS && executable)
+        cuGraphExecDestroy(executable);
+    *value = (uintptr_t)executable;
+    return result;
+}
 
 static CUresult take(int kind, unsigned bytes, uint64_t *value)
 {
@@ -27,6 +48,7 @@ static CUresult take(int kind, unsigned bytes, uint64_t *value)
     case 2: return cuMemAllocFromPoolAsync((CUdeviceptr *)value, bytes, pool, NULL);
     case 3: return cuMemCreate((CUmemGenericAllocationHandle *)value, bytes, &on_gpu, 0);
     case 4: return cuArrayCreate_v2((CUarray *)value, &flat);
+    case GRAPH: return take_graph(bytes, value);
     default: return cuMemAllocPitch_v2((CUdeviceptr *)value, &pitch, 1000, bytes / 1000 + 1, 4);
     }
 }
@@ -38,6 +60,7 @@ static CUresult give(int kind, uint64_t value)
     case 2: return cuMemFreeAsync(value, NULL);
     case 3: return cuMemRelease(value);
     case 4: return cuArrayDestroy((CUarray)(uintptr_t)value);
+    case GRAPH: return cuGraphExecDestroy((CUgraphExec)(uintptr_t)value);
     default: return cuMemFree_v2(value);
     }
 }
@@ -59,7 +82,9 @@ static void *work(void *seed)
     cuCtxSetCurrent(context);
     for (int i = 0; i < rounds; i++) {
         int place = rand_r(&state) % PLACES;
-        if (kept[place]) {
+        if (kept[place] && kinds[place] == GRAPH && i % 2) {
+            note(cuGraphLaunch((CUgraphExec)(uintptr_t)kept[place], NULL));
+        } else if (kept[place]) {
             note(give(kinds[place], kept[place]));
             kept[place] = 0;
         } else {
@@ -70,6 +95,8 @@ static void *work(void *seed)
         }
         if (i % 4 == 0)
             note(cuLaunchKernel((CUfunction)(uintptr_t)(8 * (1 + i % 5)), 1 + i % 3, 1, 1, 32, 1, 1, 0, NULL, NULL, NULL));
+        if (i % 64 == 0)
+            note(cuDeviceGraphMemTrim(0)), note(cuMemPoolTrimTo(pool, 0));
         if (i % 16 == 0 && (cuMemGetInfo_v2(&free_bytes, &total) != CUDA_SUCCESS || free_bytes > total))
             note(CUDA_ERROR_UNKNOWN);
     }
@@ -93,6 +120,7 @@ int main(int count, char **words)
         pthread_create(&threads[i], NULL, work, (void *)(uintptr_t)(i + 1));
     for (int i = 0; i < wanted; i++)
         pthread_join(threads[i], NULL);
+    cuDeviceGraphMemTrim(0);
     cuMemGetInfo_v2(&after, &total);
     printf("{\"before\": %zu, \"after\": %zu, \"refused\": %d, \"failed\": %d}\n", before, after, refused, failed);
     return 0;

@@ -330,10 +330,12 @@ static struct { pthread_mutex_t guard; allocation *all; size_t count, room; CUde
     memory = {.guard = PTHREAD_MUTEX_INITIALIZER, .next = FIRST_ADDRESS};
 
 /* Another thread may have held it at the fork; what was allocated is the parent's. */
+static void forget_graphs(void);
 static void free_locks_in_child(void)
 {
     memory.guard = (pthread_mutex_t)PTHREAD_MUTEX_INITIALIZER;
     memory.count = 0;
+    forget_graphs();
 }
 
 static uint64_t higher(uint64_t one, uint64_t other) { return one > other ? one : other; }
@@ -428,7 +430,12 @@ static CUresult change_references(CUdeviceptr address, int by)
     return result;
 }
 
-static CUresult free_allocation(CUdeviceptr address) { return address ? change_references(address, -1) : CUDA_SUCCESS; }
+static CUresult free_in_graphs(CUdeviceptr address);
+static CUresult free_allocation(CUdeviceptr address)
+{
+    CUresult result = address ? change_references(address, -1) : CUDA_SUCCESS;
+    return result == CUDA_SUCCESS ? result : free_in_graphs(address);
+}
 
 CUresult CUDAAPI cuMemAlloc_v2(CUdeviceptr *address, size_t bytes)
 {
@@ -826,13 +833,34 @@ CUresult CUDAAPI cuModuleGetFunction(CUfunction *function, CUmodule module, cons
 
 CUresult CUDAAPI cuModuleGetLoadingMode(CUmoduleLoadingMode *mode) { return *mode = CU_MODULE_LAZY_LOADING, CUDA_SUCCESS; }
 
-/* Graphs: their nodes. An executable one is a copy, whose memory is taken at its first launch and stays with the GPU until it is
-   trimmed. While one is captured, launches only add to it. */
+/* Graphs: their nodes, in the order in which they were added. An executable one is a copy. While one is captured, launches only add
+   to it.
+
+   Their memory, as NVIDIA's guide has it (CUDA Programming Guide, "Graph Memory Nodes"): a launch or an upload maps it, and it stays
+   mapped. What a graph frees itself it shares with all others, for here one runs after the other; what it leaves is the program's to
+   free, and until then its own. A trim unmaps what is neither allocated nor of a graph that is to run; the next launch maps it again.
+   `bytes`: what an allocation adds to its graph; one at the address of another that the graph has freed adds nothing. */
 enum { MAX_NODES = 64, PLACES_OF_SM = 8 };
-typedef struct { CUgraphNodeType type; CUDA_KERNEL_NODE_PARAMS kernel; size_t bytes; uint64_t duration_ns; } graph_node;
-typedef struct { unsigned count; int is_backed; CUdevice device; graph_node nodes[MAX_NODES]; } graph;
-static graph *captured;
-static struct { uint64_t used, reserved; } graph_memory[MAX_GPUS];
+struct graph;
+typedef struct {
+    CUgraphNodeType type;
+    CUDA_KERNEL_NODE_PARAMS kernel;
+    CUdeviceptr address;
+    size_t asked, bytes;
+    int is_freed, is_left; /* by its graph; by a launch */
+    uint64_t duration_ns;
+    struct graph *child;
+} graph_node;
+typedef struct graph {
+    unsigned count;
+    int is_known, is_mapped;
+    CUdevice device;
+    uint64_t done_at;
+    struct graph *next;
+    graph_node nodes[MAX_NODES];
+} graph;
+static graph *captured, *mapped_graphs; /* and those that were: under memory.guard, as what is reserved for them */
+static uint64_t graphs_reserved[MAX_GPUS];
 
 static uint64_t duration_of(CUfunction function, uint64_t blocks, void **parameters)
 {
@@ -1035,16 +1063,53 @@ CUresult CUDAAPI cuGraphAddMemAllocNode(CUgraphNode *node, CUgraph to, const CUg
 {
     log_call("cuGraphAddMemAllocNode");
     (void)after, (void)count;
-    parameters->dptr = FIRST_ADDRESS;
-    return add_node(node, (graph *)to, (graph_node){.type = CU_GRAPH_NODE_TYPE_MEM_ALLOC, .bytes = parameters->bytesize});
+    graph_node made = {.type = CU_GRAPH_NODE_TYPE_MEM_ALLOC, .asked = parameters->bytesize, .bytes = parameters->bytesize};
+    graph *in = (graph *)to;
+    for (graph_node *one = in->nodes; one < in->nodes + in->count && !made.address; one++)
+        if (one->is_freed == 1 && one->asked >= made.asked) {
+            one->is_freed = 2; /* and its address is another one's */
+            made.address = one->address;
+            made.bytes = 0;
+        }
+    if (!made.address)
+        cuMemAddressReserve(&made.address, made.bytes, 0, 0, 0);
+    parameters->dptr = made.address;
+    return add_node(node, in, made);
+}
+
+CUresult CUDAAPI cuGraphAddMemFreeNode(CUgraphNode *node, CUgraph to, const CUgraphNode *after, size_t count, CUdeviceptr address)
+{
+    log_call("cuGraphAddMemFreeNode");
+    (void)after, (void)count;
+    graph *in = (graph *)to;
+    for (graph_node *one = in->nodes; one < in->nodes + in->count; one++)
+        if (one->address == address && !one->is_freed) {
+            one->is_freed = 1;
+            return add_node(node, in, (graph_node){.type = CU_GRAPH_NODE_TYPE_MEM_FREE});
+        }
+    return CUDA_ERROR_INVALID_VALUE;
 }
 
 CUresult CUDAAPI cuGraphMemAllocNodeGetParams(CUgraphNode node, CUDA_MEM_ALLOC_NODE_PARAMS *parameters)
 {
     log_call("cuGraphMemAllocNodeGetParams");
-    *parameters = (CUDA_MEM_ALLOC_NODE_PARAMS){.bytesize = ((graph_node *)node)->bytes, .dptr = FIRST_ADDRESS};
+    *parameters = (CUDA_MEM_ALLOC_NODE_PARAMS){.bytesize = ((graph_node *)node)->asked, .dptr = ((graph_node *)node)->address};
     parameters->poolProps.location.type = CU_MEM_LOCATION_TYPE_DEVICE;
     return CUDA_SUCCESS;
+}
+
+/* As a child that is moved into its parent: it stays the parent's. */
+CUresult CUDAAPI cuGraphAddChildGraphNode(CUgraphNode *node, CUgraph to, const CUgraphNode *after, size_t count, CUgraph child)
+{
+    log_call("cuGraphAddChildGraphNode");
+    (void)after, (void)count;
+    return add_node(node, (graph *)to, (graph_node){.type = CU_GRAPH_NODE_TYPE_GRAPH, .child = (graph *)child});
+}
+
+CUresult CUDAAPI cuGraphChildGraphNodeGetGraph(CUgraphNode node, CUgraph *child)
+{
+    log_call("cuGraphChildGraphNodeGetGraph");
+    return *child = (CUgraph)((graph_node *)node)->child, CUDA_SUCCESS;
 }
 
 CUresult CUDAAPI cuGraphGetNodes(CUgraph of, CUgraphNode *nodes, size_t *count)
@@ -1065,13 +1130,62 @@ CUresult CUDAAPI cuGraphKernelNodeGetParams_v2(CUgraphNode node, CUDA_KERNEL_NOD
     return *parameters = ((graph_node *)node)->kernel, CUDA_SUCCESS;
 }
 
+static uint64_t bytes_of_graph(const graph *of)
+{
+    uint64_t bytes = 0;
+    for (const graph_node *node = of->nodes; node < of->nodes + of->count; node++)
+        bytes += node->bytes + (node->child ? bytes_of_graph(node->child) : 0);
+    return bytes;
+}
+
+static uint64_t bytes_left_by(const graph *of)
+{
+    uint64_t bytes = 0;
+    for (const graph_node *node = of->nodes; node < of->nodes + of->count; node++)
+        bytes += node->is_left ? node->asked : 0;
+    return bytes;
+}
+
+static uint64_t used_by_graphs(CUdevice device)
+{
+    uint64_t left = 0, shared = 0;
+    for (const graph *one = mapped_graphs; one; one = one->next)
+        if (one->device == device) {
+            left += bytes_left_by(one);
+            shared = one->is_mapped ? higher(shared, bytes_of_graph(one) - bytes_left_by(one)) : shared;
+        }
+    return left + shared;
+}
+
+static void forget_graphs(void)
+{
+    mapped_graphs = NULL;
+    memset(graphs_reserved, 0, sizeof graphs_reserved);
+}
+
+static CUresult free_in_graphs(CUdeviceptr address)
+{
+    CUresult result = CUDA_ERROR_INVALID_VALUE;
+    pthread_mutex_lock(&memory.guard);
+    for (graph *one = mapped_graphs; one; one = one->next)
+        for (graph_node *node = one->nodes; node < one->nodes + one->count; node++)
+            if (node->is_left && node->address == address) {
+                node->is_left = 0;
+                result = CUDA_SUCCESS;
+            }
+    pthread_mutex_unlock(&memory.guard);
+    return result;
+}
+
 CUresult CUDAAPI cuDeviceGetGraphMemAttribute(CUdevice device, CUgraphMem_attribute attribute, void *value)
 {
     log_call("cuDeviceGetGraphMemAttribute");
     if (!is_gpu(device))
         return CUDA_ERROR_INVALID_DEVICE;
     int is_reserved = attribute == CU_GRAPH_MEM_ATTR_RESERVED_MEM_CURRENT || attribute == CU_GRAPH_MEM_ATTR_RESERVED_MEM_HIGH;
-    *(cuuint64_t *)value = is_reserved ? graph_memory[device].reserved : graph_memory[device].used;
+    pthread_mutex_lock(&memory.guard);
+    *(cuuint64_t *)value = is_reserved ? graphs_reserved[device] : used_by_graphs(device);
+    pthread_mutex_unlock(&memory.guard);
     return CUDA_SUCCESS;
 }
 
@@ -1080,32 +1194,48 @@ CUresult CUDAAPI cuDeviceGraphMemTrim(CUdevice device)
     log_call("cuDeviceGraphMemTrim");
     if (!is_gpu(device))
         return CUDA_ERROR_INVALID_DEVICE;
-    give_memory(minors[device], graph_memory[device].reserved - graph_memory[device].used, 0);
-    graph_memory[device].reserved = graph_memory[device].used;
+    pthread_mutex_lock(&memory.guard);
+    for (graph *one = mapped_graphs; one; one = one->next)
+        if (one->device == device && one->done_at <= now_ns())
+            one->is_mapped = 0;
+    uint64_t used = used_by_graphs(device);
+    give_memory(minors[device], graphs_reserved[device] - used, 0);
+    graphs_reserved[device] = used;
+    pthread_mutex_unlock(&memory.guard);
     return CUDA_SUCCESS;
 }
 
-static uint64_t memory_of_graph(const graph *of)
+static CUresult map_graph(graph *of, int runs)
 {
-    uint64_t bytes = 0;
-    for (const graph_node *node = of->nodes; node < of->nodes + of->count; node++)
-        bytes += node->type == CU_GRAPH_NODE_TYPE_MEM_ALLOC ? node->bytes : 0;
-    return bytes;
-}
-
-static CUresult back_graph(graph *of)
-{
-    uint64_t bytes = memory_of_graph(of);
-    if (of->is_backed || !bytes)
-        return CUDA_SUCCESS;
-    uint64_t used = graph_memory[current].used + bytes, reserved = graph_memory[current].reserved;
-    if (used > reserved && !take_memory(minors[current], used - reserved, 0))
-        return CUDA_ERROR_OUT_OF_MEMORY;
-    graph_memory[current].used = used;
-    graph_memory[current].reserved = higher(used, reserved);
+    CUresult result = current < 0 ? CUDA_ERROR_INVALID_CONTEXT : CUDA_SUCCESS;
+    if (result != CUDA_SUCCESS || !bytes_of_graph(of))
+        return result;
+    pthread_mutex_lock(&memory.guard);
+    if (bytes_left_by(of)) { /* of the launch before */
+        pthread_mutex_unlock(&memory.guard);
+        return CUDA_ERROR_INVALID_VALUE;
+    }
+    graph before = *of;
+    if (!of->is_known) {
+        of->next = mapped_graphs;
+        mapped_graphs = of;
+    }
+    of->is_known = of->is_mapped = 1;
     of->device = current;
-    of->is_backed = 1;
-    return CUDA_SUCCESS;
+    of->done_at = runs ? UINT64_MAX : of->done_at;
+    for (graph_node *node = of->nodes; node < of->nodes + of->count; node++)
+        node->is_left = runs && node->type == CU_GRAPH_NODE_TYPE_MEM_ALLOC && !node->is_freed;
+    uint64_t used = used_by_graphs(current), reserved = graphs_reserved[current];
+    if (used > reserved && !take_memory(minors[current], used - reserved, 0)) {
+        if (!before.is_known)
+            mapped_graphs = of->next;
+        *of = before;
+        result = CUDA_ERROR_OUT_OF_MEMORY;
+    } else {
+        graphs_reserved[current] = higher(used, reserved);
+    }
+    pthread_mutex_unlock(&memory.guard);
+    return result;
 }
 
 CUresult CUDAAPI cuGraphInstantiateWithFlags(CUgraphExec *made, CUgraph from, unsigned long long flags)
@@ -1120,27 +1250,63 @@ CUresult CUDAAPI cuGraphInstantiateWithFlags(CUgraphExec *made, CUgraph from, un
     return CUDA_SUCCESS;
 }
 
-CUresult CUDAAPI cuGraphLaunch(CUgraphExec from, CUstream stream)
+CUresult CUDAAPI cuGraphUpload(CUgraphExec of, CUstream stream)
+{
+    log_call("cuGraphUpload");
+    (void)stream;
+    return map_graph((graph *)of, 0);
+}
+PER_THREAD(cuGraphUpload);
+
+CUresult CUDAAPI cuGraphInstantiateWithParams(CUgraphExec *made, CUgraph from, CUDA_GRAPH_INSTANTIATE_PARAMS *parameters)
+{
+    log_call("cuGraphInstantiateWithParams");
+    CUresult result = cuGraphInstantiateWithFlags(made, from, parameters->flags);
+    parameters->result_out = result == CUDA_SUCCESS ? CUDA_GRAPH_INSTANTIATE_SUCCESS : CUDA_GRAPH_INSTANTIATE_ERROR;
+    return result == CUDA_SUCCESS && parameters->flags & CUDA_GRAPH_INSTANTIATE_FLAG_UPLOAD ? map_graph((graph *)*made, 0) : result;
+}
+PER_THREAD(cuGraphInstantiateWithParams);
+
+static uint64_t duration_of_graph(const graph *of)
 {
     uint64_t duration = 0;
+    for (const graph_node *node = of->nodes; node < of->nodes + of->count; node++)
+        duration += node->duration_ns + (node->child ? duration_of_graph(node->child) : 0);
+    return duration;
+}
+
+CUresult CUDAAPI cuGraphLaunch(CUgraphExec from, CUstream stream)
+{
     log_call("cuGraphLaunch");
     (void)stream;
-    const graph *launched = (graph *)from;
-    CUresult result = current < 0 ? CUDA_ERROR_INVALID_CONTEXT : back_graph((graph *)from);
-    for (const graph_node *node = launched->nodes; node < launched->nodes + launched->count; node++)
-        duration += node->duration_ns;
-    return result == CUDA_SUCCESS ? run(duration) : result;
+    graph *of = (graph *)from;
+    CUresult result = map_graph(of, 1);
+    if (result != CUDA_SUCCESS)
+        return result;
+    result = run(duration_of_graph(of));
+    of->done_at = busy_until[current];
+    return result;
 }
 PER_THREAD(cuGraphLaunch);
 
 CUresult CUDAAPI cuGraphDestroy(CUgraph of) { return free(of), CUDA_SUCCESS; }
+
+/* What it has left stays the program's to free. */
 CUresult CUDAAPI cuGraphExecDestroy(CUgraphExec of)
 {
     log_call("cuGraphExecDestroy");
-    const graph *ended = (graph *)of;
-    if (ended->is_backed)
-        graph_memory[ended->device].used -= memory_of_graph(ended);
-    return free(of), CUDA_SUCCESS;
+    graph *ended = (graph *)of, **at = &mapped_graphs;
+    pthread_mutex_lock(&memory.guard);
+    ended->is_mapped = 0;
+    int is_left = bytes_left_by(ended) != 0;
+    while (*at && *at != ended)
+        at = &(*at)->next;
+    if (*at && !is_left)
+        *at = ended->next;
+    pthread_mutex_unlock(&memory.guard);
+    if (!is_left)
+        free(ended);
+    return CUDA_SUCCESS;
 }
 
 /* --- errors --- */
