@@ -217,6 +217,8 @@ def test_two_containers_have_each_their_own(machine_with: MachineWith) -> None:
     machine = machine_with()
     one, other = machine.container("one", memory_mib=SHARE_MIB), machine.container("other", memory_mib=1024)
     holding = one.start(TAKE, "sleep:1")
+    # What a neighbour takes meanwhile is in the cost of a context.
+    _wait_refused(one, 1)
     assert other.run(TAKE).step("alloc")["blocks"] == 2
     assert finish(holding).step("alloc")["blocks"] == 8
 
