@@ -1,5 +1,5 @@
-"""Whether the node can give shares at all, at the agent's start: what `gpushare-agent check` calls an error for them; and,
-of the agent that serves, whether kubelet and API server took what claims need.
+"""Whether the node can give shares at all, at the agent's start: what `gpushare-agent check` calls an error for them; and
+whether the kubelet has registered the driver of claims and the API server has its ResourceSlice.
 
 A rollout stops at a node whose agent is not Ready, and an incoming instance that could give no share leaves the kubelet
 to the agent that serves. Once nothing is in the way it stays so: what an isolation needs may go and come while the agent
@@ -31,8 +31,8 @@ CONNECT_TIMEOUT_S = 5.0
 Look = Callable[[], Awaitable[object]]
 
 
-class Claims(Protocol):
-    """Whether pods could get a GPU by a claim: `not_served` is why not now, `wait_served` ends once they could."""
+class ClaimService(Protocol):
+    """What serves claims: `not_served` says why pods can get no GPU by a claim now, `wait_served` returns once they can."""
 
     def not_served(self) -> list[str]: ...
     async def wait_served(self) -> object: ...
@@ -42,7 +42,9 @@ class ShareReadiness:
     """`looks` by what they look at: each is bounded, changes nothing on the node, and raises AgentError with the
     remedy. `claims` is None where no GPU is for claims."""
 
-    def __init__(self, looks: Mapping[str, Look], *, claims: Claims | None = None, period_s: float = PERIOD_S) -> None:
+    def __init__(
+        self, looks: Mapping[str, Look], *, claims: ClaimService | None = None, period_s: float = PERIOD_S
+    ) -> None:
         self._looks = looks
         self._claims = claims
         self._problems: tuple[str, ...] = ("what shares need on this node has not been looked at yet",)
@@ -92,7 +94,7 @@ async def _problem(look: Look) -> str:
     return ""
 
 
-def build(node: Node, isolation: Isolations, driver: NodeDriver, claims: Claims | None) -> ShareReadiness:
+def build(node: Node, isolation: Isolations, driver: NodeDriver, claims: ClaimService | None) -> ShareReadiness:
     """What shares need besides the GPUs: the kubelet's PodResources socket, what each isolation needs, and CDI names."""
     socket = node.settings.kubelet.pod_resources_socket
     return ShareReadiness(

@@ -130,7 +130,7 @@ class Command(Struct, frozen=True, kw_only=True):
 
         Raises:
             SystemExit: as argparse does.
-            SettingsError, AgentError: a mistyped option, and for `CommandLine.main` to print.
+            SettingsError, AgentError: for `CommandLine.main` to print; a mistyped option is one.
         """
         words, rest = self.split_rest(argv)
         parser = self._parser(program, with_help="-h" in words or "--help" in words)
@@ -191,7 +191,7 @@ def _refuse_mistyped(parser: argparse.ArgumentParser, unknown: Sequence[str], se
 
 
 def _long_options(parser: argparse.ArgumentParser) -> set[str]:
-    """Those that its help lists, and those of the commands below it."""
+    """The long options that the parser's help lists, its subcommands' too."""
     found: set[str] = set()
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):

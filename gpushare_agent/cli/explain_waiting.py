@@ -101,8 +101,9 @@ def _why_on_no_node(pod: PodJson, needs: PodNeeds, settings: Settings) -> str:
     asked = sorted({f"{name}: {count}" for one in containers for name, count in one.limits.items() if "/" in name})
     asked += [f"claim {one.name}" for one in pod.spec.claims]
     said, mistyped = _said(scheduler_message(pod), needs), mistyped_annotations(pod.meta.annotations)
+    ignored = f"The pod's {plain(mistyped)} " if mistyped else ""
     return (
-        f"The scheduler: {said.removesuffix('.')}. {f'Its {plain(mistyped)} ' if mistyped else ''}The pod asks for "
+        f"The scheduler: {said.removesuffix('.')}. {ignored}The pod asks for "
         f"{plain(', '.join(asked[:_MOST_ASKED])) or 'no device'}; agents offer {names.vcore}, in hundredths of a "
         f"GPU, and {names.vmemory}, in blocks of {names.memory_block_mib} MiB"
         f"{', and in ResourceSlices what claims may ask for' if pod.spec.claims else ''}."

@@ -63,7 +63,7 @@ PHASE_STYLES = {
     "Unknown": "",
 }
 PIPE_WIDTH = 10_000
-"""Where no terminal sets the width, each row and each reason is one line, however long (MAX_TEXT_CHARS)."""
+"""The width where no terminal sets one: wider than any row, whose texts end at MAX_TEXT_CHARS, so each is one line."""
 GAP = 2
 MAX_TEXT_CHARS = 4000
 _EMPTY_REASONS = ("cordoned", NO_REASON)

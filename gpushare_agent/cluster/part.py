@@ -89,7 +89,10 @@ class ClusterPart(Struct, frozen=True, kw_only=True):
     def pod_changed(self, old: Pod | None, new: Pod | None) -> None:
         """The pod's annotations follow from its allocations; those that its owner mistyped are reported to him."""
         self.annotations.pod_changed(old, new)
-        if new is None or new.is_terminal or (old is not None and old.annotations == new.annotations):
+        # The instance that serves reports it: what one that waits had queued would be sent hours later.
+        if not self.may_write.is_set() or new is None or new.is_terminal:
+            return
+        if old is not None and old.annotations == new.annotations:
             return
         if (self.node.names.wants_any(new) or new.claims) and (text := mistyped_annotations(new.annotations)):
             self.pod_events.mistyped(new, text)

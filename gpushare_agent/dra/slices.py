@@ -63,7 +63,8 @@ class SlicePublisher(Handler):
         self._due_s = PERIOD_S
         self._failure = ReportOnce()
         self.published = asyncio.Event()
-        """The slice has been as it should be, once: also where there is nothing to publish."""
+        """Set once the slice was found or written as desired, also where there is nothing to
+        publish: a node whose driver is not there yet must not stop a rollout."""
 
     def changed(self) -> None:
         """The GPUs, their health, or their use."""
@@ -103,17 +104,20 @@ class SlicePublisher(Handler):
         if not self._is_listed:
             return
         try:
-            self._due_s = await self._reconcile(api)
+            due_s = await self._reconcile(api)
         except AgentError as e:
             if self._failure.is_new(str(e)):
                 log.error("slice_not_published", slice=self.name, error=str(e), retried_in_s=RETRY_S)
             self._due_s = RETRY_S
         else:
             self._failure.is_over()
-            self.published.set()
+            self._due_s = PERIOD_S if due_s is None else due_s
+            if due_s is not None:
+                self.published.set()
 
-    async def _reconcile(self, api: SliceApi) -> float:
-        """One comparison, and what it takes; after how many seconds the next is due."""
+    async def _reconcile(self, api: SliceApi) -> float | None:
+        """One comparison, and what it takes; after how many seconds the next is due. None where the slice is another than
+        was seen: the watch has, or will have, what is there, and wakes this."""
         # One slice has the whole pool: others of this driver and node are an older agent's, under another name.
         for name in sorted(self._seen.keys() - {self.name}):
             await self._delete(api, name)
@@ -133,8 +137,7 @@ class SlicePublisher(Handler):
             # Only while the slice is as it was written: one that somebody changed is put right at once.
             if left_s > 0 and seen.spec == self._written[1]:
                 return left_s
-        await self._write(api, seen, devices)
-        return PERIOD_S
+        return PERIOD_S if await self._write(api, seen, devices) else None
 
     def _is_as_desired(self, seen: _Seen, devices: list[Device]) -> bool:
         """The API server may write a value in another form, so what it answered to a write counts as written."""
@@ -142,20 +145,21 @@ class SlicePublisher(Handler):
             return seen.spec == self._written[1]
         return seen.spec is not None and (seen.spec.devices, seen.spec.node_name) == (devices, self._node_name)
 
-    async def _write(self, api: SliceApi, seen: _Seen | None, devices: list[Device]) -> None:
+    async def _write(self, api: SliceApi, seen: _Seen | None, devices: list[Device]) -> bool:
         # A replace writes the whole object, so the owners are written again as they are.
         owner = seen.meta.raw_owners if seen is not None else await self._owner(api)
         version = seen.meta.version if seen is not None else ""
         made = self._made(SliceMeta(name=self.name, resource_version=version, owner_references=owner), devices)
         try:
             answer = await (api.create_slice(made) if seen is None else api.replace_slice(self.name, made))
-        except (Conflict, NotFound) as e:  # the watch has, or will have, what is there: compare again then
+        except (Conflict, NotFound) as e:
             log.debug("slice_changed_meanwhile", error=str(e))
-            return
+            return False
         written = decoded(_SLICE, answer, "a ResourceSlice")
         self._written, self._written_at = (devices, written.spec), time.monotonic()
         self._see(written)
         log.info("slice_published", slice=self.name, devices=len(devices), generation=self._generation)
+        return True
 
     async def _delete(self, api: SliceApi, name: str) -> None:
         try:

@@ -260,9 +260,9 @@ def build(
         for name, part in parts.items()
         if part.check is not None
     }
-    # An agent that waits for another to leave has checked nothing yet: that is no isolation that is missing.
+    # An incoming instance has checked nothing yet: without a row the alert GpushareIsolationUnavailable does not fire.
     node.metrics.show_isolations(
-        lambda: {name: watch.is_available() for name, watch in watches.items() if watch.is_checked}
+        lambda: {name: not watch.unavailable_reason for name, watch in watches.items() if watch.is_checked}
     )
     return Isolations(
         node=node,

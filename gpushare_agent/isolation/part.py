@@ -177,9 +177,6 @@ class AvailabilityWatch:
         """Why no share can be had now, and the remedy; empty when it can."""
         return self._unavailable_reason
 
-    def is_available(self) -> bool:
-        return not self._unavailable_reason
-
     def subscribe(self, callback: Callable[[], None]) -> None:
         """`callback` is called after each change of `unavailable_reason`."""
         self._callbacks.append(callback)

@@ -333,7 +333,8 @@ async def send_answer(stream: Stream[Any, Any], message: Any) -> None:
     h2.send_headers(sent.id, [(":status", "200"), ("content-type", stream._content_type)])
     h2.send_data(sent.id, _PREFIX.pack(False, len(content)) + content)
     h2.send_headers(sent.id, [("grpc-status", "0")], end_stream=True)
-    sent.connection.flush()
+    # Not `connection.flush()`: a connection that was closed has no transport.
+    sent._transport.write(h2.data_to_send())
     stream._send_initial_metadata_done = stream._send_message_done = stream._send_trailing_metadata_done = True
 
 

@@ -19,6 +19,6 @@ def nearest(name: str, known: Iterable[str], alike: float = AMONG_OWN) -> str:
 
 
 def did_you_mean(name: str, known: Iterable[str], prefix: str = "") -> str:
-    """The same as the end of a message."""
+    """The nearest among one's own names as the end of a message, empty where none is near."""
     found = nearest(name, known)
     return f" (did you mean {prefix}{found}?)" if found else ""

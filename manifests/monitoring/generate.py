@@ -359,7 +359,7 @@ def dashboard() -> dict[str, Any]:
         "templating": {
             "list": [
                 {"type": "datasource", "name": "datasource", "label": "Data source", "query": "prometheus"},
-                variable("node", "Node", "label_values(gpushare_card_healthy, node)"),
+                variable("node", "Node", "label_values(gpushare_card_info, node)"),
                 variable("namespace", "Namespace", f'label_values({allocated}{{node=~"$node"}}, namespace)'),
                 variable("pod", "Pod", f'label_values({allocated}{{node=~"$node", namespace=~"$namespace"}}, pod)'),
             ]

@@ -98,9 +98,12 @@ def test_what_the_first_resource_of_a_container_has_recorded_is_not_made_again_f
     first = made(ResourceKind.VCORE, 30)
     cache.put(allocation(target.pod, "main", list(first.ids), []))
     further, refused = made(ResourceKind.VMEMORY, 10), made(ResourceKind.VMEMORY, 97)
+    again = made(ResourceKind.VCORE, 30)
     assert first.edits.env and verdicts(first) == ["chosen", "30 cores short"]
     assert (further.gpus, further.edits.env, verdicts(further)) == (first.gpus, (), [])
     assert refused.refused is not None and len(verdicts(refused)) == 2
+    # The Allocate of what binds the GPU may be refused for the IDs that come with it, and says why of each GPU.
+    assert len(verdicts(again)) == 2
     # Memory came first: the edits are made with the cores, whose answer they are in.
     cache.put(allocation(target.pod, "main", [], ids(0, range(10))))
     assert made(ResourceKind.VCORE, 30).edits == first.edits

@@ -128,3 +128,25 @@ async def test_the_owner_of_a_share_hears_of_a_mistyped_annotation() -> None:
         )
         assert "did you mean tencent.com/vcuda-core-limit?" in message
         assert record_of(agent, "share").ignored == message
+
+
+async def test_an_instance_that_waits_reports_no_annotation() -> None:
+    """The one that serves did: what is queued meanwhile would be sent hours later."""
+    async with open_test_node() as node, open_agent(node) as agent:
+        agent.parts.cluster.may_write.clear()
+        node.api.create_pod(
+            pod("share", container(cores=30, blocks=8), annotations={"tencent.com/vcuda-core-limits": "60"})
+        )
+        await wait_running(node, "share")
+        agent.parts.cluster.may_write.set()
+        node.api.create_pod(
+            pod("next", container(cores=30, blocks=8), annotations={"tencent.com/vcuda-core-limits": "6"})
+        )
+        await wait_running(node, "next")
+
+        def warned() -> list[str]:
+            found = (one for one in node.api.events() if one["reason"] == "AnnotationUnknown")
+            return [one["involvedObject"]["name"] for one in found]
+
+        await poll_until(warned, "an Event on pod next")
+        assert warned() == ["next"]

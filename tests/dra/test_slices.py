@@ -288,6 +288,18 @@ async def test_nothing_is_written_before_the_slices_are_listed_and_the_gpus_read
     }
 
 
+async def test_a_slice_that_somebody_else_has_is_not_published() -> None:
+    """By another driver or for another node, its name is taken and the watch never shows it."""
+    published = Published(devices(inventory(1)))
+    published.api.error = Conflict("already exists")
+    async with published.running():
+        published.listed()
+        await eventually(lambda: published.api.writes > 0)
+        published.publisher.changed()
+        await eventually(lambda: published.api.writes > 1)
+        assert not published.publisher.published.is_set()
+
+
 async def test_a_slice_that_may_not_be_written_is_not_published_and_one_that_was_stays_so() -> None:
     published = Published(devices(inventory(1)))
     published.api.error = Rejected("may not create resourceslices")

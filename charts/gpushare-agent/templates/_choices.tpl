@@ -98,7 +98,7 @@ manifests/components/{{ . }}
 {{- end -}}
 {{- with $values.extender -}}
   {{- if and .claimsWebhook.enabled (not (or .claimsWebhook.caBundle .claimsWebhook.annotations)) -}}
-    {{- fail "extender.claimsWebhook: without the extender's CA no pod could be created where it is asked, give `caBundle` or `annotations`" -}}
+    {{- fail "extender.claimsWebhook: API servers need the extender's CA, or no pod can be created in its namespaces: give `caBundle` or `annotations`" -}}
   {{- end -}}
   {{- if and .claimsWebhook.enabled .networkPolicy.enabled (not .networkPolicy.extraFrom) -}}
     {{- fail "extender.claimsWebhook: API servers must reach it, add their addresses to `extender.networkPolicy.extraFrom`: [{ipBlock: {cidr: …}}]" -}}

@@ -94,7 +94,8 @@ class Decision(Struct, frozen=True, kw_only=True):
 
     `refused` stands in the place of where the container goes (`placed`), the `size` `ids` of `resource` to prefer, and its
     `edits`. `target` is None where the container could not be identified. `asked` and `candidates`, every GPU with its
-    verdict, are what it was made from. `at` is seconds on the monotonic clock.
+    verdict, are what it was made from; a further resource of the same container has neither, and `edits` only where it
+    binds the GPU. `at` is seconds on the monotonic clock.
     """
 
     target: Target | None = None
@@ -138,7 +139,8 @@ def decide(
     free = free_ids(target, offer.kind, offer.available, ledger)
     gpus = offer_accounts(target, offer, free, ledger, policy)
     outcome = plan(target, offer, free=free, ledger=ledger, policy=policy, gpus=gpus)
-    # Of a further resource of the container nothing is recorded; and its edits are in the answer that binds the GPU.
+    # `Admission._allocate` records GPU and verdicts with the container's first resource, and gives the edits with the one
+    # that binds the GPU: for another they would be made twice.
     is_further = target.key in ledger.allocations
     # The edits now, not at the Allocate: a refusal by the isolation must come before anything is allocated.
     if isinstance(outcome, Decision) and (offer.kind.binds_gpu or not is_further):
@@ -146,7 +148,8 @@ def decide(
         if not isinstance(made, Refused):
             made = _unavailable(target, outcome, policy, edits, unavailable_reason) or made
         outcome = made if isinstance(made, Refused) else replace(outcome, edits=made)
-    if is_further and isinstance(outcome, Decision):
+    # Where the GPU is bound the Allocate may still refuse, and its Event names what each GPU had.
+    if is_further and not offer.kind.binds_gpu and isinstance(outcome, Decision):
         decision = outcome
     else:
         decision = explain(target, offer, ledger, policy, gpus, outcome)

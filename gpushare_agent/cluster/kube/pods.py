@@ -51,8 +51,8 @@ from gpushare_agent.model.names import (
 from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod, PodPhase
 
 READ_ANNOTATION_PREFIX = "tencent.com/"
-OWN_ANNOTATION_PREFIX = "gpushare-agent/"
-_OUR_DOMAINS = (READ_ANNOTATION_PREFIX, OWN_ANNOTATION_PREFIX)
+_OWN_PREFIX = "gpushare-agent/"
+_READ_PREFIXES = (READ_ANNOTATION_PREFIX, _OWN_PREFIX)
 PREDICATE_PREFIX = "tencent.com/predicate-"
 READ_ANNOTATIONS = (
     "clusterName",
@@ -64,9 +64,10 @@ READ_ANNOTATIONS = (
     GPUSHARE_ALLOCATION_ANNOTATION,
     *GPU_CHOICE_ANNOTATIONS,
 )
-PEOPLES_ANNOTATIONS = (CORE_LIMIT_ANNOTATION, ISOLATION_ANNOTATION, RESIZE_ANNOTATION)
-"""Those in our domains that a person writes; the others are written by programs."""
-_PROGRAMS_ANNOTATIONS = (GPU_ASSIGNED_ANNOTATION, RESIZE_STATUS_ANNOTATION, RETRY_ANNOTATION)
+_USER_ANNOTATIONS = (CORE_LIMIT_ANNOTATION, ISOLATION_ANNOTATION, RESIZE_ANNOTATION)
+"""Annotations of pods that users write; programs write the others."""
+_PROGRAM_ANNOTATIONS = (GPU_ASSIGNED_ANNOTATION, RESIZE_STATUS_ANNOTATION, RETRY_ANNOTATION)
+"""Those that are like one of a user; gpushare-agent/claims-retry-at (dra/wake_pods.py) is like none."""
 MIRROR_ANNOTATION = "kubernetes.io/config.mirror"
 """The annotation of a static pod's object: the UID that the kubelet has for the pod."""
 _LIMITS = (
@@ -456,7 +457,7 @@ def _read_annotations(present: Mapping[str, str]) -> dict[str, str]:
 
 
 def mistyped_annotations(present: Mapping[str, str]) -> str:
-    """Those that nothing reads and that are like one which a person writes, as a sentence; empty where there is none."""
+    """A sentence on each annotation that nothing reads and that is like one of _USER_ANNOTATIONS; empty where none is."""
     unknown = sorted(name for name in present if _is_unknown(name))[:MAX_COMPARED]
     return "; ".join(
         f"annotation {name} is unknown and has no effect: did you mean {meant}?"
@@ -467,21 +468,22 @@ def mistyped_annotations(present: Mapping[str, str]) -> str:
 
 def _is_unknown(name: str) -> bool:
     return (
-        name.startswith(_OUR_DOMAINS)
+        name.startswith(_READ_PREFIXES)
         and not name.startswith(PREDICATE_PREFIX)
-        and name not in PEOPLES_ANNOTATIONS
-        and name not in _PROGRAMS_ANNOTATIONS
+        and name not in _USER_ANNOTATIONS
+        and name not in _PROGRAM_ANNOTATIONS
         # A longer one is like none, and would only take time.
-        and len(name) <= 2 * max(map(len, PEOPLES_ANNOTATIONS))
+        and len(name) <= 2 * max(map(len, _USER_ANNOTATIONS))
     )
 
 
 def _meant(name: str) -> str:
-    """The whole name, by what stands behind the slash: `gpushare-agent/isolation` is of the other domain."""
+    """The user annotation that this one was meant to be, empty where none is like it. Compared without the domain: users
+    write gpushare-agent/isolation for tencent.com/gpu-isolation."""
     domain, _, behind = name.partition("/")
     # In tencent.com other programs have names, too.
-    is_own = f"{domain}/" == OWN_ANNOTATION_PREFIX
-    known = {one.partition("/")[2]: one for one in PEOPLES_ANNOTATIONS if is_own or one.startswith(f"{domain}/")}
+    is_own = f"{domain}/" == _OWN_PREFIX
+    known = {one.partition("/")[2]: one for one in _USER_ANNOTATIONS if is_own or one.startswith(f"{domain}/")}
     found = nearest(behind.lower(), known, AMONG_OWN if is_own else AMONG_OTHERS)
     return known.get(found, "")
 
@@ -493,7 +495,7 @@ def _is_guarded(name: str) -> bool:
 
 
 def _is_read(name: str) -> bool:
-    return name in READ_ANNOTATIONS or (name.startswith(_OUR_DOMAINS) and len(name) <= MAX_NAME_CHARS)
+    return name in READ_ANNOTATIONS or (name.startswith(_READ_PREFIXES) and len(name) <= MAX_NAME_CHARS)
 
 
 def _cut(text: str, limit: int) -> str:

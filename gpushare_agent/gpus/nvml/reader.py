@@ -420,9 +420,10 @@ class NvmlReader(Struct, eq=False):
 
     def _place(self, bus_id: str) -> tuple[int | None, str]:
         """The NUMA node and the root: a device keeps them while the node runs, so they are read once."""
-        if bus_id not in self._places:
-            self._places[bus_id] = self._numa_node(bus_id), self._pcie_root(bus_id)
-        return self._places[bus_id]
+        place = self._places.get(bus_id) or (self._numa_node(bus_id), self._pcie_root(bus_id))
+        if place != (None, ""):  # else it could not be read
+            self._places[bus_id] = place
+        return place
 
     def _numa_node(self, bus_id: str) -> int | None:
         try:

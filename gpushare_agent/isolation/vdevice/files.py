@@ -106,7 +106,8 @@ class VDeviceFiles:
         contents = {PIDS_NAME: encoded} if pids is not None else {}
         if config is not None:
             contents[CONFIG_NAME] = config  # last: its presence shows the library that both are there
-        # In one opening: each system call lets the loop take the interpreter, and in a burst of pods waits to get it back.
+        # One opening for all: this thread releases the interpreter's lock at each system call, and in a burst of pods waits
+        # for the event loop to get it back.
         with self._step("preparing", self.path(key)):
             self.root.mkdir(mode=DIRECTORY_MODE, parents=True, exist_ok=True)
             with opened_root(self.root) as root, made_container(root, key) as directory:

@@ -130,6 +130,8 @@ def _write_directory(files: VDeviceFiles, one: DesiredDirectory) -> Result:
     config = one.config if one.is_config_known else _with_existing_limit(one.config, files.read_config(key))
     # Also where a file alone was replaced: what else is in there is not known.
     if before is None or not is_untouched:
+        # Neither known nor written by this agent: a list that a former agent left stays; without one the file is empty, for
+        # the library expects it beside vcuda.config.
         files.prepare(key, pids=pids if pids is not None else files.read_pids(key) or (), config=config)
     else:
         if pids is not None and pids != before.pids:

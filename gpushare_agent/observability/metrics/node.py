@@ -146,7 +146,7 @@ def _gpu_states(snapshot: NodeSnapshot) -> tuple[tuple[str, str, Callable[[Gpu],
             "Memory of the GPU that is allocated to containers.",
             lambda gpu: memory.get(gpu.uuid, 0),
         ),
-        # Whether a GPU that nobody can have works is nobody's alert.
+        # The alert GpushareCardUnhealthy must not fire for a GPU that no pod can get.
         (
             "healthy",
             "1 while the GPU is healthy; no row for one of excluded_gpus.",

@@ -392,7 +392,7 @@ class PodClaims:
         return None, [NO_FIT for _ in nodes]
 
     def remedy(self, pod: RawObject) -> str:
-        """As NodeFit's, of a pod with claims."""
+        """How to start a sandbox that offers GPUs by claims, where the pod has claims and nobody does; else empty."""
         text = self._api.claims_remedy("pods", pod)
         return text and f" {text}"
 
