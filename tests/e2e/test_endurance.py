@@ -53,6 +53,8 @@ SETTINGS = {
     "GPUSHARE_DECISIONS__KEPT": "20",
     "GPUSHARE_DRA__GPUS": ",".join(map(str, range(FOR_CLAIMS))),
     "GPUSHARE_SIMULATED__FAULTS": FAULTS,
+    # GPUs that fail each eight minutes would be out of service longer and longer, and in the second hour all of them.
+    "GPUSHARE_HEALTH__RECOVERY_PERIOD_MAX_S": "10",
 }
 LABEL = "app=endurance"
 CONTAINERS_OF_POD = 3
