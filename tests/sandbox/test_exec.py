@@ -181,8 +181,8 @@ async def test_what_cannot_be_run_is_reported_as_kubectl_and_a_shell_tell_it(sho
         code, text = await fails("share")
         assert code == 2
         assert text.startswith("exec: no command")
-        code, text = await fails("share", "--bogus", "--", "true")
-        assert (code, text) == (2, "unknown arguments for exec: --bogus")
+        code, text = await fails("share", "--qqqqq", "--", "true")
+        assert (code, text) == (2, "unknown arguments for exec: --qqqqq")
     gone = await sandbox("exec", "--state-dir", state, "share", "true")
     assert gone.code == 1
     assert "no sandbox runs in" in gone.err
