@@ -50,7 +50,9 @@ HOOK(cuDeviceGraphMemTrim, (CUdevice device), (device))
 
 /* ---- what a graph's nodes ask for ---- */
 
-struct range { CUdeviceptr begin, end; };
+struct range {
+    CUdeviceptr begin, end;
+};
 struct ranges {
     struct range *all;
     size_t count, room;
