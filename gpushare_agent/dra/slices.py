@@ -63,8 +63,8 @@ class SlicePublisher(Handler):
         self._due_s = PERIOD_S
         self._failure = ReportOnce()
         self.published = asyncio.Event()
-        """Set once the slice was found or written as desired, also where there is nothing to
-        publish: a node whose driver is not there yet must not stop a rollout."""
+        """Set once the slice was found or written as desired, also where there is nothing to publish: a node
+        whose driver is not there yet must not stop a rollout."""
 
     def changed(self) -> None:
         """The GPUs, their health, or their use."""

@@ -108,7 +108,7 @@ class TenantFiles:
         """What containers get where there is no library and none is needed, for people; else empty."""
         if not self._is_library_optional or self.library.exists():
             return ""
-        # The first line that a newcomer reads of a sandbox: nothing is wrong.
+        # The first line that a sandbox prints: it must not read like a fault.
         what = f"isolation {self.kind.isolation}: containers get limits and mounts, and no library"
         return f"{what}: simulated GPUs need none, and {self.library} is not there"
 

@@ -343,7 +343,7 @@ class ApiHandlers:
 
     async def _checked_fields(self, request: web.Request, resource: str, raw: RawObject) -> CIMultiDict[str]:
         """A value of a type that its field cannot have is refused; an unknown field as the client asks by fieldValidation:
-        refused, ignored, or named in a header that warns. Claims are, too, where no agent offers GPUs by them."""
+        refused, ignored, or named in a header that warns, as claims are where no agent offers any GPU."""
         cannot = f'{KINDS[resource]} in version "{group_version(resource)}" cannot be handled as a {KINDS[resource]}: '
         try:
             # The first object of a kind imports its models: 60 ms.
