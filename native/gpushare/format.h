@@ -30,9 +30,12 @@ struct config_gpu {
     /* Counted on from one time to another, so whoever reads seldom loses nothing. The count begins anew where the agent does not know
        what was between; `busy_until` is 0 where the driver does not say how busy who keeps the GPU. */
     uint64_t busy_since, busy_until;
-    uint64_t busy_ns;   /* of this container */
-    uint64_t others_ns; /* of all others */
-    uint8_t reserved[8];
+    uint64_t busy_ns;   /* in samples that name a process of this container */
+    uint64_t others_ns; /* in those that name another one: together the whole GPU's, whichever process a sample names */
+    /* What the agent sees in the others' `usage`, none of which can say more than its share. */
+    uint32_t told_at;   /* milliseconds, of CLOCK_MONOTONIC, wrapping; 0: nothing yet */
+    uint16_t companions; /* containers that have launched something in the last second */
+    uint16_t claimed;    /* hundredths of a percent of the GPU's time: what they have paid in the last second */
 };
 
 struct config {
@@ -41,7 +44,8 @@ struct config {
     uint8_t reserved[112];
     char pod_uid[48];
     char container[64];
-    uint8_t reserved_too[272];
+    uint16_t claimed_long[MOST_GPUS]; /* of each GPU's `claimed`, what was for launches of several turns */
+    uint8_t reserved_too[240];
     struct config_gpu gpu[MOST_GPUS];
     uint8_t rest[CONFIG_BYTES - 512 - MOST_GPUS * 128];
 };
@@ -75,15 +79,17 @@ struct usage_gpu {
     uint64_t launches;
     uint64_t throttled; /* nanoseconds that launches have waited */
     /* Feedback, written by who takes the sample: sampled_at goes from one busy_until to another by compare-and-swap */
-    uint64_t sampled_at, busy_at_sample, others_at_sample, launched_at_sample, throttled_at_sample;
-    uint64_t unobserved; /* nanoseconds of launching since then */
-    double cost_sum, busy_sum; /* estimated and observed nanoseconds, forgetting */
-    double delayed, recent;    /* estimated nanoseconds that are not in cost_sum yet; their sum over a shorter time */
-    double scale;              /* estimated nanoseconds for each real one */
-    uint64_t starved_since;    /* throttled, and well below its share */
-    uint64_t alone_since, accompanied_since;
-    uint32_t is_elastic, reserved;
-    uint8_t rest[64];
+    uint64_t sampled_at, busy_at_sample, others_at_sample, launched_at_sample;
+    uint64_t alone_since;              /* 0: others compute */
+    double cost_sum, late_sum, delayed; /* nanoseconds paid while alone, forgetting; the same LATEST_S later; what is between */
+    double busy_sum;                   /* nanoseconds the GPU was busy meanwhile */
+    double scale;                      /* paid nanoseconds for each real one; 0: not known */
+    double busy, paid, paid_long, claimed; /* of the GPU's time, over the last second: busy; paid by this container, for launches of
+                                              several turns among others, and by the others */
+    double stretch;                        /* how many times as long as expected those take; 0: not known */
+    uint64_t launched_long, long_at_sample;
+    uint64_t long_since;                   /* 0: there are none, or nobody else */
+    uint8_t rest[40];
 };
 
 struct usage_slot {

@@ -67,7 +67,7 @@ bool enter_nvml_hook(void);
 struct limits {
     bool limits_memory, limits_cores, has_ceiling;
     uint64_t memory;
-    double cores, ceiling;
+    double cores, ceiling, claimed_long;
     struct config_gpu seen;
 };
 
@@ -145,8 +145,8 @@ struct measurement {
     struct cost *cost;
     int gpu;
     CUevent before;
-    uint64_t paid;
-    bool is_guessed;
+    uint64_t paid, recorded_at;
+    bool is_of_overlap, was_idle;
 };
 /* Before it: pays what it costs, and waits until the container's share of the GPU allows it. After it: measures it now and then. */
 void begin_launch(const struct launch *launch, struct measurement *measurement);

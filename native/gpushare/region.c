@@ -168,6 +168,10 @@ void read_limits(int gpu, struct limits *limits)
         to->busy_until = LOAD(*(uint64_t *)(uintptr_t)&from->busy_until);
         to->busy_ns = LOAD(*(uint64_t *)(uintptr_t)&from->busy_ns);
         to->others_ns = LOAD(*(uint64_t *)(uintptr_t)&from->others_ns);
+        to->told_at = LOAD(*(uint32_t *)(uintptr_t)&from->told_at);
+        to->companions = LOAD(*(uint16_t *)(uintptr_t)&from->companions);
+        to->claimed = LOAD(*(uint16_t *)(uintptr_t)&from->claimed);
+        limits->claimed_long = LOAD(*(uint16_t *)(uintptr_t)&config->claimed_long[gpu]) / 10000.0;
         atomic_thread_fence(memory_order_acquire);
         if (!(sequence & 1) && LOAD(*(uint32_t *)(uintptr_t)&from->sequence) == sequence)
             break;

@@ -51,6 +51,8 @@ def build_for_gpushare(directory: Path) -> GpushareBuilt:
     linked = [f"-L{driver}", "-Wl,--no-as-needed", "-lcuda", "-ldl"]
     build_program(programs / "gpu_program_linked", source, ["-DLINKED", *linked])
     build_program(programs / "hard_program", NATIVE / "hard_program.c", linked)
+    build_program(programs / "tenant", NATIVE / "tenant.c", linked)
+    build_program(programs / "meter", NATIVE / "fake_driver" / "meter.c")
     build_gpushare(cuda_include(), library, directory=".")
     virtual_time = directory / "libvirtualtime.so"
     build_program(virtual_time, NATIVE / "virtual_time.c", ["-shared", "-fPIC"])

@@ -646,8 +646,9 @@ class ReadDriver:
 
 
 def told(world: World) -> Observed:
+    """Without what others pay."""
     values = struct.unpack_from("6Q", world.config(), 512 + 72)
-    return Observed(**dict(zip(Observed.__struct_fields__, values, strict=True)))
+    return Observed(**dict(zip(Observed.__struct_fields__, values, strict=False)))
 
 
 def observing(world: World, **others: Any) -> ObservedContainers:

@@ -96,7 +96,7 @@ def build_fake_driver(directory: Path) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
         generate(include, directory, [stack.enter_context(opened_source(source)) for source in _known_sources()])
-    common = [str(FAKE_DRIVER / name) for name in ("machine.c", "rest.c")]
+    common = [str(FAKE_DRIVER / name) for name in ("machine.c", "slices.c", "rest.c")]
     for stem, source in (("libcuda", "cuda"), ("libnvidia-ml", "nvml")):
         rest = directory / f"{source}_rest.c"
         files = [str(FAKE_DRIVER / f"{source}.c"), *common, str(rest)]

@@ -13,14 +13,25 @@ from __future__ import annotations
 
 import mmap
 import os
+import struct
 import sys
 import time
 from pathlib import Path
 
 from gpushare_agent.gpus.nvml.busy_time import NvmlBusyTime
 from gpushare_agent.gpus.nvml.session import NvmlSession
-from gpushare_agent.isolation.gpushare.format import CONFIG_BYTES, CONFIG_NAME, Observed, write_observed
-from gpushare_agent.isolation.gpushare.observed import BusyCount, Owners, used_bytes
+from gpushare_agent.isolation.gpushare.format import (
+    CONFIG_BYTES,
+    CONFIG_NAME,
+    USAGE_HEAD_BYTES,
+    USAGE_NAME,
+    GpuLimits,
+    Observed,
+    paid_and_launches,
+    write_observed,
+)
+from gpushare_agent.isolation.gpushare.observed import PERIOD_S as LOOK_PERIOD_S
+from gpushare_agent.isolation.gpushare.observed import RUNS_FOR_S, BusyCount, Claims, Owners, used_bytes
 from gpushare_agent.model.allocations import ContainerKey
 from gpushare_agent.model.names import PodUid
 from gpushare_agent.model.usage import GpuBusy
@@ -44,26 +55,43 @@ def owners_of(read: GpuBusy, configs: dict[ContainerKey, memoryview]) -> Owners:
     return found
 
 
+def limits_of(config: memoryview) -> GpuLimits:
+    flags, cores, ceiling = *struct.unpack_from("I", config, 516), *struct.unpack_from("II", config, 576)
+    return GpuLimits(uuid="", cores=cores if flags & 2 else None, ceiling=ceiling if flags & 4 else None)
+
+
 def main() -> None:
-    configs, seen = {}, {}
+    configs, seen, usages, launched = {}, {}, {}, {}
     for directory in sys.argv[1:]:
         key = ContainerKey(PodUid(os.path.realpath(directory)), "main")
         with (Path(directory) / CONFIG_NAME).open("r+b") as file:
             configs[key] = memoryview(mmap.mmap(file.fileno(), CONFIG_BYTES))
-        seen[key] = Observed()
-    session, count = NvmlSession(), BusyCount()
+        seen[key], launched[key] = Observed(), (0, float("-inf"))
+        usages[key] = (Path(directory) / USAGE_NAME).open("rb")
+    session, count, claims = NvmlSession(), BusyCount(), Claims()
     driver = NvmlBusyTime(session)
     [uuid] = session.handles()
-    began, last_used = time.monotonic(), None
+    began, last_used, looked_at = time.monotonic(), None, float("-inf")
     while (last_used is None or time.monotonic() - last_used < 1) and time.monotonic() - began < ENDS_AFTER_S:
         time.sleep(PERIOD_S)
         read = driver.read([uuid])[uuid]
         owners = owners_of(read, configs)
         count.add(read, owners)
         used = used_bytes(read, owners)
-        for key, config in configs.items():
+        now, found = time.monotonic(), {}
+        for key, file in usages.items():
+            found[key] = paid_and_launches(os.pread(file.fileno(), USAGE_HEAD_BYTES, 0))[0]
+            if found[key][1] != launched[key][0] and now - looked_at >= LOOK_PERIOD_S:
+                launched[key] = found[key][1], now
+        looked_at = now if now - looked_at >= LOOK_PERIOD_S else looked_at
+        running = [key for key in configs if now - launched[key][1] < RUNS_FOR_S]
+        at_ns = time.monotonic_ns()
+        for key in running:
+            claims.note(key, limits_of(configs[key]), at_ns, found[key])
+        for key in running:
             seen[key] = count.observed(key, seen[key], read.at_ns, used.get(key))
-            write_observed(config, 0, seen[key])
+            seen[key] = claims.others(key, seen[key], at_ns)
+            write_observed(configs[key], 0, seen[key])
         if read.processes:
             last_used = time.monotonic()
         if last_used is None and time.monotonic() - began > PATIENCE_S:

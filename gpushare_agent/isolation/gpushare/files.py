@@ -32,6 +32,7 @@ from gpushare_agent.isolation.gpushare.format import (
     encode_usage,
     gpu_uuids,
     read_usage,
+    paid_and_launches,
     sum_launches,
     write_limits,
     write_observed,
@@ -180,13 +181,21 @@ class GpushareFiles(TenantFiles):
 
         Asked of every container each second, so by its path: of that the last part alone is the tenant's.
         """
+        return sum_launches(self._usage_head(key))
+
+    def paid(self, key: ContainerKey) -> list[tuple[int, int, int]]:
+        """As paid_and_launches says, by what its processes say. Raises as
+        `write_limits`."""
+        return paid_and_launches(self._usage_head(key))
+
+    def _usage_head(self, key: ContainerKey) -> bytes:
         require_nameable(key)
         path = f"{self._containers_text}/{key.pod_uid}/{key.container}/{USAGE_NAME}"
         with renamed(path):
             file = os.open(path, TENANT_FILE)
             try:
                 _require_file(file, path, USAGE_BYTES)
-                return sum_launches(_read(file, USAGE_HEAD_BYTES, 0))
+                return _read(file, USAGE_HEAD_BYTES, 0)
             finally:
                 os.close(file)
 

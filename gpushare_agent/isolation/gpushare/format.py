@@ -30,13 +30,15 @@ _FIRST_GPU, _GPU_BYTES = 512, 128
 _UUID_OFFSET, _UUID_BYTES = 8, 48
 _LIMITS = ((4, 4), (56, 8), (64, 4), (68, 4))
 """Of a GPU's entry, the first byte and how many: flags, memory, cores, ceiling."""
-_OBSERVED = tuple((offset, 8) for offset in range(72, 120, 8))
+_OBSERVED = (*((offset, 8) for offset in range(72, 120, 8)), (120, 4), (124, 2), (126, 2))
 """The fields of Observed in their order."""
 _LIMITS_MEMORY, _LIMITS_CORES, _HAS_CEILING = 1, 2, 4
 _USAGE_GPU_BYTES, _FIRST_SLOT, _SLOT_BYTES = 256, 512 + 16 * 256, 448
 USAGE_HEAD_BYTES = _FIRST_SLOT
 """Of `usage` what is before the processes."""
 _LAUNCHES = struct.Struct("@512x" + MOST_GPUS * "56xQ192x")
+_PAID = struct.Struct("@512x" + MOST_GPUS * "48xQQ128xQ56x")
+_CLAIMED_LONG_OFFSET = 240
 _USAGE_GPU = struct.Struct("@QqQqQQQQQ")
 """changed at, unattributed, refused, tokens, earned, refilled at, launched, launches, throttled."""
 KINDS = ("linear", "managed", "virtual", "array", "pool", "graph", "context")
@@ -56,8 +58,11 @@ class GpuLimits(Struct, frozen=True, kw_only=True):
 class Observed(Struct, frozen=True, kw_only=True):
     """What the driver says of a container on one GPU. Times are of CLOCK_MONOTONIC, all in nanoseconds.
 
-    `busy_ns` is how long the container kept the GPU busy between `busy_since_ns` and `busy_until_ns`, `others_ns` how long
-    all others did. `busy_until_ns` of 0: the driver does not say.
+    `busy_ns` is how long the GPU was busy between `busy_since_ns` and `busy_until_ns` by samples that name a process of the
+    container, `others_ns` by those that name another one. `busy_until_ns` of 0: the driver does not say.
+
+    `companions` is how many others have launched something in the last second before `told_at_ms`, and `claimed` what they
+    have paid in it, in hundredths of a percent of the GPU's time; `claimed_long` of it was for launches of several turns.
     """
 
     at_ns: int = 0
@@ -66,6 +71,10 @@ class Observed(Struct, frozen=True, kw_only=True):
     busy_until_ns: int = 0
     busy_ns: int = 0
     others_ns: int = 0
+    told_at_ms: int = 0
+    companions: int = 0
+    claimed: int = 0
+    claimed_long: int = 0
 
 
 class GpuUsage(Struct, frozen=True, kw_only=True):
@@ -135,7 +144,9 @@ def write_limits(config: bytearray | memoryview, index: int, limits: GpuLimits) 
 
 def write_observed(config: bytearray | memoryview, index: int, seen: Observed) -> None:
     """As `write_limits`."""
-    _write(config, index, _OBSERVED, astuple(seen))
+    *fields, claimed_long = astuple(seen)
+    memoryview(config).cast("H")[_CLAIMED_LONG_OFFSET // 2 + index] = claimed_long
+    _write(config, index, _OBSERVED, fields)
 
 
 def _write(
@@ -144,7 +155,7 @@ def _write(
     """Under the entry's sequence, which is odd meanwhile. By casts: struct would write a number byte by byte."""
     start = _FIRST_GPU + index * _GPU_BYTES
     view = memoryview(config)
-    numbers = {4: view.cast("I"), 8: view.cast("Q")}
+    numbers = {2: view.cast("H"), 4: view.cast("I"), 8: view.cast("Q")}
     sequence, place = numbers[4], start // 4
     sequence[place] = (sequence[place] | 1) & 0xFFFFFFFF  # where an agent has died at an odd one it goes on from there
     for (offset, size), number in zip(places, fields, strict=True):
@@ -155,6 +166,13 @@ def _write(
 def sum_launches(head: bytes) -> int:
     """How many all processes have made, on all GPUs; `head` are the first USAGE_HEAD_BYTES of `usage`."""
     return sum(_LAUNCHES.unpack(head))
+
+
+def paid_and_launches(head: bytes) -> list[tuple[int, int, int]]:
+    """What all processes have paid, in nanoseconds, how many launches they have made, and what they have paid for those of
+    several turns, on each GPU; `head` as above."""
+    numbers = _PAID.unpack(head)
+    return list(zip(numbers[::3], numbers[1::3], numbers[2::3], strict=True))
 
 
 def read_usage(usage: bytes | memoryview, gpus: int) -> tuple[list[GpuUsage], list[ProcessUsage]]:

@@ -1,11 +1,14 @@
-"""Tells libgpushare what the driver shows of each container: its memory, and how long it and others kept the GPU busy.
+"""Tells libgpushare what the driver shows of each container, its memory and how long it and others kept the GPU busy, and
+what the other containers on its GPU pay.
 
 Once a second a counter of each container says whether its processes launch anything. For those that do
 
     whose process is it   a round of usage sampling says; it is requested while a process is there of which none has
     who was busy          the driver is read ten times a second, for their GPUs alone: busy time is added up for all
                           containers of a GPU in one reading, so a container that begins is counted from then on
-    what is written       both, into the gpushare.config of each
+    what others pay       by their `usage`, in each reading. A container may write there whatever it likes: more than its
+                          share, or its ceiling, is not believed
+    what is written       all of it, into the gpushare.config of each
 
 A process that no round has shown yet keeps what it was busy until one does. While one is there the memory in the files is
 that of the last round. Where readings are costly there are fewer: they have a twentieth of a processor. The same loop puts
@@ -29,7 +32,7 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from gpushare_agent.isolation.gpushare.files import GpushareFiles
-from gpushare_agent.isolation.gpushare.format import GpuLimits, Observed
+from gpushare_agent.isolation.gpushare.format import CORES_OF_GPU, GpuLimits, Observed
 from gpushare_agent.kit.daemon_thread import DaemonThread
 from gpushare_agent.kit.supervision import forever
 from gpushare_agent.model.allocations import ContainerKey
@@ -40,7 +43,7 @@ from gpushare_agent.model.usage import ContainerUse, GpuBusy, ProcessSample, Sam
 log = structlog.get_logger(__name__)
 
 TIMEOUT_S = 5.0
-PERIOD_S = 1.0
+PERIOD_S = 0.25
 ROUND_PERIOD_S = 30.0
 """So often a round is requested although all processes are known: whose a claim's are may change while they run."""
 RUNS_FOR_S = 5.0
@@ -54,6 +57,8 @@ PART_OF_PROCESSOR = 20
 Owners = Mapping[int, ContainerKey | None]
 """Of the processes on a GPU that are known, by PID: None, where it is in no container with a share of that GPU."""
 _OwnersOfGpus = dict[GpuUuid, dict[int, ContainerKey | None]]
+_NS = 1_000_000_000
+CLAIMED_OVER_NS = 1_000_000_000
 
 
 class BusyCount(Struct):
@@ -95,13 +100,76 @@ class BusyCount(Struct):
         is. Said as 0, it would be as idle as one whose costs are far too high, and be given more and more.
         """
         own_ns = self.by_container.get(key, 0)
-        return Observed(
+        return replace(
+            before,
             at_ns=before.at_ns if used is None else at_ns,
             used_bytes=before.used_bytes if used is None else used,
             busy_since_ns=self.since_ns,
             busy_until_ns=self.until_ns if key in self.known else 0,
             busy_ns=own_ns,
             others_ns=self.total_ns - own_ns,
+        )
+
+
+class Claim(Struct):
+    """What one container says that it pays on one GPU. Times are of CLOCK_MONOTONIC."""
+
+    at_ns: int = 0
+    paid_ns: int = 0
+    long_ns: int = 0
+    launches: int = 0
+    launched_at_ns: int = -_NS
+    most: float = 0.0
+    _mean: float = 0.0
+    _mean_of_long: float = 0.0
+    _passed_ns: int = 0
+
+    def note(self, at_ns: int, most: float, paid_ns: int, launches: int, long_ns: int) -> None:
+        passed = at_ns - self.at_ns
+        if self.at_ns and passed > 0:
+            # It may become less: what was paid too much is given back. And the tenant may write any number.
+            ratio = min(max(0, paid_ns - self.paid_ns) / passed, 1.0)
+            of_long = min(max(0, long_ns - self.long_ns) / passed, 1.0)
+            self._passed_ns = min(self._passed_ns + passed, CLAIMED_OVER_NS)
+            weight = min(1.0, passed / self._passed_ns)
+            self._mean += (ratio - self._mean) * weight
+            self._mean_of_long += (of_long - self._mean_of_long) * weight
+        self.most = most
+        if launches != self.launches and self.at_ns:
+            self.launched_at_ns = at_ns
+        self.at_ns, self.paid_ns, self.launches, self.long_ns = at_ns, paid_ns, launches, long_ns
+
+    @property
+    def ratio(self) -> float:
+        """Of the GPU's time, about a second's mean."""
+        return min(self._mean, self.most)
+
+    @property
+    def ratio_of_long(self) -> float:
+        return min(self._mean_of_long, self.ratio)
+
+    def is_active(self, at_ns: int) -> bool:
+        return at_ns - self.launched_at_ns < _NS
+
+
+class Claims(Struct):
+    """Of the containers on one GPU."""
+
+    of: dict[ContainerKey, Claim] = field(default_factory=dict)
+
+    def note(self, key: ContainerKey, limits: GpuLimits, at_ns: int, paid: tuple[int, int, int]) -> None:
+        most = CORES_OF_GPU if limits.cores is None else max(limits.cores, limits.ceiling or 0)
+        self.of.setdefault(key, Claim()).note(at_ns, most / CORES_OF_GPU, *paid)
+
+    def others(self, key: ContainerKey, seen: Observed, at_ns: int) -> Observed:
+        """`seen` with what the others pay."""
+        active = [one for other, one in self.of.items() if other != key and one.is_active(at_ns)]
+        return replace(
+            seen,
+            told_at_ms=at_ns // 1_000_000 % (1 << 32) or 1,
+            companions=len(active),
+            claimed=min(CORES_OF_GPU, round(CORES_OF_GPU * sum(one.ratio for one in active))),
+            claimed_long=min(CORES_OF_GPU, round(CORES_OF_GPU * sum(one.ratio_of_long for one in active))),
         )
 
 
@@ -182,6 +250,7 @@ class ObservedContainers(Struct, kw_only=True, eq=False):
     _ran: Collection[ContainerKey] = ()
     _requested_at: float = float("-inf")
     _counts: dict[GpuUuid, BusyCount] = field(default_factory=dict)
+    _claims: dict[GpuUuid, Claims] = field(default_factory=dict)
     _has_running: asyncio.Event = field(default_factory=asyncio.Event)
     _containers: dict[ContainerKey, _Container] = field(default_factory=dict)
     _logged: set[ContainerKey] = field(default_factory=set)
@@ -265,6 +334,26 @@ class ObservedContainers(Struct, kw_only=True, eq=False):
         if running:
             await self._call(partial(self._write, tuple(running)), "writing what containers use")
 
+    def _note_claims(self, keys: Collection[ContainerKey]) -> None:
+        """What each of them pays, and what it is told of the others."""
+        at_ns = time.monotonic_ns()
+        on_gpu: dict[GpuUuid, list[tuple[ContainerKey, _Container]]] = {}
+        for key in keys:
+            if (one := self._containers.get(key)) is None:
+                continue
+            try:
+                paid = self.files.paid(key)
+            except AgentError as e:
+                self._failed(key, e)
+                continue
+            for limits, uuid, of_gpu in zip(one.limits, one.gpus, paid, strict=False):
+                self._claims.setdefault(uuid, Claims()).note(key, limits, at_ns, of_gpu)
+                on_gpu.setdefault(uuid, []).append((key, one))
+        for uuid, claims in self._claims.items():
+            claims.of = {key: claim for key, claim in claims.of.items() if key in self._containers}
+            for key, one in on_gpu.get(uuid, ()):
+                one.seen[uuid] = claims.others(key, one.seen.get(uuid, Observed()), at_ns)
+
     def _owners_of(self, uuid: GpuUuid, busy: GpuBusy) -> Owners:
         """By the last round; without processes that have ended since, for their PIDs may be others' by the next one."""
         owners = self._owners.setdefault(uuid, {})
@@ -299,6 +388,7 @@ class ObservedContainers(Struct, kw_only=True, eq=False):
                 one.launches, one.launched_at = launches, self.clock()
 
     def _write(self, keys: Collection[ContainerKey]) -> None:
+        self._note_claims(keys)
         for key in keys:
             one = self._containers.get(key)
             if one is None:

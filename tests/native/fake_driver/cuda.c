@@ -19,6 +19,8 @@
 #define FIRST_ADDRESS 0x7f0000000000ull
 #define FOREIGN_ADDRESS (FIRST_ADDRESS + (1ull << 44)) /* what another process has exported */
 #define ALIGNMENT (2ull << 20)
+#define BYTES_A_NS 3000 /* set */
+static CUresult run(uint64_t duration_ns, unsigned width, CUstream stream);
 
 /* --- GPUs: an ordinal of this process is an index into `minors` --- */
 
@@ -643,8 +645,8 @@ PER_THREAD(cuMemFreeAsync);
 /* Virtual memory: the memory is the handle's; addresses cost nothing. */
 CUresult CUDAAPI cuMemsetD32Async(CUdeviceptr address, unsigned int value, size_t count, CUstream stream)
 {
-    (void)address, (void)value, (void)count, (void)stream;
-    return CUDA_SUCCESS;
+    (void)address, (void)value;
+    return config()->slice_ns ? run(count * 4 / BYTES_A_NS, 1000, stream) : CUDA_SUCCESS;
 }
 
 CUresult CUDAAPI cuMemGetAllocationGranularity(size_t *bytes, const CUmemAllocationProp *properties,
@@ -877,10 +879,22 @@ static uint64_t blocks_of(const CUDA_KERNEL_NODE_PARAMS *kernel)
     return (uint64_t)kernel->gridDimX * kernel->gridDimY * kernel->gridDimZ;
 }
 
-static CUresult run(uint64_t duration_ns)
+/* A stream's lane: those of cuStreamCreate have their own in turn, all others the first. */
+enum { OWN_LANES = 8 };
+static char own_streams[OWN_LANES];
+static int takes_turns(void) { return config()->slice_ns && current >= 0 && minors[current] == 0; }
+static unsigned lane_of(CUstream stream)
+{
+    char *at = (char *)stream;
+    return at >= own_streams && at < own_streams + OWN_LANES ? 1 + (unsigned)(at - own_streams) : 0;
+}
+
+static CUresult run(uint64_t duration_ns, unsigned width, CUstream stream)
 {
     if (current < 0)
         return CUDA_ERROR_INVALID_CONTEXT;
+    if (takes_turns())
+        return push_kernel(minors[current], lane_of(stream), duration_ns, width), CUDA_SUCCESS;
     uint64_t done_at = run_on_gpu(minors[current], duration_ns);
     busy_until[current] = done_at;
     if (done_at > now_ns() + QUEUE_NS)
@@ -897,7 +911,14 @@ static CUresult add_node(CUgraphNode *node, graph *to, graph_node made)
     return CUDA_SUCCESS;
 }
 
-static CUresult run_kernel(CUfunction function, unsigned x, unsigned y, unsigned z, unsigned threads, void **parameters)
+/* In thousandths of the GPU. */
+static unsigned width_of(uint64_t blocks)
+{
+    uint64_t at_once = config()->sm_count * PLACES_OF_SM;
+    return blocks >= at_once ? 1000 : (unsigned)(blocks * 1000 / at_once);
+}
+
+static CUresult run_kernel(CUfunction function, unsigned x, unsigned y, unsigned z, unsigned threads, CUstream stream, void **parameters)
 {
     CUgraphNode unwanted;
     CUDA_KERNEL_NODE_PARAMS kernel = {.func = function, .gridDimX = x, .gridDimY = y, .gridDimZ = z, .blockDimX = threads,
@@ -906,7 +927,7 @@ static CUresult run_kernel(CUfunction function, unsigned x, unsigned y, unsigned
     if (captured)
         return add_node(&unwanted, captured,
                         (graph_node){.type = CU_GRAPH_NODE_TYPE_KERNEL, .kernel = kernel, .duration_ns = duration_ns});
-    return run(duration_ns);
+    return run(duration_ns, width_of(blocks_of(&kernel)), stream);
 }
 
 CUresult CUDAAPI cuLaunchKernel(CUfunction function, unsigned int grid_x, unsigned int grid_y, unsigned int grid_z,
@@ -914,8 +935,8 @@ CUresult CUDAAPI cuLaunchKernel(CUfunction function, unsigned int grid_x, unsign
                                 CUstream stream, void **parameters, void **extra)
 {
     log_call("cuLaunchKernel");
-    (void)shared_bytes, (void)stream, (void)extra;
-    return run_kernel(function, grid_x, grid_y, grid_z, block_x * block_y * block_z, parameters);
+    (void)shared_bytes, (void)extra;
+    return run_kernel(function, grid_x, grid_y, grid_z, block_x * block_y * block_z, stream, parameters);
 }
 PER_THREAD(cuLaunchKernel);
 
@@ -924,7 +945,7 @@ CUresult CUDAAPI cuLaunchKernelEx(const CUlaunchConfig *launch, CUfunction funct
     log_call("cuLaunchKernelEx");
     (void)extra;
     return run_kernel(function, launch->gridDimX, launch->gridDimY, launch->gridDimZ,
-                      launch->blockDimX * launch->blockDimY * launch->blockDimZ, parameters);
+                      launch->blockDimX * launch->blockDimY * launch->blockDimZ, launch->hStream, parameters);
 }
 PER_THREAD(cuLaunchKernelEx);
 
@@ -933,8 +954,8 @@ CUresult CUDAAPI cuLaunchCooperativeKernel(CUfunction function, unsigned int gri
                                            unsigned int shared_bytes, CUstream stream, void **parameters)
 {
     log_call("cuLaunchCooperativeKernel");
-    (void)shared_bytes, (void)stream;
-    return run_kernel(function, grid_x, grid_y, grid_z, block_x * block_y * block_z, parameters);
+    (void)shared_bytes;
+    return run_kernel(function, grid_x, grid_y, grid_z, block_x * block_y * block_z, stream, parameters);
 }
 PER_THREAD(cuLaunchCooperativeKernel);
 
@@ -942,6 +963,8 @@ CUresult CUDAAPI cuCtxSynchronize(void)
 {
     if (current < 0)
         return CUDA_ERROR_INVALID_CONTEXT;
+    if (takes_turns())
+        return wait_for_lane(minors[current], ALL_LANES), CUDA_SUCCESS;
     sleep_until(busy_until[current]);
     return CUDA_SUCCESS;
 }
@@ -951,15 +974,17 @@ CUresult CUDAAPI cuCtxSynchronize_v2(CUcontext context) { return (void)context, 
 
 CUresult CUDAAPI cuStreamSynchronize(CUstream stream)
 {
-    (void)stream;
+    if (takes_turns())
+        return wait_for_lane(minors[current], (int)lane_of(stream)), CUDA_SUCCESS;
     return cuCtxSynchronize();
 }
 PER_THREAD(cuStreamSynchronize);
 
 CUresult CUDAAPI cuStreamCreate(CUstream *stream, unsigned int flags)
 {
+    static unsigned made;
     (void)flags;
-    return *stream = (CUstream)&a_stream, CUDA_SUCCESS;
+    return *stream = (CUstream)(config()->slice_ns ? &own_streams[made++ % OWN_LANES] : (char *)&a_stream), CUDA_SUCCESS;
 }
 
 CUresult CUDAAPI cuStreamCreateWithPriority(CUstream *stream, unsigned int flags, int priority)
@@ -973,7 +998,7 @@ CUresult CUDAAPI cuEventCreate(CUevent *event, unsigned int flags)
 {
     log_call("cuEventCreate");
     (void)flags;
-    return (*event = calloc(1, sizeof(uint64_t))) ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
+    return (*event = calloc(1, sizeof(gpu_event))) ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
 }
 CUresult CUDAAPI cuEventDestroy_v2(CUevent event) { log_call("cuEventDestroy_v2"); return free(event), CUDA_SUCCESS; }
 CUresult CUDAAPI cuEventDestroy(CUevent event) { return cuEventDestroy_v2(event); }
@@ -981,24 +1006,37 @@ CUresult CUDAAPI cuEventDestroy(CUevent event) { return cuEventDestroy_v2(event)
 CUresult CUDAAPI cuEventRecord(CUevent event, CUstream stream)
 {
     log_call("cuEventRecord");
-    (void)stream;
     if (current < 0)
         return CUDA_ERROR_INVALID_CONTEXT;
     if (captured) /* the real driver makes it a node of the graph */
         return CUDA_SUCCESS;
-    *(uint64_t *)event = higher(busy_until[current], now_ns());
+    if (takes_turns())
+        push_event(minors[current], lane_of(stream), (gpu_event *)event);
+    else
+        ((gpu_event *)event)->done_at = higher(busy_until[current], now_ns());
     return CUDA_SUCCESS;
 }
 PER_THREAD(cuEventRecord);
 
-CUresult CUDAAPI cuEventQuery(CUevent event) { log_call("cuEventQuery"); return *(uint64_t *)event <= now_ns() ? CUDA_SUCCESS : CUDA_ERROR_NOT_READY; }
-CUresult CUDAAPI cuEventSynchronize(CUevent event) { return sleep_until(*(uint64_t *)event), CUDA_SUCCESS; }
+CUresult CUDAAPI cuEventQuery(CUevent event)
+{
+    log_call("cuEventQuery");
+    gpu_event *of = (gpu_event *)event;
+    return (takes_turns() ? is_event_done(minors[current], of) : of->done_at <= now_ns()) ? CUDA_SUCCESS : CUDA_ERROR_NOT_READY;
+}
+CUresult CUDAAPI cuEventSynchronize(CUevent event)
+{
+    gpu_event *of = (gpu_event *)event;
+    while (takes_turns() && !is_event_done(minors[current], of))
+        sleep_until(now_ns() + 2000);
+    return sleep_until(of->done_at), CUDA_SUCCESS;
+}
 CUresult CUDAAPI cuEventElapsedTime(float *ms, CUevent from, CUevent until)
 {
     log_call("cuEventElapsedTime");
-    if (cuEventQuery(until) != CUDA_SUCCESS)
+    if (cuEventQuery(from) != CUDA_SUCCESS || cuEventQuery(until) != CUDA_SUCCESS)
         return CUDA_ERROR_NOT_READY;
-    double ns = (double)(*(uint64_t *)until - *(uint64_t *)from) * (double)config()->event_percent / 100;
+    double ns = ((double)((gpu_event *)until)->done_at - (double)((gpu_event *)from)->done_at) * (double)config()->event_percent / 100;
     return *ms = (float)(ns / 1e6), CUDA_SUCCESS;
 }
 CUresult CUDAAPI cuEventElapsedTime_v2(float *ms, CUevent from, CUevent until) { return cuEventElapsedTime(ms, from, until); }
@@ -1278,12 +1316,11 @@ static uint64_t duration_of_graph(const graph *of)
 CUresult CUDAAPI cuGraphLaunch(CUgraphExec from, CUstream stream)
 {
     log_call("cuGraphLaunch");
-    (void)stream;
     graph *of = (graph *)from;
     CUresult result = map_graph(of, 1);
     if (result != CUDA_SUCCESS)
         return result;
-    result = run(duration_of_graph(of));
+    result = run(duration_of_graph(of), 1000, stream);
     of->done_at = busy_until[current];
     return result;
 }

@@ -1,5 +1,6 @@
 #define _GNU_SOURCE
 #include "machine.h"
+#include "slices.h"
 
 #include <ctype.h>
 #include <errno.h>
@@ -45,12 +46,14 @@ typedef struct {
 } cgroup_limit;
 typedef struct {
     uint64_t layout;
+    sim_gpu sim; /* of GPU 0 */
+    gpu_use total;
     uint64_t busy_until_ns[MAX_GPUS];
     process processes[MAX_PROCESSES];
     cgroup_limit limits[MAX_LIMITS];
 } state;
 
-static const uint64_t LAYOUT = 0xfa4e000000000004ull + sizeof(state);
+static const uint64_t LAYOUT = 0xfa4e000000000005ull + sizeof(state);
 
 /* Of this process. A child of fork has none of it: its parent's GPUs are not its own, as with the real driver. */
 static pthread_mutex_t guard = PTHREAD_MUTEX_INITIALIZER;
@@ -99,6 +102,13 @@ static uint64_t read_number(const char *file_text, const char *name, const char 
     return strtoull(value, NULL, 10);
 }
 
+static uint64_t read_microseconds(const char *file_text, const char *name, const char *fallback)
+{
+    char value[TEXT];
+    read_setting(file_text, name, fallback, value);
+    return (uint64_t)(strtod(value, NULL) * 1000);
+}
+
 static machine_config settings;
 
 static void read_settings(void)
@@ -120,6 +130,13 @@ static void read_settings(void)
     settings.sample_ns = read_number(text, "sample_ms", "1000") * 1000000;
     settings.sample_every_ns = read_number(text, "sample_every_ms", "0") * 1000000;
     settings.event_percent = read_number(text, "event_percent", "100");
+    settings.slice_ns = read_number(text, "slice_us", "0") * 1000;
+    settings.switch_ns = read_number(text, "switch_us", "130") * 1000;
+    settings.launch_ns = read_microseconds(text, "launch_us", "3.5");
+    settings.event_ns = read_microseconds(text, "event_us", "1");
+    settings.boost_percent = read_number(text, "boost_percent", "0");
+    read_setting(text, "rows", "each", pids);
+    settings.shows_whole = !strcmp(pids, "whole");
     settings.lag_ns = read_number(text, "lag_ms", "0") * 1000000;
     settings.cuda_version = (int)read_number(text, "cuda_version", "13000");
     settings.logs = (int)read_number(text, "log", "0");
@@ -222,7 +239,8 @@ static void open_state(void)
         fail("cannot map its state", path);
     machine = mapped;
     if (machine->layout != LAYOUT) {
-        memset(machine, 0, sizeof(state));
+        if (machine->layout) /* else it is new, and full of holes */
+            memset(machine, 0, sizeof(state));
         machine->layout = LAYOUT;
     }
     flock(state_file, LOCK_UN);
@@ -280,8 +298,10 @@ static int pid_seen_by_caller(const process *entry)
 static void clear_dead(void)
 {
     for (process *entry = machine->processes; entry < machine->processes + MAX_PROCESSES; entry++)
-        if (entry->is_used && pid_seen_by_caller(entry) < 0)
+        if (entry->is_used && pid_seen_by_caller(entry) < 0) {
             memset(entry, 0, sizeof *entry);
+            sim_forget(&machine->sim, (int)(entry - machine->processes));
+        }
 }
 
 static void read_own_cgroup(char cgroup[TEXT])
@@ -583,6 +603,101 @@ uint64_t run_on_gpu(unsigned minor, uint64_t duration_ns)
     return until;
 }
 
+/* --- taking turns --- */
+
+static void note_use(int index, uint64_t from, uint64_t until)
+{
+    note_busy(&machine->total, from, until);
+    if (index >= 0)
+        note_busy(&machine->processes[index].gpus[0], from, until);
+}
+
+/* Brings the GPU up to the present; the caller's context there. */
+static sim_context *advance(void)
+{
+    process *entry = own_entry();
+    uint64_t now = now_ns();
+    if (now > machine->sim.now)
+        sim_advance(&machine->sim, now, note_use);
+    return entry ? sim_context_of(&machine->sim, (int)(entry - machine->processes), getpid(), now) : NULL;
+}
+
+static void push(unsigned lane, sim_item item, gpu_event *event)
+{
+    for (;;) {
+        begin();
+        sim_context *context = advance();
+        uint64_t left = context ? context->lanes[lane].left : 0;
+        if (event) {
+            sim_event *shared = &context->events[event->index % EVENTS];
+            *shared = (sim_event){.record = ++event->record};
+            item.event = event->index, item.record = event->record;
+            event->done_at = 0;
+        }
+        int is_pushed = !context || sim_push(&context->lanes[lane], item);
+        end();
+        if (is_pushed)
+            return;
+        sleep_until(now_ns() + left / 8 + 1000);
+    }
+}
+
+void push_kernel(unsigned minor, unsigned lane, uint64_t duration_ns, unsigned width)
+{
+    (void)minor;
+    static uint64_t launches;
+    uint64_t hash = (++launches + (uint64_t)getpid()) * 0x9e3779b97f4a7c15ull >> 40; /* the host is not always as quick */
+    sleep_until(now_ns() + config()->launch_ns * (80 + hash % 50) / 100);
+    push(lane, (sim_item){.left = duration_ns ? duration_ns : 1, .width = width ? width : 1}, NULL);
+}
+
+void push_event(unsigned minor, unsigned lane, gpu_event *event)
+{
+    (void)minor;
+    if (!event->index) {
+        begin();
+        sim_context *context = advance();
+        event->index = context ? ++context->next_event : 1;
+        end();
+    }
+    push(lane, (sim_item){.left = config()->event_ns ? config()->event_ns : 1}, event);
+}
+
+int is_event_done(unsigned minor, gpu_event *event)
+{
+    (void)minor;
+    if (event->record && !event->done_at) {
+        begin();
+        sim_context *context = advance();
+        if (context && context->events[event->index % EVENTS].record == event->record)
+            event->done_at = context->events[event->index % EVENTS].done_at;
+        end();
+    }
+    return !event->record || event->done_at;
+}
+
+void wait_for_lane(unsigned minor, int lane)
+{
+    (void)minor;
+    uint32_t wanted[LANES];
+    for (int is_first = 1;; is_first = 0) {
+        uint64_t left = 0;
+        begin();
+        sim_context *context = advance();
+        for (int i = 0; context && i < LANES; i++) {
+            if (is_first)
+                wanted[i] = context->lanes[i].tail;
+            if ((lane == ALL_LANES || lane == i) && (int32_t)(wanted[i] - context->lanes[i].head) > 0 && context->lanes[i].left > left)
+                left = context->lanes[i].left;
+        }
+        end();
+        if (!left)
+            break;
+        sleep_until(now_ns() + (left > 2000 ? left : 2000));
+    }
+    sleep_until(now_ns() + 2000); /* what it takes to wake up */
+}
+
 /* --- what NVML shows --- */
 
 /* Which PID NVML names for a process that the caller sees as `seen` (0: not in its PID namespace), by the kernel module:
@@ -596,11 +711,59 @@ static void name_pids(const process *entry, int seen, process_view *view)
     view->sample_pid = config()->pids == PIDS_OPEN570 && seen ? seen : host;
 }
 
+static uint64_t busy_before(const gpu_use *use, uint64_t until, uint64_t span)
+{
+    uint64_t busy = 0, last = until / SLICE_NS, count = span / SLICE_NS;
+    for (const slice *at = use->slices; at < use->slices + SLICES; at++)
+        if (at->number < last && at->number + count >= last)
+            busy += at->busy_ns;
+    return busy;
+}
+
+unsigned list_whole_rows(unsigned minor, whole_row *rows, unsigned most)
+{
+    begin();
+    clear_dead();
+    if (config()->slice_ns)
+        advance();
+    uint64_t now = now_ns(), every = config()->sample_every_ns, span = config()->sample_ns;
+    unsigned count = 0;
+    for (unsigned i = 0; i < most && (i + 1) * every < 2 * SECOND_NS; i++) {
+        uint64_t until = now - now % every - i * every - config()->lag_ns, sum = 0, drawn = 0, weights[MAX_PROCESSES];
+        int found = -1, any = -1;
+        for (int k = 0; k < MAX_PROCESSES; k++) {
+            const process *entry = &machine->processes[k];
+            weights[k] = entry->is_used ? busy_before(&entry->gpus[minor], until, span) : 0;
+            sum += weights[k];
+            any = entry->is_used && entry->gpus[minor].contexts ? k : any;
+        }
+        uint64_t hash = until / every * 0x9e3779b97f4a7c15ull;
+        drawn = sum ? (hash ^ hash >> 29) * 0xbf58476d1ce4e5b9ull % sum : 0;
+        for (int k = 0; k < MAX_PROCESSES && found < 0 && sum; k++) {
+            if (drawn < weights[k])
+                found = k;
+            drawn -= weights[k];
+        }
+        found = found < 0 ? any : found;
+        if (found < 0)
+            continue;
+        process_view view;
+        const process *entry = &machine->processes[found];
+        name_pids(entry, pid_seen_by_caller(entry), &view);
+        uint64_t percent = busy_before(&machine->total, until, span) * 100 / span;
+        rows[count++] = (whole_row){.pid = view.sample_pid, .percent = percent > 99 ? 99 : (unsigned)percent};
+    }
+    end();
+    return count;
+}
+
 unsigned list_processes(unsigned minor, process_view views[MAX_PROCESSES])
 {
     unsigned count = 0;
     begin();
     clear_dead();
+    if (config()->slice_ns)
+        advance();
     for (const process *entry = machine->processes; entry < machine->processes + MAX_PROCESSES; entry++)
         if (entry->is_used && entry->gpus[minor].contexts) {
             process_view *view = &views[count++];

@@ -366,6 +366,27 @@ static unsigned long long newest_sample_us(void)
     return newest_us - newest_us % 1000;
 }
 
+/* As the setting rows says `whole`. */
+static nvmlReturn_t list_whole(nvmlDevice_t device, nvmlProcessUtilizationSample_t *samples, unsigned *room,
+                               unsigned long long since_us, unsigned long long newest_us)
+{
+    whole_row rows[8];
+    unsigned count = list_whole_rows(minor_of(device), rows, 8), listed = 0;
+    for (unsigned i = 0; i < count; i++) {
+        unsigned long long at = newest_us - i * (config()->sample_every_ns / 1000);
+        if (at <= since_us || rows[i].pid <= 0)
+            continue;
+        if (samples && listed < *room)
+            samples[listed] =
+                (nvmlProcessUtilizationSample_t){.pid = (unsigned)rows[i].pid, .timeStamp = at, .smUtil = rows[i].percent};
+        listed++;
+    }
+    nvmlReturn_t result = !listed ? NVML_ERROR_NOT_FOUND
+                          : !samples || listed > *room ? NVML_ERROR_INSUFFICIENT_SIZE : NVML_SUCCESS;
+    *room = listed;
+    return result;
+}
+
 /* One sample of each process that has a context, idle ones with 0, a new one every tenth of a second; or as sample_every_ms says. */
 nvmlReturn_t nvmlDeviceGetProcessUtilization(nvmlDevice_t device, nvmlProcessUtilizationSample_t *samples, unsigned int *room,
                                              unsigned long long since_us)
@@ -374,6 +395,8 @@ nvmlReturn_t nvmlDeviceGetProcessUtilization(nvmlDevice_t device, nvmlProcessUti
     if (config()->utilization[0])
         return strcmp(config()->utilization, "denied") == 0 ? NVML_ERROR_NO_PERMISSION : NVML_ERROR_NOT_SUPPORTED;
     unsigned long long newest = newest_sample_us();
+    if (config()->shows_whole && config()->sample_every_ns)
+        return list_whole(device, samples, room, since_us, newest);
     process_view *views = newest > since_us ? views_of(device, &count) : (count = 0, NULL);
     for (unsigned i = 0; i < count; i++) {
         if (views[i].sample_pid <= 0 || (config()->sample_every_ns && !views[i].percent))

@@ -1,0 +1,134 @@
+"""libgpushare's limit of compute on a GPU whose contexts take turns, as an H200 was measured to do (fake_driver/slices.c): in virtual
+time, the driver's samples name one process and have the whole GPU's percents.
+
+Of each container is read what it computed, and that with what it lost at the beginnings of its turns: where the GPU is full the
+containers have their shares of the latter. Both are between the first second of the program and its sixth.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import pytest
+
+from tests.gpushare.conftest import MachineWith
+from tests.gpushare.support_gpushare import Machine, finish
+from tests.native.build import NATIVE
+
+pytestmark = pytest.mark.isolation
+
+H200 = {"slice_us": 2000, "rows": "whole", "sample_ms": 200, "sample_every_ms": 200, "lag_ms": 40, "sm_count": 132}
+SYNC = "us=1000,wait=1"
+POINTS, POINTS_AT_FIRST = 3.5, 7.0
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Percent of the GPU's time: net, and with what is lost."""
+
+    first: tuple[float, float]
+    later: tuple[float, float]
+
+    def is_within(self, share: float) -> bool:
+        """It computed no more, and had no less with what it lost."""
+        return self.later[0] - POINTS <= share <= self.later[1] + POINTS
+
+
+def run(machine: Machine, *tenants: tuple[float, str], observed: bool = True) -> list[Found]:
+    """Each has so many cores and does so much, a little after the one before it."""
+    built, clock = machine.built, machine.directory / "clock"
+    clock.write_bytes(b"")
+    virtual = {"VIRTUAL_TIME": str(clock), "VIRTUAL_COUNT": str(len(tenants) + observed)}
+    shares = [machine.container(f"share-{i}", cores=round(100 * cores)) for i, (cores, _) in enumerate(tenants)]
+    with ExitStack() as stack:
+        if observed:
+            command = [sys.executable, str(NATIVE / "observing_agent.py"), *(str(one.directory) for one in shares)]
+            env = machine.env([built.virtual_time]) | virtual
+            agent = stack.enter_context(subprocess.Popen(command, env=env, cwd=machine.directory))
+            stack.callback(agent.kill)
+        started = []
+        for i, (share, (_, does)) in enumerate(zip(shares, tenants, strict=True)):
+            command = [str(built.programs / "tenant"), f"sleep={0.0137 * i}", f"6.5,{does}"]
+            started.append(share.start_command(command, preload=[built.virtual_time, built.library], env=virtual))
+            stack.callback(started[-1].kill)
+        ended = [finish(one) for one in started]
+    assert [one.error for one in ended] == [""] * len(ended)
+    command = [str(built.programs / "meter"), machine.env()["FAKE_GPU_STATE"]]
+    lines = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
+    meters = {meter["pid"]: meter for meter in map(json.loads, lines)}
+    return [found_of(meters[one.pid], run.steps[0]["began"]) for one, run in zip(started, ended, strict=True)]
+
+
+def found_of(meter: dict, began: float) -> Found:
+    slot = meter["slot_s"]
+    at = round((began - meter["clock"]) / slot)
+
+    def percent(kind: str, since: float, until: float) -> float:
+        return sum(meter[kind][at + round(since / slot) : at + round(until / slot)]) / 10 / (until - since)
+
+    return Found(*((percent("net", *span), percent("gross", *span)) for span in ((0, 1), (1, 6))))
+
+
+KERNELS = ["us=5", "us=100", "us=100,wait=1", "us=1000", SYNC, "us=10000", "us=50000", "us=50000,wait=1"]
+
+
+@pytest.mark.parametrize("does", KERNELS)
+def test_a_program_alone(machine_with: MachineWith, does: str) -> None:
+    [found] = run(machine_with(**H200), (30, does))
+    assert found.is_within(30) and found.first[0] <= 30 + POINTS_AT_FIRST, found
+
+
+@pytest.mark.parametrize(
+    "does",
+    [
+        "us=1000,streams=4",
+        "us=1000,streams=4,wait=4,blocks=264",
+        "us=3.45,graph=41,wait=10",
+        "us=100+100+100+16,wait=4,set=32",
+        "us=100+10000,keys=0",
+        "us=100+10000,keys=0,wait=1",
+    ],
+)
+def test_other_ways_to_launch(machine_with: MachineWith, does: str) -> None:
+    """Streams, graphs, fills, and kernels of one kind that are now short and now long."""
+    [found] = run(machine_with(**H200), (30, does))
+    assert found.is_within(30), found
+
+
+@pytest.mark.parametrize(
+    ("cores", "does", "bare"),
+    [(30, "us=3.45,host=17,wait=160", 16.2), (30, "us=250,host=740,wait=1", 25.1), (60, "us=1000,streams=4,wait=4,rest=6000", 40.0)],
+)
+def test_who_stays_below_the_share_is_not_delayed(
+    machine_with: MachineWith, cores: int, does: str, bare: float
+) -> None:
+    [found] = run(machine_with(**H200), (cores, does))
+    assert found.later[0] >= 0.985 * bare, found
+
+
+@pytest.mark.parametrize("one", [SYNC, "us=100", "us=10000,wait=1", "us=50000,wait=1", "us=1000,streams=4,wait=4"])
+@pytest.mark.parametrize("other", [SYNC, "us=100", "us=50000,wait=1"])
+def test_two_shares(machine_with: MachineWith, one: str, other: str) -> None:
+    found = run(machine_with(**H200), (30, one), (60, other))
+    assert [each.is_within(share) for each, share in zip(found, (30, 60), strict=True)] == [True, True], found
+
+
+@pytest.mark.parametrize("cores", [(20, 30, 50), (10, 15, 20, 25, 30)])
+def test_a_full_gpu(machine_with: MachineWith, cores: tuple[int, ...]) -> None:
+    """What is lost by taking turns is paid by all alike."""
+    found = run(machine_with(**H200), *((each, SYNC) for each in cores))
+    assert all(each.is_within(share) for each, share in zip(found, cores, strict=True)), found
+
+
+def test_clocks_that_rise_while_the_gpu_rests_change_nothing(machine_with: MachineWith) -> None:
+    [found] = run(machine_with(**H200, boost_percent=22), (30, "us=1684,wait=4"))
+    assert found.is_within(30) and found.first[0] <= 30 + POINTS_AT_FIRST, found
+
+
+def test_without_the_agent(machine_with: MachineWith) -> None:
+    found = run(machine_with(**H200), (30, SYNC), (60, SYNC), observed=False)
+    assert [each.is_within(share) for each, share in zip(found, (30, 60), strict=True)] == [True, True], found
