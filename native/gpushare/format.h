@@ -80,16 +80,14 @@ struct usage_gpu {
     uint64_t throttled; /* nanoseconds that launches have waited */
     /* Feedback, written by who takes the sample: sampled_at goes from one busy_until to another by compare-and-swap */
     uint64_t sampled_at, busy_at_sample, others_at_sample, launched_at_sample;
-    uint64_t alone_since;              /* 0: others compute */
+    uint64_t alone_since;               /* 0: others compute */
     double cost_sum, late_sum, delayed; /* nanoseconds paid while alone, forgetting; the same LATEST_S later; what is between */
-    double busy_sum;                   /* nanoseconds the GPU was busy meanwhile */
-    double scale;                      /* paid nanoseconds for each real one; 0: not known */
-    double busy, paid, paid_long, claimed; /* of the GPU's time, over the last second: busy; paid by this container, for launches of
-                                              several turns among others, and by the others */
-    double stretch;                        /* how many times as long as expected those take; 0: not known */
-    uint64_t launched_long, long_at_sample;
-    uint64_t long_since;                   /* 0: there are none, or nobody else */
-    uint8_t rest[40];
+    double busy_sum;                    /* nanoseconds the GPU was busy meanwhile */
+    double scale;                       /* paid nanoseconds for each real one; 0: not known */
+    double busy, paid;                  /* of the GPU's time, about a second's mean: busy; paid by this container */
+    uint8_t reserved[24];
+    uint64_t launched_long; /* of `launched`, what was for launches of several turns */
+    uint8_t rest[56];
 };
 
 struct usage_slot {
