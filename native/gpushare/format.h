@@ -44,7 +44,7 @@ struct config {
     uint8_t reserved[112];
     char pod_uid[48];
     char container[64];
-    uint16_t claimed_long[MOST_GPUS]; /* of each GPU's `claimed`, what was for launches of several turns */
+    uint16_t between_us[MOST_GPUS]; /* how long the companions compute between two turns of this container */
     uint8_t reserved_too[240];
     struct config_gpu gpu[MOST_GPUS];
     uint8_t rest[CONFIG_BYTES - 512 - MOST_GPUS * 128];
@@ -85,9 +85,12 @@ struct usage_gpu {
     double busy_sum;                    /* nanoseconds the GPU was busy meanwhile */
     double scale;                       /* paid nanoseconds for each real one; 0: not known */
     double busy, paid;                  /* of the GPU's time, about a second's mean: busy; paid by this container */
-    uint8_t reserved[24];
+    double full;                        /* 1: the GPU has no time left, so what a turn's beginning loses is paid for */
+    uint8_t reserved[16];
     uint64_t launched_long; /* of `launched`, what was for launches of several turns */
-    uint8_t rest[56];
+    uint64_t turns;         /* that all launches have had */
+    uint64_t present_long;  /* how long those of several turns were on the GPU, with the others' turns */
+    uint8_t rest[40];
 };
 
 struct usage_slot {

@@ -67,7 +67,7 @@ bool enter_nvml_hook(void);
 struct limits {
     bool limits_memory, limits_cores, has_ceiling;
     uint64_t memory;
-    double cores, ceiling, claimed_long;
+    double cores, ceiling, between_ns;
     struct config_gpu seen;
 };
 

@@ -45,9 +45,10 @@
 #define MEMORY_S 3.0                   /* of the sums behind the scale: what lies so far back counts a third */
 #define LATEST_S 1.2                   /* utilisation is behind by less: half of what it is measured over, and its way */
 #define MOST_SCALE 5.0
-#define NOT_FULL 0.95                  /* of the time busy: below it the GPU has some left; */
-#define FULL 0.98                      /* from here on it has none */
-#define HIDDEN 0.15                    /* of the GPU's time that nobody pays for, before it is taken for another container's */
+#define FULL 0.935                     /* of the time busy, which is said in whole percents: above it the GPU has none left, */
+#define FILLS_A_SECOND 100             /* so quickly that is believed: at 95 percent within a second, */
+#define EMPTIES_A_SECOND 5             /* and so slowly forgotten: by it the GPU becomes less full */
+#define HIDDEN 0.25                    /* of the GPU's time that nobody pays for, before it is taken for another container's */
 enum { COSTS = 4096, PROBES = 8, WEIGHT = 8, OUTSTANDING = 64, UNKNOWN_AT_ONCE = 16, OPEN = 4, SPAN_LAUNCHES = 64, SPANS_AHEAD = 4, SINGLE_EVERY = 8 };
 
 #define LOAD(field) atomic_load_explicit((_Atomic __typeof__(field) *)&(field), memory_order_relaxed)
@@ -147,43 +148,11 @@ static bool is_told(const struct config_gpu *seen, uint64_t now)
 /* Whether others may compute meanwhile. Without the agent nobody says that they do not. */
 static bool is_contended(const struct config_gpu *seen, uint64_t now) { return seen->companions || !is_told(seen, now); }
 
-static double root(double x)
-{
-    double found = x > 1 ? x : 1;
-    for (int i = 0; x > 0 && i < 40; i++)
-        found = (found + x / found) / 2;
-    return x > 0 ? found : 0;
-}
-
-/* How many times as long a kernel of many turns takes because of the others'. Those who launch short ones have what they pay for; those
-   who launch long ones have as many turns as this container while both are there. Who is there how long: with the use `own` and
-   `of_long` of the time and both for the time y, each has half of that: (own + y/2)·(of_long + y/2) = y. */
-static double stretch_of(const struct usage_gpu *use, const struct limits *limits)
-{
-    double others = limits->seen.companions, claimed = limits->seen.claimed / 10000.0, of_long = within(limits->claimed_long, 0, claimed);
-    /* A container may hide what it computes. What the GPU was busy beyond all payments is taken for that. */
-    double hidden = limits->seen.others_ns ? SEE(use->busy) - SEE(use->paid) - claimed - HIDDEN : 0;
-    if (hidden > 0)
-        claimed += hidden, of_long += hidden;
-    if (!others || claimed <= 0)
-        return 1;
-    double left = within(1 - (claimed - of_long), 0.1, 1), own = within(limits->cores / left, 0.01, 1), other = within(of_long / left, 0, 1);
-    if (own + other > 1)
-        own /= own + other, other = 1 - own;
-    double middle = 1 - (own + other) / 2, both = 2 * (middle - root(middle * middle - own * other));
-    /* Who waits for each launch has no whole turn. */
-    return within((1 + both / (2 * own)) / left, 1, 1 + others * (of_long + 0.75 * (claimed - of_long)) / claimed);
-}
-
 /* Of a span that took so long: what the context computed. It begins with a turn of its own, for it waited for that before the first
    event; then the others have theirs, and so on. */
-static double own_part_of(double took, const struct usage_gpu *use, const struct limits *limits, unsigned *turns)
+static double own_part_of(double took, const struct limits *limits, unsigned *turns)
 {
-    double between = (stretch_of(use, limits) - 1) * TURN_NS;
-    *turns = 0;
-    if (between <= 0 || took <= TURN_NS)
-        return took;
-    between += 2 * CHANGE_NS;
+    double between = limits->between_ns + 2 * CHANGE_NS;
     *turns = (unsigned)within(took / (TURN_NS + between), 0, 1e6);
     return took - *turns * between;
 }
@@ -257,7 +226,7 @@ static void note_done(struct span *one, const struct limits *limits, uint64_t no
     bool is_known = one->was_idle || least > 0.8 * most || (one->cost && !SEE(one->cost->ns));
     unsigned turns = 0;
     if (is_told(seen, now) && seen->companions)
-        took = own_part_of(took, use, limits, &turns);
+        took = own_part_of(took, limits, &turns);
     bool is_long = took > 1.5 * TURN_NS;
     took = without_overlap(one, took);
     if (one->cost && is_known)
@@ -265,11 +234,13 @@ static void note_done(struct span *one, const struct limits *limits, uint64_t no
     uint64_t ordinary = SEE(ordinary_ns), mean = (uint64_t)(took / one->launches);
     STORE(ordinary_ns, ordinary ? ordinary - ordinary / 16 + mean / 16 : mean);
     /* Where the GPU is full each pays for the beginnings of its own turns. */
-    double full = is_told(seen, now) && seen->companions ? within((SEE(use->busy) - NOT_FULL) / (FULL - NOT_FULL), 0, 1) : 0;
-    settle(use, (int64_t)(took + full * CHANGE_NS * (turns + !one->is_dense)) - (int64_t)one->paid);
+    settle(use, (int64_t)(took + within(SEE(use->full), 0, 1) * CHANGE_NS * (turns + 1)) - (int64_t)one->paid);
     note_paid(use, (int64_t)took - (int64_t)one->paid, false);
-    if (is_long)
+    ADD(use->turns, turns + 1);
+    if (is_long) {
         ADD(use->launched_long, (uint64_t)took);
+        ADD(use->present_long, (uint64_t)between);
+    }
 }
 
 /* Asks the events of spans that have ended, the oldest first; waits for none. */
@@ -367,6 +338,7 @@ static void take_sample(struct usage_gpu *use, const struct limits *limits, uint
     set_scale(use, use->alone_since && until - use->alone_since >= SECOND_NS, dt_s, paid_ns, busy_ns);
     double kept = use->busy > 0 ? fade(2 * dt_s) : 0;
     STORE(use->busy, within(use->busy * kept + busy_ns / (dt_s * 1e9) * (1 - kept), 0, 1));
+    STORE(use->full, seen->companions ? within(use->full + (use->busy - FULL) * dt_s * (use->busy > FULL ? FILLS_A_SECOND : EMPTIES_A_SECOND), 0, 1) : 0);
     STORE(use->paid, within(use->paid * kept + paid_ns / (dt_s * 1e9) * (1 - kept), 0, 1));
 }
 
@@ -442,6 +414,7 @@ static unsigned spans_ahead(const struct launch *launch, int gpu)
    before anybody knows that they are long. What waits here is behind the others in its stream anyway. */
 static bool is_to_wait(const struct launch *launch, const struct cost *cost, int gpu, const struct limits *limits, uint64_t now)
 {
+    poll_outstanding(limits, now, 0);
     unsigned all = SEE(has_outstanding);
     if (!all)
         return false;
@@ -586,7 +559,8 @@ void begin_launch(const struct launch *launch, struct measurement *measurement)
     struct span *span = open_span_of(launch->stream, launch->is_per_thread, measurement->gpu);
     uint64_t known = SEE(measurement->cost->ns);
     bool has_gap = now - launched_at > GAP_NS; /* the stream may have been idle for long */
-    bool is_single = known == 0 || known >= SINGLE_NS || has_gap || (!span && is_drawn());
+    measurement->is_contended = is_contended(&limits.seen, now);
+    bool is_single = known == 0 || known >= (measurement->is_contended ? SPAN_NS : SINGLE_NS) || has_gap || (!span && is_drawn());
     if (span && is_single) {
         close_span(span, now);
         span = NULL;
@@ -601,7 +575,6 @@ void begin_launch(const struct launch *launch, struct measurement *measurement)
             break;
         }
     measurement->span = span;
-    measurement->is_contended = is_contended(&limits.seen, now);
 }
 
 void end_launch(const struct launch *launch, const struct measurement *measurement, bool is_launched)

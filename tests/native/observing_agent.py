@@ -60,7 +60,19 @@ def limits_of(config: memoryview) -> GpuLimits:
     return GpuLimits(uuid="", cores=cores if flags & 2 else None, ceiling=ceiling if flags & 4 else None)
 
 
+def busy_mean(history, count):
+    if not count.until_ns:
+        return None
+    total = count.total_ns
+    history.append((count.until_ns, total, count.since_ns))
+    while len(history) > 1 and (history[1][0] < count.until_ns - 1_000_000_000 or history[0][2] != count.since_ns):
+        history.pop(0)
+    span = history[-1][0] - history[0][0]
+    return (history[-1][1] - history[0][1]) / span if span > 0 else None
+
+
 def main() -> None:
+    history = []
     configs, seen, usages, launched = {}, {}, {}, {}
     for directory in sys.argv[1:]:
         key = ContainerKey(PodUid(os.path.realpath(directory)), "main")
@@ -86,11 +98,12 @@ def main() -> None:
         looked_at = now if now - looked_at >= LOOK_PERIOD_S else looked_at
         running = [key for key in configs if now - launched[key][1] < RUNS_FOR_S]
         at_ns = time.monotonic_ns()
+        busy = busy_mean(history, count)
         for key in running:
             claims.note(key, limits_of(configs[key]), at_ns, found[key])
         for key in running:
             seen[key] = count.observed(key, seen[key], read.at_ns, used.get(key))
-            seen[key] = claims.others(key, seen[key], at_ns)
+            seen[key] = claims.others(key, seen[key], at_ns, busy)
             write_observed(configs[key], 0, seen[key])
         if read.processes:
             last_used = time.monotonic()

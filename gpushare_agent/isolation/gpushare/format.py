@@ -37,8 +37,8 @@ _USAGE_GPU_BYTES, _FIRST_SLOT, _SLOT_BYTES = 256, 512 + 16 * 256, 448
 USAGE_HEAD_BYTES = _FIRST_SLOT
 """Of `usage` what is before the processes."""
 _LAUNCHES = struct.Struct("@512x" + MOST_GPUS * "56xQ192x")
-_PAID = struct.Struct("@512x" + MOST_GPUS * "48xQQ128xQ56x")
-_CLAIMED_LONG_OFFSET = 240
+_PAID = struct.Struct("@512x" + MOST_GPUS * "48xQQ128xQQQ40x")
+_BETWEEN_OFFSET = 240
 _USAGE_GPU = struct.Struct("@QqQqQQQQQ")
 """changed at, unattributed, refused, tokens, earned, refilled at, launched, launches, throttled."""
 KINDS = ("linear", "managed", "virtual", "array", "pool", "graph", "context")
@@ -74,7 +74,7 @@ class Observed(Struct, frozen=True, kw_only=True):
     told_at_ms: int = 0
     companions: int = 0
     claimed: int = 0
-    claimed_long: int = 0
+    between_us: int = 0
 
 
 class GpuUsage(Struct, frozen=True, kw_only=True):
@@ -144,8 +144,8 @@ def write_limits(config: bytearray | memoryview, index: int, limits: GpuLimits) 
 
 def write_observed(config: bytearray | memoryview, index: int, seen: Observed) -> None:
     """As `write_limits`."""
-    *fields, claimed_long = astuple(seen)
-    memoryview(config).cast("H")[_CLAIMED_LONG_OFFSET // 2 + index] = claimed_long
+    *fields, between_us = astuple(seen)
+    memoryview(config).cast("H")[_BETWEEN_OFFSET // 2 + index] = between_us
     _write(config, index, _OBSERVED, fields)
 
 
@@ -168,11 +168,11 @@ def sum_launches(head: bytes) -> int:
     return sum(_LAUNCHES.unpack(head))
 
 
-def paid_and_launches(head: bytes) -> list[tuple[int, int, int]]:
+def paid_and_launches(head: bytes) -> list[tuple[int, ...]]:
     """What all processes have paid, in nanoseconds, how many launches they have made, and what they have paid for those of
     several turns, on each GPU; `head` as above."""
     numbers = _PAID.unpack(head)
-    return list(zip(numbers[::3], numbers[1::3], numbers[2::3], strict=True))
+    return [numbers[i : i + 5] for i in range(0, len(numbers), 5)]
 
 
 def read_usage(usage: bytes | memoryview, gpus: int) -> tuple[list[GpuUsage], list[ProcessUsage]]:

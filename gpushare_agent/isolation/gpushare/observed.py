@@ -22,7 +22,10 @@ was written, and those whose failure was logged.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
+import os,sys
+DBG=os.environ.get('DBGA')
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import NoReturn
@@ -59,6 +62,9 @@ Owners = Mapping[int, ContainerKey | None]
 _OwnersOfGpus = dict[GpuUuid, dict[int, ContainerKey | None]]
 _NS = 1_000_000_000
 CLAIMED_OVER_NS = 1_000_000_000
+TURN_NS = 2_000_000
+CHANGE_S = 130e-6
+HIDDEN = 0.15
 
 
 class BusyCount(Struct):
@@ -116,40 +122,77 @@ class Claim(Struct):
 
     at_ns: int = 0
     paid_ns: int = 0
-    long_ns: int = 0
     launches: int = 0
+    long_ns: int = 0
+    turns: int = 0
+    present_ns: int = 0
     launched_at_ns: int = -_NS
     most: float = 0.0
-    _mean: float = 0.0
-    _mean_of_long: float = 0.0
-    _passed_ns: int = 0
+    mean: float = 0.0
+    mean_of_long: float = 0.0
+    mean_present: float = 0.0
+    turn_ns: float = TURN_NS
+    turns_rate: float = 0.0
+    passed_ns: int = 0
 
-    def note(self, at_ns: int, most: float, paid_ns: int, launches: int, long_ns: int) -> None:
+    def note(self, at_ns: int, most: float, paid_ns: int, launches: int, long_ns: int, turns: int, present_ns: int) -> None:
         passed = at_ns - self.at_ns
         if self.at_ns and passed > 0:
             # It may become less: what was paid too much is given back. And the tenant may write any number.
-            ratio = min(max(0, paid_ns - self.paid_ns) / passed, 1.0)
-            of_long = min(max(0, long_ns - self.long_ns) / passed, 1.0)
-            self._passed_ns = min(self._passed_ns + passed, CLAIMED_OVER_NS)
-            weight = min(1.0, passed / self._passed_ns)
-            self._mean += (ratio - self._mean) * weight
-            self._mean_of_long += (of_long - self._mean_of_long) * weight
+            self.passed_ns = min(self.passed_ns + passed, CLAIMED_OVER_NS)
+            weight = min(1.0, passed / self.passed_ns)
+            self.mean += (min(max(0, paid_ns - self.paid_ns) / passed, 8.0) - self.mean) * weight
+            self.mean_of_long += (min(max(0, long_ns - self.long_ns) / passed, 8.0) - self.mean_of_long) * weight
+            self.mean_present += (min(max(0, present_ns - self.present_ns) / passed, 8.0) - self.mean_present) * weight
+            new = turns - self.turns
+            self.turns_rate += (min(max(0, new) * _NS / passed, 5000.0) - self.turns_rate) * weight
+            if new > 0:
+                turn_ns = min(max(0, paid_ns - self.paid_ns) / new, TURN_NS)
+                self.turn_ns += (turn_ns - self.turn_ns) / 4
         self.most = most
         if launches != self.launches and self.at_ns:
             self.launched_at_ns = at_ns
         self.at_ns, self.paid_ns, self.launches, self.long_ns = at_ns, paid_ns, launches, long_ns
+        self.turns, self.present_ns = turns, present_ns
 
     @property
     def ratio(self) -> float:
         """Of the GPU's time, about a second's mean."""
-        return min(self._mean, self.most)
+        return min(self.mean, self.most)
 
     @property
     def ratio_of_long(self) -> float:
-        return min(self._mean_of_long, self.ratio)
+        return min(self.mean_of_long, self.ratio)
 
     def is_active(self, at_ns: int) -> bool:
         return at_ns - self.launched_at_ns < _NS
+
+
+def between_ns(own: Claim, others: list[Claim], busy: float | None) -> float:
+    """How long the others compute between two turns of a container that computes without a pause."""
+    everybody = [own, *others]
+    there = [min(1.0, one.mean_present) for one in others]
+    together = 1.0
+    if busy is not None:
+        hidden = busy - sum(one.ratio + one.turns_rate * CHANGE_S for one in everybody)
+        if hidden > HIDDEN:
+            there.append(min(1.0, 1.5 * hidden))
+        of_long = busy - max(0.0, sum(one.mean - one.mean_of_long for one in everybody))
+        present = [min(1.0, own.mean_present), *there]
+        by_chance = sum(present) - (1 - math.prod(1 - one for one in present))
+        if by_chance > 0.05:
+            together = min(2.0, max(0.5, (sum(present) - of_long) / by_chance))
+    counts = [1.0]
+    for one in (min(1.0, together * part) for part in there):
+        counts = [
+            (counts[k] if k < len(counts) else 0) * (1 - one) + (counts[k - 1] if k else 0) * one
+            for k in range(len(counts) + 1)
+        ]
+    part = sum(chance / (k + 1) for k, chance in enumerate(counts))
+    of_short = min(max(0.0, sum(one.mean - one.mean_of_long for one in others)), 0.9)
+    most = sum(one.turn_ns for one in others)
+    DBG and print(f'DBG own {own.mean:.3f} long {own.mean_of_long:.3f} pres {own.mean_present:.3f} others {[(round(o.mean,3),round(o.mean_of_long,3),round(o.mean_present,3),round(o.turn_ns)) for o in others]} busy {busy} tog {together:.2f} part {part:.2f}',file=sys.stderr)
+    return TURN_NS * (1 / part - 1) + min(TURN_NS * of_short / (1 - of_short), most)
 
 
 class Claims(Struct):
@@ -157,11 +200,11 @@ class Claims(Struct):
 
     of: dict[ContainerKey, Claim] = field(default_factory=dict)
 
-    def note(self, key: ContainerKey, limits: GpuLimits, at_ns: int, paid: tuple[int, int, int]) -> None:
+    def note(self, key: ContainerKey, limits: GpuLimits, at_ns: int, paid: tuple[int, ...]) -> None:
         most = CORES_OF_GPU if limits.cores is None else max(limits.cores, limits.ceiling or 0)
         self.of.setdefault(key, Claim()).note(at_ns, most / CORES_OF_GPU, *paid)
 
-    def others(self, key: ContainerKey, seen: Observed, at_ns: int) -> Observed:
+    def others(self, key: ContainerKey, seen: Observed, at_ns: int, busy: float | None = None) -> Observed:
         """`seen` with what the others pay."""
         active = [one for other, one in self.of.items() if other != key and one.is_active(at_ns)]
         return replace(
@@ -169,7 +212,7 @@ class Claims(Struct):
             told_at_ms=at_ns // 1_000_000 % (1 << 32) or 1,
             companions=len(active),
             claimed=min(CORES_OF_GPU, round(CORES_OF_GPU * sum(one.ratio for one in active))),
-            claimed_long=min(CORES_OF_GPU, round(CORES_OF_GPU * sum(one.ratio_of_long for one in active))),
+            between_us=min(65535, round(between_ns(self.of[key], active, busy) / 1000)),
         )
 
 
