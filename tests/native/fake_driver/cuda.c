@@ -1288,6 +1288,25 @@ CUresult CUDAAPI cuGraphInstantiateWithFlags(CUgraphExec *made, CUgraph from, un
     return CUDA_SUCCESS;
 }
 
+/* The kernels of another graph of the same shape, which are read now. */
+CUresult CUDAAPI cuGraphExecUpdate_v2(CUgraphExec of, CUgraph from, CUgraphExecUpdateResultInfo *why)
+{
+    log_call("cuGraphExecUpdate_v2");
+    graph *updated = (graph *)of;
+    const graph *newer = (const graph *)from;
+    int is_alike = updated->count == newer->count;
+    for (unsigned i = 0; i < newer->count && is_alike; i++)
+        is_alike = updated->nodes[i].type == newer->nodes[i].type;
+    why->result = is_alike ? CU_GRAPH_EXEC_UPDATE_SUCCESS : CU_GRAPH_EXEC_UPDATE_ERROR_TOPOLOGY_CHANGED;
+    if (!is_alike)
+        return CUDA_ERROR_GRAPH_EXEC_UPDATE_FAILURE;
+    for (unsigned i = 0; i < newer->count; i++) {
+        updated->nodes[i].kernel = newer->nodes[i].kernel;
+        updated->nodes[i].duration_ns = newer->nodes[i].duration_ns;
+    }
+    return CUDA_SUCCESS;
+}
+
 CUresult CUDAAPI cuGraphUpload(CUgraphExec of, CUstream stream)
 {
     log_call("cuGraphUpload");
