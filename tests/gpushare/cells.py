@@ -1,13 +1,13 @@
-"""What containers get of a GPU whose contexts take turns, as an H200 was measured to do (fake_driver/slices.c): a table of cells,
-each in virtual time.
+"""What containers get of a GPU whose contexts take turns, as an H200 was measured to do (fake_driver/slices.c): a table of
+cells, each in virtual time.
 
     python -m tests.gpushare.cells [--only PATTERN] [--jobs 2] [--json FILE] [--library CHECKOUT] [--list]
 
-A cell is some containers, each with programs (tests/native/tenant.c) and a share of the GPU. Of each container two numbers are read
-from the fake driver, in percent of the GPU: what it computed (net), and that with what it lost at the beginnings of its turns (gross).
-Both are of the first second of its last program, and of the seconds after that. A share is right where net - 3 <= share <= gross + 3:
-nobody computes more than the share, and nobody has less of the GPU. A program that needs less than its share is right where it
-computes 98.5 % of what it computes without libgpushare.
+A cell is some containers, each with programs (tests/native/tenant.c) and a share of the GPU. Of each container two numbers
+are read from the fake driver, in percent of the GPU: what it computed (net), and that with what it lost at the beginnings of
+its turns (gross). Both are of the first second of its last program, and of the seconds after that. A share is right where
+net - 3 <= share <= gross + 3: nobody computes more than the share, and nobody has less of the GPU. A program that needs less
+than its share is right where it computes 98.5 % of what it computes without libgpushare.
 
 `--library` takes libgpushare, and the agent's part, from another checkout of this repository.
 """
@@ -20,12 +20,12 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from gpushare_agent.isolation.gpushare.format import CONFIG_NAME, USAGE_NAME
 from tests.gpushare.support_gpushare import ROOT, Ended, GpushareBuilt, Machine, build_for_gpushare, finish
@@ -82,11 +82,10 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Percent of the GPU's time: net, and with what is lost. `began` is when the measured program did, in the machine's time."""
+    """Percent of the GPU's time: net, and with what is lost."""
 
     first: tuple[float, float]
     later: tuple[float, float]
-    programs: tuple[Ended, ...] = ()
 
     def is_within(self, share: float) -> bool:
         """It computed no more, and had no less with what it lost."""
@@ -146,10 +145,10 @@ def _ordinary() -> Iterator[Cell]:
     phases = [f"1.6,us={us},keys=0" for us in (100, 1000, 10000, 100)]
     yield alone("alone 30 lengths change same key .1>1>10>.1", 30, *phases)
 
-    for length in lengths:
-        yield two(f"30+60 {length} both", lengths[length], lengths[length])
+    for length, does in lengths.items():
+        yield two(f"30+60 {length} both", does, does)
         if length != "5us":
-            yield two(f"30+60 {length} sync both", f"{lengths[length]},wait=1", f"{lengths[length]},wait=1")
+            yield two(f"30+60 {length} sync both", f"{does},wait=1", f"{does},wait=1")
     for length in ("5us", "100us"):
         yield two(f"30 {length} + 60 1ms sync", lengths[length], SYNC)
         yield two(f"30 1ms sync + 60 {length}", SYNC, lengths[length])
@@ -256,16 +255,25 @@ def _streams_and_fills() -> Iterator[Cell]:
 
 def _after_others() -> Iterator[Cell]:
     """A program begins after an old one in the same container, or next to it: measured from its begin on."""
-    old = {"half copies": "us=100,set=286", "long": "us=50000,wait=1", "5us": "us=5", "4 streams": "us=1000,streams=4,wait=4"}
+    old = {
+        "half copies": "us=100,set=286",
+        "long": "us=50000,wait=1",
+        "5us": "us=5",
+        "4 streams": "us=1000,streams=4,wait=4",
+    }
     gemm = "us=1684,wait=4"
     for name, did in old.items():
         both = (Program((f"4,{did}",)), Program((f"{SECONDS},{gemm}",), start_s=4.3))
         yield Cell(f"start 30 gemm after {name}", (Tenant(30, both),))
         late = (Program((f"4,{did}",)), Program((f"{SECONDS},{gemm}",), start_s=4.05))
-        yield Cell(f"start 30 gemm at once after {name} + 60 1ms sync", (Tenant(30, late), tenant(60, f"11,{SYNC}", "0.01")))
+        yield Cell(
+            f"start 30 gemm at once after {name} + 60 1ms sync", (Tenant(30, late), tenant(60, f"11,{SYNC}", "0.01"))
+        )
     beside = (Program((f"11,{SYNC}",)), Program((f"{SECONDS},{gemm}",), start_s=4))
     yield Cell("start 30 gemm next to an old 1ms sync", (Tenant(30, beside),))
-    yield Cell("start 30 5us next to an old 1ms sync", (Tenant(30, (beside[0], Program((f"{SECONDS},us=5",), start_s=4))),))
+    yield Cell(
+        "start 30 5us next to an old 1ms sync", (Tenant(30, (beside[0], Program((f"{SECONDS},us=5",), start_s=4))),)
+    )
 
 
 CELLS: tuple[Cell, ...] = (*_ordinary(), *_data(), *_kinds(), *_streams_and_fills(), *_after_others())
@@ -284,7 +292,7 @@ def run(machine: Machine, cell: Cell, *, bare: Sequence[int] = (), checkout: Pat
     virtual = {"VIRTUAL_TIME": str(clock), "VIRTUAL_COUNT": str(processes + cell.observed)}
     shares = []
     for i, each in enumerate(cell.tenants):
-        limits = {} if each.ceiling is None else {"ceiling": round(100 * each.ceiling)}
+        limits: dict[str, int] = {} if each.ceiling is None else {"ceiling": round(100 * each.ceiling)}
         shares.append(machine.container(f"share-{i}", cores=round(100 * each.cores), **limits))
         if checkout != ROOT:
             _encode_by(checkout, shares[-1].directory, round(100 * each.cores), limits.get("ceiling"))
@@ -295,11 +303,11 @@ def run(machine: Machine, cell: Cell, *, bare: Sequence[int] = (), checkout: Pat
             env = machine.env([built.virtual_time]) | virtual | {"PYTHONPATH": str(checkout)}
             env |= {"OBSERVING_FOR_S": str(cell.observed_s)}
             stack.callback(stack.enter_context(subprocess.Popen(command, env=env, cwd=machine.directory)).kill)
-        started = []
+        started: list[list[subprocess.Popen[str]]] = []
         for i, (share, each) in enumerate(zip(shares, cell.tenants, strict=True)):
             started.append([])
             for program in each.programs:
-                start_s = program.start_s + APART_S * sum(map(len, started))
+                start_s = program.start_s + APART_S * sum(len(one) for one in started)
                 command = [str(built.programs / "tenant"), f"start={start_s}", *program.phases]
                 preload = [built.virtual_time] if i in bare else [built.virtual_time, built.library]
                 started[-1].append(share.start_command(command, preload=preload, env=virtual))
@@ -319,16 +327,16 @@ def run(machine: Machine, cell: Cell, *, bare: Sequence[int] = (), checkout: Pat
 def found_of(meters: Sequence[Mapping[str, Any]], programs: Sequence[Ended], until_s: float) -> Found:
     """Since the last program's begin, of all programs of the container."""
     slot, clock = meters[0]["slot_s"], meters[0]["clock"]
-    at = round((max(program.steps[0]["began"] for program in programs) - clock) / slot)
+    last = max(programs, key=lambda program: program.steps[0]["began"])
+    at = round((last.steps[0]["began"] - clock) / slot)
+    until_s = min(until_s, last.steps[-1]["ended"] - last.steps[0]["began"])
 
     def percent(kind: str, since: float, until: float) -> float:
         span = slice(at + round(since / slot), at + round(until / slot))
         return sum(sum(meter[kind][span]) for meter in meters) / 10 / (until - since)
 
-    first, later = (
-        (percent("net", *span), percent("gross", *span)) for span in ((0.0, 1.0), (1.0, until_s))
-    )
-    return Found(first, later, tuple(programs))
+    first, later = ((percent("net", *span), percent("gross", *span)) for span in ((0.0, 1.0), (1.0, until_s)))
+    return Found(first, later)
 
 
 def _encode_by(checkout: Path, directory: Path, cores: int, ceiling: int | None) -> None:
@@ -357,7 +365,7 @@ def build(directory: Path, checkout: Path = ROOT) -> GpushareBuilt:
             "build_gpushare(Path(sys.argv[1]), Path(sys.argv[2]), directory='.')\n"
         )
         command = [sys.executable, "-c", script, str(cuda_include()), str(built.library)]
-        made = subprocess.run(command, cwd=checkout, capture_output=True, text=True)
+        made = subprocess.run(command, cwd=checkout, capture_output=True, text=True, check=False)
         if made.returncode:
             raise CannotBuildError(made.stderr)
     return built
@@ -378,7 +386,7 @@ class Result:
     def outside_at_first(self) -> str:
         return self._letters(lambda share, found: found.was_within(share), of_bound=False)
 
-    def _letters(self, is_right: Any, *, of_bound: bool = True) -> str:
+    def _letters(self, is_right: Callable[[float, Found], bool], *, of_bound: bool = True) -> str:
         wrong = ""
         for i, (each, found, bare) in enumerate(zip(self.cell.tenants, self.found, self.bare, strict=True)):
             if not each.bound:
@@ -408,7 +416,13 @@ def machine_for(built: GpushareBuilt, directory: Path, cell: Cell) -> Machine:
 
 def shown(numbers: Sequence[tuple[float, float]]) -> str:
     """Net, or net/gross where they differ."""
-    return " + ".join(f"{net:.0f}" if round(net) == round(gross) else f"{net:.0f}/{gross:.0f}" for net, gross in numbers)
+    return " + ".join(
+        f"{net:.0f}" if round(net) == round(gross) else f"{net:.0f}/{gross:.0f}" for net, gross in numbers
+    )
+
+
+def _say(*words: object, file: TextIO = sys.stdout) -> None:
+    print(*words, sep="\n", flush=True, file=file)
 
 
 def _as_json(result: Result) -> dict[str, Any]:
@@ -425,17 +439,19 @@ def _as_json(result: Result) -> dict[str, Any]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Run the cells of the limit of compute, and print what each container got.")
-    parser.add_argument("--only", action="append", metavar="PATTERN", help="of the names, as the shell has them; or a part of one")
+    parser = argparse.ArgumentParser(
+        description="Run the cells of the limit of compute, and print what each container got."
+    )
+    parser.add_argument("--only", action="append", metavar="PATTERN", help="names, as the shell has them, or a part")
     parser.add_argument("--jobs", type=int, default=2, help="so many at a time")
     parser.add_argument("--json", type=Path, metavar="FILE", help="writes all numbers")
-    parser.add_argument("--library", type=Path, default=ROOT, metavar="CHECKOUT", help="another checkout, for its native/gpushare")
+    parser.add_argument("--library", type=Path, default=ROOT, metavar="CHECKOUT", help="for its libgpushare")
     parser.add_argument("--list", action="store_true", help="the names alone")
     arguments = parser.parse_args()
     patterns = [pattern if "*" in pattern else f"*{pattern}*" for pattern in arguments.only or ["*"]]
     cells = [cell for cell in CELLS if any(fnmatch.fnmatchcase(cell.name, pattern) for pattern in patterns)]
     if arguments.list:
-        print(*(cell.name for cell in cells), sep="\n")
+        _say(*(cell.name for cell in cells))
         return 0
     checkout = arguments.library.resolve()
     with tempfile.TemporaryDirectory(prefix="gpushare-cells-") as name, ThreadPoolExecutor(arguments.jobs) as threads:
@@ -443,7 +459,7 @@ def main() -> int:
         try:
             built = build(directory / "built", checkout)
         except CannotBuildError as error:
-            print(error, file=sys.stderr)
+            _say(error, file=sys.stderr)
             return 1
 
         def of(number: int) -> Result | str:
@@ -455,22 +471,22 @@ def main() -> int:
                 return str(error)
 
         results: list[Result] = []
-        print("| cell | 1st s | 1-6 s | 1st s | 1-6 s |\n|---|---|---|---|---|")
+        _say("| cell | 1st s | 1-6 s | 1st s | 1-6 s |\n|---|---|---|---|---|")
         for cell, result in zip(cells, threads.map(of, range(len(cells))), strict=True):
             if isinstance(result, str):
-                print(f"| {cell.name} | failed: {result.strip()[:300]} |", flush=True)
+                _say(f"| {cell.name} | failed: {result.strip()[:300]} |")
                 continue
             results.append(result)
             bare = "".join(f" (bare {one:.1f})" for one in result.bare if one is not None)
             judged = [one or "ok" if cell.judged else "" for one in (result.outside_at_first(), result.outside())]
             first, later = (shown([getattr(found, kind) for found in result.found]) for kind in ("first", "later"))
-            print(f"| {cell.name} | {first} | {later}{bare} | {' | '.join(judged)} |", flush=True)
+            _say(f"| {cell.name} | {first} | {later}{bare} | {' | '.join(judged)} |")
     judged_count = sum(cell.judged for cell in cells)
     outside, at_first = (
         sum(bool(one) for one in found)
         for found in ([each.outside() for each in results], [each.outside_at_first() for each in results])
     )
-    print(f"{judged_count} judged; outside: {outside}; first second: {at_first}; failed: {len(cells) - len(results)}")
+    _say(f"{judged_count} judged; outside: {outside}; first second: {at_first}; failed: {len(cells) - len(results)}")
     if arguments.json:
         arguments.json.write_text(json.dumps([_as_json(result) for result in results], indent=1), encoding="utf-8")
     return 0
