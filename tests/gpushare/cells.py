@@ -36,9 +36,9 @@ H200: Mapping[str, object] = {
     "rows": "whole",
     "sample_ms": 200,
     "sample_every_ms": 200,
-    "lag_ms": 40,
     "sm_count": 132,
 }
+"""Samples come at once; who asks ten times a second has them 50 ms old, on average."""
 SECONDS = 6.5
 """Of a program's only phase."""
 POINTS, POINTS_AT_FIRST, LEAST_OF_BARE = 3.0, 6.0, 0.985
