@@ -70,6 +70,7 @@ class GpuDocument(TypedDict):
 
 class ContainerUsage(TypedDict, total=False):
     sm_ratio: Number | None
+    sm_source: str
     memory_bytes: Number | None
     pids: list[Integer]
 

@@ -46,6 +46,7 @@ from gpushare_agent.cli.render_text import (
     plain_cell,
     width_of,
 )
+from gpushare_agent.model.usage import SmSource
 
 FIRST, STATE, SM, ALLOC, TEMP, POWER = "GPU / CONTAINER", "STATE", "SM %", "ALLOC GiB", "TEMP °C", "POWER W"
 SM_BAR, MEMORY_BAR = "", " "
@@ -56,6 +57,9 @@ BARS = {SM_BAR: SM, MEMORY_BAR: MEMORY_COLUMN}
 """Each draws the value to its left."""
 BAR_WIDTH, SHORT_BAR_WIDTH = 10, 6
 MIN_FIRST_WIDTH = 15
+PAID = "*"
+"""Behind the compute of a container that the driver does not say."""
+PAID_NOTE = "* paid, as libgpushare counts: of several that compute the driver's samples name one"
 SHORT_STATE_WIDTH = len("Unhealthy")
 REASON_INDENT = "    "
 
@@ -160,7 +164,7 @@ def _container_line(container: ContainerDocument, part: ContainerGpu | None) -> 
             FIRST: f"  {_name(container)}",
             STATE: container["phase"],
             CORES_COLUMN: cores,
-            SM: percent(usage.get("sm_ratio")),
+            SM: percent(usage.get("sm_ratio")) + (PAID if usage.get("sm_source") == SmSource.LIBRARY else ""),
             MEMORY_COLUMN: f"{gib(used)}/{gib(limit)}",
         },
         loads={SM: usage.get("sm_ratio"), MEMORY_COLUMN: _ratio(used, limit)},
@@ -182,6 +186,11 @@ def _unattributed_line(process: UnattributedProcess) -> Line:
         MEMORY_COLUMN: gib(process["memory_bytes"]),
     }
     return Line(cells=cells, loads={SM: process["sm_ratio"]}, style="yellow")
+
+
+def notes(lines: Sequence[Line]) -> list[Text]:
+    """What a mark in these lines means."""
+    return [Text(PAID_NOTE, style="dim")] if any(line.cells.get(SM, "").endswith(PAID) for line in lines) else []
 
 
 def _ratio(used: float | None, whole: float | None) -> float | None:

@@ -23,6 +23,7 @@ from gpushare_agent.cli.render_top import (
     columns_for,
     header_line,
     heading,
+    notes,
     rows_of,
     top_lines,
     top_table,
@@ -43,7 +44,8 @@ p          list the processes of each container
 ?          this help, and back
 
 GPU CORES  allocated and all, in hundredths of the GPU; of a container its limit, `40–60` with an elastic ceiling
-SM %       use of the whole GPU; green below 10 %, yellow below 75 %, red above
+SM %       use of the whole GPU; green below 10 %, yellow below 75 %, red above. 31*: what a container paid, as libgpushare
+           counts, while others compute there: of several the driver's samples name one
 MEMORY     used and all; of a container used and its limit
 ALLOC      memory allocated to containers
 """
@@ -81,7 +83,7 @@ async def run(
 
 def _tables(document: NodeDocument, width: int, choice: Choice) -> Sequence[RenderableType]:
     lines = top_lines(document, width, choice)
-    note = [] if lines else [Text("this node has no GPU that the driver can name")]
+    note = notes(lines) if lines else [Text("this node has no GPU that the driver can name")]
     return [*heading(document, width), top_table(lines, width, choice), *note]
 
 
@@ -135,7 +137,11 @@ class _Top:
         lines = top_lines(self.document, width, self._choice)
         widths = columns_for(lines, width, has_bars=self._choice.has_bars)
         body = Group(*rows_of(lines, widths, width)) if lines else Text("no GPU or container to show", style="yellow")
-        return View(head=[*head, header_line(widths, self._choice.sort)], body=body, foot=[*problem, self._foot()])
+        return View(
+            head=[*head, header_line(widths, self._choice.sort)],
+            body=body,
+            foot=[*notes(lines), *problem, self._foot()],
+        )
 
     def _foot(self) -> Text:
         if self._is_typing:

@@ -34,7 +34,7 @@ from gpushare_agent.model.allocations import Allocation, ContainerKey
 from gpushare_agent.model.errors import NodeEventReason, Refused
 from gpushare_agent.model.gpus import KernelModule
 from gpushare_agent.model.isolation import DeviceListStrategy, Sharing, isolation_parts
-from gpushare_agent.model.names import PodUid
+from gpushare_agent.model.names import GpuUuid, PodUid
 from gpushare_agent.model.pods import ContainerSpec, Pod
 from gpushare_agent.model.usage import UsageRound
 from gpushare_agent.node import Node
@@ -186,6 +186,10 @@ class Isolations(Struct, frozen=True, kw_only=True):
                 subscribe(part.usage_sampled)
             if part.request_usage_by is not None:
                 part.request_usage_by(request)
+
+    def paid(self, key: ContainerKey, uuid: GpuUuid) -> float | None:
+        """What a container pays for its launches, of the GPU's time, where an isolation counts that and there were any."""
+        return next((found for part in self.parts.values() if (found := part.paid(key, uuid)) is not None), None)
 
     def unavailable_reason(self, isolation: str) -> str:
         """Why no share of this isolation can be had now, and the remedy; empty where it can."""

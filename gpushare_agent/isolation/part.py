@@ -28,7 +28,7 @@ from gpushare_agent.model.allocations import Allocation, ContainerKey
 from gpushare_agent.model.errors import AgentError, NodeEventReason, Refused
 from gpushare_agent.model.gpus import GpuInventory, KernelModule
 from gpushare_agent.model.isolation import MemoryLimiter, isolation_parts
-from gpushare_agent.model.names import PodUid
+from gpushare_agent.model.names import GpuUuid, PodUid
 from gpushare_agent.model.pods import ContainerSpec, Pod
 from gpushare_agent.model.usage import SamplesBusy, UsageRound
 from gpushare_agent.node import Node
@@ -100,6 +100,8 @@ class IsolationPart(Struct, frozen=True, kw_only=True):
     usage_sampled: Callable[[UsageRound | None], None] | None = None
     request_usage_by: Callable[[Callable[[], None]], None] | None = None
     """It is handed what requests further rounds, which may else be rare."""
+    paid: Callable[[ContainerKey, GpuUuid], float | None] = lambda key, uuid: None
+    """What a container pays for its launches, of the GPU's time, where the isolation counts that and there were any."""
     problem: Callable[[ContainerKey], str] = lambda _: ""
     circumstances: Callable[[Circumstances, Allocation | None, ContainerSpec | None], Circumstances] = (
         lambda found, allocation, container: found

@@ -102,6 +102,14 @@ class SamplesBusy(Protocol):
         """Of those among them that answer. Quick enough for ten times a second. Raises Unavailable."""
 
 
+class SmSource(StrEnum):
+    """Who says how much a container computes: the driver of its processes, or its isolation's library, by what it has
+    paid."""
+
+    DRIVER = "driver"
+    LIBRARY = "library"
+
+
 class ContainerUse(Struct, frozen=True, kw_only=True):
     """What one container uses of one GPU, the sum over its processes. A ratio is None where no process's is known."""
 
@@ -110,6 +118,7 @@ class ContainerUse(Struct, frozen=True, kw_only=True):
     pids: tuple[int, ...]
     memory_bytes: int | None = None
     sm_ratio: float | None = None
+    sm_source: SmSource = SmSource.DRIVER
     memory_ratio: float | None = None
     encoder_ratio: float | None = None
     decoder_ratio: float | None = None

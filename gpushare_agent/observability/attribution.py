@@ -3,22 +3,28 @@
 A process counts for a container that has that very GPU allocated. Every other process of a GPU is unattributed, so that the
 processes of a GPU are always all accounted for. A container without a process uses nothing: zero. What the driver does not
 report is None.
+
+Where several compute on a GPU, a driver's sample may name one process, whichever, with the percents of the whole GPU (an
+H200's does). So of a container whose isolation counts what it pays that is its compute, while somebody else computes there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
 from msgspec import Struct, field
+from msgspec.structs import replace
 
 from gpushare_agent.model.allocations import Allocation, ContainerKey
 from gpushare_agent.model.names import GpuUuid, PodUid
 from gpushare_agent.model.pods import ContainerKind, Pod
-from gpushare_agent.model.usage import ContainerUse, DriverSample, GpuSample, ProcessSample, UsageRound
+from gpushare_agent.model.usage import ContainerUse, DriverSample, GpuSample, ProcessSample, SmSource, UsageRound
 from gpushare_agent.runtime.cgroup_paths import PeerIdentity
 
 T = TypeVar("T")
+PaidRatio = Callable[[ContainerKey, GpuUuid], float | None]
+"""What a container pays, of the GPU's time; None where nobody counts it, or it has launched nothing of late."""
 
 RATIO_DIGITS = 6
 """More than any driver reports; further digits are rounding errors of the sum."""
@@ -43,7 +49,12 @@ def has_handed_over(allocation: Allocation, pod: Pod | None) -> bool:
 
 
 def join_usage(
-    sample: DriverSample, owners: Mapping[int, PeerIdentity], allocated: AllocatedContainers, *, sampled_at: float
+    sample: DriverSample,
+    owners: Mapping[int, PeerIdentity],
+    allocated: AllocatedContainers,
+    *,
+    sampled_at: float,
+    paid: PaidRatio = lambda key, uuid: None,
 ) -> UsageRound:
     """One round: what each container uses of each of its GPUs that answered, and the unattributed processes there.
 
@@ -60,8 +71,9 @@ def join_usage(
         for process in gpu.processes or ():
             key = _container_of(owners.get(process.pid), here, allocated)
             (unknown if key is None else found[key]).append(process)
-        for key, processes in found.items():
-            containers[key, gpu.uuid] = _use(key, gpu, processes)
+        uses = [_use(key, gpu, processes) for key, processes in found.items()]
+        for use in _with_paid(uses, paid, others_compute=any(process.sm_ratio for process in unknown)):
+            containers[use.key, gpu.uuid] = use
         if unknown:
             unattributed[gpu.uuid] = tuple(unknown)
     return UsageRound(
@@ -130,6 +142,21 @@ def _use(key: ContainerKey, gpu: GpuSample, processes: Sequence[ProcessSample]) 
         encoder_ratio=_share(process.encoder_ratio for process in processes),
         decoder_ratio=_share(process.decoder_ratio for process in processes),
     )
+
+
+def _with_paid(uses: Sequence[ContainerUse], paid: PaidRatio, *, others_compute: bool) -> list[ContainerUse]:
+    """The uses of one GPU. `others_compute`: a process of no container does, by the driver."""
+    # A share of several allocations has its processes in one of them, and pays once.
+    pays = {use.key: ratio for use in uses if use.pids and (ratio := paid(use.key, use.uuid)) is not None}
+    computing = sum(1 for use in uses if use.key in pays or use.sm_ratio) + others_compute
+    if computing < 2:
+        return list(uses)
+    return [
+        replace(use, sm_ratio=round(min(1.0, pays[use.key]), RATIO_DIGITS), sm_source=SmSource.LIBRARY)
+        if use.key in pays
+        else use
+        for use in uses
+    ]
 
 
 def _share(ratios: Iterable[float | None]) -> float | None:

@@ -111,8 +111,16 @@ class NodeSnapshot(Struct, frozen=True, kw_only=True):
         if (use := self.usage.containers.get((key, uuid))) is not None:
             return use
         # A container that was admitted after the last round is not in it, and has no process yet.
-        ratios = {"sm_ratio": 0.0, "memory_ratio": 0.0, "encoder_ratio": 0.0, "decoder_ratio": 0.0}
-        return ContainerUse(key=key, uuid=uuid, pids=(), memory_bytes=0, **ratios)
+        return ContainerUse(
+            key=key,
+            uuid=uuid,
+            pids=(),
+            memory_bytes=0,
+            sm_ratio=0.0,
+            memory_ratio=0.0,
+            encoder_ratio=0.0,
+            decoder_ratio=0.0,
+        )
 
 
 class CountsDocument(Struct):
@@ -237,6 +245,7 @@ class AllocatedDocument(Struct):
 
 class ContainerUsageDocument(Struct, kw_only=True):
     sm_ratio: float | None
+    sm_source: str
     memory_bytes: int | None
     encoder_ratio: float | None
     decoder_ratio: float | None
@@ -452,6 +461,7 @@ def _container_usage(use: ContainerUse | None) -> ContainerUsageDocument | None:
         return None
     return ContainerUsageDocument(
         sm_ratio=use.sm_ratio,
+        sm_source=use.sm_source.value,
         memory_bytes=use.memory_bytes,
         encoder_ratio=use.encoder_ratio,
         decoder_ratio=use.decoder_ratio,

@@ -93,6 +93,7 @@ def build(
         ids=ContainerIds(isolation.runtime, node.pods),
         claims=node.claim_pods.claims_of_containers,
         allocations=node.cache.view,
+        paid=isolation.paid,
         metrics=metrics,
         period_s=settings.sample_period_s,
         idle_period_s=settings.usage.idle_period_s,

@@ -26,7 +26,13 @@ from gpushare_agent.model.allocations import Allocation, ContainerKey
 from gpushare_agent.model.errors import AgentError, Unavailable
 from gpushare_agent.model.usage import DriverSample, UsageRound
 from gpushare_agent.node import Metrics, Pods
-from gpushare_agent.observability.attribution import AllocatedContainers, has_handed_over, join_usage, unknown_ids
+from gpushare_agent.observability.attribution import (
+    AllocatedContainers,
+    PaidRatio,
+    has_handed_over,
+    join_usage,
+    unknown_ids,
+)
 from gpushare_agent.runtime.cgroup_paths import PeerIdentity
 
 log = structlog.get_logger(__name__)
@@ -74,6 +80,7 @@ class UsageSampling(Struct, kw_only=True, eq=False):
     period_s: float
     idle_period_s: float = 0.0
     claims: Callable[[], Mapping[ContainerKey, tuple[ContainerKey, ...]]] = dict
+    paid: PaidRatio = lambda key, uuid: None
     clock: Callable[[], float] = time.monotonic
     wall_clock: Callable[[], float] = time.time
     _observers: list[Observer] = field(default_factory=list)
@@ -193,7 +200,7 @@ class UsageSampling(Struct, kw_only=True, eq=False):
                 f"sampling the GPUs' use got no answer within {timeout_s:g} s; it is tried again each"
                 f" {self.period_s:g} s. Check nvidia-smi and the kernel log on this node"
             ) from e
-        return join_usage(sample, owners, allocated, sampled_at=sampled_at)
+        return join_usage(sample, owners, allocated, sampled_at=sampled_at, paid=self.paid)
 
     def _allocated(self) -> AllocatedContainers:
         in_statuses = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import struct
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
@@ -206,3 +207,39 @@ async def test_use_is_sampled_without_an_isolation_too() -> None:
 
         await poll_until(lambda: ratio() == 0.75, "its use")
         assert uuid_of(agent, index_of(node, agent, "a")) in gpus_of(node, "a")
+
+
+async def test_of_two_shares_that_compute_on_a_gpu_each_is_shown_with_what_it_paid() -> None:
+    """The driver gives each all of the GPU. Once one of them rests the other is as the driver says; its series stay."""
+    flags = (*FAST, "--isolation=gpushare", "--simulated.cards=1")
+    async with open_test_node() as node, open_agent(node, *flags) as agent:
+        for name, cores in (("a", 30), ("b", 60)):
+            node.api.create_pod(pod(name, container(cores=cores, blocks=8)))
+        await wait_running(node, "a", "b")
+        put_usage(node, *({"pid": pids_of(node, name)[0], "card": 0, "sm": 0.9, "memory_bytes": MIB} for name in "ab"))
+        containers = agent.parts.node.settings.virtual_manager.path
+
+        def launch(name: str) -> None:
+            """As libgpushare would count it: much more than any share."""
+            with (containers / key_of(node, name).pod_uid / "main" / "usage").open("r+b") as usage:
+                usage.seek(512 + 48)
+                paid, launches = struct.unpack("QQ", usage.read(16))
+                usage.seek(512 + 48)
+                usage.write(struct.pack("QQ", paid + 1_000_000_000, launches + 1))
+
+        async def shown(computing: str) -> dict[str, tuple[list[float], set[str]]]:
+            for name in computing:
+                launch(name)
+            rows = await scrape(agent)
+            ratios, sources = (rows[f"gpushare_container_sm_utilization_{one}"] for one in ("ratio", "info"))
+            found = {name: {labels["source"] for labels, _ in sources if labels["pod"] == name} for name in "ab"}
+            return {name: (of_pod(ratios, name), found[name]) for name in "ab"}
+
+        async def wait_shown(computing: str, expected: dict[str, tuple[list[float], set[str]]]) -> None:
+            async with asyncio.timeout(DEADLINE_S):
+                while await shown(computing) != expected:
+                    await asyncio.sleep(0.05)
+
+        await wait_shown("ab", {"a": ([0.3], {"library"}), "b": ([0.6], {"library"})})
+        put_usage(node, {"pid": pids_of(node, "a")[0], "card": 0, "sm": 0.4, "memory_bytes": MIB})
+        await wait_shown("a", {"a": ([0.4], {"driver"}), "b": ([0.0], {"driver"})})

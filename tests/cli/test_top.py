@@ -71,6 +71,19 @@ async def test_each_container_stands_below_its_gpu_with_limit_and_use(capsys: py
     assert rows[6][:4] == ["default/big/main", "Unknown", "whole", "0"]
 
 
+async def test_compute_that_was_paid_for_has_a_mark_and_a_note(capsys: pytest.CaptureFixture[str]) -> None:
+    document = busy_node()
+    [trainer] = [one for one in document["containers"] if one["container"] == "trainer"]
+    before = await printed(document, capsys)
+    assert "paid" not in before
+    trainer["gpus"][0]["usage"]["sm_source"] = "library"
+    lines = (await printed(document, capsys)).splitlines()
+    assert lines[5].split()[:4] == ["default/train/trainer", "Unknown", "40–60", "31*"]
+    assert lines[-1] == "* paid, as libgpushare counts: of several that compute the driver's samples name one"
+    del trainer["gpus"][0]["usage"]["sm_source"]  # of an agent before it
+    assert await printed(document, capsys) == before
+
+
 async def test_the_highest_come_first(capsys: pytest.CaptureFixture[str]) -> None:
     """By `--sort`, GPUs and the containers of each; what was not sampled comes last."""
     async with json_server(agent_answers(busy_node())) as agent:

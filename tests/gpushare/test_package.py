@@ -65,7 +65,7 @@ def test_cores_are_held_and_counted_where_the_agent_looks(machine_with: MachineW
     [ended] = share.machine.run_virtual((share, ["launch:kernel:6:1056"]))
     assert (ended.code, ended.error) == (0, "")
     assert ended.rates()[0] / 10 == pytest.approx(cores / 100, abs=5)
-    assert files.launches(KEY) > 1000
+    assert files.paid(KEY)[0].launches > 1000
 
 
 def test_more_cores_are_followed_by_a_launch_that_waits(machine_with: MachineWith) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import fcntl
 import json
@@ -233,6 +234,10 @@ def library(path: Path) -> Path:
     return path
 
 
+def launches(files: GpushareFiles) -> int:
+    return sum(one.launches for one in files.paid(KEY))
+
+
 class World:
     """One share of which the test changes the limits."""
 
@@ -279,7 +284,7 @@ def test_a_prepared_container_finds_its_limits_and_an_empty_region(world: World)
     modes = {path.name: path.stat().st_mode & 0o777 for path in world.path.iterdir()}
     assert modes == {CONFIG_NAME: 0o644, USAGE_NAME: 0o666}
     assert (world.path / USAGE_NAME).stat().st_size == USAGE_BYTES
-    assert (world.files.launches(KEY), world.files.held_bytes(KEY)) == (0, {UUID: 0})
+    assert (launches(world.files), world.files.held_bytes(KEY)) == (0, {UUID: 0})
     installed = world.files.directory
     assert (installed / "ld.so.preload").read_text() == f"{LIBRARY_PATH}\n"
     assert (installed / "libgpushare.so").read_bytes() == world.files.library.read_bytes()
@@ -291,15 +296,15 @@ def test_a_container_that_starts_again_finds_new_files_and_a_claims_the_same(wor
     first = (world.path / CONFIG_NAME).stat().st_ino
     world.is_claims, world.limits = True, replace(LIMITS, cores=5000)
     world.files.prepare(KEY)
-    assert (world.files.launches(KEY), (world.path / CONFIG_NAME).stat().st_ino) == (7, first)
+    assert (launches(world.files), (world.path / CONFIG_NAME).stat().st_ino) == (7, first)
     assert struct.unpack_from("I", world.config(), 512 + 64) == (5000,)
     os.utime(world.path / CONFIG_NAME, (1, 1))  # the node was restarted since
     world.files.prepare(KEY)
-    assert world.files.launches(KEY) == 0
+    assert launches(world.files) == 0
     world.launch(7)
     world.is_claims = False
     world.files.prepare(KEY)
-    assert world.files.launches(KEY) == 0
+    assert launches(world.files) == 0
 
 
 def test_a_container_whose_limits_are_not_known_is_not_prepared(world: World) -> None:
@@ -352,7 +357,7 @@ def test_each_gpu_of_a_container_is_written_by_its_uuid(world: World) -> None:
         for gpu in (0, 1):
             file.seek(512 + 256 * gpu + 56)
             file.write(struct.pack("Q", 5))
-    assert files.launches(KEY) == 10
+    assert launches(files) == 10
 
 
 def shorten(path: Path) -> None:
@@ -399,7 +404,7 @@ def test_what_a_tenant_makes_of_its_region_harms_nobody(world: World, attack: Ca
     world.files.prepare(KEY)
     attack(world.path / USAGE_NAME)
     with pytest.raises(Corrupt):
-        world.files.launches(KEY)
+        launches(world.files)
     with pytest.raises(Corrupt):
         world.files.held_bytes(KEY)
     world.files.write_limits(KEY, [LIMITS])
@@ -419,11 +424,11 @@ def test_a_region_that_cannot_be_opened_is_tried_again(world: World, attack: str
             path.chmod(0)
         began = time.monotonic()
         with without_capabilities(), pytest.raises(Unavailable, match="tried again"):
-            world.files.launches(KEY)
+            launches(world.files)
         assert time.monotonic() - began < 10
         world.files.write_limits(KEY, [LIMITS])
         world.files.prepare(KEY)
-        assert world.files.launches(KEY) == 0
+        assert launches(world.files) == 0
 
 
 @contextmanager
@@ -446,7 +451,7 @@ def test_a_region_of_random_bytes_is_read_as_numbers(world: World, seed: int) ->
     """By all that the agent reads of it; it believes none of it."""
     world.files.prepare(KEY)
     (world.path / USAGE_NAME).write_bytes(random.Random(seed).randbytes(USAGE_BYTES))
-    assert world.files.launches(KEY) >= 0
+    assert launches(world.files) >= 0
     held = world.files.held_bytes(KEY)
     assert list(held) == [UUID] and held[UUID] >= 0
 
@@ -475,7 +480,7 @@ async def test_a_file_that_its_tenant_made_long_is_cut(world: World) -> None:
     assert await caches.prepare([KEY]) is None
     grow(world.path / USAGE_NAME)
     await caches.cut_oversized()
-    assert world.files.launches(KEY) == 0 and (world.path / USAGE_NAME).stat().st_size == USAGE_BYTES
+    assert launches(world.files) == 0 and (world.path / USAGE_NAME).stat().st_size == USAGE_BYTES
 
 
 def test_a_start_leaves_the_vdevice_files_and_puts_what_the_tenant_wrote_aside(world: World) -> None:
@@ -790,3 +795,190 @@ async def test_limits_that_changed_without_a_resize_are_put_right_and_trouble_is
         shutil.rmtree(world.path)
         await service.look()
     assert [entry["event"] for entry in logs] == ["gpushare_files_not_used"]
+
+
+# ---- what others pay ----
+
+
+def pay(world: World, key: ContainerKey, launched: int, ms: float, *, gpu: int = 0, long_ms: float = 0.0) -> None:
+    """As its processes would write it."""
+    with (world.files.container_directory(key) / USAGE_NAME).open("r+b") as file:
+        for offset, number in ((48, ms * 1e6), (56, launched), (192, long_ms * 1e6)):
+            file.seek(512 + 256 * gpu + offset)
+            file.write(struct.pack("Q", int(number)))
+
+
+def claimed_of_others(world: World, key: ContainerKey, gpu: int = 0) -> tuple[int, int, int]:
+    """Companions, what they pay, and what of it for launches of several turns."""
+    config = (world.files.container_directory(key) / CONFIG_NAME).read_bytes()
+    assert struct.unpack_from("I", config, 512 + 128 * gpu)[0] % 2 == 0
+    return (*struct.unpack_from("HH", config, 512 + 128 * gpu + 124), *struct.unpack_from("H", config, 240 + 2 * gpu))
+
+
+class Clock:
+    """Seconds, by the hand of the test."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+async def observed_for(service: ObservedContainers, clock: Clock, seconds: float, work: Callable[[int], None]) -> None:
+    """Ten readings a second, and a look before every third; `work` is what containers do before each."""
+    for n in range(round(10 * seconds)):
+        clock.now += 0.1
+        work(n)
+        if n % 3 == 0:
+            await service.look()
+        await service.read()
+
+
+def two_shares(world: World, **others: Any) -> tuple[ObservedContainers, Clock]:
+    clock = Clock()
+    for key in (KEY, OTHER):
+        world.files.prepare(key)
+    shares = {KEY: (LIMITS,), OTHER: (replace(LIMITS, cores=6000),)}
+    return observing(world, **({"clock": clock, "shares": lambda: shares} | others)), clock
+
+
+async def test_containers_are_told_what_the_others_pay(world: World) -> None:
+    """And who asks what one pays gets the same number, under the key of any allocation of the share."""
+    part_of_other = ContainerKey(OTHER.pod_uid, "part")
+    service, clock = two_shares(world, share_of=lambda key: OTHER if key == part_of_other else key)
+    await service.look()
+
+    def work(n: int) -> None:
+        pay(world, KEY, n, 20 * n)
+        pay(world, OTHER, n, 60 * n, long_ms=30 * n)
+
+    await observed_for(service, clock, 3, work)
+    assert claimed_of_others(world, KEY) == (1, 6000, 3000)
+    assert claimed_of_others(world, OTHER) == (1, 2000, 0)
+    assert [service.paid(key, UUID) for key in (KEY, OTHER, part_of_other)] == pytest.approx([0.2, 0.6, 0.6])
+    assert service.paid(KEY, GPUS[1].uuid) is None
+    await observed_for(service, clock, 1.5, lambda n: pay(world, KEY, 100 + n, 600 + 20 * n))
+    assert claimed_of_others(world, KEY) == (0, 0, 0) and service.paid(OTHER, UUID) is None
+
+
+async def test_a_neighbour_that_begins_is_told_of_at_the_next_look(world: World) -> None:
+    """It was idle for long; its launches are known before its first reading."""
+    service, clock = two_shares(world)
+    await service.look()
+    await observed_for(service, clock, 3, lambda n: pay(world, KEY, n, 30 * n))
+    assert claimed_of_others(world, KEY) == (0, 0, 0)
+    pay(world, OTHER, 1, 50)
+    clock.now += 0.1
+    await service.look()
+    await service.read()
+    assert claimed_of_others(world, KEY)[0] == 1
+
+
+async def test_what_a_round_shows_while_files_are_read_is_not_lost(world: World) -> None:
+    """The round comes in the event loop, between a reading and what is written by it."""
+    service, clock = two_shares(world, driver=ReadDriver(replace(READING, at_ns=1)))
+    await observed_for(service, clock, 1, lambda n: pay(world, KEY, n, n))
+    read = world.files.paid
+
+    def paid_meanwhile(key: ContainerKey, gpus: int) -> Any:
+        loop.call_soon_threadsafe(service.usage_sampled, usage())
+        return read(key, gpus)
+
+    loop = asyncio.get_running_loop()
+    world.files.paid = paid_meanwhile  # type: ignore[method-assign]
+    await service.read()
+    await service.read()
+    assert told(world).used_bytes == 600 * MIB
+
+
+async def test_files_that_are_made_anew_during_a_reading_are_not_told_of_the_last_instance(world: World) -> None:
+    service, clock = two_shares(world)
+    service.usage_sampled(usage())
+    await observed_for(service, clock, 1, lambda n: pay(world, KEY, 5 + n, n))
+    service.usage_sampled(usage())
+    await service.read()
+    assert told(world).used_bytes == 700 * MIB
+    world.files.prepare(KEY)
+    pay(world, KEY, 1, 1)
+    await service.read()
+    assert told(world) == Observed()
+
+
+async def test_what_has_ended_leaves_nothing_behind(world: World) -> None:
+    """Containers, and GPUs of which nobody has a share any more."""
+    service, clock = two_shares(world)
+
+    def work(n: int) -> None:
+        pay(world, KEY, n, n)
+        pay(world, OTHER, n, n)
+
+    await observed_for(service, clock, 1, work)
+    assert claimed_of_others(world, KEY)[0] == 1
+    service.shares = lambda: {KEY: (LIMITS,)}
+    await observed_for(service, clock, 0.4, lambda n: pay(world, KEY, 100 + n, n))
+    assert claimed_of_others(world, KEY)[0] == 0
+    service.shares = dict
+    await service.look()
+    assert (service._containers, service._counts, service._claims, service._listed) == ({}, {}, {}, {})
+
+
+async def test_a_container_of_two_gpus_pays_on_each(world: World) -> None:
+    """In the order of its files, in whichever order its limits come later: those of a claim may."""
+    second = replace(LIMITS, uuid=GPUS[1].uuid)
+    world.files._limits = lambda key: (LIMITS, second)
+    service, clock = two_shares(world, shares=lambda: {KEY: (second, LIMITS), OTHER: (LIMITS, second)})
+    await service.look()
+
+    def work(n: int) -> None:
+        pay(world, KEY, n, 10 * n)
+        pay(world, KEY, n, 20 * n, gpu=1)
+        pay(world, OTHER, n, 0)
+
+    await observed_for(service, clock, 2, work)
+    assert [service.paid(KEY, gpu.uuid) for gpu in GPUS[:2]] == pytest.approx([0.1, 0.2])
+    assert [claimed_of_others(world, OTHER, gpu) for gpu in (0, 1)] == [(1, 1000, 0), (1, 2000, 0)]
+
+
+async def test_a_ceiling_that_comes_counts_for_what_is_believed(world: World) -> None:
+    """And one that goes, at once."""
+    limits = [LIMITS]
+    service, clock = two_shares(world, shares=lambda: {KEY: (limits[0],), OTHER: (LIMITS,)})
+    await service.look()
+    begun = [0]
+
+    def work(n: int) -> None:
+        begun[0] += 1
+        pay(world, KEY, begun[0], 90 * begun[0])
+        pay(world, OTHER, begun[0], 0)
+
+    await observed_for(service, clock, 2, work)
+    assert claimed_of_others(world, OTHER) == (1, 3000, 0)
+    limits[0] = replace(LIMITS, ceiling=8000)
+    await observed_for(service, clock, 7, work)
+    assert claimed_of_others(world, OTHER)[1] == pytest.approx(8000, abs=20)
+    limits[0] = LIMITS
+    await observed_for(service, clock, 0.5, work)
+    assert claimed_of_others(world, OTHER) == (1, 3000, 0)
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_random_bytes_in_a_region_cost_its_own_container_alone(world: World, seed: int) -> None:
+    """All of it, twice in each reading; others are never told of more than the liar's share."""
+    service, clock = two_shares(world)
+    service.usage_sampled(usage())
+    await service.look()
+    found, numbers = [], random.Random(seed)
+
+    def work(n: int) -> None:
+        (world.files.container_directory(OTHER) / USAGE_NAME).write_bytes(numbers.randbytes(USAGE_BYTES))
+        pay(world, KEY, n, 30 * n)
+        found.append(claimed_of_others(world, KEY))
+
+    with capture_logs() as logs:
+        await observed_for(service, clock, 5, work)
+    assert logs == [] and service.paid(KEY, UUID) == pytest.approx(0.3)
+    assert max(companions for companions, _, _ in found) == 1
+    assert 0 <= max(claimed for _, claimed, _ in found) <= 6000
+    assert all(of_long <= claimed for _, claimed, of_long in found)
+    assert told(world).used_bytes == 700 * MIB

@@ -36,7 +36,10 @@ def test_the_layout_is_that_of_the_librarys_header(tmp_path: Path) -> None:
     names += ("told_at", "companions", "claimed")
     assert [found[f"config.gpu.{name}"] for name in names] == [offset for offset, _ in layout._OBSERVED]
     assert (found["config.gpu.sequence"], found["config.gpu.uuid"]) == (0, layout._UUID_OFFSET)
-    usage = [found[f"usage.gpu.{name}"] for name in ("unattributed", "refused", "launched", "launches", "throttled", "launched_long")]
+    usage = [
+        found[f"usage.gpu.{name}"]
+        for name in ("unattributed", "refused", "launched", "launches", "throttled", "launched_long")
+    ]
     assert usage == [8, 16, 48, 56, 64, 192]
     assert found["config.claimed_long"] == layout._CLAIMED_LONG_OFFSET
     slot = [found[f"slot.{name}"] for name in ("pid", "started_at", "held", "pending", "of_kind", "unhooked")]

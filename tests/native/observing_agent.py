@@ -20,18 +20,19 @@ from pathlib import Path
 
 from gpushare_agent.gpus.nvml.busy_time import NvmlBusyTime
 from gpushare_agent.gpus.nvml.session import NvmlSession
+from gpushare_agent.isolation.gpushare.claims import Claims
 from gpushare_agent.isolation.gpushare.format import (
     CONFIG_BYTES,
     CONFIG_NAME,
-    USAGE_HEAD_BYTES,
     USAGE_NAME,
     GpuLimits,
     Observed,
-    paid_and_launches,
+    read_paid,
+    usage_head_bytes,
     write_observed,
 )
 from gpushare_agent.isolation.gpushare.observed import PERIOD_S as LOOK_PERIOD_S
-from gpushare_agent.isolation.gpushare.observed import RUNS_FOR_S, BusyCount, Claims, Owners, used_bytes
+from gpushare_agent.isolation.gpushare.observed import RUNS_FOR_S, BusyCount, Owners, used_bytes
 from gpushare_agent.model.allocations import ContainerKey
 from gpushare_agent.model.names import PodUid
 from gpushare_agent.model.usage import GpuBusy
@@ -90,21 +91,23 @@ def main() -> None:
         owners = owners_of(read, configs)
         count.add(read, owners)
         used = used_bytes(read, owners)
-        now, found = time.monotonic(), {}
+        now, at_ns = time.monotonic(), time.monotonic_ns()
+        is_look = now - looked_at >= LOOK_PERIOD_S
+        looked_at = now if is_look else looked_at
         for key, file in usages.items():
-            found[key] = paid_and_launches(os.pread(file.fileno(), USAGE_HEAD_BYTES, 0))[0]
-            if found[key][1] != launched[key][0] and now - looked_at >= LOOK_PERIOD_S:
-                launched[key] = found[key][1], now
-        looked_at = now if now - looked_at >= LOOK_PERIOD_S else looked_at
+            if not is_look and now - launched[key][1] >= RUNS_FOR_S:
+                continue
+            [paid] = read_paid(os.pread(file.fileno(), usage_head_bytes(1), 0))
+            if paid.launches < launched[key][0]:
+                claims.of.pop(key, None)
+            if paid.launches != launched[key][0]:
+                launched[key] = paid.launches, now
+            claims.note(key, limits_of(configs[key]), at_ns, paid)
         running = [key for key in configs if now - launched[key][1] < RUNS_FOR_S]
-        at_ns = time.monotonic_ns()
-        busy = busy_mean(history, count)
-        for key in running:
-            claims.note(key, limits_of(configs[key]), at_ns, found[key])
-        for key in running:
-            seen[key] = count.observed(key, seen[key], read.at_ns, used.get(key))
-            seen[key] = claims.others(key, seen[key], at_ns, busy)
-            write_observed(configs[key], 0, seen[key])
+        told = claims.tell({key: count.observed(key, seen[key], read.at_ns, used.get(key)) for key in running}, at_ns)
+        for key, one in told.items():
+            seen[key] = one
+            write_observed(configs[key], 0, one)
         if read.processes:
             last_used = time.monotonic()
         if last_used is None and time.monotonic() - began > PATIENCE_S:

@@ -153,3 +153,61 @@ def test_every_process_is_counted_once(rows: list[tuple[int, int, int]], pods: d
         memory = sum(use.memory_bytes or 0 for (_, gpu), use in found.containers.items() if gpu == uuid)
         memory += sum(one.memory_bytes or 0 for one in found.unattributed.get(uuid, ()))
         assert memory == sum(one.memory_bytes or 0 for one in processes)
+
+
+# ---- what containers pay ----
+
+A, B = key_of(1), key_of(2)
+
+
+def computing(
+    a: float | None, b: float | None, *, nobodys: float = 0.0, **paid: float
+) -> dict[ContainerKey, tuple[float | None, str]]:
+    """What is shown of two containers with a process each, as the driver and, by name, the library say; `nobodys` is a
+    process on the node itself."""
+    sample = driver_sample(gpu_sample(0, process(10, sm=a), process(20, sm=b), process(30, sm=nobodys)))
+    pays = {A: paid.get("pays_a"), B: paid.get("pays_b")}
+    found = join_usage(
+        sample,
+        {10: owner(1), 20: owner(2)},
+        allocated({A: (0,), B: (0,)}),
+        sampled_at=0,
+        paid=lambda key, _: pays[key],
+    )
+    return {key: (use.sm_ratio, use.sm_source.value) for (key, _), use in found.containers.items()}
+
+
+def test_of_containers_that_compute_at_once_each_has_what_it_paid() -> None:
+    """The driver's samples name one process, whichever, with the percents of the whole GPU."""
+    shown = computing(0.99, 0.99, pays_a=0.3, pays_b=0.6)
+    assert shown == {A: (0.3, "library"), B: (0.6, "library")}
+    assert computing(0.99, 0.0, pays_a=0.3, pays_b=0.6) == shown  # no sample has named it of late
+    assert computing(None, None, pays_a=0.3, pays_b=0.6) == shown
+
+
+def test_a_container_that_computes_alone_has_what_the_driver_says() -> None:
+    """Which sees copies, too."""
+    assert computing(0.4, 0.0, pays_a=0.3) == {A: (0.4, "driver"), B: (0.0, "driver")}
+
+
+def test_a_neighbour_whose_launches_nobody_counts_computes_by_the_driver_alone() -> None:
+    assert computing(0.99, 0.99, pays_a=0.3) == {A: (0.3, "library"), B: (0.99, "driver")}
+    assert computing(0.99, 0.0, nobodys=0.1, pays_a=0.3)[A] == (0.3, "library")
+    assert computing(0.99, 0.99) == {A: (0.99, "driver"), B: (0.99, "driver")}
+
+
+def test_more_than_the_whole_gpu_is_not_believed() -> None:
+    assert computing(0.5, 0.5, pays_a=7.0, pays_b=0.1)[A] == (1.0, "library")
+
+
+def test_a_share_of_two_allocations_pays_once() -> None:
+    """A claim's container may use several results, under one share; its processes are in the first."""
+    sample = driver_sample(gpu_sample(0, process(10, sm=0.5), process(20, sm=0.5)))
+    found = join_usage(
+        sample,
+        {10: owner(1), 20: owner(2)},
+        allocated({A: (0,), key_of(1, "other"): (0,), B: (0,)}, reported=(A, B)),
+        sampled_at=0,
+        paid=lambda key, _: 0.3,
+    )
+    assert [use.sm_ratio for use in found.containers.values()] == [0.3, 0.0, 0.3]

@@ -143,6 +143,7 @@ def test_our_series_of_a_container_are_in_base_units_for_each_gpu() -> None:
         "gpushare_container_memory_limit_bytes": [(labels, 2048.0 * MIB)],
         "gpushare_container_memory_used_bytes": [(labels, 512.0 * MIB)],
         "gpushare_container_sm_utilization_ratio": [(labels, 0.25)],
+        "gpushare_container_sm_utilization_info": [({**labels, "source": "driver"}, 1.0)],
         "gpushare_container_memory_bandwidth_utilization_ratio": [(labels, 0.25)],
         "gpushare_container_processes": [(labels, 2.0)],
     }

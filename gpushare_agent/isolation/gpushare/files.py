@@ -23,17 +23,18 @@ from gpushare_agent.isolation.gpushare.edits import LIBRARY_NAME, LIBRARY_PATH
 from gpushare_agent.isolation.gpushare.format import (
     CONFIG_BYTES,
     CONFIG_NAME,
+    MOST_GPUS,
     USAGE_BYTES,
-    USAGE_HEAD_BYTES,
     USAGE_NAME,
     GpuLimits,
     Observed,
+    Paid,
     encode_config,
     encode_usage,
     gpu_uuids,
+    read_paid,
     read_usage,
-    paid_and_launches,
-    sum_launches,
+    usage_head_bytes,
     write_limits,
     write_observed,
 )
@@ -94,7 +95,7 @@ class GpushareFiles(TenantFiles):
         if self._is_claims(key):
             # What cannot be read as the two files is made anew: a tenant can shorten `usage`.
             with suppress(NotFound, Corrupt):
-                self.launches(key)
+                self.paid(key)
                 if not self._is_from_before_boot(key):
                     self.write_limits(key, self._known_limits(key))
                     return
@@ -142,13 +143,15 @@ class GpushareFiles(TenantFiles):
             self._mapped.pop(key, None)
         make_tenant_file(directory, USAGE_NAME, encode_usage())
 
-    def write_limits(self, key: ContainerKey, limits: Sequence[GpuLimits]) -> None:
-        """Writes the limits, for processes that run, too. Raises NotFound where the container was not prepared, or for other
-        GPUs; Corrupt, Unavailable."""
+    def write_limits(self, key: ContainerKey, limits: Sequence[GpuLimits]) -> tuple[GpuUuid, ...]:
+        """Writes the limits, for processes that run, too; answers the GPUs in the order of both files. Raises NotFound where
+        the container was not prepared, or for other GPUs; Corrupt, Unavailable."""
         with self._opened_config(key) as config:
-            places = [_place(config, one.uuid) for one in limits]
+            uuids = gpu_uuids(config)
+            places = [_place(uuids, one.uuid) for one in limits]
             for place, one in zip(places, limits, strict=True):
                 write_limits(config, place, one)
+            return tuple(map(GpuUuid, uuids))
 
     def write_observed(self, key: ContainerKey, seen: Mapping[GpuUuid, Observed]) -> None:
         """Writes what the driver shows of the container on each GPU. Raises as `write_limits`.
@@ -176,26 +179,19 @@ class GpushareFiles(TenantFiles):
             for key in self._mapped.keys() - set(keys):
                 self._mapped.pop(key)[0].close()
 
-    def launches(self, key: ContainerKey) -> int:
-        """How many its processes say that they have made. Raises as `write_limits`.
+    def paid(self, key: ContainerKey, gpus: int = MOST_GPUS) -> list[Paid]:
+        """What its processes say that they have paid, on the first `gpus`. Raises as `write_limits`.
 
-        Asked of every container each second, so by its path: of that the last part alone is the tenant's.
+        Asked of 100 containers ten times a second, so by its path: of that the last part alone is the tenant's. And opened
+        each time: the tenant may shorten a file that is mapped, and a start puts another one in its place.
         """
-        return sum_launches(self._usage_head(key))
-
-    def paid(self, key: ContainerKey) -> list[tuple[int, int, int]]:
-        """As paid_and_launches says, by what its processes say. Raises as
-        `write_limits`."""
-        return paid_and_launches(self._usage_head(key))
-
-    def _usage_head(self, key: ContainerKey) -> bytes:
         require_nameable(key)
         path = f"{self._containers_text}/{key.pod_uid}/{key.container}/{USAGE_NAME}"
         with renamed(path):
             file = os.open(path, TENANT_FILE)
             try:
                 _require_file(file, path, USAGE_BYTES)
-                return _read(file, USAGE_HEAD_BYTES, 0)
+                return read_paid(_read(file, usage_head_bytes(gpus), 0))
             finally:
                 os.close(file)
 
@@ -236,9 +232,9 @@ class GpushareFiles(TenantFiles):
             yield file
 
 
-def _place(config: memoryview, uuid: str) -> int:
+def _place(uuids: Sequence[str], uuid: str) -> int:
     try:
-        return gpu_uuids(config).index(uuid)
+        return uuids.index(uuid)
     except ValueError as e:
         raise NotFound(f"{CONFIG_NAME} was prepared for other GPUs than {uuid}") from e
 

@@ -33,12 +33,11 @@ _LIMITS = ((4, 4), (56, 8), (64, 4), (68, 4))
 _OBSERVED = (*((offset, 8) for offset in range(72, 120, 8)), (120, 4), (124, 2), (126, 2))
 """The fields of Observed in their order."""
 _LIMITS_MEMORY, _LIMITS_CORES, _HAS_CEILING = 1, 2, 4
-_USAGE_GPU_BYTES, _FIRST_SLOT, _SLOT_BYTES = 256, 512 + 16 * 256, 448
-USAGE_HEAD_BYTES = _FIRST_SLOT
-"""Of `usage` what is before the processes."""
-_LAUNCHES = struct.Struct("@512x" + MOST_GPUS * "56xQ192x")
-_PAID = struct.Struct("@512x" + MOST_GPUS * "48xQQ128xQQQ40x")
-_BETWEEN_OFFSET = 240
+_CLAIMED_LONG_OFFSET = 240
+_FIRST_USAGE_GPU, _USAGE_GPU_BYTES, _SLOT_BYTES = 512, 256, 448
+_FIRST_SLOT = _FIRST_USAGE_GPU + MOST_GPUS * _USAGE_GPU_BYTES
+_PAID = struct.Struct("@48xQQ128xQ56x")
+"""Of a GPU's entry in `usage`: launched, launches, launched_long."""
 _USAGE_GPU = struct.Struct("@QqQqQQQQQ")
 """changed at, unattributed, refused, tokens, earned, refilled at, launched, launches, throttled."""
 KINDS = ("linear", "managed", "virtual", "array", "pool", "graph", "context")
@@ -75,6 +74,15 @@ class Observed(Struct, frozen=True, kw_only=True):
     companions: int = 0
     claimed: int = 0
     between_us: int = 0
+
+
+class Paid(Struct, frozen=True, kw_only=True):
+    """What the container's processes say that they have paid on one GPU, in nanoseconds since their files were made;
+    `paid_long_ns` of it was for launches of several turns. Each is any number of 64 bits."""
+
+    paid_ns: int
+    launches: int
+    paid_long_ns: int
 
 
 class GpuUsage(Struct, frozen=True, kw_only=True):
@@ -163,16 +171,17 @@ def _write(
     sequence[place] = (sequence[place] + 1) & 0xFFFFFFFF
 
 
-def sum_launches(head: bytes) -> int:
-    """How many all processes have made, on all GPUs; `head` are the first USAGE_HEAD_BYTES of `usage`."""
-    return sum(_LAUNCHES.unpack(head))
+def usage_head_bytes(gpus: int) -> int:
+    """So much of `usage` read_paid needs."""
+    return _FIRST_USAGE_GPU + gpus * _USAGE_GPU_BYTES
 
 
-def paid_and_launches(head: bytes) -> list[tuple[int, ...]]:
-    """What all processes have paid, in nanoseconds, how many launches they have made, and what they have paid for those of
-    several turns, on each GPU; `head` as above."""
-    numbers = _PAID.unpack(head)
-    return [numbers[i : i + 5] for i in range(0, len(numbers), 5)]
+def read_paid(head: bytes) -> list[Paid]:
+    """Of as many GPUs as `head` is for."""
+    return [
+        Paid(paid_ns=paid, launches=launches, paid_long_ns=paid_long)
+        for paid, launches, paid_long in _PAID.iter_unpack(memoryview(head)[_FIRST_USAGE_GPU:])
+    ]
 
 
 def read_usage(usage: bytes | memoryview, gpus: int) -> tuple[list[GpuUsage], list[ProcessUsage]]:
@@ -192,7 +201,7 @@ def read_usage(usage: bytes | memoryview, gpus: int) -> tuple[list[GpuUsage], li
     found = []
     for index in range(gpus):
         _, unattributed, refused, _, _, _, launched, launches, throttled = _USAGE_GPU.unpack_from(
-            usage, 512 + index * _USAGE_GPU_BYTES
+            usage, _FIRST_USAGE_GPU + index * _USAGE_GPU_BYTES
         )
         held = sum(process.held_bytes[index] for process in processes) + unattributed
         found.append(

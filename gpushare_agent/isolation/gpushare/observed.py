@@ -1,13 +1,12 @@
 """Tells libgpushare what the driver shows of each container, its memory and how long it and others kept the GPU busy, and
 what the other containers on its GPU pay.
 
-Once a second a counter of each container says whether its processes launch anything. For those that do
+Four times a second the `usage` of each container says whether its processes launch anything. For those that do
 
     whose process is it   a round of usage sampling says; it is requested while a process is there of which none has
     who was busy          the driver is read ten times a second, for their GPUs alone: busy time is added up for all
                           containers of a GPU in one reading, so a container that begins is counted from then on
-    what others pay       by their `usage`, in each reading. A container may write there whatever it likes: more than its
-                          share, or its ceiling, is not believed
+    what others pay       by their `usage`, in each reading; how much of it is believed: claims.py
     what is written       all of it, into the gpushare.config of each
 
 A process that no round has shown yet keeps what it was busy until one does. While one is there the memory in the files is
@@ -15,8 +14,9 @@ that of the last round. Where readings are costly there are fewer: they have a t
 limits right that an elastic ceiling, or another agent, has changed.
 
 State owned: the owners of processes by the last round, those that the last reading showed, whether a round is missing and
-when one was requested, what was counted of each GPU, of each container its count of launches and when it last grew, what
-was written, and those whose failure was logged.
+when one was requested, what was counted and claimed on each GPU, of each container its count of launches and when it last
+grew, its limits, what it is told, and whose failure was logged. The event loop alone changes it; the thread reads and writes
+files.
 """
 
 from __future__ import annotations
@@ -28,20 +28,24 @@ import os,sys
 DBG=os.environ.get('DBGA')
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 import structlog
 from msgspec import Struct, field
 from msgspec.structs import replace
 
+from gpushare_agent.isolation.gpushare.claims import Claims
 from gpushare_agent.isolation.gpushare.files import GpushareFiles
-from gpushare_agent.isolation.gpushare.format import CORES_OF_GPU, GpuLimits, Observed
+from gpushare_agent.isolation.gpushare.format import GpuLimits, Observed, Paid
 from gpushare_agent.kit.daemon_thread import DaemonThread
 from gpushare_agent.kit.supervision import forever
 from gpushare_agent.model.allocations import ContainerKey
 from gpushare_agent.model.errors import AgentError, NotFound
 from gpushare_agent.model.names import GpuUuid
 from gpushare_agent.model.usage import ContainerUse, GpuBusy, ProcessSample, SamplesBusy, UsageRound
+
+T = TypeVar("T")
+U = TypeVar("U")
 
 log = structlog.get_logger(__name__)
 
@@ -60,11 +64,6 @@ PART_OF_PROCESSOR = 20
 Owners = Mapping[int, ContainerKey | None]
 """Of the processes on a GPU that are known, by PID: None, where it is in no container with a share of that GPU."""
 _OwnersOfGpus = dict[GpuUuid, dict[int, ContainerKey | None]]
-_NS = 1_000_000_000
-CLAIMED_OVER_NS = 1_000_000_000
-TURN_NS = 2_000_000
-CHANGE_S = 130e-6
-HIDDEN = 0.15
 
 
 class BusyCount(Struct):
@@ -117,105 +116,6 @@ class BusyCount(Struct):
         )
 
 
-class Claim(Struct):
-    """What one container says that it pays on one GPU. Times are of CLOCK_MONOTONIC."""
-
-    at_ns: int = 0
-    paid_ns: int = 0
-    launches: int = 0
-    long_ns: int = 0
-    turns: int = 0
-    present_ns: int = 0
-    launched_at_ns: int = -_NS
-    most: float = 0.0
-    mean: float = 0.0
-    mean_of_long: float = 0.0
-    mean_present: float = 0.0
-    turn_ns: float = TURN_NS
-    turns_rate: float = 0.0
-    passed_ns: int = 0
-
-    def note(self, at_ns: int, most: float, paid_ns: int, launches: int, long_ns: int, turns: int, present_ns: int) -> None:
-        passed = at_ns - self.at_ns
-        if self.at_ns and passed > 0:
-            # It may become less: what was paid too much is given back. And the tenant may write any number.
-            self.passed_ns = min(self.passed_ns + passed, CLAIMED_OVER_NS)
-            weight = min(1.0, passed / self.passed_ns)
-            self.mean += (min(max(0, paid_ns - self.paid_ns) / passed, 8.0) - self.mean) * weight
-            self.mean_of_long += (min(max(0, long_ns - self.long_ns) / passed, 8.0) - self.mean_of_long) * weight
-            self.mean_present += (min(max(0, present_ns - self.present_ns) / passed, 8.0) - self.mean_present) * weight
-            new = turns - self.turns
-            self.turns_rate += (min(max(0, new) * _NS / passed, 5000.0) - self.turns_rate) * weight
-            if new > 0:
-                turn_ns = min(max(0, paid_ns - self.paid_ns) / new, TURN_NS)
-                self.turn_ns += (turn_ns - self.turn_ns) / 4
-        self.most = most
-        if launches != self.launches and self.at_ns:
-            self.launched_at_ns = at_ns
-        self.at_ns, self.paid_ns, self.launches, self.long_ns = at_ns, paid_ns, launches, long_ns
-        self.turns, self.present_ns = turns, present_ns
-
-    @property
-    def ratio(self) -> float:
-        """Of the GPU's time, about a second's mean."""
-        return min(self.mean, self.most)
-
-    @property
-    def ratio_of_long(self) -> float:
-        return min(self.mean_of_long, self.ratio)
-
-    def is_active(self, at_ns: int) -> bool:
-        return at_ns - self.launched_at_ns < _NS
-
-
-def between_ns(own: Claim, others: list[Claim], busy: float | None) -> float:
-    """How long the others compute between two turns of a container that computes without a pause."""
-    everybody = [own, *others]
-    there = [min(1.0, one.mean_present) for one in others]
-    together = 1.0
-    if busy is not None:
-        hidden = busy - sum(one.ratio + one.turns_rate * CHANGE_S for one in everybody)
-        if hidden > HIDDEN:
-            there.append(min(1.0, 1.5 * hidden))
-        of_long = busy - max(0.0, sum(one.mean - one.mean_of_long for one in everybody))
-        present = [min(1.0, own.mean_present), *there]
-        by_chance = sum(present) - (1 - math.prod(1 - one for one in present))
-        if by_chance > 0.05:
-            together = min(2.0, max(0.5, (sum(present) - of_long) / by_chance))
-    counts = [1.0]
-    for one in (min(1.0, together * part) for part in there):
-        counts = [
-            (counts[k] if k < len(counts) else 0) * (1 - one) + (counts[k - 1] if k else 0) * one
-            for k in range(len(counts) + 1)
-        ]
-    part = sum(chance / (k + 1) for k, chance in enumerate(counts))
-    of_short = min(max(0.0, sum(one.mean - one.mean_of_long for one in others)), 0.9)
-    most = sum(one.turn_ns for one in others)
-    DBG and print(f'DBG own {own.mean:.3f} long {own.mean_of_long:.3f} pres {own.mean_present:.3f} others {[(round(o.mean,3),round(o.mean_of_long,3),round(o.mean_present,3),round(o.turn_ns)) for o in others]} busy {busy} tog {together:.2f} part {part:.2f}',file=sys.stderr)
-    return TURN_NS * (1 / part - 1) + min(TURN_NS * of_short / (1 - of_short), most)
-
-
-class Claims(Struct):
-    """Of the containers on one GPU."""
-
-    of: dict[ContainerKey, Claim] = field(default_factory=dict)
-
-    def note(self, key: ContainerKey, limits: GpuLimits, at_ns: int, paid: tuple[int, ...]) -> None:
-        most = CORES_OF_GPU if limits.cores is None else max(limits.cores, limits.ceiling or 0)
-        self.of.setdefault(key, Claim()).note(at_ns, most / CORES_OF_GPU, *paid)
-
-    def others(self, key: ContainerKey, seen: Observed, at_ns: int, busy: float | None = None) -> Observed:
-        """`seen` with what the others pay."""
-        active = [one for other, one in self.of.items() if other != key and one.is_active(at_ns)]
-        return replace(
-            seen,
-            told_at_ms=at_ns // 1_000_000 % (1 << 32) or 1,
-            companions=len(active),
-            claimed=min(CORES_OF_GPU, round(CORES_OF_GPU * sum(one.ratio for one in active))),
-            between_us=min(65535, round(between_ns(self.of[key], active, busy) / 1000)),
-        )
-
-
 def used_bytes(read: GpuBusy, owners: Owners) -> dict[ContainerKey, int]:
     """What each container has, of those of which that is known; none while a process is anybody's, for without one of its
     processes a container would seem to have less, and its library would give it more."""
@@ -264,10 +164,24 @@ class _Container(Struct):
     launches: int = 0
     launched_at: float = float("-inf")
     limits: tuple[GpuLimits, ...] = ()
+    """What was written; empty: nothing yet."""
     gpus: tuple[GpuUuid, ...] = ()
-    """Those of the limits."""
+    """In the order of its files."""
     seen: dict[GpuUuid, Observed] = field(default_factory=dict)
-    written: dict[GpuUuid, Observed] = field(default_factory=dict)
+
+
+_Answers = dict[ContainerKey, T | AgentError]
+"""Of what was tried for several containers: one that fails costs no other anything."""
+
+
+def _for_each(work: Callable[[ContainerKey, U], T], given: Mapping[ContainerKey, U]) -> _Answers[T]:
+    found: _Answers[T] = {}
+    for key, one in given.items():
+        try:
+            found[key] = work(key, one)
+        except AgentError as e:
+            found[key] = e
+    return found
 
 
 class ObservedContainers(Struct, kw_only=True, eq=False):
@@ -315,6 +229,11 @@ class ObservedContainers(Struct, kw_only=True, eq=False):
     def request_usage_by(self, request: Callable[[], None]) -> None:
         self._request = request
 
+    def paid(self, key: ContainerKey, uuid: GpuUuid) -> float | None:
+        """What an allocation's share pays there, of the GPU's time; None where it has launched nothing of late."""
+        claims = self._claims.get(uuid)
+        return claims.ratio(self.share_of(key), self._now_ns()) if claims is not None else None
+
     async def run(self) -> NoReturn:
         """Until cancelled."""
         async with asyncio.TaskGroup() as group:
@@ -332,13 +251,12 @@ class ObservedContainers(Struct, kw_only=True, eq=False):
 
     async def look(self) -> None:
         """Which containers compute, and whether their limits are right."""
-        shares = self.shares()
-        self._containers = {key: self._containers.get(key) or _Container() for key in shares}
-        self._logged &= shares.keys()
-        for count in self._counts.values():
-            count.by_container = {key: ns for key, ns in count.by_container.items() if key in shares}
-        if shares:
-            await self._call(partial(self._look, dict(shares)), "reading the use of containers")
+        shares = dict(self.shares())
+        self._keep(shares)
+        there = await self._note_paid({key: len(limits) for key, limits in shares.items()})
+        wrong = {key: shares[key] for key in there if shares[key] != self._containers[key].limits}
+        if wrong:
+            await self._write_limits(wrong)
         running = self._running()
         self.files.release(running)
         if running:
@@ -350,18 +268,31 @@ class ObservedContainers(Struct, kw_only=True, eq=False):
             self._has_running.clear()
         self._ran = running.keys()
 
+    def _keep(self, shares: Mapping[ContainerKey, tuple[GpuLimits, ...]]) -> None:
+        """Forgets the containers that have ended, and the GPUs that nobody has a share of."""
+        self._containers = {key: self._containers.get(key) or _Container() for key in shares}
+        self._logged &= shares.keys()
+        gpus = {GpuUuid(one.uuid) for limits in shares.values() for one in limits}
+        self._counts = {uuid: count for uuid, count in self._counts.items() if uuid in gpus}
+        self._claims = {uuid: claims for uuid, claims in self._claims.items() if uuid in gpus}
+        self._listed = {uuid: pids for uuid, pids in self._listed.items() if uuid in gpus}
+        for count in self._counts.values():
+            count.by_container = {key: ns for key, ns in count.by_container.items() if key in shares}
+        for claims in self._claims.values():
+            claims.keep(shares)
+
     def _is_round_due(self, running: Mapping[ContainerKey, _Container]) -> bool:
         """A round costs as much as several readings, and is of no use while the readings show known processes alone."""
         is_old = self.clock() - self._requested_at >= ROUND_PERIOD_S
         return is_old or self._is_round_missing or running.keys() != self._ran
 
     async def read(self) -> None:
-        """The driver, once, and what it shows is written to those that compute."""
+        """The driver and the claims, once, and what they show is written to those that compute."""
         running = self._running()
-        on_gpu: dict[GpuUuid, list[tuple[ContainerKey, _Container]]] = {}
+        on_gpu: dict[GpuUuid, dict[ContainerKey, _Container]] = {}
         for key, one in running.items():
             for uuid in one.gpus:
-                on_gpu.setdefault(uuid, []).append((key, one))
+                on_gpu.setdefault(uuid, {})[key] = one
         try:
             found = await self.driver.sample_busy(on_gpu.keys()) if on_gpu else {}
         except AgentError as e:
@@ -372,30 +303,47 @@ class ObservedContainers(Struct, kw_only=True, eq=False):
             owners, count = self._owners_of(uuid, busy), self._counts.setdefault(uuid, BusyCount())
             count.add(busy, owners)
             used = used_bytes(busy, owners)
-            for key, one in on_gpu.get(uuid, ()):
+            for key, one in on_gpu.get(uuid, {}).items():
                 one.seen[uuid] = count.observed(key, one.seen.get(uuid, Observed()), busy.at_ns, used.get(key))
-        if running:
-            await self._call(partial(self._write, tuple(running)), "writing what containers use")
+        await self._note_paid({key: len(one.gpus) for key, one in running.items()})
+        # Without those that have ended meanwhile, or have other files now.
+        running = {key: one for key, one in running.items() if self._containers.get(key) is one}
+        at_ns = self._now_ns()
+        for uuid, on_it in on_gpu.items():
+            seen = {key: one.seen.get(uuid, Observed()) for key, one in on_it.items()}
+            for key, told in self._claims.setdefault(uuid, Claims()).tell(seen, at_ns).items():
+                on_it[key].seen[uuid] = told
+        await self._write({key: dict(one.seen) for key, one in running.items() if one.seen})
 
-    def _note_claims(self, keys: Collection[ContainerKey]) -> None:
-        """What each of them pays, and what it is told of the others."""
-        at_ns = time.monotonic_ns()
-        on_gpu: dict[GpuUuid, list[tuple[ContainerKey, _Container]]] = {}
-        for key in keys:
-            if (one := self._containers.get(key)) is None:
-                continue
-            try:
-                paid = self.files.paid(key)
-            except AgentError as e:
-                self._failed(key, e)
-                continue
-            for limits, uuid, of_gpu in zip(one.limits, one.gpus, paid, strict=False):
-                self._claims.setdefault(uuid, Claims()).note(key, limits, at_ns, of_gpu)
-                on_gpu.setdefault(uuid, []).append((key, one))
-        for uuid, claims in self._claims.items():
-            claims.of = {key: claim for key, claim in claims.of.items() if key in self._containers}
-            for key, one in on_gpu.get(uuid, ()):
-                one.seen[uuid] = claims.others(key, one.seen.get(uuid, Observed()), at_ns)
+    async def _note_paid(self, gpus: Mapping[ContainerKey, int]) -> Collection[ContainerKey]:
+        """Reads the `usage` of these containers, each with its number of GPUs; answers those that have files."""
+
+        def read() -> tuple[int, _Answers[list[Paid]]]:
+            return self._now_ns(), _for_each(self.files.paid, gpus)
+
+        found = await self._call(read, "reading the use of containers") if gpus else None
+        if found is None:
+            return ()
+        at_ns, answers = found
+        for key, paid in answers.items():
+            if isinstance(paid, AgentError):
+                self._failed(key, paid)
+            elif key in self._containers:  # it has not ended meanwhile
+                self._note_paid_of(key, at_ns, paid)
+        return [key for key, paid in answers.items() if key in self._containers and not isinstance(paid, NotFound)]
+
+    def _note_paid_of(self, key: ContainerKey, at_ns: int, paid: Sequence[Paid]) -> None:
+        one, launches = self._containers[key], sum(each.launches for each in paid)
+        if launches < one.launches:  # its files were made anew
+            self._containers[key] = one = _Container()
+            for claims in self._claims.values():
+                claims.of.pop(key, None)
+        if launches != one.launches:
+            one.launches, one.launched_at = launches, self.clock()
+        limits = {each.uuid: each for each in one.limits}
+        for uuid, each in zip(one.gpus, paid, strict=False):
+            if uuid in limits:
+                self._claims.setdefault(uuid, Claims()).note(key, limits[uuid], at_ns, each)
 
     def _owners_of(self, uuid: GpuUuid, busy: GpuBusy) -> Owners:
         """By the last round; without processes that have ended since, for their PIDs may be others' by the next one."""
@@ -409,41 +357,26 @@ class ObservedContainers(Struct, kw_only=True, eq=False):
             self._is_round_missing = True  # a process in no container with a share may be in one that has just started
         return owners
 
+    def _now_ns(self) -> int:
+        return int(self.clock() * 1e9)
+
     def _running(self) -> dict[ContainerKey, _Container]:
         now = self.clock()
         return {key: one for key, one in self._containers.items() if now - one.launched_at < RUNS_FOR_S}
 
-    def _look(self, shares: Mapping[ContainerKey, tuple[GpuLimits, ...]]) -> None:
-        for key, limits in shares.items():
-            one = self._containers[key]
-            try:
-                launches = self.files.launches(key)
-                is_new = launches < one.launches
-                if is_new:
-                    one.seen, one.written = {}, {}
-                if is_new or limits != one.limits:
-                    self.files.write_limits(key, limits)
-                    one.limits, one.gpus = limits, tuple(GpuUuid(each.uuid) for each in limits)
-            except AgentError as e:
-                self._failed(key, e)
-                continue
-            if launches != one.launches:
-                one.launches, one.launched_at = launches, self.clock()
+    async def _write_limits(self, limits: Mapping[ContainerKey, tuple[GpuLimits, ...]]) -> None:
+        work = partial(_for_each, self.files.write_limits, limits)
+        for key, gpus in (await self._call(work, "writing the limits of containers") or {}).items():
+            if isinstance(gpus, AgentError):
+                self._failed(key, gpus)
+            elif (one := self._containers.get(key)) is not None:
+                one.limits, one.gpus = limits[key], gpus
 
-    def _write(self, keys: Collection[ContainerKey]) -> None:
-        self._note_claims(keys)
-        for key in keys:
-            one = self._containers.get(key)
-            if one is None:
-                continue
-            seen = {uuid: now for uuid, now in dict(one.seen).items() if now != one.written.get(uuid)}
-            try:
-                if seen:
-                    self.files.write_observed(key, seen)
-            except AgentError as e:
-                self._failed(key, e)
-            else:
-                one.written |= seen
+    async def _write(self, seen: Mapping[ContainerKey, Mapping[GpuUuid, Observed]]) -> None:
+        work = partial(_for_each, self.files.write_observed, seen)
+        for key, error in (await self._call(work, "writing what containers use") or {}).items():
+            if error is not None:
+                self._failed(key, error)
 
     def _failed(self, key: ContainerKey, error: AgentError) -> None:
         if not isinstance(error, NotFound) and key not in self._logged:  # once: the tenant can make it come and go
@@ -453,8 +386,10 @@ class ObservedContainers(Struct, kw_only=True, eq=False):
                 then="it is tried again, and not logged again for it",
             )  # fmt: skip
 
-    async def _call(self, work: Callable[[], None], what: str) -> None:
+    async def _call(self, work: Callable[[], T], what: str) -> T | None:
+        """In the thread; None where there is no answer in time."""
         try:
-            await self._thread.call(work, what, TIMEOUT_S)
+            return await self._thread.call(work, what, TIMEOUT_S)
         except AgentError as e:
             log.debug("gpushare_files_late", what=what, error=str(e))
+            return None

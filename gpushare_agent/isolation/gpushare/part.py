@@ -92,6 +92,7 @@ def build(host: IsolationHost) -> IsolationPart:
         changed=manager.changed,
         usage_sampled=seen.usage_sampled,
         request_usage_by=seen.request_usage_by,
+        paid=seen.paid,
     )
     return with_probe(part, files, host) if node.settings.driver == "nvml" and node.settings.libgpushare.probe else part
 

@@ -11,6 +11,8 @@ const STATES = {
   Running: "good", Succeeded: "", Completed: "", Pending: "warn", Init: "warn", ContainerCreating: "warn", PodInitializing: "warn", Terminating: "warn",
 };
 
+const PAID = "What it paid, as libgpushare counts: of several containers that compute the driver's samples name one.";
+
 const usedCores = (container) => sum(container, (share) => share.usage?.sm_ratio, 100);
 const usedMemory = (container) => sum(container, (share) => share.usage?.memory_bytes, 1);
 
@@ -197,7 +199,10 @@ class Row {
 
   drawUse(container) {
     const cores = usedCores(container);
-    this.meters.compute.draw(cores, container.cores, cores === null ? "–" : format.coresOf(cores, container.cores));
+    const isPaid = container.gpus.some((share) => share.usage?.sm_source === "library");
+    const shown = cores === null ? "–" : format.coresOf(cores, container.cores) + (isPaid ? ", paid" : "");
+    this.meters.compute.draw(cores, container.cores, shown);
+    set(this.#cell("compute"), "title", isPaid ? PAID : null);
     const memory = usedMemory(container);
     this.meters.used.draw(memory, container.memory_bytes, memory === null ? "–" : format.bytesOf(memory, container.memory_bytes));
   }

@@ -209,6 +209,7 @@ def container_series(snapshot: NodeSnapshot) -> list[Series]:
         *_requested(labelled, snapshot.names.memory_block_mib),
         *_used_as_gpu_manager_shows_it(labelled, shares),
         *_modern([share for own in shares.values() for share in own]),
+        _sm_info(share for own in shares.values() for share in own),
         _isolation_info(snapshot, containers),
     ]
     # Rarely so, and summing costs a dictionary of thousands of rows at each scrape.
@@ -350,6 +351,18 @@ def _isolation_info(snapshot: NodeSnapshot, containers: Iterable[ContainerFacts]
     }
     text = "Who enforces the share's memory and compute, and what is not enforced; always 1."
     return Series("gpushare_container_isolation_info", text, rows=[(one, 1) for one in labels])
+
+
+def _sm_info(shares: Iterable[_Share]) -> Series:
+    """A series of its own: as a label of the ratio's, it would begin another series each time that a neighbour begins to
+    compute, and a mean over time would count both."""
+    labels = dict.fromkeys(
+        f'{share.labels},source="{share.use.sm_source}"'
+        for share in shares
+        if share.use is not None and share.use.sm_ratio is not None
+    )
+    text = "Who says how much of the GPU's compute the container uses: driver, or library, by what it paid; always 1."
+    return Series("gpushare_container_sm_utilization_info", text, rows=[(one, 1) for one in labels])
 
 
 def _modern(shares: Sequence[_Share]) -> Iterator[Series]:
