@@ -33,9 +33,9 @@ struct config_gpu {
     uint64_t busy_ns;   /* in samples that name a process of this container */
     uint64_t others_ns; /* in those that name another one: together the whole GPU's, whichever process a sample names */
     /* What the agent sees in the others' `usage`, none of which can say more than its share. */
-    uint32_t told_at;   /* milliseconds, of CLOCK_MONOTONIC, wrapping; 0: nothing yet */
+    uint32_t told_at;    /* milliseconds, of CLOCK_MONOTONIC, wrapping; 0: nothing yet */
     uint16_t companions; /* containers that have launched something in the last second */
-    uint16_t claimed;    /* hundredths of a percent of the GPU's time: what they have paid in the last second */
+    uint16_t full;       /* in hundredths of a percent: how much of what its turns lose at their beginning this container pays */
 };
 
 struct config {
@@ -84,9 +84,7 @@ struct usage_gpu {
     double cost_sum, late_sum, delayed; /* nanoseconds paid while alone, forgetting; the same LATEST_S later; what is between */
     double busy_sum;                    /* nanoseconds the GPU was busy meanwhile */
     double scale;                       /* paid nanoseconds for each real one; 0: not known */
-    double busy, paid;                  /* of the GPU's time, about a second's mean: busy; paid by this container */
-    double full;                        /* 1: the GPU has no time left, so what a turn's beginning loses is paid for */
-    uint8_t reserved[16];
+    uint8_t reserved[40];
     uint64_t launched_long; /* of `launched`, what was for launches of several turns */
     uint64_t turns;         /* that all launches have had */
     uint64_t present_long;  /* how long those of several turns were on the GPU, with the others' turns */

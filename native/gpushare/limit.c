@@ -45,10 +45,6 @@
 #define MEMORY_S 3.0                   /* of the sums behind the scale: what lies so far back counts a third */
 #define LATEST_S 1.2                   /* utilisation is behind by less: half of what it is measured over, and its way */
 #define MOST_SCALE 5.0
-#define FULL 0.935                     /* of the time busy, which is said in whole percents: above it the GPU has none left, */
-#define FILLS_A_SECOND 100             /* so quickly that is believed: at 95 percent within a second, */
-#define EMPTIES_A_SECOND 5             /* and so slowly forgotten: by it the GPU becomes less full */
-#define HIDDEN 0.25                    /* of the GPU's time that nobody pays for, before it is taken for another container's */
 enum { COSTS = 4096, PROBES = 8, WEIGHT = 8, OUTSTANDING = 64, UNKNOWN_AT_ONCE = 16, OPEN = 4, SPAN_LAUNCHES = 64, SPANS_AHEAD = 4, SINGLE_EVERY = 8 };
 
 #define LOAD(field) atomic_load_explicit((_Atomic __typeof__(field) *)&(field), memory_order_relaxed)
@@ -96,7 +92,8 @@ static _Atomic unsigned has_outstanding;
 static _Atomic bool has_begun;
 static pthread_mutex_t guard = PTHREAD_MUTEX_INITIALIZER; /* of what is above, from `outstanding` on */
 
-static double within(double value, double least, double most) { return value < least ? least : value > most ? most : value; }
+/* Of a number that is none, the least: the program may write any into `usage`. */
+static double within(double value, double least, double most) { return value > least ? value < most ? value : most : least; }
 
 static uint64_t mix(uint64_t value)
 {
@@ -234,7 +231,8 @@ static void note_done(struct span *one, const struct limits *limits, uint64_t no
     uint64_t ordinary = SEE(ordinary_ns), mean = (uint64_t)(took / one->launches);
     STORE(ordinary_ns, ordinary ? ordinary - ordinary / 16 + mean / 16 : mean);
     /* Where the GPU is full each pays for the beginnings of its own turns. */
-    settle(use, (int64_t)(took + within(SEE(use->full), 0, 1) * CHANGE_NS * (turns + 1)) - (int64_t)one->paid);
+    double full = is_told(seen, now) ? seen->full / 10000.0 : 0;
+    settle(use, (int64_t)(took + full * CHANGE_NS * (turns + 1)) - (int64_t)one->paid);
     note_paid(use, (int64_t)took - (int64_t)one->paid, false);
     ADD(use->turns, turns + 1);
     if (is_long) {
@@ -336,10 +334,6 @@ static void take_sample(struct usage_gpu *use, const struct limits *limits, uint
     }
     use->alone_since = seen->companions || others_ns > 0 ? 0 : use->alone_since ? use->alone_since : until;
     set_scale(use, use->alone_since && until - use->alone_since >= SECOND_NS, dt_s, paid_ns, busy_ns);
-    double kept = use->busy > 0 ? fade(2 * dt_s) : 0;
-    STORE(use->busy, within(use->busy * kept + busy_ns / (dt_s * 1e9) * (1 - kept), 0, 1));
-    STORE(use->full, seen->companions ? within(use->full + (use->busy - FULL) * dt_s * (use->busy > FULL ? FILLS_A_SECOND : EMPTIES_A_SECOND), 0, 1) : 0);
-    STORE(use->paid, within(use->paid * kept + paid_ns / (dt_s * 1e9) * (1 - kept), 0, 1));
 }
 
 /* Nanoseconds of payment that the container has for each one that passes, and that of its burst. */

@@ -61,19 +61,7 @@ def limits_of(config: memoryview) -> GpuLimits:
     return GpuLimits(uuid="", cores=cores if flags & 2 else None, ceiling=ceiling if flags & 4 else None)
 
 
-def busy_mean(history, count):
-    if not count.until_ns:
-        return None
-    total = count.total_ns
-    history.append((count.until_ns, total, count.since_ns))
-    while len(history) > 1 and (history[1][0] < count.until_ns - 1_000_000_000 or history[0][2] != count.since_ns):
-        history.pop(0)
-    span = history[-1][0] - history[0][0]
-    return (history[-1][1] - history[0][1]) / span if span > 0 else None
-
-
 def main() -> None:
-    history = []
     configs, seen, usages, launched = {}, {}, {}, {}
     for directory in sys.argv[1:]:
         key = ContainerKey(PodUid(os.path.realpath(directory)), "main")
@@ -104,7 +92,7 @@ def main() -> None:
                 launched[key] = paid.launches, now
             claims.note(key, limits_of(configs[key]), at_ns, paid)
         running = [key for key in configs if now - launched[key][1] < RUNS_FOR_S]
-        told = claims.tell({key: count.observed(key, seen[key], read.at_ns, used.get(key)) for key in running}, at_ns)
+        told = claims.tell({key: count.observed(key, seen[key], read.at_ns, used.get(key)) for key in running}, at_ns, count.busy)
         for key, one in told.items():
             seen[key] = one
             write_observed(configs[key], 0, one)
