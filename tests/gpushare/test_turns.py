@@ -46,6 +46,7 @@ CHOSEN = (
     "kinds 30 graph updated, .1/10 sync",
     "streams 30 of 32 1ms + 60 1ms sync",
     "start 30 gemm after 5us",
+    "driver rows each: 30+60 1ms sync both",
 )
 OUTSIDE = {
     "30+60 100us sync both": "half of the GPU is lost in changes of context, which costs do not see",
@@ -57,8 +58,12 @@ OUTSIDE = {
     "30 *ms sync + 60 1ms sync": "a long kernel between two others is paid by an expected stretch",
     "30+60 50ms *": "a long kernel between two others is paid by an expected stretch",
     "20+30+50 *": "the price is bounded",
+    "10+15+20+25+30 *": "the price is bounded",
     "no NVML 30 50ms *": "a long kernel between two others is paid by an expected stretch",
     "no NVML 20+30+50 *": "without utilization nothing says that the GPU is full",
+    "driver turns of *": "the expected stretch is that of turns of 2 ms",
+    "driver changes of *": "the expected stretch is that of changes of 130 us",
+    "driver launches of 15 us: alone 30 5us": "the first launches are measured with the host's time",
     "agent away 30 50ms + 60 1ms": "without the agent, others' kernels between two events are paid for",
 }
 """Patterns of cells in which a share may be outside, and why: those that are right all the same are not looked for."""
