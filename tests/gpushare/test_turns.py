@@ -56,6 +56,7 @@ OUTSIDE = {
     "data *": "samples by lot miss the few long launches that are nearly all of the time",
     "kinds *": "a mean of the rest says nothing of lengths that differ",
     "30 *ms sync + 60 1ms sync": "a long kernel between two others is paid by an expected stretch",
+    "30+60 10ms sync both": "a long kernel between two others is paid by an expected stretch",
     "30+60 50ms *": "a long kernel between two others is paid by an expected stretch",
     "20+30+50 *": "the price is bounded",
     "10+15+20+25+30 *": "the price is bounded",
