@@ -276,7 +276,32 @@ def _after_others() -> Iterator[Cell]:
     )
 
 
-CELLS: tuple[Cell, ...] = (*_ordinary(), *_data(), *_kinds(), *_streams_and_fills(), *_after_others())
+def _drivers() -> Iterator[Cell]:
+    """GPUs and drivers that are not like the H200."""
+    machines: dict[str, dict[str, object]] = {
+        "rows each": {"rows": "each"},
+        "rows each, old and seldom": {"rows": "each", "sample_ms": 1000, "sample_every_ms": 1000, "lag_ms": 500},
+        "rows old": {"lag_ms": 40},
+        "rows old and seldom": {"sample_ms": 1000, "sample_every_ms": 1000, "lag_ms": 500},
+        "turns of 1 ms": {"slice_us": 1000},
+        "turns of 5 ms": {"slice_us": 5000},
+        "changes of 20 us": {"switch_us": 20},
+        "changes of 300 us": {"switch_us": 300},
+        "events of 3 us": {"event_us": 3},
+        "events of 0.3 us": {"event_us": 0.3},
+        "launches of 2 us": {"launch_us": 2},
+        "launches of 8 us": {"launch_us": 8},
+        "launches of 15 us": {"launch_us": 15},
+    }
+    for name, settings in machines.items():
+        yield two(f"driver {name}: 30+60 1ms sync both", SYNC, SYNC, settings=settings)
+        yield two(f"driver {name}: 30 1ms sync + 60 10ms sync", SYNC, "us=10000,wait=1", settings=settings)
+        if name.startswith(("events", "launches")):
+            yield alone(f"driver {name}: alone 30 5us", 30, "us=5", settings=settings)
+            yield alone(f"driver {name}: alone 30 100us sync", 30, "us=100,wait=1", settings=settings)
+
+
+CELLS: tuple[Cell, ...] = (*_ordinary(), *_data(), *_kinds(), *_streams_and_fills(), *_after_others(), *_drivers())
 
 
 def cell_named(name: str) -> Cell:

@@ -138,12 +138,12 @@ static int run(const char *phase)
     unsigned long long ns[MOST];
     unsigned long times[MOST], seed = (unsigned long)number(phase, "random", 0);
     double us[MOST], given_times[MOST];
-    unsigned lengths = numbers(phase, "us", us), timed = numbers(phase, "times", given_times);
+    unsigned lengths = numbers(phase, "us", us), given = numbers(phase, "times", given_times);
     if (!lengths)
         us[lengths++] = 1000;
     for (unsigned i = 0; i < lengths; i++) {
         ns[i] = (unsigned long long)(us[i] * 1000);
-        times[i] = i < timed ? (unsigned long)given_times[i] : 1;
+        times[i] = i < given ? (unsigned long)given_times[i] : 1;
     }
     CUgraph sources[MOST] = {0};
     CUgraphExec graphs[MOST] = {0};

@@ -647,7 +647,8 @@ void push_kernel(unsigned minor, unsigned lane, uint64_t duration_ns, unsigned w
 {
     (void)minor;
     static uint64_t launches;
-    uint64_t hash = (++launches + (uint64_t)getpid()) * 0x9e3779b97f4a7c15ull >> 40; /* the host is not always as quick */
+    uint64_t number = own ? (uint64_t)(own - machine->processes) : 0;
+    uint64_t hash = (++launches + 1000003 * number) * 0x9e3779b97f4a7c15ull >> 40; /* the host is not always as quick */
     sleep_until(now_ns() + config()->launch_ns * (80 + hash % 50) / 100);
     push(lane, (sim_item){.left = duration_ns ? duration_ns : 1, .ends = is_timed ? NOT_BEGUN : 0, .width = width ? width : 1}, NULL);
 }

@@ -10,7 +10,7 @@
  *   event     has the time at which what is before it in its lane is done; it takes event_us in its lane and nothing of the GPU.
  *             On an idle GPU that is at once, so what the host takes for the launch behind it lies between two events too
  *   boost     kernels are boost_percent faster where the GPU is idle for three tenths of the time: its power is limited
- *   sample    every sample_every_ms, within a millisecond: how long the GPU was busy, and which process has had it last
+ *   sample    every sample_every_ms, up to 2 ms late: how long the GPU was busy, and which process has had it last
  *
  * Nothing is computed ahead, since who comes later delays who is there: whoever asks brings the GPU up to the present (`advance`),
  * under machine.c's lock.
@@ -30,7 +30,7 @@ static double fade(double x)
 }
 
 /* A driver's timer is not exact; so a program of a fixed period is not always met at the same point of it. */
-uint64_t sample_time(uint64_t number)
+uint64_t sim_sample_time(uint64_t number)
 {
     uint64_t hash = (number + 1) * 0x9e3779b97f4a7c15ull;
     return number * config()->sample_every_ns + (hash >> 44) % 1000 * 2000;
@@ -178,10 +178,10 @@ static uint64_t work(sim_gpu *gpu, sim_context *context, uint64_t most, note_fn 
 
 static void take_samples(sim_gpu *gpu)
 {
-    while (config()->shows_whole && sample_time(gpu->samples_taken) <= gpu->now) {
+    while (config()->shows_whole && sim_sample_time(gpu->samples_taken) <= gpu->now) {
         int process = gpu->last >= 0 ? gpu->contexts[gpu->last].process : -1;
         gpu->samples[gpu->samples_taken % SAMPLES] =
-            (sim_sample){.at = sample_time(gpu->samples_taken), .busy = gpu->busy, .process = process};
+            (sim_sample){.at = sim_sample_time(gpu->samples_taken), .busy = gpu->busy, .process = process};
         gpu->samples_taken++;
     }
 }
@@ -196,8 +196,8 @@ void sim_advance(sim_gpu *gpu, uint64_t now, note_fn *note_use)
     }
     for (take_samples(gpu); gpu->now < now; take_samples(gpu)) {
         uint64_t most = now - gpu->now, dt;
-        if (config()->shows_whole && sample_time(gpu->samples_taken) < now)
-            most = sample_time(gpu->samples_taken) - gpu->now;
+        if (config()->shows_whole && sim_sample_time(gpu->samples_taken) < now)
+            most = sim_sample_time(gpu->samples_taken) - gpu->now;
         if (gpu->current < 0 || !has_work(&gpu->contexts[gpu->current])) {
             int next = next_context(gpu, gpu->current < 0 ? gpu->last : gpu->current);
             gpu->current = -1;

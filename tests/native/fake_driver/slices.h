@@ -43,7 +43,7 @@ typedef struct {
     int current, last;
     double duty;
     uint64_t busy;
-    uint64_t samples_taken; /* the number of the next one; its time is sample_time of it */
+    uint64_t samples_taken; /* the number of the next one; its time is sim_sample_time of it */
     sim_sample samples[SAMPLES];
     sim_context contexts[CONTEXTS];
 } sim_gpu;
@@ -54,6 +54,6 @@ void sim_advance(sim_gpu *gpu, uint64_t now, note_fn *note_use);
 sim_context *sim_context_of(sim_gpu *gpu, int process, int pid, uint64_t now);
 void sim_forget(sim_gpu *gpu, int process);
 int sim_push(sim_gpu *gpu, sim_lane *lane, sim_item item); /* 0: the lane is full */
-uint64_t sample_time(uint64_t number);
+uint64_t sim_sample_time(uint64_t number);
 
 #endif
