@@ -60,6 +60,7 @@ OUTSIDE = {
     "30+60 50ms *": "a long kernel between two others is paid by an expected stretch",
     "20+30+50 *": "the price is bounded",
     "10+15+20+25+30 *": "the price is bounded",
+    "20 10ms + 30 1ms + 50 100us": "the price is bounded",
     "no NVML 30 50ms *": "a long kernel between two others is paid by an expected stretch",
     "no NVML 20+30+50 *": "without utilization nothing says that the GPU is full",
     "driver turns of *": "the expected stretch is that of turns of 2 ms",
