@@ -27,7 +27,7 @@
 #define BURST_NS 50000000.0            /* five points of a program's first second */
 #define BATCH_NS 500000                /* of debt, before a launch waits: two events are a hundredth of it */
 #define SPAN_NS 1000000u               /* half of a turn */
-#define SINGLE_NS 50000u               /* longer launches have a span of their own: two events and their questions take 4 us */
+#define SINGLE_NS 200000u              /* longer launches have a span of their own: two events take a hundredth of it */
 #define GAP_NS 100000u                 /* of the host, behind which the stream may have been idle */
 #define TURN_NS 2e6                    /* of a context, where another one has work: NVIDIA's default time slice */
 #define CHANGE_NS 130000.0             /* what a context loses at the beginning of its turn (H200, measured) */
@@ -38,6 +38,9 @@
 #define LONGEST_UNKNOWN_NS 100000000u  /* a launch waits for what is not known yet, but not for ever: it may wait for the host */
 #define HOST_NS 4000u                  /* an event on an idle GPU is done after it, and its cost is believed up to it */
 #define SYNC_NS 5000u                  /* until the host notices that the GPU is done */
+#define SELDOM 0.1                     /* then nobody else is there */
+#define MOST_DEBT_NS 3.6e12            /* a program has written more there itself */
+#define LATE_NS 200000u                /* a span that is not done so long after twice what was expected has long kernels */
 #define TOLD_MS 3000u                  /* so long what the agent says of the others is believed */
 #define IDLE_NS (2 * (uint64_t)SECOND_NS)  /* then another program may begin: the scale is forgotten */
 #define HOLD_NS (15 * (uint64_t)SECOND_NS) /* without a sample: so long a scale that gives more, or a ceiling, is believed */
@@ -45,7 +48,7 @@
 #define MEMORY_S 3.0                   /* of the sums behind the scale: what lies so far back counts a third */
 #define LATEST_S 1.2                   /* utilisation is behind by less: half of what it is measured over, and its way */
 #define MOST_SCALE 5.0
-enum { COSTS = 4096, PROBES = 8, WEIGHT = 8, OUTSTANDING = 64, UNKNOWN_AT_ONCE = 16, OPEN = 4, SPAN_LAUNCHES = 64, SPANS_AHEAD = 4, SINGLE_EVERY = 8 };
+enum { COSTS = 4096, PROBES = 8, WEIGHT = 8, OUTSTANDING = 64, UNKNOWN_AT_ONCE = 16, OPEN = 4, SPAN_LAUNCHES = 64, SPANS_AHEAD = 4, EARLY_LAUNCHES = 8, SINGLE_EVERY = 8 };
 
 #define LOAD(field) atomic_load_explicit((_Atomic __typeof__(field) *)&(field), memory_order_relaxed)
 #define SEE(field) atomic_load_explicit((const _Atomic __typeof__(field) *)&(field), memory_order_relaxed)
@@ -67,16 +70,16 @@ static _Atomic uint64_t ordinary_ns; /* what a launch takes, of all kinds */
 
 /* Launches of a stream that follow each other, of one thread while it is open. */
 struct span {
-    CUevent before, after, behind; /* NULL: there is none */
+    CUevent before, early, after, behind; /* NULL: there is none; early: behind its first launch */
     CUstream stream;
     struct cost *cost; /* of its only launch */
     uint64_t paid, begun_at, host_ns;
     uint64_t waited_ns; /* of the thread, when it began */
     unsigned launches, waits;
     int gpu;
-    bool is_per_thread, is_single, was_idle, is_dense, is_contended;
+    bool is_per_thread, is_single, is_first, was_idle, is_dense, is_contended;
 };
-static _Thread_local struct span open_spans[OPEN];
+static _Thread_local struct span open_spans[OPEN + 1]; /* the last one of a single launch */
 static _Thread_local uint64_t launched_at;
 static _Thread_local uint64_t waited_ns; /* in the driver, for the GPU */
 static _Thread_local unsigned waits;
@@ -85,6 +88,9 @@ static _Thread_local uint32_t lots = 1;
 static struct span outstanding[OUTSTANDING];
 static unsigned outstanding_count;
 static struct latest { CUevent end; CUstream stream; } latest[MOST_GPUS]; /* of the spans that are done, the last one's end */
+static unsigned elsewhere_samples;
+static uint64_t done_at; /* the last of them */
+static double elsewhere; /* how often another context had the GPU when this one came: what is known without the agent */
 static double event_ns = HOST_NS; /* what an event takes, the least that was seen */
 static unsigned event_samples;
 static _Atomic uint64_t polled_at;
@@ -145,12 +151,20 @@ static bool is_told(const struct config_gpu *seen, uint64_t now)
 /* Whether others may compute meanwhile. Without the agent nobody says that they do not. */
 static bool is_contended(const struct config_gpu *seen, uint64_t now) { return seen->companions || !is_told(seen, now); }
 
+/* How long the others compute between two turns of this container's, with what both changes take; 0: nobody else does. */
+static double others_turns(const struct limits *limits, uint64_t now)
+{
+    bool is_by_agent = is_told(&limits->seen, now);
+    if (is_by_agent ? !limits->seen.companions : elsewhere < SELDOM)
+        return 0;
+    return (is_by_agent ? limits->between_ns : TURN_NS * elsewhere / (2 - elsewhere)) + 2 * CHANGE_NS;
+}
+
 /* Of a span that took so long: what the context computed. It begins with a turn of its own, for it waited for that before the first
    event; then the others have theirs, and so on. */
-static double own_part_of(double took, const struct limits *limits, unsigned *turns)
+static double own_part_of(double took, double between, unsigned *turns)
 {
-    double between = limits->between_ns + 2 * CHANGE_NS;
-    *turns = (unsigned)within(took / (TURN_NS + between), 0, 1e6);
+    *turns = between > 0 ? (unsigned)within(took / (TURN_NS + between), 0, 1e6) : 0;
     return took - *turns * between;
 }
 
@@ -183,6 +197,14 @@ static void destroy(CUevent event)
 {
     if (event)
         REAL(cuEventDestroy_v2)(event);
+}
+
+static bool is_done(CUevent event)
+{
+    CUstreamCaptureMode mode = relax_capture();
+    CUresult result = REAL(cuEventQuery)(event);
+    restore_capture(mode);
+    return result == CUDA_SUCCESS;
 }
 
 /* Without the time that was in a span of another stream, too. Keeps the end of the last one. */
@@ -219,11 +241,12 @@ static void note_done(struct span *one, const struct limits *limits, uint64_t no
        does. Else it may have been idle for as long as the host did not wait for the GPU. */
     double most = between - event_ns > 1 ? between - event_ns : 1;
     double host = one->is_dense ? 0 : (double)one->host_ns, least = within(most - host, most / 8, most);
-    double took = one->was_idle ? least : within((double)one->paid, least, most);
+    double others = others_turns(limits, now), took = one->was_idle ? least : within((double)one->paid, least, most);
     bool is_known = one->was_idle || least > 0.8 * most || (one->cost && !SEE(one->cost->ns));
-    unsigned turns = 0;
-    if (is_told(seen, now) && seen->companions)
-        took = own_part_of(took, limits, &turns);
+    unsigned turns;
+    took = own_part_of(took, others, &turns);
+    if (one->launches > 1 && !one->is_dense) /* while the host made a pause the others have had a turn, too */
+        took = within((double)one->paid, own_part_of(within(least, 0, most), others, &turns) - others, took);
     bool is_long = took > 1.5 * TURN_NS;
     took = without_overlap(one, took);
     if (one->cost && is_known)
@@ -257,8 +280,10 @@ static void poll_outstanding(const struct limits *limits, uint64_t now, uint64_t
             outstanding[kept++] = *one;
             continue;
         }
-        if (result == CUDA_SUCCESS) /* else its context has ended */
+        if (result == CUDA_SUCCESS) { /* else its context has ended */
             note_done(one, limits, now);
+            done_at = now;
+        }
         if (one->cost)
             STORE(one->cost->is_outstanding, false);
         destroy(one->before), destroy(one->after), destroy(one->behind);
@@ -365,7 +390,7 @@ static void refill(struct usage_gpu *use, double share, double most, uint64_t no
     uint64_t earned = (uint64_t)((double)elapsed * share);
     ADD(use->earned, earned);
     int64_t tokens = (int64_t)((uint64_t)ADD(use->tokens, (int64_t)earned) + earned);
-    while (tokens > (int64_t)most && !EXCHANGE_IF(use->tokens, &tokens, (int64_t)most))
+    while ((tokens > (int64_t)most || tokens < (int64_t)-MOST_DEBT_NS) && !EXCHANGE_IF(use->tokens, &tokens, tokens > 0 ? (int64_t)most : 0))
         ;
 }
 
@@ -394,14 +419,19 @@ static double sleep_and_keep_up(int gpu, struct limits *limits, uint64_t *now, d
     return keep_up(gpu, limits, *now, 0);
 }
 
-static unsigned spans_ahead(const struct launch *launch, int gpu)
+/* In its stream, so many that there must be no more before one of them is done. */
+static bool are_enough_ahead(const struct launch *launch, int gpu, unsigned most, double others_ns, uint64_t now)
 {
     unsigned ahead = 0;
+    bool is_late = false;
     pthread_mutex_lock(&guard);
-    for (unsigned i = 0; i < outstanding_count; i++)
-        ahead += outstanding[i].stream == launch->stream && outstanding[i].gpu == gpu;
+    for (unsigned i = 0; i < outstanding_count; i++) {
+        const struct span *one = &outstanding[i];
+        if (one->stream == launch->stream && one->gpu == gpu)
+            is_late |= !ahead++ && now - (one->begun_at > done_at ? one->begun_at : done_at) > 2 * one->paid + LATE_NS + (uint64_t)others_ns;
+    }
     pthread_mutex_unlock(&guard);
-    return ahead;
+    return ahead >= most || is_late;
 }
 
 /* Before a span begins: not much is launched of which nobody knows yet how long it takes. Else a queue of long kernels would be there
@@ -410,26 +440,30 @@ static bool is_to_wait(const struct launch *launch, const struct cost *cost, int
 {
     poll_outstanding(limits, now, 0);
     unsigned all = SEE(has_outstanding);
-    if (!all)
-        return false;
-    bool is_known = SEE(cost->ns) != 0;
-    return (!is_known && (SEE(cost->is_outstanding) || all >= UNKNOWN_AT_ONCE)) || all >= OUTSTANDING ||
-           spans_ahead(launch, gpu) >= (is_contended(&limits->seen, now) ? 1 : SPANS_AHEAD);
+    bool is_unknown = SEE(cost->ns) == 0 && (SEE(cost->is_outstanding) || all >= UNKNOWN_AT_ONCE);
+    double others = within(limits->seen.companions, 0, 64);
+    /* Who stays below the share need not be measured so well, and must not be delayed. */
+    bool is_in_turns = is_contended(&limits->seen, now) && LOAD(usage_of(gpu)->tokens) < (int64_t)(BURST_NS / 2);
+    return all && (is_unknown || all >= OUTSTANDING || are_enough_ahead(launch, gpu, is_in_turns ? 1 : SPANS_AHEAD, others * (TURN_NS + CHANGE_NS), now));
 }
 
 /* Pays, and waits for the turn that comes with it. The limits are read again in each round. */
-static void pay_and_wait(const struct launch *launch, struct measurement *measurement, struct limits *limits, uint64_t now, bool begins)
+static void pay_and_wait(const struct launch *launch, struct measurement *measurement, struct limits *limits, uint64_t now)
 {
+    struct span *span = measurement->span;
     int gpu = measurement->gpu;
     struct usage_gpu *use = usage_of(gpu);
     double share = keep_up(gpu, limits, now, POLL_NS);
-    for (uint64_t until = now + LONGEST_UNKNOWN_NS; begins && limits->limits_cores && now < until && is_to_wait(launch, measurement->cost, gpu, limits, now);)
+    for (uint64_t until = now + LONGEST_UNKNOWN_NS; limits->limits_cores && !span && now < until;) {
+        if (!is_to_wait(launch, measurement->cost, gpu, limits, now))
+            break;
         share = sleep_and_keep_up(gpu, limits, &now, SHORTEST_WAIT_NS);
+    }
     uint64_t known = SEE(measurement->cost->ns), ordinary = SEE(ordinary_ns), earned = LOAD(use->earned);
     measurement->paid = known ? known : ordinary ? ordinary : UNKNOWN_NS;
     int64_t had = ADD(use->tokens, -(int64_t)measurement->paid);
     note_paid(use, (int64_t)measurement->paid, false);
-    while (limits->limits_cores && had < -BATCH_NS) {
+    while (limits->limits_cores && had < (span ? -BATCH_NS : 0) && (double)had > -MOST_DEBT_NS) {
         uint64_t debt = -(uint64_t)had, paid = LOAD(use->earned) - earned; /* unsigned: the program may have written anything there */
         if (paid >= debt)
             break;
@@ -460,14 +494,6 @@ static CUevent recorded(CUstream stream, bool is_per_thread)
     return event;
 }
 
-static bool is_done(CUevent event)
-{
-    CUstreamCaptureMode mode = relax_capture();
-    CUresult result = REAL(cuEventQuery)(event);
-    restore_capture(mode);
-    return result == CUDA_SUCCESS;
-}
-
 static struct span *open_span_of(CUstream stream, bool is_per_thread, int gpu)
 {
     for (struct span *one = open_spans; one < open_spans + OPEN; one++)
@@ -478,10 +504,10 @@ static struct span *open_span_of(CUstream stream, bool is_per_thread, int gpu)
 
 static void drop(struct span *span)
 {
-    destroy(span->before);
+    destroy(span->before), destroy(span->early);
     if (span->cost)
         STORE(span->cost->is_outstanding, false);
-    span->before = NULL;
+    span->before = span->early = NULL;
 }
 
 /* Called where the program has just used the stream: one that it has destroyed must not be touched. */
@@ -490,7 +516,8 @@ static void close_span(struct span *span, uint64_t now)
     struct span one = *span;
     /* While the container is alone, what the host waited for is what it launched. */
     uint64_t waited = one.is_contended ? 0 : waited_ns - one.waited_ns;
-    span->before = NULL;
+    destroy(one.early);
+    span->before = span->early = one.early = NULL;
     one.host_ns = now - one.begun_at;
     one.host_ns -= waited < one.host_ns ? waited : one.host_ns;
     one.host_ns += (waits - one.waits) * SYNC_NS;
@@ -499,6 +526,8 @@ static void close_span(struct span *span, uint64_t now)
     one.after = recorded(one.stream, one.is_per_thread);
     one.behind = one.after && one.is_single && event_samples < WEIGHT ? recorded(one.stream, one.is_per_thread) : NULL;
     pthread_mutex_lock(&guard);
+    if (one.is_first)
+        elsewhere += (one.is_dense - elsewhere) / (elsewhere_samples < 2 * WEIGHT ? ++elsewhere_samples : 2 * WEIGHT);
     bool is_kept = one.after && outstanding_count < OUTSTANDING;
     if (is_kept)
         outstanding[outstanding_count++] = one;
@@ -510,20 +539,38 @@ static void close_span(struct span *span, uint64_t now)
     }
 }
 
-static void open_span(const struct launch *launch, const struct measurement *measurement, struct span *one, bool is_single)
+/* One that is free, or NULL. A stream that was not used for long may be no more. */
+static struct span *free_span(bool is_single, uint64_t now)
 {
+    if (is_single)
+        return &open_spans[OPEN];
+    for (struct span *one = open_spans; one < open_spans + OPEN; one++) {
+        if (one->before && now - one->begun_at > SECOND_NS)
+            drop(one);
+        if (!one->before)
+            return one;
+    }
+    return NULL;
+}
+
+static struct span *open_span(const struct launch *launch, const struct measurement *measurement, bool is_single)
+{
+    struct span *one = free_span(is_single, measurement->now);
+    if (!one || !has_real(SLOT_cuEventElapsedTime))
+        return NULL;
     *one = (struct span){.stream = launch->stream, .is_per_thread = launch->is_per_thread, .gpu = measurement->gpu, .cost = measurement->cost,
-                         .is_single = is_single, .waited_ns = waited_ns, .waits = waits};
+                         .is_single = is_single, .is_first = !SEE(has_outstanding), .waited_ns = waited_ns, .waits = waits};
     one->before = recorded(launch->stream, launch->is_per_thread);
     one->begun_at = now_ns();
     /* Whether the GPU has nothing to do and waits for the host: then the event is done within microseconds. */
     uint64_t known = SEE(measurement->cost->ns);
-    for (uint64_t until = one->begun_at + HOST_NS; one->before && is_single && known < 4 * SINGLE_NS && one->begun_at < until && !one->was_idle;) {
+    for (uint64_t until = one->begun_at + HOST_NS; one->before && is_single && known < SINGLE_NS && one->begun_at < until && !one->was_idle;) {
         one->was_idle = is_done(one->before);
         one->begun_at = now_ns();
     }
     if (one->before && !known)
         STORE(one->cost->is_outstanding, true);
+    return one->before ? one : NULL;
 }
 
 /* Each launch of a kind is as likely as the others to be measured alone: of a program that does the same again and again, one at fixed
@@ -554,21 +601,20 @@ void begin_launch(const struct launch *launch, struct measurement *measurement)
     uint64_t known = SEE(measurement->cost->ns);
     bool has_gap = now - launched_at > GAP_NS; /* the stream may have been idle for long */
     measurement->is_contended = is_contended(&limits.seen, now);
+    measurement->has_companions = limits.seen.companions;
     bool is_single = known == 0 || known >= (measurement->is_contended ? SPAN_NS : SINGLE_NS) || has_gap || (!span && is_drawn());
+    if (span && span->early && span->launches == EARLY_LAUNCHES && !is_done(span->early)) { /* nothing was ahead of it: they are long */
+        STORE(measurement->cost->ns, 0);
+        is_single = true;
+    }
     if (span && is_single) {
         close_span(span, now);
         span = NULL;
     }
-    pay_and_wait(launch, measurement, &limits, now, !span);
-    for (struct span *one = open_spans; !span && has_real(SLOT_cuEventElapsedTime) && one < open_spans + OPEN; one++)
-        if (!one->before || one == open_spans + OPEN - 1) {
-            if (one->before) /* of a stream that was not used for longest, or not: it stays at what was expected */
-                drop(one);
-            open_span(launch, measurement, one, is_single);
-            span = one->before ? one : NULL;
-            break;
-        }
     measurement->span = span;
+    pay_and_wait(launch, measurement, &limits, now);
+    if (!span)
+        measurement->span = open_span(launch, measurement, is_single);
 }
 
 void end_launch(const struct launch *launch, const struct measurement *measurement, bool is_launched)
@@ -592,17 +638,20 @@ void end_launch(const struct launch *launch, const struct measurement *measureme
     span->launches++;
     span->paid += measurement->paid;
     span->is_contended = measurement->is_contended;
+    if (span->launches == 1 && span->is_first && !span->is_single && !measurement->has_companions)
+        span->early = recorded(span->stream, span->is_per_thread);
     if (span->is_single || span->launches >= SPAN_LAUNCHES || span->paid >= SPAN_NS || LOAD(use->tokens) < -BATCH_NS)
         close_span(span, now_ns());
 }
 
 /* ---- waiting for the GPU ---- */
 
-/* Before it: what others do meanwhile must not be in a span. After it: while the container is alone on the GPU, that has computed. */
+/* Before it: what others do meanwhile must not be in a span, and what comes after it is another program's, as far as anybody knows. */
 static void wait_for_gpu(CUstream stream, bool is_per_thread)
 {
     for (struct span *one = open_spans; one < open_spans + OPEN; one++)
-        if (one->before && one->is_contended && one->stream == stream && one->is_per_thread == is_per_thread && one->launches)
+        if (one->before && one->stream == stream && one->is_per_thread == is_per_thread && one->launches &&
+            (one->is_contended || one->launches >= EARLY_LAUNCHES))
             close_span(one, now_ns());
 }
 

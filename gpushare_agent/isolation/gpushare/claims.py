@@ -17,7 +17,7 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from gpushare_agent.isolation.gpushare.format import CORES_OF_GPU, GpuLimits, Observed, Paid
-from gpushare_agent.isolation.gpushare.turns import CHANGE_NS, TURN_NS, Use, between_ns, fullness
+from gpushare_agent.isolation.gpushare.turns import CHANGE_NS, TURN_NS, Use, between_ns, busy_by, fullness
 from gpushare_agent.model.allocations import ContainerKey
 
 MEAN_NS = 1_000_000_000
@@ -145,8 +145,7 @@ class Claims(Struct):
         uses = {key: one.use for key, one in self.of.items() if one.is_active(at_ns)}
         passed_s = min(at_ns - self._told_at_ns, MEAN_NS) / _S
         self._told_at_ns = at_ns
-        by_use = min(1.0, sum(one.paid + one.changes for one in uses.values()))
-        self.full = fullness(self.full, by_use if busy is None else busy, passed_s) if len(uses) > 1 else 0.0
+        self.full = fullness(self.full, busy_by(uses.values()) if busy is None else busy, passed_s) if len(uses) > 1 else 0.0
         found = {}
         for key, one in seen.items():
             others = [use for other, use in uses.items() if other != key]

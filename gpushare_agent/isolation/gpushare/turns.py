@@ -11,7 +11,7 @@ Figures of an H200: turns of 2 ms (NVIDIA's default time slice), 130 us lost at 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from msgspec import Struct
 
@@ -71,6 +71,13 @@ def _part_of_turns(present: Sequence[float]) -> float:
             stays * (1 - one) + comes * one for stays, comes in zip([*chances, 0.0], [0.0, *chances], strict=True)
         ]
     return sum(chance / (count + 1) for count, chance in enumerate(chances))
+
+
+def busy_by(uses: Collection[Use]) -> float:
+    """For how much of the time these keep the GPU busy, where the driver does not say: a turn loses something where another
+    container had the one before it."""
+    paid = sum(one.paid for one in uses)
+    return min(1.0, paid + sum(one.changes * min(1.0, paid - one.paid) for one in uses))
 
 
 def fullness(before: float, busy: float, passed_s: float) -> float:
