@@ -89,15 +89,14 @@ def bias(machine: Machine, own: Callable[..., Program], other: Callable[..., Pro
     """What events and a query cost, and what they say of each other: alone, and next to a program that computes."""
     bare = machine.bare
     action = f"bias:{machine.durations.bias_runs}:{bare.rounds}:{bare.grid}"
-    next_to = other("wait", launch_action(machine, "plain", START_S))
+    next_to = other("wait", launch_action(machine, "plain", machine.durations.bias_s))
     try:
         next_to.until_wait(START_S)
         alone = own(action).finish(START_S)
         next_to.go()
         shared = own(action).finish(START_S)
     finally:
-        next_to.kill()
-        next_to.finish(0.0)
+        next_to.finish(START_S)  # to its own end: who kills a client of MPS may break it for the others
     return {
         name: without_action(outcome.first("bias"))
         for name, outcome in (("alone", alone), ("next to another program", shared))

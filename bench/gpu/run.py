@@ -391,22 +391,24 @@ def _tenants(options: Options, bare: Measured) -> None:
             own.step("overhead", 14, steps.overhead, pods, "f")
     for count in (2, 3, 1):
         bare.step(f"turns of {count}", 8, driver.turns, machine, count)
-    bare.step("bias", 6, driver.bias, machine, machine.start_probe, machine.start_probe)
+    bare.step("bias", 9, driver.bias, machine, machine.start_probe, machine.start_probe)
     bare.step("events", 8, steps.bare_events, machine)
     bare.step("rows", 8, driver.utilization_rows, machine)
     bare.step("utilization", 8, steps.bare_utilization, machine)
 
 
 def _everything_else(options: Options, bare: Measured, runtimes: Mapping[str, str]) -> None:
-    """The second part."""
+    """The second part; of an isolation beyond COMPARED the most important steps, unless it is the only one."""
     bare.step("programs", 20, steps.bare_programs, bare.machine, runtimes)
     bare.torch_step("torch", 12, steps.bare_torch, bare.machine)
     for isolation in options.isolations:
         with ExitStack() as stack:
             own = _isolated(options, bare, isolation, stack)
-            if own is not None:
-                _in_two_pods(own, has_faults=options.has_faults)
-            if own is None or (pods := own.start("pod of 99 cores", {"f": steps.NEARLY_ALL})) is None:
+            if own is None:
+                continue
+            is_whole = isolation in COMPARED or options.isolations == (isolation,)
+            _in_two_pods(own, has_faults=options.has_faults, is_whole=is_whole)
+            if not is_whole or (pods := own.start("pod of 99 cores", {"f": steps.NEARLY_ALL})) is None:
                 continue
             if isolation in COMPARED:
                 own.step("programs", 15, steps.programs, pods, "f", runtimes)
@@ -415,7 +417,7 @@ def _everything_else(options: Options, bare: Measured, runtimes: Mapping[str, st
             own.torch_step("torch", 12, steps.torch, pods, "f")
 
 
-def _in_two_pods(own: Measured, *, has_faults: bool) -> None:
+def _in_two_pods(own: Measured, *, has_faults: bool, is_whole: bool) -> None:
     pods = own.start("pods", {"a": steps.SMALL, "b": steps.LARGE})
     if pods is None:
         return
@@ -428,7 +430,7 @@ def _in_two_pods(own: Measured, *, has_faults: bool) -> None:
         own.step("compute 30+60", 14, tenants.compute, pods, ["a", "b"], durations.compute_s)
     if own.name == "mps":
         own.step("users", 20, tenants.mps_users, pods, "a", "b")
-        own.step("bias", 6, driver.bias, machine, partial(pods.start_probe, "a"), partial(pods.start_probe, "b"))
+        own.step("bias", 9, driver.bias, machine, partial(pods.start_probe, "a"), partial(pods.start_probe, "b"))
     if own.name == "hami-core":
         own.torch_step("works 30", 20, tenants.works, pods, "a", ["gemm"])
     for kind in steps.MEMORY_KINDS if limits else steps.MEMORY_KINDS[:1]:
@@ -436,6 +438,8 @@ def _in_two_pods(own: Measured, *, has_faults: bool) -> None:
     if own.name in COMPARED:
         own.step("reserved", 4, steps.reserved, pods, "a")
         own.step("killed", 5, steps.killed, pods, "a")
+    if not is_whole:
+        return
     own.step("usage", 11, steps.usage, pods, "b")
     if limits:
         for kind in steps.LAUNCH_KINDS[1:]:

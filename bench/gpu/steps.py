@@ -64,7 +64,8 @@ class Durations:
     bare_work_s: float = 1.5
     together_s: float = 4.5
     trace_s: float = 0.8
-    bias_runs: int = 500
+    bias_runs: int = 200
+    bias_s: float = 5.0
     rows_s: float = 4.0
     settle_s: float = 3.0
     usage_s: float = 5.0
@@ -77,7 +78,7 @@ class Durations:
 QUICK = Durations(
     bare_s=0.6, warm_up_s=0.6, compute_s=1.2, alone_s=0.8, kind_s=0.6, mix_s=0.5, latency_runs=60, settle_s=2.5,
     usage_s=1.5, neighbour_s=3.0, torch_s=1.0, events_s=0.4, busy_s=1.5, work_s=0.6, bare_work_s=0.4, together_s=0.8,
-    trace_s=0.1, bias_runs=20, rows_s=0.8,
+    trace_s=0.1, bias_runs=20, bias_s=1.0, rows_s=0.8,
 )  # fmt: skip
 
 

@@ -153,6 +153,7 @@ def main(actions: list[str]) -> None:
                 return
         elif action == "first":
             first(torch)
+            torch.cuda.empty_cache()
         else:
             kind, _, seconds = action.partition(":")
             work(torch, kind, float(seconds))

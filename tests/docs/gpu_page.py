@@ -164,7 +164,10 @@ def _percents(values: Sequence[float | None], between: str = " + ") -> str:
 
 def _work(isolation: str, kind: str) -> str:
     found = (find(isolation, "works 30") or {}).get(kind)
-    return "" if not found else f"{100 * found['of_bare']:.0f} ({found['nvml_percent']:.0f})"
+    if not found:
+        return ""
+    of_bare, busy = ("?" if one is None else f"{one:.0f}" for one in (_of_bare(found), found["nvml_percent"]))
+    return f"{of_bare} ({busy})"
 
 
 def _mixes(isolation: str) -> str:
