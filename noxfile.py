@@ -326,7 +326,8 @@ def bench(session: nox.Session) -> None:
 
 @nox.session
 def gpu(session: nox.Session) -> None:
-    """Measure on a real GPU what the isolations keep; before, where there is a network, `-- --pack build/gpu`."""
+    """Measure on a real GPU what the isolations keep, `-- --part 1` or `2` of it; before, where there is a network,
+    `-- --pack build/gpu`."""
     if "--pack" in session.posargs:
         session.install(".[isolation]", "pip")
         session.run("python", "-m", "bench.gpu", *session.posargs)

@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 MIB = 1024 * 1024
+WAYS = ("nvmlDeviceGetProcessUtilization", "nvmlDeviceGetProcessesUtilizationInfo")
+"""To ask for the use of each process."""
 _DRIVER_DIRECTORIES = (
     "/usr/local/nvidia/lib64", "/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/lib64", "/usr/lib",
     "/usr/lib/wsl/lib", "/run/nvidia/driver/usr/lib/x86_64-linux-gnu", "/run/nvidia/driver/usr/lib64",
@@ -125,6 +127,14 @@ class Nvml:
     def utilization_samples(self, since_us: int) -> list[tuple[int, int, int]]:
         """The driver's samples since then as they are: PID, microseconds since the epoch, percent."""
         found = self._of_gpu("nvmlDeviceGetProcessUtilization", since_us) or ()
+        return [(int(one.pid), int(one.timeStamp), int(one.smUtil)) for one in found]
+
+    def utilization_by(self, way: str, since_us: int) -> list[tuple[int, int, int]] | str:
+        """The same by one of WAYS; the driver's error where it refuses."""
+        try:
+            found = getattr(self._nvml, way)(self._handle, since_us)
+        except (self._nvml.NVMLError, AttributeError) as error:
+            return str(error)
         return [(int(one.pid), int(one.timeStamp), int(one.smUtil)) for one in found]
 
     def watch_xids(self) -> None:

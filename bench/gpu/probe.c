@@ -10,6 +10,8 @@
  *   latency:RUNS                     of launches and allocations, microseconds
  *   mix:SECONDS:ROUNDS:GRID          a fixed mix of computing, copying and setting memory, counted
  *   events:KIND:SECONDS:ROUNDS:GRID  what two events say of a launch between them, KIND alone, or streams: four at once
+ *   trace:SECONDS:ROUNDS:GRID        launches that nobody waits for: by the GPU's timer when they had the GPU, and by events
+ *   bias:RUNS:ROUNDS:GRID            what events and queries cost, and what they say of each other: idle, in a full queue, in two streams
  *   busy:IDLE_S:BUSY_S               idle, busy and idle again, and when it was busy, microseconds since the epoch
  *   reserved:MIB                     takes so much from a pool, the GPU's own pool and a graph, gives it back, and what is reserved
  *   fault                            writes to an address that is not mapped
@@ -48,7 +50,8 @@
     F(cuArrayCreate) F(cuArray3DCreate) F(cuArrayDestroy) F(cuMipmappedArrayCreate) F(cuMipmappedArrayDestroy)               \
     F(cuLaunchKernel) F(cuLaunchKernelEx) F(cuLaunchCooperativeKernel)                                                       \
     F(cuStreamBeginCapture) F(cuStreamEndCapture) F(cuGraphInstantiateWithFlags) F(cuGraphLaunch)                            \
-    F(cuEventCreate) F(cuEventRecord) F(cuEventElapsedTime) F(cuMemPoolGetAttribute) F(cuDeviceGetDefaultMemPool)            \
+    F(cuEventCreate) F(cuEventRecord) F(cuEventElapsedTime) F(cuEventQuery) F(cuEventSynchronize) F(cuMemcpyDtoH)             \
+    F(cuMemPoolGetAttribute) F(cuDeviceGetDefaultMemPool)            \
     F(cuMemPoolSetAttribute) F(cuDeviceGetGraphMemAttribute) F(cuGraphCreate) F(cuGraphAddMemAllocNode)                      \
     F(cuGraphAddMemFreeNode)
 
@@ -284,6 +287,31 @@ static void memory(const char *kind_name, size_t most_mib) {
 
 /* --- compute --- */
 
+/* What is counted in each half second. */
+static struct {
+    long of[MOST_WINDOWS];
+    int count;
+    double begin_s;
+} windows;
+
+static double begin_windows(void) {
+    memset(&windows, 0, sizeof windows);
+    return windows.begin_s = now_s();
+}
+
+static void count_in_window(long more) {
+    int at = (int)((now_s() - windows.begin_s) / WINDOW_S);
+    if (at >= MOST_WINDOWS) return;
+    windows.of[at] += more;
+    windows.count = at; /* those before are whole */
+}
+
+static void print_windows(void) {
+    printf("\"windows\": [");
+    for (int i = 0; i < windows.count; i++) printf("%s%ld", i ? ", " : "", windows.of[i]);
+    printf("]");
+}
+
 typedef struct {
     const char *kind;
     CUfunction function;
@@ -330,25 +358,19 @@ static void launches(const char *kind, double seconds, unsigned rounds, unsigned
     }
     if (!(own.function = kernel(is_cooperative ? "meet" : "work"))) return;
     CUresult code = strcmp(kind, "graph") ? CUDA_SUCCESS : make_graph(&own);
-    static long windows[MOST_WINDOWS];
-    long count = 0, in_window = 0;
-    int window_count = 0;
-    double begin_s = now_s(), window_s = begin_s, time_s = begin_s;
-    while (!code && (time_s = now_s()) - begin_s < seconds) {
-        if (time_s - window_s >= WINDOW_S && window_count < MOST_WINDOWS) {
-            windows[window_count++] = in_window;
-            in_window = 0;
-            window_s += WINDOW_S;
-        }
+    long count = 0;
+    double begin_s = begin_windows();
+    while (!code && now_s() - begin_s < seconds) {
         if ((code = launch_once(&own)) || (code = CALL(cuStreamSynchronize, stream))) break;
-        count += per_launch, in_window += per_launch;
+        count += per_launch;
+        count_in_window(per_launch);
     }
     double lasted_s = now_s() - begin_s;
     printf("{\"action\": \"launch\", \"kind\": \"%s\", \"launches\": %ld, \"seconds\": %.4f, \"work\": %.3f, \"grid\": %u, "
-           "\"rounds\": %u, \"code\": %d, \"error\": \"%s\", \"windows\": [",
+           "\"rounds\": %u, \"code\": %d, \"error\": \"%s\", ",
            kind, count, lasted_s, 1e-6 * (double)count * own.grid * rounds, own.grid, rounds, (int)code, code ? error_name(code) : "");
-    for (int i = 0; i < window_count; i++) printf("%s%ld", i ? ", " : "", windows[i]);
-    printf("]}\n");
+    print_windows();
+    printf("}\n");
 }
 
 static double seconds_of(CUfunction function, unsigned grid, void **arguments) {
@@ -475,7 +497,7 @@ static void mix(double seconds, unsigned rounds, unsigned grid) {
     CUresult code = !work || !copy ? NOT_FOUND : CALL(cuMemAlloc, &to, 32 * MIB);
     if (!code) code = CALL(cuMemAlloc, &from, 32 * MIB);
     int done = 0;
-    double begin_s = now_s();
+    double begin_s = begin_windows();
     while (!code && done < MOST_RUNS && now_s() - begin_s < seconds) {
         double one_s = now_s();
         for (int i = 0; i < 10 && !code; i++) code = launch(work, grid, BLOCK, working);
@@ -483,6 +505,7 @@ static void mix(double seconds, unsigned rounds, unsigned grid) {
         if (!code) code = CALL(cuMemsetD32Async, from, (unsigned)done, 32 * MIB / 4, stream);
         if (!code) code = CALL(cuStreamSynchronize, stream);
         samples[done++] = now_s() - one_s;
+        count_in_window(1);
     }
     double lasted_s = now_s() - begin_s;
     CALL(cuMemFree, to);
@@ -490,12 +513,25 @@ static void mix(double seconds, unsigned rounds, unsigned grid) {
     printf("{\"action\": \"mix\", \"count\": %d, \"seconds\": %.4f, \"code\": %d, \"error\": \"%s\", ", done, lasted_s, (int)code,
            code ? error_name(code) : "");
     if (done) print_quantiles("each", done, ", ");
-    printf("\"unit\": \"microseconds\"}\n");
+    print_windows();
+    printf("}\n");
 }
 
 /* --- events --- */
 
 enum { MOST_STREAMS = 4 };
+
+static CUresult make_events(CUevent *made, int count) {
+    CUresult code = CUDA_SUCCESS;
+    for (int i = 0; i < count && !code; i++) code = CALL(cuEventCreate, &made[i], CU_EVENT_DEFAULT);
+    return code;
+}
+
+static double seconds_between(CUevent one, CUevent other) {
+    float ms = 0;
+    CALL(cuEventElapsedTime, &ms, one, other);
+    return ms / 1e3;
+}
 
 static CUresult timed_launch(CUfunction function, unsigned grid, void **arguments, CUstream on, CUevent before, CUevent after) {
     CUresult code = CALL(cuEventRecord, before, on);
@@ -511,24 +547,165 @@ static void events(const char *kind, double seconds, unsigned rounds, unsigned g
     CUevent before[MOST_STREAMS], after[MOST_STREAMS];
     void *arguments[] = {&scratch, &rounds};
     CUresult code = function ? CUDA_SUCCESS : NOT_FOUND;
-    for (int i = 0; i < count && !code; i++)
-        if (!(code = CALL(cuStreamCreate, &streams[i], CU_STREAM_NON_BLOCKING)) && !(code = CALL(cuEventCreate, &before[i], CU_EVENT_DEFAULT)))
-            code = CALL(cuEventCreate, &after[i], CU_EVENT_DEFAULT);
+    if (!code && !(code = make_events(before, count))) code = make_events(after, count);
+    for (int i = 0; i < count && !code; i++) code = CALL(cuStreamCreate, &streams[i], CU_STREAM_NON_BLOCKING);
     double begin_s = now_s();
     while (!code && now_s() - begin_s < seconds && done + count <= MOST_RUNS) {
         for (int i = 0; i < count && !code; i++) code = timed_launch(function, grid, arguments, streams[i], before[i], after[i]);
         if (!code) code = CALL(cuCtxSynchronize);
-        for (int i = 0; i < count && !code; i++) {
-            float ms = 0;
-            code = CALL(cuEventElapsedTime, &ms, before[i], after[i]);
-            samples[done++] = ms / 1e3;
-        }
+        for (int i = 0; i < count && !code; i++) samples[done++] = seconds_between(before[i], after[i]);
     }
     double lasted_s = now_s() - begin_s;
     printf("{\"action\": \"events\", \"kind\": \"%s\", \"streams\": %d, \"code\": %d, \"error\": \"%s\", \"wall_us\": %.3f, ", kind, count,
            (int)code, code ? error_name(code) : "", done ? 1e6 * lasted_s / done : 0);
     if (done) print_quantiles("each", done, ", ");
     printf("\"unit\": \"microseconds\"}\n");
+}
+
+/* Each launch writes when its first thread computed (kernels.ptx). What lies closer together than APART_NS is one turn: between two
+ * kernels of a queue are some microseconds. */
+enum { MOST_QUEUED = 32, MOST_PAIRS = 16384, MOST_TURNS = 1000, APART_NS = 30000 };
+
+static void print_turns(const uint64_t *pairs, uint64_t count) {
+    uint64_t begin = 0, end = 0;
+    int printed = 0;
+    printf("\"pairs\": %llu, \"turns\": [", (unsigned long long)count);
+    for (uint64_t i = 0; i <= count && printed < MOST_TURNS; i++) {
+        if (i < count && i && pairs[2 * i] < end + APART_NS) {
+            end = pairs[2 * i + 1];
+            continue;
+        }
+        if (i) printf("%s[%llu, %llu]", printed++ ? ", " : "", (unsigned long long)begin, (unsigned long long)end);
+        if (i < count) begin = pairs[2 * i], end = pairs[2 * i + 1];
+    }
+    printf("], ");
+}
+
+static void trace(double seconds, unsigned rounds, unsigned grid) {
+    static uint64_t traced[1 + 2 * MOST_PAIRS];
+    CUfunction function = kernel("trace");
+    CUevent before[MOST_QUEUED], after[MOST_QUEUED];
+    unsigned most = MOST_PAIRS;
+    void *arguments[] = {&scratch, &most, &rounds};
+    CUresult code = function ? CALL(cuMemsetD32Async, scratch, 0, 2, stream) : NOT_FOUND;
+    if (!code && !(code = make_events(before, MOST_QUEUED))) code = make_events(after, MOST_QUEUED);
+    int launched = 0, done = 0;
+    double begin_s = now_s();
+    while (!code && done < MOST_RUNS && (done < launched || now_s() - begin_s < seconds)) {
+        int at = launched % MOST_QUEUED, is_over = now_s() - begin_s >= seconds || launched == MOST_RUNS;
+        if (!is_over && launched - done < MOST_QUEUED) {
+            code = timed_launch(function, grid, arguments, stream, before[at], after[at]);
+            launched++;
+            continue;
+        }
+        at = done % MOST_QUEUED;
+        if (!(code = CALL(cuEventSynchronize, after[at]))) samples[done++] = seconds_between(before[at], after[at]);
+    }
+    double lasted_s = now_s() - begin_s;
+    if (!code) code = CALL(cuMemcpyDtoH, traced, scratch, sizeof traced);
+    printf("{\"action\": \"trace\", \"launches\": %d, \"seconds\": %.4f, \"code\": %d, \"error\": \"%s\", ", launched, lasted_s, (int)code,
+           code ? error_name(code) : "");
+    print_turns(traced + 1, traced[0] < MOST_PAIRS ? traced[0] : MOST_PAIRS);
+    if (done) print_quantiles("each", done, ", ");
+    printf("\"unit\": \"microseconds\"}\n");
+}
+
+/* --- what events and queries cost, and what they say of each other --- */
+
+enum { BIAS_LOADED_RUNS = 40, BIAS_QUEUE = 4 };
+static CUfunction bias_work, bias_empty;
+static unsigned bias_grid;
+static void **bias_arguments;
+static CUevent marks[4];
+static CUstream others;
+
+/* Each of these is one run, and says seconds. */
+static double first_event_is_done(void) {
+    double begin_s = now_s();
+    CALL(cuEventRecord, marks[0], stream);
+    while (CALL(cuEventQuery, marks[0]) == CUDA_ERROR_NOT_READY && now_s() - begin_s < 0.01)
+        ;
+    return now_s() - begin_s;
+}
+static double call_of_a_launch(void) {
+    double begin_s = now_s();
+    launch(bias_empty, 1, 32, NULL);
+    return now_s() - begin_s;
+}
+/* As libgpushare measures one: three events and, later, a query. */
+static double call_of_a_measured_launch(void) {
+    double begin_s = now_s();
+    timed_launch(bias_empty, 1, NULL, stream, marks[0], marks[1]);
+    CALL(cuEventRecord, marks[2], stream);
+    return now_s() - begin_s;
+}
+static double call_of_a_query(void) {
+    double begin_s = now_s();
+    CALL(cuEventQuery, marks[0]);
+    return now_s() - begin_s;
+}
+static double measured_between(int one, int is_queued) {
+    for (int i = 0; i < BIAS_QUEUE && is_queued; i++) launch(bias_work, bias_grid, BLOCK, bias_arguments);
+    call_of_a_measured_launch();
+    CALL(cuStreamSynchronize, stream);
+    return seconds_between(marks[one], marks[one + 1]);
+}
+static double empty_kernel_idle(void) { return measured_between(0, 0); }
+static double two_events_idle(void) { return measured_between(1, 0); }
+static double empty_kernel_queued(void) { return measured_between(0, 1); }
+static double two_events_queued(void) { return measured_between(1, 1); }
+/* Two streams with a kernel each: the time from the first event to the last one, at once and by way of the third. */
+static void in_two_streams(void) {
+    timed_launch(bias_work, bias_grid, bias_arguments, stream, marks[0], marks[1]);
+    timed_launch(bias_work, bias_grid, bias_arguments, others, marks[2], marks[3]);
+    CALL(cuCtxSynchronize);
+}
+static double across_streams_off(void) {
+    in_two_streams();
+    double off_s = seconds_between(marks[0], marks[3]) - (seconds_between(marks[0], marks[2]) + seconds_between(marks[2], marks[3]));
+    return off_s < 0 ? -off_s : off_s;
+}
+static double union_less_wall(void) {
+    double begin_s = now_s();
+    in_two_streams();
+    double wall_s = now_s() - begin_s, one_s = seconds_between(marks[0], marks[1]), other_s = seconds_between(marks[0], marks[3]);
+    return (one_s > other_s ? one_s : other_s) - wall_s;
+}
+
+static void bias(int runs, unsigned rounds, unsigned grid) {
+    static const struct {
+        const char *name;
+        double (*run)(void);
+        int is_loaded;
+    } MEASURED[] = {{"first_event_is_done", first_event_is_done, 0}, {"call_of_a_launch", call_of_a_launch, 0},
+                    {"call_of_a_measured_launch", call_of_a_measured_launch, 0}, {"call_of_a_query", call_of_a_query, 0},
+                    {"empty_kernel_idle", empty_kernel_idle, 0}, {"two_events_idle", two_events_idle, 0},
+                    {"empty_kernel_queued", empty_kernel_queued, 1}, {"two_events_queued", two_events_queued, 1},
+                    {"across_streams_off", across_streams_off, 1}, {"union_less_wall", union_less_wall, 1}};
+    void *arguments[] = {&scratch, &rounds};
+    int within = 0, before_return = 0;
+    bias_arguments = arguments, bias_grid = grid;
+    if (runs > MOST_RUNS) runs = MOST_RUNS;
+    if (!(bias_work = kernel("work")) || !(bias_empty = kernel("empty"))) return;
+    CUresult code = make_events(marks, 4);
+    if (!code) code = CALL(cuStreamCreate, &others, CU_STREAM_NON_BLOCKING);
+    printf("{\"action\": \"bias\", \"code\": %d, \"error\": \"%s\", ", (int)code, code ? error_name(code) : "");
+    for (size_t which = 0; which < sizeof MEASURED / sizeof *MEASURED && !code; which++) {
+        int count = MEASURED[which].is_loaded && runs > BIAS_LOADED_RUNS ? BIAS_LOADED_RUNS : runs;
+        for (int i = 0; i < count; i++) {
+            code = CALL(cuCtxSynchronize);
+            samples[i] = MEASURED[which].run();
+            within += !which && samples[i] <= 4e-6;
+        }
+        print_quantiles(MEASURED[which].name, count, ", ");
+    }
+    for (int i = 0; i < runs && !code; i++) { /* what libgpushare takes for an idle GPU */
+        code = CALL(cuCtxSynchronize);
+        timed_launch(bias_empty, 1, NULL, stream, marks[0], marks[1]);
+        before_return += CALL(cuEventQuery, marks[0]) == CUDA_SUCCESS;
+    }
+    CALL(cuCtxSynchronize);
+    printf("\"runs\": %d, \"within_4_us\": %d, \"done_behind_the_launch\": %d}\n", runs, within, before_return);
 }
 
 static long long epoch_us(void) {
@@ -633,6 +810,8 @@ int main(int count, char **words) {
         else if (sscanf(words[i], "memory:%31[a-z0-9]:%u", kind, &most_mib) == 2) memory(kind, most_mib);
         else if (sscanf(words[i], "launch:%31[a-z]:%lf:%u:%u", kind, &one, &rounds, &grid) == 4) launches(kind, one, rounds, grid);
         else if (sscanf(words[i], "events:%31[a-z]:%lf:%u:%u", kind, &one, &rounds, &grid) == 4) events(kind, one, rounds, grid);
+        else if (sscanf(words[i], "trace:%lf:%u:%u", &one, &rounds, &grid) == 3) trace(one, rounds, grid);
+        else if (sscanf(words[i], "bias:%u:%u:%u", &most_mib, &rounds, &grid) == 3) bias((int)most_mib, rounds, grid);
         else if (sscanf(words[i], "busy:%lf:%lf", &one, &two) == 2) busy(one, two);
         else if (sscanf(words[i], "reserved:%u", &most_mib) == 1) reserved(most_mib);
         else if (sscanf(words[i], "duty:%lf:%lf:%lf", &one, &two, &three) == 3) duty(one, two, three);

@@ -14,6 +14,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,10 @@ class Program:
         self._rest = b""
         self._ended = False
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     def until_wait(self, timeout_s: float) -> bool:
         """Whether it waits now; False where it has ended, or did not come so far in time."""
         seen = len(self._lines)
@@ -90,12 +95,15 @@ class Program:
     def finish(self, timeout_s: float) -> Outcome:
         """Waits until it ends, and ends it where the time is over."""
         deadline = time.monotonic() + timeout_s
-        self._read(deadline, lambda: False)
         code: int | None = None
         try:
+            self._read(deadline, lambda: False)
             code = self._process.wait(max(0.0, deadline - time.monotonic()) if self._ended else 0.0)
         except subprocess.TimeoutExpired:
             self._kill()
+        except BaseException:
+            self._kill()
+            raise
         for stream in (self._process.stdin, self._process.stdout):
             if stream is not None:
                 try:
@@ -166,3 +174,55 @@ def run_program(
         program.finish(0.0)
         raise
     return program.finish(deadline - time.monotonic())
+
+
+def run_in_turn(
+    programs: Mapping[str, Program],
+    stages: int,
+    stage_s: float,
+    start_s: float,
+    during: Callable[[str], AbstractContextManager[None]] = lambda _: nullcontext(),
+) -> dict[str, Outcome]:
+    """Each waits before each of its stages; first the stage of one, then that of the next, so that what is compared was
+    measured in the same seconds. `stage_s` and `start_s` are bounds; `during` is entered for each stage of each. Raises
+    StepFailed where one does not start."""
+    ready = [False]
+    try:
+        ready = [program.until_wait(start_s) for program in programs.values()]
+        for _ in range(stages if all(ready) else 0):
+            for name, program in programs.items():
+                with during(name):
+                    program.go()
+                    program.until_wait(stage_s)
+    finally:
+        outcomes = {name: program.finish(stage_s if all(ready) else 0.0) for name, program in programs.items()}
+    return _all_ready(outcomes, ready)
+
+
+def run_together(
+    programs: Mapping[str, Program],
+    stage_s: Sequence[float],
+    start_s: float,
+    during: Callable[[int], AbstractContextManager[None]] = lambda _: nullcontext(),
+) -> dict[str, Outcome]:
+    """Each waits before each of its stages, and all go on at once when all wait; `during` is entered for each stage.
+    Raises StepFailed where one does not start."""
+    ready = [False]
+    try:
+        for stage, seconds in enumerate(stage_s):
+            ready = [program.until_wait(start_s) for program in programs.values()]
+            if not all(ready):
+                break
+            with during(stage):
+                for program in programs.values():
+                    program.go()
+                time.sleep(seconds)
+    finally:
+        outcomes = {name: program.finish(start_s if all(ready) else 0.0) for name, program in programs.items()}
+    return _all_ready(outcomes, ready)
+
+
+def _all_ready(outcomes: dict[str, Outcome], ready: Sequence[bool]) -> dict[str, Outcome]:
+    if not all(ready):
+        raise StepFailed("; ".join(f"{name}: {outcome.why()}" for name, outcome in outcomes.items()))
+    return outcomes

@@ -12,7 +12,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from bench.gpu.verdicts import COMPARED, LINES, as_text, is_same
+from bench.gpu.verdicts import (
+    COMPARED,
+    COMPUTED,
+    GRANULE_MIB,
+    LINES,
+    POOL_MIB,
+    as_text,
+    is_same,
+    of_process,
+    over_mib,
+)
 
 Found = Mapping[str, Any]
 
@@ -32,9 +42,14 @@ def render(results: Mapping[str, Any]) -> str:
         _machine(results, _found(steps, _BARE, "facts")),
         _memory(steps, measured, results["plan"]["share_mib"]),
         _compute(steps, measured, results["plan"]["cores"]),
+        _works(steps, measured),
         _launches(steps, measured),
         _overhead(steps, measured),
         _driver(_found(steps, _BARE, "events"), _found(steps, _BARE, "utilization")),
+        _turns(steps),
+        _bias(steps, measured),
+        _rows(_found(steps, _BARE, "rows")),
+        _users(steps, measured),
         _kept_memory(steps, measured),
         _programs(steps, measured),
         _usage(steps, measured),
@@ -102,10 +117,11 @@ def _memory(steps: Mapping[tuple[str, str], Found], names: Sequence[str], share_
         for name, view in views
         if view is not None
     ]
-    rows = [(kind, *(_memory_cell(_found(steps, name, f"memory {kind}")) for name in names)) for kind in kinds]
+    rows = [(kind, *(_memory_cell(kind, _found(steps, name, f"memory {kind}")) for name in names)) for kind in kinds]
     text = (
-        f"## Memory: a share of {share_mib} MiB\n\nAllocated until refused, and in brackets what the GPU had in use more "
-        "than before, the context included. Exact is a bracket at or below the share.\n\n"
+        f"## Memory: a share of {share_mib} MiB\n\nAllocated until refused; in brackets what NVML has of the process, the "
+        f"context included. Exact is a bracket of at most a granule ({GRANULE_MIB} MiB) above the share; a pool takes up to "
+        f"{POOL_MIB} MiB more than it was asked for. Managed memory is not in NVML's number.\n\n"
     )
     warned = [f"{name}: {text}" for name, view in views if view is not None for text in view["agent_warned"]]
     below = [("Shown to the program", shown), ("The agent warned", list(dict.fromkeys(warned)))]
@@ -113,32 +129,63 @@ def _memory(steps: Mapping[tuple[str, str], Found], names: Sequence[str], share_
     return "\n\n".join([text + _table(("allocation", *names), rows), *lines])
 
 
-def _memory_cell(found: Found | None) -> str:
+def _memory_cell(kind: str, found: Found | None) -> str:
     if found is None:
         return ""
-    used = "" if found["gpu_mib"] is None else f" ({found['gpu_mib']:g})"
+    process_mib = of_process(found)
+    used = "" if process_mib is None else f" ({process_mib:g})"
     if not found["code"]:
         return f"**{found['got_mib']}{used}, no limit met**"
-    over = found["gpu_mib"] is not None and found["gpu_mib"] > found["share_mib"]
-    by = f", **{found['gpu_mib'] - found['share_mib']:g} over**" if over else ""
-    return f"{found['got_mib']}{used}{by}, {found['error']}"
+    over = over_mib(kind, found)
+    return f"{found['got_mib']}{used}{f', **{over:g} over**' if over else ''}, {found['error']}"
 
 
 def _compute(steps: Mapping[tuple[str, str], Found], names: Sequence[str], cores: Sequence[int]) -> str:
-    small, large = cores[0], cores[1]
-    if not _steps_named(steps, "compute "):
+    together = sorted({len(name.split("+")) for name in _steps_named(steps, "compute ")})
+    if not together:
         return ""
-    rows = []
-    for name in names:
-        alone = {pod: _found(steps, name, f"compute {count}") or {} for pod, count in (("a", small), ("b", large))}
-        both = _found(steps, name, f"compute {small}+{large}") or {}
-        cells = [alone["a"].get("a"), alone["b"].get("b"), both.get("a"), both.get("b")]
-        rows.append((name, *map(_share_cell, cells)))
-    head = ("isolation", f"{small} alone", f"{large} alone", f"{small} beside {large}", f"{large} beside {small}")
+    columns = [
+        (f"{count}" + (f" next to {' and '.join(others)}" if others else " alone"), step, pod)
+        for step, pods in COMPUTED.items()
+        for pod, count in pods.items()
+        if len(pods) in together
+        for others in [[str(other) for name, other in pods.items() if name != pod]]
+    ]
+    rows = [
+        (name, *(_share_cell((_found(steps, name, step) or {}).get(pod)) for _, step, pod in columns)) for name in names
+    ]
     return (
         "## Compute: launches of 1 ms\n\nPercent of what the bare machine does, without the first seconds; in brackets the "
-        "tenth and ninetieth percentile of windows of half a second.\n\n" + _table(head, rows)
+        "tenth and ninetieth percentile of windows of half a second.\n\n"
+        + _table(("isolation", *(head for head, _, _ in columns)), rows)
     )
+
+
+def _works(steps: Mapping[tuple[str, str], Found], names: Sequence[str]) -> str:
+    """Of PyTorch programs."""
+    rows = []
+    for name in names:
+        alone, mixes = _found(steps, name, "works 30") or {}, _found(steps, name, "works 30+60") or {}
+        for kind, one in alone.items():
+            if "of_bare" in one:
+                rows.append((name, f"{kind} in 30", _work_cell(one)))
+        for mix, pods in mixes.items():
+            rows.append((name, f"{mix} in 30 and 60", "; ".join(map(_work_cell, pods.values()))))
+        for where, seconds in alone.get("first_s", {}).items():
+            cell = ", ".join(f"{one:g}" for one in seconds)
+            rows.append((name, f"first iterations of a model of many kernels, {where}", f"{cell} s"))
+    if not rows:
+        return ""
+    return (
+        "## PyTorch programs in shares\n\nPercent of their rate on the bare machine, measured in turn with it. NVML's "
+        "number is the whole GPU's use: of a program alone the time that it had.\n\n"
+        + _table(("isolation", "program", ""), rows)
+    )
+
+
+def _work_cell(found: Found) -> str:
+    of_bare = "?" if found["of_bare"] is None else _percent(found["of_bare"])
+    return f"{of_bare} % of the rate, NVML {'?' if found['nvml_percent'] is None else found['nvml_percent']} %"
 
 
 def _share_cell(found: Found | None) -> str:
@@ -148,7 +195,7 @@ def _share_cell(found: Found | None) -> str:
         return str(found["error"])
     if found["of_bare"] is None:
         return f"{found['launches_per_s']:g}/s"
-    windows = sorted(found["windows"])
+    windows = sorted(found.get("windows", ()))
     spread = f" ({_percent(_quantile(windows, 0.1))}–{_percent(_quantile(windows, 0.9))})" if len(windows) > 1 else ""
     return f"{_percent(found['of_bare'])} %{spread}"
 
@@ -170,20 +217,37 @@ def _launches(steps: Mapping[tuple[str, str], Found], names: Sequence[str]) -> s
 
 
 def _overhead(steps: Mapping[tuple[str, str], Found], names: Sequence[str]) -> str:
-    columns = [(name, found) for name in (_BARE, *names) if (found := _found(steps, name, "overhead")) is not None]
+    columns = [(name, found) for name in names if (found := _found(steps, name, "overhead")) is not None]
     if not columns:
         return ""
     rows: list[tuple[str, ...]] = [
-        (f"{text}, µs", *(_quantiles_cell(found["latency_us"].get(call)) for _, found in columns))
+        (
+            f"{text}, µs",
+            *(_pair_cell(*(of["latency_us"].get(call) for of in _bare_and_share(found))) for _, found in columns),
+        )
         for call, text in _UNITS.items()
     ]
-    rows.append(("one of the mix, µs", *(_quantiles_cell(found["mix_us"]) for _, found in columns)))
-    rows.append(("mixes a second", *(found["error"] or f"{found['mix_per_s']:g}" for _, found in columns)))
+    rows.append(
+        ("one of the mix, µs", *(_pair_cell(*(of["mix_us"] for of in _bare_and_share(found))) for _, found in columns))
+    )
+    rows.append((
+        "mixes a second",
+        *(" → ".join(of["error"] or f"{of['mix_per_s']:g}" for of in _bare_and_share(found)) for _, found in columns),
+    ))  # fmt: skip
     return (
-        "## Overhead: a share of 99 cores beside the bare machine\n\nMedian; in brackets the tenth and ninetieth "
-        "percentile. The mix: ten kernels of 0.1 ms, a copy of 32 MiB, setting 32 MiB.\n\n"
+        "## Overhead: the bare machine → a share of 99 cores, in turn\n\nMedian; in brackets the tenth and ninetieth "
+        "percentile in the share. The mix: ten kernels of 0.1 ms, a copy of 32 MiB, setting 32 MiB.\n\n"
         + _table(("", *(name for name, _ in columns)), rows)
     )
+
+
+def _bare_and_share(found: Found) -> tuple[Found, Found]:
+    return found["bare"], found["share"]
+
+
+def _pair_cell(bare: Found | None, share: Found | None) -> str:
+    before = f"{bare['median']:.1f} → " if bare and "median" in bare else ""
+    return before + _quantiles_cell(share)
 
 
 def _quantiles_cell(found: Found | None) -> str:
@@ -191,7 +255,8 @@ def _quantiles_cell(found: Found | None) -> str:
         return ""
     if "error" in found:
         return str(found["error"])
-    return f"{found['median']:.1f} ({found['p10']:.1f}–{found['p90']:.1f})"
+    spread = f" ({found['p10']:.1f}–{found['p90']:.1f})" if "p10" in found else ""
+    return f"{found['median']:.1f}{spread}"
 
 
 def _driver(events: Found | None, utilization: Found | None) -> str:
@@ -214,6 +279,92 @@ def _driver(events: Found | None, utilization: Found | None) -> str:
         found = [f"{text} {utilization[name]:g} s" for name, text in names.items() if utilization[name] is not None]
         parts.append(f"NVML's utilization of a program, asked ten times a second: {'; '.join(found) or 'no sample'}.")
     return "## The driver's own measures\n\n" + "\n\n".join(parts) if parts else ""
+
+
+def _turns(steps: Mapping[tuple[str, str], Found]) -> str:
+    rows = []
+    for count in _steps_named(steps, "turns of "):
+        for length, one in (_found(steps, _BARE, f"turns of {count}") or {}).items():
+            cells = [
+                one[key]
+                for key in (
+                    "turn_ms", "away_ms", "loss_us", "lost_percent", "interruptions_per_kernel", "events_median_us",
+                    "events_p90_us",
+                )
+            ]  # fmt: skip
+            rows.append((count, length, *(one["error"] or ("" if cell is None else f"{cell:g}") for cell in cells)))
+    if not rows:
+        return ""
+    head = (
+        "programs", "kernels of", "a turn, ms", "until the next, ms", "a change loses, µs", "of the time, %",
+        "interruptions of a kernel", "two events say, µs", "ninetieth percentile",
+    )  # fmt: skip
+    return "## Turns of contexts with full queues, by the GPU's timer\n\n" + _table(head, rows)
+
+
+def _bias(steps: Mapping[tuple[str, str], Found], names: Sequence[str]) -> str:
+    columns = [
+        (f"{name}, {where}", found)
+        for name in (_BARE, *names)
+        for where, found in (_found(steps, name, "bias") or {}).items()
+    ]
+    if not columns:
+        return ""
+    texts = {
+        "first_event_is_done": "an event of an idle GPU is done after", "call_of_a_launch": "a launch's call",
+        "call_of_a_measured_launch": "the same with three events", "call_of_a_query": "a query's call",
+        "empty_kernel_idle": "two events around an empty kernel, idle",
+        "two_events_idle": "two events behind each other, idle",
+        "empty_kernel_queued": "around an empty kernel, full queue",
+        "two_events_queued": "behind each other, full queue", "across_streams_off": "events of two streams differ by",
+        "union_less_wall": "the union of two streams less the program's time",
+    }  # fmt: skip
+    rows = [(f"{text}, µs", *(_quantiles_cell(of.get(key)) for _, of in columns)) for key, text in texts.items()]
+    rows.append(("such an event within 4 µs", *(f"{of['within_4_us']} of {of['runs']}" for _, of in columns)))
+    rows.append(
+        (
+            "done when the launch behind it returns",
+            *(f"{of['done_behind_the_launch']} of {of['runs']}" for _, of in columns),
+        )
+    )
+    return "## What events cost and say\n\n" + _table(("", *(head for head, _ in columns)), rows)
+
+
+def _rows(found: Found | None) -> str:
+    if found is None:
+        return ""
+    rows = [
+        (
+            way, one["answers"] or one["error"], one["most_processes"], ", ".join(map(str, one["rows_by_process"])),
+            "?" if one["percent"] is None else f"{one['percent']:g}",
+        )
+        for way, one in found["ways"].items()
+    ]  # fmt: skip
+    head = ("asked, since", "answers with rows", "processes in one", "rows by process", "mean, %")
+    busy = ", ".join(f"{one:g}" for one in found["busy_percent"])
+    return (
+        f"## NVML's rows of two programs\n\nOne computes all the time, the other has kernels for {busy or '?'} % of it.\n\n"
+        + _table(head, rows)
+    )
+
+
+def _users(steps: Mapping[tuple[str, str], Found], names: Sequence[str]) -> str:
+    found = [(name, one) for name in names if (one := _found(steps, name, "users")) is not None]
+    rows = [
+        (
+            name, *("yes" if one[key] else "no" for key in ("next_to_root", "after_root")),
+            *(_one_line(one["ended"].get(user, "")) for user in ("root", "other")),
+        )
+        for name, one in found
+    ]  # fmt: skip
+    head = (
+        "isolation",
+        "another user's program starts next to root's",
+        "after it",
+        "root's ended by",
+        "the other one's by",
+    )
+    return "## A container of another user\n\n" + _table(head, rows) if rows else ""
 
 
 def _kept_memory(steps: Mapping[tuple[str, str], Found], names: Sequence[str]) -> str:

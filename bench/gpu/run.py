@@ -1,5 +1,8 @@
 """The whole measurement: installs the packed wheels, takes the steps in order, and writes the report after each of them.
 
+Two parts, each with the seconds of its own, can run at different times; `merge` makes one report of both. The first: shares
+next to each other, and what the driver does. The second: all else of each isolation.
+
 Every step is bounded, and the run as a whole; a step that fails, or for which no time is left, is in the report with the
 reason and does not end the others. Nothing of the GPU's settings is changed. State owned: the working directory, which is
 removed at the end, and the record of the steps.
@@ -10,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -23,18 +27,23 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from bench.gpu import driver, steps, tenants
 from bench.gpu import machine as machine_facts
-from bench.gpu import steps
 from bench.gpu.pack import MANIFEST, tag_of
 from bench.gpu.programs import StepFailed
 from bench.gpu.report import render
 from bench.gpu.sandbox import ROOT, Sandbox, Surroundings, why_no_namespaces
 from bench.gpu.verdicts import COMPARED
 
-ISOLATIONS = ("gpushare", "hami-core", "driver", "mps", "vcuda", "none")
+ISOLATIONS = ("gpushare", "mps", "hami-core", "driver", "vcuda", "none")
 """Those that are measured unless others are named, in this order: what is cut for want of time is what matters least."""
 COMBINED = ("hami-core+driver", "mps+driver")
 RESULTS, REPORT = "results.json", "report.md"
+PARTS = (1, 2)
+PART_S = 195.0
+"""After which no further step of a part begins: a part ends in three and a half minutes."""
+_GRACE_S = 8.0
+"""For a step that hangs when the time is over, before it is ended."""
 _FORMAT = 1
 _INSTALL_TIMEOUT_S = 120.0
 _MPS_START_S, _MPS_END_S = 20.0, 10.0
@@ -52,6 +61,7 @@ class Options:
     passed: Mapping[str, str]
     has_faults: bool
     is_quick: bool = False
+    parts: tuple[int, ...] = PARTS
 
 
 class CannotRun(Exception):  # noqa: N818 - said to a person as it stands
@@ -74,12 +84,15 @@ class Record:
         if self.deadline - started < at_least_s:
             step |= {"state": "skipped", "reason": "no time was left"}
         else:
+            signal.setitimer(signal.ITIMER_REAL, self.deadline - started + _GRACE_S)
             try:
                 found = body()
             except StepFailed as error:
                 step |= {"state": "failed", "reason": str(error)[:1500]}
             except Exception as error:  # noqa: BLE001 - one step's fault must not cost the others' results
                 step |= {"state": "failed", "reason": f"{type(error).__name__}: {error}"[:1500]}
+            finally:
+                signal.setitimer(signal.ITIMER_REAL, 0)
         step["seconds"] = round(time.monotonic() - started, 2)
         step["found"] = found
         say(f"{isolation}: {name}: {step['state']} in {step['seconds']} s {step['reason']}".rstrip())
@@ -102,8 +115,39 @@ class Record:
 
     def write(self) -> None:
         self.out.mkdir(parents=True, exist_ok=True)
-        (self.out / RESULTS).write_text(json.dumps(self.results, indent=1) + "\n")
-        (self.out / REPORT).write_text(render(self.results))
+        write_results(self.out, self.results)
+
+
+def write_results(out: Path, results: Mapping[str, Any]) -> None:
+    """A list of numbers, such as a row of a series, is one line."""
+    text = json.dumps(results, indent=1)
+    text = re.sub(r"\[\n([^][{}]*?)\n\s+\]", lambda row: f"[{' '.join(map(str.strip, row[1].splitlines()))}]", text)
+    (out / RESULTS).write_text(text + "\n")
+    (out / REPORT).write_text(render(results))
+
+
+def merge(folders: Sequence[Path], out: Path) -> None:
+    """One report of the parts' folders: of a step that several have the first that was done. Raises CannotRun."""
+    found = []
+    for folder in folders:
+        try:
+            found.append(json.loads((folder / RESULTS).read_text()))
+        except (OSError, ValueError) as error:
+            raise CannotRun(f"{folder} has no results of a part: {error}") from error
+    if len({(one["machine"]["gpu"], one["machine"]["driver"], one["package"]["commit"]) for one in found}) > 1:
+        raise CannotRun("these are results of different GPUs, drivers or commits")
+    by_name: dict[tuple[str, str], Any] = {}
+    for step in (step for one in found for step in one["steps"]):
+        key = step["isolation"], step["step"]
+        if key not in by_name or (by_name[key]["state"] != "done" and step["state"] == "done"):
+            by_name[key] = step
+    took_s = round(sum(one.get("took_s", 0.0) for one in found), 1)
+    out.mkdir(parents=True, exist_ok=True)
+    write_results(out, {**found[0], "steps": list(by_name.values()), "took_s": took_s})
+
+
+def _end_step(*_: object) -> None:
+    raise StepFailed("it went on when the time of the part was over")
 
 
 def say(text: str) -> None:
@@ -114,11 +158,13 @@ def run(options: Options) -> None:
     """Measures and writes. Raises CannotRun where there is nothing to measure with."""
     started = time.monotonic()
     os.environ.update(options.passed)  # for NVML, which this process calls
+    signal.signal(signal.SIGALRM, _end_step)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the working directory and the sandbox go as after Ctrl-C
     manifest = read_manifest(options.package)
     record = Record(out=options.out, deadline=started + options.limit_s)
     with tempfile.TemporaryDirectory(prefix="gsgpu-", dir="/tmp", ignore_cleanup_errors=True) as name:
         work = Path(name)
+        work.chmod(0o711)  # a program of another user reaches what is mounted for it
         around = _prepare(options, manifest, work)
         nvml = machine_facts.Nvml(around.library_path, 0)
         try:
@@ -220,7 +266,7 @@ def _install(package: Path, manifest: Mapping[str, Any], site: Path) -> None:
 def measure(
     options: Options, manifest: Mapping[str, Any], around: Surroundings, nvml: machine_facts.Nvml, record: Record
 ) -> None:
-    """All steps, on the bare machine and under each isolation."""
+    """All steps of the parts, on the bare machine and under each isolation."""
     facts = nvml.facts()
     environment = {**around.agent_environment, **around.passed}
     for name in ("PYTHONPATH", "PYTHONPYCACHEPREFIX"):
@@ -247,87 +293,162 @@ def measure(
     record.step("bare", "facts", 10, partial(steps.bare_facts, machine))
     if not machine.bare.rounds:
         return  # no CUDA program runs here: the reason is in the report
-    record.step("bare", "launches", 15, partial(steps.bare_launches, machine))
-    record.step("bare", "overhead", 10, partial(steps.bare_overhead, machine))
-    record.step("bare", "events", 10, partial(steps.bare_events, machine))
-    record.step("bare", "utilization", 10, partial(steps.bare_utilization, machine))
+    record.step("bare", "launches", 8, partial(steps.bare_launches, machine))
     runtimes = {path.stem: str(path) for path in sorted((options.package.resolve() / "cudart").glob("*.so"))}
-    record.step("bare", "programs", 20, partial(steps.bare_programs, machine, runtimes))
-    has_torch = bool(record.results["machine"]["torch"])
-    if has_torch:
-        record.step("bare", "torch", 30, partial(steps.bare_torch, machine))
+    plans: Mapping[int, Callable[[Options, Measured], None]] = {
+        1: _tenants, 2: partial(_everything_else, runtimes=runtimes)
+    }  # fmt: skip
+    why_no_torch = "" if record.results["machine"]["torch"] else "no Python with PyTorch is here"
+    for part in options.parts:
+        record.deadline = time.monotonic() + options.limit_s if part != options.parts[0] else record.deadline
+        plans[part](options, Measured(machine=machine, record=record, why_no_torch=why_no_torch, part=part))
+
+
+@dataclass(slots=True, kw_only=True)
+class Measured:
+    """The bare machine, or one isolation with its sandbox and the pods that run in it."""
+
+    machine: steps.Machine
+    record: Record
+    why_no_torch: str
+    part: int
+    name: str = "bare"
+    sandbox: Sandbox | None = None
+    pods: steps.Pods | None = None
+    created: list[str] = field(default_factory=list)
+    """The names of the pods that are there, also where they did not start."""
+
+    def step(self, name: str, at_least_s: float, body: Callable[..., Any], *arguments: Any) -> Any:
+        return self.record.step(self.name, name, at_least_s, partial(body, *arguments))
+
+    def torch_step(self, name: str, at_least_s: float, body: Callable[..., Any], *arguments: Any) -> None:
+        if self.why_no_torch:
+            self.record.skip(self.name, name, self.why_no_torch)
+        else:
+            self.step(name, at_least_s, body, *arguments)
+
+    def start(self, step: str, cores: Mapping[str, int]) -> steps.Pods | None:
+        """These pods in the place of those that are there; None where they do not start, the second time too."""
+        sandbox = self.sandbox
+        if sandbox is None:
+            return None
+
+        def body() -> Any:
+            if (self.machine.nvml.facts()["gpus"] or 1) > 1:
+                sandbox.cordon_others(self.machine.uuid)
+            try:
+                return start()
+            except StepFailed as error:
+                say(f"{self.name}: {step}: once more, for {error}"[:500])
+                return start()
+
+        def start() -> Any:
+            if self.created:
+                sandbox.delete_pods(self.created)
+            self.created = list(cores)
+            self.pods = steps.start_pods(self.machine, sandbox, cores)
+            return steps.answered(self.pods)
+
+        return self.pods if self.step(step, 8, body) is not None else None
+
+
+def _isolated(options: Options, bare: Measured, isolation: str, stack: ExitStack) -> Measured | None:
+    """With a sandbox under that isolation; None where it cannot be tried or does not start, which the report has."""
+    try:
+        flags = _flags(options, bare.machine, isolation, stack)
+    except StepFailed as error:
+        bare.record.skip(isolation, "start", str(error))
+        return None
+    found = Measured(
+        machine=bare.machine, record=bare.record, why_no_torch=bare.why_no_torch, part=bare.part, name=isolation
+    )
+
+    def open_sandbox() -> Any:
+        found.sandbox = stack.enter_context(Sandbox(bare.machine.around, f"{bare.part}-{isolation}", flags))
+        return {}
+
+    if found.step("sandbox", 10, open_sandbox) is None or found.sandbox is None:
+        return None
+    if isolation == "gpushare":  # while no pod has its GPU
+        found.step("proof", 5, steps.probed, found.sandbox, isolation)
+    return found
+
+
+def _tenants(options: Options, bare: Measured) -> None:
+    """The first part."""
+    machine, durations = bare.machine, bare.machine.durations
+    with ExitStack() as stack:
+        own = _isolated(options, bare, "gpushare", stack) if "gpushare" in options.isolations else None
+        if own is not None and (pods := own.start("pods", {"a": steps.SMALL, "b": steps.LARGE})) is not None:
+            own.step("compute 30+60", 14, tenants.compute, pods, ["a", "b"], durations.compute_s)
+            own.torch_step("works 30", 40, tenants.works, pods, "a")
+            own.torch_step("works 30+60", 22, tenants.mixed_works, pods, ["a", "b"])
+            own.step("compute 30", 10, tenants.compute, pods, ["a"], durations.alone_s)
+            own.step("compute 60", 10, tenants.compute, pods, ["b"], durations.alone_s)
+        if own is not None and (pods := own.start("three pods", {"c": 20, "d": 30, "e": 50})) is not None:
+            own.step("compute 20+30+50", 14, tenants.compute, pods, ["c", "d", "e"], durations.compute_s)
+        if own is not None and (pods := own.start("pod of 99 cores", {"f": steps.NEARLY_ALL})) is not None:
+            own.step("overhead", 14, steps.overhead, pods, "f")
+    for count in (2, 3, 1):
+        bare.step(f"turns of {count}", 8, driver.turns, machine, count)
+    bare.step("bias", 9, driver.bias, machine, machine.start_probe, machine.start_probe)
+    bare.step("events", 8, steps.bare_events, machine)
+    bare.step("rows", 8, driver.utilization_rows, machine)
+    bare.step("utilization", 8, steps.bare_utilization, machine)
+
+
+def _everything_else(options: Options, bare: Measured, runtimes: Mapping[str, str]) -> None:
+    """The second part; of an isolation beyond COMPARED the most important steps, unless it is the only one."""
+    bare.step("programs", 20, steps.bare_programs, bare.machine, runtimes)
+    bare.torch_step("torch", 12, steps.bare_torch, bare.machine)
     for isolation in options.isolations:
         with ExitStack() as stack:
-            try:
-                flags = _flags(options, machine, isolation, stack)
-            except StepFailed as error:
-                record.skip(isolation, "start", str(error))
+            own = _isolated(options, bare, isolation, stack)
+            if own is None:
                 continue
-            _measure_isolation(
-                machine, record, isolation, flags, runtimes, has_torch=has_torch, has_faults=options.has_faults
-            )
+            is_whole = isolation in COMPARED or options.isolations == (isolation,)
+            _in_two_pods(own, has_faults=options.has_faults, is_whole=is_whole)
+            if not is_whole or (pods := own.start("pod of 99 cores", {"f": steps.NEARLY_ALL})) is None:
+                continue
+            if isolation in COMPARED:
+                own.step("programs", 15, steps.programs, pods, "f", runtimes)
+            if isolation != "gpushare":  # it is in the first part
+                own.step("overhead", 14, steps.overhead, pods, "f")
+            own.torch_step("torch", 12, steps.torch, pods, "f")
 
 
-def _measure_isolation(
-    machine: steps.Machine, record: Record, isolation: str, flags: Sequence[str], runtimes: Mapping[str, str], *,
-    has_torch: bool, has_faults: bool,
-) -> None:  # fmt: skip
-    with ExitStack() as stack:
-        opened: list[Sandbox] = []
-
-        def open_sandbox() -> Any:
-            opened.append(stack.enter_context(Sandbox(machine.around, isolation, flags)))
-            return {}
-
-        if record.step(isolation, "sandbox", 40, open_sandbox) is None:
-            return
-        sandbox = opened[0]
-        if isolation == "gpushare":  # while no pod has its GPU
-            record.step(isolation, "proof", 30, partial(steps.probed, sandbox, isolation))
-        started: list[steps.Pods] = []
-
-        def start(cores: Mapping[str, int]) -> Any:
-            if (machine.nvml.facts()["gpus"] or 1) > 1:
-                sandbox.cordon_others(machine.uuid)
-            started[:] = [steps.start_pods(machine, sandbox, cores)]
-            return steps.answered(started[0])
-
-        if record.step(isolation, "pods", 30, partial(start, {"a": steps.SMALL, "b": steps.LARGE})) is None:
-            return
-        if not _in_two_pods(record, isolation, started[0], has_faults=has_faults):
-            return
-        record.step(isolation, "pods end", 20, partial(sandbox.delete_pods, ["a", "b"]))
-        if record.step(isolation, "pod of 99 cores", 30, partial(start, {"c": steps.NEARLY_ALL})) is None:
-            return
-        record.step(isolation, "overhead", 20, partial(steps.overhead, started[0], "c"))
-        if isolation in COMPARED:
-            record.step(isolation, "programs", 30, partial(steps.programs, started[0], "c", runtimes))
-        if has_torch:
-            record.step(isolation, "torch", 40, partial(steps.torch, started[0], "c"))
-
-
-def _in_two_pods(record: Record, isolation: str, pods: steps.Pods, *, has_faults: bool) -> bool:
-    """Whether programs start at all."""
-    step = partial(record.step, isolation)
-    limits = isolation != "none"  # where nothing is limited one step of each kind shows it
-    if step("view", 10, partial(steps.view, pods, "a")) is None:
-        record.skip(isolation, "all others", "no CUDA program starts in a container: see the step before")
-        return False
+def _in_two_pods(own: Measured, *, has_faults: bool, is_whole: bool) -> None:
+    pods = own.start("pods", {"a": steps.SMALL, "b": steps.LARGE})
+    if pods is None:
+        return
+    machine, durations, is_first = own.machine, own.machine.durations, own.name == "gpushare"
+    limits = own.name != "none"  # where nothing is limited one step of each kind shows it
+    if own.step("view", 5, steps.view, pods, "a") is None:
+        own.record.skip(own.name, "all others", "no CUDA program starts in a container: see the step before")
+        return
+    if not is_first:  # of ours the first part has these
+        own.step("compute 30+60", 14, tenants.compute, pods, ["a", "b"], durations.compute_s)
+    if own.name == "mps":
+        own.step("users", 20, tenants.mps_users, pods, "a", "b")
+        own.step("bias", 9, driver.bias, machine, partial(pods.start_probe, "a"), partial(pods.start_probe, "b"))
+    if own.name == "hami-core":
+        own.torch_step("works 30", 20, tenants.works, pods, "a", ["gemm"])
     for kind in steps.MEMORY_KINDS if limits else steps.MEMORY_KINDS[:1]:
-        step(f"memory {kind}", 12, partial(steps.memory, pods, "a", kind))
-    step("compute 30+60", 25, partial(steps.compute, pods, ["a", "b"]))
+        own.step(f"memory {kind}", 3, steps.memory, pods, "a", kind)
+    if own.name in COMPARED:
+        own.step("reserved", 4, steps.reserved, pods, "a")
+        own.step("killed", 5, steps.killed, pods, "a")
+    if not is_whole:
+        return
+    own.step("usage", 11, steps.usage, pods, "b")
     if limits:
-        step("compute 30", 20, partial(steps.compute, pods, ["a"]))
-        step("compute 60", 20, partial(steps.compute, pods, ["b"]))
         for kind in steps.LAUNCH_KINDS[1:]:
-            step(f"launch {kind}", 15, partial(steps.launch_kind, pods, "a", kind))
-    if isolation in COMPARED:
-        step("reserved", 15, partial(steps.reserved, pods, "a"))
-        step("killed", 20, partial(steps.killed, pods, "a"))
-    step("usage", 20, partial(steps.usage, pods, "b"))
+            own.step(f"launch {kind}", 8, steps.launch_kind, pods, "a", kind)
+    if limits and not is_first:
+        own.step("compute 30", 10, tenants.compute, pods, ["a"], durations.alone_s)
+        own.step("compute 60", 10, tenants.compute, pods, ["b"], durations.alone_s)
     if has_faults:
-        step("fault", 25, partial(steps.fault, pods, "a", "b"))
-    return True
+        own.step("fault", 12, steps.fault, pods, "a", "b")
 
 
 # --- what each isolation needs ---

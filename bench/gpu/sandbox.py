@@ -157,9 +157,9 @@ class Sandbox:
         except OSError as error:
             raise StepFailed(f"the agent does not answer: {error}") from error
 
-    def program(self, pod: str, container: Mapping[str, Any], command: Sequence[str]) -> Program:
+    def program(self, pod: str, container: Mapping[str, Any], command: Sequence[str], uid: int = 0) -> Program:
         """Starts a command in the container of a pod."""
-        return Program(self.command_inside(pod, container, command), env=self._around.agent_environment)
+        return Program(self.command_inside(pod, container, command, uid), env=self._around.agent_environment)
 
     def run(
         self,
@@ -186,14 +186,15 @@ class Sandbox:
         lines = self.agent_log('"pod_warned"')
         return [line.split('"detail": "', 1)[-1].split('", "event"', 1)[0] for line in lines]
 
-    def command_inside(self, pod: str, container: Mapping[str, Any], command: Sequence[str]) -> list[str]:
+    def command_inside(self, pod: str, container: Mapping[str, Any], command: Sequence[str], uid: int = 0) -> list[str]:
         around = self._around
         staging = around.work / "staging"
         staging.mkdir(exist_ok=True)
         has_namespaces = not around.why_no_namespaces
         spec = {
             "mounts": container["mounts"], "devices": container["devices"], "library_path": around.library_path,
-            "path": os.environ.get("PATH", os.defpath), "staging": str(staging), "uid": 0, "has_namespaces": has_namespaces,
+            "path": os.environ.get("PATH", os.defpath), "staging": str(staging), "uid": uid,
+            "has_namespaces": has_namespaces,
         }  # fmt: skip
         path = around.work / f"{self.state.name}-{pod}.json"
         path.write_text(json.dumps(spec))

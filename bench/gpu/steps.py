@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.gpu.machine import Nvml, python_with, smi_memory_mib, torch_python
-from bench.gpu.programs import Line, Outcome, Program, StepFailed, run_program
+from bench.gpu.programs import Line, Outcome, Program, StepFailed, run_in_turn, run_program
 from bench.gpu.sandbox import BLOCK_MIB, PodShare, Sandbox, Surroundings, sample_of
 
 MEMORY_KINDS = ("plain", "pitch", "managed", "async", "pool", "vmm", "array", "array3d", "mipmap")
@@ -31,16 +31,18 @@ SMALL, LARGE, NEARLY_ALL = 30, 60, 99
 """Cores of the three shares. 100 would be a whole GPU, which no isolation limits."""
 
 _MOST_SHARE_MIB = 4096
-_OVER = 1.5
+OVER = 1.5
 """What the memory step asks for at most, in shares: more is known to be unlimited."""
-_START_S = 10.0
+START_S = 10.0
 """Of a program: the agent's `exec`, namespaces, cuInit and compiling the kernels."""
 _PROBE_S = 25.0
 _DUTY_BUSY_MS, _DUTY_PERIOD_MS = 20, 50
 _XID_S = 3.0
-_POLL_S = 0.1
+POLL_S = 0.1
 """Of the driver's samples: five of them between two that the driver makes."""
 _RETURN_S, _RETURN_POLL_S = 5.0, 0.005
+_ROUNDS = 2
+"""Of what is measured on the bare machine and in a share in turn."""
 RESERVED_PART = 8
 """A pool, the GPU's own pool and a graph get so large a part of the share each."""
 
@@ -51,23 +53,32 @@ Values = dict[str, Any]
 class Durations:
     """How long each thing is measured. `settle_s` is what the agent's and the driver's means of use look back."""
 
-    bare_s: float = 3.0
-    warm_up_s: float = 3.0
+    bare_s: float = 1.2
+    warm_up_s: float = 2.0
     compute_s: float = 8.0
-    kind_s: float = 4.0
-    mix_s: float = 4.0
-    latency_runs: int = 2000
+    alone_s: float = 4.0
+    kind_s: float = 3.0
+    mix_s: float = 2.0
+    latency_runs: int = 1000
+    work_s: float = 3.0
+    bare_work_s: float = 1.5
+    together_s: float = 4.5
+    trace_s: float = 0.8
+    bias_runs: int = 200
+    bias_s: float = 5.0
+    rows_s: float = 4.0
     settle_s: float = 3.0
     usage_s: float = 5.0
     neighbour_s: float = 6.0
-    events_s: float = 1.5
+    events_s: float = 0.7
     busy_s: float = 3.0
-    torch_s: float = 4.0
+    torch_s: float = 2.0
 
 
 QUICK = Durations(
-    bare_s=0.6, warm_up_s=0.6, compute_s=1.2, kind_s=0.6, mix_s=0.5, latency_runs=100, settle_s=2.5, usage_s=1.5,
-    neighbour_s=3.0, torch_s=1.0, events_s=0.4, busy_s=1.5,
+    bare_s=0.6, warm_up_s=0.6, compute_s=1.2, alone_s=0.8, kind_s=0.6, mix_s=0.5, latency_runs=60, settle_s=2.5,
+    usage_s=1.5, neighbour_s=3.0, torch_s=1.0, events_s=0.4, busy_s=1.5, work_s=0.6, bare_work_s=0.4, together_s=0.8,
+    trace_s=0.1, bias_runs=20, bias_s=1.0, rows_s=0.8,
 )  # fmt: skip
 
 
@@ -78,6 +89,8 @@ class Bare:
     rounds: int = 0
     grid: int = 0
     rates: dict[str, float] = field(default_factory=dict)
+    works: dict[str, float] = field(default_factory=dict)
+    """Iterations a second of PyTorch programs (torch_work.py)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,6 +117,9 @@ class Machine:
         command = [self.probe, *actions]
         return run_program(command, env=self.environment, timeout_s=timeout_s, at_wait=at_wait)
 
+    def start_probe(self, *actions: str) -> Program:
+        return Program([self.probe, *actions], env=self.environment)
+
 
 def rate_of(line: Line) -> float:
     """Work a second, in millions. Raises StepFailed where the launches failed."""
@@ -124,7 +140,7 @@ def bare_facts(machine: Machine) -> Values:
     work = outcome.first("work-for")
     machine.bare.rounds, machine.bare.grid = work["rounds"], work["grid"]
     return {
-        **_without_action(outcome.first("facts")),
+        **without_action(outcome.first("facts")),
         "start_s": outcome.first("start")["seconds"],
         "context_mib": _difference(at_start[0] if at_start else None, before),
         "kernel_us": KERNEL_US,
@@ -134,9 +150,12 @@ def bare_facts(machine: Machine) -> Values:
 
 
 def bare_launches(machine: Machine) -> Values:
+    """Rates with which shares are compared: of the kinds that run the same kernel it is the GPU's own, by two events around
+    a launch, for who waits for each launch does not reach it."""
     outcome = machine.probe_bare(
-        *(_launch(machine, kind, machine.durations.bare_s) for kind in LAUNCH_KINDS), timeout_s=30.0
-    )
+        *(launch_action(machine, kind, machine.durations.bare_s) for kind in LAUNCH_KINDS), _events(machine, "alone"),
+        timeout_s=30.0,
+    )  # fmt: skip
     found: Values = {}
     for line in outcome.of("launch"):
         with contextlib.suppress(StepFailed):
@@ -144,11 +163,11 @@ def bare_launches(machine: Machine) -> Values:
         found[line["kind"]] = _rate_values(machine, line)
     if "plain" not in machine.bare.rates:
         raise StepFailed(f"no launches on the bare machine: {outcome.why()}")
+    each = outcome.first("events").get("each", {}).get("median", 0)
+    if each > 0:
+        rate = machine.bare.grid * machine.bare.rounds / each
+        machine.bare.rates |= dict.fromkeys(SAME_WORK & machine.bare.rates.keys(), rate)
     return found
-
-
-def bare_overhead(machine: Machine) -> Values:
-    return _overhead_values(machine.probe_bare(*_overhead_actions(machine), timeout_s=30.0))
 
 
 def bare_torch(machine: Machine) -> Values:
@@ -157,22 +176,17 @@ def bare_torch(machine: Machine) -> Values:
 
 
 def bare_events(machine: Machine) -> Values:
-    """What two events say of a launch of 1 ms: alone, in four streams, and while another program computes.
-
-    Alone it is the GPU's own rate, with which shares are compared: who waits for each launch does not reach it."""
+    """What two events say of a launch of 1 ms: alone, in four streams, and while another program computes."""
     seconds = machine.durations.events_s
-    beside = Program([machine.probe, "wait", _launch(machine, "plain", 2 * seconds + 1)], env=machine.environment)
+    beside = machine.start_probe("wait", launch_action(machine, "plain", 2 * seconds + 1))
     try:
         alone = machine.probe_bare(_events(machine, "alone"), _events(machine, "streams"))
-        beside.until_wait(_START_S)
+        beside.until_wait(START_S)
         beside.go()
         sliced = machine.probe_bare(_events(machine, "alone"))
     finally:
-        beside.finish(2 * seconds + _START_S)
+        beside.finish(2 * seconds + START_S)
     own, streams = alone.of("events")
-    if own["each"]["median"] > 0:
-        rate = machine.bare.grid * machine.bare.rounds / own["each"]["median"]
-        machine.bare.rates |= dict.fromkeys(SAME_WORK & machine.bare.rates.keys(), rate)
     return {
         "alone": _event_values(own),
         "streams": _event_values(streams),
@@ -183,9 +197,9 @@ def bare_events(machine: Machine) -> Values:
 def bare_utilization(machine: Machine) -> Values:
     """The driver's samples of a program that computes for some seconds, as they are, asked ten times a second."""
     seconds, samples = machine.durations.busy_s, []
-    program = Program([machine.probe, "wait", f"busy:1:{seconds:g}"], env=machine.environment)
+    program = machine.start_probe("wait", f"busy:1:{seconds:g}")
     try:
-        if program.until_wait(_START_S):
+        if program.until_wait(START_S):
             since_us = int(time.time() * 1e6)
             program.go()
             end = time.monotonic() + seconds + 2
@@ -194,9 +208,9 @@ def bare_utilization(machine: Machine) -> Values:
                 found = machine.nvml.utilization_samples(since_us)
                 samples += [[asked_us, *one] for one in found]
                 since_us = max([since_us, *(one[1] for one in found)])
-                time.sleep(_POLL_S)
+                time.sleep(POLL_S)
     finally:
-        line = program.finish(_START_S).first("busy")
+        line = program.finish(START_S).first("busy")
     return {
         **utilization_shape(samples, line["began_us"], line["ended_us"]),
         "samples": samples,
@@ -247,8 +261,11 @@ class Pods:
     ) -> Outcome:
         return self.sandbox.run(pod, self.containers[pod], [self.machine.probe, *actions], timeout_s, at_wait)
 
-    def start_probe(self, pod: str, *actions: str) -> Program:
-        return self.sandbox.program(pod, self.containers[pod], [self.machine.probe, *actions])
+    def start_probe(self, pod: str, *actions: str, uid: int = 0) -> Program:
+        return self.start(pod, [self.machine.probe, *actions], uid)
+
+    def start(self, pod: str, command: Sequence[str], uid: int = 0) -> Program:
+        return self.sandbox.program(pod, self.containers[pod], command, uid)
 
 
 def start_pods(machine: Machine, sandbox: Sandbox, cores: Mapping[str, int]) -> Pods:
@@ -275,7 +292,7 @@ def view(pods: Pods, pod: str) -> Values:
     if shutil.which("nvidia-smi", path=pods.machine.environment["PATH"]):
         smi = _smi_in(pods, pod)
     return {
-        **_without_action(seen.first("facts")),
+        **without_action(seen.first("facts")),
         "start_s": seen.first("start")["seconds"],
         "nvidia_smi_total_mib": smi,
         "agent_warned": pods.sandbox.agent_warnings(),
@@ -293,40 +310,28 @@ def memory(pods: Pods, pod: str, kind: str) -> Values:
         used.append(nvml.used_mib())
         processes.update(nvml.processes())
 
-    outcome = pods.probe(pod, f"memory:{kind}:{int(share * _OVER)}", "wait", at_wait=at_wait, timeout_s=_START_S + 15)
+    outcome = pods.probe(pod, f"memory:{kind}:{int(share * OVER)}", "wait", at_wait=at_wait, timeout_s=START_S + 15)
     return {
-        **_without_action(outcome.first("memory")),
+        **without_action(outcome.first("memory")),
         "share_mib": share,
         "gpu_mib": _difference(used[0] if used else None, before),
         "processes_mib": processes,
     }
 
 
-def compute(pods: Pods, names: Sequence[str]) -> Values:
-    """Plain launches of 1 ms in each of these pods, at the same time."""
-    durations = pods.machine.durations
-    actions = ("wait", *_launches(pods.machine, "plain", durations.compute_s))
-    programs = [pods.start_probe(name, *actions) for name in names]
-    outcomes: list[Outcome] = []
-    try:
-        ready = [program.until_wait(_START_S) for program in programs]
-        for program in programs:
-            program.go()
-    finally:
-        outcomes = [program.finish(durations.warm_up_s + durations.compute_s + _START_S) for program in programs]
-    if not all(ready):
-        raise StepFailed("; ".join(outcome.why() for outcome in outcomes))
-    return {name: _kept(pods.machine, outcome) for name, outcome in zip(names, outcomes, strict=True)}
-
-
 def launch_kind(pods: Pods, pod: str, kind: str) -> Values:
     durations = pods.machine.durations
-    actions = _launches(pods.machine, kind, durations.kind_s)
-    return _kept(pods.machine, pods.probe(pod, *actions, timeout_s=_START_S + durations.warm_up_s + durations.kind_s))
+    actions = launch_actions(pods.machine, kind, durations.kind_s)
+    return kept(pods.machine, pods.probe(pod, *actions, timeout_s=START_S + durations.warm_up_s + durations.kind_s))
 
 
 def overhead(pods: Pods, pod: str) -> Values:
-    return _overhead_values(pods.probe(pod, *_overhead_actions(pods.machine), timeout_s=_START_S + 20))
+    """Latencies and the mix on the bare machine and in the share in turn: a machine's moods change all calls by half."""
+    machine = pods.machine
+    actions = [action for _ in range(_ROUNDS) for action in ("wait", *_overhead_actions(machine))]
+    programs = {"bare": machine.start_probe(*actions), "share": pods.start_probe(pod, *actions)}
+    outcomes = run_in_turn(programs, _ROUNDS, machine.durations.mix_s + START_S, START_S)
+    return {name: _overhead_values(outcome) for name, outcome in outcomes.items()}
 
 
 def usage(pods: Pods, pod: str) -> Values:
@@ -339,7 +344,7 @@ def usage(pods: Pods, pod: str) -> Values:
     )
     samples: list[Values] = []
     try:
-        if program.until_wait(_START_S):
+        if program.until_wait(START_S):
             program.go()
             end = time.monotonic() + lasts_s - 0.3
             time.sleep(durations.settle_s)
@@ -347,7 +352,7 @@ def usage(pods: Pods, pod: str) -> Values:
                 samples.append(_usage_sample(pods, pod))
                 time.sleep(0.5)
     finally:
-        outcome = program.finish(_START_S)
+        outcome = program.finish(START_S)
     duty = outcome.first("duty")
     return {
         "held_mib": held_mib,
@@ -361,16 +366,16 @@ def usage(pods: Pods, pod: str) -> Values:
 def fault(pods: Pods, pod: str, neighbour: str) -> Values:
     """An illegal address in one pod: what the driver reports, what the agent makes of it, and how the neighbour fares."""
     machine = pods.machine
-    other = pods.start_probe(neighbour, "wait", _launch(machine, "plain", machine.durations.neighbour_s))
+    other = pods.start_probe(neighbour, "wait", launch_action(machine, "plain", machine.durations.neighbour_s))
     try:
-        if other.until_wait(_START_S):
+        if other.until_wait(START_S):
             other.go()
         machine.nvml.watch_xids()
-        own = pods.probe(pod, "fault", timeout_s=_START_S + 5)
+        own = pods.probe(pod, "fault", timeout_s=START_S + 5)
         xids = machine.nvml.xids(_XID_S)
         events = _wait_for_events(pods)
     finally:
-        outcome = other.finish(_START_S + machine.durations.neighbour_s)
+        outcome = other.finish(START_S + machine.durations.neighbour_s)
     line = own.first("fault")
     gpu = next(gpu for gpu in pods.sandbox.status()["node"]["gpus"] if gpu["uuid"] == machine.uuid)
     neighbours = outcome.of("launch")
@@ -406,8 +411,8 @@ def reserved(pods: Pods, pod: str) -> Values:
         files["driver_mib"] = sum(size for size in nvml.processes().values() if size is not None) or None
         files["slots_mib"] = _slots_mib(pods.containers[pod])
 
-    outcome = pods.probe(pod, f"reserved:{part}", "wait", at_wait=at_wait, timeout_s=_START_S + 15)
-    return {**_without_action(outcome.first("reserved")), **files}
+    outcome = pods.probe(pod, f"reserved:{part}", "wait", at_wait=at_wait, timeout_s=START_S + 15)
+    return {**without_action(outcome.first("reserved")), **files}
 
 
 def killed(pods: Pods, pod: str) -> Values:
@@ -416,7 +421,7 @@ def killed(pods: Pods, pod: str) -> Values:
     before = machine.nvml.used_mib()
     program = pods.start_probe(pod, f"memory:plain:{half}", "wait")
     try:
-        is_waiting = program.until_wait(_START_S)
+        is_waiting = program.until_wait(START_S)
         held = machine.nvml.used_mib()
         killed_at = time.monotonic()
         program.kill()
@@ -425,10 +430,10 @@ def killed(pods: Pods, pod: str) -> Values:
         outcome = program.finish(0.0)
     try:
         returned_s = _until_returned(machine.nvml, before, held, killed_at)
-        has_next = following.until_wait(_START_S)
+        has_next = following.until_wait(START_S)
     finally:
         following.go()
-        next_outcome = following.finish(_START_S)
+        next_outcome = following.finish(START_S)
     if not is_waiting or before is None or held is None:
         raise StepFailed(outcome.why())
     got = next_outcome.first("memory") if has_next else {"got_mib": 0, "error": next_outcome.why()}
@@ -455,20 +460,20 @@ def _until_returned(nvml: Nvml, before: float | None, held: float | None, since:
 def programs(pods: Pods, pod: str, runtimes: Mapping[str, str]) -> Values:
     """CUDA runtimes and frameworks, each 50 steps, as `bare_programs`."""
     return {
-        name: _program_values(pods.sandbox.run(pod, pods.containers[pod], command, timeout_s=_START_S + 50))
+        name: _program_values(pods.sandbox.run(pod, pods.containers[pod], command, timeout_s=START_S + 50))
         for name, command in _program_commands(pods.machine, runtimes).items()
     }
 
 
 def torch(pods: Pods, pod: str) -> Values:
     command = _torch_command(pods.machine)
-    return _torch_values(pods.sandbox.run(pod, pods.containers[pod], command, timeout_s=_START_S + 50))
+    return _torch_values(pods.sandbox.run(pod, pods.containers[pod], command, timeout_s=START_S + 50))
 
 
 # --- parts ---
 
 
-def _launch(machine: Machine, kind: str, seconds: float) -> str:
+def launch_action(machine: Machine, kind: str, seconds: float) -> str:
     bare = machine.bare
     if not bare.rounds:
         raise StepFailed("the bare machine gave no size of a kernel to compare with")
@@ -492,7 +497,7 @@ def _event_values(line: Line) -> Values:
 
 def _program_commands(machine: Machine, runtimes: Mapping[str, str]) -> dict[str, list[str]]:
     """Of what is packed, or on the machine."""
-    here, most = Path(__file__).parent, str(int(machine.share_mib * _OVER))
+    here, most = Path(__file__).parent, str(int(machine.share_mib * OVER))
     found = {
         f"cudart {version}": [sys.executable, str(here / "cudart_program.py"), path, most]
         for version, path in sorted(runtimes.items())
@@ -504,7 +509,7 @@ def _program_commands(machine: Machine, runtimes: Mapping[str, str]) -> dict[str
 
 
 def _program_values(outcome: Outcome) -> Values:
-    lines = {line["action"]: _without_action(line) for line in outcome.lines if "action" in line}
+    lines = {line["action"]: without_action(line) for line in outcome.lines if "action" in line}
     own = next((lines[name] for name in ("cudart", "nccl", "jax") if name in lines), {})
     return {
         **own,
@@ -513,14 +518,21 @@ def _program_values(outcome: Outcome) -> Values:
     }
 
 
+def usage_path(container: Mapping[str, Any]) -> Path | None:
+    """Where the host has libgpushare's `usage` of a container; None under another isolation."""
+    from gpushare_agent.isolation.gpushare.format import USAGE_NAME
+
+    found = (m["host_path"] for m in container["mounts"] if m["container_path"].endswith(f"/{USAGE_NAME}"))
+    return next(map(Path, found), None)
+
+
 def _slots_mib(container: Mapping[str, Any]) -> float | None:
     """What libgpushare's processes say that they have; None of another isolation."""
-    from gpushare_agent.isolation.gpushare.format import USAGE_NAME, read_usage
+    from gpushare_agent.isolation.gpushare.format import read_usage
 
-    path = next((m["host_path"] for m in container["mounts"] if m["container_path"].endswith(f"/{USAGE_NAME}")), None)
-    if path is None:
+    if (path := usage_path(container)) is None:
         return None
-    gpus, _ = read_usage(Path(path).read_bytes(), 1)
+    gpus, _ = read_usage(path.read_bytes(), 1)
     return round(gpus[0].held_bytes / (1 << 20), 1)
 
 
@@ -528,12 +540,12 @@ def _seconds(microseconds: float | None) -> float | None:
     return None if microseconds is None else round(microseconds / 1e6, 3)
 
 
-def _launches(machine: Machine, kind: str, seconds: float) -> tuple[str, str]:
+def launch_actions(machine: Machine, kind: str, seconds: float) -> tuple[str, str]:
     """Plain launches first: HAMi-core lets 8,650,752 blocks pass on an H100 before it limits anything (measured)."""
-    return _launch(machine, "plain", machine.durations.warm_up_s), _launch(machine, kind, seconds)
+    return launch_action(machine, "plain", machine.durations.warm_up_s), launch_action(machine, kind, seconds)
 
 
-def _kept(machine: Machine, outcome: Outcome) -> Values:
+def kept(machine: Machine, outcome: Outcome) -> Values:
     """Of the launches after the first ones, whose rate is `at_first`."""
     lines = [line for line in outcome.of("launch") if "failed" not in line]
     if len(lines) != 2:
@@ -564,13 +576,29 @@ def _overhead_actions(machine: Machine) -> tuple[str, ...]:
 
 
 def _overhead_values(outcome: Outcome) -> Values:
-    latency, mix = _without_action(outcome.first("latency")), _without_action(outcome.first("mix"))
-    latency.pop("unit", None)
-    return {"latency_us": latency, "mix_us": mix.get("each"), "mix_per_s": _per_s(mix), "error": mix["error"]}
+    """The median round of each call; `mix_windows` are the first round's mixes in half seconds."""
+    outcome.first("latency"), outcome.first("mix")
+    rounds, mixes = outcome.of("latency"), outcome.of("mix")
+    lasted_s = sum(mix["seconds"] for mix in mixes)
+    failed = next((mix["error"] for mix in mixes if mix["code"]), "")
+    return {
+        "latency_us": {
+            call: found if "error" in found else _median_of([one[call] for one in rounds if "error" not in one[call]])
+            for call, found in rounds[0].items()
+            if isinstance(found, dict)
+        },
+        "mix_us": _median_of([mix["each"] for mix in mixes if "each" in mix]),
+        "mix_per_s": None if failed or not lasted_s else round(sum(mix["count"] for mix in mixes) / lasted_s, 2),
+        "mix_windows": mixes[0]["windows"],
+        "error": failed,
+    }
 
 
-def _per_s(mix: Line) -> float | None:
-    return round(mix["count"] / mix["seconds"], 2) if mix["seconds"] and not mix["code"] else None
+def _median_of(quantiles: Sequence[Mapping[str, float]]) -> Values | None:
+    """Of several rounds' quantiles of the same thing."""
+    if not quantiles:
+        return None
+    return {name: round(statistics.median(one[name] for one in quantiles), 3) for name in quantiles[0]}
 
 
 def _torch_command(machine: Machine) -> list[str]:
@@ -578,12 +606,12 @@ def _torch_command(machine: Machine) -> list[str]:
     if python is None:
         raise StepFailed("no Python with PyTorch is here")
     script = str(Path(__file__).with_name("torch_program.py"))
-    return [python, script, str(int(machine.share_mib * _OVER)), str(machine.durations.torch_s)]
+    return [python, script, str(int(machine.share_mib * OVER)), str(machine.durations.torch_s)]
 
 
 def _torch_values(outcome: Outcome) -> Values:
     found = {
-        action: _without_action(line)
+        action: without_action(line)
         for action in ("torch", "allocate", "matmul", "graph", "train")
         for line in outcome.of(action)
     }
@@ -631,7 +659,7 @@ def _smi_in(pods: Pods, pod: str) -> int | None:
     command = pods.sandbox.command_inside(pod, pods.containers[pod], program)
     try:
         done = subprocess.run(  # noqa: S603 - our own program
-            command, capture_output=True, text=True, timeout=_START_S, check=False, stdin=subprocess.DEVNULL,
+            command, capture_output=True, text=True, timeout=START_S, check=False, stdin=subprocess.DEVNULL,
             env=dict(pods.machine.around.agent_environment),
         )  # fmt: skip
     except subprocess.TimeoutExpired:
@@ -639,7 +667,7 @@ def _smi_in(pods: Pods, pod: str) -> int | None:
     return smi_memory_mib(done.stdout)
 
 
-def _without_action(line: Line) -> Values:
+def without_action(line: Line) -> Values:
     return {name: value for name, value in line.items() if name != "action"}
 
 

@@ -13,6 +13,15 @@ COMPARED = ("gpushare", "hami-core")
 """Ours, and what it replaces."""
 MOST_POINTS, MOST_FIRST_POINTS = 3.0, 10.0
 """Of the GPU's time, by which compute may differ from its share; and in a program's first seconds."""
+COMPUTED: Mapping[str, Mapping[str, int]] = {
+    "compute 30": {"a": 30}, "compute 60": {"b": 60}, "compute 30+60": {"a": 30, "b": 60},
+    "compute 20+30+50": {"c": 20, "d": 30, "e": 50},
+}  # fmt: skip
+"""The cores of the pods that compute in a step."""
+GRANULE_MIB, POOL_MIB = 2, 14
+"""To which the driver's count is exact; and what a pool takes beyond what it was asked for (measured, H200)."""
+LEAST_RATE = 0.95
+"""Of the bare machine's, of a program that does not use its share up."""
 MOST_LAUNCH_US, MOST_ALLOCATION_US = 0.5, 2.0
 MOST_UNCOUNTED_MIB = 64.0
 MOST_RETURN_S = 1.0
@@ -29,6 +38,7 @@ Verdict = tuple[bool | None, str]
 NOT_MEASURED: Verdict = (None, "not measured")
 
 _MEMORY_KINDS = ("plain", "pitch", "managed", "async", "pool", "vmm", "array", "array3d", "mipmap")
+_POOLS = ("async", "pool")
 _LAUNCH_KINDS = ("ex", "graph", "cooperative")
 
 
@@ -39,9 +49,20 @@ def _proof(find: Find, _: Find) -> Verdict:
 
 def _memory(find: Find, _: Find) -> Verdict:
     found = {kind: one for kind in _MEMORY_KINDS if (one := find(f"memory {kind}")) is not None}
-    over = [kind for kind, one in found.items() if not one["code"] or (one["gpu_mib"] or 0) > one["share_mib"]]
+    over = [kind for kind, one in found.items() if not one["code"] or over_mib(kind, one)]
     text = f"{len(found) - len(over)} of {len(found)}" + (f", not {', '.join(over)}" if over else "")
     return (not over, text) if found else NOT_MEASURED
+
+
+def of_process(found: Mapping[str, Any]) -> float | None:
+    """What NVML has of the process that allocated, the largest; under MPS there is a server too."""
+    return max((mib for mib in found["processes_mib"].values() if mib is not None), default=None)
+
+
+def over_mib(kind: str, found: Mapping[str, Any]) -> float:
+    """By how much NVML's number of the process is above the share, where that is more than it is exact to."""
+    over = (of_process(found) or 0.0) - float(found["share_mib"])
+    return over if over > GRANULE_MIB + (POOL_MIB if kind in _POOLS else 0) else 0.0
 
 
 def _off(cores: float, share: Mapping[str, Any] | None, key: str = "of_bare") -> float | None:
@@ -55,14 +76,39 @@ def _within(values: Mapping[str, float | None], most: float) -> Verdict:
 
 
 def _compute(find: Find, _: Find) -> Verdict:
-    both = find("compute 30+60") or {}
     values = {
-        "30": _off(30, (find("compute 30") or {}).get("a")),
-        "60": _off(60, (find("compute 60") or {}).get("b")),
-        "30 beside 60": _off(30, both.get("a")),
-        "60 beside 30": _off(60, both.get("b")),
+        f"{cores} of {step.removeprefix('compute ')}": _off(cores, (find(step) or {}).get(pod))
+        for step, pods in COMPUTED.items()
+        if sum(pods.values()) < 100
+        for pod, cores in pods.items()
     }
     return _within(values, MOST_POINTS)
+
+
+def _full(find: Find, _: Find) -> Verdict:
+    """What all lose by taking turns is lost by each alike: judged is what a share has of what all had together."""
+    found = find("compute 20+30+50")
+    if not found:
+        return NOT_MEASURED
+    pods = COMPUTED["compute 20+30+50"]
+    rates = {pod: float((found.get(pod) or {}).get("of_bare") or 0.0) for pod in pods}
+    if not (together := sum(rates.values())):
+        return NOT_MEASURED
+    kept, text = _within({str(cores): 100 * rates[pod] / together - cores for pod, cores in pods.items()}, MOST_POINTS)
+    return kept, f"{text}; together {100 * together:.0f} % of the bare rate"
+
+
+def _works(find: Find, _: Find) -> Verdict:
+    """A program has the time of its share, or its rate where it does not use that up."""
+    found = {kind: one for kind, one in (find("works 30") or {}).items() if "of_bare" in one and one["nvml_percent"]}
+    wrong = [
+        kind
+        for kind, one in found.items()
+        if abs(one["nvml_percent"] - 30) > MOST_POINTS
+        and (one["nvml_percent"] > 30 or (one["of_bare"] or 0) < LEAST_RATE)
+    ]
+    text = ", ".join(f"{kind}: {one['nvml_percent']:g} %" for kind, one in found.items())
+    return (not wrong, text) if found else NOT_MEASURED
 
 
 def _first_seconds(find: Find, _: Find) -> Verdict:
@@ -77,14 +123,14 @@ def _launch_kinds(find: Find, _: Find) -> Verdict:
     return _within({kind: _off(30, find(f"launch {kind}")) for kind in _LAUNCH_KINDS}, MOST_POINTS)
 
 
-def _added_us(find: Find, bare: Find, call: str) -> float | None:
-    own, of_bare = find("overhead"), bare("overhead")
-    cells = [((found or {}).get("latency_us") or {}).get(call, {}).get("median") for found in (own, of_bare)]
-    return None if None in cells else cells[0] - cells[1]
+def _added_us(find: Find, call: str) -> float | None:
+    found = find("overhead") or {}
+    cells = [(found.get(name) or {}).get("latency_us", {}).get(call, {}).get("median") for name in ("bare", "share")]
+    return None if None in cells else cells[1] - cells[0]
 
 
-def _overhead(find: Find, bare: Find) -> Verdict:
-    launch, allocation = _added_us(find, bare, "launch"), _added_us(find, bare, "alloc_and_free")
+def _overhead(find: Find, _: Find) -> Verdict:
+    launch, allocation = _added_us(find, "launch"), _added_us(find, "alloc_and_free")
     if launch is None or allocation is None:
         return NOT_MEASURED
     is_kept = launch <= MOST_LAUNCH_US and allocation <= MOST_ALLOCATION_US
@@ -152,8 +198,10 @@ LINES: Sequence[tuple[str, str, Callable[[Find, Find], Verdict]]] = (
     ("the agent's own proof", "passes", _proof),
     ("memory ends at the share, of each kind", "all", _memory),
     ("compute, points off the share", f"{MOST_POINTS:g}", _compute),
-    ("the same in a program's first seconds", f"{MOST_FIRST_POINTS:g}", _first_seconds),
-    ("the same of other launches, in 30", f"{MOST_POINTS:g}", _launch_kinds),
+    ("the same of a full GPU, of what all had", f"{MOST_POINTS:g}", _full),
+    ("PyTorch programs at 30: the time of the share, or the bare rate", f"{MOST_POINTS:g}", _works),
+    ("compute in a program's first seconds", f"{MOST_FIRST_POINTS:g}", _first_seconds),
+    ("compute of other launches, in 30", f"{MOST_POINTS:g}", _launch_kinds),
     ("added to calls", f"{MOST_LAUNCH_US:g} and {MOST_ALLOCATION_US:g} µs", _overhead),
     ("pools and graphs: the driver's count beyond the slots", f"{MOST_UNCOUNTED_MIB:g} MiB", _reserved),
     ("a killed program's memory is back, for the next one", f"{MOST_RETURN_S:g} s", _killed),

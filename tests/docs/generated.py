@@ -51,6 +51,7 @@ from gpushare_agent.settings.settings import Settings
 from gpushare_agent.simulation import generator
 from gpushare_agent.simulation.inflation import CpuPods, InflationPolicy
 from gpushare_agent.simulation.workload import memory_of
+from tests.docs import gpu_page
 from tests.docs.isolations_page import isolations
 from tests.e2e.conftest import pytest_addoption
 from tests.observability.support_usage import (
@@ -320,6 +321,10 @@ def _costs() -> str:
         [f"the program: {call}", f"{us} µs more", "", tried]
         for call, us in zip(calls, more.split(" and "), strict=True)
     ]
+    table += [
+        [f"the program on one {gpu_page.gpu_name()}: {call}", f"{us} µs more", "", "`nox -s gpu`"]
+        for call, us in gpu_page.gpu_added().items()
+    ]
     for kind in ("short", "wave"):
         means, most = _errors_of(kind)
         span = f"{means[0]} to {means[-1]} ({most})"
@@ -354,6 +359,7 @@ def _numbers() -> str:
                 f"at most {max(most for _, most in errors)}",
                 "`nox -s isolation -- --error-budget`",
             ],
+            [f"the same on one {gpu_page.gpu_name()}", gpu_page.gpu_error(), "`nox -s gpu`"],
             [
                 "GPUs allocated on [the public trace](docs/how-to/simulate.md#how-full-a-cluster-can-get)",
                 f"{best:.1f} % by `fgd`, {default:.1f} % by the default; {spread:.1f} % where kube-scheduler spreads pods "
@@ -554,6 +560,10 @@ def _number(value: float | str) -> str:
     return value if isinstance(value, str) else f"{value:,.1f}".removesuffix(".0")
 
 
+def _with_text(text: str, rows: Sequence[Sequence[str]]) -> str:
+    return f"{text}\n\n{_joined(rows)}"
+
+
 def _joined(rows: Sequence[Sequence[str]]) -> str:
     lines = [f"| {' | '.join(row)} |" for row in rows]
     return "\n".join([lines[0], "|---" * len(rows[0]) + "|", *lines[1:]])
@@ -566,6 +576,8 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "folders": _folders,
     "components": _components,
     "costs": _costs,
+    "gpu_measured": lambda: _with_text(*gpu_page.gpu_measured()),
+    "gpu_regulator": lambda: _with_text(*gpu_page.gpu_regulator()),
     "numbers": _numbers,
     "health_states": _health_states,
     "xids": _xids,
@@ -608,6 +620,7 @@ PAGES: dict[str, Callable[[str], str]] = {
     "docs/how-to/simulate.md": _filled,
     "docs/how-to/test-your-cluster.md": _filled,
     "docs/explanation/isolation.md": _filled,
+    "docs/explanation/regulator.md": _filled,
     "docs/reference/settings.md": lambda _: markdown(),
     "docs/reference/metrics.md": _filled,
     "docs/reference/isolations.md": _filled,

@@ -6,7 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from bench.gpu.report import render
+from bench.gpu.run import RESULTS as RESULTS_NAME
+from bench.gpu.run import CannotRun, merge, write_results
 
 RESULTS = Path(__file__).parents[1] / "data" / "gpu" / "results.json"
 """Recorded on the fake driver of tests/native with the real library of HAMi-core: its numbers say nothing of a GPU."""
@@ -34,10 +38,10 @@ def test_a_limit_that_holds_and_one_that_does_not_read_differently() -> None:
 
 
 def test_what_exceeds_the_share_is_named() -> None:
-    """A limit that comes too late."""
+    """By NVML's number of the process, which is exact to a granule."""
     results = recorded()
     step = next(s for s in results["steps"] if (s["isolation"], s["step"]) == ("hami-core", "memory plain"))
-    step["found"]["gpu_mib"] = 4608.0
+    step["found"]["processes_mib"] = {"7": 66.0, "8": 4608.0}
     assert row_of(render(results), "plain", "Memory")[1] == "3794 (4608), **512 over**, CUDA_ERROR_OUT_OF_MEMORY"
 
 
@@ -68,6 +72,49 @@ def test_steps_that_failed_or_were_skipped_are_listed_with_the_reason() -> None:
     report = render(results)
     assert "| mps | start | skipped | no / daemon |" in report
     assert "not ended" in report
+
+
+def part(folder: Path, *steps: tuple[str, str], **changed: Any) -> Path:
+    """A folder with results of these steps, which are (name, state)."""
+    results = recorded() | changed
+    of_name = {step["step"]: step for step in results["steps"] if step["isolation"] == "hami-core"}
+    results["steps"] = [{**of_name[name], "state": state, "reason": "late"} for name, state in steps]
+    folder.mkdir()
+    (folder / RESULTS_NAME).write_text(json.dumps(results))
+    return folder
+
+
+def test_two_parts_make_one_report(tmp_path: Path) -> None:
+    """Of a step that both have, the one that was done; their times together."""
+    first = part(tmp_path / "1", ("pods", "done"), ("compute 30", "skipped"), took_s=100.0)
+    second = part(tmp_path / "2", ("pods", "failed"), ("compute 30", "done"), ("compute 60", "done"), took_s=50.5)
+    merge([first, second], tmp_path / "both")
+    merged = json.loads((tmp_path / "both" / RESULTS_NAME).read_text())
+    assert [(step["step"], step["state"]) for step in merged["steps"]] == [
+        ("pods", "done"), ("compute 30", "done"), ("compute 60", "done"),
+    ]  # fmt: skip
+    assert merged["took_s"] == 150.5
+    assert "150.5 s" in (tmp_path / "both" / "report.md").read_text()
+
+
+def test_parts_of_two_gpus_are_not_merged(tmp_path: Path) -> None:
+    """Nor a folder without results."""
+    first = part(tmp_path / "1", ("pods", "done"))
+    other = part(tmp_path / "2", ("pods", "done"), machine=recorded()["machine"] | {"gpu": "another"})
+    with pytest.raises(CannotRun, match="different GPUs"):
+        merge([first, other], tmp_path / "both")
+    with pytest.raises(CannotRun, match="no results"):
+        merge([first, tmp_path], tmp_path / "both")
+
+
+def test_a_row_of_a_series_is_one_line(tmp_path: Path) -> None:
+    """And the text is the same JSON."""
+    results = recorded()
+    results["steps"][0]["found"]["series"] = [[1, 2.5, "a  b"], [None, "[", "x\n{"]]
+    write_results(tmp_path, results)
+    text = (tmp_path / RESULTS_NAME).read_text()
+    assert json.loads(text) == results
+    assert '[1, 2.5, "a  b"]' in text
 
 
 def test_a_machine_without_programs_still_has_a_report() -> None:

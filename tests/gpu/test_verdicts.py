@@ -11,7 +11,8 @@ from bench.gpu.steps import utilization_shape
 from bench.gpu.verdicts import LINES, NOT_MEASURED, as_text, is_same
 from tests.gpu.test_report import recorded, row_of
 
-SHARE = {"code": 2, "gpu_mib": 4095, "share_mib": 4096}
+SHARE = {"code": 2, "processes_mib": {"7": 66, "8": 4098}, "share_mib": 4096}
+POOL = SHARE | {"processes_mib": {"8": 4112}}
 
 
 def verdict(what: str, found: dict[str, Any], bare: dict[str, Any] | None = None) -> tuple[bool | None, str]:
@@ -33,6 +34,14 @@ def compute(of_bare: float, at_first: float = 0.3) -> dict[str, Any]:
     return {"a": {"of_bare": of_bare, "at_first": at_first}}
 
 
+def full(*of_bare: float) -> dict[str, Any]:
+    return {pod: {"of_bare": one} for pod, one in zip("cde", of_bare, strict=True)}
+
+
+def work(nvml_percent: float, of_bare: float) -> dict[str, Any]:
+    return {"nvml_percent": nvml_percent, "of_bare": of_bare}
+
+
 EVENTS = {"alone": {"median_us": 1000.0}, "streams": {"median_us": 3900.0}}
 LAG = {"rise_s": 0.6, "full_s": 1.1, "fall_s": 0.7}
 
@@ -41,12 +50,15 @@ LAG = {"rise_s": 0.6, "full_s": 1.1, "fall_s": 0.7}
     ("what", "kept", "broken"),
     [
         ("the agent's", {"proof": {"state": "passed", "text": ""}}, {"proof": {"state": "failed", "text": ""}}),
-        ("memory", {"memory plain": SHARE}, {"memory plain": SHARE, "memory pool": SHARE | {"gpu_mib": 4097}}),
+        ("memory", {"memory plain": SHARE, "memory pool": POOL}, {"memory plain": POOL}),
         ("memory", {"memory plain": SHARE}, {"memory plain": SHARE | {"code": 0}}),
-        ("compute", {"compute 30": compute(0.329)}, {"compute 30": compute(0.331)}),
-        ("compute", {"compute 30": compute(0.271)}, {"compute 30": compute(0.269)}),
-        ("the same in", {"compute 30": compute(1, 0.39)}, {"compute 30": compute(0.3, 0.41)}),
-        ("the same of", {"launch graph": {"of_bare": 0.3}}, {"launch graph": {"of_bare": 1.0}}),
+        ("compute, points", {"compute 30": compute(0.329)}, {"compute 30": compute(0.331)}),
+        ("compute, points", {"compute 30": compute(0.271)}, {"compute 30": compute(0.269)}),
+        ("the same of a full", {"compute 20+30+50": full(0.18, 0.27, 0.44)}, {"compute 20+30+50": full(0.11, 0.31, 0.43)}),
+        ("PyTorch", {"works 30": {"a": work(32.9, 0.4), "b": work(16, 0.97)}}, {"works 30": {"a": work(33.1, 0.4)}}),
+        ("PyTorch", {"works 30": {"gemm": work(27, 0.3)}}, {"works 30": {"small": work(16, 0.9)}}),
+        ("compute in", {"compute 30": compute(1, 0.39)}, {"compute 30": compute(0.3, 0.41)}),
+        ("compute of", {"launch graph": {"of_bare": 0.3}}, {"launch graph": {"of_bare": 1.0}}),
         ("pools", {"reserved": {"driver_mib": 900, "slots_mib": 860}}, {"reserved": {"driver_mib": 900, "slots_mib": 800}}),
         (
             "a killed",
@@ -61,10 +73,12 @@ def test_a_bound_that_is_kept_and_one_that_is_not(what: str, kept: dict[str, Any
 
 
 def test_what_is_added_to_calls_is_against_the_bare_machine() -> None:
-    bare = {"overhead": latency(2.0, 10.0)}
-    assert verdict("added", {"overhead": latency(2.4, 11.9)}, bare)[0] is True
-    assert verdict("added", {"overhead": latency(2.6, 11.9)}, bare)[0] is False
-    assert verdict("added", {"overhead": latency(2.4, 12.1)}, bare)[0] is False
+    """As it was in turn with the share."""
+
+    def kept(launch: float, allocation: float) -> bool | None:
+        return verdict("added", {"overhead": {"bare": latency(2.0, 10.0), "share": latency(launch, allocation)}})[0]
+
+    assert (kept(2.4, 11.9), kept(2.6, 11.9), kept(2.4, 12.1)) == (True, False, False)
 
 
 def test_the_drivers_own_measures_are_the_machines() -> None:
