@@ -758,6 +758,7 @@ async def test_files_that_are_made_anew_are_told_all_again(world: World) -> None
     assert told(world) == Observed()
     await service.look()
     world.launch(1)
+    await service.read()
     await service.look()
     await service.read()
     assert told(world).used_bytes == 700 * MIB

@@ -62,18 +62,18 @@ class Claim(Struct):
         passed_ns, is_first, self._most = at_ns - self.at_ns, self.at_ns == 0, most
         if passed_ns <= 0:
             return
-        if is_first:
-            self._all.counter, self._long.counter = paid.paid_ns, paid.paid_long_ns
-        elif paid.launches != self.launches:
-            if not self.is_active(at_ns):
-                self._known_ns = 0  # the means are of this program, not of the pause before it
+        if paid.launches != self.launches and not is_first:
             self.launched_at_ns = at_ns
         self.at_ns, self.launches = at_ns, paid.launches
-        if not is_first:
-            self._known_ns = min(self._known_ns + passed_ns, MEAN_NS)
-            weight = min(1.0, passed_ns / self._known_ns)
-            self._all.add(paid.paid_ns, most, passed_ns, weight)
-            self._long.add(paid.paid_long_ns, most, passed_ns, weight)
+        # Most containers rest most of the time. The means are then of the next program, not of the pause before it.
+        if is_first or (paid.paid_ns == self._all.counter and not self.is_active(at_ns)):
+            self._all, self._long = _Payments(counter=paid.paid_ns), _Payments(counter=paid.paid_long_ns)
+            self._known_ns = 0
+            return
+        self._known_ns = min(self._known_ns + passed_ns, MEAN_NS)
+        weight = min(1.0, passed_ns / self._known_ns)
+        self._all.add(paid.paid_ns, most, passed_ns, weight)
+        self._long.add(paid.paid_long_ns, most, passed_ns, weight)
 
     @property
     def ratio(self) -> float:
