@@ -103,7 +103,8 @@ def containers(session: nox.Session) -> None:
 @nox.session
 def isolation(session: nox.Session) -> None:
     """Measure what the real isolation libraries keep, on a fake driver, and print the table; `-- --smoke` the few checks of
-    .ci/run, `-- --table FILE` writes it. Skipped with the reason without root, a C compiler or the libraries' sources."""
+    .ci/run, `-- --table FILE` writes it, `-- --all-cells` also all cells of the limit of compute. Skipped with the reason
+    without root, a C compiler or the libraries' sources."""
     session.install(".[dev,isolation]")
     # Where zig keeps what it compiled of the C library: half a minute at the first build.
     cache = str(Path(session.create_tmp()) / "zig")

@@ -33,9 +33,9 @@ struct config_gpu {
     uint64_t busy_ns;   /* in samples that name a process of this container */
     uint64_t others_ns; /* in those that name another one: together the whole GPU's, whichever process a sample names */
     /* What the agent sees in the others' `usage`, none of which can say more than its share. */
-    uint32_t told_at;   /* milliseconds, of CLOCK_MONOTONIC, wrapping; 0: nothing yet */
+    uint32_t told_at;    /* milliseconds, of CLOCK_MONOTONIC, wrapping; 0: nothing yet */
     uint16_t companions; /* containers that have launched something in the last second */
-    uint16_t claimed;    /* hundredths of a percent of the GPU's time: what they have paid in the last second */
+    uint16_t full;       /* in hundredths of a percent: how much of what its turns lose at their beginning this container pays */
 };
 
 struct config {
@@ -44,7 +44,7 @@ struct config {
     uint8_t reserved[112];
     char pod_uid[48];
     char container[64];
-    uint16_t claimed_long[MOST_GPUS]; /* of each GPU's `claimed`, what was for launches of several turns */
+    uint16_t between_us[MOST_GPUS]; /* how long the companions compute between two turns of this container */
     uint8_t reserved_too[240];
     struct config_gpu gpu[MOST_GPUS];
     uint8_t rest[CONFIG_BYTES - 512 - MOST_GPUS * 128];
@@ -80,15 +80,14 @@ struct usage_gpu {
     uint64_t throttled; /* nanoseconds that launches have waited */
     /* Feedback, written by who takes the sample: sampled_at goes from one busy_until to another by compare-and-swap */
     uint64_t sampled_at, busy_at_sample, others_at_sample, launched_at_sample;
-    uint64_t alone_since;              /* 0: others compute */
+    uint64_t alone_since;               /* 0: others compute */
     double cost_sum, late_sum, delayed; /* nanoseconds paid while alone, forgetting; the same LATEST_S later; what is between */
-    double busy_sum;                   /* nanoseconds the GPU was busy meanwhile */
-    double scale;                      /* paid nanoseconds for each real one; 0: not known */
-    double busy, paid, paid_long, claimed; /* of the GPU's time, over the last second: busy; paid by this container, for launches of
-                                              several turns among others, and by the others */
-    double stretch;                        /* how many times as long as expected those take; 0: not known */
-    uint64_t launched_long, long_at_sample;
-    uint64_t long_since;                   /* 0: there are none, or nobody else */
+    double busy_sum;                    /* nanoseconds the GPU was busy meanwhile */
+    double scale;                       /* paid nanoseconds for each real one; 0: not known */
+    uint8_t reserved[40];
+    uint64_t launched_long; /* of `launched`, what was for launches of several turns */
+    uint64_t turns;         /* that all launches have had */
+    uint64_t present_long;  /* how long those of several turns were on the GPU, with the others' turns */
     uint8_t rest[40];
 };
 

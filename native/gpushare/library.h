@@ -67,7 +67,7 @@ bool enter_nvml_hook(void);
 struct limits {
     bool limits_memory, limits_cores, has_ceiling;
     uint64_t memory;
-    double cores, ceiling, claimed_long;
+    double cores, ceiling, between_ns;
     struct config_gpu seen;
 };
 
@@ -143,10 +143,10 @@ struct launch {
 };
 struct measurement {
     struct cost *cost;
+    struct span *span; /* NULL: what it takes is not measured */
     int gpu;
-    CUevent before;
-    uint64_t paid, recorded_at;
-    bool is_of_overlap, was_idle;
+    uint64_t paid, now;
+    bool is_contended;
 };
 /* Before it: pays what it costs, and waits until the container's share of the GPU allows it. After it: measures it now and then. */
 void begin_launch(const struct launch *launch, struct measurement *measurement);

@@ -170,8 +170,8 @@ void read_limits(int gpu, struct limits *limits)
         to->others_ns = LOAD(*(uint64_t *)(uintptr_t)&from->others_ns);
         to->told_at = LOAD(*(uint32_t *)(uintptr_t)&from->told_at);
         to->companions = LOAD(*(uint16_t *)(uintptr_t)&from->companions);
-        to->claimed = LOAD(*(uint16_t *)(uintptr_t)&from->claimed);
-        limits->claimed_long = LOAD(*(uint16_t *)(uintptr_t)&config->claimed_long[gpu]) / 10000.0;
+        to->full = LOAD(*(uint16_t *)(uintptr_t)&from->full);
+        limits->between_ns = LOAD(*(uint16_t *)(uintptr_t)&config->between_us[gpu]) * 1000.0;
         atomic_thread_fence(memory_order_acquire);
         if (!(sequence & 1) && LOAD(*(uint32_t *)(uintptr_t)&from->sequence) == sequence)
             break;

@@ -13,6 +13,12 @@ from tests.native.build import CannotBuildError
 MachineWith = Callable[..., Machine]
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.getgroup("isolation").addoption(
+        "--all-cells", action="store_true", help="all cells of the limit of compute (test_turns.py), some ten minutes"
+    )
+
+
 @pytest.fixture(scope="session")
 def gpushare(tmp_path_factory: pytest.TempPathFactory) -> GpushareBuilt:
     try:

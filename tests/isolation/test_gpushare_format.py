@@ -33,15 +33,24 @@ def test_the_layout_is_that_of_the_librarys_header(tmp_path: Path) -> None:
     limits = [found[f"config.gpu.{name}"] for name in ("flags", "memory", "cores", "ceiling")]
     assert limits == [offset for offset, _ in layout._LIMITS]
     names = ("observed_at", "observed_bytes", "busy_since", "busy_until", "busy_ns", "others_ns")
-    names += ("told_at", "companions", "claimed")
+    names += ("told_at", "companions", "full")
     assert [found[f"config.gpu.{name}"] for name in names] == [offset for offset, _ in layout._OBSERVED]
     assert (found["config.gpu.sequence"], found["config.gpu.uuid"]) == (0, layout._UUID_OFFSET)
     usage = [
         found[f"usage.gpu.{name}"]
-        for name in ("unattributed", "refused", "launched", "launches", "throttled", "launched_long")
+        for name in (
+            "unattributed",
+            "refused",
+            "launched",
+            "launches",
+            "throttled",
+            "launched_long",
+            "turns",
+            "present_long",
+        )
     ]
-    assert usage == [8, 16, 48, 56, 64, 192]
-    assert found["config.claimed_long"] == layout._CLAIMED_LONG_OFFSET
+    assert usage == [8, 16, 48, 56, 64, 192, 200, 208]
+    assert found["config.between_us"] == layout._BETWEEN_OFFSET
     slot = [found[f"slot.{name}"] for name in ("pid", "started_at", "held", "pending", "of_kind", "unhooked")]
     most = layout.MOST_GPUS
     assert slot == [0, 8, 16, 16 + 8 * most, 16 + 16 * most, 16 + 16 * most + 8 * len(layout.KINDS)]

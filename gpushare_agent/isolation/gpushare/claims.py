@@ -17,6 +17,7 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from gpushare_agent.isolation.gpushare.format import CORES_OF_GPU, GpuLimits, Observed, Paid
+from gpushare_agent.isolation.gpushare.turns import CHANGE_NS, TURN_NS, Use, between_ns, fullness
 from gpushare_agent.model.allocations import ContainerKey
 
 MEAN_NS = 1_000_000_000
@@ -25,7 +26,14 @@ ACTIVE_NS = 1_000_000_000
 CARRIED_NS = 2_000_000_000
 """What is paid above the share is believed for so long at most."""
 _WRAP = 1 << 64
-_MS = 1_000_000
+_S, _MS, _US = 1_000_000_000, 1_000_000, 1_000
+_MOST_TURNS_A_SECOND = 5_000
+"""That are believed: each has at least the change of context before it."""
+_MOST_BETWEEN_US = 0xFFFF
+
+
+def _change(before: int, now: int) -> int:
+    return (now - before + _WRAP // 2) % _WRAP - _WRAP // 2
 
 
 class _Payments(Struct):
@@ -36,10 +44,9 @@ class _Payments(Struct):
     mean: float = 0.0
 
     def add(self, counter: int, most: float, passed_ns: int, weight: float) -> None:
-        change = (counter - self.counter + _WRAP // 2) % _WRAP - _WRAP // 2
-        self.counter = counter
         allowed, bound = most * passed_ns, most * CARRIED_NS
-        paid = min(max(self.carried_ns + change, -bound), allowed + bound)
+        paid = min(max(self.carried_ns + _change(self.counter, counter), -bound), allowed + bound)
+        self.counter = counter
         believed = min(max(paid, 0.0), allowed)
         self.carried_ns = paid - believed
         self.mean += (believed / passed_ns - self.mean) * weight
@@ -54,6 +61,10 @@ class Claim(Struct):
     _most: float = 0.0
     _all: _Payments = field(default_factory=_Payments)
     _long: _Payments = field(default_factory=_Payments)
+    _present: _Payments = field(default_factory=_Payments)
+    _turns: int = 0
+    _turns_a_second: float = 0.0
+    _turn_ns: float = TURN_NS
     _known_ns: int = 0
     """The means are of so long, up to MEAN_NS."""
 
@@ -68,12 +79,24 @@ class Claim(Struct):
         # Most containers rest most of the time. The means are then of the next program, not of the pause before it.
         if is_first or (paid.paid_ns == self._all.counter and not self.is_active(at_ns)):
             self._all, self._long = _Payments(counter=paid.paid_ns), _Payments(counter=paid.paid_long_ns)
-            self._known_ns = 0
+            self._present, self._turns = _Payments(counter=paid.present_long_ns), paid.turns
+            self._turns_a_second, self._turn_ns, self._known_ns = 0.0, TURN_NS, 0
             return
         self._known_ns = min(self._known_ns + passed_ns, MEAN_NS)
         weight = min(1.0, passed_ns / self._known_ns)
+        paid_ns = _change(self._all.counter, paid.paid_ns)
         self._all.add(paid.paid_ns, most, passed_ns, weight)
         self._long.add(paid.paid_long_ns, most, passed_ns, weight)
+        self._present.add(paid.present_long_ns, 1.0, passed_ns, weight)
+        self._add_turns(paid.turns, paid_ns, passed_ns, weight)
+
+    def _add_turns(self, turns: int, paid_ns: int, passed_ns: int, weight: float) -> None:
+        new = _change(self._turns, turns)
+        self._turns = turns
+        rate = min(max(0.0, new * _S / passed_ns), _MOST_TURNS_A_SECOND)
+        self._turns_a_second += (rate - self._turns_a_second) * weight
+        if new > 0:
+            self._turn_ns += (min(max(0.0, paid_ns / new), TURN_NS) - self._turn_ns) * weight
 
     @property
     def ratio(self) -> float:
@@ -81,18 +104,25 @@ class Claim(Struct):
         return min(self._all.mean, self._most)
 
     @property
-    def ratio_of_long(self) -> float:
-        """Of it for launches of several turns."""
-        return min(self._long.mean, self.ratio)
+    def use(self) -> Use:
+        return Use(
+            paid=self.ratio,
+            long=min(self._long.mean, self.ratio),
+            present=min(1.0, self._present.mean),
+            changes=self._turns_a_second * CHANGE_NS / _S,
+            turn_ns=self._turn_ns,
+        )
 
     def is_active(self, at_ns: int) -> bool:
         return at_ns - self.launched_at_ns < ACTIVE_NS or self._all.carried_ns > 0
 
 
 class Claims(Struct):
-    """Of the containers on one GPU."""
+    """Of the containers on one GPU. `full` as turns.fullness has it."""
 
     of: dict[ContainerKey, Claim] = field(default_factory=dict)
+    full: float = 0.0
+    _told_at_ns: int = 0
 
     def note(self, key: ContainerKey, limits: GpuLimits, at_ns: int, paid: Paid) -> None:
         most = CORES_OF_GPU if limits.cores is None else max(limits.cores, limits.ceiling or 0)
@@ -107,23 +137,28 @@ class Claims(Struct):
         claim = self.of.get(key)
         return claim.ratio if claim is not None and claim.is_active(at_ns) else None
 
-    def tell(self, seen: Mapping[ContainerKey, Observed], at_ns: int) -> dict[ContainerKey, Observed]:
-        """`seen`, each with what the others pay."""
-        active = {key: (one.ratio, one.ratio_of_long) for key, one in self.of.items() if one.is_active(at_ns)}
-        # Summed once for all: a GPU may have 100 shares.
-        total, total_of_long = (sum(ratios) for ratios in zip((0.0, 0.0), *active.values(), strict=True))
+    def tell(
+        self, seen: Mapping[ContainerKey, Observed], at_ns: int, busy: float | None
+    ) -> dict[ContainerKey, Observed]:
+        """`seen`, each with what it is to know of the others. `busy` is the part of the time in which the driver saw the GPU
+        busy; None: it does not say, and then what all have paid is taken for it."""
+        uses = {key: one.use for key, one in self.of.items() if one.is_active(at_ns)}
+        passed_s = min(at_ns - self._told_at_ns, MEAN_NS) / _S
+        self._told_at_ns = at_ns
+        by_use = min(1.0, sum(one.paid + one.changes for one in uses.values()))
+        self.full = fullness(self.full, by_use if busy is None else busy, passed_s) if len(uses) > 1 else 0.0
         found = {}
         for key, one in seen.items():
-            own, own_of_long = active.get(key, (0.0, 0.0))
+            others = [use for other, use in uses.items() if other != key]
+            own = self.of[key].use if key in self.of else _NOBODY
             found[key] = replace(
                 one,
                 told_at_ms=at_ns // _MS % (1 << 32) or 1,
-                companions=len(active) - (key in active),
-                claimed=_cores(total - own),
-                claimed_long=_cores(total_of_long - own_of_long),
+                companions=len(others),
+                full=round(CORES_OF_GPU * self.full),
+                between_us=min(_MOST_BETWEEN_US, round(between_ns(own, others, busy) / _US)) if others else 0,
             )
         return found
 
 
-def _cores(ratio: float) -> int:
-    return min(CORES_OF_GPU, max(0, round(CORES_OF_GPU * ratio)))
+_NOBODY = Use(paid=0.0, long=0.0, present=0.0, changes=0.0, turn_ns=0.0)

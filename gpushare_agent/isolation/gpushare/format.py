@@ -33,11 +33,11 @@ _LIMITS = ((4, 4), (56, 8), (64, 4), (68, 4))
 _OBSERVED = (*((offset, 8) for offset in range(72, 120, 8)), (120, 4), (124, 2), (126, 2))
 """The fields of Observed in their order."""
 _LIMITS_MEMORY, _LIMITS_CORES, _HAS_CEILING = 1, 2, 4
-_CLAIMED_LONG_OFFSET = 240
+_BETWEEN_OFFSET = 240
 _FIRST_USAGE_GPU, _USAGE_GPU_BYTES, _SLOT_BYTES = 512, 256, 448
 _FIRST_SLOT = _FIRST_USAGE_GPU + MOST_GPUS * _USAGE_GPU_BYTES
-_PAID = struct.Struct("@48xQQ128xQ56x")
-"""Of a GPU's entry in `usage`: launched, launches, launched_long."""
+_PAID = struct.Struct("@48xQQ128xQQQ40x")
+"""Of a GPU's entry in `usage`: launched, launches, launched_long, turns, present_long."""
 _USAGE_GPU = struct.Struct("@QqQqQQQQQ")
 """changed at, unattributed, refused, tokens, earned, refilled at, launched, launches, throttled."""
 KINDS = ("linear", "managed", "virtual", "array", "pool", "graph", "context")
@@ -60,8 +60,9 @@ class Observed(Struct, frozen=True, kw_only=True):
     `busy_ns` is how long the GPU was busy between `busy_since_ns` and `busy_until_ns` by samples that name a process of the
     container, `others_ns` by those that name another one. `busy_until_ns` of 0: the driver does not say.
 
-    `companions` is how many others have launched something in the last second before `told_at_ms`, and `claimed` what they
-    have paid in it, in hundredths of a percent of the GPU's time; `claimed_long` of it was for launches of several turns.
+    `companions` is how many others have launched something in the last second before `told_at_ms`. `full`, in hundredths of
+    a percent, is how much of what its turns lose at their beginning the container is to pay, and `between_us` how long the
+    others compute between two of them, in microseconds (turns.py).
     """
 
     at_ns: int = 0
@@ -72,17 +73,20 @@ class Observed(Struct, frozen=True, kw_only=True):
     others_ns: int = 0
     told_at_ms: int = 0
     companions: int = 0
-    claimed: int = 0
-    claimed_long: int = 0
+    full: int = 0
+    between_us: int = 0
 
 
 class Paid(Struct, frozen=True, kw_only=True):
     """What the container's processes say that they have paid on one GPU, in nanoseconds since their files were made;
-    `paid_long_ns` of it was for launches of several turns. Each is any number of 64 bits."""
+    `paid_long_ns` of it was for launches of several turns, which were on the GPU for `present_long_ns`, the others' turns
+    included. All of them have had so many `turns`. Each is any number of 64 bits."""
 
     paid_ns: int
     launches: int
-    paid_long_ns: int
+    paid_long_ns: int = 0
+    turns: int = 0
+    present_long_ns: int = 0
 
 
 class GpuUsage(Struct, frozen=True, kw_only=True):
@@ -152,8 +156,8 @@ def write_limits(config: bytearray | memoryview, index: int, limits: GpuLimits) 
 
 def write_observed(config: bytearray | memoryview, index: int, seen: Observed) -> None:
     """As `write_limits`."""
-    *fields, claimed_long = astuple(seen)
-    memoryview(config).cast("H")[_CLAIMED_LONG_OFFSET // 2 + index] = claimed_long
+    *fields, between_us = astuple(seen)
+    memoryview(config).cast("H")[_BETWEEN_OFFSET // 2 + index] = between_us
     _write(config, index, _OBSERVED, fields)
 
 
@@ -179,8 +183,8 @@ def usage_head_bytes(gpus: int) -> int:
 def read_paid(head: bytes) -> list[Paid]:
     """Of as many GPUs as `head` is for."""
     return [
-        Paid(paid_ns=paid, launches=launches, paid_long_ns=paid_long)
-        for paid, launches, paid_long in _PAID.iter_unpack(memoryview(head)[_FIRST_USAGE_GPU:])
+        Paid(paid_ns=paid, launches=launches, paid_long_ns=paid_long, turns=turns, present_long_ns=present_long)
+        for paid, launches, paid_long, turns, present_long in _PAID.iter_unpack(memoryview(head)[_FIRST_USAGE_GPU:])
     ]
 
 

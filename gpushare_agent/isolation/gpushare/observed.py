@@ -76,6 +76,8 @@ class BusyCount(Struct):
     """By PID, not yet in the sums."""
     known: frozenset[ContainerKey] = frozenset()
     """Those with a process in the last reading."""
+    busy: float | None = None
+    """Of the time, about a second's mean; None: the driver does not say."""
 
     def add(self, read: GpuBusy, owners: Owners) -> None:
         """One reading. One that does not continue the last begins anew."""
@@ -84,7 +86,11 @@ class BusyCount(Struct):
             self.since_ns, self.total_ns = read.busy_until_ns, 0
             self.by_container.clear()
             self.unknown.clear()
-        self.until_ns = read.busy_until_ns
+            self.busy = None
+        passed_ns, self.until_ns = read.busy_until_ns - self.until_ns, read.busy_until_ns
+        if not begins and passed_ns > 0:
+            busy = min(1.0, sum(process.busy_ns for process in read.processes) / passed_ns)
+            self.busy = busy if self.busy is None else self.busy + (busy - self.busy) * min(1.0, 2 * passed_ns / _NS)
         self.known = frozenset(key for process in read.processes if (key := owners.get(process.pid)) is not None)
         unknown, self.unknown = self.unknown, {}
         for process in read.processes:
@@ -310,7 +316,7 @@ class ObservedContainers(Struct, kw_only=True, eq=False):
         at_ns = self._now_ns()
         for uuid, on_it in on_gpu.items():
             seen = {key: one.seen.get(uuid, Observed()) for key, one in on_it.items()}
-            for key, told in self._claims.setdefault(uuid, Claims()).tell(seen, at_ns).items():
+            for key, told in self._claims.setdefault(uuid, Claims()).tell(seen, at_ns, self._busy_of(uuid)).items():
                 on_it[key].seen[uuid] = told
         await self._write({key: dict(one.seen) for key, one in running.items() if one.seen})
 
@@ -355,6 +361,9 @@ class ObservedContainers(Struct, kw_only=True, eq=False):
         if any(owners.get(pid) is None for pid in pids):
             self._is_round_missing = True  # a process in no container with a share may be in one that has just started
         return owners
+
+    def _busy_of(self, uuid: GpuUuid) -> float | None:
+        return self._counts[uuid].busy if uuid in self._counts else None
 
     def _now_ns(self) -> int:
         return int(self.clock() * 1e9)

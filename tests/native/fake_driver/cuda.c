@@ -20,7 +20,7 @@
 #define FOREIGN_ADDRESS (FIRST_ADDRESS + (1ull << 44)) /* what another process has exported */
 #define ALIGNMENT (2ull << 20)
 #define BYTES_A_NS 3000 /* set */
-static CUresult run(uint64_t duration_ns, unsigned width, CUstream stream);
+static CUresult run(uint64_t duration_ns, unsigned width, int is_timed, CUstream stream);
 
 /* --- GPUs: an ordinal of this process is an index into `minors` --- */
 
@@ -646,7 +646,7 @@ PER_THREAD(cuMemFreeAsync);
 CUresult CUDAAPI cuMemsetD32Async(CUdeviceptr address, unsigned int value, size_t count, CUstream stream)
 {
     (void)address, (void)value;
-    return config()->slice_ns ? run(count * 4 / BYTES_A_NS, 1000, stream) : CUDA_SUCCESS;
+    return config()->slice_ns ? run(count * 4 / BYTES_A_NS, 1000, 0, stream) : CUDA_SUCCESS;
 }
 
 CUresult CUDAAPI cuMemGetAllocationGranularity(size_t *bytes, const CUmemAllocationProp *properties,
@@ -811,9 +811,10 @@ CUresult CUDAAPI cuMipmappedArrayDestroy(CUmipmappedArray array)
 }
 
 /* --- modules and launches: a launch returns at once, until the GPU has QUEUE_NS of work before it. No kernel is compiled: one named
-   `spin` keeps the GPU busy for its first parameter, nanoseconds in 64 bits; the others as the settings say --- */
+   `spin` computes for its first parameter, nanoseconds in 64 bits; `timed` waits until so long after its begin, with slice_us;
+   the others as the settings say --- */
 
-static int a_module, a_function, a_spin, a_stream;
+static int a_module, a_function, a_spin, a_timed, a_stream;
 
 CUresult CUDAAPI cuModuleLoadData(CUmodule *module, const void *image)
 {
@@ -830,7 +831,8 @@ CUresult CUDAAPI cuModuleLoadDataEx(CUmodule *module, const void *image, unsigne
 CUresult CUDAAPI cuModuleGetFunction(CUfunction *function, CUmodule module, const char *name)
 {
     (void)module;
-    return *function = (CUfunction)(strcmp(name, "spin") == 0 ? &a_spin : &a_function), CUDA_SUCCESS;
+    int *found = strcmp(name, "spin") == 0 ? &a_spin : strcmp(name, "timed") == 0 ? &a_timed : &a_function;
+    return *function = (CUfunction)found, CUDA_SUCCESS;
 }
 
 CUresult CUDAAPI cuModuleGetLoadingMode(CUmoduleLoadingMode *mode) { return *mode = CU_MODULE_LAZY_LOADING, CUDA_SUCCESS; }
@@ -866,7 +868,7 @@ static uint64_t graphs_reserved[MAX_GPUS];
 
 static uint64_t duration_of(CUfunction function, uint64_t blocks, void **parameters)
 {
-    if (function == (CUfunction)&a_spin && parameters)
+    if ((function == (CUfunction)&a_spin || function == (CUfunction)&a_timed) && parameters)
         return *(uint64_t *)parameters[0];
     uint64_t at_once = config()->sm_count * PLACES_OF_SM;
     if (!config()->block_ns)
@@ -889,12 +891,12 @@ static unsigned lane_of(CUstream stream)
     return at >= own_streams && at < own_streams + OWN_LANES ? 1 + (unsigned)(at - own_streams) : 0;
 }
 
-static CUresult run(uint64_t duration_ns, unsigned width, CUstream stream)
+static CUresult run(uint64_t duration_ns, unsigned width, int is_timed, CUstream stream)
 {
     if (current < 0)
         return CUDA_ERROR_INVALID_CONTEXT;
     if (takes_turns())
-        return push_kernel(minors[current], lane_of(stream), duration_ns, width), CUDA_SUCCESS;
+        return push_kernel(minors[current], lane_of(stream), duration_ns, width, is_timed), CUDA_SUCCESS;
     uint64_t done_at = run_on_gpu(minors[current], duration_ns);
     busy_until[current] = done_at;
     if (done_at > now_ns() + QUEUE_NS)
@@ -927,7 +929,7 @@ static CUresult run_kernel(CUfunction function, unsigned x, unsigned y, unsigned
     if (captured)
         return add_node(&unwanted, captured,
                         (graph_node){.type = CU_GRAPH_NODE_TYPE_KERNEL, .kernel = kernel, .duration_ns = duration_ns});
-    return run(duration_ns, width_of(blocks_of(&kernel)), stream);
+    return run(duration_ns, width_of(blocks_of(&kernel)), function == (CUfunction)&a_timed, stream);
 }
 
 CUresult CUDAAPI cuLaunchKernel(CUfunction function, unsigned int grid_x, unsigned int grid_y, unsigned int grid_z,
@@ -1288,6 +1290,25 @@ CUresult CUDAAPI cuGraphInstantiateWithFlags(CUgraphExec *made, CUgraph from, un
     return CUDA_SUCCESS;
 }
 
+/* The kernels of another graph of the same shape, which are read now. */
+CUresult CUDAAPI cuGraphExecUpdate_v2(CUgraphExec of, CUgraph from, CUgraphExecUpdateResultInfo *why)
+{
+    log_call("cuGraphExecUpdate_v2");
+    graph *updated = (graph *)of;
+    const graph *newer = (const graph *)from;
+    int is_alike = updated->count == newer->count;
+    for (unsigned i = 0; i < newer->count && is_alike; i++)
+        is_alike = updated->nodes[i].type == newer->nodes[i].type;
+    why->result = is_alike ? CU_GRAPH_EXEC_UPDATE_SUCCESS : CU_GRAPH_EXEC_UPDATE_ERROR_TOPOLOGY_CHANGED;
+    if (!is_alike)
+        return CUDA_ERROR_GRAPH_EXEC_UPDATE_FAILURE;
+    for (unsigned i = 0; i < newer->count; i++) {
+        updated->nodes[i].kernel = newer->nodes[i].kernel;
+        updated->nodes[i].duration_ns = newer->nodes[i].duration_ns;
+    }
+    return CUDA_SUCCESS;
+}
+
 CUresult CUDAAPI cuGraphUpload(CUgraphExec of, CUstream stream)
 {
     log_call("cuGraphUpload");
@@ -1320,7 +1341,7 @@ CUresult CUDAAPI cuGraphLaunch(CUgraphExec from, CUstream stream)
     CUresult result = map_graph(of, 1);
     if (result != CUDA_SUCCESS)
         return result;
-    result = run(duration_of_graph(of), 1000, stream);
+    result = run(duration_of_graph(of), 1000, 0, stream);
     of->done_at = busy_until[current];
     return result;
 }

@@ -47,13 +47,12 @@ typedef struct {
 typedef struct {
     uint64_t layout;
     sim_gpu sim; /* of GPU 0 */
-    gpu_use total;
     uint64_t busy_until_ns[MAX_GPUS];
     process processes[MAX_PROCESSES];
     cgroup_limit limits[MAX_LIMITS];
 } state;
 
-static const uint64_t LAYOUT = 0xfa4e000000000005ull + sizeof(state);
+static const uint64_t LAYOUT = 0xfa4e000000000006ull + sizeof(state);
 
 /* Of this process. A child of fork has none of it: its parent's GPUs are not its own, as with the real driver. */
 static pthread_mutex_t guard = PTHREAD_MUTEX_INITIALIZER;
@@ -133,10 +132,13 @@ static void read_settings(void)
     settings.slice_ns = read_number(text, "slice_us", "0") * 1000;
     settings.switch_ns = read_number(text, "switch_us", "130") * 1000;
     settings.launch_ns = read_microseconds(text, "launch_us", "3.5");
+    settings.wake_ns = read_microseconds(text, "wake_us", "2");
     settings.event_ns = read_microseconds(text, "event_us", "1");
     settings.boost_percent = read_number(text, "boost_percent", "0");
     read_setting(text, "rows", "each", pids);
-    settings.shows_whole = !strcmp(pids, "whole");
+    settings.shows_whole = !strcmp(pids, "whole") && settings.slice_ns;
+    if (settings.shows_whole && !settings.sample_every_ns)
+        settings.sample_every_ns = settings.sample_ns;
     settings.lag_ns = read_number(text, "lag_ms", "0") * 1000000;
     settings.cuda_version = (int)read_number(text, "cuda_version", "13000");
     settings.logs = (int)read_number(text, "log", "0");
@@ -607,7 +609,6 @@ uint64_t run_on_gpu(unsigned minor, uint64_t duration_ns)
 
 static void note_use(int index, uint64_t from, uint64_t until)
 {
-    note_busy(&machine->total, from, until);
     if (index >= 0)
         note_busy(&machine->processes[index].gpus[0], from, until);
 }
@@ -634,7 +635,7 @@ static void push(unsigned lane, sim_item item, gpu_event *event)
             item.event = event->index, item.record = event->record;
             event->done_at = 0;
         }
-        int is_pushed = !context || sim_push(&context->lanes[lane], item);
+        int is_pushed = !context || sim_push(&machine->sim, &context->lanes[lane], item);
         end();
         if (is_pushed)
             return;
@@ -642,13 +643,14 @@ static void push(unsigned lane, sim_item item, gpu_event *event)
     }
 }
 
-void push_kernel(unsigned minor, unsigned lane, uint64_t duration_ns, unsigned width)
+void push_kernel(unsigned minor, unsigned lane, uint64_t duration_ns, unsigned width, int is_timed)
 {
     (void)minor;
     static uint64_t launches;
-    uint64_t hash = (++launches + (uint64_t)getpid()) * 0x9e3779b97f4a7c15ull >> 40; /* the host is not always as quick */
+    uint64_t number = own ? (uint64_t)(own - machine->processes) : 0;
+    uint64_t hash = (++launches + 1000003 * number) * 0x9e3779b97f4a7c15ull >> 40; /* the host is not always as quick */
     sleep_until(now_ns() + config()->launch_ns * (80 + hash % 50) / 100);
-    push(lane, (sim_item){.left = duration_ns ? duration_ns : 1, .width = width ? width : 1}, NULL);
+    push(lane, (sim_item){.left = duration_ns ? duration_ns : 1, .ends = is_timed ? NOT_BEGUN : 0, .width = width ? width : 1}, NULL);
 }
 
 void push_event(unsigned minor, unsigned lane, gpu_event *event)
@@ -695,7 +697,7 @@ void wait_for_lane(unsigned minor, int lane)
             break;
         sleep_until(now_ns() + (left > 2000 ? left : 2000));
     }
-    sleep_until(now_ns() + 2000); /* what it takes to wake up */
+    sleep_until(now_ns() + config()->wake_ns);
 }
 
 /* --- what NVML shows --- */
@@ -711,47 +713,30 @@ static void name_pids(const process *entry, int seen, process_view *view)
     view->sample_pid = config()->pids == PIDS_OPEN570 && seen ? seen : host;
 }
 
-static uint64_t busy_before(const gpu_use *use, uint64_t until, uint64_t span)
-{
-    uint64_t busy = 0, last = until / SLICE_NS, count = span / SLICE_NS;
-    for (const slice *at = use->slices; at < use->slices + SLICES; at++)
-        if (at->number < last && at->number + count >= last)
-            busy += at->busy_ns;
-    return busy;
-}
-
-unsigned list_whole_rows(unsigned minor, whole_row *rows, unsigned most)
+unsigned list_whole_rows(whole_row *rows, unsigned most)
 {
     begin();
     clear_dead();
-    if (config()->slice_ns)
-        advance();
-    uint64_t now = now_ns(), every = config()->sample_every_ns, span = config()->sample_ns;
+    advance();
+    const sim_gpu *gpu = &machine->sim;
+    uint64_t now = now_ns(), over = config()->sample_ns / config()->sample_every_ns;
     unsigned count = 0;
-    for (unsigned i = 0; i < most && (i + 1) * every < 2 * SECOND_NS; i++) {
-        uint64_t until = now - now % every - i * every - config()->lag_ns, sum = 0, drawn = 0, weights[MAX_PROCESSES];
-        int found = -1, any = -1;
-        for (int k = 0; k < MAX_PROCESSES; k++) {
-            const process *entry = &machine->processes[k];
-            weights[k] = entry->is_used ? busy_before(&entry->gpus[minor], until, span) : 0;
-            sum += weights[k];
-            any = entry->is_used && entry->gpus[minor].contexts ? k : any;
-        }
-        uint64_t hash = until / every * 0x9e3779b97f4a7c15ull;
-        drawn = sum ? (hash ^ hash >> 29) * 0xbf58476d1ce4e5b9ull % sum : 0;
-        for (int k = 0; k < MAX_PROCESSES && found < 0 && sum; k++) {
-            if (drawn < weights[k])
-                found = k;
-            drawn -= weights[k];
-        }
-        found = found < 0 ? any : found;
-        if (found < 0)
+    int any = -1;
+    over = over < 1 ? 1 : over > SAMPLES / 2 ? SAMPLES / 2 : over;
+    for (int i = 0; i < MAX_PROCESSES; i++)
+        any = machine->processes[i].is_used && machine->processes[i].gpus[0].contexts ? i : any;
+    for (unsigned back = 1; back < SAMPLES - over && count < most && any >= 0; back++) {
+        const sim_sample *last = &gpu->samples[(gpu->samples_taken - back) % SAMPLES];
+        const sim_sample *first = &gpu->samples[(gpu->samples_taken - back - over) % SAMPLES];
+        if (gpu->samples_taken < back + over || !first->at)
+            break;
+        if (last->at + config()->lag_ns > now)
             continue;
+        int found = last->process >= 0 && machine->processes[last->process].is_used ? last->process : any;
         process_view view;
-        const process *entry = &machine->processes[found];
-        name_pids(entry, pid_seen_by_caller(entry), &view);
-        uint64_t percent = busy_before(&machine->total, until, span) * 100 / span;
-        rows[count++] = (whole_row){.pid = view.sample_pid, .percent = percent > 99 ? 99 : (unsigned)percent};
+        name_pids(&machine->processes[found], pid_seen_by_caller(&machine->processes[found]), &view);
+        uint64_t percent = (last->busy - first->busy) * 100 / (last->at - first->at);
+        rows[count++] = (whole_row){.at = last->at, .pid = view.sample_pid, .percent = percent > 99 ? 99 : (unsigned)percent};
     }
     end();
     return count;

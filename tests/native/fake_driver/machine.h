@@ -11,13 +11,15 @@
  *   context_mib     300           what a process's context takes
  *   kernel_us       1000          how long a kernel keeps its GPU busy, whatever its grid
  *   block_us        0             not 0: how long one of its blocks keeps its place; a kernel takes as many waves as its grid needs
- *   slice_us        0             not 0: contexts take turns of so long (slices.c); else all launches run one after the other. Of GPU 0
- *   switch_us       130           what a context that waited for its turn loses; of these, only with slice_us:
- *   launch_us       3.5           what a launch takes on the host
- *   event_us        1             what an event takes in its stream
- *   boost_percent   0             how much faster kernels are while the GPU is idle for three tenths of the time
- *   rows            each          `whole`: in each sample one process that computed, whichever, and the whole GPU's percents, as an
- *                                 H200's driver has it (580.159.04, measured); else each process's own
+ *   slice_us        0             not 0: contexts of GPU 0 take turns of so long (slices.c); else all launches run one after the
+ *                                 other. With it alone:
+ *   switch_us       130             what a context that waited for its turn loses
+ *   launch_us       3.5             what a launch takes on the host
+ *   wake_us         2               what who waits for the GPU takes to go on, after it has finished
+ *   event_us        1               what an event takes in its stream
+ *   boost_percent   0               how much faster kernels are while the GPU is idle for three tenths of the time
+ *   rows            each            `whole`: a sample has the process that computed last, and the percents of the whole GPU, as an
+ *                                   H200's driver has it (580.159.04, measured); `each`: every process's own
  *   sm_count        132           multiprocessors of each, with places for 8 blocks
  *   event_percent   100           what two events say of the time between them: concurrent streams make them wrong
  *   sample_ms       1000          what utilisation is measured over: up to a second, by NVML's reference
@@ -54,7 +56,7 @@ typedef enum { PIDS_HOST, PIDS_OPEN, PIDS_OPEN570 } pid_kind;
 typedef struct {
     unsigned gpus;
     uint64_t memory, context, kernel_ns, block_ns, sm_count, sample_ns, sample_every_ns, lag_ns, event_percent;
-    uint64_t slice_ns, switch_ns, launch_ns, event_ns, boost_percent;
+    uint64_t slice_ns, switch_ns, launch_ns, wake_ns, event_ns, boost_percent;
     int shows_whole;
     char driver_version[TEXT], name[TEXT], uuid_prefix[TEXT], devices[TEXT], dies_in[TEXT], lacks[TEXT], stops_in[TEXT], utilization[TEXT];
     int cuda_version, logs;
@@ -88,17 +90,18 @@ uint64_t run_on_gpu(unsigned minor, uint64_t duration_ns);
 uint64_t now_ns(void);
 void sleep_until(uint64_t time_ns);
 
-/* With slice_us, in place of run_on_gpu: a launch returns once its stream has room for it. Width is in thousandths of the GPU. */
+/* With slice_us, in place of run_on_gpu: a launch returns once its stream has room for it. Width is in thousandths of the GPU; a kernel
+   that is timed ends so long after its begin, though it has not had the GPU all the while. */
 typedef struct { uint32_t index, record; uint64_t done_at; } gpu_event;
-void push_kernel(unsigned minor, unsigned lane, uint64_t duration_ns, unsigned width);
+void push_kernel(unsigned minor, unsigned lane, uint64_t duration_ns, unsigned width, int is_timed);
 void push_event(unsigned minor, unsigned lane, gpu_event *event);
 int is_event_done(unsigned minor, gpu_event *event); /* then it has its time */
 enum { ALL_LANES = -1 };
 void wait_for_lane(unsigned minor, int lane);
 
-/* Samples that show the whole GPU, of the last periods up to `most` of them, the newest first: PID as the caller is to see it. */
-typedef struct { int pid; unsigned percent; } whole_row;
-unsigned list_whole_rows(unsigned minor, whole_row *rows, unsigned most);
+/* Samples that show the whole GPU, up to `most`, the newest first; `at` as now_ns has it, the PID as the caller is to see it. */
+typedef struct { uint64_t at; int pid; unsigned percent; } whole_row;
+unsigned list_whole_rows(whole_row *rows, unsigned most);
 
 /* Limits of the memory that the processes of a cgroup and of those below it have together, from driver 615 on. A cgroup is named by
    its directory, wherever the caller has its hierarchy mounted: a process is in it where the directory's path ends like the

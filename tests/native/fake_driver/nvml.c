@@ -366,14 +366,21 @@ static unsigned long long newest_sample_us(void)
     return newest_us - newest_us % 1000;
 }
 
+#define ASKING_NS 1700000 /* what a question for samples of the whole GPU takes, as measured */
+
 /* As the setting rows says `whole`. */
-static nvmlReturn_t list_whole(nvmlDevice_t device, nvmlProcessUtilizationSample_t *samples, unsigned *room,
-                               unsigned long long since_us, unsigned long long newest_us)
+static nvmlReturn_t list_whole(nvmlProcessUtilizationSample_t *samples, unsigned *room, unsigned long long since_us)
 {
     whole_row rows[8];
-    unsigned count = list_whole_rows(minor_of(device), rows, 8), listed = 0;
+    sleep_until(now_ns() + ASKING_NS);
+    unsigned count = list_whole_rows(rows, 8), listed = 0;
+    struct timespec now;
+    clock_gettime(CLOCK_REALTIME, &now);
+    /* Of two clocks that are asked one after the other; a row has the same time whenever it is asked for. */
+    unsigned long long now_us = (unsigned long long)now.tv_sec * 1000000 + (unsigned long long)now.tv_nsec / 1000;
+    unsigned long long behind_us = (now_us - now_ns() / 1000 + 500) / 1000 * 1000;
     for (unsigned i = 0; i < count; i++) {
-        unsigned long long at = newest_us - i * (config()->sample_every_ns / 1000);
+        unsigned long long at = behind_us + rows[i].at / 1000;
         if (at <= since_us || rows[i].pid <= 0)
             continue;
         if (samples && listed < *room)
@@ -394,9 +401,9 @@ nvmlReturn_t nvmlDeviceGetProcessUtilization(nvmlDevice_t device, nvmlProcessUti
     unsigned count, listed = 0;
     if (config()->utilization[0])
         return strcmp(config()->utilization, "denied") == 0 ? NVML_ERROR_NO_PERMISSION : NVML_ERROR_NOT_SUPPORTED;
+    if (config()->shows_whole && minor_of(device) == 0)
+        return list_whole(samples, room, since_us);
     unsigned long long newest = newest_sample_us();
-    if (config()->shows_whole && config()->sample_every_ns)
-        return list_whole(device, samples, room, since_us, newest);
     process_view *views = newest > since_us ? views_of(device, &count) : (count = 0, NULL);
     for (unsigned i = 0; i < count; i++) {
         if (views[i].sample_pid <= 0 || (config()->sample_every_ns && !views[i].percent))

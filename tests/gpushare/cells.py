@@ -1,0 +1,521 @@
+"""What containers get of a GPU whose contexts take turns, as an H200 was measured to do (fake_driver/slices.c): a table of
+cells, each in virtual time.
+
+    python -m tests.gpushare.cells [--only PATTERN] [--jobs 2] [--json FILE] [--library CHECKOUT] [--list]
+
+A cell is some containers, each with programs (tests/native/tenant.c) and a share of the GPU. Of each container two numbers
+are read from the fake driver, in percent of the GPU: what it computed (net), and that with what it lost at the beginnings of
+its turns (gross). Both are of the first second of its last program, and of the seconds after that. A share is right where
+net - 3 <= share <= gross + 3: nobody computes more than the share, and nobody has less of the GPU. A program that needs less
+than its share is right where it computes 98.5 % of what it computes without libgpushare.
+
+`--library` takes libgpushare, and the agent's part, from another checkout of this repository.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TextIO
+
+from gpushare_agent.isolation.gpushare.format import CONFIG_NAME, USAGE_NAME
+from tests.gpushare.support_gpushare import ROOT, Ended, GpushareBuilt, Machine, build_for_gpushare, finish
+from tests.native.build import CannotBuildError, cuda_include
+
+H200: Mapping[str, object] = {
+    "slice_us": 2000,
+    "rows": "whole",
+    "sample_ms": 200,
+    "sample_every_ms": 200,
+    "sm_count": 132,
+}
+"""Samples come at once; who asks ten times a second has them 50 ms old, on average."""
+SECONDS = 6.5
+"""Of a program's only phase."""
+POINTS, POINTS_AT_FIRST, LEAST_OF_BARE = 3.0, 6.0, 0.985
+APART_S = 0.0137
+"""Between the begins of two programs."""
+
+ASYNC_LONG = "us=50000"
+SYNC = "us=1000,wait=1"
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """`phases` are tenant.c's, without "SECONDS," at the beginning of an only one."""
+
+    phases: tuple[str, ...]
+    start_s: float = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Tenant:
+    """A container. `bound`: its program needs less than the share."""
+
+    cores: float
+    programs: tuple[Program, ...]
+    ceiling: float | None = None
+    bound: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """`judged`: else it is only looked at. `until_s`: the end of what is measured, after the first second."""
+
+    name: str
+    tenants: tuple[Tenant, ...]
+    settings: Mapping[str, object] = field(default_factory=dict)
+    observed: bool = True
+    observed_s: float = float("inf")
+    until_s: float = 6
+    judged: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Percent of the GPU's time: net, and with what is lost."""
+
+    first: tuple[float, float]
+    later: tuple[float, float]
+
+    def is_within(self, share: float) -> bool:
+        """It computed no more, and had no less with what it lost."""
+        return self.later[0] - POINTS <= share <= self.later[1] + POINTS
+
+    def was_within(self, share: float) -> bool:
+        """In its first second."""
+        return self.first[0] - POINTS_AT_FIRST <= share <= self.first[1] + POINTS_AT_FIRST
+
+
+def tenant(cores: float, *does: str, ceiling: float | None = None, bound: bool = False, count: int = 1) -> Tenant:
+    """`count` programs, each of these phases, one after the other."""
+    phases = does if len(does) > 1 else (f"{SECONDS},{does[0]}",)
+    return Tenant(cores, (Program(phases),) * count, ceiling, bound)
+
+
+def alone(name: str, cores: float, *does: str, **more: Any) -> Cell:
+    return Cell(name, (tenant(cores, *does),), **more)
+
+
+def two(name: str, one: str, other: str, **more: Any) -> Cell:
+    return Cell(name, (tenant(30, one), tenant(60, other)), **more)
+
+
+def many(name: str, *tenants: tuple[float, str], **more: Any) -> Cell:
+    return Cell(name, tuple(tenant(cores, does) for cores, does in tenants), **more)
+
+
+def _ordinary() -> Iterator[Cell]:
+    """The cells by which the regulator was designed."""
+    lengths = {"5us": "us=5", "100us": "us=100", "1ms": "us=1000", "10ms": "us=10000", "50ms": ASYNC_LONG}
+    no_nvml = {"utilization": "none"}
+    yield alone("alone 30 5us", 30, "us=5")
+    for length in ("100us", "1ms", "10ms", "50ms"):
+        yield alone(f"alone 30 {length}", 30, lengths[length])
+        yield alone(f"alone 30 {length} sync", 30, f"{lengths[length]},wait=1")
+    for length in ("5us", "1ms", "50ms"):
+        yield alone(f"alone 70 {length}", 70, lengths[length])
+        yield alone(f"alone 10 {length}", 10, lengths[length])
+    yield alone("alone 30 4 streams async", 30, "us=1000,streams=4")
+    yield alone("alone 30 4 streams wait4", 30, "us=1000,streams=4,wait=4")
+    yield alone("alone 80 4 streams wait4", 80, "us=1000,streams=4,wait=4")
+    yield alone("alone 30 4 narrow streams wait4", 30, "us=1000,streams=4,wait=4,blocks=264")
+    yield alone("alone 80 4 narrow streams async", 80, "us=1000,streams=4,blocks=264")
+    rests = "us=1000,streams=4,wait=4,rest=6000"
+    yield Cell("alone 60, 4 streams, cpu-bound 40", (tenant(60, rests, bound=True),))
+    yield Cell("alone 60, 4 narrow streams, cpu-bound 14", (tenant(60, f"{rests},blocks=264", bound=True),))
+    yield Cell("60, 4 streams, cpu-bound 40 + 30 1ms sync", (tenant(60, rests, bound=True), tenant(30, SYNC)))
+    yield alone("alone 30 graph of 41 tiny", 30, "us=3.45,graph=41,wait=10")
+    yield Cell("alone 30 small cpu-bound 16", (tenant(30, "us=3.45,host=17,wait=160", bound=True),))
+    yield Cell("alone 30 cpu-bound 25 (250us/ms)", (tenant(30, "us=250,host=740,wait=1", bound=True),))
+    yield alone("alone 30 mix with set", 30, "us=100+100+100+16,wait=4,set=32")
+    yield alone("alone 99 mix with set", 99, "us=100+100+100+16,wait=4,set=32")
+    yield alone("alone 30 half copies", 30, "us=100,set=286")
+    yield alone("alone 30 alternating .1/10 same key", 30, "us=100+10000,keys=0")
+    yield alone("alone 30 alternating .1/10 same key sync", 30, "us=100+10000,keys=0,wait=1")
+    phases = [f"1.6,us={us},keys=0" for us in (100, 1000, 10000, 100)]
+    yield alone("alone 30 lengths change same key .1>1>10>.1", 30, *phases)
+
+    for length, does in lengths.items():
+        yield two(f"30+60 {length} both", does, does)
+        if length != "5us":
+            yield two(f"30+60 {length} sync both", f"{does},wait=1", f"{does},wait=1")
+    for length in ("5us", "100us"):
+        yield two(f"30 {length} + 60 1ms sync", lengths[length], SYNC)
+        yield two(f"30 1ms sync + 60 {length}", SYNC, lengths[length])
+    for length in ("10ms", "50ms"):
+        yield two(f"30 {length} sync + 60 1ms sync", f"{lengths[length]},wait=1", SYNC)
+        yield two(f"30 1ms sync + 60 {length} sync", SYNC, f"{lengths[length]},wait=1")
+    yield two("30 50ms + 60 1ms sync", ASYNC_LONG, SYNC)
+    yield two("30 1ms sync + 60 50ms", SYNC, ASYNC_LONG)
+    yield two("30 4streams + 60 1ms sync", "us=1000,streams=4,wait=4", SYNC)
+    yield two("30 alternating same key + 60 1ms sync", "us=100+10000,keys=0", SYNC)
+
+    yield many("20+30+50 1ms sync", (20, SYNC), (30, SYNC), (50, SYNC))
+    yield many("20+30+50 100us async", (20, "us=100"), (30, "us=100"), (50, "us=100"))
+    yield many("20 10ms + 30 1ms + 50 100us", (20, "us=10000"), (30, "us=1000"), (50, "us=100"))
+    yield many("10+15+20+25+30 1ms sync", *((cores, SYNC) for cores in (10, 15, 20, 25, 30)))
+    mixed = ("us=100", SYNC, "us=10000", "us=10000,wait=1", "us=50000,wait=1")
+    yield many("5x15 mixed lengths", *((15, does) for does in mixed))
+    yield alone("30 gemm boost", 30, "us=1684,wait=4", settings={"boost_percent": 22})
+    small = tenant(30, "us=3.45,host=17,wait=160", bound=True)
+    yield Cell("cpu-bound 16 of 30 + 60 1ms", (small, tenant(60, SYNC)))
+
+    elastic = tenant(30, SYNC, ceiling=80)
+    yield Cell("elastic 30..80 alone", (elastic,), judged=False)
+    beside = Tenant(20, (Program((f"4,{SYNC}",), start_s=4),))
+    elastic = tenant(30, f"12,{SYNC}", "0.1", ceiling=80)
+    yield Cell("elastic 30..80, other 20 from 4 s to 8 s", (elastic, beside), judged=False)
+
+    yield two("agent away 30+60 1ms", SYNC, SYNC, observed=False)
+    yield alone("agent away 30 4 streams", 30, "us=1000,streams=4", observed=False)
+    yield alone("agent away 30 alternating", 30, "us=100+10000,keys=0", observed=False)
+    yield alone("agent away 30 5us", 30, "us=5", observed=False)
+    yield two("agent away 30 50ms + 60 1ms", "us=50000,wait=1", SYNC, observed=False)
+    yield two("agent dies at 4 s 30+60 1ms", SYNC, SYNC, observed_s=4, judged=False)
+    yield two("no NVML 30+60 1ms", SYNC, SYNC, settings=no_nvml)
+    yield two("no NVML 30 50ms + 60 1ms", "us=50000,wait=1", SYNC, settings=no_nvml)
+    yield many("no NVML 20+30+50 1ms sync", (20, SYNC), (30, SYNC), (50, SYNC), settings=no_nvml)
+    yield Cell("two processes in 30 + 60", (tenant(30, SYNC, count=2), tenant(60, SYNC)))
+    yield Cell("two processes in 30 alone", (tenant(30, SYNC, count=2),))
+
+
+def _data() -> Iterator[Cell]:
+    """The lengths of one function's kernels depend on data: all launches look alike. Each pattern alone and next to another
+    container, with the agent and without it."""
+    patterns: dict[str, tuple[str, ...]] = {
+        "alternating .1/10": ("us=100+10000",),
+        "alternating .1/10 sync": ("us=100+10000,wait=1",),
+        "200x10us+20ms": ("us=10+20000,times=200+1",),
+        "200x10us+20ms wait201": ("us=10+20000,times=200+1,wait=201",),
+        "200x10us+20ms sync": ("us=10+20000,times=200+1,wait=1",),
+        "1000x5us+50ms": ("us=5+50000,times=1000+1",),
+        "1000x5us+50ms wait1001": ("us=5+50000,times=1000+1,wait=1001",),
+        "1000x5us+50ms sync": ("us=5+50000,times=1000+1,wait=1",),
+        "50x1ms+50ms": ("us=1000+50000,times=50+1",),
+        "random 10us-10ms": ("us=10+30+100+300+1000+3000+10000,random=7",),
+        "random 10us-10ms sync": ("us=10+30+100+300+1000+3000+10000,random=7,wait=1",),
+        "random 200:1 10us/20ms": ("us=10+20000,times=200+1,random=11",),
+        "warm-up 5us then 10ms": ("0.3,us=5", "6.5,us=10000"),
+        "warm-up 5us then 10ms sync": ("0.3,us=5", "6.5,us=10000,wait=1"),
+        "phases of 3 s .1/10": tuple(f"3,us={us}" for us in (100, 10000, 100, 10000)),
+        "phases of 3 s .1/10 sync": tuple(f"3,us={us},wait=1" for us in (100, 10000, 100, 10000)),
+    }
+    for name, pattern in patterns.items():
+        does = tuple(f"{phase},keys=0" for phase in pattern)
+        until_s = 12 if name.startswith("phases") else 6
+        for observed in (True, False):
+            where = "" if observed else "agent away "
+            yield alone(f"data {where}30 {name}", 30, *does, observed=observed, until_s=until_s)
+            other = tenant(60, f"12.5,{SYNC}", "0.01") if until_s == 12 else tenant(60, SYNC)
+            pair = (tenant(30, *does), other)
+            yield Cell(f"data {where}30 {name} + 60 1ms sync", pair, observed=observed, until_s=until_s)
+    yield Cell("data 60 1000x5us+50ms + 30 1ms sync", (tenant(60, "us=5+50000,times=1000+1,keys=0"), tenant(30, SYNC)))
+
+
+def _kinds() -> Iterator[Cell]:
+    """Programs whose launches are not like those before."""
+    for observed in (True, False):
+        where = "" if observed else "agent away "
+        yield alone(f"kinds {where}30 ever-new 5us", 30, "us=5,kinds=1", observed=observed)
+        yield alone(f"kinds {where}30 ever-new 1ms", 30, "us=1000,kinds=1", observed=observed)
+        yield alone(f"kinds {where}30 ever-new 1ms sync", 30, "us=1000,kinds=1,wait=1", observed=observed)
+        full = ("0.3,us=5,kinds=1", "6.5,us=1000,kinds=1")
+        yield alone(f"kinds {where}30 5000 of 5us, then ever-new 1ms", 30, *full, observed=observed)
+        mixed = "us=10+1000,times=20+1,kinds=1"
+        yield alone(f"kinds {where}30 ever-new 20x10us+1ms", 30, mixed, observed=observed)
+    yield two("kinds 30 ever-new 5us + 60 1ms sync", "us=5,kinds=1", SYNC)
+    yield two("kinds 30 ever-new 1ms + 60 1ms sync", "us=1000,kinds=1", SYNC)
+    yield alone("kinds 30 graph updated, .1/10", 30, "us=100+10000,graph=1,update=1")
+    yield alone("kinds 30 graph updated, .1/10 sync", 30, "us=100+10000,graph=1,update=1,wait=1")
+    yield alone("kinds 30 graph of 41 updated, 3us/300us", 30, "us=3+300,graph=41,update=1,wait=10")
+    yield two("kinds 30 graph updated, .1/10 + 60 1ms sync", "us=100+10000,graph=1,update=1,wait=1", SYNC)
+
+
+def _streams_and_fills() -> Iterator[Cell]:
+    yield alone("streams 30 of 32 1ms async", 30, "us=1000,streams=32")
+    yield alone("streams 30 of 32 100us async", 30, "us=100,streams=32")
+    yield alone("streams 30 of 8 100us wait8", 30, "us=100,streams=8,wait=8")
+    yield alone("streams 60 of 32 narrow 1ms wait32", 60, "us=1000,streams=32,wait=32,blocks=66")
+    yield two("streams 30 of 32 1ms + 60 1ms sync", "us=1000,streams=32,wait=32", SYNC)
+    yield alone("fills 30 half sync", 30, "us=100,set=286,wait=1")
+    yield two("fills 30 half + 60 1ms sync", "us=100,set=286", SYNC)
+    yield alone("fills agent away 30 half", 30, "us=100,set=286", observed=False)
+    yield alone("fills 30 half of 10 ms", 30, "us=5000,set=14305")
+
+
+def _after_others() -> Iterator[Cell]:
+    """A program begins after an old one in the same container, or next to it: measured from its begin on."""
+    old = {
+        "half copies": "us=100,set=286",
+        "long": "us=50000,wait=1",
+        "5us": "us=5",
+        "4 streams": "us=1000,streams=4,wait=4",
+    }
+    gemm = "us=1684,wait=4"
+    for name, did in old.items():
+        both = (Program((f"4,{did}",)), Program((f"{SECONDS},{gemm}",), start_s=4.3))
+        yield Cell(f"start 30 gemm after {name}", (Tenant(30, both),))
+        late = (Program((f"4,{did}",)), Program((f"{SECONDS},{gemm}",), start_s=4.05))
+        yield Cell(
+            f"start 30 gemm at once after {name} + 60 1ms sync", (Tenant(30, late), tenant(60, f"11,{SYNC}", "0.01"))
+        )
+    beside = (Program((f"11,{SYNC}",)), Program((f"{SECONDS},{gemm}",), start_s=4))
+    yield Cell("start 30 gemm next to an old 1ms sync", (Tenant(30, beside),))
+    yield Cell(
+        "start 30 5us next to an old 1ms sync", (Tenant(30, (beside[0], Program((f"{SECONDS},us=5",), start_s=4))),)
+    )
+
+
+def _drivers() -> Iterator[Cell]:
+    """GPUs and drivers that are not like the H200."""
+    machines: dict[str, dict[str, object]] = {
+        "rows each": {"rows": "each"},
+        "rows each, old and seldom": {"rows": "each", "sample_ms": 1000, "sample_every_ms": 1000, "lag_ms": 500},
+        "rows old": {"lag_ms": 40},
+        "rows old and seldom": {"sample_ms": 1000, "sample_every_ms": 1000, "lag_ms": 500},
+        "turns of 1 ms": {"slice_us": 1000},
+        "turns of 5 ms": {"slice_us": 5000},
+        "changes of 20 us": {"switch_us": 20},
+        "changes of 300 us": {"switch_us": 300},
+        "events of 3 us": {"event_us": 3},
+        "events of 0.3 us": {"event_us": 0.3},
+        "launches of 2 us": {"launch_us": 2},
+        "launches of 8 us": {"launch_us": 8},
+        "launches of 15 us": {"launch_us": 15},
+    }
+    for name, settings in machines.items():
+        yield two(f"driver {name}: 30+60 1ms sync both", SYNC, SYNC, settings=settings)
+        yield two(f"driver {name}: 30 1ms sync + 60 10ms sync", SYNC, "us=10000,wait=1", settings=settings)
+        if name.startswith(("events", "launches")):
+            yield alone(f"driver {name}: alone 30 5us", 30, "us=5", settings=settings)
+            yield alone(f"driver {name}: alone 30 100us sync", 30, "us=100,wait=1", settings=settings)
+
+
+CELLS: tuple[Cell, ...] = (*_ordinary(), *_data(), *_kinds(), *_streams_and_fills(), *_after_others(), *_drivers())
+
+
+def cell_named(name: str) -> Cell:
+    [found] = [cell for cell in CELLS if cell.name == name]
+    return found
+
+
+def run(machine: Machine, cell: Cell, *, bare: Sequence[int] = (), checkout: Path = ROOT) -> list[Found]:
+    """Of each container. Those in `bare` run without libgpushare."""
+    built, clock = machine.built, machine.directory / "clock"
+    clock.write_bytes(b"")
+    processes = sum(len(each.programs) for each in cell.tenants)
+    virtual = {"VIRTUAL_TIME": str(clock), "VIRTUAL_COUNT": str(processes + cell.observed)}
+    shares = []
+    for i, each in enumerate(cell.tenants):
+        limits: dict[str, int] = {} if each.ceiling is None else {"ceiling": round(100 * each.ceiling)}
+        shares.append(machine.container(f"share-{i}", cores=round(100 * each.cores), **limits))
+        if checkout != ROOT:
+            _encode_by(checkout, shares[-1].directory, round(100 * each.cores), limits.get("ceiling"))
+    with ExitStack() as stack:
+        if cell.observed:
+            agent = checkout / "tests" / "native" / "observing_agent.py"
+            command = [sys.executable, str(agent), *(str(one.directory) for one in shares)]
+            env = machine.env([built.virtual_time]) | virtual | {"PYTHONPATH": str(checkout)}
+            env |= {"OBSERVING_FOR_S": str(cell.observed_s)}
+            stack.callback(stack.enter_context(subprocess.Popen(command, env=env, cwd=machine.directory)).kill)
+        started: list[list[subprocess.Popen[str]]] = []
+        for i, (share, each) in enumerate(zip(shares, cell.tenants, strict=True)):
+            started.append([])
+            for program in each.programs:
+                start_s = program.start_s + APART_S * sum(len(one) for one in started)
+                command = [str(built.programs / "tenant"), f"start={start_s}", *program.phases]
+                preload = [built.virtual_time] if i in bare else [built.virtual_time, built.library]
+                started[-1].append(share.start_command(command, preload=preload, env=virtual))
+                stack.callback(started[-1][-1].kill)
+        ended = [[finish(one) for one in of_share] for of_share in started]
+    errors = [one.error or f"exit code {one.code}" for of_share in ended for one in of_share if one.error or one.code]
+    assert not errors, errors
+    command = [str(built.programs / "meter"), machine.env()["FAKE_GPU_STATE"]]
+    lines = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
+    meters = {meter["pid"]: meter for meter in map(json.loads, lines)}
+    return [
+        found_of([meters[one.pid] for one in processes], programs, cell.until_s)
+        for processes, programs in zip(started, ended, strict=True)
+    ]
+
+
+def found_of(meters: Sequence[Mapping[str, Any]], programs: Sequence[Ended], until_s: float) -> Found:
+    """Since the last program's begin, of all programs of the container."""
+    slot, clock = meters[0]["slot_s"], meters[0]["clock"]
+    last = max(programs, key=lambda program: program.steps[0]["began"])
+    at = round((last.steps[0]["began"] - clock) / slot)
+    until_s = min(until_s, last.steps[-1]["ended"] - last.steps[0]["began"])
+
+    def percent(kind: str, since: float, until: float) -> float:
+        span = slice(at + round(since / slot), at + round(until / slot))
+        return sum(sum(meter[kind][span]) for meter in meters) / 10 / (until - since)
+
+    first, later = ((percent("net", *span), percent("gross", *span)) for span in ((0.0, 1.0), (1.0, until_s)))
+    return Found(first, later)
+
+
+def _encode_by(checkout: Path, directory: Path, cores: int, ceiling: int | None) -> None:
+    """The container's two files as another checkout's agent writes them."""
+    script = (
+        "import sys; from pathlib import Path\n"
+        "from gpushare_agent.isolation.gpushare.format import GpuLimits, encode_config, encode_usage\n"
+        "uuid, cores, ceiling = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]) or None\n"
+        "gpu = GpuLimits(uuid=uuid, cores=cores, ceiling=ceiling)\n"
+        "Path(sys.argv[4]).write_bytes(encode_config(sys.argv[6], 'main', [gpu]))\n"
+        "Path(sys.argv[5]).write_bytes(encode_usage())\n"
+    )
+    uuid, pod = f"GPU-00000000-0000-4000-8000-{0:012x}", "11111111-2222-3333-4444-555555555555"
+    files = [str(directory / name) for name in (CONFIG_NAME, USAGE_NAME)]
+    command = [sys.executable, "-c", script, uuid, str(cores), str(ceiling or 0), *files, pod]
+    subprocess.run(command, check=True, cwd=checkout, env={"PYTHONPATH": str(checkout)})
+
+
+def build(directory: Path, checkout: Path = ROOT) -> GpushareBuilt:
+    """The fake driver and the programs of this checkout, and another one's libgpushare. Raises CannotBuildError."""
+    built = build_for_gpushare(directory)
+    if checkout != ROOT:
+        script = (
+            "import sys; from pathlib import Path\n"
+            "from native.build_gpushare import build_gpushare\n"
+            "build_gpushare(Path(sys.argv[1]), Path(sys.argv[2]), directory='.')\n"
+        )
+        command = [sys.executable, "-c", script, str(cuda_include()), str(built.library)]
+        made = subprocess.run(command, cwd=checkout, capture_output=True, text=True, check=False)
+        if made.returncode:
+            raise CannotBuildError(made.stderr)
+    return built
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """`bare` is what each program that needs less than its share computes without libgpushare; None of others."""
+
+    cell: Cell
+    found: list[Found]
+    bare: list[float | None]
+
+    def outside(self) -> str:
+        """Whose share is not right, by letter, after the first second."""
+        return self._letters(lambda share, found: found.is_within(share))
+
+    def outside_at_first(self) -> str:
+        return self._letters(lambda share, found: found.was_within(share), of_bound=False)
+
+    def _letters(self, is_right: Callable[[float, Found], bool], *, of_bound: bool = True) -> str:
+        wrong = ""
+        for i, (each, found, bare) in enumerate(zip(self.cell.tenants, self.found, self.bare, strict=True)):
+            if not each.bound:
+                right = is_right(each.cores, found)
+            else:
+                right = not of_bound or bare is None or found.later[0] >= LEAST_OF_BARE * bare
+            wrong += "" if right else "abcdefgh"[i]
+        return wrong if self.cell.judged else ""
+
+
+def judge(machine: Machine, cell: Cell, *, checkout: Path = ROOT, other: Machine | None = None) -> Result:
+    """Runs a cell; and once more on the machine `other` without libgpushare in who needs less than its share."""
+    found = run(machine, cell, checkout=checkout)
+    bare: list[float | None] = [None] * len(found)
+    bound = [i for i, each in enumerate(cell.tenants) if each.bound]
+    if bound and other:
+        without = run(other, cell, bare=bound, checkout=checkout)
+        for i in bound:
+            bare[i] = without[i].later[0]
+    return Result(cell, found, bare)
+
+
+def machine_for(built: GpushareBuilt, directory: Path, cell: Cell) -> Machine:
+    directory.mkdir(parents=True)
+    return Machine(built, directory, {**H200, **cell.settings})
+
+
+def shown(numbers: Sequence[tuple[float, float]]) -> str:
+    """Net, or net/gross where they differ."""
+    return " + ".join(
+        f"{net:.0f}" if round(net) == round(gross) else f"{net:.0f}/{gross:.0f}" for net, gross in numbers
+    )
+
+
+def _say(*words: object, file: TextIO = sys.stdout) -> None:
+    print(*words, sep="\n", flush=True, file=file)
+
+
+def _as_json(result: Result) -> dict[str, Any]:
+    return {
+        "name": result.cell.name,
+        "shares": [each.cores for each in result.cell.tenants],
+        "first": [found.first for found in result.found],
+        "later": [found.later for found in result.found],
+        "bare": result.bare,
+        "judged": result.cell.judged,
+        "outside": result.outside(),
+        "outside_at_first": result.outside_at_first(),
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description="Run the cells of the limit of compute, and print what each container got."
+    )
+    parser.add_argument("--only", action="append", metavar="PATTERN", help="names, as the shell has them, or a part")
+    parser.add_argument("--jobs", type=int, default=2, help="so many at a time")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="writes all numbers")
+    parser.add_argument("--library", type=Path, default=ROOT, metavar="CHECKOUT", help="for its libgpushare")
+    parser.add_argument("--list", action="store_true", help="the names alone")
+    arguments = parser.parse_args()
+    patterns = [pattern if "*" in pattern else f"*{pattern}*" for pattern in arguments.only or ["*"]]
+    cells = [cell for cell in CELLS if any(fnmatch.fnmatchcase(cell.name, pattern) for pattern in patterns)]
+    if arguments.list:
+        _say(*(cell.name for cell in cells))
+        return 0
+    checkout = arguments.library.resolve()
+    with tempfile.TemporaryDirectory(prefix="gpushare-cells-") as name, ThreadPoolExecutor(arguments.jobs) as threads:
+        directory = Path(name)
+        try:
+            built = build(directory / "built", checkout)
+        except CannotBuildError as error:
+            _say(error, file=sys.stderr)
+            return 1
+
+        def of(number: int) -> Result | str:
+            cell = cells[number]
+            machines = [machine_for(built, directory / f"{number}-{kind}", cell) for kind in ("limited", "bare")]
+            try:
+                return judge(machines[0], cell, checkout=checkout, other=machines[1])
+            except AssertionError as error:
+                return str(error)
+
+        results: list[Result] = []
+        _say("| cell | 1st s | 1-6 s | 1st s | 1-6 s |\n|---|---|---|---|---|")
+        for cell, result in zip(cells, threads.map(of, range(len(cells))), strict=True):
+            if isinstance(result, str):
+                _say(f"| {cell.name} | failed: {result.strip()[:300]} |")
+                continue
+            results.append(result)
+            bare = "".join(f" (bare {one:.1f})" for one in result.bare if one is not None)
+            judged = [one or "ok" if cell.judged else "" for one in (result.outside_at_first(), result.outside())]
+            first, later = (shown([getattr(found, kind) for found in result.found]) for kind in ("first", "later"))
+            _say(f"| {cell.name} | {first} | {later}{bare} | {' | '.join(judged)} |")
+    judged_count = sum(cell.judged for cell in cells)
+    outside, at_first = (
+        sum(bool(one) for one in found)
+        for found in ([each.outside() for each in results], [each.outside_at_first() for each in results])
+    )
+    _say(f"{judged_count} judged; outside: {outside}; first second: {at_first}; failed: {len(cells) - len(results)}")
+    if arguments.json:
+        arguments.json.write_text(json.dumps([_as_json(result) for result in results], indent=1), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
