@@ -90,7 +90,7 @@ class BusyCount(Struct):
         passed_ns, self.until_ns = read.busy_until_ns - self.until_ns, read.busy_until_ns
         if not begins and passed_ns > 0:
             busy = min(1.0, sum(process.busy_ns for process in read.processes) / passed_ns)
-            self.busy = busy if self.busy is None else self.busy + (busy - self.busy) * min(1.0, 2 * passed_ns / _NS)
+            self.busy = busy if self.busy is None else self.busy + (busy - self.busy) * min(1.0, 2e-9 * passed_ns)
         self.known = frozenset(key for process in read.processes if (key := owners.get(process.pid)) is not None)
         unknown, self.unknown = self.unknown, {}
         for process in read.processes:
