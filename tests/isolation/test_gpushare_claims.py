@@ -41,7 +41,7 @@ def test_what_is_paid_in_a_second_is_claimed_also_where_the_counter_wraps(begin_
     """It begins below zero where a first launch is given back more than was counted."""
     found, at_ns = claim(paid(begin_ms + 25 * n, n, 10 * n) for n in range(30))
     assert found.ratio == pytest.approx(0.25, abs=0.001)
-    assert found.use.long == pytest.approx(0.1, abs=0.001)
+    assert found.use(1).long == pytest.approx(0.1, abs=0.001)
     assert found.is_active(at_ns)
 
 
@@ -59,7 +59,7 @@ def test_a_long_kernel_pays_at_once_and_is_claimed_until_the_share_has_earned_it
         found.note(BEGAN + n * 100 * MS, 0.3, paid(300 * (n // 10), n // 10, 300 * (n // 10)))
         ratios.append(found.ratio)
     assert sum(ratios[-30:]) / 30 == pytest.approx(0.3, abs=0.01)
-    assert found.use.long == found.ratio
+    assert found.use(1).long == found.ratio
 
 
 def test_what_was_paid_too_much_and_is_given_back_counts_less() -> None:
@@ -106,7 +106,7 @@ def test_whatever_the_counters_say_no_more_than_the_share_is_believed(
     found, at_ns = claim(
         (Paid(paid_ns=ns, launches=launches, paid_long_ns=long_ns) for ns, launches, long_ns in readings), most
     )
-    assert 0 <= found.use.long <= found.use.paid == found.ratio <= most
+    assert 0 <= found.use(1).long <= found.use(1).paid == found.ratio <= most
     for _ in range(50):
         at_ns += 100 * MS
         found.note(at_ns, most, Paid(paid_ns=readings[-1][0], launches=readings[-1][1], paid_long_ns=readings[-1][2]))
@@ -156,6 +156,27 @@ def test_nobody_is_told_of_who_is_alone() -> None:
     assert (seen.companions, seen.full, seen.between_us) == (0, 0, 0)
     assert Claims().tell({}, at_ns, None) == {}
     assert Claims().tell({A: Observed()}, 1 << 32, None)[A].told_at_ms > 0
+
+
+def test_kernels_of_a_small_share_are_not_there_all_the_time() -> None:
+    """Whatever it says: its neighbour would be charged less for its own."""
+    found = Claims()
+    for n in range(30):
+        at_ns = BEGAN + n * 100 * MS
+        found.note(
+            A,
+            limits(500),
+            at_ns,
+            Paid(paid_ns=99 * n * MS, launches=n, paid_long_ns=99 * n * MS, present_long_ns=100 * n * MS),
+        )
+        found.note(
+            B,
+            limits(9500),
+            at_ns,
+            Paid(paid_ns=90 * n * MS, launches=n, paid_long_ns=90 * n * MS, present_long_ns=95 * n * MS),
+        )
+    seen = found.tell({A: Observed(), B: Observed()}, at_ns, 0.95)
+    assert seen[B].between_us <= 250 and 1500 <= seen[A].between_us <= 2000
 
 
 def test_a_hundred_shares_of_a_gpu_are_each_told_of_the_others() -> None:

@@ -17,7 +17,7 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from gpushare_agent.isolation.gpushare.format import CORES_OF_GPU, GpuLimits, Observed, Paid
-from gpushare_agent.isolation.gpushare.turns import CHANGE_NS, TURN_NS, Use, between_ns, fullness
+from gpushare_agent.isolation.gpushare.turns import CHANGE_NS, TURN_NS, Use, between_each_ns, fullness
 from gpushare_agent.model.allocations import ContainerKey
 
 MEAN_NS = 1_000_000_000
@@ -29,6 +29,8 @@ _WRAP = 1 << 64
 _S, _MS, _US = 1_000_000_000, 1_000_000, 1_000
 _MOST_TURNS_A_SECOND = 5_000
 """That are believed: each has at least the change of context before it."""
+_LONGER = 1.2
+"""A kernel is at most so many times as long as its own turns, with those of each other one and of one that nobody counts."""
 _MOST_BETWEEN_US = 0xFFFF
 
 
@@ -103,12 +105,13 @@ class Claim(Struct):
         """Of the GPU's time. A resize may have taken some of the share since."""
         return min(self._all.mean, self._most)
 
-    @property
-    def use(self) -> Use:
+    def use(self, sharers: int) -> Use:
+        """Among so many that compute. The kernels of a small share cannot be there all the time."""
+        long = min(self._long.mean, self.ratio)
         return Use(
             paid=self.ratio,
-            long=min(self._long.mean, self.ratio),
-            present=min(1.0, self._present.mean),
+            long=long,
+            present=min(1.0, self._present.mean, _LONGER * (sharers + 1) * long),
             changes=self._turns_a_second * CHANGE_NS / _S,
             turn_ns=self._turn_ns,
         )
@@ -142,21 +145,23 @@ class Claims(Struct):
     ) -> dict[ContainerKey, Observed]:
         """`seen`, each with what it is to know of the others. `busy` is the part of the time in which the driver saw the GPU
         busy; None: it does not say, and then what all have paid is taken for it."""
-        uses = {key: one.use for key, one in self.of.items() if one.is_active(at_ns)}
+        active = {key: one for key, one in self.of.items() if one.is_active(at_ns)}
+        uses = {key: one.use(len(active)) for key, one in active.items()}
         passed_s = min(at_ns - self._told_at_ns, MEAN_NS) / _S
         self._told_at_ns = at_ns
         by_use = min(1.0, sum(one.paid + one.changes for one in uses.values()))
         self.full = fullness(self.full, by_use if busy is None else busy, passed_s) if len(uses) > 1 else 0.0
+        own_and_others = {**dict.fromkeys(seen, _NOBODY), **uses}
+        between_ns = dict(zip(own_and_others, between_each_ns(tuple(own_and_others.values()), busy), strict=True))
         found = {}
         for key, one in seen.items():
-            others = [use for other, use in uses.items() if other != key]
-            own = self.of[key].use if key in self.of else _NOBODY
+            others = len(uses) - (key in uses)
             found[key] = replace(
                 one,
                 told_at_ms=at_ns // _MS % (1 << 32) or 1,
-                companions=len(others),
+                companions=others,
                 full=round(CORES_OF_GPU * self.full),
-                between_us=min(_MOST_BETWEEN_US, round(between_ns(own, others, busy) / _US)) if others else 0,
+                between_us=min(_MOST_BETWEEN_US, round(between_ns[key] / _US)) if others else 0,
             )
         return found
 
