@@ -29,7 +29,7 @@ from typing import Any, TextIO
 
 from gpushare_agent.isolation.gpushare.format import CONFIG_NAME, USAGE_NAME
 from tests.gpushare.support_gpushare import ROOT, Ended, GpushareBuilt, Machine, build_for_gpushare, finish
-from tests.native.build import CannotBuildError, cuda_include
+from tests.native.build import NATIVE, CannotBuildError, cuda_include
 
 H200: Mapping[str, object] = {
     "slice_us": 2000,
@@ -309,12 +309,15 @@ def cell_named(name: str) -> Cell:
     return found
 
 
-def run(machine: Machine, cell: Cell, *, bare: Sequence[int] = (), checkout: Path = ROOT) -> list[Found]:
-    """Of each container. Those in `bare` run without libgpushare."""
+def run(
+    machine: Machine, cell: Cell, *, bare: Sequence[int] = (), checkout: Path = ROOT, seed: int | None = None
+) -> list[Found]:
+    """Of each container. Those in `bare` run without libgpushare; with a seed the last one's `usage` is overwritten with
+    random bytes for three seconds."""
     built, clock = machine.built, machine.directory / "clock"
     clock.write_bytes(b"")
     processes = sum(len(each.programs) for each in cell.tenants)
-    virtual = {"VIRTUAL_TIME": str(clock), "VIRTUAL_COUNT": str(processes + cell.observed)}
+    virtual = {"VIRTUAL_TIME": str(clock), "VIRTUAL_COUNT": str(processes + cell.observed + (seed is not None))}
     shares = []
     for i, each in enumerate(cell.tenants):
         limits: dict[str, int] = {} if each.ceiling is None else {"ceiling": round(100 * each.ceiling)}
@@ -328,6 +331,10 @@ def run(machine: Machine, cell: Cell, *, bare: Sequence[int] = (), checkout: Pat
             env = machine.env([built.virtual_time]) | virtual | {"PYTHONPATH": str(checkout)}
             env |= {"OBSERVING_FOR_S": str(cell.observed_s)}
             stack.callback(stack.enter_context(subprocess.Popen(command, env=env, cwd=machine.directory)).kill)
+        if seed is not None:
+            usage = str(shares[-1].directory / USAGE_NAME)
+            command = [sys.executable, str(NATIVE / "random_writer.py"), usage, str(seed), "0.05", "3"]
+            stack.callback(subprocess.Popen(command, env=machine.env([built.virtual_time]) | virtual).kill)
         started: list[list[subprocess.Popen[str]]] = []
         for i, (share, each) in enumerate(zip(shares, cell.tenants, strict=True)):
             started.append([])

@@ -41,7 +41,7 @@ def test_what_is_paid_in_a_second_is_claimed_also_where_the_counter_wraps(begin_
     """It begins below zero where a first launch is given back more than was counted."""
     found, at_ns = claim(paid(begin_ms + 25 * n, n, 10 * n) for n in range(30))
     assert found.ratio == pytest.approx(0.25, abs=0.001)
-    assert found.ratio_of_long == pytest.approx(0.1, abs=0.001)
+    assert found.use(1).long == pytest.approx(0.1, abs=0.001)
     assert found.is_active(at_ns)
 
 
@@ -59,7 +59,7 @@ def test_a_long_kernel_pays_at_once_and_is_claimed_until_the_share_has_earned_it
         found.note(BEGAN + n * 100 * MS, 0.3, paid(300 * (n // 10), n // 10, 300 * (n // 10)))
         ratios.append(found.ratio)
     assert sum(ratios[-30:]) / 30 == pytest.approx(0.3, abs=0.01)
-    assert found.ratio_of_long == found.ratio
+    assert found.use(1).long == found.ratio
 
 
 def test_what_was_paid_too_much_and_is_given_back_counts_less() -> None:
@@ -106,7 +106,7 @@ def test_whatever_the_counters_say_no_more_than_the_share_is_believed(
     found, at_ns = claim(
         (Paid(paid_ns=ns, launches=launches, paid_long_ns=long_ns) for ns, launches, long_ns in readings), most
     )
-    assert 0 <= found.ratio_of_long <= found.ratio <= most
+    assert 0 <= found.use(1).long <= found.use(1).paid == found.ratio <= most
     for _ in range(50):
         at_ns += 100 * MS
         found.note(at_ns, most, Paid(paid_ns=readings[-1][0], launches=readings[-1][1], paid_long_ns=readings[-1][2]))
@@ -126,36 +126,77 @@ def claims(**shares: tuple[GpuLimits, float]) -> tuple[Claims, int]:
     return found, BEGAN + 2900 * MS
 
 
-def told(found: Claims, at_ns: int) -> dict[ContainerKey, tuple[int, int]]:
-    seen = found.tell(dict.fromkeys((A, B, C), Observed(used_bytes=7)), at_ns)
+def told(found: Claims, at_ns: int) -> dict[ContainerKey, int]:
+    """How many others compute, as each is told."""
+    seen = found.tell(dict.fromkeys((A, B, C), Observed(used_bytes=7)), at_ns, None)
     assert {one.used_bytes for one in seen.values()} == {7} and {one.told_at_ms for one in seen.values()} == {1002900}
-    return {key: (one.companions, one.claimed) for key, one in seen.items()}
+    return {key: one.companions for key, one in seen.items()}
+
+
+def ratios(found: Claims, at_ns: int) -> list[float | None]:
+    return [None if (ratio := found.ratio(key, at_ns)) is None else round(ratio, 3) for key in (A, B, C)]
 
 
 def test_each_is_told_of_the_others_that_compute() -> None:
     found, at_ns = claims(a=(limits(3000), 20), b=(limits(5000), 40), c=(limits(1000), 0))
-    assert told(found, at_ns) == {A: (1, 4000), B: (1, 2000), C: (2, 6000)}
-    assert found.ratio(A, at_ns) == pytest.approx(0.2) and found.ratio(C, at_ns) is None
+    assert told(found, at_ns) == {A: 1, B: 1, C: 2}
+    assert ratios(found, at_ns) == [0.2, 0.4, None]
 
 
 def test_a_boast_is_worth_the_share_or_the_ceiling_or_the_gpu() -> None:
     found, at_ns = claims(a=(limits(3000), 9000), b=(limits(2000, 5000), 9000), c=(limits(None), 9000))
-    assert told(found, at_ns) == {A: (2, 10_000), B: (2, 10_000), C: (2, 8000)}
+    assert ratios(found, at_ns) == [0.3, 0.5, 1.0]
     found.keep({B})
-    assert told(found, at_ns) == {A: (1, 5000), B: (0, 0), C: (1, 5000)}
+    assert told(found, at_ns) == {A: 1, B: 0, C: 1} and ratios(found, at_ns) == [None, 0.5, None]
 
 
 def test_nobody_is_told_of_who_is_alone() -> None:
     found, at_ns = claims(a=(limits(3000), 20))
-    assert told(found, at_ns)[A] == (0, 0)
-    assert Claims().tell({}, at_ns) == {}
-    assert Claims().tell({A: Observed()}, 1 << 32)[A].told_at_ms > 0
+    [seen] = found.tell({A: Observed()}, at_ns, 0.99).values()
+    assert (seen.companions, seen.full, seen.between_us) == (0, 0, 0)
+    assert Claims().tell({}, at_ns, None) == {}
+    assert Claims().tell({A: Observed()}, 1 << 32, None)[A].told_at_ms > 0
+
+
+def test_kernels_of_a_small_share_are_not_there_all_the_time() -> None:
+    """Whatever it says: its neighbour would be charged less for its own."""
+    found = Claims()
+    for n in range(30):
+        at_ns = BEGAN + n * 100 * MS
+        found.note(
+            A,
+            limits(500),
+            at_ns,
+            Paid(paid_ns=99 * n * MS, launches=n, paid_long_ns=99 * n * MS, present_long_ns=100 * n * MS),
+        )
+        found.note(
+            B,
+            limits(9500),
+            at_ns,
+            Paid(paid_ns=90 * n * MS, launches=n, paid_long_ns=90 * n * MS, present_long_ns=95 * n * MS),
+        )
+    seen = found.tell({A: Observed(), B: Observed()}, at_ns, 0.95)
+    assert seen[B].between_us <= 250 and 1500 <= seen[A].between_us <= 2000
 
 
 def test_a_hundred_shares_of_a_gpu_are_each_told_of_the_others() -> None:
     found, keys = Claims(), [ContainerKey(PodUid(str(n)), "main") for n in range(100)]
     for n in range(20):
         for key in keys:
-            found.note(key, limits(100), BEGAN + n * 100 * MS, paid(n, n))
-    seen = found.tell(dict.fromkeys(keys, Observed()), BEGAN + 1900 * MS)
-    assert {(one.companions, one.claimed) for one in seen.values()} == {(99, 9900)}
+            found.note(key, limits(100), BEGAN + n * 100 * MS, paid(n, n, n))
+    seen = found.tell(dict.fromkeys(keys, Observed()), BEGAN + 1900 * MS, 0.99)
+    assert {one.companions for one in seen.values()} == {99} and len({one.between_us for one in seen.values()}) == 1
+
+
+@given(st.lists(st.tuples(ANY, ANY, ANY, ANY, ANY), min_size=1, max_size=30), st.sampled_from([None, 0.0, 0.5, 1.0]))
+def test_whatever_the_counters_say_what_is_told_fits_its_fields(
+    readings: list[tuple[int, int, int, int, int]], busy: float | None
+) -> None:
+    found = Claims()
+    for n, (ns, launches, long_ns, turns, present_ns) in enumerate(readings):
+        at_ns = BEGAN + n * 100 * MS
+        said = Paid(paid_ns=ns, launches=launches, paid_long_ns=long_ns, turns=turns, present_long_ns=present_ns)
+        found.note(A, limits(3000), at_ns, said)
+        found.note(B, limits(3000), at_ns, paid(20 * n, n, 20 * n))
+        for one in found.tell({A: Observed(), B: Observed()}, at_ns, busy).values():
+            assert 0 <= one.companions <= 1 and 0 <= one.full <= 10_000 and 0 <= one.between_us <= 8000

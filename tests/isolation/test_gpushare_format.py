@@ -38,7 +38,16 @@ def test_the_layout_is_that_of_the_librarys_header(tmp_path: Path) -> None:
     assert (found["config.gpu.sequence"], found["config.gpu.uuid"]) == (0, layout._UUID_OFFSET)
     usage = [
         found[f"usage.gpu.{name}"]
-        for name in ("unattributed", "refused", "launched", "launches", "throttled", "launched_long", "turns", "present_long")
+        for name in (
+            "unattributed",
+            "refused",
+            "launched",
+            "launches",
+            "throttled",
+            "launched_long",
+            "turns",
+            "present_long",
+        )
     ]
     assert usage == [8, 16, 48, 56, 64, 192, 200, 208]
     assert found["config.between_us"] == layout._BETWEEN_OFFSET

@@ -17,7 +17,7 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from gpushare_agent.isolation.gpushare.format import CORES_OF_GPU, GpuLimits, Observed, Paid
-from gpushare_agent.isolation.gpushare.turns import CHANGE_NS, TURN_NS, Use, between_ns, busy_by, fullness
+from gpushare_agent.isolation.gpushare.turns import CHANGE_NS, TURN_NS, Use, between_each_ns, busy_by, fullness
 from gpushare_agent.model.allocations import ContainerKey
 
 MEAN_NS = 1_000_000_000
@@ -29,6 +29,8 @@ _WRAP = 1 << 64
 _S, _MS, _US = 1_000_000_000, 1_000_000, 1_000
 _MOST_TURNS_A_SECOND = 5_000
 """That are believed: each has at least the change of context before it."""
+_LONGER = 1.2
+"""A kernel is at most so many times as long as its own turns, with those of each other one and of one that nobody counts."""
 _MOST_BETWEEN_US = 0xFFFF
 
 
@@ -73,22 +75,22 @@ class Claim(Struct):
         passed_ns, is_first, self._most = at_ns - self.at_ns, self.at_ns == 0, most
         if passed_ns <= 0:
             return
-        if is_first:
-            self._all.counter, self._long.counter = paid.paid_ns, paid.paid_long_ns
-            self._present.counter, self._turns = paid.present_long_ns, paid.turns
-        elif paid.launches != self.launches:
-            if not self.is_active(at_ns):
-                self._known_ns = 0  # the means are of this program, not of the pause before it
+        if paid.launches != self.launches and not is_first:
             self.launched_at_ns = at_ns
         self.at_ns, self.launches = at_ns, paid.launches
-        if not is_first:
-            self._known_ns = min(self._known_ns + passed_ns, MEAN_NS)
-            weight = min(1.0, passed_ns / self._known_ns)
-            paid_ns = _change(self._all.counter, paid.paid_ns)
-            self._all.add(paid.paid_ns, most, passed_ns, weight)
-            self._long.add(paid.paid_long_ns, most, passed_ns, weight)
-            self._present.add(paid.present_long_ns, 1.0, passed_ns, weight)
-            self._add_turns(paid.turns, paid_ns, passed_ns, weight)
+        # Most containers rest most of the time. The means are then of the next program, not of the pause before it.
+        if is_first or (paid.paid_ns == self._all.counter and not self.is_active(at_ns)):
+            self._all, self._long = _Payments(counter=paid.paid_ns), _Payments(counter=paid.paid_long_ns)
+            self._present, self._turns = _Payments(counter=paid.present_long_ns), paid.turns
+            self._turns_a_second, self._turn_ns, self._known_ns = 0.0, TURN_NS, 0
+            return
+        self._known_ns = min(self._known_ns + passed_ns, MEAN_NS)
+        weight = min(1.0, passed_ns / self._known_ns)
+        paid_ns = _change(self._all.counter, paid.paid_ns)
+        self._all.add(paid.paid_ns, most, passed_ns, weight)
+        self._long.add(paid.paid_long_ns, most, passed_ns, weight)
+        self._present.add(paid.present_long_ns, 1.0, passed_ns, weight)
+        self._add_turns(paid.turns, paid_ns, passed_ns, weight)
 
     def _add_turns(self, turns: int, paid_ns: int, passed_ns: int, weight: float) -> None:
         new = _change(self._turns, turns)
@@ -103,12 +105,13 @@ class Claim(Struct):
         """Of the GPU's time. A resize may have taken some of the share since."""
         return min(self._all.mean, self._most)
 
-    @property
-    def use(self) -> Use:
+    def use(self, sharers: int) -> Use:
+        """Among so many that compute. The kernels of a small share cannot be there all the time."""
+        long = min(self._long.mean, self.ratio)
         return Use(
             paid=self.ratio,
-            long=min(self._long.mean, self.ratio),
-            present=min(1.0, self._present.mean),
+            long=long,
+            present=min(1.0, self._present.mean, _LONGER * (sharers + 1) * long),
             changes=self._turns_a_second * CHANGE_NS / _S,
             turn_ns=self._turn_ns,
         )
@@ -142,20 +145,23 @@ class Claims(Struct):
     ) -> dict[ContainerKey, Observed]:
         """`seen`, each with what it is to know of the others. `busy` is the part of the time in which the driver saw the GPU
         busy; None: it does not say, and then what all have paid is taken for it."""
-        uses = {key: one.use for key, one in self.of.items() if one.is_active(at_ns)}
+        active = {key: one for key, one in self.of.items() if one.is_active(at_ns)}
+        uses = {key: one.use(len(active)) for key, one in active.items()}
         passed_s = min(at_ns - self._told_at_ns, MEAN_NS) / _S
         self._told_at_ns = at_ns
-        self.full = fullness(self.full, busy_by(uses.values()) if busy is None else busy, passed_s) if len(uses) > 1 else 0.0
+        by_all = busy_by(uses.values()) if busy is None else busy
+        self.full = fullness(self.full, by_all, passed_s) if len(uses) > 1 else 0.0
+        own_and_others = {**dict.fromkeys(seen, _NOBODY), **uses}
+        between_ns = dict(zip(own_and_others, between_each_ns(tuple(own_and_others.values()), busy), strict=True))
         found = {}
         for key, one in seen.items():
-            others = [use for other, use in uses.items() if other != key]
-            own = self.of[key].use if key in self.of else _NOBODY
+            others = len(uses) - (key in uses)
             found[key] = replace(
                 one,
                 told_at_ms=at_ns // _MS % (1 << 32) or 1,
-                companions=len(others),
+                companions=others,
                 full=round(CORES_OF_GPU * self.full),
-                between_us=min(_MOST_BETWEEN_US, round(between_ns(own, others, busy) / _US)) if others else 0,
+                between_us=min(_MOST_BETWEEN_US, round(between_ns[key] / _US)) if others else 0,
             )
         return found
 

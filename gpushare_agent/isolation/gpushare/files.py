@@ -187,13 +187,16 @@ class GpushareFiles(TenantFiles):
         """
         require_nameable(key)
         path = f"{self._containers_text}/{key.pod_uid}/{key.container}/{USAGE_NAME}"
-        with renamed(path):
+        try:
             file = os.open(path, TENANT_FILE)
             try:
                 _require_file(file, path, USAGE_BYTES)
                 return read_paid(_read(file, usage_head_bytes(gpus), 0))
             finally:
                 os.close(file)
+        except OSError:
+            with renamed(path):  # here alone: a context for each file would be a tenth of what it costs to read it
+                raise
 
     def held_bytes(self, key: ContainerKey) -> dict[str, int]:
         """What its processes say that they have, by the GPU's UUID. Raises as `write_limits`."""

@@ -1,7 +1,7 @@
 """Tells libgpushare what the driver shows of each container, its memory and how long it and others kept the GPU busy, and
 what the other containers on its GPU pay.
 
-Four times a second the `usage` of each container says whether its processes launch anything. For those that do
+Two to four times a second the `usage` of each container says whether its processes launch anything. For those that do
 
     whose process is it   a round of usage sampling says; it is requested while a process is there of which none has
     who was busy          the driver is read ten times a second, for their GPUs alone: busy time is added up for all
@@ -48,6 +48,8 @@ log = structlog.get_logger(__name__)
 
 TIMEOUT_S = 5.0
 PERIOD_S = 0.25
+IDLE_PERIOD_S = 0.5
+"""While nobody computes: who begins has no neighbour to be told of."""
 ROUND_PERIOD_S = 30.0
 """So often a round is requested although all processes are known: whose a claim's are may change while they run."""
 RUNS_FOR_S = 5.0
@@ -88,7 +90,7 @@ class BusyCount(Struct):
         passed_ns, self.until_ns = read.busy_until_ns - self.until_ns, read.busy_until_ns
         if not begins and passed_ns > 0:
             busy = min(1.0, sum(process.busy_ns for process in read.processes) / passed_ns)
-            self.busy = busy if self.busy is None else self.busy + (busy - self.busy) * min(1.0, 2 * passed_ns / 1e9)
+            self.busy = busy if self.busy is None else self.busy + (busy - self.busy) * min(1.0, 2e-9 * passed_ns)
         self.known = frozenset(key for process in read.processes if (key := owners.get(process.pid)) is not None)
         unknown, self.unknown = self.unknown, {}
         for process in read.processes:
@@ -197,7 +199,6 @@ class ObservedContainers(Struct, kw_only=True, eq=False):
     share_of: Callable[[ContainerKey], ContainerKey] = lambda key: key
     """Whose part an allocation is: of a claim a container may use several together."""
     clock: Callable[[], float] = time.monotonic
-    period_s: float = PERIOD_S
     _request: Callable[[], None] = lambda: None
     _thread: DaemonThread = field(
         default_factory=lambda: DaemonThread(
@@ -243,7 +244,7 @@ class ObservedContainers(Struct, kw_only=True, eq=False):
             group.create_task(forever("gpushare readings", self._read), name="gpushare readings")
             while True:
                 await self.look()
-                await asyncio.sleep(self.period_s)
+                await asyncio.sleep(PERIOD_S if self._has_running.is_set() else IDLE_PERIOD_S)
 
     async def _read(self) -> NoReturn:
         while True:
@@ -256,8 +257,9 @@ class ObservedContainers(Struct, kw_only=True, eq=False):
         """Which containers compute, and whether their limits are right."""
         shares = dict(self.shares())
         self._keep(shares)
-        there = await self._note_paid({key: len(limits) for key, limits in shares.items()})
-        wrong = {key: shares[key] for key in there if shares[key] != self._containers[key].limits}
+        known = self._running()  # `read` reads those
+        there = await self._note_paid({key: len(limits) for key, limits in shares.items() if key not in known})
+        wrong = {key: shares[key] for key in (*there, *known) if shares[key] != self._containers[key].limits}
         if wrong:
             await self._write_limits(wrong)
         running = self._running()

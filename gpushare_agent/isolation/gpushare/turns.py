@@ -1,9 +1,9 @@
 """How contexts of a GPU take turns, by what containers say of themselves and the driver of the GPU as a whole. Pure.
 
 While several contexts have work each computes for a turn, and the next one loses a little at its beginning. A kernel of many
-turns is longer by the others' turns. How many of the others are there between two turns of a container is measured: each says
-for how long its long kernels were on the GPU, the others' turns included. Two of them are there together as often as chance
-has it, unless the time that the GPU was busy says more or less.
+turns is longer by the others' turns. How many of the others are there between two turns of a container is measured: each
+says for how long its long kernels were on the GPU, the others' turns included. Two of them are there together as often as
+chance has it, unless the time that the GPU was busy says more or less.
 
 Figures of an H200: turns of 2 ms (NVIDIA's default time slice), 130 us lost at a change of context.
 """
@@ -21,9 +21,17 @@ HIDDEN = 0.15
 """Of the GPU's time: busy beyond all that was paid, and taken for a container that does not say so."""
 FULL = 0.935
 """Of the GPU's time, said in whole percents: above it the GPU has none left."""
-FILLS_A_SECOND, EMPTIES_A_SECOND = 100.0, 5.0
-"""A GPU that is 95 percent busy is full within a second, and slowly less so, for being full is what makes room."""
+FILLS_A_SECOND, EMPTIES_A_SECOND = 300.0, 2.0
+"""A GPU that is 95 percent busy is full within half a second, and slowly less so, for being full is what makes room."""
 _LEAST_TOGETHER = 0.05
+_GAUSS = (
+    (0.019855071751231884, 0.050614268145188130), (0.101666761293186630, 0.111190517226687235),
+    (0.237233795041835507, 0.156853322938943644), (0.408282678752175098, 0.181341891689180991),
+    (0.591717321247824902, 0.181341891689180991), (0.762766204958164493, 0.156853322938943644),
+    (0.898333238706813370, 0.111190517226687235), (0.980144928248768116, 0.050614268145188130),
+)  # fmt: skip
+"""Places and weights between 0 and 1. Where each other is there with a chance p, the part of the turns that is a context's
+own, the mean of 1 / (1 + how many are there), is the integral of the product of 1 - p + p * x: exact for 15 others."""
 _SHORT_AT_MOST = 0.9
 
 
@@ -41,36 +49,31 @@ class Use(Struct, frozen=True, kw_only=True):
     turn_ns: float
 
 
-def between_ns(own: Use, others: Sequence[Use], busy: float | None) -> float:
-    """How long the others compute between two turns of a container that computes without a pause.
+def between_each_ns(uses: Sequence[Use], busy: float | None) -> list[float]:
+    """Of each of these containers on a GPU: how long the others compute between two turns of it while it computes without
+    a pause. `busy` is the part of the time in which the driver saw the GPU busy; None: it does not say.
 
-    `busy` is the part of the time in which the driver saw the GPU busy; None: it does not say.
+    Ten times a second for up to 100 of them, so what is of all is made once, and of that each one's own is taken out.
     """
-    everybody = (own, *others)
-    present = [one.present for one in others]
+    short = [max(0.0, one.paid - one.long) for one in uses]
+    present = [one.present for one in uses]
     together = 1.0
     if busy is not None:
-        hidden = busy - sum(one.paid + one.changes for one in everybody)
+        hidden = busy - sum(one.paid + one.changes for one in uses)
         if hidden > HIDDEN:
             present.append(min(1.0, 1.5 * hidden))  # it has turns where it has to wait, as all have
-        long_busy = busy - sum(max(0.0, one.paid - one.long) for one in everybody)
-        all_present = sum(present) + own.present
-        by_chance = all_present - (1 - (1 - own.present) * math.prod(1 - one for one in present))
+        by_chance = sum(present) - (1 - math.prod(1 - one for one in present))
         if by_chance > _LEAST_TOGETHER:
-            together = min(2.0, max(0.5, (all_present - long_busy) / by_chance))
-    part = _part_of_turns([min(1.0, together * one) for one in present])
-    short = min(sum(max(0.0, one.paid - one.long) for one in others), _SHORT_AT_MOST)
-    return TURN_NS * (1 / part - 1) + min(TURN_NS * short / (1 - short), sum(one.turn_ns for one in others))
-
-
-def _part_of_turns(present: Sequence[float]) -> float:
-    """Which part of the turns is a context's own, where each other one is there with this chance."""
-    chances = [1.0]  # that so many of them are there
-    for one in present:
-        chances = [
-            stays * (1 - one) + comes * one for stays, comes in zip([*chances, 0.0], [0.0, *chances], strict=True)
-        ]
-    return sum(chance / (count + 1) for count, chance in enumerate(chances))
+            together = min(2.0, max(0.5, (sum(present) - (busy - sum(short))) / by_chance))
+    there = [min(1.0, together * one) for one in present]
+    chances = [weight * math.prod(1 - one + one * at for one in there) for at, weight in _GAUSS]
+    turns_ns, found = sum(one.turn_ns for one in uses), []
+    for use, own_short, own in zip(uses, short, there, strict=False):
+        part = sum(chance / (1 - own + own * at) for chance, (at, _) in zip(chances, _GAUSS, strict=True))
+        others_short = min(sum(short) - own_short, _SHORT_AT_MOST)
+        between = min(TURN_NS * others_short / (1 - others_short), turns_ns - use.turn_ns)
+        found.append(TURN_NS * (1 / part - 1) + max(0.0, between))
+    return found
 
 
 def busy_by(uses: Collection[Use]) -> float:
