@@ -151,6 +151,9 @@ struct measurement {
 /* Before it: pays what it costs, and waits until the container's share of the GPU allows it. After it: measures it now and then. */
 void begin_launch(const struct launch *launch, struct measurement *measurement);
 void end_launch(const struct launch *launch, const struct measurement *measurement, bool is_launched);
+/* Before the program waits for what it has launched in that stream, and after it. */
+void begin_wait(CUstream stream, bool is_per_thread);
+void end_wait(uint64_t ns);
 void forget_launches(void);
 
 /* ---- view.c ---- */

@@ -24,31 +24,27 @@
 #include <time.h>
 
 #define SECOND_NS 1000000000u
-#define BURST_NS 50000000.0            /* five points of a program's first second */
-#define BATCH_NS 500000                /* of debt, before a launch waits: two events are a hundredth of it */
-#define SPAN_NS 1000000u               /* half of a turn */
-#define SINGLE_NS 200000u              /* longer launches have a span of their own: two events take a hundredth of it */
-#define GAP_NS 100000u                 /* of the host, behind which the stream may have been idle */
-#define TURN_NS 2e6                    /* of a context, where another one has work: NVIDIA's default time slice */
-#define CHANGE_NS 130000.0             /* what a context loses at the beginning of its turn (H200, measured) */
-#define LONGEST_WAIT_NS 10000000u      /* a resize is noticed after it */
-#define SHORTEST_WAIT_NS 50000u        /* what a sleep takes at least, about */
-#define POLL_NS 200000u                /* events are asked this often at most: it costs a microsecond */
-#define UNKNOWN_NS 20000u              /* of a launch before anything was measured */
-#define LONGEST_UNKNOWN_NS 100000000u  /* a launch waits for what is not known yet, but not for ever: it may wait for the host */
-#define HOST_NS 4000u                  /* an event on an idle GPU is done after it, and its cost is believed up to it */
-#define SYNC_NS 5000u                  /* until the host notices that the GPU is done */
-#define SELDOM 0.1                     /* then nobody else is there */
-#define MOST_DEBT_NS 3.6e12            /* a program has written more there itself */
-#define LATE_NS 200000u                /* a span that is not done so long after twice what was expected has long kernels */
-#define TOLD_MS 3000u                  /* so long what the agent says of the others is believed */
-#define IDLE_NS (2 * (uint64_t)SECOND_NS)  /* then another program may begin: the scale is forgotten */
-#define HOLD_NS (15 * (uint64_t)SECOND_NS) /* without a sample: so long a scale that gives more, or a ceiling, is believed */
-#define LEAST_BUSY_NS 30e6             /* seen, before a scale is made of it */
-#define MEMORY_S 3.0                   /* of the sums behind the scale: what lies so far back counts a third */
-#define LATEST_S 1.2                   /* utilisation is behind by less: half of what it is measured over, and its way */
+#define BURST_NS 50000000.0           /* that an idle container has saved: five points of a program's first second */
+#define BATCH_NS 500000               /* of debt, before a launch waits: then two events are a hundredth of what they measure */
+#define SPAN_NS 1000000u              /* half of a turn */
+#define TURN_NS 2e6                   /* of a context, where another one has work: NVIDIA's default time slice */
+#define CHANGE_NS 130000.0            /* what a context loses at the beginning of its turn (H200, measured) */
+#define HOST_NS 5000u                 /* that a call of the driver takes: an idle GPU has done an event, or the host notices that it has */
+#define SLACK_NS 200000u              /* below it events, questions for them and pauses of the host are not worth a measurement */
+#define SHORTEST_WAIT_NS 50000u       /* what a sleep takes at least, about */
+#define LONGEST_WAIT_NS 10000000u     /* a resize is noticed after it */
+#define LONGEST_UNKNOWN_NS 100000000u /* a launch waits for what is not known yet, but not for ever: it may wait for the host */
+#define MOST_DEBT_NS 3.6e12           /* a program has written more there itself */
+#define SELDOM 0.1                    /* of the times, another context had the GPU: nobody else computes */
+#define TOLD_MS 3000u                 /* so long what the agent says of the others is believed */
+#define IDLE_NS 2000000000u           /* then another program may begin: the scale is forgotten */
+#define HOLD_NS 15000000000u          /* without a sample: so long a scale that gives more, or a ceiling, is believed */
+#define LEAST_BUSY_NS 30e6            /* seen, before a scale is made of it */
+#define MEMORY_S 3.0                  /* of the sums behind the scale: what lies so far back counts a third */
+#define LATEST_S 1.2                  /* utilisation is behind by less: half of what it is measured over, and its way */
 #define MOST_SCALE 5.0
-enum { COSTS = 4096, PROBES = 8, WEIGHT = 8, OUTSTANDING = 64, UNKNOWN_AT_ONCE = 16, OPEN = 4, SPAN_LAUNCHES = 64, SPANS_AHEAD = 4, EARLY_LAUNCHES = 8, SINGLE_EVERY = 8 };
+enum { COSTS = 4096, PROBES = 8, WEIGHT = 8, OUTSTANDING = 64, UNKNOWN_AT_ONCE = 16, OPEN = 4 };
+enum { SPAN_LAUNCHES = 64, SPANS_AHEAD = 4 }; /* of a stream: more of them are not launched before one of the first is done */
 
 #define LOAD(field) atomic_load_explicit((_Atomic __typeof__(field) *)&(field), memory_order_relaxed)
 #define SEE(field) atomic_load_explicit((const _Atomic __typeof__(field) *)&(field), memory_order_relaxed)
@@ -255,7 +251,8 @@ static void note_done(struct span *one, const struct limits *limits, uint64_t no
     STORE(ordinary_ns, ordinary ? ordinary - ordinary / 16 + mean / 16 : mean);
     /* Where the GPU is full each pays for the beginnings of its own turns. */
     double full = is_told(seen, now) ? seen->full / 10000.0 : 0;
-    settle(use, (int64_t)(took + full * CHANGE_NS * (turns + 1)) - (int64_t)one->paid);
+    bool has_changed = one->is_first && one->is_dense; /* it had to wait for another context */
+    settle(use, (int64_t)(took + full * CHANGE_NS * (turns + has_changed)) - (int64_t)one->paid);
     note_paid(use, (int64_t)took - (int64_t)one->paid, false);
     ADD(use->turns, turns + 1);
     if (is_long) {
@@ -428,7 +425,7 @@ static bool are_enough_ahead(const struct launch *launch, int gpu, unsigned most
     for (unsigned i = 0; i < outstanding_count; i++) {
         const struct span *one = &outstanding[i];
         if (one->stream == launch->stream && one->gpu == gpu)
-            is_late |= !ahead++ && now - (one->begun_at > done_at ? one->begun_at : done_at) > 2 * one->paid + LATE_NS + (uint64_t)others_ns;
+            is_late |= !ahead++ && now - (one->begun_at > done_at ? one->begun_at : done_at) > 2 * one->paid + SLACK_NS + (uint64_t)others_ns;
     }
     pthread_mutex_unlock(&guard);
     return ahead >= most || is_late;
@@ -453,14 +450,14 @@ static void pay_and_wait(const struct launch *launch, struct measurement *measur
     struct span *span = measurement->span;
     int gpu = measurement->gpu;
     struct usage_gpu *use = usage_of(gpu);
-    double share = keep_up(gpu, limits, now, POLL_NS);
+    double share = keep_up(gpu, limits, now, SLACK_NS);
     for (uint64_t until = now + LONGEST_UNKNOWN_NS; limits->limits_cores && !span && now < until;) {
         if (!is_to_wait(launch, measurement->cost, gpu, limits, now))
             break;
         share = sleep_and_keep_up(gpu, limits, &now, SHORTEST_WAIT_NS);
     }
     uint64_t known = SEE(measurement->cost->ns), ordinary = SEE(ordinary_ns), earned = LOAD(use->earned);
-    measurement->paid = known ? known : ordinary ? ordinary : UNKNOWN_NS;
+    measurement->paid = known ? known : ordinary;
     int64_t had = ADD(use->tokens, -(int64_t)measurement->paid);
     note_paid(use, (int64_t)measurement->paid, false);
     while (limits->limits_cores && had < (span ? -BATCH_NS : 0) && (double)had > -MOST_DEBT_NS) {
@@ -520,7 +517,7 @@ static void close_span(struct span *span, uint64_t now)
     span->before = span->early = one.early = NULL;
     one.host_ns = now - one.begun_at;
     one.host_ns -= waited < one.host_ns ? waited : one.host_ns;
-    one.host_ns += (waits - one.waits) * SYNC_NS;
+    one.host_ns += (waits - one.waits) * HOST_NS;
     one.is_dense = !one.was_idle && !is_done(one.before);
     one.cost = one.launches == 1 ? one.cost : NULL;
     one.after = recorded(one.stream, one.is_per_thread);
@@ -564,7 +561,7 @@ static struct span *open_span(const struct launch *launch, const struct measurem
     one->begun_at = now_ns();
     /* Whether the GPU has nothing to do and waits for the host: then the event is done within microseconds. */
     uint64_t known = SEE(measurement->cost->ns);
-    for (uint64_t until = one->begun_at + HOST_NS; one->before && is_single && known < SINGLE_NS && one->begun_at < until && !one->was_idle;) {
+    for (uint64_t until = one->begun_at + HOST_NS; one->before && is_single && known < SLACK_NS && one->begun_at < until && !one->was_idle;) {
         one->was_idle = is_done(one->before);
         one->begun_at = now_ns();
     }
@@ -578,7 +575,7 @@ static struct span *open_span(const struct launch *launch, const struct measurem
 static bool is_drawn(void)
 {
     lots ^= lots << 13, lots ^= lots >> 17, lots ^= lots << 5;
-    return lots % SINGLE_EVERY == 0;
+    return lots % WEIGHT == 0;
 }
 
 void begin_launch(const struct launch *launch, struct measurement *measurement)
@@ -599,11 +596,11 @@ void begin_launch(const struct launch *launch, struct measurement *measurement)
     measurement->cost = cost_of(launch, now);
     struct span *span = open_span_of(launch->stream, launch->is_per_thread, measurement->gpu);
     uint64_t known = SEE(measurement->cost->ns);
-    bool has_gap = now - launched_at > GAP_NS; /* the stream may have been idle for long */
+    bool has_gap = now - launched_at > SLACK_NS; /* the stream may have been idle for long */
     measurement->is_contended = is_contended(&limits.seen, now);
     measurement->has_companions = limits.seen.companions;
-    bool is_single = known == 0 || known >= (measurement->is_contended ? SPAN_NS : SINGLE_NS) || has_gap || (!span && is_drawn());
-    if (span && span->early && span->launches == EARLY_LAUNCHES && !is_done(span->early)) { /* nothing was ahead of it: they are long */
+    bool is_single = known == 0 || known >= (measurement->is_contended ? SPAN_NS : SLACK_NS) || has_gap || (!span && is_drawn());
+    if (span && span->early && span->launches == WEIGHT && !is_done(span->early)) { /* nothing was ahead of it: they are long */
         STORE(measurement->cost->ns, 0);
         is_single = true;
     }
@@ -647,147 +644,19 @@ void end_launch(const struct launch *launch, const struct measurement *measureme
 /* ---- waiting for the GPU ---- */
 
 /* Before it: what others do meanwhile must not be in a span, and what comes after it is another program's, as far as anybody knows. */
-static void wait_for_gpu(CUstream stream, bool is_per_thread)
+void begin_wait(CUstream stream, bool is_per_thread)
 {
     for (struct span *one = open_spans; one < open_spans + OPEN; one++)
         if (one->before && one->stream == stream && one->is_per_thread == is_per_thread && one->launches &&
-            (one->is_contended || one->launches >= EARLY_LAUNCHES))
+            (one->is_contended || one->launches >= WEIGHT))
             close_span(one, now_ns());
 }
 
-#define WAIT(closes, call)                \
-    closes;                               \
-    uint64_t begun_at = now_ns();         \
-    CUresult result = call;               \
-    waited_ns += now_ns() - begun_at, waits++
-
-HOOK(cuStreamSynchronize, (CUstream stream), (stream))
+void end_wait(uint64_t ns)
 {
-    WAIT(wait_for_gpu(stream, false), real(stream));
-    return result;
+    waited_ns += ns;
+    waits++;
 }
-HOOK(cuStreamSynchronize_ptsz, (CUstream stream), (stream))
-{
-    WAIT(wait_for_gpu(stream, true), real(stream));
-    return result;
-}
-HOOK(cuCtxSynchronize_v2, (CUcontext context), (context))
-{
-    WAIT((void)0, real(context));
-    return result;
-}
-HOOK(cuEventSynchronize, (CUevent event), (event))
-{
-    WAIT((void)0, real(event));
-    return result;
-}
-EXPORTED CUresult cuCtxSynchronize(void) /* HOOK has no list without parameters */
-{
-    if (!enter_hook())
-        return REAL(cuCtxSynchronize)();
-    WAIT((wait_for_gpu(NULL, false), wait_for_gpu(NULL, true)), REAL(cuCtxSynchronize)());
-    leave_hook();
-    return result;
-}
-extern __typeof__(cuCtxSynchronize) gpushare_cuCtxSynchronize __attribute__((alias("cuCtxSynchronize"), visibility("hidden")));
-
-/* ---- launches ---- */
-
-#define LAUNCH(function, all_blocks, all_threads, on_stream, per_thread, call)                                             \
-    struct launch launch = {                                                                                               \
-        .what = function, .blocks = all_blocks, .threads = all_threads, .stream = on_stream, .is_per_thread = per_thread}; \
-    struct measurement measurement;                                                                                        \
-    begin_launch(&launch, &measurement);                                                                                   \
-    CUresult result = call;                                                                                                \
-    end_launch(&launch, &measurement, result == CUDA_SUCCESS);                                                             \
-    return result
-
-static uint64_t product(unsigned x, unsigned y, unsigned z) { return (uint64_t)x * y * z; }
-
-#define KERNEL_PARAMETERS                                                                                                \
-    CUfunction function, unsigned int x, unsigned int y, unsigned int z, unsigned int u, unsigned int v, unsigned int w, \
-        unsigned int shared, CUstream stream, void **parameters
-
-HOOK(cuLaunchKernel, (KERNEL_PARAMETERS, void **extra), (function, x, y, z, u, v, w, shared, stream, parameters, extra))
-{
-    LAUNCH(function, product(x, y, z), product(u, v, w), stream, false,
-           real(function, x, y, z, u, v, w, shared, stream, parameters, extra));
-}
-HOOK(cuLaunchKernel_ptsz, (KERNEL_PARAMETERS, void **extra), (function, x, y, z, u, v, w, shared, stream, parameters, extra))
-{
-    LAUNCH(function, product(x, y, z), product(u, v, w), stream, true,
-           real(function, x, y, z, u, v, w, shared, stream, parameters, extra));
-}
-HOOK(cuLaunchCooperativeKernel, (KERNEL_PARAMETERS), (function, x, y, z, u, v, w, shared, stream, parameters))
-{
-    LAUNCH(function, product(x, y, z), product(u, v, w), stream, false,
-           real(function, x, y, z, u, v, w, shared, stream, parameters));
-}
-HOOK(cuLaunchCooperativeKernel_ptsz, (KERNEL_PARAMETERS), (function, x, y, z, u, v, w, shared, stream, parameters))
-{
-    LAUNCH(function, product(x, y, z), product(u, v, w), stream, true,
-           real(function, x, y, z, u, v, w, shared, stream, parameters));
-}
-
-static uint64_t blocks_of(const CUlaunchConfig *how) { return product(how->gridDimX, how->gridDimY, how->gridDimZ); }
-static uint64_t threads_of(const CUlaunchConfig *how) { return product(how->blockDimX, how->blockDimY, how->blockDimZ); }
-
-HOOK(cuLaunchKernelEx, (const CUlaunchConfig *how, CUfunction function, void **parameters, void **extra),
-     (how, function, parameters, extra))
-{
-    if (!how)
-        return real(how, function, parameters, extra);
-    LAUNCH(function, blocks_of(how), threads_of(how), how->hStream, false, real(how, function, parameters, extra));
-}
-HOOK(cuLaunchKernelEx_ptsz, (const CUlaunchConfig *how, CUfunction function, void **parameters, void **extra),
-     (how, function, parameters, extra))
-{
-    if (!how)
-        return real(how, function, parameters, extra);
-    LAUNCH(function, blocks_of(how), threads_of(how), how->hStream, true, real(how, function, parameters, extra));
-}
-
-/* On several GPUs at once: each pays for its own, on the first one's account where that is the current one. */
-HOOK(cuLaunchCooperativeKernelMultiDevice, (CUDA_LAUNCH_PARAMS *all, unsigned int count, unsigned int flags), (all, count, flags))
-{
-    if (!all || !count)
-        return real(all, count, flags);
-    LAUNCH(all->function, product(all->gridDimX, all->gridDimY, all->gridDimZ),
-           product(all->blockDimX, all->blockDimY, all->blockDimZ), all->hStream, false, real(all, count, flags));
-}
-
-/* Of CUDA 3: the block's size was set before. */
-HOOK(cuLaunch, (CUfunction function), (function)) { LAUNCH(function, 1, 0, NULL, false, real(function)); }
-HOOK(cuLaunchGrid, (CUfunction function, int width, int height), (function, width, height))
-{ LAUNCH(function, product((unsigned)width, (unsigned)height, 1), 0, NULL, false, real(function, width, height)); }
-HOOK(cuLaunchGridAsync, (CUfunction function, int width, int height, CUstream stream), (function, width, height, stream))
-{ LAUNCH(function, product((unsigned)width, (unsigned)height, 1), 0, stream, false, real(function, width, height, stream)); }
-
-/* Fills and copies within the GPU are launches, too. A copy from or to the host goes over the bus, while others compute. */
-#define FILL(name, parameters, arguments, bytes, on_stream, per_thread)                                                  \
-    HOOK(name, parameters, arguments)                                                                                    \
-    {                                                                                                                    \
-        LAUNCH((const void *)(uintptr_t)(SLOT_##name + 1), (bytes) / 4096 + 1, 0, on_stream, per_thread, real arguments); \
-    }
-#define FILLS(name, parameters, arguments, bytes)                                                                          \
-    FILL(name##_v2, (UNPACK parameters), (UNPACK arguments), bytes, NULL, false)                                            \
-    FILL(name##_v2_ptds, (UNPACK parameters), (UNPACK arguments), bytes, NULL, true)                                        \
-    FILL(name##Async, (UNPACK parameters, CUstream stream), (UNPACK arguments, stream), bytes, stream, false)               \
-    FILL(name##Async_ptsz, (UNPACK parameters, CUstream stream), (UNPACK arguments, stream), bytes, stream, true)
-FILLS(cuMemsetD8, (CUdeviceptr to, unsigned char value, size_t count), (to, value, count), count)
-FILLS(cuMemsetD16, (CUdeviceptr to, unsigned short value, size_t count), (to, value, count), 2 * count)
-FILLS(cuMemsetD32, (CUdeviceptr to, unsigned int value, size_t count), (to, value, count), 4 * count)
-FILLS(cuMemsetD2D8, (CUdeviceptr to, size_t pitch, unsigned char value, size_t width, size_t height), (to, pitch, value, width, height),
-      width * height)
-FILLS(cuMemsetD2D16, (CUdeviceptr to, size_t pitch, unsigned short value, size_t width, size_t height), (to, pitch, value, width, height),
-      2 * width * height)
-FILLS(cuMemsetD2D32, (CUdeviceptr to, size_t pitch, unsigned int value, size_t width, size_t height), (to, pitch, value, width, height),
-      4 * width * height)
-FILL(cuMemcpyDtoD_v2, (CUdeviceptr to, CUdeviceptr from, size_t bytes), (to, from, bytes), bytes, NULL, false)
-FILL(cuMemcpyDtoD_v2_ptds, (CUdeviceptr to, CUdeviceptr from, size_t bytes), (to, from, bytes), bytes, NULL, true)
-FILL(cuMemcpyDtoDAsync_v2, (CUdeviceptr to, CUdeviceptr from, size_t bytes, CUstream stream), (to, from, bytes, stream), bytes, stream, false)
-FILL(cuMemcpyDtoDAsync_v2_ptsz, (CUdeviceptr to, CUdeviceptr from, size_t bytes, CUstream stream), (to, from, bytes, stream), bytes, stream,
-     true)
 
 void forget_launches(void)
 {
