@@ -47,9 +47,11 @@ class _Payments(Struct):
 
     def add(self, counter: int, most: float, passed_ns: int, weight: float) -> None:
         allowed, bound = most * passed_ns, most * CARRIED_NS
-        paid = min(max(self.carried_ns + _change(self.counter, counter), -bound), allowed + bound)
+        paid = self.carried_ns + _change(self.counter, counter)
         self.counter = counter
-        believed = min(max(paid, 0.0), allowed)
+        # Not by min and max, which take twice as long: of 100 shares ten times a second.
+        paid = -bound if paid < -bound else allowed + bound if paid > allowed + bound else paid
+        believed = 0.0 if paid < 0 else allowed if paid > allowed else paid
         self.carried_ns = paid - believed
         self.mean += (believed / passed_ns - self.mean) * weight
 

@@ -171,7 +171,8 @@ class _Container(Struct):
     limits: tuple[GpuLimits, ...] = ()
     """What was written; empty: nothing yet."""
     gpus: tuple[GpuUuid, ...] = ()
-    """In the order of its files."""
+    """In the order of its files; so is the next."""
+    limits_of_gpus: tuple[GpuLimits | None, ...] = ()
     seen: dict[GpuUuid, Observed] = field(default_factory=dict)
 
 
@@ -345,10 +346,9 @@ class ObservedContainers(Struct, kw_only=True, eq=False):
                 claims.of.pop(key, None)
         if launches != one.launches:
             one.launches, one.launched_at = launches, self.clock()
-        limits = {each.uuid: each for each in one.limits}
-        for uuid, each in zip(one.gpus, paid, strict=False):
-            if uuid in limits:
-                self._claims.setdefault(uuid, Claims()).note(key, limits[uuid], at_ns, each)
+        for uuid, limits, each in zip(one.gpus, one.limits_of_gpus, paid, strict=False):
+            if limits is not None:
+                self._claims.setdefault(uuid, Claims()).note(key, limits, at_ns, each)
 
     def _owners_of(self, uuid: GpuUuid, busy: GpuBusy) -> Owners:
         """By the last round; without processes that have ended since, for their PIDs may be others' by the next one."""
@@ -379,6 +379,8 @@ class ObservedContainers(Struct, kw_only=True, eq=False):
                 self._failed(key, gpus)
             elif (one := self._containers.get(key)) is not None:
                 one.limits, one.gpus = limits[key], gpus
+                by_uuid = {each.uuid: each for each in one.limits}
+                one.limits_of_gpus = tuple(map(by_uuid.get, gpus))
 
     async def _write(self, seen: Mapping[ContainerKey, Mapping[GpuUuid, Observed]]) -> None:
         work = partial(_for_each, self.files.write_observed, seen)

@@ -67,10 +67,10 @@ def between_each_ns(uses: Sequence[Use], busy: float | None) -> list[float]:
             together = min(2.0, max(0.5, (sum(present) - (busy - sum(short))) / by_chance))
     there = [min(1.0, together * one) for one in present]
     chances = [weight * math.prod(1 - one + one * at for one in there) for at, weight in _GAUSS]
-    turns_ns, found = sum(one.turn_ns for one in uses), []
+    all_short, turns_ns, found = sum(short), sum(one.turn_ns for one in uses), []
     for use, own_short, own in zip(uses, short, there, strict=False):
         part = sum(chance / (1 - own + own * at) for chance, (at, _) in zip(chances, _GAUSS, strict=True))
-        others_short = min(sum(short) - own_short, _SHORT_AT_MOST)
+        others_short = min(all_short - own_short, _SHORT_AT_MOST)
         between = min(TURN_NS * others_short / (1 - others_short), turns_ns - use.turn_ns)
         found.append(TURN_NS * (1 / part - 1) + max(0.0, between))
     return found
