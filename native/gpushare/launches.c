@@ -73,37 +73,36 @@ HOOK(cuLaunchGridAsync, (CUfunction function, int width, int height, CUstream st
 { LAUNCH(function, product((unsigned)width, (unsigned)height, 1), 0, stream, false, real(function, width, height, stream)); }
 
 /* Fills and copies within the GPU are launches, too. A copy from or to the host goes over the bus, while others compute. */
-#define FILL(name, parameters, arguments, bytes, on_stream, per_thread)                                                  \
-    HOOK(name, parameters, arguments)                                                                                    \
-    {                                                                                                                    \
-        LAUNCH((const void *)(uintptr_t)(SLOT_##name + 1), (bytes) / 4096 + 1, 0, on_stream, per_thread, real arguments); \
-    }
-#define FILLS(name, parameters, arguments, bytes)                                                                          \
-    FILL(name##_v2, (UNPACK parameters), (UNPACK arguments), bytes, NULL, false)                                            \
-    FILL(name##_v2_ptds, (UNPACK parameters), (UNPACK arguments), bytes, NULL, true)                                        \
-    FILL(name##Async, (UNPACK parameters, CUstream stream), (UNPACK arguments, stream), bytes, stream, false)               \
+#define FILL(name, parameters, arguments, bytes, on_stream, per_thread)                                                   \
+    HOOK(name, parameters, arguments)                                                                                     \
+    { LAUNCH((const void *)(uintptr_t)(SLOT_##name + 1), (bytes) / 4096 + 1, 0, on_stream, per_thread, real arguments); }
+#define FILLS(name, parameters, arguments, bytes)                                                                 \
+    FILL(name##_v2, (UNPACK parameters), (UNPACK arguments), bytes, NULL, false)                                  \
+    FILL(name##_v2_ptds, (UNPACK parameters), (UNPACK arguments), bytes, NULL, true)                              \
+    FILL(name##Async, (UNPACK parameters, CUstream stream), (UNPACK arguments, stream), bytes, stream, false)     \
     FILL(name##Async_ptsz, (UNPACK parameters, CUstream stream), (UNPACK arguments, stream), bytes, stream, true)
 FILLS(cuMemsetD8, (CUdeviceptr to, unsigned char value, size_t count), (to, value, count), count)
 FILLS(cuMemsetD16, (CUdeviceptr to, unsigned short value, size_t count), (to, value, count), 2 * count)
 FILLS(cuMemsetD32, (CUdeviceptr to, unsigned int value, size_t count), (to, value, count), 4 * count)
-FILLS(cuMemsetD2D8, (CUdeviceptr to, size_t pitch, unsigned char value, size_t width, size_t height), (to, pitch, value, width, height),
-      width * height)
-FILLS(cuMemsetD2D16, (CUdeviceptr to, size_t pitch, unsigned short value, size_t width, size_t height), (to, pitch, value, width, height),
-      2 * width * height)
-FILLS(cuMemsetD2D32, (CUdeviceptr to, size_t pitch, unsigned int value, size_t width, size_t height), (to, pitch, value, width, height),
-      4 * width * height)
+FILLS(cuMemsetD2D8, (CUdeviceptr to, size_t pitch, unsigned char value, size_t width, size_t height),
+      (to, pitch, value, width, height), width *height)
+FILLS(cuMemsetD2D16, (CUdeviceptr to, size_t pitch, unsigned short value, size_t width, size_t height),
+      (to, pitch, value, width, height), 2 * width * height)
+FILLS(cuMemsetD2D32, (CUdeviceptr to, size_t pitch, unsigned int value, size_t width, size_t height),
+      (to, pitch, value, width, height), 4 * width * height)
 FILL(cuMemcpyDtoD_v2, (CUdeviceptr to, CUdeviceptr from, size_t bytes), (to, from, bytes), bytes, NULL, false)
 FILL(cuMemcpyDtoD_v2_ptds, (CUdeviceptr to, CUdeviceptr from, size_t bytes), (to, from, bytes), bytes, NULL, true)
-FILL(cuMemcpyDtoDAsync_v2, (CUdeviceptr to, CUdeviceptr from, size_t bytes, CUstream stream), (to, from, bytes, stream), bytes, stream, false)
-FILL(cuMemcpyDtoDAsync_v2_ptsz, (CUdeviceptr to, CUdeviceptr from, size_t bytes, CUstream stream), (to, from, bytes, stream), bytes, stream,
-     true)
+FILL(cuMemcpyDtoDAsync_v2, (CUdeviceptr to, CUdeviceptr from, size_t bytes, CUstream stream), (to, from, bytes, stream), bytes,
+     stream, false)
+FILL(cuMemcpyDtoDAsync_v2_ptsz, (CUdeviceptr to, CUdeviceptr from, size_t bytes, CUstream stream), (to, from, bytes, stream), bytes,
+     stream, true)
 
 /* ---- waiting for the GPU ---- */
 
-#define WAIT(closes, call)                \
-    closes;                               \
-    uint64_t begun_at = now_ns();         \
-    CUresult result = call;               \
+#define WAIT(closes, call)        \
+    closes;                       \
+    uint64_t begun_at = now_ns(); \
+    CUresult result = call;       \
     end_wait(now_ns() - begun_at)
 
 HOOK(cuStreamSynchronize, (CUstream stream), (stream))

@@ -146,7 +146,7 @@ struct measurement {
     struct span *span; /* NULL: what it takes is not measured */
     int gpu;
     uint64_t paid, now;
-    bool is_contended, has_companions;
+    bool is_contended, has_companions, is_late;
 };
 /* Before it: pays what it costs, and waits until the container's share of the GPU allows it. After it: measures it now and then. */
 void begin_launch(const struct launch *launch, struct measurement *measurement);

@@ -29,21 +29,21 @@
 #define SPAN_NS 1000000u              /* half of a turn */
 #define TURN_NS 2e6                   /* of a context, where another one has work: NVIDIA's default time slice */
 #define CHANGE_NS 130000.0            /* what a context loses at the beginning of its turn (H200, measured) */
-#define HOST_NS 5000u                 /* that a call of the driver takes: an idle GPU has done an event, or the host notices that it has */
-#define SLACK_NS 200000u              /* below it events, questions for them and pauses of the host are not worth a measurement */
-#define SHORTEST_WAIT_NS 50000u       /* what a sleep takes at least, about */
-#define LONGEST_WAIT_NS 10000000u     /* a resize is noticed after it */
+#define HOST_NS 5000u /* that a call of the driver takes: an idle GPU has done an event, or the host notices that it has */
+#define SLACK_NS 200000u /* below it events, questions for them and pauses of the host are not worth a measurement */
+#define SHORTEST_WAIT_NS 50000u /* what a sleep takes at least, about */
+#define LONGEST_WAIT_NS 10000000u /* a resize is noticed after it */
 #define LONGEST_UNKNOWN_NS 100000000u /* a launch waits for what is not known yet, but not for ever: it may wait for the host */
-#define MOST_DEBT_NS 3.6e12           /* a program has written more there itself */
-#define SELDOM 0.1                    /* of the times, another context had the GPU: nobody else computes */
-#define TOLD_MS 3000u                 /* so long what the agent says of the others is believed */
-#define IDLE_NS 2000000000u           /* then another program may begin: the scale is forgotten */
-#define HOLD_NS 15000000000u          /* without a sample: so long a scale that gives more, or a ceiling, is believed */
-#define LEAST_BUSY_NS 30e6            /* seen, before a scale is made of it */
-#define MEMORY_S 3.0                  /* of the sums behind the scale: what lies so far back counts a third */
-#define LATEST_S 1.2                  /* utilisation is behind by less: half of what it is measured over, and its way */
+#define MOST_DEBT_NS 3.6e12 /* a program has written more there itself */
+#define SELDOM 0.1 /* of the times, another context had the GPU: nobody else computes */
+#define TOLD_MS 3000u /* so long what the agent says of the others is believed */
+#define IDLE_NS 2000000000u /* then another program may begin: the scale is forgotten */
+#define HOLD_NS 15000000000u /* without a sample: so long a scale that gives more, or a ceiling, is believed */
+#define LEAST_BUSY_NS 30e6 /* seen, before a scale is made of it */
+#define MEMORY_S 3.0 /* of the sums behind the scale: what lies so far back counts a third */
+#define LATEST_S 1.2 /* utilisation is behind by less: half of what it is measured over, and its way */
 #define MOST_SCALE 5.0
-enum { COSTS = 4096, PROBES = 8, WEIGHT = 8, OUTSTANDING = 64, UNKNOWN_AT_ONCE = 16, OPEN = 4 };
+enum { COSTS = 4096, PROBES = 8, WEIGHT = 8, OUTSTANDING = 64, UNKNOWN_AT_ONCE = 16 };
 enum { SPAN_LAUNCHES = 64, SPANS_AHEAD = 4 }; /* of a stream: more of them are not launched before one of the first is done */
 
 #define LOAD(field) atomic_load_explicit((_Atomic __typeof__(field) *)&(field), memory_order_relaxed)
@@ -56,7 +56,7 @@ enum { SPAN_LAUNCHES = 64, SPANS_AHEAD = 4 }; /* of a stream: more of them are n
 
 struct cost {
     _Atomic uint64_t key; /* 0: free */
-    _Atomic uint64_t ns;  /* 0: not known yet */
+    _Atomic uint64_t ns; /* 0: not known yet */
     _Atomic uint64_t used_at;
     _Atomic unsigned measured;
     _Atomic bool is_outstanding;
@@ -66,7 +66,7 @@ static _Atomic uint64_t ordinary_ns; /* what a launch takes, of all kinds */
 
 /* Launches of a stream that follow each other, of one thread while it is open. */
 struct span {
-    CUevent before, early, after, behind; /* NULL: there is none; early: behind its first launch */
+    CUevent before, early, after, behind; /* NULL: there is none; early: behind one of its first launches */
     CUstream stream;
     struct cost *cost; /* of its only launch */
     uint64_t paid, begun_at, host_ns;
@@ -75,7 +75,8 @@ struct span {
     int gpu;
     bool is_per_thread, is_single, is_first, was_idle, is_dense, is_contended;
 };
-static _Thread_local struct span open_spans[OPEN + 1]; /* the last one of a single launch */
+static _Thread_local struct span open_span, single_span; /* of several launches, and of the launch that is being made */
+static _Thread_local CUstream last_stream;
 static _Thread_local uint64_t launched_at;
 static _Thread_local uint64_t waited_ns; /* in the driver, for the GPU */
 static _Thread_local unsigned waits;
@@ -83,7 +84,10 @@ static _Thread_local uint32_t lots = 1;
 
 static struct span outstanding[OUTSTANDING];
 static unsigned outstanding_count;
-static struct latest { CUevent end; CUstream stream; } latest[MOST_GPUS]; /* of the spans that are done, the last one's end */
+static struct latest {
+    CUevent end;
+    CUstream stream;
+} latest[MOST_GPUS]; /* of the spans that are done, the last one's end */
 static unsigned elsewhere_samples;
 static uint64_t done_at; /* the last of them */
 static double elsewhere; /* how often another context had the GPU when this one came: what is known without the agent */
@@ -140,9 +144,7 @@ static struct cost *cost_of(const struct launch *launch, uint64_t now)
 /* ---- what the agent says ---- */
 
 static bool is_told(const struct config_gpu *seen, uint64_t now)
-{
-    return seen->told_at && (uint32_t)(now / 1000000) - seen->told_at < TOLD_MS;
-}
+{ return seen->told_at && (uint32_t)(now / 1000000) - seen->told_at < TOLD_MS; }
 
 /* Whether others may compute meanwhile. Without the agent nobody says that they do not. */
 static bool is_contended(const struct config_gpu *seen, uint64_t now) { return seen->companions || !is_told(seen, now); }
@@ -271,7 +273,7 @@ static void poll_outstanding(const struct limits *limits, uint64_t now, uint64_t
     STORE(polled_at, now);
     for (unsigned i = 0; i < outstanding_count; i++) {
         struct span *one = &outstanding[i];
-        CUresult result = not_ready < OPEN ? REAL(cuEventQuery)(one->behind ? one->behind : one->after) : CUDA_ERROR_NOT_READY;
+        CUresult result = not_ready < WEIGHT ? REAL(cuEventQuery)(one->behind ? one->behind : one->after) : CUDA_ERROR_NOT_READY;
         if (result == CUDA_ERROR_NOT_READY) {
             not_ready++;
             outstanding[kept++] = *one;
@@ -313,7 +315,9 @@ static double ratio_of(const struct usage_gpu *use)
     double early = use->cost_sum / use->busy_sum, late = use->late_sum / use->busy_sum;
     double low = early < late ? early : late, high = early < late ? late : early;
     double share = use->busy_sum / (MEMORY_S * 1e9), doubt = 1.02 + 0.01 / (share > 0.01 ? share : 0.01); /* percents are whole */
-    return low > doubt ? within(1 + 2 * (low - doubt), 1, low) : high < 1 / doubt ? 1 / within(1 + 2 * (1 / high - doubt), 1, 1 / high) : 1;
+    return low > doubt        ? within(1 + 2 * (low - doubt), 1, low)
+           : high < 1 / doubt ? 1 / within(1 + 2 * (1 / high - doubt), 1, 1 / high)
+                              : 1;
 }
 
 static void set_scale(struct usage_gpu *use, bool is_alone, double dt_s, double paid_ns, double busy_ns)
@@ -368,7 +372,8 @@ static double share_of(const struct usage_gpu *use, const struct limits *limits,
     bool is_elastic = limits->has_ceiling && is_observed && alone_since && sampled_at - alone_since >= SECOND_NS;
     double share = is_elastic ? limits->ceiling : limits->cores;
     *scale = SEE(use->scale);
-    *scale = *scale > 0 ? within(*scale, 1 / MOST_SCALE, is_observed ? MOST_SCALE : 1) : 1; /* the program may write there whatever it likes */
+    *scale = *scale > 0 ? within(*scale, 1 / MOST_SCALE, is_observed ? MOST_SCALE : 1)
+                        : 1; /* the program may write there whatever it likes */
     return (share < 0.001 ? 0.001 : share) * *scale; /* nothing would be for ever */
 }
 
@@ -387,7 +392,8 @@ static void refill(struct usage_gpu *use, double share, double most, uint64_t no
     uint64_t earned = (uint64_t)((double)elapsed * share);
     ADD(use->earned, earned);
     int64_t tokens = (int64_t)((uint64_t)ADD(use->tokens, (int64_t)earned) + earned);
-    while ((tokens > (int64_t)most || tokens < (int64_t)-MOST_DEBT_NS) && !EXCHANGE_IF(use->tokens, &tokens, tokens > 0 ? (int64_t)most : 0))
+    while ((tokens > (int64_t)most || tokens < (int64_t)-MOST_DEBT_NS) &&
+           !EXCHANGE_IF(use->tokens, &tokens, tokens > 0 ? (int64_t)most : 0))
         ;
 }
 
@@ -425,7 +431,8 @@ static bool are_enough_ahead(const struct launch *launch, int gpu, unsigned most
     for (unsigned i = 0; i < outstanding_count; i++) {
         const struct span *one = &outstanding[i];
         if (one->stream == launch->stream && one->gpu == gpu)
-            is_late |= !ahead++ && now - (one->begun_at > done_at ? one->begun_at : done_at) > 2 * one->paid + SLACK_NS + (uint64_t)others_ns;
+            is_late |= !ahead++ &&
+                       now - (one->begun_at > done_at ? one->begun_at : done_at) > 2 * one->paid + SLACK_NS + (uint64_t)others_ns;
     }
     pthread_mutex_unlock(&guard);
     return ahead >= most || is_late;
@@ -441,7 +448,8 @@ static bool is_to_wait(const struct launch *launch, const struct cost *cost, int
     double others = within(limits->seen.companions, 0, 64);
     /* Who stays below the share need not be measured so well, and must not be delayed. */
     bool is_in_turns = is_contended(&limits->seen, now) && LOAD(usage_of(gpu)->tokens) < (int64_t)(BURST_NS / 2);
-    return all && (is_unknown || all >= OUTSTANDING || are_enough_ahead(launch, gpu, is_in_turns ? 1 : SPANS_AHEAD, others * (TURN_NS + CHANGE_NS), now));
+    return all && (is_unknown || all >= OUTSTANDING ||
+                   are_enough_ahead(launch, gpu, is_in_turns ? 1 : SPANS_AHEAD, others * (TURN_NS + CHANGE_NS), now));
 }
 
 /* Pays, and waits for the turn that comes with it. The limits are read again in each round. */
@@ -452,7 +460,8 @@ static void pay_and_wait(const struct launch *launch, struct measurement *measur
     struct usage_gpu *use = usage_of(gpu);
     double share = keep_up(gpu, limits, now, SLACK_NS);
     for (uint64_t until = now + LONGEST_UNKNOWN_NS; limits->limits_cores && !span && now < until;) {
-        if (!is_to_wait(launch, measurement->cost, gpu, limits, now))
+        measurement->is_late = is_to_wait(launch, measurement->cost, gpu, limits, now);
+        if (!measurement->is_late)
             break;
         share = sleep_and_keep_up(gpu, limits, &now, SHORTEST_WAIT_NS);
     }
@@ -461,7 +470,8 @@ static void pay_and_wait(const struct launch *launch, struct measurement *measur
     int64_t had = ADD(use->tokens, -(int64_t)measurement->paid);
     note_paid(use, (int64_t)measurement->paid, false);
     while (limits->limits_cores && had < (span ? -BATCH_NS : 0) && (double)had > -MOST_DEBT_NS) {
-        uint64_t debt = -(uint64_t)had, paid = LOAD(use->earned) - earned; /* unsigned: the program may have written anything there */
+        uint64_t debt = -(uint64_t)had,
+                 paid = LOAD(use->earned) - earned; /* unsigned: the program may have written anything there */
         if (paid >= debt)
             break;
         share = sleep_and_keep_up(gpu, limits, &now, (double)(debt - paid) / share);
@@ -473,7 +483,8 @@ static void pay_and_wait(const struct launch *launch, struct measurement *measur
 
 static CUresult record(CUevent event, CUstream stream, bool is_per_thread)
 {
-    return is_per_thread && has_real(SLOT_cuEventRecord_ptsz) ? REAL(cuEventRecord_ptsz)(event, stream) : REAL(cuEventRecord)(event, stream);
+    return is_per_thread && has_real(SLOT_cuEventRecord_ptsz) ? REAL(cuEventRecord_ptsz)(event, stream)
+                                                              : REAL(cuEventRecord)(event, stream);
 }
 
 /* An event that is recorded there, or NULL. */
@@ -491,13 +502,8 @@ static CUevent recorded(CUstream stream, bool is_per_thread)
     return event;
 }
 
-static struct span *open_span_of(CUstream stream, bool is_per_thread, int gpu)
-{
-    for (struct span *one = open_spans; one < open_spans + OPEN; one++)
-        if (one->before && one->stream == stream && one->is_per_thread == is_per_thread && one->gpu == gpu)
-            return one;
-    return NULL;
-}
+static bool is_of(const struct span *span, CUstream stream, bool is_per_thread)
+{ return span->before && span->stream == stream && span->is_per_thread == is_per_thread; }
 
 static void drop(struct span *span)
 {
@@ -536,32 +542,27 @@ static void close_span(struct span *span, uint64_t now)
     }
 }
 
-/* One that is free, or NULL. A stream that was not used for long may be no more. */
-static struct span *free_span(bool is_single, uint64_t now)
+static struct span *begin_span(const struct launch *launch, const struct measurement *measurement, bool is_single)
 {
-    if (is_single)
-        return &open_spans[OPEN];
-    for (struct span *one = open_spans; one < open_spans + OPEN; one++) {
-        if (one->before && now - one->begun_at > SECOND_NS)
-            drop(one);
-        if (!one->before)
-            return one;
-    }
-    return NULL;
-}
-
-static struct span *open_span(const struct launch *launch, const struct measurement *measurement, bool is_single)
-{
-    struct span *one = free_span(is_single, measurement->now);
-    if (!one || !has_real(SLOT_cuEventElapsedTime))
+    struct span *one = is_single ? &single_span : &open_span;
+    if (!has_real(SLOT_cuEventElapsedTime))
         return NULL;
-    *one = (struct span){.stream = launch->stream, .is_per_thread = launch->is_per_thread, .gpu = measurement->gpu, .cost = measurement->cost,
-                         .is_single = is_single, .is_first = !SEE(has_outstanding), .waited_ns = waited_ns, .waits = waits};
+    if (one->before) /* of another stream, which may be no more: what its launches took stays what was expected */
+        drop(one);
+    *one = (struct span){.stream = launch->stream,
+                         .is_per_thread = launch->is_per_thread,
+                         .gpu = measurement->gpu,
+                         .cost = measurement->cost,
+                         .is_single = is_single,
+                         .is_first = !SEE(has_outstanding),
+                         .waited_ns = waited_ns,
+                         .waits = waits};
     one->before = recorded(launch->stream, launch->is_per_thread);
     one->begun_at = now_ns();
     /* Whether the GPU has nothing to do and waits for the host: then the event is done within microseconds. */
     uint64_t known = SEE(measurement->cost->ns);
-    for (uint64_t until = one->begun_at + HOST_NS; one->before && is_single && known < SLACK_NS && one->begun_at < until && !one->was_idle;) {
+    for (uint64_t until = one->begun_at + HOST_NS;
+         one->before && is_single && known < SLACK_NS && one->begun_at < until && !one->was_idle;) {
         one->was_idle = is_done(one->before);
         one->begun_at = now_ns();
     }
@@ -594,15 +595,26 @@ void begin_launch(const struct launch *launch, struct measurement *measurement)
         forget_scale(usage_of(measurement->gpu));
     }
     measurement->cost = cost_of(launch, now);
-    struct span *span = open_span_of(launch->stream, launch->is_per_thread, measurement->gpu);
+    struct span *span = is_of(&open_span, launch->stream, launch->is_per_thread) ? &open_span : NULL;
     uint64_t known = SEE(measurement->cost->ns);
     bool has_gap = now - launched_at > SLACK_NS; /* the stream may have been idle for long */
+    bool alternates = launch->stream != last_stream;
+    last_stream = launch->stream;
     measurement->is_contended = is_contended(&limits.seen, now);
     measurement->has_companions = limits.seen.companions;
-    bool is_single = known == 0 || known >= (measurement->is_contended ? SPAN_NS : SLACK_NS) || has_gap || (!span && is_drawn());
-    if (span && span->early && span->launches == WEIGHT && !is_done(span->early)) { /* nothing was ahead of it: they are long */
-        STORE(measurement->cost->ns, 0);
-        is_single = true;
+    bool is_single = known == 0 ||
+                     known >= (alternates                  ? SLACK_NS / 4
+                               : measurement->is_contended ? SPAN_NS
+                                                           : SLACK_NS) ||
+                     has_gap || ((!span || alternates) && is_drawn());
+    if (span && span->early && (span->launches == WEIGHT || span->launches == 3 * WEIGHT)) {
+        if (!is_done(span->early)) { /* nothing was ahead of it: they are long */
+            STORE(measurement->cost->ns, 0);
+            is_single = true;
+        } else if (record(span->early, launch->stream, launch->is_per_thread) != CUDA_SUCCESS) {
+            destroy(span->early);
+            span->early = NULL;
+        }
     }
     if (span && is_single) {
         close_span(span, now);
@@ -610,8 +622,8 @@ void begin_launch(const struct launch *launch, struct measurement *measurement)
     }
     measurement->span = span;
     pay_and_wait(launch, measurement, &limits, now);
-    if (!span)
-        measurement->span = open_span(launch, measurement, is_single);
+    if (!span && (is_single || measurement->is_late || !alternates))
+        measurement->span = begin_span(launch, measurement, is_single || measurement->is_late);
 }
 
 void end_launch(const struct launch *launch, const struct measurement *measurement, bool is_launched)
@@ -646,10 +658,8 @@ void end_launch(const struct launch *launch, const struct measurement *measureme
 /* Before it: what others do meanwhile must not be in a span, and what comes after it is another program's, as far as anybody knows. */
 void begin_wait(CUstream stream, bool is_per_thread)
 {
-    for (struct span *one = open_spans; one < open_spans + OPEN; one++)
-        if (one->before && one->stream == stream && one->is_per_thread == is_per_thread && one->launches &&
-            (one->is_contended || one->launches >= WEIGHT))
-            close_span(one, now_ns());
+    if (is_of(&open_span, stream, is_per_thread) && open_span.launches && (open_span.is_contended || open_span.launches >= WEIGHT))
+        close_span(&open_span, now_ns());
 }
 
 void end_wait(uint64_t ns)
@@ -661,7 +671,7 @@ void end_wait(uint64_t ns)
 void forget_launches(void)
 {
     guard = (pthread_mutex_t)PTHREAD_MUTEX_INITIALIZER;
-    memset(open_spans, 0, sizeof open_spans); /* the parent's, and their events */
+    open_span = single_span = (struct span){0}; /* the parent's, and their events */
     memset(latest, 0, sizeof latest);
     if (atomic_exchange(&has_begun, false)) /* a function of the child may have the address of another one of the parent */
         memset(costs, 0, sizeof costs);
