@@ -37,6 +37,11 @@ CHOSEN = (
     "agent away 30+60 1ms",
     "no NVML 30+60 1ms",
     "two processes in 30 + 60",
+    "elastic 30..80 while 20 is there, 4 s to 8 s",
+    "elastic 30..80 after 20 was there, 4 s to 8 s",
+    "resized from 30 to 60 at 3 s",
+    "resized from 60 to 30 at 3 s",
+    "resized from 30 to 60 at 3 s + 30 1ms sync",
     "data 30 200x10us+20ms",
     "data 30 200x10us+20ms sync + 60 1ms sync",
     "fills 30 half of 10 ms",
@@ -48,34 +53,29 @@ CHOSEN = (
     "start 30 gemm after 5us",
     "driver rows each: 30+60 1ms sync both",
 )
+_AWAY = "without the agent only how often another context had the GPU says how much of a long kernel's time is others'"
+_FIRST = "in its first second the largest share of a full GPU has not all of it yet"
+_TURNS = "a long kernel's part of the time between its events is computed for turns of 2 ms"
 OUTSIDE = {
-    "30+60 100us sync both": "half of the GPU is lost in changes of context, which costs do not see",
-    "alone 30 half copies": "fills are not charged",
-    "fills *": "fills are not charged",
-    "start 30 gemm * half copies*": "fills are not charged",
-    "data *": "samples by lot miss the few long launches that are nearly all of the time",
-    "kinds *": "a mean of the rest says nothing of lengths that differ",
-    "30 *ms sync + 60 1ms sync": "a long kernel between two others is paid by an expected stretch",
-    "30+60 10ms sync both": "a long kernel between two others is paid by an expected stretch",
-    "30+60 50ms *": "a long kernel between two others is paid by an expected stretch",
-    "20+30+50 *": "the price is bounded",
-    "10+15+20+25+30 *": "the price is bounded",
-    "20 10ms + 30 1ms + 50 100us": "the price is bounded",
-    "no NVML 30 50ms *": "a long kernel between two others is paid by an expected stretch",
-    "no NVML 20+30+50 *": "without utilization nothing says that the GPU is full",
-    "driver turns of *": "the expected stretch is that of turns of 2 ms",
-    "driver changes of *": "the expected stretch is that of changes of 130 us",
-    "driver launches of 15 us: alone 30 5us": "the first launches are measured with the host's time",
-    "agent away 30 50ms + 60 1ms": "without the agent, others' kernels between two events are paid for",
+    "data agent away 30 200x10us+20ms* + 60 1ms sync": _AWAY,
+    "data agent away 30 1000x5us+50ms* + 60 1ms sync": _AWAY,
+    "data agent away 30 50x1ms+50ms + 60 1ms sync": _AWAY,
+    "data agent away 30 random 200:1 10us/20ms + 60 1ms sync": _AWAY,
+    "30+60 100us sync both": "half of the GPU is lost in changes of context, which is noticed after the first second",
+    "20+30+50 1*": _FIRST,
+    "driver turns of * ms: 30 1ms sync + 60 10ms sync": _TURNS,
+    "driver changes of 20 us: 30 1ms sync + 60 10ms sync": "what a change of context loses is taken for 130 us",
 }
-"""Patterns of cells in which a share may be outside, and why: those that are right all the same are not looked for."""
+"""Patterns of cells in which a share is outside, and why."""
+BY_A_HAIR = ("driver changes of 20 us: 30 1ms sync + 60 10ms sync",)
+"""Within half a point of what is allowed, so now and then inside."""
 
 
 def _parameter(name: str) -> object:
     marks = [pytest.mark.smoke] if name in SMOKE else []
     for pattern, reason in OUTSIDE.items():
         if fnmatch.fnmatchcase(name, pattern):
-            return pytest.param(name, marks=[*marks, pytest.mark.xfail(reason=reason, strict=False)])
+            return pytest.param(name, marks=[*marks, pytest.mark.xfail(reason=reason, strict=name not in BY_A_HAIR)])
     return pytest.param(name, marks=marks)
 
 
