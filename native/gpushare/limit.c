@@ -25,7 +25,7 @@
 
 #define SECOND_NS 1000000000u
 #define BURST_NS 50000000.0           /* that an idle container has saved: five points of a program's first second */
-#define BATCH_NS 500000               /* of debt, before a launch waits: then two events are a hundredth of what they measure */
+#define BATCH_NS 500000u               /* of debt, before a launch waits: then two events are a hundredth of what they measure */
 #define SPAN_NS 1000000u              /* half of a turn */
 #define TURN_NS 2e6                   /* of a context, where another one has work: NVIDIA's default time slice */
 #define CHANGE_NS 130000.0            /* what a context loses at the beginning of its turn (H200, measured) */
@@ -469,7 +469,7 @@ static void pay_and_wait(const struct launch *launch, struct measurement *measur
     measurement->paid = known ? known : ordinary;
     int64_t had = ADD(use->tokens, -(int64_t)measurement->paid);
     note_paid(use, (int64_t)measurement->paid, false);
-    while (limits->limits_cores && had < (span ? -BATCH_NS : 0) && (double)had > -MOST_DEBT_NS) {
+    while (limits->limits_cores && had < 0 && !(span && span->paid < BATCH_NS) && (double)had > -MOST_DEBT_NS) {
         uint64_t debt = -(uint64_t)had,
                  paid = LOAD(use->earned) - earned; /* unsigned: the program may have written anything there */
         if (paid >= debt)
@@ -649,7 +649,8 @@ void end_launch(const struct launch *launch, const struct measurement *measureme
     span->is_contended = measurement->is_contended;
     if (span->launches == 1 && span->is_first && !span->is_single && !measurement->has_companions)
         span->early = recorded(span->stream, span->is_per_thread);
-    if (span->is_single || span->launches >= SPAN_LAUNCHES || span->paid >= SPAN_NS || LOAD(use->tokens) < -BATCH_NS)
+    if (span->is_single || span->launches >= SPAN_LAUNCHES || span->paid >= SPAN_NS ||
+        (span->paid >= BATCH_NS && LOAD(use->tokens) < 0))
         close_span(span, now_ns());
 }
 
@@ -658,7 +659,8 @@ void end_launch(const struct launch *launch, const struct measurement *measureme
 /* Before it: what others do meanwhile must not be in a span, and what comes after it is another program's, as far as anybody knows. */
 void begin_wait(CUstream stream, bool is_per_thread)
 {
-    if (is_of(&open_span, stream, is_per_thread) && open_span.launches && (open_span.is_contended || open_span.launches >= WEIGHT))
+    if (is_of(&open_span, stream, is_per_thread) && !is_capturing(stream, is_per_thread) && open_span.launches &&
+        (open_span.is_contended || open_span.launches >= WEIGHT))
         close_span(&open_span, now_ns());
 }
 
