@@ -53,6 +53,7 @@ from gpushare_agent.simulation.inflation import CpuPods, InflationPolicy
 from gpushare_agent.simulation.workload import memory_of
 from tests.docs import gpu_page
 from tests.docs.isolations_page import isolations
+from tests.docs.regulator_page import regulator_cells
 from tests.e2e.conftest import pytest_addoption
 from tests.observability.support_usage import (
     UUIDS,
@@ -577,6 +578,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "components": _components,
     "costs": _costs,
     "gpu_measured": lambda: _with_text(*gpu_page.gpu_measured()),
+    "regulator_cells": regulator_cells,
     "gpu_regulator": lambda: _with_text(*gpu_page.gpu_regulator()),
     "numbers": _numbers,
     "health_states": _health_states,

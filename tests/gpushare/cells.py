@@ -2,6 +2,7 @@
 cells, each in virtual time.
 
     python -m tests.gpushare.cells [--only PATTERN] [--jobs 2] [--json FILE] [--library CHECKOUT] [--list]
+    python -m tests.gpushare.cells --into bench/measured/regulator.json --as after
 
 A cell is some containers, each with programs (tests/native/tenant.c) and a share of the GPU. Of each container two numbers
 are read from the fake driver, in percent of the GPU: what it computed (net), and that with what it lost at the beginnings of
@@ -9,7 +10,8 @@ its turns (gross). Both are of the first second of its last program, and of the 
 net - 3 <= share <= gross + 3: nobody computes more than the share, and nobody has less of the GPU. A program that needs less
 than its share is right where it computes 98.5 % of what it computes without libgpushare.
 
-`--library` takes libgpushare, and the agent's part, from another checkout of this repository.
+`--library` takes libgpushare, and the agent's part, from another checkout of this repository. `--into` writes the numbers of
+the cells that ran over those of the same name in the file of which the documentation's table is made.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -59,17 +61,27 @@ class Program:
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """A container. `bound`: its program needs less than the share."""
+    """A container. `bound`: its program needs less than the share. `resized`: to so many cores, so long after all began.
+
+    `right` is what it is to have in `seconds` of its last program, where that is not its cores after the first second.
+    """
 
     cores: float
     programs: tuple[Program, ...]
     ceiling: float | None = None
     bound: bool = False
+    resized: tuple[float, float] | None = None
+    right: float | None = None
+    seconds: tuple[float, float] | None = None
+
+    @property
+    def expected(self) -> float:
+        return self.cores if self.right is None else self.right
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """`judged`: else it is only looked at. `until_s`: the end of what is measured, after the first second."""
+    """`until_s`: the end of what is measured, after the first second."""
 
     name: str
     tenants: tuple[Tenant, ...]
@@ -77,7 +89,6 @@ class Cell:
     observed: bool = True
     observed_s: float = float("inf")
     until_s: float = 6
-    judged: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,18 +181,26 @@ def _ordinary() -> Iterator[Cell]:
     small = tenant(30, "us=3.45,host=17,wait=160", bound=True)
     yield Cell("cpu-bound 16 of 30 + 60 1ms", (small, tenant(60, SYNC)))
 
-    elastic = tenant(30, SYNC, ceiling=80)
-    yield Cell("elastic 30..80 alone", (elastic,), judged=False)
-    beside = Tenant(20, (Program((f"4,{SYNC}",), start_s=4),))
+    yield Cell("elastic 30..80 alone", (replace(tenant(30, SYNC, ceiling=80), right=80, seconds=(3, 6)),))
+    beside = Tenant(20, (Program((f"4,{SYNC}",), start_s=4),), seconds=(1, 3.9))
     elastic = tenant(30, f"12,{SYNC}", "0.1", ceiling=80)
-    yield Cell("elastic 30..80, other 20 from 4 s to 8 s", (elastic, beside), judged=False)
+    yield Cell("elastic 30..80 while 20 is there, 4 s to 8 s", (replace(elastic, seconds=(5, 7.9)), beside))
+    yield Cell(
+        "elastic 30..80 after 20 was there, 4 s to 8 s", (replace(elastic, right=80, seconds=(10.5, 12)), beside)
+    )
+    grows, shrinks = (
+        replace(tenant(cores, SYNC), resized=(3, to), right=to, seconds=(3.5, 6)) for cores, to in ((30, 60), (60, 30))
+    )
+    yield Cell("resized from 30 to 60 at 3 s", (grows,))
+    yield Cell("resized from 60 to 30 at 3 s", (shrinks,))
+    yield Cell("resized from 30 to 60 at 3 s + 30 1ms sync", (grows, tenant(30, SYNC)))
 
     yield two("agent away 30+60 1ms", SYNC, SYNC, observed=False)
     yield alone("agent away 30 4 streams", 30, "us=1000,streams=4", observed=False)
     yield alone("agent away 30 alternating", 30, "us=100+10000,keys=0", observed=False)
     yield alone("agent away 30 5us", 30, "us=5", observed=False)
     yield two("agent away 30 50ms + 60 1ms", "us=50000,wait=1", SYNC, observed=False)
-    yield two("agent dies at 4 s 30+60 1ms", SYNC, SYNC, observed_s=4, judged=False)
+    yield two("agent dies at 4 s 30+60 1ms", SYNC, SYNC, observed_s=4)
     yield two("no NVML 30+60 1ms", SYNC, SYNC, settings=no_nvml)
     yield two("no NVML 30 50ms + 60 1ms", "us=50000,wait=1", SYNC, settings=no_nvml)
     yield many("no NVML 20+30+50 1ms sync", (20, SYNC), (30, SYNC), (50, SYNC), settings=no_nvml)
@@ -316,7 +335,7 @@ def run(
     random bytes for three seconds."""
     built, clock = machine.built, machine.directory / "clock"
     clock.write_bytes(b"")
-    processes = sum(len(each.programs) for each in cell.tenants)
+    processes = sum(len(each.programs) + bool(each.resized) for each in cell.tenants)
     virtual = {"VIRTUAL_TIME": str(clock), "VIRTUAL_COUNT": str(processes + cell.observed + (seed is not None))}
     shares = []
     for i, each in enumerate(cell.tenants):
@@ -335,6 +354,12 @@ def run(
             usage = str(shares[-1].directory / USAGE_NAME)
             command = [sys.executable, str(NATIVE / "random_writer.py"), usage, str(seed), "0.05", "3"]
             stack.callback(subprocess.Popen(command, env=machine.env([built.virtual_time]) | virtual).kill)
+        for share, each in zip(shares, cell.tenants, strict=True):
+            if each.resized:
+                config, (at_s, cores) = str(share.directory / CONFIG_NAME), each.resized
+                command = [sys.executable, str(NATIVE / "set_cores.py"), config, str(at_s), str(round(100 * cores))]
+                env = machine.env([built.virtual_time]) | virtual | {"PYTHONPATH": str(checkout)}
+                stack.callback(stack.enter_context(subprocess.Popen(command, env=env)).kill)
         started: list[list[subprocess.Popen[str]]] = []
         for i, (share, each) in enumerate(zip(shares, cell.tenants, strict=True)):
             started.append([])
@@ -351,23 +376,23 @@ def run(
     lines = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
     meters = {meter["pid"]: meter for meter in map(json.loads, lines)}
     return [
-        found_of([meters[one.pid] for one in processes], programs, cell.until_s)
-        for processes, programs in zip(started, ended, strict=True)
+        found_of([meters[one.pid] for one in processes], programs, each.seconds or (1.0, cell.until_s))
+        for each, processes, programs in zip(cell.tenants, started, ended, strict=True)
     ]
 
 
-def found_of(meters: Sequence[Mapping[str, Any]], programs: Sequence[Ended], until_s: float) -> Found:
+def found_of(meters: Sequence[Mapping[str, Any]], programs: Sequence[Ended], seconds: tuple[float, float]) -> Found:
     """Since the last program's begin, of all programs of the container."""
     slot, clock = meters[0]["slot_s"], meters[0]["clock"]
     last = max(programs, key=lambda program: program.steps[0]["began"])
     at = round((last.steps[0]["began"] - clock) / slot)
-    until_s = min(until_s, last.steps[-1]["ended"] - last.steps[0]["began"])
+    since_s, until_s = seconds[0], min(seconds[1], last.steps[-1]["ended"] - last.steps[0]["began"])
 
     def percent(kind: str, since: float, until: float) -> float:
         span = slice(at + round(since / slot), at + round(until / slot))
         return sum(sum(meter[kind][span]) for meter in meters) / 10 / (until - since)
 
-    first, later = ((percent("net", *span), percent("gross", *span)) for span in ((0.0, 1.0), (1.0, until_s)))
+    first, later = ((percent("net", *span), percent("gross", *span)) for span in ((0.0, 1.0), (since_s, until_s)))
     return Found(first, later)
 
 
@@ -413,20 +438,20 @@ class Result:
 
     def outside(self) -> str:
         """Whose share is not right, by letter, after the first second."""
-        return self._letters(lambda share, found: found.is_within(share))
+        return self._letters(lambda each, found: found.is_within(each.expected))
 
     def outside_at_first(self) -> str:
-        return self._letters(lambda share, found: found.was_within(share), of_bound=False)
+        return self._letters(lambda each, found: found.was_within(each.cores), of_bound=False)
 
-    def _letters(self, is_right: Callable[[float, Found], bool], *, of_bound: bool = True) -> str:
+    def _letters(self, is_right: Callable[[Tenant, Found], bool], *, of_bound: bool = True) -> str:
         wrong = ""
         for i, (each, found, bare) in enumerate(zip(self.cell.tenants, self.found, self.bare, strict=True)):
             if not each.bound:
-                right = is_right(each.cores, found)
+                right = is_right(each, found)
             else:
                 right = not of_bound or bare is None or found.later[0] >= LEAST_OF_BARE * bare
             wrong += "" if right else "abcdefgh"[i]
-        return wrong if self.cell.judged else ""
+        return wrong
 
 
 def judge(machine: Machine, cell: Cell, *, checkout: Path = ROOT, other: Machine | None = None) -> Result:
@@ -464,10 +489,36 @@ def _as_json(result: Result) -> dict[str, Any]:
         "first": [found.first for found in result.found],
         "later": [found.later for found in result.found],
         "bare": result.bare,
-        "judged": result.cell.judged,
         "outside": result.outside(),
         "outside_at_first": result.outside_at_first(),
     }
+
+
+def _merge(path: Path, kind: str, results: Sequence[Result]) -> None:
+    """A line for each cell, of each container its net and gross in both times, and what it computes without the library."""
+    numbers = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    told = numbers.setdefault(kind, {})
+    for result in results:
+        rows = zip(result.found, result.bare, strict=True)
+        told[result.cell.name] = [
+            [round(one, 1) for one in (*found.first, *found.later, *([] if bare is None else [bare]))]
+            for found, bare in rows
+        ]
+    parts = (
+        f' "{kind}": {{\n'
+        + ",\n".join(f"  {json.dumps(cell.name)}: {json.dumps(of[cell.name])}" for cell in CELLS if cell.name in of)
+        + "\n }"
+        for kind, of in numbers.items()
+    )
+    path.write_text("{\n" + ",\n".join(parts) + "\n}\n", encoding="utf-8")
+
+
+def recorded(numbers: Mapping[str, Any], cell: Cell) -> Result | None:
+    """What `--into` wrote of it. None: it did not end."""
+    if (rows := numbers.get(cell.name)) is None:
+        return None
+    found = [Found((row[0], row[1]), (row[2], row[3])) for row in rows]
+    return Result(cell, found, [row[4] if len(row) > 4 else None for row in rows])
 
 
 def main() -> int:
@@ -477,6 +528,8 @@ def main() -> int:
     parser.add_argument("--only", action="append", metavar="PATTERN", help="names, as the shell has them, or a part")
     parser.add_argument("--jobs", type=int, default=2, help="so many at a time")
     parser.add_argument("--json", type=Path, metavar="FILE", help="writes all numbers")
+    parser.add_argument("--into", type=Path, metavar="FILE", help="writes what each cell got over what is there")
+    parser.add_argument("--as", dest="kind", choices=("before", "after"), default="after", help="in that file")
     parser.add_argument("--library", type=Path, default=ROOT, metavar="CHECKOUT", help="for its libgpushare")
     parser.add_argument("--list", action="store_true", help="the names alone")
     arguments = parser.parse_args()
@@ -510,15 +563,16 @@ def main() -> int:
                 continue
             results.append(result)
             bare = "".join(f" (bare {one:.1f})" for one in result.bare if one is not None)
-            judged = [one or "ok" if cell.judged else "" for one in (result.outside_at_first(), result.outside())]
+            judged = [one or "ok" for one in (result.outside_at_first(), result.outside())]
             first, later = (shown([getattr(found, kind) for found in result.found]) for kind in ("first", "later"))
             _say(f"| {cell.name} | {first} | {later}{bare} | {' | '.join(judged)} |")
-    judged_count = sum(cell.judged for cell in cells)
     outside, at_first = (
         sum(bool(one) for one in found)
         for found in ([each.outside() for each in results], [each.outside_at_first() for each in results])
     )
-    _say(f"{judged_count} judged; outside: {outside}; first second: {at_first}; failed: {len(cells) - len(results)}")
+    _say(f"{len(cells)} cells; outside: {outside}; first second: {at_first}; failed: {len(cells) - len(results)}")
+    if arguments.into:
+        _merge(arguments.into, arguments.kind, results)
     if arguments.json:
         arguments.json.write_text(json.dumps([_as_json(result) for result in results], indent=1), encoding="utf-8")
     return 0
