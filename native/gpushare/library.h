@@ -155,6 +155,7 @@ void end_launch(const struct launch *launch, const struct measurement *measureme
 void begin_wait(CUstream stream, bool is_per_thread);
 void end_wait(uint64_t ns);
 void forget_launches(void);
+void forget_launches_of(CUcontext context); /* which has ended */
 
 /* ---- view.c ---- */
 

@@ -25,7 +25,7 @@
 
 #define SECOND_NS 1000000000u
 #define BURST_NS 50000000.0           /* that an idle container has saved: five points of a program's first second */
-#define BATCH_NS 500000               /* of debt, before a launch waits: then two events are a hundredth of what they measure */
+#define BATCH_NS 500000u               /* of debt, before a launch waits: then two events are a hundredth of what they measure */
 #define SPAN_NS 1000000u              /* half of a turn */
 #define TURN_NS 2e6                   /* of a context, where another one has work: NVIDIA's default time slice */
 #define CHANGE_NS 130000.0            /* what a context loses at the beginning of its turn (H200, measured) */
@@ -68,10 +68,12 @@ static _Atomic uint64_t ordinary_ns; /* what a launch takes, of all kinds */
 struct span {
     CUevent before, early, after, behind; /* NULL: there is none; early: behind one of its first launches */
     CUstream stream;
-    struct cost *cost; /* of its only launch */
+    CUcontext context;  /* of the events */
+    const void *thread; /* a number for it */
+    struct cost *cost;  /* of its only launch */
     uint64_t paid, begun_at, host_ns;
     uint64_t waited_ns; /* of the thread, when it began */
-    unsigned launches, waits;
+    unsigned launches, waits, generation;
     int gpu;
     bool is_per_thread, is_single, is_first, was_idle, is_dense, is_contended;
 };
@@ -87,12 +89,16 @@ static unsigned outstanding_count;
 static struct latest {
     CUevent end;
     CUstream stream;
+    CUcontext context;
+    const void *thread;
 } latest[MOST_GPUS]; /* of the spans that are done, the last one's end */
 static unsigned elsewhere_samples;
 static uint64_t done_at; /* the last of them */
 static double elsewhere; /* how often another context had the GPU when this one came: what is known without the agent */
 static double event_ns = HOST_NS; /* what an event takes, the least that was seen */
-static unsigned event_samples;
+static _Atomic unsigned event_samples;
+static _Atomic unsigned generation; /* another one: open spans may have events of a context that is no more, or of a parent */
+static _Atomic unsigned in_vain;    /* how often a launch has waited as long as it may since the oldest span is outstanding */
 static _Atomic uint64_t polled_at;
 static _Atomic unsigned has_outstanding;
 static _Atomic bool has_begun;
@@ -116,9 +122,10 @@ static uint64_t about(uint64_t blocks)
 }
 
 /* Where all places of a key are taken the one that was not used for longest is given to it. */
-static struct cost *cost_of(const struct launch *launch, uint64_t now)
+static struct cost *cost_of(const struct launch *launch, int gpu, uint64_t now)
 {
-    uint64_t key = mix((uintptr_t)launch->what + mix(about(launch->blocks) + mix(launch->threads))) | 1, oldest_at = UINT64_MAX;
+    uint64_t key = mix((uintptr_t)launch->what + mix(about(launch->blocks) + mix(launch->threads + mix((unsigned)gpu)))) | 1;
+    uint64_t oldest_at = UINT64_MAX;
     struct cost *oldest = costs;
     for (unsigned i = 0; i < PROBES; i++) {
         struct cost *at = &costs[(key + i) % COSTS];
@@ -168,14 +175,6 @@ static double own_part_of(double took, double between, unsigned *turns)
 
 /* ---- spans that are done ---- */
 
-/* `is_long`: it takes several turns, where others compute. */
-static void note_paid(struct usage_gpu *use, int64_t ns, bool is_long)
-{
-    ADD(use->launched, (uint64_t)ns);
-    if (is_long)
-        ADD(use->launched_long, (uint64_t)ns);
-}
-
 /* The difference of what was paid and what it was. What was too much may be what launches wait for, by what was earned since they paid:
    so it is earned back. Who has waited for something else begins earlier then, and those behind it wait for that. */
 static void settle(struct usage_gpu *use, int64_t difference)
@@ -209,11 +208,13 @@ static bool is_done(CUevent event)
 static double without_overlap(struct span *one, double took)
 {
     struct latest *last = &latest[one->gpu];
-    double behind = last->end && last->stream != one->stream ? elapsed_ns(last->end, one->after) : 1e18;
+    bool is_behind =
+        last->stream == one->stream && last->thread == one->thread; /* a thread's spans follow each other in a stream */
+    double behind = last->end && !is_behind ? elapsed_ns(last->end, one->after) : 1e18;
     if (behind > -1e17 && behind <= 0)
         return 0;
     destroy(last->end);
-    *last = (struct latest){.end = one->after, .stream = one->stream};
+    *last = (struct latest){.end = one->after, .stream = one->stream, .context = one->context, .thread = one->thread};
     one->after = NULL;
     return behind > 0 && behind < took ? behind : took;
 }
@@ -226,10 +227,12 @@ static void note_cost(struct cost *cost, double took)
     STORE(cost->ns, known >= 1 ? (uint64_t)known : 1);
 }
 
-static void note_done(struct span *one, const struct limits *limits, uint64_t now)
+static void note_done(struct span *one, uint64_t now)
 {
     struct usage_gpu *use = usage_of(one->gpu);
-    const struct config_gpu *seen = &limits->seen;
+    struct limits limits;
+    read_limits(one->gpu, &limits);
+    const struct config_gpu *seen = &limits.seen;
     double between = elapsed_ns(one->before, one->after), nothing = one->behind ? elapsed_ns(one->after, one->behind) : -1;
     if (between < 0)
         return;
@@ -239,7 +242,7 @@ static void note_done(struct span *one, const struct limits *limits, uint64_t no
        does. Else it may have been idle for as long as the host did not wait for the GPU. */
     double most = between - event_ns > 1 ? between - event_ns : 1;
     double host = one->is_dense ? 0 : (double)one->host_ns, least = within(most - host, most / 8, most);
-    double others = others_turns(limits, now), took = one->was_idle ? least : within((double)one->paid, least, most);
+    double others = others_turns(&limits, now), took = one->was_idle ? least : within((double)one->paid, least, most);
     bool is_known = one->was_idle || least > 0.8 * most || (one->cost && !SEE(one->cost->ns));
     unsigned turns;
     took = own_part_of(took, others, &turns);
@@ -255,7 +258,7 @@ static void note_done(struct span *one, const struct limits *limits, uint64_t no
     double full = is_told(seen, now) ? seen->full / 10000.0 : 0;
     bool has_changed = one->is_first && one->is_dense; /* it had to wait for another context */
     settle(use, (int64_t)(took + full * CHANGE_NS * (turns + has_changed)) - (int64_t)one->paid);
-    note_paid(use, (int64_t)took - (int64_t)one->paid, false);
+    ADD(use->launched, (uint64_t)took - one->paid);
     ADD(use->turns, turns + 1);
     if (is_long) {
         ADD(use->launched_long, (uint64_t)took);
@@ -263,24 +266,43 @@ static void note_done(struct span *one, const struct limits *limits, uint64_t no
     }
 }
 
+static bool is_in_stream(const struct span *one, CUstream stream, bool is_per_thread, const void *thread, int gpu)
+{
+    bool is_of_thread = stream == CU_STREAM_PER_THREAD || (is_per_thread && !stream);
+    return one->stream == stream && one->is_per_thread == is_per_thread && one->gpu == gpu &&
+           (!is_of_thread || one->thread == thread);
+}
+
+/* Whether one of the first so many, which are not done, is before it in its stream: then it is not done either. */
+static bool is_behind_others(const struct span *one, unsigned count)
+{
+    for (unsigned i = 0; i < count; i++)
+        if (outstanding[i].thread == one->thread &&
+            is_in_stream(&outstanding[i], one->stream, one->is_per_thread, one->thread, one->gpu))
+            return true;
+    return false;
+}
+
 /* Asks the events of spans that have ended, the oldest first; waits for none. */
-static void poll_outstanding(const struct limits *limits, uint64_t now, uint64_t apart)
+static void poll_outstanding(uint64_t now, uint64_t apart)
 {
     if (!SEE(has_outstanding) || now < SEE(polled_at) + apart || pthread_mutex_trylock(&guard) != 0)
         return;
     CUstreamCaptureMode mode = relax_capture();
-    unsigned kept = 0, not_ready = 0;
+    unsigned kept = 0;
     STORE(polled_at, now);
     for (unsigned i = 0; i < outstanding_count; i++) {
         struct span *one = &outstanding[i];
-        CUresult result = not_ready < WEIGHT ? REAL(cuEventQuery)(one->behind ? one->behind : one->after) : CUDA_ERROR_NOT_READY;
+        CUresult result =
+            is_behind_others(one, kept) ? CUDA_ERROR_NOT_READY : REAL(cuEventQuery)(one->behind ? one->behind : one->after);
         if (result == CUDA_ERROR_NOT_READY) {
-            not_ready++;
             outstanding[kept++] = *one;
             continue;
         }
+        if (i == 0)
+            STORE(in_vain, 0);
         if (result == CUDA_SUCCESS) { /* else its context has ended */
-            note_done(one, limits, now);
+            note_done(one, now);
             done_at = now;
         }
         if (one->cost)
@@ -401,7 +423,7 @@ static double keep_up(int gpu, struct limits *limits, uint64_t now, uint64_t pol
 {
     struct usage_gpu *use = usage_of(gpu);
     double scale;
-    poll_outstanding(limits, now, poll_apart);
+    poll_outstanding(now, poll_apart);
     take_sample(use, limits, now);
     double share = share_of(use, limits, now, &scale);
     refill(use, share, BURST_NS * scale, now);
@@ -430,9 +452,11 @@ static bool are_enough_ahead(const struct launch *launch, int gpu, unsigned most
     pthread_mutex_lock(&guard);
     for (unsigned i = 0; i < outstanding_count; i++) {
         const struct span *one = &outstanding[i];
-        if (one->stream == launch->stream && one->gpu == gpu)
-            is_late |= !ahead++ &&
-                       now - (one->begun_at > done_at ? one->begun_at : done_at) > 2 * one->paid + SLACK_NS + (uint64_t)others_ns;
+        if (!is_in_stream(one, launch->stream, launch->is_per_thread, &open_span, gpu))
+            continue;
+        uint64_t since =
+            one->begun_at > done_at ? one->begun_at : done_at; /* another thread's `now` may be later than this one's */
+        is_late |= !ahead++ && now > since && now - since > 2 * one->paid + SLACK_NS + (uint64_t)others_ns;
     }
     pthread_mutex_unlock(&guard);
     return ahead >= most || is_late;
@@ -442,7 +466,7 @@ static bool are_enough_ahead(const struct launch *launch, int gpu, unsigned most
    before anybody knows that they are long. What waits here is behind the others in its stream anyway. */
 static bool is_to_wait(const struct launch *launch, const struct cost *cost, int gpu, const struct limits *limits, uint64_t now)
 {
-    poll_outstanding(limits, now, 0);
+    poll_outstanding(now, 0);
     unsigned all = SEE(has_outstanding);
     bool is_unknown = SEE(cost->ns) == 0 && (SEE(cost->is_outstanding) || all >= UNKNOWN_AT_ONCE);
     double others = within(limits->seen.companions, 0, 64);
@@ -459,17 +483,21 @@ static void pay_and_wait(const struct launch *launch, struct measurement *measur
     int gpu = measurement->gpu;
     struct usage_gpu *use = usage_of(gpu);
     double share = keep_up(gpu, limits, now, SLACK_NS);
-    for (uint64_t until = now + LONGEST_UNKNOWN_NS; limits->limits_cores && !span && now < until;) {
-        measurement->is_late = is_to_wait(launch, measurement->cost, gpu, limits, now);
-        if (!measurement->is_late)
+    /* What is ahead may wait for the host, which launches more before that: those behind it wait less and less. */
+    uint64_t until = now + LONGEST_UNKNOWN_NS / (1 + SEE(in_vain));
+    while (limits->limits_cores && !span && is_to_wait(launch, measurement->cost, gpu, limits, now)) {
+        if (now >= until) {
+            measurement->is_late = true;
+            atomic_fetch_add(&in_vain, 1);
             break;
+        }
         share = sleep_and_keep_up(gpu, limits, &now, SHORTEST_WAIT_NS);
     }
     uint64_t known = SEE(measurement->cost->ns), ordinary = SEE(ordinary_ns), earned = LOAD(use->earned);
     measurement->paid = known ? known : ordinary;
     int64_t had = ADD(use->tokens, -(int64_t)measurement->paid);
-    note_paid(use, (int64_t)measurement->paid, false);
-    while (limits->limits_cores && had < (span ? -BATCH_NS : 0) && (double)had > -MOST_DEBT_NS) {
+    ADD(use->launched, measurement->paid);
+    while (limits->limits_cores && had < 0 && !(span && span->paid < BATCH_NS) && (double)had > -MOST_DEBT_NS) {
         uint64_t debt = -(uint64_t)had,
                  paid = LOAD(use->earned) - earned; /* unsigned: the program may have written anything there */
         if (paid >= debt)
@@ -502,8 +530,18 @@ static CUevent recorded(CUstream stream, bool is_per_thread)
     return event;
 }
 
-static bool is_of(const struct span *span, CUstream stream, bool is_per_thread)
-{ return span->before && span->stream == stream && span->is_per_thread == is_per_thread; }
+/* The span that is open in this stream, or NULL. One of a context that is no more is forgotten with its events. */
+static struct span *span_in(CUstream stream, bool is_per_thread)
+{
+    CUcontext current = NULL;
+    if (open_span.before && open_span.generation != SEE(generation))
+        open_span.before = open_span.early = NULL;
+    if (!open_span.before || open_span.stream != stream || open_span.is_per_thread != is_per_thread)
+        return NULL;
+    /* Each context has its own of these. */
+    bool is_of_context = !stream || stream == CU_STREAM_LEGACY || stream == CU_STREAM_PER_THREAD;
+    return !is_of_context || (REAL(cuCtxGetCurrent)(&current) == CUDA_SUCCESS && current == open_span.context) ? &open_span : NULL;
+}
 
 static void drop(struct span *span)
 {
@@ -542,11 +580,26 @@ static void close_span(struct span *span, uint64_t now)
     }
 }
 
+/* The events of a thread that ends. */
+static pthread_key_t thread_key;
+static pthread_once_t key_once = PTHREAD_ONCE_INIT;
+static bool has_key;
+static void end_thread(void *unused)
+{
+    (void)unused;
+    if (open_span.before && open_span.generation == SEE(generation))
+        drop(&open_span);
+}
+static void make_key(void) { has_key = pthread_key_create(&thread_key, end_thread) == 0; }
+
 static struct span *begin_span(const struct launch *launch, const struct measurement *measurement, bool is_single)
 {
     struct span *one = is_single ? &single_span : &open_span;
     if (!has_real(SLOT_cuEventElapsedTime))
         return NULL;
+    pthread_once(&key_once, make_key);
+    if (has_key)
+        pthread_setspecific(thread_key, &open_span);
     if (one->before) /* of another stream, which may be no more: what its launches took stays what was expected */
         drop(one);
     *one = (struct span){.stream = launch->stream,
@@ -556,7 +609,10 @@ static struct span *begin_span(const struct launch *launch, const struct measure
                          .is_single = is_single,
                          .is_first = !SEE(has_outstanding),
                          .waited_ns = waited_ns,
-                         .waits = waits};
+                         .waits = waits,
+                         .thread = &open_span,
+                         .generation = SEE(generation)};
+    REAL(cuCtxGetCurrent)(&one->context);
     one->before = recorded(launch->stream, launch->is_per_thread);
     one->begun_at = now_ns();
     /* Whether the GPU has nothing to do and waits for the host: then the event is done within microseconds. */
@@ -594,8 +650,8 @@ void begin_launch(const struct launch *launch, struct measurement *measurement)
         STORE(has_begun, true);
         forget_scale(usage_of(measurement->gpu));
     }
-    measurement->cost = cost_of(launch, now);
-    struct span *span = is_of(&open_span, launch->stream, launch->is_per_thread) ? &open_span : NULL;
+    measurement->cost = cost_of(launch, measurement->gpu, now);
+    struct span *span = span_in(launch->stream, launch->is_per_thread);
     uint64_t known = SEE(measurement->cost->ns);
     bool has_gap = now - launched_at > SLACK_NS; /* the stream may have been idle for long */
     bool alternates = launch->stream != last_stream;
@@ -635,7 +691,7 @@ void end_launch(const struct launch *launch, const struct measurement *measureme
     struct usage_gpu *use = usage_of(measurement->gpu);
     if (!is_launched) { /* the driver refused it: nothing ran */
         settle(use, -(int64_t)measurement->paid);
-        note_paid(use, -(int64_t)measurement->paid, false);
+        ADD(use->launched, -measurement->paid);
         if (span && !span->launches)
             drop(span);
         return;
@@ -649,7 +705,8 @@ void end_launch(const struct launch *launch, const struct measurement *measureme
     span->is_contended = measurement->is_contended;
     if (span->launches == 1 && span->is_first && !span->is_single && !measurement->has_companions)
         span->early = recorded(span->stream, span->is_per_thread);
-    if (span->is_single || span->launches >= SPAN_LAUNCHES || span->paid >= SPAN_NS || LOAD(use->tokens) < -BATCH_NS)
+    if (span->is_single || span->launches >= SPAN_LAUNCHES || span->paid >= SPAN_NS ||
+        (span->paid >= BATCH_NS && LOAD(use->tokens) < 0))
         close_span(span, now_ns());
 }
 
@@ -658,8 +715,9 @@ void end_launch(const struct launch *launch, const struct measurement *measureme
 /* Before it: what others do meanwhile must not be in a span, and what comes after it is another program's, as far as anybody knows. */
 void begin_wait(CUstream stream, bool is_per_thread)
 {
-    if (is_of(&open_span, stream, is_per_thread) && open_span.launches && (open_span.is_contended || open_span.launches >= WEIGHT))
-        close_span(&open_span, now_ns());
+    struct span *span = span_in(stream, is_per_thread);
+    if (span && span->launches && (span->is_contended || span->launches >= WEIGHT) && !is_capturing(stream, is_per_thread))
+        close_span(span, now_ns());
 }
 
 void end_wait(uint64_t ns)
@@ -668,14 +726,37 @@ void end_wait(uint64_t ns)
     waits++;
 }
 
+/* A context is no more, nor are its events: their names may be those of the program's next ones. */
+void forget_launches_of(CUcontext context)
+{
+    unsigned kept = 0;
+    pthread_mutex_lock(&guard);
+    atomic_fetch_add(&generation, 1);
+    for (unsigned i = 0; i < outstanding_count; i++) {
+        if (outstanding[i].context != context)
+            outstanding[kept++] = outstanding[i];
+        else if (outstanding[i].cost)
+            STORE(outstanding[i].cost->is_outstanding, false);
+    }
+    outstanding_count = kept;
+    STORE(has_outstanding, kept);
+    for (struct latest *last = latest; last < latest + MOST_GPUS; last++)
+        if (last->context == context)
+            *last = (struct latest){0};
+    pthread_mutex_unlock(&guard);
+}
+
 void forget_launches(void)
 {
     guard = (pthread_mutex_t)PTHREAD_MUTEX_INITIALIZER;
-    open_span = single_span = (struct span){0}; /* the parent's, and their events */
+    atomic_fetch_add(&generation, 1); /* open spans are the parent's, and their events */
     memset(latest, 0, sizeof latest);
     if (atomic_exchange(&has_begun, false)) /* a function of the child may have the address of another one of the parent */
         memset(costs, 0, sizeof costs);
     outstanding_count = 0;
+    done_at = 0;
+    atomic_store(&polled_at, 0); /* its clock may be another one */
+    atomic_store(&in_vain, 0);
     atomic_store(&ordinary_ns, 0);
     atomic_store(&has_outstanding, 0);
 }

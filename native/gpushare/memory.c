@@ -702,8 +702,10 @@ static void drop_context(CUcontext context)
             break;
         }
     pthread_mutex_unlock(&contexts_guard);
-    if (context)
+    if (context) {
+        forget_launches_of(context);
         give_all_of(context);
+    }
 }
 
 static bool is_primary_active(CUdevice device)

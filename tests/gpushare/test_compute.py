@@ -21,12 +21,13 @@ pytestmark = pytest.mark.isolation
 
 CAPS = (10, 30, 50, 70, 90)
 SM_COUNTS = (20, 76, 132, 188)
+TURNS = {"slice_us": 2000, "switch_us": 130}
+"""For contexts next to each other. Without turns all launches run in the order in which they came, and an event of an idle
+stream is done while another context computes: so the other's kernels lie between two events, which an H200 does not show."""
 PLACES = 8  # for blocks, of a multiprocessor of the fake driver
 MOST_MEAN_ERROR, POINTS, POINTS_AT_FIRST = 2.0, 3.0, 6.0
 """Of the GPU's time: of a kernel on a GPU in the mean over all caps; of one run; of its first second, in which an idle share
 has 5 points saved."""
-TURNS = {"slice_us": 2000}
-"""As contexts of an H200 have them. Without it launches of several programs run one after the other, as on no GPU."""
 LEAST_OF_FULL = 2000 / 2130
 """Of a share on a full GPU it computes; the rest is lost at the beginnings of its turns."""
 POINTS_WITH_WRONG_EVENTS = 5.0
@@ -153,7 +154,7 @@ def test_processes_of_a_container_share_its_time_evenly(machine_with: MachineWit
 def test_two_shares_of_a_gpu_have_each_their_part(
     machine_with: MachineWith, sm_count: int, caps: tuple[int, int]
 ) -> None:
-    """The GPU is full, or nearly, and between a program's two events lie the other one's kernels."""
+    """The GPU is full, and the two take turns."""
     kernel = Kernel("wave", sm_count)
     machine = machine_with(**kernel.settings, **TURNS)
     shares = [machine.container(f"cap-{cap}", cores=100 * cap) for cap in caps]

@@ -54,7 +54,6 @@ CHOSEN = (
     "driver rows each: 30+60 1ms sync both",
 )
 _AWAY = "without the agent only how often another context had the GPU says how much of a long kernel's time is others'"
-_FIRST = "in its first second the largest share of a full GPU has not all of it yet"
 _TURNS = "a long kernel's part of the time between its events is computed for turns of 2 ms"
 OUTSIDE = {
     "data agent away 30 200x10us+20ms* + 60 1ms sync": _AWAY,
@@ -62,7 +61,6 @@ OUTSIDE = {
     "data agent away 30 50x1ms+50ms + 60 1ms sync": _AWAY,
     "data agent away 30 random 200:1 10us/20ms + 60 1ms sync": _AWAY,
     "30+60 100us sync both": "half of the GPU is lost in changes of context, which is noticed after the first second",
-    "20+30+50 1*": _FIRST,
     "driver turns of * ms: 30 1ms sync + 60 10ms sync": _TURNS,
     "driver changes of 20 us: 30 1ms sync + 60 10ms sync": "what a change of context loses is taken for 130 us",
 }

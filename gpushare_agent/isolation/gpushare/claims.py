@@ -17,7 +17,7 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from gpushare_agent.isolation.gpushare.format import CORES_OF_GPU, GpuLimits, Observed, Paid
-from gpushare_agent.isolation.gpushare.turns import CHANGE_NS, TURN_NS, Use, between_each_ns, busy_by, fullness
+from gpushare_agent.isolation.gpushare.turns import CHANGE_NS, FULL, TURN_NS, Use, between_each_ns, busy_by, fullness
 from gpushare_agent.model.allocations import ContainerKey
 
 MEAN_NS = 1_000_000_000
@@ -62,7 +62,8 @@ class Claim(Struct):
     at_ns: int = 0
     launches: int = 0
     launched_at_ns: int = -ACTIVE_NS
-    _most: float = 0.0
+    most: float = 0.0
+    """Of the GPU's time is believed: its share, or its ceiling."""
     _all: _Payments = field(default_factory=_Payments)
     _long: _Payments = field(default_factory=_Payments)
     _present: _Payments = field(default_factory=_Payments)
@@ -74,7 +75,7 @@ class Claim(Struct):
 
     def note(self, at_ns: int, most: float, paid: Paid) -> None:
         """One reading; `most` of the GPU's time is believed."""
-        passed_ns, is_first, self._most = at_ns - self.at_ns, self.at_ns == 0, most
+        passed_ns, is_first, self.most = at_ns - self.at_ns, self.at_ns == 0, most
         if passed_ns <= 0:
             return
         if paid.launches != self.launches and not is_first:
@@ -105,7 +106,7 @@ class Claim(Struct):
     @property
     def ratio(self) -> float:
         """Of the GPU's time. A resize may have taken some of the share since."""
-        return min(self._all.mean, self._most)
+        return min(self._all.mean, self.most)
 
     def use(self, sharers: int) -> Use:
         """Among so many that compute. The kernels of a small share cannot be there all the time."""
@@ -128,6 +129,7 @@ class Claims(Struct):
     of: dict[ContainerKey, Claim] = field(default_factory=dict)
     full: float = 0.0
     _told_at_ns: int = 0
+    _active: frozenset[ContainerKey] = frozenset()
 
     def note(self, key: ContainerKey, limits: GpuLimits, at_ns: int, paid: Paid) -> None:
         most = CORES_OF_GPU if limits.cores is None else max(limits.cores, limits.ceiling or 0)
@@ -152,6 +154,10 @@ class Claims(Struct):
         passed_s = min(at_ns - self._told_at_ns, MEAN_NS) / _S
         self._told_at_ns = at_ns
         by_all = busy_by(uses.values()) if busy is None else busy
+        begins = active.keys() - self._active
+        self._active = frozenset(active)
+        if begins and sum(one.most for one in active.values()) > FULL:
+            self.full = 1.0  # who begins has a second without it otherwise
         self.full = fullness(self.full, by_all, passed_s) if len(uses) > 1 else 0.0
         own_and_others = {**dict.fromkeys(seen, _NOBODY), **uses}
         between_ns = dict(zip(own_and_others, between_each_ns(tuple(own_and_others.values()), busy), strict=True))
