@@ -494,7 +494,7 @@ static void pay_and_wait(const struct launch *launch, struct measurement *measur
         share = sleep_and_keep_up(gpu, limits, &now, SHORTEST_WAIT_NS);
     }
     uint64_t known = SEE(measurement->cost->ns), ordinary = SEE(ordinary_ns), earned = LOAD(use->earned);
-    measurement->paid = known ? known : ordinary;
+    measurement->paid = known ? known : ordinary ? ordinary : HOST_NS; /* its events may fail, too */
     int64_t had = ADD(use->tokens, -(int64_t)measurement->paid);
     ADD(use->launched, measurement->paid);
     while (limits->limits_cores && had < 0 && !(span && span->paid < BATCH_NS) && (double)had > -MOST_DEBT_NS) {
