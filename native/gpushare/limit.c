@@ -663,16 +663,16 @@ void begin_launch(const struct launch *launch, struct measurement *measurement)
                                : measurement->is_contended ? SPAN_NS
                                                            : SLACK_NS) ||
                      has_gap || ((!span || alternates) && is_drawn());
+    bool is_ahead = false;
     if (span && span->early && (span->launches == WEIGHT || span->launches == 3 * WEIGHT)) {
-        if (!is_done(span->early)) { /* nothing was ahead of it: they are long */
+        /* Nothing was ahead of the span: the launch before the event is done by now, or they are long. */
+        is_ahead = !is_done(span->early) || record(span->early, launch->stream, launch->is_per_thread) != CUDA_SUCCESS;
+        if (is_ahead && now - span->begun_at > 2 * known * (span->launches == WEIGHT ? 1 : WEIGHT) + 2 * HOST_NS) {
             STORE(measurement->cost->ns, 0);
             is_single = true;
-        } else if (record(span->early, launch->stream, launch->is_per_thread) != CUDA_SUCCESS) {
-            destroy(span->early);
-            span->early = NULL;
         }
     }
-    if (span && is_single) {
+    if (span && (is_single || is_ahead)) {
         close_span(span, now);
         span = NULL;
     }

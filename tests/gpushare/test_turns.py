@@ -60,6 +60,7 @@ OUTSIDE = {
     "data agent away 30 1000x5us+50ms* + 60 1ms sync": _AWAY,
     "data agent away 30 50x1ms+50ms + 60 1ms sync": _AWAY,
     "data agent away 30 random 200:1 10us/20ms + 60 1ms sync": _AWAY,
+    "data 30 warm-up 5us then 10ms": "what turns long within a span is noticed after 24 launches: 38 in the first second",
     "30+60 100us sync both": "half of the GPU is lost in changes of context, which is noticed after the first second",
     "driver turns of * ms: 30 1ms sync + 60 10ms sync": _TURNS,
     "driver changes of 20 us: 30 1ms sync + 60 10ms sync": "what a change of context loses is taken for 130 us",
