@@ -151,7 +151,7 @@ def bare_facts(machine: Machine) -> Values:
 
 def bare_launches(machine: Machine) -> Values:
     """Rates with which shares are compared: of the kinds that run the same kernel it is the GPU's own, by two events around
-    a launch, for who waits for each launch does not reach it."""
+    a launch: a program that waits for each one does not reach it."""
     outcome = machine.probe_bare(
         *(launch_action(machine, kind, machine.durations.bare_s) for kind in LAUNCH_KINDS), _events(machine, "alone"),
         timeout_s=30.0,

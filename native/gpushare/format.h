@@ -32,9 +32,9 @@ struct config_gpu {
     uint64_t busy_since, busy_until;
     uint64_t busy_ns;   /* in samples that name a process of this container */
     uint64_t others_ns; /* in those that name another one: together the whole GPU's, whichever process a sample names */
-    /* What the agent sees in the others' `usage`, none of which can say more than its share. */
+    /* What the agent sees in the others' `usage`: of none is more believed than its share, or its ceiling. */
     uint32_t told_at;    /* milliseconds, of CLOCK_MONOTONIC, wrapping; 0: nothing yet */
-    uint16_t companions; /* containers that have launched something in the last second */
+    uint16_t companions; /* others that launched something in the last second, or still pay for it */
     uint16_t full;       /* in hundredths of a percent: how much of what its turns lose at their beginning this container pays */
 };
 
@@ -71,11 +71,11 @@ struct usage_gpu {
     uint64_t changed_at;  /* when a process last took or gave memory */
     int64_t unattributed; /* what the driver has of the container's processes and no slot: modules, rounding; may be negative */
     uint64_t refused;     /* allocations */
-    /* Compute: nanoseconds of GPU, as the processes estimate their launches */
+    /* Compute: nanoseconds of GPU: what launches were expected to take, put right when events say what they took */
     int64_t tokens;  /* what may still be launched; negative: a debt, of launches that wait, too */
     uint64_t earned; /* all that was ever refilled: by it a launch knows when its turn has come */
     uint64_t refilled_at;
-    uint64_t launched; /* sum of all launches so far */
+    uint64_t launched; /* what all have paid so far; less, too, where it was too much */
     uint64_t launches;
     uint64_t throttled; /* nanoseconds that launches have waited */
     /* Feedback, written by who takes the sample: sampled_at goes from one busy_until to another by compare-and-swap */

@@ -238,7 +238,7 @@ static CUresult launch_graph(CUresult (*real)(CUgraphExec, CUstream), CUgraphExe
         begin_launch(&launch, &measurement);
     CUresult result = launch_with_memory(real, executable, stream, &graph, device);
     if (computes)
-        end_launch(&launch, &measurement, result == CUDA_SUCCESS);
+        end_launch(&measurement, result == CUDA_SUCCESS);
     return result;
 }
 

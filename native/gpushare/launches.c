@@ -8,7 +8,7 @@
     struct measurement measurement;                                                                                        \
     begin_launch(&launch, &measurement);                                                                                   \
     CUresult result = call;                                                                                                \
-    end_launch(&launch, &measurement, result == CUDA_SUCCESS);                                                             \
+    end_launch(&measurement, result == CUDA_SUCCESS);                                                                      \
     return result
 
 static uint64_t product(unsigned x, unsigned y, unsigned z) { return (uint64_t)x * y * z; }
@@ -117,12 +117,12 @@ HOOK(cuStreamSynchronize_ptsz, (CUstream stream), (stream))
 }
 HOOK(cuCtxSynchronize_v2, (CUcontext context), (context))
 {
-    WAIT((void)0, real(context));
+    WAIT((begin_wait(NULL, false), begin_wait(NULL, true)), real(context));
     return result;
 }
 HOOK(cuEventSynchronize, (CUevent event), (event))
 {
-    WAIT((void)0, real(event));
+    WAIT((void)0, real(event)); /* nobody knows of which stream */
     return result;
 }
 EXPORTED CUresult cuCtxSynchronize(void) /* HOOK has no list without parameters */

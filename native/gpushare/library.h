@@ -134,7 +134,7 @@ void forget_graphs(void);
 
 /* ---- limit.c ---- */
 
-/* What is launched, for the table of costs: the same function with the same blocks costs the same. */
+/* What is launched. A kind is the same function with about as many blocks and as many threads. */
 struct launch {
     const void *what;
     uint64_t blocks, threads;
@@ -148,9 +148,10 @@ struct measurement {
     uint64_t paid, now;
     bool is_contended, has_companions, is_late;
 };
-/* Before it: pays what it costs, and waits until the container's share of the GPU allows it. After it: measures it now and then. */
+/* Before it: pays what its kind took, and waits until the container's share of the GPU allows it. After it: counts it in a span, and
+   closes that where it is due. */
 void begin_launch(const struct launch *launch, struct measurement *measurement);
-void end_launch(const struct launch *launch, const struct measurement *measurement, bool is_launched);
+void end_launch(const struct measurement *measurement, bool is_launched);
 /* Before the program waits for what it has launched in that stream, and after it. */
 void begin_wait(CUstream stream, bool is_per_thread);
 void end_wait(uint64_t ns);

@@ -3,11 +3,11 @@
  * What is shared is time of the GPU, in nanoseconds, in one bucket for all processes of the container:
  *
  *   refill   elapsed time · share, up to BURST_NS; so what was not used is lost, and an idle program may begin at once
- *   launch   pays at once what it is expected to take, and goes on while the debt is small. Else it waits until as much was refilled as
- *            the bucket lacked before it: so all processes and threads have their turns in the order in which they came
+ *   launch   pays at once what it is expected to take. In debt, once its batch is full, it waits until as much was refilled as the
+ *            bucket lacked before it: so all processes and threads have their turns in the order in which they came
  *   span     launches that follow each other in a stream, between two events. What the events say, less what was expected, is paid
  *            when they are done: so every launch pays what it took in the end, also a kernel that is short today and long tomorrow
- *   kind     the same function with about as many blocks: what is expected of it is the mean of spans of one launch
+ *   kind     the same function with about as many blocks, and as many threads: what is expected of it is the mean of spans of one launch
  *
  * Contexts of a GPU take turns, and a span that lies in one turn says nothing but the truth. So launches go in batches of half a turn
  * while other containers compute, the next batch when the one before it is done. A kernel of several turns is longer by the turns of
@@ -25,7 +25,7 @@
 
 #define SECOND_NS 1000000000u
 #define BURST_NS 50000000.0           /* that an idle container has saved: five points of a program's first second */
-#define BATCH_NS 500000u               /* of debt, before a launch waits: then two events are a hundredth of what they measure */
+#define BATCH_NS 500000u               /* that a span in debt may have: then two events are a hundredth of it */
 #define SPAN_NS 1000000u              /* half of a turn */
 #define TURN_NS 2e6                   /* of a context, where another one has work: NVIDIA's default time slice */
 #define CHANGE_NS 130000.0            /* what a context loses at the beginning of its turn (H200, measured) */
@@ -682,10 +682,9 @@ void begin_launch(const struct launch *launch, struct measurement *measurement)
         measurement->span = begin_span(launch, measurement, is_single || measurement->is_late);
 }
 
-void end_launch(const struct launch *launch, const struct measurement *measurement, bool is_launched)
+void end_launch(const struct measurement *measurement, bool is_launched)
 {
     struct span *span = measurement->span;
-    (void)launch;
     if (!measurement->cost)
         return;
     struct usage_gpu *use = usage_of(measurement->gpu);

@@ -120,7 +120,8 @@ def _machine() -> str:
     return (
         f"{gpu_name()}, {machine['memory_mib']:,} MiB, driver {machine['driver']}, CUDA {machine['cuda']}; "
         f"{results()['started'][:10]}, agent {results()['package']['commit'][:8]}; a context takes "
-        f"{context['context_mib']:.0f} MiB and {context['start_s']:.2f} s:"
+        f"{context['context_mib']:.0f} MiB and {context['start_s']:.2f} s"
+        + ("; compute of gpushare is the former regulator's:" if is_former() else ":")
     )
 
 

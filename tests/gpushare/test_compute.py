@@ -66,7 +66,7 @@ BUDGET = [
 
 @pytest.mark.parametrize(("sm_count", "kind"), BUDGET)
 def test_the_error_budget(machine_with: MachineWith, sm_count: int, kind: str) -> None:
-    """From the first second of a program on, for what its launches took is measured at once."""
+    """From the first second of a program on: what its launches took is measured at once."""
     kernel = Kernel(kind, sm_count)
     machines = [machine_with(**kernel.settings) for _ in CAPS]
     with ThreadPoolExecutor(os.cpu_count()) as threads:

@@ -2,7 +2,7 @@
 numbers.
 
 Without libgpushare, but for shares by costs alone. What two programs did on the GPU is compared as a part of what one did
-alone, for the fake driver's kernel of a millisecond is not exactly the recorded one.
+alone: the fake driver's kernel of a millisecond is not exactly the recorded one.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ RECORDED = Path(__file__).parents[3] / "shared" / "data" / "h200"
 pytestmark = [
     pytest.mark.isolation,
     pytest.mark.skipif(
-        not RECORDED.is_dir(), reason="the recordings are not there: ../shared/data/h200 beside the checkout"
+        not RECORDED.is_dir(), reason="the recordings are not there: ../shared/data/h200 next to the checkout"
     ),
 ]
 

@@ -14,7 +14,7 @@
  *   rest        0        and after each time that it has waited
  *   graph       0        not 0: each launch is a graph of so many such kernels
  *   update      0        1: one graph, which is updated before each launch
- *   blocks      16384    fewer than the GPU has places for: kernels of several streams fit beside each other
+ *   blocks      16384    fewer than the GPU has places for: kernels of several streams fit next to each other
  *   set         0        MiB of memory that are set after the last length of `us`
  *   timed       0        1: kernels of one block that wait for their time to pass
  *   period      0        not 0: launches begin so many microseconds apart, at least

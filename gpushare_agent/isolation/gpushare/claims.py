@@ -6,7 +6,7 @@ A container may write anything into its `usage`. Its counters are numbers of 64 
     much at once           is believed over CARRIED_NS: a long kernel pays at its launch, and the next one waits
     less than before       is taken off what follows: what a launch has paid too much is given back
 
-So whoever boasts gives its own share away, and whoever hides its use is seen in the driver's samples alone (BusyCount).
+So whoever boasts gives its own share away, and whoever hides its use is seen in the driver's samples alone (observed.BusyCount).
 """
 
 from __future__ import annotations
@@ -120,7 +120,8 @@ class Claim(Struct):
         )
 
     def is_active(self, at_ns: int) -> bool:
-        return at_ns - self.launched_at_ns < ACTIVE_NS or self._all.carried_ns > 0
+        is_paying = self._all.carried_ns > 0 and at_ns - self.at_ns < CARRIED_NS  # one that cannot be read any more is not
+        return at_ns - self.launched_at_ns < ACTIVE_NS or is_paying
 
 
 class Claims(Struct):

@@ -53,10 +53,10 @@ IDLE_PERIOD_S = 0.5
 ROUND_PERIOD_S = 30.0
 """So often a round is requested although all processes are known: whose a claim's are may change while they run."""
 RUNS_FOR_S = 5.0
-"""So long after its last launch a container is told what the driver shows."""
+"""So long after its last launch a container is told what the driver shows, and what others pay."""
 READING_PERIOD_S = 0.1
 LONGEST_PAUSE_S = 1.0
-"""libgpushare's limit is right with a reading a second, too: it notices a wrong cost later."""
+"""What it is told libgpushare believes for 3 s (limit.c, TOLD_MS), so a reading a second is enough."""
 PART_OF_PROCESSOR = 20
 """Readings have a twentieth of a processor, and half of the time, for the driver serves the programs too."""
 
@@ -107,7 +107,7 @@ class BusyCount(Struct):
         """`before` with what is counted of the container, and what it used at that time where that is known.
 
         Of a container of which no process is known, as of all without the host's PID namespace, it is not known how busy it
-        is. Said as 0, it would be as idle as one whose costs are far too high, and be given more and more.
+        is. Said as 0, its payments would seem far too high next to what the GPU was busy, and it would be given more and more.
         """
         own_ns = self.by_container.get(key, 0)
         return replace(
@@ -258,13 +258,13 @@ class ObservedContainers(Struct, kw_only=True, eq=False):
         """Which containers compute, and whether their limits are right."""
         shares = dict(self.shares())
         self._keep(shares)
-        known = self._running()  # `read` reads those
+        known = {key: one for key, one in self._running().items() if one.gpus}  # `read` reads those
         there = await self._note_paid({key: len(limits) for key, limits in shares.items() if key not in known})
         wrong = {key: shares[key] for key in (*there, *known) if shares[key] != self._containers[key].limits}
         if wrong:
             await self._write_limits(wrong)
         running = self._running()
-        self.files.release(running)
+        await self._call(partial(self.files.release, tuple(running)), "releasing the files of containers")
         if running:
             if self._is_round_due(running):
                 self._request()
@@ -311,7 +311,7 @@ class ObservedContainers(Struct, kw_only=True, eq=False):
             used = used_bytes(busy, owners)
             for key, one in on_gpu.get(uuid, {}).items():
                 one.seen[uuid] = count.observed(key, one.seen.get(uuid, Observed()), busy.at_ns, used.get(key))
-        await self._note_paid({key: len(one.gpus) for key, one in running.items()})
+        await self._note_paid({key: len(one.gpus) for key, one in running.items() if one.gpus})
         # Without those that have ended meanwhile, or have other files now.
         running = {key: one for key, one in running.items() if self._containers.get(key) is one}
         at_ns = self._now_ns()
@@ -340,7 +340,7 @@ class ObservedContainers(Struct, kw_only=True, eq=False):
 
     def _note_paid_of(self, key: ContainerKey, at_ns: int, paid: Sequence[Paid]) -> None:
         one, launches = self._containers[key], sum(each.launches for each in paid)
-        if launches < one.launches:  # its files were made anew
+        if launches < one.launches:  # its files were made again
             self._containers[key] = one = _Container()
             for claims in self._claims.values():
                 claims.of.pop(key, None)

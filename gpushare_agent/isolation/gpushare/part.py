@@ -38,7 +38,7 @@ def build(host: IsolationHost) -> IsolationPart:
     last: tuple[object, GpuInventory | None, dict[ContainerKey, tuple[GpuLimits, ...]]] = ((), None, {})
 
     def shares() -> Mapping[ContainerKey, tuple[GpuLimits, ...]]:
-        """Asked once a second, so made anew only where an allocation, a pod or a GPU has changed."""
+        """Asked up to four times a second, so made again only where an allocation, a pod or a GPU has changed."""
         nonlocal last
         version, inventory = node.claim_pods.version, node.gpus()
         if last[0] == version and last[1] is inventory:

@@ -22,7 +22,7 @@ HIDDEN = 0.15
 FULL = 0.935
 """Of the GPU's time, said in whole percents: above it the GPU has none left."""
 FILLS_A_SECOND, EMPTIES_A_SECOND = 300.0, 2.0
-"""A GPU that is 95 percent busy is full within half a second, and slowly less so, for being full is what makes room."""
+"""A GPU that is 95 percent busy is full within half a second, and slowly less so: being full is what makes room."""
 _LEAST_TOGETHER = 0.05
 _GAUSS = (
     (0.019855071751231884, 0.050614268145188130), (0.101666761293186630, 0.111190517226687235),

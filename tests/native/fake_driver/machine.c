@@ -629,7 +629,7 @@ static void push(unsigned lane, sim_item item, gpu_event *event)
         begin();
         sim_context *context = advance();
         uint64_t left = context ? context->lanes[lane].left : 0;
-        if (event) {
+        if (event && context) {
             sim_event *shared = &context->events[event->index % EVENTS];
             *shared = (sim_event){.record = ++event->record};
             item.event = event->index, item.record = event->record;
