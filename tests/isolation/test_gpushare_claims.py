@@ -206,3 +206,29 @@ def test_a_container_whose_file_cannot_be_read_any_more_computes_no_more() -> No
     """It has paid for seconds of its share, and then shortened its `usage`: no reading comes after that."""
     found, at_ns = claim([paid(0, 1), paid(5000, 2)])
     assert found.is_active(at_ns + 1000 * MS) and not found.is_active(at_ns + 3000 * MS)
+
+
+def told_of_others(others_ms: Iterable[int], busy: float, own: float = 0.3, other: float | None = None) -> Observed:
+    """What a container is told that pays `own` of the time, next to another one that says `other`."""
+    claims, seen, at_ns = Claims(), Observed(), BEGAN
+    for n, others in enumerate(others_ms):
+        at_ns = BEGAN + n * 100 * MS
+        claims.note(A, limits(3000), at_ns, paid(100 * own * n, n, 100 * own * n))
+        if other is not None:
+            claims.note(B, limits(6000), at_ns, paid(100 * other * n, n))
+        seen = claims.tell({A: Observed(others_ns=others * MS)}, at_ns, busy)[A]
+    return seen
+
+
+def test_one_that_hides_what_it_computes_is_a_companion() -> None:
+    """The GPU is busy for more than is paid, and the driver names somebody else; but not where it names nobody."""
+    assert told_of_others(range(0, 4000, 100), 0.99).companions == 1
+    assert told_of_others(range(0, 4000, 100), 0.99).between_us > 1000
+    assert told_of_others([0] * 40, 0.99).companions == 0
+    assert told_of_others(range(0, 4000, 100), 0.35).companions == 0
+
+
+def test_what_another_says_is_not_believed_beyond_what_the_gpu_was_busy() -> None:
+    """It says 60 and computes nothing: from a second and a half on."""
+    honest, boasting = (told_of_others([0] * 40, busy, other=0.6) for busy in (0.9, 0.3))
+    assert honest.between_us > 500 and boasting.between_us == 0

@@ -6,7 +6,8 @@ A container may write anything into its `usage`. Its counters are numbers of 64 
     much at once           is believed over CARRIED_NS: a long kernel pays at its launch, and the next one waits
     less than before       is taken off what follows: what a launch has paid too much is given back
 
-So whoever boasts gives its own share away, and whoever hides its use is seen in the driver's samples alone (observed.BusyCount).
+So whoever boasts gives its own share away, and whoever hides its use is seen as time that the GPU was busy and nobody paid
+for.
 """
 
 from __future__ import annotations
@@ -17,12 +18,23 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from gpushare_agent.isolation.gpushare.format import CORES_OF_GPU, GpuLimits, Observed, Paid
-from gpushare_agent.isolation.gpushare.turns import CHANGE_NS, FULL, TURN_NS, Use, between_each_ns, busy_by, fullness
+from gpushare_agent.isolation.gpushare.turns import (
+    CHANGE_NS,
+    FULL,
+    TURN_NS,
+    Use,
+    between_each_ns,
+    busy_by,
+    fullness,
+    hidden_by,
+)
 from gpushare_agent.model.allocations import ContainerKey
 
 MEAN_NS = 1_000_000_000
 ACTIVE_NS = 1_000_000_000
 """So long after its last launch a container counts as one that computes."""
+SETTLED_NS = 1_500_000_000
+"""So long after one has begun the driver's samples show it as much as the others."""
 CARRIED_NS = 2_000_000_000
 """What is paid above the share is believed for so long at most."""
 _WRAP = 1 << 64
@@ -120,7 +132,9 @@ class Claim(Struct):
         )
 
     def is_active(self, at_ns: int) -> bool:
-        is_paying = self._all.carried_ns > 0 and at_ns - self.at_ns < CARRIED_NS  # one that cannot be read any more is not
+        is_paying = (
+            self._all.carried_ns > 0 and at_ns - self.at_ns < CARRIED_NS
+        )  # one that cannot be read any more is not
         return at_ns - self.launched_at_ns < ACTIVE_NS or is_paying
 
 
@@ -131,6 +145,9 @@ class Claims(Struct):
     full: float = 0.0
     _told_at_ns: int = 0
     _active: frozenset[ContainerKey] = frozenset()
+    _begun_at_ns: int = 0
+    _others: dict[ContainerKey, tuple[int, int]] = field(default_factory=dict)
+    """Of each that was told: how long the driver named others, and when that last grew."""
 
     def note(self, key: ContainerKey, limits: GpuLimits, at_ns: int, paid: Paid) -> None:
         most = CORES_OF_GPU if limits.cores is None else max(limits.cores, limits.ceiling or 0)
@@ -139,6 +156,7 @@ class Claims(Struct):
     def keep(self, keys: Collection[ContainerKey]) -> None:
         """Forgets all others."""
         self.of = {key: claim for key, claim in self.of.items() if key in keys}
+        self._others = {key: others for key, others in self._others.items() if key in keys}
 
     def ratio(self, key: ContainerKey, at_ns: int) -> float | None:
         """What the container pays; None where it has launched nothing of late."""
@@ -157,14 +175,24 @@ class Claims(Struct):
         by_all = busy_by(uses.values()) if busy is None else busy
         begins = active.keys() - self._active
         self._active = frozenset(active)
+        if begins:
+            self._begun_at_ns = at_ns
         if begins and sum(one.most for one in active.values()) > FULL:
             self.full = 1.0  # who begins has a second without it otherwise
         self.full = fullness(self.full, by_all, passed_s) if len(uses) > 1 else 0.0
         own_and_others = {**dict.fromkeys(seen, _NOBODY), **uses}
-        between_ns = dict(zip(own_and_others, between_each_ns(tuple(own_and_others.values()), busy), strict=True))
+        between = between_each_ns(
+            tuple(own_and_others.values()), busy, is_settled=at_ns - self._begun_at_ns > SETTLED_NS
+        )
+        between_ns = dict(zip(own_and_others, between, strict=True))
+        is_hidden = hidden_by(uses.values(), busy) > 0
         found = {}
         for key, one in seen.items():
-            others = len(uses) - (key in uses)
+            named_ns, named_at_ns = self._others.get(key, (one.others_ns, -ACTIVE_NS))
+            named_at_ns = at_ns if one.others_ns != named_ns else named_at_ns
+            self._others[key] = one.others_ns, named_at_ns
+            # One that hides what it computes is a companion, too, to those next to which the driver names others.
+            others = len(uses) - (key in uses) + (is_hidden and at_ns - named_at_ns < ACTIVE_NS)
             found[key] = replace(
                 one,
                 told_at_ms=at_ns // _MS % (1 << 32) or 1,

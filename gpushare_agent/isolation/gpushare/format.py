@@ -60,9 +60,9 @@ class Observed(Struct, frozen=True, kw_only=True):
     `busy_ns` is how long the GPU was busy between `busy_since_ns` and `busy_until_ns` by samples that name a process of the
     container, `others_ns` by those that name another one. `busy_until_ns` of 0: the driver does not say.
 
-    `companions` is how many others have launched something in the last second before `told_at_ms`, or still pay for it. `full`, in hundredths of
-    a percent, is how much of what its turns lose at their beginning the container is to pay, and `between_us` how long the
-    others compute between two of them, in microseconds (turns.py).
+    `companions` is how many others have launched something in the last second before `told_at_ms`, or still pay for it.
+    `full`, in hundredths of a percent, is how much of what its turns lose at their beginning the container is to pay, and
+    `between_us` how long the others compute between two of them, in microseconds (turns.py).
     """
 
     at_ns: int = 0

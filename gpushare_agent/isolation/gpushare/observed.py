@@ -107,7 +107,7 @@ class BusyCount(Struct):
         """`before` with what is counted of the container, and what it used at that time where that is known.
 
         Of a container of which no process is known, as of all without the host's PID namespace, it is not known how busy it
-        is. Said as 0, its payments would seem far too high next to what the GPU was busy, and it would be given more and more.
+        is. Said as 0, its payments would seem far too high next to what the GPU was busy, and it would be given ever more.
         """
         own_ns = self.by_container.get(key, 0)
         return replace(

@@ -19,6 +19,8 @@ TURN_NS = 2_000_000
 CHANGE_NS = 130_000
 HIDDEN = 0.15
 """Of the GPU's time: busy beyond all that was paid, and taken for a container that does not say so."""
+BOASTED = 0.22
+"""Paid beyond what the GPU was busy, and not believed: a driver's samples may be a second old."""
 FULL = 0.935
 """Of the GPU's time, said in whole percents: above it the GPU has none left."""
 FILLS_A_SECOND, EMPTIES_A_SECOND = 300.0, 2.0
@@ -49,31 +51,49 @@ class Use(Struct, frozen=True, kw_only=True):
     turn_ns: float
 
 
-def between_each_ns(uses: Sequence[Use], busy: float | None) -> list[float]:
+def between_each_ns(uses: Sequence[Use], busy: float | None, *, is_settled: bool = True) -> list[float]:
     """Of each of these containers on a GPU: how long the others compute between two turns of it while it computes without
-    a pause. `busy` is the part of the time in which the driver saw the GPU busy; None: it does not say.
+    a pause. `busy` is the part of the time in which the driver saw the GPU busy; None: it does not say. `is_settled`: it
+    is of these containers, none of which has just begun.
 
     Ten times a second for up to 100 of them, so what is of all is made once, and of that each one's own is taken out.
     """
     short = [max(0.0, one.paid - one.long) for one in uses]
     present = [one.present for one in uses]
     together = 1.0
+    if hidden := hidden_by(uses, busy):
+        present.append(min(1.0, 1.5 * hidden))  # it has turns where it has to wait, as all have
     if busy is not None:
-        hidden = busy - sum(one.paid + one.changes for one in uses)
-        if hidden > HIDDEN:
-            present.append(min(1.0, 1.5 * hidden))  # it has turns where it has to wait, as all have
         by_chance = sum(present) - (1 - math.prod(1 - one for one in present))
         if by_chance > _LEAST_TOGETHER:
             together = min(2.0, max(0.5, (sum(present) - (busy - sum(short))) / by_chance))
     there = [min(1.0, together * one) for one in present]
     chances = [weight * math.prod(1 - one + one * at for one in there) for at, weight in _GAUSS]
-    all_short, turns_ns, found = sum(short), sum(one.turn_ns for one in uses), []
+    all_short, paid, turns_ns = sum(short), sum(one.paid for one in uses), sum(one.turn_ns for one in uses)
+    found = []
     for use, own_short, own in zip(uses, short, there, strict=False):
         part = sum(chance / (1 - own + own * at) for chance, (at, _) in zip(chances, _GAUSS, strict=True))
         others_short = min(all_short - own_short, _SHORT_AT_MOST)
         between = min(TURN_NS * others_short / (1 - others_short), turns_ns - use.turn_ns)
-        found.append(TURN_NS * (1 / part - 1) + max(0.0, between))
+        found.append(
+            (TURN_NS * (1 / part - 1) + max(0.0, between))
+            * (_believed(use.paid, paid - use.paid, busy) if is_settled else 1)
+        )
     return found
+
+
+def _believed(own: float, others: float, busy: float | None) -> float:
+    """Which part of what others say that they paid: all, unless the GPU was busy for less."""
+    if busy is None or own + others - busy < BOASTED:
+        return 1.0
+    return min(1.0, max(0.0, busy - own) / others) if others > 0 else 1.0
+
+
+def hidden_by(uses: Collection[Use], busy: float | None) -> float:
+    """For how much of the time somebody computes who does not say so; 0 for little, and where the driver does not say how
+    busy the GPU is."""
+    hidden = 0.0 if busy is None else busy - sum(one.paid + one.changes for one in uses)
+    return hidden if hidden > HIDDEN else 0.0
 
 
 def busy_by(uses: Collection[Use]) -> float:
