@@ -138,6 +138,8 @@ async def test_an_instance_that_waits_reports_no_annotation() -> None:
             pod("share", container(cores=30, blocks=8), annotations={"tencent.com/vcuda-core-limits": "60"})
         )
         await wait_running(node, "share")
+        store = agent.parts.cluster.store
+        await poll_until(lambda: any(one.name == "share" for one in store.pods()), "the agent seeing the pod")
         agent.parts.cluster.may_write.set()
         node.api.create_pod(
             pod("next", container(cores=30, blocks=8), annotations={"tencent.com/vcuda-core-limits": "6"})
