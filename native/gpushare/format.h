@@ -56,6 +56,13 @@ static_assert(offsetof(struct config, pod_uid) == 128 && offsetof(struct config,
               "the fixed part of gpushare.config ends before the GPUs");
 static_assert(sizeof(struct config) == CONFIG_BYTES, "one page");
 
+/* ---- turns of contexts, as both sides take them ---- */
+
+enum {
+    TURN_NS = 2000000,  /* of a context, where another one has work: NVIDIA's default time slice */
+    CHANGE_NS = 130000, /* what a context loses at the beginning of its turn (H200, measured) */
+};
+
 /* ---- usage ---- */
 
 #define USAGE_MAGIC "GPSU"

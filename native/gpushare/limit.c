@@ -26,9 +26,7 @@
 #define SECOND_NS 1000000000u
 #define BURST_NS 50000000.0           /* that an idle container has saved: five points of a program's first second */
 #define BATCH_NS 500000u               /* that a span in debt may have: then two events are a hundredth of it */
-#define SPAN_NS 1000000u              /* half of a turn */
-#define TURN_NS 2e6                   /* of a context, where another one has work: NVIDIA's default time slice */
-#define CHANGE_NS 130000.0            /* what a context loses at the beginning of its turn (H200, measured) */
+#define SPAN_NS (TURN_NS / 2)
 #define HOST_NS 5000u /* that a call of the driver takes: an idle GPU has done an event, or the host notices that it has */
 #define SLACK_NS 200000u /* below it events, questions for them and pauses of the host are not worth a measurement */
 #define SHORTEST_WAIT_NS 50000u /* what a sleep takes at least, about */

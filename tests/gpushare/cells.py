@@ -329,14 +329,14 @@ def cell_named(name: str) -> Cell:
 
 
 def run(
-    machine: Machine, cell: Cell, *, bare: Sequence[int] = (), checkout: Path = ROOT, seed: int | None = None
+    machine: Machine, cell: Cell, *, bare: Sequence[int] = (), checkout: Path = ROOT, lies: str = ""
 ) -> list[Found]:
-    """Of each container. Those in `bare` run without libgpushare; with a seed the last one's `usage` is overwritten with
-    random bytes for three seconds."""
+    """Of each container. Those in `bare` run without libgpushare; where it `lies`, the last one's `usage` is written over
+    as liar.py says."""
     built, clock = machine.built, machine.directory / "clock"
     clock.write_bytes(b"")
     processes = sum(len(each.programs) + bool(each.resized) for each in cell.tenants)
-    virtual = {"VIRTUAL_TIME": str(clock), "VIRTUAL_COUNT": str(processes + cell.observed + (seed is not None))}
+    virtual = {"VIRTUAL_TIME": str(clock), "VIRTUAL_COUNT": str(processes + cell.observed + bool(lies))}
     shares = []
     for i, each in enumerate(cell.tenants):
         limits: dict[str, int] = {} if each.ceiling is None else {"ceiling": round(100 * each.ceiling)}
@@ -350,9 +350,9 @@ def run(
             env = machine.env([built.virtual_time]) | virtual | {"PYTHONPATH": str(checkout)}
             env |= {"OBSERVING_FOR_S": str(cell.observed_s)}
             stack.callback(stack.enter_context(subprocess.Popen(command, env=env, cwd=machine.directory)).kill)
-        if seed is not None:
+        if lies:
             usage = str(shares[-1].directory / USAGE_NAME)
-            command = [sys.executable, str(NATIVE / "random_writer.py"), usage, str(seed), "0.05", "3"]
+            command = [sys.executable, str(NATIVE / "liar.py"), usage, lies, *LIES[lies == "hides"]]
             env = machine.env([built.virtual_time]) | virtual
             stack.callback(stack.enter_context(subprocess.Popen(command, env=env)).kill)
         for share, each in zip(shares, cell.tenants, strict=True):
@@ -581,3 +581,5 @@ def main() -> int:
 
 if __name__ == "__main__":
     sys.exit(main())
+LIES = (("0.05", "3"), ("0.01", "7"))
+"""How often and for how long, in seconds: random bytes; one that hides what it computes."""

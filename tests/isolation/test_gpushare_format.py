@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from gpushare_agent.isolation.gpushare import format as layout
+from gpushare_agent.isolation.gpushare import turns
 from tests.isolation.support_driver import NATIVE, require_cc
 
 HEADER = NATIVE.parents[1] / "native" / "gpushare"
@@ -57,6 +58,7 @@ def test_the_layout_is_that_of_the_librarys_header(tmp_path: Path) -> None:
     assert (found["usage.gpu"], found["usage.slot"]) == (512, layout._FIRST_SLOT)
     assert (found["sizeof.config"], found["sizeof.config.gpu"]) == (layout.CONFIG_BYTES, layout._GPU_BYTES)
     assert (found["sizeof.usage.gpu"], found["sizeof.slot"]) == (layout._USAGE_GPU_BYTES, layout._SLOT_BYTES)
+    assert (found["TURN_NS"], found["CHANGE_NS"]) == (turns.TURN_NS, turns.CHANGE_NS)
     numbers = (layout.USAGE_BYTES, most, layout.MOST_SLOTS, len(layout.KINDS), layout.LAYOUT)
     assert tuple(found[name] for name in ("USAGE_BYTES", "MOST_GPUS", "MOST_SLOTS", "KINDS", "LAYOUTS")) == numbers
     assert found["flags"] == layout._LIMITS_MEMORY | layout._LIMITS_CORES << 8 | layout._HAS_CEILING << 16

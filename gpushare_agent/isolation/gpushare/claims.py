@@ -132,9 +132,8 @@ class Claim(Struct):
         )
 
     def is_active(self, at_ns: int) -> bool:
-        is_paying = (
-            self._all.carried_ns > 0 and at_ns - self.at_ns < CARRIED_NS
-        )  # one that cannot be read any more is not
+        # One whose `usage` cannot be read any more pays nothing.
+        is_paying = self._all.carried_ns > 0 and at_ns - self.at_ns < CARRIED_NS
         return at_ns - self.launched_at_ns < ACTIVE_NS or is_paying
 
 
