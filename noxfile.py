@@ -51,7 +51,7 @@ def sandbox(session: nox.Session) -> None:
     """Install everything and run the main job once on the embedded node: pods get their share of a GPU."""
     _install(session, ".")
     samples = [] if "--apply" in session.posargs else ["--apply", str(SAMPLES)]
-    # stderr=None: nox would mix the progress into standard output, where --format json has its document
+    # stderr=None: nox would mix the progress into standard output, where -o json has its document
     session.run("gpushare-agent", "sandbox", "--once", *samples, *session.posargs, stderr=None)
 
 

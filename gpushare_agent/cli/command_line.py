@@ -76,11 +76,6 @@ def _former_form(text: str) -> str:
     return "table" if text == "text" else text
 
 
-def add_hidden(parser: argparse._ActionsContainer, name: str, **fields: Any) -> None:
-    """A former name of an option: accepted, in no help and no completion."""
-    parser.add_argument(name, help=argparse.SUPPRESS, **{"default": argparse.SUPPRESS, **fields})
-
-
 class Invocation(Struct, frozen=True, kw_only=True):
     """One call of a command: its own options, the settings' flags, what `Command.split_rest` set apart, the environment."""
 

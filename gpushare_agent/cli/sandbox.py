@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gpushare_agent.cli.command_line import FORMS, add_hidden, add_output, runnable
+from gpushare_agent.cli.command_line import add_output, runnable
 from gpushare_agent.sandbox.behaviour import KUBERNETES_VERSIONS
 from gpushare_agent.sandbox.control import Answer, ask
 from gpushare_agent.sandbox.gpu_faults import LOST_REASON
@@ -29,7 +29,8 @@ from gpushare_agent.settings.settings import load_settings
 
 __all__ = ["add_arguments", "run", "split_inner_command"]
 
-_SETTINGS_OPTIONS = ("cards", "topology", "card_memory_mib")
+_SETTINGS_OPTIONS = {"gpus": "cards", "topology": "topology", "gpu_memory_mib": "card-memory-mib"}
+"""Options that are settings of the agents, with their flags."""
 _MOST_NODES = 32
 _MOST_GPUS = 64
 _GPUS = re.compile(r"([0-9]{1,2})x([0-9]{1,9})")
@@ -39,7 +40,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add(
         "--gpus",
-        dest="cards",
         metavar="N",
         type=_gpu_count,
         help="simulated GPUs (default 8, or one for each memory size)",
@@ -47,13 +47,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--topology", metavar="FILE", help="text of `nvidia-smi topo -m` that gives the GPUs and their links")
     add(
         "--gpu-memory-mib",
-        dest="card_memory_mib",
         metavar="M[,M...]",
         help="memory of the GPUs, MiB: one value, or one for each",
     )
     add("--nodes", metavar="N", type=int, help="embedded nodes, each with an agent (default 1, or one for each entry of "
         "--node-gpus)")  # fmt: skip
-    add("--node-gpus", dest="node_cards", metavar="CxM[,CxM...]", help="GPUs of each node and their memory in MiB, such"
+    add("--node-gpus", metavar="CxM[,CxM...]", help="GPUs of each node and their memory in MiB, such"
         " as 8x24576,4x16384 or 2x24576+1x81920; fewer entries than nodes are used in turn")  # fmt: skip
     add("--extender", action="store_true", help="run the scheduler extender too, and let the embedded scheduler ask it")
     add("--dra", action="store_true", help="offer the GPUs by ResourceClaims (Dynamic Resource Allocation): all of them, or "
@@ -71,10 +70,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--once", action="store_true", help="wait until every pod runs, has ended or fits nowhere, print, clean up; exit 0 "
         "if all of them are Running or Succeeded, else 1 (with the sample pod that cannot fit: 1)")  # fmt: skip
     add_output(parser)  # of --once, with progress on standard error, and of status
-    add_hidden(parser, "--cards", type=_gpu_count)
-    for former in ("--card-memory-mib", "--node-cards"):
-        add_hidden(parser, former)
-    add_hidden(parser, "--format", dest="output", choices=FORMS)
     add(
         "--state-dir",
         metavar="DIR",
@@ -109,12 +104,10 @@ def _add_commands(parser: argparse.ArgumentParser) -> None:
     commands.add_parser("status", help="print GPUs and pods")
     for name in ("restart-kubelet", "kill-agent", "fail-gpu", "heal-gpu"):
         commands.choices[name].add_argument("--node", metavar="NAME", help="which node, where there are several")
-    # Each once: a former name is the same parser under another key.
-    for command in set(commands.choices.values()):
+    for command in commands.choices.values():
         # Suppressed: a default here would take the place of what stands before the command.
         command.add_argument("--state-dir", type=Path, default=argparse.SUPPRESS, help="of the running sandbox")
     add_output(commands.choices["status"], default=argparse.SUPPRESS)
-    add_hidden(commands.choices["status"], "--format", dest="output", choices=FORMS)
 
 
 def _add_gpu_commands(commands: Any) -> None:
@@ -137,8 +130,6 @@ def _add_gpu_commands(commands: Any) -> None:
         " when it has passed the agent's probes (--health.recovery-probes, --health.recovery-period-s).",
     )
     heal.add_argument("gpu", metavar="INDEX", type=int, help="of the GPU")
-    # Former names. Not as argparse's aliases: --help lists those.
-    commands.choices |= {"fail-card": fail, "heal-card": heal}
 
 
 async def run(args: argparse.Namespace, extra_agent_flags: list[str], inner_command: Sequence[str] = ()) -> int:
@@ -172,11 +163,8 @@ def _print_error(text: str) -> None:
 
 
 def _agent_flags(args: argparse.Namespace, extra: list[str]) -> list[str]:
-    flags = [
-        f"--{name.replace('_', '-')}={value}"
-        for name in _SETTINGS_OPTIONS
-        if (value := getattr(args, name)) is not None
-    ]
+    given = {flag: getattr(args, option) for option, flag in _SETTINGS_OPTIONS.items()}
+    flags = [f"--{flag}={value}" for flag, value in given.items() if value is not None]
     if args.port is not None:
         from gpushare_agent.cli.sandbox_run import free_port
 
@@ -188,9 +176,9 @@ def _agent_flags(args: argparse.Namespace, extra: list[str]) -> list[str]:
 
 def _implied_gpus(args: argparse.Namespace, extra: list[str]) -> list[str]:
     """Several memory sizes are as many GPUs, where no setting has their number."""
-    count = len((args.card_memory_mib or "").split(","))
+    count = len((args.gpu_memory_mib or "").split(","))
     # The number is then given, or one size counts for all.
-    if count == 1 or args.cards is not None or args.topology is not None:
+    if count == 1 or args.gpus is not None or args.topology is not None:
         return []
     sources = load_settings(extra, os.environ).sources
     is_set = any(sources[name] != "default" for name in ("simulated.cards", "simulated.topology"))
@@ -199,7 +187,7 @@ def _implied_gpus(args: argparse.Namespace, extra: list[str]) -> list[str]:
 
 def node_flags(args: argparse.Namespace) -> tuple[tuple[str, ...], ...]:
     """The flags of each node: its GPUs, and for all but the first a web port of its own. Raises ManifestError."""
-    entries = args.node_cards.split(",") if args.node_cards else []
+    entries = args.node_gpus.split(",") if args.node_gpus else []
     count = args.nodes if args.nodes is not None else max(1, len(entries))
     if not 1 <= count <= _MOST_NODES:
         raise ManifestError(f"--nodes {count}: there can be 1 to {_MOST_NODES}; a real cluster is for more")
@@ -236,14 +224,12 @@ async def _run_command(args: argparse.Namespace, extra: list[str], inner_command
     # Flags of settings are for agents, and those that run have theirs already.
     if extra:
         raise ManifestError(f"unknown arguments for {args.command}: {' '.join(extra)}")
-    # fail-card and heal-card are former names.
-    command = args.command.replace("-card", "-gpu")
-    request: dict[str, Any] = {"command": command}
+    request: dict[str, Any] = {"command": args.command}
     if args.command == "apply":
         request["pods"] = [manifest.raw for manifest in read_manifests(args.files)]
     elif args.command == "delete":
         request |= {"names": args.names, "namespace": args.namespace}
-    elif command in ("fail-gpu", "heal-gpu"):
+    elif args.command in ("fail-gpu", "heal-gpu"):
         request |= {name: value for name in ("gpu", "xid", "lost") if (value := getattr(args, name, None)) is not None}
     if getattr(args, "node", None) is not None:
         request["node"] = args.node

@@ -1,4 +1,4 @@
-"""One run of the sandbox: puts embedded nodes, agents and extender together and runs a mode (sandbox_modes.py) on them.
+"""One run of the sandbox: puts embedded nodes, agents and extender together and runs a mode on them.
 
 The order of the whole comes first, then the parts. A node has its agent, a child process; the player of its containers'
 usage; and, with isolation mps, a fake MPS control daemon. The scheduler extender is a child process too, on a port of this
@@ -9,22 +9,28 @@ State owned: the state directory while it runs. SIGINT and SIGTERM end it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import os
 import shlex
 import signal
 import socket
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+import sys
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from msgspec import Struct
+from rich.text import Text
 
 from gpushare_agent.cli.agent_client import local_url, open_agent_client, read_node
 from gpushare_agent.cli.command_line import INTERRUPTED, Form, runnable
-from gpushare_agent.cli.sandbox_modes import Notices, Session, run_live, run_once
+from gpushare_agent.cli.render_sandbox import has_several_nodes, pod_line, print_document, reason_text, report_tables
+from gpushare_agent.cli.screen import Screen, View
 from gpushare_agent.gpus.part import NodeDriver, health_policy, open_driver
 from gpushare_agent.isolation import ISOLATIONS
 from gpushare_agent.isolation.mps.edits import ISOLATION as MPS
@@ -34,7 +40,7 @@ from gpushare_agent.kit.logs import setup_logging
 from gpushare_agent.kit.supervision import forever, stop_task
 from gpushare_agent.model.errors import StartupError, Unavailable
 from gpushare_agent.model.isolation import isolation_parts
-from gpushare_agent.sandbox.agent_process import AgentProcess
+from gpushare_agent.sandbox.agent_process import AgentProcess, last_lines
 from gpushare_agent.sandbox.api.pod_subresources import AgentServer
 from gpushare_agent.sandbox.behaviour import KubeletTimes
 from gpushare_agent.sandbox.control import open_control
@@ -49,7 +55,7 @@ from gpushare_agent.sandbox.node import (
     paths_of_node,
     running_task,
 )
-from gpushare_agent.sandbox.report import ReportedNode
+from gpushare_agent.sandbox.report import SandboxDocument
 from gpushare_agent.sandbox.state_directory import NodePaths, default_state_directory, owned_state_directory
 from gpushare_agent.sandbox.workload import WorkloadPlayer
 from gpushare_agent.settings.settings import LoadedSettings, Settings, SettingsError, load_settings
@@ -110,11 +116,11 @@ async def run(plan: Plan) -> int:
                 for node, flags, driver in zip(cluster.nodes, plan.node_flags, drivers, strict=True)
             ]
             controller = SandboxController(
-                nodes=tuple(node.controller for node in nodes),
+                nodes=tuple(nodes),
                 extender=extender.process if extender is not None else None,
             )
             session = Session(
-                controller=controller, manifests=plan.manifests, form=plan.form, notify=notify,
+                plan=plan, controller=controller, notify=notify,
                 players=[node.player for node in nodes if node.player is not None],
                 next_steps=_next_steps(cluster, plan, nodes),
             )  # fmt: skip
@@ -138,28 +144,34 @@ def _introduce(
     notify: Callable[[str], None],
 ) -> list[str]:
     """Reports the parts; returns what a person can do with a live sandbox."""
-    settings, first = nodes[0].settings, nodes[0].controller
-    webs = " ".join(node.controller.shown.addresses["web"] for node in nodes)
-    debug = f"  debug {first.shown.addresses['debug']}" if len(nodes) == 1 and first.shown.addresses["debug"] else ""
-    logs = first.shown.node.paths.agent_log if len(nodes) == 1 else f"{cluster.paths.state}/*/agent.log"
+    settings, first = nodes[0].settings, nodes[0]
+    webs = " ".join(node.addresses["web"] for node in nodes)
+    debug = f"  debug {first.addresses['debug']}" if len(nodes) == 1 and first.addresses["debug"] else ""
+    logs = first.node.paths.agent_log if len(nodes) == 1 else f"{cluster.paths.state}/*/agent.log"
     asked = f"  extender {extender.url}, log {cluster.paths.extender_log}" if extender is not None else ""
     places = f"web {webs}{debug}  API server {cluster.api.url}  agent's log {logs}{asked}"
     what = f"embedded node {first.name}" if len(nodes) == 1 else f"{len(nodes)} embedded nodes"
     notify(f"{what}, kubelet {plan.kubelet_version}, in {cluster.paths.state}")
-    notify(f"{settings.driver} GPUs; {_containers_text(first.shown.node)}{_isolation_text(settings)}")
+    why_no_exec = first.node.kubelet.runtime.why_no_exec
+    no_exec = f"; no exec, as {why_no_exec} (root can)" if why_no_exec else ""
+    notify(f"{settings.driver} GPUs; containers are real processes, whose use of the GPUs is computed{no_exec}")
+    # Where a share is not limited.
+    if settings.isolation in ISOLATIONS and not ISOLATIONS[settings.isolation].limits:
+        notify(f"isolation {settings.isolation}: shares are allocated and not enforced; containers get no limit")
+    of_all = f"the agent of {first.name} (`status` has every node's web, debug and control socket):"
     return [
         f"other terminal: {runnable()} sandbox{_state_flag(plan)} "
         "status | apply -f FILE | delete NAME | exec POD -- COMMAND | fail-gpu N | heal-gpu N | restart-kubelet | "
         f"kill-agent{' | kill-extender' if extender is not None else ''}",
         places,
-        "\n".join([_agents_text(nodes), *(f"  {line}" for line in agent_lines(nodes[0]))]),
+        "\n".join(["its agent:" if len(nodes) == 1 else of_all, *(f"  {line}" for line in agent_lines(nodes[0]))]),
         "Ctrl-C ends the sandbox and removes everything",
     ]
 
 
 def _next_steps(cluster: EmbeddedCluster, plan: Plan, nodes: Sequence[RunningNode]) -> tuple[str, str]:
     """The dashboard, and a first command."""
-    web = f"next: {nodes[0].controller.shown.addresses['web']}/"
+    web = f"next: {nodes[0].addresses['web']}/"
     # client-go sends credentials over TLS alone.
     if cluster.api.certificate is None:
         return web, f"{runnable()} sandbox{_state_flag(plan)} status (kubectl needs openssl, which makes a certificate)"
@@ -169,24 +181,6 @@ def _next_steps(cluster: EmbeddedCluster, plan: Plan, nodes: Sequence[RunningNod
 def _state_flag(plan: Plan) -> str:
     """Commands are shown as they must be typed, so with what differs from the defaults."""
     return "" if plan.state == default_state_directory() else f" --state-dir {plan.state}"
-
-
-def _containers_text(node: EmbeddedNode) -> str:
-    text, reason = "containers are real processes, whose use of the GPUs is computed", node.kubelet.runtime.why_no_exec
-    return f"{text}; no exec, as {reason} (root can)" if reason else text
-
-
-def _agents_text(nodes: Sequence[RunningNode]) -> str:
-    if len(nodes) == 1:
-        return "its agent:"
-    return f"the agent of {nodes[0].controller.name} (`status` has every node's web, debug and control socket):"
-
-
-def _isolation_text(settings: Settings) -> str:
-    """Where a share is not limited."""
-    if settings.isolation not in ISOLATIONS or ISOLATIONS[settings.isolation].limits:
-        return ""
-    return f"\nisolation {settings.isolation}: shares are allocated and not enforced; containers get no limit"
 
 
 def _check_port(host: str, port: int) -> None:
@@ -233,12 +227,11 @@ _AGENT_TIMEOUT_S = 2.0
 """It listens on this machine; the report waits for its answer."""
 
 
-class RunningNode(Struct, frozen=True, kw_only=True):
+class RunningNode(NodeController, kw_only=True, eq=False):
     """One node, and what runs for it."""
 
-    controller: NodeController
     settings: Settings
-    player: WorkloadPlayer | None
+    player: WorkloadPlayer | None = None
 
 
 def node_names(loaded: LoadedSettings, count: int) -> list[str]:
@@ -271,8 +264,9 @@ async def build_node(
 ) -> RunningNode:
     """The node's parts, not yet running. `flags` are those of the command line; they win over the sandbox's own, except for
     the name, and for a port that the first node has."""
-    own = [f"--node-name={node.name}", f"--debug.port={debug_port(flags, is_first=is_first)}"]
-    if load_settings(flags, os.environ).settings.web.port == 0:
+    loaded = load_settings(flags, os.environ)
+    own = [f"--node-name={node.name}", f"--debug.port={debug_port(loaded, is_first=is_first)}"]
+    if loaded.settings.web.port == 0:
         own.append(f"--web.port={free_port()}")  # can be printed, and stays over restarts of the agent
     # The last of equal flags counts: the person's beat the sandbox's, the name and the ports are not to be overridden.
     arguments = [*node.agent_arguments(), *flags, *own]
@@ -281,21 +275,20 @@ async def build_node(
     # All nodes have the same settings for it.
     if note and is_first:
         notify(note)
-    inventory = await driver.read()
-    shown = ReportedNode(
-        node=node, gpus=inventory.gpus, names=resource_names(settings, inventory.mig_profiles),
-        addresses=addresses_of(settings), by_claims=bool(settings.dra.gpus),
-    )  # fmt: skip
-    node.api.add_agent(node.name, AgentServer(url=shown.addresses["web"], log=node.paths.agent_log))
-    controller = NodeController(
-        shown=shown,
-        agent=AgentProcess(
-            arguments, node.paths.agent_log, notify, name="the agent" if is_only else f"the agent of {node.name}"
-        ),
+    inventory, addresses = await driver.read(), addresses_of(settings)
+    node.api.add_agent(node.name, AgentServer(url=addresses["web"], log=node.paths.agent_log))
+    name = "the agent" if is_only else f"the agent of {node.name}"
+    made = RunningNode(
+        node=node, gpus=inventory.gpus, names=resource_names(settings, inventory.mig_profiles), addresses=addresses,
+        by_claims=bool(settings.dra.gpus), settings=settings, read_agent=partial(_read_agent, addresses["web"]),
+        agent=AgentProcess(arguments, node.paths.agent_log, notify, name=name),
         faults=GpuFaults(settings.simulated.faults, len(inventory.gpus), health_policy(settings)),
-        read_agent=partial(_read_agent, shown.addresses["web"]),
-    )
-    return RunningNode(controller=controller, settings=settings, player=_player(shown, settings))
+    )  # fmt: skip
+    # None where the settings name another usage file, or none.
+    usage = node.paths.usage
+    if settings.driver == "simulated" and settings.simulated.usage == usage:
+        made.player = WorkloadPlayer(made, usage, isolation=settings.isolation, allowed=settings.isolations_allowed)
+    return made
 
 
 async def _read_agent(url: str) -> NodeDocument:
@@ -322,11 +315,10 @@ async def _check_isolation(settings: Settings, paths: NodePaths, driver: NodeDri
     return "; ".join(notes)
 
 
-def debug_port(flags: Sequence[str], *, is_first: bool) -> int:
+def debug_port(loaded: LoadedSettings, *, is_first: bool) -> int:
     """The port of the flags on the first node, else a free one, which stays over restarts of the agent."""
-    loaded = load_settings(flags, os.environ)
-    is_set = is_first and loaded.sources["debug.port"] != "default"
     # Two agents of one machine cannot share the default port.
+    is_set = is_first and loaded.sources["debug.port"] != "default"
     return (loaded.settings.debug.port if is_set else 0) or free_port()
 
 
@@ -342,19 +334,11 @@ def addresses_of(settings: Settings) -> dict[str, str]:
 
 def agent_lines(node: RunningNode) -> list[str]:
     """What a person types to ask the node's agent, as it must be written for this one."""
-    where = node.controller.shown.addresses
+    where = node.addresses
     # The default address need not be typed.
     server = "" if where["web"] == addresses_of(load_settings((), {}).settings)["web"] else f" --server {where['web']}"
     cordon = [f"cordon GPU --socket {shlex.quote(where['control_socket'])}"] if where["control_socket"] else []
     return [f"{runnable()} {line}" for line in (f"top{server}", f"explain POD{server}", *cordon)]
-
-
-def _player(shown: ReportedNode, settings: Settings) -> WorkloadPlayer | None:
-    """None where the settings name another usage file, or none."""
-    path = shown.node.paths.usage
-    if settings.driver != "simulated" or settings.simulated.usage != path:
-        return None
-    return WorkloadPlayer(shown, path, isolation=settings.isolation, allowed=settings.isolations_allowed)
 
 
 @asynccontextmanager
@@ -367,10 +351,8 @@ async def running(nodes: Sequence[RunningNode]) -> AsyncIterator[None]:
         async with asyncio.TaskGroup() as group:
             agents, others = [], []
             for node in nodes:
-                name = node.controller.name
-                agents.append(
-                    group.create_task(forever("agent process", node.controller.agent.run), name=f"agent {name}")
-                )
+                name = node.name
+                agents.append(group.create_task(forever("agent process", node.agent.run), name=f"agent {name}"))
                 if node.player is not None:
                     others.append(group.create_task(forever("workload", node.player.run), name=f"workload {name}"))
             try:
@@ -391,7 +373,7 @@ def _has_fake_mps(isolation: str, settings: Settings, paths: NodePaths) -> bool:
 @asynccontextmanager
 async def _fake_mps(node: RunningNode) -> AsyncIterator[None]:
     """A daemon for isolation mps, unless a person has named the directory of one."""
-    settings, paths = node.settings, node.controller.shown.node.paths
+    settings, paths = node.settings, node.node.paths
     if not any(_has_fake_mps(name, settings, paths) for name in settings.isolation_parts_in_use):
         yield
         return
@@ -446,3 +428,228 @@ async def running_extender(planned: PlannedExtender | None) -> AsyncIterator[Non
     """Runs the extender until the block ends; nothing where none is planned."""
     async with nullcontext() if planned is None else running_task("extender process", planned.process.run):
         yield
+
+
+# --- the two modes: once, until every pod runs, has ended or fits nowhere, and live, until Ctrl-C ---
+
+STEADY_TIMEOUT_S = 60.0
+_NOTICES_KEPT, _NOTICES_SHOWN = 50, 2
+_KEYS = "Ctrl-C ends the sandbox and removes everything  ? all commands  j k scroll"
+_GAP = "  "
+_WAIT_REPORTED_AFTER_S = 2.0
+_SAMPLED_WITHIN_S, _SAMPLED_POLL_S = 5.0, 0.2
+"""An agent samples each second while it is asked."""
+_REDRAW_S = 0.25
+_READ_AGAIN_S = 1.0
+"""Processes start and end, and the agent writes its files, without an event of the node."""
+_STILL_S = 3.0
+"""More than two back-offs of the scheduler, and than an agent needs to report its allocations."""
+
+
+class Notices:
+    """Lines for people: printed, or kept for the live view while it has the screen."""
+
+    def __init__(self, *, to_stderr: bool) -> None:
+        self._to_stderr = to_stderr
+        self._kept: deque[str] = deque(maxlen=_NOTICES_KEPT)
+        self._show: Callable[[], None] | None = None
+
+    def __call__(self, text: str) -> None:
+        # While the view has the screen a printed line would be drawn over.
+        if self._show is None:
+            print(text, file=sys.stderr if self._to_stderr else sys.stdout, flush=True)
+        else:
+            self._kept.extend(text.splitlines())
+            self._show()
+
+    def newest(self, count: int) -> list[str]:
+        return list(self._kept)[-count:]
+
+    @contextlib.contextmanager
+    def shown_by(self, show: Callable[[], None]) -> Iterator[None]:
+        """Notices go to the view until the block ends, when they are printed: the screen goes with its last state."""
+        self._show = show
+        try:
+            yield
+        finally:
+            self._show = None
+            for line in self._kept:
+                self(line)
+
+
+class Session(Struct, frozen=True, kw_only=True):
+    """A running sandbox as its modes use it."""
+
+    plan: Plan
+    controller: SandboxController
+    notify: Notices
+    players: Sequence[WorkloadPlayer]
+    next_steps: tuple[str, ...]
+
+
+async def _create(session: Session) -> None:
+    """Creates the pods when the agents have registered: before that no pod fits."""
+    controller, notify = session.controller, session.notify
+    async with reported_after(_WAIT_REPORTED_AFTER_S, "waiting for the agent to register its resources…", notify):
+        is_registered = await controller.wait_registered()
+    late = next((one for one in controller.nodes if not one.is_registered()), None)
+    # Pods are created all the same: a pod that stays Pending is what a person must see.
+    if not is_registered and late is not None:
+        notify(
+            f"{late.agent.name} has not registered its resources; pods that want them will stay Pending. "
+            "The end of its log:\n"
+            f"{last_lines(late.node.paths.agent_log)}"
+        )
+    for line in controller.apply(session.plan.manifests):
+        notify(line)
+
+
+@asynccontextmanager
+async def reported_after(seconds: float, text: str, notify: Callable[[str], None]) -> AsyncIterator[None]:
+    """Reports what is waited for, where it takes that long."""
+    timer = asyncio.get_running_loop().call_later(seconds, notify, text)
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+async def run_once(session: Session) -> int:
+    """Waits until every pod is steady and prints the report; 1 where a pod neither runs nor has succeeded, else 0."""
+    controller, notify = session.controller, session.notify
+    await _create(session)
+    try:
+        # A script must come to its end; the report has the pods that are not steady.
+        async with asyncio.timeout(STEADY_TIMEOUT_S):
+            await _wait_steady(controller)
+    except TimeoutError:
+        notify(f"not every pod runs or has ended after {STEADY_TIMEOUT_S:g} s; the report shows their state")
+    document = await _document_with_use(session)
+    print_document(document, session.plan.form)
+    others = [pod for pod in document["pods"] if pod["phase"] not in ("Running", "Succeeded")]
+    for pod in others:
+        notify(f"{pod['namespace']}/{pod['name']} is {pod['phase']}: {reason_text(pod) or 'without a reason'}")
+    if others:
+        notify("exit code 1: not every pod is Running or Succeeded")
+    return 1 if others else 0
+
+
+async def _document_with_use(session: Session) -> SandboxDocument:
+    """The report, with the use of containers that have just started: the agents' own, else GPUs would show less than what
+    is in them."""
+    for player in session.players:
+        player.play()
+    played_at, nodes = time.time(), session.controller.nodes
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_SAMPLED_WITHIN_S if session.players else 0):
+            while any((one.agent_document.get("sampled_at") or 0.0) < played_at for one in nodes):
+                await asyncio.sleep(_SAMPLED_POLL_S)
+                await session.controller.document()
+    return await session.controller.document()
+
+
+async def _wait_steady(controller: SandboxController) -> None:
+    """With an extender a pod may be unschedulable because another pod's allocation was not known yet: it is steady when
+    it has stayed so for a while."""
+    signal_ = controller.api.signal
+    while True:
+        await signal_.wait_until(controller.is_steady, STEADY_TIMEOUT_S)
+        if controller.extender is None or not controller.has_waiting():
+            return
+        with contextlib.suppress(TimeoutError):
+            # Steady so far; only a change within _STILL_S says otherwise, so the timeout is the good end.
+            await signal_.wait_until(lambda: not controller.has_waiting() or not controller.is_steady(), _STILL_S)
+            continue
+        return
+
+
+async def run_live(session: Session, notes: Sequence[str]) -> int:
+    """Prints `notes`, then shows the pods. Endless."""
+    for note in notes:
+        session.notify(note)
+    async with asyncio.TaskGroup() as group:
+        # A pipe or a file gets a line for each change, which a script can read.
+        if sys.stdout.isatty() and session.plan.form in ("table", "wide"):
+            group.create_task(_create(session), name="create-pods")
+            await _draw(session, notes)
+        else:
+            group.create_task(_create_and_tell(session), name="create-pods")
+            await _print_changes(session.controller, session.notify)
+    return 0
+
+
+async def _create_and_tell(session: Session) -> None:
+    await _create(session)
+    session.notify(_GAP.join(session.next_steps))
+
+
+class _LiveView:
+    """The tables of `status`, below them the newest notices. Changed by keys and by the cluster, both on the event loop."""
+
+    def __init__(self, session: Session, notes: Sequence[str], document: SandboxDocument) -> None:
+        self.document = document
+        self._session = session
+        self._notes = notes
+        self._has_help = False
+
+    def press(self, key: str) -> bool:
+        """q is no key here: it would end every pod."""
+        if key == "?":
+            self._has_help = not self._has_help
+        # q is taken here, so that the screen does not see it.
+        return key in ("?", "q", "Q")
+
+    def show(self, width: int) -> View:
+        body = Text("\n".join(self._notes)) if self._has_help else report_tables(self.document, width)
+        notices = [Text(line, style="dim") for line in self._session.notify.newest(_NOTICES_SHOWN)]
+        steps = self._session.next_steps
+        # A line of its own for each where the terminal would cut the last one.
+        whole = _GAP.join(steps)
+        last = [whole] if len(whole) <= width else steps
+        return View(head=(), body=body, foot=[*notices, Text(_KEYS, style="dim"), *map(Text, last)])
+
+
+async def _draw(session: Session, notes: Sequence[str]) -> None:
+    """On the whole screen, until cancelled."""
+    view = _LiveView(session, notes, await session.controller.document())
+    screen = Screen(view.show, view.press)
+    async with asyncio.TaskGroup() as group:
+        group.create_task(_follow(session.controller, view, screen), name="follow-the-cluster")
+        with session.notify.shown_by(screen.is_changed.set):
+            await screen.run(ends_on_signals=False)
+
+
+async def _follow(controller: SandboxController, view: _LiveView, screen: Screen) -> None:
+    while True:
+        seen = controller.api.signal.count
+        document = await controller.document()
+        if document != view.document:  # to draw costs as much as to read
+            view.document = document
+            screen.is_changed.set()
+        await _wait_for_change(controller, seen)
+
+
+async def _print_changes(controller: SandboxController, notify: Callable[[str], None]) -> None:
+    """A line for every pod that is new, has changed, or has gone."""
+    signal_, shown = controller.api.signal, dict[str, str]()
+    while True:
+        seen = signal_.count
+        document = await controller.document()
+        lines = {pod["uid"]: pod_line(pod, has_node=has_several_nodes(document)) for pod in document["pods"]}
+        for uid, line in lines.items():
+            if shown.get(uid) != line:
+                notify(line)
+        # By UID: a pod made again under the same name is another, and the first one has gone.
+        for uid in shown.keys() - lines.keys():
+            notify(f"gone: {shown[uid]}")
+        shown = lines
+        await _wait_for_change(controller, seen)
+
+
+async def _wait_for_change(controller: SandboxController, seen: int) -> None:
+    """After the next change, or a while; never at once."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_READ_AGAIN_S):
+            await controller.api.signal.wait(seen)
+    # A pod's start is a burst of events: one drawing for all of them.
+    await asyncio.sleep(_REDRAW_S)

@@ -1,6 +1,6 @@
 """The way from another terminal to a running sandbox: one JSON line each way on a unix socket of mode 0600.
 
-Request: {"command": "apply"|"delete"|"exec"|"restart-kubelet"|"kill-agent"|"fail-gpu"|"heal-gpu"|"status", …};
+Request: {"command": "apply"|"delete"|"exec"|"restart-kubelet"|"kill-agent"|"fail-gpu"|"heal-gpu"|"status", …}, a `Request`;
 answer: {"ok": bool, "lines": [what was done], "errors": [what was not], "is_rejected": the request itself is wrong,
 "document": the report, for status; "env" and "notes", for exec}.
 The client is identified by the kernel (SO_PEERCRED), never by the message; and so is the server: `exec` runs its command
@@ -12,12 +12,14 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import structlog
+from msgspec import Struct, field
 
 from gpushare_agent.kit.peer_credentials import peer_credentials
 from gpushare_agent.kit.sockets import bind_unix_socket
@@ -26,8 +28,23 @@ from gpushare_agent.sandbox.state_directory import why_not_private
 
 log = structlog.get_logger(__name__)
 
-Request = dict[str, Any]
 Answer = dict[str, Any]
+
+
+class Request(Struct, frozen=True, kw_only=True):
+    command: str
+    pods: list[dict[str, Any]] = field(default_factory=list)
+    """Manifests for `apply`, also of other kinds."""
+    names: list[str] = field(default_factory=list)
+    namespace: str = "default"
+    pod: str = ""
+    container: str | None = None
+    node: str | None = None
+    gpu: int = -1
+    xid: int | None = None
+    lost: str = ""
+
+
 Handler = Callable[[Request, int], Awaitable[Answer]]
 """Gets the request and the client's PID, 0 where that cannot be seen from here. May raise AgentError: its text is the
 answer."""
@@ -63,18 +80,15 @@ async def open_control(path: Path, handle: Handler) -> AsyncIterator[None]:
 
 async def _answer(reader: asyncio.StreamReader, handle: Handler, peer_pid: int) -> Answer:
     try:
-        request = json.loads(await reader.readline())
+        request = msgspec.json.decode(await reader.readline(), type=Request)
     except (ValueError, RecursionError) as error:  # of a line too long, too
-        return _refused(f"the request is not JSON on one line of at most {_LINE_LIMIT} bytes: {error}")
-    # An object, for its command is looked up by name.
-    if not isinstance(request, dict):
-        return _refused(f"the request is not a JSON object but {type(request).__name__}")
+        return _refused(f"the request, JSON on one line of at most {_LINE_LIMIT} bytes, cannot be read: {error}")
     try:
         return await handle(request, peer_pid)
     except AgentError as error:
         return _refused(str(error)) | {"is_rejected": isinstance(error, Rejected)}
     except Exception as error:  # the client gets an answer, and the sandbox goes on
-        log.warning("control_request_failed", command=str(request.get("command")), exc_info=error)
+        log.warning("control_request_failed", command=request.command, exc_info=error)
         return _refused(f"the sandbox has failed at the request: {error!r}; its terminal shows where")
 
 
@@ -82,7 +96,7 @@ def _refused(why: str) -> Answer:
     return {"ok": False, "lines": [], "errors": [why]}
 
 
-async def ask(path: Path, request: Request, *, program: str = "gpushare-agent") -> Answer:
+async def ask(path: Path, request: Mapping[str, Any], *, program: str = "gpushare-agent") -> Answer:
     """Sends one request to the sandbox behind `path`. `program`: how the advice of an error names it.
 
     Raises Unavailable where no sandbox answers that is this user's.

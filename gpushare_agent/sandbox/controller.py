@@ -16,9 +16,9 @@ from msgspec import Struct
 from gpushare_agent.model.errors import AgentError, NotFound, Rejected
 from gpushare_agent.model.pods import ContainerKind
 from gpushare_agent.sandbox.agent_process import AgentProcess
+from gpushare_agent.sandbox.api.kinds import APPLIED_KINDS
 from gpushare_agent.sandbox.api.pod_subresources import INSTEAD_OF_EXEC
 from gpushare_agent.sandbox.api.server import EmbeddedApiServer
-from gpushare_agent.sandbox.api.store import APPLIED_KINDS, CLUSTER_WIDE
 from gpushare_agent.sandbox.control import Answer, Request
 from gpushare_agent.sandbox.gpu_faults import GpuFaults
 from gpushare_agent.sandbox.manifests import Manifest
@@ -40,10 +40,9 @@ _UNSCHEDULABLE = "Unschedulable"
 _Item = TypeVar("_Item")
 
 
-class NodeController(Struct, frozen=True, kw_only=True):
+class NodeController(ReportedNode, kw_only=True, eq=False):
     """One node of the sandbox."""
 
-    shown: ReportedNode
     agent: AgentProcess
     faults: GpuFaults
     read_agent: Callable[[], Awaitable[Mapping[str, Any]]]
@@ -51,45 +50,38 @@ class NodeController(Struct, frozen=True, kw_only=True):
 
     @property
     def name(self) -> str:
-        return self.shown.node.name
+        return self.node.name
 
     def is_registered(self) -> bool:
         """Both resources are in the Node object with devices, as the scheduler sees it; or the node has its slice, and has
         deleted the slices of before its start."""
-        node = self.shown.node
-        if self.shown.by_claims:
+        api = self.node.api
+        if self.by_claims:
             # A slice of before the kubelet's start is about to be deleted: it does not count.
-            slices = [raw["spec"].get("nodeName") for raw in node.api.store.all("resourceslices")]
-            return node.name in slices and node.kubelet.has_wiped_slices
-        raw = node.api.object_of("nodes", ("", node.name)) or {}
+            slices = [raw["spec"].get("nodeName") for raw in api.store.all("resourceslices")]
+            return self.name in slices and self.node.kubelet.has_wiped_slices
+        raw = api.object_of("nodes", ("", self.name)) or {}
         allocatable = raw.get("status", {}).get("allocatable", {})
-        return all(int(allocatable.get(name, 0)) > 0 for name in (self.shown.names.vcore, self.shown.names.vmemory))
+        return all(int(allocatable.get(name, 0)) > 0 for name in (self.names.vcore, self.names.vmemory))
 
     def fail_gpu(self, request: Request) -> str:
         """Makes a GPU fail: with an Xid error where one is given, else by a loss."""
-        index, reason = _whole_number(request, "gpu"), str(request.get("lost") or "")
-        if request.get("xid") is None:
-            self.faults.lose(index, reason)
-            done = f"GPU {index} is lost: {reason}" if reason else f"GPU {index} is lost"
-        else:
-            xid = _whole_number(request, "xid")
-            self.faults.report_xid(index, xid)
-            done = f"GPU {index} has reported Xid {xid}"
-        return done
+        if request.xid is not None:
+            self.faults.report_xid(request.gpu, request.xid)
+            return f"GPU {request.gpu} has reported Xid {request.xid}"
+        self.faults.lose(request.gpu, request.lost)
+        return f"GPU {request.gpu} is lost" + (f": {request.lost}" if request.lost else "")
 
     def heal_gpu(self, index: int) -> str:
         # The kubelet's view decides: what the agent has taken back by itself needs no reset.
-        healed = self.faults.heal(index, is_offered=self._is_offered(index))
+        health = gpu_health(self)
+        is_offered = any(gpu.index == index and health.get(gpu.uuid) == HEALTHY for gpu in self.gpus)
+        healed = self.faults.heal(index, is_offered=is_offered)
         if healed.done:
             return f"GPU {index} {healed.done}; the agent takes it back once it has passed its probes"
         if healed.spared:
             return f"GPU {index} is not ill ({healed.spared}); nothing was done to it"
         return f"nothing is wrong with GPU {index}"
-
-    def _is_offered(self, index: int) -> bool:
-        """Whether the kubelet's newest device list has the GPU as Healthy."""
-        gpus = gpu_health(self.shown)
-        return any(gpu.index == index and gpus.get(gpu.uuid) == HEALTHY for gpu in self.shown.gpus)
 
     async def refresh(self) -> None:
         """Reads what the agent shows of its node. An agent that does not answer has not begun, or starts again: its last
@@ -98,7 +90,7 @@ class NodeController(Struct, frozen=True, kw_only=True):
             found = await self.read_agent()
         except AgentError:
             return
-        self.shown.agent_document.update(found)
+        self.agent_document.update(found)
 
 
 class SandboxController(Struct, frozen=True, kw_only=True):
@@ -109,7 +101,7 @@ class SandboxController(Struct, frozen=True, kw_only=True):
 
     @property
     def api(self) -> EmbeddedApiServer:
-        return self.nodes[0].shown.node.api
+        return self.nodes[0].node.api
 
     async def document(self) -> SandboxDocument:
         """The report, with each agent's own document of this moment."""
@@ -117,7 +109,7 @@ class SandboxController(Struct, frozen=True, kw_only=True):
             for one in self.nodes:
                 # At once: with 32 nodes each answer waits for its agent.
                 group.create_task(one.refresh(), name=f"read the agent of {one.name}")
-        return report(*(one.shown for one in self.nodes))
+        return report(*self.nodes)
 
     def is_registered(self) -> bool:
         return all(one.is_registered() for one in self.nodes)
@@ -133,10 +125,11 @@ class SandboxController(Struct, frozen=True, kw_only=True):
         """Returns, in order, `pod NAMESPACE/NAME created`, `configured` or `unchanged` for each. Raises AgentError."""
         done = []
         for manifest in manifests:
-            resource = APPLIED_KINDS[manifest.raw.get("kind", "Pod")]
+            kind = APPLIED_KINDS[manifest.raw.get("kind", "Pod")]
+            resource = kind.resource
             metadata = manifest.raw["metadata"]
             namespace, name = metadata.get("namespace") or "default", metadata.get("name")
-            key = "" if resource in CLUSTER_WIDE else namespace, name
+            key = namespace if kind.is_namespaced else "", name
             # Looked up before, for apply creates as well: the outcome is told by what was there.
             before = self.api.object_of(resource, key) if name else None
             if name:
@@ -181,55 +174,58 @@ class SandboxController(Struct, frozen=True, kw_only=True):
 
     def _node(self, request: Request) -> NodeController:
         """The requested one; it must be named where there are several. Raises Rejected."""
-        name, names = request.get("node"), ", ".join(one.name for one in self.nodes)
-        if name is None and len(self.nodes) == 1:
+        by_name = {one.name: one for one in self.nodes}
+        if request.node is None and len(by_name) == 1:
             return self.nodes[0]
-        if name is None:
-            raise Rejected(f"this sandbox has several nodes: name one with --node ({names})")
-        found = next((one for one in self.nodes if one.name == name), None)
-        if found is None:
-            raise Rejected(f"there is no node {name!r:.40}: there are {names}")
-        return found
+        if request.node is None:
+            raise Rejected(f"this sandbox has several nodes: name one with --node ({', '.join(by_name)})")
+        if request.node not in by_name:
+            raise Rejected(f"there is no node {request.node!r:.40}: there are {', '.join(by_name)}")
+        return by_name[request.node]
 
-    def _node_of_pod(self, namespace: str, name: str) -> NodeController:
-        """Raises NotFound."""
+    def _enter(self, request: Request, peer_pid: int) -> Answer:
+        namespace, name = _split_name(request.namespace, request.pod)
         node_name = self.api.pod(namespace, name)["spec"].get("nodeName")
-        return next((one for one in self.nodes if one.name == node_name), self.nodes[0])
+        # The pod's own node: only its runtime has the container.
+        node = next((one for one in self.nodes if one.name == node_name), self.nodes[0])
+        environment, notes = enter_container(node.node, namespace, name, request.container, peer_pid)
+        return {**_done(), "notes": notes, "env": environment}
 
     async def handle(self, request: Request, peer_pid: int) -> Answer:
         """A request from another terminal. Raises AgentError."""
-        command = request.get("command")
-        if command == "apply":
-            return _each(lambda m: self.apply([m])[0], _manifests(request))
-        if command == "delete":
-            namespace = str(request.get("namespace"))
-            return _each(lambda name: self._delete(namespace, name), _names(request))
-        if command == "exec":
-            pod = _split_name(str(request.get("namespace")), str(request.get("pod")))
-            container = request.get("container")
-            # The pod's own node: only its runtime has the container.
-            node = self._node_of_pod(*pod).shown.node
-            entered = enter_container(node, *pod, None if container is None else str(container), peer_pid)
-            return {**_done([]), "notes": entered.notes, "env": entered.environment}
-        if command == "restart-kubelet":
-            await self._node(request).shown.node.kubelet.restart()
-            return _done(["the kubelet has restarted; it lists and admits pods again in about a second"])
-        if command == "kill-agent":
-            # Between an end and the next start there is no process.
-            if not self._node(request).agent.kill():
-                raise AgentError("no agent runs at the moment; it is being started")
-            return _done(["the agent was killed; the sandbox starts it again"])
-        if command == "kill-extender":
-            if self.extender is None or not self.extender.kill():
-                raise AgentError("no extender runs: the sandbox was started without --extender, or it is being started")
-            return _done(["the extender was killed; the sandbox starts it again"])
-        if command == "fail-gpu":
-            return _done([self._node(request).fail_gpu(request)])
-        if command == "heal-gpu":
-            return _done([self._node(request).heal_gpu(_whole_number(request, "gpu"))])
-        if command == "status":
-            return {**_done([]), "document": await self.document()}
-        raise Rejected(f"unknown command {command!r}")
+        match request.command:
+            case "apply":
+                if not all(isinstance(raw.get("metadata", {}), dict) for raw in request.pods):
+                    raise Rejected(
+                        'the request cannot be read: "pods" must hold manifests, each an object with metadata'
+                    )
+                manifests = [Manifest(raw=raw, origin=str(raw.get("metadata", {}).get("name"))) for raw in request.pods]
+                return _each(lambda manifest: self.apply([manifest])[0], manifests)
+            case "delete":
+                return _each(lambda name: self._delete(request.namespace, name), request.names)
+            case "exec":
+                return self._enter(request, peer_pid)
+            case "restart-kubelet":
+                await self._node(request).node.kubelet.restart()
+                return _done("the kubelet has restarted; it lists and admits pods again in about a second")
+            case "kill-agent":
+                # Between an end and the next start there is no process.
+                if not self._node(request).agent.kill():
+                    raise AgentError("no agent runs at the moment; it is being started")
+                return _done("the agent was killed; the sandbox starts it again")
+            case "kill-extender":
+                if self.extender is None or not self.extender.kill():
+                    raise AgentError(
+                        "no extender runs: the sandbox was started without --extender, or it is being started"
+                    )
+                return _done("the extender was killed; the sandbox starts it again")
+            case "fail-gpu":
+                return _done(self._node(request).fail_gpu(request))
+            case "heal-gpu":
+                return _done(self._node(request).heal_gpu(request.gpu))
+            case "status":
+                return {**_done(), "document": await self.document()}
+        raise Rejected(f"unknown command {request.command!r}")
 
 
 def _split_name(namespace: str, name: str) -> tuple[str, str]:
@@ -238,8 +234,8 @@ def _split_name(namespace: str, name: str) -> tuple[str, str]:
     return (head, tail) if slash else (namespace, name)
 
 
-def _done(lines: list[str]) -> Answer:
-    return {"ok": True, "lines": lines, "errors": []}
+def _done(*lines: str) -> Answer:
+    return {"ok": True, "lines": list(lines), "errors": []}
 
 
 def _each(act: Callable[[_Item], str], items: Iterable[_Item]) -> Answer:
@@ -254,44 +250,12 @@ def _each(act: Callable[[_Item], str], items: Iterable[_Item]) -> Answer:
     return {"ok": not errors, "lines": lines, "errors": errors}
 
 
-def _manifests(request: Request) -> list[Manifest]:
-    """The manifests of a request. Raises Rejected; nothing is created then."""
-    pods = _list(request, "pods")
-    if not all(isinstance(raw, dict) and isinstance(raw.get("metadata", {}), dict) for raw in pods):
-        raise Rejected('the request cannot be read: "pods" must hold manifests, each an object with metadata')
-    return [Manifest(raw=raw, origin=str(raw.get("metadata", {}).get("name"))) for raw in pods]
-
-
-def _names(request: Request) -> list[str]:
-    names = _list(request, "names")
-    if not all(isinstance(name, str) for name in names):
-        raise Rejected('the request cannot be read: "names" must hold texts')
-    return names
-
-
-def _whole_number(request: Request, field: str) -> int:
-    given = request.get(field)
-    if not isinstance(given, int) or isinstance(given, bool):
-        raise Rejected(f'the request cannot be read: "{field}" must be a whole number, not {given!r:.40}')
-    return given
-
-
-def _list(request: Request, field: str) -> list[Any]:
-    given = request.get(field)
-    if not isinstance(given, list):
-        raise Rejected(f'the request cannot be read: "{field}" must be a list, not {type(given).__name__}')
-    return given
-
-
-class Entry(Struct, frozen=True, kw_only=True):
-    """The container's environment variables, and what the person should know about the choice of the container."""
-
-    environment: dict[str, str]
-    notes: list[str]
-
-
-def enter_container(node: EmbeddedNode, namespace: str, pod: str, container: str | None, pid: int) -> Entry:
+def enter_container(
+    node: EmbeddedNode, namespace: str, pod: str, container: str | None, pid: int
+) -> tuple[dict[str, str], list[str]]:
     """Moves process `pid`, and with it its later children, into a running container; None: the pod's first main one.
+
+    Returns the container's variables, and what the person should know about the choice of the container.
 
     Raises:
         NotFound: no such pod, no such container in it, it does not run, or the process has gone.
@@ -315,7 +279,7 @@ def enter_container(node: EmbeddedNode, namespace: str, pod: str, container: str
             "another PID namespace; ask from the namespace in which the sandbox was started"
         )
     node.kubelet.runtime.join(found, pid)
-    return Entry(environment=dict(sorted(found.env.items())), notes=notes)
+    return dict(sorted(found.env.items())), notes
 
 
 def _chosen(raw: RawObject, container: str | None) -> tuple[str, list[str]]:

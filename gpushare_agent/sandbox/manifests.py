@@ -16,9 +16,9 @@ import yaml
 from msgspec import Struct
 
 from gpushare_agent.model.errors import Rejected
-from gpushare_agent.sandbox.api.store import APPLIED_KINDS, group_version
-from gpushare_agent.sandbox.api.validation import completed_workload, unknown_fields
-from gpushare_agent.sandbox.pod_manifest import RawObject, completed_manifest
+from gpushare_agent.sandbox.api.kinds import APPLIED_KINDS
+from gpushare_agent.sandbox.api.validation import completed, unknown_fields
+from gpushare_agent.sandbox.pod_manifest import RawObject
 
 EXPECTATION_ANNOTATION = "sandbox.gpushare/expect"
 """On a sample that is not meant to run: what it shows."""
@@ -51,10 +51,7 @@ def read_manifests(paths: Sequence[Path]) -> list[Manifest]:
     # Files without a document are most often a wrong path.
     if paths and not found:
         raise ManifestError(f"no pods in {', '.join(map(_origin, paths))}: a file needs at least one Pod manifest")
-    # Before fields: two objects of a name are a mistake of the whole set.
     _check_names(found)
-    for manifest in found:
-        _check_fields(manifest)
     return found
 
 
@@ -155,52 +152,27 @@ def _items(document: Any, where: str) -> list[Any]:
 
 
 def _checked(raw: Any, where: str) -> Manifest:
-    kind = raw.get("kind") if isinstance(raw, dict) else None
-    if kind not in APPLIED_KINDS:
+    """Also refuses unknown fields: in a file that a person writes one is most often a misspelt one, such as `resorces`."""
+    given = raw.get("kind") if isinstance(raw, dict) else None
+    kind = APPLIED_KINDS.get(str(given))
+    if kind is None:
         raise ManifestError(
-            f"{where}: kind {kind!r} cannot be applied: the embedded node knows {', '.join(APPLIED_KINDS)}"
+            f"{where}: kind {given!r} cannot be applied: the embedded node knows {', '.join(APPLIED_KINDS)}"
         )
-    if kind != "Pod":
-        # GPUShare's samples have it: what they show is shown here as well, though a cluster wants them changed.
-        if raw.get("apiVersion") in FORMER_APPS and group_version(APPLIED_KINDS[kind]) == "apps/v1":
-            raw = {**raw, "apiVersion": "apps/v1"}
-        _check_object(raw, where)
-        return Manifest(raw=raw, origin=where)
+    # GPUShare's samples have it: what they show is shown here as well, though a cluster wants them changed.
+    if raw.get("apiVersion") in FORMER_APPS and kind.group_version == "apps/v1":
+        raw = {**raw, "apiVersion": "apps/v1"}
     try:
         # Checked as at creation, and thrown away: nothing is created before all files are right.
-        completed_manifest(raw, namespace="default", uid="", suffix="")
+        completed(kind, raw)
+        found = unknown_fields(raw, kind.name)
     except Rejected as error:
-        name = (raw.get("metadata") or {}).get("name", "") if isinstance(raw.get("metadata"), dict) else ""
-        raise ManifestError(f"{where}: Pod {name!r} is not valid: {error}") from error
-    return Manifest(raw=raw, origin=where)
-
-
-def _check_object(raw: dict[str, Any], where: str) -> None:
-    metadata, resource = raw.get("metadata"), APPLIED_KINDS[raw["kind"]]
-    group, has_spec = group_version(resource), resource not in ("configmaps", "namespaces")
-    if raw.get("apiVersion") != group:
-        raise ManifestError(f"{where}: {raw['kind']} must have apiVersion: {group}, not {raw.get('apiVersion')!r:.40}")
-    if (
-        not isinstance(metadata, dict)
-        or not isinstance(metadata.get("name"), str)
-        or (has_spec and not isinstance(raw.get("spec"), dict))
-    ):
-        raise ManifestError(f"{where}: {raw['kind']} needs metadata with a name{', and a spec' if has_spec else ''}")
-    try:
-        completed_workload(resource, {**raw, "metadata": {**metadata, "uid": ""}})
-    except Rejected as error:
-        raise ManifestError(f"{where}: {raw['kind']} {metadata['name']!r} is not valid: {error}") from error
-
-
-def _check_fields(manifest: Manifest) -> None:
-    """Refuses unknown fields: in a file that a person writes one is most often a misspelt one, such as `resorces`."""
-    kind = manifest.raw["kind"]
-    try:
-        found = unknown_fields(manifest.raw, kind)
-    except Rejected as error:
-        raise ManifestError(f"{manifest.origin}: {kind}: {error}") from error
+        metadata = raw.get("metadata")
+        name = metadata.get("name", "") if isinstance(metadata, dict) else ""
+        raise ManifestError(f"{where}: {kind.name} {name!r} is not valid: {error}") from error
     if found:
-        raise ManifestError(f"{manifest.origin}: {kind}: {', '.join(found)}")
+        raise ManifestError(f"{where}: {kind.name}: {', '.join(found)}")
+    return Manifest(raw=raw, origin=where)
 
 
 def _check_names(manifests: list[Manifest]) -> None:

@@ -7,6 +7,7 @@ each node's `agent_arguments()` to `gpushare-agent run`, and the address of the 
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -16,9 +17,11 @@ from msgspec import Struct
 from gpushare_agent.kit.supervision import forever, stop_task
 from gpushare_agent.sandbox.api.access import make_certificate
 from gpushare_agent.sandbox.api.server import EmbeddedApiServer
-from gpushare_agent.sandbox.behaviour import KubeletTimes
+from gpushare_agent.sandbox.behaviour import KubeletTimes, behaviour_of
+from gpushare_agent.sandbox.kubelet.calls import KubeletParts
 from gpushare_agent.sandbox.kubelet.kubelet import EmbeddedKubelet
 from gpushare_agent.sandbox.pod_controllers import PodControllers
+from gpushare_agent.sandbox.runtime.containers import ContainerRuntime
 from gpushare_agent.sandbox.runtime.cri_server import CriServer
 from gpushare_agent.sandbox.scheduler.scheduler import (
     EmbeddedScheduler,
@@ -79,12 +82,13 @@ async def open_node_on(
     ):  # of an earlier node: this one's GPUs are new
         left.unlink(missing_ok=True)
     api.write_kubeconfig(paths.kubeconfig)
-    kubelet = EmbeddedKubelet(
-        paths=paths, node_name=node_name, api=api, version=kubelet_version, seed=seed, times=times,
-        cgroups=cgroups,
+    parts = KubeletParts(
+        node_name=node_name, paths=paths, api=api, runtime=ContainerRuntime(paths.state, api.signal, cgroups),
+        behaviour=behaviour_of(kubelet_version), times=times or KubeletTimes(), rng=random.Random(seed),
     )  # fmt: skip
+    kubelet = EmbeddedKubelet(parts)
     # `kubectl logs` reads the files of the runtime of the pod's node.
-    api.logs.runtimes[node_name] = kubelet.runtime
+    api.subresources.runtimes[node_name] = kubelet.runtime
     cri = CriServer(kubelet.runtime, paths.runtime_socket)
     try:
         async with running_task("kubelet", kubelet.run):
@@ -151,7 +155,11 @@ async def open_embedded_cluster(
         api.write_kubeconfig(paths.kubeconfig)
         # Before the nodes: a Deployment may be applied while they start.
         await stack.enter_async_context(running_task("pod controllers", PodControllers(api).run))
-        await stack.enter_async_context(_scheduling(api, extender_url, scheduler_times, seed))
+        scheduler: EmbeddedScheduler | ExtenderScheduler = EmbeddedScheduler(api=api)
+        if extender_url:
+            extender = await stack.enter_async_context(open_extender_calls(extender_url))
+            scheduler = ExtenderScheduler(api=api, extender=extender, times=scheduler_times, seed=seed)
+        await stack.enter_async_context(running_task("scheduler", scheduler.run))
         nodes = []
         for number, name in enumerate(node_names):
             # Each node's own directory, so that agents share no path.
@@ -161,18 +169,3 @@ async def open_embedded_cluster(
             )  # fmt: skip
             nodes.append(await stack.enter_async_context(opened))
         yield EmbeddedCluster(paths=paths, api=api, nodes=tuple(nodes))
-
-
-@asynccontextmanager
-async def _scheduling(
-    api: EmbeddedApiServer, extender_url: str, times: SchedulerTimes | None, seed: int
-) -> AsyncIterator[None]:
-    if not extender_url:
-        async with running_task("scheduler", EmbeddedScheduler(api=api).run):
-            yield
-        return
-    async with (
-        open_extender_calls(extender_url) as extender,
-        running_task("scheduler", ExtenderScheduler(api=api, extender=extender, times=times, seed=seed).run),
-    ):
-        yield

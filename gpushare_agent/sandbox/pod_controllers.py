@@ -22,8 +22,8 @@ from typing import Any
 
 from gpushare_agent.model.errors import Conflict, NotFound
 from gpushare_agent.sandbox.api.server import EmbeddedApiServer
-from gpushare_agent.sandbox.api.store import group_version, key_of
-from gpushare_agent.sandbox.pod_manifest import RawObject, is_terminal, timestamp
+from gpushare_agent.sandbox.api.store import key_of
+from gpushare_agent.sandbox.pod_manifest import RawObject, is_terminal, owner_reference, timestamp
 
 REVISION = "deployment.kubernetes.io/revision"
 HASH_LABEL = "pod-template-hash"
@@ -89,18 +89,34 @@ class PodControllers:
             with suppress(NotFound):
                 self._api.delete(resource, key_of(raw))
 
+    def _delete_pod(self, owner: RawObject, pod: RawObject) -> None:
+        self._delete("pods", pod)
+        self._record(owner, "SuccessfulDelete", f"Deleted pod: {pod['metadata']['name']}")
+
     def _owned(self, resource: str, owner: RawObject) -> list[RawObject]:
         """The objects that it owns, oldest first."""
         uid = owner["metadata"]["uid"]
         return [raw for raw in self._api.store.in_creation_order(resource) if (_owner(raw) or {}).get("uid") == uid]
 
-    def _set_status(self, resource: str, raw: RawObject, status: Mapping[str, Any]) -> None:
+    def _active(self, owner: RawObject) -> list[RawObject]:
+        return [pod for pod in self._owned("pods", owner) if _is_active(pod)]
+
+    def _change(self, resource: str, raw: RawObject, **sections: Mapping[str, Any]) -> RawObject:
+        """Writes fields of sections of the object as it is now."""
         current = self._api.store.get(resource, key_of(raw))
+        changed = {name: {**(current.get(name) or {}), **fields} for name, fields in sections.items()}
+        return self._api.store.replace(resource, {**current, **changed})
+
+    def _set_status(self, resource: str, raw: RawObject, **status: Any) -> None:
         # Jobs have no observedGeneration in batch/v1.
         seen = {} if resource == "jobs" else {"observedGeneration": raw["metadata"]["generation"]}
-        observed = {**status, **seen}
-        unchanged = {k: v for k, v in (current.get("status") or {}).items() if k == "conditions" and k not in observed}
-        self._api.store.replace(resource, {**current, "status": {**unchanged, **observed}})
+        self._change(resource, raw, status={**status, **seen})
+
+    def _set_counts(self, resource: str, raw: RawObject, **status: Any) -> None:
+        # Read again: pods were made or deleted before.
+        active = self._active(raw)
+        ready = sum(map(_is_ready, active))
+        self._set_status(resource, raw, replicas=len(active), readyReplicas=ready, availableReplicas=ready, **status)
 
     # --- pods ---
 
@@ -122,7 +138,7 @@ class PodControllers:
         template = owner["spec"]["template"]
         pod = {
             "apiVersion": "v1", "kind": "Pod", "spec": template["spec"],
-            "metadata": {**template["metadata"], "ownerReferences": [_reference(owner)], **metadata},
+            "metadata": {**template["metadata"], "ownerReferences": [owner_reference(owner)], **metadata},
         }  # fmt: skip
         made = self._api.create_pod(pod, owner["metadata"]["namespace"])
         self._record(owner, "SuccessfulCreate", f"Created pod: {made['metadata']['name']}")
@@ -132,23 +148,15 @@ class PodControllers:
         self._api.record_event(owner, reason=reason, message=message, source=source, kind=kind)
 
     def _replica_set(self, raw: RawObject) -> None:
-        pods = self._owned("pods", raw)
-        active = [pod for pod in pods if _is_active(pod)]
+        active = self._active(raw)
         missing = raw["spec"]["replicas"] - len(active)
         if raw["metadata"].get("deletionTimestamp") is None and missing > 0:
-            if self._may_create(raw, sum(pod["status"]["phase"] == "Failed" for pod in pods)):
+            if self._may_create(raw, _in_phase(self._owned("pods", raw), "Failed")):
                 self._create_pods(raw, missing)
         elif missing < 0:
-            unready_first = sorted(active, key=_is_ready)  # those that are not ready go first
-            for pod in unready_first[:-missing]:
-                self._delete("pods", pod)
-                self._record(raw, "SuccessfulDelete", f"Deleted pod: {pod['metadata']['name']}")
-        # Read again: pods were made or deleted above.
-        active = [pod for pod in self._owned("pods", raw) if _is_active(pod)]
-        ready = sum(map(_is_ready, active))
-        self._set_status(
-            "replicasets", raw, {"replicas": len(active), "readyReplicas": ready, "availableReplicas": ready}
-        )
+            for pod in sorted(active, key=_is_ready)[:-missing]:  # those that are not ready go first
+                self._delete_pod(raw, pod)
+        self._set_counts("replicasets", raw)
 
     # --- deployments ---
 
@@ -181,7 +189,7 @@ class PodControllers:
             body = {
                 "metadata": {
                     "name": name, "labels": labels, "annotations": {REVISION: str(newest + 1)},
-                    "ownerReferences": [_reference(raw)],
+                    "ownerReferences": [owner_reference(raw)],
                 },
                 "spec": {
                     "replicas": 0, "selector": {"matchLabels": {**raw["spec"]["selector"]["matchLabels"], HASH_LABEL: text}},
@@ -195,11 +203,8 @@ class PodControllers:
         return found
 
     def _annotate(self, resource: str, raw: RawObject, revision: str) -> RawObject:
-        current = self._api.store.get(resource, key_of(raw))
-        annotations = {**(current["metadata"].get("annotations") or {}), REVISION: revision}
-        return self._api.store.replace(
-            resource, {**current, "metadata": {**current["metadata"], "annotations": annotations}}
-        )
+        annotations = self._api.store.get(resource, key_of(raw))["metadata"].get("annotations") or {}
+        return self._change(resource, raw, metadata={"annotations": {**annotations, REVISION: revision}})
 
     def _roll(self, new: RawObject, old: Sequence[RawObject], desired: int, limits: Mapping[str, Any]) -> None:
         """The new set grows while all together are within the surge; the old ones shrink while enough are available."""
@@ -223,10 +228,8 @@ class PodControllers:
     def _scale(self, replica_set: RawObject, size: int) -> None:
         raw = self._api.store.get("replicasets", key_of(replica_set))
         if raw["spec"]["replicas"] != size:
-            metadata = {**raw["metadata"], "generation": raw["metadata"]["generation"] + 1}
-            self._api.store.replace(
-                "replicasets", {**raw, "metadata": metadata, "spec": {**raw["spec"], "replicas": size}}
-            )
+            generation = {"generation": raw["metadata"]["generation"] + 1}
+            self._change("replicasets", raw, metadata=generation, spec={"replicas": size})
 
     def _report_deployment(self, raw: RawObject, new_name: str) -> None:
         sets = self._owned("replicasets", raw)
@@ -240,15 +243,15 @@ class PodControllers:
             (raw["spec"]["strategy"].get("rollingUpdate") or {}).get("maxUnavailable", "25%"), desired, math.floor
         )
         known = {c["type"]: c for c in (raw.get("status") or {}).get("conditions", ())}
-        self._set_status("deployments", raw, {
-            **total, "updatedReplicas": updated, "availableReplicas": ready,
-            "unavailableReplicas": max(0, max(desired, total["replicas"]) - ready),
-            "conditions": [
-                _condition(known, "Available", ready >= desired - unavailable,
-                           "MinimumReplicasAvailable", "MinimumReplicasUnavailable"),
+        is_available = ready >= desired - unavailable
+        self._set_status(
+            "deployments", raw, **total, updatedReplicas=updated, availableReplicas=ready,
+            unavailableReplicas=max(0, max(desired, total["replicas"]) - ready),
+            conditions=[
+                _condition(known, "Available", is_available, f"MinimumReplicas{'A' if is_available else 'Una'}vailable"),
                 _condition(known, "Progressing", True, "NewReplicaSetAvailable" if is_done else "ReplicaSetUpdated"),
             ],
-        })  # fmt: skip
+        )  # fmt: skip
 
     # --- stateful sets ---
 
@@ -273,13 +276,11 @@ class PodControllers:
                 break
         else:
             self._shrink(raw, pods, wanted, revision, is_parallel=is_parallel)
-        active = [pod for pod in self._owned("pods", raw) if _is_active(pod)]
-        updated = sum(_revision_label(pod) == revision for pod in active)
-        ready = sum(map(_is_ready, active))
-        self._set_status("statefulsets", raw, {
-            "replicas": len(active), "readyReplicas": ready, "availableReplicas": ready, "updatedReplicas": updated,
-            "currentReplicas": updated, "currentRevision": revision, "updateRevision": revision,
-        })  # fmt: skip
+        updated = sum(_revision_label(pod) == revision for pod in self._active(raw))
+        self._set_counts(
+            "statefulsets", raw, updatedReplicas=updated, currentReplicas=updated, currentRevision=revision,
+            updateRevision=revision,
+        )  # fmt: skip
 
     def _shrink(
         self, raw: RawObject, pods: Mapping[str, RawObject], wanted: Sequence[str], revision: str, *, is_parallel: bool
@@ -289,8 +290,7 @@ class PodControllers:
         former = [one for one in reversed(wanted) if one in pods and _revision_label(pods[one]) != revision]
         is_whole = all(one in pods and _is_ready(pods[one]) for one in wanted)
         for one in (surplus if is_parallel else surplus[:1]) or (former[:1] if is_whole else []):
-            self._delete("pods", pods[one])
-            self._record(raw, "SuccessfulDelete", f"Deleted pod: {one}")
+            self._delete_pod(raw, pods[one])
 
     # --- jobs ---
 
@@ -300,31 +300,28 @@ class PodControllers:
         if known.get("conditions"):
             return
         pods = self._owned("pods", raw)
-        active = [pod for pod in pods if _is_active(pod)]
-        succeeded = sum(pod["status"]["phase"] == "Succeeded" for pod in pods)
-        failed = sum(pod["status"]["phase"] == "Failed" for pod in pods)
-        status = {"startTime": known.get("startTime") or timestamp(), "succeeded": succeeded, "failed": failed}
+        succeeded, failed = _in_phase(pods, "Succeeded"), _in_phase(pods, "Failed")
+        status: dict[str, Any] = {"startTime": known.get("startTime") or timestamp()}
         # Before success is looked at: as in a cluster, the limit ends the Job.
         if failed > spec["backoffLimit"]:
-            for pod in active:
+            for pod in self._active(raw):
                 self._delete("pods", pod)
             why = "Job has reached the specified backoff limit"
             status["conditions"] = [{**_condition({}, "Failed", True, "BackoffLimitExceeded"), "message": why}]
             self._record(raw, "BackoffLimitExceeded", why, "Warning")
-            active = []
         elif succeeded >= spec["completions"]:
-            status |= {
-                "completionTime": timestamp(),
-                "conditions": [_condition({}, "Complete", True, "CompletionsReached")],
-            }
+            complete = _condition({}, "Complete", True, "CompletionsReached")
+            status |= {"completionTime": timestamp(), "conditions": [complete]}
             self._record(raw, "Completed", "Job completed")
         else:
             # No more at once than are still needed.
-            missing = min(spec["parallelism"], spec["completions"] - succeeded) - len(active)
+            missing = min(spec["parallelism"], spec["completions"] - succeeded) - sum(map(_is_active, pods))
             if missing > 0 and self._may_create(raw, failed):
                 self._create_pods(raw, missing)
-                active = [pod for pod in self._owned("pods", raw) if _is_active(pod)]
-        self._set_status("jobs", raw, {**status, "active": len(active), "ready": sum(map(_is_ready, active))})
+        # A Job that has ended so has none, though they may need a moment to go.
+        active = [] if failed > spec["backoffLimit"] else self._active(raw)
+        counts = {"succeeded": succeeded, "failed": failed, "active": len(active), "ready": sum(map(_is_ready, active))}
+        self._set_status("jobs", raw, **status, **counts)
 
 
 def _owner(raw: RawObject) -> Mapping[str, Any] | None:
@@ -346,15 +343,12 @@ def _revision_label(pod: RawObject) -> str:
     return str((pod["metadata"].get("labels") or {}).get(REVISION_LABEL, ""))
 
 
-def _reference(owner: RawObject) -> RawObject:
-    return {
-        "apiVersion": group_version(_OWNERS[owner["kind"]]), "kind": owner["kind"], "name": owner["metadata"]["name"],
-        "uid": owner["metadata"]["uid"], "controller": True, "blockOwnerDeletion": True,
-    }  # fmt: skip
-
-
 def _is_active(pod: RawObject) -> bool:
     return not is_terminal(pod) and not pod["metadata"].get("deletionTimestamp")
+
+
+def _in_phase(pods: Sequence[RawObject], phase: str) -> int:
+    return sum(pod["status"]["phase"] == phase for pod in pods)
 
 
 def _is_ready(pod: RawObject) -> bool:
@@ -367,9 +361,8 @@ def _share(value: object, of: int, rounded: Any) -> int:
     return int(rounded(of * int(text[:-1]) / 100)) if text.endswith("%") else int(text)
 
 
-def _condition(known: Mapping[str, Any], kind: str, is_true: bool, yes: str, no: str = "") -> RawObject:
-    status = "True" if is_true else "False"
-    before = known.get(kind, {})
+def _condition(known: Mapping[str, Any], kind: str, is_true: bool, reason: str) -> RawObject:
+    status, before = "True" if is_true else "False", known.get(kind, {})
     # The time of the change, not of the last look.
     since = before.get("lastTransitionTime") if before.get("status") == status else timestamp()
-    return {"type": kind, "status": status, "reason": yes if is_true else no, "lastTransitionTime": since}
+    return {"type": kind, "status": status, "reason": reason, "lastTransitionTime": since}

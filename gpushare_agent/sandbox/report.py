@@ -3,15 +3,12 @@
 The GPUs are those of the agent's own document: nothing is charged a second time here. The rest is the kubelet's side (its
 records, the device IDs, the Allocate answers, the containers' processes), what ResourceClaims give, from the API server's
 objects, what a container itself would read at /etc/vcuda, and what the sandbox simulates it to use.
-
-State owned: the last content of each vDevice directory (`VDeviceReader`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
-from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NotRequired, TypedDict
@@ -30,26 +27,24 @@ from gpushare_agent.isolation.vdevice.format import (
     decode_pids,
 )
 from gpushare_agent.kit.regular_file import read_regular
-from gpushare_agent.kit.sockets import FileIdentity, file_identity
 from gpushare_agent.kubelet.device_table import DeviceIds
 from gpushare_agent.model.errors import Corrupt
 from gpushare_agent.model.gpus import Gpu
 from gpushare_agent.model.names import MIB, VDEVICE_DIRECTORY, GpuUuid, split_device_id
 from gpushare_agent.model.pods import ContainerSpec
 from gpushare_agent.model.resources import ResourceNames, parts_of, request_of
-from gpushare_agent.sandbox.kubelet.container_config import VDEVICE_VARIABLE, container_of
+from gpushare_agent.sandbox.kubelet.container_config import VDEVICE_VARIABLE, container_of, parsed_answer
 from gpushare_agent.sandbox.kubelet.pod_worker import PREPARE_FAILED
 from gpushare_agent.sandbox.node import EmbeddedNode
-from gpushare_agent.sandbox.pod_manifest import RawObject, containers_of, is_mirror
-from gpushare_agent.sandbox.scheduler.claims import claim_names, results_of
-from gpushare_agent.wire.v1beta1 import ContainerAllocateResponse
+from gpushare_agent.sandbox.pod_manifest import RawObject, claim_names, containers_of, is_mirror
+from gpushare_agent.sandbox.scheduler.allocation import results_of
 
 # --- claims ---
 
 _DEVICE = "gpu-"
 
 
-class ClaimedShare(Struct, frozen=True, kw_only=True):
+class ClaimRow(TypedDict):
     """One result of a claim: its part of one GPU."""
 
     claim: str
@@ -59,42 +54,32 @@ class ClaimedShare(Struct, frozen=True, kw_only=True):
     memory_mib: int
 
 
-def claimed_shares(node: EmbeddedNode, namespace: str, name: str) -> list[ClaimedShare]:
+def claimed_shares(node: EmbeddedNode, namespace: str, name: str) -> list[ClaimRow]:
     """The shares of a claim, as far as it is allocated on the node."""
-    found = []
-    for raw in node.api.store.all("resourceclaims"):
-        metadata = raw["metadata"]
-        if (metadata["namespace"], metadata["name"]) != (namespace, name):
-            continue
-        for one in results_of(raw):
-            # A device's name has the GPU's index: gpu-3.
-            number = one.device.removeprefix(_DEVICE)
-            if one.pool == node.name and number.isdigit():
-                amounts = one.consumed_capacity or {}
-                cores, memory = (whole_number(amounts.get(name, 0), name) for name in ("cores", "memory"))
-                found.append(
-                    ClaimedShare(
-                        claim=metadata["name"],
-                        request=one.request,
-                        gpu=int(number),
-                        cores=cores,
-                        memory_mib=memory // MIB,
-                    )
-                )
+    found: list[ClaimRow] = []
+    for one in results_of(node.api.store.find("resourceclaims", (namespace, name)) or {}):
+        # A device's name has the GPU's index: gpu-3.
+        number = one.device.removeprefix(_DEVICE)
+        if one.pool == node.name and number.isdigit():
+            amounts = one.consumed_capacity or {}
+            cores, memory = (whole_number(amounts.get(part, 0), part) for part in ("cores", "memory"))
+            share = ClaimRow(claim=name, request=one.request, gpu=int(number), cores=cores, memory_mib=memory // MIB)
+            found.append(share)
     return found
 
 
-def shares_of_container(node: EmbeddedNode, pod: RawObject, container: str) -> list[ClaimedShare]:
+def shares_of_container(node: EmbeddedNode, pod: RawObject, container: str) -> list[ClaimRow]:
     """The shares that a container names; none of a pod that has no node."""
     if not pod["spec"].get("resourceClaims") or not pod["spec"].get("nodeName"):
         return []
     names = claim_names(pod)
-    found: list[ClaimedShare] = []
+    found: list[ClaimRow] = []
     for entry in (container_of(pod, container).get("resources") or {}).get("claims") or ():
-        shares = claimed_shares(node, pod["metadata"]["namespace"], names.get(entry["name"], ""))
         requested = entry.get("request")
-        found += [one for one in shares if not requested or main_request(one.request) == requested]
-    return list(dict.fromkeys(found))
+        for one in claimed_shares(node, pod["metadata"]["namespace"], names.get(entry["name"], "")):
+            if requested in (None, "", main_request(one["request"])) and one not in found:
+                found.append(one)
+    return found
 
 
 def sliced_health(node: EmbeddedNode, gpus: Sequence[Gpu]) -> dict[GpuUuid, bool]:
@@ -125,10 +110,6 @@ def waiting_message(node: EmbeddedNode, pod: RawObject, reason: str) -> str:
 
 # --- vDevice files ---
 
-_MOST_DIRECTORIES = 2048
-
-_Identities = tuple[FileIdentity | None, FileIdentity | None]
-
 
 class VDevice(TypedDict):
     """The limits as the container reads them."""
@@ -140,29 +121,9 @@ class VDevice(TypedDict):
     pids: list[int]
 
 
-class VDeviceReader:
-    """Reads vDevice directories; `read` costs two stat calls where nothing has changed."""
-
-    def __init__(self) -> None:
-        self._known: dict[Path, tuple[_Identities, VDevice | None]] = {}
-
-    def read(self, directory: Path) -> VDevice | None:
-        """The document's "vdevice" of the container whose directory this is; None where a file is missing or torn."""
-        seen = file_identity(directory / CONFIG_NAME), file_identity(directory / PIDS_NAME)
-        # Half of a directory is none: the reader in the container needs both files.
-        if None in seen:
-            self._known.pop(directory, None)
-            return None
-        known = self._known.get(directory)
-        if known is None or known[0] != seen:  # taken before reading: what changes meanwhile is read the next time
-            known = self._known[directory] = (seen, _read(directory))
-            # Directories of ended containers are never asked for again.
-            while len(self._known) > _MOST_DIRECTORIES:
-                del self._known[next(iter(self._known))]
-        return known[1]
-
-
-def _read(directory: Path) -> VDevice | None:
+def read_vdevice(directory: Path) -> VDevice | None:
+    """The document's "vdevice" of the container whose directory this is; None where a file is missing or torn: the reader
+    in the container needs both."""
     try:
         config = decode_config(read_regular(directory / CONFIG_NAME, CONFIG_BYTES + 1))
         pids = decode_pids(read_regular(directory / PIDS_NAME, 4 * MAX_PIDS + 1))
@@ -170,12 +131,9 @@ def _read(directory: Path) -> VDevice | None:
     except (OSError, Corrupt):
         return None
     return {
-        "cores": config.utilization,
-        "memory_mib": config.memory_bytes // MIB,
-        "core_limit": config.limit,
-        "is_limited": config.enable,
-        "pids": list(pids),
-    }
+        "cores": config.utilization, "memory_mib": config.memory_bytes // MIB, "core_limit": config.limit,
+        "is_limited": config.enable, "pids": list(pids),
+    }  # fmt: skip
 
 
 # --- the document ---
@@ -184,27 +142,6 @@ HEALTHY = "Healthy"
 _UNHEALTHY = "Unhealthy"
 UNKNOWN = "Unknown"
 """Health of a GPU while no agent offers it."""
-_MOST_ANSWERS = 2048
-
-
-class ClaimRow(TypedDict):
-    claim: str
-    request: str
-    gpu: int
-    cores: int
-    memory_mib: int
-
-
-class MountRow(TypedDict):
-    host_path: str
-    container_path: str
-    read_only: bool
-
-
-class DeviceRow(TypedDict):
-    host_path: str
-    container_path: str
-    permissions: str
 
 
 class Processes(TypedDict):
@@ -227,8 +164,8 @@ class ContainerRow(Processes):
     memory_mib: int
     units: dict[str, int]
     env: dict[str, str]
-    mounts: list[MountRow]
-    devices: list[DeviceRow]
+    mounts: list[dict[str, Any]]
+    devices: list[dict[str, Any]]
     annotations: dict[str, str]
     used: Mapping[str, float] | None
     vdevice: VDevice | None
@@ -264,7 +201,11 @@ class SandboxDocument(TypedDict):
     pods: list[PodRow]
 
 
-class ReportedNode(Struct, frozen=True, kw_only=True):
+_MOUNT, _DEVICE_NODE = ("host_path", "container_path", "read_only"), ("host_path", "container_path", "permissions")
+"""Fields of the messages that the document has."""
+
+
+class ReportedNode(Struct, kw_only=True, eq=False):
     """A node, the GPUs of its agent, and the agent's resources."""
 
     node: EmbeddedNode
@@ -278,7 +219,6 @@ class ReportedNode(Struct, frozen=True, kw_only=True):
     """By pod UID and container, what it uses of its GPUs together; the workload player fills it in."""
     addresses: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     """Where this node's agent is asked: `web`, `debug`, `control_socket`; empty texts for what there is not."""
-    vdevices: VDeviceReader = field(default_factory=VDeviceReader)
 
 
 def gpus_of(ids: Iterable[str], gpus: Sequence[Gpu]) -> list[Gpu]:
@@ -335,12 +275,12 @@ def gpu_health(shown: ReportedNode) -> dict[GpuUuid, str]:
     shows that its GPU is."""
     sliced = sliced_health(shown.node, shown.gpus)
     health = {uuid: HEALTHY if is_healthy else _UNHEALTHY for uuid, is_healthy in sliced.items()}
-    devices = shown.node.kubelet.devices(shown.names.vcore)
+    devices = shown.node.kubelet.devices.health(shown.names.vcore)
     for uuid, is_healthy in zip(_uuids_of(devices, shown.gpus), devices.values(), strict=True):
         # One Unhealthy ID of a GPU shows it: the agent reports all of a GPU's at once.
         health[uuid] = HEALTHY if is_healthy and health.get(uuid) != _UNHEALTHY else _UNHEALTHY
     for resource in (shown.names.vcore, *shown.names.gpu) if shown.names.gpu else ():
-        offered = shown.node.kubelet.devices(resource)
+        offered = shown.node.kubelet.devices.health(resource)
         healthy = [device for device, is_healthy in offered.items() if is_healthy]
         health |= dict.fromkeys(_uuids_of(healthy, shown.gpus), HEALTHY)
     return health
@@ -374,9 +314,8 @@ def _container_reason(statuses: Sequence[RawObject]) -> tuple[str, str]:
     for status in statuses:
         ended_now = status.get("state", {}).get("terminated", {})
         if ended_now.get("exitCode"):
-            return ended_now.get(
-                "reason", ""
-            ), f"container {status['name']} ended with exit code {ended_now['exitCode']}"
+            text = f"container {status['name']} ended with exit code {ended_now['exitCode']}"
+            return ended_now.get("reason", ""), text
     return "", ""
 
 
@@ -387,9 +326,8 @@ def _pod(shown: ReportedNode, pod: RawObject) -> PodRow:
         message = waiting_message(shown.node, pod, PREPARE_FAILED)
         reason = PREPARE_FAILED if message else reason
     # A refused pod has nothing, though an earlier resource of it was answered.
-    is_refused = pod["status"]["phase"] == "Failed" and bool(
-        pod["status"].get("reason") or pod["status"].get("message")
-    )
+    status = pod["status"]
+    is_refused = status["phase"] == "Failed" and bool(status.get("reason") or status.get("message"))
     allocated = {} if is_refused else _newest_allocations(shown, metadata["uid"])
     return {
         "namespace": metadata["namespace"], "name": metadata["name"], "uid": metadata["uid"],
@@ -414,23 +352,17 @@ def _newest_allocations(shown: ReportedNode, pod_uid: str) -> dict[str, dict[str
     return found
 
 
-@lru_cache(maxsize=_MOST_ANSWERS)
-def _parsed(answer: bytes) -> ContainerAllocateResponse:
-    """Read only. The same answers are shown again and again."""
-    return ContainerAllocateResponse.parse(answer)
-
-
 def _container(
     shown: ReportedNode, pod: RawObject, spec: ContainerSpec, given: Mapping[str, tuple[tuple[str, ...], bytes]]
 ) -> ContainerRow:
     pod_uid = pod["metadata"]["uid"]
     has_ended = pod["status"]["phase"] in ("Succeeded", "Failed")  # it has no GPU and no limit, whatever was answered
-    answers = [_parsed(raw) for _, (_, raw) in sorted(given.items())]
+    answers = [parsed_answer(raw) for _, (_, raw) in sorted(given.items())]
     ids = next((given[name][0] for name in shown.names.binding_names if name in given), ())
     mounts = {m.container_path: m for answer in answers for m in answer.mounts}
     devices = {d.container_path: d for answer in answers for d in answer.devices}
     asked, claims = request_of(spec, shown.names), shares_of_container(shown.node, pod, spec.name)
-    indexes = sorted({gpu.index for gpu in gpus_of(ids, shown.gpus)} | {share.gpu for share in claims})
+    indexes = sorted({gpu.index for gpu in gpus_of(ids, shown.gpus)} | {share["gpu"] for share in claims})
     labels = {gpu.index: gpu.label for gpu in shown.gpus}
     given_at = mounts.get(VDEVICE_DIRECTORY)
     vdevice = Path(given_at.host_path) if given_at else vdevice_directory(shown.node, pod_uid, spec.name)
@@ -438,34 +370,19 @@ def _container(
         "name": spec.name,
         "gpus": [] if has_ended else indexes,
         "labels": [] if has_ended else [labels.get(index, str(index)) for index in indexes],
-        "claims": [
-            {
-                "claim": one.claim,
-                "request": one.request,
-                "gpu": one.gpu,
-                "cores": one.cores,
-                "memory_mib": one.memory_mib,
-            }
-            for one in claims
-        ],
+        "claims": claims,
         "vcore": asked.cores,
         "vmemory": asked.blocks,
         "gpu_mem": asked.units,
-        "memory_mib": shown.names.memory_mib(spec) + sum(one.memory_mib for one in claims),
+        "memory_mib": shown.names.memory_mib(spec) + sum(one["memory_mib"] for one in claims),
         "units": {name: spec.requests[name] for name in shown.names.gpu if spec.requests.get(name)},
         "env": {k: v for answer in answers for k, v in sorted(answer.envs.items())},
-        "mounts": [
-            {"host_path": m.host_path, "container_path": m.container_path, "read_only": m.read_only}
-            for _, m in sorted(mounts.items())
-        ],
-        "devices": [
-            {"host_path": d.host_path, "container_path": d.container_path, "permissions": d.permissions}
-            for _, d in sorted(devices.items())
-        ],
+        "mounts": [{name: getattr(one, name) for name in _MOUNT} for _, one in sorted(mounts.items())],
+        "devices": [{name: getattr(one, name) for name in _DEVICE_NODE} for _, one in sorted(devices.items())],
         "annotations": {k: v for answer in answers for k, v in sorted(answer.annotations.items())},
         **container_processes(shown, pod_uid, spec.name),
         "used": None if has_ended else shown.used.get((pod_uid, spec.name)),
-        "vdevice": shown.vdevices.read(vdevice) if vdevice and not has_ended else None,
+        "vdevice": read_vdevice(vdevice) if vdevice and not has_ended else None,
     }
 
 

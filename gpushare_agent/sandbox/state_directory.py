@@ -102,9 +102,12 @@ def prepare_state_directory(state: Path) -> NodePaths:
     """Makes the directory. Raises StartupError, with nothing written, where it cannot serve or is not this user's
     alone."""
     paths = NodePaths(state=state.absolute())
-    with _opened(paths) as (directory, _), _refused_by_the_system(paths.state):
-        _make_virtual_manager(directory)
-    return paths
+    with (
+        _opened(paths) as (directory, _),
+        _refused_by_the_system(paths.state),
+        made_directory(directory, _VIRTUAL_MANAGER),
+    ):
+        return paths
 
 
 @contextmanager
@@ -115,13 +118,19 @@ def owned_state_directory(state: Path) -> Iterator[NodePaths]:
         # All that follows goes by this descriptor: the name may be given to another directory at any moment.
         directory, is_new = stack.enter_context(_opened(paths))
         with _refused_by_the_system(paths.state):
-            # Before anything is removed.
-            _check_is_the_sandboxs(directory, paths.state)
+            owner_status = status_of(directory, _OWNER)
+            # Before anything is removed: a directory with other files in it is not the sandbox's.
+            if names_in(directory) and (owner_status is None or not stat.S_ISREG(owner_status.st_mode)):
+                raise StartupError(
+                    f"the state directory {paths.state} holds files that no sandbox left there; choose a new or empty one"
+                    " (--state-dir)"
+                )
             owner = stack.enter_context(open(_open_owner(directory), "r+", encoding="utf-8", errors="replace"))
             # The kernel gives it back with the process: no stale lock is left by a kill.
             _lock(owner, paths.state)
             _clear(directory)
-            _make_virtual_manager(directory)
+            with made_directory(directory, _VIRTUAL_MANAGER):
+                pass
         is_new = is_new or _MADE in owner.read().splitlines()  # by the dead sandbox whose leftovers these were
         owner.seek(0)
         owner.truncate()
@@ -182,15 +191,6 @@ def _not_trusted(state: Path, problem: str) -> StartupError:
     return StartupError(f"the state directory {state} cannot be trusted: {problem}, or choose another with --state-dir")
 
 
-def _check_is_the_sandboxs(directory: int, state: Path) -> None:
-    """A directory with other files in it is not the sandbox's: nothing in it may be removed."""
-    owner = status_of(directory, _OWNER)
-    if names_in(directory) and (owner is None or not stat.S_ISREG(owner.st_mode)):
-        raise StartupError(
-            f"the state directory {state} holds files that no sandbox left there; choose a new or empty one (--state-dir)"
-        )
-
-
 def _open_owner(directory: int) -> int:
     """The file of a dead sandbox, or of one that runs, else a new one."""
     flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -209,11 +209,6 @@ def _lock(owner: TextIO, state: Path) -> None:
             f"`gpushare-agent sandbox status --state-dir {state}`, end it with Ctrl-C in its terminal, or "
             "choose another directory with --state-dir and another --port"
         ) from error
-
-
-def _make_virtual_manager(directory: int) -> None:
-    with made_directory(directory, _VIRTUAL_MANAGER):
-        pass
 
 
 def why_not_private(state: Path) -> str:

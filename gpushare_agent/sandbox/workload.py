@@ -30,7 +30,7 @@ from gpushare_agent.model.resources import request_of
 from gpushare_agent.model.usage import ProcessSample
 from gpushare_agent.sandbox.pod_manifest import LOAD_ANNOTATION, RawObject, annotation_number, containers_of
 from gpushare_agent.sandbox.report import (
-    ClaimedShare,
+    ClaimRow,
     ReportedNode,
     container_processes,
     gpus_of,
@@ -172,16 +172,14 @@ class WorkloadPlayer:
             if self._unwritable.is_new(str(error)):
                 log.warning("usage_file_not_written", path=str(self._path), reason=str(error))
             return
-        self._note([(run, container.pids) for run, container in runs], usage)
-
-    def _note(self, runs: Iterable[tuple[Container, tuple[int, ...]]], usage: Sequence[SimulatedProcess]) -> None:
-        by_pid: dict[int, list[SimulatedProcess]] = {}
-        for process in usage:
-            by_pid.setdefault(process.sample.pid, []).append(process)
-        shown = self._shown
-        shown.used.clear()
-        for run, pids in runs:
-            shown.used[run.pod_uid, run.name] = _sum([process for pid in pids for process in by_pid.get(pid, ())])
+        self._shown.used.clear()
+        for run, container in runs:
+            pids = set(container.pids)
+            own = [process.sample for process in usage if process.sample.pid in pids]
+            self._shown.used[run.pod_uid, run.name] = {
+                "cores": round(sum(sample.sm_ratio or 0.0 for sample in own) * CORES_PER_GPU, 1),
+                "memory_mib": sum(sample.memory_bytes or 0 for sample in own) // MIB,
+            }
 
     def _simulated(self, run: Container, now_s: float) -> SimulatedContainer | None:
         """The container to simulate; None for one without GPUs, and for one whose pod has gone."""
@@ -193,7 +191,7 @@ class WorkloadPlayer:
         if pod is None or pod["metadata"]["uid"] != run.pod_uid:
             return None
         claims = shares_of_container(shown.node, pod, run.name)
-        gpus += [shown.gpus[index] for index in sorted({one.gpu for one in claims})]
+        gpus += [shown.gpus[index] for index in sorted({one["gpu"] for one in claims})]
         spec = next((spec for spec in containers_of(pod) if spec.name == run.name), None)
         if not gpus or spec is None:
             return None
@@ -212,20 +210,23 @@ class WorkloadPlayer:
 
     def _ids(self, run: Container) -> list[str]:
         """The IDs that name its GPUs."""
-        records = self._shown.node.kubelet.records_of(run.pod_uid, run.name)
+        records = self._shown.node.kubelet.devices.records.of_container(run.pod_uid, run.name)
         # Of cores or of whole GPUs: the IDs that name a GPU; memory's are counters.
         found = [records[name].ids for name in self._shown.names.binding_names if name in records]
         return list(found[0]) if found else []
 
-    def _claimed(self, pod: RawObject, claims: Sequence[ClaimedShare]) -> tuple[float, int]:
+    def _claimed(self, pod: RawObject, claims: Sequence[ClaimRow]) -> tuple[float, int]:
         """What `_share` returns, of the smallest of its claims' shares. One that asks for no cores has the part of its
         memory. The containers of the pod that use a claim have equal parts of it."""
         all_shares = [shares_of_container(self._shown.node, pod, spec.name) for spec in containers_of(pod)]
         # Containers of a claim share what it has.
-        users = sum(not set(claims).isdisjoint(shares) for shares in all_shares)
-        least = min(claims, key=lambda one: one.memory_mib)
-        parts = [one.cores / CORES_PER_GPU or one.memory_mib / self._shown.gpus[one.gpu].memory_mib for one in claims]
-        return min(parts) / users, least.memory_mib * MIB // users
+        users = sum(any(one in shares for one in claims) for shares in all_shares)
+        least_mib = min(one["memory_mib"] for one in claims)
+        parts = [
+            one["cores"] / CORES_PER_GPU or one["memory_mib"] / self._shown.gpus[one["gpu"]].memory_mib
+            for one in claims
+        ]
+        return min(parts) / users, least_mib * MIB // users
 
     def _share(self, spec: ContainerSpec, gpus: list[Gpu], ids: Sequence[str]) -> tuple[float, int]:
         """The part and the bytes of memory of each of its GPUs."""
@@ -238,11 +239,3 @@ class WorkloadPlayer:
             return float(part), int(part * whole_mib) * MIB
         memory_mib = min(whole_mib, names.memory_mib(spec))
         return asked.cores / CORES_PER_GPU or memory_mib / whole_mib, memory_mib * MIB
-
-
-def _sum(processes: Iterable[SimulatedProcess]) -> dict[str, float]:
-    samples = [process.sample for process in processes]
-    return {
-        "cores": round(sum(sample.sm_ratio or 0.0 for sample in samples) * CORES_PER_GPU, 1),
-        "memory_mib": sum(sample.memory_bytes or 0 for sample in samples) // MIB,
-    }

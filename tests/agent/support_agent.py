@@ -29,7 +29,7 @@ from gpushare_agent.sandbox.kubelet.calls import PluginCall
 from gpushare_agent.sandbox.node import EmbeddedNode
 from gpushare_agent.settings.settings import load_settings
 from tests.dra.support_claims import DRIVER, NODE, edit_policy, raw_claim, result
-from tests.sandbox.support_sandbox import CORE, MEMORY, key_of, wait_phase
+from tests.sandbox.support_sandbox import CORE, MEMORY, active_records, key_of, wait_phase
 from tests.settings.support_settings import clean_environment
 from tests.support_core import inventory, used_cores
 from tests.support_deadline import DEADLINE_S as DEADLINE_S  # noqa: PLC0414 - exported on
@@ -175,10 +175,8 @@ class Moments:
         self._acts: dict[int, Callable[[], object]] = {}
         self._next: tuple[str, Callable[[], object]] | None = None
         calls = node.kubelet.log
-        calls.open_calls = _Reported(
-            calls.open_calls, lambda call: self._note(call.subject.pod_name, call.method, "asked")
-        )
-        calls.calls = _Reported(calls.calls, lambda call: self._note(call.subject.pod_name, call.method, "answered"))
+        calls.open_calls = _Reported(calls.open_calls, lambda call: self._note(call.pod_name, call.method, "asked"))
+        calls.calls = _Reported(calls.calls, lambda call: self._note(call.pod_name, call.method, "answered"))
         calls.pod_resources_calls = _Reported(calls.pod_resources_calls, self._listed)
 
     def at(self, number: int, act: Callable[[], object]) -> None:
@@ -190,7 +188,7 @@ class Moments:
         self._next = (moment, act)
 
     def _listed(self, call: Any) -> None:
-        inside = [c for c in call.inside if not self._pods or c.subject.pod_name in self._pods]
+        inside = [c for c in call.inside if not self._pods or c.pod_name in self._pods]
         if inside and call.method == "List":
             self._tell("List")
 
@@ -236,7 +234,7 @@ async def wait_registered(node: EmbeddedNode) -> None:
 
     def is_shown() -> bool:
         raw = (node.api.object_of("nodes", ("", node.name)) or {}).get("status", {}).get("allocatable", {})
-        healthy = {name: str(count) for name, (_, count) in node.kubelet.capacity().items() if count}
+        healthy = {name: str(count) for name, (_, count) in node.kubelet.devices.capacity().items() if count}
         return all(name in healthy and raw.get(name) == healthy[name] for name in (CORE, MEMORY))
 
     await wait_until(node, is_shown, "both resources allocatable")
@@ -246,7 +244,7 @@ async def wait_healthy_devices(node: EmbeddedNode) -> None:
     """The kubelet alone has them, of both resources: for a test without an API server."""
 
     def is_there() -> bool:
-        capacity = node.kubelet.capacity()
+        capacity = node.kubelet.devices.capacity()
         return all(capacity.get(name, (0, 0))[1] for name in (CORE, MEMORY))
 
     await wait_until(node, is_there, "healthy devices of both resources")
@@ -287,7 +285,7 @@ async def wait_settled(node: EmbeddedNode, name: str) -> str:
 def kubelet_held(node: EmbeddedNode) -> Held:
     """The kubelet's records of pods that live, as the ledger has them."""
     found: dict[tuple[str, str], dict[str, frozenset[str]]] = {}
-    for record in node.kubelet.active_records():
+    for record in active_records(node):
         found.setdefault((record.pod_uid, record.container), {})[record.resource] = frozenset(record.ids)
     return {key: (ids.get(CORE, frozenset()), ids.get(MEMORY, frozenset())) for key, ids in found.items()}
 
@@ -336,7 +334,7 @@ def gpus_of(node: EmbeddedNode, name: str, container: str = "main") -> set[str]:
 
 
 def calls_of(node: EmbeddedNode, name: str, method: str = "Allocate") -> list[PluginCall]:
-    return [c for c in node.kubelet.log.calls if c.subject.pod_name == name and c.method == method]
+    return [c for c in node.kubelet.log.calls if c.pod_name == name and c.method == method]
 
 
 def uuid_of(agent: InnerAgent, index: int) -> str:

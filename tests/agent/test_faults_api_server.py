@@ -21,7 +21,7 @@ from tests.agent.support_agent import (
     wait_until,
 )
 from tests.cluster.support_kube import pod_named
-from tests.sandbox.support_sandbox import HELD_ADMISSIONS, container, open_test_node, pod
+from tests.sandbox.support_sandbox import HELD_ADMISSIONS, container, kill_container, open_test_node, pod
 
 SHORT_LOOKUP = "--kubelet.pod-lookup-timeout-s=1"
 
@@ -77,7 +77,7 @@ async def test_pods_known_before_the_api_server_went_are_served_without_it() -> 
         await wait_healthy_devices(node)
         node.kubelet.begin_admissions()
         await wait_running(node, "known")
-        node.kubelet.kill_container("default", "known", "a")
+        kill_container(node, "default", "known", "a")
         await wait_until(
             node, lambda: len(calls_of(node, "known", "PreStartContainer")) == 3, "the container's restart"
         )
@@ -105,10 +105,10 @@ async def test_pods_unknown_while_the_api_server_is_gone_are_refused_and_come_in
 async def test_an_api_server_that_stalls_costs_an_admission_its_bound_and_no_more() -> None:
     """Connections that are accepted and never answered: refused in time, and the node goes on."""
     async with open_test_node() as node, open_agent(node, SHORT_LOOKUP) as agent:
-        node.api.faults.stall()
+        node.api.running.clear()
         node.api.create_pod(pod("stuck", container(cores=30, blocks=10)))
         assert "API server did not answer" in await _refused(node, "stuck")
-        node.api.faults.unstall()
+        node.api.running.set()
         await wait_until(node, lambda: pod_named(agent.parts.cluster.store, "stuck"), "the watch to go on")
         node.api.create_pod(pod("after", container(cores=30, blocks=10)))
         await wait_running(node, "after")
@@ -136,4 +136,4 @@ async def test_an_agent_that_is_reported_of_no_api_server_ends_before_the_kubele
         async with asyncio.timeout(DEADLINE_S):
             assert await child.wait() == 1
         assert "--kubeconfig" in node.paths.agent_log.read_text()
-        assert not node.kubelet.capacity()
+        assert not node.kubelet.devices.capacity()

@@ -41,7 +41,7 @@ def _healthy(node: EmbeddedNode, uuid: str) -> set[bool]:
     return {
         state
         for resource in (CORE, MEMORY)
-        for device, state in node.kubelet.devices(resource).items()
+        for device, state in node.kubelet.devices.health(resource).items()
         if device.startswith(key_of(uuid))
     }
 
@@ -52,7 +52,7 @@ async def _wait_healthy(node: EmbeddedNode, gpus: int) -> None:
     def is_shown() -> bool:
         status = node.api.node(node.name)["status"]["allocatable"]
         return all(
-            node.kubelet.capacity()[name][1] == count and status.get(name) == str(count)
+            node.kubelet.devices.capacity()[name][1] == count and status.get(name) == str(count)
             for name, count in wanted.items()
         )
 
@@ -94,7 +94,7 @@ async def test_with_all_gpus_lost_pods_wait_and_running_ones_stay() -> None:
             before = agent.held()
             write_faults(faults, all_lost="driver/library version mismatch")
             await _wait_healthy(node, 0)
-            assert node.kubelet.capacity()[CORE] == (2 * CORES, 0)
+            assert node.kubelet.devices.capacity()[CORE] == (2 * CORES, 0)
             node.api.create_pod(pod("waits", container(cores=30, blocks=10)))
             node.api.create_pod(pod("bypass", container(cores=30, blocks=10), nodeName=node.name))
             assert "no healthy devices" in await wait_settled(node, "bypass")
@@ -148,6 +148,6 @@ async def test_without_a_driver_and_reported_to_stay_the_agent_serves_no_device(
     async with open_test_node() as node:
         write_faults(node.paths.state / "faults.json", all_lost="driver not loaded")
         async with open_child(node, _faults(node), "--fail-on-init-error=false", wait=False):
-            await wait_until(node, lambda: {CORE, MEMORY} <= node.kubelet.capacity().keys(), "both resources")
-            assert node.kubelet.capacity()[CORE] == (0, 0)
+            await wait_until(node, lambda: {CORE, MEMORY} <= node.kubelet.devices.capacity().keys(), "both resources")
+            assert node.kubelet.devices.capacity()[CORE] == (0, 0)
         assert log_lines(node, "gpus_unreadable")

@@ -210,7 +210,9 @@ async def test_the_agent_takes_its_socket_back_from_another_process() -> None:
             await poll_until(
                 lambda: agent.count("gpushare_registrations_total", resource=CORE) > registered, "registered again"
             )
-            await wait_until(node, lambda: node.kubelet.capacity()[CORE] == (8 * CORES, 8 * CORES), "our devices again")
+            await wait_until(
+                node, lambda: node.kubelet.devices.capacity()[CORE] == (8 * CORES, 8 * CORES), "our devices again"
+            )
             await wait_registered(node)
             node.api.create_pod(pod("after", container(cores=60, blocks=40)))
             await wait_running(node, "before", "after")

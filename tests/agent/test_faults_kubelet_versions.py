@@ -117,9 +117,11 @@ async def _make_old(node: EmbeddedNode) -> None:
 
 
 async def _apply_allocatable(node: EmbeddedNode) -> None:
-    await wait_until(node, lambda: all(node.kubelet.capacity().get(r, (0, 0))[1] for r in (CORE, MEMORY)), "devices")
+    await wait_until(
+        node, lambda: all(node.kubelet.devices.capacity().get(r, (0, 0))[1] for r in (CORE, MEMORY)), "devices"
+    )
     raw = node.api.node(node.name)
-    healthy = {name: str(count) for name, (_, count) in node.kubelet.capacity().items()}
+    healthy = {name: str(count) for name, (_, count) in node.kubelet.devices.capacity().items()}
     node.api.apply_node({**raw, "status": {**raw["status"], "allocatable": healthy, "capacity": healthy}})
 
 

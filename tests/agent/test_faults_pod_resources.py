@@ -38,7 +38,7 @@ from tests.agent.support_agent import (
     wait_until,
 )
 from tests.agent.support_reconcile import collection_of
-from tests.sandbox.support_sandbox import container, open_test_node, pod, pod_resources, wait_gone
+from tests.sandbox.support_sandbox import container, kill_container, open_test_node, pod, pod_resources, wait_gone
 
 LIST = "/v1.PodResourcesLister/List"
 GET = "/v1.PodResourcesLister/Get"
@@ -246,7 +246,7 @@ async def test_ids_that_the_kubelet_forgot_by_another_programs_list_are_not_give
         node.api.create_pod(_share("victim", cores=40, blocks=20))
         await wait_until(node, lambda: "Allocate asked" in moments.seen, "the victim's Allocate")
         try:
-            node.kubelet.kill_container("default", "ended", "main")
+            kill_container(node, "default", "ended", "main")
             await wait_until(
                 node, lambda: node.api.pod("default", "ended")["status"]["phase"] == "Failed", "the first pod's end"
             )
@@ -257,7 +257,7 @@ async def test_ids_that_the_kubelet_forgot_by_another_programs_list_are_not_give
         await wait_running(node, "victim")
         resource = calls_of(node, "victim")[0].resource
         forgotten = set(calls_of(node, "victim")[0].device_ids)
-        assert not forgotten & node.kubelet.allocated(resource), "the kubelet has not forgotten anything"
+        assert not forgotten & node.kubelet.devices.allocated(resource), "the kubelet has not forgotten anything"
         node.api.create_pod(_share("next", cores=40, blocks=20))
         await wait_running(node, "victim", "next")
         asked = next(c for c in calls_of(node, "next", "GetPreferredAllocation") if c.resource == resource)
@@ -284,9 +284,7 @@ async def test_a_pod_that_only_fits_on_forgotten_ids_is_refused_with_advice() ->
     async with open_test_node() as node, open_agent(node, "--simulated.cards=1") as agent:
         node.api.create_pod(_share("holder", cores=80, blocks=50))
         await wait_running(node, "holder")
-        boot = node.kubelet._boot
-        assert boot is not None
-        for taken in boot.devices._allocated.values():  # as after a List at the wrong moment
+        for taken in node.kubelet.devices._allocated.values():  # as after a List at the wrong moment
             taken.clear()
         node.api.create_pod(_share("second", cores=60, blocks=50, nodeName=node.name))
         message = await wait_settled(node, "second")

@@ -20,7 +20,7 @@ from tests.agent.support_agent import (
     wait_settled,
     wait_until,
 )
-from tests.sandbox.support_sandbox import container, open_test_node, pod, wait_gone
+from tests.sandbox.support_sandbox import active_records, container, kill_container, open_test_node, pod, wait_gone
 
 ADMISSION = 10
 """Moments of the admission of one container with two resources: see test_faults_agent_killed.py."""
@@ -86,9 +86,7 @@ async def test_a_force_deleted_pods_share_is_kept_until_its_processes_are_gone()
         uid = node.api.pod("default", "stays")["metadata"]["uid"]
         assert gpus_of(node, "stays") == {uuid_of(agent, 0)}
         node.api.delete_pod("default", "stays", grace_period_s=0)
-        await wait_until(
-            node, lambda: uid not in node.kubelet.runtime.pods() or not node.kubelet.active_records(), "gone"
-        )
+        await wait_until(node, lambda: uid not in node.kubelet.runtime.pods() or not active_records(node), "gone")
         node.api.create_pod(_share("next"))
         await wait_running(node, "next")
         assert node.kubelet.runtime.is_running(uid, "main"), "the lingering process ended too early for this test"
@@ -111,7 +109,7 @@ async def test_a_container_that_crashes_again_and_again_keeps_its_devices() -> N
         await wait_running(node, "crashes")
         before = agent.held()
         for starts in range(2, 6):
-            node.kubelet.kill_container("default", "crashes", "main")
+            kill_container(node, "default", "crashes", "main")
             await wait_until(
                 node,
                 lambda: (

@@ -51,21 +51,21 @@ async def test_sigterm_ends_the_agent_while_kubelet_and_api_server_are_gone() ->
     """No server answers, and it still ends in time."""
     async with open_test_node() as node, open_child(node) as child:
         await node.kubelet.stop()
-        node.api.faults.stall()
+        node.api.running.clear()
         await _terminate(node, child)
-        node.api.faults.unstall()
+        node.api.running.set()
 
 
 async def test_sigterm_ends_the_agent_while_an_admission_waits() -> None:
     """A stalled API server keeps the admission open; the end does not wait for it."""
     async with open_test_node() as node, open_child(node) as child:
         await poll_until(lambda: log_lines(node, "ready"), "the agent ready")
-        node.api.faults.stall()
+        node.api.running.clear()
         node.api.create_pod(pod("waits", container(cores=30, blocks=10)))
         await wait_until(node, lambda: node.kubelet.log.open_calls, "the admission")
         await _terminate(node, child)
         assert "error reading from server: EOF" in await wait_settled(node, "waits")  # not the agent's own answer
-        node.api.faults.unstall()
+        node.api.running.set()
 
 
 async def test_a_stalled_disk_below_the_kubelets_checkpoint_stops_neither_the_start_nor_the_end() -> None:
@@ -105,7 +105,7 @@ async def _wait_blocks(node: EmbeddedNode, blocks: int) -> None:
     wanted = {CORE: 2 * CORES, MEMORY: 2 * blocks}
 
     def are_offered() -> bool:
-        return {name: healthy for name, (_, healthy) in node.kubelet.capacity().items()} == wanted
+        return {name: healthy for name, (_, healthy) in node.kubelet.devices.capacity().items()} == wanted
 
     await wait_until(node, are_offered, f"{blocks} blocks a GPU")
 

@@ -135,8 +135,8 @@ async def test_the_nodes_capacity_tells_how_many_gpus_there_are() -> None:
 async def test_without_the_setting_nothing_of_it_is_there() -> None:
     """No socket, no resource, no count."""
     async with open_test_node() as node, open_agent(node, "--simulated.cards=2"):
-        await poll_until(lambda: node.kubelet.capacity().get(CORE) is not None, "the usual resources")
-        assert GPU_MEM not in node.kubelet.capacity()
+        await poll_until(lambda: node.kubelet.devices.capacity().get(CORE) is not None, "the usual resources")
+        assert GPU_MEM not in node.kubelet.devices.capacity()
         assert not (node.paths.device_plugin_path / "gpumem.sock").exists()
 
 

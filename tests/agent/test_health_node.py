@@ -56,8 +56,7 @@ class Lists:
 
 def _record_lists(node: EmbeddedNode) -> Lists:
     """From now on, at the kubelet's end of ListAndWatch."""
-    assert node.kubelet._boot is not None
-    lists, devices = Lists(), node.kubelet._boot.devices
+    lists, devices = Lists(), node.kubelet.devices
     receive = devices._receive
 
     def note(endpoint: PluginEndpoint, found: Mapping[str, PluginDevice]) -> None:
@@ -91,7 +90,7 @@ def _states(node: EmbeddedNode, uuid: str) -> set[bool]:
     return {
         state
         for resource in (CORE, MEMORY)
-        for device, state in node.kubelet.devices(resource).items()
+        for device, state in node.kubelet.devices.health(resource).items()
         if device.startswith(key_of(uuid))
     }
 
@@ -260,7 +259,7 @@ async def test_a_cordon_and_a_wait_for_a_reset_outlive_a_killed_agent() -> None:
             await wait_until(node, node.paths.agent_control_socket.exists, "the control socket")
             assert (await _cordon(node, "cordon", "0"))[0] == 0
             write_rehearsal(node.paths.faults, xids=[{"id": 1, "card": 1, "xid": 79}])
-            await wait_until(node, lambda: node.kubelet.capacity()[CORE] == (3 * CORES, CORES), "one GPU left")
+            await wait_until(node, lambda: node.kubelet.devices.capacity()[CORE] == (3 * CORES, CORES), "one GPU left")
             await poll_until(lambda: "waits_for_reset" in node.paths.health_state.read_text(), "the wait written down")
             child.kill()
             await child.wait()
@@ -273,7 +272,9 @@ async def test_a_cordon_and_a_wait_for_a_reset_outlive_a_killed_agent() -> None:
             assert (await _cordon(node, "uncordon", "0"))[0] == 0
             code, out, _ = await _cordon(node, "uncordon", "1")
             assert code == 0 and "that wait is ended" in out
-            await wait_until(node, lambda: node.kubelet.capacity()[CORE] == (3 * CORES, 3 * CORES), "all GPUs back")
+            await wait_until(
+                node, lambda: node.kubelet.devices.capacity()[CORE] == (3 * CORES, 3 * CORES), "all GPUs back"
+            )
 
 
 async def test_a_reload_keeps_what_is_known_against_the_gpus_also_where_no_file_does() -> None:
@@ -289,14 +290,14 @@ async def test_a_reload_keeps_what_is_known_against_the_gpus_also_where_no_file_
             assert (await _cordon(node, "cordon", "0", "--reason", "fan"))[0] == 0
             write_rehearsal(node.paths.faults, xids=[{"id": 1, "card": 1, "xid": 79}, {"id": 2, "card": 2, "xid": 94}])
             one_left = {CORE: (4 * CORES, CORES), MEMORY: (4 * BLOCKS, BLOCKS)}
-            await wait_until(node, lambda: node.kubelet.capacity() == one_left, "one GPU left")
+            await wait_until(node, lambda: node.kubelet.devices.capacity() == one_left, "one GPU left")
             lists = _record_lists(node)
             settings.write_text("simulated: {cards: 4}\nresources: {memory_block_mib: 512}\n")
             child.send_signal(signal.SIGHUP)
             larger = {CORE: CORES, MEMORY: BLOCKS // 2}
             await wait_until(
                 node,
-                lambda: {name: healthy for name, (_, healthy) in node.kubelet.capacity().items()} == larger,
+                lambda: {name: healthy for name, (_, healthy) in node.kubelet.devices.capacity().items()} == larger,
                 "one GPU still, in larger blocks",
             )
             assert {sum(healthy > 0 for healthy, _ in gpus.values()) for _, gpus in lists.seen} <= {0, 1}

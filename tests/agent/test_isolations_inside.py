@@ -285,11 +285,15 @@ async def test_where_every_share_needs_the_library_the_kubelet_sees_no_memory() 
         host = Host(node)
         host.library.unlink()
         async with open_agent(node, "--isolation=hami-core", *host.flags, wait=False) as agent:
-            await wait_until(node, lambda: node.kubelet.capacity().get(CORE, (0, 0))[1] > 0, "cores")
-            await wait_until(node, lambda: node.kubelet.capacity()[MEMORY][1] == 0, "no memory without the library")
+            await wait_until(node, lambda: node.kubelet.devices.capacity().get(CORE, (0, 0))[1] > 0, "cores")
+            await wait_until(
+                node, lambda: node.kubelet.devices.capacity()[MEMORY][1] == 0, "no memory without the library"
+            )
             fake_library(host.library)
             await agent.parts.isolation.watches["hami-core"].poll()
-            await wait_until(node, lambda: node.kubelet.capacity()[MEMORY][1] > 0, "memory once the library is there")
+            await wait_until(
+                node, lambda: node.kubelet.devices.capacity()[MEMORY][1] > 0, "memory once the library is there"
+            )
 
 
 async def test_a_container_that_starts_again_waits_while_the_library_is_away() -> None:

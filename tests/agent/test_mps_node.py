@@ -65,7 +65,7 @@ def mounts_of(node: EmbeddedNode, name: str) -> list[tuple[str, str, bool]]:
 
 
 def healthy(node: EmbeddedNode, resource: str) -> int:
-    return node.kubelet.capacity()[resource][1]
+    return node.kubelet.devices.capacity()[resource][1]
 
 
 async def wait_shares(node: EmbeddedNode, agent: InnerAgent, *, served: bool) -> None:

@@ -36,7 +36,7 @@ async def _label(node: EmbeddedNode, value: str) -> None:
 
 
 async def _wait_blocks(node: EmbeddedNode, count: int) -> None:
-    await wait_until(node, lambda: node.kubelet.capacity().get(MEMORY, (0, 0))[1] == count, f"{count} blocks")
+    await wait_until(node, lambda: node.kubelet.devices.capacity().get(MEMORY, (0, 0))[1] == count, f"{count} blocks")
 
 
 def _events(node: EmbeddedNode) -> list[str]:
@@ -79,7 +79,7 @@ async def test_an_agent_that_starts_with_a_bad_configuration_has_the_settings_of
             async with open_child(node, *flags, f"--node-configuration.directory={directory}"):
                 await _wait_blocks(node, 2 * 81920 // 256)
                 await wait_until(node, lambda: len(_events(node)) > number, "the Event")  # noqa: B023 - in this turn
-                assert node.kubelet.capacity()[MEMORY][1] == 2 * 81920 // 256, "the settings of all nodes stay"
+                assert node.kubelet.devices.capacity()[MEMORY][1] == 2 * 81920 // 256, "the settings of all nodes stay"
 
 
 async def test_what_becomes_of_nvidias_configuration_is_logged_as_it_comes_into_force() -> None:

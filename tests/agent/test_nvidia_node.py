@@ -58,7 +58,7 @@ async def test_a_node_may_offer_nvidias_names_alone() -> None:
         await wait_allocatable(node, GPU, 2)
         node.api.create_pod(sample("whole"))
         await wait_running(node, "whole")
-        assert set(node.kubelet.capacity()) == {GPU}
+        assert set(node.kubelet.devices.capacity()) == {GPU}
         assert agent.parts.kubelet.not_ready() == [] and agent.parts.kubelet.first_registration.done.is_set()
 
 
@@ -142,14 +142,16 @@ async def test_instances_of_a_new_profile_get_their_resource_while_pods_run(
             open_child(node, *flags, "--nvidia.enabled", "--nvidia.mig-strategy=mixed"),
         ):
             await wait_allocatable(node, GPU, 1)
-            await wait_until(node, lambda: node.kubelet.capacity().get(small) == (1, 0), "the instance")
+            await wait_until(node, lambda: node.kubelet.devices.capacity().get(small) == (1, 0), "the instance")
             node.api.create_pod(sample("whole"))
             await wait_running(node, "whole")
             fresh = script.with_suffix(".new")
             fresh.write_text(A100 + ONE_G + TWO_G)
             fresh.replace(script)
-            await wait_until(node, lambda: node.kubelet.capacity().get(medium) == (1, 0), "the new instance's resource")
-            assert node.kubelet.capacity()[GPU] == (1, 1) and node.kubelet.capacity()[small] == (1, 0)
+            await wait_until(
+                node, lambda: node.kubelet.devices.capacity().get(medium) == (1, 0), "the new instance's resource"
+            )
+            assert node.kubelet.devices.capacity()[GPU] == (1, 1) and node.kubelet.devices.capacity()[small] == (1, 0)
             assert node.api.pod("default", "whole")["status"]["phase"] == "Running"
             assert answer(node, "whole")[1].envs["NVIDIA_VISIBLE_DEVICES"] == "GPU-bbbb"
 
@@ -165,13 +167,13 @@ async def test_with_strategy_single_unlike_instances_are_given_to_nobody() -> No
             await wait_running(node, "first")
             write_faults(node.paths.faults, mig={"0": ["1g.10gb", "1g.10gb", "3g.40gb"]})
             await wait_until(
-                node, lambda: node.kubelet.capacity().get(GPU) == (3, 1), "all but the allocated Unhealthy"
+                node, lambda: node.kubelet.devices.capacity().get(GPU) == (3, 1), "all but the allocated Unhealthy"
             )
             assert node.api.pod("default", "first")["status"]["phase"] == "Running"
             node.api.create_pod(pod("share", container(cores=30, blocks=4)))
             await wait_running(node, "share")
             write_faults(node.paths.faults, mig={"0": ["1g.10gb", "1g.10gb", "1g.10gb"]})
-            await wait_until(node, lambda: node.kubelet.capacity().get(GPU, (0, 0))[1] == 2, "a free one")
+            await wait_until(node, lambda: node.kubelet.devices.capacity().get(GPU, (0, 0))[1] == 2, "a free one")
             node.api.create_pod(sample("second"))
             await wait_running(node, "second")
 
@@ -189,7 +191,7 @@ async def test_an_excluded_gpu_is_offered_to_nobody() -> None:
         await wait_allocatable(node, GPU, 1)
         await wait_allocatable(node, CORE, 100)
         await wait_allocatable(node, MEMORY, 96)
-        assert {name: healthy for name, (_, healthy) in node.kubelet.capacity().items()} == {
+        assert {name: healthy for name, (_, healthy) in node.kubelet.devices.capacity().items()} == {
             GPU: 1,
             CORE: 100,
             MEMORY: 96,

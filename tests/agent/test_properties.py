@@ -127,7 +127,7 @@ class Play:
 
     def _is_registered(self) -> bool:
         assert self.agent is not None
-        healthy = [count for _, count in self.node.kubelet.capacity().values()]
+        healthy = [count for _, count in self.node.kubelet.devices.capacity().values()]
         parts = self.agent.parts
         return len(healthy) == 2 and all(healthy) and not parts.kubelet.not_ready() and not parts.cluster.not_ready()
 

@@ -97,13 +97,15 @@ async def test_a_reload_cuts_no_stream_of_a_resource_that_stays() -> None:
             sockets = _sockets(node)
             path.write_text("simulated: {cards: 2}\n" + with_gpu_mem)
             child.send_signal(signal.SIGHUP)
-            await wait_until(node, lambda: node.kubelet.capacity().get(GPU_MEM, (0, 0))[1], "the new resource")
+            await wait_until(node, lambda: node.kubelet.devices.capacity().get(GPU_MEM, (0, 0))[1], "the new resource")
             assert set(sockets) < set(_sockets(node))
             path.write_text("simulated: {cards: 2}\n" + without)
             child.send_signal(signal.SIGHUP)
-            await wait_until(node, lambda: node.kubelet.capacity()[MEMORY][1] == BLOCKS, "the new blocks")
-            assert node.kubelet.capacity()[CORE] == (2 * CORES, 2 * CORES)
-            await wait_until(node, lambda: not node.kubelet.capacity()[GPU_MEM][1], "the end of the removed resource")
+            await wait_until(node, lambda: node.kubelet.devices.capacity()[MEMORY][1] == BLOCKS, "the new blocks")
+            assert node.kubelet.devices.capacity()[CORE] == (2 * CORES, 2 * CORES)
+            await wait_until(
+                node, lambda: not node.kubelet.devices.capacity()[GPU_MEM][1], "the end of the removed resource"
+            )
             await poll_until(lambda: _sockets(node) == sockets, "its socket removed")
             assert sorted(_registered(node)) == sorted([CORE, MEMORY, GPU_MEM])
             node.api.create_pod(pod("after", container(cores=50, blocks=BLOCKS // 4)))
@@ -124,7 +126,9 @@ async def test_reloads_in_a_burst_reject_no_pod(
     """Each waits for a moment between two admissions, of which a burst has no other than the end of one."""
     names = [f"burst-{number}" for number in range(24)]
     async with open_test_node() as node, open_child(node, *flags) as child:
-        await wait_until(node, lambda: all(node.kubelet.capacity().get(one, (0, 0))[1] for one in resources), "units")
+        await wait_until(
+            node, lambda: all(node.kubelet.devices.capacity().get(one, (0, 0))[1] for one in resources), "units"
+        )
         for name in names:
             node.api.create_pod(pod(name, *containers))
         for life in range(2, 5):
@@ -158,7 +162,7 @@ async def test_a_call_during_a_reload_is_answered_by_the_next_life_under_its_set
             assert len(allocation.ids_of(ResourceKind.VMEMORY)) == 20 and used_cores(second.cache) == {
                 allocation.gpus[0]: 50
             }
-            await wait_until(node, lambda: node.kubelet.capacity()[MEMORY][1] == BLOCKS, "blocks of 512 MiB")
+            await wait_until(node, lambda: node.kubelet.devices.capacity()[MEMORY][1] == BLOCKS, "blocks of 512 MiB")
             assert not [call for call in node.kubelet.log.calls if call.error]
             await stop_task(task)
         assert not _sockets(node)

@@ -26,7 +26,7 @@ from tests.agent.support_agent import (
     wait_until,
 )
 from tests.isolation.support_hami_core import fake_library
-from tests.sandbox.support_sandbox import CORE, MEMORY, container, open_test_node, pod
+from tests.sandbox.support_sandbox import CORE, MEMORY, container, kill_container, open_test_node, pod
 from tests.support_core import used_blocks, used_cores
 
 RESIZE, STATUS = "gpushare-agent/resize", "gpushare-agent/resize-status"
@@ -71,7 +71,7 @@ def events_of(node: EmbeddedNode, name: str) -> list[tuple[str, str]]:
 
 
 def healthy(node: EmbeddedNode, resource: str) -> int:
-    return node.kubelet.capacity()[resource][1]
+    return node.kubelet.devices.capacity()[resource][1]
 
 
 def held_of(node: EmbeddedNode, name: str) -> list[int]:
@@ -148,7 +148,7 @@ async def test_a_share_shrinks_and_what_a_running_process_may_use_stays_booked()
         await annotate(node, "second", "main:cores=70")
         await wait_until(node, lambda: "refused=NotEnoughCores" in status_of(node, "second"), "refused")
         key = ContainerKey(node.api.pod("default", "first")["metadata"]["uid"], "main")
-        node.kubelet.kill_container("default", "first", "main")
+        kill_container(node, "default", "first", "main")
         await poll_until(lambda: size_of(node, "second") == (70, 30), "granted once every process is new")
         await wait_until(node, lambda: held_of(node, "second") == [70, 30], "the node's object")
         await annotate(node, "first", None)

@@ -76,9 +76,8 @@ def test_flags_and_settings_are_completed() -> None:
         (("completion", "z"), ["zsh"]),
         (("sandbox", "--samples", "f"), ["fitting"]),
         (("sandbox", "app"), ["apply"]),
-        (("sandbox", "fail-"), ["fail-gpu", "fail-card"]),
+        (("sandbox", "fail-"), ["fail-gpu"]),
         (("sandbox", "--gpu-"), ["--gpu-memory-mib"]),
-        (("sandbox", "--card"), []),
         (("top", "--interval", ""), []),
     ],
 )

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import os
-import re
 import signal
 import sys
 from pathlib import Path
@@ -15,7 +13,6 @@ import pytest
 import yaml
 
 from gpushare_agent import __version__
-from gpushare_agent.cli import sandbox
 from gpushare_agent.cli.command_line import Command, CommandLine, runnable
 from gpushare_agent.cli.kubectl import PLUGIN_LINE
 from gpushare_agent.cli.main import COMMAND_LINE, COMMANDS, main
@@ -311,22 +308,6 @@ async def test_a_bad_value_ends_in_2_by_every_command(words: tuple[str, ...], sh
     """1 is for what could not be done."""
     state = ("--state-dir", str(short_dir / "s")) if words[0] == "sandbox" else ()
     assert (await run_program(*words, *state)).code == 2
-
-
-def test_former_names_work_and_are_listed_nowhere(capsys: pytest.CaptureFixture[str]) -> None:
-    """`--format`, `--cards` and `fail-card` stand in scripts."""
-    parser = argparse.ArgumentParser()
-    sandbox.add_arguments(parser)
-    former = parser.parse_args(["--cards", "2", "--format", "json", "--node-cards", "1x1024", "--card-memory-mib", "7"])
-    named = parser.parse_args(["--gpus", "2", "-o", "json", "--node-gpus", "1x1024", "--gpu-memory-mib", "7"])
-    assert former == named
-    assert parser.parse_args(["--format", "json", "fail-card", "3"]).gpu == 3
-    assert parser.parse_args(["status", "--format", "json"]).output == "json"
-    with pytest.raises(SystemExit):
-        parser.parse_args(["--help"])
-    shown = capsys.readouterr().out
-    assert "fail-gpu" in shown and "--gpus" in shown
-    assert not re.search(r"(?i)card|--format", shown)
 
 
 @pytest.mark.parametrize(

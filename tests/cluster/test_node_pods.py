@@ -389,8 +389,10 @@ async def test_the_informer_follows_the_embedded_api_server() -> None:
             server.set_pod_status("default", "a", {"phase": "Running"})
             await server.start_listening()
             await wait_store(store, lambda store: _phases(store) == {"a": PodPhase.RUNNING, "b": PodPhase.PENDING})
-            server.faults.expire_watches()
+            server.running.clear()
             server.delete_pod("default", "a", grace_period_s=0)
+            server.store.compact()
+            server.running.set()
             await wait_store(store, lambda store: list(_phases(store)) == ["b"])
             fetched = await node_pods.fetch("default", "b", timeout_s=DEADLINE_S)
             assert fetched is not None and fetched.node_name == NODE

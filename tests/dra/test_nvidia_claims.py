@@ -61,7 +61,7 @@ async def gpus_of(short_dir: Path, *objects: Manifest, flags: Sequence[str] = ()
     """By pod: the GPUs of each container; none of a pod that waits."""
     manifest = short_dir / "claims.yaml"
     manifest.write_text(yaml.safe_dump_all(objects))
-    once = ("--state-dir", short_dir / "s", "--port", "0", "--once", "--format", "json", "--samples", "none")
+    once = ("--state-dir", short_dir / "s", "--port", "0", "--once", "-o", "json", "--samples", "none")
     done = await sandbox(*once, "--dra", "--dra.nvidia-names=true", "--gpus", "10", *flags, "--apply", manifest)
     pods = json.loads(done.out)["pods"]
     return {one["name"]: [c["gpus"] for c in one["containers"]] * (one["phase"] == "Running") for one in pods}

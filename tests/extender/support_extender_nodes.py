@@ -191,7 +191,7 @@ async def open_agents(cluster: EmbeddedCluster, *flags: Sequence[str]) -> AsyncI
 
 def _offers(node: EmbeddedNode) -> bool:
     """The kubelet has the devices of both resources; the Node object is told at once, not at the next interval."""
-    healthy = node.kubelet.capacity()
+    healthy = node.kubelet.devices.capacity()
     if all(healthy.get(name, (0, 0))[1] for name in (CORE, MEMORY)):
         node.kubelet.push_node_status()
         return True

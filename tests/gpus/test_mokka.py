@@ -189,7 +189,7 @@ async def test_the_agent_on_it(machine: Machine, mokka: Path, short_dir: Path, m
 
         def healthy() -> int:
             with suppress(KeyError):
-                return node.kubelet.capacity()[CORE][1]
+                return node.kubelet.devices.capacity()[CORE][1]
             return 0
 
         await wait_until(node, lambda: healthy() == 800, "eight GPUs")

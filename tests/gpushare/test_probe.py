@@ -226,7 +226,7 @@ async def test_shares_are_refused_under_a_library_that_does_not_limit(
         monkeypatch.setenv(name, value)
     async with open_test_node() as node, open_child(node, *agent_flags(machine, library)):
         await wait_until(node, lambda: _probe_events(node), "an Event of the node")
-        await wait_until(node, lambda: not node.kubelet.capacity()[MEMORY][1], "no memory")
+        await wait_until(node, lambda: not node.kubelet.devices.capacity()[MEMORY][1], "no memory")
         [event] = _probe_events(node)
         assert "under driver 580.95.05: a program got 16384 MiB in a share of 2048 MiB" in event["message"]
         assert (event["type"], event["involvedObject"]["kind"]) == ("Warning", "Node")

@@ -19,6 +19,7 @@ from gpushare_agent.kit.grpc_server import GrpcServer
 from gpushare_agent.kit.sockets import bind_unix_socket
 from gpushare_agent.sandbox.api.server import EmbeddedApiServer
 from gpushare_agent.sandbox.behaviour import KubeletTimes
+from gpushare_agent.sandbox.kubelet.device_manager import DeviceRecord
 from gpushare_agent.sandbox.node import EmbeddedNode, open_node_on, running_task
 from gpushare_agent.sandbox.scheduler.scheduler import EmbeddedScheduler
 from gpushare_agent.sandbox.state_directory import prepare_state_directory
@@ -247,13 +248,27 @@ async def open_plugin(node: EmbeddedNode, plugin: SmallPlugin, socket_name: str 
         yield plugin
 
 
+def kill_container(node: EmbeddedNode, namespace: str, pod_name: str, container: str) -> None:
+    """Ends a container's process as a crash would."""
+    found = node.kubelet.runtime.find(node.api.pod(namespace, pod_name)["metadata"]["uid"], container)
+    assert found is not None and found.is_running
+    node.kubelet.runtime.kill(found)
+
+
+def active_records(node: EmbeddedNode) -> list[DeviceRecord]:
+    """The allocations of pods that have not ended."""
+    return [record for record in node.kubelet.devices.records.all() if record.pod_uid in node.kubelet.active_pods()]
+
+
 # --- waiting ---
 
 
 async def wait_allocatable(node: EmbeddedNode, resource: str, count: int) -> None:
     def is_shown() -> bool:
         raw = node.api.object_of("nodes", ("", node.name)) or {}
-        is_known = node.kubelet.capacity().get(resource, (0, 0))[1] == count  # the Node object outlives the kubelet
+        is_known = (
+            node.kubelet.devices.capacity().get(resource, (0, 0))[1] == count
+        )  # the Node object outlives the kubelet
         return is_known and raw.get("status", {}).get("allocatable", {}).get(resource) == str(count)
 
     await node.kubelet.wait_for(is_shown, DEADLINE_S, f"{count} {resource} allocatable on the node")

@@ -17,6 +17,7 @@ from tests.sandbox.support_sandbox import (
     SmallPlugin,
     container,
     device_ids,
+    kill_container,
     limits_of,
     list_pods,
     open_plugin,
@@ -66,7 +67,7 @@ async def test_containers_come_in_spec_order_and_their_resources_in_random_order
             for n in range(10):
                 await wait_phase(node, f"p{n}", "Running")
         calls = [c for c in node.kubelet.log.calls if c.method == "Allocate"]
-        assert [(c.subject.pod_name, c.container) for c in calls[::2]] == [
+        assert [(c.pod_name, c.container) for c in calls[::2]] == [
             (f"p{n}", c) for n in range(10) for c in ("c1", "c2")
         ]
         assert {c.resource for c in calls[::2]} == {CORE, MEMORY}
@@ -205,7 +206,7 @@ async def test_a_resource_that_became_known_later_is_allocated_at_the_containers
         node.api.create_pod(bound(pod("p", foo())))
         await wait_phase(node, "p", "Running")
         async with open_plugin(node, foo_plugin()):
-            node.kubelet.kill_container("default", "p", "main")
+            kill_container(node, "default", "p", "main")
             await node.kubelet.wait_for(lambda: node.kubelet.log.of("Allocate"), what="the late Allocate")
             await node.kubelet.wait_for(lambda: _restarts(node, "p") == 1, what="the restart in the status")
 
@@ -248,7 +249,7 @@ async def test_prestart_comes_at_every_start_of_a_container_and_allocate_only_on
         async with open_plugin(node, plugin):
             node.api.create_pod(pod("p", foo(count=2)))
             await wait_phase(node, "p", "Running")
-            node.kubelet.kill_container("default", "p", "main")
+            kill_container(node, "default", "p", "main")
             await node.kubelet.wait_for(lambda: _restarts(node, "p") == 1)
         methods = [m for m, _ in plugin.seen if m in ("Allocate", "PreStartContainer")]
         assert methods == ["Allocate", "PreStartContainer", "PreStartContainer"]
@@ -350,7 +351,7 @@ async def test_a_device_list_beyond_four_mebibytes_ends_the_stream() -> None:
             await wait_allocatable(node, FOO, 0)
             async with asyncio.timeout(DEADLINE_S):
                 await plugin.streams_ended.wait()
-        assert node.kubelet.capacity() == {FOO: (0, 0)}
+        assert node.kubelet.devices.capacity() == {FOO: (0, 0)}
 
 
 async def test_a_resource_may_have_more_ids_than_a_message_has_other_fields() -> None:

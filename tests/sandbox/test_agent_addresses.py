@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shlex
 import sys
 import tempfile
@@ -87,7 +88,7 @@ def test_the_debug_port_is_the_given_one_for_the_first_node_and_else_a_free_one(
     """Two nodes cannot have the same, and the usual one may be an agent's of this machine."""
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    found = debug_port(flags, is_first=is_first)
+    found = debug_port(load_settings(flags, os.environ), is_first=is_first)
     assert found == port if port is not None else found not in (0, 5679, 7001)
 
 

@@ -9,8 +9,8 @@ import aiohttp
 import pytest
 
 from gpushare_agent.model.errors import StartupError
+from gpushare_agent.sandbox.api.kinds import KINDS
 from gpushare_agent.sandbox.api.server import EmbeddedApiServer
-from gpushare_agent.sandbox.api.store import GROUPS, KINDS
 from tests.fakes.api_server import JSON_PATCH, MERGE, PODS, STRATEGIC, open_client
 from tests.sandbox.support_sandbox import pod
 
@@ -129,10 +129,13 @@ async def test_a_version_that_is_forgotten_is_gone() -> None:
             assert await watch.rest() == []
 
 
-async def test_open_watches_can_be_expired() -> None:
+async def test_a_watch_that_lags_behind_the_history_ends() -> None:
     """The 410 comes in the middle of a stream."""
     async with open_client() as client, client.watch() as watch:
-        client.api.faults.expire_watches()
+        client.api.running.clear()
+        client.api.create_pod(pod("a"))
+        client.api.store.compact()
+        client.api.running.set()
         [(kind, body)] = await watch.rest()
         assert (kind, body["code"]) == ("ERROR", 410)
 
@@ -275,7 +278,7 @@ async def test_discovery_names_the_resources_for_kubectl() -> None:
         groups = (await client.call("GET", "/apis"))[1]
         assert groups["kind"] == "APIGroupList"
         versions = [group["preferredVersion"]["groupVersion"] for group in groups["groups"]]
-        assert versions == sorted({"policy/v1", *GROUPS.values()})
+        assert versions == sorted({"policy/v1", *(kind.group_version for kind in KINDS.values())} - {"v1"})
         found = [(await client.call("GET", path))[1] for path in ("/api/v1", *(f"/apis/{one}" for one in versions))]
     assert [(one["kind"], one["groupVersion"]) for one in found] == [("APIResourceList", v) for v in ("v1", *versions)]
     by_name = {entry["name"]: entry for one in found for entry in one["resources"]}
@@ -296,24 +299,17 @@ async def test_an_annotation_that_is_no_time_is_refused(seconds: str) -> None:
     assert "sandbox.gpushare/run-seconds" in answer["message"]
 
 
-async def test_failures_to_order_come_and_pass() -> None:
-    """The next n requests fail with the given status."""
-    async with open_client() as client:
-        client.api.faults.fail_next(2, 503)
-        assert [(await client.call("GET", PODS))[0] for _ in range(3)] == [503, 503, 200]
-
-
 async def test_a_stalled_server_accepts_and_answers_later() -> None:
     """Requests hang until unstall; an open watch falls silent."""
     async with open_client() as client, client.watch() as watch:
-        client.api.faults.stall()
+        client.api.running.clear()
         client.api.create_pod(pod("a"))
         async with asyncio.TaskGroup() as group:
             held = group.create_task(client.call("GET", PODS))
             while ("GET", PODS) not in client.api.requests:
                 await asyncio.sleep(0)
             assert not held.done()
-            client.api.faults.unstall()
+            client.api.running.set()
         assert held.result()[0] == 200
         assert (await watch.next())[0] == "ADDED"
 

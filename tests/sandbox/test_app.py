@@ -18,7 +18,7 @@ import pytest
 import yaml
 
 from gpushare_agent.cli import sandbox as app
-from gpushare_agent.cli.sandbox_modes import Notices, reported_after
+from gpushare_agent.cli.sandbox_run import Notices, reported_after
 from tests.sandbox.support_sandbox import container, pod
 from tests.sandbox.support_sandbox_cli import ROOT, ended, live, read_until, registered, sandbox
 from tests.support_deadline import DEADLINE_S
@@ -36,7 +36,7 @@ async def test_the_fitting_samples_run_and_the_document_is_complete(folder: Path
     """--once --format json: exit 0, one document on stdout, nothing left behind."""
     state = folder / "s"
     done = await sandbox(
-        "--state-dir", state, "--port", "0", "--once", "--format", "json", "--samples", "fitting", "--gpus", "4"
+        "--state-dir", state, "--port", "0", "--once", "-o", "json", "--samples", "fitting", "--gpus", "4"
     )
     assert done.code == 0, done.err
     document = json.loads(done.out)
@@ -279,7 +279,7 @@ async def test_a_live_sandbox_obeys_from_another_terminal_and_cleans_up_at_the_e
         await read_until(process, "the agent was killed by signal 9; starting it again")
         assert (await sandbox("restart-kubelet", *where)).code == 0
         await registered(state)
-        shown = json.loads((await sandbox("status", *where, "--format", "json")).out)
+        shown = json.loads((await sandbox("status", *where, "-o", "json")).out)
         assert [p["phase"] for p in shown["pods"]] == ["Running"]
         twice = await sandbox("apply", "-f", folder / "p.yaml", *where)
         assert (twice.code, twice.out) == (0, "pod default/mine unchanged\n")

@@ -12,8 +12,17 @@ import pytest
 import yaml
 
 from gpushare_agent.model.errors import Rejected
-from gpushare_agent.sandbox.scheduler.allocation import DeviceView, SelectorFailed, Version, allocate, parse_selector
-from gpushare_agent.sandbox.scheduler.claims import allocation_of, read_devices, read_requests, used_of
+from gpushare_agent.sandbox.scheduler.allocation import (
+    DeviceView,
+    SelectorFailed,
+    Version,
+    allocate,
+    allocation_of,
+    parse_selector,
+    read_devices,
+    read_requests,
+    used_of,
+)
 
 ROOT = Path(__file__).parents[2]
 RECORDED: dict[str, Any] = json.loads((ROOT / "tests/data/dra/allocations.json").read_text())

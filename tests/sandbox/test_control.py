@@ -20,7 +20,6 @@ from gpushare_agent.sandbox.agent_process import AgentProcess
 from gpushare_agent.sandbox.control import Answer, Request, ask, open_control
 from gpushare_agent.sandbox.controller import NodeController, SandboxController
 from gpushare_agent.sandbox.gpu_faults import GpuFaults
-from gpushare_agent.sandbox.report import ReportedNode
 from gpushare_agent.sandbox.state_directory import owned_state_directory, prepare_state_directory
 from tests.sandbox.support_sandbox import CORE, MEMORY, open_test_node, pod
 from tests.support_deadline import DEADLINE_S
@@ -33,7 +32,7 @@ as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become som
 
 
 async def _obeys(request: Request, _peer_pid: int) -> Answer:
-    return {"ok": True, "lines": [str(request["command"])], "errors": []}
+    return {"ok": True, "lines": [request.command], "errors": []}
 
 
 @as_root
@@ -170,9 +169,10 @@ async def open_controller() -> AsyncIterator[tuple[SandboxController, Path]]:
         raise Unavailable("nothing listens")
 
     async with open_test_node() as node:
-        shown = ReportedNode(node=node, gpus=(), names=ResourceNames(vcore=CORE, vmemory=MEMORY))
         one = NodeController(
-            shown=shown,
+            node=node,
+            gpus=(),
+            names=ResourceNames(vcore=CORE, vmemory=MEMORY),
             agent=AgentProcess([], node.paths.agent_log, lambda _: None),
             faults=GpuFaults(node.paths.faults, 2),
             read_agent=no_agent,
@@ -197,30 +197,30 @@ async def _sent(path: Path, line: bytes) -> Answer:
 @pytest.mark.parametrize(
     ("line", "why"),
     [
-        (b"[]", "the request is not a JSON object but list"),
-        (b"1", "the request is not a JSON object but int"),
-        (b"null", "the request is not a JSON object but NoneType"),
-        (b"{", "the request is not JSON"),
-        (b"\xff\xfe{}", "the request is not JSON"),
-        (b"[" * 100_000, "the request is not JSON"),
-        (b'{"a":' * 100_000 + b"1" + b"}" * 100_000, "the request is not JSON"),
-        (b'"' + b"x" * (9 * 2**20) + b'"', "the request is not JSON on one line of at most 8388608 bytes"),
-        (b"{}", "unknown command None"),
-        (b'{"command": ["apply"]}', "unknown command ['apply']"),
-        (b'{"command": "apply"}', '"pods" must be a list, not NoneType'),
-        (b'{"command": "apply", "pods": 5}', '"pods" must be a list, not int'),
-        (b'{"command": "apply", "pods": [1]}', '"pods" must hold manifests'),
+        (b"[]", "Expected `object`, got `array`"),
+        (b"1", "Expected `object`, got `int`"),
+        (b"null", "Expected `object`, got `null`"),
+        (b"{", "Input data was truncated"),
+        (b"\xff\xfe{}", "invalid character"),
+        (b"[" * 100_000, "cannot be read"),
+        (b'{"a":' * 100_000 + b"1" + b"}" * 100_000, "cannot be read"),
+        (b'"' + b"x" * (9 * 2**20) + b'"', "on one line of at most 8388608 bytes"),
+        (b"{}", "missing required field `command`"),
+        (b'{"command": ["apply"]}', "at `$.command`"),
+        (b'{"command": "hello"}', "unknown command 'hello'"),
+        (b'{"command": "apply", "pods": 5}', "at `$.pods`"),
+        (b'{"command": "apply", "pods": [1]}', "at `$.pods[0]`"),
         (b'{"command": "apply", "pods": [{"metadata": 3}]}', '"pods" must hold manifests'),
-        (b'{"command": "apply", "pods": [{"metadata": {"name": {}}}]}', "metadata.name: "),
-        (b'{"command": "delete", "names": 3}', '"names" must be a list, not int'),
-        (b'{"command": "delete", "names": [3]}', '"names" must hold texts'),
-        (b'{"command": "fail-gpu"}', '"gpu" must be a whole number, not None'),
-        (b'{"command": "fail-gpu", "gpu": true}', '"gpu" must be a whole number, not True'),
+        (b'{"command": "apply", "pods": [{"metadata": {"name": {}}}]}', "into field metadata.name"),
+        (b'{"command": "delete", "names": 3}', "at `$.names`"),
+        (b'{"command": "delete", "names": [3]}', "at `$.names[0]`"),
+        (b'{"command": "fail-gpu"}', "there is no GPU -1"),
+        (b'{"command": "fail-gpu", "gpu": true}', "at `$.gpu`"),
         (b'{"command": "fail-gpu", "gpu": 2}', "there is no GPU 2: this node has the GPUs 0 to 1"),
-        (b'{"command": "fail-gpu", "gpu": 0, "xid": "79"}', "\"xid\" must be a whole number, not '79'"),
+        (b'{"command": "fail-gpu", "gpu": 0, "xid": "79"}', "at `$.xid`"),
         (b'{"command": "fail-gpu", "gpu": 0, "xid": 0}', "Xid 0 cannot be reported"),
         (b'{"command": "heal-gpu", "gpu": -1}', "there is no GPU -1"),
-        (b'{"command": "exec", "pod": [], "container": {}}', 'pods "[]" not found'),
+        (b'{"command": "exec", "pod": "absent"}', 'pods "absent" not found'),
     ],
     ids=lambda value: repr(value[:40]) if isinstance(value, bytes) else "",
 )

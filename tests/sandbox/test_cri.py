@@ -14,7 +14,7 @@ from gpushare_agent.runtime.cri import RuntimeState, open_runtime
 from gpushare_agent.sandbox.runtime.cri_server import CriServer
 from gpushare_agent.wire.runtime import v1
 from tests.sandbox.support_containers import config, open_containers, wait_ended
-from tests.sandbox.support_sandbox import container, open_test_node, pod, wait_phase
+from tests.sandbox.support_sandbox import container, kill_container, open_test_node, pod, wait_phase
 from tests.support_deadline import DEADLINE_S
 
 
@@ -54,7 +54,7 @@ async def test_the_ids_are_those_of_the_pods_status() -> None:
 
         [first] = await client.containers()
         assert shown() == (f"containerd://{first.id}", 0)
-        node.kubelet.kill_container("default", "train", "main")
+        kill_container(node, "default", "train", "main")
         await node.kubelet.wait_for(lambda: shown()[1] == 1, what="the restart")
         [second] = await client.containers()
         assert (second.attempt, shown()) == (1, (f"containerd://{second.id}", 1)) and second.id != first.id

@@ -18,7 +18,7 @@ from gpushare_agent.sandbox.behaviour import KubeletTimes
 from gpushare_agent.sandbox.kubelet.pod_worker import PREPARE_FAILED
 from gpushare_agent.sandbox.node import EmbeddedNode, running_task
 from gpushare_agent.wire.k8s.io.kubelet.pkg.apis.dra import v1 as dra_v1
-from tests.sandbox.support_sandbox import SHORT_TIMES, open_test_node, pod, wait_gone, wait_phase
+from tests.sandbox.support_sandbox import SHORT_TIMES, kill_container, open_test_node, pod, wait_gone, wait_phase
 from tests.sandbox.support_sandbox_cli import sandbox
 
 RECORDED: dict[str, Any] = json.loads((Path(__file__).parents[1] / "data/dra/calls.json").read_text())
@@ -72,7 +72,9 @@ async def open_driver(node: EmbeddedNode, driver: SmallDriver) -> AsyncIterator[
         services=[driver],
     )  # fmt: skip
     async with running_task("driver", registration.run):
-        await node.kubelet.wait_for(lambda: "NotifyRegistrationStatus" in [name for name, _ in node.kubelet.dra_calls])
+        await node.kubelet.wait_for(
+            lambda: "NotifyRegistrationStatus" in [name for name, _ in node.kubelet.log.dra_calls]
+        )
         yield
 
 
@@ -121,10 +123,11 @@ async def test_the_calls_are_those_of_a_real_kubelet() -> None:
         def check() -> None:
             step = next(steps)
             made = [
-                [name, [re.sub(r"-[a-z0-9]{5}$", "", one) for one in claims]] for name, claims in node.kubelet.dra_calls
+                [name, [re.sub(r"-[a-z0-9]{5}$", "", one) for one in claims]]
+                for name, claims in node.kubelet.log.dra_calls
             ]
             assert made == step["calls"], step["done"]
-            node.kubelet.dra_calls.clear()
+            node.kubelet.log.dra_calls.clear()
 
         async def run(name: str, *claims: dict[str, str], **extra: Any) -> None:
             node.api.create_pod(claiming(name, *claims, **extra))
@@ -142,7 +145,7 @@ async def test_the_calls_are_those_of_a_real_kubelet() -> None:
         await delete("one")
         check()
         await run("again", FROM_TEMPLATE)
-        node.kubelet.kill_container("default", "again", "c")
+        kill_container(node, "default", "again", "c")
         await node.kubelet.wait_for(lambda: restarts(node, "again") == 1)
         check()
         await delete("again")
@@ -162,7 +165,7 @@ async def test_the_calls_are_those_of_a_real_kubelet() -> None:
         check()
         await node.kubelet.restart()
         await node.kubelet.wait_for(
-            lambda: len(node.kubelet.dra_calls) == 2 and not node.api.store.all("resourceslices")
+            lambda: len(node.kubelet.log.dra_calls) == 2 and not node.api.store.all("resourceslices")
         )
         check()
         publish(node)
@@ -228,7 +231,7 @@ async def test_a_failed_prepare_is_tried_again_after_a_while() -> None:
         driver.error = "the GPU is away"
         node.api.create_pod(claiming("p", SHARED))
         await node.kubelet.wait_for(
-            lambda: len([name for name, _ in node.kubelet.dra_calls if name.startswith("NodeP")]) > 2
+            lambda: len([name for name, _ in node.kubelet.log.dra_calls if name.startswith("NodeP")]) > 2
         )
         driver.error = ""
         await wait_phase(node, "p", "Running")
@@ -291,9 +294,7 @@ async def test_a_claim_in_use_is_deleted_with_its_last_pod() -> None:
 
 async def test_the_agent_serves_claims_in_the_sandbox(short_dir: Path) -> None:
     """The real agent: registered, slice published, claims prepared, limits as the containers read them."""
-    done = await sandbox(
-        "--state-dir", short_dir / "s", "--port", "0", "--dra", "--once", "--format", "json", "--gpus", "4"
-    )
+    done = await sandbox("--state-dir", short_dir / "s", "--port", "0", "--dra", "--once", "-o", "json", "--gpus", "4")
     assert done.code == 0, done.err
     document = json.loads(done.out)
     cards = {one["name"]: [c["gpus"] for c in one["containers"]] for one in document["pods"]}

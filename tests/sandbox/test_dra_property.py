@@ -27,8 +27,7 @@ from gpushare_agent.model.resources import ResourceKind
 from gpushare_agent.node import GpuSplit, gpu_split, plugins_devices
 from gpushare_agent.sandbox.kubelet.pod_worker import PREPARE_FAILED
 from gpushare_agent.sandbox.node import EmbeddedNode, running_task
-from gpushare_agent.sandbox.pod_manifest import IGNORE_TERM_ANNOTATION, RUN_SECONDS_ANNOTATION
-from gpushare_agent.sandbox.scheduler.claims import claim_names
+from gpushare_agent.sandbox.pod_manifest import IGNORE_TERM_ANNOTATION, RUN_SECONDS_ANNOTATION, claim_names
 from tests.dra.support_claims import DRIVER, NODE, Driver, edit_policy, ref_of
 from tests.sandbox.support_sandbox import SHORT_TIMES, open_test_node, pod
 from tests.support_core import NAMES, allocation, ids, used_blocks, used_cores

@@ -88,7 +88,7 @@ async def test_exec_is_as_transparent_as_the_command_alone(short_dir: Path) -> N
         assert (await sandbox(*inside, "share", "--", "sh", "-c", "exit 7")).code == 7
         assert (await sandbox(*inside, "share", "sh", "-c", "kill -TERM $$")).code == -signal.SIGTERM
         assert (await sandbox(*inside, "share", "--", "cat", text="one\ntwo\n")).out == "one\ntwo\n"
-        words = ["--port", "5", "--format", "json", "-c", "x", "--node-name=y", "--", "-h"]
+        words = ["--port", "5", "-o", "json", "-c", "x", "--node-name=y", "--", "-h"]
         assert (await sandbox(*inside, "share", "echo", *words)).out == " ".join(words) + "\n"
         ignored = await sandbox(*inside, "share", "--", "grep", "SigIgn", "/proc/self/status")
         assert int(ignored.out.split()[1], 16) == _ignored_by_the_caller()

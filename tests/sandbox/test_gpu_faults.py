@@ -25,6 +25,7 @@ from tests.agent.support_agent import open_agent
 from tests.sandbox.support_sandbox import (
     CORE,
     MEMORY,
+    active_records,
     container,
     key_of,
     open_test_node,
@@ -173,16 +174,16 @@ async def test_a_lost_gpu_leaves_the_node_and_new_pods_go_elsewhere(gpu: int) ->
         for name in ("first", "second") if gpu == 1 else ("second",):
             node.api.create_pod(pod(name, container("main", cores=60, blocks=8)))
             await wait_phase(node, name, "Running")
-        [held] = [r.ids for r in node.kubelet.active_records() if r.resource == CORE and _is_of(node, r, "second")]
+        [held] = [r.ids for r in active_records(node) if r.resource == CORE and _is_of(node, r, "second")]
         assert {name.rpartition("-")[0] for name in held} == {keys[gpu]}
         faults.lose(gpu)
         await wait_allocatable(node, CORE, 200)
         await wait_allocatable(node, MEMORY, 192)
-        assert not any(ok for name, ok in node.kubelet.devices(CORE).items() if name.startswith(keys[gpu]))
-        assert all(ok for name, ok in node.kubelet.devices(CORE).items() if not name.startswith(keys[gpu]))
+        assert not any(ok for name, ok in node.kubelet.devices.health(CORE).items() if name.startswith(keys[gpu]))
+        assert all(ok for name, ok in node.kubelet.devices.health(CORE).items() if not name.startswith(keys[gpu]))
         node.api.create_pod(pod("next", container("main", cores=30, blocks=8)))
         await wait_phase(node, "next", "Running")
-        [given] = [r.ids for r in node.kubelet.active_records() if r.resource == CORE and _is_of(node, r, "next")]
+        [given] = [r.ids for r in active_records(node) if r.resource == CORE and _is_of(node, r, "next")]
         assert keys[gpu] not in {name.rpartition("-")[0] for name in given}
         assert node.api.pod("default", "second")["status"]["phase"] == "Running"
         faults.heal(gpu)

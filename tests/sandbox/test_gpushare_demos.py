@@ -45,7 +45,7 @@ def binpack() -> list[dict[str, Any]]:
 async def shown(short_dir: Path, *flags: str, objects: list[dict[str, Any]]) -> tuple[int, dict[str, Any], str]:
     manifest = short_dir / "demo.yaml"
     manifest.write_text(yaml.safe_dump_all(objects))
-    once = ("--state-dir", short_dir / "s", "--port", "0", "--once", "--format", "json", "--samples", "none")
+    once = ("--state-dir", short_dir / "s", "--port", "0", "--once", "-o", "json", "--samples", "none")
     done = await sandbox(*once, "--gpus", "2", *flags, "--apply", manifest)
     return done.code, json.loads(done.out), done.err
 

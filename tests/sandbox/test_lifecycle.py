@@ -13,6 +13,7 @@ from tests.sandbox.support_containers import needs_processes
 from tests.sandbox.support_sandbox import (
     HELD_ADMISSIONS,
     SmallPlugin,
+    kill_container,
     limits_of,
     list_pods,
     open_plugin,
@@ -123,7 +124,7 @@ async def test_a_dead_container_of_a_never_restarting_pod_fails_it() -> None:
     async with open_test_node() as node:
         node.api.create_pod(pod("p", restartPolicy="Never"))
         await wait_phase(node, "p", "Running")
-        node.kubelet.kill_container("default", "p", "main")
+        kill_container(node, "default", "p", "main")
         status = (await wait_phase(node, "p", "Failed"))["status"]
         assert status["containerStatuses"][0]["state"]["terminated"]["exitCode"] == 137
 

@@ -21,11 +21,11 @@ from gpushare_agent.cli.sandbox import node_flags
 from gpushare_agent.model.errors import AgentError, Rejected, Unavailable
 from gpushare_agent.model.resources import ResourceNames
 from gpushare_agent.sandbox.agent_process import AgentProcess
+from gpushare_agent.sandbox.control import Request
 from gpushare_agent.sandbox.controller import NodeController, SandboxController
 from gpushare_agent.sandbox.gpu_faults import GpuFaults
 from gpushare_agent.sandbox.manifests import ManifestError
 from gpushare_agent.sandbox.node import EmbeddedCluster
-from gpushare_agent.sandbox.report import ReportedNode
 from tests.extender.support_extender_nodes import (
     DEADLINE_S,
     condition_of,
@@ -36,7 +36,7 @@ from tests.extender.support_extender_nodes import (
     with_plugins,
 )
 from tests.sandbox.support_containers import needs_processes
-from tests.sandbox.support_sandbox import CORE, MEMORY, container, pod, wait_phase
+from tests.sandbox.support_sandbox import CORE, MEMORY, active_records, container, pod, wait_phase
 from tests.sandbox.support_sandbox_cli import document_of, live, read_until, registered, sandbox
 
 
@@ -50,7 +50,7 @@ async def test_pods_go_to_the_first_node_that_fits_and_run_there() -> None:
         assert {name: node_of(cluster, name) for name in ("one", "two", "three", "four")} == {
             "one": "a", "two": "b", "three": "b", "four": "a",
         }  # fmt: skip
-        held = {node.name: sum(len(r.ids) for r in node.kubelet.active_records()) for node in cluster.nodes}
+        held = {node.name: sum(len(r.ids) for r in active_records(node)) for node in cluster.nodes}
         assert held == {"a": 10, "b": 20}
         cluster.api.create_pod(pod("late", container(cores=1)))
         await wait_cluster(cluster, lambda: condition_of(cluster, "late"), "the scheduler's word")
@@ -82,12 +82,12 @@ def parsed(*words: str) -> argparse.Namespace:
 
 def test_the_gpus_of_each_node_are_given_in_turn() -> None:
     """Kinds of one node are joined by a plus; all but the first get a web port of their own."""
-    first, second, third = node_flags(parsed("--nodes", "3", "--node-cards", "2x24576+1x81920,4x16384"))
+    first, second, third = node_flags(parsed("--nodes", "3", "--node-gpus", "2x24576+1x81920,4x16384"))
     assert first == ("--simulated.cards=3", "--simulated.card-memory-mib=24576,24576,81920")
     assert second[:2] == ("--simulated.cards=4", "--simulated.card-memory-mib=16384,16384,16384,16384")
     assert third[:2] == first and third[2].startswith("--web.port=") and third[2] != second[2]
     assert node_flags(parsed()) == ((),)
-    assert len(node_flags(parsed("--node-cards", "1x1024,1x2048"))) == 2
+    assert len(node_flags(parsed("--node-gpus", "1x1024,1x2048"))) == 2
 
 
 @pytest.mark.parametrize(
@@ -95,11 +95,11 @@ def test_the_gpus_of_each_node_are_given_in_turn() -> None:
     [
         (("--nodes", "0"), "there can be 1 to 32"),
         (("--nodes", "33"), "there can be 1 to 32"),
-        (("--nodes", "1", "--node-cards", "1x1024,1x1024"), "2 entries for 1 nodes"),
-        (("--node-cards", "8"), "'8' must be COUNTxMIB"),
-        (("--node-cards", "0x1024"), "must be COUNTxMIB"),
-        (("--node-cards", "64x1024+1x1024"), "has 65 GPUs"),
-        (("--node-cards", "1x1024", "--cards", "2"), "leave out --gpus"),
+        (("--nodes", "1", "--node-gpus", "1x1024,1x1024"), "2 entries for 1 nodes"),
+        (("--node-gpus", "8"), "'8' must be COUNTxMIB"),
+        (("--node-gpus", "0x1024"), "must be COUNTxMIB"),
+        (("--node-gpus", "64x1024+1x1024"), "has 65 GPUs"),
+        (("--node-gpus", "1x1024", "--gpus", "2"), "leave out --gpus"),
     ],
 )
 def test_nodes_and_gpus_that_cannot_be_are_refused(words: tuple[str, ...], why: str) -> None:
@@ -118,7 +118,9 @@ async def open_controller(*names: str) -> AsyncIterator[tuple[SandboxController,
     async with open_cluster(*names) as cluster:
         benches = [
             NodeController(
-                shown=ReportedNode(node=node, gpus=(), names=ResourceNames(vcore=CORE, vmemory=MEMORY)),
+                node=node,
+                gpus=(),
+                names=ResourceNames(vcore=CORE, vmemory=MEMORY),
                 agent=AgentProcess([], node.paths.agent_log, lambda _: None),
                 faults=GpuFaults(node.paths.faults, 2),
                 read_agent=no_agent,
@@ -136,12 +138,12 @@ async def test_a_command_for_one_of_several_nodes_must_say_which() -> None:
             ({"node": "c"}, "there is no node 'c': there are a, b"),
         ):
             with pytest.raises(Rejected, match=why):
-                await controller.handle({"command": "fail-gpu", "gpu": 0, **request}, 1)
-        answer = await controller.handle({"command": "fail-gpu", "gpu": 1, "node": "b"}, 1)
+                await controller.handle(Request(command="fail-gpu", gpu=0, **request), 1)
+        answer = await controller.handle(Request(command="fail-gpu", gpu=1, node="b"), 1)
         assert answer["lines"] == ["GPU 1 is lost"]
         assert [node.paths.faults.exists() for node in cluster.nodes] == [False, True]
         first = cluster.nodes[0].kubelet.runtime
-        await controller.handle({"command": "restart-kubelet", "node": "b"}, 1)
+        await controller.handle(Request(command="restart-kubelet", node="b"), 1)
         assert cluster.nodes[0].kubelet.runtime is first
 
 
@@ -172,7 +174,7 @@ async def test_the_whole_command_with_two_nodes_and_the_extender() -> None:
         shares = [pod(f"share-{n}", container("main", cores=60, blocks=8)) for n in range(4)]
         (folder / "pods.yaml").write_text(yaml.safe_dump_all(shares))
         done = await sandbox(
-            *("--once", "--format", "json", "--nodes", "2", "--node-cards", "2x16384,1x24576", "--extender"),
+            *("--once", "-o", "json", "--nodes", "2", "--node-gpus", "2x16384,1x24576", "--extender"),
             *("--apply", folder / "pods.yaml", "--state-dir", folder / "s", "--port", "0"),
         )
         assert done.code == 1, done.err
@@ -196,7 +198,7 @@ async def test_pods_wait_while_a_killed_extender_is_started_again() -> None:
     state = folder / "s"
     try:
         (folder / "pod.yaml").write_text(yaml.safe_dump(pod("p", container("main", cores=60, blocks=8))))
-        async with live(state, "--extender", "--samples", "none", "--cards", "1") as process:
+        async with live(state, "--extender", "--samples", "none", "--gpus", "1") as process:
             await read_until(process, "Ctrl-C ends the sandbox")
             await registered(state)
             killed = await sandbox("kill-extender", "--state-dir", state)
@@ -213,7 +215,7 @@ async def test_there_is_nothing_to_kill_without_an_extender() -> None:
     """It says why."""
     async with open_controller("a") as (controller, _):
         with pytest.raises(AgentError, match="started without --extender"):
-            await controller.handle({"command": "kill-extender"}, 1)
+            await controller.handle(Request(command="kill-extender"), 1)
 
 
 @needs_processes
@@ -224,7 +226,7 @@ async def test_exec_and_deletion_find_the_node_of_the_pod() -> None:
         await wait_phase(cluster.nodes[0], "p", "Running")
         process = await asyncio.create_subprocess_exec("/bin/cat", stdin=asyncio.subprocess.PIPE)
         try:
-            answer = await controller.handle({"command": "exec", "pod": "p", "namespace": "default"}, process.pid)
+            answer = await controller.handle(Request(command="exec", pod="p"), process.pid)
             uid = cluster.api.pod("default", "p")["metadata"]["uid"]
             run = cluster.nodes[1].kubelet.runtime.find(uid, "main")
             assert answer["ok"] and run is not None
@@ -233,5 +235,5 @@ async def test_exec_and_deletion_find_the_node_of_the_pod() -> None:
             process.kill()
             async with asyncio.timeout(DEADLINE_S):
                 await process.wait()
-        await controller.handle({"command": "delete", "names": ["p"], "namespace": "default"}, 1)
+        await controller.handle(Request(command="delete", names=["p"]), 1)
         await wait_cluster(cluster, lambda: cluster.api.find_pod("default", "p") is None, "its end")

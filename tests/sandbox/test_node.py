@@ -31,6 +31,7 @@ from tests.sandbox.support_sandbox import (
     SmallPlugin,
     container,
     device_ids,
+    kill_container,
     open_embedded_node,
     open_plugin,
     open_test_node,
@@ -194,9 +195,9 @@ async def test_the_control_socket_answers_its_owner_only(folder: Path) -> None:
 
     async def handle(request: Request, peer_pid: int) -> Answer:
         assert peer_pid == os.getpid()
-        if request["command"] == "fail":
+        if request.command == "fail":
             raise Rejected("that cannot be")
-        return {"ok": True, "lines": [request["command"]], "errors": []}
+        return {"ok": True, "lines": [request.command], "errors": []}
 
     path = folder / "control.sock"
     async with open_control(path, handle):
@@ -245,7 +246,7 @@ async def test_an_ended_pod_is_shown_without_gpus_and_with_its_exit_code() -> No
         await wait_phase(node, "p", "Running")
         shown = ReportedNode(node=node, gpus=(_gpu(0, "a"),), names=ResourceNames(vcore=CORE, vmemory=MEMORY))
         assert report(shown)["pods"][0]["containers"][0]["gpus"] == [0]
-        node.kubelet.kill_container("default", "p", "main")
+        kill_container(node, "default", "p", "main")
         await wait_phase(node, "p", "Failed")
         (ended,) = report(shown)["pods"]
     (main,) = ended["containers"]
@@ -339,7 +340,7 @@ async def test_a_free_port_that_is_asked_for_by_the_agents_flag_is_printed() -> 
     async with open_test_node() as node:
         built = await build_node(node, flags, check_driver(node.name, node.paths, flags), lambda _: None)
         assert built.settings.web.port > 0
-        assert built.controller.shown.addresses["web"].endswith(f":{built.settings.web.port}")
+        assert built.addresses["web"].endswith(f":{built.settings.web.port}")
 
 
 async def test_the_resources_of_mig_instances_are_shown(tmp_path: Path) -> None:
@@ -352,4 +353,4 @@ async def test_the_resources_of_mig_instances_are_shown(tmp_path: Path) -> None:
     )  # fmt: skip
     async with open_test_node() as node:
         built = await build_node(node, flags, check_driver(node.name, node.paths, flags), lambda _: None)
-        assert built.controller.shown.names.gpu == ("nvidia.com/gpu", "nvidia.com/mig-1g.10gb")
+        assert built.names.gpu == ("nvidia.com/gpu", "nvidia.com/mig-1g.10gb")

@@ -18,6 +18,7 @@ from tests.sandbox.support_sandbox import (
     SmallPlugin,
     container,
     device_ids,
+    kill_container,
     limits_of,
     list_pods,
     open_plugin,
@@ -161,7 +162,7 @@ async def _admit_two_around(node: EmbeddedNode, plugin: SmallPlugin, *, during: 
     gate.is_shut = True
     node.api.create_pod(pod("first", limits_of("main", {FOO: 2})))
     await node.kubelet.wait_for(lambda: any(c.method == during for c in node.kubelet.log.open_calls))
-    node.kubelet.kill_container("default", "old", "main")
+    kill_container(node, "default", "old", "main")
     await wait_phase(node, "old", "Failed")
     await list_pods(node)
     assert node.kubelet.log.pod_resources_calls[-1].inside[-1].method == during
@@ -170,7 +171,7 @@ async def _admit_two_around(node: EmbeddedNode, plugin: SmallPlugin, *, during: 
     await wait_phase(node, "first", "Running")
     node.api.create_pod(pod("second", limits_of("main", {FOO: 2})))
     await wait_phase(node, "second", "Running")
-    calls = {c.subject.pod_name: set(c.device_ids) for c in node.kubelet.log.of("Allocate")}
+    calls = {c.pod_name: set(c.device_ids) for c in node.kubelet.log.of("Allocate")}
     return calls["first"], calls["second"]
 
 
@@ -200,7 +201,7 @@ async def test_get_during_an_open_allocate_does_no_harm() -> None:
         gate.is_shut = True
         node.api.create_pod(pod("first", limits_of("main", {FOO: 2})))
         await node.kubelet.wait_for(lambda: any(c.method == "Allocate" for c in node.kubelet.log.open_calls))
-        node.kubelet.kill_container("default", "old", "main")
+        kill_container(node, "default", "old", "main")
         await wait_phase(node, "old", "Failed")
         await stub.get(v1.GetPodResourcesRequest(pod_name="first", pod_namespace="default"))
         gate.is_shut = False

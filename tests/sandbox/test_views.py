@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
 import re
 import signal
 from pathlib import Path
@@ -24,7 +23,7 @@ from gpushare_agent.cli.render_sandbox import (
 )
 from gpushare_agent.isolation.vdevice.format import encode_pids
 from gpushare_agent.model.names import GIB
-from gpushare_agent.sandbox.report import VDeviceReader
+from gpushare_agent.sandbox.report import read_vdevice
 from tests.cli.support_cli import at_terminal, foot_of, screen_of
 from tests.isolation.support_vdevice import share_config
 
@@ -68,7 +67,7 @@ def write(directory: Path, pids: list[int], *, limit: int = 0) -> None:
 def test_a_containers_files_are_shown_as_it_reads_them(short_dir: Path) -> None:
     """Percent, MiB, and the PIDs that it was told."""
     write(short_dir, [12, 7], limit=60)
-    assert VDeviceReader().read(short_dir) == {
+    assert read_vdevice(short_dir) == {
         "cores": 20, "memory_mib": 2048, "core_limit": 60, "is_limited": True, "pids": [7, 12],
     }  # fmt: skip
 
@@ -77,35 +76,17 @@ def test_a_containers_files_are_shown_as_it_reads_them(short_dir: Path) -> None:
 @pytest.mark.parametrize("harm", ["missing", "torn", "a directory"])
 def test_files_that_are_not_whole_show_nothing(short_dir: Path, name: str, harm: str) -> None:
     """None, whichever of the two it is, and again the limits once it is whole."""
-    reader = VDeviceReader()
     write(short_dir, [7])
     (short_dir / name).unlink()
     if harm == "torn":
         (short_dir / name).write_bytes(b"xyz")
     elif harm == "a directory":
         (short_dir / name).mkdir()
-    assert reader.read(short_dir) is None
+    assert read_vdevice(short_dir) is None
     if harm == "a directory":
         (short_dir / name).rmdir()
     write(short_dir, [7])
-    assert reader.read(short_dir) is not None
-
-
-def test_unchanged_files_are_not_read_again_and_changed_ones_are(short_dir: Path) -> None:
-    """The time of the last reading stays; each of the two files counts."""
-    reader = VDeviceReader()
-    write(short_dir, [7])
-    first = reader.read(short_dir)
-    assert reader.read(short_dir) is first
-    write(short_dir, [7, 8])
-    second = reader.read(short_dir)
-    assert second is not None
-    assert second["pids"] == [7, 8]
-    (short_dir / ".new").write_bytes(share_config(limit=90))
-    (short_dir / ".new").rename(short_dir / "vcuda.config")
-    third = reader.read(short_dir)
-    assert third is not None
-    assert third["core_limit"] == 90
+    assert read_vdevice(short_dir) is not None
 
 
 # --- how it is shown ---
@@ -244,16 +225,6 @@ def test_a_line_for_a_pipe_tells_the_limit_of_a_pod_that_runs() -> None:
     line = pod_line(shown_pod(shown_container(2)))
     assert line == "pod default/share Running [main: 30 GPU cores, 4 GiB on GPU 0, limit 30 %, 4 GiB]"
     assert "limit" not in pod_line(shown_pod(shown_container(), phase="Pending"))
-
-
-def test_a_reader_keeps_nothing_of_a_directory_that_has_gone(short_dir: Path) -> None:
-    """A pod of the same name comes with other files."""
-    reader = VDeviceReader()
-    write(short_dir, [7])
-    assert reader.read(short_dir) is not None
-    for name in os.listdir(short_dir):
-        (short_dir / name).unlink()
-    assert reader.read(short_dir) is None
 
 
 async def test_the_live_view_fits_a_small_terminal_and_follows_its_size(short_dir: Path) -> None:

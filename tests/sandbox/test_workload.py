@@ -36,6 +36,7 @@ from tests.sandbox.support_sandbox import (
     SmallPlugin,
     container,
     device_ids,
+    kill_container,
     limits_of,
     open_plugin,
     open_test_node,
@@ -210,7 +211,7 @@ async def test_containers_without_gpus_and_ended_ones_use_nothing() -> None:
         uid = await run_pod(node, "a", container("main", cores=40, blocks=8), container("plain"), restartPolicy="Never")
         assert len(written_now(node, player)) == 1
         assert set(shown.used) == {(uid, "main")}
-        node.kubelet.kill_container("default", "a", "main")
+        kill_container(node, "default", "a", "main")
         await node.kubelet.wait_for(lambda: not node.kubelet.runtime.is_running(uid, "main"))
         assert written_now(node, player) == ()
         assert shown.used == {}

@@ -23,7 +23,7 @@ from aiohttp import web
 from msgspec import Struct
 
 from gpushare_agent.model.errors import StartupError
-from gpushare_agent.sandbox.api.responses import status_response
+from gpushare_agent.sandbox.api.responses import RefusedRequest
 
 OPEN_PATHS = frozenset({"/version", "/healthz", "/livez", "/readyz"})
 _HOST_NAMES = ("127.0.0.1", "localhost", "[::1]")
@@ -51,24 +51,20 @@ class ApiAccess:
         self.token = secrets.token_urlsafe(32)
         self.headers = {"Authorization": f"Bearer {self.token}"}
 
-    def refusal(self, request: web.Request, port: int) -> web.Response | None:
-        """The response to a request that is not admitted, None for one that is."""
+    def check(self, request: web.Request, port: int) -> None:
+        """Raises RefusedRequest for a request that is not admitted."""
         # First: a page of a foreign name that resolves to 127.0.0.1 must not even learn what is served here.
         if request.headers.getall("Host", []) not in [[f"{name}:{port}"] for name in _HOST_NAMES]:
             named = request.headers.get("Host", "")
             message = f"the Host header {named!r} is not this server's: ask for 127.0.0.1:{port} or localhost:{port}"
-            return status_response(403, "Forbidden", message)
+            raise RefusedRequest(403, "Forbidden", message)
         # As a real API server, whose probes come without credentials.
         if request.path not in OPEN_PATHS and not self._is_known(request.headers.getall("Authorization", [])):
-            return status_response(401, "Unauthorized", "Unauthorized")
-        # A browser's form can send text/plain to any address; JSON it can send only after a question that is refused
-        # here.
+            raise RefusedRequest(401, "Unauthorized", "Unauthorized")
+        # A browser's form can send text/plain to any address; JSON only after a question that is refused here.
         if request.body_exists and _TYPES.fullmatch(request.content_type) is None:
-            message = (
-                f"the body of the request is {request.content_type}; accepted are application/json and its patches"
-            )
-            return status_response(415, "UnsupportedMediaType", message)
-        return None
+            text = f"the body of the request is {request.content_type}; accepted are application/json and its patches"
+            raise RefusedRequest(415, "UnsupportedMediaType", text)
 
     def _is_known(self, sent: list[str]) -> bool:
         expected = self.headers["Authorization"].encode()

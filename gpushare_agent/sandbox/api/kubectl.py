@@ -6,77 +6,54 @@ words: pkg/printers/internalversion of Kubernetes 1.36.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import UTC, datetime
 from typing import Any
 
-from msgspec import Struct
-
-from gpushare_agent.sandbox.api.store import (
-    CLUSTER_WIDE,
-    GROUPS,
-    KINDS,
-    SCALABLE,
-    WITH_STATUS,
-    base_path,
-    group_version,
-)
+from gpushare_agent.sandbox.api.kinds import KINDS, Kind
 from gpushare_agent.sandbox.pod_manifest import RawObject
 
 _VERBS = ["create", "delete", "get", "list", "patch", "update", "watch"]
-_SHORT_NAMES = {"pods": ["po"], "nodes": ["no"], "events": ["ev"], "configmaps": ["cm"], "namespaces": ["ns"],
-                "deployments": ["deploy"], "replicasets": ["rs"], "statefulsets": ["sts"], "services": ["svc"],
-                "resourcequotas": ["quota"], "horizontalpodautoscalers": ["hpa"]}  # fmt: skip
-_IN_ALL = frozenset({"pods", "services", "deployments", "replicasets", "statefulsets", "jobs"})
-"""Those of `kubectl get all`."""
 _OF_PODS = ("attach", "exec", "log", "portforward", "proxy")
 """Further addresses of a pod; server.py has which of them are served."""
 
 
-def discovery(resources: tuple[str, ...]) -> dict[str, RawObject]:
+def discovery() -> dict[str, RawObject]:
     """The documents by path. Older clients than aggregated discovery know the first three; newer ones fall back to
     them."""
-    paths = sorted({base_path(name) for name in resources})
+    paths = {kind.base_path: kind.group_version for kind in KINDS.values()}
+    # Without this group `kubectl drain` deletes where it would evict.
+    groups = sorted({"policy/v1", *paths.values()} - {"v1"})
     return {
-        "/api": {
-            "kind": "APIVersions",
-            "versions": ["v1"],
-            "serverAddressByClientCIDRs": [],  # the address that the client used is the only one
-        },
-        "/apis": {
-            "kind": "APIGroupList",
-            "apiVersion": "v1",
-            "groups": [
-                _group(group) for group in sorted({"policy/v1", *(GROUPS[n] for n in resources if n in GROUPS)})
-            ],
-        },
-        # Without this group `kubectl drain` deletes where it would evict.
-        "/apis/policy/v1": _resources("policy/v1", resources),
-        **{base_path(name): _resources(group_version(name), resources) for name in resources},
-        "/openapi/v3": {"paths": {path[1:]: {"serverRelativeURL": f"/openapi/v3{path}"} for path in paths}},
-        **{f"/openapi/v3{path}": _openapi(path, resources) for path in paths},
+        # No addresses: the one that the client used is the only one.
+        "/api": {"kind": "APIVersions", "versions": ["v1"], "serverAddressByClientCIDRs": []},
+        "/apis": {"kind": "APIGroupList", "apiVersion": "v1", "groups": [_group(group) for group in groups]},
+        **{path: _resources(group) for path, group in {"/apis/policy/v1": "policy/v1", **paths}.items()},
+        "/openapi/v3": {"paths": {path[1:]: {"serverRelativeURL": f"/openapi/v3{path}"} for path in sorted(paths)}},
+        **{f"/openapi/v3{path}": _openapi(path) for path in paths},
     }
 
 
-def _openapi(path: str, resources: tuple[str, ...]) -> RawObject:
+def _openapi(path: str) -> RawObject:
     """No schemas: kubectl asks only whether the server checks fields. It does not merge by this document, then, but by the
     types that it has itself."""
+    kinds = [kind for kind in KINDS.values() if kind.base_path == path]
     return {
         "openapi": "3.0.0",
         "info": {"title": "gpushare-agent sandbox", "version": "1"},
         # Without this, `kubectl explain` ends in a template's error; with it, it says that the kind is not here.
         "components": {"schemas": {}},
-        "paths": {f"{path}/{name}/{{name}}": {"patch": _patch(name)} for name in resources if base_path(name) == path},
+        "paths": {f"{path}/{kind.resource}/{{name}}": {"patch": _patch(kind)} for kind in kinds},
     }
 
 
-def _patch(name: str) -> RawObject:
-    group, _, version = group_version(name).rpartition("/")
+def _patch(kind: Kind) -> RawObject:
+    group, _, version = kind.group_version.rpartition("/")
     return {
         "parameters": [{"name": "fieldValidation", "in": "query", "schema": {"type": "string"}}],
         "requestBody": {"content": {"application/merge-patch+json": {"schema": {"type": "object"}}}},
         "responses": {"200": {"description": "OK"}},
-        "x-kubernetes-group-version-kind": {"group": group, "version": version, "kind": KINDS[name]},
+        "x-kubernetes-group-version-kind": {"group": group, "version": version, "kind": kind.name},
     }
 
 
@@ -86,66 +63,62 @@ def _group(group: str) -> RawObject:
     return {"name": name, "versions": [preferred], "preferredVersion": preferred}
 
 
-def _resources(group: str, resources: tuple[str, ...]) -> RawObject:
-    return {
-        "kind": "APIResourceList",
-        "groupVersion": group,
-        "resources": [entry for name in sorted(resources) if group_version(name) == group for entry in _entries(name)],
-    }
+def _resources(group: str) -> RawObject:
+    kinds = sorted((kind for kind in KINDS.values() if kind.group_version == group), key=lambda kind: kind.resource)
+    entries = [entry for kind in kinds for entry in _entries(kind)]
+    return {"kind": "APIResourceList", "groupVersion": group, "resources": entries}
 
 
-def _entries(name: str) -> list[RawObject]:
-    common = {"singularName": "", "namespaced": name not in CLUSTER_WIDE, "kind": KINDS[name]}
-    whole = {
-        "name": name, **common, "singularName": KINDS[name].lower(), "verbs": _VERBS,
-        "shortNames": _SHORT_NAMES.get(name, []), **({"categories": ["all"]} if name in _IN_ALL else {}),
+def _entries(kind: Kind) -> Iterator[RawObject]:
+    name, common = kind.resource, {"singularName": "", "namespaced": kind.is_namespaced, "kind": kind.name}
+    yield {
+        **common, "name": name, "singularName": kind.name.lower(), "verbs": _VERBS, "shortNames": list(kind.short_names),
+        **({"categories": ["all"]} if "all" in kind.marks else {}),
     }  # fmt: skip
-    status = [{"name": f"{name}/status", **common, "verbs": ["patch", "update"]}] if name in WITH_STATUS else []
-    scale = {"kind": "Scale", "group": "autoscaling", "version": "v1", "verbs": ["get", "patch", "update"]}
-    scales = [{"name": f"{name}/scale", **common, **scale}] if name in SCALABLE else []
-    inside = [{"name": f"pods/{part}", **common, "verbs": ["create", "get"]} for part in _OF_PODS if name == "pods"]
-    eviction = {
-        "name": "pods/eviction",
-        **common,
-        "kind": "Eviction",
-        "group": "policy",
-        "version": "v1",
-        "verbs": ["create"],
-    }
-    return [whole, *status, *scales, *inside, *([eviction] if name == "pods" else [])]
+    if kind.has_status:
+        yield {**common, "name": f"{name}/status", "verbs": ["patch", "update"]}
+    if kind.is_scalable:
+        scale = {"kind": "Scale", "group": "autoscaling", "version": "v1", "verbs": ["get", "patch", "update"]}
+        yield {**common, "name": f"{name}/scale", **scale}
+    if name == "pods":
+        for part in _OF_PODS:
+            yield {**common, "name": f"pods/{part}", "verbs": ["create", "get"]}
+        eviction = {"kind": "Eviction", "group": "policy", "version": "v1", "verbs": ["create"]}
+        yield {**common, "name": "pods/eviction", **eviction}
 
+
+# --- tables ---
 
 NONE, UNKNOWN = "<none>", "<unknown>"
-
-
-class Column(Struct, frozen=True, kw_only=True):
-    """One with `is_wide` is shown by `-o wide` alone."""
-
-    name: str
-    read: Callable[[RawObject], Any]
-    is_wide: bool = False
-    kind: str = "string"
+Reader = str | tuple[str, Any] | Callable[[RawObject], Any]
+"""Of a column: the path of a field, also with what is shown where it is not there, or a function."""
 
 
 def table(resource: str, objects: Iterable[RawObject], version: str, include: str) -> RawObject:
     """`include` is what comes with each row: None, Metadata or Object."""
-    columns = _COLUMNS.get(resource, _DEFAULT)
+    columns = _COLUMNS.get(resource, _NAME | _AGE)
     return {
         "kind": "Table", "apiVersion": "meta.k8s.io/v1", "metadata": {"resourceVersion": version},
         "columnDefinitions": [
-            {"name": c.name, "type": c.kind, "format": "name" if c.name == "Name" else "", "description": "",
-             "priority": int(c.is_wide)} for c in columns
+            {"name": name.removeprefix("+"), "type": "integer" if name == "+Count" else "string", "description": "",
+             "format": "name" if name.endswith("Name") else "", "priority": int(name.startswith("+"))} for name in columns
         ],
-        "rows": [{"cells": [c.read(raw) for c in columns], "object": _shown(raw, include)} for raw in objects],
+        "rows": [
+            {"cells": [_cell(raw, reader) for reader in columns.values()], "object": _shown(raw, include)}
+            for raw in objects
+        ],
     }  # fmt: skip
 
 
+def _cell(raw: RawObject, reader: Reader) -> Any:
+    if callable(reader):
+        return reader(raw)
+    return _at(raw, reader) if isinstance(reader, str) else _at(raw, *reader)
+
+
 def _shown(raw: RawObject, include: str) -> RawObject | None:
-    if include == "None":
-        return None
-    if include == "Object":
-        return raw
-    return {"kind": "PartialObjectMetadata", "apiVersion": "meta.k8s.io/v1", "metadata": raw["metadata"]}
+    partial = {"kind": "PartialObjectMetadata", "apiVersion": "meta.k8s.io/v1", "metadata": raw["metadata"]}
+    return {"None": None, "Object": raw}.get(include, partial)
 
 
 def duration_text(seconds: float) -> str:
@@ -186,8 +159,8 @@ def _at(raw: Mapping[str, Any], path: str, default: Any = NONE) -> Any:
     return default if value is None or value == "" else value
 
 
-def _field(path: str, default: Any = NONE) -> Callable[[RawObject], Any]:
-    return lambda raw: _at(raw, path, default)
+def _age(raw: RawObject) -> str:
+    return _since(raw["metadata"].get("creationTimestamp"))
 
 
 # --- pods ---
@@ -259,17 +232,14 @@ def _node_status(raw: RawObject) -> str:
 
 def _node_roles(raw: RawObject) -> str:
     prefix = "node-role.kubernetes.io/"
-    return (
-        ",".join(sorted(k.removeprefix(prefix) for k in _at(raw, "metadata.labels", {}) if k.startswith(prefix)))
-        or NONE
+    roles = sorted(k.removeprefix(prefix) for k in _at(raw, "metadata.labels", {}) if k.startswith(prefix))
+    return ",".join(roles) or NONE
+
+
+def _address(kind: str) -> Reader:
+    return lambda raw: next(
+        (a.get("address", NONE) for a in _at(raw, "status.addresses", []) if a.get("type") == kind), NONE
     )
-
-
-def _address(kind: str) -> Callable[[RawObject], str]:
-    def read(raw: RawObject) -> str:
-        return next((a.get("address", NONE) for a in _at(raw, "status.addresses", []) if a.get("type") == kind), NONE)
-
-    return read
 
 
 def _event_object(raw: RawObject) -> str:
@@ -277,13 +247,11 @@ def _event_object(raw: RawObject) -> str:
     return f"{str(about.get('kind', '')).lower()}/{about.get('name', '')}"
 
 
-def _event_age(field: str) -> Callable[[RawObject], str]:
-    return lambda raw: _since(
-        _at(raw, field, None) or _at(raw, "eventTime", None) or raw["metadata"]["creationTimestamp"]
-    )
+def _event_age(field: str) -> Reader:
+    return lambda raw: _since(raw.get(field) or raw.get("eventTime") or raw["metadata"]["creationTimestamp"])
 
 
-def _each(path: str, field: str) -> Callable[[RawObject], str]:
+def _each(path: str, field: str) -> Reader:
     """One field of each item of a list, joined by commas."""
     return lambda raw: ",".join(str(one.get(field, "")) for one in _at(raw, path, [])) or NONE
 
@@ -293,16 +261,19 @@ def _selector(raw: RawObject) -> str:
 
 
 def _claim_state(raw: RawObject) -> str:
-    states = ["allocated"] if _at(raw, "status.allocation", None) else []
-    states += ["reserved"] if _at(raw, "status.reservedFor", None) else []
-    return ",".join(["deleted", *states] if raw["metadata"].get("deletionTimestamp") else states) or "pending"
+    states = {
+        "deleted": raw["metadata"].get("deletionTimestamp"),
+        "allocated": _at(raw, "status.allocation", None),
+        "reserved": _at(raw, "status.reservedFor", None),
+    }
+    return ",".join(name for name, is_so in states.items() if is_so) or "pending"
 
 
 def _scale_target(raw: RawObject) -> str:
     return f"{_at(raw, 'spec.scaleTargetRef.kind', UNKNOWN)}/{_at(raw, 'spec.scaleTargetRef.name', UNKNOWN)}"
 
 
-def _quota(*, is_limit: bool) -> Callable[[RawObject], str]:
+def _quota(*, is_limit: bool) -> Reader:
     """Nothing counts here what is used."""
     return lambda raw: ", ".join(
         f"{name}: {UNKNOWN}/{most}"
@@ -321,85 +292,60 @@ def _job_duration(raw: RawObject) -> str:
     return _since(started, _at(raw, "status.completionTime", None)) if started else ""
 
 
-def _columns(*given: tuple[str, Callable[[RawObject], Any]], wide: Sequence[tuple[str, Callable[[RawObject], Any]]] = (),
-             has_age: bool = True) -> tuple[Column, ...]:  # fmt: skip
-    shown = (("Name", _field("metadata.name")), *given, *([("Age", _age)] if has_age else ()))
-    return (
-        *(Column(name=name, read=read) for name, read in shown),
-        *(Column(name=name, read=read, is_wide=True) for name, read in wide),
-    )
+def _of(part: str, whole: str, usual: int = 0) -> Reader:
+    return lambda raw: f"{_at(raw, part, 0)}/{_at(raw, whole, usual)}"
 
 
-def _age(raw: RawObject) -> str:
-    return _since(raw["metadata"].get("creationTimestamp"))
-
-
-_DEFAULT = _columns()
-_TEMPLATE = (
-    ("Containers", _each("spec.template.spec.containers", "name")),
-    ("Images", _each("spec.template.spec.containers", "image")),
-    ("Selector", _selector),
-)
-_COLUMNS: dict[str, tuple[Column, ...]] = {
-    "pods": _columns(
-        ("Ready", _pod_ready), ("Status", _pod_status), ("Restarts", _pod_restarts),
-        wide=(
-            ("IP", _field("status.podIP")), ("Node", _field("spec.nodeName")),
-            ("Nominated Node", _field("status.nominatedNodeName")), ("Readiness Gates", lambda _: NONE),
-        ),
-    ),
-    "nodes": _columns(
-        ("Status", _node_status), ("Roles", _node_roles), ("Age", _age),
-        ("Version", _field("status.nodeInfo.kubeletVersion")),
-        wide=(
-            ("Internal-IP", _address("InternalIP")), ("External-IP", _address("ExternalIP")),
-            ("OS-Image", _field("status.nodeInfo.osImage", UNKNOWN)),
-            ("Kernel-Version", _field("status.nodeInfo.kernelVersion", UNKNOWN)),
-            ("Container-Runtime", _field("status.nodeInfo.containerRuntimeVersion", UNKNOWN)),
-        ),
-        has_age=False,
-    ),
-    "events": (
-        Column(name="Last Seen", read=_event_age("lastTimestamp")), Column(name="Type", read=_field("type", "")),
-        Column(name="Reason", read=_field("reason", "")), Column(name="Object", read=_event_object),
-        Column(name="Subobject", read=_field("involvedObject.fieldPath", ""), is_wide=True),
-        Column(name="Source", read=_field("source.component", ""), is_wide=True),
-        Column(name="Message", read=lambda raw: str(raw.get("message", "")).strip()),
-        Column(name="First Seen", read=_event_age("firstTimestamp"), is_wide=True),
-        Column(name="Count", read=_field("count", 1), is_wide=True, kind="integer"),
-        Column(name="Name", read=_field("metadata.name"), is_wide=True),
-    ),
-    "namespaces": _columns(("Status", _field("status.phase", "Active"))),
-    "configmaps": _columns(("Data", lambda raw: len(raw.get("data") or {}) + len(raw.get("binaryData") or {}))),
-    "leases": _columns(("Holder", _field("spec.holderIdentity", ""))),
-    "deployments": _columns(
-        ("Ready", lambda raw: f"{_at(raw, 'status.readyReplicas', 0)}/{_at(raw, 'spec.replicas', 0)}"),
-        ("Up-to-date", _field("status.updatedReplicas", 0)), ("Available", _field("status.availableReplicas", 0)),
-        wide=_TEMPLATE,
-    ),
-    "replicasets": _columns(
-        ("Desired", _field("spec.replicas", 0)), ("Current", _field("status.replicas", 0)),
-        ("Ready", _field("status.readyReplicas", 0)),
-        wide=_TEMPLATE,
-    ),
-    "statefulsets": _columns(
-        ("Ready", lambda raw: f"{_at(raw, 'status.readyReplicas', 0)}/{_at(raw, 'spec.replicas', 0)}"), wide=_TEMPLATE
-    ),
-    "services": _columns(("Type", _field("spec.type", "ClusterIP")), ("Cluster-IP", _field("spec.clusterIP", NONE))),
-    "resourcequotas": _columns(("Request", _quota(is_limit=False)), ("Limit", _quota(is_limit=True))),
-    "horizontalpodautoscalers": _columns(
-        ("Reference", _scale_target),
-        ("Targets", lambda raw: f"cpu: {UNKNOWN}/{_at(raw, 'spec.targetCPUUtilizationPercentage', 80)}%"),
-        ("MinPods", _field("spec.minReplicas", 1)), ("MaxPods", _field("spec.maxReplicas")), ("Replicas", lambda _: 0),
-    ),
-    "jobs": _columns(
-        ("Status", _job_status),
-        ("Completions", lambda raw: f"{_at(raw, 'status.succeeded', 0)}/{_at(raw, 'spec.completions', 1)}"),
-        ("Duration", _job_duration),
-        wide=_TEMPLATE,
-    ),
-    "resourceclaims": _columns(("State", _claim_state)),
-    "resourceslices": _columns(
-        ("Node", _field("spec.nodeName")), ("Driver", _field("spec.driver")), ("Pool", _field("spec.pool.name"))
-    ),
+_READY = _of("status.readyReplicas", "spec.replicas")
+_NAME: dict[str, Reader] = {"Name": "metadata.name"}
+_AGE: dict[str, Reader] = {"Age": _age}
+_OF_TEMPLATE: dict[str, Reader] = {
+    "+Containers": _each("spec.template.spec.containers", "name"),
+    "+Images": _each("spec.template.spec.containers", "image"),
+    "+Selector": _selector,
+}
+_COLUMNS: dict[str, dict[str, Reader]] = {
+    "pods": {
+        **_NAME, "Ready": _pod_ready, "Status": _pod_status, "Restarts": _pod_restarts, **_AGE,
+        "+IP": "status.podIP", "+Node": "spec.nodeName", "+Nominated Node": "status.nominatedNodeName",
+        "+Readiness Gates": lambda _: NONE,
+    },
+    "nodes": {
+        **_NAME, "Status": _node_status, "Roles": _node_roles, **_AGE, "Version": "status.nodeInfo.kubeletVersion",
+        "+Internal-IP": _address("InternalIP"), "+External-IP": _address("ExternalIP"),
+        "+OS-Image": ("status.nodeInfo.osImage", UNKNOWN), "+Kernel-Version": ("status.nodeInfo.kernelVersion", UNKNOWN),
+        "+Container-Runtime": ("status.nodeInfo.containerRuntimeVersion", UNKNOWN),
+    },
+    "events": {
+        "Last Seen": _event_age("lastTimestamp"), "Type": ("type", ""), "Reason": ("reason", ""),
+        "Object": _event_object, "+Subobject": ("involvedObject.fieldPath", ""), "+Source": ("source.component", ""),
+        "Message": lambda raw: str(raw.get("message", "")).strip(), "+First Seen": _event_age("firstTimestamp"),
+        "+Count": ("count", 1), "+Name": "metadata.name",
+    },
+    "namespaces": {**_NAME, "Status": ("status.phase", "Active"), **_AGE},
+    "configmaps": {**_NAME, "Data": lambda raw: len(_at(raw, "data", {})) + len(_at(raw, "binaryData", {})), **_AGE},
+    "leases": {**_NAME, "Holder": ("spec.holderIdentity", ""), **_AGE},
+    "deployments": {
+        **_NAME, "Ready": _READY, "Up-to-date": ("status.updatedReplicas", 0),
+        "Available": ("status.availableReplicas", 0), **_AGE, **_OF_TEMPLATE,
+    },
+    "replicasets": {
+        **_NAME, "Desired": ("spec.replicas", 0), "Current": ("status.replicas", 0),
+        "Ready": ("status.readyReplicas", 0), **_AGE, **_OF_TEMPLATE,
+    },
+    "statefulsets": {**_NAME, "Ready": _READY, **_AGE, **_OF_TEMPLATE},
+    "services": {**_NAME, "Type": ("spec.type", "ClusterIP"), "Cluster-IP": "spec.clusterIP", **_AGE},
+    "resourcequotas": {**_NAME, "Request": _quota(is_limit=False), "Limit": _quota(is_limit=True), **_AGE},
+    "horizontalpodautoscalers": {
+        **_NAME, "Reference": _scale_target,
+        "Targets": lambda raw: f"cpu: {UNKNOWN}/{_at(raw, 'spec.targetCPUUtilizationPercentage', 80)}%",
+        "MinPods": ("spec.minReplicas", 1), "MaxPods": "spec.maxReplicas", "Replicas": lambda _: 0, **_AGE,
+    },
+    "jobs": {
+        **_NAME, "Status": _job_status, "Completions": _of("status.succeeded", "spec.completions", 1),
+        "Duration": _job_duration, **_AGE, **_OF_TEMPLATE,
+    },
+    "resourceclaims": {**_NAME, "State": _claim_state, **_AGE},
+    "resourceslices": {**_NAME, "Node": "spec.nodeName", "Driver": "spec.driver", "Pool": "spec.pool.name", **_AGE},
 }  # fmt: skip
+"""A name that begins with + is shown by `-o wide` alone."""

@@ -13,73 +13,35 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from gpushare_agent.model.errors import Conflict, Rejected
+from gpushare_agent.model.errors import Conflict
+from gpushare_agent.sandbox.api.kinds import KINDS
 from gpushare_agent.sandbox.api.patch import STRATEGIC, apply_patch, patched
-from gpushare_agent.sandbox.api.pod_subresources import AGENT_NAMESPACE, AgentPods, AgentServer, ContainerLogs
-from gpushare_agent.sandbox.api.store import (
-    CLAIM_KINDS,
-    CLUSTER_WIDE,
-    KINDS,
-    WITH_STATUS,
-    ObjectKey,
-    ObjectStore,
-    PodsByNode,
-    group_version,
-    key_of,
-)
-from gpushare_agent.sandbox.api.validation import completed_workload, updated, without_nulls
+from gpushare_agent.sandbox.api.pod_subresources import AGENT_NAMESPACE, AgentServer, PodSubresources, agent_pod
+from gpushare_agent.sandbox.api.store import ObjectKey, ObjectStore, key_of
+from gpushare_agent.sandbox.api.validation import completed, updated
 from gpushare_agent.sandbox.behaviour import behaviour_of
-from gpushare_agent.sandbox.change_signal import ChangeSignal
-from gpushare_agent.sandbox.pod_manifest import (
-    RawObject,
-    check_metadata,
-    completed_manifest,
-    is_mirror,
-    is_terminal,
-    timestamp,
-)
+from gpushare_agent.sandbox.pod_manifest import RawObject, is_mirror, is_terminal, timestamp
 
 MAX_EVENTS = 5000
-
-
-def _merged_status(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
-    """Top-level fields replace the old ones, conditions those of their type."""
-    merged = {**old, **new}
-    if "conditions" in new:
-        # As by strategic merge: whoever sets one condition leaves those of others.
-        by_type = {c["type"]: c for c in (*old.get("conditions", ()), *new["conditions"])}
-        merged["conditions"] = [by_type[kind] for kind in sorted(by_type)]
-    return merged
-
-
-def _named(raw: RawObject, resource: str, namespace: str) -> RawObject:
-    """Raises Rejected."""
-    given = raw.get("metadata") or {}
-    check_metadata(given)
-    name = given.get("name") or (f"{given['generateName']}{uuid.uuid4().hex[:5]}" if given.get("generateName") else "")
-    if not name:
-        raise Rejected("metadata.name: Required value: name or generateName is required")
-    identity: dict[str, Any] = {"name": name, "uid": str(uuid.uuid4()), "creationTimestamp": timestamp()}
-    if resource in WITH_STATUS:
-        identity["generation"] = 1
-    if resource not in CLUSTER_WIDE:
-        identity["namespace"] = namespace
-    kind = {"apiVersion": group_version(resource), "kind": KINDS[resource]}
-    return {**kind, **raw, "metadata": {**given, **identity}}
-
-
-def _active(namespace: RawObject) -> RawObject:
-    """What the server sets of each namespace."""
-    metadata = namespace["metadata"]
-    labels = {**(metadata.get("labels") or {}), "kubernetes.io/metadata.name": metadata["name"]}
-    return {
-        **namespace, "metadata": {**metadata, "labels": labels},
-        "spec": {"finalizers": ["kubernetes"]}, "status": {"phase": "Active"},
-    }  # fmt: skip
-
-
 LASTING_NAMESPACES = ("default", "kube-system")
 """There from the start, and not to be deleted, as in a cluster."""
+
+
+def _merged_status(raw: RawObject, new: Mapping[str, Any]) -> dict[str, Any]:
+    """Top-level fields replace those of the object, conditions those of their type."""
+    old = raw.get("status") or {}
+    # As by strategic merge: whoever sets one condition leaves those of others.
+    by_type = {c["type"]: c for c in (*old.get("conditions", ()), *new.get("conditions", ()))}
+    conditions = {"conditions": [by_type[kind] for kind in sorted(by_type)]} if "conditions" in new else {}
+    return {**old, **new, **conditions}
+
+
+def _check_precondition(metadata: Mapping[str, Any], uid: str, version: str) -> None:
+    for name, field, given in (("UID", "uid", uid), ("ResourceVersion", "resourceVersion", version)):
+        if given and given != metadata[field]:
+            raise Conflict(
+                f"Precondition failed: {name} in precondition: {given}, {name} in object meta: {metadata[field]}"
+            )
 
 
 class ApiObjects:
@@ -87,8 +49,9 @@ class ApiObjects:
         """Raises StartupError for a Kubernetes version whose behaviour is not known."""
         self.release = behaviour_of(version).release
         self.store = ObjectStore(history_limit=history_limit)
-        self.agents = AgentPods()
-        self.logs = ContainerLogs(self.agents)
+        self.signal, self.pods_by_node = self.store.signal, self.store.pods_by_node
+        """Wake up after every change, and after those of a node's pods."""
+        self.subresources = PodSubresources()
         self._applied: dict[tuple[str, str], dict[str, RawObject]] = {}
         """By resource and manager: what it applied last to the object of a UID."""
         self._rng = random.Random(seed)
@@ -97,14 +60,7 @@ class ApiObjects:
         for name in LASTING_NAMESPACES:
             self._make_namespace(name)
 
-    @property
-    def signal(self) -> ChangeSignal:
-        """Wakes up after every change."""
-        return self.store.signal
-
-    @property
-    def pods_by_node(self) -> PodsByNode:
-        return self.store.pods_by_node
+    # --- reading ---
 
     @property
     def version(self) -> int:
@@ -116,45 +72,53 @@ class ApiObjects:
         while self.store.version == version:
             await self.signal.wait(self.signal.count)
 
+    def object_of(self, resource: str, key: ObjectKey) -> RawObject | None:
+        return self.store.find(resource, key)
+
+    def pods(self) -> list[RawObject]:
+        return self.store.all("pods")
+
+    def pod(self, namespace: str, name: str) -> RawObject:
+        """Raises NotFound."""
+        return self.store.get("pods", (namespace, name))
+
+    def find_pod(self, namespace: str, name: str) -> RawObject | None:
+        return self.store.find("pods", (namespace, name))
+
+    def node(self, name: str) -> RawObject:
+        """Raises NotFound."""
+        return self.store.get("nodes", ("", name))
+
+    def events(self) -> list[RawObject]:
+        """The Events, oldest first."""
+        return self.store.in_creation_order("events")
+
     def claims_remedy(self, resource: str, raw: RawObject) -> str:
         """What lets a claim, its class or a pod with claims have GPUs, as a sentence; empty where an agent offers some."""
-        is_claim = resource in CLAIM_KINDS.values() or (
-            resource == "pods" and (raw.get("spec") or {}).get("resourceClaims")
-        )
-        if not is_claim or self.store.all("resourceslices"):
+        has_claims = resource == "pods" and (raw.get("spec") or {}).get("resourceClaims")
+        if self.store.all("resourceslices") or not ("claim" in KINDS[resource].marks or has_claims):
             return ""
         return "No agent offers GPUs by claims (no ResourceSlice is there): `gpushare-agent sandbox --dra` starts one."
 
-    def create_pod(self, raw: RawObject, namespace: str = "default") -> RawObject:
-        """Raises Rejected for a manifest that is not valid, AlreadyExists for a name in use."""
-        # Letters and digits that form no words, as Kubernetes chooses them.
-        suffix = "".join(self._rng.choices("bcdfghjklmnpqrstvwxz2456789", k=5))
-        pod = completed_manifest(raw, namespace=namespace, uid=str(uuid.uuid4()), suffix=suffix)
-        # Only after the manifest was checked: a mistake leaves no namespace behind.
-        self._make_namespace(pod["metadata"]["namespace"])
-        return self.store.add("pods", pod)
-
-    def add_agent(self, node_name: str, server: AgentServer) -> RawObject:
-        """A mirror pod: who deletes it gets another."""
-        self._make_namespace(AGENT_NAMESPACE)
-        return self.store.add("pods", self.agents.pod(node_name, server))
+    # --- objects of any kind ---
 
     def create(self, resource: str, raw: RawObject, namespace: str = "default") -> RawObject:
         """Raises Rejected for one without a name, or not valid, AlreadyExists for a name in use."""
-        raw = without_nulls(raw)
-        if resource == "pods":
-            return self.create_pod(raw, namespace)
-        if resource not in CLUSTER_WIDE:
-            self._make_namespace(namespace)
-        named = _named(raw, resource, namespace)
-        return self.store.add(
-            resource, _active(named) if resource == "namespaces" else completed_workload(resource, named)
-        )
+        # Letters and digits that form no words, as Kubernetes chooses them.
+        suffix = "".join(self._rng.choices("bcdfghjklmnpqrstvwxz2456789", k=5))
+        made = completed(KINDS[resource], raw, namespace, suffix)
+        # Only after the manifest was checked: a mistake leaves no namespace behind.
+        if KINDS[resource].is_namespaced:
+            self._make_namespace(made["metadata"]["namespace"])
+        return self.store.add(resource, made)
+
+    def create_pod(self, raw: RawObject, namespace: str = "default") -> RawObject:
+        return self.create("pods", raw, namespace)
 
     def apply(self, resource: str, raw: RawObject, namespace: str, manager: str) -> RawObject:
         """Does server-side apply: creates the object, or changes what the manager applies and takes away what it no longer
         does. No field has an owner: managers never conflict. Raises Rejected."""
-        key = ("" if resource in CLUSTER_WIDE else namespace, raw["metadata"]["name"])
+        key = (namespace if KINDS[resource].is_namespaced else "", raw["metadata"]["name"])
         old, applied = self.store.find(resource, key), self._applied.setdefault((resource, manager), {})
         # Nothing to merge with, and nothing that the manager could have dropped.
         if old is None:
@@ -180,7 +144,7 @@ class ApiObjects:
             return self.delete_pod(*key)
         raw = self.store.get(resource, key)
         if resource == "namespaces":
-            for inside in [name for name in KINDS if name not in CLUSTER_WIDE]:
+            for inside in [name for name, kind in KINDS.items() if kind.is_namespaced]:
                 # A list, for each deletion changes the store.
                 for one in [one for one in self.store.all(inside) if one["metadata"]["namespace"] == key[1]]:
                     self.delete(inside, key_of(one))
@@ -190,15 +154,14 @@ class ApiObjects:
             return self.store.replace(resource, {**raw, "metadata": marked})
         return self.store.remove(resource, key)
 
-    def pods(self) -> list[RawObject]:
-        return self.store.all("pods")
+    # --- pods ---
 
-    def pod(self, namespace: str, name: str) -> RawObject:
-        """Raises NotFound."""
-        return self.store.get("pods", (namespace, name))
-
-    def find_pod(self, namespace: str, name: str) -> RawObject | None:
-        return self.store.find("pods", (namespace, name))
+    def add_agent(self, node_name: str, server: AgentServer) -> RawObject:
+        """A mirror pod: who deletes it gets another."""
+        self._make_namespace(AGENT_NAMESPACE)
+        pod = agent_pod(node_name, server)
+        self.subresources.servers[pod["metadata"]["name"]] = server
+        return self.store.add("pods", pod)
 
     def bind_pod(
         self,
@@ -214,22 +177,20 @@ class ApiObjects:
         or has another UID or version than the given ones."""
         pod = self.pod(namespace, name)
         metadata, spec = pod["metadata"], pod["spec"]
-        operation = f'Operation cannot be fulfilled on pods/binding "{name}"'
-        for given, field in ((uid, "uid"), (resource_version, "resourceVersion")):
-            if given and given != metadata[field]:
-                raise Conflict(f"{operation}: Precondition failed: {field} is {metadata[field]}, not {given}")
-        if metadata.get("deletionTimestamp"):
-            raise Conflict(f"{operation}: pod {name} is being deleted, cannot be assigned to a host")
-        if spec.get("nodeName"):
-            raise Conflict(f"{operation}: pod {name} is already assigned to node {spec['nodeName']!r}")
+        try:
+            _check_precondition(metadata, uid, resource_version)
+            if metadata.get("deletionTimestamp"):
+                raise Conflict(f"pod {name} is being deleted, cannot be assigned to a host")
+            if spec.get("nodeName"):
+                raise Conflict(f"pod {name} is already assigned to node {spec['nodeName']!r}")
+        except Conflict as error:
+            raise Conflict(f'Operation cannot be fulfilled on pods/binding "{name}": {error}') from error
         # Those of the Binding go to the pod, as in a real API server: an extender writes its decision so.
         if annotations:
             metadata = {**metadata, "annotations": {**(metadata.get("annotations") or {}), **annotations}}
         scheduled = {"type": "PodScheduled", "status": "True", "lastTransitionTime": timestamp()}
-        bound = {
-            **pod, "metadata": metadata, "spec": {**spec, "nodeName": node_name},
-            "status": _merged_status(pod.get("status") or {}, {"conditions": [scheduled]}),
-        }  # fmt: skip
+        status = _merged_status(pod, {"conditions": [scheduled]})
+        bound = {**pod, "metadata": metadata, "spec": {**spec, "nodeName": node_name}, "status": status}
         return self.store.replace("pods", bound)
 
     def set_pod_status(self, namespace: str, name: str, status: dict[str, Any], *, uid: str = "") -> RawObject:
@@ -238,9 +199,8 @@ class ApiObjects:
         Raises NotFound, and Conflict where `uid` is given and the pod of that name has another.
         """
         pod = self.pod(namespace, name)
-        if uid and pod["metadata"]["uid"] != uid:
-            raise Conflict(f'pods "{name}": the UID is now {pod["metadata"]["uid"]}, not {uid}')
-        return self.store.replace("pods", {**pod, "status": _merged_status(pod.get("status") or {}, status)})
+        _check_precondition(pod["metadata"], uid, "")
+        return self.store.replace("pods", {**pod, "status": _merged_status(pod, status)})
 
     def delete_pod(
         self, namespace: str, name: str, *, grace_period_s: int | None = None, uid: str = "", resource_version: str = ""
@@ -250,18 +210,11 @@ class ApiObjects:
         """
         pod = self.pod(namespace, name)
         metadata = pod["metadata"]
-        for given, actual, field in (
-            (uid, metadata["uid"], "UID"),
-            (resource_version, metadata["resourceVersion"], "ResourceVersion"),
-        ):
-            if given and given != actual:
-                raise Conflict(
-                    f"Precondition failed: {field} in precondition: {given}, {field} in object meta: {actual}"
-                )
+        _check_precondition(metadata, uid, resource_version)
         # A kubelet makes the mirror of what still runs again at once; the sandbox does it here.
         if is_mirror(pod):
             self.store.remove("pods", (namespace, name))
-            self.add_agent(pod["spec"]["nodeName"], self.agents.servers[name])
+            self.add_agent(pod["spec"]["nodeName"], self.subresources.servers[name])
             return pod
         grace = pod["spec"].get("terminationGracePeriodSeconds", 30) if grace_period_s is None else grace_period_s
         # No kubelet has anything to stop: the object goes at once.
@@ -275,9 +228,7 @@ class ApiObjects:
         }
         return self.store.replace("pods", {**pod, "metadata": {**metadata, **marks}})
 
-    def node(self, name: str) -> RawObject:
-        """Raises NotFound."""
-        return self.store.get("nodes", ("", name))
+    # --- nodes and events ---
 
     def apply_node(self, raw: RawObject) -> RawObject:
         """Creates the node, or replaces its status and labels."""
@@ -314,10 +265,3 @@ class ApiObjects:
                 "uid": str(uuid.uuid4()), "creationTimestamp": now,
             },
         })  # fmt: skip
-
-    def events(self) -> list[RawObject]:
-        """The Events, oldest first."""
-        return self.store.in_creation_order("events")
-
-    def object_of(self, resource: str, key: ObjectKey) -> RawObject | None:
-        return self.store.find(resource, key)

@@ -8,6 +8,7 @@ directives: `$patch: delete` and `replace`, `$retainKeys`, `$setElementOrder/LIS
 from __future__ import annotations
 
 import copy
+from typing import Any, Literal, cast
 
 from msgspec import UNSET, Struct, ValidationError, convert
 
@@ -20,9 +21,7 @@ JSON_PATCH = "application/json-patch+json"
 APPLY = "application/apply-patch+yaml"
 
 _MERGE_KEYS = {
-    **dict.fromkeys(
-        ("containers", "initContainers", "env", "volumes", "imagePullSecrets", "resourceClaims"), "name"
-    ),
+    **dict.fromkeys(("containers", "initContainers", "env", "volumes", "imagePullSecrets", "resourceClaims"), "name"),
     "conditions": "type", "addresses": "type", "ownerReferences": "uid", "ports": "containerPort",
     "volumeMounts": "mountPath", "volumeDevices": "devicePath", "hostAliases": "ip", "finalizers": "",
 }  # fmt: skip
@@ -36,47 +35,47 @@ def patched(raw: RawObject, patch: object, content_type: str) -> RawObject:
     if not isinstance(patch, dict):
         raise Rejected(f"a {content_type} body must be a JSON object, got {type(patch).__name__}")
     try:
-        is_strategic = content_type == STRATEGIC
-        if is_strategic and patch.get("$patch") == "replace":
-            return _replacement(patch)
-        return _merged_object(raw, patch, is_strategic=is_strategic)
+        made = _strategic(raw, patch) if content_type == STRATEGIC else _merged(raw, patch)
     except (TypeError, AttributeError) as error:  # a directive of a type that it cannot have
         raise Rejected(f"the patch cannot be applied: {error}") from error
+    return cast(RawObject, made)
 
 
-def _merged(old: object, patch: object, *, is_strategic: bool, name: str = "") -> object:
-    if isinstance(patch, dict):
-        if is_strategic and patch.get("$patch") == "replace":
-            return _replacement(patch)
-        return _merged_object(old if isinstance(old, dict) else {}, patch, is_strategic=is_strategic)
-    # All other lists are replaced as a whole, as RFC 7386 has it for all of them.
-    if is_strategic and isinstance(patch, list) and isinstance(old, list) and name in _MERGE_KEYS:
-        return _merged_by_key(old, patch, _MERGE_KEYS[name])
-    return copy.deepcopy(patch)
-
-
-def _replacement(patch: RawObject) -> RawObject:
-    return copy.deepcopy({key: value for key, value in patch.items() if key != "$patch"})
-
-
-def _merged_object(old: RawObject, patch: RawObject, *, is_strategic: bool) -> RawObject:
-    # kubectl sends it with a union, such as a strategy: fields of the other kind must go.
-    retained = patch.get("$retainKeys") if is_strategic else None
-    result = {key: value for key, value in old.items() if retained is None or key in retained}
-    orders: dict[str, list[object]] = {}
+def _merged(old: object, patch: object) -> object:
+    """By RFC 7386: null removes, lists are replaced as a whole."""
+    if not isinstance(patch, dict):
+        return copy.deepcopy(patch)
+    result = dict(old) if isinstance(old, dict) else {}
     for key, value in patch.items():
-        directive, _, target = key.partition("/")
-        if is_strategic and directive == "$setElementOrder":
-            orders[target] = value
-        elif is_strategic and directive == "$deleteFromPrimitiveList":
-            result[target] = [one for one in result.get(target) or () if one not in value]
-        elif is_strategic and key in ("$retainKeys", "$patch"):
-            continue
-        # Null removes a field in both kinds of merge.
-        elif value is None:
+        if value is None:
             result.pop(key, None)
         else:
-            result[key] = _merged(result.get(key), value, is_strategic=is_strategic, name=key)
+            result[key] = _merged(result.get(key), value)
+    return result
+
+
+def _strategic(old: object, patch: object, name: str = "") -> object:
+    if isinstance(patch, list) and isinstance(old, list) and name in _MERGE_KEYS:
+        return _merged_by_key(old, patch, _MERGE_KEYS[name])
+    if not isinstance(patch, dict):
+        return copy.deepcopy(patch)
+    if patch.get("$patch") == "replace":
+        return copy.deepcopy({key: value for key, value in patch.items() if key != "$patch"})
+    # kubectl sends it with a union, such as a strategy: fields of the other kind must go.
+    retained = patch.get("$retainKeys")
+    known = old.items() if isinstance(old, dict) else ()
+    result: dict[str, Any] = {key: value for key, value in known if retained is None or key in retained}
+    orders = {}
+    for key, value in patch.items():
+        directive, _, target = key.partition("/")
+        if directive == "$setElementOrder":
+            orders[target] = value
+        elif directive == "$deleteFromPrimitiveList":
+            result[target] = [one for one in result.get(target) or () if one not in value]
+        elif value is None:
+            result.pop(key, None)
+        elif key not in ("$retainKeys", "$patch"):
+            result[key] = _strategic(result.get(key), value, key)
     # Last: it orders what the patch has merged.
     for target, order in orders.items():
         if isinstance(result.get(target), list):
@@ -113,11 +112,11 @@ def _merged_by_key(old: list[object], patch: list[object], key: str) -> list[obj
         is_deleted = isinstance(item, dict) and item.get("$patch") == "delete"
         # A deletion of what is not there is done already.
         if position is None:
-            result += [] if is_deleted else [_merged(None, item, is_strategic=True)]
+            result += [] if is_deleted else [_strategic(None, item)]
         elif is_deleted:
             del result[position]
         else:
-            result[position] = _merged(result[position], item, is_strategic=True)
+            result[position] = _strategic(result[position], item)
     return result
 
 
@@ -134,76 +133,43 @@ def _json_patched(raw: RawObject, patch: object) -> RawObject:
         raise Rejected("a JSON patch must be a list of operations")
     result = copy.deepcopy(raw)
     for operation in patch:
-        _apply_operation(result, operation)
+        try:
+            _apply_operation(result, convert(operation, _Operation))
+        except (KeyError, IndexError, ValueError, ValidationError) as error:
+            raise Rejected(f"the JSON patch operation {operation!r} cannot be applied: {error!r}") from error
     return result
 
 
 class _Operation(Struct):
-    op: str
+    op: Literal["add", "replace", "remove", "test"]
     path: str
     value: object = UNSET
 
 
-def _apply_operation(root: RawObject, raw: object) -> None:
-    try:
-        operation = convert(raw, _Operation)
-        # ~1 before ~0: RFC 6901 has them undone in this order.
-        *steps, last = [step.replace("~1", "/").replace("~0", "~") for step in operation.path.split("/")[1:]]
-        target: object = root
-        for step in steps:
-            target = target[_index(target, step)] if isinstance(target, list) else _fields(target)[step]
-        if isinstance(target, list):
-            _change_list(target, operation, last)
-        else:
-            _change_object(_fields(target), operation, last)
-    except (KeyError, IndexError, ValueError, ValidationError) as error:
-        raise Rejected(f"the JSON patch operation {raw!r} cannot be applied: {error!r}") from error
-
-
-def _fields(value: object) -> RawObject:
-    if not isinstance(value, dict):
-        raise ValueError(f"{value!r:.80} has no fields")
-    return value
-
-
-def _index(items: list[object], step: str) -> int:
-    # `-` is the place behind the last item.
-    return len(items) if step == "-" else int(step)
-
-
-def _value_of(operation: _Operation) -> object:
-    if operation.value is UNSET:
+def _apply_operation(root: RawObject, operation: _Operation) -> None:
+    # ~1 before ~0: RFC 6901 has them undone in this order.
+    *steps, last = [step.replace("~1", "/").replace("~0", "~") for step in operation.path.split("/")[1:]]
+    target: Any = root
+    for step in steps:
+        target = target[_key(target, step)]
+    key = _key(target, last)
+    if operation.op != "remove" and operation.value is UNSET:
         raise KeyError("value")
-    return operation.value
-
-
-def _change_list(target: list[object], operation: _Operation, last: str) -> None:
-    place = _index(target, last)
-    if operation.op == "add":
-        target.insert(place, _value_of(operation))
-    elif operation.op == "replace":
-        target[place] = _value_of(operation)
+    if operation.op == "add" and isinstance(target, list):
+        target.insert(key, operation.value)
+    # Read first: what is not there can be neither replaced nor removed, which the KeyError shows.
+    elif operation.op == "add" or (operation.op == "replace" and target[key] != operation.value):
+        target[key] = operation.value
     elif operation.op == "remove":
-        del target[place]
-    else:
-        _test(target[place], operation)
-
-
-def _change_object(target: RawObject, operation: _Operation, last: str) -> None:
-    if operation.op == "add":
-        target[last] = _value_of(operation)
-    elif operation.op == "replace":
-        # Read first: replacing what is not there is an error of RFC 6902, which the KeyError shows.
-        if target[last] != _value_of(operation):
-            target[last] = operation.value
-    elif operation.op == "remove":
-        del target[last]
-    else:
-        _test(target[last], operation)
-
-
-def _test(found: object, operation: _Operation) -> None:
-    if operation.op != "test":
-        raise ValueError(f"unknown operation {operation.op!r}")
-    if found != _value_of(operation):
+        del target[key]
+    elif target[key] != operation.value:
         raise ValueError("the tested value differs")
+
+
+def _key(target: object, step: str) -> Any:
+    if isinstance(target, list):
+        # `-` is the place behind the last item.
+        return len(target) if step == "-" else int(step)
+    if not isinstance(target, dict):
+        raise ValueError(f"{target!r:.80} has no fields")
+    return step

@@ -9,6 +9,7 @@ and which node has which runtime.
 from __future__ import annotations
 
 import asyncio
+import sys
 import uuid
 from collections.abc import Callable
 from pathlib import Path
@@ -35,6 +36,9 @@ INSTEAD_OF_EXEC = (
     " `gpushare-agent sandbox status` names"
 )
 """What a user does where a page says `kubectl exec AGENT -- …`: an agent of the sandbox is in no container."""
+_POLL_S = 0.25
+_MOST_TAIL = 10 * 2**20
+_REFUSED = ("previous", "timestamps", "sinceSeconds", "sinceTime")
 _TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=5.0, sock_read=60.0)
 _CHUNK = 64 * 1024
 _NOT_PASSED_ON = frozenset({"authorization", "host", "connection", "cookie"})
@@ -48,33 +52,36 @@ class AgentServer(Struct, frozen=True, kw_only=True):
     log: Path
 
 
-class AgentPods:
-    """The agents' mirror pods and what the proxy asks for them."""
+def agent_pod(node_name: str, server: AgentServer) -> RawObject:
+    """The pod of a node's agent, as the manifests' DaemonSet would have it."""
+    now, port = timestamp(), urlsplit(server.url).port
+    container = {"name": "agent", "image": "gpushare-agent", "ports": [{"name": "http", "containerPort": port}]}
+    status = {"name": "agent", "image": "gpushare-agent", "imageID": "", "ready": True, "started": True,
+              "restartCount": 0, "state": {"running": {"startedAt": now}}}  # fmt: skip
+    return {
+        "apiVersion": "v1", "kind": "Pod",
+        "metadata": {
+            "name": f"gpushare-agent-{node_name}", "namespace": AGENT_NAMESPACE, "uid": str(uuid.uuid4()),
+            "creationTimestamp": now, "labels": {"app.kubernetes.io/name": "gpushare-agent"},
+            "annotations": {MIRROR_ANNOTATION: "sandbox"},
+        },
+        "spec": {"nodeName": node_name, "containers": [container]},
+        "status": {
+            "phase": "Running", "startTime": now, "hostIP": "127.0.0.1", "podIP": "127.0.0.1",
+            "conditions": [{"type": "Ready", "status": "True", "lastTransitionTime": now}],
+            "containerStatuses": [status],
+        },
+    }  # fmt: skip
+
+
+class PodSubresources:
+    """What is behind the addresses `log` and `proxy`."""
 
     def __init__(self) -> None:
         self.servers: dict[str, AgentServer] = {}
-        """By name of the pod."""
-
-    def pod(self, node_name: str, server: AgentServer) -> RawObject:
-        """The pod of a node's agent, as the manifests' DaemonSet would have it."""
-        name, now, port = f"gpushare-agent-{node_name}", timestamp(), urlsplit(server.url).port
-        self.servers[name] = server
-        container = {"name": "agent", "image": "gpushare-agent", "ports": [{"name": "http", "containerPort": port}]}
-        status = {"name": "agent", "image": "gpushare-agent", "imageID": "", "ready": True, "started": True,
-                  "restartCount": 0, "state": {"running": {"startedAt": now}}}  # fmt: skip
-        return {
-            "apiVersion": "v1", "kind": "Pod",
-            "metadata": {
-                "name": name, "namespace": AGENT_NAMESPACE, "uid": str(uuid.uuid4()), "creationTimestamp": now,
-                "labels": {"app.kubernetes.io/name": "gpushare-agent"}, "annotations": {MIRROR_ANNOTATION: "sandbox"},
-            },
-            "spec": {"nodeName": node_name, "containers": [container]},
-            "status": {
-                "phase": "Running", "startTime": now, "hostIP": "127.0.0.1", "podIP": "127.0.0.1",
-                "conditions": [{"type": "Ready", "status": "True", "lastTransitionTime": now}],
-                "containerStatuses": [status],
-            },
-        }  # fmt: skip
+        """By name of the agent's pod."""
+        self.runtimes: dict[str, ContainerRuntime] = {}
+        """By name of the node."""
 
     async def proxy(self, request: web.Request) -> web.StreamResponse:
         """GET to the web server of an agent, `[http:]POD[:PORT]/proxy/PATH`; the other pods have none."""
@@ -100,39 +107,35 @@ class AgentPods:
             except aiohttp.ClientConnectorError as error:
                 raise web.HTTPServiceUnavailable(text=f"the agent does not answer at the moment: {error}") from error
 
-
-_POLL_S = 0.25
-_MOST_TAIL = 10 * 2**20
-_REFUSED = ("previous", "timestamps", "sinceSeconds", "sinceTime")
-
-
-class ContainerLogs:
-    def __init__(self, agents: AgentPods) -> None:
-        self.runtimes: dict[str, ContainerRuntime] = {}
-        self._agents = agents
-
-    async def serve(self, request: web.Request, pod: RawObject) -> web.StreamResponse:
+    async def log(self, request: web.Request, pod: RawObject) -> web.StreamResponse:
         """The response ends with the container where it follows the log."""
         # Refused and not ignored: a wrong log would look like the right one.
         if asked := [name for name in _REFUSED if request.query.get(name) not in (None, "", "false")]:
             bad_request(
                 f"{', '.join(asked)}: the sandbox keeps one log of a container over its restarts, without times"
             )
-        name = _container_name(pod, request.query.get("container", ""))
-        path, is_over = self._log_of(pod, name)
-        limit = query_number(request, "limitBytes", 0)
+        path, is_over = self._log_of(pod, _container_name(pod, request.query.get("container", "")))
+        limit = query_number(request, "limitBytes", 0) or sys.maxsize
         response = web.StreamResponse(headers={"Content-Type": "text/plain"})
         await response.prepare(request)
         # Ten MiB may be read for it.
         offset = await asyncio.to_thread(_tail_offset, path, request.query.get("tailLines"))
         follows = request.query.get("follow") in ("true", "1")
-        await _copy(response, path, offset, is_over if follows else lambda: True, limit or None)
+        while limit > 0:
+            is_last = not follows or is_over()  # before the read: nothing is printed after the end
+            # In pieces: a log may have 10 MiB, and a client that reads slowly must not keep it in memory.
+            while chunk := _read(path, offset, min(_CHUNK, limit)):
+                await response.write(chunk)
+                offset, limit = offset + len(chunk), limit - len(chunk)
+            if is_last:
+                break
+            await asyncio.sleep(_POLL_S)
         return response
 
     def _log_of(self, pod: RawObject, name: str) -> tuple[Path, Callable[[], bool]]:
         """The file, and whether nothing comes any more."""
         if is_mirror(pod):
-            return self._agents.servers[pod["metadata"]["name"]].log, lambda: False
+            return self.servers[pod["metadata"]["name"]].log, lambda: False
         runtime = self.runtimes.get(pod["spec"].get("nodeName", ""))
         container = runtime.find(pod["metadata"]["uid"], name) if runtime is not None else None
         # Not started yet, or on a node that is gone.
@@ -140,20 +143,6 @@ class ContainerLogs:
             state = "never started" if is_terminal(pod) else "is waiting to start"
             bad_request(f'container "{name}" in pod "{pod["metadata"]["name"]}" {state}: {_why(pod, name)}')
         return runtime.log_of(container), lambda: not container.is_running
-
-
-async def _copy(
-    response: web.StreamResponse, path: Path, offset: int, is_over: Callable[[], bool], limit: int | None
-) -> None:
-    while limit is None or limit > 0:
-        is_last = is_over()  # before the read: nothing is printed after the end
-        # In pieces: a log may have 10 MiB, and a client that reads slowly must not keep it in memory.
-        while chunk := _read(path, offset, min(_CHUNK, limit if limit is not None else _CHUNK)):
-            await response.write(chunk)
-            offset, limit = offset + len(chunk), None if limit is None else limit - len(chunk)
-        if is_last:
-            return
-        await asyncio.sleep(_POLL_S)
 
 
 def _read(path: Path, offset: int, count: int) -> bytes:

@@ -12,7 +12,8 @@ from aiohttp import web
 
 from gpushare_agent.model.errors import AgentError, Conflict, NotFound, Rejected
 from gpushare_agent.sandbox.api import protobuf
-from gpushare_agent.sandbox.api.store import KINDS, AlreadyExists, Expired
+from gpushare_agent.sandbox.api.kinds import Kind
+from gpushare_agent.sandbox.api.store import AlreadyExists, Expired
 from gpushare_agent.sandbox.pod_manifest import RawObject
 
 AS_YAML = (
@@ -31,33 +32,34 @@ _REASONS: tuple[tuple[type[AgentError], int, str], ...] = (
 )
 
 
-def status_body(code: int, reason: str, message: str, details: Mapping[str, Any] | None = None) -> RawObject:
-    """A Status of meta/v1."""
-    body = {
-        "kind": "Status",
-        "apiVersion": "v1",
-        "metadata": {},
-        "status": "Failure",
-        "message": message,
-        "reason": reason,
-    }
-    return {**body, **({"details": dict(details)} if details else {}), "code": code}
+class RefusedRequest(Exception):  # noqa: N818 - the request's end, not a fault
+    """Ends a request with this Status."""
+
+    def __init__(self, code: int, reason: str, message: str, details: Mapping[str, Any] | None = None) -> None:
+        super().__init__(message)
+        self.code = code
+        self.status: RawObject = {
+            "kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Failure", "message": message,
+            "reason": reason, **({"details": details} if details else {}), "code": code,
+        }  # fmt: skip
+
+    def response(self) -> web.Response:
+        return web.json_response(self.status, status=self.code)
 
 
-def status_response(code: int, reason: str, message: str, details: Mapping[str, Any] | None = None) -> web.Response:
-    return web.json_response(status_body(code, reason, message, details), status=code)
+def bad_request(message: str) -> NoReturn:
+    raise RefusedRequest(400, "BadRequest", message)
 
 
-async def error_response(error: AgentError, resource: str, request: web.Request) -> web.Response:
+async def refusal_for(error: AgentError, kind: Kind, request: web.Request) -> RefusedRequest:
     # The first that fits: AlreadyExists and Expired are Conflicts too.
-    code, reason = next((c, r) for kind, c, r in _REASONS if isinstance(error, kind))
-    details: dict[str, Any] = {"name": request.match_info.get("name", ""), "kind": resource}
+    code, reason = next((c, r) for error_type, c, r in _REASONS if isinstance(error, error_type))
+    details: dict[str, Any] = {"name": request.match_info.get("name", ""), "kind": kind.resource}
     if code == 422:  # kubectl shows kind, name and causes of an invalid object, and not the message
         field, _, text = str(error).partition(": ")
-        name = details["name"] or _name_in(await request.read())
         causes = [{"reason": "FieldValueInvalid", "field": field, "message": text}]
-        details = {"name": name, "kind": KINDS[resource], "causes": causes}
-    return status_response(code, reason, str(error), details)
+        details = {"name": details["name"] or _name_in(await request.read()), "kind": kind.name, "causes": causes}
+    return RefusedRequest(code, reason, str(error), details)
 
 
 def _name_in(body: bytes) -> str:
@@ -68,10 +70,6 @@ def _name_in(body: bytes) -> str:
     return name if isinstance(name, str) else ""
 
 
-def bad_request(message: str) -> NoReturn:
-    raise web.HTTPBadRequest(text=json.dumps(status_body(400, "BadRequest", message)), content_type="application/json")
-
-
 async def read_body(request: web.Request) -> bytes:
     """Refuses a body of too many values before it is parsed."""
     body = await request.read()
@@ -79,14 +77,11 @@ async def read_body(request: web.Request) -> bytes:
     values = sum(map(body.count, (b",", b"{", b"[", b"\n")))
     if values > MAX_VALUES:
         message = f"the request has {values} values; the sandbox reads at most {MAX_VALUES}"
-        status = status_body(413, "RequestEntityTooLarge", message)
-        raise web.HTTPRequestEntityTooLarge(
-            max_size=MAX_VALUES, actual_size=values, text=json.dumps(status), content_type="application/json"
-        )
+        raise RefusedRequest(413, "RequestEntityTooLarge", message)
     return body
 
 
-async def json_body(request: web.Request, of: tuple[type, ...] = (dict,)) -> Any:
+async def json_body(request: web.Request, of: type | tuple[type, ...] = dict) -> Any:
     """The body, of JSON or of kubectl's protobuf."""
     try:
         if request.content_type == protobuf.CONTENT_TYPE:
@@ -94,16 +89,8 @@ async def json_body(request: web.Request, of: tuple[type, ...] = (dict,)) -> Any
         else:
             body = json.loads(await read_body(request))
     except protobuf.UnreadFieldError as error:
-        raise web.HTTPUnsupportedMediaType(
-            text=json.dumps(
-                status_body(
-                    415,
-                    "UnsupportedMediaType",
-                    f"the sandbox does not read this of a protobuf body: {error}. {AS_YAML}",
-                )
-            ),
-            content_type="application/json",
-        ) from error
+        message = f"the sandbox does not read this of a protobuf body: {error}. {AS_YAML}"
+        raise RefusedRequest(415, "UnsupportedMediaType", message) from error
     except (ValueError, RecursionError) as error:
         bad_request(f"the object provided is unrecognized: {error}")
     if not isinstance(body, of):

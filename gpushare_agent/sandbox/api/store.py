@@ -6,60 +6,19 @@ place: a reader may keep them. Not for HTTP, defaults or rules of a resource: se
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterable
 from itertools import islice
 
 from msgspec import Struct
 
 from gpushare_agent.model.errors import Conflict, NotFound
+from gpushare_agent.sandbox.api.kinds import KINDS
 from gpushare_agent.sandbox.change_signal import ChangeSignal
 from gpushare_agent.sandbox.pod_manifest import RawObject, is_mirror
 
 ObjectKey = tuple[str, str]
 """Namespace (empty for cluster-wide resources) and name."""
-
-KINDS = {"pods": "Pod", "nodes": "Node", "events": "Event", "configmaps": "ConfigMap", "leases": "Lease",
-         "namespaces": "Namespace", "deployments": "Deployment", "replicasets": "ReplicaSet", "jobs": "Job",
-         "statefulsets": "StatefulSet", "services": "Service", "resourcequotas": "ResourceQuota",
-         "horizontalpodautoscalers": "HorizontalPodAutoscaler",
-         "deviceclasses": "DeviceClass", "resourceclaims": "ResourceClaim", "resourceslices": "ResourceSlice",
-         "resourceclaimtemplates": "ResourceClaimTemplate"}  # fmt: skip
-"""The resources served."""
-CLAIM_KINDS = {KINDS[name]: name for name in ("deviceclasses", "resourceclaims", "resourceclaimtemplates")}
-"""Those of Dynamic Resource Allocation that a person writes."""
-GROUPS = {
-    "deployments": "apps/v1",
-    "replicasets": "apps/v1",
-    "statefulsets": "apps/v1",
-    "jobs": "batch/v1",
-    "leases": "coordination.k8s.io/v1",
-    "horizontalpodautoscalers": "autoscaling/v1",
-    **dict.fromkeys((*CLAIM_KINDS.values(), "resourceslices"), "resource.k8s.io/v1"),
-}
-"""Group and version of those that are not of core/v1."""
-CLUSTER_WIDE = frozenset({"namespaces", "nodes", "deviceclasses", "resourceslices"})
-WITH_STATUS = frozenset({"pods", "nodes", "resourceclaims", "deployments", "replicasets", "statefulsets", "jobs"})
-"""Those whose status is written at an address of its own."""
-SCALABLE = frozenset({"deployments", "replicasets", "statefulsets"})
-APPLIED_KINDS = {
-    "Pod": "pods",
-    **CLAIM_KINDS,
-    **{
-        KINDS[n]: n
-        for n in (
-            "deployments",
-            "statefulsets",
-            "jobs",
-            "services",
-            "configmaps",
-            "namespaces",
-            "resourcequotas",
-            "horizontalpodautoscalers",
-        )
-    },
-}
-"""Those that a person writes."""
 
 
 class AlreadyExists(Conflict):
@@ -79,15 +38,6 @@ class Change(Struct, frozen=True, kw_only=True):
     after: RawObject | None
 
 
-def group_version(resource: str) -> str:
-    return GROUPS.get(resource, "v1")
-
-
-def base_path(resource: str) -> str:
-    """The path of its group: `/api/v1`, `/apis/coordination.k8s.io/v1`."""
-    return f"/apis/{GROUPS[resource]}" if resource in GROUPS else "/api/v1"
-
-
 def key_of(raw: RawObject) -> ObjectKey:
     metadata = raw["metadata"]
     return metadata.get("namespace", ""), metadata["name"]
@@ -103,8 +53,7 @@ class ObjectStore:
         self.signals = {resource: ChangeSignal() for resource in KINDS}
         """By resource: a watch wakes up for its own only."""
         self._objects: dict[str, dict[ObjectKey, RawObject]] = {resource: {} for resource in KINDS}
-        self._history: deque[Change] = deque()
-        self._history_limit = history_limit
+        self._history: deque[Change] = deque(maxlen=history_limit)
         self._oldest = self.version
 
     def all(self, resource: str) -> list[RawObject]:
@@ -139,9 +88,7 @@ class ObjectStore:
         """An object equal to the stored one is no change: no version, no event, as in a real API server."""
         before = self.get(resource, key_of(raw))
         # A controller that writes what is there would else wake itself up without end.
-        if raw == before:
-            return before
-        return self._commit(resource, before, raw)
+        return before if raw == before else self._commit(resource, before, raw)
 
     def remove(self, resource: str, key: ObjectKey) -> RawObject:
         before = self.get(resource, key)
@@ -154,8 +101,7 @@ class ObjectStore:
         if version < self._oldest:
             raise Expired(f"too old resource version: {version} ({self._oldest})")
         # From the end, for watches are near it: the history may have 20,000 changes.
-        newest_first = list(islice(reversed(self._history), max(0, self.version - version)))
-        return newest_first[::-1]
+        return list(islice(reversed(self._history), max(0, self.version - version)))[::-1]
 
     def compact(self) -> None:
         self._history.clear()
@@ -163,21 +109,21 @@ class ObjectStore:
 
     def _commit(self, resource: str, before: RawObject | None, after: RawObject | None) -> RawObject:
         self.version += 1
-        raw = after if after is not None else before
-        assert raw is not None  # noqa: S101 - one of the two is always given
-        raw = {**raw, "metadata": {**raw["metadata"], "resourceVersion": str(self.version)}}
+        shown = after or before or {}
+        raw = {**shown, "metadata": {**shown["metadata"], "resourceVersion": str(self.version)}}
         if after is not None:
-            self._objects[resource][key_of(raw)] = raw
-            change = Change(version=self.version, resource=resource, before=before, after=raw)
+            self._objects[resource][key_of(raw)] = after = raw
         else:
             del self._objects[resource][key_of(raw)]
-            change = Change(version=self.version, resource=resource, before=raw, after=None)
+            before = raw
+        change = Change(version=self.version, resource=resource, before=before, after=after)
+        # The version of what is dropped: a watch that has seen that one misses nothing yet.
+        if len(self._history) == self._history.maxlen:
+            self._oldest = self._history[0].version
         # Before the signals: who wakes up finds it.
         self._history.append(change)
-        # The version of what was dropped: a watch that has seen that one misses nothing yet.
-        while len(self._history) > self._history_limit:
-            self._oldest = self._history.popleft().version
-        self.pods_by_node.note(change)
+        if resource == "pods":
+            self.pods_by_node.note(before, after)
         self.signals[resource].notify()
         self.signal.notify()
         return raw
@@ -188,28 +134,26 @@ class PodsByNode:
     pods, which no embedded kubelet runs."""
 
     def __init__(self) -> None:
-        self._pods: dict[str, dict[ObjectKey, RawObject]] = {}
-        self._signals: dict[str, ChangeSignal] = {}
+        self._pods: defaultdict[str, dict[ObjectKey, RawObject]] = defaultdict(dict)
+        self._signals: defaultdict[str, ChangeSignal] = defaultdict(ChangeSignal)
 
     def of(self, node_name: str) -> list[RawObject]:
         """The pods of a node, in the order in which they were bound."""
-        return list(self._pods.get(node_name, {}).values())
+        return list(self._pods[node_name].values())
 
     def signal_of(self, node_name: str) -> ChangeSignal:
         """Its count grows with every change of a pod of the node."""
-        return self._signals.setdefault(node_name, ChangeSignal())
+        return self._signals[node_name]
 
-    def note(self, change: Change) -> None:
-        if change.resource != "pods":
-            return
-        before, after = _node_name(change.before), _node_name(change.after)
+    def note(self, before: RawObject | None, after: RawObject | None) -> None:
+        old, new = _node_name(before), _node_name(after)
         # Deleted, or, as no API server allows it, moved to another node.
-        if before and before != after and change.before is not None:
-            self._pods[before].pop(key_of(change.before), None)
-        if after and change.after is not None:
-            self._pods.setdefault(after, {})[key_of(change.after)] = change.after
+        if before is not None and old != new:
+            self._pods[old].pop(key_of(before), None)
         # A pod without a node concerns no kubelet.
-        for name in sorted({before, after} - {""}):
+        if after is not None and new:
+            self._pods[new][key_of(after)] = after
+        for name in sorted({old, new} - {""}):
             self.signal_of(name).notify()
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import math
 import re
+import uuid
 from collections.abc import Iterator
 from functools import cache
 from importlib import import_module
@@ -18,8 +19,8 @@ from typing import Any
 
 from gpushare_agent.cluster.kube.configuration import load_library
 from gpushare_agent.model.errors import Conflict, Rejected
-from gpushare_agent.sandbox.api.store import KINDS, WITH_STATUS
-from gpushare_agent.sandbox.pod_manifest import RawObject, check_metadata, completed_manifest
+from gpushare_agent.sandbox.api.kinds import KINDS, Kind
+from gpushare_agent.sandbox.pod_manifest import RawObject, check_annotations, completed_spec, timestamp
 
 _MODELS = "kubernetes_asyncio.client.models"
 _OTHER_NAMES = {"Event": "CoreV1Event", "ResourceClaim": "ResourceV1ResourceClaim"}
@@ -28,8 +29,11 @@ CONTAINER = re.compile(r"(?:list\[(?P<item>.*)\]|dict\(str, (?P<value>.*)\))")
 _TYPES: dict[str, tuple[type, str]] = {"int": (int, "int32"), "bool": (bool, "bool"), "str": (str, "string")}
 _QUANTITY = re.compile(r"\.(limits|requests|capacity|allocatable|overhead|hard|sizeLimit|divisor)\b")
 """In the path of a text that may be written as a number."""
-_NAMED_BY = {"conditions": "type", "initContainerStatuses": "name", "containerStatuses": "name"}
-"""The field that each item of the list must have."""
+_REQUIRED = {
+    "conditions": ("type",), "initContainerStatuses": ("name",), "containerStatuses": ("name",),
+    "ownerReferences": ("kind", "name", "uid"),
+}  # fmt: skip
+"""The fields that each item of the list must have: what reads these lists goes by them, and ended controllers."""
 _JSON_NAMES = {str: "string", bool: "bool", int: "number", float: "number", list: "array", dict: "object"}
 
 
@@ -61,12 +65,12 @@ def _walk(value: Any, kind: str, path: str) -> Iterator[str]:
         is_list, inner = match["item"] is not None, match["item"] or match["value"]
         _check(value, list if is_list else dict, kind, path)
         items = enumerate(value) if is_list else value.items()
-        named_by = _NAMED_BY.get(path.rpartition(".")[2])
         for key, item in items:
-            # What reads these lists goes by the name: an item without one ended controllers.
-            if named_by and is_list and not (isinstance(item, dict) and named_by in item):
-                raise Rejected(f"{path}[{key}].{named_by}: Required value")
-            yield from _walk(item, inner, f"{path}[{key}]" if is_list else f"{path}.{key}")
+            where = f"{path}[{key}]" if is_list else f"{path}.{key}"
+            for name in _REQUIRED.get(path.rpartition(".")[2], ()) if is_list else ():
+                if not isinstance(item, dict) or name not in item:
+                    raise Rejected(f"{where}.{name}: Required value")
+            yield from _walk(item, inner, where)
     elif kind in _TYPES:
         # `cpu: 1` is a number for a text; a real API server takes it in quantities alone.
         if _QUANTITY.search(path) is None:
@@ -111,11 +115,51 @@ _PART = re.compile(r"[0-9]{1,9}%?")
 _UID_LABEL, _NAME_LABEL = "batch.kubernetes.io/controller-uid", "batch.kubernetes.io/job-name"
 
 
+_NAME = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")
+_OF_THE_SERVER = ("resourceVersion", "deletionTimestamp", "deletionGracePeriodSeconds", "managedFields")
+
+
+def completed(kind: Kind, raw: Any, namespace: str = "default", suffix: str = "00000") -> RawObject:
+    """The object to store: checked, with its identity and its defaults. `suffix` completes generateName.
+
+    Raises Rejected, naming the field, for an object that a real API server would refuse too.
+    """
+    given_kind = (
+        (raw.get("apiVersion", kind.group_version), raw.get("kind", kind.name)) if isinstance(raw, dict) else ()
+    )
+    if given_kind != (kind.group_version, kind.name):
+        raise Rejected(f"the object is not a {kind.name} (apiVersion: {kind.group_version}, kind: {kind.name})")
+    raw = without_nulls(raw)
+    unknown_fields(raw, kind.name)  # for the types, on which all that follows relies
+    given = raw.get("metadata") or {}
+    name = given.get("name") or (f"{given['generateName']}{suffix}" if given.get("generateName") else "")
+    if not name:
+        raise Rejected("metadata.name: Required value: name or generateName is required")
+    if not _NAME.fullmatch(name):
+        raise Rejected(f"metadata.name: Invalid value: {name!r}: must be lower case letters, digits, '-' or '.'")
+    if kind.needs_spec and "spec" not in raw:
+        raise Rejected(f"spec: Required value: the {kind.name} has no spec")
+    # From a manifest that was read from a cluster: some fields are the server's to set.
+    metadata = {key: value for key, value in given.items() if key not in _OF_THE_SERVER}
+    metadata |= {"name": name, "uid": str(uuid.uuid4()), "creationTimestamp": timestamp()}
+    metadata |= {"generation": 1} if kind.has_status else {}
+    metadata |= {"namespace": given.get("namespace") or namespace} if kind.is_namespaced else {}
+    made = {"apiVersion": kind.group_version, "kind": kind.name, **raw, "metadata": metadata}
+    if kind.name == "Pod":
+        check_annotations(metadata)
+        return {**made, "spec": completed_spec(raw["spec"]), "status": {"phase": "Pending", "qosClass": "BestEffort"}}
+    if kind.name == "Namespace":
+        labels = {**(given.get("labels") or {}), "kubernetes.io/metadata.name": name}
+        status = {"spec": {"finalizers": ["kubernetes"]}, "status": {"phase": "Active"}}
+        return {**made, "metadata": {**metadata, "labels": labels}, **status}
+    return completed_workload(kind.resource, made)
+
+
 def completed_workload(resource: str, raw: RawObject) -> RawObject:
     """The workload with its defaults; an object of any other resource as it is. Raises Rejected, naming the field."""
     if resource not in _LONGEST_NAMES:
         return raw
-    unknown_fields(raw, KINDS[resource])  # for the types
+    unknown_fields(raw, KINDS[resource].name)  # for the types
     name, spec = raw["metadata"]["name"], copy.deepcopy(raw.get("spec") or {})
     # A Deployment of a longer name would be taken, and then never have a pod.
     if len(name) > _LONGEST_NAMES[resource]:
@@ -130,19 +174,19 @@ def completed_workload(resource: str, raw: RawObject) -> RawObject:
     elif resource == "deployments":
         spec = {"strategy": {"type": "RollingUpdate"}, **spec}
     for field in _NUMBERS:
-        if spec.get(field, 0) < 0:
-            raise Rejected(f"spec.{field}: Invalid value: {spec[field]}: must be greater than or equal to 0")
-        if spec.get(field, 0) > (most := _MOST_AT_ONCE.get(field, math.inf)):
-            raise Rejected(f"spec.{field}: Invalid value: {spec[field]}: at most {most} in the sandbox")
+        value, most = spec.get(field, 0), _MOST_AT_ONCE.get(field, math.inf)
+        if not 0 <= value <= most:
+            why = "must be greater than or equal to 0" if value < 0 else f"at most {most} in the sandbox"
+            raise Rejected(f"spec.{field}: Invalid value: {value}: {why}")
     for field, value in ((spec.get("strategy") or {}).get("rollingUpdate") or {}).items():
         if _PART.fullmatch(str(value)) is None:
             raise Rejected(
                 f"spec.strategy.rollingUpdate.{field}: Invalid value: {value!r:.80}: a number, or a part such as 25%"
             )
     # Its pods are made by a controller, which nobody sees fail: a template that gives no valid pod is refused here.
-    pod = {"metadata": {**template["metadata"], "name": name}, "spec": template.get("spec")}
     try:
-        template["spec"] = completed_manifest(pod, namespace="", uid="", suffix="")["spec"]
+        check_annotations(template["metadata"])
+        template["spec"] = completed_spec(template.get("spec"))
     except Rejected as error:
         raise Rejected(f"spec.template.{error}") from error
     return {**raw, "spec": spec}
@@ -158,11 +202,9 @@ def _job(spec: dict[str, Any], metadata: dict[str, Any]) -> dict[str, Any]:
     return {**defaults, **spec, "selector": {"matchLabels": {_UID_LABEL: metadata["uid"]}}}
 
 
-def _replicated(spec: dict[str, Any], metadata: dict[str, Any]) -> dict[str, Any]:
-    labels, matched = (
-        spec["template"]["metadata"]["labels"],
-        (spec.get("selector") or {}).get("matchLabels") or {},
-    )
+def _replicated(spec: dict[str, Any], _metadata: dict[str, Any]) -> dict[str, Any]:
+    labels = spec["template"]["metadata"]["labels"]
+    matched = (spec.get("selector") or {}).get("matchLabels") or {}
     if not matched:
         raise Rejected("spec.selector: Required value: matchLabels must name labels of the template")
     if not matched.items() <= labels.items():
@@ -191,7 +233,6 @@ def updated(resource: str, old: RawObject, new: RawObject, *, is_status: bool = 
     # As the real server, which never stores a null: stored ones ended controllers.
     new = without_nulls(new)
     metadata, known = new.get("metadata") or {}, old["metadata"]
-    check_metadata(metadata)
     # A client that sends the version that it has read must not overwrite a newer one.
     for field in ("resourceVersion", "uid"):
         if metadata.get(field, known[field]) != known[field]:
@@ -205,7 +246,7 @@ def updated(resource: str, old: RawObject, new: RawObject, *, is_status: bool = 
         # A client may replace the status by one without a phase, which controllers read of every pod.
         phase = {"phase": old["status"]["phase"]} if resource == "pods" else {}
         return {**new, **unchanged, "spec": old.get("spec", {}), "status": {**phase, **(new.get("status") or {})}}
-    if resource in WITH_STATUS:
+    if KINDS[resource].has_status:
         unchanged["status"] = old.get("status", {})
     if resource == "pods" and new.get("spec") != old["spec"]:
         # A running pod's spec cannot change, but for what both forms of a quantity are.
@@ -227,6 +268,6 @@ def updated(resource: str, old: RawObject, new: RawObject, *, is_status: bool = 
 def _is_same_spec(new: RawObject, old: RawObject) -> bool:
     """40 and "40" are one quantity: kubectl sends the manifest's words at each apply."""
     try:
-        return bool(completed_manifest(new, namespace="", uid="", suffix="")["spec"] == old["spec"])
+        return bool(completed_spec(new.get("spec")) == old["spec"])
     except Rejected:
         return False

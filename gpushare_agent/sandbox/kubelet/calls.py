@@ -1,17 +1,26 @@
-"""What passed between the embedded kubelet and others: calls to device plugins, and calls of its PodResources API."""
+"""What passed between the embedded kubelet and others: calls to device plugins, and calls of its PodResources API; and
+what its parts share."""
 
 from __future__ import annotations
 
+import random
 import time
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from msgspec import Struct, field
 
 from gpushare_agent.model.errors import Unavailable
+from gpushare_agent.sandbox.api.server import EmbeddedApiServer
+from gpushare_agent.sandbox.behaviour import KubeletBehaviour, KubeletTimes
+from gpushare_agent.sandbox.runtime.containers import ContainerRuntime
+from gpushare_agent.sandbox.state_directory import NodePaths
+
+MAX_DRA_CALLS = 1000
 
 
-class CallSubject(Struct, frozen=True, kw_only=True):
+class CallSubject(Struct, kw_only=True, eq=False):
     """The container that a call is for, and the resource. Never sent: the device-plugin API names no pod."""
 
     pod_uid: str
@@ -20,8 +29,8 @@ class CallSubject(Struct, frozen=True, kw_only=True):
     resource: str
 
 
-class PluginCall(Struct, frozen=True, kw_only=True):
-    """One finished call to a device plugin.
+class PluginCall(CallSubject, kw_only=True, eq=False):
+    """One call to a device plugin.
 
     `device_ids` are the IDs asked for (Allocate, PreStartContainer) or the available ones (GetPreferredAllocation);
     `response` is the raw answer; `error` the failure as the kubelet words it, else empty. Times are seconds on the
@@ -29,40 +38,20 @@ class PluginCall(Struct, frozen=True, kw_only=True):
     """
 
     method: str
-    subject: CallSubject
     device_ids: tuple[str, ...]
     must_include: tuple[str, ...] = ()
     size: int = 0
     response: bytes = b""
-    error: str = ""
-    started_at: float
-    finished_at: float
-
-    @property
-    def resource(self) -> str:
-        return self.subject.resource
-
-    @property
-    def pod_uid(self) -> str:
-        return self.subject.pod_uid
-
-    @property
-    def container(self) -> str:
-        return self.subject.container
-
-
-class OpenCall(Struct, frozen=True, kw_only=True):
-    """A call to a plugin that has not been answered yet."""
-
-    method: str
-    subject: CallSubject
+    error: str = "the kubelet stopped during the call"
+    started_at: float = field(default_factory=time.monotonic)
+    finished_at: float = 0.0
 
 
 class PodResourcesCall(Struct, frozen=True, kw_only=True):
     """One call of the PodResources API. `inside` are the plugin calls open at that moment."""
 
     method: str
-    inside: tuple[OpenCall, ...]
+    inside: tuple[PluginCall, ...]
     is_refused: bool = False
     """By the rate limit."""
     at: float = field(default_factory=time.monotonic)
@@ -72,52 +61,40 @@ class CallLog(Struct, kw_only=True):
     """Everything that passed since the node was opened, over all starts of its kubelet."""
 
     calls: list[PluginCall] = field(default_factory=list)
-    open_calls: list[OpenCall] = field(default_factory=list)
+    open_calls: list[PluginCall] = field(default_factory=list)
+    """Those that have not been answered yet."""
     pod_resources_calls: list[PodResourcesCall] = field(default_factory=list)
+    dra_calls: deque[tuple[str, tuple[str, ...]]] = field(default_factory=lambda: deque(maxlen=MAX_DRA_CALLS))
+    """The last calls to DRA drivers: method, claims' names."""
 
     @contextmanager
-    def opened(
-        self,
-        method: str,
-        subject: CallSubject,
-        device_ids: Sequence[str],
-        *,
-        must_include: Sequence[str] = (),
-        size: int,
-    ) -> Iterator[CallAnswer]:
-        """Keeps the call open while the block runs, and then notes its answer or failure."""
-        answer, started_at, open_call = CallAnswer(), time.monotonic(), OpenCall(method=method, subject=subject)
-        self.open_calls.append(open_call)
-        # What stands where the block is left by a cancellation, which is no failure of the plugin.
-        error = "the kubelet stopped during the call"
+    def opened(self, call: PluginCall) -> Iterator[PluginCall]:
+        """Keeps the call open while the block runs, which sets its response, and then notes its failure."""
+        self.open_calls.append(call)
         try:
-            yield answer
-            error = ""
+            yield call
+            call.error = ""
         except Unavailable as failure:
-            error = str(failure)
+            call.error = str(failure)
             raise
         finally:
             # In any case: a call that was cut off is open no more.
-            self.open_calls.remove(open_call)
-            self.calls.append(
-                PluginCall(
-                    method=method,
-                    subject=subject,
-                    device_ids=tuple(device_ids),
-                    must_include=tuple(must_include),
-                    size=size,
-                    response=answer.raw,
-                    error=error,
-                    started_at=started_at,
-                    finished_at=time.monotonic(),
-                )
-            )
+            self.open_calls.remove(call)
+            call.finished_at = time.monotonic()
+            self.calls.append(call)
 
     def of(self, method: str, *, pod_uid: str = "") -> list[PluginCall]:
         return [c for c in self.calls if c.method == method and pod_uid in ("", c.pod_uid)]
 
 
-class CallAnswer(Struct):
-    """Filled in by the caller before its block ends."""
+class KubeletParts(Struct, frozen=True, kw_only=True, eq=False):
+    """What the parts of a kubelet share, over all its starts."""
 
-    raw: bytes = b""
+    node_name: str
+    paths: NodePaths
+    api: EmbeddedApiServer
+    runtime: ContainerRuntime
+    behaviour: KubeletBehaviour
+    times: KubeletTimes
+    rng: random.Random
+    log: CallLog = field(default_factory=CallLog)

@@ -17,6 +17,7 @@ import re
 import shlex
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +25,10 @@ from gpushare_agent.isolation.vdevice.format import SOCKET_NAME
 from gpushare_agent.model.errors import Rejected
 from gpushare_agent.model.pods import ContainerKind, ContainerSpec
 from gpushare_agent.sandbox import pod_manifest
-from gpushare_agent.sandbox.kubelet import wire_frames
 from gpushare_agent.sandbox.pod_manifest import RawObject
 from gpushare_agent.sandbox.runtime.cdi_resolver import CdiResolver, requested_names
 from gpushare_agent.sandbox.runtime.containers import ContainerConfig
+from gpushare_agent.wire.v1beta1 import ContainerAllocateResponse
 
 HOST_IMAGE = "sandbox/host"
 """A container of this image runs its command, whatever that is."""
@@ -56,12 +57,10 @@ def container_config(
 ) -> ContainerConfig:
     """`answers` are the plugins' ContainerAllocateResponse messages for it, `claimed` the CDI devices of its claims.
 
-    Raises:
-        Rejected: an image that is run has no command; an answer names a CDI device that no spec has.
-        MalformedMessageError: an answer is no such message.
+    Raises Rejected: an image that is run has no command; an answer names a CDI device that no spec has.
     """
     container = container_of(raw, spec.name)
-    metadata, run_s = raw["metadata"], _run_s(raw, spec.kind)
+    metadata, run_s, parsed = raw["metadata"], _run_s(raw, spec.kind), [parsed_answer(answer) for answer in answers]
     command = _command(container, is_timed=run_s is not None and spec.kind is ContainerKind.MAIN)
     if not command and run_s is None and spec.kind is ContainerKind.MAIN and _is_of_job(raw):
         run_s = JOB_S
@@ -74,37 +73,41 @@ def container_config(
         # A program of sandbox/host is the person's own, who may want large files; others are run for what they print.
         has_bounded_log=container.get("image") != HOST_IMAGE,
         note="" if command else _note(container, run_s),
-        env=environment(container, answers) | _injected(answers, cdi, claimed),
+        env=environment(container, parsed) | _injected(parsed, cdi, claimed),
         run_s=run_s,
         ignore_term_s=pod_manifest.annotation_number(raw, pod_manifest.IGNORE_TERM_ANNOTATION) or 0.0,
     )
 
 
-def environment(container: Mapping[str, Any], answers: Iterable[bytes]) -> dict[str, str]:
+@lru_cache(maxsize=2048)
+def parsed_answer(answer: bytes) -> ContainerAllocateResponse:
+    """Read only. The same answers are shown again and again."""
+    return ContainerAllocateResponse.parse(answer)
+
+
+def environment(container: Mapping[str, Any], answers: Iterable[ContainerAllocateResponse]) -> dict[str, str]:
     """The variables; later ones win: our own, the manifest's, the plugins'."""
     # The agent's commands first: a container's command may be `gpushare-agent vdevice`.
     env = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{_PATH}", "HOME": "/", "LANG": "C.UTF-8"}
     # A variable without a value is empty, as in Kubernetes.
     env |= {v["name"]: str(v.get("value") or "") for v in container.get("env") or () if "valueFrom" not in v}
     for answer in answers:
-        for entry in wire_frames.submessages(answer, 1):
-            env[_text(entry, 1)] = _text(entry, 2)
-        for mount in wire_frames.submessages(answer, 2):
+        env |= answer.envs
+        for mount in answer.mounts:
             # No mount is made here, so the directory on the host is named instead.
-            if _text(mount, 1).rstrip("/") == _VCUDA_DIRECTORY:
-                env[VDEVICE_VARIABLE] = f"{_text(mount, 2)}/{SOCKET_NAME}"
+            if mount.container_path.rstrip("/") == _VCUDA_DIRECTORY:
+                env[VDEVICE_VARIABLE] = f"{mount.host_path}/{SOCKET_NAME}"
     return env
 
 
-def _injected(answers: Sequence[bytes], cdi: CdiResolver, claimed: Sequence[str]) -> dict[str, str]:
+def _injected(answers: Sequence[ContainerAllocateResponse], cdi: CdiResolver, claimed: Sequence[str]) -> dict[str, str]:
     """What CDI sets, which is stronger than all before, and the device nodes."""
     nodes: list[str] = []
     names = list(claimed)
     for answer in answers:
-        nodes += [_text(device, 1) for device in wire_frames.submessages(answer, 3)]
-        annotations = [(_text(entry, 1), _text(entry, 2)) for entry in wire_frames.submessages(answer, 4)]
+        nodes += [device.container_path for device in answer.devices]
         # Older plugins name CDI devices by annotation, newer ones by the field: both count.
-        names += requested_names([_text(device, 1) for device in wire_frames.submessages(answer, 5)], annotations)
+        names += requested_names([device.name for device in answer.cdi_devices], answer.annotations.items())
     edits = cdi.resolve(names)
     nodes += edits.device_nodes
     listed = {DEVICE_NODES_VARIABLE: ",".join(dict.fromkeys(nodes))} if nodes else {}
@@ -183,8 +186,3 @@ def _note(container: Mapping[str, Any], run_s: float | None) -> str:
 
 def container_of(raw: RawObject, name: str) -> Mapping[str, Any]:
     return next(container for container in pod_manifest.raw_containers(raw) if container["name"] == name)
-
-
-def _text(message: bytes, number: int) -> str:
-    found = wire_frames.texts(message, number)
-    return found[-1] if found else ""

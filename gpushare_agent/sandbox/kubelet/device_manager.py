@@ -19,17 +19,19 @@ import json
 import random
 import time
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
+import msgspec
 import structlog
-from msgspec import Struct, field
+from msgspec import Struct, field, structs
 
 from gpushare_agent.kit.protobuf import bytes_field, string_list
 from gpushare_agent.model.errors import Rejected
 from gpushare_agent.model.pods import ContainerKind, ContainerSpec
 from gpushare_agent.sandbox.kubelet import wire_frames
-from gpushare_agent.sandbox.kubelet.calls import CallLog, CallSubject
+from gpushare_agent.sandbox.kubelet.calls import CallSubject, KubeletParts, PluginCall
 from gpushare_agent.sandbox.kubelet.plugin_endpoint import PluginCallError, PluginDevice, PluginEndpoint
 
 log = structlog.get_logger(__name__)
@@ -42,8 +44,8 @@ NO_NODE = -1
 class DeviceRecord(Struct, frozen=True, kw_only=True):
     """The IDs of one resource of one container, by NUMA node, with the plugin's raw answer.
 
-    `listed` holds one ContainerDevices entry per ID as a ready field 2 of ContainerResources; `entry_json` is the
-    record's text in the checkpoint.
+    `listed` holds one ContainerDevices entry per ID as a ready field 2 of ContainerResources; `entry` is the record in the
+    checkpoint.
     """
 
     pod_uid: str
@@ -52,7 +54,7 @@ class DeviceRecord(Struct, frozen=True, kw_only=True):
     ids: tuple[str, ...]
     response: bytes
     listed: tuple[bytes, ...]
-    entry_json: str
+    entry: Mapping[str, object]
 
 
 def make_record(
@@ -72,7 +74,7 @@ def make_record(
         pod_uid=owner[0], container=owner[1], resource=resource, ids=tuple(nodes_by_id), response=response,
         # One entry for each ID, as measured: a reader that keeps one entry for each resource loses devices.
         listed=tuple(bytes_field(2, listed_device(resource, *item)) for item in nodes_by_id.items()),
-        entry_json=json.dumps(entry),
+        entry=entry,
     )  # fmt: skip
 
 
@@ -125,14 +127,13 @@ class DeviceRecords:
 
     # --- the checkpoint ---
 
-    def write(self, registered_json: Mapping[str, str]) -> None:
-        """`registered_json` holds each resource's healthy IDs as a JSON list. Replaces the file in one step."""
-        # Texts are joined, not encoded anew: a node has tens of thousands of IDs, and each admission writes the file.
-        entries = ",".join(record.entry_json for record in self.all())
-        registered = ",".join(f"{json.dumps(name)}:{ids}" for name, ids in sorted(registered_json.items()))
-        text = f'{{"PodDeviceEntries":[{entries}],"RegisteredDevices":{{{registered}}}}}'
+    def write(self, registered: Mapping[str, Collection[str]]) -> None:
+        """`registered` holds each resource's healthy IDs. Replaces the file in one step."""
+        # By msgspec: a node has tens of thousands of IDs, and each admission writes the file.
+        data = {"PodDeviceEntries": [record.entry for record in self.all()], "RegisteredDevices": registered}
+        text = msgspec.json.encode(data)
         temporary = self._path.with_name(f".{self._path.name}")
-        temporary.write_text(f'{{"Data":{text},"Checksum":{zlib.crc32(text.encode())}}}')
+        temporary.write_bytes(b'{"Data":%b,"Checksum":%d}' % (text, zlib.crc32(text)))
         # As the real one: a reader never finds half of it.
         temporary.replace(self._path)
 
@@ -190,38 +191,27 @@ class _Resource(Struct):
     devices: Mapping[str, PluginDevice] = field(default_factory=dict)
     shuffled: list[PluginDevice] = field(default_factory=list)
     healthy: frozenset[str] = frozenset()
-    healthy_json: str = "[]"
     stopped_at: float | None = None
 
 
 class DeviceManager:
     """One per start of the kubelet."""
 
-    def __init__(
-        self,
-        *,
-        directory: Path,
-        calls: CallLog,
-        rng: random.Random,
-        active_pods: Callable[[], set[str]],
-        is_running: Callable[[str, str], bool],
-        notify: Callable[[], None],
-    ) -> None:
-        self.records = DeviceRecords(directory / CHECKPOINT_NAME)
+    def __init__(self, parts: KubeletParts, active_pods: Callable[[], set[str]], *, has_records: bool = True) -> None:
+        self.records = DeviceRecords(parts.paths.device_plugin_path / CHECKPOINT_NAME)
         self.is_ready = False
         """All pods of the node have been seen once since the start."""
         # Known before any plugin registers: a pod that asks for one of them is rejected, where one that asks for a
         # resource that the node never heard of runs without it.
-        self._resources = {name: _Resource() for name in self.records.read()}
+        self._resources = {name: _Resource() for name in (self.records.read() if has_records else ())}
         self._allocated = self.records.allocated()
         # Of the newest pod alone, for admissions are serial.
         self._reusable: tuple[str, dict[str, set[str]]] = ("", {})
         self._pending_uid = ""
-        self._calls = calls
-        self._rng = rng
         self._active_pods = active_pods
-        self._is_running = is_running
-        self._notify = notify
+        self._parts = parts
+        self._rng = parts.rng
+        self._notify = parts.api.signal.notify
         self._endpoints: list[PluginEndpoint] = []
 
     # --- plugins ---
@@ -245,7 +235,7 @@ class DeviceManager:
             resource.is_connected = False
             resource.endpoint.close()
             # Unhealthy and not gone: capacity stays, allocatable is 0.
-            resource.healthy, resource.healthy_json = frozenset(), "[]"
+            resource.healthy = frozenset()
             resource.stopped_at = time.monotonic()
             log.info("plugin_stream_ended", resource=endpoint.resource, reason=reason)
             self._notify()
@@ -259,7 +249,6 @@ class DeviceManager:
         # Once for each list and not at each call: a list may have 100,000 IDs.
         resource.shuffled = self._rng.sample(list(devices.values()), len(devices))
         resource.healthy = frozenset(d.id for d in devices.values() if d.is_healthy)
-        resource.healthy_json = json.dumps([d.id for d in devices.values() if d.is_healthy])
         # Registered devices are in it too: after a restart they say which resources are known.
         self._write_checkpoint()
         self._notify()
@@ -277,7 +266,8 @@ class DeviceManager:
             found[name] = (0, 0) if is_gone else (len(resource.devices), len(resource.healthy))
         return found
 
-    def devices(self, resource: str) -> dict[str, bool]:
+    def health(self, resource: str) -> dict[str, bool]:
+        """The plugin's devices and whether the kubelet holds them for healthy, in the plugin's order."""
         known = self._resources.get(resource)
         return {device: device in known.healthy for device in known.devices} if known is not None else {}
 
@@ -351,7 +341,7 @@ class DeviceManager:
                 f"from {len(record.ids)} to {count}"
             )
         # After a restart plugins may register later than the pods are synced: what runs keeps its devices unasked.
-        if not self.is_ready and self._is_running(subject.pod_uid, subject.container):
+        if not self.is_ready and self._parts.runtime.is_running(subject.pod_uid, subject.container):
             return []
         self._check_health(name, record.ids if record else ())
         if record is not None:
@@ -411,11 +401,22 @@ class DeviceManager:
         # The plugin sees them as available too: must-include IDs are a part of the set.
         ids = (*(d.id for d in offered), *must_include)
         try:
-            with self._calls.opened("GetPreferredAllocation", subject, ids, must_include=must_include, size=count):
-                self._notify()
+            with self._opened("GetPreferredAllocation", subject, ids, count, must_include):
                 return await endpoint.get_preferred_allocation(frames, must_include, count)
         except PluginCallError as error:
             raise AllocationFailed(f"device plugin GetPreferredAllocation rpc failed with err: {error}") from error
+
+    @contextmanager
+    def _opened(
+        self, method: str, subject: CallSubject, ids: Sequence[str], size: int, must_include: Sequence[str] = ()
+    ) -> Iterator[PluginCall]:
+        call = PluginCall(
+            **structs.asdict(subject), method=method, device_ids=tuple(ids), must_include=tuple(must_include), size=size
+        )
+        try:
+            with self._parts.log.opened(call):
+                self._notify()
+                yield call
         finally:
             self._notify()
 
@@ -430,17 +431,14 @@ class DeviceManager:
         try:
             if endpoint is None or endpoint.is_stopped:
                 raise PluginCallError(f"endpoint {subject.resource} has been stopped")
-            with self._calls.opened("Allocate", subject, ids, size=len(ids)) as answer:
-                self._notify()
+            with self._opened("Allocate", subject, ids, len(ids)) as call:
                 response = await endpoint.allocate(ids)
                 # Noted before the record: a view shows what was answered, also where it cannot be used.
-                answer.raw = response or b""
+                call.response = response or b""
         except PluginCallError as error:
             # As the real one: what this admission has chosen, and not recorded, is free again.
             self._allocated = self.records.allocated()
             raise AllocationFailed(str(error)) from error
-        finally:
-            self._notify()
         if response is None:
             raise AllocationFailed("no containers return in allocation response &AllocateResponse{}")
         devices = self._resources[subject.resource].devices
@@ -480,16 +478,14 @@ class DeviceManager:
         try:
             if endpoint.is_stopped:
                 raise PluginCallError(f"endpoint {subject.resource} has been stopped")
-            with self._calls.opened("PreStartContainer", subject, ids, size=len(ids)):
-                self._notify()
+            with self._opened("PreStartContainer", subject, ids, len(ids)):
                 await endpoint.pre_start_container(ids)
         except PluginCallError as error:
             raise AllocationFailed(f"device plugin PreStartContainer rpc failed with err: {error}") from error
-        finally:
-            self._notify()
 
     def _write_checkpoint(self) -> None:
-        self.records.write({name: resource.healthy_json for name, resource in self._resources.items()})
+        resources = sorted(self._resources.items())
+        self.records.write({name: [one for one in known.devices if one in known.healthy] for name, known in resources})
 
 
 def _subject(pod: PodIdentity, container: ContainerSpec, resource: str) -> CallSubject:

@@ -12,7 +12,6 @@ kubelet's file dra_manager_state does.
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,11 +26,10 @@ from gpushare_agent.kit.grpc_client import RpcFailed, UnixChannel
 from gpushare_agent.kit.protobuf import MalformedMessageError
 from gpushare_agent.kit.sockets import file_identity
 from gpushare_agent.model.errors import NotFound, Rejected
-from gpushare_agent.sandbox.api.server import EmbeddedApiServer
-from gpushare_agent.sandbox.behaviour import KubeletTimes
+from gpushare_agent.sandbox.kubelet.calls import KubeletParts
 from gpushare_agent.sandbox.kubelet.plugin_endpoint import go_error
-from gpushare_agent.sandbox.pod_manifest import RawObject
-from gpushare_agent.sandbox.scheduler.claims import claim_names, results_of
+from gpushare_agent.sandbox.pod_manifest import RawObject, claim_names
+from gpushare_agent.sandbox.scheduler.allocation import results_of
 from gpushare_agent.wire import pluginregistration
 from gpushare_agent.wire.k8s.io.kubelet.pkg.apis.dra import v1 as dra_v1
 
@@ -41,8 +39,6 @@ PLUGIN_TYPE = "DRAPlugin"
 SERVICE = "v1.DRAPlugin"
 GET_INFO_TIMEOUT_S = 1.0
 CALL_TIMEOUT_S = 45.0
-POLL_S = 1.0
-"""The watcher of the registry reconciles so often."""
 _REGISTRATION = "/pluginregistration.Registration"
 _DRIVER = "/k8s.io.kubelet.pkg.apis.dra.v1.DRAPlugin"
 
@@ -66,9 +62,6 @@ class ClaimRecord(Struct, kw_only=True):
 
 ClaimRecords = dict[str, ClaimRecord]
 """By claim UID."""
-DraCalls = deque[tuple[str, tuple[str, ...]]]
-"""The last calls to drivers: method, claims' names."""
-MAX_DRA_CALLS = 1000
 
 
 class _Driver(Struct, kw_only=True):
@@ -82,13 +75,9 @@ class _Driver(Struct, kw_only=True):
 class DraManager(Struct, kw_only=True, eq=False):
     """One per start of the kubelet; `boot` numbers the starts."""
 
-    registry: Path
-    node_name: str
-    api: EmbeddedApiServer
+    parts: KubeletParts
     records: ClaimRecords
     boot: int
-    times: KubeletTimes
-    calls: DraCalls
     has_wiped_slices: bool = False
     _drivers: list[_Driver] = field(default_factory=list)
     _absent: dict[str, float] = field(default_factory=dict)
@@ -100,7 +89,7 @@ class DraManager(Struct, kw_only=True, eq=False):
     async def run(self) -> None:
         """Follows the registry, without an end: drivers come and go with their registration sockets."""
         loop = asyncio.get_running_loop()
-        wipes_at = loop.time() + self.times.slice_wipe_s
+        wipes_at = loop.time() + self.parts.times.slice_wipe_s
         while True:
             # A real kubelet deletes every driver's slices a second after its start and makes none again: a driver has to
             # notice.
@@ -109,10 +98,12 @@ class DraManager(Struct, kw_only=True, eq=False):
                 self._delete_slices()
             await self._poll()
             # 30 s (30.3 measured): an upgrade of a driver within it leaves the slices in place.
-            for name in [name for name, at in self._absent.items() if loop.time() - at >= self.times.driver_away_s]:
+            for name in [
+                name for name, at in self._absent.items() if loop.time() - at >= self.parts.times.driver_away_s
+            ]:
                 del self._absent[name]
                 self._delete_slices(name)
-            await asyncio.sleep(self.times.registry_poll_s)
+            await asyncio.sleep(self.parts.times.registry_poll_s)
 
     def close(self) -> None:
         while self._drivers:
@@ -123,7 +114,7 @@ class DraManager(Struct, kw_only=True, eq=False):
 
     async def _poll(self) -> None:
         # Names with a dot before them are left out, as the watcher of plugins does.
-        there = {path: file_identity(path) for path in sorted(self.registry.glob("[!.]*.sock"))}
+        there = {path: file_identity(path) for path in sorted(self.parts.paths.plugin_registry.glob("[!.]*.sock"))}
         # By identity: a new instance under the same name is another driver.
         for gone in [one for one in self._drivers if there.get(one.socket) != one.identity]:
             gone.channel.close()
@@ -137,7 +128,7 @@ class DraManager(Struct, kw_only=True, eq=False):
             if (driver := await self._register(path)) is not None:
                 self._drivers.append(driver)
                 self._absent.pop(driver.name, None)
-                self.api.signal.notify()
+                self.parts.api.signal.notify()
 
     async def _register(self, path: Path) -> _Driver | None:
         """Registers a driver; None where it does not answer, or is no DRA driver; it is asked again then."""
@@ -148,7 +139,7 @@ class DraManager(Struct, kw_only=True, eq=False):
                 f"{_REGISTRATION}/GetInfo", pluginregistration.InfoRequest(), pluginregistration.PluginInfo,
                 timeout_s=GET_INFO_TIMEOUT_S,
             )  # fmt: skip
-            self.calls.append(("GetInfo", ()))
+            self.parts.log.dra_calls.append(("GetInfo", ()))
             # The versions name gRPC services; another type of plugin may be in the same directory.
             is_known = info.type == PLUGIN_TYPE and SERVICE in info.supported_versions
             error = "" if is_known else f"type {info.type} with {info.supported_versions} is not known"
@@ -158,7 +149,7 @@ class DraManager(Struct, kw_only=True, eq=False):
                 pluginregistration.RegistrationStatusResponse, timeout_s=GET_INFO_TIMEOUT_S,
             )  # fmt: skip
             # After its answer: whoever waits for this call finds the driver registered.
-            self.calls.append(("NotifyRegistrationStatus", ()))
+            self.parts.log.dra_calls.append(("NotifyRegistrationStatus", ()))
         except (RpcFailed, MalformedMessageError) as failure:
             log.debug("dra_driver_not_registered", socket=str(path), error=str(failure))
             return None
@@ -172,9 +163,9 @@ class DraManager(Struct, kw_only=True, eq=False):
 
     def _delete_slices(self, driver: str = "") -> None:
         """Deletes the node's slices; of one driver, or of all."""
-        for raw in self.api.store.all("resourceslices"):
-            if raw["spec"].get("nodeName") == self.node_name and driver in ("", raw["spec"]["driver"]):
-                self.api.delete("resourceslices", ("", raw["metadata"]["name"]))
+        for raw in self.parts.api.store.all("resourceslices"):
+            if raw["spec"].get("nodeName") == self.parts.node_name and driver in ("", raw["spec"]["driver"]):
+                self.parts.api.delete("resourceslices", ("", raw["metadata"]["name"]))
 
     async def _call(self, driver_name: str, method: str, claims: Sequence[ClaimRecord], answer: Any) -> Any:
         """Raises PrepareFailed."""
@@ -185,7 +176,7 @@ class DraManager(Struct, kw_only=True, eq=False):
         named = [dra_v1.Claim(namespace=one.namespace, uid=one.uid, name=one.name) for one in claims]
         request = dra_v1.NodePrepareResourcesRequest(claims=named)  # NodeUnprepareResourcesRequest has the same form
         # Noted before the call: a view shows a call that hangs.
-        self.calls.append((method, tuple(one.name for one in claims)))
+        self.parts.log.dra_calls.append((method, tuple(one.name for one in claims)))
         channel = driver.channel
         try:
             return await channel.unary(f"{_DRIVER}/{method}", request, answer, timeout_s=CALL_TIMEOUT_S)
@@ -229,7 +220,7 @@ class DraManager(Struct, kw_only=True, eq=False):
     def _claim(self, pod: RawObject, name: str) -> RawObject:
         namespace = pod["metadata"]["namespace"]
         try:
-            raw = self.api.store.get("resourceclaims", (namespace, name))
+            raw = self.parts.api.store.get("resourceclaims", (namespace, name))
         except NotFound as error:
             raise PrepareFailed(f"failed to fetch ResourceClaim {name}: {error}") from error
         # The scheduler reserves a claim for its pods: another pod may not use it, whatever its spec says.
@@ -278,7 +269,7 @@ class DraManager(Struct, kw_only=True, eq=False):
         while True:
             if await self._try_unprepare(pod_uid):
                 return
-            await asyncio.sleep(self.times.unprepare_retry_s)
+            await asyncio.sleep(self.parts.times.unprepare_retry_s)
 
     async def unprepare_others(self, active: Collection[str]) -> None:
         """Unprepares claims of pods that ended while the kubelet was away."""

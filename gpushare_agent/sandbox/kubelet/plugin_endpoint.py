@@ -33,14 +33,6 @@ PRE_START_TIMEOUT_S = 30.0
 MESSAGE_LIMIT = 4 * 2**20
 """grpc-go's default for messages received; the kubelet does not raise it."""
 _SERVICE = "/v1beta1.DevicePlugin"
-_CODE_NAMES = {
-    Status.CANCELLED: "Canceled", Status.UNKNOWN: "Unknown", Status.INVALID_ARGUMENT: "InvalidArgument",
-    Status.DEADLINE_EXCEEDED: "DeadlineExceeded", Status.NOT_FOUND: "NotFound", Status.ALREADY_EXISTS: "AlreadyExists",
-    Status.PERMISSION_DENIED: "PermissionDenied", Status.RESOURCE_EXHAUSTED: "ResourceExhausted",
-    Status.FAILED_PRECONDITION: "FailedPrecondition", Status.ABORTED: "Aborted", Status.OUT_OF_RANGE: "OutOfRange",
-    Status.UNIMPLEMENTED: "Unimplemented", Status.INTERNAL: "Internal", Status.UNAVAILABLE: "Unavailable",
-    Status.DATA_LOSS: "DataLoss", Status.UNAUTHENTICATED: "Unauthenticated",
-}  # fmt: skip
 
 
 class PluginCallError(Unavailable):
@@ -57,7 +49,9 @@ class PluginDevice(Struct, frozen=True, kw_only=True):
 
 
 def go_error(status: Status, text: str) -> str:
-    return f"rpc error: code = {_CODE_NAMES.get(status, 'Unknown')} desc = {text}"
+    # Go has the names without underscores, and spells one of them otherwise.
+    name = "Canceled" if status is Status.CANCELLED else status.name.title().replace("_", "")
+    return f"rpc error: code = {name} desc = {text}"
 
 
 def _error_text(error: RpcFailed | MalformedMessageError) -> str:

@@ -7,9 +7,7 @@ the kubelet's (kubelet.py); devices are the device manager's.
 from __future__ import annotations
 
 import asyncio
-import random
 import time
-from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from enum import Enum, auto
 from typing import Any
@@ -20,8 +18,7 @@ from msgspec import Struct, field
 from gpushare_agent.model.errors import AgentError, Conflict, NotFound
 from gpushare_agent.model.pods import ContainerKind, ContainerSpec
 from gpushare_agent.sandbox import pod_manifest
-from gpushare_agent.sandbox.api.server import EmbeddedApiServer
-from gpushare_agent.sandbox.behaviour import KubeletTimes
+from gpushare_agent.sandbox.kubelet.calls import KubeletParts
 from gpushare_agent.sandbox.kubelet.container_config import container_config, container_of
 from gpushare_agent.sandbox.kubelet.device_manager import AllocationFailed, DeviceManager, PodIdentity
 from gpushare_agent.sandbox.kubelet.dra_manager import DraManager, PrepareFailed
@@ -49,50 +46,6 @@ def _terminated(container: Container) -> dict[str, Any]:
             "reason": "Completed" if container.exit_code == 0 else "Error",
             "startedAt": container.started_at, "finishedAt": container.finished_at,
         }
-    }  # fmt: skip
-
-
-def container_status(
-    raw: Mapping[str, Any], spec: ContainerSpec, container: Container | None, *, restarts: int, waiting: str
-) -> dict[str, Any]:
-    is_running = container is not None and container.is_running
-    # An init container that has ended well counts as ready.
-    is_done = spec.kind is ContainerKind.INIT and container is not None and container.exit_code == 0
-    status = {
-        "name": spec.name, "image": raw.get("image", ""), "imageID": "", "lastState": {}, "restartCount": restarts,
-        "ready": is_running or is_done, "started": is_running, "state": _state(container, waiting),
-        "allocatedResources": {name: str(count) for name, count in spec.requests.items()},
-    }  # fmt: skip
-    if container is not None and waiting and not container.is_running:
-        status["lastState"] = _terminated(container)
-    if container is not None:
-        status["containerID"] = f"containerd://{container.id}"
-    return status
-
-
-def pod_status(
-    raw: RawObject,
-    containers: Sequence[tuple[ContainerSpec, Container | None, int, str]],
-    *,
-    phase: str,
-    started_at: str,
-) -> dict[str, Any]:
-    """`containers` holds each spec, in order, with its newest run, its restarts and why it waits."""
-    raw_by_name = {container["name"]: container for container in pod_manifest.raw_containers(raw)}
-    init: list[dict[str, Any]] = []
-    main: list[dict[str, Any]] = []
-    for spec, container, restarts, waiting in containers:
-        status = container_status(raw_by_name[spec.name], spec, container, restarts=restarts, waiting=waiting)
-        (main if spec.kind is ContainerKind.MAIN else init).append(status)
-    is_ready = phase == "Running" and all(s["ready"] for s in main)
-    # Initialized is true once init containers are done, the others only while all main ones run.
-    values = {
-        kind: "True" if is_ready or (kind == "Initialized" and phase != "Pending") else "False" for kind in _CONDITIONS
-    }
-    return {
-        "phase": phase, "startTime": started_at, "hostIP": "127.0.0.1", "qosClass": "BestEffort",
-        "conditions": [{"type": kind, "status": value, "lastTransitionTime": timestamp()} for kind, value in values.items()],
-        **({"initContainerStatuses": init} if init else {}), "containerStatuses": main,
     }  # fmt: skip
 
 
@@ -158,19 +111,46 @@ class KnownPod(Struct, kw_only=True):
         return self.state in ACTIVE_STATES
 
 
+def container_status(pod: KnownPod, spec: ContainerSpec, run: Container | None) -> dict[str, Any]:
+    """`run` is the newest."""
+    waiting, is_running = pod.waiting.get(spec.name, ""), run is not None and run.is_running
+    # An init container that has ended well counts as ready.
+    is_done = spec.kind is ContainerKind.INIT and run is not None and run.exit_code == 0
+    return {
+        "name": spec.name, "image": container_of(pod.raw, spec.name).get("image", ""), "imageID": "",
+        "lastState": _terminated(run) if run is not None and waiting and not is_running else {},
+        "restartCount": pod.restarts.get(spec.name, 0),
+        "ready": is_running or is_done, "started": is_running, "state": _state(run, waiting),
+        "allocatedResources": {name: str(count) for name, count in spec.requests.items()},
+        **({"containerID": f"containerd://{run.id}"} if run is not None else {}),
+    }  # fmt: skip
+
+
+def pod_status(pod: KnownPod, runtime: ContainerRuntime, phase: str) -> dict[str, Any]:
+    runs = [(spec, runtime.find(pod.identity.uid, spec.name)) for spec in pod.containers]
+    statuses = [(spec.kind is ContainerKind.MAIN, container_status(pod, spec, run)) for spec, run in runs]
+    init, main = ([one for is_main, one in statuses if is_main is kind] for kind in (False, True))
+    is_ready = phase == "Running" and all(s["ready"] for s in main)
+    # Initialized is true once init containers are done, the others only while all main ones run.
+    values = {kind: is_ready or (kind == "Initialized" and phase != "Pending") for kind in _CONDITIONS}
+    now = timestamp()
+    return {
+        "phase": phase, "startTime": pod.started_at, "hostIP": "127.0.0.1", "qosClass": "BestEffort",
+        "conditions": [{"type": kind, "status": str(value), "lastTransitionTime": now} for kind, value in values.items()],
+        **({"initContainerStatuses": init} if init else {}), "containerStatuses": main,
+    }  # fmt: skip
+
+
 class PodWorkers(Struct, frozen=True, kw_only=True, eq=False):
     """The bodies of the pods' tasks. The kubelet starts and cancels the tasks."""
 
-    api: EmbeddedApiServer
-    runtime: ContainerRuntime
+    parts: KubeletParts
     devices: DeviceManager
     dra: DraManager
-    times: KubeletTimes
-    rng: random.Random
 
     async def run(self, pod: KnownPod) -> None:
         """Runs the pod until it has ended by itself. Containers that run already are left alone."""
-        if not self.runtime.living(pod.identity.uid):  # else they were prepared before a restart of the kubelet
+        if not self.parts.runtime.living(pod.identity.uid):  # else they were prepared before a restart of the kubelet
             await self._prepare_claims(pod)
         # One after the other: init containers must end, a sidecar only start.
         for spec in pod.containers:
@@ -180,7 +160,7 @@ class PodWorkers(Struct, frozen=True, kw_only=True, eq=False):
                 await self._end(pod)
                 return
         self.report(pod, "Running")
-        signal = self.runtime.signal_of(pod.identity.uid)
+        signal = self.parts.runtime.signal_of(pod.identity.uid)
         while pod.state is PodState.ADMITTED:
             # Before the look at what has ended: an end during it is seen at once.
             seen = signal.count
@@ -196,8 +176,8 @@ class PodWorkers(Struct, frozen=True, kw_only=True, eq=False):
         # Before the report: its devices count as free from here on.
         pod.state = PodState.ENDED
         self.report(pod, self._final_phase(pod))
-        self.api.signal.notify()
-        self.runtime.forget(pod.identity.uid)
+        self.parts.api.signal.notify()
+        self.parts.runtime.forget(pod.identity.uid)
         # Last, as the real one: the object goes only when nothing of the pod runs or is prepared.
         self.confirm_deletion(pod)
 
@@ -210,7 +190,7 @@ class PodWorkers(Struct, frozen=True, kw_only=True, eq=False):
         """Prepares the claims until it has worked. A failure is tried again at the next full sync, or when something of
         the pod's object has changed that a kubelet looks at: not its status."""
         where, message = pod.identity, ""
-        changes = self.api.pods_by_node.signal_of(pod.raw["spec"]["nodeName"])
+        changes = self.parts.api.pods_by_node.signal_of(pod.raw["spec"]["nodeName"])
         while True:
             raw = self._newest(pod)
             try:
@@ -220,59 +200,54 @@ class PodWorkers(Struct, frozen=True, kw_only=True, eq=False):
                 text = f"Failed to prepare dynamic resources: prepare dynamic resources: {error}"
                 # An Event for each new text, not for each try.
                 if text != message:
-                    self.api.record_event(raw, reason=PREPARE_FAILED, message=text, source="kubelet")
+                    self.parts.api.record_event(raw, reason=PREPARE_FAILED, message=text, source="kubelet")
                 message = text
             self.report(pod, "Pending")
             log.debug("prepare_failed", pod=where.name, error=message)
             with suppress(TimeoutError):
-                async with asyncio.timeout(self.rng.uniform(*self.times.prepare_retry_s)):
+                async with asyncio.timeout(self.parts.rng.uniform(*self.parts.times.prepare_retry_s)):
                     # Any change of the object makes a kubelet sync at once, an annotation too: a driver can wake a pod by
                     # it (94 s became 26 for 100 pods, measured).
                     while _synced_part(self._newest(pod)) == _synced_part(raw):
                         await changes.wait(changes.count)
 
     def _newest(self, pod: KnownPod) -> RawObject:
-        found = self.api.find_pod(pod.identity.namespace, pod.identity.name)
+        found = self.parts.api.find_pod(pod.identity.namespace, pod.identity.name)
         # Another pod of the same name is not this one.
         return found if found is not None and found["metadata"]["uid"] == pod.identity.uid else pod.raw
 
     async def stop_processes(self, pod: KnownPod, grace_s: float) -> None:
         uid = pod.identity.uid
-        for container in self.runtime.living(uid):
+        for container in self.parts.runtime.living(uid):
             self._record(pod, container.name, "Killing", f"Stopping container {container.name}")
-            self.runtime.stop(container, grace_s)
-        signal = self.runtime.signal_of(uid)
-        while self.runtime.living(uid):
+            self.parts.runtime.stop(container, grace_s)
+        signal = self.parts.runtime.signal_of(uid)
+        while self.parts.runtime.living(uid):
             await signal.wait(signal.count)
 
     def confirm_deletion(self, pod: KnownPod) -> None:
         where = pod.identity
-        self._if_there(lambda: self.api.delete_pod(where.namespace, where.name, grace_period_s=0, uid=where.uid))
+        with suppress(NotFound, Conflict):
+            self.parts.api.delete_pod(where.namespace, where.name, grace_period_s=0, uid=where.uid)
 
     def reject(self, pod: KnownPod, reason: str, message: str) -> None:
         """The text goes into the pod's status, and into an Event."""
         pod.state = PodState.REJECTED
-        status = {
-            "phase": "Failed",
-            "reason": reason,
-            "message": f"Pod was rejected: {message}",
-            "startTime": pod.started_at,
-        }
-        where = pod.identity
-        self._if_there(lambda: self.api.set_pod_status(where.namespace, where.name, status, uid=where.uid))
-        self.api.record_event(pod.raw, reason=reason, message=message, source="kubelet")
+        text = f"Pod was rejected: {message}"
+        self._write(pod, {"phase": "Failed", "reason": reason, "message": text, "startTime": pod.started_at})
+        self.parts.api.record_event(pod.raw, reason=reason, message=message, source="kubelet")
 
     def report(self, pod: KnownPod, phase: str) -> None:
-        where, runtime = pod.identity, self.runtime
-        containers = [
-            (spec, runtime.find(where.uid, spec.name), pod.restarts.get(spec.name, 0), pod.waiting.get(spec.name, ""))
-            for spec in pod.containers
-        ]
-        status = pod_status(pod.raw, containers, phase=phase, started_at=pod.started_at)
-        self._if_there(lambda: self.api.set_pod_status(where.namespace, where.name, status, uid=where.uid))
+        self._write(pod, pod_status(pod, self.parts.runtime, phase))
+
+    def _write(self, pod: KnownPod, status: dict[str, Any]) -> None:
+        where = pod.identity
+        # The pod's object may have been deleted, or replaced by another of the same name, meanwhile.
+        with suppress(NotFound, Conflict):
+            self.parts.api.set_pod_status(where.namespace, where.name, status, uid=where.uid)
 
     async def _bring_up(self, pod: KnownPod, spec: ContainerSpec) -> None:
-        container = self.runtime.find(pod.identity.uid, spec.name)
+        container = self.parts.runtime.find(pod.identity.uid, spec.name)
         if container is not None and container.is_running:
             return
         # Done before a restart of the kubelet: it is not run twice.
@@ -286,15 +261,17 @@ class PodWorkers(Struct, frozen=True, kw_only=True, eq=False):
         while True:
             try:
                 # Before PreStartContainer, as a kubelet does: isolation `driver` limits the pod's cgroup there.
-                self.runtime.make_pod_cgroup(pod.identity.uid)
+                self.parts.runtime.make_pod_cgroup(pod.identity.uid)
                 await self.devices.prepare_start(pod.identity, spec)
-                await asyncio.sleep(self.times.container_start_s)
+                await asyncio.sleep(self.parts.times.container_start_s)
                 records = self.devices.records.of_container(pod.identity.uid, spec.name)
                 # By name: the order in which resources were allocated is random.
                 answers = [records[name].response for name in sorted(records)]
                 claimed = self.dra.cdi_names(self._newest(pod), container_of(pod.raw, spec.name))
-                config = container_config(pod.raw, spec, answers, CdiResolver([self.runtime.cdi_directory]), claimed)
-                self.runtime.start(config)
+                config = container_config(
+                    pod.raw, spec, answers, CdiResolver([self.parts.runtime.cdi_directory]), claimed
+                )
+                self.parts.runtime.start(config)
                 self._record_start(pod, config.name, config.note)
                 break
             # PreStartContainer failed: the reason that a kubelet shows for it.
@@ -305,10 +282,10 @@ class PodWorkers(Struct, frozen=True, kw_only=True, eq=False):
             # An Event for each new reason, not for each try.
             if pod.waiting.get(spec.name) != reason:
                 message = f"Error: {reason.partition(': ')[2]}"
-                self.api.record_event(pod.raw, reason="Failed", message=message, source="kubelet")
+                self.parts.api.record_event(pod.raw, reason="Failed", message=message, source="kubelet")
             pod.waiting[spec.name] = reason
-            self.report(pod, "Pending" if not self.runtime.living(pod.identity.uid) else "Running")
-            await asyncio.sleep(self.times.start_retry_s)
+            self.report(pod, "Pending" if not self.parts.runtime.living(pod.identity.uid) else "Running")
+            await asyncio.sleep(self.parts.times.start_retry_s)
         pod.waiting.pop(spec.name, None)
 
     def _record_start(self, pod: KnownPod, name: str, note: str) -> None:
@@ -324,15 +301,15 @@ class PodWorkers(Struct, frozen=True, kw_only=True, eq=False):
                 self._record(pod, name, reason, message)
 
     def _record(self, pod: KnownPod, container: str, reason: str, message: str) -> None:
-        self.api.record_event(
+        self.parts.api.record_event(
             pod.raw, reason=reason, message=message, source="kubelet", kind="Normal", container=container
         )
 
     async def _complete(self, pod: KnownPod, spec: ContainerSpec) -> bool:
         """Waits until an init container has ended well; whether it has. Until then it is started again and again."""
         uid = pod.identity.uid
-        signal = self.runtime.signal_of(uid)
-        while (container := self.runtime.find(uid, spec.name)) is not None:
+        signal = self.parts.runtime.signal_of(uid)
+        while (container := self.parts.runtime.find(uid, spec.name)) is not None:
             seen = signal.count
             if container.is_running:
                 self.report(pod, "Pending")
@@ -358,7 +335,7 @@ class PodWorkers(Struct, frozen=True, kw_only=True, eq=False):
         main = [spec for spec in pod.containers if spec.kind is ContainerKind.MAIN]
         codes, dues = [], []
         for spec in pod.containers:
-            container = self.runtime.find(uid, spec.name)
+            container = self.parts.runtime.find(uid, spec.name)
             # Init containers are over, the others run.
             if spec.kind is ContainerKind.INIT or container is None or container.exit_code is None:
                 continue
@@ -382,7 +359,7 @@ class PodWorkers(Struct, frozen=True, kw_only=True, eq=False):
             # Ten minutes without an end, and the back-off begins anew.
             is_stable = container.ended_at - container.created_at >= STABLE_S
             ends = 0 if known is None or is_stable else known.ends + 1
-            delay_s = min(self.times.start_retry_s * 2 ** min(ends - 1, 16), LAST_DELAY_S) if ends else 0.0
+            delay_s = min(self.parts.times.start_retry_s * 2 ** min(ends - 1, 16), LAST_DELAY_S) if ends else 0.0
             known = _Delay(container_id=container.id, ends=ends, due_at=time.monotonic() + delay_s)
             pod.delays[container.name] = known
             if delay_s:
@@ -396,19 +373,14 @@ class PodWorkers(Struct, frozen=True, kw_only=True, eq=False):
         await self.stop_and_unprepare(pod, pod_manifest.grace_s(pod.raw))
         pod.state = PodState.ENDED
         self.report(pod, self._final_phase(pod))
-        self.api.signal.notify()
+        self.parts.api.signal.notify()
 
     def _final_phase(self, pod: KnownPod) -> str:
         # By the main containers alone: a sidecar that is killed at the end does not fail the pod.
-        runs = [self.runtime.find(pod.identity.uid, s.name) for s in pod.containers if s.kind is ContainerKind.MAIN]
+        runs = [
+            self.parts.runtime.find(pod.identity.uid, s.name) for s in pod.containers if s.kind is ContainerKind.MAIN
+        ]
         return "Succeeded" if all(run is not None and run.exit_code == 0 for run in runs) else "Failed"
-
-    def _if_there(self, change: Callable[[], object]) -> None:
-        """The pod's object may have been deleted, or replaced by another of the same name, meanwhile."""
-        try:
-            change()
-        except (NotFound, Conflict):
-            return
 
 
 def _synced_part(raw: RawObject) -> tuple[object, ...]:

@@ -82,13 +82,21 @@ class KernelCgroups:
         finally:
             os.close(file)
 
-    def pids(self, cgroup: Path) -> list[int]:
+    @staticmethod
+    def pids(cgroup: Path) -> list[int]:
         """The processes of the cgroup and all below, ascending; none where it is gone."""
-        return sorted(_pids_below(cgroup))
+        found: set[int] = set()
+        for directory, _, _ in os.walk(cgroup):
+            with contextlib.suppress(OSError):  # it went away meanwhile
+                found.update(map(int, Path(directory, "cgroup.procs").read_text().split()))
+        return sorted(found - {0})  # 0 is a process of another PID namespace
 
-    def kill(self, cgroup: Path) -> None:
+    @staticmethod
+    def kill(cgroup: Path) -> None:
         """SIGKILL to all of them."""
-        _kill_below(cgroup)
+        for pid in set(KernelCgroups.pids(cgroup)) - {os.getpid()}:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
 
     def remove(self, cgroup: Path) -> bool:
         """Whether the cgroup is gone; it cannot go while a process is in it."""
@@ -105,7 +113,7 @@ class KernelCgroups:
 
     def close(self) -> bool:
         """Whether everything is gone. Kills what is left in it."""
-        _kill_below(self.root)
+        self.kill(self.root)
         return _remove_tree(self.root)
 
     def _try_to_move(self) -> None:
@@ -139,7 +147,8 @@ class FileCgroups(KernelCgroups):
         (self.proc / str(pid)).mkdir(exist_ok=True)
         (self.proc / str(pid) / "cgroup").write_text(f"0::/{cgroup.relative_to(self.root)}\n")
 
-    def kill(self, cgroup: Path) -> None:
+    @staticmethod
+    def kill(cgroup: Path) -> None:
         """Nothing: the process may have ended, and its number may be another's."""
 
     def remove(self, cgroup: Path) -> bool:
@@ -184,7 +193,7 @@ def remove_stale(parent: Path) -> None:
         with contextlib.suppress(FileNotFoundError):  # another sandbox has removed it
             # Another user's tree is theirs to remove.
             if path.stat().st_uid == os.geteuid():
-                _kill_below(path)
+                KernelCgroups.kill(path)
                 log.info("stale_cgroups_found", path=str(path), is_removed=_remove_soon(path))
 
 
@@ -198,31 +207,18 @@ def _pid_namespace() -> str:
 
 def _parents(kind: CgroupTreeKind) -> Iterator[Path]:
     # Below this process's own cgroup: elsewhere a user may have no right, and a container sees nothing else.
-    own = dict(_own_cgroups())
-    mounts = list(_mounts())
+    lines = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
+    # By controller; the name of v2's line is empty.
+    own = {name: path for _, names, path in lines for name in names.split(",")}
+    mounts = [line.split(" - ", 1) for line in Path("/proc/self/mountinfo").read_text().splitlines()]
     for name in ("",) if kind == "v2" else _V1_CONTROLLERS:
-        for file_system, root, point, options in mounts:
-            is_it = file_system == "cgroup2" if name == "" else file_system == "cgroup" and name in options
+        for before, after in mounts:  # proc(5), mountinfo
+            file_system, _, options = after.split(" ", 2)
+            root, point = before.split(" ")[3:5]
+            is_it = file_system == "cgroup2" if name == "" else file_system == "cgroup" and name in options.split(",")
             if is_it and name in own and (below := _below(own[name], root)) is not None:
-                yield Path(point, below)
-
-
-def _own_cgroups() -> Iterator[tuple[str, str]]:
-    """Controller and path; the name of v2's line is empty."""
-    for line in Path("/proc/self/cgroup").read_text().splitlines():
-        _, names, path = line.split(":", 2)
-        for name in names.split(","):
-            yield name, path
-
-
-def _mounts() -> Iterator[tuple[str, str, str, list[str]]]:
-    """File system, its directory that is mounted, where, and the hierarchy's options (proc(5), mountinfo)."""
-    for line in Path("/proc/self/mountinfo").read_text().splitlines():
-        before, _, after = line.partition(" - ")
-        left, right = before.split(" "), after.split(" ")
-        # The kernel escapes blanks and backslashes of paths as octal numbers.
-        point = re.sub(r"\\([0-7]{3})", lambda m: chr(int(m[1], 8)), left[4])
-        yield right[0], left[3], point, right[-1].split(",")
+                # The kernel escapes blanks and backslashes of paths as octal numbers.
+                yield Path(re.sub(r"\\([0-7]{3})", lambda m: chr(int(m[1], 8)), point), below)
 
 
 def _below(own: str, root: str) -> str | None:
@@ -236,20 +232,6 @@ def _below(own: str, root: str) -> str | None:
 
 
 # --- the kernel's files ---
-
-
-def _pids_below(cgroup: Path) -> set[int]:
-    found: set[int] = set()
-    for directory, _, _ in os.walk(cgroup):
-        with contextlib.suppress(OSError):  # it went away meanwhile
-            found.update(map(int, Path(directory, "cgroup.procs").read_text().split()))
-    return found - {0}  # 0 is a process of another PID namespace
-
-
-def _kill_below(cgroup: Path) -> None:
-    for pid in _pids_below(cgroup) - {os.getpid()}:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.kill(pid, signal.SIGKILL)
 
 
 def _remove_soon(cgroup: Path) -> bool:

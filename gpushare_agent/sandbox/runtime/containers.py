@@ -29,7 +29,7 @@ from types import MappingProxyType
 from typing import IO, cast
 
 import structlog
-from msgspec import Struct, field
+from msgspec import Struct, field, structs
 
 from gpushare_agent.model.errors import NotFound, Unavailable
 from gpushare_agent.sandbox.change_signal import ChangeSignal
@@ -129,7 +129,7 @@ _FIRST_RETRY_S, _LAST_RETRY_S = 0.001, 0.05
 _CLOSE_TIMEOUT_S = 10.0
 
 
-class ContainerConfig(Struct, frozen=True, kw_only=True):
+class ContainerConfig(Struct, kw_only=True, eq=False):
     """What to start. Without a command it sleeps, and ends with code 0 after `run_s`, None for never. `note` is the first
     line of its log.
 
@@ -149,22 +149,19 @@ class ContainerConfig(Struct, frozen=True, kw_only=True):
     ignore_term_s: float = 0.0
 
 
-class Container(Struct, kw_only=True):
-    """One run of one container. `exit_code` is None while it runs; `pid` is the first process's, 0 where it has none."""
+class Container(ContainerConfig, kw_only=True, eq=False):
+    """One run of one container. `exit_code` is None while it runs; `pid` is the first process's."""
 
     id: str
-    pod_uid: str
-    pod_namespace: str
-    pod_name: str
-    name: str
     attempt: int
     pid: int
-    env: Mapping[str, str]
     created_at: float
     """Seconds since the epoch."""
     started_at: str
-    ignore_term_s: float
     cgroup: Path
+    process: ContainerProcess | None
+    """The first one, until it has ended."""
+    timers: list[asyncio.TimerHandle] = field(default_factory=list)
     finished_at: str = ""
     ended_at: float = 0.0
     exit_code: int | None = None
@@ -172,6 +169,9 @@ class Container(Struct, kw_only=True):
     @property
     def is_running(self) -> bool:
         return self.exit_code is None
+
+    def end(self, code: int) -> None:
+        self.exit_code, self.finished_at, self.ended_at = code, timestamp(), time.time()
 
 
 class ContainerRuntime:
@@ -190,8 +190,6 @@ class ContainerRuntime:
         self._change = change
         self._salt = secrets.token_hex(8)
         self._containers: dict[tuple[str, str], Container] = {}
-        self._processes: dict[str, ContainerProcess] = {}
-        self._timers: dict[str, list[asyncio.TimerHandle]] = {}
         self._pod_signals: dict[str, ChangeSignal] = {}
         self._forgotten: set[str] = set()
         self._started = 0
@@ -230,7 +228,7 @@ class ContainerRuntime:
         """The processes of its cgroup and all below, ascending; none once it has ended."""
         return self._tree.pids(container.cgroup) if container.is_running else []
 
-    def log_of(self, container: Container | ContainerConfig) -> Path:
+    def log_of(self, container: ContainerConfig) -> Path:
         return self.logs / f"{container.pod_namespace}_{container.pod_name}_{container.name}.log"
 
     def join(self, container: Container, pid: int) -> None:
@@ -285,7 +283,8 @@ class ContainerRuntime:
         self._forgotten.discard(config.pod_uid)
         # Known before its release: it may end at once, and its end is that of a known container.
         self._containers[config.pod_uid, config.name] = container
-        self._processes[container.id].release(partial(self._remove_rest, container, _FIRST_RETRY_S))
+        assert container.process is not None  # noqa: S101 - it waits for its release
+        container.process.release(partial(self._remove_rest, container, _FIRST_RETRY_S))
         self._notify(container)
         return container
 
@@ -300,16 +299,17 @@ class ContainerRuntime:
         except (OSError, ValueError):  # the latter: a null byte, a variable's name with "="
             self._tree.remove(cgroup)
             raise
-        self._processes[identity] = process
         return Container(
-            id=identity, pod_uid=config.pod_uid, pod_namespace=config.pod_namespace, pod_name=config.pod_name,
-            name=config.name, attempt=attempt, pid=process.pid, env=config.env, created_at=time.time(),
-            started_at=timestamp(), ignore_term_s=config.ignore_term_s, cgroup=cgroup,
+            **structs.asdict(config), id=identity, attempt=attempt, pid=process.pid, created_at=time.time(),
+            started_at=timestamp(), cgroup=cgroup, process=process,
         )  # fmt: skip
 
     def _new_process(self, config: ContainerConfig, cgroup: Path, attempt: int) -> ContainerProcess:
         sleep = ("sleep", "infinity" if config.run_s is None else f"{config.run_s:.3f}")
-        command, log_path = config.command or sleep, self._new_log(config, attempt)
+        command, log_path = config.command or sleep, self.log_of(config)
+        # A new pod of this name begins with an empty log; restarts go on in it, up to the bound.
+        if log_path.exists() and (attempt == 0 or log_path.stat().st_size > MAX_LOG_BYTES):
+            log_path.unlink()
         if config.note:
             with log_path.open("a") as file:
                 file.write(f"{config.note}\n")
@@ -324,13 +324,6 @@ class ContainerRuntime:
             raise
         return process
 
-    def _new_log(self, config: ContainerConfig, attempt: int) -> Path:
-        path = self.log_of(config)
-        # A new pod of this name begins with an empty log; restarts go on in it, up to the bound.
-        if path.exists() and (attempt == 0 or path.stat().st_size > MAX_LOG_BYTES):
-            path.unlink()
-        return path
-
     def stop(self, container: Container, grace_s: float) -> None:
         """TERM, and KILL after the grace period; returns before the process has gone. The last call's times count."""
         if not container.is_running:
@@ -339,16 +332,16 @@ class ContainerRuntime:
         self._cancel_timers(container)
         # The annotation delays TERM, for tests of programs that do not end at once.
         if container.ignore_term_s <= 0:
-            self._terminate(container)
+            self._signal(signal.SIGTERM, container)
         elif container.ignore_term_s < grace_s:
-            self._later(container, container.ignore_term_s, self._terminate)
+            self._later(container, container.ignore_term_s, partial(self._signal, signal.SIGTERM))
         # In any case: TERM may be ignored.
         self._later(container, grace_s, self.kill)
 
     def kill(self, container: Container) -> None:
         """Ends all its processes as a crash would; returns before they have gone."""
         if container.is_running:
-            self._signal(container, signal.SIGKILL)
+            self._signal(signal.SIGKILL, container)
             # All of its processes: children may have made sessions of their own.
             self._tree.kill(container.cgroup)
 
@@ -369,17 +362,13 @@ class ContainerRuntime:
         if self._is_closed:
             return
         self._is_closed = True
-        for timer in [timer for timers in self._timers.values() for timer in timers]:
-            timer.cancel()
-        self._timers.clear()
         # Blocking, for the loop may be gone: the sandbox is at its end.
-        for identity, process in sorted(self._processes.items()):
-            if process.end() is None:
-                log.warning("container_process_stays", container=identity, pid=process.pid)
-        self._processes.clear()
         for container in self._containers.values():
+            self._cancel_timers(container)
+            if container.process is not None and container.process.end() is None:
+                log.warning("container_process_stays", container=container.id, pid=container.pid)
             if container.is_running:
-                container.exit_code, container.finished_at, container.ended_at = KILLED, timestamp(), time.time()
+                container.end(KILLED)
         deadline = time.monotonic() + _CLOSE_TIMEOUT_S
         # A killed process needs a moment, and a processor, to be gone.
         while not self._tree.close():
@@ -388,16 +377,13 @@ class ContainerRuntime:
                 return
             time.sleep(_FIRST_RETRY_S)
 
-    def _terminate(self, container: Container) -> None:
-        self._signal(container, signal.SIGTERM)
-
-    def _signal(self, container: Container, number: signal.Signals) -> None:
-        if (process := self._processes.get(container.id)) is not None:
-            process.send_signal(number)
+    def _signal(self, number: signal.Signals, container: Container) -> None:
+        if container.process is not None:
+            container.process.send_signal(number)
 
     def _remove_rest(self, container: Container, retry_s: float, code: int) -> None:
         """The first process has ended: ends what is left in the cgroup, as often as it takes."""
-        self._processes.pop(container.id, None)
+        container.process = None
         if self._is_closed:
             return
         self._tree.kill(container.cgroup)
@@ -408,18 +394,17 @@ class ContainerRuntime:
             return
         self._cancel_timers(container)
         # Only now: a container has ended when the last of its processes has.
-        container.exit_code, container.finished_at, container.ended_at = code, timestamp(), time.time()
+        container.end(code)
         self._notify(container)
         if container.pod_uid in self._forgotten:
             self.forget(container.pod_uid)
 
     def _later(self, container: Container, delay_s: float, act: Callable[[Container], None]) -> None:
-        timer = asyncio.get_running_loop().call_later(delay_s, act, container)
-        self._timers.setdefault(container.id, []).append(timer)
+        container.timers.append(asyncio.get_running_loop().call_later(delay_s, act, container))
 
     def _cancel_timers(self, container: Container) -> None:
-        for timer in self._timers.pop(container.id, ()):
-            timer.cancel()
+        while container.timers:
+            container.timers.pop().cancel()
 
     def _notify(self, container: Container) -> None:
         self.signal_of(container.pod_uid).notify()

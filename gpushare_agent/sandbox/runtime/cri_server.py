@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
+from typing import Any
 
 from grpclib import GRPCError, Status
 
@@ -78,30 +79,35 @@ class _RuntimeService(v1.RuntimeServiceBase):
 
 
 def _listed(container: Container) -> v1.Container:
-    return v1.Container(
-        id=container.id,
-        pod_sandbox_id=_pod_sandbox_id(container),
-        metadata=v1.ContainerMetadata(name=container.name, attempt=container.attempt),
-        state=_state(container),
-        created_at=int(container.created_at * _NS_PER_S),
-        labels=_labels(container),
-        annotations=_annotations(container),
-    )
+    return v1.Container(pod_sandbox_id=_pod_sandbox_id(container), **_common(container))
 
 
 def _status(container: Container) -> v1.ContainerStatus:
     return v1.ContainerStatus(
-        id=container.id,
-        metadata=v1.ContainerMetadata(name=container.name, attempt=container.attempt),
-        state=_state(container),
-        created_at=int(container.created_at * _NS_PER_S),
         # Started when created: there is no image to unpack in between.
         started_at=int(container.created_at * _NS_PER_S),
         finished_at=int(container.ended_at * _NS_PER_S),
         exit_code=container.exit_code or 0,
-        labels=_labels(container),
-        annotations=_annotations(container),
+        **_common(container),
     )
+
+
+def _common(container: Container) -> dict[str, Any]:
+    """What both messages have."""
+    is_running = container.is_running
+    return {
+        "id": container.id,
+        "metadata": v1.ContainerMetadata(name=container.name, attempt=container.attempt),
+        "state": v1.ContainerState.CONTAINER_RUNNING if is_running else v1.ContainerState.CONTAINER_EXITED,
+        "created_at": int(container.created_at * _NS_PER_S),
+        "labels": {
+            "io.kubernetes.container.name": container.name,
+            "io.kubernetes.pod.name": container.pod_name,
+            "io.kubernetes.pod.namespace": container.pod_namespace,
+            "io.kubernetes.pod.uid": container.pod_uid,
+        },
+        "annotations": {"io.kubernetes.container.restartCount": str(container.attempt)},
+    }
 
 
 def _matches(container: v1.Container, asked: v1.ContainerFilter) -> bool:
@@ -113,23 +119,5 @@ def _matches(container: v1.Container, asked: v1.ContainerFilter) -> bool:
     )
 
 
-def _state(container: Container) -> v1.ContainerState:
-    running = container.is_running
-    return v1.ContainerState.CONTAINER_RUNNING if running else v1.ContainerState.CONTAINER_EXITED
-
-
 def _pod_sandbox_id(container: Container) -> str:
     return hashlib.sha256(container.pod_uid.encode()).hexdigest()
-
-
-def _labels(container: Container) -> dict[str, str]:
-    return {
-        "io.kubernetes.container.name": container.name,
-        "io.kubernetes.pod.name": container.pod_name,
-        "io.kubernetes.pod.namespace": container.pod_namespace,
-        "io.kubernetes.pod.uid": container.pod_uid,
-    }
-
-
-def _annotations(container: Container) -> dict[str, str]:
-    return {"io.kubernetes.container.restartCount": str(container.attempt)}

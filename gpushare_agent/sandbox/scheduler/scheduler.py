@@ -154,7 +154,7 @@ class EmbeddedScheduler:
         # First: a claim from a template must be there before its pod can be placed.
         self._claims.reconcile()
         pods = self._api.store.in_creation_order("pods")
-        waiting = [p for p in pods if _waits_for(p, SCHEDULER_NAMES) and not is_terminal(p)]
+        waiting = [pod for pod in pods if _is_pending(pod, SCHEDULER_NAMES)]
         if not waiting:
             return
         free = self._fit.free({})
@@ -329,21 +329,21 @@ class ExtenderScheduler:
         if not self._api.store.all("nodes"):
             return None
         now = time.monotonic()
-        pending = {p["metadata"]["uid"]: p for p in self._api.store.in_creation_order("pods") if _is_pending(p)}
+        pods = self._api.store.in_creation_order("pods")
+        pending = {p["metadata"]["uid"]: p for p in pods if _is_pending(p, EXTENDER_SCHEDULER_NAMES)}
         for uid in self._waiting.keys() - pending.keys():
             del self._waiting[uid]
         for uid, pod in pending.items():
+            waiting = self._waiting.get(uid)
+            # Never tried, or long ago: what the extender knows may have changed without a change here. Else its back-off is
+            # over, and something has changed since it was tried.
+            is_due = (
+                waiting is None or now >= waiting.latest_at or (now >= waiting.due_at and waiting.epoch != self._epoch)
+            )
             # A pod whose bind goes on is not decided a second time.
-            if uid not in self._assumed and self._is_due(self._waiting.get(uid), now):
+            if is_due and uid not in self._assumed:
                 return pod
         return None
-
-    def _is_due(self, waiting: _Waiting | None, now: float) -> bool:
-        # Never tried, or long ago: what the extender knows may have changed without a change here.
-        if waiting is None or now >= waiting.latest_at:
-            return True
-        # Back-off is over, and something has changed since it was tried.
-        return now >= waiting.due_at and waiting.epoch != self._epoch
 
     async def _wait(self, seen: int) -> None:
         """Waits for the next change, or until a pod is due."""
@@ -435,13 +435,9 @@ def _record_scheduled(api: EmbeddedApiServer, pod: RawObject, node_name: str) ->
     api.record_event(pod, reason="Scheduled", message=text, source="default-scheduler", kind="Normal")
 
 
-def _waits_for(pod: RawObject, schedulers: Sequence[str]) -> bool:
-    return not pod["spec"].get("nodeName") and pod["spec"].get("schedulerName") in schedulers
-
-
-def _is_pending(pod: RawObject) -> bool:
+def _is_pending(pod: RawObject, schedulers: Sequence[str]) -> bool:
     is_over = is_terminal(pod) or bool(pod["metadata"].get("deletionTimestamp"))
-    return _waits_for(pod, EXTENDER_SCHEDULER_NAMES) and not is_over
+    return not is_over and not pod["spec"].get("nodeName") and pod["spec"].get("schedulerName") in schedulers
 
 
 def _could_help(change: Change) -> bool:
