@@ -27,8 +27,7 @@ from bench.extender import REQUESTS, end_process, free_port
 from bench.results import Row, resident_mib, row
 from bench.scrapes import Counts, histogram_row, read_counts
 from gpushare_agent.cluster.kube.client import open_kube_session
-from gpushare_agent.cluster.kube.lists import KubeTimeouts
-from gpushare_agent.cluster.kube.session import KubeSession, Request
+from gpushare_agent.cluster.kube.session import KubeSession, KubeTimeouts, Request
 from gpushare_agent.cluster.node_annotations import ALLOCATIONS_ANNOTATION
 from gpushare_agent.model.errors import AgentError
 

@@ -18,7 +18,7 @@ from msgspec import Raw
 
 from gpushare_agent.cluster.informer import Handler, Informer
 from gpushare_agent.cluster.kube.client import KubeApi, node_named, open_kube_api
-from gpushare_agent.cluster.node_facts import parse_node
+from gpushare_agent.cluster.kube.objects import read_node_json
 from gpushare_agent.kit.supervision import start_tasks
 from gpushare_agent.kit.watch_path import open_directory_watch
 from gpushare_agent.model.errors import AgentError, StartupError
@@ -113,7 +113,7 @@ class NodeConfiguration(Handler):
 
     def put(self, raw: Raw) -> bool:
         """The labels are read."""
-        labels = parse_node(raw).labels
+        labels = read_node_json(raw).meta.labels
         # The Node's status changes every few seconds; its labels seldom.
         if labels != self._labels:
             self._labels = labels
@@ -188,7 +188,7 @@ async def _read_labels(settings: Settings) -> Mapping[str, str]:
             while True:
                 try:
                     async with open_kube_api(kubeconfig=settings.kubeconfig) as api:
-                        return parse_node(await api.get_node(settings.node_name)).labels
+                        return read_node_json(await api.get_node(settings.node_name)).meta.labels
                 # A kubeconfig that is wrong does not become right by waiting.
                 except StartupError:
                     raise

@@ -40,7 +40,7 @@ FACTS_RIGHT = ("patch", "nodes")
 async def check_api(settings: Settings) -> list[Finding]:
     """Own node, kubelet version, pods of the node, and every right that the agent uses."""
     from gpushare_agent.cluster.kube.client import open_kube_api
-    from gpushare_agent.cluster.kube.lists import KubeTimeouts
+    from gpushare_agent.cluster.kube.session import KubeTimeouts
 
     # Each well below the probe's limit, so that the finding says which request had no answer.
     timeouts = KubeTimeouts(connect_s=3.0, request_s=4.0, list_s=5.0)

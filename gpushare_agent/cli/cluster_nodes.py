@@ -18,9 +18,9 @@ from typing_extensions import TypedDict
 
 from gpushare_agent.cli.agent_documents import Cores, Memory, Mig
 from gpushare_agent.cluster.kube.client import ALL_NODES, UNFINISHED, KubeApi, open_kube_api, pods
-from gpushare_agent.cluster.kube.lists import KubeTimeouts
 from gpushare_agent.cluster.kube.objects import Quantity, read_node_json, whole_number
 from gpushare_agent.cluster.kube.pods import parse_pod, read_pod_json
+from gpushare_agent.cluster.kube.session import KubeTimeouts
 from gpushare_agent.cluster.node_annotations import (
     ALLOCATIONS_ANNOTATION,
     GPUS_ANNOTATION,

@@ -14,16 +14,15 @@ from msgspec.structs import replace
 
 from gpushare_agent.cli.cluster_nodes import cluster_names
 from gpushare_agent.cluster.kube.client import ALL_NODES, LIVE_PODS, config_map
-from gpushare_agent.cluster.kube.lists import KubeLists
 from gpushare_agent.cluster.kube.objects import read_node_json
 from gpushare_agent.cluster.kube.pods import read_pod_json, scheduler_message
 from gpushare_agent.cluster.kube.scheduling import NodeOffer, node_offer, pod_needs
+from gpushare_agent.cluster.kube.session import KubeLists
 from gpushare_agent.cluster.node_annotations import GPUS_ANNOTATION, parse_gpus
 from gpushare_agent.extender.cluster_state import ClusterState
 from gpushare_agent.extender.decisions.cluster_view import ClusterView, NodeView, PodView
-from gpushare_agent.extender.decisions.quota import Quota
+from gpushare_agent.extender.decisions.quota import Quota, QuotaState
 from gpushare_agent.extender.objects import asks_for_ours, lean_pod, read_node, read_quota
-from gpushare_agent.extender.quota_state import QuotaState
 from gpushare_agent.extender.values import ClusterNode, ClusterPolicy
 from gpushare_agent.model.errors import Corrupt, NotFound, Rejected
 from gpushare_agent.model.resources import ResourceNames
@@ -55,16 +54,12 @@ async def read_cluster_view(api: KubeLists, settings: Settings) -> ReadCluster:
     policy = ClusterPolicy(
         names=names, share_policy=settings.placement.share_policy, node_policy=settings.extender.node_policy
     )
-    state = ClusterState(
-        policy=policy, quota=quotas if quota is not None else None, on_change=quotas.reservation_changed
-    )
+    state = ClusterState(policy=policy, quota=quotas if quota is not None else None)
     for read in nodes:
-        quotas.put_node(read.node)
         state.put_node(read.node, 0.0)
     used: defaultdict[str, Counter[str]] = defaultdict(Counter)
     pods, _ = await api.list_all(LIVE_PODS, partial(_read_pod, names=names, used=used))
     for one in pods:
-        quotas.put_pod(one.pod)
         state.put_pod(one.pod, 0.0)
     view = ClusterView(
         policy=policy,
@@ -126,7 +121,7 @@ def _read_pod(raw: Raw, names: ResourceNames, used: defaultdict[str, Counter[str
         read = read_pod_json(raw)
     except Corrupt:
         return None
-    needs = pod_needs(raw, names.names)
+    needs = pod_needs(read.spec, names.names)
     if read.spec.node_name:
         used[read.spec.node_name].update(needs.requests)
     if not asks_for_ours(read, names):

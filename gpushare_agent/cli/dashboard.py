@@ -19,6 +19,7 @@ from functools import partial
 from typing import Any, NoReturn
 
 from aiohttp import web
+from msgspec import field
 from msgspec.structs import replace
 
 from gpushare_agent import __version__
@@ -34,7 +35,6 @@ from gpushare_agent.extender.debug import StatePages
 from gpushare_agent.extender.decisions.pod_plan import signature_of
 from gpushare_agent.extender.metrics import ExtenderMetrics
 from gpushare_agent.extender.objects import read_node
-from gpushare_agent.extender.quota_state import QuotaState
 from gpushare_agent.extender.steps import in_steps
 from gpushare_agent.extender.values import ClusterPolicy
 from gpushare_agent.kit.http_answers import (
@@ -74,15 +74,10 @@ _READS = 8
 """Documents of agents that are read at once, each of up to 16 MiB."""
 
 
-class _Pods(PodsFeed):
+class _Pods(PodsFeed, kw_only=True, eq=False):
     """With what the scheduler wrote into each waiting pod."""
 
-    messages: dict[PodUid, str]
-
-    def __init__(self, **parts: Any) -> None:
-        # It decides nothing, so no pod is bound or reserved by it.
-        super().__init__(**parts, leads=lambda: False)
-        self.messages = {}
+    messages: dict[PodUid, str] = field(default_factory=dict)
 
     def put_pod(self, read: PodJson) -> bool:
         is_ours, uid = super().put_pod(read), PodUid(read.meta.uid or "")
@@ -110,13 +105,14 @@ class ClusterPage:
         self._lost: Lost | None = None
         self._names = names = replace(names, gpu=())  # of NVIDIA's units a node's object says nothing
         self._port = port
-        metrics, quota = ExtenderMetrics(), QuotaState(names)
+        metrics = ExtenderMetrics()
         policy = ClusterPolicy(names=names, share_policy=settings.placement.share_policy)
         self._state = ClusterState(policy=policy)
-        self._pods = _Pods(state=self._state, names=names, metrics=metrics, quota=quota)
+        # It decides nothing, so no pod is bound or reserved by it.
+        self._pods = _Pods(state=self._state, names=names, metrics=metrics, leads=lambda: False)
         labels = settings.extender
         read = partial(read_node, names=names, model_label=labels.model_label, pool_label=labels.pool_label)
-        nodes = NodesFeed(state=self._state, read=read, metrics=metrics, quota=quota, reported=self._pods.reported)
+        nodes = NodesFeed(state=self._state, read=read, metrics=metrics, reported=self._pods.reported)
         self._informers = (
             Informer(kind="nodes", watched=ALL_NODES, handler=nodes, metrics=metrics),
             Informer(kind="pods", watched=LIVE_PODS, handler=self._pods, metrics=metrics),

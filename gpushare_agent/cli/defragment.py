@@ -16,7 +16,7 @@ from gpushare_agent.cli.cluster_reading import ReadCluster, read_cluster_view
 from gpushare_agent.cli.command_line import Form
 from gpushare_agent.cli.render_text import counted, plain, print_as
 from gpushare_agent.cluster.kube.budgets import BUDGETS, Budget, read_budget
-from gpushare_agent.cluster.kube.lists import KubeLists
+from gpushare_agent.cluster.kube.session import KubeLists
 from gpushare_agent.extender.decisions.changes import gpus_text
 from gpushare_agent.extender.decisions.defragment import Advice, Freed, defragment
 from gpushare_agent.model.errors import NotFound, Rejected

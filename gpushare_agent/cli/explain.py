@@ -242,7 +242,8 @@ async def _place_of(settings: Settings, pod: str, namespace: str) -> str:
     try:
         async with asyncio.timeout(_ASKED_FOR_S), open_cluster(settings) as api:
             raw = await read_pod(api, namespace, pod)
-            found, scheduler = read_pod_json(raw), pod_needs(raw).scheduler
+            found = read_pod_json(raw)
+            scheduler = pod_needs(found.spec).scheduler
     except NotFound as error:
         return f"{error}."
     except (AgentError, TimeoutError):

@@ -37,7 +37,8 @@ _MOST_BLOCKS = 1_000_000
 
 async def explain_waiting(api: KubeApi, settings: Settings, raw: Raw, *, form: Form) -> int:
     """Raises AgentError: the pod asks for no share, or the cluster cannot be read."""
-    pod, needs = read_pod_json(raw), pod_needs(raw)
+    pod = read_pod_json(raw)
+    needs = pod_needs(pod.spec)
     name = f"{pod.meta.namespace}/{pod.meta.name}"
     try:
         read = await read_cluster_view(api, settings)

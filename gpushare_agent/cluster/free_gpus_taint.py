@@ -12,8 +12,9 @@ from collections.abc import Iterable, Mapping
 
 from msgspec import Struct
 
+from gpushare_agent.cluster.kube.objects import NodeJson
 from gpushare_agent.cluster.node_annotations import OWN_PREFIX
-from gpushare_agent.cluster.node_facts import NodeObject, NodePatch
+from gpushare_agent.cluster.node_facts import NodePatch
 from gpushare_agent.model.allocations import NO_CHARGE, Charge
 from gpushare_agent.model.gpus import Gpu
 from gpushare_agent.model.names import GpuUuid
@@ -51,7 +52,7 @@ def has_taint(desired: FreeGpus, *, is_there: bool) -> bool:
     return desired.part > desired.taint_above
 
 
-def plan_taint_patch(node: NodeObject, desired: FreeGpus) -> NodePatch:
+def plan_taint_patch(node: NodeJson, desired: FreeGpus) -> NodePatch:
     """The taints that the node should have instead of those that it has."""
     # They are replaced as a whole: of taints that could not be read somebody else's would be lost.
     if node.taints is None:

@@ -17,10 +17,10 @@ from collections.abc import Callable, Collection
 from typing import NoReturn, Protocol
 
 import structlog
-from msgspec import Raw, Struct
+from msgspec import Raw, Struct, field
 
-from gpushare_agent.cluster.kube.lists import KubeLists, Watched, WatchEvent
 from gpushare_agent.cluster.kube.objects import object_meta
+from gpushare_agent.cluster.kube.session import KubeLists, Watched, WatchEvent
 from gpushare_agent.kit.backoff import Backoff
 from gpushare_agent.model.errors import AgentError, Conflict, Corrupt, Rejected
 from gpushare_agent.model.pods import version_number
@@ -31,16 +31,18 @@ HEALTHY_S = 10.0
 """A watch that lasted so long proves the connection: the next one starts at once."""
 
 
-class Handler(Protocol):
+class Handler:
     """Where the objects go, as undecoded JSON; subclass it. Corrupt means: unreadable, its last readable state stays."""
 
-    def key(self, raw: Raw) -> str: ...
+    def key(self, raw: Raw) -> str:
+        raise NotImplementedError
 
     def put(self, raw: Raw) -> bool:
         """Whether the object is of interest; one that no longer is will be removed."""
-        ...
+        raise NotImplementedError
 
-    def remove(self, key: str) -> None: ...
+    def remove(self, key: str) -> None:
+        raise NotImplementedError
 
     def list_begins(self) -> None:
         """The API server has not been asked yet: what is known now by other ways, and not listed then, is gone."""
@@ -67,46 +69,26 @@ class Lost(Struct, frozen=True, kw_only=True):
     why: str
 
 
-class _Cycle(Struct, kw_only=True):
-    """One list, where needed, and one watch."""
-
-    began_at: float = float("inf")
-    """The watch's begin; it never began where this is infinite."""
-    has_listed: bool = False
-    events: int = 0
-    error: AgentError | None = None
-
-
-class Informer:
+class Informer(Struct, kw_only=True, eq=False):
     """`run` once; `refresh` at any time while it runs. `kind` names the objects in logs and metrics."""
 
-    def __init__(
-        self,
-        *,
-        kind: str,
-        watched: Watched,
-        handler: Handler,
-        metrics: CountsInforming,
-        backoff: Backoff | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self.kind = kind
-        self._watched = watched
-        self._handler = handler
-        self._metrics = metrics
-        self._backoff = backoff or Backoff(base_s=0.5, cap_s=30.0)
-        self._clock = clock
-        self._version = ""
-        self._known: set[str] = set()
-        self._lists_requested = 0
-        # Below the requests, of which there are none yet: the first list is made without being asked for.
-        self._lists_done = -1
-        self._is_listed = asyncio.Event()
-        self._scope: asyncio.Timeout | None = None
-        self.last_message_at: float | None = None
-        """When a list or an event last came from the API server, by the monotonic clock."""
-        self.lost: Lost | None = None
-        """Since when nothing could be listed or watched, and why; None once a watch is under way."""
+    kind: str
+    watched: Watched
+    handler: Handler
+    metrics: CountsInforming
+    backoff: Backoff = Backoff(base_s=0.5, cap_s=30.0)
+    clock: Callable[[], float] = time.monotonic
+    _version: str = ""
+    _known: set[str] = field(default_factory=set)
+    _lists_requested: int = 0
+    # Below the requests, of which there are none yet: the first list is made without being asked for.
+    _lists_done: int = -1
+    _is_listed: asyncio.Event = field(default_factory=asyncio.Event)
+    _scope: asyncio.Timeout | None = None
+    last_message_at: float | None = None
+    """When a list or an event last came from the API server, by the monotonic clock."""
+    lost: Lost | None = None
+    """Since when nothing could be listed or watched, and why; None once a watch is under way."""
 
     @property
     def has_listed(self) -> bool:
@@ -158,99 +140,96 @@ class Informer:
         | gone (410) where it went on        | 1           | the first step of back-off  |
         | any other, and a failed list       | one more    | the next step               |
         """
-        cycle = _Cycle()
-        await self._run_cycle(api, cycle)
-        is_healthy = self._clock() - cycle.began_at >= HEALTHY_S
-        # An API server that was away, and cannot continue the watch, is back: its list is what all others wait for.
-        is_back = isinstance(cycle.error, Conflict) and not cycle.has_listed
-        failures = 1 if is_healthy or is_back or (cycle.events and cycle.error is None) else failures + 1
-        delay_s = 0.0 if is_healthy and cycle.error is None else self._backoff.delay_s(failures)
-        # Before the pause, so that the log says when it goes on.
-        self._report(cycle.error, delay_s)
-        await asyncio.sleep(delay_s)
-        return failures
-
-    async def _run_cycle(self, api: KubeLists, cycle: _Cycle) -> None:
+        # Infinite: the watch never began.
+        began_at, events, has_listed, error = float("inf"), 0, False, None
         try:
             # Otherwise the watch goes on where it ended: a list of a large cluster is not made for a connection that
             # broke.
             if not self._version or self._lists_done < self._lists_requested:
-                cycle.has_listed = True
+                has_listed = True
                 await self._list(api)
-            async with api.watch_all(self._watched, self._version) as stream:
-                cycle.began_at = self._clock()
-                self.lost = None
-                # The stream has its own limits (lists.py): a silent one ends as Unavailable.
+            async with api.watch_all(self.watched, self._version) as stream:
+                began_at, self.lost = self.clock(), None
+                # The stream has its own limits (session.py): a silent one ends as Unavailable.
                 async for event in stream:
-                    cycle.events += 1
-                    self.last_message_at = self._clock()
+                    events += 1
+                    self.last_message_at = self.clock()
                     self._apply(event)
         except AgentError as e:
-            cycle.error = e
+            error = e
             # The error of now; the time is that of the first one.
-            self.lost = Lost(since=self.lost.since if self.lost is not None else self._clock(), why=str(e))
+            self.lost = Lost(since=self.lost.since if self.lost is not None else self.clock(), why=str(e))
             # Versions are numbers in every API server that is known: another one may be why the watch is refused.
             is_version_odd = isinstance(e, Rejected) and not version_number(self._version)
             if isinstance(e, Conflict | Corrupt) or is_version_odd:
                 self._version = ""  # too old, unreadable from here on, or no version at all: only a new list helps
+        is_healthy = self.clock() - began_at >= HEALTHY_S
+        # An API server that was away, and cannot continue the watch, is back: its list is what all others wait for.
+        is_back = isinstance(error, Conflict) and not has_listed
+        failures = 1 if is_healthy or is_back or (events and error is None) else failures + 1
+        delay_s = 0.0 if is_healthy and error is None else self.backoff.delay_s(failures)
+        # Before the pause, so that the log says when it goes on.
+        self._report(error, delay_s)
+        await asyncio.sleep(delay_s)
+        return failures
 
     async def _list(self, api: KubeLists) -> None:
         # Before the first page: a `refresh` during the list needs another one.
-        requested, began_at = self._lists_requested, self._clock()
-        self._handler.list_begins()
-        keys, version = await api.list_all(self._watched, self._put_listed)
+        requested, began_at = self._lists_requested, self.clock()
+        self.handler.list_begins()
+        keys, version = await api.list_all(self.watched, self._put_listed)
         listed = set(keys)
         # Sorted, so that handlers see the same order for the same cluster.
         missing = sorted(self._known - listed)
         self._known &= listed
         # The handler removes them, for it may know better: the node's pods compare their versions.
-        self._handler.list_ended(listed, missing, version)
+        self.handler.list_ended(listed, missing, version)
         self._version = version
         self._lists_done = requested
         self._is_listed.set()
-        self.last_message_at = self._clock()
-        self._metrics.listed(self.kind, self.last_message_at - began_at)
+        self.last_message_at = self.clock()
+        self.metrics.listed(self.kind, self.last_message_at - began_at)
         log.info("listed", kind=self.kind, objects=len(listed), kept=len(self._known), version=version)
 
     def _put_listed(self, raw: Raw) -> str:
         self._put(raw)
         try:
             # An unreadable object that has a key is listed all the same: its last readable state stays.
-            return self._handler.key(raw)
+            return self.handler.key(raw)
         except Corrupt:
             return ""
 
     def _apply(self, event: WatchEvent) -> None:
         if event.type == "DELETED":
             # By the key alone: what a deleted object asks for may be unreadable.
-            self._remove(self._handler.key(event.object))
+            self._remove(self.handler.key(event.object))
         elif event.type in ("ADDED", "MODIFIED"):
             self._put(event.object)
         elif event.type != "BOOKMARK":
-            raise Corrupt(f"cannot watch {self._watched.what}: unknown event type {event.type[:80]!r}")
+            raise Corrupt(f"cannot watch {self.watched.what}: unknown event type {event.type[:80]!r}")
         # Every event moves the place to go on from, bookmarks above all: they are sent for that.
         self._version = object_meta(event.object, self.kind).version or self._version
 
     def _put(self, raw: Raw) -> None:
         try:
-            key = self._handler.key(raw)
-            if self._handler.put(raw):
+            key = self.handler.key(raw)
+            if self.handler.put(raw):
                 self._known.add(key)
             else:
                 self._remove(key)
         except Corrupt as e:
-            self._metrics.unreadable(self.kind)
+            self.metrics.unreadable(self.kind)
             log.warning("object_unreadable", kind=self.kind, error=str(e), then="its last readable state stays")
 
     def _remove(self, key: str) -> None:
         # Deleted objects that never were of interest are not the handler's.
         if key in self._known:
             self._known.discard(key)
-            self._handler.remove(key)
+            self.handler.remove(key)
 
     def _report(self, error: AgentError | None, delay_s: float) -> None:
         outcome = "ended" if error is None else type(error).__name__.lower()
-        self._metrics.watch_ended(self.kind, outcome)
+        self.metrics.watch_ended(self.kind, outcome)
         if error is None:
             # The API server ends each watch after some minutes: nothing has happened.
             log.debug("watch_ended", kind=self.kind, retry_in_s=round(delay_s, 2))

@@ -12,7 +12,7 @@ import json
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import reduce
 from types import MappingProxyType
-from typing import Annotated, Any, TypeGuard
+from typing import Annotated, Literal, TypeVar
 
 from msgspec import UNSET, Meta, Struct, UnsetType, ValidationError, convert
 from msgspec.json import encode
@@ -24,6 +24,8 @@ from gpushare_agent.model.names import CORES_PER_GPU, GpuUuid, PodUid
 from gpushare_agent.model.pods import Pod
 from gpushare_agent.model.resources import ResourceNames
 from gpushare_agent.placement.gpu_account import GpuAccount, account_of
+
+T = TypeVar("T")
 
 OWN_PREFIX = "gpushare-agent"
 GPUS_ANNOTATION = f"{OWN_PREFIX}/cards"
@@ -68,18 +70,11 @@ def parse_gpus(text: object) -> ReportedGpus:
     Raises:
         Corrupt: what is wrong, without the annotation's name.
     """
-    raw = parse_document(text, GPUS_SCHEMA)
-    raw_gpus, block_mib = raw.get("cards"), raw.get("memory_block_mib")
-    if not isinstance(raw_gpus, list):
-        raise Corrupt("`cards` is no list")
-    if len(raw_gpus) > MAX_GPUS:
-        raise Corrupt(f"it lists {len(raw_gpus)} GPUs, more than {MAX_GPUS}")
-    if block_mib is not None and (not is_count(block_mib, MAX_BLOCK_MIB) or not block_mib):
-        raise Corrupt("`memory_block_mib` is no size of a memory block")
-    gpus = tuple(_gpu(raw_gpu, position) for position, raw_gpu in enumerate(raw_gpus))
+    document = _read(_Cards, text)
+    gpus = tuple(map(_gpu, document.cards))
     if len({gpu.index for gpu in gpus}) != len(gpus):
         raise Corrupt("two GPUs have the same index")
-    return ReportedGpus(gpus=gpus, memory_block_mib=block_mib)
+    return ReportedGpus(gpus=gpus, memory_block_mib=document.memory_block_mib)
 
 
 def parse_allocations(text: object, indexes: Collection[int]) -> ReportedAllocations:
@@ -89,41 +84,26 @@ def parse_allocations(text: object, indexes: Collection[int]) -> ReportedAllocat
     Raises:
         Corrupt: what is wrong, without the annotation's name.
     """
-    document = parse_document(text, ALLOCATIONS_SCHEMA)
-    raw = document.get("held")
-    if not isinstance(raw, dict):
-        raise Corrupt("`held` is no JSON object")
-    if len(raw) > MAX_PODS:
-        raise Corrupt(f"it names {len(raw)} pods, more than {MAX_PODS}")
+    document = _read(_Held, text)
+    # By text, as JSON has keys: `01` or `+1` is no index that an agent writes.
     by_key = {str(index): index for index in indexes}
-    of_pod = {PodUid(uid): _charges(uid, raw[uid], by_key) for uid in sorted(raw)}
-    return ReportedAllocations(of_pod=of_pod, is_truncated=document.get("truncated") is True)
+    of_pod = {PodUid(uid): _charges(uid, counts, by_key) for uid, counts in sorted(document.held.items())}
+    return ReportedAllocations(of_pod=of_pod, is_truncated=document.truncated is True)
 
 
-def parse_document(text: object, schema: int) -> dict[str, Any]:
-    """The JSON object of an annotation that states its schema.
-
-    Raises:
-        Corrupt: what is wrong, without the annotation's name.
-    """
+def _read(schema: type[T], text: object) -> T:
+    """Raises Corrupt: what is wrong, without the annotation's name."""
     if not isinstance(text, str):
         raise Corrupt("it is no text")
     if len(text) > MAX_ANNOTATION_CHARS:
         raise Corrupt(f"it has {len(text)} characters, more than {MAX_ANNOTATION_CHARS}")
     try:
-        raw = json.loads(text)
+        # By json, which takes half a surrogate pair in a text: a GPU must not be lost for its name.
+        return convert(json.loads(text), schema)
+    except ValidationError as error:
+        raise Corrupt(str(error)) from error
     except (ValueError, RecursionError) as error:
         raise Corrupt("it is no JSON") from error
-    if not isinstance(raw, dict):
-        raise Corrupt("it is no JSON object")
-    # In Python True is 1; in JSON it is a mistake.
-    if raw.get("schema") != schema or isinstance(raw.get("schema"), bool):
-        raise Corrupt(f"its `schema` is not {schema}, which is all that is understood here")
-    return raw
-
-
-def is_count(value: object, most: int) -> TypeGuard[int]:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= most
 
 
 def even_gpus(counts: Mapping[str, int], names: ResourceNames) -> tuple[int, int]:
@@ -158,11 +138,23 @@ class _Gpu(Struct):
     mig: _Mig | UnsetType = UNSET
 
 
-def _gpu(raw: object, position: int) -> GpuReport:
-    try:
-        gpu = convert(raw, _Gpu)
-    except ValidationError as error:
-        raise Corrupt(f"the GPU at place {position} of the list: {error}") from error
+class _Cards(Struct):
+    schema: Literal[1]
+    cards: Annotated[list[_Gpu], Meta(max_length=MAX_GPUS)]
+    memory_block_mib: Annotated[int, Meta(gt=0, le=MAX_BLOCK_MIB)] | None = None
+
+
+_Uid = Annotated[str, Meta(min_length=1, max_length=_MAX_UID_CHARS)]
+_Counts = Annotated[list[Annotated[int, Meta(ge=0, le=_MAX_COUNT)]], Meta(max_length=_COUNTS)]
+
+
+class _Held(Struct):
+    schema: Literal[1]
+    held: Annotated[dict[_Uid, dict[str, _Counts]], Meta(max_length=MAX_PODS)]
+    truncated: object = None
+
+
+def _gpu(gpu: _Gpu) -> GpuReport:
     # Agents write `true`: a text is from an agent of another version, or a person.
     why = gpu.cordoned[:MAX_TEXT_CHARS] if isinstance(gpu.cordoned, str) else ""
     mig = gpu.mig
@@ -176,7 +168,7 @@ def _gpu(raw: object, position: int) -> GpuReport:
         would_be_healthy=gpu.would_be_healthy is True,
         unhealthy_reason=gpu.reason[:MAX_REASON_CHARS] if isinstance(gpu.reason, str) and not gpu.is_healthy else "",
         # Placement does without the NUMA node and the links: a report is not refused for them.
-        numa=gpu.numa if is_count(gpu.numa, _MAX_NUMA) else None,
+        numa=gpu.numa if type(gpu.numa) is int and 0 <= gpu.numa <= _MAX_NUMA else None,
         links=_words(gpu.links),
         mig=MigReport(label=mig.label[:MAX_TEXT_CHARS], profile=mig.profile[:MAX_TEXT_CHARS], takes_shares=mig.shares)
         if mig
@@ -184,34 +176,18 @@ def _gpu(raw: object, position: int) -> GpuReport:
     )
 
 
-def _charges(uid: str, raw: object, indexes: Mapping[str, int]) -> dict[int, Charge]:
-    if not uid or len(uid) > _MAX_UID_CHARS:
-        raise Corrupt("a pod's UID is empty or too long")
-    if not isinstance(raw, dict):
-        raise Corrupt(f"what pod {uid} has is no JSON object")
+def _charges(uid: str, of_gpus: Mapping[str, Sequence[int]], indexes: Mapping[str, int]) -> dict[int, Charge]:
     charges = {}
-    for key, counts in raw.items():
-        # By text, as JSON has keys: `01` or `+1` is no index that an agent writes.
+    for key, counts in of_gpus.items():
         index = indexes.get(key)
         if index is None:
             raise Corrupt(f"pod {uid} has something of GPU {key[:20]!r}, which the node does not have")
-        charges[index] = _charge(f"what pod {uid} has of GPU {index}", counts)
+        cores, blocks, units, wholes = [*counts, 0, 0, 0, 0][:_COUNTS]  # the agent leaves zeros at the end out
+        charges[index] = Charge(cores, blocks, units, wholes)
+        # More would make what is free negative, and the account wrong for all others.
+        if cores > CORES_PER_GPU or wholes > 1:
+            raise Corrupt(f"what pod {uid} has of GPU {index} is more than a GPU")
     return dict(sorted(charges.items()))
-
-
-_Counts = Annotated[list[Annotated[int, Meta(ge=0, le=_MAX_COUNT)]], Meta(max_length=_COUNTS)]
-
-
-def _charge(where: str, raw: object) -> Charge:
-    try:
-        counts = convert(raw, _Counts)
-    except ValidationError as error:
-        raise Corrupt(f"{where} is no list of at most {_COUNTS} counts: {error}") from error
-    cores, blocks, units, wholes = [*counts, 0, 0, 0, 0][:_COUNTS]  # the agent leaves zeros at the end out
-    # More would make what is free negative, and the account wrong for all others.
-    if cores > CORES_PER_GPU or wholes > 1:
-        raise Corrupt(f"{where} is more than a GPU")
-    return Charge(cores, blocks, units, wholes)
 
 
 def _words(raw: object) -> tuple[str, ...]:

@@ -13,11 +13,11 @@ from collections import Counter
 from collections.abc import Mapping, Sequence, Set
 from types import MappingProxyType
 
-from msgspec import Raw, Struct, field
+from msgspec import Struct, field
 
 from gpushare_agent.cluster.feature_labels import PREFIX as FEATURES_PREFIX
 from gpushare_agent.cluster.feature_labels import TIMESTAMP_LABEL
-from gpushare_agent.cluster.kube.objects import read_node_json
+from gpushare_agent.cluster.kube.objects import NodeJson
 from gpushare_agent.cluster.node_annotations import (
     ALLOCATIONS_ANNOTATION,
     GPUS_ANNOTATION,
@@ -53,40 +53,29 @@ class NodeFacts(Struct, frozen=True, kw_only=True):
     features: Mapping[str, str] = field(default_factory=dict)
 
 
-def node_facts(  # noqa: PLR0913 - what the node reports, each by keyword
+def node_facts(
     inventory: GpuInventory,
+    report: str,
     *,
-    cordoned: Mapping[GpuUuid, bool],
-    memory_block_mib: int,
     label_prefix: str,
     node_labels: Mapping[str, str],
-    features: Mapping[str, str] | None = None,
-    shares_in_mig: bool = False,
-    unhealthy: Mapping[GpuUuid, str] = MappingProxyType({}),
+    features: Mapping[str, str] = MappingProxyType({}),
 ) -> NodeFacts:
-    """Everything that the node should have. `node_labels` are the operator's and win over what the driver reports;
-    `shares_in_mig` as ResourceNames has it. `cordoned` says of each
-    such GPU whether an uncordon would put it back in service, `unhealthy` what is wrong with a GPU itself."""
+    """Everything that the node should have. `report` is the annotation about the GPUs; `node_labels` are the operator's and
+    win over what the driver reports."""
     # One invalid label would have the API server refuse the patch, and all others with it.
     valid = {name: value for name, value in node_labels.items() if is_label(name, value)}
     labels = {**gpu_labels(inventory, label_prefix), **valid}
     # gpu-model is gpu-manager's: a node that is taken over from it has its value, which is to be replaced.
     owned = {GPU_MODEL_LABEL, *valid, *(name for name in labels if name.startswith(f"{OWN_PREFIX}/"))}
-    text = gpus_annotation(
-        inventory,
-        cordoned=cordoned,
-        memory_block_mib=memory_block_mib,
-        shares_in_mig=shares_in_mig,
-        unhealthy=unhealthy,
-    )
     return NodeFacts(
         labels=dict(sorted(labels.items())),
-        annotations={GPUS_ANNOTATION: text},
+        annotations={GPUS_ANNOTATION: report},
         owned=frozenset(owned),
         unusable=tuple(sorted(node_labels.keys() - valid.keys())),
         are_gpus_named=not inventory.gpus or bool(_named(inventory)),
         # The operator's labels win, those under NVIDIA's prefix too.
-        features={name: value for name, value in (features or {}).items() if name not in valid},
+        features={name: value for name, value in features.items() if name not in valid},
     )
 
 
@@ -156,22 +145,29 @@ def gpus_annotation(
     shares_in_mig: bool = False,
     unhealthy: Mapping[GpuUuid, str] = MappingProxyType({}),
 ) -> str:
-    """The GPUs as compact JSON. `links` has an entry for each GPU of the list, in its order; about 250 bytes a GPU."""
+    """The GPUs as compact JSON, about 250 bytes a GPU. `links` has an entry for each GPU of the list, in its order.
+    `shares_in_mig` as ResourceNames has it. `cordoned` says of each such GPU whether an uncordon would put it back in
+    service, `unhealthy` what is wrong with a GPU itself."""
     gpus = sorted(inventory.gpus, key=lambda gpu: gpu.index)
-    document = {
-        "schema": GPUS_SCHEMA,
-        "memory_block_mib": memory_block_mib,
-        # The annotation's own words stay: other readers know them (schema 1).
-        "cards": [
-            _gpu(gpu, gpus, inventory.topology)
-            # Only where it is true: 200 bytes a GPU, and most are not cordoned.
-            | ({"cordoned": True} if gpu.uuid in cordoned else {})
-            | ({"would_be_healthy": True} if cordoned.get(gpu.uuid) else {})
-            | ({"reason": unhealthy[gpu.uuid][:MAX_REASON_CHARS]} if gpu.uuid in unhealthy else {})
-            | ({"mig": {"label": gpu.label, "profile": gpu.mig.profile, "shares": shares_in_mig}} if gpu.mig else {})
-            for gpu in gpus
-        ],
-    }
+    cards = []
+    for gpu in gpus:
+        card: dict[str, object] = {
+            **{name: getattr(gpu, name) for name in ("index", "uuid", "name", "memory_mib", "is_healthy")},
+            "numa": gpu.numa_node,
+            "links": [_link_word(inventory.topology, gpu.index, other.index) for other in gpus],
+        }
+        # Only where it is true: 200 bytes a GPU, and most are not cordoned.
+        if gpu.uuid in cordoned:
+            card["cordoned"] = True
+        if cordoned.get(gpu.uuid):
+            card["would_be_healthy"] = True
+        if gpu.uuid in unhealthy:
+            card["reason"] = unhealthy[gpu.uuid][:MAX_REASON_CHARS]
+        if gpu.mig:
+            card["mig"] = {"label": gpu.label, "profile": gpu.mig.profile, "shares": shares_in_mig}
+        cards.append(card)
+    # The annotation's own words stay: other readers know them (schema 1).
+    document = {"schema": GPUS_SCHEMA, "memory_block_mib": memory_block_mib, "cards": cards}
     return json.dumps(document, separators=(",", ":"))
 
 
@@ -192,18 +188,6 @@ def _driver_labels(version: str, prefix: str) -> dict[str, str]:
         return {}
     base = f"{prefix}/cuda.driver-version"
     return {f"{base}.full": label_value(version), f"{base}.major": parts[0], f"{base}.minor": parts[1]}
-
-
-def _gpu(gpu: Gpu, gpus: Sequence[Gpu], topology: Topology) -> dict[str, object]:
-    return {
-        "index": gpu.index,
-        "uuid": gpu.uuid,
-        "name": gpu.name,
-        "memory_mib": gpu.memory_mib,
-        "is_healthy": gpu.is_healthy,
-        "numa": gpu.numa_node,
-        "links": [_link_word(topology, gpu.index, other.index) for other in gpus],
-    }
 
 
 def _link_word(topology: Topology, a: int, b: int) -> str:
@@ -228,17 +212,6 @@ _KUBERNETES_DOMAINS = ("kubernetes.io", "k8s.io")
 """Domains with all below them. A kubelet may not change labels of these (NodeRestriction), others it may change anyway."""
 
 
-class NodeObject(Struct, frozen=True, kw_only=True):
-    """What the node's object has of the fields that are written here. Values that are no text are left out."""
-
-    labels: Mapping[str, str]
-    annotations: Mapping[str, str]
-    capacity: Mapping[str, str]
-    taints: Sequence[Mapping[str, object]] | None = ()
-    """None: they could not be read."""
-    version: str = ""
-
-
 class NodePatch(Struct, frozen=True, kw_only=True):
     """What has to change; None removes. `foreign` are labels to which somebody else gave other values, left as they are;
     `unusable` those of the settings that Kubernetes would refuse."""
@@ -255,32 +228,29 @@ class NodePatch(Struct, frozen=True, kw_only=True):
     def is_empty(self) -> bool:
         return not (self.labels or self.annotations or self.capacity) and self.taints is None
 
-
-def parse_node(raw_node: Raw) -> NodeObject:
-    node = read_node_json(raw_node)
-    capacity = node.status.capacity or {}
-    return NodeObject(
-        labels=node.meta.labels,
-        annotations=node.meta.annotations,
-        capacity={name: quantity for name, quantity in capacity.items() if isinstance(quantity, str)},
-        taints=node.taints,
-        version=node.meta.version,
-    )
+    def body(self, version: str) -> tuple[str, Mapping[str, object]]:
+        """What it changes, in words, and the merge patch. The kubelet takes capacity over into what can be allocated."""
+        if self.capacity:
+            return "capacity", {"status": {"capacity": self.capacity}}
+        if self.taints is not None:
+            return "taints", {"metadata": {"resourceVersion": version}, "spec": {"taints": self.taints}}
+        metadata = {"labels": self.labels, "annotations": self.annotations}
+        return "labels and annotations", {"metadata": {key: value for key, value in metadata.items() if value}}
 
 
-def plan_facts_patch(node: NodeObject, desired: NodeFacts) -> NodePatch:
+def plan_facts_patch(node: NodeJson, desired: NodeFacts) -> NodePatch:
     """Labels and the annotation about the GPUs.
 
     A label is removed only where the node's own record says that the agent wrote it, and never one of Kubernetes, for the
     record may be forged. A label that somebody else wrote with another value is left, unless it is the agent's by name.
     Where GPU Feature Discovery runs, all labels of its prefix are its own.
     """
-    labels = node.labels
-    recorded = _recorded(node.annotations.get(LABELS_ANNOTATION, ""))
-    others_features = _of_feature_discovery(node, desired, recorded)
+    labels, present = node.meta.labels, node.meta.annotations
+    recorded = _recorded(present.get(LABELS_ANNOTATION, ""))
+    others_features = _of_feature_discovery(labels, present.get(FEATURES_ANNOTATION), desired, recorded)
     # GPU Feature Discovery has come after us: its labels are no longer ours to remove.
     recorded -= others_features
-    features = _features(node, desired) if not others_features else {}
+    features = _features(labels, desired) if not others_features else {}
     all_desired = {**desired.labels, **features}
     foreign = {
         name
@@ -297,9 +267,9 @@ def plan_facts_patch(node: NodeObject, desired: NodeFacts) -> NodePatch:
     annotations: dict[str, str | None] = {**desired.annotations, LABELS_ANNOTATION: ",".join(sorted(ours))}
     written_at = features.get(TIMESTAMP_LABEL)
     # While the driver is away the labels stay, and the record of them with them.
-    if desired.are_gpus_named and node.annotations.get(FEATURES_ANNOTATION) != written_at:
+    if desired.are_gpus_named and present.get(FEATURES_ANNOTATION) != written_at:
         annotations[FEATURES_ANNOTATION] = written_at
-    changed = {name: value for name, value in annotations.items() if node.annotations.get(name) != value}
+    changed = {name: value for name, value in annotations.items() if present.get(name) != value}
     return NodePatch(
         labels=dict(sorted({**set_labels, **dict.fromkeys(gone)}.items())),
         annotations=dict(sorted(changed.items())),
@@ -308,39 +278,42 @@ def plan_facts_patch(node: NodeObject, desired: NodeFacts) -> NodePatch:
     )
 
 
-def _of_feature_discovery(node: NodeObject, desired: NodeFacts, recorded: Set[str]) -> Set[str]:
+def _of_feature_discovery(
+    labels: Mapping[str, str], own_timestamp: str | None, desired: NodeFacts, recorded: Set[str]
+) -> Set[str]:
     """Names under its prefix that are not the agent's to write or remove: all, where GPU Feature Discovery runs."""
     # GPU Feature Discovery writes its timestamp at each start: another value than ours is its work.
-    own_timestamp = node.annotations.get(FEATURES_ANNOTATION)
-    is_overwritten = node.labels.get(TIMESTAMP_LABEL, own_timestamp) != own_timestamp
-    if is_overwritten or any(name in node.labels and name not in recorded for name in desired.features):
-        names = node.labels.keys() | desired.features.keys()
+    is_overwritten = labels.get(TIMESTAMP_LABEL, own_timestamp) != own_timestamp
+    if is_overwritten or any(name in labels and name not in recorded for name in desired.features):
+        names = labels.keys() | desired.features.keys()
         return {name for name in names if name.startswith(FEATURES_PREFIX)} - desired.owned
     return frozenset()
 
 
-def _features(node: NodeObject, desired: NodeFacts) -> Mapping[str, str]:
+def _features(labels: Mapping[str, str], desired: NodeFacts) -> Mapping[str, str]:
     """The features, with the timestamp of before where nothing else changes."""
     # The time alone is no change: it would be a write to the API server with every comparison.
-    before = node.labels.get(TIMESTAMP_LABEL)
+    before = labels.get(TIMESTAMP_LABEL)
     if before is None or any(
-        node.labels.get(name) != value for name, value in desired.features.items() if name != TIMESTAMP_LABEL
+        labels.get(name) != value for name, value in desired.features.items() if name != TIMESTAMP_LABEL
     ):
         return desired.features
     return {**desired.features, TIMESTAMP_LABEL: before} if desired.features else desired.features
 
 
-def plan_allocations_patch(node: NodeObject, text: str) -> NodePatch:
+def plan_allocations_patch(node: NodeJson, text: str) -> NodePatch:
     """The annotation about the allocations."""
-    return NodePatch(annotations=_changed(node.annotations, {ALLOCATIONS_ANNOTATION: text}))
+    return NodePatch(annotations=_changed(node.meta.annotations, {ALLOCATIONS_ANNOTATION: text}))
 
 
-def plan_capacity_patch(node: NodeObject, desired: Mapping[str, int]) -> NodePatch:
+def plan_capacity_patch(node: NodeJson, desired: Mapping[str, int]) -> NodePatch:
     """Counts of extended resources in the node's capacity."""
-    return NodePatch(capacity=_changed(node.capacity, {resource: str(count) for resource, count in desired.items()}))
+    return NodePatch(
+        capacity=_changed(node.status.capacity or {}, {resource: str(count) for resource, count in desired.items()})
+    )
 
 
-def _changed(present: Mapping[str, str], desired: Mapping[str, str]) -> dict[str, str]:
+def _changed(present: Mapping[str, object], desired: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in desired.items() if present.get(name) != value}
 
 

@@ -15,15 +15,14 @@ from collections.abc import Callable, Mapping
 from typing import Generic, NoReturn, TypeVar
 
 import structlog
-from msgspec import Struct
+from msgspec import Struct, field
 
 from gpushare_agent.cluster.free_gpus_taint import FreeGpus, plan_taint_patch
 from gpushare_agent.cluster.kube.client import KubeApi
+from gpushare_agent.cluster.kube.objects import NodeJson, read_node_json
 from gpushare_agent.cluster.node_facts import (
     NodeFacts,
-    NodeObject,
     NodePatch,
-    parse_node,
     plan_allocations_patch,
     plan_capacity_patch,
     plan_facts_patch,
@@ -56,7 +55,7 @@ class NodeFields(Struct, Generic[T], frozen=True, kw_only=True):
     """
 
     name: str
-    plan: Callable[[NodeObject, T], NodePatch]
+    plan: Callable[[NodeJson, T], NodePatch]
     lost: str
     remedy: str = REMEDY
     gap_s: float
@@ -104,29 +103,20 @@ TAINT: NodeFields[FreeGpus] = NodeFields(
 )
 
 
-class NodeFieldsWriter(Generic[T]):
+class NodeFieldsWriter(Struct, Generic[T], kw_only=True, eq=False):
     """`changed` at any time, `run` once. `desired` is None while it is not known: then what the node has stays."""
 
-    def __init__(
-        self,
-        fields: NodeFields[T],
-        *,
-        node_name: str,
-        desired: Callable[[], T | None],
-        backoff: Backoff | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._fields = fields
-        self._node_name = node_name
-        self._desired = desired
-        self._backoff = backoff or Backoff(base_s=1.0, cap_s=fields.retry_cap_s)
-        self._clock = clock
-        self._is_changed = asyncio.Event()
-        self._is_known = False
-        self._node: NodeObject | None = None
-        self._read_at = float("-inf")
-        self._labels_reported = ReportOnce()
-        self._failure_reported: tuple[str, float] = ("", float("-inf"))
+    fields: NodeFields[T]
+    node_name: str
+    desired: Callable[[], T | None]
+    backoff: Backoff | None = None
+    clock: Callable[[], float] = time.monotonic
+    _is_changed: asyncio.Event = field(default_factory=asyncio.Event)
+    _is_known: bool = False
+    _node: NodeJson | None = None
+    _read_at: float = float("-inf")
+    _labels_reported: ReportOnce = field(default_factory=ReportOnce)
+    _failure_reported: tuple[str, float] = ("", float("-inf"))
 
     def changed(self) -> None:
         """What is desired may be another than before: compare soon."""
@@ -136,8 +126,9 @@ class NodeFieldsWriter(Generic[T]):
         """Keeps the fields true until cancelled. A failure is tried again with back-off, or with the next change: after
         an outage that is what the list of pods brings. A missing right is tried again with back-off up to once each
         period."""
-        fields, failures = self._fields, 0
-        refused_backoff = Backoff(base_s=self._backoff.base_s, cap_s=fields.period_s)
+        fields, failures = self.fields, 0
+        backoff = self.backoff or Backoff(base_s=1.0, cap_s=fields.retry_cap_s)
+        refused_backoff = Backoff(base_s=backoff.base_s, cap_s=fields.period_s)
         while True:
             # Before the comparison: a change during it is another one.
             self._is_changed.clear()
@@ -153,7 +144,7 @@ class NodeFieldsWriter(Generic[T]):
                     # Not a whole period at first: an API server that has just started may not know its roles yet.
                     await asyncio.sleep(refused_backoff.delay_s(failures))
                     continue
-                delay_s = self._backoff.delay_s(failures)
+                delay_s = backoff.delay_s(failures)
                 # Never sooner than after a success, however many changes come.
                 await asyncio.sleep(min(delay_s, fields.gap_s))
                 # A change ends the rest of the wait: after an outage the list of pods is one.
@@ -169,44 +160,39 @@ class NodeFieldsWriter(Generic[T]):
 
     async def _reconcile(self, api: KubeApi) -> bool:
         """One comparison; whether the node was patched."""
-        desired = self._desired()
+        desired = self.desired()
         node = self._node
         # Fields that change with every pod must not cost a read of the node for each: the last patch returned it.
-        is_due = not self._fields.change_often or self._clock() - self._read_at >= self._fields.period_s
+        is_due = not self.fields.change_often or self.clock() - self._read_at >= self.fields.period_s
         if desired is not None and (node is None or is_due):
-            node = self._node = parse_node(await api.get_node(self._node_name))
-            self._read_at = self._clock()
-            desired = self._desired()  # the newest: the node may have taken a while to read
+            node = self._node = read_node_json(await api.get_node(self.node_name))
+            self._read_at = self.clock()
+            desired = self.desired()  # the newest: the node may have taken a while to read
         self._is_known = desired is not None
         if desired is None or node is None:
             return False
-        patch = self._fields.plan(node, desired)
-        if self._fields.needs_version and not patch.is_empty:
-            node = self._node = parse_node(await api.get_node(self._node_name))
-            patch = self._fields.plan(node, desired)
+        patch = self.fields.plan(node, desired)
+        if self.fields.needs_version and not patch.is_empty:
+            node = self._node = read_node_json(await api.get_node(self.node_name))
+            patch = self.fields.plan(node, desired)
         self._report_labels(patch)
         if patch.is_empty:
             return False
+        what, body = patch.body(node.meta.version)
         # Capacity is in the subresource status, which has a right of its own.
-        if patch.capacity:
-            raw_node = await api.patch_node_capacity(self._node_name, patch.capacity)
-        elif patch.taints is not None:
-            raw_node = await api.replace_node_taints(self._node_name, patch.taints, version=node.version)
-        else:
-            raw_node = await api.patch_node_metadata(
-                self._node_name, labels=patch.labels, annotations=patch.annotations
-            )
+        subresource = "status" if patch.capacity else ""
+        raw_node = await api.patch_node(self.node_name, what, body, subresource=subresource)
         # As the API server has it now, with what others wrote meanwhile.
-        self._node = parse_node(raw_node)
+        self._node = read_node_json(raw_node)
         self._report_written(patch)
         return True
 
     def _report_written(self, patch: NodePatch) -> None:
         # Allocations change with every pod; labels, capacity and a taint are worth a line.
-        (log.debug if self._fields.change_often and patch.taints is None else log.info)(
+        (log.debug if self.fields.change_often and patch.taints is None else log.info)(
             "node_fields_written",
-            node=self._node_name,
-            fields=self._fields.name,
+            node=self.node_name,
+            fields=self.fields.name,
             labels={name: value for name, value in patch.labels.items() if value is not None},
             removed=[name for name, value in patch.labels.items() if value is None],
             annotations=sorted(patch.annotations),
@@ -226,14 +212,14 @@ class NodeFieldsWriter(Generic[T]):
         """Logs the same failure once an hour."""
         reported, at = self._failure_reported
         # A right that is missing for good would otherwise fill the log with one text.
-        if reported == error and self._clock() - at < REPORT_AGAIN_S:
+        if reported == error and self.clock() - at < REPORT_AGAIN_S:
             return
-        self._failure_reported = (error, self._clock())
+        self._failure_reported = (error, self.clock())
         log.warning(
             "node_fields_not_written",
-            node=self._node_name,
-            fields=self._fields.name,
+            node=self.node_name,
+            fields=self.fields.name,
             error=error,
-            lost=self._fields.lost,
-            cure=self._fields.remedy if is_refused else "none: it is tried again",
+            lost=self.fields.lost,
+            cure=self.fields.remedy if is_refused else "none: it is tried again",
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
@@ -19,8 +19,8 @@ from gpushare_agent.cluster.informer import Informer
 from gpushare_agent.cluster.kube.client import pods_of_node
 from gpushare_agent.cluster.kube.pods import mistyped_annotations
 from gpushare_agent.cluster.node_annotations import allocations_annotation, allocations_by_pod
-from gpushare_agent.cluster.node_facts import NodeFacts, node_facts
-from gpushare_agent.cluster.node_fields import ALLOCATIONS, CAPACITY, FACTS, TAINT, NodeFieldsWriter
+from gpushare_agent.cluster.node_facts import NodeFacts, gpus_annotation, node_facts
+from gpushare_agent.cluster.node_fields import ALLOCATIONS, CAPACITY, FACTS, TAINT, NodeFields, NodeFieldsWriter
 from gpushare_agent.cluster.pod_annotations import PodAnnotations, pod_annotations
 from gpushare_agent.cluster.pod_store import NodePods, PodStore
 from gpushare_agent.cluster.rejected_pods import RejectedPods
@@ -49,7 +49,7 @@ class _RunsOnApi(Protocol):
 
 
 class ClusterPart(Struct, frozen=True, kw_only=True):
-    """A writer is None where the settings switch it off."""
+    """`node_fields` are those that the settings have the agent write, by name."""
 
     node: Node
     store: PodStore
@@ -58,16 +58,12 @@ class ClusterPart(Struct, frozen=True, kw_only=True):
     annotations: PodAnnotations
     pod_events: PodEvents
     node_events: NodeEvents
-    rejected_pods: RejectedPods | None
-    node_capacity: NodeFieldsWriter[Mapping[str, int]] | None
-    node_facts: NodeFieldsWriter[NodeFacts] | None
-    node_allocations: NodeFieldsWriter[str] | None
-    node_taint: NodeFieldsWriter[FreeGpus] | None
+    node_fields: Mapping[str, NodeFieldsWriter[Any]]
     kubelet_facts: KubeletFacts
     may_write: asyncio.Event = field(default_factory=asyncio.Event)
     """Set once this agent serves: one that waits for another to leave reads only."""
     further: dict[str, _RunsOnApi | None] = field(default_factory=dict)
-    """What else writes to the API server, put here by the composition."""
+    """What else writes to the API server; more is put here by the composition."""
 
     def late_tasks(self) -> Tasks:
         """Late: the Kubernetes client alone costs a third of a second to load."""
@@ -75,15 +71,15 @@ class ClusterPart(Struct, frozen=True, kw_only=True):
 
     def gpus_changed(self) -> None:
         """What the node's object says of the GPUs may be another than before."""
-        # None where the settings have the agent write nothing to it.
-        for writer in (self.node_facts, self.node_taint):
-            if writer is not None:
-                writer.changed()
+        self._changed(FACTS, TAINT)
 
     def allocations_changed(self) -> None:
         """What the node's object says of them may be another than before."""
-        for writer in (self.node_allocations, self.node_taint):
-            if writer is not None:
+        self._changed(ALLOCATIONS, TAINT)
+
+    def _changed(self, *fields: NodeFields[Any]) -> None:
+        for one in fields:
+            if (writer := self.node_fields.get(one.name)) is not None:
                 writer.changed()
 
     def pod_changed(self, old: Pod | None, new: Pod | None) -> None:
@@ -119,21 +115,15 @@ class ClusterPart(Struct, frozen=True, kw_only=True):
                 # During an update two agents run for a moment: the one that serves writes, or each would undo the
                 # other's fields.
                 await self.may_write.wait()
-                start_tasks(group, _bound(api, self._writers()))
+                writers: dict[str, _RunsOnApi | None] = {
+                    "pod annotations": self.annotations,
+                    "pod events": self.pod_events,
+                    "node events": self.node_events,
+                    **{f"node {name}": writer for name, writer in self.node_fields.items()},
+                    **self.further,
+                }
+                start_tasks(group, _bound(api, writers))
         raise AssertionError("the tasks do not return")
-
-    def _writers(self) -> Mapping[str, _RunsOnApi | None]:
-        return {
-            "pod annotations": self.annotations,
-            "pod events": self.pod_events,
-            "node events": self.node_events,
-            "node capacity": self.node_capacity,
-            "node facts": self.node_facts,
-            "node allocations": self.node_allocations,
-            "node taint": self.node_taint,
-            "rejected pods": self.rejected_pods,
-            **self.further,
-        }
 
     async def _open_api(self, stack: AsyncExitStack) -> KubeApi:
         """The API server's client. Credentials that are not there yet are waited for; a wrong configuration is not."""
@@ -154,23 +144,22 @@ def _bound(api: KubeApi, clients: Mapping[str, _RunsOnApi | None]) -> Tasks:
 def build(node: Node, store: PodStore) -> ClusterPart:
     """Joined, not started."""
     settings, names, node_name = node.settings, node.names, node.settings.node_name
-    rejected_pods = node_capacity = node_facts = node_allocations = node_taint = static_pods = None
+    rejected_pods = static_pods = None
     if settings.allocation.cleanup_rejected_pods:
         rejected_pods = RejectedPods(
             pods=store, resources=names.names, per_minute=settings.allocation.cleanup_per_minute, metrics=node.metrics
         )
+    wanted: list[tuple[NodeFields[Any], Callable[[], object]]] = []
     # GPUShare's tools read the number of GPUs from the node's capacity, which no device plugin serves.
     if settings.gpushare.enabled:
         resource = settings.gpushare.count_resource
-        node_capacity = NodeFieldsWriter(
-            CAPACITY, node_name=node_name, desired=lambda: {resource: len(node.gpus().gpus)}
-        )
+        wanted += [(CAPACITY, lambda: {resource: len(node.gpus().gpus)})]
     if settings.facts.is_written:
-        node_facts = NodeFieldsWriter(FACTS, node_name=node_name, desired=partial(_desired_facts, node))
-        node_allocations = NodeFieldsWriter(
-            ALLOCATIONS, node_name=node_name, desired=partial(_desired_allocations, node)
-        )
-        node_taint = NodeFieldsWriter(TAINT, node_name=node_name, desired=partial(desired_free_gpus, node))
+        wanted += [
+            (FACTS, partial(_desired_facts, node)),
+            (ALLOCATIONS, partial(_desired_allocations, node)),
+            (TAINT, partial(desired_free_gpus, node)),
+        ]
     kubelet = settings.kubelet
     # Only there: reading the kubelet's own API needs a right that not every installation gives.
     if kubelet.api_address:
@@ -193,11 +182,10 @@ def build(node: Node, store: PodStore) -> ClusterPart:
         annotations=PodAnnotations(pods=store, desired=desired_of_pod, metrics=node.metrics),
         pod_events=PodEvents(node_name, count=node.metrics.pod_event),
         node_events=NodeEvents(node_name),
-        rejected_pods=rejected_pods,
-        node_capacity=node_capacity,
-        node_facts=node_facts,
-        node_allocations=node_allocations,
-        node_taint=node_taint,
+        node_fields={
+            one.name: NodeFieldsWriter(fields=one, node_name=node_name, desired=desired) for one, desired in wanted
+        },
+        further={"rejected pods": rejected_pods},
         kubelet_facts=KubeletFacts(
             node_name=node_name,
             kubelet_socket=kubelet.device_plugin_path / KUBELET_SOCKET,
@@ -214,17 +202,17 @@ def _desired_facts(node: Node) -> NodeFacts | None:
     if not inventory.is_read:
         return None
     unhealthy = inventory.unhealthy_reasons
-    return node_facts(
-        # The device plugins' GPUs: those that belong to claims are in the ResourceSlices.
-        node.plugins_gpus(),
+    # The device plugins' GPUs: those that belong to claims are in the ResourceSlices.
+    gpus, facts = node.plugins_gpus(), node.settings.facts
+    report = gpus_annotation(
+        gpus,
         cordoned={uuid: uuid not in unhealthy for uuid in inventory.cordoned},
         memory_block_mib=node.names.memory_block_mib,
-        label_prefix=node.settings.facts.label_prefix,
-        node_labels=node.settings.node_labels,
-        features=_features(node),
         shares_in_mig=node.names.shares_in_mig,
         unhealthy=unhealthy,
     )
+    labels = node.settings.node_labels
+    return node_facts(gpus, report, label_prefix=facts.label_prefix, node_labels=labels, features=_features(node))
 
 
 def _features(node: Node) -> Mapping[str, str]:

@@ -22,7 +22,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Protocol
 
 import structlog
-from msgspec import Raw
+from msgspec import Raw, Struct, field
 
 from gpushare_agent.cluster.informer import Handler
 from gpushare_agent.cluster.kube.client import KubeApi
@@ -73,11 +73,9 @@ class PodStore:
             if uid not in listed and pod.object_uid and not _is_newer(pod.resource_version, resource_version)
         ]
         changes += [(self._pods.get(uid), pod) for uid, pod in listed.items() if self._is_newer_state(pod)]
-        for old, new in changes:
-            self._put(old, new)
         # The first list is a change even if it is empty: admissions wait for it.
         is_first, self.is_synced = not self.is_synced, True
-        self._publish(changes, always=is_first)
+        self._apply(changes, always=is_first)
 
     def upsert(self, pod: Pod) -> None:
         """Take a pod from a watch event or a GET, unless a later state of it is known.
@@ -91,24 +89,18 @@ class PodStore:
             for other in self._named.get((pod.namespace, pod.name), {}).values()
             if other.uid != pod.uid and _is_newer(pod.resource_version, other.resource_version)
         ]
-        old = self._pods.get(pod.uid)
-        changes = [*((other, None) for other in former), (old, pod)]
         for other in former:
             # Its deletion is certain, so an answer to an older GET must not bring it back.
             self._gone[other.object_uid or other.uid] = self._clock()
-        for before, after in changes:
-            self._put(before, after)
-        self._publish(changes)
+        self._apply([*((other, None) for other in former), (self._pods.get(pod.uid), pod)])
 
     def remove(self, object_uid: PodUid) -> None:
         """The API server reported that this pod is deleted."""
         now = self._clock()
         self._gone[object_uid] = now
         self._forget_gone(now)
-        old = self.get_object(object_uid)
-        if old is not None:
-            self._put(old, None)
-            self._publish([(old, None)])
+        if (old := self.get_object(object_uid)) is not None:
+            self._apply([(old, None)])
 
     def put_static(self, pods: Iterable[Pod]) -> None:
         """These are the kubelet's static pods. The state of their mirror pods is newer."""
@@ -122,9 +114,7 @@ class PodStore:
             # With a mirror pod the API server's state is newer: it has the pod's status.
             if (old := self._pods.get(uid)) is None or not (old.mirror_uid or old == pod)
         ]
-        for old, new in changes:
-            self._put(old, new)
-        self._publish(changes)
+        self._apply(changes)
 
     def get(self, uid: PodUid) -> Pod | None:
         return self._pods.get(uid)
@@ -182,7 +172,9 @@ class PodStore:
             else:
                 del self._named[name], self._newest[name]
 
-    def _publish(self, changes: list[tuple[Pod | None, Pod | None]], *, always: bool = False) -> None:
+    def _apply(self, changes: Sequence[tuple[Pod | None, Pod | None]], *, always: bool = False) -> None:
+        for old, new in changes:
+            self._put(old, new)
         if not changes and not always:
             return
         self._sorted = None
@@ -229,27 +221,19 @@ class KubeletPods(Protocol):
         """The kubelet's static pods as undecoded JSON. Raises Unavailable, Rejected, Corrupt."""
 
 
-class NodePods(Handler):
+class NodePods(Handler, Struct, kw_only=True, eq=False):
     """`attach` when the API server can be reached; `fetch` at any time, it waits for that within its bound. `kubelet` is
     None where the kubelet's list of pods is not to be read."""
 
-    def __init__(
-        self,
-        *,
-        store: PodStore,
-        node_name: str,
-        resources: Collection[str] | None = None,
-        kubelet: KubeletPods | None = None,
-    ) -> None:
-        self._store = store
-        self._kubelet = kubelet
-        self._unreadable = ReportOnce()
-        self._node_name = node_name
-        self._resources = resources
-        self._api: KubeApi | None = None
-        self._is_attached = asyncio.Event()
-        self._listed: dict[str, Pod] | None = None
-        """None: no list is under way."""
+    store: PodStore
+    node_name: str
+    resources: Collection[str] | None = None
+    kubelet: KubeletPods | None = None
+    _unreadable: ReportOnce = field(default_factory=ReportOnce)
+    _api: KubeApi | None = None
+    _is_attached: asyncio.Event = field(default_factory=asyncio.Event)
+    _listed: dict[str, Pod] | None = None
+    """None: no list is under way."""
 
     def attach(self, api: KubeApi) -> None:
         self._api = api
@@ -259,19 +243,19 @@ class NodePods(Handler):
         return pod_uid(raw)
 
     def put(self, raw: Raw) -> bool:
-        pod = pod_of_node(raw, resources=self._resources)
+        pod = pod_of_node(raw, resources=self.resources)
         # The selector asks for this node's pods alone: whatever else a server sends is not stored.
-        if pod.node_name != self._node_name:
+        if pod.node_name != self.node_name:
             return False
         # A list replaces all pods in one change: page by page, half a list would look like deletions.
         if self._listed is not None:
             self._listed[pod_uid(raw)] = pod
         else:
-            self._store.upsert(pod)
+            self.store.upsert(pod)
         return True
 
     def remove(self, key: str) -> None:
-        self._store.remove(PodUid(key))
+        self.store.remove(PodUid(key))
 
     def list_begins(self) -> None:
         self._listed = {}
@@ -280,8 +264,8 @@ class NodePods(Handler):
         """One change of the store, which decides what of the `missing` is newer than the list."""
         listed, self._listed = self._listed or {}, None
         # An unreadable pod is listed by its key: its last readable state stays.
-        present = (listed.get(key) or self._store.get_object(PodUid(key)) for key in sorted(keys))
-        self._store.replace_all([pod for pod in present if pod is not None], resource_version=version)
+        present = (listed.get(key) or self.store.get_object(PodUid(key)) for key in sorted(keys))
+        self.store.replace_all([pod for pod in present if pod is not None], resource_version=version)
 
     async def fetch(self, namespace: str, name: str, *, timeout_s: float) -> Pod | None:
         """The pod as the kubelet or the API server has it now, also put into the store; None where this node has no such
@@ -294,13 +278,13 @@ class NodePods(Handler):
             Corrupt: the API server has the pod, but what it asks for cannot be read.
         """
         # The kubelet's list is read for no other pod: it costs a request to the kubelet.
-        if not name.endswith(f"-{self._node_name.lower()}"):
+        if not name.endswith(f"-{self.node_name.lower()}"):
             return await self._fetch_object(namespace, name, timeout_s)
         why_not = NO_STATIC_PODS
-        if self._kubelet is not None:
+        if self.kubelet is not None:
             try:
                 # Half of the time each, so that a slow kubelet leaves the API server its chance.
-                static, why_not = await self._read_static(self._kubelet, timeout_s / 2)
+                static, why_not = await self._read_static(self.kubelet, timeout_s / 2)
             except AgentError as e:
                 why_not = str(e)
             else:
@@ -318,10 +302,10 @@ class NodePods(Handler):
 
     async def refresh_static(self, *, timeout_s: float) -> None:
         """Read the kubelet's static pods, where that can be done: for those without a mirror pod no event comes."""
-        if self._kubelet is None:
+        if self.kubelet is None:
             return
         try:
-            _, problem = await self._read_static(self._kubelet, timeout_s)
+            _, problem = await self._read_static(self.kubelet, timeout_s)
         except AgentError as e:
             problem = str(e)
         if not problem:
@@ -336,16 +320,16 @@ class NodePods(Handler):
         found, problem = [], ""
         for raw in await kubelet.read(timeout_s=timeout_s):
             try:
-                found.append(static_pod(raw, resources=self._resources))
+                found.append(static_pod(raw, resources=self.resources))
             except Corrupt as e:
                 problem = str(e)
-        self._store.put_static(found)
-        return [self._store.get(pod.uid) or pod for pod in found], problem
+        self.store.put_static(found)
+        return [self.store.get(pod.uid) or pod for pod in found], problem
 
     async def _fetch_object(self, namespace: str, name: str, timeout_s: float) -> Pod | None:
         former = [
             p.object_uid
-            for p in self._store.pods()
+            for p in self.store.pods()
             if (p.namespace, p.name) == (namespace, name) and p.object_uid is not None
         ]
         try:
@@ -354,10 +338,10 @@ class NodePods(Handler):
                 while self._api is None:
                     await self._is_attached.wait()
                 raw_pod = await self._api.get_pod(namespace, name, timeout_s=timeout_s)
-            pod = pod_of_node(raw_pod, resources=self._resources)
+            pod = pod_of_node(raw_pod, resources=self.resources)
         except NotFound:
             for uid in former:  # known before the question: a pod that came after the answer is not among them
-                self._store.remove(uid)
+                self.store.remove(uid)
             return None
         except TimeoutError as e:
             raise Unavailable(
@@ -366,8 +350,8 @@ class NodePods(Handler):
         except Conflict as e:
             # 409 and 410 are answers to writes and watches: for a read they mean no more than that it failed.
             raise Unavailable(str(e)) from e
-        if pod.node_name != self._node_name:
+        if pod.node_name != self.node_name:
             return None
-        self._store.upsert(pod)
+        self.store.upsert(pod)
         # The watch may have reported more meanwhile: a later state, or the pod's deletion.
-        return self._store.get(pod.uid)
+        return self.store.get(pod.uid)

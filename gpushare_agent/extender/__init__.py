@@ -8,5 +8,5 @@ Called by cli/main.py, by simulation without I/O, and by commands that advise (d
 `verbs.py` first for a request, `app.py` for the composition.
 
 Others import: app, cluster_feed, cluster_state, debug, decisions.changes, decisions.cluster_view, decisions.defragment,
-decisions.pod_plan, decisions.quota, metrics, objects, quota_state, steps, values.
+decisions.pod_plan, decisions.quota, metrics, objects, steps, values.
 """

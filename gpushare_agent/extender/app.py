@@ -14,7 +14,7 @@ import signal
 import socket
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
@@ -27,26 +27,24 @@ from pydantic import ValidationError
 from gpushare_agent.cluster.events import EventRecorder
 from gpushare_agent.cluster.informer import Informer
 from gpushare_agent.cluster.kube.client import ALL_NODES, LIVE_PODS, config_map
-from gpushare_agent.extender.bind import Binder, BindTiming
+from gpushare_agent.extender.bind import Binder, BindTiming, PodWrites
 from gpushare_agent.extender.claims_webhook import ClaimsWebhook
 from gpushare_agent.extender.cluster_feed import NodesFeed, PodsFeed, QuotaFeed
 from gpushare_agent.extender.cluster_state import ClusterState
 from gpushare_agent.extender.debug import StatePages, typical_documents
-from gpushare_agent.extender.http import ExtenderWeb, ListenConfig, Tls, WebhookVerb
+from gpushare_agent.extender.decisions.quota import QuotaState
+from gpushare_agent.extender.http import ExtenderWeb
 from gpushare_agent.extender.leader_election import AlwaysLeads, LeaderElection, LeaderLabel, Leadership, LeaseTerms
 from gpushare_agent.extender.metrics import ExtenderMetrics
 from gpushare_agent.extender.objects import read_node
-from gpushare_agent.extender.pod_writes import PodWrites
-from gpushare_agent.extender.quota_state import QuotaState
 from gpushare_agent.extender.steps import in_steps
 from gpushare_agent.extender.values import ClusterPolicy
-from gpushare_agent.extender.verbs import Extender, ExtenderVerbs
+from gpushare_agent.extender.verbs import Extender
 from gpushare_agent.extender.waiters import Waiters
 from gpushare_agent.isolation.resource_names import resource_names
 from gpushare_agent.kit.process import sd_notify
 from gpushare_agent.kit.supervision import forever, stop_task, wait_for
 from gpushare_agent.model.errors import StartupError, Unavailable
-from gpushare_agent.model.resources import ResourceNames
 from gpushare_agent.settings.extender import ExtenderSettings
 from gpushare_agent.settings.former_flags import ADMISSION_FIELDS
 from gpushare_agent.settings.settings import Settings
@@ -117,25 +115,23 @@ async def serve(parts: ExtenderParts, stop: asyncio.Event, *, on_listed: Callabl
     """Runs every part until `stop` is set. `on_listed` is called each time that the cluster was listed, before the first
     answer. Raises a group of errors where a part fails."""
     async with asyncio.TaskGroup() as group:
+
+        def start(name: str, body: Callable[[], Awaitable[object]]) -> asyncio.Task[object]:
+            return group.create_task(forever(name, body), name=name)
+
         # The server first: health has to answer, and the scheduler has to read 503, while the cluster is still being
         # listed.
-        web = group.create_task(forever("extender web", parts.web.run), name="extender web")
+        web = start("extender web", parts.web.run)
         tasks = [
-            group.create_task(forever("binds", parts.binder.run), name="binds"),
-            group.create_task(forever("waiters", parts.waiters.run), name="waiters"),
-            group.create_task(forever("events", lambda: parts.events.run(parts.api)), name="events"),
-            group.create_task(forever("leadership", lambda: parts.leadership.run(on_listed)), name="leadership"),
-            *(
-                group.create_task(forever("informer", partial(one.run, parts.api)), name="informer")
-                for one in parts.informers
-            ),
+            start("binds", parts.binder.run),
+            start("waiters", parts.waiters.run),
+            start("events", partial(parts.events.run, parts.api)),
+            start("leadership", partial(parts.leadership.run, on_listed)),
+            *(start("informer", partial(one.run, parts.api)) for one in parts.informers),
         ]
-        election, label = parts.election, parts.label
         # None outside of a pod: no Service selects such a process.
-        if label is not None:
-            labelling = group.create_task(forever("leader label", label.run), name="leader label")
-        if isinstance(election, LeaderElection):
-            electing = group.create_task(forever("election", election.run), name="election")
+        labelling = start("leader label", parts.label.run) if parts.label is not None else None
+        electing = start("election", parts.election.run)
         # A port that cannot be had ends the process before the service manager is told that it is ready.
         await parts.web.wait_listening()
         sd_notify("READY=1", os.environ)
@@ -146,12 +142,11 @@ async def serve(parts: ExtenderParts, stop: asyncio.Event, *, on_listed: Callabl
         # is released, so that another leads within seconds; then the label, which the new leader would remove anyhow;
         # the rest holds nothing that others wait for.
         await stop_task(web)
-        if isinstance(election, LeaderElection):
-            await stop_task(electing)
-            await election.release()
-        if label is not None:
+        await stop_task(electing)
+        await parts.election.release()
+        if parts.label is not None and labelling is not None:
             await stop_task(labelling)
-            await label.withdraw()
+            await parts.label.withdraw()
         for task in tasks:
             task.cancel()
 
@@ -163,14 +158,12 @@ def build(settings: Settings, api: ClusterApi, *, clock: Callable[[], float] = t
     names = resource_names(settings)
     metrics, quota, events = ExtenderMetrics(), QuotaState(names), EventRecorder(socket.gethostname())
     policy = ClusterPolicy(names=names, share_policy=settings.placement.share_policy, node_policy=chosen.node_policy)
-    # A namespace uses what is reserved: the quota hears of every reservation, whichever way it came.
-    state = ClusterState(policy=policy, quota=quota, on_change=quota.reservation_changed)
+    state = ClusterState(policy=policy, quota=quota)
     election = _election(chosen, api)
     pods = PodsFeed(
         state=state,
         names=names,
         metrics=metrics,
-        quota=quota,
         model_label=chosen.model_label,
         leads=election.leads,
         clock=clock,
@@ -180,17 +173,20 @@ def build(settings: Settings, api: ClusterApi, *, clock: Callable[[], float] = t
         state=state,
         writes=writes,
         unscheduled=pods.unscheduled,
-        # A bind may come before the watch has delivered its pod: the quota has to know what it asks for.
-        before_reserve=quota.put_pod,
         metrics=metrics,
         timing=BindTiming(bind_s=chosen.bind_timeout_s, assume_s=chosen.assume_timeout_s, clock=clock),
     )
     read = partial(read_node, names=names, model_label=chosen.model_label, pool_label=chosen.pool_label)
-    nodes = NodesFeed(state=state, read=read, metrics=metrics, quota=quota, reported=pods.reported, clock=clock)
+    nodes = NodesFeed(state=state, read=read, metrics=metrics, reported=pods.reported, clock=clock)
     informers = (
         # In the order in which a new leader lists them: no pod may be allowed before the quota is read, and a pod needs
         # its node.
-        _quota_informer(chosen, quota, events, metrics),
+        Informer(
+            kind="configmap",
+            watched=config_map(chosen.quota_namespace, chosen.quota_name),
+            handler=QuotaFeed(state=quota, events=events, metrics=metrics),
+            metrics=metrics,
+        ),
         Informer(kind="nodes", watched=ALL_NODES, handler=nodes, metrics=metrics),
         Informer(kind="pods", watched=LIVE_PODS, handler=pods, metrics=metrics),
     )
@@ -207,25 +203,26 @@ def build(settings: Settings, api: ClusterApi, *, clock: Callable[[], float] = t
     )
     # Set afterwards: the waiters ask the quota, and the quota tells the waiters.
     quota.on_gain = waiters.gained
-    at_filter = chosen.reserve == "filter"
     extender = Extender(
+        names=names,
         state=state,
         binder=binder,
         metrics=metrics,
         waiters=waiters,
-        reserves_at_filter=at_filter,
+        reserves_at_filter=chosen.reserve == "filter",
         most_fitting=chosen.most_fitting_nodes,
     )
     pods.on_scheduled = extender.scheduled
     web = ExtenderWeb(
-        config=_listen_config(chosen),
-        verbs=ExtenderVerbs(extender, names),
+        settings=chosen,
+        verbs=extender,
         metrics=metrics,
         ready=leadership.not_ready,
         warm=leadership.not_warm,
         # A lambda, for `parts` are made below, with this server among them.
         pages=StatePages(head=lambda: document(parts), nodes=state),
-        webhook=_webhook(chosen, api, names),
+        webhook=ClaimsWebhook(api=api, names=names) if chosen.claims_webhook != "off" else None,
+        is_webhook_open=chosen.claims_webhook == "open",
     )
     parts = ExtenderParts(
         api=api,
@@ -242,21 +239,6 @@ def build(settings: Settings, api: ClusterApi, *, clock: Callable[[], float] = t
     )
     show_state(parts, metrics)
     return parts
-
-
-def _webhook(chosen: ExtenderSettings, api: ClusterApi, names: ResourceNames) -> WebhookVerb | None:
-    if chosen.claims_webhook == "off":
-        return None
-    needs_certificate = chosen.claims_webhook == "certificate"
-    return WebhookVerb(ClaimsWebhook(api=api, names=names), needs_certificate=needs_certificate)
-
-
-def _quota_informer(
-    chosen: ExtenderSettings, quota: QuotaState, events: EventRecorder, metrics: ExtenderMetrics
-) -> Informer:
-    feed = QuotaFeed(state=quota, events=events, metrics=metrics)
-    watched = config_map(chosen.quota_namespace, chosen.quota_name)
-    return Informer(kind="configmap", watched=watched, handler=feed, metrics=metrics)
 
 
 def with_admission_config(settings: ExtenderSettings, usual: Sequence[Path] = ADMISSION_CONFIGS) -> ExtenderSettings:
@@ -292,18 +274,18 @@ def read_admission_config(path: Path) -> dict[str, str]:
         raise StartupError(f"{what}: it is no JSON ({e})") from e
     if not isinstance(raw, dict):
         raise StartupError(f"{what}: it is no JSON object")
-    # A misspelt field would be a default in silence: pods would run without their quota.
-    unknown = sorted(raw.keys() - ADMISSION_FIELDS.keys() - _UNUSED)
-    if unknown:
-        raise StartupError(
-            f"{what}: {unknown[0][:80]!r} is no field of it; the fields are {', '.join(sorted(ADMISSION_FIELDS))}"
-        )
-    # An empty field leaves our setting as it is.
-    found = {field: raw[field] for field in sorted(ADMISSION_FIELDS) if raw.get(field)}
-    for field, value in found.items():
-        if not isinstance(value, str):
-            raise StartupError(f"{what}: {field} is no text")
-    return {ADMISSION_FIELDS[field]: value for field, value in found.items()}
+    found = {}
+    for field, value in sorted(raw.items()):
+        # A misspelt field would be a default in silence: pods would run without their quota.
+        if field not in ADMISSION_FIELDS and field not in _UNUSED:
+            known = ", ".join(sorted(ADMISSION_FIELDS))
+            raise StartupError(f"{what}: {field[:80]!r} is no field of it; the fields are {known}")
+        # An empty field leaves our setting as it is.
+        if value and field not in _UNUSED:
+            if not isinstance(value, str):
+                raise StartupError(f"{what}: {field} is no text")
+            found[ADMISSION_FIELDS[field]] = value
+    return found
 
 
 def document(parts: ExtenderParts) -> Mapping[str, object]:
@@ -353,20 +335,6 @@ def _leader_label(api: ClusterApi, election: LeaderElection | AlwaysLeads) -> Le
         then = "this pod gets no label when it leads: a Service that selects by it does not find this replica"
         log.warning("leader_label_off", missing=missing, then=then, cure="set these variables from the pod's metadata")
     return None
-
-
-def _listen_config(settings: ExtenderSettings) -> ListenConfig:
-    tls = None
-    if settings.tls_cert is not None and settings.tls_key is not None:
-        tls = Tls(cert=settings.tls_cert, key=settings.tls_key, client_ca=settings.client_ca)
-    return ListenConfig(
-        addr=settings.addr,
-        port=settings.port,
-        tls=tls,
-        max_body_bytes=settings.max_body_mib << 20,
-        # A bind that began with the last request ends by its own limit.
-        shutdown_s=settings.bind_timeout_s + 1,
-    )
 
 
 def show_state(parts: ExtenderParts, metrics: ExtenderMetrics) -> None:

@@ -1,30 +1,52 @@
 """Binds pods for the scheduler: reserve, annotate, bind; undone where it fails, resolved later where the outcome is unknown.
 
-State owned: the pods whose bind is under way, the binds of unknown outcome, the reservations made by filter, and the pods
-with stale annotations. All are bounded by the scheduler's requests and by the reservations.
+A bind names the version of the pod that it is for. Where the watch has delivered a version without annotations that choose
+GPUs, one request binds that version and writes the plan's. Every other try patches the annotations first, which does three
+things: it carries the plan to the agent, returns the pod as it is now, and makes a new version of the pod, which invalidates
+every earlier bind still under way. One accepted patch therefore resolves an unknown outcome: a pod that it shows without a
+node can no longer be bound by an earlier request of ours.
+
+Formats: docs/reference/formats.md, sections 1 and 5; Kubernetes core/v1 Binding. State owned by `Binder`: the pods whose
+bind is under way, the binds of unknown outcome, the reservations made by filter, and the pods with stale annotations, all
+bounded by the scheduler's requests and by the reservations; by `PodWrites` the last time written.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import NoReturn
 
 import structlog
-from msgspec import Struct, field
+from msgspec import Raw, Struct, field
 
+from gpushare_agent.cluster.kube.client import ClusterApi
+from gpushare_agent.cluster.kube.objects import object_meta, pod_uid
+from gpushare_agent.cluster.kube.pods import read_pod_json
 from gpushare_agent.cluster.kube.session import MAX_RETRY_AFTER_S, Throttled
 from gpushare_agent.extender.cluster_state import ClusterState
+from gpushare_agent.extender.decisions.pod_plan import plan_annotations
 from gpushare_agent.extender.messages import BindArgs
 from gpushare_agent.extender.metrics import ExtenderMetrics
-from gpushare_agent.extender.pod_writes import NOT_LEADING, Bind, ElsewhereError, PodWrites
+from gpushare_agent.extender.objects import chooses_gpus, lean_pod
 from gpushare_agent.extender.values import Reservation, Stage
 from gpushare_agent.kit.backoff import Backoff
 from gpushare_agent.model.errors import AgentError, Conflict, NotFound, Refused, Rejected, Unavailable
-from gpushare_agent.model.names import PodUid
+from gpushare_agent.model.names import (
+    GPU_ASSIGNED_ANNOTATION,
+    GPUSHARE_ASSIGNED_ANNOTATION,
+    GPUSHARE_ASSUME_TIME_ANNOTATION,
+    GPUSHARE_INDEX_ANNOTATION,
+    PREDICATE_GPU_INDEX_PREFIX,
+    PREDICATE_NODE_ANNOTATION,
+    PREDICATE_TIME_ANNOTATION,
+    RETRY_ANNOTATION,
+    PodUid,
+)
 from gpushare_agent.model.pods import Pod
+from gpushare_agent.model.resources import ResourceNames
 
 log = structlog.get_logger(__name__)
 
@@ -34,6 +56,9 @@ MAX_RECONCILED = 64
 """Binds that one pass looks at: an API server that comes back should not get all of it in one moment."""
 MAX_STALE = 1024
 REPORT_POLL_S = 0.02
+NOT_LEADING = "this replica of the extender does not lead any more"
+FOREIGN_REMOVED = 64
+"""Annotations in one patch. A pod can have thousands, and each patch names them all."""
 
 
 class BindTiming(Struct, frozen=True, kw_only=True):
@@ -48,17 +73,34 @@ class BindTiming(Struct, frozen=True, kw_only=True):
 
 
 class _Failed(Exception):  # noqa: N818 - the bind's, not the program's; never leaves this module
-    """Why there is no bind; the text is for the scheduler's Event on the pod."""
+    """Why there is no bind; the text is for the scheduler's Event on the pod, the outcome for the metric."""
+
+    def __init__(self, text: str, outcome: str = "refused") -> None:
+        super().__init__(text)
+        self.outcome = outcome
+
+
+class Bind(Struct):
+    """One bind. `version` of the pod is known to have no annotations that choose GPUs; empty: none is. `is_open`: a bind was
+    sent, and it is not known that it failed. `is_annotated`: a patch was sent."""
+
+    reservation: Reservation
+    version: str = ""
+    is_open: bool = False
+    is_annotated: bool = False
+
+
+class ElsewhereError(Exception):
+    """The pod was bound to another node meanwhile."""
 
 
 class Binder(Struct, kw_only=True, eq=False):
     """`bind` for each request of the scheduler; `run` once, resolves binds of unknown outcome. `unscheduled` finds a pod
-    without a node; `before_reserve` is called with each pod before it is reserved."""
+    without a node."""
 
     state: ClusterState
     writes: PodWrites
     unscheduled: Callable[[PodUid], Pod | None]
-    before_reserve: Callable[[Pod], None]
     metrics: ExtenderMetrics
     timing: BindTiming
     _under_way: set[PodUid] = field(default_factory=set)
@@ -73,46 +115,54 @@ class Binder(Struct, kw_only=True, eq=False):
 
     async def bind(self, args: BindArgs) -> str:
         """Empty when the pod is bound, else why not."""
-        what = f"cannot bind pod {args.namespace}/{args.pod} to node {args.node}"
-        # kube-scheduler tries a bind again after its own time limit, which may be shorter than ours: two at once would
-        # reserve, undo and annotate in each other's midst.
-        if args.uid in self._under_way:
-            self.metrics.bind_ended("refused")
-            return f"{what}: another bind of it is under way. The scheduler tries again."
+        outcome, error = "bound", ""
+        try:
+            # kube-scheduler tries a bind again after its own time limit, which may be shorter than ours: two at once would
+            # reserve, undo and annotate in each other's midst.
+            if args.uid in self._under_way:
+                raise _Failed("another bind of it is under way. The scheduler tries again.")
+            self._under_way.add(args.uid)
+            try:
+                await self._reserve_and_bind(args)
+            finally:
+                self._under_way.discard(args.uid)
+        except _Failed as e:
+            outcome, error = e.outcome, str(e)
+        # _finish renames its own to _Failed: what comes here is from the reads before the reservation.
+        except (AgentError, TimeoutError) as e:  # where nothing was reserved
+            outcome = "failed"
+            error = f"{str(e) or 'the API server did not answer in time'}. The scheduler tries again."
+        self.metrics.count("binds", outcome)
+        return f"cannot bind pod {args.namespace}/{args.pod} to node {args.node}: {error}" if error else ""
+
+    async def _reserve_and_bind(self, args: BindArgs) -> None:
         # One end for all requests of the bind together: the scheduler waits for the sum.
         ends_at = asyncio.get_running_loop().time() + self.timing.bind_s
-        self._under_way.add(args.uid)
-        try:
-            async with asyncio.timeout_at(ends_at):
-                pod = await self._find(args)
+        async with asyncio.timeout_at(ends_at):
+            pod = await self._find(args)
             if pod.node_name:  # bound already, to this node
                 # An answer that the scheduler did not get, most likely: it asks again, and saying yes again is right.
                 self.state.bound(args.uid)
-                self.metrics.bind_ended("bound")
-                return ""
+                return
             if not pod.containers:  # asks for nothing of ours: a scheduler without managedResources sends every pod
-                async with asyncio.timeout_at(ends_at):
-                    await self.writes.bind_plain(pod, args.node)
-                self.metrics.bind_ended("bound")
-                return ""
-            # Before the reservation, not after it: the report may change what is planned.
-            await self._wait_report(args.node)
-            bind = self._reserve(pod, args.node)
-            # BOUND or CONFIRMED already where the watch, or the node's agent, was quicker than this request: nothing is
-            # left to write.
-            if bind.reservation.stage is Stage.ASSUMED:
-                await self._finish(bind, self._carry_out(bind, ends_at), ends_at)
-        except _Failed as e:
-            return f"{what}: {e}"
-        # _finish renames its own to _Failed: what comes here is from the reads before the reservation.
-        except (AgentError, TimeoutError) as e:  # where nothing was reserved
-            self.metrics.bind_ended("failed")
-            return f"{what}: {str(e) or 'the API server did not answer in time'}. The scheduler tries again."
-        finally:
-            self._under_way.discard(args.uid)
-        self.metrics.bind_ended("bound")
-        log.info("pod_bound", pod=f"{args.namespace}/{args.pod}", node=args.node, gpus=_gpus(bind.reservation))
-        return ""
+                await self.writes.bind_plain(pod, args.node)
+                return
+        # Before the reservation, not after it: the report may change what is planned.
+        await self._wait_report(args.node)
+        bind = self._reserve(pod, args.node)
+
+        async def carry_out() -> None:
+            await self.writes.bind(bind)
+            self.state.bound(pod.uid)
+
+        # BOUND or CONFIRMED already where the watch, or the node's agent, was quicker than this request: nothing is left to
+        # write.
+        if bind.reservation.stage is Stage.ASSUMED:
+            await self._finish(bind, carry_out, ends_at)
+        gpus = {
+            container.name: list(container.gpus) for container in bind.reservation.plan.containers if container.gpus
+        }
+        log.info("pod_bound", pod=f"{args.namespace}/{args.pod}", node=args.node, gpus=gpus)
 
     async def reserve(self, pod: Pod, node: str) -> str:
         """Reserve and annotate for a scheduler that binds by itself. Empty, or why not."""
@@ -123,8 +173,15 @@ class Binder(Struct, kw_only=True, eq=False):
         try:
             await self._wait_report(node)
             bind = self._reserve(pod, node)
-            await self._finish(bind, self._annotate_only(bind, ends_at), ends_at)
+
+            async def annotate() -> None:
+                # None: the scheduler has bound the pod to this node meanwhile.
+                if await self.writes.announce(bind) is None:
+                    self.state.bound(pod.uid)
+
+            await self._finish(bind, annotate, ends_at)
         except _Failed as e:
+            self.metrics.count("binds", e.outcome)
             return str(e)
         finally:
             self._under_way.discard(pod.uid)
@@ -193,7 +250,7 @@ class Binder(Struct, kw_only=True, eq=False):
             elif self.timing.clock() - reservation.at >= self.timing.assume_s and uid not in self._under_way:
                 del self._filter_reservations[uid]
                 self._open[uid] = reservation
-                self.metrics.reservation_expired()
+                self.metrics.count("reservations_expired")
 
     # --- one bind ---
 
@@ -203,10 +260,10 @@ class Binder(Struct, kw_only=True, eq=False):
             pod = await self.writes.read(args.namespace, args.pod)
         # A StatefulSet's pod is made anew under its name within a second.
         if (pod.namespace, pod.name, pod.uid) != (args.namespace, args.pod, args.uid):
-            raise self._refused("another pod has this name by now. Nothing is left to do.")
+            raise _Failed("another pod has this name by now. Nothing is left to do.")
         # Bound by another scheduler, or by an earlier bind of ours that was taken for failed.
         if pod.node_name and pod.node_name != args.node:
-            raise self._refused(f"it is on node {pod.node_name} already. Nothing is left to do.")
+            raise _Failed(f"it is on node {pod.node_name} already. Nothing is left to do.")
         return pod
 
     async def _wait_report(self, node: str) -> None:
@@ -220,32 +277,27 @@ class Binder(Struct, kw_only=True, eq=False):
     def _reserve(self, pod: Pod, node: str) -> Bind:
         """Decides and commits, without an await."""
         if not self.writes.leads():
-            raise self._refused(NOT_LEADING)
-        # Also for pods that the informer does not know yet: the quota counts by what it was told of a pod.
-        self.before_reserve(pod)
+            raise _Failed(NOT_LEADING)
         reserved = self.state.reserve(pod, node, self.timing.clock())
         if isinstance(reserved, Refused):
-            raise self._refused(reserved.detail.removeprefix(f"node {node}: "))
+            raise _Failed(reserved.detail.removeprefix(f"node {node}: "))
         # A bind of unknown outcome stays unknown until this one's patch is accepted.
         is_open = pod.uid in self._open
         return Bind(reserved, version="" if is_open or pod.annotations else pod.resource_version, is_open=is_open)
 
-    def _refused(self, text: str) -> _Failed:
-        self.metrics.bind_ended("refused")
-        return _Failed(text)
-
-    async def _finish(self, bind: Bind, work: Coroutine[object, object, None], ends_at: float) -> None:
-        """Do the work in time. The ledger is correct afterwards, whatever the outcome. Raises _Failed."""
+    async def _finish(self, bind: Bind, work: Callable[[], Awaitable[None]], ends_at: float) -> None:
+        """Do the work in time, with tries that may mend it. The ledger is correct afterwards, whatever the outcome. Raises
+        _Failed."""
         try:
             # The whole bind's end, so that the waits before count too.
             async with asyncio.timeout_at(ends_at):
-                await work
+                await self._try(work, ends_at)
         except (AgentError, ElsewhereError, TimeoutError) as e:
             self._abort(bind)
-            self.metrics.bind_ended("unknown" if bind.is_open else "failed")
             reason = str(e) or "the API server did not answer in time"
             gpus = "stay reserved until it is known whether the pod was bound" if bind.is_open else "are free again"
-            raise _Failed(f"{reason}. Its GPUs {gpus}; the scheduler tries again.") from e
+            text = f"{reason}. Its GPUs {gpus}; the scheduler tries again."
+            raise _Failed(text, "unknown" if bind.is_open else "failed") from e
         # The process stops: what was sent may still arrive at the API server.
         except BaseException:  # cancelled
             self._abort(bind)
@@ -253,6 +305,17 @@ class Binder(Struct, kw_only=True, eq=False):
         self._open.pop(bind.reservation.pod_uid, None)
         # The new annotations have replaced the old ones.
         self._stale.pop(bind.reservation.pod_uid, None)
+
+    async def _try(self, work: Callable[[], Awaitable[None]], ends_at: float) -> None:
+        """Until it is done, or an error comes that no other try can mend."""
+        for tried in range(1, TRIES + 1):
+            try:
+                return await work()
+            # A Conflict is tried again as well: the next patch shows the pod as it is now.
+            except (Unavailable, Conflict) as e:
+                if tried == TRIES:
+                    raise Unavailable(f"{e}, tried {TRIES} times") from e
+                await self._pause(e, tried, ends_at)
 
     def _abort(self, bind: Bind) -> None:
         """The reservation is undone where the bind cannot happen any more, else left to `reconcile`."""
@@ -266,32 +329,7 @@ class Binder(Struct, kw_only=True, eq=False):
         if bind.is_annotated:
             self._mark_stale(reservation)
 
-    async def _carry_out(self, bind: Bind, ends_at: float) -> None:
-        """Patch and bind until the pod is bound, or an error comes that no other try can mend."""
-        error: AgentError | None = None
-        for tried in range(1, TRIES + 1):
-            # A Conflict is tried again as well: the next patch shows the pod as it is now.
-            if tried > 1:
-                await self._pause(error, tried - 1, ends_at)
-            error = await self.writes.bind_once(bind)
-            if error is None:
-                self.state.bound(bind.reservation.pod_uid)
-                return
-        raise Unavailable(f"{error}, tried {TRIES} times")
-
-    async def _annotate_only(self, bind: Bind, ends_at: float) -> None:
-        for tried in range(1, TRIES + 1):
-            try:
-                # None: the scheduler has bound the pod to this node meanwhile.
-                if await self.writes.announce(bind) is None:
-                    self.state.bound(bind.reservation.pod_uid)
-                return
-            except (Unavailable, Conflict) as e:
-                if tried == TRIES:
-                    raise
-                await self._pause(e, tried, ends_at)
-
-    async def _pause(self, error: AgentError | None, failures: int, ends_at: float) -> None:
+    async def _pause(self, error: AgentError, failures: int, ends_at: float) -> None:
         """Before another try. Raises Unavailable where the API server asks for more time than there is."""
         wait_s = error.retry_after_s if isinstance(error, Throttled) else self.timing.backoff.delay_s(failures)
         # To wait for it would only end in our own timeout, without the API server's reason.
@@ -301,13 +339,13 @@ class Binder(Struct, kw_only=True, eq=False):
             raise Unavailable(
                 f"{error}; it asks to wait {wait_s:g} s{more}, and a bind may take {self.timing.bind_s:g} s"
             ) from error
-        self.metrics.bind_retried()
+        self.metrics.count("bind_retries")
         await asyncio.sleep(wait_s)
 
     # --- later ---
 
     async def _resolve(self, uid: PodUid, reservation: Reservation) -> None:
-        """A bind of unknown outcome: one accepted patch shows it, and makes it final (pod_writes.py)."""
+        """A bind of unknown outcome: one accepted patch shows it, and makes it final (PodWrites)."""
         known = self.state.reservation(uid)
         # Else the watch, or the node's agent, has answered the question.
         if known is not None and known.stage is Stage.ASSUMED:
@@ -332,7 +370,7 @@ class Binder(Struct, kw_only=True, eq=False):
                     raise
         del self._open[uid]
         is_bound = self.state.reservation(uid) is not None
-        self.metrics.bind_resolved("bound" if is_bound else "not-bound")
+        self.metrics.count("binds_settled", "bound" if is_bound else "not-bound")
         log.info("bind_resolved", pod=_name(reservation), node=reservation.node, is_bound=is_bound)
 
     async def _resolve_by_read(self, reservation: Reservation) -> bool:
@@ -368,9 +406,174 @@ class Binder(Struct, kw_only=True, eq=False):
             raise
 
 
-def _gpus(reservation: Reservation) -> dict[str, list[int]]:
-    return {container.name: list(container.gpus) for container in reservation.plan.containers if container.gpus}
-
-
 def _name(reservation: Reservation) -> str:
     return f"{reservation.namespace}/{reservation.pod}"
+
+
+# --- what is written ---
+
+
+class PodWrites(Struct, kw_only=True, eq=False):
+    """`leads` is asked before each request: only a leader writes."""
+
+    api: ClusterApi
+    names: ResourceNames
+    leads: Callable[[], bool]
+    time_ns: Callable[[], int] = time.time_ns
+    _last_ns: int = 0
+
+    async def read(self, namespace: str, name: str) -> Pod:
+        # A consistent read: the watch may lag behind the scheduler that asks.
+        return lean_pod(read_pod_json(await self.api.get_pod(namespace, name)), self.names)
+
+    async def bind_plain(self, pod: Pod, node: str) -> None:
+        """A pod that asks for nothing of ours: one try, for no reservation depends on it."""
+        self._check_leads()
+        await self.api.bind_pod(pod.namespace, pod.name, pod.uid, node, pod.resource_version)
+
+    async def ask_for_retry(self, pod: Pod) -> None:
+        """An annotation that only makes a new version of the pod: the scheduler tries a pod again that was updated."""
+        self._check_leads()
+        written = {RETRY_ANNOTATION: str(self.time_ns())}
+        await self.api.patch_pod_annotations(pod.namespace, pod.name, pod.uid, written)
+
+    async def bind(self, bind: Bind) -> None:
+        """One try. Raises Unavailable or Conflict where another one may mend it."""
+        reservation = bind.reservation
+        # Once: where it fails, the next try's patch shows the pod as it is.
+        version, bind.version = bind.version, ""
+        if version:
+            # Another version by now, as after the scheduler's own note that the pod waits: it takes a patch.
+            with suppress(Conflict):
+                await self._bind(bind, version, self._annotations(reservation))
+                return
+        # The annotations first: the agent may read the pod the moment that it is bound.
+        raw_pod = await self.announce(bind)
+        # None: an earlier try has bound it, of which the answer was lost.
+        if raw_pod is not None:
+            await self._bind(bind, object_meta(raw_pod, "pod").version)
+
+    async def _bind(self, bind: Bind, version: str, annotations: Mapping[str, str] | None = None) -> None:
+        to = bind.reservation
+        self._check_leads()
+        # Before the request: from here on only an answer tells whether the pod is bound.
+        bind.is_open = True
+        try:
+            await self.api.bind_pod(to.namespace, to.pod, to.pod_uid, to.node, version, annotations)
+        except (Throttled, Conflict, NotFound, Rejected):
+            # With 429 the API server has done nothing, with 409 it is not this version any more: the next patch shows what
+            # is. A timeout or a 500 may come after the write.
+            bind.is_open = False
+            raise
+        bind.is_open = False
+
+    async def announce(self, bind: Bind) -> Raw | None:
+        """Does as `annotate`; in the version returned, the plan's are the pod's only annotations that choose GPUs, for
+        an agent follows such annotations whoever wrote them.
+
+        Raises Conflict where a client writes such annotations meanwhile, Rejected where there are too many of them.
+        """
+        reservation = bind.reservation
+        raw_pod = await self.annotate(bind)
+        # The pod in the version that the bind will name: what a client writes after this makes the bind fail with 409.
+        foreign = foreign_annotations(raw_pod, reservation)
+        if not foreign:
+            return raw_pod
+        raw_pod = await self.annotate(bind, removed=foreign[:FOREIGN_REMOVED])
+        if raw_pod is None:
+            return None
+        # Only now, so that each bind removes some: the next ones go on where this one ended.
+        if len(foreign) > FOREIGN_REMOVED:
+            raise Rejected(
+                f"it has {len(foreign)} annotations that choose GPUs and are not the plan's, the first of them "
+                f"{foreign[0]}. {FOREIGN_REMOVED} of them were removed, which is all that one bind does; the pod's owner "
+                "should remove the others, and find the client that writes them"
+            )
+        # A client that writes as fast as we remove would have us patch for ever.
+        if left := foreign_annotations(raw_pod, reservation):
+            raise Conflict(
+                f"another client writes its annotation {left[0]}, which only an extender may, while it is being bound"
+            )
+        return raw_pod
+
+    async def annotate(self, bind: Bind, removed: Iterable[str] = ()) -> Raw | None:
+        """Writes the plan into the annotations. The pod as it is then, None where it is bound to our node.
+
+        Once it returns, no earlier bind of ours can succeed. Raises NotFound where the pod is gone, ElsewhereError where it
+        is on another node.
+        """
+        reservation = bind.reservation
+        # The plan's come last and win: None removes a name in a merge patch.
+        annotations = {**dict.fromkeys(removed), **self._annotations(reservation)}
+        self._check_leads()
+        bind.is_annotated = True
+        try:
+            raw_pod = await self.api.patch_pod_annotations(
+                reservation.namespace, reservation.pod, reservation.pod_uid, annotations
+            )
+        except NotFound:
+            # The pod is gone under this UID: nothing can be bound, and nothing is left to clean.
+            bind.is_open = bind.is_annotated = False
+            raise
+        # The patch was accepted, so this version is newer than any that an earlier bind has named.
+        pod = lean_pod(read_pod_json(raw_pod), self.names)
+        bind.is_open = False
+        if pod.node_name == reservation.node:
+            return None
+        if pod.node_name:
+            bind.is_annotated = False  # that node's agent has written its own by now, or will
+            raise ElsewhereError(f"it was bound to node {pod.node_name} meanwhile")
+        return raw_pod
+
+    async def is_gone(self, reservation: Reservation) -> bool:
+        try:
+            raw_pod = await self.api.get_pod(reservation.namespace, reservation.pod)
+        except NotFound:
+            return True
+        # Another pod has taken the name: ours is gone.
+        return pod_uid(raw_pod) != reservation.pod_uid
+
+    async def clean(self, reservation: Reservation) -> None:
+        """Removes the annotations from a pod that was not bound."""
+        # All names that a bind writes, each None; the time does not matter for the names.
+        nothing = dict.fromkeys(extender_annotations(reservation, 0))
+        self._check_leads()
+        await self.api.patch_pod_annotations(reservation.namespace, reservation.pod, reservation.pod_uid, nothing)
+
+    def _check_leads(self) -> None:
+        if not self.leads():
+            raise Rejected(NOT_LEADING)
+
+    def _annotations(self, reservation: Reservation) -> dict[str, str]:
+        """The time is never the same twice, so that each patch makes a new version of the pod."""
+        # An unchanged patch makes no new version; clocks may stand still or go back.
+        self._last_ns = max(self.time_ns(), self._last_ns + 1)
+        return extender_annotations(reservation, self._last_ns)
+
+
+def extender_annotations(reservation: Reservation, time_ns: int) -> dict[str, str]:
+    """What gpu-admission writes, and GPUShare's extender where one GPU serves all that the pod asks by its resource."""
+    written = {
+        PREDICATE_TIME_ANNOTATION: str(time_ns),
+        PREDICATE_NODE_ANNOTATION: reservation.node,
+        # The agent writes true once the devices are allocated, as gpu-manager does.
+        GPU_ASSIGNED_ANNOTATION: "false",
+        **plan_annotations(reservation.plan, PREDICATE_GPU_INDEX_PREFIX),
+    }
+    # GPUShare knows one GPU for a pod: with several its index would be wrong for one of the containers.
+    shared = {container.gpus for container in reservation.plan.containers if container.request.units}
+    if len(shared) == 1:
+        written |= {
+            GPUSHARE_INDEX_ANNOTATION: str(shared.pop()[0]),
+            GPUSHARE_ASSIGNED_ANNOTATION: "false",
+            GPUSHARE_ASSUME_TIME_ANNOTATION: str(time_ns),
+        }
+    return written
+
+
+def foreign_annotations(raw_pod: Raw | None, reservation: Reservation) -> list[str]:
+    """Names of the pod's annotations that choose GPUs, or state that an extender did, and are not the plan's. Sorted."""
+    # None: the pod is bound, and what its agent follows is decided.
+    present = object_meta(raw_pod, "pod").annotations if raw_pod is not None else {}
+    ours = extender_annotations(reservation, 0)
+    return sorted(name for name in present if name not in ours and chooses_gpus(name))

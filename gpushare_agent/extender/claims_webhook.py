@@ -12,19 +12,21 @@ import asyncio
 import base64
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Protocol
+from typing import Annotated
 
 import msgspec
 import structlog
 from msgspec import Meta, Raw, Struct
 from msgspec.json import Decoder
 
-from gpushare_agent.cluster.kube.claims import ClaimSpec, ClaimTemplate, TemplateMeta, TemplateSpec
+from gpushare_agent.cluster.kube.claims import API_VERSION as RESOURCE_API_VERSION
+from gpushare_agent.cluster.kube.client import ClusterApi
 from gpushare_agent.cluster.kube.pods import PodJson
 from gpushare_agent.extender.decisions.claims import Conversion, Template, convert_pod
 from gpushare_agent.extender.decisions.vgpu_names import translate_pod
-from gpushare_agent.extender.messages import MAX_NAME_CHARS, Name, pod_json, request_of
+from gpushare_agent.extender.messages import MAX_NAME_CHARS, Name, Result, bad_request, pod_json, request_of
 from gpushare_agent.kit.json_schema import decoded_or
+from gpushare_agent.kit.rate import TokenBucket
 from gpushare_agent.model.errors import AgentError, Conflict, Corrupt, NotFound, Refused, Unavailable
 from gpushare_agent.model.resources import ResourceNames
 
@@ -49,11 +51,6 @@ MAX_WARNING_CHARS = 256
 Change = Callable[[PodJson, ResourceNames], Conversion | Refused]
 
 
-class TemplateApi(Protocol):
-    async def get_claim_template(self, namespace: str, name: str) -> Raw: ...
-    async def create_claim_template(self, namespace: str, made: ClaimTemplate) -> Raw: ...
-
-
 class Review(Struct, frozen=True, kw_only=True):
     """AdmissionRequest for a pod that is created."""
 
@@ -64,63 +61,60 @@ class Review(Struct, frozen=True, kw_only=True):
 
 
 class ClaimsWebhook:
-    """`clock` in seconds."""
+    """The verbs of the webhooks. `clock` in seconds."""
 
-    def __init__(self, *, api: TemplateApi, names: ResourceNames, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, *, api: ClusterApi, names: ResourceNames, clock: Callable[[], float] = time.monotonic) -> None:
         self._api = api
         self._names = names
-        self._clock = clock
-        # A token bucket: a cluster that is filled asks for many kinds of shares at first, and later for hardly a new
-        # one.
-        self._may_create = float(MOST_NEW)
-        self._counted_at = clock()
+        # A cluster that is filled asks for many kinds of shares at first, and later for hardly a new one.
+        self._creations = TokenBucket(rate=NEW_PER_S, burst=MOST_NEW, clock=clock)
         self._turns = asyncio.Semaphore(PODS_AT_ONCE)
 
-    async def mutate(self, content: bytes) -> tuple[bytes, str]:
-        """The AdmissionReview with the answer, and its outcome: ok or error.
+    async def mutate(self, content: bytes) -> Result:
+        """The AdmissionReview with limits as claims."""
+        return await self._review(content, convert_pod)
 
-        Raises:
-            Corrupt: it is no request for a pod.
-        """
-        review = parse_review(content)
-        found = self._changed(review, convert_pod)
-        if isinstance(found, str):
-            return _answer(review, denied=found, code=422), "error"
-        # Before any request: they would all be made before the limit was reached.
-        if len(found.templates) > MAX_TEMPLATES:
-            kinds = len(found.templates)
-            text = f"its containers ask for {kinds} different shares: at most {MAX_TEMPLATES} are turned into claims"
-            return _answer(review, denied=text, code=422), "error"
-        try:
-            # The wait for a turn is in the time as well: the API server's webhook call has a limit of its own, 10 s by
-            # default.
-            async with asyncio.timeout(API_TIMEOUT_S), self._turns:
-                for template in found.templates:
-                    await self._ensure(review, template)
-        except TimeoutError:
-            text = f"the API server did not answer within {API_TIMEOUT_S:g} s about a ResourceClaimTemplate; try again"
-            # 503: whoever made the pod, a ReplicaSet's controller say, tries again.
-            return _answer(review, denied=text, code=503), "error"
-        except AgentError as e:
-            return _answer(review, denied=str(e), code=503), "error"
-        return _answer(review, found), "ok"
-
-    async def translate(self, content: bytes) -> tuple[bytes, str]:
+    async def translate(self, content: bytes) -> Result:
         """The same for the names of HAMi and vgpu-manager, which need nothing of the API server."""
-        review = parse_review(content)
-        found = self._changed(review, translate_pod)
-        if isinstance(found, str):
-            return _answer(review, denied=found, code=422), "error"
-        return _answer(review, found), "ok"
+        return await self._review(content, translate_pod)
 
-    def _changed(self, review: Review, change: Change) -> Conversion | str:
-        """What becomes of the pod, or the text of its denial: the user gets the reason at once, where a device plugin would
-        fail at admission."""
+    async def _review(self, content: bytes, change: Change) -> Result:
+        try:
+            review = parse_review(content)
+        except Corrupt as e:
+            return bad_request(e)
+        # The user gets the reason at once, where a device plugin would fail at admission.
         try:
             found = change(review.pod, self._names)
         except Corrupt as e:
-            return str(e)
-        return found.detail if isinstance(found, Refused) else found
+            return _denied(review, str(e))
+        if isinstance(found, Refused):
+            return _denied(review, found.detail)
+        # Before any request: they would all be made before the limit was reached.
+        if (kinds := len(found.templates)) > MAX_TEMPLATES:
+            text = f"its containers ask for {kinds} different shares: at most {MAX_TEMPLATES} are turned into claims"
+            return _denied(review, text)
+        try:
+            # The wait for a turn is in the time as well: the API server's webhook call has a limit of its own, 10 s by
+            # default.
+            if found.templates:
+                async with asyncio.timeout(API_TIMEOUT_S), self._turns:
+                    for template in found.templates:
+                        await self._ensure(review, template)
+        # 503: whoever made the pod, a ReplicaSet's controller say, tries again.
+        except TimeoutError:
+            text = f"the API server did not answer within {API_TIMEOUT_S:g} s about a ResourceClaimTemplate; try again"
+            return _denied(review, text, 503)
+        except AgentError as e:
+            return _denied(review, str(e), 503)
+        response: dict[str, object] = {}
+        if found.patch:
+            patch = base64.b64encode(msgspec.json.encode(found.patch)).decode()
+            response |= {"patchType": "JSONPatch", "patch": patch}
+        # kubectl prints them: what a claim cannot say is known to the person who applies the manifest.
+        if found.warnings:
+            response["warnings"] = [text[:MAX_WARNING_CHARS] for text in found.warnings]
+        return Result(_answer(review, allowed=True, **response))
 
     async def _ensure(self, review: Review, template: Template) -> None:
         """The template exists in the pod's namespace, as it must be. Raises AgentError."""
@@ -134,19 +128,22 @@ class ClaimsWebhook:
             raw = await self._create(review.namespace, name, spec)
         # Its name says the content, but anybody who may write templates can have made it: a pod must not get another's
         # share.
-        if not _contains(decoded_or(_TEMPLATE, raw, _Template).spec.spec, msgspec.to_builtins(spec)):
+        if not _contains(decoded_or(_TEMPLATE, raw, _Template).spec.spec, spec):
             raise Conflict(
                 f"the ResourceClaimTemplate {review.namespace}/{name} exists with another spec than the pod's limits mean:"
                 " delete it, it is created again"
             )
 
-    async def _create(self, namespace: str, name: str, spec: ClaimSpec) -> Raw:
+    async def _create(self, namespace: str, name: str, spec: Mapping[str, object]) -> Raw:
         # Counted before the request: a caller that cuts the connection gets none back.
-        self._take_creation()
-        template = ClaimTemplate(
-            metadata=TemplateMeta(name=name, labels={"app.kubernetes.io/managed-by": MANAGED_BY}),
-            spec=TemplateSpec(spec),
-        )
+        if not self._creations.take():
+            raise Unavailable(f"over {MOST_NEW} kinds of shares were asked for the first time just now; try again")
+        template = {
+            "apiVersion": RESOURCE_API_VERSION,
+            "kind": "ResourceClaimTemplate",
+            "metadata": {"name": name, "labels": {"app.kubernetes.io/managed-by": MANAGED_BY}},
+            "spec": {"spec": spec},
+        }
         try:
             made = await self._api.create_claim_template(namespace, template)
         except Conflict:  # another pod's, at the same time
@@ -154,14 +151,6 @@ class ClaimsWebhook:
         # Once for each kind of share and namespace: templates are never removed.
         log.info("claim_template_created", namespace=namespace, template=name)
         return made
-
-    def _take_creation(self) -> None:
-        now = self._clock()
-        self._may_create = min(float(MOST_NEW), self._may_create + (now - self._counted_at) * NEW_PER_S)
-        self._counted_at = now
-        if self._may_create < 1:
-            raise Unavailable(f"over {MOST_NEW} kinds of shares were asked for the first time just now; try again")
-        self._may_create -= 1
 
 
 class _TemplateSpec(Struct, frozen=True):
@@ -215,37 +204,13 @@ def parse_review(content: bytes) -> Review:
     return Review(uid=request.uid, namespace=request.namespace, is_dry_run=request.dry_run is True, pod=pod)
 
 
-class _Result(Struct):
-    code: int
-    message: str
+def _answer(review: Review, **response: object) -> bytes:
+    answer = {"uid": review.uid, **response}
+    return msgspec.json.encode({"apiVersion": API_VERSION, "kind": "AdmissionReview", "response": answer})
 
 
-class _Response(Struct, rename="camel", omit_defaults=True):
-    uid: str
-    allowed: bool
-    status: _Result | None = None
-    patch_type: str = ""
-    patch: str = ""
-    warnings: Sequence[str] = ()
-
-
-class _ReviewAnswer(Struct, rename="camel"):
-    response: _Response
-    api_version: str = API_VERSION
-    kind: str = "AdmissionReview"
-
-
-def _answer(review: Review, found: Conversion | None = None, *, denied: str = "", code: int = 0) -> bytes:
-    response = _Response(uid=review.uid, allowed=not denied)
-    if denied:
-        response.status = _Result(code, denied)
-    elif found is not None and found.patch:
-        response.patch_type = "JSONPatch"
-        response.patch = base64.b64encode(msgspec.json.encode(found.patch)).decode()
-    if found is not None:
-        # kubectl prints them: what a claim cannot say is known to the person who applies the manifest.
-        response.warnings = [text[:MAX_WARNING_CHARS] for text in found.warnings]
-    return msgspec.json.encode(_ReviewAnswer(response))
+def _denied(review: Review, text: str, code: int = 422) -> Result:
+    return Result(_answer(review, allowed=False, status={"code": code, "message": text}), "error")
 
 
 def _contains(found: object, required: object) -> bool:

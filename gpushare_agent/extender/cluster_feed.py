@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Collection, Mapping
 
 import structlog
-from msgspec import Raw
+from msgspec import Raw, Struct, field
 
 from gpushare_agent.cluster.events import EventRecorder
 from gpushare_agent.cluster.informer import Handler
@@ -25,7 +25,7 @@ from gpushare_agent.cluster.kube.objects import ObjectReference, object_meta, ob
 from gpushare_agent.cluster.kube.pods import PodJson, read_pod_json
 from gpushare_agent.extender.cluster_state import ClusterState
 from gpushare_agent.extender.decisions.pod_plan import plan_annotations
-from gpushare_agent.extender.decisions.quota import QUOTA_KEY, Quota
+from gpushare_agent.extender.decisions.quota import QUOTA_KEY, Quota, QuotaState
 from gpushare_agent.extender.metrics import ExtenderMetrics
 from gpushare_agent.extender.objects import (
     NodeReading,
@@ -35,7 +35,6 @@ from gpushare_agent.extender.objects import (
     predicate_annotations,
     read_quota,
 )
-from gpushare_agent.extender.quota_state import QuotaState
 from gpushare_agent.extender.values import ClusterNode, Reservation, Stage
 from gpushare_agent.kit.supervision import ReportOnce
 from gpushare_agent.model.errors import Corrupt
@@ -48,8 +47,6 @@ log = structlog.get_logger(__name__)
 MAX_REPORTED = 4096
 REPORT_PERIOD_S = 600.0
 """The time between two log lines about one pod; so many pods are remembered as MAX_REPORTED allows."""
-MAX_ANNOTATIONS = 64
-"""Compared, of one pod."""
 ANNOTATIONS_SHOWN = 8
 CHARS_SHOWN = 80
 MAX_NODE_CHARS = 253
@@ -57,39 +54,27 @@ MALFORMED = "QuotaMalformed"
 """The reason of the Event on a ConfigMap that cannot be read."""
 
 
-class PodsFeed(Handler):
+class PodsFeed(Handler, Struct, kw_only=True, eq=False):
     """The handler of pods. It compares lists with the reservations as well: a bind may have read a pod that the informer
     never listed. A replica that does not lead compares no annotations, for it does not know what the leader has reserved;
     it lists every pod anew when it leads."""
 
-    def __init__(
-        self,
-        *,
-        state: ClusterState,
-        names: ResourceNames,
-        metrics: ExtenderMetrics,
-        quota: QuotaState,
-        model_label: str = "",
-        leads: Callable[[], bool] = lambda: True,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._state = state
-        self._names = names
-        self._model_label = model_label
-        self._metrics = metrics
-        self._quota = quota
-        self._leads = leads
-        self._clock = clock
-        self.on_scheduled: Callable[[Pod], None] = lambda pod: None
-        """Told of a pod that had no node, once it has one."""
-        self._unscheduled: dict[PodUid, Pod] = {}
-        self._foreign: dict[PodUid, None] = {}
-        self._logged_at: dict[PodUid, float] = {}
-        self._before_list: set[PodUid] = set()
-        self._missing: set[PodUid] = set()
-        """The pods that are not listed any more; some of them stay until their bind ends."""
-        self._unreported: dict[PodUid, tuple[Pod, Mapping[str, str]]] = {}
-        """Bound pods with annotations that are not our plan, and may be what their agent allocated: not reported yet."""
+    state: ClusterState
+    names: ResourceNames
+    metrics: ExtenderMetrics
+    model_label: str = ""
+    leads: Callable[[], bool] = lambda: True
+    clock: Callable[[], float] = time.monotonic
+    on_scheduled: Callable[[Pod], None] = lambda pod: None
+    """Told of a pod that had no node, once it has one."""
+    _unscheduled: dict[PodUid, Pod] = field(default_factory=dict)
+    _foreign: set[PodUid] = field(default_factory=set)
+    _logged_at: dict[PodUid, float] = field(default_factory=dict)
+    _before_list: set[PodUid] = field(default_factory=set)
+    _missing: set[PodUid] = field(default_factory=set)
+    """The pods that are not listed any more; some of them stay until their bind ends."""
+    _unreported: dict[PodUid, tuple[Pod, Mapping[str, str]]] = field(default_factory=dict)
+    """Bound pods with annotations that are not our plan, and may be what their agent allocated: not reported yet."""
 
     @property
     def foreign_predicates(self) -> list[PodUid]:
@@ -114,9 +99,9 @@ class PodsFeed(Handler):
         # Whoever was missing and had a bind under way may be resolved by now: no event comes for a pod that is gone.
         self._drop_missing()
         # Before anything more is parsed: nearly all pods of a cluster end here.
-        if not asks_for_ours(read, self._names):
+        if not asks_for_ours(read, self.names):
             return self._put_other(read)
-        pod = lean_pod(read, self._names, self._model_label)
+        pod = lean_pod(read, self.names, self.model_label)
         # The pod has ended, and the selector of the watch has not dropped it yet.
         if pod.is_terminal:
             return False
@@ -128,11 +113,9 @@ class PodsFeed(Handler):
                 self.on_scheduled(pod)
         else:
             self._unscheduled[pod.uid] = pod
-        # The quota first: ClusterState tells it of the reservation, which it counts by the pod.
-        self._quota.put_pod(pod)
-        self._state.put_pod(pod, self._clock())
+        self.state.put_pod(pod, self.clock())
         # Last: it needs the reservation that put_pod may have made.
-        self._compare(pod, _first(predicate_annotations(read)))
+        self._compare(pod, predicate_annotations(read))
         return True
 
     def _put_other(self, read: PodJson) -> bool:
@@ -140,12 +123,12 @@ class PodsFeed(Handler):
         node, uid = read.spec.node_name, read.meta.uid
         if not node or not uid or len(node) > MAX_NODE_CHARS:
             return False
-        self._state.put_other_pod(PodUid(uid), sys.intern(node), host_request(read.spec))
+        self.state.put_other_pod(PodUid(uid), sys.intern(node), host_request(read.spec))
         return True
 
     def list_begins(self) -> None:
         # By a list the pods that ended while the watch was away are noticed; the informer knows only those that it had.
-        self._before_list = {reservation.pod_uid for reservation in self._state.reservations()}
+        self._before_list = {reservation.pod_uid for reservation in self.state.reservations()}
 
     def list_ended(self, keys: Collection[str], missing: Collection[str], version: str) -> None:
         """A pod that had a reservation before the list began, and is not listed, is gone, whether the informer ever knew it
@@ -159,7 +142,7 @@ class PodsFeed(Handler):
     def _drop_missing(self) -> None:
         """Except those with a bind under way: the binder resolves them first."""
         for uid in sorted(self._missing):
-            known = self._state.reservation(uid)
+            known = self.state.reservation(uid)
             # An ASSUMED reservation is the binder's: to drop it would give GPUs away that a late bind may still take.
             if known is None or known.stage is not Stage.ASSUMED:
                 self._missing.discard(uid)
@@ -168,10 +151,9 @@ class PodsFeed(Handler):
     def remove(self, key: str) -> None:
         uid = PodUid(key)
         self._unscheduled.pop(uid, None)
-        self._foreign.pop(uid, None)
+        self._foreign.discard(uid)
         self._unreported.pop(uid, None)
-        self._state.remove_pod(uid)
-        self._quota.remove_pod(uid)
+        self.state.remove_pod(uid)
 
     def reported(self, uids: Collection[PodUid]) -> None:
         """The agent of a node has reported what these pods have."""
@@ -183,29 +165,22 @@ class PodsFeed(Handler):
     def _compare(self, pod: Pod, written: Mapping[str, str]) -> None:
         # Each comparison starts anew: the newest version of the pod alone says in which of the sets it is.
         self._unreported.pop(pod.uid, None)
-        if not self._leads():
-            self._foreign.pop(pod.uid, None)
-            return
-        reservation = self._state.reservation(pod.uid)
-        if _is_accounted_for(written, reservation):
-            self._foreign.pop(pod.uid, None)
+        reservation = self.state.reservation(pod.uid)
+        if not self.leads() or _is_accounted_for(written, reservation):
+            self._foreign.discard(pod.uid)
         # Not foreign yet: an agent's report follows its annotations within a second or two.
         elif _may_be_agents(pod, written, reservation):
             self._unreported[pod.uid] = pod, written
         # Once a pod: the watch delivers it again with every change of its status.
         elif pod.uid not in self._foreign:
-            self._foreign[pod.uid] = None
-            self._metrics.foreign_predicate()
+            self._foreign.add(pod.uid)
+            self.metrics.count("foreign_predicates")
             self._log_foreign(pod, written)
 
     def _log_foreign(self, pod: Pod, written: Mapping[str, str]) -> None:
         """Limited, for any tenant can write annotations; an ended pod still counts, or new pods could fill the log."""
-        now = self._clock()
-        oldest = next(iter(self._logged_at), None)
-        # A dictionary keeps the order of insertion, so the oldest are in front.
-        while oldest is not None and now - self._logged_at[oldest] >= REPORT_PERIOD_S:
-            del self._logged_at[oldest]
-            oldest = next(iter(self._logged_at), None)
+        now = self.clock()
+        self._logged_at = {uid: at for uid, at in self._logged_at.items() if now - at < REPORT_PERIOD_S}
         if pod.uid in self._logged_at or len(self._logged_at) >= MAX_REPORTED:
             return
         self._logged_at[pod.uid] = now
@@ -217,15 +192,6 @@ class PodsFeed(Handler):
             not_shown=len(written) - len(shown),
             then="they are ignored",
         )
-
-
-def _first(written: Mapping[str, str]) -> Mapping[str, str]:
-    """The first MAX_ANNOTATIONS, the node's before the containers'."""
-    if len(written) <= MAX_ANNOTATIONS:
-        return written
-    # A pod may have thousands of such names. The node's is the one that the comparison needs most.
-    names = sorted(written, key=lambda name: (name != PREDICATE_NODE_ANNOTATION, name))
-    return {name: written[name] for name in names[:MAX_ANNOTATIONS]}
 
 
 def _is_accounted_for(written: Mapping[str, str], reservation: Reservation | None) -> bool:
@@ -257,57 +223,47 @@ def _may_be_agents(pod: Pod, written: Mapping[str, str], reservation: Reservatio
     return bool(pod.node_name) and is_here and not is_confirmed
 
 
-class NodesFeed(Handler):
+class NodesFeed(Handler, Struct, kw_only=True, eq=False):
     """The handler of nodes. `reported` is called with the pods that a node's agent names."""
 
-    def __init__(
-        self,
-        *,
-        state: ClusterState,
-        read: Callable[[Raw], NodeReading],
-        metrics: ExtenderMetrics,
-        quota: QuotaState,
-        reported: Callable[[Collection[PodUid]], None],
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._state = state
-        self._read = read
-        self._quota = quota
-        self._metrics = metrics
-        self._reported = reported
-        self._clock = clock
-        self._problems = ReportOnce(MAX_REPORTED)
-        self._elsewhere: dict[str, set[PodUid]] = {}
-        """The pods, by node, to which its agent allocated other GPUs than planned."""
+    state: ClusterState
+    read: Callable[[Raw], NodeReading]
+    metrics: ExtenderMetrics
+    reported: Callable[[Collection[PodUid]], None]
+    clock: Callable[[], float] = time.monotonic
+    _problems: ReportOnce = field(default_factory=lambda: ReportOnce(MAX_REPORTED))
+    _elsewhere: dict[str, set[PodUid]] = field(default_factory=dict)
+    """The pods, by node, to which its agent allocated other GPUs than planned."""
 
     def key(self, raw: Raw) -> str:
         return object_name(raw, "node")
 
     def put(self, raw: Raw) -> bool:
-        reading = self._read(raw)
+        reading, name = self.read(raw), self.key(raw)
         # Also where the node counts all the same: without its annotation its capacity is only divided evenly.
-        self._log_problem(self.key(raw), reading.problem)
+        if not reading.problem:
+            self._problems.is_over(name)
+        elif self._problems.is_new(reading.problem, name):
+            self.metrics.count("node_annotations_unreadable")
+            log.warning("node_annotation_unreadable", node=name, error=reading.problem, then="as if the node had none")
         if reading.node is None:
             return False
-        # Before the state: the reservations that it makes for bound pods count by the node's model.
-        self._quota.put_node(reading.node)
-        self._state.put_node(reading.node, self._clock())
+        self.state.put_node(reading.node, self.clock())
         # After the state has the report, or a pod's reservation would not be found.
         self._compare(reading.node)
-        self._reported((reading.node.allocated or {}).keys())
+        self.reported((reading.node.allocated or {}).keys())
         return True
 
     def remove(self, key: str) -> None:
         self._problems.is_over(key)
         self._elsewhere.pop(key, None)
-        self._state.remove_node(key)
-        self._quota.remove_node(key)
+        self.state.remove_node(key)
 
     def _compare(self, node: ClusterNode) -> None:
         """Both decide by the same code on the same facts, so a difference is a fault."""
         former = self._elsewhere.pop(node.name, set())
         for uid, charges in sorted((node.allocated or {}).items()):
-            reservation = self._state.reservation(uid)
+            reservation = self.state.reservation(uid)
             planned = {gpu for one in reservation.plan.containers for gpu in one.gpus} if reservation else set()
             allocated = set(charges)
             # No plan: the pod was bound before this process started, or by another scheduler.
@@ -316,7 +272,7 @@ class NodesFeed(Handler):
             self._elsewhere.setdefault(node.name, set()).add(uid)
             # Once for each: a node is delivered again with every report.
             if uid not in former:
-                self._metrics.disagreed()
+                self.metrics.count("placement_disagreements")
                 log.warning(
                     "placement_disagreement",
                     pod=f"{reservation.namespace}/{reservation.pod}",
@@ -326,22 +282,14 @@ class NodesFeed(Handler):
                     then="the agent's GPUs count",
                 )
 
-    def _log_problem(self, name: str, problem: str) -> None:
-        if not problem:
-            self._problems.is_over(name)
-        elif self._problems.is_new(problem, name):
-            self._metrics.node_unreadable()
-            log.warning("node_annotation_unreadable", node=name, error=problem, then="as if the node had none")
 
-
-class QuotaFeed(Handler):
+class QuotaFeed(Handler, Struct, kw_only=True, eq=False):
     """The informer's handler of the one ConfigMap."""
 
-    def __init__(self, *, state: QuotaState, events: EventRecorder, metrics: ExtenderMetrics) -> None:
-        self._state = state
-        self._events = events
-        self._metrics = metrics
-        self._was_good = False
+    state: QuotaState
+    events: EventRecorder
+    metrics: ExtenderMetrics
+    _was_good: bool = False
 
     def key(self, raw: Raw) -> str:
         return object_name(raw, "ConfigMap")
@@ -349,33 +297,33 @@ class QuotaFeed(Handler):
     def put(self, raw: Raw) -> bool:
         try:
             # Setting it wakes the pods that wait for a quota.
-            self._state.quota = read_quota(raw)
+            self.state.quota = read_quota(raw)
         except Corrupt as e:
             self._report_malformed(raw, str(e))
         else:
             self._was_good = True
-            self._metrics.quota_loaded("good")
+            self.metrics.quota_loaded("good")
             log.info(
                 "quota_loaded",
-                namespaces=len(self._state.quota.namespaces),
+                namespaces=len(self.state.quota.namespaces),
                 version=object_meta(raw, "ConfigMap").version,
             )
         return True
 
     def remove(self, key: str) -> None:
         # As in gpu-admission: without a ConfigMap nobody is limited.
-        self._state.quota = Quota()
+        self.state.quota = Quota()
         # A malformed ConfigMap that comes next has no good one before it: what was deleted is not in force.
         self._was_good = False
-        self._metrics.quota_loaded("absent")
+        self.metrics.quota_loaded("absent")
         log.warning("quota_gone", config_map=key, then="no namespace is limited")
 
     def _report_malformed(self, raw: Raw, error: str) -> None:
-        self._metrics.quota_loaded("malformed")
+        self.metrics.quota_loaded("malformed")
         then = "the last good one stays in force"
         if not self._was_good:
             # To allow everything would let a mistake in the text lift all limits.
-            self._state.quota = None
+            self.state.quota = None
             then = "pods that ask for GPUs are refused, for there was no good one before"
         log.error("quota_malformed", error=error, then=then, cure=f"correct the key {QUOTA_KEY} of the ConfigMap")
         meta = object_meta(raw, "ConfigMap")
@@ -390,4 +338,4 @@ class QuotaFeed(Handler):
         )
         message = f"{error}. Meanwhile {then}."
         # An Event too: who edits the ConfigMap does not read the extender's log.
-        self._events.record(involved, MALFORMED, message, key=(MALFORMED, namespace, name, error))
+        self.events.record(involved, MALFORMED, message, key=(MALFORMED, namespace, name, error))

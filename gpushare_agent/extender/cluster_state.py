@@ -1,25 +1,31 @@
 """The extender's one state: what it knows of the cluster, and the decisions that change it. Synchronous, event loop only.
 
-The informers' handlers call `put_…` and `remove_…`, the verbs the rest. `filter`, `prioritize` and `victims_steps` change
-nothing, so that preemption and autoscalers may ask what would be; `reserve` decides and commits in one step, so that no
-share is allocated twice.
+The informers' handlers call `put_…` and `remove_…`, the verbs the rest. `filter_steps`, `prioritize_steps` and
+`victims_steps` change nothing, so that preemption and autoscalers may ask what would be; `reserve` decides and commits in
+one step, so that no share is allocated twice.
 
-State owned: the ledger (decisions/ledger.py), answers already worked out, by signature of the pod, under policy fgd costs
-by kind of pod, the pods that usually come (learnt_pods.py), and since when each node is known without a report. Times are
-monotonic seconds.
+State owned: the nodes (a NodeLedger each, decisions/ledger.py), a reservation for every pod that has something of ours or
+may have it, and of all other pods, too, what they request of their nodes' CPU and main memory; answers already worked out,
+by signature of the pod, under policy fgd costs by kind of pod, the pods that usually come (learnt_pods.py), and since when
+each node is known without a report. decisions/quota.py is told what counts against quotas. Times are monotonic seconds.
+
+Sources of what a pod has, best first: the report of the node's agent, our own plan, and for a pod of which neither is known
+all that it may have.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import NamedTuple, TypeVar
 
 from msgspec import Struct, field
+from msgspec.structs import replace
 
-from gpushare_agent.extender.decisions.ledger import ClusterLedger, NodeLedger
+from gpushare_agent.extender.decisions.ledger import NOTHING_HOSTED, Hosted, NodeLedger
 from gpushare_agent.extender.decisions.pod_plan import (
     Signature,
+    charges_anywhere,
     fullness_cost,
     kind_of,
     lack_together,
@@ -27,10 +33,11 @@ from gpushare_agent.extender.decisions.pod_plan import (
     scores_of,
     signature_of,
 )
+from gpushare_agent.extender.decisions.quota import QuotaState
 from gpushare_agent.extender.learnt_pods import LearntPods
-from gpushare_agent.extender.quota_state import QuotaState
 from gpushare_agent.extender.steps import Steps, at_once
-from gpushare_agent.extender.values import ClusterNode, ClusterPolicy, Reservation, Stage
+from gpushare_agent.extender.values import ClusterNode, ClusterPolicy, PodPlan, Reservation, Stage
+from gpushare_agent.model.allocations import Charge
 from gpushare_agent.model.errors import RefusalReason, Refused
 from gpushare_agent.model.names import PodUid
 from gpushare_agent.model.pods import HostRequest, Pod
@@ -56,6 +63,7 @@ REPORT_WAIT_S = 2.0
 """The wait from the first sight of a node without its agent's report. The agent registers with the kubelet first, and
 connects to the API server only then: pods are scheduled there meanwhile (measured: the report follows 0.3 to 1 s
 later)."""
+NO_PLAN = PodPlan(containers=(), charges={})
 _UNKNOWN = "the extender knows no GPUs of this node: does the agent run there?"
 
 
@@ -115,30 +123,43 @@ class _Costs(Struct, eq=False):
 
 
 class ClusterState:
-    """`quota`, where given, is asked for each kind of node. `on_change` is called for every reservation that came, changed
-    or went."""
+    """`quota`, where given, is asked for each kind of node, and told what counts."""
 
-    def __init__(
-        self,
-        *,
-        policy: ClusterPolicy,
-        quota: QuotaState | None = None,
-        on_change: Callable[[Reservation | None, Reservation | None], None] = lambda old, new: None,
-    ) -> None:
+    def __init__(self, *, policy: ClusterPolicy, quota: QuotaState | None = None) -> None:
         self._policy = policy
         self._quota = quota
-        self._on_change = on_change
-        self._ledger = ClusterLedger(policy, self._node_changed)
+        self._nodes: dict[str, NodeLedger] = {}
+        self._pods: dict[PodUid, tuple[Pod, str]] = {}
+        """The pods that are bound or reserved, and on which node."""
+        self._pods_on: defaultdict[str, dict[PodUid, None]] = defaultdict(dict)
+        """The same by node, also of nodes that are not known."""
+        self._reservations: dict[PodUid, Reservation] = {}
+        """Also of binds under way to a node that has gone meanwhile: it may come back before they end."""
+        self._host_requests: dict[PodUid, tuple[str, HostRequest]] = {}
+        self._hosted: dict[str, Hosted] = {}
+        """Their sums by node, of nodes that are away or offer no GPUs, too."""
+        self._unreported_since: dict[str, float] = {}
         self._answers: OrderedDict[tuple[Signature, GpuChoice], _Answers] = OrderedDict()
         self._costs: OrderedDict[PodKind, _Costs] = OrderedDict()
-        self._quota_kinds: dict[str, tuple[str, str]] = {}
-        """Model and pool by node: a quota tells nodes apart by these two alone."""
-        self._distinct_kinds: list[tuple[str, str]] | None = None
+        self._kinds: list[tuple[str, str]] | None = None
+        """Model and pool of the nodes, each once: a few, of thousands of nodes. None: to be worked out."""
         self._learnt = LearntPods()
         self._typical: TypicalPods | None = None
-        self._unreported_since: dict[str, float] = {}
 
     # --- from the informers ---
+
+    # put_node, in the order of the code:
+    #
+    # node           pod                                             becomes
+    # new            reserved, its bind under way                    as it was
+    # new            bound, the agent reports it                     CONFIRMED with the reported charges
+    # new            bound, reserved                                 BOUND with the plan's charges
+    # new            bound, neither                                  UNPLACED (`_guess`)
+    # unchanged      any                                             as it was
+    # changed        reported anew or otherwise, not ASSUMED         CONFIRMED with the reported charges
+    # changed        reported, ASSUMED                               as it was: an agent cannot confirm a pod before its bind
+    # changed        reported before and not now                     as it was, until the pod ends
+    # new, changed   reported, without a reservation                 unattributed: charged, to no pod
 
     def put_node(self, node: ClusterNode, now: float) -> None:
         # Known with its report: nothing is waited for. Without one the first sight counts, however often the node
@@ -147,16 +168,50 @@ class ClusterState:
             self._unreported_since.pop(node.name, None)
         else:
             self._unreported_since.setdefault(node.name, now)
-        self._set_quota_kind(node.name, (node.model, node.pool))
-        for reservation in self._ledger.put_node(node, now):
-            self._notify(None, reservation)
+        ledger, reported = self._nodes.get(node.name), node.allocated or {}
+        # The watch delivers a node with every update of its status.
+        if ledger is not None and ledger.node == node:
+            return
+        if ledger is None or ledger.node.kind != node.kind:
+            self._kinds = None
+        is_recounted = self._quota is not None and self._quota.put_node(node)
+        if ledger is None:
+            ledger = self._nodes[node.name] = NodeLedger(node, self._policy.names, self._node_changed)
+            # Of a new node there are no answers at all.
+            self._node_changed(node.name, True)
+            ledger.set_hosted(self._hosted.get(node.name, NOTHING_HOSTED))
+            on_node = self._pods_on.get(node.name, ())
+            for known in [self._reservations[uid] for uid in on_node if uid in self._reservations]:
+                ledger.add(known)
+            for pod in [self._pods[uid][0] for uid in on_node]:
+                if pod.node_name:
+                    self._resolve(ledger, pod, now)
+        else:
+            former = ledger.node.allocated or {}
+            ledger.set_node(node)
+            for uid, charges in reported.items():
+                reserved = ledger.reservations.get(uid)
+                # An ASSUMED pod is left alone: an agent that names it would otherwise keep its bind from being undone.
+                if former.get(uid) != charges and reserved is not None and reserved.stage is not Stage.ASSUMED:
+                    self._confirm(reserved, charges, now)
+        if is_recounted:
+            for uid in ledger.reservations:
+                self._count(uid)
+        # Pods ended by force, and such as our watch has not shown yet: their processes have the GPU all the same.
+        ledger.set_unattributed({uid: charges for uid, charges in reported.items() if uid not in ledger.reservations})
 
     def remove_node(self, name: str) -> None:
         """Its reservations are dropped until it comes back, except those of binds that are under way."""
         self._unreported_since.pop(name, None)
-        for dropped in self._ledger.remove_node(name):
-            self._notify(dropped, None)
-        self._set_quota_kind(name, None)
+        ledger = self._nodes.pop(name, None)
+        if ledger is None:
+            return
+        self._kinds = None
+        if self._quota is not None:
+            self._quota.remove_node(name)
+        for uid, reservation in ledger.reservations.items():
+            if reservation.stage is not Stage.ASSUMED:
+                self._drop_reservation(uid)
         for answers in self._answers.values():
             answers.forget(name)
         for costs in self._costs.values():
@@ -168,20 +223,27 @@ class ClusterState:
             self.remove_pod(pod.uid)
         # A pod without a node has nothing yet, unless a bind of ours has reserved it.
         elif pod.node_name:
-            old = self._ledger.reservation(pod.uid)
-            self._ledger.put_bound(pod, now)
+            # Another scheduler bound it elsewhere: what was planned here will not happen.
+            if (known := self._reservations.get(pod.uid)) is not None and known.node != pod.node_name:
+                self._release(pod.uid)
+            self._place(pod, pod.node_name)
+            if (ledger := self._nodes.get(pod.node_name)) is not None:
+                self._resolve(ledger, pod, now)
             if self._policy.node_policy == "fgd" and (signature := signature_of(pod, self._policy.names)):
                 self._learnt.put(pod.uid, kind_of(signature, pod.host_request, self._policy.names))
-            self._notify(old, self._ledger.reservation(pod.uid))
 
     def put_other_pod(self, uid: PodUid, node: str, request: HostRequest) -> None:
         """A bound pod that asks for nothing of ours: CPU and main memory are what counts of it."""
-        self._ledger.put_hosted(uid, node, request)
+        # The watch delivers a pod with every change of its status.
+        if self._host_requests.get(uid) != (node, request):
+            self._drop_hosted(uid)
+            self._host_requests[uid] = node, request
+            self._add_hosted(node, request, 1)
 
     def remove_pod(self, uid: PodUid) -> None:
         """Of either kind."""
         self._learnt.end(uid)
-        self._notify(self._ledger.release(uid), None)
+        self._release(uid)
 
     # --- from the scheduler ---
 
@@ -193,7 +255,7 @@ class ClusterState:
         """`filter` in steps of a few milliseconds, between which the event loop may do other work. The state may change
         meanwhile: each verdict is about its node as it is at that moment."""
         signature = signature_of(pod, self._policy.names)
-        asked = list(names) if names is not None else [ledger.node.name for ledger in self._ledger.nodes()]
+        asked = list(names) if names is not None else self.node_names()
         if not signature:
             return Filtered(fitting=asked)
         # For all nodes at once, and before any of them: it is true of each, and planning it would be in vain.
@@ -204,10 +266,10 @@ class ClusterState:
         answer = Filtered()
         # The quota before the capacity: what no wait for GPUs would change is the reason to show. Unresolvable, for to
         # evict pods of other namespaces frees none of this one's quota.
-        if over := self._over_quota(pod, self._all_kinds()):
-            kinds = self._quota_kinds
-            answer.unresolvable = {name: over[kinds[name]] for name in asked if kinds.get(name) in over}
-            answer.over_quota = {kinds[name] for name in answer.unresolvable}
+        if over := self._over_quota(pod):
+            kinds = {name: self._nodes[name].node.kind for name in asked if name in self._nodes}
+            answer.unresolvable = {name: over[kind] for name, kind in kinds.items() if kind in over}
+            answer.over_quota = over.keys() & kinds.values()
             asked = [name for name in asked if name not in answer.unresolvable]
         answers = yield from self._answers_steps(pod, signature, asked)
         fitting, failed, unresolvable = answers.fitting, answers.failed, answers.unresolvable
@@ -225,9 +287,9 @@ class ClusterState:
         signature = signature_of(pod, self._policy.names)
         if not signature or self._invalid(pod):
             return False
-        over = self._over_quota(pod, self._all_kinds())
-        answers = yield from self._answers_steps(pod, signature, list(self._ledger.names()))
-        return any(self._quota_kinds.get(name) not in over for name in answers.fitting)
+        over = self._over_quota(pod)
+        answers = yield from self._answers_steps(pod, signature, list(self._nodes))
+        return any(self._nodes[name].node.kind not in over for name in answers.fitting if name in self._nodes)
 
     def prioritize(self, pod: Pod, names: Sequence[str]) -> list[tuple[str, int]]:
         """A score from 0 to 10 for each node, 0 where it does not fit: `scores_of` its cost among the costs of all."""
@@ -252,9 +314,7 @@ class ClusterState:
         if typical is None:
             return [fitting.get(name) for name in names]
         kind = kind_of(signature, pod.host_request, self._policy.names)
-        known = _recent(self._costs, kind)
-        if known is None:
-            known = _kept(self._costs, kind, _Costs(set(self._ledger.names())))
+        known = _cached(self._costs, kind, lambda: _Costs(set(self._nodes)))
         of_node, outdated, of_kind = known.of_node, known.outdated, KindCosts(typical, kind)
         work = 0
         for name in [name for name in names if name in outdated and name in fitting]:
@@ -262,7 +322,7 @@ class ClusterState:
                 work = 0
                 yield
             work += 1
-            if (ledger := self._ledger.node(name)) is not None:
+            if (ledger := self._nodes.get(name)) is not None:
                 outdated.discard(name)
                 of_node[name] = of_kind.of(ledger.free)
         return [of_node.get(name) if name in fitting else None for name in names]
@@ -281,10 +341,10 @@ class ClusterState:
         """Those by which nodes were chosen last; to read them changes nothing."""
         return self._typical
 
-    def _supply(self) -> dict[str, int]:
-        supply: dict[str, int] = {}
-        for ledger in self._ledger.nodes():
-            supply[ledger.node.model] = supply.get(ledger.node.model, 0) + len(ledger.node.gpus)
+    def _supply(self) -> Mapping[str, int]:
+        supply: Counter[str] = Counter()
+        for _, ledger in sorted(self._nodes.items()):
+            supply[ledger.node.model] += len(ledger.node.gpus)
         return supply
 
     def awaits_report(self, node: str, now: float) -> bool:
@@ -298,11 +358,11 @@ class ClusterState:
         The same pod on the same node again gives the same reservation. Refused also while the outcome of an earlier bind of
         the pod to another node is unknown.
         """
-        known = self._ledger.reservation(pod.uid)
+        known = self._reservations.get(pod.uid)
         if known is not None:
             # The same answer twice: kube-scheduler repeats a bind of which it did not get the answer.
             return known if known.node == node else _elsewhere(pod, known)
-        ledger = self._ledger.node(node)
+        ledger = self._nodes.get(node)
         if ledger is None:
             return Refused(reason=RefusalReason.NOT_READY, detail=f"node {node}: {_UNKNOWN}")
         # Checked again, though filter has: other pods of the namespace were reserved between the two.
@@ -317,20 +377,27 @@ class ClusterState:
         plan = plan_pod(pod, ledger.gpus, ledger.node.topology, self._policy)
         if isinstance(plan, Refused):
             return Refused(reason=plan.reason, detail=f"node {node}: {plan.detail}")
-        reservation = self._ledger.reserve(pod, node, plan, now)
-        self._notify(None, reservation)
-        return reservation
+        # CPU and memory with the GPUs, before the watch shows the pod: the next one may be decided in between.
+        self._place(pod, node)
+        return self._reserve(pod, node, plan, Stage.ASSUMED, now)
 
     def undo(self, uid: PodUid) -> None:
         """The bind did not happen. What is bound, or reported by the agent, stays."""
-        known = self._ledger.reservation(uid)
+        known = self._reservations.get(uid)
         # A later stage is a fact of the API server or of the agent, which a failed request of ours does not undo.
         if known is not None and known.stage is Stage.ASSUMED:
-            self._notify(self._ledger.release(uid), None)
+            self._release(uid)
 
     def bound(self, uid: PodUid) -> None:
         """The API server has accepted the bind."""
-        self._ledger.mark_bound(uid)
+        known = self._reservations.get(uid)
+        # The watch may be quicker than the answer to the bind, and the agent than both.
+        if known is None or known.stage is not Stage.ASSUMED:
+            return
+        bound, ledger = self._put(replace(known, stage=Stage.BOUND)), self._nodes.get(known.node)
+        # Reported before we knew of the bind: `put_node` has left it alone, so it is confirmed now.
+        if ledger is not None and (allocated := (ledger.node.allocated or {}).get(uid)) is not None:
+            self._confirm(bound, allocated, known.at)
 
     def victims_steps(self, pod: Pod, candidates: Mapping[str, Sequence[PodUid]]) -> Steps[dict[str, list[PodUid]]]:
         """The nodes where the pod fits once these pods are gone, each with its victims as they were given: the scheduler may
@@ -340,18 +407,18 @@ class ClusterState:
         fitting: dict[str, list[PodUid]] = {}
         if self._invalid(pod):
             return fitting
-        over, work = self._over_quota(pod, self._all_kinds()), 0
+        over, work = self._over_quota(pod), 0
         for node, uids in candidates.items():
             if work >= WORK_OF_A_STEP:
                 work = 0
                 yield
-            ledger = self._ledger.node(node)
+            ledger = self._nodes.get(node)
             # Evictions would not help there.
-            if ledger is None or self._quota_kinds[node] in over:
+            if ledger is None or ledger.node.kind in over:
                 continue
             # The node's ledger is built once more without the victims.
             work += COST_OF_A_PLAN + len(ledger.reservations)
-            gpus = ledger.gpus_without(frozenset(uids))
+            gpus = ledger.without(frozenset(uids)).gpus
             if not isinstance(plan_pod(pod, gpus, ledger.node.topology, self._policy), Refused):
                 fitting[node] = list(uids)
         return fitting
@@ -359,44 +426,120 @@ class ClusterState:
     # --- for everybody ---
 
     def reservation(self, uid: PodUid) -> Reservation | None:
-        return self._ledger.reservation(uid)
+        return self._reservations.get(uid)
 
     def reservations(self) -> list[Reservation]:
         """The reservations of all pods, by node and UID; then those of nodes that are away."""
-        known = [r for ledger in self._ledger.nodes() for _, r in sorted(ledger.reservations.items())]
-        # Of nodes that are away only binds under way are left; their pods may still appear on the node.
-        return known + self._ledger.pending()
+        return sorted(self._reservations.values(), key=lambda one: (one.node not in self._nodes, one.node, one.pod_uid))
 
     def gpus(self, name: str) -> Sequence[GpuAccount]:
         """The accounts of a node's GPUs, none of a node that is not known."""
-        ledger = self._ledger.node(name)
+        ledger = self._nodes.get(name)
         return ledger.gpus if ledger is not None else ()
 
     def known_names(self) -> Set[str]:
         """All known nodes."""
-        return self._ledger.names()
+        return self._nodes.keys()
 
     def node_names(self) -> list[str]:
         """All known nodes, sorted."""
-        return [ledger.node.name for ledger in self._ledger.nodes()]
+        return sorted(self._nodes)
 
     def node_ledger(self, name: str) -> NodeLedger | None:
         """What is allocated on one node, to be read only."""
-        return self._ledger.node(name)
+        return self._nodes.get(name)
 
-    def _notify(self, old: Reservation | None, new: Reservation | None) -> None:
-        # The informer delivers a pod with every change of its status; what it has changes seldom.
-        if old != new:
-            self._on_change(old, new)
+    # --- pods and reservations ---
 
-    def _set_quota_kind(self, name: str, kind: tuple[str, str] | None) -> None:
-        if self._quota_kinds.get(name) == kind:
+    def _place(self, pod: Pod, node: str) -> None:
+        self.put_other_pod(pod.uid, node, pod.host_request)
+        self._pods[pod.uid] = pod, node
+        self._pods_on[node][pod.uid] = None
+
+    def _release(self, uid: PodUid) -> None:
+        """Forget the pod and what it has."""
+        self._drop_hosted(uid)
+        if (known := self._pods.pop(uid, None)) is None:
             return
-        if kind is None:
-            del self._quota_kinds[name]
+        node = known[1]
+        del self._pods_on[node][uid]
+        if not self._pods_on[node]:
+            del self._pods_on[node]
+        self._drop_reservation(uid)
+        if (ledger := self._nodes.get(node)) is not None and ledger.remove(uid) is not None:
+            allocated = ledger.node.allocated or {}
+            if uid in allocated:  # its agent has not released it yet: its processes may run on
+                ledger.set_unattributed({**ledger.unattributed, uid: allocated[uid]})
+
+    def _resolve(self, ledger: NodeLedger, pod: Pod, now: float) -> None:
+        """What a bound pod has: by the agent's report, by our plan, else all that it may have."""
+        allocated = (ledger.node.allocated or {}).get(pod.uid)
+        known = ledger.reservations.get(pod.uid)
+        if allocated is not None:
+            # Bound before this process started: the report says what it has, and no plan is known.
+            known = known or self._reserve(pod, pod.node_name, NO_PLAN, Stage.CONFIRMED, now)
+            self._confirm(known, allocated, now)
+        elif known is not None:
+            self.bound(pod.uid)
         else:
-            self._quota_kinds[name] = kind
-        self._distinct_kinds = None
+            self._reserve(pod, pod.node_name, self._guess(ledger, pod), Stage.UNPLACED, now)
+
+    def _guess(self, ledger: NodeLedger, pod: Pod) -> PodPlan:
+        """Charges for a pod of unknown GPUs. Our agent reports them within a second, and nothing may be allocated twice
+        meanwhile: all that it asks, on every GPU. Another agent never reports, and that would leave its node useless: there
+        the pod is charged as it is likely to be placed."""
+        # No annotation of ours at all: most likely gpu-manager's node.
+        if ledger.node.allocated is None and not ledger.node.is_exact:
+            planned = plan_pod(pod, ledger.gpus, ledger.node.topology, self._policy)
+            if isinstance(planned, PodPlan):
+                return replace(planned, containers=())  # charged, and never compared with a later report
+        indexes = [gpu.index for gpu in ledger.node.gpus]
+        return PodPlan(containers=(), charges=charges_anywhere(pod, indexes, self._policy.names))
+
+    def _confirm(self, known: Reservation, charges: Mapping[int, Charge], now: float) -> None:
+        """The agent's report replaces the charges; the plan stays to be compared with it."""
+        ledger, uid = self._nodes[known.node], known.pod_uid
+        if uid in ledger.unattributed:
+            ledger.set_unattributed({other: had for other, had in ledger.unattributed.items() if other != uid})
+        self._put(replace(known, plan=replace(known.plan, charges=charges), stage=Stage.CONFIRMED, at=now))
+
+    def _reserve(self, pod: Pod, node: str, plan: PodPlan, stage: Stage, now: float) -> Reservation:
+        reservation = Reservation(
+            pod_uid=pod.uid, namespace=pod.namespace, pod=pod.name, node=node, plan=plan, stage=stage, at=now
+        )
+        self._put(reservation)
+        self._count(pod.uid)
+        return reservation
+
+    def _put(self, reservation: Reservation) -> Reservation:
+        self._reservations[reservation.pod_uid] = reservation
+        if (ledger := self._nodes.get(reservation.node)) is not None:
+            ledger.add(reservation)
+        return reservation
+
+    def _drop_reservation(self, uid: PodUid) -> None:
+        if self._reservations.pop(uid, None) is not None and self._quota is not None:
+            self._quota.uncount(uid)
+
+    def _count(self, uid: PodUid) -> None:
+        if self._quota is not None:
+            self._quota.count(*self._pods[uid])
+
+    def _drop_hosted(self, uid: PodUid) -> None:
+        known = self._host_requests.pop(uid, None)
+        if known is not None:
+            self._add_hosted(*known, -1)
+
+    def _add_hosted(self, node: str, request: HostRequest, sign: int) -> None:
+        hosted = self._hosted.get(node, NOTHING_HOSTED).plus(request, sign)
+        if hosted.pods:
+            self._hosted[node] = hosted
+        else:
+            del self._hosted[node]
+        if (ledger := self._nodes.get(node)) is not None:
+            ledger.set_hosted(hosted)
+
+    # --- answers ---
 
     def _node_changed(self, name: str, gpus: bool) -> None:
         """`gpus` False: its CPU and main memory alone, which change costs and no answers."""
@@ -410,9 +553,7 @@ class ClusterState:
         """What is known of these nodes, up to date."""
         # It depends on these and the node alone, so pods of a Deployment share it.
         key = signature, choice_of(pod.annotations)
-        answers = _recent(self._answers, key)
-        if answers is None:
-            answers = _kept(self._answers, key, _Answers(set(self._ledger.names())))
+        answers = _cached(self._answers, key, lambda: _Answers(set(self._nodes)))
         outdated = answers.outdated
         # One container is decided by the summary alone; several have to be planned.
         cost = 1 if len(signature) == 1 and not key[1] else COST_OF_A_PLAN * len(signature)
@@ -422,7 +563,7 @@ class ClusterState:
                 work = 0
                 yield
             # None: removed since the step before.
-            if (ledger := self._ledger.node(name)) is not None:
+            if (ledger := self._nodes.get(name)) is not None:
                 work += cost + (COST_OF_A_PLAN if ledger.is_stale else 0)
                 answers.put(name, self._verdict(pod, *key, ledger))
         return answers
@@ -446,17 +587,13 @@ class ClusterState:
         policy: SharePolicy = "spread" if self._policy.node_policy == "spread" else "binpack"
         return _Verdict("", cost=fullness_cost(capacity, signature, policy))
 
-    def _all_kinds(self) -> list[tuple[str, str]]:
-        if self._distinct_kinds is None:
-            # A few, of thousands of nodes, whose kinds seldom change.
-            self._distinct_kinds = list(dict.fromkeys(self._quota_kinds.values()))
-        return self._distinct_kinds
-
-    def _over_quota(self, pod: Pod, kinds: Iterable[tuple[str, str]]) -> dict[tuple[str, str], str]:
+    def _over_quota(self, pod: Pod) -> dict[tuple[str, str], str]:
         """Why not, by model and pool: of those where a quota refuses the pod."""
         if self._quota is None:
             return {}
-        refused = {kind: self._quota(pod, model=kind[0], pool=kind[1]) for kind in kinds}
+        if self._kinds is None:
+            self._kinds = list(dict.fromkeys(ledger.node.kind for ledger in self._nodes.values()))
+        refused = {kind: self._quota(pod, model=kind[0], pool=kind[1]) for kind in self._kinds}
         return {kind: one.detail for kind, one in refused.items() if one is not None}
 
     def _invalid(self, pod: Pod) -> str:
@@ -476,19 +613,14 @@ class ClusterState:
         return ""
 
 
-def _recent(kept: OrderedDict[K, V], key: K) -> V | None:
-    """What is kept for the key, which was asked for just now."""
-    if key in kept:
-        kept.move_to_end(key)
-    return kept.get(key)
-
-
-def _kept(kept: OrderedDict[K, V], key: K, value: V) -> V:
-    """`value`, which is now kept: the one that was asked for least recently goes where there are MAX_SIGNATURES."""
-    kept[key] = value
-    if len(kept) > MAX_SIGNATURES:
-        kept.popitem(last=False)
-    return value
+def _cached(kept: OrderedDict[K, V], key: K, make: Callable[[], V]) -> V:
+    """What is kept for the key, else made; of more than MAX_SIGNATURES what was asked for least recently goes."""
+    if key not in kept:
+        kept[key] = make()
+        if len(kept) > MAX_SIGNATURES:
+            kept.popitem(last=False)
+    kept.move_to_end(key)
+    return kept[key]
 
 
 def _elsewhere(pod: Pod, known: Reservation) -> Refused:

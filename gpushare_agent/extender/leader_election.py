@@ -24,7 +24,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import NoReturn
 
@@ -32,14 +32,14 @@ import structlog
 from msgspec import Raw, Struct, field, json
 
 from gpushare_agent.cluster.informer import Informer
-from gpushare_agent.cluster.kube.client import ClusterApi, Lease, LeaseSpec, pods
-from gpushare_agent.cluster.kube.objects import object_meta, pod_uid
+from gpushare_agent.cluster.kube.client import ClusterApi, pods
+from gpushare_agent.cluster.kube.objects import ObjectMeta, object_meta, pod_uid
 from gpushare_agent.extender.cluster_state import ClusterState
 from gpushare_agent.extender.metrics import ExtenderMetrics
 from gpushare_agent.extender.steps import in_steps
 from gpushare_agent.kit.backoff import Backoff
-from gpushare_agent.model.errors import AgentError, Conflict, NotFound, Rejected
-from gpushare_agent.model.names import PodUid
+from gpushare_agent.kit.json_schema import NULL, Lenient, decoded
+from gpushare_agent.model.errors import AgentError, Conflict, Corrupt, NotFound, Rejected
 from gpushare_agent.model.pods import Pod
 
 MAX_WARMED_PODS = 8
@@ -69,6 +69,31 @@ def boot_time_s() -> float:
     """Seconds including those of a suspended host, in which other replicas' clocks go on. The monotonic clock stands
     still."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+class LeaseSpec(Struct, rename="camel"):
+    """Times are RFC 3339 with microseconds."""
+
+    holder_identity: str | None = None
+    lease_duration_seconds: int | None = None
+    acquire_time: str | None = None
+    renew_time: str | None = None
+    lease_transitions: int | None = None
+
+
+class Lease(Struct, rename="camel"):
+    """`metadata` is written as it was read: labels and annotations in it are others'."""
+
+    metadata: Raw
+    raw_spec: Raw = field(name="spec", default=NULL)
+    api_version: str = "coordination.k8s.io/v1"
+    kind: str = "Lease"
+    meta = Lenient(ObjectMeta, of="metadata")
+    spec = Lenient(LeaseSpec, of="raw_spec")
+    """Empty where another client filled it with nonsense: it ends, as every lease does."""
+
+
+_LEASE = json.Decoder(Lease)
 
 
 class LeaseTerms(Struct, frozen=True, kw_only=True):
@@ -137,17 +162,14 @@ class LeaderElection(Struct, kw_only=True, eq=False):
         try:
             async with asyncio.timeout(RELEASE_TIMEOUT_S):
                 try:
-                    await self._empty()
+                    await self._put(self._record("", RELEASED_S))
                 except Conflict:
                     # The renewal that ended with the process was written after all: the lease is ours in a version unread.
                     await self._read()
                     if self.holder == self.identity:
-                        await self._empty()
+                        await self._put(self._record("", RELEASED_S))
         except (AgentError, TimeoutError) as e:
             log.info("lease_not_released", error=str(e), then="it ends by itself")
-
-    async def _empty(self) -> None:
-        await self.api.replace_lease(self.terms.namespace, self.terms.name, self._record("", duration_s=RELEASED_S))
 
     async def _pause(self) -> None:
         """Until the next read, or until the time to lead, or to wait for an absent lease, is over."""
@@ -162,39 +184,34 @@ class LeaderElection(Struct, kw_only=True, eq=False):
 
     async def try_acquire_or_renew(self) -> None:
         """One read, and one write where the lease is ours, or may be taken."""
-        # A leader does without the read: its write names the version that it wrote last.
+        # A leader does without the read: its write names the version that it wrote last, and fails where another client has
+        # written the lease.
         if not self.leads():
             await self._read()
         if self._lease is None:
-            if self._may_create():
-                await self._write(self.api.create_lease, (self.terms.namespace,))
-        elif self.holder == self.identity or self._was_released() or self._has_ended():
-            await self._replace()
+            if self._absent_since is not None and self.clock() - self._absent_since >= self._absence_s():
+                await self._write()
+        elif self.holder == self.identity or self._is_free(self._lease.spec):
+            try:
+                await self._write()
+            except Conflict:
+                # Another has taken it: to write again would take it back before its time is over.
+                if self.holder != self.identity:
+                    raise
+                await self._write()  # ours after all: another client has labelled it, say
 
     async def _read(self) -> None:
-        """Reads the lease. A leader does not: its renewal fails where another client has written the lease."""
         try:
             self._note(await self.api.get_lease(self.terms.namespace, self.terms.name))
         except NotFound:
             self._note_absent()
 
-    async def _replace(self) -> None:
-        """Renew the lease, or take it."""
-        place = self.terms.namespace, self.terms.name
-        try:
-            await self._write(self.api.replace_lease, place)
-        except Conflict:
-            # Another has taken it: to write again would take it back before its time is over.
-            if self._lease is None or self.holder != self.identity:
-                raise
-            await self._write(self.api.replace_lease, place)  # ours after all: another client has labelled it, say
-
-    async def _write(self, write: Callable[..., Awaitable[Lease]], place: tuple[str, ...]) -> None:
+    async def _write(self) -> None:
         """Make the lease ours. Where it is no longer what we read, we lead no more until it was read as ours."""
         # From before the request: the API server may have stored it at once and answered late.
         began_at = self.clock()
         try:
-            self._note(await write(*place, self._record(self.identity)))
+            self._note(await self._put(self._record(self.identity)))
         except Conflict:
             self._stop_leading()  # another client wrote it, perhaps to take it
             await self._read()
@@ -206,6 +223,15 @@ class LeaderElection(Struct, kw_only=True, eq=False):
         # Only after an answer: a write without one may have failed, and then another replica's clock runs.
         self._leads_until = began_at + self.terms.renew_deadline_s
 
+    async def _put(self, lease: Lease) -> Raw:
+        namespace, name = self.terms.namespace, self.terms.name
+        if self._lease is None:
+            return await self.api.create_lease(namespace, lease)
+        # A PUT without a version overwrites whatever is there: two leaders would not notice each other.
+        if not lease.meta.version:
+            raise Corrupt(f"cannot replace lease {namespace}/{name}: the one read has no resourceVersion")
+        return await self.api.replace_lease(namespace, name, lease)
+
     def _stop_leading(self) -> None:
         self._leads_until = float("-inf")
 
@@ -215,32 +241,29 @@ class LeaderElection(Struct, kw_only=True, eq=False):
             self._absent_since = self.clock()
         self._lease, self.holder = None, ""
 
-    def _may_create(self) -> bool:
-        return self._absent_since is not None and self.clock() - self._absent_since >= self._absence_s()
-
     def _absence_s(self) -> float:
         """How long a lease has to be absent before it is created: as long as another replica may lead by the deleted one.
         Where none was ever read this is the first installation, most likely, and no replica leads."""
         return self.terms.duration_s if self._seen else self.terms.retry_s
 
-    def _note(self, lease: Lease) -> None:
+    def _note(self, raw: Raw) -> None:
         """The lease as read, and since when it is unchanged."""
-        self._lease, self._absent_since = lease, None
-        spec = lease.spec
+        lease = self._lease = decoded(_LEASE, raw, f"lease {self.terms.namespace}/{self.terms.name}")
+        self._absent_since, spec = None, lease.spec
         self.holder = spec.holder_identity or ""
         # Any change of the record means that its holder is there; the resource version is not among them, for labels
         # change it too.
-        seen = lease.uid, self.holder, spec.renew_time, spec.acquire_time, spec.lease_transitions
+        seen = lease.meta.uid, self.holder, spec.renew_time, spec.acquire_time, spec.lease_transitions
         if seen != self._seen:
             self._seen, self._seen_at = seen, self.clock()
 
-    def _was_released(self) -> bool:
-        """Released in order, as `release` and client-go do it. A holder emptied by hand leaves a leader that does not know
-        it yet."""
-        return not self.holder and self._lease is not None and self._lease.spec.lease_duration_seconds == RELEASED_S
-
-    def _has_ended(self) -> bool:
-        theirs_s = float((self._lease.spec.lease_duration_seconds if self._lease is not None else None) or 0)
+    def _is_free(self, spec: LeaseSpec) -> bool:
+        """Released, or not renewed for its duration."""
+        theirs_s = spec.lease_duration_seconds or 0
+        # Released in order, as `release` and client-go do it. A holder emptied by hand leaves a leader that does not know
+        # it yet.
+        if not self.holder and theirs_s == RELEASED_S:
+            return True
         # The longer of both durations: a holder with other settings may count on its own.
         return self.clock() - self._seen_at > max(self.terms.duration_s, min(theirs_s, MAX_DURATION_S))
 
@@ -249,20 +272,18 @@ class LeaderElection(Struct, kw_only=True, eq=False):
         now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
         read = self._lease.spec if self._lease is not None else LeaseSpec()
         is_new, count = holder != read.holder_identity, read.lease_transitions or 0
-        metadata = {"name": self.terms.name, "namespace": self.terms.namespace}
-        return Lease(
-            # As read, with the resource version: the API server refuses the write where another came first.
-            metadata=self._lease.metadata if self._lease is not None else Raw(json.encode(metadata)),
-            spec=LeaseSpec(
-                holder_identity=holder,
-                # The API server accepts no 0.
-                lease_duration_seconds=max(1, round(duration_s or self.terms.duration_s)),
-                acquire_time=now if is_new else read.acquire_time or now,
-                renew_time=now,
-                # As client-go counts them: not for a release, and not for the first holder.
-                lease_transitions=count + 1 if is_new and self._lease is not None and holder else count,
-            ),
+        new = Raw(json.encode({"name": self.terms.name, "namespace": self.terms.namespace}))
+        spec = LeaseSpec(
+            holder_identity=holder,
+            # The API server accepts no 0.
+            lease_duration_seconds=max(1, round(duration_s or self.terms.duration_s)),
+            acquire_time=now if is_new else read.acquire_time or now,
+            renew_time=now,
+            # As client-go counts them: not for a release, and not for the first holder.
+            lease_transitions=count + 1 if is_new and self._lease is not None and holder else count,
         )
+        # As read, with the resource version: the API server refuses the write where another came first.
+        return Lease(metadata=self._lease.metadata if self._lease is not None else new, raw_spec=Raw(json.encode(spec)))
 
     def report_transition(self) -> None:
         """Wake those who wait for a change; a term begins with the first moment of leading."""
@@ -285,6 +306,13 @@ class AlwaysLeads:
 
     def leads(self) -> bool:
         return True
+
+    async def run(self) -> NoReturn:
+        await self.wait_change(self.term, True)
+        raise AssertionError("unreachable: nothing changes")
+
+    async def release(self) -> None:
+        """There is nothing to release."""
 
     async def wait_change(self, term: int, is_leading: bool) -> None:
         if (term, is_leading) == (self.term, True):
@@ -326,7 +354,7 @@ class Leadership(Struct, kw_only=True, eq=False):
         while True:
             term, is_leading = election.term, election.leads()
             if is_leading and self.listed_in != term:
-                self.metrics.became_leader()
+                self.metrics.count("leaderships")
                 for informer in self.informers:
                     await informer.refresh()
                 # Now, and not later: what was listed stays for long, and no request waits for an answer yet.
@@ -364,7 +392,15 @@ class LeaderLabel(Struct, kw_only=True, eq=False):
             except (AgentError, TimeoutError) as e:
                 failures += 1
                 pause_s = self.backoff.delay_s(failures)
-                self._log_failure(is_leading, str(e) or "the API server did not answer in time", pause_s)
+                then = "the Service may not find this leader" if is_leading else "the next leader removes the label"
+                log.warning(
+                    "leader_label_not_written",
+                    pod=f"{self.namespace}/{self.name}",
+                    error=str(e) or "the API server did not answer in time",
+                    then=then,
+                    cure=_REMEDY,
+                    retried_in_s=round(pause_s, 1),
+                )
             try:
                 async with asyncio.timeout(pause_s):
                     await self.election.wait_change(term, is_leading)
@@ -393,17 +429,13 @@ class LeaderLabel(Struct, kw_only=True, eq=False):
             log.info("leader_labelled", pod=f"{self.namespace}/{self.name}", label=f"{ROLE_LABEL}={LEADER}")
 
     async def _strip_others(self, labels: Mapping[str, str]) -> None:
-        others: dict[str, PodUid] = {}
-
-        def read(raw: Raw) -> str:
-            uid, name = pod_uid(raw), object_meta(raw, "pod").name or ""
-            if name not in ("", self.name):
-                others[name] = uid
-            return name
-
         selector = ",".join(f"{name}={value}" for name, value in sorted(labels.items()))
-        await self.api.list_all(pods(self.namespace, labels=selector), read)
-        for name, uid in sorted(others.items()):
+        found, _ = await self.api.list_all(
+            pods(self.namespace, labels=selector), lambda raw: (object_meta(raw, "pod").name or "", pod_uid(raw))
+        )
+        for name, uid in sorted(set(found)):
+            if name in ("", self.name):
+                continue
             # The next leader may have labelled one of these meanwhile.
             if not self.election.leads():
                 return
@@ -422,14 +454,3 @@ class LeaderLabel(Struct, kw_only=True, eq=False):
         if ROLE_LABEL in object_meta(own, "pod").labels:
             await self.api.patch_pod_labels(self.namespace, self.name, uid, {ROLE_LABEL: None})
         self._may_be_left = False
-
-    def _log_failure(self, is_leading: bool, error: str, pause_s: float) -> None:
-        then = "the Service may not find this leader" if is_leading else "the next leader removes the label"
-        log.warning(
-            "leader_label_not_written",
-            pod=f"{self.namespace}/{self.name}",
-            error=error,
-            then=then,
-            cure=_REMEDY,
-            retried_in_s=round(pause_s, 1),
-        )

@@ -10,13 +10,13 @@ below, not by what a client sends.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Annotated, TypeVar
 
 from msgspec import Meta, Raw, Struct, field
 from msgspec.json import Decoder
 
-from gpushare_agent.cluster.kube.pods import PodJson, read_pod_json
+from gpushare_agent.cluster.kube.pods import PodJson, PodSpec, read_pod_json
 from gpushare_agent.extender.cluster_state import Filtered
 from gpushare_agent.extender.objects import lean_pod
 from gpushare_agent.extender.steps import Steps
@@ -64,13 +64,18 @@ class NodesArgs(Struct, frozen=True, kw_only=True):
     prefers_nodes: bool = False
 
 
-class BindArgs(Struct, frozen=True, kw_only=True):
+class BindArgs(
+    Struct,
+    frozen=True,
+    kw_only=True,
+    rename={"namespace": "PodNamespace", "pod": "PodName", "uid": "PodUID", "node": "Node"},
+):
     """ExtenderBindingArgs."""
 
-    namespace: str
-    pod: str
-    uid: PodUid
-    node: str
+    namespace: Name
+    pod: Name
+    uid: Annotated[PodUid, Meta(min_length=1, max_length=MAX_NAME_CHARS)]
+    node: Name
 
 
 class PreemptArgs(Struct, frozen=True, kw_only=True):
@@ -81,6 +86,22 @@ class PreemptArgs(Struct, frozen=True, kw_only=True):
     violations: Mapping[str, int]
 
 
+class Result(Struct, frozen=True):
+    """What a verb answers: a body for status 200, or an error's text for another."""
+
+    body: bytes
+    outcome: str = "ok"
+    status: int = 200
+
+
+Verb = Callable[[bytes], Awaitable[Result]]
+
+
+def bad_request(error: Corrupt) -> Result:
+    """Its text may have a name of the request, and in that half a surrogate pair, which UTF-8 cannot have."""
+    return Result(f"{error}\n".encode(errors="backslashreplace"), "bad", 400)
+
+
 class _Preferred(Struct):
     """Of a nodeAffinity, podAffinity or podAntiAffinity. What they require decides before the extender is asked."""
 
@@ -89,15 +110,6 @@ class _Preferred(Struct):
 
 class _SpreadConstraint(Struct, rename="camel"):
     when_unsatisfiable: str = ""
-
-
-class _PreferencesSpec(Struct, rename="camel"):
-    affinity: dict[str, _Preferred | None] | None = None
-    topology_spread_constraints: list[_SpreadConstraint] | None = None
-
-
-class _PreferencesPod(Struct):
-    spec: _PreferencesSpec
 
 
 class _Named(Struct):
@@ -116,13 +128,6 @@ class _NodesArgs(Struct, rename="pascal"):
     pod: Raw
     nodes: _NodeList | None = None
     node_names: Annotated[list[Name], Meta(max_length=MAX_NODES)] | None = None
-
-
-class _BindArgs(Struct, rename={"namespace": "PodNamespace", "name": "PodName", "uid": "PodUID", "node": "Node"}):
-    namespace: Name
-    name: Name
-    uid: Name
-    node: Name
 
 
 class _WithUid(Struct):
@@ -152,9 +157,10 @@ class _PreemptArgs(Struct, rename="pascal"):
     node_name_to_meta_victims: _VictimsOfNodes | None = None
 
 
-_NODES_ARGS, _BIND_ARGS, _PREEMPT_ARGS = Decoder(_NodesArgs), Decoder(_BindArgs), Decoder(_PreemptArgs)
+_NODES_ARGS, _BIND_ARGS, _PREEMPT_ARGS = Decoder(_NodesArgs), Decoder(BindArgs), Decoder(_PreemptArgs)
 _NODE = Decoder(_Node)
-_PREFERENCES = Decoder(_PreferencesPod)
+_AFFINITIES = Decoder(dict[str, _Preferred | None] | None)
+_CONSTRAINTS = Decoder(list[_SpreadConstraint] | None)
 _PODS = Decoder(Annotated[list[_Victim], Meta(max_length=MAX_VICTIMS)] | None)
 
 
@@ -162,9 +168,9 @@ def parse_nodes_args(content: bytes, names: ResourceNames) -> NodesArgs:
     """Raises Corrupt."""
     what = "ExtenderArgs"
     args = request_of(_NODES_ARGS, content, what, BYTES_OF_A_NODES_VALUE)
-    pod = _pod(args.pod, what, names)
+    read = pod_json(args.pod, f"{what}.Pod")
+    pod, prefers_nodes = lean_pod(read, names), _prefers_nodes(read.spec)
     # nodeCacheCapable: kube-scheduler sends names where it may, else whole nodes.
-    prefers_nodes = _prefers_nodes(args.pod)
     if args.node_names is not None:
         return NodesArgs(pod=pod, names=args.node_names, prefers_nodes=prefers_nodes)
     if args.nodes is None:
@@ -181,15 +187,14 @@ def parse_bind_args(content: bytes) -> BindArgs:
     # Before it is decoded: a bind has no list that could be long.
     if len(content) > BIND_BYTES:
         raise Corrupt(f"{what}: {len(content)} bytes are no scheduler's request")
-    args = request_of(_BIND_ARGS, content, what)
-    return BindArgs(namespace=args.namespace, pod=args.name, uid=PodUid(args.uid), node=args.node)
+    return request_of(_BIND_ARGS, content, what)
 
 
 def parse_preempt_args(content: bytes, names: ResourceNames) -> Steps[PreemptArgs]:
     """Reads the request in steps: a large cluster's candidates have tens of thousands of victims. Raises Corrupt."""
     what = "ExtenderPreemptionArgs"
     args = request_of(_PREEMPT_ARGS, content, what)
-    pod = _pod(args.pod, what, names)
+    pod = lean_pod(pod_json(args.pod, f"{what}.Pod"), names)
     victims: dict[str, Sequence[PodUid]] = {}
     violations: dict[str, int] = {}
     read = 0
@@ -273,20 +278,14 @@ def pod_json(raw: Raw, where: str) -> PodJson:
     return found
 
 
-def _pod(raw: Raw, what: str, names: ResourceNames) -> Pod:
-    return lean_pod(pod_json(raw, f"{what}.Pod"), names)
-
-
-def _prefers_nodes(raw: Raw) -> bool:
-    """Of a pod that `_pod` has bounded."""
+def _prefers_nodes(spec: PodSpec) -> bool:
     try:
-        spec = _PREFERENCES.decode(raw).spec
+        affinities, constraints = _AFFINITIES.decode(spec.raw_affinity), _CONSTRAINTS.decode(spec.raw_spread)
     except ValueError:
         return True  # not understood, so nothing is kept from it
-    affinities = (spec.affinity or {}).values()
-    if any(one is not None and bytes(one.terms) not in (b"null", b"[]") for one in affinities):
+    if any(one is not None and bytes(one.terms) not in (b"null", b"[]") for one in (affinities or {}).values()):
         return True
-    return any(one.when_unsatisfiable != "DoNotSchedule" for one in spec.topology_spread_constraints or ())
+    return any(one.when_unsatisfiable != "DoNotSchedule" for one in constraints or ())
 
 
 def _uids(victims: _Victims, where: str) -> list[PodUid]:

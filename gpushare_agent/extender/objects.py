@@ -52,6 +52,8 @@ _MAX_TOPOLOGIES = 256
 """Nodes of one build are alike: a cluster has few."""
 _MAX_ALIKE = 16384
 _MAX_ANNOTATION_CHARS = 256
+MAX_ANNOTATIONS = 64
+"""With an extender's choice, of one pod."""
 _MIB = 20
 """Bits."""
 _MOST = 1 << 40
@@ -84,48 +86,45 @@ def read_node(raw: Raw, names: ResourceNames, *, model_label: str, pool_label: s
     if not offered:
         return NodeReading(node=None)
     labels, annotations = read.meta.labels, read.meta.annotations
-    model, pool = _label(labels, model_label), _label(labels, pool_label)
-    cpu_milli, memory_mib = _host_amounts(read.status.allocatable or {})
-    text = annotations.get(GPUS_ANNOTATION)
-    problem = ""
-    if text is not None:
-        try:
-            gpus, topology = _reported(text, names, is_offered=any(offered))
-        except Corrupt as error:
-            problem = (
-                f"node {name}: the annotation {GPUS_ANNOTATION} cannot be used: {error}. Its capacity is divided evenly "
-                "instead; see the agent's log there"
-            )
-        else:
-            allocated = None
-            if (allocations := annotations.get(ALLOCATIONS_ANNOTATION)) is not None:
-                try:
-                    allocated = parse_allocations(allocations, {gpu.index for gpu in gpus}).of_pod
-                except Corrupt as error:
-                    problem = (
-                        f"node {name}: the annotation {ALLOCATIONS_ANNOTATION} cannot be used: {error}. "
-                        "Its pods are charged by what they ask for; see the agent's log there"
-                    )
-            node = ClusterNode(
-                name=name,
-                gpus=gpus,
-                topology=topology,
-                model=model,
-                pool=pool,
-                allocated=allocated,
-                cpu_milli=cpu_milli,
-                memory_mib=memory_mib,
-                is_cordoned=read.is_cordoned,
-                is_ready=read.is_ready,
-            )
-            return NodeReading(node=node, problem=problem)
-    # gpu-manager's nodes have no annotation, nor has a node whose agent may not write it: the counts are all there is.
-    even = _even_node(name, counts, names, model, pool)
-    if even is not None:
-        even = replace(
-            even, cpu_milli=cpu_milli, memory_mib=memory_mib, is_cordoned=read.is_cordoned, is_ready=read.is_ready
+    reported, allocated, problem = None, None, ""
+    try:
+        if (text := annotations.get(GPUS_ANNOTATION)) is not None:
+            reported = _reported(text, names, is_offered=any(offered))
+    except Corrupt as error:
+        problem = (
+            f"node {name}: the annotation {GPUS_ANNOTATION} cannot be used: {error}. Its capacity is divided evenly "
+            "instead; see the agent's log there"
         )
-    return NodeReading(node=even, problem=problem)
+    try:
+        if reported is not None and (text := annotations.get(ALLOCATIONS_ANNOTATION)) is not None:
+            allocated = parse_allocations(text, {gpu.index for gpu in reported[0]}).of_pod
+    except Corrupt as error:
+        problem = (
+            f"node {name}: the annotation {ALLOCATIONS_ANNOTATION} cannot be used: {error}. "
+            "Its pods are charged by what they ask for; see the agent's log there"
+        )
+    # gpu-manager's nodes have no annotation, nor has a node whose agent may not write it: the counts are all there is.
+    gpus, topology = reported or _even_gpus(counts, names)
+    if not gpus:
+        return NodeReading(node=None, problem=problem)
+    amounts = read.status.allocatable or {}
+    cpu_milli, memory_mib = _bounded(
+        amount_of(amounts.get(CPU), is_cpu=True), amount_of(amounts.get(MEMORY), is_cpu=False)
+    )
+    node = ClusterNode(
+        name=name,
+        gpus=gpus,
+        topology=topology,
+        model=_label(labels, model_label),
+        pool=_label(labels, pool_label),
+        is_exact=reported is not None,
+        is_cordoned=read.is_cordoned,
+        is_ready=read.is_ready,
+        allocated=allocated,
+        cpu_milli=cpu_milli,
+        memory_mib=memory_mib,
+    )
+    return NodeReading(node=node, problem=problem)
 
 
 # --- a node's GPUs ---
@@ -209,16 +208,12 @@ def _topology(indexes: tuple[int, ...], texts: tuple[tuple[str, ...], ...], numa
     return build_topology(matrix, nodes)
 
 
-def _even_node(name: str, counts: Mapping[str, int], names: ResourceNames, model: str, pool: str) -> ClusterNode | None:
+def _even_gpus(counts: Mapping[str, int], names: ResourceNames) -> tuple[tuple[GpuReport, ...], Topology]:
     number, memory_mib = even_gpus(counts, names)
     # Capacity is what anybody who may patch the node's status says.
-    number = min(number, MAX_GPUS)
-    if not number:
-        return None
-    gpus = tuple(GpuReport(index=index, uuid=_substitute_uuid(index), memory_mib=memory_mib) for index in range(number))
-    indexes = tuple(range(number))
-    topology = _topology(indexes, ((),) * number, (None,) * number)
-    return ClusterNode(name=name, gpus=gpus, topology=topology, model=model, pool=pool, is_exact=False)
+    indexes = tuple(range(min(number, MAX_GPUS)))
+    gpus = tuple(GpuReport(index=index, uuid=_substitute_uuid(index), memory_mib=memory_mib) for index in indexes)
+    return gpus, _topology(indexes, ((),) * len(indexes), (None,) * len(indexes))
 
 
 # --- the rest of a node ---
@@ -239,12 +234,8 @@ def _count(quantity: Quantity) -> int:
         return 0
 
 
-def _host_amounts(amounts: Mapping[str, Quantity]) -> tuple[int, int]:
-    """CPU in milli-CPUs and main memory in MiB."""
-    return _bounded(amount_of(amounts.get(CPU), is_cpu=True), amount_of(amounts.get(MEMORY), is_cpu=False))
-
-
 def _bounded(cpu_milli: int, memory: int) -> tuple[int, int]:
+    """CPU in milli-CPUs and main memory in MiB."""
     return min(cpu_milli, _MOST), min(-(-memory >> _MIB), _MOST)
 
 
@@ -305,11 +296,14 @@ def host_request(spec: PodSpec, model_label: str = "") -> HostRequest:
 def predicate_annotations(pod: PodJson) -> dict[str, str]:
     """The pod's annotations with an extender's choice: of the node, and of GPUs by container. Only to be compared: any
     tenant can write them."""
-    return {
+    found = {
         name: value[:_MAX_ANNOTATION_CHARS]
         for name, value in pod.meta.annotations.items()
         if name == PREDICATE_NODE_ANNOTATION or name.startswith(PREDICATE_GPU_INDEX_PREFIX)
     }
+    # A pod may have thousands of such names. The node's is the one that the comparison needs most.
+    names = sorted(found, key=lambda name: (name != PREDICATE_NODE_ANNOTATION, name))
+    return {name: found[name] for name in names[:MAX_ANNOTATIONS]}
 
 
 @lru_cache(maxsize=_MAX_ALIKE)

@@ -39,6 +39,11 @@ class ClusterNode(Struct, frozen=True, kw_only=True):
     memory_mib: int = 0
     """CPU and main memory that pods can have."""
 
+    @property
+    def kind(self) -> tuple[str, str]:
+        """Model and pool: a quota tells nodes apart by these two alone."""
+        return self.model, self.pool
+
 
 NodePolicy = Literal["fgd", "binpack", "spread"]
 """Which of the nodes that fit a pod goes to: where the fewest free GPUs become useless to the pods that usually come

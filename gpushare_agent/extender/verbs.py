@@ -8,7 +8,7 @@ and were not bound yet.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from heapq import nsmallest
 
 import structlog
@@ -20,6 +20,8 @@ from gpushare_agent.extender.messages import (
     BindArgs,
     NodesArgs,
     PreemptArgs,
+    Result,
+    bad_request,
     binding_result,
     filter_result,
     host_priorities,
@@ -47,8 +49,9 @@ fewer do it has looked at all."""
 
 
 class Extender(Struct, kw_only=True, eq=False):
-    """Answers the requests that http.py reads."""
+    """Answers the requests that http.py reads: a verb's bytes, then what they ask as values."""
 
+    names: ResourceNames
     state: ClusterState
     binder: Binder
     metrics: ExtenderMetrics
@@ -74,7 +77,45 @@ class Extender(Struct, kw_only=True, eq=False):
                     cure="set extender.reserve: filter, or give the scheduler's extender the verb bind",
                 )
 
-    async def filter(self, args: NodesArgs) -> Filtered:
+    # --- from bytes to bytes ---
+
+    async def filter(self, content: bytes) -> Result:
+        args: NodesArgs | None = None
+        try:
+            args = parse_nodes_args(content, self.names)
+            answer = await self.nodes_for(args)
+        except Corrupt as e:
+            # 200 with the field Error: kube-scheduler shows that text, of another status only the number.
+            return Result(filter_result(Filtered(error=str(e)), None), "bad")
+        return Result(filter_result(answer, args), "error" if answer.error else "ok")
+
+    async def prioritize(self, content: bytes) -> Result:
+        """HostPriorityList has no place for an error."""
+        try:
+            args = parse_nodes_args(content, self.names)
+            return Result(host_priorities(await self.scores(args)))
+        except Corrupt as e:
+            return bad_request(e)
+
+    async def bind(self, content: bytes) -> Result:
+        try:
+            error = await self.bound(parse_bind_args(content))
+        except Corrupt as e:
+            return Result(binding_result(str(e)), "bad")
+        return Result(binding_result(error), "error" if error else "ok")
+
+    async def preempt(self, content: bytes) -> Result:
+        """ExtenderPreemptionResult has no place for an error."""
+        try:
+            args = await in_steps(parse_preempt_args(content, self.names))
+        except Corrupt as e:
+            return bad_request(e)
+        victims = await self.victims(args)
+        return Result(await in_steps(preemption_result(victims, args.violations)))
+
+    # --- as values ---
+
+    async def nodes_for(self, args: NodesArgs) -> Filtered:
         """Where the pod fits. A pod that asks for nothing of ours fits everywhere."""
         # A scheduler without managedResources sends every pod.
         if not args.pod.containers:
@@ -88,12 +129,12 @@ class Extender(Struct, kw_only=True, eq=False):
             return Filtered(fitting=await self._best(args, found.fitting))
         return found
 
-    async def prioritize(self, args: NodesArgs) -> list[tuple[str, int]]:
+    async def scores(self, args: NodesArgs) -> list[tuple[str, int]]:
         if not args.pod.containers:
             return [(name, 0) for name in args.names]
         return await in_steps(self.state.prioritize_steps(args.pod, args.names))
 
-    async def preempt(self, args: PreemptArgs) -> Mapping[str, Sequence[PodUid]]:
+    async def victims(self, args: PreemptArgs) -> Mapping[str, Sequence[PodUid]]:
         """The nodes where the pod would fit once the victims are gone, each with its victims."""
         if not args.pod.containers:
             return args.victims
@@ -102,7 +143,7 @@ class Extender(Struct, kw_only=True, eq=False):
             return {}
         return await in_steps(self.state.victims_steps(args.pod, args.victims))
 
-    async def bind(self, args: BindArgs) -> str:
+    async def bound(self, args: BindArgs) -> str:
         """Empty when the pod is bound, else why not."""
         self._passed.pop(args.uid, None)
         return await self.binder.bind(args)
@@ -114,7 +155,8 @@ class Extender(Struct, kw_only=True, eq=False):
             self.waiters.answered(args.pod.uid)
         else:
             self.waiters.answered(args.pod.uid, found.over_quota, self._parts(args.names))
-        self.metrics.filtered(len(found.fitting), len(found.failed), len(found.unresolvable))
+        for verdict, nodes in (("fits", found.fitting), ("failed", found.failed), ("unresolvable", found.unresolvable)):
+            self.metrics.count("filtered_nodes", verdict, times=len(nodes))
         if found.fitting and not self.reserves_at_filter:
             self._passed[args.pod.uid] = None
             # The oldest go: many were deleted before anybody bound them.
@@ -160,64 +202,3 @@ class Extender(Struct, kw_only=True, eq=False):
         others = {name: f"the pod is reserved on node {best}" for name in found.fitting if name != best}
         # One node alone: a scheduler that binds by itself must take the one with the reservation.
         return Filtered(fitting=[best], failed={**found.failed, **others}, unresolvable=found.unresolvable)
-
-
-# --- from bytes to bytes ---
-
-
-class Result(Struct, frozen=True):
-    """What a verb answers: a body for status 200, or an error's text for another."""
-
-    body: bytes
-    outcome: str = "ok"
-    status: int = 200
-
-
-Verb = Callable[[bytes], Awaitable[Result]]
-
-
-def bad_request(error: Corrupt) -> Result:
-    """Its text may have a name of the request, and in that half a surrogate pair, which UTF-8 cannot have."""
-    return Result(f"{error}\n".encode(errors="backslashreplace"), "bad", 400)
-
-
-class ExtenderVerbs:
-    """The verbs from a request's bytes to an answer's."""
-
-    def __init__(self, extender: Extender, names: ResourceNames) -> None:
-        self._extender = extender
-        self._names = names
-
-    async def filter(self, content: bytes) -> Result:
-        args: NodesArgs | None = None
-        try:
-            args = parse_nodes_args(content, self._names)
-            answer = await self._extender.filter(args)
-        except Corrupt as e:
-            # 200 with the field Error: kube-scheduler shows that text, of another status only the number.
-            return Result(filter_result(Filtered(error=str(e)), None), "bad")
-        return Result(filter_result(answer, args), "error" if answer.error else "ok")
-
-    async def prioritize(self, content: bytes) -> Result:
-        """HostPriorityList has no place for an error."""
-        try:
-            args = parse_nodes_args(content, self._names)
-            return Result(host_priorities(await self._extender.prioritize(args)))
-        except Corrupt as e:
-            return bad_request(e)
-
-    async def bind(self, content: bytes) -> Result:
-        try:
-            error = await self._extender.bind(parse_bind_args(content))
-        except Corrupt as e:
-            return Result(binding_result(str(e)), "bad")
-        return Result(binding_result(error), "error" if error else "ok")
-
-    async def preempt(self, content: bytes) -> Result:
-        """ExtenderPreemptionResult has no place for an error."""
-        try:
-            args = await in_steps(parse_preempt_args(content, self._names))
-        except Corrupt as e:
-            return bad_request(e)
-        victims = await self._extender.preempt(args)
-        return Result(await in_steps(preemption_result(victims, args.violations)))

@@ -20,9 +20,9 @@ from typing import NoReturn, TypeVar
 import structlog
 from msgspec import Struct, field
 
+from gpushare_agent.extender.bind import PodWrites
+from gpushare_agent.extender.decisions.quota import QuotaState
 from gpushare_agent.extender.metrics import ExtenderMetrics
-from gpushare_agent.extender.pod_writes import PodWrites
-from gpushare_agent.extender.quota_state import QuotaState
 from gpushare_agent.kit.supervision import ReportOnce
 from gpushare_agent.model.errors import AgentError, Conflict, NotFound, Unavailable
 from gpushare_agent.model.names import PodUid
@@ -177,7 +177,7 @@ class Waiters(Struct, kw_only=True, eq=False):
                 log.warning("retry_not_written", error=str(e), then=then)
             return not is_retried
         self._problems.is_over()
-        self.metrics.retried(reason)
+        self.metrics.count("retries", reason)
         # The scheduler's bind of this pod counts before the next pod is checked.
         await asyncio.sleep(self.pace_s)
         return True

@@ -45,11 +45,16 @@ def decoded_or(decoder: Decoder[T], content: bytes | Raw, absent: Callable[[], D
 
 class Entries(Generic[T]):
     """Reads lists: an entry that is not of its schema is skipped, what is no list has none. Of a list longer than any
-    that Kubernetes makes the first `MOST_ENTRIES` are read."""
+    that Kubernetes makes the first `MOST_ENTRIES` are read. As an attribute of a Struct it is the list in the `Raw` field
+    named `of`."""
 
-    def __init__(self, kind: type[T]) -> None:
+    def __init__(self, kind: type[T], of: str = "") -> None:
         self._all = Decoder(list[kind])  # type: ignore[valid-type] # a type that only the caller knows
         self._one = Decoder(kind)
+        self._of = of
+
+    def __get__(self, instance: object, owner: type) -> list[T]:
+        return self.read(getattr(instance, self._of))
 
     def read(self, content: Raw) -> list[T]:
         if content is NULL:  # as most are: an exception costs ten times as much
@@ -61,6 +66,18 @@ class Entries(Generic[T]):
             raws = decoded_or(_RAWS, content, list[Raw])[:MOST_ENTRIES]
             each = (decoded_or(self._one, raw, lambda: None) for raw in raws)
             return [one for one in each if one is not None]
+
+
+class Lenient(Generic[T]):
+    """An attribute of a Struct: what the schema makes of the `Raw` field named `of`, else an empty one."""
+
+    def __init__(self, kind: type[T], of: str) -> None:
+        self._decoder: Decoder[T] = Decoder(kind)
+        self._empty = kind
+        self._of = of
+
+    def __get__(self, instance: object, owner: type) -> T:
+        return decoded_or(self._decoder, getattr(instance, self._of), self._empty)
 
 
 def texts(content: Raw) -> dict[str, str]:

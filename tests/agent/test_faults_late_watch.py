@@ -27,15 +27,15 @@ SHARE = (container(cores=60, blocks=80),)
 @contextmanager
 def late_watch(agent: InnerAgent) -> Iterator[None]:
     """Watch events are kept back, in order, until the block ends: the connection is slow, not broken."""
-    informer: Any = agent.parts.cluster.informer
-    reported, kept = informer._apply, []
-    informer._apply = kept.append
+    informers: Any = type(agent.parts.cluster.informer)
+    reported, kept = informers._apply, []
+    informers._apply = lambda *event: kept.append(event)
     try:
         yield
     finally:
-        informer._apply = reported
+        informers._apply = reported
         for event in kept:
-            reported(event)
+            reported(*event)
 
 
 @pytest.mark.parametrize("grace_s", [0, None])

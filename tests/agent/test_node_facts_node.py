@@ -47,7 +47,7 @@ async def test_the_node_says_what_gpus_it_has_and_which_of_them_is_lost() -> Non
 async def test_an_agent_that_is_reported_to_write_nothing_writes_nothing() -> None:
     """Its account may lack the right."""
     async with open_test_node() as node, open_agent(node, *FLAGS, "--facts.is-written=false") as agent:
-        assert agent.parts.cluster.node_facts is None
+        assert not agent.parts.cluster.node_fields
         await wait_until(node, lambda: agent.parts.cluster.store.is_synced, "the pods")
         assert "gpushare-agent/cards" not in metadata(node, "annotations")
 

@@ -10,7 +10,7 @@ from msgspec import Raw
 
 from gpushare_agent.cli.cluster_reading import ReadCluster, read_cluster_view
 from gpushare_agent.cluster.kube.client import ALL_NODES, LIVE_PODS
-from gpushare_agent.cluster.kube.lists import Watched
+from gpushare_agent.cluster.kube.session import Watched
 from gpushare_agent.model.errors import NotFound
 from gpushare_agent.settings.settings import load_settings
 from tests.support_json import undecoded

@@ -19,7 +19,7 @@ from typing import Any
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 from gpushare_agent.cluster.kube.client import KubeApi, open_kube_api
-from gpushare_agent.cluster.kube.lists import KubeTimeouts, ListLimits
+from gpushare_agent.cluster.kube.session import KubeTimeouts, ListLimits
 from gpushare_agent.cluster.pod_store import PodStore
 from gpushare_agent.kit.backoff import Backoff
 from gpushare_agent.model.names import VCORE_RESOURCE, VMEMORY_RESOURCE, PodUid

@@ -17,13 +17,13 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from gpushare_agent.cluster.feature_labels import feature_labels, sanitised
+from gpushare_agent.cluster.kube.objects import read_node_json
 from gpushare_agent.cluster.node_facts import (
     FEATURES_ANNOTATION,
     LABELS_ANNOTATION,
     NodePatch,
     is_label,
     node_facts,
-    parse_node,
     plan_facts_patch,
 )
 from gpushare_agent.model.gpus import Gpu, GpuInventory, MigAttributes, MigPlace
@@ -384,11 +384,10 @@ class Node:
 
     def reconcile(self, features: dict[str, str]) -> NodePatch:
         facts = node_facts(
-            inventory(gpu(0), gpu(1)), cordoned={}, memory_block_mib=256, label_prefix="gpushare-agent",
-            node_labels={}, features=features,
-        )  # fmt: skip
+            inventory(gpu(0), gpu(1)), "{}", label_prefix="gpushare-agent", node_labels={}, features=features
+        )
         raw = {"metadata": {"labels": self.labels, "annotations": self.annotations}}
-        patch = plan_facts_patch(parse_node(undecoded(raw)), facts)
+        patch = plan_facts_patch(read_node_json(undecoded(raw)), facts)
         for present, changes in ((self.labels, patch.labels), (self.annotations, patch.annotations)):
             for name, value in changes.items():
                 if value is None:

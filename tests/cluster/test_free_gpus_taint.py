@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from gpushare_agent.admission.allocation_cache import AllocationCache
 from gpushare_agent.cluster.free_gpus_taint import EFFECT, HYSTERESIS, KEY, FreeGpus, free_gpus, plan_taint_patch
-from gpushare_agent.cluster.node_facts import NodeObject
+from gpushare_agent.cluster.kube.objects import NodeJson, read_node_json
 from gpushare_agent.cluster.node_fields import TAINT, NodeFieldsWriter
 from gpushare_agent.cluster.part import desired_free_gpus
 from gpushare_agent.model.allocations import Charge, ClaimShare
@@ -36,6 +36,7 @@ from tests.cluster.support_kube import (
 from tests.dra.support_claims import ref_of
 from tests.support_core import allocation, container, ids, inventory, pod
 from tests.support_deadline import DEADLINE_S
+from tests.support_json import undecoded
 
 if TYPE_CHECKING:
     from gpushare_agent.node import Node
@@ -53,11 +54,11 @@ def part_of(charges: Mapping[int, Charge], *gpus: Gpu) -> float:
     return free_gpus(gpus, by_uuid, ResourceNames(), 0.5).part
 
 
-def node(*taints: Mapping[str, object]) -> NodeObject:
-    return NodeObject(labels={}, annotations={}, capacity={}, taints=taints)
+def node(*taints: Mapping[str, object]) -> NodeJson:
+    return read_node_json(undecoded({"spec": {"taints": taints}}))
 
 
-def planned(node: NodeObject, part: float, above: float = 0.5) -> Any:
+def planned(node: NodeJson, part: float, above: float = 0.5) -> Any:
     return plan_taint_patch(node, FreeGpus(part=part, taint_above=above)).taints
 
 
@@ -131,7 +132,7 @@ def test_others_taints_stay_with_all_their_fields_and_a_second_look_changes_noth
 
 
 def test_taints_that_cannot_be_read_are_not_replaced() -> None:
-    assert planned(replace(node(), taints=None), 1.0) is None
+    assert planned(read_node_json(undecoded({"spec": {"taints": "many"}})), 1.0) is None
 
 
 class TaintedNode:
@@ -163,7 +164,7 @@ async def test_a_taint_of_somebody_else_is_not_lost_though_the_node_changes_mean
     """The list is replaced under the version that was read; a Conflict reads it again."""
     there = TaintedNode()
     writer = NodeFieldsWriter(
-        replace(TAINT, gap_s=0.0),
+        fields=replace(TAINT, gap_s=0.0),
         node_name=NODE,
         desired=lambda: FreeGpus(part=1.0, taint_above=0.5),
         backoff=FAST,

@@ -15,9 +15,7 @@ from msgspec import Raw
 
 from gpushare_agent.cluster.kube.client import ALL_NODES, KubeApi, open_kube_api, pods, pods_of_node
 from gpushare_agent.cluster.kube.configuration import ConfigurationSource, find_configuration, open_api_client
-from gpushare_agent.cluster.kube.lists import KubeTimeouts, ListLimits
-from gpushare_agent.cluster.kube.objects import Event, EventMeta, EventSource, ObjectReference
-from gpushare_agent.cluster.kube.session import KubeSession
+from gpushare_agent.cluster.kube.session import KubeSession, KubeTimeouts, ListLimits
 from gpushare_agent.model.errors import AgentError, Conflict, Corrupt, NotFound, Rejected, StartupError, Unavailable
 from gpushare_agent.model.names import PodUid
 from gpushare_agent.sandbox.api.server import EmbeddedApiServer
@@ -583,7 +581,7 @@ async def test_the_client_and_the_embedded_api_server_agree() -> None:
         assert built(await api.get_pod("default", "p", timeout_s=DEADLINE_S))["metadata"]["annotations"] == {"a": "1"}
         await _conflicts(lambda: api.patch_pod_annotations("default", "p", PodUid("other"), {"a": "2"}))
         await _conflicts(lambda: api.delete_pod("default", "p", PodUid("other")))
-        await api.create_event(event("R"))
+        await api.create_event("default", event("R"))
         assert [event["reason"] for event in server.events()] == ["R"]
         await api.delete_pod("default", "p", uid)
         server.delete_pod("default", "p", grace_period_s=0)
@@ -596,19 +594,13 @@ async def test_the_client_and_the_embedded_api_server_agree() -> None:
         assert await api.can_i("list", "pods")
 
 
-def event(reason: str) -> Event:
-    return Event(
-        metadata=EventMeta(name="e", namespace="default"),
-        involved_object=ObjectReference(kind="Pod", name="p", uid="u"),
-        reason=reason,
-        message="m",
-        type="Warning",
-        source=EventSource(component="c", host="h"),
-        reporting_component="c",
-        reporting_instance="h",
-        first_timestamp="2026-01-01T00:00:00Z",
-        last_timestamp="2026-01-01T00:00:00Z",
-    )
+def event(reason: str) -> dict[str, object]:
+    involved = {"kind": "Pod", "name": "p", "uid": "u", "namespace": "default"}
+    return {
+        "apiVersion": "v1", "kind": "Event", "metadata": {"name": "e", "namespace": "default"},
+        "involvedObject": involved, "reason": reason, "message": "m", "type": "Warning", "source": {"component": "c"},
+        "firstTimestamp": "2026-01-01T00:00:00Z", "lastTimestamp": "2026-01-01T00:00:00Z", "count": 1,
+    }  # fmt: skip
 
 
 async def _conflicts(call: Callable[[], Awaitable[object]]) -> None:

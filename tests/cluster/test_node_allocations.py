@@ -249,7 +249,7 @@ async def running(
     server: FakeApiServer, ledger: Ledger, *, gap_s: float = 0.0, period_s: float = 60.0
 ) -> AsyncIterator[NodeFieldsWriter[str]]:
     fields = replace(ALLOCATIONS, gap_s=gap_s, period_s=period_s)
-    writer = NodeFieldsWriter(fields, node_name=NODE, desired=ledger, backoff=FAST)
+    writer = NodeFieldsWriter(fields=fields, node_name=NODE, desired=ledger, backoff=FAST)
     async with opened(server.url) as api, asyncio.TaskGroup() as group:
         task = group.create_task(writer.run(api), name="node fields")
         try:

@@ -74,7 +74,7 @@ async def running(
 ) -> AsyncIterator[NodeFieldsWriter[NodeFacts]]:
     """The writer on the server, ended afterwards."""
     fields = replace(FACTS, gap_s=0.0, period_s=period_s)
-    writer = NodeFieldsWriter(fields, node_name=NODE, desired=wanted, backoff=backoff, **more)
+    writer = NodeFieldsWriter(fields=fields, node_name=NODE, desired=wanted, backoff=backoff, **more)
     async with opened(server.url) as api, asyncio.TaskGroup() as group:
         task = group.create_task(writer.run(api), name="node fields")
         try:
@@ -245,5 +245,5 @@ async def test_a_name_that_is_no_nodes_is_never_sent(name: str) -> None:
 
     async with fake_api() as server, opened(server.url) as api:
         with pytest.raises(Rejected):
-            await api.patch_node_metadata(name, labels={"a": "b"}, annotations={})
+            await api.patch_node(name, "labels", {"metadata": {"labels": {"a": "b"}}})
         assert server.requests == []

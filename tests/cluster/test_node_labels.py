@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gpushare_agent.cluster.kube.objects import read_node_json
 from gpushare_agent.cluster.node_annotations import GPUS_ANNOTATION
 from gpushare_agent.cluster.node_facts import (
     LABELS_ANNOTATION,
@@ -20,7 +21,6 @@ from gpushare_agent.cluster.node_facts import (
     is_label,
     label_value,
     node_facts,
-    parse_node,
     plan_facts_patch,
 )
 from gpushare_agent.model.gpus import Gpu, GpuInventory, Health
@@ -51,7 +51,8 @@ def inventory(*gpus: Gpu, version: str = "") -> GpuInventory:
 
 
 def facts_of(found: GpuInventory, prefix: str = OWN, **node_labels: str) -> NodeFacts:
-    return node_facts(found, cordoned={}, memory_block_mib=256, label_prefix=prefix, node_labels=node_labels)
+    report = gpus_annotation(found, cordoned={}, memory_block_mib=256)
+    return node_facts(found, report, label_prefix=prefix, node_labels=node_labels)
 
 
 def node_with(labels: dict[str, str] | None = None, annotations: dict[str, str] | None = None) -> dict[str, Any]:
@@ -59,7 +60,7 @@ def node_with(labels: dict[str, str] | None = None, annotations: dict[str, str] 
 
 
 def patch_of(raw_node: dict[str, Any], facts: NodeFacts) -> NodePatch:
-    return plan_facts_patch(parse_node(undecoded(raw_node)), facts)
+    return plan_facts_patch(read_node_json(undecoded(raw_node)), facts)
 
 
 def after(raw: dict[str, Any], facts: NodeFacts) -> dict[str, Any]:

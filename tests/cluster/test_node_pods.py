@@ -13,8 +13,8 @@ from structlog.testing import capture_logs
 
 from gpushare_agent.cluster.informer import Informer
 from gpushare_agent.cluster.kube.client import KubeApi, pods_of_node
-from gpushare_agent.cluster.kube.lists import KubeTimeouts
 from gpushare_agent.cluster.kube.pods import pod_of_node
+from gpushare_agent.cluster.kube.session import KubeTimeouts
 from gpushare_agent.cluster.pod_store import NodePods, PodStore
 from gpushare_agent.kit.backoff import Backoff
 from gpushare_agent.model.errors import AgentError, Corrupt, NotFound, Rejected, Unavailable

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from gpushare_agent.cluster.kube.budgets import read_budget
+from gpushare_agent.cluster.kube.pods import read_pod_json
 from gpushare_agent.cluster.kube.scheduling import (
     NodeOffer,
     PodNeeds,
@@ -34,7 +35,7 @@ def offer(labels: dict[str, str] | None = None, **spec: Any) -> NodeOffer:
 
 
 def needs(**spec: Any) -> PodNeeds:
-    return pod_needs(undecoded({"spec": spec}))
+    return pod_needs(read_pod_json(undecoded({"spec": spec})).spec)
 
 
 def container(cpu: str, **fields: Any) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from gpushare_agent.extender.http import Tls, tls_context
+from gpushare_agent.extender.http import tls_context
 from tests.manifests.support_manifests import documents
 
 GUIDE = Path(__file__).parents[2] / "docs/how-to/schedule-with-the-extender.md"
@@ -31,7 +31,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def extender(made: Path) -> ssl.SSLContext:
     """As the extender serves, with the files as its Secret has them; as strict as newer versions of Python are."""
-    context = tls_context(Tls(cert=made / "server.crt", key=made / "server.key", client_ca=made / "ca.crt"))
+    context = tls_context(made / "server.crt", made / "server.key", made / "ca.crt")
     context.verify_flags |= ssl.VERIFY_X509_STRICT
     return context
 

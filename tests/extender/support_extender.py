@@ -26,16 +26,15 @@ from gpushare_agent.cluster.kube.client import ALL_NODES, LIVE_PODS, ClusterApi,
 from gpushare_agent.cluster.kube.pods import read_pod_json
 from gpushare_agent.cluster.node_annotations import ALLOCATIONS_ANNOTATION, GPUS_ANNOTATION
 from gpushare_agent.extender.app import ExtenderParts, build, serve
-from gpushare_agent.extender.bind import Binder, BindTiming
+from gpushare_agent.extender.bind import Binder, BindTiming, PodWrites
 from gpushare_agent.extender.cluster_feed import NodesFeed, PodsFeed
 from gpushare_agent.extender.cluster_state import ClusterState
 from gpushare_agent.extender.debug import node_document
 from gpushare_agent.extender.decisions.pod_plan import plan_pod
+from gpushare_agent.extender.decisions.quota import QuotaState
 from gpushare_agent.extender.messages import BindArgs
 from gpushare_agent.extender.metrics import ExtenderMetrics
 from gpushare_agent.extender.objects import lean_pod, read_node
-from gpushare_agent.extender.pod_writes import PodWrites
-from gpushare_agent.extender.quota_state import QuotaState
 from gpushare_agent.extender.values import ClusterPolicy
 from gpushare_agent.model.errors import Refused
 from gpushare_agent.model.gpus import Topology
@@ -654,13 +653,12 @@ class Replica:
         self.is_leading = False
         metrics, quota = ExtenderMetrics(), QuotaState(NAMES)
         self.metrics = metrics
-        self.state = ClusterState(policy=ClusterPolicy(names=NAMES), quota=quota, on_change=quota.reservation_changed)
-        pods = PodsFeed(state=self.state, names=NAMES, metrics=metrics, quota=quota)
+        self.state = ClusterState(policy=ClusterPolicy(names=NAMES), quota=quota)
+        pods = PodsFeed(state=self.state, names=NAMES, metrics=metrics)
         nodes = NodesFeed(
             state=self.state,
             read=lambda raw: read_node(raw, NAMES, model_label=MODEL_LABEL, pool_label=POOL_LABEL),
             metrics=metrics,
-            quota=quota,
             reported=pods.reported,
             clock=clock,
         )
@@ -668,7 +666,6 @@ class Replica:
             state=self.state,
             writes=PodWrites(api=api, names=NAMES, leads=lambda: self.is_leading),
             unscheduled=pods.unscheduled,
-            before_reserve=quota.put_pod,
             metrics=metrics,
             timing=BindTiming(bind_s=bind_s, reconcile_s=3600.0, backoff=FAST, clock=clock),
         )

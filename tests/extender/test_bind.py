@@ -18,9 +18,9 @@ from gpushare_agent.admission.decisions.decide import hinted_gpus
 from gpushare_agent.admission.decisions.ledger import Policy
 from gpushare_agent.cluster.kube.pods import parse_pod, read_pod_json
 from gpushare_agent.cluster.node_annotations import GPUS_ANNOTATION
+from gpushare_agent.extender.bind import Bind, PodWrites
 from gpushare_agent.extender.cluster_state import REPORT_WAIT_S, ClusterState
 from gpushare_agent.extender.objects import lean_pod, read_node
-from gpushare_agent.extender.pod_writes import Bind, PodWrites
 from gpushare_agent.extender.values import ClusterPolicy, Reservation, Stage
 from gpushare_agent.model.errors import Rejected
 from gpushare_agent.model.names import (
@@ -328,7 +328,7 @@ async def test_units_on_two_gpus_leave_no_index_of_gpushares() -> None:
         reservation = state.reserve(lean, "n1", 0.0)
         assert isinstance(reservation, Reservation)
         assert len({c.gpus for c in reservation.plan.containers}) == 2
-        assert await writes.bind_once(Bind(reservation)) is None
+        await writes.bind(Bind(reservation))
         reported = parse_pod(read_pod_json(undecoded(cluster.pod("a"))))
         assert GPUSHARE_INDEX_ANNOTATION not in reported.annotations
         policy = Policy(names=names, node_name="n1")
@@ -368,7 +368,7 @@ async def test_leadership_is_looked_at_last_before_each_patch(at: int) -> None:
             reservation = replica.state.reserve(lean_pod(read_pod_json(undecoded(pod)), NAMES), "n1", 0.0)
             assert isinstance(reservation, Reservation)
             with pytest.raises(Rejected, match="does not lead any more"):
-                await writes.bind_once(Bind(reservation))
+                await writes.bind(Bind(reservation))
         assert [method for method, _ in cluster.seen if method != "GET"] == ["PATCH"] * (at - 1)
 
 

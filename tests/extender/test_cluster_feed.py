@@ -14,7 +14,6 @@ from gpushare_agent.extender.cluster_feed import PodsFeed
 from gpushare_agent.extender.cluster_state import ClusterState
 from gpushare_agent.extender.metrics import ExtenderMetrics
 from gpushare_agent.extender.objects import lean_pod, read_node
-from gpushare_agent.extender.quota_state import QuotaState
 from gpushare_agent.extender.values import ClusterPolicy, Reservation, Stage
 from tests.extender.support_extender import (
     MODEL_LABEL,
@@ -41,8 +40,7 @@ class Feeding:
     metrics: ExtenderMetrics = field(default_factory=ExtenderMetrics)
 
     def __post_init__(self) -> None:
-        quota = QuotaState(NAMES)
-        self.state = ClusterState(policy=ClusterPolicy(names=NAMES), quota=quota, on_change=quota.reservation_changed)
+        self.state = ClusterState(policy=ClusterPolicy(names=NAMES))
         node = read_node(undecoded(raw_node("n1")), NAMES, model_label=MODEL_LABEL, pool_label=POOL_LABEL).node
         assert node is not None
         self.state.put_node(node, self.now)
@@ -50,7 +48,6 @@ class Feeding:
             state=self.state,
             names=NAMES,
             metrics=self.metrics,
-            quota=quota,
             leads=lambda: self.is_leading,
             clock=lambda: self.now,
         )
@@ -182,6 +179,17 @@ def test_new_pods_do_not_fill_the_log_either(feeding: Feeding, monkeypatch: pyte
             feeding.pods.remove(f"uid-p{number}")
         assert len(lines) == 3
     assert b"foreign_predicates_total 10.0" in feeding.metrics.exposition("")[1]
+
+
+def test_a_pod_is_counted_once_also_where_its_agent_may_write_meanwhile(feeding: Feeding) -> None:
+    """Forged while it waits, then bound: what its agent will report does not make it another case."""
+    feeding.pods.put(undecoded(forged("a")))
+    bound = forged("a")
+    bound["spec"]["nodeName"] = "n1"
+    for _ in range(2):
+        feeding.pods.put(undecoded(bound))
+        assert feeding.pods.foreign_predicates == ["uid-a"]
+    assert b"foreign_predicates_total 1.0" in feeding.metrics.exposition("")[1]
 
 
 def test_who_leads_no_more_suspects_nobody(feeding: Feeding) -> None:

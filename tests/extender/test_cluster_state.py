@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -10,6 +12,7 @@ from msgspec.structs import replace
 
 from gpushare_agent.extender.cluster_state import ClusterState
 from gpushare_agent.extender.decisions.pod_plan import kind_of, signature_of
+from gpushare_agent.extender.decisions.quota import QuotaState
 from gpushare_agent.extender.steps import at_once
 from gpushare_agent.extender.values import ClusterNode, ClusterPolicy, Reservation, Stage
 from gpushare_agent.model.allocations import Charge
@@ -35,6 +38,17 @@ def node(name: str = "a", gpus: int = 2, **changes: object) -> ClusterNode:
         allocated={},
     )
     return replace(made, **changes)  # type: ignore[arg-type]
+
+
+class Quotas(QuotaState):
+    """That decide as the test says."""
+
+    def __init__(self, decide: Callable[..., Refused | None]) -> None:
+        super().__init__(NAMES)
+        self._decide = decide
+
+    def __call__(self, pod: Pod, *, model: str, pool: str) -> Refused | None:
+        return self._decide(pod, model=model, pool=pool)
 
 
 def share(name: str, cores: int, blocks: int = 10) -> Pod:
@@ -432,7 +446,7 @@ def test_a_quota_is_asked_once_for_each_kind_of_node() -> None:
         asked.append((model, pool))
         return Refused(reason=RefusalReason.NOT_ENOUGH_CORES, detail="over the quota") if model == "P40" else None
 
-    cluster = ClusterState(policy=ClusterPolicy(names=NAMES), quota=quota)
+    cluster = ClusterState(policy=ClusterPolicy(names=NAMES), quota=Quotas(quota))
     for name, model in (("a", "P40"), ("b", "P40"), ("c", "T4")):
         cluster.put_node(node(name, model=model), 0.0)
     answer = cluster.filter(share("p", 10), ["a", "b", "c"])
@@ -441,22 +455,29 @@ def test_a_quota_is_asked_once_for_each_kind_of_node() -> None:
     assert isinstance(cluster.reserve(share("p", 10), "a", 1.0), Refused)
 
 
-def test_changes_of_reservations_are_reported() -> None:
-    """Quotas count by them."""
-    reported: list[tuple[str, str]] = []
-    cluster = ClusterState(
-        policy=ClusterPolicy(names=NAMES),
-        on_change=lambda old, new: reported.append((old.pod if old else "", new.pod if new else "")),
-    )
+def test_what_is_reserved_counts_against_quotas() -> None:
+    """Whichever way a reservation comes and goes."""
+    quotas = QuotaState(NAMES)
+    cluster = ClusterState(policy=ClusterPolicy(names=NAMES), quota=quotas)
+
+    def used() -> int:
+        return quotas.used("default", "").vcore
+
     cluster.put_node(node(), 0.0)
     reserve(cluster, share("p", 10))
+    assert used() == 10
     cluster.undo(PodUid("uid-p"))
-    cluster.put_pod(on(share("q", 10), "a"), 1.0)
+    assert used() == 0
+    cluster.put_pod(on(share("q", 20), "a"), 1.0)
+    assert used() == 20
     cluster.remove_pod(PodUid("uid-q"))
-    cluster.put_pod(on(share("r", 10), "late"), 2.0)
+    assert used() == 0
+    cluster.put_pod(on(share("r", 30), "late"), 2.0)
+    assert used() == 0
     cluster.put_node(node("late"), 3.0)
+    assert used() == 30
     cluster.remove_node("late")
-    assert reported == [("", "p"), ("p", ""), ("", "q"), ("q", ""), ("", "r"), ("r", "")]
+    assert used() == 0
 
 
 def test_a_filter_in_steps_gives_the_same_answer_and_lets_others_in_between() -> None:
@@ -524,7 +545,7 @@ def test_our_agents_node_that_does_not_tell_yet_is_charged_everywhere() -> None:
 def test_nobody_is_evicted_for_a_pod_over_its_quota() -> None:
     """It would not be scheduled afterwards either."""
     refusal = Refused(reason=RefusalReason.QUOTA_EXCEEDED, detail="over")
-    cluster = ClusterState(policy=ClusterPolicy(names=NAMES), quota=lambda pod, *, model, pool: refusal)
+    cluster = ClusterState(policy=ClusterPolicy(names=NAMES), quota=Quotas(lambda pod, model, pool: refusal))
     cluster.put_node(node(gpus=1), 0.0)
     cluster.put_pod(on(share("x", 60), "a"), 1.0)
     assert at_once(cluster.victims_steps(share("p", 60), {"a": [PodUid("uid-x")]})) == {}
@@ -665,7 +686,7 @@ class Answers(RuleBasedStateMachine):
         self.asked, self.fresh = (
             ClusterState(
                 policy=ClusterPolicy(names=NAMES, node_policy=self.node_policy),  # type: ignore[arg-type]
-                quota=no_pool_of_two,  # type: ignore[arg-type]
+                quota=Quotas(no_pool_of_two),
             )
             for _ in range(2)
         )

@@ -16,7 +16,6 @@ from typing import Any, NoReturn
 import pytest
 from msgspec.structs import replace
 
-from gpushare_agent.cluster.kube.claims import ClaimTemplate
 from gpushare_agent.cluster.kube.pods import read_pod_json
 from gpushare_agent.extender.app import GC_THRESHOLDS
 from gpushare_agent.extender.claims_webhook import ClaimsWebhook
@@ -25,19 +24,18 @@ from gpushare_agent.extender.debug import MOST_NODES, StatePages
 from gpushare_agent.extender.decisions.claims import convert_pod
 from gpushare_agent.extender.decisions.ledger import NodeLedger
 from gpushare_agent.extender.http import (
+    BODY_S,
+    IDLE_S,
     LONG_AT_ONCE,
     LONG_REVIEWS_AT_ONCE,
     MAX_REVIEW_BYTES,
     SHORT_BYTES,
     ExtenderWeb,
-    ListenConfig,
-    Tls,
-    WebhookVerb,
 )
 from gpushare_agent.extender.messages import MAX_POD_BYTES, BindArgs, NodesArgs, PreemptArgs
 from gpushare_agent.extender.metrics import ExtenderMetrics
 from gpushare_agent.extender.values import ClusterNode, PodPlan, Reservation, Stage
-from gpushare_agent.extender.verbs import ExtenderVerbs
+from gpushare_agent.extender.verbs import Extender
 from gpushare_agent.kit.http_server import HttpLimits
 from gpushare_agent.model.allocations import Charge
 from gpushare_agent.model.errors import Refused
@@ -45,6 +43,7 @@ from gpushare_agent.model.gpus import GpuReport, Link, LinkKind
 from gpushare_agent.model.names import GpuUuid, PodUid
 from gpushare_agent.model.resources import ResourceNames
 from gpushare_agent.placement.topology import build_topology
+from gpushare_agent.settings.extender import ExtenderSettings
 from tests.cluster.support_kube import DEADLINE_S, running
 from tests.kit.support_http import Peer, loop_time_s
 from tests.support_json import undecoded
@@ -58,19 +57,23 @@ BAD_FILTER = b'gpushare_extender_requests_total{outcome="bad",verb="filter"} 1.0
 FILTER = json.dumps({"Pod": {"metadata": {"name": "a", "namespace": "b", "uid": "c"}}, "NodeNames": ["n"]}).encode()
 
 
-class EverythingFits:
+NOTHING: Any = None
+"""Nobody asks it."""
+
+
+class EverythingFits(Extender, kw_only=True):
     """The verbs' answers, without a cluster."""
 
-    async def filter(self, args: NodesArgs) -> Filtered:
+    async def nodes_for(self, args: NodesArgs) -> Filtered:
         return Filtered(fitting=list(args.names))
 
-    def prioritize(self, args: NodesArgs) -> list[tuple[str, int]]:
+    async def scores(self, args: NodesArgs) -> list[tuple[str, int]]:
         return [(name, 0) for name in args.names]
 
-    async def bind(self, _args: BindArgs) -> str:
+    async def bound(self, _args: BindArgs) -> str:
         return ""
 
-    def preempt(self, args: PreemptArgs) -> Mapping[str, Any]:
+    async def victims(self, args: PreemptArgs) -> Mapping[str, Any]:
         return args.victims
 
 
@@ -100,18 +103,22 @@ async def served(
     *,
     metrics: ExtenderMetrics | None = None,
     limits: HttpLimits | None = None,
-    webhook: WebhookVerb | None = None,
-    **config: Any,
+    webhook: ClaimsWebhook | None = None,
+    body_s: float = BODY_S,
+    **settings: Any,
 ) -> AsyncIterator[int]:
     """The port of an extender that decides."""
     web = ExtenderWeb(
-        config=ListenConfig(port=0, shutdown_s=0.1, limits=limits, **config),
-        verbs=ExtenderVerbs(EverythingFits(), ResourceNames()),  # type: ignore[arg-type]
+        settings=ExtenderSettings(port=0, bind_timeout_s=0.1, **settings),
+        body_s=body_s,
+        limits=limits or HttpLimits(idle_s=IDLE_S),
+        verbs=EverythingFits(names=ResourceNames(), state=NOTHING, binder=NOTHING, metrics=NOTHING, waiters=NOTHING),
         metrics=metrics or ExtenderMetrics(),
         ready=list,
         warm=list,
         pages=StatePages(head=lambda: {"is_leading": True}, nodes=nodes or Nodes(0)),
         webhook=webhook,
+        is_webhook_open=True,
     )
     async with asyncio.timeout(DEADLINE_S), running(web.run):
         yield await web.wait_listening()
@@ -158,9 +165,9 @@ async def test_the_scheduler_is_served_whoever_idles(peers: list[Peer]) -> None:
 
 async def test_half_open_handshakes_do_not_keep_the_scheduler_out(peers: list[Peer]) -> None:
     """Connections that never send a byte of TLS count like others, and are closed for new ones."""
-    tls = Tls(cert=CA, key=KEY)
+    tls = {"tls_cert": CA, "tls_key": KEY}
     limits = HttpLimits(connections=PLACES, handshake_s=600.0, headers_s=600.0)
-    async with served(limits=limits, tls=tls) as port:
+    async with served(limits=limits, **tls) as port:
         silent = [await Peer.open(port) for _ in range(PLACES)]
         peers += silent
         for _ in range(PLACES):
@@ -175,7 +182,7 @@ async def test_half_open_handshakes_do_not_keep_the_scheduler_out(peers: list[Pe
 async def test_a_handshake_has_a_time(peers: list[Peer], sent: bytes) -> None:
     """Nothing, half a greeting and something else are given up; one that does not end stops no other."""
     limits = HttpLimits(handshake_s=1.0)  # enough for the fresh one's own
-    async with served(limits=limits, tls=Tls(cert=CA, key=KEY)) as port:
+    async with served(limits=limits, tls_cert=CA, tls_key=KEY) as port:
         dull = await Peer.open(port)
         peers.append(dull)
         dull.send(sent)
@@ -189,7 +196,7 @@ async def test_a_handshake_has_a_time(peers: list[Peer], sent: bytes) -> None:
 async def test_the_end_during_a_handshake_leaves_nothing() -> None:
     """Sockets of connections that had not sent a byte are closed with the server."""
     opened = []
-    async with served(tls=Tls(cert=CA, key=KEY)) as port:
+    async with served(tls_cert=CA, tls_key=KEY) as port:
         for _ in range(3):
             sock = socket.socket()
             sock.setblocking(False)
@@ -320,7 +327,7 @@ class NoTemplates:
     async def get_claim_template(self, _namespace: str, _name: str) -> NoReturn:
         raise AssertionError
 
-    async def create_claim_template(self, _namespace: str, _made: ClaimTemplate) -> NoReturn:
+    async def create_claim_template(self, _namespace: str, _made: Mapping[str, object]) -> NoReturn:
         raise AssertionError
 
 
@@ -344,7 +351,7 @@ async def test_reviews_take_no_place_of_the_schedulers_requests(peers: list[Peer
         peer.send(post_bytes(body, length=length).replace(b"/scheduler/filter", b"/mutate-pods", 1))
         return peer
 
-    webhook = WebhookVerb(ClaimsWebhook(api=NoTemplates(), names=ResourceNames()), needs_certificate=False)
+    webhook = ClaimsWebhook(api=NoTemplates(), names=ResourceNames())
     async with served(webhook=webhook) as port:
         assert (await (await review(MAX_REVIEW_BYTES + 1)).answer())[0] == 413
         for _ in range(LONG_REVIEWS_AT_ONCE):
@@ -368,7 +375,7 @@ async def test_no_review_of_a_mebibyte_keeps_the_loop_for_long(raw_object: bytes
     head = {"uid": "u", "namespace": "n", "operation": "CREATE", "resource": {"resource": "pods"}}
     request = json.dumps(head)[:-1].encode() + b',"object":' + raw_object + b"}"
     body = b'{"apiVersion":"admission.k8s.io/v1","request":' + request + b"}"
-    webhook = WebhookVerb(ClaimsWebhook(api=NoTemplates(), names=ResourceNames()), needs_certificate=False)
+    webhook = ClaimsWebhook(api=NoTemplates(), names=ResourceNames())
     async with served(webhook=webhook) as port:
         content = post_bytes(body).replace(b"/scheduler/filter", b"/mutate-pods", 1)
         longest_s, _ = await loop_time_s(port, content)
@@ -399,7 +406,7 @@ async def test_no_request_however_long_keeps_the_loop_for_long(body: bytes, verb
 
 async def test_a_packed_or_too_long_body_is_refused_before_it_is_read(peers: list[Peer]) -> None:
     """By its headers: 415, as what it unpacks to is not known, and 413."""
-    async with served(max_body_bytes=1 << 20) as port:
+    async with served(max_body_mib=1) as port:
         packed, long = await Peer.open(port), await Peer.open(port)
         peers += [packed, long]
         post(packed, b"x", header="Content-Encoding: gzip\r\n", length=100)

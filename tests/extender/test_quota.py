@@ -10,9 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from gpushare_agent.extender.decisions.quota import QUOTA_KEY, NamespaceQuota, Quota, check_quota, parse_quota, use_of
+from gpushare_agent.extender.decisions.quota import (
+    QUOTA_KEY,
+    NamespaceQuota,
+    Quota,
+    Usage,
+    check_quota,
+    parse_quota,
+    use_of,
+)
 from gpushare_agent.extender.decisions.quota import QuotaUse as Use
-from gpushare_agent.extender.quota_state import Usage
 from gpushare_agent.model.errors import Corrupt, RefusalReason, Refused
 from gpushare_agent.model.names import PodUid
 from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod

@@ -14,10 +14,9 @@ from msgspec.structs import replace
 from gpushare_agent.cluster.kube.pods import read_pod_json
 from gpushare_agent.extender.cluster_feed import MALFORMED, NodesFeed, PodsFeed, QuotaFeed
 from gpushare_agent.extender.cluster_state import ClusterState
-from gpushare_agent.extender.decisions.quota import QuotaUse
+from gpushare_agent.extender.decisions.quota import QuotaState, QuotaUse
 from gpushare_agent.extender.metrics import ExtenderMetrics
 from gpushare_agent.extender.objects import lean_pod, read_node
-from gpushare_agent.extender.quota_state import QuotaState
 from gpushare_agent.extender.values import ClusterNode, ClusterPolicy, Reservation
 from gpushare_agent.model.errors import RefusalReason
 from gpushare_agent.model.names import RETRY_ANNOTATION
@@ -83,9 +82,8 @@ def node(model: str = "M40") -> ClusterNode:
 
 
 def state_of(keeper: QuotaState, *nodes: ClusterNode) -> ClusterState:
-    state = ClusterState(policy=ClusterPolicy(names=NAMES), quota=keeper, on_change=keeper.reservation_changed)
+    state = ClusterState(policy=ClusterPolicy(names=NAMES), quota=keeper)
     for one in nodes:
-        keeper.put_node(one)
         state.put_node(one, 0.0)
     return state
 
@@ -143,7 +141,6 @@ def test_reservations_count_and_stop_to_count(keeper: QuotaState) -> None:
     quotas.put(undecoded(config_map(GOOD)))
     state = state_of(keeper, node())
     first, second = asking("a"), asking("b")
-    keeper.put_pod(first)
     reserved = state.reserve(first, "n1", 0.0)
     assert isinstance(reserved, Reservation)
     assert keeper.used("team", "M40").gpus == 60
@@ -159,21 +156,20 @@ def test_a_node_that_gets_its_model_later_counts_under_it(keeper: QuotaState) ->
     """The agent's label comes after the node."""
     state = state_of(keeper, node(model=""))
     pod = asking("a")
-    keeper.put_pod(pod)
     state.reserve(pod, "n1", 0.0)
     assert keeper.used("team", "").gpus == 60
-    keeper.put_node(node())
+    state.put_node(node(), 1.0)
     assert keeper.used("team", "M40").gpus == 60
-    keeper.remove_pod(pod.uid)
+    state.remove_pod(pod.uid)
     assert keeper.used("team", "M40") == QuotaUse()
 
 
 def test_pods_count_while_their_node_is_known(keeper: QuotaState) -> None:
     """Whichever of pod and node is heard of first; a node that goes and comes back changes nothing for good."""
     state, metrics = state_of(keeper), ExtenderMetrics()
-    pods = PodsFeed(state=state, names=NAMES, metrics=metrics, quota=keeper)
+    pods = PodsFeed(state=state, names=NAMES, metrics=metrics)
     read = partial(read_node, names=NAMES, model_label=MODEL_LABEL, pool_label=POOL_LABEL)
-    nodes = NodesFeed(state=state, read=read, metrics=metrics, quota=keeper, reported=pods.reported)
+    nodes = NodesFeed(state=state, read=read, metrics=metrics, reported=pods.reported)
     raw = raw_node("n1", model="M40")
     pods.put(undecoded(raw_pod("a", (60, 4), namespace="team", node="n1")))
     assert keeper.used("team", "M40") == QuotaUse()

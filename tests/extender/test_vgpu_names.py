@@ -169,13 +169,13 @@ def test_a_translated_pod_may_become_claims() -> None:
 async def test_the_webhook_answers_with_the_patch_or_the_denial() -> None:
     """Without a request to the API server."""
     webhook = ClaimsWebhook(api=NO_API, names=NAMES)
-    body, outcome = await webhook.translate(json.dumps(review(pod_of(asks(gpu=1)))).encode())
-    answer = json.loads(body)["response"]
-    assert (outcome, answer["allowed"], answer["patchType"]) == ("ok", True, "JSONPatch")
+    result = await webhook.translate(json.dumps(review(pod_of(asks(gpu=1)))).encode())
+    answer = json.loads(result.body)["response"]
+    assert (result.outcome, answer["allowed"], answer["patchType"]) == ("ok", True, "JSONPatch")
     assert json.loads(base64.b64decode(answer["patch"]))[-1]["value"] == "100"
-    body, outcome = await webhook.translate(json.dumps(review(pod_of(asks(gpu=1, gpumem_percentage=50)))).encode())
-    answer = json.loads(body)["response"]
-    assert (outcome, answer["allowed"], answer["status"]["code"]) == ("error", False, 422)
+    result = await webhook.translate(json.dumps(review(pod_of(asks(gpu=1, gpumem_percentage=50)))).encode())
+    answer = json.loads(result.body)["response"]
+    assert (result.outcome, answer["allowed"], answer["status"]["code"]) == ("error", False, 422)
 
 
 NO_API: Any = None

@@ -9,10 +9,10 @@ import pytest
 from msgspec import Struct
 
 from gpushare_agent.cluster.kube.pods import read_pod_json
+from gpushare_agent.extender.bind import PodWrites
+from gpushare_agent.extender.decisions.quota import QuotaState
 from gpushare_agent.extender.metrics import ExtenderMetrics
 from gpushare_agent.extender.objects import lean_pod
-from gpushare_agent.extender.pod_writes import PodWrites
-from gpushare_agent.extender.quota_state import QuotaState
 from gpushare_agent.extender.waiters import MAX_WAITING, Waiters
 from gpushare_agent.model.names import RETRY_ANNOTATION, PodUid
 from gpushare_agent.model.pods import Pod

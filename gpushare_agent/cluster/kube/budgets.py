@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from msgspec import Raw, Struct, field
 from msgspec.json import Decoder
 
-from gpushare_agent.cluster.kube.lists import Watched
 from gpushare_agent.cluster.kube.objects import KubeObject
-from gpushare_agent.cluster.kube.scheduling import REQUIREMENTS, Requirement
-from gpushare_agent.kit.json_schema import NULL, decoded, texts
+from gpushare_agent.cluster.kube.scheduling import Requirement
+from gpushare_agent.cluster.kube.session import Watched
+from gpushare_agent.kit.json_schema import NULL, Entries, decoded, texts
 
 BUDGETS = Watched(what="the PodDisruptionBudgets", path="/apis/policy/v1/poddisruptionbudgets")
 
@@ -40,6 +40,7 @@ class Budget(Struct, frozen=True, kw_only=True):
 class _Selector(Struct, rename="camel"):
     raw_labels: Raw = field(name="matchLabels", default=NULL)
     raw_expressions: Raw = field(name="matchExpressions", default=NULL)
+    expressions = Entries(Requirement, of="raw_expressions")
 
 
 class _Spec(Struct):
@@ -78,6 +79,6 @@ def read_budget(raw: Raw) -> Budget | None:
         namespace=meta.namespace or "",
         name=meta.name or "",
         labels=texts(selector.raw_labels),
-        requirements=tuple(REQUIREMENTS.read(selector.raw_expressions)),
+        requirements=tuple(selector.expressions),
         allowed=max(0, status.disruptions_allowed) if is_seen else 0,
     )

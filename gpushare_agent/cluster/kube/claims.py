@@ -1,4 +1,4 @@
-"""Schemas of Dynamic Resource Allocation's objects: ResourceClaim, its template, ResourceSlice.
+"""Schemas of Dynamic Resource Allocation's objects: ResourceClaim, ResourceSlice.
 
 Of what is read only what somebody uses; of what is written all of it, in the form in which the API server returns it.
 Format: resource.k8s.io/v1. No state.
@@ -78,79 +78,6 @@ class ClaimJson(KubeObject):
     """A ResourceClaim."""
 
     status: ClaimStatus | None = None
-
-
-# --- a claim's template, as it is written ---
-
-
-class CelSelector(Struct):
-    expression: str
-
-
-class DeviceSelector(Struct):
-    cel: CelSelector
-
-
-class CapacityRequests(Struct):
-    requests: Mapping[str, str]
-
-
-class ExactRequest(Struct, rename="camel", omit_defaults=True, kw_only=True):
-    device_class_name: str
-    allocation_mode: str
-    count: int
-    capacity: CapacityRequests | None = None
-    selectors: Sequence[DeviceSelector] = ()
-
-
-class NamedRequest(Struct):
-    name: str
-    exactly: ExactRequest
-
-
-class ShareParameters(Struct, rename="camel", omit_defaults=True, kw_only=True):
-    """The parameters of this driver's opaque configuration: docs/explanation/dra.md."""
-
-    api_version: str
-    kind: str
-    isolation: str = ""
-    core_limit: int = 0
-
-
-class WrittenOpaque(Struct):
-    driver: str
-    parameters: ShareParameters
-
-
-class WrittenConfig(Struct):
-    opaque: WrittenOpaque
-
-
-class RequestedDevices(Struct, omit_defaults=True):
-    requests: Sequence[NamedRequest]
-    config: Sequence[WrittenConfig] = ()
-
-
-class ClaimSpec(Struct):
-    devices: RequestedDevices
-
-
-class TemplateSpec(Struct):
-    spec: ClaimSpec
-
-
-class TemplateMeta(Struct):
-    name: str
-    labels: Mapping[str, str]
-
-
-class ClaimTemplate(Struct, rename="camel", kw_only=True):
-    """A ResourceClaimTemplate."""
-
-    api_version: str = API_VERSION
-    kind: str = "ResourceClaimTemplate"
-    metadata: TemplateMeta
-    spec: TemplateSpec
 
 
 # --- a slice ---

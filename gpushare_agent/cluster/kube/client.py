@@ -1,4 +1,4 @@
-"""What the agent and the extender ask of the API server about single objects, answered as undecoded JSON. Lists: lists.py.
+"""What the agent and the extender ask of the API server about single objects, answered as undecoded JSON. Lists: session.py.
 
 All methods raise Unavailable (try again), NotFound, Conflict (read again), Rejected (do not retry) or Corrupt. All are
 bounded in time and size, and may be cancelled at any await. `KubeApi` is what the agent may do; `ClusterApi` adds what only
@@ -9,20 +9,27 @@ coordination.k8s.io/v1 Lease.
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from urllib.parse import quote
 
-from msgspec import Raw, Struct, field
+from msgspec import Raw, Struct
 from msgspec.json import Decoder
 
-from gpushare_agent.cluster.kube.claims import ClaimTemplate, ResourceSlice
+from gpushare_agent.cluster.kube.claims import ResourceSlice
 from gpushare_agent.cluster.kube.configuration import find_configuration
-from gpushare_agent.cluster.kube.lists import KubeLists, KubeTimeouts, ListLimits, Watched
-from gpushare_agent.cluster.kube.objects import Event, ObjectMeta
-from gpushare_agent.cluster.kube.session import AGENT_RIGHTS, MERGE_PATCH, KubeSession, Request
-from gpushare_agent.kit.json_schema import NULL, decoded_or
+from gpushare_agent.cluster.kube.session import (
+    AGENT_RIGHTS,
+    MERGE_PATCH,
+    KubeLists,
+    KubeSession,
+    KubeTimeouts,
+    ListLimits,
+    Request,
+    Watched,
+)
+from gpushare_agent.kit.json_schema import decoded_or
 from gpushare_agent.model.errors import Corrupt, NotFound, Rejected
 from gpushare_agent.model.names import PodUid
 
@@ -179,31 +186,11 @@ class KubeApi(KubeLists):
         what = f"patch the annotations of pod {namespace}/{name}"
         return await self._send("PATCH", what, pod_path(namespace, name), {"metadata": metadata})
 
-    async def patch_node_metadata(
-        self, name: str, *, labels: Mapping[str, str | None], annotations: Mapping[str, str | None]
-    ) -> Raw:
-        """Set labels and annotations of the node, remove those that are None, leave all others; the node as it is then."""
-        metadata = {"labels": dict(sorted(labels.items())), "annotations": dict(sorted(annotations.items()))}
-        return await self._send(
-            "PATCH",
-            f"patch the labels and annotations of node {name}",
-            f"/api/v1/nodes/{segment(name)}",
-            {"metadata": {key: value for key, value in metadata.items() if value}},
-        )
-
-    async def patch_node_capacity(self, name: str, capacity: Mapping[str, str]) -> Raw:
-        """Set extended resources in the node's capacity; the kubelet takes them over into what can be allocated. The node
-        as it is then."""
-        path = f"/api/v1/nodes/{segment(name)}/status"
-        return await self._send(
-            "PATCH", f"patch the capacity of node {name}", path, {"status": {"capacity": dict(capacity)}}
-        )
-
-    async def replace_node_taints(self, name: str, taints: Sequence[Mapping[str, object]], *, version: str) -> Raw:
-        """Replace all taints of the node; the node as it is then. Conflict where it is not of this resourceVersion: a list
-        cannot be patched by entry, and somebody else's taint of meanwhile would be lost."""
-        body = {"metadata": {"resourceVersion": version}, "spec": {"taints": list(taints)}}
-        return await self._send("PATCH", f"replace the taints of node {name}", f"/api/v1/nodes/{segment(name)}", body)
+    async def patch_node(self, name: str, what: str, patch: Mapping[str, object], *, subresource: str = "") -> Raw:
+        """Set what the patch has, remove what it has as None, leave all else; the node as it is then. Conflict where it has
+        another resourceVersion: a list cannot be patched by entry, and somebody else's entry of meanwhile would be lost."""
+        path = "/".join(filter(None, (f"/api/v1/nodes/{segment(name)}", subresource)))
+        return await self._send("PATCH", f"patch the {what} of node {name}", path, patch)
 
     async def delete_pod(self, namespace: str, name: str, uid: PodUid) -> None:
         """Delete this very pod. Conflict where another pod has the name now."""
@@ -211,9 +198,7 @@ class KubeApi(KubeLists):
         body = {"apiVersion": "v1", "kind": "DeleteOptions", "preconditions": {"uid": uid}}
         await self._send("DELETE", f"delete pod {namespace}/{name}", pod_path(namespace, name), body)
 
-    async def create_event(self, event: Event) -> None:
-        """Create an Event in the namespace that its metadata names."""
-        namespace = event.metadata.namespace
+    async def create_event(self, namespace: str, event: Mapping[str, object]) -> None:
         path = f"/api/v1/namespaces/{segment(namespace)}/events"
         await self._send("POST", f"create an Event in namespace {namespace}", path, event)
 
@@ -222,16 +207,13 @@ class KubeApi(KubeLists):
         # The review has a field for each; "pods/status" as a resource is never allowed.
         resource_name, _, subresource = resource.partition("/")
         attributes = {"verb": verb, "resource": resource_name, "subresource": subresource}
-        raw_review = await self._send(
-            "POST",
-            f"ask whether we may {verb} {resource}",
-            "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews",
-            {
-                "apiVersion": "authorization.k8s.io/v1",
-                "kind": "SelfSubjectAccessReview",
-                "spec": {"resourceAttributes": {key: value for key, value in attributes.items() if value}},
-            },
-        )
+        review = {
+            "apiVersion": "authorization.k8s.io/v1",
+            "kind": "SelfSubjectAccessReview",
+            "spec": {"resourceAttributes": {key: value for key, value in attributes.items() if value}},
+        }
+        path = "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews"
+        raw_review = await self._send("POST", f"ask whether we may {verb} {resource}", path, review)
         return decoded_or(_REVIEW, raw_review, _Review).status.allowed
 
     async def _get(self, what: str, path: str, *, timeout_s: float | None = None) -> Raw:
@@ -258,37 +240,6 @@ def segment(name: str) -> str:
 
 
 # --- the extender ---
-
-
-class LeaseSpec(Struct, rename="camel"):
-    """Times are RFC 3339 with microseconds."""
-
-    holder_identity: str | None = None
-    lease_duration_seconds: int | None = None
-    acquire_time: str | None = None
-    renew_time: str | None = None
-    lease_transitions: int | None = None
-
-
-class Lease(Struct, rename="camel"):
-    """`metadata` is written as it was read: labels and annotations in it are others'."""
-
-    metadata: Raw
-    spec: LeaseSpec = field(default_factory=LeaseSpec)
-    api_version: str = "coordination.k8s.io/v1"
-    kind: str = "Lease"
-
-    @property
-    def uid(self) -> str:
-        return decoded_or(_META, self.metadata, ObjectMeta).uid or ""
-
-
-class _LeaseJson(Struct):
-    metadata: Raw
-    spec: Raw = NULL
-
-
-_META, _LEASE, _LEASE_SPEC = Decoder(ObjectMeta), Decoder(_LeaseJson), Decoder(LeaseSpec)
 
 
 @asynccontextmanager
@@ -344,34 +295,23 @@ class ClusterApi(KubeApi):
         path = f"{_claim_templates(namespace)}/{segment(name)}"
         return await self._get(f"get ResourceClaimTemplate {namespace}/{name}", path)
 
-    async def create_claim_template(self, namespace: str, made: ClaimTemplate) -> Raw:
+    async def create_claim_template(self, namespace: str, made: Mapping[str, object]) -> Raw:
         """Makes the template and returns it as it is then. Conflict where one of its name exists."""
         what = f"create a ResourceClaimTemplate in namespace {namespace}"
         return await self._send("POST", what, _claim_templates(namespace), made)
 
-    async def get_lease(self, namespace: str, name: str) -> Lease:
-        return await self._lease(
-            Request(what=f"get lease {namespace}/{name}", method="GET", path=f"{_leases(namespace)}/{segment(name)}")
-        )
+    async def get_lease(self, namespace: str, name: str) -> Raw:
+        return await self._get(f"get lease {namespace}/{name}", f"{_leases(namespace)}/{segment(name)}")
 
-    async def create_lease(self, namespace: str, lease: Lease) -> Lease:
+    async def create_lease(self, namespace: str, lease: object) -> Raw:
         """Conflict where it exists."""
-        return await self._lease(
-            Request(what=f"create a lease in namespace {namespace}", method="POST", path=_leases(namespace), body=lease)
-        )
+        return await self._send("POST", f"create a lease in namespace {namespace}", _leases(namespace), lease)
 
-    async def replace_lease(self, namespace: str, name: str, lease: Lease) -> Lease:
+    async def replace_lease(self, namespace: str, name: str, lease: object) -> Raw:
         """Conflict where it is not of the version that `lease` names."""
-        # A PUT without a version overwrites whatever is there: two leaders would not notice each other.
-        if not decoded_or(_META, lease.metadata, ObjectMeta).version:
-            raise Corrupt(f"cannot replace lease {namespace}/{name}: the one read has no resourceVersion")
-        path = f"{_leases(namespace)}/{segment(name)}"
-        return await self._lease(Request(what=f"replace lease {namespace}/{name}", method="PUT", path=path, body=lease))
-
-    async def _lease(self, request: Request) -> Lease:
-        raw = await self._session.fetch(request, _LEASE, timeout_s=self._timeouts.request_s)
-        # One that another client filled with nonsense reads as empty: it ends, as every lease does.
-        return Lease(metadata=raw.metadata, spec=decoded_or(_LEASE_SPEC, raw.spec, LeaseSpec))
+        return await self._send(
+            "PUT", f"replace lease {namespace}/{name}", f"{_leases(namespace)}/{segment(name)}", lease
+        )
 
 
 def _claim_templates(namespace: str) -> str:

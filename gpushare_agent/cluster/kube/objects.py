@@ -1,6 +1,6 @@
-"""Schemas of the API server's objects that several parts read or write: ObjectMeta, Node, Event; and quantities.
+"""Schemas of the API server's objects that several parts read or write: ObjectMeta, Node, ObjectReference; and quantities.
 
-Format: Kubernetes meta/v1 ObjectMeta, core/v1 Node and Event; apimachinery's resource.Quantity, `<signedNumber><suffix>`
+Format: Kubernetes meta/v1 ObjectMeta, core/v1 Node; apimachinery's resource.Quantity, `<signedNumber><suffix>`
 with suffixes n u m k M G T P E, Ki Mi Gi Ti Pi Ei, or a decimal exponent. No state.
 """
 
@@ -12,7 +12,7 @@ from fractions import Fraction
 from msgspec import Raw, Struct, field
 from msgspec.json import Decoder
 
-from gpushare_agent.kit.json_schema import NULL, Entries, decoded, decoded_or, texts
+from gpushare_agent.kit.json_schema import NULL, Entries, Lenient, decoded, decoded_or, texts
 from gpushare_agent.model.errors import Corrupt
 from gpushare_agent.model.names import PodUid
 
@@ -53,12 +53,7 @@ class ObjectMeta(Struct, rename="camel"):
     def annotations(self) -> dict[str, str]:
         return texts(self.raw_annotations)
 
-    @property
-    def owners(self) -> list[OwnerReference]:
-        return _OWNERS.read(self.raw_owners)
-
-
-_OWNERS = Entries(OwnerReference)
+    owners = Entries(OwnerReference, of="raw_owners")
 
 
 class KubeObject(Struct):
@@ -101,51 +96,43 @@ class Condition(Struct):
     message: str | None = None
 
 
-CONDITIONS = Entries(Condition)
-
-
 class NodeStatus(Struct):
     capacity: dict[str, Quantity] | None = None
     allocatable: dict[str, Quantity] | None = None
     raw_conditions: Raw = field(name="conditions", default=NULL)
+    conditions = Entries(Condition, of="raw_conditions")
 
 
 class NodeSpec(Struct):
-    taints: list[dict[str, object]] | None = None
-
-
-class _Cordon(Struct):
     unschedulable: object = None
+    raw_taints: Raw = field(name="taints", default=NULL)
 
 
 class NodeJson(KubeObject):
     raw_spec: Raw = field(name="spec", default=Raw(b"{}"))
     raw_status: Raw = field(name="status", default=NULL)
+    spec = Lenient(NodeSpec, of="raw_spec")
+    status = Lenient(NodeStatus, of="raw_status")
+    """Empty, both, where they are not as Kubernetes defines them."""
 
     @property
     def taints(self) -> list[dict[str, object]] | None:
         """With all their fields, for the list is replaced as a whole. None where it is not as Kubernetes defines it."""
-        spec = decoded_or(_NODE_SPEC, self.raw_spec, lambda: None)
-        return None if spec is None else spec.taints or []
-
-    @property
-    def status(self) -> NodeStatus:
-        """The status, empty where it is not as Kubernetes defines it."""
-        return decoded_or(_NODE_STATUS, self.raw_status, NodeStatus)
+        raw = self.spec.raw_taints
+        return [] if bytes(raw) == b"null" else decoded_or(_TAINTS, raw, lambda: None)
 
     @property
     def is_cordoned(self) -> bool:
         """By `kubectl cordon`."""
-        return decoded_or(_CORDON, self.raw_spec, _Cordon).unschedulable is True
+        return self.spec.unschedulable is True
 
     @property
     def is_ready(self) -> bool:
         """Its condition Ready; a node that has none yet is not said to have failed."""
-        conditions = CONDITIONS.read(self.status.raw_conditions)
-        return all(one.status == "True" for one in conditions if one.type == "Ready")
+        return all(one.status == "True" for one in self.status.conditions if one.type == "Ready")
 
 
-_NODE, _NODE_STATUS, _NODE_SPEC, _CORDON = Decoder(NodeJson), Decoder(NodeStatus), Decoder(NodeSpec), Decoder(_Cordon)
+_NODE, _TAINTS = Decoder(NodeJson), Decoder(list[dict[str, object]])
 
 
 def read_node_json(raw: Raw) -> NodeJson:
@@ -162,34 +149,6 @@ class ObjectReference(Struct, rename="camel", omit_defaults=True, kw_only=True, 
     uid: str
     namespace: str = ""
     resource_version: str = ""
-
-
-class EventSource(Struct, frozen=True):
-    component: str
-    host: str
-
-
-class EventMeta(Struct, frozen=True):
-    name: str
-    namespace: str
-
-
-class Event(Struct, rename="camel", kw_only=True, frozen=True):
-    """`first_timestamp` and `last_timestamp` are RFC 3339, in seconds."""
-
-    api_version: str = "v1"
-    kind: str = "Event"
-    metadata: EventMeta
-    involved_object: ObjectReference
-    reason: str
-    message: str
-    type: str
-    source: EventSource
-    reporting_component: str
-    reporting_instance: str
-    first_timestamp: str
-    last_timestamp: str
-    count: int = 1
 
 
 # --- quantities; those of extended resources are whole, not negative, at most 2**63 - 1 ---

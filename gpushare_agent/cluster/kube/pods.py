@@ -15,8 +15,8 @@ from msgspec import Raw, Struct, field
 from msgspec.json import Decoder
 from msgspec.structs import replace
 
-from gpushare_agent.cluster.kube.objects import CONDITIONS, KubeObject, Quantity, whole_number
-from gpushare_agent.kit.json_schema import NULL, Entries, decoded, decoded_or
+from gpushare_agent.cluster.kube.objects import Condition, KubeObject, Quantity, whole_number
+from gpushare_agent.kit.json_schema import NULL, Entries, Lenient, decoded, decoded_or
 from gpushare_agent.kit.near_names import AMONG_OTHERS, AMONG_OWN, nearest
 from gpushare_agent.model.errors import Corrupt
 from gpushare_agent.model.names import (
@@ -107,10 +107,7 @@ class ResourcesJson(Struct):
     limits: dict[str, Quantity] | None = None
     requests: dict[str, Quantity] | None = None
     raw_claims: Raw = field(name="claims", default=NULL)
-
-    @property
-    def claims(self) -> list[ContainerClaim]:
-        return _CONTAINER_CLAIMS.read(self.raw_claims)
+    claims = Entries(ContainerClaim, of="raw_claims")
 
 
 class ContainerPort(Struct, rename="camel"):
@@ -135,6 +132,9 @@ class ContainerJson(Struct, rename="camel"):
     raw_env: Raw = field(name="env", default=NULL)
     raw_ports: Raw = field(name="ports", default=NULL)
     raw_mounts: Raw = field(name="volumeMounts", default=NULL)
+    env = Entries(EnvVar, of="raw_env")
+    ports = Entries(ContainerPort, of="raw_ports")
+    mounts = Entries(VolumeMount, of="raw_mounts")
 
     @property
     def limits(self) -> Mapping[str, Quantity]:
@@ -144,10 +144,6 @@ class ContainerJson(Struct, rename="camel"):
     def requests(self) -> Mapping[str, Quantity]:
         """Where there is none the limit counts: the API server fills it in, and a manifest may not have passed one."""
         return {**self.limits, **((self.resources.requests if self.resources is not None else None) or {})}
-
-    @property
-    def ports(self) -> list[ContainerPort]:
-        return _PORTS.read(self.raw_ports)
 
 
 class PodClaim(Struct, rename="camel"):
@@ -166,19 +162,19 @@ class PodSpec(Struct, rename="camel"):
     raw_overhead: Raw = field(name="overhead", default=NULL)
     raw_selector: Raw = field(name="nodeSelector", default=NULL)
     raw_affinity: Raw = field(name="affinity", default=NULL)
-
-    @property
-    def claims(self) -> list[PodClaim]:
-        return _POD_CLAIMS.read(self.raw_claims)
+    scheduler_name: object = None
+    raw_spread: Raw = field(name="topologySpreadConstraints", default=NULL)
+    raw_tolerations: Raw = field(name="tolerations", default=NULL)
+    raw_volumes: Raw = field(name="volumes", default=NULL)
+    raw_gates: Raw = field(name="schedulingGates", default=NULL)
+    claims = Entries(PodClaim, of="raw_claims")
+    resources = Lenient(ResourcesJson, of="raw_resources")
+    overhead = Lenient(dict[str, Quantity], of="raw_overhead")
 
     @property
     def requests(self) -> Mapping[str, Quantity]:
         """Of the pod as a whole."""
-        return decoded_or(_RESOURCES, self.raw_resources, ResourcesJson).requests or {}
-
-    @property
-    def overhead(self) -> Mapping[str, Quantity]:
-        return decoded_or(_AMOUNTS, self.raw_overhead, dict)
+        return self.resources.requests or {}
 
 
 class _State(Struct):
@@ -197,6 +193,7 @@ class _State(Struct):
 class ContainerStatus(Struct, rename="camel"):
     name: str | None = None
     raw_id: Raw = field(name="containerID", default=NULL)
+    id = Lenient(str, of="raw_id")
     restart_count: int = 0
     state: _State | None = None
     last_state: _State | None = None
@@ -222,6 +219,7 @@ class ExtendedClaim(Struct, rename="camel"):
 
     resource_claim_name: str | None = None
     raw_mappings: Raw = field(name="requestMappings", default=NULL)
+    mappings = Entries(_RequestMapping, of="raw_mappings")
 
 
 class PodStatus(Struct, rename="camel"):
@@ -233,10 +231,10 @@ class PodStatus(Struct, rename="camel"):
     raw_statuses: Raw = field(name="containerStatuses", default=NULL)
     raw_claims: Raw = field(name="resourceClaimStatuses", default=NULL)
     extended_resource_claim_status: ExtendedClaim | None = None
-
-    @property
-    def containers(self) -> list[ContainerStatus]:
-        return _STATUSES.read(self.raw_init_statuses) + _STATUSES.read(self.raw_statuses)
+    conditions = Entries(Condition, of="raw_conditions")
+    claims = Entries(PodClaim, of="raw_claims")
+    init_statuses = Entries(ContainerStatus, of="raw_init_statuses")
+    statuses = Entries(ContainerStatus, of="raw_statuses")
 
 
 class PodJson(KubeObject):
@@ -244,26 +242,15 @@ class PodJson(KubeObject):
 
     given_spec: PodSpec | None = field(name="spec", default=None)
     raw_status: Raw = field(name="status", default=NULL)
+    status = Lenient(PodStatus, of="raw_status")
+    """Empty where it is not as Kubernetes defines it."""
 
     @property
     def spec(self) -> PodSpec:
         return self.given_spec or PodSpec()
 
-    @property
-    def status(self) -> PodStatus:
-        """The status, empty where it is not as Kubernetes defines it."""
-        return decoded_or(_STATUS, self.raw_status, PodStatus)
 
-
-_OBJECT, _POD, _STATUS, _TEXT = Decoder(KubeObject), Decoder(PodJson), Decoder(PodStatus), Decoder(str)
-_RESOURCES, _AMOUNTS = Decoder(ResourcesJson), Decoder(dict[str, Quantity])
-_CONTAINER_CLAIMS, _POD_CLAIMS, _MAPPINGS = Entries(ContainerClaim), Entries(PodClaim), Entries(_RequestMapping)
-_PORTS, _ENV, _MOUNTS, _STATUSES = (
-    Entries(ContainerPort),
-    Entries(EnvVar),
-    Entries(VolumeMount),
-    Entries(ContainerStatus),
-)
+_OBJECT, _POD = Decoder(KubeObject), Decoder(PodJson)
 
 
 def read_pod_json(raw: Raw | bytes, where: str = "pod") -> PodJson:
@@ -292,7 +279,7 @@ def parse_pod(pod: PodJson, *, resources: Collection[str] | None = None) -> Pod:
     # Claims from a template have a name only once the controller has made them: the status tells.
     claims = _claims(pod.spec, status)
     containers = tuple(_with_extended_claim(_containers(pod.spec, what, resources), status, claims))
-    raw_annotations, statuses = meta.annotations, status.containers
+    raw_annotations, statuses = meta.annotations, status.init_statuses + status.statuses
     is_mirror = MIRROR_ANNOTATION in raw_annotations
     running = [one for one in statuses if one.is_running and one.name]
     names = frozenset(c.name for c in containers)
@@ -381,7 +368,7 @@ def _claims(spec: PodSpec, status: PodStatus) -> dict[str, str]:
         found.append((_EXTENDED_CLAIM_BESIDE if is_taken else EXTENDED_CLAIM, extended.resource_claim_name))
     # The status is read only where it can name something: most pods have no claims.
     if found:
-        found += [(one.name, one.resource_claim_name) for one in _POD_CLAIMS.read(status.raw_claims)]
+        found += [(one.name, one.resource_claim_name) for one in status.claims]
     return {name: claim for name, claim in found if claim is not None}
 
 
@@ -396,7 +383,7 @@ def _with_extended_claim(
         yield from containers
         return
     used: dict[str, list[tuple[str, str]]] = {}
-    for one in _MAPPINGS.read(extended.raw_mappings):
+    for one in extended.mappings:
         used.setdefault(one.container_name, []).append((name_in_pod, one.request_name))
     for container in containers:
         own = tuple(used.get(container.name, ()))
@@ -411,7 +398,7 @@ def _is_extended(name: str) -> bool:
 
 def _limit_mounts(container: ContainerJson) -> tuple[str, ...]:
     """The few that may lift a limit, as a path without detours."""
-    paths = sorted({clean_path(one.mount_path) for one in _MOUNTS.read(container.raw_mounts)})
+    paths = sorted({clean_path(one.mount_path) for one in container.mounts})
     found = {path for own in LIMIT_PATHS for path in [one for one in paths if touches(one, own)][:MAX_MOUNTS_OF_PATH]}
     return tuple(_cut(path, MAX_NAME_CHARS) for path in sorted(found))
 
@@ -421,7 +408,7 @@ def _literal_env(container: ContainerJson) -> dict[str, str]:
     a share it matters that it is set at all: empty where the value is not literal."""
     return {
         one.name: _cut(one.value, MAX_ANNOTATION_CHARS) if one.value is not None else ""
-        for one in _ENV.read(container.raw_env)
+        for one in container.env
         if one.name in READ_ENV and (one.value is not None or one.name in _LIMITS)
     }
 
@@ -436,7 +423,7 @@ def _container_ids(containers: Iterable[ContainerSpec], running: Iterable[Contai
     """`containerd://<ID>` without the runtime's name, of the containers that want something."""
     # No other container's processes are ever looked for.
     asking = {c.name for c in containers if c.requests or c.claims}
-    found = {one.name: decoded_or(_TEXT, one.raw_id, str) for one in running if one.name in asking}
+    found = {one.name: one.id for one in running if one.name in asking}
     # `containerd://ID`, `cri-o://ID`: cgroups have the ID alone.
     bare = {name: text.rpartition("://")[2] for name, text in found.items()}
     return {name: container_id for name, container_id in sorted(bare.items()) if is_container_id(container_id)}
@@ -444,7 +431,7 @@ def _container_ids(containers: Iterable[ContainerSpec], running: Iterable[Contai
 
 def scheduler_message(pod: PodJson) -> str:
     """Why no node is chosen, by the condition PodScheduled; any tenant who may write the status may write it."""
-    for condition in CONDITIONS.read(pod.status.raw_conditions):
+    for condition in pod.status.conditions:
         if condition.type == "PodScheduled" and condition.message is not None:
             return condition.message[:MAX_SCHEDULER_CHARS]
     return ""
@@ -452,7 +439,14 @@ def scheduler_message(pod: PodJson) -> str:
 
 def _read_annotations(present: Mapping[str, str]) -> dict[str, str]:
     """Those that the agent reads, by name."""
-    names = sorted((name for name in present if _is_read(name)), key=lambda name: (not _is_guarded(name), name))
+    names = sorted(
+        name
+        for name in present
+        if name in READ_ANNOTATIONS or (name.startswith(_READ_PREFIXES) and len(name) <= MAX_NAME_CHARS)
+    )
+    # Those that the extender writes, and that its admission policy lets nobody else write, come first: else a tenant could
+    # push them out by sixty-four names of its own.
+    names.sort(key=lambda name: not (name.startswith(PREDICATE_PREFIX) or name in READ_ANNOTATIONS))
     return {name: _cut(present[name], MAX_ANNOTATION_CHARS) for name in sorted(names[:MAX_ANNOTATIONS])}
 
 
@@ -486,16 +480,6 @@ def _meant(name: str) -> str:
     known = {one.partition("/")[2]: one for one in _USER_ANNOTATIONS if is_own or one.startswith(f"{domain}/")}
     found = nearest(behind.lower(), known, AMONG_OWN if is_own else AMONG_OTHERS)
     return known.get(found, "")
-
-
-def _is_guarded(name: str) -> bool:
-    """Those that the extender writes, and that its admission policy lets nobody else write, come first: else a tenant could
-    push them out by sixty-four names of its own."""
-    return name.startswith(PREDICATE_PREFIX) or name in READ_ANNOTATIONS
-
-
-def _is_read(name: str) -> bool:
-    return name in READ_ANNOTATIONS or (name.startswith(_READ_PREFIXES) and len(name) <= MAX_NAME_CHARS)
 
 
 def _cut(text: str, limit: int) -> str:

@@ -105,17 +105,16 @@ class PodNeeds(Struct, frozen=True, kw_only=True):
 # --- reading ---
 
 
-class _NodeSpec(Struct):
-    raw_taints: Raw = field(name="taints", default=NULL)
-
-
 class _Term(Struct, rename="camel"):
     raw_expressions: Raw = field(name="matchExpressions", default=NULL)
     raw_fields: Raw = field(name="matchFields", default=NULL)
+    expressions = Entries(Requirement, of="raw_expressions")
+    fields = Entries(Requirement, of="raw_fields")
 
 
 class _Required(Struct, rename="camel"):
     raw_terms: Raw = field(name="nodeSelectorTerms", default=NULL)
+    terms = Entries(_Term, of="raw_terms")
 
 
 class _NodeAffinity(Struct):
@@ -124,6 +123,7 @@ class _NodeAffinity(Struct):
 
 class _PodAffinity(Struct):
     raw_required: Raw = field(name="requiredDuringSchedulingIgnoredDuringExecution", default=NULL)
+    required = Entries(dict[str, object], of="raw_required")
 
 
 class _Affinity(Struct, rename="camel"):
@@ -141,28 +141,13 @@ class _Volume(Struct, rename="camel"):
     ephemeral: object = None
 
 
-class _Spec(PodSpec, rename="camel"):
-    scheduler_name: str | None = None
-    raw_tolerations: Raw = field(name="tolerations", default=NULL)
-    raw_spread: Raw = field(name="topologySpreadConstraints", default=NULL)
-    raw_volumes: Raw = field(name="volumes", default=NULL)
-    raw_gates: Raw = field(name="schedulingGates", default=NULL)
-
-
-class _Pod(Struct):
-    spec: _Spec | None = None
-
-
-_POD, _NODE_SPEC, _AFFINITY = Decoder(_Pod), Decoder(_NodeSpec), Decoder(_Affinity)
-_TERMS, _TAINTS = Entries(_Term), Entries(Taint)
-REQUIREMENTS, _TOLERATIONS = Entries(Requirement), Entries(Toleration)
+_AFFINITY, _TAINTS, _TOLERATIONS = Decoder(_Affinity), Entries(Taint), Entries(Toleration)
 _SPREADS, _VOLUMES, _OBJECTS = Entries(_Spread), Entries(_Volume), Entries(dict[str, object])
 
 
 def node_offer(raw: Raw) -> NodeOffer:
     """The name is empty where it is no node."""
     node = read_node_json(raw)
-    spec = decoded_or(_NODE_SPEC, node.raw_spec, _NodeSpec)
     is_cordoned = node.is_cordoned
     return NodeOffer(
         name=node.meta.name or "",
@@ -170,17 +155,18 @@ def node_offer(raw: Raw) -> NodeOffer:
         is_cordoned=is_cordoned,
         taints=tuple(
             taint
-            for taint in _TAINTS.read(spec.raw_taints)
+            for taint in _TAINTS.read(node.spec.raw_taints)
             # Said by `is_cordoned`, and gone with an uncordon.
             if taint.effect in _REFUSING and not (is_cordoned and taint.key == _UNSCHEDULABLE)
         ),
-        allocatable=_amounts(node.status.allocatable),
+        allocatable={
+            name: amount_of(quantity, is_cpu=name == CPU) for name, quantity in (node.status.allocatable or {}).items()
+        },
     )
 
 
-def pod_needs(raw: Raw, ours: Collection[str] = ()) -> PodNeeds:
+def pod_needs(spec: PodSpec, ours: Collection[str] = ()) -> PodNeeds:
     """`ours` are resources that placement counts."""
-    spec = decoded_or(_POD, raw, _Pod).spec or _Spec()
     affinity = _affinity(spec)
     asking = (spec, *(spec.init_containers or ()), *(spec.containers or ()))
     names = {name for one in asking for name in one.requests} | set(spec.overhead)
@@ -190,7 +176,7 @@ def pod_needs(raw: Raw, ours: Collection[str] = ()) -> PodNeeds:
         selector=texts(spec.raw_selector),
         terms=_terms(affinity.node_affinity),
         tolerations=tuple(_TOLERATIONS.read(spec.raw_tolerations)),
-        scheduler=spec.scheduler_name or DEFAULT_SCHEDULER,
+        scheduler=str(spec.scheduler_name or DEFAULT_SCHEDULER),
         unchecked=tuple(_unchecked(spec, affinity)),
     )
 
@@ -236,10 +222,6 @@ def values_of_label(spec: PodSpec, label: str) -> tuple[str, ...]:
     return tuple(sorted(allowed)[:MAX_LABEL_VALUES])
 
 
-def _amounts(quantities: Mapping[str, Quantity] | None) -> dict[str, int]:
-    return {name: amount_of(quantity, is_cpu=name == CPU) for name, quantity in (quantities or {}).items()}
-
-
 def _affinity(spec: PodSpec) -> _Affinity:
     return decoded_or(_AFFINITY, spec.raw_affinity, _Affinity) if spec.raw_affinity is not NULL else _Affinity()
 
@@ -247,33 +229,27 @@ def _affinity(spec: PodSpec) -> _Affinity:
 def _terms(affinity: _NodeAffinity | None) -> tuple[tuple[Requirement, ...], ...] | None:
     if affinity is None or affinity.required is None:
         return None
-    return tuple(
-        (*REQUIREMENTS.read(term.raw_expressions), *REQUIREMENTS.read(term.raw_fields))
-        for term in _TERMS.read(affinity.required.raw_terms)
-    )
+    return tuple((*term.expressions, *term.fields) for term in affinity.required.terms)
 
 
-def _unchecked(spec: _Spec, affinity: _Affinity) -> Iterable[str]:
+def _unchecked(spec: PodSpec, affinity: _Affinity) -> Iterable[str]:
     if _OBJECTS.read(spec.raw_gates):
         yield "schedulingGates"
-    if _has_required(affinity.pod_affinity):
+    if affinity.pod_affinity is not None and affinity.pod_affinity.required:
         yield "podAffinity"
-    if _has_required(affinity.pod_anti_affinity):
+    if affinity.pod_anti_affinity is not None and affinity.pod_anti_affinity.required:
         yield "podAntiAffinity"
     if any(one.when_unsatisfiable == "DoNotSchedule" for one in _SPREADS.read(spec.raw_spread)):
         yield "topologySpreadConstraints"
-    volumes = _VOLUMES.read(spec.raw_volumes)
-    if any(one.persistent_volume_claim is not None or one.ephemeral is not None for one in volumes):
+    if any(
+        one.persistent_volume_claim is not None or one.ephemeral is not None for one in _VOLUMES.read(spec.raw_volumes)
+    ):
         yield "persistent volumes"
     if spec.claims:
         yield "resourceClaims"
     containers = (*(spec.init_containers or ()), *(spec.containers or ()))
     if any(port.host_port for container in containers for port in container.ports):
         yield "host ports"
-
-
-def _has_required(affinity: _PodAffinity | None) -> bool:
-    return affinity is not None and bool(_OBJECTS.read(affinity.raw_required))
 
 
 # --- deciding ---

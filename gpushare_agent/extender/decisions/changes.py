@@ -8,10 +8,12 @@ and `Waiting.tried` says of how many nodes.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from enum import IntEnum
 from itertools import combinations
+from typing import Any
 
 from msgspec import Struct, field
 from msgspec.structs import replace
@@ -23,7 +25,6 @@ from gpushare_agent.extender.decisions.cluster_view import (
     hindrance,
     may_fit,
     over_quota,
-    planned,
 )
 from gpushare_agent.extender.decisions.pod_plan import plan_pod, signature_of
 from gpushare_agent.extender.decisions.quota import NamespaceQuota
@@ -107,11 +108,21 @@ class _Search(Struct, kw_only=True):
         policy = self.view.policy
         if not may_fit(pod, node.ledger.capacity, policy):
             return False
-        if len(signature_of(pod, policy.names)) > 1:
-            self.plans += 1
-            if planned(pod, node.ledger, policy) is None:
-                return False
+        if len(signature_of(pod, policy.names)) > 1 and not self.gpus_for(pod, node):
+            return False
         return not over_quota(self.view, pod, node)
+
+    def gpus_for(self, pod: Pod, node: NodeView, gpus: Sequence[GpuAccount] | None = None) -> tuple[int, ...]:
+        """The GPUs that the pod would have there, by index, of `gpus` where they are given; none where it does not fit."""
+        capacity = node.ledger.capacity if gpus is None else capacity_of(gpus)
+        if not may_fit(pod, capacity, self.view.policy):
+            return ()
+        self.plans += 1
+        gpus = node.ledger.gpus if gpus is None else gpus
+        plan = plan_pod(pod, gpus, node.ledger.node.topology, self.view.policy)
+        if not isinstance(plan, PodPlan):
+            return ()
+        return tuple(sorted({gpu for container in plan.containers for gpu in container.gpus}))
 
     def within_bounds(self, nodes: Sequence[NodeView]) -> Iterator[NodeView]:
         """The nodes, until too many plans were made."""
@@ -138,11 +149,10 @@ def waiting(view: ClusterView, pod: Pod) -> Waiting:
     for node, against in search.hindered:
         if against.others and search.plans < MAX_PLANS and search.fits(pod, node):
             others.update(against.others)
-    plan = planned(pod, fitting[0].ledger, view.policy) if fitting else None
     return Waiting(
         nodes=len(view.nodes),
         fitting=tuple(node.name for node in fitting),
-        gpus=_gpus(plan) if plan is not None else (),
+        gpus=search.gpus_for(pod, fitting[0]) if fitting else (),
         changes=() if fitting else tuple(sorted(_changes(search), key=lambda change: change.rank)),
         others=dict(others.most_common()),
         tried=search.tried,
@@ -159,8 +169,12 @@ def _changes(search: _Search) -> Iterator[Change]:
             yield change
 
 
-def _gpus(plan: PodPlan) -> tuple[int, ...]:
-    return tuple(sorted({gpu for container in plan.containers for gpu in container.gpus}))
+def _change(
+    kind: Kind, text: str, node: NodeView, gpus: tuple[int, ...], cost: float, more: str = "", **what: Any
+) -> Change:
+    """`text` is followed by the GPUs that the pod has then."""
+    where = f"{gpus_text(node, gpus)}{more}"
+    return Change(kind=kind, text=f"{text}: {where}", node=node.name, gpus=gpus, cost=cost, **what)
 
 
 def gpus_text(node: NodeView, gpus: Iterable[int]) -> str:
@@ -175,61 +189,45 @@ def gpus_text(node: NodeView, gpus: Iterable[int]) -> str:
 
 def _less(search: _Search, kind: Kind) -> Change | None:
     """The most that one container can have of cores, or of memory, with the rest as it is."""
-    best: Change | None = None
-    for container in search.pod.containers:
-        asked = request_of(container, search.view.policy.names)
-        values = _smaller_cores(asked) if kind is Kind.CORES else range(1, asked.units or asked.blocks)
-        found = _largest(search, container, asked, kind, values)
-        if found is not None and (best is None or found.cost < best.cost):
-            best = found
-    return best
+    found = (_largest(search, container, kind) for container in search.pod.containers)
+    return min((one for one in found if one is not None), key=lambda change: change.cost, default=None)
 
 
-def _smaller_cores(asked: Request) -> Sequence[int]:
-    """The valid numbers of cores below, ascending: fewer whole GPUs, or of one GPU a share where there is memory for it."""
+def _smaller(asked: Request, kind: Kind) -> list[Request]:
+    """Ascending. Fewer cores are fewer whole GPUs, or of one GPU a share where there is memory for it."""
+    if kind is Kind.MEMORY and asked.units:
+        return [asked._replace(units=count) for count in range(1, asked.units)]
+    if kind is Kind.MEMORY:
+        return [asked._replace(blocks=count) for count in range(1, asked.blocks)]
     if asked.cores > CORES_PER_GPU:
-        return range(CORES_PER_GPU, asked.cores, CORES_PER_GPU)
-    return range(1, asked.cores) if asked.blocks else range(0)
+        return [asked._replace(cores=count) for count in range(CORES_PER_GPU, asked.cores, CORES_PER_GPU)]
+    return [asked._replace(cores=count) for count in range(1, asked.cores)] if asked.blocks else []
 
 
-def _largest(
-    search: _Search, container: ContainerSpec, asked: Request, kind: Kind, values: Sequence[int]
-) -> Change | None:
+def _largest(search: _Search, container: ContainerSpec, kind: Kind) -> Change | None:
     """Each node is asked first whether it can do better than the best so far."""
-    trials: dict[int, Pod] = {}
+    asked = request_of(container, search.view.policy.names)
+    requests, trials = _smaller(asked, kind), dict[int, Pod]()
     low, chosen = 0, None
 
     def fits(place: int) -> bool:
         if place not in trials:
-            trials[place] = _with(search, container, _changed(asked, kind, values[place]))
+            trials[place] = _with(search, container, requests[place])
         return search.fits(trials[place], node)
 
-    for node in search.within_bounds(search.open) if values else ():
-        if low == len(values):
+    for node in search.within_bounds(search.open) if requests else ():
+        if low == len(requests):
             break
+        place = None
         if kind is Kind.CORES and asked.cores > CORES_PER_GPU:
             # Fewer GPUs may have too little memory together, so not all that is below fits.
-            place = next((one for one in range(len(values) - 1, low - 1, -1) if fits(one)), None)
-        else:
-            place = _last(fits, low, len(values)) if fits(low) else None
+            place = next((one for one in range(len(requests) - 1, low - 1, -1) if fits(one)), None)
+        elif fits(low):
+            # The last that fits: what is below it does.
+            place = low + bisect_left(range(low + 1, len(requests)), True, key=lambda one: not fits(one))
         if place is not None:
             low, chosen = place + 1, node
-    if chosen is None:
-        return None
-    request = _changed(asked, kind, values[low - 1])
-    part = 1 - values[low - 1] / (asked.cores if kind is Kind.CORES else asked.units or asked.blocks)
-    return _asking(search, chosen, container, asked, request, kind, part)
-
-
-def _last(fits: Callable[[int], bool], fitting: int, failing: int) -> int:
-    """The last place that fits, by halving: what is below one that fits does."""
-    while failing - fitting > 1:
-        middle = (fitting + failing) // 2
-        if fits(middle):
-            fitting = middle
-        else:
-            failing = middle
-    return fitting
+    return _asking(search, chosen, container, asked, requests[low - 1], kind) if chosen is not None else None
 
 
 def _less_of_both(search: _Search) -> Change | None:
@@ -240,7 +238,7 @@ def _less_of_both(search: _Search) -> Change | None:
     asked = request_of(asking[0], search.view.policy.names)
     if asked.units or not 0 < asked.cores <= CORES_PER_GPU:
         return None
-    found: dict[tuple[Request, str, str], tuple[float, NodeView]] = {}
+    found: dict[tuple[Request, str, str], NodeView] = {}
     for node in search.open:
         where = node.ledger.node
         for gpu in node.ledger.gpus:
@@ -249,19 +247,18 @@ def _less_of_both(search: _Search) -> Change | None:
             request = Request(cores=min(cores, asked.cores), blocks=min(blocks, asked.blocks or blocks))
             key = request, where.model, where.pool
             if gpu.is_healthy and 0 < request.cores < CORES_PER_GPU and request.blocks and key not in found:
-                part = 1 - request.cores / asked.cores + (1 - request.blocks / asked.blocks if asked.blocks else 0)
-                found[key] = part, node
-    ordered = sorted(found.items(), key=lambda one: (one[1][0], -one[0][0].blocks, one[1][1].name))
-    for (request, _, _), (part, node) in ordered:
-        if search.fits(_with(search, asking[0], request), node):
-            return _asking(search, node, asking[0], asked, request, Kind.CORES_AND_MEMORY, part)
+                found[key] = node
+    ordered = sorted((_given_up(asked, one[0]), -one[0].blocks, node.name, one[0]) for one, node in found.items())
+    nodes = {node.name: node for node in found.values()}
+    for _, _, name, request in ordered:
+        if search.fits(_with(search, asking[0], request), nodes[name]):
+            return _asking(search, nodes[name], asking[0], asked, request, Kind.CORES_AND_MEMORY)
     return None
 
 
-def _changed(asked: Request, kind: Kind, value: int) -> Request:
-    if kind is Kind.CORES:
-        return asked._replace(cores=value)
-    return asked._replace(units=value) if asked.units else asked._replace(blocks=value)
+def _given_up(asked: Request, request: Request) -> float:
+    """The parts of its cores and of its memory."""
+    return sum(1 - now / before for now, before in zip(request[:3], asked[:3], strict=True) if before)
 
 
 def _with(search: _Search, container: ContainerSpec, request: Request) -> Pod:
@@ -275,10 +272,10 @@ def _with(search: _Search, container: ContainerSpec, request: Request) -> Pod:
 
 
 def _asking(
-    search: _Search, node: NodeView, container: ContainerSpec, asked: Request, request: Request, kind: Kind, part: float
+    search: _Search, node: NodeView, container: ContainerSpec, asked: Request, request: Request, kind: Kind
 ) -> Change | None:
-    plan = planned(_with(search, container, request), node.ledger, search.view.policy)
-    if plan is None:
+    gpus = search.gpus_for(_with(search, container, request), node)
+    if not gpus:
         return None
     names, less = search.view.policy.names, []
     if request.cores != asked.cores:
@@ -291,16 +288,9 @@ def _asking(
             size, fewer = memory_text(count * size_mib), memory_text((before - count) * size_mib)
             less.append(f"{count} {unit} ({size}{f', {fewer} less' if before else ''})")
     name = f"container {container.name}: " if len(search.pod.containers) > 1 else ""
-    gpus = _gpus(plan)
-    return Change(
-        kind=kind,
-        text=f"{name}ask for {' and '.join(less)}: {gpus_text(node, gpus)}",
-        node=node.name,
-        gpus=gpus,
-        cost=part,
-        container=container.name,
-        request=request,
-    )
+    text = f"{name}ask for {' and '.join(less)}"
+    cost = _given_up(asked, request)
+    return _change(kind, text, node, gpus, cost, container=container.name, request=request)
 
 
 # --- other nodes, cordons, the quota ---
@@ -316,21 +306,13 @@ def _other_nodes(search: _Search) -> Change | None:
             labels = {**node.offer.labels, "metadata.name": node.name}
             groups.setdefault(tuple((key, labels.get(key)) for key in excluded[node.name].labels), []).append(node)
     for changed, found in sorted(groups.items(), key=lambda one: (len(one[0]), -len(one[1]), one[1][0].name)):
-        plan = planned(search.pod, found[0].ledger, search.view.policy)
-        if plan is not None:
-            more = f" and {len(found) - 1} more nodes" if len(found) > 1 else ""
+        if gpus := search.gpus_for(search.pod, found[0]):
             words = [
                 f"nodes with {key}={value}" if value is not None else f"nodes without {key}" for key, value in changed
             ]
-            gpus = _gpus(plan)
-            return Change(
-                kind=Kind.NODES,
-                text=f"let its selector or affinity allow {' and '.join(words)}: {gpus_text(found[0], gpus)}{more}",
-                node=found[0].name,
-                gpus=gpus,
-                cost=len(changed),
-                labels=dict(changed),
-            )
+            text = f"let its selector or affinity allow {' and '.join(words)}"
+            more = f" and {len(found) - 1} more nodes" if len(found) > 1 else ""
+            return _change(Kind.NODES, text, found[0], gpus, len(changed), more, labels=dict(changed))
     return None
 
 
@@ -342,18 +324,15 @@ def _uncordon(search: _Search) -> Change | None:
             if best is not None and best.cost <= len(indexes):
                 break
             gpus = [replace(gpu, is_healthy=True) if gpu.index in indexes else gpu for gpu in node.ledger.gpus]
-            if not may_fit(search.pod, capacity_of(gpus), search.view.policy) or over_quota(
-                search.view, search.pod, node
-            ):
-                continue
-            search.plans += 1
-            plan = plan_pod(search.pod, gpus, node.ledger.node.topology, search.view.policy)
-            if isinstance(plan, PodPlan):
-                words = gpus_text(node, indexes)
-                text = f"uncordon {words} (`gpushare-agent uncordon` there)"
-                found = _gpus(plan)
+            found = search.gpus_for(search.pod, node, gpus)
+            if found and not over_quota(search.view, search.pod, node):
                 best = Change(
-                    kind=Kind.UNCORDON, text=text, node=node.name, gpus=found, cost=len(indexes), uncordoned=indexes
+                    kind=Kind.UNCORDON,
+                    text=f"uncordon {gpus_text(node, indexes)} (`gpushare-agent uncordon` there)",
+                    node=node.name,
+                    gpus=found,
+                    cost=len(indexes),
+                    uncordoned=indexes,
                 )
                 break
     # A node is one thing, too; with it all its GPUs come back, so one GPU is preferred.
@@ -363,12 +342,8 @@ def _uncordon(search: _Search) -> Change | None:
         node for node, against in search.hindered if against.is_cordoned and not (against.labels or against.others)
     ]
     for node in search.within_bounds(cordoned):
-        if search.fits(search.pod, node):
-            plan_there = planned(search.pod, node.ledger, search.view.policy)
-            if plan_there is not None:
-                gpus_there = _gpus(plan_there)
-                text = f"kubectl uncordon {node.name}: {gpus_text(node, gpus_there)}"
-                return Change(kind=Kind.UNCORDON, text=text, node=node.name, gpus=gpus_there, cost=1)
+        if search.fits(search.pod, node) and (found := search.gpus_for(search.pod, node)):
+            return _change(Kind.UNCORDON, f"kubectl uncordon {node.name}", node, found, 1)
     return best
 
 
@@ -389,23 +364,15 @@ def _quota(search: _Search) -> Change | None:
         key = where.model, where.pool
         if key in seen or not over_quota(search.view, search.pod, node):
             continue
-        search.plans += 1
-        plan = planned(search.pod, node.ledger, search.view.policy)
-        if plan is None:
+        gpus = search.gpus_for(search.pod, node)
+        if not gpus:
             continue
         # Nodes of one model and pool are one to a quota.
         seen.add(key)
         raised = quotas.raised(search.pod, model=where.model, pool=where.pool)
         if raised is not None and raised[1] and (best is None or len(raised[1]) < best.cost):
-            gpus = _gpus(plan)
-            best = Change(
-                kind=Kind.QUOTA,
-                text=f"the quota of namespace {search.pod.namespace}: {', '.join(raised[1])}: {gpus_text(node, gpus)}",
-                node=node.name,
-                gpus=gpus,
-                cost=len(raised[1]),
-                quota=raised[0],
-            )
+            text = f"the quota of namespace {search.pod.namespace}: {', '.join(raised[1])}"
+            best = _change(Kind.QUOTA, text, node, gpus, len(raised[1]), quota=raised[0])
     return best
 
 
@@ -425,8 +392,14 @@ def _ends(search: _Search) -> Change | None:
     """The fewest pods, and of so many those with the fewest cores."""
     signature = signature_of(search.pod, search.view.policy.names)
     best: tuple[_Freed, Change] | None = None
-    # Only a shortage of CPU and the like may be over with those pods.
-    for node in search.within_bounds([node for node in search.view.nodes if _could_be_freed(search, node)]):
+    needs = search.view.pods[search.pod.uid].needs
+    nodes = [
+        node
+        for node in search.view.nodes
+        # Only a shortage of CPU and the like may be over with those pods.
+        if not hindrance(needs, node.offer, {}) and not over_quota(search.view, search.pod, node)
+    ]
+    for node in search.within_bounds(nodes):
         if len(signature) > 1:
             found = _least_freed(search, node)
         else:
@@ -435,17 +408,11 @@ def _ends(search: _Search) -> Change | None:
         for one in sorted(found):
             if best is not None and best[0] <= one:
                 break
-            search.plans += 1
             change = _ending(search, node, one.uids)
             if change is not None:
                 best = one, change
                 break
     return best[1] if best is not None else None
-
-
-def _could_be_freed(search: _Search, node: NodeView) -> bool:
-    against = hindrance(search.view.pods[search.pod.uid].needs, node.offer, {})
-    return not against and not over_quota(search.view, search.pod, node)
 
 
 def _freed(node: NodeView, request: Request, known: Set[PodUid], most: int) -> list[_Freed]:
@@ -543,9 +510,7 @@ def _least_freed(search: _Search, node: NodeView) -> list[_Freed]:
         return sum(charge.cores for uid in uids for charge in reservations[uid].plan.charges.values())
 
     def gives(uids: Sequence[PodUid]) -> bool:
-        search.plans += 1
-        gpus = node.ledger.gpus_without(frozenset(uids))
-        return isinstance(plan_pod(search.pod, gpus, node.ledger.node.topology, search.view.policy), PodPlan)
+        return bool(search.gpus_for(search.pod, node, node.ledger.without(frozenset(uids)).gpus))
 
     ordered = sorted(reservations, key=lambda uid: (-cores_of([uid]), uid))
     if not ordered or not gives(ordered):
@@ -557,24 +522,16 @@ def _least_freed(search: _Search, node: NodeView) -> list[_Freed]:
 def _ending(search: _Search, node: NodeView, uids: tuple[PodUid, ...]) -> Change | None:
     """By the plan without those pods, and with what they ask of CPU and the like."""
     view = search.view
-    plan = plan_pod(search.pod, node.ledger.gpus_without(frozenset(uids)), node.ledger.node.topology, view.policy)
+    gpus = search.gpus_for(search.pod, node, node.ledger.without(frozenset(uids)).gpus)
     used = Counter(node.used)
     for uid in uids:
         used.subtract(view.pods[uid].needs.requests)
-    if not isinstance(plan, PodPlan) or hindrance(view.pods[search.pod.uid].needs, node.offer, used):
+    if not gpus or hindrance(view.pods[search.pod.uid].needs, node.offer, used):
         return None
-    gpus = _gpus(plan)
     had = sorted({index for uid in uids for index in node.ledger.reservations[uid].plan.charges})
     then = f": {gpus_text(node, gpus)}" if set(gpus) != set(had) else ""
     names = [f"{view.pods[uid].pod.namespace}/{view.pods[uid].pod.name}" for uid in uids]
-    shown = ", ".join(names[:_MOST_ENDING]) + (
-        f" and {len(names) - _MOST_ENDING} more" if len(names) > _MOST_ENDING else ""
-    )
-    return Change(
-        kind=Kind.END,
-        text=f"the end of {'pod' if len(names) == 1 else 'pods'} {shown} on {gpus_text(node, had)}{then}",
-        node=node.name,
-        gpus=gpus,
-        cost=len(uids),
-        ending=uids,
-    )
+    more = f" and {len(names) - _MOST_ENDING} more" if len(names) > _MOST_ENDING else ""
+    pods = f"{'pod' if len(names) == 1 else 'pods'} {', '.join(names[:_MOST_ENDING])}{more}"
+    text = f"the end of {pods} on {gpus_text(node, had)}{then}"
+    return Change(kind=Kind.END, text=text, node=node.name, gpus=gpus, cost=len(uids), ending=uids)

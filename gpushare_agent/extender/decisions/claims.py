@@ -16,24 +16,13 @@ GPUs are not carried over: the scheduler chooses.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
 
 import msgspec
 from msgspec import UNSET, Struct
 from msgspec.structs import replace
 
-from gpushare_agent.cluster.kube.claims import (
-    CapacityRequests,
-    CelSelector,
-    ClaimSpec,
-    DeviceSelector,
-    ExactRequest,
-    NamedRequest,
-    RequestedDevices,
-    ShareParameters,
-    WrittenConfig,
-    WrittenOpaque,
-)
 from gpushare_agent.cluster.kube.pods import PREDICATE_PREFIX, PodJson, PodSpec, ResourcesJson, parse_pod
 from gpushare_agent.dra.decisions.claim import CONFIG_API_VERSION, CONFIG_KIND, DRIVER, MAX_RESULTS
 from gpushare_agent.dra.decisions.devices import quantity
@@ -76,21 +65,23 @@ class Template(Struct, frozen=True, kw_only=True):
         content = msgspec.json.encode(self.spec(), order="sorted")
         return f"gpushare-{shape}-{hashlib.sha256(content).hexdigest()[:8]}"
 
-    def spec(self) -> ClaimSpec:
+    def spec(self) -> dict[str, Any]:
+        """The spec of a ResourceClaim, in the form in which the API server returns it."""
         memory = quantity(self.memory_mib) if self.memory_mib else ""
-        exactly = ExactRequest(device_class_name=DEVICE_CLASS, allocation_mode="ExactCount", count=self.count)
+        exactly: dict[str, Any] = {"deviceClassName": DEVICE_CLASS, "allocationMode": "ExactCount", "count": self.count}
         if self.cores is not None:
-            exactly.capacity = CapacityRequests({"cores": str(self.cores), "memory": memory})
+            exactly["capacity"] = {"requests": {"cores": str(self.cores), "memory": memory}}
         elif memory:
             expression = f"device.capacity['{DRIVER}'].memory.compareTo(quantity('{memory}')) >= 0"
             # A whole GPU has all of its memory, so a claim can only choose GPUs that have enough.
-            exactly.selectors = [DeviceSelector(CelSelector(expression))]
-        parameters = ShareParameters(
-            api_version=CONFIG_API_VERSION, kind=CONFIG_KIND, isolation=self.isolation, core_limit=self.core_limit
-        )
-        is_configured = bool(self.isolation or self.core_limit)
-        config = [WrittenConfig(WrittenOpaque(DRIVER, parameters))] if is_configured else ()
-        return ClaimSpec(RequestedDevices([NamedRequest(REQUEST, exactly)], config))
+            exactly["selectors"] = [{"cel": {"expression": expression}}]
+        devices: dict[str, Any] = {"requests": [{"name": REQUEST, "exactly": exactly}]}
+        share = {"isolation": self.isolation, "coreLimit": self.core_limit}
+        if share := {name: value for name, value in share.items() if value}:
+            # This driver's opaque configuration: docs/explanation/dra.md.
+            parameters = {"apiVersion": CONFIG_API_VERSION, "kind": CONFIG_KIND, **share}
+            devices["config"] = [{"opaque": {"driver": DRIVER, "parameters": parameters}}]
+        return {"devices": devices}
 
 
 class PatchOperation(Struct, frozen=True, omit_defaults=True):
@@ -109,6 +100,30 @@ class Conversion(Struct, frozen=True, kw_only=True):
     warnings: tuple[str, ...] = ()
 
 
+def new_pod(read: PodJson, resources: Collection[str]) -> Pod:
+    """Raises Corrupt."""
+    # parse_pod needs what the API server sets only after admission; none of it is used here.
+    return parse_pod(replace(read, metadata=replace(read.meta, namespace="x", name="x", uid="x")), resources=resources)
+
+
+def resources_of(spec: PodSpec, container: ContainerSpec) -> tuple[str, ResourcesJson]:
+    """Their path in a JSON Patch, and what is there."""
+    # Sidecars stand in spec.initContainers too; positions are counted in each list.
+    is_main = container.kind is ContainerKind.MAIN
+    place, found = ("containers", spec.containers) if is_main else ("initContainers", spec.init_containers)
+    path = f"/spec/{place}/{container.position}/resources"
+    return path, (found or ())[container.position].resources or ResourcesJson()
+
+
+def escaped(name: str) -> str:
+    """RFC 6901: a resource's name has a slash, which would be a step of the path."""
+    return name.replace("~", "~0").replace("/", "~1")
+
+
+def refused(detail: str) -> Refused:
+    return Refused(reason=RefusalReason.INVALID_REQUEST, detail=detail)
+
+
 def convert_pod(read: PodJson, names: ResourceNames) -> Conversion | Refused:
     """`read` is the pod as the API server shows it to a webhook, without a UID and perhaps without a name. A pod that names
     its node is left as it is: no scheduler would allocate its claims.
@@ -116,9 +131,7 @@ def convert_pod(read: PodJson, names: ResourceNames) -> Conversion | Refused:
     Raises:
         Corrupt: what it asks for cannot be read.
     """
-    # parse_pod needs what the API server sets only after admission; none of it is used here.
-    named = replace(read, metadata=replace(read.meta, namespace="x", name="x", uid="x"))
-    pod = parse_pod(named, resources=names.names)
+    pod = new_pod(read, names.names)
     asking = [container for container in pod.containers if any(container.requests.values())]
     # The API server knows a static pod as a mirror pod alone: the kubelet has started it, and no claim can be added.
     if not asking or pod.is_static:
@@ -132,7 +145,7 @@ def convert_pod(read: PodJson, names: ResourceNames) -> Conversion | Refused:
     # Nobody filters a claim's GPUs but its selectors: the pod would be on any GPU without a word.
     if choice_of(pod.annotations):
         written = ", ".join(name for name in GPU_CHOICE_ANNOTATIONS if name in pod.annotations)
-        return _refused(f"no claim follows {written}: ask by a ResourceClaim whose selector names uuid or productName")
+        return refused(f"no claim follows {written}: ask by a ResourceClaim whose selector names uuid or productName")
     templates: dict[str, Template] = {}
     warnings = list(_pod_warnings(pod))
     for container in asking:
@@ -147,7 +160,7 @@ def convert_pod(read: PodJson, names: ResourceNames) -> Conversion | Refused:
     taken = {one.name for one in spec.claims}
     # Two claims of one name would be refused by the API server, with a reason that names no container.
     if used := sorted(taken.intersection(claims.values())):
-        return _refused(f"the pod has a claim named {used[0]}, as this webhook names its own: give yours another name")
+        return refused(f"the pod has a claim named {used[0]}, as this webhook names its own: give yours another name")
     own = {claim: templates[container] for container, claim in claims.items()}
     patch = [*_container_patches(spec, asking, claims, names), *_pod_patches(spec, own)]
     return Conversion(patch=patch, templates=tuple(dict.fromkeys(own.values())), warnings=tuple(warnings))
@@ -158,12 +171,11 @@ def _template(container: ContainerSpec, annotations: Mapping[str, str], names: R
     # The agent would refuse it at the claim's preparation, on a node that was chosen in vain.
     if ISOLATION_ANNOTATION in annotations and isolation not in ISOLATIONS:
         known = ", ".join(sorted(ISOLATIONS))
-        return _refused(f"the annotation {ISOLATION_ANNOTATION} is {isolation[:40]!r}. Name one of {known}")
+        return refused(f"the annotation {ISOLATION_ANNOTATION} is {isolation[:40]!r}. Name one of {known}")
     request = request_of(container, names)
     # As an agent with sharing: which node it will be, and whether that one shares, is not known yet.
-    refused = validate_request(request, names, share_mode=True)
-    if refused is not None:
-        return refused
+    if (invalid := validate_request(request, names, share_mode=True)) is not None:
+        return invalid
     cores, blocks = request.cores, request.blocks
     # GPUShare's memory has no cores: with 0 the agent limits compute in proportion to the memory.
     if request.units:
@@ -177,7 +189,7 @@ def _template(container: ContainerSpec, annotations: Mapping[str, str], names: R
     count = cores // CORES_PER_GPU
     # The API server allows no more devices in one claim.
     if count > MAX_RESULTS:
-        return _refused(f"{count} GPUs are more than the {MAX_RESULTS} that one claim can have")
+        return refused(f"{count} GPUs are more than the {MAX_RESULTS} that one claim can have")
     # Rounded up: the GPUs together must have at least what was asked for.
     least_mib = -(-blocks // count) * names.memory_block_mib
     return Template(count=count, memory_mib=least_mib, isolation=isolation)
@@ -238,20 +250,14 @@ def _container_patches(
 ) -> Iterator[PatchOperation]:
     """A request that differs from its limit stays, and the API server refuses it as it would have."""
     for container in asking:
-        # Sidecars stand in spec.initContainers too; positions are counted in each list.
-        is_main = container.kind is ContainerKind.MAIN
-        place, found = ("containers", spec.containers) if is_main else ("initContainers", spec.init_containers)
-        resources = (found or ())[container.position].resources or ResourcesJson()
-        path = f"/spec/{place}/{container.position}/resources"
+        path, resources = resources_of(spec, container)
         limits, requests = resources.limits or {}, resources.requests or {}
         for name in names.names:
-            # RFC 6901: a resource's name has a slash, which would be a step of the path.
-            escaped = name.replace("~", "~0").replace("/", "~1")
             if name in limits:
-                yield PatchOperation("remove", f"{path}/limits/{escaped}")
+                yield PatchOperation("remove", f"{path}/limits/{escaped(name)}")
                 # The API server has set requests to the limits already.
                 if requests.get(name) == limits[name]:
-                    yield PatchOperation("remove", f"{path}/requests/{escaped}")
+                    yield PatchOperation("remove", f"{path}/requests/{escaped(name)}")
         claim = {"name": claims[container.name]}
         # `add` at `-` needs the list to be there.
         if resources.claims:
@@ -266,7 +272,3 @@ def _pod_patches(spec: PodSpec, own: Mapping[str, Template]) -> Iterator[PatchOp
         yield from (PatchOperation("add", "/spec/resourceClaims/-", claim) for claim in claims)
     else:
         yield PatchOperation("add", "/spec/resourceClaims", claims)
-
-
-def _refused(detail: str) -> Refused:
-    return Refused(reason=RefusalReason.INVALID_REQUEST, detail=detail)

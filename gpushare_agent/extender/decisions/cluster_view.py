@@ -7,7 +7,6 @@ is decided by pod_plan.py alone, as in the extender.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Protocol
 
 from msgspec import Struct
 
@@ -19,10 +18,9 @@ from gpushare_agent.cluster.kube.scheduling import (
     shortages,
 )
 from gpushare_agent.extender.decisions.ledger import NodeLedger
-from gpushare_agent.extender.decisions.pod_plan import plan_pod, signature_of
-from gpushare_agent.extender.decisions.quota import NamespaceQuota
-from gpushare_agent.extender.values import ClusterPolicy, PodPlan
-from gpushare_agent.model.errors import Refused
+from gpushare_agent.extender.decisions.pod_plan import signature_of
+from gpushare_agent.extender.decisions.quota import QuotaState
+from gpushare_agent.extender.values import ClusterPolicy
 from gpushare_agent.model.names import PodUid
 from gpushare_agent.model.pods import Pod
 from gpushare_agent.placement.gpu_account import Capacity
@@ -53,21 +51,13 @@ class PodView(Struct, frozen=True, kw_only=True):
     """What the scheduler wrote into it."""
 
 
-class Quotas(Protocol):
-    """QuotaState."""
-
-    def __call__(self, pod: Pod, *, model: str, pool: str) -> Refused | None: ...
-
-    def raised(self, pod: Pod, *, model: str, pool: str) -> tuple[NamespaceQuota, tuple[str, ...]] | None: ...
-
-
 class ClusterView(Struct, frozen=True, kw_only=True):
     """`nodes` by name; `pods` has those that wait too. `quotas` is None where the quota could not be read."""
 
     policy: ClusterPolicy
     nodes: tuple[NodeView, ...]
     pods: Mapping[PodUid, PodView]
-    quotas: Quotas | None = None
+    quotas: QuotaState | None = None
 
 
 class Hindrance(Struct, frozen=True, kw_only=True):
@@ -90,14 +80,6 @@ def hindrance(needs: PodNeeds, offer: NodeOffer, used: Mapping[str, int]) -> Hin
 def may_fit(pod: Pod, capacity: Capacity, policy: ClusterPolicy) -> bool:
     """False where one of the containers alone fits no GPU: what the summary says in microseconds."""
     return all(capacity.lack(request) is None for _, request in signature_of(pod, policy.names))
-
-
-def planned(pod: Pod, ledger: NodeLedger, policy: ClusterPolicy) -> PodPlan | None:
-    """The pod's placement on the node as it is, None where it does not fit."""
-    if not may_fit(pod, ledger.capacity, policy):
-        return None
-    plan = plan_pod(pod, ledger.gpus, ledger.node.topology, policy)
-    return plan if isinstance(plan, PodPlan) else None
 
 
 def over_quota(view: ClusterView, pod: Pod, node: NodeView) -> bool:

@@ -138,7 +138,7 @@ def _start(view: ClusterView, budgets: Sequence[Budget]) -> _Search:
     }
     search = _Search(
         view=view,
-        nodes={node.name: _shadow(node, view) for node in view.nodes},
+        nodes={node.name: _shadow(node) for node in view.nodes},
         budgets=covering,
         allowed=[budget.allowed for budget in budgets],
         by_cores=[{} for _ in range(CORES_PER_GPU + 1)],
@@ -148,11 +148,8 @@ def _start(view: ClusterView, budgets: Sequence[Budget]) -> _Search:
     return search
 
 
-def _shadow(node: NodeView, view: ClusterView) -> _Shadow:
-    ledger = NodeLedger(node.ledger.node, view.policy.names)
-    for reservation in node.ledger.reservations.values():
-        ledger.add(reservation)
-    ledger.set_unattributed(node.ledger.unattributed)
+def _shadow(node: NodeView) -> _Shadow:
+    ledger = node.ledger.without()
     # To break up a whole GPU for a pod that leaves another one frees nothing.
     closed = {gpu.index for gpu in ledger.gpus if gpu.is_free}
     return _Shadow(view=node, ledger=ledger, closed=closed, used=Counter(node.used))
@@ -186,14 +183,16 @@ def _free(search: _Search, shadow: _Shadow, index: int) -> Freed | None:
     shadow.closed.add(index)
     # The largest first: small ones find room where large ones do not.
     uids.sort(key=lambda uid: (-shadow.ledger.reservations[uid].plan.charges[index].cores, uid))
-    left = {uid: shadow.ledger.remove(uid) for uid in uids}
+    left = [shadow.ledger.reservations[uid] for uid in uids]
+    for uid in uids:
+        shadow.ledger.remove(uid)
     _changed(search, shadow)
     moves: list[Move] = []
-    for uid in uids:
-        move = _move(search, shadow, search.view.pods[uid])
+    for reservation in left:
+        move = _move(search, shadow, reservation)
         if move is None:
-            search.staying[uid] = Stays.NO_PLACE
-            _undo(search, shadow, index, moves, [one for one in left.values() if one is not None])
+            search.staying[reservation.pod_uid] = Stays.NO_PLACE
+            _undo(search, shadow, index, moves, left)
             return None
         moves.append(move)
     for uid in uids:
@@ -239,9 +238,10 @@ def _stays(search: _Search, reservation: Reservation) -> Stays | None:
     return Stays.TWO_BUDGETS if len(search.budgets[reservation.pod_uid]) > 1 else None
 
 
-def _move(search: _Search, source: _Shadow, known: PodView) -> Move | None:
+def _move(search: _Search, source: _Shadow, reservation: Reservation) -> Move | None:
     """To the node whose fullest fitting GPU has the fewest cores left; commits the move."""
-    view, pod, needs = search.view, known.pod, known.needs
+    view, known = search.view, search.view.pods[reservation.pod_uid]
+    pod, needs = known.pod, known.needs
     least = max(request.cores for _, request in signature_of(pod, view.policy.names))
     for nodes in search.by_cores[min(least, CORES_PER_GPU) :]:
         for name in list(nodes):
@@ -255,17 +255,7 @@ def _move(search: _Search, source: _Shadow, known: PodView) -> Move | None:
             plan = plan_pod(pod, gpus, target.ledger.node.topology, view.policy)
             if not isinstance(plan, PodPlan):
                 continue
-            target.ledger.add(
-                Reservation(
-                    pod_uid=pod.uid,
-                    namespace=pod.namespace,
-                    pod=pod.name,
-                    node=name,
-                    plan=plan,
-                    stage=Stage.BOUND,
-                    at=0.0,
-                )
-            )
+            target.ledger.add(replace(reservation, node=name, plan=plan))
             # What it leaves on its own node counts there still: the moves need not be made in order.
             target.used.update(needs.requests)
             _changed(search, target)

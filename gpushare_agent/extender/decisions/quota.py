@@ -1,21 +1,25 @@
-"""What a namespace may use of the cluster's GPUs: how it is read, counted and enforced. Pure.
+"""What a namespace may use of the cluster's GPUs: how it is read, counted and enforced. No clock, no I/O.
 
 Source of the format: gpu-admission 1.0 (docs/reference/formats.md, section 9), which also decides what an absent namespace,
 model or pool means; docs/reference/quota.md has the table and the reasons. Ours are the totals `vcore` and `vmemory`, and
-parts of GPUs. GPUs are counted in 1/100, as vcore is. quota_state.py has the sums.
+parts of GPUs. GPUs are counted in 1/100, as vcore is.
+
+State owned by `QuotaState`: the quota in force (which QuotaFeed in cluster_feed.py reads), what each namespace uses, and the
+memory of the nodes' GPUs. ClusterState says which pods and nodes count.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from msgspec import Struct, field
 from msgspec.structs import replace
 
+from gpushare_agent.extender.values import ClusterNode
 from gpushare_agent.model.errors import Corrupt, RefusalReason, Refused
-from gpushare_agent.model.names import CORES_PER_GPU
+from gpushare_agent.model.names import CORES_PER_GPU, PodUid
 from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod
 from gpushare_agent.model.resources import ResourceNames, request_of
 from gpushare_agent.placement.gpu_account import blocks_of_units
@@ -46,6 +50,9 @@ class QuotaUse(Struct, frozen=True):
 
     def plus(self, other: QuotaUse) -> QuotaUse:
         return QuotaUse(self.gpus + other.gpus, self.vcore + other.vcore, self.vmemory + other.vmemory)
+
+    def minus(self, other: QuotaUse) -> QuotaUse:
+        return QuotaUse(self.gpus - other.gpus, self.vcore - other.vcore, self.vmemory - other.vmemory)
 
     def at_least(self, other: QuotaUse) -> QuotaUse:
         """The greater of each."""
@@ -189,6 +196,132 @@ def _number(count: int, parts: int) -> str:
 def _listed(names: Sequence[str]) -> str:
     more = f" and {len(names) - _SHOWN_NAMES} more" if len(names) > _SHOWN_NAMES else ""
     return ", ".join(names[:_SHOWN_NAMES]) + more
+
+
+# --- what counts ---
+
+NOTHING = QuotaUse()
+
+
+class Usage:
+    """What each namespace uses, by pod, so that a pod put twice counts once. QuotaState owns it."""
+
+    def __init__(self) -> None:
+        self._pods: dict[PodUid, tuple[str, str, QuotaUse]] = {}
+        self._sums: dict[tuple[str, str | None], QuotaUse] = {}
+        """By namespace and model, None: of all models."""
+
+    def put(self, uid: PodUid, namespace: str, model: str, use: QuotaUse) -> None:
+        """The pod is on a node with GPUs of this model, or will be."""
+        self.remove(uid)
+        self._pods[uid] = namespace, model, use
+        self._add(namespace, model, use)
+
+    def remove(self, uid: PodUid) -> bool:
+        """The pod has ended, or is not bound after all. Whether it counted."""
+        namespace, model, use = self._pods.pop(uid, ("", "", NOTHING))
+        self._add(namespace, model, NOTHING.minus(use))
+        return bool(namespace)
+
+    def of(self, namespace: str, model: str, *, without: PodUid | None = None) -> QuotaUse:
+        """The namespace's GPUs of the model, and its totals over all models; as if `without` were not there."""
+        total, of_model = (self._sums.get((namespace, group), NOTHING) for group in (None, model))
+        # A pod that is reserved already asks again for what it has.
+        its_namespace, its_model, use = self._pods.get(without, ("", "", NOTHING)) if without else ("", "", NOTHING)
+        if its_namespace == namespace:
+            total, of_model = total.minus(use), of_model.minus(use) if its_model == model else of_model
+        return QuotaUse(of_model.gpus, total.vcore, total.vmemory)
+
+    def _add(self, namespace: str, model: str, use: QuotaUse) -> None:
+        for group in ((namespace, None), (namespace, model)):
+            self._sums[group] = self._sums.get(group, NOTHING).plus(use)
+            # Groups without use go, or deleted namespaces would stay for ever.
+            if self._sums[group] == NOTHING:
+                del self._sums[group]
+
+
+class QuotaState:
+    """Decides whether a pod may use nodes of a model and pool."""
+
+    def __init__(self, names: ResourceNames) -> None:
+        self._names = names
+        self._usage = Usage()
+        self._nodes: dict[str, tuple[str, int]] = {}
+        """Model, and memory of the largest GPU in MiB."""
+        self._largest_mib: dict[str, int] | None = None
+        """The memory of the largest GPU that nodes have now, by model; None: to be worked out."""
+        self._quota: Quota | None = Quota()
+        self.on_gain: Callable[[], None] = lambda: None
+        """Called where a quota may allow more than before: it was read again, or a pod counts no more."""
+
+    @property
+    def quota(self) -> Quota | None:
+        """The quota in force now; None: the ConfigMap was never readable."""
+        return self._quota
+
+    @quota.setter
+    def quota(self, quota: Quota | None) -> None:
+        self._quota = quota
+        self.on_gain()
+
+    def __call__(self, pod: Pod, *, model: str, pool: str) -> Refused | None:
+        if self.quota is None:
+            return Refused(
+                reason=RefusalReason.NOT_READY,
+                detail="the quota's ConfigMap cannot be read, and there was no good one before: the quota is unknown. "
+                "Correct it (the extender's log and an Event on it name the mistake), or delete it to have no quota.",
+            )
+        # Most namespaces have none: nothing is added up for them.
+        if pod.namespace not in self.quota.namespaces:
+            return None
+        used = self.used(pod.namespace, model, without=pod.uid)
+        return check_quota(self.quota, pod.namespace, self._asked(pod, model), used, model=model, pool=pool)
+
+    def raised(self, pod: Pod, *, model: str, pool: str) -> tuple[NamespaceQuota, tuple[str, ...]] | None:
+        """The least quota of the pod's namespace that allows it on such nodes, and the changes in words. None where no quota
+        limits it, and where none can name the nodes, for they lack the label."""
+        limits = self.quota.namespaces.get(pod.namespace) if self.quota is not None else None
+        if limits is None or (limits.pools and not pool) or (limits.gpus is not None and not model):
+            return None
+        used = self.used(pod.namespace, model, without=pod.uid)
+        return raised(limits, self._asked(pod, model), used, model=model, pool=pool)
+
+    def _asked(self, pod: Pod, model: str) -> QuotaUse:
+        if self._largest_mib is None:
+            self._largest_mib = {}
+            for of_node, memory_mib in self._nodes.values():
+                self._largest_mib[of_node] = max(memory_mib, self._largest_mib.get(of_node, 0))
+        # No node is chosen yet: the largest memory among the model's GPUs stands for all of them.
+        return use_of(pod, self._names, gpu_memory_mib=self._largest_mib.get(model, 0))
+
+    def used(self, namespace: str, model: str, *, without: PodUid | None = None) -> QuotaUse:
+        """The namespace's GPUs of the model, and its totals over all models; as if `without` were not there."""
+        return self._usage.of(namespace, model, without=without)
+
+    # --- from ClusterState ---
+
+    def put_node(self, node: ClusterNode) -> bool:
+        """Whether the pods on it have to be counted anew: they count by its model and memory."""
+        size = node.model, max((gpu.memory_mib for gpu in node.gpus), default=0)
+        if self._nodes.get(node.name) == size:
+            return False
+        self._nodes[node.name], self._largest_mib = size, None
+        return True
+
+    def remove_node(self, name: str) -> None:
+        self._nodes.pop(name, None)
+        self._largest_mib = None
+
+    def count(self, pod: Pod, node: str) -> None:
+        """The pod is on this node, or will be."""
+        model, memory_mib = self._nodes[node]
+        self._usage.put(pod.uid, pod.namespace, model, use_of(pod, self._names, gpu_memory_mib=memory_mib))
+
+    def uncount(self, uid: PodUid) -> None:
+        """The pod has ended, or its bind was undone."""
+        # Only what counted leaves something to others.
+        if self._usage.remove(uid):
+            self.on_gain()
 
 
 # --- reading ---

@@ -24,13 +24,19 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from msgspec import Struct
-from msgspec.structs import replace
 
-from gpushare_agent.cluster.kube.pods import PodJson, PodSpec, ResourcesJson, parse_pod
-from gpushare_agent.extender.decisions.claims import Conversion, PatchOperation
-from gpushare_agent.model.errors import RefusalReason, Refused
+from gpushare_agent.cluster.kube.pods import PodJson, PodSpec
+from gpushare_agent.extender.decisions.claims import (
+    Conversion,
+    PatchOperation,
+    escaped,
+    new_pod,
+    refused,
+    resources_of,
+)
+from gpushare_agent.model.errors import Refused
 from gpushare_agent.model.names import CORE_LIMIT_ANNOTATION, CORES_PER_GPU
-from gpushare_agent.model.pods import ContainerKind, ContainerSpec
+from gpushare_agent.model.pods import ContainerSpec
 from gpushare_agent.model.resources import ResourceNames
 
 
@@ -98,8 +104,7 @@ def translate_pod(read: PodJson, names: ResourceNames) -> Conversion | Refused:
     Raises:
         Corrupt: what it asks for cannot be read.
     """
-    named = replace(read, metadata=replace(read.meta, namespace="x", name="x", uid="x"))
-    pod = parse_pod(named, resources=_ALL)
+    pod = new_pod(read, _ALL)
     asking = [one for one in pod.containers if any(one.requests.get(name) for name in NAMES)]
     if not asking or pod.is_static:
         return Conversion()
@@ -108,19 +113,25 @@ def translate_pod(read: PodJson, names: ResourceNames) -> Conversion | Refused:
     for one in asking:
         found = _asked(one, names)
         if isinstance(found, Refused):
-            return _refused(f"container {one.name}: {found.detail}")
+            return refused(f"container {one.name}: {found.detail}")
         asked[one.name] = found
     unlimited = [name for name, one in asked.items() if one.is_unlimited]
     limited = [name for name, one in asked.items() if not one.is_unlimited and one.cores < CORES_PER_GPU]
     # The ceiling is the pod's: it would end the limits of the others.
     if unlimited and limited:
-        return _refused(
+        return refused(
             f"container {unlimited[0]}: it says no number of cores, and {limited[0]} does. Write it for both"
         )
     patch = list(_container_patches(read.spec, asking, asked, names))
     is_elastic = any(annotations.get(family.elastic) in _ELASTIC for family in FAMILIES if family.elastic)
     if (unlimited or (limited and is_elastic)) and CORE_LIMIT_ANNOTATION not in annotations:
-        patch += _annotation_patches(read, CORE_LIMIT_ANNOTATION, str(CORES_PER_GPU))
+        ceiling = {CORE_LIMIT_ANNOTATION: str(CORES_PER_GPU)}
+        if annotations:
+            patch += [
+                PatchOperation("add", f"/metadata/annotations/{escaped(name)}", ceiling[name]) for name in ceiling
+            ]
+        else:
+            patch.append(PatchOperation("add", "/metadata/annotations", ceiling))
     ignored = (name for family in FAMILIES for name in family.ignored if name in annotations)
     warnings = [f"the annotation {name} has no effect" for name in ignored]
     warnings += [
@@ -133,7 +144,7 @@ def _asked(container: ContainerSpec, names: ResourceNames) -> _Asked | Refused:
     requests = container.requests
     families = [family for family in FAMILIES if any(requests.get(name) for name in family.asking)]
     if len(families) > 1:
-        return _refused(f"{families[0].count} and {families[1].count} are names of two programs: write those of one")
+        return refused(f"{families[0].count} and {families[1].count} are names of two programs: write those of one")
     (family,) = families
     # Without a number HAMi's webhook adds one, by default 1.
     count = requests.get(family.count, 1)
@@ -143,16 +154,16 @@ def _asked(container: ContainerSpec, names: ResourceNames) -> _Asked | Refused:
     cores = requests.get(family.cores, 0) or (CORES_PER_GPU if is_all else 0)
     blocks = -(-memory_mib // names.memory_block_mib)
     if count < 1 or cores > CORES_PER_GPU:
-        return _refused(f"{family.count} is at least 1, and {family.cores} at most {CORES_PER_GPU}")
+        return refused(f"{family.count} is at least 1, and {family.cores} at most {CORES_PER_GPU}")
     if cores == CORES_PER_GPU and percent in (0, CORES_PER_GPU):
         return _Asked(count * CORES_PER_GPU, count * blocks)
     if not memory_mib:
-        return _refused(
+        return refused(
             f"how much {percent or CORES_PER_GPU} % of a GPU's memory are is known only once there is one: write"
             f" {family.memory}, in MiB"
         )
     if count > 1:
-        return _refused(
+        return refused(
             f"it asks for parts of {count} GPUs, and a share is of one. Ask for whole GPUs, or for a ResourceClaim with"
             " several requests"
         )
@@ -163,33 +174,14 @@ def _container_patches(
     spec: PodSpec, asking: list[ContainerSpec], asked: Mapping[str, _Asked], names: ResourceNames
 ) -> Iterator[PatchOperation]:
     for container in asking:
-        is_main = container.kind is ContainerKind.MAIN
-        place, found = ("containers", spec.containers) if is_main else ("initContainers", spec.init_containers)
-        resources = (found or ())[container.position].resources or ResourcesJson()
-        one, path = asked[container.name], f"/spec/{place}/{container.position}/resources"
+        (path, resources), one = resources_of(spec, container), asked[container.name]
         for group, written in (("limits", resources.limits), ("requests", resources.requests)):
             for name in _ALL:
                 if name in (written or {}):
-                    yield PatchOperation("remove", f"{path}/{group}/{_escaped(name)}")
+                    yield PatchOperation("remove", f"{path}/{group}/{escaped(name)}")
         for name, amount in ((names.vcore, one.cores), (names.vmemory, one.blocks)):
             if amount:
                 # The API server has set requests to the limits already.
-                yield PatchOperation("add", f"{path}/limits/{_escaped(name)}", str(amount))
+                yield PatchOperation("add", f"{path}/limits/{escaped(name)}", str(amount))
                 if resources.requests is not None:
-                    yield PatchOperation("add", f"{path}/requests/{_escaped(name)}", str(amount))
-
-
-def _annotation_patches(read: PodJson, name: str, value: str) -> Iterator[PatchOperation]:
-    if read.meta.annotations:
-        yield PatchOperation("add", f"/metadata/annotations/{_escaped(name)}", value)
-    else:
-        yield PatchOperation("add", "/metadata/annotations", {name: value})
-
-
-def _escaped(name: str) -> str:
-    """RFC 6901: a resource's name has a slash, which would be a step of the path."""
-    return name.replace("~", "~0").replace("/", "~1")
-
-
-def _refused(detail: str) -> Refused:
-    return Refused(reason=RefusalReason.INVALID_REQUEST, detail=detail)
+                    yield PatchOperation("add", f"{path}/requests/{escaped(name)}", str(amount))
