@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable, Collection, Sequence
-from contextlib import AbstractAsyncContextManager, AbstractContextManager
-from typing import Protocol
 
 import structlog
 from msgspec import Struct, field
@@ -22,17 +20,18 @@ from gpushare_agent.admission.allocation_cache import AllocationCache
 from gpushare_agent.admission.decisions.container_edits import EditPolicy
 from gpushare_agent.admission.decisions.decide import Decision, check, decide, edits_for_ids
 from gpushare_agent.admission.decisions.identity import Call, Target
-from gpushare_agent.admission.decisions.ledger import Offer, Policy
+from gpushare_agent.admission.decisions.ledger import Case, Policy
 from gpushare_agent.admission.decisions.recovery import adopt
-from gpushare_agent.admission.identification import Identification, InsideLister
+from gpushare_agent.admission.identification import Identification
 from gpushare_agent.admission.outcomes import OutcomeReporter
+from gpushare_agent.kubelet.pod_resources import PodResourcesGate
 from gpushare_agent.kubelet.records import KubeletCheckpoint
 from gpushare_agent.model.allocations import Allocation, ContainerEdits, ContainerKey
 from gpushare_agent.model.errors import AgentError, RefusalReason, Refused
 from gpushare_agent.model.gpus import GpuInventory
 from gpushare_agent.model.names import DeviceId, GpuUuid, PodUid
 from gpushare_agent.model.pods import ContainerKind, Pod
-from gpushare_agent.model.resources import ResourceKind, ResourceNames, replica_layout, request_of
+from gpushare_agent.model.resources import ResourceKind, replica_layout, request_of
 from gpushare_agent.node import Pods
 
 log = structlog.get_logger(__name__)
@@ -49,13 +48,6 @@ _REMEDIED_BY_A_RELEASE = frozenset(
         RefusalReason.NOT_ENOUGH_MEMORY,
     }
 )
-
-
-class AdmissionGate(Protocol):
-    """Counts the calls that are open (kubelet/pod_resources.py)."""
-
-    def preferring(self) -> AbstractAsyncContextManager[InsideLister]: ...
-    def allocating(self) -> AbstractContextManager[None]: ...
 
 
 class PendingAdmissions:
@@ -75,7 +67,7 @@ class PendingAdmissions:
         ]
         self._plans.append(plan)
 
-    def take_exact(self, resource: str, ids: Sequence[str]) -> Decision | None:
+    def take_exact(self, resource: str, ids: Sequence[DeviceId]) -> Decision | None:
         """The newest plan for exactly these IDs. It is pending no more."""
         requested = set(ids)
         # A refused plan has no IDs: the kubelet chose by itself, and `take_of_size` finds it.
@@ -163,7 +155,7 @@ class RefusedPods:
 class Admission(Struct, kw_only=True, eq=False):
     """The handler of the device plugins."""
 
-    gate: AdmissionGate
+    gate: PodResourcesGate
     identification: Identification
     cache: AllocationCache
     pods: Pods
@@ -172,6 +164,9 @@ class Admission(Struct, kw_only=True, eq=False):
     edits: Callable[[], EditPolicy]
     refused_pods: RefusedPods
     observer: OutcomeReporter
+    records: KubeletCheckpoint
+    prepare: Callable[[Collection[ContainerKey]], Awaitable[Refused | None]]
+    """Makes on the host what the isolation of containers that start needs, and returns a refusal where it cannot."""
     wait_for_release: Callable[[], Awaitable[bool]]
     prepare_ahead: Callable[[ContainerKey], None] = lambda _: None
     isolation_unavailable_reason: Callable[[str], str] = lambda _: ""
@@ -179,8 +174,8 @@ class Admission(Struct, kw_only=True, eq=False):
     _pending: PendingAdmissions = field(default_factory=PendingAdmissions)
 
     async def preferred(
-        self, resource: str, available: Sequence[str], must_include: Sequence[str], size: int
-    ) -> Sequence[str]:
+        self, resource: str, available: Sequence[DeviceId], must_include: Sequence[DeviceId], size: int
+    ) -> Sequence[DeviceId]:
         """The IDs to prefer. Advice only: a refusal is held back for the Allocate, whose error the kubelet shows to the
         user.
 
@@ -196,8 +191,7 @@ class Admission(Struct, kw_only=True, eq=False):
             if isinstance(found, Refused):
                 self._pending.add(Decision(resource=resource, size=size, refused=found, at=self.clock()))
                 return list(must_include)
-            offer = Offer(kind=kind, available=available, must_include=must_include, size=size)
-            decision = self._decide(found, resource, offer)
+            decision = self._decide(found, resource, available, must_include)
             started_at = self.clock()
             while (
                 decision.refused is not None
@@ -205,10 +199,10 @@ class Admission(Struct, kw_only=True, eq=False):
                 and self.clock() - started_at < RELEASE_WAIT_S
                 and await self.wait_for_release()  # one was released; several pods may be ending at once
             ):
-                decision = self._decide(found, resource, offer)
+                decision = self._decide(found, resource, available, must_include)
         return decision.ids if decision.refused is None else list(must_include)
 
-    async def allocate(self, resource: str, ids: Sequence[str]) -> ContainerEdits | Refused:
+    async def allocate(self, resource: str, ids: Sequence[DeviceId]) -> ContainerEdits | Refused:
         """Allocate the IDs to their container and return what it gets. Does not wait. In this order:
 
         | the IDs are | container | done |
@@ -267,12 +261,15 @@ class Admission(Struct, kw_only=True, eq=False):
         self.refused_pods.clear()
         self._pending.clear()
 
-    def _decide(self, target: Target, resource: str, offer: Offer) -> Decision:
+    def _decide(
+        self, target: Target, resource: str, available: Sequence[DeviceId], must_include: Sequence[DeviceId]
+    ) -> Decision:
         """Choose GPU, IDs and edits, and keep the decision for the Allocate."""
         # The kubelet admits one pod at a time: a call for another pod ends the admission of the one before.
         self._pending.begin(target.pod.uid)
         ledger = self.cache.ledger(self.inventory(), without=target.key)
-        decision = decide(target, offer, ledger, self.policy, self.edits(), self.isolation_unavailable_reason)
+        case = Case(target, self.policy.names.kind_of(resource), available, ledger, self.policy, must_include)
+        decision = decide(case, self.edits(), self.isolation_unavailable_reason)
         decision = replace(decision, resource=resource, at=self.clock())
         if decision.taken_ids:
             self.observer.taken_ids_offered(resource, decision.taken_ids)
@@ -284,7 +281,7 @@ class Admission(Struct, kw_only=True, eq=False):
         target: Target,
         decision: Decision,
         kind: ResourceKind,
-        ids: Sequence[str],
+        ids: Sequence[DeviceId],
         planned: tuple[GpuUuid, ...],
     ) -> ContainerEdits | Refused:
         """Check the IDs, commit the allocation, report it. Refused, in this order, where
@@ -300,13 +297,13 @@ class Admission(Struct, kw_only=True, eq=False):
         # No await between here and the commit: two Allocates cannot both see the same IDs free.
         if pod is None or pod.is_terminal:
             deleted = Refused(
-                reason=RefusalReason.POD_UNKNOWN,
-                detail=f"pod {target.pod.namespace}/{target.pod.name} was deleted during its admission. Nothing was "
+                RefusalReason.POD_UNKNOWN,
+                f"pod {target.pod.namespace}/{target.pod.name} was deleted during its admission. Nothing was "
                 "allocated.",
             )
             return self._refuse(Decision(target=target, resource=decision.resource), deleted)
         ledger = self.cache.ledger(self.inventory(), without=target.key)
-        gpus = check(target, kind, ids, ledger, self.policy, planned)
+        gpus = check(Case(target, kind, ids, ledger, self.policy), planned)
         if isinstance(gpus, Refused):
             return self._refuse(decision, gpus)
         edits: ContainerEdits | Refused = decision.edits
@@ -327,7 +324,7 @@ class Admission(Struct, kw_only=True, eq=False):
         return edits if kind.binds_gpu else ContainerEdits()
 
     def _allocation(
-        self, target: Target, kind: ResourceKind, ids: Sequence[str], gpus: tuple[GpuUuid, ...]
+        self, target: Target, kind: ResourceKind, ids: Sequence[DeviceId], gpus: tuple[GpuUuid, ...]
     ) -> Allocation:
         """The container's allocation with these IDs of one resource and those that it has of the others."""
         old = self.cache.get(target.key)
@@ -337,7 +334,7 @@ class Admission(Struct, kw_only=True, eq=False):
             pod_name=target.pod.name,
             kind=target.container.kind,
             gpus=gpus,
-            ids={**(old.ids if old is not None else {}), kind: frozenset(DeviceId(device) for device in ids)},
+            ids={**(old.ids if old is not None else {}), kind: frozenset(ids)},
             is_whole=all(replica_layout(device).is_whole for device in ids)
             if kind.is_part
             else request_of(target.container, self.policy.names).whole_gpus > 0,
@@ -357,9 +354,9 @@ class Admission(Struct, kw_only=True, eq=False):
         self.observer.refused(decision, refused)
         return refused
 
-    def _answer_again(self, kind: ResourceKind, ids: Sequence[str]) -> ContainerEdits | Refused | None:
+    def _answer_again(self, kind: ResourceKind, ids: Sequence[DeviceId]) -> ContainerEdits | Refused | None:
         """The same answer as before for the IDs of exactly one container; nothing changes."""
-        requested = frozenset(DeviceId(device) for device in ids)
+        requested = frozenset(ids)
         keys = self.cache.holders(kind).get(next(iter(requested)), frozenset()) if requested else frozenset()
         allocation = self.cache.get(next(iter(keys))) if len(keys) == 1 else None
         if allocation is None or allocation.ids_of(kind) != requested:
@@ -373,44 +370,14 @@ class Admission(Struct, kw_only=True, eq=False):
         target, ledger = Target(pod=pod, container=container), self.cache.ledger(self.inventory())
         return edits_for_ids(target, allocation.gpus, ids, ledger, self.edits())
 
+    # --- PreStartContainer ---
 
-def _bind_to_log(target: Target) -> None:
-    """The log line of the device plugin for this call then names the container."""
-    structlog.contextvars.bind_contextvars(
-        namespace=target.pod.namespace, pod=target.pod.name, pod_uid=target.pod.uid, container=target.container.name
-    )
-
-
-def _without_plan(resource: str, ids: Sequence[str]) -> Refused:
-    return Refused(
-        reason=RefusalReason.NOT_READY,
-        detail=f"{len(ids)} units of {resource} were allocated without asking for a preference first, and they are no init "
-        "container's of a known pod. This happens when the agent restarts during a pod's admission. Nothing was "
-        "allocated. Create the pod again.",
-    )
-
-
-class ContainerStarts(Struct, kw_only=True, eq=False):
-    """Serves PreStartContainer: a container may start once its allocation is known and its isolation prepared on the host.
-
-    The kubelet calls it at each start of a container, also long after the admission. `prepare` makes on the host what the
-    isolation of these containers needs, and returns a refusal where it cannot.
-    """
-
-    cache: AllocationCache
-    pods: Pods
-    names: ResourceNames
-    inventory: Callable[[], GpuInventory]
-    records: KubeletCheckpoint
-    prepare: Callable[[Collection[ContainerKey]], Awaitable[Refused | None]]
-    observer: OutcomeReporter
-    clock: Callable[[], float] = time.monotonic
-
-    async def pre_start(self, resource: str, ids: Sequence[str]) -> Refused | None:
+    async def pre_start(self, resource: str, ids: Sequence[DeviceId]) -> Refused | None:
         """Check that the container about to start holds these IDs, and prepare its isolation. An allocation that the cache
-        has lost is read from the kubelet's checkpoint."""
-        kind = self.names.kind_of(resource)
-        requested = frozenset(DeviceId(device) for device in ids)
+        has lost is read from the kubelet's checkpoint. The kubelet calls it at each start of a container, also long after
+        the admission."""
+        kind = self.policy.names.kind_of(resource)
+        requested = frozenset(ids)
         # A restarted agent may have rebuilt its ledger before the kubelet wrote this container's entry.
         refused = await self._adopt(kind, requested) if not self._containers_with(kind, requested) else None
         if refused is None:
@@ -427,7 +394,7 @@ class ContainerStarts(Struct, kw_only=True, eq=False):
             entries = ()
         if self._containers_with(kind, requested):
             return None  # allocated during the read
-        adopted = adopt(entries, kind, requested, self.cache.view(), self.names, self.inventory(), self.clock())
+        adopted = adopt(entries, kind, requested, self.cache.view(), self.policy.names, self.inventory(), self.clock())
         if isinstance(adopted, Refused):
             log.warning("pre_start_refused", reason=adopted.reason.value, detail=adopted.detail)
             return adopted
@@ -447,3 +414,19 @@ class ContainerStarts(Struct, kw_only=True, eq=False):
         pod = self.pods.get(keys[-1].pod_uid) if keys else None
         container = pod.container(keys[-1].container) if pod is not None else None
         return Target(pod=pod, container=container) if pod is not None and container is not None else None
+
+
+def _bind_to_log(target: Target) -> None:
+    """The log line of the device plugin for this call then names the container."""
+    structlog.contextvars.bind_contextvars(
+        namespace=target.pod.namespace, pod=target.pod.name, pod_uid=target.pod.uid, container=target.container.name
+    )
+
+
+def _without_plan(resource: str, ids: Sequence[DeviceId]) -> Refused:
+    return Refused(
+        RefusalReason.NOT_READY,
+        f"{len(ids)} units of {resource} were allocated without asking for a preference first, and they are no init "
+        "container's of a known pod. This happens when the agent restarts during a pod's admission. Nothing was "
+        "allocated. Create the pod again.",
+    )

@@ -196,7 +196,7 @@ class AllocationCache:
         return found
 
     def _charges_of_pod(self, uid: PodUid, *, without: ContainerKey | None = None) -> dict[GpuUuid, Charge]:
-        return charges_of(self._allocations[key] for key in self._pods.get(uid, ()) if key != without)
+        return charges_of([self._allocations[key] for key in self._pods.get(uid, ()) if key != without])
 
     def _charge_anew(self, uid: PodUid) -> None:
         # Taken out and put in by pod: distinct IDs are counted in a pod, so a container alone has no charge to add.
@@ -225,6 +225,8 @@ class AllocationCache:
         def extra(kind: ResourceKind, charged: int, allocated: int) -> int:
             if allocation is None:
                 return max(0, charged - allocated)
+            if allocation.claim is not None:
+                return charged - allocated
             own = allocation.ids_of(kind)
             if charged < len(own):
                 charged = max(charged, sum(len(self._holders[kind][device]) > 1 for device in own))

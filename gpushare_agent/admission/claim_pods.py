@@ -9,18 +9,16 @@ State owned: the claims' pods as they were shown last, made anew where an alloca
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import reduce
 
 from msgspec.structs import replace
 
 from gpushare_agent.admission.allocation_cache import AllocationCache
-from gpushare_agent.admission.decisions.resize import ResizeRefused, parse_resize, unknown_containers
 from gpushare_agent.cluster.pod_store import PodStore
-from gpushare_agent.model.allocations import Allocation, ClaimRef, ContainerKey, ShareSize
+from gpushare_agent.model.allocations import Allocation, Charge, ClaimRef, ContainerKey, ShareSize
 from gpushare_agent.model.names import (
     CORE_LIMIT_ANNOTATION,
     ISOLATION_ANNOTATION,
-    RESIZE_ANNOTATION,
-    RESIZE_STATUS_ANNOTATION,
     PodUid,
 )
 from gpushare_agent.model.pods import ContainerSpec, Pod, PodPhase
@@ -46,12 +44,10 @@ def claim_users(
 def _uses(
     pod: Pod, of_claims: Mapping[tuple[str, str], Sequence[Allocation]]
 ) -> Iterator[tuple[ContainerSpec, ContainerKey]]:
-    if not pod.claims:
-        return
-    for container in pod.containers:
-        for name, request in container.claims:
-            for allocation in of_claims.get((pod.namespace, pod.claims.get(name, "")), ()):
-                if allocation.claim is not None and request in ("", allocation.claim.request):
+    for container in pod.containers if pod.claims else ():
+        for name, requests in pod.used_claims(container).items():
+            for allocation in of_claims.get((pod.namespace, name), ()):
+                if allocation.claim is not None and {"", allocation.claim.request} & requests:
                     yield container, allocation.key
 
 
@@ -78,12 +74,11 @@ def by_view(
 def _joined(parts: Sequence[Allocation]) -> Allocation:
     sizes = [one.size for one in parts]
     claims = [one.claim for one in parts if one.claim is not None]
-    kinds = dict.fromkeys(kind for one in parts for kind in one.ids)
     return replace(
         parts[0],
         claim=replace(claims[0], core_limit=max(claim.core_limit for claim in claims)),
         gpus=tuple(dict.fromkeys(gpu for one in parts for gpu in one.gpus)),
-        ids={kind: frozenset().union(*(one.ids_of(kind) for one in parts)) for kind in kinds},
+        charge=reduce(Charge.plus, (one.charge for one in parts)),
         is_whole=all(one.is_whole for one in parts),
         resized_to=ShareSize(cores=sum(size.cores for size in sizes), memory=sum(size.memory for size in sizes)),
     )
@@ -95,7 +90,7 @@ def claim_as_pod(ref: ClaimRef, allocations: Sequence[Allocation], users: Sequen
     share = allocations[0].claim
     if share is None:
         raise AssertionError("an allocation of no claim is shown as one")
-    annotations = {ISOLATION_ANNOTATION: share.isolation, **_resize_of(allocations, users)}
+    annotations = {ISOLATION_ANNOTATION: share.isolation}
     if limit := max(one.claim.core_limit for one in allocations if one.claim is not None):
         annotations[CORE_LIMIT_ANNOTATION] = str(limit)
     pods = [pod for pod, _ in users]
@@ -123,44 +118,6 @@ def _only_ids(allocations: Sequence[Allocation], users: Sequence[tuple[Pod, Cont
         return {}
     (pod, container), key = users[0], allocations[0].key
     return {key.container: known} if (known := pod.container_ids.get(container.name)) else {}
-
-
-def _resize_of(allocations: Sequence[Allocation], users: Sequence[tuple[Pod, ContainerSpec]]) -> dict[str, str]:
-    """What the pods' annotation asks for the claim, by the names of its allocations; of several pods that have one the
-    first by name counts. One that cannot be read, or names what is neither container nor claim, is handed on: that is
-    reported where it is read."""
-    pods = sorted({pod.uid: pod for pod, _ in users}.values(), key=lambda pod: (pod.name, pod.uid))
-    statuses = [text for pod in pods if (text := pod.annotations.get(RESIZE_STATUS_ANNOTATION))]
-    found = {RESIZE_STATUS_ANNOTATION: statuses[0]} if statuses else {}
-    for pod in pods:
-        if (text := pod.annotations.get(RESIZE_ANNOTATION)) is None:
-            continue
-        if (own := _of_claim(text, pod, allocations)) is not None:
-            return {**found, RESIZE_ANNOTATION: own}
-    return found
-
-
-def _of_claim(text: str, pod: Pod, allocations: Sequence[Allocation]) -> str | None:
-    parsed = parse_resize(text)
-    if isinstance(parsed, ResizeRefused):
-        return text
-    ref = allocations[0].claim.ref if allocations[0].claim is not None else None
-    names = {name for name, claim_name in pod.claims.items() if ref is not None and claim_name == ref.name}
-    entries = text.split(";")
-    results = {one.key.container for one in allocations}
-    unknown = [entry for entry in entries if entry.partition(":")[0] in unknown_containers(pod, parsed)]
-    # A container that the pod does not have is no result of the claim, though one has its name.
-    found = [f"pod/{entry}" if entry.partition(":")[0] in results else entry for entry in unknown]
-    for entry in entries:
-        name, _, amounts = entry.partition(":")
-        claim_name, _, request = name.partition("/")
-        if claim_name in names:
-            found += [
-                f"{one.key.container}:{amounts}"
-                for one in allocations
-                if one.claim is not None and request in ("", one.claim.request)
-            ]
-    return ";".join(found) or None
 
 
 Users = Mapping[ContainerKey, Sequence[tuple[Pod, ContainerSpec]]]
@@ -240,15 +197,14 @@ class ClaimPods:
         return tuple(found[one] for one in sorted(found))
 
     def get(self, uid: PodUid) -> Pod | None:
-        return self._store.get(uid) or self._of_claim(uid)
+        if (pod := self._store.get(uid)) is not None:
+            return pod
+        self._refresh()
+        return self._pods.get(uid)
 
     def pods(self) -> tuple[Pod, ...]:
         self._refresh()
         return (*self._store.pods(), *self._pods.values())
-
-    def _of_claim(self, uid: PodUid) -> Pod | None:
-        self._refresh()
-        return self._pods.get(uid)
 
     def _refresh(self) -> None:
         made_of = self.version

@@ -20,10 +20,9 @@ import asyncio
 import os
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractAsyncContextManager
 from functools import partial
 from pathlib import Path
-from typing import NoReturn, Protocol
+from typing import NoReturn
 
 import structlog
 from msgspec import Struct, field
@@ -37,8 +36,10 @@ from gpushare_agent.admission.decisions.recovery import (
     rebuild,
     reconcile,
 )
+from gpushare_agent.cluster.pod_store import NodePods
 from gpushare_agent.kit.daemon_thread import DaemonThread
 from gpushare_agent.kit.supervision import Reconciler, ReportOnce, start_tasks, wait_for
+from gpushare_agent.kubelet.pod_resources import PodResourcesClient, PodResourcesGate
 from gpushare_agent.kubelet.records import CheckpointEntry, KubeletCheckpoint, ListedPod
 from gpushare_agent.model.allocations import Allocation, ContainerKey
 from gpushare_agent.model.errors import AgentError, NotFound, Rejected, Unavailable
@@ -70,29 +71,6 @@ FRESH_S = 2.0
 """The kubelet records an allocation shortly after our answer; younger ones are not compared with its records."""
 
 
-class Listing(Protocol):
-    def decoded(self) -> ListedPod: ...
-
-
-class QuietLists(Protocol):
-    """When a List does no harm (kubelet/pod_resources.py)."""
-
-    @property
-    def is_idle(self) -> bool: ...
-    def quiet_list(self, purpose: str, *, wait_s: float) -> AbstractAsyncContextManager[Sequence[Listing]]: ...
-
-
-class StaticPodReader(Protocol):
-    async def refresh_static(self, *, timeout_s: float) -> None:
-        """Make the pod store have the kubelet's static pods, where they can be read."""
-
-
-class PodGets(Protocol):
-    @property
-    def has_get(self) -> bool | None: ...
-    async def get_pod(self, namespace: str, name: str, *, timeout_s: float) -> Listing: ...
-
-
 class GarbageCollection(Struct, kw_only=True, eq=False):
     """One per agent, subscribed to the pod store (`pod_changed`) and the allocation cache (`allocation_changed`).
 
@@ -102,9 +80,9 @@ class GarbageCollection(Struct, kw_only=True, eq=False):
 
     cache: AllocationCache
     pods: Pods
-    static_pods: StaticPodReader
-    gate: QuietLists
-    pod_resources: PodGets
+    static_pods: NodePods
+    gate: PodResourcesGate
+    pod_resources: PodResourcesClient
     checkpoint: KubeletCheckpoint
     processes: PodProcesses
     names: ResourceNames

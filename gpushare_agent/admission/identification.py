@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Collection, Container, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Awaitable, Callable, Collection, Container, Mapping, Sequence
 
 import structlog
 from msgspec import Struct, field
@@ -24,7 +23,8 @@ from gpushare_agent.admission.decisions.identity import (
     is_accounted_for,
     next_container_of,
 )
-from gpushare_agent.cluster.pod_store import PodStore, liveliness
+from gpushare_agent.cluster.pod_store import NodePods, PodStore, liveliness
+from gpushare_agent.kubelet.pod_resources import KubeletFacts
 from gpushare_agent.model.allocations import Allocation, ContainerKey
 from gpushare_agent.model.errors import AgentError, NotFound, RefusalReason, Refused, Rejected, Unavailable
 from gpushare_agent.model.names import PodUid
@@ -48,21 +48,8 @@ _STATIC_AGAIN = "The kubelet tries a static pod again when its file changes, and
 _DELETED = "A pod deleted during its admission ends like this. If the pod still exists, create it again."
 
 
-class InsideLister(Protocol):
-    """The right to a PodResources List that an open GetPreferredAllocation gives (kubelet/pod_resources.py)."""
-
-    async def list_entries(self) -> Sequence[ListedDevices]: ...
-
-
-class PodFetcher(Protocol):
-    async def fetch(self, namespace: str, name: str, *, timeout_s: float) -> Pod | None:
-        """Fetches the pod into the store. None, NotFound: there is none now; NotFound where it may be a static pod, and why
-        that cannot be known."""
-
-
-class KubeletFacts(Protocol):
-    async def wait_lists_inside(self, *, timeout_s: float) -> bool:
-        """Whether a List inside GetPreferredAllocation is safe on this kubelet. Raises Unavailable while unknown."""
+ListInside = Callable[[], Awaitable[Sequence[ListedDevices]]]
+"""The right to a PodResources List that an open GetPreferredAllocation gives (kubelet/pod_resources.py)."""
 
 
 class Timeouts(Struct, frozen=True, kw_only=True):
@@ -98,7 +85,7 @@ class Identification(Struct, kw_only=True, eq=False):
     """`on_identified` is called with the method by which a container was found, a metric's label."""
 
     pods: PodStore
-    fetcher: PodFetcher
+    fetcher: NodePods
     kubelet: KubeletFacts
     allocations: Callable[[], Mapping[ContainerKey, Allocation]]
     refused: Container[PodUid]
@@ -112,18 +99,18 @@ class Identification(Struct, kw_only=True, eq=False):
         """The container of an Allocate without a GetPreferredAllocation: its IDs are an init container's."""
         return next_container_of(ids, resource, self.pods.get, self._known())
 
-    async def identify(self, call: Call, inside: InsideLister) -> Target | Refused:
+    async def identify(self, call: Call, list_inside: ListInside) -> Target | Refused:
         """The container of the call, or a refusal with the reason. Never raises for outside faults."""
         try:
-            return await self._identify(call, inside)
+            return await self._identify(call, list_inside)
         except AgentError as e:
             return Refused(
-                reason=RefusalReason.NOT_READY,
-                detail=f"The kubelet could not be asked which pod it is admitting: {e}. Nothing was allocated. "
+                RefusalReason.NOT_READY,
+                f"The kubelet could not be asked which pod it is admitting: {e}. Nothing was allocated. "
                 "Create the pod again; if it persists, see `gpushare-agent check` on this node.",
             )
 
-    async def _identify(self, call: Call, inside: InsideLister) -> Target | Refused:
+    async def _identify(self, call: Call, list_inside: ListInside) -> Target | Refused:
         """One poll per round: list, fetch what is unknown, decide. Then, in this order:
 
         1. The API server did not answer a fetch: polled again shortly, or refused when the time for lookups is over.
@@ -137,7 +124,7 @@ class Identification(Struct, kw_only=True, eq=False):
         """
         lookup = _Lookup(started_at=self.clock())
         while True:
-            listed = await self._list(inside, self._left_s(lookup))
+            listed = await self._list(list_inside, self._left_s(lookup))
             result = await self._decide(call, listed, lookup)
             if isinstance(result, Refused):
                 # Refused a little early: an answer must reach the kubelet within the bound that the node waits.
@@ -230,12 +217,12 @@ class Identification(Struct, kw_only=True, eq=False):
                 left.append(entry)
         return left
 
-    async def _list(self, inside: InsideLister, timeout_s: float) -> Sequence[ListedDevices]:
+    async def _list(self, list_inside: ListInside, timeout_s: float) -> Sequence[ListedDevices]:
         """What the kubelet lists; for a kubelet in which a List could cause a panic, the pending pods of the pod store."""
         # Raises while the version is unknown: a List in a 1.29 kubelet could end it, and with it the whole node's
         # admissions.
         if await self.kubelet.wait_lists_inside(timeout_s=timeout_s):
-            return await inside.list_entries()
+            return await list_inside()
         known = self._known()
         return [_Unlisted(pod, known) for pod in self.pods.pods() if not pod.is_terminal and not pod.has_started]
 
@@ -261,8 +248,8 @@ class Identification(Struct, kw_only=True, eq=False):
         if not failures:
             return None
         return Refused(
-            reason=RefusalReason.POD_UNKNOWN,
-            detail="The kubelet admits a pod that this agent does not know, and the API server did not answer for it within "
+            RefusalReason.POD_UNKNOWN,
+            "The kubelet admits a pod that this agent does not know, and the API server did not answer for it within "
             f"{self.timeouts.lookup_s:g} s ({sorted(failures)[0]}). Nothing was allocated. Create the pod again when the "
             "API server answers.",
         )
@@ -298,7 +285,7 @@ class _Unlisted:
         return sum(self.count_by_container(resource).values())
 
     def count_by_container(self, resource: str) -> Mapping[str, int]:
-        kind = self._known.names.kind(resource)
+        kind = self._known.names.by_name.get(resource)
         found = {c.name: self._known.allocations.get(ContainerKey(self._pod.uid, c.name)) for c in self._pod.containers}
         asks = {c.name for c in self._pod.containers if c.requests.get(resource)}
         return {
@@ -337,15 +324,15 @@ def _refusal(result: Unresolved, call: Call, unverifiable: Mapping[tuple[str, st
     resource = call.resource
     if result.candidates:
         return Refused(
-            reason=RefusalReason.POD_AMBIGUOUS,
-            detail=f"{call.size} {resource} may be for any of {', '.join(_texts(result))}: they are being admitted at "
+            RefusalReason.POD_AMBIGUOUS,
+            f"{call.size} {resource} may be for any of {', '.join(_texts(result))}: they are being admitted at "
             "the same time and ask for the same amount. This agent does not guess. Create the refused pod again.",
         )
     unknown = ", ".join(f"{namespace}/{name}" for namespace, name in result.unknown[:4])
     static = next((unverifiable[name] for name in sorted(unverifiable)), "")
     return Refused(
-        reason=RefusalReason.POD_UNKNOWN,
-        detail=f"no pod that the kubelet is admitting asks for {call.size} {resource}"
+        RefusalReason.POD_UNKNOWN,
+        f"no pod that the kubelet is admitting asks for {call.size} {resource}"
         + (f" (not known to the API server: {unknown})" if unknown else "")
         + (f". {static[:_STATIC_CHARS]}. {_STATIC_AGAIN}" if static else f". {_DELETED}"),
     )

@@ -23,6 +23,7 @@ from gpushare_agent.model.decision_records import Candidate, DecisionRecord, Out
 from gpushare_agent.model.errors import Refused
 from gpushare_agent.model.gpus import GpuInventory
 from gpushare_agent.model.names import GpuUuid
+from gpushare_agent.model.pods import Pod
 from gpushare_agent.node import Metrics
 
 _GPU_BY_GPU = " GPU by GPU: "
@@ -58,28 +59,22 @@ class OutcomeReporter(Struct, kw_only=True, eq=False):
             self.events.refused(target.pod, refused)
 
     def _record(self, decision: Decision, refused: Refused | None = None, gpus: tuple[GpuUuid, ...] = ()) -> None:
-        chosen = sorted((gpu for gpu in self.inventory().gpus if gpu.uuid in gpus), key=lambda gpu: gpu.index)
+        chosen = sorted([(gpu.index, gpu.label) for gpu in self.inventory().gpus if gpu.uuid in gpus])
         target = decision.target
-        self.decisions.add(
-            DecisionRecord(
-                number=0,
-                at=self.wall_clock_ns() / 1e9,
-                namespace=target.pod.namespace if target is not None else "",
-                pod=target.pod.name if target is not None else "",
-                pod_uid=target.pod.uid if target is not None else "",
-                container=target.container.name if target is not None else "",
-                resource=decision.resource,
-                outcome=Outcome.ALLOCATED if refused is None else Outcome.REFUSED,
-                reason=refused.reason.value if refused is not None else "",
-                explanation=refused.detail if refused is not None else decision.why,
-                policy=decision.policy if refused is None else "",
-                gpus=tuple(gpu.index for gpu in chosen),
-                labels=tuple(gpu.label for gpu in chosen),
-                asked=decision.asked,
-                candidates=decision.candidates,
-                ignored=mistyped_annotations(target.pod.annotations) if target is not None else "",
-            )
+        record = DecisionRecord(
+            at=self.wall_clock_ns() / 1e9,
+            container=target.container.name if target is not None else "",
+            resource=decision.resource,
+            outcome=Outcome.ALLOCATED if refused is None else Outcome.REFUSED,
+            reason=refused.reason.value if refused is not None else "",
+            explanation=refused.detail if refused is not None else decision.why,
+            policy=decision.policy if refused is None else "",
+            gpus=tuple([index for index, _ in chosen]),
+            labels=tuple([label for _, label in chosen]),
+            asked=decision.asked,
+            candidates=decision.candidates,
         )
+        self.decisions.add(record, target.pod if target is not None else None)
 
     def taken_ids_offered(self, resource: str, count: int) -> None:
         self.metrics.taken_ids_offered(resource, count)
@@ -135,10 +130,13 @@ class DecisionLog:
         """The number of the newest record, 0 before the first."""
         return self._number
 
-    def add(self, record: DecisionRecord) -> DecisionRecord:
-        """Numbers the record and adds it."""
+    def add(self, record: DecisionRecord, pod: Pod | None = None) -> DecisionRecord:
+        """Numbers the record, names the pod in it where that is known, and adds it."""
         self._number += 1
         numbered = replace(record, number=self._number)
+        if pod is not None:
+            ignored = mistyped_annotations(pod.annotations)
+            numbered = replace(numbered, namespace=pod.namespace, pod=pod.name, pod_uid=pod.uid, ignored=ignored)
         self._records.append(numbered)
         return numbered
 

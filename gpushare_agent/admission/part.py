@@ -10,7 +10,7 @@ import structlog
 from msgspec import Struct
 from msgspec.structs import replace
 
-from gpushare_agent.admission.admission import Admission, ContainerStarts, RefusedPods
+from gpushare_agent.admission.admission import Admission, RefusedPods
 from gpushare_agent.admission.allocation_cache import AllocationCache
 from gpushare_agent.admission.decisions.container_edits import EditPolicy
 from gpushare_agent.admission.decisions.ledger import Policy
@@ -19,7 +19,7 @@ from gpushare_agent.admission.device_tables import DeviceTables
 from gpushare_agent.admission.garbage_collection import GarbageCollection, PodProcesses
 from gpushare_agent.admission.identification import Identification, Timeouts
 from gpushare_agent.admission.outcomes import DecisionLog, OutcomeReporter
-from gpushare_agent.admission.resizing import ResizeFile, ResizeReporter, ResizeReports, ShareResizing
+from gpushare_agent.admission.resizing import ResizeFile, ResizeReports, ShareResizing
 from gpushare_agent.cluster.part import ClusterPart
 from gpushare_agent.isolation import IsolationConfig
 from gpushare_agent.isolation.device_lists import CONTROL_NODES, NodeDevices
@@ -42,7 +42,7 @@ from gpushare_agent.kubelet.handover import (
 )
 from gpushare_agent.kubelet.pod_resources import KubeletFacts, PodResourcesClient, PodResourcesGate
 from gpushare_agent.kubelet.records import KubeletCheckpoint
-from gpushare_agent.kubelet.registration import PluginEndpoint, Registrar, register
+from gpushare_agent.kubelet.registration import PluginEndpoint, Registrar
 from gpushare_agent.model.errors import Unavailable
 from gpushare_agent.model.gpus import KernelModule
 from gpushare_agent.model.pods import Pod
@@ -82,7 +82,6 @@ class AdmissionPart(Struct, kw_only=True):
     lock: ServingLock
     handover: Handover
     calls: QueuedCalls
-    starts: ContainerStarts
     stands_by: bool = False
     """Another agent serves, and this one waits until it leaves: nothing is wrong with it."""
     has_recovered: bool = False
@@ -111,7 +110,7 @@ class AdmissionPart(Struct, kw_only=True):
         self.resizing.restore(resized)
         self.tables.refresh()
         self.registrar.renew()
-        self.calls.open(self.admission, self.starts.pre_start)
+        self.calls.open(self.admission)
         self.registrar.stays_registered, self.has_recovered = False, True
         for resource in filter(self.registrar.is_registered, self.node.names.names):
             self.first_registration.registered(resource)
@@ -256,7 +255,31 @@ def build(
     outcomes = OutcomeReporter(
         metrics=node.metrics, events=cluster.pod_events, inventory=node.gpus, decisions=decisions
     )
-    garbage = _build_garbage_collection(node, cache, cluster, gate, pod_resources, checkpoint)
+    garbage = GarbageCollection(
+        cache=cache,
+        pods=node.pods,
+        static_pods=cluster.node_pods,
+        gate=gate,
+        pod_resources=pod_resources,
+        checkpoint=checkpoint,
+        processes=PodProcesses(node.settings.runtime.cgroup_root),
+        names=node.names,
+        inventory=node.gpus,
+        kubelet_age_s=cluster.kubelet_facts.age_s,
+        period_s=node.settings.allocation.check_period_s,
+        has_pod_resources=cluster.kubelet_facts.has_pod_resources,
+        on_correction=node.metrics.reconcile_corrected,
+    )
+    identification = Identification(
+        pods=cluster.store,
+        fetcher=cluster.node_pods,
+        kubelet=cluster.kubelet_facts,
+        allocations=cache.view,
+        refused=refused_pods,
+        names=node.names,
+        timeouts=Timeouts(lookup_s=kubelet.pod_lookup_timeout_s, poll_again_s=kubelet.look_again_s),
+        on_identified=node.metrics.identified,
+    )
     tables = _build_tables(node, cache, isolation, ids)
     handover, calls = (previous.handover, previous.calls) if previous is not None else (Handover(), QueuedCalls())
     return AdmissionPart(
@@ -267,7 +290,7 @@ def build(
         facts=cluster.kubelet_facts,
         admission=Admission(
             gate=gate,
-            identification=_build_identification(node, cache, cluster, refused_pods),
+            identification=identification,
             cache=cache,
             pods=node.pods,
             inventory=node.plugins_gpus,
@@ -275,6 +298,8 @@ def build(
             edits=edit_policy(node.settings, node.names, isolation.volumes),
             refused_pods=refused_pods,
             observer=outcomes,
+            records=checkpoint,
+            prepare=isolation.prepare,
             wait_for_release=garbage.wait_for_release,
             prepare_ahead=isolation.prepare_ahead,
             isolation_unavailable_reason=isolation.unavailable_reason,
@@ -288,15 +313,6 @@ def build(
         lock=ServingLock(kubelet.device_plugin_path),
         handover=handover,
         calls=calls,
-        starts=ContainerStarts(
-            cache=cache,
-            pods=node.pods,
-            names=node.names,
-            inventory=node.gpus,
-            records=checkpoint,
-            prepare=isolation.prepare,
-            observer=outcomes,
-        ),
     )
 
 
@@ -309,22 +325,6 @@ def _build_tables(node: Node, cache: AllocationCache, isolation: Isolations, ids
         ids=ids,
         no_shares=isolation.has_no_shares,
         no_replicas=isolation.has_no_replicas,
-    )
-
-
-def _build_identification(
-    node: Node, cache: AllocationCache, cluster: ClusterPart, refused_pods: RefusedPods
-) -> Identification:
-    kubelet = node.settings.kubelet
-    return Identification(
-        pods=cluster.store,
-        fetcher=cluster.node_pods,
-        kubelet=cluster.kubelet_facts,
-        allocations=cache.view,
-        refused=refused_pods,
-        names=node.names,
-        timeouts=Timeouts(lookup_s=kubelet.pod_lookup_timeout_s, poll_again_s=kubelet.look_again_s),
-        on_identified=node.metrics.identified,
     )
 
 
@@ -341,7 +341,6 @@ def _policy(node: Node, max_shares_of_gpu: int | None) -> Policy:
 def _build_resizing(node: Node, cache: AllocationCache, cluster: ClusterPart, isolation: Isolations) -> ShareResizing:
     resize = node.settings.resize
     policy = ResizePolicy(names=node.names, mode=resize.mode)
-    observer = ResizeReporter(cluster.annotations, cluster.pod_events, node.claim_pods.using)
     return ShareResizing(
         cache=cache,
         pods=node.claim_pods,
@@ -349,32 +348,13 @@ def _build_resizing(node: Node, cache: AllocationCache, cluster: ClusterPart, is
         policy=policy,
         file=ResizeFile(resize.state_file) if resize.state_file is not None else None,
         enforcement=isolation.enforcement(),
-        reports=ResizeReports(cache=cache, pods=node.claim_pods, policy=policy, observer=observer),
-    )
-
-
-def _build_garbage_collection(
-    node: Node,
-    cache: AllocationCache,
-    cluster: ClusterPart,
-    gate: PodResourcesGate,
-    pod_resources: PodResourcesClient,
-    checkpoint: KubeletCheckpoint,
-) -> GarbageCollection:
-    return GarbageCollection(
-        cache=cache,
-        pods=node.pods,
-        static_pods=cluster.node_pods,
-        gate=gate,
-        pod_resources=pod_resources,
-        checkpoint=checkpoint,
-        processes=PodProcesses(node.settings.runtime.cgroup_root),
-        names=node.names,
-        inventory=node.gpus,
-        kubelet_age_s=cluster.kubelet_facts.age_s,
-        period_s=node.settings.allocation.check_period_s,
-        has_pod_resources=cluster.kubelet_facts.has_pod_resources,
-        on_correction=node.metrics.reconcile_corrected,
+        reports=ResizeReports(
+            cache=cache,
+            pods=node.claim_pods,
+            policy=policy,
+            annotations=cluster.annotations,
+            events=cluster.pod_events,
+        ),
     )
 
 
@@ -394,13 +374,12 @@ def _build_registrar(
                     calls,
                     node.metrics,
                     ids,
-                    pre_start=calls.pre_start if node.names.kind_of(resource).binds_gpu else None,
+                    has_pre_start=node.names.kind_of(resource).binds_gpu,
                 ),
                 handover=handover,
             )
             for resource, table in tables.tables.items()
         ],
-        register=register,
     )
 
 

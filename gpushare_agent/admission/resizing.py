@@ -25,14 +25,13 @@ then has what the kubelet allocated, in the ledger and by its isolation.
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import Annotated, Any, Literal, NoReturn
 
 import structlog
-from msgspec import Struct, field
+from msgspec import Meta, Struct, ValidationError, convert, field, to_builtins
 
 from gpushare_agent.admission.allocation_cache import AllocationCache
 from gpushare_agent.admission.decisions.resize import (
@@ -40,6 +39,7 @@ from gpushare_agent.admission.decisions.resize import (
     ResizePolicy,
     ResizeReason,
     ResizeRefused,
+    asked_size,
     bounded_status,
     claim_refusal,
     decide_resize,
@@ -47,16 +47,15 @@ from gpushare_agent.admission.decisions.resize import (
     enforced,
     is_resizable,
     mode_refusal,
-    parse_resize,
     shown_name,
     status_text,
     target_of,
     unchanged_size,
-    unknown_containers,
 )
 from gpushare_agent.cluster.events import PodEvents
 from gpushare_agent.cluster.pod_annotations import PodAnnotations
 from gpushare_agent.isolation import Isolation
+from gpushare_agent.isolation.isolations import ShareEnforcement
 from gpushare_agent.kit.state_file import StateFile
 from gpushare_agent.kit.supervision import Reconciler, ReportOnce
 from gpushare_agent.model.allocations import (
@@ -71,7 +70,6 @@ from gpushare_agent.model.allocations import (
 from gpushare_agent.model.errors import AgentError, Corrupt
 from gpushare_agent.model.gpus import GpuInventory
 from gpushare_agent.model.names import (
-    CORES_PER_GPU,
     RESIZE_ANNOTATION,
     RESIZE_STATUS_ANNOTATION,
     GpuUuid,
@@ -81,17 +79,34 @@ from gpushare_agent.model.names import (
 from gpushare_agent.model.pods import Pod
 from gpushare_agent.model.resources import KINDS, Measure, ResourceNames
 from gpushare_agent.model.usage import UsageRound
+from gpushare_agent.node import ClaimPods
 from gpushare_agent.placement import GpuAccount
 from gpushare_agent.placement.gpu_account import account_of
 
 log = structlog.get_logger(__name__)
 
-VERSION = 1
 MAX_SHARES = 1024
 """Such a file is below the megabyte that is read. Further shares are not resized."""
-_NAME = re.compile(r"[0-9A-Za-z:._-]{1,128}")
-_MEMORY_KINDS = tuple(kind for kind in KINDS if kind.measure in (Measure.BLOCKS, Measure.UNITS))
-_SIZE = re.compile(r"([0-9]{1,7}),([0-9]{1,7})")
+_KINDS = {kind.value: kind for kind in KINDS if kind.measure in (Measure.BLOCKS, Measure.UNITS)}
+_Name = Annotated[str, Meta(pattern=r"\A[0-9A-Za-z:._-]{1,128}\Z")]
+_Size = Annotated[str, Meta(pattern=r"\A[0-9]{1,2},[0-9]{1,7}\Z")]
+"""Cores of a share, which are less than a GPU has, and units of memory."""
+
+
+class _Row(Struct, frozen=True, kw_only=True):
+    pod_uid: _Name
+    container: _Name
+    gpu: _Name
+    resource: str
+    allocated: _Size
+    target: _Size
+    booked: _Size
+    instance: str
+
+
+class _Document(Struct, frozen=True, kw_only=True):
+    version: Literal[1] = 1
+    shares: Annotated[Sequence[_Row], Meta(max_length=MAX_SHARES)]
 
 
 class ResizeFile:
@@ -104,8 +119,8 @@ class ResizeFile:
 
     async def save(self, shares: Iterable[ResizedShare]) -> None:
         """Replaces the file, whole and on the disk when this returns. Raises Unavailable."""
-        ordered = sorted(shares, key=lambda share: share.key)
-        await self._file.save(lambda: {"version": VERSION, "shares": [_document(share) for share in ordered]})
+        rows = [_row_of(share) for share in sorted(shares, key=lambda share: share.key)]
+        await self._file.save(lambda: to_builtins(_Document(shares=rows)))
 
 
 def _report_corrupt(why: str, kept_as: Path) -> None:
@@ -117,62 +132,52 @@ def _report_corrupt(why: str, kept_as: Path) -> None:
     )
 
 
-def _document(share: ResizedShare) -> dict[str, str]:
-    sizes = {"allocated": share.allocated, "target": share.target, "booked": share.charged}
-    return {
-        "pod_uid": share.key.pod_uid,
-        "container": share.key.container,
-        "gpu": share.gpu,
-        "resource": share.kind.value,
-        **{name: f"{size.cores},{size.memory}" for name, size in sizes.items()},
-        "instance": share.instance,
-    }
+def _row_of(share: ResizedShare) -> _Row:
+    allocated, target, booked = (
+        f"{size.cores},{size.memory}" for size in (share.allocated, share.target, share.charged)
+    )
+    return _Row(
+        pod_uid=share.key.pod_uid,
+        container=share.key.container,
+        gpu=share.gpu,
+        resource=share.kind.value,
+        allocated=allocated,
+        target=target,
+        booked=booked,
+        instance=share.instance,
+    )
 
 
 def _parsed(raw: Any) -> tuple[ResizedShare, ...]:
     """Raises Corrupt."""
-    raw_shares = raw.get("shares") if isinstance(raw, dict) else None
-    if not isinstance(raw_shares, list) or len(raw_shares) > MAX_SHARES or raw.get("version") != VERSION:
-        raise Corrupt(f"it is no object of version {VERSION} with a list of at most {MAX_SHARES} shares")
-    found = {share.key: share for share in map(_share, raw_shares)}
-    if len(found) < len(raw_shares):
+    try:
+        rows = convert(raw, _Document).shares
+    except ValidationError as e:
+        raise Corrupt(str(e)) from e
+    found = {share.key: share for share in map(_share, rows)}
+    if len(found) < len(rows):
         raise Corrupt("a container is in it twice")
     return tuple(found.values())
 
 
-def _share(raw: Any) -> ResizedShare:
-    fields = raw if isinstance(raw, dict) else {}
-    instance = fields.get("instance")
-    kind = next((kind for kind in _MEMORY_KINDS if kind.value == fields.get("resource")), None)
-    target, charged, allocated = (_size(fields.get(name)) for name in ("target", "booked", "allocated"))
-    if kind is None:
-        raise Corrupt("a share in it has no memory")
-    if not (isinstance(instance, str) and (not instance or is_container_id(instance))):
-        raise Corrupt("the container ID of a share in it is none")
+def _share(row: _Row) -> ResizedShare:
+    allocated, target, charged = (
+        ShareSize(cores=int(cores), memory=int(memory))
+        for cores, _, memory in (text.partition(",") for text in (row.allocated, row.target, row.booked))
+    )
+    if row.resource not in _KINDS or (row.instance and not is_container_id(row.instance)):
+        raise Corrupt("a share in it has no memory, or a container ID that is none")
     if charged.at_least(target) != charged or not target.memory:
         raise Corrupt("a share in it has more than is charged, or nothing")
     return ResizedShare(
-        key=ContainerKey(PodUid(_name(fields.get("pod_uid"))), _name(fields.get("container"))),
-        gpu=GpuUuid(_name(fields.get("gpu"))),
-        kind=kind,
+        key=ContainerKey(PodUid(row.pod_uid), row.container),
+        gpu=GpuUuid(row.gpu),
+        kind=_KINDS[row.resource],
         allocated=allocated,
         target=target,
         charged=charged,
-        instance=instance,
+        instance=row.instance,
     )
-
-
-def _name(raw: Any) -> str:
-    if not isinstance(raw, str) or not _NAME.fullmatch(raw):
-        raise Corrupt("a name in it is none")
-    return raw
-
-
-def _size(raw: Any) -> ShareSize:
-    match = _SIZE.fullmatch(raw) if isinstance(raw, str) else None
-    if match is None or int(match[1]) >= CORES_PER_GPU:
-        raise Corrupt("a size in it is none of a share")
-    return ShareSize(cores=int(match[1]), memory=int(match[2]))
 
 
 PERIOD_S = 1.0
@@ -186,20 +191,6 @@ EVENT_PAUSE_S = 5.0
 MAX_REPORTED = 1024
 RESIZED = "ShareResized"
 RESIZE_REFUSED = "ShareResizeRefused"
-
-
-class Pods(Protocol):
-    @property
-    def is_synced(self) -> bool: ...
-    def get(self, uid: PodUid) -> Pod | None: ...
-
-
-class Enforcement(Protocol):
-    """The isolations. `isolation_of` is None where the pod names one that the node does not allow."""
-
-    def isolation_of(self, pod: Pod) -> Isolation | None: ...
-    async def enforce(self, allocation: Allocation, pod: Pod) -> str:
-        """Make the share's limits what they are to be. Why they are not (yet), empty where they are. Raises AgentError."""
 
 
 class _Enforced(Struct, frozen=True, kw_only=True):
@@ -254,11 +245,11 @@ class ShareResizing(Struct, kw_only=True, eq=False):
     Subscribe `changed` to pods, allocations and GPUs. Without a `file` the sizes end with the agent."""
 
     cache: AllocationCache
-    pods: Pods
+    pods: ClaimPods
     inventory: Callable[[], GpuInventory]
     policy: ResizePolicy
     file: ResizeFile | None
-    enforcement: Enforcement
+    enforcement: ShareEnforcement
     reports: ResizeReports
     wall_clock: Callable[[], float] = time.time
     _saved: Mapping[ContainerKey, ResizedShare] = field(default_factory=dict)
@@ -350,20 +341,18 @@ class ShareResizing(Struct, kw_only=True, eq=False):
             # It ends: what it has is freed as a whole, and a smaller size would be for nothing.
             if pod is None or pod.is_deleting or pod.is_terminal:
                 continue
-            if (text := pod.annotations.get(RESIZE_ANNOTATION)) is None and allocation.key not in self.cache.resized:
+            asked = asked_size(allocation, self.pods.using(pod.uid))
+            if asked is None and allocation.key not in self.cache.resized:
                 continue
             container = pod.container(allocation.key.container)
             if container is None or not is_resizable(allocation, container, self.policy.names):
                 continue
-            parsed = parse_resize(text) if text is not None else {}
-            if isinstance(parsed, ResizeRefused):
-                found.refused[allocation.key] = parsed
-                desired = unchanged_size(allocation, self.cache.resized.get(allocation.key), self.policy)
-            else:
-                desired = parsed.get(allocation.key.container, DesiredSize())
-                if unknown := unknown_containers(pod, parsed):
-                    found.unknown[pod.uid] = unknown[0]
-            candidates.append((allocation, pod, desired))
+            if isinstance(asked, ResizeRefused):
+                found.refused[allocation.key] = asked
+                asked = unchanged_size(allocation, self.cache.resized.get(allocation.key), self.policy)
+            elif asked is not None and asked.unknown:
+                found.unknown[pod.uid] = asked.unknown
+            candidates.append((allocation, pod, asked or DesiredSize()))
         # False sorts before True: shares that shrink, whose capacity those that grow may use in the same round.
         for allocation, pod, desired in sorted(candidates, key=_grows):
             if (reason := self._decide_one(allocation, pod, desired, accounts)) is not None:
@@ -390,7 +379,7 @@ class ShareResizing(Struct, kw_only=True, eq=False):
         # As many as the file holds: one that is not saved would be given away again after a restart.
         if isinstance(outcome, ResizedShare) and known is None and len(self.cache.resized) >= MAX_SHARES:
             outcome = ResizeRefused(
-                reason=ResizeReason.TOO_MANY, detail=f"{MAX_SHARES} shares of this node are resized: no more can be."
+                ResizeReason.TOO_MANY, f"{MAX_SHARES} shares of this node are resized: no more can be."
             )
         if isinstance(outcome, ResizedShare):
             accounts.charge(outcome)
@@ -490,102 +479,73 @@ def _grows(candidate: tuple[Allocation, Pod, DesiredSize]) -> tuple[bool, Contai
 # --- what the pods are told ---
 
 
-class Observer(Protocol):
-    def resized(self, pod: Pod, detail: str) -> None: ...
-    def resize_refused(self, pod: Pod, detail: str) -> None: ...
-    def resize_status(self, pod: Pod, status: str | None) -> None: ...
-
-
-class ResizeReporter(Struct, eq=False):
-    """Writes to the pod's Events and annotations; of a claim, which comes as a pod, to those of the pods that use it. State
-    owned: of each pod its own status and its claims'."""
-
-    annotations: PodAnnotations
-    events: PodEvents
-    using: Callable[[PodUid], Sequence[Pod]]
-    _parts: dict[PodUid, dict[PodUid, str]] = field(default_factory=dict)
-
-    def resized(self, pod: Pod, detail: str) -> None:
-        for user in self.using(pod.uid):
-            self.events.noted(user, RESIZED, detail)
-
-    def resize_refused(self, pod: Pod, detail: str) -> None:
-        for user in self.using(pod.uid):
-            self.events.warned(user, RESIZE_REFUSED, detail)
-
-    def resize_status(self, pod: Pod, status: str | None) -> None:
-        for uid in [uid for uid in self._parts if not self.using(uid)]:
-            del self._parts[uid]
-        for user in self.using(pod.uid):
-            parts = self._parts.setdefault(user.uid, {})
-            parts.pop(pod.uid, None)
-            if status is not None:
-                parts[pod.uid] = status
-            entries = [entry for uid in sorted(parts) for entry in parts[uid].split(";")]
-            self.annotations.resize_status(user, bounded_status(entries))
-
-
 class ResizeReports(Struct, kw_only=True, eq=False):
-    """`report` after each round, while the pods are known."""
+    """Writes Events and annotations of the pods; of a claim those of the pods that use it. `report` after each round, while
+    the pods are known. State owned: of each pod its own status and its claims'; what was reported."""
 
     cache: AllocationCache
-    pods: Pods
+    pods: ClaimPods
     policy: ResizePolicy
-    observer: Observer
+    annotations: PodAnnotations
+    events: PodEvents
     clock: Callable[[], float] = time.monotonic
+    _statuses: dict[PodUid, dict[PodUid, str]] = field(default_factory=dict)
     _reported_refusals: ReportOnce = field(default_factory=lambda: ReportOnce(MAX_REPORTED))
     _reported_sizes: ReportOnce = field(default_factory=lambda: ReportOnce(MAX_REPORTED))
     _reported_at: dict[PodUid, float] = field(default_factory=dict)
 
     def report(self, found: ResizeRound) -> None:
-        uids = {key.pod_uid for key in (*self.cache.resized, *found.refused)} | found.unknown.keys()
-        for uid in [uid for uid in self._reported_at if self.pods.get(uid) is None]:
-            del self._reported_at[uid]
+        for known in (self._reported_at, self._statuses):
+            for uid in [uid for uid in known if self.pods.get(uid) is None]:
+                del known[uid]
         reasons = {key: one.reason for key, one in found.refused.items()}
+        uids = {key.pod_uid for key in (*self.cache.resized, *found.refused)} | found.unknown.keys()
         for uid in sorted(uids):
-            if (pod := self.pods.get(uid)) is not None:
-                self._report_pod(pod, found, reasons)
-        self._remove_status(uids)
+            if users := self.pods.using(uid):
+                self._report_pod(uid, users, found, reasons)
+        for uid in {one.key.pod_uid for one in self.cache} - uids:
+            self._show_status(uid, self.pods.using(uid), None)
 
-    def _report_pod(self, pod: Pod, found: ResizeRound, reasons: Mapping[ContainerKey, ResizeReason]) -> None:
+    def _report_pod(
+        self, uid: PodUid, users: Sequence[Pod], found: ResizeRound, reasons: Mapping[ContainerKey, ResizeReason]
+    ) -> None:
         """The status always; an Event for each refusal and each size, once, and not too often."""
-        names = self.policy.names
-        text = pod.annotations.get(RESIZE_ANNOTATION, "")
-        allocations = self.cache.of_pod(pod.uid)
-        status = status_text(allocations, self.cache.resized, reasons, found.unenforced)
-        if pod.annotations.get(RESIZE_STATUS_ANNOTATION) != status:
-            self.observer.resize_status(pod, status)
-        if self.clock() - self._reported_at.get(pod.uid, float("-inf")) < EVENT_PAUSE_S:
+        names, allocations = self.policy.names, self.cache.of_pod(uid)
+        text = ";".join(pod.annotations.get(RESIZE_ANNOTATION, "") for pod in users)
+        self._show_status(uid, users, status_text(allocations, self.cache.resized, reasons, found.unenforced))
+        if self.clock() - self._reported_at.get(uid, float("-inf")) < EVENT_PAUSE_S:
             return
-        if (unknown := found.unknown.get(pod.uid)) is not None:
-            detail = f"{RESIZE_ANNOTATION} names a container {unknown}, which the pod does not have."
-            self._event_once(self._reported_refusals, f"{pod.uid}/", text, pod, detail, is_refusal=True)
+
+        def refuse(subject: str, what: str, detail: str) -> None:
+            if self._reported_refusals.is_new(what, subject):
+                self._reported_at[uid] = self.clock()
+                for pod in users:
+                    self.events.warned(pod, RESIZE_REFUSED, detail)
+
+        if (unknown := found.unknown.get(uid)) is not None:
+            refuse(f"{uid}/", text, f"{RESIZE_ANNOTATION} names a container {unknown}, which the pod does not have.")
         for allocation in allocations:
-            key, subject = allocation.key, f"{pod.uid}/{allocation.key.container}"
+            key, subject = allocation.key, f"{uid}/{allocation.key.container}"
             share = self.cache.resized.get(key)
             name = f"{'Container' if allocation.claim is None else 'Claim'} {shown_name(allocation, allocations)}"
             if (refused := found.refused.get(key)) is not None:
-                detail = f"{name} keeps its share: {refused.detail}"
-                self._event_once(
-                    self._reported_refusals, subject, f"{text} {refused.reason}", pod, detail, is_refusal=True
-                )
+                refuse(subject, f"{text} {refused.reason}", f"{name} keeps its share: {refused.detail}")
             elif key not in found.unenforced and share is not None:
                 self._reported_refusals.is_over(subject)
-                detail = f"{name} has {describe(allocation.size, share.kind, names)} now; allocated were"
-                detail = f"{detail} {describe(allocation.allocated_size, share.kind, names)}."
-                self._event_once(self._reported_sizes, subject, detail, pod, detail, is_refusal=False)
+                size, allocated = (
+                    describe(one, share.kind, names) for one in (allocation.size, allocation.allocated_size)
+                )
+                detail = f"{name} has {size} now; allocated were {allocated}."
+                if self._reported_sizes.is_new(detail, subject):
+                    self._reported_at[uid] = self.clock()
+                    for pod in users:
+                        self.events.noted(pod, RESIZED, detail)
 
-    def _event_once(
-        self, reported: ReportOnce, subject: str, what: str, pod: Pod, detail: str, *, is_refusal: bool
-    ) -> None:
-        if not reported.is_new(what, subject):
-            return
-        self._reported_at[pod.uid] = self.clock()
-        (self.observer.resize_refused if is_refusal else self.observer.resized)(pod, detail)
-
-    def _remove_status(self, present: set[PodUid]) -> None:
-        for allocation in self.cache:
-            uid = allocation.key.pod_uid
-            pod = self.pods.get(uid) if uid not in present else None
-            if pod is not None and RESIZE_STATUS_ANNOTATION in pod.annotations:
-                self.observer.resize_status(pod, None)
+    def _show_status(self, uid: PodUid, users: Sequence[Pod], status: str | None) -> None:
+        for pod in users:
+            before = self._statuses.get(pod.uid, {})
+            parts = {one: text for one, text in {**before, uid: status}.items() if text is not None}
+            self._statuses[pod.uid] = parts
+            text = bounded_status([entry for one in sorted(parts) for entry in parts[one].split(";")])
+            if parts != before or pod.annotations.get(RESIZE_STATUS_ANNOTATION) != text:
+                self.annotations.resize_status(pod, text)

@@ -187,36 +187,24 @@ class _Subscriptions:
         agent.metrics.know_gpus([gpu.uuid for gpu in inventory.gpus], status_bytes(inventory.gpus, agent.node.names))
         # At once, not by request: a GPU that is lost must leave the lists before the next admission.
         agent.kubelet.tables.refresh()
-        agent.kubelet.resizing.changed()
-        agent.isolation.changed()
         if agent.isolation.cdi_watch is not None:
             agent.isolation.cdi_watch.gpus_changed()
         agent.cluster.gpus_changed()
         agent.cluster.annotations.compare_all()
-        if agent.dra is not None:
-            agent.dra.changed()
-        agent.observability.expire()
+        self._changed()
 
     def _allocation_changed(self, old: Allocation | None, new: Allocation | None) -> None:
-        agent = self._agent
-        if agent.dra is not None:
-            agent.dra.changed()
-        if any(one is not None and one.claim is not None for one in (old, new)):
+        agent, either = self._agent, new or old
+        if either is not None and either.claim is not None:
             agent.kubelet.tables.request_refresh()  # a GPU that becomes free may go back to the device plugins
-            agent.kubelet.resizing.changed()
-            agent.isolation.changed()
-            agent.cluster.allocations_changed()
-            agent.observability.expire()
-            return
-        # Of a device plugin: the kubelet's records of it are asked again, and the pod's annotation follows.
-        agent.kubelet.garbage.allocation_changed(old, new)
-        if new is not None:
-            agent.cluster.annotations.compare(new.key.pod_uid)
-        agent.kubelet.tables.allocation_changed(old, new)
-        agent.kubelet.resizing.changed()
-        agent.isolation.changed()
+        else:
+            # Of a device plugin: the kubelet's records of it are asked again, and the pod's annotation follows.
+            agent.kubelet.garbage.allocation_changed(old, new)
+            if new is not None:
+                agent.cluster.annotations.compare(new.key.pod_uid)
+            agent.kubelet.tables.allocation_changed(old, new)
         agent.cluster.allocations_changed()
-        agent.observability.expire()
+        self._changed()
 
     def _pod_changed(self, old: Pod | None, new: Pod | None) -> None:
         agent = self._agent
@@ -225,9 +213,16 @@ class _Subscriptions:
         if agent.dra is not None and agent.dra.waker is not None:
             agent.dra.waker.pod_changed(old, new)
         agent.cluster.pod_changed(old, new)
+        agent.cluster.allocations_changed()
+        self._changed(is_pod=True)
+
+    def _changed(self, *, is_pod: bool = False) -> None:
+        """Who compares what is with what should be, whatever has changed."""
+        agent = self._agent
+        if agent.dra is not None and not is_pod:
+            agent.dra.changed()
         agent.kubelet.resizing.changed()
         agent.isolation.changed()
-        agent.cluster.allocations_changed()
         agent.observability.expire()
 
     def _registered(self, resource: str) -> None:

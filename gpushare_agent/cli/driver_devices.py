@@ -20,7 +20,7 @@ import structlog
 
 from gpushare_agent.kubelet.device_plugin import DevicePlugin
 from gpushare_agent.kubelet.device_table import DeviceIds, DeviceRow, DeviceTable
-from gpushare_agent.kubelet.registration import PluginEndpoint, Registrar, register
+from gpushare_agent.kubelet.registration import PluginEndpoint, Registrar
 from gpushare_agent.model.allocations import ContainerEdits, DeviceNode
 from gpushare_agent.model.errors import RefusalReason, Refused
 from gpushare_agent.model.names import DeviceId
@@ -66,6 +66,9 @@ class AllNodes:
             return Refused(reason=RefusalReason.NO_HEALTHY_GPU, detail=f"the node has no /dev/{_CONTROL} any more")
         return ContainerEdits(devices=tuple(DeviceNode(host_path=path, container_path=path) for path in nodes))
 
+    async def pre_start(self, resource: str, ids: Sequence[DeviceId]) -> Refused | None:
+        return None
+
 
 class _Unmeasured:
     """This process has no metrics: a call is a start of an agent, and in the log."""
@@ -79,7 +82,7 @@ async def run(device_plugin_path: Path, dev: Path) -> int:
     table = DeviceTable(_rows(dev))
     plugin = DevicePlugin(RESOURCE, table, AllNodes(dev), _Unmeasured(), DeviceIds())
     endpoint = PluginEndpoint(device_plugin_path=device_plugin_path, socket_name=SOCKET, plugin=plugin)
-    registrar = Registrar(device_plugin_path=device_plugin_path, endpoints=[endpoint], register=register)
+    registrar = Registrar(device_plugin_path=device_plugin_path, endpoints=[endpoint])
     stop, loop = asyncio.Event(), asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)

@@ -311,8 +311,8 @@ def _reported_resizes(
 
 
 def _counts(account: GpuAccount) -> tuple[int, ...]:
-    blocks = account.used_blocks + (0 if account.is_whole else account.blocks_of_part)
-    counts = [account.allocated_cores, blocks, account.used_units, int(account.is_whole)]
+    blocks = account.used.blocks + (0 if account.is_whole else account.blocks_of_part)
+    counts = [account.allocated_cores, blocks, account.used.units, int(account.is_whole)]
     # 512 pods have to fit: most have cores and blocks alone.
     while counts and not counts[-1]:
         counts.pop()

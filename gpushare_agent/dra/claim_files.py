@@ -11,20 +11,17 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated
 
 import structlog
-from msgspec import Meta, Struct, json
+from msgspec import Struct, json
 from msgspec.json import Decoder
 
 from gpushare_agent.dra.decisions.claim import is_claim_uid
-from gpushare_agent.dra.decisions.edits import CdiSpec, PreparedClaim, PreparedResult, distinct_names, encode_spec
+from gpushare_agent.dra.decisions.edits import PreparedClaim, encode_spec
 from gpushare_agent.isolation import ISOLATIONS
 from gpushare_agent.kit.directories import DIRECTORY, opened, read_content, replace_file
 from gpushare_agent.kit.json_schema import decoded
-from gpushare_agent.model.allocations import ClaimRef, ContainerKey
 from gpushare_agent.model.errors import Corrupt, Unavailable
-from gpushare_agent.model.names import PodUid
 
 log = structlog.get_logger(__name__)
 
@@ -51,11 +48,11 @@ class ClaimFiles:
     def save(self, claim: PreparedClaim) -> None:
         """The spec, then the record: where the record is, everything is. Raises Unavailable."""
         self.write_spec(claim)
-        self._write(self._records, f"{claim.ref.uid}.json", json.encode(_record_of(claim)) + b"\n", is_synced=True)
+        self._write(self._records, f"{claim.ref.uid}.json", json.encode(_Record(claim=claim)) + b"\n", is_synced=True)
 
     def write_spec(self, claim: PreparedClaim) -> None:
         """Writes the CDI spec where it is not there already. Raises Unavailable."""
-        self._write(self._specs, f"{_SPEC_PREFIX}{claim.ref.uid}.json", encode_spec(claim.spec))
+        self._write(self._specs, f"{_SPEC_PREFIX}{claim.ref.uid}.json", encode_spec(claim))
 
     def remove(self, uid: str) -> None:
         """Spec and record, in this order. Raises Unavailable."""
@@ -88,7 +85,7 @@ class ClaimFiles:
         try:
             with opened(self._records, None, DIRECTORY & ~os.O_NOFOLLOW) as directory:
                 content = read_content(directory, path.name, MAX_RECORD_BYTES)
-            claim = _claim_of(decoded(_RECORD, content, "it"))
+            claim = _claim_of(content)
         except (OSError, Corrupt) as e:
             log.error("claim_record_unreadable", path=str(path), error=str(e), then="its claim is prepared anew")
             return None
@@ -103,101 +100,21 @@ def _remove(path: Path) -> None:
         raise Unavailable(f"{path} cannot be removed: {e.strerror or e}") from e
 
 
-class _Result(Struct, kw_only=True):
-    key: str
-    request: str
-    device: str
-    share_id: str
-    gpu: str
-    cores: int
-    memory_mib: int
-    is_whole: bool
-    core_limit: int = 0
-    view: str = ""
-    is_admin: bool = False
-    isolation: str = ""
-    cdi_devices: tuple[str, ...]
-
-
 class _Record(Struct, kw_only=True):
-    """The file. What has a default is not in every record of an earlier build, which had one isolation for all results."""
+    """The file."""
 
     version: int = VERSION
-    namespace: str
-    name: str
-    uid: str
-    shown_as: str | None = None
-    pod: str
-    users: tuple[PodUid, ...] = ()
-    isolation: str
-    results: Annotated[list[_Result], Meta(min_length=1)]
-    spec: CdiSpec
+    claim: PreparedClaim
 
 
 _RECORD = Decoder(_Record)
 
 
-def _record_of(claim: PreparedClaim) -> _Record:
-    return _Record(
-        namespace=claim.ref.namespace,
-        name=claim.ref.name,
-        uid=claim.ref.uid,
-        shown_as=claim.shown_as,
-        pod=claim.pod,
-        users=claim.users,
-        isolation=claim.results[0].isolation,
-        results=[
-            _Result(
-                key=one.key.container,
-                request=one.request,
-                device=one.device,
-                share_id=one.share_id,
-                gpu=one.gpu,
-                cores=one.cores,
-                memory_mib=one.memory_mib,
-                is_whole=one.is_whole,
-                core_limit=one.core_limit,
-                view=one.view,
-                is_admin=one.is_admin,
-                isolation=one.isolation,
-                cdi_devices=one.cdi_devices,
-            )
-            for one in claim.results
-        ],
-        spec=claim.spec,
-    )
-
-
-def _claim_of(record: _Record) -> PreparedClaim:
+def _claim_of(content: bytes) -> PreparedClaim:
     """Raises Corrupt."""
+    claim = decoded(_RECORD, content, "it").claim
     # Of a newer agent, or a build without it: what it keeps on the host nobody here knows.
-    for name in (record.isolation, *(one.isolation for one in record.results if one.isolation)):
+    for name in (one.isolation for one in claim.results):
         if name not in ISOLATIONS:
             raise Corrupt(f"isolation {name[:80]!r} is none of this agent's")
-    # In an earlier build's record two results may have one key, under which the files are: `view` names it as before.
-    keys = distinct_names([one.key for one in record.results])
-    return PreparedClaim(
-        ref=ClaimRef(record.namespace, record.name, record.uid),
-        shown_as=record.name if record.shown_as is None else record.shown_as,
-        pod=record.pod,
-        results=tuple(
-            PreparedResult(
-                key=ContainerKey(PodUid(record.uid), key),
-                request=one.request,
-                device=one.device,
-                share_id=one.share_id,
-                gpu=one.gpu,
-                cores=one.cores,
-                memory_mib=one.memory_mib,
-                is_whole=one.is_whole,
-                core_limit=one.core_limit,
-                view=one.view or one.key,
-                cdi_devices=one.cdi_devices,
-                isolation=ISOLATIONS[one.isolation or record.isolation].name,
-                is_admin=one.is_admin,
-            )
-            for key, one in zip(keys, record.results, strict=True)
-        ),
-        spec=record.spec,
-        users=record.users,
-    )
+    return claim

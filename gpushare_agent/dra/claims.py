@@ -16,89 +16,70 @@ import time
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from itertools import islice
-from typing import Protocol, TypeVar
+from typing import TypeVar
 from weakref import WeakValueDictionary
 
 import structlog
-from msgspec import Raw, Struct, field
+from msgspec import Struct, field
 from msgspec.structs import replace
 
 from gpushare_agent.admission.allocation_cache import AllocationCache
 from gpushare_agent.admission.decisions.container_edits import EditPolicy
-from gpushare_agent.admission.decisions.ledger import Ledger, Policy, gpu_accounts
+from gpushare_agent.admission.decisions.ledger import Ledger
 from gpushare_agent.admission.outcomes import DecisionLog
-from gpushare_agent.cluster.kube.claims import main_request
-from gpushare_agent.cluster.kube.pods import mistyped_annotations
+from gpushare_agent.cluster.kube.client import KubeApi
 from gpushare_agent.dra.claim_files import ClaimFiles
 from gpushare_agent.dra.decisions.claim import AllocatedClaim, ClaimPolicy, read_claim
 from gpushare_agent.dra.decisions.edits import (
     PreparedClaim,
-    PreparedResult,
     claims_beside,
     conflict,
     prepare_claim,
 )
 from gpushare_agent.kit.daemon_thread import DaemonThread
 from gpushare_agent.kit.supervision import wait_for
-from gpushare_agent.model.allocations import Allocation, ClaimRef, ClaimShare, ContainerKey
+from gpushare_agent.model.allocations import Allocation, Charge, ClaimRef, ClaimShare, ContainerKey
 from gpushare_agent.model.decision_records import CLAIMS_RESOURCE, Asked, DecisionRecord, Outcome
 from gpushare_agent.model.errors import AgentError, Corrupt, NotFound, RefusalReason, Refused, Unavailable
 from gpushare_agent.model.gpus import GpuInventory
-from gpushare_agent.model.names import MIB, DeviceId, GpuUuid, PodUid, device_id
+from gpushare_agent.model.names import MIB, GpuUuid, PodUid
 from gpushare_agent.model.pods import ContainerKind, Pod
-from gpushare_agent.model.resources import WHOLE_GPU, Request, ResourceKind, ResourceNames
+from gpushare_agent.model.resources import WHOLE_GPU, Request, ResourceNames
 from gpushare_agent.node import Metrics, Pods
 from gpushare_agent.placement.gpu_account import describe_request
 
-FIRST_UNIT = 100_000
-"""Claims' units of a GPU are numbered from here, so that they never equal the device plugins'."""
 
-
-def allocations_of(claim: PreparedClaim, ledger: Ledger, names: ResourceNames, at: float) -> list[Allocation]:
+def allocations_of(claim: PreparedClaim, names: ResourceNames, at: float) -> list[Allocation]:
     """One for each result, but none for admin access: the scheduler counts nothing of it, and gives the GPU to others."""
-    made = []
-    taken: set[DeviceId] = set()
-    for one in claim.charged:
-        blocks = 0 if one.is_whole else one.memory_mib // names.memory_block_mib
-        cores_ids = _free(one, one.cores, ledger.holders[ResourceKind.VCORE], taken)
-        block_ids = _free(one, blocks, ledger.holders[ResourceKind.VMEMORY], taken)
-        # Two results of the claim may be on one GPU, and the ledger has neither of them yet.
-        taken |= cores_ids | block_ids
-        made.append(
-            Allocation(
-                key=one.key,
-                namespace=claim.ref.namespace,
-                pod_name=claim.pod,
-                kind=ContainerKind.MAIN,
-                gpus=(GpuUuid(one.gpu),),
-                ids={ResourceKind.VCORE: cores_ids, ResourceKind.VMEMORY: block_ids},
-                is_whole=one.is_whole,
-                allocated_at=at,
-                claim=ClaimShare(
-                    ref=claim.ref,
-                    shown_as=claim.shown_as,
-                    request=main_request(one.request),
-                    isolation=one.isolation,
-                    core_limit=one.core_limit,
-                    view=one.view,
-                ),
-            )
+    return [
+        Allocation(
+            key=one.key,
+            namespace=claim.ref.namespace,
+            pod_name=claim.pod,
+            kind=ContainerKind.MAIN,
+            gpus=(GpuUuid(one.gpu),),
+            is_whole=one.is_whole,
+            allocated_at=at,
+            charge=Charge(cores=one.cores, wholes=1)
+            if one.is_whole
+            else Charge(cores=one.cores, blocks=one.memory_mib // names.memory_block_mib, shares=1),
+            claim=ClaimShare(
+                ref=claim.ref,
+                shown_as=claim.shown_as,
+                request=one.name,
+                isolation=one.isolation,
+                core_limit=one.core_limit,
+                view=one.view,
+            ),
         )
-    return made
-
-
-def _free(
-    one: PreparedResult, count: int, held: Collection[DeviceId], taken: Collection[DeviceId]
-) -> frozenset[DeviceId]:
-    units = (device_id(GpuUuid(one.gpu), number) for number in range(FIRST_UNIT, 10 * FIRST_UNIT))
-    return frozenset(islice((unit for unit in units if unit not in held and unit not in taken), count))
+        for one in claim.charged
+    ]
 
 
 def shortage(claim: PreparedClaim, ledger: Ledger, names: ResourceNames) -> str:
     """Why the claim has no room, empty where it has: the scheduler counts a share as free when its pod is deleted by force,
     before its containers have ended."""
-    accounts = {account.uuid: account for account in gpu_accounts(None, ledger, Policy(names=names))}
+    accounts = {account.uuid: account for account in ledger.accounts(names)}
     for one in claim.charged:
         if one.is_unlimited:  # the scheduler counts nothing of it either
             continue
@@ -135,10 +116,6 @@ POLL_S = 1.0
 """While waiting: the API server, the inventory and the isolation report no change here."""
 
 
-class ClaimApi(Protocol):
-    async def get_claim(self, namespace: str, name: str, *, timeout_s: float) -> Raw: ...
-
-
 class Claims(Struct, kw_only=True, eq=False):
     """`restore` once, before the first call; `attach` when the API server can be reached."""
 
@@ -158,7 +135,7 @@ class Claims(Struct, kw_only=True, eq=False):
     clock: Callable[[], float] = time.monotonic
     wait_s: float
     pods_timeout_s: float = 2.0
-    _api: ClaimApi | None = None
+    _api: KubeApi | None = None
     _prepared: dict[str, PreparedClaim] = field(default_factory=dict)
     _refusals: dict[str, Refused] = field(default_factory=dict)
     _locks: WeakValueDictionary[str, asyncio.Lock] = field(default_factory=WeakValueDictionary)
@@ -169,7 +146,7 @@ class Claims(Struct, kw_only=True, eq=False):
         )
     )
 
-    def attach(self, api: ClaimApi) -> None:
+    def attach(self, api: KubeApi) -> None:
         self._api = api
         self.changed()
 
@@ -367,8 +344,7 @@ class Claims(Struct, kw_only=True, eq=False):
 
     def _charge(self, claim: PreparedClaim) -> None:
         self._prepared[claim.ref.uid] = claim
-        ledger = self.cache.ledger(self.inventory())
-        for allocation in allocations_of(claim, ledger, self.names, self.clock()):
+        for allocation in allocations_of(claim, self.names, self.clock()):
             self.cache.put(allocation)
 
     def _release(self, uid: str) -> bool:
@@ -390,11 +366,11 @@ class Claims(Struct, kw_only=True, eq=False):
 
 
 def _not_ready(why: str) -> Refused:
-    return Refused(reason=RefusalReason.NOT_READY, detail=f"{why}. The kubelet tries again.")
+    return Refused(RefusalReason.NOT_READY, f"{why}. The kubelet tries again.")
 
 
 def _invalid(why: str) -> Refused:
-    return Refused(reason=RefusalReason.INVALID_REQUEST, detail=f"{why}.")
+    return Refused(RefusalReason.INVALID_REQUEST, f"{why}.")
 
 
 class ClaimOutcomes(Struct, kw_only=True, eq=False):
@@ -409,54 +385,35 @@ class ClaimOutcomes(Struct, kw_only=True, eq=False):
         self.metrics.admission(CLAIMS_RESOURCE, "allocated", "")
         by_uuid = self.inventory().by_uuid()
         gpus = sorted({gpu.index for one in claim.results if (gpu := by_uuid.get(GpuUuid(one.gpu))) is not None})
-        asked = Asked(
-            cores=sum(one.cores for one in claim.results),
-            memory_bytes=sum(one.memory_mib for one in claim.results) * MIB,
+        record = DecisionRecord(
+            resource=CLAIMS_RESOURCE,
+            outcome=Outcome.ALLOCATED,
+            explanation=f"the scheduler chose {', '.join(one.device for one in claim.results)} for claim {claim.ref.name}",
+            pod=claim.pod,
+            policy="scheduler",
+            gpus=tuple(gpus),
+            labels=tuple(map(str, gpus)),  # never a MIG instance
+            asked=Asked(
+                cores=sum(one.cores for one in claim.results),
+                memory_bytes=sum(one.memory_mib for one in claim.results) * MIB,
+            ),
         )
-        why = f"the scheduler chose {', '.join(one.device for one in claim.results)} for claim {claim.ref.name}"
-        self._record(claim.ref, claim.pod, gpus=tuple(gpus), asked=asked, why=why)
+        self._record(claim.ref, record)
 
     def refused(self, ref: ClaimRef, refused: Refused) -> None:
         self.metrics.admission(CLAIMS_RESOURCE, "refused", refused.reason.value)
-        self._record(ref, "", reason=refused.reason.value, why=refused.detail)
+        reason, why = refused.reason.value, refused.detail
+        record = DecisionRecord(resource=CLAIMS_RESOURCE, outcome=Outcome.REFUSED, reason=reason, explanation=why)
+        self._record(ref, record)
 
-    def _record(
-        self,
-        ref: ClaimRef,
-        pod_name: str,
-        *,
-        why: str,
-        reason: str = "",
-        gpus: tuple[int, ...] = (),
-        asked: Asked | None = None,
-    ) -> None:
-        pod, shown_as = next(
-            (
-                (pod, name)
-                for pod in self.pods()
-                if pod.namespace == ref.namespace
-                for name, claim in pod.claims.items()
-                if claim == ref.name
-            ),
-            (None, ref.name),
+    def _record(self, ref: ClaimRef, record: DecisionRecord) -> None:
+        named = (
+            (pod, name)
+            for pod in self.pods()
+            if pod.namespace == ref.namespace
+            for name, claim in pod.claims.items()
+            if claim == ref.name
         )
-        self.decisions.add(
-            DecisionRecord(
-                number=0,
-                at=time.time(),
-                namespace=ref.namespace,
-                pod=pod.name if pod is not None else pod_name,
-                pod_uid=pod.uid if pod is not None else "",
-                container=f"claim:{shown_as}",
-                resource=CLAIMS_RESOURCE,
-                outcome=Outcome.REFUSED if reason else Outcome.ALLOCATED,
-                reason=reason,
-                explanation=why,
-                policy="" if reason else "scheduler",
-                gpus=gpus,
-                labels=tuple(map(str, gpus)),  # never a MIG instance
-                asked=asked,
-                candidates=(),
-                ignored=mistyped_annotations(pod.annotations) if pod is not None else "",
-            )
-        )
+        pod, shown_as = next(named, (None, ref.name))
+        record = replace(record, at=time.time(), namespace=ref.namespace, container=f"claim:{shown_as}")
+        self.decisions.add(record, pod)

@@ -140,24 +140,6 @@ class DraPart(Struct, frozen=True, kw_only=True):
         raise AssertionError("the tasks do not return")
 
 
-class _MyGpus:
-    """The GPUs that claims may have. MIG instances are left out, which the log has once."""
-
-    def __init__(self, node: Node) -> None:
-        self._node = node
-        self._left_out = ReportOnce()
-
-    def now(self) -> list[Gpu]:
-        claimable, gpus = self._node.gpu_split.claimable, self._node.gpus().gpus
-        chosen = self._node.settings.dra.gpus
-        instances = [gpu.uuid for gpu in gpus if gpu.mig is not None and gpu.is_selected(chosen)]
-        if instances and self._left_out.is_new("left out"):
-            log.info(
-                "mig_not_in_slices", instances=instances, then="the device plugins offer these, and later ones too"
-            )
-        return [gpu for gpu in gpus if gpu.uuid in claimable]
-
-
 def build(node: Node, cache: AllocationCache, decisions: DecisionLog, isolation: Isolations) -> DraPart:
     """Joined, not started."""
     settings = node.settings
@@ -166,7 +148,17 @@ def build(node: Node, cache: AllocationCache, decisions: DecisionLog, isolation:
     claim_policy = ClaimPolicy(
         nvidia_names=settings.dra.nvidia_names, has_unlimited=settings.dra.consumable_shares != "memory"
     )
-    mine = _MyGpus(node)
+    left_out = ReportOnce()
+
+    def devices() -> list[Device] | None:
+        claimable, gpus = node.gpu_split.claimable, node.gpus().gpus
+        # MIG instances are left out, which the log has once.
+        instances = [gpu.uuid for gpu in gpus if gpu.mig is not None and gpu.is_selected(settings.dra.gpus)]
+        if instances and left_out.is_new("left out"):
+            log.info(
+                "mig_not_in_slices", instances=instances, then="the device plugins offer these, and later ones too"
+            )
+        return _devices(node, cache, isolation, [gpu for gpu in gpus if gpu.uuid in claimable])
 
     async def prepare_host(keys: Collection[ContainerKey], name: str) -> Refused | None:
         return await isolation.prepare(keys) if isolation.prepares(name) else None
@@ -194,7 +186,7 @@ def build(node: Node, cache: AllocationCache, decisions: DecisionLog, isolation:
     publisher = SlicePublisher(
         driver=DRIVER,
         node_name=pool,
-        desired=lambda: _devices(node, cache, isolation, mine.now()) if ready.is_set() else None,
+        desired=lambda: devices() if ready.is_set() else None,
     )
     return DraPart(
         settings=settings,

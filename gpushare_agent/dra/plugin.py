@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -27,8 +27,7 @@ from gpushare_agent.dra.claims import Claims
 from gpushare_agent.dra.decisions.claim import checked_ref
 from gpushare_agent.dra.decisions.devices import device_name
 from gpushare_agent.dra.decisions.edits import PreparedClaim
-from gpushare_agent.kit.grpc_server import GrpcServer
-from gpushare_agent.kit.sockets import FileIdentity, bind_unix_socket, file_identity, remove_socket
+from gpushare_agent.kit.grpc_server import ServedSocket
 from gpushare_agent.kit.supervision import ReportOnce
 from gpushare_agent.kit.watch_path import open_directory_watch
 from gpushare_agent.model.allocations import ClaimRef
@@ -84,31 +83,30 @@ class DraPlugin(dra_v1.DraPluginBase):
             self.open_calls -= 1
 
     async def _prepare(self, claim: dra_v1.Claim) -> dra_v1.NodePrepareResourceResponse:
+        outcome = await self._bounded(self._claims.prepare, claim)
+        if isinstance(outcome, Refused):
+            log.warning("claim_refused", namespace=claim.namespace, claim=claim.name, why=outcome.detail)
+            outcome = outcome.detail
+        if isinstance(outcome, str):
+            return dra_v1.NodePrepareResourceResponse(error=outcome)
+        return dra_v1.NodePrepareResourceResponse(devices=[*_devices(outcome, self._pool)])
+
+    async def _unprepare(self, claim: dra_v1.Claim) -> dra_v1.NodeUnprepareResourceResponse:
+        failed = await self._bounded(self._claims.unprepare, claim)
+        return dra_v1.NodeUnprepareResourceResponse(error=failed or "")
+
+    async def _bounded(self, call: Callable[[ClaimRef], Awaitable[T]], claim: dra_v1.Claim) -> T | str:
+        """What the call returns, else the text of its error."""
         try:
             async with asyncio.timeout(CALL_TIMEOUT_S):
                 # Inside the timeout: an agent whose ledger does not come must answer, for the kubelet's own error names
                 # no cause.
                 await self._ready.wait()
-                outcome = await self._claims.prepare(_ref(claim))
+                return await call(_ref(claim))
         except TimeoutError:
-            return dra_v1.NodePrepareResourceResponse(error=_LATE)
+            return _LATE
         except AgentError as e:
-            return dra_v1.NodePrepareResourceResponse(error=str(e))
-        if isinstance(outcome, Refused):
-            log.warning("claim_refused", namespace=claim.namespace, claim=claim.name, why=outcome.detail)
-            return dra_v1.NodePrepareResourceResponse(error=outcome.detail)
-        return dra_v1.NodePrepareResourceResponse(devices=[*_devices(outcome, self._pool)])
-
-    async def _unprepare(self, claim: dra_v1.Claim) -> dra_v1.NodeUnprepareResourceResponse:
-        try:
-            async with asyncio.timeout(CALL_TIMEOUT_S):
-                await self._ready.wait()
-                await self._claims.unprepare(_ref(claim))
-        except TimeoutError:
-            return dra_v1.NodeUnprepareResourceResponse(error=_LATE)
-        except AgentError as e:
-            return dra_v1.NodeUnprepareResourceResponse(error=str(e))
-        return dra_v1.NodeUnprepareResourceResponse()
+            return str(e)
 
 
 class DeviceHealth(v1alpha1.DraResourceHealthBase):
@@ -179,7 +177,6 @@ PLUGIN_TYPE = "DRAPlugin"
 SOCKET_NAMES = re.compile(r"dra-[0-9a-f]{8}\.sock|gpushare-agent-[0-9a-f]{8}-reg\.sock")
 """Of every agent's sockets in the two directories."""
 SERVICES = ("v1.DRAPlugin", "v1alpha1.DRAResourceHealth")
-_SOCKET_MODE = 0o600
 POLL_S = 5.0
 RETRY_S = 1.0
 
@@ -210,39 +207,6 @@ class Registration(pluginregistration.RegistrationBase):
         return pluginregistration.RegistrationStatusResponse()
 
 
-class _Socket:
-    """A server on a socket file of its own."""
-
-    def __init__(self, path: Path, handlers: Collection[IServable]) -> None:
-        self.path = path
-        self._handlers = handlers
-        self._server: GrpcServer | None = None
-        self._identity: FileIdentity | None = None
-
-    @property
-    def is_there(self) -> bool:
-        return self._server is not None and self._identity == file_identity(self.path)
-
-    async def serve(self) -> None:
-        """Raises Unavailable."""
-        await self.stop()
-        try:
-            sock = bind_unix_socket(self.path, mode=_SOCKET_MODE)
-        except OSError as e:
-            raise Unavailable(f"{self.path} cannot be served: {e.strerror or e}; it is tried again") from e
-        self._identity = file_identity(self.path)
-        self._server = GrpcServer(self._handlers)
-        await self._server.serve(sock)
-
-    async def stop(self) -> None:
-        server, self._server = self._server, None
-        with suppress(OSError):
-            # Before the server stops: the kubelet watches the file, and must not connect to a server that ends.
-            remove_socket(self.path, self._identity)
-        if server is not None:
-            await server.stop()
-
-
 class DraRegistration:
     """Keeps both sockets there while `run` runs; `instance` is part of their names."""
 
@@ -253,8 +217,8 @@ class DraRegistration:
         self._plugin_path = plugin_path
         endpoint = plugin_path / f"dra-{instance}.sock"
         self.registration = Registration(driver, endpoint)
-        self._driver_socket = _Socket(endpoint, services)
-        self._registration_socket = _Socket(registry / f"{driver}-{instance}-reg.sock", [self.registration])
+        self._driver_socket = ServedSocket(endpoint, services)
+        self._registration_socket = ServedSocket(registry / f"{driver}-{instance}-reg.sock", [self.registration])
         self._is_leaving = False
         self._failure = ReportOnce()
         self.is_running = False
@@ -288,14 +252,22 @@ class DraRegistration:
 
     async def _serve_missing(self) -> None:
         # The kubelet connects to the driver as soon as it has read its path from the registration socket.
-        if not self._driver_socket.is_there:
+        if not self._driver_socket.is_serving:
             await self._registration_socket.stop()
             try:
                 self._plugin_path.mkdir(mode=0o750, parents=True, exist_ok=True)
             except OSError as e:
                 raise Unavailable(f"{self._plugin_path} cannot be made: {e.strerror or e}") from e
-            await self._driver_socket.serve()
+            await _serve(self._driver_socket)
         # A kubelet that starts may empty the registry: what is missing is served again.
-        if not self._registration_socket.is_there and not self._is_leaving:
+        if not self._registration_socket.is_serving and not self._is_leaving:
             self.registration.registered.clear()
-            await self._registration_socket.serve()
+            await _serve(self._registration_socket)
+
+
+async def _serve(socket: ServedSocket) -> None:
+    """Raises Unavailable."""
+    try:
+        await socket.serve()
+    except OSError as e:
+        raise Unavailable(f"{socket.path} cannot be served: {e.strerror or e}; it is tried again") from e

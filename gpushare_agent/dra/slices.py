@@ -14,7 +14,7 @@ import asyncio
 import time
 from collections.abc import Callable, Collection
 from functools import partial
-from typing import NoReturn, Protocol
+from typing import NoReturn
 
 import structlog
 from msgspec import Raw, Struct, field, json
@@ -22,6 +22,7 @@ from msgspec.json import Decoder
 
 from gpushare_agent.cluster.informer import Handler
 from gpushare_agent.cluster.kube.claims import Device, Pool, ResourceSlice, SliceMeta, SliceSpec
+from gpushare_agent.cluster.kube.client import KubeApi
 from gpushare_agent.cluster.kube.objects import KubeObject, OwnerReference, object_meta, object_name
 from gpushare_agent.kit.json_schema import NULL, decoded, decoded_or
 from gpushare_agent.kit.supervision import Reconciler, ReportOnce, wait_for
@@ -36,13 +37,6 @@ MAX_NODE_NAME = 253
 REGISTERED_S = 5.0
 """The kubelet finds a new socket within 1.2 s. Without its answer the slice is published all the same: the pods' Events then
 say that the driver is not registered."""
-
-
-class SliceApi(Protocol):
-    async def get_node(self, name: str) -> Raw: ...
-    async def create_slice(self, made: ResourceSlice) -> Raw: ...
-    async def replace_slice(self, name: str, made: ResourceSlice) -> Raw: ...
-    async def delete_slice(self, name: str) -> None: ...
 
 
 class SlicePublisher(Handler):
@@ -94,13 +88,13 @@ class SlicePublisher(Handler):
         self._is_listed = True
         self._reconciler.request()
 
-    async def run(self, api: SliceApi, registered: asyncio.Event) -> NoReturn:
+    async def run(self, api: KubeApi, registered: asyncio.Event) -> NoReturn:
         """Publishes the slice when something has changed, until cancelled."""
         # A pod that waits is placed at once, and fails where its kubelet does not know the driver yet.
         await wait_for(registered, REGISTERED_S)
         await self._reconciler.run(partial(self._try, api), lambda: self._due_s)
 
-    async def _try(self, api: SliceApi) -> None:
+    async def _try(self, api: KubeApi) -> None:
         if not self._is_listed:
             return
         try:
@@ -115,7 +109,7 @@ class SlicePublisher(Handler):
             if due_s is not None:
                 self.published.set()
 
-    async def _reconcile(self, api: SliceApi) -> float | None:
+    async def _reconcile(self, api: KubeApi) -> float | None:
         """One comparison, and what it takes; after how many seconds the next is due. None where the slice is another than
         was seen: the watch has, or will have, what is there, and wakes this."""
         # One slice has the whole pool: others of this driver and node are an older agent's, under another name.
@@ -145,7 +139,7 @@ class SlicePublisher(Handler):
             return seen.spec == self._written[1]
         return seen.spec is not None and (seen.spec.devices, seen.spec.node_name) == (devices, self._node_name)
 
-    async def _write(self, api: SliceApi, seen: _Seen | None, devices: list[Device]) -> bool:
+    async def _write(self, api: KubeApi, seen: _Seen | None, devices: list[Device]) -> bool:
         # A replace writes the whole object, so the owners are written again as they are.
         owner = seen.meta.raw_owners if seen is not None else await self._owner(api)
         version = seen.meta.version if seen is not None else ""
@@ -161,7 +155,7 @@ class SlicePublisher(Handler):
         log.info("slice_published", slice=self.name, devices=len(devices), generation=self._generation)
         return True
 
-    async def _delete(self, api: SliceApi, name: str) -> None:
+    async def _delete(self, api: KubeApi, name: str) -> None:
         try:
             await api.delete_slice(name)
         except NotFound:
@@ -169,7 +163,7 @@ class SlicePublisher(Handler):
         self._seen.pop(name, None)
         log.info("slice_deleted", slice=name)
 
-    async def _owner(self, api: SliceApi) -> Raw:
+    async def _owner(self, api: KubeApi) -> Raw:
         """Read at each creation: a slice that names a former node of this name would be collected at once."""
         uid = object_meta(await api.get_node(self._node_name), "node").uid
         owner = OwnerReference(api_version="v1", kind="Node", name=self._node_name, uid=uid, controller=True)

@@ -10,11 +10,12 @@ State owned: the claims that were missing at the last poll, and the pods seen to
 from __future__ import annotations
 
 import asyncio
-from typing import NoReturn, Protocol
+from typing import NoReturn
 
 import structlog
-from msgspec import Raw
 
+from gpushare_agent.admission.garbage_collection import PodProcesses
+from gpushare_agent.cluster.kube.client import KubeApi
 from gpushare_agent.dra.claims import Claims
 from gpushare_agent.dra.decisions.claim import claim_ref
 from gpushare_agent.dra.decisions.edits import PreparedClaim
@@ -29,31 +30,23 @@ PERIOD_S = 60.0
 GET_TIMEOUT_S = 5.0
 
 
-class ClaimApi(Protocol):
-    async def get_claim(self, namespace: str, name: str, *, timeout_s: float) -> Raw: ...
-
-
-class Processes(Protocol):
-    async def are_running(self, uid: PodUid) -> bool | None: ...
-
-
 class StaleClaims:
     """`run` once."""
 
-    def __init__(self, claims: Claims, pods: Pods, processes: Processes) -> None:
+    def __init__(self, claims: Claims, pods: Pods, processes: PodProcesses) -> None:
         self._claims = claims
         self._pods = pods
         self._processes = processes
         self._missing: set[str] = set()
         self._users: dict[str, set[PodUid]] = {}
 
-    async def run(self, api: ClaimApi) -> NoReturn:
+    async def run(self, api: KubeApi) -> NoReturn:
         """Polls every PERIOD_S until cancelled."""
         while True:
             await asyncio.sleep(PERIOD_S)
             await self.poll(api)
 
-    async def poll(self, api: ClaimApi) -> None:
+    async def poll(self, api: KubeApi) -> None:
         """Each claim once. What cannot be read now is read at the next poll."""
         # Without the list every claim would look as if no pod used it.
         if not self._pods.is_synced:
@@ -76,7 +69,7 @@ class StaleClaims:
                 log.debug("claim_not_polled", claim_uid=uid, error=str(e))
         self._missing = missing
 
-    async def _is_missing(self, api: ClaimApi, claim: PreparedClaim) -> bool:
+    async def _is_missing(self, api: KubeApi, claim: PreparedClaim) -> bool:
         ref, users = claim.ref, self._users[claim.ref.uid]
         using = {
             pod.uid for pod in self._pods.pods() if pod.namespace == ref.namespace and ref.name in pod.claims.values()

@@ -12,14 +12,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
-from typing import NoReturn, Protocol
+from collections.abc import Callable
+from typing import NoReturn
 
 import structlog
-from msgspec import Raw, Struct, field
+from msgspec import Struct, field
 
-from gpushare_agent.dra.decisions.claim import ClaimPolicy, read_claim
-from gpushare_agent.dra.decisions.edits import PreparedClaim
+from gpushare_agent.cluster.kube.client import KubeApi
+from gpushare_agent.dra.claims import Claims
+from gpushare_agent.dra.decisions.claim import read_claim
 from gpushare_agent.kit.supervision import wait_for
 from gpushare_agent.model.errors import AgentError, Conflict, Corrupt, NotFound
 from gpushare_agent.model.names import PodUid
@@ -36,21 +37,6 @@ MOST_S = 30.0
 PER_SECOND = 20.0
 POLL_S = 0.5
 GET_TIMEOUT_S = 5.0
-
-
-class Claims(Protocol):
-    claim_policy: ClaimPolicy
-
-    @property
-    def prepared(self) -> Mapping[str, PreparedClaim]: ...
-    def is_answered(self, uid: str) -> bool: ...
-
-
-class WakeApi(Protocol):
-    async def get_claim(self, namespace: str, name: str, *, timeout_s: float) -> Raw: ...
-    async def patch_pod_annotations(
-        self, namespace: str, name: str, uid: PodUid, annotations: Mapping[str, str | None]
-    ) -> Raw: ...
 
 
 class _Waiting(Struct):
@@ -73,14 +59,14 @@ class PodWaker(Struct, kw_only=True, eq=False):
         pod = new or old
         if pod is None or not pod.claims:
             return
-        if new is None or not _may_wait(new):
+        if new is None or new.is_terminal or new.is_deleting or new.has_started:
             self._waiting.pop(pod.uid, None)
         # Its own annotation changes the pod: it must not put off when it is due again.
         elif new.uid not in self._waiting:
             self._waiting[new.uid] = _Waiting(self.clock() + FIRST_S)
             self._has_waiting.set()
 
-    async def run(self, api: WakeApi) -> NoReturn:
+    async def run(self, api: KubeApi) -> NoReturn:
         """Wakes the pods that are due, until cancelled."""
         while True:
             if not self._waiting:
@@ -90,7 +76,7 @@ class PodWaker(Struct, kw_only=True, eq=False):
                 await self._consider(api, uid)
             await asyncio.sleep(POLL_S)
 
-    async def _consider(self, api: WakeApi, uid: PodUid) -> None:
+    async def _consider(self, api: KubeApi, uid: PodUid) -> None:
         pod, one = self.pod(uid), self._waiting.get(uid)
         if pod is None or one is None:
             self._waiting.pop(uid, None)
@@ -110,7 +96,7 @@ class PodWaker(Struct, kw_only=True, eq=False):
         except AgentError as e:
             log.debug("pod_not_woken", namespace=pod.namespace, pod=pod.name, error=str(e))
 
-    async def _needs_call(self, api: WakeApi, pod: Pod) -> bool:
+    async def _needs_call(self, api: KubeApi, pod: Pod) -> bool:
         """A claim of another driver alone is none of ours to hurry. One that is prepared for the pod is not read: of a burst
         most pods start long after their claims are prepared."""
         prepared = {
@@ -130,7 +116,3 @@ class PodWaker(Struct, kw_only=True, eq=False):
             if not self.claims.is_answered(claim.ref.uid):
                 return True
         return False
-
-
-def _may_wait(pod: Pod) -> bool:
-    return not pod.is_terminal and not pod.is_deleting and not pod.has_started

@@ -22,7 +22,9 @@ import socket
 import struct
 import sys
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import structlog
@@ -43,6 +45,7 @@ from hpack.exceptions import HPACKError, OversizedHeaderListError
 from gpushare_agent.kit.grpc_codec import Decoder, StrictCodec
 from gpushare_agent.kit.http2_costs import LeanH2Protocol
 from gpushare_agent.kit.protobuf import MalformedMessageError
+from gpushare_agent.kit.sockets import FileIdentity, bind_unix_socket, file_identity, remove_socket
 
 if TYPE_CHECKING:
     from grpclib._typing import IServable, IServerMethodFunc
@@ -362,3 +365,55 @@ def _guarded(path: str, method: IServerMethodFunc) -> IServerMethodFunc:
             raise GRPCError(Status.INTERNAL, text) from e
 
     return call
+
+
+class ServedSocket:
+    """Serves handlers at a socket file of its own. One caller at a time."""
+
+    def __init__(
+        self, path: Path, handlers: Collection[IServable], *, decoders: Mapping[type, Decoder] | None = None
+    ) -> None:
+        self.path = path
+        self._handlers = handlers
+        self._decoders = decoders
+        self._server: GrpcServer | None = None
+        self._identity: FileIdentity | None = None
+
+    @property
+    def is_serving(self) -> bool:
+        """The server runs, and the socket at the path is its own."""
+        return self._server is not None and self._identity == file_identity(self.path)
+
+    @property
+    def is_replaced(self) -> bool:
+        """The server runs, but another file is at its path."""
+        return self._server is not None and file_identity(self.path) not in (None, self._identity)
+
+    @property
+    def connections(self) -> int:
+        return self._server.connections if self._server is not None else 0
+
+    async def serve(self) -> None:
+        """Serves at the path, anew if need be; a socket that is there is replaced. Raises OSError."""
+        # Called anew after the socket was removed: the server of before would go on at a file that nobody finds.
+        await self.stop()
+        sock = bind_unix_socket(self.path, mode=0o600)
+        # Before anything else can go wrong: only the file with this identity is ever removed.
+        self._identity = file_identity(self.path)
+        self._server = GrpcServer(self._handlers, decoders=self._decoders)
+        try:
+            await self._server.serve(sock)
+        # Also where it is cancelled: the socket file would stay, and nobody would be behind it.
+        except BaseException:
+            remove_socket(self.path, self._identity)
+            self._server = None
+            raise
+
+    async def stop(self) -> None:
+        """Removes the socket if it still is ours, then closes the connections."""
+        server, self._server = self._server, None
+        if server is not None:
+            with suppress(OSError):
+                # Before the server stops: who watches the file must not connect to a server that ends.
+                remove_socket(self.path, self._identity)
+            await server.stop()

@@ -386,10 +386,13 @@ def _check_size(data: bytes, message: str) -> None:
 # --- writing: the generated classes need about 20 µs for a device ---
 
 
+_SHORT = [bytes((value,)) for value in range(0x80)]
+
+
 def varint(value: int) -> bytes:
     """`value`, not negative, in 7-bit groups, lowest first."""
     if value < 0x80:
-        return bytes((value,))
+        return _SHORT[value]
     groups = bytearray()
     while value > 0x7F:
         groups.append(value & 0x7F | 0x80)
@@ -400,7 +403,11 @@ def varint(value: int) -> bytes:
 
 def bytes_field(number: int, content: bytes) -> bytes:
     """A string, bytes or submessage field."""
-    return varint(number << 3 | _BYTES) + varint(len(content)) + content
+    key, length = number << 3 | _BYTES, len(content)
+    # Nearly all keys and lengths are one byte: an admission encodes hundreds.
+    return (
+        (_SHORT[key] if key < 0x80 else varint(key)) + (_SHORT[length] if length < 0x80 else varint(length)) + content
+    )
 
 
 def integer_field(number: int, value: int) -> bytes:
@@ -411,8 +418,8 @@ def integer_field(number: int, value: int) -> bytes:
 def string_list(number: int, texts: Iterable[str]) -> bytes:
     """A repeated string field."""
     key = varint(number << 3 | _BYTES)
-    parts = []
+    parts: list[bytes] = []
     for text in texts:
         content = text.encode()
-        parts.append(key + varint(len(content)) + content)
+        parts += (key, _SHORT[len(content)] if len(content) < 0x80 else varint(len(content)), content)
     return b"".join(parts)

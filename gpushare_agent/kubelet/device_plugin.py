@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
+from operator import attrgetter
 from typing import Any, Protocol
 
 import structlog
@@ -35,7 +36,7 @@ from gpushare_agent.kit.protobuf import (
 from gpushare_agent.kubelet.device_table import DeviceIds, DeviceTable
 from gpushare_agent.model.allocations import ContainerEdits
 from gpushare_agent.model.errors import TRANSIENT_REASONS, RefusalReason, Refused
-from gpushare_agent.model.names import DeviceId, split_device_id
+from gpushare_agent.model.names import DeviceId, named_gpus
 from gpushare_agent.wire import v1beta1
 
 log = structlog.get_logger(__name__)
@@ -64,9 +65,8 @@ class AdmissionHandler(Protocol):
 
     async def allocate(self, resource: str, ids: Sequence[DeviceId]) -> ContainerEdits | Refused: ...
 
-
-PreStart = Callable[[str, Sequence[DeviceId]], Awaitable[Refused | None]]
-"""(resource, IDs) -> why the container may not start, None where it may."""
+    async def pre_start(self, resource: str, ids: Sequence[DeviceId]) -> Refused | None:
+        """Why the container may not start, None where it may."""
 
 
 class RpcObserver(Protocol):
@@ -76,7 +76,7 @@ class RpcObserver(Protocol):
 
 
 class DevicePlugin(Struct, eq=False):
-    """Serves one resource, by a GrpcServer with FAST_DECODERS. Without `pre_start` the kubelet does not call
+    """Serves one resource, by a GrpcServer with FAST_DECODERS. Without `has_pre_start` the kubelet does not call
     PreStartContainer. `on_streams_changed` is called whenever a ListAndWatch stream opens or ends."""
 
     resource: str
@@ -84,7 +84,7 @@ class DevicePlugin(Struct, eq=False):
     handler: AdmissionHandler
     metrics: RpcObserver
     ids: DeviceIds
-    pre_start: PreStart | None = None
+    has_pre_start: bool = False
     call_timeout_s: float = CALL_TIMEOUT_S
     on_streams_changed: Callable[[], None] = lambda: None
     _waits: dict[Stream[Any, Any], asyncio.Timeout] = field(default_factory=dict)
@@ -92,7 +92,7 @@ class DevicePlugin(Struct, eq=False):
     @property
     def options(self) -> v1beta1.DevicePluginOptions:
         return v1beta1.DevicePluginOptions(
-            pre_start_required=self.pre_start is not None, get_preferred_allocation_available=True
+            pre_start_required=self.has_pre_start, get_preferred_allocation_available=True
         )
 
     @property
@@ -104,7 +104,7 @@ class DevicePlugin(Struct, eq=False):
         """Serves what `other` was made for, of the same resource and options: the streams stay, and send its devices."""
         table, self.table = self.table, other.table
         self.table.take_over(table)
-        self.handler, self.pre_start = other.handler, other.pre_start
+        self.handler, self.has_pre_start = other.handler, other.has_pre_start
         self.metrics, self.ids = other.metrics, other.ids
         # Only now: a stream that wakes compares its table with the plugin's, and goes on with the new one.
         table.wake()
@@ -192,7 +192,7 @@ class DevicePlugin(Struct, eq=False):
         except Exception:  # a servicer's edge: Allocate can explain better, and the traceback is in the log
             log.exception("preferred_allocation_failed", **fields)
             return (), Status.INTERNAL.name
-        return [self.ids.write(device) for device in devices], Status.OK.name
+        return self.ids.write_all(devices), Status.OK.name
 
     async def _serve_allocate(self, stream: Stream[Any, Any]) -> None:
         texts: list[list[str]] = await _request(stream)
@@ -213,7 +213,7 @@ class DevicePlugin(Struct, eq=False):
         texts: list[str] = await _request(stream)
         ids = self.ids.read(texts)
         async with self._answering("PreStartContainer", [ids], PRE_START_TIMEOUT_S):
-            if self.pre_start is not None and (refused := await self.pre_start(self.resource, ids)) is not None:
+            if (refused := await self.handler.pre_start(self.resource, ids)) is not None:
                 raise _error_of(refused)
             await send_answer(stream, v1beta1.PreStartContainerResponse())
 
@@ -238,8 +238,8 @@ class DevicePlugin(Struct, eq=False):
             log.info(
                 "allocate" if method == "Allocate" else "pre_start_container",
                 resource=self.resource,
-                units=sum(len(ids) for ids in containers),
-                gpus=_gpus(containers),
+                units=sum(map(len, containers)),
+                gpus=sorted({gpu for ids in containers for gpu in named_gpus(ids)}),
                 code=code.name,
                 duration_ms=round(took_s * 1000, 2),
                 **({"detail": detail} if detail else {}),
@@ -274,12 +274,6 @@ async def _request(stream: Stream[Any, Any]) -> Any:
     return await stream.recv_message()
 
 
-def _gpus(containers: Sequence[Sequence[DeviceId]]) -> list[str]:
-    """The GPUs that the IDs name, for the log."""
-    split = (split_device_id(device) for ids in containers for device in ids)
-    return sorted({named[0] for named in split if named is not None})
-
-
 def _error_of(refused: Refused) -> GRPCError:
     """A refusal for the kubelet: the code says whether to try again, the text goes into the pod's status."""
     text = f"{refused.reason}: {refused.detail}"[:_MAX_DETAIL_CHARS]
@@ -303,18 +297,15 @@ def _status_of(reason: RefusalReason) -> Status:
 
 def _encoded(edits: ContainerEdits) -> bytes:
     """A ContainerAllocateResponse; the generated classes need four times as long."""
+    by_path = attrgetter("container_path")
+    mounts = [(m.container_path, m.host_path, m.read_only) for m in sorted(edits.mounts, key=by_path)]
+    devices = [(d.container_path, d.host_path, d.permissions) for d in sorted(edits.devices, key=by_path)]
     return b"".join([
-        *(bytes_field(1, _strings(pair)) for pair in sorted(edits.env)),
-        *(
-            bytes_field(2, _strings((m.container_path, m.host_path)) + integer_field(3, m.read_only))
-            for m in sorted(edits.mounts, key=lambda m: m.container_path)
-        ),
-        *(
-            bytes_field(3, _strings((d.container_path, d.host_path, d.permissions)))
-            for d in sorted(edits.devices, key=lambda d: d.container_path)
-        ),
-        *(bytes_field(4, _strings(pair)) for pair in sorted(edits.annotations)),
-        *(bytes_field(5, _strings((name,))) for name in sorted(edits.cdi_devices)),
+        *[bytes_field(1, _strings(pair)) for pair in sorted(edits.env)],
+        *[bytes_field(2, _strings(paths) + integer_field(3, read_only)) for *paths, read_only in mounts],
+        *[bytes_field(3, _strings(device)) for device in devices],
+        *[bytes_field(4, _strings(pair)) for pair in sorted(edits.annotations)],
+        *[bytes_field(5, _strings((name,))) for name in sorted(edits.cdi_devices)],
     ])  # fmt: skip
 
 

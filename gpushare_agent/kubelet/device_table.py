@@ -21,9 +21,8 @@ A unit under NVIDIA's names has its replica layout behind a slash, `8f3e2b1c-2/4
 writes `<GPU UUID>` and `<GPU UUID>::<n>` (internal/rm/devices.go of k8s-device-plugin v0.20.0): containers hold these where
 this agent takes its place.
 
-Agents from before the release of 2.0.0a1 wrote `<GPU UUID>::<n>`. The kubelet counts by ID, so one that a container holds is
-listed as the container holds it until it ends, and the others in the present form. Two texts are two devices to the kubelet,
-and here.
+The kubelet counts by ID, so a unit that a container holds under another text is listed as the container holds it until it
+ends, and the others in the present form. Two texts are two devices to the kubelet, and here.
 
 State owned: the devices of one resource, their frames, and a version that grows with every change; the keys of the GPUs.
 Format: ListAndWatchResponse of protos/deviceplugin.proto.
@@ -70,6 +69,7 @@ class DeviceIds:
         self._keys: dict[GpuUuid, str] = {}
         self._gpus: dict[str, GpuUuid] = {}
         self._announced: dict[str, DeviceId] = {}
+        self._texts: dict[str, str] = {}
         self._units: dict[GpuUuid, ReplicaLayout] = {}
         self.add_gpus(gpus)
 
@@ -98,13 +98,16 @@ class DeviceIds:
         except KeyError:
             return [self._announced.get(text) or self._read(text) for text in texts]
 
+    def write_all(self, devices: Iterable[str]) -> list[str]:
+        return [self._texts.get(device) or self.write(device) for device in devices]
+
     def write(self, device: str) -> str:
         """The text of a device that the kubelet knows or is to know. The inverse of `read`."""
         gpu, _, number = device.partition("::")
         key = self._keys.get(GpuUuid(gpu))
         if key is not None and _NUMBER.fullmatch(number):  # thousands at the start; what follows is for other forms
             announced = f"{key}-{number}"
-            self._announced[announced] = DeviceId(device)
+            self._announced[announced], self._texts[device] = DeviceId(device), announced
             return announced
         # A container holds it under an older text: the kubelet counts by text, so it must be listed as it knows it.
         if (text := kubelet_text(device)) is not None:

@@ -28,6 +28,7 @@ import socket
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -39,7 +40,7 @@ from msgspec import Struct
 from gpushare_agent.kit.grpc_client import RpcFailed, UnixChannel
 from gpushare_agent.kit.protobuf import MalformedMessageError
 from gpushare_agent.kit.sockets import connectable_path, file_identity, remove_socket
-from gpushare_agent.kubelet.device_plugin import AdmissionHandler, PreStart
+from gpushare_agent.kubelet.device_plugin import AdmissionHandler
 from gpushare_agent.model.allocations import ContainerEdits
 from gpushare_agent.model.errors import Refused
 from gpushare_agent.model.names import DeviceId
@@ -148,8 +149,8 @@ class Handover:
 
     def __mapping__(self) -> dict[str, Handler]:
         return {
-            TAKE: Handler(self._take, Cardinality.UNARY_UNARY, bytes, bytes),
-            WAIT: Handler(self._wait, Cardinality.UNARY_UNARY, bytes, bytes),
+            TAKE: Handler(partial(self._answer_later, is_incoming=True), Cardinality.UNARY_UNARY, bytes, bytes),
+            WAIT: Handler(partial(self._answer_later, is_incoming=False), Cardinality.UNARY_UNARY, bytes, bytes),
         }
 
     async def answer(self) -> None:
@@ -164,12 +165,6 @@ class Handover:
             async with asyncio.timeout(ANSWER_S):
                 while next_one in self._waiting:  # noqa: ASYNC110 - a turn or two of the loop
                     await asyncio.sleep(0)
-
-    async def _take(self, stream: Any) -> None:
-        await self._answer_later(stream, is_incoming=True)
-
-    async def _wait(self, stream: Any) -> None:
-        await self._answer_later(stream, is_incoming=False)
 
     async def _answer_later(self, stream: Any, *, is_incoming: bool) -> None:
         await stream.recv_message()
@@ -187,11 +182,6 @@ class Handover:
             self._waiting.remove(waiting)
 
 
-class _Served(Struct, frozen=True):
-    handler: AdmissionHandler
-    pre_start: PreStart
-
-
 class QueuedCalls:
     """An admission handler before another one: the kubelet's calls wait until `open`, and again once it is closed, for the
     ledger of an agent that has just taken over, or was just reloaded, is not there yet. Each waits within its own bound.
@@ -199,17 +189,17 @@ class QueuedCalls:
     State owned: who is asked, None while calls wait; how many calls there are and how many of them are under way."""
 
     def __init__(self) -> None:
-        self._served: _Served | None = None
+        self._served: AdmissionHandler | None = None
         self._is_between: Callable[[], bool] | None = None
         self._calls = self._under_way = 0
         self._changed = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
 
-    def open(self, handler: AdmissionHandler, pre_start: PreStart) -> None:
-        """Lets the calls that wait go on, with these."""
+    def open(self, handler: AdmissionHandler) -> None:
+        """Lets the calls that wait go on, with this one."""
         # A close that was waiting for the end of an admission is void: another handler answers now.
-        self._served, self._is_between = _Served(handler, pre_start), None
+        self._served, self._is_between = handler, None
         self._notify()
 
     def close(self) -> None:
@@ -233,18 +223,18 @@ class QueuedCalls:
         self, resource: str, available: Sequence[DeviceId], must_include: Sequence[DeviceId], size: int
     ) -> Sequence[str]:
         async with self._counted() as served:
-            return await served.handler.preferred(resource, available, must_include, size)
+            return await served.preferred(resource, available, must_include, size)
 
     async def allocate(self, resource: str, ids: Sequence[DeviceId]) -> ContainerEdits | Refused:
         async with self._counted() as served:
-            return await served.handler.allocate(resource, ids)
+            return await served.allocate(resource, ids)
 
     async def pre_start(self, resource: str, ids: Sequence[DeviceId]) -> Refused | None:
         async with self._counted(is_start=True) as served:
             return await served.pre_start(resource, ids)
 
     @asynccontextmanager
-    async def _counted(self, *, is_start: bool = False) -> AsyncIterator[_Served]:
+    async def _counted(self, *, is_start: bool = False) -> AsyncIterator[AdmissionHandler]:
         self._calls += 1
         self._idle.clear()
         try:

@@ -38,6 +38,7 @@ from gpushare_agent.kit.protobuf import (
     scan_pod_entry,
     scan_pods,
     scan_single_pod,
+    varint,
 )
 from gpushare_agent.kit.supervision import wait_for
 from gpushare_agent.kubelet.device_table import DeviceIds
@@ -221,10 +222,14 @@ class PodListing:
         count = self._counts.get(resource)
         if count is None:
             # The bytes of field 1 with that name, searched and not decoded: a full node's answer has half a megabyte.
-            count = self._counts[resource] = self.body.count(b"\n" + bytes((len(resource),)) + resource.encode())
+            name = resource.encode()
+            count = self._counts[resource] = self.body.count(b"\n" + varint(len(name)) + name)
         return count
 
     def count_by_container(self, resource: str) -> Mapping[str, int]:
+        # The pod under admission has none of the resource yet: its other devices need not be decoded to know that.
+        if not self.count_ids(resource):
+            return {}
         return {c.name: len(ids) for c in self.decoded().containers if (ids := c.devices.get(resource))}
 
     def decoded(self) -> ListedPod:
@@ -361,10 +366,6 @@ def _renamed(error: RpcFailed, method: str, path: Path) -> Exception:
 # --- the gate ---
 
 
-class Lister(Protocol):
-    async def list_entries(self, *, timeout_s: float) -> Sequence[PodListing]: ...
-
-
 class PodResourcesGate(Struct, eq=False):
     """Counts the admission calls that the kubelet has open, and lets a List through where none can be harmed by it:
 
@@ -376,7 +377,7 @@ class PodResourcesGate(Struct, eq=False):
     An Allocate cannot be delayed: the kubelet has opened it before it reaches us. One that meets a List is counted.
     """
 
-    lister: Lister
+    lister: PodResourcesClient
     clock: Callable[[], float] = time.monotonic
     quiet_s: float = 0.1
     list_timeout_s: float = 2.0
@@ -394,14 +395,14 @@ class PodResourcesGate(Struct, eq=False):
         return not self._preferring and not self._allocating
 
     @asynccontextmanager
-    async def preferring(self) -> AsyncIterator[InsideList]:
+    async def preferring(self) -> AsyncIterator[Callable[[], Awaitable[Sequence[PodListing]]]]:
         """The time of one GetPreferredAllocation; gives the right to List inside it."""
         self._preferring += 1
         try:
             # Counted as preferring first: another outside List then finds the gate busy, and admissions come before it.
             while self._is_outside:
                 await self._wait()
-            yield InsideList(self._list_inside)
+            yield self._list_inside
         finally:
             self._preferring -= 1
             self._call_ended()
@@ -478,14 +479,3 @@ class PodResourcesGate(Struct, eq=False):
 
     async def _wait(self, at_most_s: float | None = None) -> None:
         await wait_for(self._changed, at_most_s)
-
-
-class InsideList:
-    """The right to List that an open GetPreferredAllocation gives."""
-
-    def __init__(self, list_inside: Callable[[], Awaitable[Sequence[PodListing]]]) -> None:
-        self._list_inside = list_inside
-
-    async def list_entries(self) -> Sequence[PodListing]:
-        """What the kubelet lists now. Raises Unavailable, Corrupt."""
-        return await self._list_inside()

@@ -15,19 +15,19 @@ Format: protos/deviceplugin.proto, service Registration.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn, Protocol
+from typing import TYPE_CHECKING, NoReturn
 
 import structlog
 from grpclib import Status
 
 from gpushare_agent.kit.backoff import Backoff
 from gpushare_agent.kit.grpc_client import RpcFailed, UnixChannel
-from gpushare_agent.kit.grpc_server import GrpcServer
+from gpushare_agent.kit.grpc_server import ServedSocket
 from gpushare_agent.kit.protobuf import MalformedMessageError
-from gpushare_agent.kit.sockets import FileIdentity, bind_unix_socket, file_identity, remove_socket
+from gpushare_agent.kit.sockets import FileIdentity, file_identity
 from gpushare_agent.kit.supervision import ReportOnce, wait_for
 from gpushare_agent.kit.watch_path import open_directory_watch
 from gpushare_agent.kubelet.device_plugin import FAST_DECODERS, DevicePlugin
@@ -40,85 +40,44 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger(__name__)
 
-_SOCKET_MODE = 0o600
-"""The kubelet runs as root, or as the agent's own user in a sandbox."""
 _STREAMS_END_S = 0.05
 """Between ending the streams and closing: time for their last frames to leave."""
 
 
-class PluginEndpoint:
-    """Serves `plugin`, and `handover` beside it, at `device_plugin_path`/`socket_name`. One caller at a time."""
+class PluginEndpoint(ServedSocket):
+    """Serves `plugin`, and `handover` beside it, at `device_plugin_path`/`socket_name`."""
 
     def __init__(
         self, *, device_plugin_path: Path, socket_name: str, plugin: DevicePlugin, handover: Handover | None = None
     ) -> None:
+        handlers: Sequence[IServable] = [plugin] if handover is None else [plugin, handover]
+        super().__init__(device_plugin_path / socket_name, handlers, decoders=FAST_DECODERS)
         self.socket_name = socket_name
         self.plugin = plugin
-        self._handlers: Sequence[IServable] = [plugin] if handover is None else [plugin, handover]
-        self.path = device_plugin_path / socket_name
-        self._server: GrpcServer | None = None
-        self._identity: FileIdentity | None = None
 
     @property
     def resource(self) -> str:
         return self.plugin.resource
 
-    @property
-    def is_serving(self) -> bool:
-        """The server runs, and the socket at the path is its own."""
-        return self._server is not None and self._identity == file_identity(self.path)
-
-    @property
-    def connections(self) -> int:
-        """The kubelet's, and those of agents that ask for the handover."""
-        return self._server.connections if self._server is not None else 0
-
-    @property
-    def is_replaced(self) -> bool:
-        """The server runs, but another file is at its path."""
-        return self._server is not None and file_identity(self.path) not in (None, self._identity)
-
     async def serve(self) -> None:
-        """Serves at the path, anew if need be; a socket that is there is replaced.
-
-        Raises Unavailable: the directory is missing or not writable, or a file that is no socket is at the path.
-        """
-        # Called anew after the kubelet has removed the socket: the server of before would go on at a file that nobody
-        # finds.
-        await self.stop()
+        """Raises Unavailable: the directory is missing or not writable, or a file that is no socket is at the path."""
         try:
-            sock = bind_unix_socket(self.path, mode=_SOCKET_MODE)
+            await super().serve()
         except OSError as e:
             raise Unavailable(
                 f"serving {self.resource} at {self.path} failed: {e}; it is tried again. Check that the kubelet's "
                 f"device-plugin directory (kubelet.device_plugin_path) exists and can be written to"
             ) from e
-        # Before anything else can go wrong: only the file with this identity is ever removed.
-        self._identity = file_identity(self.path)
-        self._server = GrpcServer(self._handlers, decoders=FAST_DECODERS)
-        try:
-            await self._server.serve(sock)
-        # Also where it is cancelled: the socket file would stay, and the kubelet would find nobody behind it.
-        except BaseException:
-            remove_socket(self.path, self._identity)
-            self._server = None
-            raise
         log.info("device_plugin_serving", resource=self.resource, socket=str(self.path))
 
     async def stop(self) -> None:
-        """Ends the streams, closes the connections, and removes the socket if it still is ours. Takes at most 0.6 s."""
-        server, self._server = self._server, None
-        if server is None:
-            return
+        """Ends the streams first. Takes at most 0.6 s."""
         try:
-            if self.plugin.open_streams:
+            if self.connections and self.plugin.open_streams:
                 self.plugin.end_streams()
                 await asyncio.sleep(_STREAMS_END_S)
         finally:  # also when cancelled: an open socket must not outlive its endpoint
-            try:
-                await server.stop()
-            finally:
-                remove_socket(self.path, self._identity)
+            await super().stop()
 
 
 API_VERSION = "v1beta1"
@@ -175,20 +134,6 @@ _LEAVE_S = 0.2
 DEFAULT_BACKOFF = Backoff(base_s=0.05, cap_s=5.0)
 
 
-class RegisterCall(Protocol):
-    """kubelet/registration.py's `register`. Raises Unavailable, Rejected."""
-
-    async def __call__(
-        self,
-        kubelet_socket: Path,
-        *,
-        endpoint: str,
-        resource: str,
-        options: v1beta1.DevicePluginOptions,
-        timeout_s: float,
-    ) -> None: ...
-
-
 class Registrar:
     """Keeps every endpoint served and registered while `run` runs."""
 
@@ -197,7 +142,7 @@ class Registrar:
         *,
         device_plugin_path: Path,
         endpoints: Sequence[PluginEndpoint],
-        register: RegisterCall,
+        register: Callable[..., Awaitable[None]] = register,
         poll_s: float = 5.0,
         backoff: Backoff = DEFAULT_BACKOFF,
     ) -> None:
@@ -338,7 +283,7 @@ class ResourceRegistrar:
         endpoint: PluginEndpoint,
         kubelet_socket: Path,
         *,
-        register: RegisterCall,
+        register: Callable[..., Awaitable[None]],
         on_registered: Callable[[str, FileIdentity], None],
         backoff: Backoff,
     ) -> None:

@@ -17,6 +17,7 @@ import ssl
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -101,17 +102,16 @@ class StaticPods:
         async with ClientSession(connector=TCPConnector(ssl=context), auto_decompress=False) as session:
             headers = {"Authorization": f"Bearer {token}", "Accept": "application/json", "Accept-Encoding": "identity"}
             with self._renamed():
+                get = partial(session.get, self._url, headers=headers, allow_redirects=False)
                 try:
-                    async with session.get(self._url, headers=headers, allow_redirects=False) as response:
+                    async with get() as response:
                         return await self._content(response)
                 except ClientConnectorCertificateError as e:
                     # A kubelet's serving certificate names the node and not always its address: the chain must hold,
                     # the name may be the node's.
                     if getattr(e.certificate_error, "verify_code", None) not in _OF_ANOTHER_HOST:
                         raise
-                async with session.get(
-                    self._url, headers=headers, allow_redirects=False, server_hostname=self._node_name
-                ) as response:
+                async with get(server_hostname=self._node_name) as response:
                     return await self._content(response)
 
     async def _content(self, response: ClientResponse) -> bytearray:

@@ -7,7 +7,7 @@ placement/gpu_account.py makes an account of the sum.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from fractions import Fraction
 from typing import NamedTuple, TypeVar
@@ -16,7 +16,7 @@ from msgspec import Struct
 from msgspec.structs import force_setattr, replace
 
 from gpushare_agent.model.isolation import Sharing
-from gpushare_agent.model.names import CORES_PER_GPU, DeviceId, GpuUuid, PodUid, gpu_of
+from gpushare_agent.model.names import CORES_PER_GPU, DeviceId, GpuUuid, PodUid, named_gpus
 from gpushare_agent.model.pods import ContainerKind
 from gpushare_agent.model.resources import Measure, ResourceKind, parts_of, replica_layout
 
@@ -64,6 +64,53 @@ class ClaimShare(Struct, frozen=True, kw_only=True):
     view: str = ""
 
 
+K = TypeVar("K")
+
+
+class Charge(NamedTuple):
+    """What a container, a pod or all pods together have of one GPU; less than 0 of what is given back.
+
+    `cores` are 1/100 of the GPU, `blocks` of memory, `units` those of GPUShare's resource. `wholes` counts who has the GPU
+    as a whole, with all its memory: more than one only where it is not known which GPU a pod has. `shares` are the
+    containers that share it under an isolation, `part` is what units under NVIDIA's names are of it. A tuple: a cluster has
+    many.
+    """
+
+    cores: int = 0
+    blocks: int = 0
+    units: int = 0
+    wholes: int = 0
+    shares: int = 0
+    part: Fraction = Fraction(0)
+
+    @property
+    def is_whole(self) -> bool:
+        return self.wholes > 0
+
+    def count(self, kind: ResourceKind) -> int:
+        """The number of the resource's units; of parts of GPUs there is none."""
+        counts = {Measure.CORES: self.cores, Measure.BLOCKS: self.blocks, Measure.UNITS: self.units}
+        return counts.get(kind.measure, 0)
+
+    def plus(self, more: Charge, times: int = 1) -> Charge:
+        return Charge(
+            self.cores + times * more.cores,
+            self.blocks + times * more.blocks,
+            self.units + times * more.units,
+            self.wholes + times * more.wholes,
+            self.shares + times * more.shares,
+            # Adding fractions takes ten times as long as comparing with 0, and most charges have none.
+            self.part + times * more.part if more.part else self.part,
+        )
+
+    def grown(self) -> Charge:
+        """The charge without the counts below 0."""
+        return Charge(cores=max(0, self.cores), blocks=max(0, self.blocks), units=max(0, self.units))
+
+
+NO_CHARGE = Charge()
+
+
 class Allocation(Struct, frozen=True, kw_only=True):
     """The devices of one container, or what one result of a ResourceClaim has of one GPU.
 
@@ -73,8 +120,8 @@ class Allocation(Struct, frozen=True, kw_only=True):
     is seconds on the monotonic clock. `resized_to` is the size to which a running share was changed, None where it has what
     the kubelet allocated.
 
-    Of a claim the key has the claim's UID in the place of the pod's and the result's name in that of the container, and the
-    IDs are the agent's own: the kubelet knows none of them. `pod_name` is that of the pod for which it was prepared first.
+    A claim's has no IDs but its `charge`. Its key has the claim's UID in the place of the pod's and the result's name in
+    that of the container. `pod_name` is that of the pod for which it was prepared first.
     """
 
     key: ContainerKey
@@ -88,6 +135,7 @@ class Allocation(Struct, frozen=True, kw_only=True):
     allocated_at: float = 0.0
     resized_to: ShareSize | None = None
     claim: ClaimShare | None = None
+    charge: Charge = NO_CHARGE
 
     @property
     def container_name(self) -> str:
@@ -144,16 +192,16 @@ class Allocation(Struct, frozen=True, kw_only=True):
     def cores(self) -> int:
         if self.unit_ids:
             return int(sum(self.parts.values()) * CORES_PER_GPU)
-        return len(self.ids_of(ResourceKind.VCORE))
+        return self.charge.cores + len(self.ids_of(ResourceKind.VCORE))
 
     @property
     def memory_blocks(self) -> int:
-        return len(self.ids_of(ResourceKind.VMEMORY))
+        return self.charge.blocks + len(self.ids_of(ResourceKind.VMEMORY))
 
     @property
     def allocated_size(self) -> ShareSize:
-        """The size by the kubelet's device IDs."""
-        return ShareSize(cores=len(self.ids_of(ResourceKind.VCORE)), memory=len(self.ids_of(self.memory_kind)))
+        """The size by the kubelet's device IDs, or by the claim."""
+        return ShareSize(cores=self.cores, memory=self.charge.blocks + len(self.ids_of(self.memory_kind)))
 
     @property
     def size(self) -> ShareSize:
@@ -209,60 +257,14 @@ def merged(*parts: ContainerEdits) -> ContainerEdits:
     """All of them together; of one variable or annotation the last counts."""
     return ContainerEdits(
         env=tuple(sorted({name: value for part in parts for name, value in part.env}.items())),
-        mounts=tuple(dict.fromkeys(mount for part in parts for mount in part.mounts)),
-        devices=tuple(dict.fromkeys(device for part in parts for device in part.devices)),
+        mounts=tuple(dict.fromkeys([mount for part in parts for mount in part.mounts])),
+        devices=tuple(dict.fromkeys([device for part in parts for device in part.devices])),
         annotations=tuple(sorted({name: value for part in parts for name, value in part.annotations}.items())),
-        cdi_devices=tuple(dict.fromkeys(device for part in parts for device in part.cdi_devices)),
+        cdi_devices=tuple(dict.fromkeys([device for part in parts for device in part.cdi_devices])),
     )
 
 
 # --- what is charged to a GPU ---
-
-K = TypeVar("K")
-
-
-class Charge(NamedTuple):
-    """What a container, a pod or all pods together have of one GPU; less than 0 of what is given back.
-
-    `cores` are 1/100 of the GPU, `blocks` of memory, `units` those of GPUShare's resource. `wholes` counts who has the GPU
-    as a whole, with all its memory: more than one only where it is not known which GPU a pod has. `shares` are the
-    containers that share it under an isolation, `part` is what units under NVIDIA's names are of it. A tuple: a cluster has
-    many.
-    """
-
-    cores: int = 0
-    blocks: int = 0
-    units: int = 0
-    wholes: int = 0
-    shares: int = 0
-    part: Fraction = Fraction(0)
-
-    @property
-    def is_whole(self) -> bool:
-        return self.wholes > 0
-
-    def count(self, kind: ResourceKind) -> int:
-        """The number of the resource's units; of parts of GPUs there is none."""
-        counts = {Measure.CORES: self.cores, Measure.BLOCKS: self.blocks, Measure.UNITS: self.units}
-        return counts.get(kind.measure, 0)
-
-    def plus(self, more: Charge, times: int = 1) -> Charge:
-        return Charge(
-            self.cores + times * more.cores,
-            self.blocks + times * more.blocks,
-            self.units + times * more.units,
-            self.wholes + times * more.wholes,
-            self.shares + times * more.shares,
-            # Adding fractions takes ten times as long as comparing with 0, and most charges have none.
-            self.part + times * more.part if more.part else self.part,
-        )
-
-    def grown(self) -> Charge:
-        """The charge without the counts below 0."""
-        return Charge(cores=max(0, self.cores), blocks=max(0, self.blocks), units=max(0, self.units))
-
-
-NO_CHARGE = Charge()
 
 
 def add_charges(sums: dict[K, Charge], charges: Mapping[K, Charge], times: int = 1) -> None:
@@ -277,24 +279,28 @@ def add_charges(sums: dict[K, Charge], charges: Mapping[K, Charge], times: int =
 
 
 def charges_of(allocations: Iterable[Allocation]) -> dict[GpuUuid, Charge]:
-    """What containers of one pod have of each GPU together.
+    """What containers of one pod, or results of one claim, have of each GPU together.
 
     A device ID counts once: the kubelet hands an init container's IDs on to the containers after it. Memory blocks are
     charged to the GPU of the container's cores, whatever GPU their IDs name; whole GPUs come with all of theirs. An init
     container is no share, for it ends before the others start.
     """
-    found: dict[Measure, set[DeviceId]] = {measure: set() for measure in Measure}
+    found: defaultdict[Measure, set[DeviceId]] = defaultdict(set)
     blocks: set[tuple[GpuUuid, DeviceId]] = set()
     wholes: set[GpuUuid] = set()
     shares: list[GpuUuid] = []
+    of_claims: dict[GpuUuid, Charge] = {}
     for one in allocations:
+        if one.claim is not None:
+            add_charges(of_claims, dict.fromkeys(one.gpus, one.charge))
+            continue
         for kind, ids in one.ids.items():
             if kind.binds_gpu:
                 found[kind.measure] |= ids
             # The blocks of whole GPUs are IDs that the kubelet counts, and no memory that is anybody else's to have.
             elif not one.is_whole:
                 # A share is on one GPU; the pair, for the same block ID may be of containers on two GPUs of one pod.
-                blocks.update((gpu, device) for gpu in one.gpus[:1] for device in ids)
+                blocks.update([(gpu, device) for gpu in one.gpus[:1] for device in ids])
         if one.is_whole:
             wholes.update(one.gpus)
             continue
@@ -305,9 +311,10 @@ def charges_of(allocations: Iterable[Allocation]) -> dict[GpuUuid, Charge]:
             shares += one.gpus[:1]
         elif one.sharing in (Sharing.MPS, Sharing.SHARES):
             shares += one.gpus
-    of_cores, of_units = (Counter(map(gpu_of, found[measure])) for measure in (Measure.CORES, Measure.UNITS))
-    of_blocks, of_shares, parts = Counter(gpu for gpu, _ in blocks), Counter(shares), parts_of(found[Measure.PART])
-    return {
+    of_cores, of_blocks = Counter(named_gpus(found[Measure.CORES])), Counter([gpu for gpu, _ in blocks])
+    of_units = Counter(named_gpus(units)) if (units := found[Measure.UNITS]) else Counter[GpuUuid]()
+    of_shares, parts = Counter(shares), parts_of(found[Measure.PART])
+    return of_claims or {
         gpu: Charge(
             cores=of_cores[gpu],
             blocks=of_blocks[gpu],

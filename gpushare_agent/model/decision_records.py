@@ -49,24 +49,24 @@ class DecisionRecord(Struct, frozen=True, kw_only=True):
     identified. `policy` is share, fragment, link, hint, must-include, memory or scheduler, empty for a refusal.
     `container` is `claim:<name>` where it is about a ResourceClaim."""
 
-    number: int
-    at: float
-    namespace: str
-    pod: str
-    pod_uid: PodUid | str
-    container: str
+    number: int = 0
+    at: float = 0.0
+    namespace: str = ""
+    pod: str = ""
+    pod_uid: PodUid | str = ""
+    container: str = ""
     resource: str
     """Of the call in which it was decided."""
     outcome: Outcome
-    reason: str
+    reason: str = ""
     """RefusalReason's value, empty where it was allocated."""
     explanation: str
     """Why this GPU, or the refusal's whole text."""
-    policy: str
-    gpus: tuple[int, ...]
-    labels: tuple[str, ...]
+    policy: str = ""
+    gpus: tuple[int, ...] = ()
+    labels: tuple[str, ...] = ()
     """The same for people."""
-    asked: Asked | None
-    candidates: tuple[Candidate, ...]
+    asked: Asked | None = None
+    candidates: tuple[Candidate, ...] = ()
     ignored: str = ""
     """Which of the pod's annotations nothing reads though they look like one of the agent's."""

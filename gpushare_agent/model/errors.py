@@ -63,7 +63,7 @@ TRANSIENT_REASONS = frozenset(
 """Refusals that a retry may remedy without any change of the pod (gRPC UNAVAILABLE)."""
 
 
-class Refused(Struct, frozen=True, kw_only=True):
+class Refused(Struct, frozen=True):
     """A refusal that a decision reached: the reason, and a text with what was requested, what is free, and what to do."""
 
     reason: RefusalReason

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from typing import NewType
+from typing import NewType, cast
 
 PodUid = NewType("PodUid", str)
 GpuUuid = NewType("GpuUuid", str)
@@ -144,6 +144,11 @@ def unit_suffix(device: str) -> str:
 def gpu_of(device: str) -> GpuUuid:
     """The GPU that a device of this agent names."""
     return GpuUuid(device.partition("::")[0])
+
+
+def named_gpus(devices: Iterable[str]) -> list[GpuUuid]:
+    """The GPU of each; a call has thousands, so none is called for one."""
+    return [cast(GpuUuid, device.partition("::")[0]) for device in devices]
 
 
 def kubelet_text(device: str) -> str | None:

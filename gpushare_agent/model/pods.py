@@ -107,6 +107,15 @@ class Pod(Struct, frozen=True, kw_only=True):
     def requests_any(self, resource: str) -> bool:
         return any(c.requests.get(resource, 0) > 0 for c in self.containers)
 
+    def used_claims(self, container: ContainerSpec) -> dict[str, set[str]]:
+        """The claims that the container uses, by the claims' own names, each with the requests of it that it names; an empty
+        one stands for all."""
+        found: dict[str, set[str]] = {}
+        for name, request in container.claims:
+            if claim := self.claims.get(name):
+                found.setdefault(claim, set()).add(request)
+        return found
+
     def container(self, name: str) -> ContainerSpec | None:
         return next((c for c in self.containers if c.name == name), None)
 

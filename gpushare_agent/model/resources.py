@@ -14,11 +14,11 @@ which it was admitted.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from enum import StrEnum
 from fnmatch import fnmatchcase
 from fractions import Fraction
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import ClassVar, Literal, NamedTuple
 
 from msgspec import Struct, field
@@ -201,7 +201,7 @@ def replica_layout(device: str) -> ReplicaLayout:
 def parts_of(units: Iterable[DeviceId]) -> dict[GpuUuid, Fraction]:
     """How much of each GPU these units are."""
     parts: dict[GpuUuid, Fraction] = {}
-    for (gpu, suffix), count in Counter((gpu_of(device), unit_suffix(device)) for device in units).items():
+    for (gpu, suffix), count in Counter([(gpu_of(device), unit_suffix(device)) for device in units]).items():
         # Fractions: three thirds are exactly a GPU, of floating-point numbers they need not be.
         parts[gpu] = parts.get(gpu, Fraction(0)) + count * _replica_layout(suffix).part
     return parts
@@ -253,7 +253,7 @@ class ResourceKind(Struct, frozen=True, kw_only=True, eq=False):
         return self.value
 
 
-class ResourceNames(Struct, frozen=True, kw_only=True):
+class ResourceNames(Struct, frozen=True, kw_only=True, dict=True):
     """The names under which the kubelet knows the resources, and the sizes of their units. `gpu_mem` is empty where
     GPUShare's resource is not offered, and `gpu` where NVIDIA's are not; `nvidia` says which GPU serves which of `gpu`."""
 
@@ -270,58 +270,62 @@ class ResourceNames(Struct, frozen=True, kw_only=True):
     """Whether the node's isolation keeps shares inside MIG instances: else these have no units but NVIDIA's."""
     table: tuple[ResourceKind, ...] = field(default_factory=lambda: KINDS)
 
-    @property
-    def kinds(self) -> tuple[ResourceKind, ...]:
-        """The kinds that the node offers."""
-        return tuple(kind for kind in self.table if kind.names(self))
+    @cached_property
+    def kinds(self) -> Mapping[ResourceKind, tuple[str, ...]]:
+        """The kinds that the node offers, in the order of the table, with their names."""
+        return {kind: names for kind in self.table if (names := kind.names(self))}
+
+    @cached_property
+    def by_name(self) -> Mapping[str, ResourceKind]:
+        """The kind of each name; asked for every container of the node in every admission."""
+        return {name: kind for kind, names in self.kinds.items() for name in names}
 
     @property
     def names(self) -> tuple[str, ...]:
-        return tuple(name for kind in self.table for name in kind.names(self))
+        return tuple(self.by_name)
+
+    @cached_property
+    def offers_parts(self) -> bool:
+        """It offers parts of GPUs."""
+        return any(kind.is_part for kind in self.kinds)
 
     @property
     def binding_names(self) -> tuple[str, ...]:
         """The names of the resources whose IDs say which GPU a container is on."""
-        return tuple(name for kind in self.table if kind.binds_gpu for name in kind.names(self))
+        return tuple(name for name, kind in self.by_name.items() if kind.binds_gpu)
 
     def name(self, kind: ResourceKind) -> str:
         """The kind's name, of several the first; empty where the node does not offer it."""
-        return next(iter(kind.names(self)), "")
+        return self.kinds.get(kind, ("",))[0]
 
     def name_in(self, container: ContainerSpec, kind: ResourceKind) -> str:
         """The name by which the container asks for it."""
-        names = kind.names(self)
+        names = self.kinds.get(kind, ())
         return names[0] if len(names) == 1 else next((name for name in names if container.requests.get(name)), "")
-
-    def kind(self, name: str) -> ResourceKind | None:
-        return next((kind for kind in self.table if name in kind.names(self)), None)
 
     def kind_of(self, resource: str) -> ResourceKind:
         """The kind of a resource that a device plugin of this node serves."""
-        kind = self.kind(resource)
-        if kind is None:
-            raise AssertionError(f"a plugin serves {resource!r}, which is no resource of the settings")
-        return kind
+        return self.by_name[resource]
 
     def socket(self, resource: str) -> str:
         """Each name has its own: two may differ in their prefixes alone."""
-        kind = self.kind_of(resource)
-        return kind.socket.format(kind.names(self).index(resource))
-
-    def requested(self, container: ContainerSpec, kind: ResourceKind) -> int:
-        """Units of the resource that the container asks for."""
-        # No generator: asked several times of every container of the node in every admission.
-        count, requests = 0, container.requests
-        for name in kind.names(self):
-            count += requests.get(name, 0)
-        return count
-
-    def wants_any(self, pod: Pod) -> bool:
-        return any(pod.requests_any(name) for name in self.names)
+        kind = self.by_name[resource]
+        return kind.socket.format(self.kinds[kind].index(resource))
 
     def asked(self, container: ContainerSpec) -> dict[ResourceKind, int]:
         """Units of each resource of the node's that the container asks for, in the order of the table."""
-        return {kind: count for kind in self.table if (count := self.requested(container, kind))}
+        found: dict[ResourceKind, int] = {}
+        for name, kind in self.by_name.items():
+            if count := container.requests.get(name):
+                found[kind] = found.get(kind, 0) + count
+        return found
+
+    def requested(self, container: ContainerSpec, kind: ResourceKind) -> int:
+        """Units of the resource that the container asks for."""
+        return self.asked(container).get(kind, 0)
+
+    def wants_any(self, pod: Pod) -> bool:
+        return any(map(self.asked, pod.containers))
 
     def binding(self, container: ContainerSpec) -> ResourceKind:
         """The resource whose IDs bind the container's GPU."""
@@ -329,12 +333,15 @@ class ResourceNames(Struct, frozen=True, kw_only=True):
 
     def part_kind(self, container: ContainerSpec) -> ResourceKind | None:
         """The resource of parts of GPUs that the container asks for."""
-        return next((kind for kind in self.asked(container) if kind.is_part), None)
+        for kind in self.asked(container):
+            if kind.is_part:
+                return kind
+        return None
 
     def units(self, gpu: Gpu, kind: ResourceKind) -> int:
         """Whole units of a GPU; of a resource with several names of the one that it serves."""
         if kind.is_part:
-            served = kind.layout(self).served(gpu) if kind.names(self) else None
+            served = kind.layout(self).served(gpu) if kind in self.kinds else None
             return served.replicas.of if served is not None else 0
         # The isolation cannot limit a process inside an instance: a share of it would be no share.
         if gpu.mig is not None and not self.shares_in_mig:
@@ -347,8 +354,10 @@ class ResourceNames(Struct, frozen=True, kw_only=True):
 
     def memory_mib(self, container: ContainerSpec) -> int:
         """The memory that the container asks for, by whichever resource."""
-        blocks = self.requested(container, ResourceKind.VMEMORY) * self.memory_block_mib
-        return blocks + self.requested(container, ResourceKind.GPU_MEM) * self.gpu_mem_unit_mib
+        return self.requested_mib(request_of(container, self))
+
+    def requested_mib(self, asked: Request) -> int:
+        return asked.blocks * self.memory_block_mib + asked.units * self.gpu_mem_unit_mib
 
 
 ResourceKind.VCORE = ResourceKind(
@@ -418,8 +427,9 @@ WHOLE_GPU = Request(cores=CORES_PER_GPU)
 
 def request_of(container: ContainerSpec, names: ResourceNames) -> Request:
     """What the container's limits ask for; of NVIDIA's names nothing, for their part depends on the GPU."""
+    asked = names.asked(container)
     return Request(
-        cores=names.requested(container, ResourceKind.VCORE),
-        blocks=names.requested(container, ResourceKind.VMEMORY),
-        units=names.requested(container, ResourceKind.GPU_MEM),
+        cores=asked.get(ResourceKind.VCORE, 0),
+        blocks=asked.get(ResourceKind.VMEMORY, 0),
+        units=asked.get(ResourceKind.GPU_MEM, 0),
     )

@@ -322,8 +322,9 @@ def _gpus(count: int, kind: str) -> str:
 class GpuAccount(Struct, kw_only=True):
     """One GPU as one container may use it.
 
-    `index` is the GPU's row in the node's topology. Cores are 1/100 of a GPU. `reusable_…` is the part of `used_…` that the
-    pod's own init containers hold and the kubelet hands on: it is free for the containers after them.
+    `index` is the GPU's row in the node's topology. `reusable` is the part of `used` that the pod's own init containers hold
+    and the kubelet hands on: it is free for the containers after them. One that only they have as a whole can be had for
+    cores, and not for gpu-mem units.
     """
 
     index: int
@@ -340,23 +341,12 @@ class GpuAccount(Struct, kw_only=True):
     """False: the pod does not want it (placement/gpu_choice.py), so nothing of it is free to the pod."""
     takes_shares: bool = True
     """False: an instance in which the node's isolation cannot keep a share."""
-    used_cores: int = 0
-    used_blocks: int = 0
-    used_units: int = 0
-    is_whole: bool = False
-    """Allocated as a whole: with all its memory, whether that was asked for or not."""
-    reusable_cores: int = 0
-    reusable_blocks: int = 0
-    reusable_units: int = 0
-    is_whole_reusable: bool = False
-    """Only the pod's own init containers have it as a whole. Containers that ask for cores get it; gpu-mem units do not."""
-    shares: int = 0
+    used: Charge = NO_CHARGE
+    reusable: Charge = NO_CHARGE
     max_shares: int | None = None
     """Sharing containers that the GPU can serve at once."""
     offered_cores: int = CORES_PER_GPU
     """Cores that the kubelet can still hand out."""
-    used_part: Fraction | None = None
-    """Of units under NVIDIA's names, as part of the whole GPU; None for none."""
     free: tuple[int, int, int] = (0, 0, 0)
     """Cores, blocks and units that a share can have, worked out from the rest whatever is given."""
 
@@ -368,6 +358,16 @@ class GpuAccount(Struct, kw_only=True):
     def label(self) -> str:
         """The name for people, as Gpu has it."""
         return self.instance or str(self.index)
+
+    @property
+    def is_whole(self) -> bool:
+        """Allocated as a whole: with all its memory, whether that was asked for or not."""
+        return self.used.wholes > 0
+
+    @property
+    def _is_whole_for_others(self) -> bool:
+        """Not only the pod's own init containers have it as a whole."""
+        return self.used.wholes > self.reusable.wholes
 
     @property
     def is_instance(self) -> bool:
@@ -385,12 +385,12 @@ class GpuAccount(Struct, kw_only=True):
     @property
     def blocks_of_units(self) -> int:
         """Memory blocks that the gpu-mem units take; a block taken in part is taken."""
-        return blocks_of_units(self.used_units, self.block_mib, self.unit_mib)
+        return blocks_of_units(self.used.units, self.block_mib, self.unit_mib)
 
     @property
     def mib_of_part(self) -> int:
-        """Memory of `used_part`: of the sum, for of three thirds each is not rounded up."""
-        return 0 if self.used_part is None else ceil(self.used_part * self.memory_mib)
+        """Memory of units under NVIDIA's names: of the sum, for of three thirds each is not rounded up."""
+        return ceil(self.used.part * self.memory_mib) if self.used.part else 0
 
     @property
     def blocks_of_part(self) -> int:
@@ -398,12 +398,12 @@ class GpuAccount(Struct, kw_only=True):
 
     @property
     def cores_of_part(self) -> int:
-        return 0 if self.used_part is None else ceil(self.used_part * CORES_PER_GPU)
+        return ceil(self.used.part * CORES_PER_GPU) if self.used.part else 0
 
     @property
     def allocated_cores(self) -> int:
         """The cores that are allocated by whichever resource; as everybody is shown them."""
-        return min(self.used_cores + self.cores_of_part, CORES_PER_GPU)
+        return min(self.used.cores + self.cores_of_part, CORES_PER_GPU)
 
     @property
     def allocated_mib(self) -> int:
@@ -411,19 +411,23 @@ class GpuAccount(Struct, kw_only=True):
         # A whole GPU comes with all its memory, though the kubelet has no ID for it.
         if self.is_whole:
             return self.memory_mib
-        used_mib = self.used_blocks * self.block_mib + self.used_units * self.unit_mib + self.mib_of_part
-        return min(used_mib, self.memory_mib)
+        return min(self._mib_of_others + self.mib_of_part, self.memory_mib)
+
+    @property
+    def _mib_of_others(self) -> int:
+        """Memory that is allocated by blocks and gpu-mem units."""
+        return self.used.blocks * self.block_mib + self.used.units * self.unit_mib
 
     @property
     def free_part(self) -> Fraction:
         """What is left for units under NVIDIA's names, as part of the whole GPU. What init containers have of other
         resources is not handed on to them."""
         # A GPU of which the driver reported the UUID alone has 0 MiB: the quotient below would be of nothing.
-        if (self.is_whole and not self.is_whole_reusable) or not self.memory_mib or not self.is_accepted:
+        if self._is_whole_for_others or not self.memory_mib or not self.is_accepted:
             return Fraction(0)
-        memory_mib = self.memory_mib - self.used_blocks * self.block_mib - self.used_units * self.unit_mib
-        free = min(Fraction(CORES_PER_GPU - self.used_cores, CORES_PER_GPU), Fraction(memory_mib, self.memory_mib))
-        return max(Fraction(0), free - (self.used_part or 0))
+        memory = Fraction(self.memory_mib - self._mib_of_others, self.memory_mib)
+        free = min(Fraction(CORES_PER_GPU - self.used.cores, CORES_PER_GPU), memory)
+        return max(Fraction(0), free - self.used.part)
 
     def free_units_of(self, count: int) -> int:
         """How many units of a GPU that has `count` of them have room."""
@@ -433,23 +437,24 @@ class GpuAccount(Struct, kw_only=True):
     @property
     def is_full(self) -> bool:
         """The GPU serves as many sharing containers as it can."""
-        return self.max_shares is not None and self.shares >= self.max_shares
+        return self.max_shares is not None and self.used.shares >= self.max_shares
 
     def _left_for_shares(self) -> tuple[int, int, int]:
-        cores, all_blocks = CORES_PER_GPU - self.used_cores + self.reusable_cores, self.memory_mib // self.block_mib
+        used, reusable = self.used, self.reusable
+        cores, all_blocks = CORES_PER_GPU - used.cores + reusable.cores, self.memory_mib // self.block_mib
         all_units = self.memory_mib // self.unit_mib
-        blocks, units = all_blocks - self.used_blocks + self.reusable_blocks, all_units
-        if self.used_units or self.used_part is not None:
+        blocks, units = all_blocks - used.blocks + reusable.blocks, all_units
+        if used.units or used.part:
             # Each rounded up for itself: a block taken in part cannot be given to anybody else.
             blocks -= self.blocks_of_units + self.blocks_of_part
             cores -= self.cores_of_part
-        if self.used_blocks or self.used_units or self.used_part is not None:
+        if used.blocks or used.units or used.part:
             # In MiB: units and blocks need not divide each other, and rounding both would lose memory twice.
-            left_mib = self.memory_mib - self.mib_of_part - self.used_blocks * self.block_mib
-            units = left_mib // self.unit_mib - self.used_units
-        if self.is_whole:
-            units, blocks = 0, blocks if self.is_whole_reusable else 0
-        units = (units if units > 0 else 0) + self.reusable_units
+            left_mib = self.memory_mib - self.mib_of_part - used.blocks * self.block_mib
+            units = left_mib // self.unit_mib - used.units
+        if used.wholes:
+            units, blocks = 0, 0 if self._is_whole_for_others else blocks
+        units = (units if units > 0 else 0) + reusable.units
         # What the kubelet does not offer it cannot hand out, though nobody has it in the ledger.
         cores = min(cores, self.offered_cores)
         if self.max_shares is not None and self.is_full:
@@ -512,26 +517,16 @@ class GpuAccount(Struct, kw_only=True):
         `is_reusable`: the container is an init container, and hands its part on. Memory blocks of a whole GPU do not count.
         """
         is_whole = request.whole_gpus > 0
-        used_cores, reusable_cores = _take(
-            self.used_cores, self.reusable_cores, min(request.cores, CORES_PER_GPU), is_reusable=is_reusable
-        )
-        used_blocks, reusable_blocks = self.used_blocks, self.reusable_blocks
-        if not is_whole:
-            used_blocks, reusable_blocks = _take(used_blocks, reusable_blocks, request.blocks, is_reusable=is_reusable)
-        used_units, reusable_units = _take(self.used_units, self.reusable_units, request.units, is_reusable=is_reusable)
-        return replace(
-            self,
-            used_cores=used_cores,
-            used_blocks=used_blocks,
-            used_units=used_units,
-            is_whole=self.is_whole or is_whole,
-            reusable_cores=reusable_cores,
-            reusable_blocks=reusable_blocks,
-            reusable_units=reusable_units,
-            is_whole_reusable=self.is_whole_reusable
-            if not is_whole
-            else is_reusable and (not self.is_whole or self.is_whole_reusable),
-        )
+        blocks = 0 if is_whole else request.blocks
+        asked = Charge(cores=min(request.cores, CORES_PER_GPU), blocks=blocks, units=request.units)
+        more = asked.plus(self.reusable, -1).grown()
+        used = self.used.plus(more)
+        reusable = self.reusable.plus(more) if is_reusable else self.reusable.plus(asked, -1).grown()
+        wholes = self.reusable.wholes
+        if is_whole:
+            wholes = int(is_reusable and not self._is_whole_for_others)
+            used = used._replace(wholes=max(1, used.wholes))
+        return replace(self, used=used, reusable=reusable._replace(wholes=wholes))
 
 
 def account_of(
@@ -550,16 +545,8 @@ def account_of(
         instance=gpu.label if mig is not None else "",
         name=gpu.name,
         takes_shares=mig is None or (mig.takes_shares if isinstance(mig, MigReport) else names.shares_in_mig),
-        used_cores=used.cores,
-        used_blocks=used.blocks,
-        used_units=used.units,
-        is_whole=used.is_whole,
-        reusable_cores=reusable.cores,
-        reusable_blocks=reusable.blocks,
-        reusable_units=reusable.units,
-        is_whole_reusable=used.is_whole and used.wholes == reusable.wholes,
-        shares=used.shares,
-        used_part=used.part or None,
+        used=used,
+        reusable=reusable,
         **more,
     )
 
@@ -567,12 +554,6 @@ def account_of(
 def blocks_of_units(units: int, block_mib: int, unit_mib: int) -> int:
     """Memory blocks that gpu-mem units take; a block taken in part is taken."""
     return -(-units * unit_mib // block_mib)
-
-
-def _take(used: int, reusable: int, requested: int, *, is_reusable: bool) -> tuple[int, int]:
-    """`used` and `reusable` once a container has got `requested`, from `reusable` first."""
-    more = max(0, requested - reusable)
-    return used + more, max(reusable, requested) if is_reusable else max(0, reusable - requested)
 
 
 def capacity_of(gpus: Sequence[GpuAccount]) -> Capacity:

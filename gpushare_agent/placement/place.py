@@ -246,7 +246,7 @@ def validate_request(request: Request, names: ResourceNames, *, share_mode: bool
         problem = f"is a share of a GPU without memory: add the memory, in blocks of {names.memory_block_mib} MiB"
     else:
         return None
-    return Refused(reason=reason, detail=f"{describe_request(request, names)} {problem}. {remedy}")
+    return Refused(reason, f"{describe_request(request, names)} {problem}. {remedy}")
 
 
 def effective_request(pod: Pod, container: ContainerSpec, names: ResourceNames) -> Request | Refused:
@@ -267,8 +267,8 @@ def effective_request(pod: Pod, container: ContainerSpec, names: ResourceNames) 
             continue  # the kubelet hands it nothing, so it may be on another GPU
         if own.cores > CORES_PER_GPU and requested[0] < own.cores:
             return Refused(
-                reason=RefusalReason.INVALID_REQUEST,
-                detail=f"pod {pod.namespace}/{pod.name}: init container {container.name} asks for {own.cores} cores and "
+                RefusalReason.INVALID_REQUEST,
+                f"pod {pod.namespace}/{pod.name}: init container {container.name} asks for {own.cores} cores and "
                 f"container {following.name} after it for {requested[0]}. The kubelet would hand on devices from several of "
                 f"the init container's GPUs at random. Give the init container at most {CORES_PER_GPU} cores, or as many "
                 f"as {following.name}.",
@@ -385,8 +385,8 @@ def _refused(request: Request, gpus: Sequence[GpuAccount], names: ResourceNames)
     if lack is None or (is_must_unfit and lack.cause is not Cause.UNHEALTHY):
         named = ", ".join(_must_text(uuid, gpu, one) for uuid, gpu in must.items())
         return Refused(
-            reason=RefusalReason.WRONG_GPUS,
-            detail=f"no GPU for {asked}: the kubelet must include devices of {named}, which cannot be part of what is asked "
+            RefusalReason.WRONG_GPUS,
+            f"no GPU for {asked}: the kubelet must include devices of {named}, which cannot be part of what is asked "
             "for. Give init containers as much as the main container, or nothing; if they have, delete the pod, so that it "
             "is admitted afresh, and restart the kubelet if that recurs.",
         )
@@ -397,7 +397,7 @@ def _refused(request: Request, gpus: Sequence[GpuAccount], names: ResourceNames)
         closest = min(usable, key=lambda gpu: (_missing_part(gpu, request), gpu.index))
         if (short := closest.lack(request)) is not None:
             detail += f"; GPU {closest.label} comes closest: {short.of_gpu_in_detail()}"
-    return Refused(reason=lack.reason, detail=f"{detail}. {lack.remedy}")
+    return Refused(lack.reason, f"{detail}. {lack.remedy}")
 
 
 def _missing_part(gpu: GpuAccount, request: Request) -> float:

@@ -265,7 +265,7 @@ def _finest_groups(gpus: tuple[int, ...], levels: Sequence[_Level]) -> list[tupl
     for _, is_together in levels:
         finer: list[tuple[int, ...]] = []
         for group in groups:
-            parts = _components(group, is_together)
+            parts = components(group, is_together)
             # A level that leaves only single GPUs says nothing of groups: NVLink pairs are looked for in the group
             # above it.
             finer.extend([group] if all(len(part) == 1 for part in parts) else parts)
@@ -283,7 +283,7 @@ def _is_nvlink_a_level(has_nvlink: Callable[[int, int], bool], groups: Sequence[
     return all(
         all(has_nvlink(a, b) for a in part for b in part if a != b)
         for group in groups
-        for part in _components(group, has_nvlink)
+        for part in components(group, has_nvlink)
     )
 
 
@@ -293,7 +293,7 @@ def _branch(gpus: tuple[int, ...], levels: Sequence[_Level]) -> Branch:
         return Branch(kind=LinkKind.SELF, gpus=gpus)
     kind = LinkKind.SYS
     for number, (level, is_together) in enumerate(levels):
-        parts = _components(gpus, is_together)
+        parts = components(gpus, is_together)
         if len(parts) <= 1:
             kind = level
         elif any(len(part) > 1 for part in parts):
@@ -303,7 +303,7 @@ def _branch(gpus: tuple[int, ...], levels: Sequence[_Level]) -> Branch:
     return Branch(kind=kind, gpus=gpus)
 
 
-def _components(gpus: Sequence[int], is_together: Callable[[int, int], bool]) -> list[tuple[int, ...]]:
+def components(gpus: Sequence[int], is_together: Callable[[int, int], bool]) -> list[tuple[int, ...]]:
     """Groups of GPUs joined directly or through others, each sorted, ordered by their lowest GPU."""
     left = list(gpus)
     groups = []

@@ -7,13 +7,13 @@ from collections.abc import Collection, Sequence
 
 from msgspec.structs import replace
 
-from gpushare_agent.admission.admission import Admission, ContainerStarts, RefusedPods
+from gpushare_agent.admission.admission import Admission, RefusedPods
 from gpushare_agent.admission.allocation_cache import AllocationCache
 from gpushare_agent.admission.decisions.container_edits import EditPolicy
 from gpushare_agent.admission.decisions.decide import Decision
 from gpushare_agent.admission.decisions.identity import Call, Known, Target, next_container_of
 from gpushare_agent.admission.decisions.ledger import Policy
-from gpushare_agent.admission.identification import InsideLister
+from gpushare_agent.admission.identification import ListInside
 from gpushare_agent.kubelet.pod_resources import PodListing, PodResourcesGate
 from gpushare_agent.kubelet.records import CheckpointEntry
 from gpushare_agent.model.allocations import Allocation, ContainerEdits, ContainerKey
@@ -56,17 +56,9 @@ class Scripted:
             edits=lambda: self.edits,
             refused_pods=self.refused_pods,
             observer=self,
-            wait_for_release=self.wait_for_release,
-            clock=time.monotonic,
-        )
-        self.starts = ContainerStarts(
-            cache=self.cache,
-            pods=self,
-            names=names,
-            inventory=lambda: self.gpus,
             records=self,
             prepare=self.prepare,
-            observer=self,
+            wait_for_release=self.wait_for_release,
             clock=time.monotonic,
         )
 
@@ -76,7 +68,7 @@ class Scripted:
     async def list_entries(self, *, timeout_s: float) -> Sequence[PodListing]:
         raise AssertionError("no List here")
 
-    async def identify(self, call: Call, inside: InsideLister) -> Target | Refused:
+    async def identify(self, call: Call, inside: ListInside) -> Target | Refused:
         assert self.next is not None
         return self.next
 
@@ -101,7 +93,7 @@ class Scripted:
     def allocated(self, decision: Decision, allocation: Allocation) -> None:
         target = decision.target
         assert target is not None
-        self.outcomes.append(f"{target.pod.name}/{target.container.name} {self.names.kind(decision.resource)}")
+        self.outcomes.append(f"{target.pod.name}/{target.container.name} {self.names.by_name.get(decision.resource)}")
         self.explained.append(decision if decision.placed is not None else None)
 
     def refused(self, decision: Decision, refused: Refused) -> None:
@@ -286,16 +278,16 @@ async def test_a_container_starts_with_the_ids_of_the_cache_or_of_the_checkpoint
     agent = Scripted(owner)
     await agent.admit(owner, "main", CORE)
     (allocation,) = agent.cache
-    assert await agent.starts.pre_start(CORE, sorted(allocation.ids_of(ResourceKind.VCORE))) is None
+    assert await agent.admission.pre_start(CORE, sorted(allocation.ids_of(ResourceKind.VCORE))) is None
     lost = ids(1, range(20))
-    assert isinstance(await agent.starts.pre_start(CORE, lost), Refused)
+    assert isinstance(await agent.admission.pre_start(CORE, lost), Refused)
     agent.checkpoint = written("u9", "main", lost, ids(1, range(3)))
-    assert await agent.starts.pre_start(CORE, lost) is None
+    assert await agent.admission.pre_start(CORE, lost) is None
     taken = agent.cache.get(ContainerKey(PodUid("u9"), "main"))
     assert taken is not None and taken.memory_blocks == 3
     agent.checkpoint = None
-    assert isinstance(await agent.starts.pre_start(CORE, ids(1, range(40, 50))), Refused)
-    assert isinstance(await agent.starts.pre_start(CORE, []), Refused)
+    assert isinstance(await agent.admission.pre_start(CORE, ids(1, range(40, 50))), Refused)
+    assert isinstance(await agent.admission.pre_start(CORE, []), Refused)
 
 
 async def test_a_stale_plan_does_not_claim_the_ids_of_a_successor_container() -> None:
@@ -330,10 +322,10 @@ async def test_what_the_isolation_needs_is_prepared_before_a_container_starts() 
     allocation = agent.cache.get(ContainerKey(owner.uid, "i"))
     assert allocation is not None
     await agent.admission.allocate(CORE, sorted(allocation.ids_of(ResourceKind.VCORE)))
-    assert await agent.starts.pre_start(CORE, sorted(allocation.ids_of(ResourceKind.VCORE))) is None
+    assert await agent.admission.pre_start(CORE, sorted(allocation.ids_of(ResourceKind.VCORE))) is None
     assert agent.prepared == [ContainerKey(owner.uid, "i"), ContainerKey(owner.uid, "s")]
     agent.not_prepared = Refused(reason=RefusalReason.NOT_READY, detail="no space")
-    assert await agent.starts.pre_start(CORE, sorted(allocation.ids_of(ResourceKind.VCORE))) == agent.not_prepared
+    assert await agent.admission.pre_start(CORE, sorted(allocation.ids_of(ResourceKind.VCORE))) == agent.not_prepared
 
 
 async def test_one_container_is_explained_once() -> None:
@@ -364,5 +356,5 @@ async def test_a_start_that_is_refused_names_the_container() -> None:
     await agent.admit(owner, "main", CORE)
     agent.not_prepared = Refused(reason=RefusalReason.NOT_READY, detail="the disk is full")
     (allocation,) = agent.cache
-    assert await agent.starts.pre_start(CORE, sorted(allocation.ids_of(ResourceKind.VCORE))) is agent.not_prepared
+    assert await agent.admission.pre_start(CORE, sorted(allocation.ids_of(ResourceKind.VCORE))) is agent.not_prepared
     assert agent.outcomes[-1] == "start refused a NotReady"

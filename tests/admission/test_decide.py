@@ -8,10 +8,10 @@ from msgspec.structs import replace
 
 from gpushare_agent.admission.allocation_cache import AllocationCache
 from gpushare_agent.admission.decisions.container_edits import EditPolicy
-from gpushare_agent.admission.decisions.decide import Decision, explain, plan
+from gpushare_agent.admission.decisions.decide import Decision, explain, offer_accounts, plan
 from gpushare_agent.admission.decisions.decide import decide as decide_whole
 from gpushare_agent.admission.decisions.identity import Target
-from gpushare_agent.admission.decisions.ledger import Offer, Policy, free_ids, offer_accounts
+from gpushare_agent.admission.decisions.ledger import Case, Policy
 from gpushare_agent.admission.outcomes import in_short, with_gpus
 from gpushare_agent.model.allocations import Allocation
 from gpushare_agent.model.errors import RefusalReason, Refused
@@ -48,11 +48,9 @@ def decide(
     ledger = cache.ledger(found)
     kind = ResourceKind.GPU_MEM if gpu_mem else ResourceKind.VCORE
     offered = [i for gpu in range(len(found.gpus)) for i in ids(gpu, range((gpu_mem and 24) or 100))]
-    offer = Offer(kind=kind, available=offered, must_include=(), size=gpu_mem or cores)
-    free = free_ids(target, kind, offered, ledger)
-    gpus = offer_accounts(target, offer, free, ledger, policy)
-    outcome = plan(target, offer, free=free, ledger=ledger, policy=policy, gpus=gpus)
-    return outcome, explain(target, offer, ledger, policy, gpus, outcome)
+    case = Case(target, kind, offered, ledger, policy)
+    outcome = plan(case, offer_accounts(case))
+    return outcome, explain(case, offer_accounts(case), outcome)
 
 
 def share(name: str, gpu: int, cores: range, blocks: range) -> Allocation:
@@ -90,15 +88,15 @@ def test_what_the_first_resource_of_a_container_has_recorded_is_not_made_again_f
     target = Target(pod=pod("p", wanted), container=wanted)
     cache, edits = AllocationCache(), EditPolicy(names=NAMES, config=isolation_config(), isolation="none")
 
-    def made(kind: ResourceKind, size: int) -> Decision:
-        offer = Offer(kind=kind, available=ids(0, range(96)), must_include=(), size=size)
+    def made(kind: ResourceKind, offered: int = 96) -> Decision:
         ledger = cache.ledger(inventory(), without=target.key)
-        return decide_whole(target, offer, ledger, Policy(names=NAMES), edits, lambda _: "")
+        case = Case(target, kind, ids(0, range(offered)), ledger, Policy(names=NAMES))
+        return decide_whole(case, edits, lambda _: "")
 
-    first = made(ResourceKind.VCORE, 30)
+    first = made(ResourceKind.VCORE)
     cache.put(allocation(target.pod, "main", list(first.ids), []))
-    further, refused = made(ResourceKind.VMEMORY, 10), made(ResourceKind.VMEMORY, 97)
-    again = made(ResourceKind.VCORE, 30)
+    further, refused = made(ResourceKind.VMEMORY), made(ResourceKind.VMEMORY, 9)
+    again = made(ResourceKind.VCORE)
     assert first.edits.env and verdicts(first) == ["chosen", "30 cores short"]
     assert (further.gpus, further.edits.env, verdicts(further)) == (first.gpus, (), [])
     assert refused.refused is not None and len(verdicts(refused)) == 2
@@ -106,7 +104,7 @@ def test_what_the_first_resource_of_a_container_has_recorded_is_not_made_again_f
     assert len(verdicts(again)) == 2
     # Memory came first: the edits are made with the cores, whose answer they are in.
     cache.put(allocation(target.pod, "main", [], ids(0, range(10))))
-    assert made(ResourceKind.VCORE, 30).edits == first.edits
+    assert made(ResourceKind.VCORE).edits == first.edits
 
 
 def test_a_whole_gpu_is_explained_by_the_branches() -> None:

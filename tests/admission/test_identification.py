@@ -37,7 +37,7 @@ class Unreadable:
 
 
 class Inside:
-    async def list_entries(self) -> Sequence[ListedDevices]:
+    async def __call__(self) -> Sequence[ListedDevices]:
         return [Unreadable()]
 
 
@@ -86,7 +86,7 @@ class SlowKubelet:
     def __init__(self, clock: FakeClock) -> None:
         self._clock = clock
 
-    async def list_entries(self) -> Sequence[ListedDevices]:
+    async def __call__(self) -> Sequence[ListedDevices]:
         self._clock.now += 1.5
         return [Unheard()]
 
@@ -126,7 +126,7 @@ async def test_a_pod_that_had_everything_is_looked_at_again_once_its_allocation_
     listed: list[str] = []
 
     class Inside:
-        async def list_entries(self) -> Sequence[ListedDevices]:
+        async def __call__(self) -> Sequence[ListedDevices]:
             return entries
 
     identification = Identification(
@@ -157,9 +157,9 @@ async def test_an_unknown_pod_is_fetched_also_when_the_kubelet_took_all_the_time
     clock = FakeClock()
 
     class Slow(Static):
-        async def list_entries(self) -> Sequence[ListedDevices]:
+        async def __call__(self) -> Sequence[ListedDevices]:
             clock.now += 2.5
-            return await super().list_entries()
+            return await super().__call__()
 
     slow = Slow(None, _static(HASH, 10))
     result = await slow.identify(10, clock=clock)
@@ -191,7 +191,7 @@ class Static(Outside):
         self.store.put_static([self._kubelets])
         return self._kubelets
 
-    async def list_entries(self) -> Sequence[ListedDevices]:
+    async def __call__(self) -> Sequence[ListedDevices]:
         return [Listing("s-node", {})]
 
     async def identify(
@@ -243,7 +243,7 @@ async def test_another_static_pod_that_cannot_be_read_refuses_no_other_pods_call
     """One without a mirror pod is listed in every admission of the node: it counts as gone at the second poll."""
 
     class Both(Static):
-        async def list_entries(self) -> Sequence[ListedDevices]:
+        async def __call__(self) -> Sequence[ListedDevices]:
             return [Listing("s-node", {}), Listing("ordinary", {})]
 
     result = await Both(pod("ordinary", container(cores=10)), None).identify(10, poll_again_s=DEADLINE_S)

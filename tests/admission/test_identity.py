@@ -137,6 +137,16 @@ def test_memory_and_cores_are_judged_apart() -> None:
     assert MEMORY not in listed[0].count_by_container(MEMORY)
 
 
+def test_a_call_for_memory_may_be_another_pods_than_the_cores_before_it() -> None:
+    """The kubelet rejected the first one between its two resources, for a device of another plugin: no call said so, and
+    what it lacks is what the next pod asks for. So each call needs a List of its own."""
+    rejected, upcoming = pod("rejected", container(cores=10, blocks=4)), pod("next", container(cores=10, blocks=4))
+    allocated = allocation(rejected, "main", ids(0, range(10)), [])
+    call = Call(resource=MEMORY, kind=ResourceKind.VMEMORY, size=4)
+    facts = known(rejected, upcoming, allocations=(allocated,))
+    assert served_name(identify(call, [Listing("next", {"main": {}})], facts)) == "next/main"
+
+
 def test_an_allocate_without_preference_is_the_successor_containers() -> None:
     """The kubelet passes an init container's IDs to the next container without asking."""
     chain = pod(

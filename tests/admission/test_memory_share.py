@@ -8,11 +8,11 @@ import pytest
 from msgspec.structs import replace
 
 from gpushare_agent.admission.allocation_cache import AllocationCache
-from gpushare_agent.admission.decisions.decide import Decision, check, plan
+from gpushare_agent.admission.decisions.decide import Decision, check, offer_accounts, plan
 from gpushare_agent.admission.decisions.identity import Target
-from gpushare_agent.admission.decisions.ledger import Ledger, Offer, Policy, free_ids, gpu_accounts, offer_accounts
-from gpushare_agent.admission.device_tables import offered_ids, withheld
-from gpushare_agent.model.allocations import Allocation, ContainerKey
+from gpushare_agent.admission.decisions.ledger import Case, Ledger, Policy
+from gpushare_agent.admission.device_tables import Missing, offered_ids, withheld
+from gpushare_agent.model.allocations import Allocation, Charge, ContainerKey
 from gpushare_agent.model.errors import RefusalReason, Refused
 from gpushare_agent.model.names import PREDICATE_GPU_INDEX_PREFIX, DeviceId, GpuUuid, device_id
 from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod
@@ -68,10 +68,8 @@ def planned(
     annotations = {PREDICATE_GPU_INDEX_PREFIX + "0": ",".join(map(str, hint))}
     target = Target(pod=replace(owner, annotations=annotations), container=spec)
     everything = sorted(units_of(0, range(24)) | units_of(1, range(24)))
-    offer = Offer(kind=ResourceKind.GPU_MEM, available=everything, must_include=must, size=spec.requests[GPU_MEM])
-    free = free_ids(target, offer.kind, everything, ledger)
-    gpus = offer_accounts(target, offer, free, ledger, policy)
-    return plan(target, offer, free=free, ledger=ledger, policy=policy, gpus=gpus)
+    case = Case(target, ResourceKind.GPU_MEM, everything, ledger, policy, must)
+    return plan(case, offer_accounts(case))
 
 
 def test_the_fullest_gpu_that_fits_is_taken_and_its_ids_are_preferred() -> None:
@@ -114,16 +112,13 @@ def test_vcuda_shares_and_whole_gpus_see_what_gpu_mem_has_taken() -> None:
     ):
         target = Target(pod=pod("v", spec), container=spec)
         free = [DeviceId(d) for d in ids(0, range(100)) + ids(1, range(100))]
-        offer = Offer(kind=ResourceKind.VCORE, available=free, must_include=(), size=len(free))
-        gpus = offer_accounts(target, offer, free, ledger, POLICY)
-        outcome = plan(target, offer, free=free, ledger=ledger, policy=POLICY, gpus=gpus)
+        case = Case(target, ResourceKind.VCORE, free, ledger, POLICY)
+        outcome = plan(case, offer_accounts(case))
         assert isinstance(outcome, Refused), (spec, reason)
     fits = container(cores=30, blocks=16)
     target = Target(pod=pod("v", fits), container=fits)
-    offer = Offer(kind=ResourceKind.VCORE, available=ids(0, range(100)), must_include=(), size=30)
-    free = [DeviceId(d) for d in ids(0, range(100))]
-    gpus = offer_accounts(target, offer, free, ledger, POLICY)
-    assert isinstance(plan(target, offer, free=free, ledger=ledger, policy=POLICY, gpus=gpus), Decision)
+    case = Case(target, ResourceKind.VCORE, [DeviceId(d) for d in ids(0, range(100))], ledger, POLICY)
+    assert isinstance(plan(case, offer_accounts(case)), Decision)
 
 
 @pytest.mark.parametrize(
@@ -178,7 +173,7 @@ def test_what_the_kubelet_allocates_is_checked(given: frozenset[DeviceId], reaso
     spec = wants(6)
     target = Target(pod=pod("a", spec), container=spec)
     ledger = ledger_of(holds(pod("x", wants(10)), 1, range(10)))
-    refused = check(target, ResourceKind.GPU_MEM, sorted(given), ledger, POLICY, ())
+    refused = check(Case(target, ResourceKind.GPU_MEM, sorted(given), ledger, POLICY), ())
     assert isinstance(refused, Refused) and refused.reason is reason
 
 
@@ -188,27 +183,27 @@ def test_units_that_are_free_by_number_but_not_by_memory_are_refused() -> None:
     ledger = ledger_of(allocation(share, "main", ids(0, range(30)), ids(0, range(80))))
     spec = wants(5)
     target = Target(pod=pod("a", spec), container=spec)
-    refused = check(target, ResourceKind.GPU_MEM, sorted(units_of(0, range(5))), ledger, POLICY, ())
+    refused = check(Case(target, ResourceKind.GPU_MEM, sorted(units_of(0, range(5))), ledger, POLICY), ())
     assert isinstance(refused, Refused) and refused.reason is RefusalReason.NOT_ENOUGH_MEMORY
     fits = wants(4)
     target = Target(pod=pod("a", fits), container=fits)
-    assert check(target, ResourceKind.GPU_MEM, sorted(units_of(0, range(4))), ledger, POLICY, ()) == ("GPU-0",)
+    assert check(Case(target, ResourceKind.GPU_MEM, sorted(units_of(0, range(4))), ledger, POLICY), ()) == ("GPU-0",)
 
 
 def test_a_block_taken_in_part_is_taken() -> None:
     """Sizes that do not divide each other."""
     names = ResourceNames(gpu_mem=GPU_MEM, memory_block_mib=300, gpu_mem_unit_mib=1024)
     empty = account_of(GPUS.gpus[0], names)
-    assert [replace(empty, used_units=units).blocks_of_units for units in (0, 1, 3)] == [0, 4, 11]
-    assert replace(empty, used_blocks=1, used_units=2).free_units == (24 * 1024 - 300) // 1024 - 2
+    assert [replace(empty, used=Charge(units=units)).blocks_of_units for units in (0, 1, 3)] == [0, 4, 11]
+    assert replace(empty, used=Charge(blocks=1, units=2)).free_units == (24 * 1024 - 300) // 1024 - 2
 
 
 def kept_back(kind: ResourceKind, *held: Allocation, no_shares: bool = False) -> Mapping[str, int]:
     """How many IDs of each GPU are withheld."""
     ledger = ledger_of(*held)
-    gpus = gpu_accounts(None, ledger, POLICY)
-    offered = offered_ids({gpu.uuid: NAMES.units(gpu, kind) for gpu in GPUS.gpus}, ledger.holders[kind])
-    found = withheld(kind, gpus, offered, ledger.holders, NAMES, no_shares=no_shares, borrowed={})
+    gpus = ledger.accounts(POLICY.names)
+    offered = offered_ids({gpu.uuid: NAMES.units(gpu, kind) for gpu in GPUS.gpus})
+    found = withheld(kind, gpus, offered, ledger.holders[kind], NAMES, borrowed={}, missing=Missing(shares=no_shares))
     assert no_shares or not any(found & one.ids_of(kind) for one in held)
     counts: dict[str, int] = {}
     for device in found:

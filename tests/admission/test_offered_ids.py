@@ -1,75 +1,23 @@
-"""Which device IDs each GPU has for the kubelet, while containers hold some as an earlier agent named them."""
+"""Which device IDs each GPU has for the kubelet, while containers hold some under other names."""
 
 from __future__ import annotations
 
 import asyncio
 
-from hypothesis import given
-from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from gpushare_agent.admission.allocation_cache import AllocationCache
-from gpushare_agent.admission.device_tables import DeviceTables, offered_ids
+from gpushare_agent.admission.device_tables import DeviceTables
 from gpushare_agent.kubelet.device_table import DeviceIds
-from gpushare_agent.model.allocations import ContainerKey
 from gpushare_agent.model.names import (
     VCORE_RESOURCE,
-    DeviceId,
     GpuUuid,
-    PodUid,
     device_id,
-    known_as,
-    split_device_id,
     unit_id,
 )
 from gpushare_agent.model.resources import ResourceKind
 from tests.sandbox.support_sandbox import key_of
 from tests.support_core import NAMES, allocation, container, inventory, pod, used_blocks, used_cores
-
-GPU = GpuUuid("GPU-0")
-UNITS = 6
-HOLDER = frozenset({ContainerKey(PodUid("uid"), "main")})
-HELD = st.sets(st.tuples(st.integers(0, UNITS - 1), st.booleans()), max_size=UNITS)
-
-
-@given(HELD)
-def test_a_gpu_has_as_many_ids_as_units_whatever_containers_hold(held: set[tuple[int, bool]]) -> None:
-    """What is held is there under the text that its container has, and no free number goes out under a second one."""
-    devices = {_device(number, is_earlier) for number, is_earlier in held}
-    offered = offered_ids({GPU: UNITS}, dict.fromkeys(devices, HOLDER))[GPU]
-    free = [device for device in offered if device not in devices]
-    assert devices <= set(offered)
-    assert len(offered) == len(set(offered)) == UNITS
-    assert not {split_device_id(device) for device in free} & {split_device_id(device) for device in devices}
-    assert all(
-        device == device_id(GPU, number) for device in free for _, number in [split_device_id(device) or (GPU, -1)]
-    )
-
-
-def _device(number: int, is_earlier: bool) -> DeviceId:
-    return known_as(device_id(GPU, number), f"{GPU}::{number}") if is_earlier else device_id(GPU, number)
-
-
-async def test_the_table_takes_the_new_text_when_the_container_ends() -> None:
-    """Until then it has the old one, and it alone, also when it is allocated anew."""
-    gpus = inventory(1)
-    uuid, ids, cache = gpus.gpus[0].uuid, DeviceIds(), AllocationCache()
-    tables = DeviceTables(
-        names=NAMES, inventory=lambda: gpus, offered=lambda: gpus, cache=cache, ids=ids, no_shares=lambda: False
-    )
-    cache.subscribe(tables.allocation_changed)
-    tables.refresh()
-    old = ids.read([f"{uuid}::{n}" for n in range(3)])
-    share = allocation(pod("old", container(cores=3)), "main", [], [])
-    share = replace(share.with_ids(ResourceKind.VCORE, frozenset(old)), gpus=(uuid,))
-    async with asyncio.TaskGroup() as tasks:
-        running = tasks.create_task(tables.run())
-        cache.put(share)
-        await _listed(tables, [f"{uuid}::{n}" for n in range(3)] + [f"{key_of(uuid)}-{n}" for n in range(3, 100)])
-        cache.release(share.key)
-        await _listed(tables, [f"{key_of(uuid)}-{n}" for n in range(100)])
-        running.cancel()
-    assert len(tables.tables[VCORE_RESOURCE].devices) == 100
 
 
 async def test_cores_come_back_when_a_unit_ends_whose_resource_is_no_longer_offered() -> None:

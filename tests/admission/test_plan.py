@@ -6,9 +6,9 @@ import pytest
 from msgspec.structs import replace
 
 from gpushare_agent.admission.allocation_cache import AllocationCache
-from gpushare_agent.admission.decisions.decide import Decision, check, plan
+from gpushare_agent.admission.decisions.decide import Decision, check, offer_accounts, plan
 from gpushare_agent.admission.decisions.identity import Target
-from gpushare_agent.admission.decisions.ledger import Ledger, Offer, Policy, free_ids, offer_accounts
+from gpushare_agent.admission.decisions.ledger import Case, Ledger, Policy
 from gpushare_agent.model.allocations import Allocation
 from gpushare_agent.model.errors import RefusalReason, Refused
 from gpushare_agent.model.gpus import GpuInventory, Health
@@ -37,11 +37,8 @@ def serve(owner: Pod, name: str = "main") -> Target:
 def planned(
     target: Target, kind: ResourceKind, available: list[str], facts: Ledger, must: tuple[str, ...] = ()
 ) -> Decision | Refused:
-    size = NAMES.requested(target.container, kind)
-    offer = Offer(kind=kind, available=available, must_include=must, size=size)
-    free = free_ids(target, kind, available, facts)
-    gpus = offer_accounts(target, offer, free, facts, POLICY)
-    return plan(target, offer, free=free, ledger=facts, policy=POLICY, gpus=gpus)
+    case = Case(target, kind, available, facts, POLICY, must)
+    return plan(case, offer_accounts(case))
 
 
 def all_ids(gpus: int = 2, count: int = 100) -> list[str]:
@@ -103,7 +100,7 @@ def test_requests_that_cannot_be_are_refused_with_what_is_valid(cores: int, bloc
 def test_allocated_ids_bind_the_gpu() -> None:
     """What the kubelet allocated counts, not what was planned."""
     target = serve(pod("new", container(cores=10, blocks=4)))
-    result = check(target, CORES, ids(1, range(10)), ledger(target), POLICY, (GpuUuid("GPU-0"),))
+    result = check(Case(target, CORES, ids(1, range(10)), ledger(target), POLICY), (GpuUuid("GPU-0"),))
     assert result == (GpuUuid("GPU-1"),)
 
 
@@ -121,7 +118,7 @@ def test_allocated_ids_bind_the_gpu() -> None:
 def test_wrong_ids_are_refused(given: list[str], reason: RefusalReason) -> None:
     """Too few, twice, of no GPU, beyond the GPU, of two GPUs."""
     target = serve(pod("new", container(cores=10, blocks=4)))
-    result = check(target, CORES, given, ledger(target), POLICY, ())
+    result = check(Case(target, CORES, given, ledger(target), POLICY), ())
     assert isinstance(result, Refused) and result.reason is reason
     assert "default/new" in result.detail
 
@@ -130,7 +127,7 @@ def test_ids_of_a_live_container_are_refused() -> None:
     """Whatever the kubelet believes, no ID is given twice."""
     target = serve(pod("new", container(cores=10, blocks=4)))
     facts = ledger(target, allocation(pod("old"), "main", ids(0, range(5)), []))
-    result = check(target, CORES, ids(0, range(10)), facts, POLICY, ())
+    result = check(Case(target, CORES, ids(0, range(10)), facts, POLICY), ())
     assert isinstance(result, Refused) and result.reason is RefusalReason.DEVICE_IN_USE
 
 
@@ -139,7 +136,9 @@ def test_memory_is_charged_to_the_gpu_of_the_cores() -> None:
     target = serve(pod("new", container(cores=10, blocks=60)))
     old = allocation(pod("old"), "main", ids(0, range(5)), ids(1, range(50)))
     mine = allocation(target.pod, "main", ids(0, range(10, 20)), [])
-    result = check(target, MEMORY, ids(1, range(50, 96)) + ids(0, range(14)), ledger(target, old, mine), POLICY, ())
+    result = check(
+        Case(target, MEMORY, ids(1, range(50, 96)) + ids(0, range(14)), ledger(target, old, mine), POLICY), ()
+    )
     assert isinstance(result, Refused) and result.reason is RefusalReason.NOT_ENOUGH_MEMORY
     assert "46 memory blocks (11.5 GiB) free" in result.detail
 
@@ -148,9 +147,9 @@ def test_a_whole_gpu_must_be_free() -> None:
     """All hundred IDs do not help while its memory is charged."""
     target = serve(pod("new", container(cores=100)))
     whole = ids(0, range(100))
-    assert check(target, CORES, whole, ledger(target), POLICY, ()) == (GpuUuid("GPU-0"),)
+    assert check(Case(target, CORES, whole, ledger(target), POLICY), ()) == (GpuUuid("GPU-0"),)
     waiting = replace(allocation(pod("old"), "main", [], ids(0, range(3))), gpus=(GpuUuid("GPU-0"),))
-    result = check(target, CORES, whole, ledger(target, waiting), POLICY, ())
+    result = check(Case(target, CORES, whole, ledger(target, waiting), POLICY), ())
     assert isinstance(result, Refused) and result.reason is RefusalReason.NOT_ENOUGH_CORES
 
 
@@ -159,7 +158,7 @@ def test_an_unhealthy_gpu_is_not_given() -> None:
     target = serve(pod("new", container(cores=10, blocks=4)))
     found = inventory()
     sick = replace(found, gpus=(replace(found.gpus[0], health=Health.UNHEALTHY), found.gpus[1]))
-    result = check(target, CORES, ids(0, range(10)), ledger(target, gpus=sick), POLICY, ())
+    result = check(Case(target, CORES, ids(0, range(10)), ledger(target, gpus=sick), POLICY), ())
     assert isinstance(result, Refused) and result.reason is RefusalReason.NO_HEALTHY_GPU
 
 
@@ -200,7 +199,7 @@ def test_an_heir_of_a_full_gpu_counts_the_init_containers_units_as_its_own() -> 
     init = allocation(owner, "i", ids(0, range(40)), ids(0, range(50)), ContainerKind.INIT)
     facts = ledger(target, init, allocation(pod("old"), "main", ids(0, range(60, 100)), ids(0, range(90, 96))))
     given = ids(0, range(60))
-    assert check(target, CORES, given, facts, POLICY, ()) == (GpuUuid("GPU-0"),)
+    assert check(Case(target, CORES, given, facts, POLICY), ()) == (GpuUuid("GPU-0"),)
 
 
 def test_an_init_container_with_more_gpus_than_its_heir_is_refused() -> None:
@@ -230,11 +229,8 @@ def test_a_gpu_with_as_many_shares_as_one_can_serve_takes_no_more() -> None:
     target = serve(pod("new", container(cores=10, blocks=4)))
 
     def place(facts: Ledger, which: Target = target) -> Decision | Refused:
-        size = NAMES.requested(which.container, CORES)
-        offer = Offer(kind=CORES, available=all_ids(), must_include=(), size=size)
-        free = free_ids(which, CORES, all_ids(), facts)
-        gpus = offer_accounts(which, offer, free, facts, policy)
-        return plan(which, offer, free=free, ledger=facts, policy=policy, gpus=gpus)
+        case = Case(which, CORES, all_ids(), facts, policy)
+        return plan(case, offer_accounts(case))
 
     found = place(ledger(target, *held, init))
     assert isinstance(found, Decision) and found.gpus == (GpuUuid("GPU-1"),)

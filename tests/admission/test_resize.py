@@ -19,10 +19,10 @@ from gpushare_agent.admission.decisions.resize import (
     mode_refusal,
     parse_resize,
     status_text,
-    unknown_containers,
+    unknown_name,
 )
 from gpushare_agent.isolation import ISOLATIONS
-from gpushare_agent.model.allocations import Allocation, ResizedShare, ShareSize
+from gpushare_agent.model.allocations import Allocation, Charge, ResizedShare, ShareSize
 from gpushare_agent.model.isolation import ResizeMode
 from gpushare_agent.model.names import GpuUuid
 from gpushare_agent.model.pods import ContainerKind
@@ -38,7 +38,7 @@ FREE = ResizePolicy(names=NAMES, mode=ResizeMode.FREE_CAPACITY)
 
 def account(**changes: object) -> GpuAccount:
     """GPU 0 as charged for the other containers: 96 blocks, 40 cores and 16 blocks of others."""
-    empty = GpuAccount(index=0, uuid=GpuUuid("GPU-0"), memory_mib=96 * 256, used_cores=40, used_blocks=16)
+    empty = GpuAccount(index=0, uuid=GpuUuid("GPU-0"), memory_mib=96 * 256, used=Charge(cores=40, blocks=16))
     return replace(empty, **changes)  # type: ignore[arg-type]
 
 
@@ -126,7 +126,7 @@ def test_what_is_written_is_read(sizes: dict[str, tuple[int | None, int | None]]
 
 def test_containers_that_the_pod_does_not_have_are_named() -> None:
     """A slip of the pen would otherwise go unseen."""
-    assert unknown_containers(POD, {"main": DesiredSize(cores=1), "mian": DesiredSize(cores=1)}) == ("mian",)
+    assert unknown_name(POD, {"main": DesiredSize(cores=1), "mian": DesiredSize(cores=1)}) == "mian"
 
 
 # --- what may be resized ---
@@ -202,7 +202,7 @@ def test_what_is_booked_already_needs_no_free_capacity() -> None:
         target=ShareSize(cores=5, memory=2),
         charged=ShareSize(cores=30, memory=2),
     )
-    full = {"used_cores": 100, "used_blocks": 96}
+    full = {"used": Charge(cores=100, blocks=96)}
     outcome = decided(cores=25, memory=1, known=known, **full)
     assert isinstance(outcome, ResizedShare) and outcome.charged == ShareSize(cores=30, memory=2)
     assert isinstance(decided(cores=25, memory=3, known=known, **full), ResizeRefused)

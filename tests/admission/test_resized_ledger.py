@@ -8,7 +8,6 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 from msgspec.structs import replace
 
 from gpushare_agent.admission.allocation_cache import AllocationCache
-from gpushare_agent.admission.decisions.ledger import Policy, gpu_accounts
 from gpushare_agent.admission.decisions.resize import DesiredSize, ResizePolicy, decide_resize, enforced
 from gpushare_agent.admission.device_tables import offered_ids, withheld
 from gpushare_agent.admission.resizing import GrowthAccounts
@@ -30,7 +29,7 @@ KINDS = (ResourceKind.VCORE, ResourceKind.VMEMORY)
 
 def accounts(cache: AllocationCache) -> list[GpuAccount]:
     """As new containers see them."""
-    return gpu_accounts(None, cache.ledger(GPUS), Policy(names=NAMES))
+    return cache.ledger(GPUS).accounts(NAMES)
 
 
 def charged(cache: AllocationCache) -> GrowthAccounts:
@@ -67,9 +66,9 @@ class Node(RuleBasedStateMachine):
     def healthy_ids(self, kind: ResourceKind) -> list[str]:
         """Those that ListAndWatch offers and the kubelet has not handed out."""
         holders = {kind: self.cache.holders(kind) for kind in NAMES.table}
-        offered = offered_ids({gpu.uuid: NAMES.units(gpu, kind) for gpu in GPUS.gpus}, holders[kind])
+        offered = offered_ids({gpu.uuid: NAMES.units(gpu, kind) for gpu in GPUS.gpus})
         borrowed = {gpu: charge.count(kind) for gpu, charge in self.cache.borrowed().items()}
-        kept_back = withheld(kind, accounts(self.cache), offered, holders, NAMES, no_shares=False, borrowed=borrowed)
+        kept_back = withheld(kind, accounts(self.cache), offered, holders[kind], NAMES, borrowed=borrowed)
         return [
             device
             for devices in offered.values()
@@ -108,7 +107,7 @@ class Node(RuleBasedStateMachine):
                 continue
             account = decided.without(own)
             assert account is not None
-            assert (account.used_cores, account.used_blocks) == charged_for_others(self.cache, key)
+            assert (account.used.cores, account.used.blocks) == charged_for_others(self.cache, key)
             wanted = DesiredSize(cores=cores, memory=memory)
             outcome = decide_resize(own, wanted, known, account, ISOLATIONS["hami-core"], FREE)
             if isinstance(outcome, ResizedShare):
@@ -230,7 +229,7 @@ def test_what_a_share_gives_back_is_for_growth_alone() -> None:
     cache.put(SECOND)
     cache.charge(share(FIRST, (20, 2), (20, 2)))
     assert used_cores(cache) == {GPU: 90} and used_blocks(cache) == {GPU: 12}
-    assert (account := charged(cache).without(SECOND)) is not None and (account.used_cores, account.used_blocks) == (
+    assert (account := charged(cache).without(SECOND)) is not None and (account.used.cores, account.used.blocks) == (
         20,
         2,
     )
@@ -249,7 +248,7 @@ def test_an_init_container_keeps_its_ids_booked() -> None:
     cache.charge(share(FIRST, (20, 2), (20, 2)))
     assert cache.charges_for_growth() == {GPU: Charge(cores=40, blocks=8, shares=1)}
     assert (account := charged(cache).without(FIRST)) is not None
-    assert (account.used_cores, account.used_blocks) == charged_for_others(cache, FIRST.key) == (40, 8)
+    assert (account.used.cores, account.used.blocks) == charged_for_others(cache, FIRST.key) == (40, 8)
 
 
 def test_a_size_is_lost_with_its_gpu_and_its_container() -> None:

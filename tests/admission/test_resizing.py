@@ -8,6 +8,7 @@ from typing import Any
 
 import gpushare_agent
 from gpushare_agent.admission.allocation_cache import AllocationCache
+from gpushare_agent.admission.claim_pods import ClaimPods
 from gpushare_agent.admission.decisions.resize import ResizePolicy
 from gpushare_agent.admission.resizing import ResizeReports, ShareResizing
 from gpushare_agent.cluster.pod_store import PodStore
@@ -43,12 +44,19 @@ class World:
         policy = ResizePolicy(names=NAMES, mode=ResizeMode.FREE_CAPACITY)
         self.resizing = ShareResizing(
             cache=self.cache,
-            pods=store,
+            pods=ClaimPods(store, self.cache),
             inventory=lambda: GPUS,
             policy=policy,
             file=None,
             enforcement=self,
-            reports=ResizeReports(cache=self.cache, pods=store, policy=policy, observer=self, clock=lambda: 0.0),
+            reports=ResizeReports(
+                cache=self.cache,
+                pods=ClaimPods(store, self.cache),
+                policy=policy,
+                annotations=self,
+                events=self,
+                clock=lambda: 0.0,
+            ),
         )
 
     def isolation_of(self, pod: Pod) -> Isolation | None:
@@ -57,10 +65,12 @@ class World:
     async def enforce(self, allocation: Allocation, pod: Pod) -> str:
         return ""
 
-    def resize_refused(self, pod: Pod, detail: str) -> None:
+    # As PodEvents and PodAnnotations:
+
+    def warned(self, pod: Pod, reason: str, text: str) -> None:
         self.refused.append(pod.name)
 
-    def resized(self, pod: Pod, detail: str) -> None:
+    def noted(self, pod: Pod, reason: str, text: str) -> None:
         pass
 
     def resize_status(self, pod: Pod, status: str | None) -> None:

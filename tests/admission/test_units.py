@@ -12,9 +12,9 @@ from msgspec.structs import replace
 
 from gpushare_agent.admission.decisions.decide import check
 from gpushare_agent.admission.decisions.identity import Target
-from gpushare_agent.admission.decisions.ledger import Policy, gpu_accounts
+from gpushare_agent.admission.decisions.ledger import Case, Policy
 from gpushare_agent.admission.decisions.recovery import Records, rebuild
-from gpushare_agent.admission.device_tables import offered_ids, unit_ids, withheld, withheld_units
+from gpushare_agent.admission.device_tables import Missing, offered_ids, unit_ids, withheld
 from gpushare_agent.kubelet.device_table import DeviceIds
 from gpushare_agent.kubelet.records import CheckpointEntry
 from gpushare_agent.model.allocations import NO_CHARGE
@@ -82,14 +82,16 @@ def healthy(world: Node, resource: str) -> dict[int, int]:
     """How many IDs of each GPU the kubelet may still hand out, and those that are allocated."""
     kind = world.policy.names.kind_of(resource)
     ledger = world.cache.ledger(world.found)
-    accounts, holders = gpu_accounts(None, ledger, world.policy), ledger.holders
+    accounts, holders = ledger.accounts(world.policy.names), ledger.holders
     if kind is ResourceKind.GPU:
         ids = unit_ids(world.found.gpus, resource, world.policy.names.nvidia, ())
         unlike = world.policy.names.nvidia.unlike(world.found.gpus)
-        kept_back = withheld_units(accounts, ids, holders[kind], no_replicas=False, no_units=bool(unlike))
+        kept_back = withheld(
+            kind, accounts, ids, holders[kind], world.policy.names, borrowed={}, missing=Missing(units=bool(unlike))
+        )
     else:
-        ids = offered_ids({gpu.uuid: world.policy.names.units(gpu, kind) for gpu in world.found.gpus}, holders[kind])
-        kept_back = withheld(kind, accounts, ids, holders, world.policy.names, no_shares=False, borrowed={})
+        ids = offered_ids({gpu.uuid: world.policy.names.units(gpu, kind) for gpu in world.found.gpus})
+        kept_back = withheld(kind, accounts, ids, holders[kind], world.policy.names, borrowed={})
     return {gpu.index: sum(device not in kept_back for device in ids[gpu.uuid]) for gpu in world.found.gpus}
 
 
@@ -420,5 +422,5 @@ def test_a_unit_on_the_terms_of_before_is_given_where_it_has_room(unit: str, is_
     number, _, terms = unit.partition("/")
     target = Target(pod=pod("late", asks(gpu=1)), container=asks(gpu=1))
     ids = [unit_id(gpu.uuid, int(number), terms)]
-    found = check(target, ResourceKind.GPU, ids, world.cache.ledger(world.found), world.policy, ())
+    found = check(Case(target, ResourceKind.GPU, ids, world.cache.ledger(world.found), world.policy), ())
     assert (found == (gpu.uuid,)) is is_accepted

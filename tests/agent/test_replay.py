@@ -18,7 +18,7 @@ from grpclib.const import Cardinality, Handler
 from grpclib.server import Server, Stream
 from msgspec.structs import replace
 
-from gpushare_agent.admission.admission import Admission, ContainerStarts, RefusedPods
+from gpushare_agent.admission.admission import Admission, RefusedPods
 from gpushare_agent.admission.allocation_cache import AllocationCache
 from gpushare_agent.admission.decisions.container_edits import EditPolicy
 from gpushare_agent.admission.decisions.decide import Decision
@@ -198,23 +198,15 @@ async def open_agent(directory: Path) -> AsyncIterator[Agent]:
         edits=lambda: edits,
         refused_pods=refused,
         observer=recorder,
-        wait_for_release=nothing_ends,
-        clock=time.monotonic,
-    )
-    starts = ContainerStarts(
-        cache=cache,
-        pods=store,
-        names=NAMES,
-        inventory=lambda: gpus,
         records=KubeletCheckpoint(directory, ids),
         prepare=nothing_to_prepare,
-        observer=recorder,
+        wait_for_release=nothing_ends,
         clock=time.monotonic,
     )
     servers, channels = [], {}
     for resource in (VCORE_RESOURCE, VMEMORY_RESOURCE):
-        pre_start = starts.pre_start if resource == VCORE_RESOURCE else None
-        plugin = DevicePlugin(resource, DeviceTable(), admission, recorder, ids, pre_start=pre_start)
+        starts = resource == VCORE_RESOURCE
+        plugin = DevicePlugin(resource, DeviceTable(), admission, recorder, ids, has_pre_start=starts)
         server = GrpcServer([plugin], decoders=FAST_DECODERS)
         path = directory / f"{len(servers)}.sock"
         await server.serve(bind_unix_socket(path, mode=0o600))

@@ -11,6 +11,7 @@ import pytest
 
 from gpushare_agent.cluster.kube.pods import MAX_SCHEDULER_CHARS
 from gpushare_agent.cluster.node_annotations import ALLOCATIONS_ANNOTATION, GPUS_ANNOTATION
+from gpushare_agent.model.allocations import Charge
 from gpushare_agent.model.names import GpuUuid
 from gpushare_agent.model.resources import Request
 from gpushare_agent.placement import GpuAccount
@@ -137,11 +138,11 @@ async def test_so_many_requests_of_a_waiting_pod() -> None:
 @pytest.mark.parametrize(
     ("request_", "state", "text"),
     [
-        ((30, 8), {"used_cores": 80}, "10 cores short"),
-        ((30, 60), {"used_cores": 80, "used_blocks": 10}, "10 cores and 1.5 GiB short"),
-        ((30, 70), {"used_cores": 80}, "too small, with 16 GiB in all"),
+        ((30, 8), {"used": Charge(cores=80)}, "10 cores short"),
+        ((30, 60), {"used": Charge(cores=80, blocks=10)}, "10 cores and 1.5 GiB short"),
+        ((30, 70), {"used": Charge(cores=80)}, "too small, with 16 GiB in all"),
         ((30, 8), {}, ""),
-        ((200, 0), {"used_cores": 1}, "in use: 99 cores and 16 GiB are free, and all of both are needed"),
+        ((200, 0), {"used": Charge(cores=1)}, "in use: 99 cores and 16 GiB are free, and all of both are needed"),
         ((200, 0), {}, ""),
         ((30, 8), {"is_healthy": False}, "out of service"),
         ((100, 0), {"instance": "0:1"}, "a MIG instance, and no whole GPU"),

@@ -107,8 +107,8 @@ def test_after_the_moves_the_gpus_are_whole(found: tuple[Cluster, list[Object]],
     overfull = asyncio.run(both.read())
     for one in overfull.view.nodes:
         for gpu in one.ledger.gpus:
-            assert gpu.used_cores <= 100
-            assert gpu.used_blocks <= gpu.total_blocks
+            assert gpu.used.cores <= 100
+            assert gpu.used.blocks <= gpu.total_blocks
         assert one.used["cpu"] <= max(one.offer.allocatable["cpu"], cpu_of(read, one.name))
     # And once they have left.
     for raw in both.nodes:

@@ -34,7 +34,7 @@ from tests.cluster.support_kube import (
     raw_status,
 )
 from tests.dra.support_claims import ref_of
-from tests.support_core import allocation, container, ids, inventory, pod
+from tests.support_core import allocation, inventory, pod
 from tests.support_deadline import DEADLINE_S
 from tests.support_json import undecoded
 
@@ -87,7 +87,6 @@ def test_it_follows_the_claims_and_leaves_out_gpus_that_nobody_may_use() -> None
     gpus = inventory(3, memory_mib=16384)
     cache = AllocationCache()
     by_claim = ClaimShare(ref=ref_of(), shown_as="g", request="gpu", isolation="none")
-    cores = [one for gpu in (0, 1) for one in ids(gpu, range(100))]
     node = cast(
         "Node",
         SimpleNamespace(
@@ -100,7 +99,8 @@ def test_it_follows_the_claims_and_leaves_out_gpus_that_nobody_may_use() -> None
         ),
     )
     assert desired_free_gpus(node) == FreeGpus(part=1.0, taint_above=0.25)
-    cache.put(replace(allocation(pod("p", container("main", 200)), "main", cores, []), claim=by_claim))
+    used = replace(allocation(pod("p"), "main", [], []), charge=Charge(cores=100, wholes=1), claim=by_claim)
+    cache.put(replace(used, gpus=tuple(gpu.uuid for gpu in gpus.gpus[:2])))
     assert desired_free_gpus(node) == FreeGpus(part=0.0, taint_above=0.25)
 
 

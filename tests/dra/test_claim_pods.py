@@ -12,10 +12,9 @@ from gpushare_agent.agent.composition import build
 from gpushare_agent.cluster.pod_store import PodStore
 from gpushare_agent.gpus.part import open_driver
 from gpushare_agent.isolation.kept import NOBODY
-from gpushare_agent.model.allocations import Allocation, ClaimShare, ContainerKey
-from gpushare_agent.model.names import CORE_LIMIT_ANNOTATION, ISOLATION_ANNOTATION, GpuUuid, PodUid, device_id
+from gpushare_agent.model.allocations import Allocation, Charge, ClaimShare, ContainerKey
+from gpushare_agent.model.names import CORE_LIMIT_ANNOTATION, ISOLATION_ANNOTATION, GpuUuid, PodUid
 from gpushare_agent.model.pods import ContainerKind
-from gpushare_agent.model.resources import ResourceKind
 from gpushare_agent.settings.settings import load_settings
 from tests.dra.support_claims import ref_of, uid_of, using
 from tests.support_core import pod
@@ -79,12 +78,8 @@ def test_a_view_of_two_requests_is_one_share() -> None:
     for key, cores in ((KEY_A, 20), (KEY_B, 30)):
         made = booked(key, 0)
         assert made.claim is not None
-        units = frozenset(device_id(GpuUuid("GPU-0"), 1000 * cores + number) for number in range(cores))
-        cache.put(
-            replace(
-                made.with_ids(ResourceKind.VCORE, units), claim=replace(made.claim, view="a", core_limit=cores + 20)
-            )
-        )
+        claim = replace(made.claim, view="a", core_limit=cores + 20)
+        cache.put(replace(made, charge=Charge(cores=cores), claim=claim))
     (share,) = ClaimPods(PodStore(), cache).shares().values()
     assert (share.key, share.size.cores, share.gpus) == (KEY_A, 50, (GpuUuid("GPU-0"),))
     assert share.claim is not None and share.claim.core_limit == 50

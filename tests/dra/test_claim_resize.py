@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from gpushare_agent.admission.allocation_cache import AllocationCache
 from gpushare_agent.admission.claim_pods import ClaimPods
 from gpushare_agent.admission.decisions.resize import ResizePolicy
-from gpushare_agent.admission.resizing import ResizeReporter, ResizeReports, ShareResizing
+from gpushare_agent.admission.resizing import ResizeReports, ShareResizing
 from gpushare_agent.cluster.pod_store import PodStore
 from gpushare_agent.dra.claims import allocations_of
 from gpushare_agent.dra.decisions.claim import read_claim
@@ -39,12 +39,12 @@ class World:
         claim = read_claim(undecoded(raw), driver=DRIVER, pool=NODE)
         made = prepare_claim(claim, gpus, users, edit_policy("vcuda"), 256)
         assert isinstance(made, PreparedClaim)
-        for allocation in allocations_of(made, self.cache.ledger(inventory(2)), NAMES, 0.0):
+        for allocation in allocations_of(made, NAMES, 0.0):
             self.cache.put(allocation)
         self.statuses: dict[str, str | None] = {}
         self.events: list[tuple[str, str]] = []
         self.enforced: list[tuple[ContainerKey, ShareSize]] = []
-        policy, observer = ResizePolicy(names=NAMES, mode=mode), ResizeReporter(self, self, self.pods.using)
+        policy = ResizePolicy(names=NAMES, mode=mode)
         self.resizing = ShareResizing(
             cache=self.cache,
             pods=self.pods,
@@ -53,7 +53,7 @@ class World:
             file=None,
             enforcement=self,
             reports=ResizeReports(
-                cache=self.cache, pods=self.pods, policy=policy, observer=observer, clock=lambda: 0.0
+                cache=self.cache, pods=self.pods, policy=policy, annotations=self, events=self, clock=lambda: 0.0
             ),
         )
 

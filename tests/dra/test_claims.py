@@ -109,33 +109,6 @@ async def test_a_record_of_a_newer_agent_is_read(tmp_path: Path) -> None:
     assert driver.claims.prepared == {first.ref.uid: first}
 
 
-async def test_results_that_an_earlier_build_recorded_under_one_key_are_all_booked(tmp_path: Path) -> None:
-    """It wrote one name for two requests, and booked one of them. Their files are under that name until the claim ends."""
-    driver = Driver(
-        tmp_path, raw_claim(result("a", 0, cores=90), result("a", 1), result("a-gpu-0", 0, cores=1, memory="1Gi"))
-    )
-    await prepared(driver)
-    path = tmp_path / "records" / f"{uid_of(1)}.json"
-    record = json.loads(path.read_text())
-    for one, view in zip(record["results"], ("a-gpu-0", "a-gpu-0", ""), strict=True):
-        one |= {"key": "a-gpu-1" if one["device"] == "gpu-1" else "a-gpu-0", "view": view}
-    path.write_text(json.dumps(record))
-    driver.claims = driver.new_claims()
-    await driver.claims.restore()
-    assert used_cores(driver.cache) == {GpuUuid("GPU-0"): 91, GpuUuid("GPU-1"): 40}
-    assert [(one.key.container, one.claim and one.claim.view) for one in driver.cache] == [
-        ("a-gpu-0", "a-gpu-0"),
-        ("a-gpu-0-2", "a-gpu-0"),
-        ("a-gpu-1", "a-gpu-0"),
-    ]
-    again = await prepared(driver)
-    driver.claims = driver.new_claims()
-    await driver.claims.restore()
-    assert driver.claims.prepared == {uid_of(1): again} and used_cores(driver.cache)[GpuUuid("GPU-0")] == 91
-    await driver.claims.unprepare(ref_of())
-    assert not len(driver.cache) and not driver.records() and not driver.specs()
-
-
 async def test_two_results_of_which_one_is_named_as_the_other_are_both_booked(tmp_path: Path) -> None:
     driver = Driver(
         tmp_path, raw_claim(result("a", 0, cores=90), result("a", 1), result("a-gpu-0", 0, cores=1, memory="1Gi"))
@@ -170,8 +143,8 @@ async def test_compute_that_follows_the_memory_is_booked_for_nobody(tmp_path: Pa
         tmp_path, raw_claim(result(cores=0, memory="12Gi")), raw_claim(result(cores=100, memory="12Gi"), number=2)
     )
     made = await prepared(driver)
-    (edits,) = (one.container_edits.env for one in made.spec.devices)
-    assert "CUDA_DEVICE_SM_LIMIT_0=50" in edits and used_cores(driver.cache) == {}
+    (edits,) = (dict(one.edits.env) for one in made.results)
+    assert edits["CUDA_DEVICE_SM_LIMIT_0"] == "50" and used_cores(driver.cache) == {}
     await prepared(driver, 2)
     assert used_cores(driver.cache) == {GpuUuid("GPU-0"): 100} and used_blocks(driver.cache) == {GpuUuid("GPU-0"): 96}
 
@@ -359,10 +332,8 @@ async def test_whole_gpus_of_two_claims_in_one_container_are_all_in_its_list(tmp
         if not expected:
             assert isinstance(made[1], Refused) and "container x of pod p uses the claim claim-1 too" in made[1].detail
             continue
-        visible = [
-            env for one in made if isinstance(one, PreparedClaim) for env in one.spec.devices[0].container_edits.env
-        ]
-        assert visible == [f"NVIDIA_VISIBLE_DEVICES={expected}"] * 2
+        visible = [value for one in made if isinstance(one, PreparedClaim) for _, value in one.results[0].edits.env]
+        assert visible == [expected] * 2
         assert [[one.gpu for one in claim.results] for claim in driver.claims.prepared.values()] == [
             ["GPU-1"],
             ["GPU-0"],
@@ -505,8 +476,7 @@ async def test_pods_that_use_the_claim_decide_its_views(tmp_path: Path) -> None:
         assert not waiting.done()
         driver.pod("p", *containers, claims={"g": "claim-1"})
     made = waiting.result()
-    visible = [[pair for pair in one.container_edits.env if "VISIBLE" in pair] for one in made.spec.devices]
-    assert sorted(visible) == [["NVIDIA_VISIBLE_DEVICES=GPU-0"], ["NVIDIA_VISIBLE_DEVICES=GPU-1"]]
+    assert sorted(dict(one.edits.env)["NVIDIA_VISIBLE_DEVICES"] for one in made.results) == ["GPU-0", "GPU-1"]
 
 
 @pytest.mark.parametrize("isolation", ["hami-core", "vcuda", "mps"])

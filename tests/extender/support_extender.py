@@ -36,6 +36,7 @@ from gpushare_agent.extender.messages import BindArgs
 from gpushare_agent.extender.metrics import ExtenderMetrics
 from gpushare_agent.extender.objects import lean_pod, read_node
 from gpushare_agent.extender.values import ClusterPolicy
+from gpushare_agent.model.allocations import Charge
 from gpushare_agent.model.errors import Refused
 from gpushare_agent.model.gpus import Topology
 from gpushare_agent.model.names import (
@@ -253,10 +254,7 @@ class FakeCluster:
                     uuid=gpu["uuid"],
                     memory_mib=gpu["memory_mib"],
                     is_healthy=gpu["is_healthy"],
-                    used_cores=cores,
-                    used_blocks=blocks,
-                    used_units=units,
-                    is_whole=wholes > 0,
+                    used=Charge(cores=cores, blocks=blocks, units=units, wholes=wholes),
                 )
             )
         return accounts

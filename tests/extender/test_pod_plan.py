@@ -62,8 +62,8 @@ def test_the_agent_does_what_was_planned(
         assert admitted == {c.name: c.gpus for c in planned.containers if c.gpus}
         for gpu, after in zip(before, accounts(found, node.cache), strict=True):
             charge = planned.charges.get(gpu.index, NO_CHARGE)
-            assert after.used_cores - gpu.used_cores == charge.cores
-            assert after.used_blocks - gpu.used_blocks == charge.blocks
+            assert after.used.cores - gpu.used.cores == charge.cores
+            assert after.used.blocks - gpu.used.blocks == charge.blocks
 
 
 @given(st.lists(st.none() | st.floats(-1, 1), max_size=200))

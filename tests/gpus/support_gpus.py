@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
+from gpushare_agent.model.allocations import Charge
 from gpushare_agent.model.gpus import Link, Topology
 from gpushare_agent.model.names import CORES_PER_GPU, MEMORY_BLOCK_MIB, GpuUuid
 from gpushare_agent.placement import GpuAccount
@@ -43,8 +44,7 @@ def gpu(
         uuid=uuid_of(index),
         is_healthy=healthy,
         memory_mib=total * MEMORY_BLOCK_MIB,
-        used_cores=CORES_PER_GPU - cores,
-        used_blocks=0 if blocks is None else total - blocks,
+        used=Charge(cores=CORES_PER_GPU - cores, blocks=0 if blocks is None else total - blocks),
     )
 
 

@@ -54,7 +54,7 @@ async def bench(*, pre_start_required: bool = True, call_timeout_s: float = DEAD
         admission,
         rpcs,
         DeviceIds([GpuUuid("GPU-a"), GpuUuid("GPU-b")]),
-        pre_start=admission.pre_start if pre_start_required else None,
+        has_pre_start=pre_start_required,
         call_timeout_s=call_timeout_s,
     )
     async with serving(plugin, decoders=FAST_DECODERS) as path, Channel(path=str(path)) as channel:

@@ -138,7 +138,7 @@ async def test_every_waiter_sees_the_newest_version_of_several_changes() -> None
 
 def rows_of(kind: ResourceKind, names: ResourceNames, *gpus: Gpu) -> list[DeviceRow]:
     """Of a node that nobody uses yet."""
-    devices = offered_ids({one.uuid: names.units(one, kind) for one in gpus}, {})
+    devices = offered_ids({one.uuid: names.units(one, kind) for one in gpus})
     return device_rows(inventory(*gpus), devices, DeviceIds(one.uuid for one in gpus))
 
 

@@ -182,7 +182,7 @@ async def test_calls_are_held_until_the_ledger_is_there_and_counted() -> None:
         idle = tasks.create_task(calls.wait_idle())
         await asyncio.sleep(0)
         assert not handler.calls.events and not idle.done()
-        calls.open(handler, handler.pre_start)
+        calls.open(handler)
         assert (await preferred, await allocated, await started) == (["a"], ContainerEdits(), None)
         await idle
 
@@ -191,7 +191,7 @@ async def test_calls_close_in_the_step_that_ends_an_admission() -> None:
     """The next call waits, although it came before anybody could have run in between, and the next handler answers it."""
     first, second = FakeAdmission(), FakeAdmission()
     calls = QueuedCalls()
-    calls.open(first, first.pre_start)
+    calls.open(first)
     allocated = ("allocate", "r", ["a"])
 
     async def admit() -> None:
@@ -208,7 +208,7 @@ async def test_calls_close_in_the_step_that_ends_an_admission() -> None:
         await closed
         await asyncio.sleep(0)
         assert first.calls.events[-1] == allocated and not admitted.done() and not started.done()
-        calls.open(second, second.pre_start)
+        calls.open(second)
         await admitted
         await started
     assert sorted(event[0] for event in second.calls.events) == ["pre_start", "preferred"]

@@ -43,7 +43,7 @@ async def test_a_list_inside_waits_for_an_open_allocate() -> None:
 
     async def prefer() -> None:
         async with gate.preferring() as inside:
-            await inside.list_entries()
+            await inside()
 
     async with asyncio.TaskGroup() as group:
         with gate.allocating():
@@ -61,7 +61,7 @@ async def test_a_list_inside_may_take_what_the_wait_before_it_left_of_two_second
 
     async def prefer() -> None:
         async with gate.preferring() as inside:
-            await inside.list_entries()
+            await inside()
 
     await prefer()
     async with asyncio.TaskGroup() as group:
@@ -78,7 +78,7 @@ async def test_an_allocate_that_never_ends_fails_the_list_in_time() -> None:
     with gate.allocating():
         async with gate.preferring() as inside:
             with pytest.raises(Unavailable, match="stays open"):
-                await inside.list_entries()
+                await inside()
 
 
 async def test_a_list_outside_waits_until_admissions_are_over_and_quiet() -> None:

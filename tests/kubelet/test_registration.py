@@ -55,7 +55,7 @@ async def agent(directory: Path, *, poll_s: float = NEVER_S, backoff: Backoff = 
         PluginEndpoint(
             device_plugin_path=directory,
             socket_name=socket_name,
-            plugin=DevicePlugin(name, tables[name], handler, RpcLog(), DeviceIds(), pre_start=handler.pre_start),
+            plugin=DevicePlugin(name, tables[name], handler, RpcLog(), DeviceIds(), has_pre_start=True),
         )
         for name, socket_name in SOCKETS.items()
     ]

@@ -14,6 +14,7 @@ from gpushare_agent.cli.explain import decision_parts
 from gpushare_agent.cli.graph import graph_document, tree_text
 from gpushare_agent.cli.inspect import inspection_document, node_of_document
 from gpushare_agent.cli.render_top import heading, top_lines
+from gpushare_agent.model.allocations import Charge
 from gpushare_agent.model.errors import Refused
 from gpushare_agent.model.names import CORES_PER_GPU
 from gpushare_agent.model.resources import Request, ResourceKind
@@ -59,10 +60,10 @@ def test_every_view_has_nvidias_name_of_an_instance() -> None:
     for tree in (tree_text(graph_document(document)), graph_text(node)):
         assert "--GPU1:0 " in tree and "--GPU1:1 " in tree and "--GPU3" not in tree
     accounts = [account_of(gpu, node.names) for gpu in node.inventory.gpus]
-    full = replace(accounts[0], used_cores=100)
+    full = replace(accounts[0], used=Charge(cores=100))
     placed = place(Request(cores=30, blocks=4), [full, accounts[2]], node.inventory.topology, share_policy="binpack")
     assert isinstance(placed, Placed) and placed.explanation == "GPU 1:1: the only GPU that fits"
-    used = [replace(accounts[1], used_cores=70), replace(accounts[2], used_cores=50)]
+    used = [replace(accounts[1], used=Charge(cores=70)), replace(accounts[2], used=Charge(cores=50))]
     refused = place(Request(cores=60, blocks=4), used, node.inventory.topology, share_policy="binpack")
     assert isinstance(refused, Refused) and "GPU 1:1 comes closest" in refused.detail
     one = replace(candidate(3, is_chosen=True, verdict="chosen"), label="1:1")

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from gpushare_agent.admission.allocation_cache import AllocationCache
-from gpushare_agent.admission.decisions.decide import Decision, check, plan
+from gpushare_agent.admission.decisions.decide import Decision, check, offer_accounts, plan
 from gpushare_agent.admission.decisions.identity import Target
-from gpushare_agent.admission.decisions.ledger import Offer, Policy, free_ids, offer_accounts
+from gpushare_agent.admission.decisions.ledger import Case, Policy
 from gpushare_agent.admission.device_tables import unit_ids
 from gpushare_agent.model.allocations import NO_CHARGE, Allocation
 from gpushare_agent.model.errors import RefusalReason, Refused
@@ -99,11 +99,8 @@ class Node:
             if len(available) < count - len(chosen):
                 return Refused(reason=RefusalReason.NOT_ENOUGH_CORES, detail="the kubelet has too few")
             available += chosen  # as the kubelet does
-            offer = Offer(kind=kind, available=available, must_include=chosen, size=count)
-            free = free_ids(target, kind, available, ledger)
-            gpus = offer_accounts(target, offer, free, ledger, self.policy)
-            policy = replace(self.policy, node_name="node")
-            outcome = plan(target, offer, free=free, ledger=ledger, policy=policy, gpus=gpus)
+            case = Case(target, kind, available, ledger, replace(self.policy, node_name="node"), chosen)
+            outcome = plan(case, offer_accounts(case))
             if isinstance(outcome, Refused):
                 return outcome
             assert isinstance(outcome, Decision)
@@ -113,7 +110,7 @@ class Node:
             planned = next(
                 (a.gpus for a in self.cache.of_pod(target.pod.uid) if a.kind is ContainerKind.INIT and a.gpus), ()
             )
-        gpus = check(target, kind, chosen, ledger, self.policy, planned)
+        gpus = check(Case(target, kind, chosen, ledger, self.policy), planned)
         if isinstance(gpus, Refused):
             return gpus
         old = self.cache.get(target.key)

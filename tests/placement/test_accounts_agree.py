@@ -263,15 +263,15 @@ def test_claims_are_charged_what_the_scheduler_has_counted(claims: list[tuple[in
         result = PreparedResult(
             key=ContainerKey(PodUid(f"uid-{number}"), "gpu"), request="gpu", device=f"gpu-{index}", share_id="",
             gpu=gpu.uuid, cores=100 if is_whole else cores, memory_mib=gpu.memory_mib if is_whole else blocks * 256,
-            is_whole=is_whole, cdi_devices=(), view="gpu", isolation="vcuda", is_admin=is_admin,
+            is_whole=is_whole, view="gpu", isolation="vcuda", is_admin=is_admin,
         )  # fmt: skip
         claim = PreparedClaim(
             ref=ClaimRef("default", f"claim-{number}", f"uid-{number}"), shown_as="gpu", pod="p",
-            results=(result,), spec={},
+            results=(result,),
         )  # fmt: skip
         ledger = cache.ledger(found)
         if not shortage(claim, ledger, NAMES):
-            for allocation in allocations_of(claim, ledger, NAMES, 0.0):
+            for allocation in allocations_of(claim, NAMES, 0.0):
                 cache.put(allocation)
                 counted[index][0] += result.cores
                 counted[index][1] += result.memory_mib

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from gpushare_agent.model.allocations import Charge
 from gpushare_agent.model.resources import Request
 from gpushare_agent.placement import GpuAccount
 from tests.gpus.support_gpus import gpu, uuid_of
@@ -23,15 +24,8 @@ def accounts(draw: st.DrawFn) -> GpuAccount:
         block_mib=draw(st.sampled_from([256, 300, 1024])),
         unit_mib=draw(st.sampled_from([1, 1000, 1024])),
         is_healthy=draw(st.booleans()),
-        used_cores=draw(counts),
-        used_blocks=draw(counts),
-        used_units=draw(counts),
-        is_whole=is_whole,
-        reusable_cores=draw(counts),
-        reusable_blocks=draw(counts),
-        reusable_units=draw(counts),
-        is_whole_reusable=is_whole and draw(st.booleans()),
-        shares=draw(st.integers(0, 3)),
+        used=Charge(draw(counts), draw(counts), draw(counts), int(is_whole), draw(st.integers(0, 3))),
+        reusable=Charge(draw(counts), draw(counts), draw(counts), int(is_whole and draw(st.booleans()))),
         max_shares=draw(st.sampled_from([None, 2])),
         offered_cores=draw(st.integers(0, 100)),
     )
@@ -65,10 +59,10 @@ def test_what_fits_the_account_is_never_more_than_the_gpu(asked: list[tuple[tupl
             continue
         before = account
         account = account.allocate(Request(cores=cores, blocks=blocks, units=units), is_reusable=is_init)
-        assert account.used_cores <= 100
-        assert account.used_cores - before.used_cores == max(0, cores - before.reusable_cores)
+        assert account.used.cores <= 100
+        assert account.used.cores - before.used.cores == max(0, cores - before.reusable.cores)
         assert before.is_whole <= account.is_whole
-        used_mib = account.used_blocks * account.block_mib + account.used_units * account.unit_mib
+        used_mib = account.used.blocks * account.block_mib + account.used.units * account.unit_mib
         assert used_mib <= account.memory_mib
 
 
@@ -77,7 +71,7 @@ def test_an_init_containers_part_is_used_before_more_is_allocated() -> None:
     account = gpu(0).allocate(Request(cores=30, blocks=40), is_reusable=True)
     assert (account.free_cores, account.free_blocks) == (100, 96)
     account = account.allocate(Request(cores=50, blocks=10))
-    assert (account.used_cores, account.used_blocks) == (50, 40)
+    assert (account.used.cores, account.used.blocks) == (50, 40)
     assert (account.free_cores, account.free_blocks) == (50, 86)
 
 
@@ -98,6 +92,6 @@ def test_blocks_and_units_take_from_one_memory() -> None:
 
 def test_a_gpu_with_as_many_shares_as_it_can_serve_has_no_cores_and_no_units_free() -> None:
     """The memory is there, and nobody can have it."""
-    full = replace(gpu(0), shares=2, max_shares=2)
+    full = replace(gpu(0), used=Charge(shares=2), max_shares=2)
     assert full.is_full
     assert (full.free_cores, full.free_units, full.free_blocks) == (0, 0, 96)

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from gpushare_agent.model.allocations import Charge
 from gpushare_agent.model.errors import RefusalReason, Refused
 from gpushare_agent.model.gpus import Link, LinkKind, Topology
 from gpushare_agent.model.names import CORES_PER_GPU, GpuUuid
@@ -32,14 +33,14 @@ def accounts(draw: st.DrawFn, index: int) -> GpuAccount:
     is_instance = draw(st.sampled_from([False, False, False, True]))
     is_used = draw(st.booleans())
     counts = {
-        "used_cores": st.sampled_from([0, 10, 60, 100]),
-        "used_blocks": st.sampled_from([0, 5, 40, 64]),
-        "used_units": st.sampled_from([0, 0, 3, 16]),
-        "is_whole": st.sampled_from([False, False, False, True]),
-        "used_part": st.sampled_from([None, None, Fraction(1, 4), Fraction(1, 3), Fraction(1)]),
-        "reusable_cores": st.sampled_from([0, 0, 10]),
+        "cores": st.sampled_from([0, 10, 60, 100]),
+        "blocks": st.sampled_from([0, 5, 40, 64]),
+        "units": st.sampled_from([0, 0, 3, 16]),
+        "wholes": st.sampled_from([0, 0, 0, 1]),
         "shares": st.integers(0, 2),
+        "part": st.sampled_from([Fraction(0), Fraction(0), Fraction(1, 4), Fraction(1, 3), Fraction(1)]),
     }
+    used = {name: draw(strategy) for name, strategy in counts.items()} if is_used else {}
     return GpuAccount(
         index=index,
         uuid=uuid_of(index),
@@ -48,7 +49,8 @@ def accounts(draw: st.DrawFn, index: int) -> GpuAccount:
         instance=f"9:{index}" if is_instance else "",
         takes_shares=not is_instance or draw(st.booleans()),
         is_accepted=draw(st.sampled_from([True, True, True, False])),
-        **({name: draw(strategy) for name, strategy in counts.items()} if is_used else {}),
+        used=Charge(**used),
+        reusable=Charge(cores=draw(st.sampled_from([0, 0, 10])) if is_used else 0),
     )
 
 

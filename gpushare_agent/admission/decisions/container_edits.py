@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
-from typing import cast
 
 from msgspec import Struct, field
 
@@ -32,7 +31,7 @@ from gpushare_agent.model.names import (
     GpuUuid,
 )
 from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod
-from gpushare_agent.model.resources import GpuUnits, ResourceNames, cores_of_part, request_of, units_of
+from gpushare_agent.model.resources import GpuUnits, Request, ResourceNames, cores_of_part, request_of, units_of
 
 
 class EditPolicy(Struct, frozen=True, kw_only=True):
@@ -60,12 +59,12 @@ def edits_for(
     name = isolation_of(pod.annotations, units, policy)
     if isinstance(name, Refused):
         return name
-    names = policy.names
+    names, asked = policy.names, request_of(container, policy.names)
     # Allocated IDs whose GPU the driver no longer shows: an answer without a device would start the container on no
     # GPU.
     if not gpus:
         return _without_gpus(pod, container)
-    isolated = ISOLATIONS[name].edits(_isolation_request(pod, container, gpus, policy, units))
+    isolated = ISOLATIONS[name].edits(_isolation_request(pod, container, asked, gpus, policy, units))
     if isinstance(isolated, Refused):
         return isolated
     request = DeviceListRequest(
@@ -76,17 +75,16 @@ def edits_for(
         by_index=units is not None and policy.is_named_by_index,
     )
     # The isolation's edits come last, and win: a limit must not be overwritten by a name or a device list.
-    parts = [_base(container, gpus, names, units), device_edits(request, policy.strategies)]
-    if request_of(container, names).units:
+    parts = [_base(asked, gpus, names, units), device_edits(request, policy.strategies)]
+    if asked.units:
         parts.append(_gpushare(pod, container, gpus[0], names))
     return merged(*parts, ISOLATIONS[name].driver_beside(container, policy.config), isolated)
 
 
 def _isolation_request(
-    pod: Pod, container: ContainerSpec, gpus: Sequence[Gpu], policy: EditPolicy, units: GpuUnits | None
+    pod: Pod, container: ContainerSpec, asked: Request, gpus: Sequence[Gpu], policy: EditPolicy, units: GpuUnits | None
 ) -> IsolationRequest:
-    names, asked = policy.names, request_of(container, policy.names)
-    memory_mib = names.memory_mib(container)
+    names, memory_mib = policy.names, policy.names.requested_mib(asked)
     cores = cores_of_part(Fraction(memory_mib, gpus[0].memory_mib)) if asked.units else asked.cores
     parts: Mapping[GpuUuid, Fraction] = dict(units.parts) if units is not None else {}
     # To an isolation replicas by time slicing, which are not limited, are whole GPUs.
@@ -112,9 +110,9 @@ def _isolation_request(
     )
 
 
-def units_asked(container: ContainerSpec, ids: Sequence[str], names: ResourceNames) -> GpuUnits | None:
+def units_asked(container: ContainerSpec, ids: Sequence[DeviceId], names: ResourceNames) -> GpuUnits | None:
     """What these IDs are of GPUs; None where the container asks for no unit under NVIDIA's names."""
-    return units_of(cast(Sequence[DeviceId], ids)) if names.part_kind(container) is not None else None
+    return units_of(ids) if names.part_kind(container) is not None else None
 
 
 def isolation_of(annotations: Mapping[str, str], units: GpuUnits | None, policy: EditPolicy) -> str | Refused:
@@ -125,34 +123,31 @@ def isolation_of(annotations: Mapping[str, str], units: GpuUnits | None, policy:
 
 def _without_gpus(pod: Pod, container: ContainerSpec) -> Refused:
     return Refused(
-        reason=RefusalReason.NOT_READY,
-        detail=f"the GPU of pod {pod.namespace}/{pod.name}, container {container.name}, is no longer in the inventory. "
+        RefusalReason.NOT_READY,
+        f"the GPU of pod {pod.namespace}/{pod.name}, container {container.name}, is no longer in the inventory. "
         "Create the pod again.",
     )
 
 
 def _gpushare(pod: Pod, container: ContainerSpec, gpu: Gpu, names: ResourceNames) -> ContainerEdits:
     """GPUShare's variables: the GPU's index; units requested by the pod and by the container; units of the GPU."""
-    unit_mib = names.gpu_mem_unit_mib
+    unit_mib, own_mib = names.gpu_mem_unit_mib, names.memory_mib(container)
     return ContainerEdits(
         # As GPUShare's plugin sets them; the maximum, for an init container's memory is no part of the pod's sum.
         env=(
             (ENV_GPUSHARE_INDEX, str(gpu.index)),
-            (ENV_GPUSHARE_POD, str(max(_pod_memory_mib(pod, names), names.memory_mib(container)) // unit_mib)),
-            (ENV_GPUSHARE_CONTAINER, str(names.memory_mib(container) // unit_mib)),
+            (ENV_GPUSHARE_POD, str(max(_pod_memory_mib(pod, names), own_mib) // unit_mib)),
+            (ENV_GPUSHARE_CONTAINER, str(own_mib // unit_mib)),
             (ENV_GPUSHARE_GPU, str(gpu.memory_mib // unit_mib)),
         )
     )
 
 
-def _base(
-    container: ContainerSpec, gpus: Sequence[Gpu], names: ResourceNames, units: GpuUnits | None
-) -> ContainerEdits:
+def _base(asked: Request, gpus: Sequence[Gpu], names: ResourceNames, units: GpuUnits | None) -> ContainerEdits:
     """gpu-manager's annotations, which its tools read."""
     # gpu-manager has no replicas: its tools would read a number of cores that nobody asked for.
     if units is not None:
         return ContainerEdits()
-    asked = request_of(container, names)
     return ContainerEdits(
         annotations=(
             (names.vcore, str(asked.cores)),

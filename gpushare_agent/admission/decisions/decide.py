@@ -20,7 +20,7 @@ differ from it. No state.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from fractions import Fraction
 from heapq import heapify, heappop, heapreplace
 
@@ -29,15 +29,7 @@ from msgspec.structs import replace
 
 from gpushare_agent.admission.decisions.container_edits import EditPolicy, edits_for, isolation_of, units_asked
 from gpushare_agent.admission.decisions.identity import Target
-from gpushare_agent.admission.decisions.ledger import (
-    Ledger,
-    Offer,
-    Policy,
-    free_ids,
-    gpu_accounts,
-    must_gpus,
-    offer_accounts,
-)
+from gpushare_agent.admission.decisions.ledger import Case, Ledger, Policy
 from gpushare_agent.model.allocations import ContainerEdits
 from gpushare_agent.model.decision_records import Asked, Candidate
 from gpushare_agent.model.errors import RefusalReason, Refused
@@ -50,16 +42,16 @@ from gpushare_agent.model.names import (
     PREDICATE_NODE_ANNOTATION,
     DeviceId,
     GpuUuid,
-    gpu_of,
+    named_gpus,
     split_device_id,
 )
 from gpushare_agent.model.pods import ContainerKind, ContainerSpec
 from gpushare_agent.model.resources import (
     WHOLE_GPU,
+    Measure,
     Request,
     ResourceKind,
     ResourceNames,
-    ServedUnits,
     UnitLayout,
     parts_of,
     replica_layout,
@@ -125,39 +117,46 @@ class Decision(Struct, frozen=True, kw_only=True):
         return self.placed.explanation if self.placed is not None else ""
 
 
-def decide(
-    target: Target,
-    offer: Offer,
-    ledger: Ledger,
-    policy: Policy,
-    edits: EditPolicy,
-    unavailable_reason: Callable[[str], str],
-) -> Decision:
-    """What the container gets of the offer. Refused also where its isolation cannot carry it out, which is known now: the
-    admission ends before anything is allocated. `unavailable_reason` is why an isolation cannot be had on the node now,
-    empty where it can."""
-    free = free_ids(target, offer.kind, offer.available, ledger)
-    gpus = offer_accounts(target, offer, free, ledger, policy)
-    outcome = plan(target, offer, free=free, ledger=ledger, policy=policy, gpus=gpus)
-    # `Admission._allocate` records GPU and verdicts with the container's first resource, and gives the edits with the one
-    # that binds the GPU: for another they would be made twice.
-    is_further = target.key in ledger.allocations
-    # The edits now, not at the Allocate: a refusal by the isolation must come before anything is allocated.
-    if isinstance(outcome, Decision) and (offer.kind.binds_gpu or not is_further):
-        made = edits_for_ids(target, outcome.gpus, outcome.ids, ledger, edits)
-        if not isinstance(made, Refused):
-            made = _unavailable(target, outcome, policy, edits, unavailable_reason) or made
-        outcome = made if isinstance(made, Refused) else replace(outcome, edits=made)
-    # Where the GPU is bound the Allocate may still refuse, and its Event names what each GPU had.
-    if is_further and not offer.kind.binds_gpu and isinstance(outcome, Decision):
-        decision = outcome
-    else:
-        decision = explain(target, offer, ledger, policy, gpus, outcome)
-    return replace(decision, target=target, size=offer.size, taken_ids=len(offer.available) - len(free))
+def decide(case: Case, edits: EditPolicy, unavailable_reason: Callable[[str], str]) -> Decision:
+    """What the container gets of the IDs that are offered. Refused also where its isolation cannot carry it out, which is
+    known now: the admission ends before anything is allocated. `unavailable_reason` is why an isolation cannot be had on the
+    node now, empty where it can."""
+    decision = _further_ids(case)
+    if decision is None:
+        gpus = offer_accounts(case)
+        outcome = plan(case, gpus)
+        # The edits now, not at the Allocate: a refusal by the isolation must come before anything is allocated. Memory that
+        # follows the cores needs none: they are in the answer with the resource that binds the GPU.
+        if isinstance(outcome, Decision) and (case.kind.binds_gpu or case.own is None):
+            made = edits_for_ids(case.target, outcome.gpus, outcome.ids, case.ledger, edits)
+            if not isinstance(made, Refused):
+                made = _unavailable(case, outcome, edits, unavailable_reason) or made
+            outcome = made if isinstance(made, Refused) else replace(outcome, edits=made)
+        decision = explain(case, gpus, outcome)
+    size = case.asked.get(case.kind, 0)
+    return replace(decision, target=case.target, size=size, taken_ids=len(case.ids) - len(case.free))
+
+
+def offer_accounts(case: Case) -> Sequence[GpuAccount]:
+    """Each GPU as the container may use it, of cores no more than are offered."""
+    return case.accounts(offered=case.free if case.kind.measure is Measure.CORES else None)
+
+
+def _further_ids(case: Case) -> Decision | None:
+    """More IDs where the container's GPU is bound: these are counters, and GPU and verdicts were recorded with the resource
+    that bound it. None where it is not, or where it has no room left: then all is decided anew, to say why."""
+    if case.own is None or not case.own.bound_ids or case.kind.binds_gpu:
+        return None
+    one = WHOLE_GPU if case.request.whole_gpus else case.request
+    accounts = case.accounts(only=case.own.gpus)
+    if len(accounts) < len(case.own.gpus) or not all(account.fits(one) for account in accounts):
+        return None
+    outcome = _with_ids(case, Placed(gpus=case.own.gpus, policy="must-include", explanation=""))
+    return outcome if isinstance(outcome, Decision) else None
 
 
 def edits_for_ids(
-    target: Target, gpus: Collection[GpuUuid], ids: Sequence[str], ledger: Ledger, edits: EditPolicy
+    target: Target, gpus: Collection[GpuUuid], ids: Sequence[DeviceId], ledger: Ledger, edits: EditPolicy
 ) -> ContainerEdits | Refused:
     """What is put into a container that has these IDs on these GPUs; `ids` count where they are NVIDIA's units."""
     known = ledger.inventory.by_uuid()
@@ -166,20 +165,18 @@ def edits_for_ids(
 
 
 def _unavailable(
-    target: Target, decision: Decision, policy: Policy, edits: EditPolicy, unavailable_reason: Callable[[str], str]
+    case: Case, decision: Decision, edits: EditPolicy, unavailable_reason: Callable[[str], str]
 ) -> Refused | None:
-    units = units_asked(target.container, decision.ids, policy.names)
-    if units is not None:
+    target, is_share = case.target, not case.request.whole_gpus
+    if (units := units_asked(target.container, decision.ids, edits.names)) is not None:
         is_share = units.sharing in (Sharing.MPS, Sharing.SHARES)
-    else:
-        is_share = not request_of(target.container, policy.names).whole_gpus
     name = isolation_of(target.pod.annotations, units, edits)
     # A whole GPU needs no isolation, and a refused name was refused with its own text.
     if not is_share or isinstance(name, Refused) or not (reason := unavailable_reason(name)):
         return None
     return Refused(
-        reason=RefusalReason.NOT_READY,
-        detail=f"container {target.container.name} of pod {target.pod.namespace}/{target.pod.name} requests a share "
+        RefusalReason.NOT_READY,
+        f"container {target.container.name} of pod {target.pod.namespace}/{target.pod.name} requests a share "
         f"under isolation {name}, which cannot be had on this node now: {reason}. Nothing was allocated. Create the "
         "pod again once this is cured.",
     )
@@ -188,67 +185,58 @@ def _unavailable(
 # --- where it goes ---
 
 
-def plan(
-    target: Target,
-    offer: Offer,
-    *,
-    free: Sequence[DeviceId],
-    ledger: Ledger,
-    policy: Policy,
-    gpus: Sequence[GpuAccount],
-) -> Decision | Refused:
-    """Place the container on one of `gpus` (`offer_accounts`) and choose the IDs of the offered resource from `free`
-    (`free_ids`)."""
-    if (refused := _invalid(target, policy)) is not None:
+def plan(case: Case, gpus: Sequence[GpuAccount]) -> Decision | Refused:
+    """Place the container on one of `gpus` (`offer_accounts`) and choose the IDs of the offered resource."""
+    if (refused := _invalid(case)) is not None:
         return refused
+    policy, topology = case.policy, case.ledger.inventory.topology
     # Units have no cores and memory of their own to place: they are counted on each GPU.
-    if offer.kind.is_part:
-        found = plan_units(target, offer, free, ledger, policy, gpus)
-        if isinstance(found, Refused):
-            return _named(target, _with_unhealthy_gpus(found, ledger), policy.names)
-        placed, ids = found
+    if case.kind.is_part:
+        outcome = _plan_units(case, gpus)
+    else:
+        request = _plan_request(case)
+        if isinstance(request, Refused):
+            return request
+        placed = place(request, gpus, topology, share_policy=policy.share_policy, names=policy.names)
+        if not isinstance(placed, Refused):
+            return _with_ids(case, placed)
+        outcome = placed
+    return outcome if isinstance(outcome, Decision) else _named(case, _with_unhealthy_gpus(outcome, case.ledger))
+
+
+def _with_ids(case: Case, placed: Placed) -> Decision | Refused:
+    """There is a place by the ledger; the kubelet may offer fewer IDs of it, where it counts containers that we do not."""
+    ids, size, target = _choose(case, placed.gpus), case.asked.get(case.kind, 0), case.target
+    if len(ids) >= size:
         return Decision(placed=placed, ids=ids)
-    request = plan_request(target, offer, ledger, policy)
-    if isinstance(request, Refused):
-        return request
-    outcome = place(request, gpus, ledger.inventory.topology, share_policy=policy.share_policy, names=policy.names)
-    if isinstance(outcome, Refused):
-        return _named(target, _with_unhealthy_gpus(outcome, ledger), policy.names)
-    # There is a place by the ledger; the kubelet may offer fewer IDs of it, where it counts containers that we do not.
-    ids = _choose(offer, free, outcome.gpus)
-    if len(ids) >= offer.size:
-        return Decision(placed=outcome, ids=ids)
-    name = f"{target.pod.namespace}/{target.pod.name} container {target.container.name}"
     return Refused(
-        reason=RefusalReason.DEVICE_IN_USE,
-        detail=f"{name} asks for {offer.size} {offer.kind} units, but only {len(ids)} of the {len(offer.available)} IDs "
-        "that the kubelet offers are free: containers that still run have the others. Create the pod again once "
-        "they have ended; if it persists, restart the kubelet of this node.",
+        RefusalReason.DEVICE_IN_USE,
+        f"{target.pod.namespace}/{target.pod.name} container {target.container.name} asks for {size} {case.kind} units, but "
+        f"only {len(ids)} of the {len(case.ids)} IDs that the kubelet offers are free: containers that still run have the "
+        "others. Create the pod again once they have ended; if it persists, restart the kubelet of this node.",
     )
 
 
-def _invalid(target: Target, policy: Policy) -> Refused | None:
+def _invalid(case: Case) -> Refused | None:
     """What is wrong with the container's limits whatever is free."""
-    names = policy.names
-    if problem := unusable_request(target.container, names):
-        return Refused(reason=RefusalReason.INVALID_REQUEST, detail=f"{_who(target)}: {problem}.")
+    names = case.policy.names
+    if problem := unusable_request(case.target.container, names):
+        return Refused(RefusalReason.INVALID_REQUEST, f"{case}: {problem}.")
     # The rules of cores and memory do not apply to units.
-    if names.part_kind(target.container) is not None:
+    if case.part_kind is not None:
         return None
-    refused = validate_request(request_of(target.container, names), names, share_mode=policy.share_mode)
-    return _named(target, refused, names) if refused is not None else None
+    refused = validate_request(case.request, names, share_mode=case.policy.share_mode)
+    return _named(case, refused) if refused is not None else None
 
 
 def unusable_request(container: ContainerSpec, names: ResourceNames) -> str:
     """Why no node could serve what the container asks for, with the remedy; empty where no parts of GPUs are asked for, or
     one resource alone is."""
-    asked = [
-        (kind, name) for kind in names.asked(container) for name in kind.names(names) if container.requests.get(name)
-    ]
-    units, others = ([name for kind, name in asked if kind.is_part is of_parts] for of_parts in (True, False))
+    asked = [(name, kind.is_part) for name, kind in names.by_name.items() if container.requests.get(name)]
+    units = [name for name, is_part in asked if is_part]
     if not units or len(asked) == 1:
         return ""
-    together = " and ".join([*units, *others])
+    together = " and ".join([*units, *(name for name, is_part in asked if not is_part)])
     return f"it asks for {together} together. Ask for one of them: {units[0]} comes with its memory, and is no share"
 
 
@@ -266,15 +254,15 @@ def _with_unhealthy_gpus(refused: Refused, ledger: Ledger) -> Refused:
     return replace(refused, detail=f"{refused.detail} Out of service, and not counted: {named}{more}.")
 
 
-def _choose(offer: Offer, free: Sequence[DeviceId], gpus: tuple[GpuUuid, ...]) -> tuple[DeviceId, ...]:
+def _choose(case: Case, gpus: tuple[GpuUuid, ...]) -> tuple[DeviceId, ...]:
     """The IDs to prefer: those to include first, then the lowest free ones of the GPUs; for vmemory any will do."""
-    chosen = dict.fromkeys(DeviceId(device) for device in offer.must_include)
+    chosen, size = dict.fromkeys(case.must_include), case.asked.get(case.kind, 0)
     for gpu in gpus:
         prefix = f"{gpu}::"
-        _fill(chosen, offer.size, [device for device in free if device.startswith(prefix)])
+        _fill(chosen, size, [device for device in case.free if device.startswith(prefix)])
     # vmemory IDs are counters: those of another GPU's name will do where this one's are used up.
-    if not offer.kind.binds_gpu and len(chosen) < offer.size:
-        _fill(chosen, offer.size, free)
+    if not case.kind.binds_gpu and len(chosen) < size:
+        _fill(chosen, size, case.free)
     return tuple(chosen)
 
 
@@ -287,29 +275,26 @@ def _fill(chosen: dict[DeviceId, None], size: int, ids: Sequence[DeviceId]) -> N
         chosen[device] = None
 
 
-def _named(target: Target, refused: Refused, names: ResourceNames) -> Refused:
+def _named(case: Case, refused: Refused) -> Refused:
     """Placement knows numbers; the user knows the pod and the resources by name."""
-    requested = names.asked(target.container)
-    if names.part_kind(target.container) is None:  # a share is of both, also where one is missing
+    requested = case.asked
+    if case.part_kind is None:  # a share is of both, also where one is missing
         requested = {ResourceKind.VCORE: 0, ResourceKind.VMEMORY: 0, **requested}
-    asked = ", ".join(f"{count} {names.name_in(target.container, kind)}" for kind, count in requested.items())
-    return Refused(reason=refused.reason, detail=f"{_who(target)} (asks for {asked}): {refused.detail}")
-
-
-def _who(target: Target) -> str:
-    return f"pod {target.pod.namespace}/{target.pod.name}, container {target.container.name}"
+    names, container = case.policy.names, case.target.container
+    asked = ", ".join(f"{count} {names.name_in(container, kind)}" for kind, count in requested.items())
+    return Refused(refused.reason, f"{case} (asks for {asked}): {refused.detail}")
 
 
 # --- what a plan must have room for ---
 
 
-def plan_request(target: Target, offer: Offer, ledger: Ledger, policy: Policy) -> Request | Refused:
+def _plan_request(case: Case) -> Request | Refused:
     """What must be free where the container is placed, which GPUs it cannot avoid, and which an extender chose."""
-    effective = effective_request(target.pod, target.container, policy.names)
+    effective = effective_request(case.target.pod, case.target.container, case.policy.names)
     if isinstance(effective, Refused):
         return effective
-    hint = hinted_gpus(target.pod.annotations, target.container, policy)
-    return effective._replace(hint=hint, must_gpus=must_gpus(target, offer, ledger, policy.names))
+    hint = hinted_gpus(case.target.pod.annotations, case.target.container, case.policy)
+    return effective._replace(hint=hint, must_gpus=case.must_gpus)
 
 
 def hinted_gpus(annotations: Mapping[str, str], container: ContainerSpec, policy: Policy) -> tuple[int, ...]:
@@ -345,109 +330,85 @@ def _indexes(text: str) -> tuple[int, ...]:
 # --- the check of what the kubelet allocated ---
 
 
-def check(
-    target: Target, kind: ResourceKind, ids: Sequence[str], ledger: Ledger, policy: Policy, planned: tuple[GpuUuid, ...]
-) -> tuple[GpuUuid, ...] | Refused:
+def check(case: Case, planned: tuple[GpuUuid, ...]) -> tuple[GpuUuid, ...] | Refused:
     """The GPUs to which the allocated IDs bind the container, or why they cannot be accepted.
 
     `planned` are the GPUs of the plan, needed where vmemory comes first and its IDs say nothing of the GPU.
     """
-    refused = _check_ids(target, kind, ids, ledger, policy) or _invalid(target, policy)
+    refused = _check_ids(case) or _invalid(case)
     if refused is not None:
         return refused
-    if kind.is_part:
-        named = check_units(target, kind, ids, ledger, policy)
-        return _named(target, named, policy.names) if isinstance(named, Refused) else named
-    own = ledger.allocations.get(target.key)
-    if kind.binds_gpu:
-        known = ledger.inventory.by_uuid()
-        gpus = tuple(sorted({GpuUuid(device.partition("::")[0]) for device in ids}, key=lambda uuid: known[uuid].index))
+    if case.kind.is_part:
+        named = _check_units(case)
+        return _named(case, named) if isinstance(named, Refused) else named
+    gpus = planned  # memory first: its IDs are counters and name no GPU
+    if case.kind.binds_gpu:
+        known = case.ledger.inventory.by_uuid()
+        gpus = tuple(sorted(set(named_gpus(case.ids)), key=lambda uuid: known[uuid].index))
     # The order of a container's resources is random (the kubelet ranges over a Go map).
-    elif own is not None and own.bound_ids:
-        gpus = own.gpus  # memory after cores: it is charged where those are, whatever was planned
-    else:
-        gpus = planned  # memory first: its IDs are counters and name no GPU
-    return _check_gpus(target, gpus, ledger, policy, has_ids=kind.binds_gpu, ids=ids) or gpus
+    elif case.own is not None and case.own.bound_ids:
+        gpus = case.own.gpus  # memory after cores: it is charged where those are, whatever was planned
+    return _check_gpus(case, gpus) or gpus
 
 
-def _check_ids(
-    target: Target, kind: ResourceKind, ids: Sequence[str], ledger: Ledger, policy: Policy
-) -> Refused | None:
-    requested, resource = policy.names.requested(target.container, kind), policy.names.name_in(target.container, kind)
+def _check_ids(case: Case) -> Refused | None:
+    ids, requested = case.ids, case.asked.get(case.kind, 0)
     # Trusted nowhere: what is charged is counted by these IDs.
     if len(set(ids)) != len(ids) or len(ids) != requested:
         return Refused(
-            reason=RefusalReason.INVALID_REQUEST,
-            detail=f"{_who(target)} asks for {requested} {resource}, but {len(ids)} device IDs were "
+            RefusalReason.INVALID_REQUEST,
+            f"{case} asks for {requested} {case.resource}, but {len(ids)} device IDs were "
             f"allocated ({len(set(ids))} distinct). Delete the pod and create it again.",
         )
-    unknown = _unknown_id(target, kind, ids, ledger, policy.names)
+    unknown = _unknown_unit(case) if case.kind.is_part else _unknown_id(case)
     if unknown is not None:
         return Refused(
-            reason=RefusalReason.UNKNOWN_DEVICE,
-            detail=f"{_who(target)}: device ID {unknown[:80]!r} of {resource} names no GPU of this "
+            RefusalReason.UNKNOWN_DEVICE,
+            f"{case}: device ID {unknown[:80]!r} of {case.resource} names no GPU of this "
             "node. The GPUs may have changed since they were reported to the kubelet; they are reported again now. "
             "Create the pod again.",
         )
-    free = free_ids(target, kind, ids, ledger)
-    if len(free) < len(ids):
-        taken = sorted(set(ids) - set(free))
+    if taken := sorted(set(ids) - set(case.free)):
         return Refused(
-            reason=RefusalReason.DEVICE_IN_USE,
-            detail=f"{_who(target)}: the kubelet allocated {len(taken)} device ID(s) that another container still "
+            RefusalReason.DEVICE_IN_USE,
+            f"{case}: the kubelet allocated {len(taken)} device ID(s) that another container still "
             f"has (first: {taken[0]}). Nothing was allocated twice. Create the pod again.",
         )
     return None
 
 
-def _unknown_id(
-    target: Target, kind: ResourceKind, ids: Sequence[str], ledger: Ledger, names: ResourceNames
-) -> str | None:
-    if kind.is_part:
-        return unknown_unit(target, kind, ids, ledger, names)
-    counts = {gpu.uuid: names.units(gpu, kind) for gpu in ledger.inventory.gpus}
-    for device in ids:
+def _unknown_id(case: Case) -> str | None:
+    counts = {gpu.uuid: case.policy.names.units(gpu, case.kind) for gpu in case.ledger.inventory.gpus}
+    for device in case.ids:
         split = split_device_id(device)
         if split is None or split[1] >= counts.get(split[0], 0):
             return device
     return None
 
 
-def _check_gpus(
-    target: Target,
-    gpus: tuple[GpuUuid, ...],
-    ledger: Ledger,
-    policy: Policy,
-    *,
-    has_ids: bool,
-    ids: Sequence[str],
-) -> Refused | None:
-    request = request_of(target.container, policy.names)
-    asks = f"{_who(target)} asks for {describe_request(request, policy.names)}"
+def _check_gpus(case: Case, gpus: tuple[GpuUuid, ...]) -> Refused | None:
+    request = case.request
+    asks = f"{case} asks for {describe_request(request, case.policy.names)}"
     requested_gpus = max(1, request.whole_gpus)
     # Without IDs that bind the GPU the plan has as many as it needs.
-    if has_ids and len(gpus) != requested_gpus:
-        counts = Counter(device.partition("::")[0] for device in ids)
-        spread = ", ".join(f"{n} on {uuid}" for uuid, n in sorted(counts.items()))
+    if case.kind.binds_gpu and len(gpus) != requested_gpus:
+        spread = ", ".join(f"{n} on {uuid}" for uuid, n in sorted(Counter(named_gpus(case.ids)).items()))
         return Refused(
-            reason=RefusalReason.WRONG_GPUS,
-            detail=f"{asks}, which must come from {requested_gpus} GPU(s), but the allocated IDs are on {len(gpus)}: "
+            RefusalReason.WRONG_GPUS,
+            f"{asks}, which must come from {requested_gpus} GPU(s), but the allocated IDs are on {len(gpus)}: "
             f"{spread}. The kubelet did not follow the preferred allocation (a reused init container's devices or the "
             "topology manager can cause this). Give init containers as much as the main container, or nothing.",
         )
-    accounts = gpu_accounts(target, ledger, policy, only=gpus)
+    accounts = case.accounts(only=gpus)
     # Between preference and Allocate the driver was read again, and a GPU has gone.
-    if not gpus or {account.uuid for account in accounts} != set(gpus):
-        return Refused(
-            reason=RefusalReason.NOT_READY,
-            detail=f"{_who(target)}: the GPUs changed during its admission. Create the pod again.",
-        )
+    if not gpus or len(accounts) < len(gpus):
+        return Refused(RefusalReason.NOT_READY, f"{case}: the GPUs changed during its admission. Create the pod again.")
     for account in accounts:
         lack = account.lack(WHOLE_GPU if request.whole_gpus else request)
         if lack is not None and lack.cause is Cause.UNHEALTHY:
             return Refused(
-                reason=lack.reason,
-                detail=f"{_who(target)}: GPU {account.label} ({account.uuid}) became unhealthy during the admission. Create "
+                lack.reason,
+                f"{case}: GPU {account.label} ({account.uuid}) became unhealthy during the admission. Create "
                 "the pod again: it will be placed elsewhere.",
             )
         if lack is not None:
@@ -457,26 +418,27 @@ def _check_gpus(
 
 
 def _lacking(state: str, lack: Lack) -> Refused:
-    return Refused(reason=lack.reason, detail=f"{state}. {lack.remedy}")
+    return Refused(lack.reason, f"{state}. {lack.remedy}")
 
 
 # --- units under NVIDIA's names ---
 
 
-def plan_units(
-    target: Target, offer: Offer, free: Sequence[DeviceId], ledger: Ledger, policy: Policy, gpus: Sequence[GpuAccount]
-) -> tuple[Placed, tuple[DeviceId, ...]] | Refused:
-    """The GPUs, and the IDs to prefer."""
-    layout, served = offer.kind.layout(policy.names), served_units(target, offer.kind, ledger, policy.names)
-    must = [DeviceId(device) for device in offer.must_include]
-    if (refused := _unlike(layout, ledger) or _several(layout, must + list(free), offer.size)) is not None:
+def _plan_units(case: Case, gpus: Sequence[GpuAccount]) -> Decision | Refused:
+    layout, served, must, size = (
+        case.kind.layout(case.policy.names),
+        case.served,
+        case.must_include,
+        case.asked[case.kind],
+    )
+    if (refused := _unlike(layout, case.ledger) or _several(layout, [*must, *case.free], size)) is not None:
         return refused
     usable = {gpu.uuid: gpu for gpu in gpus if gpu.is_healthy and gpu.is_accepted and gpu.uuid in served}
-    by_gpu = _by_number(free, usable, without=must)
-    has_instances = any(gpu.mig is not None and gpu.uuid in served for gpu in ledger.inventory.gpus)
+    by_gpu = _by_number(case.free, usable, without=must)
+    has_instances = any(gpu.mig is not None and gpu.uuid in served for gpu in case.ledger.inventory.gpus)
     # Instances have no links of their own, and replicas of one GPU are alike: only whole GPUs are placed by links.
     if by_gpu and not has_instances and all(found.replicas.is_whole for found in served.values()):
-        return _plan_whole(offer, by_gpu, ledger, policy, gpus, must_gpus(target, offer, ledger, policy.names), must)
+        return _plan_whole(case, by_gpu, gpus)
     room = {uuid: account.free_part for uuid, account in usable.items() if not account.is_full}
     for uuid, part in parts_of(must).items():
         # What must be included takes room first; below 0 means that nothing more of this GPU is preferred.
@@ -490,97 +452,77 @@ def plan_units(
         if ids
     ]
     heapify(queue)
-    while len(chosen) < offer.size:
+    while len(chosen) < size:
         if not queue:
-            return _no_room(offer.size, len(chosen), served, gpus)
+            return _no_room(case, len(chosen), gpus)
         order, index, ids = queue[0]
         chosen.append(ids.pop())
         if ids:
             heapreplace(queue, (order + sign, index, ids))
         else:
             heappop(queue)
-    having = {gpu_of(device) for device in chosen}
+    having = set(named_gpus(chosen))
     named = sorted((gpu for gpu in gpus if gpu.uuid in having), key=lambda gpu: gpu.index)
     which = "fullest" if layout.is_packed else "emptiest"
     why = f"GPU {', '.join(gpu.label for gpu in named)}: replicas go to the {which} GPU with room"
-    return Placed(gpus=tuple(gpu.uuid for gpu in named), policy="replicas", explanation=why), tuple(chosen)
+    placed = Placed(gpus=tuple(gpu.uuid for gpu in named), policy="replicas", explanation=why)
+    return Decision(placed=placed, ids=tuple(chosen))
 
 
 def _plan_whole(
-    offer: Offer,
-    by_gpu: Mapping[GpuUuid, Sequence[DeviceId]],
-    ledger: Ledger,
-    policy: Policy,
-    gpus: Sequence[GpuAccount],
-    must: tuple[GpuUuid, ...],
-    chosen: Sequence[DeviceId],
-) -> tuple[Placed, tuple[DeviceId, ...]] | Refused:
-    having = {gpu_of(device) for device in chosen}
+    case: Case, by_gpu: Mapping[GpuUuid, Sequence[DeviceId]], gpus: Sequence[GpuAccount]
+) -> Decision | Refused:
+    having, policy = set(named_gpus(case.must_include)), case.policy
     placed = place(
-        Request(cores=CORES_PER_GPU * offer.size, must_gpus=must),
+        Request(cores=CORES_PER_GPU * case.asked[case.kind], must_gpus=case.must_gpus),
         [gpu for gpu in gpus if by_gpu.get(gpu.uuid) or gpu.uuid in having],
-        ledger.inventory.topology,
+        case.ledger.inventory.topology,
         share_policy=policy.share_policy,
         names=policy.names,
     )
     if isinstance(placed, Refused):
         return placed
-    return placed, (*chosen, *(by_gpu[uuid][0] for uuid in placed.gpus if uuid not in having))
+    more = (by_gpu[uuid][0] for uuid in placed.gpus if uuid not in having)
+    return Decision(placed=placed, ids=(*case.must_include, *more))
 
 
-def check_units(
-    target: Target, kind: ResourceKind, ids: Sequence[str], ledger: Ledger, policy: Policy
-) -> tuple[GpuUuid, ...] | Refused:
+def _check_units(case: Case) -> tuple[GpuUuid, ...] | Refused:
     """The GPUs of these IDs, which are the node's and free, by index; refused where they have no room for them."""
-    devices, layout = [DeviceId(device) for device in ids], kind.layout(policy.names)
-    if (refused := _unlike(layout, ledger) or _several(layout, devices, len(devices))) is not None:
+    layout = case.kind.layout(case.policy.names)
+    if (refused := _unlike(layout, case.ledger) or _several(layout, case.ids, len(case.ids))) is not None:
         return refused
-    accounts = {account.uuid: account for account in gpu_accounts(target, ledger, policy)}
-    parts = parts_of(devices)
+    accounts = {account.uuid: account for account in case.accounts()}
+    parts = parts_of(case.ids)
     for uuid, part in parts.items():
-        lack = accounts[uuid].lack(Request(part=part))
-        if lack is not None:
+        if (lack := accounts[uuid].lack(Request(part=part))) is not None:
             return Refused(
-                reason=lack.reason,
-                detail=f"GPU {accounts[uuid].label} cannot serve what was allocated of it: {lack.of_gpu()}. Create the pod"
+                lack.reason,
+                f"GPU {accounts[uuid].label} cannot serve what was allocated of it: {lack.of_gpu()}. Create the pod"
                 " again: what has no room is reported to the kubelet as Unhealthy by now.",
             )
     return tuple(sorted(parts, key=lambda uuid: accounts[uuid].index))
 
 
-def unknown_unit(
-    target: Target, kind: ResourceKind, ids: Sequence[str], ledger: Ledger, names: ResourceNames
-) -> str | None:
+def _unknown_unit(case: Case) -> str | None:
     """The first that is no unit of a GPU that serves the resource, be it by the replica layout of before: the kubelet may
     have begun the admission before it had the new list. What a container of the pod has is one."""
-    served = served_units(target, kind, ledger, names)
-    present, holders = ledger.inventory.by_uuid(), ledger.holders[kind]
-    for device in ids:
+    present, holders = case.ledger.inventory.by_uuid(), case.ledger.holders[case.kind]
+    for device in case.ids:
         split = split_device_id(device)
         if split is None or split[0] not in present:
             return device
         # By its own replica layout, not by the present one: the kubelet may have offered it before it had the new list.
-        if split[0] in served and split[1] < replica_layout(device).of:
+        if split[0] in case.served and split[1] < replica_layout(device).of:
             continue
         # A unit of a former layout that this pod's init container has is passed on by the kubelet.
-        if all(key.pod_uid != target.pod.uid for key in holders.get(DeviceId(device), ())):
+        if all(key.pod_uid != case.target.pod.uid for key in holders.get(device, ())):
             return device
     return None
 
 
-def served_units(
-    target: Target, kind: ResourceKind, ledger: Ledger, names: ResourceNames
-) -> dict[GpuUuid, ServedUnits]:
-    """The GPUs that serve the resource by which the container asks for units."""
-    resource, layout = names.name_in(target.container, kind), kind.layout(names)
-    found = ((gpu.uuid, layout.served(gpu)) for gpu in ledger.inventory.gpus)
-    # By name: a GPU serves one of NVIDIA's names, and the container asks for one.
-    return {uuid: served for uuid, served in found if served is not None and served.resource == resource}
-
-
 def _unlike(layout: UnitLayout, ledger: Ledger) -> Refused | None:
     why = layout.unlike(ledger.inventory.gpus)
-    return Refused(reason=RefusalReason.NO_HEALTHY_GPU, detail=f"{why}.") if why else None
+    return Refused(RefusalReason.NO_HEALTHY_GPU, f"{why}.") if why else None
 
 
 def _several(layout: UnitLayout, devices: Collection[DeviceId], size: int) -> Refused | None:
@@ -588,8 +530,8 @@ def _several(layout: UnitLayout, devices: Collection[DeviceId], size: int) -> Re
     if size < 2 or not layout.refuses_several or all(replica_layout(device).is_whole for device in devices):
         return None
     return Refused(
-        reason=RefusalReason.INVALID_REQUEST,
-        detail=f"it asks for {size} replicas, and this node gives one to a container, for several give no more compute"
+        RefusalReason.INVALID_REQUEST,
+        f"it asks for {size} replicas, and this node gives one to a container, for several give no more compute"
         " (setting nvidia.refuse_several_replicas). Ask for 1.",
     )
 
@@ -600,63 +542,51 @@ def _by_number(
     """The free units of these GPUs, each GPU's by number."""
     found: dict[GpuUuid, list[DeviceId]] = {}
     taken = set(without)
-    for device in free:
-        if (gpu := gpu_of(device)) in gpus and device not in taken:
+    for device, gpu in zip(free, named_gpus(free), strict=True):
+        if gpu in gpus and device not in taken:
             found.setdefault(gpu, []).append(device)
     return {gpu: sorted(sorted(ids), key=len) for gpu, ids in found.items()}
 
 
-def _no_room(size: int, found: int, served: Mapping[GpuUuid, ServedUnits], gpus: Sequence[GpuAccount]) -> Refused:
+def _no_room(case: Case, found: int, gpus: Sequence[GpuAccount]) -> Refused:
+    served = case.served
     if not served:
-        return Refused(
-            reason=RefusalReason.NO_HEALTHY_GPU,
-            detail="no GPU of this node serves the resource any more. The pod can run on another node.",
-        )
+        why = "no GPU of this node serves the resource any more. The pod can run on another node."
+        return Refused(RefusalReason.NO_HEALTHY_GPU, why)
     free = ", ".join(
         f"GPU {gpu.label} {gpu.free_units_of(served[gpu.uuid].replicas.of)} of {served[gpu.uuid].replicas.of}"
         for gpu in gpus
         if gpu.uuid in served and gpu.is_healthy
     )
     return Refused(
-        reason=RefusalReason.NOT_ENOUGH_CORES,
-        detail=f"{size} units wanted, {found} have room ({free or 'no GPU is healthy'}): other containers have the rest of"
-        " the GPUs. Wait for pods on this node to end.",
+        RefusalReason.NOT_ENOUGH_CORES,
+        f"{case.asked[case.kind]} units wanted, {found} have room ({free or 'no GPU is healthy'}): other containers have the"
+        " rest of the GPUs. Wait for pods on this node to end.",
     )
 
 
 # --- every GPU with its verdict ---
 
 
-def explain(
-    target: Target,
-    offer: Offer,
-    ledger: Ledger,
-    policy: Policy,
-    gpus: Sequence[GpuAccount],
-    outcome: Decision | Refused,
-) -> Decision:
+def explain(case: Case, gpus: Sequence[GpuAccount], outcome: Decision | Refused) -> Decision:
     """The outcome with the verdict on every one of `gpus`, in order of index; none where the request makes no sense on any
     GPU."""
     decision = Decision(refused=outcome) if isinstance(outcome, Refused) else outcome
-    names, kind = policy.names, policy.names.part_kind(target.container)
-    asked = Asked(
-        cores=names.requested(target.container, ResourceKind.VCORE),
-        memory_bytes=names.memory_mib(target.container) * MIB,
-        hint=hinted_gpus(target.pod.annotations, target.container, policy),
-        must_gpus=must_gpus(target, offer, ledger, names),
-    )
-    request: Request | Refused
-    if kind is None:
-        request = plan_request(target, offer, ledger, policy)
+    target, names, must = case.target, case.policy.names, case.must_gpus
+    hint = hinted_gpus(target.pod.annotations, target.container, case.policy)
+    memory_bytes = names.requested_mib(case.request) * MIB
+    asked = Asked(cores=case.request.cores, memory_bytes=memory_bytes, hint=hint, must_gpus=must)
+    if case.part_kind is None:
+        request = _plan_request(case)
     else:
-        request = Request(cores=CORES_PER_GPU * names.requested(target.container, kind), must_gpus=asked.must_gpus)
+        request = Request(cores=CORES_PER_GPU * case.asked[case.part_kind], must_gpus=must)
     # No GPU could serve such a request: a verdict on each would only repeat the refusal.
     if isinstance(request, Refused) or (isinstance(outcome, Refused) and outcome.reason in _NEVER):
         return replace(decision, asked=asked)
     by_index = sorted(gpus, key=lambda gpu: gpu.index)
-    verdict = _verdicts(target, request, ledger, names, by_index, decision)
+    verdicts = _verdicts(case, request, by_index, decision)
     candidates = []
-    for gpu in by_index:
+    for gpu, verdict in zip(by_index, verdicts, strict=True):
         free_mib, total_mib = gpu.memory_mib_of(request)
         candidates.append(
             Candidate(
@@ -667,48 +597,38 @@ def explain(
                 free_cores=gpu.free_cores,
                 free_memory_bytes=free_mib * MIB,
                 total_memory_bytes=total_mib * MIB,
-                is_chosen=verdict[gpu.uuid] == CHOSEN,
-                verdict=verdict[gpu.uuid],
+                is_chosen=verdict == CHOSEN,
+                verdict=verdict,
             )
         )
     return replace(decision, asked=asked, candidates=tuple(candidates))
 
 
-def _verdicts(
-    target: Target,
-    request: Request,
-    ledger: Ledger,
-    names: ResourceNames,
-    gpus: Sequence[GpuAccount],
-    decision: Decision,
-) -> dict[GpuUuid, str]:
-    kind = names.part_kind(target.container)
-    served = served_units(target, kind, ledger, names) if kind is not None else {}
+def _verdicts(case: Case, request: Request, gpus: Sequence[GpuAccount], decision: Decision) -> Iterator[str]:
+    """Of each GPU, in their order."""
+    kind, served, inventory = case.part_kind, case.served, case.ledger.inventory
     of_node = capacity_of(gpus).lack(request) if request.whole_gpus and kind is None else None
-    reasons = {gpu.uuid: gpu.unhealthy_reason for gpu in ledger.inventory.gpus}
-    found = {}
+    reasons = {gpu.uuid: gpu.unhealthy_reason for gpu in inventory.gpus}
     for gpu in gpus:
         lack = gpu.lack(Request(part=served[gpu.uuid].replicas.part) if gpu.uuid in served else request)
         if gpu.uuid in decision.gpus:
-            verdict = CHOSEN
+            yield CHOSEN
         elif kind is not None and gpu.is_healthy and gpu.uuid not in served:
-            verdict = "serves another resource"
+            yield "serves another resource"
         elif lack is not None:
-            verdict = lack.of_gpu(_unhealthy(reasons[gpu.uuid]))
+            yield lack.of_gpu(_unhealthy(reasons[gpu.uuid]))
         # Only where a GPU was chosen is there one to compare with.
         elif decision.placed is not None:
             usable = [one for one in gpus if kind is None or one.uuid in served]
-            verdict = why_not_chosen(gpu, request, decision.placed, usable, ledger.inventory.topology)
+            yield why_not_chosen(gpu, request, decision.placed, usable, inventory.topology)
         elif (
             decision.refused
             and decision.refused.reason is RefusalReason.WRONG_GPUS
             and gpu.uuid not in request.must_gpus
         ):
-            verdict = "fits, but the kubelet's IDs name another"
+            yield "fits, but the kubelet's IDs name another"
         else:
-            verdict = f"wholly free; {of_node.of_node()}" if of_node is not None else "fits"
-        found[gpu.uuid] = verdict
-    return found
+            yield f"wholly free; {of_node.of_node()}" if of_node is not None else "fits"
 
 
 def _unhealthy(reason: str) -> str:

@@ -12,6 +12,7 @@ Ordinary init containers are never listed; the allocation cache has theirs.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Container, Mapping, Sequence
+from functools import cached_property
 from typing import Protocol
 
 from msgspec import Struct
@@ -36,13 +37,13 @@ class ListedDevices(Protocol):
         """IDs of the resource by container."""
 
 
-class Target(Struct, frozen=True, kw_only=True):
+class Target(Struct, frozen=True, kw_only=True, dict=True):
     """The container that a call is for."""
 
     pod: Pod
     container: ContainerSpec
 
-    @property
+    @cached_property
     def key(self) -> ContainerKey:
         return ContainerKey(self.pod.uid, self.container.name)
 

@@ -13,7 +13,8 @@ of the cache is to be added, changed or released.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from enum import Enum, StrEnum, auto
+from enum import StrEnum
+from typing import Literal
 
 from msgspec import Struct, field
 from msgspec.structs import replace
@@ -119,8 +120,8 @@ def adopt(
     keys = sorted(key for key, recorded in written.items() if recorded.get(kind) == ids)
     if not keys:
         return Refused(
-            reason=RefusalReason.NOT_READY,
-            detail=f"a container is to start with {len(ids)} {kind} units that are in neither this agent's records nor the "
+            RefusalReason.NOT_READY,
+            f"a container is to start with {len(ids)} {kind} units that are in neither this agent's records nor the "
             "kubelet's checkpoint. The kubelet tries again; if it persists, delete the pod.",
         )
     # Containers of the same pod may share IDs, as an init container's are passed on; others must not.
@@ -129,8 +130,8 @@ def adopt(
     )
     if others:
         return Refused(
-            reason=RefusalReason.DEVICE_IN_USE,
-            detail=f"a container is to start with {kind} units that are allocated to container "
+            RefusalReason.DEVICE_IN_USE,
+            f"a container is to start with {kind} units that are allocated to container "
             f"{others[0].container} of pod {others[0].pod_uid}. Nothing was allocated twice: delete the pod and create it "
             "again.",
         )
@@ -146,7 +147,7 @@ def _unit_resources(records: Records, names: ResourceNames) -> dict[DeviceId, st
     return {
         DeviceId(device): resource
         for resource, devices in recorded
-        if (kind := names.kind(resource)) is None or kind.is_part
+        if (kind := names.by_name.get(resource)) is None or kind.is_part
         for device in devices
     }
 
@@ -173,7 +174,7 @@ def _from_checkpoint(
 def _kind(resource: str, ids: frozenset[DeviceId], names: ResourceNames) -> ResourceKind | None:
     """The kind of a resource that the node offers, or of units under a name that it no longer does: their containers still
     have their GPUs. Texts of NVIDIA's plugin count only where this agent takes its place."""
-    kind = names.kind(resource)
+    kind = names.by_name.get(resource)
     if kind is not None or not ids:
         return kind
     if not names.gpu and has_kubelet_text(ids):
@@ -295,19 +296,6 @@ class Reconciliation(Struct, frozen=True, kw_only=True):
     deleted: frozenset[PodUid]
 
 
-class _Verdict(Enum):
-    """What becomes of a container that the cache has and the kubelet's records do not show."""
-
-    UNCHANGED = auto()
-    DELETED = auto()
-    MISSING = auto()
-    ENDED = auto()
-    UNLISTED = auto()
-
-
-_RELEASED = {_Verdict.ENDED: CorrectionKind.ENDED, _Verdict.UNLISTED: CorrectionKind.UNLISTED}
-
-
 def reconcile(present: Mapping[ContainerKey, Allocation], evidence: Evidence) -> Reconciliation:
     """What to change so that the cache (`present`) equals the kubelet's records."""
     corrections = [c for found in evidence.rebuilt if (c := _compare(present, found, evidence)) is not None]
@@ -321,13 +309,13 @@ def reconcile(present: Mapping[ContainerKey, Allocation], evidence: Evidence) ->
         # A fresh one is not in the records yet: the kubelet writes them after our answer.
         if key in shown or key in evidence.fresh or (evidence.scope is not None and key.pod_uid not in evidence.scope):
             continue
-        verdict = _verdict(key, allocation, listed, evidence)
-        if verdict is _Verdict.DELETED:
-            deleted.add(key.pod_uid)
-        elif verdict is _Verdict.MISSING:
-            missing.add(key)
-        elif verdict in _RELEASED:
-            corrections.append(Correction(kind=_RELEASED[verdict], key=key))
+        match _verdict(key, allocation, listed, evidence):
+            case CorrectionKind() as kind:
+                corrections.append(Correction(kind=kind, key=key))
+            case "deleted":
+                deleted.add(key.pod_uid)
+            case "missing":
+                missing.add(key)
     return Reconciliation(
         corrections=tuple(sorted(corrections, key=lambda c: c.key)),
         missing=frozenset(missing),
@@ -367,8 +355,8 @@ def _compare(present: Mapping[ContainerKey, Allocation], found: Allocation, evid
 
 def _verdict(
     key: ContainerKey, allocation: Allocation, listed: Collection[tuple[str, str]], evidence: Evidence
-) -> _Verdict:
-    """A container of the cache that the records do not show. In this order:
+) -> CorrectionKind | Literal["deleted", "missing"] | None:
+    """A container of the cache that the records do not show; None: it stays unchanged. In this order:
 
     1. Its pod has no UID: ended once the pod store has listed, for then the records show it under its UID.
     2. The pod store has not listed: unchanged.
@@ -382,22 +370,22 @@ def _verdict(
     9. The pod is not listed: missing, and unlisted at the second time in a row.
     """
     if key.pod_uid.startswith(UNNAMED):
-        return _Verdict.ENDED if evidence.pods is not None else _Verdict.UNCHANGED
+        return CorrectionKind.ENDED if evidence.pods is not None else None
     if evidence.pods is None:
-        return _Verdict.UNCHANGED
+        return None
     pod = evidence.pods.get(key.pod_uid)
     if pod is None:
-        return _Verdict.DELETED
+        return "deleted"
     if pod.is_terminal:
-        return _Verdict.ENDED
+        return CorrectionKind.ENDED
     is_listed = (pod.namespace, pod.name) in listed
     if not evidence.is_trusted or (is_listed and allocation.kind is ContainerKind.INIT):
-        return _Verdict.UNCHANGED
+        return None
     if is_listed:
-        return _Verdict.UNCHANGED if pod.has_started else _Verdict.UNLISTED
+        return None if pod.has_started else CorrectionKind.UNLISTED
     if not evidence.listed and evidence.scope is None:
-        return _Verdict.UNCHANGED
-    return _Verdict.UNLISTED if key in evidence.missing_before else _Verdict.MISSING
+        return None
+    return CorrectionKind.UNLISTED if key in evidence.missing_before else "missing"
 
 
 def _is_live(uid: PodUid, evidence: Evidence) -> bool:

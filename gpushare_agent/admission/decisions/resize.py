@@ -20,6 +20,7 @@ from collections.abc import Collection, Iterable, Mapping
 from enum import StrEnum
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from gpushare_agent.isolation import Isolation
 from gpushare_agent.model.allocations import Allocation, ContainerKey, ResizedShare, ShareSize
@@ -52,7 +53,7 @@ class ResizeReason(StrEnum):
     TOO_MANY = "TooManyResized"
 
 
-class ResizeRefused(Struct, frozen=True, kw_only=True):
+class ResizeRefused(Struct, frozen=True):
     """`detail` has what was asked, what is free, and what to do."""
 
     reason: ResizeReason
@@ -64,6 +65,9 @@ class DesiredSize(Struct, frozen=True, kw_only=True):
 
     cores: int | None = None
     memory: int | None = None
+
+    unknown: str = ""
+    """A name in the annotation that is of no container, and of no claim, of the pod."""
 
 
 class ResizePolicy(Struct, frozen=True, kw_only=True):
@@ -88,17 +92,40 @@ def parse_resize(text: str) -> Mapping[str, DesiredSize] | ResizeRefused:
             return _unreadable(f"{entry[:_SHOWN_CHARS]!r} is none of its entries")
         if match[1] in found:
             return _unreadable(f"it names the container {match[1]} twice")
-        amounts = [amount.split("=") for amount in match[2].split(",")]
-        if len({name for name, _ in amounts}) < len(amounts):
+        amounts = [amount.partition("=") for amount in match[2].split(",")]
+        sizes = {name: int(number) for name, _, number in amounts}
+        if len(sizes) < len(amounts):
             return _unreadable(f"{entry[:_SHOWN_CHARS]!r} has the same amount twice")
-        found[match[1]] = DesiredSize(**{name: int(number) for name, number in amounts})
+        found[match[1]] = DesiredSize(cores=sizes.get("cores"), memory=sizes.get("memory"))
     return found
 
 
-def unknown_containers(pod: Pod, desired: Mapping[str, DesiredSize]) -> tuple[str, ...]:
-    """The names in the annotation that are of no container, and of no claim, of the pod."""
+def unknown_name(pod: Pod, desired: Iterable[str]) -> str:
+    """The first name in the annotation that is of no container, and of no claim, of the pod; empty without one."""
     known = {container.name for container in pod.containers}
-    return tuple(sorted(name for name in desired if name not in known and name.partition("/")[0] not in pod.claims))
+    return min((name for name in desired if name not in known and name.partition("/")[0] not in pod.claims), default="")
+
+
+def asked_size(allocation: Allocation, pods: Iterable[Pod]) -> DesiredSize | ResizeRefused | None:
+    """What annotations ask for the share: that of its pod, or those of the pods that use its claim, of which the first by
+    name counts that concerns it. One that cannot be read, or names what the pod does not have, concerns all of the pod's.
+    None without one."""
+    claim = allocation.claim
+    for pod in sorted(pods, key=lambda pod: (pod.name, pod.uid)):
+        if (text := pod.annotations.get(RESIZE_ANNOTATION)) is None:
+            continue
+        if isinstance(parsed := parse_resize(text), ResizeRefused):
+            return parsed
+        unknown = unknown_name(pod, parsed)
+        if claim is None:
+            return replace(parsed.get(allocation.key.container, DesiredSize()), unknown=unknown)
+        for name, size in parsed.items():
+            own, _, request = name.partition("/")
+            if pod.claims.get(own) == claim.ref.name and request in ("", claim.request):
+                return replace(size, unknown=unknown)
+        if unknown:
+            return DesiredSize(unknown=unknown)
+    return None
 
 
 def is_resizable(allocation: Allocation, container: ContainerSpec, names: ResourceNames) -> bool:
@@ -125,16 +152,16 @@ def mode_refusal(allocation: Allocation, desired: DesiredSize, policy: ResizePol
         return None
     if policy.mode is ResizeMode.DISABLED:
         return ResizeRefused(
-            reason=ResizeReason.DISABLED,
-            detail="this node does not resize running shares. Leave the annotation out, or have the node's setting"
+            ResizeReason.DISABLED,
+            "this node does not resize running shares. Leave the annotation out, or have the node's setting"
             " resize.mode changed (docs/explanation/resize.md).",
         )
     # Smaller in both: that takes nothing from anybody.
     if target.at_least(allocated) == allocated:
         return None
     return ResizeRefused(
-        reason=ResizeReason.DISABLED,
-        detail=f"this node's shares may not grow beyond what their pod requests, here {allocated.cores} cores and"
+        ResizeReason.DISABLED,
+        f"this node's shares may not grow beyond what their pod requests, here {allocated.cores} cores and"
         f" {allocated.memory} of memory (setting resize.mode). Ask for no more, or create the pod anew with a larger"
         " request.",
     )
@@ -163,7 +190,7 @@ def claim_refusal(
         )
     else:
         return None
-    return ResizeRefused(reason=ResizeReason.UNSUPPORTED, detail=f"{why}.")
+    return ResizeRefused(ResizeReason.UNSUPPORTED, f"{why}.")
 
 
 def shown_name(allocation: Allocation, siblings: Collection[Allocation]) -> str:
@@ -228,15 +255,8 @@ def enforced(share: ResizedShare, isolation: Isolation, instance: str, *, uses_n
     cores = share.target.cores if is_anew or isolation.cores_follow.is_live else share.charged.cores
     is_within = isolation.memory_follows.is_live and uses_no_more
     memory = share.target.memory if is_anew or is_within else share.charged.memory
-    return ResizedShare(
-        key=share.key,
-        gpu=share.gpu,
-        kind=share.kind,
-        allocated=share.allocated,
-        target=share.target,
-        charged=ShareSize(cores=cores, memory=memory).at_least(share.target),
-        instance=since,
-    )
+    charged = ShareSize(cores=cores, memory=memory).at_least(share.target)
+    return replace(share, charged=charged, instance=since)
 
 
 def describe(size: ShareSize, kind: ResourceKind, names: ResourceNames) -> str:
@@ -296,13 +316,13 @@ def _contradiction(
     """What no node could do."""
     if allocation.memory_kind.measure is Measure.UNITS and desired.cores is not None:
         return ResizeRefused(
-            reason=ResizeReason.INVALID_REQUEST,
-            detail=f"it asked for {policy.names.gpu_mem}, whose compute follows the memory: leave cores out.",
+            ResizeReason.INVALID_REQUEST,
+            f"it asked for {policy.names.gpu_mem}, whose compute follows the memory: leave cores out.",
         )
     if target.cores >= CORES_PER_GPU:
         return ResizeRefused(
-            reason=ResizeReason.INVALID_REQUEST,
-            detail=f"{target.cores} cores are no share of one GPU: at most {CORES_PER_GPU - 1} are. For whole GPUs create"
+            ResizeReason.INVALID_REQUEST,
+            f"{target.cores} cores are no share of one GPU: at most {CORES_PER_GPU - 1} are. For whole GPUs create"
             " the pod anew.",
         )
     return None
@@ -316,8 +336,8 @@ def _not_possible(before: ShareSize, target: ShareSize, isolation: Isolation) ->
     ):
         if is_changed and not follows.can_change:
             return ResizeRefused(
-                reason=ResizeReason.UNSUPPORTED,
-                detail=f"isolation {isolation.name} fixes a container's {what} when the container is created. Create the pod"
+                ResizeReason.UNSUPPORTED,
+                f"isolation {isolation.name} fixes a container's {what} when the container is created. Create the pod"
                 " anew with another request, or use an isolation that can change it (docs/explanation/resize.md).",
             )
     return None
@@ -334,14 +354,14 @@ def _lack(charged: ShareSize, target: ShareSize, allocation: Allocation, account
         RefusalReason.NOT_ENOUGH_CORES: ResizeReason.NOT_ENOUGH_CORES,
     }.get(lack.reason, ResizeReason.NOT_ENOUGH_MEMORY)
     return ResizeRefused(
-        reason=reason,
-        detail=f"GPU {account.label} cannot serve the size beside its other containers: {lack.of_gpu_in_detail()}. A share"
+        reason,
+        f"GPU {account.label} cannot serve the size beside its other containers: {lack.of_gpu_in_detail()}. A share"
         " cannot move to another GPU. It is granted as soon as the GPU has so much free; or ask for less.",
     )
 
 
 def _unreadable(why: str) -> ResizeRefused:
     return ResizeRefused(
-        reason=ResizeReason.INVALID_REQUEST,
-        detail=f"the annotation {RESIZE_ANNOTATION} cannot be read: {why}. Nothing was changed. Write it like {_EXAMPLE}.",
+        ResizeReason.INVALID_REQUEST,
+        f"the annotation {RESIZE_ANNOTATION} cannot be read: {why}. Nothing was changed. Write it like {_EXAMPLE}.",
     )

@@ -30,7 +30,7 @@ from gpushare_agent.cluster.kube.claims import (
 from gpushare_agent.cluster.kube.objects import ObjectMeta, whole_number
 from gpushare_agent.cluster.kube.pods import EXTENDED_CLAIM
 from gpushare_agent.dra.decisions.devices import NVIDIA_DRIVER, NVIDIA_MEMORY, device_index
-from gpushare_agent.dra.decisions.gpu_config import MpsLimits, read_gpu_config
+from gpushare_agent.dra.decisions.gpu_config import TYPED, MpsLimits, Typed, read_gpu_config
 from gpushare_agent.kit.json_schema import decoded
 from gpushare_agent.model.allocations import ClaimRef
 from gpushare_agent.model.errors import Corrupt
@@ -75,6 +75,11 @@ class DevicePart(Struct, frozen=True, kw_only=True):
     is_admin: bool = False
 
     @property
+    def name(self) -> str:
+        """The request as a pod names it."""
+        return main_request(self.request)
+
+    @property
     def is_unlimited(self) -> bool:
         return not (self.is_admin or self.cores or self.memory_mib)
 
@@ -97,6 +102,10 @@ class AllocatedClaim(Struct, frozen=True, kw_only=True):
     results: tuple[ClaimResult, ...]
     users: tuple[tuple[str, PodUid], ...] = field(default=())
     owner: PodUid | None = None
+
+    @property
+    def requests(self) -> frozenset[str]:
+        return frozenset(result.name for result in self.results)
 
 
 def is_claim_uid(text: str) -> bool:
@@ -194,17 +203,10 @@ def _result(
         raise Corrupt(f"request {request} is allocated the device {_shown(device)}, which this driver does not publish")
     if share_id and not is_claim_uid(share_id):
         raise Corrupt(f"request {request}: shareID is no UUID")
+    found = ClaimResult(request=request, device=device, index=index, share_id=share_id, cores=0, memory_mib=0)
     if one.admin_access:  # consumedCapacity is there all the same, and no scheduler counts it
-        return ClaimResult(
-            request=request,
-            device=device,
-            index=index,
-            share_id=share_id,
-            cores=0,
-            memory_mib=0,
-            config=replace(_config_of(request, 0, configs), core_limit=0, mps=None),
-            is_admin=True,
-        )
+        config = replace(_config_of(request, 0, configs), core_limit=0, mps=None)
+        return replace(found, config=config, is_admin=True)
     consumed = one.consumed_capacity or {}
     # Without the capacity cores the device is taken whole, as by the default of the slice's request policy.
     cores = whole_number(consumed.get("cores", str(CORES_PER_GPU)), f"request {request}, cores")
@@ -230,15 +232,7 @@ def _result(
                 " (setting dra.consumable_shares). Name cores and memory, or remove the configuration"
             )
         config = ShareConfig(isolation="none")
-    return ClaimResult(
-        request=request,
-        device=device,
-        index=index,
-        share_id=share_id,
-        cores=cores,
-        memory_mib=memory // MIB,
-        config=config,
-    )
+    return replace(found, cores=cores, memory_mib=memory // MIB, config=config)
 
 
 def _config_of(request: str, cores: int, configs: Sequence[tuple[frozenset[str], ShareConfig]]) -> ShareConfig:
@@ -279,22 +273,17 @@ def _configs(
                 yield requests, ShareConfig(isolation=found.isolation, mps=found.mps)
 
 
-class _Typed(Struct, rename="camel"):
-    api_version: object = None
-    kind: object = None
-
-
-class _Parameters(_Typed, rename="camel", forbid_unknown_fields=True):
+class _Parameters(Typed, rename="camel", forbid_unknown_fields=True):
     isolation: str = ""
     core_limit: Annotated[int, Meta(ge=0, le=CORES_PER_GPU)] = 0
 
 
-_CLAIM, _TYPED, _PARAMETERS = Decoder(ClaimJson), Decoder(_Typed), Decoder(_Parameters)
+_CLAIM, _PARAMETERS = Decoder(ClaimJson), Decoder(_Parameters)
 
 
 def read_config(raw: Raw) -> ShareConfig:
     """Raises Corrupt with what to write instead; an unknown field is a mistake of spelling that nobody would notice."""
-    typed = decoded(_TYPED, raw, "the opaque parameters")
+    typed = decoded(TYPED, raw, "the opaque parameters")
     if typed.api_version != CONFIG_API_VERSION or typed.kind != CONFIG_KIND:
         raise Corrupt(
             f"the opaque parameters are {_shown(typed.api_version)} {_shown(typed.kind)}, and this driver reads"

@@ -22,6 +22,7 @@ from gpushare_agent.cluster.kube.claims import (
 from gpushare_agent.model.allocations import NO_CHARGE, Charge
 from gpushare_agent.model.gpus import Gpu, GpuInventory, LinkKind, Topology
 from gpushare_agent.model.names import CORES_PER_GPU, GpuUuid
+from gpushare_agent.placement.topology import components
 
 UNHEALTHY_TAINT = "gpushare-agent/unhealthy"
 CORDONED_TAINT = "gpushare-agent/cordoned"
@@ -199,19 +200,8 @@ def link_groups(topology: Topology) -> dict[str, dict[int, str]]:
 
 
 def _connected(topology: Topology, name: str, kinds: Collection[LinkKind]) -> dict[int, str]:
-    groups: dict[int, str] = {}
-    for start in range(len(topology.links)):
-        if start in groups:
-            continue
-        reached, pending = {start}, [start]
-        while pending:
-            row = topology.links[pending.pop()]
-            near = {index for index, link in enumerate(row) if link.kind in kinds} - reached
-            reached |= near
-            pending += near
-        if len(reached) > 1:
-            groups |= dict.fromkeys(reached, f"{name}-{start}")
-    return groups
+    groups = components(range(len(topology.links)), lambda a, b: topology.links[a][b].kind in kinds)
+    return {index: f"{name}-{group[0]}" for group in groups if len(group) > 1 for index in group}
 
 
 def _architecture(capability: tuple[int, int] | None) -> str:

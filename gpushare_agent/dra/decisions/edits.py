@@ -16,14 +16,13 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from fractions import Fraction
 from itertools import count
 from types import MappingProxyType
+from typing import Any
 
-from msgspec import Struct, to_builtins
+from msgspec import Struct
 from msgspec.structs import replace
 
 from gpushare_agent.admission.decisions.container_edits import EditPolicy
-from gpushare_agent.cluster.kube.claims import main_request
 from gpushare_agent.dra.decisions.claim import CONFIG_KIND, AllocatedClaim, ClaimResult, DevicePart
-from gpushare_agent.dra.decisions.gpu_config import MpsLimits
 from gpushare_agent.isolation import ISOLATIONS, ClaimUse, GpuShare, IsolationRequest
 from gpushare_agent.isolation.device_lists import DeviceListRequest, device_edits
 from gpushare_agent.model.allocations import ClaimRef, ContainerEdits, ContainerKey, merged
@@ -58,12 +57,9 @@ def not_shared(claim: AllocatedClaim, isolation: str, pods: Sequence[Pod], polic
 def _together(claim: AllocatedClaim, pod: Pod) -> list[str]:
     """Containers that use one request of the claim at the same time, by its name or by the claim as a whole: init containers
     run one by one, before the others but beside the sidecars."""
-    names = {name for name, claim_name in pod.claims.items() if claim_name == claim.ref.name}
-    every = {main_request(result.request) for result in claim.results}
     used: dict[str, list[ContainerSpec]] = {}
     for container in pod.containers:
-        named = {request for name, request in container.claims if name in names}
-        for request in every if "" in named else named & every:
+        for request in named_of(pod.used_claims(container).get(claim.ref.name, ()), claim.requests):
             used.setdefault(request, []).append(container)
     for users in used.values():
         # Init containers end before the others start, so one of them beside main containers is alone; a sidecar stays.
@@ -74,6 +70,11 @@ def _together(claim: AllocatedClaim, pod: Pod) -> list[str]:
     return []
 
 
+def named_of(named: Collection[str], requests: Collection[str]) -> frozenset[str]:
+    """Those of a claim's requests that a container names; empty text names all."""
+    return frozenset(requests if "" in named else set(requests).intersection(named))
+
+
 CDI_KIND = "gpushare-agent/claim"
 CDI_VERSION = "0.6.0"
 """Understood by every runtime that a kubelet with resource.k8s.io/v1 runs on."""
@@ -82,59 +83,36 @@ MAX_CONTAINER_NAME = 63
 
 
 class PreparedResult(DevicePart, frozen=True, kw_only=True):
-    """One result as it was prepared. `gpu` is a UUID; `cdi_devices` are what the kubelet hands to the runtime; `view` names
-    the result under whose key the isolation keeps the files of the view. `isolation` is the view's. What is unlimited is in
-    the account of no size, but uses its GPU."""
+    """One result as it was prepared. `gpu` is a UUID; `view` names the result under whose key the isolation keeps the files
+    of the view. `isolation` and `edits` are the view's. What is unlimited is in the account of no size, but uses its GPU."""
 
     key: ContainerKey
     gpu: str
     is_whole: bool
-    cdi_devices: tuple[str, ...]
     core_limit: int = 0
     view: str
     isolation: str
+    edits: ContainerEdits = ContainerEdits()
 
+    @property
+    def cdi_name(self) -> str:
+        """Readable, for it appears in the pod's status; unique, for a claim has a device once in a request."""
+        return f"{self.device}.{self.request.replace('/', '.')}.{self.key.pod_uid}"
 
-class CdiNode(Struct, rename="camel"):
-    path: str
-    host_path: str
-    permissions: str
-
-
-class CdiMount(Struct, rename="camel"):
-    host_path: str
-    container_path: str
-    options: Sequence[str]
-
-
-class CdiEdits(Struct, rename="camel"):
-    env: Sequence[str]
-    device_nodes: Sequence[CdiNode]
-    mounts: Sequence[CdiMount]
-
-
-class CdiDevice(Struct, rename="camel"):
-    name: str
-    container_edits: CdiEdits
-
-
-class CdiSpec(Struct, rename="camel"):
-    """What of the CDI specification a claim's file has."""
-
-    cdi_version: str
-    kind: str
-    devices: Sequence[CdiDevice]
+    @property
+    def cdi_devices(self) -> tuple[str, ...]:
+        """What the kubelet hands to the runtime."""
+        return (f"{CDI_KIND}={self.cdi_name}", *self.edits.cdi_devices)
 
 
 class PreparedClaim(Struct, frozen=True, kw_only=True):
     """A claim as it was prepared; it stays so until it is unprepared, whatever the settings become. `pod` is the name of the
-    first that it is reserved for, `users` are the UIDs of all that it was reserved for then. `spec` is the CDI document."""
+    first that it is reserved for, `users` are the UIDs of all that it was reserved for then."""
 
     ref: ClaimRef
     shown_as: str
     pod: str
     results: tuple[PreparedResult, ...]
-    spec: CdiSpec
     users: tuple[PodUid, ...] = ()
 
     @property
@@ -150,6 +128,66 @@ class PreparedClaim(Struct, frozen=True, kw_only=True):
             found.setdefault(one.isolation, []).append(one.key)
         return found
 
+    @property
+    def spec(self) -> dict[str, Any]:
+        """The CDI document."""
+        devices = [{"name": one.cdi_name, "containerEdits": _cdi_edits(one.edits)} for one in self.results]
+        return {"cdiVersion": CDI_VERSION, "kind": CDI_KIND, "devices": devices}
+
+
+def _cdi_edits(edits: ContainerEdits) -> dict[str, Any]:
+    """Annotations have no place in a CDI spec."""
+    return {
+        "env": [f"{name}={value}" for name, value in edits.env],
+        "deviceNodes": [
+            {"path": one.container_path, "hostPath": one.host_path, "permissions": one.permissions}
+            for one in edits.devices
+        ],
+        "mounts": [
+            {
+                "hostPath": one.host_path,
+                "containerPath": one.container_path,
+                "options": ["ro" if one.read_only else "rw", "nosuid", "nodev", "bind"],
+            }
+            for one in edits.mounts
+        ],
+    }
+
+
+class _Part(Struct, frozen=True):
+    """One result of a claim, with its GPU and the key of its allocation. `is_whole`: it is all of the memory, with all cores
+    or none: without memory nobody else can have a share, so none lack."""
+
+    result: ClaimResult
+    gpu: Gpu
+    is_whole: bool
+    key: ContainerKey
+
+    @property
+    def is_share(self) -> bool:
+        """The claim has a part of what the slice offers of the GPU."""
+        return not (self.is_whole or self.result.is_admin or self.result.is_unlimited)
+
+    @property
+    def is_limited(self) -> bool:
+        """The container is to be limited: by its share, or of a whole GPU by the claim's own limits of MPS."""
+        return self.is_share or self.result.config.mps is not None
+
+    @property
+    def core_limit(self) -> int:
+        """A whole GPU's compute has no ceiling above it; by NVIDIA's names its cores do not show that it is one."""
+        return 0 if self.is_whole else self.result.config.core_limit
+
+
+def _parts(claim: AllocatedClaim, gpus: Mapping[int, Gpu], block_mib: int) -> list[_Part]:
+    parts = []
+    for result, key in zip(claim.results, _keys(claim), strict=True):
+        gpu = gpus[result.index]
+        has_all_memory = result.memory_mib >= gpu.memory_mib // block_mib * block_mib
+        is_whole = has_all_memory and result.cores in (0, CORES_PER_GPU) and not result.is_admin
+        parts.append(_Part(result, gpu, is_whole, key))
+    return parts
+
 
 def prepare_claim(
     claim: AllocatedClaim,
@@ -164,34 +202,56 @@ def prepare_claim(
     views = _views(claim, pods)
     if isinstance(views, Refused):
         return views
-    keys = dict(zip(claim.results, _keys(claim), strict=True))
-    devices, results = [], []
-    for view in views:
-        isolation = _isolation(claim, view, gpus, policy, block_mib)
+    parts = _parts(claim, gpus, block_mib)
+    parts_beside = {name: _parts(one, gpus, block_mib) for name, one in beside.items()}
+    found: dict[ContainerKey, PreparedResult] = {}
+    for requests in views:
+        mine = sorted((one for one in parts if one.result.name in requests), key=lambda one: one.gpu.index)
+        isolation = _isolation(mine, policy)
         if isinstance(isolation, Refused):
             return isolation
-        prepared = _View(claim, view, keys, gpus, policy, isolation, block_mib)
+        limited = tuple(one.result for one in mine if one.is_limited)
         # Only what is limited: whole GPUs and admin access need no isolation.
-        if prepared.limited and (
-            refused := not_shared(replace(claim, results=prepared.limited), isolation, pods, policy)
-        ):
+        if limited and (refused := not_shared(replace(claim, results=limited), isolation, pods, policy)):
             return refused
-        edits = prepared.edits(seen_beside(claim, view, beside, gpus, pods, block_mib))
+        seen = frozenset[Gpu]()
+        # So it is with claims that are not the pod's own: the kubelet prepares a claim once for all its pods and names none
+        # of them, so one that comes later would find the other claim's GPUs in the specification.
+        if claim.owner is not None and all(one.owner == claim.owner for one in beside.values()) and not limited:
+            seen = _seen_beside(claim.ref.name, requests, parts_beside, pods)
+        # The files that the isolation has for the view: its first share's, for what is not limited has none.
+        view = next((one.key for one in mine if one.is_limited), mine[0].key)
+        edits = _view_edits(view, mine, parts, seen, isolation, policy)
         if isinstance(edits, Refused):
             return edits
-        for result, _ in prepared.results:
-            name = cdi_name(result, claim.ref)
-            devices.append(CdiDevice(name, cdi_edits(edits)))
-            results.append(prepared.result(result, (f"{CDI_KIND}={name}", *edits.cdi_devices)))
-    # The views have grouped the results: here they are in the claim's order again.
-    order = {one: place for place, one in enumerate((r.request, r.device) for r in claim.results)}
+        found |= {one.key: _prepared(one, view.container, isolation, edits) for one in mine}
     return PreparedClaim(
         ref=claim.ref,
         shown_as=claim.shown_as,
         pod=claim.users[0][0] if claim.users else claim.ref.name,
-        results=tuple(sorted(results, key=lambda one: order[one.request, one.device])),
-        spec=CdiSpec(CDI_VERSION, CDI_KIND, devices),
+        # The views have grouped the results: here they are in the claim's order again.
+        results=tuple(found[one.key] for one in parts),
         users=tuple(uid for _, uid in claim.users),
+    )
+
+
+def _prepared(part: _Part, view: str, isolation: str, edits: ContainerEdits) -> PreparedResult:
+    result = part.result
+    return PreparedResult(
+        key=part.key,
+        request=result.request,
+        device=result.device,
+        share_id=result.share_id,
+        gpu=part.gpu.uuid,
+        # By NVIDIA's names nobody asks for cores, and who has all the memory has the GPU.
+        cores=CORES_PER_GPU if part.is_whole else result.cores,
+        memory_mib=result.memory_mib,
+        is_whole=part.is_whole,
+        core_limit=part.core_limit,
+        view=view,
+        isolation=isolation,
+        edits=edits,
+        is_admin=result.is_admin,
     )
 
 
@@ -200,10 +260,8 @@ def conflict(made: PreparedClaim, others: Iterable[PreparedClaim], pods: Iterabl
     beside = {other.ref.name: other for other in others if other.ref.namespace == made.ref.namespace}
     for pod in pods:
         for container in pod.containers:
-            used: dict[str, set[str]] = {}
-            for name, request in container.claims:
-                used.setdefault(pod.claims.get(name, ""), set()).add(request)
-            own = _use(made, used.get(made.ref.name, set()))
+            used = pod.used_claims(container)
+            own = _use(made, used.get(made.ref.name, ()))
             for name in sorted(used.keys() & beside.keys() - {made.ref.name}):
                 if both := own.lost_beside(_use(beside[name], used[name])):
                     by_list = _OR_BY_LIST if both == [ENV_VISIBLE_DEVICES] else ""
@@ -239,225 +297,137 @@ class _Use(Struct, frozen=True):
         return sorted(found)
 
 
-def _use(claim: PreparedClaim, requests: Collection[str]) -> _Use:
+def _use(claim: PreparedClaim, named: Collection[str]) -> _Use:
     """Of a container that names these requests, the empty one for all."""
-    mine = [one for one in claim.results if {"", main_request(one.request)} & set(requests)]
-    names = {name for one in mine for name in one.cdi_devices}
-    edits = [one.container_edits for one in claim.spec.devices if f"{CDI_KIND}={one.name}" in names]
+    mine = [one for one in claim.results if {"", one.name} & set(named)]
     return _Use(
         frozenset(one.gpu for one in mine),
-        dict(pair.split("=", 1) for one in edits for pair in one.env),
-        {mount.container_path: mount.host_path for one in edits for mount in one.mounts},
+        {name: value for one in mine for name, value in one.edits.env},
+        {mount.container_path: mount.host_path for one in mine for mount in one.edits.mounts},
     )
 
 
-def cdi_name(result: ClaimResult, ref: ClaimRef) -> str:
-    """Readable, for it appears in the pod's status; unique, for a claim has a device once in a request."""
-    return f"{result.device}.{result.request.replace('/', '.')}.{ref.uid}"
+def encode_spec(claim: PreparedClaim) -> bytes:
+    return json.dumps(claim.spec, indent=1).encode() + b"\n"
 
 
-def cdi_edits(edits: ContainerEdits) -> CdiEdits:
-    """Annotations have no place in a CDI spec."""
-    return CdiEdits(
-        env=[f"{name}={value}" for name, value in edits.env],
-        device_nodes=[CdiNode(one.container_path, one.host_path, one.permissions) for one in edits.devices],
-        mounts=[
-            CdiMount(one.host_path, one.container_path, ["ro" if one.read_only else "rw", "nosuid", "nodev", "bind"])
-            for one in edits.mounts
-        ],
+def _view_edits(
+    key: ContainerKey,
+    parts: Sequence[_Part],
+    of_claim: Sequence[_Part],
+    beside: Collection[Gpu],
+    isolation: str,
+    policy: EditPolicy,
+) -> ContainerEdits | Refused:
+    """What a container gets that has these results, in order of GPU index. `of_claim` are all of the claim's; `beside` are
+    GPUs of other claims that the containers of the view see too."""
+    gpus = tuple(sorted({*beside, *(one.gpu for one in parts)}, key=lambda gpu: gpu.index))
+    try:
+        shares = _shares(parts, of_claim)
+    except Corrupt as e:
+        return _refused(str(e))
+    container = ContainerSpec(name=key.container, kind=ContainerKind.MAIN, position=0)
+    isolated = ISOLATIONS[isolation].edits(
+        IsolationRequest(
+            pod_uid=key.pod_uid,
+            container=container,
+            shares=shares,
+            config=policy.config,
+            core_limit=max(one.core_limit for one in parts),
+            pod_memory_mib=sum(share.memory_mib for share in shares),
+            memory_unit_mib=policy.names.gpu_mem_unit_mib,
+            is_claim=True,
+        )
     )
+    if isinstance(isolated, Refused):
+        return isolated
+    request = DeviceListRequest(gpus=gpus, node=policy.devices, cdi_kind=policy.cdi_kind, unique="claim")
+    devices = device_edits(request, tuple(map(_by_cdi, policy.strategies)))
+    return merged(devices, ISOLATIONS[isolation].driver_beside(container, policy.config), isolated)
 
 
-def encode_spec(spec: CdiSpec) -> bytes:
-    return json.dumps(to_builtins(spec), indent=1).encode() + b"\n"
-
-
-class _View:
-    """The results that one container sees, by GPU index."""
-
-    def __init__(
-        self,
-        claim: AllocatedClaim,
-        requests: frozenset[str],
-        keys: Mapping[ClaimResult, ContainerKey],
-        gpus: Mapping[int, Gpu],
-        policy: EditPolicy,
-        isolation: str,
-        block_mib: int,
-    ) -> None:
-        self._claim = claim
-        self._keys = keys
-        self._gpus = gpus
-        self._policy = policy
-        self._isolation = isolation
-        self._block_mib = block_mib
-        mine = [result for result in claim.results if main_request(result.request) in requests]
-        self.results = sorted(((r, gpus[r.index]) for r in mine), key=lambda pair: pair[0].index)
-
-    @property
-    def limited(self) -> tuple[ClaimResult, ...]:
-        return tuple(one for one, gpu in self.results if _is_limited(one, gpu, self._block_mib))
-
-    def edits(self, beside: Collection[Gpu]) -> ContainerEdits | Refused:
-        """`beside` are GPUs of other claims that the containers of the view see too."""
-        gpus = tuple(sorted({*beside, *(gpu for _, gpu in self.results)}, key=lambda gpu: gpu.index))
-        policy, isolation = self._policy, ISOLATIONS[self._isolation]
-        try:
-            shares = self._shares()
-        except Corrupt as e:
-            return _refused(str(e))
-        container = ContainerSpec(name=self._key.container, kind=ContainerKind.MAIN, position=0)
-        isolated = isolation.edits(
-            IsolationRequest(
-                pod_uid=PodUid(self._claim.ref.uid),
-                container=container,
-                shares=shares,
-                config=policy.config,
-                core_limit=max(self._core_limit(result, gpu) for result, gpu in self.results),
-                pod_memory_mib=sum(share.memory_mib for share in shares),
-                memory_unit_mib=policy.names.gpu_mem_unit_mib,
-                is_claim=True,
-            )
+def _shares(parts: Sequence[_Part], of_claim: Sequence[_Part]) -> tuple[GpuShare, ...]:
+    """Two results on one GPU make one share of it, for the container cannot distinguish them: all of it where one is admin
+    access. Raises Corrupt."""
+    found: dict[str, GpuShare] = {}
+    for part in parts:
+        result, gpu, mps = part.result, part.gpu, part.result.config.mps
+        is_all = result.is_admin or result.is_unlimited
+        memory_mib, cores = (gpu.memory_mib, CORES_PER_GPU) if is_all else (result.memory_mib, result.cores)
+        if mps is not None:
+            # The GPUs of one configuration: two may say the same, each of its own requests.
+            uuids = list({one.gpu.uuid for one in of_claim if one.result.config.mps is mps})
+            memory_mib, cores = mps.memory_of(gpu.uuid, uuids) or gpu.memory_mib, mps.thread_percentage
+        share = GpuShare(
+            gpu=gpu,
+            # A claim for memory alone: compute follows it, as with GPUShare's resource.
+            cores=cores or cores_of_part(Fraction(memory_mib, gpu.memory_mib)),
+            memory_mib=min(memory_mib, gpu.memory_mib),
+            is_whole=not part.is_limited,
         )
-        if isinstance(isolated, Refused):
-            return isolated
-        request = DeviceListRequest(gpus=gpus, node=policy.devices, cdi_kind=policy.cdi_kind, unique="claim")
-        devices = device_edits(request, tuple(map(_by_cdi, policy.strategies)))
-        return merged(devices, isolation.driver_beside(container, policy.config), isolated)
-
-    def result(self, result: ClaimResult, cdi_devices: tuple[str, ...]) -> PreparedResult:
-        gpu = next(gpu for one, gpu in self.results if one is result)
-        is_whole = _is_whole(result, gpu, self._block_mib)
-        return PreparedResult(
-            key=self._keys[result],
-            request=result.request,
-            device=result.device,
-            share_id=result.share_id,
-            gpu=gpu.uuid,
-            # By NVIDIA's names nobody asks for cores, and who has all the memory has the GPU.
-            cores=CORES_PER_GPU if is_whole else result.cores,
-            memory_mib=result.memory_mib,
-            is_whole=is_whole,
-            cdi_devices=cdi_devices,
-            core_limit=self._core_limit(result, gpu),
-            view=self._key.container,
-            isolation=self._isolation,
-            is_admin=result.is_admin,
-        )
-
-    def _core_limit(self, result: ClaimResult, gpu: Gpu) -> int:
-        """A whole GPU's compute has no ceiling above it; by NVIDIA's names its cores do not show that it is one."""
-        return 0 if _is_whole(result, gpu, self._block_mib) else result.config.core_limit
-
-    @property
-    def _key(self) -> ContainerKey:
-        """The key of the files that the isolation has for the view: its first share's, for what is not limited has none."""
-        return self._keys[(*self.limited, self.results[0][0])[0]]
-
-    def _shares(self) -> tuple[GpuShare, ...]:
-        """Two results on one GPU make one share of it, for the container cannot distinguish them: all of it where one is
-        admin access."""
-        found: dict[str, GpuShare] = {}
-        for result, gpu in self.results:
-            is_all = result.is_admin or result.is_unlimited
-            memory_mib, cores = (gpu.memory_mib, CORES_PER_GPU) if is_all else (result.memory_mib, result.cores)
-            if (mps := result.config.mps) is not None:
-                memory_mib, cores = (
-                    mps.memory_of(gpu.uuid, self._uuids_of(mps)) or gpu.memory_mib,
-                    mps.thread_percentage,
-                )
-            share = GpuShare(
-                gpu=gpu,
-                # A claim for memory alone: compute follows it, as with GPUShare's resource.
-                cores=cores or cores_of_part(Fraction(memory_mib, gpu.memory_mib)),
-                memory_mib=min(memory_mib, gpu.memory_mib),
-                is_whole=not _is_limited(result, gpu, self._block_mib),
+        if (known := found.get(gpu.uuid)) is not None:
+            share = replace(
+                known,
+                cores=min(CORES_PER_GPU, known.cores + share.cores),
+                memory_mib=min(gpu.memory_mib, known.memory_mib + share.memory_mib),
+                is_whole=known.is_whole or share.is_whole,
             )
-            if (known := found.get(gpu.uuid)) is not None:
-                share = replace(
-                    known,
-                    cores=min(CORES_PER_GPU, known.cores + share.cores),
-                    memory_mib=min(gpu.memory_mib, known.memory_mib + share.memory_mib),
-                    is_whole=known.is_whole or share.is_whole,
-                )
-            found[gpu.uuid] = share
-        return tuple(found.values())
-
-    def _uuids_of(self, limits: MpsLimits) -> list[str]:
-        """The GPUs of one configuration: two may say the same, each of its own requests."""
-        mine = [one.index for one in self._claim.results if one.config.mps is limits]
-        return [gpu.uuid for gpu in self._gpus.values() if gpu.index in mine]
+        found[gpu.uuid] = share
+    return tuple(found.values())
 
 
 def claims_beside(name: str, pods: Iterable[Pod]) -> list[str]:
     """The names of the other claims of containers that use the claim of this name."""
-    uses = [{pod.claims.get(own, "") for own, _ in one.claims} for pod in pods for one in pod.containers]
-    return sorted(set().union(*(claims for claims in uses if name in claims)) - {"", name})
+    uses = [pod.used_claims(one).keys() for pod in pods for one in pod.containers]
+    return sorted(set().union(*(claims for claims in uses if name in claims)) - {name})
 
 
-def seen_beside(
-    claim: AllocatedClaim,
-    requests: frozenset[str],
-    beside: Mapping[str, AllocatedClaim],
-    gpus: Mapping[int, Gpu],
-    pods: Iterable[Pod],
-    block_mib: int,
+def _seen_beside(
+    name: str, requests: Collection[str], beside: Mapping[str, Sequence[_Part]], pods: Iterable[Pod]
 ) -> frozenset[Gpu]:
     """The GPUs of other claims that every container of a view has too, where none of all these is limited: limits know the
     GPUs by their order, which another claim would change. One specification is for all containers of a view, so where they
-    differ, or a claim limits, nothing is added, and `conflict` refuses them. So it is with claims that are not the pod's
-    own: the kubelet prepares a claim once for all its pods and names none of them, so one that comes later would find the
-    other claim's GPUs in the specification."""
-
-    def unlimited(one: AllocatedClaim, named: Collection[str]) -> frozenset[Gpu] | None:
-        mine = [result for result in one.results if "" in named or main_request(result.request) in named]
-        limited = any(_is_limited(result, gpus[result.index], block_mib) for result in mine)
-        return None if limited else frozenset(gpus[result.index] for result in mine)
-
-    are_own = claim.owner is not None and all(one.owner == claim.owner for one in beside.values())
-    if not are_own or unlimited(claim, requests) is None:
-        return frozenset()
+    differ, or a claim limits, nothing is added, and `conflict` refuses them."""
     found: set[frozenset[Gpu]] = set()
     for pod in pods:
         for container in pod.containers:
-            used: dict[str, set[str]] = {}
-            for name, request in container.claims:
-                used.setdefault(pod.claims.get(name, ""), set()).add(request)
-            own = used.get(claim.ref.name, set())
-            if "" not in own and not own & requests:
+            used = pod.used_claims(container)
+            if not {"", *requests}.intersection(used.get(name, ())):
                 continue
-            others = [unlimited(beside[name], used[name]) for name in sorted(used.keys() & beside.keys())]
-            seen = [one for one in others if one is not None]
-            found.add(frozenset().union(*seen) if len(seen) == len(others) else frozenset())
+            seen = [
+                one
+                for other in used.keys() & beside.keys()
+                for one in beside[other]
+                if {"", one.result.name} & used[other]
+            ]
+            found.add(frozenset() if any(one.is_limited for one in seen) else frozenset(one.gpu for one in seen))
     return found.pop() if len(found) == 1 else frozenset()
 
 
-def _isolation(
-    claim: AllocatedClaim, view: Collection[str], gpus: Mapping[int, Gpu], policy: EditPolicy, block_mib: int
-) -> str | Refused:
-    mine = [result for result in claim.results if main_request(result.request) in view]
+def _isolation(parts: Sequence[_Part], policy: EditPolicy) -> str | Refused:
+    """The isolation of a container that has these."""
     # What is not limited decides only where nothing else does: of a whole GPU the device plugins' isolation, of admin access
     # anything.
-    limited = [result for result in mine if _is_limited(result, gpus[result.index], block_mib)]
-    charged = [result for result in mine if not (result.is_admin or result.is_unlimited)]
-    asked = {result.config.isolation for result in limited or charged or mine}
+    limited = [one for one in parts if one.is_limited]
+    charged = [one for one in parts if not (one.result.is_admin or one.result.is_unlimited)]
+    asked = {one.result.config.isolation for one in limited or charged or parts}
     if len(asked) > 1:
         return _refused(
             "its requests ask for several isolations, and a container has one. Ask for the same in all of them"
         )
     text = asked.pop()
-    both = {result.index for result in limited} & {result.index for result in mine if result.is_unlimited}
+    both = {one.gpu.index for one in limited} & {one.gpu.index for one in parts if one.result.is_unlimited}
     if both:
         # The container cannot tell them apart: the limit would be lost.
         return _refused(
             f"a container has GPU {min(both)} by a request with a limit and by one without. Ask once for each GPU, or let"
             " different containers use the requests"
         )
-    for result in limited:
-        if result.config.mps is not None and _is_share(result, gpus[result.index], block_mib):
+    for one in limited:
+        if one.result.config.mps is not None and one.is_share:
             return _refused(
-                f"GpuConfig asks for MPS, and request {result.request} has a share, whose limits are its own. Ask for the"
-                f" whole GPU, or by {CONFIG_KIND} for isolation mps"
+                f"GpuConfig asks for MPS, and request {one.result.request} has a share, whose limits are its own. Ask for"
+                f" the whole GPU, or by {CONFIG_KIND} for isolation mps"
             )
     allowed = sorted({policy.isolation, *policy.allowed, *(() if limited else ("none",))})
     if text and text not in allowed:
@@ -465,20 +435,15 @@ def _isolation(
     return text or policy.isolation
 
 
-def _views(claim: AllocatedClaim, pods: Iterable[Pod]) -> list[frozenset[str]] | Refused:
+def _views(claim: AllocatedClaim, pods: Sequence[Pod]) -> list[frozenset[str]] | Refused:
     """The sets of requests that containers use together. Requests that none of them names are one view, all of them
     together; of a claim that the scheduler made for an extended resource each is its own, for no container names it."""
-    every = frozenset(main_request(result.request) for result in claim.results)
     found: dict[frozenset[str], str] = {}
-    is_named = False
+    is_named = any(claim.ref.name in pod.claims.values() for pod in pods)
     for pod in pods:
-        names = {name for name, claim_name in pod.claims.items() if claim_name == claim.ref.name}
-        is_named = is_named or bool(names)
         for container in pod.containers:
-            used = [request for name, request in container.claims if name in names]
-            if used:
-                view = every if "" in used else frozenset(used) & every
-                found.setdefault(view, f"{pod.name}/{container.name}")
+            if named := pod.used_claims(container).get(claim.ref.name):
+                found.setdefault(named_of(named, claim.requests), f"{pod.name}/{container.name}")
     for view, user in found.items():
         # A CDI device is one for all containers: two limits for one request cannot both be written.
         other = next((one for one in found if one != view and one & view), None)
@@ -487,7 +452,7 @@ def _views(claim: AllocatedClaim, pods: Iterable[Pod]) -> list[frozenset[str]] |
                 f"containers {user} and {found[other]} use different sets of its requests that have one in common, and the"
                 " limits are for all GPUs of a container. Let each container use the whole claim, or requests of its own"
             )
-    rest = every.difference(*found)
+    rest = claim.requests.difference(*found)
     if rest:
         found |= {rest: ""} if is_named or not pods else {frozenset({name}): "" for name in rest}
     return [view for view in found if view]
@@ -495,12 +460,11 @@ def _views(claim: AllocatedClaim, pods: Iterable[Pod]) -> list[frozenset[str]] |
 
 def _keys(claim: AllocatedClaim) -> list[ContainerKey]:
     """One for each result, in their order: the request's name, with the device where the request has several."""
-    devices = Counter(main_request(one.request) for one in claim.results)
+    devices = Counter(one.name for one in claim.results)
     names = []
     for one in claim.results:
-        main = main_request(one.request)
-        suffix = f"-{one.device}" if devices[main] > 1 else ""
-        names.append(main[: MAX_CONTAINER_NAME - len(suffix)].rstrip("-") + suffix)
+        suffix = f"-{one.device}" if devices[one.name] > 1 else ""
+        names.append(one.name[: MAX_CONTAINER_NAME - len(suffix)].rstrip("-") + suffix)
     return [ContainerKey(PodUid(claim.ref.uid), name) for name in distinct_names(names)]
 
 
@@ -519,26 +483,10 @@ def distinct_names(names: Sequence[str]) -> list[str]:
     return found
 
 
-def _is_share(result: ClaimResult, gpu: Gpu, block_mib: int) -> bool:
-    """The claim has a part of what the slice offers of the GPU."""
-    return not (_is_whole(result, gpu, block_mib) or result.is_admin or result.is_unlimited)
-
-
-def _is_whole(result: ClaimResult, gpu: Gpu, block_mib: int) -> bool:
-    """All of the memory, with all cores or none: without memory nobody else can have a share, so none lack."""
-    has_all_memory = result.memory_mib >= gpu.memory_mib // block_mib * block_mib
-    return has_all_memory and result.cores in (0, CORES_PER_GPU) and not result.is_admin
-
-
-def _is_limited(result: ClaimResult, gpu: Gpu, block_mib: int) -> bool:
-    """The container is to be limited: by its share, or of a whole GPU by the claim's own limits of MPS."""
-    return _is_share(result, gpu, block_mib) or result.config.mps is not None
-
-
 def _by_cdi(strategy: DeviceListStrategy) -> DeviceListStrategy:
     """The annotation's way is the device plugins' alone; what it names the kubelet takes from the answer too."""
     return DeviceListStrategy.CDI_CRI if strategy is DeviceListStrategy.CDI_ANNOTATIONS else strategy
 
 
 def _refused(why: str) -> Refused:
-    return Refused(reason=RefusalReason.INVALID_REQUEST, detail=why)
+    return Refused(RefusalReason.INVALID_REQUEST, why)

@@ -96,17 +96,19 @@ class _Json(_Base):
     sharing: _Sharing | None = None
 
 
-class _Typed(Struct, rename="camel"):
+class Typed(Struct, rename="camel"):
+    """What an opaque configuration says that it is."""
+
     api_version: object = None
     kind: object = None
 
 
-_TYPED, _JSON = Decoder(_Typed), Decoder(_Json)
+TYPED, _JSON = Decoder(Typed), Decoder(_Json)
 
 
 def read_gpu_config(raw: Raw) -> GpuConfig:
     """Raises Corrupt with what cannot be done."""
-    typed = decoded(_TYPED, raw, "the opaque parameters")
+    typed = decoded(TYPED, raw, "the opaque parameters")
     if typed.api_version != API_VERSION or typed.kind != "GpuConfig":
         shown, kind = repr(typed.api_version)[:80], repr(typed.kind)[:80]
         why = _KINDS.get(typed.kind) if isinstance(typed.kind, str) else None

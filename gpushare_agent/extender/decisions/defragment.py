@@ -171,7 +171,7 @@ def _partly_used(search: _Search) -> Iterator[tuple[int, int, str, int]]:
                 and not gpu.is_instance
                 and not gpu.is_whole
             ):
-                yield pods[gpu.index], gpu.used_cores, name, gpu.index
+                yield pods[gpu.index], gpu.used.cores, name, gpu.index
 
 
 def _free(search: _Search, shadow: _Shadow, index: int) -> Freed | None:

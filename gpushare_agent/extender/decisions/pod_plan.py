@@ -66,7 +66,7 @@ def plan_pod(pod: Pod, gpus: Sequence[GpuAccount], topology: Topology, policy: C
             )
         )
     afters = ((before, accounts[before.index]) for before in gpus)
-    charges = {after.index: _charge(before, after) for before, after in afters if after is not before}
+    charges = {after.index: after.used.plus(before.used, -1) for before, after in afters if after is not before}
     return PodPlan(containers=tuple(planned), charges=charges)
 
 
@@ -84,7 +84,7 @@ def _place(
     if isinstance(effective, Refused):
         return effective
     # The kubelet hands on IDs of these: the container cannot avoid their GPUs.
-    must = tuple(gpu.uuid for gpu in gpus if (gpu.reusable_units if effective.units else gpu.reusable_cores))
+    must = tuple(gpu.uuid for gpu in gpus if (gpu.reusable.units if effective.units else gpu.reusable.cores))
     request = effective._replace(must_gpus=must)
     return place(request, gpus, topology, share_policy=policy.share_policy, names=names)
 
@@ -95,7 +95,7 @@ def charges_anywhere(pod: Pod, indexes: Sequence[int], names: ResourceNames) -> 
     for container in pod.containers:
         # On one imaginary GPU, as if all were there: more than the pod can have of any.
         after = after.allocate(request_of(container, names), is_reusable=container.kind is ContainerKind.INIT)
-    return {} if after is before else dict.fromkeys(indexes, _charge(before, after))
+    return {} if after is before else dict.fromkeys(indexes, after.used.plus(before.used, -1))
 
 
 def plan_annotations(plan: PodPlan, prefix: str) -> Mapping[str, str]:
@@ -108,16 +108,6 @@ def plan_annotations(plan: PodPlan, prefix: str) -> Mapping[str, str]:
         for container in plan.containers
         if container.gpus
     }
-
-
-def _charge(before: GpuAccount, after: GpuAccount) -> Charge:
-    """What was allocated between the two."""
-    return Charge(
-        cores=after.used_cores - before.used_cores,
-        blocks=after.used_blocks - before.used_blocks,
-        units=after.used_units - before.used_units,
-        wholes=int(after.is_whole and not before.is_whole),
-    )
 
 
 # --- by the summary ---
