@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from bench.results import Row, row
-from gpushare_agent.kit.protobuf import Fields, scan_pod_entry, scan_pods
+from gpushare_agent.kit.protobuf import scan_pod_entry, scan_pods
 from gpushare_agent.kubelet.device_table import DeviceIds
 from gpushare_agent.kubelet.pod_resources import decode_pod_entry
 from gpushare_agent.model.errors import Refused
@@ -52,16 +52,15 @@ def list_rows(answer: bytes, runs: int) -> list[Row]:
         row(f"split a List answer of {size} into pods", _milliseconds(lambda: _split(answer), runs), note=note),
         row(
             "decode every device ID of it",
-            _milliseconds(lambda: [decode_pod_entry(answer[i:j], ids) for i, j in scan_pods(answer, Fields())], runs),
+            _milliseconds(lambda: [decode_pod_entry(answer[i:j], ids) for i, j in scan_pods(answer)], runs),
             note=note,
         ),
     ]
 
 
 def _split(answer: bytes) -> None:
-    fields = Fields()
-    for start, stop in scan_pods(answer, fields):
-        scan_pod_entry(answer[start:stop], fields)
+    for start, stop in scan_pods(answer):
+        scan_pod_entry(answer[start:stop])
 
 
 def _place(topology: Topology, count: int) -> None:

@@ -32,7 +32,7 @@ from gpushare_agent.gpus.part import open_driver
 from gpushare_agent.kit.http2_costs import bound_closed_streams, shorten_frame_texts
 from gpushare_agent.kit.logs import setup_logging
 from gpushare_agent.kit.process import raise_open_files_limit, sd_notify
-from gpushare_agent.kit.supervision import forever, start_tasks
+from gpushare_agent.kit.supervision import forever, start_tasks, stop_task
 from gpushare_agent.model.errors import AgentError, NodeEventReason
 from gpushare_agent.model.gpus import GpuInventory
 from gpushare_agent.settings.node_configuration import NamedConfiguration
@@ -66,14 +66,6 @@ class _Next(Struct, frozen=True, kw_only=True):
     """The generation before a reload: its sockets, metrics and states go on."""
     fallback: NodeSettings | None = None
     """The settings of the generation that follows if this one does not start."""
-
-
-class _Ended(Exception):  # noqa: N818 - not an error
-    """This generation ends; `next` is None to end the process."""
-
-    def __init__(self, upcoming: _Next | None) -> None:
-        super().__init__("stop" if upcoming is None else "go on")
-        self.next = upcoming
 
 
 class _Signals:
@@ -214,25 +206,23 @@ async def _run_until_signal(
     agent: NodeAgent, this: _Next, configuration: NodeConfiguration, signals: _Signals
 ) -> _Next | None:
     """Runs one generation; returns the next one, None to end the process."""
-    error: BaseException | None = None
-    ends: list[_Ended] = []
     try:
         async with asyncio.TaskGroup() as group:
-            obey = partial(_obey, agent, this.settings, configuration, signals)
-            group.create_task(forever("signals", obey), name="signals")
-            await run_generation(agent, is_incoming=this.is_incoming)
-    # A task ends the generation by an exception, for that is the only way to end a TaskGroup from within.
-    except* _Ended as group_of_ends:
-        ends = [e for e in group_of_ends.exceptions if isinstance(e, _Ended)]
+            life = partial(run_generation, agent, is_incoming=this.is_incoming)
+            running = group.create_task(forever("agent", life), name="agent")
+            upcoming = await _obey(agent, this.settings, configuration, signals)
+            await stop_task(running)
+            return upcoming
+    # Also where the end came together with an error, which is not hidden.
     except* Exception as failed:  # noqa: BLE001 - the process's edge: the first error is raised below, bugs too
         error = _first(failed)
-    # An end that came together with an error does not hide it.
-    if error is not None:
-        raise error
-    return ends[0].next if ends else None
+    raise error
 
 
-async def _obey(agent: NodeAgent, current: NodeSettings, configuration: NodeConfiguration, signals: _Signals) -> None:
+async def _obey(
+    agent: NodeAgent, current: NodeSettings, configuration: NodeConfiguration, signals: _Signals
+) -> _Next | None:
+    """Waits for what ends this generation: the next one, None to end the process."""
     # Subscribed for each generation anew: the handover is a part of it.
     agent.kubelet.handover.subscribe(lambda: signals.received(_End.HAND_OVER))
     # Names of resources with the profile in them follow what instances there are; other names cover any instance.
@@ -248,11 +238,11 @@ async def _obey(agent: NodeAgent, current: NodeSettings, configuration: NodeConf
             sd_notify("STOPPING=1", os.environ)
             log.info("stopping", successors=agent.kubelet.handover.waiting)
             await agent.leave()
-            raise _Ended(None)
+            return None
         if end is _End.HAND_OVER:
             log.info("handing_over")
             await agent.leave()
-            raise _Ended(_Next(settings=current, is_incoming=False))
+            return _Next(settings=current, is_incoming=False)
         try:
             settings = await resolve_isolation(await configuration.read())
             # Tried while the old settings still serve: a mistake in a file must not cost the node an admission.
@@ -269,7 +259,7 @@ async def _obey(agent: NodeAgent, current: NodeSettings, configuration: NodeConf
         log.info("restarting_with_new_settings")
         # One that stands by goes on to wait: a reload must not make it take the node from the agent that serves.
         is_incoming = not agent.kubelet.stands_by
-        raise _Ended(_Next(settings=settings, is_incoming=is_incoming, previous=agent, fallback=current))
+        return _Next(settings=settings, is_incoming=is_incoming, previous=agent, fallback=current)
 
 
 def _follow_mig(found: GpuInventory, current: NodeSettings, signals: _Signals) -> None:
@@ -407,14 +397,9 @@ async def _close_driver(agent: NodeAgent) -> None:
         log.warning("driver_not_closed", then="left to the end of the process")
 
 
-def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
+def _first(group: ExceptionGroup[Exception]) -> Exception:
     """The error to show: the first that a person can act on, else the first at all."""
-    flat: list[BaseException] = []
-    pending: list[BaseException] = [group]
-    while pending:
-        one = pending.pop(0)
-        if isinstance(one, BaseExceptionGroup):
-            pending = [*one.exceptions, *pending]
-        else:
-            flat.append(one)
-    return next((e for e in flat if isinstance(e, AgentError)), flat[0])
+    found: Exception = group.subgroup(AgentError) or group
+    while isinstance(found, ExceptionGroup):
+        found = found.exceptions[0]
+    return found

@@ -6,18 +6,20 @@ isolation can be had.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 
 import structlog
 from msgspec import Struct
 from msgspec.structs import replace
 
+from gpushare_agent.agent.share_readiness import problem_of
 from gpushare_agent.gpus.part import NodeDriver, open_driver
 from gpushare_agent.isolation import ISOLATIONS
 from gpushare_agent.isolation.choice import Candidate, NodeFindings, choose
 from gpushare_agent.isolation.part import NodeProbe, build_probes
 from gpushare_agent.kit.daemon_thread import DaemonThread
 from gpushare_agent.model.errors import AgentError
+from gpushare_agent.model.gpus import GpuInventory
 from gpushare_agent.model.isolation import AUTO
 from gpushare_agent.runtime.cgroups import Cgroups
 from gpushare_agent.settings.settings import Settings
@@ -53,11 +55,15 @@ async def resolve_isolation(settings: Settings) -> NodeSettings:
     # A driver of its own, closed again: this is before the parts of the agent are built, and at a reload beside them.
     driver = open_driver(settings)
     try:
-        if node.follows_mig:
-            node = replace(node, mig_profiles=await _mig_profiles(driver))
+        try:
+            inventory = await driver.read()
+        except AgentError:
+            inventory = None  # the agent itself reports a driver that does not answer, and follows profiles later
+        if node.follows_mig and inventory is not None:
+            node = replace(node, mig_profiles=inventory.mig_profiles)
         if settings.isolation != AUTO:
             return node
-        found = await _find(settings, driver)
+        found = await _find(settings, driver, inventory)
     finally:
         await driver.close()
     choice = choose(found)
@@ -66,38 +72,15 @@ async def resolve_isolation(settings: Settings) -> NodeSettings:
     return replace(node, settings=chosen, isolation_reason=choice.reason)
 
 
-async def _mig_profiles(driver: NodeDriver) -> frozenset[str]:
-    """The profiles of the node's MIG instances; none of a driver that cannot be read now: the agent follows them later."""
-    try:
-        return (await driver.read()).mig_profiles
-    except AgentError:
-        return frozenset()
-
-
-async def _find(settings: Settings, driver: NodeDriver) -> NodeFindings:
+async def _find(settings: Settings, driver: NodeDriver, inventory: GpuInventory | None) -> NodeFindings:
     probes = build_probes(settings, driver)
     running = await _running(settings, probes)
     candidates = [
-        Candidate(name=name, standing=probe.standing, problem=await _problem(probe.check), is_running=name in running)
+        Candidate(name=name, standing=probe.standing, problem=await problem_of(probe.check), is_running=name in running)
         for name, probe in probes.items()
     ]
-    is_exclusive = await _is_exclusive_process(driver)
+    is_exclusive = inventory is not None and any(gpu.is_exclusive_process for gpu in inventory.gpus)
     return NodeFindings(candidates=candidates, names=list(ISOLATIONS), is_exclusive_process=is_exclusive)
-
-
-async def _problem(check: Callable[[], Awaitable[object]]) -> str:
-    try:
-        await check()
-    except AgentError as e:
-        return str(e)
-    return ""
-
-
-async def _is_exclusive_process(driver: NodeDriver) -> bool:
-    try:
-        return any(gpu.is_exclusive_process for gpu in (await driver.read()).gpus)
-    except AgentError:
-        return False  # the agent itself reports a driver that does not answer
 
 
 async def _running(settings: Settings, probes: Mapping[str, NodeProbe]) -> frozenset[str]:

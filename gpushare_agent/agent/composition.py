@@ -197,8 +197,8 @@ class _Subscriptions:
         agent, either = self._agent, new or old
         if either is not None and either.claim is not None:
             agent.kubelet.tables.request_refresh()  # a GPU that becomes free may go back to the device plugins
+        # Of a device plugin: the kubelet's records of it are asked again, and the pod's annotation follows.
         else:
-            # Of a device plugin: the kubelet's records of it are asked again, and the pod's annotation follows.
             agent.kubelet.garbage.allocation_changed(old, new)
             if new is not None:
                 agent.cluster.annotations.compare(new.key.pod_uid)

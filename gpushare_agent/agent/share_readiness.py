@@ -13,7 +13,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import structlog
 
@@ -24,6 +24,9 @@ from gpushare_agent.model.errors import AgentError, Unavailable
 from gpushare_agent.node import Node
 from gpushare_agent.runtime.node_probes import connect_to_socket
 
+if TYPE_CHECKING:
+    from gpushare_agent.dra.part import DraPart
+
 log = structlog.get_logger(__name__)
 
 PERIOD_S = 2.0
@@ -31,20 +34,11 @@ CONNECT_TIMEOUT_S = 5.0
 Look = Callable[[], Awaitable[object]]
 
 
-class ClaimService(Protocol):
-    """What serves claims: `not_served` says why pods can get no GPU by a claim now, `wait_served` returns once they can."""
-
-    def not_served(self) -> list[str]: ...
-    async def wait_served(self) -> object: ...
-
-
 class ShareReadiness:
     """`looks` by what they look at: each is bounded, changes nothing on the node, and raises AgentError with the
     remedy. `claims` is None where no GPU is for claims."""
 
-    def __init__(
-        self, looks: Mapping[str, Look], *, claims: ClaimService | None = None, period_s: float = PERIOD_S
-    ) -> None:
+    def __init__(self, looks: Mapping[str, Look], *, claims: DraPart | None = None, period_s: float = PERIOD_S) -> None:
         self._looks = looks
         self._claims = claims
         self._problems: tuple[str, ...] = ("what shares need on this node has not been looked at yet",)
@@ -69,7 +63,7 @@ class ShareReadiness:
             # Never asked again: a rollout ends an agent that is not Ready, at once and without a handover.
             return True
         problems = tuple(
-            [f"{name}: {problem}" for name, one in self._looks.items() if (problem := await _problem(one))]
+            [f"{name}: {problem}" for name, one in self._looks.items() if (problem := await problem_of(one))]
         )
         # Every two seconds the same would fill the log.
         if problems and problems != self._problems:
@@ -86,7 +80,7 @@ class ShareReadiness:
         self.is_met.set()
 
 
-async def _problem(look: Look) -> str:
+async def problem_of(look: Look) -> str:
     try:
         await look()
     except AgentError as e:
@@ -94,7 +88,7 @@ async def _problem(look: Look) -> str:
     return ""
 
 
-def build(node: Node, isolation: Isolations, driver: NodeDriver, claims: ClaimService | None) -> ShareReadiness:
+def build(node: Node, isolation: Isolations, driver: NodeDriver, claims: DraPart | None) -> ShareReadiness:
     """What shares need besides the GPUs: the kubelet's PodResources socket, what each isolation needs, and CDI names."""
     socket = node.settings.kubelet.pod_resources_socket
     return ShareReadiness(

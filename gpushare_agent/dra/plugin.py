@@ -27,7 +27,7 @@ from gpushare_agent.dra.claims import Claims
 from gpushare_agent.dra.decisions.claim import checked_ref
 from gpushare_agent.dra.decisions.devices import device_name
 from gpushare_agent.dra.decisions.edits import PreparedClaim
-from gpushare_agent.kit.grpc_server import ServedSocket
+from gpushare_agent.kit.grpc_server import GrpcServer, ServedSocket
 from gpushare_agent.kit.supervision import ReportOnce
 from gpushare_agent.kit.watch_path import open_directory_watch
 from gpushare_agent.model.allocations import ClaimRef
@@ -217,8 +217,10 @@ class DraRegistration:
         self._plugin_path = plugin_path
         endpoint = plugin_path / f"dra-{instance}.sock"
         self.registration = Registration(driver, endpoint)
-        self._driver_socket = ServedSocket(endpoint, services)
-        self._registration_socket = ServedSocket(registry / f"{driver}-{instance}-reg.sock", [self.registration])
+        self._driver_socket = ServedSocket(endpoint, lambda: GrpcServer(services))
+        self._registration_socket = ServedSocket(
+            registry / f"{driver}-{instance}-reg.sock", lambda: GrpcServer([self.registration])
+        )
         self._is_leaving = False
         self._failure = ReportOnce()
         self.is_running = False
@@ -265,9 +267,9 @@ class DraRegistration:
             await _serve(self._registration_socket)
 
 
-async def _serve(socket: ServedSocket) -> None:
+async def _serve(served: ServedSocket) -> None:
     """Raises Unavailable."""
     try:
-        await socket.serve()
+        await served.serve()
     except OSError as e:
-        raise Unavailable(f"{socket.path} cannot be served: {e.strerror or e}; it is tried again") from e
+        raise Unavailable(f"{served.path} cannot be served: {e.strerror or e}; it is tried again") from e

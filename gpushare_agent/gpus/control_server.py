@@ -31,7 +31,7 @@ from gpushare_agent.gpus.health import GpuHealth, HealthState
 from gpushare_agent.gpus.inventory import GpuInventoryState
 from gpushare_agent.gpus.saved_health import HealthStateWriter
 from gpushare_agent.kit.peer_credentials import peer_credentials
-from gpushare_agent.kit.sockets import FileIdentity, bind_unix_socket, connectable_path, file_identity, remove_socket
+from gpushare_agent.kit.sockets import FileIdentity, bind_unix_socket, file_identity, is_served, remove_socket
 from gpushare_agent.kit.supervision import ReportOnce, stop_task
 from gpushare_agent.model.errors import AgentError, Conflict, NotFound, Rejected, Unavailable
 from gpushare_agent.model.gpus import Gpu
@@ -218,20 +218,6 @@ def is_allowed(transport: asyncio.BaseTransport | None) -> bool:
     """Root, or the user that the agent runs as."""
     peer = peer_credentials(transport) if transport is not None else None
     return peer is not None and peer.uid in (0, os.geteuid())
-
-
-def is_served(path: Path) -> bool:
-    """Whether a process listens at the socket `path`. A full backlog shows one, too."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as probe:
-        try:
-            with connectable_path(path) as address:
-                probe.connect(address)
-        # EAGAIN of connect(2): the backlog is full, so somebody listens.
-        except BlockingIOError:
-            return True
-        except OSError:
-            return False
-    return True
 
 
 async def _body(request: web.Request) -> dict[str, Any]:

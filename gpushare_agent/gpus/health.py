@@ -238,22 +238,14 @@ def after_brief_loss(
     # One that did not come back shows a fault of more than a busy driver: then all prove themselves.
     if not all(uuid in seen and seen[uuid].is_healthy for uuid in lost):
         return {}
-    return {uuid: as_before_loss(health, healths[uuid]) for uuid, health in lost.items()}
+    # From before the unanswered poll, for the GPU itself did not fail. A cordon since then stays.
+    return {uuid: replace(health, cordon=healths[uuid].cordon) for uuid, health in lost.items()}
 
 
 def is_brief_loss_forgiven(last_forgiven_at: float | None, now: float) -> bool:
     """Whether one unanswered poll may be ignored now. At most once an hour: the GPUs of a driver that fails every other
     poll must not flap."""
     return last_forgiven_at is None or now - last_forgiven_at >= RELAPSE_WITHIN_S
-
-
-def as_before_loss(before: GpuHealth, health: GpuHealth) -> GpuHealth:
-    """The health from before the unanswered poll, for the GPU itself did not fail. A cordon since then stays."""
-    return replace(before, cordon=health.cordon)
-
-
-def cordoned(health: GpuHealth, reason: str) -> GpuHealth:
-    return replace(health, cordon=reason)
 
 
 def uncordoned(health: GpuHealth, policy: HealthPolicy, now: float) -> GpuHealth:

@@ -30,7 +30,6 @@ from gpushare_agent.gpus.health import (
     after_driver_lost,
     after_event,
     after_poll,
-    cordoned,
     is_brief_loss_forgiven,
     meaning_of,
     next_probe_at,
@@ -112,7 +111,7 @@ class GpuInventoryState:
         """Takes over what an earlier agent saved, for GPUs without a known health. Before the first `read`."""
         healths = {uuid: GpuHealth(state=HealthState.NEEDS_RESET, cause=cause) for uuid, cause in saved.waits.items()}
         for uuid, reason in saved.cordons.items():
-            healths[uuid] = cordoned(healths.get(uuid, GpuHealth()), reason)
+            healths[uuid] = replace(healths.get(uuid, GpuHealth()), cordon=reason)
         # What this process knows is newer than the file.
         self._healths = healths | self._healths
         self._publish()
@@ -192,7 +191,7 @@ class GpuInventoryState:
 
     def cordon(self, uuid: GpuUuid, reason: str) -> bool:
         """Takes a GPU out of service; False where it was, for the same reason. Raises KeyError for an unknown GPU."""
-        self._healths[uuid] = cordoned(self._healths[uuid], reason)
+        self._healths[uuid] = replace(self._healths[uuid], cordon=reason)
         return self._publish()
 
     def uncordon(self, uuid: GpuUuid) -> bool:

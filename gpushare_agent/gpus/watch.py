@@ -9,11 +9,11 @@ an early poll and the number of consecutive failures to fetch events.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import NoReturn, Protocol, assert_never
+from typing import NoReturn, Protocol
 
 import structlog
 from msgspec import Struct, field
@@ -139,31 +139,14 @@ class GpuWatch(Struct, eq=False):
     def _note(self, events: list[GpuEvent]) -> None:
         noted = self.inventory.note_events(events)
         for (event, meaning), count in noted.items():
-            # Counted one by one: the metric is of events, and the log has one line for all.
+            # Counted one by one: the metric is of events, and the log has one line for all of a kind.
             for _ in range(count):
                 self.metrics.gpu_event(event.kind.value, event.xid, meaning is EventMeaning.IGNORED)
+            level, name, more = _LINES[meaning]
+            log.log(level, name, what=describe_event(event), uuid=event.uuid, count=count, **more)
         if any(meaning in _POLL_AT_ONCE for _, meaning in noted):
             # Events may have been lost with the set: the GPUs' state is looked at instead.
             self.poll_soon()
-        self._log_events(noted)
-
-    def _log_events(self, noted: Counter[tuple[GpuEvent, EventMeaning]]) -> None:
-        """One line for all events of a kind."""
-        for (event, meaning), count in noted.items():
-            fields = {"what": describe_event(event), "uuid": event.uuid, "count": count}
-            match meaning:
-                case EventMeaning.IGNORED:
-                    log.info("gpu_event_ignored", **fields)
-                case EventMeaning.FOREIGN:
-                    log.warning("gpu_event_of_unknown_gpu", **fields)
-                case EventMeaning.UNATTRIBUTED:
-                    log.error(
-                        "gpu_event_of_no_gpu", **fields, then="no GPU becomes Unhealthy by it; all are polled now"
-                    )
-                case EventMeaning.UNHEALTHY | EventMeaning.NEEDS_RESET:
-                    log.warning("gpu_event", **fields)
-                case _:
-                    assert_never(meaning)
 
     def _log_found(self, before: Mapping[GpuUuid, Gpu]) -> None:
         for gpu in self.inventory.current.gpus:
@@ -173,4 +156,15 @@ class GpuWatch(Struct, eq=False):
             log.error("gpu_unreadable", index=index, reason=reason)
 
 
+_LINES: Mapping[EventMeaning, tuple[int, str, Mapping[str, str]]] = {
+    EventMeaning.IGNORED: (logging.INFO, "gpu_event_ignored", {}),
+    EventMeaning.FOREIGN: (logging.WARNING, "gpu_event_of_unknown_gpu", {}),
+    EventMeaning.UNATTRIBUTED: (
+        logging.ERROR,
+        "gpu_event_of_no_gpu",
+        {"then": "no GPU becomes Unhealthy by it; all are polled now"},
+    ),
+    EventMeaning.UNHEALTHY: (logging.WARNING, "gpu_event", {}),
+    EventMeaning.NEEDS_RESET: (logging.WARNING, "gpu_event", {}),
+}
 _POLL_AT_ONCE = frozenset({EventMeaning.UNATTRIBUTED, EventMeaning.UNHEALTHY, EventMeaning.NEEDS_RESET})

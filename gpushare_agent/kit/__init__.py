@@ -9,8 +9,8 @@ JSON: json_schema (text from outside, read by msgspec Structs, exactly or lenien
 Files: state_file (one JSON file that outlives the process), directories (by descriptors, no links
 followed), regular_file (whole files, never a pipe), watch_path (changes of one
 directory), sockets (unix sockets in the file system).
-Servers: grpc_server (corrected grpclib), bounded_grpc (the same for hostile peers), http_server (bounded aiohttp),
-http_answers (what its answers share), tcp_listeners, peer_credentials (who connects).
+Servers: grpc_server (corrected grpclib; a socket file of its own), bounded_grpc (the same for hostile peers), http_server
+(bounded aiohttp), http_answers (what its answers share), tcp_listeners, peer_credentials (who connects).
 gRPC messages: grpc_client (calls over a unix socket), grpc_codec (strict decoding), http2_costs (costs of h2 that
 are left out), protobuf (the large messages by hand).
 

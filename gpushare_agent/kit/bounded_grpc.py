@@ -25,11 +25,10 @@ from typing import TYPE_CHECKING, cast
 
 import structlog
 from grpclib.config import Configuration
-from grpclib.protocol import H2Protocol
 from h2.settings import SettingCodes
 from msgspec import Struct
 
-from gpushare_agent.kit.grpc_server import GrpcServer
+from gpushare_agent.kit.grpc_server import Connection, GrpcServer
 from gpushare_agent.kit.rate import TokenBucket
 
 if TYPE_CHECKING:
@@ -50,13 +49,8 @@ _CALL_COST_S = 0.0002
 charge."""
 _CONNECTION_COST_S = 0.0002
 """What a connection costs besides what is measured: the loop's turns for accept, begin and end, and the kernel's close."""
-_BACKLOG = 16
-"""So many connections of one socket may wait to be accepted; one is accepted at a time."""
-_ACCEPT_RETRY_S = 1.0
-"""After one could not be accepted, as without a free descriptor."""
 _LEAST_PAUSE_S = 0.05
 """Of a socket over its budget: a pause after each reading would cost more turns of the loop than are charged."""
-_WARNING_INTERVAL_S = 60.0
 
 
 class ServerLimits(Struct, frozen=True, kw_only=True):
@@ -102,83 +96,36 @@ class BoundedGrpcServer(GrpcServer):
         self._shared = shared
         self._bytes = TokenBucket(rate=limits.bytes_per_s, burst=limits.byte_burst, clock=clock)
         self._busy = TokenBucket(rate=limits.busy_share, burst=limits.busy_burst_s, clock=clock)
-        self._bounded: set[_Bounded] = set()
         self._pause: asyncio.TimerHandle | None = None
-        self._warnings = TokenBucket(rate=1 / _WARNING_INTERVAL_S, burst=1, clock=clock)
         self._refused = 0
-
-    async def serve(self, sock: socket.socket) -> None:
-        """Serves as GrpcServer.serve does."""
-        # asyncio's own accept loop takes up to a backlog of connections in one turn, and cannot be paused.
-        await self._listen(sock, asyncio.Protocol, start_serving=False)  # it closes the socket, and accepts nothing
-        sock.listen(_BACKLOG)
-        self._watch_listener()
-
-    def _watch_listener(self) -> None:
-        sock = self._listener
-        # A timer may call this after the server has closed its socket.
-        if sock is not None and sock.fileno() >= 0 and not self._is_stopping:
-            asyncio.get_running_loop().add_reader(sock.fileno(), self._accept, sock)
-
-    def _leave_listener(self) -> None:
-        if self._listener is not None and self._listener.fileno() >= 0:
-            asyncio.get_running_loop().remove_reader(self._listener.fileno())
-
-    def _accept(self, listener: socket.socket) -> None:
-        started_at = time.thread_time()
-        loop = asyncio.get_running_loop()
-        try:
-            sock, _ = listener.accept()
-        # The peer has gone again before it was accepted.
-        except (BlockingIOError, InterruptedError, ConnectionAbortedError):
-            return
-        except OSError as e:
-            # The listener stays readable: without this the loop would call here again at once, for ever.
-            self._leave_listener()
-            loop.call_later(_ACCEPT_RETRY_S, self._watch_listener)
-            if self._warnings.take():
-                log.warning("grpc_accept_failed", error=e.strerror, retry_after_s=_ACCEPT_RETRY_S, **self._fields)
-            return
-        protocol = self._admitted()
-        # Accepted and closed, not left in the backlog: there it would keep out the container's later connections.
-        if protocol is None:
-            sock.close()
-        else:
-            sock.setblocking(False)
-            # Private, for asyncio has no public way to attach an accepted socket without a turn of the loop in between.
-            loop._make_socket_transport(sock, protocol)  # type: ignore[attr-defined]
-        self.charge(0, time.thread_time() - started_at + _CONNECTION_COST_S)
-
-    def _admitted(self) -> _Bounded | None:
-        """What handles one more connection; None where it is one too many."""
-        if len(self._bounded) < self.limits.max_connections:
-            return _Bounded(self, self._protocol_factory())
-        self._refused += 1
-        if self._warnings.take():
-            log.warning("grpc_connections_refused", refused=self._refused, open=len(self._bounded), **self._fields)
-            self._refused = 0
-        return None
 
     @property
     def is_paused(self) -> bool:
         return self._pause is not None
 
-    def register(self, connection: _Bounded) -> None:
-        self._bounded.add(connection)
+    def _accept(self, listener: socket.socket) -> None:
+        started_at = time.thread_time()
+        super()._accept(listener)
+        self.charge(0, time.thread_time() - started_at + _CONNECTION_COST_S)
 
-    def forget(self, connection: _Bounded) -> None:
-        self._bounded.discard(connection)
+    def _admitted(self) -> Connection | None:
+        if len(self.open) < self.limits.max_connections:
+            return _Bounded(self)
+        self._refused += 1
+        if self._warnings.take():
+            log.warning("grpc_connections_refused", refused=self._refused, open=len(self.open), **self._fields)
+            self._refused = 0
+        return None
 
     def charge(self, nbytes: int, seconds: float) -> None:
         """Counts the cost of one reading or connection. A socket over its budget reads nothing and accepts nothing until
         it has refilled."""
         # Charged in any case, also where the socket is paused already: what is in flight costs as much.
         wait_s = self._owe(nbytes, seconds)
-        if wait_s > 0 and self._pause is None and not self._is_stopping:
-            started_at = time.thread_time()
+        if wait_s > 0 and self._pause is None and not self.is_stopping:
             self._pause = asyncio.get_running_loop().call_later(max(wait_s, _LEAST_PAUSE_S), self._resume)
             self._leave_listener()
-            self._set_reading(started_at)
+            self._set_reading()
 
     def _owe(self, nbytes: int, seconds: float) -> float:
         """The time for which nothing may be read, in seconds from now."""
@@ -196,15 +143,15 @@ class BoundedGrpcServer(GrpcServer):
         if wait_s > 0:  # connections that ended meanwhile were charged too
             self._pause = asyncio.get_running_loop().call_later(wait_s, self._resume)
             return
-        # Switching many connections takes time too, which the flood has caused: it is charged below.
-        started_at = time.thread_time()
         self._pause = None
         self._watch_listener()
-        self._set_reading(started_at)
+        self._set_reading()
 
-    def _set_reading(self, started_at: float) -> None:
-        for connection in self._bounded:
-            connection.set_reading()
+    def _set_reading(self) -> None:
+        # Switching many connections takes time too, which the flood has caused.
+        started_at = time.thread_time()
+        for connection in self.open:
+            cast(_Bounded, connection).set_reading()
         self._owe(0, time.thread_time() - started_at)
 
     async def stop(self, grace_s: float = 0.5) -> None:
@@ -215,31 +162,28 @@ class BoundedGrpcServer(GrpcServer):
         await super().stop(grace_s)
 
 
-class _Bounded(asyncio.BufferedProtocol):
-    """A protocol between a transport and the connection that handles it: reads little, and only within the budget."""
+class _Bounded(Connection, asyncio.BufferedProtocol):
+    """A connection that reads little, and only within the server's budget."""
 
-    def __init__(self, server: BoundedGrpcServer, inner: H2Protocol) -> None:
+    def __init__(self, server: BoundedGrpcServer) -> None:
+        super().__init__(server)
         self._server = server
-        self._inner = inner
         self._loop = asyncio.get_running_loop()
         self._made_at = self._loop.time()
         self._buffer = bytearray(_READ_BYTES)
         self._idle: asyncio.TimerHandle | None = None
         self._is_write_paused = False
-        self._transport: asyncio.Transport | None = None
-        server.register(self)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         started_at = time.thread_time()
-        self._transport = cast(asyncio.Transport, transport)
-        self._inner.connection_made(transport)
+        super().connection_made(transport)
         # GOAWAY and the settings would be written to a connection that is closed.
         if not transport.is_closing():  # the server stops
             self._begin()
         self._server.charge(0, time.thread_time() - started_at)
 
     def _begin(self) -> None:
-        connection = self._inner.connection
+        connection = self.connection
         h2 = connection._connection
         # Before the first frame: compressed headers may unpack to any size.
         h2.decoder.max_header_list_size = _HEADER_BYTES
@@ -255,38 +199,30 @@ class _Bounded(asyncio.BufferedProtocol):
         started_at = time.thread_time()
         if self._idle is not None:
             self._idle.cancel()
-        self._server.forget(self)
-        self._inner.connection_lost(cast(Exception | None, exc))
+        super().connection_lost(exc)
         self._server.charge(0, time.thread_time() - started_at)
 
     def get_buffer(self, sizehint: int) -> bytearray:
         return self._buffer
 
     def buffer_updated(self, nbytes: int) -> None:
-        started_at, calls = time.thread_time(), self._calls
+        started_at, calls = time.thread_time(), self.handler.accepted
         try:
             # A copy: h2 keeps parts of what it is fed, and the buffer is used again.
-            self._inner.data_received(bytes(memoryview(self._buffer)[:nbytes]))
+            self.data_received(bytes(memoryview(self._buffer)[:nbytes]))
         finally:
-            spent_s = time.thread_time() - started_at + _READING_COST_S + (self._calls - calls) * _CALL_COST_S
+            spent_s = time.thread_time() - started_at + _READING_COST_S + (self.handler.accepted - calls) * _CALL_COST_S
             self._server.charge(nbytes, spent_s)
-
-    @property
-    def _calls(self) -> int:
-        return cast(int, self._inner.handler.accepted)  # type: ignore[attr-defined]  # kit/grpc_server.py's handler
-
-    def eof_received(self) -> bool | None:
-        return self._inner.eof_received()
 
     def pause_writing(self) -> None:
         self._is_write_paused = True
         self.set_reading()
-        self._inner.pause_writing()
+        super().pause_writing()
 
     def resume_writing(self) -> None:
         self._is_write_paused = False
         self.set_reading()
-        self._inner.resume_writing()
+        super().resume_writing()
 
     def set_reading(self) -> None:
         """Reads, or not, as the answers' way out and the socket's budget allow."""
@@ -305,9 +241,9 @@ class _Bounded(asyncio.BufferedProtocol):
         """Cuts off who made no call: only a new one counts as activity: pings and pieces of a request cost a peer
         nothing."""
         # grpclib records it in time.monotonic(), which is the loop's clock too
-        last = self._inner.connection.last_stream_created or self._made_at
+        last = self.connection.last_stream_created or self._made_at
         left_s = last + self._server.limits.idle_s - self._loop.time()
         if left_s > 0:
             self._watch(left_s)
-        elif self._transport is not None:
-            self._transport.abort()  # not close(): it would wait for a peer that does not read
+        else:
+            self.abort()  # not close(): it would wait for a peer that does not read

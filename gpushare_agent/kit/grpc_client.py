@@ -22,14 +22,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from grpclib import GRPCError, Status
-from grpclib.client import Channel, Handler, Stream
+from grpclib.client import Channel, Stream
 from grpclib.const import Cardinality
 from grpclib.exceptions import ProtocolError, StreamTerminatedError
 from grpclib.protocol import H2Protocol
 from h2.exceptions import ProtocolError as H2ProtocolError
 
 from gpushare_agent.kit.grpc_codec import StrictCodec
-from gpushare_agent.kit.http2_costs import LeanH2Protocol
 from gpushare_agent.kit.protobuf import MalformedMessageError
 from gpushare_agent.kit.sockets import connectable_path
 
@@ -66,9 +65,6 @@ class UnixChannel(Channel):
         super().__init__(path=str(path), codec=StrictCodec())
         self.socket_path = path
         self._max_answer_bytes = max_answer_bytes
-
-    def _protocol_factory(self) -> H2Protocol:
-        return LeanH2Protocol(Handler(), self._config, self._h2_config)
 
     async def _create_connection(self) -> H2Protocol:
         with connectable_path(self.socket_path) as address:

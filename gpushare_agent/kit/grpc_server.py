@@ -20,7 +20,6 @@ from __future__ import annotations
 import asyncio
 import socket
 import struct
-import sys
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from functools import partial
@@ -29,22 +28,20 @@ from typing import TYPE_CHECKING, Any, cast
 
 import structlog
 from grpclib import GRPCError, Status
-from grpclib.config import Configuration
 from grpclib.const import Cardinality
 from grpclib.const import Handler as RpcHandler
 from grpclib.exceptions import ProtocolError, StreamTerminatedError
 from grpclib.protocol import Buffer, H2Protocol
 from grpclib.protocol import Stream as H2Stream
 from grpclib.server import Handler, Server, Stream
-from h2.config import H2Configuration
 from h2.errors import ErrorCodes
 from h2.events import UnknownFrameReceived
 from h2.exceptions import ProtocolError as H2ProtocolError
 from hpack.exceptions import HPACKError, OversizedHeaderListError
 
 from gpushare_agent.kit.grpc_codec import Decoder, StrictCodec
-from gpushare_agent.kit.http2_costs import LeanH2Protocol
 from gpushare_agent.kit.protobuf import MalformedMessageError
+from gpushare_agent.kit.rate import TokenBucket
 from gpushare_agent.kit.sockets import FileIdentity, bind_unix_socket, file_identity, remove_socket
 
 if TYPE_CHECKING:
@@ -55,7 +52,11 @@ log = structlog.get_logger(__name__)
 MAX_REQUEST_BYTES = 4 * 1024 * 1024
 """The limit that gRPC implementations agree on."""
 
-
+_BACKLOG = 16
+"""So many connections of one socket may wait to be accepted; one is accepted at a time."""
+_ACCEPT_RETRY_S = 1.0
+"""After one could not be accepted, as without a free descriptor."""
+_WARNING_INTERVAL_S = 60.0
 _PREFIX = struct.Struct(">BI")
 """Of each message: whether it is compressed, and its length."""
 _MAX_REQUEST_FIELDS = 256
@@ -66,7 +67,9 @@ for each unknown one as long as it takes to copy those before it."""
 class GrpcServer(Server):
     """Serves `handlers`. `decoders` maps generated request classes to faster decoders of their bytes.
 
-    Start it with `serve(sock)`; end streaming handlers before `stop()`.
+    Start it with `serve(sock)`; end streaming handlers before `stop()`. It accepts connections itself, one in a turn of
+    the loop: asyncio's own server takes up to a backlog of them, cannot be paused, and leaks one that it accepted just
+    before its end.
     """
 
     def __init__(
@@ -81,103 +84,164 @@ class GrpcServer(Server):
         self._mapping = _Methods(
             {path: rpc._replace(func=_guarded(path, rpc.func)) for path, rpc in self._mapping.items()}
         )
-        self._max_request_bytes = max_request_bytes
-        self._connections: set[_Connection] = set()
+        self.max_request_bytes = max_request_bytes
+        self.open: set[Connection] = set()
+        self.is_stopping = False
         self._listener: socket.socket | None = None
-        self._is_stopping = False
-
-    async def serve(self, sock: socket.socket) -> None:
-        """Listens on a bound unix socket, which the server owns from here on; its file is the caller's to remove."""
-        await self._listen(sock, self._protocol_factory)
-
-    async def _listen(self, sock: socket.socket, make: Callable[[], asyncio.BaseProtocol], **options: Any) -> None:
-        # Server.start() takes a unix socket for none of its two ways: path= needs a path that fits an address.
-        loop = asyncio.get_running_loop()
-        # From 3.13 on asyncio removes the socket's file itself, also where another agent has put its own in that place.
-        if sys.version_info >= (3, 13):
-            options["cleanup_socket"] = False  # as on every earlier version
-        try:
-            self._server = await loop.create_unix_server(make, sock=sock, **options)
-        except BaseException:  # cancelled while it begins to accept: a reader would stay for a closed descriptor
-            if sock.fileno() >= 0:
-                loop.remove_reader(sock.fileno())
-            sock.close()
-            raise
-        self._server_closed_fut = loop.create_future()
-        self._listener, self._is_stopping = sock, False
+        self._fields: Mapping[str, str] = {}
+        """Of its log lines."""
+        clock = asyncio.get_running_loop().time
+        self._warnings = TokenBucket(rate=1 / _WARNING_INTERVAL_S, burst=1, clock=clock)
 
     @property
     def connections(self) -> int:
-        return len(self._connections)
+        return len(self.open)
+
+    async def serve(self, sock: socket.socket) -> None:
+        """Listens on a bound unix socket, which the server owns from here on; its file is the caller's to remove."""
+        sock.setblocking(False)
+        sock.listen(_BACKLOG)
+        self._listener, self.is_stopping = sock, False
+        self._watch_listener()
 
     async def stop(self, grace_s: float = 0.5) -> None:
-        """Cancels the calls, sends GOAWAY and closes every connection; after `grace_s` those left are aborted.
-
-        A connection that was accepted just now is closed too: asyncio would leave its socket open.
-        """
-        if self._server is None:
+        """Cancels the calls, sends GOAWAY and closes every connection; after `grace_s` those left are aborted."""
+        if self._listener is None:
             return
-        # First: what connects from here on is cut off in connection_made.
-        self._is_stopping = True
-        # Accepts nothing more while the loop goes round once below.
-        if self._listener is not None and self._listener.fileno() >= 0:
-            asyncio.get_running_loop().remove_reader(self._listener.fileno())
-        # asyncio attaches an accepted connection one turn later, and leaks it if its server is closed by then
-        try:
-            await asyncio.sleep(0)
-        finally:
-            await self._stop(grace_s)
-
-    async def _stop(self, grace_s: float) -> None:
-        self.close()
-        for connection in self._connections:
+        # First: what is attached from here on is cut off in connection_made.
+        self.is_stopping = True
+        self._leave_listener()
+        self._listener.close()
+        for handler in self._handlers:
+            handler.close()
+        for connection in list(self.open):
             connection.send_goaway()
         try:
             async with asyncio.timeout(grace_s):
-                await self.wait_closed()
-                for connection in list(self._connections):
+                for handler in list(self._handlers):
+                    await handler.wait_closed()
+                for connection in list(self.open):
                     await connection.lost.wait()
         except TimeoutError:
-            log.warning("grpc_server_cut_off", connections=len(self._connections), grace_s=grace_s)
+            log.warning("grpc_server_cut_off", connections=len(self.open), grace_s=grace_s)
         finally:
-            for connection in self._connections:
+            for connection in self.open:
                 connection.abort()
         await asyncio.sleep(0)  # the loop closes aborted transports on its next turn
 
-    def _protocol_factory(self) -> H2Protocol:
+    def _watch_listener(self) -> None:
+        sock = self._listener
+        # A timer may call this after the server has closed its socket.
+        if sock is not None and sock.fileno() >= 0 and not self.is_stopping:
+            asyncio.get_running_loop().add_reader(sock.fileno(), self._accept, sock)
+
+    def _leave_listener(self) -> None:
+        if self._listener is not None and self._listener.fileno() >= 0:
+            asyncio.get_running_loop().remove_reader(self._listener.fileno())
+
+    def _accept(self, listener: socket.socket) -> None:
+        try:
+            sock, _ = listener.accept()
+        # The peer has gone again before it was accepted.
+        except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+            return
+        except OSError as e:
+            # The listener stays readable: without this the loop would call here again at once, for ever.
+            self._leave_listener()
+            asyncio.get_running_loop().call_later(_ACCEPT_RETRY_S, self._watch_listener)
+            if self._warnings.take():
+                log.warning("grpc_accept_failed", error=e.strerror, retry_after_s=_ACCEPT_RETRY_S, **self._fields)
+            return
         # grpclib's own factory sweeps closed connections here; this one replaces it.
         self.__gc_step__()
-        # A handler for each connection, as in grpclib: its calls end with the connection.
-        handler = _Calls(self._mapping, self._codec, None, self.__dispatch__)
-        handler.max_request_bytes = self._max_request_bytes
-        self._handlers.add(handler)
-        return _Connection(handler, self._config, self._h2_config, self._connections, lambda: self._is_stopping)
+        connection = self._admitted()
+        # Accepted and closed, not left in the backlog: there it would keep out later connections.
+        if connection is None:
+            sock.close()
+            return
+        sock.setblocking(False)
+        # Private, for asyncio has no public way to attach an accepted socket without a turn of the loop in between.
+        asyncio.get_running_loop()._make_socket_transport(sock, connection)  # type: ignore[attr-defined]
+
+    def _admitted(self) -> Connection | None:
+        """What handles one more connection; None where it is one too many."""
+        return Connection(self)
+
+    def new_calls(self) -> Calls:
+        """A handler for each connection, as in grpclib: its calls end with the connection."""
+        calls = Calls(self._mapping, self._codec, None, self.__dispatch__)
+        calls.max_request_bytes = self.max_request_bytes
+        self._handlers.add(calls)
+        return calls
 
 
-class _Connection(LeanH2Protocol):
-    """One client's connection, from connection_made to connection_lost in `registry`."""
+class ServedSocket:
+    """A server on a socket file of its own at `path`; `make` makes one for each `serve`. One caller at a time."""
 
-    def __init__(
-        self,
-        handler: Handler,
-        config: Configuration,
-        h2_config: H2Configuration,
-        registry: set[_Connection],
-        is_stopping: Callable[[], bool],
-    ) -> None:
-        super().__init__(handler, config, h2_config)
-        self._is_stopping = is_stopping
+    def __init__(self, path: Path, make: Callable[[], GrpcServer], *, mode: int = 0o600) -> None:
+        self.path = path
+        self._make = make
+        self._mode = mode
+        self._server: GrpcServer | None = None
+        self._identity: FileIdentity | None = None
+
+    @property
+    def is_serving(self) -> bool:
+        """The server runs, and the socket at the path is its own."""
+        return self._server is not None and self._identity == file_identity(self.path)
+
+    @property
+    def is_replaced(self) -> bool:
+        """The server runs, but another file is at its path."""
+        return self._server is not None and file_identity(self.path) not in (None, self._identity)
+
+    @property
+    def connections(self) -> int:
+        return self._server.connections if self._server is not None else 0
+
+    async def serve(self) -> None:
+        """Serves at the path, again if need be; a socket that is there is replaced. Raises OSError as `bind_unix_socket`."""
+        # The server of before would go on at a file that nobody finds.
+        await self.stop()
+        sock, server = bind_unix_socket(self.path, mode=self._mode), self._make()
+        # Before anything else can go wrong: only the file with this identity is ever removed.
+        self._identity = file_identity(self.path)
+        try:
+            await server.serve(sock)
+        # Also where it is cancelled: the socket file would stay, and nobody would be behind it.
+        except BaseException:
+            remove_socket(self.path, self._identity)
+            raise
+        self._server = server
+
+    async def stop(self) -> None:
+        """Removes the socket if it still is ours, then ends the server, in 0.5 s at most: who watches the file must not
+        connect to a server that ends."""
+        server, self._server = self._server, None
+        if server is not None:
+            with suppress(OSError):
+                remove_socket(self.path, self._identity)
+            await server.stop()
+
+
+class Connection(H2Protocol):
+    """One client's connection, in `server.open` until connection_lost."""
+
+    handler: Calls
+
+    def __init__(self, server: GrpcServer) -> None:
+        super().__init__(server.new_calls(), server._config, server._h2_config)
+        self._registry = server
         self.lost = asyncio.Event()
-        self._registry = registry
         self._transport: asyncio.Transport | None = None
+        server.open.add(self)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         # Accepted before the stop, attached after it: nobody else would close it.
-        if self._is_stopping():
+        if self._registry.is_stopping:
             cast(asyncio.Transport, transport).abort()
             return
         self._transport = cast(asyncio.Transport, transport)
-        self._registry.add(self)
         super().connection_made(transport)
         self.processor.processors[UnknownFrameReceived] = _ignore  # RFC 9113, 5.5
 
@@ -205,16 +269,15 @@ class _Connection(LeanH2Protocol):
         self.processor.close("Protocol error")
 
     def connection_lost(self, exc: BaseException | None) -> None:
-        if self._transport is None:
-            return  # it was not admitted
-        self._registry.discard(self)
-        self._transport = None
+        self._registry.open.discard(self)
         self.lost.set()
-        super().connection_lost(exc)
+        if self._transport is not None:  # else it was not admitted
+            self._transport = None
+            super().connection_lost(exc)
 
     def send_goaway(self) -> None:
         """Sends GOAWAY and closes once what is buffered has left."""
-        if self.connection.is_closing():
+        if self._transport is None or self.connection.is_closing():
             return
         try:
             self.connection._connection.close_connection()
@@ -242,7 +305,7 @@ def _error_code(error: Exception) -> ErrorCodes:
     return code if isinstance(code, ErrorCodes) else ErrorCodes.PROTOCOL_ERROR
 
 
-class _Calls(Handler):
+class Calls(Handler):
     """The calls of one connection."""
 
     max_request_bytes = MAX_REQUEST_BYTES
@@ -365,55 +428,3 @@ def _guarded(path: str, method: IServerMethodFunc) -> IServerMethodFunc:
             raise GRPCError(Status.INTERNAL, text) from e
 
     return call
-
-
-class ServedSocket:
-    """Serves handlers at a socket file of its own. One caller at a time."""
-
-    def __init__(
-        self, path: Path, handlers: Collection[IServable], *, decoders: Mapping[type, Decoder] | None = None
-    ) -> None:
-        self.path = path
-        self._handlers = handlers
-        self._decoders = decoders
-        self._server: GrpcServer | None = None
-        self._identity: FileIdentity | None = None
-
-    @property
-    def is_serving(self) -> bool:
-        """The server runs, and the socket at the path is its own."""
-        return self._server is not None and self._identity == file_identity(self.path)
-
-    @property
-    def is_replaced(self) -> bool:
-        """The server runs, but another file is at its path."""
-        return self._server is not None and file_identity(self.path) not in (None, self._identity)
-
-    @property
-    def connections(self) -> int:
-        return self._server.connections if self._server is not None else 0
-
-    async def serve(self) -> None:
-        """Serves at the path, anew if need be; a socket that is there is replaced. Raises OSError."""
-        # Called anew after the socket was removed: the server of before would go on at a file that nobody finds.
-        await self.stop()
-        sock = bind_unix_socket(self.path, mode=0o600)
-        # Before anything else can go wrong: only the file with this identity is ever removed.
-        self._identity = file_identity(self.path)
-        self._server = GrpcServer(self._handlers, decoders=self._decoders)
-        try:
-            await self._server.serve(sock)
-        # Also where it is cancelled: the socket file would stay, and nobody would be behind it.
-        except BaseException:
-            remove_socket(self.path, self._identity)
-            self._server = None
-            raise
-
-    async def stop(self) -> None:
-        """Removes the socket if it still is ours, then closes the connections."""
-        server, self._server = self._server, None
-        if server is not None:
-            with suppress(OSError):
-                # Before the server stops: who watches the file must not connect to a server that ends.
-                remove_socket(self.path, self._identity)
-            await server.stop()

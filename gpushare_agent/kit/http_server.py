@@ -92,7 +92,8 @@ class HttpServer:
         self._limits = limits
         self._tls = tls
         self.headers = {"Server": "gpushare-agent", **(headers or {})}
-        self._connections = _Connections()
+        self._open: dict[_Connection, None] = {}
+        """In the order of their last change from idle to busy or back."""
         clock = asyncio.get_running_loop().time
         self._lines = defaultdict[str, TokenBucket](lambda: TokenBucket(rate=1 / LOG_PERIOD_S, burst=1, clock=clock))
         app = web.Application(middlewares=[self._bound_request, *middlewares], client_max_size=limits.body_bytes)
@@ -134,8 +135,8 @@ class HttpServer:
                 await self._wait_after(e)
                 continue
             # Before the new one is added: the place is made for it, so a probe gets in during a flood.
-            if self._connections.count >= self._limits.connections:
-                self._connections.close_one()
+            if len(self._open) >= self._limits.connections:
+                self._close_one()
                 self._warn("connections_dropped", most=self._limits.connections, then="the longest idle one is closed")
             self._begin(sock, group)
             await asyncio.sleep(0)  # the rest of the process is next
@@ -147,15 +148,29 @@ class HttpServer:
         is_exhausted = error.errno in _EXHAUSTED
         if is_exhausted:
             self._warn("connections_not_accepted", error=str(error), remedy="raise the limit of open files")
-            self._connections.close_one()
+            self._close_one()
         await asyncio.sleep(ACCEPT_AGAIN_S if is_exhausted else 0)
+
+    def _close_one(self) -> None:
+        """The one that has idled longest; a busy one only where none idles."""
+        if victim := min(self._open, key=lambda connection: connection.is_busy, default=None):
+            del self._open[victim]
+            if victim.task is not None:
+                victim.task.cancel()
+
+    def _note(self, connection: _Connection, *, is_busy: bool) -> None:
+        connection.is_busy = is_busy
+        # One that is closed meanwhile stays out.
+        if connection in self._open:
+            del self._open[connection]
+            self._open[connection] = None
 
     def _begin(self, sock: socket.socket, group: asyncio.TaskGroup) -> None:
         if sock.family != socket.AF_UNIX:  # not on the listener: its backlog may have connections from before
             with contextlib.suppress(OSError):  # of a connection that has gone again
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(self._limits.unread_s * 1000))
         connection = _Connection(cast("web.Server", self._runner.server), self, sock, self._limits)
-        self._connections.add(connection)
+        self._open[connection] = None
         connection.task = group.create_task(self._serve_connection(connection), name=f"{self._name} connection")
         connection.task.add_done_callback(connection.close_unused)
 
@@ -177,7 +192,7 @@ class HttpServer:
             pass
         finally:
             # Also where a handshake failed: it has counted since its accept.
-            self._connections.remove(connection)
+            self._open.pop(connection, None)
             connection.cut()
 
     @web.middleware
@@ -186,7 +201,7 @@ class HttpServer:
         connection.note_request()
         # Only a whole header makes a connection busy: one that dribbles its bytes stays among those that are closed
         # first.
-        self._connections.note(connection, is_busy=True)
+        self._note(connection, is_busy=True)
         try:
             refusal = self._refusal(request)
             if refusal is None:
@@ -198,7 +213,7 @@ class HttpServer:
         finally:
             # After the handler: only what it has not read is left to be dropped.
             connection.note_answer(request, self._limits.body_bytes)
-            self._connections.note(connection, is_busy=False)
+            self._note(connection, is_busy=False)
 
     def _refusal(self, request: web.Request) -> web.Response | None:
         """The refusal by the headers alone: what a compressed body unpacks to, and how long one in chunks is, is not
@@ -218,7 +233,7 @@ class HttpServer:
 
     def _warn(self, event: str, **fields: object) -> None:
         if self._lines[event].take():
-            log.warning(event, server=self._name, open=self._connections.count, **fields)
+            log.warning(event, server=self._name, open=len(self._open), **fields)
 
     def log_failure(self, error: BaseException | None) -> None:
         """A handler's error that it did not answer itself. A peer's own errors are not logged."""
@@ -226,54 +241,8 @@ class HttpServer:
             log.error("http_request_failed", server=self._name, exc_info=error)
 
 
-class _Connections:
-    """The open connections; of those that idle the first is the one that has idled longest."""
-
-    def __init__(self) -> None:
-        self._idle: dict[_Connection, None] = {}
-        self._busy: dict[_Connection, None] = {}
-
-    @property
-    def count(self) -> int:
-        return len(self._idle) + len(self._busy)
-
-    def add(self, connection: _Connection) -> None:
-        self._idle[connection] = None
-
-    def remove(self, connection: _Connection) -> bool:
-        was_open = self.count
-        self._idle.pop(connection, None)
-        self._busy.pop(connection, None)
-        return self.count < was_open
-
-    def note(self, connection: _Connection, *, is_busy: bool) -> None:
-        """One that is closed meanwhile stays out."""
-        if self.remove(connection):
-            (self._busy if is_busy else self._idle)[connection] = None
-
-    def close_one(self) -> None:
-        # Dictionaries keep the order: the first idle one idles longest, and a busy one goes only where none idles.
-        for victim in (*self._idle, *self._busy)[:1]:
-            self.remove(victim)
-            if victim.task is not None:
-                victim.task.cancel()
-
-
 class _Connection(web.RequestHandler):
     """aiohttp's protocol of one connection, with the time for its first request and with an end to wait for."""
-
-    __slots__ = (
-        "_headers_s",
-        "_timer",
-        "_unread",
-        "_unread_bytes",
-        "_user",
-        "_wire",
-        "has_ended",
-        "is_begun",
-        "sock",
-        "task",
-    )
 
     def __init__(self, server: web.Server, user: HttpServer, sock: socket.socket, limits: HttpLimits) -> None:
         super().__init__(
@@ -295,7 +264,7 @@ class _Connection(web.RequestHandler):
         self._unread_bytes = 0
         self.sock = sock
         self.task: asyncio.Task[None] | None = None
-        self.is_begun = False
+        self.is_begun = self.is_busy = False
         self.has_ended = asyncio.Event()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:

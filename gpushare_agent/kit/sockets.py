@@ -87,6 +87,21 @@ def connectable_path(path: Path) -> Iterator[str]:
         yield _address(path, directory)
 
 
+def is_served(path: Path) -> bool:
+    """Whether a process listens at the socket `path`. A full backlog shows one, too."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as probe:
+        try:
+            with connectable_path(path) as address:
+                probe.connect(address)
+        # EAGAIN of connect(2): the backlog is full, so somebody listens.
+        except BlockingIOError:
+            return True
+        # A crashed server leaves its file; only the refused connection tells that nobody serves it.
+        except OSError:
+            return False
+    return True
+
+
 @contextmanager
 def _open_directory(path: Path) -> Iterator[int]:
     directory = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)

@@ -31,7 +31,6 @@ from msgspec.json import Decoder
 from gpushare_agent.kit.grpc_client import RpcFailed, UnixChannel
 from gpushare_agent.kit.json_schema import decoded_or
 from gpushare_agent.kit.protobuf import (
-    Fields,
     MalformedMessageError,
     PodEntry,
     decode_pod_containers,
@@ -185,9 +184,8 @@ RATE_LIMIT_PAUSE_S = 0.015
 """The kubelet allows 100 calls a second: a refused one is tried again a little later than the next free slot."""
 
 
-def decode_pod_entry(body: bytes, ids: DeviceIds, fields: Fields | None = None) -> ListedPod:
-    """One pod of an answer (`PodEntry.body`), wholly. `fields` are those left for the containers of the whole answer.
-    Raises MalformedMessageError."""
+def decode_pod_entry(body: bytes, ids: DeviceIds) -> ListedPod:
+    """One pod of an answer (`PodEntry.body`), wholly. Raises MalformedMessageError."""
     entry = scan_pod_entry(body)
     return ListedPod(
         namespace=entry.namespace,
@@ -196,7 +194,7 @@ def decode_pod_entry(body: bytes, ids: DeviceIds, fields: Fields | None = None) 
             ListedContainer(
                 name=name, devices={resource: frozenset(ids.read(texts)) for resource, texts in devices.items()}
             )
-            for name, devices in decode_pod_containers(body, fields=fields)
+            for name, devices in decode_pod_containers(body)
         ),
     )
 
@@ -204,17 +202,15 @@ def decode_pod_entry(body: bytes, ids: DeviceIds, fields: Fields | None = None) 
 class PodListing:
     """One pod of a List answer, decoded as far as it is asked about. Raises Corrupt where the bytes are no message."""
 
-    __slots__ = ("_counts", "_decoded", "_fields", "_gpus", "_ids", "body", "name", "namespace")
+    __slots__ = ("_counts", "_decoded", "_gpus", "_ids", "body", "name", "namespace")
 
-    def __init__(self, entry: PodEntry, ids: DeviceIds, fields: Fields | None = None) -> None:
-        """`fields` are those left for the containers of the answer that the pod is in."""
+    def __init__(self, entry: PodEntry, ids: DeviceIds) -> None:
         self.namespace = entry.namespace
         self.name = entry.name
         self.body = entry.body
         self._counts: dict[str, int] = {}
         self._ids = ids
         self._gpus = 0
-        self._fields = fields
         self._decoded: ListedPod | None = None
 
     def count_ids(self, resource: str) -> int:
@@ -236,8 +232,7 @@ class PodListing:
         if self._decoded is None or self._gpus != self._ids.gpus:  # IDs of a GPU that came since name it now
             self._gpus = self._ids.gpus
             try:
-                self._decoded = decode_pod_entry(self.body, self._ids, self._fields)
-                self._fields = None  # counted once: another time would take those of other pods
+                self._decoded = decode_pod_entry(self.body, self._ids)
             except MalformedMessageError as e:
                 raise Corrupt(f"PodResources answer, pod {self.namespace}/{self.name}: {e}") from e
         return self._decoded
@@ -302,14 +297,14 @@ class PodResourcesClient:
         """A pod whose bytes are those of the last List is not read again: between two admissions few change."""
         # Replaced whole: pods that are listed no more must not be held for ever.
         before, self._listed = self._listed, {}
-        found, fields, of_containers = [], Fields(), Fields()
-        for start, stop in scan_pods(data, fields):
+        found = []
+        for start, stop in scan_pods(data):
             # As kubelets begin it: key, length and name.
             name = data[start : start + 2 + data[start + 1]] if stop - start > 1 else b""
             listing = before.get(name)
             # Compared in place: a full node's answer has half a megabyte, and most of it is as it was.
             if listing is None or len(listing.body) != stop - start or not data.startswith(listing.body, start):
-                listing = PodListing(scan_pod_entry(data[start:stop], fields), self._ids, of_containers)
+                listing = PodListing(scan_pod_entry(data[start:stop]), self._ids)
             self._listed[name] = listing
             found.append(listing)
         return found

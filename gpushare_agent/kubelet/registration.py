@@ -25,7 +25,7 @@ from grpclib import Status
 
 from gpushare_agent.kit.backoff import Backoff
 from gpushare_agent.kit.grpc_client import RpcFailed, UnixChannel
-from gpushare_agent.kit.grpc_server import ServedSocket
+from gpushare_agent.kit.grpc_server import GrpcServer, ServedSocket
 from gpushare_agent.kit.protobuf import MalformedMessageError
 from gpushare_agent.kit.sockets import FileIdentity, file_identity
 from gpushare_agent.kit.supervision import ReportOnce, wait_for
@@ -51,7 +51,7 @@ class PluginEndpoint(ServedSocket):
         self, *, device_plugin_path: Path, socket_name: str, plugin: DevicePlugin, handover: Handover | None = None
     ) -> None:
         handlers: Sequence[IServable] = [plugin] if handover is None else [plugin, handover]
-        super().__init__(device_plugin_path / socket_name, handlers, decoders=FAST_DECODERS)
+        super().__init__(device_plugin_path / socket_name, lambda: GrpcServer(handlers, decoders=FAST_DECODERS))
         self.socket_name = socket_name
         self.plugin = plugin
 

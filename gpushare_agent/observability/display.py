@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import asyncio
 import importlib
-import socket
 import struct
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -30,12 +29,12 @@ from grpclib.server import Stream
 from msgspec import Struct, field
 
 from gpushare_agent.kit.bounded_grpc import BoundedGrpcServer, ServerLimits
+from gpushare_agent.kit.grpc_server import ServedSocket
 from gpushare_agent.kit.http_answers import at_once, json_answer
 from gpushare_agent.kit.protobuf import bytes_field, varint
-from gpushare_agent.kit.sockets import FileIdentity, bind_unix_socket, connectable_path, file_identity, remove_socket
+from gpushare_agent.kit.sockets import is_served
 from gpushare_agent.kit.supervision import ReportOnce
 from gpushare_agent.model.allocations import ContainerKey
-from gpushare_agent.model.errors import Unavailable
 from gpushare_agent.model.gpus import Branch, Gpu, LinkKind
 from gpushare_agent.model.names import CORES_PER_GPU, MIB
 from gpushare_agent.model.pods import ContainerKind, Pod
@@ -54,9 +53,7 @@ ReadSnapshot = Callable[[], NodeSnapshot]
 
 SERVICE = "display.GPUDisplay"
 RETRY_S = 30.0
-_SOCKET_MODE = 0o600
 _CALL_S = 5.0
-_PROBE_S = 1.0
 _MESSAGES = "gpushare_agent.wire.display"
 """Loaded in a thread once the kubelet has its resources: defining the messages would delay the registration."""
 _LIMITS = ServerLimits(max_connections=16)
@@ -70,92 +67,49 @@ class DisplayServer(Struct, eq=False):
     snapshot: ReadSnapshot
     before_reading: Callable[[], Awaitable[None]] = at_once
     retry_s: float = RETRY_S
-    _server: BoundedGrpcServer | None = None
-    _identity: FileIdentity | None = None
     _reported: ReportOnce = field(default_factory=ReportOnce)
+    _socket: ServedSocket | None = None
 
     @property
     def is_serving(self) -> bool:
         """The server runs, and its socket is the one at the path."""
         # Any root process may put another socket at the path, gpu-manager at its start: then no client reaches this
         # server.
-        return self._server is not None and self._identity == file_identity(self.path)
+        return self._socket is not None and self._socket.is_serving
 
     async def run(self) -> NoReturn:
         """Serve until cancelled."""
         await asyncio.to_thread(importlib.import_module, _MESSAGES)
-        try:
-            while True:
-                await self._ensure_serving()
-                await asyncio.sleep(self.retry_s)
-        finally:
-            await self._stop()
-
-    async def _ensure_serving(self) -> None:
-        if self.is_serving:
-            return
-        await self._stop()
-        try:
-            await self._serve()
-        except Unavailable as e:
-            if self._reported.is_new(str(e)):
-                log.warning("display_unavailable", error=str(e), again_in_s=self.retry_s)
-        else:
-            self._reported.is_over()
-            log.info("display_serving", socket=str(self.path))
-
-    async def _serve(self) -> None:
-        if await _is_answered(self.path):
-            raise Unavailable(
-                f"serving {SERVICE} at {self.path} was not tried: another process (gpu-manager?) serves this socket. End "
-                "it, or choose another display.socket; empty switches this off"
-            )
-        try:
-            sock = bind_unix_socket(self.path, mode=_SOCKET_MODE)
-        except OSError as e:
-            raise Unavailable(
-                f"serving {SERVICE} at {self.path} failed: {e}. Make its directory, or choose another display.socket; "
-                "empty switches this off"
-            ) from e
-        self._identity = file_identity(self.path)
-        server = BoundedGrpcServer(
-            [_Display(self.snapshot, self.before_reading)], limits=_LIMITS, fields={"service": SERVICE}
+        display = _Display(self.snapshot, self.before_reading)
+        served = self._socket = ServedSocket(
+            self.path, lambda: BoundedGrpcServer([display], limits=_LIMITS, fields={"service": SERVICE})
         )
         try:
-            await server.serve(sock)
-        # Cancellation too: a socket file without a server makes clients fail as if the agent had crashed.
-        except BaseException:
-            remove_socket(self.path, self._identity)
-            raise
-        self._server = server
-
-    async def _stop(self) -> None:
-        server, self._server = self._server, None
-        try:
-            if server is not None:
-                await server.stop()
+            while True:
+                if not served.is_serving:
+                    await self._serve(served)
+                await asyncio.sleep(self.retry_s)
         finally:
-            remove_socket(self.path, self._identity)
+            await served.stop()
 
-
-async def _is_answered(path: Path) -> bool:
-    """Whether a process accepts connections here; true for one that does not answer in time."""
-    if not path.is_socket():
-        return False
-    probe = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
-    try:
-        with connectable_path(path) as name:
-            async with asyncio.timeout(_PROBE_S):
-                await asyncio.get_running_loop().sock_connect(probe, name)
-    # A crashed server leaves its file; only the refused connection tells that nobody serves it.
-    except (ConnectionRefusedError, FileNotFoundError):
-        return False
-    # A full backlog (EAGAIN) or a stopped process is a server all the same: its socket is not taken away.
-    except (OSError, TimeoutError):
-        return True
-    finally:
-        probe.close()
-    return True
+    async def _serve(self, served: ServedSocket) -> None:
+        # Before the look: the server of before is no other process.
+        await served.stop()
+        problem = ""
+        if is_served(self.path):
+            problem = "was not tried: another process (gpu-manager?) serves this socket. End it"
+        else:
+            try:
+                await served.serve()
+            except OSError as e:
+                problem = f"failed: {e}. Make its directory"
+        if not problem:
+            self._reported.is_over()
+            log.info("display_serving", socket=str(self.path))
+            return
+        error = f"serving {SERVICE} at {self.path} {problem}, or choose another display.socket; empty switches this off"
+        if self._reported.is_new(error):
+            log.warning("display_unavailable", error=error, again_in_s=self.retry_s)
 
 
 class _Display:

@@ -20,12 +20,12 @@ import os
 import stat
 import threading
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Concatenate, Literal, ParamSpec, TypeVar
 
 from msgspec import Struct
 
@@ -131,6 +131,8 @@ def _may_contain_pods(name: str) -> bool:
 
 
 K = TypeVar("K")
+T = TypeVar("T")
+P = ParamSpec("P")
 CgroupDriver = Literal["cgroupfs", "systemd"]
 
 MAX_DIRECTORIES_BELOW = 4_096
@@ -192,6 +194,18 @@ class CgroupProcesses:
             return True
 
 
+def _in_thread(
+    blocking: Callable[Concatenate[Cgroups, P], T], what: str, *, of_peers: bool = False
+) -> Callable[Concatenate[Cgroups, P], Awaitable[T]]:
+    """The same for the event loop: raises Unavailable, too, where the file system does not answer in time."""
+
+    def call(self: Cgroups, /, *args: P.args, **kwargs: P.kwargs) -> Awaitable[T]:
+        thread, timeout_s = (self.peers, PEER_TIMEOUT_S) if of_peers else (self.rounds, ROUND_TIMEOUT_S)
+        return thread.call(partial(blocking, self, *args, **kwargs), what, timeout_s)
+
+    return call
+
+
 class Cgroups:
     """`root` is where the host's hierarchies are mounted, `proc` its /proc."""
 
@@ -202,8 +216,8 @@ class Cgroups:
         self._known: Mapping[str, CgroupDir] = {}
         self._walk_lock = threading.Lock()
         # Two threads: a slow walk of all containers must not delay the answer to one peer of a socket.
-        self._rounds = DaemonThread("cgroups", advice=f"Check {root}; it is read again.")
-        self._peers = DaemonThread("peers", advice=f"Check {proc}; register again.")
+        self.rounds = DaemonThread("cgroups", advice=f"Check {root}; it is read again.")
+        self.peers = DaemonThread("peers", advice=f"Check {proc}; register again.")
 
     def find_many(self, requested: Iterable[tuple[str, PodUid | None]]) -> Mapping[str, CgroupDir]:
         """The cgroups that exist, by container ID; where a UID comes with it, the path must name that pod or none.
@@ -312,49 +326,24 @@ class Cgroups:
             " containers are found by their IDs all the same; remove or correct the setting"
         )
 
-    async def find_many_in_thread(self, requested: Iterable[tuple[str, PodUid | None]]) -> Mapping[str, CgroupDir]:
-        """Like every `…_in_thread`: raises Unavailable where the file system does not answer in time."""
-        return await self._rounds.call(partial(self.find_many, tuple(requested)), "searching cgroups", ROUND_TIMEOUT_S)
+    def version(self) -> CgroupVersion:
+        """Raises Unavailable."""
+        return cgroup_version(self.root)
 
-    async def find_pods_in_thread(self, uids: Collection[PodUid]) -> Mapping[PodUid, list[CgroupDir]]:
-        return await self._rounds.call(partial(self.find_pods, uids), "searching pods' cgroups", ROUND_TIMEOUT_S)
-
-    async def find_pod_directories_in_thread(self, uids: Collection[PodUid]) -> Mapping[PodUid, Path]:
-        search = partial(self.find_pod_directories, frozenset(uids))
-        return await self._rounds.call(search, "searching pods' cgroups", ROUND_TIMEOUT_S)
-
-    async def version_in_thread(self) -> CgroupVersion:
-        return await self._rounds.call(partial(cgroup_version, self.root), "reading the cgroups", ROUND_TIMEOUT_S)
-
-    async def processes_round_in_thread(self, directories: Iterable[CgroupDir]) -> Mapping[str, CgroupProcesses | None]:
-        return await self._rounds.call(
-            partial(self.processes_round, tuple(directories)), "reading the containers' cgroups", ROUND_TIMEOUT_S
-        )
-
-    async def changed_in_thread(self, known: Mapping[K, Sequence[CgroupProcesses]]) -> list[K]:
+    def changed(self, known: Mapping[K, Sequence[CgroupProcesses]]) -> list[K]:
         """The keys of which a cgroup's processes are others than those."""
-        search = partial(_changed, tuple(known.items()))
-        return await self._rounds.call(search, "reading the containers' cgroups", ROUND_TIMEOUT_S)
+        return [key for key, read in known.items() if any(one.has_changed() for one in read)]
 
-    async def namespace_pids_in_thread(self, pids: Collection[int]) -> Mapping[int, tuple[int, ...]]:
-        return await self._rounds.call(
-            partial(self.namespace_pids, tuple(pids)), f"reading the status of {len(pids)} processes", ROUND_TIMEOUT_S
-        )
-
-    async def started_in_thread(self, pids: Collection[int]) -> Mapping[int, int]:
-        return await self._peers.call(
-            partial(self.started, tuple(pids)), f"reading the starts of {len(pids)} processes", PEER_TIMEOUT_S
-        )
-
-    async def identify_in_thread(self, pid: int) -> PeerIdentity | None:
-        return await self._peers.call(
-            partial(self.identify, pid), f"reading the cgroup of process {pid}", PEER_TIMEOUT_S
-        )
-
-    async def check_driver_in_thread(self, setting: str) -> str | None:
-        return await self._rounds.call(
-            partial(self.check_driver, setting), "reading the pods' cgroups", ROUND_TIMEOUT_S
-        )
+    find_many_in_thread = _in_thread(find_many, "searching cgroups")
+    find_pods_in_thread = _in_thread(find_pods, "searching pods' cgroups")
+    find_pod_directories_in_thread = _in_thread(find_pod_directories, "searching pods' cgroups")
+    version_in_thread = _in_thread(version, "reading the cgroups")
+    processes_round_in_thread = _in_thread(processes_round, "reading the containers' cgroups")
+    changed_in_thread = _in_thread(changed, "reading the containers' cgroups")
+    namespace_pids_in_thread = _in_thread(namespace_pids, "reading the status of processes")
+    check_driver_in_thread = _in_thread(check_driver, "reading the pods' cgroups")
+    started_in_thread = _in_thread(started, "reading the starts of processes", of_peers=True)
+    identify_in_thread = _in_thread(identify, "reading the cgroup of a process", of_peers=True)
 
     def _walk_for(self, requested: Iterable[str]) -> None:
         """Learns where every container is; goes on to the next hierarchy while one of the requested is missing."""
@@ -417,10 +406,6 @@ def _read_tree(top: str) -> dict[str, bytes]:
             if directory == top:
                 raise _renamed(e, top) from e
     return texts
-
-
-def _changed(known: Iterable[tuple[K, Sequence[CgroupProcesses]]]) -> list[K]:
-    return [key for key, processes in known if any(one.has_changed() for one in processes)]
 
 
 def _renamed(error: OSError, top: str) -> Exception:

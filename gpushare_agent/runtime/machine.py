@@ -10,7 +10,6 @@ Module" are in one alone):
 
 from __future__ import annotations
 
-import os
 import re
 from functools import cache
 from pathlib import Path
@@ -24,30 +23,30 @@ _MAX_BYTES = 256
 @cache
 def machine_name(path: Path = Path("/sys/class/dmi/id/product_name")) -> str:
     """The product's name of the machine; empty where the firmware has none."""
-    try:
-        with path.open("rb") as file:
-            return file.read(_MAX_BYTES).decode("ascii", "replace").strip()
-    except OSError:
-        return ""
+    return (_beginning(path) or b"").decode("ascii", "replace").strip()
 
 
 @cache
 def pci_class(bus_id: str, devices: Path = Path("/sys/bus/pci/devices")) -> int | None:
     """The PCI class, such as 0x030200, a 3D controller; None where the host does not show it."""
     try:
-        with (devices / kernel_bus_id(bus_id) / "class").open("rb") as file:
-            return int(file.read(_MAX_BYTES), 16)
-    except (OSError, ValueError):
+        return int(_beginning(devices / kernel_bus_id(bus_id) / "class") or b"", 16)
+    except ValueError:
         return None
 
 
 @cache
 def pci_configuration(bus_id: str, devices: Path = Path("/sys/bus/pci/devices")) -> bytes | None:
     """The first 256 bytes, of which the kernel gives 64 without CAP_SYS_ADMIN; None where the host does not show it."""
+    return _beginning(devices / kernel_bus_id(bus_id) / "config")
+
+
+def _beginning(path: Path, most_bytes: int = _MAX_BYTES) -> bytes | None:
+    """What one read of the file gives, for the kernel gives such files out whole; None where it cannot be read."""
     try:
-        with (devices / kernel_bus_id(bus_id) / "config").open("rb", buffering=0) as file:
-            return file.read(_MAX_BYTES)
-    except (OSError, ValueError):
+        with path.open("rb", buffering=0) as file:
+            return file.read(most_bytes)
+    except OSError:
         return None
 
 
@@ -63,19 +62,9 @@ _VERSION = re.compile(r"\b(\d{1,6}\.\d{1,6}(?:\.\d{1,6})?)\b")
 
 def read_kernel_module(proc: Path) -> KernelModule | None:
     """`proc` is the node's /proc. None where no NVIDIA driver is loaded, or the file says nothing that is known."""
-    try:
-        # Not cached: the driver may be upgraded while the agent runs.
-        file = os.open(proc / "driver/nvidia/version", os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return None
-    try:
-        # One read: the kernel gives the file out whole.
-        text = os.read(file, _MAX_VERSION_BYTES).decode("utf-8", "replace")
-    except OSError:
-        return None
-    finally:
-        os.close(file)
-    return parse_kernel_module(text)
+    # Not cached: the driver may be upgraded while the agent runs.
+    content = _beginning(proc / "driver/nvidia/version", _MAX_VERSION_BYTES)
+    return parse_kernel_module(content.decode("utf-8", "replace")) if content is not None else None
 
 
 def parse_kernel_module(text: str) -> KernelModule | None:

@@ -27,7 +27,6 @@ from gpushare_agent.model.gpus import Gpu
 from gpushare_agent.model.names import CORES_PER_GPU, MIB
 from gpushare_agent.model.pods import ContainerSpec
 from gpushare_agent.model.resources import request_of
-from gpushare_agent.model.usage import ProcessSample
 from gpushare_agent.sandbox.pod_manifest import LOAD_ANNOTATION, RawObject, annotation_number, containers_of
 from gpushare_agent.sandbox.report import (
     ClaimRow,
@@ -75,12 +74,12 @@ def simulated_usage(containers: Sequence[SimulatedContainer], now_s: float) -> l
     found = [process for container in containers for process in _processes(container, now_s)]
     demand: dict[int, float] = {}
     for process in found:
-        demand[process.gpu] = demand.get(process.gpu, 0.0) + (process.sample.sm_ratio or 0.0)
+        demand[process.gpu] = demand.get(process.gpu, 0.0) + (process.sm or 0.0)
     shared = []
     for process in found:
         # Time is shared: no GPU is busy for more than all of its time.
-        part = round((process.sample.sm_ratio or 0.0) / max(1.0, demand[process.gpu]), 6)
-        shared.append(replace(process, sample=replace(process.sample, sm_ratio=part)))
+        part = round((process.sm or 0.0) / max(1.0, demand[process.gpu]), 6)
+        shared.append(replace(process, sm=part))
     return shared
 
 
@@ -93,12 +92,10 @@ def _processes(container: SimulatedContainer, now_s: float) -> list[SimulatedPro
     return [
         SimulatedProcess(
             gpu=gpu,
-            sample=ProcessSample(
-                pid=pid,
-                sm_ratio=sm / len(pids),
-                # The remainder goes to one: the sum is the container's memory to the byte.
-                memory_bytes=each_bytes + (rest_bytes if position == 0 else 0),
-            ),
+            pid=pid,
+            sm=sm / len(pids),
+            # The remainder goes to one: the sum is the container's memory to the byte.
+            memory_bytes=each_bytes + (rest_bytes if position == 0 else 0),
         )
         for gpu in container.gpus
         for position, pid in enumerate(pids)

@@ -17,11 +17,10 @@ from gpushare_agent.gpus.health import (
     GpuHealth,
     HealthPolicy,
     HealthState,
+    after_brief_loss,
     after_driver_lost,
     after_event,
     after_poll,
-    as_before_loss,
-    cordoned,
     is_brief_loss_forgiven,
     meaning_of,
     next_probe_at,
@@ -165,8 +164,9 @@ def test_an_unanswered_poll_is_forgiven_once_an_hour() -> None:
     assert not is_brief_loss_forgiven(100, 99 + RELAPSE_WITHIN_S)
     assert is_brief_loss_forgiven(100, 100 + RELAPSE_WITHIN_S)
     before = GpuHealth(relapses=2, recovered_at=1.0)
-    lost = cordoned(after_driver_lost(before, "no answer", POLICY, 5), "fan")
-    assert as_before_loss(before, lost) == replace(before, cordon="fan")
+    lost = replace(after_driver_lost(before, "no answer", POLICY, 5), cordon="fan")
+    restored = after_brief_loss({WELL.uuid: before}, {WELL.uuid: lost}, {WELL.uuid: WELL})
+    assert restored == {WELL.uuid: replace(before, cordon="fan")}
 
 
 def _recovered(health: GpuHealth, at: float) -> GpuHealth:
@@ -196,7 +196,7 @@ def test_a_gpu_that_was_well_for_an_hour_begins_with_the_first_period_again() ->
 
 def test_a_cordoned_gpu_is_away_with_the_operators_reason_however_well_it_is() -> None:
     """The cordon outlasts a failure and its end."""
-    health = cordoned(GpuHealth(), "new fan")
+    health = GpuHealth(cordon="new fan")
     assert offered(WELL, health, POLICY).unhealthy_reason == "cordoned: new fan"
     failed = polled(health, (0, bad()))
     assert why_not_offered(failed, POLICY).startswith("cordoned: new fan; besides, fell off the bus")
@@ -207,7 +207,7 @@ def test_a_cordoned_gpu_is_away_with_the_operators_reason_however_well_it_is() -
 
 def test_uncordon_ends_a_wait_for_a_reset_and_leaves_the_rest_to_the_probes() -> None:
     """An operator's request does not count as a poll."""
-    put_back = uncordoned(cordoned(hit(GpuHealth(), 79, now=0), "x"), POLICY, 50)
+    put_back = uncordoned(replace(hit(GpuHealth(), 79, now=0), cordon="x"), POLICY, 50)
     assert (put_back.state, put_back.cordon, put_back.probe_at) == (HealthState.PROBING, None, 60)
     assert is_offered(polled(put_back, (60, WELL), (70, WELL), (80, WELL)))
     lost = polled(GpuHealth(), (0, bad()))
@@ -267,7 +267,7 @@ def test_whatever_happens_an_offered_gpu_passed_enough_polls_since_it_last_faile
         elif step == "lost":
             health, good_polls, was_unhealthy = after_driver_lost(health, "gone", POLICY, now), 0, True
         elif step == "cordon":
-            health = cordoned(health, "")
+            health = replace(health, cordon="")
         else:
             health, needs_reset = uncordoned(health, POLICY, now), False
         if is_offered(health):

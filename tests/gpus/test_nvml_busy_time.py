@@ -7,12 +7,13 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from struct import Struct as RowFormat
+from typing import Any
 
 import pytest
 
 from gpushare_agent.gpus.nvml.busy_time import GpuBusyTime
-from gpushare_agent.gpus.nvml.calls import Verdict
-from gpushare_agent.gpus.nvml.process_lists import ProcessUse
+from gpushare_agent.gpus.nvml.calls import GpuCalls, ProcessUse
+from gpushare_agent.gpus.nvml.session import CallError
 from gpushare_agent.model.usage import GpuBusy
 from tests.gpus.support_nvml import ONE_GPU, running_probe
 
@@ -20,6 +21,16 @@ MS, SECOND = 1_000_000, 1_000_000_000
 BOOTED_AT = 1_700_000_000 * SECOND
 Activity = Callable[[float], float]
 """How much of the GPU a process has at that second."""
+
+
+class Calls(GpuCalls):
+    """Those of a scripted driver."""
+
+    driver: Any = None
+
+    def rows(self, name: str, _: RowFormat, since_us: int | None = None) -> list[tuple[int, ...]] | None:
+        found: list[tuple[int, ...]] | None = self.driver.rows(name, since_us)
+        return found
 
 
 class Driver:
@@ -39,17 +50,21 @@ class Driver:
         self.offsets = dict(zip(activities, offsets, strict=False))
         self.now = 0.0
         self.wall_shift_s = 0.0
-        self.refuses: Verdict | None = None
+        self.has_samples = True
+        self.error: CallError | None = None
         self.reader = GpuBusyTime(
+            calls=Calls(driver=self),
             clock_ns=lambda: round(self.now * SECOND),
             wall_clock_ns=lambda: BOOTED_AT + round((self.now + self.wall_shift_s) * SECOND),
         )
 
-    def rows(self, name: str, _: RowFormat, since_us: int = 0) -> list[tuple[int, ...]] | Verdict:
+    def rows(self, name: str, since_us: int) -> list[tuple[int, ...]] | None:
         if name == "nvmlDeviceGetComputeRunningProcesses_v3":
             return [(pid, pid << 20, 0, 0) for pid in self.activities]
-        if self.refuses is not None:
-            return self.refuses
+        if self.error is not None:
+            raise self.error
+        if not self.has_samples:
+            return None
         found = [self.newest(pid) for pid in self.activities]
         return [one for one in found if one is not None and one.at_us > since_us]
 
@@ -63,7 +78,7 @@ class Driver:
         return ProcessUse(pid, at_us, round(100 * busy), 0, 0, 0) if round(100 * busy) else None
 
     def read(self) -> GpuBusy:
-        found = self.reader.read(self)  # type: ignore[arg-type]
+        found = self.reader.read()
         assert found is not None
         return found
 
@@ -189,11 +204,11 @@ def test_an_idle_gpu_is_known_to_be_idle() -> None:
     assert read.at_ns - read.busy_until_ns == 1250 * MS
 
 
-@pytest.mark.parametrize("verdict", [Verdict.UNSUPPORTED, Verdict.FAILED])
-def test_a_driver_without_samples_shows_the_memory(verdict: Verdict) -> None:
+@pytest.mark.parametrize("error", [None, CallError("UNKNOWN", "Unknown Error")])
+def test_a_driver_without_samples_shows_the_memory(error: CallError | None) -> None:
     """MIG, or no permission; and how far it is known is 0, which libgpushare takes for no feedback."""
     driver = Driver({7: steady(1.0)}, period_s=0.5)
-    driver.refuses = verdict
+    driver.has_samples, driver.error = False, error
     for _ in range(3):
         driver.now += 0.1
         read = driver.read()
@@ -242,28 +257,8 @@ async def test_a_gpu_that_is_lost_or_has_no_list_is_left_out(library_directory: 
         assert not (await probe.busy("GPU-aaaa"))["GPU-aaaa"]["is_continued"]
 
 
-async def test_a_reset_gpu_comes_back_although_readings_go_on(library_directory: Path) -> None:
-    """Only a whole shutdown brings it back, so the poll closes this opening as well."""
-    async with running_probe(library_directory, ONE_GPU + BUSY) as probe:
-        await probe.busy("GPU-aaaa")
-        probe.becomes(ONE_GPU + BUSY + "error 0 15\n")
-        assert [gpu["health"] for gpu in (await probe.read())["gpus"]] == ["Unhealthy"]
-        probe.becomes(ONE_GPU + BUSY + "stale 0 999\n")
-        assert [gpu["health"] for gpu in (await probe.read())["gpus"]] == ["Healthy"]
-        assert await probe.busy("GPU-aaaa") != {}
-
-
 async def test_no_permission_is_no_error(library_directory: Path) -> None:
     denied = "call_error nvmlDeviceGetProcessUtilization 0 4\n"
     async with running_probe(library_directory, ONE_GPU + BUSY + denied) as probe:
         read = (await probe.busy("GPU-aaaa"))["GPU-aaaa"]
     assert read["busy_until_ns"] == 0 and [one["pid"] for one in read["processes"]] == [100, 200]
-
-
-async def test_a_driver_that_is_lost_is_opened_again(library_directory: Path) -> None:
-    async with running_probe(library_directory, ONE_GPU + BUSY) as probe:
-        await probe.busy("GPU-aaaa")
-        probe.becomes(ONE_GPU + BUSY + "driver 1\n")
-        assert "opened again" in (await probe.busy("GPU-aaaa"))["unavailable"]
-        probe.becomes(ONE_GPU + BUSY)
-        assert "GPU-aaaa" in await probe.busy("GPU-aaaa")

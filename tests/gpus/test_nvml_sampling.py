@@ -41,7 +41,7 @@ async def test_polls_and_events_go_on_while_a_sample_hangs(library_directory: Pa
 
 
 async def test_a_reset_gpu_comes_back_although_sampling_goes_on(library_directory: Path) -> None:
-    """Only a whole shutdown brings it back, so the poll makes the sampler close its opening as well."""
+    """Only a whole shutdown brings it back, so the poll waits for the sampler's last call."""
     async with running_probe(library_directory, ONE_GPU) as probe:
         await probe.sample()
         assert await _health(probe) == ["Healthy"]
@@ -54,7 +54,7 @@ async def test_a_reset_gpu_comes_back_although_sampling_goes_on(library_director
 
 
 async def test_a_reset_between_two_polls_costs_no_poll_while_sampling_goes_on(library_directory: Path) -> None:
-    """The poll finds no GPU that answers, closes both openings and opens NVML afresh at once."""
+    """The poll finds no GPU that answers, closes NVML and opens it afresh at once."""
     async with running_probe(library_directory, ONE_GPU) as probe:
         await probe.sample()
         before = await probe.read()
@@ -78,7 +78,7 @@ async def test_a_reset_gpu_waits_for_a_sample_that_hangs(library_directory: Path
 
 
 async def test_a_gpu_that_a_poll_finds_later_enters_the_samples(library_directory: Path) -> None:
-    """The sampler has its own list of GPUs; a poll that finds others makes it ask again."""
+    """The sampler goes by what the last poll found."""
     async with running_probe(library_directory, TWO_PAIRS + "handle_error 1 15\n") as probe:
         await probe.read()
         assert len((await probe.sample())["gpus"]) == 3
@@ -87,8 +87,8 @@ async def test_a_gpu_that_a_poll_finds_later_enters_the_samples(library_director
         assert len((await probe.sample())["gpus"]) == 4
 
 
-async def test_a_close_takes_both_openings(library_directory: Path) -> None:
-    """And that of a sample that hangs once it returns."""
+async def test_a_close_waits_for_a_sample_that_hangs(library_directory: Path) -> None:
+    """NVML stays open for it, and is shut down once it returns."""
     async with running_probe(library_directory, ONE_GPU, timeout_s=2.0) as probe:
         calls = probe.directory / "calls"
         log = f"log {calls}\n"
@@ -96,13 +96,13 @@ async def test_a_close_takes_both_openings(library_directory: Path) -> None:
         await probe.read()
         await probe.sample()
         await probe.ask("close")
-        assert calls.read_text().split() == ["init", "init", "shutdown", "shutdown"]
+        assert calls.read_text().split() == ["init", "shutdown"]
         probe.becomes(ONE_GPU + log + HANGS)
         await probe.read()
         await probe.sample()
         await probe.ask("close")
-        assert calls.read_text().split()[4:] == ["init", "init", "shutdown"]
+        assert calls.read_text().split()[2:] == ["init"]
         probe.becomes(ONE_GPU + log)
         while await probe.ask("threads"):
             pass
-        assert calls.read_text().split()[4:] == ["init", "init", "shutdown", "shutdown"]
+        assert calls.read_text().split()[2:] == ["init", "shutdown"]

@@ -131,7 +131,7 @@ async def test_calls_that_are_begun_and_reset_take_a_bounded_share_of_the_proces
                 await node.neighbour_is_served()
             server = node.attacked._server
             assert server is not None
-            begun = sum(bounded._calls for bounded in server._bounded)
+            begun = sum(connection.handler.accepted for connection in server.open)
             spent_s = monotonic() - started
         finally:
             for sock in opened:

@@ -16,14 +16,13 @@ import pytest
 from grpclib import GRPCError, Status
 from msgspec.structs import replace
 
-from gpushare_agent.gpus.control_server import is_served
 from gpushare_agent.isolation.container_ids import ContainerIds
 from gpushare_agent.isolation.vdevice.container_processes import ContainerProcesses, Processes
 from gpushare_agent.isolation.vdevice.files import VDeviceFiles
 from gpushare_agent.isolation.vdevice.format import decode_config, decode_pids
 from gpushare_agent.isolation.vdevice.reconcile import VDeviceConfigs
 from gpushare_agent.isolation.vdevice.virtual_manager import Intervals, VirtualManager
-from gpushare_agent.kit.sockets import FileIdentity
+from gpushare_agent.kit.sockets import FileIdentity, is_served
 from gpushare_agent.kit.supervision import stop_task
 from gpushare_agent.model.allocations import Allocation, ContainerKey
 from gpushare_agent.model.errors import NotFound, Unavailable

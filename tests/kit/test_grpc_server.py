@@ -196,27 +196,6 @@ class AtOnce:
         await send_answer(stream, await stream.recv_message())
 
 
-async def test_head_message_and_status_of_an_answer_leave_in_one_write(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each write would wake the kubelet, for which the pods of the node wait."""
-    written: list[bytes] = []
-    send = socket.socket.send
-
-    def record(self: socket.socket, data: bytes, *flags: int) -> int:
-        written.append(bytes(data))
-        return send(self, data, *flags)
-
-    monkeypatch.setattr(socket.socket, "send", record)
-    async with serving(AtOnce()) as path, raw_client(path) as client:
-        stream_id = client.begin(ECHO)
-        client.h2.send_data(stream_id, struct.pack(">BI", 0, 12) + b"twelve bytes", end_stream=True)
-        client.flush()
-        assert (await client.headers_of(stream_id))[b"grpc-status"] == b"0"
-    answered = [data for data in written if b"twelve bytes" in data and data[3] == 1]  # it begins with HEADERS
-    head_bytes = 9 + int.from_bytes(answered[0][:3], "big")
-    status = answered[0][head_bytes + 9 + 5 + 12 :]
-    assert (answered[0][head_bytes + 3], status[3], len(status)) == (0, 1, 9 + int.from_bytes(status[:3], "big"))
-
-
 async def test_an_answer_longer_than_a_frame_arrives_whole() -> None:
     """A frame has at most 16 KiB, so it is sent in parts; the connection goes on."""
     async with serving(AtOnce()) as path, Channel(path=str(path), codec=RawCodec()) as channel:
@@ -492,20 +471,3 @@ async def test_a_connection_accepted_while_the_server_stops_is_closed(turns: int
                     while await asyncio.get_running_loop().sock_recv(client, 4096):
                         pass
         assert server.connections == 0
-
-
-@pytest.mark.parametrize("turns", range(4))
-async def test_a_start_that_is_cancelled_leaves_no_reader_behind(turns: int) -> None:
-    """A reader of a closed descriptor would make the next socket of that number deaf."""
-    with short_directory() as directory:
-        server, sock = GrpcServer([Echo()]), bind_unix_socket(directory / "s", mode=0o600)
-        number = sock.fileno()
-        async with asyncio.TaskGroup() as group:
-            task = group.create_task(server.serve(sock))
-            for _ in range(turns):
-                await asyncio.sleep(0)
-            task.cancel()
-        if sock.fileno() >= 0 and not task.cancelled():
-            await server.stop()
-        sock.close()
-        assert not asyncio.get_running_loop().remove_reader(number)

@@ -14,7 +14,6 @@ from grpclib import GRPCError, Status
 from grpclib.const import Cardinality, Handler
 from grpclib.server import Server, Stream
 
-from gpushare_agent.kit.protobuf import bytes_field, string_list
 from gpushare_agent.kubelet.device_table import DeviceIds
 from gpushare_agent.kubelet.pod_resources import PodResourcesClient
 from gpushare_agent.model.errors import Corrupt, NotFound, Rejected, Unavailable
@@ -73,22 +72,6 @@ def pod_message(name: str, cores: int) -> v1.PodResources:
     devices = [v1.ContainerDevices(resource_name=VCORE_RESOURCE, device_ids=[f"GPU-0::{n}"]) for n in range(cores)]
     inner = v1.ContainerResources(name="main", devices=devices)
     return v1.PodResources(name=name, namespace="default", containers=[inner])
-
-
-async def test_the_containers_of_all_pods_of_a_list_share_one_bound_on_fields(short_dir: Path) -> None:
-    """A List of a megabyte holds the loop no longer for being many pods; what was decoded stays so."""
-    container = bytes_field(3, b"\x12\x00" * 8000)
-
-    async def many() -> bytes:
-        return b"".join(bytes_field(1, string_list(1, [f"pod-{n}"]) + container) for n in range(60))
-
-    async with serving(short_dir, Scripted(list_=many)) as client:
-        pods = await client.list_entries(timeout_s=DEADLINE_S)
-        assert [pod.decoded().name for pod in pods[:2]] == ["pod-0", "pod-1"]
-        for pod in pods[2:]:
-            with pytest.raises(Corrupt, match="more than 16384 fields"):
-                pod.decoded()
-        assert (await client.list_entries(timeout_s=DEADLINE_S))[0].decoded().name == "pod-0"
 
 
 async def two_pods() -> bytes:

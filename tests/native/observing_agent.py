@@ -71,7 +71,8 @@ def main() -> None:
         usages[key] = (Path(directory) / USAGE_NAME).open("rb")
     session, count, claims = NvmlSession(), BusyCount(), Claims()
     driver = NvmlBusyTime(session)
-    [uuid] = session.handles()
+    with session.used("finding the GPU"):
+        [uuid] = session.handles()
     began, last_used, looked_at = time.monotonic(), None, float("-inf")
     while (last_used is None or time.monotonic() - last_used < 1) and time.monotonic() - began < ENDS_AFTER_S:
         time.sleep(PERIOD_S)

@@ -24,10 +24,8 @@ from operator import attrgetter
 
 from msgspec import Struct, field
 
-from gpushare_agent.gpus.nvml.calls import GpuLostError, NvmlCaller, UnsupportedCalls, Verdict
-from gpushare_agent.gpus.nvml.process_lists import UTILISATION, list_processes, list_uses
-from gpushare_agent.gpus.nvml.session import CHECKLIST, DriverLostError, NvmlSession
-from gpushare_agent.model.errors import Unavailable
+from gpushare_agent.gpus.nvml.calls import GpuCalls, GpuLostError
+from gpushare_agent.gpus.nvml.session import CallError, NvmlSession
 from gpushare_agent.model.names import GpuUuid
 from gpushare_agent.model.usage import BusyProcess, GpuBusy
 
@@ -44,8 +42,6 @@ LONGEST_GAP_NS = 2_500_000_000
 _MOST_GAPS = 64
 _GOES_ON = 1.5
 """Periods between two samples of a process that was busy all the while."""
-_UNTIL_RETRIED = 600
-"""Readings: permissions can change."""
 
 
 class SamplePeriod(Struct):
@@ -74,7 +70,7 @@ class GpuBusyTime(Struct):
     clock_ns: Callable[[], int] = time.monotonic_ns
     wall_clock_ns: Callable[[], int] = time.time_ns
     period: SamplePeriod = field(default_factory=SamplePeriod)
-    unsupported: UnsupportedCalls = field(default_factory=UnsupportedCalls)
+    calls: GpuCalls = field(default_factory=lambda: GpuCalls(remembers_lists=True))
     _newest_us: int = 0
     """0: nothing was read yet."""
     _until_us: int = 0
@@ -82,14 +78,17 @@ class GpuBusyTime(Struct):
     _read_at_ns: int = 0
     _last_us: dict[int, int] = field(default_factory=dict)
 
-    def read(self, caller: NvmlCaller) -> GpuBusy | None:
+    def read(self) -> GpuBusy | None:
         """The busy time of each process; None where the GPU could not list its processes. Raises GpuLostError,
         DriverLostError."""
         # Both at once: NVML's samples have the wall clock's time, readers have the monotonic one.
         at_ns, now_us = self.clock_ns(), self.wall_clock_ns() // _US
-        listed = list_processes(caller, "nvmlDeviceGetComputeRunningProcesses")
+        try:
+            listed = self.calls.list_processes("nvmlDeviceGetComputeRunningProcesses")
+        except CallError:
+            return None
         # Without the list nobody knows which processes there are.
-        if isinstance(listed, Verdict):
+        if listed is None:
             return None
         # A pause of ours, or a clock that was set back: both leave what was between unknown.
         is_continued = self._newest_us > 0 and at_ns - self._read_at_ns <= LONGEST_GAP_NS and self._until_us <= now_us
@@ -98,7 +97,7 @@ class GpuBusyTime(Struct):
             self._last_us.clear()
         self._read_at_ns = at_ns
         until_us = self._until_us
-        busy_us = self._read_busy(caller, now_us, is_continued=is_continued)
+        busy_us = self._read_busy(now_us, is_continued=is_continued)
         memory = {**dict.fromkeys(busy_us or (), 0), **listed}  # some have just ended
         processes = tuple(
             BusyProcess(pid=pid, memory_bytes=used, busy_ns=round((busy_us or {}).get(pid, 0.0) * _US))
@@ -112,16 +111,14 @@ class GpuBusyTime(Struct):
         until_ns = 0 if busy_us is None else self._until_ns
         return GpuBusy(at_ns=at_ns, busy_until_ns=until_ns, is_continued=is_continued, processes=processes)
 
-    def _read_busy(self, caller: NvmlCaller, now_us: int, *, is_continued: bool) -> dict[int, float] | None:
-        # Asked ten times a second: an unsupported call costs as much as one that works.
-        if UTILISATION in self.unsupported:
-            return None
+    def _read_busy(self, now_us: int, *, is_continued: bool) -> dict[int, float] | None:
         # A clock that was set back would hide all that is newer.
         since_us = min(self._newest_us, now_us)
-        samples = list_uses(caller, since_us, now_us)
-        if isinstance(samples, Verdict):
-            if samples is Verdict.UNSUPPORTED:
-                self.unsupported.add(UTILISATION)
+        try:
+            samples = self.calls.list_uses(since_us, now_us)
+        except CallError:
+            return None
+        if samples is None:
             return None
         samples.sort(key=attrgetter("at_us"))
         # No sample: the driver is silent of a moment until so long after it, so what is before is known to be idle.
@@ -153,41 +150,27 @@ class NvmlBusyTime:
 
     def __init__(self, session: NvmlSession) -> None:
         self._session = session
-        self._opening = self._readings = 0
+        self._opening = 0
         self._gpus: dict[GpuUuid, GpuBusyTime] = {}
 
     def read(self, gpus: Collection[GpuUuid]) -> Mapping[GpuUuid, GpuBusy]:
-        """Raises Unavailable: NVML cannot be opened, or was lost as a whole; the next call opens it again."""
-        try:
-            return self._read(gpus)
-        except DriverLostError as error:
-            self._session.close()
-            raise Unavailable(
-                f"reading the GPUs' processes through NVML failed: {error.__cause__}. It is opened again at the next"
-                f" reading. {CHECKLIST}"
-            ) from error
-
-    def _read(self, gpus: Collection[GpuUuid]) -> Mapping[GpuUuid, GpuBusy]:
-        nvml, handles = self._session.open(), self._session.handles()
-        # Handles and buffers ended with the opening before.
-        if self._opening != self._session.openings:
-            self._opening = self._session.openings
-            self._gpus.clear()
-        self._readings += 1
-        if self._readings % _UNTIL_RETRIED == 0:
-            for one in self._gpus.values():
-                one.unsupported.clear()
-        found = {}
-        # MIG instances have no handle of their own here, and no utilisation in NVML.
-        for uuid in sorted(handles.keys() & set(gpus)):
-            gpu = self._gpus.setdefault(uuid, GpuBusyTime())
-            caller = NvmlCaller(self._session, nvml, handles[uuid], unsupported=gpu.unsupported, errors=Counter())
-            try:
-                read = gpu.read(caller)
-            except GpuLostError:
-                # Lost: what follows is a new beginning.
-                del self._gpus[uuid]
-                continue
-            if read is not None:
-                found[uuid] = read
-        return found
+        """Raises Unavailable: NVML cannot be opened, or was lost as a whole."""
+        with self._session.used("reading the GPUs' processes through NVML"):
+            # What was read ended with the opening before.
+            if self._opening != self._session.openings:
+                self._opening = self._session.openings
+                self._gpus.clear()
+            handles, found = self._session.handles(), {}
+            # MIG instances have no handle of their own here, and no utilisation in NVML.
+            for uuid in sorted(handles.keys() & set(gpus)):
+                gpu = self._gpus.setdefault(uuid, GpuBusyTime())
+                gpu.calls.begin_round(handles[uuid], Counter())
+                try:
+                    read = gpu.read()
+                except GpuLostError:
+                    # Lost: what follows is a new beginning.
+                    del self._gpus[uuid]
+                    continue
+                if read is not None:
+                    found[uuid] = read
+            return found

@@ -6,9 +6,9 @@ The mode belongs to the GPU and lasts until the driver is unloaded. Source: NVML
 
 from __future__ import annotations
 
-from typing import Any
+import pynvml
 
-from gpushare_agent.gpus.nvml.session import text_of
+from gpushare_agent.gpus.nvml.session import NvmlError, call
 from gpushare_agent.kit.daemon_thread import DaemonThread
 from gpushare_agent.model.errors import StartupError, Unavailable
 
@@ -38,32 +38,27 @@ class ComputeModes:
             await self._thread.call(self._restore, "setting the GPUs' compute mode back", _TIMEOUT_S)
 
     def _make_exclusive(self) -> list[str]:
-        import pynvml
-
+        exclusive = pynvml.NVML_COMPUTEMODE_EXCLUSIVE_PROCESS
         try:
-            pynvml.nvmlInit()
-            for index in range(pynvml.nvmlDeviceGetCount()):
-                self._make_one_exclusive(pynvml, pynvml.nvmlDeviceGetHandleByIndex(index))
-        except pynvml.NVMLError as error:
+            call("nvmlInit")
+            for index in range(call("nvmlDeviceGetCount")):
+                handle = call("nvmlDeviceGetHandleByIndex", index)
+                before = call("nvmlDeviceGetComputeMode", handle)
+                # Set by the operator already: it is not the agent's to set back.
+                if before != exclusive:
+                    call("nvmlDeviceSetComputeMode", handle, exclusive)
+                    self._before[call("nvmlDeviceGetUUID", handle)] = before
+        except NvmlError as error:
             raise Unavailable(f"setting the GPUs' compute mode to EXCLUSIVE_PROCESS failed: {error}.") from error
         return sorted(self._before)
 
-    def _make_one_exclusive(self, nvml: Any, handle: Any) -> None:
-        before = nvml.nvmlDeviceGetComputeMode(handle)
-        # Set by the operator already: it is not the agent's to set back.
-        if before != nvml.NVML_COMPUTEMODE_EXCLUSIVE_PROCESS:
-            nvml.nvmlDeviceSetComputeMode(handle, nvml.NVML_COMPUTEMODE_EXCLUSIVE_PROCESS)
-            self._before[text_of(nvml.nvmlDeviceGetUUID(handle))] = before
-
     def _restore(self) -> None:
-        import pynvml
-
         try:
             # By UUID: indexes may have changed with a GPU that was lost.
             for uuid, mode in sorted(self._before.items()):
-                pynvml.nvmlDeviceSetComputeMode(pynvml.nvmlDeviceGetHandleByUUID(uuid), mode)
-            pynvml.nvmlShutdown()
-        except pynvml.NVMLError as error:
+                call("nvmlDeviceSetComputeMode", call("nvmlDeviceGetHandleByUUID", uuid), mode)
+            call("nvmlShutdown")
+        except NvmlError as error:
             raise Unavailable(f"setting the GPUs' compute mode back failed: {error}.") from error
         # Only once all are set back: a failure leaves them for another try.
         self._before.clear()

@@ -12,7 +12,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from gpushare_agent.gpus.nvml.session import CHECKLIST, DriverLostError, NvmlSession, text_of
+import pynvml
+
+from gpushare_agent.gpus.nvml.session import CallError, NvmlSession, ask, call
 from gpushare_agent.model.errors import Rejected, Unavailable
 from gpushare_agent.model.isolation import LimitOutcome, MemoryLimit
 
@@ -40,25 +42,21 @@ class NvmlMemoryLimits:
 
     def check(self, cgroup: Path, *, may_set: bool) -> None:
         """Whether limits can be had here; `cgroup` is any. Raises Rejected with the remedy, Unavailable."""
-        nvml = self._session.open()
-        try:
+        with self._session.used("asking NVML for memory limits"):
             # Any GPU: the function is the driver's, and all have it or none.
-            for handle in self._session.handles().values():
-                self._read(nvml, handle, cgroup)
-                break
-            else:
+            handle = next(iter(self._session.handles().values()), None)
+            if handle is None:
                 raise Unavailable("the driver shows no GPU")
-        except nvml.NVMLError as error:
-            if self._session.error_name(error) == "FUNCTION_NOT_FOUND":
-                version = text_of(self._session.ask("nvmlSystemGetDriverVersion") or "of an unknown version")
+            try:
+                _read(handle, cgroup)
+            except CallError as error:
+                if error.name != "FUNCTION_NOT_FOUND":
+                    raise Unavailable(f"NVML does not report memory limits: {error}") from error
+                version = ask("nvmlSystemGetDriverVersion") or "of an unknown version"
                 raise Rejected(
                     f"the driver {version} has no memory limits of cgroups: they come with NVIDIA's driver 615 (CUDA 13.4). "
                     "Update the driver, or choose another isolation"
                 ) from error
-            raise Unavailable(f"NVML does not report memory limits: {error}") from error
-        except DriverLostError as error:
-            self._session.close()
-            raise Unavailable(f"NVML does not answer: {error.__cause__}. {CHECKLIST}") from error
         # Looked at here, for the driver would say so only at the first share.
         if may_set and not self._is_administrator():
             raise Rejected(
@@ -68,58 +66,9 @@ class NvmlMemoryLimits:
 
     def keep(self, desired: Sequence[MemoryLimit], *, may_set: bool) -> list[LimitOutcome]:
         """One outcome for each of `desired`. A limit that differs is set where that is allowed. Raises Unavailable."""
-        nvml = self._session.open()
-        try:
+        with self._session.used("setting memory limits through NVML"):
             handles = self._session.handles()
-            return [self._keep(nvml, handles.get(limit.gpu), limit, may_set=may_set) for limit in desired]
-        except DriverLostError as error:
-            self._session.close()
-            raise Unavailable(f"setting memory limits through NVML failed: {error.__cause__}. {CHECKLIST}") from error
-
-    def _keep(self, nvml: Any, handle: Any | None, limit: MemoryLimit, *, may_set: bool) -> LimitOutcome:
-        if handle is None:
-            return LimitOutcome(problem=f"GPU {limit.gpu} does not answer")
-        try:
-            found, used = self._read(nvml, handle, limit.cgroup)
-            if found != limit.limit_bytes and may_set:
-                path = bytes(limit.cgroup)
-                # Equal limits: above a lower soft one MPS may end the program for another's sake.
-                asked = nvml.c_nvmlSetMemoryLimits_v1_t(path, limit.limit_bytes, limit.limit_bytes)
-                nvml.nvmlDeviceSetMemoryLimits_v1(handle, asked)
-                found, used = self._read(nvml, handle, limit.cgroup)
-        except nvml.NVMLError as error:
-            return self._failed(error, limit)
-        # A lower limit keeps the share as well: somebody else has set it.
-        if found is not None and found <= limit.limit_bytes:
-            return LimitOutcome(used_bytes=used)
-        has = f"is {found >> 20} MiB" if found is not None else "is not set"
-        remedy = "" if may_set else _TOOLKIT
-        return LimitOutcome(
-            problem=f"the driver's limit {has}, and should be {limit.limit_bytes >> 20} MiB{remedy}",
-            is_gone=not limit.cgroup.is_dir(),
-        )
-
-    def _failed(self, error: Exception, limit: MemoryLimit) -> LimitOutcome:
-        self._session.check_driver(error)
-        name = self._session.error_name(error)
-        return LimitOutcome(
-            problem=f"the driver's limit cannot be set or read: {_PROBLEMS.get(name, f'NVML: {error}')}",
-            is_gone=not limit.cgroup.is_dir(),
-            has_no_controller=name == "NOT_FOUND",
-        )
-
-    def _read(self, nvml: Any, handle: Any, cgroup: Path) -> tuple[int | None, int]:
-        """The hard limit in bytes, None where there is none, and what is used under it. Raises NVMLError."""
-        limits = nvml.c_nvmlGetMemoryLimits_v1_t(bytes(cgroup))
-        try:
-            nvml.nvmlDeviceGetMemoryLimits_v1(handle, limits)
-        except nvml.NVMLError as error:
-            # No limit is an answer: the caller sets one or reports it.
-            if self._session.error_name(error) in _NO_LIMIT:
-                return None, 0
-            raise
-        hard = int(limits.hardLimit)
-        return (None if hard == _UNLIMITED else hard), int(limits.currentUsed)
+            return [_keep(handles.get(limit.gpu), limit, may_set=may_set) for limit in desired]
 
     def _is_administrator(self) -> bool:
         try:
@@ -128,3 +77,43 @@ class NvmlMemoryLimits:
             return False
         found = re.search(r"^CapEff:\s*([0-9a-f]+)$", text, flags=re.MULTILINE)
         return found is not None and bool(int(found[1], 16) >> _CAP_SYS_ADMIN & 1)
+
+
+def _keep(handle: Any | None, limit: MemoryLimit, *, may_set: bool) -> LimitOutcome:
+    if handle is None:
+        return LimitOutcome(problem=f"GPU {limit.gpu} does not answer")
+    try:
+        found, used = _read(handle, limit.cgroup)
+        if found != limit.limit_bytes and may_set:
+            # Equal limits: above a lower soft one MPS may end the program for another's sake.
+            asked = pynvml.c_nvmlSetMemoryLimits_v1_t(bytes(limit.cgroup), limit.limit_bytes, limit.limit_bytes)
+            call("nvmlDeviceSetMemoryLimits_v1", handle, asked)
+            found, used = _read(handle, limit.cgroup)
+    except CallError as error:
+        return LimitOutcome(
+            problem=f"the driver's limit cannot be set or read: {_PROBLEMS.get(error.name, f'NVML: {error}')}",
+            is_gone=not limit.cgroup.is_dir(),
+            has_no_controller=error.name == "NOT_FOUND",
+        )
+    # A lower limit keeps the share as well: somebody else has set it.
+    if found is not None and found <= limit.limit_bytes:
+        return LimitOutcome(used_bytes=used)
+    has = f"is {found >> 20} MiB" if found is not None else "is not set"
+    return LimitOutcome(
+        problem=f"the driver's limit {has}, and should be {limit.limit_bytes >> 20} MiB{'' if may_set else _TOOLKIT}",
+        is_gone=not limit.cgroup.is_dir(),
+    )
+
+
+def _read(handle: Any, cgroup: Path) -> tuple[int | None, int]:
+    """The hard limit in bytes, None where there is none, and what is used under it. Raises CallError, DriverLostError."""
+    limits = pynvml.c_nvmlGetMemoryLimits_v1_t(bytes(cgroup))
+    try:
+        call("nvmlDeviceGetMemoryLimits_v1", handle, limits)
+    except CallError as error:
+        # No limit is an answer: the caller sets one or reports it.
+        if error.name in _NO_LIMIT:
+            return None, 0
+        raise
+    hard = int(limits.hardLimit)
+    return (None if hard == _UNLIMITED else hard), int(limits.currentUsed)

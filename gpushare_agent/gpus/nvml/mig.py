@@ -12,9 +12,10 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
+import pynvml
 from msgspec import Struct
 
-from gpushare_agent.gpus.nvml.session import NvmlSession, text_of
+from gpushare_agent.gpus.nvml.session import ask, call
 from gpushare_agent.model.gpus import Gpu, MigAttributes, MigPlace
 from gpushare_agent.model.names import GIB, MIB, GpuUuid
 
@@ -50,13 +51,13 @@ class FoundInstance(Struct, frozen=True, kw_only=True):
     handle: Any
 
 
-def mig_mode(session: NvmlSession, handle: Any) -> bool | None:
+def mig_mode(handle: Any) -> bool | None:
     """Whether MIG mode is on, None where the GPU or the driver knows none. Raises DriverLostError."""
-    mode = session.ask("nvmlDeviceGetMigMode", handle)
+    mode = ask("nvmlDeviceGetMigMode", handle)
     return bool(mode[0]) if mode is not None else None
 
 
-def find_instances(session: NvmlSession, handle: Any) -> list[FoundInstance]:
+def find_instances(handle: Any) -> list[FoundInstance]:
     """The instances of a GPU in MIG mode, as they are now: a place without an instance, and one that goes away meanwhile,
     is left out.
 
@@ -64,24 +65,22 @@ def find_instances(session: NvmlSession, handle: Any) -> list[FoundInstance]:
     """
     found = []
     # Up to the most that there can be: places in the list may be empty between others.
-    for number in range(session.ask("nvmlDeviceGetMaxMigDeviceCount", handle) or 0):
-        instance = session.ask("nvmlDeviceGetMigDeviceHandleByIndex", handle, number)
+    for number in range(ask("nvmlDeviceGetMaxMigDeviceCount", handle) or 0):
+        instance = ask("nvmlDeviceGetMigDeviceHandleByIndex", handle, number)
         # It may go away between the two calls.
-        uuid = session.ask("nvmlDeviceGetUUID", instance) if instance is not None else None
+        uuid = ask("nvmlDeviceGetUUID", instance) if instance is not None else None
         if uuid is not None:
-            found.append(FoundInstance(number=number, uuid=GpuUuid(text_of(uuid)), handle=instance))
+            found.append(FoundInstance(number=number, uuid=GpuUuid(uuid), handle=instance))
     return found
 
 
-def read_place(
-    session: NvmlSession, nvml: Any, found: FoundInstance, *, parent: Gpu, parent_handle: Any, caps: CapMinors
-) -> MigPlace:
-    """Raises NVMLError."""
-    gi = nvml.nvmlDeviceGetGpuInstanceId(found.handle)
-    ci = nvml.nvmlDeviceGetComputeInstanceId(found.handle)
-    attributes = _attributes(nvml, found.handle)
+def read_place(found: FoundInstance, *, parent: Gpu, parent_handle: Any, caps: CapMinors) -> MigPlace:
+    """Raises CallError, DriverLostError."""
+    gi = call("nvmlDeviceGetGpuInstanceId", found.handle)
+    ci = call("nvmlDeviceGetComputeInstanceId", found.handle)
+    attributes = _attributes(found.handle)
     return MigPlace(
-        profile=_profile(attributes, parent.memory_mib) + _suffix(session, nvml, parent_handle, gi),
+        profile=_profile(attributes, parent.memory_mib) + _suffix(parent_handle, gi),
         number=found.number,
         parent=parent.uuid,
         parent_index=parent.index,
@@ -104,9 +103,8 @@ def read_cap_minors(path: Path) -> dict[tuple[int, int, int | None], int]:
     return {(int(gpu), int(gi), int(ci) if ci else None): int(minor) for gpu, gi, ci, minor in found}
 
 
-def _attributes(nvml: Any, handle: Any) -> MigAttributes:
-    """Raises NVMLError."""
-    found = nvml.nvmlDeviceGetAttributes(handle)
+def _attributes(handle: Any) -> MigAttributes:
+    found = call("nvmlDeviceGetAttributes", handle)
     return MigAttributes(
         memory_mib=found.memorySizeMB,
         gi_slices=found.gpuInstanceSliceCount,
@@ -134,14 +132,13 @@ def _gigabytes(mib: int, parent_mib: int) -> int:
     return round(eighths * ceil(parent_mib * MIB / GIB) / _EIGHTHS)
 
 
-def _suffix(session: NvmlSession, nvml: Any, parent_handle: Any, gi: int) -> str:
-    """Raises NVMLError."""
-    profile = nvml.nvmlGpuInstanceGetInfo(nvml.nvmlDeviceGetGpuInstanceById(parent_handle, gi)).profileId
+def _suffix(parent_handle: Any, gi: int) -> str:
+    profile = call("nvmlGpuInstanceGetInfo", call("nvmlDeviceGetGpuInstanceById", parent_handle, gi)).profileId
     # As go-nvlib does: media engines and graphics show in the profile's number alone.
     for name, suffix in _SUFFIXES.items():
         # nvidia-ml-py of an earlier version lacks the newest.
-        number = getattr(nvml, f"NVML_GPU_INSTANCE_PROFILE_{name}", None)
-        info = session.ask("nvmlDeviceGetGpuInstanceProfileInfo", parent_handle, number) if number is not None else None
+        number = getattr(pynvml, f"NVML_GPU_INSTANCE_PROFILE_{name}", None)
+        info = ask("nvmlDeviceGetGpuInstanceProfileInfo", parent_handle, number) if number is not None else None
         if info is not None and info.id == profile:
             return suffix
     return ""

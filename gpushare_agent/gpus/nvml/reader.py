@@ -16,12 +16,13 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence, Set
 from ctypes import byref
 from pathlib import Path
 from typing import Any
 from uuid import UUID
 
+import pynvml
 from msgspec import Struct, field
 from msgspec.structs import replace
 
@@ -35,12 +36,12 @@ from gpushare_agent.gpus.nvml.mig import (
 )
 from gpushare_agent.gpus.nvml.session import (
     CHECKLIST,
+    CallError,
     DriverLostError,
     FoundGpu,
     NvmlSession,
-    Poll,
-    UnnamedGpu,
-    text_of,
+    ask,
+    call,
 )
 from gpushare_agent.model.errors import Unavailable
 from gpushare_agent.model.gpus import Gpu, GpuInventory, Health, Link, LinkKind, NvLink, Topology
@@ -58,6 +59,10 @@ _ANCESTORS = {
     40: LinkKind.NODE,  # NVML_TOPOLOGY_NODE
     50: LinkKind.SYS,  # NVML_TOPOLOGY_SYSTEM
 }
+
+
+_NO_LINK = ("INVALID_ARGUMENT", "NOT_SUPPORTED", "FUNCTION_NOT_FOUND")
+"""A GPU without this link, without any, or a driver without the call."""
 
 
 def canonical_bus_id(bus_id: str) -> str:
@@ -86,20 +91,21 @@ class NvmlTopology:
         self._ancestors: dict[frozenset[GpuUuid], LinkKind] = {}
         self._links: dict[GpuUuid, _GpuLinks] = {}
         self._up_to_date: set[GpuUuid] = set()
+        self._opening = 0
         self._built: tuple[object, Topology] | None = None
 
-    def expire_links(self) -> None:
-        """NVLinks may come up differently after a driver restart: they are read again of GPUs that answer."""
-        self._up_to_date.clear()
-
-    def read(self, nvml: Any, gpus: Sequence[Gpu], handles: Mapping[GpuUuid, Any]) -> tuple[list[Gpu], Topology]:
+    def read(self, gpus: Sequence[Gpu], handles: Mapping[GpuUuid, Any], opening: int) -> tuple[list[Gpu], Topology]:
         """The GPUs with their NVLinks, and the topology with a row per index (unnamed GPUs: far from all).
 
         `handles` has the GPUs that answer; the others keep what was read of them before.
         """
+        # A driver that was reloaded may have trained NVLinks otherwise: they are read again of GPUs that answer.
+        if opening != self._opening:
+            self._opening = opening
+            self._up_to_date.clear()
         for uuid, handle in handles.items():
             # Kept where a GPU does not answer: its place in the topology must not change by a fault.
-            if uuid not in self._up_to_date and (links := _read_links(nvml, handle)) is not None:
+            if uuid not in self._up_to_date and (links := _read_links(handle)) is not None:
                 self._links[uuid] = links
                 self._up_to_date.add(uuid)
         linked = [replace(gpu, nvlinks=self._links_of(gpu).links) for gpu in gpus]
@@ -107,7 +113,7 @@ class NvmlTopology:
         for gpu in linked:
             rows[gpu.index] = gpu
         pcie = [
-            [LinkKind.SELF if row == column else self._pcie_kind(nvml, a, b, handles) for column, b in enumerate(rows)]
+            [LinkKind.SELF if row == column else self._pcie_kind(a, b, handles) for column, b in enumerate(rows)]
             for row, a in enumerate(rows)
         ]
         # Built anew where something differs: it is half of a poll's work, and at most polls nothing does.
@@ -124,7 +130,7 @@ class NvmlTopology:
     def _links_of(self, gpu: Gpu) -> _GpuLinks:
         return self._links.get(gpu.uuid, _NO_LINKS)
 
-    def _pcie_kind(self, nvml: Any, a: Gpu | None, b: Gpu | None, handles: Mapping[GpuUuid, Any]) -> LinkKind:
+    def _pcie_kind(self, a: Gpu | None, b: Gpu | None, handles: Mapping[GpuUuid, Any]) -> LinkKind:
         # An index without a GPU: far from all, so that no placement counts on it.
         if a is None or b is None:
             return LinkKind.SYS
@@ -134,11 +140,9 @@ class NvmlTopology:
         # The same in both directions: half as many calls.
         pair = frozenset({first, second})
         if pair not in self._ancestors and first in handles and second in handles:
-            try:
-                ancestor = nvml.nvmlDeviceGetTopologyCommonAncestor(handles[first], handles[second])
-            except nvml.NVMLError:  # virtual machines often have none; read again at the next poll
-                return kind_by_numa(a.numa_node, b.numa_node)
-            self._ancestors[pair] = _ANCESTORS.get(ancestor, LinkKind.SYS)
+            ancestor = ask("nvmlDeviceGetTopologyCommonAncestor", handles[first], handles[second])
+            if ancestor is not None:  # virtual machines often have none; read again at the next poll
+                self._ancestors[pair] = _ANCESTORS.get(ancestor, LinkKind.SYS)
         return self._ancestors.get(pair, kind_by_numa(a.numa_node, b.numa_node))
 
     def _link(self, a: Gpu | None, b: Gpu | None, pcie: LinkKind) -> Link:
@@ -155,38 +159,26 @@ def _physical(gpu: Gpu) -> GpuUuid:
     return gpu.uuid if gpu.mig is None else gpu.mig.parent
 
 
-def _read_links(nvml: Any, handle: Any) -> _GpuLinks | None:
+def _read_links(handle: Any) -> _GpuLinks | None:
     """The GPU's active NVLinks, None where the GPU stopped answering half-way."""
     links: list[NvLink] = []
     switch_links = 0
     # Up to the most that any GPU has: a link that this one lacks is an error of the call.
-    for number in range(nvml.NVML_NVLINK_MAX_LINKS):
+    for number in range(pynvml.NVML_NVLINK_MAX_LINKS):
         try:
-            if not nvml.nvmlDeviceGetNvLinkState(handle, number):
+            if not call("nvmlDeviceGetNvLinkState", handle, number):
                 continue
-            remote = canonical_bus_id(text_of(nvml.nvmlDeviceGetNvLinkRemotePciInfo(handle, number).busId))
-        except nvml.NVMLError as error:
+            remote = canonical_bus_id(call("nvmlDeviceGetNvLinkRemotePciInfo", handle, number).busId)
+        except CallError as error:
             # The GPU is lost in the middle: half of its links would look like a slower machine.
-            if not _means_no_link(nvml, error):
+            if error.name not in _NO_LINK:
                 return None
             continue
         links.append(NvLink(number=number, remote_bus_id=remote))
-        switch_links += _goes_to_switch(nvml, handle, number)
+        # Drivers without the call are older than the machines with switches.
+        remote_type = ask("nvmlDeviceGetNvLinkRemoteDeviceType", handle, number)
+        switch_links += remote_type == pynvml.NVML_NVLINK_DEVICE_TYPE_SWITCH
     return _GpuLinks(links=tuple(links), switch_links=switch_links)
-
-
-def _goes_to_switch(nvml: Any, handle: Any, number: int) -> bool:
-    try:
-        remote_type: int = nvml.nvmlDeviceGetNvLinkRemoteDeviceType(handle, number)
-    except nvml.NVMLError:  # drivers without the call are older than the machines with switches
-        return False
-    return bool(remote_type == nvml.NVML_NVLINK_DEVICE_TYPE_SWITCH)
-
-
-def _means_no_link(nvml: Any, error: Exception) -> bool:
-    """A GPU without this link, without any, or a driver without the call."""
-    none = (nvml.NVML_ERROR_INVALID_ARGUMENT, nvml.NVML_ERROR_NOT_SUPPORTED, nvml.NVML_ERROR_FUNCTION_NOT_FOUND)
-    return getattr(error, "value", None) in none
 
 
 # --- what they are ---
@@ -240,22 +232,17 @@ _REMAPPING_FAILED = "row remapping failed: the GPU's memory needs replacement. T
 
 
 class NvmlReader(Struct, eq=False):
-    """Reads through `session`, which it closes where NVML has to be opened again. `close_others` closes the other
-    openings; `on_read` gets what each poll found, to be compared with the poll before. `mig_minors` is the host's file of
-    capability nodes, None where MIG instances are not to be offered."""
+    """`mig_minors` is the host's file of capability nodes, None where MIG instances are not to be offered."""
 
     session: NvmlSession
     pci_devices: Path
-    close_others: Callable[[], None]
-    on_read: Callable[[Poll], None]
     mig_minors: Path | None = None
     _in_use: Collection[GpuUuid] = ()
     _topology: NvmlTopology = field(default_factory=NvmlTopology)
-    _opening_of_links: int = 0
     _known: dict[GpuUuid, Gpu] = field(default_factory=dict)
     _places: dict[str, tuple[int | None, str]] = field(default_factory=dict)
     _last_nvml_index: dict[GpuUuid, int] = field(default_factory=dict)
-    _answering: set[GpuUuid] = field(default_factory=set)
+    _answering: Set[GpuUuid] = frozenset()
     _losses: Counter[GpuUuid] = field(default_factory=Counter)
 
     def read(self, in_use: Collection[GpuUuid] = ()) -> GpuInventory:
@@ -266,95 +253,74 @@ class NvmlReader(Struct, eq=False):
             Unavailable: NVML cannot be opened, or is lost again straight after.
         """
         self._in_use = in_use
-        try:
-            inventory = self._read_once()
-            if not self._is_all_lost(inventory):
+        for _ in range(2):
+            inventory, lost = None, None
+            with self.session.used("reading the GPUs through NVML"):
+                try:
+                    inventory = self._read_once()
+                except DriverLostError as error:
+                    lost = error
+            # One that answers but must not be used, as with MIG enabled, shows that NVML works.
+            if inventory is not None and (self._answering or not (inventory.gpus or inventory.unreadable)):
                 return inventory
-            # NVML brings back a GPU that was reset only after a complete shutdown, so the others' openings end too.
-            self._close_wholly()
-            inventory = self._read_once()
-        except DriverLostError:
-            self._close_wholly()
-            try:
-                inventory = self._read_once()
-            except DriverLostError as error:
-                self._close_wholly()
-                raise Unavailable(f"NVML opens, but does not answer: {error.__cause__}. {CHECKLIST}") from error
-        if self._is_all_lost(inventory):
-            self._close_wholly()  # the next poll opens it again: a reset GPU returns only that way
+            # NVML brings back a GPU that was reset only after a complete shutdown. After the second try, too: so the next
+            # poll begins with it.
+            self.session.close()
+        if inventory is None:
+            raise Unavailable(f"NVML opens, but does not answer: {lost}. {CHECKLIST}") from lost
         return inventory
 
-    def _close_wholly(self) -> None:
-        self.session.close()
-        self.close_others()
-
-    def _is_all_lost(self, inventory: GpuInventory) -> bool:
-        """No GPU answers. One that answers but must not be used, as with MIG enabled, shows that NVML works."""
-        return bool(inventory.gpus or inventory.unreadable) and not self._answering
-
     def _read_once(self) -> GpuInventory:
-        before, self._answering = self._answering, set()
-        try:
-            # Enumerated at each poll: the handles of before would hide a GPU that is new or missing.
-            found, unnamed = self.session.find_gpus()
-            nvml = self.session.open()
-            seen: dict[GpuUuid, Gpu] = {}
-            for gpu in found:
-                seen[gpu.uuid] = self._read_gpu(nvml, gpu, taken={earlier.index for earlier in seen.values()})
-        except Exception:
-            # The next poll compares with what answered before this one, or a loss would not be counted.
-            self._answering |= before
-            raise
-        self._losses.update((before | {gpu.uuid for gpu in found}) - self._answering)
-        partitioned = self._read_partitioned(nvml, found, seen) if self.mig_minors is not None else frozenset()
-        self.on_read(
-            Poll(
-                gpus=tuple((gpu.nvml_index, gpu.uuid) for gpu in found),
-                answering=frozenset((uuid, self._losses[uuid]) for uuid in self._answering),
-            )
-        )
-        return self._inventory(nvml, seen, found, unnamed, partitioned)
+        # Enumerated at each poll: the handles of before would hide a GPU that is new or missing.
+        found, unnamed = self.session.find_gpus()
+        seen: dict[GpuUuid, Gpu] = {}
+        answering: set[GpuUuid] = set()
+        for gpu in found:
+            self._last_nvml_index[gpu.uuid] = gpu.nvml_index
+            known = self._known.get(gpu.uuid)
+            # Device IDs name GPUs by UUID, people by index: it must not change when the driver numbers anew.
+            index = known.index if known else self._new_index(gpu.nvml_index, seen)
+            try:
+                seen[gpu.uuid] = self._read_gpu(gpu, index)
+            except CallError as error:
+                blank = Gpu(index=index, minor=_UNKNOWN_MINOR, uuid=gpu.uuid, bus_id="", name="", memory_mib=0)
+                seen[gpu.uuid] = _unhealthy(known or blank, f"NVML: {error}")
+            else:
+                # It answers, though it may need a repair: events of it can be registered.
+                answering.add(gpu.uuid)
+        self._losses.update((self._answering | seen.keys()) - answering)
+        # Only now: a poll that fails half-way is compared with by nobody.
+        self._answering = answering
+        partitioned = self._read_partitioned(found, seen) if self.mig_minors is not None else frozenset()
+        self.session.answering = frozenset((uuid, self._losses[uuid]) for uuid in answering)
+        return self._inventory(seen, found, unnamed, partitioned)
 
-    def _read_gpu(self, nvml: Any, found: FoundGpu, *, taken: Iterable[int]) -> Gpu:
-        handle, uuid = found.handle, found.uuid
-        self._last_nvml_index[uuid] = found.nvml_index
-        known = self._known.get(uuid)
-        # Device IDs name GPUs by UUID, people by index: it must not change when the driver numbers anew.
-        index = known.index if known else self._new_index(found.nvml_index, taken)
-        try:
-            bus_id = canonical_bus_id(text_of(nvml.nvmlDeviceGetPciInfo(handle).busId))
-            numa_node, pcie_root = self._place(bus_id)
-            capability = self.session.ask("nvmlDeviceGetCudaComputeCapability", handle)
-            mode = self.session.ask("nvmlDeviceGetComputeMode", handle)
-            brand = self.session.ask("nvmlDeviceGetBrand", handle)
-            # A GPU that fails at any of these calls is Unhealthy as a whole.
-            gpu = Gpu(
-                index=index,
-                minor=nvml.nvmlDeviceGetMinorNumber(handle),
-                uuid=uuid,
-                bus_id=bus_id,
-                name=text_of(nvml.nvmlDeviceGetName(handle)),
-                memory_mib=nvml.nvmlDeviceGetMemoryInfo(handle).total // MIB,
-                numa_node=numa_node,
-                pcie_root=pcie_root,
-                compute_capability=(capability[0], capability[1]) if capability is not None else None,
-                brand=_BRANDS.get(brand, "") if brand is not None else "",
-                is_exclusive_process=mode == nvml.NVML_COMPUTEMODE_EXCLUSIVE_PROCESS,
-                mig_mode=mig_mode(self.session, handle),
-                fabric=_fabric(self.session, nvml, handle),
-            )
-        except nvml.NVMLError as error:
-            # An error of the whole driver is not this GPU's fault: the poll begins again.
-            self.session.check_driver(error)
-            blank = Gpu(index=index, minor=_UNKNOWN_MINOR, uuid=uuid, bus_id="", name="", memory_mib=0)
-            return _unhealthy(known or blank, f"NVML: {error}")
-        # It answers, though it may need a repair below: events of it can be registered.
-        self._answering.add(uuid)
+    def _read_gpu(self, found: FoundGpu, index: int) -> Gpu:
+        """Raises CallError, DriverLostError: a GPU that fails at any of these calls is Unhealthy as a whole."""
+        handle = found.handle
+        bus_id = canonical_bus_id(call("nvmlDeviceGetPciInfo", handle).busId)
+        numa_node, pcie_root = self._place(bus_id)
+        capability = ask("nvmlDeviceGetCudaComputeCapability", handle)
+        gpu = Gpu(
+            index=index,
+            minor=call("nvmlDeviceGetMinorNumber", handle),
+            uuid=found.uuid,
+            bus_id=bus_id,
+            name=call("nvmlDeviceGetName", handle),
+            memory_mib=call("nvmlDeviceGetMemoryInfo", handle).total // MIB,
+            numa_node=numa_node,
+            pcie_root=pcie_root,
+            compute_capability=(capability[0], capability[1]) if capability is not None else None,
+            brand=_BRANDS.get(ask("nvmlDeviceGetBrand", handle) or 0, ""),
+            is_exclusive_process=ask("nvmlDeviceGetComputeMode", handle) == pynvml.NVML_COMPUTEMODE_EXCLUSIVE_PROCESS,
+            mig_mode=mig_mode(handle),
+            fabric=_fabric(handle),
+        )
         is_out = self.mig_minors is None and gpu.mig_mode
-        reason = _MIG_REASON if is_out else _repair_reason(self.session, nvml, handle)
+        reason = _MIG_REASON if is_out else _repair_reason(handle)
         return _unhealthy(gpu, reason) if reason else gpu
 
-    def _read_partitioned(self, nvml: Any, found: list[FoundGpu], seen: dict[GpuUuid, Gpu]) -> frozenset[GpuUuid]:
+    def _read_partitioned(self, found: list[FoundGpu], seen: dict[GpuUuid, Gpu]) -> frozenset[GpuUuid]:
         """Adds the MIG instances to `seen`; the GPUs that they are of. One without instances is Unhealthy."""
         caps = read_cap_minors(self.mig_minors) if self.mig_minors is not None else {}
         partitioned = {gpu.mig.parent for gpu in self._known.values() if gpu.mig is not None}
@@ -367,9 +333,9 @@ class NvmlReader(Struct, eq=False):
             # MIG was switched off: the GPU is offered whole again.
             if not parent.mig_mode:
                 continue
-            instances = find_instances(self.session, gpu.handle)
+            instances = find_instances(gpu.handle)
             for instance in instances:
-                seen[instance.uuid] = self._read_instance(nvml, instance, parent, gpu.handle, caps, seen)
+                seen[instance.uuid] = self._read_instance(instance, parent, gpu.handle, caps, seen)
             if instances or any(
                 known.mig.parent == gpu.uuid for known in self._retained(seen) if known.mig is not None
             ):
@@ -380,17 +346,15 @@ class NvmlReader(Struct, eq=False):
         return frozenset(partitioned & {*seen, *self._known})
 
     def _read_instance(
-        self, nvml: Any, found: FoundInstance, parent: Gpu, handle: Any, caps: CapMinors, seen: dict[GpuUuid, Gpu]
+        self, found: FoundInstance, parent: Gpu, handle: Any, caps: CapMinors, seen: dict[GpuUuid, Gpu]
     ) -> Gpu:
         known = self._known.get(found.uuid)
-        taken = {gpu.index for gpu in seen.values()}
-        index = known.index if known else self._new_index(len(self._last_nvml_index), taken)
+        index = known.index if known else self._new_index(len(self._last_nvml_index), seen)
         gpu = replace(parent, index=index, uuid=found.uuid, nvlinks=())
         try:
-            place = read_place(self.session, nvml, found, parent=parent, parent_handle=handle, caps=caps)
-            memory_mib = nvml.nvmlDeviceGetMemoryInfo(found.handle).total // MIB
-        except nvml.NVMLError as error:
-            self.session.check_driver(error)
+            place = read_place(found, parent=parent, parent_handle=handle, caps=caps)
+            memory_mib = call("nvmlDeviceGetMemoryInfo", found.handle).total // MIB
+        except CallError as error:
             return _unhealthy(known or replace(gpu, memory_mib=0), f"NVML: {error}")
         gpu = replace(gpu, name=f"{parent.name} MIG {place.profile}", memory_mib=memory_mib, mig=place)
         if not parent.is_healthy:
@@ -411,9 +375,9 @@ class NvmlReader(Struct, eq=False):
             and (gpu.mig is None or gpu.uuid in self._in_use or gpu.mig.parent not in self._answering)
         ]
 
-    def _new_index(self, nvml_index: int, taken: Iterable[int]) -> int:
+    def _new_index(self, nvml_index: int, seen: Mapping[GpuUuid, Gpu]) -> int:
         """The NVML index, unless a GPU seen before has it."""
-        used = {gpu.index for gpu in self._known.values()} | set(taken)
+        used = {gpu.index for gpu in (*self._known.values(), *seen.values())}
         while nvml_index in used:
             nvml_index += 1
         return nvml_index
@@ -440,10 +404,9 @@ class NvmlReader(Struct, eq=False):
 
     def _inventory(
         self,
-        nvml: Any,
         seen: dict[GpuUuid, Gpu],
         found: list[FoundGpu],
-        failures: list[UnnamedGpu],
+        unnamed: dict[int, str],
         partitioned: frozenset[GpuUuid],
     ) -> GpuInventory:
         # A GPU that its MIG mode keeps from being offered is not asked; where its instances are, their place is its own.
@@ -452,26 +415,21 @@ class NvmlReader(Struct, eq=False):
             for gpu in found
             if gpu.uuid in self._answering and (self.mig_minors is not None or not seen[gpu.uuid].mig_mode)
         }
-        unnamed = {failure.nvml_index: failure.reason for failure in failures}
         # GPUs first: an instance's reason is that of its GPU.
         for gpu in sorted(self._retained(seen), key=lambda gpu: gpu.mig is not None):  # instances after their GPUs
             is_gone = gpu.mig is not None and gpu.mig.parent in self._answering
             retained = replace(gpu, mig=replace(gpu.mig, is_gone=True)) if gpu.mig is not None and is_gone else gpu
             seen[gpu.uuid] = _unhealthy(retained, self._why_missing(gpu, seen, unnamed))
         gpus = sorted(seen.values(), key=lambda gpu: gpu.index)
-        # A driver that was reloaded may have trained NVLinks otherwise.
-        if self._opening_of_links != self.session.openings:
-            self._topology.expire_links()
-            self._opening_of_links = self.session.openings
-        gpus, topology = self._topology.read(nvml, gpus, handles)
+        gpus, topology = self._topology.read(gpus, handles, self.session.openings)
         # Only at the end: a poll that fails half-way leaves what was known.
         self._known = {gpu.uuid: gpu for gpu in gpus}
         return GpuInventory(
             gpus=tuple(gpu for gpu in gpus if gpu.uuid not in partitioned),
             mig_partitioned=tuple(gpu for gpu in gpus if gpu.uuid in partitioned),
             topology=topology,
-            driver_version=text_of(self.session.ask("nvmlSystemGetDriverVersion") or ""),
-            cuda_version=_cuda_version(self.session.ask("nvmlSystemGetCudaDriverVersion")),
+            driver_version=ask("nvmlSystemGetDriverVersion") or "",
+            cuda_version=_cuda_version(ask("nvmlSystemGetCudaDriverVersion")),
             unreadable=tuple(sorted(unnamed.items())),
         )
 
@@ -488,32 +446,32 @@ def _cuda_version(number: int | None) -> str:
     return f"{number // 1000}.{number % 1000 // 10}" if number else ""
 
 
-def _fabric(session: NvmlSession, nvml: Any, handle: Any) -> str:
+def _fabric(handle: Any) -> str:
     """Raises DriverLostError. Source: IsFabricAttached in go-nvlib, pkg/nvlib/device/device.go."""
-    info = nvml.c_nvmlGpuFabricInfo_t()
+    info = pynvml.c_nvmlGpuFabricInfo_t()
     # Older drivers lack it, and most GPUs are on no fabric.
-    if session.ask("nvmlDeviceGetGpuFabricInfo", handle, byref(info)) is None:
+    if ask("nvmlDeviceGetGpuFabricInfo", handle, byref(info)) is None:
         return ""
     cluster = bytes(info.clusterUuid)
-    is_joined = info.state == nvml.NVML_GPU_FABRIC_STATE_COMPLETED and info.status == nvml.NVML_SUCCESS and any(cluster)
-    return f"{UUID(bytes=cluster)}.{info.cliqueId}" if is_joined else ""
+    is_complete = info.state == pynvml.NVML_GPU_FABRIC_STATE_COMPLETED and info.status == pynvml.NVML_SUCCESS
+    return f"{UUID(bytes=cluster)}.{info.cliqueId}" if is_complete and any(cluster) else ""
 
 
 def _unhealthy(gpu: Gpu, reason: str) -> Gpu:
     return replace(gpu, health=Health.UNHEALTHY, unhealthy_reason=reason)
 
 
-def _repair_reason(session: NvmlSession, nvml: Any, handle: Any) -> str:
+def _repair_reason(handle: Any) -> str:
     """Why the GPU must not be used, empty where it may. Raises DriverLostError.
 
     Rows that merely wait to be remapped are no reason: the driver has already taken them out of use, and the remapping
     itself happens at the next reset, whenever that is.
     """
-    asked = session.ask("nvmlDeviceGetFieldValues", handle, [nvml.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION])
+    asked = ask("nvmlDeviceGetFieldValues", handle, [pynvml.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION])
     # The field has an error of its own where the GPU does not know it.
-    action = asked[0].value.uiVal if asked and asked[0].nvmlReturn == nvml.NVML_SUCCESS else None
+    action = asked[0].value.uiVal if asked and asked[0].nvmlReturn == pynvml.NVML_SUCCESS else None
     for name, request in _ACTIONS.items():
-        if action is not None and action == getattr(nvml, f"NVML_GPU_RECOVERY_ACTION_{name}", None):
+        if action is not None and action == getattr(pynvml, f"NVML_GPU_RECOVERY_ACTION_{name}", None):
             return f"the driver asks for {request} (recovery action {name.lower()})"
-    remapped = session.ask("nvmlDeviceGetRemappedRows", handle)
+    remapped = ask("nvmlDeviceGetRemappedRows", handle)
     return _REMAPPING_FAILED if remapped is not None and remapped[-1] else ""

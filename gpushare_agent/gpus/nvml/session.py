@@ -1,17 +1,21 @@
-"""One opening of NVML, used from one thread at a time: polls have one, events another, and samples.
+"""The one opening of NVML, used by several threads; and the calls of NVML with its errors renamed once.
 
-NVML counts its openings and shuts down with the last one. State owned: whether this one is open, how often it was, the
-handles of the GPUs, and the memory for lists. Handles end with the opening that gave them.
+NVML is safe for threads. Only a complete shutdown brings back a GPU that was reset, or a driver that was reloaded. So a
+shutdown waits until no thread uses NVML, and whoever leaves it last does it; a call that hangs keeps NVML open meanwhile,
+and the others go on with it.
 
-pynvml is imported when first needed: it costs 30 ms, and a node with simulated GPUs does not have to have it.
+State owned: whether NVML is open, how often it was opened, who uses it, the handles of the GPUs, and what the last poll
+found. Handles end with the opening that gave them.
 """
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping, Set
+from contextlib import contextmanager, suppress
 from typing import Any
 
+import pynvml
 from msgspec import Struct
 
 from gpushare_agent.model.errors import Unavailable
@@ -25,18 +29,52 @@ CHECKLIST = (
     "tolerate."
 )
 _OF_DRIVER = ("UNINITIALIZED", "DRIVER_NOT_LOADED", "LIB_RM_VERSION_MISMATCH")
-_ERROR_PREFIX = "NVML_ERROR_"
-_BUFFER_BYTES = 4096
-"""128 samples of utilisation: the driver's list of a GPU is as long as it has processes."""
+_PREFIX = "NVML_ERROR_"
+_ERROR_NAMES = {getattr(pynvml, name): name.removeprefix(_PREFIX) for name in dir(pynvml) if name.startswith(_PREFIX)}
+_CLOSE_WAIT_S = 0.6
+"""A round of samples takes about a tenth of a second, a wait for events ends within half of one; the poll that waits for
+them has a timeout of its own."""
 
 
-def text_of(value: str | bytes) -> str:
-    """pynvml returns text or bytes, depending on its version and the call."""
-    return value.decode("utf-8", "replace") if isinstance(value, bytes) else value
+class NvmlError(Exception):
+    """`name` is NVML's name of the error without its prefix, as `GPU_IS_LOST`; the text is NVML's."""
+
+    def __init__(self, name: str, text: str) -> None:
+        super().__init__(text)
+        self.name = name
 
 
-class DriverLostError(Exception):
-    """NVML as a whole does not answer any more: it has to be opened again. Its cause is NVML's error."""
+class CallError(NvmlError):
+    """One call failed; others, of other GPUs, may not."""
+
+
+class DriverLostError(NvmlError):
+    """NVML as a whole does not answer any more: it has to be opened again."""
+
+
+def renamed(code: int) -> NvmlError:
+    name = _ERROR_NAMES.get(code, f"CODE_{code}")
+    return (DriverLostError if name in _OF_DRIVER else CallError)(name, str(pynvml.NVMLError(code)))
+
+
+def call(name: str, *arguments: Any) -> Any:
+    """What NVML's function of this name returns. Raises CallError, DriverLostError."""
+    function: Callable[..., Any] | None = getattr(pynvml, name, None)
+    # nvidia-ml-py of another version may lack the function.
+    if function is None:
+        raise CallError("FUNCTION_NOT_FOUND", f"nvidia-ml-py has no {name}")
+    try:
+        return function(*arguments)
+    except pynvml.NVMLError as error:
+        raise renamed(error.value) from error
+
+
+def ask(name: str, *arguments: Any) -> Any | None:
+    """What NVML's function of this name returns, None where it fails for one GPU alone. Raises DriverLostError."""
+    try:
+        return call(name, *arguments)
+    except CallError:
+        return None
 
 
 class FoundGpu(Struct, frozen=True, kw_only=True):
@@ -47,129 +85,86 @@ class FoundGpu(Struct, frozen=True, kw_only=True):
     handle: Any
 
 
-class UnnamedGpu(Struct, frozen=True, kw_only=True):
-    """Why the GPU at an NVML index could not even be named."""
-
-    nvml_index: int
-    reason: str
-
-
-class Poll(Struct, frozen=True, kw_only=True):
-    """What a poll found: the GPUs with their NVML indexes, and which of them answered, each with the number of
-    polls that it did not answer."""
-
-    gpus: tuple[tuple[int, GpuUuid], ...]
-    answering: frozenset[tuple[GpuUuid, int]]
-
-
 class NvmlSession:
-    """Opens NVML at the first use, and again after it was closed."""
+    """`before_close` is called while NVML is still open, in whichever thread shuts it down. `answering` are the GPUs that
+    answered the last poll, each with the number of polls that it did not answer; None before the first one."""
 
     def __init__(self) -> None:
-        self._pynvml: Any = None
-        self._is_open = False
-        self._openings = 0
-        self._handles: dict[GpuUuid, Any] | None = None
-        self._error_names: dict[int, str] = {}
-        self._buffer = (ctypes.c_char * _BUFFER_BYTES)()
-
-    @property
-    def openings(self) -> int:
+        self.before_close: Callable[[], None] = lambda: None
+        self.answering: Set[tuple[GpuUuid, int]] | None = None
+        self.openings = 0
         """Grows with each opening: what was read in an earlier one is void."""
-        return self._openings
+        self.must_close = False
+        """Somebody waits for the end of all calls."""
+        self.is_open = False
+        self._users = 0
+        self._changed = threading.Condition()
+        self._handles: dict[GpuUuid, Any] | None = None
 
-    @property
-    def is_open(self) -> bool:
-        return self._is_open
-
-    def open(self) -> Any:
-        """The module to call NVML with. Raises Unavailable."""
-        # 30 ms, and a node with simulated GPUs need not have it.
-        import pynvml
-
-        self._pynvml = pynvml
-        if not self._is_open:
-            try:
-                pynvml.nvmlInit()
-            except pynvml.NVMLError as error:
-                raise Unavailable(f"opening NVML failed: {error}. {CHECKLIST}") from error
-            self._is_open = True
-            # Counted, so that others notice that handles and event sets of before are void.
-            self._openings += 1
-        return pynvml
+    @contextmanager
+    def used(self, what: str) -> Iterator[None]:
+        """NVML stays open inside; it is opened where it is not. Raises Unavailable: it cannot be opened, or was lost
+        inside."""
+        with self._changed:
+            if not self.is_open:
+                try:
+                    call("nvmlInit")
+                except NvmlError as error:
+                    raise Unavailable(f"opening NVML failed: {error}. {CHECKLIST}") from error
+                self.is_open = True
+                self.openings += 1
+            self._users += 1
+        try:
+            yield
+        except DriverLostError as error:
+            self.must_close = True
+            raise Unavailable(f"{what} failed: {error}. It is opened again at the next call. {CHECKLIST}") from error
+        finally:
+            with self._changed:
+                self._users -= 1
+                self._close_if_free()
 
     def close(self) -> None:
-        """Shuts NVML down; that may fail where it is lost already, which changes nothing."""
-        self._handles = None
-        if not self._is_open:
-            return
-        # Before the shutdown, which may fail: NVML is opened again in any case.
-        self._is_open = False
-        try:
-            self._pynvml.nvmlShutdown()
-        except self._pynvml.NVMLError:
-            return
+        """Shuts NVML down, now or with the end of the last call under way, for which this waits a moment. The next use opens
+        it again."""
+        with self._changed:
+            self.must_close = True
+            self._close_if_free()
+            # Not for ever: a call that hangs is a use, too.
+            self._changed.wait_for(lambda: not self.must_close, _CLOSE_WAIT_S)
 
-    def find_gpus(self) -> tuple[list[FoundGpu], list[UnnamedGpu]]:
-        """All GPUs by NVML's index, enumerated anew. Raises DriverLostError, Unavailable."""
-        nvml = self.open()
+    def _close_if_free(self) -> None:
+        if not self.must_close or self._users:
+            return
+        if self.is_open:
+            self.before_close()
+            with suppress(NvmlError):  # where NVML is lost already
+                call("nvmlShutdown")
+        self.is_open, self._handles, self.must_close = False, None, False
+        self._changed.notify_all()
+
+    def find_gpus(self) -> tuple[list[FoundGpu], dict[int, str]]:
+        """All GPUs by NVML's index, enumerated anew; and why others could not even be named, by their index. Raises
+        DriverLostError."""
         try:
-            count = nvml.nvmlDeviceGetCount()
+            count = call("nvmlDeviceGetCount")
         # No count, no NVML: even a driver without GPUs has one.
-        except nvml.NVMLError as error:
-            raise DriverLostError from error
-        answers = [self._find_gpu(nvml, nvml_index) for nvml_index in range(count)]
-        found = [answer for answer in answers if isinstance(answer, FoundGpu)]
+        except NvmlError as error:
+            raise DriverLostError(error.name, str(error)) from error
+        found, unnamed = [], {}
+        for nvml_index in range(count):
+            try:
+                handle = call("nvmlDeviceGetHandleByIndex", nvml_index)
+                uuid = GpuUuid(call("nvmlDeviceGetUUID", handle))
+                found.append(FoundGpu(nvml_index=nvml_index, uuid=uuid, handle=handle))
+            # A GPU that cannot be named is reported by its index.
+            except CallError as error:
+                unnamed[nvml_index] = f"NVML: {error}"
         self._handles = {gpu.uuid: gpu.handle for gpu in found}
-        return found, [answer for answer in answers if isinstance(answer, UnnamedGpu)]
-
-    def _find_gpu(self, nvml: Any, nvml_index: int) -> FoundGpu | UnnamedGpu:
-        try:
-            handle = nvml.nvmlDeviceGetHandleByIndex(nvml_index)
-            uuid = GpuUuid(text_of(nvml.nvmlDeviceGetUUID(handle)))
-        except nvml.NVMLError as error:
-            # A GPU that cannot be named is reported by its index; a driver that is lost ends the poll.
-            self.check_driver(error)
-            return UnnamedGpu(nvml_index=nvml_index, reason=f"NVML: {error}")
-        return FoundGpu(nvml_index=nvml_index, uuid=uuid, handle=handle)
+        return found, unnamed
 
     def handles(self) -> Mapping[GpuUuid, Any]:
-        """The handles of the GPUs that the last enumeration of this opening found. Raises DriverLostError, Unavailable."""
+        """The handles of the GPUs that the last enumeration of this opening found. Raises DriverLostError."""
         if self._handles is None:
             self.find_gpus()
         return self._handles or {}
-
-    def forget_gpus(self) -> None:
-        """The next call of `handles` enumerates the GPUs anew."""
-        self._handles = None
-
-    def check_driver(self, error: Exception) -> None:
-        """Raises DriverLostError where the error is of the whole driver and not of one GPU."""
-        if self.error_name(error) in _OF_DRIVER:
-            raise DriverLostError from error
-
-    def ask(self, name: str, *arguments: Any) -> Any | None:
-        """What NVML's function of this name returns, None where it fails for one GPU alone. Raises DriverLostError."""
-        try:
-            return getattr(self._pynvml, name)(*arguments)
-        except self._pynvml.NVMLError as error:
-            self.check_driver(error)
-            return None
-
-    def cleared_buffer(self) -> ctypes.Array[ctypes.c_char]:
-        """For one list that NVML fills, until the next one."""
-        ctypes.memset(self._buffer, 0, len(self._buffer))
-        return self._buffer
-
-    def grow_buffer(self, size: int) -> None:
-        """For a list that has so many bytes now, and may have more at the next call."""
-        if size > len(self._buffer):
-            self._buffer = (ctypes.c_char * (2 * size))()
-
-    def error_name(self, error: Exception) -> str:
-        """NVML's name of the error without its prefix: `GPU_IS_LOST`."""
-        code = getattr(error, "value", None)
-        if not self._error_names:
-            names = [name for name in dir(self._pynvml) if name.startswith(_ERROR_PREFIX)]
-            self._error_names = {getattr(self._pynvml, name): name.removeprefix(_ERROR_PREFIX) for name in names}
-        return self._error_names.get(code or -1, f"CODE_{code}")

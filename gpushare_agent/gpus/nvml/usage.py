@@ -7,8 +7,8 @@ NVML has three lists of processes (compute, graphics, clients of MPS), each with
 utilisation, one for each process that did something in the driver's sampling period of up to a second. A process may be in
 several lists, in a list and in no sample, or in a sample and in no list.
 
-State owned: what each GPU does not support, the newest sample seen, the last use of each process, and the number of the
-round; all end with the opening of NVML (session.py).
+State owned: of each GPU what it does not support, the newest sample seen and the last use of each process; and the number of
+the round. All of it ends with the opening of NVML (session.py).
 
 Source: NVML API reference (nvmlDeviceGetComputeRunningProcesses and its siblings, nvmlDeviceGetProcessUtilization). Units
 there: percent, milliwatts, MHz, KB/s (1000 bytes), NVLink in KiB.
@@ -18,17 +18,17 @@ from __future__ import annotations
 
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from statistics import fmean
 from typing import Any
 
+import pynvml
 from msgspec import Struct, field
+from msgspec.structs import replace
 
-from gpushare_agent.gpus.nvml.calls import GpuLostError, NvmlCaller, UnsupportedCalls, Verdict
+from gpushare_agent.gpus.nvml.calls import GpuCalls, GpuLostError, ProcessUse
 from gpushare_agent.gpus.nvml.mig import find_instances, mig_mode
-from gpushare_agent.gpus.nvml.process_lists import ProcessUse, list_processes, list_uses
-from gpushare_agent.gpus.nvml.session import CHECKLIST, DriverLostError, NvmlSession
-from gpushare_agent.model.errors import Unavailable
+from gpushare_agent.gpus.nvml.session import CallError, NvmlSession
 from gpushare_agent.model.names import GpuUuid
 from gpushare_agent.model.usage import DriverSample, GpuSample, ProcessKind, ProcessSample
 
@@ -43,75 +43,47 @@ _ROUNDS_VALID = 1
 """A busy process without a new sample has its last use for so many rounds: our round may fall between two of the
 driver's."""
 
-
-class _Use(Struct, frozen=True, kw_only=True):
-    sm_ratio: float | None = None
-    memory_ratio: float | None = None
-    encoder_ratio: float | None = None
-    decoder_ratio: float | None = None
-
-
-class _LastUse(Struct):
-    use: _Use
-    rounds_ago: int = 0
-
-
-_UNKNOWN = _Use()
-_IDLE = _Use(sm_ratio=0.0, memory_ratio=0.0, encoder_ratio=0.0, decoder_ratio=0.0)
-
-
-class _Listed(Struct, frozen=True, kw_only=True):
-    kind: ProcessKind = ProcessKind.COMPUTE
-    memory_bytes: int | None = None
+_RATIOS = ("sm_ratio", "memory_ratio", "encoder_ratio", "decoder_ratio")
+"""Of a ProcessSample, in the order of ProcessUse."""
+Values = dict[str, Any]
+"""Fields of a GpuSample or a ProcessSample."""
+_UNKNOWN: Values = {}
+_IDLE: Values = dict.fromkeys(_RATIOS, 0.0)
 
 
 class GpuProcesses:
     def __init__(self) -> None:
         self._newest_us: int | None = None
-        self._last: dict[int, _LastUse] = {}
+        self._rounds = 0
+        self._last: dict[int, tuple[int, Values]] = {}
+        """The last use of each process, and the round that it is of."""
 
-    def read(self, caller: NvmlCaller) -> tuple[ProcessSample, ...] | None:
+    def read(self, calls: GpuCalls) -> tuple[ProcessSample, ...] | None:
         """The processes by PID; None where the GPU could not list them. Raises GpuLostError, DriverLostError."""
-        listed = _read_lists(caller)
-        is_known = self._newest_us is not None
+        listed = _read_lists(calls)
+        is_first = self._newest_us is None
         # Read also where the lists failed: what is not taken now would be counted in the next round.
-        fresh = self._read_use(caller)
+        fresh = self._read_use(calls)
         if listed is None:
             return None
-        # Its use belongs to this round, though it is in no list any more.
-        for pid in (fresh or {}).keys() - listed.keys():
-            listed[pid] = _Listed()  # it ran in this round and has ended since, or is in none of the lists
-        self._remember(fresh or {}, listed)
-        return tuple(self._sample(pid, listed[pid], is_known=is_known and fresh is not None) for pid in sorted(listed))
+        for pid in fresh or ():
+            # It ran in this round and has ended since, or is in none of the lists: its use belongs to this round.
+            listed.setdefault(pid, ProcessSample(pid=pid))
+        self._rounds += 1
+        last = self._last | {pid: (self._rounds, use) for pid, use in (fresh or {}).items()}
+        self._last = {pid: use for pid, use in last.items() if pid in listed}
+        samples = [listed[pid] for pid in sorted(listed)]
+        return tuple(samples if is_first or fresh is None else (replace(one, **self._use(one)) for one in samples))
 
-    def _remember(self, fresh: Mapping[int, _Use], listed: Mapping[int, _Listed]) -> None:
-        for last in self._last.values():
-            # Before the new samples, which begin at 0.
-            last.rounds_ago += 1
-        self._last.update({pid: _LastUse(use) for pid, use in fresh.items()})
-        self._last = {pid: last for pid, last in self._last.items() if pid in listed}
-
-    def _sample(self, pid: int, listed: _Listed, *, is_known: bool) -> ProcessSample:
-        use = self._use(pid, listed.kind) if is_known else _UNKNOWN
-        return ProcessSample(
-            pid=pid,
-            kind=listed.kind,
-            memory_bytes=listed.memory_bytes,
-            sm_ratio=use.sm_ratio,
-            memory_ratio=use.memory_ratio,
-            encoder_ratio=use.encoder_ratio,
-            decoder_ratio=use.decoder_ratio,
-        )
-
-    def _use(self, pid: int, kind: ProcessKind) -> _Use:
+    def _use(self, sample: ProcessSample) -> Values:
         """No sample means idle, except for a client of MPS that never had one: some drivers do not sample those."""
-        last = self._last.get(pid)
         # NVML has no sample of a process that did nothing.
-        if last is None:
-            return _UNKNOWN if kind is ProcessKind.MPS else _IDLE
-        return last.use if last.rounds_ago <= _ROUNDS_VALID else _IDLE
+        if sample.pid not in self._last:
+            return _UNKNOWN if sample.kind is ProcessKind.MPS else _IDLE
+        of_round, use = self._last[sample.pid]
+        return use if self._rounds - of_round <= _ROUNDS_VALID else _IDLE
 
-    def _read_use(self, caller: NvmlCaller) -> dict[int, _Use] | None:
+    def _read_use(self, calls: GpuCalls) -> dict[int, Values] | None:
         """The mean over each process's samples since the last call; None where the GPU has none.
 
         The first call only notes how far the driver's buffer goes: it may be full of old samples.
@@ -120,8 +92,11 @@ class GpuProcesses:
         # Whatever the buffer has is of before this agent: a mean over it would be no recent use.
         is_first = self._newest_us is None
         since_us = min(self._newest_us or 0, now_us)  # a clock that was set back would else hide all that is newer
-        samples = list_uses(caller, since_us, now_us)
-        if isinstance(samples, Verdict):
+        try:
+            samples = calls.list_uses(since_us, now_us)
+        except CallError:
+            return None
+        if samples is None:
             return None
         self._newest_us = max((sample.at_us for sample in samples), default=since_us)
         if is_first:
@@ -132,40 +107,29 @@ class GpuProcesses:
         return {pid: _mean(of_pid) for pid, of_pid in by_pid.items()}
 
 
-def _mean(samples: list[ProcessUse]) -> _Use:
-    return _Use(
-        sm_ratio=fmean(sample.sm for sample in samples) / 100,
-        memory_ratio=fmean(sample.memory for sample in samples) / 100,
-        encoder_ratio=fmean(sample.encoder for sample in samples) / 100,
-        decoder_ratio=fmean(sample.decoder for sample in samples) / 100,
-    )
+def _mean(samples: list[ProcessUse]) -> Values:
+    _, _, *columns = zip(*samples, strict=True)
+    return {name: fmean(column) / 100 for name, column in zip(_RATIOS, columns, strict=True)}
 
 
-def _read_lists(caller: NvmlCaller) -> dict[int, _Listed] | None:
+def _read_lists(calls: GpuCalls) -> dict[int, ProcessSample] | None:
     """The processes of all lists; None where one failed, for a process left out would look ended, or where the GPU has
     none of the lists."""
-    listed: dict[int, _Listed] = {}
-    answers = {kind: list_processes(caller, name) for kind, name in _LISTS.items()}
-    # A part of the lists would show processes as ended that run.
-    if Verdict.FAILED in answers.values() or all(answer is Verdict.UNSUPPORTED for answer in answers.values()):
+    try:
+        answers = {kind: calls.list_processes(name) for kind, name in _LISTS.items()}
+    except CallError:
         return None
+    if all(answer is None for answer in answers.values()):
+        return None
+    listed: dict[int, ProcessSample] = {}
     for kind, answer in answers.items():
-        for pid, used in () if isinstance(answer, Verdict) else answer.items():
-            # In two lists: one process, of the more precise kind.
-            earlier = listed.get(pid, _Listed())
-            listed[pid] = _Listed(kind=kind, memory_bytes=_larger(earlier.memory_bytes, used))
+        for pid, used in (answer or {}).items():
+            # In two lists: one process, of the more precise kind; its memory is in both, and not to be added up.
+            earlier = listed[pid].memory_bytes if pid in listed else None
+            most = max((size for size in (earlier, used) if size is not None), default=None)
+            listed[pid] = ProcessSample(pid=pid, kind=kind, memory_bytes=most)
     return listed
 
-
-def _larger(first: int | None, second: int | None) -> int | None:
-    """Two lists give the memory of the same process: it must not be added up."""
-    if first is None or second is None:
-        return second if first is None else first
-    return max(first, second)
-
-
-_ROUNDS_UNTIL_RETRIED = 600
-"""What a GPU does not support can change while NVML is open: MIG mode, permissions."""
 
 _ALL_LINKS = 0xFFFFFFFF
 _KIB = 1024
@@ -187,15 +151,12 @@ _THROTTLE_REASONS = {
 _GPU_IDLE = 0x001
 """A GPU that has nothing to do is not throttled."""
 
-Values = dict[str, Any]
-"""Fields of GpuSample."""
 
-
-class _GpuMemory(Struct):
+class _OfGpu(Struct):
     """What one round leaves for the next."""
 
+    calls: GpuCalls = field(default_factory=GpuCalls)
     processes: GpuProcesses = field(default_factory=GpuProcesses)
-    unsupported: UnsupportedCalls = field(default_factory=UnsupportedCalls)
     pcie: Values = field(default_factory=dict)
 
 
@@ -207,129 +168,124 @@ class NvmlUsage:
         self._with_instances = with_instances
         self._opening = 0
         self._rounds = 0
-        self._gpus: dict[GpuUuid, _GpuMemory] = {}
+        self._gpus: dict[GpuUuid, _OfGpu] = {}
 
     def sample(self) -> DriverSample:
-        """One round over all GPUs.
-
-        Raises:
-            Unavailable: NVML cannot be opened, or was lost as a whole; the next call opens it again.
-        """
-        try:
+        """One round over all GPUs. Raises Unavailable: NVML cannot be opened, or was lost as a whole."""
+        with self._session.used("sampling the GPUs through NVML"):
             return self._sample()
-        except DriverLostError as error:
-            self._session.close()
-            raise Unavailable(
-                f"sampling the GPUs through NVML failed: {error.__cause__}. It is opened again at the next sample. "
-                f"{CHECKLIST}"
-            ) from error
 
     def _sample(self) -> DriverSample:
-        nvml = self._session.open()
+        if self._opening != self._session.openings:
+            self._opening = self._session.openings
+            self._gpus.clear()
+        self._rounds += 1
         handles = dict(self._session.handles())
         # First, for GPUs with instances are not sampled themselves.
         instances = self._instances(handles) if self._with_instances else {}
-        self._begin_round()
         uuids = sorted(handles)
         # 20 ms each way: of 16 GPUs the round would take two thirds of a second.
         measured = uuids[self._rounds % len(uuids)] if uuids else None
         errors: Counter[str] = Counter()
         gpus: list[GpuSample] = []
-        for uuid in uuids:
-            memory = self._gpus.setdefault(uuid, _GpuMemory())
-            caller = NvmlCaller(self._session, nvml, handles[uuid], unsupported=memory.unsupported, errors=errors)
+        for uuid in (*uuids, *sorted(instances)):
+            one = self._gpus.setdefault(uuid, _OfGpu())
+            one.calls.begin_round(handles.get(uuid) or instances[uuid], errors)
             try:
-                gpus.append(_sample_gpu(uuid, caller, memory, measure_pcie=uuid == measured))
+                if uuid in instances:  # memory and processes: NVML has nothing else of one
+                    gpus.append(
+                        GpuSample(uuid=uuid, processes=one.processes.read(one.calls), **_read(one.calls, _MEMORY))
+                    )
+                else:
+                    gpus.append(_sample_gpu(uuid, one, measure_pcie=uuid == measured))
             except GpuLostError:
-                # No sample: the GPU is missing in this round, and its counters begin anew.
+                # Its counters begin anew. A GPU is missing in this round; an instance stays, without numbers: its GPU is
+                # reported by the poll.
                 del self._gpus[uuid]
-        self._gpus = {uuid: memory for uuid, memory in self._gpus.items() if uuid in handles or uuid in instances}
-        gpus += [self._sample_instance(nvml, uuid, instances[uuid], errors) for uuid in sorted(instances)]
+                gpus += [GpuSample(uuid=uuid)] if uuid in instances else []
+        self._gpus = {uuid: one for uuid, one in self._gpus.items() if uuid in handles or uuid in instances}
         return DriverSample(gpus=tuple(gpus), errors=dict(sorted(errors.items())))
 
     def _instances(self, handles: dict[GpuUuid, Any]) -> dict[GpuUuid, Any]:
         """Found anew in each round, for they come and go; GPUs that have some are taken out of `handles`."""
         instances: dict[GpuUuid, Any] = {}
         for uuid, handle in list(handles.items()):
-            found = find_instances(self._session, handle) if mig_mode(self._session, handle) else []
+            found = find_instances(handle) if mig_mode(handle) else []
             if found:
                 del handles[uuid]
             instances |= {instance.uuid: instance.handle for instance in found}
         return instances
 
-    def _sample_instance(self, nvml: Any, uuid: GpuUuid, handle: Any, errors: Counter[str]) -> GpuSample:
-        """Memory and processes: NVML has nothing else of a MIG instance."""
-        memory = self._gpus.setdefault(uuid, _GpuMemory())
-        caller = NvmlCaller(self._session, nvml, handle, unsupported=memory.unsupported, errors=errors)
-        try:
-            return GpuSample(uuid=uuid, processes=memory.processes.read(caller), **dict(_memory(caller)))
-        # The instance stays in the answer, without numbers: its GPU is reported by the poll.
-        except GpuLostError:
-            return GpuSample(uuid=uuid)
 
-    def _begin_round(self) -> None:
-        if self._opening != self._session.openings:
-            self._opening = self._session.openings
-            self._gpus.clear()
-        self._rounds += 1
-        # Some ten minutes at a round each second.
-        if self._rounds % _ROUNDS_UNTIL_RETRIED == 0:
-            for memory in self._gpus.values():
-                memory.unsupported.clear()
-
-
-def _sample_gpu(uuid: GpuUuid, caller: NvmlCaller, memory: _GpuMemory, *, measure_pcie: bool) -> GpuSample:
-    values: Values = {}
-    for part in _PARTS:
-        values.update(part(caller))
+def _sample_gpu(uuid: GpuUuid, one: _OfGpu, *, measure_pcie: bool) -> GpuSample:
+    values = _read(one.calls, _MEMORY, *_VALUES) | _counters(one.calls)
     if measure_pcie:
-        memory.pcie = dict(_pcie(caller))
-    processes = memory.processes.read(caller)
+        one.pcie = _read(one.calls, *_PCIE)
+    processes = one.processes.read(one.calls)
     # At the end: a GPU whose every value is unknown is lost, not idle.
-    caller.check_alive()
-    return GpuSample(uuid=uuid, processes=processes, **values, **memory.pcie)
+    one.calls.check_alive()
+    return GpuSample(uuid=uuid, processes=processes, **values, **one.pcie)
 
 
-def _utilisation(caller: NvmlCaller) -> Iterator[tuple[str, Any]]:
-    rates = caller.value("nvmlDeviceGetUtilizationRates")
-    if rates is not None:
-        yield "sm_ratio", rates.gpu / 100
-        yield "memory_ratio", rates.memory / 100
-    for name, coder in (("encoder_ratio", "Encoder"), ("decoder_ratio", "Decoder")):
-        use = caller.value(f"nvmlDeviceGet{coder}Utilization")
-        if use is not None:
-            yield name, use[0] / 100
+_Reading = tuple[Callable[[Any], Values], tuple[tuple[Any, ...], ...]]
+"""What becomes of an answer; and the calls, of which the first that the GPU has counts: later ones are of older drivers."""
 
 
-def _memory(caller: NvmlCaller) -> Iterator[tuple[str, Any]]:
-    """The second version of the call counts what the driver keeps for itself apart from what is used."""
-    use = caller.value("nvmlDeviceGetMemoryInfo", caller.nvml.nvmlMemory_v2)
-    if use is None:
-        use = caller.value("nvmlDeviceGetMemoryInfo")
-    if use is not None:
-        yield "memory_used_bytes", use.used
-        yield "memory_total_bytes", use.total
+def _read(calls: GpuCalls, *readings: _Reading) -> Values:
+    values: Values = {}
+    for converted, names in readings:
+        answer = calls.value(*names)
+        values |= {} if answer is None else converted(answer)
+    return values
 
 
-def _temperature_and_power(caller: NvmlCaller) -> Iterator[tuple[str, Any]]:
-    sensor = caller.nvml.NVML_TEMPERATURE_GPU
-    degrees = caller.value("nvmlDeviceGetTemperatureV", sensor)
-    if degrees is None:
-        degrees = caller.value("nvmlDeviceGetTemperature", sensor)  # its older name
-    yield "temperature_celsius", None if degrees is None else float(degrees)
-    yield "power_watts", _scaled(caller.value("nvmlDeviceGetPowerUsage"), 1 / 1000)
-    yield "power_limit_watts", _scaled(caller.value("nvmlDeviceGetEnforcedPowerLimit"), 1 / 1000)
+def _scaled(name: str, factor: float, *calls: tuple[Any, ...]) -> _Reading:
+    return lambda number: {name: number * factor}, calls
 
 
-def _clocks(caller: NvmlCaller) -> Iterator[tuple[str, Any]]:
-    nvml = caller.nvml
-    yield "sm_clock_hertz", _scaled(caller.value("nvmlDeviceGetClockInfo", nvml.NVML_CLOCK_SM), _MHZ)
-    yield "memory_clock_hertz", _scaled(caller.value("nvmlDeviceGetClockInfo", nvml.NVML_CLOCK_MEM), _MHZ)
-    reasons = caller.value("nvmlDeviceGetCurrentClocksEventReasons")
-    if reasons is None:
-        reasons = caller.value("nvmlDeviceGetCurrentClocksThrottleReasons")  # its older name
-    if reasons is not None:
-        yield "throttle_reasons", throttle_reasons(reasons)
+# The second version of the call counts what the driver keeps for itself apart from what is used.
+_MEMORY: _Reading = (
+    lambda it: {"memory_used_bytes": it.used, "memory_total_bytes": it.total},
+    (("nvmlDeviceGetMemoryInfo", pynvml.nvmlMemory_v2), ("nvmlDeviceGetMemoryInfo",)),
+)
+_VALUES: tuple[_Reading, ...] = (
+    (lambda it: {"sm_ratio": it.gpu / 100, "memory_ratio": it.memory / 100}, (("nvmlDeviceGetUtilizationRates",),)),
+    (lambda it: {"encoder_ratio": it[0] / 100}, (("nvmlDeviceGetEncoderUtilization",),)),
+    (lambda it: {"decoder_ratio": it[0] / 100}, (("nvmlDeviceGetDecoderUtilization",),)),
+    (
+        lambda degrees: {"temperature_celsius": float(degrees)},
+        (
+            ("nvmlDeviceGetTemperatureV", pynvml.NVML_TEMPERATURE_GPU),
+            ("nvmlDeviceGetTemperature", pynvml.NVML_TEMPERATURE_GPU),
+        ),
+    ),
+    _scaled("power_watts", 1 / 1000, ("nvmlDeviceGetPowerUsage",)),
+    _scaled("power_limit_watts", 1 / 1000, ("nvmlDeviceGetEnforcedPowerLimit",)),
+    _scaled("sm_clock_hertz", _MHZ, ("nvmlDeviceGetClockInfo", pynvml.NVML_CLOCK_SM)),
+    _scaled("memory_clock_hertz", _MHZ, ("nvmlDeviceGetClockInfo", pynvml.NVML_CLOCK_MEM)),
+    (
+        lambda mask: {"throttle_reasons": throttle_reasons(mask)},
+        (("nvmlDeviceGetCurrentClocksEventReasons",), ("nvmlDeviceGetCurrentClocksThrottleReasons",)),
+    ),
+)
+_PCIE = (
+    _scaled("pcie_received_bytes_per_second", _KB, ("nvmlDeviceGetPcieThroughput", pynvml.NVML_PCIE_UTIL_RX_BYTES)),
+    _scaled("pcie_sent_bytes_per_second", _KB, ("nvmlDeviceGetPcieThroughput", pynvml.NVML_PCIE_UTIL_TX_BYTES)),
+)
+_COUNTERS: Mapping[str, tuple[tuple[int, int], int]] = {
+    "ecc_corrected_total": ((pynvml.NVML_FI_DEV_ECC_SBE_VOL_TOTAL, 0), 1),
+    "ecc_uncorrected_total": ((pynvml.NVML_FI_DEV_ECC_DBE_VOL_TOTAL, 0), 1),
+    "nvlink_received_bytes_total": ((pynvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX, _ALL_LINKS), _KIB),
+    "nvlink_sent_bytes_total": ((pynvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX, _ALL_LINKS), _KIB),
+}
+"""Field and scope, and the unit in bytes or errors."""
+
+
+def _counters(calls: GpuCalls) -> Values:
+    """All in one call; those that the GPU does not have are left out of the next one."""
+    counts = calls.fields([key for key, _ in _COUNTERS.values()])
+    named = zip(_COUNTERS.items(), counts, strict=True)
+    return {name: int(count) * unit for (name, (_, unit)), count in named if count is not None}
 
 
 def throttle_reasons(mask: int) -> tuple[str, ...]:
@@ -337,38 +293,3 @@ def throttle_reasons(mask: int) -> tuple[str, ...]:
     # Unknown bits are shown by number: a newer driver has reasons of its own.
     bits = [1 << place for place in range(mask.bit_length()) if mask >> place & 1 and 1 << place != _GPU_IDLE]
     return tuple(sorted(_THROTTLE_REASONS.get(bit, f"unknown_{bit:#x}") for bit in bits))
-
-
-def _counters(caller: NvmlCaller) -> Iterator[tuple[str, Any]]:
-    """All in one call; those that the GPU does not have are left out of the next one."""
-    nvml = caller.nvml
-    counters = {
-        "ecc_corrected_total": ((nvml.NVML_FI_DEV_ECC_SBE_VOL_TOTAL, 0), 1),
-        "ecc_uncorrected_total": ((nvml.NVML_FI_DEV_ECC_DBE_VOL_TOTAL, 0), 1),
-        "nvlink_received_bytes_total": ((nvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX, _ALL_LINKS), _KIB),
-        "nvlink_sent_bytes_total": ((nvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX, _ALL_LINKS), _KIB),
-    }
-    counts = caller.fields([key for key, _ in counters.values()])
-    for (name, (_, unit)), count in zip(counters.items(), counts, strict=True):
-        yield name, None if count is None else int(count) * unit
-
-
-def _pcie(caller: NvmlCaller) -> Iterator[tuple[str, Any]]:
-    nvml = caller.nvml
-    received = caller.value("nvmlDeviceGetPcieThroughput", nvml.NVML_PCIE_UTIL_RX_BYTES)
-    sent = caller.value("nvmlDeviceGetPcieThroughput", nvml.NVML_PCIE_UTIL_TX_BYTES)
-    yield "pcie_received_bytes_per_second", _scaled(received, _KB)
-    yield "pcie_sent_bytes_per_second", _scaled(sent, _KB)
-
-
-def _scaled(value: float | None, factor: float) -> float | None:
-    return None if value is None else value * factor
-
-
-_PARTS: tuple[Callable[[NvmlCaller], Iterator[tuple[str, Any]]], ...] = (
-    _memory,
-    _utilisation,
-    _temperature_and_power,
-    _clocks,
-    _counters,
-)

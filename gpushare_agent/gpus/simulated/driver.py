@@ -152,7 +152,7 @@ class SimulatedDriver:
         """The usage file's content, for all GPUs that are not lost. Raises Unavailable, as read does."""
         faults = await self._read_faults("reading the simulated GPUs' use")
         usage, _ = await self._usage.read()
-        there = [gpu for gpu in self._last.gpus if not _is_lost(gpu, faults.lost)]
+        there = [gpu for gpu in self._last.gpus if _physical(gpu) not in faults.lost]
         lost = len(self._last.gpus) - len(there)
         return DriverSample(gpus=gpu_samples(there, usage), errors={"gpu_is_lost": lost} if lost else {})
 
@@ -257,15 +257,13 @@ def _physical(gpu: Gpu) -> int:
     return gpu.index if gpu.mig is None else gpu.mig.parent_index
 
 
-def _is_lost(gpu: Gpu, lost: Mapping[int, str]) -> bool:
-    return _physical(gpu) in lost
+def _unhealthy(gpu: Gpu, reason: str) -> Gpu:
+    return replace(gpu, health=Health.UNHEALTHY, unhealthy_reason=reason)
 
 
 def _with_faults(inventory: GpuInventory, lost: dict[int, str]) -> GpuInventory:
     gpus = tuple(
-        replace(gpu, health=Health.UNHEALTHY, unhealthy_reason=lost[_physical(gpu)] or "lost, no reason given")
-        if _is_lost(gpu, lost)
-        else gpu
+        _unhealthy(gpu, lost[_physical(gpu)] or "lost, no reason given") if _physical(gpu) in lost else gpu
         for gpu in inventory.gpus
     )
     return replace(inventory, gpus=gpus)
@@ -300,11 +298,11 @@ class SimulatedInstances:
             # As with NVML: its IDs are in the kubelet's records while a container has them.
             if gpu.uuid not in self._known and gpu.uuid in in_use:
                 mig = replace(gpu.mig, is_gone=True) if gpu.mig is not None else None
-                self._known[gpu.uuid] = replace(gpu, mig=mig, health=Health.UNHEALTHY, unhealthy_reason=_GONE)
+                self._known[gpu.uuid] = _unhealthy(replace(gpu, mig=mig), _GONE)
         partitioned = {gpu.mig.parent for gpu in self._known.values() if gpu.mig is not None}
         empty = {index for index, of_gpu in profiles.items() if not of_gpu}
         gpus = [
-            replace(gpu, health=Health.UNHEALTHY, unhealthy_reason=_NO_INSTANCES) if gpu.index in empty else gpu
+            _unhealthy(gpu, _NO_INSTANCES) if gpu.index in empty else gpu
             for gpu in inventory.gpus
             if gpu.uuid not in partitioned
         ]

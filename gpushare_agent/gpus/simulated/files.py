@@ -14,22 +14,22 @@ warning that was logged last. Every key is optional (docs/reference/sandbox.md):
 
 from __future__ import annotations
 
-import asyncio
-import json
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Generic, TypeVar
+from typing import Annotated, Generic, TypeVar
 
 import structlog
 from msgspec import DecodeError, Meta, Struct, field
-from msgspec.json import Decoder
+from msgspec.json import Decoder, encode
 from msgspec.structs import replace
 
 from gpushare_agent.gpus.health import GpuEventKind
 from gpushare_agent.kit import regular_file
+from gpushare_agent.kit.daemon_thread import DaemonThread
 from gpushare_agent.kit.supervision import ReportOnce
-from gpushare_agent.model.errors import Unavailable
 from gpushare_agent.model.gpus import Gpu
 from gpushare_agent.model.names import MIB
 from gpushare_agent.model.usage import GpuSample, ProcessKind, ProcessSample
@@ -53,6 +53,7 @@ class SimulatedInput(Generic[T]):
         self._parse = parse
         self._default = default
         self._ignored = ReportOnce()
+        self._thread = DaemonThread(f"{name} file", advice="It is read again at the next poll. Check its file system.")
 
     async def read(self) -> tuple[T, bool]:
         """The file's content, and whether it could be read; an absent file counts as read.
@@ -63,13 +64,8 @@ class SimulatedInput(Generic[T]):
         # No file was named: nothing fails, and nothing is used.
         if self._path is None:
             return self._default, True
-        try:
-            async with asyncio.timeout(_READ_TIMEOUT_S):
-                # A file system that hangs must not hold the loop.
-                return await asyncio.to_thread(self._read, self._path)
-        except TimeoutError as error:
-            text = f"reading the simulated GPUs' {self._name} file {self._path} took longer than {_READ_TIMEOUT_S:g} s"
-            raise Unavailable(f"{text}; it is read again at the next poll. Check its file system.") from error
+        what = f"reading the simulated GPUs' {self._name} file {self._path}"
+        return await self._thread.call(partial(self._read, self._path), what, _READ_TIMEOUT_S)
 
     def _read(self, path: Path) -> tuple[T, bool]:
         try:
@@ -113,7 +109,7 @@ _Id = Annotated[int, Meta(ge=1, le=_MAX_ID)]
 _Profiles = Annotated[tuple[str, ...], Meta(max_length=MAX_INSTANCES)]
 
 
-class SimulatedEvent(Struct, frozen=True, kw_only=True, rename={"gpu": "card"}):
+class SimulatedEvent(Struct, frozen=True, kw_only=True, omit_defaults=True, rename={"gpu": "card"}):
     """`gpu` is None where the driver is not to name it."""
 
     id: _Id
@@ -133,7 +129,7 @@ class SimulatedReset(Struct, frozen=True, kw_only=True, rename={"gpu": "card"}):
     gpu: _Index
 
 
-class Faults(Struct, frozen=True, kw_only=True, rename={"events": "xids"}):
+class Faults(Struct, frozen=True, kw_only=True, omit_defaults=True, rename={"events": "xids"}):
     """`lost` maps GPU index to reason; an empty `all_lost` means the driver answers. Events and resets by ID."""
 
     lost: dict[int, str] = field(default_factory=dict)
@@ -169,18 +165,7 @@ def parse_faults(text: str) -> Faults:
 
 def encode_faults(faults: Faults) -> str:
     """What parse_faults reads."""
-    raw: dict[str, Any] = {"lost": {str(index): reason for index, reason in sorted(faults.lost.items())}}
-    if faults.all_lost:
-        raw["all_lost"] = faults.all_lost
-    raw["xids"] = [
-        {"id": event.id, "card": event.gpu}
-        | ({"xid": event.xid} if event.kind is GpuEventKind.XID else {"kind": event.kind.value})
-        for event in faults.events
-    ]
-    raw["resets"] = [{"id": reset.id, "card": reset.gpu} for reset in faults.resets]
-    if faults.mig:
-        raw["mig"] = {str(index): list(profiles) for index, profiles in sorted(faults.mig.items())}
-    return json.dumps(raw)
+    return encode(faults).decode()
 
 
 MAX_PROCESSES = 50_000
@@ -199,20 +184,14 @@ _MEMORY_PER_SM = 0.6
 _CAPPED_FROM = 0.97
 
 
-class SimulatedProcess(Struct, frozen=True, kw_only=True):
-    gpu: int
-    sample: ProcessSample
-
-
-Usage = tuple[SimulatedProcess, ...]
-
-
 _Ratio = Annotated[float, Meta(ge=0, le=1)]
 
 
-class _Process(Struct):
+class SimulatedProcess(Struct, frozen=True, kw_only=True, omit_defaults=True, rename={"gpu": "card"}):
+    """Ratios are of the whole GPU."""
+
     pid: Annotated[int, Meta(ge=1, le=MAX_PID)]
-    card: _Index
+    gpu: _Index
     kind: ProcessKind = ProcessKind.COMPUTE
     memory_bytes: Annotated[int, Meta(ge=0, le=_MAX_MEMORY_BYTES)] = 0
     sm: _Ratio | None = None
@@ -220,9 +199,25 @@ class _Process(Struct):
     encoder: _Ratio | None = None
     decoder: _Ratio | None = None
 
+    @property
+    def sample(self) -> ProcessSample:
+        sm = self.sm or 0.0
+        return ProcessSample(
+            pid=self.pid,
+            kind=self.kind,
+            memory_bytes=self.memory_bytes,
+            sm_ratio=sm,
+            memory_ratio=round(sm * _MEMORY_PER_SM, 6) if self.memory is None else self.memory,
+            encoder_ratio=self.encoder or 0.0,
+            decoder_ratio=self.decoder or 0.0,
+        )
+
+
+Usage = tuple[SimulatedProcess, ...]
+
 
 class _Usage(Struct):
-    processes: Annotated[list[_Process], Meta(max_length=MAX_PROCESSES)] = field(default_factory=list)
+    processes: Annotated[Usage, Meta(max_length=MAX_PROCESSES)] = ()
 
 
 _USAGE = Decoder(_Usage)
@@ -230,33 +225,17 @@ _USAGE = Decoder(_Usage)
 
 def parse_usage(text: str) -> Usage:
     """Raises ValueError."""
-    by_place: dict[tuple[int, int], SimulatedProcess] = {}
-    for raw in _decoded(text, _USAGE).processes:
-        # Twice is a mistake of whoever writes the file: the sum of both is what no driver shows.
-        if (raw.card, raw.pid) in by_place:
-            raise ValueError(f"process {raw.pid} is on GPU {raw.card} twice")
-        sm = raw.sm or 0.0
-        sample = ProcessSample(
-            pid=raw.pid,
-            kind=raw.kind,
-            memory_bytes=raw.memory_bytes,
-            sm_ratio=sm,
-            memory_ratio=round(sm * _MEMORY_PER_SM, 6) if raw.memory is None else raw.memory,
-            encoder_ratio=raw.encoder or 0.0,
-            decoder_ratio=raw.decoder or 0.0,
-        )
-        by_place[raw.card, raw.pid] = SimulatedProcess(gpu=raw.card, sample=sample)
-    return tuple(by_place.values())
+    found = _decoded(text, _USAGE).processes
+    twice = [place for place, count in Counter((one.gpu, one.pid) for one in found).items() if count > 1]
+    # Twice is a mistake of whoever writes the file: the sum of both is what no driver shows.
+    if twice:
+        raise ValueError(f"process {twice[0][1]} is on GPU {twice[0][0]} twice")
+    return found
 
 
 def encode_usage(usage: Iterable[SimulatedProcess]) -> str:
     """What parse_usage reads, by GPU and PID."""
-    raw = [
-        {"pid": process.sample.pid, "card": process.gpu, "sm": process.sample.sm_ratio,
-         "memory_bytes": process.sample.memory_bytes}
-        for process in sorted(usage, key=lambda process: (process.gpu, process.sample.pid))
-    ]  # fmt: skip
-    return json.dumps({"processes": raw})
+    return encode(_Usage(tuple(sorted(usage, key=lambda process: (process.gpu, process.pid))))).decode()
 
 
 def gpu_samples(gpus: Sequence[Gpu], usage: Usage) -> tuple[GpuSample, ...]:

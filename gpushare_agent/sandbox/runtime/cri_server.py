@@ -15,8 +15,7 @@ from typing import Any
 from grpclib import GRPCError, Status
 
 import gpushare_agent
-from gpushare_agent.kit.grpc_server import GrpcServer
-from gpushare_agent.kit.sockets import bind_unix_socket
+from gpushare_agent.kit.grpc_server import GrpcServer, ServedSocket
 from gpushare_agent.sandbox.runtime.containers import Container, ContainerRuntime
 from gpushare_agent.wire.runtime import v1
 
@@ -29,23 +28,17 @@ class CriServer:
 
     def __init__(self, runtime: ContainerRuntime, path: Path) -> None:
         self.path = path
-        self._runtime = runtime
-        self._server: GrpcServer | None = None
+        self._socket = ServedSocket(path, lambda: GrpcServer([_RuntimeService(runtime)]), mode=SOCKET_MODE)
 
     async def start(self) -> None:
         """Raises OSError where the socket cannot be made."""
         # A second start is no error: tests stop and start the runtime under the agent.
-        if self._server is None:
-            server = GrpcServer([_RuntimeService(self._runtime)])
-            await server.serve(bind_unix_socket(self.path, mode=SOCKET_MODE))
-            self._server = server
+        if not self._socket.is_serving:
+            await self._socket.serve()
 
     async def stop(self) -> None:
         """Open calls fail; the socket's file goes."""
-        server, self._server = self._server, None
-        if server is not None:
-            await server.stop()
-            self.path.unlink(missing_ok=True)
+        await self._socket.stop()
 
 
 class _RuntimeService(v1.RuntimeServiceBase):
