@@ -93,10 +93,6 @@ class KubeletSettings(Section):
         default=None,
         description="CA of the kubelet's serving certificate, a file. Empty: the service account's ca.crt.",
     )
-    allow_unsupported: bool = Field(
-        default=False,
-        description="Run with kubelets older than 1.30: pods are identified by the API server alone.",
-    )
     pod_lookup_timeout_s: Seconds = Field(
         default=2.0,
         ge=0.1,
