@@ -218,13 +218,14 @@ class Identification(Struct, kw_only=True, eq=False):
         return left
 
     async def _list(self, list_inside: ListInside, timeout_s: float) -> Sequence[ListedDevices]:
-        """What the kubelet lists; for a kubelet in which a List could cause a panic, the pending pods of the pod store."""
+        """What the kubelet lists; where its PodResources is not mounted, the pending pods of the pod store."""
+        if not self.kubelet.has_pod_resources:
+            known = self._known()
+            return [_Unlisted(pod, known) for pod in self.pods.pods() if not pod.is_terminal and not pod.has_started]
         # Raises while the version is unknown: a List in a 1.29 kubelet could end it, and with it the whole node's
         # admissions.
-        if await self.kubelet.wait_lists_inside(timeout_s=timeout_s):
-            return await list_inside()
-        known = self._known()
-        return [_Unlisted(pod, known) for pod in self.pods.pods() if not pod.is_terminal and not pod.has_started]
+        await self.kubelet.wait_known(timeout_s=timeout_s)
+        return await list_inside()
 
     async def _fetch(self, names: Sequence[tuple[str, str]], lookup: _Lookup) -> Refused | None:
         failures: list[str] = []

@@ -57,10 +57,10 @@ async def _check_node_object(api: KubeApi, settings: Settings) -> list[Finding]:
     except NotFound:
         detail = f"there is no node {settings.node_name}"
         return [error("api server", detail, "set --node-name (or NODE_NAME from spec.nodeName) to this node's name")]
-    return [ok("api server", f"answers, node {settings.node_name} found"), _kubelet_version(raw_node, settings)]
+    return [ok("api server", f"answers, node {settings.node_name} found"), _kubelet_version(raw_node)]
 
 
-def _kubelet_version(raw_node: Raw, settings: Settings) -> Finding:
+def _kubelet_version(raw_node: Raw) -> Finding:
     text = kubelet_version(raw_node)
     found = _VERSION.match(text)
     if found is None:
@@ -70,12 +70,7 @@ def _kubelet_version(raw_node: Raw, settings: Settings) -> Finding:
     if (int(found[1]), int(found[2])) >= OLDEST_KUBELET:
         return ok("kubelet version", text)
     detail = f"{text} is older than 1.30: asking its PodResources during an admission can crash it"
-    if settings.kubelet.allow_unsupported:
-        remedy = (
-            "update the kubelet; until then pods are identified by the API server alone and refused where two would fit"
-        )
-        return warning("kubelet version", detail, remedy)
-    return error("kubelet version", detail, "update the kubelet, or insist with --kubelet.allow-unsupported")
+    return error("kubelet version", detail, "update the kubelet")
 
 
 async def _check_static_pods(api: KubeApi, settings: Settings) -> list[Finding]:

@@ -109,10 +109,10 @@ class ClusterPage:
         policy = ClusterPolicy(names=names, share_policy=settings.placement.share_policy)
         self._state = ClusterState(policy=policy)
         # It decides nothing, so no pod is bound or reserved by it.
-        self._pods = _Pods(state=self._state, names=names, metrics=metrics, leads=lambda: False)
+        self._pods = _Pods(state=self._state, names=names)
         labels = settings.extender
         read = partial(read_node, names=names, model_label=labels.model_label, pool_label=labels.pool_label)
-        nodes = NodesFeed(state=self._state, read=read, metrics=metrics, reported=self._pods.reported)
+        nodes = NodesFeed(state=self._state, read=read, metrics=metrics, on_report=self._pods.drop_missing)
         self._informers = (
             Informer(kind="nodes", watched=ALL_NODES, handler=nodes, metrics=metrics),
             Informer(kind="pods", watched=LIVE_PODS, handler=self._pods, metrics=metrics),

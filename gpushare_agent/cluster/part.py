@@ -189,7 +189,6 @@ def build(node: Node, store: PodStore) -> ClusterPart:
         kubelet_facts=KubeletFacts(
             node_name=node_name,
             kubelet_socket=kubelet.device_plugin_path / KUBELET_SOCKET,
-            allow_unsupported=kubelet.allow_unsupported,
             has_pod_resources=kubelet.pod_resources_socket is not None,
         ),
     )

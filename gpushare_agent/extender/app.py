@@ -55,8 +55,6 @@ if TYPE_CHECKING:
 log = structlog.get_logger(__name__)
 
 API_RETRY_S = 2.0
-MAX_SHOWN = 1000
-"""Pods with foreign predicate annotations in the state document; a metric has their number."""
 DEFAULT_NAMESPACE = "kube-system"
 """The lease's, where neither a setting nor the pod says another."""
 ADMISSION_CONFIGS = (
@@ -160,14 +158,7 @@ def build(settings: Settings, api: ClusterApi, *, clock: Callable[[], float] = t
     policy = ClusterPolicy(names=names, share_policy=settings.placement.share_policy, node_policy=chosen.node_policy)
     state = ClusterState(policy=policy, quota=quota)
     election = _election(chosen, api)
-    pods = PodsFeed(
-        state=state,
-        names=names,
-        metrics=metrics,
-        model_label=chosen.model_label,
-        leads=election.leads,
-        clock=clock,
-    )
+    pods = PodsFeed(state=state, names=names, model_label=chosen.model_label, clock=clock)
     writes = PodWrites(api=api, names=names, leads=election.leads)
     binder = Binder(
         state=state,
@@ -177,7 +168,7 @@ def build(settings: Settings, api: ClusterApi, *, clock: Callable[[], float] = t
         timing=BindTiming(bind_s=chosen.bind_timeout_s, assume_s=chosen.assume_timeout_s, clock=clock),
     )
     read = partial(read_node, names=names, model_label=chosen.model_label, pool_label=chosen.pool_label)
-    nodes = NodesFeed(state=state, read=read, metrics=metrics, reported=pods.reported, clock=clock)
+    nodes = NodesFeed(state=state, read=read, metrics=metrics, on_report=pods.drop_missing, clock=clock)
     informers = (
         # In the order in which a new leader lists them: no pod may be allowed before the quota is read, and a pod needs
         # its node.
@@ -296,7 +287,6 @@ def document(parts: ExtenderParts) -> Mapping[str, object]:
         "not_ready": parts.leadership.not_ready(),
         "waiting_pods": len(parts.pods.unscheduled_pods()),
         "open_binds": parts.binder.open_binds,
-        "foreign_predicates": parts.pods.foreign_predicates[:MAX_SHOWN],
         "typical_pods": typical_documents(parts.state.typical),
     }
 
@@ -344,7 +334,6 @@ def show_state(parts: ExtenderParts, metrics: ExtenderMetrics) -> None:
         ("leading", "1 while this replica leads.", lambda: not parts.leadership.not_ready()),
         ("open_binds", "Binds of unknown outcome.", lambda: parts.binder.open_binds),
         ("waiting_pods", "Pods without a node that ask for GPUs.", lambda: len(pods.unscheduled_pods())),
-        ("foreign_predicate_pods", "Pods with such predicate annotations now.", lambda: len(pods.foreign_predicates)),
     )
     for name, documentation, read in gauges:
         # Read at each scrape: a gauge that is set at each change would be wrong after the one that forgot it.

@@ -1,20 +1,19 @@
 """Handlers of the informers: put the cluster's pods, its nodes and the quota's ConfigMap into the extender's state.
 
-A pod's annotations decide nothing: those that carry an extender's choice are compared with this extender's reservation and
-with what the node's agent reports, and the pods where both differ are counted (docs/reference/extender.md).
+A pod's annotations decide nothing here: any tenant can write them (docs/reference/extender.md).
 
 A ConfigMap that cannot be read leaves the last good quota in force; where there never was one, pods that ask for GPUs are
 refused until it is corrected, as in gpu-admission. An absent ConfigMap is no quota (docs/reference/quota.md).
 
-State owned: the unscheduled pods, whose requests a bind needs, the pods with foreign predicate annotations, those whose
-agent has not reported yet, those missing from a list, what was logged lately, and whether a good quota was ever read.
+State owned: the unscheduled pods, whose requests a bind needs, those missing from a list, and whether a good quota was ever
+read.
 """
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 
 import structlog
 from msgspec import Raw, Struct, field
@@ -24,7 +23,6 @@ from gpushare_agent.cluster.informer import Handler
 from gpushare_agent.cluster.kube.objects import ObjectReference, object_meta, object_name, pod_uid
 from gpushare_agent.cluster.kube.pods import PodJson, read_pod_json
 from gpushare_agent.extender.cluster_state import ClusterState
-from gpushare_agent.extender.decisions.pod_plan import plan_annotations
 from gpushare_agent.extender.decisions.quota import QUOTA_KEY, Quota, QuotaState
 from gpushare_agent.extender.metrics import ExtenderMetrics
 from gpushare_agent.extender.objects import (
@@ -32,23 +30,18 @@ from gpushare_agent.extender.objects import (
     asks_for_ours,
     host_request,
     lean_pod,
-    predicate_annotations,
     read_quota,
 )
-from gpushare_agent.extender.values import ClusterNode, Reservation, Stage
+from gpushare_agent.extender.values import ClusterNode, Stage
 from gpushare_agent.kit.supervision import ReportOnce
 from gpushare_agent.model.errors import Corrupt
-from gpushare_agent.model.names import PREDICATE_GPU_INDEX_PREFIX, PREDICATE_NODE_ANNOTATION, PodUid
+from gpushare_agent.model.names import PodUid
 from gpushare_agent.model.pods import Pod
 from gpushare_agent.model.resources import ResourceNames
 
 log = structlog.get_logger(__name__)
 
 MAX_REPORTED = 4096
-REPORT_PERIOD_S = 600.0
-"""The time between two log lines about one pod; so many pods are remembered as MAX_REPORTED allows."""
-ANNOTATIONS_SHOWN = 8
-CHARS_SHOWN = 80
 MAX_NODE_CHARS = 253
 MALFORMED = "QuotaMalformed"
 """The reason of the Event on a ConfigMap that cannot be read."""
@@ -56,30 +49,18 @@ MALFORMED = "QuotaMalformed"
 
 class PodsFeed(Handler, Struct, kw_only=True, eq=False):
     """The handler of pods. It compares lists with the reservations as well: a bind may have read a pod that the informer
-    never listed. A replica that does not lead compares no annotations, for it does not know what the leader has reserved;
-    it lists every pod anew when it leads."""
+    never listed."""
 
     state: ClusterState
     names: ResourceNames
-    metrics: ExtenderMetrics
     model_label: str = ""
-    leads: Callable[[], bool] = lambda: True
     clock: Callable[[], float] = time.monotonic
     on_scheduled: Callable[[Pod], None] = lambda pod: None
     """Told of a pod that had no node, once it has one."""
     _unscheduled: dict[PodUid, Pod] = field(default_factory=dict)
-    _foreign: set[PodUid] = field(default_factory=set)
-    _logged_at: dict[PodUid, float] = field(default_factory=dict)
     _before_list: set[PodUid] = field(default_factory=set)
     _missing: set[PodUid] = field(default_factory=set)
     """The pods that are not listed any more; some of them stay until their bind ends."""
-    _unreported: dict[PodUid, tuple[Pod, Mapping[str, str]]] = field(default_factory=dict)
-    """Bound pods with annotations that are not our plan, and may be what their agent allocated: not reported yet."""
-
-    @property
-    def foreign_predicates(self) -> list[PodUid]:
-        """Pods whose predicate annotations are neither our plan nor what their agent allocated."""
-        return sorted(self._foreign)
 
     def unscheduled(self, uid: PodUid) -> Pod | None:
         """The pod, if it has no node and asks for something of ours."""
@@ -97,7 +78,7 @@ class PodsFeed(Handler, Struct, kw_only=True, eq=False):
 
     def put_pod(self, read: PodJson) -> bool:
         # Whoever was missing and had a bind under way may be resolved by now: no event comes for a pod that is gone.
-        self._drop_missing()
+        self.drop_missing()
         # Before anything more is parsed: nearly all pods of a cluster end here.
         if not asks_for_ours(read, self.names):
             return self._put_other(read)
@@ -114,8 +95,6 @@ class PodsFeed(Handler, Struct, kw_only=True, eq=False):
         else:
             self._unscheduled[pod.uid] = pod
         self.state.put_pod(pod, self.clock())
-        # Last: it needs the reservation that put_pod may have made.
-        self._compare(pod, predicate_annotations(read))
         return True
 
     def _put_other(self, read: PodJson) -> bool:
@@ -137,10 +116,10 @@ class PodsFeed(Handler, Struct, kw_only=True, eq=False):
         # A reservation made while the pages came is not among them: its pod may be younger than the list.
         self._missing |= self._before_list.difference(keys)
         self._before_list = set()
-        self._drop_missing()
+        self.drop_missing()
 
-    def _drop_missing(self) -> None:
-        """Except those with a bind under way: the binder resolves them first."""
+    def drop_missing(self) -> None:
+        """Forget them, except those with a bind under way: the binder resolves them first."""
         for uid in sorted(self._missing):
             known = self.state.reservation(uid)
             # An ASSUMED reservation is the binder's: to drop it would give GPUs away that a late bind may still take.
@@ -151,85 +130,16 @@ class PodsFeed(Handler, Struct, kw_only=True, eq=False):
     def remove(self, key: str) -> None:
         uid = PodUid(key)
         self._unscheduled.pop(uid, None)
-        self._foreign.discard(uid)
-        self._unreported.pop(uid, None)
         self.state.remove_pod(uid)
-
-    def reported(self, uids: Collection[PodUid]) -> None:
-        """The agent of a node has reported what these pods have."""
-        self._drop_missing()
-        # Only now can the two be compared: the annotations came before the report.
-        for uid in sorted(self._unreported.keys() & uids):
-            self._compare(*self._unreported[uid])
-
-    def _compare(self, pod: Pod, written: Mapping[str, str]) -> None:
-        # Each comparison starts anew: the newest version of the pod alone says in which of the sets it is.
-        self._unreported.pop(pod.uid, None)
-        reservation = self.state.reservation(pod.uid)
-        if not self.leads() or _is_accounted_for(written, reservation):
-            self._foreign.discard(pod.uid)
-        # Not foreign yet: an agent's report follows its annotations within a second or two.
-        elif _may_be_agents(pod, written, reservation):
-            self._unreported[pod.uid] = pod, written
-        # Once a pod: the watch delivers it again with every change of its status.
-        elif pod.uid not in self._foreign:
-            self._foreign.add(pod.uid)
-            self.metrics.count("foreign_predicates")
-            self._log_foreign(pod, written)
-
-    def _log_foreign(self, pod: Pod, written: Mapping[str, str]) -> None:
-        """Limited, for any tenant can write annotations; an ended pod still counts, or new pods could fill the log."""
-        now = self.clock()
-        self._logged_at = {uid: at for uid, at in self._logged_at.items() if now - at < REPORT_PERIOD_S}
-        if pod.uid in self._logged_at or len(self._logged_at) >= MAX_REPORTED:
-            return
-        self._logged_at[pod.uid] = now
-        shown = sorted(written.items())[:ANNOTATIONS_SHOWN]
-        log.warning(
-            "predicate_annotations_not_ours",
-            pod=f"{pod.namespace}/{pod.name}",
-            annotations={name[:CHARS_SHOWN]: text[:CHARS_SHOWN] for name, text in shown},
-            not_shown=len(written) - len(shown),
-            then="they are ignored",
-        )
-
-
-def _is_accounted_for(written: Mapping[str, str], reservation: Reservation | None) -> bool:
-    """Whether the annotations are our plan, or what the agent reports."""
-    if not written:
-        return True
-    # Without the node's annotation the indexes count for the node that the pod is on.
-    if reservation is None or written.get(PREDICATE_NODE_ANNOTATION, reservation.node) != reservation.node:
-        return False
-    indexes = {name: text for name, text in written.items() if name.startswith(PREDICATE_GPU_INDEX_PREFIX)}
-    planned = plan_annotations(reservation.plan, PREDICATE_GPU_INDEX_PREFIX)
-    # A part of the plan is not foreign: another client may have removed some of its annotations.
-    if all(planned.get(name) == text for name, text in indexes.items()):
-        return True
-    # The agent writes what it allocated, which may differ from the plan; by container it is not known here, so the GPUs
-    # of the whole pod are compared.
-    allocated = {str(index) for index in reservation.plan.charges}
-    return reservation.stage is Stage.CONFIRMED and all(
-        part in allocated for text in indexes.values() for part in text.split(",")
-    )
-
-
-def _may_be_agents(pod: Pod, written: Mapping[str, str], reservation: Reservation | None) -> bool:
-    """Whether the agent may have written the GPUs: it writes them into the pod as well, often before it reports them on its
-    node."""
-    is_confirmed = reservation is not None and reservation.stage is Stage.CONFIRMED
-    # An agent writes none for the node; one that names another node is not its work.
-    is_here = written.get(PREDICATE_NODE_ANNOTATION, pod.node_name) == pod.node_name
-    return bool(pod.node_name) and is_here and not is_confirmed
 
 
 class NodesFeed(Handler, Struct, kw_only=True, eq=False):
-    """The handler of nodes. `reported` is called with the pods that a node's agent names."""
+    """The handler of nodes. `on_report` is called after each report of a node's agent."""
 
     state: ClusterState
     read: Callable[[Raw], NodeReading]
     metrics: ExtenderMetrics
-    reported: Callable[[Collection[PodUid]], None]
+    on_report: Callable[[], None]
     clock: Callable[[], float] = time.monotonic
     _problems: ReportOnce = field(default_factory=lambda: ReportOnce(MAX_REPORTED))
     _elsewhere: dict[str, set[PodUid]] = field(default_factory=dict)
@@ -251,7 +161,7 @@ class NodesFeed(Handler, Struct, kw_only=True, eq=False):
         self.state.put_node(reading.node, self.clock())
         # After the state has the report, or a pod's reservation would not be found.
         self._compare(reading.node)
-        self.reported((reading.node.allocated or {}).keys())
+        self.on_report()
         return True
 
     def remove(self, key: str) -> None:

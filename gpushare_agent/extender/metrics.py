@@ -33,10 +33,6 @@ COUNTERS: Mapping[str, tuple[str, Mapping[str, Sequence[str]]]] = {
     "bind_retries": ("Tries of a bind after the first.", {}),
     "binds_settled": ("Binds whose outcome was unknown at first.", {"outcome": ("bound", "not-bound")}),
     "reservations_expired": ("With reserve filter: pods that were never bound.", {}),
-    "foreign_predicates": (
-        "Pods whose predicate annotations agree with no reservation: forged, or another's.",
-        {},
-    ),
     "node_annotations_unreadable": ("Node annotations of the agent that could not be read.", {}),
     "placement_disagreements": ("Pods whose agent chose other GPUs than planned.", {}),
     "watches_ended": ("Watches by why they ended.", {"kind": KINDS, "outcome": WATCH_OUTCOMES}),

@@ -38,7 +38,6 @@ from gpushare_agent.model.names import (
     GPUSHARE_ASSUME_TIME_ANNOTATION,
     GPUSHARE_INDEX_ANNOTATION,
     PREDICATE_GPU_INDEX_PREFIX,
-    PREDICATE_NODE_ANNOTATION,
     GpuUuid,
 )
 from gpushare_agent.model.pods import ContainerKind, ContainerSpec, HostRequest, Pod
@@ -51,9 +50,6 @@ _MAX_LABEL_CHARS = 63
 _MAX_TOPOLOGIES = 256
 """Nodes of one build are alike: a cluster has few."""
 _MAX_ALIKE = 16384
-_MAX_ANNOTATION_CHARS = 256
-MAX_ANNOTATIONS = 64
-"""With an extender's choice, of one pod."""
 _MIB = 20
 """Bits."""
 _MOST = 1 << 40
@@ -291,19 +287,6 @@ def host_request(spec: PodSpec, model_label: str = "") -> HostRequest:
     """What kube-scheduler counts of a pod on its node's CPU and main memory, and the GPU models that it may run on."""
     cpu_milli, memory_mib = _bounded(asked_of_node(spec, CPU), asked_of_node(spec, MEMORY))
     return _host_request(cpu_milli, memory_mib, values_of_label(spec, model_label) if model_label else ())
-
-
-def predicate_annotations(pod: PodJson) -> dict[str, str]:
-    """The pod's annotations with an extender's choice: of the node, and of GPUs by container. Only to be compared: any
-    tenant can write them."""
-    found = {
-        name: value[:_MAX_ANNOTATION_CHARS]
-        for name, value in pod.meta.annotations.items()
-        if name == PREDICATE_NODE_ANNOTATION or name.startswith(PREDICATE_GPU_INDEX_PREFIX)
-    }
-    # A pod may have thousands of such names. The node's is the one that the comparison needs most.
-    names = sorted(found, key=lambda name: (name != PREDICATE_NODE_ANNOTATION, name))
-    return {name: found[name] for name in names[:MAX_ANNOTATIONS]}
 
 
 @lru_cache(maxsize=_MAX_ALIKE)

@@ -3,8 +3,8 @@ of the kubelet, on which it depends whether a List may be sent at all.
 
 Only `PodResourcesGate` may call `list_entries`: a List while an Allocate is open makes the kubelet forget the device IDs in
 flight and offer them to the next pod (measured on every version). `get_pod` is free of this; kubelets have it from 1.34 on.
-On 1.29 and older a List inside GetPreferredAllocation can panic the kubelet (measured), so the version must be known before
-the first one; until then admissions wait, within their bound (`KubeletFacts`).
+On 1.29 and older a List inside GetPreferredAllocation can panic the kubelet (measured): such a kubelet is refused, and the
+version must be known before the first List; until then admissions wait, within their bound (`KubeletFacts`).
 
 A List answer has about 95 bytes per device ID and is read inside admissions, so it is kept as bytes and only what a
 decision needs is decoded (`PodListing`), once for as long as a pod's bytes stay the same. State owned: the connections, and
@@ -79,31 +79,25 @@ class ReadsNodes(Protocol):
 
 
 class KubeletFacts(Struct, kw_only=True, eq=False):
-    """Ask `wait_lists_inside` before a List; run `run` once an API connection may come."""
+    """Await `wait_known` before a List inside an admission; run `run` once an API connection may come."""
 
     node_name: str
     kubelet_socket: Path
-    allow_unsupported: bool
     has_pod_resources: bool = True
     retry_s: float = RETRY_S
     wall_clock: Callable[[], float] = time.time
-    _version: tuple[int, int] | None = None
-    _text: str = ""
+    version: str | None = None
+    """As in the Node object, None while unknown."""
     _is_known: asyncio.Event = field(default_factory=asyncio.Event)
     _is_outdated: asyncio.Event = field(default_factory=asyncio.Event)
     _has_waiter: asyncio.Event = field(default_factory=asyncio.Event)
     _waiting: int = 0
     _unavailable_reason: str = "it has not been read yet"
 
-    @property
-    def version(self) -> str:
-        """The version as in the Node object, empty while unknown."""
-        return self._text
-
     def take_over(self, previous: KubeletFacts) -> None:
         """What was read before a reload: admissions need not wait until it is read again."""
-        if previous._is_known.is_set():
-            self._version, self._text = previous._version, previous._text
+        if previous.version is not None:
+            self.version = previous.version
             self._is_known.set()
 
     def age_s(self) -> float | None:
@@ -118,8 +112,8 @@ class KubeletFacts(Struct, kw_only=True, eq=False):
         """It may have another version now: the Node is read again. The last version counts until then."""
         self._is_outdated.set()
 
-    async def wait_lists_inside(self, *, timeout_s: float) -> bool:
-        """Whether a List inside GetPreferredAllocation is safe. Raises Unavailable while the version is unknown."""
+    async def wait_known(self, *, timeout_s: float) -> None:
+        """From then on a List inside GetPreferredAllocation is safe. Raises Unavailable while the version is unknown."""
         self._waiting += 1
         self._has_waiter.set()
         try:
@@ -130,14 +124,10 @@ class KubeletFacts(Struct, kw_only=True, eq=False):
                 )
         finally:
             self._waiting -= 1
-        if not self.has_pod_resources:
-            return False
-        # None: it cannot be read, which `_read_version` has logged. Refusing every pod for a spelling would be worse.
-        return self._version is None or self._version >= OLDEST
 
     async def run(self, api: ReadsNodes) -> NoReturn:
         """Reads the Node at the start and after each restart of the kubelet, until cancelled. Raises StartupError on a
-        kubelet that is too old, unless the settings allow it."""
+        kubelet that is too old."""
         while True:
             try:
                 async with asyncio.timeout(10):
@@ -160,22 +150,16 @@ class KubeletFacts(Struct, kw_only=True, eq=False):
             await wait_for(self._has_waiter, self.retry_s)
 
     def _read_version(self, text: str) -> None:
-        match = _VERSION.match(text)
-        version = (int(match[1]), int(match[2])) if match else None
-        if version is None:
-            log.warning("kubelet_version_unreadable", node=self.node_name, version=text[:64], assumed="supported")
-        elif version < OLDEST:
-            if not self.allow_unsupported:
-                raise StartupError(
-                    f"kubelet {text} on node {self.node_name} is older than {OLDEST[0]}.{OLDEST[1]}: a PodResources "
-                    "List during an admission can crash it. Upgrade the kubelet, or set --kubelet.allow-unsupported=true "
-                    "(pods are then identified by the API server alone, and refused where two match)."
-                )
-            log.warning("kubelet_unsupported", version=text, identified_by="pod store alone")
+        # One that cannot be read passes: refusing every pod for a spelling would be worse. The log shows it.
+        if (match := _VERSION.match(text)) and (int(match[1]), int(match[2])) < OLDEST:
+            raise StartupError(
+                f"kubelet {text} on node {self.node_name} is older than {OLDEST[0]}.{OLDEST[1]}: a PodResources List "
+                "during an admission can crash it. Upgrade the kubelet."
+            )
         # Read again after each restart of the kubelet; the log says only what is new.
-        if text != self._text:
-            log.info("kubelet_version", version=text)
-        self._version, self._text = version, text
+        if text != self.version:
+            log.info("kubelet_version", version=text[:64])
+        self.version = text
         self._is_known.set()
 
 

@@ -5,7 +5,7 @@ device-plugin directory, names the pod UID, which PodResources does not, and has
 PodResources leaves out. It keeps entries of ended pods until the next Allocate, so it is never used alone where PodResources
 answers. It is never written.
 
-Format: docs/reference/formats.md, section 3. DeviceIDs is a map from NUMA node to IDs, in old kubelets a plain list.
+Format: docs/reference/formats.md, section 3. DeviceIDs is a map from NUMA node to IDs.
 """
 
 from __future__ import annotations
@@ -92,10 +92,11 @@ def read_checkpoint(path: Path) -> Sequence[CheckpointEntry]:
 
 def _entry(raw: dict[str, object]) -> CheckpointEntry:
     raw_ids = raw["DeviceIDs"]
-    # Only the IDs count here: which NUMA node they are on is known from the GPU.
-    groups = list(raw_ids.values()) if isinstance(raw_ids, dict) else [raw_ids]
+    if not isinstance(raw_ids, dict):
+        raise TypeError(f"DeviceIDs of {raw['PodUID']!r} is {type(raw_ids).__name__}")
     ids: set[str] = set()
-    for group in groups:
+    # Only the IDs count here: which NUMA node they are on is known from the GPU.
+    for group in raw_ids.values():
         if group is not None and not isinstance(group, list):
             raise TypeError(f"DeviceIDs of {raw['PodUID']!r} is {type(group).__name__}")
         ids.update(str(device) for device in group or ())

@@ -84,8 +84,6 @@ class KubeletSettings(Section):
     """The kubelet's HTTPS port."""
     api_ca: GivenPath | None = None
     """CA of the kubelet's serving certificate, a file. Empty: the service account's ca.crt."""
-    allow_unsupported: bool = False
-    """Run with kubelets older than 1.30: pods are identified by the API server alone."""
     pod_lookup_timeout_s: Seconds = Field(default=2.0, ge=0.1, le=10)
     """How long an admission may take to identify its pod."""
     look_again_s: Seconds = Field(default=0.4, ge=0, le=5)

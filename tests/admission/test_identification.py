@@ -42,11 +42,13 @@ class Inside:
 
 
 class Outside:
+    has_pod_resources = True
+
     async def fetch(self, namespace: str, name: str, *, timeout_s: float) -> Pod | None:
         return None
 
-    async def wait_lists_inside(self, *, timeout_s: float) -> bool:
-        return True
+    async def wait_known(self, *, timeout_s: float) -> None:
+        return None
 
 
 async def test_a_pod_that_cannot_be_decoded_refuses_the_call_with_the_reason() -> None:

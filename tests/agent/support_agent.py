@@ -97,7 +97,7 @@ async def open_agent(
                 await poll_until(lambda: not parts.kubelet.not_ready(), "both resources registered")
                 await wait_registered(node)
                 await wait_synced(parts)
-                await parts.kubelet.facts.wait_lists_inside(timeout_s=DEADLINE_S)
+                await parts.kubelet.facts.wait_known(timeout_s=DEADLINE_S)
             yield agent
         finally:
             agent.task.cancel()

@@ -12,7 +12,6 @@ from gpushare_agent.sandbox.behaviour import KUBERNETES_VERSIONS
 from gpushare_agent.sandbox.node import EmbeddedNode
 from tests.agent.support_agent import (
     assert_nothing_shared,
-    calls_of,
     given,
     gpus_of,
     holders_of,
@@ -21,10 +20,8 @@ from tests.agent.support_agent import (
     wait_ledger_equal,
     wait_running,
     wait_settled,
-    wait_synced,
     wait_until,
 )
-from tests.cluster.support_kube import pod_named
 from tests.sandbox.support_sandbox import (
     CORE,
     MEMORY,
@@ -105,8 +102,6 @@ def _assert_given_what_was_asked(node: EmbeddedNode) -> None:
 
 SILENT = replace(SHORT_TIMES, first_status_s=0.0, status_interval_s=3600.0)
 """A kubelet that writes the Node object once; the test writes it from then on."""
-HELD = replace(SILENT, admission_delay_s=3600.0)
-"""And that admits pods when the test says so: the agent is registered by then."""
 
 
 async def _make_old(node: EmbeddedNode) -> None:
@@ -116,55 +111,16 @@ async def _make_old(node: EmbeddedNode) -> None:
     node.api.apply_node({**raw, "status": status})
 
 
-async def _apply_allocatable(node: EmbeddedNode) -> None:
-    await wait_until(
-        node, lambda: all(node.kubelet.devices.capacity().get(r, (0, 0))[1] for r in (CORE, MEMORY)), "devices"
-    )
-    raw = node.api.node(node.name)
-    healthy = {name: str(count) for name, (_, count) in node.kubelet.devices.capacity().items()}
-    node.api.apply_node({**raw, "status": {**raw["status"], "allocatable": healthy, "capacity": healthy}})
-
-
 async def test_a_kubelet_that_is_too_old_ends_the_agent_with_the_reason() -> None:
-    """Exit code 1, both versions, how to insist, no traceback."""
+    """Exit code 1, both versions, what to do, no traceback."""
     async with open_test_node(times=SILENT) as node:
         await _make_old(node)
         async with open_child(node, wait=False) as child:
             async with asyncio.timeout(DEADLINE_S):
                 assert await child.wait() == 1
         text = node.paths.agent_log.read_text()
-        assert "v1.29.14" in text and "1.30" in text and "--kubelet.allow-unsupported=true" in text
+        assert "v1.29.14" in text and "1.30" in text and "Upgrade the kubelet" in text
         assert "Traceback" not in text
         assert not node.kubelet.log.pod_resources_calls or not any(
             c.inside for c in node.kubelet.log.pod_resources_calls
         )
-
-
-async def test_an_old_kubelet_on_which_the_operator_insists_is_never_asked_inside_an_admission() -> None:
-    """Pods are identified by the pod store alone, and refused where two match."""
-    async with open_test_node(times=HELD) as node:
-        await _make_old(node)
-        async with open_agent(node, "--kubelet.allow-unsupported=true", wait=False) as agent:
-            await wait_synced(agent.parts)  # before, a reconcile lists, which may coincide with an admission
-            await _apply_allocatable(node)
-            node.kubelet.begin_admissions()
-            for cores in (30, 40):
-                node.api.create_pod(pod(f"p{cores}", container(cores=cores, blocks=10)))
-                await wait_running(node, f"p{cores}")
-            await wait_ledger_equal(node, agent)
-            assert_nothing_shared(node)
-            node.kubelet._times = replace(HELD, first_status_s=3600.0)  # the Node object stays as the test wrote it
-            await node.kubelet.stop()
-            for name in ("twin-1", "twin-2"):
-                node.api.create_pod(pod(name, container(cores=20, blocks=10)))
-            await wait_until(node, lambda: pod_named(agent.parts.cluster.store, "twin-2"), "both heard of")
-            await node.kubelet.start()
-            await _apply_allocatable(node)
-            node.kubelet.begin_admissions()
-            await wait_settled(node, "twin-1")
-            await wait_settled(node, "twin-2")
-            refused = [n for n in ("twin-1", "twin-2") if node.api.pod("default", n)["status"]["phase"] == "Failed"]
-            assert refused and "does not guess" in node.api.pod("default", refused[0])["status"]["message"]
-            assert not any(call.inside for call in node.kubelet.log.pod_resources_calls if call.method == "List")
-            assert len(calls_of(node, "p30")) == 2
-            await wait_ledger_equal(node, agent)

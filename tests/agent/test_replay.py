@@ -108,8 +108,10 @@ class NoFetch:
 
 
 class ModernKubelet:
-    async def wait_lists_inside(self, *, timeout_s: float) -> bool:
-        return True
+    has_pod_resources = True
+
+    async def wait_known(self, *, timeout_s: float) -> None:
+        return None
 
 
 async def nothing_to_prepare(keys: object) -> None:

@@ -101,22 +101,19 @@ async def test_a_dead_socket_file_is_reported_from_a_missing_one_and_from_a_plai
 
 
 @pytest.mark.parametrize(
-    ("version", "flags", "level"),
+    ("version", "level"),
     [
-        ("v1.30.0", [], Level.OK),
-        ("v1.36.2+k3s1", [], Level.OK),
-        ("v1.29.14", [], Level.ERROR),
-        ("v1.29.14", ["--kubelet.allow-unsupported"], Level.WARNING),
-        ("v1.9.0", [], Level.ERROR),
-        ("", [], Level.WARNING),
+        ("v1.30.0", Level.OK),
+        ("v1.36.2+k3s1", Level.OK),
+        ("v1.29.14", Level.ERROR),
+        ("v1.9.0", Level.ERROR),
+        ("", Level.WARNING),
     ],
 )
-async def test_kubelets_before_1_30_are_errors_unless_insisted(
-    short_dir: Path, version: str, flags: list[str], level: Level
-) -> None:
+async def test_kubelets_before_1_30_are_errors(short_dir: Path, version: str, level: Level) -> None:
     """Versions are compared as numbers."""
     async with complete_node(short_dir, node_api(version)) as node:
-        findings = await check_node(node.settings(*flags))
+        findings = await check_node(node.settings())
     (found,) = [finding for finding in findings if finding.what == "kubelet version"]
     assert found.level is level
 

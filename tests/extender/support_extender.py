@@ -652,12 +652,12 @@ class Replica:
         metrics, quota = ExtenderMetrics(), QuotaState(NAMES)
         self.metrics = metrics
         self.state = ClusterState(policy=ClusterPolicy(names=NAMES), quota=quota)
-        pods = PodsFeed(state=self.state, names=NAMES, metrics=metrics)
+        pods = PodsFeed(state=self.state, names=NAMES)
         nodes = NodesFeed(
             state=self.state,
             read=lambda raw: read_node(raw, NAMES, model_label=MODEL_LABEL, pool_label=POOL_LABEL),
             metrics=metrics,
-            reported=pods.reported,
+            on_report=pods.drop_missing,
             clock=clock,
         )
         self.binder = Binder(

@@ -1,18 +1,14 @@
-"""What the feeds make of lists and of foreign annotations: no share is lost for ever, and no tenant fills the log."""
+"""What the feeds make of lists: no share is lost for ever."""
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import pytest
-from structlog.testing import capture_logs
 
 from gpushare_agent.cluster.kube.pods import read_pod_json
-from gpushare_agent.extender import cluster_feed
 from gpushare_agent.extender.cluster_feed import PodsFeed
 from gpushare_agent.extender.cluster_state import ClusterState
-from gpushare_agent.extender.metrics import ExtenderMetrics
 from gpushare_agent.extender.objects import lean_pod, read_node
 from gpushare_agent.extender.values import ClusterPolicy, Reservation, Stage
 from tests.extender.support_extender import (
@@ -28,29 +24,19 @@ from tests.extender.support_extender import (
 )
 from tests.support_json import undecoded
 
-NODE_KEY, INDEX_KEY = "tencent.com/predicate-node", "tencent.com/predicate-gpu-idx-"
-
 
 @dataclass
 class Feeding:
     """A feed on a state with one node of two GPUs, and a clock for the test to turn."""
 
     now: float = 1000.0
-    is_leading: bool = True
-    metrics: ExtenderMetrics = field(default_factory=ExtenderMetrics)
 
     def __post_init__(self) -> None:
         self.state = ClusterState(policy=ClusterPolicy(names=NAMES))
         node = read_node(undecoded(raw_node("n1")), NAMES, model_label=MODEL_LABEL, pool_label=POOL_LABEL).node
         assert node is not None
         self.state.put_node(node, self.now)
-        self.pods = PodsFeed(
-            state=self.state,
-            names=NAMES,
-            metrics=self.metrics,
-            leads=lambda: self.is_leading,
-            clock=lambda: self.now,
-        )
+        self.pods = PodsFeed(state=self.state, names=NAMES, clock=lambda: self.now)
 
     def reserve(self, raw: Raw) -> None:
         """As a bind does that read the pod itself."""
@@ -84,10 +70,6 @@ def test_a_pod_without_gpus_takes_cpu_of_its_node_until_it_is_gone(feeding: Feed
     assert ledger.free.cpu_milli == 0
 
 
-def forged(name: str, **annotations: str) -> Raw:
-    return raw_pod(name, (30, 4), annotations={f"{INDEX_KEY}0": "1", **annotations})
-
-
 async def test_a_pod_that_only_the_binder_knew_is_forgotten_after_a_list() -> None:
     """The watch was silent while it was bound and deleted, and ends with 410: its whole GPU is free again."""
     pod, other = raw_pod("a", (100, 0)), raw_pod("b", (100, 0))
@@ -111,10 +93,10 @@ def test_a_bind_under_way_outlives_a_list_and_is_dropped_once_it_ended(feeding: 
     feeding.pods.list_begins()
     feeding.pods.list_ended([], (), "7")
     assert feeding.reserved() == ["uid-a"]
-    feeding.pods.reported([])
+    feeding.pods.drop_missing()
     assert feeding.reserved() == ["uid-a"]
     feeding.state.bound(lean_pod(read_pod_json(undecoded(raw_pod("a", (30, 4)))), NAMES).uid)
-    feeding.pods.reported([])
+    feeding.pods.drop_missing()
     assert feeding.reserved() == []
 
 
@@ -142,61 +124,3 @@ def test_pods_that_the_agent_confirmed_while_the_list_was_read_go_too(feeding: F
     assert [one.stage for one in feeding.state.reservations()] == [Stage.BOUND]
     feeding.pods.list_ended([], (), "7")
     assert feeding.reserved() == []
-
-
-def test_one_pod_is_reported_of_once_in_ten_minutes(feeding: Feeding) -> None:
-    """However often its annotations change from wrong to right and back."""
-    with capture_logs() as lines:
-        for _ in range(5):
-            feeding.pods.put(undecoded(forged("a")))
-            feeding.pods.put(undecoded(raw_pod("a", (30, 4))))
-        assert len(lines) == 1
-        feeding.pods.remove("uid-a")
-        feeding.pods.put(undecoded(forged("a")))
-        assert len(lines) == 1
-        feeding.now += cluster_feed.REPORT_PERIOD_S
-        feeding.pods.remove("uid-a")
-        feeding.pods.put(undecoded(forged("a")))
-        assert len(lines) == 2
-
-
-def test_a_line_about_a_pod_is_short(feeding: Feeding) -> None:
-    """Thousands of annotations, or long ones: some are shown, the rest counted, and no more than a few are kept."""
-    many = {f"{INDEX_KEY}{number}": "7" * 5000 for number in range(2000)}
-    with capture_logs() as lines:
-        feeding.pods.put(undecoded(forged("a", **many)))
-        (line,) = lines
-        assert len(json.dumps(line)) < 2000
-        assert (len(line["annotations"]), line["not_shown"]) == (8, 56)
-
-
-def test_new_pods_do_not_fill_the_log_either(feeding: Feeding, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of so many in ten minutes there is a line; all are counted."""
-    monkeypatch.setattr(cluster_feed, "MAX_REPORTED", 3)
-    with capture_logs() as lines:
-        for number in range(10):
-            feeding.pods.put(undecoded(forged(f"p{number}")))
-            feeding.pods.remove(f"uid-p{number}")
-        assert len(lines) == 3
-    assert b"foreign_predicates_total 10.0" in feeding.metrics.exposition("")[1]
-
-
-def test_a_pod_is_counted_once_also_where_its_agent_may_write_meanwhile(feeding: Feeding) -> None:
-    """Forged while it waits, then bound: what its agent will report does not make it another case."""
-    feeding.pods.put(undecoded(forged("a")))
-    bound = forged("a")
-    bound["spec"]["nodeName"] = "n1"
-    for _ in range(2):
-        feeding.pods.put(undecoded(bound))
-        assert feeding.pods.foreign_predicates == ["uid-a"]
-    assert b"foreign_predicates_total 1.0" in feeding.metrics.exposition("")[1]
-
-
-def test_who_leads_no_more_suspects_nobody(feeding: Feeding) -> None:
-    """A follower does not know what is reserved by now: its own suspicion ends with the pod's next change."""
-    feeding.pods.put(undecoded(forged("a")))
-    assert feeding.pods.foreign_predicates == ["uid-a"]
-    feeding.is_leading = False
-    with capture_logs() as lines:
-        feeding.pods.put(undecoded(forged("a")))
-    assert (feeding.pods.foreign_predicates, lines) == ([], [])

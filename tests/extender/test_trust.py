@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from gpushare_agent.model.names import PREDICATE_NODE_ANNOTATION, PodUid
@@ -12,7 +10,6 @@ from tests.extender.support_extender import (
     FakeCluster,
     eventually,
     fake_cluster,
-    foreign_lease,
     holds,
     predicted,
     put_quota,
@@ -37,7 +34,7 @@ async def delivered(cluster: FakeCluster, asker: Asker) -> None:
 
 
 @pytest.mark.parametrize("forged", FORGED)
-async def test_forged_annotations_change_nothing_and_are_counted(forged: dict[str, str]) -> None:
+async def test_forged_annotations_change_nothing(forged: dict[str, str]) -> None:
     """Another GPU, another node, an index past belief, more GPUs than asked: placement and quota are as without."""
     pods = [raw_pod("evil", (60, 8), annotations=forged), raw_pod("good", (60, 8))]
     quota = {"default": {"vcore": 120}}
@@ -47,8 +44,6 @@ async def test_forged_annotations_change_nothing_and_are_counted(forged: dict[st
             for pod in pods:
                 assert (await asker.filter(pod, ["n1", "n2"]))["NodeNames"] == ["n1", "n2"]
             assert asker.parts.state.reservations() == []
-            assert "gpushare_extender_foreign_predicates_total 1.0" in (await asker.get("/metrics"))[1]
-            assert json.loads((await asker.get("/debug/state"))[1])["foreign_predicates"] == ["uid-evil"]
             assert await asker.bind(pods[0], "n1") == ""
             assert predicted(cluster.pod("evil"))["tencent.com/predicate-gpu-idx-0"] == "0"
             assert await asker.bind(pods[1], "n1") == ""
@@ -67,7 +62,7 @@ async def test_a_bound_pod_cannot_take_another_ones_gpus_by_annotation() -> None
         cluster.change(
             "pods", "default/b", lambda raw: raw["metadata"]["annotations"].update(predicted(cluster.pod("a")))
         )
-        await eventually(lambda: asker.parts.pods.foreign_predicates == ["uid-b"])
+        await delivered(cluster, asker)
         assert state_document(asker.parts.state) == before
         assert (await asker.filter(pods[2], ["n1"]))["NodeNames"] == []
 
@@ -81,40 +76,3 @@ async def test_gpus_that_the_agent_gave_otherwise_are_counted() -> None:
         await eventually(lambda: [r.stage for r in asker.parts.state.reservations()] == ["confirmed"])
         assert asker.parts.state.reservations()[0].plan.charges.keys() == {1}
         assert "gpushare_extender_placement_disagreements_total 1.0" in (await asker.get("/metrics"))[1]
-
-
-@pytest.mark.parametrize(("allocated", "foreign"), [(1, []), (0, ["uid-a"])], ids=["by the agent", "foreign"])
-async def test_what_neither_we_nor_the_agent_chose_is_foreign(allocated: int, foreign: list[str]) -> None:
-    """The agent writes the GPUs that it allocated into the pod, often before it reports them on its node: nothing is counted
-    until then, and then its choice as the agent's, and other GPUs than it reports as a foreign annotation."""
-    pod = raw_pod("a", (60, 8))
-    async with fake_cluster(raw_node("n1"), pods=[pod]) as cluster, running_extender(cluster) as asker:
-        assert await asker.bind(pod, "n1") == ""
-        wrote = {"tencent.com/predicate-gpu-idx-0": "1", "tencent.com/gpu-assigned": "true"}
-        cluster.change("pods", "default/a", lambda raw: raw["metadata"]["annotations"].update(wrote))
-        await delivered(cluster, asker)
-        assert asker.parts.pods.foreign_predicates == []
-        holds(cluster, "n1", ("uid-a", allocated, 60, 8))
-        found = asker.parts
-        await eventually(lambda: [r.stage for r in found.state.reservations()] == ["confirmed"])
-        await eventually(lambda: found.pods.foreign_predicates == foreign)
-        metrics = (await asker.get("/metrics"))[1]
-        assert f"gpushare_extender_foreign_predicates_total {len(foreign)}.0" in metrics
-        assert f"gpushare_extender_placement_disagreements_total {1 - len(foreign)}.0" in metrics
-
-
-async def test_a_follower_takes_nobodys_annotations_for_foreign() -> None:
-    """It does not know what the leader has reserved; once it leads it compares."""
-    foreign = raw_pod("a", (60, 8), annotations={"tencent.com/predicate-gpu-idx-0": "0"})
-    async with fake_cluster(raw_node("n1"), pods=[foreign]) as cluster:
-        cluster.put("leases", foreign_lease())
-        async with running_extender(cluster, is_ready=False, leader_elect=True, retry_period_s=0.05) as asker:
-            await eventually(lambda: asker.parts.election.holder == "somebody")
-            await eventually(lambda: "uid-a" in [pod.uid for pod in asker.parts.pods.unscheduled_pods()])
-            assert asker.parts.pods.foreign_predicates == []
-            cluster.change(
-                "leases",
-                "kube-system/gpushare-agent-extender",
-                lambda raw: raw["spec"].update(holderIdentity="", leaseDurationSeconds=1),
-            )
-            await eventually(lambda: asker.parts.pods.foreign_predicates == ["uid-a"])

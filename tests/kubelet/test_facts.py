@@ -1,4 +1,4 @@
-"""The kubelet's version decides whether a List may be sent inside an admission."""
+"""The kubelet's version must be known before a List is sent inside an admission."""
 
 from __future__ import annotations
 
@@ -30,46 +30,35 @@ class Nodes:
         return undecoded({"status": {"nodeInfo": {"kubeletVersion": version}}})
 
 
-def facts(path: Path, *, is_allowed: bool = False) -> KubeletFacts:
-    return KubeletFacts(node_name="n", kubelet_socket=path / "kubelet.sock", allow_unsupported=is_allowed, retry_s=0)
+def facts(path: Path) -> KubeletFacts:
+    return KubeletFacts(node_name="n", kubelet_socket=path / "kubelet.sock", retry_s=0)
 
 
-@pytest.mark.parametrize(
-    ("version", "safe"), [("v1.30.0", True), ("v1.36.2+k3s1", True), ("v2.0.0", True), ("odd", True)]
-)
-async def test_modern_kubelets_may_be_asked(tmp_path: Path, version: str, safe: bool) -> None:
+@pytest.mark.parametrize("version", ["v1.30.0", "v1.36.2+k3s1", "v2.0.0", "odd", ""])
+async def test_modern_kubelets_may_be_asked(tmp_path: Path, version: str) -> None:
     """Also one whose version cannot be read."""
     found = facts(tmp_path)
     async with asyncio.TaskGroup() as group:
         task = group.create_task(found.run(Nodes(version)))
-        assert await found.wait_lists_inside(timeout_s=DEADLINE_S) is safe
+        await found.wait_known(timeout_s=DEADLINE_S)
         await stop_task(task)
 
 
 async def test_an_old_kubelet_ends_the_agent_with_the_reason(tmp_path: Path) -> None:
     """Asking it inside an admission can crash it."""
-    with pytest.raises(StartupError, match=r"v1\.29\.14.*older than 1\.30.*allow-unsupported"):
+    with pytest.raises(StartupError, match=r"v1\.29\.14.*older than 1\.30.*Upgrade the kubelet"):
         await facts(tmp_path).run(Nodes("v1.29.14"))
-
-
-async def test_the_setting_allows_an_old_kubelet(tmp_path: Path) -> None:
-    """Then it is not asked inside an admission."""
-    found = facts(tmp_path, is_allowed=True)
-    async with asyncio.TaskGroup() as group:
-        task = group.create_task(found.run(Nodes("v1.29.14")))
-        assert await found.wait_lists_inside(timeout_s=DEADLINE_S) is False
-        await stop_task(task)
 
 
 async def test_an_api_server_that_is_away_is_asked_again(tmp_path: Path) -> None:
     """Admissions meanwhile wait within their bound, and their error names what they waited for."""
     found = facts(tmp_path)
     with pytest.raises(Unavailable, match="version is not known yet"):
-        await found.wait_lists_inside(timeout_s=0.01)
+        await found.wait_known(timeout_s=0.01)
     nodes = Nodes(Unavailable("connection refused"), Unavailable("connection refused"), "v1.34.1")
     async with asyncio.TaskGroup() as group:
         task = group.create_task(found.run(nodes))
-        assert await found.wait_lists_inside(timeout_s=DEADLINE_S) is True
+        await found.wait_known(timeout_s=DEADLINE_S)
         await stop_task(task)
     assert nodes.asked == 3 and found.version == "v1.34.1"
 
@@ -80,7 +69,7 @@ async def test_a_restarted_kubelets_version_is_read_again(tmp_path: Path) -> Non
     with pytest.RaisesGroup(pytest.RaisesExc(StartupError, match=r"1\.28")):
         async with asyncio.TaskGroup() as group:
             group.create_task(found.run(Nodes("v1.34.1", "v1.28.0")))
-            await found.wait_lists_inside(timeout_s=DEADLINE_S)
+            await found.wait_known(timeout_s=DEADLINE_S)
             found.kubelet_restarted()
 
 
