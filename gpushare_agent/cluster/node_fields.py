@@ -28,7 +28,7 @@ from gpushare_agent.cluster.node_facts import (
     plan_facts_patch,
 )
 from gpushare_agent.kit.backoff import Backoff
-from gpushare_agent.kit.supervision import ReportOnce, wait_for
+from gpushare_agent.kit.supervision import ReportOnce, bounded, wait_for
 from gpushare_agent.model.errors import AgentError, Rejected
 
 log = structlog.get_logger(__name__)
@@ -134,12 +134,12 @@ class NodeFieldsWriter(Struct, Generic[T], kw_only=True, eq=False):
             self._is_changed.clear()
             try:
                 # Read and patch together: the client bounds each of them.
-                async with asyncio.timeout(CALL_TIMEOUT_S):
+                async with bounded(CALL_TIMEOUT_S, f"no answer within {CALL_TIMEOUT_S:g} s"):
                     is_patched = await self._reconcile(api)
-            except (AgentError, TimeoutError) as e:
+            except AgentError as e:
                 failures += 1
                 self._node = None  # a patch that timed out may have been taken: read again
-                self._report_failure(str(e) or f"no answer within {CALL_TIMEOUT_S:g} s", isinstance(e, Rejected))
+                self._report_failure(str(e), isinstance(e, Rejected))
                 if isinstance(e, Rejected):
                     # Not a whole period at first: an API server that has just started may not know its roles yet.
                     await asyncio.sleep(refused_backoff.delay_s(failures))

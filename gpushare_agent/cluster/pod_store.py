@@ -28,7 +28,7 @@ from gpushare_agent.cluster.informer import Handler
 from gpushare_agent.cluster.kube.client import KubeApi
 from gpushare_agent.cluster.kube.objects import pod_uid
 from gpushare_agent.cluster.kube.pods import pod_of_node, static_pod
-from gpushare_agent.kit.supervision import ReportOnce
+from gpushare_agent.kit.supervision import ReportOnce, bounded
 from gpushare_agent.model.errors import AgentError, Conflict, Corrupt, NotFound, Unavailable
 from gpushare_agent.model.names import PodUid
 from gpushare_agent.model.pods import Pod, version_number
@@ -332,8 +332,9 @@ class NodePods(Handler, Struct, kw_only=True, eq=False):
             for p in self.store.pods()
             if (p.namespace, p.name) == (namespace, name) and p.object_uid is not None
         ]
+        late = f"cannot get pod {namespace}/{name}: no connection to the API server within {timeout_s:g} s"
         try:
-            async with asyncio.timeout(timeout_s):
+            async with bounded(timeout_s, late):
                 # The client is loaded after the agent has registered: an admission may come first.
                 while self._api is None:
                     await self._is_attached.wait()
@@ -343,10 +344,6 @@ class NodePods(Handler, Struct, kw_only=True, eq=False):
             for uid in former:  # known before the question: a pod that came after the answer is not among them
                 self.store.remove(uid)
             return None
-        except TimeoutError as e:
-            raise Unavailable(
-                f"cannot get pod {namespace}/{name}: no connection to the API server within {timeout_s:g} s"
-            ) from e
         except Conflict as e:
             # 409 and 410 are answers to writes and watches: for a read they mean no more than that it failed.
             raise Unavailable(str(e)) from e

@@ -28,7 +28,7 @@ from gpushare_agent.dra.decisions.claim import checked_ref
 from gpushare_agent.dra.decisions.devices import device_name
 from gpushare_agent.dra.decisions.edits import PreparedClaim
 from gpushare_agent.kit.grpc_server import GrpcServer, ServedSocket
-from gpushare_agent.kit.supervision import ReportOnce
+from gpushare_agent.kit.supervision import ReportOnce, retried
 from gpushare_agent.kit.watch_path import open_directory_watch
 from gpushare_agent.model.allocations import ClaimRef
 from gpushare_agent.model.errors import AgentError, Corrupt, Refused, Unavailable
@@ -234,13 +234,7 @@ class DraRegistration:
         """Serves both sockets until cancelled; then they are gone, the registration's first."""
         self.is_running = True
         try:
-            while True:
-                try:
-                    await self._keep()
-                except Unavailable as e:
-                    if self._failure.is_new(str(e)):
-                        log.warning("dra_driver_not_served", error=str(e), retried_in_s=RETRY_S)
-                    await asyncio.sleep(RETRY_S)
+            await retried(self._keep, RETRY_S, "dra_driver_not_served", self._failure)
         finally:
             await self._registration_socket.stop()
             await self._driver_socket.stop()

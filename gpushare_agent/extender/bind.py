@@ -7,16 +7,17 @@ every earlier bind still under way. One accepted patch therefore resolves an unk
 node can no longer be bound by an earlier request of ours.
 
 Formats: docs/reference/formats.md, sections 1 and 5; Kubernetes core/v1 Binding. State owned by `Binder`: the pods whose
-bind is under way, the binds of unknown outcome, the reservations made by filter, and the pods with stale annotations, all
-bounded by the scheduler's requests and by the reservations; by `PodWrites` the last time written.
+bind is under way, and the reservations about which something is left to do (`Left`), all bounded by the scheduler's requests
+and by the reservations; by `PodWrites` the last time written.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from enum import IntEnum
 from typing import NoReturn
 
 import structlog
@@ -25,7 +26,7 @@ from msgspec import Raw, Struct, field
 from gpushare_agent.cluster.kube.client import ClusterApi
 from gpushare_agent.cluster.kube.objects import object_meta, pod_uid
 from gpushare_agent.cluster.kube.pods import read_pod_json
-from gpushare_agent.cluster.kube.session import MAX_RETRY_AFTER_S, Throttled
+from gpushare_agent.cluster.kube.session import MAX_RETRY_AFTER_S, NO_ANSWER, Throttled
 from gpushare_agent.extender.cluster_state import ClusterState
 from gpushare_agent.extender.decisions.pod_plan import plan_annotations
 from gpushare_agent.extender.messages import BindArgs
@@ -33,6 +34,7 @@ from gpushare_agent.extender.metrics import ExtenderMetrics
 from gpushare_agent.extender.objects import chooses_gpus, lean_pod
 from gpushare_agent.extender.values import Reservation, Stage
 from gpushare_agent.kit.backoff import Backoff
+from gpushare_agent.kit.supervision import bounded
 from gpushare_agent.model.errors import AgentError, Conflict, NotFound, Refused, Rejected, Unavailable
 from gpushare_agent.model.names import (
     GPU_ASSIGNED_ANNOTATION,
@@ -90,8 +92,24 @@ class Bind(Struct):
     is_annotated: bool = False
 
 
+Write = Callable[[Bind], Awaitable[Raw | None]]
+"""One try of what `PodWrites` does. The pod as it is then; None where it is bound to our node."""
+
+
 class ElsewhereError(Exception):
     """The pod was bound to another node meanwhile."""
+
+
+class Left(IntEnum):
+    """What is left to do about a reservation, in the order in which it is done: open binds keep GPUs from other pods, stale
+    annotations only mislead."""
+
+    OPEN = 1
+    """A bind was sent and its outcome is unknown: the GPUs stay reserved."""
+    STALE = 2
+    """It was undone, and the pod has the annotations of a bind that did not happen."""
+    PROMISED = 3
+    """Made by filter, for a scheduler that binds by itself: it may choose another node, or never bind."""
 
 
 class Binder(Struct, kw_only=True, eq=False):
@@ -104,41 +122,46 @@ class Binder(Struct, kw_only=True, eq=False):
     metrics: ExtenderMetrics
     timing: BindTiming
     _under_way: set[PodUid] = field(default_factory=set)
-    _open: dict[PodUid, Reservation] = field(default_factory=dict)
-    _filter_reservations: dict[PodUid, Reservation] = field(default_factory=dict)
-    _stale: dict[PodUid, Reservation] = field(default_factory=dict)
+    _left: dict[PodUid, tuple[Left, Reservation]] = field(default_factory=dict)
 
     @property
     def open_binds(self) -> int:
         """Binds of unknown outcome: their GPUs stay reserved."""
-        return len(self._open)
+        return sum(self._is_left(uid, Left.OPEN) for uid in self._left)
+
+    def _is_left(self, uid: PodUid, left: Left) -> bool:
+        return uid in self._left and self._left[uid][0] is left
+
+    @contextmanager
+    def _alone(self, uid: PodUid) -> Iterator[None]:
+        """kube-scheduler tries a bind again after its own time limit, which may be shorter than ours: two at once would
+        reserve, undo and annotate in each other's midst. Raises _Failed."""
+        if uid in self._under_way:
+            raise _Failed("another request about it is under way. The scheduler tries again.")
+        self._under_way.add(uid)
+        try:
+            yield
+        finally:
+            self._under_way.discard(uid)
 
     async def bind(self, args: BindArgs) -> str:
         """Empty when the pod is bound, else why not."""
         outcome, error = "bound", ""
         try:
-            # kube-scheduler tries a bind again after its own time limit, which may be shorter than ours: two at once would
-            # reserve, undo and annotate in each other's midst.
-            if args.uid in self._under_way:
-                raise _Failed("another bind of it is under way. The scheduler tries again.")
-            self._under_way.add(args.uid)
-            try:
+            with self._alone(args.uid):
                 await self._reserve_and_bind(args)
-            finally:
-                self._under_way.discard(args.uid)
         except _Failed as e:
             outcome, error = e.outcome, str(e)
         # _finish renames its own to _Failed: what comes here is from the reads before the reservation.
-        except (AgentError, TimeoutError) as e:  # where nothing was reserved
-            outcome = "failed"
-            error = f"{str(e) or 'the API server did not answer in time'}. The scheduler tries again."
+        except AgentError as e:  # where nothing was reserved
+            outcome, error = "failed", f"{e}. The scheduler tries again."
         self.metrics.count("binds", outcome)
         return f"cannot bind pod {args.namespace}/{args.pod} to node {args.node}: {error}" if error else ""
 
     async def _reserve_and_bind(self, args: BindArgs) -> None:
         # One end for all requests of the bind together: the scheduler waits for the sum.
         ends_at = asyncio.get_running_loop().time() + self.timing.bind_s
-        async with asyncio.timeout_at(ends_at):
+        async with bounded(self.timing.bind_s, NO_ANSWER):
             pod = await self._find(args)
             if pod.node_name:  # bound already, to this node
                 # An answer that the scheduler did not get, most likely: it asks again, and saying yes again is right.
@@ -147,52 +170,28 @@ class Binder(Struct, kw_only=True, eq=False):
             if not pod.containers:  # asks for nothing of ours: a scheduler without managedResources sends every pod
                 await self.writes.bind_plain(pod, args.node)
                 return
-        # Before the reservation, not after it: the report may change what is planned.
-        await self._wait_report(args.node)
-        bind = self._reserve(pod, args.node)
-
-        async def carry_out() -> None:
-            await self.writes.bind(bind)
-            self.state.bound(pod.uid)
-
-        # BOUND or CONFIRMED already where the watch, or the node's agent, was quicker than this request: nothing is left to
-        # write.
-        if bind.reservation.stage is Stage.ASSUMED:
-            await self._finish(bind, carry_out, ends_at)
-        gpus = {
-            container.name: list(container.gpus) for container in bind.reservation.plan.containers if container.gpus
-        }
+        reserved = await self._carry_out(self.writes.bind, pod, args.node, ends_at)
+        gpus = {container.name: list(container.gpus) for container in reserved.plan.containers if container.gpus}
         log.info("pod_bound", pod=f"{args.namespace}/{args.pod}", node=args.node, gpus=gpus)
 
     async def reserve(self, pod: Pod, node: str) -> str:
         """Reserve and annotate for a scheduler that binds by itself. Empty, or why not."""
-        if pod.uid in self._under_way:
-            return f"another request about pod {pod.namespace}/{pod.name} is under way. The scheduler tries again."
         ends_at = asyncio.get_running_loop().time() + self.timing.bind_s
-        self._under_way.add(pod.uid)
         try:
-            await self._wait_report(node)
-            bind = self._reserve(pod, node)
-
-            async def annotate() -> None:
-                # None: the scheduler has bound the pod to this node meanwhile.
-                if await self.writes.announce(bind) is None:
-                    self.state.bound(pod.uid)
-
-            await self._finish(bind, annotate, ends_at)
+            with self._alone(pod.uid):
+                reserved = await self._carry_out(self.writes.announce, pod, node, ends_at)
         except _Failed as e:
             self.metrics.count("binds", e.outcome)
             return str(e)
-        finally:
-            self._under_way.discard(pod.uid)
-        # The scheduler may choose another node, or never bind: `_expire` gives the GPUs back.
-        self._filter_reservations[pod.uid] = bind.reservation
+        # `_expire` gives the GPUs back.
+        self._left[pod.uid] = Left.PROMISED, reserved
         return ""
 
     def release(self, uid: PodUid) -> None:
         """Drop a reservation made by `reserve`: the scheduler filters the pod again, so it has not bound it."""
         # Only filter's own reservations: one of a bind may be of a pod that is bound by now.
-        if uid not in self._under_way and self._filter_reservations.pop(uid, None) is not None:
+        if uid not in self._under_way and self._is_left(uid, Left.PROMISED):
+            del self._left[uid]
             self.state.undo(uid)
 
     async def run(self) -> NoReturn:
@@ -221,35 +220,31 @@ class Binder(Struct, kw_only=True, eq=False):
     async def reconcile(self) -> None:
         """Goes over everything once that is not done. Only a leader writes."""
         self._expire()
-        # What is open before what is stale: open binds keep GPUs from other pods, stale annotations only mislead.
-        work = [(uid, one, self._resolve) for uid, one in sorted(self._open.items())]
-        work += [(uid, one, self._clean) for uid, one in sorted(self._stale.items())]
-        for uid, reservation, step in work[:MAX_RECONCILED]:
-            # Asked again for each: leadership may be lost between two of them.
-            if uid in self._under_way or not self.writes.leads():
+        work = sorted((left, uid) for uid, (left, _) in self._left.items() if left is not Left.PROMISED)
+        for left, uid in work[:MAX_RECONCILED]:
+            # Asked again for each: leadership may be lost between two of them, and a bind may begin.
+            if uid in self._under_way or not self.writes.leads() or not self._is_left(uid, left):
                 continue
-            self._under_way.add(uid)
+            reservation = self._left[uid][1]
             try:
                 # One pod that does not get an answer must not keep the others waiting for long.
-                async with asyncio.timeout(self.timing.bind_s):
-                    await step(uid, reservation)
-            except (AgentError, TimeoutError) as e:
+                with self._alone(uid):
+                    async with bounded(self.timing.bind_s, NO_ANSWER):
+                        await (self._resolve if left is Left.OPEN else self._clean)(uid, reservation)
+            except AgentError as e:
                 # Each time, not once: as long as a bind is open, no other pod gets its GPUs.
                 log.warning(
                     "bind_unresolved", pod=_name(reservation), error=str(e), then="retried, its GPUs stay reserved"
                 )
-            finally:
-                self._under_way.discard(uid)
 
     def _expire(self) -> None:
-        for uid, reservation in sorted(self._filter_reservations.items()):
+        for uid, reservation in [(uid, one) for uid, (left, one) in self._left.items() if left is Left.PROMISED]:
             known = self.state.reservation(uid)
             if known is None or known.stage is not Stage.ASSUMED:
-                self._filter_reservations.pop(uid, None)
+                del self._left[uid]
             # The scheduler may have bound it without our hearing of it, so its outcome is unknown, not negative.
             elif self.timing.clock() - reservation.at >= self.timing.assume_s and uid not in self._under_way:
-                del self._filter_reservations[uid]
-                self._open[uid] = reservation
+                self._left[uid] = Left.OPEN, reservation
                 self.metrics.count("reservations_expired")
 
     # --- one bind ---
@@ -274,43 +269,47 @@ class Binder(Struct, kw_only=True, eq=False):
                 while self.state.awaits_report(node, self.timing.clock()):  # noqa: ASYNC110 - once for each new node
                     await asyncio.sleep(REPORT_POLL_S)
 
-    def _reserve(self, pod: Pod, node: str) -> Bind:
-        """Decides and commits, without an await."""
+    async def _carry_out(self, write: Write, pod: Pod, node: str, ends_at: float) -> Reservation:
+        """Reserves, and writes in time, with tries that may mend it. The ledger is correct afterwards, whatever the outcome.
+        Raises _Failed."""
+        # Before the reservation, not after it: the report may change what is planned.
+        await self._wait_report(node)
         if not self.writes.leads():
             raise _Failed(NOT_LEADING)
         reserved = self.state.reserve(pod, node, self.timing.clock())
         if isinstance(reserved, Refused):
             raise _Failed(reserved.detail.removeprefix(f"node {node}: "))
+        # BOUND or CONFIRMED already where the watch, or the node's agent, was quicker than this request: nothing is left to
+        # write.
+        if reserved.stage is not Stage.ASSUMED:
+            return reserved
         # A bind of unknown outcome stays unknown until this one's patch is accepted.
-        is_open = pod.uid in self._open
-        return Bind(reserved, version="" if is_open or pod.annotations else pod.resource_version, is_open=is_open)
-
-    async def _finish(self, bind: Bind, work: Callable[[], Awaitable[None]], ends_at: float) -> None:
-        """Do the work in time, with tries that may mend it. The ledger is correct afterwards, whatever the outcome. Raises
-        _Failed."""
+        is_open = self._is_left(pod.uid, Left.OPEN)
+        bind = Bind(reserved, version="" if is_open or pod.annotations else pod.resource_version, is_open=is_open)
         try:
             # The whole bind's end, so that the waits before count too.
-            async with asyncio.timeout_at(ends_at):
-                await self._try(work, ends_at)
-        except (AgentError, ElsewhereError, TimeoutError) as e:
+            async with bounded(ends_at - asyncio.get_running_loop().time(), NO_ANSWER):
+                await self._try(write, bind, ends_at)
+        except (AgentError, ElsewhereError) as e:
             self._abort(bind)
-            reason = str(e) or "the API server did not answer in time"
             gpus = "stay reserved until it is known whether the pod was bound" if bind.is_open else "are free again"
-            text = f"{reason}. Its GPUs {gpus}; the scheduler tries again."
+            text = f"{e}. Its GPUs {gpus}; the scheduler tries again."
             raise _Failed(text, "unknown" if bind.is_open else "failed") from e
         # The process stops: what was sent may still arrive at the API server.
         except BaseException:  # cancelled
             self._abort(bind)
             raise
-        self._open.pop(bind.reservation.pod_uid, None)
-        # The new annotations have replaced the old ones.
-        self._stale.pop(bind.reservation.pod_uid, None)
+        # Stale annotations too were replaced by the new ones.
+        self._left.pop(pod.uid, None)
+        return reserved
 
-    async def _try(self, work: Callable[[], Awaitable[None]], ends_at: float) -> None:
+    async def _try(self, write: Write, bind: Bind, ends_at: float) -> None:
         """Until it is done, or an error comes that no other try can mend."""
         for tried in range(1, TRIES + 1):
             try:
-                return await work()
+                if await write(bind) is None:
+                    self.state.bound(bind.reservation.pod_uid)
+                return
             # A Conflict is tried again as well: the next patch shows the pod as it is now.
             except (Unavailable, Conflict) as e:
                 if tried == TRIES:
@@ -319,15 +318,16 @@ class Binder(Struct, kw_only=True, eq=False):
 
     def _abort(self, bind: Bind) -> None:
         """The reservation is undone where the bind cannot happen any more, else left to `reconcile`."""
-        reservation = bind.reservation
+        reservation, uid = bind.reservation, bind.reservation.pod_uid
         if bind.is_open:
-            self._open[reservation.pod_uid] = reservation
+            self._left[uid] = Left.OPEN, reservation
             return
-        self._open.pop(reservation.pod_uid, None)
-        self.state.undo(reservation.pod_uid)
+        self.state.undo(uid)
         # Only what was sent can be left behind; a patch that failed may have been written all the same.
         if bind.is_annotated:
             self._mark_stale(reservation)
+        elif not self._is_left(uid, Left.STALE):
+            self._left.pop(uid, None)
 
     async def _pause(self, error: AgentError, failures: int, ends_at: float) -> None:
         """Before another try. Raises Unavailable where the API server asks for more time than there is."""
@@ -368,7 +368,8 @@ class Binder(Struct, kw_only=True, eq=False):
             except Rejected:
                 if not await self._resolve_by_read(reservation):
                     raise
-        del self._open[uid]
+        if self._is_left(uid, Left.OPEN):  # else its annotations are left
+            del self._left[uid]
         is_bound = self.state.reservation(uid) is not None
         self.metrics.count("binds_settled", "bound" if is_bound else "not-bound")
         log.info("bind_resolved", pod=_name(reservation), node=reservation.node, is_bound=is_bound)
@@ -386,14 +387,14 @@ class Binder(Struct, kw_only=True, eq=False):
 
     def _mark_stale(self, reservation: Reservation) -> None:
         """The pod has annotations of a bind that did not happen."""
-        self._stale[reservation.pod_uid] = reservation
+        self._left[reservation.pod_uid] = Left.STALE, reservation
         # The oldest go: stale annotations are of no consequence, and their number is up to others.
-        while len(self._stale) > MAX_STALE:
-            del self._stale[next(iter(self._stale))]
+        for uid in [uid for uid in self._left if self._is_left(uid, Left.STALE)][:-MAX_STALE]:
+            del self._left[uid]
 
     async def _clean(self, uid: PodUid, reservation: Reservation) -> None:
         """Removes stale annotations. They mislead readers; no program reads them."""
-        del self._stale[uid]
+        del self._left[uid]
         # It was reserved again: the annotations are the new plan's, or will be replaced by it.
         if self.state.reservation(uid) is not None:
             return

@@ -27,6 +27,7 @@ from gpushare_agent.extender.decisions.vgpu_names import translate_pod
 from gpushare_agent.extender.messages import MAX_NAME_CHARS, Name, Result, bad_request, pod_json, request_of
 from gpushare_agent.kit.json_schema import decoded_or
 from gpushare_agent.kit.rate import TokenBucket
+from gpushare_agent.kit.supervision import bounded
 from gpushare_agent.model.errors import AgentError, Conflict, Corrupt, NotFound, Refused, Unavailable
 from gpushare_agent.model.resources import ResourceNames
 
@@ -98,13 +99,13 @@ class ClaimsWebhook:
             # The wait for a turn is in the time as well: the API server's webhook call has a limit of its own, 10 s by
             # default.
             if found.templates:
-                async with asyncio.timeout(API_TIMEOUT_S), self._turns:
+                late = (
+                    f"the API server did not answer within {API_TIMEOUT_S:g} s about a ResourceClaimTemplate; try again"
+                )
+                async with bounded(API_TIMEOUT_S, late), self._turns:
                     for template in found.templates:
                         await self._ensure(review, template)
         # 503: whoever made the pod, a ReplicaSet's controller say, tries again.
-        except TimeoutError:
-            text = f"the API server did not answer within {API_TIMEOUT_S:g} s about a ResourceClaimTemplate; try again"
-            return _denied(review, text, 503)
         except AgentError as e:
             return _denied(review, str(e), 503)
         response: dict[str, object] = {}

@@ -25,6 +25,7 @@ import asyncio
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from typing import NoReturn
 
@@ -34,11 +35,13 @@ from msgspec import Raw, Struct, field, json
 from gpushare_agent.cluster.informer import Informer
 from gpushare_agent.cluster.kube.client import ClusterApi, pods
 from gpushare_agent.cluster.kube.objects import ObjectMeta, object_meta, pod_uid
+from gpushare_agent.cluster.kube.session import NO_ANSWER
 from gpushare_agent.extender.cluster_state import ClusterState
 from gpushare_agent.extender.metrics import ExtenderMetrics
 from gpushare_agent.extender.steps import in_steps
 from gpushare_agent.kit.backoff import Backoff
 from gpushare_agent.kit.json_schema import NULL, Lenient, decoded
+from gpushare_agent.kit.supervision import bounded
 from gpushare_agent.model.errors import AgentError, Conflict, Corrupt, NotFound, Rejected
 from gpushare_agent.model.pods import Pod
 
@@ -160,7 +163,7 @@ class LeaderElection(Struct, kw_only=True, eq=False):
         self._stop_leading()
         self.report_transition()
         try:
-            async with asyncio.timeout(RELEASE_TIMEOUT_S):
+            async with bounded(RELEASE_TIMEOUT_S, NO_ANSWER):
                 try:
                     await self._put(self._record("", RELEASED_S))
                 except Conflict:
@@ -168,7 +171,7 @@ class LeaderElection(Struct, kw_only=True, eq=False):
                     await self._read()
                     if self.holder == self.identity:
                         await self._put(self._record("", RELEASED_S))
-        except (AgentError, TimeoutError) as e:
+        except AgentError as e:
             log.info("lease_not_released", error=str(e), then="it ends by itself")
 
     async def _pause(self) -> None:
@@ -385,34 +388,32 @@ class LeaderLabel(Struct, kw_only=True, eq=False):
         while True:
             term, is_leading = self.election.term, self.election.leads()
             try:
-                async with asyncio.timeout(UPDATE_TIMEOUT_S):
+                async with bounded(UPDATE_TIMEOUT_S, NO_ANSWER):
                     await (self._claim() if is_leading else self._drop())
                 # Checked again now and then, for any client may change labels.
                 failures, pause_s = 0, self.check_period_s
-            except (AgentError, TimeoutError) as e:
+            except AgentError as e:
                 failures += 1
                 pause_s = self.backoff.delay_s(failures)
                 then = "the Service may not find this leader" if is_leading else "the next leader removes the label"
                 log.warning(
                     "leader_label_not_written",
                     pod=f"{self.namespace}/{self.name}",
-                    error=str(e) or "the API server did not answer in time",
+                    error=str(e),
                     then=then,
                     cure=_REMEDY,
                     retried_in_s=round(pause_s, 1),
                 )
-            try:
+            with suppress(TimeoutError):
                 async with asyncio.timeout(pause_s):
                     await self.election.wait_change(term, is_leading)
-            except TimeoutError:
-                continue
 
     async def withdraw(self) -> None:
         """Take the label off before the process ends: the pod may outlive it."""
         try:
-            async with asyncio.timeout(WITHDRAW_TIMEOUT_S):
+            async with bounded(WITHDRAW_TIMEOUT_S, NO_ANSWER):
                 await self._drop()
-        except (AgentError, TimeoutError) as e:
+        except AgentError as e:
             log.info("leader_label_not_removed", error=str(e), then="the next leader removes it")
 
     async def _claim(self) -> None:

@@ -32,7 +32,7 @@ from gpushare_agent.gpus.inventory import GpuInventoryState
 from gpushare_agent.gpus.saved_health import HealthStateWriter
 from gpushare_agent.kit.peer_credentials import peer_credentials
 from gpushare_agent.kit.sockets import FileIdentity, bind_unix_socket, file_identity, is_served, remove_socket
-from gpushare_agent.kit.supervision import ReportOnce, stop_task
+from gpushare_agent.kit.supervision import retried, stop_task
 from gpushare_agent.model.errors import AgentError, Conflict, NotFound, Rejected, Unavailable
 from gpushare_agent.model.gpus import Gpu
 
@@ -71,18 +71,9 @@ class ControlServer(Struct, eq=False):
         """Serve until cancelled. While the socket cannot be had, it is tried again every half a minute."""
         # 190 ms of imports, which must not hold the loop.
         await asyncio.to_thread(importlib.import_module, "gpushare_agent.kit.http_server")
-        reported = ReportOnce()
         while True:
-            try:
-                listener, identity = self._bind()
-                # Bound: the next failure is a new one.
-                reported.is_over()
-                await self._serve_until_gone(listener, identity)
-                log.warning("control_socket_gone", path=str(self.path), then="opened anew")
-            except Unavailable as e:
-                if reported.is_new(str(e)):
-                    log.warning("control_socket_not_open", error=str(e), retried_in_s=CHECK_PERIOD_S)
-                await asyncio.sleep(CHECK_PERIOD_S)
+            await self._serve_until_gone(*await retried(self._bind, CHECK_PERIOD_S, "control_socket_not_open"))
+            log.warning("control_socket_gone", path=str(self.path), then="opened anew")
 
     async def _wait_gone(self, identity: FileIdentity | None) -> None:
         while True:
@@ -122,7 +113,7 @@ class ControlServer(Struct, eq=False):
         except OSError as e:  # a directory that has become read-only: the next agent replaces the stale socket
             log.warning("control_socket_not_removed", path=str(self.path), error=str(e))
 
-    def _bind(self) -> tuple[socket.socket, FileIdentity | None]:
+    async def _bind(self) -> tuple[socket.socket, FileIdentity | None]:
         """The bound socket and its file's identity, None where the file is gone already."""
         lost = "GPUs cannot be cordoned by command until it can"
         try:

@@ -1,8 +1,8 @@
 """What any asyncio service could use. Knows nothing of GPUs, pods or settings; everybody imports it.
 
-Tasks: supervision (rules for tasks in a TaskGroup; Reconciler, the loop of a level-triggered service;
-ReportOnce, a repeated condition is logged once), daemon_thread (blocking calls that may hang), process (this process and the
-operating system).
+Tasks: supervision (rules for tasks in a TaskGroup; Reconciler, the loop of a level-triggered service; bounded and retried,
+around what may be Unavailable; ReportOnce, a repeated condition is logged once), daemon_thread (blocking calls that may
+hang), process (this process and the operating system).
 Times: backoff (delays between tries), rate (a token bucket), fair_queue (a bounded queue for many tenants).
 Logs: logs (the set-up, the thread that writes lines, the limit of what tenants cause).
 JSON: json_schema (text from outside, read by msgspec Structs, exactly or leniently).

@@ -1,5 +1,5 @@
-"""Small rules for tasks in a TaskGroup: bodies that must not end, stopping one task, waiting for an event; the loop of a
-service that reconciles; and a repeated condition that is reported once.
+"""Small rules for tasks in a TaskGroup: bodies that must not end, stopping one task, waiting for an event, a bound on time;
+the loop of a service that reconciles, or tries again; and a repeated condition that is reported once.
 
 State owned: whether a step of that loop is requested (`Reconciler`); what was reported last of each subject (`ReportOnce`).
 """
@@ -8,8 +8,17 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, NoReturn, Protocol
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from typing import Any, NoReturn, Protocol, TypeVar
+
+import structlog
+
+from gpushare_agent.model.errors import Unavailable
+
+log = structlog.get_logger(__name__)
+
+T = TypeVar("T")
 
 Tasks = Mapping[str, Callable[[], Awaitable[object]]]
 """Bodies that run for the life of the process, by name."""
@@ -90,6 +99,16 @@ async def wait_for(event: asyncio.Event, at_most_s: float | None) -> bool:
     return True
 
 
+@asynccontextmanager
+async def bounded(timeout_s: float | None, why: str) -> AsyncIterator[None]:
+    """Raises Unavailable with the text `why` in the place of TimeoutError, so that callers have one error to handle."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            yield
+    except TimeoutError as e:
+        raise Unavailable(why) from e
+
+
 class Reconciler:
     """The loop of a service that compares what is with what should be: `request` a step at any time, `run` once."""
 
@@ -135,3 +154,18 @@ class ReportOnce:
     def is_over(self, subject: str = "") -> bool:
         """Whether to report that the condition has ended: something was reported of the subject. It is then forgotten."""
         return self._reasons.pop(subject, None) is not None
+
+
+async def retried(
+    step: Callable[[], Awaitable[T]], pause_s: float, event: str, reported: ReportOnce | None = None
+) -> T:
+    """What `step` returns. While it raises Unavailable it is tried again after `pause_s`, and each new reason logged once, as
+    `event`. A `step` that goes on once it has what it needs says in `reported` that the condition is over."""
+    reported = reported or ReportOnce()
+    while True:
+        try:
+            return await step()
+        except Unavailable as e:
+            if reported.is_new(str(e)):
+                log.warning(event, error=str(e), retried_in_s=pause_s)
+        await asyncio.sleep(pause_s)

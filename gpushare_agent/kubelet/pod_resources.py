@@ -39,7 +39,7 @@ from gpushare_agent.kit.protobuf import (
     scan_single_pod,
     varint,
 )
-from gpushare_agent.kit.supervision import wait_for
+from gpushare_agent.kit.supervision import bounded, wait_for
 from gpushare_agent.kubelet.device_table import DeviceIds
 from gpushare_agent.kubelet.records import ListedContainer, ListedPod
 from gpushare_agent.model.errors import AgentError, Corrupt, NotFound, Rejected, StartupError, Unavailable
@@ -130,10 +130,10 @@ class KubeletFacts(Struct, kw_only=True, eq=False):
         kubelet that is too old."""
         while True:
             try:
-                async with asyncio.timeout(10):
+                async with bounded(10, "no answer within 10 s"):
                     node = await api.get_node(self.node_name)
-            except (AgentError, TimeoutError) as e:
-                self._unavailable_reason = str(e) or "no answer within 10 s"
+            except AgentError as e:
+                self._unavailable_reason = str(e)
                 log.warning("kubelet_version_unknown", node=self.node_name, error=self._unavailable_reason)
                 await self._pause()
                 continue
@@ -405,12 +405,9 @@ class PodResourcesGate(Struct, eq=False):
         """A List between admissions. Until the block ends no GetPreferredAllocation goes on, so keep it short and free
         of awaits: what is read is then still true. Raises Unavailable (also where admissions do not pause within
         `wait_s`), Corrupt."""
-        try:
-            async with asyncio.timeout(wait_s):
-                while not self._is_quiet():
-                    await self._wait(self.quiet_s)
-        except TimeoutError as e:
-            raise Unavailable(f"admissions did not pause for {self.quiet_s:g} s within {wait_s:g} s") from e
+        async with bounded(wait_s, f"admissions did not pause for {self.quiet_s:g} s within {wait_s:g} s"):
+            while not self._is_quiet():
+                await self._wait(self.quiet_s)
         # No await since `_is_quiet`: an admission that begins from now on waits at `preferring`.
         self._is_outside = True
         try:
@@ -432,12 +429,10 @@ class PodResourcesGate(Struct, eq=False):
     async def _list_inside(self) -> Sequence[PodListing]:
         # Waiting for the Allocate counts too: the whole node's admissions stand still meanwhile.
         until = self.clock() + self.list_timeout_s
-        try:
-            async with asyncio.timeout(self.list_timeout_s):
-                while self._allocating:
-                    await self._wait()
-        except TimeoutError as e:
-            raise Unavailable("an Allocate of another container stays open, so the kubelet cannot be asked") from e
+        why = "an Allocate of another container stays open, so the kubelet cannot be asked"
+        async with bounded(self.list_timeout_s, why):
+            while self._allocating:
+                await self._wait()
         return await self._list("admission", until - self.clock())
 
     async def _list(self, purpose: str, timeout_s: float) -> Sequence[PodListing]:

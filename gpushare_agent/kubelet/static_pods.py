@@ -25,6 +25,7 @@ from msgspec import Raw, Struct
 from msgspec.json import Decoder
 
 from gpushare_agent.kit.json_schema import NULL, decoded, decoded_or, texts
+from gpushare_agent.kit.supervision import bounded
 from gpushare_agent.model.errors import AgentError, Corrupt, Rejected, Unavailable
 
 if TYPE_CHECKING:
@@ -71,15 +72,13 @@ class StaticPods:
             Corrupt: the answer is no list of pods, or too long.
         """
         called_at = time.monotonic()
-        try:
-            async with asyncio.timeout(timeout_s), self._lock:
-                # An answer that was asked for before this call may be older than what the caller has just seen.
-                if self._last[0] < called_at:
-                    began_at = time.monotonic()
-                    self._last = (began_at, await self._read())
-                return self._last[1]
-        except TimeoutError as e:
-            raise Unavailable(f"cannot read {self._url}: no answer within {timeout_s:g} s; {REMEDY}") from e
+        late = f"cannot read {self._url}: no answer within {timeout_s:g} s; {REMEDY}"
+        async with bounded(timeout_s, late), self._lock:
+            # An answer that was asked for before this call may be older than what the caller has just seen.
+            if self._last[0] < called_at:
+                began_at = time.monotonic()
+                self._last = (began_at, await self._read())
+            return self._last[1]
 
     async def _read(self) -> Sequence[Raw]:
         try:

@@ -26,6 +26,7 @@ from msgspec import Struct
 
 from gpushare_agent.kit.grpc_client import RpcFailed, UnixChannel
 from gpushare_agent.kit.protobuf import MalformedMessageError
+from gpushare_agent.kit.supervision import bounded
 from gpushare_agent.model.errors import Corrupt, NotFound, Rejected, StartupError, Unavailable
 from gpushare_agent.model.names import PodUid
 from gpushare_agent.runtime.node_probes import RUNTIME_SOCKETS
@@ -149,14 +150,10 @@ class RuntimeClient:
         self, method: str, request: betterproto2.Message, answer_type: type[Message]
     ) -> tuple[Path, Message]:
         """One call and its answer, within the time limit, the choice of an endpoint included."""
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                endpoint = self._chosen or await self._choose()
-                return endpoint, await self._ask(endpoint, method, request, answer_type)
-        except TimeoutError as e:
-            raise Unavailable(
-                f"the runtime did not answer {method} within {self._timeout_s:g} s; asked again later"
-            ) from e
+        late = f"the runtime did not answer {method} within {self._timeout_s:g} s; asked again later"
+        async with bounded(self._timeout_s, late):
+            endpoint = self._chosen or await self._choose()
+            return endpoint, await self._ask(endpoint, method, request, answer_type)
 
     async def _choose(self) -> Path:
         """The first endpoint that answers. Of those that are there, none gets the time of all."""
@@ -171,14 +168,12 @@ class RuntimeClient:
             for path in present:
                 try:
                     # A runtime that hangs must leave time for the next; one part stays for the call itself.
-                    async with asyncio.timeout(self._timeout_s / (len(present) + 1)):
+                    async with bounded(self._timeout_s / (len(present) + 1), f"{path}: no answer"):
                         await self._ask(path, "Version", v1.VersionRequest(version="v1"), v1.VersionResponse)
                 # Also a socket that answers, but has no CRI v1.
                 except (Unavailable, Rejected, Corrupt, NotFound) as e:
                     faults.append(str(e))
                     self.close()  # a connection that works is still to the wrong one
-                except TimeoutError:
-                    faults.append(f"{path}: no answer")
                 else:
                     log.info("runtime_found", endpoint=str(path))
                     self._chosen = path

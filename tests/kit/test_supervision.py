@@ -17,7 +17,17 @@ from structlog.testing import capture_logs
 from gpushare_agent.kit.backoff import Backoff
 from gpushare_agent.kit.logs import WRITER, setup_logging
 from gpushare_agent.kit.process import sd_notify
-from gpushare_agent.kit.supervision import EndedUnexpectedlyError, Reconciler, ReportOnce, forever, stop_task, wait_for
+from gpushare_agent.kit.supervision import (
+    EndedUnexpectedlyError,
+    Reconciler,
+    ReportOnce,
+    bounded,
+    forever,
+    retried,
+    stop_task,
+    wait_for,
+)
+from gpushare_agent.model.errors import Unavailable
 from tests.support_deadline import DEADLINE_S
 
 
@@ -278,3 +288,36 @@ def test_subjects_are_apart_and_the_oldest_is_forgotten() -> None:
     reports = ReportOnce(capacity=2)
     assert [reports.is_new("away", pod) for pod in ("a", "b", "a", "c", "a")] == [True, True, False, True, True]
     assert not reports.is_over("b")
+
+
+async def test_what_takes_too_long_is_unavailable_and_a_cancelled_caller_stays_cancelled() -> None:
+    with pytest.raises(Unavailable, match="no answer within 1 ms"):
+        async with bounded(0.001, "no answer within 1 ms"):
+            await asyncio.Event().wait()
+    async with asyncio.TaskGroup() as group:
+        task = group.create_task(_wait_bounded())
+        await asyncio.sleep(0)
+        task.cancel()
+    assert task.cancelled()
+
+
+async def _wait_bounded() -> None:
+    async with bounded(DEADLINE_S, "late"):
+        await asyncio.Event().wait()
+
+
+async def test_what_is_unavailable_is_tried_again_and_each_reason_logged_once() -> None:
+    reasons = ["gone", "gone", "refused", "gone"]
+
+    async def step() -> int:
+        if reasons:
+            raise Unavailable(reasons.pop(0))
+        return 7
+
+    with capture_logs() as logs:
+        assert await retried(step, 0.0, "not_there") == 7
+    assert [(line["event"], line["error"]) for line in logs] == [
+        ("not_there", "gone"),
+        ("not_there", "refused"),
+        ("not_there", "gone"),
+    ]

@@ -41,6 +41,8 @@ RELOAD_INTERVAL_S = 30.0
 MAX_RETRY_AFTER_S = 60.0
 MERGE_PATCH = "application/merge-patch+json"
 AGENT_RIGHTS = "check the agent's service account and its ClusterRole"
+NO_ANSWER = "the API server did not answer in time"
+"""For `bounded`, around several requests: each by itself says what it was about."""
 
 
 class TooLong(Corrupt):
@@ -212,7 +214,7 @@ def renamed(what: str) -> Iterator[None]:
     except LineTooLong as e:
         raise Corrupt(f"cannot {what}: a line of the answer is longer than allowed") from e
     except TimeoutError as e:
-        raise Unavailable(f"cannot {what}: the API server did not answer in time") from e
+        raise Unavailable(f"cannot {what}: {NO_ANSWER}") from e
     except ConfigException as e:
         raise Unavailable(f"cannot {what}: the credentials cannot be read: {e}") from e
     except RuntimeError as e:
