@@ -24,6 +24,7 @@ from gpushare_agent.admission.decisions.ledger import Case, Policy
 from gpushare_agent.admission.decisions.recovery import adopt
 from gpushare_agent.admission.identification import Identification
 from gpushare_agent.admission.outcomes import OutcomeReporter
+from gpushare_agent.cluster.pod_store import PodStore
 from gpushare_agent.kubelet.pod_resources import PodResourcesGate
 from gpushare_agent.kubelet.records import KubeletCheckpoint
 from gpushare_agent.model.allocations import Allocation, ContainerEdits, ContainerKey
@@ -32,7 +33,6 @@ from gpushare_agent.model.gpus import GpuInventory
 from gpushare_agent.model.names import DeviceId, GpuUuid, PodUid
 from gpushare_agent.model.pods import ContainerKind, Pod
 from gpushare_agent.model.resources import ResourceKind, replica_layout, request_of
-from gpushare_agent.node import Pods
 
 log = structlog.get_logger(__name__)
 
@@ -158,7 +158,7 @@ class Admission(Struct, kw_only=True, eq=False):
     gate: PodResourcesGate
     identification: Identification
     cache: AllocationCache
-    pods: Pods
+    pods: PodStore
     inventory: Callable[[], GpuInventory]
     policy: Policy
     edits: Callable[[], EditPolicy]

@@ -36,7 +36,7 @@ from gpushare_agent.admission.decisions.recovery import (
     rebuild,
     reconcile,
 )
-from gpushare_agent.cluster.pod_store import NodePods
+from gpushare_agent.cluster.pod_store import NodePods, PodStore
 from gpushare_agent.kit.daemon_thread import DaemonThread
 from gpushare_agent.kit.supervision import Reconciler, ReportOnce, start_tasks, wait_for
 from gpushare_agent.kubelet.pod_resources import PodResourcesClient, PodResourcesGate
@@ -47,7 +47,6 @@ from gpushare_agent.model.gpus import GpuInventory
 from gpushare_agent.model.names import PodUid
 from gpushare_agent.model.pods import Pod
 from gpushare_agent.model.resources import ResourceNames
-from gpushare_agent.node import Pods
 from gpushare_agent.runtime.cgroup_paths import pod_uid_of
 from gpushare_agent.runtime.cgroups import CgroupWalk
 
@@ -79,7 +78,7 @@ class GarbageCollection(Struct, kw_only=True, eq=False):
     """
 
     cache: AllocationCache
-    pods: Pods
+    pods: PodStore
     static_pods: NodePods
     gate: PodResourcesGate
     pod_resources: PodResourcesClient

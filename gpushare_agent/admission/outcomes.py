@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
+from typing import TYPE_CHECKING
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -24,7 +25,9 @@ from gpushare_agent.model.errors import Refused
 from gpushare_agent.model.gpus import GpuInventory
 from gpushare_agent.model.names import GpuUuid
 from gpushare_agent.model.pods import Pod
-from gpushare_agent.node import Metrics
+
+if TYPE_CHECKING:
+    from gpushare_agent.observability.metrics.agent import AgentMetrics
 
 _GPU_BY_GPU = " GPU by GPU: "
 
@@ -33,7 +36,7 @@ class OutcomeReporter(Struct, kw_only=True, eq=False):
     """Every outcome is counted and, unless it only follows an earlier one of its container, recorded. A refusal becomes an
     Event of its pod."""
 
-    metrics: Metrics
+    metrics: AgentMetrics
     events: PodEvents
     inventory: Callable[[], GpuInventory]
     decisions: DecisionLog

@@ -34,6 +34,7 @@ import structlog
 from msgspec import Meta, Struct, ValidationError, convert, field, to_builtins
 
 from gpushare_agent.admission.allocation_cache import AllocationCache
+from gpushare_agent.admission.claim_pods import ClaimPods
 from gpushare_agent.admission.decisions.resize import (
     DesiredSize,
     ResizePolicy,
@@ -79,7 +80,6 @@ from gpushare_agent.model.names import (
 from gpushare_agent.model.pods import Pod
 from gpushare_agent.model.resources import KINDS, Measure, ResourceNames
 from gpushare_agent.model.usage import UsageRound
-from gpushare_agent.node import ClaimPods
 from gpushare_agent.placement import GpuAccount
 from gpushare_agent.placement.gpu_account import account_of
 

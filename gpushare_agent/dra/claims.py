@@ -16,7 +16,7 @@ import time
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 from weakref import WeakValueDictionary
 
 import structlog
@@ -28,6 +28,7 @@ from gpushare_agent.admission.decisions.container_edits import EditPolicy
 from gpushare_agent.admission.decisions.ledger import Ledger
 from gpushare_agent.admission.outcomes import DecisionLog
 from gpushare_agent.cluster.kube.client import KubeApi
+from gpushare_agent.cluster.pod_store import PodStore
 from gpushare_agent.dra.claim_files import ClaimFiles
 from gpushare_agent.dra.decisions.claim import AllocatedClaim, ClaimPolicy, read_claim
 from gpushare_agent.dra.decisions.edits import (
@@ -45,8 +46,10 @@ from gpushare_agent.model.gpus import GpuInventory
 from gpushare_agent.model.names import MIB, GpuUuid, PodUid
 from gpushare_agent.model.pods import ContainerKind, Pod
 from gpushare_agent.model.resources import WHOLE_GPU, Request, ResourceNames
-from gpushare_agent.node import Metrics, Pods
 from gpushare_agent.placement.gpu_account import describe_request
+
+if TYPE_CHECKING:
+    from gpushare_agent.observability.metrics.agent import AgentMetrics
 
 
 def allocations_of(claim: PreparedClaim, names: ResourceNames, at: float) -> list[Allocation]:
@@ -124,7 +127,7 @@ class Claims(Struct, kw_only=True, eq=False):
     cache: AllocationCache
     inventory: Callable[[], GpuInventory]
     claimable: Callable[[], Collection[GpuUuid]]
-    pods: Pods
+    pods: PodStore
     policy: Callable[[], EditPolicy]
     claim_policy: ClaimPolicy = ClaimPolicy()
     names: ResourceNames
@@ -376,7 +379,7 @@ def _invalid(why: str) -> Refused:
 class ClaimOutcomes(Struct, kw_only=True, eq=False):
     """`pods` are those of the node; the one that uses the claim is named in the record."""
 
-    metrics: Metrics
+    metrics: AgentMetrics
     decisions: DecisionLog
     inventory: Callable[[], GpuInventory]
     pods: Callable[[], Iterable[Pod]]

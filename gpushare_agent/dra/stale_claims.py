@@ -16,12 +16,12 @@ import structlog
 
 from gpushare_agent.admission.garbage_collection import PodProcesses
 from gpushare_agent.cluster.kube.client import KubeApi
+from gpushare_agent.cluster.pod_store import PodStore
 from gpushare_agent.dra.claims import Claims
 from gpushare_agent.dra.decisions.claim import claim_ref
 from gpushare_agent.dra.decisions.edits import PreparedClaim
 from gpushare_agent.model.errors import AgentError, NotFound
 from gpushare_agent.model.names import PodUid
-from gpushare_agent.node import Pods
 
 log = structlog.get_logger(__name__)
 
@@ -33,7 +33,7 @@ GET_TIMEOUT_S = 5.0
 class StaleClaims:
     """`run` once."""
 
-    def __init__(self, claims: Claims, pods: Pods, processes: PodProcesses) -> None:
+    def __init__(self, claims: Claims, pods: PodStore, processes: PodProcesses) -> None:
         self._claims = claims
         self._pods = pods
         self._processes = processes

@@ -21,11 +21,11 @@ from typing import NoReturn, Protocol
 import structlog
 from msgspec import Struct, field
 
+from gpushare_agent.cluster.pod_store import PodStore
 from gpushare_agent.kit.supervision import wait_for
 from gpushare_agent.model.allocations import Allocation, ContainerKey
 from gpushare_agent.model.errors import AgentError, Unavailable
 from gpushare_agent.model.usage import DriverSample, UsageRound
-from gpushare_agent.node import Metrics, Pods
 from gpushare_agent.observability.attribution import (
     AllocatedContainers,
     PaidRatio,
@@ -33,6 +33,7 @@ from gpushare_agent.observability.attribution import (
     join_usage,
     unknown_ids,
 )
+from gpushare_agent.observability.metrics.agent import AgentMetrics
 from gpushare_agent.runtime.cgroup_paths import PeerIdentity
 
 log = structlog.get_logger(__name__)
@@ -73,10 +74,10 @@ class UsageSampling(Struct, kw_only=True, eq=False):
 
     driver: SamplesGpus
     owners: FindsOwners
-    pods: Pods
+    pods: PodStore
     ids: Ids
     allocations: Callable[[], Mapping[ContainerKey, Allocation]]
-    metrics: Metrics
+    metrics: AgentMetrics
     period_s: float
     idle_period_s: float = 0.0
     claims: Callable[[], Mapping[ContainerKey, tuple[ContainerKey, ...]]] = dict
