@@ -25,6 +25,7 @@ from gpushare_agent.settings.settings import Settings
 if TYPE_CHECKING:
     from gpushare_agent.admission.allocation_cache import AllocationCache
     from gpushare_agent.admission.claim_pods import ClaimPods
+    from gpushare_agent.admission.outcomes import DecisionLog
     from gpushare_agent.cluster.pod_store import PodStore
     from gpushare_agent.gpus.inventory import GpuInventoryState
     from gpushare_agent.observability.metrics.agent import AgentMetrics
@@ -85,6 +86,7 @@ class Node(Struct, frozen=True, kw_only=True):
     pods: PodStore
     cache: AllocationCache
     claim_pods: ClaimPods
+    decisions: DecisionLog
     has_claims: bool
     """GPUs are for claims, or an earlier agent has recorded some: these have their GPUs until they end."""
 

@@ -16,7 +16,6 @@ import structlog
 
 from gpushare_agent.admission.garbage_collection import PodProcesses
 from gpushare_agent.cluster.kube.client import KubeApi
-from gpushare_agent.cluster.pod_store import PodStore
 from gpushare_agent.dra.claims import Claims
 from gpushare_agent.dra.decisions.claim import claim_ref
 from gpushare_agent.dra.decisions.edits import PreparedClaim
@@ -33,9 +32,8 @@ GET_TIMEOUT_S = 5.0
 class StaleClaims:
     """`run` once."""
 
-    def __init__(self, claims: Claims, pods: PodStore, processes: PodProcesses) -> None:
+    def __init__(self, claims: Claims, processes: PodProcesses) -> None:
         self._claims = claims
-        self._pods = pods
         self._processes = processes
         self._missing: set[str] = set()
         self._users: dict[str, set[PodUid]] = {}
@@ -49,7 +47,7 @@ class StaleClaims:
     async def poll(self, api: KubeApi) -> None:
         """Each claim once. What cannot be read now is read at the next poll."""
         # Without the list every claim would look as if no pod used it.
-        if not self._pods.is_synced:
+        if not self._claims.node.pods.is_synced:
             return
         missing = set()
         prepared = dict(self._claims.prepared)
@@ -72,7 +70,9 @@ class StaleClaims:
     async def _is_missing(self, api: KubeApi, claim: PreparedClaim) -> bool:
         ref, users = claim.ref, self._users[claim.ref.uid]
         using = {
-            pod.uid for pod in self._pods.pods() if pod.namespace == ref.namespace and ref.name in pod.claims.values()
+            pod.uid
+            for pod in self._claims.node.pods.pods()
+            if pod.namespace == ref.namespace and ref.name in pod.claims.values()
         }
         if using:
             users |= using

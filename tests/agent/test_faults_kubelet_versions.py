@@ -157,7 +157,7 @@ async def test_an_old_kubelet_on_which_the_operator_insists_is_never_asked_insid
             await node.kubelet.stop()
             for name in ("twin-1", "twin-2"):
                 node.api.create_pod(pod(name, container(cores=20, blocks=10)))
-            await wait_until(node, lambda: pod_named(agent.parts.cluster.store, "twin-2"), "both heard of")
+            await wait_until(node, lambda: pod_named(agent.parts.node.pods, "twin-2"), "both heard of")
             await node.kubelet.start()
             await _apply_allocatable(node)
             node.kubelet.begin_admissions()
