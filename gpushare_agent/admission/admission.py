@@ -10,29 +10,29 @@ admission has got so far (`PendingAdmissions`), and the pods that were refused (
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 
 import structlog
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from gpushare_agent.admission.allocation_cache import AllocationCache
 from gpushare_agent.admission.decisions.container_edits import EditPolicy
 from gpushare_agent.admission.decisions.decide import Decision, check, decide, edits_for_ids
 from gpushare_agent.admission.decisions.identity import Call, Target
 from gpushare_agent.admission.decisions.ledger import Case, Policy
 from gpushare_agent.admission.decisions.recovery import adopt
+from gpushare_agent.admission.garbage_collection import GarbageCollection
 from gpushare_agent.admission.identification import Identification
 from gpushare_agent.admission.outcomes import OutcomeReporter
+from gpushare_agent.isolation.isolations import Isolations
 from gpushare_agent.kubelet.pod_resources import PodResourcesGate
 from gpushare_agent.kubelet.records import KubeletCheckpoint
 from gpushare_agent.model.allocations import Allocation, ContainerEdits, ContainerKey
 from gpushare_agent.model.errors import AgentError, RefusalReason, Refused
-from gpushare_agent.model.gpus import GpuInventory
 from gpushare_agent.model.names import DeviceId, GpuUuid, PodUid
 from gpushare_agent.model.pods import ContainerKind, Pod
 from gpushare_agent.model.resources import ResourceKind, replica_layout, request_of
-from gpushare_agent.node import Pods
+from gpushare_agent.node import Node
 
 log = structlog.get_logger(__name__)
 
@@ -155,21 +155,16 @@ class RefusedPods:
 class Admission(Struct, kw_only=True, eq=False):
     """The handler of the device plugins."""
 
+    node: Node
     gate: PodResourcesGate
     identification: Identification
-    cache: AllocationCache
-    pods: Pods
-    inventory: Callable[[], GpuInventory]
     policy: Policy
     edits: Callable[[], EditPolicy]
     refused_pods: RefusedPods
     observer: OutcomeReporter
     records: KubeletCheckpoint
-    prepare: Callable[[Collection[ContainerKey]], Awaitable[Refused | None]]
-    """Makes on the host what the isolation of containers that start needs, and returns a refusal where it cannot."""
-    wait_for_release: Callable[[], Awaitable[bool]]
-    prepare_ahead: Callable[[ContainerKey], None] = lambda _: None
-    isolation_unavailable_reason: Callable[[str], str] = lambda _: ""
+    isolation: Isolations
+    garbage: GarbageCollection
     clock: Callable[[], float] = time.monotonic
     _pending: PendingAdmissions = field(default_factory=PendingAdmissions)
 
@@ -183,7 +178,7 @@ class Admission(Struct, kw_only=True, eq=False):
         2. It is decided about (`_decide`), and the decision is pending.
         3. Refused for want of free capacity while pods are ending: decided anew after each release, for a moment.
         """
-        kind = self.policy.names.kind_of(resource)
+        kind = self.node.names.kind_of(resource)
         async with self.gate.preferring() as inside:
             found = await self.identification.identify(
                 Call(resource=resource, kind=kind, size=size, must_include=frozenset(must_include)), inside
@@ -197,7 +192,7 @@ class Admission(Struct, kw_only=True, eq=False):
                 decision.refused is not None
                 and decision.refused.reason in _REMEDIED_BY_A_RELEASE
                 and self.clock() - started_at < RELEASE_WAIT_S
-                and await self.wait_for_release()  # one was released; several pods may be ending at once
+                and await self.garbage.wait_for_release()  # one was released; several pods may be ending at once
             ):
                 decision = self._decide(found, resource, available, must_include)
         return decision.ids if decision.refused is None else list(must_include)
@@ -213,7 +208,7 @@ class Admission(Struct, kw_only=True, eq=False):
         | 4. already one container's, which does not run yet | that one | the same answer again, no change |
         | 5. anything else | unknown | refused |
         """
-        kind = self.policy.names.kind_of(resource)
+        kind = self.node.names.kind_of(resource)
         with self.gate.allocating():
             # The plan first: its container was identified by asking the kubelet, which is better than anything
             # concluded from IDs.
@@ -222,7 +217,7 @@ class Admission(Struct, kw_only=True, eq=False):
                 next_container = self.identification.next_container(resource, ids)
                 if next_container is not None:
                     passed_on = Decision(target=next_container, resource=resource)
-                    pod_has = self.cache.of_pod(next_container.pod.uid)
+                    pod_has = self.node.cache.of_pod(next_container.pod.uid)
                     planned = next((a.gpus for a in pod_has if a.kind is ContainerKind.INIT and a.gpus), ())
                     return self._allocate(next_container, passed_on, kind, ids, planned)
                 pending = self._pending.take_of_size(resource, len(set(ids)))
@@ -242,7 +237,7 @@ class Admission(Struct, kw_only=True, eq=False):
     def is_between_admissions(self) -> bool:
         """No Allocate is due, and the pod that was under admission has all that it asks for, or was refused."""
         uid = self._pending.pod
-        pod = self.pods.get(uid) if uid is not None else None
+        pod = self.node.pods.get(uid) if uid is not None else None
         if self._pending.is_due(self.clock()):
             return False
         # A pod that is gone or was refused gets no more calls, whatever it still lacks.
@@ -250,8 +245,8 @@ class Admission(Struct, kw_only=True, eq=False):
 
     def _is_lacking(self, pod: Pod) -> bool:
         for container in pod.containers:
-            asked = self.policy.names.asked(container)
-            found = self.cache.get(ContainerKey(pod.uid, container.name)) if asked else None
+            asked = self.node.names.asked(container)
+            found = self.node.cache.get(ContainerKey(pod.uid, container.name)) if asked else None
             if asked and (found is None or not asked.keys() <= found.ids.keys()):
                 return True
         return False
@@ -267,9 +262,9 @@ class Admission(Struct, kw_only=True, eq=False):
         """Choose GPU, IDs and edits, and keep the decision for the Allocate."""
         # The kubelet admits one pod at a time: a call for another pod ends the admission of the one before.
         self._pending.begin(target.pod.uid)
-        ledger = self.cache.ledger(self.inventory(), without=target.key)
-        case = Case(target, self.policy.names.kind_of(resource), available, ledger, self.policy, must_include)
-        decision = decide(case, self.edits(), self.isolation_unavailable_reason)
+        ledger = self.node.cache.ledger(self.node.plugins_gpus(), without=target.key)
+        case = Case(target, self.node.names.kind_of(resource), available, ledger, self.policy, must_include)
+        decision = decide(case, self.edits(), self.isolation.unavailable_reason)
         decision = replace(decision, resource=resource, at=self.clock())
         if decision.taken_ids:
             self.observer.taken_ids_offered(resource, decision.taken_ids)
@@ -293,7 +288,7 @@ class Admission(Struct, kw_only=True, eq=False):
         What the container gets is answered with the resource that binds its GPU, cores or GPUShare's memory.
         """
         _bind_to_log(target)
-        pod = self.pods.get(target.pod.uid)
+        pod = self.node.pods.get(target.pod.uid)
         # No await between here and the commit: two Allocates cannot both see the same IDs free.
         if pod is None or pod.is_terminal:
             deleted = Refused(
@@ -302,7 +297,7 @@ class Admission(Struct, kw_only=True, eq=False):
                 "allocated.",
             )
             return self._refuse(Decision(target=target, resource=decision.resource), deleted)
-        ledger = self.cache.ledger(self.inventory(), without=target.key)
+        ledger = self.node.cache.ledger(self.node.plugins_gpus(), without=target.key)
         gpus = check(Case(target, kind, ids, ledger, self.policy), planned)
         if isinstance(gpus, Refused):
             return self._refuse(decision, gpus)
@@ -311,14 +306,14 @@ class Admission(Struct, kw_only=True, eq=False):
             edits = edits_for_ids(target, gpus, ids, ledger, self.edits())
         if isinstance(edits, Refused):
             return self._refuse(decision, edits)
-        if self.cache.get(target.key) is not None:  # a further resource: where it goes was decided with the first
+        if self.node.cache.get(target.key) is not None:  # a further resource: where it goes was decided with the first
             decision = Decision(target=target, resource=decision.resource)
         allocation = self._allocation(target, kind, ids, gpus)
-        self.cache.put(allocation)
+        self.node.cache.put(allocation)
         # If a later container of the pod is refused, the kubelet frees this one's IDs without a call.
         self._pending.add_allocated(target.key)
         # Begun now, awaited in PreStartContainer: the answer need not wait for files on the host.
-        self.prepare_ahead(target.key)
+        self.isolation.prepare_ahead(target.key)
         self.observer.allocated(decision, allocation)
         # The kubelet asks for both resources of a container: what it gets is in one of the two answers.
         return edits if kind.binds_gpu else ContainerEdits()
@@ -327,7 +322,7 @@ class Admission(Struct, kw_only=True, eq=False):
         self, target: Target, kind: ResourceKind, ids: Sequence[DeviceId], gpus: tuple[GpuUuid, ...]
     ) -> Allocation:
         """The container's allocation with these IDs of one resource and those that it has of the others."""
-        old = self.cache.get(target.key)
+        old = self.node.cache.get(target.key)
         return Allocation(
             key=target.key,
             namespace=target.pod.namespace,
@@ -337,9 +332,9 @@ class Admission(Struct, kw_only=True, eq=False):
             ids={**(old.ids if old is not None else {}), kind: frozenset(ids)},
             is_whole=all(replica_layout(device).is_whole for device in ids)
             if kind.is_part
-            else request_of(target.container, self.policy.names).whole_gpus > 0,
+            else request_of(target.container, self.node.names).whole_gpus > 0,
             allocated_at=self.clock(),
-            gpu_resource=self.policy.names.name_in(target.container, kind) if kind.is_part else "",
+            gpu_resource=self.node.names.name_in(target.container, kind) if kind.is_part else "",
         )
 
     def _refuse(self, decision: Decision, refused: Refused) -> Refused:
@@ -347,9 +342,9 @@ class Admission(Struct, kw_only=True, eq=False):
         if (target := decision.target) is not None:
             _bind_to_log(target)
             for key in self._pending.take_allocated(target.pod.uid):
-                self.cache.release(key)
+                self.node.cache.release(key)
             # A pod that has started is not at its admission: one of its containers restarts, and will be asked for again.
-            if not target.pod.has_started and self.pods.get(target.pod.uid) is not None:
+            if not target.pod.has_started and self.node.pods.get(target.pod.uid) is not None:
                 self.refused_pods.add(target.pod.uid)
         self.observer.refused(decision, refused)
         return refused
@@ -357,17 +352,17 @@ class Admission(Struct, kw_only=True, eq=False):
     def _answer_again(self, kind: ResourceKind, ids: Sequence[DeviceId]) -> ContainerEdits | Refused | None:
         """The same answer as before for the IDs of exactly one container; nothing changes."""
         requested = frozenset(ids)
-        keys = self.cache.holders(kind).get(next(iter(requested)), frozenset()) if requested else frozenset()
-        allocation = self.cache.get(next(iter(keys))) if len(keys) == 1 else None
+        keys = self.node.cache.holders(kind).get(next(iter(requested)), frozenset()) if requested else frozenset()
+        allocation = self.node.cache.get(next(iter(keys))) if len(keys) == 1 else None
         if allocation is None or allocation.ids_of(kind) != requested:
             return None
-        pod = self.pods.get(allocation.key.pod_uid)
+        pod = self.node.pods.get(allocation.key.pod_uid)
         container = pod.container(allocation.key.container) if pod is not None else None
         if pod is None or container is None or container.name in pod.running:
             return None  # a container that runs needs nothing: the call is for another one
         if not kind.binds_gpu:
             return ContainerEdits()
-        target, ledger = Target(pod=pod, container=container), self.cache.ledger(self.inventory())
+        target, ledger = Target(pod=pod, container=container), self.node.cache.ledger(self.node.plugins_gpus())
         return edits_for_ids(target, allocation.gpus, ids, ledger, self.edits())
 
     # --- PreStartContainer ---
@@ -376,12 +371,12 @@ class Admission(Struct, kw_only=True, eq=False):
         """Check that the container about to start holds these IDs, and prepare its isolation. An allocation that the cache
         has lost is read from the kubelet's checkpoint. The kubelet calls it at each start of a container, also long after
         the admission."""
-        kind = self.policy.names.kind_of(resource)
+        kind = self.node.names.kind_of(resource)
         requested = frozenset(ids)
         # A restarted agent may have rebuilt its ledger before the kubelet wrote this container's entry.
         refused = await self._adopt(kind, requested) if not self._containers_with(kind, requested) else None
         if refused is None:
-            refused = await self.prepare(self._containers_with(kind, requested))
+            refused = await self.isolation.prepare(self._containers_with(kind, requested))
         if refused is not None:
             self.observer.start_refused(self._last_target(self._containers_with(kind, requested)), resource, refused)
         return refused
@@ -394,12 +389,14 @@ class Admission(Struct, kw_only=True, eq=False):
             entries = ()
         if self._containers_with(kind, requested):
             return None  # allocated during the read
-        adopted = adopt(entries, kind, requested, self.cache.view(), self.policy.names, self.inventory(), self.clock())
+        adopted = adopt(
+            entries, kind, requested, self.node.cache.view(), self.node.names, self.node.plugins_gpus(), self.clock()
+        )
         if isinstance(adopted, Refused):
             log.warning("pre_start_refused", reason=adopted.reason.value, detail=adopted.detail)
             return adopted
         for allocation in adopted:
-            self.cache.put(allocation)
+            self.node.cache.put(allocation)
         log.info("allocation_adopted", pod_uid=adopted[0].key.pod_uid, container=adopted[0].key.container)
         return None
 
@@ -407,11 +404,13 @@ class Admission(Struct, kw_only=True, eq=False):
         """The containers that have exactly these IDs: several where an init container's IDs were passed on."""
         if not ids:
             return []
-        keys = self.cache.holders(kind).get(next(iter(ids)), frozenset())
-        return sorted(key for key in keys if (found := self.cache.get(key)) is not None and found.ids_of(kind) == ids)
+        keys = self.node.cache.holders(kind).get(next(iter(ids)), frozenset())
+        return sorted(
+            key for key in keys if (found := self.node.cache.get(key)) is not None and found.ids_of(kind) == ids
+        )
 
     def _last_target(self, keys: Sequence[ContainerKey]) -> Target | None:
-        pod = self.pods.get(keys[-1].pod_uid) if keys else None
+        pod = self.node.pods.get(keys[-1].pod_uid) if keys else None
         container = pod.container(keys[-1].container) if pod is not None else None
         return Target(pod=pod, container=container) if pod is not None and container is not None else None
 

@@ -12,15 +12,15 @@ of memory: its container keeps running.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple, NoReturn
 
 import structlog
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from gpushare_agent.admission.allocation_cache import AllocationCache
 from gpushare_agent.admission.decisions.recovery import gpus_of
+from gpushare_agent.isolation.isolations import Isolations
 from gpushare_agent.kit.supervision import ReportOnce, wait_for
 from gpushare_agent.kubelet.device_table import DeviceIds, DeviceTable, device_rows
 from gpushare_agent.model.allocations import Allocation, ContainerKey
@@ -41,6 +41,7 @@ from gpushare_agent.model.resources import (
     UnitLayout,
     replica_layout,
 )
+from gpushare_agent.node import Node
 from gpushare_agent.placement import GpuAccount
 
 
@@ -145,85 +146,80 @@ PAUSE_S = 0.2
 
 
 class DeviceTables(Struct, kw_only=True, eq=False):
-    """One table for each resource that the node offers, by its name. `inventory` has all GPUs, `offered` those that the
-    device plugins offer: containers may hold IDs of the others. `no_shares` is whether no share can be allocated at all now,
-    `no_replicas` whether no replica of a GPU."""
+    """One table for each resource that the node offers, by its name."""
 
-    names: ResourceNames
-    inventory: Callable[[], GpuInventory]
-    offered: Callable[[], GpuInventory]
-    cache: AllocationCache
+    node: Node
+    isolation: Isolations
     ids: DeviceIds
-    no_shares: Callable[[], bool]
-    no_replicas: Callable[[], bool] = lambda: False
     tables: dict[str, DeviceTable] = field(default_factory=dict)
     _is_behind: asyncio.Event = field(default_factory=asyncio.Event)
     _has_borrowed: bool = False
     _unlike: ReportOnce = field(default_factory=ReportOnce)
 
     def __post_init__(self) -> None:
-        self.tables |= {name: DeviceTable() for name in self.names.names}
+        self.tables |= {name: DeviceTable() for name in self.node.names.names}
 
     def allocation_changed(self, old: Allocation | None, new: Allocation | None) -> None:
         """Refreshes the lists where they depend on it. For AllocationCache.subscribe. They depend on what is allocated for
         GPUShare's resource and of units under NVIDIA's names (also where this agent offers none), and for shares that have
         grown."""
-        depends = self.names.gpu_mem or self.names.offers_parts or self.cache.resized or self._has_borrowed
+        names = self.node.names
+        depends = names.gpu_mem or names.offers_parts or self.node.cache.resized or self._has_borrowed
         if depends or (old is not None and old.unit_ids) or (new is not None and new.unit_ids):
             self._is_behind.set()
 
     def request_refresh(self) -> None:
-        """`no_shares` may have changed."""
+        """Whether shares can be had may have changed."""
         self._is_behind.set()
 
     def refresh(self) -> None:
         """Bring every table up to date now."""
-        known = self.inventory()
-        if self.names.gpu:  # the kubelet may have texts of NVIDIA's plugin
-            served = {gpu.uuid: self.names.nvidia.served(gpu) for gpu in known.gpus}
+        names, cache, known = self.node.names, self.node.cache, self.node.gpus()
+        if names.gpu:  # the kubelet may have texts of NVIDIA's plugin
+            served = {gpu.uuid: names.nvidia.served(gpu) for gpu in known.gpus}
             self.ids.expect_units({uuid: found.replicas for uuid, found in served.items() if found is not None})
         # Texts that named no known GPU when they were read may name this one now.
         if self.ids.add_gpus(gpu.uuid for gpu in known.gpus):
             self._read_again(known)
-        inventory = self.offered()
-        ledger = self.cache.ledger(inventory)
-        gpus = ledger.accounts(self.names)
-        missing = Missing(shares=self.no_shares(), replicas=self.no_replicas())
-        reasons = (kind.layout(self.names).unlike(inventory.gpus) for kind in self.names.kinds)
+        inventory = self.node.plugins_devices()  # containers may hold IDs of the others
+        ledger = cache.ledger(inventory)
+        gpus = ledger.accounts(names)
+        missing = Missing(shares=self.isolation.has_no_shares(), replicas=self.isolation.has_no_replicas())
+        reasons = (kind.layout(names).unlike(inventory.gpus) for kind in names.kinds)
         unlike = "; ".join(filter(None, reasons))
         if not unlike:
             self._unlike.is_over()
         elif self._unlike.is_new(unlike):
             log.error("nvidia_units_refused", reason=unlike)
-        borrowed = self.cache.borrowed()
+        borrowed = cache.borrowed()
         self._has_borrowed = False
         for resource, table in self.tables.items():
-            kind = self.names.kind_of(resource)
+            kind = names.kind_of(resource)
             holders = ledger.holders[kind]
-            layout, found = kind.layout(self.names), missing
+            layout, found = kind.layout(names), missing
             if kind.is_part:
                 ids = unit_ids(inventory.gpus, resource, layout, self._in_use(resource, holders))
                 found = missing._replace(units=bool(layout.unlike(inventory.gpus)))
             else:
-                ids = offered_ids({gpu.uuid: self.names.units(gpu, kind) for gpu in inventory.gpus})
+                ids = offered_ids({gpu.uuid: names.units(gpu, kind) for gpu in inventory.gpus})
             of_kind = {gpu: count for gpu, charge in borrowed.items() if (count := charge.count(kind))}
             self._has_borrowed = self._has_borrowed or bool(of_kind)
-            withheld_ids = withheld(kind, gpus, ids, holders, self.names, borrowed=of_kind, missing=found)
+            withheld_ids = withheld(kind, gpus, ids, holders, names, borrowed=of_kind, missing=found)
             table.set_devices(device_rows(inventory, ids, self.ids, withheld_ids))
 
     def _in_use(self, resource: str, holders: Mapping[DeviceId, Collection[ContainerKey]]) -> list[DeviceId]:
         """Units that containers have under this name."""
-        held = ((device, next(map(self.cache.get, keys), None)) for device, keys in holders.items())
+        held = ((device, next(map(self.node.cache.get, keys), None)) for device, keys in holders.items())
         return [device for device, allocation in held if allocation is not None and allocation.gpu_resource == resource]
 
     def _read_again(self, inventory: GpuInventory) -> None:
         """Containers may hold IDs of GPUs that were not there when the kubelet's records were read."""
-        for allocation in list(self.cache):
+        for allocation in list(self.node.cache):
             texts = {kind: [self.ids.write(device) for device in ids] for kind, ids in allocation.ids.items()}
             found = replace(allocation, ids={kind: frozenset(self.ids.read(own)) for kind, own in texts.items()})
             if found != allocation:
                 gpus = gpus_of(found.bound_ids, inventory)
-                self.cache.put(replace(found, gpus=gpus or allocation.gpus))
+                self.node.cache.put(replace(found, gpus=gpus or allocation.gpus))
 
     async def run(self) -> NoReturn:
         """Refreshes the tables when something has changed, until cancelled."""

@@ -27,7 +27,6 @@ from typing import NoReturn
 import structlog
 from msgspec import Struct, field
 
-from gpushare_agent.admission.allocation_cache import AllocationCache
 from gpushare_agent.admission.decisions.recovery import (
     CorrectionKind,
     Evidence,
@@ -43,11 +42,9 @@ from gpushare_agent.kubelet.pod_resources import PodResourcesClient, PodResource
 from gpushare_agent.kubelet.records import CheckpointEntry, KubeletCheckpoint, ListedPod
 from gpushare_agent.model.allocations import Allocation, ContainerKey
 from gpushare_agent.model.errors import AgentError, NotFound, Rejected, Unavailable
-from gpushare_agent.model.gpus import GpuInventory
 from gpushare_agent.model.names import PodUid
 from gpushare_agent.model.pods import Pod
-from gpushare_agent.model.resources import ResourceNames
-from gpushare_agent.node import Pods
+from gpushare_agent.node import Node
 from gpushare_agent.runtime.cgroup_paths import pod_uid_of
 from gpushare_agent.runtime.cgroups import CgroupWalk
 
@@ -78,21 +75,16 @@ class GarbageCollection(Struct, kw_only=True, eq=False):
     TRUST_AFTER_S nothing is released, for it lists a pod only after it has admitted it again.
     """
 
-    cache: AllocationCache
-    pods: Pods
+    node: Node
     static_pods: NodePods
     gate: PodResourcesGate
     pod_resources: PodResourcesClient
     checkpoint: KubeletCheckpoint
     processes: PodProcesses
-    names: ResourceNames
-    inventory: Callable[[], GpuInventory]
     kubelet_age_s: Callable[[], float | None]
     clock: Callable[[], float] = time.monotonic
-    period_s: float
     has_pod_resources: bool = True
     fresh_s: float = FRESH_S
-    on_correction: Callable[[str], None] = lambda kind: None
     _deleted: set[PodUid] = field(default_factory=set)
     _releases: Reconciler = field(default_factory=Reconciler)
     _has_released: asyncio.Event = field(default_factory=asyncio.Event)
@@ -111,7 +103,7 @@ class GarbageCollection(Struct, kw_only=True, eq=False):
             self._release(new.uid, "terminal")
         # Not released at once: a pod that was deleted by force is gone from the API server while its processes still
         # run.
-        elif new is None and old is not None and self.cache.of_pod(old.uid):
+        elif new is None and old is not None and self.node.cache.of_pod(old.uid):
             self._deleted.add(old.uid)
             self._releases.request()
 
@@ -147,8 +139,8 @@ class GarbageCollection(Struct, kw_only=True, eq=False):
             log.warning("pod_resources_unavailable", purpose="recovery", error=str(e))
         records = Records(listed=listed, checkpoint=checkpoint, pods=self._known_pods())
         # _LONG_AGO: what was recovered is not fresh, so the first reconcile may correct it.
-        self.cache.replace_all(rebuild(records, self.names, self.inventory(), _LONG_AGO))
-        return len(self.cache)
+        self.node.cache.replace_all(rebuild(records, self.node.names, self.node.gpus(), _LONG_AGO))
+        return len(self.node.cache)
 
     async def run(self) -> NoReturn:
         """Releases deleted pods when their event comes, and reconciles every period, until cancelled."""
@@ -157,7 +149,9 @@ class GarbageCollection(Struct, kw_only=True, eq=False):
             release = partial(
                 self._releases.run, self.release_deleted, lambda: DELETED_RETRY_S if self._deleted else None
             )
-            reconcile = partial(self._reconciler.run, self.reconcile, lambda: self.period_s)
+            reconcile = partial(
+                self._reconciler.run, self.reconcile, lambda: self.node.settings.allocation.check_period_s
+            )
             start_tasks(group, {"release deleted pods": release, "reconcile": reconcile})
         raise AssertionError("unreachable: neither task ends")
 
@@ -165,12 +159,12 @@ class GarbageCollection(Struct, kw_only=True, eq=False):
         """Release the deleted pods, unless their processes still run."""
         for uid in sorted(self._deleted):
             # The pod may be back: a watch that began anew can deliver a pod's deletion and the pod again.
-            if self.pods.get(uid) is None and await self._may_have_processes(uid):
+            if self.node.pods.get(uid) is None and await self._may_have_processes(uid):
                 continue
             self._deleted.discard(uid)
             self._still_running.is_over(uid)
             # Asked again after the await.
-            if self.pods.get(uid) is None:
+            if self.node.pods.get(uid) is None:
                 self._release(uid, "deleted")
 
     async def _may_have_processes(self, uid: PodUid) -> bool:
@@ -187,7 +181,7 @@ class GarbageCollection(Struct, kw_only=True, eq=False):
 
     async def wait_for_release(self) -> bool:
         """Wait a moment for allocations of pods that are ending; True when one was released."""
-        is_ending = any((pod := self.pods.get(a.key.pod_uid)) is None or pod.is_deleting for a in self.cache)
+        is_ending = any((pod := self.node.pods.get(a.key.pod_uid)) is None or pod.is_deleting for a in self.node.cache)
         if not is_ending and not self._deleted:
             return False
         # Cleared before the request: a release that it causes must not be lost.
@@ -198,7 +192,7 @@ class GarbageCollection(Struct, kw_only=True, eq=False):
     async def reconcile(self) -> None:
         """Compare the cache with the kubelet and correct it. A kubelet that cannot be asked changes nothing."""
         # Before the checkpoint and the List: what they show is compared with pods that are at least as old.
-        if self.pods.is_synced and self._may_lack_static_pods():
+        if self.node.pods.is_synced and self._may_lack_static_pods():
             await self.static_pods.refresh_static(timeout_s=STATIC_PODS_S)
         if not self.has_pod_resources:
             # As by an empty List, which releases nothing: recovered pods get their names, those that end are freed.
@@ -216,13 +210,13 @@ class GarbageCollection(Struct, kw_only=True, eq=False):
     def _may_lack_static_pods(self) -> bool:
         """Whether a static pod may be missed: of one without a mirror pod no event comes, neither its end nor, after the
         agent's start, that it is there."""
-        return any(pod.object_uid is None for pod in self.pods.pods()) or any(
-            self.pods.get(allocation.key.pod_uid) is None for allocation in self.cache
+        return any(pod.object_uid is None for pod in self.node.pods.pods()) or any(
+            self.node.pods.get(allocation.key.pod_uid) is None for allocation in self.node.cache
         )
 
     async def _reconcile_by_get(self, checkpoint: Sequence[CheckpointEntry]) -> bool:
         """False where the kubelet has no Get. Pods whose allocations change meanwhile are left for the next time."""
-        if not self.pods.is_synced:
+        if not self.node.pods.is_synced:
             return False
         self._changed_pods.clear()
         self._is_getting = True
@@ -248,9 +242,9 @@ class GarbageCollection(Struct, kw_only=True, eq=False):
         # From here on no await: what is compared is of one moment.
         if not self.gate.is_idle:
             return True  # an admission is under way: cache and kubelet may differ for a moment
-        deleted = {a.key.pod_uid for a in self.cache if self.pods.get(a.key.pod_uid) is None}
+        deleted = {a.key.pod_uid for a in self.node.cache if self.node.pods.get(a.key.pod_uid) is None}
         scope = ({pod.uid for pod in asked} - self._changed_pods) | deleted
-        in_scope = {(p.namespace, p.name) for uid in scope if (p := self.pods.get(uid)) is not None}
+        in_scope = {(p.namespace, p.name) for uid in scope if (p := self.node.pods.get(uid)) is not None}
         result = self._decide([p for p in listed if (p.namespace, p.name) in in_scope], checkpoint, scope)
         self._apply(result)
         self._note_agreed(scope, result)
@@ -258,8 +252,8 @@ class GarbageCollection(Struct, kw_only=True, eq=False):
 
     def _pods_to_ask(self) -> Sequence[Pod]:
         """The pods that may differ from the kubelet's records, and some of those that agreed with them."""
-        pods = [p for p in self.pods.pods() if self.names.wants_any(p) or self.cache.of_pod(p.uid)]
-        agree = {p.uid for p in pods if self._agreed.get(p.uid) == (p, self.cache.of_pod(p.uid))}
+        pods = [p for p in self.node.pods.pods() if self.node.names.wants_any(p) or self.node.cache.of_pod(p.uid)]
+        agree = {p.uid for p in pods if self._agreed.get(p.uid) == (p, self.node.cache.of_pod(p.uid))}
         self._agreed = {uid: agreed for uid, agreed in self._agreed.items() if uid in agree}
         # A dict keeps the order of insertion: the first are those that were not asked about for longest.
         left = agree - set(list(self._agreed)[:RECHECKED_PODS])
@@ -273,7 +267,7 @@ class GarbageCollection(Struct, kw_only=True, eq=False):
         is_trusted = age_s is not None and age_s >= TRUST_AFTER_S
         for uid in sorted(scope):
             self._agreed.pop(uid, None)
-            pod, allocations = self.pods.get(uid), self.cache.of_pod(uid)
+            pod, allocations = self.node.pods.get(uid), self.node.cache.of_pod(uid)
             if uid in differ or pod is None or not (pod.has_started or pod.is_terminal):
                 continue
             if is_trusted and not any(self._is_fresh(allocation) for allocation in allocations):
@@ -289,14 +283,14 @@ class GarbageCollection(Struct, kw_only=True, eq=False):
         records = Records(listed=listed, checkpoint=entries, pods=pods)
         evidence = Evidence(
             listed=listed,
-            rebuilt=rebuild(records, self.names, self.inventory(), _LONG_AGO),
+            rebuilt=rebuild(records, self.node.names, self.node.gpus(), _LONG_AGO),
             pods=None if pods is None else {pod.uid: pod for pod in pods},
             scope=scope,
             is_trusted=age_s is not None and age_s >= TRUST_AFTER_S,
             missing_before=self._missing,
-            fresh={a.key for a in self.cache if self._is_fresh(a)},
+            fresh={a.key for a in self.node.cache if self._is_fresh(a)},
         )
-        return reconcile(self.cache.view(), evidence)
+        return reconcile(self.node.cache.view(), evidence)
 
     def _is_fresh(self, allocation: Allocation) -> bool:
         return self.clock() - allocation.allocated_at < self.fresh_s
@@ -304,7 +298,7 @@ class GarbageCollection(Struct, kw_only=True, eq=False):
     def _apply(self, result: Reconciliation) -> None:
         for correction in result.corrections:
             if correction.kind is not CorrectionKind.NAMED:  # every restart brings these
-                self.on_correction(correction.kind.value)
+                self.node.metrics.reconcile_corrected(correction.kind.value)
                 log.warning(
                     "allocation_corrected",
                     kind=correction.kind.value,
@@ -312,9 +306,9 @@ class GarbageCollection(Struct, kw_only=True, eq=False):
                     container=correction.key.container,
                 )
             if correction.allocation is not None:
-                self.cache.put(correction.allocation)
+                self.node.cache.put(correction.allocation)
             else:
-                self.cache.release(correction.key)
+                self.node.cache.release(correction.key)
         # Whole, also where it is empty: only two polls in turn count.
         self._missing = result.missing
         self._deleted |= result.deleted
@@ -322,7 +316,7 @@ class GarbageCollection(Struct, kw_only=True, eq=False):
             self._releases.request()
 
     def _release(self, uid: PodUid, reason: str) -> None:
-        for old in self.cache.release_pod(uid):
+        for old in self.node.cache.release_pod(uid):
             log.info(
                 "share_freed",
                 reason=reason,
@@ -331,13 +325,13 @@ class GarbageCollection(Struct, kw_only=True, eq=False):
                 container=old.key.container,
                 gpus=list(old.gpus),
                 resources={
-                    (old.gpu_resource if kind.is_part else self.names.name(kind)) or kind.value: len(ids)
+                    (old.gpu_resource if kind.is_part else self.node.names.name(kind)) or kind.value: len(ids)
                     for kind, ids in old.ids.items()
                 },
             )
 
     def _known_pods(self) -> tuple[Pod, ...] | None:
-        return self.pods.pods() if self.pods.is_synced else None
+        return self.node.pods.pods() if self.node.pods.is_synced else None
 
     async def _read_checkpoint(self) -> Sequence[CheckpointEntry]:
         try:

@@ -23,13 +23,13 @@ from gpushare_agent.admission.decisions.identity import (
     is_accounted_for,
     next_container_of,
 )
-from gpushare_agent.cluster.pod_store import NodePods, PodStore, liveliness
+from gpushare_agent.cluster.pod_store import NodePods, liveliness
 from gpushare_agent.kubelet.pod_resources import KubeletFacts
 from gpushare_agent.model.allocations import Allocation, ContainerKey
 from gpushare_agent.model.errors import AgentError, NotFound, RefusalReason, Refused, Rejected, Unavailable
 from gpushare_agent.model.names import PodUid
 from gpushare_agent.model.pods import Pod
-from gpushare_agent.model.resources import ResourceNames
+from gpushare_agent.node import Node
 
 log = structlog.get_logger(__name__)
 
@@ -82,22 +82,17 @@ class _AccountedFor(Struct, frozen=True):
 
 
 class Identification(Struct, kw_only=True, eq=False):
-    """`on_identified` is called with the method by which a container was found, a metric's label."""
-
-    pods: PodStore
+    node: Node
     fetcher: NodePods
     kubelet: KubeletFacts
-    allocations: Callable[[], Mapping[ContainerKey, Allocation]]
     refused: Container[PodUid]
-    names: ResourceNames
     clock: Callable[[], float] = time.monotonic
     timeouts: Timeouts
-    on_identified: Callable[[str], None] = lambda method: None
     _accounted_for: dict[str, dict[ListedDevices, _AccountedFor]] = field(default_factory=dict)
 
     def next_container(self, resource: str, ids: Sequence[str]) -> Target | None:
         """The container of an Allocate without a GetPreferredAllocation: its IDs are an init container's."""
-        return next_container_of(ids, resource, self.pods.get, self._known())
+        return next_container_of(ids, resource, self.node.pods.get, self._known())
 
     async def identify(self, call: Call, list_inside: ListInside) -> Target | Refused:
         """The container of the call, or a refusal with the reason. Never raises for outside faults."""
@@ -136,7 +131,7 @@ class Identification(Struct, kw_only=True, eq=False):
             if isinstance(result, Unresolved) and not lookup.is_first_poll:
                 result = _without_deleted(result, lookup.verified)
             if isinstance(result, Target):
-                self.on_identified(_method(listed, lookup))
+                self.node.metrics.identified(_method(listed, lookup))
                 return result
             if self.clock() - lookup.started_at >= self.timeouts.poll_again_s:
                 doubt = "several" if result.candidates else "none"
@@ -179,15 +174,15 @@ class Identification(Struct, kw_only=True, eq=False):
         self, verified: Collection[tuple[str, str]] = (), unverifiable: Collection[tuple[str, str]] = ()
     ) -> Known:
         """What is known now."""
-        pods = self.pods.by_name()
+        pods = self.node.pods.by_name()
         if unverifiable:
-            known = [p for p in self.pods.pods() if not p.is_static or (p.namespace, p.name) not in unverifiable]
+            known = [p for p in self.node.pods.pods() if not p.is_static or (p.namespace, p.name) not in unverifiable]
             pods = {(pod.namespace, pod.name): pod for pod in sorted(known, key=liveliness)}
         return Known(
             pods=pods,
-            allocations=self.allocations(),
+            allocations=self.node.cache.view(),
             refused=self.refused,
-            names=self.names,
+            names=self.node.names,
             verified=verified,
         )
 
@@ -221,7 +216,9 @@ class Identification(Struct, kw_only=True, eq=False):
         """What the kubelet lists; where its PodResources is not mounted, the pending pods of the pod store."""
         if not self.kubelet.has_pod_resources:
             known = self._known()
-            return [_Unlisted(pod, known) for pod in self.pods.pods() if not pod.is_terminal and not pod.has_started]
+            return [
+                _Unlisted(pod, known) for pod in self.node.pods.pods() if not pod.is_terminal and not pod.has_started
+            ]
         # Raises while the version is unknown: a List in a 1.29 kubelet could end it, and with it the whole node's
         # admissions.
         await self.kubelet.wait_known(timeout_s=timeout_s)
@@ -268,7 +265,7 @@ class Identification(Struct, kw_only=True, eq=False):
     async def _pause(self) -> None:
         try:
             async with asyncio.timeout(self.timeouts.poll_pause_s):
-                await self.pods.wait_change(self.pods.version)
+                await self.node.pods.wait_change(self.node.pods.version)
         except TimeoutError:
             pass
 

@@ -21,10 +21,9 @@ from gpushare_agent.cluster.kube.pods import mistyped_annotations
 from gpushare_agent.model.allocations import Allocation
 from gpushare_agent.model.decision_records import Candidate, DecisionRecord, Outcome
 from gpushare_agent.model.errors import Refused
-from gpushare_agent.model.gpus import GpuInventory
 from gpushare_agent.model.names import GpuUuid
 from gpushare_agent.model.pods import Pod
-from gpushare_agent.node import Metrics
+from gpushare_agent.node import Node
 
 _GPU_BY_GPU = " GPU by GPU: "
 
@@ -33,21 +32,19 @@ class OutcomeReporter(Struct, kw_only=True, eq=False):
     """Every outcome is counted and, unless it only follows an earlier one of its container, recorded. A refusal becomes an
     Event of its pod."""
 
-    metrics: Metrics
+    node: Node
     events: PodEvents
-    inventory: Callable[[], GpuInventory]
-    decisions: DecisionLog
     wall_clock_ns: Callable[[], int] = time.time_ns
 
     def allocated(self, decision: Decision, allocation: Allocation) -> None:
         """A decision without a place decided nothing now: an init container's IDs are passed on, or a further
         resource of a container is added to those that it has."""
-        self.metrics.admission(decision.resource, "allocated", "")
+        self.node.metrics.admission(decision.resource, "allocated", "")
         if decision.placed is not None:
             self._record(with_gpus(decision, allocation.gpus), gpus=allocation.gpus)
 
     def refused(self, decision: Decision, refused: Refused) -> None:
-        self.metrics.admission(decision.resource, "refused", refused.reason.value)
+        self.node.metrics.admission(decision.resource, "refused", refused.reason.value)
         decision = with_gpus(decision, ())
         self._record(decision, refused)
         if decision.target is not None:
@@ -59,7 +56,7 @@ class OutcomeReporter(Struct, kw_only=True, eq=False):
             self.events.refused(target.pod, refused)
 
     def _record(self, decision: Decision, refused: Refused | None = None, gpus: tuple[GpuUuid, ...] = ()) -> None:
-        chosen = sorted([(gpu.index, gpu.label) for gpu in self.inventory().gpus if gpu.uuid in gpus])
+        chosen = sorted([(gpu.index, gpu.label) for gpu in self.node.gpus().gpus if gpu.uuid in gpus])
         target = decision.target
         record = DecisionRecord(
             at=self.wall_clock_ns() / 1e9,
@@ -74,10 +71,10 @@ class OutcomeReporter(Struct, kw_only=True, eq=False):
             asked=decision.asked,
             candidates=decision.candidates,
         )
-        self.decisions.add(record, target.pod if target is not None else None)
+        self.node.decisions.add(record, target.pod if target is not None else None)
 
     def taken_ids_offered(self, resource: str, count: int) -> None:
-        self.metrics.taken_ids_offered(resource, count)
+        self.node.metrics.taken_ids_offered(resource, count)
 
 
 def _with_verdicts(refused: Refused, decision: Decision) -> Refused:

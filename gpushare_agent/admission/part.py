@@ -11,14 +11,13 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from gpushare_agent.admission.admission import Admission, RefusedPods
-from gpushare_agent.admission.allocation_cache import AllocationCache
 from gpushare_agent.admission.decisions.container_edits import EditPolicy
 from gpushare_agent.admission.decisions.ledger import Policy
 from gpushare_agent.admission.decisions.resize import ResizePolicy
 from gpushare_agent.admission.device_tables import DeviceTables
 from gpushare_agent.admission.garbage_collection import GarbageCollection, PodProcesses
 from gpushare_agent.admission.identification import Identification, Timeouts
-from gpushare_agent.admission.outcomes import DecisionLog, OutcomeReporter
+from gpushare_agent.admission.outcomes import OutcomeReporter
 from gpushare_agent.admission.resizing import ResizeFile, ResizeReports, ShareResizing
 from gpushare_agent.cluster.part import ClusterPart
 from gpushare_agent.isolation import IsolationConfig
@@ -68,7 +67,6 @@ TAKE_OVER_S = 15.0
 
 class AdmissionPart(Struct, kw_only=True):
     node: Node
-    cache: AllocationCache
     gate: PodResourcesGate
     pod_resources: PodResourcesClient
     facts: KubeletFacts
@@ -177,7 +175,7 @@ class AdmissionPart(Struct, kw_only=True):
 
     def _awaits_admission(self, pod: Pod) -> bool:
         is_over = pod.is_terminal or pod.is_deleting or pod.has_started or pod.uid in self.refused_pods
-        return not is_over and self.node.names.wants_any(pod) and not self.cache.of_pod(pod.uid)
+        return not is_over and self.node.names.wants_any(pod) and not self.node.cache.of_pod(pod.uid)
 
     def registration(self) -> Tasks:
         return {"registration": self.registrar.run}
@@ -234,12 +232,7 @@ class FirstRegistration:
 
 
 def build(
-    node: Node,
-    cache: AllocationCache,
-    decisions: DecisionLog,
-    cluster: ClusterPart,
-    isolation: Isolations,
-    previous: AdmissionPart | None = None,
+    node: Node, cluster: ClusterPart, isolation: Isolations, previous: AdmissionPart | None = None
 ) -> AdmissionPart:
     """Joined, not started. The sockets of new resources have the handover and the queue of the `previous` generation."""
     kubelet, refused_pods, ids = node.settings.kubelet, RefusedPods(), DeviceIds()
@@ -252,60 +245,44 @@ def build(
         )
     gate = PodResourcesGate(pod_resources, on_list=node.metrics.pod_resources_listed)
     checkpoint = KubeletCheckpoint(kubelet.device_plugin_path, ids)
-    outcomes = OutcomeReporter(
-        metrics=node.metrics, events=cluster.pod_events, inventory=node.gpus, decisions=decisions
-    )
     garbage = GarbageCollection(
-        cache=cache,
-        pods=node.pods,
+        node=node,
         static_pods=cluster.node_pods,
         gate=gate,
         pod_resources=pod_resources,
         checkpoint=checkpoint,
         processes=PodProcesses(node.settings.runtime.cgroup_root),
-        names=node.names,
-        inventory=node.gpus,
         kubelet_age_s=cluster.kubelet_facts.age_s,
-        period_s=node.settings.allocation.check_period_s,
         has_pod_resources=cluster.kubelet_facts.has_pod_resources,
-        on_correction=node.metrics.reconcile_corrected,
     )
     identification = Identification(
-        pods=cluster.store,
+        node=node,
         fetcher=cluster.node_pods,
         kubelet=cluster.kubelet_facts,
-        allocations=cache.view,
         refused=refused_pods,
-        names=node.names,
         timeouts=Timeouts(lookup_s=kubelet.pod_lookup_timeout_s, poll_again_s=kubelet.look_again_s),
-        on_identified=node.metrics.identified,
     )
-    tables = _build_tables(node, cache, isolation, ids)
+    tables = DeviceTables(node=node, isolation=isolation, ids=ids)
     handover, calls = (previous.handover, previous.calls) if previous is not None else (Handover(), QueuedCalls())
     return AdmissionPart(
         node=node,
-        cache=cache,
         gate=gate,
         pod_resources=pod_resources,
         facts=cluster.kubelet_facts,
         admission=Admission(
+            node=node,
             gate=gate,
             identification=identification,
-            cache=cache,
-            pods=node.pods,
-            inventory=node.plugins_gpus,
             policy=_policy(node, isolation.max_shares_of_gpu()),
             edits=edit_policy(node.settings, node.names, isolation.volumes),
             refused_pods=refused_pods,
-            observer=outcomes,
+            observer=OutcomeReporter(node=node, events=cluster.pod_events),
             records=checkpoint,
-            prepare=isolation.prepare,
-            wait_for_release=garbage.wait_for_release,
-            prepare_ahead=isolation.prepare_ahead,
-            isolation_unavailable_reason=isolation.unavailable_reason,
+            isolation=isolation,
+            garbage=garbage,
         ),
         garbage=garbage,
-        resizing=_build_resizing(node, cache, cluster, isolation),
+        resizing=_build_resizing(node, cluster, isolation),
         refused_pods=refused_pods,
         tables=tables,
         registrar=_build_registrar(node, calls, handover, tables, ids),
@@ -313,18 +290,6 @@ def build(
         lock=ServingLock(kubelet.device_plugin_path),
         handover=handover,
         calls=calls,
-    )
-
-
-def _build_tables(node: Node, cache: AllocationCache, isolation: Isolations, ids: DeviceIds) -> DeviceTables:
-    return DeviceTables(
-        names=node.names,
-        inventory=node.gpus,
-        offered=node.plugins_devices,
-        cache=cache,
-        ids=ids,
-        no_shares=isolation.has_no_shares,
-        no_replicas=isolation.has_no_replicas,
     )
 
 
@@ -338,23 +303,15 @@ def _policy(node: Node, max_shares_of_gpu: int | None) -> Policy:
     )
 
 
-def _build_resizing(node: Node, cache: AllocationCache, cluster: ClusterPart, isolation: Isolations) -> ShareResizing:
+def _build_resizing(node: Node, cluster: ClusterPart, isolation: Isolations) -> ShareResizing:
     resize = node.settings.resize
     policy = ResizePolicy(names=node.names, mode=resize.mode)
     return ShareResizing(
-        cache=cache,
-        pods=node.claim_pods,
-        inventory=node.gpus,
+        node=node,
         policy=policy,
         file=ResizeFile(resize.state_file) if resize.state_file is not None else None,
         enforcement=isolation.enforcement(),
-        reports=ResizeReports(
-            cache=cache,
-            pods=node.claim_pods,
-            policy=policy,
-            annotations=cluster.annotations,
-            events=cluster.pod_events,
-        ),
+        reports=ResizeReports(node=node, policy=policy, annotations=cluster.annotations, events=cluster.pod_events),
     )
 
 

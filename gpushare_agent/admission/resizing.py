@@ -33,7 +33,6 @@ from typing import Annotated, Any, Literal, NoReturn
 import structlog
 from msgspec import Meta, Struct, ValidationError, convert, field, to_builtins
 
-from gpushare_agent.admission.allocation_cache import AllocationCache
 from gpushare_agent.admission.decisions.resize import (
     DesiredSize,
     ResizePolicy,
@@ -68,7 +67,6 @@ from gpushare_agent.model.allocations import (
     add_charges,
 )
 from gpushare_agent.model.errors import AgentError, Corrupt
-from gpushare_agent.model.gpus import GpuInventory
 from gpushare_agent.model.names import (
     RESIZE_ANNOTATION,
     RESIZE_STATUS_ANNOTATION,
@@ -77,9 +75,9 @@ from gpushare_agent.model.names import (
     is_container_id,
 )
 from gpushare_agent.model.pods import Pod
-from gpushare_agent.model.resources import KINDS, Measure, ResourceNames
+from gpushare_agent.model.resources import KINDS, Measure
 from gpushare_agent.model.usage import UsageRound
-from gpushare_agent.node import ClaimPods
+from gpushare_agent.node import Node
 from gpushare_agent.placement import GpuAccount
 from gpushare_agent.placement.gpu_account import account_of
 
@@ -214,29 +212,27 @@ class GrowthAccounts:
     """Each GPU as it is charged, during one round of decisions, in which nothing but `charge` changes the cache. Counted at
     the first need only: to count all again for each share of hundreds would hold up the event loop."""
 
-    def __init__(self, cache: AllocationCache, inventory: Callable[[], GpuInventory], names: ResourceNames) -> None:
-        self._cache = cache
-        self._inventory = inventory
-        self._names = names
+    def __init__(self, node: Node) -> None:
+        self._node = node
         self._charges: dict[GpuUuid, Charge] | None = None
 
     def without(self, allocation: Allocation) -> GpuAccount | None:
         """The account of the share's GPU as charged for all others; None where that GPU is not there."""
         if self._charges is None:
-            self._charges = self._cache.charges_for_growth()
-        gpu = self._inventory().by_uuid().get(allocation.gpus[0])
+            self._charges = self._node.cache.charges_for_growth()
+        gpu = self._node.gpus().by_uuid().get(allocation.gpus[0])
         if gpu is None:
             return None
         charged = self._charges.get(gpu.uuid, NO_CHARGE)
-        return account_of(gpu, self._names, charged.plus(self._cache.charged_alone(allocation.key), -1))
+        return account_of(gpu, self._node.names, charged.plus(self._node.cache.charged_alone(allocation.key), -1))
 
     def charge(self, share: ResizedShare) -> None:
         """Calls `AllocationCache.charge` for a share whose account was asked for, and counts it in."""
         if self._charges is None:
             raise AssertionError(f"{share.key} is charged without a look at its GPU's account")
-        before = self._cache.charged_alone(share.key)
-        self._cache.charge(share)
-        more = self._cache.charged_alone(share.key).plus(before, -1)
+        before = self._node.cache.charged_alone(share.key)
+        self._node.cache.charge(share)
+        more = self._node.cache.charged_alone(share.key).plus(before, -1)
         add_charges(self._charges, {share.gpu: more})
 
 
@@ -244,9 +240,7 @@ class ShareResizing(Struct, kw_only=True, eq=False):
     """`restore` what was loaded, once the cache is rebuilt and before a call of the kubelet is answered; then `run` once.
     Subscribe `changed` to pods, allocations and GPUs. Without a `file` the sizes end with the agent."""
 
-    cache: AllocationCache
-    pods: ClaimPods
-    inventory: Callable[[], GpuInventory]
+    node: Node
     policy: ResizePolicy
     file: ResizeFile | None
     enforcement: ShareEnforcement
@@ -289,16 +283,16 @@ class ShareResizing(Struct, kw_only=True, eq=False):
 
     def restore(self, shares: tuple[ResizedShare, ...]) -> None:
         """Counts from now on, before anything is admitted."""
-        self.cache.restore_resized(shares)
+        self.node.cache.restore_resized(shares)
         self._saved = {share.key: share for share in shares}
         if shares:
-            log.info("resized_shares_restored", count=len(self.cache.resized))
+            log.info("resized_shares_restored", count=len(self.node.cache.resized))
 
     async def run(self) -> NoReturn:
         """Reconciles when something has changed, and every period while a share is resized, until cancelled."""
 
         def due_s() -> float | None:
-            return PERIOD_S if self.cache.resized or self._saved or self._has_refused else None
+            return PERIOD_S if self.node.cache.resized or self._saved or self._has_refused else None
 
         await self._reconciler.run(self.reconcile, due_s, pause_s=PAUSE_S)
 
@@ -315,41 +309,41 @@ class ShareResizing(Struct, kw_only=True, eq=False):
                 break
         await self._save_and_apply()
         self._has_refused = bool(found.refused or found.unknown)
-        if self.pods.is_synced:
+        if self.node.claim_pods.is_synced:
             self.reports.report(found)
 
     # --- 1: decide ---
 
     def _forget_gone(self) -> None:
         """Forgets sizes of pods that ended while the agent was away: no allocation of theirs will be released."""
-        if not self.pods.is_synced:
+        if not self.node.claim_pods.is_synced:
             return
-        for key in self._enforced.keys() - self.cache.resized.keys():
+        for key in self._enforced.keys() - self.node.cache.resized.keys():
             del self._enforced[key]
-        for key in [key for key in self.cache.resized if self.cache.get(key) is None]:
-            pod = self.pods.get(key.pod_uid)
+        for key in [key for key in self.node.cache.resized if self.node.cache.get(key) is None]:
+            pod = self.node.claim_pods.get(key.pod_uid)
             if pod is None or pod.is_terminal:
-                self.cache.forget_resized(key)
+                self.node.cache.forget_resized(key)
 
     def _decide(self) -> ResizeRound:
         """Charges every change that may be; why the others may not. Shares that shrink come first, others may grow then."""
         found = ResizeRound()
-        accounts = GrowthAccounts(self.cache, self.inventory, self.policy.names)
+        accounts = GrowthAccounts(self.node)
         candidates: list[tuple[Allocation, Pod, DesiredSize]] = []
-        for allocation in self.cache:
-            pod = self.pods.get(allocation.key.pod_uid)
+        for allocation in self.node.cache:
+            pod = self.node.claim_pods.get(allocation.key.pod_uid)
             # It ends: what it has is freed as a whole, and a smaller size would be for nothing.
             if pod is None or pod.is_deleting or pod.is_terminal:
                 continue
-            asked = asked_size(allocation, self.pods.using(pod.uid))
-            if asked is None and allocation.key not in self.cache.resized:
+            asked = asked_size(allocation, self.node.claim_pods.using(pod.uid))
+            if asked is None and allocation.key not in self.node.cache.resized:
                 continue
             container = pod.container(allocation.key.container)
-            if container is None or not is_resizable(allocation, container, self.policy.names):
+            if container is None or not is_resizable(allocation, container, self.node.names):
                 continue
             if isinstance(asked, ResizeRefused):
                 found.refused[allocation.key] = asked
-                asked = unchanged_size(allocation, self.cache.resized.get(allocation.key), self.policy)
+                asked = unchanged_size(allocation, self.node.cache.resized.get(allocation.key), self.policy)
             elif asked is not None and asked.unknown:
                 found.unknown[pod.uid] = asked.unknown
             candidates.append((allocation, pod, asked or DesiredSize()))
@@ -365,8 +359,8 @@ class ShareResizing(Struct, kw_only=True, eq=False):
         isolation = self.enforcement.isolation_of(pod)
         if isolation is None:
             return None
-        key, known = allocation.key, self.cache.resized.get(allocation.key)
-        siblings = self.cache.of_pod(key.pod_uid) if allocation.claim is not None else ()
+        key, known = allocation.key, self.node.cache.resized.get(allocation.key)
+        siblings = self.node.cache.of_pod(key.pod_uid) if allocation.claim is not None else ()
         refused = mode_refusal(allocation, desired, self.policy)
         refused = refused or claim_refusal(allocation, desired, siblings, self.policy)
         if refused is not None:
@@ -377,7 +371,7 @@ class ShareResizing(Struct, kw_only=True, eq=False):
             return refused
         outcome = decide_resize(allocation, desired, known, account, isolation, self.policy)
         # As many as the file holds: one that is not saved would be given away again after a restart.
-        if isinstance(outcome, ResizedShare) and known is None and len(self.cache.resized) >= MAX_SHARES:
+        if isinstance(outcome, ResizedShare) and known is None and len(self.node.cache.resized) >= MAX_SHARES:
             outcome = ResizeRefused(
                 ResizeReason.TOO_MANY, f"{MAX_SHARES} shares of this node are resized: no more can be."
             )
@@ -389,7 +383,7 @@ class ShareResizing(Struct, kw_only=True, eq=False):
     # --- 2 and 3: save and apply ---
 
     async def _save_and_apply(self) -> None:
-        shares = dict(self.cache.resized)
+        shares = dict(self.node.cache.resized)
         # Written before the isolation sees a larger size: a crash between the two must not lose what was given.
         if shares != self._saved:
             try:
@@ -403,13 +397,13 @@ class ShareResizing(Struct, kw_only=True, eq=False):
             if self._save_failure.is_over():
                 log.info("resize_state_saved_again")
         for key, share in shares.items():
-            allocation = self.cache.get(key)
+            allocation = self.node.cache.get(key)
             if (
                 allocation is not None
-                and self.cache.resized.get(key) == share
+                and self.node.cache.resized.get(key) == share
                 and allocation.resized_to != share.target
             ):
-                self.cache.resize(key)
+                self.node.cache.resize(key)
 
     # --- 4 and 5: enforce, and charge less ---
 
@@ -417,9 +411,9 @@ class ShareResizing(Struct, kw_only=True, eq=False):
         """Whether less is charged than before. What is enforced in the container that runs now, and charged as it is, is
         left alone."""
         is_less = False
-        for key in sorted(self.cache.resized):
-            allocation, pod = self.cache.get(key), self.pods.get(key.pod_uid)
-            share = self.cache.resized.get(key)
+        for key in sorted(self.node.cache.resized):
+            allocation, pod = self.node.cache.get(key), self.node.claim_pods.get(key.pod_uid)
+            share = self.node.cache.resized.get(key)
             if allocation is None or pod is None or share is None or allocation.resized_to != share.target:
                 continue
             isolation = self.enforcement.isolation_of(pod)
@@ -441,16 +435,16 @@ class ShareResizing(Struct, kw_only=True, eq=False):
                 now = self.wall_clock()
                 self._enforced[key] = _Enforced(target=share.target, instance=instance, since=now)
             # The await may have let an Allocate or a pod's end change it: then the next round decides.
-            if self.cache.resized.get(key) is share:
+            if self.node.cache.resized.get(key) is share:
                 is_less |= self._charge_less(share, isolation, instance)
         return is_less
 
     def _charge_less(self, share: ResizedShare, isolation: Isolation, instance: str) -> bool:
         new = enforced(share, isolation, instance, uses_no_more=bool(instance) and self._uses_no_more(share))
         if new.is_over:
-            self.cache.forget_resized(share.key)
+            self.node.cache.forget_resized(share.key)
         elif new != share:
-            self.cache.charge(new)
+            self.node.cache.charge(new)
         return new.charged != share.charged
 
     def _uses_no_more(self, share: ResizedShare) -> bool:
@@ -468,7 +462,7 @@ class ShareResizing(Struct, kw_only=True, eq=False):
         use = usage.containers.get((share.key, share.gpu))
         if gpu is None or gpu.processes is None or use is None or use.memory_bytes is None:
             return False
-        return use.memory_bytes <= (share.target.memory * self.policy.names.unit_mib(share.kind)) << 20
+        return use.memory_bytes <= (share.target.memory * self.node.names.unit_mib(share.kind)) << 20
 
 
 def _grows(candidate: tuple[Allocation, Pod, DesiredSize]) -> tuple[bool, ContainerKey]:
@@ -483,8 +477,7 @@ class ResizeReports(Struct, kw_only=True, eq=False):
     """Writes Events and annotations of the pods; of a claim those of the pods that use it. `report` after each round, while
     the pods are known. State owned: of each pod its own status and its claims'; what was reported."""
 
-    cache: AllocationCache
-    pods: ClaimPods
+    node: Node
     policy: ResizePolicy
     annotations: PodAnnotations
     events: PodEvents
@@ -496,23 +489,23 @@ class ResizeReports(Struct, kw_only=True, eq=False):
 
     def report(self, found: ResizeRound) -> None:
         for known in (self._reported_at, self._statuses):
-            for uid in [uid for uid in known if self.pods.get(uid) is None]:
+            for uid in [uid for uid in known if self.node.claim_pods.get(uid) is None]:
                 del known[uid]
         reasons = {key: one.reason for key, one in found.refused.items()}
-        uids = {key.pod_uid for key in (*self.cache.resized, *found.refused)} | found.unknown.keys()
+        uids = {key.pod_uid for key in (*self.node.cache.resized, *found.refused)} | found.unknown.keys()
         for uid in sorted(uids):
-            if users := self.pods.using(uid):
+            if users := self.node.claim_pods.using(uid):
                 self._report_pod(uid, users, found, reasons)
-        for uid in {one.key.pod_uid for one in self.cache} - uids:
-            self._show_status(uid, self.pods.using(uid), None)
+        for uid in {one.key.pod_uid for one in self.node.cache} - uids:
+            self._show_status(uid, self.node.claim_pods.using(uid), None)
 
     def _report_pod(
         self, uid: PodUid, users: Sequence[Pod], found: ResizeRound, reasons: Mapping[ContainerKey, ResizeReason]
     ) -> None:
         """The status always; an Event for each refusal and each size, once, and not too often."""
-        names, allocations = self.policy.names, self.cache.of_pod(uid)
+        names, allocations = self.node.names, self.node.cache.of_pod(uid)
         text = ";".join(pod.annotations.get(RESIZE_ANNOTATION, "") for pod in users)
-        self._show_status(uid, users, status_text(allocations, self.cache.resized, reasons, found.unenforced))
+        self._show_status(uid, users, status_text(allocations, self.node.cache.resized, reasons, found.unenforced))
         if self.clock() - self._reported_at.get(uid, float("-inf")) < EVENT_PAUSE_S:
             return
 
@@ -526,7 +519,7 @@ class ResizeReports(Struct, kw_only=True, eq=False):
             refuse(f"{uid}/", text, f"{RESIZE_ANNOTATION} names a container {unknown}, which the pod does not have.")
         for allocation in allocations:
             key, subject = allocation.key, f"{uid}/{allocation.key.container}"
-            share = self.cache.resized.get(key)
+            share = self.node.cache.resized.get(key)
             name = f"{'Container' if allocation.claim is None else 'Claim'} {shown_name(allocation, allocations)}"
             if (refused := found.refused.get(key)) is not None:
                 refuse(subject, f"{text} {refused.reason}", f"{name} keeps its share: {refused.detail}")

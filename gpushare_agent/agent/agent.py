@@ -227,7 +227,7 @@ async def _obey(
     agent.kubelet.handover.subscribe(lambda: signals.received(_End.HAND_OVER))
     # Names of resources with the profile in them follow what instances there are; other names cover any instance.
     if current.follows_mig:
-        agent.gpus.inventory.subscribe(lambda found: _follow_mig(found, current, signals))
+        agent.node.inventory.subscribe(lambda found: _follow_mig(found, current, signals))
     while True:
         # Noted at each turn: an Event that is the same is sent at most once in ten minutes.
         if configuration.problem:
@@ -386,7 +386,7 @@ async def _announce(agent: NodeAgent) -> None:
     await agent.observability.web.wait_listening()
     sd_notify("READY=1", os.environ)  # whole GPUs can be had, and systemd would end an agent that goes on to wait
     await agent.readiness.is_met.wait()
-    log.info("ready", pods=len(agent.node.pods.pods()), containers=len(agent.cache))
+    log.info("ready", pods=len(agent.node.pods.pods()), containers=len(agent.node.cache))
 
 
 async def _close_driver(agent: NodeAgent) -> None:

@@ -50,9 +50,6 @@ class NodeAgent(Struct, frozen=True, kw_only=True):
     """One generation of the agent, between two reloads of its settings."""
 
     node: Node
-    metrics: AgentMetrics
-    cache: AllocationCache
-    decisions: DecisionLog
     gpus: GpusPart
     kubelet: AdmissionPart
     cluster: ClusterPart
@@ -71,8 +68,8 @@ class NodeAgent(Struct, frozen=True, kw_only=True):
     def take_over(self, previous: NodeAgent) -> None:
         """Takes over what the generation before the reload knew and no file has."""
         self.kubelet.go_on_from(previous.kubelet)
-        self.gpus.inventory.take_over(previous.gpus.inventory)
-        self.decisions.take_over(previous.decisions)
+        self.node.inventory.take_over(previous.node.inventory)
+        self.node.decisions.take_over(previous.node.decisions)
         self.readiness.take_over(previous.readiness)
         self.observability.usage_history.take_over(previous.observability.usage_history)
 
@@ -92,8 +89,7 @@ def build(
     `mig_profiles` are those of the node's MIG instances, after which resources are named. Raises StartupError."""
     store, cache, inventory = PodStore(), AllocationCache(), GpuInventoryState(gpus_part.health_policy(settings))
     # Counters go on over a reload: a scrape must not see them fall.
-    metrics = previous.metrics.begin_anew() if previous is not None else AgentMetrics()
-    decisions = DecisionLog(settings.decisions.kept)
+    metrics = previous.node.metrics.begin_anew() if previous is not None else AgentMetrics()
     node = Node(
         settings=settings,
         isolation_reason=isolation_reason,
@@ -103,17 +99,16 @@ def build(
         pods=store,
         cache=cache,
         claim_pods=ClaimPods(store, cache),
+        decisions=DecisionLog(settings.decisions.kept),
         # Records of an earlier agent count too: its claims still use GPUs where the setting names none any more.
         has_claims=bool(settings.dra.gpus) or has_files(settings.dra.record_directory),
     )
-    cluster = cluster_part.build(node, store)
+    cluster = cluster_part.build(node)
     isolation = isolations.build(
         node, cluster.pod_events.warned, driver, note=cluster.node_events.note, choose_anew=request_reload
     )
-    kubelet = admission_part.build(
-        node, cache, decisions, cluster, isolation, previous.kubelet if previous is not None else None
-    )
-    dra = _build_dra(node, cache, decisions, isolation)
+    kubelet = admission_part.build(node, cluster, isolation, previous.kubelet if previous is not None else None)
+    dra = _build_dra(node, isolation)
     cluster.further["dynamic resource allocation"] = dra
     if configuration is not None and settings.node_configuration.directory is not None:
         cluster.further["node configuration"] = ConfigurationWatch(configuration, node, request_reload)
@@ -126,14 +121,11 @@ def build(
 
     agent = NodeAgent(
         node=node,
-        metrics=metrics,
-        cache=cache,
-        decisions=decisions,
-        gpus=gpus_part.build(node, inventory, driver),
+        gpus=gpus_part.build(node, driver),
         kubelet=kubelet,
         cluster=cluster,
         isolation=isolation,
-        observability=observability_part.build(node, metrics, decisions, driver, isolation, not_ready),
+        observability=observability_part.build(node, metrics, node.decisions, driver, isolation, not_ready),
         dra=dra,
         readiness=readiness,
     )
@@ -141,7 +133,7 @@ def build(
     return agent
 
 
-def _build_dra(node: Node, cache: AllocationCache, decisions: DecisionLog, isolation: Isolations) -> DraPart | None:
+def _build_dra(node: Node, isolation: Isolations) -> DraPart | None:
     """The part for claims; None where there are none: the start of an agent without any does not wait for its modules
     either."""
     if not node.has_claims:
@@ -149,7 +141,7 @@ def _build_dra(node: Node, cache: AllocationCache, decisions: DecisionLog, isola
     # Imported here: an agent without claims would load its modules for nothing.
     from gpushare_agent.dra import part
 
-    return part.build(node, cache, decisions, isolation)
+    return part.build(node, isolation)
 
 
 class _Subscriptions:
@@ -157,13 +149,13 @@ class _Subscriptions:
 
     def __init__(self, agent: NodeAgent) -> None:
         self._agent = agent
-        self._health = GpuHealthObserver(agent.gpus.inventory, agent.cluster.node_events, agent.metrics)
+        self._health = GpuHealthObserver(agent.node.inventory, agent.cluster.node_events, agent.node.metrics)
 
     def subscribe(self) -> None:
-        agent, shown, metrics = self._agent, self._agent.observability, self._agent.metrics
-        agent.gpus.inventory.subscribe(self._gpus_changed)
-        agent.cache.subscribe(self._allocation_changed)
-        agent.cluster.store.subscribe(self._pod_changed)
+        agent, shown, metrics = self._agent, self._agent.observability, self._agent.node.metrics
+        agent.node.inventory.subscribe(self._gpus_changed)
+        agent.node.cache.subscribe(self._allocation_changed)
+        agent.node.pods.subscribe(self._pod_changed)
         agent.kubelet.registrar.subscribe(on_registered=self._registered, on_kubelet_restart=self._kubelet_restarted)
         # History before expiry: a page that is made anew has the sample in it.
         shown.usage.subscribe(shown.usage_history.add)
@@ -184,7 +176,9 @@ class _Subscriptions:
         agent = self._agent
         self._health.inventory_changed(inventory)
         agent.gpus.writer.inventory_changed(inventory)
-        agent.metrics.know_gpus([gpu.uuid for gpu in inventory.gpus], status_bytes(inventory.gpus, agent.node.names))
+        agent.node.metrics.know_gpus(
+            [gpu.uuid for gpu in inventory.gpus], status_bytes(inventory.gpus, agent.node.names)
+        )
         # At once, not by request: a GPU that is lost must leave the lists before the next admission.
         agent.kubelet.tables.refresh()
         if agent.isolation.cdi_watch is not None:
@@ -227,7 +221,7 @@ class _Subscriptions:
 
     def _registered(self, resource: str) -> None:
         agent = self._agent
-        agent.metrics.registered(resource)
+        agent.node.metrics.registered(resource)
         agent.kubelet.first_registration.registered(resource)
         agent.observability.snapshots.expire()
 

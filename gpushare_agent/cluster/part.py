@@ -22,7 +22,7 @@ from gpushare_agent.cluster.node_annotations import allocations_annotation, allo
 from gpushare_agent.cluster.node_facts import NodeFacts, gpus_annotation, node_facts
 from gpushare_agent.cluster.node_fields import ALLOCATIONS, CAPACITY, FACTS, TAINT, NodeFields, NodeFieldsWriter
 from gpushare_agent.cluster.pod_annotations import PodAnnotations, pod_annotations
-from gpushare_agent.cluster.pod_store import NodePods, PodStore
+from gpushare_agent.cluster.pod_store import NodePods
 from gpushare_agent.cluster.rejected_pods import RejectedPods
 from gpushare_agent.kit.backoff import Backoff
 from gpushare_agent.kit.supervision import Tasks, start_tasks
@@ -52,7 +52,6 @@ class ClusterPart(Struct, frozen=True, kw_only=True):
     """`node_fields` are those that the settings have the agent write, by name."""
 
     node: Node
-    store: PodStore
     node_pods: NodePods
     informer: Informer
     annotations: PodAnnotations
@@ -95,13 +94,14 @@ class ClusterPart(Struct, frozen=True, kw_only=True):
 
     def not_ready(self) -> list[str]:
         """Why this part is not ready, nothing when it is."""
-        return [] if self.store.is_synced else ["the API server has not listed this node's pods yet"]
+        return [] if self.node.pods.is_synced else ["the API server has not listed this node's pods yet"]
 
     async def wait_synced(self) -> None:
         """The API server has listed this node's pods."""
-        version = self.store.version
-        while not self.store.is_synced:
-            version = await self.store.wait_change(version)
+        pods = self.node.pods
+        version = pods.version
+        while not pods.is_synced:
+            version = await pods.wait_change(version)
 
     async def _run(self) -> NoReturn:
         """All that needs the API server. While it is away, all of this waits."""
@@ -141,13 +141,16 @@ def _bound(api: KubeApi, clients: Mapping[str, _RunsOnApi | None]) -> Tasks:
     return {name: partial(client.run, api) for name, client in clients.items() if client is not None}
 
 
-def build(node: Node, store: PodStore) -> ClusterPart:
+def build(node: Node) -> ClusterPart:
     """Joined, not started."""
     settings, names, node_name = node.settings, node.names, node.settings.node_name
     rejected_pods = static_pods = None
     if settings.allocation.cleanup_rejected_pods:
         rejected_pods = RejectedPods(
-            pods=store, resources=names.names, per_minute=settings.allocation.cleanup_per_minute, metrics=node.metrics
+            pods=node.pods,
+            resources=names.names,
+            per_minute=settings.allocation.cleanup_per_minute,
+            metrics=node.metrics,
         )
     wanted: list[tuple[NodeFields[Any], Callable[[], object]]] = []
     # GPUShare's tools read the number of GPUs from the node's capacity, which no device plugin serves.
@@ -166,7 +169,7 @@ def build(node: Node, store: PodStore) -> ClusterPart:
         static_pods = StaticPods(
             address=kubelet.api_address, port=kubelet.api_port, ca_file=kubelet.api_ca, node_name=node_name
         )
-    node_pods = NodePods(store=store, node_name=node_name, resources=names.names, kubelet=static_pods)
+    node_pods = NodePods(store=node.pods, node_name=node_name, resources=names.names, kubelet=static_pods)
 
     def desired_of_pod(pod: Pod) -> Mapping[str, str]:
         # Read when a pod is compared, not now: allocations and GPUs change.
@@ -174,12 +177,11 @@ def build(node: Node, store: PodStore) -> ClusterPart:
 
     return ClusterPart(
         node=node,
-        store=store,
         node_pods=node_pods,
         informer=Informer(
             kind="pods", watched=pods_of_node(node_name), handler=node_pods, metrics=node.metrics, backoff=PODS_BACKOFF
         ),
-        annotations=PodAnnotations(pods=store, desired=desired_of_pod, metrics=node.metrics),
+        annotations=PodAnnotations(pods=node.pods, desired=desired_of_pod, metrics=node.metrics),
         pod_events=PodEvents(node_name, count=node.metrics.pod_event),
         node_events=NodeEvents(node_name),
         node_fields={

@@ -17,7 +17,7 @@ import json
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import structlog
 from msgspec import Struct, field
@@ -44,7 +44,9 @@ from gpushare_agent.model.names import (
 )
 from gpushare_agent.model.pods import ContainerKind, Pod
 from gpushare_agent.model.resources import ResourceKind, ResourceNames, request_of
-from gpushare_agent.node import Metrics
+
+if TYPE_CHECKING:
+    from gpushare_agent.observability.metrics.agent import AgentMetrics
 
 
 def pod_annotations(
@@ -116,7 +118,7 @@ class PodAnnotations(Struct, kw_only=True, eq=False):
 
     pods: PodStore
     desired: Callable[[Pod], Mapping[str, str]]
-    metrics: Metrics
+    metrics: AgentMetrics
     backoff: Backoff = Backoff(base_s=0.5, cap_s=30.0)
     compare_s: float = COMPARE_S
     wall_clock_ns: Callable[[], int] = time.time_ns

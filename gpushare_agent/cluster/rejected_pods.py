@@ -13,7 +13,7 @@ import asyncio
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterable
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import structlog
 from msgspec import Struct, field
@@ -22,7 +22,9 @@ from gpushare_agent.cluster.kube.client import KubeApi
 from gpushare_agent.cluster.pod_store import PodStore
 from gpushare_agent.model.errors import AgentError, Conflict, NotFound
 from gpushare_agent.model.pods import Pod, PodPhase, version_number
-from gpushare_agent.node import Metrics
+
+if TYPE_CHECKING:
+    from gpushare_agent.observability.metrics.agent import AgentMetrics
 
 log = structlog.get_logger(__name__)
 
@@ -38,7 +40,7 @@ class RejectedPods(Struct, kw_only=True, eq=False):
     pods: PodStore
     resources: Collection[str]
     per_minute: int = 30
-    metrics: Metrics
+    metrics: AgentMetrics
     period_s: float = 5.0
     clock: Callable[[], float] = time.monotonic
     _deleted_at: deque[float] = field(default_factory=deque)

@@ -3,7 +3,7 @@
 An error costs the pod 60 to 90 s, for the kubelet tries again only then: what will come soon is waited for inside the call,
 `wait_s` at most. The record is written last and before the answer, so whatever is recorded is whole, and a call that is
 repeated for it changes nothing. Ending works from the record alone: the claim may be gone from the API server. Each outcome
-is counted and recorded (`ClaimOutcomes`); the pod's Event is the kubelet's own.
+is counted and recorded; the pod's Event is the kubelet's own.
 
 State owned: `_prepared` by UID, the last refusal of others that the kubelet has not unprepared yet, and its part of the
 allocation cache.
@@ -13,39 +13,37 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import TypeVar
 from weakref import WeakValueDictionary
 
 import structlog
-from msgspec import Struct, field
+from msgspec import Raw, Struct, field
 from msgspec.structs import replace
 
-from gpushare_agent.admission.allocation_cache import AllocationCache
 from gpushare_agent.admission.decisions.container_edits import EditPolicy
 from gpushare_agent.admission.decisions.ledger import Ledger
-from gpushare_agent.admission.outcomes import DecisionLog
 from gpushare_agent.cluster.kube.client import KubeApi
 from gpushare_agent.dra.claim_files import ClaimFiles
-from gpushare_agent.dra.decisions.claim import AllocatedClaim, ClaimPolicy, read_claim
+from gpushare_agent.dra.decisions.claim import DRIVER, AllocatedClaim, ClaimPolicy, read_claim
 from gpushare_agent.dra.decisions.edits import (
     PreparedClaim,
     claims_beside,
     conflict,
     prepare_claim,
 )
+from gpushare_agent.isolation.isolations import Isolations
 from gpushare_agent.kit.daemon_thread import DaemonThread
 from gpushare_agent.kit.supervision import wait_for
-from gpushare_agent.model.allocations import Allocation, Charge, ClaimRef, ClaimShare, ContainerKey
+from gpushare_agent.model.allocations import Allocation, Charge, ClaimRef, ClaimShare
 from gpushare_agent.model.decision_records import CLAIMS_RESOURCE, Asked, DecisionRecord, Outcome
 from gpushare_agent.model.errors import AgentError, Corrupt, NotFound, RefusalReason, Refused, Unavailable
-from gpushare_agent.model.gpus import GpuInventory
 from gpushare_agent.model.names import MIB, GpuUuid, PodUid
 from gpushare_agent.model.pods import ContainerKind, Pod
 from gpushare_agent.model.resources import WHOLE_GPU, Request, ResourceNames
-from gpushare_agent.node import Metrics, Pods
+from gpushare_agent.node import Node
 from gpushare_agent.placement.gpu_account import describe_request
 
 
@@ -119,21 +117,12 @@ POLL_S = 1.0
 class Claims(Struct, kw_only=True, eq=False):
     """`restore` once, before the first call; `attach` when the API server can be reached."""
 
-    driver: str
-    pool: str
-    cache: AllocationCache
-    inventory: Callable[[], GpuInventory]
-    claimable: Callable[[], Collection[GpuUuid]]
-    pods: Pods
+    node: Node
     policy: Callable[[], EditPolicy]
     claim_policy: ClaimPolicy = ClaimPolicy()
-    names: ResourceNames
     files: ClaimFiles
-    prepare_host: Callable[[Collection[ContainerKey], str], Awaitable[Refused | None]]
-    unavailable_reason: Callable[[str], str]
-    outcomes: ClaimOutcomes
+    isolation: Isolations
     clock: Callable[[], float] = time.monotonic
-    wait_s: float
     pods_timeout_s: float = 2.0
     _api: KubeApi | None = None
     _prepared: dict[str, PreparedClaim] = field(default_factory=dict)
@@ -189,13 +178,13 @@ class Claims(Struct, kw_only=True, eq=False):
             if known is not None:  # its record too: the call before may have been cut off
                 await self._in_thread(partial(self.files.save, known), f"recording claim {ref.name}")
                 return known
-            made = await self._prepare(ref, self.clock() + self.wait_s)
+            made = await self._prepare(ref, self.clock() + self.node.settings.dra.prepare_wait_s)
             if isinstance(made, PreparedClaim):
                 self._refusals.pop(ref.uid, None)
-                self.outcomes.prepared(made)
+                record_prepared(self.node, made)
             else:
                 if self._refusals.get(ref.uid) != made:  # the kubelet asks again and again
-                    self.outcomes.refused(ref, made)
+                    record_refused(self.node, ref, made)
                 self._refusals[ref.uid] = made  # until it unprepares the claim, as it does with failed ones too
             return made
 
@@ -256,7 +245,7 @@ class Claims(Struct, kw_only=True, eq=False):
 
     async def _prepare_host(self, made: PreparedClaim) -> Refused | None:
         for isolation, keys in made.keys_by_isolation.items():
-            if (refused := await self.prepare_host(keys, isolation)) is not None:
+            if self.isolation.prepares(isolation) and (refused := await self.isolation.prepare(keys)) is not None:
                 return refused
         return None
 
@@ -291,8 +280,11 @@ class Claims(Struct, kw_only=True, eq=False):
         """Raises NotFound, Corrupt, Unavailable."""
         if self._api is None:
             raise Unavailable("the agent has no connection to the API server yet")
-        raw = await self._api.get_claim(namespace, name, timeout_s=GET_TIMEOUT_S)
-        return read_claim(raw, driver=self.driver, pool=self.pool, policy=self.claim_policy)
+        return self.read(await self._api.get_claim(namespace, name, timeout_s=GET_TIMEOUT_S))
+
+    def read(self, raw: Raw) -> AllocatedClaim:
+        """Raises Corrupt: it is none of this driver and node, or asks for what cannot be."""
+        return read_claim(raw, driver=DRIVER, pool=self.node.settings.node_name, policy=self.claim_policy)
 
     async def _pods_of(self, claim: AllocatedClaim) -> list[Pod] | Refused:
         """The pods for which the claim is reserved: which of its requests a container gets is in the pods alone. One may
@@ -301,56 +293,54 @@ class Claims(Struct, kw_only=True, eq=False):
         with suppress(TimeoutError):
             async with asyncio.timeout(self.pods_timeout_s):
                 while True:
-                    version = self.pods.version
-                    found = [pod for _, uid in claim.users if (pod := self.pods.get(uid)) is not None]
+                    version = self.node.pods.version
+                    found = [pod for _, uid in claim.users if (pod := self.node.pods.get(uid)) is not None]
                     pods = [pod for pod in found if claim.ref.name in pod.claims.values()]
                     # All of them, or the time is over: one reserved for a pod that never gets here would hold up the
                     # others.
                     if len(pods) == len(claim.users):
                         return pods
-                    await self.pods.wait_change(version)
+                    await self.node.pods.wait_change(version)
         return pods or _not_ready("the agent does not know the claim's pod yet")
 
     def _decide_and_charge(
         self, claim: AllocatedClaim, pods: Sequence[Pod], beside: Mapping[str, AllocatedClaim]
     ) -> PreparedClaim | Refused:
         """No await in here: two claims cannot be given the same share."""
-        inventory = self.inventory()
+        inventory, pool = self.node.gpus(), self.node.settings.node_name
         gpus = {gpu.index: gpu for gpu in inventory.gpus}
-        mine = self.claimable()
+        mine = self.node.gpu_split.claimable
         for result in claim.results:
             gpu = gpus.get(result.index)
             if gpu is None:
-                return _not_ready(f"{result.device} is not in the inventory of node {self.pool}")
+                return _not_ready(f"{result.device} is not in the inventory of node {pool}")
             # The slice is changed a moment after the setting: the scheduler may still have chosen by the old one.
             if gpu.uuid not in mine:
-                return _not_ready(
-                    f"{result.device} is not offered to claims on node {self.pool} now (setting dra.gpus)"
-                )
+                return _not_ready(f"{result.device} is not offered to claims on node {pool} now (setting dra.gpus)")
         known = {name: one for name, one in beside.items() if all(r.index in gpus for r in one.results)}
-        made = prepare_claim(claim, gpus, pods, self.policy(), self.names.memory_block_mib, known)
+        made = prepare_claim(claim, gpus, pods, self.policy(), self.node.names.memory_block_mib, known)
         if isinstance(made, Refused):
             return made
         # Before the capacity: no waiting changes that two claims set the same variable.
         if why := conflict(made, self._prepared.values(), pods):
             return _invalid(why)
         for isolation in made.keys_by_isolation:
-            if why := self.unavailable_reason(isolation):
+            if why := self.isolation.unavailable_reason(isolation):
                 return _not_ready(f"isolation {isolation}: {why}")
-        if why := shortage(made, self.cache.ledger(inventory), self.names):
+        if why := shortage(made, self.node.cache.ledger(inventory), self.node.names):
             return _not_ready(why)
         self._charge(made)
         return made
 
     def _charge(self, claim: PreparedClaim) -> None:
         self._prepared[claim.ref.uid] = claim
-        for allocation in allocations_of(claim, self.names, self.clock()):
-            self.cache.put(allocation)
+        for allocation in allocations_of(claim, self.node.names, self.clock()):
+            self.node.cache.put(allocation)
 
     def _release(self, uid: str) -> bool:
         if self._prepared.pop(uid, None) is None:
             return False
-        self.cache.release_pod(PodUid(uid))
+        self.node.cache.release_pod(PodUid(uid))
         self.changed()
         return True
 
@@ -373,47 +363,42 @@ def _invalid(why: str) -> Refused:
     return Refused(RefusalReason.INVALID_REQUEST, f"{why}.")
 
 
-class ClaimOutcomes(Struct, kw_only=True, eq=False):
-    """`pods` are those of the node; the one that uses the claim is named in the record."""
+def record_prepared(node: Node, claim: PreparedClaim) -> None:
+    node.metrics.admission(CLAIMS_RESOURCE, "allocated", "")
+    by_uuid = node.gpus().by_uuid()
+    gpus = sorted({gpu.index for one in claim.results if (gpu := by_uuid.get(GpuUuid(one.gpu))) is not None})
+    record = DecisionRecord(
+        resource=CLAIMS_RESOURCE,
+        outcome=Outcome.ALLOCATED,
+        explanation=f"the scheduler chose {', '.join(one.device for one in claim.results)} for claim {claim.ref.name}",
+        pod=claim.pod,
+        policy="scheduler",
+        gpus=tuple(gpus),
+        labels=tuple(map(str, gpus)),  # never a MIG instance
+        asked=Asked(
+            cores=sum(one.cores for one in claim.results),
+            memory_bytes=sum(one.memory_mib for one in claim.results) * MIB,
+        ),
+    )
+    _record(node, claim.ref, record)
 
-    metrics: Metrics
-    decisions: DecisionLog
-    inventory: Callable[[], GpuInventory]
-    pods: Callable[[], Iterable[Pod]]
 
-    def prepared(self, claim: PreparedClaim) -> None:
-        self.metrics.admission(CLAIMS_RESOURCE, "allocated", "")
-        by_uuid = self.inventory().by_uuid()
-        gpus = sorted({gpu.index for one in claim.results if (gpu := by_uuid.get(GpuUuid(one.gpu))) is not None})
-        record = DecisionRecord(
-            resource=CLAIMS_RESOURCE,
-            outcome=Outcome.ALLOCATED,
-            explanation=f"the scheduler chose {', '.join(one.device for one in claim.results)} for claim {claim.ref.name}",
-            pod=claim.pod,
-            policy="scheduler",
-            gpus=tuple(gpus),
-            labels=tuple(map(str, gpus)),  # never a MIG instance
-            asked=Asked(
-                cores=sum(one.cores for one in claim.results),
-                memory_bytes=sum(one.memory_mib for one in claim.results) * MIB,
-            ),
-        )
-        self._record(claim.ref, record)
+def record_refused(node: Node, ref: ClaimRef, refused: Refused) -> None:
+    node.metrics.admission(CLAIMS_RESOURCE, "refused", refused.reason.value)
+    reason, why = refused.reason.value, refused.detail
+    record = DecisionRecord(resource=CLAIMS_RESOURCE, outcome=Outcome.REFUSED, reason=reason, explanation=why)
+    _record(node, ref, record)
 
-    def refused(self, ref: ClaimRef, refused: Refused) -> None:
-        self.metrics.admission(CLAIMS_RESOURCE, "refused", refused.reason.value)
-        reason, why = refused.reason.value, refused.detail
-        record = DecisionRecord(resource=CLAIMS_RESOURCE, outcome=Outcome.REFUSED, reason=reason, explanation=why)
-        self._record(ref, record)
 
-    def _record(self, ref: ClaimRef, record: DecisionRecord) -> None:
-        named = (
-            (pod, name)
-            for pod in self.pods()
-            if pod.namespace == ref.namespace
-            for name, claim in pod.claims.items()
-            if claim == ref.name
-        )
-        pod, shown_as = next(named, (None, ref.name))
-        record = replace(record, at=time.time(), namespace=ref.namespace, container=f"claim:{shown_as}")
-        self.decisions.add(record, pod)
+def _record(node: Node, ref: ClaimRef, record: DecisionRecord) -> None:
+    """The pod that uses the claim is named in it."""
+    named = (
+        (pod, name)
+        for pod in node.pods.pods()
+        if pod.namespace == ref.namespace
+        for name, claim in pod.claims.items()
+        if claim == ref.name
+    )
+    pod, shown_as = next(named, (None, ref.name))
+    record = replace(record, at=time.time(), namespace=ref.namespace, container=f"claim:{shown_as}")
+    node.decisions.add(record, pod)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from typing import NoReturn
@@ -12,15 +12,13 @@ from typing import NoReturn
 import structlog
 from msgspec import Struct
 
-from gpushare_agent.admission.allocation_cache import AllocationCache
 from gpushare_agent.admission.garbage_collection import PodProcesses
-from gpushare_agent.admission.outcomes import DecisionLog
 from gpushare_agent.admission.part import edit_policy
 from gpushare_agent.cluster.informer import Informer
 from gpushare_agent.cluster.kube.claims import Device
 from gpushare_agent.cluster.kube.client import KubeApi, slices_of_node
 from gpushare_agent.dra.claim_files import ClaimFiles
-from gpushare_agent.dra.claims import ClaimOutcomes, Claims
+from gpushare_agent.dra.claims import Claims
 from gpushare_agent.dra.decisions.claim import DRIVER, ClaimPolicy
 from gpushare_agent.dra.decisions.devices import DevicePolicy, slice_devices
 from gpushare_agent.dra.plugin import SOCKET_NAMES, DeviceHealth, DraPlugin, DraRegistration
@@ -32,8 +30,7 @@ from gpushare_agent.isolation.isolations import Isolations
 from gpushare_agent.isolation.kept import Circumstances
 from gpushare_agent.kit.supervision import ReportOnce, Tasks, start_tasks
 from gpushare_agent.kubelet.handover import ServingLock, StaleSockets
-from gpushare_agent.model.allocations import ContainerKey
-from gpushare_agent.model.errors import Refused, StartupError
+from gpushare_agent.model.errors import StartupError
 from gpushare_agent.model.gpus import Gpu
 from gpushare_agent.node import Node
 from gpushare_agent.settings.settings import Settings
@@ -140,7 +137,7 @@ class DraPart(Struct, frozen=True, kw_only=True):
         raise AssertionError("the tasks do not return")
 
 
-def build(node: Node, cache: AllocationCache, decisions: DecisionLog, isolation: Isolations) -> DraPart:
+def build(node: Node, isolation: Isolations) -> DraPart:
     """Joined, not started."""
     settings = node.settings
     pool, ready, instance = settings.node_name, asyncio.Event(), secrets.token_hex(4)
@@ -158,31 +155,16 @@ def build(node: Node, cache: AllocationCache, decisions: DecisionLog, isolation:
             log.info(
                 "mig_not_in_slices", instances=instances, then="the device plugins offer these, and later ones too"
             )
-        return _devices(node, cache, isolation, [gpu for gpu in gpus if gpu.uuid in claimable])
-
-    async def prepare_host(keys: Collection[ContainerKey], name: str) -> Refused | None:
-        return await isolation.prepare(keys) if isolation.prepares(name) else None
+        return _devices(node, isolation, [gpu for gpu in gpus if gpu.uuid in claimable])
 
     claims = Claims(
-        driver=DRIVER,
-        pool=pool,
-        cache=cache,
-        inventory=node.gpus,
-        claimable=lambda: node.gpu_split.claimable,
-        pods=node.pods,
+        node=node,
         policy=edit_policy(settings, node.names, isolation.volumes, isolation.kernel_module),
         claim_policy=claim_policy,
-        names=node.names,
         files=ClaimFiles(settings.dra.record_directory, settings.dra.cdi_directory),
-        prepare_host=prepare_host,
-        unavailable_reason=isolation.unavailable_reason,
-        outcomes=ClaimOutcomes(metrics=node.metrics, decisions=decisions, inventory=node.gpus, pods=node.pods.pods),
-        wait_s=settings.dra.prepare_wait_s,
+        isolation=isolation,
     )
-    waker = None
-    if settings.dra.wake_pods:
-        waker = PodWaker(driver=DRIVER, pool=pool, pod=node.pods.get, claims=claims)
-    health, plugin = DeviceHealth(lambda: node.gpus().gpus, pool), DraPlugin(claims, ready, pool)
+    health, plugin = DeviceHealth(node), DraPlugin(claims, ready)
     publisher = SlicePublisher(
         driver=DRIVER,
         node_name=pool,
@@ -205,8 +187,8 @@ def build(node: Node, cache: AllocationCache, decisions: DecisionLog, isolation:
         informer=Informer(
             kind="resource slices", watched=slices_of_node(pool, DRIVER), handler=publisher, metrics=node.metrics
         ),
-        stale_claims=StaleClaims(claims, node.pods, PodProcesses(settings.runtime.cgroup_root)),
-        waker=waker,
+        stale_claims=StaleClaims(claims, PodProcesses(settings.runtime.cgroup_root)),
+        waker=PodWaker(claims=claims) if settings.dra.wake_pods else None,
         locks={
             "dra.registry_path": ServingLock(settings.dra.registry_path),
             "dra.record_directory": ServingLock(settings.dra.record_directory),
@@ -214,7 +196,7 @@ def build(node: Node, cache: AllocationCache, decisions: DecisionLog, isolation:
     )
 
 
-def _devices(node: Node, cache: AllocationCache, isolation: Isolations, gpus: list[Gpu]) -> list[Device] | None:
+def _devices(node: Node, isolation: Isolations, gpus: list[Gpu]) -> list[Device] | None:
     """The devices of the slice, None until the driver was read once."""
     if not node.inventory.is_read:
         return None
@@ -230,4 +212,4 @@ def _devices(node: Node, cache: AllocationCache, isolation: Isolations, gpus: li
         nvidia_names=settings.dra.nvidia_names,
         shares=settings.dra.consumable_shares,
     )
-    return slice_devices(gpus, node.gpus(), cache.charges(), node.inventory.cordoned, policy)
+    return slice_devices(gpus, node.gpus(), node.cache.charges(), node.inventory.cordoned, policy)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -33,6 +33,7 @@ from gpushare_agent.kit.watch_path import open_directory_watch
 from gpushare_agent.model.allocations import ClaimRef
 from gpushare_agent.model.errors import AgentError, Corrupt, Refused, Unavailable
 from gpushare_agent.model.gpus import Gpu
+from gpushare_agent.node import Node
 from gpushare_agent.wire import pluginregistration, v1alpha1
 from gpushare_agent.wire.k8s.io.kubelet.pkg.apis.dra import v1 as dra_v1
 
@@ -51,10 +52,9 @@ MAX_MESSAGE_CHARS = 1000
 class DraPlugin(dra_v1.DraPluginBase):
     """`ready` is set once the ledger is there: calls before that wait, for the pod would wait longer after an error."""
 
-    def __init__(self, claims: Claims, ready: asyncio.Event, pool: str) -> None:
+    def __init__(self, claims: Claims, ready: asyncio.Event) -> None:
         self._claims = claims
         self._ready = ready
-        self._pool = pool
         self.open_calls = 0
 
     async def node_prepare_resources(
@@ -89,7 +89,7 @@ class DraPlugin(dra_v1.DraPluginBase):
             outcome = outcome.detail
         if isinstance(outcome, str):
             return dra_v1.NodePrepareResourceResponse(error=outcome)
-        return dra_v1.NodePrepareResourceResponse(devices=[*_devices(outcome, self._pool)])
+        return dra_v1.NodePrepareResourceResponse(devices=[*_devices(outcome, self._claims.node.settings.node_name)])
 
     async def _unprepare(self, claim: dra_v1.Claim) -> dra_v1.NodeUnprepareResourceResponse:
         failed = await self._bounded(self._claims.unprepare, claim)
@@ -112,9 +112,8 @@ class DraPlugin(dra_v1.DraPluginBase):
 class DeviceHealth(v1alpha1.DraResourceHealthBase):
     """Reports every GPU of the node at once, when one is another than before, and each 10 s."""
 
-    def __init__(self, gpus: Callable[[], Sequence[Gpu]], pool: str) -> None:
-        self._gpus = gpus
-        self._pool = pool
+    def __init__(self, node: Node) -> None:
+        self._node = node
         self._has_changed: set[asyncio.Event] = set()
 
     def changed(self) -> None:
@@ -129,13 +128,13 @@ class DeviceHealth(v1alpha1.DraResourceHealthBase):
         self._has_changed.add(event)
         try:
             while True:
-                gpus = self._gpus()
+                gpus = self._node.gpus().gpus
                 yield v1alpha1.NodeWatchResourcesResponse(devices=[self._health(gpu) for gpu in gpus])
                 with suppress(TimeoutError):
                     async with asyncio.timeout(HEALTH_PERIOD_S):
                         # Compared, not counted: a burst of claims wakes this often, and the kubelet needs no report of
                         # it.
-                        while self._gpus() == gpus:
+                        while self._node.gpus().gpus == gpus:
                             await event.wait()
                             event.clear()
         finally:
@@ -144,7 +143,7 @@ class DeviceHealth(v1alpha1.DraResourceHealthBase):
     def _health(self, gpu: Gpu) -> v1alpha1.DeviceHealth:
         status = v1alpha1.HealthStatus.HEALTHY if gpu.is_healthy else v1alpha1.HealthStatus.UNHEALTHY
         return v1alpha1.DeviceHealth(
-            device=v1alpha1.DeviceIdentifier(pool_name=self._pool, device_name=device_name(gpu)),
+            device=v1alpha1.DeviceIdentifier(pool_name=self._node.settings.node_name, device_name=device_name(gpu)),
             health=status,
             last_updated_time=int(time.time()),
             message=gpu.unhealthy_reason[:MAX_MESSAGE_CHARS],

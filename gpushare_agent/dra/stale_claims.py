@@ -21,7 +21,6 @@ from gpushare_agent.dra.decisions.claim import claim_ref
 from gpushare_agent.dra.decisions.edits import PreparedClaim
 from gpushare_agent.model.errors import AgentError, NotFound
 from gpushare_agent.model.names import PodUid
-from gpushare_agent.node import Pods
 
 log = structlog.get_logger(__name__)
 
@@ -33,9 +32,8 @@ GET_TIMEOUT_S = 5.0
 class StaleClaims:
     """`run` once."""
 
-    def __init__(self, claims: Claims, pods: Pods, processes: PodProcesses) -> None:
+    def __init__(self, claims: Claims, processes: PodProcesses) -> None:
         self._claims = claims
-        self._pods = pods
         self._processes = processes
         self._missing: set[str] = set()
         self._users: dict[str, set[PodUid]] = {}
@@ -49,7 +47,7 @@ class StaleClaims:
     async def poll(self, api: KubeApi) -> None:
         """Each claim once. What cannot be read now is read at the next poll."""
         # Without the list every claim would look as if no pod used it.
-        if not self._pods.is_synced:
+        if not self._claims.node.pods.is_synced:
             return
         missing = set()
         prepared = dict(self._claims.prepared)
@@ -72,7 +70,9 @@ class StaleClaims:
     async def _is_missing(self, api: KubeApi, claim: PreparedClaim) -> bool:
         ref, users = claim.ref, self._users[claim.ref.uid]
         using = {
-            pod.uid for pod in self._pods.pods() if pod.namespace == ref.namespace and ref.name in pod.claims.values()
+            pod.uid
+            for pod in self._claims.node.pods.pods()
+            if pod.namespace == ref.namespace and ref.name in pod.claims.values()
         }
         if using:
             users |= using

@@ -20,7 +20,6 @@ from msgspec import Struct, field
 
 from gpushare_agent.cluster.kube.client import KubeApi
 from gpushare_agent.dra.claims import Claims
-from gpushare_agent.dra.decisions.claim import read_claim
 from gpushare_agent.kit.supervision import wait_for
 from gpushare_agent.model.errors import AgentError, Conflict, Corrupt, NotFound
 from gpushare_agent.model.names import PodUid
@@ -47,9 +46,6 @@ class _Waiting(Struct):
 class PodWaker(Struct, kw_only=True, eq=False):
     """`pod_changed` for PodStore.subscribe; `run` once."""
 
-    driver: str
-    pool: str
-    pod: Callable[[PodUid], Pod | None]
     claims: Claims
     clock: Callable[[], float] = time.monotonic
     _waiting: dict[PodUid, _Waiting] = field(default_factory=dict)
@@ -77,7 +73,7 @@ class PodWaker(Struct, kw_only=True, eq=False):
             await asyncio.sleep(POLL_S)
 
     async def _consider(self, api: KubeApi, uid: PodUid) -> None:
-        pod, one = self.pod(uid), self._waiting.get(uid)
+        pod, one = self.claims.node.pods.get(uid), self._waiting.get(uid)
         if pod is None or one is None:
             self._waiting.pop(uid, None)
             return
@@ -110,7 +106,7 @@ class PodWaker(Struct, kw_only=True, eq=False):
                 continue
             raw = await api.get_claim(pod.namespace, name, timeout_s=GET_TIMEOUT_S)
             try:
-                claim = read_claim(raw, driver=self.driver, pool=self.pool, policy=self.claims.claim_policy)
+                claim = self.claims.read(raw)
             except Corrupt:
                 continue
             if not self.claims.is_answered(claim.ref.uid):

@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import structlog
 from msgspec.structs import replace
@@ -41,8 +41,11 @@ from gpushare_agent.gpus.health import (
 from gpushare_agent.model.errors import NodeEventReason
 from gpushare_agent.model.gpus import Gpu, GpuInventory, Health
 from gpushare_agent.model.names import GpuUuid
-from gpushare_agent.node import Metrics
 from gpushare_agent.placement.topology import build_topology
+
+if TYPE_CHECKING:
+    from gpushare_agent.cluster.events import NodeEvents
+    from gpushare_agent.observability.metrics.agent import AgentMetrics
 
 log = structlog.get_logger(__name__)
 
@@ -239,14 +242,10 @@ class GpuInventoryState:
         return True
 
 
-class NodeEventRecorder(Protocol):
-    def note(self, reason: NodeEventReason, uuid: str, message: str) -> None: ...
-
-
 class GpuHealthObserver:
     """Subscribe `inventory_changed` to the inventory. A GPU that is healthy when it is first seen is not reported."""
 
-    def __init__(self, inventory: GpuInventoryState, events: NodeEventRecorder, metrics: Metrics) -> None:
+    def __init__(self, inventory: GpuInventoryState, events: NodeEvents, metrics: AgentMetrics) -> None:
         self._inventory = inventory
         self._events = events
         self._metrics = metrics

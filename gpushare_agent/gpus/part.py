@@ -10,7 +10,6 @@ from msgspec import Struct
 
 from gpushare_agent.gpus.control_server import ControlServer
 from gpushare_agent.gpus.health import HealthPolicy
-from gpushare_agent.gpus.inventory import GpuInventoryState
 from gpushare_agent.gpus.saved_health import HealthStateFile, HealthStateWriter
 from gpushare_agent.gpus.simulated.driver import SimulatedDriver
 from gpushare_agent.gpus.watch import GpuDriver, GpuWatch
@@ -39,7 +38,6 @@ class GpusPart(Struct, frozen=True, kw_only=True):
 
     node: Node
     driver: GpuDriver
-    inventory: GpuInventoryState
     watch: GpuWatch
     writer: HealthStateWriter
     control: ControlServer | None
@@ -83,8 +81,8 @@ class GpusPart(Struct, frozen=True, kw_only=True):
         await self.writer.restore()
         if found is None:
             return
-        self.inventory.read(found)
-        _log_gpus(self.inventory.current.gpus, found.unreadable)
+        self.node.inventory.read(found)
+        _log_gpus(self.node.inventory.current.gpus, found.unreadable)
 
     def tasks(self) -> Tasks:
         return {"gpu watch": self.watch.run, "health state": self.writer.run}
@@ -93,9 +91,9 @@ class GpusPart(Struct, frozen=True, kw_only=True):
         return {"control socket": self.control.run} if self.control is not None else {}
 
 
-def build(node: Node, inventory: GpuInventoryState, driver: NodeDriver) -> GpusPart:
+def build(node: Node, driver: NodeDriver) -> GpusPart:
     """Joined, not started."""
-    health, socket = node.settings.health, node.settings.control.socket
+    health, socket, inventory = node.settings.health, node.settings.control.socket, node.inventory
     # A function, not a value: what containers have changes between polls.
     driver.in_use = lambda: {uuid for allocation in node.cache for uuid in allocation.gpus}
     watch = GpuWatch(
@@ -109,7 +107,6 @@ def build(node: Node, inventory: GpuInventoryState, driver: NodeDriver) -> GpusP
     return GpusPart(
         node=node,
         driver=driver,
-        inventory=inventory,
         watch=watch,
         writer=writer,
         control=ControlServer(socket, inventory, writer, poll_soon=watch.poll_soon) if socket is not None else None,

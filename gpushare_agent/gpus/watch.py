@@ -13,7 +13,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import NoReturn, Protocol
+from typing import TYPE_CHECKING, NoReturn, Protocol
 
 import structlog
 from msgspec import Struct, field
@@ -26,7 +26,9 @@ from gpushare_agent.model.errors import AgentError
 from gpushare_agent.model.gpus import Gpu, GpuInventory
 from gpushare_agent.model.names import GpuUuid
 from gpushare_agent.model.usage import DriverSample
-from gpushare_agent.node import Metrics
+
+if TYPE_CHECKING:
+    from gpushare_agent.observability.metrics.agent import AgentMetrics
 
 log = structlog.get_logger(__name__)
 
@@ -59,7 +61,7 @@ class GpuWatch(Struct, eq=False):
     driver: GpuDriver
     inventory: GpuInventoryState
     period_s: float
-    metrics: Metrics
+    metrics: AgentMetrics
     event_period_s: float = 0.5
     clock: Callable[[], float] = time.monotonic
     _poll_lock: asyncio.Lock = field(default_factory=asyncio.Lock)

@@ -8,6 +8,7 @@ only costs that second. State owned: whether its absence was logged.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import structlog
 
@@ -15,8 +16,10 @@ from gpushare_agent.kit.supervision import ReportOnce
 from gpushare_agent.model.allocations import ContainerKey
 from gpushare_agent.model.errors import AgentError, NotFound, Unavailable
 from gpushare_agent.model.names import PodUid
-from gpushare_agent.node import Pods
 from gpushare_agent.runtime.cri import RuntimeClient, RuntimeState
+
+if TYPE_CHECKING:
+    from gpushare_agent.cluster.pod_store import PodStore
 
 log = structlog.get_logger(__name__)
 
@@ -24,7 +27,7 @@ log = structlog.get_logger(__name__)
 class ContainerIds:
     """`running` and `owner_of`, each bounded by the runtime client's own time limit."""
 
-    def __init__(self, runtime: RuntimeClient, pods: Pods) -> None:
+    def __init__(self, runtime: RuntimeClient, pods: PodStore) -> None:
         self._runtime = runtime
         self._pods = pods
         self._unavailable = ReportOnce()

@@ -18,7 +18,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from functools import partial
-from typing import NoReturn, TypeVar
+from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 import structlog
 
@@ -29,7 +29,9 @@ from gpushare_agent.kit.daemon_thread import DaemonThread
 from gpushare_agent.kit.supervision import ReportOnce, forever
 from gpushare_agent.model.allocations import Allocation, ContainerKey
 from gpushare_agent.model.errors import AgentError, RefusalReason, Refused
-from gpushare_agent.node import Pods
+
+if TYPE_CHECKING:
+    from gpushare_agent.cluster.pod_store import PodStore
 
 log = structlog.get_logger(__name__)
 T = TypeVar("T")
@@ -47,7 +49,7 @@ class PrivateCaches:
         *,
         files: TenantFiles,
         allocations: Callable[[], Mapping[ContainerKey, Allocation]],
-        pods: Pods,
+        pods: PodStore,
         running_claims: Callable[[], Mapping[ContainerKey, str]] = dict,
         cleanup_period_s: float = CLEANUP_PERIOD_S,
         removes: bool = True,

@@ -21,13 +21,13 @@ from typing import NoReturn
 import structlog
 from msgspec import Struct, field
 
+from gpushare_agent.cluster.pod_store import PodStore
 from gpushare_agent.gpus.watch import GpuDriver
 from gpushare_agent.isolation.container_ids import ContainerIds
 from gpushare_agent.kit.supervision import wait_for
 from gpushare_agent.model.allocations import Allocation, ContainerKey
 from gpushare_agent.model.errors import AgentError, Unavailable
 from gpushare_agent.model.usage import UsageRound
-from gpushare_agent.node import Metrics, Pods
 from gpushare_agent.observability.attribution import (
     AllocatedContainers,
     PaidRatio,
@@ -35,6 +35,7 @@ from gpushare_agent.observability.attribution import (
     join_usage,
     unknown_ids,
 )
+from gpushare_agent.observability.metrics.agent import AgentMetrics
 from gpushare_agent.runtime.cgroups import ProcessOwners
 
 log = structlog.get_logger(__name__)
@@ -59,10 +60,10 @@ class UsageSampling(Struct, kw_only=True, eq=False):
 
     driver: GpuDriver
     owners: ProcessOwners
-    pods: Pods
+    pods: PodStore
     ids: ContainerIds
     allocations: Callable[[], Mapping[ContainerKey, Allocation]]
-    metrics: Metrics
+    metrics: AgentMetrics
     period_s: float
     idle_period_s: float = 0.0
     claims: Callable[[], Mapping[ContainerKey, tuple[ContainerKey, ...]]] = dict

@@ -8,7 +8,6 @@ from collections.abc import Collection, Sequence
 from msgspec.structs import replace
 
 from gpushare_agent.admission.admission import Admission, RefusedPods
-from gpushare_agent.admission.allocation_cache import AllocationCache
 from gpushare_agent.admission.decisions.container_edits import EditPolicy
 from gpushare_agent.admission.decisions.decide import Decision
 from gpushare_agent.admission.decisions.identity import Call, Known, Target, next_container_of
@@ -24,6 +23,7 @@ from gpushare_agent.model.names import PodUid
 from gpushare_agent.model.pods import ContainerKind, Pod
 from gpushare_agent.model.resources import ResourceKind, ResourceNames
 from tests.support_core import NAMES, container, ids, inventory, isolation_config, known, pod, used_cores, written
+from tests.support_node import node_of
 
 
 class Scripted:
@@ -31,10 +31,11 @@ class Scripted:
 
     def __init__(self, *pods: Pod, names: ResourceNames = NAMES) -> None:
         self.names = names
-        self.pods = {p.uid: p for p in pods}
+        self.node = node_of(names=names)
+        self.pods, self.cache = self.node.pods, self.node.cache
+        self.pods.replace_all(pods)
         self.next: Target | Refused | None = None
         self.checkpoint: list[CheckpointEntry] | None = []
-        self.cache = AllocationCache()
         self.refused_pods = RefusedPods()
         self.outcomes: list[str] = []
         self.explained: list[Decision | None] = []
@@ -42,28 +43,22 @@ class Scripted:
         self.prepared: list[ContainerKey] = []
         self.not_prepared: Refused | None = None
         self.on_wait = lambda: False
-        self.gpus = inventory()
         config = isolation_config()
         self.edits = EditPolicy(names=names, config=config, isolation="none")
         gate = PodResourcesGate(self, clock=time.monotonic)
         self.admission = Admission(
+            node=self.node,
             gate=gate,
             identification=self,
-            cache=self.cache,
-            pods=self,
-            inventory=lambda: self.gpus,
             policy=Policy(names=names, node_name="node"),
             edits=lambda: self.edits,
             refused_pods=self.refused_pods,
             observer=self,
             records=self,
-            prepare=self.prepare,
-            wait_for_release=self.wait_for_release,
+            isolation=self,
+            garbage=self,
             clock=time.monotonic,
         )
-
-    def get(self, uid: PodUid) -> Pod | None:
-        return self.pods.get(uid)
 
     async def list_entries(self, *, timeout_s: float) -> Sequence[PodListing]:
         raise AssertionError("no List here")
@@ -73,9 +68,9 @@ class Scripted:
         return self.next
 
     def next_container(self, resource: str, ids: Sequence[str]) -> Target | None:
-        pods = known(*self.pods.values()).pods
+        pods = known(*self.pods.pods()).pods
         facts = Known(pods=pods, allocations=self.cache.view(), refused=self.refused_pods, names=self.names)
-        return next_container_of(ids, resource, self.get, facts)
+        return next_container_of(ids, resource, self.pods.get, facts)
 
     async def read(self) -> Sequence[CheckpointEntry]:
         if self.checkpoint is None:
@@ -85,6 +80,11 @@ class Scripted:
     async def prepare(self, keys: Collection[ContainerKey]) -> Refused | None:
         self.prepared.extend(keys)
         return self.not_prepared
+
+    def prepare_ahead(self, key: ContainerKey) -> None: ...
+
+    def unavailable_reason(self, isolation: str) -> str:
+        return ""
 
     async def wait_for_release(self) -> bool:
         self.waits += 1
@@ -195,7 +195,7 @@ async def test_the_same_allocate_again_gets_the_same_answer() -> None:
     assert await agent.admission.allocate(CORE, sorted(allocation.ids_of(ResourceKind.VCORE))) == first and list(
         agent.cache
     ) == [allocation]
-    agent.pods[owner.uid] = replace(owner, running=frozenset({"main"}))
+    agent.pods.upsert(replace(owner, running=frozenset({"main"})))
     assert isinstance(await agent.admission.allocate(CORE, sorted(allocation.ids_of(ResourceKind.VCORE))), Refused)
 
 
@@ -239,7 +239,7 @@ async def test_capacity_that_is_about_to_be_released_is_waited_for_once() -> Non
     """The end of a pod may reach the kubelet before it reaches us."""
     old, new = pod("old", container(cores=90, blocks=90)), pod("new", container(cores=90, blocks=90))
     agent = Scripted(old, new)
-    agent.gpus = inventory(1)
+    agent.node.inventory.current = inventory(1)
     await agent.admit(old, "main", CORE)
 
     def end() -> bool:
@@ -256,7 +256,7 @@ async def test_allocations_that_are_released_one_after_the_other_are_all_waited_
     olds = [pod(f"old{n}", container(cores=30, blocks=20)) for n in range(3)]
     new = pod("new", container(cores=90, blocks=60))
     agent = Scripted(*olds, new)
-    agent.gpus = inventory(1)
+    agent.node.inventory.current = inventory(1)
     for old in olds:
         assert isinstance(await agent.admit(old, "main", CORE), ContainerEdits)
     ending = list(olds)

@@ -10,27 +10,14 @@ import pytest
 from msgspec.structs import replace
 from structlog.testing import capture_logs
 
-from gpushare_agent.admission.allocation_cache import AllocationCache
 from gpushare_agent.admission.garbage_collection import GarbageCollection
-from gpushare_agent.cluster.pod_store import PodStore
 from gpushare_agent.kubelet.records import CheckpointEntry, ListedPod
 from gpushare_agent.model.errors import NotFound, Unavailable
 from gpushare_agent.model.names import GpuUuid, PodUid, unit_id
-from gpushare_agent.model.pods import Pod, PodPhase
+from gpushare_agent.model.pods import PodPhase
 from gpushare_agent.model.resources import ResourceKind
-from tests.support_core import NAMES, allocation, container, ids, inventory, listed, pod
-
-
-class NoPods:
-    """The store after the pods were deleted."""
-
-    is_synced = True
-
-    def get(self, uid: PodUid) -> Pod | None:
-        return None
-
-    def pods(self) -> tuple[Pod, ...]:
-        return ()
+from tests.support_core import NAMES, allocation, container, ids, listed, pod
+from tests.support_node import node_of
 
 
 class Unused:
@@ -65,20 +52,18 @@ class Processes:
 
 async def test_a_share_is_kept_while_its_processes_cannot_be_read_and_that_is_reported_once() -> None:
     """A stalled file system leaves them unknown; when it answers again, what ended is released."""
-    cache, processes = AllocationCache(), Processes()
+    node, processes = node_of(), Processes()
+    node.pods.replace_all([])
+    cache = node.cache
     collection = GarbageCollection(
-        cache=cache,
-        pods=NoPods(),
+        node=node,
         static_pods=Unused(),
         gate=Unused(),
         pod_resources=Unused(),
         checkpoint=NoCheckpoint(),
         processes=processes,
-        names=NAMES,
-        inventory=inventory,
         kubelet_age_s=lambda: None,
         clock=lambda: 0.0,
-        period_s=1.0,
     )
     deleted = pod("deleted")
     cache.put(allocation(deleted, "main", ids(0, range(10)), ids(0, range(4))))
@@ -140,7 +125,8 @@ class ReconciledNode:
     """Eight running pods with a share each, as the ledger and the kubelet's records have them."""
 
     def __init__(self, *, has_pod_resources: bool = True) -> None:
-        self.kubelet, self.store, self.cache, self.age_s = Kubelet(), PodStore(), AllocationCache(), 1000.0
+        node, self.kubelet, self.age_s = node_of(), Kubelet(), 1000.0
+        self.store, self.cache = node.pods, node.cache
         self.pods = [
             replace(pod(f"p{n}", container(cores=5, blocks=2)), phase=PodPhase.RUNNING, has_started=True)
             for n in range(8)
@@ -151,18 +137,14 @@ class ReconciledNode:
             self.cache.put(allocation(one, "main", cores, blocks))
             self.kubelet.listed[one.name] = listed(one.name, main=(cores, blocks))
         self.collection = GarbageCollection(
-            cache=self.cache,
-            pods=self.store,
+            node=node,
             static_pods=self.kubelet,
             gate=self.kubelet,
             pod_resources=self.kubelet,
             checkpoint=NoCheckpoint(),
             processes=Processes(),
-            names=NAMES,
-            inventory=inventory,
             kubelet_age_s=lambda: self.age_s,
             clock=lambda: 100.0,
-            period_s=30.0,
             has_pod_resources=has_pod_resources,
         )
         self.cache.subscribe(self.collection.allocation_changed)

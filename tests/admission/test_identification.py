@@ -11,15 +11,15 @@ import pytest
 
 from gpushare_agent.admission.decisions.identity import Call, ListedDevices, Target
 from gpushare_agent.admission.identification import Identification, Timeouts
-from gpushare_agent.cluster.pod_store import PodStore
 from gpushare_agent.model.allocations import Allocation
 from gpushare_agent.model.errors import Corrupt, NotFound, RefusalReason, Refused, Unavailable
 from gpushare_agent.model.names import VCORE_RESOURCE, PodUid
 from gpushare_agent.model.pods import Pod
 from gpushare_agent.model.resources import ResourceKind
 from tests.fakes.clock import FakeClock
-from tests.support_core import NAMES, Listing, allocation, container, ids, pod
+from tests.support_core import Listing, allocation, container, ids, pod
 from tests.support_deadline import DEADLINE_S
+from tests.support_node import node_of
 
 vcore_call = partial(Call, resource=VCORE_RESOURCE, kind=ResourceKind.VCORE)
 
@@ -53,15 +53,13 @@ class Outside:
 
 async def test_a_pod_that_cannot_be_decoded_refuses_the_call_with_the_reason() -> None:
     """It may be the one that is being admitted."""
-    store, outside = PodStore(), Outside()
-    store.upsert(pod("a", container(cores=10)))
+    node, outside = node_of(), Outside()
+    node.pods.upsert(pod("a", container(cores=10)))
     identification = Identification(
-        pods=store,
+        node=node,
         fetcher=outside,
         kubelet=outside,
-        allocations=dict,
         refused=(),
-        names=NAMES,
         clock=time.monotonic,
         timeouts=Timeouts(),
     )
@@ -102,12 +100,10 @@ async def test_an_api_server_that_did_not_answer_stays_the_reason_when_the_time_
     """The second List ends after the two seconds: the API server is not asked again, and the pod is not called deleted."""
     clock, outside = FakeClock(0.0), NoApiServer()
     identification = Identification(
-        pods=PodStore(),
+        node=node_of(),
         fetcher=outside,
         kubelet=outside,
-        allocations=dict,
         refused=(),
-        names=NAMES,
         clock=clock,
         timeouts=Timeouts(lookup_s=2.0),
     )
@@ -123,31 +119,28 @@ async def test_a_pod_that_had_everything_is_looked_at_again_once_its_allocation_
     for one in (old, new):
         known.store.upsert(one)
     share = allocation(old, "main", ids(0, range(20)), [])
-    allocations = {share.key: share}
+    known.node.cache.put(share)
     entries = [Listing("old", {"main": {VCORE_RESOURCE: 20}}), Listing("new", {})]
-    listed: list[str] = []
+    listed = known.node.metrics.methods
 
     class Inside:
         async def __call__(self) -> Sequence[ListedDevices]:
             return entries
 
     identification = Identification(
-        pods=known.store,
+        node=known.node,
         fetcher=known,
         kubelet=known,
-        allocations=lambda: allocations,
         refused=(),
-        names=NAMES,
         clock=time.monotonic,
         timeouts=Timeouts(poll_again_s=0.0),
-        on_identified=listed.append,
     )
     call = vcore_call(size=10)
     for _ in range(2):
         found = await identification.identify(call, Inside())
         assert isinstance(found, Target) and found.pod is new
     assert known.fetched == []
-    allocations.clear()
+    known.node.cache.release(share.key)
     found = await identification.identify(call, Inside())
     assert isinstance(found, Target) and found.pod.name == "new"
     assert known.fetched == ["old"]
@@ -176,11 +169,22 @@ def _static(uid: PodUid, cores: int, mirror: str = "", **fields: Any) -> Pod:
     return pod("s-node", container(cores=cores), uid=uid, is_static=True, mirror_uid=mirror, **fields)
 
 
+class Identified:
+    """Keeps the methods by which containers were found."""
+
+    def __init__(self) -> None:
+        self.methods: list[str] = []
+
+    def identified(self, method: str) -> None:
+        self.methods.append(method)
+
+
 class Static(Outside):
     """One static pod is listed. The kubelet's pod replaces what the store has of it, or it cannot be asked."""
 
     def __init__(self, known: Pod | None, kubelets: Pod | None) -> None:
-        self.store = PodStore()
+        self.node = node_of(metrics=Identified())
+        self.store = self.node.pods
         self._kubelets = kubelets
         if known is not None:
             self.store.upsert(known)
@@ -203,13 +207,13 @@ class Static(Outside):
         poll_again_s: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> Target | Refused:
+        for one in allocations:
+            self.node.cache.put(one)
         identification = Identification(
-            pods=self.store,
+            node=self.node,
             fetcher=self,
             kubelet=self,
-            allocations=lambda: {one.key: one for one in allocations},
             refused=(),
-            names=NAMES,
             clock=clock,
             timeouts=Timeouts(poll_again_s=poll_again_s),
         )

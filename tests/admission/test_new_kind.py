@@ -35,6 +35,7 @@ from tests.agent.support_agent import poll_until
 from tests.observability.support_usage import facts, snapshot
 from tests.support_core import allocation, container, ids, inventory, pod
 from tests.support_json import written_node
+from tests.support_node import FreeIsolations
 
 RESOURCE = "example.com/slice"
 
@@ -62,14 +63,7 @@ class Kubelet:
 
     def __init__(self, *pods: Pod) -> None:
         self.agent, self.ids = Scripted(*pods, names=NAMES), DeviceIds()
-        self.tables = DeviceTables(
-            names=NAMES,
-            inventory=lambda: GPUS,
-            offered=lambda: GPUS,
-            cache=self.agent.cache,
-            ids=self.ids,
-            no_shares=lambda: False,
-        )
+        self.tables = DeviceTables(node=self.agent.node, isolation=FreeIsolations(), ids=self.ids)
 
     def healthy(self, resource: str = RESOURCE) -> list[str]:
         self.tables.refresh()
@@ -143,7 +137,7 @@ async def test_its_isolation_keeps_it_to_its_part_of_the_gpu() -> None:
 async def test_the_node_reports_it_and_explains_its_place() -> None:
     """In the annotation that the extender reads, and in the record of the decision."""
     kubelet, slices = await admitted()
-    (reported,) = allocations_by_pod([slices], GPUS.gpus, kubelet.agent.get, NAMES)
+    (reported,) = allocations_by_pod([slices], GPUS.gpus, kubelet.agent.pods.get, NAMES)
     assert reported.gpus == {0: (38, 36)}
     why = kubelet.agent.explained[-1]
     assert why is not None and [one.verdict for one in why.candidates if one.is_chosen] == ["chosen"]
@@ -169,6 +163,6 @@ async def test_a_restarted_agent_has_it_from_the_kubelets_records() -> None:
     listed = ListedPod(
         namespace="default", name="a", containers=(ListedContainer(name="main", devices={RESOURCE: devices}),)
     )
-    owner = kubelet.agent.pods[slices.key.pod_uid]
+    owner = kubelet.agent.pods.get(slices.key.pod_uid)
     (found,) = rebuild(Records(listed=[listed], checkpoint=[], pods=[owner]), NAMES, GPUS, slices.allocated_at)
     assert found == slices

@@ -6,7 +6,6 @@ import asyncio
 
 from msgspec.structs import replace
 
-from gpushare_agent.admission.allocation_cache import AllocationCache
 from gpushare_agent.admission.device_tables import DeviceTables
 from gpushare_agent.kubelet.device_table import DeviceIds
 from gpushare_agent.model.names import (
@@ -16,17 +15,18 @@ from gpushare_agent.model.names import (
     unit_id,
 )
 from gpushare_agent.model.resources import ResourceKind
+from gpushare_agent.settings.settings import Settings
 from tests.sandbox.support_sandbox import key_of
-from tests.support_core import NAMES, allocation, container, inventory, pod, used_blocks, used_cores
+from tests.support_core import allocation, container, inventory, pod, used_blocks, used_cores
+from tests.support_node import FreeIsolations, node_of
 
 
 async def test_cores_come_back_when_a_unit_ends_whose_resource_is_no_longer_offered() -> None:
     """Of a container that began when nvidia.enabled was on."""
     gpus = inventory(1)
-    uuid, cache = gpus.gpus[0].uuid, AllocationCache()
-    tables = DeviceTables(
-        names=NAMES, inventory=lambda: gpus, offered=lambda: gpus, cache=cache, ids=DeviceIds(), no_shares=lambda: False
-    )
+    node = node_of(gpus)
+    uuid, cache = gpus.gpus[0].uuid, node.cache
+    tables = DeviceTables(node=node, isolation=FreeIsolations(), ids=DeviceIds())
     cache.subscribe(tables.allocation_changed)
     whole = replace(
         allocation(pod("old", container(cores=0)), "main", [], []),
@@ -54,23 +54,16 @@ def test_what_containers_hold_of_a_gpu_is_charged_to_it_once_the_driver_shows_it
     """An agent that started while the GPU was away knows the IDs, not the GPU."""
     both = inventory(2)
     away = replace(both, gpus=both.gpus[:1])
-    shown, ids, cache = [away], DeviceIds(), AllocationCache()
-    uuid = both.gpus[1].uuid
-    tables = DeviceTables(
-        names=NAMES,
-        inventory=lambda: shown[-1],
-        offered=lambda: shown[-1],
-        cache=cache,
-        ids=ids,
-        no_shares=lambda: False,
-    )
+    node, ids = node_of(away), DeviceIds()
+    uuid, cache = both.gpus[1].uuid, node.cache
+    tables = DeviceTables(node=node, isolation=FreeIsolations(), ids=ids)
     tables.refresh()
     devices = ids.read([f"{key_of(uuid)}-{n}" for n in range(30)])
     share = allocation(
         pod("a", container(cores=30, blocks=4)), "main", [], [f"{away.gpus[0].uuid}::{n}" for n in range(4)]
     )
     cache.put(replace(share.with_ids(ResourceKind.VCORE, frozenset(devices)), gpus=(GpuUuid(key_of(uuid)),)))
-    shown.append(both)
+    node.inventory.current = both
     tables.refresh()
     assert (used_cores(cache), used_blocks(cache)) == ({uuid: 30}, {uuid: 4})
     assert next(iter(cache)).gpus == (uuid,)
@@ -80,15 +73,8 @@ def test_what_containers_hold_of_a_gpu_that_is_no_longer_offered_stays_on_it() -
     """A GPU that went over to claims while a pod has a share of it: its IDs are read after a restart as before."""
     gpus = inventory(1)
     uuid, ids = gpus.gpus[0].uuid, DeviceIds()
-    none = replace(gpus, gpus=())
-    tables = DeviceTables(
-        names=NAMES,
-        inventory=lambda: gpus,
-        offered=lambda: none,
-        cache=AllocationCache(),
-        ids=ids,
-        no_shares=lambda: False,
-    )
+    node = node_of(gpus, settings=Settings(node_name="node", excluded_gpus=(uuid,)))
+    tables = DeviceTables(node=node, isolation=FreeIsolations(), ids=ids)
     tables.refresh()
     assert ids.read([f"{key_of(uuid)}-7"]) == [device_id(uuid, 7)]
     assert not tables.tables[VCORE_RESOURCE].devices

@@ -13,7 +13,8 @@ from gpushare_agent.model.errors import RefusalReason, Refused
 from gpushare_agent.model.names import VCORE_RESOURCE, VMEMORY_RESOURCE, GpuUuid
 from gpushare_agent.model.pods import Pod
 from gpushare_agent.placement.place import Placed
-from tests.support_core import allocation, container, ids, inventory, pod
+from tests.support_core import allocation, container, ids, pod
+from tests.support_node import node_of
 
 
 class Reported:
@@ -24,10 +25,8 @@ class Reported:
         self.events: list[str] = []
         self.counted: list[tuple[str, str]] = []
         self.reporter = OutcomeReporter(
-            metrics=self,
+            node=node_of(metrics=self, decisions=self.log),
             events=self,
-            inventory=inventory,
-            decisions=self.log,
             wall_clock_ns=lambda: 1_700_000_000_000_000_000,
         )
 

@@ -20,6 +20,7 @@ from gpushare_agent.model.pods import ContainerKind
 from gpushare_agent.model.resources import ResourceKind
 from gpushare_agent.placement import GpuAccount
 from tests.support_core import NAMES, allocation, container, ids, inventory, pod, used_blocks, used_cores
+from tests.support_node import node_of
 
 BLOCKS = 16
 GPUS = inventory(2, BLOCKS * NAMES.memory_block_mib)
@@ -33,7 +34,7 @@ def accounts(cache: AllocationCache) -> list[GpuAccount]:
 
 
 def charged(cache: AllocationCache) -> GrowthAccounts:
-    return GrowthAccounts(cache, lambda: GPUS, NAMES)
+    return GrowthAccounts(node_of(GPUS, cache=cache))
 
 
 def charged_for_others(cache: AllocationCache, key: ContainerKey) -> tuple[int, int]:

@@ -7,17 +7,15 @@ from types import FrameType
 from typing import Any
 
 import gpushare_agent
-from gpushare_agent.admission.allocation_cache import AllocationCache
-from gpushare_agent.admission.claim_pods import ClaimPods
 from gpushare_agent.admission.decisions.resize import ResizePolicy
 from gpushare_agent.admission.resizing import ResizeReports, ShareResizing
-from gpushare_agent.cluster.pod_store import PodStore
 from gpushare_agent.isolation import ISOLATIONS, Isolation
 from gpushare_agent.model.allocations import Allocation, ShareSize
 from gpushare_agent.model.isolation import ResizeMode
 from gpushare_agent.model.names import RESIZE_ANNOTATION
 from gpushare_agent.model.pods import Pod
 from tests.support_core import NAMES, allocation, container, ids, inventory, pod, used_cores
+from tests.support_node import node_of
 
 GPUS = inventory(8)
 OURS = next(iter(gpushare_agent.__path__))
@@ -27,7 +25,8 @@ class World:
     """`count` shares of a core and a memory block, spread over 8 GPUs, whose pods ask for `asked` cores each."""
 
     def __init__(self, count: int, asked: int) -> None:
-        self.cache, store = AllocationCache(), PodStore()
+        node = node_of(GPUS)
+        self.cache, store = node.cache, node.pods
         store.replace_all([])
         for number in range(count):
             gpu, unit = number % 8, number // 8
@@ -43,20 +42,11 @@ class World:
         self.refused: list[str] = []
         policy = ResizePolicy(names=NAMES, mode=ResizeMode.FREE_CAPACITY)
         self.resizing = ShareResizing(
-            cache=self.cache,
-            pods=ClaimPods(store, self.cache),
-            inventory=lambda: GPUS,
+            node=node,
             policy=policy,
             file=None,
             enforcement=self,
-            reports=ResizeReports(
-                cache=self.cache,
-                pods=ClaimPods(store, self.cache),
-                policy=policy,
-                annotations=self,
-                events=self,
-                clock=lambda: 0.0,
-            ),
+            reports=ResizeReports(node=node, policy=policy, annotations=self, events=self, clock=lambda: 0.0),
         )
 
     def isolation_of(self, pod: Pod) -> Isolation | None:

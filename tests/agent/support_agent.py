@@ -52,7 +52,7 @@ class InnerAgent:
 
     def count(self, name: str, **labels: str) -> float:
         """A counter of /metrics, 0 where it was never counted."""
-        return self.parts.metrics.registry.get_sample_value(name, labels) or 0.0
+        return self.parts.node.metrics.registry.get_sample_value(name, labels) or 0.0
 
     def held(self) -> Held:
         """The ledger: what each container holds, as the kubelet names it."""
@@ -62,7 +62,7 @@ class InnerAgent:
                 frozenset(map(ids.write, a.ids_of(ResourceKind.VCORE))),
                 frozenset(map(ids.write, a.ids_of(ResourceKind.VMEMORY))),
             )
-            for a in self.parts.cache
+            for a in self.parts.node.cache
         }
 
 
@@ -87,8 +87,8 @@ async def open_agent(
     parts.kubelet.gate.list_timeout_s = list_timeout_s
     for resource in parts.kubelet.registrar._resources:
         resource.endpoint.plugin.call_timeout_s = DEADLINE_S
-    parts.cache.subscribe(lambda old, new: node.api.signal.notify())
-    parts.cluster.store.subscribe(lambda old, new: node.api.signal.notify())
+    parts.node.cache.subscribe(lambda old, new: node.api.signal.notify())
+    parts.node.pods.subscribe(lambda old, new: node.api.signal.notify())
     async with asyncio.TaskGroup() as group:
         agent = InnerAgent(parts, group.create_task(run_generation(parts), name="agent"))
         try:
@@ -253,9 +253,9 @@ async def wait_healthy_devices(node: EmbeddedNode) -> None:
 async def wait_synced(parts: NodeAgent) -> None:
     """The API server has listed the node's pods once."""
     async with asyncio.timeout(DEADLINE_S):
-        version = parts.cluster.store.version
-        while not parts.cluster.store.is_synced:
-            version = await parts.cluster.store.wait_change(version)
+        version = parts.node.pods.version
+        while not parts.node.pods.is_synced:
+            version = await parts.node.pods.wait_change(version)
 
 
 async def wait_ledger_equal(node: EmbeddedNode, agent: InnerAgent) -> None:
@@ -338,16 +338,16 @@ def calls_of(node: EmbeddedNode, name: str, method: str = "Allocate") -> list[Pl
 
 
 def uuid_of(agent: InnerAgent, index: int) -> str:
-    return str(agent.parts.gpus.inventory.current.gpus[index].uuid)
+    return str(agent.parts.node.inventory.current.gpus[index].uuid)
 
 
 def used_by_gpu(agent: InnerAgent) -> dict[str, int]:
-    return {str(gpu): cores for gpu, cores in used_cores(agent.parts.cache).items()}
+    return {str(gpu): cores for gpu, cores in used_cores(agent.parts.node.cache).items()}
 
 
 def holders_of(agent: InnerAgent, kind: ResourceKind = ResourceKind.VCORE) -> int:
     """How many IDs of the resource are held."""
-    return len(agent.parts.cache.holders(kind))
+    return len(agent.parts.node.cache.holders(kind))
 
 
 def write_faults(

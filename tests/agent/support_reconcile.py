@@ -11,8 +11,6 @@ from gpushare_agent.kubelet.records import KubeletCheckpoint
 from gpushare_agent.sandbox.node import EmbeddedNode
 from tests.agent.support_agent import InnerAgent
 
-NEVER_S = 3600.0
-
 
 def collection_of(
     node: EmbeddedNode, agent: InnerAgent, *, kubelet_age_s: Callable[[], float | None] | None = None
@@ -20,19 +18,15 @@ def collection_of(
     """It compares allocations however young they are. `kubelet_age_s` is the agent's where it is not given."""
     parts = agent.parts
     collection = GarbageCollection(
-        cache=parts.cache,
-        pods=parts.cluster.store,
+        node=parts.node,
         static_pods=parts.cluster.node_pods,
         gate=parts.kubelet.gate,
         pod_resources=parts.kubelet.pod_resources,
         checkpoint=KubeletCheckpoint(node.paths.device_plugin_path, DeviceIds()),
         processes=PodProcesses(parts.node.settings.runtime.cgroup_root),
-        names=parts.node.names,
-        inventory=lambda: parts.gpus.inventory.current,
         kubelet_age_s=kubelet_age_s or parts.kubelet.facts.age_s,
         clock=time.monotonic,
-        period_s=NEVER_S,
         fresh_s=0.0,
     )
-    parts.cache.subscribe(collection.allocation_changed)
+    parts.node.cache.subscribe(collection.allocation_changed)
     return collection

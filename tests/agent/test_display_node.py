@@ -52,7 +52,7 @@ async def test_a_pod_shows_on_the_display_the_web_port_and_the_debug_pages() -> 
         display, debug = agent.parts.observability.display, agent.parts.observability.debug
         assert display is not None and debug is not None
         await poll_until(
-            lambda: display.is_serving and agent.parts.cluster.store.get(uid) is not None, "the display serves"
+            lambda: display.is_serving and agent.parts.node.pods.get(uid) is not None, "the display serves"
         )
         stat = (await _usages(node.paths.display_socket)).usage[uid]
         assert (stat.project, stat.user, stat.cluster) == ("default", "ann", "blue")

@@ -39,7 +39,7 @@ async def has_limit(node: EmbeddedNode, agent: InnerAgent, name: str, mib: int) 
     key = key_of(node, name)
     found = node.kubelet.runtime.find(key.pod_uid, key.container)
     assert found is not None
-    gpu = agent.parts.cache.view()[key].gpus[0]
+    gpu = agent.parts.node.cache.view()[key].gpus[0]
     wanted = [MemoryLimit(gpu=gpu, cgroup=path, limit_bytes=mib * MIB) for path in (found.cgroup, found.cgroup.parent)]
     outcomes = await agent.parts.gpus.driver.keep_memory_limits(wanted, may_set=False)  # type: ignore[attr-defined]
     return not any(one.problem for one in outcomes)
@@ -65,7 +65,7 @@ async def test_a_share_has_its_limit_and_again_after_a_restart() -> None:
             node.api.create_pod(share("first"))
             await wait_running(node, "first")
             await wait_limit(node, agent, "first", 8 * 256)
-            kept = agent.parts.isolation.kept(agent.parts.cache.view()[key_of(node, "first")])
+            kept = agent.parts.isolation.kept(agent.parts.node.cache.view()[key_of(node, "first")])
             assert kept is not None and (kept.memory_by, kept.compute_by) == ("driver", NOBODY)
         async with open_agent(node, *MAY_SET) as agent:
             await wait_limit(node, agent, "first", 8 * 256)
@@ -81,7 +81,7 @@ async def test_a_container_without_its_limit_is_kept_by_nobody_and_its_pod_hears
             limits = agent.parts.isolation.parts["driver"].services["driver limits"]
             assert isinstance(limits, DriverLimits)
             await poll_until(lambda: limits.problem(key_of(node, "bare")), "a container without its limit")
-            kept = agent.parts.isolation.kept(agent.parts.cache.view()[key_of(node, "bare")])
+            kept = agent.parts.isolation.kept(agent.parts.node.cache.view()[key_of(node, "bare")])
             assert kept is not None and kept.memory_by == NOBODY
             await poll_until(
                 lambda: [e for e in node.api.events() if e["reason"] == "MemoryLimitMissing"], "an Event on the pod"

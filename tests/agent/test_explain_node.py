@@ -24,7 +24,7 @@ TOPOLOGY = Path(__file__).parent.parent / "data" / "topology" / "v100-x8-cube-me
 
 def record_of(agent: InnerAgent, name: str) -> DecisionRecord:
     """The newest decision about a pod."""
-    return agent.parts.decisions.newest(1, pod=name)[0]
+    return agent.parts.node.decisions.newest(1, pod=name)[0]
 
 
 def verdicts(record: DecisionRecord) -> list[str]:
@@ -85,7 +85,7 @@ async def test_what_was_refused_is_explained() -> None:
             write_faults(faults, lost={"2": "fell off the bus"})
             sick = uuid_of(agent, 2)
             await wait_until(
-                node, lambda: not agent.parts.gpus.inventory.current.by_uuid()[sick].is_healthy, "an unhealthy GPU"
+                node, lambda: not agent.parts.node.inventory.current.by_uuid()[sick].is_healthy, "an unhealthy GPU"
             )
             unhealthy, unhealthy_reported = await refuse(node, agent, pod("unhealthy", container(cores=60, blocks=1)))
     assert memory.reason == "NotEnoughMemory" and verdicts(memory) == ["too small, with 24 GiB in all"] * 3
@@ -102,7 +102,7 @@ async def test_what_was_refused_is_explained() -> None:
 
 def record_on(agent: InnerAgent, gpu: int) -> str:
     """The pod that was placed on this GPU."""
-    placed = (r for r in agent.parts.decisions.newest(50) if r.gpus == (gpu,))
+    placed = (r for r in agent.parts.node.decisions.newest(50) if r.gpus == (gpu,))
     return next(placed).pod
 
 
@@ -138,7 +138,7 @@ async def test_an_instance_that_waits_reports_no_annotation() -> None:
             pod("share", container(cores=30, blocks=8), annotations={"tencent.com/vcuda-core-limits": "60"})
         )
         await wait_running(node, "share")
-        store = agent.parts.cluster.store
+        store = agent.parts.node.pods
         await poll_until(lambda: any(one.name == "share" for one in store.pods()), "the agent seeing the pod")
         agent.parts.cluster.may_write.set()
         node.api.create_pod(

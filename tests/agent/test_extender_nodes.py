@@ -38,7 +38,7 @@ def held(cluster: EmbeddedCluster, node: str) -> Mapping[str, Mapping[str, list[
 
 
 def indexes(agent: InnerAgent, uuids: set[str]) -> list[int]:
-    return sorted(gpu.index for gpu in agent.parts.gpus.inventory.current.gpus if gpu.uuid in uuids)
+    return sorted(gpu.index for gpu in agent.parts.node.inventory.current.gpus if gpu.uuid in uuids)
 
 
 # --- the annotation of the whole agent ---
@@ -238,6 +238,6 @@ class Crowd:
         agent = self._agents[raw["spec"]["nodeName"]]
         reservation = self._extender.state.reservation(uid)
         planned = {c.name: list(c.gpus) for c in reservation.plan.containers if c.gpus} if reservation else {}
-        got = {one.key.container: indexes(agent, set(map(str, one.gpus))) for one in agent.parts.cache.of_pod(uid)}
+        got = {one.key.container: indexes(agent, set(map(str, one.gpus))) for one in agent.parts.node.cache.of_pod(uid)}
         if not got or any(planned.get(container) != gpus for container, gpus in got.items()):
             self.differing.append(f"{name} on {raw['spec']['nodeName']}: planned {planned}, got {got}")

@@ -44,7 +44,7 @@ async def test_without_an_api_server_the_agent_registers_and_says_why_it_refuses
             message = await _refused(node, "early")
             assert "version is not known" in message and "Create the pod again" in message
             assert holders_of(agent) == 0
-            silent_s = agent.parts.metrics.registry.get_sample_value("gpushare_pod_event_age_seconds")
+            silent_s = agent.parts.node.metrics.registry.get_sample_value("gpushare_pod_event_age_seconds")
             assert silent_s is not None, "an API server that was never heard is silent, too"
             await node.api.start_listening()
             await wait_synced(agent.parts)
@@ -71,7 +71,7 @@ async def test_pods_known_before_the_api_server_went_are_served_without_it() -> 
     async with open_test_node(times=HELD_ADMISSIONS) as node, open_agent(node, SHORT_LOOKUP) as agent:
         await node.kubelet.stop()
         node.api.create_pod(pod("known", container("a", cores=30, blocks=10), container("b", cores=20, blocks=5)))
-        await wait_until(node, lambda: pod_named(agent.parts.cluster.store, "known"), "the agent to hear of the pod")
+        await wait_until(node, lambda: pod_named(agent.parts.node.pods, "known"), "the agent to hear of the pod")
         await node.api.stop_listening()
         await node.kubelet.start()
         await wait_healthy_devices(node)
@@ -109,7 +109,7 @@ async def test_an_api_server_that_stalls_costs_an_admission_its_bound_and_no_mor
         node.api.create_pod(pod("stuck", container(cores=30, blocks=10)))
         assert "API server did not answer" in await _refused(node, "stuck")
         node.api.running.set()
-        await wait_until(node, lambda: pod_named(agent.parts.cluster.store, "stuck"), "the watch to go on")
+        await wait_until(node, lambda: pod_named(agent.parts.node.pods, "stuck"), "the watch to go on")
         node.api.create_pod(pod("after", container(cores=30, blocks=10)))
         await wait_running(node, "after")
         await wait_ledger_equal(node, agent)
@@ -125,7 +125,7 @@ async def test_an_api_server_that_forgets_its_history_loses_the_agent_nothing() 
         node.api.delete_pod("default", "two", grace_period_s=0)
         node.api.store.compact()
         await node.api.start_listening()
-        await wait_until(node, lambda: pod_named(agent.parts.cluster.store, "two") is None, "a new list")
+        await wait_until(node, lambda: pod_named(agent.parts.node.pods, "two") is None, "a new list")
         await wait_ledger_equal(node, agent)
         assert holders_of(agent) == 120
 

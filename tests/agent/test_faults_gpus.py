@@ -123,12 +123,12 @@ async def test_a_gpu_lost_between_preference_and_allocate_is_not_given() -> None
 
 def _lose_gpu(agent: InnerAgent, index: int) -> None:
     """What the next poll would find, applied now."""
-    found = agent.parts.gpus.inventory.current
+    found = agent.parts.node.inventory.current
     gpus = tuple(
         replace(gpu, health=Health.UNHEALTHY, unhealthy_reason="lost") if gpu.index == index else gpu
         for gpu in found.gpus
     )
-    agent.parts.gpus.inventory.read(replace(found, gpus=gpus))
+    agent.parts.node.inventory.read(replace(found, gpus=gpus))
 
 
 async def test_without_a_driver_the_agent_ends_with_the_reason() -> None:

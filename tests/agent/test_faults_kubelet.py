@@ -55,7 +55,7 @@ def _note_releases(agent: InnerAgent) -> list[Allocation]:
         if old is not None and new is None:
             freed.append(old)
 
-    agent.parts.cache.subscribe(note)
+    agent.parts.node.cache.subscribe(note)
     return freed
 
 

@@ -46,14 +46,14 @@ async def test_a_pod_recreated_under_its_name_is_the_new_one(grace_s: int | None
         node.api.create_pod(pod("web-0", *SHARE))
         await wait_running(node, "web-0")
         former = node.api.pod("default", "web-0")["metadata"]["uid"]
-        await wait_until(node, lambda: agent.parts.cluster.store.get(former).has_started, "the store sees it running")
+        await wait_until(node, lambda: agent.parts.node.pods.get(former).has_started, "the store sees it running")
         with late_watch(agent):
             node.api.delete_pod("default", "web-0", grace_period_s=grace_s)
             await wait_until(node, lambda: node.api.find_pod("default", "web-0") is None, "the name free")
             node.api.create_pod(pod("web-0", *SHARE))
             await wait_running(node, "web-0")
         await wait_ledger_equal(node, agent)
-        assert former not in {a.key.pod_uid for a in agent.parts.cache}
+        assert former not in {a.key.pod_uid for a in agent.parts.node.cache}
         node.api.create_pod(pod("next", container(cores=30, blocks=80)))
         await wait_running(node, "web-0", "next")
         assert gpus_of(node, "web-0") != gpus_of(node, "next")
@@ -70,7 +70,7 @@ async def test_a_pod_that_runs_without_devices_stands_in_nobodys_way() -> None:
                 node.api.create_pod(pod(name, *SHARE))
                 await wait_running(node, name)
             await wait_ledger_equal(node, agent)
-            assert {a.pod_name for a in agent.parts.cache} == {"one", "two"}
+            assert {a.pod_name for a in agent.parts.node.cache} == {"one", "two"}
 
 
 async def test_a_storm_of_refusals_keeps_nothing_from_being_freed() -> None:
@@ -92,5 +92,5 @@ async def test_a_storm_of_refusals_keeps_nothing_from_being_freed() -> None:
             for name in ("a", "b"):
                 group.create_task(storm(name))
             node.api.delete_pod("default", "old", grace_period_s=0)
-            await wait_until(node, lambda: not list(agent.parts.cache), "the share freed amid the storm")
+            await wait_until(node, lambda: not list(agent.parts.node.cache), "the share freed amid the storm")
             stop.set()

@@ -171,7 +171,7 @@ async def test_without_pod_resources_pods_are_identified_by_the_api_server_and_k
             await wait_ledger_equal(node, agent)
             # The checkpoint has UIDs alone: the names come with the list of pods.
             names = {"first", "second"}
-            await poll_until(lambda: {a.pod_name for a in agent.parts.cache} == names, "the pods' names")
+            await poll_until(lambda: {a.pod_name for a in agent.parts.node.cache} == names, "the pods' names")
             node.api.delete_pod("default", "first")
             await wait_gone(node, "first")
             await wait_ledger_equal(node, agent)

@@ -47,7 +47,7 @@ async def _readiness_of(agent: InnerAgent) -> tuple[int, str]:
 
 def _are_available(agent: InnerAgent) -> list[tuple[str, float]]:
     """The isolations in its metrics, and whether they can be had."""
-    found = {one.name: one for one in agent.parts.metrics.registry.collect()}
+    found = {one.name: one for one in agent.parts.node.metrics.registry.collect()}
     return [(one.labels["isolation"], one.value) for one in found["gpushare_isolation_available"].samples]
 
 
@@ -232,4 +232,4 @@ async def test_the_first_refused_claim_is_an_increase() -> None:
     async with open_test_node() as node:
         for flags, value in (((), None), (("--dra.gpus=1",), 0)):
             async with open_agent(node, *flags) as agent:
-                assert agent.parts.metrics.registry.get_sample_value("gpushare_admissions_total", labels) == value
+                assert agent.parts.node.metrics.registry.get_sample_value("gpushare_admissions_total", labels) == value

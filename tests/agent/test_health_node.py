@@ -214,7 +214,7 @@ async def test_a_cordon_without_a_reason_and_a_failure_are_reported_apart() -> N
         await wait_until(node, lambda: _is_away(node, other), "the ill GPU away")
         for index in ("0", "1"):
             assert (await _cordon(node, "cordon", index))[0] == 0
-        reason = agent.parts.gpus.inventory.unhealthy_reasons[other]
+        reason = agent.parts.node.inventory.unhealthy_reasons[other]
         _, out, _ = await _cordon(node, "cordon", "--list")
         rows = [re.split(r" {2,}", line.strip()) for line in out.splitlines()]
         assert rows[1:] == [["0", uuid, "Cordoned", "-"], ["1", other, "Cordoned, Unhealthy (needs-reset)", reason]]

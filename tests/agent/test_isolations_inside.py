@@ -97,7 +97,7 @@ class Host:
         strategies: str = DEFAULT_LISTS,
     ) -> Any:
         """The golden file's case with this node's GPUs, pod and directories in the place of its own."""
-        own = [gpu for gpu in agent.parts.gpus.inventory.current.gpus if gpu.uuid in gpus_of(node, name, "cuda")]
+        own = [gpu for gpu in agent.parts.node.inventory.current.gpus if gpu.uuid in gpus_of(node, name, "cuda")]
         places = {GOLDEN_UID: uid_of(node, name)}
         places |= dict(zip(GOLDEN_UUIDS, (gpu.uuid for gpu in own), strict=False))
         places |= {f"/dev/nvidia{GOLDEN_MINOR + n}": f"/dev/nvidia{gpu.minor}" for n, gpu in enumerate(own)}

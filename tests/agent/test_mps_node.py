@@ -92,7 +92,7 @@ async def test_a_share_finds_the_deployers_daemon_and_its_own_limits_inside_its_
         node.api.create_pod(share("seed", command=["sh", "-c", asks]))
         node.api.create_pod(share("whole", cores=100, blocks=0))
         await wait_running(node, "first", "seed", "whole")
-        gpu = agent.parts.gpus.inventory.current.gpus[0]
+        gpu = agent.parts.node.inventory.current.gpus[0]
         inside = environment_inside(process_of(node, "seed"))
         names = ("CUDA_", "ALIYUN_", "NVIDIA_")
         assert {name: value for name, value in inside.items() if name.startswith(names)} == {

@@ -34,9 +34,9 @@ async def test_the_node_says_what_gpus_it_has_and_which_of_them_is_lost() -> Non
         await wait_until(node, lambda: len(gpus(node)) == 4, "the annotation")
         labels = metadata(node, "labels")
         assert labels["gpushare-agent/gpu.count"] == "4" and labels["rack"] == "a7"
-        assert labels["gpushare-agent/gpu.memory"] == str(agent.parts.gpus.inventory.current.gpus[0].memory_mib)
+        assert labels["gpushare-agent/gpu.memory"] == str(agent.parts.node.inventory.current.gpus[0].memory_mib)
         assert labels["gaia.tencent.com/gpu-model"]
-        assert [gpu["uuid"] for gpu in gpus(node)] == [gpu.uuid for gpu in agent.parts.gpus.inventory.current.gpus]
+        assert [gpu["uuid"] for gpu in gpus(node)] == [gpu.uuid for gpu in agent.parts.node.inventory.current.gpus]
         node.paths.faults.write_text('{"lost": {"2": "rehearsed"}}')
         await wait_until(node, lambda: [c["index"] for c in gpus(node) if not c["is_healthy"]] == [2], "the loss")
         assert metadata(node, "labels") == labels
@@ -48,7 +48,7 @@ async def test_an_agent_that_is_reported_to_write_nothing_writes_nothing() -> No
     """Its account may lack the right."""
     async with open_test_node() as node, open_agent(node, *FLAGS, "--facts.is-written=false") as agent:
         assert not agent.parts.cluster.node_fields
-        await wait_until(node, lambda: agent.parts.cluster.store.is_synced, "the pods")
+        await wait_until(node, lambda: agent.parts.node.pods.is_synced, "the pods")
         assert "gpushare-agent/cards" not in metadata(node, "annotations")
 
 

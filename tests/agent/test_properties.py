@@ -156,7 +156,7 @@ async def play(steps: Sequence[tuple[str, Any]], seed: int, version: str) -> Non
             await wait_until(node, lambda: not node.api.pods(), "every pod gone")
             await wait_until(node, lambda: not kubelet_held(node), "the kubelet holds nothing")
             await wait_ledger_equal(node, script.agent)
-            assert holders_of(script.agent) == 0 and len(script.agent.parts.cache) == 0
+            assert holders_of(script.agent) == 0 and len(script.agent.parts.node.cache) == 0
             assert script.agent.count("gpushare_pod_resources_lists_total", purpose="overlapped") == 0
         finally:
             await script.end()

@@ -41,6 +41,7 @@ from gpushare_agent.model.pods import Pod, PodPhase
 from gpushare_agent.wire import v1beta1
 from tests.support_core import NAMES, container, inventory, isolation_config, pod
 from tests.support_json import undecoded
+from tests.support_node import FreeIsolations, node_of
 
 DATA = Path(__file__).parent.parent / "data" / "kubelet"
 GPUS = ("GPU-4404041a-04cf-1ccf-9e70-f139a9b1e23c", "GPU-79a2ba02-")
@@ -114,12 +115,9 @@ class ModernKubelet:
         return None
 
 
-async def nothing_to_prepare(keys: object) -> None:
-    return None
-
-
-async def nothing_ends() -> bool:
-    return False
+class NothingEnds:
+    async def wait_for_release(self) -> bool:
+        return False
 
 
 @dataclass
@@ -172,37 +170,33 @@ def recorded_pods() -> dict[str, Pod]:
 async def open_agent(directory: Path) -> AsyncIterator[Agent]:
     gpus = recorded_inventory()
     ids = DeviceIds(gpu.uuid for gpu in gpus.gpus)
-    store, cache, recorder, lists = PodStore(), AllocationCache(), Recorder(), RecordedLists()
-    store.replace_all([])
+    node, recorder, lists = node_of(gpus), Recorder(), RecordedLists()
+    node.pods.replace_all([])
     lister = Server([lists], codec=_Raw())
     await lister.start(path=str(directory / "pr.sock"))
     client = PodResourcesClient(directory / "pr.sock", ids)
     gate = PodResourcesGate(client, clock=time.monotonic)
     refused = RefusedPods()
     identification = Identification(
-        pods=store,
+        node=node,
         fetcher=NoFetch(),
         kubelet=ModernKubelet(),
-        allocations=cache.view,
         refused=refused,
-        names=NAMES,
         clock=time.monotonic,
         timeouts=Timeouts(poll_again_s=0.0),
     )
     edits = EditPolicy(names=NAMES, config=isolation_config(virtual_manager=directory), isolation="none")
     admission = Admission(
+        node=node,
         gate=gate,
         identification=identification,
-        cache=cache,
-        pods=store,
-        inventory=lambda: gpus,
         policy=Policy(names=NAMES, node_name="rig"),
         edits=lambda: edits,
         refused_pods=refused,
         observer=recorder,
         records=KubeletCheckpoint(directory, ids),
-        prepare=nothing_to_prepare,
-        wait_for_release=nothing_ends,
+        isolation=FreeIsolations(),
+        garbage=NothingEnds(),
         clock=time.monotonic,
     )
     servers, channels = [], {}
@@ -215,7 +209,7 @@ async def open_agent(directory: Path) -> AsyncIterator[Agent]:
         servers.append(server)
         channels[resource] = Channel(path=str(path))
     try:
-        yield Agent(store, cache, recorder, lists, channels, admission)
+        yield Agent(node.pods, node.cache, recorder, lists, channels, admission)
     finally:
         for channel in channels.values():
             channel.close()

@@ -99,7 +99,7 @@ async def test_a_running_share_grows_and_the_kubelet_offers_no_more_than_is_left
         await wait_until(node, lambda: (healthy(node, CORE), healthy(node, MEMORY)) == (80, 80), "IDs withheld")
         await wait_until(node, lambda: held_of(node, "web") == [50, 24], "the node's object")
         await wait_until(node, lambda: [reason for reason, _ in events_of(node, "web")] == ["ShareResized"], "Event")
-        assert used_cores(agent.parts.cache) == {agent.parts.node.gpus().gpus[0].uuid: 50}
+        assert used_cores(agent.parts.node.cache) == {agent.parts.node.gpus().gpus[0].uuid: 50}
         node.api.create_pod(share("rest", 50, 72))
         await wait_running(node, "rest")
         node.api.create_pod(share("late", 1, 1))
@@ -130,7 +130,7 @@ async def test_under_gpushare_a_running_program_finds_the_new_size_in_its_file(s
         await poll_until(lambda: told() == (50, 24), "the library is told")
         await wait_until(node, lambda: status_of(node, "web") == "main:cores=50,memory=24,in-force", "status")
         assert config.stat().st_ino == inode
-        (kept,) = (agent.parts.isolation.kept(one) for one in agent.parts.cache)
+        (kept,) = (agent.parts.isolation.kept(one) for one in agent.parts.node.cache)
         assert kept is not None and (kept.memory_by, kept.compute_by) == ("gpushare", "gpushare")
         node.api.delete_pod("default", "web")
         await poll_until(lambda: not directory.exists(), "its files are removed")
@@ -157,7 +157,7 @@ async def test_a_share_shrinks_and_what_a_running_process_may_use_stays_booked()
         )
         await annotate(node, "second", None)
         await poll_until(lambda: size_of(node, "second") == (30, 30), "as allocated")
-        assert agent.parts.cache.get(key) is not None
+        assert agent.parts.node.cache.get(key) is not None
 
 
 async def test_what_does_not_fit_is_refused_once_and_granted_when_it_does() -> None:
@@ -256,12 +256,12 @@ async def test_a_restarted_agent_lends_nothing_twice_before_the_api_server_answe
             await poll_until(lambda: size_of(node, "web") == (90, 90), "the library is told")
         await node.api.stop_listening()
         async with open_agent(node, *FLAGS, wait=False) as agent:
-            cache = agent.parts.cache
+            cache = agent.parts.node.cache
             await poll_until(lambda: len(cache), "recovered")
             (allocation,) = cache
             assert used_cores(cache)[allocation.gpus[0]] == 90 and used_blocks(cache)[allocation.gpus[0]] == 90
             await wait_until(node, lambda: (healthy(node, CORE), healthy(node, MEMORY)) == (40, 14), "IDs withheld")
-            assert not agent.parts.cluster.store.is_synced
+            assert not agent.parts.node.pods.is_synced
 
 
 async def test_a_corrupt_file_is_set_aside_and_shares_are_resized_anew() -> None:
@@ -274,7 +274,7 @@ async def test_a_corrupt_file_is_set_aside_and_shares_are_resized_anew() -> None
             await poll_until(lambda: size_of(node, "web") == (90, 90), "the library is told")
         node.paths.resize_state.write_text('{"version": 1, "shares": [{"pod_uid": "../x"}]}')
         async with open_agent(node, *FLAGS) as agent:
-            await poll_until(lambda: agent.parts.cache.resized, "resized anew")
+            await poll_until(lambda: agent.parts.node.cache.resized, "resized anew")
             await poll_until(lambda: size_of(node, "web") == (90, 90), "the library is told")
         assert node.paths.resize_state.with_name("resize.json.corrupt").exists()
 
@@ -298,7 +298,7 @@ async def test_an_isolation_that_limits_nothing_is_not_resized() -> None:
         await wait_running(node, "web")
         await annotate(node, "web", "main:cores=50")
         await wait_until(node, lambda: "refused=ResizeUnsupported" in status_of(node, "web"), "refused")
-        assert not agent.parts.cache.resized
+        assert not agent.parts.node.cache.resized
 
 
 async def test_whoever_flips_the_annotation_writes_few_events_and_files() -> None:
@@ -308,9 +308,7 @@ async def test_whoever_flips_the_annotation_writes_few_events_and_files() -> Non
         await wait_running(node, "web")
         for number in range(40):
             await annotate(node, "web", f"main:cores={101 + number}")
-        await poll_until(
-            lambda: agent.parts.cluster.store.pods()[0].annotations[RESIZE] == "main:cores=140", "the last"
-        )
+        await poll_until(lambda: agent.parts.node.pods.pods()[0].annotations[RESIZE] == "main:cores=140", "the last")
         await agent.parts.kubelet.resizing.reconcile()
         assert len(events_of(node, "web")) <= 2
         await annotate(node, "web", "main:cores=40")

@@ -56,7 +56,7 @@ def key_of(node: EmbeddedNode, name: str, container_name: str = "main") -> Conta
 def index_of(node: EmbeddedNode, agent: InnerAgent, name: str) -> int:
     """Of the one GPU that the pod's container has."""
     (uuid,) = gpus_of(node, name)
-    return next(gpu.index for gpu in agent.parts.gpus.inventory.current.gpus if gpu.uuid == uuid)
+    return next(gpu.index for gpu in agent.parts.node.inventory.current.gpus if gpu.uuid == uuid)
 
 
 async def scrape(agent: InnerAgent) -> dict[str, list[tuple[dict[str, str], float]]]:
@@ -144,7 +144,7 @@ async def test_a_container_has_its_series_from_its_allocation_on_and_loses_them_
         assert sum(value for _, value in rows["gpushare_card_cores_allocated_ratio"]) == 0.6
         node.api.delete_pod("default", "a", grace_period_s=0)
         await wait_gone(node, "a")
-        await wait_until(node, lambda: len(agent.parts.cache) == 1, "the share to be freed")
+        await wait_until(node, lambda: len(agent.parts.node.cache) == 1, "the share to be freed")
         rows = await scrape(agent)
         assert not [name for name, found in rows.items() if of_pod(found, "a")]
         assert of_pod(rows["gpushare_container_allocated_cores_ratio"], "b") == [0.3]

@@ -70,7 +70,7 @@ async def busy_node() -> AsyncIterator[tuple[EmbeddedNode, InnerAgent]]:
         for namespace, name, cores, blocks in (*PODS, REFUSED):
             node.api.create_pod(pod(name, container(cores=cores, blocks=blocks)), namespace)
             await wait_until(node, lambda key=(namespace, name): _phase(node, *key), f"{name} to be settled")
-        gpus = agent.parts.gpus.inventory.current.gpus
+        gpus = agent.parts.node.inventory.current.gpus
         started_at = time.time()
 
         def rehearsed_time() -> float:

@@ -80,7 +80,7 @@ async def open_scene(*flags: str) -> AsyncIterator[Scene]:
     ):
         shown = ReportedNode(
             node=node,
-            gpus=agent.parts.gpus.inventory.current.gpus,
+            gpus=agent.parts.node.inventory.current.gpus,
             names=ResourceNames(vcore=CORE, vmemory=MEMORY),
         )
         url = f"http://127.0.0.1:{await agent.parts.observability.web.wait_listening()}"

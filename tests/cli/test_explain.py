@@ -121,9 +121,9 @@ async def test_fragmentation_and_ill_gpus_are_explained(capsys: pytest.CaptureFi
 
 async def _wait_sick(parts: Any) -> None:
     changed = asyncio.Event()
-    parts.gpus.inventory.subscribe(lambda _: changed.set())
+    parts.node.inventory.subscribe(lambda _: changed.set())
     async with asyncio.timeout(DEADLINE_S):
-        while any(gpu.is_healthy for gpu in parts.gpus.inventory.current.gpus):
+        while any(gpu.is_healthy for gpu in parts.node.inventory.current.gpus):
             changed.clear()
             await changed.wait()
 

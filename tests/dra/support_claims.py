@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
 from msgspec import Raw
 
-from gpushare_agent.admission.allocation_cache import AllocationCache
 from gpushare_agent.admission.decisions.container_edits import EditPolicy
 from gpushare_agent.admission.outcomes import DecisionLog
 from gpushare_agent.cluster.pod_store import PodStore
 from gpushare_agent.dra.claim_files import ClaimFiles
-from gpushare_agent.dra.claims import ClaimOutcomes, Claims
+from gpushare_agent.dra.claims import Claims
 from gpushare_agent.model.allocations import ClaimRef, ContainerKey
 from gpushare_agent.model.errors import NotFound, Refused
-from gpushare_agent.model.gpus import GpuInventory
 from gpushare_agent.model.names import GpuUuid
 from gpushare_agent.model.pods import ContainerKind, ContainerSpec
-from gpushare_agent.settings.sections import HamiCoreSettings, MpsSettings
+from gpushare_agent.node import GpuSplit, Node
+from gpushare_agent.settings.sections import DraSettings, HamiCoreSettings, MpsSettings
+from gpushare_agent.settings.settings import Settings
 from tests.support_core import NAMES, inventory, isolation_config, pod
 from tests.support_json import undecoded
+from tests.support_node import node_of
 
 DRIVER = "gpushare-agent"
 NODE = "node"
@@ -141,18 +141,27 @@ class FakeClaimApi:
         return undecoded(self.claims[name])
 
 
+class ClaimedNode(Node, frozen=True, kw_only=True):
+    """Claims can have the GPUs that the test says."""
+
+    claimable: set[GpuUuid]
+
+    @property
+    def gpu_split(self) -> GpuSplit:
+        return GpuSplit(claimable=frozenset(self.claimable))
+
+
 class Driver:
     """The claims of a node of two GPUs of 24 GiB over real files; everything else is the test's."""
 
     def __init__(self, directory: Path, *claims: RawClaim, gpus: int = 2, wait_s: float = 0.0) -> None:
         self.directory = directory
         self.api = FakeClaimApi(*claims)
-        self.cache = AllocationCache()
         self.store = PodStore()
         self.decisions = DecisionLog(100)
         self.counted: list[tuple[str, str, str]] = []
-        self.inventory: GpuInventory = inventory(gpus)
-        self.claimable: set[GpuUuid] = {gpu.uuid for gpu in self.inventory.gpus}
+        self.gpus = inventory(gpus)
+        self.claimable = {gpu.uuid for gpu in self.gpus.gpus}
         self.policy = edit_policy()
         self.prepared_keys: list[ContainerKey] = []
         self.refusal: Refused | None = None
@@ -168,25 +177,22 @@ class Driver:
 
     def new_claims(self) -> Claims:
         """As another process of the agent would make them: over the same files, with a ledger of its own."""
-        self.cache = AllocationCache()
+        self.node = node_of(
+            self.gpus,
+            settings=Settings(node_name=NODE, dra=DraSettings(prepare_wait_s=self.wait_s)),
+            kind=ClaimedNode,
+            metrics=self,
+            pods=self.store,
+            decisions=self.decisions,
+            claimable=self.claimable,
+        )
+        self.cache = self.node.cache
         self.files = ClaimFiles(self.directory / "records", self.directory / "cdi")
         made = Claims(
-            driver=DRIVER,
-            pool=NODE,
-            cache=self.cache,
-            inventory=lambda: self.inventory,
-            claimable=lambda: self.claimable,
-            pods=self.store,
+            node=self.node,
             policy=lambda: self.policy,
-            names=NAMES,
             files=self.files,
-            prepare_host=self._prepare_host,
-            unavailable_reason=lambda _name: self.unavailable,
-            outcomes=ClaimOutcomes(
-                metrics=self, decisions=self.decisions, inventory=lambda: self.inventory, pods=self.store.pods
-            ),
-            clock=time.monotonic,
-            wait_s=self.wait_s,
+            isolation=self,
             pods_timeout_s=0.5,
         )
         made.attach(self.api)
@@ -205,7 +211,15 @@ class Driver:
     def records(self) -> list[str]:
         return sorted(path.name for path in (self.directory / "records").glob("*"))
 
-    async def _prepare_host(self, keys: Collection[ContainerKey], name: str) -> Refused | None:
+    # As Isolations:
+
+    def prepares(self, isolation: str) -> bool:
+        return True
+
+    def unavailable_reason(self, isolation: str) -> str:
+        return self.unavailable
+
+    async def prepare(self, keys: Collection[ContainerKey]) -> Refused | None:
         self.prepared_keys += keys
         await asyncio.sleep(0)
         return self.refusal

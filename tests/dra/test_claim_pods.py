@@ -102,11 +102,11 @@ async def test_what_hami_core_keeps_ends_where_a_second_container_runs_on_the_cl
     agent = build(settings, open_driver(settings))
     one = booked(KEY_A, 0)
     assert one.claim is not None
-    agent.cache.put(replace(one, claim=replace(one.claim, isolation="hami-core")))
+    agent.node.cache.put(replace(one, claim=replace(one.claim, isolation="hami-core")))
     keepers = []
     for name in ("one", "two"):
         ids = {"x": name[0].encode().hex()[0] * 64}
-        agent.cluster.store.upsert(pod(name, using("x", ("g", "a")), claims={"g": "claim-1"}, container_ids=ids))
-        found = agent.isolation.kept(agent.cache.view()[KEY_A])
+        agent.node.pods.upsert(pod(name, using("x", ("g", "a")), claims={"g": "claim-1"}, container_ids=ids))
+        found = agent.isolation.kept(agent.node.cache.view()[KEY_A])
         keepers.append(found.memory_by if found is not None else None)
     assert keepers == ["hami-core", NOBODY]

@@ -6,11 +6,8 @@ from collections.abc import Mapping, Sequence
 
 from msgspec.structs import replace
 
-from gpushare_agent.admission.allocation_cache import AllocationCache
-from gpushare_agent.admission.claim_pods import ClaimPods
 from gpushare_agent.admission.decisions.resize import ResizePolicy
 from gpushare_agent.admission.resizing import ResizeReports, ShareResizing
-from gpushare_agent.cluster.pod_store import PodStore
 from gpushare_agent.dra.claims import allocations_of
 from gpushare_agent.dra.decisions.claim import read_claim
 from gpushare_agent.dra.decisions.edits import PreparedClaim, prepare_claim
@@ -22,6 +19,7 @@ from gpushare_agent.model.pods import Pod
 from tests.dra.support_claims import DRIVER, NODE, RawClaim, edit_policy, raw_claim, result, uid_of, using
 from tests.support_core import NAMES, inventory, pod
 from tests.support_json import undecoded
+from tests.support_node import node_of
 
 KEY = ContainerKey(PodUid(uid_of(1)), "gpu")
 HELD = ShareSize(cores=40, memory=64)
@@ -32,9 +30,9 @@ class World:
 
     def __init__(self, raw: RawClaim, mode: ResizeMode = ResizeMode.FREE_CAPACITY, users: Sequence[Pod] = ()) -> None:
         """`users` are the pods that are known when the claim is prepared."""
-        self.store, self.cache = PodStore(), AllocationCache()
+        node = node_of(inventory(2))
+        self.store, self.cache = node.pods, node.cache
         self.store.replace_all([])
-        self.pods = ClaimPods(self.store, self.cache)
         gpus = {gpu.index: gpu for gpu in inventory(2).gpus}
         claim = read_claim(undecoded(raw), driver=DRIVER, pool=NODE)
         made = prepare_claim(claim, gpus, users, edit_policy("vcuda"), 256)
@@ -46,15 +44,11 @@ class World:
         self.enforced: list[tuple[ContainerKey, ShareSize]] = []
         policy = ResizePolicy(names=NAMES, mode=mode)
         self.resizing = ShareResizing(
-            cache=self.cache,
-            pods=self.pods,
-            inventory=lambda: inventory(2),
+            node=node,
             policy=policy,
             file=None,
             enforcement=self,
-            reports=ResizeReports(
-                cache=self.cache, pods=self.pods, policy=policy, annotations=self, events=self, clock=lambda: 0.0
-            ),
+            reports=ResizeReports(node=node, policy=policy, annotations=self, events=self, clock=lambda: 0.0),
         )
 
     def pod(self, name: str, *requests: str, claim: str = "g", **annotations: str) -> None:

@@ -192,7 +192,7 @@ async def test_refusals_say_what_is_wrong(tmp_path: Path) -> None:
     assert "gpu-5 is not in the inventory" in await refused(driver, 1)
     driver.claimable.clear()
     assert "dra.gpus" in await refused(driver, 2)
-    driver.claimable = {GpuUuid("GPU-0")}
+    driver.claimable.add(GpuUuid("GPU-0"))
     driver.unavailable = "the daemon is down"
     assert "isolation hami-core: the daemon is down" in await refused(driver, 2)
     assert "gone from the API server" in await refused(driver, 3)
@@ -418,7 +418,7 @@ async def test_a_claim_without_a_size_uses_its_gpu_and_takes_nothing_of_it(tmp_p
             assert not made.results[0].is_whole
         charge = driver.cache.charges()[GpuUuid("GPU-0")]
         assert (charge.cores, charge.blocks, charge.wholes) == (100, 92, 0)
-        assert len(driver.cache.ledger(driver.inventory).allocations) == 3
+        assert len(driver.cache.ledger(driver.gpus).allocations) == 3
         assert driver.claims.prepared[uid_of(1)].results[0].isolation == "none"
         driver.claims = driver.new_claims()
         await driver.claims.restore()

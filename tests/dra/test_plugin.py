@@ -25,8 +25,8 @@ UNPREPARE = "/k8s.io.kubelet.pkg.apis.dra.v1.DRAPlugin/NodeUnprepareResources"
 class Served:
     def __init__(self, directory: Path, driver: Driver) -> None:
         self.driver, self.ready = driver, asyncio.Event()
-        self.plugin = DraPlugin(driver.claims, self.ready, NODE)
-        self.health = DeviceHealth(lambda: driver.inventory.gpus, NODE)
+        self.plugin = DraPlugin(driver.claims, self.ready)
+        self.health = DeviceHealth(driver.node)
         self.registry, self.plugins = directory / "r", directory / "p"
         self.registry.mkdir()
         self.registration = DraRegistration(
@@ -148,9 +148,9 @@ async def test_health_is_reported_at_once_and_at_each_change(short_dir: Path) ->
         messages = channel.unary_stream(path, v1alpha1.NodeWatchResourcesRequest(), v1alpha1.NodeWatchResourcesResponse)
         try:
             first = await anext(messages)
-            gpus = served.driver.inventory.gpus
+            gpus = served.driver.gpus.gpus
             ill = replace(gpus[1], health=Health.UNHEALTHY, unhealthy_reason="Xid 79")
-            served.driver.inventory = replace(served.driver.inventory, gpus=(gpus[0], ill))
+            served.driver.node.inventory.current = replace(served.driver.gpus, gpus=(gpus[0], ill))
             served.health.changed()
             second = await anext(messages)
         finally:
@@ -164,7 +164,7 @@ async def test_health_is_reported_at_once_and_at_each_change(short_dir: Path) ->
 async def test_a_claim_that_is_booked_sends_no_report_of_health(short_dir: Path) -> None:
     """In a burst the kubelet would get two for each claim, of all GPUs."""
     driver = Driver(short_dir)
-    health = DeviceHealth(lambda: driver.inventory.gpus, NODE)
+    health = DeviceHealth(driver.node)
     messages = health.node_watch_resources(v1alpha1.NodeWatchResourcesRequest())
     await anext(messages)
     async with asyncio.TaskGroup() as group:
@@ -173,8 +173,8 @@ async def test_a_claim_that_is_booked_sends_no_report_of_health(short_dir: Path)
             health.changed()
             await asyncio.sleep(0)
         assert not following.done()
-        first, *others = driver.inventory.gpus
-        driver.inventory = replace(driver.inventory, gpus=(replace(first, health=Health.UNHEALTHY), *others))
+        first, *others = driver.gpus.gpus
+        driver.node.inventory.current = replace(driver.gpus, gpus=(replace(first, health=Health.UNHEALTHY), *others))
         health.changed()
     assert following.result().devices[0].health is v1alpha1.HealthStatus.UNHEALTHY
     await messages.aclose()  # type: ignore[attr-defined]

@@ -25,7 +25,7 @@ async def node(directory: Path) -> tuple[Driver, StaleClaims, Running]:
     driver, running = Driver(directory, raw_claim(result())), Running()
     await driver.claims.prepare(ref_of())
     driver.store.replace_all([])
-    return driver, StaleClaims(driver.claims, driver.store, running), running
+    return driver, StaleClaims(driver.claims, running), running
 
 
 async def test_a_claim_that_is_gone_is_ended_at_the_second_poll(tmp_path: Path) -> None:
@@ -33,7 +33,7 @@ async def test_a_claim_that_is_gone_is_ended_at_the_second_poll(tmp_path: Path) 
     driver, _, running = await node(tmp_path)
     driver.claims = driver.new_claims()
     await driver.claims.restore()
-    stale = StaleClaims(driver.claims, driver.store, running)
+    stale = StaleClaims(driver.claims, running)
     driver.api.claims.clear()
     await stale.poll(driver.api)
     assert driver.claims.prepared.keys() == {uid_of(1)}

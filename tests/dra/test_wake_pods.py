@@ -16,7 +16,7 @@ from gpushare_agent.dra import wake_pods
 from gpushare_agent.dra.wake_pods import ANNOTATION, FIRST_S, PodWaker
 from gpushare_agent.model.errors import NotFound, Unavailable
 from gpushare_agent.model.names import PodUid
-from tests.dra.support_claims import DRIVER, NODE, Driver, edit_policy, raw_claim, ref_of, result, using
+from tests.dra.support_claims import Driver, edit_policy, raw_claim, ref_of, result, using
 from tests.support_core import pod
 
 
@@ -28,9 +28,7 @@ class Waked:
         self.now = 0.0
         self.woken: list[str] = []
         self.error: Exception | None = None
-        self.waker = PodWaker(
-            driver=DRIVER, pool=NODE, pod=driver.store.get, claims=driver.claims, clock=lambda: self.now
-        )
+        self.waker = PodWaker(claims=driver.claims, clock=lambda: self.now)
 
     async def get_claim(self, namespace: str, name: str, *, timeout_s: float) -> Raw:
         if self.error is not None:

@@ -99,7 +99,7 @@ class World:
         ready.set()
         registration = DraRegistration(
             driver=DRIVER, instance=f"{self.rng.getrandbits(32):08x}", registry=self.node.paths.plugin_registry,
-            plugin_path=self.node.paths.dra_plugin, services=[DraPlugin(self.driver.claims, ready, NODE)],
+            plugin_path=self.node.paths.dra_plugin, services=[DraPlugin(self.driver.claims, ready)],
         )  # fmt: skip
         self.publisher = publisher
         self._agent = AsyncExitStack()
@@ -139,20 +139,20 @@ class World:
             await api.wait_change(version)
 
     def gpu_split(self) -> GpuSplit:
-        return gpu_split(self.chosen, self.driver.inventory.gpus, self.driver.cache)
+        return gpu_split(self.chosen, self.driver.gpus.gpus, self.driver.cache)
 
     def devices(self) -> list[Device]:
-        mine = [gpu for gpu in self.driver.inventory.gpus if gpu.uuid in self.gpu_split().claimable]
-        return slice_devices(mine, self.driver.inventory, self.driver.cache.charges(), {}, POLICY)
+        mine = [gpu for gpu in self.driver.gpus.gpus if gpu.uuid in self.gpu_split().claimable]
+        return slice_devices(mine, self.driver.gpus, self.driver.cache.charges(), {}, POLICY)
 
     # --- what must always hold ---
 
     def check(self) -> None:
         cache, found = self.driver.cache, self.gpu_split()
         self.booked |= {one.claim.ref.uid for one in cache if one.claim is not None}
-        offered = {gpu.uuid for gpu in plugins_devices(self.driver.inventory, found).gpus}
+        offered = {gpu.uuid for gpu in plugins_devices(self.driver.gpus, found).gpus}
         assert not offered & found.claimable
-        for gpu in self.driver.inventory.gpus:
+        for gpu in self.driver.gpus.gpus:
             assert used_cores(cache).get(gpu.uuid, 0) <= CORES_PER_GPU
             assert used_blocks(cache).get(gpu.uuid, 0) <= NAMES.units(gpu, ResourceKind.VMEMORY)
             users = [one for one in cache if gpu.uuid in one.gpus]
@@ -208,7 +208,7 @@ class World:
             cache.release(self.plugins.pop(self.rng.choice(sorted(self.plugins))).key)
             return
         cores = self.rng.choice([20, 50, 100])
-        for gpu in plugins_devices(self.driver.inventory, self.gpu_split()).gpus:
+        for gpu in plugins_devices(self.driver.gpus, self.gpu_split()).gpus:
             if used_cores(cache).get(gpu.uuid, 0) + cores <= CORES_PER_GPU:
                 name = f"q{next(self.numbers)}"
                 first = used_cores(cache).get(gpu.uuid, 0)

@@ -170,7 +170,7 @@ async def test_a_lost_gpu_leaves_the_node_and_new_pods_go_elsewhere(gpu: int) ->
     """Allocatable drops by that GPU alone, its pod runs on, and the next pod gets another GPU."""
     async with open_test_node() as node, open_agent(node, "--cards=3", *QUICK) as agent:
         faults = GpuFaults(node.paths.faults, 3)
-        keys = [key_of(c.uuid) for c in agent.parts.gpus.inventory.current.gpus]
+        keys = [key_of(c.uuid) for c in agent.parts.node.inventory.current.gpus]
         for name in ("first", "second") if gpu == 1 else ("second",):
             node.api.create_pod(pod(name, container("main", cores=60, blocks=8)))
             await wait_phase(node, name, "Running")

@@ -218,7 +218,7 @@ async def test_a_container_registers_at_its_own_socket(kind: str) -> None:
         assert found.exit_code == 0, printed(node, "share")
         said = json.loads(printed(node, "share"))
         assert found.pid in said["pids"], said
-        assert agent.parts.cluster.store is not None
+        assert agent.parts.node.pods is not None
 
 
 def _name(pid: int) -> str:

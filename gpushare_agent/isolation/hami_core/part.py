@@ -17,7 +17,7 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import structlog
 from msgspec import Struct, field
@@ -42,10 +42,12 @@ from gpushare_agent.model.gpus import GpuInventory
 from gpushare_agent.model.names import CORE_LIMIT_ANNOTATION
 from gpushare_agent.model.pods import ContainerSpec, Pod
 from gpushare_agent.model.resources import ResourceNames
-from gpushare_agent.node import ClaimPods
 from gpushare_agent.runtime.machine import read_kernel_module
 from gpushare_agent.settings.sections import HamiCoreSettings
 from gpushare_agent.settings.settings import Settings
+
+if TYPE_CHECKING:
+    from gpushare_agent.admission.claim_pods import ClaimPods
 
 log = structlog.get_logger(__name__)
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import structlog
 from msgspec import Struct, field
@@ -38,8 +38,10 @@ from gpushare_agent.model.errors import AgentError
 from gpushare_agent.model.gpus import KernelModule
 from gpushare_agent.model.names import PodUid
 from gpushare_agent.model.pods import Pod
-from gpushare_agent.node import ClaimPods
 from gpushare_agent.runtime.cgroups import Cgroups
+
+if TYPE_CHECKING:
+    from gpushare_agent.admission.claim_pods import ClaimPods
 
 log = structlog.get_logger(__name__)
 

@@ -1,0 +1,63 @@
+"""A node whose states a test holds, for the services that take one."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from gpushare_agent.admission.allocation_cache import AllocationCache
+from gpushare_agent.admission.claim_pods import ClaimPods
+from gpushare_agent.admission.outcomes import DecisionLog
+from gpushare_agent.cluster.pod_store import PodStore
+from gpushare_agent.model.gpus import GpuInventory
+from gpushare_agent.model.resources import ResourceNames
+from gpushare_agent.node import Node
+from gpushare_agent.settings.settings import Settings
+from tests.support_core import NAMES, inventory
+
+
+class Uncounted:
+    """Metrics that nobody reads."""
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_: None
+
+
+def node_of(
+    gpus: GpuInventory | None = None,
+    *,
+    names: ResourceNames = NAMES,
+    settings: Settings | None = None,
+    kind: type[Node] = Node,
+    **states: Any,
+) -> Any:
+    """Of GPUs that are `inventory.current`, with states of its own where none are given."""
+    found: dict[str, Any] = {
+        "metrics": Uncounted(),
+        "inventory": SimpleNamespace(current=gpus or inventory(), is_read=True, cordoned={}, unhealthy_reasons={}),
+        "pods": PodStore(),
+        "cache": AllocationCache(),
+        "decisions": DecisionLog(100),
+        **states,
+    }
+    found.setdefault("claim_pods", ClaimPods(found["pods"], found["cache"]))
+    return kind(
+        settings=settings or Settings(node_name="node"), isolation_reason="", names=names, has_claims=False, **found
+    )
+
+
+class FreeIsolations:
+    """Isolations that need nothing on the host, and can always be had."""
+
+    async def prepare(self, keys: object) -> None: ...
+
+    def prepare_ahead(self, key: object) -> None: ...
+
+    def unavailable_reason(self, isolation: str) -> str:
+        return ""
+
+    def has_no_shares(self) -> bool:
+        return False
+
+    def has_no_replicas(self) -> bool:
+        return False
