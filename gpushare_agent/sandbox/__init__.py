@@ -7,5 +7,5 @@ version changes, controller.py for what people do with a running sandbox, and po
 makes pods.
 
 Others import: agent_process, api.pod_subresources, behaviour, control, controller, fake_mps, gpu_faults, manifests,
-node, report, scheduler.allocation, state_directory, workload.
+node, report, state_directory, workload.
 """

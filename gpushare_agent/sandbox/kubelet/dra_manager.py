@@ -29,7 +29,7 @@ from gpushare_agent.model.errors import NotFound, Rejected
 from gpushare_agent.sandbox.kubelet.calls import KubeletParts
 from gpushare_agent.sandbox.kubelet.plugin_endpoint import go_error
 from gpushare_agent.sandbox.pod_manifest import RawObject, claim_names
-from gpushare_agent.sandbox.scheduler.allocation import results_of
+from gpushare_agent.sandbox.scheduler.claim_objects import results_of
 from gpushare_agent.wire import pluginregistration
 from gpushare_agent.wire.k8s.io.kubelet.pkg.apis.dra import v1 as dra_v1
 
