@@ -27,8 +27,8 @@ from gpushare_agent.kit.rate import TokenBucket
 from gpushare_agent.kit.sockets import bind_unix_socket
 from gpushare_agent.kit.supervision import wait_for
 from gpushare_agent.model.pods import ContainerKind
-from gpushare_agent.sandbox.api.server import HOST
-from gpushare_agent.sandbox.kubelet.calls import KubeletParts, PodResourcesCall
+from gpushare_agent.sandbox.held_port import HOST
+from gpushare_agent.sandbox.kubelet.calls import NodeParts, PodResourcesCall
 from gpushare_agent.sandbox.kubelet.device_manager import CHECKPOINT_NAME, AllocationFailed, DeviceManager
 from gpushare_agent.sandbox.kubelet.dra_manager import ClaimRecords, DraManager
 from gpushare_agent.sandbox.kubelet.plugin_endpoint import PluginEndpoint, RegistrationService
@@ -82,7 +82,7 @@ class PodResourcesService:
 
     def _get(self, raw_request: bytes) -> bytes:
         # A kubelet without the feature gate answers with this status and text, not with UNIMPLEMENTED.
-        if not self._parts.behaviour.has_pod_resources_get:
+        if not self._parts.api.behaviour.has_pod_resources_get:
             raise GRPCError(Status.UNKNOWN, "PodResources API Get method disabled")
         request = GetPodResourcesRequest.parse(raw_request)
         named = request.pod_namespace, request.pod_name
@@ -115,7 +115,7 @@ _PLAIN_CAPACITY = {"cpu": "8", "memory": "32Gi", "pods": "110"}
 class EmbeddedKubelet:
     """What is of one start is made anew by the next; between them no device and no pod is known."""
 
-    def __init__(self, parts: KubeletParts) -> None:
+    def __init__(self, parts: NodeParts) -> None:
         self.parts = parts
         self.api = parts.api
         self.runtime = parts.runtime
@@ -124,7 +124,7 @@ class EmbeddedKubelet:
         """Prepared claims, over all starts."""
         self._signal = parts.api.signal
         self._times = parts.times
-        self._node_name = parts.node_name
+        self._node_name = parts.name
         self._starts = 0
         self._is_wanted = False
         paths = parts.paths
@@ -244,7 +244,7 @@ class EmbeddedKubelet:
         for path in self.parts.paths.device_plugin_path.iterdir():
             mode = path.lstat().st_mode
             is_file = not stat.S_ISDIR(mode) and path.name != CHECKPOINT_NAME
-            if stat.S_ISSOCK(mode) or (is_file and self.parts.behaviour.removes_plugin_files):
+            if stat.S_ISSOCK(mode) or (is_file and self.parts.api.behaviour.removes_plugin_files):
                 path.unlink()
 
     # --- the sync loop ---
@@ -389,7 +389,7 @@ class EmbeddedKubelet:
                     {"type": "InternalIP", "address": HOST}, {"type": "Hostname", "address": self._node_name}
                 ],
                 "nodeInfo": {
-                    "kubeletVersion": self.parts.behaviour.release, "containerRuntimeVersion": "embedded://1",
+                    "kubeletVersion": self.parts.api.behaviour.release, "containerRuntimeVersion": "embedded://1",
                     "operatingSystem": "linux", "osImage": "gpushare-agent sandbox", "architecture": platform.machine(),
                     "kernelVersion": platform.release(),
                 },
@@ -404,7 +404,7 @@ class EmbeddedKubelet:
     def listed_pods(self) -> list[PodWorker]:
         """What PodResources List would name now."""
         # Kubelets up to 1.33 go on listing pods that were rejected or have ended, until their object is deleted.
-        lists_ended = self.parts.behaviour.lists_ended_pods
+        lists_ended = self.parts.api.behaviour.lists_ended_pods
         return [pod for pod in self.pods.values() if lists_ended or pod.is_active]
 
     async def wait_for(self, found: Callable[[], T], deadline_s: float = 60.0, what: str = "") -> T:

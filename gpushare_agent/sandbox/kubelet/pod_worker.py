@@ -19,7 +19,7 @@ from gpushare_agent.model.errors import AgentError, Conflict, NotFound
 from gpushare_agent.model.pods import ContainerKind, ContainerSpec
 from gpushare_agent.sandbox import pod_manifest
 from gpushare_agent.sandbox.change_signal import ChangeSignal
-from gpushare_agent.sandbox.kubelet.calls import KubeletParts
+from gpushare_agent.sandbox.kubelet.calls import NodeParts
 from gpushare_agent.sandbox.kubelet.container_config import container_config, container_of
 from gpushare_agent.sandbox.kubelet.device_manager import AllocationFailed, DeviceManager, PodIdentity
 from gpushare_agent.sandbox.kubelet.dra_manager import DraManager, PrepareFailed
@@ -64,7 +64,7 @@ class PodWorker:
     """A pod that the kubelet has taken up from the API server, and the bodies of its task, which the kubelet starts and
     cancels."""
 
-    def __init__(self, raw: RawObject, parts: KubeletParts, devices: DeviceManager, dra: DraManager) -> None:
+    def __init__(self, raw: RawObject, parts: NodeParts, devices: DeviceManager, dra: DraManager) -> None:
         metadata, status = raw["metadata"], raw.get("status") or {}
         self.raw = raw
         self.identity = PodIdentity(uid=metadata["uid"], namespace=metadata["namespace"], name=metadata["name"])
