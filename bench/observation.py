@@ -14,6 +14,7 @@ import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any, cast
 
 from aiohttp import ClientSession
 
@@ -124,10 +125,10 @@ async def sampling_rows(state: Path, runs: int) -> list[Row]:
     world = _World(state)
     metrics = AgentMetrics()
     sampling = UsageSampling(
-        driver=world,
+        driver=cast("Any", world),
         owners=ProcessOwners(state / "proc"),
         pods=world.pods,
-        ids=world,
+        ids=cast("Any", world),
         allocations=lambda: world.allocations,
         metrics=metrics,
         period_s=1.0,

@@ -18,7 +18,7 @@ from gpushare_agent.model.names import VCORE_RESOURCE, VMEMORY_RESOURCE, GpuUuid
 from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod, PodPhase
 from gpushare_agent.model.resources import ResourceKind, ResourceNames
 from gpushare_agent.placement.topology import build_topology
-from gpushare_agent.settings.isolation import DriverLimitsSettings, VirtualManagerSettings
+from gpushare_agent.settings.sections import DriverLimitsSettings, VirtualManagerSettings
 from gpushare_agent.settings.settings import Settings
 from gpushare_agent.settings.values import Section
 
@@ -169,7 +169,7 @@ def isolation_config(
     is_memory_limited_by_agent: bool = False,
     **sections: Section,
 ) -> IsolationConfig:
-    """`sections` are those of settings/isolation.py that differ from the defaults."""
+    """`sections` are those of settings/sections.py that differ from the defaults."""
     settings = Settings(
         virtual_manager=VirtualManagerSettings(path=virtual_manager),
         driver_limits=DriverLimitsSettings(set_by_agent=is_memory_limited_by_agent),

@@ -2,7 +2,7 @@
 
 The agent of a node is found at its own address, or as a pod behind the API server's proxy. On a node the agent of this very
 node is meant; `kubectl gpushare` runs on a person's own machine and always goes through the API server. There is a client
-for each way. Formats: docs/reference/api.md, read in agent_documents.py. State: the connection.
+for each way. Formats: observability/documents.py. State: the connection.
 """
 
 from __future__ import annotations
@@ -10,20 +10,21 @@ from __future__ import annotations
 import asyncio
 import errno
 import json
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any, Protocol
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from msgspec import Raw, Struct
 
-from gpushare_agent.cli.agent_documents import DECISIONS, NODE, DecisionDocument, NodeDocument, check_document
 from gpushare_agent.cli.cluster_nodes import open_cluster
-from gpushare_agent.cli.command_line import AGENT_NAMESPACE
+from gpushare_agent.cli.command_line import AGENT_NAMESPACE, KUBECTL, Invocation
 from gpushare_agent.cluster.kube.client import KubeApi, pods
 from gpushare_agent.cluster.kube.objects import object_meta
 from gpushare_agent.cluster.kube.pods import read_pod_json
 from gpushare_agent.model.errors import AgentError, Corrupt, NotFound, Rejected, Unavailable
+from gpushare_agent.observability.documents import DecisionDocument, DecisionsDocument, NodeDocument, check_document
 from gpushare_agent.settings.settings import Settings
 
 if TYPE_CHECKING:
@@ -38,29 +39,25 @@ _EVERY_ADDRESS = {"0.0.0.0": "localhost", "::": "localhost", "": "localhost"}
 Query = Mapping[str, str]
 
 
-class AgentClient(Protocol):
-    """Requests to one agent. `name` is for messages."""
+class AgentClient(Struct, frozen=True):
+    """Requests to one agent. `name` is for messages; `get` returns the JSON object at a path, and raises AgentError."""
 
-    @property
-    def name(self) -> str: ...
-
-    async def get(self, path: str, query: Query) -> dict[str, Any]:
-        """The JSON object at that path. Raises AgentError."""
-        ...
+    name: str
+    get: Callable[[str, Query], Awaitable[dict[str, Any]]]
 
 
 async def read_node(agent: AgentClient) -> NodeDocument:
     """Raises AgentError, Corrupt where the answer is of a format that this program does not know."""
-    return check_document(NODE, await agent.get("/api/v1/node", {}), agent.name)
+    return check_document(NodeDocument, await agent.get("/api/v1/node", {}), agent.name)
 
 
 async def read_decisions(
     agent: AgentClient, *, pod: str = "", namespace: str = "", limit: int = MAX_DECISIONS
-) -> list[DecisionDocument]:
+) -> Sequence[DecisionDocument]:
     """The newest first: of one pod where it is named. Raises AgentError, Corrupt as `read_node`."""
     query = {"pod": pod, "namespace": namespace, "limit": str(limit)}
     answer = await agent.get("/api/v1/decisions", {key: value for key, value in query.items() if value})
-    return check_document(DECISIONS, answer, agent.name)["decisions"]
+    return check_document(DecisionsDocument, answer, agent.name)["decisions"]
 
 
 def local_url(address: str, port: int) -> str:
@@ -70,48 +67,33 @@ def local_url(address: str, port: int) -> str:
     return f"http://{f'[{address}]' if ':' in address else address}:{port}"
 
 
-class DirectAgentClient:
-    """An AgentClient for the agent's own address."""
-
-    def __init__(self, session: ClientSession, url: str, *, timeout_s: float) -> None:
-        self._session = session
-        self._url = url
-        self._timeout_s = timeout_s
-
-    @property
-    def name(self) -> str:
-        return self._url
-
-    async def get(self, path: str, query: Query) -> dict[str, Any]:
-        from aiohttp import ClientConnectorError, ClientError
-
-        what = f"cannot read {self._url}{path}"
-        try:
-            async with asyncio.timeout(self._timeout_s), self._session.get(self._url + path, params=query) as response:
-                content = await _content(response, what)
-        except TimeoutError as e:
-            raise Unavailable(
-                f"{what}: no answer within {self._timeout_s:g} s; if the agent runs, its log has the reason"
-            ) from e
-        # Before ClientError, whose subclass it is: nobody listens, which has remedies of its own.
-        except ClientConnectorError as e:
-            raise Unavailable(
-                f"{what}: {_reason(e.os_error)}. Is the agent running there? Its address and port are web.addr and"
-                " web.port (--query-addr, --query-port); --server URL names another, --node NODE goes through the API"
-                " server"
-            ) from e
-        except (ClientError, OSError, ValueError) as e:
-            raise Unavailable(f"{what}: {e or type(e).__name__}; is this the agent's address?") from e
-        return _json_object(content, what)
-
-
 @asynccontextmanager
-async def open_agent_client(url: str, *, timeout_s: float = TIMEOUT_S) -> AsyncIterator[DirectAgentClient]:
-    """Connects on first use."""
+async def open_agent_client(url: str, *, timeout_s: float = TIMEOUT_S) -> AsyncIterator[AgentClient]:
+    """For the agent's own address. Connects on first use."""
     import aiohttp
 
     async with aiohttp.ClientSession(headers={"Accept": "application/json"}) as session:
-        yield DirectAgentClient(session, url, timeout_s=timeout_s)
+        yield AgentClient(url, partial(_get, session, url, timeout_s))
+
+
+async def _get(session: ClientSession, url: str, timeout_s: float, path: str, query: Query) -> dict[str, Any]:
+    from aiohttp import ClientConnectorError, ClientError
+
+    what = f"cannot read {url}{path}"
+    try:
+        async with asyncio.timeout(timeout_s), session.get(url + path, params=query) as response:
+            return _json_object(await _content(response, what), what)
+    except TimeoutError as e:
+        late = f"no answer within {timeout_s:g} s; if the agent runs, its log has the reason"
+        raise Unavailable(f"{what}: {late}") from e
+    # Before ClientError, whose subclass it is: nobody listens, which has remedies of its own.
+    except ClientConnectorError as e:
+        raise Unavailable(
+            f"{what}: {_reason(e.os_error)}. Is the agent running there? Its address and port are web.addr and web.port"
+            " (--query-addr, --query-port); --server URL names another, --node NODE goes through the API server"
+        ) from e
+    except (ClientError, OSError, ValueError) as e:
+        raise Unavailable(f"{what}: {e or type(e).__name__}; is this the agent's address?") from e
 
 
 async def _content(response: ClientResponse, what: str) -> bytes:
@@ -149,13 +131,11 @@ def _status_error(status: int, content: bytes, what: str) -> AgentError:
 
 def _json_object(content: bytes, what: str) -> dict[str, Any]:
     try:
-        answer = json.loads(content)
+        # Not by msgspec, which refuses half a surrogate pair: a node's annotation may hold one.
+        return msgspec.convert(json.loads(content), dict[str, Any])
     # Deeply nested brackets end in RecursionError, not in a ValueError.
     except (ValueError, RecursionError) as e:
-        raise Corrupt(f"{what}: the answer is no JSON; is this the agent's address?") from e
-    if not isinstance(answer, dict):
-        raise Corrupt(f"{what}: the answer is no JSON object; is this the agent's address?")
-    return answer
+        raise Corrupt(f"{what}: the answer is no JSON object; is this the agent's address?") from e
 
 
 AGENT_LABEL = "app.kubernetes.io/name=gpushare-agent"
@@ -175,6 +155,17 @@ class AgentTarget(Struct, frozen=True, kw_only=True):
     agent_namespace: str = AGENT_NAMESPACE
 
 
+def target_of(call: Invocation) -> AgentTarget:
+    """As the options of a command that shows a node name it: kubectl gpushare has no --server, and not every command a node
+    beside --node."""
+    return AgentTarget(
+        server=getattr(call.options, "server", None) or "",
+        node=call.options.node or getattr(call.options, "node_name", ""),
+        is_remote=call.program == KUBECTL,
+        agent_namespace=call.options.agent_namespace,
+    )
+
+
 @asynccontextmanager
 async def open_agent(settings: Settings, target: AgentTarget) -> AsyncIterator[AgentClient]:
     """Raises AgentError."""
@@ -185,7 +176,8 @@ async def open_agent(settings: Settings, target: AgentTarget) -> AsyncIterator[A
             yield agent
         return
     async with open_cluster(settings) as api:
-        yield ApiServerProxy(api, await find_agent(api, settings, node=target.node, namespace=target.agent_namespace))
+        agent_pod = await find_agent(api, settings, node=target.node, namespace=target.agent_namespace)
+        yield _behind_api_server(api, agent_pod)
 
 
 class AgentPod(Struct, frozen=True, kw_only=True):
@@ -197,21 +189,15 @@ class AgentPod(Struct, frozen=True, kw_only=True):
     port: int
 
 
-class ApiServerProxy:
-    """An AgentClient through the API server's proxy to the agent's pod."""
+def _behind_api_server(api: KubeApi, agent: AgentPod) -> AgentClient:
+    """Through the API server's proxy to the agent's pod."""
+    name = f"node {agent.node} (pod {agent.namespace}/{agent.name})"
 
-    def __init__(self, api: KubeApi, agent: AgentPod) -> None:
-        self._api = api
-        self._agent = agent
+    async def get(path: str, query: Query) -> dict[str, Any]:
+        answer = await api.get_through_pod(agent.namespace, agent.name, agent.port, path, query)
+        return _json_object(bytes(answer), f"cannot read {path} of {name}")
 
-    @property
-    def name(self) -> str:
-        return f"node {self._agent.node} (pod {self._agent.namespace}/{self._agent.name})"
-
-    async def get(self, path: str, query: Query) -> dict[str, Any]:
-        agent = self._agent
-        answer = await self._api.get_through_pod(agent.namespace, agent.name, agent.port, path, query)
-        return msgspec.json.decode(answer, type=dict[str, Any])
+    return AgentClient(name, get)
 
 
 async def find_agent(api: KubeApi, settings: Settings, *, node: str, namespace: str) -> AgentPod:

@@ -8,27 +8,27 @@ from __future__ import annotations
 
 import asyncio
 import json
-from typing import Any, Literal
+from typing import Any
 
 from msgspec import to_builtins
 
 from gpushare_agent.cli.check import read_inventory
-from gpushare_agent.cli.command_line import Form
+from gpushare_agent.cli.command_line import Invocation
 from gpushare_agent.cli.render_text import print_report
 from gpushare_agent.isolation.cdi.specs import CdiState, SpecChange, cdi_specs
 from gpushare_agent.model.errors import Unavailable
-from gpushare_agent.settings.settings import Settings
 
 _DRIVER_TIMEOUT_S = 60.0
 
 
-async def run(settings: Settings, *, action: Literal["generate", "list"], check: bool, form: Form) -> int:
+async def run(call: Invocation) -> int:
     """Prints the report; 1 where a GPU has no name that a runtime takes, or there is no GPU, else 0.
 
     Raises:
         Unavailable: the driver does not answer, or the spec cannot be written.
         StartupError: volume.conf or the topology file of simulated GPUs is wrong.
     """
+    settings, options, form = call.settings(), call.options, call.options.output
     specs = cdi_specs(settings)
     async with asyncio.timeout(_DRIVER_TIMEOUT_S):
         gpus = (await read_inventory(settings)).gpus
@@ -36,9 +36,9 @@ async def run(settings: Settings, *, action: Literal["generate", "list"], check:
     if not gpus:
         raise Unavailable("the driver answers, but there is no GPU to name: no CDI spec was written or removed")
     # Listing must not write: it is asked by whoever searches a fault.
-    state = specs.ensure(gpus) if action == "generate" and not check else specs.plan(gpus)
-    is_done = action == "generate" and not check
-    if action == "list":
+    is_done = options.action == "generate" and not options.check
+    state = specs.ensure(gpus) if is_done else specs.plan(gpus)
+    if options.action == "list":
         print_report(form, _list_document(state), _list_as_text(state))
         # A script asks so whether runtimes can start a container with any of the GPUs.
         return 1 if state.unnamed or _missing(state) else 0

@@ -20,8 +20,8 @@ from typing import Any
 from msgspec import to_builtins
 
 from gpushare_agent.agent.auto_isolation import resolve_isolation
-from gpushare_agent.cli.check_api import check_api
-from gpushare_agent.cli.command_line import Form
+from gpushare_agent.cli.check_api import API_CURE, check_api
+from gpushare_agent.cli.command_line import Invocation
 from gpushare_agent.cli.render_text import print_report
 from gpushare_agent.gpus.part import open_driver
 from gpushare_agent.isolation import ISOLATIONS, isolations_in_use
@@ -53,34 +53,36 @@ DRIVER_TIMEOUT_S = 15.0
 
 async def check_driver(settings: Settings) -> list[Finding]:
     """The GPUs, and with NVML the device nodes that containers need."""
+    is_simulated = settings.driver == "simulated"
     try:
         inventory = await read_inventory(settings)
     except AgentError as failure:
         remedy = "make `nvidia-smi` work on the host; a node without GPUs can rehearse with --driver simulated"
-        if settings.driver == "simulated":
+        if is_simulated:
             remedy = "check --topology, --cards and --card-memory-mib"
         # As the agent itself: it ends, or goes on and tries again.
         level = Level.ERROR if settings.fail_on_init_error else Level.WARNING
         return [Finding(level=level, what="driver", detail=str(failure), cure=remedy)]
-    findings = [_gpus_finding(settings, inventory)]
-    findings += [_unhealthy_finding(gpu) for gpu in inventory.gpus if not gpu.is_healthy]
-    findings += [
-        warning(
-            "card",
-            f"number {index} cannot be read: {reason}",
-            "see `nvidia-smi -q` and the kernel log; it is not offered",
-        )
-        for index, reason in inventory.unreadable
-    ]
+    memory = sum(gpu.memory_mib for gpu in inventory.gpus)
+    kind = "simulated GPUs" if is_simulated else f"GPUs, driver {inventory.driver_version}"
+    findings = [ok("driver", f"{len(inventory.gpus)} {kind}, {memory} MiB in all")]
+    if not inventory.gpus:
+        remedy = "the node will offer nothing; is a GPU plugged in?"
+        findings = [warning("driver", "it answers, but there is no GPU", remedy)]
+    see = "see `nvidia-smi -q` and the kernel log"
+    for gpu in inventory.gpus:
+        if not gpu.is_healthy:
+            detail = f"number {gpu.label} ({gpu.uuid}) is unhealthy: {gpu.unhealthy_reason}"
+            findings.append(warning("card", detail, f"{see}; it is not given to pods until it recovers"))
+    for index, reason in inventory.unreadable:
+        findings.append(warning("card", f"number {index} cannot be read: {reason}", f"{see}; it is not offered"))
     names = resource_names(settings, inventory.mig_profiles)
     # Excluded GPUs may differ: they are in no resource.
     offered = [gpu for gpu in inventory.gpus if not gpu.is_selected(settings.excluded_gpus)]
     if names.gpu and (why := names.nvidia.unlike(offered)):
         reported, _, remedy = why.partition(". ")
         findings.append(error("mig", reported, remedy))
-    if settings.driver == "nvml":
-        findings.append(_device_nodes_finding(inventory))
-    return findings
+    return findings if is_simulated else [*findings, _device_nodes_finding(inventory)]
 
 
 async def read_inventory(settings: Settings) -> GpuInventory:
@@ -90,19 +92,6 @@ async def read_inventory(settings: Settings) -> GpuInventory:
         return await driver.read()
     finally:
         await driver.close()
-
-
-def _gpus_finding(settings: Settings, inventory: GpuInventory) -> Finding:
-    if not inventory.gpus:
-        return warning("driver", "it answers, but there is no GPU", "the node will offer nothing; is a GPU plugged in?")
-    memory = sum(gpu.memory_mib for gpu in inventory.gpus)
-    kind = "simulated GPUs" if settings.driver == "simulated" else f"GPUs, driver {inventory.driver_version}"
-    return ok("driver", f"{len(inventory.gpus)} {kind}, {memory} MiB in all")
-
-
-def _unhealthy_finding(gpu: Gpu) -> Finding:
-    detail = f"number {gpu.label} ({gpu.uuid}) is unhealthy: {gpu.unhealthy_reason}"
-    return warning("card", detail, "see `nvidia-smi -q` and the kernel log; it is not given to pods until it recovers")
 
 
 def device_paths(gpus: Sequence[Gpu]) -> list[Path]:
@@ -119,60 +108,43 @@ def _device_nodes_finding(inventory: GpuInventory) -> Finding:
             node_probes.require_device_node(path)
         except Unavailable as failure:
             missing.append(str(failure))
-    if missing:
-        remedy = (
-            "run `nvidia-modprobe -c 0 -u` on the host; in a pod, set NVIDIA_DRIVER_CAPABILITIES to compute,utility"
-        )
-        return error("device nodes", "; ".join(missing), remedy)
-    return ok("device nodes", f"{len(paths)} present")
+    remedy = "run `nvidia-modprobe -c 0 -u` on the host; in a pod, set NVIDIA_DRIVER_CAPABILITIES to compute,utility"
+    return error("device nodes", "; ".join(missing), remedy) if missing else ok("device nodes", f"{len(paths)} present")
 
 
-async def check_kubelet(settings: Settings) -> list[Finding]:
-    """The device-plugin directory, the kubelet's socket in it, and the length of our own sockets' paths."""
-    directory = settings.kubelet.device_plugin_path
-    findings: list[Finding] = []
-    try:
-        await node_probes.connect_to_socket(directory / "kubelet.sock")
-        findings.append(ok("kubelet socket", f"{directory / 'kubelet.sock'} answers"))
-    except Unavailable as failure:
-        remedy = "start the kubelet, or set --device-plugin-path to its device-plugins directory (mounted into the pod)"
-        findings.append(error("kubelet socket", str(failure), remedy))
-    longest = str(directory / instance_socket_name(ResourceKind.VMEMORY.socket))
+async def check_kubelet(settings: Settings) -> str:
+    socket = settings.kubelet.device_plugin_path / KUBELET_SOCKET
+    await node_probes.connect_to_socket(socket)
+    return f"{socket} answers"
+
+
+async def check_socket_path(settings: Settings) -> str:
+    """The length of our own sockets' paths."""
+    longest = str(settings.kubelet.device_plugin_path / instance_socket_name(ResourceKind.VMEMORY.socket))
     length, limit = len(longest.encode()), MAX_ADDRESS_BYTES
     if length > limit:
-        detail = f"{longest} has {length} bytes, a socket's path may have {limit}"
-        findings.append(error("socket path", detail, "mount the kubelet's directory at a shorter path"))
-    else:
-        findings.append(ok("socket path", f"{length} of {limit} bytes used"))
-    return findings
+        raise Unavailable(f"{longest} has {length} bytes, a socket's path may have {limit}")
+    return f"{length} of {limit} bytes used"
 
 
-async def check_pod_resources(settings: Settings) -> list[Finding]:
+async def check_pod_resources(settings: Settings) -> list[Finding] | str:
     """Connects and hangs up: asking it for a List here could harm an admission under way."""
     path = settings.kubelet.pod_resources_socket
     if path is None:
         detail = "not set: pods are identified by the API server alone"
         return [warning("pod resources", detail, "mount the kubelet's pod-resources directory, and name its socket")]
-    try:
-        await node_probes.connect_to_socket(path)
-    except Unavailable as failure:
-        remedy = "mount the kubelet's pod-resources directory into the pod, or set --kubelet.pod-resources-socket"
-        return [error("pod resources", str(failure), remedy)]
-    return [ok("pod resources", f"{path} answers (not asked for its list: that could disturb an admission)")]
+    await node_probes.connect_to_socket(path)
+    return f"{path} answers (not asked for its list: that could disturb an admission)"
 
 
-async def check_directories(settings: Settings) -> list[Finding]:
+async def check_directory(settings: Settings) -> list[Finding] | str:
     """The directory of the device-plugin sockets; the kubelet makes it."""
-    directory, flag = settings.kubelet.device_plugin_path, "--device-plugin-path"
-    try:
-        found = await asyncio.to_thread(node_probes.require_writable, directory)
-    except Unavailable as failure:
-        remedy = f"run the agent as root with the directory mounted for writing and room on its disk, or set {flag}"
-        return [error("directory", str(failure), remedy)]
+    directory = settings.kubelet.device_plugin_path
+    found = await asyncio.to_thread(node_probes.require_writable, directory)
     if found.directory != directory:
-        remedy = f"start the kubelet, mount the directory, or set {flag}"
+        remedy = "start the kubelet, mount the directory, or set --device-plugin-path"
         return [error("directory", f"{directory}: not there", remedy)]
-    return [ok("directory", f"{directory} writable, {found.free_bytes // MIB} MiB free")]
+    return f"{directory} writable, {found.free_bytes // MIB} MiB free"
 
 
 async def check_files(settings: Settings) -> list[Finding]:
@@ -199,15 +171,15 @@ RUNTIME_TIMEOUT_S = 4.0
 _FROM_STATUSES = "containers' IDs come from the pods' statuses in the API server"
 
 
-async def check_runtime(settings: Settings) -> list[Finding]:
+async def check_runtime(settings: Settings) -> list[Finding] | str:
     """Asks the configured CRI socket for its version, or those known that are there."""
     if not any(isolation.follows_processes for isolation in isolations_in_use(settings)):
-        return [ok("container runtime", f"not asked: isolation {settings.isolation} does not use it")]
+        return f"not asked: isolation {settings.isolation} does not use it"
     endpoint, known = settings.runtime.endpoint, node_probes.RUNTIME_SOCKETS
     # A socket that was configured is tried though it is missing: that is the finding.
     tried = [endpoint] if endpoint else [str(path) for path in known if path.is_socket()]
     if not tried:
-        return [ok("container runtime", f"no known socket is here: {_FROM_STATUSES}")]
+        return f"no known socket is here: {_FROM_STATUSES}"
     timeout_s = min(settings.runtime.request_timeout_s, RUNTIME_TIMEOUT_S)
     try:
         async with open_runtime(endpoint, timeout_s=timeout_s, known=known) as runtime:
@@ -216,18 +188,14 @@ async def check_runtime(settings: Settings) -> list[Finding]:
         remedy = "correct --container-runtime-endpoint and mount its socket" if endpoint else "mount the one that runs"
         detail = f"{', '.join(tried)}: {failure}; until one answers, {_FROM_STATUSES}"
         return [warning("container runtime", detail, f"{remedy}, or do without: leave both out")]
-    return [ok("container runtime", f"{found.name} {found.version} answers at {found.endpoint}")]
+    return f"{found.name} {found.version} answers at {found.endpoint}"
 
 
 async def check_cgroups(settings: Settings) -> list[Finding]:
     """The hierarchies, whether all processes are in them, and the driver if one is set."""
-    root = settings.runtime.cgroup_root
-    try:
-        version = cgroup_version(root)
-    except Unavailable as failure:
-        remedy = "mount the host's /sys/fs/cgroup into the pod, or set --runtime.cgroup-root"
-        return [error("cgroups", str(failure), remedy)]
-    findings = [ok("cgroups", f"{version} at {root}")]
+    root, driver = settings.runtime.cgroup_root, settings.runtime.cgroup_driver
+    version = cgroup_version(root)
+    finding = ok("cgroups", f"{version} at {root}")
     kubelet_socket = settings.kubelet.device_plugin_path / KUBELET_SOCKET
     # cgroup.procs of v1 lists a process of another PID namespace not at all, v2 lists it as 0: it is at least counted.
     if version is not CgroupVersion.V2 and not await node_probes.sees_processes_of_node(kubelet_socket):
@@ -236,24 +204,17 @@ async def check_cgroups(settings: Settings) -> list[Finding]:
             f"shares of force-deleted pods are freed while their processes may run on"
         )
         remedy = "give the agent the host's PID namespace (hostPID: true), or move the node to cgroup v2"
-        findings = [warning("cgroups", detail, remedy)]
-    return findings + await _check_driver_setting(settings)
-
-
-async def _check_driver_setting(settings: Settings) -> list[Finding]:
-    setting = settings.runtime.cgroup_driver
-    if not setting:
-        return []
-    cgroups = Cgroups(settings.runtime.cgroup_root, settings.runtime.proc_root)
-    remedy = "leave --cgroup-driver out: it is seen from the paths themselves"
+        finding = warning("cgroups", detail, remedy)
+    if not driver:
+        return [finding]
     try:
         # A walk of all cgroups, which may take long on a full node.
-        disagreement = await cgroups.check_driver_in_thread(setting)
+        disagreement = await Cgroups(root, settings.runtime.proc_root).check_driver_in_thread(driver)
     except Unavailable as failure:
-        return [warning("cgroup driver", str(failure), remedy)]
-    if disagreement is not None:
-        return [warning("cgroup driver", disagreement, remedy)]
-    return [ok("cgroup driver", f"{setting} is set, and no pod's cgroup says otherwise")]
+        disagreement = str(failure)
+    agrees = ok("cgroup driver", f"{driver} is set, and no pod's cgroup says otherwise")
+    remedy = "leave --cgroup-driver out: it is seen from the paths themselves"
+    return [finding, agrees if disagreement is None else warning("cgroup driver", disagreement, remedy)]
 
 
 async def check_kept(settings: Settings, failed: Collection[str] = ()) -> list[Finding]:
@@ -282,7 +243,16 @@ async def check_device_lists(settings: Settings) -> list[Finding]:
     findings = [warning("device lists", text, "see docs/reference/device-lists.md") for text in texts]
     if not {DeviceListStrategy.CDI_ANNOTATIONS, DeviceListStrategy.CDI_CRI} & set(settings.device_list_strategy):
         return findings
-    return [*findings, *await _check_cdi(settings)]
+    remedy = "see docs/reference/device-lists.md; `gpushare-agent cdi list` prints who names which GPU"
+    try:
+        inventory = await read_inventory(settings)
+        state = await asyncio.to_thread(cdi_specs(settings).plan, inventory.gpus)
+    except AgentError as failure:
+        return [*findings, error("cdi", str(failure), remedy)]
+    findings += [warning("cdi", f"passed over: {text}", remedy) for text in state.passed_over]
+    named = ok("cdi", f"{len(state.named)} GPUs have a name of kind {state.kind}, or get it from the agent")
+    problems = state.troubles or state.unnamed
+    return [*findings, *([error("cdi", text, remedy) for text in problems] if problems else [named])]
 
 
 async def check_list_sizes(settings: Settings) -> list[Finding]:
@@ -292,61 +262,59 @@ async def check_list_sizes(settings: Settings) -> list[Finding]:
     except AgentError:
         return []  # the driver's own line has it
     names = resource_names(settings)
-    try:
-        check_lists(found, names)
-    except StartupError as failure:
-        return [error("list sizes", str(failure), "set the unit or block size that the text names")]
+    check_lists(found, names)
     fits = ok("list sizes", f"the lists of {', '.join(names.names)} fit the kubelet's messages")
-    return [fits, _status_finding(status_bytes(found.gpus, names))]
-
-
-def _status_finding(size: int) -> Finding:
-    """Kubelets from 1.36 on write each device ID of a container into its pod's status."""
+    # Kubelets from 1.36 on write each device ID of a container into its pod's status.
+    size = status_bytes(found.gpus, names)
     detail = f"that of a pod with all cores and memory of this node has {size} bytes of device IDs"
     if size <= MAX_STATUS_BYTES:
-        return ok("pod status", detail)
+        return [fits, ok("pod status", detail)]
     larger = "set a larger resources.memory_block_mib, or have whole GPUs asked for without memory"
     remedy = f"{larger} (docs/reference/formats.md)"
-    return warning("pod status", f"{detail}, more than {MAX_STATUS_BYTES}", remedy)
-
-
-async def _check_cdi(settings: Settings) -> list[Finding]:
-    remedy = "see docs/reference/device-lists.md; `gpushare-agent cdi list` prints who names which GPU"
-    try:
-        inventory = await read_inventory(settings)
-        state = await asyncio.to_thread(cdi_specs(settings).plan, inventory.gpus)
-    except AgentError as failure:
-        return [error("cdi", str(failure), remedy)]
-    found = [warning("cdi", f"passed over: {text}", remedy) for text in state.passed_over]
-    if state.unnamed or state.troubles:
-        return [*found, *(error("cdi", text, remedy) for text in state.troubles or state.unnamed)]
-    return [*found, ok("cdi", f"{len(state.named)} GPUs have a name of kind {state.kind}, or get it from the agent")]
+    return [fits, warning("pod status", f"{detail}, more than {MAX_STATUS_BYTES}", remedy)]
 
 
 API_TIMEOUT_S = 20.0
 """Several questions, after a library that alone takes most of a second to load."""
 
 _NODE = (
-    CheckProbe(name="driver", run=check_driver, timeout_s=DRIVER_TIMEOUT_S),
-    CheckProbe(name="kubelet", run=check_kubelet),
-    CheckProbe(name="pod resources", run=check_pod_resources),
-    CheckProbe(name="container runtime", run=check_runtime),
-    CheckProbe(name="cgroups", run=check_cgroups),
-    CheckProbe(name="directories", run=check_directories),
+    CheckProbe("driver", check_driver, DRIVER_TIMEOUT_S),
+    CheckProbe(
+        "kubelet socket",
+        check_kubelet,
+        cure="start the kubelet, or set --device-plugin-path to its device-plugins directory (mounted into the pod)",
+    ),
+    CheckProbe("socket path", check_socket_path, cure="mount the kubelet's directory at a shorter path"),
+    CheckProbe(
+        "pod resources",
+        check_pod_resources,
+        cure="mount the kubelet's pod-resources directory into the pod, or set --kubelet.pod-resources-socket",
+    ),
+    CheckProbe("container runtime", check_runtime),
+    CheckProbe(
+        "cgroups", check_cgroups, cure="mount the host's /sys/fs/cgroup into the pod, or set --runtime.cgroup-root"
+    ),
+    CheckProbe(
+        "directory",
+        check_directory,
+        cure="run the agent as root with the directory mounted for writing and room on its disk, or set"
+        " --device-plugin-path",
+    ),
 )
 _BESIDE = (
-    CheckProbe(name="device lists", run=check_device_lists, timeout_s=DRIVER_TIMEOUT_S),
-    CheckProbe(name="list sizes", run=check_list_sizes, timeout_s=DRIVER_TIMEOUT_S),
-    CheckProbe(name="files", run=check_files),
-    CheckProbe(name="api server", run=check_api, timeout_s=API_TIMEOUT_S),
+    CheckProbe("device lists", check_device_lists, DRIVER_TIMEOUT_S),
+    CheckProbe("list sizes", check_list_sizes, DRIVER_TIMEOUT_S, cure="set the unit or block size that the text names"),
+    CheckProbe("file", check_files),
+    CheckProbe("api server", check_api, API_TIMEOUT_S, cure=API_CURE),
 )
 """Of every node, before and after those of its isolations."""
 
 
-async def run(settings: Settings, *, form: Form) -> int:
+async def run(call: Invocation) -> int:
     """Prints the report; 1 if anything is an error, else 0."""
+    settings = call.settings()
     findings = await check_node(settings)
-    print_report(form, report_document(settings.node_name, findings), as_text(findings))
+    print_report(call.options.output, report_document(settings.node_name, findings), as_text(findings))
     return 1 if any(finding.level is Level.ERROR for finding in findings) else 0
 
 
@@ -365,7 +333,7 @@ async def check_node(settings: Settings) -> list[Finding]:
         ]
     # Without the node's own probes, which belong to no isolation.
     failed = {part for part, task in tasks if any(one.level is Level.ERROR for one in task.result())} - {""}
-    kept = await _bounded(CheckProbe(name="isolation", run=partial(check_kept, failed=failed)), settings)
+    kept = await _bounded(CheckProbe("isolation", partial(check_kept, failed=failed)), settings)
     found = dict.fromkeys(finding for _, task in tasks for finding in task.result())  # two isolations may ask the same
     return [*(chosen if node.isolation_reason else ()), *found, *kept]
 
@@ -373,14 +341,14 @@ async def check_node(settings: Settings) -> list[Finding]:
 async def _bounded(probe: CheckProbe, settings: Settings) -> list[Finding]:
     try:
         async with asyncio.timeout(probe.timeout_s):
-            return await probe.run(settings)
+            found = await probe.run(settings)
+    except AgentError as failure:
+        return [error(probe.name, str(failure), probe.cure)]
     except TimeoutError:
         # A file system of a lost server blocks without end, in the agent as here.
-        detail, remedy = (
-            f"no answer within {probe.timeout_s:g} s",
-            "find out what hangs there; the agent would hang too",
-        )
-        return [error(probe.name, detail, remedy)]
+        remedy = "find out what hangs there; the agent would hang too"
+        return [error(probe.name, f"no answer within {probe.timeout_s:g} s", remedy)]
+    return [ok(probe.name, found)] if isinstance(found, str) else found
 
 
 def as_text(findings: Sequence[Finding]) -> str:

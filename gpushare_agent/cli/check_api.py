@@ -19,6 +19,7 @@ OLDEST_KUBELET = (1, 30)
 """Before it, a List during GetPreferredAllocation can panic the kubelet."""
 
 _VERSION = re.compile(r"v?(\d+)\.(\d+)")
+API_CURE = "check the network, the service account or kubeconfig (--kubeconfig), and that the API server is up"
 _ROLE_REMEDY = "apply manifests/base/rbac.yaml, or give this account the right"
 
 NEEDED_RIGHTS = (
@@ -38,19 +39,15 @@ FACTS_RIGHT = ("patch", "nodes")
 
 
 async def check_api(settings: Settings) -> list[Finding]:
-    """Own node, kubelet version, pods of the node, and every right that the agent uses."""
+    """Own node, kubelet version, pods of the node, and every right that the agent uses. Raises AgentError."""
     from gpushare_agent.cluster.kube.client import open_kube_api
     from gpushare_agent.cluster.kube.session import KubeTimeouts
 
     # Each well below the probe's limit, so that the finding says which request had no answer.
     timeouts = KubeTimeouts(connect_s=3.0, request_s=4.0, list_s=5.0)
-    try:
-        async with open_kube_api(kubeconfig=settings.kubeconfig, timeouts=timeouts) as api:
-            findings = await _check_node_object(api, settings)
-            return [*findings, *await _check_rights(api, settings), *await _check_static_pods(api, settings)]
-    except AgentError as failure:
-        remedy = "check the network, the service account or kubeconfig (--kubeconfig), and that the API server is up"
-        return [error("api server", str(failure), remedy)]
+    async with open_kube_api(kubeconfig=settings.kubeconfig, timeouts=timeouts) as api:
+        findings = await _check_node_object(api, settings)
+        return [*findings, *await _check_rights(api, settings), *await _check_static_pods(api, settings)]
 
 
 async def _check_node_object(api: KubeApi, settings: Settings) -> list[Finding]:

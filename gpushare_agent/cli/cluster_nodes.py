@@ -10,13 +10,11 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import NotRequired
+from typing import TypedDict
 
-from msgspec import Raw, Struct, to_builtins
+from msgspec import Raw, Struct
 from msgspec.structs import replace
-from typing_extensions import TypedDict
 
-from gpushare_agent.cli.agent_documents import Cores, Memory, Mig
 from gpushare_agent.cluster.kube.client import ALL_NODES, UNFINISHED, KubeApi, open_kube_api, pods
 from gpushare_agent.cluster.kube.objects import Quantity, read_node_json, whole_number
 from gpushare_agent.cluster.kube.pods import parse_pod, read_pod_json
@@ -35,7 +33,8 @@ from gpushare_agent.model.gpus import GpuReport
 from gpushare_agent.model.names import MIB, GpuUuid, PodUid
 from gpushare_agent.model.pods import ContainerKind, Pod
 from gpushare_agent.model.resources import ResourceNames, request_of
-from gpushare_agent.observability.node_snapshot import reported_gpu_document
+from gpushare_agent.observability.documents import ReportedGpu
+from gpushare_agent.observability.node_snapshot import reported_gpu
 from gpushare_agent.placement.gpu_account import account_of
 from gpushare_agent.settings.settings import Settings
 
@@ -108,23 +107,6 @@ def _count(quantity: Quantity | None) -> int:
         return 0
 
 
-class NamedGpu(TypedDict):
-    """`health_reason` is what is wrong with the GPU itself, None where that is not known."""
-
-    index: int
-    uuid: str
-    name: str
-    mig: NotRequired[Mig]
-    is_healthy: bool
-    health_reason: str | None
-    cordoned: str | None
-
-
-class InspectedGpu(NamedGpu):
-    cores: Cores
-    memory: Memory
-
-
 class InspectedContainer(TypedDict):
     """One container with what it has. Without `gpus` it is charged to none, and `remark` says why."""
 
@@ -140,7 +122,7 @@ class InspectedContainer(TypedDict):
 class InspectedNode(TypedDict):
     node: str
     remark: str
-    gpus: list[InspectedGpu]
+    gpus: list[ReportedGpu]
     containers: list[InspectedContainer]
 
 
@@ -218,8 +200,7 @@ def report_document(node: str, report: NodeReport, pods: Sequence[Pod]) -> Inspe
         "node": node,
         "remark": report.remark,
         "gpus": [
-            to_builtins(reported_gpu_document(gpu, account_of(gpu, report.names, charged.get(gpu.index, NO_CHARGE))))
-            for gpu in report.gpus
+            reported_gpu(gpu, account_of(gpu, report.names, charged.get(gpu.index, NO_CHARGE))) for gpu in report.gpus
         ],
         "containers": sorted(containers, key=lambda one: (one["namespace"], one["pod"])),
     }

@@ -11,11 +11,13 @@ import asyncio
 import codecs
 import gc
 import io
+import math
 import os
 import shlex
 import shutil
 import sys
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,7 +32,7 @@ from gpushare_agent.settings.reference import Key, all_keys, help_text, select_k
 from gpushare_agent.settings.settings import LoadedSettings, Settings, SettingsError, load_settings
 from gpushare_agent.settings.sources import split_flags
 
-PROGRAM = "gpushare-agent"
+PROGRAM, KUBECTL = "gpushare-agent", "kubectl gpushare"
 ALL_SETTINGS = ("*",)
 AGENT_NAMESPACE = "gpushare-system"
 """Namespace of the agents' pods in the manifests; --agent-namespace names another."""
@@ -49,8 +51,70 @@ _ENCODING_ERRORS = "gpushare-stand-ins"
 """Name of the error handler of both standard streams."""
 
 
-def no_arguments(parser: argparse.ArgumentParser) -> None:
-    """For a command without options of its own."""
+Argument = Callable[[Any], object]
+"""Adds an option, or several, to a parser or to a group of one."""
+
+
+def arg(usage: str, text: str, **fields: Any) -> Argument:
+    """An option as the help has it, `-w --watch SECONDS`, or an argument, `pod POD`; `fields` are those of `add_argument`.
+    An option without a placeholder and choices is true or false; any other is a text, empty where it is left out."""
+    words = usage.split()
+    names = [word for word in words if word.startswith("-")] or words[:1]
+    if words != names:
+        fields["metavar"] = words[-1]
+    elif words[0].startswith("-") and fields.keys().isdisjoint({"choices", "action"}):
+        fields["action"] = "store_true"
+    if fields.keys().isdisjoint({"action", "choices", "type"}):
+        fields.setdefault("default", "")
+    return lambda parser: parser.add_argument(*names, help=text, **fields)
+
+
+def one_of(*arguments: Argument) -> Argument:
+    """At most one of them may be given."""
+
+    def add(parser: argparse.ArgumentParser) -> None:
+        group = parser.add_mutually_exclusive_group()
+        for argument in arguments:
+            argument(group)
+
+    return add
+
+
+def lazy(name: str) -> Callable[..., Any]:
+    """MODULE:FUNCTION of this package, imported when it is called: the way to the first registration is short of time."""
+
+    def call(*arguments: Any, **fields: Any) -> Any:
+        module, _, function = name.partition(":")
+        return getattr(import_module(f"{__package__}.{module}"), function)(*arguments, **fields)
+
+    call.__qualname__ = name
+    return call
+
+
+def number(least: float, most: float, unit: str = "") -> Callable[[str], float]:
+    """The type of an option. NaN, which compares with nothing, is refused too."""
+
+    def read(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not least <= value <= most:
+            raise argparse.ArgumentTypeError(f"{text} is not between {least:g} and {most:g}{unit}")
+        return value
+
+    return read
+
+
+def whole_number(least: int, most: int) -> Callable[[str], int]:
+    """The type of an option. int() would take signs, blanks and digits of other scripts."""
+
+    def read(text: str) -> int:
+        if not (text.isascii() and text.isdigit() and least <= int(text) <= most):
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {least} to {most}")
+        return int(text)
+
+    return read
 
 
 def no_rest(argv: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
@@ -77,8 +141,10 @@ def _former_form(text: str) -> str:
 
 
 class Invocation(Struct, frozen=True, kw_only=True):
-    """One call of a command: its own options, the settings' flags, what `Command.split_rest` set apart, the environment."""
+    """One call of a command of `program`: its own options, the settings' flags, what `Command.split_rest` set apart, the
+    environment."""
 
+    program: str
     options: argparse.Namespace
     flags: Sequence[str]
     rest: Sequence[str]
@@ -88,12 +154,9 @@ class Invocation(Struct, frozen=True, kw_only=True):
         """Raises SettingsError."""
         return load_settings(self.flags, self.environ, named)
 
-    def settings(self, *, log_level: str | None = None) -> Settings:
-        """Reads the settings and sets up logging; `log_level` is for a command whose output has everything already.
-
-        Raises:
-            SettingsError: with every mistake.
-        """
+    def settings(self, log_level: str | None = "error") -> Settings:
+        """Reads the settings and sets up logging: at the level of the settings with None, else for a command whose output
+        has everything already. Raises SettingsError."""
         return self.load_with_logs(log_level).settings
 
     def load_with_logs(self, log_level: str | None = None) -> LoadedSettings:
@@ -104,7 +167,7 @@ class Invocation(Struct, frozen=True, kw_only=True):
 
 
 class Command(Struct, frozen=True, kw_only=True):
-    """One subcommand. `run` returns the exit code.
+    """One subcommand. `run` returns the exit code, or a coroutine that does.
 
     `settings` names the sections (`web`) and keys (`control.socket`) that it reads, which its `--help` lists; the flags of
     all others are accepted too. None: the command takes no setting. `examples` lack the program's name.
@@ -113,33 +176,40 @@ class Command(Struct, frozen=True, kw_only=True):
     name: str
     summary: str
     description: str
-    run: Callable[[Invocation], int]
+    run: Callable[[Invocation], int | Coroutine[Any, Any, int]]
     examples: Sequence[str] = ()
-    add_arguments: Callable[[argparse.ArgumentParser], None] = no_arguments
+    arguments: Sequence[Argument] = ()
     settings: Sequence[str] | None = None
     help_note: str = ""
     split_rest: Callable[[Sequence[str]], tuple[Sequence[str], Sequence[str]]] = no_rest
 
     def invoke(self, program: str, argv: Sequence[str], environ: Mapping[str, str]) -> int:
-        """Parses `argv` and runs the command. An option that both the command and a setting have is the command's.
+        """Parses `argv` and runs the command.
 
         Raises:
             SystemExit: as argparse does.
             SettingsError, AgentError: for `CommandLine.main` to print; a mistyped option is one.
         """
+        code = self.run(self.parse(program, argv, environ))
+        return code if isinstance(code, int) else run_app(code)
+
+    def parse(self, program: str, argv: Sequence[str], environ: Mapping[str, str]) -> Invocation:
+        """An option that both the command and a setting have is the command's. Raises as `invoke` does."""
         words, rest = self.split_rest(argv)
         parser = self._parser(program, with_help="-h" in words or "--help" in words)
-        if self.settings is None:
-            options, unknown = parser.parse_known_args(words)
-            _refuse_mistyped(parser, unknown, ())
-            if unknown:
-                parser.error(f"unrecognized arguments: {' '.join(unknown)}")
-            return self.run(Invocation(options=options, flags=(), rest=rest, environ=environ))
-        # The command's own option wins where a setting has its name: `sandbox --topology` is the sandbox's.
-        flags, own = split_flags(words, leave=frozenset(parser._option_string_actions))
-        options, unknown = parser.parse_known_args(own)  # load_settings reports the unknown beside the other mistakes
-        _refuse_mistyped(parser, unknown, all_keys())
-        return self.run(Invocation(options=options, flags=[*flags, *unknown], rest=rest, environ=environ))
+        flags, own = (
+            ([], words) if self.settings is None else split_flags(words, frozenset(parser._option_string_actions))
+        )
+        options, unknown = parser.parse_known_args(own)
+        _refuse_mistyped(parser, unknown, all_keys() if self.settings is not None else ())
+        if self.settings is None and unknown:
+            parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+        # load_settings reports the unknown beside the other mistakes.
+        return Invocation(program=program, options=options, flags=[*flags, *unknown], rest=rest, environ=environ)
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        for argument in self.arguments:
+            argument(parser)
 
     def _parser(self, program: str, *, with_help: bool) -> argparse.ArgumentParser:
         """The text about the settings is built only when it is asked for."""
@@ -204,8 +274,12 @@ class CommandLine(Struct, frozen=True, kw_only=True):
     commands: Sequence[Command]
     more: str
 
-    def main(self, argv: Sequence[str], environ: Mapping[str, str]) -> int:
-        """Runs one command and returns the exit code. A user's mistake ends in one line each, never in a traceback."""
+    def main(self, argv: Sequence[str] | None = None, environ: Mapping[str, str] | None = None) -> int:
+        """Runs one command, of the process's own words and variables unless others are given, and returns the exit code. A
+        user's mistake ends in one line each, never in a traceback."""
+        argv = sys.argv[1:] if argv is None else argv
+        if COMPLETION_VARIABLE in (environ := os.environ if environ is None else environ):
+            return int(lazy("completion:answer_shell")(self))
         _open_missing_streams()
         _print_in_any_encoding()
         try:

@@ -42,10 +42,7 @@ def completions(line: CommandLine, words: Sequence[str]) -> list[str]:
         before.append(flag)
     typed = " ".join([*before, last])
     finder = CompletionFinder(
-        _parser(line, words),
-        always_complete_options=False,
-        default_completer=ChoicesCompleter({}),
-        append_space=False,
+        _parser(line, words), always_complete_options=False, default_completer=ChoicesCompleter({}), append_space=False
     )
     # readline's protocol: the state counts up until there is no further match.
     matches = iter(partial(next, map(partial(finder.rl_complete, typed), count())), None)
@@ -75,7 +72,7 @@ def _add_settings(parser: argparse.ArgumentParser, names: Sequence[str]) -> None
     for key in select_keys(["config", *names]):
         flags = [f"--{name}" for name in (key.flag, *key.aliases)]
         # The first sentence; zsh and fish show it in one line. argparse formats its help by %.
-        about = (key.field.description or "").partition(". ")[0].replace("%", "%%")
+        about = key.description.partition(". ")[0].replace("%", "%%")
         action = parser.add_argument(*flags, nargs="?" if key.is_boolean else None, help=about)
         if choices := dict.fromkeys(key.kind.choices, ""):  # no `choices=`, which would refuse a comma list of them
             action.completer = ChoicesCompleter(choices)  # type: ignore[attr-defined]  # argcomplete's attribute

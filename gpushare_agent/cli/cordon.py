@@ -6,7 +6,6 @@ was named wrongly.
 
 from __future__ import annotations
 
-import argparse
 import http.client
 import json
 import socket
@@ -15,7 +14,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from gpushare_agent.cli.command_line import Form, add_output
+from gpushare_agent.cli.command_line import Form, Invocation
 from gpushare_agent.cli.render_text import grid, print_as
 from gpushare_agent.kit.logs import write_stderr
 from gpushare_agent.kit.sockets import connectable_path
@@ -31,24 +30,11 @@ class Answer(Struct, frozen=True, kw_only=True):
     document: dict[str, Any]
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """A GPU, or `--list` and its form; and the socket."""
-    one = parser.add_mutually_exclusive_group()
-    one.add_argument(
-        "gpu",
-        metavar="GPU",
-        nargs="?",
-        default="",
-        help="the GPU: its index (of a MIG instance 0:1), its UUID, or its beginning",
-    )
-    one.add_argument("--list", action="store_true", help="print the GPUs and their health, and change nothing")
-    add_output(parser)
-    parser.add_argument("--socket", metavar="PATH", type=Path, help="the agent's control socket (default: the setting)")
-
-
-def run(action: str, options: argparse.Namespace, setting: Path | None) -> int:
+def run(action: str, call: Invocation) -> int:
     """`action` is cordon or uncordon; without `options.gpu` the GPUs are listed. Raises Unavailable where none answers."""
-    path = options.socket or setting
+    options = call.options
+    # Without logging: standard output and error are the answer to a person.
+    path = options.socket or call.load().settings.control.socket
     if path is None:
         raise Unavailable(
             f"cannot {action} a GPU: the setting control.socket is empty, so the agent has no such socket"

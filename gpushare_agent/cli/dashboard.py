@@ -25,7 +25,7 @@ from msgspec.structs import replace
 from gpushare_agent import __version__
 from gpushare_agent.cli.agent_client import AgentPod, find_agent
 from gpushare_agent.cli.cluster_nodes import cluster_names, open_cluster
-from gpushare_agent.cli.command_line import AGENT_NAMESPACE
+from gpushare_agent.cli.command_line import AGENT_NAMESPACE, Invocation
 from gpushare_agent.cluster.informer import Informer, Lost
 from gpushare_agent.cluster.kube.client import ALL_NODES, LIVE_PODS, KubeApi
 from gpushare_agent.cluster.kube.pods import PodJson, scheduler_message
@@ -154,11 +154,11 @@ class ClusterPage:
         queue = RequestQueue()
         pages = StatePages(head=self._head, nodes=self._state)
         return [
-            web.get("/", self._show_index),
+            web.get("/", self._page.index),
             *(web.get(path, handler) for path, handler in self._page.routes()),
             web.get("/api/v1/cluster", pages.show),
             web.get("/api/v1/waiting", queue.one_at_a_time(self._show_waiting)),
-            web.get("/nodes/{node}/", self._show_node_page),
+            web.get("/nodes/{node}/", self._node_page.index),
             *(web.get(f"/nodes/{{node}}{path}", handler) for path, handler in self._node_page.routes()),
             web.get(f"/nodes/{{node}}/api/v1/{{what:{_NODE_PATHS}}}", partial(self._show_of_agent, api)),
         ]
@@ -171,12 +171,6 @@ class ClusterPage:
         if denied is not None:
             return web.Response(status=denied.status, text=f"{denied.text}\n")
         return await handler(request)
-
-    async def _show_index(self, request: web.Request) -> web.Response:
-        return self._page.index(request)
-
-    async def _show_node_page(self, request: web.Request) -> web.Response:
-        return self._node_page.index(request)
 
     async def _show_of_agent(self, api: KubeApi, request: web.Request) -> web.StreamResponse:
         """The agent's answer; a failure as its text."""
@@ -288,8 +282,9 @@ class ClusterPage:
         return "the node is cordoned" if ledger.node.is_cordoned else "the node is not ready"
 
 
-async def run(settings: Settings, *, port: int, agent_namespace: str = AGENT_NAMESPACE) -> int:
+async def run(call: Invocation) -> int:
     """Serve until cancelled. Raises AgentError: the cluster cannot be read, or the port not used."""
+    settings, options = call.settings(), call.options
 
     def on_listening(found: int) -> None:
         print(f"The cluster's GPUs are at http://localhost:{found}/ until Ctrl-C.", flush=True)
@@ -297,5 +292,6 @@ async def run(settings: Settings, *, port: int, agent_namespace: str = AGENT_NAM
     async with open_cluster(settings) as api:
         # The informers repeat a list that fails for ever: one list before them ends the command with the reason.
         await api.list_all(ALL_NODES, lambda _: None)
-        page = ClusterPage(settings, cluster_names(settings), port=port, agent_namespace=agent_namespace)
+        names = cluster_names(settings)
+        page = ClusterPage(settings, names, port=options.port, agent_namespace=options.agent_namespace)
         await page.run(api, on_listening=on_listening)

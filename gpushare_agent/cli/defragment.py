@@ -13,7 +13,7 @@ from rich.text import Text
 
 from gpushare_agent.cli.cluster_nodes import open_cluster
 from gpushare_agent.cli.cluster_reading import ReadCluster, read_cluster_view
-from gpushare_agent.cli.command_line import Form
+from gpushare_agent.cli.command_line import Invocation
 from gpushare_agent.cli.render_text import counted, plain, print_as
 from gpushare_agent.cluster.kube.budgets import BUDGETS, Budget, read_budget
 from gpushare_agent.cluster.kube.session import KubeLists
@@ -21,7 +21,6 @@ from gpushare_agent.extender.decisions.changes import gpus_text
 from gpushare_agent.extender.decisions.defragment import Advice, Freed, defragment
 from gpushare_agent.model.errors import NotFound, Rejected
 from gpushare_agent.model.names import PodUid
-from gpushare_agent.settings.settings import Settings
 
 SCHEMA = 1
 _MOST_SHOWN = 20
@@ -32,14 +31,15 @@ _HOW = (
 )
 
 
-async def run(settings: Settings, *, is_dry_run: bool, most: int | None, form: Form) -> int:
+async def run(call: Invocation) -> int:
     """Raises AgentError: it only advises, or nodes, pods or budgets cannot be read."""
-    if not is_dry_run:
+    settings, form = call.settings(), call.options.output
+    if not call.options.dry_run:
         raise Rejected("defragment only advises, it moves no pod: run it with --dry-run")
     async with open_cluster(settings) as api:
         read = await read_cluster_view(api, settings)
         budgets = await _read_budgets(api)
-    advice = defragment(read.view, budgets, most=most)
+    advice = defragment(read.view, budgets, most=call.options.gpus)
     document = {
         "schema": SCHEMA,
         "whole_gpus": advice.whole,

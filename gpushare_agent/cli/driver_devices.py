@@ -18,6 +18,7 @@ from typing import NoReturn
 
 import structlog
 
+from gpushare_agent.cli.command_line import Invocation
 from gpushare_agent.kubelet.device_plugin import DevicePlugin
 from gpushare_agent.kubelet.device_table import DeviceIds, DeviceRow, DeviceTable
 from gpushare_agent.kubelet.registration import PluginEndpoint, Registrar
@@ -77,8 +78,9 @@ class _Unmeasured:
         return
 
 
-async def run(device_plugin_path: Path, dev: Path) -> int:
-    """Until SIGTERM or SIGINT; the exit code."""
+async def run(call: Invocation) -> int:
+    """Until SIGTERM or SIGINT."""
+    device_plugin_path, dev = call.settings(None).kubelet.device_plugin_path, call.options.dev
     table = DeviceTable(_rows(dev))
     plugin = DevicePlugin(RESOURCE, table, AllNodes(dev), _Unmeasured(), DeviceIds())
     endpoint = PluginEndpoint(device_plugin_path=device_plugin_path, socket_name=SOCKET, plugin=plugin)

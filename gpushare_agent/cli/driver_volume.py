@@ -16,7 +16,7 @@ from typing import Literal
 
 from msgspec import Struct, field, to_builtins
 
-from gpushare_agent.cli.command_line import Form
+from gpushare_agent.cli.command_line import Form, Invocation
 from gpushare_agent.cli.render_text import Report, print_report, progress
 from gpushare_agent.isolation.driver_volume.config import USUAL_CONFIG, read_volume_config
 from gpushare_agent.isolation.driver_volume.directory import DriverDirectory
@@ -83,7 +83,21 @@ class VolumeReport(Struct):
     error: str = ""
 
 
-def run(settings: Settings, *, check: bool, prune: bool, form: Form, only: VolumeName | None = None) -> int:
+def run(call: Invocation) -> int:
+    """Raises StartupError as `collect`."""
+    settings, options = call.settings(None), call.options
+    only = VolumeName(options.only) if options.only else None
+    return collect(settings, check=options.check, prune=options.prune, form=options.output, only=only)
+
+
+def collect(
+    settings: Settings,
+    *,
+    check: bool = False,
+    prune: bool = False,
+    form: Form = "table",
+    only: VolumeName | None = None,
+) -> int:
     """Makes (or, with `check`, only examines) every volume, or `only` one, and prints the report; 1 if one failed, else 0.
 
     Raises:

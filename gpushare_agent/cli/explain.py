@@ -13,15 +13,13 @@ import asyncio
 from collections.abc import Sequence
 from datetime import UTC, datetime
 
-from msgspec import Struct
 from msgspec.structs import replace
 from rich.console import RenderableType
 from rich.text import Text
 
-from gpushare_agent.cli.agent_client import AgentClient, AgentTarget, open_agent, read_decisions, read_pod
-from gpushare_agent.cli.agent_documents import CandidateDocument, DecisionDocument
+from gpushare_agent.cli.agent_client import AgentClient, open_agent, read_decisions, read_pod, target_of
 from gpushare_agent.cli.cluster_nodes import open_cluster
-from gpushare_agent.cli.command_line import Form
+from gpushare_agent.cli.command_line import Invocation
 from gpushare_agent.cli.explain_waiting import SCHEMA, explain_waiting
 from gpushare_agent.cli.render_text import CORES_COLUMN, bar, counted, gib, grid, health_style, plain, print_as
 from gpushare_agent.cluster.kube.pods import read_pod_json
@@ -29,6 +27,7 @@ from gpushare_agent.cluster.kube.scheduling import DEFAULT_SCHEDULER, pod_needs
 from gpushare_agent.model.decision_records import CLAIMS_RESOURCE, Outcome
 from gpushare_agent.model.errors import AgentError, NotFound, RefusalReason
 from gpushare_agent.model.names import CORES_PER_GPU
+from gpushare_agent.observability.documents import Candidate, DecisionDocument
 from gpushare_agent.settings.settings import Settings
 
 _POLICIES = {
@@ -124,7 +123,7 @@ def _advice(resource: str, reason: str) -> str:
     return f"{known[reason]}." if reason in known else ""
 
 
-def _candidates_table(candidates: Sequence[CandidateDocument], bar_width: int) -> RenderableType:
+def _candidates_table(candidates: Sequence[Candidate], bar_width: int) -> RenderableType:
     columns = ("  ", "GPU", "HEALTH", CORES_COLUMN, "MEMORY", "VERDICT")
     rows: list[Sequence[str | Text]] = []
     for gpu in candidates:
@@ -147,7 +146,7 @@ def _free(used: float | None, text: str, bar_width: int) -> Text:
     return bar(used, bar_width).append(f" {text}", "") if bar_width else Text(text)
 
 
-def _health_word(gpu: CandidateDocument) -> str:
+def _health_word(gpu: Candidate) -> str:
     """A decision has why a GPU was out of service only in the verdict."""
     if gpu["is_healthy"]:
         return "Healthy"
@@ -158,39 +157,33 @@ _SEARCHED_FOR_UNATTRIBUTED = 200
 _ASKED_FOR_S = 10.0
 
 
-class PodQuery(Struct, frozen=True, kw_only=True):
-    """Which pod: an empty namespace means any, an empty container means all."""
-
-    pod: str
-    namespace: str = ""
-    container: str = ""
-    is_any_namespace: bool = False
-
-
-async def run(settings: Settings, target: AgentTarget, query: PodQuery, *, form: Form) -> int:
+async def run(call: Invocation) -> int:
     """Raises AgentError, NotFound where nothing was decided about the pod."""
+    options, settings, target = call.options, call.settings(), target_of(call)
+    named, slash, pod = options.pod.rpartition("/")
+    if named in ("pod", "pods", "po"):  # kubectl's TYPE/NAME
+        slash = ""
     # The agent searches its decisions by name alone; through the API server the pod is fetched first, for which a
     # namespace is needed, kubectl's own default.
-    is_in_default = (target.is_remote or target.node) and not query.is_any_namespace
-    namespace = query.namespace or ("default" if is_in_default else "")
+    is_in_default = (target.is_remote or target.node) and not options.all_namespaces
+    namespace = (named if slash else options.namespace) or ("default" if is_in_default else "")
     if target.is_remote and not target.node:
         async with open_cluster(settings) as api:
-            raw = await read_pod(api, namespace, query.pod)
+            raw = await read_pod(api, namespace, pod)
             node = read_pod_json(raw).spec.node_name
             if not node:
-                return await explain_waiting(api, settings, raw, form=form)
+                return await explain_waiting(api, settings, raw, form=options.output)
         target = replace(target, node=node)
     async with open_agent(settings, target) as agent:
-        decisions = await read_decisions(agent, pod=query.pod, namespace=namespace)
-        chosen = newest_of_containers(decisions, query.container)
+        decisions = await read_decisions(agent, pod=pod, namespace=namespace)
+        chosen = newest_of_containers(decisions, options.container)
         if not chosen:
-            raise NotFound(await _nothing_known(settings, agent, query, namespace, decisions))
-    document = {"schema": SCHEMA, "pod": query.pod, "decisions": chosen}
+            raise NotFound(await _nothing_known(call, agent, pod, namespace, decisions))
 
     def tables(width: int) -> Sequence[RenderableType]:
         return [part for decision in chosen for part in (*decision_parts(decision, width), Text(""))]
 
-    print_as(form, document, tables)
+    print_as(options.output, {"schema": SCHEMA, "pod": pod, "decisions": chosen}, tables)
     return 0
 
 
@@ -210,13 +203,13 @@ def newest_of_containers(decisions: Sequence[DecisionDocument], container: str) 
 
 
 async def _nothing_known(
-    settings: Settings, agent: AgentClient, query: PodQuery, namespace: str, decisions: Sequence[DecisionDocument]
+    call: Invocation, agent: AgentClient, pod: str, namespace: str, decisions: Sequence[DecisionDocument]
 ) -> str:
-    name = f"{namespace}/{query.pod}" if namespace else query.pod
+    name, container = f"{namespace}/{pod}" if namespace else pod, call.options.container
     # The pod is known, but not the container that was named.
     if decisions:
         known = ", ".join(sorted({plain(decision["container"]) for decision in decisions}))
-        return f"{agent.name} has decided nothing about container {query.container} of pod {name}, but about: {known}"
+        return f"{agent.name} has decided nothing about container {container} of pod {name}, but about: {known}"
     # The refusal of this very pod may be among those that could not be identified.
     latest = await read_decisions(agent, limit=_SEARCHED_FOR_UNATTRIBUTED)
     unattributed = [decision for decision in latest if not decision["pod"]]
@@ -228,12 +221,12 @@ async def _nothing_known(
     )
     in_namespace = f" -n {namespace}" if namespace else ""
     begin = f"{agent.name} has decided nothing about pod {name}"
-    if place := await _place_of(settings, query.pod, namespace):
+    if place := await _place_of(call.settings(), pod, namespace):
         return f"{begin}: {place}{seen}"
     return (
         f"{begin}. It may be on another node, wait for one (`kubectl gpushare explain` says for what), be unknown to the "
         "cluster, or request no share of a GPU, or the decision was before the agent started or too long ago."
-        f"{seen} See its Events: kubectl describe pod{in_namespace} {query.pod}"
+        f"{seen} See its Events: kubectl describe pod{in_namespace} {pod}"
     )
 
 

@@ -70,7 +70,7 @@ def start(loaded: LoadedSettings, environ: Mapping[str, str], execute: Execute =
     # Volume nvidia is of an isolation that mounts it, and fails in an image without the control library.
     is_limited_by_it = any(isolation.mounts_driver for isolation in isolations_in_use(settings))
     only = None if is_limited_by_it else VolumeName.ORIGIN
-    driver_volume.run(settings, check=False, prune=False, form="table", only=only)
+    driver_volume.collect(settings, only=only)
     if Path(libraries).is_dir():
         sys.stdout.flush()
         path = ":".join(filter(None, (libraries, *paths)))

@@ -3,59 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypedDict
 
-from rich.console import RenderableType
 from rich.text import Text
-from typing_extensions import TypedDict
 
-from gpushare_agent.cli.agent_client import AgentTarget, open_agent, read_node
-from gpushare_agent.cli.agent_documents import BranchDocument, Cores, GpuDocument, Memory, NodeDocument
-from gpushare_agent.cli.cluster_nodes import NamedGpu
-from gpushare_agent.cli.command_line import Form
-from gpushare_agent.cli.inspect import gpu_of_document
+from gpushare_agent.cli.agent_client import open_agent, read_node, target_of
+from gpushare_agent.cli.command_line import Invocation
+from gpushare_agent.cli.inspect import reported_part
 from gpushare_agent.cli.render_text import gib, gpu_label, health_line, is_cordoned, is_given_whole, plain, print_as
+from gpushare_agent.model import gpus as model
 from gpushare_agent.model.errors import Corrupt
-from gpushare_agent.model.gpus import Branch, LinkKind
+from gpushare_agent.model.gpus import LinkKind
+from gpushare_agent.observability.documents import Branch, GpuDocument, NodeDocument, ReportedGpu
 from gpushare_agent.placement.topology import render_tree
-from gpushare_agent.settings.settings import Settings
 
 SCHEMA = 2
 _MAX_DEPTH = 16
 _KINDS = {"X": LinkKind.SELF, "NV": LinkKind.NVLINK} | {kind.name: kind for kind in LinkKind if kind > LinkKind.NVLINK}
 
 
-async def run(settings: Settings, target: AgentTarget, *, form: Form) -> int:
+async def run(call: Invocation) -> int:
     """Raises AgentError."""
-    async with open_agent(settings, target) as agent:
+    form = call.options.output
+    async with open_agent(call.settings(), target_of(call)) as agent:
         document = graph_document(await read_node(agent))
-
-    def tables(_width: int) -> Sequence[RenderableType]:
-        # Not wrapped: a broken line would break the branches that are drawn in it.
-        return [Text(tree_text(document, is_wide=form == "wide"), no_wrap=True, overflow="ignore")]
-
-    print_as(form, document, tables)
+    # Not wrapped: a broken line would break the branches that are drawn in it.
+    tree = Text(tree_text(document, is_wide=form == "wide"), no_wrap=True, overflow="ignore")
+    print_as(form, document, lambda _width: [tree])
     return 0
-
-
-class FreeCores(Cores):
-    free: int
-
-
-class FreeMemory(Memory):
-    free_bytes: int
-
-
-class GraphGpu(NamedGpu):
-    cores: FreeCores
-    memory: FreeMemory
 
 
 class GraphDocument(TypedDict):
     schema: int
     node: str
-    tree: BranchDocument
-    links: list[list[str]]
-    gpus: list[GraphGpu]
+    tree: Branch
+    links: Sequence[Sequence[str]]
+    gpus: list[ReportedGpu]
 
 
 def graph_document(node: NodeDocument) -> GraphDocument:
@@ -69,13 +52,13 @@ def graph_document(node: NodeDocument) -> GraphDocument:
     }
 
 
-def _gpu(gpu: GpuDocument) -> GraphGpu:
+def _gpu(gpu: GpuDocument) -> ReportedGpu:
     cores, memory = gpu["cores"], gpu["memory"]
     # Room on a GPU out of service is offered to no pod.
     is_usable = gpu["is_healthy"] and not is_cordoned(gpu)
     free_bytes = max(0, memory["capacity_bytes"] - memory["allocated_bytes"]) if is_usable else 0
     return {
-        **gpu_of_document(gpu),
+        **reported_part(gpu),
         "cores": {**cores, "free": max(0, cores["capacity"] - cores["allocated"]) if is_usable else 0},
         "memory": {**memory, "free_bytes": free_bytes},
     }
@@ -88,7 +71,7 @@ def tree_text(document: GraphDocument, *, is_wide: bool = False) -> str:
     return render_tree(_read_branch(document["tree"], _MAX_DEPTH), notes, labels)
 
 
-def _note(gpu: GraphGpu) -> str:
+def _note(gpu: ReportedGpu) -> str:
     cores, memory = gpu["cores"], gpu["memory"]
     health = health_line(gpu)
     free_cores = "" if is_given_whole(gpu) else f"{cores['free']}/{cores['capacity']} GPU cores, "
@@ -97,7 +80,7 @@ def _note(gpu: GraphGpu) -> str:
     return f"{plain(gpu['name'])}, {free}{'' if health == 'Healthy' else f', {health}'}"
 
 
-def _read_branch(raw: BranchDocument, depth: int) -> Branch:
+def _read_branch(raw: Branch, depth: int) -> model.Branch:
     kind = _KINDS.get(raw["kind"])
     # The tree comes from elsewhere: `render_tree` calls itself for each level.
     if kind is None or depth == 0:
@@ -105,8 +88,6 @@ def _read_branch(raw: BranchDocument, depth: int) -> Branch:
             f"cannot draw the topology: the agent's tree has a branch {plain(raw['kind'])!r} that this program does not"
             " know; use the gpushare-agent of the agent's own version"
         )
-    return Branch(
-        kind=kind,
-        gpus=tuple(raw["gpus"]),
-        children=tuple(_read_branch(child, depth - 1) for child in raw["children"]),
+    return model.Branch(
+        kind=kind, gpus=tuple(raw["gpus"]), children=tuple(_read_branch(child, depth - 1) for child in raw["children"])
     )

@@ -9,15 +9,14 @@ The document's format is docs/reference/cli.md; sizes are bytes.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypedDict, cast
 
 from rich.console import RenderableType
 from rich.text import Text
-from typing_extensions import TypedDict
 
-from gpushare_agent.cli.agent_client import AgentTarget, open_agent, read_node
-from gpushare_agent.cli.agent_documents import Cores, GpuDocument, Memory, NodeDocument
-from gpushare_agent.cli.cluster_nodes import InspectedGpu, InspectedNode, open_cluster, read_cluster
-from gpushare_agent.cli.command_line import Form
+from gpushare_agent.cli.agent_client import open_agent, read_node, target_of
+from gpushare_agent.cli.cluster_nodes import InspectedNode, open_cluster, read_cluster
+from gpushare_agent.cli.command_line import Invocation
 from gpushare_agent.cli.render_text import (
     CORES_COLUMN,
     MEMORY_COLUMN,
@@ -35,8 +34,9 @@ from gpushare_agent.cli.render_text import (
     part_of,
     plain,
     print_as,
+    sums,
 )
-from gpushare_agent.settings.settings import Settings
+from gpushare_agent.observability.documents import Cores, GpuDocument, Memory, NodeDocument, ReportedGpu
 
 SCHEMA = 2
 
@@ -85,20 +85,10 @@ def _uncharged(node: InspectedNode) -> Uncharged:
     }
 
 
-def _totals(gpus: Sequence[InspectedGpu]) -> Totals:
-    cores, memory = [gpu["cores"] for gpu in gpus], [gpu["memory"] for gpu in gpus]
-    return {
-        "gpus": len(gpus),
-        "gpus_healthy": sum(gpu["is_healthy"] for gpu in gpus),
-        "cores": {
-            "allocated": sum(one["allocated"] for one in cores),
-            "capacity": sum(one["capacity"] for one in cores),
-        },
-        "memory": {
-            "allocated_bytes": sum(one["allocated_bytes"] for one in memory),
-            "capacity_bytes": sum(one["capacity_bytes"] for one in memory),
-        },
-    }
+def _totals(gpus: Sequence[ReportedGpu]) -> Totals:
+    cores, memory = sums(gpus)
+    healthy = sum(gpu["is_healthy"] for gpu in gpus)
+    return {"gpus": len(gpus), "gpus_healthy": healthy, "cores": cores, "memory": memory}
 
 
 def inspection_tables(
@@ -141,7 +131,7 @@ def _gpus_table(nodes: Sequence[SummedNode], *, is_wide: bool) -> RenderableType
     return grid(columns, rows, right=("GPU", CORES_COLUMN, MEMORY_COLUMN))
 
 
-def _amounts(sums: InspectedGpu | Totals) -> tuple[str, str]:
+def _amounts(sums: ReportedGpu | Totals) -> tuple[str, str]:
     """Allocated and total, GPU cores and GiB."""
     cores, memory = sums["cores"], sums["memory"]
     return (
@@ -185,12 +175,9 @@ def _uncharged_line(node: SummedNode, with_details: bool) -> Text:
 
 def _cluster_line(document: InspectionDocument) -> Text:
     totals, number = document["totals"], len(document["nodes"])
-    cores, memory = totals["cores"], totals["memory"]
     where = f"in {number} nodes" if number != 1 else "of the node"
     health = out_of_service([gpu for node in document["nodes"] for gpu in node["gpus"]])
-    allocated = allocated_line(
-        (cores["allocated"], cores["capacity"]), (memory["allocated_bytes"], memory["capacity_bytes"])
-    )
+    allocated = allocated_line(totals["cores"], totals["memory"])
     return Text(f"{counted(totals['gpus'], 'GPU')} {where}{health}: {allocated}", style="bold")
 
 
@@ -200,11 +187,11 @@ _NO_NODE = (
 )
 
 
-async def run(
-    settings: Settings, target: AgentTarget, *, is_all_nodes: bool, with_details: bool, namespace: str = "", form: Form
-) -> int:
+async def run(call: Invocation) -> int:
     """Raises AgentError."""
-    if is_all_nodes:
+    options, settings, target = call.options, call.settings(), target_of(call)
+    # On a person's own machine no node is the obvious one; on a node it is this node.
+    if (target.is_remote and not target.node) or getattr(options, "all_nodes", False):
         async with open_cluster(settings) as api:
             nodes = await read_cluster(api, settings)
     else:
@@ -213,33 +200,16 @@ async def run(
     document = inspection_document(nodes)
     for node in document["nodes"]:
         # After the sums, which are of the whole node whatever namespace is shown.
-        node["containers"] = in_namespace(node["containers"], namespace)
-
-    def tables(_width: int) -> Sequence[RenderableType]:
-        return (
-            inspection_tables(document, with_details=with_details, is_wide=form == "wide")
-            if nodes
-            else [Text(_NO_NODE)]
-        )
-
-    print_as(form, document, tables)
+        node["containers"] = in_namespace(node["containers"], options.namespace)
+    is_wide = options.output == "wide"
+    shown = inspection_tables(document, with_details=options.details, is_wide=is_wide) if nodes else [Text(_NO_NODE)]
+    print_as(options.output, document, lambda _width: shown)
     return 0
 
 
-def gpu_of_document(gpu: GpuDocument) -> InspectedGpu:
+def reported_part(gpu: GpuDocument) -> ReportedGpu:
     """The part of an agent's GPU that `inspect` shows: all but its use."""
-    found: InspectedGpu = {
-        "index": gpu["index"],
-        "uuid": gpu["uuid"],
-        "name": gpu["name"],
-        "is_healthy": gpu["is_healthy"],
-        "health_reason": gpu["health_reason"],
-        "cordoned": gpu["cordoned"],
-        "cores": gpu["cores"],
-        "memory": gpu["memory"],
-    }
-    # The key is absent on a whole GPU, as in the agent's document.
-    return {**found, "mig": gpu["mig"]} if "mig" in gpu else found
+    return cast("ReportedGpu", {name: gpu[name] for name in ReportedGpu.__annotations__ if name in gpu})  # type: ignore[literal-required]
 
 
 def node_of_document(document: NodeDocument) -> InspectedNode:
@@ -247,7 +217,7 @@ def node_of_document(document: NodeDocument) -> InspectedNode:
     return {
         "node": document["node"],
         "remark": "",
-        "gpus": [gpu_of_document(gpu) for gpu in document["gpus"]],
+        "gpus": [reported_part(gpu) for gpu in document["gpus"]],
         "containers": [
             {
                 "namespace": container["namespace"],

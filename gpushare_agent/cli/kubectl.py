@@ -6,25 +6,14 @@ it calls kubectl_complete-gpushare, and reads from it one word a line and last a
 
 from __future__ import annotations
 
-import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-from gpushare_agent.cli.command_line import COMPLETION_VARIABLE, CommandLine, print_version
-from gpushare_agent.cli.view_commands import KUBECTL, view_commands
+from gpushare_agent.cli.command_line import KUBECTL, CommandLine, print_version
+from gpushare_agent.cli.view_commands import view_commands
 
 _NO_FILES = ":4"
 """Last line of an answer to kubectl: nothing else, no names of files."""
-
-
-def main(argv: Sequence[str] | None = None, environ: Mapping[str, str] | None = None) -> int:
-    """Runs one command and returns the exit code."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    if COMPLETION_VARIABLE in (environ := os.environ if environ is None else environ):
-        from gpushare_agent.cli import completion
-
-        return completion.answer_shell(PLUGIN_LINE)
-    return PLUGIN_LINE.main(arguments, environ)
 
 
 def complete(argv: Sequence[str] | None = None) -> int:
@@ -43,3 +32,5 @@ PLUGIN_LINE = CommandLine(
     commands=(*view_commands(is_plugin=True), print_version("kubectl-gpushare")),
     more=f"`{KUBECTL} COMMAND --help` explains one; docs/reference/cli.md lists the rights that you need.",
 )
+
+main = PLUGIN_LINE.main

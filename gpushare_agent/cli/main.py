@@ -6,48 +6,45 @@ Each command imports its app only when it runs: the time from process start to r
 
 from __future__ import annotations
 
-import argparse
-import os
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import structlog
 
 from gpushare_agent.cli.command_line import (
     ALL_SETTINGS,
-    COMPLETION_VARIABLE,
     PROGRAM,
     Command,
     CommandLine,
     Invocation,
     add_output,
+    arg,
+    lazy,
+    number,
+    one_of,
     print_version,
-    run_app,
 )
 from gpushare_agent.cli.view_commands import view_commands
 from gpushare_agent.settings.node_configuration import NamedConfiguration
-from gpushare_agent.settings.settings import LoadedSettings, Settings, SettingsError
+from gpushare_agent.settings.settings import LoadedSettings, Settings
 from gpushare_agent.settings.sources import DAEMONSETS
 
 log = structlog.get_logger(__name__)
 
 _RESOURCE_SETTINGS = ("resources", "gpushare", "placement")
 _GPU_SETTINGS = ("driver", "simulated")
+_VDEVICE_EXIT_CODES = """\
+exit codes:
+  0    registered and read; with --no-register: read
+  1    refused, or the files cannot be read
+  2    the command line is wrong
+  3    the agent did not answer; the files were read and printed
+  130  interrupted, which is how --watch ends"""
 
 
-def main(argv: Sequence[str] | None = None, environ: Mapping[str, str] | None = None) -> int:
-    """Runs one command and returns the exit code."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    if COMPLETION_VARIABLE in (environ := os.environ if environ is None else environ):
-        from gpushare_agent.cli import completion
-
-        return completion.answer_shell(COMMAND_LINE)
-    return COMMAND_LINE.main(arguments, environ)
-
-
-def _run(call: Invocation) -> int:
+def _run(call: Invocation) -> Coroutine[Any, Any, int]:
     # Logging before the import: what the imports and the settings have to say is in the chosen format.
     loaded = call.load_with_logs()
     _log_migrated_keys(loaded)
@@ -64,7 +61,7 @@ def _run(call: Invocation) -> int:
             _log_migrated_keys(loaded)
         return loaded.settings
 
-    return run_app(run_agent(loaded.settings, reload=reload))
+    return run_agent(loaded.settings, reload=reload)
 
 
 def _log_migrated_keys(loaded: LoadedSettings) -> None:
@@ -78,70 +75,12 @@ def _log_migrated_keys(loaded: LoadedSettings) -> None:
             log.info("foreign_setting_read", key=key.name, value=key.value, source=key.source, becomes=text)
 
 
-def _config_arguments(parser: argparse.ArgumentParser) -> None:
-    add_output(parser, also=("markdown",))
-    parser.add_argument(
-        "--node-configuration", metavar="FILE", type=Path,
-        help="with this named configuration, as nodes have it whose label names it",
-    )  # fmt: skip
-
-
-def _config(call: Invocation) -> int:
-    from gpushare_agent.cli import show_settings
-
-    path, named = call.options.node_configuration, None
-    if path is not None:
-        try:
-            named = NamedConfiguration(name=path.name, content=path.read_bytes())
-        except OSError as error:
-            # As a file of --config: exit code 2.
-            raise SettingsError([f"the configuration {path} cannot be read: {error.strerror}"]) from error
-    text = show_settings.render(call.load(named), call.options.output)
-    print(text, end="")
-    return 0
-
-
-def _extender(call: Invocation) -> int:
+def _extender(call: Invocation) -> Coroutine[Any, Any, int]:
     loaded = call.load_with_logs()
     _log_migrated_keys(loaded)
     from gpushare_agent.extender import app as extender
 
-    return run_app(extender.run(loaded.settings))
-
-
-def _sandbox_arguments(parser: argparse.ArgumentParser) -> None:
-    from gpushare_agent.cli import sandbox
-
-    sandbox.add_arguments(parser)
-
-
-def _sandbox_words(argv: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
-    from gpushare_agent.cli import sandbox
-
-    return sandbox.split_inner_command(argv)
-
-
-def _sandbox(call: Invocation) -> int:
-    from gpushare_agent.cli import sandbox
-
-    return run_app(sandbox.run(call.options, list(call.flags), call.rest))
-
-
-def _simulate_arguments(parser: argparse.ArgumentParser) -> None:
-    from gpushare_agent.cli import simulate
-
-    simulate.add_arguments(parser)
-
-
-def _simulate(call: Invocation) -> int:
-    settings = call.settings(log_level="error")
-    from gpushare_agent.cli import simulate
-
-    return simulate.run(call.options, settings)
-
-
-def _completion_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("shell", choices=("bash", "zsh", "fish"), help="whose script to print")
+    return extender.run(loaded.settings)
 
 
 def _completion(call: Invocation) -> int:
@@ -152,97 +91,14 @@ def _completion(call: Invocation) -> int:
     return 0
 
 
-def _check(call: Invocation) -> int:
-    settings = call.settings(log_level="error")
-    from gpushare_agent.cli import check
-
-    return run_app(check.run(settings, form=call.options.output))
-
-
-def _driver_volume_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--check", action="store_true", help="print what would be done, and change nothing")
-    parser.add_argument("--prune", action="store_true", help="remove old versions that no container has mounted")
-    parser.add_argument("--only", choices=("nvidia", "origin"), help="make this volume of volume.conf and no other")
-    add_output(parser)
-
-
-def _driver_volume(call: Invocation) -> int:
-    settings, options = call.settings(), call.options
-    from gpushare_agent.cli import driver_volume
-    from gpushare_agent.isolation.driver_volume.plan import VolumeName
-
-    only = VolumeName(options.only) if options.only else None
-    return driver_volume.run(settings, check=options.check, prune=options.prune, form=options.output, only=only)
-
-
-def _driver_devices_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--dev", type=Path, default=Path("/dev"), help="the host's /dev as this process sees it")
-
-
-def _driver_devices(call: Invocation) -> int:
-    settings = call.settings()
-    from gpushare_agent.cli import driver_devices
-
-    return run_app(driver_devices.run(settings.kubelet.device_plugin_path, call.options.dev))
-
-
-def _cdi_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "action", choices=("generate", "list"), help="write the agent's spec, or print which spec names each GPU"
-    )
-    parser.add_argument("--check", action="store_true", help="generate: print what would be done, and change nothing")
-    add_output(parser)
-
-
-def _cdi(call: Invocation) -> int:
-    settings, options = call.settings(log_level="error"), call.options
-    from gpushare_agent.cli import cdi
-
-    return run_app(cdi.run(settings, action=options.action, check=options.check, form=options.output))
-
-
-def _vdevice_arguments(parser: argparse.ArgumentParser) -> None:
-    from gpushare_agent.cli import vdevice
-
-    vdevice.add_arguments(parser, {})
-
-
-def _vdevice(call: Invocation) -> int:
-    """Parses its words itself: the same client also runs as a module, without this command line."""
-    from gpushare_agent.cli import vdevice
-
-    return vdevice.run(call.rest, call.environ, program=f"{PROGRAM} vdevice")
-
-
-def _mps_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--check", action="store_true", help="ask the daemon once, whoever runs it: 0 when it serves")
-
-
-def _mps(call: Invocation) -> int:
-    settings = call.settings(log_level="error" if call.options.check else None)
-    from gpushare_agent.cli import mps_supervisor
-
-    return run_app(mps_supervisor.check(settings) if call.options.check else mps_supervisor.run(settings))
-
-
-def _cordon_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--reason", metavar="TEXT", default="", help="why, for whoever finds the GPU cordoned")
-    _uncordon_arguments(parser)
-
-
-def _uncordon_arguments(parser: argparse.ArgumentParser) -> None:
-    from gpushare_agent.cli import cordon
-
-    cordon.add_arguments(parser)
-
-
-def _ask_agent(action: str, call: Invocation) -> int:
-    # Without logging: standard output and error are the answer to a person.
-    settings = call.load().settings
-    from gpushare_agent.cli import cordon
-
-    return cordon.run(action, call.options, settings.control.socket)
-
+_CORDONED = (
+    one_of(
+        arg("gpu GPU", "the GPU: its index (of a MIG instance 0:1), its UUID, or its beginning", nargs="?"),
+        arg("--list", "print the GPUs and their health, and change nothing"),
+    ),
+    add_output,
+    arg("--socket PATH", "the agent's control socket (default: the setting)", type=Path),
+)
 
 COMMANDS: tuple[Command, ...] = (
     Command(
@@ -259,18 +115,25 @@ COMMANDS: tuple[Command, ...] = (
         summary="print the settings in effect and where each came from",
         description="Prints the settings in effect and where each came from; yaml is a settings file, markdown the"
         " reference of all settings.",
-        run=_config,
+        run=lazy("show_settings:run"),
         examples=("config --config settings.yaml -o yaml",),
-        add_arguments=_config_arguments,
+        arguments=(
+            partial(add_output, also=("markdown",)),
+            arg(
+                "--node-configuration FILE",
+                "with this named configuration, as nodes have it whose label names it",
+                type=Path,
+            ),
+        ),
         settings=ALL_SETTINGS,
     ),
     Command(
         name="check",
         summary="check what of this node is in place, and print the remedy for what is not",
         description="Checks what of this node is in place for the agent, and prints the remedy for what is not.",
-        run=_check,
+        run=lazy("check:run"),
         examples=("check --isolation mps",),
-        add_arguments=add_output,
+        arguments=(add_output,),
         settings=(
             *("node_name", "isolation", "isolations_allowed", "device_list_strategy", "fail_on_init_error"),
             *("extra_config", "volume_config", "kubeconfig", *_GPU_SETTINGS, "resources", "gpushare", "kubelet"),
@@ -283,63 +146,92 @@ COMMANDS: tuple[Command, ...] = (
         name="driver-volume",
         summary="collect the driver's files for containers to mount",
         description="Collects the driver's libraries and programs for containers to mount.",
-        run=_driver_volume,
+        run=lazy("driver_volume:run"),
         examples=("driver-volume --check",),
-        add_arguments=_driver_volume_arguments,
+        arguments=(
+            arg("--check", "print what would be done, and change nothing"),
+            arg("--prune", "remove old versions that no container has mounted"),
+            arg("--only", "make this volume of volume.conf and no other", choices=("nvidia", "origin")),
+            add_output,
+        ),
         settings=("volume_config", "driver_volume"),
     ),
     Command(
         name="driver-devices",
         summary="give this project's own pods NVIDIA's device nodes where its container runtime is not installed",
         description="Serves the resource gpushare-agent/driver, which is all of the node's NVIDIA device nodes.",
-        run=_driver_devices,
+        run=lazy("driver_devices:run"),
         examples=("driver-devices --dev /host/dev",),
-        add_arguments=_driver_devices_arguments,
+        arguments=(arg("--dev DEV", "the host's /dev as this process sees it", type=Path, default=Path("/dev")),),
         settings=("kubelet.device_plugin_path", "log"),
     ),
     Command(
         name="cdi",
         summary="name the GPUs for container runtimes by CDI, and print which spec names each",
         description="Names the node's GPUs for container runtimes by CDI, and prints which spec names each.",
-        run=_cdi,
+        run=lazy("cdi:run"),
         examples=("cdi generate --check",),
-        add_arguments=_cdi_arguments,
+        arguments=(
+            arg("action", "write the agent's spec, or print which spec names each GPU", choices=("generate", "list")),
+            arg("--check", "generate: print what would be done, and change nothing"),
+            add_output,
+        ),
         settings=(*_GPU_SETTINGS, "isolation", "isolations_allowed", "volume_config", "cdi"),
     ),
     Command(
         name="vdevice",
         summary="inside a container: register, and print its limits and PIDs",
         description="Registers this container with the node's GPU agent and prints the limits and PIDs that it wrote.",
-        run=_vdevice,
-        add_arguments=_vdevice_arguments,
-        # All words are its own: in a container there are no settings to read.
-        split_rest=lambda argv: ((), argv),
+        run=lazy("vdevice:run"),
+        arguments=(
+            arg(
+                "--addr ADDR",
+                "the vDevice socket, or its directory (default: GPUSHARE_VDEVICE, else /etc/vcuda/vcuda.sock)",
+                default=None,
+            ),
+            arg("--bus-id BUS_ID", "PCI bus ID; usually empty"),
+            arg("--pod-uid POD_UID", "default: as vcuda.config beside the socket says"),
+            one_of(
+                arg("--cont-id ID", "register by container ID, 64 hexadecimal digits"),
+                arg("--cont-name NAME", "register by name; default: as vcuda.config says"),
+            ),
+            arg("--no-register", "only read the files", dest="register", action="store_false"),
+            arg(
+                "-w --watch SECONDS",
+                "go on reading every SECONDS (1) and print what changed, until interrupted",
+                nargs="?",
+                type=number(0.1, 3600, " seconds"),
+                const=1.0,
+            ),
+            arg("-o --output", "json: a document a line", choices=("text", "json"), default="text"),
+        ),
+        help_note=_VDEVICE_EXIT_CODES,
     ),
     Command(
         name="mps",
         summary="run NVIDIA's MPS control daemon on this node",
         description="Runs NVIDIA's MPS control daemon on this node until SIGTERM or SIGINT.",
-        run=_mps,
+        run=lazy("mps_supervisor:run"),
         examples=("mps --check",),
-        add_arguments=_mps_arguments,
+        arguments=(arg("--check", "ask the daemon once, whoever runs it: 0 when it serves"),),
         settings=("driver", "mps", "log"),
     ),
     Command(
         name="cordon",
         summary="take a GPU out of service; running pods go on",
         description="Takes a GPU out of service: pods that run on it go on, no new pod gets it. Needs root on the node.",
-        run=partial(_ask_agent, "cordon"),
+        run=partial(lazy("cordon:run"), "cordon"),
         examples=("cordon 3 --reason 'fan replaced on Monday'", "cordon --list"),
-        add_arguments=_cordon_arguments,
+        arguments=(arg("--reason TEXT", "why, for whoever finds the GPU cordoned"), *_CORDONED),
         settings=("control",),
     ),
     Command(
         name="uncordon",
         summary="put a GPU back in service, and end its wait for a reset",
         description="Puts a GPU back in service, and ends its wait for a reset. Needs root on the node.",
-        run=partial(_ask_agent, "uncordon"),
+        run=partial(lazy("cordon:run"), "uncordon"),
         examples=("uncordon 3",),
-        add_arguments=_uncordon_arguments,
+        arguments=_CORDONED,
         settings=("control",),
     ),
     Command(
@@ -355,24 +247,24 @@ COMMANDS: tuple[Command, ...] = (
         name="sandbox",
         summary="try the agent on an embedded node, without a cluster or a GPU",
         description="Runs the agent on an embedded node: no cluster, no GPU, no root.",
-        run=_sandbox,
+        run=lambda call: lazy("sandbox:run")(call.options, list(call.flags), call.rest),
         examples=("sandbox --gpus 4 --samples fitting",),
-        add_arguments=_sandbox_arguments,
+        arguments=(lazy("sandbox:add_arguments"),),
         settings=("isolation", "share_mode", "simulated", *_RESOURCE_SETTINGS, "web", "debug", "log"),
         help_note="The settings are those of its agents.",
-        split_rest=_sandbox_words,
+        split_rest=lazy("sandbox:split_inner_command"),
     ),
     Command(
         name="simulate",
         summary="replay a workload on a simulated cluster, and compare policies",
         description="Replays a workload on a simulated cluster with the real decisions, and compares what policies make"
         " of it.",
-        run=_simulate,
+        run=lazy("simulate:run"),
         examples=(
             "simulate --nodes 200 --generate 20000 --plot policies.png",
             "simulate --nodes nodes.csv --pods pods.csv --policy binpack,agent-only -o json",
         ),
-        add_arguments=_simulate_arguments,
+        arguments=(lazy("simulate:add_arguments"),),
         settings=_RESOURCE_SETTINGS,
     ),
     Command(
@@ -382,7 +274,7 @@ COMMANDS: tuple[Command, ...] = (
         run=_completion,
         examples=("completion bash",),
         help_note=f"In a running bash: source <({PROGRAM} completion bash)",
-        add_arguments=_completion_arguments,
+        arguments=(arg("shell", "whose script to print", choices=("bash", "zsh", "fish")),),
     ),
     print_version(PROGRAM),
 )
@@ -393,3 +285,5 @@ COMMAND_LINE: CommandLine = CommandLine(
     commands=COMMANDS,
     more=f"`{PROGRAM} COMMAND --help` explains one; `{PROGRAM} run --help` explains every setting.",
 )
+
+main = COMMAND_LINE.main

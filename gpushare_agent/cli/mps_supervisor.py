@@ -13,6 +13,7 @@ from pathlib import Path
 
 import structlog
 
+from gpushare_agent.cli.command_line import Invocation
 from gpushare_agent.gpus.nvml.compute_mode import ComputeModes
 from gpushare_agent.isolation.mps.part import mps_control
 from gpushare_agent.isolation.mps.supervision import Condition, MpsDaemonProcess, MpsSupervision, Timeouts
@@ -28,6 +29,11 @@ START_COMMANDS = 4
 HOST_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - the host's own, which is neither created nor labelled here
 
 
+async def run(call: Invocation) -> int:
+    """Raises StartupError."""
+    return await (check(call.settings()) if call.options.check else supervise(call.settings(None)))
+
+
 async def check(settings: Settings) -> int:
     """Probes the daemon once, whoever runs it, and prints the result; 0 when it serves, else 1."""
     try:
@@ -39,7 +45,7 @@ async def check(settings: Settings) -> int:
     return 0
 
 
-async def run(settings: Settings) -> int:
+async def supervise(settings: Settings) -> int:
     """Runs the daemon until SIGTERM or SIGINT; a second one ends the waiting for clients. Raises StartupError."""
     control, modes, mps = mps_control(settings), ComputeModes(), settings.mps
     # The host's own /dev/shm is there already, and is not to be labelled.

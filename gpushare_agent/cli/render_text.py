@@ -11,45 +11,23 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NotRequired, TypeVar
+from typing import TypedDict, TypeVar
 
 from rich.cells import cell_len
 from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
-from typing_extensions import ReadOnly, TypedDict
 
 from gpushare_agent.cli.command_line import Form
 from gpushare_agent.model.names import GIB
+from gpushare_agent.observability.documents import Cores, Memory, ReportedGpu
 from gpushare_agent.observability.node_snapshot import NO_REASON
 
 
 class ShownContainer(TypedDict):
     """What is asked of a container in any document."""
 
-    namespace: ReadOnly[str]
-
-
-class ShownMig(TypedDict):
-    label: ReadOnly[str]
-
-
-class ShownGpu(TypedDict):
-    """What is asked of a GPU in any document: its health, and its name in the node."""
-
-    index: ReadOnly[int]
-    mig: ReadOnly[NotRequired[ShownMig]]
-    is_healthy: ReadOnly[bool]
-    health_reason: ReadOnly[str | None]
-    cordoned: ReadOnly[str | None]
-
-
-class ShownCores(TypedDict):
-    capacity: ReadOnly[int]
-
-
-class ShownSizedGpu(ShownGpu):
-    cores: ReadOnly[ShownCores]
+    namespace: str
 
 
 C = TypeVar("C", bound=ShownContainer)
@@ -100,7 +78,7 @@ def _prints_unicode() -> bool:
     return codecs.lookup(sys.stdout.encoding or "utf-8").name == "utf-8"  # a stream of texts alone has none
 
 
-def in_namespace(containers: list[C], namespace: str) -> list[C]:
+def in_namespace(containers: Sequence[C], namespace: str) -> list[C]:
     """The containers of one namespace, all where it is empty."""
     return [one for one in containers if namespace in ("", one["namespace"])]
 
@@ -187,44 +165,54 @@ def part_of(part: float, whole: float, shown: Callable[[float], str] = "{:.0f}".
     return f"{shown(part)}/{shown(whole)}{_share_of(part, whole)}"
 
 
-def allocated_line(cores: tuple[int, int], memory_bytes: tuple[int, int]) -> str:
-    """Cores and memory of several GPUs together, each allocated and all."""
+def sums(gpus: Sequence[ReportedGpu]) -> tuple[Cores, Memory]:
+    """Cores and memory of several GPUs together."""
+    cores, memory = [gpu["cores"] for gpu in gpus], [gpu["memory"] for gpu in gpus]
     return (
-        f"allocated {cores[0]}/{cores[1]} GPU cores{_share_of(*cores)}, "
-        f"memory {gib(memory_bytes[0])}/{gib(memory_bytes[1])} GiB{_share_of(*memory_bytes)}"
+        {"allocated": sum(one["allocated"] for one in cores), "capacity": sum(one["capacity"] for one in cores)},
+        {
+            "allocated_bytes": sum(one["allocated_bytes"] for one in memory),
+            "capacity_bytes": sum(one["capacity_bytes"] for one in memory),
+        },
     )
+
+
+def allocated_line(cores: Cores, memory: Memory) -> str:
+    used, size = memory["allocated_bytes"], memory["capacity_bytes"]
+    of_cores = f"{cores['allocated']}/{cores['capacity']} GPU cores{_share_of(cores['allocated'], cores['capacity'])}"
+    return f"allocated {of_cores}, memory {gib(used)}/{gib(size)} GiB{_share_of(used, size)}"
 
 
 def _share_of(part: float, whole: float) -> str:
     return f" ({percent(part / whole)} %)" if whole else ""
 
 
-def gpu_label(gpu: ShownGpu) -> str:
+def gpu_label(gpu: ReportedGpu) -> str:
     """The index, of a MIG instance NVIDIA's `0:1`."""
     return plain(gpu["mig"]["label"] if "mig" in gpu else gpu["index"])
 
 
-def is_given_whole(gpu: ShownSizedGpu) -> bool:
+def is_given_whole(gpu: ReportedGpu) -> bool:
     """Whether it is a MIG instance that takes no shares: it has no cores to offer, and is given by NVIDIA's name alone."""
     return "mig" in gpu and not gpu["cores"]["capacity"]
 
 
-def is_cordoned(gpu: ShownGpu) -> bool:
+def is_cordoned(gpu: ReportedGpu) -> bool:
     return gpu["cordoned"] is not None
 
 
-def is_unhealthy(gpu: ShownGpu) -> bool:
+def is_unhealthy(gpu: ReportedGpu) -> bool:
     """Whether something is wrong with the GPU itself: a cordoned one is not offered, and may be healthy."""
     # A cordoned GPU is offered as Unhealthy too; only a reason says that something else is wrong with it.
     return bool(gpu["health_reason"]) or not (gpu["is_healthy"] or is_cordoned(gpu))
 
 
-def health_word(gpu: ShownGpu) -> str:
+def health_word(gpu: ReportedGpu) -> str:
     """The state of a GPU of the node's document: Healthy, Cordoned, Unhealthy, or both of these."""
     return ", ".join(word for word, _ in _words_with_reasons(gpu)) or "Healthy"
 
 
-def health_reasons(gpu: ShownGpu) -> list[str]:
+def health_reasons(gpu: ReportedGpu) -> list[str]:
     """Why, where a reason is known: the operator's words and what is wrong with the GPU itself. Where a GPU is both, each
     begins with its word."""
     reported = {word: reason for word, reason in _words_with_reasons(gpu) if reason}
@@ -234,12 +222,12 @@ def health_reasons(gpu: ShownGpu) -> list[str]:
     return list(reported.values())
 
 
-def health_line(gpu: ShownGpu) -> str:
+def health_line(gpu: ReportedGpu) -> str:
     """Each word with its reason."""
     return "; ".join(f"{word}: {reason}" if reason else word for word, reason in _words_with_reasons(gpu)) or "Healthy"
 
 
-def _words_with_reasons(gpu: ShownGpu) -> list[tuple[str, str]]:
+def _words_with_reasons(gpu: ReportedGpu) -> list[tuple[str, str]]:
     reported = (("Cordoned", is_cordoned(gpu), gpu["cordoned"]), ("Unhealthy", is_unhealthy(gpu), gpu["health_reason"]))
     return [
         (word, plain(reason) if reason and reason not in _EMPTY_REASONS else "")
@@ -252,7 +240,7 @@ def health_style(word: str) -> str:
     return "green" if word == "Healthy" else ("yellow" if word == "Cordoned" else "red")
 
 
-def out_of_service(gpus: Sequence[ShownGpu]) -> str:
+def out_of_service(gpus: Sequence[ReportedGpu]) -> str:
     """`, 1 unhealthy, 2 cordoned`; empty where all are in service."""
     counts = ((sum(map(is_unhealthy, gpus)), "unhealthy"), (sum(map(is_cordoned, gpus)), "cordoned"))
     return "".join(f", {number} {word}" for number, word in counts if number)

@@ -13,15 +13,6 @@ from msgspec import Struct, field
 from rich.console import Group
 from rich.text import Text
 
-from gpushare_agent.cli.agent_documents import (
-    ContainerDocument,
-    ContainerGpu,
-    ContainerUsage,
-    GpuDocument,
-    GpuUsage,
-    NodeDocument,
-    UnattributedProcess,
-)
 from gpushare_agent.cli.command_line import Sort
 from gpushare_agent.cli.render_text import (
     CORES_COLUMN,
@@ -44,9 +35,11 @@ from gpushare_agent.cli.render_text import (
     percent,
     plain,
     plain_cell,
+    sums,
     width_of,
 )
 from gpushare_agent.model.usage import SmSource
+from gpushare_agent.observability import documents
 
 FIRST, STATE, SM, ALLOC, TEMP, POWER = "GPU / CONTAINER", "STATE", "SM %", "ALLOC GiB", "TEMP °C", "POWER W"
 SM_BAR, MEMORY_BAR = "", " "
@@ -83,7 +76,7 @@ class Line(Struct, frozen=True, kw_only=True):
     style: str = ""
 
 
-def top_lines(document: NodeDocument, width: int = PIPE_WIDTH, choice: Choice | None = None) -> list[Line]:
+def top_lines(document: documents.NodeDocument, width: int = PIPE_WIDTH, choice: Choice | None = None) -> list[Line]:
     """A line for each GPU, below it why it is out of service, as many lines as that needs in this width, and one line for
     each of its containers and for each unattributed process. A filter leaves out GPUs without a container that fits."""
     choice = choice or Choice()
@@ -113,18 +106,18 @@ def _order(sort: Sort, loads: Callable[[Any], Mapping[str, float | None]]) -> Ca
     return lambda one: 0.0 if sort == "gpu" else -(loads(one)[sort] or 0.0)
 
 
-def _gpu_loads(gpu: GpuDocument) -> dict[str, float | None]:
+def _gpu_loads(gpu: documents.GpuDocument) -> dict[str, float | None]:
     usage = gpu["usage"] or {}
     cores = gpu["cores"]["allocated"] / (gpu["cores"]["capacity"] or 1)
     return {"sm": usage.get("sm_ratio"), "memory": usage.get("memory_used_bytes"), "cores": cores}
 
 
-def _part_loads(container: ContainerDocument, part: ContainerGpu) -> dict[str, float | None]:
+def _part_loads(container: documents.ContainerDocument, part: documents.ContainerGpu) -> dict[str, float | None]:
     usage = part["usage"] or {}
     return {"sm": usage.get("sm_ratio"), "memory": usage.get("memory_bytes"), "cores": container["cores"]}
 
 
-def gpu_lines(gpu: GpuDocument, width: int, state: str = "") -> list[Line]:
+def gpu_lines(gpu: documents.GpuDocument, width: int, state: str = "") -> list[Line]:
     """The GPU, and why it is out of service. `state` where it is another than the document's."""
     usage, memory = gpu["usage"] or {}, gpu["memory"]
     state, used = state or health_word(gpu), usage.get("memory_used_bytes")
@@ -150,12 +143,12 @@ def gpu_lines(gpu: GpuDocument, width: int, state: str = "") -> list[Line]:
     return [line, *(Line(cells={FIRST: REASON_INDENT + part}, style=style) for part in reasons)]
 
 
-def _name(container: ContainerDocument) -> str:
+def _name(container: documents.ContainerDocument) -> str:
     return f"{container['namespace']}/{container['pod']}/{container['container']}"
 
 
-def _container_line(container: ContainerDocument, part: ContainerGpu | None) -> Line:
-    usage: ContainerUsage = (part["usage"] if part is not None else None) or {}
+def _container_line(container: documents.ContainerDocument, part: documents.ContainerGpu | None) -> Line:
+    usage: documents.ContainerUsage = (part["usage"] if part is not None else None) or {}
     limit = container["memory_bytes"] if part is None else part["memory_bytes"]
     used = usage.get("memory_bytes")
     cores = "whole" if container["is_whole"] else of_cores(container["cores"], container["core_limit"])
@@ -173,12 +166,12 @@ def _container_line(container: ContainerDocument, part: ContainerGpu | None) -> 
     )
 
 
-def _process_lines(part: ContainerGpu) -> list[Line]:
+def _process_lines(part: documents.ContainerGpu) -> list[Line]:
     """The driver's use of a process is its container's; more is not known of each."""
     return [Line(cells={FIRST: f"    process {pid}"}) for pid in (part["usage"] or {}).get("pids", ())]
 
 
-def _unattributed_line(process: UnattributedProcess) -> Line:
+def _unattributed_line(process: documents.UnattributedProcess) -> Line:
     cells = {
         FIRST: f"  process {process['pid']} of no container",
         STATE: process["kind"],
@@ -201,7 +194,7 @@ def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.0f}"
 
 
-def _power(usage: GpuUsage) -> str:
+def _power(usage: documents.GpuUsage) -> str:
     used, limit = usage.get("power_watts"), usage.get("power_limit_watts")
     return f"{_number(used)}/{_number(limit)}" if limit is not None else _number(used)
 
@@ -284,7 +277,7 @@ def _row(cells: Mapping[str, Text], widths: Mapping[str, int], *, style: str) ->
     return row
 
 
-def heading(document: NodeDocument, width: int = PIPE_WIDTH) -> list[Text]:
+def heading(document: documents.NodeDocument, width: int = PIPE_WIDTH) -> list[Text]:
     """The node in one line, all its GPUs together in another, as much of each as fits; below why the agent is not ready."""
     agent, gpus = document["agent"], document["gpus"]
     style = "" if agent["is_ready"] else "yellow"
@@ -302,18 +295,13 @@ def heading(document: NodeDocument, width: int = PIPE_WIDTH) -> list[Text]:
     return [Text(line, style=style) for line in [*lines, *reasons]]
 
 
-def together(gpus: Sequence[GpuDocument]) -> list[str]:
+def together(gpus: Sequence[documents.GpuDocument]) -> list[str]:
     """Use is a part of all GPUs together; of those without a sample it is not known, and they count as idle."""
     usages = [gpu["usage"] for gpu in gpus if gpu["usage"]]
-    cores = sum(gpu["cores"]["allocated"] for gpu in gpus), sum(gpu["cores"]["capacity"] for gpu in gpus)
-    memory = (
-        sum(gpu["memory"]["allocated_bytes"] for gpu in gpus),
-        sum(gpu["memory"]["capacity_bytes"] for gpu in gpus),
-    )
     busy = [ratio for usage in usages if (ratio := usage.get("sm_ratio")) is not None]
     used = [size for usage in usages if (size := usage.get("memory_used_bytes")) is not None]
     return [
-        allocated_line(cores, memory),
+        allocated_line(*sums(gpus)),
         # Divided by all GPUs: those without a sample count as idle.
         f"used: SM {percent(sum(busy) / len(gpus) if busy else None)} %, memory {gib(sum(used) if used else None)} GiB",
     ]
@@ -329,7 +317,7 @@ def _fitted(parts: Sequence[str], width: int) -> str:
     return line
 
 
-def _sampled(document: NodeDocument) -> str:
+def _sampled(document: documents.NodeDocument) -> str:
     sampled_at = document["agent"]["sampled_at"]
     if sampled_at is None:
         return "usage not sampled yet"

@@ -62,7 +62,7 @@ from gpushare_agent.sandbox.workload import WorkloadPlayer
 from gpushare_agent.settings.settings import LoadedSettings, Settings, SettingsError, load_settings
 
 if TYPE_CHECKING:
-    from gpushare_agent.cli.agent_documents import NodeDocument
+    from gpushare_agent.observability.documents import NodeDocument
 
 _TIMES = KubeletTimes(status_interval_s=1.0, container_start_s=0.2)
 

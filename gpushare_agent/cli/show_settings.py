@@ -9,11 +9,24 @@ from __future__ import annotations
 from operator import attrgetter
 from typing import Any, Literal
 
-from gpushare_agent.cli.command_line import Form
+from gpushare_agent.cli.command_line import Form, Invocation
 from gpushare_agent.cli.render_text import as_json, plain
+from gpushare_agent.settings.node_configuration import NamedConfiguration
 from gpushare_agent.settings.reference import all_keys, markdown, text_of
-from gpushare_agent.settings.settings import NODE_NAME_SOURCES, LoadedSettings
+from gpushare_agent.settings.settings import NODE_NAME_SOURCES, LoadedSettings, SettingsError
 from gpushare_agent.settings.sources import MigratedKey
+
+
+def run(call: Invocation) -> int:
+    """Raises SettingsError, also for a named configuration that cannot be read, as for a file of --config."""
+    path, named = call.options.node_configuration, None
+    if path is not None:
+        try:
+            named = NamedConfiguration(name=path.name, content=path.read_bytes())
+        except OSError as error:
+            raise SettingsError([f"the configuration {path} cannot be read: {error.strerror}"]) from error
+    print(render(call.load(named), call.options.output), end="")
+    return 0
 
 
 def render(loaded: LoadedSettings, output: Form | Literal["markdown"]) -> str:

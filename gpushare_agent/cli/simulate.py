@@ -16,7 +16,7 @@ from typing import TypeVar
 from rich.console import RenderableType
 from rich.text import Text
 
-from gpushare_agent.cli.command_line import add_output
+from gpushare_agent.cli.command_line import Invocation, add_output, arg, number, one_of, whole_number
 from gpushare_agent.cli.render_text import grid, print_as, progress
 from gpushare_agent.extender.values import ClusterPolicy
 from gpushare_agent.isolation.resource_names import resource_names
@@ -33,7 +33,7 @@ from gpushare_agent.simulation.inflation import (
     inflate,
     inflation_document,
 )
-from gpushare_agent.simulation.results import PolicyResult, Rules, Waits, compare, document
+from gpushare_agent.simulation.results import PolicyResult, Rules, compare, document
 from gpushare_agent.simulation.schedulers import NoNode, Policy, nodes_per_try
 from gpushare_agent.simulation.traces import read_cluster, read_hosts, read_kinds, read_workload
 from gpushare_agent.simulation.workload import Cluster, Size, Workload, at_load
@@ -62,53 +62,31 @@ def tables(results: Sequence[PolicyResult], cluster: Cluster, workload: Workload
 
 
 def _summary(results: Sequence[PolicyResult]) -> RenderableType:
-    columns = (
-        "POLICY",
-        "CORES",
-        "MEMORY",
-        "HIGHEST",
-        "UNUSABLE",
-        "RAN",
-        "MEAN WAIT",
-        "REFUSED",
-        "GIVEN UP",
-        "ALL OVER",
-    )
-    rows = []
-    for result in results:
-        measured, tally = result.measured, result.tally
-        rows.append(
-            (
-                result.policy.value,
-                _percent(measured.cores_part),
-                _percent(measured.memory_part),
-                _percent(measured.highest_cores_part),
-                _percent(measured.fragmentation),
-                str(result.ran),
-                span(result.waits().mean_s),
-                str(tally.refused_pods),
-                str(tally.gave_up),
-                span(result.took_s),
-            )
-        )
-    return grid(columns, rows, right=columns[1:])
+    cells: dict[str, Callable[[PolicyResult], str]] = {
+        "POLICY": lambda one: one.policy.value,
+        "CORES": lambda one: _percent(one.measured.cores_part),
+        "MEMORY": lambda one: _percent(one.measured.memory_part),
+        "HIGHEST": lambda one: _percent(one.measured.highest_cores_part),
+        "UNUSABLE": lambda one: _percent(one.measured.fragmentation),
+        "RAN": lambda one: str(one.ran),
+        "MEAN WAIT": lambda one: span(one.waits().mean_s),
+        "REFUSED": lambda one: str(one.tally.refused_pods),
+        "GIVEN UP": lambda one: str(one.tally.gave_up),
+        "ALL OVER": lambda one: span(one.took_s),
+    }
+    rows = [[cell(one) for cell in cells.values()] for one in results]
+    return grid([*cells], rows, right=[*cells][1:])
 
 
 def _waits(results: Sequence[PolicyResult]) -> RenderableType:
     columns = ("WAITS OF", "POLICY", "RAN", "WAITED", "MEAN", "P50", "P95", "LONGEST")
-    rows = [(size.value, result.policy.value, *_waits_cells(result.waits(size))) for size in Size for result in results]
+    rows = []
+    for size in Size:
+        for result in results:
+            waits = result.waits(size)
+            spans = map(span, (waits.mean_s, waits.p50_s, waits.p95_s, waits.longest_s))
+            rows.append((size.value, result.policy.value, str(waits.ran), str(waits.waited), *spans))
     return grid(columns, rows, right=columns[2:])
-
-
-def _waits_cells(waits: Waits) -> tuple[str, ...]:
-    return (
-        str(waits.ran),
-        str(waits.waited),
-        span(waits.mean_s),
-        span(waits.p50_s),
-        span(waits.p95_s),
-        span(waits.longest_s),
-    )
 
 
 def _reasons(results: Sequence[PolicyResult]) -> list[RenderableType]:
@@ -153,83 +131,57 @@ _USUAL_LOAD = 1.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add(
-        "--nodes",
-        metavar="N|FILE",
-        type=_nodes,
-        default=_USUAL_NODES,
-        help="a number of generated nodes, or a CSV file of nodes: name,cards,memory_mib,model, or a trace's (%(default)s)",
+    nodes = (
+        "a number of generated nodes, or a CSV file of nodes: name,cards,memory_mib,model, or a trace's (%(default)s)"
     )
-    pods = parser.add_mutually_exclusive_group()
-    pods.add_argument(
-        "--pods",
-        metavar="FILE",
-        type=Path,
-        help="a CSV file of pods: name,arrival_s,duration_s,cores,memory_mib[,models], or a trace's; instead of --generate",
+    pods = (
+        "a CSV file of pods: name,arrival_s,duration_s,cores,memory_mib[,models], or a trace's; instead of --generate"
     )
-    pods.add_argument(
-        "--generate",
-        metavar="N",
-        type=_count(MAX_PODS),
-        help=f"a number of generated pods ({_USUAL_PODS})",
+    load = (
+        "bring the arrivals closer or apart, until pods request X of all cores on average "
+        f"({_USUAL_LOAD:g} for generated pods; those of a file arrive at its times)"
     )
-    add(
-        "--load",
-        metavar="X",
-        type=_positive,
-        help="bring the arrivals closer or apart, until pods request X of all cores on average "
-        f"({_USUAL_LOAD:g} for generated pods; those of a file arrive at its times)",
+    policy = (
+        f"what to compare, separated by commas: {', '.join(Policy)} (binpack,agent-only); with --protocol inflation "
+        f"{', '.join(InflationPolicy)} (fgd,binpack)"
     )
-    add(
-        "--policy",
-        metavar="NAMES",
-        type=_names,
-        help=f"what to compare, separated by commas: {', '.join(Policy)} (binpack,agent-only); with --protocol inflation "
-        f"{', '.join(InflationPolicy)} (fgd,binpack)",
+    protocol = (
+        "inflation: the FGD paper's experiment on a trace's files, how much can be allocated while more and more is "
+        "asked for; pods do not end, CPU and main memory count (%(default)s)"
     )
-    add(
-        "--protocol",
-        choices=("replay", "inflation"),
-        default="replay",
-        help="inflation: the FGD paper's experiment on a trace's files, how much can be allocated while more and more is "
-        "asked for; pods do not end, CPU and main memory count (%(default)s)",
+    cpu_pods = (
+        "with --protocol inflation, where pods without GPUs go: as kube-scheduler's LeastAllocated or MostAllocated "
+        "sends them, as the former with the taint of facts.taint_above, or to nodes with few free GPUs (%(default)s)"
     )
-    add(
-        "--cpu-pods",
-        choices=tuple(CpuPods),
-        default=CpuPods.GPU_AWARE,
-        help="with --protocol inflation, where pods without GPUs go: as kube-scheduler's LeastAllocated or MostAllocated "
-        "sends them, as the former with the taint of facts.taint_above, or to nodes with few free GPUs (%(default)s)",
-    )
-    add(
-        "--taint-above",
-        metavar="PART",
-        type=_part,
-        default=0.5,
-        help="with --cpu-pods taint, facts.taint_above (%(default)s)",
-    )
-    add(
-        "--seed",
-        metavar="N",
-        type=int,
-        default=1,
-        help="of all random numbers: the same gives the same result (%(default)s)",
-    )
-    add(
-        "--score-percent",
-        metavar="N",
-        type=_count(100),
-        default=0,
-        help="nodes per try, kube-scheduler's percentageOfNodesToScore (its own rule: fewer in larger clusters)",
-    )
-    add("--plot", metavar="FILE", type=Path, help="also draw a chart there, as PNG")
-    add_output(parser)
-    add("-q", "--quiet", action="store_true", help="no progress on standard error")
+    per_try = "nodes per try, kube-scheduler's percentageOfNodesToScore (its own rule: fewer in larger clusters)"
+    for argument in (
+        arg("--nodes N|FILE", nodes, type=_nodes, default=_USUAL_NODES),
+        one_of(
+            arg("--pods FILE", pods, type=Path),
+            arg("--generate N", f"a number of generated pods ({_USUAL_PODS})", type=whole_number(1, MAX_PODS)),
+        ),
+        arg("--load X", load, type=number(0.01, 100)),
+        arg("--policy NAMES", policy, type=_names),
+        arg("--protocol", protocol, choices=("replay", "inflation"), default="replay"),
+        arg("--cpu-pods", cpu_pods, choices=tuple(CpuPods), default=CpuPods.GPU_AWARE),
+        arg(
+            "--taint-above PART",
+            "with --cpu-pods taint, facts.taint_above (%(default)s)",
+            type=number(0, 1),
+            default=0.5,
+        ),
+        arg("--seed N", "of all random numbers: the same gives the same result (%(default)s)", type=int, default=1),
+        arg("--score-percent N", per_try, type=whole_number(1, 100), default=0),
+        arg("--plot FILE", "also draw a chart there, as PNG", type=Path),
+        add_output,
+        arg("-q --quiet", "no progress on standard error"),
+    ):
+        argument(parser)
 
 
-def run(options: argparse.Namespace, settings: Settings) -> int:
+def run(call: Invocation) -> int:
     """Raises AgentError for a file that cannot be written, SettingsError for one that cannot be read."""
+    options, settings = call.options, call.settings()
     if options.plot is not None:
         # Before minutes of work: the library is optional and may be missing.
         plot.need_matplotlib()
@@ -333,7 +285,7 @@ def _workload(options: argparse.Namespace, cluster: Cluster, block_mib: int) -> 
 
 def _nodes(text: str) -> int | Path:
     # A file may have a name of digits only with a directory before it.
-    return _count(MAX_NODES)(text) if text.isascii() and text.isdigit() else Path(text)
+    return whole_number(1, MAX_NODES)(text) if text.isascii() and text.isdigit() else Path(text)
 
 
 def _names(text: str) -> tuple[str, ...]:
@@ -348,31 +300,3 @@ def _policies(names: Sequence[str] | None, kind: type[_P], usual: tuple[_P, ...]
     except ValueError:
         text = ",".join(names or ())
         raise SettingsError([f"--policy {text!r}: name some of {', '.join(kind)}, separated by commas"]) from None
-
-
-def _count(most: int) -> Callable[[str], int]:
-    def count(text: str) -> int:
-        value = int(text) if text.isascii() and text.isdigit() else 0
-        if not 1 <= value <= most:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 to {most}")
-        return value
-
-    return count
-
-
-def _positive(text: str) -> float:
-    return _number(text, 0.01, 100)
-
-
-def _part(text: str) -> float:
-    return _number(text, 0, 1)
-
-
-def _number(text: str, least: float, most: float) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not least <= value <= most:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from {least:g} to {most:g}")
-    return value

@@ -14,9 +14,8 @@ from msgspec.structs import replace
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from gpushare_agent.cli.agent_client import AgentTarget, open_agent, read_node
-from gpushare_agent.cli.agent_documents import NodeDocument
-from gpushare_agent.cli.command_line import SORTS, Form, Sort
+from gpushare_agent.cli.agent_client import open_agent, read_node, target_of
+from gpushare_agent.cli.command_line import SORTS, Invocation
 from gpushare_agent.cli.render_text import in_namespace, plain, print_as
 from gpushare_agent.cli.render_top import (
     Choice,
@@ -30,7 +29,7 @@ from gpushare_agent.cli.render_top import (
 )
 from gpushare_agent.cli.screen import Screen, View
 from gpushare_agent.model.errors import AgentError
-from gpushare_agent.settings.settings import Settings
+from gpushare_agent.observability.documents import NodeDocument
 
 _ERASE, _END, _CANCEL = ("\x7f", "\b"), ("\n", "\r"), "\x1b"
 _MAX_FILTER_CHARS = 100
@@ -51,33 +50,25 @@ ALLOC      memory allocated to containers
 """
 
 
-async def run(
-    settings: Settings,
-    target: AgentTarget,
-    *,
-    once: bool,
-    interval_s: float,
-    namespace: str = "",
-    sort: Sort = "gpu",
-    form: Form,
-) -> int:
+async def run(call: Invocation) -> int:
     """Prints or shows the node; `-o wide` lists processes. Raises AgentError where the first request fails."""
-    choice = Choice(sort=sort, has_processes=form == "wide")
-    async with open_agent(settings, target) as agent:
+    options, form = call.options, call.options.output
+    choice = Choice(sort=options.sort, has_processes=form == "wide")
+    async with open_agent(call.settings(), target_of(call)) as agent:
 
         async def read() -> NodeDocument:
             document = await read_node(agent)
-            document["containers"] = in_namespace(document["containers"], namespace)
+            document["containers"] = in_namespace(document["containers"], options.namespace)
             return document
 
         # Before the screen is taken: where no agent answers, the error stays to be read.
         document = await read()
         # Keys come from standard input: without a terminal there nobody could end the table.
-        if once or form in ("json", "yaml") or not (sys.stdout.isatty() and sys.stdin.isatty()):
+        if options.once or form in ("json", "yaml") or not (sys.stdout.isatty() and sys.stdin.isatty()):
             choice = replace(choice, has_bars=sys.stdout.isatty())
             print_as(form, document, lambda width: _tables(document, width, choice))
         else:
-            await _show_live(read, _Top(document, choice), interval_s)
+            await _show_live(read, _Top(document, choice), options.interval)
     return 0
 
 

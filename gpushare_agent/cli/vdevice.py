@@ -1,24 +1,24 @@
 """An in-container client of the vDevice socket, for tests and for the inspection of a pod.
 
-`gpushare-agent vdevice`, or `python -m gpushare_agent.cli.vdevice` where start-up should be short,
-registers with the flags of TKEStack's gpu-client, then prints the limits that it reads back from vcuda.config, and
-the PIDs. Missing flags (pod UID, name) are taken from the vcuda.config beside the socket. It writes
-text for people and JSON for programs. No state.
+`gpushare-agent vdevice` registers with the flags of TKEStack's gpu-client, then prints the limits that it reads back from
+vcuda.config, and the PIDs. Missing flags (pod UID, name) are taken from the vcuda.config beside the socket. It writes text
+for people and JSON for programs. No state.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import os
 import socket
 import sys
 import time
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from msgspec import Struct, to_builtins
 
+from gpushare_agent.cli.command_line import PROGRAM, Invocation
 from gpushare_agent.isolation.vdevice.format import (
     CONFIG_BYTES,
     CONFIG_NAME,
@@ -29,11 +29,14 @@ from gpushare_agent.isolation.vdevice.format import (
     decode_config,
     decode_pids,
 )
+from gpushare_agent.kit.logs import write_stderr
 from gpushare_agent.kit.peer_credentials import is_host_pid_namespace, pid_namespace_of, socket_peer
 from gpushare_agent.kit.regular_file import read_regular
 from gpushare_agent.kit.sockets import connectable_path
+from gpushare_agent.kit.supervision import ReportOnce
 from gpushare_agent.model.errors import AgentError, NotFound, Rejected, Unavailable
 from gpushare_agent.model.names import MIB, is_container_id
+from gpushare_agent.settings.settings import SettingsError
 
 
 class VDevice(Struct, frozen=True, kw_only=True):
@@ -53,14 +56,14 @@ def as_json(found: VDevice, *, own_pid: int | None, is_registered: bool | None) 
     }
     if is_registered is not None:
         document["registered"] = is_registered
-    return json.dumps(document, sort_keys=True) + "\n"
+    return json.dumps(document, sort_keys=True)
 
 
 def as_text(found: VDevice, *, own_pid: int | None, is_registered: bool | None) -> str:
     """`is_registered` is None where that was not tried, False where it failed."""
     pids = " ".join(map(str, found.pids)) or "-"
     rows = (*_limits(found.config), ("pids", pids), ("own pid", _own(found, own_pid, is_registered)))
-    return "".join(f"{name:<11} {value}\n" for name, value in rows)
+    return "\n".join(f"{name:<11} {value}" for name, value in rows)
 
 
 def changes_as_text(before: VDevice, after: VDevice, now: str) -> str:
@@ -71,7 +74,7 @@ def changes_as_text(before: VDevice, after: VDevice, now: str) -> str:
     if came or went:
         moved = [f"+{pid}" for pid in sorted(came)] + [f"-{pid}" for pid in sorted(went)]
         lines.append(f"pids: {' '.join(moved)} ({len(after.pids)} now)")
-    return "".join(f"{now} {line}\n" for line in lines)
+    return "\n".join(f"{now} {line}" for line in lines)
 
 
 def _limits(config: VDeviceConfig) -> tuple[tuple[str, str], ...]:
@@ -115,41 +118,38 @@ DEFAULT_ADDRESS = Path("/etc/vcuda/vcuda.sock")
 TIMEOUT_S = 15.0
 """Longer than the server takes at most for one call."""
 PEER_TIMEOUT_S = 2.0
-DONE, FAILED, AGENT_UNAVAILABLE, INTERRUPTED = 0, 1, 3, 130
+AGENT_UNAVAILABLE = 3
+"""An exit code."""
 
-_EXIT_CODES = """\
-exit codes:
-  0    registered and read; with --no-register: read
-  1    refused, or the files cannot be read
-  2    the command line is wrong
-  3    the agent did not answer; the files were read and printed
-  130  interrupted, which is how --watch ends
-"""
 _AGENT_UNAVAILABLE = (
     "check that the agent runs on this node; while it restarts its sockets are missing for a moment. The limits that it"
     " wrote stay in force, only pids.config becomes stale"
 )
 
 
-async def register(
-    address: Path, *, pod_uid: str, container_name: str = "", container_id: str = "", bus_id: str = ""
-) -> None:
-    """Registers through the socket at `address`, by name or by ID.
+async def register(options: argparse.Namespace, address: Path) -> None:
+    """Registers through the socket at `address`, by name or by ID; what the options leave out is in the config beside it.
 
     Raises:
         Unavailable: there is no answer, or the agent cannot decide now.
         Rejected: the agent refused.
+        NotFound, Corrupt: the config cannot be read.
     """
-    import asyncio
-
     from grpclib import Status
 
     from gpushare_agent.kit.grpc_client import RpcFailed, UnixChannel
     from gpushare_agent.kit.protobuf import MalformedMessageError
     from gpushare_agent.wire.vcuda import VDeviceRequest, VDeviceResponse
 
-    request = VDeviceRequest(bus_id=bus_id, pod_uid=pod_uid, container_name=container_name, container_id=container_id)
-    # Imported above, not at the head: reading alone does without gRPC and asyncio, which take most of the start.
+    # Imported above, not at the head: reading alone does without gRPC, which takes most of the start.
+    pod_uid, name, container_id = options.pod_uid, options.cont_name, options.cont_id
+    if not pod_uid or not (name or container_id):
+        config = _read_config(address.parent)
+        # What was given counts, so that a test can claim to be another container and be refused.
+        pod_uid = pod_uid or config.pod_uid
+        name = name or ("" if container_id else config.container)
+    named = {"container_name": name, "container_id": container_id}
+    request = VDeviceRequest(bus_id=options.bus_id, pod_uid=pod_uid, **named)
     channel = UnixChannel(address)
     try:
         async with asyncio.timeout(TIMEOUT_S):
@@ -191,104 +191,58 @@ def own_host_pid(address: Path) -> int | None:
     return os.getpid() if agent > 0 and ours is not None and pid_namespace_of(agent) == ours else None
 
 
-def run(argv: Sequence[str], environ: Mapping[str, str], *, program: str) -> int:
-    """One call of the command; `program` is its name in messages.
-
-    Raises:
-        AgentError: for a person; exit code 1.
-    """
-    options = _parse(argv, environ, program)
-    _require_directory(options.addr.parent)
-    code = DONE
+async def run(call: Invocation) -> int:
+    """Raises AgentError, SettingsError where the command line is wrong."""
+    options = call.options
+    usual = call.environ.get(ADDRESS_VARIABLE) or str(DEFAULT_ADDRESS)
+    address = _socket_at(usual if options.addr is None else options.addr)
+    if options.cont_id and not is_container_id(options.cont_id):
+        raise SettingsError(["--cont-id must be 64 hexadecimal digits in lower case"])
+    directory = address.parent
+    if not directory.is_dir():
+        raise NotFound(
+            f"there is no directory {directory}: this is not a container with a share of a GPU, or the agent runs with"
+            f" isolation none. A container gets it by asking for cores of a GPU; outside of one, name the socket with"
+            f" --addr or {ADDRESS_VARIABLE}"
+        )
+    is_registered = None
     if options.register:
-        code = _register(options, program)
-    directory = options.addr.parent
+        try:
+            await register(options, address)
+            is_registered = True
+        # The files are read all the same: the limits hold while the agent is away.
+        except Unavailable as e:
+            is_registered = False
+            write_stderr(f"{PROGRAM} vdevice: {e}\n")
     # Registered by ID, the container has a directory of its own below the pod's.
     if options.cont_id:
         directory /= options.cont_id
-    pid = own_host_pid(options.addr)
+    pid = own_host_pid(address)
     found = read_vdevice(directory)
-    is_registered = options.register and code == DONE
-    if options.output == "json":
-        _print(as_json(found, own_pid=pid, is_registered=is_registered))
+    is_json = options.output == "json"
+    if is_json:
+        print(as_json(found, own_pid=pid, is_registered=bool(is_registered)), flush=True)
     else:
-        _print(as_text(found, own_pid=pid, is_registered=is_registered if options.register else None))
+        print(as_text(found, own_pid=pid, is_registered=is_registered), flush=True)
     if options.watch is not None:
-        _watch(directory, found, interval_s=options.watch, is_json=options.output == "json", own_pid=pid)
-    return code
+        await _watch(directory, found, interval_s=options.watch, is_json=is_json, own_pid=pid)
+    return AGENT_UNAVAILABLE if is_registered is False else 0
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    try:
-        return run(sys.argv[1:] if argv is None else argv, os.environ, program="vdevice_client")
-    except AgentError as e:
-        sys.stderr.write(f"vdevice_client: {e}\n")
-        return FAILED
-    except KeyboardInterrupt:
-        return INTERRUPTED
-    # Python would report the closed pipe once more when it flushes at its end.
-    except BrokenPipeError:  # the reader (`| head`) has closed the pipe
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return FAILED
-
-
-def _parse(argv: Sequence[str], environ: Mapping[str, str], program: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog=program,
-        description="Registers this container with the node's GPU agent and prints the limits and PIDs that it wrote.",
-        epilog=_EXIT_CODES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    add_arguments(parser, environ)
-    options = parser.parse_args(argv)
-    if options.cont_id and not is_container_id(options.cont_id):
-        parser.error("--cont-id must be 64 hexadecimal digits in lower case")
-    # People name the directory, gpu-client's flag the socket in it.
-    if options.addr.is_dir():
-        if containers := _containers_in(options.addr):
-            parser.error(f"{options.addr} is a pod's directory; name one of its containers: {', '.join(containers)}")
-        options.addr /= SOCKET_NAME
-    elif options.addr.is_file():
-        parser.error(f"{options.addr} is a plain file; --addr names the vDevice socket, or the directory that it is in")
-    return options
-
-
-def add_arguments(parser: argparse.ArgumentParser, environ: Mapping[str, str]) -> None:
-    parser.add_argument(
-        "--addr",
-        type=_address,
-        default=environ.get(ADDRESS_VARIABLE) or str(DEFAULT_ADDRESS),  # a text, so that it is checked as a flag is
-        help=f"the vDevice socket, or its directory (default: {ADDRESS_VARIABLE}, else {DEFAULT_ADDRESS})",
-    )
-    parser.add_argument("--bus-id", default="", help="PCI bus ID; usually empty")
-    parser.add_argument("--pod-uid", default="", help="default: as vcuda.config beside the socket says")
-    container = parser.add_mutually_exclusive_group()
-    container.add_argument(
-        "--cont-id", default="", metavar="ID", help="register by container ID, 64 hexadecimal digits"
-    )
-    container.add_argument(
-        "--cont-name", default="", metavar="NAME", help="register by name; default: as vcuda.config says"
-    )
-    parser.add_argument("--no-register", dest="register", action="store_false", help="only read the files")
-    parser.add_argument(
-        "-w",
-        "--watch",
-        nargs="?",
-        type=_interval,
-        const=1.0,
-        metavar="SECONDS",
-        help="go on reading every SECONDS (1) and print what changed, until interrupted",
-    )
-    parser.add_argument("-o", "--output", choices=("text", "json"), default="text", help="json: a document a line")
-
-
-def _address(text: str) -> Path:
+def _socket_at(text: str) -> Path:
+    """People name the directory, gpu-client's flag the socket in it. Raises SettingsError."""
     if not text or "://" in text:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is no path; it names the vDevice socket or its directory, such as {DEFAULT_ADDRESS}"
-        )
-    return Path(text)
+        what = f"it names the vDevice socket or its directory, such as {DEFAULT_ADDRESS}"
+        raise SettingsError([f"--addr: {text!r} is no path; {what}"])
+    address = Path(text)
+    if address.is_file():
+        what = "--addr names the vDevice socket, or the directory that it is in"
+        raise SettingsError([f"{address} is a plain file; {what}"])
+    if not address.is_dir():
+        return address
+    if containers := _containers_in(address):
+        raise SettingsError([f"{address} is a pod's directory; name one of its containers: {', '.join(containers)}"])
+    return address / SOCKET_NAME
 
 
 def _containers_in(directory: Path) -> list[str]:
@@ -303,49 +257,6 @@ def _containers_in(directory: Path) -> list[str]:
         )
     except OSError:  # reading the files raises a better error
         return []
-
-
-def _interval(text: str) -> float:
-    seconds = float(text)
-    # Also refuses NaN, which compares with nothing.
-    if not 0.1 <= seconds <= 3600:
-        raise argparse.ArgumentTypeError(f"{text} is not between 0.1 and 3600 seconds")
-    return seconds
-
-
-def _require_directory(directory: Path) -> None:
-    if not directory.is_dir():
-        raise NotFound(
-            f"there is no directory {directory}: this is not a container with a share of a GPU, or the agent runs with"
-            f" isolation none. A container gets it by asking for cores of a GPU; outside of one, name the socket with"
-            f" --addr or {ADDRESS_VARIABLE}"
-        )
-
-
-def _register(options: argparse.Namespace, program: str) -> int:
-    import asyncio
-
-    pod_uid, name = options.pod_uid, options.cont_name
-    if not pod_uid or not (name or options.cont_id):
-        config = _read_config(options.addr.parent)
-        # What was given counts, so that a test can claim to be another container and be refused.
-        pod_uid = pod_uid or config.pod_uid
-        name = name or ("" if options.cont_id else config.container)
-    try:
-        asyncio.run(
-            register(
-                options.addr,
-                pod_uid=pod_uid,
-                container_name=name,
-                container_id=options.cont_id,
-                bus_id=options.bus_id,
-            )
-        )
-    # The files are read all the same: the limits hold while the agent is away.
-    except Unavailable as e:
-        sys.stderr.write(f"{program}: {e}\n")
-        return AGENT_UNAVAILABLE
-    return DONE
 
 
 def _why(error: BaseException) -> str:
@@ -371,14 +282,12 @@ def _listener_pid(address: Path) -> int:
         return 0
 
 
-def _watch(directory: Path, last: VDevice, *, interval_s: float, is_json: bool, own_pid: int | None) -> None:
+async def _watch(directory: Path, last: VDevice, *, interval_s: float, is_json: bool, own_pid: int | None) -> None:
     """Prints each change of the files, and once when they cannot be read; they may come back. Ends by an interrupt."""
-    from gpushare_agent.kit.supervision import ReportOnce  # takes asyncio, which reading once does without
-
     shown: VDevice | None = last
     failure = ReportOnce()
     while True:
-        time.sleep(interval_s)
+        await asyncio.sleep(interval_s)
         now = time.strftime("%H:%M:%S")
         try:
             found = read_vdevice(directory)
@@ -390,7 +299,7 @@ def _watch(directory: Path, last: VDevice, *, interval_s: float, is_json: bool, 
             continue
         if found != shown:
             text = as_json(found, own_pid=own_pid, is_registered=None) if is_json else changes_as_text(last, found, now)
-            _print(text or f"{now} readable again, nothing changed\n")
+            print(text or f"{now} readable again, nothing changed", flush=True)
         failure.is_over()
         shown = last = found
 
@@ -404,12 +313,3 @@ def _read(path: Path, limit: int) -> bytes:
         return read_regular(path, limit)
     except OSError as e:
         raise NotFound(f"reading {path} failed: {e.strerror}; is it the directory of a container with a share?") from e
-
-
-def _print(text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

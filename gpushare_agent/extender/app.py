@@ -45,8 +45,8 @@ from gpushare_agent.isolation.resource_names import resource_names
 from gpushare_agent.kit.process import sd_notify
 from gpushare_agent.kit.supervision import forever, stop_task, wait_for
 from gpushare_agent.model.errors import StartupError, Unavailable
-from gpushare_agent.settings.extender import ExtenderSettings
 from gpushare_agent.settings.former_flags import ADMISSION_FIELDS
+from gpushare_agent.settings.sections import ExtenderSettings
 from gpushare_agent.settings.settings import Settings
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ from gpushare_agent.kit.http_answers import (
     json_answer,
     read_query,
 )
-from gpushare_agent.observability.node_snapshot import reported_gpu_document
+from gpushare_agent.observability.node_snapshot import reported_gpu
 from gpushare_agent.placement.fragmentation import TypicalPods
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ def node_document(ledger: NodeLedger) -> Mapping[str, object]:
     node = ledger.node
     return {
         **{name: getattr(node, name) for name in ("name", "model", "pool", "is_exact", "is_cordoned", "is_ready")},
-        "gpus": [reported_gpu_document(reported, gpu) for gpu, reported in zip(ledger.gpus, node.gpus, strict=True)],
+        "gpus": [reported_gpu(reported, gpu) for gpu, reported in zip(ledger.gpus, node.gpus, strict=True)],
         "reservations": [
             {
                 "pod": f"{one.namespace}/{one.pod}",

@@ -51,7 +51,7 @@ from gpushare_agent.extender.verbs import Extender
 from gpushare_agent.kit.http_server import HttpLimits, HttpServer
 from gpushare_agent.kit.tcp_listeners import listen_tcp
 from gpushare_agent.model.errors import StartupError, Unavailable
-from gpushare_agent.settings.extender import ExtenderSettings
+from gpushare_agent.settings.sections import ExtenderSettings
 
 log = structlog.get_logger(__name__)
 

@@ -33,13 +33,15 @@ OpenDriver = Callable[[Settings], CheckedDriver]
 """The node's driver, for a probe that closes it."""
 
 
-class CheckProbe(Struct, frozen=True, kw_only=True):
+class CheckProbe(Struct, frozen=True):
     """One probe of `gpushare-agent check`, which changes nothing, and ends after `timeout_s`. The module `check` of an
-    isolation that is no combination has its own, `probes(open_driver) -> tuple[CheckProbe, ...]`."""
+    isolation that is no combination has its own, `probes(open_driver) -> tuple[CheckProbe, ...]`. `run` returns findings,
+    or what is good of `name`; where it raises AgentError that is an error of `name`, with `cure`."""
 
     name: str
-    run: Callable[[Settings], Awaitable[list[Finding]]]
+    run: Callable[[Settings], Awaitable[list[Finding] | str]]
     timeout_s: float = 5.0
+    cure: str = ""
 
 
 def library_finding(isolation: str, library: Path, hooks: Set[str], owner: str, build: str) -> Finding:

@@ -210,6 +210,12 @@ def packed(text: bytes) -> bytes:
     return gzip.compress(text, GZIP_LEVEL, mtime=0)
 
 
+def text_answer(text: str, *, status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:
+    from aiohttp import web
+
+    return web.Response(text=text, status=status, headers=headers)
+
+
 def bad_query(request: web.BaseRequest, error: BadQueryError) -> web.Response:
     return json_answer(request, {"error": str(error)}, status=400)
 

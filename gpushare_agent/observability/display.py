@@ -27,6 +27,7 @@ from grpclib.const import Cardinality
 from grpclib.const import Handler as RpcHandler
 from grpclib.server import Stream
 from msgspec import Struct, field
+from msgspec.structs import astuple
 
 from gpushare_agent.kit.bounded_grpc import BoundedGrpcServer, ServerLimits
 from gpushare_agent.kit.grpc_server import ServedSocket
@@ -149,20 +150,18 @@ class _Display:
 
 def routes(snapshot: ReadSnapshot) -> list[Route]:
     """`/graph`, `/usage`, `/version` for the web port."""
-    return [(path, _json_handler(snapshot, path)) for path in ("/graph", "/usage", "/version")]
 
+    def answering(document: Callable[[NodeSnapshot], object]) -> Handler:
+        async def show(request: web.Request) -> web.Response:
+            return json_answer(request, document(snapshot()))
 
-def _json_handler(snapshot: ReadSnapshot, path: str) -> Handler:
-    async def show(request: web.Request) -> web.Response:
+        return show
 
-        seen = snapshot()
-        if path == "/usage":
-            return json_answer(request, usage_document(seen))
-        return json_answer(
-            request, {"graph": graph_text(seen)} if path == "/graph" else {"version": seen.agent.version}
-        )
-
-    return show
+    return [
+        ("/graph", answering(lambda seen: {"graph": graph_text(seen)})),
+        ("/usage", answering(usage_document)),
+        ("/version", answering(lambda seen: {"version": seen.agent.version})),
+    ]
 
 
 # --- the messages ---
@@ -259,62 +258,46 @@ class Usage(Struct, omit_defaults=True):
 def usage_document(snapshot: NodeSnapshot) -> Usage:
     """What each container uses and may use, by pod UID and container name."""
     found: dict[str, PodStat] = {}
-    gpus = snapshot.inventory.by_uuid()
     for facts in sorted(snapshot.containers, key=lambda facts: facts.allocation.key):
         key = facts.allocation.key
         pod = found.setdefault(key.pod_uid, _pod_stat(facts.allocation.namespace, facts.pod))
-        known = sorted((gpus[uuid] for uuid in facts.allocation.gpus if uuid in gpus), key=lambda gpu: gpu.index)
-        pod.stat[key.container] = Devices([_device(gpu, key, snapshot) for gpu in known])
+        devices = [_device(gpu, key, snapshot) for gpu in snapshot.gpus_of(facts.allocation)]
+        pod.stat[key.container] = Devices(devices)
         pod.spec[key.container] = Spec(_number(facts.cores / CORES_PER_GPU), _number(facts.memory_bytes / MIB))
     return Usage(found)
 
 
-def encode_usage(document: Usage) -> bytes:
-    """The bytes of UsageResponse."""
-    return b"".join(_map_entry(1, uid, _encode_pod(stat)) for uid, stat in sorted(document.usage.items()))
+_NUMBERS: Mapping[type[Struct], Sequence[int]] = {
+    DeviceUse: (1, 2, 10, 11, 12, 13),
+    Devices: (1,),
+    Spec: (1, 2),
+    PodStat: (1, 2, 3, 4, 5),
+    Usage: (1,),
+}
+"""The proto's numbers of the fields, in their order."""
 
 
-def _encode_pod(pod: PodStat) -> bytes:
-    return b"".join(
-        (
-            *(_map_entry(1, name, _encode_devices(devices)) for name, devices in sorted(pod.stat.items())),
-            *(_text(number, text) for number, text in ((2, pod.project), (3, pod.user), (4, pod.cluster))),
-            *(
-                _map_entry(5, name, _float(1, spec.gpu) + _float(2, spec.mem))
-                for name, spec in sorted(pod.spec.items())
-            ),
+def encode_usage(message: Struct) -> bytes:
+    """The bytes of UsageResponse, or of a message in it: all that these have are texts, floats, PIDs, messages and maps."""
+    values = zip(_NUMBERS[type(message)], astuple(message), strict=True)
+    # proto3 leaves out what is zero or empty.
+    return b"".join(_encoded(number, value) for number, value in values if value)
+
+
+def _encoded(number: int, value: Any) -> bytes:
+    if isinstance(value, str):
+        return bytes_field(number, value.encode())
+    if isinstance(value, dict):
+        entries = (
+            bytes_field(1, key.encode()) + bytes_field(2, encode_usage(one)) for key, one in sorted(value.items())
         )
-    )
-
-
-def _encode_devices(devices: Devices) -> bytes:
-    return b"".join(bytes_field(1, _encode_device(device)) for device in devices.dev)
-
-
-def _encode_device(device: DeviceUse) -> bytes:
-    # Packed, which is proto3's default for repeated numbers.
-    pids = b"".join(map(varint, device.pids))
-    return (
-        _text(1, device.id)
-        + _text(2, device.card_idx)
-        + _float(10, device.gpu)
-        + _float(11, device.mem)
-        + (bytes_field(12, pids) if pids else b"")
-        + _float(13, device.device_mem)
-    )
-
-
-def _map_entry(number: int, key: str, value: bytes) -> bytes:
-    return bytes_field(number, bytes_field(1, key.encode()) + bytes_field(2, value))
-
-
-def _text(number: int, text: str | None) -> bytes:
-    return bytes_field(number, text.encode()) if text else b""
-
-
-def _float(number: int, value: float | None) -> bytes:
-    # proto3 leaves out a zero.
-    return varint(number << 3 | _FIXED_32) + struct.pack("<f", value) if value else b""
+        return b"".join(bytes_field(number, entry) for entry in entries)
+    if isinstance(value, list):
+        # Packed, which is proto3's default for repeated numbers.
+        if isinstance(value[0], int):
+            return bytes_field(number, b"".join(map(varint, value)))
+        return b"".join(bytes_field(number, encode_usage(one)) for one in value)
+    return varint(number << 3 | _FIXED_32) + struct.pack("<f", value)
 
 
 def _graph_numbers(gpus: Sequence[Gpu], left: tuple[int, int], snapshot: NodeSnapshot) -> str:

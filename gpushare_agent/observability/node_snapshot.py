@@ -1,8 +1,7 @@
 """The one description of the node that everything shows: `/api/v1/node`, the dashboard, `top`, `inspect`.
 
-Pure functions from the parts' states to the document's Structs, sorted, in base units (bytes, seconds, ratios 0..1, hertz,
-watts).
-The format is docs/reference/api.md; SCHEMA grows when a reader of an older one would be misled.
+Pure functions from the parts' states to the document, sorted, in base units (bytes, seconds, ratios 0..1, hertz, watts). Its
+format is documents.py.
 
 `SnapshotCache` makes it once for all readers: on the first read after a round of sampling or a change, and after `max_age_s`
 without either, for what has no notification (whether the agent is ready). State owned: the last snapshot, when it was made.
@@ -13,21 +12,20 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from msgspec import UNSET, Struct, UnsetType, convert
+from msgspec import Struct, convert, to_builtins
 
-from gpushare_agent.isolation.kept import NOT_KEPT_TEXTS, IsolationFacts, Kept, ProbeResult
+from gpushare_agent.isolation.kept import NOT_KEPT_TEXTS, IsolationFacts, Kept
+from gpushare_agent.model import gpus as model
 from gpushare_agent.model.allocations import Allocation, ContainerKey
-from gpushare_agent.model.gpus import Branch, Gpu, GpuInventory, GpuReport, Link, LinkKind
+from gpushare_agent.model.gpus import Gpu, GpuInventory, GpuReport, Link, LinkKind
 from gpushare_agent.model.names import CORES_PER_GPU, MIB, GpuUuid
 from gpushare_agent.model.pods import ContainerKind, Pod
 from gpushare_agent.model.resources import ResourceKind, ResourceNames, cores_of_part
 from gpushare_agent.model.usage import ContainerUse, GpuUse, UsageRound
+from gpushare_agent.observability import documents
 from gpushare_agent.placement.gpu_account import GpuAccount
 
 MAX_AGE_S = 1.0
-
-
-SCHEMA = 2
 NO_REASON = "no reason given"
 """Of a cordon without one: an empty text would read as "not cordoned" in many languages."""
 
@@ -102,6 +100,11 @@ class NodeSnapshot(Struct, frozen=True, kw_only=True):
         capacity = self.names.units(gpu, ResourceKind.VCORE)
         return (self.cores_allocated.get(gpu.uuid, 0) if capacity else 0, capacity)
 
+    def gpus_of(self, allocation: Allocation) -> list[Gpu]:
+        """By index. An allocation may name a GPU that was lost before the agent's start: it stays in the ledger alone."""
+        by_uuid = self.inventory.by_uuid()
+        return sorted((by_uuid[uuid] for uuid in allocation.gpus if uuid in by_uuid), key=lambda gpu: gpu.index)
+
     def use_of(self, key: ContainerKey, uuid: GpuUuid) -> ContainerUse | None:
         """What a container uses of one of its GPUs: zero without a process there; None where the last round has nothing of
         the GPU, or the GPU does not list its processes."""
@@ -123,308 +126,167 @@ class NodeSnapshot(Struct, frozen=True, kw_only=True):
         )
 
 
-class CountsDocument(Struct):
-    capacity: int
-    allocated: int
-
-
-class BytesDocument(Struct):
-    capacity_bytes: int
-    allocated_bytes: int
-
-
-class MigLabel(Struct):
-    label: str
-    profile: str
-
-
-class MigDocument(MigLabel):
-    parent: str
-    gpu_instance: int
-    compute_instance: int
-
-
-class ProcessDocument(Struct):
-    pid: int
-    kind: str
-    memory_bytes: int | None
-    sm_ratio: float | None
-
-
-class ReportedGpuDocument(Struct, kw_only=True):
-    """One GPU as far as its node reports it to the cluster. Of a GPU with something wrong `health_reason` is None where it
-    is not known; `cordoned` is why it is, None where it is not."""
-
-    index: int
-    uuid: str
-    name: str
-    mig: MigLabel | UnsetType = UNSET
-    is_healthy: bool
-    health_reason: str | None
-    cordoned: str | None
-    cores: CountsDocument
-    memory: BytesDocument
-
-
-class GpuDocument(ReportedGpuDocument, kw_only=True):
-    minor: int | None
-    bus_id: str
-    numa: int | None
-    usage: GpuUse | None
-    unattributed: Sequence[ProcessDocument]
-
-
-class KeptDocument(Struct):
-    memory_by: str
-    compute_by: str
-    not_kept: Sequence[str]
-
-
-class IsolationDocument(Struct):
-    name: str
-    unavailable_reason: str
-    kept: KeptDocument
-    probe: ProbeResult | None
-
-
-class AgentDocument(Struct, kw_only=True):
-    version: str
-    started_at: float
-    is_ready: bool
-    not_ready: Sequence[str]
-    isolation: str
-    isolation_reason: str
-    isolations: Sequence[IsolationDocument]
-    not_kept_texts: Mapping[str, str]
-    driver: str
-    driver_version: str
-    sample_period_seconds: float
-    sampled_at: float | None
-
-
-class ResourcesDocument(Struct):
-    vcore: str
-    vmemory: str
-    gpu_mem: str
-    memory_block_bytes: int
-
-
-class BranchDocument(Struct):
-    kind: str
-    gpus: Sequence[int]
-    children: Sequence[BranchDocument]
-
-
-class TopologyDocument(Struct):
-    """`links` is the matrix by GPU index in nvidia-smi's words, `tree` the branches with their GPUs."""
-
-    links: Sequence[Sequence[str]]
-    tree: BranchDocument
-
-
-class ClaimDocument(Struct):
-    """The claim of a share. The container's `pod` is then the first of its pods, `container` the claim with its result."""
-
-    name: str
-    uid: str
-    request: str
-
-
-class UnitsDocument(Struct):
-    """GPUs by NVIDIA's resources."""
-
-    resource: str
-    count: int
-    sharing: str | None
-
-
-class AllocatedDocument(Struct):
-    cores: int
-    memory_bytes: int
-
-
-class ContainerUsageDocument(Struct, kw_only=True):
-    sm_ratio: float | None
-    sm_source: str
-    memory_bytes: int | None
-    encoder_ratio: float | None
-    decoder_ratio: float | None
-    pids: Sequence[int]
-
-
-class ContainerGpuDocument(Struct, kw_only=True):
-    """`usage` is None before the first sample, and where the GPU does not list its processes."""
-
-    index: int
-    uuid: str
-    cores: int
-    memory_bytes: int
-    usage: ContainerUsageDocument | None
-
-
-class ContainerDocument(Struct, kw_only=True):
-    namespace: str
-    pod: str
-    pod_uid: str
-    container: str
-    kind: str
-    claim: ClaimDocument | None
-    phase: str
-    isolation: str
-    kept: KeptDocument | None
-    is_whole: bool
-    units: UnitsDocument | None
-    cores: int
-    core_limit: int | None
-    memory_bytes: int
-    allocated: AllocatedDocument
-    gpus: Sequence[ContainerGpuDocument]
-
-
-class NodeDocument(Struct, kw_only=True):
-    """/api/v1/node."""
-
-    schema: int
-    node: str
-    at: float
-    agent: AgentDocument
-    resources: ResourcesDocument
-    gpus: Sequence[GpuDocument]
-    topology: TopologyDocument
-    containers: Sequence[ContainerDocument]
-
-
-def node_document(snapshot: NodeSnapshot) -> NodeDocument:
+def node_document(snapshot: NodeSnapshot) -> documents.NodeDocument:
     """The whole document."""
     names = snapshot.names
     order = sorted(snapshot.containers, key=lambda f: (f.allocation.namespace, f.allocation.pod_name, f.allocation.key))
-    return NodeDocument(
-        schema=SCHEMA,
-        node=snapshot.node,
-        at=snapshot.at,
-        agent=agent_document(snapshot),
-        resources=ResourcesDocument(names.vcore, names.vmemory, names.gpu_mem, names.memory_block_mib * MIB),
-        gpus=[gpu_document(gpu, snapshot) for gpu in sorted(snapshot.inventory.gpus, key=lambda gpu: gpu.index)],
-        topology=topology_document(snapshot.inventory),
-        containers=[container_document(facts, snapshot) for facts in order],
-    )
+    return {
+        "schema": documents.SCHEMA,
+        "node": snapshot.node,
+        "at": snapshot.at,
+        "agent": _agent(snapshot),
+        "resources": {
+            "vcore": names.vcore,
+            "vmemory": names.vmemory,
+            "gpu_mem": names.gpu_mem,
+            "memory_block_bytes": names.memory_block_mib * MIB,
+        },
+        "gpus": [_gpu(gpu, snapshot) for gpu in sorted(snapshot.inventory.gpus, key=lambda gpu: gpu.index)],
+        "topology": topology_document(snapshot.inventory),
+        "containers": [_container(facts, snapshot) for facts in order],
+    }
 
 
-def agent_document(snapshot: NodeSnapshot) -> AgentDocument:
+def _agent(snapshot: NodeSnapshot) -> documents.AgentDocument:
     agent = snapshot.agent
     not_kept = sorted({term for one in agent.isolations for term in one.kept.not_kept})
-    return AgentDocument(
-        version=agent.version,
-        started_at=agent.started_at,
-        is_ready=not agent.not_ready,
-        not_ready=agent.not_ready,
-        isolation=agent.isolation,
-        isolation_reason=agent.isolation_reason,
-        isolations=[
-            IsolationDocument(one.name, one.unavailable_reason, _kept(one.kept), one.probe)
+    return {
+        "version": agent.version,
+        "started_at": agent.started_at,
+        "is_ready": not agent.not_ready,
+        "not_ready": agent.not_ready,
+        "isolation": agent.isolation,
+        "isolation_reason": agent.isolation_reason,
+        "isolations": [
+            {
+                "name": one.name,
+                "unavailable_reason": one.unavailable_reason,
+                "kept": _kept(one.kept),
+                "probe": one.probe,
+            }
             for one in sorted(agent.isolations, key=lambda one: one.name)
         ],
         # Once for the node: each text is a sentence, which every container would repeat.
-        not_kept_texts={term.value: NOT_KEPT_TEXTS[term] for term in not_kept},
-        driver=agent.driver,
-        driver_version=snapshot.inventory.driver_version,
-        sample_period_seconds=agent.sample_period_s,
-        sampled_at=snapshot.usage.sampled_at if snapshot.usage is not None else None,
-    )
+        "not_kept_texts": {term.value: NOT_KEPT_TEXTS[term] for term in not_kept},
+        "driver": agent.driver,
+        "driver_version": snapshot.inventory.driver_version,
+        "sample_period_seconds": agent.sample_period_s,
+        "sampled_at": snapshot.usage.sampled_at if snapshot.usage is not None else None,
+    }
 
 
-def gpu_document(gpu: Gpu, snapshot: NodeSnapshot) -> GpuDocument:
+def _gpu(gpu: Gpu, snapshot: NodeSnapshot) -> documents.GpuDocument:
     cores, capacity = snapshot.cores(gpu)
     usage, mig = snapshot.usage, gpu.mig
     sample = usage.gpus.get(gpu.uuid) if usage is not None else None
     unattributed = usage.unattributed.get(gpu.uuid, ()) if usage is not None else ()
-    return GpuDocument(
-        index=gpu.index,
-        uuid=gpu.uuid,
-        minor=gpu.minor,
-        bus_id=gpu.bus_id,
-        name=gpu.name,
-        mig=MigDocument(gpu.label, mig.profile, mig.parent, mig.gi, mig.ci) if mig is not None else UNSET,
-        numa=gpu.numa_node,
-        is_healthy=gpu.is_healthy,
-        health_reason=snapshot.unhealthy_reasons.get(gpu.uuid, ""),
-        cordoned=(snapshot.cordoned[gpu.uuid] or NO_REASON) if gpu.uuid in snapshot.cordoned else None,
-        cores=CountsDocument(capacity, cores),
-        memory=BytesDocument(gpu.memory_mib * MIB, snapshot.memory_allocated_bytes.get(gpu.uuid, 0)),
+    document: documents.GpuDocument = {
+        "index": gpu.index,
+        "uuid": gpu.uuid,
+        "minor": gpu.minor,
+        "bus_id": gpu.bus_id,
+        "name": gpu.name,
+        "numa": gpu.numa_node,
+        "is_healthy": gpu.is_healthy,
+        "health_reason": snapshot.unhealthy_reasons.get(gpu.uuid, ""),
+        "cordoned": (snapshot.cordoned[gpu.uuid] or NO_REASON) if gpu.uuid in snapshot.cordoned else None,
+        "cores": {"capacity": capacity, "allocated": cores},
+        "memory": {
+            "capacity_bytes": gpu.memory_mib * MIB,
+            "allocated_bytes": snapshot.memory_allocated_bytes.get(gpu.uuid, 0),
+        },
         # Without the sample's processes: they are the containers' and the unattributed.
-        usage=convert(sample, GpuUse, from_attributes=True) if sample is not None else None,
-        unattributed=[ProcessDocument(p.pid, p.kind.value, p.memory_bytes, p.sm_ratio) for p in unattributed],
-    )
-
-
-def reported_gpu_document(gpu: GpuReport, account: GpuAccount) -> ReportedGpuDocument:
-    """One GPU as its node reports it to the cluster."""
-    return ReportedGpuDocument(
-        index=gpu.index,
-        uuid=gpu.uuid,
-        name=gpu.name,
-        mig=MigLabel(gpu.mig.label, gpu.mig.profile) if gpu.mig is not None else UNSET,
-        is_healthy=gpu.is_healthy,
-        # An agent of another version says that a GPU is unhealthy, not why.
-        health_reason=gpu.unhealthy_reason or ("" if gpu.is_healthy else None),
-        cordoned=gpu.cordoned or None,
-        # A MIG instance that takes no shares has no cores to offer; allocated as a whole it would show 100 of 0.
-        cores=CountsDocument(gpu.cores, min(account.allocated_cores, gpu.cores)),
-        memory=BytesDocument(gpu.memory_bytes, account.allocated_mib * MIB),
-    )
-
-
-def container_document(facts: ContainerFacts, snapshot: NodeSnapshot) -> ContainerDocument:
-    allocation, share = facts.allocation, facts.allocation.claim
-    # An allocation may name a GPU that was lost before the agent's start: it is left out here and stays in the ledger.
-    by_uuid = snapshot.inventory.by_uuid()
-    gpus = sorted((by_uuid[uuid] for uuid in allocation.gpus if uuid in by_uuid), key=lambda gpu: gpu.index)
-    return ContainerDocument(
-        namespace=allocation.namespace,
-        pod=allocation.pod_name,
-        pod_uid=allocation.key.pod_uid,
-        container=allocation.container_name,
-        kind=allocation.kind.value,
-        claim=ClaimDocument(share.ref.name, share.ref.uid, share.request) if share is not None else None,
-        phase=_phase(facts),
-        isolation=facts.isolation,
-        kept=_kept(facts.kept) if facts.kept is not None else None,
-        is_whole=allocation.is_whole,
-        units=_units(allocation),
-        cores=facts.cores,
-        core_limit=facts.core_limit or None,
-        memory_bytes=facts.memory_bytes,
-        allocated=AllocatedDocument(facts.allocated_cores, facts.allocated_memory_bytes),
-        gpus=[
-            ContainerGpuDocument(
-                index=gpu.index,
-                uuid=gpu.uuid,
-                cores=facts.cores_on(gpu),
-                memory_bytes=facts.memory_bytes_on(gpu),
-                usage=_container_usage(snapshot.use_of(allocation.key, gpu.uuid)),
-            )
-            for gpu in gpus
+        "usage": to_builtins(convert(sample, GpuUse, from_attributes=True)) if sample is not None else None,
+        "unattributed": [
+            {"pid": one.pid, "kind": one.kind.value, "memory_bytes": one.memory_bytes, "sm_ratio": one.sm_ratio}
+            for one in unattributed
         ],
-    )
+    }
+    if mig is not None:
+        instance: documents.Mig = {"label": gpu.label, "profile": mig.profile, "parent": mig.parent}
+        document["mig"] = {**instance, "gpu_instance": mig.gi, "compute_instance": mig.ci}
+    return document
 
 
-def _units(allocation: Allocation) -> UnitsDocument | None:
-    """None for a container that has its GPUs by another resource than NVIDIA's."""
+def reported_gpu(gpu: GpuReport, account: GpuAccount) -> documents.ReportedGpu:
+    """One GPU as its node reports it to the cluster."""
+    document: documents.ReportedGpu = {
+        "index": gpu.index,
+        "uuid": gpu.uuid,
+        "name": gpu.name,
+        "is_healthy": gpu.is_healthy,
+        # An agent of another version says that a GPU is unhealthy, not why.
+        "health_reason": gpu.unhealthy_reason or ("" if gpu.is_healthy else None),
+        "cordoned": gpu.cordoned or None,
+        # A MIG instance that takes no shares has no cores to offer; allocated as a whole it would show 100 of 0.
+        "cores": {"capacity": gpu.cores, "allocated": min(account.allocated_cores, gpu.cores)},
+        "memory": {"capacity_bytes": gpu.memory_bytes, "allocated_bytes": account.allocated_mib * MIB},
+    }
+    if gpu.mig is not None:
+        document["mig"] = {"label": gpu.mig.label, "profile": gpu.mig.profile}
+    return document
+
+
+def _container(facts: ContainerFacts, snapshot: NodeSnapshot) -> documents.ContainerDocument:
+    allocation, share = facts.allocation, facts.allocation.claim
+    return {
+        "namespace": allocation.namespace,
+        "pod": allocation.pod_name,
+        "pod_uid": allocation.key.pod_uid,
+        "container": allocation.container_name,
+        "kind": allocation.kind.value,
+        "claim": {"name": share.ref.name, "uid": share.ref.uid, "request": share.request}
+        if share is not None
+        else None,
+        "phase": _phase(facts),
+        "isolation": facts.isolation,
+        "kept": _kept(facts.kept) if facts.kept is not None else None,
+        "is_whole": allocation.is_whole,
+        "units": _units(allocation),
+        "cores": facts.cores,
+        "core_limit": facts.core_limit or None,
+        "memory_bytes": facts.memory_bytes,
+        "allocated": {"cores": facts.allocated_cores, "memory_bytes": facts.allocated_memory_bytes},
+        "gpus": [
+            {
+                "index": gpu.index,
+                "uuid": gpu.uuid,
+                "cores": facts.cores_on(gpu),
+                "memory_bytes": facts.memory_bytes_on(gpu),
+                "usage": _usage(snapshot.use_of(allocation.key, gpu.uuid)),
+            }
+            for gpu in snapshot.gpus_of(allocation)
+        ],
+    }
+
+
+def _units(allocation: Allocation) -> dict[str, object] | None:
+    """GPUs by NVIDIA's resources; None for a container that has its GPUs by another one."""
     if not allocation.unit_ids:
         return None
-    sharing = allocation.sharing
-    return UnitsDocument(
-        allocation.gpu_resource, len(allocation.unit_ids), sharing.value if sharing is not None else None
-    )
+    return {"resource": allocation.gpu_resource, "count": len(allocation.unit_ids), "sharing": allocation.sharing}
 
 
-def _kept(kept: Kept) -> KeptDocument:
-    return KeptDocument(kept.memory_by, kept.compute_by, [term.value for term in kept.not_kept])
+def _kept(kept: Kept) -> dict[str, object]:
+    return {"memory_by": kept.memory_by, "compute_by": kept.compute_by, "not_kept": kept.not_kept}
 
 
-def topology_document(inventory: GpuInventory) -> TopologyDocument:
-    links = inventory.topology.links
-    return TopologyDocument([[link_word(link) for link in row] for row in links], _branch(inventory.tree))
+def _usage(use: ContainerUse | None) -> documents.ContainerUsage | None:
+    if use is None:
+        return None
+    return {
+        "sm_ratio": use.sm_ratio,
+        "sm_source": use.sm_source.value,
+        "memory_bytes": use.memory_bytes,
+        "encoder_ratio": use.encoder_ratio,
+        "decoder_ratio": use.decoder_ratio,
+        "pids": use.pids,
+    }
+
+
+def topology_document(inventory: GpuInventory) -> documents.Topology:
+    links = [[link_word(link) for link in row] for row in inventory.topology.links]
+    return {"links": links, "tree": _branch(inventory.tree)}
 
 
 def link_word(link: Link) -> str:
@@ -434,10 +296,10 @@ def link_word(link: Link) -> str:
     return f"NV{link.nvlinks}" if link.kind is LinkKind.NVLINK else link.kind.name
 
 
-def _branch(branch: Branch) -> BranchDocument:
+def _branch(branch: model.Branch) -> documents.Branch:
     # A branch joins GPUs with different numbers of NVLinks: NV, not NV0.
     kind = link_word(Link(kind=branch.kind)).rstrip("0")
-    return BranchDocument(kind, branch.gpus, [_branch(child) for child in branch.children])
+    return {"kind": kind, "gpus": branch.gpus, "children": [_branch(child) for child in branch.children]}
 
 
 def _phase(facts: ContainerFacts) -> str:
@@ -454,19 +316,6 @@ def _phase(facts: ContainerFacts) -> str:
     if facts.allocation.kind is ContainerKind.INIT:
         return "Init"
     return facts.pod.phase.value
-
-
-def _container_usage(use: ContainerUse | None) -> ContainerUsageDocument | None:
-    if use is None:
-        return None
-    return ContainerUsageDocument(
-        sm_ratio=use.sm_ratio,
-        sm_source=use.sm_source.value,
-        memory_bytes=use.memory_bytes,
-        encoder_ratio=use.encoder_ratio,
-        decoder_ratio=use.decoder_ratio,
-        pids=use.pids,
-    )
 
 
 class SnapshotCache:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from msgspec import Struct
+from msgspec import Struct, field
 from msgspec.structs import replace
 
 from gpushare_agent import __version__
@@ -19,10 +19,8 @@ from gpushare_agent.isolation.isolations import Isolations
 from gpushare_agent.isolation.shares import share_limits
 from gpushare_agent.kit.supervision import Runs, Tasks, bodies
 from gpushare_agent.model.allocations import NO_CHARGE, Allocation, ContainerKey
-from gpushare_agent.model.gpus import Gpu
-from gpushare_agent.model.names import MIB, GpuUuid
+from gpushare_agent.model.names import MIB
 from gpushare_agent.model.pods import Pod
-from gpushare_agent.model.usage import UsageRound
 from gpushare_agent.node import Node
 from gpushare_agent.observability.attribution import has_handed_over
 from gpushare_agent.observability.display import DisplayServer, graph_text
@@ -45,7 +43,6 @@ from gpushare_agent.observability.usage_history import UsageHistory
 from gpushare_agent.observability.usage_sampling import UsageSampling
 from gpushare_agent.placement.gpu_account import account_of
 from gpushare_agent.runtime.cgroups import ProcessOwners
-from gpushare_agent.settings.settings import Settings
 
 
 class ObservabilityPart(Struct, frozen=True, kw_only=True):
@@ -63,15 +60,11 @@ class ObservabilityPart(Struct, frozen=True, kw_only=True):
         return bodies({"web": self.web})
 
     def late_tasks(self) -> Tasks:
-        services: dict[str, Runs | None] = {
-            "usage sampling": self.usage,
-            "display": self.display,
-            "debug": self.debug,
-        }
+        services: dict[str, Runs | None] = {"usage sampling": self.usage, "display": self.display, "debug": self.debug}
         return bodies(services)
 
     def expire(self) -> None:
-        """The node has changed: all that shows it is made anew when it is asked for next."""
+        """The node has changed: all that shows it is made again when it is asked for next."""
         self.snapshots.expire()
         self.metrics_page.expire()
 
@@ -104,17 +97,19 @@ def build(
         idle_period_s=settings.usage.idle_period_s,
         allocations=node.cache.view,
     )
-    started_at, containers = time.time(), ContainerViews(node, isolation)
-    snapshots = SnapshotCache(
-        lambda: node_snapshot(node, isolation, containers, usage.current, started_at=started_at, not_ready=not_ready()),
-        # A short period is to be seen as such; a long one must not hold back readiness, of which nobody is told.
-        max_age_s=min(settings.sample_period_s, MAX_AGE_S),
-    )
+    view = NodeView(node, isolation, usage, not_ready)
+    # A short period is to be seen as such; a long one must not hold back readiness, of which nobody is told.
+    snapshots = SnapshotCache(view.snapshot, max_age_s=min(settings.sample_period_s, MAX_AGE_S))
     node_api = NodeApi(
+        snapshot=snapshots.current, history=history, decisions=decisions, kept_decisions=settings.decisions.kept
+    )
+    debug_sources = DebugSources(
+        settings=settings,
         snapshot=snapshots.current,
-        history=history,
-        decisions=decisions,
-        kept_decisions=settings.decisions.kept,
+        graph=graph_text,
+        allocations=lambda: node.cache,
+        pods=node.pods.pods,
+        now=time.monotonic,
     )
     socket = settings.display.socket
     return ObservabilityPart(
@@ -132,37 +127,55 @@ def build(
             debug=(settings.debug.addr, settings.debug.port) if settings.debug.addr else None,
         ),
         display=DisplayServer(socket, snapshots.current, before_reading=usage.refresh) if socket is not None else None,
-        debug=_debug(settings, node, snapshots),
+        debug=DebugServer(settings.debug, debug_sources) if settings.debug.addr else None,
     )
 
 
-def _debug(settings: Settings, node: Node, snapshots: SnapshotCache) -> DebugServer | None:
-    if not settings.debug.addr:
-        return None
-    sources = DebugSources(
-        settings=settings,
-        snapshot=snapshots.current,
-        graph=graph_text,
-        allocations=lambda: node.cache,
-        pods=node.pods.pods,
-        now=time.monotonic,
-    )
-    return DebugServer(settings.debug, sources)
+class NodeView(Struct, eq=False):
+    """Everything that is shown of the node. The facts of a container are made again where its allocation, its pod, a GPU or
+    its limit has changed: between two rounds of sampling hardly any has."""
 
+    node: Node
+    isolation: Isolations
+    usage: UsageSampling
+    not_ready: Callable[[], Sequence[str]]
+    started_at: float = field(default_factory=time.time)
+    """Seconds since the epoch."""
+    _known: dict[ContainerKey, tuple[tuple[object, ...], ContainerFacts]] = field(default_factory=dict)
 
-class ContainerViews:
-    """The facts of each container, made anew where its allocation, its pod, a GPU or its limit has changed: between two
-    rounds of sampling hardly any has."""
+    def snapshot(self) -> NodeSnapshot:
+        """As it is now."""
+        node, settings, inventory = self.node, self.node.settings, self.node.inventory
+        charges = node.cache.charges()
+        accounts = [account_of(gpu, node.names, charges.get(gpu.uuid, NO_CHARGE)) for gpu in node.gpus().gpus]
+        return NodeSnapshot(
+            node=settings.node_name,
+            at=time.time(),
+            agent=AgentFacts(
+                version=__version__,
+                started_at=self.started_at,
+                not_ready=tuple(self.not_ready()),
+                isolation=settings.isolation,
+                driver=settings.driver,
+                sample_period_s=settings.sample_period_s,
+                isolations=self.isolation.facts(),
+                isolation_reason=node.isolation_reason,
+            ),
+            names=node.names,
+            inventory=inventory.current,
+            cordoned=inventory.cordoned,
+            unhealthy_reasons=inventory.unhealthy_reasons,
+            excluded=frozenset(gpu.uuid for gpu in node.gpus().gpus if gpu.is_selected(settings.excluded_gpus)),
+            # From the accounts by which GPUs are placed, so that what is shown as free is what a pod can get.
+            cores_allocated={one.uuid: one.allocated_cores for one in accounts},
+            memory_allocated_bytes={one.uuid: one.allocated_mib * MIB for one in accounts},
+            containers=self._containers(),
+            usage=self.usage.current,
+        )
 
-    def __init__(self, node: Node, isolation: Isolations) -> None:
-        self._node = node
-        self._isolation = isolation
-        self._known: dict[ContainerKey, tuple[tuple[object, ...], ContainerFacts]] = {}
-
-    def current(self) -> list[ContainerFacts]:
+    def _containers(self) -> list[ContainerFacts]:
         """The facts of the containers that have not ended."""
-        node = self._node
-        gpus = node.inventory.current.by_uuid()
+        node = self.node
         # A new dictionary each time: containers that have ended are dropped without a search for them.
         before, self._known = self._known, {}
         for allocation in node.cache:
@@ -170,71 +183,29 @@ class ContainerViews:
             if not allocation.pod_name or has_handed_over(allocation, pod):
                 continue
             # An isolation writes the limits some time after the Allocate, without a change of the other three.
-            inputs = (allocation, pod, node.inventory.current, self._isolation.has_limits(allocation.key))
+            inputs = (allocation, pod, node.inventory.current, self.isolation.has_limits(allocation.key))
             known = before.get(allocation.key)
             # By identity: states replace their values and never change them, and comparing whole pods would cost more.
             if known is None or any(old is not new for old, new in zip(known[0], inputs, strict=True)):
-                known = inputs, _container(node, self._isolation, allocation, pod, gpus)
+                known = inputs, self._container(allocation, pod)
             self._known[allocation.key] = known
         return [facts for _, facts in self._known.values()]
 
-
-def node_snapshot(
-    node: Node,
-    isolation: Isolations,
-    containers: ContainerViews,
-    usage: UsageRound | None,
-    *,
-    started_at: float,
-    not_ready: Sequence[str],
-) -> NodeSnapshot:
-    """Everything that is shown of the node, now. `started_at` is in seconds since the epoch."""
-    settings, inventory, charges = node.settings, node.inventory, node.cache.charges()
-    accounts = [account_of(gpu, node.names, charges.get(gpu.uuid, NO_CHARGE)) for gpu in node.gpus().gpus]
-    return NodeSnapshot(
-        node=settings.node_name,
-        at=time.time(),
-        agent=AgentFacts(
-            version=__version__,
-            started_at=started_at,
-            not_ready=tuple(not_ready),
-            isolation=settings.isolation,
-            driver=settings.driver,
-            sample_period_s=settings.sample_period_s,
-            isolations=isolation.facts(),
-            isolation_reason=node.isolation_reason,
-        ),
-        names=node.names,
-        inventory=inventory.current,
-        cordoned=inventory.cordoned,
-        unhealthy_reasons=inventory.unhealthy_reasons,
-        excluded=frozenset(gpu.uuid for gpu in node.gpus().gpus if gpu.is_selected(settings.excluded_gpus)),
-        # From the accounts by which GPUs are placed, so that what is shown as free is what a pod can get.
-        cores_allocated={one.uuid: one.allocated_cores for one in accounts},
-        memory_allocated_bytes={one.uuid: one.allocated_mib * MIB for one in accounts},
-        containers=containers.current(),
-        usage=usage,
-    )
-
-
-def _container(
-    node: Node, isolation: Isolations, allocation: Allocation, pod: Pod | None, gpus: Mapping[GpuUuid, Gpu]
-) -> ContainerFacts:
-    annotations: Mapping[str, str] = pod.annotations if pod is not None else {}
-    share = share_limits(allocation, annotations, gpus, node.names)
-    allocated = share
-    # A live resize changes the limits alone: the kubelet and the scheduler go on to count what was allocated.
-    if allocation.resized_to is not None:
-        allocated = share_limits(replace(allocation, resized_to=None), annotations, gpus, node.names)
-    chosen = isolation.isolation_of(allocation)
-    return ContainerFacts(
-        allocation=allocation,
-        pod=pod,
-        cores=share.cores,
-        memory_bytes=share.memory_bytes,
-        core_limit=share.core_limit,
-        allocated_cores=allocated.cores,
-        allocated_memory_bytes=allocated.memory_bytes,
-        isolation=chosen or "",
-        kept=isolation.kept(allocation),
-    )
+    def _container(self, allocation: Allocation, pod: Pod | None) -> ContainerFacts:
+        annotations: Mapping[str, str] = pod.annotations if pod is not None else {}
+        gpus, names = self.node.inventory.current.by_uuid(), self.node.names
+        share = allocated = share_limits(allocation, annotations, gpus, names)
+        # A live resize changes the limits alone: the kubelet and the scheduler go on to count what was allocated.
+        if allocation.resized_to is not None:
+            allocated = share_limits(replace(allocation, resized_to=None), annotations, gpus, names)
+        return ContainerFacts(
+            allocation=allocation,
+            pod=pod,
+            cores=share.cores,
+            memory_bytes=share.memory_bytes,
+            core_limit=share.core_limit,
+            allocated_cores=allocated.cores,
+            allocated_memory_bytes=allocated.memory_bytes,
+            isolation=self.isolation.isolation_of(allocation) or "",
+            kept=self.isolation.kept(allocation),
+        )

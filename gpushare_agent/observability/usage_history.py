@@ -230,9 +230,7 @@ def _json(value: object) -> bytes:
     return json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
 
 
-def _by_container(
-    uses: Mapping[tuple[ContainerKey, GpuUuid], ContainerUse],
-) -> dict[ContainerKey, list[ContainerUse]]:
+def _by_container(uses: Mapping[tuple[ContainerKey, GpuUuid], ContainerUse]) -> dict[ContainerKey, list[ContainerUse]]:
     found: dict[ContainerKey, list[ContainerUse]] = {}
     for (key, _), use in uses.items():
         found.setdefault(key, []).append(use)

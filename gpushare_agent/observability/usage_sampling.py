@@ -15,16 +15,18 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Collection, Mapping
-from typing import NoReturn, Protocol
+from collections.abc import Callable, Mapping
+from typing import NoReturn
 
 import structlog
 from msgspec import Struct, field
 
+from gpushare_agent.gpus.watch import GpuDriver
+from gpushare_agent.isolation.container_ids import ContainerIds
 from gpushare_agent.kit.supervision import wait_for
 from gpushare_agent.model.allocations import Allocation, ContainerKey
 from gpushare_agent.model.errors import AgentError, Unavailable
-from gpushare_agent.model.usage import DriverSample, UsageRound
+from gpushare_agent.model.usage import UsageRound
 from gpushare_agent.node import Metrics, Pods
 from gpushare_agent.observability.attribution import (
     AllocatedContainers,
@@ -33,7 +35,7 @@ from gpushare_agent.observability.attribution import (
     join_usage,
     unknown_ids,
 )
-from gpushare_agent.runtime.cgroup_paths import PeerIdentity
+from gpushare_agent.runtime.cgroups import ProcessOwners
 
 log = structlog.get_logger(__name__)
 
@@ -52,29 +54,13 @@ IDS_AGAIN_S = 2.0
 Observer = Callable[[UsageRound | None], None]
 
 
-class SamplesGpus(Protocol):
-    async def sample(self) -> DriverSample:
-        """Raises Unavailable."""
-
-
-class FindsOwners(Protocol):
-    async def identify(self, pids: Collection[int]) -> Mapping[int, PeerIdentity]:
-        """Raises Unavailable."""
-
-
-class Ids(Protocol):
-    """isolation/container_ids.py."""
-
-    async def running(self) -> Mapping[ContainerKey, str]: ...
-
-
 class UsageSampling(Struct, kw_only=True, eq=False):
     """`run` samples each `period_s` while `current` is read, else each `idle_period_s`, where that is longer."""
 
-    driver: SamplesGpus
-    owners: FindsOwners
+    driver: GpuDriver
+    owners: ProcessOwners
     pods: Pods
-    ids: Ids
+    ids: ContainerIds
     allocations: Callable[[], Mapping[ContainerKey, Allocation]]
     metrics: Metrics
     period_s: float

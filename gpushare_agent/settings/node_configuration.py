@@ -24,15 +24,10 @@ _NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,251}[A-Za-z0-9])?", re.ASCII)
 class NodeConfigurationSettings(Section):
     """Settings per node, by a label of the Node (docs/how-to/configure-single-nodes.md)."""
 
-    directory: OptionalPath = Field(
-        default=None,
-        description="Directory with named configurations, a mounted ConfigMap. Empty: all nodes have the same settings.",
-    )
-    default: str = Field(
-        default="",
-        max_length=253,
-        description="Configuration of nodes without the label. Empty: the only one, else the one named default, else none.",
-    )
+    directory: OptionalPath = None
+    """Directory with named configurations, a mounted ConfigMap. Empty: all nodes have the same settings."""
+    default: str = Field(default="", max_length=253)
+    """Configuration of nodes without the label. Empty: the only one, else the one named default, else none."""
 
 
 class NamedConfiguration(Struct, frozen=True, kw_only=True):

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable
 from typing import Annotated, Literal, Self
 
-from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, BeforeValidator, field_validator, model_validator
 
 from gpushare_agent.model.isolation import Sharing
 from gpushare_agent.model.names import MAX_REPLICAS, NVIDIA_GPU_RESOURCE, SHARED_SUFFIX
@@ -54,69 +54,41 @@ NvidiaName = Annotated[ResourceName, AfterValidator(_short_name)]
 class NvidiaSettings(Section):
     """GPUs, replicas of them and MIG instances under the names of NVIDIA's device plugin (docs/explanation/nvidia.md)."""
 
-    enabled: bool = Field(
-        default=False,
-        description="Offer these resources. NVIDIA's device plugin must not run on the same GPUs.",
-    )
-    config: OptionalPath = Field(
-        default=None,
-        description="Configuration file of NVIDIA's device plugin, version v1 (docs/how-to/migrate-from-nvidia.md). "
-        "Empty: none.",
-    )
-    resource: NvidiaName = Field(
-        default=NVIDIA_GPU_RESOURCE, description="Resource with the unit one GPU, or one replica."
-    )
-    gpus: Texts = Field(
-        default=("all",),
-        description="GPUs that serve these resources: all, indexes, UUIDs, models or glob patterns such as *A100*.",
-    )
-    names: Texts = Field(
-        default=(),
-        description="Resource names by model, PATTERN=RESOURCE such as *A100*=nvidia.com/a100; the first match counts. "
-        "Empty: nvidia.resource.",
-    )
-    mig_strategy: Literal["none", "single", "mixed"] = Field(
-        default="none",
-        description="none: MIG instances are not offered by these names. single: an instance is a unit of "
-        "nvidia.resource. mixed: of nvidia.com/mig-PROFILE.",
-    )
-    mig_names: Texts = Field(
-        default=(),
-        description="Resource names of MIG instances (mixed), PROFILE=RESOURCE such as 1g.10gb=nvidia.com/small; the "
-        "first match counts.",
-    )
-    replicas: Texts = Field(
-        default=(),
-        description="Replicas, SELECTOR=COUNT, the first match counts. SELECTOR: resource, index, UUID, model or its glob"
-        " pattern, *. Empty: one.",
-    )
-    sharing: Sharing = Field(
-        default=Sharing.TIME_SLICING,
-        description="Limit of a replica. time-slicing: none. mps: 1/COUNT of memory and compute by NVIDIA MPS. shares: "
-        "the same by the node's isolation.",
-    )
-    rename_replicas: bool = Field(
-        default=False, description="Add .shared to names of resources with replicas, NVIDIA's renameByDefault."
-    )
-    refuse_several_replicas: Annotated[bool | None, BeforeValidator(empty_is_none)] = Field(
-        default=None,
-        description="Refuse containers that ask for several replicas, NVIDIA's failRequestsGreaterThanOne. Empty: true "
-        "with sharing mps.",
-    )
-    device_ids: Literal["uuid", "index"] = Field(
-        default="uuid",
-        description="Names of a container's GPUs for the container runtime, NVIDIA's deviceIDStrategy.",
-    )
-    replica_policy: Literal["packed", "distributed"] = Field(
-        default="distributed",
-        description="Replicas go to the fullest GPU (packed) or the emptiest (distributed), NVIDIA's "
-        "sharedDevicesAllocationPolicy.",
-    )
+    enabled: bool = False
+    """Offer these resources. NVIDIA's device plugin must not run on the same GPUs."""
+    config: OptionalPath = None
+    """Configuration file of NVIDIA's device plugin, version v1 (docs/how-to/migrate-from-nvidia.md). Empty: none."""
+    resource: NvidiaName = NVIDIA_GPU_RESOURCE
+    """Resource with the unit one GPU, or one replica."""
+    gpus: Texts = ("all",)
+    """GPUs that serve these resources: all, indexes, UUIDs, models or glob patterns such as *A100*."""
+    names: Texts = ()
+    """Resource names by model, PATTERN=RESOURCE such as *A100*=nvidia.com/a100; the first match counts. Empty:
+    nvidia.resource."""
+    mig_strategy: Literal["none", "single", "mixed"] = "none"
+    """none: MIG instances are not offered by these names. single: an instance is a unit of nvidia.resource. mixed: of
+    nvidia.com/mig-PROFILE."""
+    mig_names: Texts = ()
+    """Resource names of MIG instances (mixed), PROFILE=RESOURCE such as 1g.10gb=nvidia.com/small; the first match
+    counts."""
+    replicas: Texts = ()
+    """Replicas, SELECTOR=COUNT, the first match counts. SELECTOR: resource, index, UUID, model or its glob pattern, *.
+    Empty: one."""
+    sharing: Sharing = Sharing.TIME_SLICING
+    """Limit of a replica. time-slicing: none. mps: 1/COUNT of memory and compute by NVIDIA MPS. shares: the same by the
+    node's isolation."""
+    rename_replicas: bool = False
+    """Add .shared to names of resources with replicas, NVIDIA's renameByDefault."""
+    refuse_several_replicas: Annotated[bool | None, BeforeValidator(empty_is_none)] = None
+    """Refuse containers that ask for several replicas, NVIDIA's failRequestsGreaterThanOne. Empty: true with sharing
+    mps."""
+    device_ids: Literal["uuid", "index"] = "uuid"
+    """Names of a container's GPUs for the container runtime, NVIDIA's deviceIDStrategy."""
+    replica_policy: Literal["packed", "distributed"] = "distributed"
+    """Replicas go to the fullest GPU (packed) or the emptiest (distributed), NVIDIA's sharedDevicesAllocationPolicy."""
 
-    labels: bool = Field(
-        default=False,
-        description="Write the labels of GPU Feature Discovery (docs/reference/node-facts.md). Needs facts.is_written.",
-    )
+    labels: bool = False
+    """Write the labels of GPU Feature Discovery (docs/reference/node-facts.md). Needs facts.is_written."""
 
     @property
     def name_pairs(self) -> tuple[tuple[str, str], ...]:

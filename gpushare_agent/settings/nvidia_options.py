@@ -25,22 +25,34 @@ _FALSE = frozenset({"0", "f", "F", "false", "FALSE", "False", "no", "No", "NO", 
 STRATEGIES = ("envvar", "volume-mounts", "cdi-annotations", "cdi-cri")
 
 
-class Option(Struct, frozen=True, kw_only=True):
+class Option(Struct, frozen=True):
     """A key, variable or flag of NVIDIA's device plugin. `name` is the file's dotted key, or the first flag's or variable's
     name where the file has none; `read` takes what a file, a variable or a flag has and raises ValueError with what is
     allowed.
 
     `settings` are ours that it sets. Without any, `reason` says why it changes nothing here, and nothing is lost where the
-    value is one of `as_here`.
+    value is one of `as_here`. `own_variables` where they are not the flags in capitals; with `of_discovery` GPU Feature
+    Discovery has those too, with GFD_ before.
     """
 
     name: str
     read: Callable[[object], Any]
     flags: tuple[str, ...] = ()
-    variables: tuple[str, ...] = ()
     settings: tuple[str, ...] = ()
     reason: str = ""
     as_here: tuple[object, ...] = ()
+    own_variables: tuple[str, ...] | None = None
+    of_discovery: bool = False
+
+    @property
+    def variables(self) -> tuple[str, ...]:
+        if self.own_variables is not None:
+            return self.own_variables
+        names = tuple(flag.replace("-", "_").upper() for flag in self.flags)
+        of_discovery = tuple(f"GFD_{name}" for name in names)
+        if self.name.startswith("flags.gfd."):
+            return of_discovery
+        return (*names, *of_discovery) if self.of_discovery else names
 
     @property
     def is_in_file(self) -> bool:
@@ -141,151 +153,76 @@ def xids(value: object) -> tuple[str, ...]:
     return parts
 
 
-def _sharing(kind: str, instead: str) -> Iterable[Option]:
-    prefix = f"sharing.{kind}."
-    yield Option(name=f"{prefix}renameByDefault", read=boolean, settings=("nvidia.rename_replicas",))
-    yield Option(name=f"{prefix}failRequestsGreaterThanOne", read=boolean, settings=("nvidia.refuse_several_replicas",))
-    yield Option(name=f"{prefix}resources.name", read=any_value, settings=("nvidia.replicas", "nvidia.sharing"))
-    yield Option(name=f"{prefix}resources.replicas", read=any_value, settings=("nvidia.replicas", "nvidia.sharing"))
-    yield Option(
-        name=f"{prefix}resources.rename",
-        read=any_value,
-        reason="NVIDIA's plugin ignores it too; renameByDefault adds .shared",
-    )
-    yield Option(name=f"{prefix}resources.devices", read=any_value, as_here=("all",), reason=instead)
+def _sharing(kind: str) -> Iterable[Option]:
+    prefix, sets = f"sharing.{kind}.", ("nvidia.replicas", "nvidia.sharing")
+    ignored = "NVIDIA's plugin ignores it too; {}"
+    yield Option(f"{prefix}renameByDefault", boolean, settings=("nvidia.rename_replicas",))
+    yield Option(f"{prefix}failRequestsGreaterThanOne", boolean, settings=("nvidia.refuse_several_replicas",))
+    yield Option(f"{prefix}resources.name", any_value, settings=sets)
+    yield Option(f"{prefix}resources.replicas", any_value, settings=sets)
+    yield Option(f"{prefix}resources.rename", any_value, reason=ignored.format("renameByDefault adds .shared"))
+    instead = "nvidia.replicas takes indexes, such as 0=4,1=2"
+    yield Option(f"{prefix}resources.devices", any_value, reason=ignored.format(instead), as_here=("all",))
 
 
 _BY_POD = "pods that need it set the variable {} themselves"
 _NO_HOOKS = "the agent's CDI specs name no hooks"
 _OF_GFD = "the agent writes the labels itself (nvidia.labels)"
-_DEVICES = "NVIDIA's plugin ignores it too; nvidia.replicas takes indexes, such as 0=4,1=2"
 _NAMES = "NVIDIA's plugin ignores it too; set {}"
 _DRIVER_ROOT = "the RuntimeClass brings the driver, or manifests/components/driver-container"
 
 OPTIONS: tuple[Option, ...] = (
-    Option(name="version", read=words("v1"), as_here=("v1",), reason="the only version there is"),
-    Option(
-        name="flags.migStrategy", read=words("none", "single", "mixed"), settings=("nvidia.mig_strategy",),
-        flags=("mig-strategy",), variables=("MIG_STRATEGY", "GFD_MIG_STRATEGY"),
-    ),
-    Option(
-        name="flags.failOnInitError", read=boolean, settings=("fail_on_init_error",),
-        flags=("fail-on-init-error",), variables=("FAIL_ON_INIT_ERROR", "GFD_FAIL_ON_INIT_ERROR"),
-    ),
-    Option(
-        name="flags.mpsRoot", read=text, flags=("mps-root",), variables=("MPS_ROOT",), as_here=("", "/run/nvidia/mps"),
-        reason="the MPS daemon is manifests/mps-daemon, with its pipes in mps.pipe_directory",
-    ),
-    Option(
-        name="flags.nvidiaDriverRoot", read=text, flags=("driver-root", "nvidia-driver-root"),
-        variables=("NVIDIA_DRIVER_ROOT",), as_here=("", "/"), reason=_DRIVER_ROOT,
-    ),
-    Option(
-        name="flags.nvidiaDevRoot", read=text, flags=("dev-root", "nvidia-dev-root"), variables=("NVIDIA_DEV_ROOT",),
-        as_here=("", "/"), reason="the device nodes are those of the host's /dev",
-    ),
-    Option(
-        name="flags.gdrcopyEnabled", read=boolean, flags=("gdrcopy-enabled",), variables=("GDRCOPY_ENABLED",),
-        as_here=(False,), reason=_BY_POD.format("NVIDIA_GDRCOPY=enabled"),
-    ),
-    Option(
-        name="flags.gdsEnabled", read=boolean, flags=("gds-enabled",), variables=("GDS_ENABLED",),
-        as_here=(False,), reason=_BY_POD.format("NVIDIA_GDS=enabled"),
-    ),
-    Option(
-        name="flags.mofedEnabled", read=boolean, flags=("mofed-enabled",), variables=("MOFED_ENABLED",),
-        as_here=(False,), reason=_BY_POD.format("NVIDIA_MOFED=enabled"),
-    ),
-    Option(
-        name="flags.useNodeFeatureAPI", read=boolean, flags=("use-node-feature-api",),
-        variables=("USE_NODE_FEATURE_API", "GFD_USE_NODE_FEATURE_API"), as_here=(False,), reason=_OF_GFD,
-    ),
-    Option(
-        name="flags.deviceDiscoveryStrategy", read=discovery, flags=("device-discovery-strategy",),
-        variables=("DEVICE_DISCOVERY_STRATEGY",), as_here=("auto", "nvml"), reason="GPUs are found by NVML",
-    ),
-    Option(
-        name="flags.plugin.passDeviceSpecs", read=boolean, settings=("device_list_strategy",),
-        flags=("pass-device-specs",), variables=("PASS_DEVICE_SPECS",),
-    ),
-    Option(
-        name="flags.plugin.deviceListStrategy", read=strategies, settings=("device_list_strategy",),
-        flags=("device-list-strategy",), variables=("DEVICE_LIST_STRATEGY",),
-    ),
-    Option(
-        name="flags.plugin.deviceIDStrategy", read=words("uuid", "index"), settings=("nvidia.device_ids",),
-        flags=("device-id-strategy",), variables=("DEVICE_ID_STRATEGY",),
-    ),
-    Option(
-        name="flags.plugin.cdiAnnotationPrefix", read=text, flags=("cdi-annotation-prefix",),
-        variables=("CDI_ANNOTATION_PREFIX",), as_here=("", "cdi.k8s.io/"), reason="the prefix is always cdi.k8s.io/",
-    ),
-    Option(
-        name="flags.plugin.nvidiaCTKPath", read=text, flags=("nvidia-cdi-hook-path", "nvidia-ctk-path"),
-        variables=("NVIDIA_CDI_HOOK_PATH", "NVIDIA_CTK_PATH"), as_here=("", "/usr/bin/nvidia-ctk"), reason=_NO_HOOKS,
-    ),
-    Option(
-        name="flags.plugin.containerDriverRoot", read=text, flags=("driver-root-ctr-path", "container-driver-root"),
-        variables=("DRIVER_ROOT_CTR_PATH", "CONTAINER_DRIVER_ROOT"), as_here=("", "/driver-root"), reason=_DRIVER_ROOT,
-    ),
-    Option(
-        name="flags.plugin.sharedDevicesAllocationPolicy", read=words("distributed", "packed"),
-        settings=("nvidia.replica_policy",), flags=("shared-devices-allocation-policy",),
-        variables=("SHARED_DEVICES_ALLOCATION_POLICY",),
-    ),
-    Option(
-        name="flags.gfd.oneshot", read=boolean, flags=("oneshot",), variables=("GFD_ONESHOT",), as_here=(False,),
-        reason=_OF_GFD,
-    ),
-    Option(
-        name="flags.gfd.noTimestamp", read=boolean, flags=("no-timestamp",), variables=("GFD_NO_TIMESTAMP",),
-        as_here=(False,), reason="nvidia.com/gfd.timestamp is written with nvidia.labels",
-    ),
-    Option(
-        name="flags.gfd.sleepInterval", read=any_value, flags=("sleep-interval",), variables=("GFD_SLEEP_INTERVAL",),
-        reason="labels are written as soon as something changes",
-    ),
-    Option(
-        name="flags.gfd.outputFile", read=text, flags=("output-file",), variables=("GFD_OUTPUT_FILE",), reason=_OF_GFD,
-    ),
-    Option(
-        name="flags.gfd.machineTypeFile", read=text, flags=("machine-type-file",), variables=("GFD_MACHINE_TYPE_FILE",),
-        as_here=("", "/sys/class/dmi/id/product_name"), reason="the machine is that of /sys/class/dmi/id/product_name",
-    ),
-    Option(name="resources.gpus", read=named_patterns, as_here=((),), reason=_NAMES.format("nvidia.names")),
-    Option(name="resources.mig", read=named_patterns, as_here=((),), reason=_NAMES.format("nvidia.mig_names")),
-    *_sharing("timeSlicing", _DEVICES),
-    *_sharing("mps", _DEVICES),
-    Option(
-        name="imex.channelIDs", read=channels, flags=("imex-channel-ids",), variables=("IMEX_CHANNEL_IDS",), as_here=((),),
-        reason="extra_config takes the device node of a channel",
-    ),
-    Option(
-        name="imex.required", read=not_required, flags=("imex-required",), variables=("IMEX_REQUIRED",), as_here=(False,),
-        reason="true is refused",
-    ),
-    Option(
-        name="config-file", read=text, settings=("nvidia.config",), flags=("config-file",),
-        variables=("CONFIG_FILE", "GFD_CONFIG_FILE"),
-    ),
-    Option(
-        name="kubelet-socket", read=kubelet_socket, settings=("kubelet.device_plugin_path",), flags=("kubelet-socket",),
-        variables=("KUBELET_SOCKET",),
-    ),
-    Option(
-        name="cdi-feature-flags", read=text, flags=("cdi-feature-flags",), variables=("CDI_FEATURE_FLAGS",),
-        reason=_NO_HOOKS,
-    ),
-    Option(
-        name="cdi-disable-hooks", read=text, flags=("cdi-disable-hooks",), variables=("CDI_DISABLE_HOOKS",),
-        reason=_NO_HOOKS,
-    ),
-    Option(
-        name="DP_DISABLE_HEALTHCHECKS", read=xids, settings=("health.ignored_xids",), variables=("DP_DISABLE_HEALTHCHECKS",),
-    ),
-    Option(
-        name="DP_ENABLE_HEALTHCHECKS", read=xids, settings=("health.ignored_xids",), variables=("DP_ENABLE_HEALTHCHECKS",),
-    ),
+    Option("version", words("v1"), reason="the only version there is", as_here=("v1",)),
+    Option("flags.migStrategy", words("none", "single", "mixed"), ("mig-strategy",), ("nvidia.mig_strategy",),
+           of_discovery=True),
+    Option("flags.failOnInitError", boolean, ("fail-on-init-error",), ("fail_on_init_error",), of_discovery=True),
+    Option("flags.mpsRoot", text, ("mps-root",), as_here=("", "/run/nvidia/mps"),
+           reason="the MPS daemon is manifests/mps-daemon, with its pipes in mps.pipe_directory"),
+    Option("flags.nvidiaDriverRoot", text, ("driver-root", "nvidia-driver-root"), own_variables=("NVIDIA_DRIVER_ROOT",),
+           as_here=("", "/"), reason=_DRIVER_ROOT),
+    Option("flags.nvidiaDevRoot", text, ("dev-root", "nvidia-dev-root"), own_variables=("NVIDIA_DEV_ROOT",),
+           as_here=("", "/"), reason="the device nodes are those of the host's /dev"),
+    Option("flags.gdrcopyEnabled", boolean, ("gdrcopy-enabled",), reason=_BY_POD.format("NVIDIA_GDRCOPY=enabled"),
+           as_here=(False,)),
+    Option("flags.gdsEnabled", boolean, ("gds-enabled",), reason=_BY_POD.format("NVIDIA_GDS=enabled"), as_here=(False,)),
+    Option("flags.mofedEnabled", boolean, ("mofed-enabled",), reason=_BY_POD.format("NVIDIA_MOFED=enabled"),
+           as_here=(False,)),
+    Option("flags.useNodeFeatureAPI", boolean, ("use-node-feature-api",), reason=_OF_GFD, as_here=(False,),
+           of_discovery=True),
+    Option("flags.deviceDiscoveryStrategy", discovery, ("device-discovery-strategy",), reason="GPUs are found by NVML",
+           as_here=("auto", "nvml")),
+    Option("flags.plugin.passDeviceSpecs", boolean, ("pass-device-specs",), ("device_list_strategy",)),
+    Option("flags.plugin.deviceListStrategy", strategies, ("device-list-strategy",), ("device_list_strategy",)),
+    Option("flags.plugin.deviceIDStrategy", words("uuid", "index"), ("device-id-strategy",), ("nvidia.device_ids",)),
+    Option("flags.plugin.cdiAnnotationPrefix", text, ("cdi-annotation-prefix",), as_here=("", "cdi.k8s.io/"),
+           reason="the prefix is always cdi.k8s.io/"),
+    Option("flags.plugin.nvidiaCTKPath", text, ("nvidia-cdi-hook-path", "nvidia-ctk-path"), reason=_NO_HOOKS,
+           as_here=("", "/usr/bin/nvidia-ctk")),
+    Option("flags.plugin.containerDriverRoot", text, ("driver-root-ctr-path", "container-driver-root"),
+           reason=_DRIVER_ROOT, as_here=("", "/driver-root")),
+    Option("flags.plugin.sharedDevicesAllocationPolicy", words("distributed", "packed"),
+           ("shared-devices-allocation-policy",), ("nvidia.replica_policy",)),
+    Option("flags.gfd.oneshot", boolean, ("oneshot",), reason=_OF_GFD, as_here=(False,)),
+    Option("flags.gfd.noTimestamp", boolean, ("no-timestamp",), as_here=(False,),
+           reason="nvidia.com/gfd.timestamp is written with nvidia.labels"),
+    Option("flags.gfd.sleepInterval", any_value, ("sleep-interval",),
+           reason="labels are written as soon as something changes"),
+    Option("flags.gfd.outputFile", text, ("output-file",), reason=_OF_GFD),
+    Option("flags.gfd.machineTypeFile", text, ("machine-type-file",), as_here=("", "/sys/class/dmi/id/product_name"),
+           reason="the machine is that of /sys/class/dmi/id/product_name"),
+    Option("resources.gpus", named_patterns, reason=_NAMES.format("nvidia.names"), as_here=((),)),
+    Option("resources.mig", named_patterns, reason=_NAMES.format("nvidia.mig_names"), as_here=((),)),
+    *_sharing("timeSlicing"),
+    *_sharing("mps"),
+    Option("imex.channelIDs", channels, ("imex-channel-ids",), as_here=((),),
+           reason="extra_config takes the device node of a channel"),
+    Option("imex.required", not_required, ("imex-required",), reason="true is refused", as_here=(False,)),
+    Option("config-file", text, ("config-file",), ("nvidia.config",), of_discovery=True),
+    Option("kubelet-socket", kubelet_socket, ("kubelet-socket",), ("kubelet.device_plugin_path",)),
+    Option("cdi-feature-flags", text, ("cdi-feature-flags",), reason=_NO_HOOKS),
+    Option("cdi-disable-hooks", text, ("cdi-disable-hooks",), reason=_NO_HOOKS),
+    Option("DP_DISABLE_HEALTHCHECKS", xids, settings=("health.ignored_xids",), own_variables=("DP_DISABLE_HEALTHCHECKS",)),
+    Option("DP_ENABLE_HEALTHCHECKS", xids, settings=("health.ignored_xids",), own_variables=("DP_ENABLE_HEALTHCHECKS",)),
 )  # fmt: skip
 
 

@@ -13,14 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from gpushare_agent.kit.near_names import did_you_mean
-from gpushare_agent.settings.nvidia_options import (
-    OPTIONS,
-    Option,
-    options_by_name,
-    resource_name,
-)
-from gpushare_agent.settings.observation import HealthSettings
+from gpushare_agent.settings.nvidia_options import OPTIONS, Option, options_by_name, resource_name
 from gpushare_agent.settings.reference import text_of
+from gpushare_agent.settings.sections import HealthSettings
 from gpushare_agent.settings.sources import Layer, MigratedKey, RawSetting, parse_into
 
 MAX_UNKNOWN_KEYS = 50
@@ -41,7 +36,7 @@ def read_nvidia(flags: Mapping[str, RawSetting], environ: Mapping[str, str], fil
     for option in OPTIONS:
         variable = next((name for name in option.variables if environ.get(name)), None)
         if variable:
-            found[option.name] = RawSetting(value=environ[variable], source=f"variable {variable}")
+            found[option.name] = RawSetting(environ[variable], f"variable {variable}")
     # Flags last: theirs beat variables, which beat the file.
     found |= flags
     return _mapped(found, file or Layer(), is_given=file is not None or bool(found))
@@ -54,7 +49,7 @@ def parse_nvidia(content: bytes, place: str) -> Layer:
     tree = parse_into(layer, content, f"{place}: cannot read the configuration of NVIDIA's device plugin")
     try:
         for name, value in _keys(tree, layer, place):
-            layer.nvidia[name] = RawSetting(value=value, source=place)
+            layer.nvidia[name] = RawSetting(value, place)
     except _Mistake as error:
         layer.problems.append(f"{place}: {error}")
     return layer
@@ -72,11 +67,8 @@ def _keys(tree: Mapping[object, object], layer: Layer, place: str) -> Iterator[t
         elif len(layer.migrated) < MAX_UNKNOWN_KEYS:
             known = [option.name for option in OPTIONS if option.is_in_file]
             reason = f"NVIDIA's plugin does not know it either{did_you_mean(name, known)}"
-            layer.migrated.append(
-                MigratedKey(
-                    name=name[:_SHOWN_CHARACTERS], value=_shown(value), source=place, reason=reason, is_lost=True
-                )
-            )
+            unknown = MigratedKey(name[:_SHOWN_CHARACTERS], _shown(value), place, reason=reason, is_lost=True)
+            layer.migrated.append(unknown)
     for kind in _SHARINGS:
         sharing = tree.get("sharing")
         section = sharing.get(kind) if isinstance(sharing, dict) else None
@@ -130,8 +122,7 @@ def _replicated(name: str, value: object) -> Iterator[tuple[str, object]]:
 
 
 def _mapped(found: Mapping[str, RawSetting], file: Layer, *, is_given: bool) -> Layer:
-    layer = Layer(*file.problems)
-    layer.migrated += file.migrated
+    layer = Layer(*file.problems, migrated=file.migrated)
     values: dict[str, Any] = {}
     for option in OPTIONS:
         raw = found.get(option.name)
@@ -195,19 +186,16 @@ def _xids(words: tuple[str, ...]) -> set[int]:
 
 def _outcome(option: Option, raw: RawSetting, value: object, ours: Mapping[str, tuple[object, str]]) -> MigratedKey:
     shown = _shown(raw.value)
-    if option.settings:
-        settings = {name: text_of(ours[name][0]) for name in option.settings if name in ours}
-        kind = option.name.split(".")[1] if option.name.startswith("sharing.") else ""
-        # The section that loses has read settings too, but none of them is in effect.
-        is_used = not kind or any(source.startswith(f"sharing.{kind}.") for _, source in ours.values())
-        if is_used and settings:
-            return MigratedKey(name=option.name, value=shown, source=raw.source, settings=settings)
-        return MigratedKey(
-            name=option.name, value=shown, source=raw.source, is_lost=True,
-            reason="sharing.mps is used in its place, as by NVIDIA's plugin",
-        )  # fmt: skip
-    is_lost = value not in option.as_here
-    return MigratedKey(name=option.name, value=shown, source=raw.source, reason=option.reason, is_lost=is_lost)
+    if not option.settings:
+        return MigratedKey(option.name, shown, raw.source, {}, option.reason, is_lost=value not in option.as_here)
+    settings = {name: text_of(ours[name][0]) for name in option.settings if name in ours}
+    kind = option.name.split(".")[1] if option.name.startswith("sharing.") else ""
+    # The section that loses has read settings too, but none of them is in effect.
+    is_used = not kind or any(source.startswith(f"sharing.{kind}.") for _, source in ours.values())
+    if is_used and settings:
+        return MigratedKey(option.name, shown, raw.source, settings)
+    reason = "sharing.mps is used in its place, as by NVIDIA's plugin"
+    return MigratedKey(option.name, shown, raw.source, reason=reason, is_lost=True)
 
 
 def _shown(value: object) -> str:

@@ -5,11 +5,15 @@ Everything here is derived from settings/tree.py; a setting needs no line of its
 
 from __future__ import annotations
 
+import ast
+import inspect
 import re
+import sys
 import textwrap
 from collections.abc import Sequence
 from enum import StrEnum
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
@@ -45,6 +49,7 @@ class Key(Struct, frozen=True, kw_only=True):
 
     name: str
     section: str
+    model: type[BaseModel]
     field: FieldInfo
     aliases: tuple[str, ...]
 
@@ -70,6 +75,11 @@ class Key(Struct, frozen=True, kw_only=True):
         return self.field.get_default(call_default_factory=True)
 
     @property
+    def description(self) -> str:
+        """The text below the field: the unit, the meaning of None or empty, and the reason for the default."""
+        return _descriptions(self.model.__module__)[self.model.__name__, self.name.rpartition(".")[2]]
+
+    @property
     def kind(self) -> Kind:
         return _kind(self.field.annotation, self.field.metadata, is_duration=self.name.endswith("_s"))
 
@@ -89,9 +99,23 @@ def _keys_of(model: type[BaseModel], prefix: str, section: str) -> list[Key]:
             nested += _keys_of(field.annotation, dotted + ".", (field.annotation.__doc__ or dotted).strip())
         else:
             aliases = tuple(alias for alias, key in ALIASES.items() if key == dotted)
-            plain.append(Key(name=dotted, section=section, field=field, aliases=aliases))
+            plain.append(Key(name=dotted, section=section, model=model, field=field, aliases=aliases))
     # Keys of the section itself first: in a help text or a file they would else stand in the last subsection.
     return plain + nested
+
+
+@cache
+def _descriptions(module: str) -> dict[tuple[str, str], str]:
+    """Of each class and field of a module the text below the field. pydantic's `use_attribute_docstrings` would read the
+    source at each start; here only help, completion and the reference do."""
+    found = {}
+    classes = [one for one in ast.parse(inspect.getsource(sys.modules[module])).body if isinstance(one, ast.ClassDef)]
+    for section in classes:
+        for field, text in pairwise(section.body):
+            match field, text:
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(description))):
+                    found[section.name, name] = " ".join(description.split())
+    return found
 
 
 def text_of(value: object) -> str:
@@ -183,7 +207,7 @@ def help_text(keys: Sequence[Key], width: int = 100) -> str:
         lines.append(f"  {spellings} {key.kind.placeholder}")
         limits = _bounds(key.field.metadata)
         default = f"default {text_of(key.default) or 'empty'}{';' + limits if limits else ''}"
-        facts = f"{key.field.description} [{default}; {key.variable}]"
+        facts = f"{key.description} [{default}; {key.variable}]"
         lines += textwrap.wrap(
             facts,
             width,
@@ -213,7 +237,7 @@ def markdown() -> str:
         name = "<br>".join([f"`{key.name}`", *(f"`--{alias}`" for alias in key.aliases)])
         default = f"`{text_of(key.default)}`" if text_of(key.default) else "empty"
         # A bar would end the table's cell.
-        allowed, meaning = (text.replace("|", "\\|") for text in (key.kind.brief, key.field.description or ""))
+        allowed, meaning = (text.replace("|", "\\|") for text in (key.kind.brief, key.description))
         lines.append(f"| {name} | {default} | {allowed} | {_linked(meaning)} |")
     return "\n".join(lines) + "\n"
 

@@ -94,11 +94,11 @@ def load_settings(
     layers.append(host := Layer())
     # Manifests set NODE_NAME from the downward API. Of an empty name the tree makes the host's.
     node_name = environ.get("NODE_NAME", "")
-    host.values["node_name"] = RawSetting(value=node_name, source=NODE_NAME_SOURCES[not node_name])
+    host.values["node_name"] = RawSetting(node_name, NODE_NAME_SOURCES[not node_name])
     pipe = layers[0].values.get("mps.pipe_directory")
     # GPUShare's plugin has MPS by that flag alone; an isolation that any place names wins.
     if pipe is not None and pipe.source == "flag --mps-pipe":
-        host.values["isolation"] = RawSetting(value="mps", source=pipe.source)
+        host.values["isolation"] = RawSetting("mps", pipe.source)
     layers.append(read_gpushare(environ))
     # Reversed, so that the layer that wins is written last.
     raw = {name: value for layer in reversed(layers) for name, value in layer.values.items()}
@@ -144,7 +144,7 @@ def _problem(location: tuple[int | str, ...], message: str, raw: Mapping[str, Ra
         name = ".".join(parts) or "settings"
         places = sorted({found.source for key_name, found in raw.items() if key_name.startswith(name + ".")})
         return f"{name}: {reason} (set by {', '.join(places) or 'default'})"
-    found = raw.get(key.name, RawSetting(value=key.default, source="default"))
+    found = raw.get(key.name, RawSetting(key.default, "default"))
     value = repr(found.value)
     if len(value) > _SHOWN_CHARACTERS:
         value = value[:_SHOWN_CHARACTERS] + "…"

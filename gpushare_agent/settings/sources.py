@@ -3,12 +3,10 @@
 Only names and shape are checked here; `Settings` merges and validates the layers. Each mistake is one line in `problems`, so
 that one start shows all of them. Sources of pydantic-settings' own that are not used, and why:
 
-- `CliSettingsSource` builds an argparse parser of every setting: 15 ms at each start, against 1 ms for all of
+- `CliSettingsSource` builds an argparse parser of every setting: 35 ms at each start, against 1 ms for all of
   `load_settings`. It ends at the first unknown flag, and does not keep how a flag was spelled ("flag --query-port").
 - `YamlConfigSettingsSource` ignores a missing file, and takes aliases (a few lines unfold into gigabytes) and keys given
-  twice.
-
-`EnvSettingsSource` is used: it ignores unknown variables, which `read_variables` finds.
+  twice. `EnvSettingsSource` takes names in any case, and says nothing of unknown ones.
 """
 
 from __future__ import annotations
@@ -23,8 +21,7 @@ from typing import Any
 
 from msgspec import Struct, field
 from msgspec.structs import replace
-from pydantic.fields import FieldInfo
-from pydantic_settings import EnvSettingsSource, PydanticBaseSettingsSource
+from pydantic_settings import InitSettingsSource
 
 from gpushare_agent.kit.near_names import did_you_mean
 from gpushare_agent.settings.former_flags import ADMISSION_FIELDS, FORMER_FLAGS, FormerFlag, log_level
@@ -48,14 +45,14 @@ _SERVICE_LINK = re.compile(r".*_SERVICE_HOST|.*_SERVICE_PORT(_.+)?|(.+_)?PORT_\d
 that begin like ours. They must not stop the agent."""
 
 
-class RawSetting(Struct, frozen=True, kw_only=True):
+class RawSetting(Struct, frozen=True):
     """A value as it was written, and where: "flag --web.port", "variable GPUSHARE_WEB__PORT", "file /etc/x.yaml"."""
 
     value: object
     source: str
 
 
-class MigratedKey(Struct, frozen=True, kw_only=True):
+class MigratedKey(Struct, frozen=True):
     """A key, variable or flag of a program that this one follows, and what became of it.
 
     `settings` are ours that it gives a value, as text. Without any, `reason` says why it changes nothing; `is_lost` where it
@@ -70,25 +67,20 @@ class MigratedKey(Struct, frozen=True, kw_only=True):
     is_lost: bool = False
 
 
-class Layer(PydanticBaseSettingsSource):
+class Layer(InitSettingsSource):
     """The settings of one place, and the mistakes there. `nvidia` are values of NVIDIA's plugin by option's name, not yet
     mapped; `migrated` what became of another program's keys."""
 
-    def __init__(self, *problems: str) -> None:
-        super().__init__(Settings)
+    def __init__(self, *problems: str, migrated: Iterable[MigratedKey] = ()) -> None:
+        super().__init__(Settings, {})
         self.values: dict[str, RawSetting] = {}
-        self.problems = list(problems)
+        self.problems, self.migrated = list(problems), list(migrated)
         self.nvidia: dict[str, RawSetting] = {}
-        self.migrated: list[MigratedKey] = []
 
     def put(self, name: str, value: object, source: str) -> None:
         """An empty node name is none: the next place has it."""
         if name != "node_name" or value != "":
-            self.values[name] = RawSetting(value=value, source=source)
-
-    def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[Any, str, bool]:
-        """The value, of a section a mapping; None where the place says nothing."""
-        return self().get(field_name), field_name, False
+            self.values[name] = RawSetting(value, source)
 
     def __call__(self) -> dict[str, Any]:
         """The values as a tree. Pairs are one value: as a plain dict they would be merged over the places."""
@@ -176,7 +168,7 @@ def read_flags(argv: Sequence[str]) -> Layer:
         option = options_by_flag().get(flag[2:]) if key is None and flag.startswith("--") else None
         if option is not None:
             # Read later, when the file of NVIDIA's plugin is known: a flag beats it.
-            layer.nvidia[option.name] = RawSetting(value="true" if value is None else value, source=f"flag {flag}")
+            layer.nvidia[option.name] = RawSetting("true" if value is None else value, f"flag {flag}")
         elif key is None:
             layer.problems.append(_unknown_token(token.words[0], {**_by_flag(), **FORMER_FLAGS}))
         elif isinstance(key, FormerFlag):
@@ -206,17 +198,10 @@ def _read_former(flag: str, former: FormerFlag, value: str | None, layer: Layer,
         except ValueError as error:
             layer.problems.append(f"{source}: {value[:80]!r} is not allowed; allowed: {error}")
             return
-    values |= {name: RawSetting(value=text, source=source) for name, text in settings.items()}
-    layer.migrated.append(
-        MigratedKey(
-            name=flag,
-            value="…" if former.is_secret else value[:200],
-            source=source,
-            settings=settings,
-            reason=former.reason,
-            is_lost=bool(former.reason) and value.lower() not in former.as_here,
-        )
-    )
+    values |= {name: RawSetting(text, source) for name, text in settings.items()}
+    shown, is_lost = "…" if former.is_secret else value[:200], value.lower() not in former.as_here
+    is_lost = bool(former.reason) and is_lost
+    layer.migrated.append(MigratedKey(flag, shown, source, settings, former.reason, is_lost))
 
 
 def _unknown_token(token: str, known: Iterable[str]) -> str:
@@ -226,21 +211,9 @@ def _unknown_token(token: str, known: Iterable[str]) -> str:
     return f"flag --{name} is unknown{did_you_mean(name, known, '--')}; --help lists all flags"
 
 
-class _Variables(Layer):
-    """Read by pydantic-settings from the names that `read_variables` found."""
-
-    def __call__(self) -> dict[str, Any]:
-        # Its own reading of the environment would accept names in any case, and say nothing of unknown ones.
-        source = EnvSettingsSource(Settings)
-        source.env_vars = {
-            key.variable.lower(): str(self.values[key.name].value) for key in all_keys() if key.name in self.values
-        }
-        return source()
-
-
 def read_variables(environ: Mapping[str, str]) -> Layer:
     """Every `GPUSHARE_…` variable. Kubernetes' service links that begin so are ignored."""
-    layer = _Variables()
+    layer = Layer()
     known = {key.variable: key for key in all_keys()}
     for name in sorted(environ):
         if not name.startswith(ENVIRONMENT_PREFIX):
@@ -251,9 +224,8 @@ def read_variables(environ: Mapping[str, str]) -> Layer:
         if key := known.get(name):
             layer.put(key.name, environ[name], f"variable {name}")
         elif name not in _OF_COMMANDS and not is_service_link:
-            layer.problems.append(
-                f"variable {name} is unknown{did_you_mean(name, known)}; docs/reference/settings.md lists all variables"
-            )
+            near = did_you_mean(name, known)
+            layer.problems.append(f"variable {name} is unknown{near}; docs/reference/settings.md lists all variables")
     return layer
 
 
@@ -269,7 +241,8 @@ def read_bounded(path: RawSetting, parse: Callable[[bytes, str], Layer]) -> Laye
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         return Layer(f"{named}: {reason}; give an existing YAML file")
     if len(content) > _FILE_LIMIT_BYTES:
-        return Layer(f"{path.source}: the settings file {path.value} is larger than 1 MiB; this is no settings file")
+        named = f"{path.source}: the settings file {path.value}"
+        return Layer(f"{named} is larger than 1 MiB; this is no settings file")
     return parse(content, f"file {path.value}")
 
 
@@ -282,10 +255,8 @@ def read_file(path: RawSetting) -> Layer:
         if not tree.keys().isdisjoint(ADMISSION_FIELDS):
             # The extender reads it, and the same path also where extender.config names it.
             layer.put("extender.config", path.value, path.source)
-            becomes = {"extender.config": str(path.value)}
-            layer.migrated.append(
-                MigratedKey(name="--config", value=str(path.value), source=path.source, settings=becomes)
-            )
+            name = str(path.value)
+            layer.migrated.append(MigratedKey("--config", name, path.source, {"extender.config": name}))
         else:
             _flatten(tree, "", place, layer)
         return layer
@@ -340,13 +311,11 @@ def _flatten(tree: Mapping[object, object], prefix: str, source: str, layer: Lay
         elif name in sections:
             layer.problems.append(f"{source}: {name} is {str(value)[:40]!r}, but must be a mapping of settings")
         elif name == "config":
-            layer.problems.append(
-                f"{source}: config cannot be set in a file; use --config or {ENVIRONMENT_PREFIX}CONFIG"
-            )
+            instead = f"use --config or {ENVIRONMENT_PREFIX}CONFIG"
+            layer.problems.append(f"{source}: config cannot be set in a file; {instead}")
         else:
-            layer.problems.append(
-                f"{source}: key {name} is unknown{did_you_mean(name, known | sections)}; see docs/reference/settings.md"
-            )
+            near = did_you_mean(name, known | sections)
+            layer.problems.append(f"{source}: key {name} is unknown{near}; see docs/reference/settings.md")
 
 
 # --- DaemonSets of other programs with this image: gpu-manager 1.1.5 and its start.sh (EXTRA_FLAGS end its command line,
@@ -376,7 +345,7 @@ def read_gpu_manager(environ: Mapping[str, str], root: Path = Path("/"), host: P
         # Before LOG_LEVEL: they end gpu-manager's command line, so their level beats it.
         _read_extra_flags(words, layer)
         for name, text in _start_script(root, host).items():
-            layer.values.setdefault(name, RawSetting(value=text, source=GPU_MANAGER_DAEMONSET))
+            layer.values.setdefault(name, RawSetting(text, GPU_MANAGER_DAEMONSET))
     if level := environ.get("LOG_LEVEL"):
         source = "variable LOG_LEVEL"
         try:
@@ -384,14 +353,11 @@ def read_gpu_manager(environ: Mapping[str, str], root: Path = Path("/"), host: P
         except ValueError as error:
             layer.problems.append(f"{source}: {level[:80]!r} is no log level; write {error}")
         else:
-            layer.values = {
-                name: RawSetting(value=text, source=source) for name, text in settings.items()
-            } | layer.values
-            layer.migrated.append(MigratedKey(name="LOG_LEVEL", value=level, source=source, settings=settings))
+            layer.values = {name: RawSetting(text, source) for name, text in settings.items()} | layer.values
+            layer.migrated.append(MigratedKey("LOG_LEVEL", level, source, settings))
     if value := environ.get("LIBCUDA"):
-        layer.migrated.append(
-            MigratedKey(name="LIBCUDA", value=value[:200], source="variable LIBCUDA", reason=_LIBCUDA, is_lost=True)
-        )
+        source = "variable LIBCUDA"
+        layer.migrated.append(MigratedKey("LIBCUDA", value[:200], source, reason=_LIBCUDA, is_lost=True))
     return layer
 
 
@@ -490,6 +456,4 @@ def _read_extra_flags(text: str, layer: Layer) -> None:
         layer.put(name, raw.value, place + raw.source)
         shown, flag = str(raw.value)[:200], raw.source.removeprefix("flag ")
         if name not in reported:
-            layer.migrated.append(
-                MigratedKey(name=f"EXTRA_FLAGS {flag}", value=shown, source=place + raw.source, settings={name: shown})
-            )
+            layer.migrated.append(MigratedKey(f"EXTRA_FLAGS {flag}", shown, place + raw.source, {name: shown}))

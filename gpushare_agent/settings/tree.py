@@ -1,9 +1,10 @@
 """The settings tree: the settings of the node as a whole, and the sections.
 
-The sections are the modules beside this one. A description has the unit, the meaning of None or empty, and the reason for
-the default. `Settings()` reads neither the environment nor the command line: settings/settings.py gives it the sources for
-flags, variables and files. settings/reference.py makes `--help` and docs/reference/settings.md. The flag names of
-gpu-manager (docs/reference/formats.md, section 1) are `ALIASES` of these names.
+The sections are in sections.py, nvidia.py and node_configuration.py. The text below a setting has the unit, the meaning of
+None or empty, and the reason for the default. `Settings()` reads neither the environment nor the command line:
+settings/settings.py gives it the sources for flags, variables and files. settings/reference.py makes `--help` and
+docs/reference/settings.md. The flag names of gpu-manager (docs/reference/formats.md, section 1) are `ALIASES` of these
+names.
 """
 
 from __future__ import annotations
@@ -12,45 +13,12 @@ import socket
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
-from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from gpushare_agent.model.isolation import DeviceListStrategy, Sharing, isolation_parts
-from gpushare_agent.settings.allocation import (
-    AllocationSettings,
-    DraSettings,
-    GpushareSettings,
-    KubeletSettings,
-    PlacementSettings,
-    ResizeSettings,
-    ResourceSettings,
-    RuntimeSettings,
-    SimulatedSettings,
-)
-from gpushare_agent.settings.extender import ExtenderSettings
-from gpushare_agent.settings.isolation import (
-    AllowedIsolation,
-    CdiSettings,
-    DriverLimitsSettings,
-    DriverVolumeSettings,
-    HamiCoreSettings,
-    LibgpushareSettings,
-    MpsSettings,
-    NodeIsolation,
-    VirtualManagerSettings,
-)
+from gpushare_agent.settings import sections
 from gpushare_agent.settings.node_configuration import NodeConfigurationSettings
 from gpushare_agent.settings.nvidia import NvidiaSettings
-from gpushare_agent.settings.observation import (
-    ControlSettings,
-    DebugSettings,
-    DecisionSettings,
-    DisplaySettings,
-    FactsSettings,
-    HealthSettings,
-    LogSettings,
-    UsageSettings,
-    WebSettings,
-)
 from gpushare_agent.settings.values import DNS_NAME, OptionalPath, Seconds, Texts, comma_list, pairs_of
 
 ENVIRONMENT_PREFIX = "GPUSHARE_"
@@ -83,104 +51,78 @@ ALIASES = {
 class Settings(BaseSettings):
     """The root of the tree: what concerns the node as a whole, and one section per concern."""
 
-    model_config = SettingsConfigDict(
-        frozen=True, env_prefix=ENVIRONMENT_PREFIX, env_nested_delimiter="__", enable_decoding=False
-    )  # no decoding: lists and pairs are not JSON, their validators read them
+    model_config = SettingsConfigDict(frozen=True, defer_build=True)
 
-    config: OptionalPath = Field(default=None, description="YAML file with settings. Empty: none.")
-    node_name: str = Field(
-        default="",
-        description="Name of this node in the API server. Empty: the variable NODE_NAME, else the host's name.",
-    )
-    node_labels: Annotated[dict[str, str], BeforeValidator(pairs_of)] = Field(
-        default_factory=dict, description="Further labels for the node. Empty: none."
-    )
-    driver: Annotated[Literal["nvml", "simulated"], BeforeValidator(lambda v: "nvml" if v == "nvidia" else v)] = Field(
-        default="nvml",
-        description="Source of the GPUs: NVML (also named nvidia), or simulated GPUs.",
-    )
-    isolation: NodeIsolation = Field(
-        default="gpushare",
-        description="What limits a container to its share (docs/explanation/isolation.md). auto: the agent chooses at its"
-        " start.",
-    )
-    isolations_allowed: Annotated[tuple[AllowedIsolation, ...], BeforeValidator(comma_list)] = Field(
-        default=(),
-        description="Further isolations that a pod may choose by the annotation tencent.com/gpu-isolation, without auto.",
-    )
+    config: OptionalPath = None
+    """YAML file with settings. Empty: none."""
+    node_name: str = ""
+    """Name of this node in the API server. Empty: the variable NODE_NAME, else the host's name."""
+    node_labels: Annotated[dict[str, str], BeforeValidator(pairs_of)] = Field(default_factory=dict)
+    """Further labels for the node. Empty: none."""
+    driver: Annotated[Literal["nvml", "simulated"], BeforeValidator(lambda v: "nvml" if v == "nvidia" else v)] = "nvml"
+    """Source of the GPUs: NVML (also named nvidia), or simulated GPUs."""
+    isolation: sections.NodeIsolation = "gpushare"
+    """What limits a container to its share (docs/explanation/isolation.md). auto: the agent chooses at its start."""
+    isolations_allowed: Annotated[tuple[sections.AllowedIsolation, ...], BeforeValidator(comma_list)] = ()
+    """Further isolations that a pod may choose by the annotation tencent.com/gpu-isolation, without auto."""
     device_list_strategy: Annotated[tuple[DeviceListStrategy, ...], BeforeValidator(comma_list)] = Field(
-        default=(DeviceListStrategy.ENVVAR, DeviceListStrategy.DEVICE_NODES),
-        min_length=1,
-        description="How containers get their GPUs' devices (docs/reference/device-lists.md).",
+        default=(DeviceListStrategy.ENVVAR, DeviceListStrategy.DEVICE_NODES), min_length=1
     )
-    excluded_gpus: Texts = Field(
-        default=(),
-        description="GPUs that the agent does not offer: indexes, UUIDs, models or glob patterns such as *T400*.",
-    )
-    fail_on_init_error: bool = Field(
-        default=True,
-        description="Exit when the driver cannot be read at start. false: retry every 30 s.",
-    )
-    share_mode: bool = Field(default=True, description="Allow several containers on one GPU. false: whole GPUs only.")
-    extra_config: OptionalPath = Field(
-        default=None,
-        description='JSON file with device nodes for every container: {"default": {"devices": ["/dev/..."]}}. Empty: none.',
-    )
-    volume_config: OptionalPath = Field(
-        default=None,
-        description="gpu-manager's volume.conf (docs/how-to/driver-volume.md), for isolation vcuda. Empty: "
-        "/etc/gpu-manager/volume.conf.",
-    )
-    kubeconfig: OptionalPath = Field(
-        default=None,
-        description="Kubeconfig for the API server. Empty: the pod's service account, else the user's default file.",
-    )
-    context: str = Field(
-        default="",
-        description="Context of the kubeconfig for the commands that show nodes. Empty: its current one.",
-    )
-    sample_period_s: Seconds = Field(default=1.0, ge=0.05, le=3600, description="Period of sampling the use of GPUs.")
-    wait_timeout_s: Seconds = Field(
-        default=60.0,
-        ge=0.05,
-        le=3600,
-        description="gpu-manager's; no effect.",
-    )
+    """How containers get their GPUs' devices (docs/reference/device-lists.md)."""
+    excluded_gpus: Texts = ()
+    """GPUs that the agent does not offer: indexes, UUIDs, models or glob patterns such as *T400*."""
+    fail_on_init_error: bool = True
+    """Exit when the driver cannot be read at start. false: retry every 30 s."""
+    share_mode: bool = True
+    """Allow several containers on one GPU. false: whole GPUs only."""
+    extra_config: OptionalPath = None
+    """JSON file with device nodes for every container: {"default": {"devices": ["/dev/..."]}}. Empty: none."""
+    volume_config: OptionalPath = None
+    """gpu-manager's volume.conf (docs/how-to/driver-volume.md), for isolation vcuda. Empty:
+    /etc/gpu-manager/volume.conf."""
+    kubeconfig: OptionalPath = None
+    """Kubeconfig for the API server. Empty: the pod's service account, else the user's default file."""
+    context: str = ""
+    """Context of the kubeconfig for the commands that show nodes. Empty: its current one."""
+    sample_period_s: Seconds = Field(default=1.0, ge=0.05, le=3600)
+    """Period of sampling the use of GPUs."""
+    wait_timeout_s: Seconds = Field(default=60.0, ge=0.05, le=3600)
+    """gpu-manager's; no effect."""
     node_configuration: NodeConfigurationSettings = _DEFAULTS
-    simulated: SimulatedSettings = _DEFAULTS
-    resources: ResourceSettings = _DEFAULTS
-    kubelet: KubeletSettings = _DEFAULTS
-    placement: PlacementSettings = _DEFAULTS
-    allocation: AllocationSettings = _DEFAULTS
-    resize: ResizeSettings = _DEFAULTS
-    virtual_manager: VirtualManagerSettings = _DEFAULTS
-    driver_volume: DriverVolumeSettings = _DEFAULTS
-    mps: MpsSettings = _DEFAULTS
-    hami_core: HamiCoreSettings = _DEFAULTS
-    libgpushare: LibgpushareSettings = _DEFAULTS
-    driver_limits: DriverLimitsSettings = _DEFAULTS
-    cdi: CdiSettings = _DEFAULTS
-    gpushare: GpushareSettings = _DEFAULTS
+    simulated: sections.SimulatedSettings = _DEFAULTS
+    resources: sections.ResourceSettings = _DEFAULTS
+    kubelet: sections.KubeletSettings = _DEFAULTS
+    placement: sections.PlacementSettings = _DEFAULTS
+    allocation: sections.AllocationSettings = _DEFAULTS
+    resize: sections.ResizeSettings = _DEFAULTS
+    virtual_manager: sections.VirtualManagerSettings = _DEFAULTS
+    driver_volume: sections.DriverVolumeSettings = _DEFAULTS
+    mps: sections.MpsSettings = _DEFAULTS
+    hami_core: sections.HamiCoreSettings = _DEFAULTS
+    libgpushare: sections.LibgpushareSettings = _DEFAULTS
+    driver_limits: sections.DriverLimitsSettings = _DEFAULTS
+    cdi: sections.CdiSettings = _DEFAULTS
+    gpushare: sections.GpushareSettings = _DEFAULTS
     nvidia: NvidiaSettings = _DEFAULTS
-    dra: DraSettings = _DEFAULTS
-    runtime: RuntimeSettings = _DEFAULTS
-    web: WebSettings = _DEFAULTS
-    health: HealthSettings = _DEFAULTS
-    usage: UsageSettings = _DEFAULTS
-    decisions: DecisionSettings = _DEFAULTS
-    facts: FactsSettings = _DEFAULTS
-    control: ControlSettings = _DEFAULTS
-    display: DisplaySettings = _DEFAULTS
-    debug: DebugSettings = _DEFAULTS
-    extender: ExtenderSettings = _DEFAULTS
-    log: LogSettings = _DEFAULTS
+    dra: sections.DraSettings = _DEFAULTS
+    runtime: sections.RuntimeSettings = _DEFAULTS
+    web: sections.WebSettings = _DEFAULTS
+    health: sections.HealthSettings = _DEFAULTS
+    usage: sections.UsageSettings = _DEFAULTS
+    decisions: sections.DecisionSettings = _DEFAULTS
+    facts: sections.FactsSettings = _DEFAULTS
+    control: sections.ControlSettings = _DEFAULTS
+    display: sections.DisplaySettings = _DEFAULTS
+    debug: sections.DebugSettings = _DEFAULTS
+    extender: sections.ExtenderSettings = _DEFAULTS
+    log: sections.LogSettings = _DEFAULTS
 
     @classmethod
     def settings_customise_sources(
         cls, settings_cls: type[BaseSettings], *_: Any, **built_in: Any
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         """The sources in the argument `SOURCES`; without it the arguments alone: `Settings()` reads no environment."""
-        arguments: InitSettingsSource = built_in["init_settings"]
+        arguments = built_in["init_settings"]
         return tuple(arguments.init_kwargs.get(SOURCES, (arguments,)))
 
     @property

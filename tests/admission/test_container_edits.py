@@ -14,7 +14,7 @@ from gpushare_agent.model.errors import RefusalReason, Refused
 from gpushare_agent.model.isolation import DeviceListStrategy
 from gpushare_agent.model.names import ISOLATION_ANNOTATION
 from gpushare_agent.model.pods import ContainerKind, ContainerSpec
-from gpushare_agent.settings.isolation import DriverVolumeSettings
+from gpushare_agent.settings.sections import DriverVolumeSettings
 from tests.support_core import NAMES, container, inventory, isolation_config, pod
 
 GPUS = tuple(replace(gpu, minor=gpu.index + 4) for gpu in inventory().gpus)

@@ -22,7 +22,7 @@ from gpushare_agent.model.gpus import Gpu
 from gpushare_agent.model.isolation import DeviceListStrategy
 from gpushare_agent.model.names import CORE_LIMIT_ANNOTATION, GpuUuid
 from gpushare_agent.model.pods import Pod
-from gpushare_agent.settings.isolation import HamiCoreSettings, MpsSettings
+from gpushare_agent.settings.sections import HamiCoreSettings, MpsSettings
 from tests.support_core import NAMES, container, isolation_config, pod, raw_edits
 
 DIRECTORY = Path(__file__).parent.parent / "data" / "edits"

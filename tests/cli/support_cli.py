@@ -21,6 +21,8 @@ from typing import Any
 from aiohttp import web
 from msgspec import to_builtins
 
+from gpushare_agent.cli.command_line import CommandLine
+from gpushare_agent.cli.main import COMMAND_LINE
 from gpushare_agent.model.decision_records import Asked, Candidate, DecisionRecord, Outcome
 from gpushare_agent.model.names import MIB, GpuUuid
 from gpushare_agent.model.usage import ContainerUse, ProcessSample, UsageRound
@@ -92,6 +94,13 @@ async def json_server(
         yield server
     finally:
         await runner.cleanup()
+
+
+async def call(name: str, *words: str, line: CommandLine = COMMAND_LINE) -> int:
+    """Runs a command in this process, on this event loop; its errors are raised."""
+    [command] = [one for one in line.commands if one.name == name]
+    code = command.run(command.parse(line.program, words, {"NODE_NAME": "n1"}))
+    return code if isinstance(code, int) else await code
 
 
 def agent_answers(document: dict[str, Any], *decisions: DecisionRecord) -> dict[str, Any]:

@@ -11,13 +11,13 @@ import pytest
 from msgspec import to_builtins
 from rich.console import Console
 
-from gpushare_agent.cli.agent_documents import DECISIONS, NODE, check_document
 from gpushare_agent.cli.command_line import SORTS
 from gpushare_agent.cli.explain import decision_parts, newest_of_containers
 from gpushare_agent.cli.graph import graph_document, tree_text
 from gpushare_agent.cli.inspect import inspection_document, inspection_tables, node_of_document
 from gpushare_agent.cli.render_top import Choice, heading, top_lines, top_table
 from gpushare_agent.model.errors import Corrupt
+from gpushare_agent.observability.documents import DecisionsDocument, NodeDocument, check_document
 from tests.cli.support_cli import busy_node, decision
 
 ABSENT = object()
@@ -54,7 +54,7 @@ def print_to_nowhere(*parts: Any) -> None:
 
 
 def show_node(answer: dict[str, Any]) -> None:
-    node = check_document(NODE, answer, "a test")
+    node = check_document(NodeDocument, answer, "a test")
     for sort in SORTS:
         choice = Choice(sort=sort, has_processes=True)
         print_to_nowhere(*heading(node, 100), top_table(top_lines(node, 100, choice), 100, choice))
@@ -63,7 +63,7 @@ def show_node(answer: dict[str, Any]) -> None:
 
 
 def show_decisions(answer: dict[str, Any]) -> None:
-    for one in newest_of_containers(check_document(DECISIONS, answer, "a test")["decisions"], ""):
+    for one in newest_of_containers(check_document(DecisionsDocument, answer, "a test")["decisions"], ""):
         print_to_nowhere(*decision_parts(one, 100))
 
 
@@ -107,28 +107,7 @@ def test_fields_of_a_newer_agent_are_kept() -> None:
     """`-o json` prints them."""
     answer = node_answer()
     answer["gpus"][0]["of_a_newer_agent"] = 1
-    assert check_document(NODE, answer, "a test")["gpus"][0] == answer["gpus"][0]
-
-
-def test_the_document_of_an_earlier_build_is_read_in_the_words_of_schema_2() -> None:
-    """At every depth, and the reasons of its decisions; what only looks alike stays."""
-    answer, words = node_answer(), {"gpus": "cards", "unattributed": "strangers", "must_gpus": "must_cards"}
-
-    def earlier(value: Any) -> Any:
-        if isinstance(value, list):
-            return [earlier(one) for one in value]
-        return {words.get(k, k): earlier(v) for k, v in value.items()} if isinstance(value, dict) else value
-
-    old = earlier(answer) | {"schema": 1}
-    assert "gpus" not in json.dumps(old["topology"]) and old["cards"][0]["strangers"]
-    assert check_document(NODE, old, "a test") == answer
-
-    refused = decisions_answer()
-    refused["decisions"][0] |= {"reason": "NoHealthyCard", "pod": "NoHealthyCard"}
-    (found, _) = check_document(DECISIONS, earlier(refused), "a test")["decisions"]
-    assert (found["reason"], found["pod"], found["asked"]) == (
-        "NoHealthyGPU", "NoHealthyCard", refused["decisions"][0]["asked"],
-    )  # fmt: skip
+    assert check_document(NodeDocument, answer, "a test")["gpus"][0] == answer["gpus"][0]
 
 
 def test_an_answer_of_a_thousand_lists_in_each_other_is_refused() -> None:
@@ -137,4 +116,4 @@ def test_an_answer_of_a_thousand_lists_in_each_other_is_refused() -> None:
     for _ in range(900):
         deep = [deep]
     with pytest.raises(Corrupt):
-        check_document(NODE, {**node_answer(), "topology": deep}, "a test")
+        check_document(NodeDocument, {**node_answer(), "topology": deep}, "a test")

@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from gpushare_agent.cli.check import check_node, device_paths, run
+from gpushare_agent.cli.check import check_node, device_paths
 from gpushare_agent.isolation.vdevice import check as vdevice_check
 from gpushare_agent.model.errors import Unavailable
 from gpushare_agent.model.finding import Level
 from gpushare_agent.runtime import node_probes
 from gpushare_agent.settings.settings import load_settings
 from tests.cli.support_check import NODE, Node, complete_node, node_api, not_ok, only
+from tests.cli.support_cli import call
 from tests.settings.support_settings import clean_environment, listening, run_program
 from tests.support_core import inventory
 
@@ -29,7 +30,7 @@ def may_open_many_files(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_a_complete_node_is_ready(short_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Every line is ok and the exit code 0."""
     async with complete_node(short_dir) as node:
-        assert await run(node.settings(), form="table") == 0
+        assert await call("check", *node.flags()) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[-1] == "This node is ready: errors 0, warnings 0."
     assert all(line.startswith("ok ") for line in lines[:-1])

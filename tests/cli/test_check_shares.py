@@ -136,10 +136,12 @@ async def test_lists_that_no_kubelet_takes_are_reported_before_the_agent_ends_by
     fine, status = await check_list_sizes(settings_of("--gpushare.enabled"))
     assert fine.level is Level.OK and "aliyun.com/gpu-mem" in fine.detail
     assert status.level is Level.OK
-    (units,) = await check_list_sizes(settings_of("--gpushare.enabled", "--gpushare.unit=MiB"))
-    assert units.level is Level.ERROR and "gpushare.unit to GiB" in units.detail
-    (blocks,) = await check_list_sizes(settings_of("--resources.memory-block-mib=1"))
-    assert blocks.level is Level.ERROR and "memory_block_mib" in blocks.detail
+    for flags, cure in (
+        (("--gpushare.enabled", "--gpushare.unit=MiB"), "gpushare.unit to GiB"),
+        (("--resources.memory-block-mib=1",), "memory_block_mib"),
+    ):
+        found = [one for one in await check_node(settings_of(*flags)) if one.what == "list sizes"]
+        assert [(one.level, cure in one.detail) for one in found] == [(Level.ERROR, True)]
 
 
 async def test_a_block_size_that_makes_large_pod_statuses_is_warned_of() -> None:

@@ -13,6 +13,7 @@ from grpclib.client import Channel
 
 from gpushare_agent.cli import driver_devices
 from gpushare_agent.wire import v1beta1
+from tests.cli.support_cli import call
 from tests.kubelet.support_plugin import fake_kubelet, short_directory
 
 
@@ -39,7 +40,7 @@ async def test_a_pod_that_asks_gets_every_node_once_the_driver_is_there(monkeypa
         dev = directory / "dev"
         dev.mkdir()
         async with fake_kubelet(directory) as kubelet, asyncio.TaskGroup() as tasks:
-            serving = tasks.create_task(driver_devices.run(directory, dev))
+            serving = tasks.create_task(call("driver-devices", f"--device-plugin-path={directory}", f"--dev={dev}"))
             await kubelet.wait_listed(driver_devices.RESOURCE)
             assert {one.health for one in kubelet.lists[driver_devices.RESOURCE][-1].devices} == {"Unhealthy"}
             async with Channel(path=str(directory / driver_devices.SOCKET)) as channel:

@@ -13,32 +13,34 @@ import pytest
 import yaml
 from msgspec import to_builtins
 
-from gpushare_agent.cli import explain, render_text
-from gpushare_agent.cli.agent_client import AgentTarget
-from gpushare_agent.cli.command_line import Form
-from gpushare_agent.cli.explain import ADVICE, PodQuery
+from gpushare_agent.cli import render_text
+from gpushare_agent.cli.explain import ADVICE
 from gpushare_agent.cli.kubectl import PLUGIN_LINE
 from gpushare_agent.model.decision_records import Asked, DecisionRecord, Outcome
 from gpushare_agent.model.errors import NotFound, RefusalReason, Unavailable
 from gpushare_agent.model.names import GpuUuid
 from gpushare_agent.sandbox.node import EmbeddedNode
-from gpushare_agent.settings.settings import load_settings
 from tests.agent.support_agent import open_agent
-from tests.cli.support_cli import agent_answers, busy_node, candidate, decision, json_server, raw_agent_pod, raw_list
+from tests.cli.support_cli import (
+    agent_answers,
+    busy_node,
+    call,
+    candidate,
+    decision,
+    json_server,
+    raw_agent_pod,
+    raw_list,
+)
 from tests.cluster.support_kube import raw_pod, write_kubeconfig
 from tests.sandbox.support_sandbox import container, open_test_node, pod, wait_phase
 from tests.settings.support_settings import run_program
 from tests.support_deadline import DEADLINE_S
 
-SETTINGS = load_settings([], {"NODE_NAME": "n1"}).settings
 
-
-async def explained(
-    capsys: pytest.CaptureFixture[str], decisions: Sequence[DecisionRecord], asked: PodQuery, form: Form = "table"
-) -> str:
+async def explained(capsys: pytest.CaptureFixture[str], decisions: Sequence[DecisionRecord], *words: str) -> str:
     """What it prints with an agent that has taken these decisions, the newest first."""
     async with json_server(agent_answers(busy_node(), *decisions)) as agent:
-        assert await explain.run(SETTINGS, AgentTarget(server=agent.url), asked, form=form) == 0
+        assert await call("explain", f"--server={agent.url}", *words) == 0
     return capsys.readouterr().out
 
 
@@ -53,7 +55,7 @@ async def text_of(
     node.api.create_pod(raw)
     await wait_phase(node, name, phase)
     capsys.readouterr()  # the agent's log is in this process
-    assert await explain.run(SETTINGS, AgentTarget(server=url), PodQuery(pod=name), form="table") == 0
+    assert await call("explain", f"--server={url}", name) == 0
     return capsys.readouterr().out
 
 
@@ -136,13 +138,13 @@ async def test_only_the_newest_decision_of_each_container_is_shown(capsys: pytes
         decision(2, container="a"),
         decision(1, container="b", outcome=Outcome.REFUSED, reason="NotReady", gpus=()),
     ]
-    out = await explained(capsys, decisions, PodQuery(pod="train"))
+    out = await explained(capsys, decisions, "train")
     titles = [line for line in out.splitlines() if line.startswith("default/")]
     assert [title.partition("  (")[0] for title in titles] == [
         "default/train, container a got GPU 0",
         "default/train, container b got GPU 1",
     ]
-    only = await explained(capsys, decisions, PodQuery(pod="train", container="b"))
+    only = await explained(capsys, decisions, "train", "-c", "b")
     assert "container a" not in only
     assert "container b" in only
 
@@ -150,29 +152,29 @@ async def test_only_the_newest_decision_of_each_container_is_shown(capsys: pytes
 async def test_a_pod_made_again_is_another_pod(capsys: pytest.CaptureFixture[str]) -> None:
     """What its predecessor of the same name got is not shown as its own."""
     decisions = [decision(2, container="new"), decision(1, container="old", pod_uid="before")]
-    assert "container old" not in await explained(capsys, decisions, PodQuery(pod="train"))
+    assert "container old" not in await explained(capsys, decisions, "train")
 
 
 async def test_without_a_namespace_every_pod_of_that_name_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     """On a node one seldom knows it; -n chooses."""
     decisions = [decision(2), decision(1, namespace="research", pod_uid="other")]
-    both = await explained(capsys, decisions, PodQuery(pod="train"))
+    both = await explained(capsys, decisions, "train")
     assert "default/train" in both
     assert "research/train" in both
-    assert "default/train" not in await explained(capsys, decisions, PodQuery(pod="train", namespace="research"))
+    assert "default/train" not in await explained(capsys, decisions, "train", "-n", "research")
 
 
 async def test_hint_and_must_include_are_reported(capsys: pytest.CaptureFixture[str]) -> None:
     """They bound the choice."""
     asked = Asked(cores=40, memory_bytes=0, hint=(1, 3), must_gpus=(GpuUuid("GPU-7"),))
-    out = await explained(capsys, [decision(asked=asked)], PodQuery(pod="train"))
+    out = await explained(capsys, [decision(asked=asked)], "train")
     assert "  request 40 GPU cores, its annotation names GPU 1, 3, the kubelet requires GPU-7" in out
 
 
 async def test_each_gpu_is_drawn_with_what_was_free(capsys: pytest.CaptureFixture[str]) -> None:
     """A bar for what was in use of cores and memory, the free rest in numbers; a cordoned GPU is Cordoned."""
     cordoned = candidate(1, is_healthy=False, verdict="cordoned: fan replaced")
-    out = await explained(capsys, [decision(candidates=(candidate(0), cordoned))], PodQuery(pod="train"))
+    out = await explained(capsys, [decision(candidates=(candidate(0), cordoned))], "train")
     assert "0  Healthy   ██······ 75 free  █▍······ 20 of 24 GiB free" in out
     assert "1  Cordoned  " in out
 
@@ -183,7 +185,7 @@ async def test_a_narrow_terminal_has_a_line_for_each_gpu(
     """In 80 columns the bars go, so that the verdict of a short GPU stays whole."""
     short = [candidate(index, verdict="30 cores and 30 GiB short") for index in range(8)]
     monkeypatch.setattr(render_text, "PIPE_WIDTH", 80)
-    out = await explained(capsys, [decision(candidates=tuple(short))], PodQuery(pod="train"))
+    out = await explained(capsys, [decision(candidates=tuple(short))], "train")
     assert out.count("75 free    20 of 24 GiB free  30 cores and 30 GiB short") == 8
 
 
@@ -198,7 +200,7 @@ async def test_a_refusal_before_anything_was_known_is_reported(capsys: pytest.Ca
         candidates=(),
         explanation="starting",
     )
-    out = await explained(capsys, [refused], PodQuery(pod="train"))
+    out = await explained(capsys, [refused], "train")
     assert "  request tencent.com/vcuda-core; refused before its request was known" in out
     assert "  why     starting" in out
     assert "VERDICT" not in out
@@ -207,7 +209,7 @@ async def test_a_refusal_before_anything_was_known_is_reported(capsys: pytest.Ca
 async def test_a_reason_that_is_not_known_has_no_advice(capsys: pytest.CaptureFixture[str]) -> None:
     """A newer agent may have more of them."""
     refused = decision(outcome=Outcome.REFUSED, reason="BrandNew", policy="new", gpus=())
-    out = await explained(capsys, [refused], PodQuery(pod="train"))
+    out = await explained(capsys, [refused], "train")
     assert "was refused: BrandNew" in out
     assert "  policy  new\n" in out
     assert "  do " not in out
@@ -221,7 +223,7 @@ def test_every_refusal_has_advice() -> None:
 async def test_control_characters_of_a_decision_do_not_reach_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     """A driver's words are somebody else's."""
     ill = decision(explanation="bad\x1b[2J", candidates=(candidate(0, is_healthy=False, verdict="lost\x07"),))
-    out = await explained(capsys, [ill], PodQuery(pod="train"))
+    out = await explained(capsys, [ill], "train")
     assert "\x1b" not in out
     assert "\x07" not in out
 
@@ -229,21 +231,21 @@ async def test_control_characters_of_a_decision_do_not_reach_the_terminal(capsys
 async def test_json_and_yaml_have_the_decisions_as_the_agent_has_them(capsys: pytest.CaptureFixture[str]) -> None:
     """Every field of the record."""
     record = decision()
-    document = json.loads(await explained(capsys, [record], PodQuery(pod="train"), "json"))
+    document = json.loads(await explained(capsys, [record], "train", "--output=json"))
     assert document == {
         "schema": 2,
         "pod": "train",
         "decisions": [json.loads(json.dumps(to_builtins(record)))],
     }
-    assert yaml.safe_load(await explained(capsys, [record], PodQuery(pod="train"), "yaml")) == document
+    assert yaml.safe_load(await explained(capsys, [record], "train", "--output=yaml")) == document
 
 
 async def test_a_mistyped_annotation_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     """Beside what the container got without it."""
     text = "annotation tencent.com/vcuda-core-limits is unknown and has no effect: did you mean x?"
-    shown = await explained(capsys, [decision(ignored=text)], PodQuery(pod="train"))
+    shown = await explained(capsys, [decision(ignored=text)], "train")
     assert f"  ignored {text}" in shown
-    assert "ignored" not in await explained(capsys, [decision()], PodQuery(pod="train"))
+    assert "ignored" not in await explained(capsys, [decision()], "train")
 
 
 # --- nothing is known ---
@@ -252,7 +254,7 @@ async def test_a_mistyped_annotation_is_named(capsys: pytest.CaptureFixture[str]
 async def test_a_pod_never_decided_about_is_reported_with_where_to_look(capsys: pytest.CaptureFixture[str]) -> None:
     """The likely causes, and its Events."""
     with pytest.raises(NotFound, match=r"on another node, wait .* kubectl describe pod -n research ghost$") as raised:
-        await explained(capsys, [decision()], PodQuery(pod="ghost", namespace="research"))
+        await explained(capsys, [decision()], "ghost", "-n", "research")
     assert "decided nothing about pod research/ghost" in str(raised.value)
     assert "could not identify" not in str(raised.value)
 
@@ -264,7 +266,7 @@ async def test_the_agent_leads_to_where_a_pod_is(short_dir: Path) -> None:
     pods = "/api/v1/namespaces/default/pods"
     async with json_server({f"{pods}/waits": waits, f"{pods}/away": away, f"{pods}/others": others}) as server:
         kubeconfig = write_kubeconfig(short_dir, server.url, {"token": "secret"})
-        settings = load_settings(["--kubeconfig", str(kubeconfig)], {"NODE_NAME": "n1"}).settings
+        settings = f"--kubeconfig={kubeconfig}"
         async with json_server(agent_answers(busy_node())) as agent:
             for name, said in (
                 ("waits", "it is on no node yet, and `kubectl gpushare explain -n default waits` says"),
@@ -273,9 +275,7 @@ async def test_the_agent_leads_to_where_a_pod_is(short_dir: Path) -> None:
                 ("ghost", "there is no pod default/ghost"),
             ):
                 with pytest.raises(NotFound, match=re.escape(said)):
-                    await explain.run(
-                        settings, AgentTarget(server=agent.url), PodQuery(pod=name, namespace="default"), form="table"
-                    )
+                    await call("explain", settings, f"--server={agent.url}", name, "-n", "default")
 
 
 async def test_refusals_of_pods_that_nobody_knows_are_mentioned(capsys: pytest.CaptureFixture[str]) -> None:
@@ -285,13 +285,13 @@ async def test_refusals_of_pods_that_nobody_knows_are_mentioned(capsys: pytest.C
         explanation="two pods would fit",
     )  # fmt: skip
     with pytest.raises(NotFound, match=r"refused 1 call for a pod that it could not identify, .*two pods would fit"):
-        await explained(capsys, [unattributed, decision()], PodQuery(pod="ghost"))
+        await explained(capsys, [unattributed, decision()], "ghost")
 
 
 async def test_a_container_without_a_decision_names_those_that_have_one(capsys: pytest.CaptureFixture[str]) -> None:
     """A misspelt name is easy to correct."""
     with pytest.raises(NotFound, match=r"nothing about container x of pod train, but about: main$"):
-        await explained(capsys, [decision()], PodQuery(pod="train", container="x"))
+        await explained(capsys, [decision()], "train", "-c", "x")
 
 
 async def test_a_pod_of_any_namespace_is_found_through_the_api_server(
@@ -343,8 +343,8 @@ async def test_the_plugin_finds_the_pods_node_by_itself(short_dir: Path, capsys:
     }
     async with json_server(answers) as server:
         kubeconfig = write_kubeconfig(short_dir, server.url, {"token": "secret"})
-        settings = load_settings(["--kubeconfig", str(kubeconfig)], {"NODE_NAME": "desk"}).settings
-        assert await explain.run(settings, AgentTarget(is_remote=True), PodQuery(pod="train"), form="table") == 0
+        settings = f"--kubeconfig={kubeconfig}"
+        assert await call("explain", settings, "train", line=PLUGIN_LINE) == 0
     assert "default/train, container main got GPU 0" in capsys.readouterr().out
     assert [request.path for request in server.requests] == [
         "/api/v1/namespaces/default/pods/train",
@@ -368,10 +368,9 @@ async def test_a_pod_on_no_node_has_no_agent_to_ask(short_dir: Path) -> None:
     pod["status"]["conditions"] = [refused]
     async with json_server({"/api/v1/namespaces/ns/pods/train": pod}) as server:
         kubeconfig = write_kubeconfig(short_dir, server.url, {"token": "secret"})
-        settings = load_settings(["--kubeconfig", str(kubeconfig)], {"NODE_NAME": "desk"}).settings
-        asked = PodQuery(pod="train", namespace="ns")
+        settings = f"--kubeconfig={kubeconfig}"
         with pytest.raises(Unavailable, match="is on no node yet") as caught:
-            await explain.run(settings, AgentTarget(is_remote=True), asked, form="table")
+            await call("explain", settings, "train", "-n", "ns", line=PLUGIN_LINE)
         assert (
             "The scheduler: 0/1 nodes are available: 1 Insufficient \ufffd[31mtencent.com/vcuda-cores. The pod asks for "
             "a.test/x: 2, tencent.com/vcuda-cores: 30, tencent.com/vcuda-memory: 1Gi; agents offer tencent.com/vcuda-core, "
@@ -379,6 +378,4 @@ async def test_a_pod_on_no_node_has_no_agent_to_ask(short_dir: Path) -> None:
         ) in str(caught.value)
         assert "is worked out from all nodes and pods, and: cannot list the nodes" in str(caught.value)
         with pytest.raises(NotFound, match=r"there is no pod ns/other: -n names another namespace"):
-            await explain.run(
-                settings, AgentTarget(is_remote=True), PodQuery(pod="other", namespace="ns"), form="table"
-            )
+            await call("explain", settings, "other", "-n", "ns", line=PLUGIN_LINE)

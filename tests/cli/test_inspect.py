@@ -13,19 +13,16 @@ from typing import Any
 import pytest
 import yaml
 
-from gpushare_agent.cli import dashboard, graph, inspect, top
-from gpushare_agent.cli.agent_client import AgentTarget
-from gpushare_agent.cli.command_line import Form
 from gpushare_agent.cli.kubectl import PLUGIN_LINE
 from gpushare_agent.cli.main import main
 from gpushare_agent.model.errors import Corrupt, NotFound, Rejected, Unavailable
 from gpushare_agent.observability.node_snapshot import NO_REASON
-from gpushare_agent.settings.settings import Settings, load_settings
 from tests.agent.support_agent import open_agent
 from tests.cli.support_cli import (
     JsonServer,
     agent_answers,
     busy_node,
+    call,
     json_server,
     raw_agent_pod,
     raw_gpu,
@@ -38,30 +35,20 @@ from tests.sandbox.support_sandbox import container, open_test_node, pod, wait_p
 from tests.support_deadline import DEADLINE_S
 
 MIB = 1024 * 1024
-LOCAL = load_settings([], {"NODE_NAME": "n1"}).settings
 
 
-async def inspected(
-    capsys: pytest.CaptureFixture[str],
-    settings: Settings,
-    target: AgentTarget | None = None,
-    *,
-    details: bool = False,
-    form: Form = "table",
-) -> str:
-    """What it prints: of all nodes without `target`."""
-    is_all = target is None
-    code = await inspect.run(settings, target or AgentTarget(), is_all_nodes=is_all, with_details=details, form=form)
-    assert code == 0
+async def inspected(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """What it prints."""
+    assert await call("inspect", *words) == 0
     return capsys.readouterr().out
 
 
 @asynccontextmanager
-async def cluster(directory: Path, answers: Mapping[str, Any]) -> AsyncIterator[tuple[JsonServer, Settings]]:
-    """An API server, and settings whose kubeconfig leads there."""
+async def cluster(directory: Path, answers: Mapping[str, Any]) -> AsyncIterator[tuple[JsonServer, str]]:
+    """An API server, and the flag of a kubeconfig that leads there."""
     async with json_server(answers) as server:
         kubeconfig = write_kubeconfig(directory, server.url, {"token": "secret"})
-        yield server, load_settings(["--kubeconfig", str(kubeconfig)], {"NODE_NAME": "desk"}).settings
+        yield server, f"--kubeconfig={kubeconfig}"
 
 
 def two_nodes() -> dict[str, Any]:
@@ -96,7 +83,7 @@ def two_nodes() -> dict[str, Any]:
 async def test_one_node_is_reported_by_its_agent(capsys: pytest.CaptureFixture[str]) -> None:
     """A line for each GPU, one for all of them, one for the end."""
     async with json_server(agent_answers(busy_node())) as agent:
-        lines = (await inspected(capsys, LOCAL, AgentTarget(server=agent.url))).splitlines()
+        lines = (await inspected(capsys, f"--server={agent.url}")).splitlines()
     rows = [line.split("  ") for line in lines]
     assert lines[0].split() == ["NODE", "GPU", "NAME", "HEALTH", "GPU", "CORES", "MEMORY", "GiB", "REASON"]
     assert [cell.strip() for cell in rows[1] if cell] == [
@@ -117,12 +104,10 @@ async def test_a_gpu_that_is_cordoned_and_ill_says_both(capsys: pytest.CaptureFi
     document = busy_node()
     document["gpus"][1]["cordoned"] = "loud"
     async with json_server(agent_answers(document)) as agent:
-        lines = (await inspected(capsys, LOCAL, AgentTarget(server=agent.url))).splitlines()
-        shown = json.loads(await inspected(capsys, LOCAL, AgentTarget(server=agent.url), form="json"))["nodes"][0][
-            "gpus"
-        ]
+        lines = (await inspected(capsys, f"--server={agent.url}")).splitlines()
+        shown = json.loads(await inspected(capsys, f"--server={agent.url}", "--output=json"))["nodes"][0]["gpus"]
         agent.answers["/api/v1/node"] = document | {"gpus": [document["gpus"][0]]}
-        assert "REASON" not in await inspected(capsys, LOCAL, AgentTarget(server=agent.url))
+        assert "REASON" not in await inspected(capsys, f"--server={agent.url}")
     assert " Cordoned, Unhealthy " in lines[2]
     assert lines[2].endswith("  Cordoned: loud; Unhealthy: Xid 79: the GPU fell off the bus")
     assert [gpu["health_reason"] for gpu in shown] == ["", "Xid 79: the GPU fell off the bus", "", ""]
@@ -131,8 +116,8 @@ async def test_a_gpu_that_is_cordoned_and_ill_says_both(capsys: pytest.CaptureFi
 async def test_details_list_every_container(capsys: pytest.CaptureFixture[str]) -> None:
     """With what it may use."""
     async with json_server(agent_answers(busy_node())) as agent:
-        out = await inspected(capsys, LOCAL, AgentTarget(server=agent.url), details=True)
-        short = await inspected(capsys, LOCAL, AgentTarget(server=agent.url))
+        out = await inspected(capsys, f"--server={agent.url}", "-d")
+        short = await inspected(capsys, f"--server={agent.url}")
     rows = [line.split() for line in out.splitlines()]
     assert ["n1", "0", "default", "train", "trainer", "40", "4"] in rows
     assert ["n1", "1", "default", "big", "main", "100", "24"] in rows
@@ -142,8 +127,8 @@ async def test_details_list_every_container(capsys: pytest.CaptureFixture[str]) 
 async def test_the_document_of_inspect_says_what_the_table_says(capsys: pytest.CaptureFixture[str]) -> None:
     """As JSON and as YAML, with the containers whether they were asked for or not."""
     async with json_server(agent_answers(busy_node())) as agent:
-        document = json.loads(await inspected(capsys, LOCAL, AgentTarget(server=agent.url), form="json"))
-        assert yaml.safe_load(await inspected(capsys, LOCAL, AgentTarget(server=agent.url), form="yaml")) == document
+        document = json.loads(await inspected(capsys, f"--server={agent.url}", "--output=json"))
+        assert yaml.safe_load(await inspected(capsys, f"--server={agent.url}", "--output=yaml")) == document
     assert document["schema"] == 2
     (node,) = document["nodes"]
     assert node["gpus"][0] == {
@@ -169,7 +154,7 @@ async def test_the_document_of_inspect_says_what_the_table_says(capsys: pytest.C
 async def test_all_nodes_are_reported_by_the_api_server(short_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Sorted by name; what is unplaced is shown and in no GPU's sum; a node without an annotation by its capacity."""
     async with cluster(short_dir, two_nodes()) as (server, settings):
-        out = await inspected(capsys, settings)
+        out = await inspected(capsys, settings, "--all-nodes")
     rows = [line.split() for line in out.splitlines()]
     assert rows[1] == ["a", "0", "NVIDIA", "H100", "Healthy", "0/100", "(0", "%)", "0/24", "(0", "%)"]
     assert rows[2] == ["1", "NVIDIA", "H100", "Unhealthy", "30/100", "(30", "%)", "1/24", "(4", "%)"]
@@ -186,8 +171,8 @@ async def test_a_mig_instance_has_nvidias_name(short_dir: Path, capsys: pytest.C
     mig = {"label": "0:1", "profile": "1g.10gb", "shares": False}
     node = raw_node("a", [raw_gpu(4, mig=mig)])
     async with cluster(short_dir, {"/api/v1/nodes": raw_list([node]), "/api/v1/pods": raw_list([])}) as (_, settings):
-        lines = (await inspected(capsys, settings)).splitlines()
-        (gpu,) = json.loads(await inspected(capsys, settings, form="json"))["nodes"][0]["gpus"]
+        lines = (await inspected(capsys, settings, "--all-nodes")).splitlines()
+        (gpu,) = json.loads(await inspected(capsys, settings, "--all-nodes", "--output=json"))["nodes"][0]["gpus"]
     assert lines[1].split()[:3] == ["a", "0:1", "NVIDIA"]
     assert (gpu["index"], gpu["mig"]["label"]) == (4, "0:1")
 
@@ -198,8 +183,8 @@ async def test_of_all_nodes_a_cordon_is_reported_and_no_reason(
     """The node's object has that a GPU is out and by whom, not why: that is not known, and not nothing."""
     node = raw_node("a", [raw_gpu(0, is_healthy=False, cordoned=True), raw_gpu(1, is_healthy=False)])
     async with cluster(short_dir, {"/api/v1/nodes": raw_list([node]), "/api/v1/pods": raw_list([])}) as (_, settings):
-        lines = (await inspected(capsys, settings)).splitlines()
-        gpus = json.loads(await inspected(capsys, settings, form="json"))["nodes"][0]["gpus"]
+        lines = (await inspected(capsys, settings, "--all-nodes")).splitlines()
+        gpus = json.loads(await inspected(capsys, settings, "--all-nodes", "--output=json"))["nodes"][0]["gpus"]
     assert [line.split()[-7] for line in lines[1:3]] == ["Cordoned", "Unhealthy"]
     assert lines[-1].startswith("2 GPUs of the node, 1 unhealthy, 1 cordoned: ")
     assert [(gpu["is_healthy"], gpu["health_reason"]) for gpu in gpus] == [(False, None), (False, None)]
@@ -208,8 +193,8 @@ async def test_of_all_nodes_a_cordon_is_reported_and_no_reason(
 async def test_a_pods_annotation_charges_it_to_no_gpu(short_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Its tenant writes it; what the node's agent reports counts, and the details say why a container is charged nowhere."""
     async with cluster(short_dir, two_nodes()) as (_, settings):
-        out = await inspected(capsys, settings, details=True)
-        document = json.loads(await inspected(capsys, settings, form="json"))
+        out = await inspected(capsys, settings, "--all-nodes", "-d")
+        document = json.loads(await inspected(capsys, settings, "--all-nodes", "--output=json"))
     (line,) = [line for line in out.splitlines() if " forged " in line]
     assert line.split(maxsplit=7)[1] == "-"
     assert line.endswith("the node's agent has not reported it")
@@ -223,8 +208,8 @@ async def test_a_cluster_without_gpus_says_so(short_dir: Path, capsys: pytest.Ca
     """And the document is an empty list."""
     empty = {"/api/v1/nodes": raw_list([raw_node("c", None)]), "/api/v1/pods": raw_list([])}
     async with cluster(short_dir, empty) as (_, settings):
-        assert "no node has GPUs" in await inspected(capsys, settings)
-        assert json.loads(await inspected(capsys, settings, form="json"))["nodes"] == []
+        assert "no node has GPUs" in await inspected(capsys, settings, "--all-nodes")
+        assert json.loads(await inspected(capsys, settings, "--all-nodes", "--output=json"))["nodes"] == []
 
 
 async def test_a_missing_right_names_the_users_credentials(short_dir: Path) -> None:
@@ -234,7 +219,7 @@ async def test_a_missing_right_names_the_users_credentials(short_dir: Path) -> N
         with pytest.raises(
             Rejected, match=r'cannot list the nodes: .*User "me".*your own credentials and .*docs/reference/cli.md'
         ):
-            await inspect.run(settings, AgentTarget(), is_all_nodes=True, with_details=False, form="table")
+            await call("inspect", settings, "--all-nodes")
 
 
 async def test_both_ways_tell_the_same_of_a_real_node(capsys: pytest.CaptureFixture[str]) -> None:
@@ -246,11 +231,11 @@ async def test_both_ways_tell_the_same_of_a_real_node(capsys: pytest.CaptureFixt
         await node.kubelet.wait_for(
             lambda: _is_all_written(node.api.pods(), node.api.node(node.name)), DEADLINE_S, "facts"
         )
-        settings = load_settings(["--kubeconfig", str(node.paths.kubeconfig)], {"NODE_NAME": "desk"}).settings
-        target = AgentTarget(server=f"http://127.0.0.1:{await agent.parts.observability.web.wait_listening()}")
+        settings = f"--kubeconfig={node.paths.kubeconfig}"
+        target = f"--server=http://127.0.0.1:{await agent.parts.observability.web.wait_listening()}"
         capsys.readouterr()
-        by_ledger = document_among_logs(await inspected(capsys, settings, target, form="json"))
-        by_annotations = document_among_logs(await inspected(capsys, settings, form="json"))
+        by_ledger = document_among_logs(await inspected(capsys, settings, target, "--output=json"))
+        by_annotations = document_among_logs(await inspected(capsys, settings, "--all-nodes", "--output=json"))
     assert by_annotations == by_ledger
     assert by_ledger["totals"]["cores"] == {"allocated": 140, "capacity": 200}
 
@@ -282,7 +267,7 @@ async def test_another_nodes_agent_is_asked_through_its_pod(
         server,
         settings,
     ):
-        assert await top.run(settings, AgentTarget(node="n1"), once=True, interval_s=1.0, form="table") == 0
+        assert await call("top", settings, "--once", "n1") == 0
     assert "default/train/trainer" in capsys.readouterr().out
     assert [request.path for request in server.requests] == ["/api/v1/namespaces/gpushare-system/pods", proxy]
     assert server.requests[0].query["labelSelector"] == "app.kubernetes.io/name=gpushare-agent"
@@ -297,7 +282,7 @@ async def test_the_node_may_stand_behind_the_command(
     path = "/api/v1/namespaces/gpushare-system/pods"
     proxy = f"{path}/http:agent-n1:5678/proxy/api/v1/node"
     async with cluster(short_dir, {path: raw_list([raw_agent_pod("n1")]), proxy: busy_node()}) as (server, settings):
-        words = [command, "n1", "--kubeconfig", str(settings.kubeconfig), "-o", "json"]
+        words = [command, "n1", settings, "-o", "json"]
         assert await asyncio.to_thread(PLUGIN_LINE.main, words, {}) == 0
     assert server.requests[0].query["fieldSelector"] == "spec.nodeName=n1"
     assert "gpus" in capsys.readouterr().out
@@ -325,12 +310,11 @@ async def test_without_a_node_the_only_agent_is_meant(short_dir: Path, capsys: p
     path = "/api/v1/namespaces/gpushare-system/pods"
     proxy = f"{path}/http:agent-n1:5678/proxy/api/v1/node"
     async with cluster(short_dir, {path: raw_list([raw_agent_pod("n1")]), proxy: busy_node()}) as (server, settings):
-        target = AgentTarget(is_remote=True)
-        assert await graph.run(settings, target, form="table") == 0
+        assert await call("graph", settings, line=PLUGIN_LINE) == 0
         assert "GPU0" in capsys.readouterr().out
         server.answers[path] = raw_list([raw_agent_pod("n2"), raw_agent_pod("n1")])
         with pytest.raises(NotFound, match=r"2 nodes have an agent \(n1, n2\): name one with --node NODE"):
-            await graph.run(settings, target, form="table")
+            await call("graph", settings, line=PLUGIN_LINE)
 
 
 @pytest.mark.parametrize(
@@ -341,9 +325,7 @@ async def test_a_node_without_an_agent_is_reported(namespace: str, path: str, sh
     """With the command that finds it, in the namespace that was searched, or in all."""
     async with cluster(short_dir, {path: raw_list([])}) as (server, settings):
         with pytest.raises(NotFound, match=r"no agent runs on node n9: .*--agent-namespace"):
-            await top.run(
-                settings, AgentTarget(node="n9", agent_namespace=namespace), once=True, interval_s=1.0, form="table"
-            )
+            await call("top", settings, "--once", "n9", f"--agent-namespace={namespace}")
     assert [request.path for request in server.requests] == [path]
 
 
@@ -355,17 +337,16 @@ async def test_an_agent_that_the_api_server_cannot_reach_is_reported(short_dir: 
     answers = {path: raw_list([raw_agent_pod("n1")]), proxy: (503, refused)}
     async with cluster(short_dir, answers) as (_, settings):
         with pytest.raises(Unavailable, match=r"pod gpushare-system/agent-n1 .* 503: error trying to reach service"):
-            await graph.run(settings, AgentTarget(node="n1"), form="table")
+            await call("graph", settings, "n1")
 
 
 async def test_a_cluster_that_cannot_be_reached_ends_the_commands(short_dir: Path) -> None:
     """The page's too, which would retry for ever behind an address that shows nothing."""
     kubeconfig = write_kubeconfig(short_dir, f"http://127.0.0.1:{free_port()}", {"token": "t"})
-    settings = load_settings(["--kubeconfig", str(kubeconfig)], {}).settings
     with pytest.raises(
         Unavailable, match=r"no connection to the API server at 127.0.0.1:\d+: refused; check that it runs"
     ):
-        await dashboard.run(settings, port=0)
+        await call("dashboard", f"--kubeconfig={kubeconfig}", "--port=0")
 
 
 def test_the_plugin_has_the_same_commands_with_examples(capsys: pytest.CaptureFixture[str]) -> None:
@@ -386,9 +367,9 @@ def test_the_plugin_has_the_same_commands_with_examples(capsys: pytest.CaptureFi
 # --- graph ---
 
 
-async def drawn(capsys: pytest.CaptureFixture[str], document: dict[str, Any], form: Form = "table") -> str:
+async def drawn(capsys: pytest.CaptureFixture[str], document: dict[str, Any], form: str = "table") -> str:
     async with json_server(agent_answers(document)) as agent:
-        assert await graph.run(LOCAL, AgentTarget(server=agent.url), form=form) == 0
+        assert await call("graph", f"--server={agent.url}", f"--output={form}") == 0
     return capsys.readouterr().out
 
 

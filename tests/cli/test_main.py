@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -73,6 +74,15 @@ def test_an_option_like_no_other_is_unknown(capsys: pytest.CaptureFixture[str]) 
     assert "unrecognized arguments: --zzz" in capsys.readouterr().err
     assert main(["sandbox", "--node-card=8x24576"], {}) == 2
     assert "--node-cards" not in capsys.readouterr().err
+
+
+def test_every_app_that_the_table_names_exists() -> None:
+    """They are imported by name, which mypy does not follow."""
+    runs = [getattr(command.run, "func", command.run) for command in (*COMMANDS, *PLUGIN_LINE.commands)]
+    named = {run.__qualname__ for run in runs if ":" in run.__qualname__}
+    assert len(named) > 10
+    for module, _, function in (name.partition(":") for name in sorted(named)):
+        assert callable(getattr(import_module(f"gpushare_agent.cli.{module}"), function))
 
 
 @pytest.mark.parametrize("argv", [["--help"], ["help"], ["run", "--help"], ["help", "config"]])

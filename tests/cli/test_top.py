@@ -15,10 +15,8 @@ import pytest
 import yaml
 from rich.console import Console
 
-from gpushare_agent.cli import top
 from gpushare_agent.cli.agent_client import (
     MAX_ANSWER_BYTES,
-    AgentTarget,
     local_url,
     open_agent_client,
     read_node,
@@ -30,17 +28,14 @@ from gpushare_agent.cli.view_commands import server_url
 from gpushare_agent.model.errors import Corrupt, NotFound, Rejected, Unavailable
 from gpushare_agent.observability.node_snapshot import NO_REASON
 from gpushare_agent.settings.settings import load_settings
-from tests.cli.support_cli import agent_answers, at_terminal, busy_node, foot_of, json_server, screen_of
+from tests.cli.support_cli import agent_answers, at_terminal, busy_node, call, foot_of, json_server, screen_of
 from tests.settings.support_settings import run_program
-
-SETTINGS = load_settings([], {"NODE_NAME": "n1"}).settings
 
 
 async def printed(document: dict[str, Any], capsys: pytest.CaptureFixture[str], form: Form = "table") -> str:
     """What `top --once` prints of an agent that has this document."""
     async with json_server(agent_answers(document)) as agent:
-        where = AgentTarget(server=agent.url)
-        assert await top.run(SETTINGS, where, once=True, interval_s=1.0, form=form) == 0
+        assert await call("top", f"--server={agent.url}", "--once", f"--output={form}") == 0
     return capsys.readouterr().out
 
 
@@ -234,8 +229,8 @@ async def test_what_a_server_says_cannot_command_the_terminal() -> None:
     [
         (b"<html>", Corrupt, "no JSON"),
         (b"[1]", Corrupt, "no JSON object"),
-        ({"schema": 3, "gpus": []}, Corrupt, "schema: Input should be 2; use .* of the agent.s own version"),
-        ({"schema": 1}, Corrupt, "node: Field required"),
+        ({"schema": 3, "gpus": []}, Corrupt, r"value 3 - at `\$\.schema`; use .* of the agent.s own version"),
+        ({"schema": 2}, Corrupt, "missing required field"),
         (b" " * (MAX_ANSWER_BYTES + 1), Corrupt, "longer than 32 MiB"),
         ((404, {}), NotFound, "older than these commands"),
         ((503, {"error": "busy"}), Unavailable, "503.*busy.*try again"),

@@ -24,7 +24,7 @@ from gpushare_agent.model.errors import NotFound, Unavailable
 from tests.isolation.support_vdevice import ID, KEY, POD, FakeNode, serving, share_config
 from tests.settings.support_settings import DEADLINE_S, ROOT, clean_environment, run_program
 
-MODULE = [sys.executable, "-m", "gpushare_agent.cli.vdevice"]
+PROGRAM = [sys.executable, "-m", "gpushare_agent", "vdevice"]
 
 
 @dataclass
@@ -40,7 +40,7 @@ class ListsTheCaller(FakeNode):
             self.files.write_pids(key, [*self.extra, self.asked[-1]])
 
 
-async def run_client(*arguments: str, program: list[str] = MODULE) -> tuple[int | None, str, str]:
+async def run_client(*arguments: str, program: list[str] = PROGRAM) -> tuple[int | None, str, str]:
     process = await asyncio.create_subprocess_exec(
         *(*program, *arguments),
         stdout=asyncio.subprocess.PIPE,
@@ -161,12 +161,12 @@ async def test_in_a_pid_namespace_of_its_own_the_pid_is_not_guessed(short_dir: P
     node = ListsTheCaller(files=VDeviceFiles(short_dir), extra=tuple(range(1, 10)))
     async with serving(short_dir, node) as path:
         prepare(short_dir)
-        code, out, err = await run_client("--addr", str(path), "-o", "json", program=[*unshare, *MODULE])
+        code, out, err = await run_client("--addr", str(path), "-o", "json", program=[*unshare, *PROGRAM])
         assert (code, err) == (0, "")
         document = json.loads(out)
         assert (document["own_pid"], document["own_pid_listed"]) == (None, None)
         assert document["pids"] == [*range(1, 10), node.asked[-1]]
-        _, out, _ = await run_client("--addr", str(path), program=[*unshare, *MODULE])
+        _, out, _ = await run_client("--addr", str(path), program=[*unshare, *PROGRAM])
     assert rows_of(out)["own pid"].startswith("not to be known: this process is in a PID namespace of its own")
 
 
@@ -207,8 +207,10 @@ async def test_no_registration_reads_only(short_dir: Path) -> None:
         code, out, err = await run_client("--addr", str(path), "--no-register", "-o", "json")
         assert (code, err, json.loads(out)["registered"]) == (0, "", False)
         assert (node.asked, node.codes) == ([], [])
-        program = f"from gpushare_agent.cli.vdevice import main; main(['--no-register', '--addr', {str(path)!r}])"
-        program += "; import sys; print([m for m in ('grpclib', 'betterproto2', 'asyncio') if m in sys.modules])"
+        program = (
+            f"from gpushare_agent.cli.main import main; main(['vdevice', '--no-register', '--addr', {str(path)!r}])"
+        )
+        program += "; import sys; print([m for m in ('grpclib', 'betterproto2') if m in sys.modules])"
         code, out, _ = await run_client("-c", program, program=[sys.executable])
     assert (code, out.splitlines()[-1]) == (0, "[]")
 
@@ -235,7 +237,7 @@ async def test_the_client_says_why_it_could_not_register(short_dir: Path) -> Non
     async with serving(short_dir, node) as path:
         code, out, err = await run_client("--addr", str(path), "--pod-uid", POD, "--cont-name", "other")
         assert (code, out) == (1, "")
-        assert err.startswith("vdevice_client: the agent refused to register: PERMISSION_DENIED: ")
+        assert err.startswith("gpushare-agent: the agent refused to register: PERMISSION_DENIED: ")
         code, _, err = await run_client("--addr", str(path))
         assert code == 1
         assert f"reading {path.parent}/vcuda.config failed" in err
@@ -277,7 +279,7 @@ async def test_a_core_limit_as_high_as_the_cores_is_said_to_add_nothing(short_di
 @contextlib.asynccontextmanager
 async def watching(*arguments: str) -> AsyncIterator[asyncio.subprocess.Process]:
     process = await asyncio.create_subprocess_exec(
-        *(*MODULE, "--no-register", "-w", "0.1", *arguments),
+        *(*PROGRAM, "--no-register", "-w", "0.1", *arguments),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
         env=clean_environment(),

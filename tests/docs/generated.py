@@ -45,8 +45,8 @@ from gpushare_agent.observability.metrics.node import node_series
 from gpushare_agent.observability.metrics.text import NodePage
 from gpushare_agent.placement.place import LINK_COSTS, NVLINK_COST, link_cost
 from gpushare_agent.settings.nvidia_options import OPTIONS
-from gpushare_agent.settings.observation import HealthSettings
 from gpushare_agent.settings.reference import Key, all_keys, markdown, text_of
+from gpushare_agent.settings.sections import HealthSettings
 from gpushare_agent.settings.settings import Settings
 from gpushare_agent.simulation import generator
 from gpushare_agent.simulation.inflation import CpuPods, InflationPolicy

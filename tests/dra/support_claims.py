@@ -21,7 +21,7 @@ from gpushare_agent.model.errors import NotFound, Refused
 from gpushare_agent.model.gpus import GpuInventory
 from gpushare_agent.model.names import GpuUuid
 from gpushare_agent.model.pods import ContainerKind, ContainerSpec
-from gpushare_agent.settings.isolation import HamiCoreSettings, MpsSettings
+from gpushare_agent.settings.sections import HamiCoreSettings, MpsSettings
 from tests.support_core import NAMES, inventory, isolation_config, pod
 from tests.support_json import undecoded
 

@@ -21,7 +21,7 @@ from gpushare_agent.model.gpus import KernelModule
 from gpushare_agent.model.isolation import DeviceListStrategy
 from gpushare_agent.model.names import PodUid
 from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod
-from gpushare_agent.settings.isolation import DriverVolumeSettings
+from gpushare_agent.settings.sections import DriverVolumeSettings
 from tests.dra.support_claims import (
     DRIVER,
     NODE,

@@ -48,7 +48,7 @@ from gpushare_agent.model.names import (
 )
 from gpushare_agent.model.resources import ResourceNames
 from gpushare_agent.placement import GpuAccount
-from gpushare_agent.settings.extender import ExtenderSettings
+from gpushare_agent.settings.sections import ExtenderSettings
 from gpushare_agent.settings.settings import Settings
 from tests.cluster.support_kube import FAST, write_kubeconfig
 from tests.support_deadline import DEADLINE_S, Changes

@@ -19,7 +19,7 @@ import pytest
 from gpushare_agent.extender.app import request_timeout_s, with_admission_config
 from gpushare_agent.extender.leader_election import LeaderElection, boot_time_s
 from gpushare_agent.model.errors import StartupError
-from gpushare_agent.settings.extender import ExtenderSettings
+from gpushare_agent.settings.sections import ExtenderSettings
 from gpushare_agent.settings.settings import load_settings
 from tests.cluster.support_kube import DATA, write_kubeconfig
 from tests.extender.support_extender import (

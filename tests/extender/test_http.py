@@ -43,7 +43,7 @@ from gpushare_agent.model.gpus import GpuReport, Link, LinkKind
 from gpushare_agent.model.names import GpuUuid, PodUid
 from gpushare_agent.model.resources import ResourceNames
 from gpushare_agent.placement.topology import build_topology
-from gpushare_agent.settings.extender import ExtenderSettings
+from gpushare_agent.settings.sections import ExtenderSettings
 from tests.cluster.support_kube import DEADLINE_S, running
 from tests.kit.support_http import Peer, loop_time_s
 from tests.support_json import undecoded

@@ -31,7 +31,7 @@ from gpushare_agent.gpus.health import (
 )
 from gpushare_agent.model.gpus import Gpu, Health
 from gpushare_agent.model.names import GpuUuid
-from gpushare_agent.settings.observation import HealthSettings
+from gpushare_agent.settings.sections import HealthSettings
 from tests.support_core import inventory
 
 WELL = inventory(1).gpus[0]

@@ -13,7 +13,7 @@ from gpushare_agent.isolation.gpushare.format import GpuLimits
 from gpushare_agent.model.allocations import ContainerKey
 from gpushare_agent.model.finding import Level
 from gpushare_agent.model.names import PodUid
-from gpushare_agent.settings.isolation import LibgpushareSettings
+from gpushare_agent.settings.sections import LibgpushareSettings
 from gpushare_agent.settings.settings import Settings
 from native.build_gpushare import build_gpushare
 from tests.gpushare.conftest import MachineWith

@@ -16,7 +16,7 @@ from gpushare_agent.model.allocations import ContainerEdits
 from gpushare_agent.model.errors import RefusalReason, Refused
 from gpushare_agent.model.isolation import isolation_parts
 from gpushare_agent.model.names import ENV_GPU_MEMORY_LIMIT, ENV_GPU_MEMORY_REQUEST, PodUid
-from gpushare_agent.settings.isolation import HamiCoreSettings, MpsSettings
+from gpushare_agent.settings.sections import HamiCoreSettings, MpsSettings
 from tests.support_core import container, inventory, isolation_config
 
 GPUS = inventory(memory_mib=24 * 1024).gpus

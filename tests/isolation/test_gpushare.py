@@ -56,7 +56,7 @@ from gpushare_agent.model.names import CORE_LIMIT_ANNOTATION, MIB, GpuUuid, PodU
 from gpushare_agent.model.pods import Pod
 from gpushare_agent.model.resources import ResourceKind
 from gpushare_agent.model.usage import BusyProcess, ContainerUse, GpuBusy, ProcessSample, UsageRound
-from gpushare_agent.settings.isolation import LibgpushareSettings
+from gpushare_agent.settings.sections import LibgpushareSettings
 from gpushare_agent.settings.settings import Settings
 from tests.isolation.support_hami_core import fake_library
 from tests.support_core import NAMES, allocation, container, ids, inventory, isolation_config, mig_instance, pod

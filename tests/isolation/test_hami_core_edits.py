@@ -16,7 +16,7 @@ from gpushare_agent.model.allocations import ContainerEdits, ContainerKey
 from gpushare_agent.model.errors import RefusalReason, Refused
 from gpushare_agent.model.isolation import CorePolicy
 from gpushare_agent.model.names import PodUid
-from gpushare_agent.settings.isolation import HamiCoreSettings
+from gpushare_agent.settings.sections import HamiCoreSettings
 from tests.isolation.support_hami_core import fake_library
 from tests.support_core import container, inventory, isolation_config
 

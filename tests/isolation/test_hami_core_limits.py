@@ -20,7 +20,7 @@ from gpushare_agent.model.errors import Corrupt, NotFound
 from gpushare_agent.model.names import CORE_LIMIT_ANNOTATION, PodUid
 from gpushare_agent.model.pods import Pod
 from gpushare_agent.model.resources import ResourceKind
-from gpushare_agent.settings.isolation import HamiCoreSettings
+from gpushare_agent.settings.sections import HamiCoreSettings
 from tests.agent.support_agent import poll_until
 from tests.isolation.support_hami_core import fake_library, region_file
 from tests.support_core import NAMES, allocation, container, ids, inventory, pod

@@ -13,7 +13,7 @@ from gpushare_agent.isolation.mps.edits import edit_mps
 from gpushare_agent.model.allocations import ContainerEdits, ContainerMount
 from gpushare_agent.model.errors import RefusalReason, Refused
 from gpushare_agent.model.names import PodUid
-from gpushare_agent.settings.isolation import MpsSettings
+from gpushare_agent.settings.sections import MpsSettings
 from tests.support_core import container, inventory, isolation_config
 
 GPUS = tuple(replace(gpu, memory_mib=24576) for gpu in inventory().gpus)

@@ -15,7 +15,7 @@ from yarl import URL
 from gpushare_agent.observability.display import graph_text
 from gpushare_agent.observability.http.debug_pages import DebugSources
 from gpushare_agent.observability.http.debug_server import DebugServer
-from gpushare_agent.settings.observation import DebugSettings
+from gpushare_agent.settings.sections import DebugSettings
 from gpushare_agent.settings.settings import load_settings
 from tests.cluster.support_kube import DEADLINE_S, running
 from tests.observability.support_display import snapshot, train_allocation, train_pod, usage_round, whole_allocation

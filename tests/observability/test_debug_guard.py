@@ -15,7 +15,7 @@ from gpushare_agent.model.errors import StartupError, Unavailable
 from gpushare_agent.observability.http import debug_guard
 from gpushare_agent.observability.http.debug_guard import Guard, check_debug_settings, is_for_this_host
 from gpushare_agent.observability.http.debug_server import DebugServer
-from gpushare_agent.settings.observation import DebugSettings
+from gpushare_agent.settings.sections import DebugSettings
 from tests.observability.support_debug import TOKEN, ask, send_raw, serving, sources
 from tests.support_deadline import DEADLINE_S
 

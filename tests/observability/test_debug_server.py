@@ -13,7 +13,7 @@ import structlog
 from msgspec.structs import replace
 
 from gpushare_agent.observability.http.debug_server import DebugServer
-from gpushare_agent.settings.observation import DebugSettings
+from gpushare_agent.settings.sections import DebugSettings
 from tests.agent.support_agent import poll_until
 from tests.cluster.support_kube import running
 from tests.kit.support_http import free_port

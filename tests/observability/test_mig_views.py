@@ -9,7 +9,6 @@ from msgspec import to_builtins
 from msgspec.structs import replace
 
 from gpushare_agent.admission.outcomes import in_short
-from gpushare_agent.cli.agent_documents import DecisionDocument, NodeDocument
 from gpushare_agent.cli.explain import decision_parts
 from gpushare_agent.cli.graph import graph_document, tree_text
 from gpushare_agent.cli.inspect import inspection_document, node_of_document
@@ -19,6 +18,7 @@ from gpushare_agent.model.errors import Refused
 from gpushare_agent.model.names import CORES_PER_GPU
 from gpushare_agent.model.resources import Request, ResourceKind
 from gpushare_agent.observability.display import graph_text
+from gpushare_agent.observability.documents import DecisionDocument, NodeDocument
 from gpushare_agent.observability.metrics.node import gpu_series
 from gpushare_agent.placement import Placed, place
 from gpushare_agent.placement.gpu_account import account_of

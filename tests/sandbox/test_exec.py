@@ -29,7 +29,7 @@ from tests.sandbox.support_sandbox_cli import (
     start,
 )
 
-CLIENT = (sys.executable, "-m", "gpushare_agent.cli.vdevice")
+CLIENT = (sys.executable, "-m", "gpushare_agent", "vdevice")
 """Found in the directory in which the tests run `exec`: the checkout."""
 
 

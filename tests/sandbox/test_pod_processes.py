@@ -209,7 +209,7 @@ async def test_a_container_registers_at_its_own_socket(kind: str) -> None:
     """The agent knows the process by its cgroup; what it reads back are its own limits and PIDs."""
     async with open_test_node(cgroups=kind) as node, open_agent(node, "--isolation=vcuda") as agent:
         shared = {"limits": {CORE: "30", "tencent.com/vcuda-memory": "10"}}
-        command = [sys.executable, "-P", "-m", "gpushare_agent.cli.vdevice", "-o", "json"]
+        command = [sys.executable, "-P", "-m", "gpushare_agent", "vdevice", "-o", "json"]
         env = [{"name": "PYTHONPATH", "value": str(Path(__file__).parents[2])}]
         raw = {**host_container("main", *command, env=env), "resources": shared}
         node.api.create_pod(pod("share", raw, restartPolicy="Never"))

@@ -86,6 +86,7 @@ def test_every_flag_of_gpu_manager_is_a_setting(flag: str) -> None:
         load_settings([], {"EXTRA_FLAGS": f"--{flag}={given}"}),
     ):
         assert text_of(attrgetter(name)(loaded.settings)) == value
+        assert loaded.sources[name].endswith(("flag --" + flag, "flag --" + flag.replace("-", "_")))
 
 
 def test_the_display_socket_of_the_service_unit_is_taken() -> None:

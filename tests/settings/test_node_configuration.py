@@ -50,7 +50,7 @@ def test_a_configuration_beats_the_file_and_not_a_variable(tmp_path: object) -> 
 
 
 def test_pairs_of_a_configuration_replace_those_of_the_file(tmp_path: object) -> None:
-    """Mappings of two files, which pydantic-settings would merge: they are one value."""
+    """Mappings of two files, which are one value: they are not merged."""
     file = f"{tmp_path}/settings.yaml"
     with open(file, "w", encoding="utf-8") as settings:
         settings.write("node_labels: {zone: a, rack: 7}")

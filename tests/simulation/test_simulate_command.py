@@ -110,7 +110,7 @@ def test_progress_goes_to_standard_error_only(
     [
         (["--policy", "best"], "name some of fgd, binpack, spread, agent-only"),
         (["--generate", "0"], "not a whole number from 1 to"),
-        (["--load", "nan"], "not a number from 0.01 to 100"),
+        (["--load", "nan"], "not between 0.01 and 100"),
         (["--nodes", "0"], "not a whole number from 1 to 100000"),
         (["--nodes", "absent.csv"], "absent.csv cannot be read"),
         (["--pods", "a.csv", "--generate", "5"], "not allowed with"),

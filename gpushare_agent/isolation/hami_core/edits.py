@@ -51,7 +51,7 @@ from gpushare_agent.model.names import (
 )
 from gpushare_agent.model.pods import ContainerSpec
 from gpushare_agent.model.resources import ResourceNames
-from gpushare_agent.settings.isolation import HamiCoreSettings
+from gpushare_agent.settings.sections import HamiCoreSettings
 
 LIBRARY_PATH = f"{HAMI_CORE_DIRECTORY}/libvgpu.so"
 """In the container. The library opens itself under this path: it cannot be elsewhere."""

@@ -44,7 +44,7 @@ from gpushare_agent.model.pods import ContainerSpec, Pod
 from gpushare_agent.model.resources import ResourceNames
 from gpushare_agent.node import ClaimPods
 from gpushare_agent.runtime.machine import read_kernel_module
-from gpushare_agent.settings.isolation import HamiCoreSettings
+from gpushare_agent.settings.sections import HamiCoreSettings
 from gpushare_agent.settings.settings import Settings
 
 log = structlog.get_logger(__name__)

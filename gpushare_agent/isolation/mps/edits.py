@@ -23,7 +23,7 @@ from gpushare_agent.model.names import (
     ENV_GPUSHARE_POD,
 )
 from gpushare_agent.model.resources import cores_of_part
-from gpushare_agent.settings.isolation import MpsSettings
+from gpushare_agent.settings.sections import MpsSettings
 
 ENV_PIPE_DIRECTORY = "CUDA_MPS_PIPE_DIRECTORY"
 ENV_THREAD_PERCENTAGE = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"

@@ -72,7 +72,7 @@ IsUser = Callable[[ContainerKey, ContainerKey], bool]
 
 
 class CountsRegistrations(Protocol):
-    def vdevice_registered(self, code: str) -> None: ...
+    def vdevice_registered(self, code: str, /) -> None: ...
 
 
 class RunsBlocking(Protocol):

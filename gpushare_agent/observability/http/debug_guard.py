@@ -19,7 +19,7 @@ import re
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import structlog
 from msgspec import Struct
@@ -28,7 +28,10 @@ from gpushare_agent.kit.daemon_thread import DaemonThread
 from gpushare_agent.kit.supervision import ReportOnce
 from gpushare_agent.kit.tcp_listeners import is_loopback
 from gpushare_agent.model.errors import StartupError, Unavailable
-from gpushare_agent.settings.observation import DebugSettings
+from gpushare_agent.settings.sections import DebugSettings
+
+if TYPE_CHECKING:
+    from multidict import CIMultiDictProxy
 
 log = structlog.get_logger(__name__)
 
@@ -63,12 +66,6 @@ class Denied(Struct, frozen=True, kw_only=True):
     text: str
 
 
-class HasHeaders(Protocol):
-    """The headers of a request, of which one may have several values."""
-
-    def getall(self, key: str, default: list[str]) -> list[str]: ...
-
-
 class Guard:
     """`token_file` None: no token is needed, and only this host's names are accepted in the Host header. `has_page`: a page
     of the listener itself may ask; a browser names it as the origin of its scripts' requests."""
@@ -79,7 +76,7 @@ class Guard:
         self._has_page = has_page
         self._token = _TokenFile(token_file, clock) if token_file is not None else None
 
-    async def denies(self, target: str, headers: HasHeaders) -> Denied | None:
+    async def denies(self, target: str, headers: CIMultiDictProxy[str]) -> Denied | None:
         """Why this request is not answered, None where it is. `target` is the request line's."""
         if not target.startswith("/"):
             return Denied(status=400, text="the request line must hold a path, not a URL")

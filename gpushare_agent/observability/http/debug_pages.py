@@ -8,20 +8,23 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from operator import attrgetter
 from types import FrameType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from msgspec import Struct
 
 from gpushare_agent.model.allocations import Allocation
 from gpushare_agent.model.names import split_device_id
-from gpushare_agent.model.pods import ContainerSpec, Pod
-from gpushare_agent.observability.node_snapshot import BranchDocument, NodeSnapshot, topology_document
+from gpushare_agent.model.pods import Pod
+from gpushare_agent.observability.node_snapshot import NodeSnapshot, topology_document
 from gpushare_agent.settings.reference import all_keys, text_of
 from gpushare_agent.settings.settings import Settings
 
 T = TypeVar("T")
+Page = dict[str, Any]
+"""As JSON has it; docs/how-to/debug.md says what is there."""
 
 MAX_ROWS = 1000
 MAX_TASKS = 5000
@@ -47,42 +50,25 @@ class DebugSources(Struct, frozen=True, kw_only=True):
     now: Callable[[], float]
 
 
-class AllocationRow(Struct, kw_only=True):
-    namespace: str
-    pod: str
-    pod_uid: str
-    container: str
-    kind: str
-    is_whole: bool
-    gpus: Sequence[str]
-    devices: Mapping[str, Mapping[str, str]]
-    """By kind of resource and GPU, the numbers of its device IDs."""
-    age_seconds: float
-
-
-class AllocationsPage(Struct):
-    allocations: Sequence[AllocationRow]
-    left_out: int
-
-
-def allocations_page(sources: DebugSources) -> AllocationsPage:
+def allocations_page(sources: DebugSources) -> Page:
     """The ledger: each container's devices."""
     rows, left_out = _bounded(sorted(sources.allocations(), key=lambda a: (a.namespace, a.pod_name, a.key)))
-    return AllocationsPage([_allocation(row, sources.now()) for row in rows], left_out)
+    return {"allocations": [_allocation(row, sources.now()) for row in rows], "left_out": left_out}
 
 
-def _allocation(allocation: Allocation, now: float) -> AllocationRow:
-    return AllocationRow(
-        namespace=allocation.namespace,
-        pod=allocation.pod_name,
-        pod_uid=allocation.key.pod_uid,
-        container=allocation.container_name,
-        kind=allocation.kind.value,
-        is_whole=allocation.is_whole,
-        gpus=allocation.gpus,
-        devices=dict(sorted((kind.value, device_ranges(ids)) for kind, ids in allocation.ids.items())),
-        age_seconds=round(now - allocation.allocated_at, 3),
-    )
+def _allocation(allocation: Allocation, now: float) -> Page:
+    return {
+        "namespace": allocation.namespace,
+        "pod": allocation.pod_name,
+        "pod_uid": allocation.key.pod_uid,
+        "container": allocation.container_name,
+        "kind": allocation.kind,
+        "is_whole": allocation.is_whole,
+        "gpus": allocation.gpus,
+        # By kind of resource and GPU, the numbers of its device IDs.
+        "devices": dict(sorted((kind.value, device_ranges(ids)) for kind, ids in allocation.ids.items())),
+        "age_seconds": round(now - allocation.allocated_at, 3),
+    }
 
 
 def device_ranges(ids: Iterable[str]) -> dict[str, str]:
@@ -108,158 +94,76 @@ def _runs(numbers: Sequence[int]) -> str:
     return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 
-class ContainerRow(Struct, kw_only=True):
-    name: str
-    kind: str
-    position: int
-    requests: Mapping[str, int]
-    env_names: Sequence[str]
-
-
-class PodRow(Struct, kw_only=True):
-    namespace: str
-    name: str
-    uid: str
-    phase: str
-    node: str
-    resource_version: str
-    is_deleting: bool
-    is_static: bool
-    has_started: bool
-    controller_kind: str
-    reason: str
-    message: str
-    running: Sequence[str]
-    container_ids: Mapping[str, str]
-    containers: Sequence[ContainerRow]
-    annotations: Mapping[str, str]
-    label_names: Sequence[str]
-
-
-class PodsPage(Struct):
-    pods: Sequence[PodRow]
-    left_out: int
-
-
-def pods_page(sources: DebugSources) -> PodsPage:
+def pods_page(sources: DebugSources) -> Page:
     """The pod store, as the informer left it."""
     rows, left_out = _bounded(sorted(sources.pods(), key=lambda pod: (pod.namespace, pod.name, pod.uid)))
-    return PodsPage([_pod(row) for row in rows], left_out)
+    return {"pods": [_pod(row) for row in rows], "left_out": left_out}
 
 
-def _pod(pod: Pod) -> PodRow:
-    return PodRow(
-        namespace=pod.namespace,
-        name=pod.name,
-        uid=pod.uid,
-        phase=pod.phase.value,
-        node=pod.node_name,
-        resource_version=pod.resource_version,
-        is_deleting=pod.is_deleting,
-        is_static=pod.is_static,
-        has_started=pod.has_started,
-        controller_kind=pod.controller_kind,
-        reason=pod.reason[:_TEXT_SHOWN],
-        message=pod.message[:_TEXT_SHOWN],
-        running=sorted(pod.running),
-        container_ids=dict(sorted(pod.container_ids.items())),
-        containers=[_container(container) for container in pod.containers],
-        annotations={
+def _pod(pod: Pod) -> Page:
+    return {
+        "namespace": pod.namespace,
+        "name": pod.name,
+        "uid": pod.uid,
+        "phase": pod.phase,
+        "node": pod.node_name,
+        "resource_version": pod.resource_version,
+        "is_deleting": pod.is_deleting,
+        "is_static": pod.is_static,
+        "has_started": pod.has_started,
+        "controller_kind": pod.controller_kind,
+        "reason": pod.reason[:_TEXT_SHOWN],
+        "message": pod.message[:_TEXT_SHOWN],
+        "running": sorted(pod.running),
+        "container_ids": dict(sorted(pod.container_ids.items())),
+        "containers": [
+            {
+                "name": container.name,
+                "kind": container.kind,
+                "position": container.position,
+                "requests": dict(sorted(container.requests.items())),
+                "env_names": sorted(container.env),
+            }
+            for container in pod.containers
+        ],
+        "annotations": {
             # Tools keep whole manifests with secrets in annotations (kubectl's last-applied-configuration).
             name: value[:_TEXT_SHOWN] if name.startswith(_OWN_ANNOTATIONS) else "(not shown)"
             for name, value in sorted(pod.annotations.items())
         },
-        label_names=sorted(pod.labels),
-    )
+        "label_names": sorted(pod.labels),
+    }
 
 
-def _container(container: ContainerSpec) -> ContainerRow:
-    return ContainerRow(
-        name=container.name,
-        kind=container.kind.value,
-        position=container.position,
-        requests=dict(sorted(container.requests.items())),
-        env_names=sorted(container.env),
-    )
-
-
-class LinkRow(Struct):
-    number: int
-    remote_bus_id: str
-
-
-class GpuRow(Struct, kw_only=True):
-    index: int
-    minor: int | None
-    uuid: str
-    bus_id: str
-    name: str
-    numa: int | None
-    health: str
-    health_reason: str
-    nvlinks: Sequence[LinkRow]
-
-
-class UnreadableRow(Struct):
-    index: int
-    reason: str
-
-
-class TopologyPage(Struct, kw_only=True):
-    """`links` and `tree` as in /api/v1/node, `graph` the tree as people read it."""
-
-    gpus: Sequence[GpuRow]
-    unreadable: Sequence[UnreadableRow]
-    links: Sequence[Sequence[str]]
-    tree: BranchDocument
-    graph: Sequence[str]
-
-
-def topology_page(sources: DebugSources) -> TopologyPage:
-    """The GPUs, the matrix of links, and the tree that placement walks."""
+def topology_page(sources: DebugSources) -> Page:
+    """The GPUs, the matrix of links and the tree as in /api/v1/node, and the tree as people read it."""
     snapshot = sources.snapshot()
-    inventory = snapshot.inventory
-    topology = topology_document(inventory)
-    return TopologyPage(
-        gpus=[
-            GpuRow(
-                index=gpu.index,
-                minor=gpu.minor,
-                uuid=gpu.uuid,
-                bus_id=gpu.bus_id,
-                name=gpu.name,
-                numa=gpu.numa_node,
-                health=gpu.health.value,
-                health_reason=gpu.unhealthy_reason,
-                nvlinks=[LinkRow(link.number, link.remote_bus_id) for link in gpu.nvlinks],
-            )
-            for gpu in sorted(inventory.gpus, key=lambda gpu: gpu.index)
+    return {
+        "gpus": [
+            {
+                "index": gpu.index,
+                "minor": gpu.minor,
+                "uuid": gpu.uuid,
+                "bus_id": gpu.bus_id,
+                "name": gpu.name,
+                "numa": gpu.numa_node,
+                "health": gpu.health,
+                "health_reason": gpu.unhealthy_reason,
+                "nvlinks": [{"number": link.number, "remote_bus_id": link.remote_bus_id} for link in gpu.nvlinks],
+            }
+            for gpu in sorted(snapshot.inventory.gpus, key=lambda gpu: gpu.index)
         ],
-        unreadable=[UnreadableRow(index, reason) for index, reason in inventory.unreadable],
-        links=topology.links,
-        tree=topology.tree,
-        graph=sources.graph(snapshot).splitlines(),
-    )
+        "unreadable": [{"index": index, "reason": reason} for index, reason in snapshot.inventory.unreadable],
+        **topology_document(snapshot.inventory),
+        "graph": sources.graph(snapshot).splitlines(),
+    }
 
 
-class SettingRow(Struct):
-    value: str
-    is_default: bool
-
-
-class SettingsPage(Struct):
-    settings: Mapping[str, SettingRow]
-
-
-def settings_page(sources: DebugSources) -> SettingsPage:
+def settings_page(sources: DebugSources) -> Page:
     """Every setting in force. None is a secret: files that hold one are named, never read here."""
-    shown = {}
-    for key in all_keys():
-        value: object = sources.settings
-        for part in key.name.split("."):
-            value = getattr(value, part)
-        shown[key.name] = SettingRow(text_of(value), value == key.default)
-    return SettingsPage(shown)
+    values = {key: attrgetter(key.name)(sources.settings) for key in all_keys()}
+    shown = {key.name: {"value": text_of(value), "is_default": value == key.default} for key, value in values.items()}
+    return {"settings": shown}
 
 
 def tasks_page(tasks: Iterable[asyncio.Task[object]]) -> str:

@@ -13,21 +13,15 @@ from typing import Any
 
 import structlog
 from aiohttp import web
-from msgspec import Struct, to_builtins
+from msgspec import to_builtins
 
 from gpushare_agent import __version__
 from gpushare_agent.kit.http_answers import BadQueryError, Word, accepts_html, read_query, shown
 from gpushare_agent.kit.http_server import Handler
 from gpushare_agent.kit.logs import LOG_LEVELS, log_level, set_log_level
+from gpushare_agent.observability.http import debug_pages
 from gpushare_agent.observability.http.debug_guard import Guard
-from gpushare_agent.observability.http.debug_pages import (
-    DebugSources,
-    allocations_page,
-    pods_page,
-    settings_page,
-    tasks_page,
-    topology_page,
-)
+from gpushare_agent.observability.http.debug_pages import DebugSources, Page
 
 log = structlog.get_logger(__name__)
 
@@ -37,35 +31,37 @@ _PPROF = """this is no Go program and has no pprof; in its place:
   profile, trace     py-spy record --pid PID, on the node (docs/how-to/debug.md)
   heap, allocs       the metric process_resident_memory_bytes; py-spy dump --pid PID
 """
-_Page = tuple[str, str, str, Handler]
+_Entry = tuple[str, str, str, Handler]
 """Method, path, what the index says of it, handler. PUT, an alias of POST, is not in the index."""
 
 
 def debug_routes(sources: DebugSources) -> list[web.AbstractRouteDef]:
-    pages: list[_Page] = [
+    entries: list[_Entry] = [
         (
             "GET",
             "/debug/allocations",
             "what is allocated to each container, by device",
-            _json(allocations_page, sources),
+            _page(debug_pages.allocations_page, sources),
         ),
-        ("GET", "/debug/log", "the log level", _show_log),
+        ("GET", "/debug/log", "the log level", _page(_log_page, sources)),
         ("POST", "/debug/log", "change it: ?level=debug", _change_log),
-        ("GET", "/debug/pods", "the pod store, without values that may be secrets", _json(pods_page, sources)),
-        ("GET", "/debug/settings", "every setting in force", _json(settings_page, sources)),
-        ("GET", "/debug/tasks", "every task and what it awaits", _show_tasks),
-        ("GET", "/debug/topology", "GPUs, links, tree", _json(topology_page, sources)),
+        (
+            "GET",
+            "/debug/pods",
+            "the pod store, without values that may be secrets",
+            _page(debug_pages.pods_page, sources),
+        ),
+        ("GET", "/debug/settings", "every setting in force", _page(debug_pages.settings_page, sources)),
+        ("GET", "/debug/tasks", "every task and what it awaits", _page(_tasks_page, sources)),
+        ("GET", "/debug/topology", "GPUs, links, tree", _page(debug_pages.topology_page, sources)),
     ]
-    index = _index(pages)
-    return [
-        # aiohttp would answer HEAD by making the whole page and dropping it.
-        *(web.get(path, handler, allow_head=False) for method, path, _, handler in pages if method == "GET"),
-        *(web.get(path, index, allow_head=False) for path in ("/debug", "/debug/")),
-        # gpu-manager is a Go program and has Go's profiles here.
-        *(web.get(path, _show_pprof, allow_head=False) for path in ("/debug/pprof", "/debug/pprof/{profile:.*}")),
-        web.post("/debug/log", _change_log),
-        web.put("/debug/log", _change_log),
-    ]
+    shown = {path: handler for method, path, _, handler in entries if method == "GET"}
+    shown |= dict.fromkeys(("/debug", "/debug/"), _index(entries))
+    # gpu-manager is a Go program and has Go's profiles here.
+    shown |= dict.fromkeys(("/debug/pprof", "/debug/pprof/{profile:.*}"), _show_pprof)
+    # aiohttp would answer HEAD by making the whole page and dropping it.
+    routes = [web.get(path, handler, allow_head=False) for path, handler in shown.items()]
+    return [*routes, web.post("/debug/log", _change_log), web.put("/debug/log", _change_log)]
 
 
 def guarding(guard: Guard) -> Any:
@@ -100,56 +96,54 @@ async def _answer(request: web.Request, handler: Handler, guard: Guard) -> web.S
         return web.Response(status=500, text="the page failed; the agent's log has the traceback\n")
 
 
-def _index(pages: Sequence[_Page]) -> Handler:
+def _index(entries: Sequence[_Entry]) -> Handler:
     async def show(request: web.Request) -> web.Response:
         read_query(request.query, {})
-        if accepts_html(request):
-            return web.Response(text=_index_html(pages), content_type="text/html")
-        lines = "".join(f"  {method:<5} {path:<20} {summary}\n" for method, path, summary, _ in pages)
-        return web.Response(text=f"gpushare-agent {__version__}: debug pages\n\n{lines}")
+        title = f"gpushare-agent {__version__}: debug pages"
+        if not accepts_html(request):
+            lines = "".join(f"  {method:<5} {path:<20} {summary}\n" for method, path, summary, _ in entries)
+            return web.Response(text=f"{title}\n\n{lines}")
+        rows = "".join(
+            f"<tr><td>{method}<td>{_link(path) if method == 'GET' else path}<td>{html.escape(summary)}\n"
+            for method, path, summary, _ in entries
+        )
+        head = "<!doctype html><html lang=en><meta charset=utf-8><title>gpushare-agent: debug</title>"
+        text = f"{head}<h1>{title}</h1>\n<table>\n{rows}</table>\n"
+        return web.Response(text=text, content_type="text/html")
 
     return show
 
 
-def _index_html(pages: Sequence[_Page]) -> str:
-    rows = ""
-    for method, path, summary, _ in pages:
-        link = f"<a href='{path}'>{path}</a>" if method == "GET" else path
-        rows += f"<tr><td>{method}<td>{link}<td>{html.escape(summary)}\n"
-    return (
-        "<!doctype html><html lang=en><meta charset=utf-8><title>gpushare-agent: debug</title>"
-        f"<h1>gpushare-agent {__version__}: debug pages</h1>\n<table>\n{rows}</table>\n"
-    )
+def _link(path: str) -> str:
+    return f"<a href='{path}'>{path}</a>"
 
 
-def _json(make: Callable[[DebugSources], Struct], sources: DebugSources) -> Handler:
+def _page(make: Callable[[DebugSources], Page | str], sources: DebugSources) -> Handler:
     async def show(request: web.Request) -> web.Response:
         read_query(request.query, {})
-        return _json_text(make(sources))
+        content = make(sources)
+        return web.Response(text=content) if isinstance(content, str) else _json(content)
 
     return show
 
 
-def _json_text(content: object) -> web.Response:
+def _json(content: Page) -> web.Response:
     text = json.dumps(to_builtins(content), indent=1, ensure_ascii=False) + "\n"
     return web.Response(text=text, content_type="application/json")
 
 
 async def _show_pprof(request: web.Request) -> web.Response:
     """What there is in the place of Go's profiles; its goroutines are this program's tasks."""
-    if request.match_info.get("profile") == "goroutine":
-        return web.Response(text=tasks_page(asyncio.all_tasks()))
-    return web.Response(text=_PPROF)
+    is_tasks = request.match_info.get("profile") == "goroutine"
+    return web.Response(text=debug_pages.tasks_page(asyncio.all_tasks()) if is_tasks else _PPROF)
 
 
-async def _show_tasks(request: web.Request) -> web.Response:
-    read_query(request.query, {})
-    return web.Response(text=tasks_page(asyncio.all_tasks()))
+def _tasks_page(_sources: DebugSources) -> str:
+    return debug_pages.tasks_page(asyncio.all_tasks())
 
 
-async def _show_log(request: web.Request) -> web.Response:
-    read_query(request.query, {})
-    return _json_text({"level": log_level(), "levels": list(LOG_LEVELS)})
+def _log_page(_sources: DebugSources) -> Page:
+    return {"level": log_level(), "levels": list(LOG_LEVELS)}
 
 
 async def _change_log(request: web.Request) -> web.Response:
@@ -160,4 +154,4 @@ async def _change_log(request: web.Request) -> web.Response:
     old = set_log_level(level)
     # A warning, so that the change is logged at the usual level too.
     log.warning("log_level_changed", level=level, old=old)
-    return _json_text({"level": level, "old": old})
+    return _json({"level": level, "old": old})

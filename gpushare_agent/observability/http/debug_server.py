@@ -20,7 +20,7 @@ from gpushare_agent.kit.tcp_listeners import listen_tcp
 from gpushare_agent.model.errors import Unavailable
 from gpushare_agent.observability.http.debug_guard import Guard, check_debug_settings
 from gpushare_agent.observability.http.debug_pages import DebugSources
-from gpushare_agent.settings.observation import DebugSettings
+from gpushare_agent.settings.sections import DebugSettings
 
 if TYPE_CHECKING:
     from gpushare_agent.kit.http_server import HttpLimits

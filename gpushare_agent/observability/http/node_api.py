@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct, field, to_builtins
 
+from gpushare_agent.admission.outcomes import DecisionLog
 from gpushare_agent.kit.http_answers import (
     BadQueryError,
     JsonBody,
@@ -24,7 +25,8 @@ from gpushare_agent.kit.http_answers import (
     read_query,
 )
 from gpushare_agent.model.decision_records import DecisionRecord
-from gpushare_agent.observability.node_snapshot import NodeDocument, NodeSnapshot, node_document
+from gpushare_agent.observability.documents import NodeDocument
+from gpushare_agent.observability.node_snapshot import NodeSnapshot, node_document
 from gpushare_agent.observability.usage_history import UsageHistory
 
 if TYPE_CHECKING:
@@ -48,21 +50,13 @@ _DECISIONS: Mapping[str, Number | Word] = {
 }
 
 
-class Decisions(Protocol):
-    """The last decisions, newest first."""
-
-    def newest(
-        self, limit: int, *, namespace: str = "", pod: str = "", after: int = 0
-    ) -> tuple[DecisionRecord, ...]: ...
-
-
 class NodeApi(Struct, kw_only=True, eq=False):
     """`snapshot` is read for each request. State owned: the last answers, while they are current, and the JSON of the
     decisions that were requested last."""
 
     snapshot: Callable[[], NodeSnapshot]
     history: UsageHistory
-    decisions: Decisions
+    decisions: DecisionLog
     kept_decisions: int
     _node: tuple[NodeSnapshot, JsonBody] | None = None
     _curves: dict[str, tuple[int, JsonBody]] = field(default_factory=dict)

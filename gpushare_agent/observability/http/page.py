@@ -56,7 +56,7 @@ class WebPage:
         served = (name for name in sorted(found) if name == self._index or not name.endswith(".html"))
         self._files = {name: _file(name, found[name]) for name in served if _content_type(name)}
 
-    def index(self, request: web.Request) -> web.Response:
+    async def index(self, request: web.Request) -> web.StreamResponse:
         return _answer(request, self._files[self._index])
 
     def routes(self) -> list[Route]:

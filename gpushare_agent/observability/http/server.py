@@ -27,6 +27,7 @@ from gpushare_agent.kit.http_answers import (
     accepts_html,
     at_once,
     packed,
+    text_answer,
 )
 from gpushare_agent.kit.tcp_listeners import close_all, listen_tcp
 from gpushare_agent.model.errors import StartupError, Unavailable
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger(__name__)
 
+_JSON = "application/json; charset=utf-8"
 _THIS_HOST = ("127.0.0.1", "::1")
 BACKLOG = 128
 """Of the kernel: connections that wait to be accepted."""
@@ -142,48 +144,36 @@ class WebServer(Struct, eq=False):
 
         return answer
 
-    async def _show_index(self, request: web.Request) -> web.Response:
+    async def _show_index(self, request: web.Request) -> web.StreamResponse:
         """The dashboard for a browser, the list of paths for everything else."""
-        from aiohttp import web
-
         # One address for both, as the port's number is all that a person remembers.
         if accepts_html(request):
-            return self._page.index(request)
+            return await self._page.index(request)
         # The dashboard's files are no pages of their own.
         paths = "".join(f"  {path}\n" for path in self._paths if not path.startswith(PREFIX))
         text = f"gpushare-agent {__version__}: the dashboard, in a browser; for programs:\n\n{paths}"
-        return web.Response(text=text, headers={"Vary": "Accept"})
+        return text_answer(text, headers={"Vary": "Accept"})
 
     async def _lead_to_debug(self, request: web.Request) -> web.Response:
         """The debug listener is another, for it may change the log level: who is on this host is sent there."""
-        from aiohttp import web
-
         if self.debug is None:
-            return web.Response(status=404, text="the debug listener is off (debug.addr is empty)\n")
+            return text_answer("the debug listener is off (debug.addr is empty)\n", status=404)
         addr, port = self.debug
-        text = (
-            f"debug pages are at {addr}:{port}: kubectl port-forward POD {port}, then http://localhost:{port}/debug/\n"
-        )
+        local = f"http://localhost:{port}"
+        text = f"debug pages are at {addr}:{port}: kubectl port-forward POD {port}, then {local}/debug/\n"
         if request.remote not in _THIS_HOST or not port:
-            return web.Response(status=403, text=text)
-        return web.Response(status=307, text=text, headers={"Location": f"http://localhost:{port}{request.rel_url}"})
+            return text_answer(text, status=403)
+        return text_answer(text, status=307, headers={"Location": f"{local}{request.rel_url}"})
 
     async def _show_health(self, _request: web.Request) -> web.Response:
-        from aiohttp import web
-
-        return web.Response(text="ok\n")
+        return text_answer("ok\n")
 
     async def _show_readiness(self, _request: web.Request) -> web.Response:
-        from aiohttp import web
-
         reasons = self.ready()
-        text = "".join(f"{reason}\n" for reason in reasons) or "ok\n"
-        return web.Response(status=503 if reasons else 200, text=text)
+        return text_answer("".join(f"{one}\n" for one in reasons or ("ok",)), status=503 if reasons else 200)
 
     async def _show_version(self, _request: web.Request) -> web.Response:
-        from aiohttp import web
-
-        return web.Response(text=json.dumps({"version": __version__}) + "\n", content_type="application/json")
+        return text_answer(json.dumps({"version": __version__}) + "\n", headers={"Content-Type": _JSON})
 
     async def _show_metrics(self, request: web.Request) -> web.Response:
         """In the format that the Accept header names."""

@@ -1,6 +1,6 @@
 """The agent's metrics: counted where things happen, read at /metrics.
 
-Methods are named for the event and never fail. States (GPUs, containers and their use) are not counted but made
+What is called is named for the event and never fails. States (GPUs, containers and their use) are not counted but made
 from the node's snapshot (metrics/node.py), so that no series outlives its pod. Label sets that are known from the start
 begin at zero, or rate() would miss the first event. The mutable state is the registry, one per instance, and the page of
 the node. Names kept from gpu-manager: docs/reference/formats.md, section 8.
@@ -35,6 +35,20 @@ _ERROR = re.compile(r"[a-z0-9_]{1,64}")
 _EOF = b"# EOF\n"
 
 
+class Counted:
+    """A counter, called with the values of its labels where something happens."""
+
+    def __init__(self, counter: Counter) -> None:
+        self.counter = counter
+
+    def __call__(self, *labels: str, count: int = 1) -> None:
+        self.begin(*labels).inc(count)
+
+    def begin(self, *labels: str) -> Counter:
+        """The series of these labels, from zero on where nothing was counted yet."""
+        return self.counter.labels(*labels) if labels else self.counter
+
+
 class AgentMetrics:
     """`registry` holds what is counted; `exposition` is the whole answer."""
 
@@ -43,110 +57,71 @@ class AgentMetrics:
         registry = self.registry = CollectorRegistry()
         self._page: NodePage | None = None
         self._states: list[Collector] = []
-        ProcessCollector(registry=registry)
-        build = Gauge(
-            "gpushare_build_info",
-            "Version of the agent and of Python; always 1.",
-            ["version", "python"],
-            registry=registry,
-        )
-        build.labels(__version__, platform.python_version()).set(1)
-        self._count_calls()
-        self._count_pods()
-        self._count_gpus()
-
-    def _count_calls(self) -> None:
-        """The kubelet's calls and the containers'."""
-        self._admissions = self._counter(
-            "admissions",
-            "Allocate calls, and claims as resourceclaims.resource.k8s.io; allocated, or refused and the reason.",
-            resource=(),
-            outcome=(),
-            reason=(),
-        )
-        text = "Targets of calls of the kubelet, by how they were identified: listed, fetched, looked-again, own-books."
-        self._identifications = self._counter("identifications", text, method=IDENTIFIED_BY)
-        text = "Duration of a call of the kubelet; the node's admissions wait for it."
-        self._rpc_duration = self._histogram("rpc_duration_seconds", text, RPC_BUCKETS_S, "resource", "method")
-        self._rpcs = self._counter(
-            "rpcs",
-            "Calls of the kubelet by gRPC status; GetPreferredAllocation by the status of its decision.",
-            resource=(),
-            method=(),
-            code=(),
-        )
-        self._vdevice_registrations = self._counter(
-            "vdevice_registrations",
-            "RegisterVDevice calls of containers by gRPC status (isolation vcuda).",
-            code=("OK", "PERMISSION_DENIED", "RESOURCE_EXHAUSTED"),
-        )
         self._registered: set[str] = set()
-        self._registrations = self._counter("registrations", "Registrations with the kubelet.", resource=())
-        text = "Registrations after the first: the kubelet restarted or a stream was lost."
-        self._reregistrations = self._counter("reregistrations", text, resource=())
-        self._lists = self._counter(
-            "pod_resources_lists",
-            "PodResources Lists: admission, recovery, reconcile; overlapped met an open Allocate and should stay 0.",
-            purpose=("admission", "overlapped", "reconcile", "recovery"),
-        )
-        text = "Size of the device IDs in the status of a pod with all cores and memory of the node."
-        self._status_bytes = Gauge("gpushare_pod_status_max_bytes", text, registry=self.registry)
-        text = "Device IDs that the kubelet offered though they are allocated; they are not allocated again."
-        self._taken_ids = self._counter("taken_ids_offered", text, resource=())
-        self._corrections = self._counter(
-            "reconcile_corrections",
-            "Corrected differences between the agent's ledger and the kubelet's; should stay 0.",
-            kind=("adopted", "changed", "ended", "unlisted"),
-        )
-
-    def _count_pods(self) -> None:
-        """The API server's pods."""
-        self._pod_lists = self._counter("pod_lists", "Lists of the node's pods from the API server.")
-        self._pod_watches = self._counter(
-            "pod_watches_ended",
-            "Watches of the node's pods by why they ended: ended, or the kind of error.",
-            outcome=("conflict", "corrupt", "ended", "notfound", "rejected", "unavailable"),
-        )
-        self._unreadable = self._counter("pods_unreadable", "Pods of the API server that could not be read.")
-        self._annotations = self._counter(
-            "pod_annotations",
-            "Patches of pod annotations by outcome.",
-            outcome=("gone", "patched", "refused", "unavailable"),
-        )
-        text = "Events on pods by outcome."
-        self._events = self._counter("pod_events", text, outcome=("dropped", "refused", "sent"))
-        self._deletions = self._counter("rejected_pods_deleted", "Rejected pods deleted after their replacement.")
-
-    def _count_gpus(self) -> None:
-        """The driver: events, errors, sampling."""
         self._uuids: set[str] = set()
         self._errors: set[str] = set()
+        ProcessCollector(registry=registry)
+        text = "Version of the agent and of Python; always 1."
+        build = Gauge("gpushare_build_info", text, ["version", "python"], registry=registry)
+        build.labels(__version__, platform.python_version()).set(1)
+        count, observe = self._counter, self._histogram
+        # The kubelet's calls and the containers'.
+        text = "Allocate calls, and claims as resourceclaims.resource.k8s.io; allocated, or refused and the reason."
+        self.admission = count("admissions", text, resource=(), outcome=(), reason=())
+        text = "Targets of calls of the kubelet, by how they were identified: listed, fetched, looked-again, own-books."
+        self.identified = count("identifications", text, method=IDENTIFIED_BY)
+        text = "Duration of a call of the kubelet; the node's admissions wait for it."
+        self._rpc_duration = observe("rpc_duration_seconds", text, RPC_BUCKETS_S, "resource", "method")
+        text = "Calls of the kubelet by gRPC status; GetPreferredAllocation by the status of its decision."
+        self._rpcs = count("rpcs", text, resource=(), method=(), code=())
+        text = "RegisterVDevice calls of containers by gRPC status (isolation vcuda)."
+        codes = ("OK", "PERMISSION_DENIED", "RESOURCE_EXHAUSTED")
+        self.vdevice_registered = count("vdevice_registrations", text, code=codes)
+        self._registrations = count("registrations", "Registrations with the kubelet.", resource=())
+        text = "Registrations after the first: the kubelet restarted or a stream was lost."
+        self._reregistrations = count("reregistrations", text, resource=())
+        text = "PodResources Lists: admission, recovery, reconcile; overlapped met an open Allocate and should stay 0."
+        purposes = ("admission", "overlapped", "reconcile", "recovery")
+        self.pod_resources_listed = count("pod_resources_lists", text, purpose=purposes)
+        text = "Size of the device IDs in the status of a pod with all cores and memory of the node."
+        self._status_bytes = Gauge("gpushare_pod_status_max_bytes", text, registry=registry)
+        text = "Device IDs that the kubelet offered though they are allocated; they are not allocated again."
+        self._taken_ids = count("taken_ids_offered", text, resource=())
+        text = "Corrected differences between the agent's ledger and the kubelet's; should stay 0."
+        self._corrections = count("reconcile_corrections", text, kind=("adopted", "changed", "ended", "unlisted"))
+        # The API server's pods.
+        self._pod_lists = count("pod_lists", "Lists of the node's pods from the API server.")
+        text = "Watches of the node's pods by why they ended: ended, or the kind of error."
+        outcomes = ("conflict", "corrupt", "ended", "notfound", "rejected", "unavailable")
+        self._pod_watches = count("pod_watches_ended", text, outcome=outcomes)
+        self._unreadable = count("pods_unreadable", "Pods of the API server that could not be read.")
+        text, ends = "Patches of pod annotations by outcome.", ("gone", "patched", "refused", "unavailable")
+        self.pod_annotated = count("pod_annotations", text, outcome=ends)
+        self.pod_event = count("pod_events", "Events on pods by outcome.", outcome=("dropped", "refused", "sent"))
+        self.rejected_pod_deleted = count("rejected_pods_deleted", "Rejected pods deleted after their replacement.")
+        # The driver: events, errors, sampling.
         text = (
             "Events of the driver: kind xid or double-bit-ecc, xid 1 to 200 or other, ignored by health.ignored_xids."
         )
-        self._gpu_events = self._counter("gpu_events", text, kind=(), xid=(), ignored=())
+        self._gpu_events = count("gpu_events", text, kind=(), xid=(), ignored=())
         text = "GPUs that became unhealthy or healthy."
-        self._health_changes = self._counter("card_health_changes", text, uuid=(), to=())
-        self._driver_errors = self._counter(
-            "driver_errors",
-            "Errors of the GPU driver by its own names; look_failed and events_failed where it could not be read.",
-            error=(),
-        )
-        self._sampling = self._histogram(
-            "sampling_duration_seconds", "Duration of a round of sampling.", SAMPLING_BUCKETS_S
-        )
-        self._sampling_failures = self._counter("sampling_failures", "Rounds of sampling that failed.")
+        self._health_changes = count("card_health_changes", text, uuid=(), to=())
+        text = "Errors of the GPU driver by its own names; look_failed and events_failed where it could not be read."
+        self._driver_errors = count("driver_errors", text, error=())
+        text = "Duration of a round of sampling."
+        self._sampling = observe("sampling_duration_seconds", text, SAMPLING_BUCKETS_S)
+        self.sampling_failed = count("sampling_failures", "Rounds of sampling that failed.")
         text = "Rounds of sampling that took longer than their period; the next were left out."
-        self._sampling_overruns = self._counter("sampling_overruns", text)
+        self.sampling_overran = count("sampling_overruns", text)
 
-    def _counter(self, name: str, text: str, **labels: Sequence[str]) -> Counter:
+    def _counter(self, name: str, text: str, **labels: Sequence[str]) -> Counted:
         """`labels` by name, with the values of an only one that are known from the start."""
-        counter = Counter(f"gpushare_{name}", text, labels, registry=self.registry)
+        counted = Counted(Counter(f"gpushare_{name}", text, labels, registry=self.registry))
         # Of several labels only the caller knows which values go together: `know_resources` and `know_gpus` begin
         # those.
         for value in chain(*labels.values()):
-            counter.labels(value)
-        return counter
+            counted.begin(value)
+        return counted
 
     def _histogram(self, name: str, text: str, buckets: Sequence[float], *labels: str) -> Histogram:
         return Histogram(f"gpushare_{name}", text, labels, buckets=buckets, registry=self.registry)
@@ -157,16 +132,15 @@ class AgentMetrics:
             self.know_admissions(resource)
             for method in METHODS:
                 self._rpc_duration.labels(resource, method)
-                self._rpcs.labels(resource, method, "OK")
-            self._registrations.labels(resource)
-            self._reregistrations.labels(resource)
-            self._taken_ids.labels(resource)
+                self._rpcs.begin(resource, method, "OK")
+            for counted in (self._registrations, self._reregistrations, self._taken_ids):
+                counted.begin(resource)
 
     def know_admissions(self, resource: str) -> None:
         """What is allocated as `resource`: `increase()` sees no first refusal of a reason whose series begins with it."""
-        self._admissions.labels(resource, "allocated", "")
+        self.admission.begin(resource, "allocated", "")
         for reason in RefusalReason:
-            self._admissions.labels(resource, "refused", reason.value)
+            self.admission.begin(resource, "refused", reason.value)
 
     def know_gpus(self, uuids: Collection[str], status_bytes: int) -> None:
         """The node's GPUs: their series begin at zero. `status_bytes`: kubelet/device_table.py."""
@@ -174,85 +148,52 @@ class AgentMetrics:
         for uuid in uuids:
             for to in ("healthy", "unhealthy"):
                 # Bounded: a series stays for ever, and MIG instances come and go.
-                self._health_changes.labels(_bounded(uuid, self._uuids), to)
-
-    def admission(self, resource: str, outcome: str, reason: str) -> None:
-        """An Allocate ended; `reason` is empty unless it was refused."""
-        self._admissions.labels(resource, outcome, reason).inc()
-
-    def identified(self, method: str) -> None:
-        """A container was found for a call of the kubelet; one of IDENTIFIED_BY."""
-        self._identifications.labels(method).inc()
+                self._health_changes.begin(_bounded(uuid, self._uuids), to)
 
     def rpc_finished(self, resource: str, method: str, code: str, duration_s: float) -> None:
         """`code` is the gRPC status name."""
         self._rpc_duration.labels(resource, method).observe(duration_s)
-        self._rpcs.labels(resource, method, code).inc()
+        self._rpcs(resource, method, code)
 
     def registered(self, resource: str) -> None:
-        self._registrations.labels(resource).inc()
+        self._registrations(resource)
         # Also at the first registration, so that the series begins at zero.
-        again = self._reregistrations.labels(resource)
-        if resource in self._registered:
-            again.inc()
+        self._reregistrations(resource, count=int(resource in self._registered))
         self._registered.add(resource)
 
-    def pod_resources_listed(self, purpose: str) -> None:
-        self._lists.labels(purpose).inc()
-
     def taken_ids_offered(self, resource: str, count: int) -> None:
-        self._taken_ids.labels(resource).inc(count)
+        self._taken_ids(resource, count=count)
 
     def reconcile_corrected(self, kind: str, count: int = 1) -> None:
-        self._corrections.labels(kind).inc(count)
+        self._corrections(kind, count=count)
 
     def listed(self, kind: str, duration_s: float) -> None:
-        self._pod_lists.inc()
+        self._pod_lists()
 
     def watch_ended(self, kind: str, outcome: str) -> None:
-        self._pod_watches.labels(outcome).inc()
+        self._pod_watches(outcome)
 
     def unreadable(self, kind: str) -> None:
-        self._unreadable.inc()
-
-    def pod_annotated(self, outcome: str) -> None:
-        self._annotations.labels(outcome).inc()
-
-    def pod_event(self, outcome: str) -> None:
-        self._events.labels(outcome).inc()
-
-    def vdevice_registered(self, code: str) -> None:
-        """`code` is the gRPC status name."""
-        self._vdevice_registrations.labels(code).inc()
-
-    def rejected_pod_deleted(self) -> None:
-        self._deletions.inc()
+        self._unreadable()
 
     def gpu_event(self, kind: str, xid: int, is_ignored: bool) -> None:
         """`kind` is GpuEventKind's value; `xid` counts where it is one."""
         # Bounded, whatever number a future driver reports.
         shown = "" if xid <= 0 else str(xid) if xid <= _MAX_XID else "other"
-        self._gpu_events.labels(str(kind), shown, "true" if is_ignored else "false").inc()
+        self._gpu_events(str(kind), shown, "true" if is_ignored else "false")
 
     def gpu_health_changed(self, uuid: str, healthy: bool) -> None:
-        self._health_changes.labels(_bounded(uuid, self._uuids), "healthy" if healthy else "unhealthy").inc()
+        self._health_changes(_bounded(uuid, self._uuids), "healthy" if healthy else "unhealthy")
 
     def driver_error(self, error: str, count: int = 1) -> None:
         """`error` is the driver's own name of it, in lower case: `gpu_is_lost`, `timeout`."""
         # The driver's library makes the name; a label must have no other letters, whatever it says.
         shown = _bounded(error, self._errors) if _ERROR.fullmatch(error) else "other"
-        self._driver_errors.labels(shown).inc(count)
+        self._driver_errors(shown, count=count)
 
     def sampled(self, duration_s: float) -> None:
         """A round of sampling ended well."""
         self._sampling.observe(duration_s)
-
-    def sampling_failed(self) -> None:
-        self._sampling_failures.inc()
-
-    def sampling_overran(self) -> None:
-        """A round took longer than its period."""
-        self._sampling_overruns.inc()
 
     def show_node(self, page: NodePage) -> None:
         """The GPUs and containers, made when they are read. Call once."""

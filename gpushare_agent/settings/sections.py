@@ -1,0 +1,488 @@
+"""The sections of settings/tree.py: what the node offers and how it is allocated, its isolations, what watches and shows it,
+and the scheduler extender. One list, in the order of the tree; that of NVIDIA's names, which has readers of its own, is
+settings/nvidia.py.
+
+The isolations' sections are here and not in their packages, which are above the settings: pydantic needs every section when
+it makes the class of the tree. A section that the tree found in a package would be an import that runs back up, unseen by
+import-linter, and a field without a type: `settings.mps.pipe_directory` would be Any to mypy.
+
+The extender shares the resources' names and share_policy with the agents: resources.*, gpushare.* and
+placement.share_policy. Its defaults of address, quota and labels are gpu-admission's.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated, Literal, Self
+
+from pydantic import BeforeValidator, Field, field_validator, model_validator
+
+from gpushare_agent.model.isolation import AUTO, CorePolicy, ResizeMode, is_kind
+from gpushare_agent.model.names import GPU_MODEL_LABEL, MEMORY_BLOCK_MIB, VCORE_RESOURCE, VMEMORY_RESOURCE
+from gpushare_agent.settings.isolation_names import isolation_names
+from gpushare_agent.settings.values import (
+    DNS_NAME,
+    Count,
+    GivenPath,
+    OneOf,
+    OptionalPath,
+    ResourceName,
+    Seconds,
+    Section,
+    Texts,
+    comma_list,
+    matches,
+)
+
+
+class ResourceSettings(Section):
+    """The extended resources that the node offers."""
+
+    enabled: bool = True
+    """Offer vcore and vmemory. false: for nodes that serve NVIDIA's names, GPUShare's or claims alone."""
+    vcore: ResourceName = VCORE_RESOURCE
+    """Resource with the unit 1/100 of a GPU's compute."""
+    vmemory: ResourceName = VMEMORY_RESOURCE
+    """Resource with the unit one memory block."""
+    memory_block_mib: Count = Field(default=MEMORY_BLOCK_MIB, ge=1, le=65536)
+    """Size of one memory block, MiB. Smaller blocks make more device IDs (docs/reference/formats.md)."""
+
+    @model_validator(mode="after")
+    def _differ(self) -> Self:
+        # The kubelet knows a plugin by its resource: the second registration would end the first one's stream.
+        if self.vcore == self.vmemory:
+            raise ValueError(f"vcore and vmemory are both {self.vcore!r}, but must be two resources")
+        return self
+
+
+class GpushareSettings(Section):
+    """GPUShare's resource, memory alone, beside vcore and vmemory."""
+
+    enabled: bool = False
+    """Offer GPUShare's resource on this node."""
+    resource: ResourceName = "aliyun.com/gpu-mem"
+    """Resource with the unit one unit of a GPU's memory."""
+    count_resource: ResourceName = "aliyun.com/gpu-count"
+    """Capacity of the node with its number of GPUs."""
+    unit: Literal["GiB", "MiB"] = "GiB"
+    """Size of one unit. MiB makes one device ID for each MiB."""
+
+
+class KubeletSettings(Section):
+    """The kubelet's sockets and its HTTPS port, and the time limits of admissions."""
+
+    device_plugin_path: GivenPath = Path("/var/lib/kubelet/device-plugins")
+    """Directory of kubelet.sock and of the agent's sockets."""
+    pod_resources_socket: OptionalPath = Path("/var/lib/kubelet/pod-resources/kubelet.sock")
+    """Socket of the PodResources API. Empty: pods are identified by the API server alone, and refused where two that
+    wait ask for the same."""
+    api_address: str = ""
+    """Address of the kubelet's HTTPS port, from which static pods are read (docs/how-to/static-pods.md). Empty: static
+    pods with a share are refused."""
+    api_port: int = Field(default=10250, ge=1, le=65535)
+    """The kubelet's HTTPS port."""
+    api_ca: GivenPath | None = None
+    """CA of the kubelet's serving certificate, a file. Empty: the service account's ca.crt."""
+    allow_unsupported: bool = False
+    """Run with kubelets older than 1.30: pods are identified by the API server alone."""
+    pod_lookup_timeout_s: Seconds = Field(default=2.0, ge=0.1, le=10)
+    """How long an admission may take to identify its pod."""
+    look_again_s: Seconds = Field(default=0.4, ge=0, le=5)
+    """How long the lookup is repeated while two pods are possible."""
+
+
+class RuntimeSettings(Section):
+    """The container runtime and its cgroups."""
+
+    endpoint: str = ""
+    """Socket of the container runtime, for container IDs (isolation vcuda). Empty: the first known one."""
+    request_timeout_s: Seconds = Field(default=5.0, ge=0.1, le=120)
+    """Time limit of one request to the runtime (isolation vcuda)."""
+    cgroup_driver: Literal["", "cgroupfs", "systemd"] = ""
+    """Compared with the cgroup paths at the start; a difference is logged. Empty: not compared."""
+    cgroup_root: GivenPath = Path("/sys/fs/cgroup")
+    """Mount point of the host's cgroups."""
+    proc_root: GivenPath = Path("/proc")
+    """A /proc that shows the host's processes."""
+
+
+class PlacementSettings(Section):
+    """Which GPU a container gets."""
+
+    share_policy: Literal["binpack", "spread"] = "binpack"
+    """Shares go to the fullest GPU that fits (binpack) or to the emptiest (spread)."""
+
+
+class AllocationSettings(Section):
+    """How allocations are checked and freed."""
+
+    check_period_s: Seconds = Field(default=30.0, ge=0.05, le=3600)
+    """Period of comparing allocations with the kubelet's list."""
+    checkpoint_path: GivenPath = Path("/etc/gpu-manager/checkpoint")
+    """gpu-manager's; no effect."""
+    cleanup_rejected_pods: bool = True
+    """Delete pods rejected at admission that a controller replaces."""
+    cleanup_per_minute: Count = Field(default=30, ge=1, le=6000)
+    """Most rejected pods deleted per minute."""
+
+
+class ResizeSettings(Section):
+    """Live resize: the annotation gpushare-agent/resize of running pods (docs/explanation/resize.md)."""
+
+    mode: ResizeMode = ResizeMode.DISABLED
+    """disabled: shares keep what was allocated. within-request: at most their request. free-capacity: also their GPU's
+    free capacity; needs manifests/resize."""
+    state_file: OptionalPath = Path("/var/lib/gpushare-agent/resize.json")
+    """File that keeps resized shares over a restart. Empty: none."""
+
+
+class DraSettings(Section):
+    """Dynamic Resource Allocation: GPUs that pods get by ResourceClaims."""
+
+    gpus: Texts = ()
+    """GPUs offered by ResourceClaims and by no device plugin: all, indexes, UUIDs or models. Empty: none."""
+    order: Literal["binpack", "spread"] = "binpack"
+    """Order of the GPUs, of which the scheduler takes the first that fits. binpack: the fullest first. spread: the
+    emptiest first."""
+    taint_effect: Literal["NoSchedule", "NoExecute"] = "NoSchedule"
+    """Taint of an unhealthy or cordoned GPU. NoExecute evicts its pods."""
+    nvidia_names: bool = False
+    """Serve claims written for NVIDIA's DRA driver: its attributes and its GpuConfig; cores default to 0."""
+    consumable_shares: str = Field(default="memory", pattern="memory|unlimited|[1-9][0-9]{0,2}")
+    """What a claim takes that names no memory, as by that option of NVIDIA's driver; memory: all of it. unlimited:
+    nothing; a number: one of so many shares of a GPU; both without limits, and with nvidia_names alone."""
+    prepare_wait_s: Seconds = Field(default=40.0, ge=0, le=44)
+    """How long preparing a claim waits for what is missing. The kubelet's limit is 45 s."""
+    wake_pods: bool = True
+    """Patch pods whose claims could not be prepared: the kubelet tries again at once."""
+    registry_path: GivenPath = Path("/var/lib/kubelet/plugins_registry")
+    """Directory in which the kubelet finds plugins."""
+    plugin_path: GivenPath = Path("/var/lib/kubelet/plugins/gpushare-agent")
+    """Directory of the agent's DRA socket."""
+    cdi_directory: GivenPath = Path("/var/run/cdi")
+    """Directory of the claims' CDI specs; the container runtime must read it."""
+    record_directory: GivenPath = Path("/var/lib/gpushare-agent/claims")
+    """Directory of the records of prepared claims."""
+
+    @model_validator(mode="after")
+    def _has_shares_by_nvidias_names(self) -> Self:
+        # Without them a claim that names nothing takes all cores: there would be nothing to share.
+        if self.consumable_shares != "memory" and not self.nvidia_names:
+            raise ValueError(f"consumable_shares is {self.consumable_shares}, which needs nvidia_names")
+        return self
+
+
+class SimulatedSettings(Section):
+    """GPUs without hardware (driver simulated)."""
+
+    cards: Count = Field(default=8, ge=1, le=64)
+    """GPUs to simulate. With a topology file its rows count."""
+    card_memory_mib: Annotated[tuple[Annotated[Count, Field(ge=1, le=4_194_304)], ...], BeforeValidator(comma_list)] = (
+        Field(default=(24576,), min_length=1, max_length=64)
+    )
+    """Memory of the GPUs, MiB: one value for all, or one for each GPU."""
+    topology: OptionalPath = None
+    """File with the text of `nvidia-smi topo -m`. Empty: a plain layout."""
+    card_name: str = Field(default="", max_length=96)
+    """The GPUs' product name. Empty: by the memory of each, such as NVIDIA Simulated 24GB."""
+    device_nodes: bool = False
+    """Give containers /dev/nvidia0… of simulated GPUs: a real runtime needs nodes that exist."""
+    faults: OptionalPath = None
+    """JSON file that makes simulated GPUs fail (docs/reference/sandbox.md). Empty: none."""
+    usage: OptionalPath = None
+    """JSON file with the use of simulated GPUs by processes (docs/reference/sandbox.md). Empty: they idle."""
+
+    @model_validator(mode="after")
+    def _has_one_memory_per_gpu(self) -> Self:
+        sizes = len(self.card_memory_mib)
+        # With a topology file only the file knows how many GPUs there are.
+        if self.topology is None and sizes not in (1, self.cards):
+            raise ValueError(f"card_memory_mib has {sizes} values for {self.cards} GPUs; give one, or one for each GPU")
+        return self
+
+
+AllowedIsolation = Annotated[str, OneOf(isolation_names)]
+NodeIsolation = Annotated[str, OneOf(lambda: (*isolation_names(), AUTO))]
+
+
+class VirtualManagerSettings(Section):
+    """The directories that sharing containers get mounted."""
+
+    path: GivenPath = Path("/etc/gpu-manager/vm")
+    """Directory of the containers' vDevice directories (isolations gpushare and vcuda)."""
+
+
+class DriverVolumeSettings(Section):
+    """The driver's libraries and programs that containers get mounted (command driver-volume)."""
+
+    root: GivenPath = Path("/")
+    """Root of the host's file system as this process sees it, such as /host."""
+    control_library: GivenPath = Path("/usr/lib64/libcuda-control.so")
+    """The library that limits shares (vcuda-control), as this process sees it."""
+    gpu_client: GivenPath = Path("/opt/gpushare-agent/bin/gpu-client")
+    """The program gpu-client, as this process sees it."""
+    mount: bool = False
+    """Mount volume origin into containers under isolations other than vcuda, too: for nodes without NVIDIA's container
+    runtime."""
+
+
+class MpsSettings(Section):
+    """NVIDIA MPS (isolation mps, command mps)."""
+
+    pipe_directory: GivenPath = Path("/run/gpushare-mps/pipe")
+    """The MPS daemon's CUDA_MPS_PIPE_DIRECTORY on the host, the same in containers."""
+    shm_directory: GivenPath = Path("/dev/shm")  # noqa: S108 - the shared memory itself, which MPS needs, not a temporary file
+    """The daemon's /dev/shm on the host."""
+    log_directory: GivenPath = Path("/run/gpushare-mps/log")
+    """Directory of the daemon's logs (command mps)."""
+    control: GivenPath = Path("nvidia-cuda-mps-control")
+    """The control program: a path, or a name in PATH."""
+    probe_period_s: Seconds = Field(default=5.0, ge=0.1, le=3600)
+    """Period of probing the daemon."""
+    command_timeout_s: Seconds = Field(default=5.0, ge=0.1, le=120)
+    """Time limit of one command to the daemon."""
+    max_clients: Count = Field(default=48, ge=1, le=4096)
+    """Most sharing containers of one GPU. MPS serves 48 clients a GPU."""
+    default_active_thread_percentage: Count = Field(default=100, ge=1, le=100)
+    """Compute of a client without a limit of its own, percent (command mps)."""
+    exclusive_process: bool = False
+    """Set the GPUs' compute mode to EXCLUSIVE_PROCESS (command mps): every program on them goes through MPS."""
+    drain_timeout_s: Seconds = Field(default=30.0, ge=0, le=3600)
+    """How long the command mps waits for clients at its end."""
+
+
+class HamiCoreSettings(Section):
+    """HAMi-core's libvgpu.so (isolation hami-core)."""
+
+    library: GivenPath = Path("/usr/local/vgpu/libvgpu.so")
+    """HAMi-core's library as this process sees it; it is copied to hami_core.directory."""
+    directory: GivenPath = Path("/etc/gpu-manager/hami-core")
+    """Directory on the host for the library and the containers' caches, not mounted noexec."""
+    memory_scaling: float = Field(default=1.0, ge=1.0, le=16.0, allow_inf_nan=False)
+    """Factor of a container's memory limit, at most the GPU's memory. Above 1 memory is oversubscribed."""
+    core_scaling: float = Field(default=1.0, ge=1.0, le=100.0, allow_inf_nan=False)
+    """Factor of a container's compute limit, at most 100 percent. Above 1 compute is oversubscribed."""
+    core_policy: CorePolicy = "default"
+    """HAMi's GPU_CORE_UTILIZATION_POLICY. force: the container cannot switch it off. disable: memory alone is
+    limited."""
+    allow_opt_out: bool = False
+    """Let a container's spec switch its limits off by CUDA_DISABLE_CONTROL or GPU_CORE_UTILIZATION_POLICY."""
+
+
+class LibgpushareSettings(Section):
+    """libgpushare, the project's own library (isolation gpushare)."""
+
+    library: GivenPath = Path("/usr/local/gpushare/libgpushare.so")
+    """libgpushare.so as this process sees it; it is copied to libgpushare.directory."""
+    directory: GivenPath = Path("/etc/gpu-manager/vdriver/gpushare")
+    """Directory on the host from which containers get the library, not mounted noexec."""
+    probe: bool = True
+    """Prove at the start, for two seconds of a GPU that nobody uses, that the library limits under this driver. Where
+    it does not its shares are refused."""
+
+
+class DriverLimitsSettings(Section):
+    """The driver's own memory limits (isolation driver, also in gpushare+driver, hami-core+driver and mps+driver)."""
+
+    set_by_agent: bool = False
+    """The agent sets the driver's memory limits (component driver-limits). false: NVIDIA's container toolkit 1.20.1
+    does."""
+
+
+class CdiSettings(Section):
+    """Container Device Interface (strategies cdi-annotations and cdi-cri, command cdi)."""
+
+    kind: str = "nvidia.com/gpu"
+    """Vendor and class of CDI names; a device is <kind>=<GPU UUID>."""
+    spec_directories: Annotated[tuple[GivenPath, ...], BeforeValidator(comma_list)] = Field(
+        default=(Path("/etc/cdi"), Path("/var/run/cdi")), min_length=1
+    )
+    """Directories of CDI specs; the agent writes its own into the last."""
+
+    @field_validator("kind")
+    @classmethod
+    def _is_kind(cls, value: str) -> str:
+        if not is_kind(value):
+            raise ValueError("is no CDI kind such as nvidia.com/gpu")
+        return value
+
+
+Xids = Annotated[tuple[Annotated[Count, Field(ge=1, le=100_000)], ...], BeforeValidator(comma_list)]
+
+
+class LogSettings(Section):
+    """What is logged, always to standard error."""
+
+    level: Literal["debug", "info", "warning", "error"] = "info"
+    """Least severity that is logged."""
+    format: Literal["auto", "json", "console"] = "auto"
+    """json: one object a line. console: text. auto: console on a terminal, else json."""
+
+
+class WebSettings(Section):
+    """The HTTP endpoints: metrics, health, readiness."""
+
+    addr: str = Field(default="localhost", min_length=1, max_length=253)
+    """Address to listen on. 0.0.0.0 lets Prometheus and probes in."""
+    port: Count = Field(default=5678, ge=0, le=65535)
+    """Port to listen on; 0 takes any free one."""
+
+
+class HealthSettings(Section):
+    """Watching the GPUs."""
+
+    check_period_s: Seconds = Field(default=5.0, ge=0.05, le=3600)
+    """Period of reading the GPUs' state from the driver."""
+    event_period_s: Seconds = Field(default=1.0, ge=0.05, le=60)
+    """Period of reading simulated events, half the first pause after a failure. NVML's (Xid errors, ECC) are waited
+    for."""
+    # NVIDIA's device plugin ignores the same: errors of a program, not of the GPU.
+    ignored_xids: Xids = (13, 31, 43, 45, 68, 109)
+    """Xid errors that leave a GPU Healthy. Empty: none."""
+    reset_xids: Xids = (48, 62, 64, 74, 79, 95, 119, 120, 136, 140, 143)
+    """Xid errors after which a GPU stays Unhealthy until it is reset or uncordoned."""
+    recovery_probes: Count = Field(default=3, ge=1, le=100)
+    """Probes in a row that an Unhealthy GPU must pass to be Healthy again."""
+    recovery_period_s: Seconds = Field(default=10.0, ge=0.05, le=3600)
+    """Time between two of these probes, doubled each time the GPU becomes Unhealthy again."""
+    recovery_period_max_s: Seconds = Field(default=600.0, ge=0.05, le=86400)
+    """Most time between two of these probes."""
+    state_file: OptionalPath = Path("/var/lib/gpushare-agent/health.json")
+    """File that keeps cordons and pending resets over a restart. Empty: none."""
+
+
+class UsageSettings(Section):
+    """History of the samples (their period is sample_period_s)."""
+
+    history_s: Seconds = Field(default=900.0, ge=10, le=86400)
+    """Length of the history."""
+    history_points: Count = Field(default=180, ge=10, le=3600)
+    """Points of one curve of the history."""
+    idle_period_s: Seconds = Field(default=60.0, ge=0, le=3600)
+    """Period of sampling while nothing reads the use. 0: always sample_period_s."""
+
+
+class DecisionSettings(Section):
+    """Explanations of what was decided."""
+
+    kept: Count = Field(default=500, ge=1, le=100_000)
+    """Decisions kept in memory for `explain` and the dashboard."""
+
+
+class FactsSettings(Section):
+    """The agent's labels and annotation about its GPUs on the node's object."""
+
+    is_written: bool = True
+    """Write labels and annotations to the Node. Needs the right to patch nodes; the extender needs them."""
+    label_prefix: Annotated[str, matches(DNS_NAME, "is no label prefix such as gpushare-agent or nvidia.com")] = (
+        "gpushare-agent"
+    )
+    """Prefix of the labels gpu.product, gpu.memory, gpu.count and so on."""
+    taint_above: float = Field(default=1.0, ge=0.0, le=1.0)
+    """While more than this part of the node's GPUs is free, it has the taint gpushare-agent/free-gpus with
+    PreferNoSchedule, so that pods without GPUs go elsewhere where they can. 1: never."""
+
+
+class ControlSettings(Section):
+    """The socket of `cordon` and `uncordon`, for root alone."""
+
+    socket: OptionalPath = Path("/run/gpushare-agent/control.sock")
+    """Unix socket of `cordon` and `uncordon`. Empty: none."""
+
+
+class DisplaySettings(Section):
+    """gpu-manager's gRPC service for usage and topology."""
+
+    socket: OptionalPath = Path("/var/run/gpu-manager.sock")
+    """Unix socket of the service display.GPUDisplay. Empty: none."""
+
+
+class DebugSettings(Section):
+    """The debug listener: tasks, allocations, pods, topology, settings, log level."""
+
+    addr: str = Field(default="localhost", max_length=253)
+    """Address to listen on. One that other hosts reach needs debug.token_file. Empty: no listener."""
+    port: Count = Field(default=5679, ge=0, le=65535)
+    """Port to listen on; 0 takes any free one."""
+    token_file: OptionalPath = None
+    """File with the token that callers send as `Authorization: Bearer`. Empty: none is needed."""
+
+
+_NO_NAME = "is no name of a Kubernetes object (small letters, digits, - and .)"
+_Name = Annotated[str, matches(DNS_NAME, _NO_NAME)]
+_NameOrEmpty = Annotated[str, matches(re.compile(f"({DNS_NAME.pattern})?"), _NO_NAME)]
+_LABEL = re.compile(rf"({DNS_NAME.pattern}/)?[A-Za-z0-9]([-A-Za-z0-9_.]{{0,61}}[A-Za-z0-9])?")
+_Label = Annotated[str, matches(_LABEL, "is no label such as gaia.tencent.com/gpu-model")]
+
+
+class ExtenderSettings(Section):
+    """The scheduler extender: where it listens, how it decides, who leads."""
+
+    addr: str = Field(default="127.0.0.1", max_length=253)
+    """Address to listen on. Empty: every address."""
+    port: Count = Field(default=3456, ge=0, le=65535)
+    """Port to listen on; 0 takes any free one."""
+    reserve: Literal["bind", "filter"] = "bind"
+    """When GPUs are reserved. bind: at the bind. filter: at the filter, for schedulers that bind themselves."""
+    node_policy: Literal["fgd", "binpack", "spread"] = "binpack"
+    """Pods go to the node where the fewest free GPUs become useless to the pods that usually come (fgd), to the fullest
+    that fits (binpack), or to the emptiest (spread)."""
+    most_fitting_nodes: Count = Field(default=100, ge=0, le=20_000)
+    """The most nodes that filter answers, the best of those that fit; a pod with preferred affinities or spread
+    constraints of its own gets all. 0: always all, with reasons for the others."""
+    config: OptionalPath = None
+    """gpu-admission's configuration file (JSON). It replaces quota_name, quota_namespace, model_label and pool_label.
+    Empty: /etc/kubernetes/gpu-admission.config, else gpu-quota-admission.config there."""
+    quota_name: _Name = "gpuquota"
+    """ConfigMap with the namespaces' quota (docs/reference/quota.md)."""
+    quota_namespace: _Name = "kube-system"
+    """Namespace of that ConfigMap."""
+    model_label: _Label = GPU_MODEL_LABEL
+    """Node label with the GPUs' model, by which quota counts."""
+    pool_label: _Label = "gaia.tencent.com/gpu-pool"
+    """Node label with the node's pool."""
+    tls_cert: OptionalPath = None
+    """Certificate chain for HTTPS, PEM; read again when it changes. Empty: HTTP."""
+    tls_key: OptionalPath = None
+    """Private key of the certificate, PEM."""
+    client_ca: OptionalPath = None
+    """Certificate authorities, PEM, of clients that may call the scheduler's verbs. Empty: every client may."""
+    claims_webhook: Literal["off", "open", "certificate"] = "off"
+    """Answer POST /mutate-pods and /translate-pods (docs/how-to/turn-limits-into-claims.md). open: every client.
+    certificate: clients of client_ca. Both need TLS."""
+    max_body_mib: Count = Field(default=8, ge=1, le=512)
+    """Longest request, MiB. A whole node object has 10 to 20 KiB."""
+    bind_timeout_s: Seconds = Field(default=4.0, ge=0.1, le=60)
+    """Time limit of a bind. Must be less than the scheduler's httpTimeout."""
+    assume_timeout_s: Seconds = Field(default=60.0, ge=1, le=3600)
+    """How long a reservation waits for the bind (reserve filter)."""
+    leader_elect: bool = True
+    """Elect a leader by the Lease. false: there must be only one replica."""
+    lease_name: _Name = "gpushare-agent-extender"
+    """Name of the Lease."""
+    lease_namespace: _NameOrEmpty = ""
+    """Namespace of the Lease. Empty: the variable POD_NAMESPACE, else kube-system."""
+    # The three times are kube-scheduler's own.
+    lease_duration_s: Seconds = Field(default=15.0, ge=1, le=600)
+    """How long others wait for a leader that does not renew."""
+    renew_deadline_s: Seconds = Field(default=10.0, ge=0.5, le=600)
+    """How long a leader continues without a renewal."""
+    retry_period_s: Seconds = Field(default=2.0, ge=0.05, le=60)
+    """Period of reading or renewing the Lease."""
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        # A leader must stop before another one may begin, and try at least once more before it stops.
+        if not self.retry_period_s < self.renew_deadline_s < self.lease_duration_s:
+            raise ValueError("retry_period_s must be less than renew_deadline_s, and that less than lease_duration_s")
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ValueError("tls_cert and tls_key are only of use together")
+        if self.client_ca is not None and self.tls_cert is None:
+            raise ValueError("client_ca needs tls_cert and tls_key: without TLS no client shows a certificate")
+        if self.claims_webhook != "off" and self.tls_cert is None:
+            raise ValueError("claims_webhook needs tls_cert and tls_key: an API server calls webhooks by HTTPS alone")
+        # Without authorities every certificate would be as good as any.
+        if self.claims_webhook == "certificate" and self.client_ca is None:
+            raise ValueError("claims_webhook certificate needs client_ca: whose certificates are meant?")
+        return self
