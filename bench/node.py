@@ -139,7 +139,7 @@ async def open_node(
         async with EmbeddedApiServer() as api, BenchKubelet(NodePaths(state=state)) as kubelet:
             api.apply_node({
                 "apiVersion": "v1", "kind": "Node", "metadata": {"name": NODE_NAME}, "spec": {},
-                "status": {"nodeInfo": {"kubeletVersion": api.release}},
+                "status": {"nodeInfo": {"kubeletVersion": api.behaviour.release}},
             })  # fmt: skip
             api.write_kubeconfig(state / "kubeconfig")
             Containers(state / "cgroup")

@@ -23,6 +23,7 @@ from gpushare_agent.cli.command_line import add_output, runnable
 from gpushare_agent.sandbox.behaviour import KUBERNETES_VERSIONS
 from gpushare_agent.sandbox.control import Answer, ask
 from gpushare_agent.sandbox.gpu_faults import LOST_REASON
+from gpushare_agent.sandbox.held_port import free_port
 from gpushare_agent.sandbox.manifests import SAMPLE_SETS, ManifestError, read_manifests, sample_manifests
 from gpushare_agent.sandbox.state_directory import NodePaths, default_state_directory
 from gpushare_agent.settings.settings import load_settings
@@ -166,8 +167,6 @@ def _agent_flags(args: argparse.Namespace, extra: list[str]) -> list[str]:
     given = {flag: getattr(args, option) for option, flag in _SETTINGS_OPTIONS.items()}
     flags = [f"--{flag}={value}" for flag, value in given.items() if value is not None]
     if args.port is not None:
-        from gpushare_agent.cli.sandbox_run import free_port
-
         flags.append(f"--web.port={args.port or free_port()}")
     if args.dra:
         flags.append("--dra.gpus=all")
@@ -195,8 +194,6 @@ def node_flags(args: argparse.Namespace) -> tuple[tuple[str, ...], ...]:
         raise ManifestError(f"--node-gpus has {len(entries)} entries for {count} nodes: leave some out, or add --nodes")
     if entries and any(getattr(args, name) is not None for name in _SETTINGS_OPTIONS):
         raise ManifestError("--node-gpus has everything about the GPUs: leave out --gpus, --gpu-memory-mib, --topology")
-    from gpushare_agent.cli.sandbox_run import free_port
-
     gpus = [_gpus_flags(entry) for entry in entries]
     # The first node keeps the setting's port, which the documentation names.
     ports = [(), *((f"--web.port={free_port()}",) for _ in range(count - 1))]

@@ -47,6 +47,7 @@ from gpushare_agent.sandbox.control import open_control
 from gpushare_agent.sandbox.controller import NodeController, SandboxController
 from gpushare_agent.sandbox.fake_mps import open_fake_mps
 from gpushare_agent.sandbox.gpu_faults import GpuFaults
+from gpushare_agent.sandbox.held_port import HOST, free_port
 from gpushare_agent.sandbox.manifests import Manifest
 from gpushare_agent.sandbox.node import (
     EmbeddedCluster,
@@ -383,8 +384,6 @@ async def _fake_mps(node: RunningNode) -> AsyncIterator[None]:
 
 # --- the extender ---
 
-_HOST = "127.0.0.1"
-
 
 class PlannedExtender(Struct, frozen=True, kw_only=True):
     """`url` is the prefix before the verbs."""
@@ -402,25 +401,11 @@ def plan_extender(
         f"--kubeconfig={paths.kubeconfig}",
         "--extender.leader-elect=false",
         *flags,
-        f"--extender.addr={_HOST}",
+        f"--extender.addr={HOST}",
         f"--extender.port={port}",
     ]
     process = AgentProcess(arguments, paths.extender_log, notify, command="extender", name="the extender")
-    return PlannedExtender(url=f"http://{_HOST}:{port}/scheduler", process=process)
-
-
-_RESERVED: list[socket.socket] = []
-
-
-def free_port() -> int:
-    """A port for a child process. It stays bound here, without listening, until this process ends: else another server could
-    get the number before the child's first start, or between two. The child can listen: it sets SO_REUSEADDR too."""
-    reserved = socket.socket()
-    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    reserved.bind((_HOST, 0))
-    _RESERVED.append(reserved)
-    port: int = reserved.getsockname()[1]
-    return port
+    return PlannedExtender(url=f"http://{HOST}:{port}/scheduler", process=process)
 
 
 @asynccontextmanager

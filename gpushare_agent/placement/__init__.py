@@ -4,9 +4,10 @@ Pure functions over values: no clock, no randomness, no I/O, no state. The resul
 nor on anything that happened before. Called by admission/decisions/decide.py, extender/decisions/pod_plan.py and, through
 the latter, simulation. Open `place.py` first for the choice, `gpu_account.py` for what counts as free and why a request
 does not fit, `gpu_choice.py` for which GPUs a pod accepts, `topology.py` for the tree of links, `fragmentation.py` for
-policy fgd, which the extender and simulation have.
+policy fgd, which the extender and simulation have, `first_fit.py` for kube-scheduler's choice for claims, which the sandbox
+and simulation have.
 
-Others import: fragmentation, gpu_account, gpu_choice, place, topology.
+Others import: first_fit, fragmentation, gpu_account, gpu_choice, place, topology.
 """
 
 from gpushare_agent.placement.gpu_account import GpuAccount

@@ -6,6 +6,6 @@ scheduler. Called by cli/sandbox*.py and tests. Open node.py first, then behavio
 version changes, controller.py for what people do with a running sandbox, and pod_controllers.py for what
 makes pods.
 
-Others import: agent_process, api.pod_subresources, behaviour, control, controller, fake_mps, gpu_faults, manifests,
-node, report, scheduler.allocation, state_directory, workload.
+Others import: agent_process, api.pod_subresources, behaviour, control, controller, fake_mps, gpu_faults, held_port,
+manifests, node, report, state_directory, workload.
 """

@@ -96,27 +96,23 @@ class FakeMps:
                 (self._pipe / _PID).unlink(missing_ok=True)
 
     async def _serve_all(self, listener: socket.socket) -> None:
-        """Every accepted connection has an owner at once: none is left open when this ends."""
-        loop, tasks = asyncio.get_running_loop(), set[asyncio.Task[None]]()
+        """Every accepted connection has an owner at once: none is left open when this ends. After `quit` those that ask are
+        answered still."""
+        loop = asyncio.get_running_loop()
         async with asyncio.TaskGroup() as group:
 
             def accept() -> None:
                 with suppress(BlockingIOError, ConnectionError):
                     client, _ = listener.accept()
                     client.setblocking(False)
-                    tasks.add(task := group.create_task(self._serve(client), name="fake mps client"))
+                    task = group.create_task(self._serve(client), name="fake mps client")
                     task.add_done_callback(lambda _: client.close())  # also of a task that never began
-                    task.add_done_callback(tasks.discard)
 
             loop.add_reader(listener, accept)
             try:
                 await self.is_ended.wait()
             finally:
                 loop.remove_reader(listener)
-                for task in tasks:
-                    task.cancel()
-                if tasks:
-                    await asyncio.wait(tasks)
 
     async def _serve(self, client: socket.socket) -> None:
         loop, received = asyncio.get_running_loop(), b""

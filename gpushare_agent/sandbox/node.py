@@ -12,13 +12,13 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from gpushare_agent.kit.supervision import forever, stop_task
 from gpushare_agent.sandbox.api.access import make_certificate
 from gpushare_agent.sandbox.api.server import EmbeddedApiServer
-from gpushare_agent.sandbox.behaviour import KubeletTimes, behaviour_of
-from gpushare_agent.sandbox.kubelet.calls import KubeletParts
+from gpushare_agent.sandbox.behaviour import KubeletTimes
+from gpushare_agent.sandbox.kubelet.calls import NodeParts
 from gpushare_agent.sandbox.kubelet.kubelet import EmbeddedKubelet
 from gpushare_agent.sandbox.pod_controllers import PodControllers
 from gpushare_agent.sandbox.runtime.containers import ContainerRuntime
@@ -32,12 +32,9 @@ from gpushare_agent.sandbox.scheduler.scheduler import (
 from gpushare_agent.sandbox.state_directory import NodePaths, prepare_state_directory
 
 
-class EmbeddedNode(Struct, frozen=True, kw_only=True):
+class EmbeddedNode(NodeParts, frozen=True, kw_only=True, eq=False):
     """A running node. `api.signal` wakes up after every change of its API objects, kubelet and containers."""
 
-    name: str
-    paths: NodePaths
-    api: EmbeddedApiServer
     kubelet: EmbeddedKubelet
     cri: CriServer
 
@@ -53,8 +50,8 @@ class EmbeddedNode(Struct, frozen=True, kw_only=True):
             # on a busy machine an agent is offered a pod before it has loaded its Kubernetes client and read the Node
             "kubelet.pod-lookup-timeout-s": 10,
             "runtime.endpoint": self.paths.runtime_socket,
-            "runtime.cgroup-root": self.kubelet.runtime.cgroup_root,
-            "runtime.proc-root": self.kubelet.runtime.proc_root,
+            "runtime.cgroup-root": self.runtime.cgroup_root,
+            "runtime.proc-root": self.runtime.proc_root,
             "simulated.faults": self.paths.faults,
             "simulated.usage": self.paths.usage,
             "debug.port": 0,
@@ -67,38 +64,32 @@ async def open_node_on(
     api: EmbeddedApiServer,
     paths: NodePaths,
     *,
-    node_name: str,
-    kubelet_version: str,
+    name: str,
     seed: int,
     times: KubeletTimes | None,
-    cgroups: str | None,
+    cgroups: str | None = None,
 ) -> AsyncIterator[EmbeddedNode]:
     """Kubelet and container runtime of one node of this API server. Raises StartupError."""
-    for left in (
-        paths.health_state,
-        paths.resize_state,
-        paths.faults,
-        paths.usage,
-    ):  # of an earlier node: this one's GPUs are new
+    # Of an earlier node: this one's GPUs are new.
+    for left in (paths.health_state, paths.resize_state, paths.faults, paths.usage):
         left.unlink(missing_ok=True)
     api.write_kubeconfig(paths.kubeconfig)
-    parts = KubeletParts(
-        node_name=node_name, paths=paths, api=api, runtime=ContainerRuntime(paths.state, api.signal, cgroups),
-        behaviour=behaviour_of(kubelet_version), times=times or KubeletTimes(), rng=random.Random(seed),
-    )  # fmt: skip
-    kubelet = EmbeddedKubelet(parts)
+    runtime = ContainerRuntime(paths.state, api.signal, cgroups)
+    parts = NodeParts(
+        name=name, paths=paths, api=api, runtime=runtime, times=times or KubeletTimes(), rng=random.Random(seed)
+    )
+    kubelet, cri = EmbeddedKubelet(parts), CriServer(runtime, paths.runtime_socket)
     # `kubectl logs` reads the files of the runtime of the pod's node.
-    api.subresources.runtimes[node_name] = kubelet.runtime
-    cri = CriServer(kubelet.runtime, paths.runtime_socket)
+    api.subresources.runtimes[name] = runtime
     try:
         async with running_task("kubelet", kubelet.run):
             # Before the kubelet: an agent that finds no runtime falls back to the pods' statuses.
             await cri.start()
             await kubelet.start()
-            yield EmbeddedNode(name=node_name, paths=paths, api=api, kubelet=kubelet, cri=cri)
+            yield EmbeddedNode(**structs.asdict(parts), kubelet=kubelet, cri=cri)
     finally:
         await cri.stop()
-        kubelet.runtime.close()
+        runtime.close()
 
 
 @asynccontextmanager
@@ -164,8 +155,6 @@ async def open_embedded_cluster(
         for number, name in enumerate(node_names):
             # Each node's own directory, so that agents share no path.
             own = prepare_state_directory(paths_of_node(paths, name, len(node_names)).state)
-            opened = open_node_on(
-                api, own, node_name=name, kubelet_version=kubelet_version, seed=seed + number, times=times, cgroups=None
-            )  # fmt: skip
+            opened = open_node_on(api, own, name=name, seed=seed + number, times=times)
             nodes.append(await stack.enter_async_context(opened))
         yield EmbeddedCluster(paths=paths, api=api, nodes=tuple(nodes))

@@ -37,7 +37,7 @@ from gpushare_agent.sandbox.kubelet.container_config import VDEVICE_VARIABLE, co
 from gpushare_agent.sandbox.kubelet.pod_worker import PREPARE_FAILED
 from gpushare_agent.sandbox.node import EmbeddedNode
 from gpushare_agent.sandbox.pod_manifest import RawObject, claim_names, containers_of, is_mirror
-from gpushare_agent.sandbox.scheduler.allocation import results_of
+from gpushare_agent.sandbox.scheduler.claim_objects import results_of
 
 # --- claims ---
 

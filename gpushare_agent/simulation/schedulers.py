@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from enum import StrEnum
-from fractions import Fraction
 from random import Random
 from typing import NamedTuple
 
@@ -29,18 +28,9 @@ from gpushare_agent.model.names import CORES_PER_GPU, PodUid
 from gpushare_agent.model.pods import Pod
 from gpushare_agent.model.resources import ResourceNames
 from gpushare_agent.placement import GpuAccount
+from gpushare_agent.placement.first_fit import Capacity, ClaimRequests, Device, DeviceKey, Option, Share, allocate
 from gpushare_agent.placement.fragmentation import TypicalPods
 from gpushare_agent.placement.gpu_account import account_of
-from gpushare_agent.sandbox.scheduler.allocation import (
-    Capacity,
-    ClaimRequests,
-    Device,
-    DeviceKey,
-    DeviceView,
-    Option,
-    Share,
-    allocate,
-)
 from gpushare_agent.simulation.workload import Cluster, Shape
 
 _MAX_SHAPES = 64
@@ -395,7 +385,6 @@ class FirstFit:
         blocks = node.gpus[index].memory_mib // self._names.memory_block_mib
         return Device(
             key=("gpu", node.name, f"gpu-{index}"),
-            view=DeviceView(driver="gpu", attributes={}, capacity={_MEMORY: Fraction(blocks)}),
             capacity={
                 _CORES: Capacity(value=CORES_PER_GPU, default=CORES_PER_GPU, steps=(0, CORES_PER_GPU, 1)),
                 _MEMORY: Capacity(value=blocks, default=blocks, steps=(1, blocks, 1)),

@@ -70,9 +70,7 @@ async def open_embedded_node(
     async with (
         EmbeddedApiServer(version=kubelet_version, seed=seed) as api,
         running_task("scheduler", EmbeddedScheduler(api=api).run),
-        open_node_on(
-            api, paths, node_name=node_name, kubelet_version=kubelet_version, seed=seed, times=times, cgroups=cgroups
-        ) as node,
+        open_node_on(api, paths, name=node_name, seed=seed, times=times, cgroups=cgroups) as node,
     ):
         yield node
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +11,9 @@ import pytest
 import yaml
 
 from gpushare_agent.model.errors import Rejected
-from gpushare_agent.sandbox.scheduler.allocation import (
-    DeviceView,
-    SelectorFailed,
-    Version,
-    allocate,
-    allocation_of,
-    parse_selector,
-    read_devices,
-    read_requests,
-    used_of,
-)
+from gpushare_agent.placement.first_fit import Capacity, Device, allocate
+from gpushare_agent.sandbox.scheduler.cel import SelectorFailed, Version, parse_selector
+from gpushare_agent.sandbox.scheduler.claim_objects import allocation_of, read_devices, read_requests, used_of
 
 ROOT = Path(__file__).parents[2]
 RECORDED: dict[str, Any] = json.loads((ROOT / "tests/data/dra/allocations.json").read_text())
@@ -120,11 +111,11 @@ def test_the_class_of_nvidias_driver_selects_devices_that_have_its_attributes() 
         ("gpushare-agent", {"gpushare-agent/type": "gpu"}, False),
         ("another", {"gpu.nvidia.com/type": "gpu"}, False),
     ):
-        assert selects(DeviceView(driver=driver, attributes=attributes, capacity={})) is expected
+        assert selects(Device(key=(driver, "node", "gpu-0"), attributes=attributes)) is expected
 
 
-DEVICE = DeviceView(
-    driver="d",
+DEVICE = Device(
+    key=("d", "node", "gpu-0"),
     attributes={
         "d/type": "gpu",
         "d/name": "NVIDIA A100-SXM4-80GB",
@@ -132,7 +123,7 @@ DEVICE = DeviceView(
         "d/ok": True,
         "d/driverVersion": Version((535, 0, 0)),
     },
-    capacity={"d/memory": Fraction(40 << 30)},
+    capacity={"d/memory": Capacity(value=40 << 30, default=0)},
 )
 
 

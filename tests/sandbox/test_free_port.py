@@ -8,7 +8,7 @@ import socket
 
 import pytest
 
-from gpushare_agent.cli.sandbox_run import free_port
+from gpushare_agent.sandbox.held_port import free_port
 
 
 async def test_a_free_port_is_for_the_server_that_is_started_there_again_and_again() -> None:

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from gpushare_agent.cli.main import main
 from gpushare_agent.extender.values import ClusterPolicy
 from gpushare_agent.model.resources import ResourceNames
+from gpushare_agent.placement.first_fit import Capacity, ClaimRequests, Device, Option, allocate
 from gpushare_agent.placement.fragmentation import WHOLE, FreeNode, PodKind
-from gpushare_agent.sandbox.scheduler.allocation import Capacity, ClaimRequests, Device, DeviceView, Option, allocate
 from gpushare_agent.simulation.inflation import MARKS, CpuPods, CpuRule, Host, InflationPolicy, inflate
 
 RULES = ClusterPolicy(names=ResourceNames())
@@ -96,8 +96,7 @@ def test_claims_get_the_gpus_that_the_sandboxs_allocator_takes(free: list[int], 
 
 def device(index: int) -> Device:
     capacity = {"gpu/cores": Capacity(value=WHOLE, default=WHOLE, steps=(0, WHOLE, 1))}
-    view = DeviceView(driver="gpu", attributes={}, capacity={})
-    return Device(key=("gpu", "node", str(index)), view=view, capacity=capacity)
+    return Device(key=("gpu", "node", str(index)), capacity=capacity)
 
 
 def test_the_same_seed_gives_the_same_figures(trace: list[str], capsys: pytest.CaptureFixture[str]) -> None:

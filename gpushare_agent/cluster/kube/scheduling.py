@@ -17,6 +17,7 @@ from msgspec.json import Decoder
 from gpushare_agent.cluster.kube.objects import Quantity, amount, read_node_json
 from gpushare_agent.cluster.kube.pods import PodSpec
 from gpushare_agent.kit.json_schema import NULL, Entries, decoded_or, texts
+from gpushare_agent.model.taints import Taint, Toleration
 
 DEFAULT_SCHEDULER = "default-scheduler"
 CPU, MEMORY, PODS = "cpu", "memory", "pods"
@@ -56,28 +57,6 @@ class Requirement(Struct):
                 return own > other if self.operator == "Gt" else own < other
         # An operator that is not known here holds for no node: a promise less, never one too many.
         return False
-
-
-class Toleration(Struct):
-    key: str | None = None
-    operator: str | None = None
-    value: str | None = None
-    effect: str | None = None
-
-    def tolerates(self, taint: Taint) -> bool:
-        if self.effect not in (None, "", taint.effect) or self.key not in (None, "", taint.key):
-            return False
-        # Without a key it tolerates every taint, which Kubernetes allows with Exists alone.
-        return self.operator == "Exists" or (bool(self.key) and (self.value or "") == (taint.value or ""))
-
-
-class Taint(Struct, frozen=True):
-    key: str
-    effect: str
-    value: str | None = None
-
-    def __str__(self) -> str:
-        return f"{self.key}{f'={self.value}' if self.value else ''}:{self.effect}"
 
 
 class NodeOffer(Struct, frozen=True, kw_only=True):

@@ -47,7 +47,7 @@ def _check_precondition(metadata: Mapping[str, Any], uid: str, version: str) -> 
 class ApiObjects:
     def __init__(self, *, version: str, history_limit: int, seed: int) -> None:
         """Raises StartupError for a Kubernetes version whose behaviour is not known."""
-        self.release = behaviour_of(version).release
+        self.behaviour = behaviour_of(version)
         self.store = ObjectStore(history_limit=history_limit)
         self.signal, self.pods_by_node = self.store.signal, self.store.pods_by_node
         """Wake up after every change, and after those of a node's pods."""

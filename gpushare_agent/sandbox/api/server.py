@@ -38,10 +38,10 @@ from gpushare_agent.sandbox.api.responses import (
 from gpushare_agent.sandbox.api.store import ObjectKey
 from gpushare_agent.sandbox.api.validation import unknown_fields, updated
 from gpushare_agent.sandbox.api.watch import TRUE, Watch, request_selector
+from gpushare_agent.sandbox.held_port import HOST, hold_port
 from gpushare_agent.sandbox.pod_manifest import RawObject, is_mirror
 from gpushare_agent.settings.yaml import UnreadableYaml, parse_yaml
 
-HOST = "127.0.0.1"
 _MAX_BODY_BYTES = 3 * 2**20
 
 
@@ -74,7 +74,7 @@ class EmbeddedApiServer(ApiObjects):
         self._handlers = ApiHandlers(self, self.running, bookmark_interval_s)
         self._runner: web.AppRunner | None = None
         self._port_holder: socket.socket | None = None
-        """Bound and never listening: while the server does not listen, nobody else gets the port."""
+        """While the server does not listen, nobody else gets the port."""
 
     @property
     def url(self) -> str:
@@ -103,7 +103,9 @@ class EmbeddedApiServer(ApiObjects):
         runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=0.2)
         await runner.setup()
         try:
-            self._hold_port()
+            if self._port_holder is None:
+                self._port_holder = hold_port(self.port)
+                self.port = self._port_holder.getsockname()[1]
             context = self.certificate.server_context() if self.certificate is not None else None
             # SO_REUSEADDR: the port is bound by its holder, which never listens.
             await web.TCPSite(runner, HOST, self.port, reuse_address=True, ssl_context=context).start()
@@ -115,14 +117,6 @@ class EmbeddedApiServer(ApiObjects):
                 f"the embedded API server cannot listen on {HOST}:{self.port}: {error}; choose another port"
             ) from error
         self._runner = runner
-
-    def _hold_port(self) -> None:
-        """Raises OSError where it is in use."""
-        if self._port_holder is None:
-            self._port_holder = socket.socket()
-            self._port_holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            self._port_holder.bind((HOST, self.port))
-            self.port = self._port_holder.getsockname()[1]
 
     async def stop_listening(self) -> None:
         """Closes the port and every connection; objects and versions stay."""
@@ -205,8 +199,9 @@ class ApiHandlers:
                 for method, verb in methods.items():
                     app.router.add_route(method, path, partial(self._handle, verb, kind))
         # kubectl compares it with its own version and warns.
-        major, minor, _ = self._objects.release.removeprefix("v").split(".")
-        version = {"major": major, "minor": minor, "gitVersion": self._objects.release, "platform": "linux/amd64"}
+        release = self._objects.behaviour.release
+        major, minor, _ = release.removeprefix("v").split(".")
+        version = {"major": major, "minor": minor, "gitVersion": release, "platform": "linux/amd64"}
         constants = {
             **{path: ("application/json", json.dumps(document)) for path, document in discovery().items()},
             # Empty, in protobuf: kubectl asks it for a kind that is not in v3, and says then that there is none.

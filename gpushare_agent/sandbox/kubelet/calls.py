@@ -13,7 +13,7 @@ from msgspec import Struct, field
 
 from gpushare_agent.model.errors import Unavailable
 from gpushare_agent.sandbox.api.server import EmbeddedApiServer
-from gpushare_agent.sandbox.behaviour import KubeletBehaviour, KubeletTimes
+from gpushare_agent.sandbox.behaviour import KubeletTimes
 from gpushare_agent.sandbox.runtime.containers import ContainerRuntime
 from gpushare_agent.sandbox.state_directory import NodePaths
 
@@ -87,14 +87,13 @@ class CallLog(Struct, kw_only=True):
         return [c for c in self.calls if c.method == method and pod_uid in ("", c.pod_uid)]
 
 
-class KubeletParts(Struct, frozen=True, kw_only=True, eq=False):
-    """What the parts of a kubelet share, over all its starts."""
+class NodeParts(Struct, frozen=True, kw_only=True, eq=False):
+    """What the parts of a node share, over all starts of its kubelet."""
 
-    node_name: str
+    name: str
     paths: NodePaths
     api: EmbeddedApiServer
     runtime: ContainerRuntime
-    behaviour: KubeletBehaviour
     times: KubeletTimes
     rng: random.Random
     log: CallLog = field(default_factory=CallLog)

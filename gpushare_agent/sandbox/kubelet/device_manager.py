@@ -31,7 +31,7 @@ from gpushare_agent.kit.protobuf import bytes_field, string_list
 from gpushare_agent.model.errors import Rejected
 from gpushare_agent.model.pods import ContainerKind, ContainerSpec
 from gpushare_agent.sandbox.kubelet import wire_frames
-from gpushare_agent.sandbox.kubelet.calls import CallSubject, KubeletParts, PluginCall
+from gpushare_agent.sandbox.kubelet.calls import CallSubject, NodeParts, PluginCall
 from gpushare_agent.sandbox.kubelet.plugin_endpoint import PluginCallError, PluginDevice, PluginEndpoint
 
 log = structlog.get_logger(__name__)
@@ -197,7 +197,7 @@ class _Resource(Struct):
 class DeviceManager:
     """One per start of the kubelet."""
 
-    def __init__(self, parts: KubeletParts, active_pods: Callable[[], set[str]], *, has_records: bool = True) -> None:
+    def __init__(self, parts: NodeParts, active_pods: Callable[[], set[str]], *, has_records: bool = True) -> None:
         self.records = DeviceRecords(parts.paths.device_plugin_path / CHECKPOINT_NAME)
         self.is_ready = False
         """All pods of the node have been seen once since the start."""

@@ -26,10 +26,10 @@ from gpushare_agent.kit.grpc_client import RpcFailed, UnixChannel
 from gpushare_agent.kit.protobuf import MalformedMessageError
 from gpushare_agent.kit.sockets import file_identity
 from gpushare_agent.model.errors import NotFound, Rejected
-from gpushare_agent.sandbox.kubelet.calls import KubeletParts
+from gpushare_agent.sandbox.kubelet.calls import NodeParts
 from gpushare_agent.sandbox.kubelet.plugin_endpoint import go_error
 from gpushare_agent.sandbox.pod_manifest import RawObject, claim_names
-from gpushare_agent.sandbox.scheduler.allocation import results_of
+from gpushare_agent.sandbox.scheduler.claim_objects import results_of
 from gpushare_agent.wire import pluginregistration
 from gpushare_agent.wire.k8s.io.kubelet.pkg.apis.dra import v1 as dra_v1
 
@@ -75,7 +75,7 @@ class _Driver(Struct, kw_only=True):
 class DraManager(Struct, kw_only=True, eq=False):
     """One per start of the kubelet; `boot` numbers the starts."""
 
-    parts: KubeletParts
+    parts: NodeParts
     records: ClaimRecords
     boot: int
     has_wiped_slices: bool = False
@@ -164,7 +164,7 @@ class DraManager(Struct, kw_only=True, eq=False):
     def _delete_slices(self, driver: str = "") -> None:
         """Deletes the node's slices; of one driver, or of all."""
         for raw in self.parts.api.store.all("resourceslices"):
-            if raw["spec"].get("nodeName") == self.parts.node_name and driver in ("", raw["spec"]["driver"]):
+            if raw["spec"].get("nodeName") == self.parts.name and driver in ("", raw["spec"]["driver"]):
                 self.parts.api.delete("resourceslices", ("", raw["metadata"]["name"]))
 
     async def _call(self, driver_name: str, method: str, claims: Sequence[ClaimRecord], answer: Any) -> Any:

@@ -27,12 +27,12 @@ from gpushare_agent.kit.rate import TokenBucket
 from gpushare_agent.kit.sockets import bind_unix_socket
 from gpushare_agent.kit.supervision import wait_for
 from gpushare_agent.model.pods import ContainerKind
-from gpushare_agent.sandbox.api.server import HOST
-from gpushare_agent.sandbox.kubelet.calls import KubeletParts, PodResourcesCall
+from gpushare_agent.sandbox.held_port import HOST
+from gpushare_agent.sandbox.kubelet.calls import NodeParts, PodResourcesCall
 from gpushare_agent.sandbox.kubelet.device_manager import CHECKPOINT_NAME, AllocationFailed, DeviceManager
 from gpushare_agent.sandbox.kubelet.dra_manager import ClaimRecords, DraManager
 from gpushare_agent.sandbox.kubelet.plugin_endpoint import PluginEndpoint, RegistrationService
-from gpushare_agent.sandbox.kubelet.pod_worker import FORCED_GRACE_S, KnownPod, PodState, PodWorkers
+from gpushare_agent.sandbox.kubelet.pod_worker import FORCED_GRACE_S, PodState, PodWorker
 from gpushare_agent.sandbox.pod_manifest import grace_s, is_terminal, timestamp
 from gpushare_agent.wire.v1 import GetPodResourcesRequest
 
@@ -82,7 +82,7 @@ class PodResourcesService:
 
     def _get(self, raw_request: bytes) -> bytes:
         # A kubelet without the feature gate answers with this status and text, not with UNIMPLEMENTED.
-        if not self._parts.behaviour.has_pod_resources_get:
+        if not self._parts.api.behaviour.has_pod_resources_get:
             raise GRPCError(Status.UNKNOWN, "PodResources API Get method disabled")
         request = GetPodResourcesRequest.parse(raw_request)
         named = request.pod_namespace, request.pod_name
@@ -91,7 +91,7 @@ class PodResourcesService:
                 return bytes_field(1, self._pod_message(pod))
         raise GRPCError(Status.UNKNOWN, f"pod {request.pod_name} in namespace {request.pod_namespace} not found")
 
-    def _pod_message(self, pod: KnownPod) -> bytes:
+    def _pod_message(self, pod: PodWorker) -> bytes:
         """A PodResources message of the pod's main containers and sidecars."""
         where = pod.identity
         parts = [bytes_field(1, where.name.encode()), bytes_field(2, where.namespace.encode())]
@@ -115,7 +115,7 @@ _PLAIN_CAPACITY = {"cpu": "8", "memory": "32Gi", "pods": "110"}
 class EmbeddedKubelet:
     """What is of one start is made anew by the next; between them no device and no pod is known."""
 
-    def __init__(self, parts: KubeletParts) -> None:
+    def __init__(self, parts: NodeParts) -> None:
         self.parts = parts
         self.api = parts.api
         self.runtime = parts.runtime
@@ -124,7 +124,7 @@ class EmbeddedKubelet:
         """Prepared claims, over all starts."""
         self._signal = parts.api.signal
         self._times = parts.times
-        self._node_name = parts.node_name
+        self._node_name = parts.name
         self._starts = 0
         self._is_wanted = False
         paths = parts.paths
@@ -135,7 +135,7 @@ class EmbeddedKubelet:
     def _forget(self) -> None:
         """The state of a kubelet that does not run."""
         self._is_up = self.is_running = False
-        self.pods: dict[str, KnownPod] = {}
+        self.pods: dict[str, PodWorker] = {}
         self._has_pushed = False
         self._may_admit = asyncio.Event()
         self._group = asyncio.TaskGroup()
@@ -163,7 +163,6 @@ class EmbeddedKubelet:
         self.devices = DeviceManager(self.parts, self.active_pods)
         self._dra = DraManager(parts=self.parts, records=self.claims, boot=self._starts)
         self._ready_since = timestamp()
-        self._workers = PodWorkers(parts=self.parts, devices=self.devices, dra=self._dra)
         registration = GrpcServer([RegistrationService(paths.device_plugin_path, self._accept)])
         pod_resources = GrpcServer([PodResourcesService(self)])
         try:
@@ -245,7 +244,7 @@ class EmbeddedKubelet:
         for path in self.parts.paths.device_plugin_path.iterdir():
             mode = path.lstat().st_mode
             is_file = not stat.S_ISDIR(mode) and path.name != CHECKPOINT_NAME
-            if stat.S_ISSOCK(mode) or (is_file and self.parts.behaviour.removes_plugin_files):
+            if stat.S_ISSOCK(mode) or (is_file and self.parts.api.behaviour.removes_plugin_files):
                 path.unlink()
 
     # --- the sync loop ---
@@ -288,7 +287,7 @@ class EmbeddedKubelet:
                 return True
         for uid, raw in bound.items():
             if uid not in self.pods:
-                pod = self.pods[uid] = KnownPod.of(raw)
+                pod = self.pods[uid] = PodWorker(raw, self.parts, self.devices, self._dra)
                 # It ended before the kubelet was started: nothing is called for it.
                 if is_terminal(raw):
                     pod.state = PodState.ENDED
@@ -299,44 +298,44 @@ class EmbeddedKubelet:
                 return True
         return False
 
-    async def _admit(self, pod: KnownPod) -> None:
+    async def _admit(self, pod: PodWorker) -> None:
         try:
             # In spec order, init containers first (measured); the first failure rejects the pod.
             for container in pod.containers:
                 await self.devices.allocate(pod.identity, container)
         except AllocationFailed as error:
             log.info("pod_rejected", pod=pod.identity.name, reason=str(error))
-            self._workers.reject(pod, REJECTED_REASON, f"Allocate failed due to {error}, which is unexpected")
+            pod.reject(REJECTED_REASON, f"Allocate failed due to {error}, which is unexpected")
             # A pod that ran before a restart of the kubelet, and whose plugin came too late: its containers are killed
             # (measured).
-            if self.runtime.living(pod.identity.uid):
-                pod.worker = self._start(pod, self._workers.stop_processes(pod, FORCED_GRACE_S))
+            if pod.living():
+                self._start(pod, pod.stop_processes(FORCED_GRACE_S))
             return
         pod.state = PodState.ADMITTED
-        pod.worker = self._start(pod, self._workers.run(pod))
+        self._start(pod, pod.run())
 
-    async def _remove(self, pod: KnownPod) -> None:
+    async def _remove(self, pod: PodWorker) -> None:
         """Forgets a pod whose object has gone. After a forced deletion the processes live on for a while, without their
         devices."""
         # The worker first: it would start containers anew.
-        await _cancel({pod.worker} if pod.worker is not None else ())
-        if self.runtime.living(pod.identity.uid) or pod.raw["spec"].get("resourceClaims"):
+        await _cancel(pod.tasks)
+        if pod.living() or pod.raw["spec"].get("resourceClaims"):
             # Not awaited: the share is free to the scheduler before the processes are gone, as in the real one.
-            self._start(pod, self._workers.stop_and_unprepare(pod, FORCED_GRACE_S))
+            self._start(pod, pod.stop_and_unprepare(FORCED_GRACE_S))
         self.runtime.forget(pod.identity.uid)
         self._signal.notify()
 
-    async def _begin_termination(self, pod: KnownPod) -> None:
+    async def _begin_termination(self, pod: PodWorker) -> None:
         # Nothing runs: the object may go at once.
         if pod.state in (PodState.REJECTED, PodState.ENDED):
-            self._workers.confirm_deletion(pod)
+            pod.confirm_deletion()
             return
         pod.state = PodState.STOPPING
-        await _cancel({pod.worker} if pod.worker is not None else ())
-        pod.worker = self._start(pod, self._workers.terminate(pod, grace_s(pod.raw)))
+        await _cancel(pod.tasks)
+        self._start(pod, pod.terminate(grace_s(pod.raw)))
 
-    def _start(self, pod: KnownPod, body: Coroutine[None, None, None]) -> asyncio.Task[None]:
-        return self._spawn(body, f"pod {pod.identity.namespace}/{pod.identity.name}")
+    def _start(self, pod: PodWorker, body: Coroutine[None, None, None]) -> None:
+        pod.tasks = [self._spawn(body, f"pod {pod.identity.namespace}/{pod.identity.name}")]
 
     def _stop_deleted_pods(self) -> None:
         """Stops the containers of pods that were deleted while the kubelet was down."""
@@ -390,7 +389,7 @@ class EmbeddedKubelet:
                     {"type": "InternalIP", "address": HOST}, {"type": "Hostname", "address": self._node_name}
                 ],
                 "nodeInfo": {
-                    "kubeletVersion": self.parts.behaviour.release, "containerRuntimeVersion": "embedded://1",
+                    "kubeletVersion": self.parts.api.behaviour.release, "containerRuntimeVersion": "embedded://1",
                     "operatingSystem": "linux", "osImage": "gpushare-agent sandbox", "architecture": platform.machine(),
                     "kernelVersion": platform.release(),
                 },
@@ -402,10 +401,10 @@ class EmbeddedKubelet:
     def active_pods(self) -> set[str]:
         return {uid for uid, pod in self.pods.items() if pod.is_active}
 
-    def listed_pods(self) -> list[KnownPod]:
+    def listed_pods(self) -> list[PodWorker]:
         """What PodResources List would name now."""
         # Kubelets up to 1.33 go on listing pods that were rejected or have ended, until their object is deleted.
-        lists_ended = self.parts.behaviour.lists_ended_pods
+        lists_ended = self.parts.api.behaviour.lists_ended_pods
         return [pod for pod in self.pods.values() if lists_ended or pod.is_active]
 
     async def wait_for(self, found: Callable[[], T], deadline_s: float = 60.0, what: str = "") -> T:
