@@ -27,7 +27,7 @@ def node_of(
     gpus: GpuInventory | None = None,
     *,
     names: ResourceNames = NAMES,
-    settings: Settings | None = None,
+    settings: Any = None,
     kind: type[Node] = Node,
     **states: Any,
 ) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 
 import structlog
@@ -76,7 +76,6 @@ class AdmissionPart(Struct, kw_only=True):
     refused_pods: RefusedPods
     tables: DeviceTables
     registrar: Registrar
-    first_registration: FirstRegistration
     lock: ServingLock
     handover: Handover
     calls: QueuedCalls
@@ -110,8 +109,6 @@ class AdmissionPart(Struct, kw_only=True):
         self.registrar.renew()
         self.calls.open(self.admission)
         self.registrar.stays_registered, self.has_recovered = False, True
-        for resource in filter(self.registrar.is_registered, self.node.names.names):
-            self.first_registration.registered(resource)
         log.info("allocations_recovered", containers=containers)
 
     async def end(self) -> None:
@@ -190,7 +187,7 @@ class AdmissionPart(Struct, kw_only=True):
 
     async def wait_registered(self) -> None:
         """Waits until every resource was registered once, REGISTER_FIRST_S at most."""
-        if not await wait_for(self.first_registration.done, REGISTER_FIRST_S):
+        if not await wait_for(self.registrar.all_registered, REGISTER_FIRST_S):
             log.warning("kubelet_not_there_yet", directory=str(self.node.settings.kubelet.device_plugin_path))
 
     async def pause(self) -> None:
@@ -214,21 +211,6 @@ class AdmissionPart(Struct, kw_only=True):
             for resource in self.node.names.names
             if not self.registrar.is_registered(resource)
         ]
-
-
-class FirstRegistration:
-    """Sets `done` once the kubelet has accepted every resource."""
-
-    def __init__(self, resources: Collection[str]) -> None:
-        self.done = asyncio.Event()
-        self._missing = set(resources)
-        if not self._missing:  # claims alone
-            self.done.set()
-
-    def registered(self, resource: str) -> None:
-        self._missing.discard(resource)
-        if not self._missing:
-            self.done.set()
 
 
 def build(
@@ -286,7 +268,6 @@ def build(
         refused_pods=refused_pods,
         tables=tables,
         registrar=_build_registrar(node, calls, handover, tables, ids),
-        first_registration=FirstRegistration(node.names.names),
         lock=ServingLock(kubelet.device_plugin_path),
         handover=handover,
         calls=calls,

@@ -381,7 +381,7 @@ async def _announce(agent: NodeAgent) -> None:
     await agent.cluster.wait_synced()
     # Only now: before the list a pod that is not there might just not have been seen yet.
     agent.kubelet.garbage.request_reconcile()
-    await agent.kubelet.first_registration.done.wait()
+    await agent.kubelet.registrar.all_registered.wait()
     # Before READY=1: probes and metrics are answered then.
     await agent.observability.web.wait_listening()
     sd_notify("READY=1", os.environ)  # whole GPUs can be had, and systemd would end an agent that goes on to wait

@@ -149,7 +149,7 @@ class _Subscriptions:
 
     def __init__(self, agent: NodeAgent) -> None:
         self._agent = agent
-        self._health = GpuHealthObserver(agent.node.inventory, agent.cluster.node_events, agent.node.metrics)
+        self._health = GpuHealthObserver(agent.node, agent.cluster.node_events)
 
     def subscribe(self) -> None:
         agent, shown, metrics = self._agent, self._agent.observability, self._agent.node.metrics
@@ -222,7 +222,6 @@ class _Subscriptions:
     def _registered(self, resource: str) -> None:
         agent = self._agent
         agent.node.metrics.registered(resource)
-        agent.kubelet.first_registration.registered(resource)
         agent.observability.snapshots.expire()
 
     def _kubelet_restarted(self) -> None:

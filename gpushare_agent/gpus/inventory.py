@@ -41,11 +41,11 @@ from gpushare_agent.gpus.health import (
 from gpushare_agent.model.errors import NodeEventReason
 from gpushare_agent.model.gpus import Gpu, GpuInventory, Health
 from gpushare_agent.model.names import GpuUuid
+from gpushare_agent.node import Node
 from gpushare_agent.placement.topology import build_topology
 
 if TYPE_CHECKING:
     from gpushare_agent.cluster.events import NodeEvents
-    from gpushare_agent.observability.metrics.agent import AgentMetrics
 
 log = structlog.get_logger(__name__)
 
@@ -245,16 +245,15 @@ class GpuInventoryState:
 class GpuHealthObserver:
     """Subscribe `inventory_changed` to the inventory. A GPU that is healthy when it is first seen is not reported."""
 
-    def __init__(self, inventory: GpuInventoryState, events: NodeEvents, metrics: AgentMetrics) -> None:
-        self._inventory = inventory
+    def __init__(self, node: Node, events: NodeEvents) -> None:
+        self._node = node
         self._events = events
-        self._metrics = metrics
         self._gpus: Mapping[GpuUuid, Gpu] = {}
-        self._cordoned: Mapping[GpuUuid, str] = inventory.cordoned
+        self._cordoned: Mapping[GpuUuid, str] = node.inventory.cordoned
 
     def inventory_changed(self, inventory: GpuInventory) -> None:
         gpus, was_cordoned = self._gpus, self._cordoned
-        self._gpus, self._cordoned = inventory.by_uuid(), self._inventory.cordoned
+        self._gpus, self._cordoned = inventory.by_uuid(), self._node.inventory.cordoned
         # By index: Events of one change come in the order in which people count GPUs.
         for gpu in sorted(inventory.gpus, key=lambda gpu: gpu.index):
             # An agent that starts must not report every GPU as recovered.
@@ -278,14 +277,14 @@ class GpuHealthObserver:
             self._note(NodeEventReason.GPU_UNCORDONED, gpu, f"put back in service by an operator{still}")
 
     def _report_unhealthy(self, gpu: Gpu) -> None:
-        self._metrics.gpu_health_changed(gpu.uuid, healthy=False)
+        self._node.metrics.gpu_health_changed(gpu.uuid, healthy=False)
         if gpu.uuid in self._cordoned:
             return  # the cordon's own Event has the reason
         log.error("gpu_unhealthy", index=gpu.index, uuid=gpu.uuid, reason=gpu.unhealthy_reason)
         self._note(NodeEventReason.GPU_UNHEALTHY, gpu, gpu.unhealthy_reason)
 
     def _report_healthy(self, gpu: Gpu, *, was_cordoned: bool) -> None:
-        self._metrics.gpu_health_changed(gpu.uuid, healthy=True)
+        self._node.metrics.gpu_health_changed(gpu.uuid, healthy=True)
         # Put back by a person, whose Event says so: it has not recovered from anything.
         if was_cordoned:
             return

@@ -93,17 +93,11 @@ class GpusPart(Struct, frozen=True, kw_only=True):
 
 def build(node: Node, driver: NodeDriver) -> GpusPart:
     """Joined, not started."""
-    health, socket, inventory = node.settings.health, node.settings.control.socket, node.inventory
+    file, socket, inventory = node.settings.health.state_file, node.settings.control.socket, node.inventory
     # A function, not a value: what containers have changes between polls.
     driver.in_use = lambda: {uuid for allocation in node.cache for uuid in allocation.gpus}
-    watch = GpuWatch(
-        driver,
-        inventory,
-        period_s=health.check_period_s,
-        event_period_s=health.event_period_s,
-        metrics=node.metrics,
-    )
-    writer = HealthStateWriter(inventory, HealthStateFile(health.state_file) if health.state_file is not None else None)
+    watch = GpuWatch(node, driver)
+    writer = HealthStateWriter(inventory, HealthStateFile(file) if file is not None else None)
     return GpusPart(
         node=node,
         driver=driver,

@@ -13,22 +13,19 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, NoReturn, Protocol
+from typing import NoReturn, Protocol
 
 import structlog
 from msgspec import Struct, field
 
 from gpushare_agent.gpus.health import EventMeaning, GpuEvent, describe_event
-from gpushare_agent.gpus.inventory import GpuInventoryState
 from gpushare_agent.kit.backoff import Backoff
 from gpushare_agent.kit.supervision import Reconciler, forever
 from gpushare_agent.model.errors import AgentError
 from gpushare_agent.model.gpus import Gpu, GpuInventory
 from gpushare_agent.model.names import GpuUuid
 from gpushare_agent.model.usage import DriverSample
-
-if TYPE_CHECKING:
-    from gpushare_agent.observability.metrics.agent import AgentMetrics
+from gpushare_agent.node import Node
 
 log = structlog.get_logger(__name__)
 
@@ -55,14 +52,10 @@ class GpuDriver(Protocol):
 
 
 class GpuWatch(Struct, eq=False):
-    """`period_s` between two polls, `event_period_s` between two fetches of events where the
-    driver cannot wait for them. Polls never overlap."""
+    """Polls never overlap."""
 
+    node: Node
     driver: GpuDriver
-    inventory: GpuInventoryState
-    period_s: float
-    metrics: AgentMetrics
-    event_period_s: float = 0.5
     clock: Callable[[], float] = time.monotonic
     _poll_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     _polls: Reconciler = field(default_factory=Reconciler)
@@ -86,29 +79,34 @@ class GpuWatch(Struct, eq=False):
         """One poll of all GPUs; a failure is applied to the inventory, not raised."""
         # Polls on request and in the loop: two at once would count twice for a probe.
         async with self._poll_lock:
-            before = self.inventory.current.by_uuid()
+            before = self.node.inventory.current.by_uuid()
             try:
                 found = await self.driver.read()
             except AgentError as e:
-                self.metrics.driver_error("look_failed")
+                self.node.metrics.driver_error("look_failed")
                 # Once for each change; a node without GPUs has no change, and its line each half minute is the only sign.
-                if self.inventory.lost(str(e)) or not before:
-                    log.error("gpus_lost", error=str(e), retried_in_s=self.period_s if before else NO_GPUS_PERIOD_S)
+                if self.node.inventory.lost(str(e)) or not before:
+                    log.error(
+                        "gpus_lost",
+                        error=str(e),
+                        retried_in_s=self.node.settings.health.check_period_s if before else NO_GPUS_PERIOD_S,
+                    )
                 return
-            if self.inventory.read(found):
+            if self.node.inventory.read(found):
                 self._log_found(before)
 
     async def fetch_events(self) -> float:
         """Applies the events since the last fetch; returns the time from its start to the next one, seconds."""
         try:
             # As long as between two polls: nothing else needs this thread.
-            events = await self.driver.events(self.period_s)
+            events = await self.driver.events(self.node.settings.health.check_period_s)
         except AgentError as e:
-            self.metrics.driver_error("events_failed")
+            self.node.metrics.driver_error("events_failed")
             self._event_failures += 1
             # A period above the maximum, which settings allow, must not be shortened by a failure.
-            longest_s = max(EVENT_BACKOFF_MAX_S, self.event_period_s)
-            delay_s = Backoff(base_s=2 * self.event_period_s, cap_s=longest_s).delay_s(self._event_failures)
+            period_s = self.node.settings.health.event_period_s
+            longest_s = max(EVENT_BACKOFF_MAX_S, period_s)
+            delay_s = Backoff(base_s=2 * period_s, cap_s=longest_s).delay_s(self._event_failures)
             if self._event_failures == 1:
                 log.warning("gpu_events_lost", error=str(e), then="polls go on; fetching is retried with backoff")
                 self.poll_soon()
@@ -117,7 +115,7 @@ class GpuWatch(Struct, eq=False):
             log.info("gpu_events_back", failures=self._event_failures)
             self._event_failures = 0
         if not events:
-            return self.event_period_s
+            return self.node.settings.health.event_period_s
         self._note(events)
         return EVENT_PAUSE_S
 
@@ -130,20 +128,20 @@ class GpuWatch(Struct, eq=False):
 
     def _pause_s(self) -> float:
         # Seldom: a node without a driver may wait for one for days.
-        if not self.inventory.current.gpus:
+        if not self.node.inventory.current.gpus:
             return NO_GPUS_PERIOD_S
-        probe_at = self.inventory.next_probe_at()
+        probe_at = self.node.inventory.next_probe_at()
         if probe_at is None:
-            return self.period_s
+            return self.node.settings.health.check_period_s
         # A probe that is due already: at once, but not in a loop without a pause.
-        return min(self.period_s, max(probe_at - self.clock(), MIN_PAUSE_S))
+        return min(self.node.settings.health.check_period_s, max(probe_at - self.clock(), MIN_PAUSE_S))
 
     def _note(self, events: list[GpuEvent]) -> None:
-        noted = self.inventory.note_events(events)
+        noted = self.node.inventory.note_events(events)
         for (event, meaning), count in noted.items():
             # Counted one by one: the metric is of events, and the log has one line for all of a kind.
             for _ in range(count):
-                self.metrics.gpu_event(event.kind.value, event.xid, meaning is EventMeaning.IGNORED)
+                self.node.metrics.gpu_event(event.kind.value, event.xid, meaning is EventMeaning.IGNORED)
             level, name, more = _LINES[meaning]
             log.log(level, name, what=describe_event(event), uuid=event.uuid, count=count, **more)
         if any(meaning in _POLL_AT_ONCE for _, meaning in noted):
@@ -151,10 +149,10 @@ class GpuWatch(Struct, eq=False):
             self.poll_soon()
 
     def _log_found(self, before: Mapping[GpuUuid, Gpu]) -> None:
-        for gpu in self.inventory.current.gpus:
+        for gpu in self.node.inventory.current.gpus:
             if gpu.uuid not in before:
                 log.info("gpu_found", index=gpu.index, uuid=gpu.uuid, name=gpu.name, memory_mib=gpu.memory_mib)
-        for index, reason in self.inventory.current.unreadable:
+        for index, reason in self.node.inventory.current.unreadable:
             log.error("gpu_unreadable", index=index, reason=reason)
 
 

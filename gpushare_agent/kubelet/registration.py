@@ -147,17 +147,19 @@ class Registrar:
         backoff: Backoff = DEFAULT_BACKOFF,
     ) -> None:
         self._directory = device_plugin_path
-        self._socket = device_plugin_path / KUBELET_SOCKET
+        self.socket = device_plugin_path / KUBELET_SOCKET
+        self.register = register
+        self.backoff = backoff
         self._on_kubelet_restart: Callable[[], None] = lambda: None
         self._poll_s = poll_s
         self._on_registered: Callable[[str], None] = lambda _resource: None
         self._registered_kubelet: FileIdentity | None = None
-        self._resources = [
-            ResourceRegistrar(
-                endpoint, self._socket, register=register, on_registered=self._registered, backoff=backoff
-            )
-            for endpoint in endpoints
-        ]
+        self._resources = [ResourceRegistrar(endpoint, self) for endpoint in endpoints]
+        self._missing = {endpoint.resource for endpoint in endpoints}
+        self.all_registered = asyncio.Event()
+        """Set once the kubelet has accepted every resource."""
+        if not endpoints:  # claims alone
+            self.all_registered.set()
         self.stays_registered = False
         """The servers outlive `run`, for another registrar to take over."""
         self._renewed: list[tuple[ResourceRegistrar, PluginEndpoint]] = []
@@ -182,7 +184,7 @@ class Registrar:
             old = taken_over.get(one.endpoint.resource)
             # The kubelet reads the options once, when a plugin registers: with others it has to register anew.
             if is_same_directory and old is not None and old.endpoint.plugin.options == one.endpoint.plugin.options:
-                self._resources[position] = old.reporting_to(self._registered)
+                self._resources[position], old.registrar = old, self
                 self._renewed.append((old, one.endpoint))
         left = [one for one in previous._resources if one not in self._resources]
         self._removed = [*previous._removed, *left]
@@ -195,6 +197,8 @@ class Registrar:
         for old, endpoint in self._renewed:
             old.endpoint.plugin.continue_as(endpoint.plugin)
         self._renewed = []
+        for resource in filter(self.is_registered, list(self._missing)):
+            self._has_accepted(resource)
 
     async def serve(self) -> None:
         """Serves the sockets before `run` registers them. Raises Unavailable."""
@@ -244,7 +248,7 @@ class Registrar:
                 self._poll()
 
     def _poll(self) -> None:
-        kubelet = file_identity(self._socket)
+        kubelet = file_identity(self.socket)
         directory = file_identity(self._directory)
         # None: no resource was registered yet, so there is nothing that a restart could have changed.
         is_restart = kubelet is not None and self._registered_kubelet not in (None, kubelet)
@@ -254,12 +258,18 @@ class Registrar:
             one.refresh(kubelet, has_directory=directory is not None)
         if is_restart:
             self._registered_kubelet = None
-            log.info("kubelet_restarted", socket=str(self._socket))
+            log.info("kubelet_restarted", socket=str(self.socket))
             self._on_kubelet_restart()
 
-    def _registered(self, resource: str, kubelet: FileIdentity) -> None:
+    def registered(self, resource: str, kubelet: FileIdentity) -> None:
         self._registered_kubelet = kubelet
         self._on_registered(resource)
+        self._has_accepted(resource)
+
+    def _has_accepted(self, resource: str) -> None:
+        self._missing.discard(resource)
+        if not self._missing:
+            self.all_registered.set()
 
 
 class ResourceRegistrar:
@@ -278,21 +288,11 @@ class ResourceRegistrar:
     | registered, with a stream | none until an event |
     """
 
-    def __init__(
-        self,
-        endpoint: PluginEndpoint,
-        kubelet_socket: Path,
-        *,
-        register: Callable[..., Awaitable[None]],
-        on_registered: Callable[[str, FileIdentity], None],
-        backoff: Backoff,
-    ) -> None:
+    def __init__(self, endpoint: PluginEndpoint, registrar: Registrar) -> None:
         self.endpoint = endpoint
+        self.registrar = registrar
+        """After a reload the next generation's."""
         self.registered_with: FileIdentity | None = None
-        self._kubelet_socket = kubelet_socket
-        self._call = register
-        self._on_registered = on_registered
-        self._backoff = backoff
         self._kubelet: FileIdentity | None = None
         self._own_file: FileIdentity | None = None
         self._has_directory = False
@@ -304,11 +304,6 @@ class ResourceRegistrar:
         self._wake = asyncio.Event()
         self._attempt: asyncio.Task[Unavailable | Rejected | None] | None = None
         endpoint.plugin.on_streams_changed = self._streams_changed
-
-    def reporting_to(self, on_registered: Callable[[str, FileIdentity], None]) -> ResourceRegistrar:
-        """This one, for another registrar."""
-        self._on_registered = on_registered
-        return self
 
     @property
     def is_registered(self) -> bool:
@@ -404,15 +399,15 @@ class ResourceRegistrar:
         self.registered_with, self._registered_at = kubelet, _now()
         self._stream_due_at = self._registered_at + _FIRST_STREAM_S
         self._failure.is_over()
-        log.info("device_plugin_registered", resource=self.endpoint.resource, kubelet=str(self._kubelet_socket))
-        self._on_registered(self.endpoint.resource, kubelet)
+        log.info("device_plugin_registered", resource=self.endpoint.resource, kubelet=str(self.registrar.socket))
+        self.registrar.registered(self.endpoint.resource, kubelet)
 
     async def _try_call(self) -> Unavailable | Rejected | None:
         """Why it failed."""
         try:
             async with asyncio.timeout(REGISTER_TIMEOUT_S):
-                await self._call(
-                    self._kubelet_socket,
+                await self.registrar.register(
+                    self.registrar.socket,
                     endpoint=self.endpoint.socket_name,
                     resource=self.endpoint.resource,
                     options=self.endpoint.plugin.options,
@@ -441,7 +436,7 @@ class ResourceRegistrar:
         if self._registered_at and _now() - self._registered_at > _STABLE_S:
             self._failures = 0
         self._failures += 1
-        return self._backoff.delay_s(self._failures)
+        return self.registrar.backoff.delay_s(self._failures)
 
     def _streams_changed(self) -> None:
         if not self.endpoint.plugin.open_streams:

@@ -59,7 +59,7 @@ async def test_a_node_may_offer_nvidias_names_alone() -> None:
         node.api.create_pod(sample("whole"))
         await wait_running(node, "whole")
         assert set(node.kubelet.devices.capacity()) == {GPU}
-        assert agent.parts.kubelet.not_ready() == [] and agent.parts.kubelet.first_registration.done.is_set()
+        assert agent.parts.kubelet.not_ready() == [] and agent.parts.kubelet.registrar.all_registered.is_set()
 
 
 async def test_a_gpu_given_whole_is_out_of_the_shares_also_over_a_restart() -> None:

@@ -241,4 +241,4 @@ async def test_the_head_has_the_state_of_the_agent() -> None:
             ",".join(f"Not ready: {reason}." for reason in reasons),
         )
         await scene.node.kubelet.start()
-        await wait_until(scene.node, scene.agent.parts.kubelet.first_registration.done.is_set, "registered")
+        await wait_until(scene.node, scene.agent.parts.kubelet.registrar.all_registered.is_set, "registered")

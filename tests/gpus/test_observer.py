@@ -15,6 +15,7 @@ from tests.cluster.support_kube import FAST, NODE, answers, fake_api, opened, ru
 from tests.gpus.support_health import IMMEDIATE, unhealthy, xid
 from tests.support_core import inventory
 from tests.support_deadline import DEADLINE_S
+from tests.support_node import node_of
 
 FIRST, SECOND = GpuUuid("GPU-0"), GpuUuid("GPU-1")
 
@@ -35,7 +36,7 @@ class Reported:
 
 def _watched() -> tuple[GpuInventoryState, Reported]:
     state, reported = GpuInventoryState(IMMEDIATE), Reported()
-    state.subscribe(GpuHealthObserver(state, reported, reported).inventory_changed)
+    state.subscribe(GpuHealthObserver(node_of(inventory=state, metrics=reported), reported).inventory_changed)
     state.read(inventory())
     return state, reported
 
@@ -45,7 +46,7 @@ def test_a_gpu_that_is_healthy_from_the_start_is_not_reported_and_an_unhealthy_o
     _, reported = _watched()
     assert not reported.notes and not reported.changes
     failed = GpuInventoryState(IMMEDIATE)
-    failed.subscribe(GpuHealthObserver(failed, reported, reported).inventory_changed)
+    failed.subscribe(GpuHealthObserver(node_of(inventory=failed, metrics=reported), reported).inventory_changed)
     failed.read(unhealthy(inventory(), 1))
     assert reported.changes == [("GPU-1", False)] and reported.notes[0][:2] == ("CardUnhealthy", "GPU-1")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 
 from msgspec.structs import replace
 from structlog.testing import capture_logs
@@ -17,6 +18,7 @@ from gpushare_agent.model.errors import Unavailable
 from gpushare_agent.model.gpus import GpuInventory
 from tests.gpus.support_health import IMMEDIATE, ShownDriver, unhealthy, xid
 from tests.support_core import inventory
+from tests.support_node import node_of
 
 
 class Counted:
@@ -35,6 +37,19 @@ class Counted:
 
 def health(state: GpuInventoryState) -> list[str]:
     return [gpu.health.value for gpu in state.current.gpus]
+
+
+def _watch(
+    driver: ShownDriver,
+    state: GpuInventoryState,
+    *,
+    period_s: float,
+    event_period_s: float = 0.5,
+    metrics: Counted | None = None,
+) -> GpuWatch:
+    health = SimpleNamespace(check_period_s=period_s, event_period_s=event_period_s)
+    settings = SimpleNamespace(health=health)
+    return GpuWatch(node_of(inventory=state, metrics=metrics or Counted(), settings=settings), driver)
 
 
 async def _poll(watch: GpuWatch, driver: ShownDriver, *shown: GpuInventory | Exception) -> None:
@@ -58,7 +73,7 @@ async def test_one_gpu_fails_and_returns() -> None:
     """The other one is not touched; each change is reported once."""
     state, reported, driver = GpuInventoryState(IMMEDIATE), [], ShownDriver()
     state.subscribe(lambda found: reported.append([c.is_healthy for c in found.gpus]))
-    whole, watch = inventory(), GpuWatch(driver, state, period_s=1, metrics=Counted())
+    whole, watch = inventory(), _watch(driver, state, period_s=1)
     await _poll(watch, driver, whole, whole, unhealthy(whole, 1), unhealthy(whole, 1), whole)
     assert reported == [[True, True], [True, False], [True, True]]
 
@@ -66,7 +81,7 @@ async def test_one_gpu_fails_and_returns() -> None:
 async def test_a_driver_that_cannot_be_read_makes_every_gpu_unhealthy() -> None:
     """With the reason, until it can be read again."""
     state, driver, counted = GpuInventoryState(IMMEDIATE), ShownDriver(), Counted()
-    watch = GpuWatch(driver, state, period_s=1, metrics=counted)
+    watch = _watch(driver, state, period_s=1, metrics=counted)
     await _poll(watch, driver, inventory(), Unavailable("NVML is gone"))
     assert health(state) == ["Unhealthy", "Unhealthy"]
     assert state.current.gpus[0].unhealthy_reason.startswith("NVML is gone")
@@ -79,7 +94,7 @@ async def test_a_gpu_that_is_not_shown_any_more_stays_unhealthy_in_its_place() -
     """Containers may hold its IDs; the topology keeps its rows."""
     state, driver, three = GpuInventoryState(IMMEDIATE), ShownDriver(), inventory(3)
     two = replace(three, gpus=(three.gpus[0], replace(three.gpus[2], index=1)), topology=inventory(2).topology)
-    watch = GpuWatch(driver, state, period_s=1, metrics=Counted())
+    watch = _watch(driver, state, period_s=1)
     await _poll(watch, driver, three, two)
     assert [(c.index, c.uuid, c.is_healthy) for c in state.current.gpus] == [
         (0, "GPU-0", True),
@@ -94,7 +109,7 @@ async def test_a_gpu_that_is_not_shown_any_more_stays_unhealthy_in_its_place() -
 async def test_a_node_without_gpus_waits_for_them() -> None:
     """fail_on_init_error=false: nothing is offered, and they appear later."""
     state, driver = GpuInventoryState(IMMEDIATE), ShownDriver()
-    watch = GpuWatch(driver, state, period_s=1, metrics=Counted())
+    watch = _watch(driver, state, period_s=1)
     await _poll(watch, driver, Unavailable("no driver"))
     assert state.current.gpus == ()
     await _poll(watch, driver, inventory())
@@ -104,7 +119,7 @@ async def test_a_node_without_gpus_waits_for_them() -> None:
 async def test_an_event_takes_its_gpu_away_before_the_driver_is_polled() -> None:
     """A GPU that hangs may keep the driver busy for seconds; the other GPU is not touched."""
     state, driver = GpuInventoryState(IMMEDIATE), ShownDriver()
-    watch = GpuWatch(driver, state, period_s=3600, metrics=Counted())
+    watch = _watch(driver, state, period_s=3600)
     await watch.poll()
     driver.pending.append([xid(79, 1)])
     await watch.fetch_events()
@@ -114,7 +129,7 @@ async def test_an_event_takes_its_gpu_away_before_the_driver_is_polled() -> None
 async def test_an_event_that_counts_is_followed_by_a_poll_at_once() -> None:
     """Not at the next usual time, which is an hour away; an ignored one is not followed."""
     state, driver = GpuInventoryState(IMMEDIATE), ShownDriver()
-    watch = GpuWatch(driver, state, period_s=3600, event_period_s=0.005, metrics=Counted())
+    watch = _watch(driver, state, period_s=3600, event_period_s=0.005)
     await watch.poll()
     async with _running(watch):
         driver.pending.append([xid(13)])
@@ -127,7 +142,7 @@ async def test_an_event_that_counts_is_followed_by_a_poll_at_once() -> None:
 async def test_a_thousand_events_are_one_change() -> None:
     """Of two GPUs together; the counter counts each."""
     state, driver, counted, reported = GpuInventoryState(IMMEDIATE), ShownDriver(inventory(3)), Counted(), []
-    watch = GpuWatch(driver, state, period_s=1, metrics=counted)
+    watch = _watch(driver, state, period_s=1, metrics=counted)
     await watch.poll()
     state.subscribe(lambda found: reported.append([c.is_healthy for c in found.gpus]))
     driver.pending.extend([[xid(79, n % 2) for n in range(1000)], [xid(79, 0)] * 1000])
@@ -146,7 +161,7 @@ async def test_a_thousand_events_are_one_change() -> None:
 async def test_a_storm_that_goes_on_does_not_fill_the_log() -> None:
     """A program can cause it: its lines are among those of tenants, which have a limit."""
     driver = ShownDriver()
-    watch = GpuWatch(driver, GpuInventoryState(IMMEDIATE), period_s=1, metrics=Counted())
+    watch = _watch(driver, GpuInventoryState(IMMEDIATE), period_s=1)
     await watch.poll()
     driver.pending.extend([xid(79)] for _ in range(101))
     limit = TenantLines(lambda: 0.0)
@@ -161,7 +176,7 @@ async def test_a_storm_that_goes_on_does_not_fill_the_log() -> None:
 async def test_an_event_of_no_gpu_makes_none_unhealthy_and_is_followed_by_a_poll() -> None:
     """And an error in the log."""
     state, driver = GpuInventoryState(IMMEDIATE), ShownDriver()
-    watch = GpuWatch(driver, state, period_s=3600, event_period_s=0.005, metrics=Counted())
+    watch = _watch(driver, state, period_s=3600, event_period_s=0.005)
     await watch.poll()
     driver.pending.append([xid(79, None)])
     with capture_logs() as logs:
@@ -174,7 +189,7 @@ async def test_an_event_of_no_gpu_makes_none_unhealthy_and_is_followed_by_a_poll
 async def test_an_event_of_a_gpu_that_is_not_ours_is_counted_and_nothing_else() -> None:
     """Such as one that the runtime hides from the agent."""
     state, driver, counted = GpuInventoryState(IMMEDIATE), ShownDriver(), Counted()
-    watch = GpuWatch(driver, state, period_s=1, metrics=counted)
+    watch = _watch(driver, state, period_s=1, metrics=counted)
     await watch.poll()
     driver.pending.append([xid(79, 7)])
     await watch.fetch_events()
@@ -184,7 +199,7 @@ async def test_an_event_of_a_gpu_that_is_not_ours_is_counted_and_nothing_else() 
 async def test_a_driver_whose_events_fail_is_called_ever_later_and_reported_once() -> None:
     """It never spins; polls go on, and the first success is reported, too."""
     state, driver, counted = GpuInventoryState(IMMEDIATE), ShownDriver(), Counted()
-    watch = GpuWatch(driver, state, period_s=1, event_period_s=0.5, metrics=counted)
+    watch = _watch(driver, state, period_s=1, event_period_s=0.5, metrics=counted)
     driver.events_fail = Unavailable("the wait for events failed")
     with capture_logs() as logs:
         delays = [await watch.fetch_events() for _ in range(8)]
@@ -199,7 +214,7 @@ async def test_an_unhealthy_gpu_is_polled_when_its_probe_is_due() -> None:
     """The usual poll is an hour away."""
     state = GpuInventoryState(HealthPolicy(recovery_probes=3, recovery_period_s=0.02, recovery_period_max_s=1.0))
     driver = ShownDriver()
-    watch = GpuWatch(driver, state, period_s=3600, event_period_s=3600, metrics=Counted())
+    watch = _watch(driver, state, period_s=3600, event_period_s=3600)
     await watch.poll()
     driver.pending.append([xid(94)])
     await watch.fetch_events()
@@ -219,7 +234,7 @@ async def test_polls_never_overlap() -> None:
             order.append("end")
             return inventory()
 
-    watch = GpuWatch(Slow(), state, period_s=1, metrics=Counted())
+    watch = _watch(Slow(), state, period_s=1)
     async with asyncio.TaskGroup() as group:
         group.create_task(watch.poll())
         group.create_task(watch.poll())
