@@ -13,8 +13,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from gpushare_agent.gpus.part import NodeDriver, open_driver
-from gpushare_agent.isolation import ISOLATIONS
-from gpushare_agent.isolation.choice import Candidate, NodeFindings, choose
+from gpushare_agent.isolation.choice import Candidate, Choice, choose
 from gpushare_agent.isolation.part import NodeProbe, build_probes
 from gpushare_agent.kit.daemon_thread import DaemonThread
 from gpushare_agent.model.errors import AgentError
@@ -57,10 +56,9 @@ async def resolve_isolation(settings: Settings) -> NodeSettings:
             node = replace(node, mig_profiles=await _mig_profiles(driver))
         if settings.isolation != AUTO:
             return node
-        found = await _find(settings, driver)
+        choice = await _choose(settings, driver)
     finally:
         await driver.close()
-    choice = choose(found)
     log.info("isolation_chosen", isolation=choice.isolation, reason=choice.reason)
     chosen = settings.model_copy(update={"isolation": choice.isolation})
     return replace(node, settings=chosen, isolation_reason=choice.reason)
@@ -74,15 +72,14 @@ async def _mig_profiles(driver: NodeDriver) -> frozenset[str]:
         return frozenset()
 
 
-async def _find(settings: Settings, driver: NodeDriver) -> NodeFindings:
+async def _choose(settings: Settings, driver: NodeDriver) -> Choice:
     probes = build_probes(settings, driver)
     running = await _running(settings, probes)
     candidates = [
         Candidate(name=name, standing=probe.standing, problem=await _problem(probe.check), is_running=name in running)
         for name, probe in probes.items()
     ]
-    is_exclusive = await _is_exclusive_process(driver)
-    return NodeFindings(candidates=candidates, names=list(ISOLATIONS), is_exclusive_process=is_exclusive)
+    return choose(candidates, is_exclusive_process=await _is_exclusive_process(driver))
 
 
 async def _problem(check: Callable[[], Awaitable[object]]) -> str:

@@ -15,7 +15,8 @@ from msgspec import to_builtins
 from gpushare_agent.cli.check import read_inventory
 from gpushare_agent.cli.command_line import Form
 from gpushare_agent.cli.render_text import print_report
-from gpushare_agent.isolation.cdi.specs import CdiState, SpecChange, cdi_specs
+from gpushare_agent.delivery.cdi_specs import CdiState, SpecChange, cdi_specs
+from gpushare_agent.isolation import mounts_driver
 from gpushare_agent.model.errors import Unavailable
 from gpushare_agent.settings.settings import Settings
 
@@ -29,7 +30,7 @@ async def run(settings: Settings, *, action: Literal["generate", "list"], check:
         Unavailable: the driver does not answer, or the spec cannot be written.
         StartupError: volume.conf or the topology file of simulated GPUs is wrong.
     """
-    specs = cdi_specs(settings)
+    specs = cdi_specs(settings, mounts_driver=mounts_driver(settings))
     async with asyncio.timeout(_DRIVER_TIMEOUT_S):
         gpus = (await read_inventory(settings)).gpus
     # More likely a fault of the driver than a node without GPUs: the spec that is there is left alone.

@@ -169,7 +169,7 @@ def _driver_volume_arguments(parser: argparse.ArgumentParser) -> None:
 def _driver_volume(call: Invocation) -> int:
     settings, options = call.settings(), call.options
     from gpushare_agent.cli import driver_volume
-    from gpushare_agent.isolation.driver_volume.plan import VolumeName
+    from gpushare_agent.delivery.volume_plan import VolumeName
 
     only = VolumeName(options.only) if options.only else None
     return driver_volume.run(settings, check=options.check, prune=options.prune, form=options.output, only=only)
@@ -275,7 +275,7 @@ COMMANDS: tuple[Command, ...] = (
             *("node_name", "isolation", "isolations_allowed", "device_list_strategy", "fail_on_init_error"),
             *("extra_config", "volume_config", "kubeconfig", *_GPU_SETTINGS, "resources", "gpushare", "kubelet"),
             *("virtual_manager", "driver_volume", "mps.pipe_directory", "mps.log_directory", "mps.control"),
-            *("mps.command_timeout_s", "hami_core.library", "hami_core.directory", "libgpushare", "cdi", "runtime"),
+            *("mps.command_timeout_s", "libgpushare", "cdi", "runtime"),
             *("allocation.cleanup_rejected_pods", "facts.is_written"),
         ),
     ),

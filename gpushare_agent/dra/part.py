@@ -29,7 +29,6 @@ from gpushare_agent.dra.stale_claims import StaleClaims
 from gpushare_agent.dra.wake_pods import PodWaker
 from gpushare_agent.isolation import ISOLATIONS
 from gpushare_agent.isolation.isolations import Isolations
-from gpushare_agent.isolation.kept import Circumstances
 from gpushare_agent.kit.supervision import ReportOnce, Tasks, start_tasks
 from gpushare_agent.kubelet.handover import ServingLock, StaleSockets
 from gpushare_agent.model.allocations import ContainerKey
@@ -161,7 +160,7 @@ def build(node: Node, cache: AllocationCache, decisions: DecisionLog, isolation:
         return _devices(node, cache, isolation, [gpu for gpu in gpus if gpu.uuid in claimable])
 
     async def prepare_host(keys: Collection[ContainerKey], name: str) -> Refused | None:
-        return await isolation.prepare(keys) if isolation.prepares(name) else None
+        return await isolation.prepare(keys)
 
     claims = Claims(
         driver=DRIVER,
@@ -219,7 +218,7 @@ def _devices(node: Node, cache: AllocationCache, isolation: Isolations, gpus: li
     if not node.inventory.is_read:
         return None
     settings = node.settings
-    keeps = ISOLATIONS[settings.isolation].kept(Circumstances(module=isolation.kernel_module))
+    keeps = ISOLATIONS[settings.isolation].keeps
     policy = DevicePolicy(
         block_mib=node.names.memory_block_mib,
         order=settings.dra.order,

@@ -226,7 +226,7 @@ def _container(
     # A live resize changes the limits alone: the kubelet and the scheduler go on to count what was allocated.
     if allocation.resized_to is not None:
         allocated = share_limits(replace(allocation, resized_to=None), annotations, gpus, node.names)
-    chosen = isolation.isolation_of(allocation)
+    chosen = isolation.isolation_name(allocation)
     return ContainerFacts(
         allocation=allocation,
         pod=pod,

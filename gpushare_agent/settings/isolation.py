@@ -12,7 +12,7 @@ from typing import Annotated
 
 from pydantic import BeforeValidator, Field, field_validator
 
-from gpushare_agent.model.isolation import AUTO, CorePolicy, is_kind
+from gpushare_agent.model.isolation import AUTO, is_kind
 from gpushare_agent.settings.isolation_names import isolation_names
 from gpushare_agent.settings.values import Count, GivenPath, OneOf, Seconds, Section, comma_list
 
@@ -92,36 +92,6 @@ class MpsSettings(Section):
     )
 
 
-class HamiCoreSettings(Section):
-    """HAMi-core's libvgpu.so (isolation hami-core)."""
-
-    library: GivenPath = Field(
-        default=Path("/usr/local/vgpu/libvgpu.so"),
-        description="HAMi-core's library as this process sees it; it is copied to hami_core.directory.",
-    )
-    directory: GivenPath = Field(
-        default=Path("/etc/gpu-manager/hami-core"),
-        description="Directory on the host for the library and the containers' caches, not mounted noexec.",
-    )
-    memory_scaling: float = Field(
-        default=1.0, ge=1.0, le=16.0, allow_inf_nan=False,
-        description="Factor of a container's memory limit, at most the GPU's memory. Above 1 memory is oversubscribed.",
-    )  # fmt: skip
-    core_scaling: float = Field(
-        default=1.0, ge=1.0, le=100.0, allow_inf_nan=False,
-        description="Factor of a container's compute limit, at most 100 percent. Above 1 compute is oversubscribed.",
-    )  # fmt: skip
-    core_policy: CorePolicy = Field(
-        default="default",
-        description="HAMi's GPU_CORE_UTILIZATION_POLICY. force: the container cannot switch it off. disable: memory alone"
-        " is limited.",
-    )
-    allow_opt_out: bool = Field(
-        default=False,
-        description="Let a container's spec switch its limits off by CUDA_DISABLE_CONTROL or GPU_CORE_UTILIZATION_POLICY.",
-    )
-
-
 class LibgpushareSettings(Section):
     """libgpushare, the project's own library (isolation gpushare)."""
 
@@ -141,7 +111,7 @@ class LibgpushareSettings(Section):
 
 
 class DriverLimitsSettings(Section):
-    """The driver's own memory limits (isolation driver, also in gpushare+driver, hami-core+driver and mps+driver)."""
+    """The driver's own memory limits (isolation driver, also in gpushare+driver and mps+driver)."""
 
     set_by_agent: bool = Field(
         default=False,

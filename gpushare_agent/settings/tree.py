@@ -32,7 +32,6 @@ from gpushare_agent.settings.isolation import (
     CdiSettings,
     DriverLimitsSettings,
     DriverVolumeSettings,
-    HamiCoreSettings,
     LibgpushareSettings,
     MpsSettings,
     NodeIsolation,
@@ -156,7 +155,6 @@ class Settings(BaseSettings):
     virtual_manager: VirtualManagerSettings = _DEFAULTS
     driver_volume: DriverVolumeSettings = _DEFAULTS
     mps: MpsSettings = _DEFAULTS
-    hami_core: HamiCoreSettings = _DEFAULTS
     libgpushare: LibgpushareSettings = _DEFAULTS
     driver_limits: DriverLimitsSettings = _DEFAULTS
     cdi: CdiSettings = _DEFAULTS
