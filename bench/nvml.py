@@ -34,14 +34,14 @@ from bench.node import (
 from bench.observation import put_processes
 from bench.pods import CONTAINER, BenchPod
 from bench.results import Row, row
-from gpushare_agent.gpus.simulated.driver import simulated_uuid
-from gpushare_agent.isolation.driver_volume.plan import (
+from gpushare_agent.delivery.volume_plan import (
     CONTROL_LIBRARY_NAME,
     GPU_CLIENT_NAME,
     LIBCUDA,
     VolumeName,
 )
-from gpushare_agent.isolation.gpushare.files import LIBRARY
+from gpushare_agent.gpus.simulated.driver import simulated_uuid
+from gpushare_agent.isolation.gpushare.edits import LIBRARY_NAME
 from gpushare_agent.isolation.gpushare.format import (
     CONFIG_NAME,
     USAGE_NAME,
@@ -49,6 +49,7 @@ from gpushare_agent.isolation.gpushare.format import (
     encode_config,
     encode_usage,
 )
+from gpushare_agent.isolation.gpushare.library import MARK
 from gpushare_agent.model.names import MIB
 
 _SOURCE = Path(__file__).parents[1] / "tests" / "native" / "fake_nvml.c"
@@ -154,8 +155,8 @@ def _put_volume(directory: Path) -> Path:
 
 def _put_library(directory: Path) -> Path:
     """What the agent takes for libgpushare: no program loads it here."""
-    path = directory / LIBRARY.name
-    path.write_bytes((directory / "libnvidia-ml.so.1").read_bytes() + LIBRARY.mark)
+    path = directory / LIBRARY_NAME
+    path.write_bytes((directory / "libnvidia-ml.so.1").read_bytes() + MARK)
     return path
 
 

@@ -158,8 +158,7 @@ async def round_rows(state: Path, runs: int) -> list[Row]:
             on_problem=lambda _pod, _text: None,
         ),
         processes=processes,
-        identify=cgroups.identify_in_thread,
-        metrics=world,
+        registered=world.vdevice_registered,
         clock=time.monotonic,
         intervals=Intervals(poll_s=_NEVER_S, ids_s=_NEVER_S),
     )

@@ -3,8 +3,10 @@
     python -m native.build_gpushare --include DIR --output libgpushare.so [--target x86_64-linux-gnu.2.17]
 
 With a target by zig (the wheel `ziglang`), which links against that version of the C library: with 2.17 the library loads in
-CentOS 7 and whatever is newer. Without one by this machine's cc, as tests do. The include directory is that of cuda.h and
-nvml.h (native/build_hami_core.py). Standard library alone: the image's build stage runs it.
+CentOS 7 and whatever is newer; with Debian 12's own compiler it needs 2.34 and does not load in ubuntu:20.04 or ubi8
+(measured). Without a target by this machine's cc, as tests do. The include directory is that of cuda.h and nvml.h: NVIDIA's
+wheels nvidia-cuda-runtime and nvidia-nvml-dev have them under nvidia/cu13/include. Standard library alone: the image's build
+stage runs it.
 """
 
 from __future__ import annotations
@@ -17,13 +19,30 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from native.build_hami_core import TARGETS, CannotBuildError, run
 from native.gpushare.generate import HooksError, generate
 
+TARGETS = ("x86_64-linux-gnu.2.17", "aarch64-linux-gnu.2.17")
 SOURCES = Path(__file__).parent / "gpushare"
 CALL = SOURCES.parent / "vdevice.c"
 """Which gpu-client uses too."""
+_TIMEOUT_S = 600
 _FLAGS = ("-std=c11", "-Wall", "-Wextra", "-Werror", "-O2", "-g1", "-shared", "-fPIC", "-fvisibility=hidden")
+
+
+class CannotBuildError(Exception):
+    """Why there is no library: what was tried, and the tool's own words."""
+
+
+def run(command: Sequence[str], env: dict[str, str] | None = None) -> None:
+    """Raises CannotBuildError with the end of what the command wrote."""
+    try:
+        done = subprocess.run(
+            command, check=False, capture_output=True, text=True, errors="replace", timeout=_TIMEOUT_S, env=env
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise CannotBuildError(f"{command[0]} could not be run to its end: {error}") from error
+    if done.returncode != 0:
+        raise CannotBuildError(f"`{' '.join(command[:6])} …` failed:\n{done.stderr[-4000:]}")
 
 
 def build_gpushare(

@@ -14,22 +14,19 @@ import json
 import sys
 from pathlib import Path
 
-from build_hami_core import COMMIT
-
-_PARTS = {  # path in the image: name, licence, and where known version and package URL
-    "usr/local/gpushare/libgpushare.so": ("libgpushare", "Apache-2.0", None, None),
-    "usr/local/vgpu/libvgpu.so": ("HAMi-core", None, COMMIT, f"pkg:github/Project-HAMi/HAMi-core@{COMMIT}"),
-    "usr/lib64/libcuda-control.so": ("vcuda-controller", "Apache-2.0", None, "pkg:github/tkestack/vcuda-controller"),
-    "opt/gpushare-agent/bin/gpu-client": ("gpu-client", "Apache-2.0 AND MIT", None, None),  # MIT: musl
+_PARTS = {  # path in the image: name, licence, and where known package URL
+    "usr/local/gpushare/libgpushare.so": ("libgpushare", "Apache-2.0", None),
+    "usr/lib64/libcuda-control.so": ("vcuda-controller", "Apache-2.0", "pkg:github/tkestack/vcuda-controller"),
+    "opt/gpushare-agent/bin/gpu-client": ("gpu-client", "Apache-2.0 AND MIT", None),  # MIT: musl
 }
 
 
-def part(path: Path, name: str, licence: str | None, version: str | None, package_url: str | None) -> dict[str, object]:
-    """A CycloneDX component. Without a licence there is none to name: HAMi-core's commit has no file of it."""
+def part(path: Path, name: str, licence: str, package_url: str | None) -> dict[str, object]:
+    """A CycloneDX component."""
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
-    known = {"version": version, "purl": package_url, "licenses": [{"expression": licence}] if licence else None}
-    component = {"type": "library", "bom-ref": name, "name": name, "hashes": [{"alg": "SHA-256", "content": digest}]}
-    return component | {key: value for key, value in known.items() if value}
+    hashes, licences = [{"alg": "SHA-256", "content": digest}], [{"expression": licence}]
+    component = {"type": "library", "bom-ref": name, "name": name, "hashes": hashes, "licenses": licences}
+    return component | ({"purl": package_url} if package_url else {})
 
 
 def main(python_json: str, root: str, output: str) -> None:

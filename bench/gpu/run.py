@@ -29,15 +29,16 @@ from typing import Any
 
 from bench.gpu import driver, steps, tenants
 from bench.gpu import machine as machine_facts
+from bench.gpu.competitor import COMPETITOR, LIBRARY_NAME, HamiCore
 from bench.gpu.pack import MANIFEST, tag_of
 from bench.gpu.programs import StepFailed
 from bench.gpu.report import render
 from bench.gpu.sandbox import ROOT, Sandbox, Surroundings, why_no_namespaces
 from bench.gpu.verdicts import COMPARED
 
-ISOLATIONS = ("gpushare", "mps", "hami-core", "driver", "vcuda", "none")
+ISOLATIONS = ("gpushare", "mps", COMPETITOR, "driver", "vcuda", "none")
 """Those that are measured unless others are named, in this order: what is cut for want of time is what matters least."""
-COMBINED = ("hami-core+driver", "mps+driver")
+COMBINED = ("gpushare+driver", "mps+driver")
 RESULTS, REPORT = "results.json", "report.md"
 PARTS = (1, 2)
 PART_S = 195.0
@@ -355,7 +356,8 @@ class Measured:
 def _isolated(options: Options, bare: Measured, isolation: str, stack: ExitStack) -> Measured | None:
     """With a sandbox under that isolation; None where it cannot be tried or does not start, which the report has."""
     try:
-        flags = _flags(options, bare.machine, isolation, stack)
+        flags = _flags(options, bare.machine, "none" if isolation == COMPETITOR else isolation, stack)
+        limit = [_competitor(options, bare.machine.around).limit] if isolation == COMPETITOR else []
     except StepFailed as error:
         bare.record.skip(isolation, "start", str(error))
         return None
@@ -364,7 +366,7 @@ def _isolated(options: Options, bare: Measured, isolation: str, stack: ExitStack
     )
 
     def open_sandbox() -> Any:
-        found.sandbox = stack.enter_context(Sandbox(bare.machine.around, f"{bare.part}-{isolation}", flags))
+        found.sandbox = stack.enter_context(Sandbox(bare.machine.around, f"{bare.part}-{isolation}", flags, *limit))
         return {}
 
     if found.step("sandbox", 10, open_sandbox) is None or found.sandbox is None:
@@ -431,7 +433,7 @@ def _in_two_pods(own: Measured, *, has_faults: bool, is_whole: bool) -> None:
     if own.name == "mps":
         own.step("users", 20, tenants.mps_users, pods, "a", "b")
         own.step("bias", 9, driver.bias, machine, partial(pods.start_probe, "a"), partial(pods.start_probe, "b"))
-    if own.name == "hami-core":
+    if own.name == COMPETITOR:
         own.torch_step("works 30", 20, tenants.works, pods, "a", ["gemm"])
     for kind in steps.MEMORY_KINDS if limits else steps.MEMORY_KINDS[:1]:
         own.step(f"memory {kind}", 3, steps.memory, pods, "a", kind)
@@ -462,9 +464,6 @@ def _flags(options: Options, machine: steps.Machine, isolation: str, stack: Exit
         if part == "gpushare":
             library = _library(package, "libgpushare.so")
             flags += [f"--libgpushare.library={library}", f"--libgpushare.directory={around.work / 'gpushare'}"]
-        elif part == "hami-core":
-            library = _library(package, "libvgpu.so")
-            flags += [f"--hami-core.library={library}", f"--hami-core.directory={around.work / 'hami-core'}"]
         elif part == "vcuda":
             flags += _driver_volume(around, package)
         elif part == "mps":
@@ -474,6 +473,11 @@ def _flags(options: Options, machine: steps.Machine, isolation: str, stack: Exit
                 raise StepFailed("this driver's NVML has no nvmlDeviceSetMemoryLimits_v1 (615 and later have)")
             flags.append("--driver-limits.set-by-agent=true")  # no container toolkit starts these containers
     return flags
+
+
+def _competitor(options: Options, around: Surroundings) -> HamiCore:
+    """Raises StepFailed where its library was not packed."""
+    return HamiCore(_library(options.package.resolve(), LIBRARY_NAME), around.work / COMPETITOR)
 
 
 def _library(package: Path, name: str) -> Path:

@@ -68,11 +68,19 @@ def why_no_namespaces() -> str:
 
 
 class Sandbox:
-    """Use it with `with`. Raises StepFailed where it cannot start; `flags` are settings of the agent."""
+    """Use it with `with`. Raises StepFailed where it cannot start; `flags` are settings of the agent. `limit` adds to a
+    container what limits it without the agent."""
 
-    def __init__(self, surroundings: Surroundings, name: str, flags: Sequence[str]) -> None:
+    def __init__(
+        self,
+        surroundings: Surroundings,
+        name: str,
+        flags: Sequence[str],
+        limit: Callable[[PodShare, dict[str, Any]], dict[str, Any]] = lambda _, container: container,
+    ) -> None:
         self._around = surroundings
         self._flags = list(flags)
+        self._limit = limit
         self.state = surroundings.work / f"s-{name}"
         self._log: IO[bytes] | None = None
         self._process: subprocess.Popen[bytes] | None = None
@@ -120,11 +128,13 @@ class Sandbox:
         path = self._around.work / "pods.json"
         path.write_text("\n---\n".join(json.dumps(share.manifest()) for share in shares))
         self._command("apply", "-f", str(path))
-        names = {share.name for share in shares}
+        named = {share.name: share for share in shares}
+        names = set(named)
         document = self._wait(
             "pods " + ", ".join(sorted(names)), lambda found: _all_run(found, names), _RUNNING_TIMEOUT_S
         )
-        return {pod["name"]: pod["containers"][0] for pod in document["pods"] if pod["name"] in names}
+        pods = {pod["name"]: pod["containers"][0] for pod in document["pods"] if pod["name"] in names}
+        return {name: self._limit(named[name], container) for name, container in pods.items()}
 
     def delete_pods(self, names: Sequence[str]) -> None:
         self._command("delete", *names)
@@ -199,10 +209,11 @@ class Sandbox:
         path = around.work / f"{self.state.name}-{pod}.json"
         path.write_text(json.dumps(spec))
         passed = [f"{name}={value}" for name, value in around.passed.items()]
+        given = [f"{name}={value}" for name, value in container["env"].items()]
         if container["pid"] is None:  # no cgroups can be made here, so there is nothing that a program could join
-            start = ["env", "-i", *(f"{name}={value}" for name, value in container["env"].items()), *passed]
+            start = ["env", "-i", *given, *passed]
         else:
-            start = [*self._agent(), "exec", pod, "--", "env", *passed]
+            start = [*self._agent(), "exec", pod, "--", "env", *given, *passed]
         return [
             *start, *(_UNSHARE if has_namespaces else ()),
             around.python, str(Path(__file__).with_name("container.py")), str(path), "--", *command,

@@ -528,12 +528,11 @@ def usage_path(container: Mapping[str, Any]) -> Path | None:
 
 def _slots_mib(container: Mapping[str, Any]) -> float | None:
     """What libgpushare's processes say that they have; None of another isolation."""
-    from gpushare_agent.isolation.gpushare.format import read_usage
+    from gpushare_agent.isolation.gpushare.format import read_held
 
     if (path := usage_path(container)) is None:
         return None
-    gpus, _ = read_usage(path.read_bytes(), 1)
-    return round(gpus[0].held_bytes / (1 << 20), 1)
+    return round(read_held(path.read_bytes(), 1)[0] / (1 << 20), 1)
 
 
 def _seconds(microseconds: float | None) -> float | None:

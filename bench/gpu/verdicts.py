@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 COMPARED = ("gpushare", "hami-core")
-"""Ours, and what it replaces."""
+"""Ours, and the competitor."""
 MOST_POINTS, MOST_FIRST_POINTS = 3.0, 10.0
 """Of the GPU's time, by which compute may differ from its share; and in a program's first seconds."""
 COMPUTED: Mapping[str, Mapping[str, int]] = {

@@ -157,15 +157,6 @@ class ClaimPods:
                 found[user] = (*found.get(user, ()), key)
         return found
 
-    def containers_of(self, key: ContainerKey) -> list[tuple[str | None, PodUid]]:
-        """The runtime's IDs and the pods of the containers that use a claim's allocation; None where an ID is not known."""
-        return [(pod.container_ids.get(container.name), pod.uid) for pod, container in self.users.get(key, ())]
-
-    def running(self) -> dict[ContainerKey, str]:
-        """The runtime's ID of the container that runs with a claim's allocation, where one alone does."""
-        found = {key: {one for one, _ in self.containers_of(key) if one is not None} for key in self.users}
-        return {key: next(iter(ids)) for key, ids in found.items() if len(ids) == 1}
-
     def shares(self) -> Mapping[ContainerKey, Allocation]:
         """What isolations keep: each container's allocation, and for each view of a claim one; valid until the next
         change."""

@@ -20,10 +20,10 @@ from gpushare_agent.admission.identification import Identification, Timeouts
 from gpushare_agent.admission.outcomes import OutcomeReporter
 from gpushare_agent.admission.resizing import ResizeFile, ResizeReports, ShareResizing
 from gpushare_agent.cluster.part import ClusterPart
+from gpushare_agent.delivery.device_lists import CONTROL_NODES, NodeDevices
+from gpushare_agent.delivery.device_nodes import ControlNodes, read_extra_devices
+from gpushare_agent.delivery.volume_plan import DriverVolume, VolumeName
 from gpushare_agent.isolation import IsolationConfig
-from gpushare_agent.isolation.device_lists import CONTROL_NODES, NodeDevices
-from gpushare_agent.isolation.device_nodes import ControlNodes, read_extra_devices
-from gpushare_agent.isolation.driver_volume.plan import DriverVolume, VolumeName
 from gpushare_agent.isolation.isolations import Isolations
 from gpushare_agent.kit.supervision import Tasks, wait_for
 from gpushare_agent.kubelet.device_plugin import DevicePlugin
@@ -291,7 +291,7 @@ def _build_resizing(node: Node, cluster: ClusterPart, isolation: Isolations) -> 
         node=node,
         policy=policy,
         file=ResizeFile(resize.state_file) if resize.state_file is not None else None,
-        enforcement=isolation.enforcement(),
+        enforcement=isolation,
         reports=ResizeReports(node=node, policy=policy, annotations=cluster.annotations, events=cluster.pod_events),
     )
 

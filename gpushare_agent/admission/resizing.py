@@ -54,7 +54,7 @@ from gpushare_agent.admission.decisions.resize import (
 from gpushare_agent.cluster.events import PodEvents
 from gpushare_agent.cluster.pod_annotations import PodAnnotations
 from gpushare_agent.isolation import Isolation
-from gpushare_agent.isolation.isolations import ShareEnforcement
+from gpushare_agent.isolation.isolations import Isolations
 from gpushare_agent.kit.state_file import StateFile
 from gpushare_agent.kit.supervision import Reconciler, ReportOnce
 from gpushare_agent.model.allocations import (
@@ -243,7 +243,7 @@ class ShareResizing(Struct, kw_only=True, eq=False):
     node: Node
     policy: ResizePolicy
     file: ResizeFile | None
-    enforcement: ShareEnforcement
+    enforcement: Isolations
     reports: ResizeReports
     wall_clock: Callable[[], float] = time.time
     _saved: Mapping[ContainerKey, ResizedShare] = field(default_factory=dict)

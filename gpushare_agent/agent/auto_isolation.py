@@ -14,8 +14,7 @@ from msgspec.structs import replace
 
 from gpushare_agent.agent.share_readiness import problem_of
 from gpushare_agent.gpus.part import NodeDriver, open_driver
-from gpushare_agent.isolation import ISOLATIONS
-from gpushare_agent.isolation.choice import Candidate, NodeFindings, choose
+from gpushare_agent.isolation.choice import Candidate, Choice, choose
 from gpushare_agent.isolation.part import NodeProbe, build_probes
 from gpushare_agent.kit.daemon_thread import DaemonThread
 from gpushare_agent.model.errors import AgentError
@@ -63,16 +62,15 @@ async def resolve_isolation(settings: Settings) -> NodeSettings:
             node = replace(node, mig_profiles=inventory.mig_profiles)
         if settings.isolation != AUTO:
             return node
-        found = await _find(settings, driver, inventory)
+        choice = await _choose(settings, driver, inventory)
     finally:
         await driver.close()
-    choice = choose(found)
     log.info("isolation_chosen", isolation=choice.isolation, reason=choice.reason)
     chosen = settings.model_copy(update={"isolation": choice.isolation})
     return replace(node, settings=chosen, isolation_reason=choice.reason)
 
 
-async def _find(settings: Settings, driver: NodeDriver, inventory: GpuInventory | None) -> NodeFindings:
+async def _choose(settings: Settings, driver: NodeDriver, inventory: GpuInventory | None) -> Choice:
     probes = build_probes(settings, driver)
     running = await _running(settings, probes)
     candidates = [
@@ -80,7 +78,7 @@ async def _find(settings: Settings, driver: NodeDriver, inventory: GpuInventory 
         for name, probe in probes.items()
     ]
     is_exclusive = inventory is not None and any(gpu.is_exclusive_process for gpu in inventory.gpus)
-    return NodeFindings(candidates=candidates, names=list(ISOLATIONS), is_exclusive_process=is_exclusive)
+    return choose(candidates, is_exclusive_process=is_exclusive)
 
 
 async def _running(settings: Settings, probes: Mapping[str, NodeProbe]) -> frozenset[str]:

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 
 import structlog
 
+from gpushare_agent.delivery.cdi_specs import CdiWatch
 from gpushare_agent.gpus.part import NodeDriver
-from gpushare_agent.isolation.cdi.specs import CdiWatch
 from gpushare_agent.isolation.isolations import Isolations
 from gpushare_agent.model.errors import AgentError, Unavailable
 from gpushare_agent.node import Node

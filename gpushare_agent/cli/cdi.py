@@ -15,7 +15,8 @@ from msgspec import to_builtins
 from gpushare_agent.cli.check import read_inventory
 from gpushare_agent.cli.command_line import Invocation
 from gpushare_agent.cli.render_text import print_report
-from gpushare_agent.isolation.cdi.specs import CdiState, SpecChange, cdi_specs
+from gpushare_agent.delivery.cdi_specs import CdiState, SpecChange, cdi_specs
+from gpushare_agent.isolation import mounts_driver
 from gpushare_agent.model.errors import Unavailable
 
 _DRIVER_TIMEOUT_S = 60.0
@@ -29,7 +30,7 @@ async def run(call: Invocation) -> int:
         StartupError: volume.conf or the topology file of simulated GPUs is wrong.
     """
     settings, options, form = call.settings(), call.options, call.options.output
-    specs = cdi_specs(settings)
+    specs = cdi_specs(settings, mounts_driver=mounts_driver(settings))
     async with asyncio.timeout(_DRIVER_TIMEOUT_S):
         gpus = (await read_inventory(settings)).gpus
     # More likely a fault of the driver than a node without GPUs: the spec that is there is left alone.

@@ -23,13 +23,12 @@ from gpushare_agent.agent.auto_isolation import resolve_isolation
 from gpushare_agent.cli.check_api import API_CURE, check_api
 from gpushare_agent.cli.command_line import Invocation
 from gpushare_agent.cli.render_text import print_report
+from gpushare_agent.delivery.cdi_specs import cdi_specs
+from gpushare_agent.delivery.volume_config import driver_volumes
 from gpushare_agent.gpus.part import open_driver
-from gpushare_agent.isolation import ISOLATIONS, isolations_in_use
-from gpushare_agent.isolation.cdi.specs import cdi_specs
-from gpushare_agent.isolation.check import CheckProbe, build_check_probes, node_circumstances
-from gpushare_agent.isolation.driver_volume.config import driver_volumes
+from gpushare_agent.isolation import ISOLATIONS, isolations_in_use, mounts_driver
+from gpushare_agent.isolation.check import CheckProbe, build_check_probes
 from gpushare_agent.isolation.isolations import device_list_warnings
-from gpushare_agent.isolation.kept import Circumstances, NotKept
 from gpushare_agent.isolation.resource_names import resource_names
 from gpushare_agent.kit.sockets import MAX_ADDRESS_BYTES
 from gpushare_agent.kubelet.device_table import MAX_STATUS_BYTES, check_lists, status_bytes
@@ -44,7 +43,6 @@ from gpushare_agent.model.resources import ResourceKind
 from gpushare_agent.runtime import node_probes
 from gpushare_agent.runtime.cgroups import Cgroups, CgroupVersion, cgroup_version
 from gpushare_agent.runtime.cri import open_runtime
-from gpushare_agent.runtime.machine import read_kernel_module
 from gpushare_agent.settings.settings import Settings
 
 DRIVER_TIMEOUT_S = 15.0
@@ -219,24 +217,15 @@ async def check_cgroups(settings: Settings) -> list[Finding]:
 
 async def check_kept(settings: Settings, failed: Collection[str] = ()) -> list[Finding]:
     """The limits of a share under each isolation in use but those that `failed`: which are enforced, by whom, which not."""
-    module = read_kernel_module(settings.runtime.proc_root) if settings.driver == "nvml" else None
-    findings = []
     # What a broken isolation would enforce is no news to whoever reads its error.
-    for name in sorted(settings.isolations_in_use - frozenset(failed)):
-        found = ISOLATIONS[name].kept(node_circumstances(name, settings, Circumstances(module=module)))
-        detail = f"{name}: {found.text}"
-        if NotKept.OPEN_MODULES in found.not_kept:
-            remedy = "update the driver to 570 or later, or install its proprietary module; isolation mps does without"
-            findings.append(warning("isolation", detail, remedy))
-        else:
-            findings.append(ok("isolation", detail))
-    return findings
+    names = sorted(settings.isolations_in_use - frozenset(failed))
+    return [ok("isolation", f"{name}: {ISOLATIONS[name].keeps.text}") for name in names]
 
 
 async def check_device_lists(settings: Settings) -> list[Finding]:
     """The strategies do not contradict each other, and CDI names every GPU where it provides them."""
     try:
-        volumes = driver_volumes(settings)
+        volumes = driver_volumes(settings, is_mounted=mounts_driver(settings))
     except StartupError:
         volumes = {}  # the isolation's own line has it
     texts = device_list_warnings(settings, volumes)
@@ -246,7 +235,7 @@ async def check_device_lists(settings: Settings) -> list[Finding]:
     remedy = "see docs/reference/device-lists.md; `gpushare-agent cdi list` prints who names which GPU"
     try:
         inventory = await read_inventory(settings)
-        state = await asyncio.to_thread(cdi_specs(settings).plan, inventory.gpus)
+        state = await asyncio.to_thread(cdi_specs(settings, mounts_driver=mounts_driver(settings)).plan, inventory.gpus)
     except AgentError as failure:
         return [*findings, error("cdi", str(failure), remedy)]
     findings += [warning("cdi", f"passed over: {text}", remedy) for text in state.passed_over]

@@ -18,10 +18,10 @@ from msgspec import Struct, field, to_builtins
 
 from gpushare_agent.cli.command_line import Form, Invocation
 from gpushare_agent.cli.render_text import Report, print_report, progress
-from gpushare_agent.isolation.driver_volume.config import USUAL_CONFIG, read_volume_config
-from gpushare_agent.isolation.driver_volume.directory import DriverDirectory
-from gpushare_agent.isolation.driver_volume.libraries import plan_of
-from gpushare_agent.isolation.driver_volume.plan import DriverVolume, VolumeName, driver_version_text
+from gpushare_agent.delivery.host_libraries import plan_of
+from gpushare_agent.delivery.volume_config import USUAL_CONFIG, read_volume_config
+from gpushare_agent.delivery.volume_directory import DriverDirectory
+from gpushare_agent.delivery.volume_plan import DriverVolume, VolumeName, driver_version_text
 from gpushare_agent.model.errors import AgentError
 from gpushare_agent.model.names import MIB
 from gpushare_agent.settings.settings import Settings
@@ -157,9 +157,9 @@ def _make(
 ) -> None:
     plan = plan_of(settings, volume)
     report.warnings += plan.warnings
-    report.driver_version = driver_version_text(Path(file.target).name for file in plan.files)
-    report.files = {file.target: str(file.source) for file in plan.files}
-    report.links = {link.target: link.points_to for link in plan.links}
+    report.driver_version = driver_version_text(Path(target).name for target in plan.files)
+    report.files = {target: str(source) for target, source in plan.files.items()}
+    report.links = dict(plan.links)
     if check:
         # Compares the files as well, for a file of the driver may have been replaced under its name.
         report.state = "unchanged" if directory.is_in_force(plan, shown) else "would change"
@@ -177,7 +177,7 @@ def _prune(directory: DriverDirectory, volume: DriverVolume, report: VolumeRepor
     def is_in_use(version: str) -> bool:
         return bool(mounted().unreadable_processes) or mounted().has(f".versions/{version}")
 
-    found, used = (directory.would_prune if check else directory.prune)(volume.name, is_in_use)
+    found, used = directory.prune(volume.name, is_in_use, is_asked_only=check)
     report.kept = list(used)
     report.would_remove, report.removed = (list(found), []) if check else ([], list(found))
     # The warning only where it matters: without an old version nothing was held back.

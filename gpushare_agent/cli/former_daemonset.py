@@ -16,9 +16,9 @@ from pathlib import Path
 import structlog
 
 from gpushare_agent.cli import driver_volume
+from gpushare_agent.delivery.volume_config import untouched_driver
+from gpushare_agent.delivery.volume_plan import VolumeName
 from gpushare_agent.isolation import isolations_in_use
-from gpushare_agent.isolation.driver_volume.config import untouched_driver
-from gpushare_agent.isolation.driver_volume.plan import VolumeName
 from gpushare_agent.model.errors import AgentError
 from gpushare_agent.model.names import ENV_LIBRARY_PATH
 from gpushare_agent.settings.reference import text_of

@@ -244,8 +244,8 @@ class Claims(Struct, kw_only=True, eq=False):
         return made
 
     async def _prepare_host(self, made: PreparedClaim) -> Refused | None:
-        for isolation, keys in made.keys_by_isolation.items():
-            if self.isolation.prepares(isolation) and (refused := await self.isolation.prepare(keys)) is not None:
+        for keys in made.keys_by_isolation.values():
+            if (refused := await self.isolation.prepare(keys)) is not None:
                 return refused
         return None
 

@@ -27,7 +27,6 @@ from gpushare_agent.dra.stale_claims import StaleClaims
 from gpushare_agent.dra.wake_pods import PodWaker
 from gpushare_agent.isolation import ISOLATIONS
 from gpushare_agent.isolation.isolations import Isolations
-from gpushare_agent.isolation.kept import Circumstances
 from gpushare_agent.kit.supervision import ReportOnce, Tasks, start_tasks
 from gpushare_agent.kubelet.handover import ServingLock, StaleSockets
 from gpushare_agent.model.errors import StartupError
@@ -201,7 +200,7 @@ def _devices(node: Node, isolation: Isolations, gpus: list[Gpu]) -> list[Device]
     if not node.inventory.is_read:
         return None
     settings = node.settings
-    keeps = ISOLATIONS[settings.isolation].kept(Circumstances(module=isolation.kernel_module))
+    keeps = ISOLATIONS[settings.isolation].keeps
     policy = DevicePolicy(
         block_mib=node.names.memory_block_mib,
         order=settings.dra.order,

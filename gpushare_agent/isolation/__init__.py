@@ -2,18 +2,17 @@
 
 An isolation is one package here with a module `edits` (CONTRIBUTING.md has the steps): its `ISOLATION` turns a container's
 allocation and the node's settings into container edits, and says what of a share is kept. What it does on the host is its
-module `part` (part.py): services such as `VirtualManager`, `PrivateCaches`, `DriverLimits`, and a check of what the deployer
+module `part` (part.py): services such as `VirtualManager`, `Preparation`, `DriverLimits`, and a check of what the deployer
 supplies, which `AvailabilityWatch` repeats. The package's name, `_` as `-`, is what settings and annotations say.
 
-State owned: `VirtualManager`, `DirectoryReconciler`, `ContainerProcesses` (vDevice directories and sockets, the processes in
-them), `CdiWatch` (the CDI spec), `AvailabilityWatch` (why an isolation cannot be had), `MpsSupervision` (the MPS daemon),
-`DriverDirectory` (driver volumes on disk).
+State owned: `VirtualManager`, `ContainerProcesses` (vDevice directories and sockets, the processes in
+them), `AvailabilityWatch` (why an isolation cannot be had), `MpsSupervision` (the MPS daemon). Devices, CDI and the driver's
+files are delivery/'s.
 Called by: admission (edits), agent (services), cli. Open first: request.py, part.py.
 Who removes vDevice directories: `VirtualManager.remove_stale` in vdevice/virtual_manager.py, once their pod is gone.
 
-Others import: cdi.files, cdi.specs, check, choice, container_ids, device_lists, device_nodes, driver_volume.config,
-driver_volume.directory, driver_volume.libraries, driver_volume.plan, isolations, kept, mps.edits, mps.part,
-mps.supervision, part, resource_names, shares, vdevice.format.
+Others import: check, choice, container_ids, isolations, kept, mps.edits, mps.part, mps.supervision, part, resource_names,
+shares, vdevice.format.
 """
 
 from __future__ import annotations
@@ -85,6 +84,11 @@ def isolations_in_use(settings: Settings) -> tuple[Isolation, ...]:
     return tuple(ISOLATIONS[name] for name in sorted(settings.isolations_in_use) if name != AUTO)
 
 
+def mounts_driver(settings: Settings) -> bool:
+    """Containers get a driver directory: by the setting, or by an isolation in use."""
+    return settings.driver_volume.mount or any(isolation.mounts_driver for isolation in isolations_in_use(settings))
+
+
 __all__ = [
     "ISOLATIONS",
     "ClaimUse",
@@ -95,4 +99,5 @@ __all__ = [
     "isolations_in_use",
     "module_of",
     "mounted_driver",
+    "mounts_driver",
 ]

@@ -8,18 +8,18 @@ from msgspec import Struct
 
 from gpushare_agent.model.errors import RefusalReason, Refused
 from gpushare_agent.model.names import ISOLATION_ANNOTATION
+from gpushare_agent.settings.isolation_names import isolation_names
 
 _SHOWN_CHARS = 40
 
 
 class Standing(Struct, frozen=True, kw_only=True):
     """An isolation's own word on when `auto` takes it. `place` is its place in the order, the smallest first; `because` says
-    what of the node speaks for it, and `drawback` why its place is a later one than usual. `serves_exclusive`: programs
+    what of the node speaks for it. `serves_exclusive`: programs
     under it reach GPUs in compute mode EXCLUSIVE_PROCESS."""
 
     place: int
     because: str
-    drawback: str = ""
     serves_exclusive: bool = False
 
 
@@ -33,14 +33,6 @@ class Candidate(Struct, frozen=True, kw_only=True):
     is_running: bool = False
 
 
-class NodeFindings(Struct, frozen=True, kw_only=True):
-    """`names` are those of all isolations, combinations too."""
-
-    candidates: Sequence[Candidate]
-    names: Collection[str]
-    is_exclusive_process: bool = False
-
-
 class Choice(Struct, frozen=True, kw_only=True):
     """`reason` is for people: a sentence without its full stop."""
 
@@ -48,7 +40,7 @@ class Choice(Struct, frozen=True, kw_only=True):
     reason: str
 
 
-def choose(found: NodeFindings) -> Choice:
+def choose(candidates: Sequence[Candidate], *, is_exclusive_process: bool = False) -> Choice:
     """The first of these that applies, with the driver's memory limits beside it where the agent sets them:
 
     1. The isolation that containers run under, for they have its files mounted; of several the first in order.
@@ -58,36 +50,35 @@ def choose(found: NodeFindings) -> Choice:
 
     Isolation none has no place in the order, so it is never chosen.
     """
-    base = _base(found)
+    base = _base(sorted(candidates, key=lambda one: (one.standing.place, one.name)), is_exclusive_process)
     combined = f"{base.isolation}+driver"
     # The driver limits memory whatever a program does, so it is added wherever it can be had.
-    if combined in found.names and any(one.name == "driver" and not one.problem for one in found.candidates):
+    if combined in isolation_names() and any(one.name == "driver" and not one.problem for one in candidates):
         return Choice(isolation=combined, reason=f"{base.reason}; the driver limits memory (615 or later)")
     return base
 
 
-def _base(found: NodeFindings) -> Choice:
-    ordered = sorted(found.candidates, key=lambda one: (one.standing.place, one.name))
+def _base(ordered: Sequence[Candidate], is_exclusive_process: bool) -> Choice:
     # Before anything else: the kubelet keeps the mounts of containers that run, so they start again with these files.
     if running := [one.name for one in ordered if one.is_running]:
         return Choice(isolation=running[0], reason=f"containers run here that {running[0]} keeps")
-    serving = [one.name for one in ordered if one.standing.serves_exclusive]
     # Also where its daemon does not answer: under any other isolation no second program could open a GPU.
-    if found.is_exclusive_process and serving:
+    if is_exclusive_process and (serving := [one.name for one in ordered if one.standing.serves_exclusive]):
         reason = f"the GPUs are in compute mode EXCLUSIVE_PROCESS, so all must use {serving[0]}"
         return Choice(isolation=serving[0], reason=reason)
     can_be_had = [one for one in ordered if not one.problem]
     # Never "none" for want of another: a share would silently be no share. The refusal has the remedy.
     chosen = can_be_had[0] if can_be_had else ordered[0]
-    before = ordered[: ordered.index(chosen)] if can_be_had else ordered
-    notes = [f"{one.name} cannot be had ({one.problem})" for one in before]
-    notes += [f"{one.name} {one.standing.drawback}" for one in can_be_had[1:] if one.standing.drawback]
     text = (
         chosen.standing.because
         if can_be_had
         else f"no isolation can be had, so the shares of {chosen.name} are refused"
     )
-    return Choice(isolation=chosen.name, reason="; ".join([text, *notes]))
+    before = ordered[: ordered.index(chosen)] if can_be_had else ordered
+    return Choice(
+        isolation=chosen.name,
+        reason="; ".join([text, *(f"{one.name} cannot be had ({one.problem})" for one in before)]),
+    )
 
 
 def choose_isolation(annotations: Mapping[str, str], node: str, allowed: Collection[str]) -> str | Refused:

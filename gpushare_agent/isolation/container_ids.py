@@ -37,10 +37,10 @@ class ContainerIds:
         try:
             reported = await self._runtime.containers(only_running=True)
         except AgentError as e:
-            self._note_unavailable(e)
             # Not an error: access to the socket is root on the node, and is often not given.
+            self._note(e)
             return self._in_statuses()
-        self._note_available()
+        self._note(None)
         return {ContainerKey(c.pod_uid, c.container_name): c.id for c in reported if c.state is RuntimeState.RUNNING}
 
     async def owner_of(self, container_id: str) -> ContainerKey | None:
@@ -55,25 +55,23 @@ class ContainerIds:
         except NotFound:
             return None
         except AgentError as e:
-            self._note_unavailable(e)
-        else:
-            self._note_available()
-            return ContainerKey(found.pod_uid, found.container_name)
-        owner = next((key for key, known in self._in_statuses().items() if known == container_id), None)
-        if owner is None:
+            self._note(e)
+            for key, known in self._in_statuses().items():
+                if known == container_id:
+                    return key
             raise Unavailable(
                 f"container {container_id} is not known yet: the runtime does not answer, and no pod's status names it;"
                 " it takes a second or two after the start. Try again"
-            )
-        return owner
+            ) from e
+        self._note(None)
+        return ContainerKey(found.pod_uid, found.container_name)
 
-    def _note_unavailable(self, error: AgentError) -> None:
-        if self._unavailable.is_new("unavailable"):
+    def _note(self, error: AgentError | None) -> None:
+        if error is None:
+            if self._unavailable.is_over():
+                log.info("runtime_available")
+        elif self._unavailable.is_new("unavailable"):
             log.info("runtime_unavailable", why=str(error), then="container IDs come from the pods' statuses")
-
-    def _note_available(self) -> None:
-        if self._unavailable.is_over():
-            log.info("runtime_available")
 
     def _in_statuses(self) -> dict[ContainerKey, str]:
         return {

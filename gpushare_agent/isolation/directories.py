@@ -20,7 +20,7 @@ from pathlib import Path
 from gpushare_agent.isolation.names import is_pod_uid, require_nameable
 from gpushare_agent.kit.directories import DIRECTORY, made_directory, names_in, opened, remove_tree
 from gpushare_agent.model.allocations import ContainerKey
-from gpushare_agent.model.errors import Unavailable
+from gpushare_agent.model.errors import NotFound, Unavailable
 from gpushare_agent.model.names import PodUid
 
 CLOSED_MODE = 0o700
@@ -86,11 +86,17 @@ def remove_aside(root: int, name: str) -> None:
         remove_tree(aside, name)
 
 
-def step_failed(verb: str, path: Path | str, error: OSError, setting: str) -> Unavailable:
-    """The error in the words of whoever can repair it; `setting` names the directory."""
-    remedy = (
-        "free space or inodes on its file system"
-        if error.errno in _FULL
-        else f"check that the agent may write there (setting {setting})"
-    )
-    return Unavailable(f"{verb} {path} failed: {error.strerror or error}; it is tried again: {remedy}")
+@contextmanager
+def step(verb: str, path: Path | str, setting: str) -> Iterator[None]:
+    """Errors in the words of whoever can repair them; `setting` names the directory. Raises NotFound where nothing is there,
+    Unavailable."""
+    try:
+        yield
+    except OSError as e:
+        remedy = (
+            "free space or inodes on its file system"
+            if e.errno in _FULL
+            else f"check that the agent may write there (setting {setting})"
+        )
+        kind = NotFound if isinstance(e, FileNotFoundError) else Unavailable
+        raise kind(f"{verb} {path} failed: {e.strerror or e}; it is tried again: {remedy}") from e

@@ -1,30 +1,27 @@
-"""What keeps shares real on this node: the services of the isolations in use, and the names of GPUs for CDI.
-`ShareEnforcement` lets the isolation of each running share enforce its size of now, for admission/resizing.py.
-"""
+"""What keeps shares real on this node: the parts of the isolations in use, the vDevice directories of those that mount them,
+and the names of GPUs for CDI."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from functools import cache, partial
 
 import structlog
 from msgspec import Struct
 from msgspec.structs import replace
 
-from gpushare_agent.isolation import ISOLATIONS, Isolation
-from gpushare_agent.isolation.cdi.specs import CdiWatch, cdi_specs
+from gpushare_agent.delivery.cdi_specs import CdiWatch, cdi_specs
+from gpushare_agent.delivery.device_lists import strategy_warnings
+from gpushare_agent.delivery.volume_config import driver_volumes
+from gpushare_agent.delivery.volume_plan import DriverVolume, VolumeName
+from gpushare_agent.isolation import ISOLATIONS, Isolation, mounts_driver
 from gpushare_agent.isolation.choice import choose_isolation
-from gpushare_agent.isolation.device_lists import strategy_warnings
-from gpushare_agent.isolation.driver_volume.config import driver_volumes
-from gpushare_agent.isolation.driver_volume.plan import DriverVolume, VolumeName
-from gpushare_agent.isolation.kept import Circumstances, IsolationFacts, Kept, ProbeResult
+from gpushare_agent.isolation.kept import WHOLE_GPU, IsolationFacts, Kept, ProbeResult, kept_together
 from gpushare_agent.isolation.part import (
     AvailabilityWatch,
     Check,
     IsolationDriver,
     IsolationHost,
     IsolationPart,
-    Prepare,
     build_part,
 )
 from gpushare_agent.isolation.request import Follows
@@ -34,8 +31,8 @@ from gpushare_agent.model.allocations import Allocation, ContainerKey
 from gpushare_agent.model.errors import NodeEventReason, Refused
 from gpushare_agent.model.gpus import KernelModule
 from gpushare_agent.model.isolation import DeviceListStrategy, Sharing, isolation_parts
-from gpushare_agent.model.names import GpuUuid, PodUid
-from gpushare_agent.model.pods import ContainerSpec, Pod
+from gpushare_agent.model.names import GpuUuid
+from gpushare_agent.model.pods import Pod
 from gpushare_agent.model.usage import UsageRound
 from gpushare_agent.node import Node
 from gpushare_agent.runtime.cgroups import Cgroups
@@ -47,18 +44,25 @@ log = structlog.get_logger(__name__)
 
 
 class Isolations(Struct, frozen=True, kw_only=True):
-    """`cdi_watch` is None where nothing on this node needs it."""
+    """`vdevices` and `cdi_watch` are None where nothing on this node needs them."""
 
-    node: Node
-    runtime: RuntimeClient
-    volumes: Mapping[VolumeName, DriverVolume]
+    host: IsolationHost
     kernel_module: KernelModule | None
     """As it was at the agent's start: after an update of the driver the agent is restarted."""
     parts: Mapping[str, IsolationPart]
-    """Of those in use, combinations by their parts."""
+    """Of those in use that need something on the host, combinations by their parts."""
     watches: Mapping[str, AvailabilityWatch]
-    """Of those in use that need something on the host."""
+    """Of the same."""
+    vdevices: VirtualManager | None
     cdi_watch: CdiWatch | None
+
+    @property
+    def runtime(self) -> RuntimeClient:
+        return self.host.runtime
+
+    @property
+    def volumes(self) -> Mapping[VolumeName, DriverVolume]:
+        return self.host.volumes
 
     async def start(self) -> None:
         """What must be there before a call of the kubelet is answered: files, the daemon's state, the names of CDI."""
@@ -66,14 +70,14 @@ class Isolations(Struct, frozen=True, kw_only=True):
             await watch.poll()
         if self.cdi_watch is not None:
             await self.cdi_watch.check()
-        self._log_device_lists()
+        for text in device_list_warnings(self.host.node.settings, self.volumes):
+            log.warning("device_list_strategy", detail=text)
 
     def tasks(self) -> Tasks:
-        services: dict[str, Runs | None] = {"cdi specs": self.cdi_watch}
+        services: dict[str, Runs | None] = {"cdi specs": self.cdi_watch, "virtual manager": self.vdevices}
         for part in self.parts.values():
             services |= part.services
-        watches: dict[str, Runs | None] = {f"isolation {name}": watch for name, watch in self.watches.items()}
-        return bodies(services | watches)
+        return bodies(services | {f"isolation {name}": watch for name, watch in self.watches.items()})
 
     def looks(self) -> Mapping[str, Check]:
         """What the isolations in use need on this node, by name."""
@@ -82,74 +86,49 @@ class Isolations(Struct, frozen=True, kw_only=True):
     async def log_contradictions(self) -> None:
         """Logs, once, where the node contradicts the settings."""
         for part in self.parts.values():
-            if part.log_contradictions is not None:
-                await part.log_contradictions()
-
-    def _log_device_lists(self) -> None:
-        """What of the device lists contradicts itself or does nothing, once, in the log."""
-        for text in device_list_warnings(self.node.settings, self.volumes):
-            log.warning("device_list_strategy", detail=text)
+            await part.log_contradictions()
 
     async def prepare(self, keys: Collection[ContainerKey]) -> Refused | None:
         """Everything that containers about to start need on the host. Every share is prepared for every isolation in use,
         for a pod's annotation may change; but what a pod's own isolation does not need keeps it from nothing."""
-        first: Refused | None = None
-        answers: dict[Prepare, Refused | None] = {}
-        for name, part in self.parts.items():
-            for prepare in part.prepare:
-                # Under gpushare and vcuda it is the same vDevice directory: made once.
-                if prepare not in answers:
-                    answers[prepare] = await prepare(keys)
-                if (refused := answers[prepare]) is None:
-                    continue
-                # The loop goes on after a refusal: the other files are there when the kubelet calls again.
-                if first is None and any(
-                    _uses(self.node.settings, self.node.claim_pods.get(key.pod_uid), name) for key in keys
-                ):
-                    first = refused
-        return first
+        # All before the answer: the other files are there when the kubelet calls again.
+        of_vdevices = await self.vdevices.prepare(keys) if self.vdevices is not None else None
+        answers = {name: await part.prepare(keys) for name, part in self.parts.items()}
+        needed = {name for key in keys for name in self._parts_of(self.host.node.claim_pods.get(key.pod_uid))}
+        for name in self.parts:
+            refused = (of_vdevices if ISOLATIONS[name].mounts_vdevice else None) or answers[name]
+            if refused is not None and name in needed:
+                return refused
+        return None
 
     def prepare_ahead(self, key: ContainerKey) -> None:
         """The container was allocated a moment ago and starts soon: what takes time on the disk begins now."""
-        # Each once: two isolations share the vDevice directories.
-        for prepare_ahead in dict.fromkeys(one for part in self.parts.values() for one in part.prepare_ahead):
-            prepare_ahead(key)
+        if self.vdevices is not None:
+            self.vdevices.ahead.add(key)
+        for part in self.parts.values():
+            part.prepare_ahead(key)
 
-    def prepares(self, isolation: str) -> bool:
-        """Whether a container under it needs something on the host before it starts."""
-        found = [self.parts.get(part) for part in isolation_parts(isolation)]
-        return any(part is not None and part.prepare for part in found)
-
-    def chosen(self, uid: PodUid) -> str | None:
-        """The pod's isolation; None where the pod is not known, or its annotation names none that the node allows."""
-        pod = self.node.claim_pods.get(uid)
-        return _chosen(self.node.settings, pod.annotations) if pod is not None else None
-
-    def isolation_of(self, allocation: Allocation) -> str | None:
-        """The pod's; of replicas of GPUs under NVIDIA's names by what limits those."""
+    def isolation_name(self, allocation: Allocation) -> str | None:
+        """The pod's, None where the pod is not known, or names none that the node allows; of replicas of GPUs under NVIDIA's
+        names what limits those."""
         sharing = allocation.sharing
         # By the allocation, not by the setting of now: a replica keeps the terms that it was given with.
-        return (sharing.isolation if sharing is not None else "") or self.chosen(allocation.key.pod_uid)
+        if sharing is not None and sharing.isolation:
+            return sharing.isolation
+        pod = self.host.node.claim_pods.get(allocation.key.pod_uid)
+        return chosen_isolation(self.host.node.settings, pod) if pod is not None else None
 
     def kept(self, allocation: Allocation) -> Kept | None:
         """What of the container's share is kept, and by whom; None where its isolation is not known."""
-        chosen = self.isolation_of(allocation)
-        if chosen is None:
-            return None
-        pod = self.node.claim_pods.get(allocation.key.pod_uid)
-        container = pod.container(allocation.key.container) if pod is not None else None
-        found = self._circumstances(chosen, allocation, container)
-        return ISOLATIONS[chosen].kept(found, is_whole=allocation.is_whole)
+        chosen = self.isolation_name(allocation)
+        if chosen is None or allocation.is_whole:
+            return None if chosen is None else WHOLE_GPU
+        # An allocation from before a change of the settings may be under one that is no longer in use.
+        names = [name for name in isolation_parts(chosen) if not self._problem(name, allocation.key)]
+        return kept_together([ISOLATIONS[name].keeps for name in names])
 
-    def _circumstances(
-        self, isolation: str, allocation: Allocation | None = None, container: ContainerSpec | None = None
-    ) -> Circumstances:
-        found = Circumstances(module=self.kernel_module)
-        for name in isolation_parts(isolation):
-            # An allocation from before a change of the settings may be under one that is no longer in use.
-            if (part := self.parts.get(name)) is not None:
-                found = part.circumstances(found, allocation, container)
-        return found
+    def _problem(self, name: str, key: ContainerKey) -> str:
+        return self.parts[name].problem(key) if name in self.parts else ""
 
     def has_limits(self, key: ContainerKey) -> bool:
         """False where the container was found to run without one."""
@@ -161,10 +140,10 @@ class Isolations(Struct, frozen=True, kw_only=True):
             IsolationFacts(
                 name=name,
                 unavailable_reason=self.unavailable_reason(name),
-                kept=ISOLATIONS[name].kept(self._circumstances(name)),
-                probe=next((found for part in isolation_parts(name) if (found := self.probed(part)) is not None), None),
+                kept=ISOLATIONS[name].keeps,
+                probe=next(filter(None, map(self.probed, isolation_parts(name))), None),
             )
-            for name in sorted(self.node.settings.isolations_in_use)
+            for name in sorted(self.host.node.settings.isolations_in_use)
         )
 
     def probed(self, part: str) -> ProbeResult | None:
@@ -173,19 +152,18 @@ class Isolations(Struct, frozen=True, kw_only=True):
 
     def changed(self) -> None:
         """An allocation, a pod or a GPU."""
+        if self.vdevices is not None:
+            self.vdevices.changed()
         for part in self.parts.values():
-            if part.changed is not None:
-                part.changed()
+            part.changed()
 
     def follow_usage(
         self, subscribe: Callable[[Callable[[UsageRound | None], None]], None], request: Callable[[], None]
     ) -> None:
-        """Lets those that need it hear of each round of usage sampling, and request more."""
+        """Lets them hear of each round of usage sampling, and request more."""
         for part in self.parts.values():
-            if part.usage_sampled is not None:
-                subscribe(part.usage_sampled)
-            if part.request_usage_by is not None:
-                part.request_usage_by(request)
+            subscribe(part.usage_sampled)
+            part.request_usage = request
 
     def paid(self, key: ContainerKey, uuid: GpuUuid) -> float | None:
         """What a container pays for its launches, of the GPU's time, where an isolation counts that and there were any."""
@@ -193,31 +171,49 @@ class Isolations(Struct, frozen=True, kw_only=True):
 
     def unavailable_reason(self, isolation: str) -> str:
         """Why no share of this isolation can be had now, and the remedy; empty where it can."""
-        reasons = [
-            watch.unavailable_reason
-            for part in isolation_parts(isolation)
-            if (watch := self.watches.get(part)) is not None
-        ]
-        return "; ".join(reason for reason in reasons if reason)
+        watches = [self.watches[part] for part in isolation_parts(isolation) if part in self.watches]
+        return "; ".join(watch.unavailable_reason for watch in watches if watch.unavailable_reason)
 
     def max_shares_of_gpu(self) -> int | None:
         """The least of the isolations in use; None where none has a limit."""
         return min((most for part in self.parts.values() if (most := part.max_shares_of_gpu) is not None), default=None)
 
-    def enforcement(self) -> ShareEnforcement:
-        """What lets live resizes change the limits of running shares."""
-        return ShareEnforcement(chosen=lambda pod: _chosen(self.node.settings, pod.annotations), parts=self.parts)
+    def isolation_of(self, pod: Pod) -> Isolation | None:
+        """What is to follow a resize of the pod's shares; None where it names one that the node does not allow."""
+        chosen = chosen_isolation(self.host.node.settings, pod)
+        if chosen is None:
+            return None
+        if any(self.parts[name].is_memory_fixed for name in isolation_parts(chosen) if name in self.parts):
+            # Of a combination too: the resize is refused if one part cannot follow.
+            return replace(ISOLATIONS[chosen], memory_follows=Follows.NOBODY)
+        return ISOLATIONS[chosen]
+
+    async def enforce(self, allocation: Allocation, pod: Pod) -> str:
+        """Why a resized share's limits are not what they are to be (yet), empty where they are. Raises AgentError."""
+        names = self._parts_of(pod)
+        if not names:
+            return "the pod's isolation is not in use on this node"
+        if self.vdevices is not None and any(ISOLATIONS[name].mounts_vdevice for name in names):
+            await self.vdevices.enforce(self.host.share_of(allocation.key))
+        for name in names:
+            if name in self.parts and (problem := await self.parts[name].enforce(allocation, pod)):
+                return problem
+        return ""
+
+    def _parts_of(self, pod: Pod | None) -> tuple[str, ...]:
+        chosen = chosen_isolation(self.host.node.settings, pod)
+        return isolation_parts(chosen) if chosen is not None else ()
 
     def has_no_shares(self) -> bool:
         """Whether no isolation can be had: the kubelet sees no memory then; else admission refuses the shares whom it
         concerns. An agent that registers before it has checked holds the kubelet's calls until then."""
         # What was not checked yet is not missing: to report no memory at each start would turn pods away.
         is_checked = all(watch.is_checked for watch in self.watches.values())
-        return is_checked and all(self.unavailable_reason(name) for name in self.node.settings.isolations_in_use)
+        return is_checked and all(map(self.unavailable_reason, self.host.node.settings.isolations_in_use))
 
     def has_no_replicas(self) -> bool:
         """What limits replicas under NVIDIA's names cannot be had."""
-        sharing = self.node.settings.nvidia.sharing
+        sharing = self.host.node.settings.nvidia.sharing
         if sharing is Sharing.SHARES:
             return self.has_no_shares()
         watch = self.watches.get(sharing.isolation)
@@ -234,49 +230,45 @@ def build(
 ) -> Isolations:
     """Joined, not started. Raises StartupError for settings that contradict each other."""
     settings = node.settings
-    runtime, volumes = runtime_client(settings), driver_volumes(settings)
     # Simulated GPUs: whatever driver this machine has is not theirs.
     module = read_kernel_module(settings.runtime.proc_root) if settings.driver == "nvml" else None
-    cgroups = Cgroups(settings.runtime.cgroup_root, settings.runtime.proc_root)
-
-    # Made when the first isolation asks, and shared: two managers would bind one socket by turns.
-    @cache
-    def vdevices() -> VirtualManager:
-        return build_virtual_manager(node, runtime, cgroups, module, volumes, warn)
-
     host = IsolationHost(
         node=node,
-        uses=partial(_uses, settings),
+        uses=lambda pod, name: name in isolation_parts(chosen_isolation(settings, pod) or ""),
         warn=warn,
         note=note,
         # Only where `auto` chose: what the operator has set is refused with the reason, never replaced.
         choose_anew=choose_anew if node.isolation_reason else lambda reason: None,
         driver=driver,
-        runtime=runtime,
-        cgroups=cgroups,
-        module=module,
-        volumes=volumes,
-        vdevices=vdevices,
+        runtime=runtime_client(settings),
+        cgroups=Cgroups(settings.runtime.cgroup_root, settings.runtime.proc_root),
+        volumes=driver_volumes(settings, is_mounted=mounts_driver(settings)),
     )
-    parts = {name: build_part(name, host) for name in ISOLATIONS if name in settings.isolation_parts_in_use}
-    watches = {
-        name: AvailabilityWatch(name, part.check, look=part.look, period_s=part.check_period_s)
-        for name, part in parts.items()
-        if part.check is not None
-    }
+    in_use = [name for name in ISOLATIONS if name in settings.isolation_parts_in_use]
+    parts = {name: part for name in in_use if (part := build_part(name, host)) is not None}
+    # One for all: two managers would bind one socket by turns.
+    is_mounted = any(ISOLATIONS[name].mounts_vdevice for name in in_use)
+    vdevices = build_virtual_manager(host, module) if is_mounted else None
+    watches = {name: _watch(name, part, vdevices) for name, part in parts.items()}
     # An incoming instance has checked nothing yet: without a row the alert GpushareIsolationUnavailable does not fire.
     node.metrics.show_isolations(
         lambda: {name: not watch.unavailable_reason for name, watch in watches.items() if watch.is_checked}
     )
     return Isolations(
-        node=node,
-        runtime=runtime,
-        volumes=volumes,
+        host=host,
         kernel_module=module,
         parts=parts,
         watches=watches,
+        vdevices=vdevices,
         cdi_watch=_cdi_watch(node),
     )
+
+
+def _watch(name: str, part: IsolationPart, vdevices: VirtualManager | None) -> AvailabilityWatch:
+    checks, looks = [part.check], [part.look]
+    if vdevices is not None and ISOLATIONS[name].mounts_vdevice:
+        checks, looks = [vdevices.check, *checks], [vdevices.look, *looks]
+    return AvailabilityWatch(name, checks, looks=looks, period_s=part.check_period_s)
 
 
 def device_list_warnings(settings: Settings, volumes: Mapping[VolumeName, DriverVolume]) -> list[str]:
@@ -294,43 +286,12 @@ def _cdi_watch(node: Node) -> CdiWatch | None:
     strategies = set(node.settings.device_list_strategy)
     if not {DeviceListStrategy.CDI_ANNOTATIONS, DeviceListStrategy.CDI_CRI} & strategies:
         return None
-    return CdiWatch(cdi_specs(node.settings), lambda: node.gpus().gpus)
+    return CdiWatch(cdi_specs(node.settings, mounts_driver=mounts_driver(node.settings)), lambda: node.gpus().gpus)
 
 
-def _chosen(settings: Settings, annotations: Mapping[str, str]) -> str | None:
-    """None where the pod's annotation names none that the node allows."""
+def chosen_isolation(settings: Settings, pod: Pod | None) -> str | None:
+    """The pod's; None where its annotation names none that the node allows. A pod that is not known has no annotation: it
+    counts as one under the node's."""
+    annotations = pod.annotations if pod is not None else {}
     chosen = choose_isolation(annotations, settings.isolation, settings.isolations_allowed)
     return None if isinstance(chosen, Refused) else chosen
-
-
-def _uses(settings: Settings, pod: Pod | None, part: str) -> bool:
-    # A pod that is not known has no annotation: it counts as one under the node's isolation.
-    chosen = _chosen(settings, pod.annotations if pod is not None else {})
-    return chosen is not None and part in isolation_parts(chosen)
-
-
-class ShareEnforcement:
-    """`chosen` is the isolation of a pod, None where it names one that the node does not allow; `parts` are those in use."""
-
-    def __init__(self, *, chosen: Callable[[Pod], str | None], parts: Mapping[str, IsolationPart]) -> None:
-        self._chosen = chosen
-        self._parts = parts
-
-    def isolation_of(self, pod: Pod) -> Isolation | None:
-        name = self._chosen(pod)
-        if name is None:
-            return None
-        if any(self._parts[part].is_memory_fixed for part in isolation_parts(name)):
-            # Of a combination too: the resize is refused if one part cannot follow.
-            return replace(ISOLATIONS[name], memory_follows=Follows.NOBODY)
-        return ISOLATIONS[name]
-
-    async def enforce(self, allocation: Allocation, pod: Pod) -> str:
-        """Why the share's limits are not what they are to be (yet), empty where they are. Raises AgentError."""
-        name = self._chosen(pod)
-        if name is None:
-            return "the pod's isolation is not in use on this node"
-        for part in isolation_parts(name):
-            if problem := await self._parts[part].enforce(allocation, pod):
-                return problem
-        return ""

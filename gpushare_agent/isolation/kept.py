@@ -6,13 +6,10 @@ no security boundary under any isolation but the driver's: `BYPASS` says so wher
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 
 from msgspec import Struct
-from msgspec.structs import replace
-
-from gpushare_agent.model.gpus import KernelModule
 
 NOBODY = "nobody"
 ITS_OWN_GPU = "whole-gpu"
@@ -22,16 +19,13 @@ ITS_OWN_GPU = "whole-gpu"
 class NotKept(StrEnum):
     """What goes past the limits. The values are labels and JSON: stable."""
 
-    ARRAYS = "arrays"
     ASYNC_ALLOCATIONS = "async-allocations"
     BYPASS = "bypass"
-    COOPERATIVE_LAUNCHES = "cooperative-launches"
     COPIES = "copies"
     EXTENDED_LAUNCHES = "extended-launches"
     GRAPHS = "graphs"
     MANAGED_MEMORY = "managed-memory"
     MUSL = "musl"
-    OPEN_MODULES = "open-modules"
     OTHER_APIS = "other-apis"
     PER_PROCESS = "per-process"
     POOLS = "pools"
@@ -40,17 +34,14 @@ class NotKept(StrEnum):
 
 
 NOT_KEPT_TEXTS: Mapping[NotKept, str] = {
-    NotKept.ARRAYS: "memory of CUDA arrays (2D, 3D, mipmapped)",
     NotKept.ASYNC_ALLOCATIONS: "memory from cuMemAllocAsync",
     NotKept.BYPASS: "a program that sets out to pass what is kept inside its own process",
-    NotKept.COOPERATIVE_LAUNCHES: "compute of cooperative launches",
     NotKept.COPIES: "compute of copies and fills: cuMemcpy, cuMemset (read, not measured)",
     NotKept.EXTENDED_LAUNCHES: "compute of launches by cuLaunchKernelEx",
     NotKept.GRAPHS: "compute of CUDA graphs",
     NotKept.MANAGED_MEMORY: "memory from cuMemAllocManaged (NVIDIA's own words, not measured)",
     NotKept.MUSL: "what the library keeps, in images without glibc (Alpine) and in statically linked programs: `driver`"
     " limits their memory",
-    NotKept.OPEN_MODULES: "compute, under NVIDIA's open kernel modules before 570",
     NotKept.OTHER_APIS: "what the library keeps, of Vulkan, OpenGL, NVENC and NVDEC: `driver` limits their memory (read, not"
     " measured)",
     NotKept.PER_PROCESS: "the sum over several processes of a container: MPS gives each the whole limit",
@@ -77,53 +68,26 @@ class Kept(Struct, frozen=True, kw_only=True):
         return f"{kept}; not kept: {'; '.join(NOT_KEPT_TEXTS[one] for one in self.not_kept)}" if self.not_kept else kept
 
 
-_OF_MEMORY = frozenset(
-    {NotKept.ARRAYS, NotKept.ASYNC_ALLOCATIONS, NotKept.MANAGED_MEMORY, NotKept.POOLS, NotKept.VIRTUAL_MEMORY}
-)
-_OF_COMPUTE = frozenset(
-    {
-        NotKept.COOPERATIVE_LAUNCHES,
-        NotKept.COPIES,
-        NotKept.EXTENDED_LAUNCHES,
-        NotKept.GRAPHS,
-        NotKept.OPEN_MODULES,
-        NotKept.SMALL_LAUNCHES,
-    }
-)
-"""The other terms are of both."""
-
-
-class Circumstances(Struct, frozen=True, kw_only=True):
-    """`module` is None where the node has no NVIDIA driver, or it is not known; `has_driver_limit` is False where the
-    container was found to run without the driver's limit; `has_library` and `has_core_limit` where HAMi-core, or its
-    limit of compute, was left out by the node or the pod."""
-
-    module: KernelModule | None = None
-    has_driver_limit: bool = True
-    has_library: bool = True
-    has_core_limit: bool = True
+_OF_MEMORY = frozenset({NotKept.ASYNC_ALLOCATIONS, NotKept.MANAGED_MEMORY, NotKept.POOLS, NotKept.VIRTUAL_MEMORY})
+"""The others are of compute, or of both."""
 
 
 WHOLE_GPU = Kept(memory_by=ITS_OWN_GPU, compute_by=ITS_OWN_GPU)
 NOTHING_KEPT = Kept(memory_by=NOBODY, compute_by=NOBODY)
 
 
-def without_compute(kept: Kept, *reasons: NotKept) -> Kept:
-    """The same memory; of compute nothing, for these `reasons`, or because it was left out: then its terms go too."""
-    # Left out on purpose: what would go past a limit that nobody set is no term.
-    terms = {*kept.not_kept, *reasons} if reasons else set(kept.not_kept) - _OF_COMPUTE
-    return replace(kept, compute_by=NOBODY, not_kept=tuple(sorted(terms)))
-
-
-def with_memory_of(kept: Kept, limit: Kept) -> Kept:
-    """A combination: the first's compute, and the memory of the second, where that limits it."""
-    if limit.memory_by == NOBODY:
-        return kept
-    # The driver does not count managed memory (NVIDIA's own words); a library that was measured to count it still does.
-    own = () if kept.keeps_managed_memory else limit.not_kept
-    # What the library misses of memory, the driver refuses.
-    terms = {*(set(kept.not_kept) - _OF_MEMORY), *own}
-    return Kept(memory_by=limit.memory_by, compute_by=kept.compute_by, not_kept=tuple(sorted(terms)))
+def kept_together(parts: Sequence[Kept]) -> Kept:
+    """By a combination: compute by the first, memory by the last that limits it."""
+    found = parts[0] if parts else NOTHING_KEPT
+    for limit in parts[1:]:
+        if limit.memory_by == NOBODY:
+            continue
+        # The driver does not count managed memory (NVIDIA's own words); a library that was measured to count it still does.
+        own = () if found.keeps_managed_memory else limit.not_kept
+        # What the library misses of memory, the driver refuses.
+        terms = {*(set(found.not_kept) - _OF_MEMORY), *own}
+        found = Kept(memory_by=limit.memory_by, compute_by=found.compute_by, not_kept=tuple(sorted(terms)))
+    return found
 
 
 def _who(keeper: str) -> str:

@@ -1,4 +1,4 @@
-"""What an isolation in use does on a node besides its edits, as one value, and what its services are made from.
+"""What an isolation in use does on a node besides its edits, and what its services are made from.
 
 A package with something on the host has a module `part` with `build(host) -> IsolationPart`; the agent joins what it finds
 there (isolations.py) and names no isolation. One that the setting `auto` may choose, or that needs what a sandbox
@@ -16,20 +16,19 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import NoReturn, Protocol
 
 import structlog
-from msgspec import Struct, field
+from msgspec import Struct
 
+from gpushare_agent.delivery.volume_plan import DriverVolume, VolumeName
 from gpushare_agent.isolation import ISOLATIONS, module_of
 from gpushare_agent.isolation.choice import Standing
-from gpushare_agent.isolation.driver_volume.plan import DriverVolume, VolumeName
-from gpushare_agent.isolation.kept import Circumstances, ProbeResult
-from gpushare_agent.isolation.vdevice.virtual_manager import VirtualManager
+from gpushare_agent.isolation.kept import ProbeResult
 from gpushare_agent.kit.supervision import Runs
 from gpushare_agent.model.allocations import Allocation, ContainerKey
 from gpushare_agent.model.errors import AgentError, NodeEventReason, Refused
-from gpushare_agent.model.gpus import GpuInventory, KernelModule
+from gpushare_agent.model.gpus import GpuInventory
 from gpushare_agent.model.isolation import MemoryLimiter, isolation_parts
 from gpushare_agent.model.names import GpuUuid, PodUid
-from gpushare_agent.model.pods import ContainerSpec, Pod
+from gpushare_agent.model.pods import Pod
 from gpushare_agent.model.usage import SamplesBusy, UsageRound
 from gpushare_agent.node import Node
 from gpushare_agent.runtime.cgroups import Cgroups
@@ -38,10 +37,7 @@ from gpushare_agent.settings.settings import Settings
 
 log = structlog.get_logger(__name__)
 
-CHECK_PERIOD_S = 5.0
-
 Check = Callable[[], Awaitable[object]]
-Prepare = Callable[[Collection[ContainerKey]], Awaitable[Refused | None]]
 
 
 class IsolationDriver(MemoryLimiter, SamplesBusy, Protocol):
@@ -51,9 +47,7 @@ class IsolationDriver(MemoryLimiter, SamplesBusy, Protocol):
 class IsolationHost(Struct, frozen=True, kw_only=True):
     """The node, for the services of isolations. `uses` is whether a pod's isolation is the one of this name, or has it
     as a part; `warn` records an Event of a pod: its reason and its text, `note` one of the node: its reason, what it is
-    about, its text. `choose_anew` has `auto` choose again, for this reason; it does nothing where the operator chose.
-    `module` is the driver's as it was at the agent's start: after an update of the driver the agent is restarted. `vdevices`
-    makes the vDevice directories, one service for all isolations whose containers mount them."""
+    about, its text. `choose_anew` has `auto` choose again, for this reason; it does nothing where the operator chose."""
 
     node: Node
     uses: Callable[[Pod, str], bool]
@@ -63,67 +57,75 @@ class IsolationHost(Struct, frozen=True, kw_only=True):
     driver: IsolationDriver
     runtime: RuntimeClient
     cgroups: Cgroups
-    module: KernelModule | None
     volumes: Mapping[VolumeName, DriverVolume]
-    vdevices: Callable[[], VirtualManager]
+
+    def share_of(self, key: ContainerKey) -> ContainerKey:
+        """Whose part an allocation is: a container may use several results of a claim, and has one directory and one share
+        for all of them."""
+        allocation = self.node.cache.get(key)
+        if allocation is not None and allocation.claim is not None and allocation.claim.view:
+            return ContainerKey(key.pod_uid, allocation.claim.view)
+        return key
 
 
-async def _nothing_to_enforce(allocation: Allocation, pod: Pod) -> str:
-    """Nothing of a running container can be changed, so nothing was."""
-    return ""
+class IsolationPart:
+    """As it is: an isolation that needs nothing on the host. The vDevice directories are not a part's: isolations.py has
+    them for all whose containers mount them."""
 
-
-class IsolationPart(Struct, frozen=True, kw_only=True):
-    """An isolation that needs nothing on the host has all of the defaults.
-
-    `check` is bounded, and raises AgentError with what is missing on the node and the remedy; `look` does the same without
-    putting anything in its place, for an agent beside the one that serves, and is `check` where that is None. `prepare`
-    makes what containers that are about to start need, in this order; `prepare_ahead` begins with it for one that was
-    allocated now. A function that several isolations have there is called once for all of them.
-    `enforce` answers why a resized share's limits are not what they are to be (yet), empty where they are, and raises
-    AgentError; `is_memory_fixed` where nobody changes the memory of a container that runs. `problem` is why a container
-    runs without its limit. `circumstances` adds what is known of one share (None: of any) to what is kept of it.
-    """
-
-    services: Mapping[str, Runs] = field(default_factory=dict)
-    check: Check | None = None
-    look: Check | None = None
-    check_period_s: float = CHECK_PERIOD_S
-    prepare: tuple[Prepare, ...] = ()
-    prepare_ahead: tuple[Callable[[ContainerKey], None], ...] = ()
-    enforce: Callable[[Allocation, Pod], Awaitable[str]] = _nothing_to_enforce
-    is_memory_fixed: bool = False
+    check_period_s = 5.0
+    is_memory_fixed = False
+    """Nobody changes the memory of a container that runs."""
     max_shares_of_gpu: int | None = None
     """None: as many as fit."""
-    changed: Callable[[], None] | None = None
-    """An allocation, a pod or a GPU."""
-    usage_sampled: Callable[[UsageRound | None], None] | None = None
-    request_usage_by: Callable[[Callable[[], None]], None] | None = None
-    """It is handed what requests further rounds, which may else be rare."""
-    paid: Callable[[ContainerKey, GpuUuid], float | None] = lambda key, uuid: None
-    """What a container pays for its launches, of the GPU's time, where the isolation counts that and there were any."""
-    problem: Callable[[ContainerKey], str] = lambda _: ""
-    circumstances: Callable[[Circumstances, Allocation | None, ContainerSpec | None], Circumstances] = (
-        lambda found, allocation, container: found
-    )
-    probed: Callable[[], ProbeResult | None] = lambda: None
-    """Whether a program of the agent's own was limited on this node."""
-    log_contradictions: Callable[[], Awaitable[None]] | None = None
-    """Where the node contradicts the settings, once, in the log."""
+    services: Mapping[str, Runs] = {}
+    request_usage: Callable[[], None] = staticmethod(lambda: None)
+    """Requests a further round of usage sampling, which may else be rare."""
+
+    async def check(self) -> None:
+        """Bounded. Raises AgentError with what is missing on the node and the remedy."""
+
+    async def look(self) -> None:
+        """As `check`, and puts nothing in its place: for an agent next to the one that serves."""
+        await self.check()
+
+    async def prepare(self, keys: Collection[ContainerKey]) -> Refused | None:
+        """Makes what containers that are about to start need."""
+        return None
+
+    def prepare_ahead(self, key: ContainerKey) -> None:
+        """Begins with that for one that was allocated now."""
+
+    async def enforce(self, allocation: Allocation, pod: Pod) -> str:
+        """Why a resized share's limits are not what they are to be (yet), empty where they are. Raises AgentError."""
+        return ""
+
+    def changed(self) -> None:
+        """An allocation, a pod or a GPU."""
+
+    def usage_sampled(self, usage: UsageRound | None) -> None:
+        """As UsageSampling tells it."""
+
+    def paid(self, key: ContainerKey, uuid: GpuUuid) -> float | None:
+        """What a container pays for its launches, of the GPU's time, where the isolation counts that and there were any."""
+        return None
+
+    def problem(self, key: ContainerKey) -> str:
+        """Why the container was found to run without its limit, empty where it has it."""
+        return ""
+
+    def probed(self) -> ProbeResult | None:
+        """Whether a program of the agent's own was limited on this node."""
+        return None
+
+    async def log_contradictions(self) -> None:
+        """Where the node contradicts the settings, once, in the log."""
 
 
-def build_part(name: str, host: IsolationHost) -> IsolationPart:
-    """The part of an isolation that is no combination; without a module `part` it needs nothing on the host."""
+def build_part(name: str, host: IsolationHost) -> IsolationPart | None:
+    """The part of an isolation that is no combination; None of one that needs nothing on the host."""
     module = module_of(name, "part")
-    found: IsolationPart = module.build(host) if module is not None else IsolationPart()
+    found: IsolationPart | None = module.build(host) if module is not None else None
     return found
-
-
-async def all_of(*checks: Check | None) -> None:
-    """Runs the checks in order; the first that raises ends it."""
-    for check in checks:
-        if check is not None:
-            await check()
 
 
 class NodeProbe(Struct, frozen=True, kw_only=True):
@@ -154,34 +156,30 @@ def build_probes(settings: Settings, driver: ProbedDriver) -> dict[str, NodeProb
 
 
 class AvailabilityWatch:
-    """`check` is bounded, and raises AgentError with what is missing and the remedy. `period_s` is from the end of one to
-    the beginning of the next; they never overlap. `look` does the same without putting anything in its place on the node,
-    for an agent beside the one that serves; None where `check` does not either."""
+    """`checks` are bounded, and raise AgentError with what is missing and the remedy; the first that raises counts.
+    `period_s` is from the end of one round to the beginning of the next; they never overlap. `looks` do the same without
+    putting anything in its place on the node."""
 
     def __init__(
-        self,
-        isolation: str,
-        check: Callable[[], Awaitable[object]],
-        *,
-        look: Callable[[], Awaitable[object]] | None = None,
-        period_s: float = CHECK_PERIOD_S,
+        self, isolation: str, checks: Sequence[Check], *, looks: Sequence[Check] = (), period_s: float
     ) -> None:
         self._isolation = isolation
-        self._check = check
-        self.look = look or check
+        self._checks = checks
+        self._looks = looks
         self._period_s = period_s
         self.is_checked = False
-        self._unavailable_reason = f"isolation {isolation} has not been checked yet"
-        self._callbacks: list[Callable[[], None]] = []
-
-    @property
-    def unavailable_reason(self) -> str:
+        self.unavailable_reason = f"isolation {isolation} has not been checked yet"
         """Why no share can be had now, and the remedy; empty when it can."""
-        return self._unavailable_reason
+        self._callbacks: list[Callable[[], None]] = []
 
     def subscribe(self, callback: Callable[[], None]) -> None:
         """`callback` is called after each change of `unavailable_reason`."""
         self._callbacks.append(callback)
+
+    async def look(self) -> None:
+        """For an agent next to the one that serves. Raises AgentError."""
+        for look in self._looks:
+            await look()
 
     async def run(self) -> NoReturn:
         """Until cancelled."""
@@ -192,12 +190,13 @@ class AvailabilityWatch:
     async def poll(self) -> None:
         reason = ""
         try:
-            await self._check()
+            for check in self._checks:
+                await check()
         # Any other exception is a bug and ends the agent; Kubernetes restarts it.
         except AgentError as error:
             reason = str(error)
         self.is_checked = True
-        before, self._unavailable_reason = self._unavailable_reason, reason
+        before, self.unavailable_reason = self.unavailable_reason, reason
         # The text alone decides: a reason that stays is logged once, not every five seconds.
         if reason == before:
             return

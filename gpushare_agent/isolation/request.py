@@ -4,22 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from enum import Enum, auto
-from functools import lru_cache, reduce
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
-from gpushare_agent.isolation.kept import NOTHING_KEPT, WHOLE_GPU, Circumstances, Kept, with_memory_of
+from gpushare_agent.isolation.kept import NOTHING_KEPT, Kept, kept_together
 from gpushare_agent.model.allocations import ContainerEdits, ContainerMount, merged
 from gpushare_agent.model.errors import RefusalReason, Refused
 from gpushare_agent.model.gpus import Gpu, KernelModule
 from gpushare_agent.model.names import (
     ENV_LIBRARY_PATH,
-    ENV_PRELOAD,
-    ENV_VISIBLE_DEVICES,
     LIBRARY_DIRECTORY,
-    MAX_ANNOTATION_CHARS,
     PodUid,
     touches,
 )
@@ -77,8 +73,6 @@ class IsolationRequest(Struct, frozen=True, kw_only=True):
     pod_memory_mib: int = 0
     memory_unit_mib: int = 1024
     """The unit of GPUShare's variables."""
-    is_claim: bool = False
-    """The edits are a CDI spec's: a variable that is set there replaces the spec's, and one that is not is the spec's."""
 
     @property
     def vdevice_directory(self) -> Path:
@@ -138,13 +132,13 @@ class Follows(Enum):
 
 
 class Isolation(Struct, frozen=True, kw_only=True, eq=False):
-    """`edit` is pure: the container's edits, or the refusal. `keeps` says what of a share is kept, and by whom.
+    """`edit` is pure: the container's edits, or the refusal. `keeps` is what of a share is kept, and by whom.
     `cores_follow` and `memory_follows` are about a live resize; `not_shared` is why those who use a claim's share together
     cannot have it."""
 
     name: str
     edit: Callable[[IsolationRequest], ContainerEdits | Refused]
-    keeps: Callable[[Circumstances], Kept]
+    keeps: Kept
     not_shared: Callable[[ClaimUse], Refused | None] = lambda _: None
     cores_follow: Follows = Follows.NOBODY
     memory_follows: Follows = Follows.NOBODY
@@ -157,15 +151,10 @@ class Isolation(Struct, frozen=True, kw_only=True, eq=False):
     follows_processes: bool = False
     """The agent has to find the processes of containers: by their IDs, from the container runtime."""
 
-    @lru_cache(maxsize=64)  # noqa: B019 - the few isolations live as long as the process; asked of every share at each scrape
-    def kept(self, found: Circumstances, *, is_whole: bool = False) -> Kept:
-        """What a container under this isolation has."""
-        return WHOLE_GPU if is_whole else self.keeps(found)
-
     @property
     def limits(self) -> bool:
         """Whether it keeps anything of a share at all."""
-        return self.kept(Circumstances()) != NOTHING_KEPT
+        return self.keeps != NOTHING_KEPT
 
     def driver_beside(self, container: ContainerSpec, config: IsolationConfig) -> ContainerEdits:
         """The driver's own files, where `driver_volume.mount` says so and the isolation mounts none."""
@@ -181,42 +170,15 @@ class Isolation(Struct, frozen=True, kw_only=True, eq=False):
         )
         if instance is None or not self.why_not_in_mig:
             return self.edit(request)
-        return Refused(
-            reason=RefusalReason.INVALID_REQUEST,
-            detail=f"container {request.container.name} cannot have a share of MIG instance {instance.label} under isolation"
+        return invalid(
+            f"container {request.container.name} cannot have a share of MIG instance {instance.label} under isolation"
             f" {self.name}: {self.why_not_in_mig}. Nothing was allocated; request a whole instance, or a share of a GPU"
-            " that is not MIG-partitioned.",
+            " that is not MIG-partitioned."
         )
 
 
-_NO_GPUS = ("void", "none")
-"""NVIDIA_VISIBLE_DEVICES by which NVIDIA's runtime adds no GPU: where they come by CDI a spec may say so."""
-
-
-def refused_override(container: ContainerSpec, isolation: str, found: Sequence[str] = ()) -> Refused | None:
-    """Refuses a spec whose own variable would win over one that limits: those `found`, and what brings further GPUs."""
-    # The kubelet puts the spec's variables after a device plugin's, so of one name the spec's counts.
-    shown = container.env.get(ENV_VISIBLE_DEVICES, _NO_GPUS[0])
-    names = [*found, *([] if shown in _NO_GPUS else [ENV_VISIBLE_DEVICES])]
-    if not names:
-        return None
-    return Refused(
-        reason=RefusalReason.INVALID_REQUEST,
-        detail=f"container {container.name} sets {', '.join(sorted(names))} in its spec, which would win over the limit of"
-        f" its share under isolation {isolation}. Nothing was allocated. Remove the variable: the agent sets"
-        " what the library and NVIDIA's runtime read.",
-    )
-
-
-def preloaded_driver(container: ContainerSpec) -> list[str]:
-    """The variable LD_PRELOAD, where it names the driver's library: the loader takes that one before all libraries of
-    /etc/ld.so.preload, so programs that are linked to it would call it and not the isolation's. Others, such as an
-    allocator's, lift no limit. A value that is too long to be read may name anything."""
-    value = container.env.get(ENV_PRELOAD, "")
-    names = [path.rpartition("/")[2] for path in value.replace(":", " ").split()]
-    found = [name for name in names if name.startswith("libcuda.so")]
-    is_cut = len(value) >= MAX_ANNOTATION_CHARS
-    return [f"{ENV_PRELOAD} ({'libcuda.so' if found else 'too long to be read'})"] if found or is_cut else []
+def invalid(detail: str) -> Refused:
+    return Refused(reason=RefusalReason.INVALID_REQUEST, detail=detail)
 
 
 def refused_mounts(container: ContainerSpec, isolation: str, paths: Sequence[str]) -> Refused | None:
@@ -225,31 +187,18 @@ def refused_mounts(container: ContainerSpec, isolation: str, paths: Sequence[str
     found = [mount for mount in container.mounts if any(touches(mount, path) for path in paths)]
     if not found:
         return None
-    return Refused(
-        reason=RefusalReason.INVALID_REQUEST,
-        detail=f"container {container.name} mounts a volume at {', '.join(found)}, by which it could lift the limit of its"
+    return invalid(
+        f"container {container.name} mounts a volume at {', '.join(found)}, by which it could lift the limit of its"
         f" share: isolation {isolation} has its files at {', '.join(sorted(paths))}. Nothing was allocated. Mount the volume"
-        " at another path, neither in these nor above them.",
+        " at another path, neither in these nor above them."
     )
 
 
 def refused_share(request: IsolationRequest, isolation: str, why: str, then: str = "") -> Refused:
     """A share that the isolation cannot enforce; `then` follows after "Nothing was allocated"."""
-    return Refused(
-        reason=RefusalReason.INVALID_REQUEST,
-        detail=f"container {request.container.name} cannot have its share under isolation {isolation}: {why}."
-        f" Nothing was allocated{then}.",
-    )
-
-
-def refused_nothing(request: IsolationRequest, isolation: str, why: str = "") -> Refused:
-    """A share whose memory or cores come to nothing."""
-    gpus = ", ".join(f"{gpu.index} with {gpu.memory_mib} MiB" for gpu in request.gpus) or "none"
-    return Refused(
-        reason=RefusalReason.INVALID_REQUEST,
-        detail=f"container {request.container.name} asks for {request.cores} cores and {request.memory_mib} MiB (GPUs: "
-        f"{gpus}), which makes a limit of 0 under isolation {isolation}{why}. "
-        "Nothing was allocated. Ask for cores and at least one memory block, or for whole GPUs.",
+    return invalid(
+        f"container {request.container.name} cannot have its share under isolation {isolation}: {why}."
+        f" Nothing was allocated{then}."
     )
 
 
@@ -258,10 +207,9 @@ def refused_several(request: IsolationRequest, isolation: str) -> Refused | None
     # Whole GPUs are not limited, so any number of them goes.
     if len(request.shares) <= 1 or request.is_whole:
         return None
-    return Refused(
-        reason=RefusalReason.INVALID_REQUEST,
-        detail=f"container {request.container.name} has shares of several GPUs, and the library of isolation"
-        f" {isolation} limits one. Nothing was allocated. Ask for one GPU, or choose another isolation.",
+    return invalid(
+        f"container {request.container.name} has shares of several GPUs, and the library of isolation"
+        f" {isolation} limits one. Nothing was allocated. Ask for one GPU, or choose another isolation."
     )
 
 
@@ -278,16 +226,13 @@ def combined(name: str, parts: Sequence[Isolation]) -> Isolation:
             found.append(edits)
         return merged(*found)
 
-    def keeps(found: Circumstances) -> Kept:
-        return reduce(with_memory_of, (part.keeps(found) for part in parts))
-
     def not_shared(use: ClaimUse) -> Refused | None:
         return next((refused for part in parts if (refused := part.not_shared(use)) is not None), None)
 
     return Isolation(
         name=name,
         edit=edit,
-        keeps=keeps,
+        keeps=kept_together([part.keeps for part in parts]),
         not_shared=not_shared,
         # The first limits compute; of memory all must follow, so the least counts.
         cores_follow=parts[0].cores_follow,

@@ -1,11 +1,15 @@
-"""This process and the operating system: how many files it may open, and notifications of the service manager.
+"""This process and the operating system: how many files it may open, and notifications of the service manager. How child
+processes end.
 
 Changes the process's own limit when asked; no other state.
 """
 
 from __future__ import annotations
 
+import asyncio
+import os
 import resource
+import signal
 import socket
 import sys
 from collections.abc import Mapping
@@ -63,3 +67,21 @@ def sd_notify(state: str, environ: Mapping[str, str]) -> bool:
 
 def _as_number(limit: int) -> int:
     return sys.maxsize if limit == resource.RLIM_INFINITY else limit
+
+
+async def end_process(process: asyncio.subprocess.Process, timeout_s: float, *, has_group: bool = False) -> None:
+    """Kills it, where `has_group` with its process group, unless it has ended, and waits for its end; one that the kernel
+    cannot end is left after that time. Its pipes are closed in any case: a descendant in a session of its own may keep the
+    other ends open."""
+    try:
+        if process.returncode is None:
+            with suppress(ProcessLookupError):
+                if has_group:
+                    os.killpg(process.pid, signal.SIGKILL)
+                else:
+                    process.kill()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(timeout_s):
+                    await process.wait()
+    finally:
+        process._transport.close()  # type: ignore[attr-defined]  # asyncio closes them only at their other ends' end

@@ -1,6 +1,6 @@
 """Values of isolations and device lists that settings, drivers and isolations share: names, CDI names, limits of a cgroup.
 
-What each isolation does is in isolation/<name>/ and isolation/device_lists.py; settings/isolation_names.py has which there
+What each isolation does is in isolation/<name>/ and delivery/device_lists.py; settings/isolation_names.py has which there
 are. Sources: the specification of the Container Device Interface and what its reference library accepts, for containers get
 devices through that library in every common runtime (a name is `<kind>=<device>`, a kind `<vendor>/<class>`); for the
 driver's limits nvml.h of CUDA 13.4, `nvmlSetMemoryLimits_v1_t`.
@@ -12,7 +12,7 @@ import re
 from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Protocol
 
 from msgspec import Struct
 
@@ -50,10 +50,6 @@ class Sharing(StrEnum):
         return {Sharing.TIME_SLICING: "none", Sharing.MPS: "mps"}.get(self, "")
 
 
-CorePolicy = Literal["default", "force", "disable"]
-"""Whether HAMi-core limits compute, in its own words: isolation/hami_core/edits.py."""
-
-
 class ResizeMode(StrEnum):
     """How far the annotation `gpushare-agent/resize` may change a running share."""
 
@@ -65,16 +61,16 @@ class ResizeMode(StrEnum):
 OWN_SPEC_NAME = "gpushare-agent.json"
 """The agent's own file, in the last spec directory; no other program's may have this name there."""
 
-_KIND = re.compile(r"[A-Za-z]([A-Za-z0-9_.-]*[A-Za-z0-9])?/[A-Za-z]([A-Za-z0-9_.-]*[A-Za-z0-9])?")
-_DEVICE = re.compile(r"[A-Za-z0-9]([A-Za-z0-9_.:-]*[A-Za-z0-9])?")
+KIND = re.compile(r"[A-Za-z]([A-Za-z0-9_.-]*[A-Za-z0-9])?/[A-Za-z]([A-Za-z0-9_.-]*[A-Za-z0-9])?")
+DEVICE_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9_.:-]*[A-Za-z0-9])?")
 
 
 def is_kind(text: str) -> bool:
-    return _KIND.fullmatch(text) is not None
+    return KIND.fullmatch(text) is not None
 
 
 def is_device_name(text: str) -> bool:
-    return _DEVICE.fullmatch(text) is not None
+    return DEVICE_NAME.fullmatch(text) is not None
 
 
 class SpecFile(Struct, frozen=True, kw_only=True):

@@ -206,6 +206,6 @@ class NodeView(Struct, eq=False):
             core_limit=share.core_limit,
             allocated_cores=allocated.cores,
             allocated_memory_bytes=allocated.memory_bytes,
-            isolation=self.isolation.isolation_of(allocation) or "",
+            isolation=self.isolation.isolation_name(allocation) or "",
             kept=self.isolation.kept(allocation),
         )

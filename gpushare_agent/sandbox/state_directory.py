@@ -53,8 +53,6 @@ class NodePaths:
         self.logs = state / "logs"
         """What containers print: `<namespace>_<pod>_<container>.log`."""
         self.virtual_manager = state / _VIRTUAL_MANAGER
-        self.hami_core = state / "hami-core"
-        """The cache files of isolation hami-core."""
         self.libgpushare = state / "gpushare"
         """The containers' files of isolation gpushare."""
         self.mps_pipe, self.mps_logs = state / "mps" / "pipe", state / "mps" / "log"
@@ -82,7 +80,6 @@ class NodePaths:
             "dra.cdi-directory": self.cdi,
             "dra.record-directory": self.claim_records,
             "virtual-manager.path": self.virtual_manager,
-            "hami-core.directory": self.hami_core,
             "libgpushare.directory": self.libgpushare,
             "mps.pipe-directory": self.mps_pipe,
             "mps.log-directory": self.mps_logs,

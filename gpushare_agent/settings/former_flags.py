@@ -116,8 +116,8 @@ FORMER_FLAGS: Mapping[str, FormerFlag] = {
     "timeout": FormerFlag(reason="kubelet.pod_lookup_timeout_s bounds an admission"),
     # HAMi
     "device-split-count": FormerFlag(reason="a GPU has as many shares as its cores and memory are enough for"),
-    "device-memory-scaling": FormerFlag(reason="it is hami_core.memory_scaling, of limits alone", as_here=("1", "1.0")),
-    "device-cores-scaling": FormerFlag(reason="it is hami_core.core_scaling, of limits alone", as_here=("1", "1.0")),
+    "device-memory-scaling": FormerFlag(reason="limits are not scaled here", as_here=("1", "1.0")),
+    "device-cores-scaling": FormerFlag(reason="limits are not scaled here", as_here=("1", "1.0")),
     "disable-core-limit": FormerFlag(
         reason="the annotation tencent.com/vcuda-core-limit lets a share use more", as_here=("false",), is_boolean=True
     ),

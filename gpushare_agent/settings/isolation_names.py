@@ -6,7 +6,7 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
-_COMBINATIONS = ("gpushare+driver", "hami-core+driver", "mps+driver")
+_COMBINATIONS = ("gpushare+driver", "mps+driver")
 """`A+driver` is A for compute, with the driver's own limit of memory."""
 
 

@@ -18,7 +18,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
-from gpushare_agent.model.isolation import AUTO, CorePolicy, ResizeMode, is_kind
+from gpushare_agent.model.isolation import AUTO, ResizeMode, is_kind
 from gpushare_agent.model.names import GPU_MODEL_LABEL, MEMORY_BLOCK_MIB, VCORE_RESOURCE, VMEMORY_RESOURCE
 from gpushare_agent.settings.isolation_names import isolation_names
 from gpushare_agent.settings.values import (
@@ -250,24 +250,6 @@ class MpsSettings(Section):
     """How long the command mps waits for clients at its end."""
 
 
-class HamiCoreSettings(Section):
-    """HAMi-core's libvgpu.so (isolation hami-core)."""
-
-    library: GivenPath = Path("/usr/local/vgpu/libvgpu.so")
-    """HAMi-core's library as this process sees it; it is copied to hami_core.directory."""
-    directory: GivenPath = Path("/etc/gpu-manager/hami-core")
-    """Directory on the host for the library and the containers' caches, not mounted noexec."""
-    memory_scaling: float = Field(default=1.0, ge=1.0, le=16.0, allow_inf_nan=False)
-    """Factor of a container's memory limit, at most the GPU's memory. Above 1 memory is oversubscribed."""
-    core_scaling: float = Field(default=1.0, ge=1.0, le=100.0, allow_inf_nan=False)
-    """Factor of a container's compute limit, at most 100 percent. Above 1 compute is oversubscribed."""
-    core_policy: CorePolicy = "default"
-    """HAMi's GPU_CORE_UTILIZATION_POLICY. force: the container cannot switch it off. disable: memory alone is
-    limited."""
-    allow_opt_out: bool = False
-    """Let a container's spec switch its limits off by CUDA_DISABLE_CONTROL or GPU_CORE_UTILIZATION_POLICY."""
-
-
 class LibgpushareSettings(Section):
     """libgpushare, the project's own library (isolation gpushare)."""
 
@@ -281,7 +263,7 @@ class LibgpushareSettings(Section):
 
 
 class DriverLimitsSettings(Section):
-    """The driver's own memory limits (isolation driver, also in gpushare+driver, hami-core+driver and mps+driver)."""
+    """The driver's own memory limits (isolation driver, also in gpushare+driver and mps+driver)."""
 
     set_by_agent: bool = False
     """The agent sets the driver's memory limits (component driver-limits). false: NVIDIA's container toolkit 1.20.1

@@ -98,7 +98,6 @@ class Settings(BaseSettings):
     virtual_manager: sections.VirtualManagerSettings = _DEFAULTS
     driver_volume: sections.DriverVolumeSettings = _DEFAULTS
     mps: sections.MpsSettings = _DEFAULTS
-    hami_core: sections.HamiCoreSettings = _DEFAULTS
     libgpushare: sections.LibgpushareSettings = _DEFAULTS
     driver_limits: sections.DriverLimitsSettings = _DEFAULTS
     cdi: sections.CdiSettings = _DEFAULTS

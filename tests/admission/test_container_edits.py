@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from gpushare_agent.admission.decisions.container_edits import EditPolicy, edits_for
-from gpushare_agent.isolation.device_lists import NodeDevices
+from gpushare_agent.delivery.device_lists import NodeDevices
 from gpushare_agent.model.allocations import ContainerEdits, ContainerMount, DeviceNode, merged
 from gpushare_agent.model.errors import RefusalReason, Refused
 from gpushare_agent.model.isolation import DeviceListStrategy

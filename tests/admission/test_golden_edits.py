@@ -22,7 +22,7 @@ from gpushare_agent.model.gpus import Gpu
 from gpushare_agent.model.isolation import DeviceListStrategy
 from gpushare_agent.model.names import CORE_LIMIT_ANNOTATION, GpuUuid
 from gpushare_agent.model.pods import Pod
-from gpushare_agent.settings.sections import HamiCoreSettings, MpsSettings
+from gpushare_agent.settings.sections import MpsSettings
 from tests.support_core import NAMES, container, isolation_config, pod, raw_edits
 
 DIRECTORY = Path(__file__).parent.parent / "data" / "edits"
@@ -43,7 +43,6 @@ CONFIG = isolation_config(
     shared_driver=Path("/etc/gpu-manager/vdriver/nvidia"),
     whole_driver=Path("/etc/gpu-manager/vdriver/origin"),
     mps=MpsSettings(pipe_directory=Path("/run/gpushare-mps/pipe"), shm_directory=Path("/dev/shm")),
-    hami_core=HamiCoreSettings(directory=Path("/etc/gpu-manager/hami-core")),
 )
 STRATEGIES: tuple[tuple[DeviceListStrategy, ...], ...] = (
     *((strategy,) for strategy in DeviceListStrategy),

@@ -59,7 +59,7 @@ def ours(case: str, strategies: str, ids: str) -> dict[str, Any]:
     policy = EditPolicy(
         names=ResourceNames(gpu=(NVIDIA_GPU_RESOURCE,), nvidia=NvidiaNames(sharing=terms.sharing)),
         config=CONFIG,
-        isolation="hami-core",
+        isolation="none",
         strategies=tuple(map(DeviceListStrategy, strategies.split("+"))),
         is_named_by_index=ids == "index",
     )
@@ -120,15 +120,15 @@ def test_every_listed_difference_is_one() -> None:
 
 
 def test_replicas_that_are_shares_are_limited_to_their_part() -> None:
-    """Under hami-core: two of four replicas of GPU 0 are a half, one of GPU 1 a quarter."""
+    """Under mps: two of four replicas of GPU 0 are a half, one of GPU 1 a quarter."""
     terms = ReplicaLayout(4, Sharing.SHARES)
     served = ServedUnits(NVIDIA_GPU_RESOURCE, terms)
     devices = [*served.ids(GPUS[0].uuid)[:2], served.ids(GPUS[1].uuid)[3]]
     spec = replace(container("cuda"), requests={NVIDIA_GPU_RESOURCE: 3})
     names = ResourceNames(gpu=(NVIDIA_GPU_RESOURCE,), nvidia=NvidiaNames(sharing=Sharing.SHARES))
-    policy = EditPolicy(names=names, config=CONFIG, isolation="hami-core")
+    policy = EditPolicy(names=names, config=CONFIG, isolation="mps")
     edits = edits_for(pod("p", spec, uid=UID), spec, GPUS, policy, units_of(devices))
     assert isinstance(edits, ContainerEdits)
     env = dict(edits.env)
-    assert (env["CUDA_DEVICE_MEMORY_LIMIT_0"], env["CUDA_DEVICE_SM_LIMIT_0"]) == ("12288m", "50")
-    assert (env["CUDA_DEVICE_MEMORY_LIMIT_1"], env["CUDA_DEVICE_SM_LIMIT_1"]) == ("6144m", "25")
+    assert env["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] == "0=12288M,1=6144M"
+    assert env["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] == "25"

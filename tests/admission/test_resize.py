@@ -22,6 +22,7 @@ from gpushare_agent.admission.decisions.resize import (
     unknown_name,
 )
 from gpushare_agent.isolation import ISOLATIONS
+from gpushare_agent.isolation.request import Follows
 from gpushare_agent.model.allocations import Allocation, Charge, ResizedShare, ShareSize
 from gpushare_agent.model.isolation import ResizeMode
 from gpushare_agent.model.names import GpuUuid
@@ -30,7 +31,9 @@ from gpushare_agent.model.resources import ResourceKind, ResourceNames
 from gpushare_agent.placement import GpuAccount
 from tests.support_core import NAMES, allocation, container, ids, pod
 
-HAMI, VCUDA, MPS = (ISOLATIONS[n] for n in ("hami-core", "vcuda", "mps"))
+VCUDA, MPS = (ISOLATIONS[n] for n in ("vcuda", "mps"))
+MEMORY_LIVE = replace(VCUDA, memory_follows=Follows.RUNNING_PROCESSES)
+"""Whose running processes follow a new memory limit, and keep their limit of compute."""
 POD = pod("web", container("main", cores=30, blocks=8), container("side", cores=10, blocks=4))
 MAIN = allocation(POD, "main", ids(0, range(30)), ids(0, range(8)))
 FREE = ResizePolicy(names=NAMES, mode=ResizeMode.FREE_CAPACITY)
@@ -45,7 +48,7 @@ def account(**changes: object) -> GpuAccount:
 def decided(
     cores: int | None = None, memory: int | None = None, known: ResizedShare | None = None, **changes: object
 ) -> ResizedShare | ResizeRefused | None:
-    return decide_resize(MAIN, DesiredSize(cores=cores, memory=memory), known, account(**changes), HAMI, FREE)
+    return decide_resize(MAIN, DesiredSize(cores=cores, memory=memory), known, account(**changes), MEMORY_LIVE, FREE)
 
 
 # --- the annotation ---
@@ -233,34 +236,34 @@ def test_the_compute_of_a_memory_share_follows_its_memory() -> None:
         ids={ResourceKind.GPU_MEM: frozenset(ids(0, range(4)))},  # type: ignore[arg-type]
     )
     policy = ResizePolicy(names=names, mode=ResizeMode.FREE_CAPACITY)
-    grown = decide_resize(units, DesiredSize(memory=20), None, account(), HAMI, policy)
+    grown = decide_resize(units, DesiredSize(memory=20), None, account(), MEMORY_LIVE, policy)
     assert isinstance(grown, ResizedShare) and grown.kind is ResourceKind.GPU_MEM
     assert grown.target == ShareSize(cores=0, memory=20)
-    assert isinstance(decide_resize(units, DesiredSize(memory=21), None, account(), HAMI, policy), ResizeRefused)
-    assert isinstance(decide_resize(units, DesiredSize(cores=5), None, account(), HAMI, policy), ResizeRefused)
+    assert isinstance(decide_resize(units, DesiredSize(memory=21), None, account(), MEMORY_LIVE, policy), ResizeRefused)
+    assert isinstance(decide_resize(units, DesiredSize(cores=5), None, account(), MEMORY_LIVE, policy), ResizeRefused)
 
 
 # --- what is given back ---
 
 
-def test_hami_core_gives_back_memory_at_once_and_cores_with_the_next_container() -> None:
+def test_what_binds_running_processes_gives_back_memory_at_once_and_cores_with_the_next_container() -> None:
     """Its running processes follow a new memory limit, and keep the compute limit that they have copied."""
     share = decided(cores=10, memory=4)
     assert isinstance(share, ResizedShare)
-    now = enforced(share, HAMI, "a" * 64, uses_no_more=True)
+    now = enforced(share, MEMORY_LIVE, "a" * 64, uses_no_more=True)
     assert now.charged == ShareSize(cores=30, memory=4) and now.instance == "a" * 64
-    assert enforced(now, HAMI, "a" * 64, uses_no_more=True) == now
-    assert enforced(now, HAMI, "", uses_no_more=True) == now
-    assert enforced(now, HAMI, "b" * 64, uses_no_more=False).charged == share.target
+    assert enforced(now, MEMORY_LIVE, "a" * 64, uses_no_more=True) == now
+    assert enforced(now, MEMORY_LIVE, "", uses_no_more=True) == now
+    assert enforced(now, MEMORY_LIVE, "b" * 64, uses_no_more=False).charged == share.target
 
 
 def test_memory_in_use_stays_booked() -> None:
     """A limit takes nothing away from a process that has it."""
     share = decided(memory=4)
     assert isinstance(share, ResizedShare)
-    now = enforced(share, HAMI, "a" * 64, uses_no_more=False)
+    now = enforced(share, MEMORY_LIVE, "a" * 64, uses_no_more=False)
     assert now.charged == share.charged
-    assert enforced(now, HAMI, "a" * 64, uses_no_more=True).charged == share.target
+    assert enforced(now, MEMORY_LIVE, "a" * 64, uses_no_more=True).charged == share.target
 
 
 def test_vcuda_gives_back_nothing_before_the_next_container() -> None:

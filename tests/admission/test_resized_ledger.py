@@ -13,6 +13,7 @@ from gpushare_agent.admission.device_tables import offered_ids, withheld
 from gpushare_agent.admission.resizing import GrowthAccounts
 from gpushare_agent.cluster.node_annotations import allocations_by_pod
 from gpushare_agent.isolation import ISOLATIONS
+from gpushare_agent.isolation.request import Follows
 from gpushare_agent.model.allocations import NO_CHARGE, Allocation, Charge, ContainerKey, ResizedShare, ShareSize
 from gpushare_agent.model.isolation import ResizeMode
 from gpushare_agent.model.names import CORES_PER_GPU, GpuUuid
@@ -22,6 +23,8 @@ from gpushare_agent.placement import GpuAccount
 from tests.support_core import NAMES, allocation, container, ids, inventory, pod, used_blocks, used_cores
 from tests.support_node import node_of
 
+MEMORY_LIVE = replace(ISOLATIONS["vcuda"], memory_follows=Follows.RUNNING_PROCESSES)
+"""Whose memory binds running processes, its cores those that start later."""
 BLOCKS = 16
 GPUS = inventory(2, BLOCKS * NAMES.memory_block_mib)
 FREE = ResizePolicy(names=NAMES, mode=ResizeMode.FREE_CAPACITY)
@@ -110,7 +113,7 @@ class Node(RuleBasedStateMachine):
             assert account is not None
             assert (account.used.cores, account.used.blocks) == charged_for_others(self.cache, key)
             wanted = DesiredSize(cores=cores, memory=memory)
-            outcome = decide_resize(own, wanted, known, account, ISOLATIONS["hami-core"], FREE)
+            outcome = decide_resize(own, wanted, known, account, MEMORY_LIVE, FREE)
             if isinstance(outcome, ResizedShare):
                 decided.charge(outcome)
 
@@ -134,7 +137,7 @@ class Node(RuleBasedStateMachine):
         if share is None or own.resized_to != share.target:
             return
         instance = str(self.instances[key])
-        new = enforced(share, ISOLATIONS["hami-core"], instance, uses_no_more=uses_no_more)
+        new = enforced(share, MEMORY_LIVE, instance, uses_no_more=uses_no_more)
         if new.is_over:
             self.cache.forget_resized(key)
         else:

@@ -14,7 +14,7 @@ from gpushare_agent.model.allocations import ContainerKey
 from gpushare_agent.model.names import PodUid
 from gpushare_agent.settings.settings import Settings, SettingsError, load_settings
 from tests.agent.support_agent import open_agent
-from tests.isolation.support_hami_core import fake_library
+from tests.isolation.support_library import fake_library
 from tests.sandbox.support_sandbox import open_test_node
 from tests.support_json import written_node
 
@@ -29,8 +29,6 @@ def settings_of(root: Path, *flags: str) -> Settings:
     places = {
         "libgpushare.library": root / "libgpushare.so",
         "libgpushare.directory": root / "gpushare",
-        "hami-core.library": root / "libvgpu.so",
-        "hami-core.directory": root / "hami",
         "mps.pipe-directory": root / "pipe",
         "mps.control": root / "nvidia-cuda-mps-control",
         "virtual-manager.path": root / "vm",
@@ -50,12 +48,12 @@ async def test_another_setting_is_left_alone(short_dir: Path) -> None:
 async def test_a_library_that_is_there_is_used(short_dir: Path) -> None:
     """Only the isolation of the settings changes; the log has the reason."""
     settings = settings_of(short_dir)
-    fake_library(settings.hami_core.library)
+    fake_library(settings.libgpushare.library)
     with capture_logs() as lines:
         found = await resolve_isolation(settings)
-    assert found.settings == settings.model_copy(update={"isolation": "hami-core"})
+    assert found.settings == settings.model_copy(update={"isolation": "gpushare"})
     (line,) = [line for line in lines if line["event"] == "isolation_chosen"]
-    assert (line["isolation"], line["reason"]) == ("hami-core", found.isolation_reason)
+    assert (line["isolation"], line["reason"]) == ("gpushare", found.isolation_reason)
 
 
 async def test_simulated_gpus_need_no_library_of_the_projects_own(short_dir: Path) -> None:
@@ -70,21 +68,21 @@ async def test_with_nothing_on_the_node_shares_will_be_refused(short_dir: Path) 
     found = await resolve_isolation(settings_of(short_dir))
     assert found.settings.isolation == "gpushare"
     assert "no isolation can be had" in found.isolation_reason
-    assert "libgpushare.so" in found.isolation_reason and "libvgpu.so" in found.isolation_reason
+    assert "libgpushare.so" in found.isolation_reason
 
 
 async def test_the_driver_limits_memory_beside_it_where_the_agent_sets_that(short_dir: Path) -> None:
     settings = settings_of(short_dir, "--driver-limits.set-by-agent=true")
-    fake_library(settings.hami_core.library)
-    assert (await resolve_isolation(settings)).settings.isolation == "hami-core+driver"
+    fake_library(settings.libgpushare.library)
+    assert (await resolve_isolation(settings)).settings.isolation == "gpushare+driver"
 
 
 async def test_containers_that_run_keep_their_library(short_dir: Path) -> None:
     """Those whose pod still has a cgroup; what a pod of long ago left does not count."""
     settings = settings_of(short_dir)
-    fake_library(settings.hami_core.library)
+    fake_library(settings.libgpushare.library)
     VDeviceFiles(settings.virtual_manager.path).prepare(ContainerKey(UID, "cuda"))
-    assert (await resolve_isolation(settings)).settings.isolation == "hami-core"
+    assert (await resolve_isolation(settings)).settings.isolation == "gpushare"
     (settings.runtime.cgroup_root / "kubepods" / f"pod{UID}").mkdir(parents=True)
     found = await resolve_isolation(settings)
     assert found.settings.isolation == "vcuda" and "containers run" in found.isolation_reason
@@ -92,18 +90,17 @@ async def test_containers_that_run_keep_their_library(short_dir: Path) -> None:
 
 async def test_document_and_check_have_the_choice_and_its_reason(short_dir: Path) -> None:
     """The document names the isolation, never auto."""
-    library = fake_library(short_dir / "libvgpu.so")
+    library = fake_library(short_dir / "libgpushare.so")
     async with open_test_node() as node:
-        flags = (
-            *("--isolation=auto", "--libgpushare.library=/proc/self/status"),
-            *(f"--hami-core.library={library}", f"--hami-core.directory={short_dir / 'hami'}"),
-        )
+        flags = ("--isolation=auto", f"--libgpushare.library={library}")
         async with open_agent(node, *flags) as agent:
             document = written_node(agent.parts.observability.snapshots.current())["agent"]
-    assert document["isolation"] == "hami-core" and "library" in document["isolation_reason"]
-    assert [one["name"] for one in document["isolations"]] == ["hami-core"]
-    findings = await check_node(settings_of(short_dir))
-    assert any(one.what == "isolation" and one.detail.startswith("auto chooses hami-core: ") for one in findings)
+    assert document["isolation"] == "gpushare" and "libgpushare" in document["isolation_reason"]
+    assert [one["name"] for one in document["isolations"]] == ["gpushare"]
+    settings = settings_of(short_dir)
+    fake_library(settings.libgpushare.library)
+    findings = await check_node(settings)
+    assert any(one.what == "isolation" and one.detail.startswith("auto chooses gpushare: ") for one in findings)
 
 
 def test_a_pod_may_not_choose_it() -> None:

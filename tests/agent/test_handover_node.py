@@ -23,7 +23,7 @@ from tests.agent.support_agent import (
     wait_running,
     wait_settled,
 )
-from tests.isolation.support_hami_core import fake_library
+from tests.isolation.support_library import fake_library
 from tests.kit.support_http import Peer
 from tests.sandbox.support_sandbox import container, open_test_node, pod
 from tests.support_deadline import DEADLINE_S
@@ -126,8 +126,8 @@ async def test_an_agent_that_stands_by_is_ready_and_one_that_asks_is_not() -> No
     [
         (["--libgpushare.directory=/proc/nope/gpushare"], "libgpushare.directory"),
         (["--isolation=vcuda", "--virtual-manager.path=/proc/nope/vm"], "virtual_manager.path"),
-        (["--isolation=hami-core", "--hami-core.library=/nope/libvgpu.so"], "/nope/libvgpu.so"),
-        (["--isolations-allowed=hami-core", "--hami-core.library=/nope/libvgpu.so"], "/nope/libvgpu.so"),
+        (["--libgpushare.library=/proc/self/status"], "/proc/self/status"),
+        (["--isolation=none", "--isolations-allowed=gpushare", "--libgpushare.library=/proc/self/status"], "status"),
         (["--isolation=mps", "--mps.pipe-directory=/nope/pipe"], "/nope/pipe"),
         (["--kubelet.pod-resources-socket=/nope/kubelet.sock"], "/nope/kubelet.sock"),
         (["--device-list-strategy=cdi-cri", "--cdi.spec-directories=/proc/nope/cdi"], "/proc/nope/cdi"),
@@ -181,8 +181,9 @@ async def test_a_newcomer_that_could_give_no_share_serves_when_the_other_agent_h
 
 async def test_an_agent_is_not_ready_before_shares_can_be_given_and_ready_from_then_on(short_dir: Path) -> None:
     """What breaks later is not for readiness: an agent that is not Ready is ended at once by a rollout."""
-    library = short_dir / "libvgpu.so"
-    flags = ("--isolation=hami-core", f"--hami-core.library={library}", f"--hami-core.directory={short_dir / 'hami'}")
+    library = short_dir / "libgpushare.so"
+    library.write_bytes(b"no library")
+    flags = (f"--libgpushare.library={library}", f"--libgpushare.directory={short_dir / 'own'}")
     async with open_test_node() as node, open_agent(node, *flags, wait=False) as agent:
         readiness = agent.parts.readiness
         readiness.period_s = 0.05
@@ -192,12 +193,12 @@ async def test_an_agent_is_not_ready_before_shares_can_be_given_and_ready_from_t
         assert status == 503 and str(library) in text
         fake_library(library)
         await poll_until(lambda: not readiness.not_ready(), "it is Ready")
-        watch = agent.parts.isolation.watches["hami-core"]
+        watch = agent.parts.isolation.watches["gpushare"]
         await watch.poll()
-        assert _are_available(agent) == [("hami-core", 1)]
-        library.unlink()
+        assert _are_available(agent) == [("gpushare", 1)]
+        library.write_bytes(b"no library")
         await watch.poll()
-        assert watch.unavailable_reason and _are_available(agent) == [("hami-core", 0)]
+        assert watch.unavailable_reason and _are_available(agent) == [("gpushare", 0)]
         assert not readiness.not_ready() and await readiness.look()
 
 

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from gpushare_agent.isolation.gpushare.files import LIBRARY
 from gpushare_agent.model.names import ISOLATION_ANNOTATION
 from gpushare_agent.sandbox.node import EmbeddedNode
 from gpushare_agent.wire.v1beta1 import ContainerAllocateResponse
@@ -27,8 +26,8 @@ from tests.agent.support_agent import (
     wait_settled,
     wait_until,
 )
-from tests.isolation.support_hami_core import fake_library
-from tests.sandbox.support_sandbox import CORE, MEMORY, container, limits_of, open_test_node, pod
+from tests.isolation.support_library import fake_library
+from tests.sandbox.support_sandbox import CORE, MEMORY, container, open_test_node, pod
 
 EDITS = Path(__file__).parent.parent / "data" / "edits"
 GOLDEN_UID = "5ca1ab1e-0000-4000-8000-00000000cafe"
@@ -64,10 +63,8 @@ class Host:
     """The directories that the settings name, all of them below the node's."""
 
     def __init__(self, node: EmbeddedNode) -> None:
-        self.hami = node.paths.state / "hami"
-        self.library = fake_library(node.paths.state / "lib/libvgpu.so")
-        own_library = fake_library(node.paths.state / "lib/libgpushare.so")
-        own_library.write_bytes(own_library.read_bytes() + LIBRARY.mark)
+        self.library = fake_library(node.paths.state / "lib/libgpushare.so")
+        self.installed = node.paths.libgpushare
         self.drivers = node.paths.state / "vdriver"
         self.virtual_manager = node.paths.virtual_manager
         config = node.paths.state / "volume.conf"
@@ -77,15 +74,10 @@ class Host:
         ]
         config.write_text(json.dumps({"volume": volumes}))
         self.flags = [
-            f"--hami-core.directory={self.hami}",
-            f"--hami-core.library={self.library}",
-            f"--libgpushare.library={own_library}",
+            f"--libgpushare.library={self.library}",
             f"--volume-config={config}",
             "--simulated.cards=4",
         ]
-
-    def cache(self, node: EmbeddedNode, name: str, inner: str = "cuda") -> Path:
-        return self.hami / "containers" / uid_of(node, name) / inner / f"{inner}.cache"
 
     def golden(
         self,
@@ -105,7 +97,6 @@ class Host:
             "/etc/gpu-manager/vm": str(self.virtual_manager),
             "/etc/gpu-manager/vdriver/gpushare": str(node.paths.libgpushare),  # before what it begins with
             "/etc/gpu-manager/vdriver": str(self.drivers),
-            "/etc/gpu-manager/hami-core": str(self.hami),
         }
         text = json.dumps(json.loads((EDITS / isolation / f"{strategies}.json").read_text())[case])
         return json.loads(re.sub("|".join(map(re.escape, places)), lambda found: places[found[0]], text))
@@ -150,7 +141,7 @@ async def environment_of(node: EmbeddedNode, name: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("strategies", LISTS)
-@pytest.mark.parametrize("isolation", ["vcuda", "hami-core", "gpushare", "none"])
+@pytest.mark.parametrize("isolation", ["vcuda", "gpushare", "none"])
 async def test_the_running_process_has_what_the_golden_files_say(isolation: str, strategies: str) -> None:
     """Its environment is theirs and no variable more; so are the mounts, nodes and annotations at the runtime."""
     async with open_test_node() as node:
@@ -169,70 +160,32 @@ async def test_the_running_process_has_what_the_golden_files_say(isolation: str,
                 assert await environment_of(node, name) == golden["env"] | last_word, case
 
 
-async def test_a_cache_is_there_before_the_container_starts_and_gone_after_its_pod() -> None:
-    """The container's first command checks for it, and ends at once where it is missing; a whole GPU has none."""
-    async with open_test_node() as node:
-        host = Host(node)
-        command = f"test -f {shlex.quote(str(host.hami))}/containers/*/cuda/cuda.cache && exec sleep 600"
-        async with open_agent(node, "--isolation=hami-core", *host.flags):
-            preload = host.hami / "ld.so.preload"
-            assert preload.read_text() == "/usr/local/vgpu/libvgpu.so\n"
-            node.api.create_pod(pod("share", running("cuda", "sh", "-c", command, cores=30, blocks=8)))
-            node.api.create_pod(pod("whole", running(cores=100)))
-            await wait_running(node, "share", "whole")
-            cache = host.cache(node, "share")
-            assert (cache.stat().st_size, cache.stat().st_mode & 0o777) == (0, 0o666)
-            assert not host.cache(node, "whole").parent.exists()
-            node.api.delete_pod("default", "share")
-            await wait_until(node, lambda: node.api.find_pod("default", "share") is None, "the pod gone")
-            await poll_until(lambda: not cache.parent.parent.exists(), "its directory removed")
-            assert sorted(path.name for path in host.hami.iterdir()) == ["containers", "ld.so.preload", "libvgpu.so"]
-
-
-async def test_a_restart_of_the_agent_leaves_the_caches_of_running_containers_alone() -> None:
-    """They are mapped; what belongs to a pod that ended meanwhile is removed."""
-    async with open_test_node() as node:
-        host = Host(node)
-        async with open_agent(node, "--isolation=hami-core", *host.flags):
-            for name in ("stays", "goes"):
-                node.api.create_pod(pod(name, running(cores=30, blocks=8)))
-            await wait_running(node, "stays", "goes")
-            stays, goes = host.cache(node, "stays"), host.cache(node, "goes")
-        stays.write_bytes(b"tenant")
-        before = stays.stat().st_ino
-        node.api.delete_pod("default", "goes")
-        await wait_until(node, lambda: node.api.find_pod("default", "goes") is None, "the pod gone")
-        assert goes.exists()
-        async with open_agent(node, "--isolation=hami-core", *host.flags):
-            await poll_until(lambda: not goes.parent.parent.exists(), "the directory of the gone pod removed")
-            assert (stays.stat().st_ino, stays.read_bytes()) == (before, b"tenant")
-
-
 async def test_a_pod_may_choose_among_the_isolations_that_the_node_allows() -> None:
     """By annotation; without it the node's own counts. The chosen one's files are there, and not its neighbour's mounts."""
     async with open_test_node() as node:
         host = Host(node)
-        flags = ["--isolation=vcuda", "--isolations-allowed=hami-core,none", *host.flags]
+        flags = ["--isolation=vcuda", "--isolations-allowed=gpushare,none", *host.flags]
         async with open_agent(node, *flags):
-            for name, chosen in (("usual", ""), ("hami", "hami-core"), ("free", "none")):
+            for name, chosen in (("usual", ""), ("ours", "gpushare"), ("free", "none")):
                 annotations = {ISOLATION_ANNOTATION: chosen} if chosen else {}
                 node.api.create_pod(pod(name, running(cores=20, blocks=8), annotations=annotations))
-            await wait_running(node, "usual", "hami", "free")
-            inside = {name: await environment_of(node, name) for name in ("usual", "hami", "free")}
-            assert inside["hami"]["CUDA_DEVICE_MEMORY_LIMIT_0"] == "2048m"
-            assert inside["hami"]["CUDA_DEVICE_SM_LIMIT"] == "20"
-            assert not [key for name in ("usual", "free") for key in inside[name] if key.startswith("CUDA_")]
+            await wait_running(node, "usual", "ours", "free")
+            inside = {name: await environment_of(node, name) for name in ("usual", "ours", "free")}
+            assert not [key for name in inside for key in inside[name] if key.startswith("CUDA_")]
             mounted = {
                 name: {mount.split(" -> ")[1].split()[0] for mount in answered(node, name)["mounts"]}
-                for name in ("usual", "hami", "free")
+                for name in ("usual", "ours", "free")
             }
             assert mounted == {
                 "usual": {"/etc/vcuda", "/usr/local/nvidia"},
-                "hami": {"/usr/local/vgpu/libvgpu.so", "/etc/ld.so.preload", "/usr/local/vgpu/cache/cuda.cache"},
+                "ours": {
+                    *("/usr/local/gpushare/libgpushare.so", "/etc/ld.so.preload"),
+                    *("/etc/vcuda", "/etc/vcuda/usage"),
+                },
                 "free": set(),
             }
-            for mount in answered(node, "hami")["mounts"]:
-                assert Path(mount.split(" -> ")[0]).is_file(), mount
+            for mount in answered(node, "ours")["mounts"]:
+                assert Path(mount.split(" -> ")[0]).exists(), mount
 
 
 @pytest.mark.parametrize("chosen", ["none", "VCUDA", "", "../none"])
@@ -240,10 +193,10 @@ async def test_an_isolation_that_the_node_does_not_allow_is_refused_with_an_even
     """A tenant's name is not taken for it: the pod fails, with the list of what it may name."""
     async with open_test_node() as node:
         host = Host(node)
-        async with open_agent(node, "--isolation=vcuda", "--isolations-allowed=hami-core", *host.flags) as agent:
+        async with open_agent(node, "--isolation=vcuda", "--isolations-allowed=gpushare", *host.flags) as agent:
             node.api.create_pod(pod("wrong", running(cores=20, blocks=8), annotations={ISOLATION_ANNOTATION: chosen}))
             message = await wait_settled(node, "wrong")
-            assert ISOLATION_ANNOTATION in message and "hami-core, vcuda" in message
+            assert ISOLATION_ANNOTATION in message and "gpushare, vcuda" in message
             assert node.api.pod("default", "wrong")["status"]["phase"] == "Failed"
             events = await wait_until(
                 node,
@@ -254,43 +207,42 @@ async def test_an_isolation_that_the_node_does_not_allow_is_refused_with_an_even
                 ],
                 "an Event with the reason",
             )
-            assert "hami-core, vcuda" in events[0]["message"]
+            assert "gpushare, vcuda" in events[0]["message"]
             assert agent.held() == {} and not list(node.paths.virtual_manager.iterdir())
 
 
-async def test_without_its_library_only_shares_of_hami_core_are_refused() -> None:
+async def test_without_its_library_only_shares_of_gpushare_are_refused() -> None:
     """With the path and the cure. Whole GPUs and shares of other isolations go, and once it is there its own shares too."""
     async with open_test_node() as node:
         host = Host(node)
-        host.library.unlink()
-        async with open_agent(node, "--isolation=vcuda", "--isolations-allowed=hami-core", *host.flags) as agent:
-            chooses = {ISOLATION_ANNOTATION: "hami-core"}
+        host.library.write_bytes(b"no library")
+        async with open_agent(node, "--isolation=vcuda", "--isolations-allowed=gpushare", *host.flags) as agent:
+            chooses = {ISOLATION_ANNOTATION: "gpushare"}
             node.api.create_pod(pod("refused", running(cores=30, blocks=8), annotations=chooses))
             words = await wait_settled(node, "refused")
-            assert str(host.library) in words and "--hami-core.library" in words and "Nothing was allocated" in words
+            assert str(host.library) in words and "--libgpushare.library" in words and "Nothing was allocated" in words
             node.api.create_pod(pod("whole", running(cores=100), annotations=chooses))
             node.api.create_pod(pod("other", running(cores=30, blocks=8)))
             await wait_running(node, "whole", "other")
             fake_library(host.library)
-            await agent.parts.isolation.watches["hami-core"].poll()
+            await agent.parts.isolation.watches["gpushare"].poll()
             node.api.create_pod(pod("late", running(cores=30, blocks=8), annotations=chooses))
             await wait_running(node, "late")
-            assert (host.hami / "ld.so.preload").is_file()
-            assert (host.hami / "containers").stat().st_mode & 0o777 == 0o700
+            assert (host.installed / "ld.so.preload").is_file()
 
 
 async def test_where_every_share_needs_the_library_the_kubelet_sees_no_memory() -> None:
     """A scheduler then sends none; the cores of whole GPUs are there."""
     async with open_test_node() as node:
         host = Host(node)
-        host.library.unlink()
-        async with open_agent(node, "--isolation=hami-core", *host.flags, wait=False) as agent:
+        host.library.write_bytes(b"no library")
+        async with open_agent(node, "--isolation=gpushare", *host.flags, wait=False) as agent:
             await wait_until(node, lambda: node.kubelet.devices.capacity().get(CORE, (0, 0))[1] > 0, "cores")
             await wait_until(
                 node, lambda: node.kubelet.devices.capacity()[MEMORY][1] == 0, "no memory without the library"
             )
             fake_library(host.library)
-            await agent.parts.isolation.watches["hami-core"].poll()
+            await agent.parts.isolation.watches["gpushare"].poll()
             await wait_until(
                 node, lambda: node.kubelet.devices.capacity()[MEMORY][1] > 0, "memory once the library is there"
             )
@@ -302,11 +254,11 @@ async def test_a_container_that_starts_again_waits_while_the_library_is_away() -
         host = Host(node)
         ends = node.paths.state / "ends"
         until = f"until test -e {shlex.quote(str(ends))}; do sleep 0.02; done"
-        async with open_agent(node, "--isolation=hami-core", *host.flags):
+        async with open_agent(node, "--isolation=gpushare", *host.flags):
             node.api.create_pod(pod("waits", running("cuda", "sh", "-c", until, cores=30, blocks=8)))
             await wait_running(node, "waits")
-            host.library.unlink()
-            (host.hami / "libvgpu.so").unlink()
+            host.library.write_bytes(b"no library")
+            (host.installed / "libgpushare.so").unlink()
             ends.touch()
             await wait_until(
                 node,
@@ -316,17 +268,3 @@ async def test_a_container_that_starts_again_waits_while_the_library_is_away() -
             ends.unlink()
             fake_library(host.library)
             await wait_running(node, "waits")
-            assert host.cache(node, "waits").is_file()
-
-
-async def test_a_share_of_memory_alone_is_kept_too() -> None:
-    """GPUShare's resource: the compute follows the memory, and the cache is prepared as for every share."""
-    async with open_test_node() as node:
-        host = Host(node)
-        async with open_agent(node, "--isolation=hami-core", "--gpushare.enabled=true", *host.flags):
-            wanted = limits_of("cuda", {"aliyun.com/gpu-mem": 6}, command=list(RUNS))
-            node.api.create_pod(pod("memory", wanted | {"image": "sandbox/host"}))
-            await wait_running(node, "memory")
-            inside = await environment_of(node, "memory")
-            assert (inside["CUDA_DEVICE_MEMORY_LIMIT_0"], inside["CUDA_DEVICE_SM_LIMIT"]) == ("6144m", "25")
-            assert host.cache(node, "memory").is_file()

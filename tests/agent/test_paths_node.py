@@ -27,7 +27,7 @@ from tests.agent.support_agent import (
 )
 from tests.agent.support_touched import touched
 from tests.dra.support_claims import uid_of
-from tests.isolation.support_hami_core import fake_library
+from tests.isolation.support_library import fake_library
 from tests.sandbox.support_sandbox import SHORT_TIMES, container, open_test_node, pod
 from tests.settings.support_settings import run_program
 from tests.support_deadline import DEADLINE_S
@@ -38,7 +38,6 @@ ONLY_READ = {
     "driver_volume.root": "the host's driver",
     "driver_volume.control_library": "the host's",
     "driver_volume.gpu_client": "of the image",
-    "hami_core.library": "copied to where containers mount it from",
     "libgpushare.library": "copied to where containers mount it from",
     "mps.control": "a program of the command mps",
     "mps.shm_directory": "mounted into containers; made by the command mps",
@@ -61,18 +60,18 @@ def is_dra_registered(node: EmbeddedNode) -> Callable[[], bool]:
     "flags",
     [
         ("--isolation=vcuda", "--resize.mode=free-capacity"),
-        ("--isolation=hami-core", "--dra.gpus=3", "--device-list-strategy=cdi-cri"),
+        ("--isolation=gpushare", "--dra.gpus=3", "--device-list-strategy=cdi-cri"),
     ],
 )
 async def test_an_agent_touches_nothing_outside_the_paths_of_its_settings(
     tmp_path: Path, flags: tuple[str, ...]
 ) -> None:
     """With an earlier agent's claims, for which it registers the driver, over shares, a resize, a cordon and its end."""
-    file, library = tmp_path / "touched", fake_library(tmp_path / "libvgpu.so")
+    file, library = tmp_path / "touched", fake_library(tmp_path / "libgpushare.so")
     program = ("-m", "tests.agent.support_touched", str(file))
     async with open_test_node(times=TIMES) as node:
         record_claim(node)
-        async with open_child(node, *flags, f"--hami-core.library={library}", program=program) as child:
+        async with open_child(node, *flags, f"--libgpushare.library={library}", program=program) as child:
             await poll_until(is_dra_registered(node), "the DRA driver is registered")
             resize = {RESIZE_ANNOTATION: "main:cores=20"}
             node.api.create_pod(pod("p", container(cores=10, blocks=4), annotations=resize))

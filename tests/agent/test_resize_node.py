@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from aiohttp import ClientSession
 
-from gpushare_agent.isolation.gpushare.files import LIBRARY
 from gpushare_agent.isolation.gpushare.format import CONFIG_NAME
+from gpushare_agent.isolation.gpushare.library import MARK
 from gpushare_agent.isolation.vdevice.format import VDeviceConfig, decode_config
 from gpushare_agent.model.allocations import ContainerKey
 from gpushare_agent.sandbox.node import EmbeddedNode
@@ -25,7 +25,7 @@ from tests.agent.support_agent import (
     wait_settled,
     wait_until,
 )
-from tests.isolation.support_hami_core import fake_library
+from tests.isolation.support_library import fake_library
 from tests.sandbox.support_sandbox import CORE, MEMORY, container, kill_container, open_test_node, pod
 from tests.support_core import used_blocks, used_cores
 
@@ -110,7 +110,7 @@ async def test_a_running_share_grows_and_the_kubelet_offers_no_more_than_is_left
 async def test_under_gpushare_a_running_program_finds_the_new_size_in_its_file(short_dir: Path) -> None:
     """Made before the container starts, changed in place, and gone with the pod; what the tenant has more is waited for."""
     library = fake_library(short_dir / "libgpushare.so")
-    library.write_bytes(library.read_bytes() + LIBRARY.mark)
+    library.write_bytes(library.read_bytes() + MARK)
     flags = ("--cards=1", "--isolation=gpushare", f"--libgpushare.library={library}", "--resize.mode=free-capacity")
     async with open_world(*flags) as (node, agent):
         node.api.create_pod(share("web"))

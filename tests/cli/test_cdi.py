@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from gpushare_agent.cli.cdi import cdi_specs
+from gpushare_agent.isolation import mounts_driver
 from gpushare_agent.settings.settings import load_settings
 from tests.isolation.support_cdi import schema, write_spec
 from tests.settings.support_settings import Ended, run_program
@@ -137,7 +138,8 @@ def test_the_spec_mounts_the_driver_only_where_no_isolation_does(
     config = short_dir / "volume.conf"
     config.write_text(json.dumps({"volume": [volume]}))
     flags = ["--driver=simulated", f"--volume-config={config}", f"--isolation={isolation}"]
-    specs = cdi_specs(load_settings([*flags, f"--cdi.spec-directories={short_dir}/cdi"], {}).settings)
+    settings = load_settings([*flags, f"--cdi.spec-directories={short_dir}/cdi"], {}).settings
+    specs = cdi_specs(settings, mounts_driver=mounts_driver(settings))
     gpus = inventory().gpus
     before = specs.plan(gpus)
     absent = before.spec

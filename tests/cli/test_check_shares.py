@@ -1,4 +1,4 @@
-"""`gpushare-agent check` for MPS, HAMi-core, device lists, CDI and GPUShare's right."""
+"""`gpushare-agent check` for MPS, gpushare, device lists, CDI and GPUShare's right."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from gpushare_agent.cli.check import (
     check_list_sizes,
     check_node,
 )
-from gpushare_agent.isolation.driver_volume.elf import read_interface
-from gpushare_agent.isolation.hami_core.check import check_hami_core
+from gpushare_agent.delivery.elf import read_interface
+from gpushare_agent.isolation.gpushare.check import check_gpushare
 from gpushare_agent.isolation.mps.check import check_mps
 from gpushare_agent.model.finding import Level
 from gpushare_agent.settings.settings import Settings, SettingsError, load_settings
 from tests.isolation.support_driver import require_cc
-from tests.isolation.support_hami_core import fake_library
+from tests.isolation.support_library import fake_library
 
 
 def settings_of(*flags: str) -> Settings:
     return load_settings(["--driver=simulated", *flags], {}).settings
 
 
-OF_AN_ISOLATION = {"mps", "hami-core", "virtual manager", "driver directory", "host processes", "open files"}
+OF_AN_ISOLATION = {"mps", "gpushare", "virtual manager", "driver directory", "host processes", "open files"}
 
 
 async def test_what_is_not_in_use_is_not_probed(tmp_path: Path) -> None:
@@ -44,50 +44,52 @@ async def test_an_mps_daemon_that_is_not_there_is_an_error_with_both_cures(flag:
     assert "gpushare-agent mps" in finding.cure
 
 
-async def test_hami_core_needs_its_library(tmp_path: Path) -> None:
-    """Named where it is missing; fine with a library for this machine."""
-    library = tmp_path / "libvgpu.so"
-    flags = ("--isolation=hami-core", f"--hami-core.library={library}", f"--hami-core.directory={tmp_path / 'hami'}")
-    (finding,) = await check_hami_core(settings_of(*flags))
+async def test_gpushare_needs_its_library(tmp_path: Path) -> None:
+    """Named where it is another one's; fine with a library for this machine."""
+    library = tmp_path / "libgpushare.so"
+    library.write_bytes(b"no library")
+    flags = ("--isolation=gpushare", f"--libgpushare.library={library}", f"--libgpushare.directory={tmp_path / 'own'}")
+    (finding,) = await check_gpushare(settings_of(*flags))
     assert finding.level is Level.ERROR and str(library) in finding.detail
     fake_library(library)
-    found = await check_hami_core(settings_of(*flags))
+    found = await check_gpushare(settings_of(*flags))
     assert [finding.level for finding in found] == [Level.OK, Level.ERROR]
-    assert "not HAMi-core's" in found[-1].detail
+    assert "not libgpushare's" in found[-1].detail
 
 
 async def test_no_report_says_that_a_missing_library_keeps_memory(tmp_path: Path) -> None:
-    """Below the error that it is missing there is no line that hami-core keeps shares."""
-    library = tmp_path / "libvgpu.so"
-    flags = ("--isolation=hami-core", f"--hami-core.library={library}", f"--hami-core.directory={tmp_path / 'hami'}")
+    """Below the error that it is missing there is no line that gpushare keeps shares."""
+    library = tmp_path / "libgpushare.so"
+    library.write_bytes(b"no library")
+    flags = ("--isolation=gpushare", f"--libgpushare.library={library}", f"--libgpushare.directory={tmp_path / 'own'}")
     settings = settings_of(*flags, f"--kubeconfig={tmp_path / 'none'}")
     findings = await check_node(settings)
-    assert Level.ERROR in {finding.level for finding in findings if finding.what == "hami-core"}
+    assert Level.ERROR in {finding.level for finding in findings if finding.what == "gpushare"}
     assert not [finding for finding in findings if "memory is kept" in finding.detail]
-    assert [finding for finding in await check_kept(settings) if "memory is kept by hami-core" in finding.detail]
+    assert [finding for finding in await check_kept(settings) if "memory is kept by gpushare" in finding.detail]
 
 
 async def test_a_library_that_is_too_large_is_an_error_and_not_read(tmp_path: Path) -> None:
     """A sparse file of 10 GiB with a library's head."""
-    library = tmp_path / "libvgpu.so"
+    library = tmp_path / "libgpushare.so"
     fake_library(library)
     os.truncate(library, 10 * 2**30)
-    flags = ("--isolation=hami-core", f"--hami-core.library={library}", f"--hami-core.directory={tmp_path / 'hami'}")
-    (finding,) = await check_hami_core(settings_of(*flags))
+    flags = ("--isolation=gpushare", f"--libgpushare.library={library}", f"--libgpushare.directory={tmp_path / 'own'}")
+    (finding,) = await check_gpushare(settings_of(*flags))
     assert finding.level is Level.ERROR and "bytes" in finding.detail
 
 
 async def test_the_glibc_that_the_library_needs_is_named(tmp_path: Path) -> None:
     """A library of this machine's compiler: the newest version of a symbol that it uses. A warning where that is too new."""
-    library, source = tmp_path / "libvgpu.so", tmp_path / "vgpu.c"
+    library, source = tmp_path / "libgpushare.so", tmp_path / "vgpu.c"
     source.write_text(
-        'const char *variable = "CUDA_DEVICE_MEMORY_SHARED_CACHE";\n'
+        'const char *variable = "/etc/vcuda/gpushare.config"; int cuInit, cuGetProcAddress_v2;\n'
         "double log2(double); extern int __libc_start_main();\n"
         "void *dlsym(void *a, const char *b) { return a == b ? (void *)__libc_start_main : (void *)(long)log2(*b); }\n"
     )
     subprocess.run([require_cc(), "-w", "-shared", "-fPIC", "-o", str(library), str(source), "-lm"], check=True)
-    flags = ("--isolation=hami-core", f"--hami-core.library={library}", f"--hami-core.directory={tmp_path / 'hami'}")
-    found = await check_hami_core(settings_of(*flags))
+    flags = ("--isolation=gpushare", f"--libgpushare.library={library}", f"--libgpushare.directory={tmp_path / 'own'}")
+    found = await check_gpushare(settings_of(*flags))
     needed = read_interface(library).glibc
     assert len(needed) >= 2 and f"glibc {'.'.join(map(str, needed))} or newer" in found[-1].detail
     assert found[-1].level is (Level.WARNING if needed > (2, 28) else Level.OK)

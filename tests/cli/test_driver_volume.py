@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from gpushare_agent.cli.driver_volume import configured_volumes
 from gpushare_agent.cli.former_daemonset import start
-from gpushare_agent.isolation.driver_volume.directory import installed_driver_version
+from gpushare_agent.delivery.volume_directory import installed_driver_version
 from gpushare_agent.isolation.vcuda.part import SharedVolumeCheck
 from gpushare_agent.model.errors import Unavailable
 from gpushare_agent.settings.settings import load_settings

@@ -31,13 +31,12 @@ PROGRAM = [sys.executable, "-m", "gpushare_agent", "vdevice"]
 class ListsTheCaller(FakeNode):
     """An agent that sees processes: after a registration the caller's PID is in pids.config."""
 
-    files: VDeviceFiles | None = None
     extra: tuple[int, ...] = ()
 
     async def refresh(self, key: ContainerKey, container_id: str | None, caller: object = None) -> None:
         await super().refresh(key, container_id)
-        if self.files is not None:
-            self.files.write_pids(key, [*self.extra, self.asked[-1]])
+        if self.writes:
+            self.files.write(key, pids=[*self.extra, self.asked[-1]])
 
 
 async def run_client(*arguments: str, program: list[str] = PROGRAM) -> tuple[int | None, str, str]:
@@ -66,8 +65,8 @@ def prepare(directory: Path, config: bytes | None = None, pids: list[int] | None
     """A vDevice directory without an agent."""
     files = VDeviceFiles(directory)
     files.prepare(KEY)
-    files.write_config(KEY, config or share_config())
-    files.write_pids(KEY, pids or [])
+    files.write(KEY, config=config or share_config())
+    files.write(KEY, pids=pids or [])
     return files.path(KEY)
 
 
@@ -75,8 +74,8 @@ async def test_the_client_registers_and_prints_what_it_reads_back(short_dir: Pat
     """By the names in vcuda.config as text, and with gpu-client's flags by ID as JSON from the copy for that ID."""
     node, files = FakeNode(), VDeviceFiles(short_dir)
     async with serving(short_dir, node) as path:
-        files.write_config(KEY, share_config(limit=60))
-        files.write_pids(KEY, [77, 12])
+        files.write(KEY, config=share_config(limit=60))
+        files.write(KEY, pids=[77, 12])
         files.copy_for_id(KEY, ID)
         code, out, err = await run_client("--addr", str(path))
         assert (code, err) == (0, "")
@@ -121,7 +120,7 @@ async def test_the_command_takes_its_address_from_the_variable(short_dir: Path) 
 
 async def test_the_caller_finds_its_own_pid(short_dir: Path) -> None:
     """Where it shares the agent's PID namespace, as a child of this test does."""
-    node = ListsTheCaller(files=VDeviceFiles(short_dir), extra=(1, 2))
+    node = ListsTheCaller(files=VDeviceFiles(short_dir), writes=True, extra=(1, 2))
     async with serving(short_dir, node) as path:
         prepare(short_dir)
         code, out, _ = await run_client("--addr", str(path), "-o", "json")
@@ -131,7 +130,7 @@ async def test_the_caller_finds_its_own_pid(short_dir: Path) -> None:
         assert document["pids"] == sorted([1, 2, node.asked[-1]])
         _, out, _ = await run_client("--addr", str(path))
         assert rows_of(out)["own pid"] == f"{node.asked[-1]}, listed"
-        node.files = None
+        node.writes = False
         _, out, _ = await run_client("--addr", str(path))
         assert rows_of(out)["own pid"].startswith(f"{node.asked[-1]}, NOT listed: it is not in this container's cgroup")
         _, out, _ = await run_client("--addr", str(path), "--no-register")
@@ -158,7 +157,7 @@ async def test_in_a_pid_namespace_of_its_own_the_pid_is_not_guessed(short_dir: P
     unshare = [shutil.which("unshare") or "", "--pid", "--fork", "--mount-proc"]
     if not unshare[0] or subprocess.run([*unshare, "true"], check=False, capture_output=True).returncode:
         pytest.skip("this machine gives no PID namespace (unshare --pid --fork --mount-proc)")
-    node = ListsTheCaller(files=VDeviceFiles(short_dir), extra=tuple(range(1, 10)))
+    node = ListsTheCaller(files=VDeviceFiles(short_dir), writes=True, extra=tuple(range(1, 10)))
     async with serving(short_dir, node) as path:
         prepare(short_dir)
         code, out, err = await run_client("--addr", str(path), "-o", "json", program=[*unshare, *PROGRAM])
@@ -309,9 +308,9 @@ async def test_a_watch_prints_what_changed(short_dir: Path) -> None:
     async with watching("--addr", str(directory)) as process:
         while not (await line_of(process.stdout)).startswith("own pid"):
             pass
-        files.write_pids(KEY, [7, 9, 11])
+        files.write(KEY, pids=[7, 9, 11])
         assert (await line_of(process.stdout)).endswith("pids: +9 +11 -5 (3 now)")
-        files.write_config(KEY, share_config(limit=60))
+        files.write(KEY, config=share_config(limit=60))
         assert (await line_of(process.stdout)).endswith(" core limit: none -> 60 %")
         assert (await line_of(process.stdout)).endswith(" hard limit: yes -> no")
         (directory / "vcuda.config").rename(directory / "aside")
@@ -325,5 +324,5 @@ async def test_a_watch_in_json_is_a_document_a_line(short_dir: Path) -> None:
     directory, files = prepare(short_dir, pids=[5]), VDeviceFiles(short_dir)
     async with watching("--addr", str(directory), "-o", "json") as process:
         assert json.loads(await line_of(process.stdout))["pids"] == [5]
-        files.write_pids(KEY, [5, 6])
+        files.write(KEY, pids=[5, 6])
         assert json.loads(await line_of(process.stdout))["pids"] == [5, 6]

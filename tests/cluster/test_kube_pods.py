@@ -103,10 +103,10 @@ def test_mounts_at_other_libraries_paths_crowd_none_out() -> None:
     """As many as a tenant likes, which sort before the one that matters."""
     raw = copy.deepcopy(FULL)
     paths = [f"/etc/vcuda/{n}" for n in range(50)] + [f"/usr/local/nvidia/{n}" for n in range(50)]
-    paths += ["/usr/local/vgpu/cache"]
+    paths += ["/usr/local/gpushare/cache"]
     raw["spec"]["containers"][0]["volumeMounts"] = [{"name": "v", "mountPath": path} for path in paths]
     found = read(raw).containers[2].mounts
-    assert "/usr/local/vgpu/cache" in found and len(found) < 20
+    assert "/usr/local/gpushare/cache" in found and len(found) < 20
 
 
 def test_only_the_named_resources_are_read() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from gpushare_agent.isolation import ISOLATIONS
-from gpushare_agent.isolation.kept import Circumstances
 from gpushare_agent.isolation.request import Follows
 
 _HEAD = """What each limits of a share; [isolation.md](../explanation/isolation.md#what-is-kept-and-by-whom) explains them
@@ -23,7 +22,7 @@ def isolations() -> str:
     """A row for each in the registry, on a node of which nothing special is known."""
     lines = [_HEAD]
     for name, isolation in ISOLATIONS.items():
-        kept = isolation.kept(Circumstances())
+        kept = isolation.keeps
         terms = ", ".join(f"`{term}`" for term in kept.not_kept)
         resized = [_RESIZED[follows] for follows in (isolation.memory_follows, isolation.cores_follow)]
         mig = f"refused: {isolation.why_not_in_mig}" if isolation.why_not_in_mig else "yes"

@@ -30,7 +30,7 @@ ANSWERS = {
     "How do I install it?": "helm install",
     "What do 30 cores mean?": "% of one GPU",
     "Is a share isolated?": "Where memory is held it gets 8",
-    "Which isolation do I take?": "`hami-core`",
+    "Which isolation do I take?": "`mps`",
     "Why is my pod pending, or refused?": "Insufficient",
     "How do I see who uses what?": "gpushare-agent top",
     "How do I take a GPU out of service?": "gpushare-agent cordon",

@@ -19,7 +19,7 @@ from gpushare_agent.model.errors import NotFound, Refused
 from gpushare_agent.model.names import GpuUuid
 from gpushare_agent.model.pods import ContainerKind, ContainerSpec
 from gpushare_agent.node import GpuSplit, Node
-from gpushare_agent.settings.sections import DraSettings, HamiCoreSettings, MpsSettings
+from gpushare_agent.settings.sections import DraSettings, MpsSettings
 from gpushare_agent.settings.settings import Settings
 from tests.support_core import NAMES, inventory, isolation_config, pod
 from tests.support_json import undecoded
@@ -111,12 +111,11 @@ def using(name: str, *claims: tuple[str, str]) -> ContainerSpec:
     return ContainerSpec(name=name, kind=ContainerKind.MAIN, position=0, claims=claims)
 
 
-def edit_policy(isolation: str = "hami-core", *allowed: str, is_memory_limited_by_agent: bool = False) -> EditPolicy:
+def edit_policy(isolation: str = "mps", *allowed: str, is_memory_limited_by_agent: bool = False) -> EditPolicy:
     return EditPolicy(
         names=NAMES,
         config=isolation_config(
             is_memory_limited_by_agent=is_memory_limited_by_agent,
-            hami_core=HamiCoreSettings(directory=Path("/hami")),
             mps=MpsSettings(pipe_directory=Path("/pipe"), shm_directory=Path("/dev/shm")),
         ),
         isolation=isolation,

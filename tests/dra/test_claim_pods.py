@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from msgspec.structs import replace
 
 from gpushare_agent.admission.allocation_cache import AllocationCache
 from gpushare_agent.admission.claim_pods import ClaimPods
-from gpushare_agent.agent.composition import build
 from gpushare_agent.cluster.pod_store import PodStore
-from gpushare_agent.gpus.part import open_driver
-from gpushare_agent.isolation.kept import NOBODY
 from gpushare_agent.model.allocations import Allocation, Charge, ClaimShare, ContainerKey
 from gpushare_agent.model.names import CORE_LIMIT_ANNOTATION, ISOLATION_ANNOTATION, GpuUuid, PodUid
 from gpushare_agent.model.pods import ContainerKind
-from gpushare_agent.settings.settings import load_settings
 from tests.dra.support_claims import ref_of, uid_of, using
 from tests.support_core import pod
 
@@ -69,7 +63,8 @@ def test_it_runs_while_a_container_of_it_runs() -> None:
     store.upsert(user)
     shown = pods.get(PodUid(uid_of(1)))
     assert shown is not None and shown.running == {"a", "b"} and shown.name == "one"
-    assert pods.containers_of(KEY_A) == [("c" * 64, PodUid("uid-one"))] and pods.containers_of(KEY_B) == []
+    x = ContainerKey(PodUid("uid-one"), "x")
+    assert pods.sharers(KEY_A) == {x: "c" * 64} and pods.sharers(KEY_B) == {}
 
 
 def test_a_view_of_two_requests_is_one_share() -> None:
@@ -93,20 +88,3 @@ def test_the_sharers_of_a_claim_are_its_containers_with_their_ids() -> None:
     x, y = (ContainerKey(PodUid("uid-one"), name) for name in "xy")
     assert pods.sharers(KEY_A) == {x: "c" * 64, y: ""} and pods.sharers(KEY_B) == {y: ""}
     assert pods.sharers(x) is None
-
-
-async def test_what_hami_core_keeps_ends_where_a_second_container_runs_on_the_claim(tmp_path: Path) -> None:
-    """Of a pod that joined it after it was prepared: no call of the kubelet could refuse that."""
-    flags = ["--driver=simulated", "--isolation=hami-core", f"--hami-core.directory={tmp_path}", "--node-name=node"]
-    settings = load_settings(flags, {}).settings
-    agent = build(settings, open_driver(settings))
-    one = booked(KEY_A, 0)
-    assert one.claim is not None
-    agent.node.cache.put(replace(one, claim=replace(one.claim, isolation="hami-core")))
-    keepers = []
-    for name in ("one", "two"):
-        ids = {"x": name[0].encode().hex()[0] * 64}
-        agent.node.pods.upsert(pod(name, using("x", ("g", "a")), claims={"g": "claim-1"}, container_ids=ids))
-        found = agent.isolation.kept(agent.node.cache.view()[KEY_A])
-        keepers.append(found.memory_by if found is not None else None)
-    assert keepers == ["hami-core", NOBODY]

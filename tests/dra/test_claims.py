@@ -144,7 +144,7 @@ async def test_compute_that_follows_the_memory_is_booked_for_nobody(tmp_path: Pa
     )
     made = await prepared(driver)
     (edits,) = (dict(one.edits.env) for one in made.results)
-    assert edits["CUDA_DEVICE_SM_LIMIT_0"] == "50" and used_cores(driver.cache) == {}
+    assert edits["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] == "50" and used_cores(driver.cache) == {}
     await prepared(driver, 2)
     assert used_cores(driver.cache) == {GpuUuid("GPU-0"): 100} and used_blocks(driver.cache) == {GpuUuid("GPU-0"): 96}
 
@@ -194,7 +194,7 @@ async def test_refusals_say_what_is_wrong(tmp_path: Path) -> None:
     assert "dra.gpus" in await refused(driver, 2)
     driver.claimable.add(GpuUuid("GPU-0"))
     driver.unavailable = "the daemon is down"
-    assert "isolation hami-core: the daemon is down" in await refused(driver, 2)
+    assert "isolation mps: the daemon is down" in await refused(driver, 2)
     assert "gone from the API server" in await refused(driver, 3)
     driver.api.claims["claim-2"]["metadata"]["uid"] = uid_of(8)
     assert "another claim has its name" in await refused(driver, 2)
@@ -365,7 +365,7 @@ async def test_whole_gpus_of_claims_that_no_template_makes_add_up_by_cdi(tmp_pat
             assert named == [("nvidia.com/gpu=GPU-1",), ("nvidia.com/gpu=GPU-0",)]
 
 
-@pytest.mark.parametrize(("isolation", "by_uuid"), [("hami-core", False), ("mps", False), ("gpushare", True)])
+@pytest.mark.parametrize(("isolation", "by_uuid"), [("mps", False), ("gpushare", True)])
 async def test_a_share_keeps_its_limit_beside_a_whole_gpu_of_another_claim(
     tmp_path: Path, isolation: str, by_uuid: bool
 ) -> None:
@@ -479,7 +479,7 @@ async def test_pods_that_use_the_claim_decide_its_views(tmp_path: Path) -> None:
     assert sorted(dict(one.edits.env)["NVIDIA_VISIBLE_DEVICES"] for one in made.results) == ["GPU-0", "GPU-1"]
 
 
-@pytest.mark.parametrize("isolation", ["hami-core", "vcuda", "mps"])
+@pytest.mark.parametrize("isolation", ["vcuda", "mps"])
 async def test_two_claims_of_one_container_are_refused_where_one_would_undo_the_other(
     tmp_path: Path, isolation: str
 ) -> None:

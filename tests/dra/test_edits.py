@@ -13,14 +13,11 @@ from msgspec.structs import replace
 from gpushare_agent.admission.decisions.container_edits import EditPolicy
 from gpushare_agent.dra.decisions.claim import ClaimPolicy, read_claim
 from gpushare_agent.dra.decisions.edits import PreparedClaim, prepare_claim
-from gpushare_agent.isolation import ISOLATIONS, GpuShare, IsolationRequest
-from gpushare_agent.isolation.hami_core.edits import edit_hami_core
+from gpushare_agent.isolation import ISOLATIONS
 from gpushare_agent.isolation.names import is_container_name
 from gpushare_agent.model.errors import RefusalReason, Refused
 from gpushare_agent.model.gpus import KernelModule
-from gpushare_agent.model.isolation import DeviceListStrategy
-from gpushare_agent.model.names import PodUid
-from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod
+from gpushare_agent.model.pods import ContainerKind, Pod
 from gpushare_agent.settings.sections import DriverVolumeSettings
 from tests.dra.support_claims import (
     DRIVER,
@@ -70,9 +67,13 @@ def user(name: str, *requests: str) -> Pod:
 
 
 def limits(env: dict[str, str]) -> dict[str, str]:
-    """Those of one GPU each: of compute there is one for all beside them, where there is one GPU."""
-    names = ("CUDA_DEVICE_MEMORY_LIMIT_", "CUDA_DEVICE_SM_LIMIT_")
-    return {name: value for name, value in env.items() if name.startswith(names)}
+    """Those of memory of each GPU, and of compute."""
+    names = ("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT", "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE")
+    return {name: env[name] for name in names if name in env}
+
+
+def limited(memory: str, percent: int) -> dict[str, str]:
+    return {"CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": memory, "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": str(percent)}
 
 
 def test_a_claim_has_the_driver_where_the_setting_mounts_it() -> None:
@@ -90,20 +91,12 @@ def test_a_claim_has_the_driver_where_the_setting_mounts_it() -> None:
 def test_a_share_has_the_edits_of_its_isolation_and_its_gpu() -> None:
     made = prepared(raw_claim(result(index=1)), user("p", ""))
     assert made.results[0].cdi_devices == (f"gpushare-agent/claim=gpu-1.gpu.{uid_of(1)}",)
-    assert env_of(made) == {
-        "CUDA_DEVICE_MEMORY_LIMIT_0": "16384m",
-        "CUDA_DEVICE_MEMORY_SHARED_CACHE": "/usr/local/vgpu/cache/gpu.cache",
-        "CUDA_DEVICE_SM_LIMIT": "40",
-        "CUDA_DEVICE_SM_LIMIT_0": "40",
-        "CUDA_REDIRECT": "",
-        "GPU_CORE_UTILIZATION_POLICY": "default",
-        "LIBCUDA_LOG_LEVEL": "1",
-        "NVIDIA_VISIBLE_DEVICES": "GPU-1",
-    }
+    env = env_of(made)
+    assert limits(env) == limited("0=16384M", 40) and env["NVIDIA_VISIBLE_DEVICES"] == "GPU-1"
     edits = written(made.spec)["devices"][0]["containerEdits"]
     nodes = ["/dev/nvidia1", "/dev/nvidiactl", "/dev/nvidia-uvm"]
     assert [node["path"] for node in edits["deviceNodes"]] == nodes
-    assert f"/hami/containers/{uid_of(1)}/gpu/gpu.cache" in [mount["hostPath"] for mount in edits["mounts"]]
+    assert "/pipe" in [mount["hostPath"] for mount in edits["mounts"]]
 
 
 def test_two_requests_in_one_container_are_limited_each_in_the_order_of_the_gpus() -> None:
@@ -111,20 +104,14 @@ def test_two_requests_in_one_container_are_limited_each_in_the_order_of_the_gpus
     made = prepared(
         raw_claim(result("a", 2, cores=50, memory="8Gi"), result("b", 0, cores=20, memory="4Gi")), user("p", "")
     )
-    expected = {
-        "CUDA_DEVICE_MEMORY_LIMIT_0": "4096m",
-        "CUDA_DEVICE_MEMORY_LIMIT_1": "8192m",
-        "CUDA_DEVICE_SM_LIMIT_0": "20",
-        "CUDA_DEVICE_SM_LIMIT_1": "50",
-    }
-    assert limits(env_of(made, 0)) == limits(env_of(made, 1)) == expected
+    assert limits(env_of(made, 0)) == limits(env_of(made, 1)) == limited("0=4096M,1=8192M", 20)
     assert env_of(made, 0)["NVIDIA_VISIBLE_DEVICES"] == "GPU-0,GPU-2"
 
 
 def test_containers_that_name_a_request_each_get_that_one_alone() -> None:
     made = prepared(raw_claim(result("a", 2, cores=50, memory="8Gi"), result("b", 0, cores=20)), user("p", "a", "b"))
-    assert limits(env_of(made, 0)) == {"CUDA_DEVICE_MEMORY_LIMIT_0": "8192m", "CUDA_DEVICE_SM_LIMIT_0": "50"}
-    assert limits(env_of(made, 1)) == {"CUDA_DEVICE_MEMORY_LIMIT_0": "16384m", "CUDA_DEVICE_SM_LIMIT_0": "20"}
+    assert limits(env_of(made, 0)) == limited("0=8192M", 50)
+    assert limits(env_of(made, 1)) == limited("0=16384M", 20)
 
 
 def test_one_claim_in_two_pods_and_a_container_without_it() -> None:
@@ -137,23 +124,6 @@ def kinds(*names: ContainerKind) -> Pod:
     """Containers of these kinds, which use the claim as a whole."""
     containers = [replace(using(f"c{n}", ("g", "")), kind=kind) for n, kind in enumerate(names)]
     return pod("p", *containers, claims={"g": "claim-1"})
-
-
-def test_hami_core_limits_one_container_at_a_time() -> None:
-    """It knows processes by their PIDs in the container: of several they are taken for each other's."""
-    init, sidecar, main = ContainerKind.INIT, ContainerKind.SIDECAR, ContainerKind.MAIN
-    prepared(raw_claim(result()), kinds(init, init, main))
-    for wrong in (kinds(main, main), kinds(sidecar, main), kinds(init, sidecar)):
-        refused = prepare(raw_claim(result()), wrong)
-        assert isinstance(refused, Refused) and "containers c0 and c1 share it" in refused.detail
-        prepared(raw_claim(whole()), wrong)
-        prepared(raw_claim(result()), wrong, policy=edit_policy("vcuda"))
-    refused = prepare(raw_claim(result()), user("p", "", "gpu"))
-    assert isinstance(refused, Refused), "one by the claim as a whole, one by its only request"
-    refused = prepare(raw_claim(result(), users=["p", "q"]), user("p", ""), user("q", ""))
-    assert isinstance(refused, Refused) and "several pods share it" in refused.detail
-    part = prepare(raw_claim(result(cores=100)), kinds(main, main))
-    assert isinstance(part, Refused), "all cores and a part of the memory are a share"
 
 
 def test_vcuda_limits_one_container_where_the_driver_lists_no_other_processes() -> None:
@@ -180,7 +150,7 @@ def test_two_requests_on_one_gpu_are_one_share_of_it() -> None:
     made = prepared(
         raw_claim(result("a", 0, cores=20, memory="4Gi"), result("b", 0, cores=30, memory="8Gi")), user("p", "")
     )
-    assert limits(env_of(made)) == {"CUDA_DEVICE_MEMORY_LIMIT_0": "12288m", "CUDA_DEVICE_SM_LIMIT_0": "50"}
+    assert limits(env_of(made)) == limited("0=12288M", 50)
 
 
 def test_whole_gpus_are_not_limited() -> None:
@@ -191,14 +161,13 @@ def test_whole_gpus_are_not_limited() -> None:
 
 def test_a_whole_gpu_beside_a_share_has_no_limit_of_its_own() -> None:
     made = prepared(raw_claim(whole("a", 0), result("b", 1)), user("p", ""))
-    expected = {"CUDA_DEVICE_MEMORY_LIMIT_1": "16384m", "CUDA_DEVICE_SM_LIMIT_0": "100", "CUDA_DEVICE_SM_LIMIT_1": "40"}
+    expected = limited("0=24576M,1=16384M", 40)
     assert limits(env_of(made)) == expected
-    assert env_of(made)["CUDA_DEVICE_MEMORY_SHARED_CACHE"] == "/usr/local/vgpu/cache/b.cache"
 
 
 def test_memory_alone_gets_compute_in_proportion() -> None:
     made = prepared(raw_claim(result(cores=0, memory="6Gi")), user("p", ""))
-    assert limits(env_of(made)) == {"CUDA_DEVICE_MEMORY_LIMIT_0": "6144m", "CUDA_DEVICE_SM_LIMIT_0": "25"}
+    assert limits(env_of(made)) == limited("0=6144M", 25)
 
 
 def test_count_two_makes_two_results_of_one_request_with_names_of_their_own() -> None:
@@ -221,7 +190,6 @@ def test_a_result_has_the_name_that_it_had_unless_another_has_it() -> None:
     made = prepared(raw_claim(result("a", 0), result("a", 1), result("a-gpu-0", 2)), user("p", "a", "a-gpu-0"))
     assert [one.key.container for one in made.results] == ["a-gpu-0", "a-gpu-1", "a-gpu-0-2"]
     assert [one.view for one in made.results] == ["a-gpu-0", "a-gpu-0", "a-gpu-0-2"]
-    assert env_of(made, 2)["CUDA_DEVICE_MEMORY_SHARED_CACHE"].endswith("/a-gpu-0-2.cache")
 
 
 @pytest.mark.parametrize("name", ISOLATIONS)
@@ -241,18 +209,10 @@ def test_admin_access_beside_a_share_in_one_container_limits_the_share_alone() -
     beside = prepared(
         raw_claim(admin("a", 0), result("b", 1), config=[share_config(requests=["a"], isolation="none")]), user("p", "")
     )
-    expected = {"CUDA_DEVICE_MEMORY_LIMIT_1": "16384m", "CUDA_DEVICE_SM_LIMIT_0": "100", "CUDA_DEVICE_SM_LIMIT_1": "40"}
-    assert limits(env_of(beside)) == expected
-    assert [(one.view, one.isolation) for one in beside.results] == [("b", "hami-core")] * 2
+    assert limits(env_of(beside)) == limited("0=24576M,1=16384M", 40)
+    assert [(one.view, one.isolation) for one in beside.results] == [("b", "mps")] * 2
     same = prepared(raw_claim(result("b", 1), admin("a", 1)), user("p", ""))
     assert env_of(same) == {"NVIDIA_VISIBLE_DEVICES": "GPU-1"}
-
-
-def test_containers_that_use_a_whole_gpu_together_do_not_share_another_ones_share() -> None:
-    raw = raw_claim(whole("a", 0), admin("b", 1), result("c", 2))
-    prepared(raw, user("p", "a", "a", "b", "b", "c"))
-    refused = prepare(raw, user("p", "a", "c", "c"))
-    assert isinstance(refused, Refused) and "containers c1 and c2 share it" in refused.detail
 
 
 def test_a_claim_of_an_extended_resource_is_named_by_no_container() -> None:
@@ -275,16 +235,16 @@ def test_mps_limits_shares_of_several_gpus_through_one_daemon() -> None:
 
 
 def test_a_claim_chooses_among_the_isolations_that_the_node_allows() -> None:
-    policy = edit_policy("hami-core", "mps")
+    policy = edit_policy("gpushare", "mps")
     chosen = prepared(raw_claim(result(), config=[share_config(isolation="mps")]), policy=policy)
     assert chosen.results[0].isolation == "mps" and "CUDA_MPS_PIPE_DIRECTORY" in env_of(chosen)
     refused = prepare(raw_claim(result(), config=[share_config(isolation="none")]), policy=policy)
-    assert isinstance(refused, Refused) and "allows hami-core, mps" in refused.detail
+    assert isinstance(refused, Refused) and "allows gpushare, mps" in refused.detail
 
 
 def test_the_elastic_ceiling_raises_the_percentage() -> None:
     made = prepared(raw_claim(result(cores=40), config=[share_config(coreLimit=80)]), user("p", ""))
-    assert limits(env_of(made))["CUDA_DEVICE_SM_LIMIT_0"] == "80"
+    assert limits(env_of(made))["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] == "80"
 
 
 def test_all_of_the_memory_and_no_cores_is_the_whole_gpu() -> None:
@@ -301,13 +261,13 @@ def test_the_isolation_is_that_of_the_containers_that_use_a_request() -> None:
     """NVIDIA's example gpu-test5: time slicing for two containers, MPS for two others, of one claim."""
     config = [gpu_config("TimeSlicing", requests=["ts"]), gpu_config("MPS", requests=["mps"], mpsConfig=MPS_50)]
     raw = raw_claim(whole("ts", 0), whole("mps", 1), config=config)
-    made = prepared(raw, user("p", "ts", "ts", "mps", "mps"), policy=edit_policy("hami-core", "mps"))
+    made = prepared(raw, user("p", "ts", "ts", "mps", "mps"), policy=edit_policy("gpushare", "mps"))
     assert [(one.isolation, one.is_whole) for one in made.results] == [("none", True), ("mps", True)]
     assert env_of(made, 0) == {"NVIDIA_VISIBLE_DEVICES": "GPU-0"}
     env = env_of(made, 1)
     assert env["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] == "50"
     assert env["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] == "0=10240M"
-    together = prepared(raw, user("p", ""), policy=edit_policy("hami-core", "mps"))
+    together = prepared(raw, user("p", ""), policy=edit_policy("gpushare", "mps"))
     assert {one.isolation for one in together.results} == {"mps"}, "a container with both has one daemon"
     assert env_of(together)["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] == "0=24576M,1=10240M"
 
@@ -332,44 +292,15 @@ def test_gpu_config_lifts_no_limit_that_the_node_keeps() -> None:
     """Time slicing of a share is no isolation, which a node must allow; MPS has limits of whole GPUs."""
     share = raw_claim(result(), config=[gpu_config("TimeSlicing")])
     refused = prepare(share, user("p", ""))
-    assert isinstance(refused, Refused) and "its isolation is 'none', and this node allows hami-core" in refused.detail
-    made = prepared(share, user("p", ""), policy=edit_policy("hami-core", "none"))
+    assert isinstance(refused, Refused) and "its isolation is 'none', and this node allows mps" in refused.detail
+    made = prepared(share, user("p", ""), policy=edit_policy("mps", "none"))
     assert env_of(made) == {"NVIDIA_VISIBLE_DEVICES": "GPU-0"} and not made.results[0].is_whole
     for raw, words in (
         (raw_claim(result(), config=[gpu_config("MPS")]), "request gpu has a share"),
-        (raw_claim(whole(), config=[gpu_config("MPS")]), "this node allows hami-core"),
+        (raw_claim(whole(), config=[gpu_config("MPS")]), "this node allows gpushare"),
     ):
-        refused = prepare(raw, user("p", ""), policy=edit_policy("hami-core"))
+        refused = prepare(raw, user("p", ""), policy=edit_policy("gpushare"))
         assert isinstance(refused, Refused) and words in refused.detail
-
-
-LIFTING = (
-    "CUDA_DEVICE_MEMORY_LIMIT_0",
-    "CUDA_DEVICE_MEMORY_SHARED_CACHE",
-    "CUDA_DEVICE_SM_LIMIT",
-    "CUDA_DEVICE_SM_LIMIT_0",
-    "CUDA_REDIRECT",
-    "GPU_CORE_UTILIZATION_POLICY=disable",
-    "NVIDIA_VISIBLE_DEVICES",
-)
-
-
-def test_every_variable_that_the_device_plugins_refuse_in_a_spec_is_set_by_a_claim() -> None:
-    """CDI replaces those that it has: one that it lacked would lift the limit."""
-    container = ContainerSpec(
-        name="c",
-        kind=ContainerKind.MAIN,
-        position=0,
-        env={name.partition("=")[0]: name.partition("=")[2] or "all" for name in LIFTING},
-    )
-    share = GpuShare(gpu=inventory(1).gpus[0], cores=40, memory_mib=1024)
-    config = edit_policy().config
-    refused = edit_hami_core(IsolationRequest(pod_uid=PodUid("p"), container=container, shares=(share,), config=config))
-    assert isinstance(refused, Refused) and f"sets {', '.join(LIFTING)} in" in refused.detail
-    for strategies in ((), (DeviceListStrategy.CDI_CRI,), (DeviceListStrategy.ENVVAR,)):
-        env = env_of(prepared(raw_claim(result()), policy=replace(edit_policy(), strategies=strategies)))
-        assert {name.partition("=")[0] for name in LIFTING} <= env.keys()
-        assert env["CUDA_REDIRECT"] == "" and env["GPU_CORE_UTILIZATION_POLICY"] == "default"
 
 
 def test_under_vcuda_the_containers_of_a_view_have_one_directory() -> None:
@@ -399,7 +330,7 @@ def made_for(name: str, *results: dict[str, Any]) -> dict[str, Any]:
     return raw
 
 
-@pytest.mark.parametrize("name", ["driver", "hami-core+driver", "mps+driver"])
+@pytest.mark.parametrize("name", ["driver", "gpushare+driver", "mps+driver"])
 @pytest.mark.parametrize("by_agent", [True, False])
 def test_the_driver_limits_a_claim_that_one_pod_uses(name: str, by_agent: bool) -> None:
     made = prepared(made_for("p", result()), user("p", ""), policy=drivers(by_agent=by_agent, name=name))

@@ -28,7 +28,7 @@ from tests.support_core import inventory
 from tests.support_deadline import DEADLINE_S
 from tests.support_json import undecoded
 
-POLICY = DevicePolicy(block_mib=256, order="binpack", taint_effect="NoSchedule", isolation="hami-core")
+POLICY = DevicePolicy(block_mib=256, order="binpack", taint_effect="NoSchedule", isolation="vcuda")
 
 
 def devices(

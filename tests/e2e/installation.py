@@ -30,23 +30,6 @@ CHECKPOINT = "/var/lib/kubelet/device-plugins/kubelet_internal_checkpoint"
 Ledger = dict[str, tuple[int, int, tuple[int, ...]]]
 """namespace/pod/container -> hundredths of a GPU, bytes, indexes of the GPUs."""
 
-HAMI_CORE = {
-    "patch": """
-apiVersion: apps/v1
-kind: DaemonSet
-metadata: {name: gpushare-agent, namespace: gpushare-system}
-spec:
-  template:
-    spec:
-      containers:
-        - name: agent
-          env: [{name: GPUSHARE_ISOLATION, value: hami-core}]
-          volumeMounts: [{name: hami-core, mountPath: /etc/gpu-manager/hami-core}]
-      volumes: [{name: hami-core, hostPath: {path: /etc/gpu-manager/hami-core, type: DirectoryOrCreate}}]
-"""
-}
-"""Isolation hami-core in any overlay, also in the simulated one, which has vcuda."""
-
 
 def with_variables(variables: Mapping[str, str]) -> Object:
     """A patch: settings of the agent."""

@@ -1,8 +1,7 @@
 #!/usr/bin/env bash
 # on_rig.sh RIG [ARGUMENT…]: `nox -s e2e -- ARGUMENT…` on a one-node cluster that the program RIG makes on this machine, and
 # that is wiped before and after: not for a machine that is a node. RIG has the commands up, down, wipe, build, image, kubeconfig; root, Debian 12.
-# Variables: HAMI_CORE_SOURCE, an archive or a folder of HAMi-core (else the image has none); IMAGE_TAR, the agent's image
-# where it is built already; OWN_PIDS, if not empty: in a PID namespace of its own, for the test of the driver by the host's root
+# Variables: IMAGE_TAR, the agent's image where it is built already; OWN_PIDS, if not empty: in a PID namespace of its own, for the test of the driver by the host's root
 # on a machine whose PID 1 shows nobody its own; NVIDIA_DRA_DRIVER, a checkout of NVIDIA's DRA driver, whose suites run too; E2E, the command
 # that runs the tests in the place of nox.
 set -euo pipefail
@@ -65,12 +64,6 @@ else
   # A copy of the tree: the checkout stays as it is.
   mkdir "$work/tree"
   git -C "$here" ls-files -z --cached --others --exclude-standard | (cd "$here" && xargs -0 cp --parents -t "$work/tree" 2>/dev/null) || true
-  source=${HAMI_CORE_SOURCE:-}
-  if [[ -d $source ]]; then
-    cp -r "$source" "$work/tree/native/sources/HAMi-core"
-  elif [[ -n $source ]]; then
-    mkdir "$work/tree/native/sources/HAMi-core" && tar -xf "$source" -C "$work/tree/native/sources/HAMi-core" --strip-components=1
-  fi
   interruptible timeout 900 "$rig" build "$work/tree" "gpushare-agent:$version"
 fi
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.cluster import Cluster, KubectlError, Object
-from tests.e2e.installation import HAMI_CORE, Installation, is_ready, with_variables
+from tests.e2e.installation import Installation, with_variables
 
 pytestmark = pytest.mark.e2e
 CLASS, DRIVER = "gpu.gpushare-agent", "gpushare-agent"
@@ -417,63 +417,5 @@ def test_no_execute_evicts_the_pods_of_a_cordoned_gpu(
     claims.exec("gpushare-agent", "cordon", str(index))
     cluster.wait_for("the eviction", lambda: cluster.pods(namespace).keys() == {"two"})
     claims.exec("gpushare-agent", "uncordon", str(index))
-    cluster.delete_pods(namespace)
-    wait_ended(cluster, claims)
-
-
-def test_no_variable_lifts_a_claims_limits(cluster: Cluster, claims: Installation, namespace: str) -> None:
-    """Under hami-core the claim's own replace those of the spec and of a ConfigMap: here the runtime shows that."""
-    variables = {"GPUSHARE_DRA__GPUS": ",".join(map(str, range(CLAIMED)))}
-    claims.change(components=["components/dra"], patches=[HAMI_CORE, with_variables(variables)])
-    if any(one["unavailable_reason"] for one in claims.view()["agent"]["isolations"]):
-        pytest.skip("the image has no library of HAMi-core")
-    given = {"CUDA_DEVICE_MEMORY_LIMIT_0": "9g", "GPU_CORE_UTILIZATION_POLICY": "disable"}
-    config = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "lifting"}, "data": given}
-    pod = claiming(cluster, "p", "share")
-    pod["spec"]["containers"][0] |= {
-        "env": [{"name": "CUDA_REDIRECT", "value": "libcuda.so.1"}, {"name": "CUDA_DEVICE_SM_LIMIT_0", "value": "100"}],
-        "envFrom": [{"configMapRef": {"name": "lifting"}}],
-    }
-    cluster.apply(config, template("share", request(cores=40, memory="1Gi"), config=[]), namespace=namespace)
-    cluster.start(namespace, pod)
-    text = cluster.run("-n", namespace, "exec", "p", "--", "env")
-    env = dict(line.split("=", 1) for line in text.splitlines())
-    expected = {
-        "CUDA_DEVICE_MEMORY_LIMIT_0": "1024m",
-        "CUDA_DEVICE_SM_LIMIT_0": "40",
-        "CUDA_REDIRECT": "",
-        "GPU_CORE_UTILIZATION_POLICY": "default",
-    }
-    assert {name: env[name] for name in expected} == expected
-    cluster.delete_pods(namespace)
-    wait_ended(cluster, claims)
-
-
-def test_a_container_that_starts_again_has_another_file_under_hami_core(
-    cluster: Cluster, installation: Installation, claims: Installation, namespace: str
-) -> None:
-    """Nothing calls the agent before such a start; what the last one's processes used must not count."""
-    variables = {"GPUSHARE_DRA__GPUS": "0,1"}
-    installation.install(components=["components/dra"], patches=[HAMI_CORE, with_variables(variables)])
-    share = template("share", request(cores=20, memory="1Gi"))
-    del share["spec"]["spec"]["devices"]["config"]
-    pod = claiming(cluster, "again", "share")
-    cluster.apply(share, namespace=namespace)
-    cluster.start(namespace, pod)
-
-    def run(shell: str) -> str:
-        return cluster.run("-n", namespace, "exec", "again", "-c", "c0", "--", "sh", "-c", shell).strip()
-
-    run("echo old > $CUDA_DEVICE_MEMORY_SHARED_CACHE")
-    files = "ls /etc/gpu-manager/hami-core/containers/*/gpu"
-    cluster.wait_for("the file is the container's own", lambda: len(installation.exec("sh", "-c", files).split()) == 2)
-    assert run("cat $CUDA_DEVICE_MEMORY_SHARED_CACHE") == "old"
-    run("(sleep 1; kill 1) >/dev/null 2>&1 &")  # after this call, which the end of the container would cut off
-
-    def restarts() -> int:
-        return sum(one["restartCount"] for one in cluster.pods(namespace)["again"]["status"]["containerStatuses"])
-
-    cluster.wait_for("it runs again", lambda: restarts() == 1 and is_ready(cluster.pods(namespace)["again"]))
-    assert run("cat $CUDA_DEVICE_MEMORY_SHARED_CACHE") == ""
     cluster.delete_pods(namespace)
     wait_ended(cluster, claims)

@@ -8,15 +8,15 @@ from collections.abc import Iterator
 
 import pytest
 
-from gpushare_agent.model.names import CORE_LIMIT_ANNOTATION, ENV_HAMI_CORE_CACHE, ENV_VISIBLE_DEVICES
+from gpushare_agent.model.names import CORE_LIMIT_ANNOTATION, ENV_VISIBLE_DEVICES
 from tests.e2e.cluster import CORE, Cluster, KubectlError, Object
 from tests.e2e.extender import ExtenderInstallation
-from tests.e2e.installation import HAMI_CORE, Installation
+from tests.e2e.installation import Installation
 
 pytestmark = pytest.mark.e2e
 CLAIMED = 2
 """GPUs that are for claims; the others stay the device plugins'."""
-OWN = {ENV_VISIBLE_DEVICES, ENV_HAMI_CORE_CACHE, "HOSTNAME"}
+OWN = {ENV_VISIBLE_DEVICES, "HOSTNAME"}
 """Variables whose values are each pod's own."""
 
 
@@ -35,9 +35,7 @@ def webhook(
     patch = {"spec": {"template": {"spec": {"containers": [{"name": "agent", "env": env}]}}}}
     document = {"apiVersion": "apps/v1", "kind": "DaemonSet", "metadata": {"name": "gpushare-agent"}, **patch}
     target = {"kind": "DaemonSet", "name": "gpushare-agent"}
-    installation.install(
-        components=["components/dra"], patches=[HAMI_CORE, {"target": target, "patch": json.dumps(document)}]
-    )
+    installation.install(components=["components/dra"], patches=[{"target": target, "patch": json.dumps(document)}])
     extender = ExtenderInstallation(
         cluster,
         folder=tmp_path_factory.mktemp("extender"),

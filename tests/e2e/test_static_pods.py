@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.cluster import Cluster, KubectlError, Object
-from tests.e2e.installation import HAMI_CORE, SYSTEM, Installation
+from tests.e2e.installation import SYSTEM, Installation
 
 pytestmark = pytest.mark.e2e
 BLOCK = 256 * 1024 * 1024
@@ -111,26 +111,6 @@ def test_a_static_pod_gets_a_share(cluster: Cluster, reading: Installation, stat
     cluster.run("-n", static_pod.namespace, "delete", "pod", static_pod.name, "--force", "--grace-period=0")
     cluster.wait_for("the kubelet made another mirror pod", lambda: static_pod.mirror() is not None)
     assert reading.ledger()[static_pod.key] == share
-
-
-def test_a_static_pod_gets_a_share_under_hami_core(
-    cluster: Cluster, static_pod: StaticPod, installation: Installation
-) -> None:
-    """Its cache file is that of the kubelet's UID, is mounted, and is gone after it."""
-    reading = _install_reading(installation, patches=[HAMI_CORE])
-    static_pod.write(40, 8, command="env; ls -l $CUDA_DEVICE_MEMORY_SHARED_CACHE; sleep 3600")
-    uid = _hash(static_pod.wait_running())
-    assert reading.wait_ledger(static_pod.namespace, 1)[static_pod.key][:2] == (40, 8 * BLOCK)
-    logs = ("-n", static_pod.namespace, "logs", static_pod.name)
-    shown = cluster.wait_for("its cache file", lambda: text if ".cache" in (text := cluster.run(*logs)) else "")
-    assert "CUDA_DEVICE_SM_LIMIT=40\n" in shown
-    assert f"CUDA_DEVICE_MEMORY_LIMIT_0={8 * 256}m\n" in shown
-    assert "-rw-rw-rw-" in shown
-    containers = "/etc/gpu-manager/hami-core/containers"
-    assert uid in reading.exec("ls", containers)
-    static_pod.remove()
-    reading.wait_ledger(static_pod.namespace, 0)
-    cluster.wait_for("no cache file is left", lambda: uid not in reading.exec("ls", containers))
 
 
 def test_a_changed_file_is_another_pod(cluster: Cluster, reading: Installation, static_pod: StaticPod) -> None:

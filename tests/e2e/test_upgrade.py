@@ -81,7 +81,7 @@ def _variables(**values: str) -> Object:
     [
         {"args": ["--no-such-setting=1"]},
         _variables(ISOLATION="vcuda", VIRTUAL_MANAGER__PATH="/proc/nope/vm"),
-        _variables(ISOLATION="hami-core", HAMI_CORE__LIBRARY="/nope/libvgpu.so"),
+        _variables(LIBGPUSHARE__LIBRARY="/proc/self/status"),
     ],
     ids=["does-not-start", "no-directory", "no-library"],
 )

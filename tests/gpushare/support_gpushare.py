@@ -18,13 +18,11 @@ from gpushare_agent.isolation.gpushare.format import (
     CONFIG_NAME,
     USAGE_NAME,
     GpuLimits,
-    GpuUsage,
-    ProcessUsage,
     encode_config,
     encode_usage,
-    read_usage,
 )
 from native.build_gpushare import build_gpushare
+from tests.gpushare.usage_reader import GpuUsage, ProcessUsage, read_usage
 from tests.native.build import NATIVE, build_fake_driver, build_program, cuda_include
 
 ROOT = Path(__file__).parents[2]
@@ -168,8 +166,7 @@ class Container:
         return finish(self.start(*actions, **how))
 
     def usage(self) -> tuple[GpuUsage, list[ProcessUsage]]:
-        gpus, processes = read_usage((self.directory / USAGE_NAME).read_bytes(), 1)
-        return gpus[0], processes
+        return read_usage((self.directory / USAGE_NAME).read_bytes())
 
 
 def finish(process: subprocess.Popen[str]) -> Ended:

@@ -21,8 +21,7 @@ from gpushare_agent.isolation.gpushare.format import (
     encode_config,
     encode_usage,
 )
-from native.build_gpushare import SOURCES, build_gpushare
-from native.build_hami_core import TARGETS, CannotBuildError, run
+from native.build_gpushare import SOURCES, TARGETS, CannotBuildError, build_gpushare, run
 from native.gpushare.generate import HOOKS, HooksError, check, declared, generate, read_hooks, versions
 from tests.gpushare.conftest import MachineWith
 from tests.gpushare.support_gpushare import CONTEXT_MIB, POD, GpushareBuilt

@@ -10,6 +10,7 @@ import pytest
 from gpushare_agent.isolation.gpushare.check import check_gpushare
 from gpushare_agent.isolation.gpushare.files import GpushareFiles
 from gpushare_agent.isolation.gpushare.format import GpuLimits
+from gpushare_agent.isolation.gpushare.library import Library
 from gpushare_agent.model.allocations import ContainerKey
 from gpushare_agent.model.finding import Level
 from gpushare_agent.model.names import PodUid
@@ -33,11 +34,9 @@ def limits(memory_mib: int = 2560, cores: int = 3000) -> GpuLimits:
 def prepared(machine: Machine) -> tuple[GpushareFiles, Container]:
     """A container whose directory the package has made: the program runs in it."""
     files = GpushareFiles(
-        machine.built.library, machine.directory / "own", machine.directory / "vm", lambda _: [limits()]
+        Library(machine.built.library, machine.directory / "own"), machine.directory / "vm", lambda _: [limits()]
     )
-    with files._open_containers(make=True):  # without the library, which is preloaded from where it was built
-        pass
-    (files.directory / files.kind.name).write_bytes(b"installed")
+    files.library._write(b"installed")  # not the library, which is preloaded from where it was built
     files.prepare(KEY)
     return files, Container(machine, files.container_directory(KEY))
 

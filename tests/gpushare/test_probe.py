@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from gpushare_agent.isolation.gpushare.files import LIBRARY
+from gpushare_agent.isolation.gpushare.library import MARK
 from gpushare_agent.isolation.gpushare.probe import LibraryProbe
 from gpushare_agent.isolation.gpushare.probing import STATE_NAME
 from gpushare_agent.isolation.kept import ProbeState
@@ -68,7 +68,7 @@ async def test_the_library_passes(machine_with: MachineWith, library: Path) -> N
 def build_broken(path: Path, hooks: str) -> Path:
     """A library with libgpushare's mark that defines these functions and limits nothing."""
     source = path.with_suffix(".c")
-    mark = LIBRARY.mark.rstrip(b"\0").decode()
+    mark = MARK.rstrip(b"\0").decode()
     source.write_text(f'#define _GNU_SOURCE\n#include <dlfcn.h>\nconst char mark[] = "{mark}";\n{hooks}')
     return build_program(path, source, ["-shared", "-fPIC"])
 
@@ -121,7 +121,7 @@ async def test_a_library_under_which_no_program_starts_fails(
 
 async def test_a_library_that_does_not_load_fails(machine_with: MachineWith, tmp_path: Path) -> None:
     broken = tmp_path / "broken.so"
-    broken.write_bytes(b"\x7fELF" + LIBRARY.mark)
+    broken.write_bytes(b"\x7fELF" + MARK)
     state, text = await probe_of(machine_with(), broken).prove(GPU)
     assert state is ProbeState.FAILED and "it was not loaded: " in text and "cannot be preloaded" in text
 

@@ -10,6 +10,7 @@ from msgspec.structs import replace
 from gpushare_agent.isolation.gpushare.edits import live_limits
 from gpushare_agent.isolation.gpushare.files import GpushareFiles
 from gpushare_agent.isolation.gpushare.format import GpuLimits
+from gpushare_agent.isolation.gpushare.library import Library
 from gpushare_agent.model.allocations import Allocation, ContainerKey
 from gpushare_agent.model.gpus import Gpu
 from gpushare_agent.model.names import DeviceId, GpuUuid, PodUid, unit_id
@@ -40,10 +41,10 @@ def having(kind: ResourceKind, devices: Sequence[DeviceId]) -> Allocation:
 
 
 def prepared(machine: Machine, limits: Sequence[GpuLimits]) -> tuple[GpushareFiles, Container]:
-    files = GpushareFiles(machine.built.library, machine.directory / "own", machine.directory / "vm", lambda _: limits)
-    with files._open_containers(make=True):  # without the library, which is preloaded from where it was built
-        pass
-    (files.directory / files.kind.name).write_bytes(b"installed")
+    files = GpushareFiles(
+        Library(machine.built.library, machine.directory / "own"), machine.directory / "vm", lambda _: limits
+    )
+    files.library._write(b"installed")  # not the library, which is preloaded from where it was built
     files.prepare(KEY)
     return files, Container(machine, files.container_directory(KEY))
 

@@ -8,13 +8,13 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from grpclib.client import Channel
 
 from gpushare_agent.isolation.vdevice.files import VDeviceFiles
 from gpushare_agent.isolation.vdevice.format import VDeviceConfig, encode_config
-from gpushare_agent.isolation.vdevice.server import RunsBlocking, VDeviceLimits, VDeviceServer
+from gpushare_agent.isolation.vdevice.server import VDeviceLimits, VDeviceServer
 from gpushare_agent.kit.sockets import connectable_path
 from gpushare_agent.model.allocations import ContainerKey
 from gpushare_agent.model.errors import AgentError
@@ -30,6 +30,10 @@ ID = "ab" * 32
 OTHER_ID = "cd" * 32
 MIB = 1024 * 1024
 T = TypeVar("T")
+
+
+class RunsBlocking(Protocol):
+    async def __call__(self, blocking: Callable[[], T], what: str) -> T: ...
 
 
 def share_config(key: ContainerKey = KEY, *, limit: int = 0, cores: int = 20) -> bytes:
@@ -61,14 +65,18 @@ class FakeNode:
     fails: AgentError | Exception | None = None
     refresh_hangs: bool = False
     runtime_fails: AgentError | None = None
-    files: VDeviceFiles | None = None
-    """Where a refresh writes, as the virtual manager would."""
+    files: VDeviceFiles = field(default_factory=lambda: VDeviceFiles(Path("/nonexistent")))
+    """Where sockets are bound."""
+    writes: bool = False
+    """A refresh writes the files, as the virtual manager would."""
+    run_blocking: RunsBlocking | None = None
+    """None: in the loop's own thread."""
 
     async def identify(self, pid: int) -> PeerIdentity | None:
         self.asked.append(pid)
         return self.peers.get(pid)
 
-    async def find_container(self, container_id: str) -> ContainerKey | None:
+    async def owner_of(self, container_id: str) -> ContainerKey | None:
         if self.runtime_fails is not None:
             raise self.runtime_fails
         return self.containers.get(container_id)
@@ -78,17 +86,23 @@ class FakeNode:
             raise self.fails
         if self.refresh_hangs:
             await asyncio.Event().wait()
-        if self.files is not None:
-            self.files.write_pids(key, [os.getpid()])
-            self.files.write_config(key, share_config(key))
+        if self.writes:
+            self.files.write(key, pids=[os.getpid()])
+            self.files.write(key, config=share_config(key))
             if container_id is not None:
                 self.files.copy_for_id(key, container_id)
         self.refreshed.append((key, container_id))
 
+    async def in_thread(self, blocking: Callable[[], T], what: str) -> T:
+        return await self.run_blocking(blocking, what) if self.run_blocking is not None else blocking()
+
+    def is_sharer(self, key: ContainerKey, user: ContainerKey) -> bool:
+        return False
+
     async def note_process(self, key: ContainerKey, pid: int) -> None:
         self.noted.append((key, pid))
 
-    def vdevice_registered(self, code: str) -> None:
+    def registered(self, code: str) -> None:
         self.codes.append(code)
 
     def we_are(self, pod_uid: str | None, container_id: str | None) -> None:
@@ -96,29 +110,15 @@ class FakeNode:
         self.peers[os.getpid()] = PeerIdentity(pod_uid=pod_uid, container_id=container_id)
 
 
-async def run_here(blocking: Callable[[], T], what: str) -> T:
-    """In the loop's own thread."""
-    return blocking()
-
-
 def server_of(
     files: VDeviceFiles,
     node: FakeNode,
     key: ContainerKey = KEY,
     limits: VDeviceLimits | None = None,
-    run_blocking: RunsBlocking = run_here,
+    run_blocking: RunsBlocking | None = None,
 ) -> VDeviceServer:
-    return VDeviceServer(
-        key,
-        sockets=files,
-        identify=node.identify,
-        find_container=node.find_container,
-        refresh=node.refresh,
-        note_process=node.note_process,
-        metrics=node,
-        run_blocking=run_blocking,
-        limits=limits,
-    )
+    node.files, node.run_blocking = files, run_blocking
+    return VDeviceServer(key, node, limits=limits)
 
 
 @asynccontextmanager

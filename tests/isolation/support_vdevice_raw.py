@@ -143,8 +143,8 @@ class Node:
     def __init__(self, root: Path, limits: VDeviceLimits, outside: type[FakeNode] = FakeNode) -> None:
         self.root = root
         self.files = VDeviceFiles(root)
-        self.outside = outside(files=self.files)
-        self.neighbours_outside = FakeNode(files=self.files)
+        self.outside = outside(files=self.files, writes=True)
+        self.neighbours_outside = FakeNode(files=self.files, writes=True)
         self.attacked = server_of(self.files, self.outside, KEY, limits)
         # A call may be delayed on a busy machine.
         patient = replace(limits, call_s=DEADLINE_S, server=replace(limits.server, idle_s=DEADLINE_S))
@@ -154,8 +154,8 @@ class Node:
     async def start(self) -> None:
         for server in (self.attacked, self.neighbour):
             self.files.prepare(server.key)
-            self.files.write_config(server.key, share_config(server.key))
-            self.files.write_pids(server.key, [1])
+            self.files.write(server.key, config=share_config(server.key))
+            self.files.write(server.key, pids=[1])
             await server.start()
 
     async def stop(self) -> None:

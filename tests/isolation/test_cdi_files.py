@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from gpushare_agent.isolation.cdi.files import MAX_BYTES, MAX_FILES, MAX_YAML_BYTES, CdiFiles
+from gpushare_agent.delivery.cdi_files import MAX_BYTES, MAX_FILES, MAX_YAML_BYTES, CdiFiles
 from gpushare_agent.model.errors import Unavailable
 from tests.isolation.support_cdi import NVIDIA_CTK, spec, write_spec
 
@@ -65,23 +65,23 @@ def changed(**changes: Any) -> bytes:
 BROKEN = [
     ("a.json", b"", "is no JSON"),
     ("a.json", b"\xff\xfe\x00", "is no JSON"),
-    ("a.json", b"[" * 200_000, "nested too deeply"),
+    ("a.json", b'{"x":' * 200_000, "nested too deeply"),
     ("a.yaml", b"[" * 20_000, "nested too deeply"),
     ("a.yaml", b"a: [1", "is no YAML"),
-    ("a.yaml", b"!!python/object/apply:os.system ['true']", "it holds no object"),
-    ("a.yaml", b"", "holds no object"),
-    ("a.json", b"[]", "holds no object"),
-    ("a.json", changed(cdiVersion=1), "cdiVersion"),
+    ("a.yaml", b"!!python/object/apply:os.system ['true']", "is no CDI spec"),
+    ("a.yaml", b"", "Expected `object`"),
+    ("a.json", b"[]", "Expected `object`"),
+    ("a.json", changed(cdiVersion=1), "`$.cdiVersion`"),
     ("a.json", changed(kind="nvidia.com"), "kind"),
     ("a.json", changed(kind=["nvidia.com/gpu"]), "kind"),
-    ("a.json", changed(devices=[]), "lists no devices"),
-    ("a.json", changed(devices={"GPU-0": {}}), "lists no devices"),
-    ("a.json", changed(devices=["GPU-0"]), "devices[0] has no name"),
-    ("a.json", changed(devices=[{"name": "a b", "containerEdits": {"env": []}}]), "devices[0] has no name"),
-    ("a.json", changed(devices=[{"name": "GPU-0"}]), "no containerEdits"),
-    ("a.json", changed(devices=[{"name": "GPU-0", "containerEdits": {}}]), "no containerEdits"),
+    ("a.json", changed(devices=[]), "length >= 1 - at `$.devices`"),
+    ("a.json", changed(devices={"GPU-0": {}}), "Expected `array`"),
+    ("a.json", changed(devices=["GPU-0"]), "`$.devices[0]`"),
+    ("a.json", changed(devices=[{"name": "a b", "containerEdits": {"env": []}}]), "`$.devices[0].name`"),
+    ("a.json", changed(devices=[{"name": "GPU-0"}]), "missing required field `containerEdits`"),
+    ("a.json", changed(devices=[{"name": "GPU-0", "containerEdits": {}}]), "`$.devices[0].containerEdits`"),
     ("a.json", changed(devices=spec("GPU-0")["devices"] * 2), "a device twice"),
-    ("a.json", changed(devices=spec(*map(str, range(4097)))["devices"]), "more than 4096 devices"),
+    ("a.json", changed(devices=spec(*map(str, range(4097)))["devices"]), "length <= 4096"),
     ("a.json", b" " * (MAX_BYTES + 1), "larger than"),
     ("a.yaml", b" " * (MAX_YAML_BYTES + 1), "larger than"),
 ]

@@ -12,7 +12,7 @@ import pytest
 import yaml
 from msgspec.structs import replace
 
-from gpushare_agent.isolation.cdi.own_spec import (
+from gpushare_agent.delivery.own_spec import (
     SPEC_CONTROL_NODES,
     SpecNodes,
     build_spec,

@@ -10,9 +10,9 @@ import pytest
 from msgspec.structs import replace
 from structlog.testing import capture_logs
 
-from gpushare_agent.isolation.cdi.files import CdiFiles
-from gpushare_agent.isolation.cdi.own_spec import SpecNodes
-from gpushare_agent.isolation.cdi.specs import CdiSpecs, SpecChange
+from gpushare_agent.delivery.cdi_files import CdiFiles
+from gpushare_agent.delivery.cdi_specs import CdiSpecs, SpecChange
+from gpushare_agent.delivery.own_spec import SpecNodes
 from gpushare_agent.model.errors import Rejected
 from gpushare_agent.model.gpus import Gpu
 from gpushare_agent.sandbox.runtime.cdi_resolver import CdiResolver

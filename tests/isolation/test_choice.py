@@ -7,8 +7,7 @@ from itertools import combinations
 import pytest
 
 from gpushare_agent.gpus.simulated.driver import SimulatedDriver
-from gpushare_agent.isolation import ISOLATIONS
-from gpushare_agent.isolation.choice import Candidate, Choice, NodeFindings, Standing, choose
+from gpushare_agent.isolation.choice import Candidate, Choice, choose
 from gpushare_agent.isolation.part import build_probes
 from gpushare_agent.settings.settings import load_settings
 
@@ -16,15 +15,13 @@ STANDINGS = {
     name: probe.standing
     for name, probe in build_probes(load_settings(["--driver=simulated"], {}).settings, SimulatedDriver).items()  # type: ignore[arg-type]
 }
-SIMPLE = OURS, HAMI, MPS, VCUDA, DRIVER = "gpushare", "hami-core", "mps", "vcuda", "driver"
-BLIND = {HAMI: Standing(place=35, because="its library is there", drawback="does not see its own use")}
+SIMPLE = OURS, MPS, VCUDA, DRIVER = "gpushare", "mps", "vcuda", "driver"
 
 
 def chosen(
     *usable: str,
     running: tuple[str, ...] = (),
     is_exclusive: bool = False,
-    standings: dict[str, Standing] | None = None,
 ) -> Choice:
     candidates = [
         Candidate(
@@ -33,9 +30,9 @@ def chosen(
             problem="" if name in usable else f"no {name} here",
             is_running=name in running,
         )
-        for name, standing in (STANDINGS | (standings or {})).items()
+        for name, standing in STANDINGS.items()
     ]
-    return choose(NodeFindings(candidates=candidates, names=list(ISOLATIONS), is_exclusive_process=is_exclusive))
+    return choose(candidates, is_exclusive_process=is_exclusive)
 
 
 def test_every_isolation_that_limits_has_a_place_of_its_own() -> None:
@@ -47,7 +44,6 @@ def test_every_isolation_that_limits_has_a_place_of_its_own() -> None:
     ("usable", "expected"),
     [
         (SIMPLE[:-1], OURS),
-        ((HAMI, MPS, VCUDA), HAMI),
         ((MPS, VCUDA), MPS),
         ((VCUDA,), VCUDA),
         ((DRIVER,), DRIVER),
@@ -55,16 +51,14 @@ def test_every_isolation_that_limits_has_a_place_of_its_own() -> None:
     ],
 )
 def test_the_first_that_can_be_had_is_chosen(usable: tuple[str, ...], expected: str) -> None:
-    """gpushare, HAMi-core, MPS, vcuda, the driver alone; without any gpushare, whose shares are refused with the cure."""
+    """gpushare, MPS, vcuda, the driver alone; without any gpushare, whose shares are refused with the cure."""
     assert chosen(*usable).isolation == expected
 
 
 def test_the_reason_names_what_was_missing() -> None:
     """An operator who expected something else finds it there."""
     found = chosen(MPS)
-    assert found.reason == (
-        "an MPS daemon answers; gpushare cannot be had (no gpushare here); hami-core cannot be had (no hami-core here)"
-    )
+    assert found.reason == ("an MPS daemon answers; gpushare cannot be had (no gpushare here)")
     assert chosen(OURS, MPS).reason == "libgpushare is there for this machine"
     assert "no isolation can be had" in chosen().reason and all(f"no {name} here" in chosen().reason for name in SIMPLE)
 
@@ -76,25 +70,17 @@ def test_exclusive_gpus_need_mps() -> None:
         assert found.isolation == MPS and "EXCLUSIVE_PROCESS" in found.reason
 
 
-def test_a_drawback_gives_an_isolation_a_later_place_and_the_reason_names_it() -> None:
-    """Of HAMi-core, which sees no use of compute under some kernel modules; it is better than nothing: memory it keeps."""
-    assert chosen(HAMI, MPS, standings=BLIND).isolation == MPS
-    assert "hami-core does not see its own use" in chosen(HAMI, MPS, standings=BLIND).reason
-    assert chosen(HAMI, VCUDA, standings=BLIND).isolation == HAMI
-    assert chosen(OURS, HAMI, standings=BLIND).isolation == OURS
-
-
 def test_running_containers_keep_their_library() -> None:
     """A restart of the agent must not take it from them, whatever else is there now."""
-    assert chosen(OURS, HAMI, MPS, VCUDA, running=(VCUDA,)).isolation == VCUDA
-    found = chosen(OURS, MPS, running=(HAMI,))
-    assert found.isolation == HAMI and "containers run" in found.reason
-    assert chosen(OURS, HAMI, running=(HAMI, OURS)).isolation == OURS
+    assert chosen(OURS, MPS, VCUDA, running=(VCUDA,)).isolation == VCUDA
+    found = chosen(OURS, MPS, running=(VCUDA,))
+    assert found.isolation == VCUDA and "containers run" in found.reason
+    assert chosen(OURS, VCUDA, running=(VCUDA, OURS)).isolation == OURS
 
 
 def test_the_drivers_limits_are_added_where_the_agent_sets_them() -> None:
     """Elsewhere nobody knows whether NVIDIA's toolkit does, and its check says so."""
-    for name in (OURS, HAMI, MPS):
+    for name in (OURS, MPS):
         assert chosen(name).isolation == name
         assert chosen(name, DRIVER).isolation == f"{name}+driver"
     assert chosen(VCUDA, DRIVER).isolation == VCUDA
@@ -106,6 +92,6 @@ def test_none_is_never_chosen_and_a_reason_is_never_missing() -> None:
     for count in range(len(SIMPLE) + 1):
         for usable in combinations(SIMPLE, count):
             for is_exclusive in (False, True):
-                found = chosen(*usable, is_exclusive=is_exclusive, standings=BLIND)
+                found = chosen(*usable, is_exclusive=is_exclusive)
                 assert found.isolation not in ("none", "auto")
                 assert found.reason and not found.reason.endswith(".")

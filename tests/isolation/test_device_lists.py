@@ -9,7 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from gpushare_agent.admission.decisions.container_edits import EditPolicy, edits_for
-from gpushare_agent.isolation.device_lists import (
+from gpushare_agent.delivery.device_lists import (
     STRATEGIES,
     DeviceListRequest,
     NodeDevices,

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import ValidationError
 
-from gpushare_agent.isolation.driver_volume.config import VolumeConfigError, parse_volumes, read_volume_config
-from gpushare_agent.isolation.driver_volume.plan import DriverVolume, VolumeName
+from gpushare_agent.delivery.volume_config import parse_volumes, read_volume_config
+from gpushare_agent.delivery.volume_plan import DriverVolume, VolumeName
 from gpushare_agent.model.errors import StartupError
 
 EXAMPLE = Path(__file__).parent.parent.parent / "manifests/base/volume.conf"
@@ -61,34 +62,34 @@ def with_components(**components: Any) -> dict[str, Any]:
         ("{", "volume.conf"),
         ("[" * 100_000, "volume.conf"),
         ('{"volume": [], "volume": []}', "given twice"),
-        ([], "no object"),
-        ({}, "volume: this key is missing"),
-        ({"volume": [entry()], "volumes": []}, "volumes: this key is unknown"),
-        ({"volume": {}}, "volume: "),
-        ({"volume": []}, "volume: "),
-        ({"volume": ["nvidia"]}, "volume[0]: "),
-        ({"volume": [entry(), entry()]}, "volume[1].name: "),
-        ({"volume": [entry(name="share")]}, "volume[0].name: 'share'"),
-        ({"volume": [entry(name=["nvidia"])]}, "volume[0].name: "),
-        ({"volume": [entry(mode="rw")]}, "volume[0].mode: 'rw'"),
-        ({"volume": [entry(), entry(name="origin", Mode="ro")]}, "volume[1].Mode: "),
-        ({"volume": [entry(base="vdriver")]}, "volume[0].base: 'vdriver'"),
-        ({"volume": [entry(base="/var/../etc")]}, "volume[0].base: "),
-        ({"volume": [entry(base="/a\0b")]}, "volume[0].base: "),
-        ({"volume": [entry(base="/\ud800")]}, "volume[0].base: "),
-        ({"volume": [entry(base="//")]}, "volume[0].base: "),
-        ({"volume": [entry(base=7)]}, "volume[0].base: 7"),
-        ({"volume": [entry(components=[])]}, "volume[0].components: "),
-        ({"volume": [with_components(library=[])]}, "volume[0].components.library: "),
-        ({"volume": [entry(components={})]}, "volume[0].components.libraries: "),
-        ({"volume": [with_components(libraries="libcuda.so")]}, "volume[0].components.libraries: "),
-        ({"volume": [with_components(libraries=["libcuda.so", 1])]}, "volume[0].components.libraries[1]: 1"),
-        ({"volume": [with_components(libraries=["../libcuda.so"])]}, "volume[0].components.libraries[0]: "),
-        ({"volume": [with_components(binaries=["/usr/bin/env"])]}, "volume[0].components.binaries[0]: "),
-        ({"volume": [with_components(binaries=[".."])]}, "volume[0].components.binaries[0]: "),
-        ({"volume": [with_components(binaries=["a\n"])]}, "volume[0].components.binaries[0]: "),
-        ({"volume": [with_components(binaries=[""])]}, "volume[0].components.binaries[0]: "),
-        ({"volume": [with_components(binaries=["x"] * 1001)]}, "volume[0].components.binaries: "),
+        ([], "Expected `object`, got `array`"),
+        ({}, "missing required field `volume`"),
+        ({"volume": [entry()], "volumes": []}, "unknown field `volumes`"),
+        ({"volume": {}}, "`$.volume`"),
+        ({"volume": []}, "`$.volume`"),
+        ({"volume": ["nvidia"]}, "`$.volume[0]`"),
+        ({"volume": [entry(), entry()]}, "described twice"),
+        ({"volume": [entry(name="share")]}, "'share' - at `$.volume[0].name`"),
+        ({"volume": [entry(name=["nvidia"])]}, "`$.volume[0].name`"),
+        ({"volume": [entry(mode="rw")]}, "'rw' - at `$.volume[0].mode`"),
+        ({"volume": [entry(), entry(name="origin", Mode="ro")]}, "unknown field `Mode` - at `$.volume[1]`"),
+        ({"volume": [entry(base="vdriver")]}, "`$.volume[0].base`"),
+        ({"volume": [entry(base="/var/../etc")]}, "`$.volume[0].base`"),
+        ({"volume": [entry(base="/a\0b")]}, "`$.volume[0].base`"),
+        ({"volume": [entry(base="/\ud800")]}, "`$.volume[0].base`"),
+        ({"volume": [entry(base="//")]}, "`$.volume[0].base`"),
+        ({"volume": [entry(base=7)]}, "`$.volume[0].base`"),
+        ({"volume": [entry(components=[])]}, "`$.volume[0].components`"),
+        ({"volume": [with_components(library=[])]}, "unknown field `library` - at `$.volume[0].components`"),
+        ({"volume": [entry(components={})]}, "missing required field `libraries` - at `$.volume[0].components`"),
+        ({"volume": [with_components(libraries="libcuda.so")]}, "`$.volume[0].components.libraries`"),
+        ({"volume": [with_components(libraries=["libcuda.so", 1])]}, "`$.volume[0].components.libraries[1]`"),
+        ({"volume": [with_components(libraries=["../libcuda.so"])]}, "`$.volume[0].components.libraries[0]`"),
+        ({"volume": [with_components(binaries=["/usr/bin/env"])]}, "`$.volume[0].components.binaries[0]`"),
+        ({"volume": [with_components(binaries=[".."])]}, "`$.volume[0].components.binaries[0]`"),
+        ({"volume": [with_components(binaries=["a\n"])]}, "`$.volume[0].components.binaries[0]`"),
+        ({"volume": [with_components(binaries=[""])]}, "`$.volume[0].components.binaries[0]`"),
+        ({"volume": [with_components(binaries=["x"] * 1001)]}, "`$.volume[0].components.binaries`"),
         (" " * (1024 * 1024) + "{}", "larger than"),
     ],
 )
@@ -132,5 +133,5 @@ JSON = st.recursive(
 @given(JSON)
 def test_any_json_is_volumes_or_a_reported_mistake(document: object) -> None:
     """No other error is raised."""
-    with suppress(VolumeConfigError):
+    with suppress(ValidationError, ValueError):
         parse_volumes(document)

@@ -16,13 +16,12 @@ from gpushare_agent.model.allocations import ContainerEdits
 from gpushare_agent.model.errors import RefusalReason, Refused
 from gpushare_agent.model.isolation import isolation_parts
 from gpushare_agent.model.names import ENV_GPU_MEMORY_LIMIT, ENV_GPU_MEMORY_REQUEST, PodUid
-from gpushare_agent.settings.sections import HamiCoreSettings, MpsSettings
+from gpushare_agent.settings.sections import MpsSettings
 from tests.support_core import container, inventory, isolation_config
 
 GPUS = inventory(memory_mib=24 * 1024).gpus
 CONFIG = isolation_config(
     virtual_manager=Path("/vm"),
-    hami_core=HamiCoreSettings(directory=Path("/hami")),
     mps=MpsSettings(pipe_directory=Path("/pipe"), shm_directory=Path("/dev/shm")),
 )
 WITH_DRIVER = [name for name in ISOLATIONS if "driver" in isolation_parts(name)]
@@ -86,5 +85,5 @@ def test_a_share_without_memory_is_refused(name: str) -> None:
 
 def test_the_parts_of_a_name() -> None:
     """In the order of the name; what is no combination is its own part."""
-    assert isolation_parts("hami-core+driver") == ("hami-core", "driver")
+    assert isolation_parts("gpushare+driver") == ("gpushare", "driver")
     assert isolation_parts("none") == ("none",)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from gpushare_agent.isolation.driver_volume.elf import parse_loader_cache, read_loader_cache
+from gpushare_agent.delivery.elf import parse_loader_cache, read_loader_cache
 from gpushare_agent.model.errors import Corrupt
 from tests.isolation.support_driver import LIBRARY_DIRECTORY_32, FakeHost, has_m32
 
@@ -28,9 +28,9 @@ def old_cache(strings: bytes, *entries: tuple[int, int]) -> bytes:
     return struct.pack("<11sxI", b"ld.so-1.7.0", len(entries)) + rows + strings
 
 
-@pytest.mark.parametrize("form", ["new", "compat", "old"])
+@pytest.mark.parametrize("form", ["new", "compat"])
 def test_every_form_that_ldconfig_writes_is_read(short_dir: Path, form: str) -> None:
-    """The sonames lead to the paths of the host's root, in the new, the combined and the old form."""
+    """The sonames lead to the paths of the host's root, in the new and the combined form."""
     host = FakeHost(short_dir)
     if has_m32():
         host.add_library("libcuda", directory=LIBRARY_DIRECTORY_32, m32=True)
@@ -73,12 +73,11 @@ def test_a_missing_cache_is_none_and_no_error(short_dir: Path) -> None:
         (b"", "known forms"),
         (b"\x7fELF", "known forms"),
         (NEW, "header"),
-        (b"ld.so-1.7.0", "header"),
+        (b"ld.so-1.7.0", "known forms"),
+        (old_cache(b"a\0", (0, 0)), "known forms"),
         (new_cache(b"")[:20] + struct.pack("<I", 0xFFFFFFFF) + bytes(24), "entries"),
-        (old_cache(b"")[:12] + struct.pack("<I", 0xFFFFFFFF), "entries"),
         (new_cache(b"liba.so", (0, 0, 0)), "no end"),
         (new_cache(b"liba.so\0", (0, 1 << 31, 0)), "no end"),
-        (old_cache(b"a\0", (0, 0xFFFFFF00)), "no end"),
         (new_cache(b"x" * 5000 + b"\0", (0, 0, 0)), "no end"),
         (new_cache(b"", flags=3), "big-endian"),
     ],

@@ -9,7 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from gpushare_agent.isolation.driver_volume.plan import (
+from gpushare_agent.delivery.volume_plan import (
     CONTROLLED,
     Control,
     DriverVolume,
@@ -19,12 +19,12 @@ from gpushare_agent.isolation.driver_volume.plan import (
     HostDriver,
     VolumeName,
     VolumePlan,
-    VolumeRefused,
     choose_libraries,
     driver_version,
     driver_version_text,
     plan_volume,
 )
+from gpushare_agent.model.errors import StartupError
 
 BASE = Path("/etc/gpu-manager/vdriver")
 
@@ -62,7 +62,7 @@ def plan(
     control: Control | None = CONTROL,
     binaries: tuple[str, ...] = ("nvidia-smi",),
     programs: dict[str, Path] | None = None,
-) -> VolumePlan | VolumeRefused:
+) -> VolumePlan:
     volume = DriverVolume(name=name, base=BASE, binaries=binaries, libraries=listed)
     host = HostDriver(
         libraries=libraries,
@@ -73,16 +73,13 @@ def plan(
     return plan_volume(volume, host, "x86_64", control)
 
 
-def planned(*args: object, **more: object) -> VolumePlan:
-    made = plan(*args, **more)  # type: ignore[arg-type]
-    assert isinstance(made, VolumePlan), made
-    return made
+planned = plan
 
 
 def refused(*args: object, **more: object) -> str:
-    made = plan(*args, **more)  # type: ignore[arg-type]
-    assert isinstance(made, VolumeRefused), made
-    return made.detail
+    with pytest.raises(StartupError) as caught:
+        plan(*args, **more)  # type: ignore[arg-type]
+    return str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -107,7 +104,7 @@ def test_the_driver_version_is_in_the_full_name_of_libcuda(name: str, version: t
 def test_the_volume_for_whole_gpus_is_as_the_driver_has_it() -> None:
     """Files by ELF class, a link for the soname, and a bare one to that."""
     made = planned(VolumeName.ORIGIN)
-    assert {file.target: str(file.source) for file in made.files} == {
+    assert {target: str(source) for target, source in made.files.items()} == {
         "bin/nvidia-smi": "/usr/bin/nvidia-smi",
         "lib/libcuda.so.535.104.05": "/usr/lib/32/libcuda.so.535.104.05",
         "lib/libnvcuvid.so.535.104.05": "/usr/lib/32/libnvcuvid.so.535.104.05",
@@ -115,7 +112,7 @@ def test_the_volume_for_whole_gpus_is_as_the_driver_has_it() -> None:
         "lib64/libnvcuvid.so.535.104.05": "/usr/lib/64/libnvcuvid.so.535.104.05",
         "lib64/libnvidia-ml.so.535.104.05": "/usr/lib/64/libnvidia-ml.so.535.104.05",
     }
-    links = {link.target: link.points_to for link in made.links}
+    links = dict(made.links)
     assert links["lib64/libcuda.so.1"] == "libcuda.so.535.104.05"
     assert links["lib64/libcuda.so"] == "libcuda.so.1"
     assert links["lib/libcuda.so.1"] == "libcuda.so.535.104.05"
@@ -127,10 +124,10 @@ def test_the_volume_for_whole_gpus_is_as_the_driver_has_it() -> None:
 def test_in_the_volume_for_shares_the_loaded_names_lead_to_the_control_library() -> None:
     """The driver's files keep their full names beside it, for the control library loads them by these."""
     made = planned(VolumeName.SHARED)
-    links = {link.target: link.points_to for link in made.links}
+    links = dict(made.links)
     for name in ("libcuda.so", "libcuda.so.1", "libnvidia-ml.so", "libnvidia-ml.so.1"):
         assert links[f"lib64/{name}"] == "libcuda-control.so"
-    files = {file.target: file.source for file in made.files}
+    files = dict(made.files)
     assert files["lib64/libcuda-control.so"] == CONTROL.library.path
     assert {"lib64/libcuda.so.535.104.05", "lib64/libnvidia-ml.so.535.104.05"} < set(files)
     assert links["lib64/libnvcuvid.so.1"] == "libnvcuvid.so.535.104.05"
@@ -139,7 +136,7 @@ def test_in_the_volume_for_shares_the_loaded_names_lead_to_the_control_library()
 def test_a_share_gets_no_libcuda_that_nothing_controls() -> None:
     """The 32-bit libcuda is left out beside a 64-bit control library, with a warning; other 32-bit libraries stay."""
     made = planned(VolumeName.SHARED)
-    targets = {item.target for item in (*made.files, *made.links)}
+    targets = {*made.files, *made.links}
     assert not any(target.startswith(("lib/libcuda", "lib/libnvidia-ml")) for target in targets)
     assert "lib/libnvcuvid.so.1" in targets
     (warning,) = made.warnings
@@ -203,9 +200,9 @@ def test_the_volume_for_shares_has_our_gpu_client_whatever_the_host_has() -> Non
             made = planned(
                 VolumeName.SHARED, DRIVER[2:3] + DRIVER[:1], binaries=listed, programs=programs, listed=LISTED[:2]
             )
-            assert [file.source for file in made.files if file.target == "bin/gpu-client"] == [CLIENT.path]
+            assert made.files["bin/gpu-client"] == CLIENT.path
             assert made.warnings == ()
-    assert "bin/gpu-client" not in {file.target for file in planned(VolumeName.ORIGIN).files}
+    assert "bin/gpu-client" not in planned(VolumeName.ORIGIN).files
 
 
 def test_a_gpu_client_for_another_machine_is_refused_and_a_dynamic_one_is_a_warning() -> None:
@@ -253,16 +250,17 @@ def test_every_plan_can_be_laid_out_and_gives_shares_no_way_around(
     libraries: list[FoundLibrary], name: VolumeName
 ) -> None:
     """No target is given twice, every link leads to something, and what programs load is the control library."""
-    made = plan(name, (library("libcuda.so.535.1", "libcuda.so.1"), *libraries), listed=("lib",))
-    if isinstance(made, VolumeRefused):
+    try:
+        made = plan(name, (library("libcuda.so.535.1", "libcuda.so.1"), *libraries), listed=("lib",))
+    except StartupError:
         return
-    targets = [item.target for item in (*made.files, *made.links)]
+    targets = [*made.files, *made.links]
     assert len(targets) == len(set(targets))
-    for link in made.links:
-        assert f"{link.target.partition('/')[0]}/{link.points_to}" in targets
+    for target, points_to in made.links.items():
+        assert f"{target.partition('/')[0]}/{points_to}" in targets
     if name is VolumeName.SHARED:
-        for link in made.links:
-            if link.target.partition("/")[2].startswith(CONTROLLED):
-                assert link.points_to == "libcuda-control.so"
-        for file in made.files:
-            assert file.target.partition("/")[2] not in {"libcuda.so", "libcuda.so.1", "libnvidia-ml.so.1"}
+        for target, points_to in made.links.items():
+            if target.partition("/")[2].startswith(CONTROLLED):
+                assert points_to == "libcuda-control.so"
+        for target in made.files:
+            assert target.partition("/")[2] not in {"libcuda.so", "libcuda.so.1", "libnvidia-ml.so.1"}

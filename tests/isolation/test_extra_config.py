@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from gpushare_agent.isolation.device_nodes import read_extra_devices
+from gpushare_agent.delivery.device_nodes import read_extra_devices
 from gpushare_agent.model.errors import StartupError
 
 

@@ -28,7 +28,7 @@ from gpushare_agent.cluster.kube.pods import parse_pod, read_pod_json
 from gpushare_agent.isolation import GpuShare, IsolationRequest
 from gpushare_agent.isolation.gpushare.check import check_gpushare
 from gpushare_agent.isolation.gpushare.edits import ISOLATION, LIBRARY_PATH, edit_gpushare, live_limits
-from gpushare_agent.isolation.gpushare.files import LIBRARY, GpushareFiles
+from gpushare_agent.isolation.gpushare.files import GpushareFiles
 from gpushare_agent.isolation.gpushare.format import (
     CONFIG_BYTES,
     CONFIG_NAME,
@@ -39,6 +39,7 @@ from gpushare_agent.isolation.gpushare.format import (
     Observed,
     encode_config,
 )
+from gpushare_agent.isolation.gpushare.library import MARK, Library
 from gpushare_agent.isolation.gpushare.observed import (
     BusyCount,
     ObservedContainers,
@@ -46,7 +47,6 @@ from gpushare_agent.isolation.gpushare.observed import (
     pause_s,
     used_bytes,
 )
-from gpushare_agent.isolation.private_caches import PrivateCaches
 from gpushare_agent.isolation.vdevice.files import VDeviceFiles
 from gpushare_agent.model.allocations import Allocation, ClaimRef, ClaimShare, ContainerEdits, ContainerKey
 from gpushare_agent.model.errors import Corrupt, NotFound, Refused, StartupError, Unavailable
@@ -58,7 +58,7 @@ from gpushare_agent.model.resources import ResourceKind
 from gpushare_agent.model.usage import BusyProcess, ContainerUse, GpuBusy, ProcessSample, UsageRound
 from gpushare_agent.settings.sections import LibgpushareSettings
 from gpushare_agent.settings.settings import Settings
-from tests.isolation.support_hami_core import fake_library
+from tests.isolation.support_library import fake_library
 from tests.support_core import NAMES, allocation, container, ids, inventory, isolation_config, mig_instance, pod
 
 UID = PodUid("11111111-2222-3333-4444-555555555555")
@@ -228,12 +228,6 @@ def test_a_claims_results_have_a_limit_on_each_gpu_and_together_where_it_is_one(
 # ---- files ----
 
 
-def library(path: Path) -> Path:
-    fake_library(path)
-    path.write_bytes(path.read_bytes() + LIBRARY.mark)
-    return path
-
-
 def launches(files: GpushareFiles) -> int:
     return sum(one.launches for one in files.paid(KEY))
 
@@ -244,10 +238,9 @@ class World:
     def __init__(self, directory: Path) -> None:
         self.limits: GpuLimits | None = LIMITS
         self.is_claims = False
-        source = library(directory / "libgpushare.so")
+        self.library = Library(fake_library(directory / "libgpushare.so"), directory / "own")
         self.files = GpushareFiles(
-            source,
-            directory / "own",
+            self.library,
             directory / "vm",
             lambda _: [self.limits] if self.limits is not None else None,
             lambda _: self.is_claims,
@@ -274,7 +267,7 @@ class World:
 @pytest.fixture
 def world(short_dir: Path) -> World:
     made = World(short_dir)
-    made.files.install()
+    made.library.install()
     return made
 
 
@@ -285,9 +278,9 @@ def test_a_prepared_container_finds_its_limits_and_an_empty_region(world: World)
     assert modes == {CONFIG_NAME: 0o644, USAGE_NAME: 0o666}
     assert (world.path / USAGE_NAME).stat().st_size == USAGE_BYTES
     assert (launches(world.files), world.files.held_bytes(KEY)) == (0, {UUID: 0})
-    installed = world.files.directory
+    installed = world.library.directory
     assert (installed / "ld.so.preload").read_text() == f"{LIBRARY_PATH}\n"
-    assert (installed / "libgpushare.so").read_bytes() == world.files.library.read_bytes()
+    assert (installed / "libgpushare.so").read_bytes() == world.library.source.read_bytes()
 
 
 def test_a_container_that_starts_again_finds_new_files_and_a_claims_the_same(world: World) -> None:
@@ -340,9 +333,7 @@ def test_threads_that_write_at_once_leave_the_sequence_even(world: World) -> Non
 def test_each_gpu_of_a_container_is_written_by_its_uuid(world: World) -> None:
     """In any order; what was prepared for other GPUs is not touched."""
     second = GpuLimits(uuid=GPUS[1].uuid, memory_bytes=1024 * MIB)
-    files = GpushareFiles(
-        world.files.library, world.files.directory, world.files.containers, lambda _: [LIMITS, second]
-    )
+    files = GpushareFiles(world.library, world.files.containers, lambda _: [LIMITS, second])
     files.prepare(KEY)
     files.write_limits(KEY, [replace(second, memory_bytes=512 * MIB)])
     files.write_observed(KEY, {GpuUuid(second.uuid): Observed(at_ns=1, used_bytes=7), UUID: Observed()})
@@ -474,22 +465,13 @@ def test_a_config_that_was_cut_on_the_host_is_not_written_and_said_once(world: W
     assert struct.unpack_from("Q", world.config(), 512 + 72) == (3,)
 
 
-async def test_a_file_that_its_tenant_made_long_is_cut(world: World) -> None:
-    caches = PrivateCaches(files=world.files, allocations=lambda: world.allocations, pods=world, removes=False)
-    await caches.check()
-    assert await caches.prepare([KEY]) is None
-    grow(world.path / USAGE_NAME)
-    await caches.cut_oversized()
-    assert launches(world.files) == 0 and (world.path / USAGE_NAME).stat().st_size == USAGE_BYTES
-
-
 def test_a_start_leaves_the_vdevice_files_and_puts_what_the_tenant_wrote_aside(world: World) -> None:
     """So does the end of the pod: what a tenant has written may take the kernel half a minute to free."""
     vdevice = VDeviceFiles(world.files.containers)
     vdevice.prepare(KEY)
     sock, identity = vdevice.bind_socket(KEY)
     sock.close()
-    vdevice.write_pids(KEY, [7])
+    vdevice.write(KEY, pids=[7])
     world.files.prepare(KEY)
     world.files.prepare(KEY)
     assert vdevice.has_socket(KEY, identity) and len(vdevice.list_aside()) == 1
@@ -505,26 +487,27 @@ def test_a_start_leaves_the_vdevice_files_and_puts_what_the_tenant_wrote_aside(w
 
 def test_without_a_library_simulated_gpus_say_that_none_is_needed(short_dir: Path) -> None:
     """It is the first line of a sandbox; where the library is there, or is needed, nothing is said."""
-    places = short_dir / "own", short_dir / "vm"
-    optional = GpushareFiles(short_dir / "none.so", *places, is_library_optional=True)
-    assert optional.without_library.endswith(f"simulated GPUs need none, and {short_dir}/none.so is not there")
-    assert not GpushareFiles(short_dir / "none.so", *places).without_library
-    assert not GpushareFiles(fake_library(short_dir / "a.so"), *places, is_library_optional=True).without_library
+    own = short_dir / "own"
+    optional = Library(short_dir / "none.so", own, is_optional=True)
+    assert optional.missing_note.endswith(f"simulated GPUs need none, and {short_dir}/none.so is not there")
+    assert not Library(short_dir / "none.so", own).missing_note
+    assert not Library(fake_library(short_dir / "a.so"), own, is_optional=True).missing_note
 
 
 def test_another_library_is_refused_with_the_cure(short_dir: Path) -> None:
-    files = GpushareFiles(fake_library(short_dir / "other.so"), short_dir / "own", short_dir / "vm")
+    other = fake_library(short_dir / "other.so")
+    other.write_bytes(other.read_bytes().replace(MARK, b""))
     with pytest.raises(Unavailable, match=r"is not libgpushare's: it would limit nobody.*native\.build_gpushare"):
-        files.look()
+        Library(other, short_dir / "own").look()
     with pytest.raises(StartupError, match="isolation gpushare has no library"):
-        GpushareFiles(short_dir / "none.so", short_dir / "own", short_dir / "vm").check_library()
+        Library(short_dir / "none.so", short_dir / "own").check()
 
 
 async def test_check_says_what_is_missing(short_dir: Path) -> None:
     own = LibgpushareSettings(library=short_dir / "none.so", directory=short_dir / "own")
     (found,) = await check_gpushare(Settings(libgpushare=own))
     assert found.level is Level.ERROR and "none.so cannot be used" in found.detail
-    own = LibgpushareSettings(library=library(short_dir / "fake.so"), directory=short_dir / "own")
+    own = LibgpushareSettings(library=fake_library(short_dir / "fake.so"), directory=short_dir / "own")
     first, second = await check_gpushare(Settings(libgpushare=own))
     assert (first.level, second.level) == (Level.OK, Level.ERROR)
     assert "is not libgpushare's" in second.detail  # it has no symbols

@@ -10,6 +10,7 @@ import pytest
 
 from gpushare_agent.isolation.gpushare import format as layout
 from gpushare_agent.isolation.gpushare import turns
+from tests.gpushare.usage_reader import KINDS
 from tests.isolation.support_driver import NATIVE, require_cc
 
 HEADER = NATIVE.parents[1] / "native" / "gpushare"
@@ -54,12 +55,12 @@ def test_the_layout_is_that_of_the_librarys_header(tmp_path: Path) -> None:
     assert found["config.between_us"] == layout._BETWEEN_OFFSET
     slot = [found[f"slot.{name}"] for name in ("pid", "started_at", "held", "pending", "of_kind", "unhooked")]
     most = layout.MOST_GPUS
-    assert slot == [0, 8, 16, 16 + 8 * most, 16 + 16 * most, 16 + 16 * most + 8 * len(layout.KINDS)]
+    assert slot == [0, 8, 16, 16 + 8 * most, 16 + 16 * most, 16 + 16 * most + 8 * len(KINDS)]
     assert (found["usage.gpu"], found["usage.slot"]) == (512, layout._FIRST_SLOT)
     assert (found["sizeof.config"], found["sizeof.config.gpu"]) == (layout.CONFIG_BYTES, layout._GPU_BYTES)
     assert (found["sizeof.usage.gpu"], found["sizeof.slot"]) == (layout._USAGE_GPU_BYTES, layout._SLOT_BYTES)
     assert (found["TURN_NS"], found["CHANGE_NS"]) == (turns.TURN_NS, turns.CHANGE_NS)
-    numbers = (layout.USAGE_BYTES, most, layout.MOST_SLOTS, len(layout.KINDS), layout.LAYOUT)
+    numbers = (layout.USAGE_BYTES, most, layout.MOST_SLOTS, len(KINDS), layout.LAYOUT)
     assert tuple(found[name] for name in ("USAGE_BYTES", "MOST_GPUS", "MOST_SLOTS", "KINDS", "LAYOUTS")) == numbers
     assert found["flags"] == layout._LIMITS_MEMORY | layout._LIMITS_CORES << 8 | layout._HAS_CEILING << 16
 
@@ -91,7 +92,5 @@ def test_a_uuid_that_does_not_fit_is_refused(uuid: str) -> None:
 
 def test_a_hostile_region_is_read_as_numbers() -> None:
     """All bytes set: the agent shows what is there, and nothing else happens."""
-    gpus, processes = layout.read_usage(b"\xff" * layout.USAGE_BYTES, 2)
-    assert len(gpus) == 2 and processes == []
-    gpus, processes = layout.read_usage(b"\x7f" * layout.USAGE_BYTES, 16)
-    assert len(processes) == layout.MOST_SLOTS and min(gpu.held_bytes for gpu in gpus) >= 0
+    assert layout.read_held(b"\xff" * layout.USAGE_BYTES, 2) == [0, 0]
+    assert len(held := layout.read_held(b"\x7f" * layout.USAGE_BYTES, 16)) == 16 and min(held) >= 0

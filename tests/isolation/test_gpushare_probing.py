@@ -10,7 +10,7 @@ import pytest
 from msgspec.structs import replace
 from structlog.testing import capture_logs
 
-from gpushare_agent.isolation.gpushare.files import LIBRARY, GpushareFiles
+from gpushare_agent.isolation.gpushare.library import Library
 from gpushare_agent.isolation.gpushare.part import probe
 from gpushare_agent.isolation.gpushare.probe import CAPS, MEMORY_BYTES, NEEDED_BYTES, Run, failure_of, idle_gpu
 from gpushare_agent.isolation.gpushare.probing import (
@@ -18,16 +18,17 @@ from gpushare_agent.isolation.gpushare.probing import (
     STATE_NAME,
     ProbedLibrary,
     Remembered,
-    require_no_failure,
+    recall,
 )
 from gpushare_agent.isolation.kept import ProbeState
+from gpushare_agent.kit.daemon_thread import DaemonThread
 from gpushare_agent.model.allocations import Allocation, ContainerKey
 from gpushare_agent.model.errors import Unavailable
 from gpushare_agent.model.gpus import Gpu, GpuInventory, Health
 from gpushare_agent.model.names import MIB, PodUid
 from gpushare_agent.model.usage import GpuSample, ProcessSample, UsageRound
 from gpushare_agent.settings.settings import load_settings
-from tests.isolation.support_hami_core import fake_library
+from tests.isolation.support_library import fake_library
 from tests.support_core import allocation, container, ids, inventory, mig_instance, pod
 
 DRIVER = "580.95.05"
@@ -59,10 +60,8 @@ class World:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        library = fake_library(directory / "libgpushare.so")
-        library.write_bytes(library.read_bytes() + LIBRARY.mark)
-        self.files = GpushareFiles(library, directory / "own", directory / "vm")
-        self.files.install()
+        self.library = Library(fake_library(directory / "libgpushare.so"), directory / "own")
+        self.library.install()
         self.probe = Probe()
         self.inventory: GpuInventory = INVENTORY
         self.allocations: dict[ContainerKey, Allocation] = {}
@@ -72,18 +71,22 @@ class World:
     def agent(self) -> ProbedLibrary:
         """A new one, on this node."""
         made = ProbedLibrary(
-            files=self.files,
+            library=self.library,
             probe=self.probe,
             inventory=lambda: self.inventory,
             allocations=lambda: self.allocations,
             failed=lambda found: self.failures.append(found.failure),
+            request_usage=lambda: made.usage_sampled(UsageRound(sampled_at=1.0, gpus=self.samples, containers={})),
             round_timeout_s=0.05,
         )
-        made.request_usage_by(lambda: made.usage_sampled(UsageRound(sampled_at=1.0, gpus=self.samples, containers={})))
         return made
 
+    async def known_failure(self, driver: str) -> str:
+        _, saved = await recall(DaemonThread("probe", advice=""), self.library, driver)
+        return saved.failure if saved is not None else ""
+
     def document(self) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads((self.files.directory / STATE_NAME).read_text())
+        found: dict[str, Any] = json.loads((self.library.directory / STATE_NAME).read_text())
         return found
 
     def allocate(self, gpu: int) -> None:
@@ -126,7 +129,7 @@ async def test_what_has_passed_is_not_probed_again(world: World) -> None:
     following = world.agent()
     await following.look()
     assert following.result == agent.result and world.probe.gpus == [FIRST.uuid]
-    world.files.library.write_bytes(world.files.library.read_bytes() + b"newer")
+    world.library.source.write_bytes(world.library.source.read_bytes() + b"newer")
     await following.look()
     world.inventory = replace(world.inventory, driver_version="590.1")
     await following.look()
@@ -145,9 +148,8 @@ async def test_a_library_that_failed_is_refused_from_the_next_start_on_until_it_
     with pytest.raises(Unavailable, match=r"under driver 580\.95\.05: a program got 9 MiB\. Update the agent"):
         await agent.require_passed()
     assert agent.is_failed() and len(world.failures) == 1
-    with pytest.raises(Unavailable, match="a program got 9 MiB"):
-        await require_no_failure(world.files, DRIVER)
-    await require_no_failure(world.files, "590.1")
+    assert "a program got 9 MiB" in await world.known_failure(DRIVER)
+    assert not await world.known_failure("590.1")
     following = world.agent()
     with pytest.raises(Unavailable, match="a program got 9 MiB"):
         await following.require_passed()
@@ -159,7 +161,7 @@ async def test_a_library_that_failed_is_refused_from_the_next_start_on_until_it_
     world.probe.answer = (PASSED, "held")
     await following.look()
     await following.require_passed()
-    await require_no_failure(world.files, DRIVER)
+    assert not await world.known_failure(DRIVER)
 
 
 async def test_a_failure_that_is_found_again_has_auto_choose_but_once(world: World) -> None:
@@ -178,8 +180,8 @@ async def test_auto_leaves_the_library_under_the_driver_with_which_it_failed(wor
     world.probe.answer = (FAILED, "a program got 9 MiB")
     await world.agent().look()
     places = {
-        "library": world.files.library,
-        "directory": world.files.directory,
+        "library": world.library.source,
+        "directory": world.library.directory,
     }
     flags = [f"--libgpushare.{name}={path}" for name, path in places.items()]
     settings = load_settings(["--driver=nvml", f"--virtual-manager.path={world.directory / 'vm'}", *flags], {}).settings
@@ -240,7 +242,7 @@ async def test_an_attempt_with_which_agents_end_is_not_made_at_every_start(world
     await agent.look()
     assert len(world.probe.gpus) == MOST_UNFINISHED
     assert agent.result is not None and "2 agents have ended while it ran" in agent.result.text
-    (world.files.directory / STATE_NAME).unlink()
+    (world.library.directory / STATE_NAME).unlink()
     world.probe.during = lambda: None
     await agent.look()
     assert agent.is_failed() is False
@@ -248,11 +250,11 @@ async def test_an_attempt_with_which_agents_end_is_not_made_at_every_start(world
 
 @pytest.mark.parametrize("content", ["[]", "{", '{"version": 2}', json.dumps({"version": 1, "driver": "x" * 9999})])
 async def test_a_file_that_is_no_result_is_set_aside(world: World, content: str) -> None:
-    (world.files.directory / STATE_NAME).write_text(content)
+    (world.library.directory / STATE_NAME).write_text(content)
     agent = world.agent()
     await agent.require_passed()
     await agent.look()
-    assert agent.is_failed() is False and (world.files.directory / f"{STATE_NAME}.corrupt").exists()
+    assert agent.is_failed() is False and (world.library.directory / f"{STATE_NAME}.corrupt").exists()
 
 
 async def test_without_a_driver_version_or_a_library_nothing_is_probed(world: World) -> None:
@@ -260,7 +262,7 @@ async def test_without_a_driver_version_or_a_library_nothing_is_probed(world: Wo
     world.inventory = replace(world.inventory, driver_version="")
     await world.agent().look()
     world.inventory = INVENTORY
-    world.files.library.unlink()
+    world.library.source.unlink()
     with pytest.raises(Unavailable):
         await world.agent().look()
     assert not world.probe.gpus

@@ -5,29 +5,30 @@ from __future__ import annotations
 import pytest
 
 from gpushare_agent.isolation import ISOLATIONS, Isolation, IsolationRequest
-from gpushare_agent.isolation.kept import ITS_OWN_GPU, NOBODY, NOT_KEPT_TEXTS, Circumstances, NotKept
+from gpushare_agent.isolation.kept import (
+    ITS_OWN_GPU,
+    NOBODY,
+    NOT_KEPT_TEXTS,
+    NOTHING_KEPT,
+    WHOLE_GPU,
+    NotKept,
+    kept_together,
+)
 from gpushare_agent.model.allocations import ContainerEdits
-from gpushare_agent.model.gpus import KernelModule
 from tests.real_isolation.checks import CHECKS, Verdict
 from tests.real_isolation.library_table import OURS, ROWS, About
 
 
-def module(version: str, *, is_open: bool) -> KernelModule:
-    return KernelModule(version=version, is_open=is_open)
-
-
-@pytest.mark.parametrize("isolation", ISOLATIONS)
-def test_a_whole_gpu_needs_nobody(isolation: str) -> None:
+def test_a_whole_gpu_needs_nobody() -> None:
     """Under every isolation: no other container is on it."""
-    found = ISOLATIONS[isolation].kept(Circumstances(), is_whole=True)
-    assert (found.memory_by, found.compute_by, found.not_kept) == (ITS_OWN_GPU, ITS_OWN_GPU, ())
-    assert "the GPU is its own" in found.text
+    assert (WHOLE_GPU.memory_by, WHOLE_GPU.compute_by, WHOLE_GPU.not_kept) == (ITS_OWN_GPU, ITS_OWN_GPU, ())
+    assert "the GPU is its own" in WHOLE_GPU.text
 
 
 @pytest.mark.parametrize("isolation", ISOLATIONS)
 def test_every_isolation_has_its_row_in_order(isolation: str) -> None:
     """Terms are sorted, once each, and every one has its words."""
-    found = ISOLATIONS[isolation].kept(Circumstances())
+    found = ISOLATIONS[isolation].keeps
     assert list(found.not_kept) == sorted(set(found.not_kept))
     assert all(NOT_KEPT_TEXTS[term] in found.text for term in found.not_kept)
 
@@ -39,62 +40,31 @@ def test_every_term_has_words_and_a_stable_spelling() -> None:
 
 
 def test_none_keeps_nothing() -> None:
-    found = ISOLATIONS["none"].kept(Circumstances())
+    found = ISOLATIONS["none"].keeps
     assert found.text == "memory is kept by nobody, compute by nobody"
-
-
-@pytest.mark.parametrize(
-    ("version", "is_open", "keeper"),
-    [
-        ("510.47.03", True, "hami-core"),
-        ("515.43.04", True, NOBODY),
-        ("565.57.01", True, NOBODY),
-        ("565.57.01", False, "hami-core"),
-        ("570.86.15", True, "hami-core"),
-        ("580.95.05", True, "hami-core"),
-    ],
-)
-def test_hami_core_does_not_keep_compute_under_some_open_modules(version: str, is_open: bool, keeper: str) -> None:
-    """Measured 697 launches a second where 30 % are 331: from 515 on and before 570. Memory is kept all the same."""
-    found = ISOLATIONS["hami-core"].kept(Circumstances(module=module(version, is_open=is_open)))
-    assert found.compute_by == keeper and found.memory_by == "hami-core"
-    assert (NotKept.OPEN_MODULES in found.not_kept) is (keeper == NOBODY)
-
-
-def test_mps_has_no_trouble_with_them() -> None:
-    """Its limits are the driver's own."""
-    found = ISOLATIONS["mps"].kept(Circumstances(module=module("550.54.14", is_open=True)))
-    assert found == ISOLATIONS["mps"].kept(Circumstances())
 
 
 @pytest.mark.parametrize(
     ("isolation", "compute_by"),
     [
         ("driver", NOBODY),
-        ("hami-core+driver", "hami-core"),
+        ("gpushare+driver", "gpushare"),
         ("mps+driver", "mps"),
     ],
 )
 def test_the_driver_keeps_memory_and_the_other_part_compute(isolation: str, compute_by: str) -> None:
     """What the library lets past of memory the driver does not."""
-    found = ISOLATIONS[isolation].kept(Circumstances())
+    found = ISOLATIONS[isolation].keeps
     assert (found.memory_by, found.compute_by) == ("driver", compute_by)
     assert NotKept.POOLS not in found.not_kept
-    # Measured: HAMi-core keeps what the driver does not count.
-    assert (NotKept.MANAGED_MEMORY in found.not_kept) is (compute_by != "hami-core")
+    # Measured: gpushare keeps what the driver does not count.
+    assert (NotKept.MANAGED_MEMORY in found.not_kept) is (compute_by != "gpushare")
 
 
 def test_without_the_drivers_limit_the_other_part_keeps_what_it_can() -> None:
     """And under the driver alone nobody does."""
-    bare = ISOLATIONS["hami-core+driver"].kept(Circumstances(has_driver_limit=False))
-    assert bare == ISOLATIONS["hami-core"].kept(Circumstances())
-    alone = ISOLATIONS["driver"].kept(Circumstances(has_driver_limit=False))
-    assert (alone.memory_by, alone.compute_by, alone.not_kept) == (NOBODY, NOBODY, ())
-
-
-def test_an_open_module_blinds_hami_core_in_a_combination_too() -> None:
-    found = ISOLATIONS["hami-core+driver"].kept(Circumstances(module=module("565.57.01", is_open=True)))
-    assert (found.memory_by, found.compute_by) == ("driver", NOBODY)
+    assert kept_together([ISOLATIONS["gpushare"].keeps]) == ISOLATIONS["gpushare"].keeps
+    assert kept_together([]) == NOTHING_KEPT
 
 
 def test_gpushare_says_nothing_of_what_it_was_measured_to_keep() -> None:
@@ -113,31 +83,17 @@ def test_gpushare_says_nothing_of_what_it_was_measured_to_keep() -> None:
     launches = ("kernels a second", "by cuLaunchKernelEx", "cooperative", "of a graph")
     assert {rows[name] for name in launches} == {About((300.0,))}
     terms = (NotKept.BYPASS, NotKept.COPIES, NotKept.MUSL, NotKept.OTHER_APIS)
-    assert ISOLATIONS["gpushare"].kept(Circumstances()).not_kept == terms
+    assert ISOLATIONS["gpushare"].keeps.not_kept == terms
 
 
-@pytest.mark.parametrize("isolation", ["gpushare", "hami-core", "gpushare+driver", "hami-core+driver"])
+@pytest.mark.parametrize("isolation", ["gpushare", "gpushare+driver"])
 def test_what_reaches_the_gpu_past_a_library_is_said_with_the_cure(isolation: str) -> None:
     """Static programs, Vulkan, OpenGL, NVENC: a library sees the calls of the CUDA driver alone. The driver limits their
     memory; nobody limits their compute, so the terms stay beside its limit."""
-    found = ISOLATIONS[isolation].kept(Circumstances())
+    found = ISOLATIONS[isolation].keeps
     for term, what in ((NotKept.MUSL, "statically linked"), (NotKept.OTHER_APIS, "Vulkan, OpenGL, NVENC")):
         assert term in found.not_kept
         assert what in NOT_KEPT_TEXTS[term] and "`driver` limits their memory" in NOT_KEPT_TEXTS[term]
-
-
-def test_what_was_opted_out_of_is_kept_by_nobody() -> None:
-    """The library as a whole, or its limit of compute. The driver's own limit stays; other isolations have no part in it."""
-    hami, both = "hami-core", "hami-core+driver"
-    without = ISOLATIONS[hami].kept(Circumstances(has_library=False))
-    assert (without.memory_by, without.compute_by, without.not_kept) == (NOBODY, NOBODY, ())
-    assert ISOLATIONS[both].kept(Circumstances(has_library=False)).memory_by == "driver"
-    memory = ISOLATIONS[hami].kept(Circumstances(has_core_limit=False))
-    assert (memory.memory_by, memory.compute_by) == ("hami-core", NOBODY)
-    assert NotKept.POOLS in memory.not_kept
-    assert not {NotKept.GRAPHS, NotKept.SMALL_LAUNCHES} & set(memory.not_kept)
-    mps = ISOLATIONS["mps"].kept(Circumstances())
-    assert mps == ISOLATIONS["mps"].kept(Circumstances(has_library=False, has_core_limit=False))
 
 
 def _edit(_: IsolationRequest) -> ContainerEdits:
@@ -155,19 +111,16 @@ _TERMS = {
     "async": NotKept.ASYNC_ALLOCATIONS,
     "pool": NotKept.POOLS,
     "vmm": NotKept.VIRTUAL_MEMORY,
-    "array": NotKept.ARRAYS,
-    "array3d": NotKept.ARRAYS,
     "ex": NotKept.EXTENDED_LAUNCHES,
-    "cooperative": NotKept.COOPERATIVE_LAUNCHES,
     "graph": NotKept.GRAPHS,
 }
 """Of a check's kind of memory or of launch."""
 
 
-@pytest.mark.parametrize("isolation", ["gpushare", "hami-core", "vcuda", "driver", "hami-core+driver"])
+@pytest.mark.parametrize("isolation", ["gpushare", "vcuda", "driver"])
 def test_what_is_said_is_what_was_measured(isolation: str) -> None:
     """The table of `nox -s isolation` and this one cannot differ: what goes past there is a term here, and the other way."""
-    found = ISOLATIONS[isolation].kept(Circumstances())
+    found = ISOLATIONS[isolation].keeps
     passes: dict[NotKept, bool] = {}
     for check in CHECKS:
         term = NotKept.SMALL_LAUNCHES if check.blocks_of_launch == 1024 else _TERMS.get(check.memory or check.launch)

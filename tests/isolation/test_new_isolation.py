@@ -56,7 +56,7 @@ def example(tmp_path: Path) -> Iterator[None]:
 
 
 def test_without_its_package_nobody_knows_it() -> None:
-    with pytest.raises(SettingsError, match=r"driver, gpushare, gpushare\+driver, hami-core, "):
+    with pytest.raises(SettingsError, match=r"driver, gpushare, gpushare\+driver, mps, "):
         load_settings(["--isolation=example"], {})
 
 
@@ -68,14 +68,14 @@ def test_settings_accept_and_list_it() -> None:
     assert (
         len(
             re.findall(
-                r"^\| `isolations?(?:_allowed)?` .* driver, example, gpushare, gpushare\+driver, hami-core,",
+                r"^\| `isolations?(?:_allowed)?` .* driver, example, gpushare, gpushare\+driver, mps,",
                 markdown(),
                 re.M,
             )
         )
         == 2
     )
-    with pytest.raises(SettingsError, match=r"driver, example, gpushare, gpushare\+driver, hami-core, "):
+    with pytest.raises(SettingsError, match=r"driver, example, gpushare, gpushare\+driver, mps, "):
         load_settings(["--isolation=exampel"], {})
 
 

@@ -2,57 +2,77 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+import pytest
 
 from gpushare_agent.isolation import ISOLATIONS
-from gpushare_agent.isolation.isolations import ShareEnforcement
+from gpushare_agent.isolation.isolations import Isolations
 from gpushare_agent.isolation.part import IsolationPart
 from gpushare_agent.isolation.request import Follows
 from gpushare_agent.model.allocations import Allocation
+from gpushare_agent.model.names import ISOLATION_ANNOTATION
 from gpushare_agent.model.pods import Pod
+from gpushare_agent.settings.settings import load_settings
 from tests.support_core import allocation, container, ids, pod
 
-BOTH = "hami-core+driver"
-POD = pod("share", container(cores=30))
-SHARE = allocation(POD, "main", ids(0, range(30)), [])
+BOTH = "gpushare+driver"
 
 
-def answers(text: str, asked: list[str]) -> Callable[[Allocation, Pod], Awaitable[str]]:
-    async def enforce(allocation: Allocation, pod: Pod) -> str:
-        asked.append(text)
-        return text
+class Answers(IsolationPart):
+    def __init__(self, text: str, asked: list[str], *, is_memory_fixed: bool = False) -> None:
+        self.text, self.asked, self.is_memory_fixed = text, asked, is_memory_fixed
 
-    return enforce
+    async def enforce(self, allocation: Allocation, pod: Pod) -> str:
+        self.asked.append(self.text)
+        return self.text
+
+
+class Host:
+    """The settings of a node."""
+
+    def __init__(self) -> None:
+        self.node = self
+        flags = ["--driver=simulated", f"--isolation={BOTH}", "--isolations-allowed=none"]
+        self.settings = load_settings(flags, {}).settings
+
+
+def isolations(**parts: IsolationPart) -> Isolations:
+    return Isolations(
+        host=Host(),  # type: ignore[arg-type]
+        kernel_module=None, parts=parts, watches={}, vdevices=None, cdi_watch=None,
+    )  # fmt: skip
+
+
+def owner(isolation: str = "") -> Pod:
+    annotations = {ISOLATION_ANNOTATION: isolation} if isolation else {}
+    return pod("share", container(cores=30), annotations=annotations)
+
+
+SHARE = allocation(owner(), "main", ids(0, range(30)), [])
 
 
 async def test_a_combination_enforces_its_parts_until_one_has_a_problem() -> None:
     """The text is that part's; the ones after it are asked at the next time."""
     asked: list[str] = []
-    parts = {
-        "hami-core": IsolationPart(enforce=answers("", asked)),
-        "driver": IsolationPart(enforce=answers("its cgroup is not known", asked)),
-    }
-    enforcement = ShareEnforcement(chosen=lambda _: BOTH, parts=parts)
-    assert await enforcement.enforce(SHARE, POD) == "its cgroup is not known"
+    found = isolations(gpushare=Answers("", asked), driver=Answers("its cgroup is not known", asked))
+    assert await found.enforce(SHARE, owner()) == "its cgroup is not known"
     assert asked == ["", "its cgroup is not known"]
 
 
-async def test_a_part_that_needs_nothing_enforces_nothing() -> None:
+@pytest.mark.parametrize("parts", [{}, {"none": IsolationPart()}])
+async def test_a_part_that_needs_nothing_enforces_nothing(parts: dict[str, IsolationPart]) -> None:
     """Isolation none, and mps, whose limits are fixed when a process starts."""
-    enforcement = ShareEnforcement(chosen=lambda _: "none", parts={"none": IsolationPart()})
-    assert await enforcement.enforce(SHARE, POD) == ""
+    assert await isolations(**parts).enforce(SHARE, owner("none")) == ""
 
 
 async def test_an_isolation_that_the_node_does_not_allow_enforces_nothing_and_says_so() -> None:
     """The pod's annotation names it."""
-    enforcement = ShareEnforcement(chosen=lambda _: None, parts={})
-    assert "not in use on this node" in await enforcement.enforce(SHARE, POD)
-    assert enforcement.isolation_of(POD) is None
+    found = isolations()
+    assert "not in use on this node" in await found.enforce(SHARE, owner("vcuda"))
+    assert found.isolation_of(owner("vcuda")) is None
 
 
 def test_memory_that_one_part_fixes_is_fixed_for_the_combination() -> None:
     """Where NVIDIA's toolkit sets the driver's limit; compute follows as before."""
-    parts = {"hami-core": IsolationPart(), "driver": IsolationPart(is_memory_fixed=True)}
-    found = ShareEnforcement(chosen=lambda _: BOTH, parts=parts).isolation_of(POD)
+    found = isolations(driver=Answers("", [], is_memory_fixed=True)).isolation_of(owner())
     assert found is not None and found.memory_follows is Follows.NOBODY
     assert found.cores_follow is ISOLATIONS[BOTH].cores_follow

@@ -94,7 +94,7 @@ def test_a_c_program_reads_every_field_of_vcuda_config(
     files.prepare(key)
     names: dict[str, object] = {"pod_uid": POD, "container": key.container, "bus_id": "0000:3b:00.0"}
     content = encode_config(VDeviceConfig(driver=(535, 161), **names, **asked))  # type: ignore[arg-type]
-    files.write_config(key, content)
+    files.write(key, config=content)
     texts = {"size": "8240", "pod_uid": POD, "container_name": key.container, "bus_id": "0000:3b:00.0"}
     found = read(reader, "config", str(files.path(key) / "vcuda.config"))
     assert found == {**texts, "driver": "535.161", **fields}
@@ -105,7 +105,7 @@ def test_a_c_program_finds_every_pid_by_bisection(reader: Path, files: VDeviceFi
     """Given in falling order and twice, the PIDs are found; those between them and beyond the lowest 1,024 are not."""
     files.prepare(KEY)
     pids = [7 + 3 * n for n in range(count)]
-    files.write_pids(KEY, [*reversed(pids), *pids])
+    files.write(KEY, pids=[*reversed(pids), *pids])
     absent = [pid + 1 for pid in pids[:1024]] + pids[1024:] + [1]
     found = read(reader, "pids", str(files.path(KEY) / "pids.config"), *map(str, [*pids[:1024], *absent]))
     kept = {str(pid): "found" for pid in pids[:1024]}
@@ -217,8 +217,8 @@ def test_the_tree_has_the_documented_modes_under_any_umask(files: VDeviceFiles) 
     before = os.umask(0o077)
     try:
         files.prepare(KEY)
-        files.write_config(KEY, share_config())
-        files.write_pids(KEY, [1, 2])
+        files.write(KEY, config=share_config())
+        files.write(KEY, pids=[1, 2])
         files.copy_for_id(KEY, ID)
         sock, _ = files.bind_socket(KEY)
         sock.close()
@@ -241,25 +241,25 @@ def test_a_file_that_is_right_is_left_alone(files: VDeviceFiles) -> None:
     """The same content is not written again; other content, another mode or a missing file is."""
     files.prepare(KEY)
     path = files.path(KEY) / "pids.config"
-    assert files.write_pids(KEY, [3, 5])
+    assert files.write(KEY, pids=[3, 5])
     first = path.stat()
-    assert not files.write_pids(KEY, [5, 3])
+    assert not files.write(KEY, pids=[5, 3])
     files.prepare(KEY)
     assert (path.stat().st_ino, path.stat().st_mtime_ns) == (first.st_ino, first.st_mtime_ns)
     path.chmod(0o666)
-    assert files.write_pids(KEY, [3, 5])
+    assert files.write(KEY, pids=[3, 5])
     path.unlink()
-    assert files.write_pids(KEY, [3, 5])
-    assert files.write_pids(KEY, [3])
+    assert files.write(KEY, pids=[3, 5])
+    assert files.write(KEY, pids=[3])
     assert decode_pids(path.read_bytes()) == (3,)
 
 
 def test_a_reader_that_has_the_old_file_open_keeps_it_whole(files: VDeviceFiles) -> None:
     """Replacing is a rename: an open file never changes under its reader."""
     files.prepare(KEY)
-    files.write_pids(KEY, [1, 2, 3])
+    files.write(KEY, pids=[1, 2, 3])
     with (files.path(KEY) / "pids.config").open("rb") as old:
-        files.write_pids(KEY, range(1, 500))
+        files.write(KEY, pids=range(1, 500))
         assert decode_pids(old.read()) == (1, 2, 3)
 
 
@@ -267,8 +267,8 @@ def test_readers_see_whole_files_while_writers_race(files: VDeviceFiles) -> None
     """Four threads write different PIDs of one container: whoever reads meanwhile reads one of the four."""
     files.prepare(KEY)
     versions = [tuple(range(n, n + 300)) for n in (1, 1000, 2000, 3000)]
-    files.write_pids(KEY, versions[0])
-    threads = [threading.Thread(target=lambda v=v: [files.write_pids(KEY, v) for _ in range(50)]) for v in versions]
+    files.write(KEY, pids=versions[0])
+    threads = [threading.Thread(target=lambda v=v: [files.write(KEY, pids=v) for _ in range(50)]) for v in versions]
     for thread in threads:
         thread.start()
     path = files.path(KEY) / "pids.config"
@@ -282,11 +282,11 @@ def test_readers_see_whole_files_while_writers_race(files: VDeviceFiles) -> None
 def test_the_copies_for_an_id_are_kept_up_and_replaced_by_the_next_id(files: VDeviceFiles) -> None:
     """Later writes reach `<container id>/`; a restarted container's new ID takes the place of the old one."""
     files.prepare(KEY)
-    files.write_config(KEY, share_config())
-    files.write_pids(KEY, [1])
+    files.write(KEY, config=share_config())
+    files.write(KEY, pids=[1])
     files.copy_for_id(KEY, ID)
-    files.write_pids(KEY, [1, 2])
-    files.write_config(KEY, share_config(limit=50))
+    files.write(KEY, pids=[1, 2])
+    files.write(KEY, config=share_config(limit=50))
     copy = files.path(KEY) / ID
     assert decode_pids((copy / "pids.config").read_bytes()) == (1, 2)
     assert decode_config((copy / "vcuda.config").read_bytes()).limit == 50
@@ -298,8 +298,8 @@ def test_the_copies_for_an_id_are_kept_up_and_replaced_by_the_next_id(files: VDe
 def test_what_a_killed_writer_left_is_cleared(files: VDeviceFiles) -> None:
     """Half-written files under their first names go when the container is prepared again, in its copy by ID too."""
     files.prepare(KEY)
-    files.write_pids(KEY, [1])
-    files.write_config(KEY, share_config())
+    files.write(KEY, pids=[1])
+    files.write(KEY, config=share_config())
     files.copy_for_id(KEY, ID)
     own = files.path(KEY)
     for directory in (own, own / ID):
@@ -359,8 +359,8 @@ def test_what_lies_where_a_directory_is_expected_is_replaced_and_never_followed(
         place.symlink_to(outside if planted == "link" else short_dir / "nowhere")
     with structlog.testing.capture_logs() as logs:
         files.prepare(KEY)
-        files.write_pids(KEY, [1])
-        files.write_config(KEY, share_config())
+        files.write(KEY, pids=[1])
+        files.write(KEY, config=share_config())
         files.copy_for_id(KEY, ID)
     assert place.is_dir()
     assert not place.is_symlink()
@@ -391,8 +391,8 @@ def test_what_lies_where_a_file_is_expected_is_replaced_and_never_followed(
             stale.bind(str(place))
     else:
         place.symlink_to(victim if planted == "link" else short_dir / "nowhere")
-    files.write_config(KEY, share_config())
-    files.write_pids(KEY, [4])
+    files.write(KEY, config=share_config())
+    files.write(KEY, pids=[4])
     sock, _ = files.bind_socket(KEY)
     sock.close()
     kinds = {p.name: stat.filemode(p.lstat().st_mode) for p in files.path(KEY).iterdir()}
@@ -412,8 +412,8 @@ def test_a_directory_that_became_a_link_after_preparing_is_not_written_through(
     (files.root / level).rename(moved)
     (files.root / level).symlink_to(moved)
     for step in (
-        lambda: files.write_pids(KEY, [1]),
-        lambda: files.write_config(KEY, share_config()),
+        lambda: files.write(KEY, pids=[1]),
+        lambda: files.write(KEY, config=share_config()),
         lambda: files.copy_for_id(KEY, ID),
         lambda: files.bind_socket(KEY),
     ):
@@ -441,8 +441,8 @@ def test_names_that_are_no_names_never_reach_the_file_system(files: VDeviceFiles
     """Rejected before anything is made, by every method that takes a key."""
     for step in (
         lambda: files.prepare(key),
-        lambda: files.write_pids(key, []),
-        lambda: files.write_config(key, b""),
+        lambda: files.write(key, pids=[]),
+        lambda: files.write(key, config=b""),
         lambda: files.copy_for_id(key, ID),
         lambda: files.bind_socket(key),
     ):
@@ -455,8 +455,8 @@ def test_names_that_are_no_names_never_reach_the_file_system(files: VDeviceFiles
 def test_only_64_hexadecimal_digits_name_a_copy(files: VDeviceFiles, container_id: str) -> None:
     """Anything else is Rejected and makes nothing."""
     files.prepare(KEY)
-    files.write_config(KEY, share_config())
-    files.write_pids(KEY, [])
+    files.write(KEY, config=share_config())
+    files.write(KEY, pids=[])
     with pytest.raises(Rejected):
         files.copy_for_id(KEY, container_id)
     assert sorted(p.name for p in files.path(KEY).iterdir()) == ["pids.config", "vcuda.config"]
@@ -469,7 +469,7 @@ def test_removing_a_pod_removes_links_but_not_what_they_lead_to(files: VDeviceFi
     (outside / "precious").write_text("kept")
     for key in (KEY, OTHER):
         files.prepare(key)
-        files.write_pids(key, [1])
+        files.write(key, pids=[1])
     (files.path(KEY) / ID).symlink_to(outside)
     (files.root / POD / "other-link").symlink_to(outside / "precious")
     assert files.remove_pod(POD)
@@ -537,11 +537,11 @@ def test_a_write_that_is_cut_short_leaves_the_old_file_and_nothing_else(
 ) -> None:
     """Unavailable names the file and the cure; the half-written one is gone."""
     files.prepare(KEY)
-    files.write_pids(KEY, [1])
+    files.write(KEY, pids=[1])
     config = files.path(KEY) / "vcuda.config"
     config.write_bytes(b"old")
-    with pytest.raises(Unavailable, match=rf"writing {config} failed: .*free space"):
-        files.write_config(KEY, share_config())
+    with pytest.raises(Unavailable, match=rf"writing {config.parent} failed: .*free space"):
+        files.write(KEY, config=share_config())
     assert config.read_bytes() == b"old"
     assert sorted(p.name for p in config.parent.iterdir()) == ["pids.config", "vcuda.config"]
 
@@ -557,8 +557,8 @@ def test_more_than_1024_pids_are_reported_once_per_change(files: VDeviceFiles) -
     """The warning has the number that was dropped, and comes with a write only."""
     files.prepare(KEY)
     with structlog.testing.capture_logs() as logs:
-        files.write_pids(KEY, range(1, 1501))
-        files.write_pids(KEY, range(1, 1501))
+        files.write(KEY, pids=range(1, 1501))
+        files.write(KEY, pids=range(1, 1501))
     assert [(entry["event"], entry["dropped"]) for entry in logs] == [("vdevice_pids_dropped", 476)]
 
 

@@ -270,10 +270,10 @@ async def test_the_runtime_is_asked_once_for_all_that_wait(short_dir: Path) -> N
     questions: list[str] = []
 
     class Counts(FakeNode):
-        async def find_container(self, container_id: str) -> ContainerKey | None:
+        async def owner_of(self, container_id: str) -> ContainerKey | None:
             questions.append(container_id)
             await asyncio.sleep(0)
-            return await super().find_container(container_id)
+            return await super().owner_of(container_id)
 
     for fails in (None, Unavailable("not known yet")):
         questions.clear()

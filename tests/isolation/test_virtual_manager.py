@@ -142,8 +142,7 @@ class World:
                 on_problem=lambda _, text: self.problems.append(text),
             ),
             processes=self.processes,
-            identify=self.cgroups.identify_in_thread,
-            metrics=self,
+            registered=self.vdevice_registered,
             clock=clock or (lambda: self.now),
             intervals=intervals,
         )
@@ -234,7 +233,7 @@ async def test_an_id_that_stays_unknown_is_not_needed(short_dir: Path) -> None:
     world = World(short_dir)
     world.known = None
     world.files.prepare(KEY)
-    world.files.write_pids(KEY, [1, 2])
+    world.files.write(KEY, pids=[1, 2])
     async with Running(world) as manager:
         await manager.poll()
         world.now = 4.9
@@ -747,7 +746,7 @@ async def test_where_the_disk_hangs_no_server_outlives_the_manager(short_dir: Pa
             binding = HeldBinding(world)
             group.create_task(manager.prepare(list(world.allocations)))
             await binding.come()
-            await manager._reconciler.close(0.0)
+            await manager._close(0.0)
             assert not is_served(world.directory / "vcuda.sock")
             binding.go.set()
         assert not [path for path in world.files.root.rglob("vcuda.sock") if is_served(path)]

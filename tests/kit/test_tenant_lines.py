@@ -32,7 +32,7 @@ def processes(tmp_path: Path) -> Cause:
     """More than 1,024 processes of a container, others each time, in a directory of the manager."""
     files, key = VDeviceFiles(tmp_path), ContainerKey(PodUid("11111111-2222-4333-8444-555555555555"), "main")
     files.prepare(key)
-    return lambda number: files.write_pids(key, range(number + 1, number + 1030))
+    return lambda number: files.write(key, pids=range(number + 1, number + 1030))
 
 
 @pytest.fixture

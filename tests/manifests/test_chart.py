@@ -497,9 +497,14 @@ def test_every_value_has_a_default_and_a_place_in_the_schema() -> None:
 
 def test_the_schema_takes_every_setting_as_the_agent_prints_it() -> None:
     """`config -o yaml` is a settings file; the schema's definition is made from the same tree (tests/docs/generated.py)."""
-    schema = json.loads((CHART / "values.schema.json").read_text(encoding="utf-8"))["definitions"]["agentSettings"]
+    schema = json.loads((CHART / "values.schema.json").read_text(encoding="utf-8"))
+    settings = schema["definitions"]["agentSettings"]
     printed = yaml.safe_load(render(load_settings([], {}), "yaml"))
-    jsonschema.Draft7Validator(schema).validate(printed)
+    jsonschema.Draft7Validator(settings).validate(printed)
+    isolations = settings["properties"]["isolation"]["enum"]
+    assert {*schema["properties"]["isolation"]["enum"], None} == {*isolations}, (
+        "the value of the chart, written by hand"
+    )
 
 
 def _same_names(schema: Values, values: Values, definitions: Values) -> None:

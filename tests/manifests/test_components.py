@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from gpushare_agent.cli.check_api import CLEANUP_RIGHT, FACTS_RIGHT
-from gpushare_agent.isolation.driver_volume.config import read_volume_config
+from gpushare_agent.delivery.volume_config import read_volume_config
 from gpushare_agent.runtime.node_probes import RUNTIME_SOCKETS
 from gpushare_agent.settings.settings import load_settings
 from tests.manifests.support_manifests import (

@@ -14,12 +14,11 @@ from typing import Any
 import pytest
 
 from gpushare_agent.cli.check_api import CLEANUP_RIGHT, FACTS_RIGHT, NEEDED_RIGHTS
-from gpushare_agent.isolation.driver_volume.config import read_volume_config
-from gpushare_agent.isolation.driver_volume.plan import VolumeName
+from gpushare_agent.delivery.volume_config import read_volume_config
+from gpushare_agent.delivery.volume_plan import VolumeName
 from gpushare_agent.model.names import CORES_PER_GPU, VCORE_RESOURCE, VMEMORY_RESOURCE
 from gpushare_agent.runtime.node_probes import RUNTIME_SOCKETS
 from gpushare_agent.settings.settings import Settings, load_settings
-from native.build_hami_core import COMMIT
 from tests.manifests.support_manifests import (
     MANIFESTS,
     by_name,
@@ -71,7 +70,6 @@ def test_every_path_that_the_agent_uses_is_mounted_from_the_host() -> None:
         settings.kubelet.device_plugin_path,
         settings.libgpushare.directory,
         settings.virtual_manager.path,
-        settings.hami_core.directory,
         settings.health.state_file.parent,
         settings.resize.state_file.parent,
     }
@@ -126,22 +124,9 @@ def test_what_containers_get_mounted_has_the_same_path_inside_and_outside() -> N
     assert settings.isolation == "gpushare"
     (container,) = pod_spec()["containers"]
     mounts = host_mounts(container, pod_spec())
-    # hami-core's too: an update leaves containers running that have it.
-    for path in (settings.libgpushare.directory, settings.virtual_manager.path, settings.hami_core.directory):
+    for path in (settings.libgpushare.directory, settings.virtual_manager.path):
         mount = mount_of(path, mounts)
         assert mount["host"] == mount["mountPath"]
-
-
-def test_the_image_has_hami_cores_library_where_the_settings_look_if_it_is_asked_for() -> None:
-    """Built from the commit whose source's digest is checked. Not by default: an image that has it cannot be published."""
-    text = (MANIFESTS.parent / "Containerfile").read_text(encoding="utf-8")
-    assert f"COPY --from=hami-core /hami-core/ /parts{deployed().hami_core.library.parent}/" in text
-    assert f"/hami-core/{deployed().hami_core.library.name}" in text
-    assert "\nARG HAMI_CORE_SOURCE=\n" in text
-    assert f"# hami-core: --build-arg HAMI_CORE_SOURCE=https://github.com/Project-HAMi/HAMi-core#{COMMIT}\n" in text
-    release = (MANIFESTS.parent / ".github/workflows/release.yml").read_text(encoding="utf-8")
-    assert "docker buildx build -f Containerfile" in release and "HAMI_CORE_SOURCE" not in release
-    assert '--sha256 "$sha256"' in (MANIFESTS.parent / "native/hami_core_for_image.sh").read_text(encoding="utf-8")
 
 
 def test_every_image_has_the_projects_own_library() -> None:
@@ -163,22 +148,17 @@ def test_every_package_of_the_image_is_installed_by_its_hash() -> None:
 
 def test_what_is_no_python_package_is_in_the_list_of_the_images_parts(tmp_path: Path) -> None:
     """With its digest and its licence; what an image was built without is left out."""
-    for path in ("root/usr/local/gpushare/libgpushare.so", "root/usr/local/vgpu/libvgpu.so"):
-        library = tmp_path / path
-        library.parent.mkdir(parents=True)
-        library.write_bytes(b"library")
+    library = tmp_path / "root/usr/local/gpushare/libgpushare.so"
+    library.parent.mkdir(parents=True)
+    library.write_bytes(b"library")
     (tmp_path / "python.json").write_text('{"bomFormat": "CycloneDX", "components": [{"name": "aiohttp"}]}')
     script = MANIFESTS.parent / "native/sbom.py"
     arguments = [tmp_path / "python.json", tmp_path / "root", tmp_path / "share/parts.json"]
     subprocess.run([sys.executable, script, *arguments], check=True, timeout=60)
     parts = json.loads((tmp_path / "share/parts.json").read_text())["components"]
-    assert [(part["name"], part.get("version")) for part in parts] == [
-        ("aiohttp", None),
-        ("libgpushare", None),
-        ("HAMi-core", COMMIT),
-    ]
+    assert [part["name"] for part in parts] == ["aiohttp", "libgpushare"]
     assert parts[1]["hashes"] == [{"alg": "SHA-256", "content": hashlib.sha256(b"library").hexdigest()}]
-    assert [part.get("licenses") for part in parts[1:]] == [[{"expression": "Apache-2.0"}], None]
+    assert parts[1]["licenses"] == [{"expression": "Apache-2.0"}]
 
 
 def test_the_image_has_its_licences() -> None:

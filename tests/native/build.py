@@ -3,7 +3,7 @@
 | what | from | by |
 |---|---|---|
 | fake driver | tests/native/fake_driver, NVIDIA's headers | cc |
-| HAMi-core | $HAMI_CORE_SOURCE | zig, with native/build_hami_core.py as in the image |
+| HAMi-core | $HAMI_CORE_SOURCE | cc, with the options of its build.sh |
 | vcuda-control | $VCUDA_SOURCE | cc |
 | vgpu-manager's library | $VGPU_MANAGER_SOURCE | cc |
 | gpu-client | native/gpu-client.c, native/vdevice.c | cc |
@@ -16,7 +16,6 @@ reason.
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import shutil
 import sys
@@ -24,8 +23,9 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from native.build_hami_core import CannotBuildError, build_hami_core, opened_source, run
+from native.build_gpushare import CannotBuildError, run
 from tests.native.fake_driver.generate import generate
+from tests.native.sources import opened_source
 
 __all__ = [
     "CannotBuildError",
@@ -49,6 +49,15 @@ _SOURCES = {
 }
 _WARNINGS = ("-Wall", "-Wextra", "-Werror")
 _VCUDA_FILES = ("hijack_call.c", "cuda_originals.c", "nvml_entry.c", "loader.c", "register.c")
+_HAMI_CORE_CONFIG = """\
+/* What HAMi-core's CMake writes from its build.sh. */
+#define MULTIPROCESS_LIMIT_ENABLE
+#define DLSYM_HOOK_ENABLE
+#define HOOK_MEMINFO_ENABLE
+#define HOOK_NVML_ENABLE
+extern size_t GIT_HASH_unknown;
+extern size_t GIT_BRANCH_unknown;
+"""
 _VDPAU = """\
 /* The four types that vcuda-control's declarations need of libvdpau-dev's header. Source: VDPAU API, vdpau.h. */
 #include <stdint.h>
@@ -123,11 +132,17 @@ def _known_sources() -> list[str]:
 
 
 def build_vgpu(output: Path) -> Path:
-    """HAMi-core's libvgpu.so, as the image has it. Raises CannotBuildError."""
-    source = library_source("HAMI_CORE_SOURCE")
-    if importlib.util.find_spec("ziglang") is None:
-        raise CannotBuildError("no zig: install the wheel ziglang")
-    build_hami_core(source, include=[cuda_include()], output=output, target=f"{os.uname().machine}-linux-gnu.2.17")
+    """HAMi-core's libvgpu.so, for the table of libraries. Raises CannotBuildError."""
+    with opened_source(library_source("HAMI_CORE_SOURCE")) as source:
+        files = [path for path in sorted((source / "src").rglob("*.c")) if path.name != "shrreg_tool.c"]
+        files = [path for path in files if "test" not in path.relative_to(source).parts]
+        if not files:
+            raise CannotBuildError(f"{source} has no src/**/*.c: it is not HAMi-core's source")
+        config = output.parent / "static_config.h"
+        config.write_text(_HAMI_CORE_CONFIG, encoding="utf-8")
+        includes = [f"-I{path}" for path in (source / "src", output.parent, cuda_include())]
+        flags = ["-shared", "-fPIC", "-O2", "-w", "-D_GNU_SOURCE", *includes]
+        run([_compiler(), *flags, *map(str, files), "-o", str(output), "-lpthread", "-ldl", "-lrt"])
     return output
 
 

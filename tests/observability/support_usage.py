@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from gpushare_agent.gpus.health import GpuHealth, HealthPolicy, why_not_offered
 from gpushare_agent.gpus.simulated.driver import default_topology
 from gpushare_agent.isolation import ISOLATIONS
-from gpushare_agent.isolation.kept import Circumstances
+from gpushare_agent.isolation.kept import WHOLE_GPU
 from gpushare_agent.model.allocations import Allocation, ContainerKey
 from gpushare_agent.model.gpus import Gpu, GpuInventory, Health, MigPlace
 from gpushare_agent.model.names import MIB, GpuUuid, PodUid, device_id
@@ -119,7 +119,7 @@ def facts(allocated: Allocation, *, core_limit: int = 0, pod: Pod | None = None)
         allocated_cores=allocated.cores,
         allocated_memory_bytes=memory_mib * MIB,
         isolation="vcuda",
-        kept=ISOLATIONS["vcuda"].kept(Circumstances(), is_whole=allocated.is_whole),
+        kept=WHOLE_GPU if allocated.is_whole else ISOLATIONS["vcuda"].keeps,
     )
 
 

@@ -10,7 +10,6 @@ _CHOICE = "tests/placement/test_gpu_choice.py::test_a_gpu_is_accepted_as_by_hami
 _REFUSED = f"{_POD}::test_what_cannot_be_said_here_is_refused_with_what_to_write"
 _BECOMES = f"{_POD}::test_a_request_becomes_cores_and_blocks"
 _WARNED = f"{_POD}::test_an_annotation_that_chooses_no_gpu_is_warned_of"
-_CORE = "tests/isolation/test_hami_core_edits.py"
 _SERIES = "tests/observability/test_metrics_node.py"
 
 PROMISES: Promises = {
@@ -141,29 +140,10 @@ PROMISES: Promises = {
             "`tencent.com/predicate-node`, `predicate-gpu-idx-<i>`, `gpu-assigned`",
             "tests/cluster/test_pod_annotations.py::test_an_assignment_is_patched",
         ),
-        different(
+        not_kept(
             "charts/hami, devices.nvidia.gpuCorePolicy",
-            "the variable `GPU_CORE_UTILIZATION_POLICY` of a pod",
-            "`force` is taken; what would lift a limit is refused",
-            f"{_CORE}::test_a_spec_that_would_lift_a_limit_is_refused",
-        ),
-        different(
-            "charts/hami, devices.nvidia.libCudaLogLevel",
-            "the variable `LIBCUDA_LOG_LEVEL`",
-            "1 under isolation `hami-core`",
-            f"{_CORE}::test_a_share_gets_its_limits_in_the_librarys_units",
-        ),
-        kept(
-            "pkg/device-plugin/nvidiadevice/nvinternal/plugin/server.go",
-            "`CUDA_DEVICE_MEMORY_LIMIT_0`, `CUDA_DEVICE_SM_LIMIT`, HAMi-core",
-            "tests/isolation/test_hami_core_edits.py::test_a_share_gets_its_limits_in_the_librarys_units",
-            "isolation `hami-core`; the default is this project's library",
-        ),
-        different(
-            "charts/hami/values.yaml",
-            "`CUDA_DISABLE_CONTROL=true` of a pod",
-            "only where the setting `hami_core.allow_opt_out` allows it",
-            "tests/isolation/test_hami_core_edits.py::test_a_container_opts_out_only_where_the_node_allows_it",
+            "the variables `GPU_CORE_UTILIZATION_POLICY`, `LIBCUDA_LOG_LEVEL`, `CUDA_DISABLE_CONTROL` of a pod",
+            "HAMi-core is not used: this project's library reads no variable",
         ),
     ),
     "Nodes": (
@@ -176,14 +156,14 @@ PROMISES: Promises = {
         different(
             "charts/hami, devicePlugin.deviceMemoryScaling",
             "`--device-memory-scaling`, `--device-cores-scaling`",
-            "`hami_core.memory_scaling`, `hami_core.core_scaling` scale the limits, and not what a GPU offers",
-            "tests/isolation/test_hami_core_edits.py::test_scaling_multiplies_up_to_the_gpu",
+            "none: limits are not scaled",
+            f"{_FLAGS}::test_a_flag_without_effect_is_reported_once",
         ),
         different(
             "charts/hami, devicePlugin.disablecorelimit",
             "`--disable-core-limit`",
-            "`hami_core.core_policy`, or the annotation `tencent.com/vcuda-core-limit`",
-            "tests/isolation/test_hami_core_edits.py::test_the_policy_of_cores_is_handed_to_the_library",
+            "the annotation `tencent.com/vcuda-core-limit` of a pod",
+            f"{_FLAGS}::test_a_flag_without_effect_is_reported_once",
         ),
         different(
             "pkg/device/nvidia/device.go",
@@ -213,7 +193,7 @@ PROMISES: Promises = {
         different(
             "charts/hami, nodeConfiguration, operatingmode",
             "`hami-core`, `mps`, `mig`",
-            "isolation `hami-core` or `mps`; `nvidia.mig_strategy`",
+            "isolation `gpushare` or `mps`; `nvidia.mig_strategy`",
             "tests/agent/test_isolations_inside.py::test_a_pod_may_choose_among_the_isolations_that_the_node_allows",
         ),
         kept(

@@ -65,15 +65,6 @@ class Check:
         return ", ".join(words)
 
 
-def _all(hami_core: Verdict, vcuda: Verdict) -> dict[str, Verdict]:
-    return {"hami-core": hami_core, "vcuda": vcuda}
-
-
-def _driver(alone: Verdict, both: Verdict | None = None) -> dict[str, Verdict]:
-    """The limits of driver 615, set by the agent; `both`: with HAMi-core beside them, where that makes a difference."""
-    return {"driver": alone, "hami-core+driver": both or alone}
-
-
 HELD, THROTTLED, BYPASSED = Verdict.HELD, Verdict.THROTTLED, Verdict.BYPASSED
 NO_START, FAILED = Verdict.NO_START, Verdict.FAILED
 _V1, _V2 = "cuGetProcAddress", "cuGetProcAddress_v2"
@@ -82,55 +73,55 @@ _CHECKS = (
     # The verdicts of `none` are what the others compare with.
     Check(
         memory="alloc",
-        smoke=("gpushare", "hami-core", "vcuda"),
-        expected={"none": BYPASSED} | _all(HELD, HELD) | _driver(HELD),
+        smoke=("gpushare", "vcuda"),
+        expected={"none": BYPASSED, "vcuda": HELD, "driver": HELD},
     ),
     Check(
         launch="kernel",
-        smoke=("gpushare", "hami-core"),
-        expected={"none": BYPASSED} | _all(THROTTLED, THROTTLED) | _driver(BYPASSED, THROTTLED),
+        smoke=("gpushare",),
+        expected={"none": BYPASSED, "vcuda": THROTTLED, "driver": BYPASSED},
     ),
     # Every kind of memory and of launch. vcuda-control's own functions are those up to CUDA 11.5: of a newer one it has
     # no symbol, or, asked through cuGetProcAddress, the driver's. It lets a mipmapped array take one block too many.
-    Check(memory="managed", expected=_all(HELD, HELD) | _driver(BYPASSED, HELD)),
-    Check(memory="pitch", expected=_all(HELD, HELD) | _driver(HELD)),
-    Check(memory="async", expected=_all(HELD, BYPASSED) | _driver(HELD)),
-    Check(memory="pool", expected=_all(BYPASSED, BYPASSED) | _driver(HELD)),
-    Check(memory="vmm", expected=_all(HELD, BYPASSED) | _driver(HELD)),
-    Check(memory="array", expected=_all(BYPASSED, HELD) | _driver(HELD)),
-    Check(memory="array3d", expected=_all(BYPASSED, HELD) | _driver(HELD)),
-    Check(memory="mipmapped", expected=_all(BYPASSED, BYPASSED) | _driver(HELD)),
-    Check(launch="ex", expected=_all(THROTTLED, FAILED)),
-    Check(launch="ex", way=_V1, version=11080, expected=_all(THROTTLED, BYPASSED)),
-    Check(launch="cooperative", expected=_all(BYPASSED, THROTTLED)),
-    Check(launch="graph", way=_V1, version=11080, expected=_all(BYPASSED, BYPASSED)),
-    Check(launch="kernel", blocks_of_launch=1024, expected=_all(BYPASSED, BYPASSED)),
+    Check(memory="managed", expected={"vcuda": HELD, "driver": BYPASSED}),
+    Check(memory="pitch", expected={"vcuda": HELD, "driver": HELD}),
+    Check(memory="async", expected={"vcuda": BYPASSED, "driver": HELD}),
+    Check(memory="pool", expected={"vcuda": BYPASSED, "driver": HELD}),
+    Check(memory="vmm", expected={"vcuda": BYPASSED, "driver": HELD}),
+    Check(memory="array", expected={"vcuda": HELD, "driver": HELD}),
+    Check(memory="array3d", expected={"vcuda": HELD, "driver": HELD}),
+    Check(memory="mipmapped", expected={"vcuda": BYPASSED, "driver": HELD}),
+    Check(launch="ex", expected={"vcuda": FAILED}),
+    Check(launch="ex", way=_V1, version=11080, expected={"vcuda": BYPASSED}),
+    Check(launch="cooperative", expected={"vcuda": THROTTLED}),
+    Check(launch="graph", way=_V1, version=11080, expected={"vcuda": BYPASSED}),
+    Check(launch="kernel", blocks_of_launch=1024, expected={"vcuda": BYPASSED}),
     # Every way to ask for a function, for those of three versions. vcuda-control has no cuGetProcAddress_v2, and through
     # cuGetProcAddress it gives the cuMemAlloc of 32 bits.
-    Check(memory="alloc", way="link", expected=_all(HELD, HELD)),
-    Check(memory="alloc", way=_V1, version=11080, expected=_all(HELD, FAILED)),
-    Check(memory="alloc", way=_V2, version=11080, expected=_all(HELD, NO_START)),
-    Check(memory="alloc", way=_V2, version=12080, expected=_all(HELD, NO_START)),
-    Check(memory="alloc", way=_V2, version=13000, expected=_all(HELD, NO_START)),
-    Check(launch="kernel", way="link", expected=_all(THROTTLED, THROTTLED)),
-    Check(launch="kernel", way=_V1, version=11080, expected=_all(THROTTLED, THROTTLED)),
-    Check(launch="kernel", way=_V2, version=11080, expected=_all(THROTTLED, NO_START)),
-    Check(launch="kernel", way=_V2, version=12080, expected=_all(THROTTLED, NO_START)),
-    Check(launch="kernel", way=_V2, version=13000, expected=_all(THROTTLED, NO_START)),
+    Check(memory="alloc", way="link", expected={"vcuda": HELD}),
+    Check(memory="alloc", way=_V1, version=11080, expected={"vcuda": FAILED}),
+    Check(memory="alloc", way=_V2, version=11080, expected={"vcuda": NO_START}),
+    Check(memory="alloc", way=_V2, version=12080, expected={"vcuda": NO_START}),
+    Check(memory="alloc", way=_V2, version=13000, expected={"vcuda": NO_START}),
+    Check(launch="kernel", way="link", expected={"vcuda": THROTTLED}),
+    Check(launch="kernel", way=_V1, version=11080, expected={"vcuda": THROTTLED}),
+    Check(launch="kernel", way=_V2, version=11080, expected={"vcuda": NO_START}),
+    Check(launch="kernel", way=_V2, version=12080, expected={"vcuda": NO_START}),
+    Check(launch="kernel", way=_V2, version=13000, expected={"vcuda": NO_START}),
     # Not as root.
-    Check(memory="alloc", uid=1000, expected=_all(HELD, HELD) | _driver(HELD)),
-    Check(launch="kernel", uid=1000, expected=_all(THROTTLED, THROTTLED)),
-    Check(memory="alloc", uid=1000, way=_V2, version=13000, expected={"hami-core": HELD}),
+    Check(memory="alloc", uid=1000, expected={"vcuda": HELD, "driver": HELD}),
+    Check(launch="kernel", uid=1000, expected={"vcuda": THROTTLED}),
+    Check(memory="alloc", uid=1000, way=_V2, version=13000, expected={}),
     # The PIDs of NVIDIA's open kernel modules.
-    Check(memory="alloc", pids="open", expected=_all(HELD, HELD)),
-    Check(launch="kernel", pids="open", expected=_all(BYPASSED, THROTTLED)),
-    Check(memory="alloc", pids="open570", expected=_all(HELD, HELD)),
-    Check(launch="kernel", pids="open570", expected=_all(THROTTLED, THROTTLED)),
+    Check(memory="alloc", pids="open", expected={"vcuda": HELD}),
+    Check(launch="kernel", pids="open", expected={"vcuda": THROTTLED}),
+    Check(memory="alloc", pids="open570", expected={"vcuda": HELD}),
+    Check(launch="kernel", pids="open570", expected={"vcuda": THROTTLED}),
     # Two containers, and an agent that comes and goes.
-    Check(memory="alloc", neighbour_cores=60, expected=_all(HELD, HELD) | _driver(HELD)),
-    Check(launch="kernel", neighbour_cores=60, expected=_all(THROTTLED, THROTTLED)),
-    Check(memory="alloc", after_restart=True, expected=_all(HELD, HELD) | _driver(HELD)),
-    Check(launch="kernel", after_restart=True, expected=_all(THROTTLED, THROTTLED)),
+    Check(memory="alloc", neighbour_cores=60, expected={"vcuda": HELD, "driver": HELD}),
+    Check(launch="kernel", neighbour_cores=60, expected={"vcuda": THROTTLED}),
+    Check(memory="alloc", after_restart=True, expected={"vcuda": HELD, "driver": HELD}),
+    Check(launch="kernel", after_restart=True, expected={"vcuda": THROTTLED}),
 )
 
 CHECKS = tuple(

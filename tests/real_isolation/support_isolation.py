@@ -35,7 +35,6 @@ from tests.native.build import (
     build_gpu_client,
     build_program,
     build_vcuda,
-    build_vgpu,
     cuda_include,
     install_driver,
     proc_version,
@@ -82,14 +81,13 @@ class Built:
 
     driver: Path
     programs: Path
-    vgpu: Path | str
     gpushare: Path | str
     vcuda: Path | str
     gpu_client: Path | str
 
     def why_not(self, isolation: str) -> str:
         """Why this isolation cannot be had, empty where it can."""
-        parts = {"hami-core": [self.vgpu], "gpushare": [self.gpushare], "vcuda": [self.vcuda, self.gpu_client]}
+        parts = {"gpushare": [self.gpushare], "vcuda": [self.vcuda, self.gpu_client]}
         needed = [library for part in isolation.split("+") for library in parts.get(part, [])]
         return "; ".join(reason for reason in needed if isinstance(reason, str))
 
@@ -100,7 +98,6 @@ def build_all(directory: Path) -> Built:
         libraries = {
             name: threads.submit(_or_reason, build, directory / file)
             for name, build, file in (
-                ("vgpu", build_vgpu, "libvgpu.so"),
                 ("gpushare", _build_gpushare, "libgpushare.so"),
                 ("vcuda", build_vcuda, "libcuda-control.so"),
                 ("gpu_client", build_gpu_client, "gpu-client"),
@@ -468,8 +465,6 @@ def _settings_of(node: IsolationNode, isolation: str) -> list[str]:
     """Where the isolation finds its library. AssertionError where there is none."""
     directory, parts = node.directory, isolation.split("+")
     settings = ["--driver-limits.set-by-agent=true"] if "driver" in parts else []
-    if "hami-core" in parts:
-        return [*settings, f"--hami-core.library={node.built.vgpu}", f"--hami-core.directory={directory / 'hami'}"]
     if "gpushare" in parts:
         own = [f"--libgpushare.library={node.built.gpushare}", f"--libgpushare.directory={directory / 'gpushare'}"]
         return [*settings, *own, f"--virtual-manager-path={directory / 'vm'}"]

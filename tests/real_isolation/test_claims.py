@@ -48,26 +48,12 @@ def of_template(name: str, *containers: str) -> list[dict[str, Any]]:
 
 @pytest.fixture(params=["vcuda", "driver"])
 def node(built: Built, request: pytest.FixtureRequest) -> Iterator[IsolationNode]:
-    """Of isolations that limit containers together. HAMi-core's is `lone_node`."""
+    """Of isolations that limit containers together."""
     if reason := built.why_not(request.param):
         pytest.skip(reason)
     driver = {"driver_version": "615.12.01"} if request.param == "driver" else {}
     with open_node(built, request.param, "--dra", gpus=1, **driver) as node:
         yield node
-
-
-@pytest.fixture
-def lone_node(built: Built) -> Iterator[IsolationNode]:
-    if reason := built.why_not("hami-core"):
-        pytest.skip(reason)
-    with open_node(built, "hami-core", "--dra", gpus=1) as node:
-        yield node
-
-
-def test_hami_core_limits_a_claim_of_one_container_whatever_its_spec_sets(lone_node: IsolationNode) -> None:
-    lone_node.create(*of_template("web", "main"))
-    assert lone_node.run("web", TAKE).step("alloc")["blocks"] == 8
-    assert lone_node.run("web", "launch:kernel:8").step("launch")["rate"] < 500
 
 
 def blocks_beside(node: IsolationNode, first: tuple[str, str], second: tuple[str, str]) -> tuple[int, int]:

@@ -16,9 +16,10 @@ from pathlib import Path
 
 import pytest
 
-from native.build_hami_core import CannotBuildError, opened_source, run
+from native.build_gpushare import CannotBuildError, run
 from tests.gpushare.support_gpushare import Container, Machine, build_for_gpushare
 from tests.native.build import cuda_include, library_source
+from tests.native.sources import opened_source
 
 pytestmark = [pytest.mark.isolation, pytest.mark.suites]
 

@@ -23,7 +23,7 @@ TAKE = "alloc:alloc:256:40"
 RESIZE = "gpushare-agent/resize"
 
 
-@pytest.fixture(params=["gpushare", "hami-core", "vcuda", "driver"])
+@pytest.fixture(params=["gpushare", "vcuda", "driver"])
 def node(built: Built, request: pytest.FixtureRequest) -> Iterator[IsolationNode]:
     if reason := built.why_not(request.param):
         pytest.skip(reason)
@@ -104,8 +104,7 @@ def test_a_running_program_gets_more_memory_after_growth_and_none_after_shrinkin
 
 
 def test_a_new_program_computes_by_the_new_size(node: IsolationNode, isolation: str) -> None:
-    """So does the running one under gpushare. Elsewhere it goes on by the old size: HAMi-core copies the limit at its
-    start, vcuda-control is not asked anew."""
+    """So does the running one under gpushare. Elsewhere it goes on by the old size: vcuda-control is not asked anew."""
     if isolation == "driver":
         pytest.skip("the driver limits no compute")
     running = node.start("web", "launch:kernel:6", "wait", "launch:kernel:6", "wait")

@@ -170,7 +170,10 @@ async def test_a_busy_port_is_one_line_that_names_the_flag(folder: Path) -> None
 @pytest.mark.parametrize(
     ("flags", "why"),
     [
-        (("--isolation", "hami-core", "--hami-core.library", "absent.so"), "absent.so cannot be used: No such file"),
+        (
+            ("--isolation", "gpushare", "--libgpushare.library", "/proc/self/status"),
+            "/proc/self/status is no shared object",
+        ),
         (("--isolation", "mps+driver", "--mps.pipe-directory", "/absent"), "the MPS pipe directory /absent cannot be "),
     ],
     ids=["a library", "a daemon of the user's own"],

@@ -81,7 +81,7 @@ async def test_the_agents_answers_name_what_the_agents_spec_has(strategy: str) -
     async with open_test_node() as node:
         settings = load_settings(arguments(node, *flags), {}).settings
         gpus = (await open_driver(settings).read()).gpus
-        cdi_specs(settings).ensure(gpus)
+        cdi_specs(settings, mounts_driver=False).ensure(gpus)
         async with open_agent(node, *flags):
             limits = {CORE: "200", MEMORY: "1"}
             node.api.create_pod(pod("p", {**PRINTS, "resources": {"limits": limits}}, restartPolicy="Never"))

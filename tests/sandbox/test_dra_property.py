@@ -40,9 +40,7 @@ TIMES = replace(
     SHORT_TIMES, registry_poll_s=0.01, slice_wipe_s=0.02, driver_away_s=0.1, prepare_retry_s=(0.02, 0.1),
     unprepare_retry_s=0.02, claims_reconcile_s=0.05,
 )  # fmt: skip
-POLICY = DevicePolicy(
-    block_mib=NAMES.memory_block_mib, order="binpack", taint_effect="NoSchedule", isolation="hami-core"
-)
+POLICY = DevicePolicy(block_mib=NAMES.memory_block_mib, order="binpack", taint_effect="NoSchedule", isolation="vcuda")
 
 
 class ApiOfAgent:

@@ -13,12 +13,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from gpushare_agent.admission.resizing import ResizeFile
+from gpushare_agent.delivery.cdi_files import CdiFiles
+from gpushare_agent.delivery.device_nodes import read_extra_devices
+from gpushare_agent.delivery.volume_config import read_volume_config
 from gpushare_agent.dra.claim_files import ClaimFiles
 from gpushare_agent.gpus.part import open_driver
 from gpushare_agent.gpus.saved_health import HealthStateFile
-from gpushare_agent.isolation.cdi.files import CdiFiles
-from gpushare_agent.isolation.device_nodes import read_extra_devices
-from gpushare_agent.isolation.driver_volume.config import read_volume_config
 from gpushare_agent.kubelet.records import read_checkpoint
 from gpushare_agent.model.errors import AgentError
 from gpushare_agent.settings.node_configuration import NamedConfiguration

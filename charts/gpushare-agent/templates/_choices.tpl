@@ -45,14 +45,14 @@ manifests/components/{{ . }}
 {{- /* Combinations that no node could run, refused before anything is installed. */ -}}
 {{- define "gpushare-agent.refusals" -}}
 {{- $values := .Values -}}
-{{- if and $values.simulated.enabled (not (has $values.isolation (list "gpushare" "hami-core" "vcuda"))) -}}
-  {{- fail "simulated GPUs have no driver: leave `isolation` out, or choose gpushare, hami-core or vcuda" -}}
+{{- if and $values.simulated.enabled (not (has $values.isolation (list "gpushare" "vcuda"))) -}}
+  {{- fail "simulated GPUs have no driver: leave `isolation` out, or choose gpushare or vcuda" -}}
 {{- end -}}
 {{- if and (or $values.vcuda.driverContainer $values.vcuda.pruneDriverVolume) (or $values.simulated.enabled (ne $values.isolation "vcuda")) -}}
   {{- fail "vcuda.driverContainer and vcuda.pruneDriverVolume are for `isolation: vcuda`" -}}
 {{- end -}}
 {{- if and $values.driverLimits.setByAgent (not (has "driver" (splitList "+" $values.isolation))) -}}
-  {{- fail "driverLimits.setByAgent needs `isolation: gpushare+driver`, `hami-core+driver`, `mps+driver` or `driver`" -}}
+  {{- fail "driverLimits.setByAgent needs `isolation: gpushare+driver`, `mps+driver` or `driver`" -}}
 {{- end -}}
 {{- if $values.driverFromHost.enabled -}}
   {{- if or $values.simulated.enabled (not (or (eq $values.isolation "vcuda") (contains "cdi-" (include "gpushare-agent.strategies" .)))) -}}

@@ -11,9 +11,9 @@ from fractions import Fraction
 
 from msgspec import Struct, field
 
+from gpushare_agent.delivery.device_lists import DeviceListRequest, NodeDevices, device_edits
 from gpushare_agent.isolation import ISOLATIONS, GpuShare, IsolationConfig, IsolationRequest
 from gpushare_agent.isolation.choice import choose_isolation
-from gpushare_agent.isolation.device_lists import DeviceListRequest, NodeDevices, device_edits
 from gpushare_agent.isolation.shares import core_limit
 from gpushare_agent.model.allocations import ContainerEdits, merged
 from gpushare_agent.model.errors import RefusalReason, Refused

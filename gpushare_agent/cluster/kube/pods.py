@@ -23,12 +23,6 @@ from gpushare_agent.model.names import (
     CORE_LIMIT_ANNOTATION,
     ENV_GPU_MEMORY_LIMIT,
     ENV_GPU_MEMORY_REQUEST,
-    ENV_HAMI_CORE_CACHE,
-    ENV_HAMI_CORE_CORES,
-    ENV_HAMI_CORE_DISABLE,
-    ENV_HAMI_CORE_LIBRARY,
-    ENV_HAMI_CORE_MEMORY,
-    ENV_HAMI_CORE_POLICY,
     ENV_PRELOAD,
     ENV_VISIBLE_DEVICES,
     GPU_ASSIGNED_ANNOTATION,
@@ -70,12 +64,8 @@ _PROGRAM_ANNOTATIONS = (GPU_ASSIGNED_ANNOTATION, RESIZE_STATUS_ANNOTATION, RETRY
 """Those that are like one of a user; gpushare-agent/claims-retry-at (dra/wake_pods.py) is like none."""
 MIRROR_ANNOTATION = "kubernetes.io/config.mirror"
 """The annotation of a static pod's object: the UID that the kubelet has for the pod."""
-_LIMITS = (
-    *(ENV_GPU_MEMORY_LIMIT, ENV_GPU_MEMORY_REQUEST, ENV_HAMI_CORE_CACHE, ENV_HAMI_CORE_CORES),
-    *(ENV_HAMI_CORE_LIBRARY, ENV_VISIBLE_DEVICES),  # whose functions are found, and to which GPUs the limits belong
-    *(f"{name}_0" for name in (ENV_HAMI_CORE_MEMORY, ENV_HAMI_CORE_CORES)),  # a share is on one GPU
-)
-READ_ENV = ("compat32", "SUBMITTER", ENV_PRELOAD, ENV_HAMI_CORE_DISABLE, ENV_HAMI_CORE_POLICY, *_LIMITS)
+_LIMITS = (ENV_GPU_MEMORY_LIMIT, ENV_GPU_MEMORY_REQUEST, ENV_VISIBLE_DEVICES)
+READ_ENV = ("compat32", "SUBMITTER", ENV_PRELOAD, *_LIMITS)
 _REASON = re.compile(r"[A-Za-z]{1,40}")
 _STATIC_UID = re.compile(r"[0-9a-f]{32}")
 """The kubelet's hash of the file. Unlike every UID that the API server gives: no forged mirror pod names another's pod."""

@@ -4,7 +4,7 @@ Format: resource.k8s.io/v1 ResourceClaim. The opaque configuration is ShareConfi
 
     apiVersion: gpushare-agent/v1alpha1
     kind: ShareConfig
-    isolation: hami-core          # one that the node allows; the node's own without it
+    isolation: gpushare           # one that the node allows; the node's own without it
     coreLimit: 80                 # elastic ceiling of compute, percent of the GPU, not below the share's cores
 """
 

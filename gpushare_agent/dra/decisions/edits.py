@@ -22,9 +22,9 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from gpushare_agent.admission.decisions.container_edits import EditPolicy
+from gpushare_agent.delivery.device_lists import DeviceListRequest, device_edits
 from gpushare_agent.dra.decisions.claim import CONFIG_KIND, AllocatedClaim, ClaimResult, DevicePart
 from gpushare_agent.isolation import ISOLATIONS, ClaimUse, GpuShare, IsolationRequest
-from gpushare_agent.isolation.device_lists import DeviceListRequest, device_edits
 from gpushare_agent.model.allocations import ClaimRef, ContainerEdits, ContainerKey, merged
 from gpushare_agent.model.errors import Corrupt, RefusalReason, Refused
 from gpushare_agent.model.gpus import Gpu
@@ -336,7 +336,6 @@ def _view_edits(
             core_limit=max(one.core_limit for one in parts),
             pod_memory_mib=sum(share.memory_mib for share in shares),
             memory_unit_mib=policy.names.gpu_mem_unit_mib,
-            is_claim=True,
         )
     )
     if isinstance(isolated, Refused):

@@ -15,8 +15,8 @@ from collections.abc import Collection, Iterable, Mapping
 
 from msgspec import Struct
 
-from gpushare_agent.isolation.kept import NOBODY, NOTHING_KEPT, Circumstances, Kept, NotKept
-from gpushare_agent.isolation.request import ClaimUse, Follows, Isolation, IsolationRequest, refused_share
+from gpushare_agent.isolation.kept import NOBODY, Kept, NotKept
+from gpushare_agent.isolation.request import ClaimUse, Follows, Isolation, IsolationRequest, invalid, refused_share
 from gpushare_agent.isolation.shares import share_limits
 from gpushare_agent.model.allocations import Allocation, ContainerEdits, ContainerKey
 from gpushare_agent.model.errors import RefusalReason, Refused
@@ -47,38 +47,29 @@ def edit_driver(request: IsolationRequest) -> ContainerEdits | Refused:
     return ContainerEdits(env=((ENV_GPU_MEMORY_LIMIT, limit), (ENV_GPU_MEMORY_REQUEST, limit)))
 
 
-def _keeps(found: Circumstances) -> Kept:
-    if not found.has_driver_limit:
-        return NOTHING_KEPT
-    return Kept(memory_by="driver", compute_by=NOBODY, not_kept=(NotKept.MANAGED_MEMORY,))
-
-
 def _not_shared(use: ClaimUse) -> Refused | None:
     """The driver limits cgroups: all that use a share must be in one, a pod's or, where NVIDIA's toolkit sets the limits, a
     container's."""
-    invalid = RefusalReason.INVALID_REQUEST
     if use.owner is None:
-        return Refused(
-            reason=invalid,
-            detail=f"isolation {use.isolation} limits the memory of cgroups, and pods that share a claim have none in"
-            f" common: make the claim for one pod, by a ResourceClaimTemplate, or {use.remedy}",
+        return invalid(
+            f"isolation {use.isolation} limits the memory of cgroups, and pods that share a claim have none in"
+            f" common: make the claim for one pod, by a ResourceClaimTemplate, or {use.remedy}"
         )
     if not use.is_owner_known:
         return Refused(reason=RefusalReason.NOT_READY, detail=f"pod {use.owner} is not known yet: it is tried again.")
     if not use.together or use.config.settings.driver_limits.set_by_agent:
         return None
-    return Refused(
-        reason=invalid,
-        detail=f"{use.who} share it, and NVIDIA's toolkit, which sets the limits of isolation {use.isolation} on this node,"
+    return invalid(
+        f"{use.who} share it, and NVIDIA's toolkit, which sets the limits of isolation {use.isolation} on this node,"
         f" would give each all of its memory: let one container use it, {use.remedy}, or have the agent set the limits"
-        " (driver_limits.set_by_agent)",
+        " (driver_limits.set_by_agent)"
     )
 
 
 ISOLATION = Isolation(
     name="driver",
     edit=edit_driver,
-    keeps=_keeps,
+    keeps=Kept(memory_by="driver", compute_by=NOBODY, not_kept=(NotKept.MANAGED_MEMORY,)),
     not_shared=_not_shared,
     follows_processes=True,
     memory_follows=Follows.RUNNING_PROCESSES,

@@ -2,55 +2,55 @@
 
 from __future__ import annotations
 
-from msgspec.structs import replace
+from collections.abc import Collection
 
 from gpushare_agent.isolation.choice import Standing
 from gpushare_agent.isolation.container_ids import ContainerIds
 from gpushare_agent.isolation.driver.edits import MemoryShare, memory_shares
 from gpushare_agent.isolation.driver.limits import DriverLimits, check_driver_limits
-from gpushare_agent.isolation.kept import Circumstances
 from gpushare_agent.isolation.part import IsolationHost, IsolationPart, NodeProbe, ProbedDriver
 from gpushare_agent.model.allocations import Allocation, ContainerKey
-from gpushare_agent.model.errors import Unavailable
-from gpushare_agent.model.pods import ContainerSpec, Pod
+from gpushare_agent.model.errors import Refused, Unavailable
+from gpushare_agent.model.pods import Pod
 from gpushare_agent.runtime.cgroups import Cgroups
 from gpushare_agent.settings.settings import Settings
 
 
+class DriverPart(IsolationPart):
+    def __init__(self, host: IsolationHost) -> None:
+        self._host = host
+        may_set = host.node.settings.driver_limits.set_by_agent
+        self._limits = DriverLimits(
+            driver=host.driver,
+            cgroups=host.cgroups,
+            containers=ContainerIds(host.runtime, host.node.pods),
+            shares=lambda: _shares(host),
+            may_set=may_set,
+            on_missing=self._missing,
+        )
+        self.services = {"driver limits": self._limits}
+        self.is_memory_fixed = not may_set  # where NVIDIA's toolkit sets the limit, nobody changes it afterwards
+
+    async def check(self) -> None:
+        await self._limits.check()
+
+    async def prepare(self, keys: Collection[ContainerKey]) -> Refused | None:
+        return await self._limits.prepare(keys)
+
+    async def enforce(self, allocation: Allocation, pod: Pod) -> str:
+        return await self._limits.enforce(allocation.key)
+
+    def problem(self, key: ContainerKey) -> str:
+        return self._limits.problem(key)
+
+    def _missing(self, key: ContainerKey, why: str) -> None:
+        if (pod := self._host.node.pods.get(key.pod_uid)) is not None:
+            text = f"container {key.container} runs without its memory limit: {why}"
+            self._host.warn(pod, "MemoryLimitMissing", text)
+
+
 def build(host: IsolationHost) -> IsolationPart:
-    """Joined, not started."""
-
-    def missing(key: ContainerKey, why: str) -> None:
-        if (pod := host.node.pods.get(key.pod_uid)) is not None:
-            host.warn(pod, "MemoryLimitMissing", f"container {key.container} runs without its memory limit: {why}")
-
-    may_set = host.node.settings.driver_limits.set_by_agent
-    limits = DriverLimits(
-        driver=host.driver,
-        cgroups=host.cgroups,
-        containers=ContainerIds(host.runtime, host.node.pods),
-        shares=lambda: _shares(host),
-        may_set=may_set,
-        on_missing=missing,
-    )
-
-    async def enforce(allocation: Allocation, pod: Pod) -> str:
-        return await limits.enforce(allocation.key)
-
-    def circumstances(
-        found: Circumstances, allocation: Allocation | None, container: ContainerSpec | None
-    ) -> Circumstances:
-        return replace(found, has_driver_limit=allocation is None or not limits.problem(allocation.key))
-
-    return IsolationPart(
-        services={"driver limits": limits},
-        check=limits.check,
-        prepare=(limits.prepare,),
-        enforce=enforce,
-        is_memory_fixed=not may_set,  # where NVIDIA's toolkit sets the limit, nobody changes it afterwards
-        problem=limits.problem,
-        circumstances=circumstances,
-    )
+    return DriverPart(host)
 
 
 def probe(settings: Settings, driver: ProbedDriver) -> NodeProbe:

@@ -16,42 +16,46 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from gpushare_agent.isolation.gpushare.format import CORES_OF_GPU, MOST_GPUS, USAGE_NAME, GpuLimits
-from gpushare_agent.isolation.kept import Circumstances, Kept, NotKept
+from gpushare_agent.isolation.kept import Kept, NotKept
 from gpushare_agent.isolation.request import (
     Follows,
     Isolation,
     IsolationRequest,
-    preloaded_driver,
+    invalid,
     refused_mounts,
-    refused_nothing,
-    refused_override,
 )
 from gpushare_agent.isolation.shares import ShareLimits, limits_by_gpu
 from gpushare_agent.model.allocations import Allocation, ContainerEdits, ContainerMount
-from gpushare_agent.model.errors import RefusalReason, Refused
+from gpushare_agent.model.errors import Refused
 from gpushare_agent.model.gpus import Gpu
-from gpushare_agent.model.names import CORES_PER_GPU, GPUSHARE_DIRECTORY, PRELOAD_PATH, VDEVICE_DIRECTORY, GpuUuid
-from gpushare_agent.model.pods import Pod
+from gpushare_agent.model.names import (
+    CORES_PER_GPU,
+    ENV_PRELOAD,
+    ENV_VISIBLE_DEVICES,
+    GPUSHARE_DIRECTORY,
+    MAX_ANNOTATION_CHARS,
+    PRELOAD_PATH,
+    VDEVICE_DIRECTORY,
+    GpuUuid,
+)
+from gpushare_agent.model.pods import ContainerSpec, Pod
 from gpushare_agent.model.resources import ResourceNames
 
 LIBRARY_NAME = "libgpushare.so"
 LIBRARY_PATH = f"{GPUSHARE_DIRECTORY}/{LIBRARY_NAME}"
 
 
+_NO_GPUS = ("void", "none")
+"""NVIDIA_VISIBLE_DEVICES by which NVIDIA's runtime adds no GPU: where they come by CDI a spec may say so."""
+
+
 def edit_gpushare(request: IsolationRequest) -> ContainerEdits | Refused:
     if request.is_whole:
         return ContainerEdits()
-    limited = [share for share in request.shares if not share.is_whole]
-    # 0 would be a limit that lets nothing start, which is no share.
-    if not limited or min(min(share.cores, share.memory_mib) for share in limited) < 1:
-        return refused_nothing(request, "gpushare")
-    if len(request.shares) > MOST_GPUS:
-        return _refused_too_many(request)
+    if refused := _unlimited(request) or _overridden(request.container):
+        return refused
     own_paths = (VDEVICE_DIRECTORY, PRELOAD_PATH, GPUSHARE_DIRECTORY)
-    container = request.container
-    refused = refused_override(container, "gpushare", preloaded_driver(container))
-    refused = refused or refused_mounts(container, "gpushare", own_paths)
-    if refused is not None:
+    if refused := refused_mounts(request.container, "gpushare", own_paths):
         return refused
     directory, own = request.config.settings.libgpushare.directory, request.vdevice_directory
     return ContainerEdits(
@@ -67,11 +71,42 @@ def edit_gpushare(request: IsolationRequest) -> ContainerEdits | Refused:
     )
 
 
-def _refused_too_many(request: IsolationRequest) -> Refused:
-    return Refused(
-        reason=RefusalReason.INVALID_REQUEST,
-        detail=f"container {request.container.name} has shares on {len(request.shares)} GPUs, and isolation gpushare limits"
-        f" at most {MOST_GPUS} of one container. Nothing was allocated. Ask for fewer, or for whole GPUs.",
+def _unlimited(request: IsolationRequest) -> Refused | None:
+    name, shares = request.container.name, request.shares
+    # 0 would be a limit that lets nothing start, which is no share.
+    if min((min(share.cores, share.memory_mib) for share in shares if not share.is_whole), default=0) < 1:
+        gpus = ", ".join(f"{gpu.index} with {gpu.memory_mib} MiB" for gpu in request.gpus) or "none"
+        return invalid(
+            f"container {name} asks for {request.cores} cores and {request.memory_mib} MiB (GPUs: {gpus}), which makes a"
+            " limit of 0 under isolation gpushare. Nothing was allocated. Ask for cores and at least one memory block, or"
+            " for whole GPUs."
+        )
+    if len(shares) > MOST_GPUS:
+        return invalid(
+            f"container {name} has shares on {len(shares)} GPUs, and isolation gpushare limits at most {MOST_GPUS} of one"
+            " container. Nothing was allocated. Ask for fewer, or for whole GPUs."
+        )
+    return None
+
+
+def _overridden(container: ContainerSpec) -> Refused | None:
+    """Refuses a spec whose own variable would win over the limits. The kubelet puts the spec's variables after a device
+    plugin's, so of one name the spec's counts."""
+    value = container.env.get(ENV_PRELOAD, "")
+    # The loader takes what LD_PRELOAD names before all libraries of /etc/ld.so.preload, so programs that are linked to the
+    # driver's would call that one and not ours. Others, such as an allocator's, lift no limit. A value that is too long to
+    # be read may name anything.
+    is_cut = len(value) >= MAX_ANNOTATION_CHARS
+    has_driver = any(path.rpartition("/")[2].startswith("libcuda.so") for path in value.replace(":", " ").split())
+    names = [f"{ENV_PRELOAD} ({'libcuda.so' if has_driver else 'too long to be read'})"] if has_driver or is_cut else []
+    if container.env.get(ENV_VISIBLE_DEVICES, _NO_GPUS[0]) not in _NO_GPUS:  # by which NVIDIA's runtime would add GPUs
+        names.append(ENV_VISIBLE_DEVICES)
+    if not names:
+        return None
+    return invalid(
+        f"container {container.name} sets {', '.join(names)} in its spec, which would win over the limit of its share"
+        " under isolation gpushare. Nothing was allocated. Remove the variable: the agent sets what the library and"
+        " NVIDIA's runtime read."
     )
 
 
@@ -100,19 +135,15 @@ def _limits(uuid: GpuUuid, share: ShareLimits) -> GpuLimits:
     )
 
 
-def _keeps(_: Circumstances) -> Kept:
-    return Kept(
+ISOLATION = Isolation(
+    name="gpushare",
+    edit=edit_gpushare,
+    keeps=Kept(
         memory_by="gpushare",
         compute_by="gpushare",
         not_kept=(NotKept.BYPASS, NotKept.COPIES, NotKept.MUSL, NotKept.OTHER_APIS),
         keeps_managed_memory=True,
-    )
-
-
-ISOLATION = Isolation(
-    name="gpushare",
-    edit=edit_gpushare,
-    keeps=_keeps,
+    ),
     mounts_vdevice=True,
     follows_processes=True,
     cores_follow=Follows.RUNNING_PROCESSES,

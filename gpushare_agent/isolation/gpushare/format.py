@@ -38,10 +38,9 @@ _FIRST_USAGE_GPU, _USAGE_GPU_BYTES, _SLOT_BYTES = 512, 256, 448
 _FIRST_SLOT = _FIRST_USAGE_GPU + MOST_GPUS * _USAGE_GPU_BYTES
 _PAID = struct.Struct("@48xQQ128xQQQ40x")
 """Of a GPU's entry in `usage`: launched, launches, launched_long, turns, present_long."""
-_USAGE_GPU = struct.Struct("@QqQqQQQQQ")
-"""changed at, unattributed, refused, tokens, earned, refilled at, launched, launches, throttled."""
-KINDS = ("linear", "managed", "virtual", "array", "pool", "graph", "context")
-_SLOT = struct.Struct(f"@iIQ{MOST_GPUS}Q{MOST_GPUS}Q{len(KINDS)}QQ")
+_UNATTRIBUTED = struct.Struct("@8xq")
+_SLOT_HELD = struct.Struct(f"@i12x{MOST_GPUS}Q")
+"""Of a process its PID, 0 where there is none, and what it has of each GPU."""
 
 
 class GpuLimits(Struct, frozen=True, kw_only=True):
@@ -87,25 +86,6 @@ class Paid(Struct, frozen=True, kw_only=True):
     paid_long_ns: int = 0
     turns: int = 0
     present_long_ns: int = 0
-
-
-class GpuUsage(Struct, frozen=True, kw_only=True):
-    """What the container's processes say of one GPU."""
-
-    held_bytes: int
-    refused: int
-    launches: int
-    launched_ns: int
-    throttled_ns: int
-
-
-class ProcessUsage(Struct, frozen=True, kw_only=True):
-    """`pid` is the process's own, in its PID namespace; bytes by index of the GPU, and by kind of memory."""
-
-    pid: int
-    started_at_ns: int
-    held_bytes: Sequence[int]
-    bytes_of_kind: dict[str, int]
 
 
 def encode_config(pod_uid: str, container: str, gpus: Sequence[GpuLimits]) -> bytes:
@@ -188,34 +168,13 @@ def read_paid(head: bytes) -> list[Paid]:
     ]
 
 
-def read_usage(usage: bytes | memoryview, gpus: int) -> tuple[list[GpuUsage], list[ProcessUsage]]:
-    """The use of the first `gpus` GPUs, and of each process that has a slot, dead ones among them that nobody has cleared
-    yet."""
-    slots = [_SLOT.unpack_from(usage, _FIRST_SLOT + index * _SLOT_BYTES) for index in range(MOST_SLOTS)]
-    processes = [
-        ProcessUsage(
-            pid=slot[0],
-            started_at_ns=slot[2],
-            held_bytes=slot[3 : 3 + gpus],
-            bytes_of_kind=dict(zip(KINDS, slot[3 + 2 * MOST_GPUS :], strict=False)),
-        )
-        for slot in slots
-        if slot[0] > 0
-    ]
-    found = []
-    for index in range(gpus):
-        _, unattributed, refused, _, _, _, launched, launches, throttled = _USAGE_GPU.unpack_from(
-            usage, _FIRST_USAGE_GPU + index * _USAGE_GPU_BYTES
-        )
-        held = sum(process.held_bytes[index] for process in processes) + unattributed
-        found.append(
-            GpuUsage(
-                # The sum is of numbers that the tenant may write, and the unattributed one is signed.
-                held_bytes=max(0, held),
-                refused=refused,
-                launches=launches,
-                launched_ns=launched,
-                throttled_ns=throttled,
-            )
-        )
-    return found, processes
+def read_held(usage: bytes | memoryview, gpus: int) -> list[int]:
+    """Bytes that the processes say that they have of each of the first `gpus` GPUs, dead ones among them that nobody has
+    cleared yet."""
+    held = [_UNATTRIBUTED.unpack_from(usage, _FIRST_USAGE_GPU + index * _USAGE_GPU_BYTES)[0] for index in range(gpus)]
+    for index in range(MOST_SLOTS):
+        pid, *own = _SLOT_HELD.unpack_from(usage, _FIRST_SLOT + index * _SLOT_BYTES)
+        if pid > 0:
+            held = [sum(pair) for pair in zip(held, own, strict=False)]
+    # Numbers that the tenant may write, and the unattributed one is signed.
+    return [max(0, one) for one in held]

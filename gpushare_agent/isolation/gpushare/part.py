@@ -1,133 +1,164 @@
-"""Isolation gpushare on a node: the library, each container's directory with its files and socket, and what is written into
-those of running ones."""
+"""Isolation gpushare on a node: the library, each container's files, and what is written into those of running ones."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Collection, Mapping
 
 from gpushare_agent.isolation.choice import Standing
 from gpushare_agent.isolation.gpushare.edits import live_limits
 from gpushare_agent.isolation.gpushare.files import GpushareFiles
 from gpushare_agent.isolation.gpushare.format import GpuLimits
+from gpushare_agent.isolation.gpushare.library import SETTING, library_of
 from gpushare_agent.isolation.gpushare.observed import TIMEOUT_S, ObservedContainers
-from gpushare_agent.isolation.gpushare.probing import require_no_failure, with_probe
-from gpushare_agent.isolation.part import IsolationHost, IsolationPart, NodeProbe, ProbedDriver, all_of
-from gpushare_agent.isolation.private_caches import FILES_TIMEOUT_S, PrivateCaches
+from gpushare_agent.isolation.gpushare.preparation import FILES_TIMEOUT_S, Preparation
+from gpushare_agent.isolation.gpushare.probing import ProbedLibrary, Remembered, open_probe, recall
+from gpushare_agent.isolation.kept import ProbeResult
+from gpushare_agent.isolation.part import IsolationHost, IsolationPart, NodeProbe, ProbedDriver
 from gpushare_agent.kit.daemon_thread import DaemonThread
 from gpushare_agent.model.allocations import Allocation, ContainerKey
+from gpushare_agent.model.errors import NodeEventReason, Refused, Unavailable
 from gpushare_agent.model.gpus import GpuInventory
-from gpushare_agent.model.names import MIB
+from gpushare_agent.model.names import MIB, GpuUuid
 from gpushare_agent.model.pods import Pod
+from gpushare_agent.model.usage import UsageRound
 from gpushare_agent.settings.settings import Settings
+
+_ADVICE = f"Check the disk of the setting {SETTING}."
+_Limits = tuple[GpuLimits, ...]
+
+
+class GpusharePart(IsolationPart):
+    def __init__(self, host: IsolationHost) -> None:
+        self._host, self._node = host, host.node
+        settings = self._node.settings
+        self._files = GpushareFiles(library_of(settings), settings.virtual_manager.path, self._limits, self._is_claims)
+        self._preparation = Preparation(self._files, self._node.claim_pods.shares)
+        self._seen = ObservedContainers(
+            files=self._files, shares=self._shares, driver=host.driver, share_of=host.share_of
+        )
+        self._seen.request_usage_by(self._request_usage)
+        self._thread = DaemonThread("gpushare-limits", advice=_ADVICE)
+        self._last: tuple[object, GpuInventory | None, dict[ContainerKey, _Limits]] = ((), None, {})
+        self._probe = self._probed_library() if _is_proven(settings) else None
+        self.services = {"gpushare files": self._preparation, "gpushare observed": self._seen}
+        if self._probe is not None:
+            self.services["gpushare probe"] = self._probe
+            self._node.metrics.show_isolation_probe("gpushare", self._probe.is_failed)
+
+    def _request_usage(self) -> None:
+        self.request_usage()  # it is set when the agent's parts are joined
+
+    async def check(self) -> None:
+        await self._preparation.check()
+        if self._probe is not None:
+            await self._probe.require_passed()
+
+    async def look(self) -> None:
+        await self._preparation.look()
+        if self._probe is not None:
+            await self._probe.require_passed()
+
+    async def prepare(self, keys: Collection[ContainerKey]) -> Refused | None:
+        return await self._preparation.prepare(keys)
+
+    def prepare_ahead(self, key: ContainerKey) -> None:
+        self._preparation.ahead.add(key)
+
+    def changed(self) -> None:
+        if self._probe is not None:
+            self._probe.changed()
+
+    def usage_sampled(self, usage: UsageRound | None) -> None:
+        self._seen.usage_sampled(usage)
+        if self._probe is not None:
+            self._probe.usage_sampled(usage)
+
+    def paid(self, key: ContainerKey, uuid: GpuUuid) -> float | None:
+        return self._seen.paid(key, uuid)
+
+    def probed(self) -> ProbeResult | None:
+        return self._probe.result if self._probe is not None else None
+
+    async def enforce(self, allocation: Allocation, pod: Pod) -> str:
+        key = self._host.share_of(allocation.key)
+        if (desired := self._limits(key)) is None:
+            return "a GPU's memory is not known, or not all of the share is allocated yet"
+
+        def write() -> int:
+            self._files.write_limits(key, desired)
+            held = self._files.held_bytes(key)
+            return sum(max(0, held[one.uuid] - one.memory_bytes) for one in desired if one.memory_bytes is not None)
+
+        above = await self._thread.call(write, f"writing the limits of {key.container}", TIMEOUT_S)
+        return f"its processes still have {-(-above // MIB)} MiB more" if above > 0 else ""
+
+    def _limits(self, key: ContainerKey) -> _Limits | None:
+        pods = self._node.claim_pods
+        return live_limits(pods.parts(key), pods.get(key.pod_uid), self._node.gpus().by_uuid(), self._node.names)
+
+    def _is_claims(self, key: ContainerKey) -> bool:
+        allocation = self._node.cache.get(key)
+        return allocation is not None and allocation.claim is not None
+
+    def _shares(self) -> Mapping[ContainerKey, _Limits]:
+        """Asked up to four times a second, so made again only where an allocation, a pod or a GPU has changed."""
+        version, inventory = self._node.claim_pods.version, self._node.gpus()
+        if self._last[0] == version and self._last[1] is inventory:
+            return self._last[2]
+        found: dict[ContainerKey, _Limits] = {}
+        for key, allocation in self._node.claim_pods.shares().items():
+            pod = self._node.claim_pods.get(key.pod_uid)
+            # By the pod's annotation of now: its files are made under any isolation, its limits are kept under this one
+            # alone.
+            if pod is None or not allocation.is_limited or not self._host.uses(pod, "gpushare"):
+                continue
+            if (desired := self._limits(key)) is not None:
+                found[key] = desired
+        self._last = version, inventory, found
+        return found
+
+    def _probed_library(self) -> ProbedLibrary:
+        library = self._files.library
+
+        def failed(found: Remembered) -> None:
+            self._host.note(NodeEventReason.ISOLATION_PROBE_FAILED, "gpushare", found.failure)
+            self._host.choose_anew("libgpushare does not limit programs under this driver")
+
+        return ProbedLibrary(
+            library=library,
+            probe=open_probe(library, library.directory),
+            inventory=self._node.gpus,
+            allocations=self._node.cache.view,
+            failed=failed,
+            request_usage=self._request_usage,
+        )
 
 
 def build(host: IsolationHost) -> IsolationPart:
     """Joined, not started."""
-    node = host.node
-
-    def limits(key: ContainerKey) -> tuple[GpuLimits, ...] | None:
-        return live_limits(
-            node.claim_pods.parts(key), node.claim_pods.get(key.pod_uid), node.gpus().by_uuid(), node.names
-        )
-
-    def is_claims(key: ContainerKey) -> bool:
-        allocation = node.cache.get(key)
-        return allocation is not None and allocation.claim is not None
-
-    last: tuple[object, GpuInventory | None, dict[ContainerKey, tuple[GpuLimits, ...]]] = ((), None, {})
-
-    def shares() -> Mapping[ContainerKey, tuple[GpuLimits, ...]]:
-        """Asked up to four times a second, so made again only where an allocation, a pod or a GPU has changed."""
-        nonlocal last
-        version, inventory = node.claim_pods.version, node.gpus()
-        if last[0] == version and last[1] is inventory:
-            return last[2]
-        found: dict[ContainerKey, tuple[GpuLimits, ...]] = {}
-        for key, allocation in node.claim_pods.shares().items():
-            pod = node.claim_pods.get(key.pod_uid)
-            # By the pod's annotation of now: its files are made under any isolation, its limits are kept under this one
-            # alone.
-            if pod is None or not allocation.is_limited or not host.uses(pod, "gpushare"):
-                continue
-            if (desired := limits(key)) is not None:
-                found[key] = desired
-        last = version, inventory, found
-        return found
-
-    def share_of(key: ContainerKey) -> ContainerKey:
-        allocation = node.cache.get(key)
-        # A container may use several results of a claim: one directory, and one share, for all of them.
-        if allocation is not None and allocation.claim is not None and allocation.claim.view:
-            return ContainerKey(key.pod_uid, allocation.claim.view)
-        return key
-
-    files = gpushare_files(node.settings, limits, is_claims)
-    manager = host.vdevices()
-    caches = PrivateCaches(files=files, allocations=node.claim_pods.shares, pods=node.pods, removes=False)
-    seen = ObservedContainers(files=files, shares=shares, driver=host.driver, share_of=share_of)
-    thread = DaemonThread("gpushare-limits", advice=f"Check the disk of the setting {files.kind.setting}.")
-
-    async def enforce(allocation: Allocation, pod: Pod) -> str:
-        key = share_of(allocation.key)
-        if (desired := limits(key)) is None:
-            return "a GPU's memory is not known, or the share is not wholly allocated yet"
-
-        def write() -> int:
-            files.write_limits(key, desired)
-            held = files.held_bytes(key)
-            return sum(max(0, held[one.uuid] - one.memory_bytes) for one in desired if one.memory_bytes is not None)
-
-        await manager.enforce(key)
-        above = await thread.call(write, f"writing the limits of {key.container}", TIMEOUT_S)
-        return f"its processes still have {-(-above // MIB)} MiB more" if above > 0 else ""
-
-    part = IsolationPart(
-        services={"virtual manager": manager, "gpushare files": caches, "gpushare observed": seen},
-        check=partial(all_of, manager.check, caches.check),
-        look=partial(all_of, manager.look, caches.look),
-        prepare=(manager.prepare, caches.prepare),
-        prepare_ahead=(manager.ahead.add, caches.ahead.add),
-        enforce=enforce,
-        changed=manager.changed,
-        usage_sampled=seen.usage_sampled,
-        request_usage_by=seen.request_usage_by,
-        paid=seen.paid,
-    )
-    return with_probe(part, files, host) if node.settings.driver == "nvml" and node.settings.libgpushare.probe else part
+    return GpusharePart(host)
 
 
 def probe(settings: Settings, driver: ProbedDriver) -> NodeProbe:
-    files = gpushare_files(settings)
-    thread = DaemonThread("isolation-files", advice=f"Check the disk of the setting {files.kind.setting}.")
-    library = partial(thread.call, files.check_library, "reading libgpushare", FILES_TIMEOUT_S)
+    library = library_of(settings)
+    thread = DaemonThread("isolation-files", advice=_ADVICE)
 
-    async def proof() -> None:
-        await require_no_failure(files, (await driver.read()).driver_version)
+    async def check() -> None:
+        await thread.call(library.check, "reading libgpushare", FILES_TIMEOUT_S)
+        if _is_proven(settings):
+            # What an earlier probe found of this library under this version of the driver.
+            _, saved = await recall(thread, library, (await driver.read()).driver_version)
+            if saved is not None and saved.failure:
+                raise Unavailable(saved.failure)
 
-    is_proven = settings.driver == "nvml" and settings.libgpushare.probe
-    check = partial(all_of, library, proof if is_proven else None)
-    standing = Standing(place=10, because="libgpushare is there for this machine")
     return NodeProbe(
-        check=check, standing=standing, pods=files.list_pods, is_for_sandbox=True, note=files.without_library
+        check=check,
+        standing=Standing(place=10, because="libgpushare is there for this machine"),
+        pods=GpushareFiles(library, settings.virtual_manager.path).list_pods,
+        is_for_sandbox=True,
+        note=library.missing_note,
     )
 
 
-def gpushare_files(
-    settings: Settings,
-    limits: Callable[[ContainerKey], Sequence[GpuLimits] | None] = lambda _: None,
-    is_claims: Callable[[ContainerKey], bool] = lambda _: False,
-) -> GpushareFiles:
-    """No program computes on simulated GPUs, so they do without the library: containers get limits and mounts all the same.
-
-    `limits` and `is_claims` are for what prepares containers.
-    """
-    own = settings.libgpushare
-    return GpushareFiles(
-        own.library,
-        own.directory,
-        settings.virtual_manager.path,
-        limits,
-        is_claims,
-        is_library_optional=settings.driver == "simulated",
-    )
+def _is_proven(settings: Settings) -> bool:
+    return settings.driver == "nvml" and settings.libgpushare.probe

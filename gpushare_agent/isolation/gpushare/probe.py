@@ -36,6 +36,7 @@ from gpushare_agent.isolation.gpushare.format import (
 )
 from gpushare_agent.isolation.kept import ProbeState
 from gpushare_agent.kit.daemon_thread import DaemonThread
+from gpushare_agent.kit.process import end_process
 from gpushare_agent.model.errors import AgentError, Unavailable
 from gpushare_agent.model.gpus import Gpu
 from gpushare_agent.model.names import MIB, VDEVICE_DIRECTORY, GpuUuid
@@ -249,7 +250,8 @@ class LibraryProbe(Struct, kw_only=True, eq=False):
             code = None
         finally:
             self._scope = None
-            await _end(process)
+            # One in a call of the driver that does not return cannot be killed.
+            await end_process(process, END_TIMEOUT_S)
         return Run(steps=steps, code=code, said=" | ".join(said)[-400:])
 
     async def _follow(
@@ -317,17 +319,3 @@ async def _read_line(stream: asyncio.StreamReader) -> bytes:
         return await stream.readline()
     except ValueError:
         return b""
-
-
-async def _end(process: asyncio.subprocess.Process) -> None:
-    """One in a call of the driver that does not return cannot be killed: it is left after a second, and its pipes are
-    closed."""
-    try:
-        if process.returncode is None:
-            with suppress(ProcessLookupError):
-                process.kill()
-            with suppress(TimeoutError):
-                async with asyncio.timeout(END_TIMEOUT_S):
-                    await process.wait()
-    finally:
-        process._transport.close()  # type: ignore[attr-defined]  # asyncio closes them only at their other ends' end

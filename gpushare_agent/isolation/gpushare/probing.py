@@ -18,7 +18,6 @@ import hashlib
 import os
 import time
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn, Protocol
 
@@ -26,15 +25,14 @@ import structlog
 from msgspec import Meta, Struct, ValidationError, convert, field, to_builtins
 from msgspec.structs import replace
 
-from gpushare_agent.isolation.gpushare.files import GpushareFiles
+from gpushare_agent.isolation.gpushare.library import Library
 from gpushare_agent.isolation.gpushare.probe import FILES_TIMEOUT_S, LibraryProbe, idle_gpu, remove_left
 from gpushare_agent.isolation.kept import ProbeResult, ProbeState
-from gpushare_agent.isolation.part import IsolationHost, IsolationPart, all_of
 from gpushare_agent.kit.daemon_thread import DaemonThread
 from gpushare_agent.kit.state_file import StateFile
 from gpushare_agent.kit.supervision import ReportOnce, wait_for
 from gpushare_agent.model.allocations import Allocation, ContainerKey
-from gpushare_agent.model.errors import AgentError, Corrupt, NodeEventReason, Unavailable
+from gpushare_agent.model.errors import AgentError, Corrupt, Unavailable
 from gpushare_agent.model.gpus import Gpu, GpuInventory
 from gpushare_agent.model.usage import UsageRound
 
@@ -61,9 +59,6 @@ class Remembered(Struct, frozen=True, kw_only=True):
     at: float = 0.0
     unfinished: Annotated[int, Meta(ge=0)] = 0
 
-    def is_of(self, driver: str, library: str) -> bool:
-        return (self.driver, self.library) == (driver, library)
-
     @property
     def failure(self) -> str:
         """Why no share can be had, and the remedy; empty unless it failed."""
@@ -86,11 +81,12 @@ class Proves(Protocol):
 class ProbedLibrary(Struct, kw_only=True, eq=False):
     """`run` once. `require_passed` is part of the isolation's check. `failed` is called with each new failure."""
 
-    files: GpushareFiles
+    library: Library
     probe: Proves
     inventory: Callable[[], GpuInventory]
     allocations: Callable[[], Mapping[ContainerKey, Allocation]]
     failed: Callable[[Remembered], None]
+    request_usage: Callable[[], None]
     period_s: float = PERIOD_S
     round_timeout_s: float = ROUND_TIMEOUT_S
     clock: Callable[[], float] = time.time
@@ -99,7 +95,6 @@ class ProbedLibrary(Struct, kw_only=True, eq=False):
             "gpushare-probe", advice="Check the disk of the setting libgpushare.directory."
         )
     )
-    _request: Callable[[], None] = lambda: None
     _round: UsageRound | None = None
     _is_sampled: asyncio.Event = field(default_factory=asyncio.Event)
     _known: Remembered | None = None
@@ -126,29 +121,18 @@ class ProbedLibrary(Struct, kw_only=True, eq=False):
         """What was not tried yet is not refused. Raises Unavailable with the remedy where the library has failed, here
         or, before a new attempt, under a previous agent."""
         if not self._is_recalled and (driver := self.inventory().driver_version):
-            saved = await self._recall(driver, await self._digest())
+            _, saved = await recall(self._thread, self.library, driver)
             self._is_recalled = True
             if saved is not None and self._known is None and saved.state is not ProbeState.SKIPPED:
                 self._known = saved
         if self._known is not None and (why := self._known.failure):
             raise Unavailable(why)
 
-    async def _recall(self, driver: str, library: str) -> Remembered | None:
-        """What is remembered of these two. Raises Unavailable."""
-        saved = await state_file(self.files.directory).load(_parsed, lambda: None)
-        return saved if saved is not None and saved.is_of(driver, library) else None
-
-    async def _digest(self) -> str:
-        return await self._thread.call(lambda: _digest(self.files), "reading libgpushare's library", FILES_TIMEOUT_S)
-
     def usage_sampled(self, usage: UsageRound | None) -> None:
         """Takes a round of usage; for UsageSampling.subscribe."""
         if usage is not None:
             self._round = usage
             self._is_sampled.set()
-
-    def request_usage_by(self, request: Callable[[], None]) -> None:
-        self._request = request
 
     def changed(self) -> None:
         """An allocation: a container that comes to the GPU that is probed does not wait for it."""
@@ -167,12 +151,11 @@ class ProbedLibrary(Struct, kw_only=True, eq=False):
     async def look(self) -> None:
         """Probes where that is due and possible now. Raises AgentError."""
         driver = self.inventory().driver_version
-        library = await self._digest()
-        key = (driver, library)
+        library, saved = await recall(self._thread, self.library, driver)
+        key, file = (driver, library), state_file(self.library.directory)
         # Until the driver is read there is no version to prove it for.
         if not driver or key == self._proven:
             return
-        file, saved = state_file(self.files.directory), await self._recall(*key)
         # A failure stays in force while it is tried again: shares must not be given in between.
         if saved is not None and saved.state is not ProbeState.SKIPPED:
             self._known = saved
@@ -183,7 +166,7 @@ class ProbedLibrary(Struct, kw_only=True, eq=False):
         if unfinished >= MOST_UNFINISHED:
             return self._skip(
                 f"{unfinished} agents have ended while it ran: is the memory limit of the agent's container too small for a"
-                f" CUDA program? It is not tried again until {self.files.directory / STATE_NAME} is removed"
+                f" CUDA program? It is not tried again until {self.library.directory / STATE_NAME} is removed"
             )
         gpu = await self._idle_gpu()
         if isinstance(gpu, str):
@@ -217,7 +200,7 @@ class ProbedLibrary(Struct, kw_only=True, eq=False):
     async def _idle_gpu(self) -> Gpu | str:
         """An idle GPU by a round of usage from now on: an older one may not show who has come since."""
         self._is_sampled.clear()
-        self._request()
+        self.request_usage()
         await wait_for(self._is_sampled, self.round_timeout_s)
         usage = self._round if self._is_sampled.is_set() else None
         return idle_gpu(self.inventory().gpus, usage.gpus if usage is not None else {}, self._is_allocated)
@@ -234,72 +217,30 @@ class ProbedLibrary(Struct, kw_only=True, eq=False):
             log.info("isolation_probe_skipped", isolation="gpushare", why=why, tried_again_in_s=self.period_s)
 
 
-def with_probe(part: IsolationPart, files: GpushareFiles, host: IsolationHost) -> IsolationPart:
-    """The isolation's part, whose check asks for the probe's result too. Joined, not started."""
-    node = host.node
-
-    def failed(found: Remembered) -> None:
-        host.note(NodeEventReason.ISOLATION_PROBE_FAILED, "gpushare", found.failure)
-        host.choose_anew("libgpushare does not limit programs under this driver")
-
-    probed = ProbedLibrary(
-        files=files,
-        probe=open_probe(files, files.directory),
-        inventory=node.gpus,
-        allocations=node.cache.view,
-        failed=failed,
-    )
-    node.metrics.show_isolation_probe("gpushare", probed.is_failed)
-    return replace(
-        part,
-        services={**part.services, "gpushare probe": probed},
-        check=partial(all_of, part.check, probed.require_passed),
-        look=partial(all_of, part.look, probed.require_passed),
-        changed=_both(part.changed, probed.changed),
-        usage_sampled=_both(part.usage_sampled, probed.usage_sampled),
-        request_usage_by=_both(part.request_usage_by, probed.request_usage_by),
-        probed=lambda: probed.result,
-    )
-
-
-def _both(one: Callable[..., None] | None, other: Callable[..., None]) -> Callable[..., None]:
-    def call(*arguments: Any) -> None:
-        if one is not None:
-            one(*arguments)
-        other(*arguments)
-
-    return call
-
-
-def open_probe(files: GpushareFiles, place: Path | None) -> LibraryProbe:
+def open_probe(library: Library, place: Path | None) -> LibraryProbe:
     """The probe of a library and a place, as LibraryProbe has them. What an agent that was killed has left in its place is
     removed first."""
 
-    def library() -> bytes:
+    def content() -> bytes:
         if place is not None:
             remove_left(place)
-        return files.library_content()
+        return library.content()
 
     thread = DaemonThread("gpushare-probe", advice="Check the disk of the probe's files.")
-    return LibraryProbe(library=library, place=place, environment=os.environ, thread=thread)
+    return LibraryProbe(library=content, place=place, environment=os.environ, thread=thread)
 
 
-async def require_no_failure(files: GpushareFiles, driver: str) -> None:
-    """For `auto`, whose node has no part of this isolation yet. Raises Unavailable with the remedy where an earlier probe
-    found that the library does not limit under this version of the driver."""
-    thread = DaemonThread("gpushare-probe", advice="Check the disk of the setting libgpushare.directory.")
-    library = await thread.call(lambda: _digest(files), "reading libgpushare's library", FILES_TIMEOUT_S)
-    saved = await state_file(files.directory).load(_parsed, lambda: None)
-    if saved is not None and saved.is_of(driver, library) and saved.failure:
-        raise Unavailable(saved.failure)
+async def recall(thread: DaemonThread, library: Library, driver: str) -> tuple[str, Remembered | None]:
+    """The library's digest, and what is remembered of it under this version of the driver. Raises Unavailable."""
+    digest = await thread.call(
+        lambda: hashlib.sha256(library.content()).hexdigest(), "reading libgpushare's library", FILES_TIMEOUT_S
+    )
+    saved = await state_file(library.directory).load(_parsed, lambda: None)
+    return digest, saved if saved is not None and (saved.driver, saved.library) == (driver, digest) else None
 
 
 def state_file(directory: Path) -> StateFile:
     return StateFile(directory / STATE_NAME, "the probe's result", on_corrupt=_report_corrupt)
-
-
-def _digest(files: GpushareFiles) -> str:
-    return hashlib.sha256(files.library_content()).hexdigest()
 
 
 def _document(remembered: Remembered) -> dict[str, Any]:

@@ -9,18 +9,18 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import shutil
-import signal
 from contextlib import suppress
 from pathlib import Path
 
 from gpushare_agent.isolation.mps.files import MpsFiles
+from gpushare_agent.kit.process import end_process
 from gpushare_agent.model.errors import Unavailable
 
 MAX_ANSWER_BYTES = 64 * 1024
 _REAP_TIMEOUT_S = 1.0
-_MAX_DIGITS = 10
-"""Of a PID."""
+_PID = re.compile(r"[0-9]{1,10}")
 _INHERITED = ("LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES")
 _USUAL_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _RETRIED = "Shares wait until it answers; it is polled periodically."
@@ -61,13 +61,11 @@ class MpsControl:
 
     async def get_server_list(self) -> list[int]:
         """PIDs of the servers, one for each user whose programs use MPS; none before the first client."""
-        answer = await self._send("get_server_list")
-        return [_number(text, "get_server_list", answer) for text in answer.split()]
+        return await self._pids("get_server_list")
 
     async def get_client_list(self, server: int) -> list[int]:
         """PIDs of the clients of one server."""
-        answer = await self._send(f"get_client_list {server}")
-        return [_number(text, "get_client_list", answer) for text in answer.split()]
+        return await self._pids(f"get_client_list {server}")
 
     async def get_default_active_thread_percentage(self) -> float:
         """The limit of a client without one of its own, percent."""
@@ -87,6 +85,12 @@ class MpsControl:
     async def quit(self) -> None:
         """Ends the daemon and its servers; clients that still run lose their GPU."""
         await self._send("quit")
+
+    async def _pids(self, command: str) -> list[int]:
+        answer = await self._send(command)
+        if not all(_PID.fullmatch(text) for text in answer.split()):
+            raise _invalid(command, answer)
+        return [int(text) for text in answer.split()]
 
     async def _send(self, command: str) -> str:
         """The answer's text, without surrounding space.
@@ -146,31 +150,7 @@ class MpsControl:
                 return 0, answer
             return await process.wait(), answer
         finally:
-            await _reap(process)
-
-
-async def _reap(process: asyncio.subprocess.Process) -> None:
-    """Kills the process group and waits for its end; one that the kernel cannot end is left after a second.
-
-    Its pipes are closed in any case: a descendant in a session of its own may keep the other ends open.
-    """
-    try:
-        if process.returncode is not None:
-            return
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        with suppress(TimeoutError):
-            async with asyncio.timeout(_REAP_TIMEOUT_S):
-                await process.wait()
-    finally:
-        process._transport.close()  # type: ignore[attr-defined]  # asyncio closes them only at their other ends' end
-
-
-def _number(text: str, command: str, answer: str) -> int:
-    # isdigit alone takes digits of other scripts.
-    if not text.isascii() or not text.isdigit() or len(text) > _MAX_DIGITS:
-        raise _invalid(command, answer)
-    return int(text)
+            await end_process(process, _REAP_TIMEOUT_S, has_group=True)
 
 
 def _invalid(command: str, answer: str) -> Unavailable:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from fractions import Fraction
 
-from gpushare_agent.isolation.kept import Circumstances, Kept, NotKept
+from gpushare_agent.isolation.kept import Kept, NotKept
 from gpushare_agent.isolation.request import GpuShare, Isolation, IsolationRequest, refused_share
 from gpushare_agent.model.allocations import ContainerEdits, ContainerMount
 from gpushare_agent.model.errors import Refused
@@ -117,13 +117,9 @@ def _refused(request: IsolationRequest, why: str) -> Refused:
     return refused_share(request, "mps", why, "; change what the pod asks for, or the node's settings")
 
 
-def _keeps(_: Circumstances) -> Kept:
-    return Kept(memory_by="mps", compute_by="mps", not_kept=(NotKept.BYPASS, NotKept.PER_PROCESS))
-
-
 ISOLATION = Isolation(
     name="mps",
     edit=edit_mps,
-    keeps=_keeps,
+    keeps=Kept(memory_by="mps", compute_by="mps", not_kept=(NotKept.BYPASS, NotKept.PER_PROCESS)),
     why_not_in_mig="each instance needs an MPS control daemon of its own, and the node's is for its undivided GPUs",
 )

@@ -8,13 +8,18 @@ from gpushare_agent.isolation.part import IsolationHost, IsolationPart, NodeProb
 from gpushare_agent.settings.settings import Settings
 
 
+class MpsPart(IsolationPart):
+    def __init__(self, settings: Settings) -> None:
+        self._control = mps_control(settings)
+        self.check_period_s = settings.mps.probe_period_s
+        self.max_shares_of_gpu = settings.mps.max_clients
+
+    async def check(self) -> None:
+        await self._control.check()
+
+
 def build(host: IsolationHost) -> IsolationPart:
-    mps = host.node.settings.mps
-    return IsolationPart(
-        check=mps_control(host.node.settings).check,
-        check_period_s=mps.probe_period_s,
-        max_shares_of_gpu=mps.max_clients,
-    )
+    return MpsPart(host.node.settings)
 
 
 def probe(settings: Settings, driver: ProbedDriver) -> NodeProbe:

@@ -12,4 +12,4 @@ def edit_none(request: IsolationRequest) -> ContainerEdits:
     return ContainerEdits()
 
 
-ISOLATION = Isolation(name="none", edit=edit_none, keeps=lambda _: NOTHING_KEPT)
+ISOLATION = Isolation(name="none", edit=edit_none, keeps=NOTHING_KEPT)

@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import asyncio
 
-from gpushare_agent.isolation.check import CheckProbe, OpenDriver
-from gpushare_agent.isolation.driver_volume.config import USUAL_CONFIG, read_volume_config
-from gpushare_agent.isolation.driver_volume.directory import installed_driver_text
-from gpushare_agent.isolation.driver_volume.libraries import plan_of
-from gpushare_agent.isolation.driver_volume.plan import (
+from gpushare_agent.delivery.host_libraries import plan_of
+from gpushare_agent.delivery.volume_config import USUAL_CONFIG, read_volume_config
+from gpushare_agent.delivery.volume_directory import installed_driver_text
+from gpushare_agent.delivery.volume_plan import (
     CONTROL_LIBRARY_NAME,
     GPU_CLIENT_NAME,
     LIBCUDA,
     DriverVolume,
     VolumeName,
 )
+from gpushare_agent.isolation.check import CheckProbe, OpenDriver
 from gpushare_agent.isolation.vcuda.part import has_gpu_client, loaded_libcuda
 from gpushare_agent.isolation.vdevice.check import vdevice_probes
 from gpushare_agent.model.errors import AgentError, StartupError

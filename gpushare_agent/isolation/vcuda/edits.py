@@ -7,18 +7,19 @@ Source: docs/reference/formats.md, the vDevice protocol and the driver directory
 
 from __future__ import annotations
 
-from gpushare_agent.isolation.kept import Circumstances, Kept, NotKept
+from gpushare_agent.isolation.kept import Kept, NotKept
 from gpushare_agent.isolation.request import (
     ClaimUse,
     Follows,
     Isolation,
     IsolationRequest,
+    invalid,
     mounted_driver,
     refused_mounts,
     refused_several,
 )
 from gpushare_agent.model.allocations import ContainerEdits, ContainerMount, merged
-from gpushare_agent.model.errors import RefusalReason, Refused
+from gpushare_agent.model.errors import Refused
 from gpushare_agent.model.names import (
     LIBRARY_DIRECTORY,
     VDEVICE_DIRECTORY,
@@ -42,8 +43,23 @@ def edit_vcuda(request: IsolationRequest) -> ContainerEdits | Refused:
     return merged(ContainerEdits(mounts=(vdevice,)), mounted_driver(request.container, driver))
 
 
-def _keeps(_: Circumstances) -> Kept:
-    return Kept(
+def _not_shared(use: ClaimUse) -> Refused | None:
+    """Its limits are kept for all processes, of any containers and pods; under the open kernel modules from 515 on for those
+    of one container."""
+    # The library asks the driver for the GPU's processes and counts those that it is told of.
+    if not use.is_shared or use.module is None or not use.module.lists_namespace_pids:
+        return None
+    return invalid(
+        f"{use.who} share it, and the open kernel module {use.module.version} lists to a process those of its own"
+        " container alone, so vcuda would give each all of the memory: make a claim, or a request of it, for each container,"
+        f" or {use.remedy}"
+    )
+
+
+ISOLATION = Isolation(
+    name="vcuda",
+    edit=edit_vcuda,
+    keeps=Kept(
         memory_by="vcuda",
         compute_by="vcuda",
         not_kept=(
@@ -57,27 +73,7 @@ def _keeps(_: Circumstances) -> Kept:
             NotKept.SMALL_LAUNCHES,
             NotKept.VIRTUAL_MEMORY,
         ),
-    )
-
-
-def _not_shared(use: ClaimUse) -> Refused | None:
-    """Its limits are kept for all processes, of any containers and pods; under the open kernel modules from 515 on for those
-    of one container."""
-    # The library asks the driver for the GPU's processes and counts those that it is told of.
-    if not use.is_shared or use.module is None or not use.module.lists_namespace_pids:
-        return None
-    return Refused(
-        reason=RefusalReason.INVALID_REQUEST,
-        detail=f"{use.who} share it, and the open kernel module {use.module.version} lists to a process those of its own"
-        " container alone, so vcuda would give each all of the memory: make a claim, or a request of it, for each container,"
-        f" or {use.remedy}",
-    )
-
-
-ISOLATION = Isolation(
-    name="vcuda",
-    edit=edit_vcuda,
-    keeps=_keeps,
+    ),
     not_shared=_not_shared,
     mounts_vdevice=True,
     mounts_driver=True,

@@ -1,66 +1,56 @@
-"""Isolation vcuda on a node: the vDevice directories, and the driver volume that they are of use with."""
+"""Isolation vcuda on a node: the driver volume that its vDevice directories are of use with."""
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 
 import structlog
 
-from gpushare_agent.isolation.choice import Standing
-from gpushare_agent.isolation.driver_volume.config import driver_volumes
-from gpushare_agent.isolation.driver_volume.plan import (
+from gpushare_agent.delivery.volume_config import driver_volumes
+from gpushare_agent.delivery.volume_plan import (
     CONTROL_LIBRARY_NAME,
     GPU_CLIENT_NAME,
     LIBCUDA,
     DriverVolume,
     VolumeName,
 )
-from gpushare_agent.isolation.part import IsolationHost, IsolationPart, NodeProbe, ProbedDriver, all_of
+from gpushare_agent.isolation.choice import Standing
+from gpushare_agent.isolation.part import IsolationHost, IsolationPart, NodeProbe, ProbedDriver
 from gpushare_agent.isolation.vdevice.files import VDeviceFiles
 from gpushare_agent.kit.daemon_thread import DaemonThread
-from gpushare_agent.model.allocations import Allocation
 from gpushare_agent.model.errors import Unavailable
-from gpushare_agent.model.pods import Pod
 from gpushare_agent.settings.settings import Settings
 
 log = structlog.get_logger(__name__)
 
 
-def build(host: IsolationHost) -> IsolationPart:
-    """Joined, not started."""
-    settings, cgroups = host.node.settings, host.cgroups
-    manager = host.vdevices()
-    # simulated GPUs have no driver to mount
-    shared = SharedVolumeCheck(host.volumes.get(VolumeName.SHARED)).check if settings.driver == "nvml" else None
+class VcudaPart(IsolationPart):
+    def __init__(self, host: IsolationHost) -> None:
+        self._host = host
+        self._shared = SharedVolumeCheck(host.volumes.get(VolumeName.SHARED))
 
-    async def enforce(allocation: Allocation, pod: Pod) -> str:
-        await manager.enforce(allocation.key)
-        return ""
+    async def check(self) -> None:
+        # Simulated GPUs have no driver to mount.
+        if self._host.node.settings.driver == "nvml":
+            await self._shared.check()
 
-    async def log_contradictions() -> None:
+    async def log_contradictions(self) -> None:
         try:
-            difference = await cgroups.check_driver_in_thread(settings.runtime.cgroup_driver)
+            setting = self._host.node.settings.runtime.cgroup_driver
+            difference = await self._host.cgroups.check_driver_in_thread(setting)
         except Unavailable as e:
             # A cgroup root that cannot be read is no reason to refuse shares: the log says it.
             difference = str(e)
         if difference:
             log.warning("cgroup_driver_differs", detail=difference)
 
-    return IsolationPart(
-        services={"virtual manager": manager},
-        check=partial(all_of, manager.check, shared),
-        look=partial(all_of, manager.look, shared),
-        prepare=(manager.prepare,),
-        prepare_ahead=(manager.ahead.add,),
-        enforce=enforce,
-        changed=manager.changed,
-        log_contradictions=log_contradictions,
-    )
+
+def build(host: IsolationHost) -> IsolationPart:
+    return VcudaPart(host)
 
 
 def probe(settings: Settings, driver: ProbedDriver) -> NodeProbe:
-    shared = SharedVolumeCheck(driver_volumes(settings).get(VolumeName.SHARED))
+    shared = SharedVolumeCheck(driver_volumes(settings, is_mounted=True).get(VolumeName.SHARED))
     standing = Standing(place=40, because="its control library is installed")
     return NodeProbe(check=shared.check, standing=standing, pods=VDeviceFiles(settings.virtual_manager.path).pod_names)
 

@@ -23,9 +23,7 @@ from gpushare_agent.isolation.vdevice.format import MAX_PIDS
 from gpushare_agent.model.allocations import ContainerKey
 from gpushare_agent.model.errors import AgentError
 from gpushare_agent.model.gpus import KernelModule
-from gpushare_agent.model.names import (
-    PodUid,
-)
+from gpushare_agent.model.names import PodUid
 from gpushare_agent.runtime.cgroups import CgroupDir, CgroupProcesses, Cgroups
 
 log = structlog.get_logger(__name__)
@@ -175,7 +173,7 @@ class ContainerProcesses(Struct, eq=False):
         instances = {key: self._instances.setdefault(key, _Instance()) for key in keys}
         for instance in instances.values():
             instance.listed = ()
-        own = await self._own_cgroups(instances) | await self._sharers_cgroups(instances)
+        own = await self._own_cgroups(instances)
         cgroups = own | await self._pods_cgroups(
             {key: one for key, one in instances.items() if key not in own and self.sharers(key) is None}
         )
@@ -231,36 +229,28 @@ class ContainerProcesses(Struct, eq=False):
             }
 
     async def _own_cgroups(self, instances: Mapping[ContainerKey, _Instance]) -> dict[ContainerKey, list[CgroupDir]]:
-        ids = {key: instance.id for key, instance in instances.items() if instance.id is not None}
-        if not ids:
-            return {}
-        places = await self.cgroups.find_many_in_thread([(id_, key.pod_uid) for key, id_ in ids.items()])
-        for key, id_ in ids.items():
-            if id_ in places:
-                instances[key].unknown_since = None
-            elif instances[key].id == id_:  # it has ended: its ID goes with it
-                instances[key].id = None
-        return {key: [places[id_]] for key, id_ in ids.items() if id_ in places}
-
-    async def _sharers_cgroups(
-        self, instances: Mapping[ContainerKey, _Instance]
-    ) -> dict[ContainerKey, list[CgroupDir]]:
-        """The cgroups of claims' users; without claims of which no user is known yet. Containers that have ended are
-        forgotten."""
+        """By the IDs: a container's own, and of a claim those of its users, without claims of which no user is known yet.
+        IDs of containers that have ended are forgotten."""
         ids: dict[ContainerKey, dict[str, PodUid | None]] = {}
         for key, instance in instances.items():
             if sharers := self.sharers(key):
                 running = {container_id: user.pod_uid for user, container_id in sharers.items() if container_id}
                 ids[key] = {**instance.registered, **running}
-        if not ids:
-            return {}
+            elif sharers is None and instance.id is not None:
+                ids[key] = {instance.id: key.pod_uid}
         users = [(container_id, uid) for found in ids.values() for container_id, uid in found.items()]
         places = await self.cgroups.find_many_in_thread(users) if users else {}
         for key, found in ids.items():
-            registered = instances[key].registered
-            for container_id in [one for one in registered if one in found and one not in places]:
-                del registered[container_id]
-        return {key: [places[one] for one in found if one in places] for key, found in ids.items()}
+            instance = instances[key]
+            for container_id in [one for one in instance.registered if one in found and one not in places]:
+                del instance.registered[container_id]
+            if instance.id in places:
+                instance.unknown_since = None
+            elif instance.id in found:  # else it was learnt during the await
+                instance.id = None
+        is_claims = {key for key in ids if self.sharers(key) is not None}
+        own = {key: [places[one] for one in found if one in places] for key, found in ids.items()}
+        return {key: found for key, found in own.items() if found or key in is_claims}
 
     async def _pods_cgroups(self, instances: Mapping[ContainerKey, _Instance]) -> dict[ContainerKey, list[CgroupDir]]:
         now = self.clock()

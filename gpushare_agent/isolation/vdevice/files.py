@@ -18,8 +18,8 @@ import errno
 import socket
 import stat
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import structlog
@@ -33,7 +33,7 @@ from gpushare_agent.isolation.directories import (
     pods_in,
     put_aside,
     remove_aside,
-    step_failed,
+    step,
 )
 from gpushare_agent.isolation.names import is_container_name, require_nameable
 from gpushare_agent.isolation.vdevice.format import (
@@ -67,6 +67,7 @@ from gpushare_agent.model.names import PodUid, is_container_id
 
 log = structlog.get_logger(__name__)
 
+SETTING = "virtual_manager.path"
 SOCKET_MODE = 0o666
 """Every user in the container may register: the mount, not the mode, decides who reaches the socket."""
 
@@ -100,47 +101,32 @@ class VDeviceFiles:
             self.root.mkdir(mode=DIRECTORY_MODE, parents=True, exist_ok=True)
 
     def prepare(self, key: ContainerKey, *, pids: Collection[int] | None = None, config: bytes | None = None) -> None:
-        """Makes the container's directory, clears what a killed agent left half-written in it, and writes pids.config and
-        vcuda.config where they do not hold this; None leaves what is there."""
-        encoded, dropped = encode_pids(pids or ())
-        contents = {PIDS_NAME: encoded} if pids is not None else {}
-        if config is not None:
-            contents[CONFIG_NAME] = config  # last: its presence shows the library that both are there
+        """Makes the container's directory, clears what a killed agent left half-written in it, and writes as `write`."""
         # One opening for all: this thread releases the interpreter's lock at each system call, and in a burst of pods waits
         # for the event loop to get it back.
         with self._step("preparing", self.path(key)):
             self.root.mkdir(mode=DIRECTORY_MODE, parents=True, exist_ok=True)
             with opened_root(self.root) as root, made_container(root, key) as directory:
                 # A killed agent left some (found by 100 kills under 50 registering containers).
-                names = _clear_half_written(directory)
-                written = _write_all(directory, contents)
-                for copy_name in filter(is_container_id, names):
-                    with made_directory(directory, copy_name) as copy:
-                        _clear_half_written(copy)
-                        written |= _write_all(copy, contents)
-        if PIDS_NAME in written:
-            _warn_of_dropped(key, dropped)
+                names = names_in(directory)
+                _clear_half_written(directory, names)
+                _put(key, directory, filter(is_container_id, names), pids, config, is_new=True)
 
-    def write_config(self, key: ContainerKey, content: bytes) -> bool:
-        """Writes vcuda.config where it does not hold `content`; whether it was written."""
-        return self._write(key, CONFIG_NAME, content)
-
-    def write_pids(self, key: ContainerKey, pids: Collection[int]) -> bool:
-        """The same for pids.config. Of more than 1,024 PIDs the lowest are written, and the log warns."""
-        content, dropped = encode_pids(pids)
-        is_written = self._write(key, PIDS_NAME, content)
-        if is_written:
-            _warn_of_dropped(key, dropped)
-        return is_written
+    def write(self, key: ContainerKey, *, pids: Collection[int] | None = None, config: bytes | None = None) -> bool:
+        """Writes pids.config and vcuda.config where they do not hold this; None leaves what is there. Of more than 1,024
+        PIDs the lowest are written, and the log warns. Whether anything was written."""
+        with self._step("writing", self._text_path(key)), self._open(key) as directory:
+            return _put(key, directory, _copies(directory), pids, config)
 
     def read_pids(self, key: ContainerKey) -> tuple[int, ...] | None:
         """What pids.config lists, None where there is none that can be read as one."""
-        content = self._read(key, PIDS_NAME, lambda content: len(content) in range(0, 4 * MAX_PIDS + 1, 4))
-        return None if content is None else decode_pids(content)
+        content = self._read(key, PIDS_NAME)
+        return decode_pids(content) if content is not None and len(content) in range(0, 4 * MAX_PIDS + 1, 4) else None
 
     def read_config(self, key: ContainerKey) -> bytes | None:
         """What vcuda.config holds, None where there is none of the right size."""
-        return self._read(key, CONFIG_NAME, lambda content: len(content) == CONFIG_BYTES)
+        content = self._read(key, CONFIG_NAME)
+        return content if content is not None and len(content) == CONFIG_BYTES else None
 
     def stamps(self, key: ContainerKey) -> tuple[FileIdentity | None, FileIdentity | None]:
         """The identities of vcuda.config and pids.config: unchanged if no other process has replaced them. Two stats."""
@@ -186,7 +172,7 @@ class VDeviceFiles:
     def list_aside(self) -> tuple[str, ...]:
         """What `remove_aside` is to remove."""
         # Without the lock: to remove may take half a minute, and starts wait for the lock.
-        with self._renamed("listing", self.root):
+        with step("listing", self.root, SETTING):
             try:
                 with opened_root(self.root) as root:
                     return list_aside(root)
@@ -195,7 +181,7 @@ class VDeviceFiles:
 
     def remove_aside(self, name: str) -> None:
         """Removes one of these, beside other calls: it may take half a minute."""
-        with self._renamed("removing", self.root), opened_root(self.root) as root:
+        with step("removing", self.root, SETTING), opened_root(self.root) as root:
             remove_aside(root, name)
 
     def pod_names(self) -> tuple[PodUid, ...]:
@@ -235,20 +221,13 @@ class VDeviceFiles:
         with suppress(NotFound), self._step("removing", self.path(key) / SOCKET_NAME), self._open(key) as directory:
             remove_socket(_socket_path(directory), identity)
 
-    def _read(self, key: ContainerKey, name: str, is_sound: Callable[[bytes], bool]) -> bytes | None:
+    def _read(self, key: ContainerKey, name: str) -> bytes | None:
         # Not prepared yet, or something else in the directory's place.
         with suppress(NotFound), self._step("reading", self.path(key) / name), self._open(key) as directory:
-            return _content(directory, name, is_sound)
+            status = status_of(directory, name)
+            if status is not None and stat.S_ISREG(status.st_mode) and status.st_size <= _LARGEST_BYTES:
+                return read_content(directory, name, _LARGEST_BYTES)
         return None
-
-    def _write(self, key: ContainerKey, name: str, content: bytes) -> bool:
-        with self._step("writing", f"{self._text_path(key)}/{name}"), self._open(key) as directory:
-            is_written = replace_file(directory, name, content)
-            for copy_name in _copies(directory):
-                with made_directory(directory, copy_name) as copy:
-                    # In this order: `or` must not keep a copy from being written.
-                    is_written = replace_file(copy, name, content) or is_written
-        return is_written
 
     @contextmanager
     def _open(self, key: ContainerKey) -> Iterator[int]:
@@ -265,47 +244,45 @@ class VDeviceFiles:
     @contextmanager
     def _step(self, verb: str, path: Path | str) -> Iterator[None]:
         """One call at a time, its errors renamed."""
-        with self._lock, self._renamed(verb, path):
+        with self._lock, step(verb, path, SETTING):
             yield
-
-    @contextmanager
-    def _renamed(self, verb: str, path: Path | str) -> Iterator[None]:
-        try:
-            yield
-        except OSError as e:
-            raise step_failed(verb, path, e, "virtual_manager.path") from e
 
 
 def _socket_path(directory: int) -> Path:
     return Path(f"/proc/self/fd/{directory}/{SOCKET_NAME}")
 
 
-def _content(directory: int, name: str, is_sound: Callable[[bytes], bool]) -> bytes | None:
-    """A regular file's bytes where they are sound."""
-    status = status_of(directory, name)
-    if status is None or not stat.S_ISREG(status.st_mode) or status.st_size > _LARGEST_BYTES:
-        return None
-    content = read_content(directory, name, _LARGEST_BYTES)
-    return content if is_sound(content) else None
-
-
-def _clear_half_written(directory: int) -> list[str]:
-    """The names of what is in there."""
-    names = names_in(directory)
+def _clear_half_written(directory: int, names: Iterable[str]) -> None:
     for entry in names:
         if entry.startswith(NEW_PREFIX):
             remove_tree(directory, entry)
-    return names
 
 
-def _write_all(directory: int, contents: Mapping[str, bytes]) -> set[str]:
-    """The names of those that were written."""
-    return {name for name, content in contents.items() if replace_file(directory, name, content)}
-
-
-def _warn_of_dropped(key: ContainerKey, dropped: int) -> None:
-    if dropped:
+def _put(
+    key: ContainerKey,
+    directory: int,
+    copies: Iterable[str],
+    pids: Collection[int] | None,
+    config: bytes | None,
+    *,
+    is_new: bool = False,
+) -> bool:
+    """Into the directory and its copies; whether anything differed."""
+    encoded, dropped = encode_pids(pids or ())
+    # The config last: where it is, the library expects both.
+    contents = {PIDS_NAME: encoded if pids is not None else None, CONFIG_NAME: config}
+    written: set[str] = set()
+    with ExitStack() as stack:
+        opened_copies = [stack.enter_context(made_directory(directory, name)) for name in copies]
+        for copy in opened_copies if is_new else ():
+            _clear_half_written(copy, names_in(copy))
+        for place in (directory, *opened_copies):
+            for name, content in contents.items():
+                if content is not None and replace_file(place, name, content):
+                    written.add(name)
+    if dropped and PIDS_NAME in written:
         log.warning("vdevice_pids_dropped", pod_uid=key.pod_uid, container=key.container, dropped=dropped)
+    return bool(written)
 
 
 def _copies(directory: int) -> list[str]:

@@ -4,15 +4,15 @@ A ResourceClaim's is mounted in all containers that use it, and its key has the 
 
 The socket is the identity: its callers are processes of that container. The kernel's peer credentials confirm it, and
 the message's claims must agree; nothing of a message becomes part of a path unless it is this container's own name. The
-directory and the files are made by isolation/vdevice/files.py; cgroups and the runtime are read through `IdentifyPeer` and
-`FindContainer`. State owned: the server, which containers are its own, what the runtime answered last, and which refusals
+directory and the files are made by isolation/vdevice/files.py; cgroups and the runtime are read through `VDeviceHost`.
+State owned: the server, which containers are its own, what the runtime answered last, and which refusals
 were logged.
 
 A claim's lengths and alphabets are checked before anything else uses it (`read_claim`), so that it can be compared, logged
 and passed to the runtime.
 
 Every CUDA program of the container registers when it starts, and may end where it is refused: a burst is delayed, by what it
-costs (kit/bounded_grpc.py), and not refused. What a call causes elsewhere is shared by all that wait: `Refresh` and the
+costs (kit/bounded_grpc.py), and not refused. What a call causes elsewhere is shared by all that wait: `refresh` and the
 question to the runtime are each carried out at most ten times a second.
 Source of the protocol: docs/reference/formats.md, section 5.
 """
@@ -22,8 +22,8 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -58,27 +58,32 @@ MAX_OWN = 256
 """Containers that are known to be the socket's own: of the previous instances, and those that share a claim."""
 
 
-IdentifyPeer = Callable[[int], Awaitable[PeerIdentity | None]]
-"""The container of a process of this node; None where that cannot be known. Raises Unavailable: call again later."""
-FindContainer = Callable[[str], Awaitable[ContainerKey | None]]
-"""The container of this ID, as the runtime reports it now; None: there is none. Raises Unavailable."""
-Refresh = Callable[[ContainerKey, str | None, PeerIdentity | None], Awaitable[None]]
-"""Brings the files of a container up to date; with an ID, those in `<container id>/` too. The caller as the kernel has it,
-None where it cannot be known. Raises AgentError."""
-NoteProcess = Callable[[ContainerKey, int], Awaitable[None]]
-"""A process is the container's, though its cgroup does not say so. Raises Unavailable."""
-IsUser = Callable[[ContainerKey, ContainerKey], bool]
-"""Whether the second, a container, uses the claim that the first names. Raises Unavailable: not known yet."""
+class VDeviceHost(Protocol):
+    """What the servers of all containers ask of their manager."""
 
+    files: VDeviceFiles
 
-class CountsRegistrations(Protocol):
-    def vdevice_registered(self, code: str, /) -> None: ...
+    async def in_thread(self, blocking: Callable[[], T], what: str) -> T:
+        """Runs what may block, bounded; `what` names it. Raises Unavailable where there is no answer."""
 
+    async def identify(self, pid: int) -> PeerIdentity | None:
+        """The container of a process of this node; None where that cannot be known. Raises Unavailable: call again later."""
 
-class RunsBlocking(Protocol):
-    """Runs what may block, somewhere else and bounded; `what` names it. Raises Unavailable where there is no answer."""
+    async def owner_of(self, container_id: str) -> ContainerKey | None:
+        """The container of this ID, as the runtime reports it now; None: there is none. Raises Unavailable."""
 
-    async def __call__(self, blocking: Callable[[], T], what: str) -> T: ...
+    async def refresh(self, key: ContainerKey, container_id: str | None, caller: PeerIdentity | None) -> None:
+        """Brings the files of a container up to date; with an ID, those in `<container id>/` too. The caller as the kernel
+        has it, None where it cannot be known. Raises AgentError."""
+
+    async def note_process(self, key: ContainerKey, pid: int) -> None:
+        """A process is the container's, though its cgroup does not say so. Raises Unavailable."""
+
+    def is_sharer(self, key: ContainerKey, user: ContainerKey) -> bool:
+        """Whether the second, a container, uses the claim that the first names. Raises Unavailable: not known yet."""
+
+    def registered(self, code: str) -> None:
+        """Counts a registration."""
 
 
 class VDeviceLimits(Struct, frozen=True, kw_only=True):
@@ -93,32 +98,20 @@ class VDeviceLimits(Struct, frozen=True, kw_only=True):
 class VDeviceServer:
     """`start` and `stop` by one caller, in order. Each refusal is logged once for each peer."""
 
-    def __init__(  # noqa: PLR0913 - the manager hands in every collaborator by name
+    def __init__(
         self,
         key: ContainerKey,
+        host: VDeviceHost,
         *,
-        sockets: VDeviceFiles,
-        identify: IdentifyPeer,
-        find_container: FindContainer,
-        refresh: Refresh,
-        note_process: NoteProcess,
-        metrics: CountsRegistrations,
-        run_blocking: RunsBlocking,
+        is_claims: bool = False,
         limits: VDeviceLimits | None = None,
         shared: SharedBudget | None = None,
-        is_user: IsUser | None = None,
     ) -> None:
         self.key = key
-        self._is_user = is_user
-        self._shared = shared
-        self._sockets = sockets
-        self._run_blocking = run_blocking
+        self._host = host
+        self._is_claims = is_claims
         self._limits = limits or VDeviceLimits()
-        self._identify = identify
-        self._find_container = find_container
-        self._refresh = refresh
-        self._note_process = note_process
-        self._metrics = metrics
+        self._shared = shared
         self._clock = asyncio.get_running_loop().time
         self._asking = asyncio.Lock()
         self._answer: _Answer | None = None
@@ -144,22 +137,33 @@ class VDeviceServer:
         await self.stop()
         fields = {"pod_uid": self.key.pod_uid, "container": self.key.container}
         server = BoundedGrpcServer([self], limits=self._limits.server, fields=fields, shared=self._shared)
-        binding = _Binding(self._sockets, self.key)
+        bound: list[tuple[socket.socket, FileIdentity]] = []
+        is_abandoned = threading.Event()
+
+        def bind() -> tuple[socket.socket, FileIdentity]:
+            made = self._host.files.bind_socket(self.key)
+            bound.append(made)
+            # Its caller gave up before the socket was bound, so nobody else closes it.
+            if is_abandoned.is_set():
+                discard()
+            return made
+
+        def discard() -> None:
+            with suppress(IndexError, AgentError):  # a socket without a listener: the next start replaces it
+                made = bound.pop()
+                made[0].close()
+                self._host.files.remove_socket(self.key, made[1])
+
         try:
-            sock, identity = await self._run_blocking(binding.bind, f"binding the socket of {self.key.container}")
-        # Cancellation too: the thread goes on, and what it binds later must not stay without a server.
-        except BaseException:
-            binding.abandon()
-            raise
-        try:
+            sock, identity = await self._host.in_thread(bind, f"binding the socket of {self.key.container}")
             await server.serve(sock)
-        except OSError as e:
-            binding.abandon()
-            raise Unavailable(
-                f"serving container {self.key.container} of pod {self.key.pod_uid} failed: {e.strerror}"
-            ) from e
-        except BaseException:
-            binding.abandon()
+        # Cancellation too: the thread goes on, and what it binds later must not stay without a server.
+        except BaseException as e:
+            is_abandoned.set()
+            discard()
+            if isinstance(e, OSError):
+                where = f"container {self.key.container} of pod {self.key.pod_uid}"
+                raise Unavailable(f"serving {where} failed: {e.strerror}") from e
             raise
         self._server, self.identity = server, identity
 
@@ -181,8 +185,8 @@ class VDeviceServer:
             await self.close()
         finally:
             if identity is not None:
-                remove = partial(self._sockets.remove_socket, self.key, identity)
-                await self._run_blocking(remove, f"removing the socket of {self.key.container}")
+                remove = partial(self._host.files.remove_socket, self.key, identity)
+                await self._host.in_thread(remove, f"removing the socket of {self.key.container}")
 
     def __mapping__(self) -> dict[str, Handler]:
         return {METHOD: Handler(self._serve, Cardinality.UNARY_UNARY, VDeviceRequest, VDeviceResponse)}
@@ -190,10 +194,17 @@ class VDeviceServer:
     async def _serve(self, stream: Stream[VDeviceRequest, VDeviceResponse]) -> None:
         code = Status.INTERNAL
         try:
-            with _errors_as_answers(self._limits.call_s):
-                async with asyncio.timeout(self._limits.call_s):
-                    await self._register(stream)
+            async with asyncio.timeout(self._limits.call_s):
+                await self._register(stream)
             code = Status.OK
+        except tuple(_ANSWERS) as e:
+            code = next(status for kind, status in _ANSWERS.items() if isinstance(e, kind))
+            raise GRPCError(code, str(e)) from e
+        except TimeoutError as e:
+            code = Status.DEADLINE_EXCEEDED
+            within = f"within {self._limits.call_s:g} s"
+            text = f"the registration did not end {within}, its request's arrival included; try again"
+            raise GRPCError(code, text) from e
         except GRPCError as e:
             code = e.status
             raise
@@ -202,7 +213,7 @@ class VDeviceServer:
             raise
         finally:
             # In any case, for the metric must show also what was cut off.
-            self._metrics.vdevice_registered(code.name)
+            self._host.registered(code.name)
 
     async def _register(self, stream: Stream[VDeviceRequest, VDeviceResponse]) -> None:
         request = await stream.recv_message()
@@ -217,23 +228,22 @@ class VDeviceServer:
         try:
             await self._check(claim, peer)
         except _Mismatch as e:
-            whole = "pod" if self._is_user is None else "ResourceClaim"
-            text = (
+            self._warn_once("vdevice_registration_refused", pid, detail=str(e))
+            whole = "ResourceClaim" if self._is_claims else "pod"
+            raise _Mismatch(
                 f"{e}, but this socket belongs to container {self.key.container} of {whole} {self.key.pod_uid}: "
                 f"nothing is registered; use the socket that is mounted in your own container, and your own names"
-            )
-            self._warn_once("vdevice_registration_refused", pid, detail=str(e))
-            raise GRPCError(Status.PERMISSION_DENIED, text) from e
+            ) from e
         # It holds a connection on a socket that only this container has: that is enough to list the process, for which the
         # library would else not count what it uses.
         if pid > 0 and (peer is None or peer.container_id is None):
-            await self._note_process(self.key, pid)
-        await self._refresh(self.key, claim.container_id, peer)
+            await self._host.note_process(self.key, pid)
+        await self._host.refresh(self.key, claim.container_id, peer)
         await stream.send_message(VDeviceResponse())
 
     async def _peer(self, pid: int) -> PeerIdentity | None:
         # PID 0: the process is in a namespace that is not below the agent's, and the kernel has no number of it here.
-        peer = await self._identify(pid) if pid > 0 else None
+        peer = await self._host.identify(pid) if pid > 0 else None
         if peer is None:
             self._warn_once("vdevice_peer_unknown", 0, consequence="the socket alone identifies the container")
         return peer
@@ -269,10 +279,10 @@ class VDeviceServer:
         it alone the process comes into the list."""
         if peer.pod_uid is None and peer.container_id is None:
             raise _Mismatch("the calling process is in no container")
-        if self._is_user is None and peer.pod_uid is not None and peer.pod_uid != self.key.pod_uid:
+        if not self._is_claims and peer.pod_uid is not None and peer.pod_uid != self.key.pod_uid:
             raise _Mismatch(f"the calling process is in pod {peer.pod_uid}")
         if peer.container_id is None:
-            if self._is_user is not None:
+            if self._is_claims:
                 raise _Mismatch(f"the calling process is in no container of pod {peer.pod_uid}")
             return
         try:
@@ -280,7 +290,7 @@ class VDeviceServer:
         except Unavailable:
             # A claim's socket is in several containers, and an ID that the message names becomes a directory: both need the
             # answer.
-            if is_own_needed or peer.pod_uid is None or self._is_user is not None:
+            if is_own_needed or peer.pod_uid is None or self._is_claims:
                 raise
             return
         if not is_own:
@@ -307,8 +317,10 @@ class VDeviceServer:
     async def _ask(self, container_id: str) -> _Answer:
         problem, is_own = None, False
         try:
-            owner = await self._find_container(container_id)
-            is_own = owner is not None and (self._is_user(self.key, owner) if self._is_user else owner == self.key)
+            owner = await self._host.owner_of(container_id)
+            is_own = owner is not None and (
+                self._host.is_sharer(self.key, owner) if self._is_claims else owner == self.key
+            )
             if is_own and owner is not None:
                 self._own[container_id] = owner
                 if len(self._own) > MAX_OWN:
@@ -340,56 +352,8 @@ class _Answer(Struct, frozen=True, kw_only=True):
         return container_id == self.container_id and now < self.until
 
 
-class _Binding:
-    """A socket that is bound in another thread: where its caller has given up waiting it is closed and removed."""
-
-    def __init__(self, sockets: VDeviceFiles, key: ContainerKey) -> None:
-        self._sockets = sockets
-        self._key = key
-        self._lock = threading.Lock()
-        self._bound: tuple[socket.socket, FileIdentity] | None = None
-        self._is_abandoned = False
-
-    def bind(self) -> tuple[socket.socket, FileIdentity]:
-        bound = self._sockets.bind_socket(self._key)
-        with self._lock:
-            self._bound = bound
-            is_abandoned = self._is_abandoned
-        # Its caller gave up before the socket was bound, so nobody else closes it.
-        if is_abandoned:
-            self._discard(bound)
-        return bound
-
-    def abandon(self) -> None:
-        with self._lock:
-            self._is_abandoned = True
-            bound = self._bound
-        if bound is not None:
-            self._discard(bound)
-
-    def _discard(self, bound: tuple[socket.socket, FileIdentity]) -> None:
-        bound[0].close()
-        with suppress(AgentError):  # a socket without a listener: the next start replaces it
-            self._sockets.remove_socket(self._key, bound[1])
-
-
 class _Mismatch(Exception):  # noqa: N818 - a finding about the peer, answered PERMISSION_DENIED
     """The caller, or its claim, is not the container of this socket."""
-
-
-@contextmanager
-def _errors_as_answers(call_s: float) -> Iterator[None]:
-    try:
-        yield
-    except (InvalidClaim, MalformedMessageError) as e:
-        raise GRPCError(Status.INVALID_ARGUMENT, str(e)) from e
-    except TimeoutError as e:
-        text = f"the registration did not end within {call_s:g} s, its request's arrival included; try again"
-        raise GRPCError(Status.DEADLINE_EXCEEDED, text) from e
-    except NotFound as e:
-        raise GRPCError(Status.NOT_FOUND, str(e)) from e
-    except Unavailable as e:
-        raise GRPCError(Status.UNAVAILABLE, str(e)) from e
 
 
 def _peer_pid(stream: Stream[Any, Any]) -> int:
@@ -403,6 +367,15 @@ _SHOWN_CHARS = 60
 
 class InvalidClaim(Exception):  # noqa: N818 - a fault of the peer, answered INVALID_ARGUMENT
     """A field is invalid; the text names it and the valid form."""
+
+
+_ANSWERS = {
+    InvalidClaim: Status.INVALID_ARGUMENT,
+    MalformedMessageError: Status.INVALID_ARGUMENT,
+    _Mismatch: Status.PERMISSION_DENIED,
+    NotFound: Status.NOT_FOUND,
+    Unavailable: Status.UNAVAILABLE,
+}
 
 
 class Claim(Struct, frozen=True, kw_only=True):

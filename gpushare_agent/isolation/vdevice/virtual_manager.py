@@ -6,32 +6,33 @@ prepared when it is allocated (ahead.py). Containers that run when the agent sta
 Nothing here waits for the runtime or the API server except the reading of container IDs, which has a task of its own;
 access to files and cgroups runs in threads and is bounded.
 
-State owned: which containers were prepared recently, and the refreshes under way. Directories and
-servers belong to `DirectoryReconciler` (reconcile.py), the processes to `ContainerProcesses`.
+State owned: the servers by container, what was last written, which containers were prepared recently, the refreshes under
+way, and the failures in the log. The processes are `ContainerProcesses`'.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, NoReturn, TypeVar
+from typing import NoReturn, Protocol, TypeVar
 
 import structlog
 from msgspec import Struct, field
 
+from gpushare_agent.delivery.volume_directory import installed_driver_version
+from gpushare_agent.delivery.volume_plan import DriverVolume, VolumeName
 from gpushare_agent.isolation import ISOLATIONS
 from gpushare_agent.isolation.ahead import PreparedAhead
 from gpushare_agent.isolation.container_ids import ContainerIds
 from gpushare_agent.isolation.directories import REMOVAL_TIMEOUT_S
-from gpushare_agent.isolation.driver_volume.directory import installed_driver_version
-from gpushare_agent.isolation.driver_volume.plan import DriverVolume, VolumeName
 from gpushare_agent.isolation.names import is_nameable
-from gpushare_agent.isolation.vdevice.container_processes import ContainerProcesses, Instance
+from gpushare_agent.isolation.part import IsolationHost
+from gpushare_agent.isolation.vdevice.container_processes import ContainerProcesses, Instance, Processes
 from gpushare_agent.isolation.vdevice.files import VDeviceFiles
-from gpushare_agent.isolation.vdevice.reconcile import DirectoryReconciler, Pods, VDeviceConfigs
-from gpushare_agent.isolation.vdevice.server import CountsRegistrations, IdentifyPeer, VDeviceServer
+from gpushare_agent.isolation.vdevice.reconcile import DesiredDirectory, VDeviceConfigs, Written, write_directories
+from gpushare_agent.isolation.vdevice.server import VDeviceServer
 from gpushare_agent.kit.bounded_grpc import SharedBudget
 from gpushare_agent.kit.daemon_thread import DaemonThread
 from gpushare_agent.kit.supervision import ReportOnce, forever, wait_for
@@ -42,13 +43,13 @@ from gpushare_agent.model.names import PodUid
 from gpushare_agent.model.pods import Pod
 from gpushare_agent.node import Node
 from gpushare_agent.runtime.cgroup_paths import PeerIdentity
-from gpushare_agent.runtime.cgroups import Cgroups
-from gpushare_agent.runtime.cri import RuntimeClient
 from gpushare_agent.runtime.node_probes import require_writable
 
 log = structlog.get_logger(__name__)
 T = TypeVar("T")
 
+_REPORTED_FAILURES = 4096
+"""More than the containers of a node."""
 STOP_TIMEOUT_S = 1.0
 """A disk that hangs must not delay the end of the process."""
 POLLED_SHARE = 5
@@ -57,6 +58,13 @@ for the one under way."""
 AHEAD_DELAY_S = 0.03
 FILES_TIMEOUT_S = 5.0
 """One poll of all containers, or the preparation of one pod's; the kubelet waits 30 s for PreStartContainer."""
+
+
+class Pods(Protocol):
+    @property
+    def is_synced(self) -> bool: ...
+    def get(self, uid: PodUid) -> Pod | None: ...
+    def sharers(self, key: ContainerKey) -> Mapping[ContainerKey, str] | None: ...
 
 
 class Intervals(Struct, frozen=True, kw_only=True):
@@ -88,18 +96,17 @@ class VirtualManager:
         pods: Pods,
         configs: VDeviceConfigs,
         processes: ContainerProcesses,
-        identify: IdentifyPeer,
-        metrics: CountsRegistrations,
+        registered: Callable[[str], None],
         clock: Callable[[], float],
         intervals: Intervals | None = None,
     ) -> None:
-        self._files = files
+        self.files = files
         self._allocations = allocations
         self._pods = pods
         self._configs = configs
         self._processes = processes
-        self._identify = identify
-        self._metrics = metrics
+        self.registered = registered
+        self.owner_of, self.note_process = processes.owner_of, processes.note_process
         self._clock = clock
         self._intervals = intervals or Intervals()
         advice = f"Check the disk of {files.root}; it is tried again."
@@ -107,14 +114,11 @@ class VirtualManager:
         self._removal = DaemonThread("vdevice-removal", advice=advice)
         self._removal_failures = ReportOnce()
         self._shared = SharedBudget(clock=clock)
-        self._reconciler = DirectoryReconciler(
-            files=files,
-            pods=pods,
-            configs=configs,
-            processes=processes,
-            run_blocking=self._in_thread,
-            new_server=self._new_server,
-        )
+        self._servers: dict[ContainerKey, VDeviceServer] = {}
+        self._written: dict[ContainerKey, Written] = {}
+        self._failures = ReportOnce(_REPORTED_FAILURES)
+        self._lock = asyncio.Lock()
+        self._is_closed = False
         self.ahead = PreparedAhead(self._prepare_ahead, delay_s=AHEAD_DELAY_S, clock=clock)
         self._has_root = False
         self._prepared_at: dict[ContainerKey, float] = {}
@@ -128,13 +132,13 @@ class VirtualManager:
     async def check(self) -> None:
         """The tree is there, or is made; not looked at again once it was. Raises Unavailable."""
         if not self._has_root:
-            await self._in_thread(self._files.make_root, f"preparing {self._files.root}")
+            await self.in_thread(self.files.make_root, f"preparing {self.files.root}")
             self._has_root = True
 
     async def look(self) -> None:
         """Whether `check` and `prepare` can write. Writes nothing that stays. Raises Unavailable."""
         try:
-            await self._in_thread(partial(require_writable, self._files.root), f"probing {self._files.root}")
+            await self.in_thread(partial(require_writable, self.files.root), f"probing {self.files.root}")
         except Unavailable as e:
             raise Unavailable(f"{e}: no vDevice directory can be made there (setting virtual_manager.path)") from e
 
@@ -151,7 +155,7 @@ class VirtualManager:
         ahead = [key for key in desired if self.ahead.take(key)]
         # Prepared ahead, and still as it is to be: nothing waits for a thread, which in a burst gets no processor (107 ms
         # before, 4 ms after).
-        is_done = len(ahead) == len(desired) and all(self._reconciler.is_new(desired[key]) for key in ahead)
+        is_done = len(ahead) == len(desired) and all(self._is_new(desired[key]) for key in ahead)
         for key in desired:
             # Even where all was prepared: the processes and the ID known so far are of the instance before.
             self._processes.begin_instance(key)
@@ -169,9 +173,9 @@ class VirtualManager:
 
     async def enforce(self, key: ContainerKey) -> None:
         """Writes vcuda.config of a share whose size was changed; the next poll would do so too. Raises AgentError."""
-        for one in await self._reconciler.reconcile(self._desired([key]), await self._processes.read([key])):
-            if one.error is not None:
-                raise one.error
+        processes = await self._processes.read([key])
+        if error := (await self._reconcile(self._desired([key]), processes)).get(key):
+            raise error
 
     async def run(self) -> None:
         """Until cancelled (its tasks are endless); then every server stops. A poll that fails is logged and repeated."""
@@ -183,7 +187,7 @@ class VirtualManager:
                 group.create_task(forever("vdevice removal", self._run_removal), name="vdevice removal")
         finally:
             # Last, when no task can start a server any more.
-            await self._reconciler.close(STOP_TIMEOUT_S)
+            await self._close(STOP_TIMEOUT_S)
 
     def changed(self) -> None:
         """An allocation, a pod or a GPU: the next poll is one of everything, and soon."""
@@ -194,15 +198,14 @@ class VirtualManager:
     async def poll(self) -> None:
         """Reconciles every container that has cores, and stops the servers of all others. Raises Unavailable."""
         desired = self._desired()
-        state: dict[ContainerKey, Any]
         for state in (self._prepared_at, self._refreshes):
-            for key in [key for key in state if key not in desired]:
+            for key in state.keys() - desired.keys():
                 del state[key]
         self.ahead.keep_only(desired.__contains__)
         self._processes.keep_only(desired)
         self._configs.keep_only(desired)
         # Before the poll: a socket of a container that is gone must not answer for the time that writing takes.
-        await self._reconciler.forget_others(desired)
+        await self._forget_others(desired)
         # Asked again: an allocation may have come while servers stopped.
         await self._poll_containers(self._desired())
 
@@ -211,10 +214,13 @@ class VirtualManager:
 
         A directory with entries that the agent never makes is reported once and stays. Raises Unavailable.
         """
-        present = await self._in_thread(self._files.pod_names, f"listing {self._files.root}")
+        present = await self.in_thread(self.files.pod_names, f"listing {self.files.root}")
         for uid in sorted(uid for uid in present if self._is_stale(uid)):
             try:
-                if await self._reconciler.remove_pod(uid, is_stale=partial(self._is_stale, uid)):
+                async with self._lock:  # asked again, once no reconciliation runs
+                    remove = partial(self.files.remove_pod, uid)
+                    is_removed = self._is_stale(uid) and await self.in_thread(remove, f"removing {uid}")
+                if is_removed:
                     log.info("vdevice_directory_removed", pod_uid=uid)
             except Rejected as e:
                 # Once, at error: only a person can say whose directory it is.
@@ -224,9 +230,9 @@ class VirtualManager:
     async def remove_aside(self) -> None:
         """Removes what tenants have written, one file after the other: they decide how long that takes. One that cannot be
         removed does not stop the others, and is logged once. Raises Unavailable."""
-        for name in await self._in_thread(self._files.list_aside, "listing what was put aside"):
+        for name in await self.in_thread(self.files.list_aside, "listing what was put aside"):
             try:
-                await self._removal.call(partial(self._files.remove_aside, name), f"removing {name}", REMOVAL_TIMEOUT_S)
+                await self._removal.call(partial(self.files.remove_aside, name), f"removing {name}", REMOVAL_TIMEOUT_S)
             except AgentError as e:
                 if self._removal_failures.is_new(str(e), name):
                     log.warning("vdevice_file_not_removed", error=str(e), then="it is tried again")
@@ -266,22 +272,131 @@ class VirtualManager:
         processes = await self._processes.read([key])
         if key not in processes and self._processes.is_awaited(key):
             raise Unavailable(f"the processes of container {key.container} are not known yet: register again")
-        for one in await self._reconciler.reconcile({key: allocation}, processes):
-            if one.error is not None:
-                raise one.error
+        if error := (await self._reconcile({key: allocation}, processes)).get(key):
+            raise error
         if container_id is not None:
-            await self._in_thread(partial(self._files.copy_for_id, key, container_id), f"copying for {container_id}")
+            await self.in_thread(partial(self.files.copy_for_id, key, container_id), f"copying for {container_id}")
 
     async def _prepare(self, desired: Mapping[ContainerKey, Allocation]) -> AgentError | None:
         try:
-            results = await self._reconciler.reconcile(desired, None)
+            errors = await self._reconcile(desired, None)
         except AgentError as e:
             return e
-        return next((one.error for one in results if one.error is not None), None)
+        return next(iter(errors.values()), None)
 
     async def _prepare_ahead(self, keys: Sequence[ContainerKey]) -> Collection[ContainerKey]:
         desired = self._desired(keys)
         return desired if await self._prepare(desired) is None else ()
+
+    async def _reconcile(
+        self, allocations: Mapping[ContainerKey, Allocation], processes: Mapping[ContainerKey, Processes] | None
+    ) -> dict[ContainerKey, AgentError]:
+        """Makes directory, files and server of each container what its allocation demands; the errors of those where that
+        failed. `processes` None: the containers have none yet. In this order:
+
+        | | container | action |
+        |---|---|---|
+        | 1 | config, PIDs, server and the files' identities are as last written | none |
+        | 2 | any other, also what others have changed | directory, PIDs and config are written where they differ |
+        | 3 | writing failed | a server that runs stays |
+        | 4 | written, and its server's socket is in place | none |
+        | 5 | written, and its server's socket is missing or replaced | the server stops, then as 6 |
+        | 6 | written, without a server | a new server starts |
+
+        Raises:
+            Unavailable: the disk does not answer, or the agent is shutting down.
+        """
+        async with self._lock:
+            if self._is_closed:
+                raise Unavailable("the agent is shutting down")
+            desired = [
+                self._desired_directory(allocations[key], self._pids_of(key, processes)) for key in sorted(allocations)
+            ]
+            if not desired:
+                return {}
+            write = partial(write_directories, self.files, desired)
+            outcomes = await self.in_thread(write, f"writing {self.files.root}")
+            # What is on the disk where it failed is not known: the next poll compares all of it.
+            self._written |= {key: one.written for key, one in outcomes.items() if one.written is not None}
+            errors = {key: one.error for key, one in outcomes.items() if one.error is not None}
+            for key in errors:
+                self._written.pop(key, None)
+            # Of those that failed the server stays: its socket may still be the one that the container has.
+            lacking = [key for key, one in outcomes.items() if one.error is None and not one.has_socket]
+            await self._stop([key for key in lacking if key in self._servers])
+            errors |= {key: error for key in lacking if (error := await self._start_server(key)) is not None}
+            for key in outcomes.keys() - errors.keys():
+                if self._failures.is_over(_subject(key)):
+                    log.info("vdevice_written_again", pod_uid=key.pod_uid, container=key.container)
+            return errors
+
+    def _is_new(self, allocation: Allocation) -> bool:
+        """The container's directory is as it is to be at its start, by what was last written: without processes."""
+        new = self._desired_directory(allocation, ())
+        is_written = new.before is not None and (new.before.config, new.before.pids) == (new.config, new.pids)
+        return is_written and new.is_config_known and new.socket is not None
+
+    async def _forget_others(self, keys: Collection[ContainerKey]) -> None:
+        """Stops the servers of containers that are not in `keys`, and forgets what was written for them."""
+        async with self._lock:  # a reconciliation under way may start such a server, which nobody would stop any more
+            for key in [key for key in self._written if key not in keys]:
+                del self._written[key]
+                self._failures.is_over(_subject(key))
+            await self._stop([key for key in self._servers if key not in keys])
+
+    async def _close(self, timeout_s: float) -> None:
+        """Stops every server; `_reconcile` raises from now on. Where a disk hangs for so long the sockets' files stay."""
+        # Before the lock: a reconciliation that waits for it must find the end.
+        self._is_closed = True
+        try:
+            async with asyncio.timeout(timeout_s), self._lock:  # a reconciliation under way may start a server
+                await self._stop(list(self._servers))
+        except TimeoutError:
+            log.warning("vdevice_servers_left", count=len(self._servers), then="the next start replaces their sockets")
+            async with asyncio.TaskGroup() as group:  # after a reload the process goes on
+                for server in self._servers.values():
+                    group.create_task(server.close(), name=f"close {server.key.container}")
+
+    def _log_failures(self, errors: Mapping[ContainerKey, AgentError]) -> None:
+        """Each failure once for as long as its text stays the same."""
+        for key, error in errors.items():
+            if self._failures.is_new(str(error), _subject(key)):
+                log.warning("vdevice_not_written", error=str(error), pod_uid=key.pod_uid, container=key.container)
+
+    def _desired_directory(self, allocation: Allocation, pids: tuple[int, ...] | None) -> DesiredDirectory:
+        pod, server = self._pods.get(allocation.key.pod_uid), self._servers.get(allocation.key)
+        return DesiredDirectory(
+            key=allocation.key,
+            config=self._configs.config(allocation, pod),
+            is_config_known=pod is not None,
+            pids=pids,
+            before=self._written.get(allocation.key),
+            socket=server.identity if server is not None else None,
+        )
+
+    def _pids_of(self, key: ContainerKey, processes: Mapping[ContainerKey, Processes] | None) -> tuple[int, ...] | None:
+        """None where they are unknown: a list from before the container was prepared again does not count."""
+        if processes is None:
+            return ()
+        found = processes.get(key)
+        return found.pids if found is not None and self._processes.is_current(key, found) else None
+
+    async def _start_server(self, key: ContainerKey) -> AgentError | None:
+        server = VDeviceServer(key, self, is_claims=self._pods.sharers(key) is not None, shared=self._shared)
+        self._servers[key] = server  # before it starts: `close` stops what is in here
+        try:
+            await server.start()
+        except AgentError as e:
+            return e
+        if self._is_closed:  # while it started; `close` may not have waited
+            await _stop_one(server)
+        return None
+
+    async def _stop(self, keys: Iterable[ContainerKey]) -> None:
+        """All at once: with peers that do not read each may take half a second."""
+        async with asyncio.TaskGroup() as group:
+            for key in keys:
+                group.create_task(_stop_one(self._servers.pop(key)), name=f"stop {key.container}")
 
     async def _run_polls(self) -> NoReturn:
         cleaned_at, polls = float("-inf"), 0
@@ -340,10 +455,10 @@ class VirtualManager:
         # Those that have not started have no processes; their pod's sandbox is none of theirs.
         processes = await self._processes.read(set(keys) - self.ahead.prepared)
         self._may_lack_ids.set()  # of those that have ended
-        results = await self._reconciler.reconcile(self._desired(keys), processes)
-        self._reconciler.log_failures(results)
+        errors = await self._reconcile(self._desired(keys), processes)
+        self._log_failures(errors)
         # What could not be written is tried at the next poll, not five later.
-        self._has_changed |= any(one.error is not None for one in results)
+        self._has_changed |= bool(errors)
 
     async def _run_ids(self) -> NoReturn:
         """Reads container IDs while one is unknown; one that stays unknown (of an ended init container, say) ever less
@@ -384,29 +499,29 @@ class VirtualManager:
             if (keys is None or key in keys) and _has_directory(allocation) and is_nameable(key)
         }
 
-    def _new_server(self, key: ContainerKey) -> VDeviceServer:
-        return VDeviceServer(
-            key,
-            sockets=self._files,
-            identify=self._identify,
-            find_container=self._processes.owner_of,
-            refresh=self.refresh,
-            note_process=self._processes.note_process,
-            is_user=self._is_sharer if self._pods.sharers(key) is not None else None,
-            metrics=self._metrics,
-            run_blocking=self._in_thread,
-            shared=self._shared,
-        )
+    async def identify(self, pid: int) -> PeerIdentity | None:
+        return await self._processes.cgroups.identify_in_thread(pid)
 
-    def _is_sharer(self, key: ContainerKey, user: ContainerKey) -> bool:
+    def is_sharer(self, key: ContainerKey, user: ContainerKey) -> bool:
         """Raises Unavailable: the API server has not reported the pod yet."""
         if self._pods.get(user.pod_uid) is None:
             # Not "no": a false answer would refuse a program that starts before the watch has brought its pod.
             raise Unavailable(f"pod {user.pod_uid} is not known yet: register again")
         return user in (self._pods.sharers(key) or ())
 
-    async def _in_thread(self, blocking: Callable[[], T], what: str) -> T:
+    async def in_thread(self, blocking: Callable[[], T], what: str) -> T:
         return await self._thread.call(blocking, what, FILES_TIMEOUT_S)
+
+
+async def _stop_one(server: VDeviceServer) -> None:
+    try:
+        await server.stop()
+    except AgentError as e:
+        log.warning("vdevice_socket_left", error=str(e), pod_uid=server.key.pod_uid, container=server.key.container)
+
+
+def _subject(key: ContainerKey) -> str:
+    return f"{key.pod_uid}/{key.container}"
 
 
 def _has_directory(allocation: Allocation) -> bool:
@@ -430,34 +545,27 @@ class _Refreshes(Struct):
         return self.is_done and self.begun_at >= came_at and self.container_id == container_id
 
 
-def build_virtual_manager(
-    node: Node,
-    runtime: RuntimeClient,
-    cgroups: Cgroups,
-    module: KernelModule | None,
-    volumes: Mapping[VolumeName, DriverVolume],
-    warn: Callable[[Pod, str, str], None],
-) -> VirtualManager:
+def build_virtual_manager(host: IsolationHost, module: KernelModule | None) -> VirtualManager:
     """Not started."""
+    node = host.node
     return VirtualManager(
         files=VDeviceFiles(node.settings.virtual_manager.path),
         allocations=node.claim_pods.shares,
         pods=node.claim_pods,
         configs=VDeviceConfigs(
             inventory=node.gpus,
-            driver_version=_driver_version(node, volumes),
+            driver_version=_driver_version(node, host.volumes),
             names=node.names,
-            on_problem=lambda pod, text: warn(pod, "CoreLimitIgnored", text),
+            on_problem=lambda pod, text: host.warn(pod, "CoreLimitIgnored", text),
         ),
         processes=ContainerProcesses(
-            ContainerIds(runtime, node.pods),
-            cgroups,
+            ContainerIds(host.runtime, node.pods),
+            host.cgroups,
             clock=time.monotonic,
             module=module,
             sharers=node.claim_pods.sharers,
         ),
-        identify=cgroups.identify_in_thread,
-        metrics=node.metrics,
+        registered=node.metrics.vdevice_registered,
         clock=time.monotonic,
     )
 

@@ -1,6 +1,6 @@
 """CDI as the embedded node's container runtime does it: names of devices become what a container gets.
 
-Written apart from the agent's own code for specs (isolation/cdi/files.py), so that each can show the other's
+Written apart from the agent's own code for specs (delivery/cdi_files.py), so that each can show the other's
 mistakes. Rules as those of the reference library: a file that is no spec is skipped; of two directories the later
 counts; two files of one directory that name a device make it unknown; one unknown name and the container is not
 created. Nothing is opened in /dev: whether a device node exists is not checked. State owned: none; the files are
@@ -18,7 +18,7 @@ from typing import Any
 import yaml
 from msgspec import Struct
 
-from gpushare_agent.isolation.cdi.files import MAX_BYTES, MAX_YAML_BYTES
+from gpushare_agent.delivery.cdi_files import MAX_BYTES, MAX_YAML_BYTES
 from gpushare_agent.model.errors import Rejected
 
 ANNOTATION_PREFIX = "cdi.k8s.io/"

@@ -6,13 +6,13 @@ is left out or null names none. State owned, by `ControlNodes`: which nodes were
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
+import msgspec
 import structlog
+from msgspec import DecodeError, Struct
 
 from gpushare_agent.kit.regular_file import read_regular
 from gpushare_agent.kit.supervision import ReportOnce
@@ -42,6 +42,10 @@ class ControlNodes:
         return found
 
 
+class _Listed(Struct):
+    devices: list[str] | None = None
+
+
 def read_extra_devices(path: Path | None) -> tuple[str, ...]:
     """The device nodes of the file, in its order; none without a file. Raises StartupError for a bad one."""
     if path is None:
@@ -50,17 +54,18 @@ def read_extra_devices(path: Path | None) -> tuple[str, ...]:
         # Followed: a file of a ConfigMap is a link.
         content = read_regular(path, MAX_BYTES + 1, follow=True)
         if len(content) > MAX_BYTES:
-            raise StartupError(
-                f"extra config {path} is larger than {MAX_BYTES} bytes; it should list a few device nodes"
-            )
-        raw = json.loads(content)
-    except (OSError, ValueError, RecursionError) as e:
+            raise ValueError(f"it is larger than {MAX_BYTES} bytes, and should list a few device nodes")
+        found = msgspec.json.decode(content, type=dict[str, _Listed | None] | None) or {}
+        listed = found["default"] if found else None  # one that has something, but no `default`, may be misspelt
+        devices = (listed.devices if listed is not None else None) or ()
+        if len(devices) > MAX_DEVICES or not all(map(_is_device, devices)):
+            raise ValueError(f"at most {MAX_DEVICES} paths below /dev")
+    except OSError as e:
         raise StartupError(f"extra config {path} cannot be read: {e}. Mend it or leave out --extra-config") from e
-    devices = _listed(raw)
-    if devices is None or len(devices) > MAX_DEVICES or not all(map(_is_device, devices)):
+    except (DecodeError, ValueError, LookupError, RecursionError) as e:
         raise StartupError(
-            f'extra config {path} is not of the form {{"default": {{"devices": ["/dev/…"]}}}} with paths below /dev'
-        )
+            f'extra config {path} is not of the form {{"default": {{"devices": ["/dev/…"]}}}} with paths below /dev: {e}'
+        ) from e
     for device in devices:
         if not Path(device).exists():
             # A warning alone: the node may appear later, with the driver.
@@ -68,23 +73,6 @@ def read_extra_devices(path: Path | None) -> tuple[str, ...]:
     return tuple(dict.fromkeys(devices))
 
 
-def _listed(raw: object) -> list[Any] | None:
-    """None where the file is of another form: one that has something, but no `default`, may be misspelt."""
-    match raw:
-        case {"default": {"devices": list() as devices}}:
-            return devices
-        case {"default": {"devices": None} | None}:
-            return []
-        case {"default": dict() as default} if "devices" not in default:
-            return []
-        # An empty file of gpu-manager names none.
-        case dict() | None if not raw:
-            return []
-    return None
-
-
-def _is_device(value: object) -> bool:
+def _is_device(path: str) -> bool:
     """Half a character, from an escape, is not printable and could not be sent to the kubelet."""
-    if not isinstance(value, str) or not value.isprintable():
-        return False
-    return value.startswith("/dev/") and ".." not in value.split("/")
+    return path.isprintable() and path.startswith("/dev/") and ".." not in path.split("/")

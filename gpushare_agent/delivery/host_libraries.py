@@ -1,7 +1,7 @@
 """Finds the driver's libraries and programs on the host, whose file system may be mounted below some directory.
 
 Libraries are found as the host's programs find them, by the dynamic loader's cache; what it does not name is searched in
-the usual directories. Which of them a volume gets is decided in isolation/driver_volume/plan.py. No state.
+the usual directories. Which of them a volume gets is decided in delivery/volume_plan.py. No state.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from pathlib import Path
 
 import structlog
 
-from gpushare_agent.isolation.driver_volume.elf import CacheEntry, read_elf, read_loader_cache
-from gpushare_agent.isolation.driver_volume.plan import (
+from gpushare_agent.delivery.elf import CacheEntry, read_elf, read_loader_cache
+from gpushare_agent.delivery.volume_plan import (
     CONTROL_LIBRARY_NAME,
     Control,
     DriverVolume,
@@ -23,7 +23,6 @@ from gpushare_agent.isolation.driver_volume.plan import (
     HostDriver,
     VolumeName,
     VolumePlan,
-    VolumeRefused,
     plan_volume,
 )
 from gpushare_agent.model.errors import Corrupt, NotFound, StartupError
@@ -139,41 +138,27 @@ class DriverLibraries:
 
     def find(self, volume: DriverVolume) -> HostDriver:
         """Everything that may belong into a volume, and where it was searched."""
-        places: list[str] = []
-        warnings: list[str] = []
-        libraries = self._libraries(volume.libraries, places, warnings)
-        programs = {name: path for name in volume.binaries if (path := self._program(name)) is not None}
+        places, warnings, found = [], [], list[FoundLibrary]()
+        try:
+            if (cache := self._host.file(LOADER_CACHE)) is not None and (
+                cached := read_loader_cache(cache)
+            ) is not None:
+                places.append(self._host.shown(LOADER_CACHE))
+                found += self._read_all(entry for entry in cached if entry.name.startswith(volume.libraries))
+        except Corrupt as error:
+            warnings.append(f"{error}; the usual library directories were searched instead")
+        # What the loader's cache names is what the host's programs load; the directories are for what it lacks.
+        missing = tuple(name for name in volume.libraries if not any(one.link_name.startswith(name) for one in found))
+        if missing:
+            places += [self._host.shown(place) for place in LIBRARY_DIRECTORIES if self._host.resolve(place)]
+            found += self._read_all(self._in_directories(missing))
         return HostDriver(
-            libraries=tuple(libraries),
-            programs=programs,
+            libraries=tuple(found),
+            programs={name: path for name in volume.binaries if (path := self._program(name)) is not None},
             library_places=tuple(places),
             program_places=tuple(self._host.shown(place) for place in PROGRAM_DIRECTORIES if self._host.resolve(place)),
             warnings=tuple(warnings),
         )
-
-    def _libraries(self, listed: tuple[str, ...], places: list[str], warnings: list[str]) -> list[FoundLibrary]:
-        """Adds to `places` where it searched, and to `warnings` what it could not use."""
-        found: list[FoundLibrary] = []
-        cached = self._cached(warnings)
-        if cached is not None:
-            places.append(self._host.shown(LOADER_CACHE))
-            found += self._read_all(entry for entry in cached if entry.name.startswith(listed))
-        # What the loader's cache names is what the host's programs load; the directories are for what it lacks.
-        missing = tuple(name for name in listed if not any(item.link_name.startswith(name) for item in found))
-        if missing:
-            places += [self._host.shown(place) for place in LIBRARY_DIRECTORIES if self._host.resolve(place)]
-            found += self._read_all(self._in_directories(missing))
-        return found
-
-    def _cached(self, warnings: list[str]) -> tuple[CacheEntry, ...] | None:
-        path = self._host.file(LOADER_CACHE)
-        if path is None:
-            return None
-        try:
-            return read_loader_cache(path)
-        except Corrupt as error:
-            warnings.append(f"{error}; the usual library directories were searched instead")
-            return None
 
     def _in_directories(self, beginnings: tuple[str, ...]) -> Iterator[CacheEntry]:
         for directory in LIBRARY_DIRECTORIES:
@@ -267,8 +252,4 @@ def plan_of(settings: Settings, volume: DriverVolume) -> VolumePlan:
     ours = settings.driver_volume
     # Whole GPUs get the driver as it is.
     control = read_control(ours.control_library, ours.gpu_client) if volume.name is VolumeName.SHARED else None
-    host = DriverLibraries(ours.root).find(volume)
-    plan = plan_volume(volume, host, host_machine(), control)
-    if isinstance(plan, VolumeRefused):
-        raise StartupError(plan.detail)
-    return plan
+    return plan_volume(volume, DriverLibraries(ours.root).find(volume), host_machine(), control)

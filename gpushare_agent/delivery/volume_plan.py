@@ -3,7 +3,7 @@
 In the volume for shares the names that programs load (libcuda.so.1, libnvidia-ml.so.1 and their bare forms) lead to the
 control library; the driver's own files keep their full names, for the control library loads them by these. A share must
 never get an uncontrolled libcuda under such a name: where the control library has not the right ELF class, the library is
-left out. The files are found by isolation/driver_volume/libraries.py and copied by directory.py there.
+left out. The files are found by delivery/host_libraries.py and copied by volume_directory.py there.
 
 The values come first: the content of volume.conf (format: docs/how-to/driver-volume.md), what the host has, and the plan.
 Paths are values here; nothing in this module touches a file.
@@ -12,12 +12,14 @@ Paths are values here; nothing in this module touches a file.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import Literal
 
 from msgspec import Struct, field
+
+from gpushare_agent.model.errors import StartupError
 
 DIRECTORY_OF_CLASS = {32: "lib", 64: "lib64"}
 """ELF class -> the directory of a volume that holds such libraries."""
@@ -99,34 +101,15 @@ class HostDriver(Struct, frozen=True, kw_only=True):
     warnings: tuple[str, ...] = ()
 
 
-class PlannedFile(Struct, frozen=True, kw_only=True):
-    """`target` is relative to the volume, such as lib64/libcuda.so.535.104.05."""
-
-    target: str
-    source: Path
-
-
-class PlannedLink(Struct, frozen=True, kw_only=True):
-    """`points_to` is a name in the same directory."""
-
-    target: str
-    points_to: str
-
-
 class VolumePlan(Struct, frozen=True, kw_only=True):
-    """All of a volume's content, sorted by target. `driver_version` is None where libcuda's name has none."""
+    """All of a volume's content by its place there, such as lib64/libcuda.so.535.104.05, sorted: files with their sources,
+    links with a name in the same directory. `driver_version` is None where libcuda's name has none."""
 
     name: VolumeName
-    files: tuple[PlannedFile, ...]
-    links: tuple[PlannedLink, ...]
+    files: Mapping[str, Path]
+    links: Mapping[str, str]
     driver_version: tuple[int, ...] | None
     warnings: tuple[str, ...]
-
-
-class VolumeRefused(Struct, frozen=True, kw_only=True):
-    """Why a volume cannot be made, as text for the operator."""
-
-    detail: str
 
 
 LIBCUDA = "libcuda.so"
@@ -187,26 +170,21 @@ def _numbers(name: str) -> tuple[int, ...]:
     return tuple(int(number) for number in _NUMBER.findall(name.partition(".so")[2]))
 
 
-def plan_volume(
-    volume: DriverVolume, host: HostDriver, host_machine: str, control: Control | None
-) -> VolumePlan | VolumeRefused:
-    """The volume's whole content; `control` is used for the volume of shares only."""
+def plan_volume(volume: DriverVolume, host: HostDriver, host_machine: str, control: Control | None) -> VolumePlan:
+    """The volume's whole content; `control` is used for the volume of shares only. Raises StartupError, for the operator,
+    where it cannot be made."""
     libraries = choose_libraries(host.libraries, volume.libraries, host_machine)
     libcuda = _libcuda_of(volume, libraries, host)
-    if isinstance(libcuda, VolumeRefused):
-        return libcuda
     layout = _Layout(warnings=list(host.warnings))
     if volume.name is VolumeName.SHARED:
         # Refused, not made without it: a share that mounts this volume would have no limits.
-        if control is None or control.library.elf_class != libcuda.elf_class:
-            return _control_refusal(volume, libcuda, None if control is None else control.library)
-        if control.client.machine not in MACHINES_OF_HOST.get(host_machine, (control.client.machine,)):
-            return _client_refusal(volume, control.client, host_machine)
+        _require_control(volume, libcuda, control, host_machine)
+        assert control is not None  # noqa: S101 - for mypy
         libraries = layout.put_controlled(libraries, control.library)
         layout.put_client(control.client)
         if f"{DIRECTORY_OF_CLASS[libcuda.elf_class]}/{libcuda.name}" not in layout.files:
-            return VolumeRefused(
-                detail=f"volume {volume.name}: {libcuda.path} has the name that programs load, where the control library"
+            raise StartupError(
+                f"volume {volume.name}: {libcuda.path} has the name that programs load, where the control library"
                 f" must be, and not one with the driver's version such as libcuda.so.535.104.05; reinstall the driver"
             )
     layout.put_libraries(libraries)
@@ -217,65 +195,62 @@ def plan_volume(
     if version is None:
         layout.warnings.append(f"the name of {libcuda.path} has no driver version; it must come from NVML")
     layout.warnings += [*_mixed_versions(layout.files), *_missing(volume, libraries, host, layout)]
-    return layout.plan(volume.name, version)
+    return VolumePlan(
+        name=volume.name,
+        files=dict(sorted(layout.files.items())),
+        links=dict(sorted(layout.links.items())),
+        driver_version=version,
+        warnings=tuple(f"volume {volume.name}: {warning}" for warning in layout.warnings),
+    )
 
 
-def _libcuda_of(
-    volume: DriverVolume, libraries: Sequence[FoundLibrary], host: HostDriver
-) -> FoundLibrary | VolumeRefused:
+def _libcuda_of(volume: DriverVolume, libraries: Sequence[FoundLibrary], host: HostDriver) -> FoundLibrary:
     cuda = [library for library in libraries if library.link_name.startswith(LIBCUDA)]
-    for library in sorted(cuda, key=lambda library: (library.elf_class, _numbers(library.name)), reverse=True):
-        if library.elf_class == 64:
-            return library
+    if found := [library for library in cuda if library.elf_class == 64]:
+        return max(found, key=lambda library: _numbers(library.name))
     # volume.conf has beginnings of names: "libcuda" and "libcuda.so.1" both bring it.
     if not any(LIBCUDA.startswith(name) or name.startswith(LIBCUDA) for name in volume.libraries):
-        return VolumeRefused(
-            detail=f"volume {volume.name}: its list of libraries has no {LIBCUDA}, without which no CUDA program starts;"
+        raise StartupError(
+            f"volume {volume.name}: its list of libraries has no {LIBCUDA}, without which no CUDA program starts;"
             " add it to volume.conf"
         )
     only = f" (only the 32-bit {cuda[0].path})" if cuda else ""
-    return VolumeRefused(
-        detail=f"volume {volume.name}: no 64-bit library with the soname {LIBCUDA}.1 for this machine was found{only};"
+    raise StartupError(
+        f"volume {volume.name}: no 64-bit library with the soname {LIBCUDA}.1 for this machine was found{only};"
         f" searched {', '.join(host.library_places) or 'no place that exists'}. Is the driver installed, and is"
         " driver_volume.root the host's file system? What is in force stays"
     )
 
 
-def _control_refusal(volume: DriverVolume, libcuda: FoundLibrary, control: FoundLibrary | None) -> VolumeRefused:
+def _require_control(volume: DriverVolume, libcuda: FoundLibrary, control: Control | None, host_machine: str) -> None:
     if control is None:
-        return VolumeRefused(
-            detail=f"volume {volume.name}: there is no control library; set driver_volume.control_library"
+        raise StartupError(f"volume {volume.name}: there is no control library; set driver_volume.control_library")
+    library, client = control.library, control.client
+    if library.elf_class != libcuda.elf_class:
+        raise StartupError(
+            f"volume {volume.name}: the control library {library.path} is a {library.elf_class}-bit {library.machine}"
+            f" file, but {libcuda.path} is {libcuda.elf_class}-bit {libcuda.machine}; set driver_volume.control_library"
+            " to the build for this machine"
         )
-    return VolumeRefused(
-        detail=f"volume {volume.name}: the control library {control.path} is a {control.elf_class}-bit {control.machine}"
-        f" file, but {libcuda.path} is {libcuda.elf_class}-bit {libcuda.machine}; set driver_volume.control_library to the"
-        " build for this machine"
-    )
-
-
-def _client_refusal(volume: DriverVolume, client: FoundProgram, host_machine: str) -> VolumeRefused:
-    return VolumeRefused(
-        detail=f"volume {volume.name}: {client.path} is a program for {client.machine}, and this machine is {host_machine};"
-        " set driver_volume.gpu_client to the build for this machine"
-    )
+    if client.machine not in MACHINES_OF_HOST.get(host_machine, (client.machine,)):
+        raise StartupError(
+            f"volume {volume.name}: {client.path} is a program for {client.machine}, and this machine is {host_machine};"
+            " set driver_volume.gpu_client to the build for this machine"
+        )
 
 
 def _missing(volume: DriverVolume, libraries: Sequence[FoundLibrary], host: HostDriver, layout: _Layout) -> list[str]:
     names = {library.link_name for library in libraries} | {target.partition("/")[2] for target in layout.files}
     libraries_missing = [listed for listed in volume.libraries if not any(name.startswith(listed) for name in names)]
     programs_missing = [name for name in volume.binaries if f"bin/{name}" not in layout.files]
-    warnings = []
-    if libraries_missing:
-        warnings.append(
-            f"no library whose soname begins with {_or(libraries_missing)} was found (searched"
-            f" {', '.join(host.library_places)}); containers go without"
+    return [
+        f"no {what} {_or(missing)} was found (searched {', '.join(places)}); containers go without"
+        for what, missing, places in (
+            ("library whose soname begins with", libraries_missing, host.library_places),
+            ("program", programs_missing, host.program_places),
         )
-    if programs_missing:
-        warnings.append(
-            f"no program {_or(programs_missing)} was found (searched {', '.join(host.program_places)}); containers go"
-            " without"
-        )
-    return warnings
+        if missing
+    ]
 
 
 def _or(names: Sequence[str]) -> str:
@@ -309,19 +284,18 @@ class _Layout(Struct):
         directory = DIRECTORY_OF_CLASS[control.elf_class]
         self.files[f"{directory}/{CONTROL_LIBRARY_NAME}"] = control.path
         controlled = [library for library in libraries if library.link_name.startswith(CONTROLLED)]
+        same_class = [library for library in controlled if library.elf_class == control.elf_class]
         for library in controlled:
-            if library.elf_class != control.elf_class:
+            if library not in same_class:
                 self.warnings.append(
                     f"{library.path} ({library.elf_class}-bit) is left out: the control library is"
                     f" {control.elf_class}-bit, and without it the share would have no limits"
                 )
-                continue
+        for library in same_class:
             for name in (library.link_name, _bare(library.link_name)):
                 self.links.setdefault(f"{directory}/{name}", CONTROL_LIBRARY_NAME)
         # After all links: a file whose own name is one of them must not take its place.
-        for library in controlled:
-            if library.elf_class != control.elf_class:
-                continue
+        for library in same_class:
             # libcuda.so.1 as a file: a program that loads it by that name would pass the control library.
             if len(_numbers(library.name)) < 2 or f"{directory}/{library.name}" in self.links:
                 why = "a program might load it by that name, which lacks a version"
@@ -355,15 +329,6 @@ class _Layout(Struct):
         target = f"{DIRECTORY_OF_CLASS[library.elf_class]}/{name}"
         if target not in self.files and name != points_to:
             self.links.setdefault(target, points_to)
-
-    def plan(self, name: VolumeName, version: tuple[int, ...] | None) -> VolumePlan:
-        return VolumePlan(
-            name=name,
-            files=tuple(PlannedFile(target=target, source=self.files[target]) for target in sorted(self.files)),
-            links=tuple(PlannedLink(target=target, points_to=self.links[target]) for target in sorted(self.links)),
-            driver_version=version,
-            warnings=tuple(f"volume {name}: {warning}" for warning in self.warnings),
-        )
 
 
 def _bare(soname: str) -> str:

@@ -8,7 +8,7 @@
 A container's mount of <base>/nvidia is resolved when it is made, so a running container keeps the version that it began
 with. A version's name holds a hash of the content: the same content is never installed twice. Names end in .2, .3 … where
 a directory of that name was damaged from outside, for it may be mounted and so is not repaired. Owns everything below
-.versions and the links; the content is planned in isolation/driver_volume/plan.py.
+.versions and the links; the content is planned in delivery/volume_plan.py.
 
 A version is filled by hard links where possible, else by copies. Files are read first, for the name has their hash; one that
 changes between reading and copying is an error.
@@ -32,10 +32,9 @@ from pathlib import Path
 import structlog
 from msgspec import Struct
 
-from gpushare_agent.isolation.driver_volume.plan import (
+from gpushare_agent.delivery.volume_plan import (
     DIRECTORY_OF_CLASS,
     DriverVolume,
-    PlannedFile,
     VolumeName,
     VolumePlan,
     driver_version,
@@ -99,11 +98,16 @@ class DriverDirectory:
                     self._switch(plan.name, version.name)
                 return Installed(version=version, changed=changed, taken=taken)
 
-    def prune(self, name: VolumeName, is_in_use: Callable[[str], bool]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Removes the versions of a volume that are not in force. Returns names removed, and names left as in use."""
+    def prune(
+        self, name: VolumeName, is_in_use: Callable[[str], bool], *, is_asked_only: bool = False
+    ) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Removes the versions of a volume that are not in force, or says which it would, and changes nothing. Returns names
+        removed, and names left as in use."""
         with _named_errors(f"removing old versions below {self._versions}"):
             if not self._versions.is_dir():
                 return (), ()
+            if is_asked_only:
+                return self._removable(name, is_in_use)
             with self._locked():
                 self._clear_leftovers()
                 removed, in_use = self._removable(name, is_in_use)
@@ -112,13 +116,6 @@ class DriverDirectory:
                     (self._versions / version).rename(aside)  # a version has its name only while it is whole
                     shutil.rmtree(aside)
                 return removed, in_use
-
-    def would_prune(
-        self, name: VolumeName, is_in_use: Callable[[str], bool]
-    ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """What prune() would remove now, and keep as in use; changes nothing."""
-        with _named_errors(f"listing old versions below {self._versions}"):
-            return self._removable(name, is_in_use) if self._versions.is_dir() else ((), ())
 
     def _removable(self, name: VolumeName, is_in_use: Callable[[str], bool]) -> tuple[tuple[str, ...], tuple[str, ...]]:
         current = self._current(name)
@@ -271,7 +268,8 @@ _COPY_INSTEAD = frozenset(
 class Content(Struct, frozen=True, kw_only=True):
     """A file's content and the state in which it was read."""
 
-    file: PlannedFile
+    target: str
+    source: Path
     digest: str
     size: int
     mode: int
@@ -287,21 +285,27 @@ class Taken(Struct, frozen=True, kw_only=True):
 
 def read_contents(plan: VolumePlan, progress: Progress) -> list[Content]:
     # For the progress alone.
-    total = sum(file.source.stat().st_size for file in plan.files)
+    total = sum(source.stat().st_size for source in plan.files.values())
     contents: list[Content] = []
     done = 0
-    for file in plan.files:
-        with file.source.open("rb") as opened:
+    for target, source in plan.files.items():
+        with source.open("rb") as opened:
             state = os.fstat(opened.fileno())
             digest = hashlib.blake2b(digest_size=16)
             while chunk := opened.read(_CHUNK_BYTES):
                 digest.update(chunk)
                 done += len(chunk)
                 progress("reading", done, total)
-        content = Content(
-            file=file, digest=digest.hexdigest(), size=state.st_size, mode=state.st_mode, stamp=_stamp(state)
+        contents.append(
+            Content(
+                target=target,
+                source=source,
+                digest=digest.hexdigest(),
+                size=state.st_size,
+                mode=state.st_mode,
+                stamp=_stamp(state),
+            )
         )
-        contents.append(content)
     return contents
 
 
@@ -310,8 +314,8 @@ def _stamp(state: os.stat_result) -> tuple[int, int, int, int]:
 
 
 def version_name(plan: VolumePlan, contents: list[Content]) -> str:
-    rows = [f"{item.file.target}\0{item.digest}\0{bool(item.mode & 0o111)}" for item in contents]
-    rows += [f"{link.target}\0->{link.points_to}" for link in plan.links]
+    rows = [f"{item.target}\0{item.digest}\0{bool(item.mode & 0o111)}" for item in contents]
+    rows += [f"{target}\0->{points_to}" for target, points_to in plan.links.items()]
     content_hash = hashlib.blake2b("\n".join(rows).encode(errors="surrogateescape"), digest_size=6).hexdigest()
     version = ".".join(map(str, plan.driver_version)) if plan.driver_version else "unknown"
     return f"{plan.name.value}-{version}-{content_hash}"
@@ -320,10 +324,10 @@ def version_name(plan: VolumePlan, contents: list[Content]) -> str:
 def is_whole(version: Path, plan: VolumePlan, contents: list[Content]) -> bool:
     try:
         for item in contents:
-            state = (version / item.file.target).lstat()
+            state = (version / item.target).lstat()
             if not stat.S_ISREG(state.st_mode) or state.st_size != item.size:
                 return False
-        return all(str((version / link.target).readlink()) == link.points_to for link in plan.links)
+        return all(str((version / target).readlink()) == name for target, name in plan.links.items())
     except OSError:
         return False
 
@@ -338,13 +342,13 @@ def fill_version(directory: Path, plan: VolumePlan, contents: list[Content], pro
     total, done = sum(item.size for item in contents), 0
     for item in contents:
         if _hard_link(item, directory):
-            linked.append(item.file.target)
+            linked.append(item.target)
         else:
             _copy(item, directory, progress, done, total)
-            copied.append(item.file.target)
+            copied.append(item.target)
         done += item.size
-    for link in plan.links:
-        (directory / link.target).symlink_to(link.points_to)
+    for target, points_to in plan.links.items():
+        (directory / target).symlink_to(points_to)
     directory.chmod(0o755)
     for each in (*directories, directory):
         sync_directory(each)
@@ -355,9 +359,9 @@ def _hard_link(item: Content, directory: Path) -> bool:
     """False where it must be a copy. A file with set-uid, or closed to others, is one: containers get it without."""
     if item.mode & (stat.S_ISUID | stat.S_ISGID) or item.mode & 0o444 != 0o444:
         return False
-    target = directory / item.file.target
+    target = directory / item.target
     try:
-        os.link(item.file.source, target, follow_symlinks=False)
+        os.link(item.source, target, follow_symlinks=False)
     except OSError as error:
         # The host's files are often on another mount than the volume.
         if error.errno in _COPY_INSTEAD:
@@ -371,7 +375,7 @@ def _hard_link(item: Content, directory: Path) -> bool:
 
 def _copy(item: Content, directory: Path, progress: Progress, done: int, total: int) -> None:
     digest = hashlib.blake2b(digest_size=16)
-    with item.file.source.open("rb") as source, (directory / item.file.target).open("xb") as target:
+    with item.source.open("rb") as source, (directory / item.target).open("xb") as target:
         while chunk := source.read(_CHUNK_BYTES):
             digest.update(chunk)
             target.write(chunk)
@@ -386,7 +390,7 @@ def _copy(item: Content, directory: Path, progress: Progress, done: int, total: 
 
 def _changed(item: Content) -> StartupError:
     return StartupError(
-        f"{item.file.source} changed while it was collected, perhaps by an installation of the driver. What was in force"
+        f"{item.source} changed while it was collected, perhaps by an installation of the driver. What was in force"
         " stays; run again when that has ended"
     )
 

@@ -16,8 +16,9 @@ from typing import Any, NoReturn
 import structlog
 from msgspec import Struct
 
-from gpushare_agent.isolation.cdi.files import CdiFiles
-from gpushare_agent.isolation.cdi.own_spec import (
+from gpushare_agent.delivery.cdi_files import CdiFiles
+from gpushare_agent.delivery.device_lists import CONTROL_NODES
+from gpushare_agent.delivery.own_spec import (
     SPEC_CONTROL_NODES,
     SpecNodes,
     build_spec,
@@ -25,8 +26,7 @@ from gpushare_agent.isolation.cdi.own_spec import (
     gpus_to_name,
     naming,
 )
-from gpushare_agent.isolation.device_lists import CONTROL_NODES
-from gpushare_agent.isolation.driver_volume.config import untouched_driver_directory
+from gpushare_agent.delivery.volume_config import untouched_driver
 from gpushare_agent.kit.daemon_thread import DaemonThread
 from gpushare_agent.kit.supervision import Reconciler, ReportOnce
 from gpushare_agent.model.errors import AgentError, Unavailable
@@ -195,14 +195,15 @@ class CdiWatch:
         await self._reconciler.run(self.check, lambda: self._period_s)
 
 
-def cdi_specs(settings: Settings) -> CdiSpecs:
-    """The keeper of the node's names, as the settings say.
+def cdi_specs(settings: Settings, *, mounts_driver: bool) -> CdiSpecs:
+    """The keeper of the node's names, as the settings say. `mounts_driver`: containers get a driver directory besides, of
+    the isolation's choice, whose place CDI's mount would take: a share under vcuda would get the libraries without limits.
 
     Raises:
         StartupError: volume.conf is wrong.
     """
     is_real = settings.driver == "nvml"
-    directory = untouched_driver_directory(settings)
+    directory = untouched_driver(settings) if settings.volume_config is not None and not mounts_driver else None
     control = SPEC_CONTROL_NODES if is_real else CONTROL_NODES
 
     def nodes() -> SpecNodes:

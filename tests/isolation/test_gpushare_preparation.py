@@ -1,0 +1,217 @@
+"""The files of isolation gpushare, made before a start and shortened meanwhile; allocations are the test's."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+from structlog.testing import capture_logs
+
+from gpushare_agent.isolation.gpushare.files import GpushareFiles
+from gpushare_agent.isolation.gpushare.format import USAGE_BYTES, USAGE_NAME, GpuLimits
+from gpushare_agent.isolation.gpushare.library import Library
+from gpushare_agent.isolation.gpushare.preparation import Preparation
+from gpushare_agent.kit.supervision import forever, stop_task
+from gpushare_agent.model.allocations import Allocation, ContainerKey
+from gpushare_agent.model.errors import RefusalReason, Refused, Unavailable
+from gpushare_agent.model.names import PodUid
+from tests.agent.support_agent import poll_until
+from tests.isolation.support_library import fake_library
+from tests.support_core import allocation, container, ids, pod
+
+UID = PodUid("11111111-2222-3333-4444-555555555555")
+WHOLE = PodUid("22222222-2222-3333-4444-555555555555")
+KEY = ContainerKey(UID, "cuda")
+OTHER = ContainerKey(PodUid("44444444-2222-3333-4444-555555555555"), "cuda")
+
+
+class Files(GpushareFiles):
+    """Real files that count how often they were prepared; `prepare` and `cut` wait until `go_on` is set."""
+
+    def __init__(self, directory: Path) -> None:
+        library = Library(fake_library(directory / "libgpushare.so"), directory / "own")
+        super().__init__(library, directory / "vm", lambda _: [GpuLimits(uuid="GPU-0", memory_bytes=1 << 30)])
+        self.prepared = 0
+        self.begun: set[str] = set()
+        self.go_on = threading.Event()
+        self.go_on.set()
+        self.cut_error: Unavailable | None = None
+
+    def prepare(self, key: ContainerKey) -> None:
+        self.begun.add("prepare")
+        assert self.go_on.wait(60)
+        super().prepare(key)
+        self.prepared += 1
+
+    def cut(self, key: ContainerKey) -> None:
+        self.begun.add("cut")
+        assert self.go_on.wait(60)
+        if self.cut_error is not None:
+            raise self.cut_error
+        super().cut(key)
+
+    def usage(self, key: ContainerKey = KEY) -> Path:
+        return self.container_directory(key) / USAGE_NAME
+
+
+class World:
+    """A share, and a whole GPU."""
+
+    def __init__(self, directory: Path) -> None:
+        self.files = Files(directory)
+        share = pod("share", container(name="cuda", cores=30, blocks=8), uid=UID)
+        whole = pod("whole", container(name="cuda", cores=100), uid=WHOLE)
+        own = allocation(share, "cuda", ids(0, range(30)), ids(0, range(8)))
+        all_of_it = allocation(whole, "cuda", ids(1, range(100)), [])
+        self.allocations: dict[ContainerKey, Allocation] = {own.key: own, all_of_it.key: all_of_it}
+        self.preparation = Preparation(self.files, lambda: self.allocations, cut_period_s=0.005)
+
+    async def running(self, body: Callable[[], Awaitable[None]]) -> None:
+        """`body`, awaited, while the service runs."""
+        async with asyncio.TaskGroup() as group:
+            task = group.create_task(forever("preparation", self.preparation.run), name="preparation")
+            try:
+                await body()
+            finally:
+                self.files.go_on.set()
+                await stop_task(task)
+
+
+@pytest.fixture
+def world(short_dir: Path) -> World:
+    return World(short_dir)
+
+
+async def test_a_share_that_is_about_to_start_finds_its_files(world: World) -> None:
+    """A whole GPU gets none, and neither does what holds nothing."""
+    await world.preparation.check()
+    unknown = ContainerKey(PodUid("33333333-2222-3333-4444-555555555555"), "cuda")
+    assert await world.preparation.prepare([KEY, ContainerKey(WHOLE, "cuda"), unknown]) is None
+    assert world.files.usage().is_file()
+    assert world.files.list_pods() == (UID,)
+
+
+async def test_a_library_that_was_replaced_is_installed_by_the_next_check(world: World) -> None:
+    """And one that was not is not read again."""
+    library = world.files.library
+    await world.preparation.check()
+    installed = library.directory / "libgpushare.so"
+    installed.unlink()
+    await world.preparation.check()
+    assert not installed.exists()
+    newer = library.source.with_name("newer.so")
+    newer.write_bytes(library.source.read_bytes() + b"newer")
+    newer.rename(library.source)
+    await world.preparation.check()
+    assert installed.read_bytes() == library.source.read_bytes()
+
+
+async def test_what_cannot_be_prepared_is_refused_with_the_reason(world: World) -> None:
+    """The container does not start without its limits, and the kubelet tries again."""
+    source = world.files.library.source
+    source.unlink()
+    with capture_logs() as lines:
+        refused = await world.preparation.prepare([KEY])
+    assert isinstance(refused, Refused) and refused.reason is RefusalReason.NOT_READY
+    assert str(source) in refused.detail and "tries again" in refused.detail
+    assert [line["event"] for line in lines] == ["private_cache_not_prepared"]
+    fake_library(source)
+    assert await world.preparation.prepare([KEY]) is None
+
+
+async def test_a_disk_that_hangs_is_a_refusal_in_time(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the thread that hangs keeps nothing from ending."""
+    monkeypatch.setattr("gpushare_agent.isolation.gpushare.preparation.FILES_TIMEOUT_S", 0.05)
+    world.files.go_on.clear()
+    try:
+        with capture_logs():
+            refused = await world.preparation.prepare([KEY])
+        assert isinstance(refused, Refused) and "no answer" in refused.detail
+    finally:
+        world.files.go_on.set()
+
+
+async def test_no_start_waits_for_a_file_that_is_shortened(world: World) -> None:
+    world.allocations[OTHER] = replace(world.allocations[KEY], key=OTHER)
+    assert await world.preparation.prepare([OTHER]) is None
+    with world.files.usage(OTHER).open("ab") as file:
+        file.write(bytes(1 << 20))
+    world.files.go_on.clear()
+
+    async def body() -> None:
+        await poll_until(lambda: "cut" in world.files.begun, "a cut under way")
+        async with asyncio.TaskGroup() as group:
+            start = group.create_task(world.preparation.prepare([KEY]), name="start")
+            await asyncio.sleep(0)
+            world.files.go_on.set()
+        assert start.result() is None
+        await poll_until(lambda: not world.files.oversized([OTHER]), "it is short")
+
+    await world.running(body)
+    assert {one.launches for one in world.files.paid(OTHER)} == {0}
+
+
+async def test_a_file_that_grows_again_and_again_is_logged_once(world: World) -> None:
+    """Its tenant decides how often."""
+    assert await world.preparation.prepare([KEY]) is None
+    with capture_logs() as lines:
+        for _ in range(3):
+            with world.files.usage().open("ab") as file:
+                file.write(bytes(1 << 20))
+            await world.preparation.cut_oversized()
+            assert world.files.usage().stat().st_size == USAGE_BYTES
+    assert [(line["event"], line["container"]) for line in lines] == [("private_cache_too_large", "cuda")]
+
+
+async def test_a_file_that_cannot_be_shortened_is_warned_of_once(world: World) -> None:
+    """Its tenant keeps it so, and nothing else bounds what it takes of the disk."""
+    assert await world.preparation.prepare([KEY]) is None
+    with world.files.usage().open("ab") as file:
+        file.write(bytes(1 << 20))
+    world.files.cut_error = Unavailable("usage cannot be used: Text file busy")
+    with capture_logs() as lines:
+        for _ in range(3):
+            await world.preparation.cut_oversized()
+    assert [line["event"] for line in lines] == ["private_cache_too_large", "private_cache_not_cut"]
+    assert lines[1]["log_level"] == "warning" and "Text file busy" in lines[1]["error"]
+
+
+async def test_files_made_ahead_serve_one_start(world: World) -> None:
+    """The first start finds those that were made when the container was allocated, each later one gets others."""
+    ahead = world.preparation.ahead
+
+    async def body() -> None:
+        ahead.add(ContainerKey(WHOLE, "cuda"))
+        ahead.add(KEY)
+        await poll_until(lambda: ahead.prepared == {KEY}, "the share's files made ahead")
+        first = world.files.usage().stat().st_ino
+        assert await world.preparation.prepare([KEY]) is None
+        assert (world.files.prepared, world.files.usage().stat().st_ino) == (1, first)
+        assert await world.preparation.prepare([KEY]) is None
+        assert world.files.prepared == 2 and world.files.usage().stat().st_ino != first
+
+    await world.running(body)
+
+
+async def test_a_start_that_overtakes_the_files_made_ahead_leaves_none_behind(world: World) -> None:
+    """It waits for its own files, and those that were being made serve no later start."""
+    world.files.go_on.clear()
+    preparation = world.preparation
+
+    async def body() -> None:
+        preparation.ahead.add(KEY)
+        await poll_until(lambda: "prepare" in world.files.begun, "the files being made")
+        async with asyncio.TaskGroup() as group:
+            start = group.create_task(preparation.prepare([KEY]), name="start")
+            await asyncio.sleep(0)  # it has begun to wait
+            world.files.go_on.set()
+        assert start.result() is None
+        assert (world.files.prepared, preparation.ahead.prepared) == (2, frozenset())
+        assert await preparation.prepare([KEY]) is None
+        assert world.files.prepared == 3
+
+    await world.running(body)
