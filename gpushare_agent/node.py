@@ -2,7 +2,7 @@
 of them read; and which of its GPUs the device plugins offer and which ResourceClaims do.
 
 Each state has one owner, the only one to change it (docs/explanation/architecture.md), and is a class in its folder. A
-builder takes the node; a service takes of it what it reads.
+part takes the node, and so does a service that reads several of its states.
 
 The setting dra.gpus says which GPUs are for claims. One that the other side still uses is offered by neither until it is
 free: the scheduler's extender and the DRA plugin of kube-scheduler each know their own allocations alone.

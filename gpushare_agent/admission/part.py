@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 
 import structlog
-from msgspec import Struct
 from msgspec.structs import replace
 
 from gpushare_agent.admission.admission import Admission, RefusedPods
@@ -39,7 +38,7 @@ from gpushare_agent.kubelet.handover import (
     ask_for_handover,
     instance_socket_name,
 )
-from gpushare_agent.kubelet.pod_resources import KubeletFacts, PodResourcesClient, PodResourcesGate
+from gpushare_agent.kubelet.pod_resources import PodResourcesClient, PodResourcesGate
 from gpushare_agent.kubelet.records import KubeletCheckpoint
 from gpushare_agent.kubelet.registration import PluginEndpoint, Registrar
 from gpushare_agent.model.errors import Unavailable
@@ -65,26 +64,66 @@ TAKE_OVER_S = 15.0
 """The agent that has handed over ends within seconds; a call of the kubelet may wait for five."""
 
 
-class AdmissionPart(Struct, kw_only=True):
-    node: Node
-    gate: PodResourcesGate
-    pod_resources: PodResourcesClient
-    facts: KubeletFacts
-    admission: Admission
-    garbage: GarbageCollection
-    resizing: ShareResizing
-    refused_pods: RefusedPods
-    tables: DeviceTables
-    registrar: Registrar
-    lock: ServingLock
-    handover: Handover
-    calls: QueuedCalls
-    stands_by: bool = False
-    """Another agent serves, and this one waits until it leaves: nothing is wrong with it."""
-    has_recovered: bool = False
-    """This generation answers the kubelet, or did."""
-    is_reloaded: bool = False
-    """It goes on with what the generation before the reload serves to the kubelet."""
+class AdmissionPart:
+    def __init__(
+        self, node: Node, cluster: ClusterPart, isolation: Isolations, previous: AdmissionPart | None = None
+    ) -> None:
+        """Joined, not started. The sockets of new resources have the handover and the queue of the `previous`
+        generation."""
+        kubelet, ids = node.settings.kubelet, DeviceIds()
+        if kubelet.pod_resources_socket is None:
+            log.warning(
+                "pods_identified_by_api_server_alone",
+                because="kubelet.pod_resources_socket is empty",
+                then="where two pods that wait ask for the same, they are refused",
+            )
+        checkpoint = KubeletCheckpoint(kubelet.device_plugin_path, ids)
+        self.node = node
+        self.facts = cluster.kubelet_facts
+        self.refused_pods = RefusedPods()
+        self.pod_resources = PodResourcesClient(kubelet.pod_resources_socket, ids)
+        self.gate = PodResourcesGate(self.pod_resources, on_list=node.metrics.pod_resources_listed)
+        self.garbage = GarbageCollection(
+            node=node,
+            static_pods=cluster.node_pods,
+            gate=self.gate,
+            pod_resources=self.pod_resources,
+            checkpoint=checkpoint,
+            processes=PodProcesses(node.settings.runtime.cgroup_root),
+            kubelet_age_s=self.facts.age_s,
+            has_pod_resources=self.facts.has_pod_resources,
+        )
+        identification = Identification(
+            node=node,
+            fetcher=cluster.node_pods,
+            kubelet=self.facts,
+            refused=self.refused_pods,
+            timeouts=Timeouts(lookup_s=kubelet.pod_lookup_timeout_s, poll_again_s=kubelet.look_again_s),
+        )
+        self.admission = Admission(
+            node=node,
+            gate=self.gate,
+            identification=identification,
+            policy=_policy(node, isolation.max_shares_of_gpu()),
+            edits=edit_policy(node.settings, node.names, isolation.volumes),
+            refused_pods=self.refused_pods,
+            observer=OutcomeReporter(node=node, events=cluster.pod_events),
+            records=checkpoint,
+            isolation=isolation,
+            garbage=self.garbage,
+        )
+        self.resizing = _build_resizing(node, cluster, isolation)
+        self.tables = DeviceTables(node=node, isolation=isolation, ids=ids)
+        self.handover: Handover = previous.handover if previous is not None else Handover()
+        self.calls: QueuedCalls = previous.calls if previous is not None else QueuedCalls()
+        self.registrar = _build_registrar(node, self.calls, self.handover, self.tables, ids)
+        self.lock = ServingLock(kubelet.device_plugin_path)
+        self.stands_by = False
+        """Another agent serves, and this one waits until it leaves: nothing is wrong with it."""
+        self.has_recovered = False
+        """This generation answers the kubelet, or did."""
+        self.is_reloaded = False
+        """It goes on with what the generation before the reload serves to the kubelet."""
 
     def go_on_from(self, previous: AdmissionPart) -> None:
         """Go on with what the generation before the reload left: its lock, its sockets, and the kubelet's calls that
@@ -211,67 +250,6 @@ class AdmissionPart(Struct, kw_only=True):
             for resource in self.node.names.names
             if not self.registrar.is_registered(resource)
         ]
-
-
-def build(
-    node: Node, cluster: ClusterPart, isolation: Isolations, previous: AdmissionPart | None = None
-) -> AdmissionPart:
-    """Joined, not started. The sockets of new resources have the handover and the queue of the `previous` generation."""
-    kubelet, refused_pods, ids = node.settings.kubelet, RefusedPods(), DeviceIds()
-    pod_resources = PodResourcesClient(kubelet.pod_resources_socket, ids)
-    if kubelet.pod_resources_socket is None:
-        log.warning(
-            "pods_identified_by_api_server_alone",
-            because="kubelet.pod_resources_socket is empty",
-            then="where two pods that wait ask for the same, they are refused",
-        )
-    gate = PodResourcesGate(pod_resources, on_list=node.metrics.pod_resources_listed)
-    checkpoint = KubeletCheckpoint(kubelet.device_plugin_path, ids)
-    garbage = GarbageCollection(
-        node=node,
-        static_pods=cluster.node_pods,
-        gate=gate,
-        pod_resources=pod_resources,
-        checkpoint=checkpoint,
-        processes=PodProcesses(node.settings.runtime.cgroup_root),
-        kubelet_age_s=cluster.kubelet_facts.age_s,
-        has_pod_resources=cluster.kubelet_facts.has_pod_resources,
-    )
-    identification = Identification(
-        node=node,
-        fetcher=cluster.node_pods,
-        kubelet=cluster.kubelet_facts,
-        refused=refused_pods,
-        timeouts=Timeouts(lookup_s=kubelet.pod_lookup_timeout_s, poll_again_s=kubelet.look_again_s),
-    )
-    tables = DeviceTables(node=node, isolation=isolation, ids=ids)
-    handover, calls = (previous.handover, previous.calls) if previous is not None else (Handover(), QueuedCalls())
-    return AdmissionPart(
-        node=node,
-        gate=gate,
-        pod_resources=pod_resources,
-        facts=cluster.kubelet_facts,
-        admission=Admission(
-            node=node,
-            gate=gate,
-            identification=identification,
-            policy=_policy(node, isolation.max_shares_of_gpu()),
-            edits=edit_policy(node.settings, node.names, isolation.volumes),
-            refused_pods=refused_pods,
-            observer=OutcomeReporter(node=node, events=cluster.pod_events),
-            records=checkpoint,
-            isolation=isolation,
-            garbage=garbage,
-        ),
-        garbage=garbage,
-        resizing=_build_resizing(node, cluster, isolation),
-        refused_pods=refused_pods,
-        tables=tables,
-        registrar=_build_registrar(node, calls, handover, tables, ids),
-        lock=ServingLock(kubelet.device_plugin_path),
-        handover=handover,
-        calls=calls,
-    )
 
 
 def _policy(node: Node, max_shares_of_gpu: int | None) -> Policy:

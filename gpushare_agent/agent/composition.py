@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
-from gpushare_agent.admission import part as admission_part
 from gpushare_agent.admission.allocation_cache import AllocationCache
 from gpushare_agent.admission.claim_pods import ClaimPods
 from gpushare_agent.admission.outcomes import DecisionLog
@@ -20,13 +19,11 @@ from gpushare_agent.admission.part import AdmissionPart
 from gpushare_agent.agent import share_readiness
 from gpushare_agent.agent.node_configuration import ConfigurationWatch, NodeConfiguration
 from gpushare_agent.agent.share_readiness import ShareReadiness
-from gpushare_agent.cluster import part as cluster_part
 from gpushare_agent.cluster.informer import Informer
 from gpushare_agent.cluster.part import ClusterPart
 from gpushare_agent.cluster.pod_store import PodStore
-from gpushare_agent.gpus import part as gpus_part
 from gpushare_agent.gpus.inventory import GpuHealthObserver, GpuInventoryState
-from gpushare_agent.gpus.part import GpusPart, NodeDriver
+from gpushare_agent.gpus.part import GpusPart, NodeDriver, health_policy
 from gpushare_agent.isolation import isolations
 from gpushare_agent.isolation.isolations import Isolations
 from gpushare_agent.isolation.resource_names import resource_names
@@ -87,7 +84,7 @@ def build(
     """The parts, joined but not started. They go on with the metrics and the kubelet's queue of a `previous` generation;
     `take_over` is to follow. `isolation_reason` is why the isolation was chosen, where the setting was auto;
     `mig_profiles` are those of the node's MIG instances, after which resources are named. Raises StartupError."""
-    store, cache, inventory = PodStore(), AllocationCache(), GpuInventoryState(gpus_part.health_policy(settings))
+    store, cache, inventory = PodStore(), AllocationCache(), GpuInventoryState(health_policy(settings))
     # Counters go on over a reload: a scrape must not see them fall.
     metrics = previous.node.metrics.begin_anew() if previous is not None else AgentMetrics()
     node = Node(
@@ -103,11 +100,11 @@ def build(
         # Records of an earlier agent count too: its claims still use GPUs where the setting names none any more.
         has_claims=bool(settings.dra.gpus) or has_files(settings.dra.record_directory),
     )
-    cluster = cluster_part.build(node)
+    cluster = ClusterPart(node)
     isolation = isolations.build(
         node, cluster.pod_events.warned, driver, note=cluster.node_events.note, choose_anew=request_reload
     )
-    kubelet = admission_part.build(node, cluster, isolation, previous.kubelet if previous is not None else None)
+    kubelet = AdmissionPart(node, cluster, isolation, previous.kubelet if previous is not None else None)
     dra = _build_dra(node, isolation)
     cluster.further["dynamic resource allocation"] = dra
     if configuration is not None and settings.node_configuration.directory is not None:
@@ -121,7 +118,7 @@ def build(
 
     agent = NodeAgent(
         node=node,
-        gpus=gpus_part.build(node, driver),
+        gpus=GpusPart(node, driver),
         kubelet=kubelet,
         cluster=cluster,
         isolation=isolation,
@@ -139,9 +136,9 @@ def _build_dra(node: Node, isolation: Isolations) -> DraPart | None:
     if not node.has_claims:
         return None
     # Imported here: an agent without claims would load its modules for nothing.
-    from gpushare_agent.dra import part
+    from gpushare_agent.dra.part import DraPart
 
-    return part.build(node, isolation)
+    return DraPart(node, isolation)
 
 
 class _Subscriptions:

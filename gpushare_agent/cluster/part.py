@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AsyncExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import structlog
-from msgspec import Struct, field
 
 from gpushare_agent.cluster.events import NodeEvents, PodEvents
 from gpushare_agent.cluster.feature_labels import feature_labels
@@ -33,6 +32,7 @@ from gpushare_agent.model.errors import Unavailable
 from gpushare_agent.model.pods import Pod
 from gpushare_agent.node import Node
 from gpushare_agent.runtime.machine import machine_name, pci_class, pci_configuration
+from gpushare_agent.settings.settings import Settings
 
 if TYPE_CHECKING:
     from gpushare_agent.cluster.kube.client import KubeApi
@@ -48,21 +48,54 @@ class _RunsOnApi(Protocol):
     async def run(self, api: Any) -> object: ...
 
 
-class ClusterPart(Struct, frozen=True, kw_only=True):
-    """`node_fields` are those that the settings have the agent write, by name."""
+class ClusterPart:
+    def __init__(self, node: Node) -> None:
+        """Joined, not started."""
+        settings, names, node_name = node.settings, node.names, node.settings.node_name
+        kubelet, static_pods = settings.kubelet, None
+        # Only there: reading the kubelet's own API needs a right that not every installation gives.
+        if kubelet.api_address:
+            static_pods = StaticPods(
+                address=kubelet.api_address, port=kubelet.api_port, ca_file=kubelet.api_ca, node_name=node_name
+            )
 
-    node: Node
-    node_pods: NodePods
-    informer: Informer
-    annotations: PodAnnotations
-    pod_events: PodEvents
-    node_events: NodeEvents
-    node_fields: Mapping[str, NodeFieldsWriter[Any]]
-    kubelet_facts: KubeletFacts
-    may_write: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set once this agent serves: one that waits for another to leave reads only."""
-    further: dict[str, _RunsOnApi | None] = field(default_factory=dict)
-    """What else writes to the API server; more is put here by the composition."""
+        def desired_of_pod(pod: Pod) -> Mapping[str, str]:
+            # Read when a pod is compared, not now: allocations and GPUs change.
+            return pod_annotations(pod, node.cache.view(), node.gpus(), names)
+
+        self.node = node
+        self.node_pods = NodePods(store=node.pods, node_name=node_name, resources=names.names, kubelet=static_pods)
+        self.informer = Informer(
+            kind="pods",
+            watched=pods_of_node(node_name),
+            handler=self.node_pods,
+            metrics=node.metrics,
+            backoff=PODS_BACKOFF,
+        )
+        self.annotations = PodAnnotations(pods=node.pods, desired=desired_of_pod, metrics=node.metrics)
+        self.pod_events = PodEvents(node_name, count=node.metrics.pod_event)
+        self.node_events = NodeEvents(node_name)
+        self.node_fields = {
+            fields.name: NodeFieldsWriter(fields=fields, node_name=node_name, desired=partial(desired, node))
+            for fields, desired in _written_fields(settings)
+        }
+        """Those that the settings have the agent write, by name."""
+        self.kubelet_facts = KubeletFacts(
+            node_name=node_name,
+            kubelet_socket=kubelet.device_plugin_path / KUBELET_SOCKET,
+            has_pod_resources=kubelet.pod_resources_socket is not None,
+        )
+        self.may_write = asyncio.Event()
+        """Set once this agent serves: one that waits for another to leave reads only."""
+        self.further: dict[str, _RunsOnApi | None] = {}
+        """What else writes to the API server; more is put here by the composition."""
+        if settings.allocation.cleanup_rejected_pods:
+            self.further["rejected pods"] = RejectedPods(
+                pods=node.pods,
+                resources=names.names,
+                per_minute=settings.allocation.cleanup_per_minute,
+                metrics=node.metrics,
+            )
 
     def late_tasks(self) -> Tasks:
         """Late: the Kubernetes client alone costs a third of a second to load."""
@@ -141,59 +174,12 @@ def _bound(api: KubeApi, clients: Mapping[str, _RunsOnApi | None]) -> Tasks:
     return {name: partial(client.run, api) for name, client in clients.items() if client is not None}
 
 
-def build(node: Node) -> ClusterPart:
-    """Joined, not started."""
-    settings, names, node_name = node.settings, node.names, node.settings.node_name
-    rejected_pods = static_pods = None
-    if settings.allocation.cleanup_rejected_pods:
-        rejected_pods = RejectedPods(
-            pods=node.pods,
-            resources=names.names,
-            per_minute=settings.allocation.cleanup_per_minute,
-            metrics=node.metrics,
-        )
-    wanted: list[tuple[NodeFields[Any], Callable[[], object]]] = []
+def _written_fields(settings: Settings) -> Iterator[tuple[NodeFields[Any], Callable[[Node], object]]]:
     # GPUShare's tools read the number of GPUs from the node's capacity, which no device plugin serves.
     if settings.gpushare.enabled:
-        resource = settings.gpushare.count_resource
-        wanted += [(CAPACITY, lambda: {resource: len(node.gpus().gpus)})]
+        yield CAPACITY, lambda node: {settings.gpushare.count_resource: len(node.gpus().gpus)}
     if settings.facts.is_written:
-        wanted += [
-            (FACTS, partial(_desired_facts, node)),
-            (ALLOCATIONS, partial(_desired_allocations, node)),
-            (TAINT, partial(desired_free_gpus, node)),
-        ]
-    kubelet = settings.kubelet
-    # Only there: reading the kubelet's own API needs a right that not every installation gives.
-    if kubelet.api_address:
-        static_pods = StaticPods(
-            address=kubelet.api_address, port=kubelet.api_port, ca_file=kubelet.api_ca, node_name=node_name
-        )
-    node_pods = NodePods(store=node.pods, node_name=node_name, resources=names.names, kubelet=static_pods)
-
-    def desired_of_pod(pod: Pod) -> Mapping[str, str]:
-        # Read when a pod is compared, not now: allocations and GPUs change.
-        return pod_annotations(pod, node.cache.view(), node.gpus(), names)
-
-    return ClusterPart(
-        node=node,
-        node_pods=node_pods,
-        informer=Informer(
-            kind="pods", watched=pods_of_node(node_name), handler=node_pods, metrics=node.metrics, backoff=PODS_BACKOFF
-        ),
-        annotations=PodAnnotations(pods=node.pods, desired=desired_of_pod, metrics=node.metrics),
-        pod_events=PodEvents(node_name, count=node.metrics.pod_event),
-        node_events=NodeEvents(node_name),
-        node_fields={
-            one.name: NodeFieldsWriter(fields=one, node_name=node_name, desired=desired) for one, desired in wanted
-        },
-        further={"rejected pods": rejected_pods},
-        kubelet_facts=KubeletFacts(
-            node_name=node_name,
-            kubelet_socket=kubelet.device_plugin_path / KUBELET_SOCKET,
-            has_pod_resources=kubelet.pod_resources_socket is not None,
-        ),
-    )
+        yield from ((FACTS, _desired_facts), (ALLOCATIONS, _desired_allocations), (TAINT, desired_free_gpus))
 
 
 def _desired_facts(node: Node) -> NodeFacts | None:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from functools import partial
 from typing import NoReturn
 
 import structlog
-from msgspec import Struct
 
 from gpushare_agent.admission.garbage_collection import PodProcesses
 from gpushare_agent.admission.part import edit_policy
@@ -30,29 +29,52 @@ from gpushare_agent.isolation.isolations import Isolations
 from gpushare_agent.kit.supervision import ReportOnce, Tasks, start_tasks
 from gpushare_agent.kubelet.handover import ServingLock, StaleSockets
 from gpushare_agent.model.errors import StartupError
-from gpushare_agent.model.gpus import Gpu
 from gpushare_agent.node import Node
-from gpushare_agent.settings.settings import Settings
 
 log = structlog.get_logger(__name__)
 
 LEAVE_S = 5.0
 
 
-class DraPart(Struct, frozen=True, kw_only=True):
-    settings: Settings
-    claims: Claims
-    ready: asyncio.Event
-    health: DeviceHealth
-    registration: DraRegistration
-    plugin: DraPlugin
-    publisher: SlicePublisher
-    informer: Informer
-    stale_claims: StaleClaims
-    waker: PodWaker | None
-    """None where the settings switch it off."""
-    locks: Mapping[str, ServingLock]
-    """By setting, of the directories that only one agent may use."""
+class DraPart:
+    def __init__(self, node: Node, isolation: Isolations) -> None:
+        """Joined, not started."""
+        settings, pool = node.settings, node.settings.node_name
+        self.settings = settings
+        self.ready = asyncio.Event()
+        self.claims = Claims(
+            node=node,
+            policy=edit_policy(settings, node.names, isolation.volumes, isolation.kernel_module),
+            claim_policy=ClaimPolicy(
+                nvidia_names=settings.dra.nvidia_names, has_unlimited=settings.dra.consumable_shares != "memory"
+            ),
+            files=ClaimFiles(settings.dra.record_directory, settings.dra.cdi_directory),
+            isolation=isolation,
+        )
+        self.health, self.plugin = DeviceHealth(node), DraPlugin(self.claims, self.ready)
+        self.registration = DraRegistration(
+            driver=DRIVER,
+            instance=secrets.token_hex(4),
+            registry=settings.dra.registry_path,
+            plugin_path=settings.dra.plugin_path,
+            services=[self.plugin, self.health],
+        )
+        left_out = ReportOnce()
+        self.publisher = SlicePublisher(
+            driver=DRIVER,
+            node_name=pool,
+            desired=lambda: _devices(node, isolation, left_out) if self.ready.is_set() else None,
+        )
+        self.informer = Informer(
+            kind="resource slices", watched=slices_of_node(pool, DRIVER), handler=self.publisher, metrics=node.metrics
+        )
+        self.stale_claims = StaleClaims(self.claims, PodProcesses(settings.runtime.cgroup_root))
+        self.waker = PodWaker(claims=self.claims) if settings.dra.wake_pods else None
+        self.locks = {
+            "dra.registry_path": ServingLock(settings.dra.registry_path),
+            "dra.record_directory": ServingLock(settings.dra.record_directory),
+        }
+        """By setting, of the directories that only one agent may use."""
 
     def acquire(self) -> None:
         """Raises StartupError where an agent serves the claims that does not hand over to this one, for it serves another
@@ -136,70 +158,15 @@ class DraPart(Struct, frozen=True, kw_only=True):
         raise AssertionError("the tasks do not return")
 
 
-def build(node: Node, isolation: Isolations) -> DraPart:
-    """Joined, not started."""
-    settings = node.settings
-    pool, ready, instance = settings.node_name, asyncio.Event(), secrets.token_hex(4)
-
-    claim_policy = ClaimPolicy(
-        nvidia_names=settings.dra.nvidia_names, has_unlimited=settings.dra.consumable_shares != "memory"
-    )
-    left_out = ReportOnce()
-
-    def devices() -> list[Device] | None:
-        claimable, gpus = node.gpu_split.claimable, node.gpus().gpus
-        # MIG instances are left out, which the log has once.
-        instances = [gpu.uuid for gpu in gpus if gpu.mig is not None and gpu.is_selected(settings.dra.gpus)]
-        if instances and left_out.is_new("left out"):
-            log.info(
-                "mig_not_in_slices", instances=instances, then="the device plugins offer these, and later ones too"
-            )
-        return _devices(node, isolation, [gpu for gpu in gpus if gpu.uuid in claimable])
-
-    claims = Claims(
-        node=node,
-        policy=edit_policy(settings, node.names, isolation.volumes, isolation.kernel_module),
-        claim_policy=claim_policy,
-        files=ClaimFiles(settings.dra.record_directory, settings.dra.cdi_directory),
-        isolation=isolation,
-    )
-    health, plugin = DeviceHealth(node), DraPlugin(claims, ready)
-    publisher = SlicePublisher(
-        driver=DRIVER,
-        node_name=pool,
-        desired=lambda: devices() if ready.is_set() else None,
-    )
-    return DraPart(
-        settings=settings,
-        claims=claims,
-        ready=ready,
-        health=health,
-        registration=DraRegistration(
-            driver=DRIVER,
-            instance=instance,
-            registry=settings.dra.registry_path,
-            plugin_path=settings.dra.plugin_path,
-            services=[plugin, health],
-        ),
-        plugin=plugin,
-        publisher=publisher,
-        informer=Informer(
-            kind="resource slices", watched=slices_of_node(pool, DRIVER), handler=publisher, metrics=node.metrics
-        ),
-        stale_claims=StaleClaims(claims, PodProcesses(settings.runtime.cgroup_root)),
-        waker=PodWaker(claims=claims) if settings.dra.wake_pods else None,
-        locks={
-            "dra.registry_path": ServingLock(settings.dra.registry_path),
-            "dra.record_directory": ServingLock(settings.dra.record_directory),
-        },
-    )
-
-
-def _devices(node: Node, isolation: Isolations, gpus: list[Gpu]) -> list[Device] | None:
+def _devices(node: Node, isolation: Isolations, left_out: ReportOnce) -> list[Device] | None:
     """The devices of the slice, None until the driver was read once."""
     if not node.inventory.is_read:
         return None
-    settings = node.settings
+    settings, gpus, claimable = node.settings, node.gpus(), node.gpu_split.claimable
+    # MIG instances are left out, which the log has once.
+    instances = [gpu.uuid for gpu in gpus.gpus if gpu.mig is not None and gpu.is_selected(settings.dra.gpus)]
+    if instances and left_out.is_new("left out"):
+        log.info("mig_not_in_slices", instances=instances, then="the device plugins offer these, and later ones too")
     keeps = ISOLATIONS[settings.isolation].keeps
     policy = DevicePolicy(
         block_mib=node.names.memory_block_mib,
@@ -211,4 +178,6 @@ def _devices(node: Node, isolation: Isolations, gpus: list[Gpu]) -> list[Device]
         nvidia_names=settings.dra.nvidia_names,
         shares=settings.dra.consumable_shares,
     )
-    return slice_devices(gpus, node.gpus(), node.cache.charges(), node.inventory.cordoned, policy)
+    return slice_devices(
+        [gpu for gpu in gpus.gpus if gpu.uuid in claimable], gpus, node.cache.charges(), node.inventory.cordoned, policy
+    )

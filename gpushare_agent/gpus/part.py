@@ -6,7 +6,6 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
 import structlog
-from msgspec import Struct
 
 from gpushare_agent.gpus.control_server import ControlServer
 from gpushare_agent.gpus.health import HealthPolicy
@@ -33,14 +32,19 @@ class NodeDriver(GpuDriver, MemoryLimiter, SamplesBusy, Protocol):
     in_use: Callable[[], Collection[GpuUuid]]
 
 
-class GpusPart(Struct, frozen=True, kw_only=True):
-    """`control` is None where the setting names no socket."""
-
-    node: Node
-    driver: GpuDriver
-    watch: GpuWatch
-    writer: HealthStateWriter
-    control: ControlServer | None
+class GpusPart:
+    def __init__(self, node: Node, driver: NodeDriver) -> None:
+        """Joined, not started."""
+        file, socket = node.settings.health.state_file, node.settings.control.socket
+        # A function, not a value: what containers have changes between polls.
+        driver.in_use = lambda: {uuid for allocation in node.cache for uuid in allocation.gpus}
+        self.node = node
+        self.driver = driver
+        self.watch = GpuWatch(node, driver)
+        self.writer = HealthStateWriter(node.inventory, HealthStateFile(file) if file is not None else None)
+        self.control = None
+        if socket is not None:
+            self.control = ControlServer(socket, node.inventory, self.writer, poll_soon=self.watch.poll_soon)
 
     async def read(self) -> GpuInventory | None:
         """The first reading of the driver; None where it cannot be read, and the node may wait for one.
@@ -89,22 +93,6 @@ class GpusPart(Struct, frozen=True, kw_only=True):
 
     def late_tasks(self) -> Tasks:
         return {"control socket": self.control.run} if self.control is not None else {}
-
-
-def build(node: Node, driver: NodeDriver) -> GpusPart:
-    """Joined, not started."""
-    file, socket, inventory = node.settings.health.state_file, node.settings.control.socket, node.inventory
-    # A function, not a value: what containers have changes between polls.
-    driver.in_use = lambda: {uuid for allocation in node.cache for uuid in allocation.gpus}
-    watch = GpuWatch(node, driver)
-    writer = HealthStateWriter(inventory, HealthStateFile(file) if file is not None else None)
-    return GpusPart(
-        node=node,
-        driver=driver,
-        watch=watch,
-        writer=writer,
-        control=ControlServer(socket, inventory, writer, poll_soon=watch.poll_soon) if socket is not None else None,
-    )
 
 
 def health_policy(settings: Settings) -> HealthPolicy:

@@ -158,8 +158,8 @@ async def test_a_call_during_a_reload_is_answered_by_the_next_life_under_its_set
         async with asyncio.TaskGroup() as group:
             task = group.create_task(run_generation(second))
             await wait_running(node, "between")
-            (allocation,) = second.cache
-            assert len(allocation.ids_of(ResourceKind.VMEMORY)) == 20 and used_cores(second.cache) == {
+            (allocation,) = second.node.cache
+            assert len(allocation.ids_of(ResourceKind.VMEMORY)) == 20 and used_cores(second.node.cache) == {
                 allocation.gpus[0]: 50
             }
             await wait_until(node, lambda: node.kubelet.devices.capacity()[MEMORY][1] == BLOCKS, "blocks of 512 MiB")
