@@ -57,7 +57,6 @@ class EmbeddedNode(Struct, frozen=True, kw_only=True):
             "runtime.proc-root": self.kubelet.runtime.proc_root,
             "simulated.faults": self.paths.faults,
             "simulated.usage": self.paths.usage,
-            "debug.port": 0,
         }
         return [f"--{flag}={value}" for flag, value in flags.items()]
 
