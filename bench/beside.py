@@ -178,7 +178,7 @@ async def _open_rivals(command: list[str]) -> AsyncIterator[list[Rival]]:
                     "CONFIG_FILE": str(configuration),
                     "DEVICE_DISCOVERY_STRATEGY": "nvml",
                 }
-                flags = {"driver": "nvml", "debug.addr": "", "nvidia.enabled": "true"}
+                flags = {"driver": "nvml", "nvidia.enabled": "true"}
                 node = await stack.enter_async_context(
                     open_node(isolation="none", flags=flags, environment=environment)
                 )

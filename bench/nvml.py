@@ -73,7 +73,7 @@ async def nvml_idle_rows(settle_s: float, window_s: float) -> list[Row]:
             for name, pods in (("empty", 0), ("filled", PODS)):
                 (library / name).write_text(script_of(pods))
                 environment = {"LD_LIBRARY_PATH": str(library), "FAKE_NVML_SCRIPT": str(library / name)}
-                flags = {"driver": "nvml", "debug.addr": "", "volume-config": volume}
+                flags = {"driver": "nvml", "volume-config": volume}
                 node = await stack.enter_async_context(open_node(flags=flags, environment=environment))
                 if pods:
                     node.fill()
@@ -101,7 +101,7 @@ async def gpushare_rows(settle_s: float, window_s: float) -> list[Row]:
             for name in ("none", "computing"):
                 (library / name).write_text(script_of(PODS, _COMPUTING_PROCESSES, sampled=name == "computing"))
                 environment = {"LD_LIBRARY_PATH": str(library), "FAKE_NVML_SCRIPT": str(library / name)}
-                flags = {"driver": "nvml", "debug.addr": "", "libgpushare.library": preloaded}
+                flags = {"driver": "nvml", "libgpushare.library": preloaded}
                 node = await stack.enter_async_context(
                     open_node(isolation="gpushare", flags=flags, environment=environment)
                 )

@@ -250,7 +250,7 @@ COMMANDS: tuple[Command, ...] = (
         run=lambda call: lazy("sandbox:run")(call.options, list(call.flags), call.rest),
         examples=("sandbox --gpus 4 --samples fitting",),
         arguments=(lazy("sandbox:add_arguments"),),
-        settings=("isolation", "share_mode", "simulated", *_RESOURCE_SETTINGS, "web", "debug", "log"),
+        settings=("isolation", "share_mode", "simulated", *_RESOURCE_SETTINGS, "web", "log"),
         help_note="The settings are those of its agents.",
         split_rest=lazy("sandbox:split_inner_command"),
     ),

@@ -108,7 +108,7 @@ def node_parts(node: NodeRow, width: int) -> list[RenderableType]:
 
 def address_lines(node: NodeRow) -> list[Text]:
     """The addresses of the node's agent, below its GPUs."""
-    words = {"web": "web", "debug": "debug", "control_socket": "control socket"}
+    words = {"web": "web", "control_socket": "control socket"}
     found = [f"{words[key]} {where}" for key in words if (where := node["addresses"].get(key))]
     return [Text("  ".join(found), no_wrap=True, overflow="fold")] if found else []
 

@@ -147,10 +147,9 @@ def _introduce(
     """Reports the parts; returns what a person can do with a live sandbox."""
     settings, first = nodes[0].settings, nodes[0]
     webs = " ".join(node.addresses["web"] for node in nodes)
-    debug = f"  debug {first.addresses['debug']}" if len(nodes) == 1 and first.addresses["debug"] else ""
     logs = first.node.paths.agent_log if len(nodes) == 1 else f"{cluster.paths.state}/*/agent.log"
     asked = f"  extender {extender.url}, log {cluster.paths.extender_log}" if extender is not None else ""
-    places = f"web {webs}{debug}  API server {cluster.api.url}  agent's log {logs}{asked}"
+    places = f"web {webs}  API server {cluster.api.url}  agent's log {logs}{asked}"
     what = f"embedded node {first.name}" if len(nodes) == 1 else f"{len(nodes)} embedded nodes"
     notify(f"{what}, kubelet {plan.kubelet_version}, in {cluster.paths.state}")
     why_no_exec = first.node.kubelet.runtime.why_no_exec
@@ -159,7 +158,7 @@ def _introduce(
     # Where a share is not limited.
     if settings.isolation in ISOLATIONS and not ISOLATIONS[settings.isolation].limits:
         notify(f"isolation {settings.isolation}: shares are allocated and not enforced; containers get no limit")
-    of_all = f"the agent of {first.name} (`status` has every node's web, debug and control socket):"
+    of_all = f"the agent of {first.name} (`status` has every node's web and control socket):"
     return [
         f"other terminal: {runnable()} sandbox{_state_flag(plan)} "
         "status | apply -f FILE | delete NAME | exec POD -- COMMAND | fail-gpu N | heal-gpu N | restart-kubelet | "
@@ -264,10 +263,9 @@ async def build_node(
     is_only: bool = True,
 ) -> RunningNode:
     """The node's parts, not yet running. `flags` are those of the command line; they win over the sandbox's own, except for
-    the name, and for a port that the first node has."""
-    loaded = load_settings(flags, os.environ)
-    own = [f"--node-name={node.name}", f"--debug.port={debug_port(loaded, is_first=is_first)}"]
-    if loaded.settings.web.port == 0:
+    the name."""
+    own = [f"--node-name={node.name}"]
+    if load_settings(flags, os.environ).settings.web.port == 0:
         own.append(f"--web.port={free_port()}")  # can be printed, and stays over restarts of the agent
     # The last of equal flags counts: the person's beat the sandbox's, the name and the ports are not to be overridden.
     arguments = [*node.agent_arguments(), *flags, *own]
@@ -316,19 +314,11 @@ async def _check_isolation(settings: Settings, paths: NodePaths, driver: NodeDri
     return "; ".join(notes)
 
 
-def debug_port(loaded: LoadedSettings, *, is_first: bool) -> int:
-    """The port of the flags on the first node, else a free one, which stays over restarts of the agent."""
-    # Two agents of one machine cannot share the default port.
-    is_set = is_first and loaded.sources["debug.port"] != "default"
-    return (loaded.settings.debug.port if is_set else 0) or free_port()
-
-
 def addresses_of(settings: Settings) -> dict[str, str]:
     """The agent's addresses on this machine; empty for what a setting has switched off."""
-    debug, socket = settings.debug, settings.control.socket
+    socket = settings.control.socket
     return {
         "web": local_url(settings.web.addr, settings.web.port),
-        "debug": f"{local_url(debug.addr, debug.port)}/debug/" if debug.addr else "",
         "control_socket": str(socket.absolute()) if socket is not None else "",
     }
 

@@ -1,4 +1,4 @@
-"""The one HTTP server, on aiohttp, with bounds: of the web port, the debug listener, the extender and the control socket.
+"""The one HTTP server, on aiohttp, with bounds: of the web port, the extender and the control socket.
 
 | what a peer does | what ends it |
 |---|---|

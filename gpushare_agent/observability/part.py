@@ -26,7 +26,6 @@ from gpushare_agent.observability.attribution import has_handed_over
 from gpushare_agent.observability.display import DisplayServer, graph_text
 from gpushare_agent.observability.display import routes as display_routes
 from gpushare_agent.observability.http.debug_pages import DebugSources
-from gpushare_agent.observability.http.debug_server import DebugServer
 from gpushare_agent.observability.http.node_api import NodeApi
 from gpushare_agent.observability.http.server import WebServer
 from gpushare_agent.observability.metrics.agent import AgentMetrics
@@ -46,7 +45,7 @@ from gpushare_agent.runtime.cgroups import ProcessOwners
 
 
 class ObservabilityPart(Struct, frozen=True, kw_only=True):
-    """`display` and `debug` are None where the settings switch them off."""
+    """`display` is None where the settings switch it off."""
 
     usage: UsageSampling
     usage_history: UsageHistory
@@ -54,13 +53,12 @@ class ObservabilityPart(Struct, frozen=True, kw_only=True):
     metrics_page: NodePage
     web: WebServer
     display: DisplayServer | None
-    debug: DebugServer | None
 
     def web_tasks(self) -> Tasks:
         return bodies({"web": self.web})
 
     def late_tasks(self) -> Tasks:
-        services: dict[str, Runs | None] = {"usage sampling": self.usage, "display": self.display, "debug": self.debug}
+        services: dict[str, Runs | None] = {"usage sampling": self.usage, "display": self.display}
         return bodies(services)
 
     def expire(self) -> None:
@@ -77,7 +75,7 @@ def build(
     isolation: Isolations,
     not_ready: Callable[[], Sequence[str]],
 ) -> ObservabilityPart:
-    """Joined, not started. Raises StartupError where other hosts could read the debug pages without a token."""
+    """Joined, not started."""
     settings = node.settings
     usage = UsageSampling(
         driver=driver,
@@ -103,14 +101,6 @@ def build(
     node_api = NodeApi(
         snapshot=snapshots.current, history=history, decisions=decisions, kept_decisions=settings.decisions.kept
     )
-    debug_sources = DebugSources(
-        settings=settings,
-        snapshot=snapshots.current,
-        graph=graph_text,
-        allocations=lambda: node.cache,
-        pods=node.pods.pods,
-        now=time.monotonic,
-    )
     socket = settings.display.socket
     return ObservabilityPart(
         usage=usage,
@@ -124,10 +114,16 @@ def build(
             ready=not_ready,
             routes=[*node_api.routes(), *display_routes(snapshots.current)],
             before_reading=usage.refresh,
-            debug=(settings.debug.addr, settings.debug.port) if settings.debug.addr else None,
+            debug=DebugSources(
+                settings=settings,
+                snapshot=snapshots.current,
+                graph=graph_text,
+                allocations=lambda: node.cache,
+                pods=node.pods.pods,
+                now=time.monotonic,
+            ),
         ),
         display=DisplayServer(socket, snapshots.current, before_reading=usage.refresh) if socket is not None else None,
-        debug=DebugServer(settings.debug, debug_sources) if settings.debug.addr else None,
     )
 
 

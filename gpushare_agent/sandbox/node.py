@@ -54,7 +54,6 @@ class EmbeddedNode(NodeParts, frozen=True, kw_only=True, eq=False):
             "runtime.proc-root": self.runtime.proc_root,
             "simulated.faults": self.paths.faults,
             "simulated.usage": self.paths.usage,
-            "debug.port": 0,
         }
         return [f"--{flag}={value}" for flag, value in flags.items()]
 

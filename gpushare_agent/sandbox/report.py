@@ -218,7 +218,7 @@ class ReportedNode(Struct, kw_only=True, eq=False):
     used: dict[tuple[str, str], dict[str, float]] = field(default_factory=dict)
     """By pod UID and container, what it uses of its GPUs together; the workload player fills it in."""
     addresses: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
-    """Where this node's agent is asked: `web`, `debug`, `control_socket`; empty texts for what there is not."""
+    """Where this node's agent is asked: `web`, `control_socket`; empty texts for what there is not."""
 
 
 def gpus_of(ids: Iterable[str], gpus: Sequence[Gpu]) -> list[Gpu]:

@@ -301,12 +301,15 @@ class LogSettings(Section):
 
 
 class WebSettings(Section):
-    """The HTTP endpoints: metrics, health, readiness."""
+    """The HTTP endpoints: metrics, health, readiness, /debug."""
 
     addr: str = Field(default="localhost", min_length=1, max_length=253)
     """Address to listen on. 0.0.0.0 lets Prometheus and probes in."""
     port: Count = Field(default=5678, ge=0, le=65535)
     """Port to listen on; 0 takes any free one."""
+    debug_token_file: OptionalPath = None
+    """File with the token that callers of /debug send as `Authorization: Bearer`. Empty: only this host is answered
+    there."""
 
 
 class HealthSettings(Section):
@@ -376,17 +379,6 @@ class DisplaySettings(Section):
 
     socket: OptionalPath = Path("/var/run/gpu-manager.sock")
     """Unix socket of the service display.GPUDisplay. Empty: none."""
-
-
-class DebugSettings(Section):
-    """The debug listener: tasks, allocations, pods, topology, settings, log level."""
-
-    addr: str = Field(default="localhost", max_length=253)
-    """Address to listen on. One that other hosts reach needs debug.token_file. Empty: no listener."""
-    port: Count = Field(default=5679, ge=0, le=65535)
-    """Port to listen on; 0 takes any free one."""
-    token_file: OptionalPath = None
-    """File with the token that callers send as `Authorization: Bearer`. Empty: none is needed."""
 
 
 _NO_NAME = "is no name of a Kubernetes object (small letters, digits, - and .)"

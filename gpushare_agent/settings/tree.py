@@ -112,7 +112,6 @@ class Settings(BaseSettings):
     facts: sections.FactsSettings = _DEFAULTS
     control: sections.ControlSettings = _DEFAULTS
     display: sections.DisplaySettings = _DEFAULTS
-    debug: sections.DebugSettings = _DEFAULTS
     extender: sections.ExtenderSettings = _DEFAULTS
     log: sections.LogSettings = _DEFAULTS
 

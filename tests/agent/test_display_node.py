@@ -7,15 +7,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
 from aiohttp import ClientSession
 from grpclib.client import Channel
 
-from gpushare_agent.agent.composition import build
-from gpushare_agent.gpus.part import open_driver
 from gpushare_agent.kit.sockets import connectable_path
-from gpushare_agent.model.errors import StartupError
-from gpushare_agent.settings.settings import load_settings
 from gpushare_agent.wire.display import GpuDisplayStub, UsageResponse
 from gpushare_agent.wire.google.protobuf import Empty
 from tests.agent.support_agent import DEADLINE_S, open_agent, poll_until, wait_running
@@ -49,8 +44,8 @@ async def test_a_pod_shows_on_the_display_the_web_port_and_the_debug_pages() -> 
         await wait_running(node, "train")
         uid = node.api.pod("default", "train")["metadata"]["uid"]
 
-        display, debug = agent.parts.observability.display, agent.parts.observability.debug
-        assert display is not None and debug is not None
+        display = agent.parts.observability.display
+        assert display is not None
         await poll_until(
             lambda: display.is_serving and agent.parts.node.pods.get(uid) is not None, "the display serves"
         )
@@ -65,7 +60,7 @@ async def test_a_pod_shows_on_the_display_the_web_port_and_the_debug_pages() -> 
         assert graph.count("allocatableCores: 70,") == 1
         assert graph.startswith("ROOT:")
 
-        pages = f"http://127.0.0.1:{await debug.wait_listening()}/debug"
+        pages = f"{web}/debug"
         (held,) = (await _json(f"{pages}/allocations"))["allocations"]
         assert (held["pod"], len(held["devices"]["vcore"])) == ("train", 1)
         pods = await _json(f"{pages}/pods")
@@ -75,16 +70,8 @@ async def test_a_pod_shows_on_the_display_the_web_port_and_the_debug_pages() -> 
     assert not node.paths.display_socket.exists()
 
 
-def test_an_open_debug_address_without_a_token_ends_the_start() -> None:
-    """Before anything runs, with what to do."""
-    settings = load_settings(["--driver=simulated", "--debug.addr=0.0.0.0"], {}).settings
-    with pytest.raises(StartupError, match="token_file"):
-        build(settings, open_driver(settings))
-
-
-async def test_the_agent_runs_without_display_and_debug_pages() -> None:
-    """Both are off where their setting is empty."""
-    async with open_test_node() as node, open_agent(node, "--display.socket=", "--debug.addr=") as agent:
+async def test_the_agent_runs_without_display() -> None:
+    """It is off where its setting is empty."""
+    async with open_test_node() as node, open_agent(node, "--display.socket=") as agent:
         assert agent.parts.observability.display is None
-        assert agent.parts.observability.debug is None
         assert not node.paths.display_socket.exists()

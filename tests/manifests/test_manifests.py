@@ -91,12 +91,10 @@ def test_the_agents_own_sockets_lie_in_a_directory_of_the_pod() -> None:
         assert volume["emptyDir"]["medium"] == "Memory"
 
 
-def test_the_debug_listener_is_reached_through_the_pod_alone() -> None:
-    """On the pod's own loopback, for `kubectl port-forward`, and no port of the container."""
-    (container,) = pod_spec()["containers"]
-    settings = deployed()
-    assert settings.debug.addr == "localhost"
-    assert settings.debug.port not in [port["containerPort"] for port in container["ports"]]
+def test_the_debug_pages_are_for_the_pod_alone() -> None:
+    """On its loopback, for `kubectl port-forward`: no file has a token, and the pod has a network of its own."""
+    assert deployed().web.debug_token_file is None
+    assert not pod_spec().get("hostNetwork")
 
 
 def test_the_service_finds_the_pods_and_their_port_and_has_no_address() -> None:

@@ -1,4 +1,4 @@
-"""A debug listener with fake sources, and raw requests."""
+"""A web port whose /debug has fake sources, and raw requests."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from yarl import URL
 
 from gpushare_agent.observability.display import graph_text
 from gpushare_agent.observability.http.debug_pages import DebugSources
-from gpushare_agent.observability.http.debug_server import DebugServer
-from gpushare_agent.settings.sections import DebugSettings
+from gpushare_agent.observability.http.server import WebServer
+from gpushare_agent.observability.metrics.agent import AgentMetrics
 from gpushare_agent.settings.settings import load_settings
 from tests.cluster.support_kube import DEADLINE_S, running
 from tests.observability.support_display import snapshot, train_allocation, train_pod, usage_round, whole_allocation
@@ -42,19 +42,22 @@ def sources(*flags: str) -> DebugSources:
 
 
 @asynccontextmanager
-async def serving(*, addr: str = "127.0.0.1", token_file: Path | None = None, **others: Any) -> AsyncIterator[int]:
-    """A running listener's port."""
-    server = DebugServer(DebugSettings(addr=addr, port=0, token_file=token_file), sources(), **others)
+async def serving(
+    *, addr: str = "127.0.0.1", token_file: Path | None = None, debug: DebugSources | None = None, **others: Any
+) -> AsyncIterator[int]:
+    """A running web server's port."""
+    debug = debug or sources(f"--web.debug-token-file={token_file or ''}")
+    server = WebServer(addr, 0, metrics=AgentMetrics(), ready=list, debug=debug, **others)
     async with running(server.run):
         async with asyncio.timeout(DEADLINE_S):
             port = await server.wait_listening()
         yield port
 
 
-async def ask(port: int, path: str, *, method: str = "GET", **headers: str) -> Answer:
+async def ask(port: int, path: str, *, method: str = "GET", at: str = "127.0.0.1", **headers: str) -> Answer:
     """One request with a connection of its own; `_` in a header's name is `-`."""
     named = {name.replace("_", "-"): value for name, value in headers.items()}
-    url = f"http://127.0.0.1:{port}{path}"
+    url = f"http://{at}:{port}{path}"
     async with (
         asyncio.timeout(DEADLINE_S),
         ClientSession() as session,

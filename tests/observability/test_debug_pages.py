@@ -77,7 +77,7 @@ def test_settings_tell_their_value_and_whether_it_is_the_default() -> None:
     found = written(settings_page(sources("--health.check-period-s=7")))["settings"]
     assert found["health.check_period_s"] == {"value": "7", "is_default": False}
     assert found["web.port"] == {"value": "5678", "is_default": True}
-    assert found["debug.token_file"] == {"value": "", "is_default": True}
+    assert found["web.debug_token_file"] == {"value": "", "is_default": True}
 
 
 @asynccontextmanager

@@ -7,8 +7,7 @@ import gzip
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from aiohttp import ClientSession, web
@@ -23,6 +22,7 @@ from gpushare_agent.observability.metrics.node import node_series
 from gpushare_agent.observability.metrics.text import NodePage
 from tests.cluster.support_kube import DEADLINE_S, running
 from tests.kit.support_http import Peer, serving
+from tests.observability.support_debug import sources
 from tests.observability.support_usage import allocation, facts, key_of, snapshot
 
 
@@ -276,21 +276,11 @@ async def test_one_that_asks_too_much_at_once_is_answered_503_and_others_are_not
             peer.close()
 
 
-async def test_debug_pages_lead_to_the_debug_listener() -> None:
-    """gpu-manager has them on this port: who is on this host is sent there, path and query with it."""
-    async with served(debug=("localhost", 5679)) as url, ClientSession() as session:
-        async with session.get(f"{url}/debug/pprof/goroutine?debug=1", allow_redirects=False) as response:
-            assert response.status == 307
-            assert response.headers["Location"] == "http://localhost:5679/debug/pprof/goroutine?debug=1"
-        async with session.get(f"{url}/debug", allow_redirects=False) as response:
-            assert response.headers["Location"] == "http://localhost:5679/debug"
+async def test_the_debug_pages_are_on_this_port() -> None:
+    """gpu-manager has them there; the list of paths names them."""
+    async with served(debug=sources()) as url:
+        status, text = await _get(f"{url}/debug/pprof/goroutine?debug=1")
+        assert status == 200 and "tasks at" in text
+        assert "  /debug/\n" in (await _get(f"{url}/"))[1]
     async with served() as url:
-        status, text = await _get(f"{url}/debug/pprof/")
-        assert status == 404 and "debug.addr is empty" in text
-
-
-async def test_another_host_is_told_where_the_debug_listener_is() -> None:
-    """And not sent to an address that is another one for it."""
-    server = WebServer("127.0.0.1", 0, metrics=AgentMetrics(), ready=list, debug=("localhost", 5679))
-    answer = await server._lead_to_debug(cast(web.Request, SimpleNamespace(remote="10.0.0.7")))
-    assert answer.status == 403 and "port-forward POD 5679" in str(answer.text)
+        assert (await _get(f"{url}/debug/pprof/"))[0] == 404

@@ -625,8 +625,8 @@ PROMISES: Promises = {
         different(
             "pkg/server, setupGRPCGatewayService",
             "`/debug/pprof/` on port 5678",
-            "`/debug` names the debug listener, port 5679 of the pod alone, which answers with what there is",
-            "tests/observability/test_server.py::test_debug_pages_lead_to_the_debug_listener",
+            "for the pod itself (`kubectl port-forward`) or with a token, and with what there is",
+            "tests/observability/test_server.py::test_the_debug_pages_are_on_this_port",
         ),
         different(
             "reading notes, start",

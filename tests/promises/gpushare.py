@@ -76,7 +76,7 @@ PROMISES: Promises = {
             "pkg/gpu/nvidia/coredump.go",
             "SIGQUIT writes stacks to `/etc/kubernetes/go_….txt`",
             "`/debug/tasks`, and `/debug/pprof/goroutine`",
-            "tests/observability/test_debug_server.py::test_gos_profiles_are_answered_with_what_there_is",
+            "tests/observability/test_debug_routes.py::test_gos_profiles_are_answered_with_what_there_is",
         ),
     ),
     "Nodes": (

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import shlex
 import sys
 import tempfile
-from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
 import aiohttp
 import pytest
 
-from gpushare_agent.cli.sandbox_run import addresses_of, debug_port
+from gpushare_agent.cli.sandbox_run import addresses_of
 from gpushare_agent.settings.settings import load_settings
 from tests.sandbox.support_sandbox_cli import DEADLINE_S, ROOT, document_of, live, read_until, registered, sandbox
 
@@ -55,47 +53,17 @@ async def test_the_first_lines_say_how_the_agent_is_asked_and_that_works() -> No
             )
             assert reported["control_socket"] == str(state / "agent-control.sock")
             assert explain == f"{sys.executable} -m gpushare_agent explain POD --server {reported['web']}"
-            assert "/debug/tasks" in await page_of(reported["debug"])
+            assert "/debug/tasks" in await page_of(f"{reported['web']}/debug/")
             assert "is cordoned" in await printed_by(cordon.replace("GPU", "1"))
             assert " Cordoned " in await printed_by(f"{top} --once")
             status = (await sandbox("status", "--state-dir", state)).out
-            assert (
-                f"web {reported['web']}  debug {reported['debug']}  control socket {reported['control_socket']}"
-                in status
-            )
+            assert f"web {reported['web']}  control socket {reported['control_socket']}" in status
             await sandbox("kill-agent", "--state-dir", state)
             await read_until(process, "starting it again")
-            assert "/debug/tasks" in await page_of(reported["debug"])
-
-
-@pytest.mark.parametrize(
-    ("flags", "variables", "is_first", "port"),
-    [
-        (("--debug.port=7001",), {}, True, 7001),
-        ((), {"GPUSHARE_DEBUG__PORT": "7002"}, True, 7002),
-        (("--debug.port=7001",), {}, False, None),
-        (("--debug.port=0",), {}, True, None),
-        ((), {}, True, None),
-    ],
-)
-def test_the_debug_port_is_the_given_one_for_the_first_node_and_else_a_free_one(
-    flags: tuple[str, ...],
-    variables: Mapping[str, str],
-    is_first: bool,
-    port: int | None,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Two nodes cannot have the same, and the usual one may be an agent's of this machine."""
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    found = debug_port(load_settings(flags, os.environ), is_first=is_first)
-    assert found == port if port is not None else found not in (0, 5679, 7001)
+            assert "/debug/tasks" in await page_of(f"{reported['web']}/debug/")
 
 
 def test_an_address_that_means_all_is_reported_as_one_that_can_be_asked() -> None:
     """And what is switched off is not told."""
-    flags = ("--web.addr=0.0.0.0", "--web.port=5", "--debug.addr=::1", "--debug.port=6", "--control.socket=")
-    assert addresses_of(load_settings(flags, {}).settings) == {
-        "web": "http://localhost:5", "debug": "http://[::1]:6/debug/", "control_socket": "",
-    }  # fmt: skip
-    assert addresses_of(load_settings(("--debug.addr=",), {}).settings)["debug"] == ""
+    flags = ("--web.addr=0.0.0.0", "--web.port=5", "--control.socket=")
+    assert addresses_of(load_settings(flags, {}).settings) == {"web": "http://localhost:5", "control_socket": ""}

@@ -181,7 +181,7 @@ async def test_the_whole_command_with_two_nodes_and_the_extender() -> None:
         document = json.loads(done.out)
         assert [len(node["gpus"]) for node in document["nodes"]] == [2, 1]
         asked_at = [where for node in document["nodes"] for where in node["addresses"].values()]
-        assert len(set(asked_at)) == 6  # web, debug and control socket of each
+        assert len(set(asked_at)) == 4  # web and control socket of each
         assert sorted(shown["node"] for shown in document["pods"]) == ["", "sandbox-0", "sandbox-0", "sandbox-1"]
         (waits,) = (shown for shown in document["pods"] if not shown["node"])
         assert (waits["phase"], waits["reason"]) == ("Pending", "Unschedulable")

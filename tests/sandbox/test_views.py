@@ -193,7 +193,7 @@ def test_the_use_of_several_gpus_is_a_part_of_them_together() -> None:
 
 def test_status_says_where_each_nodes_agent_is_asked(capsys: pytest.CaptureFixture[str]) -> None:
     """Not what is switched off; and not the report of --once, for then nobody is there to be asked."""
-    addresses = {"web": "http://localhost:1", "debug": "", "control_socket": "/s/agent-control.sock"}
+    addresses = {"web": "http://localhost:1", "control_socket": "/s/agent-control.sock"}
     document = {"nodes": [{"name": "a", "gpus": [GPU], "addresses": addresses}], "pods": []}
     print_document(document, "table", has_addresses=True)
     assert "web http://localhost:1  control socket /s/agent-control.sock\n" in capsys.readouterr().out

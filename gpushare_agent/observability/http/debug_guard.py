@@ -2,13 +2,13 @@
 
 | danger | answer |
 |---|---|
-| the listener is reachable from other hosts | a token file is required, else the agent does not start |
+| the port is reachable from other hosts | without a token file only what came to a loopback address is answered |
 | a web page calls localhost (kubectl port-forward) | requests that a browser marks as another page's are refused |
 | a name of the attacker's that resolves to 127.0.0.1 | on a loopback address only this host's names are served |
 | a request line with the URL of another host, which counts instead of the Host header (RFC 9112, 3.2.2) | refused |
 | guessing the token byte by byte | digests are compared, in constant time |
 
-State owned: the token's digest and when it was read.
+No proxy's headers are believed. State owned: the token's digest and when it was read.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ from msgspec import Struct
 from gpushare_agent.kit.daemon_thread import DaemonThread
 from gpushare_agent.kit.supervision import ReportOnce
 from gpushare_agent.kit.tcp_listeners import is_loopback
-from gpushare_agent.model.errors import StartupError, Unavailable
-from gpushare_agent.settings.sections import DebugSettings
+from gpushare_agent.model.errors import Unavailable
 
 if TYPE_CHECKING:
     from multidict import CIMultiDictProxy
@@ -42,23 +41,6 @@ _READ_TIMEOUT_S = 2.0
 _HOST = re.compile(r"(?:\[(?P<ipv6>[0-9a-f:.]+)\]|(?P<name>[^\[\]:\s]+))(?::[0-9]{1,5})?")
 
 
-def is_for_this_host(addr: str) -> bool:
-    """Whether only programs of this host reach this address. The only such name is `localhost`; the addresses that it
-    resolves to are checked on listening."""
-    return addr == "localhost" or is_loopback(addr)
-
-
-def check_debug_settings(settings: DebugSettings) -> None:
-    """Raises StartupError where other hosts could read the debug pages without a token."""
-    if not settings.addr or settings.token_file is not None or is_for_this_host(settings.addr):
-        return
-    raise StartupError(
-        f"debug.addr is {settings.addr}, which other hosts may reach, and debug.token_file is empty: the debug pages show "
-        "every pod of the node and can slow the agent down. Name a file with a token, or leave debug.addr at localhost and "
-        "use kubectl port-forward; an empty debug.addr switches the pages off"
-    )
-
-
 class Denied(Struct, frozen=True, kw_only=True):
     """The HTTP status of a refusal and its text."""
 
@@ -67,8 +49,10 @@ class Denied(Struct, frozen=True, kw_only=True):
 
 
 class Guard:
-    """`token_file` None: no token is needed, and only this host's names are accepted in the Host header. `has_page`: a page
-    of the listener itself may ask; a browser names it as the origin of its scripts' requests."""
+    """`token_file` None: no token is needed, and only this host is answered, by its own names in the Host header.
+
+    `has_page`: a page of the listener itself may ask; a browser names it as the origin of its scripts' requests.
+    """
 
     def __init__(
         self, token_file: Path | None, *, has_page: bool = False, clock: Callable[[], float] = time.monotonic
@@ -76,10 +60,15 @@ class Guard:
         self._has_page = has_page
         self._token = _TokenFile(token_file, clock) if token_file is not None else None
 
-    async def denies(self, target: str, headers: CIMultiDictProxy[str]) -> Denied | None:
-        """Why this request is not answered, None where it is. `target` is the request line's."""
+    async def denies(self, target: str, headers: CIMultiDictProxy[str], *, is_local: bool = True) -> Denied | None:
+        """Why this request is not answered, None where it is. `target` is the request line's; `is_local`: it came to a
+        loopback address, at which the kernel takes no packet of another host."""
         if not target.startswith("/"):
             return Denied(status=400, text="the request line must hold a path, not a URL")
+        if self._token is None and not is_local:
+            return Denied(
+                status=403, text="only this host is served: kubectl port-forward, or set web.debug_token_file"
+            )
         if self._token is None and not _names_this_host(headers.getall("Host", [])):
             return Denied(status=403, text="the Host header must be localhost or a loopback address, given once")
         # A browser names the page's origin with each request of its scripts, also where it is this listener.
@@ -162,4 +151,4 @@ def _names_this_host(hosts: list[str]) -> bool:
     if (ipv6 := found["ipv6"]) is not None:
         # The pattern takes [127.0.0.1] too, which no client writes: brackets are for IPv6 (RFC 3986, 3.2.2).
         return ":" in ipv6 and is_loopback(ipv6)
-    return is_for_this_host(found["name"])
+    return found["name"] == "localhost" or is_loopback(found["name"])

@@ -1,6 +1,7 @@
-"""The paths of the debug listener: which page is where, the guard before all of them, the answer to each error.
+"""/debug on the web port: pages about the inside of a running agent, for operators. Which page is where, the guard before
+all of them, the answer to each error.
 
-Listening is observability/http/debug_server.py, the contents of the pages debug_pages.py. No state.
+What changes something needs POST or PUT. The contents of the pages are debug_pages.py. No state.
 """
 
 from __future__ import annotations
@@ -8,8 +9,7 @@ from __future__ import annotations
 import asyncio
 import html
 import json
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
 
 import structlog
 from aiohttp import web
@@ -19,13 +19,14 @@ from gpushare_agent import __version__
 from gpushare_agent.kit.http_answers import BadQueryError, Word, accepts_html, read_query, shown
 from gpushare_agent.kit.http_server import Handler
 from gpushare_agent.kit.logs import LOG_LEVELS, log_level, set_log_level
+from gpushare_agent.kit.tcp_listeners import is_loopback
 from gpushare_agent.observability.http import debug_pages
 from gpushare_agent.observability.http.debug_guard import Guard
 from gpushare_agent.observability.http.debug_pages import DebugSources, Page
 
 log = structlog.get_logger(__name__)
 
-
+_PROFILES = "/debug/pprof"
 _PPROF = """this is no Go program and has no pprof; in its place:
   goroutine          /debug/tasks: every task and what it awaits
   profile, trace     py-spy record --pid PID, on the node (docs/how-to/debug.md)
@@ -55,42 +56,39 @@ def debug_routes(sources: DebugSources) -> list[web.AbstractRouteDef]:
         ("GET", "/debug/tasks", "every task and what it awaits", _page(_tasks_page, sources)),
         ("GET", "/debug/topology", "GPUs, links, tree", _page(debug_pages.topology_page, sources)),
     ]
-    shown = {path: handler for method, path, _, handler in entries if method == "GET"}
-    shown |= dict.fromkeys(("/debug", "/debug/"), _index(entries))
+    pages: dict[str, dict[str, Handler]] = {path: {"GET": _index(entries)} for path in ("/debug", "/debug/")}
     # gpu-manager is a Go program and has Go's profiles here.
-    shown |= dict.fromkeys(("/debug/pprof", "/debug/pprof/{profile:.*}"), _show_pprof)
-    # aiohttp would answer HEAD by making the whole page and dropping it.
-    routes = [web.get(path, handler, allow_head=False) for path, handler in shown.items()]
-    return [*routes, web.post("/debug/log", _change_log), web.put("/debug/log", _change_log)]
+    pages[_PROFILES] = {"GET": _show_pprof}
+    for method, path, _, handler in (*entries, ("PUT", "/debug/log", "", _change_log)):
+        pages.setdefault(path, {})[method] = handler
+    guard = Guard(sources.settings.web.debug_token_file)
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        response = await _answer(request, pages, guard)
+        response.headers["Cache-Control"] = "no-store"
+        return response
+
+    # One handler for every path and method: a refusal of aiohttp's own would tell strangers which pages there are.
+    return [web.route("*", path, answer) for path in ("/debug", "/debug/{page:.*}")]
 
 
-def guarding(guard: Guard) -> Any:
-    """A middleware that guards every request, also those for no page, and answers every error with a text."""
-
-    @web.middleware
-    async def answer_guarded(request: web.Request, handler: Handler) -> web.StreamResponse:
-        return await _answer(request, handler, guard)
-
-    return answer_guarded
-
-
-async def _answer(request: web.Request, handler: Handler, guard: Guard) -> web.StreamResponse:
-    # Before the path is looked at: an answer 404 would tell strangers which pages there are.
-    denied = await guard.denies(request.raw_path, request.headers)
+async def _answer(request: web.Request, pages: Mapping[str, Mapping[str, Handler]], guard: Guard) -> web.StreamResponse:
+    address = request.transport.get_extra_info("sockname") if request.transport is not None else None
+    is_local = address is not None and is_loopback(str(address[0]))
+    denied = await guard.denies(request.raw_path, request.headers, is_local=is_local)
     if denied is not None:
         challenge = {"WWW-Authenticate": 'Bearer realm="gpushare-agent debug"'} if denied.status == 401 else None
         return web.Response(status=denied.status, text=denied.text + "\n", headers=challenge)
+    handlers = pages.get(_PROFILES if request.path.startswith(f"{_PROFILES}/") else request.path)
+    if handlers is None:
+        return web.Response(status=404, text=f"there is no page {shown(request.path)}; /debug/ lists them\n")
+    if request.method not in handlers:
+        allowed = ", ".join(sorted(handlers))
+        return web.Response(status=405, text=f"this page takes {allowed}\n", headers={"Allow": allowed})
     try:
-        return await handler(request)
+        return await handlers[request.method](request)
     except BadQueryError as e:
         return web.Response(status=400, text=f"{e}\n")
-    except web.HTTPNotFound:
-        return web.Response(status=404, text=f"there is no page {shown(request.path)}; /debug/ lists them\n")
-    except web.HTTPMethodNotAllowed as e:
-        allowed = ", ".join(sorted(e.allowed_methods))
-        return web.Response(status=405, text=f"this page takes {allowed}\n", headers={"Allow": allowed})
-    except web.HTTPException as e:
-        return web.Response(status=e.status, text=f"{e.reason}\n")
     except Exception:  # the servicer's edge: the peer gets an answer, the log the traceback
         log.exception("debug_request_failed", path=request.path[:100])
         return web.Response(status=500, text="the page failed; the agent's log has the traceback\n")
@@ -134,7 +132,7 @@ def _json(content: Page) -> web.Response:
 
 async def _show_pprof(request: web.Request) -> web.Response:
     """What there is in the place of Go's profiles; its goroutines are this program's tasks."""
-    is_tasks = request.match_info.get("profile") == "goroutine"
+    is_tasks = request.path == f"{_PROFILES}/goroutine"
     return web.Response(text=debug_pages.tasks_page(asyncio.all_tasks()) if is_tasks else _PPROF)
 
 

@@ -1,8 +1,9 @@
-"""The agent's web port: metrics, health, readiness, version, the dashboard, and the routes that other modules provide.
+"""The agent's web port: metrics, health, readiness, version, the dashboard, /debug, and the routes of other modules.
 
-Reads only; any client that reaches the address may read. The Host header is not checked: a node is reached by many names.
-aiohttp is imported in a thread once `run` begins, for it takes 190 ms that the registration with the kubelet should not wait
-for. Limits and connections are kit/http_server.py's. Paths kept from gpu-manager: docs/reference/formats.md, section 8.
+Any client that reaches the address may read all but /debug, which has a guard of its own. The Host header is not checked: a
+node is reached by many names. aiohttp is imported in a thread once `run` begins, because it takes 190 ms for which the
+registration with the kubelet should not wait. Limits and connections are kit/http_server.py's. Paths kept from gpu-manager:
+docs/reference/formats.md, section 8.
 State owned: the listening sockets between `bind` and `run`.
 """
 
@@ -31,6 +32,7 @@ from gpushare_agent.kit.http_answers import (
 )
 from gpushare_agent.kit.tcp_listeners import close_all, listen_tcp
 from gpushare_agent.model.errors import StartupError, Unavailable
+from gpushare_agent.observability.http.debug_pages import DebugSources
 from gpushare_agent.observability.http.page import PREFIX, WebPage
 from gpushare_agent.observability.metrics.agent import AgentMetrics
 
@@ -43,7 +45,6 @@ if TYPE_CHECKING:
 log = structlog.get_logger(__name__)
 
 _JSON = "application/json; charset=utf-8"
-_THIS_HOST = ("127.0.0.1", "::1")
 BACKLOG = 128
 """Of the kernel: connections that wait to be accepted."""
 
@@ -58,8 +59,8 @@ class WebServer(Struct, eq=False):
     ready: Callable[[], Sequence[str]]
     routes: Sequence[Route] = ()
     before_reading: Callable[[], Awaitable[None]] = at_once
-    debug: tuple[str, int] | None = None
-    """Where the debug listener is, None without one."""
+    debug: DebugSources | None = None
+    """What /debug reads; None: there is no such page."""
     limits: HttpLimits | None = None
     _page: WebPage = field(default_factory=WebPage)
     _paths: list[str] = field(default_factory=list)
@@ -92,12 +93,14 @@ class WebServer(Struct, eq=False):
         from aiohttp import web
 
         from gpushare_agent.kit.http_server import HttpLimits, HttpServer
+        from gpushare_agent.observability.http.debug_routes import debug_routes
 
         handlers = self._handlers()
         self._paths = sorted(handlers)
-        routes = [web.get(path, handler) for path, handler in handlers.items()]
-        # gpu-manager has them on this port, which other hosts reach.
-        routes += [web.get(path, self._lead_to_debug) for path in ("/debug", "/debug/{page:.*}")]
+        routes: list[web.AbstractRouteDef] = [web.get(path, handler) for path, handler in handlers.items()]
+        if self.debug is not None:
+            routes += debug_routes(self.debug)
+            self._paths.append("/debug/")
         server = HttpServer("web", routes, limits=self.limits or HttpLimits(), headers=SECURITY_HEADERS)
         try:
             await self.bind()
@@ -154,17 +157,6 @@ class WebServer(Struct, eq=False):
         text = f"gpushare-agent {__version__}: the dashboard, in a browser; for programs:\n\n{paths}"
         return text_answer(text, headers={"Vary": "Accept"})
 
-    async def _lead_to_debug(self, request: web.Request) -> web.Response:
-        """The debug listener is another, for it may change the log level: who is on this host is sent there."""
-        if self.debug is None:
-            return text_answer("the debug listener is off (debug.addr is empty)\n", status=404)
-        addr, port = self.debug
-        local = f"http://localhost:{port}"
-        text = f"debug pages are at {addr}:{port}: kubectl port-forward POD {port}, then {local}/debug/\n"
-        if request.remote not in _THIS_HOST or not port:
-            return text_answer(text, status=403)
-        return text_answer(text, status=307, headers={"Location": f"{local}{request.rel_url}"})
-
     async def _show_health(self, _request: web.Request) -> web.Response:
         return text_answer("ok\n")
 
@@ -190,4 +182,5 @@ class WebServer(Struct, eq=False):
 
     def _load(self) -> None:
         self._page.load()
-        importlib.import_module("gpushare_agent.kit.http_server")
+        for name in ("kit.http_server", "observability.http.debug_routes"):
+            importlib.import_module(f"gpushare_agent.{name}")

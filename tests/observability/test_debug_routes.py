@@ -1,22 +1,15 @@
-"""observability/http/debug_server.py over a real socket: each page, each change, and the port that is taken."""
+"""observability/http/debug_routes.py over a real socket: each page and each change."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
-import socket
 from collections.abc import Iterator
 
 import pytest
 import structlog
 from msgspec.structs import replace
 
-from gpushare_agent.observability.http.debug_server import DebugServer
-from gpushare_agent.settings.sections import DebugSettings
-from tests.agent.support_agent import poll_until
-from tests.cluster.support_kube import running
-from tests.kit.support_http import free_port
 from tests.observability.support_debug import ask, serving, sources
 from tests.observability.support_display import SECRET
 
@@ -55,7 +48,7 @@ async def test_the_index_lists_each_page_once_for_programs_and_for_browsers() ->
     assert "<script" not in page.text
 
 
-async def test_tasks_name_the_listener_itself() -> None:
+async def test_tasks_name_the_server_itself() -> None:
     """The task that answers is among them."""
     async with serving() as port:
         answer = await ask(port, "/debug/tasks")
@@ -88,7 +81,6 @@ async def test_the_log_level_changes_now_and_the_old_one_is_reported(method: str
         ("POST", "/debug/tasks", 405),
         ("DELETE", "/debug/log", 405),
         ("OPTIONS", "/debug/", 405),
-        ("GET", "/", 404),
         ("GET", "/debug/x", 404),
         ("GET", "/debug/../etc/passwd", 404),
         ("GET", "/debug/%2e%2e/%2e%2e/etc/passwd", 404),
@@ -110,45 +102,19 @@ async def test_what_is_asked_wrongly_is_refused_with_a_text_and_changes_nothing(
 
 
 async def test_a_failing_page_is_an_answer_and_a_traceback_in_the_log() -> None:
-    """The listener goes on."""
+    """The server goes on."""
 
     def fail() -> list[object]:
         raise ValueError(SECRET)
 
-    server = DebugServer(
-        DebugSettings(addr="127.0.0.1", port=0),
-        replace(sources(), pods=fail),  # type: ignore[arg-type]  # it fails
-    )
+    broken = replace(sources(), pods=fail)  # type: ignore[arg-type]  # it fails
     with structlog.testing.capture_logs() as logged:
-        async with running(server.run):
-            port = await server.wait_listening()
+        async with serving(debug=broken) as port:
             answer = await ask(port, "/debug/pods")
             assert (await ask(port, "/debug/log")).status == 200
     assert answer.status == 500
     assert SECRET not in answer.text
     assert "debug_request_failed" in [line["event"] for line in logged]
-
-
-async def test_a_taken_port_costs_the_pages_and_is_tried_again() -> None:
-    """A warning once, then the pages once the other program has ended."""
-    port = free_port()
-    other = socket.create_server(("127.0.0.1", port))
-    server = DebugServer(DebugSettings(addr="127.0.0.1", port=port), sources(), retry_s=0.01)
-    with structlog.testing.capture_logs() as logged:
-        async with running(server.run):
-            await poll_until(lambda: logged, "the warning")
-            await asyncio.sleep(0.05)
-            other.close()
-            assert await server.wait_listening() == port
-            assert (await ask(port, "/debug/log")).status == 200
-    assert [line["event"] for line in logged] == ["debug_unavailable", "debug_listening"]
-    assert "debug.port" in logged[0]["cure"]
-
-
-async def test_localhost_means_every_loopback_address() -> None:
-    """The default serves 127.0.0.1, and ::1 where there is one, on one port."""
-    async with serving(addr="localhost") as port:
-        assert (await ask(port, "/debug/log")).status == 200
 
 
 @pytest.mark.parametrize("path", ["/debug/pprof", "/debug/pprof/", "/debug/pprof/heap?debug=1", "/debug/pprof/profile"])
