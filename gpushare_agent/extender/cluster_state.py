@@ -123,11 +123,11 @@ class _Costs(Struct, eq=False):
 
 
 class ClusterState:
-    """`quota`, where given, is asked for each kind of node, and told what counts."""
+    """`quota` is asked for each kind of node, and told what counts; nobody has one where it is not given."""
 
     def __init__(self, *, policy: ClusterPolicy, quota: QuotaState | None = None) -> None:
         self._policy = policy
-        self._quota = quota
+        self._quota = quota or QuotaState(policy.names)
         self._nodes: dict[str, NodeLedger] = {}
         self._pods: dict[PodUid, tuple[Pod, str]] = {}
         """The pods that are bound or reserved, and on which node."""
@@ -174,7 +174,7 @@ class ClusterState:
             return
         if ledger is None or ledger.node.kind != node.kind:
             self._kinds = None
-        is_recounted = self._quota is not None and self._quota.put_node(node)
+        is_recounted = self._quota.put_node(node)
         if ledger is None:
             ledger = self._nodes[node.name] = NodeLedger(node, self._policy.names, self._node_changed)
             # Of a new node there are no answers at all.
@@ -196,7 +196,7 @@ class ClusterState:
                     self._confirm(reserved, charges, now)
         if is_recounted:
             for uid in ledger.reservations:
-                self._count(uid)
+                self._quota.count(*self._pods[uid])
         # Pods ended by force, and such as our watch has not shown yet: their processes have the GPU all the same.
         ledger.set_unattributed({uid: charges for uid, charges in reported.items() if uid not in ledger.reservations})
 
@@ -207,8 +207,7 @@ class ClusterState:
         if ledger is None:
             return
         self._kinds = None
-        if self._quota is not None:
-            self._quota.remove_node(name)
+        self._quota.remove_node(name)
         for uid, reservation in ledger.reservations.items():
             if reservation.stage is not Stage.ASSUMED:
                 self._drop_reservation(uid)
@@ -366,8 +365,7 @@ class ClusterState:
         if ledger is None:
             return Refused(reason=RefusalReason.NOT_READY, detail=f"node {node}: {_UNKNOWN}")
         # Checked again, though filter has: other pods of the namespace were reserved between the two.
-        over = self._quota(pod, model=ledger.node.model, pool=ledger.node.pool) if self._quota is not None else None
-        if over is not None:
+        if (over := self._quota(pod, model=ledger.node.model, pool=ledger.node.pool)) is not None:
             return over
         # A client that binds without filtering gets past no rule.
         invalid = self._invalid(pod)
@@ -508,7 +506,7 @@ class ClusterState:
             pod_uid=pod.uid, namespace=pod.namespace, pod=pod.name, node=node, plan=plan, stage=stage, at=now
         )
         self._put(reservation)
-        self._count(pod.uid)
+        self._quota.count(pod, node)
         return reservation
 
     def _put(self, reservation: Reservation) -> Reservation:
@@ -518,12 +516,8 @@ class ClusterState:
         return reservation
 
     def _drop_reservation(self, uid: PodUid) -> None:
-        if self._reservations.pop(uid, None) is not None and self._quota is not None:
+        if self._reservations.pop(uid, None) is not None:
             self._quota.uncount(uid)
-
-    def _count(self, uid: PodUid) -> None:
-        if self._quota is not None:
-            self._quota.count(*self._pods[uid])
 
     def _drop_hosted(self, uid: PodUid) -> None:
         known = self._host_requests.pop(uid, None)
@@ -589,8 +583,6 @@ class ClusterState:
 
     def _over_quota(self, pod: Pod) -> dict[tuple[str, str], str]:
         """Why not, by model and pool: of those where a quota refuses the pod."""
-        if self._quota is None:
-            return {}
         if self._kinds is None:
             self._kinds = list(dict.fromkeys(ledger.node.kind for ledger in self._nodes.values()))
         refused = {kind: self._quota(pod, model=kind[0], pool=kind[1]) for kind in self._kinds}
