@@ -88,8 +88,9 @@ class _Verdict(NamedTuple):
 
 
 class _Answers(Struct, eq=False):
-    """For the pods of one signature that accept the same GPUs, by node: the cost where they fit, else why they do not. What
-    is known of the nodes in `outdated` does not hold any more: between two requests a few nodes change, of thousands."""
+    """For the pods of one signature that accept the same GPUs, by node: the cost where they fit, else why they do not. For a
+    kind of pod its costs by policy fgd alone. What is known of the nodes in `outdated` does not hold any more: between two
+    requests a few nodes change, of thousands."""
 
     outdated: set[str]
     fitting: dict[str, float] = field(default_factory=dict)
@@ -111,17 +112,6 @@ class _Answers(Struct, eq=False):
             of_nodes.pop(name, None)
 
 
-class _Costs(Struct, eq=False):
-    """What a kind of pod costs on each node by policy fgd. `outdated` as of _Answers."""
-
-    outdated: set[str]
-    of_node: dict[str, float] = field(default_factory=dict)
-
-    def forget(self, name: str) -> None:
-        self.outdated.discard(name)
-        self.of_node.pop(name, None)
-
-
 class ClusterState:
     """`quota` is asked for each kind of node, and told what counts; nobody has one where it is not given."""
 
@@ -140,7 +130,7 @@ class ClusterState:
         """Their sums by node, of nodes that are away or offer no GPUs, too."""
         self._unreported_since: dict[str, float] = {}
         self._answers: OrderedDict[tuple[Signature, GpuChoice], _Answers] = OrderedDict()
-        self._costs: OrderedDict[PodKind, _Costs] = OrderedDict()
+        self._costs: OrderedDict[PodKind, _Answers] = OrderedDict()
         self._kinds: list[tuple[str, str]] | None = None
         """Model and pool of the nodes, each once: a few, of thousands of nodes. None: to be worked out."""
         self._learnt = LearntPods()
@@ -211,10 +201,8 @@ class ClusterState:
         for uid, reservation in ledger.reservations.items():
             if reservation.stage is not Stage.ASSUMED:
                 self._drop_reservation(uid)
-        for answers in self._answers.values():
+        for answers in (*self._answers.values(), *self._costs.values()):
             answers.forget(name)
-        for costs in self._costs.values():
-            costs.forget(name)
 
     def put_pod(self, pod: Pod, now: float) -> None:
         """A pod that asks for something of ours. It counts from its bind to its end."""
@@ -313,8 +301,8 @@ class ClusterState:
         if typical is None:
             return [fitting.get(name) for name in names]
         kind = kind_of(signature, pod.host_request, self._policy.names)
-        known = _cached(self._costs, kind, lambda: _Costs(set(self._nodes)))
-        of_node, outdated, of_kind = known.of_node, known.outdated, KindCosts(typical, kind)
+        known = _cached(self._costs, kind, lambda: _Answers(set(self._nodes)))
+        of_node, outdated, of_kind = known.fitting, known.outdated, KindCosts(typical, kind)
         work = 0
         for name in [name for name in names if name in outdated and name in fitting]:
             if work >= WORK_OF_A_STEP:
@@ -537,11 +525,8 @@ class ClusterState:
 
     def _node_changed(self, name: str, gpus: bool) -> None:
         """`gpus` False: its CPU and main memory alone, which change costs and no answers."""
-        for costs in self._costs.values():
-            costs.outdated.add(name)
-        if gpus:
-            for answers in self._answers.values():
-                answers.outdated.add(name)
+        for answers in (*self._costs.values(), *(self._answers.values() if gpus else ())):
+            answers.outdated.add(name)
 
     def _answers_steps(self, pod: Pod, signature: Signature, names: Sequence[str]) -> Steps[_Answers]:
         """What is known of these nodes, up to date."""
