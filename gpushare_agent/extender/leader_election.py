@@ -232,9 +232,9 @@ class LeaderElection(Struct, kw_only=True, eq=False):
 
     def _note(self, raw: Raw | None) -> None:
         """The lease as read, None where it is absent, and since when that is unchanged."""
-        self._lease = None
-        if raw is not None:
-            self._lease, self._was_read = decoded(_LEASE, raw, f"lease {self.terms.namespace}/{self.terms.name}"), True
+        what = f"lease {self.terms.namespace}/{self.terms.name}"
+        self._lease = decoded(_LEASE, raw, what) if raw is not None else None
+        self._was_read = self._was_read or raw is not None
         spec = self._spec
         self.holder = spec.holder_identity or ""
         # Any change of the record means that its holder is there; the resource version is not among them, for labels
