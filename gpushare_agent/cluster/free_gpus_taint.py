@@ -54,11 +54,12 @@ def has_taint(desired: FreeGpus, *, is_there: bool) -> bool:
 
 def plan_taint_patch(node: NodeJson, desired: FreeGpus) -> NodePatch:
     """The taints that the node should have instead of those that it has."""
+    present = node.taints or []
+    others = [taint for taint in present if taint.get("key") != KEY]
+    is_there = len(others) < len(present)
     # They are replaced as a whole: of taints that could not be read somebody else's would be lost.
-    if node.taints is None:
-        return NodePatch()
-    others = [taint for taint in node.taints if taint.get("key") != KEY]
-    is_there = len(others) < len(node.taints)
-    if is_there == has_taint(desired, is_there=is_there):
-        return NodePatch()
-    return NodePatch(taints=others if is_there else [*others, {"key": KEY, "effect": EFFECT}])
+    if node.taints is None or is_there == has_taint(desired, is_there=is_there):
+        return NodePatch(what="taints")
+    taints = others if is_there else [*others, {"key": KEY, "effect": EFFECT}]
+    body = {"metadata": {"resourceVersion": node.meta.version}, "spec": {"taints": taints}}
+    return NodePatch(what="taints", body=body, shown={"taints": taints})

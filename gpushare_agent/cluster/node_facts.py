@@ -12,6 +12,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence, Set
 from types import MappingProxyType
+from typing import TypeVar
 
 from msgspec import Struct, field
 
@@ -27,6 +28,8 @@ from gpushare_agent.cluster.node_annotations import (
 )
 from gpushare_agent.model.gpus import Gpu, GpuInventory, LinkKind, Topology
 from gpushare_agent.model.names import GPU_MODEL_LABEL, GpuUuid
+
+T = TypeVar("T")
 
 MAX_LABEL_CHARS = 63
 
@@ -213,29 +216,16 @@ _KUBERNETES_DOMAINS = ("kubernetes.io", "k8s.io")
 
 
 class NodePatch(Struct, frozen=True, kw_only=True):
-    """What has to change; None removes. `foreign` are labels to which somebody else gave other values, left as they are;
-    `unusable` those of the settings that Kubernetes would refuse."""
+    """What has to change: a merge patch (None removes), empty where nothing has, and `shown` of it in the log. `foreign` are
+    labels to which somebody else gave other values, left as they are; `unusable` those of the settings that Kubernetes would
+    refuse."""
 
-    labels: Mapping[str, str | None] = field(default_factory=dict)
-    annotations: Mapping[str, str | None] = field(default_factory=dict)
-    capacity: Mapping[str, str] = field(default_factory=dict)
-    taints: Sequence[Mapping[str, object]] | None = None
-    """All that the node is to have; None leaves them."""
+    what: str
+    body: Mapping[str, object] = field(default_factory=dict)
+    shown: Mapping[str, object] = field(default_factory=dict)
+    subresource: str = ""
     foreign: Sequence[str] = ()
     unusable: Sequence[str] = ()
-
-    @property
-    def is_empty(self) -> bool:
-        return not (self.labels or self.annotations or self.capacity) and self.taints is None
-
-    def body(self, version: str) -> tuple[str, Mapping[str, object]]:
-        """What it changes, in words, and the merge patch. The kubelet takes capacity over into what can be allocated."""
-        if self.capacity:
-            return "capacity", {"status": {"capacity": self.capacity}}
-        if self.taints is not None:
-            return "taints", {"metadata": {"resourceVersion": version}, "spec": {"taints": self.taints}}
-        metadata = {"labels": self.labels, "annotations": self.annotations}
-        return "labels and annotations", {"metadata": {key: value for key, value in metadata.items() if value}}
 
 
 def plan_facts_patch(node: NodeJson, desired: NodeFacts) -> NodePatch:
@@ -269,10 +259,12 @@ def plan_facts_patch(node: NodeJson, desired: NodeFacts) -> NodePatch:
     # While the driver is away the labels stay, and the record of them with them.
     if desired.are_gpus_named and present.get(FEATURES_ANNOTATION) != written_at:
         annotations[FEATURES_ANNOTATION] = written_at
-    changed = {name: value for name, value in annotations.items() if present.get(name) != value}
+    changed = {"labels": {**set_labels, **dict.fromkeys(gone)}, "annotations": _changed(present, annotations)}
+    metadata = {key: dict(sorted(values.items())) for key, values in changed.items() if values}
     return NodePatch(
-        labels=dict(sorted({**set_labels, **dict.fromkeys(gone)}.items())),
-        annotations=dict(sorted(changed.items())),
+        what="labels and annotations",
+        body={"metadata": metadata} if metadata else {},
+        shown={"labels": set_labels, "removed": sorted(gone), "annotations": sorted(changed["annotations"])},
         foreign=tuple(sorted(foreign)),
         unusable=desired.unusable,
     )
@@ -303,17 +295,19 @@ def _features(labels: Mapping[str, str], desired: NodeFacts) -> Mapping[str, str
 
 def plan_allocations_patch(node: NodeJson, text: str) -> NodePatch:
     """The annotation about the allocations."""
-    return NodePatch(annotations=_changed(node.meta.annotations, {ALLOCATIONS_ANNOTATION: text}))
+    changed = _changed(node.meta.annotations, {ALLOCATIONS_ANNOTATION: text})
+    return NodePatch(what="annotations", body={"metadata": {"annotations": changed}} if changed else {})
 
 
 def plan_capacity_patch(node: NodeJson, desired: Mapping[str, int]) -> NodePatch:
-    """Counts of extended resources in the node's capacity."""
-    return NodePatch(
-        capacity=_changed(node.status.capacity or {}, {resource: str(count) for resource, count in desired.items()})
-    )
+    """Counts of extended resources in the node's capacity. The kubelet takes it over into what can be allocated."""
+    capacity = _changed(node.status.capacity or {}, {resource: str(count) for resource, count in desired.items()})
+    # The subresource status has a right of its own.
+    body = {"status": {"capacity": capacity}} if capacity else {}
+    return NodePatch(what="capacity", body=body, shown={"capacity": capacity}, subresource="status")
 
 
-def _changed(present: Mapping[str, object], desired: Mapping[str, str]) -> dict[str, str]:
+def _changed(present: Mapping[str, object], desired: Mapping[str, T]) -> dict[str, T]:
     return {name: value for name, value in desired.items() if present.get(name) != value}
 
 

@@ -172,33 +172,19 @@ class NodeFieldsWriter(Struct, Generic[T], kw_only=True, eq=False):
         if desired is None or node is None:
             return False
         patch = self.fields.plan(node, desired)
-        if self.fields.needs_version and not patch.is_empty:
+        if self.fields.needs_version and patch.body:
             node = self._node = read_node_json(await api.get_node(self.node_name))
             patch = self.fields.plan(node, desired)
         self._report_labels(patch)
-        if patch.is_empty:
+        if not patch.body:
             return False
-        what, body = patch.body(node.meta.version)
-        # Capacity is in the subresource status, which has a right of its own.
-        subresource = "status" if patch.capacity else ""
-        raw_node = await api.patch_node(self.node_name, what, body, subresource=subresource)
+        raw_node = await api.patch_node(self.node_name, patch.what, patch.body, subresource=patch.subresource)
         # As the API server has it now, with what others wrote meanwhile.
         self._node = read_node_json(raw_node)
-        self._report_written(patch)
-        return True
-
-    def _report_written(self, patch: NodePatch) -> None:
         # Allocations change with every pod; labels, capacity and a taint are worth a line.
-        (log.debug if self.fields.change_often and patch.taints is None else log.info)(
-            "node_fields_written",
-            node=self.node_name,
-            fields=self.fields.name,
-            labels={name: value for name, value in patch.labels.items() if value is not None},
-            removed=[name for name, value in patch.labels.items() if value is None],
-            annotations=sorted(patch.annotations),
-            capacity=dict(patch.capacity),
-            taints=patch.taints,
-        )
+        write = log.info if patch.shown else log.debug
+        write("node_fields_written", node=self.node_name, fields=self.fields.name, **patch.shown)
+        return True
 
     def _report_labels(self, patch: NodePatch) -> None:
         """Once for the same ones."""

@@ -43,6 +43,7 @@ from gpushare_agent.extender.verbs import Extender
 from gpushare_agent.extender.waiters import Waiters
 from gpushare_agent.isolation.resource_names import resource_names
 from gpushare_agent.kit.process import sd_notify
+from gpushare_agent.kit.regular_file import read_regular
 from gpushare_agent.kit.supervision import forever, stop_task, wait_for
 from gpushare_agent.model.errors import StartupError, Unavailable
 from gpushare_agent.settings.former_flags import ADMISSION_FIELDS
@@ -253,8 +254,7 @@ def read_admission_config(path: Path) -> dict[str, str]:
     what = f"cannot use gpu-admission's configuration {path}"
     try:
         # One byte more than allowed, so that a longer file is noticed without being read whole.
-        with path.open("rb") as file:
-            content = file.read(ADMISSION_CONFIG_BYTES + 1)
+        content = read_regular(path, ADMISSION_CONFIG_BYTES + 1, follow=True)
     except OSError as e:
         raise StartupError(f"{what}: {e.strerror or e}; correct extender.config or leave it out") from e
     if len(content) > ADMISSION_CONFIG_BYTES:

@@ -285,7 +285,8 @@ class Binder(Struct, kw_only=True, eq=False):
             return reserved
         # A bind of unknown outcome stays unknown until this one's patch is accepted.
         is_open = self._is_left(pod.uid, Left.OPEN)
-        bind = Bind(reserved, version="" if is_open or pod.annotations else pod.resource_version, is_open=is_open)
+        is_patched = is_open or any(map(chooses_gpus, pod.annotations))
+        bind = Bind(reserved, version="" if is_patched else pod.resource_version, is_open=is_open)
         try:
             # The whole bind's end, so that the waits before count too.
             async with bounded(ends_at - asyncio.get_running_loop().time(), NO_ANSWER):

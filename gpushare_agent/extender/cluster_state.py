@@ -88,8 +88,9 @@ class _Verdict(NamedTuple):
 
 
 class _Answers(Struct, eq=False):
-    """For the pods of one signature that accept the same GPUs, by node: the cost where they fit, else why they do not. What
-    is known of the nodes in `outdated` does not hold any more: between two requests a few nodes change, of thousands."""
+    """For the pods of one signature that accept the same GPUs, by node: the cost where they fit, else why they do not. For a
+    kind of pod its costs by policy fgd alone. What is known of the nodes in `outdated` does not hold any more: between two
+    requests a few nodes change, of thousands."""
 
     outdated: set[str]
     fitting: dict[str, float] = field(default_factory=dict)
@@ -111,23 +112,12 @@ class _Answers(Struct, eq=False):
             of_nodes.pop(name, None)
 
 
-class _Costs(Struct, eq=False):
-    """What a kind of pod costs on each node by policy fgd. `outdated` as of _Answers."""
-
-    outdated: set[str]
-    of_node: dict[str, float] = field(default_factory=dict)
-
-    def forget(self, name: str) -> None:
-        self.outdated.discard(name)
-        self.of_node.pop(name, None)
-
-
 class ClusterState:
-    """`quota`, where given, is asked for each kind of node, and told what counts."""
+    """`quota` is asked for each kind of node, and told what counts; nobody has one where it is not given."""
 
     def __init__(self, *, policy: ClusterPolicy, quota: QuotaState | None = None) -> None:
         self._policy = policy
-        self._quota = quota
+        self._quota = quota or QuotaState(policy.names)
         self._nodes: dict[str, NodeLedger] = {}
         self._pods: dict[PodUid, tuple[Pod, str]] = {}
         """The pods that are bound or reserved, and on which node."""
@@ -140,7 +130,7 @@ class ClusterState:
         """Their sums by node, of nodes that are away or offer no GPUs, too."""
         self._unreported_since: dict[str, float] = {}
         self._answers: OrderedDict[tuple[Signature, GpuChoice], _Answers] = OrderedDict()
-        self._costs: OrderedDict[PodKind, _Costs] = OrderedDict()
+        self._costs: OrderedDict[PodKind, _Answers] = OrderedDict()
         self._kinds: list[tuple[str, str]] | None = None
         """Model and pool of the nodes, each once: a few, of thousands of nodes. None: to be worked out."""
         self._learnt = LearntPods()
@@ -174,7 +164,7 @@ class ClusterState:
             return
         if ledger is None or ledger.node.kind != node.kind:
             self._kinds = None
-        is_recounted = self._quota is not None and self._quota.put_node(node)
+        is_recounted = self._quota.put_node(node)
         if ledger is None:
             ledger = self._nodes[node.name] = NodeLedger(node, self._policy.names, self._node_changed)
             # Of a new node there are no answers at all.
@@ -196,7 +186,7 @@ class ClusterState:
                     self._confirm(reserved, charges, now)
         if is_recounted:
             for uid in ledger.reservations:
-                self._count(uid)
+                self._quota.count(*self._pods[uid])
         # Pods ended by force, and such as our watch has not shown yet: their processes have the GPU all the same.
         ledger.set_unattributed({uid: charges for uid, charges in reported.items() if uid not in ledger.reservations})
 
@@ -207,15 +197,12 @@ class ClusterState:
         if ledger is None:
             return
         self._kinds = None
-        if self._quota is not None:
-            self._quota.remove_node(name)
+        self._quota.remove_node(name)
         for uid, reservation in ledger.reservations.items():
             if reservation.stage is not Stage.ASSUMED:
                 self._drop_reservation(uid)
-        for answers in self._answers.values():
+        for answers in (*self._answers.values(), *self._costs.values()):
             answers.forget(name)
-        for costs in self._costs.values():
-            costs.forget(name)
 
     def put_pod(self, pod: Pod, now: float) -> None:
         """A pod that asks for something of ours. It counts from its bind to its end."""
@@ -314,8 +301,8 @@ class ClusterState:
         if typical is None:
             return [fitting.get(name) for name in names]
         kind = kind_of(signature, pod.host_request, self._policy.names)
-        known = _cached(self._costs, kind, lambda: _Costs(set(self._nodes)))
-        of_node, outdated, of_kind = known.of_node, known.outdated, KindCosts(typical, kind)
+        known = _cached(self._costs, kind, lambda: _Answers(set(self._nodes)))
+        of_node, outdated, of_kind = known.fitting, known.outdated, KindCosts(typical, kind)
         work = 0
         for name in [name for name in names if name in outdated and name in fitting]:
             if work >= WORK_OF_A_STEP:
@@ -366,8 +353,7 @@ class ClusterState:
         if ledger is None:
             return Refused(reason=RefusalReason.NOT_READY, detail=f"node {node}: {_UNKNOWN}")
         # Checked again, though filter has: other pods of the namespace were reserved between the two.
-        over = self._quota(pod, model=ledger.node.model, pool=ledger.node.pool) if self._quota is not None else None
-        if over is not None:
+        if (over := self._quota(pod, model=ledger.node.model, pool=ledger.node.pool)) is not None:
             return over
         # A client that binds without filtering gets past no rule.
         invalid = self._invalid(pod)
@@ -508,7 +494,7 @@ class ClusterState:
             pod_uid=pod.uid, namespace=pod.namespace, pod=pod.name, node=node, plan=plan, stage=stage, at=now
         )
         self._put(reservation)
-        self._count(pod.uid)
+        self._quota.count(pod, node)
         return reservation
 
     def _put(self, reservation: Reservation) -> Reservation:
@@ -518,12 +504,8 @@ class ClusterState:
         return reservation
 
     def _drop_reservation(self, uid: PodUid) -> None:
-        if self._reservations.pop(uid, None) is not None and self._quota is not None:
+        if self._reservations.pop(uid, None) is not None:
             self._quota.uncount(uid)
-
-    def _count(self, uid: PodUid) -> None:
-        if self._quota is not None:
-            self._quota.count(*self._pods[uid])
 
     def _drop_hosted(self, uid: PodUid) -> None:
         known = self._host_requests.pop(uid, None)
@@ -543,11 +525,8 @@ class ClusterState:
 
     def _node_changed(self, name: str, gpus: bool) -> None:
         """`gpus` False: its CPU and main memory alone, which change costs and no answers."""
-        for costs in self._costs.values():
-            costs.outdated.add(name)
-        if gpus:
-            for answers in self._answers.values():
-                answers.outdated.add(name)
+        for answers in (*self._costs.values(), *(self._answers.values() if gpus else ())):
+            answers.outdated.add(name)
 
     def _answers_steps(self, pod: Pod, signature: Signature, names: Sequence[str]) -> Steps[_Answers]:
         """What is known of these nodes, up to date."""
@@ -589,8 +568,6 @@ class ClusterState:
 
     def _over_quota(self, pod: Pod) -> dict[tuple[str, str], str]:
         """Why not, by model and pool: of those where a quota refuses the pod."""
-        if self._quota is None:
-            return {}
         if self._kinds is None:
             self._kinds = list(dict.fromkeys(ledger.node.kind for ledger in self._nodes.values()))
         refused = {kind: self._quota(pod, model=kind[0], pool=kind[1]) for kind in self._kinds}

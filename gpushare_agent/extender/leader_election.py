@@ -7,7 +7,7 @@ end before one does. A leader whose lease is another's, or deleted, stops at onc
 after its whole duration, for a leader that has not noticed continues until its deadline. Rejected: kubernetes-asyncio's
 election has no limit on its requests, uses the wall clock, and ends the process.
 
-State owned: the lease as last read and since when, since when it is absent, and until when this replica leads.
+State owned: the lease as last read, or that it is absent, and since when; and until when this replica leads.
 
 `LeaderLabel` keeps the label by which a Service selects the leader on the leader's own pod, and on no other of its
 Deployment. Readiness cannot carry it: an update or a drain waits until every replica is ready, and only one leads. The
@@ -66,6 +66,7 @@ RELEASE_TIMEOUT_S = 2.0
 SHORTEST_PAUSE_S = 0.01
 RELEASED_S = 1
 """The duration of a released lease."""
+NEVER = float("-inf")
 
 
 def boot_time_s() -> float:
@@ -117,10 +118,11 @@ class LeaderElection(Struct, kw_only=True, eq=False):
     terms: LeaseTerms
     clock: Callable[[], float] = boot_time_s
     _seen: tuple[object, ...] = ()
-    _seen_at: float = float("-inf")
-    _absent_since: float | None = None
+    """Empty until the lease was read, or was absent, for the first time."""
+    _seen_at: float = NEVER
+    _was_read: bool = False
     _lease: Lease | None = None
-    _leads_until: float = float("-inf")
+    _leads_until: float = NEVER
     _was_leading: bool = False
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
     term: int = 0
@@ -160,7 +162,7 @@ class LeaderElection(Struct, kw_only=True, eq=False):
         if not self.leads() or self._lease is None:
             return
         # Before the request: from its arrival on another replica may lead.
-        self._stop_leading()
+        self._leads_until = NEVER
         self.report_transition()
         try:
             async with bounded(RELEASE_TIMEOUT_S, NO_ANSWER):
@@ -181,8 +183,8 @@ class LeaderElection(Struct, kw_only=True, eq=False):
         if self.leads():
             # Wake when the time to lead is over: waiters have to hear of it, though no request failed.
             pause_s = min(pause_s, max(self._leads_until - self.clock(), 0.0))
-        elif self._absent_since is not None:
-            pause_s = min(pause_s, max(self._absent_since + self._absence_s() - self.clock(), SHORTEST_PAUSE_S))
+        elif self._seen and self._lease is None:
+            pause_s = min(pause_s, max(self._free_at() - self.clock(), SHORTEST_PAUSE_S))
         await asyncio.sleep(pause_s)
 
     async def try_acquire_or_renew(self) -> None:
@@ -191,10 +193,7 @@ class LeaderElection(Struct, kw_only=True, eq=False):
         # written the lease.
         if not self.leads():
             await self._read()
-        if self._lease is None:
-            if self._absent_since is not None and self.clock() - self._absent_since >= self._absence_s():
-                await self._write()
-        elif self.holder == self.identity or self._is_free(self._lease.spec):
+        if self.holder == self.identity or self.clock() >= self._free_at():
             try:
                 await self._write()
             except Conflict:
@@ -207,7 +206,7 @@ class LeaderElection(Struct, kw_only=True, eq=False):
         try:
             self._note(await self.api.get_lease(self.terms.namespace, self.terms.name))
         except NotFound:
-            self._note_absent()
+            self._note(None)
 
     async def _write(self) -> None:
         """Make the lease ours. Where it is no longer what we read, we lead no more until it was read as ours."""
@@ -215,13 +214,9 @@ class LeaderElection(Struct, kw_only=True, eq=False):
         began_at = self.clock()
         try:
             self._note(await self._put(self._record(self.identity)))
-        except Conflict:
-            self._stop_leading()  # another client wrote it, perhaps to take it
+        except (Conflict, NotFound):
+            self._leads_until = NEVER  # another client wrote it, perhaps to take it, or deleted it
             await self._read()
-            raise
-        except NotFound:
-            self._note_absent()
-            self._stop_leading()
             raise
         # Only after an answer: a write without one may have failed, and then another replica's clock runs.
         self._leads_until = began_at + self.terms.renew_deadline_s
@@ -235,45 +230,41 @@ class LeaderElection(Struct, kw_only=True, eq=False):
             raise Corrupt(f"cannot replace lease {namespace}/{name}: the one read has no resourceVersion")
         return await self.api.replace_lease(namespace, name, lease)
 
-    def _stop_leading(self) -> None:
-        self._leads_until = float("-inf")
-
-    def _note_absent(self) -> None:
-        """The lease was deleted, or never existed."""
-        if self._absent_since is None:
-            self._absent_since = self.clock()
-        self._lease, self.holder = None, ""
-
-    def _absence_s(self) -> float:
-        """How long a lease has to be absent before it is created: as long as another replica may lead by the deleted one.
-        Where none was ever read this is the first installation, most likely, and no replica leads."""
-        return self.terms.duration_s if self._seen else self.terms.retry_s
-
-    def _note(self, raw: Raw) -> None:
-        """The lease as read, and since when it is unchanged."""
-        lease = self._lease = decoded(_LEASE, raw, f"lease {self.terms.namespace}/{self.terms.name}")
-        self._absent_since, spec = None, lease.spec
+    def _note(self, raw: Raw | None) -> None:
+        """The lease as read, None where it is absent, and since when that is unchanged."""
+        what = f"lease {self.terms.namespace}/{self.terms.name}"
+        self._lease = decoded(_LEASE, raw, what) if raw is not None else None
+        self._was_read = self._was_read or raw is not None
+        spec = self._spec
         self.holder = spec.holder_identity or ""
         # Any change of the record means that its holder is there; the resource version is not among them, for labels
         # change it too.
-        seen = lease.meta.uid, self.holder, spec.renew_time, spec.acquire_time, spec.lease_transitions
+        uid = self._lease.meta.uid if self._lease is not None else ""
+        seen = uid, self.holder, spec.renew_time, spec.acquire_time, spec.lease_transitions
         if seen != self._seen:
             self._seen, self._seen_at = seen, self.clock()
 
-    def _is_free(self, spec: LeaseSpec) -> bool:
-        """Released, or not renewed for its duration."""
-        theirs_s = spec.lease_duration_seconds or 0
+    @property
+    def _spec(self) -> LeaseSpec:
+        return self._lease.spec if self._lease is not None else LeaseSpec()
+
+    def _free_at(self) -> float:
+        """When another's lease may be taken, or an absent one created: as long as its holder may lead by it."""
+        # None was ever read: this is the first installation, most likely, and no replica leads.
+        if not self._was_read:
+            return self._seen_at + self.terms.retry_s
+        theirs_s = self._spec.lease_duration_seconds or 0
         # Released in order, as `release` and client-go do it. A holder emptied by hand leaves a leader that does not know
         # it yet.
         if not self.holder and theirs_s == RELEASED_S:
-            return True
+            return NEVER
         # The longer of both durations: a holder with other settings may count on its own.
-        return self.clock() - self._seen_at > max(self.terms.duration_s, min(theirs_s, MAX_DURATION_S))
+        return self._seen_at + max(self.terms.duration_s, min(theirs_s, MAX_DURATION_S))
 
     def _record(self, holder: str, duration_s: float | None = None) -> Lease:
         """The lease as it should be; its metadata stays as read."""
         now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
-        read = self._lease.spec if self._lease is not None else LeaseSpec()
+        read = self._spec
         is_new, count = holder != read.holder_identity, read.lease_transitions or 0
         new = Raw(json.encode({"name": self.terms.name, "namespace": self.terms.namespace}))
         spec = LeaseSpec(

@@ -1,7 +1,7 @@
 """The JSON between kube-scheduler and its extender, read by schemas with bounds and written with the exact names.
 
 Format: k8s.io/kube-scheduler/extender/v1 (its Go types have no JSON tags: fields are written as they are named there, and
-read so). Any client may reach the port: whatever does not fit raises Corrupt. The pod's annotations are not read. No state.
+read so). Any client may reach the port: whatever does not fit raises Corrupt. No state.
 
 Only what a schema names becomes an object, the rest is skipped: the time for which the loop waits is bounded by the numbers
 below, not by what a client sends.

@@ -34,6 +34,7 @@ from gpushare_agent.kit.json_schema import decoded
 from gpushare_agent.model.errors import Corrupt
 from gpushare_agent.model.gpus import GpuReport, Link, LinkKind, Topology
 from gpushare_agent.model.names import (
+    GPU_CHOICE_ANNOTATIONS,
     GPUSHARE_ASSIGNED_ANNOTATION,
     GPUSHARE_ASSUME_TIME_ANNOTATION,
     GPUSHARE_INDEX_ANNOTATION,
@@ -269,13 +270,19 @@ def lean_pod(read: PodJson, names: ResourceNames, model_label: str = "") -> Pod:
         resource_version=pod.resource_version,
         node_name=pod.node_name,
         is_deleting=pod.is_deleting,
-        # Not stored: nothing is decided by them, and fifty thousand pods' annotations are most of their memory. Only
-        # whether any chooses GPUs: a bind has to remove those.
-        annotations=_CHOOSES_GPUS if any(map(chooses_gpus, read.meta.annotations)) else _NOTHING,
+        annotations=_annotations(pod, read),
         labels=_NOTHING,
         container_ids=_NOTHING,
         host_request=host_request(read.spec, model_label),
     )
+
+
+def _annotations(pod: Pod, read: PodJson) -> Mapping[str, str]:
+    """Those by which the owner leaves GPUs out, and whether any is an extender's choice: a bind has to remove those. The
+    others are not stored: fifty thousand pods' annotations are most of their memory."""
+    left_out = {name: pod.annotations[name] for name in GPU_CHOICE_ANNOTATIONS if name in pod.annotations}
+    chosen = _CHOOSES_GPUS if any(map(chooses_gpus, read.meta.annotations)) else _NOTHING
+    return {**left_out, **chosen} if left_out else chosen
 
 
 def chooses_gpus(annotation: str) -> bool:

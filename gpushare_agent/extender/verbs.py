@@ -8,7 +8,7 @@ and were not bound yet.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from heapq import nsmallest
 
 import structlog
@@ -17,9 +17,7 @@ from msgspec import Struct, field
 from gpushare_agent.extender.bind import Binder
 from gpushare_agent.extender.cluster_state import ClusterState, Filtered
 from gpushare_agent.extender.messages import (
-    BindArgs,
     NodesArgs,
-    PreemptArgs,
     Result,
     bad_request,
     binding_result,
@@ -49,7 +47,7 @@ fewer do it has looked at all."""
 
 
 class Extender(Struct, kw_only=True, eq=False):
-    """Answers the requests that http.py reads: a verb's bytes, then what they ask as values."""
+    """Answers the requests that http.py reads."""
 
     names: ResourceNames
     state: ClusterState
@@ -93,15 +91,19 @@ class Extender(Struct, kw_only=True, eq=False):
         """HostPriorityList has no place for an error."""
         try:
             args = parse_nodes_args(content, self.names)
-            return Result(host_priorities(await self.scores(args)))
         except Corrupt as e:
             return bad_request(e)
+        if not args.pod.containers:
+            return Result(host_priorities([(name, 0) for name in args.names]))
+        return Result(host_priorities(await in_steps(self.state.prioritize_steps(args.pod, args.names))))
 
     async def bind(self, content: bytes) -> Result:
         try:
-            error = await self.bound(parse_bind_args(content))
+            args = parse_bind_args(content)
         except Corrupt as e:
             return Result(binding_result(str(e)), "bad")
+        self._passed.pop(args.uid, None)
+        error = await self.binder.bind(args)
         return Result(binding_result(error), "error" if error else "ok")
 
     async def preempt(self, content: bytes) -> Result:
@@ -110,10 +112,17 @@ class Extender(Struct, kw_only=True, eq=False):
             args = await in_steps(parse_preempt_args(content, self.names))
         except Corrupt as e:
             return bad_request(e)
-        victims = await self.victims(args)
+        # The nodes where the pod would fit once the victims are gone, each with its victims.
+        victims = args.victims
+        if args.pod.containers:
+            # Nobody is evicted while a node that was not named yet has room.
+            is_room = self.waiters.is_looking(args.pod.uid) and await in_steps(
+                self.state.fits_somewhere_steps(args.pod)
+            )
+            victims = {} if is_room else await in_steps(self.state.victims_steps(args.pod, victims))
         return Result(await in_steps(preemption_result(victims, args.violations)))
 
-    # --- as values ---
+    # --- filter ---
 
     async def nodes_for(self, args: NodesArgs) -> Filtered:
         """Where the pod fits. A pod that asks for nothing of ours fits everywhere."""
@@ -128,25 +137,6 @@ class Extender(Struct, kw_only=True, eq=False):
         if self.most_fitting and found.fitting:
             return Filtered(fitting=await self._best(args, found.fitting))
         return found
-
-    async def scores(self, args: NodesArgs) -> list[tuple[str, int]]:
-        if not args.pod.containers:
-            return [(name, 0) for name in args.names]
-        return await in_steps(self.state.prioritize_steps(args.pod, args.names))
-
-    async def victims(self, args: PreemptArgs) -> Mapping[str, Sequence[PodUid]]:
-        """The nodes where the pod would fit once the victims are gone, each with its victims."""
-        if not args.pod.containers:
-            return args.victims
-        # Nobody is evicted while a node that was not named yet has room.
-        if self.waiters.is_looking(args.pod.uid) and await in_steps(self.state.fits_somewhere_steps(args.pod)):
-            return {}
-        return await in_steps(self.state.victims_steps(args.pod, args.victims))
-
-    async def bound(self, args: BindArgs) -> str:
-        """Empty when the pod is bound, else why not."""
-        self._passed.pop(args.uid, None)
-        return await self.binder.bind(args)
 
     async def _filter(self, args: NodesArgs) -> Filtered:
         found = await in_steps(self.state.filter_steps(args.pod, args.names))

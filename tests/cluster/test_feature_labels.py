@@ -388,8 +388,9 @@ class Node:
         )
         raw = {"metadata": {"labels": self.labels, "annotations": self.annotations}}
         patch = plan_facts_patch(read_node_json(undecoded(raw)), facts)
-        for present, changes in ((self.labels, patch.labels), (self.annotations, patch.annotations)):
-            for name, value in changes.items():
+        changed: Any = patch.body.get("metadata", {})
+        for present, part in ((self.labels, "labels"), (self.annotations, "annotations")):
+            for name, value in changed.get(part, {}).items():
                 if value is None:
                     present.pop(name, None)
                 else:
@@ -405,7 +406,7 @@ def test_ours_are_written_once_and_removed_when_switched_off() -> None:
     node = Node()
     node.reconcile(WHOLE)
     assert node.theirs() == WHOLE and node.annotations[FEATURES_ANNOTATION] == "1700000000"
-    assert node.reconcile(labels(gpu(0), gpu(1), written_at=1700000300)).is_empty
+    assert not node.reconcile(labels(gpu(0), gpu(1), written_at=1700000300)).body
     node.reconcile(labels(gpu(0), gpu(1), written_at=1700000600, count=4))
     assert node.labels["nvidia.com/gfd.timestamp"] == "1700000600"
     node.reconcile({})

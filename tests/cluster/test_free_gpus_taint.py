@@ -59,7 +59,7 @@ def node(*taints: Mapping[str, object]) -> NodeJson:
 
 
 def planned(node: NodeJson, part: float, above: float = 0.5) -> Any:
-    return plan_taint_patch(node, FreeGpus(part=part, taint_above=above)).taints
+    return plan_taint_patch(node, FreeGpus(part=part, taint_above=above)).shown.get("taints")
 
 
 @pytest.mark.parametrize(

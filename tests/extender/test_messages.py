@@ -133,13 +133,15 @@ def test_bytes_that_are_no_json_are_refused(content: bytes) -> None:
 
 def test_a_kept_pod_has_what_it_asks_for_and_nothing_that_a_tenant_wrote() -> None:
     """Containers that ask for nothing are left out and positions stay; alike containers are one object. Of annotations it is
-    known whether any chooses GPUs, and no more."""
+    known whether any chooses GPUs, and which GPUs the owner accepts, and no more."""
     raw = raw_pod("a", (0, 0), (30, 4), annotations={"tencent.com/predicate-gpu-idx-1": "0"})
     first, second = lean_pod(read_pod_json(undecoded(raw)), NAMES), lean_pod(read_pod_json(undecoded(raw)), NAMES)
     assert [(c.name, c.position) for c in first.containers] == [("c1", 1)]
     assert first.containers[0] is second.containers[0]
     assert first.annotations == {"tencent.com/predicate-gpu-idx-": ""}
     assert lean_pod(read_pod_json(undecoded(raw_pod("a", (30, 4), annotations={"mine": "x"}))), NAMES).annotations == {}
+    accepting = raw_pod("a", (30, 4), annotations={"mine": "x", "nvidia.com/use-gputype": "A100"})
+    assert lean_pod(read_pod_json(undecoded(accepting)), NAMES).annotations == {"nvidia.com/use-gputype": "A100"}
 
 
 def asking(cpu: str = "", memory: str = "", **more: Any) -> dict[str, Any]:

@@ -191,6 +191,17 @@ async def test_bind_annotates_and_binds() -> None:
         assert [method for method, path in cluster.seen if "/pods/a" in path] == ["POST"]
 
 
+async def test_the_gpus_that_a_pods_annotations_accept_are_the_only_ones_that_it_gets() -> None:
+    """The agent follows them too: on another GPU the pod would fail at its admission."""
+    pod = raw_pod("a", (30, 4), annotations={"nvidia.com/use-gpuuuid": "GPU-n2-1"})
+    async with fake_cluster(raw_node("n1"), raw_node("n2"), pods=[pod]) as cluster, running_extender(cluster) as asker:
+        assert (await asker.filter(pod, ["n1", "n2"]))["NodeNames"] == ["n2"]
+        assert "leave out all healthy GPUs" in await asker.bind(pod, "n1")
+        assert await asker.bind(pod, "n2") == ""
+        assert predicted(cluster.pod("a"))["tencent.com/predicate-gpu-idx-0"] == "1"
+        assert [method for method, path in cluster.seen if "/pods/a" in path] == ["POST"]
+
+
 async def test_a_full_gpu_is_refused_with_a_reason_at_bind_too() -> None:
     """Two pods that filter let through at once: the second bind says why it cannot be."""
     pods = [raw_pod("a", (60, 4)), raw_pod("b", (60, 4))]
