@@ -28,6 +28,8 @@ from msgspec.structs import replace
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
+from bench import generator
+from bench.inflation import CpuPods, InflationPolicy
 from bench.packing import SEEDS as PACKING_SEEDS
 from bench.packing import TRACES
 from bench.results import from_json, shown
@@ -48,8 +50,6 @@ from gpushare_agent.settings.nvidia_options import OPTIONS
 from gpushare_agent.settings.observation import HealthSettings
 from gpushare_agent.settings.reference import Key, all_keys, markdown, text_of
 from gpushare_agent.settings.settings import Settings
-from gpushare_agent.simulation import generator
-from gpushare_agent.simulation.inflation import CpuPods, InflationPolicy
 from gpushare_agent.simulation.workload import memory_of
 from tests.docs import gpu_page
 from tests.docs.isolations_page import isolations
@@ -484,7 +484,7 @@ def _link_costs() -> str:
 
 
 def _workload() -> str:
-    """The distributions of `simulate --generate`."""
+    """The distributions of bench/generator.py."""
     medians = {size: one.median_s / 60 for size, one in generator.DURATIONS.items()}
     sigmas = ", ".join(f"{one.sigma:.1f}" for one in generator.DURATIONS.values())
     words = {0: "a share", 1: "one GPU", 2: "two", 4: "four", 8: "eight"}
