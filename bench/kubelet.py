@@ -85,7 +85,7 @@ class BenchKubelet:
         """Of PodResources, refused ones included."""
         self.last_call_at = 0.0
         self.changed = asyncio.Condition()
-        self._rng = random.Random(1)  # noqa: S311 - the order of an offer is no secret
+        self._rng = random.Random(1)
         self._tokens, self._filled_at = _BURST, time.monotonic()
         self._servers: list[asyncio.Server] = []
         self._connections: list[Http2Connection] = []

@@ -19,10 +19,9 @@ from typing import NamedTuple
 
 from msgspec import Struct, to_builtins
 
+from bench.inflation import CpuPods, CpuRule, InflationPolicy, inflate, read_hosts, read_kinds
 from gpushare_agent.extender.values import ClusterPolicy
 from gpushare_agent.model.resources import ResourceNames
-from gpushare_agent.simulation.inflation import CpuPods, CpuRule, InflationPolicy, inflate
-from gpushare_agent.simulation.traces import read_hosts, read_kinds
 
 TRACES = ("default", "gpushare100", "multigpu50", "gpuspec33", "cpu200")
 FIRST_SEED, SEEDS = 42, 10

@@ -260,10 +260,7 @@ COMMANDS: tuple[Command, ...] = (
         description="Replays a workload on a simulated cluster with the real decisions, and compares what policies make"
         " of it.",
         run=lazy("simulate:run"),
-        examples=(
-            "simulate --nodes 200 --generate 20000 --plot policies.png",
-            "simulate --nodes nodes.csv --pods pods.csv --policy binpack,agent-only -o json",
-        ),
+        examples=("simulate --nodes nodes.csv --pods pods.csv --policy binpack,agent-only",),
         arguments=(lazy("simulate:add_arguments"),),
         settings=_RESOURCE_SETTINGS,
     ),

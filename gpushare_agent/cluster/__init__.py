@@ -7,6 +7,6 @@ Who patches what: pod_annotations.py the annotations of pods, node_fields.py lab
 node; events.py writes Events. The extender patches the pods that it binds in extender/bind.py.
 The agent and the extender build and run these; admission reads the pods and reports to the writers. Open informer.py first.
 
-Others import: events, free_gpus_taint, informer, kube.budgets, kube.claims, kube.client, kube.configuration,
-kube.objects, kube.pods, kube.scheduling, kube.session, node_annotations, part, pod_annotations, pod_store.
+Others import: events, informer, kube.budgets, kube.claims, kube.client, kube.configuration, kube.objects, kube.pods,
+kube.scheduling, kube.session, node_annotations, part, pod_annotations, pod_store.
 """

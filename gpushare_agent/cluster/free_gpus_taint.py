@@ -2,8 +2,8 @@
 
 kube-scheduler puts a pod that asks for no GPU where most CPU is free, which is where most GPUs are free, and once the CPU is
 used up nobody can use those. PreferNoSchedule only makes a node less liked: a pod that fits nowhere else still comes, and a
-pod with GPUs goes to fuller nodes first. How many GPUs are lost without it:
-`simulate --protocol inflation --cpu-pods least`.
+pod with GPUs goes to fuller nodes first. `python -m bench.packing
+--rules` measures how many GPUs are lost without it.
 """
 
 from __future__ import annotations

@@ -6,5 +6,5 @@ reads a clock, and no state outlives a replay: `Replay` owns the events and the 
 the candidates, `Meter` the measurements.
 Called by cli/simulate.py. Open `replay.py` first.
 
-Others import: generator, inflation, plot, results, schedulers, traces, workload.
+Others import: results, schedulers, traces, workload.
 """

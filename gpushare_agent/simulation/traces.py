@@ -15,8 +15,6 @@ from msgspec import Struct
 
 from gpushare_agent.model.errors import Corrupt, NotFound
 from gpushare_agent.model.names import CORES_PER_GPU
-from gpushare_agent.placement.fragmentation import WHOLE, PodKind
-from gpushare_agent.simulation.inflation import Host
 from gpushare_agent.simulation.workload import (
     SMALLEST_MEMORY_MIB,
     Arrival,
@@ -41,9 +39,6 @@ TRACE_NODE_COLUMNS = ("sn", "gpu", "model")
 TRACE_POD_COLUMNS = (
     "name", "num_gpu", "gpu_milli", "gpu_spec", "creation_time", "deletion_time", "scheduled_time",
 )  # fmt: skip
-HOST_COLUMNS = ("sn", "cpu_milli", "memory_mib", "gpu", "model")
-KIND_COLUMNS = ("cpu_milli", "memory_mib", "num_gpu", "gpu_milli")
-"""The columns of pods with CPU; `gpu_spec` may be left out."""
 
 
 class _Row(Struct, frozen=True, kw_only=True):
@@ -129,45 +124,6 @@ def read_workload(path: Path, *, block_mib: int) -> Workload:
     return Workload(source=path.name, arrivals=tuple(ordered), skipped=skipped)
 
 
-def read_hosts(path: Path) -> tuple[Host, ...]:
-    """The trace's nodes that have GPUs, with their CPU and main memory, by name. Raises NotFound, Corrupt."""
-    hosts = {}
-    for row, _ in _rows(path, (), HOST_COLUMNS):
-        host = Host(
-            name=row.name("sn"),
-            cpu_milli=row.whole("cpu_milli", MAX_CPU_MILLI, 1),
-            memory_mib=row.whole("memory_mib", MAX_MEMORY_MIB, 1),
-            gpus=row.whole("gpu", MAX_GPUS),
-            model=row.text("model"),
-        )
-        if host.gpus:
-            hosts[host.name] = host
-    if not hosts:
-        raise Corrupt(f"{path}: no node of it has a GPU, so there is nothing to simulate on")
-    return tuple(hosts[name] for name in sorted(hosts))
-
-
-def read_kinds(path: Path) -> tuple[PodKind, ...]:
-    """All pods of the trace, those without GPUs too, with CPU and main memory. Raises NotFound, Corrupt."""
-    kinds = []
-    for row, _ in _rows(path, (), KIND_COLUMNS):
-        gpus = row.whole("num_gpu", MAX_GPUS)
-        # Thousandths in the trace, hundredths here: rounded up, so that a pod has at least what it had there.
-        parts = -(-row.whole("gpu_milli", 1000) // _MILLI_PER_CORE) if gpus else 0
-        kinds.append(
-            PodKind(
-                cpu_milli=row.whole("cpu_milli", MAX_CPU_MILLI),
-                memory_mib=row.whole("memory_mib", MAX_MEMORY_MIB),
-                gpus=gpus,
-                parts=WHOLE if gpus > 1 else parts,
-                models=row.models("gpu_spec") if "gpu_spec" in row.cells else (),
-            )
-        )
-    if not any(kind.gpus * kind.parts for kind in kinds):
-        raise Corrupt(f"{path}: no pod of it asks for a GPU, so there is nothing to place")
-    return tuple(kinds)
-
-
 def _machine(row: _Row) -> Machine:
     return Machine(
         model=row.text("model"),
@@ -243,13 +199,9 @@ def _rows(path: Path, own: tuple[str, ...], trace: tuple[str, ...]) -> Iterator[
 
 def _is_trace(path: Path, header: set[str], own: tuple[str, ...], trace: tuple[str, ...]) -> bool:
     lacks_own, lacks_trace = ([one for one in required if one not in header] for required in (own, trace))
-    if not own and lacks_trace:
-        raise Corrupt(
-            f"{path}: the first line must name the trace's columns {', '.join(trace)}; it lacks {', '.join(lacks_trace)}"
-        )
     if lacks_own and lacks_trace:
         raise Corrupt(
             f"{path}: the first line must name the columns {', '.join(own)}, or those of a trace ({', '.join(trace)}); "
             f"it lacks {', '.join(lacks_own)} of the former and {', '.join(lacks_trace)} of the latter"
         )
-    return not lacks_trace if not own else bool(lacks_own)
+    return bool(lacks_own)

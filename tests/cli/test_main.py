@@ -306,9 +306,8 @@ def test_every_command_has_the_same_forms_of_output(command: str, capsys: pytest
     [
         ("top", "--server", "localhost:5678"),
         ("top", "-A", "-n", "default"),
-        ("simulate", "--nodes", "0"),
         ("simulate", "--nodes", "/absent.csv"),
-        ("simulate", "--pods", "/absent.csv"),
+        ("simulate", "--nodes", "/absent.csv", "--pods", "/absent.csv"),
         ("sandbox", "--once", "--gpus", "0"),
         ("sandbox", "--once", "--apply", "/absent"),
         ("inspect", "--config", "/absent"),

@@ -26,21 +26,6 @@ OWN_KUSTOMIZATION = "manifests/own"
 """What install.md has the reader make."""
 
 
-ANSWERS = {
-    "How do I install it?": "helm install",
-    "What do 30 cores mean?": "% of one GPU",
-    "Is a share isolated?": "Where memory is held it gets 8",
-    "Which isolation do I take?": "`mps`",
-    "Why is my pod pending, or refused?": "Insufficient",
-    "How do I see who uses what?": "gpushare-agent top",
-    "How do I take a GPU out of service?": "gpushare-agent cordon",
-    "Does it work with MIG?": "nvidia.mig_strategy",
-    "How do I upgrade it?": "rollout status",
-    "How do I uninstall it?": "helm uninstall",
-}
-"""What a newcomer asks first: what the page that the README links must have."""
-
-
 def text_of(path: Path) -> str:
     return path.read_text(encoding="utf-8")
 
@@ -74,8 +59,11 @@ def test_a_pages_commands_files_and_settings_exist(page: Path) -> None:
         assert path.startswith(OWN_KUSTOMIZATION) or (ROOT / path).exists(), path
     keys = {key.name for key in all_keys()} | {name for name, _, _ in chart_table().rows()}
     sections = {key.partition(".")[0] for key in keys}
+    # What its users have of another program has such names too: only what stands behind that in a row is ours.
+    if page.name.startswith("migrate-from-"):
+        text = "\n".join(re.findall(r"^\| .*? \| (.*)", text, flags=re.M))
     for name in re.findall(r"`([a-z_]+\.[a-z_]+)(?:: [^`]*)?`", text):
-        is_ours = name.partition(".")[0] in sections and not page.name.startswith("migrate-from-")
+        is_ours = name.partition(".")[0] in sections
         assert name in keys or not is_ours or name.endswith((".md", ".yaml", ".json", ".so")), name
 
 
@@ -85,13 +73,6 @@ def test_the_metrics_that_the_guide_names_exist() -> None:
     named = [name for page in PAGES for name in re.findall(r"\b(gpushare_(?!agent|extender)[a-z_]+)", text_of(page))]
     assert set(named) <= set(known)
     assert "gpushare_container_sm_utilization_ratio" in named
-
-
-@pytest.mark.parametrize("question", ANSWERS)
-def test_the_readme_leads_to_the_answer_of_a_first_question(question: str) -> None:
-    """One click away."""
-    (target,) = re.findall(rf"^\| {re.escape(question)} \| \[.*?\]\(([^)#]+)", text_of(ROOT / "README.md"), flags=re.M)
-    assert ANSWERS[question] in text_of(ROOT / target)
 
 
 async def test_the_guides_question_of_the_api_names_the_pod_that_uses_most(short_dir: Path) -> None:

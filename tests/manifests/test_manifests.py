@@ -347,3 +347,12 @@ def test_the_agent_runs_on_the_nodes_with_gpu_managers_label() -> None:
     """And on no others, whatever other programs label theirs with; no taint keeps it away, nvidia.com/gpu's neither."""
     assert pod_spec()["nodeSelector"] == {"nvidia-device-enable": "enable"}
     assert pod_spec()["tolerations"] == [{"operator": "Exists"}]
+
+
+def test_the_driver_volume_has_what_programs_without_a_screen_had_of_gpu_managers() -> None:
+    """By its volume.conf, v1.1.5 and its master; what is left out of it is for screens, MPS, or not in today's drivers."""
+    volumes = json.loads((MANIFESTS / "base/volume.conf").read_text(encoding="utf-8"))["volume"]
+    here = {name for volume in volumes for names in volume["components"].values() for name in names}
+    libraries = ["ml", "ptxjitcompiler", "opencl", "encode", "opticalflow", "gpucomp"]
+    taken = {"nvidia-debugdump", "nvidia-smi", "gpu-client", "libcuda.so", "libnvcuvid.so"}
+    assert taken | {f"libnvidia-{name}.so" for name in libraries} <= here

@@ -7,10 +7,9 @@ from random import Random
 
 from gpushare_agent.extender.values import ClusterPolicy
 from gpushare_agent.model.resources import ResourceNames
-from gpushare_agent.simulation.generator import Machine
 from gpushare_agent.simulation.results import PolicyResult, Rules, compare
 from gpushare_agent.simulation.schedulers import Policy, Scheduler
-from gpushare_agent.simulation.workload import Arrival, Cluster, Shape, Workload
+from gpushare_agent.simulation.workload import Arrival, Cluster, Machine, Shape, Workload
 
 NAMES = ResourceNames()
 GPU_BLOCKS = 64

@@ -7,15 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from bench.generator import MACHINES, SHARES, WHOLE_GPUS, generate_cluster, generate_workload, write_files
 from gpushare_agent.model.errors import Corrupt, NotFound
 from gpushare_agent.model.gpus import LinkKind
-from gpushare_agent.simulation.generator import (
-    MACHINES,
-    SHARES,
-    WHOLE_GPUS,
-    generate_cluster,
-    generate_workload,
-)
 from gpushare_agent.simulation.traces import read_cluster, read_workload
 from gpushare_agent.simulation.workload import Arrival, Shape, Size, at_load
 from tests.simulation.support_simulation import arrival, cluster_of, workload_of
@@ -63,6 +57,15 @@ def test_the_same_seed_makes_the_same_and_another_seed_does_not() -> None:
     assert generate_workload(50, 1, block_mib=256) != generate_workload(50, 2, block_mib=256)
     assert generate_cluster(50, 1) == generate_cluster(50, 1)
     assert generate_cluster(50, 1) != generate_cluster(50, 2)
+
+
+def test_the_files_that_are_written_are_read_as_they_were_made(tmp_path: Path) -> None:
+    """The first pod comes at 0."""
+    write_files(tmp_path, nodes=50, pods=200, seed=3)
+    cluster, workload = read_cluster(tmp_path / "nodes.csv"), read_workload(tmp_path / "pods.csv", block_mib=256)
+    made = generate_workload(200, 3, block_mib=256).arrivals
+    assert cluster.nodes == generate_cluster(50, 3).nodes
+    assert workload.arrivals == tuple(one._replace(at_s=one.at_s - made[0].at_s) for one in made)
 
 
 def test_a_load_brings_arrivals_together_until_they_ask_for_that_part() -> None:

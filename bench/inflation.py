@@ -14,11 +14,13 @@ alone. The published runs are of nodes under names that are not in the trace, so
 
 from __future__ import annotations
 
+import csv
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import StrEnum
+from pathlib import Path
 from random import Random
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -85,26 +87,44 @@ class Host(NamedTuple):
     model: str
 
 
+_MILLI_PER_PART = 10
+
+
+def read_hosts(path: Path) -> tuple[Host, ...]:
+    """The trace's nodes that have GPUs, by name."""
+    with path.open(encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    hosts = (
+        Host(row["sn"], int(row["cpu_milli"]), int(row["memory_mib"]), int(row["gpu"]), row["model"]) for row in rows
+    )
+    return tuple(sorted(host for host in hosts if host.gpus))
+
+
+def read_kinds(path: Path) -> tuple[PodKind, ...]:
+    """All pods of the trace, those without GPUs too."""
+    with path.open(encoding="utf-8", newline="") as file:
+        return tuple(map(_kind, csv.DictReader(file)))
+
+
+def _kind(row: Mapping[str, str]) -> PodKind:
+    gpus = int(row["num_gpu"])
+    # Thousandths in the trace, hundredths here: rounded up, so that a pod has at least what it had there.
+    parts = -(-int(row["gpu_milli"]) // _MILLI_PER_PART) if gpus else 0
+    return PodKind(
+        cpu_milli=int(row["cpu_milli"]),
+        memory_mib=int(row["memory_mib"]),
+        gpus=gpus,
+        parts=WHOLE if gpus > 1 else parts,
+        models=tuple(sorted({model for model in row["gpu_spec"].split("|") if model})),
+    )
+
+
 class Inflated(Struct, frozen=True, kw_only=True):
     """One policy's result: percent of all GPUs that were allocated when so many percent, from 1 on, had been asked for."""
 
     policy: InflationPolicy
     seed: int
     allocated_percent: Mapping[int, float]
-
-
-def inflation_document(results: Sequence[Inflated]) -> dict[str, Any]:
-    """The results for programs; `seed` as it was given."""
-    return {
-        "policies": [
-            {
-                "policy": one.policy.value,
-                "seed": one.seed,
-                "allocated_percent": {str(mark): one.allocated_percent[mark] for mark in MARKS},
-            }
-            for one in results
-        ]
-    }
 
 
 class _Offer(NamedTuple):
@@ -131,7 +151,6 @@ def inflate(
     seed: int,
     cpu_pods: CpuRule,
     rules: ClusterPolicy,
-    on_progress: Callable[[int], None] = lambda percent: None,
 ) -> Inflated:
     """One run. The same for the same arguments."""
     chance = Random(seed)
@@ -158,7 +177,6 @@ def inflate(
         # A pod of eight GPUs may pass several percent at once: each gets the state after it.
         while 100 * asked >= (len(percents) + 1) * all_parts:
             percents[len(percents) + 1] = round(100 * allocated / all_parts, 2)
-            on_progress(len(percents))
     # The next pod drawn would pass the end, so the last percents are not reached.
     last = round(100 * allocated / all_parts, 2)
     percents |= dict.fromkeys(range(len(percents) + 1, MARKS[-1] + 1), last)

@@ -1,5 +1,5 @@
-"""Makes clusters and workloads from documented distributions: the same for the same seed (docs/how-to/simulate.md has the
-table).
+"""`python -m bench.generator DIRECTORY [--nodes N] [--pods N] [--seed N]`: writes there, as nodes.csv and pods.csv, a
+made cluster and workload for `gpushare-agent simulate`. The same for the same seed (docs/how-to/simulate.md has the table).
 
 The shapes are few on purpose: platforms offer sizes, and people ask for round numbers. The distributions are the
 project's own, in the manner of published traces of shared clusters: most pods are small and short, few large and long.
@@ -7,13 +7,18 @@ project's own, in the manner of published traces of shared clusters: most pods a
 
 from __future__ import annotations
 
+import argparse
+import csv
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 from random import Random
 
 from msgspec import Struct
 
 from gpushare_agent.model.names import CORES_PER_GPU
+from gpushare_agent.model.resources import ResourceNames
+from gpushare_agent.simulation.traces import NODE_COLUMNS, POD_COLUMNS
 from gpushare_agent.simulation.workload import Arrival, Cluster, Machine, Shape, Size, Workload, memory_of
 
 MACHINES = (("H100", 8, 50), ("A10", 8, 30), ("T4", 4, 20))
@@ -98,3 +103,35 @@ def _times(chance: Random, count: int) -> Iterator[float]:
         # Rises throughout, for SWING is below 1, and leaves 0 and 1 where they are: sorted draws stay sorted.
         bent = drawn + SWING / turns * (1 - math.cos(turns * drawn))
         yield bent * _DAY_S
+
+
+def write_files(directory: Path, *, nodes: int, pods: int, seed: int) -> None:
+    """nodes.csv and pods.csv, of which simulation/traces.py reads the same again."""
+    block_mib = ResourceNames().memory_block_mib
+    cluster, workload = generate_cluster(nodes, seed), generate_workload(pods, seed, block_mib=block_mib)
+    machines = ((node.name, len(node.gpus), node.gpus[0].memory_mib, node.model) for node in cluster.nodes)
+    _write(directory / "nodes.csv", NODE_COLUMNS, machines)
+    arrivals = (
+        (one.name, one.at_s, one.duration_s, one.shape.cores, one.shape.blocks * block_mib) for one in workload.arrivals
+    )
+    _write(directory / "pods.csv", POD_COLUMNS, arrivals)
+
+
+def _write(path: Path, columns: tuple[str, ...], rows: Iterable[tuple[object, ...]]) -> None:
+    with path.open("w", encoding="utf-8", newline="") as file:
+        csv.writer(file).writerows([columns, *rows])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.generator", description=__doc__)
+    parser.add_argument("directory", type=Path, metavar="DIRECTORY")
+    parser.add_argument("--nodes", type=int, default=100, metavar="N", help="%(default)s")
+    parser.add_argument("--pods", type=int, default=10_000, metavar="N", help="%(default)s")
+    parser.add_argument("--seed", type=int, default=1, metavar="N", help="%(default)s")
+    options = parser.parse_args()
+    options.directory.mkdir(parents=True, exist_ok=True)
+    write_files(options.directory, nodes=options.nodes, pods=options.pods, seed=options.seed)
+
+
+if __name__ == "__main__":
+    main()
