@@ -339,14 +339,14 @@ def _policy(node: Node, max_shares_of_gpu: int | None) -> Policy:
 
 
 def _build_resizing(node: Node, cache: AllocationCache, cluster: ClusterPart, isolation: Isolations) -> ShareResizing:
-    resize = node.settings.resize
-    policy = ResizePolicy(names=node.names, mode=resize.mode)
+    state = node.settings.state_directory
+    policy = ResizePolicy(names=node.names, mode=node.settings.resize.mode)
     return ShareResizing(
         cache=cache,
         pods=node.claim_pods,
         inventory=node.gpus,
         policy=policy,
-        file=ResizeFile(resize.state_file) if resize.state_file is not None else None,
+        file=ResizeFile(state / "resize.json") if state is not None else None,
         enforcement=isolation.enforcement(),
         reports=ResizeReports(
             cache=cache,

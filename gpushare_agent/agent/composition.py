@@ -93,7 +93,7 @@ def build(
     store, cache, inventory = PodStore(), AllocationCache(), GpuInventoryState(gpus_part.health_policy(settings))
     # Counters go on over a reload: a scrape must not see them fall.
     metrics = previous.metrics.begin_anew() if previous is not None else AgentMetrics()
-    decisions = DecisionLog(settings.decisions.kept)
+    decisions, records = DecisionLog(settings.decisions.kept), settings.claim_directory
     node = Node(
         settings=settings,
         isolation_reason=isolation_reason,
@@ -104,7 +104,7 @@ def build(
         cache=cache,
         claim_pods=ClaimPods(store, cache),
         # Records of an earlier agent count too: its claims still use GPUs where the setting names none any more.
-        has_claims=bool(settings.dra.gpus) or has_files(settings.dra.record_directory),
+        has_claims=bool(settings.dra.gpus) or (records is not None and has_files(records)),
     )
     cluster = cluster_part.build(node, store)
     isolation = isolations.build(
@@ -144,12 +144,13 @@ def build(
 def _build_dra(node: Node, cache: AllocationCache, decisions: DecisionLog, isolation: Isolations) -> DraPart | None:
     """The part for claims; None where there are none: the start of an agent without any does not wait for its modules
     either."""
-    if not node.has_claims:
+    records = node.settings.claim_directory
+    if not node.has_claims or records is None:
         return None
     # Imported here: an agent without claims would load its modules for nothing.
     from gpushare_agent.dra import part
 
-    return part.build(node, cache, decisions, isolation)
+    return part.build(node, cache, decisions, isolation, records)
 
 
 class _Subscriptions:

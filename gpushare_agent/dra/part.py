@@ -7,6 +7,7 @@ import secrets
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import NoReturn
 
 import structlog
@@ -67,8 +68,7 @@ class DraPart(Struct, frozen=True, kw_only=True):
                 raise StartupError(
                     f"claims cannot be served: another agent of this node has the directory {lock.directory} (setting"
                     f" {name}), but not {plugins} (setting kubelet.device_plugin_path), and so does not hand over. Stop it,"
-                    " or give this one dra.registry_path, dra.plugin_path, dra.cdi_directory and dra.record_directory of its"
-                    " own"
+                    " or give this one kubelet.root_dir, state_directory and cdi.spec_directories of its own"
                 )
 
     async def start(self) -> None:
@@ -82,11 +82,11 @@ class DraPart(Struct, frozen=True, kw_only=True):
         calls wait until `start`."""
         if self.registration.is_running:
             return {}
-        registry, plugins = self.settings.dra.registry_path, self.settings.dra.plugin_path
+        registration = self.registration
         return {
-            "dra registration": self.registration.run,
-            "stale dra registrations": StaleSockets(registry, SOCKET_NAMES).run,
-            "stale dra sockets": StaleSockets(plugins, SOCKET_NAMES).run,
+            "dra registration": registration.run,
+            "stale dra registrations": StaleSockets(registration.registry, SOCKET_NAMES).run,
+            "stale dra sockets": StaleSockets(registration.plugin_path, SOCKET_NAMES).run,
         }
 
     def end(self) -> None:
@@ -105,7 +105,7 @@ class DraPart(Struct, frozen=True, kw_only=True):
     def not_served(self) -> list[str]:
         """Why pods can get no claim of this node now, nothing where they can."""
         missing = {
-            "the kubelet has not registered the driver of claims (setting dra.registry_path)": self._registered,
+            "the kubelet has not registered the driver of claims (setting kubelet.root_dir)": self._registered,
             "the node's ResourceSlice is not published": self.publisher.published,
         }
         return [f"{text}; the log names the cause" for text, event in missing.items() if not event.is_set()]
@@ -140,9 +140,10 @@ class DraPart(Struct, frozen=True, kw_only=True):
         raise AssertionError("the tasks do not return")
 
 
-def build(node: Node, cache: AllocationCache, decisions: DecisionLog, isolation: Isolations) -> DraPart:
-    """Joined, not started."""
+def build(node: Node, cache: AllocationCache, decisions: DecisionLog, isolation: Isolations, records: Path) -> DraPart:
+    """Joined, not started. `records` is the directory of the prepared claims' records."""
     settings = node.settings
+    registry = settings.kubelet.root_dir / "plugins_registry"
     pool, ready, instance = settings.node_name, asyncio.Event(), secrets.token_hex(4)
 
     claim_policy = ClaimPolicy(
@@ -173,7 +174,7 @@ def build(node: Node, cache: AllocationCache, decisions: DecisionLog, isolation:
         policy=edit_policy(settings, node.names, isolation.volumes, isolation.kernel_module),
         claim_policy=claim_policy,
         names=node.names,
-        files=ClaimFiles(settings.dra.record_directory, settings.dra.cdi_directory),
+        files=ClaimFiles(records, settings.cdi.spec_directories[-1]),
         prepare_host=prepare_host,
         unavailable_reason=isolation.unavailable_reason,
         outcomes=ClaimOutcomes(metrics=node.metrics, decisions=decisions, inventory=node.gpus, pods=node.pods.pods),
@@ -196,8 +197,8 @@ def build(node: Node, cache: AllocationCache, decisions: DecisionLog, isolation:
         registration=DraRegistration(
             driver=DRIVER,
             instance=instance,
-            registry=settings.dra.registry_path,
-            plugin_path=settings.dra.plugin_path,
+            registry=registry,
+            plugin_path=settings.kubelet.root_dir / "plugins" / DRIVER,
             services=[plugin, health],
         ),
         plugin=plugin,
@@ -208,8 +209,8 @@ def build(node: Node, cache: AllocationCache, decisions: DecisionLog, isolation:
         stale_claims=StaleClaims(claims, node.pods, PodProcesses(settings.runtime.cgroup_root)),
         waker=waker,
         locks={
-            "dra.registry_path": ServingLock(settings.dra.registry_path),
-            "dra.record_directory": ServingLock(settings.dra.record_directory),
+            "kubelet.root_dir": ServingLock(registry),
+            "state_directory": ServingLock(records),
         },
     )
 

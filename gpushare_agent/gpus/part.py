@@ -95,7 +95,8 @@ class GpusPart(Struct, frozen=True, kw_only=True):
 
 def build(node: Node, inventory: GpuInventoryState, driver: NodeDriver) -> GpusPart:
     """Joined, not started."""
-    health, socket = node.settings.health, node.settings.control.socket
+    settings = node.settings
+    health, state, socket = settings.health, settings.state_directory, settings.control.socket
     # A function, not a value: what containers have changes between polls.
     driver.in_use = lambda: {uuid for allocation in node.cache for uuid in allocation.gpus}
     watch = GpuWatch(
@@ -105,7 +106,7 @@ def build(node: Node, inventory: GpuInventoryState, driver: NodeDriver) -> GpusP
         event_period_s=health.event_period_s,
         metrics=node.metrics,
     )
-    writer = HealthStateWriter(inventory, HealthStateFile(health.state_file) if health.state_file is not None else None)
+    writer = HealthStateWriter(inventory, HealthStateFile(state / "health.json") if state is not None else None)
     return GpusPart(
         node=node,
         driver=driver,
