@@ -77,8 +77,7 @@ class BenchKubelet:
     def __init__(self, paths: NodePaths) -> None:
         self.plugin_directory = paths.device_plugin_path
         self.pod_resources_socket = paths.pod_resources_socket
-        for path in (self.plugin_directory, self.pod_resources_socket.parent):
-            path.mkdir(parents=True)
+        paths.make_directories()
         self.plugins: dict[str, Plugin] = {}
         self.pods: dict[str, BenchPod] = {}
         self.calls = 0

@@ -165,7 +165,7 @@ def agent_arguments(state: Path, others: Mapping[str, object]) -> list[str]:
         "resources.memory-block-mib": BLOCK_MIB,
         "node-name": NODE_NAME,
         "kubeconfig": state / "kubeconfig",
-        **NodePaths(state=state).of_agent,
+        "root": state,
         "runtime.cgroup-root": state / "cgroup",
         "runtime.proc-root": state / "proc",
         "runtime.endpoint": state / "no-runtime.sock",

@@ -51,6 +51,7 @@ from gpushare_agent.isolation.gpushare.format import (
 )
 from gpushare_agent.isolation.gpushare.library import MARK
 from gpushare_agent.model.names import MIB
+from gpushare_agent.sandbox.state_directory import NodePaths
 
 _SOURCE = Path(__file__).parents[1] / "tests" / "native" / "fake_nvml.c"
 _EMPTY_PERCENT, _FILLED_PERCENT = 0.3, 0.5
@@ -162,13 +163,13 @@ def _put_library(directory: Path) -> Path:
 
 def _directories(node: BenchNode) -> Iterator[tuple[int, BenchPod, Path]]:
     for number, pod in enumerate(node.kubelet.pods.values()):
-        yield number, pod, node.state / "vm" / pod.uid / CONTAINER
+        yield number, pod, NodePaths(state=node.state).virtual_manager / pod.uid / CONTAINER
 
 
 def _put_files(node: BenchNode) -> None:
     """What the library's installation and PreStartContainer would have made."""
     containers = Containers(node.state / "cgroup")
-    (node.state / "gpushare").mkdir()
+    NodePaths(state=node.state).libgpushare.mkdir(parents=True)
     for number, pod, directory in _directories(node):
         directory.mkdir(parents=True)
         limits = GpuLimits(

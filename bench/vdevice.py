@@ -31,6 +31,7 @@ from gpushare_agent.model.pods import ContainerKind, Pod, PodPhase
 from gpushare_agent.model.resources import ResourceKind, ResourceNames
 from gpushare_agent.placement.topology import build_topology
 from gpushare_agent.runtime.cgroups import Cgroups
+from gpushare_agent.sandbox.state_directory import NodePaths
 from gpushare_agent.wire.vcuda import VDeviceRequest
 
 _PRE_START_MS, _REGISTER_MS, _ROUND_MS, _SERVERS_MIB = 10.0, 5.0, 20.0, 20.0
@@ -132,7 +133,7 @@ def _listed(node: BenchNode, pod: BenchPod) -> tuple[int, ...]:
 
 
 def _directory(node: BenchNode, pod: BenchPod) -> Path:
-    return node.state / "vm" / pod.uid / CONTAINER
+    return NodePaths(state=node.state).virtual_manager / pod.uid / CONTAINER
 
 
 def _pids(number: int, first: int = _FIRST_PID) -> Sequence[int]:

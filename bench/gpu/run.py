@@ -535,8 +535,7 @@ def _mps(machine: steps.Machine, stack: ExitStack) -> list[str]:
     if control is None:
         raise StepFailed("nvidia-cuda-mps-control is not in PATH")
     flags = [
-        f"--mps.pipe-directory={around.work / 'mps-pipe'}", f"--mps.log-directory={around.work / 'mps-log'}",
-        f"--mps.control={control}", "--mps.drain-timeout-s=3",
+        f"--mps.pipe-directory={around.work / 'mps' / 'pipe'}", f"--mps.control={control}", "--mps.drain-timeout-s=3",
     ]  # fmt: skip
     log = stack.enter_context((around.work / "mps.log").open("w+b"))
     process = subprocess.Popen(  # noqa: S603 - our own program
@@ -545,7 +544,7 @@ def _mps(machine: steps.Machine, stack: ExitStack) -> list[str]:
     )  # fmt: skip
     stack.callback(_end, process)
     deadline = time.monotonic() + _MPS_START_S
-    while not (around.work / "mps-pipe" / "control").exists():
+    while not (around.work / "mps" / "pipe" / "control").exists():
         if process.poll() is not None or time.monotonic() > deadline:
             log.seek(0)
             raise StepFailed(f"the MPS daemon did not start: {log.read()[-600:].decode(errors='replace')}")

@@ -263,12 +263,12 @@ def _policy(node: Node, max_shares_of_gpu: int | None) -> Policy:
 
 
 def _build_resizing(node: Node, cluster: ClusterPart, isolation: Isolations) -> ShareResizing:
-    resize = node.settings.resize
-    policy = ResizePolicy(names=node.names, mode=resize.mode)
+    state = node.settings.state_directory
+    policy = ResizePolicy(names=node.names, mode=node.settings.resize.mode)
     return ShareResizing(
         node=node,
         policy=policy,
-        file=ResizeFile(resize.state_file) if resize.state_file is not None else None,
+        file=ResizeFile(state / "resize.json") if state is not None else None,
         enforcement=isolation,
         reports=ResizeReports(node=node, policy=policy, annotations=cluster.annotations, events=cluster.pod_events),
     )

@@ -13,7 +13,7 @@ State owned: what is in the file, and what is enforced since when; what the pods
 say of it (`ResizeReports`). The sizes themselves belong to the allocation cache. The annotation's grammar and every
 decision: decisions/resize.py. Who may write it: docs/explanation/resize.md.
 
-The file, the setting resize.state_file, has the shares whose size was changed while they run, over a restart of the agent:
+The file, resize.json in state_directory, has the shares whose size was changed while they run, over a restart of the agent:
 
     {"version": 1, "shares": [{"pod_uid": "…", "container": "main", "gpu": "GPU-…", "resource": "vmemory",
                                "allocated": "30,8", "target": "50,24", "booked": "50,24", "instance": "…"}]}

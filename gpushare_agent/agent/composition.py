@@ -87,6 +87,7 @@ def build(
     store, cache, inventory = PodStore(), AllocationCache(), GpuInventoryState(health_policy(settings))
     # Counters go on over a reload: a scrape must not see them fall.
     metrics = previous.node.metrics.begin_anew() if previous is not None else AgentMetrics()
+    records = settings.claim_directory
     node = Node(
         settings=settings,
         isolation_reason=isolation_reason,
@@ -98,7 +99,7 @@ def build(
         claim_pods=ClaimPods(store, cache),
         decisions=DecisionLog(settings.decisions.kept),
         # Records of an earlier agent count too: its claims still use GPUs where the setting names none any more.
-        has_claims=bool(settings.dra.gpus) or has_files(settings.dra.record_directory),
+        has_claims=bool(settings.dra.gpus) or (records is not None and has_files(records)),
     )
     cluster = ClusterPart(node)
     isolation = isolations.build(
@@ -133,12 +134,13 @@ def build(
 def _build_dra(node: Node, isolation: Isolations) -> DraPart | None:
     """The part for claims; None where there are none: the start of an agent without any does not wait for its modules
     either."""
-    if not node.has_claims:
+    records = node.settings.claim_directory
+    if not node.has_claims or records is None:
         return None
     # Imported here: an agent without claims would load its modules for nothing.
     from gpushare_agent.dra.part import DraPart
 
-    return DraPart(node, isolation)
+    return DraPart(node, isolation, records)
 
 
 class _Subscriptions:

@@ -30,7 +30,7 @@ log = structlog.get_logger(__name__)
 Execute = Callable[[str, list[str], Mapping[str, str]], object]
 _MOUNTS = (
     ("kubelet.pod_resources_socket", "mount", "/var/lib/kubelet/pod-resources"),
-    ("health.state_file", "mount", "/var/lib/gpushare-agent"),
+    ("state_directory", "mount", "/var/lib/gpushare-agent"),
 )
 _LACKED = {
     GPU_MANAGER_DAEMONSET: _MOUNTS,

@@ -1,7 +1,7 @@
 """The files of prepared claims: the record of each, and the CDI spec that the runtime reads.
 
-    <dra.record_directory>/<claim UID>.json                    the agent's own record
-    <dra.cdi_directory>/gpushare-agent-claim-<claim UID>.json   the CDI spec; gone after a reboot where it is on a tmpfs
+    <state_directory>/claims/<claim UID>.json                  the agent's own record
+    <cdi.spec_directories>/gpushare-agent-claim-<claim UID>.json   the CDI spec; gone after a reboot where it is on a tmpfs
 
 A record is versioned JSON; unknown fields are ignored, so that a newer agent's record is still read. One that cannot be
 read stays where it is and is reported: the claim is then prepared anew. Every function blocks. State owned: the files.

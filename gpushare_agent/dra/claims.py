@@ -131,7 +131,7 @@ class Claims(Struct, kw_only=True, eq=False):
     _has_changed: asyncio.Event = field(default_factory=asyncio.Event)
     _thread: DaemonThread = field(
         default_factory=lambda: DaemonThread(
-            "claims", advice="Check the disks of dra.record_directory and dra.cdi_directory."
+            "claims", advice="Check the disks of state_directory and cdi.spec_directories."
         )
     )
 

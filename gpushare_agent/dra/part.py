@@ -7,6 +7,7 @@ import secrets
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import NoReturn
 
 import structlog
@@ -37,9 +38,10 @@ LEAVE_S = 5.0
 
 
 class DraPart:
-    def __init__(self, node: Node, isolation: Isolations) -> None:
-        """Joined, not started."""
+    def __init__(self, node: Node, isolation: Isolations, records: Path) -> None:
+        """Joined, not started. `records` is the directory of the prepared claims' records."""
         settings, pool = node.settings, node.settings.node_name
+        registry = settings.kubelet.root_dir / "plugins_registry"
         self.settings = settings
         self.ready = asyncio.Event()
         self.claims = Claims(
@@ -48,15 +50,15 @@ class DraPart:
             claim_policy=ClaimPolicy(
                 nvidia_names=settings.dra.nvidia_names, has_unlimited=settings.dra.consumable_shares != "memory"
             ),
-            files=ClaimFiles(settings.dra.record_directory, settings.dra.cdi_directory),
+            files=ClaimFiles(records, settings.cdi.spec_directories[-1]),
             isolation=isolation,
         )
         self.health, self.plugin = DeviceHealth(node), DraPlugin(self.claims, self.ready)
         self.registration = DraRegistration(
             driver=DRIVER,
             instance=secrets.token_hex(4),
-            registry=settings.dra.registry_path,
-            plugin_path=settings.dra.plugin_path,
+            registry=registry,
+            plugin_path=settings.kubelet.root_dir / "plugins" / DRIVER,
             services=[self.plugin, self.health],
         )
         left_out = ReportOnce()
@@ -71,8 +73,8 @@ class DraPart:
         self.stale_claims = StaleClaims(self.claims, PodProcesses(settings.runtime.cgroup_root))
         self.waker = PodWaker(claims=self.claims) if settings.dra.wake_pods else None
         self.locks = {
-            "dra.registry_path": ServingLock(settings.dra.registry_path),
-            "dra.record_directory": ServingLock(settings.dra.record_directory),
+            "kubelet.root_dir": ServingLock(registry),
+            "state_directory": ServingLock(records),
         }
         """By setting, of the directories that only one agent may use."""
 
@@ -85,8 +87,7 @@ class DraPart:
                 raise StartupError(
                     f"claims cannot be served: another agent of this node has the directory {lock.directory} (setting"
                     f" {name}), but not {plugins} (setting kubelet.device_plugin_path), and so does not hand over. Stop it,"
-                    " or give this one dra.registry_path, dra.plugin_path, dra.cdi_directory and dra.record_directory of its"
-                    " own"
+                    " or give this one kubelet.root_dir, state_directory and cdi.spec_directories of its own"
                 )
 
     async def start(self) -> None:
@@ -100,11 +101,11 @@ class DraPart:
         calls wait until `start`."""
         if self.registration.is_running:
             return {}
-        registry, plugins = self.settings.dra.registry_path, self.settings.dra.plugin_path
+        registration = self.registration
         return {
-            "dra registration": self.registration.run,
-            "stale dra registrations": StaleSockets(registry, SOCKET_NAMES).run,
-            "stale dra sockets": StaleSockets(plugins, SOCKET_NAMES).run,
+            "dra registration": registration.run,
+            "stale dra registrations": StaleSockets(registration.registry, SOCKET_NAMES).run,
+            "stale dra sockets": StaleSockets(registration.plugin_path, SOCKET_NAMES).run,
         }
 
     def end(self) -> None:
@@ -123,7 +124,7 @@ class DraPart:
     def not_served(self) -> list[str]:
         """Why pods can get no claim of this node now, nothing where they can."""
         missing = {
-            "the kubelet has not registered the driver of claims (setting dra.registry_path)": self._registered,
+            "the kubelet has not registered the driver of claims (setting kubelet.root_dir)": self._registered,
             "the node's ResourceSlice is not published": self.publisher.published,
         }
         return [f"{text}; the log names the cause" for text, event in missing.items() if not event.is_set()]

@@ -212,8 +212,7 @@ class DraRegistration:
     def __init__(
         self, *, driver: str, instance: str, registry: Path, plugin_path: Path, services: Collection[IServable]
     ) -> None:
-        self._registry = registry
-        self._plugin_path = plugin_path
+        self.registry, self.plugin_path = registry, plugin_path
         endpoint = plugin_path / f"dra-{instance}.sock"
         self.registration = Registration(driver, endpoint)
         self._driver_socket = ServedSocket(endpoint, lambda: GrpcServer(services))
@@ -239,7 +238,7 @@ class DraRegistration:
             await self._driver_socket.stop()
 
     async def _keep(self) -> None:
-        async with open_directory_watch(self._registry, poll_s=POLL_S) as watch:
+        async with open_directory_watch(self.registry, poll_s=POLL_S) as watch:
             while True:
                 await self._serve_missing()
                 self._failure.is_over()
@@ -250,9 +249,9 @@ class DraRegistration:
         if not self._driver_socket.is_serving:
             await self._registration_socket.stop()
             try:
-                self._plugin_path.mkdir(mode=0o750, parents=True, exist_ok=True)
+                self.plugin_path.mkdir(mode=0o750, parents=True, exist_ok=True)
             except OSError as e:
-                raise Unavailable(f"{self._plugin_path} cannot be made: {e.strerror or e}") from e
+                raise Unavailable(f"{self.plugin_path} cannot be made: {e.strerror or e}") from e
             await _serve(self._driver_socket)
         # A kubelet that starts may empty the registry: what is missing is served again.
         if not self._registration_socket.is_serving and not self._is_leaving:

@@ -35,13 +35,15 @@ class NodeDriver(GpuDriver, MemoryLimiter, SamplesBusy, Protocol):
 class GpusPart:
     def __init__(self, node: Node, driver: NodeDriver) -> None:
         """Joined, not started."""
-        file, socket = node.settings.health.state_file, node.settings.control.socket
+        state, socket = node.settings.state_directory, node.settings.control.socket
         # A function, not a value: what containers have changes between polls.
         driver.in_use = lambda: {uuid for allocation in node.cache for uuid in allocation.gpus}
         self.node = node
         self.driver = driver
         self.watch = GpuWatch(node, driver)
-        self.writer = HealthStateWriter(node.inventory, HealthStateFile(file) if file is not None else None)
+        self.writer = HealthStateWriter(
+            node.inventory, HealthStateFile(state / "health.json") if state is not None else None
+        )
         self.control = None
         if socket is not None:
             self.control = ControlServer(socket, node.inventory, self.writer, poll_soon=self.watch.poll_soon)

@@ -1,4 +1,4 @@
-"""health.state_file: which GPUs are cordoned and which wait for a reset, over a restart of the agent.
+"""health.json in state_directory: which GPUs are cordoned and which wait for a reset, over a restart of the agent.
 
     {"version": 1, "boot_id": "…", "cards": [{"uuid": "GPU-…", "cordoned": "why", "waits_for_reset": "what happened"}]}
 
@@ -117,7 +117,7 @@ def _cut(text: str | None) -> str | None:
     return None if text is None else text[:MAX_TEXT_CHARS]
 
 
-NO_FILE = "health.state_file is empty"
+NO_FILE = "state_directory is empty"
 RETRY = Backoff(base_s=5.0, cap_s=300.0)
 
 

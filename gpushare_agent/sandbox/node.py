@@ -45,7 +45,7 @@ class EmbeddedNode(NodeParts, frozen=True, kw_only=True, eq=False):
             "simulated.device-nodes": "true",
             "node-name": self.name,
             "kubeconfig": self.paths.kubeconfig,
-            **self.paths.of_agent,
+            "root": self.paths.state,
             "mps.control": self.paths.mps_control,
             # on a busy machine an agent is offered a pod before it has loaded its Kubernetes client and read the Node
             "kubelet.pod-lookup-timeout-s": 10,
@@ -72,6 +72,7 @@ async def open_node_on(
     # Of an earlier node: this one's GPUs are new.
     for left in (paths.health_state, paths.resize_state, paths.faults, paths.usage):
         left.unlink(missing_ok=True)
+    paths.make_directories()
     api.write_kubeconfig(paths.kubeconfig)
     runtime = ContainerRuntime(paths.state, api.signal, cgroups)
     parts = NodeParts(

@@ -25,13 +25,13 @@ from gpushare_agent.kit.sockets import MAX_ADDRESS_BYTES
 from gpushare_agent.model.errors import StartupError
 from gpushare_agent.model.resources import ResourceKind
 
-_OWNER, _VIRTUAL_MANAGER = "owner", "vm"
+_OWNER, _PLACES = "owner", "var"
 _MADE = "this sandbox made the directory"
 """Second line of the file `owner` where the directory is to go with the sandbox."""
 
 
 class NodePaths:
-    """The places of things, all below the state directory."""
+    """The places of things, all below the state directory: those of an agent as its setting `root` has them."""
 
     def __init__(self, *, state: Path) -> None:
         self.state = state
@@ -40,55 +40,40 @@ class NodePaths:
         self.control_socket = state / "control.sock"
         self.kubeconfig = state / "kubeconfig"
         """Holds the API server's token: mode 0600."""
-        self.device_plugin_path = state / "device-plugins"
-        self.pod_resources_socket = state / "pod-resources" / "kubelet.sock"
-        self.plugin_registry, self.dra_plugin = state / "registry", state / "dra"
+        kubelet, agent = state / "var/lib/kubelet", state / "var/lib/gpushare-agent"
+        self.device_plugin_path = kubelet / "device-plugins"
+        self.pod_resources_socket = kubelet / "pod-resources" / "kubelet.sock"
+        self.plugin_registry, self.dra_plugin = kubelet / "plugins_registry", kubelet / "plugins" / "gpushare-agent"
         """Where the kubelet finds DRA drivers, and the agent's own DRA socket."""
-        self.claim_records = state / "claims"
+        self.claim_records = agent / "claims"
         """The agent's records of prepared claims."""
+        self.health_state, self.resize_state = agent / "health.json", agent / "resize.json"
         self.runtime_socket = state / "containerd.sock"
         """Where the container runtime answers CRI."""
-        self.cdi = state / "cdi"
+        self.cdi = state / "var/run/cdi"
         """The only directory where the container runtime looks for CDI specs."""
         self.logs = state / "logs"
         """What containers print: `<namespace>_<pod>_<container>.log`."""
-        self.virtual_manager = state / _VIRTUAL_MANAGER
-        self.libgpushare = state / "gpushare"
+        self.virtual_manager = state / "etc/gpu-manager/vm"
+        self.libgpushare = state / "etc/gpu-manager/vdriver/gpushare"
         """The containers' files of isolation gpushare."""
-        self.mps_pipe, self.mps_logs = state / "mps" / "pipe", state / "mps" / "log"
+        self.mps_pipe, self.mps_logs = state / "run/gpushare-mps/pipe", state / "run/gpushare-mps/log"
         """Of the fake MPS control daemon, which runs where isolation mps is in use."""
-        self.mps_control = state / "mps" / "nvidia-cuda-mps-control"
+        self.mps_control = state / "run/gpushare-mps/nvidia-cuda-mps-control"
         """The fake's control program, under the real one's name."""
         self.agent_log, self.extender_log = state / "agent.log", state / "extender.log"
-        self.agent_control_socket = state / "agent-control.sock"
+        self.agent_control_socket = state / "run/gpushare-agent/control.sock"
         """The agent's own, for `cordon` and `uncordon`."""
-        self.display_socket = state / "gpu-manager.sock"
-        self.health_state, self.resize_state = state / "health.json", state / "resize.json"
+        self.display_socket = state / "var/run/gpu-manager.sock"
         self.faults = state / "faults.json"
         """What fails at the simulated GPUs."""
         self.usage = state / "usage.json"
         """What the containers' processes use of the simulated GPUs."""
 
-    @property
-    def of_agent(self) -> dict[str, Path]:
-        """Every place where an agent writes, serves or registers, by flag: with them it touches no other node's."""
-        return {
-            "kubelet.device-plugin-path": self.device_plugin_path,
-            "kubelet.pod-resources-socket": self.pod_resources_socket,
-            "dra.registry-path": self.plugin_registry,
-            "dra.plugin-path": self.dra_plugin,
-            "dra.cdi-directory": self.cdi,
-            "dra.record-directory": self.claim_records,
-            "virtual-manager.path": self.virtual_manager,
-            "libgpushare.directory": self.libgpushare,
-            "mps.pipe-directory": self.mps_pipe,
-            "mps.log-directory": self.mps_logs,
-            "cdi.spec-directories": self.cdi,
-            "health.state-file": self.health_state,
-            "resize.state-file": self.resize_state,
-            "control.socket": self.agent_control_socket,
-            "display.socket": self.display_socket,
-        }
+    def make_directories(self) -> None:
+        """Those that a node has before its agent comes."""
+        for path in (self.device_plugin_path, self.pod_resources_socket.parent, self.plugin_registry, self.cdi.parent):
+            path.mkdir(parents=True, exist_ok=True)
 
 
 def default_state_directory() -> Path:
@@ -99,11 +84,7 @@ def prepare_state_directory(state: Path) -> NodePaths:
     """Makes the directory. Raises StartupError, with nothing written, where it cannot serve or is not this user's
     alone."""
     paths = NodePaths(state=state.absolute())
-    with (
-        _opened(paths) as (directory, _),
-        _refused_by_the_system(paths.state),
-        made_directory(directory, _VIRTUAL_MANAGER),
-    ):
+    with _opened(paths) as (directory, _), _refused_by_the_system(paths.state), made_directory(directory, _PLACES):
         return paths
 
 
@@ -126,7 +107,7 @@ def owned_state_directory(state: Path) -> Iterator[NodePaths]:
             # The kernel gives it back with the process: no stale lock is left by a kill.
             _lock(owner, paths.state)
             _clear(directory)
-            with made_directory(directory, _VIRTUAL_MANAGER):
+            with made_directory(directory, _PLACES):
                 pass
         is_new = is_new or _MADE in owner.read().splitlines()  # by the dead sandbox whose leftovers these were
         owner.seek(0)

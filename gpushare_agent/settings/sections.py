@@ -23,10 +23,13 @@ from gpushare_agent.model.names import GPU_MODEL_LABEL, MEMORY_BLOCK_MIB, VCORE_
 from gpushare_agent.settings.isolation_names import isolation_names
 from gpushare_agent.settings.values import (
     DNS_NAME,
+    PLACE,
     Count,
     GivenPath,
+    GivenPlace,
     OneOf,
     OptionalPath,
+    OptionalPlace,
     ResourceName,
     Seconds,
     Section,
@@ -72,9 +75,11 @@ class GpushareSettings(Section):
 class KubeletSettings(Section):
     """The kubelet's sockets and its HTTPS port, and the time limits of admissions."""
 
-    device_plugin_path: GivenPath = Path("/var/lib/kubelet/device-plugins")
+    root_dir: GivenPlace = Path("/var/lib/kubelet")
+    """The kubelet's --root-dir, with its sockets and the registry of DRA drivers."""
+    device_plugin_path: GivenPlace = Path("/var/lib/kubelet/device-plugins")
     """Directory of kubelet.sock and of the agent's sockets."""
-    pod_resources_socket: OptionalPath = Path("/var/lib/kubelet/pod-resources/kubelet.sock")
+    pod_resources_socket: OptionalPlace = Path("/var/lib/kubelet/pod-resources/kubelet.sock")
     """Socket of the PodResources API. Empty: pods are identified by the API server alone, and refused where two that
     wait ask for the same."""
     api_address: str = ""
@@ -117,8 +122,6 @@ class AllocationSettings(Section):
 
     check_period_s: Seconds = Field(default=30.0, ge=0.05, le=3600)
     """Period of comparing allocations with the kubelet's list."""
-    checkpoint_path: GivenPath = Path("/etc/gpu-manager/checkpoint")
-    """gpu-manager's; no effect."""
     cleanup_rejected_pods: bool = True
     """Delete pods rejected at admission that a controller replaces."""
     cleanup_per_minute: Count = Field(default=30, ge=1, le=6000)
@@ -131,8 +134,6 @@ class ResizeSettings(Section):
     mode: ResizeMode = ResizeMode.DISABLED
     """disabled: shares keep what was allocated. within-request: at most their request. free-capacity: also their GPU's
     free capacity; needs manifests/resize."""
-    state_file: OptionalPath = Path("/var/lib/gpushare-agent/resize.json")
-    """File that keeps resized shares over a restart. Empty: none."""
 
 
 class DraSettings(Section):
@@ -154,14 +155,6 @@ class DraSettings(Section):
     """How long preparing a claim waits for what is missing. The kubelet's limit is 45 s."""
     wake_pods: bool = True
     """Patch pods whose claims could not be prepared: the kubelet tries again at once."""
-    registry_path: GivenPath = Path("/var/lib/kubelet/plugins_registry")
-    """Directory in which the kubelet finds plugins."""
-    plugin_path: GivenPath = Path("/var/lib/kubelet/plugins/gpushare-agent")
-    """Directory of the agent's DRA socket."""
-    cdi_directory: GivenPath = Path("/var/run/cdi")
-    """Directory of the claims' CDI specs; the container runtime must read it."""
-    record_directory: GivenPath = Path("/var/lib/gpushare-agent/claims")
-    """Directory of the records of prepared claims."""
 
     @model_validator(mode="after")
     def _has_shares_by_nvidias_names(self) -> Self:
@@ -207,7 +200,7 @@ NodeIsolation = Annotated[str, OneOf(lambda: (*isolation_names(), AUTO))]
 class VirtualManagerSettings(Section):
     """The directories that sharing containers get mounted."""
 
-    path: GivenPath = Path("/etc/gpu-manager/vm")
+    path: GivenPlace = Path("/etc/gpu-manager/vm")
     """Directory of the containers' vDevice directories (isolations gpushare and vcuda)."""
 
 
@@ -228,12 +221,10 @@ class DriverVolumeSettings(Section):
 class MpsSettings(Section):
     """NVIDIA MPS (isolation mps, command mps)."""
 
-    pipe_directory: GivenPath = Path("/run/gpushare-mps/pipe")
-    """The MPS daemon's CUDA_MPS_PIPE_DIRECTORY on the host, the same in containers."""
+    pipe_directory: GivenPlace = Path("/run/gpushare-mps/pipe")
+    """The MPS daemon's CUDA_MPS_PIPE_DIRECTORY on the host, the same in containers. Its logs are in `log` next to it."""
     shm_directory: GivenPath = Path("/dev/shm")  # noqa: S108 - the shared memory itself, which MPS needs, not a temporary file
     """The daemon's /dev/shm on the host."""
-    log_directory: GivenPath = Path("/run/gpushare-mps/log")
-    """Directory of the daemon's logs (command mps)."""
     control: GivenPath = Path("nvidia-cuda-mps-control")
     """The control program: a path, or a name in PATH."""
     probe_period_s: Seconds = Field(default=5.0, ge=0.1, le=3600)
@@ -255,7 +246,7 @@ class LibgpushareSettings(Section):
 
     library: GivenPath = Path("/usr/local/gpushare/libgpushare.so")
     """libgpushare.so as this process sees it; it is copied to libgpushare.directory."""
-    directory: GivenPath = Path("/etc/gpu-manager/vdriver/gpushare")
+    directory: GivenPlace = Path("/etc/gpu-manager/vdriver/gpushare")
     """Directory on the host from which containers get the library, not mounted noexec."""
     probe: bool = True
     """Prove at the start, for two seconds of a GPU that nobody uses, that the library limits under this driver. Where
@@ -275,10 +266,10 @@ class CdiSettings(Section):
 
     kind: str = "nvidia.com/gpu"
     """Vendor and class of CDI names; a device is <kind>=<GPU UUID>."""
-    spec_directories: Annotated[tuple[GivenPath, ...], BeforeValidator(comma_list)] = Field(
+    spec_directories: Annotated[tuple[GivenPath, ...], BeforeValidator(comma_list), PLACE] = Field(
         default=(Path("/etc/cdi"), Path("/var/run/cdi")), min_length=1
     )
-    """Directories of CDI specs; the agent writes its own into the last."""
+    """Directories of CDI specs; the agent writes its own, and those of claims, into the last."""
 
     @field_validator("kind")
     @classmethod
@@ -331,8 +322,6 @@ class HealthSettings(Section):
     """Time between two of these probes, doubled each time the GPU becomes Unhealthy again."""
     recovery_period_max_s: Seconds = Field(default=600.0, ge=0.05, le=86400)
     """Most time between two of these probes."""
-    state_file: OptionalPath = Path("/var/lib/gpushare-agent/health.json")
-    """File that keeps cordons and pending resets over a restart. Empty: none."""
 
 
 class UsageSettings(Section):
@@ -370,14 +359,14 @@ class FactsSettings(Section):
 class ControlSettings(Section):
     """The socket of `cordon` and `uncordon`, for root alone."""
 
-    socket: OptionalPath = Path("/run/gpushare-agent/control.sock")
+    socket: OptionalPlace = Path("/run/gpushare-agent/control.sock")
     """Unix socket of `cordon` and `uncordon`. Empty: none."""
 
 
 class DisplaySettings(Section):
     """gpu-manager's gRPC service for usage and topology."""
 
-    socket: OptionalPath = Path("/var/run/gpu-manager.sock")
+    socket: OptionalPlace = Path("/var/run/gpu-manager.sock")
     """Unix socket of the service display.GPUDisplay. Empty: none."""
 
 

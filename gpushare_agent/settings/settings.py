@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from operator import attrgetter
+from pathlib import Path
 from typing import Any
 
 from msgspec import Struct
@@ -31,6 +32,7 @@ from gpushare_agent.settings.sources import (
     read_variables,
 )
 from gpushare_agent.settings.tree import SOURCES, Settings
+from gpushare_agent.settings.values import PLACE
 
 NODE_NAME_SOURCES = ("variable NODE_NAME", "host name")
 """Where the node's name comes from when no setting has it."""
@@ -100,6 +102,7 @@ def load_settings(
     if pipe is not None and pipe.source == "flag --mps-pipe":
         host.values["isolation"] = RawSetting("mps", pipe.source)
     layers.append(read_gpushare(environ))
+    layers.append(_below_roots(layers))
     # Reversed, so that the layer that wins is written last.
     raw = {name: value for layer in reversed(layers) for name, value in layer.values.items()}
     problems = [problem for layer in layers for problem in layer.problems]
@@ -120,6 +123,23 @@ def _path(key: str, layers: Sequence[Layer]) -> RawSetting | None:
     """The file that the first of the layers names, if it names one."""
     path = next((layer.values[key] for layer in layers if key in layer.values), None)
     return path if path and path.value else None
+
+
+def _below_roots(layers: Sequence[Layer]) -> Layer:
+    """The node's places that no layer names, where one names a root of them."""
+    layer, given = Layer(), {name: raw for one in reversed(layers) for name, raw in one.values.items()}
+    # The kubelet's first, for it is below the other.
+    roots = [key for name in ("kubelet.root_dir", "root") for key in all_keys() if key.name == name]
+    moved = [(key.default, raw) for key in roots if (raw := given.get(key.name)) and raw.value]
+    for key in all_keys() if moved else ():
+        if PLACE in key.field.metadata:
+            paths = key.default if isinstance(key.default, tuple) else (key.default,)
+            for base, raw in moved:
+                if all(path.is_relative_to(base) for path in paths):
+                    texts = [str(Path(str(raw.value), path.relative_to(base))) for path in paths]
+                    layer.put(key.name, ",".join(texts), raw.source)
+                    break
+    return layer
 
 
 def _nvidia_layer(layers: Sequence[Layer], environ: Mapping[str, str], named: Layer | None = None) -> Layer:

@@ -375,8 +375,7 @@ def _start_script(root: Path, host: Path) -> Mapping[str, str]:
     if _is_there(extra):
         found["extra_config"] = str(extra)
     if not _is_there(root / _STATE) and _is_there(root / _CHECKPOINT):
-        found["health.state_file"] = str(root / _CHECKPOINT / "gpushare-agent-health.json")
-        found["resize.state_file"] = str(root / _CHECKPOINT / "gpushare-agent-resize.json")
+        found["state_directory"] = str(root / _CHECKPOINT / "gpushare-agent")
     if _is_there(root / "usr/local/host") and _is_there(host / "usr"):
         # Its pods have no RuntimeClass: containers get the driver's files by the driver directory.
         found["driver_volume.root"], found["driver_volume.mount"] = str(host), "true"
@@ -405,7 +404,7 @@ def read_gpushare(environ: Mapping[str, str], root: Path = Path("/"), host: Path
         **_pod_resources(root, host),
     }
     if not _is_there(root / _STATE):
-        found["health.state_file"] = found["resize.state_file"] = ""
+        found["state_directory"] = ""
     if not _is_mounted(root, "/etc/gpu-manager"):
         found["isolation"] = "none"
     for name, text in found.items():

@@ -10,6 +10,7 @@ names.
 from __future__ import annotations
 
 import socket
+from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
@@ -19,7 +20,16 @@ from gpushare_agent.model.isolation import DeviceListStrategy, Sharing, isolatio
 from gpushare_agent.settings import sections
 from gpushare_agent.settings.node_configuration import NodeConfigurationSettings
 from gpushare_agent.settings.nvidia import NvidiaSettings
-from gpushare_agent.settings.values import DNS_NAME, OptionalPath, Seconds, Texts, comma_list, pairs_of
+from gpushare_agent.settings.values import (
+    DNS_NAME,
+    GivenPath,
+    OptionalPath,
+    OptionalPlace,
+    Seconds,
+    Texts,
+    comma_list,
+    pairs_of,
+)
 
 ENVIRONMENT_PREFIX = "GPUSHARE_"
 _DEFAULTS: Any = {}
@@ -36,7 +46,6 @@ ALIASES = {
     "topology": "simulated.topology",
     "device-plugin-path": "kubelet.device_plugin_path",
     "allocation-check-period": "allocation.check_period_s",
-    "checkpoint-path": "allocation.checkpoint_path",
     "virtual-manager-path": "virtual_manager.path",
     "container-runtime-endpoint": "runtime.endpoint",
     "runtime-request-timeout": "runtime.request_timeout_s",
@@ -59,6 +68,8 @@ class Settings(BaseSettings):
     """Name of this node in the API server. Empty: the variable NODE_NAME, else the host's name."""
     node_labels: Annotated[dict[str, str], BeforeValidator(pairs_of)] = Field(default_factory=dict)
     """Further labels for the node. Empty: none."""
+    root: GivenPath = Path("/")
+    """Root of the node's directories: each of them that no setting names is below it, such as ROOT/etc/gpu-manager/vm."""
     driver: Annotated[Literal["nvml", "simulated"], BeforeValidator(lambda v: "nvml" if v == "nvidia" else v)] = "nvml"
     """Source of the GPUs: NVML (also named nvidia), or simulated GPUs."""
     isolation: sections.NodeIsolation = "gpushare"
@@ -84,6 +95,9 @@ class Settings(BaseSettings):
     """Kubeconfig for the API server. Empty: the pod's service account, else the user's default file."""
     context: str = ""
     """Context of the kubeconfig for the commands that show nodes. Empty: its current one."""
+    state_directory: OptionalPlace = Path("/var/lib/gpushare-agent")
+    """Directory that keeps cordons, pending resets, resized shares and claims over a restart. Empty: none, and no
+    claims."""
     sample_period_s: Seconds = Field(default=1.0, ge=0.05, le=3600)
     """Period of sampling the use of GPUs."""
     wait_timeout_s: Seconds = Field(default=60.0, ge=0.05, le=3600)
@@ -131,6 +145,11 @@ class Settings(BaseSettings):
         return frozenset({self.isolation, *self.isolations_allowed, *([Sharing.MPS.isolation] if by_mps else [])})
 
     @property
+    def claim_directory(self) -> Path | None:
+        """Of the records of prepared claims."""
+        return self.state_directory and self.state_directory / "claims"
+
+    @property
     def isolation_parts_in_use(self) -> frozenset[str]:
         """The same, with the parts in the place of combinations."""
         return frozenset(part for name in self.isolations_in_use for part in isolation_parts(name))
@@ -148,6 +167,12 @@ class Settings(BaseSettings):
             raise ValueError(
                 "resources.enabled is false, and nothing else is offered: set gpushare.enabled, nvidia.enabled or dra.gpus"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _keeps_claims(self) -> Self:
+        if self.dra.gpus and self.state_directory is None:
+            raise ValueError("dra.gpus needs state_directory, which keeps the claims over a restart")
         return self
 
     @model_validator(mode="after")

@@ -146,3 +146,7 @@ Seconds = Annotated[float, Field(allow_inf_nan=False), BeforeValidator(parse_dur
 Count = Annotated[int, BeforeValidator(_no_boolean)]
 OptionalPath = Annotated[Path | None, BeforeValidator(empty_is_none)]
 GivenPath = Annotated[Path, BeforeValidator(_no_empty_path)]
+PLACE = "place"
+"""Marks a path of the node: where nothing names it, it follows from the settings root and kubelet.root_dir."""
+GivenPlace = Annotated[GivenPath, PLACE]
+OptionalPlace = Annotated[OptionalPath, PLACE]

@@ -202,14 +202,22 @@ async def test_an_agent_is_not_ready_before_shares_can_be_given_and_ready_from_t
         assert not readiness.not_ready() and await readiness.look()
 
 
+def _elsewhere(node: EmbeddedNode, directory: Path) -> list[str]:
+    """A registry in which no kubelet looks for drivers; the sockets are the kubelet's own."""
+    (directory / "plugins_registry").mkdir()
+    return [
+        f"--kubelet.root-dir={directory}", f"--kubelet.device-plugin-path={node.paths.device_plugin_path}",
+        f"--kubelet.pod-resources-socket={node.paths.pod_resources_socket}",
+    ]  # fmt: skip
+
+
 async def test_an_agent_is_not_ready_before_its_claims_can_be_served_and_ready_from_then_on(short_dir: Path) -> None:
     """A rollout stops where the kubelet does not find its driver; a kubelet or API server that goes later ends no agent."""
-    elsewhere = f"--dra.registry-path={short_dir}"
     async with open_test_node() as node:
-        async with open_agent(node, "--dra.gpus=1", elsewhere) as agent:
+        async with open_agent(node, "--dra.gpus=1", *_elsewhere(node, short_dir)) as agent:
             await poll_until(lambda: not any("slice" in one for one in agent.parts.readiness.not_ready()), "the slice")
             status, text = await _readiness_of(agent)
-            assert status == 503 and "dra.registry_path" in text
+            assert status == 503 and "kubelet.root_dir" in text
         async with open_agent(node, "--dra.gpus=1") as agent:
             await poll_until(lambda: not agent.parts.readiness.not_ready(), "it is Ready")
             await node.api.stop_listening()
@@ -222,7 +230,7 @@ async def test_claims_that_an_earlier_agent_has_left_keep_no_agent_from_being_re
     """Rights and mounts of the component dra are gone with it."""
     async with open_test_node() as node:
         record_claim(node)
-        async with open_agent(node, f"--dra.registry-path={short_dir}") as agent:
+        async with open_agent(node, *_elsewhere(node, short_dir)) as agent:
             await poll_until(lambda: not agent.parts.readiness.not_ready(), "it is Ready")
             assert agent.parts.dra is not None and agent.parts.dra.not_served()
 

@@ -284,7 +284,7 @@ async def test_a_reload_keeps_what_is_known_against_the_gpus_also_where_no_file_
         (node.paths.state / "file").write_text("")
         settings = node.paths.state / "settings.yaml"
         settings.write_text("simulated: {cards: 4}\n")
-        flags = (f"--config={settings}", f"--health.state-file={node.paths.state}/file/h.json")
+        flags = (f"--config={settings}", f"--state-directory={node.paths.state}/file")
         async with open_child(node, *flags, "--health.recovery-period-s=3600", *FAST[1:3]) as child:
             await wait_until(node, node.paths.agent_control_socket.exists, "the control socket")
             assert (await _cordon(node, "cordon", "0", "--reason", "fan"))[0] == 0
@@ -313,7 +313,7 @@ async def test_without_a_place_for_the_socket_and_the_state_file_the_agent_serve
         (node.paths.state / "file").write_text("")
         lost = [
             f"--control.socket={node.paths.state}/file/c.sock",
-            f"--health.state-file={node.paths.state}/file/h.json",
+            f"--state-directory={node.paths.state}/file",
         ]
         with capture_logs() as logged:
             async with open_agent(node, *FAST, *lost):

@@ -34,7 +34,6 @@ from tests.support_deadline import DEADLINE_S
 
 TIMES = replace(SHORT_TIMES, registry_poll_s=0.01, slice_wipe_s=0.0)
 ONLY_READ = {
-    "allocation.checkpoint_path": "gpu-manager's, taken and not used",
     "driver_volume.root": "the host's driver",
     "driver_volume.control_library": "the host's",
     "driver_volume.gpu_client": "of the image",
@@ -88,10 +87,13 @@ async def test_an_agent_touches_nothing_outside_the_paths_of_its_settings(
         state = node.paths.state.resolve()
         outside = {path: events for path, events in found.items() if not path.is_relative_to(state)}
         assert outside.items() <= HARMLESS.items()
-        inside = {str(path.relative_to(state)).partition("/")[0] for path in found if path.is_relative_to(state)}
-        made = {"registry", "dra", "device-plugins", "pod-resources", "agent-control.sock", "gpu-manager.sock"}
-        assert made <= inside and {one for one in inside if one.startswith("health.json")}
-        assert any(path.parent == state / "registry" and "socket.bind" in events for path, events in found.items())
+        at = node.paths
+        made = (at.plugin_registry, at.dra_plugin, at.device_plugin_path, at.pod_resources_socket.parent)
+        for place in (*made, at.agent_control_socket, at.display_socket):
+            assert any(path.is_relative_to(place.resolve()) for path in found), place
+        assert any(path.name.startswith("health.json") for path in found)
+        registry = at.plugin_registry.resolve()
+        assert any(path.parent == registry and "socket.bind" in events for path, events in found.items())
 
 
 def _paths(model: BaseModel, prefix: str = "") -> Iterator[tuple[str, Path]]:
@@ -125,13 +127,14 @@ async def test_an_agent_with_a_kubelet_of_its_own_takes_no_other_agents_claims(t
             await poll_until(is_dra_registered(node), "the DRA driver is registered")
             files = sorted(node.paths.plugin_registry.iterdir())
             (tmp_path / "device-plugins").mkdir()
-            for other in ((), (f"--dra.registry-path={tmp_path}", f"--dra.plugin-path={tmp_path}")):
+            (tmp_path / "plugins_registry").mkdir()
+            for other in ((), (f"--kubelet.root-dir={tmp_path}",)):
                 second = await run_program(
                     "run", *node.agent_arguments(), f"--kubelet.device-plugin-path={tmp_path / 'device-plugins'}",
                     f"--control.socket={tmp_path / 'control'}", f"--display.socket={tmp_path / 'display'}", "--web.port=0",
                     *other,
                 )  # fmt: skip
-                setting = "dra.record_directory" if other else "dra.registry_path"
+                setting = "state_directory" if other else "kubelet.root_dir"
                 assert (
                     second.code and f"(setting {setting})" in second.err and "Stop it, or give this one" in second.err
                 )

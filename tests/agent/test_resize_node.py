@@ -281,7 +281,7 @@ async def test_a_corrupt_file_is_set_aside_and_shares_are_resized_anew() -> None
 
 async def test_where_the_file_cannot_be_written_nothing_is_granted() -> None:
     """A restart would otherwise give the same capacity to another."""
-    async with open_world(*FLAGS, "--resize.state-file=/proc/nowhere/resize.json") as (node, agent):
+    async with open_world(*FLAGS, "--state-directory=/proc/nowhere") as (node, agent):
         node.api.create_pod(share("web"))
         await wait_running(node, "web")
         await annotate(node, "web", "main:cores=50")

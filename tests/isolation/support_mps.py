@@ -37,7 +37,7 @@ class MpsPlace:
         return MpsControl(program or self.program, self.pipe, self.logs, timeout_s=timeout_s)
 
     def flags(self) -> list[str]:
-        return [f"--mps-pipe={self.pipe}", f"--mps.log-directory={self.logs}", f"--mps.control={self.program}"]
+        return [f"--mps-pipe={self.pipe}", f"--mps.control={self.program}"]
 
     def becomes(self, behaviour: str, text: str = "") -> None:
         (self.root / behaviour).write_text(text)

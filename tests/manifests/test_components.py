@@ -376,7 +376,7 @@ def test_the_mps_daemon_is_at_the_place_where_the_component_looks_for_it() -> No
     environ = {name: value for name, value in variables(container).items() if name.startswith("GPUSHARE_")}
     settings = load_settings([], environ).settings
     mounts = host_mounts(container, spec)
-    for path in (settings.mps.pipe_directory, settings.mps.log_directory, settings.mps.shm_directory):
+    for path in (settings.mps.pipe_directory, settings.mps.pipe_directory.parent / "log", settings.mps.shm_directory):
         mount = mount_of(path, mounts)
         assert mount["mountPath"] == mount["host"] and not mount.get("readOnly")
     assert settings.mps == effective_settings(patched("components/mps/mps.yaml")).mps

@@ -65,13 +65,12 @@ def test_every_path_that_the_agent_uses_is_mounted_from_the_host() -> None:
     """Each directory of the settings lies below a host path, writable where the agent writes, and no other is mounted."""
     (container,) = pod_spec()["containers"]
     settings, mounts = deployed(), host_mounts(container, pod_spec())
-    assert settings.health.state_file is not None and settings.resize.state_file is not None
+    assert settings.state_directory is not None
     writable = {
         settings.kubelet.device_plugin_path,
         settings.libgpushare.directory,
         settings.virtual_manager.path,
-        settings.health.state_file.parent,
-        settings.resize.state_file.parent,
+        settings.state_directory,
     }
     only_read = {settings.kubelet.pod_resources_socket, settings.runtime.cgroup_root}
     assert all(not mount_of(path, mounts).get("readOnly") for path in writable)

@@ -13,6 +13,7 @@ import aiohttp
 import pytest
 
 from gpushare_agent.cli.sandbox_run import addresses_of
+from gpushare_agent.sandbox.state_directory import NodePaths
 from gpushare_agent.settings.settings import load_settings
 from tests.sandbox.support_sandbox_cli import DEADLINE_S, ROOT, document_of, live, read_until, registered, sandbox
 
@@ -51,7 +52,7 @@ async def test_the_first_lines_say_how_the_agent_is_asked_and_that_works() -> No
             await read_until(
                 process, f"next: {reported['web']}/  export KUBECONFIG={state}/kubeconfig; kubectl get pods"
             )
-            assert reported["control_socket"] == str(state / "agent-control.sock")
+            assert reported["control_socket"] == str(NodePaths(state=state).agent_control_socket)
             assert explain == f"{sys.executable} -m gpushare_agent explain POD --server {reported['web']}"
             assert "/debug/tasks" in await page_of(f"{reported['web']}/debug/")
             assert "is cordoned" in await printed_by(cordon.replace("GPU", "1"))

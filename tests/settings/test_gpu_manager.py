@@ -65,7 +65,6 @@ GPU_MANAGER = {
     "hostname-override": ("n1", "node_name", "n1"),
     "virtual-manager-path": ("/vm", "virtual_manager.path", "/vm"),
     "device-plugin-path": ("/dp", "kubelet.device_plugin_path", "/dp"),
-    "checkpoint-path": ("/c", "allocation.checkpoint_path", "/c"),
     "share-mode": ("false", "share_mode", "false"),
     "allocation-check-period": ("60", "allocation.check_period_s", "60"),
     "container-runtime-endpoint": ("/var/run/crio.sock", "runtime.endpoint", "/var/run/crio.sock"),
@@ -73,7 +72,8 @@ GPU_MANAGER = {
     "runtime-request-timeout": ("5s", "runtime.request_timeout_s", "5"),
     "wait-timeout": ("1m0s", "wait_timeout_s", "60"),
 }
-"""cmd/manager/options of gpu-manager v1.1.5, and wait-timeout of its master: a value, our setting, what that is then."""
+"""cmd/manager/options of gpu-manager v1.1.5 but for checkpoint-path, and wait-timeout of its master: a value, our setting,
+what that is then."""
 
 
 @pytest.mark.parametrize("flag", GPU_MANAGER)
@@ -87,6 +87,14 @@ def test_every_flag_of_gpu_manager_is_a_setting(flag: str) -> None:
     ):
         assert text_of(attrgetter(name)(loaded.settings)) == value
         assert loaded.sources[name].endswith(("flag --" + flag, "flag --" + flag.replace("-", "_")))
+
+
+def test_the_checkpoint_of_gpu_manager_is_not_needed() -> None:
+    """The flag is taken and sets nothing; the place that its manifest has is no loss."""
+    for path, is_lost in (("/etc/gpu-manager/checkpoint", False), ("/c", True)):
+        loaded = load_settings([], {"EXTRA_FLAGS": f"--checkpoint-path={path}"})
+        (key,) = loaded.migrated
+        assert not key.settings and key.is_lost is is_lost
 
 
 def test_the_display_socket_of_the_service_unit_is_taken() -> None:
@@ -168,8 +176,7 @@ def test_gpu_managers_daemonset_finds_the_host_where_it_mounts_nothing(container
     assert start_script(container) == {
         "web.addr": "0.0.0.0",
         "kubelet.pod_resources_socket": f"{container}/host/var/lib/kubelet/pod-resources/kubelet.sock",
-        "health.state_file": f"{container}/etc/gpu-manager/checkpoint/gpushare-agent-health.json",
-        "resize.state_file": f"{container}/etc/gpu-manager/checkpoint/gpushare-agent-resize.json",
+        "state_directory": f"{container}/etc/gpu-manager/checkpoint/gpushare-agent",
         "driver_volume.root": f"{container}/host",
         "driver_volume.mount": "true",
     }

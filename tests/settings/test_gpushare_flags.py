@@ -132,8 +132,7 @@ def test_its_daemonset_mounts_the_plugin_directory_alone(tmp_path: Path) -> None
     assert found == {
         "gpushare.enabled": "true",
         "kubelet.pod_resources_socket": "",
-        "health.state_file": "",
-        "resize.state_file": "",
+        "state_directory": "",
         "isolation": "none",
         "facts.is_written": "false",
         "allocation.cleanup_rejected_pods": "false",

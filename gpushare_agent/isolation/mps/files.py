@@ -135,7 +135,7 @@ class MpsFiles:
             except OSError as error:
                 raise StartupError(
                     f"the directory {directory} for MPS cannot be made ({error.strerror}). The control daemon was not "
-                    "started. Check what is at this path, or choose another: mps.pipe_directory, mps.log_directory"
+                    "started. Check what is at this path, or choose another: mps.pipe_directory"
                 ) from error
             _label(directory)
         if problem := self.obstacle():

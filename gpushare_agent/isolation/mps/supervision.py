@@ -98,7 +98,7 @@ class MpsSupervision(Struct, eq=False):
             if self._bad_starts >= self.timeouts.most_bad_starts:
                 raise StartupError(
                     f"the MPS control daemon could not be started {self._bad_starts} times in a row, the last time because "
-                    f"{why}. Its own output is above and in its control.log (mps.log_directory). No further start "
+                    f"{why}. Its own output is above and in its control.log (next to mps.pipe_directory). No further start "
                     "is tried"
                 )
             delay_s = self.timeouts.backoff.delay_s(self._failures)

@@ -127,9 +127,6 @@ class EmbeddedKubelet:
         self._node_name = parts.name
         self._starts = 0
         self._is_wanted = False
-        paths = parts.paths
-        for path in (paths.device_plugin_path, paths.pod_resources_socket.parent, paths.plugin_registry):
-            path.mkdir(parents=True, exist_ok=True)
         self._forget()
 
     def _forget(self) -> None:

@@ -239,7 +239,7 @@ class PodWorker:
                 # By name: the order in which resources were allocated is random.
                 answers = [records[name].response for name in sorted(records)]
                 claimed = self._dra.cdi_names(self._newest(), container_of(self.raw, spec.name))
-                cdi = CdiResolver([self._runtime.cdi_directory])
+                cdi = CdiResolver([self._parts.paths.cdi])
                 config = container_config(self.raw, spec, answers, cdi, claimed)
                 self._runtime.start(config)
                 self._record_start(config.name, config.note)

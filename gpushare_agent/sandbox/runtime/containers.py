@@ -186,7 +186,6 @@ class ContainerRuntime:
         self.cgroup_root, self.proc_root = self._tree.root, self._tree.proc
         self.logs = state / "logs"
         self.logs.mkdir(exist_ok=True)
-        self.cdi_directory = state / "cdi"
         self._change = change
         self._salt = secrets.token_hex(8)
         self._containers: dict[tuple[str, str], Container] = {}
