@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gpushare_agent.cli.command_line import add_output, runnable
+from gpushare_agent.cli.command_line import Argument, add_output, arg, one_of, runnable
 from gpushare_agent.sandbox.behaviour import KUBERNETES_VERSIONS
 from gpushare_agent.sandbox.control import Answer, ask
 from gpushare_agent.sandbox.gpu_faults import LOST_REASON
@@ -37,100 +37,91 @@ _MOST_GPUS = 64
 _GPUS = re.compile(r"([0-9]{1,2})x([0-9]{1,9})")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add(
-        "--gpus",
-        metavar="N",
-        type=_gpu_count,
-        help="simulated GPUs (default 8, or one for each memory size)",
-    )
-    add("--topology", metavar="FILE", help="text of `nvidia-smi topo -m` that gives the GPUs and their links")
-    add(
-        "--gpu-memory-mib",
-        metavar="M[,M...]",
-        help="memory of the GPUs, MiB: one value, or one for each",
-    )
-    add("--nodes", metavar="N", type=int, help="embedded nodes, each with an agent (default 1, or one for each entry of "
-        "--node-gpus)")  # fmt: skip
-    add("--node-gpus", metavar="CxM[,CxM...]", help="GPUs of each node and their memory in MiB, such"
-        " as 8x24576,4x16384 or 2x24576+1x81920; fewer entries than nodes are used in turn")  # fmt: skip
-    add("--extender", action="store_true", help="run the scheduler extender too, and let the embedded scheduler ask it")
-    add("--dra", action="store_true", help="offer the GPUs by ResourceClaims (Dynamic Resource Allocation): all of them, or "
-        "those of --dra.gpus; the samples are claims then")  # fmt: skip
-    add(
-        "--apply",
-        metavar="FILE|DIR",
-        action="append",
-        type=Path,
-        default=[],
-        help="manifests of Pods, ResourceClaims, their templates and classes, created in file order; - is standard input",
-    )
-    add("--samples", choices=SAMPLE_SETS, help="sample pods; fitting leaves out the one that cannot run (default: all, "
-        "with --apply none)")  # fmt: skip
-    add("--once", action="store_true", help="wait until every pod runs, has ended or fits nowhere, print, clean up; exit 0 "
-        "if all of them are Running or Succeeded, else 1 (with the sample pod that cannot fit: 1)")  # fmt: skip
-    add_output(parser)  # of --once, with progress on standard error, and of status
-    add(
-        "--state-dir",
-        metavar="DIR",
-        type=Path,
-        default=default_state_directory(),
-        help="sockets and files (%(default)s)",
-    )
-    add("--port", metavar="PORT", type=int, help="the agent's web port (default 5678; 0 takes a free one)")
-    add("--kubelet-version", choices=KUBERNETES_VERSIONS, default="1.36", help="whose behaviour to show (%(default)s)")
-    _add_commands(parser)
-
-
 def _gpu_count(text: str) -> int:
     if not (text.isdecimal() and 1 <= int(text) <= _MOST_GPUS):
         raise argparse.ArgumentTypeError(f"{text}: there can be 1 to {_MOST_GPUS}")
     return int(text)
 
 
-def _add_commands(parser: argparse.ArgumentParser) -> None:
+_OPTIONS = (
+    arg("--gpus N", "simulated GPUs (default 8, or one for each memory size)", type=_gpu_count),
+    arg("--topology FILE", "text of `nvidia-smi topo -m` that gives the GPUs and their links", default=None),
+    arg("--gpu-memory-mib M[,M...]", "memory of the GPUs, MiB: one value, or one for each", default=None),
+    arg("--nodes N", "embedded nodes, each with an agent (default 1, or one for each entry of --node-gpus)", type=int),
+    arg("--node-gpus CxM[,CxM...]", "GPUs of each node and their memory in MiB, such as 8x24576,4x16384 or 2x24576+1x81920; "
+        "fewer entries than nodes are used in turn"),
+    arg("--extender", "run the scheduler extender too, and let the embedded scheduler ask it"),
+    arg("--dra", "offer the GPUs by ResourceClaims (Dynamic Resource Allocation): all of them, or those of --dra.gpus; the "
+        "samples are claims then"),
+    arg("--apply FILE|DIR", "manifests of Pods, ResourceClaims, their templates and classes, created in file order; - is "
+        "standard input", action="append", type=Path, default=[]),
+    arg("--samples", "sample pods; fitting leaves out the one that cannot run (default: all, with --apply none)",
+        choices=SAMPLE_SETS),
+    arg("--once", "wait until every pod runs, has ended or fits nowhere, print, clean up; exit 0 if all of them are Running "
+        "or Succeeded, else 1 (with the sample pod that cannot fit: 1)"),
+    add_output,  # of --once, with progress on standard error, and of status
+    arg("--state-dir DIR", "sockets and files (%(default)s)", type=Path, default=default_state_directory()),
+    arg("--port PORT", "the agent's web port (default 5678; 0 takes a free one)", type=int),
+    arg("--kubelet-version", "whose behaviour to show (%(default)s)", choices=KUBERNETES_VERSIONS, default="1.36"),
+)  # fmt: skip
+_NODE = arg("--node NAME", "which node, where there are several", default=None)
+_EXEC_USAGE = "gpushare-agent sandbox exec [-n NAMESPACE] [-c CONTAINER] POD [--] COMMAND [ARGUMENT...]"
+_COMMANDS: Mapping[str, tuple[str, str, tuple[Argument, ...]]] = {
+    "apply": ("create the pods and claims of a manifest", "", (
+        arg("-f --file FILE|DIR", "manifests of Pods and claims; a directory's files by name; - is standard input; again "
+            "for more", dest="files", action="append", type=Path, required=True),
+    )),
+    "delete": ("delete pods", "", (
+        arg("names NAME", "a pod's name, or NAMESPACE/NAME", nargs="+"),
+        arg("-n --namespace NAMESPACE", "of the pods (%(default)s)", default="default"),
+    )),
+    "exec": ("run one more process in a container", "", (
+        arg("pod POD", "its name, or NAMESPACE/NAME"),
+        arg("-c --container CONTAINER", "default: the pod's first main container", default=None),
+        arg("-n --namespace NAMESPACE", "of the pod (%(default)s)", default="default"),
+        arg("-i --stdin", "as with kubectl; the command has this terminal anyway"),
+        arg("-t --tty", "likewise"),
+    )),
+    "restart-kubelet": ("stop and start the embedded kubelet; containers run on", "", (_NODE,)),
+    "kill-agent": ("SIGKILL the agent; the sandbox starts it again", "", (_NODE,)),
+    "kill-extender": ("SIGKILL the extender; the sandbox starts it again", "", ()),
+    "fail-gpu": (
+        "make a simulated GPU fail",
+        "Makes a simulated GPU fail, as the driver would report it. `status` shows the agent's reaction a few seconds "
+        "later: the GPU's units are Unhealthy, running pods go on, new ones go elsewhere.",
+        (
+            arg("gpu INDEX", "of the GPU, as `status` counts them", type=int),
+            one_of(
+                arg("--xid N", "the driver reports this Xid error, once; 79: the GPU fell off the bus, 94: a contained "
+                    "memory error, 31: a program's own fault, which is ignored", type=int),
+                arg("--lost REASON", "the driver no longer finds the GPU, for this reason; the default, with the reason "
+                    f"{LOST_REASON!r}", default=None),
+            ),
+            _NODE,
+        ),
+    ),
+    "heal-gpu": (
+        "undo fail-gpu",
+        "Ends the loss of a GPU; after an Xid error lets the driver see the GPU reset. It is Healthy again when it has "
+        "passed the agent's probes (--health.recovery-probes, --health.recovery-period-s).",
+        (arg("gpu INDEX", "of the GPU", type=int), _NODE),
+    ),
+    "status": ("print GPUs and pods", "", ()),
+}  # fmt: skip
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    for argument in _OPTIONS:
+        argument(parser)
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands for a sandbox that runs")
-    apply = commands.add_parser("apply", help="create the pods and claims of a manifest")
-    apply.add_argument("-f", "--file", dest="files", metavar="FILE|DIR", action="append", type=Path, required=True,
-        help="manifests of Pods and claims; a directory's files by name; - is standard input; again for more")  # fmt: skip
-    delete = commands.add_parser("delete", help="delete pods")
-    delete.add_argument("names", metavar="NAME", nargs="+", help="a pod's name, or NAMESPACE/NAME")
-    delete.add_argument("-n", "--namespace", default="default", help="of the pods (%(default)s)")
-    add_exec_arguments(commands.add_parser("exec", help="run one more process in a container"))
-    commands.add_parser("restart-kubelet", help="stop and start the embedded kubelet; containers run on")
-    commands.add_parser("kill-agent", help="SIGKILL the agent; the sandbox starts it again")
-    commands.add_parser("kill-extender", help="SIGKILL the extender; the sandbox starts it again")
-    _add_gpu_commands(commands)
-    commands.add_parser("status", help="print GPUs and pods")
-    for name in ("restart-kubelet", "kill-agent", "fail-gpu", "heal-gpu"):
-        commands.choices[name].add_argument("--node", metavar="NAME", help="which node, where there are several")
-    for command in commands.choices.values():
+    for name, (text, description, arguments) in _COMMANDS.items():
+        usage = _EXEC_USAGE if name == "exec" else None
+        command = commands.add_parser(name, help=text, description=description or None, usage=usage)
+        for argument in arguments:
+            argument(command)
         # Suppressed: a default here would take the place of what stands before the command.
         command.add_argument("--state-dir", type=Path, default=argparse.SUPPRESS, help="of the running sandbox")
     add_output(commands.choices["status"], default=argparse.SUPPRESS)
-
-
-def _add_gpu_commands(commands: Any) -> None:
-    fail = commands.add_parser(
-        "fail-gpu",
-        help="make a simulated GPU fail",
-        description="Makes a simulated GPU fail, as the driver would report it. `status` shows the agent's reaction a"
-        " few seconds later: the GPU's units are Unhealthy, running pods go on, new ones go elsewhere.",
-    )
-    fail.add_argument("gpu", metavar="INDEX", type=int, help="of the GPU, as `status` counts them")
-    how = fail.add_mutually_exclusive_group()
-    how.add_argument("--xid", metavar="N", type=int, help="the driver reports this Xid error, once; 79: the GPU fell off"
-        " the bus, 94: a contained memory error, 31: a program's own fault, which is ignored")  # fmt: skip
-    how.add_argument("--lost", metavar="REASON", help="the driver no longer finds the GPU, for this reason; the default,"
-        f" with the reason {LOST_REASON!r}")  # fmt: skip
-    heal = commands.add_parser(
-        "heal-gpu",
-        help="undo fail-gpu",
-        description="Ends the loss of a GPU; after an Xid error lets the driver see the GPU reset. It is Healthy again"
-        " when it has passed the agent's probes (--health.recovery-probes, --health.recovery-period-s).",
-    )
-    heal.add_argument("gpu", metavar="INDEX", type=int, help="of the GPU")
 
 
 async def run(args: argparse.Namespace, extra_agent_flags: list[str], inner_command: Sequence[str] = ()) -> int:
@@ -261,16 +252,6 @@ NOT_EXECUTABLE, NOT_FOUND = 126, 127
 
 _LONE_OPTIONS = frozenset({"--once", "--help", "--stdin", "--tty", "-h", "-i", "-t"})
 """Of the sandbox and of exec: those without a value."""
-
-
-def add_exec_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.usage = "gpushare-agent sandbox exec [-n NAMESPACE] [-c CONTAINER] POD [--] COMMAND [ARGUMENT...]"
-    add = parser.add_argument
-    add("pod", metavar="POD", help="its name, or NAMESPACE/NAME")
-    add("-c", "--container", help="default: the pod's first main container")
-    add("-n", "--namespace", default="default", help="of the pod (%(default)s)")
-    add("-i", "--stdin", action="store_true", help="as with kubectl; the command has this terminal anyway")
-    add("-t", "--tty", action="store_true", help="likewise")
 
 
 def split_inner_command(argv: Sequence[str]) -> tuple[list[str], list[str]]:
