@@ -72,7 +72,8 @@ class NodePaths:
 
     def make_directories(self) -> None:
         """Those that a node has before its agent comes."""
-        for path in (self.device_plugin_path, self.pod_resources_socket.parent, self.plugin_registry, self.cdi.parent):
+        kubelets = (self.device_plugin_path, self.pod_resources_socket.parent, self.plugin_registry)
+        for path in (*kubelets, self.health_state.parent, self.display_socket.parent):
             path.mkdir(parents=True, exist_ok=True)
 
 

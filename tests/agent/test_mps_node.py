@@ -12,6 +12,7 @@ from typing import Any
 
 from gpushare_agent.sandbox.fake_mps import open_fake_mps
 from gpushare_agent.sandbox.node import EmbeddedNode
+from gpushare_agent.sandbox.state_directory import NodePaths
 from gpushare_agent.wire.v1beta1 import ContainerAllocateResponse
 from tests.agent.support_agent import (
     InnerAgent,
@@ -199,7 +200,7 @@ async def test_a_share_without_a_daemon_is_refused_with_the_reason(short_dir: Pa
 @needs_processes
 async def test_the_sandbox_runs_a_stand_in_for_the_daemon(short_dir: Path) -> None:
     """Out of the box: no daemon and no directory has to be named, and what it was asked is on record."""
-    state = short_dir / "s"
+    state, paths = short_dir / "s", NodePaths(state=short_dir / "s")
     async with live(state, "--samples", "fitting", "--isolation", "mps") as process:
         await read_until(process, "default/share")
         await registered(state)
@@ -208,10 +209,8 @@ async def test_the_sandbox_runs_a_stand_in_for_the_daemon(short_dir: Path) -> No
                 await asyncio.sleep(0.05)
         asks = "echo $CUDA_MPS_PINNED_DEVICE_MEM_LIMIT; echo get_server_list | $0 && echo connected"
         inside = await ended(
-            await start(
-                "exec", "--state-dir", state, "share", "--", "sh", "-c", asks, state / "mps/nvidia-cuda-mps-control"
-            )
+            await start("exec", "--state-dir", state, "share", "--", "sh", "-c", asks, paths.mps_control)
         )
         assert (inside.code, inside.out) == (0, "0=4096M\nconnected\n"), inside.err
-        heard = (state / "mps/log/control.log").read_text().splitlines()
+        heard = (paths.mps_logs / "control.log").read_text().splitlines()
         assert set(heard) == {"get_default_active_thread_percentage", "get_server_list"}
