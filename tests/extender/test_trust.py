@@ -45,9 +45,9 @@ async def test_forged_annotations_change_nothing(forged: dict[str, str]) -> None
                 assert (await asker.filter(pod, ["n1", "n2"]))["NodeNames"] == ["n1", "n2"]
             assert asker.parts.state.reservations() == []
             assert await asker.bind(pods[0], "n1") == ""
-            assert predicted(cluster.pod("evil"))["tencent.com/predicate-gpu-idx-0"] == "0"
+            assert predicted(cluster.pod("default", "evil"))["tencent.com/predicate-gpu-idx-0"] == "0"
             assert await asker.bind(pods[1], "n1") == ""
-            assert predicted(cluster.pod("good"))["tencent.com/predicate-gpu-idx-0"] == "1"
+            assert predicted(cluster.pod("default", "good"))["tencent.com/predicate-gpu-idx-0"] == "1"
 
 
 async def test_a_bound_pod_cannot_take_another_ones_gpus_by_annotation() -> None:
@@ -60,7 +60,9 @@ async def test_a_bound_pod_cannot_take_another_ones_gpus_by_annotation() -> None
         await eventually(lambda: {r.stage for r in asker.parts.state.reservations()} == {"confirmed"})
         before = state_document(asker.parts.state)
         cluster.change(
-            "pods", "default/b", lambda raw: raw["metadata"]["annotations"].update(predicted(cluster.pod("a")))
+            "pods",
+            "default/b",
+            lambda raw: raw["metadata"]["annotations"].update(predicted(cluster.pod("default", "a"))),
         )
         await delivered(cluster, asker)
         assert state_document(asker.parts.state) == before
