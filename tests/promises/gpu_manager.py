@@ -598,7 +598,7 @@ PROMISES: Promises = {
             "reading notes, tree of access costs",
             "costs of links, which gpu-manager's own graph has not",
             "tests/observability/test_graph.py::test_each_branch_of_the_graph_has_the_cost_of_its_dearest_pair",
-            "`cost:` behind each branch of `/graph`; each pair's link in `gpushare-agent graph -o json`",
+            "`cost:` behind each branch of `/graph`; each pair's link in `/api/v1/node`",
         ),
         different(
             "pkg/services/display",
