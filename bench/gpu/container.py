@@ -2,7 +2,7 @@
 
     unshare -m -p -f --kill-child python3 container.py SPEC -- COMMAND...
 
-SPEC is a JSON file: `mounts` and `devices` as `gpushare-agent sandbox status --format json` shows them; `library_path` and
+SPEC is a JSON file: `mounts` and `devices` as `gpushare-agent sandbox status -o json` shows them; `library_path` and
 `path`, where the machine's driver and programs are, which stand behind what the container's environment names; `staging`, an
 empty directory; `uid`; `has_namespaces`.
 

@@ -141,7 +141,7 @@ class Sandbox:
         self._wait("the end of " + ", ".join(names), lambda found: not found["pods"], _RUNNING_TIMEOUT_S)
 
     def status(self) -> dict[str, Any]:
-        document = json.loads(self._command("status", "--format", "json"))
+        document = json.loads(self._command("status", "-o", "json"))
         if not isinstance(document, dict):
             raise StepFailed("the sandbox's status is no object")
         return document

@@ -1,4 +1,4 @@
-"""Reads an agent's document of its node and its decisions, for `top`, `inspect`, `graph` and `explain`.
+"""Reads an agent's document of its node and its decisions, for `top`, `inspect` and `explain`.
 
 The agent of a node is found at its own address, or as a pod behind the API server's proxy. On a node the agent of this very
 node is meant; `kubectl gpushare` runs on a person's own machine and always goes through the API server. There is a client

@@ -127,17 +127,10 @@ def add_output(parser: argparse.ArgumentParser, *, also: Sequence[str] = (), def
     parser.add_argument(
         "-o",
         "--output",
-        type=_former_form,
         choices=(*FORMS, *also),
         default=default,
         help="table for people, wide with more columns, json or yaml for programs (table)",
     )
-
-
-def _former_form(text: str) -> str:
-    """Some commands called their table `text`."""
-    # Scripts of earlier builds go on to work.
-    return "table" if text == "text" else text
 
 
 class Invocation(Struct, frozen=True, kw_only=True):
@@ -256,12 +249,12 @@ def _refuse_mistyped(parser: argparse.ArgumentParser, unknown: Sequence[str], se
 
 
 def _long_options(parser: argparse.ArgumentParser) -> set[str]:
-    """The long options that the parser's help lists, its subcommands' too."""
+    """The parser's long options, its subcommands' too."""
     found: set[str] = set()
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             found = found.union(*(_long_options(command) for command in action.choices.values()))
-        elif action.help != argparse.SUPPRESS:
+        else:
             found.update(name for name in action.option_strings if name.startswith("--"))
     return found
 

@@ -222,11 +222,6 @@ def health_reasons(gpu: ReportedGpu) -> list[str]:
     return list(reported.values())
 
 
-def health_line(gpu: ReportedGpu) -> str:
-    """Each word with its reason."""
-    return "; ".join(f"{word}: {reason}" if reason else word for word, reason in _words_with_reasons(gpu)) or "Healthy"
-
-
 def _words_with_reasons(gpu: ReportedGpu) -> list[tuple[str, str]]:
     reported = (("Cordoned", is_cordoned(gpu), gpu["cordoned"]), ("Unhealthy", is_unhealthy(gpu), gpu["health_reason"]))
     return [

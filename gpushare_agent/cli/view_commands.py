@@ -1,4 +1,4 @@
-"""The commands that show nodes to an operator: top, inspect, graph, explain, defragment, and the page of all nodes.
+"""The commands that show nodes to an operator: top, inspect, explain, defragment, and the page of all nodes.
 
 `gpushare-agent` on a node asks the agent of that node. `kubectl gpushare` has the same commands, options and output, and
 goes through the API server. docs/reference/cli.md has the formats, and the rights that a user of the plugin needs.
@@ -104,16 +104,6 @@ def view_commands(*, is_plugin: bool) -> tuple[Command, ...]:
                 *node,
             ),
             settings=(*agent_settings, *_SUMS_SETTINGS),
-            help_note=note,
-        ),
-        Command(
-            name="graph",
-            summary="how the GPUs are connected, and what is free on each",
-            description="Draws how the GPUs of a node are connected, with what is free on each.",
-            run=lazy("graph:run"),
-            examples=("graph gpu-1" if is_plugin else "graph",),
-            arguments=node,
-            settings=agent_settings,
             help_note=note,
         ),
         Command(

@@ -109,7 +109,7 @@ class DeviceIds:
             announced = f"{key}-{number}"
             self._announced[announced], self._texts[device] = DeviceId(device), announced
             return announced
-        # A container holds it under an older text: the kubelet counts by text, so it must be listed as it knows it.
+        # A container holds it under another text: the kubelet counts by text, so it must be listed as it knows it.
         if (text := kubelet_text(device)) is not None:
             return text
         split = split_device_id(device)
@@ -140,8 +140,7 @@ class DeviceIds:
         return device if gpu is not None and self._keys[gpu] == key else known_as(device, text)
 
     def _read_long(self, text: str) -> DeviceId:
-        """NVIDIA's, and of agents from before 2.0.0a1: `<GPU UUID>::<n>` may be either, by the resource. Only
-        NVIDIA's resources read the layout."""
+        """NVIDIA's. Of a number that the GPU's replica layout has not, the settings have changed since: the whole GPU."""
         if text in self._keys:
             return known_as(unit_id(GpuUuid(text), 0, "1"), text)
         split = split_device_id(text)

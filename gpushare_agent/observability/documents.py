@@ -27,14 +27,11 @@ D = TypeVar("D")
 class Cores(TypedDict):
     allocated: Integer
     capacity: Annotated[int, Meta(ge=0, le=_LARGEST)]
-    free: NotRequired[int]
-    """Of `graph` alone, as the next one."""
 
 
 class Memory(TypedDict):
     allocated_bytes: Integer
     capacity_bytes: Integer
-    free_bytes: NotRequired[int]
 
 
 class Mig(TypedDict):
@@ -140,19 +137,6 @@ class AgentDocument(TypedDict):
     sampled_at: Timestamp | None
 
 
-class Branch(TypedDict):
-    kind: str
-    gpus: Sequence[Integer]
-    children: Sequence[Branch]
-
-
-class Topology(TypedDict):
-    """`links` is the matrix by GPU index in nvidia-smi's words, `tree` the branches with their GPUs."""
-
-    links: Sequence[Sequence[str]]
-    tree: Branch
-
-
 class NodeDocument(TypedDict):
     """/api/v1/node."""
 
@@ -162,7 +146,7 @@ class NodeDocument(TypedDict):
     agent: AgentDocument
     resources: NotRequired[Any]
     gpus: Sequence[GpuDocument]
-    topology: Topology
+    topology: NotRequired[Any]
     containers: Sequence[ContainerDocument]
 
 
@@ -213,8 +197,7 @@ def check_document(shape: type[D], answer: Mapping[str, Any], agent: str) -> D:
     """The answer itself, with what the shape does not name: `-o json` prints it too. Raises Corrupt."""
     try:
         convert(answer, shape)
-    # Lists in each other reach Python's own depth first.
-    except (ValidationError, RecursionError) as error:
+    except ValidationError as error:
         raise Corrupt(
             f"cannot use the answer of {agent}: {str(error)[:300]}; use the gpushare-agent of the agent's own version, and"
             " check that this is an agent's address"

@@ -15,9 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 from msgspec import Struct, convert, to_builtins
 
 from gpushare_agent.isolation.kept import NOT_KEPT_TEXTS, IsolationFacts, Kept
-from gpushare_agent.model import gpus as model
 from gpushare_agent.model.allocations import Allocation, ContainerKey
-from gpushare_agent.model.gpus import Gpu, GpuInventory, GpuReport, Link, LinkKind
+from gpushare_agent.model.gpus import Branch, Gpu, GpuInventory, GpuReport, Link, LinkKind
 from gpushare_agent.model.names import CORES_PER_GPU, MIB, GpuUuid
 from gpushare_agent.model.pods import ContainerKind, Pod
 from gpushare_agent.model.resources import ResourceKind, ResourceNames, cores_of_part
@@ -284,7 +283,8 @@ def _usage(use: ContainerUse | None) -> documents.ContainerUsage | None:
     }
 
 
-def topology_document(inventory: GpuInventory) -> documents.Topology:
+def topology_document(inventory: GpuInventory) -> dict[str, object]:
+    """`links` is the matrix by GPU index in nvidia-smi's words, `tree` the branches with their GPUs."""
     links = [[link_word(link) for link in row] for row in inventory.topology.links]
     return {"links": links, "tree": _branch(inventory.tree)}
 
@@ -296,7 +296,7 @@ def link_word(link: Link) -> str:
     return f"NV{link.nvlinks}" if link.kind is LinkKind.NVLINK else link.kind.name
 
 
-def _branch(branch: model.Branch) -> documents.Branch:
+def _branch(branch: Branch) -> dict[str, object]:
     # A branch joins GPUs with different numbers of NVLinks: NV, not NV0.
     kind = link_word(Link(kind=branch.kind)).rstrip("0")
     return {"kind": kind, "gpus": branch.gpus, "children": [_branch(child) for child in branch.children]}

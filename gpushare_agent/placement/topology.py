@@ -1,4 +1,4 @@
-"""A node's topology: read from the text of `nvidia-smi topo -m`, built as a tree from a matrix of links, and printed.
+"""A node's topology: read from the text of `nvidia-smi topo -m`, and built as a tree from a matrix of links.
 
 Source of the text's format: the tool's output, driver generations 375 to 580. Accepted besides: gpu-manager's older word
 SOC for SYS, tabs or spaces, Windows line ends, the underline escapes of the header, and anything before the header or after
@@ -13,7 +13,7 @@ most machines, so it makes a level only where "has NVLink" is an equivalence rel
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from msgspec import Struct
 
@@ -319,28 +319,6 @@ def components(gpus: Sequence[int], is_together: Callable[[int, int], bool]) -> 
     return sorted(groups)
 
 
-def render_tree(root: Branch, notes: Mapping[int, str] | None = None, labels: Mapping[int, str] | None = None) -> str:
-    """The tree as text, one line per branch (`PIX:3` is three GPUs behind one switch) and GPU.
-
-    `notes` adds a remark to a GPU's line, by index; `labels` are GPUs' names for people where these are not their indexes.
-    """
-    lines = [f"ROOT:{len(root.gpus)}"]
-    if root.gpus:
-        lines += _render(root, 1, notes or {}, labels or {})
-    return "\n".join(lines)
-
-
 def parts_of(branch: Branch) -> tuple[Branch, ...]:
     """What stands below it in the tree: its branches, or its GPUs as branches of one."""
     return branch.children or tuple(Branch(kind=LinkKind.SELF, gpus=(gpu,)) for gpu in branch.gpus)
-
-
-def _render(branch: Branch, depth: int, notes: Mapping[int, str], labels: Mapping[int, str]) -> list[str]:
-    margin = "|  " * (depth - 1) + "|--"
-    if branch.kind is LinkKind.SELF:
-        gpu = branch.gpus[0]
-        return [f"{margin}GPU{labels.get(gpu, gpu)}{' ' + notes[gpu] if gpu in notes else ''}"]
-    name = "NV" if branch.kind is LinkKind.NVLINK else branch.kind.name
-    return [f"{margin}{name}:{len(branch.gpus)}"] + [
-        line for part in parts_of(branch) for line in _render(part, depth + 1, notes, labels)
-    ]

@@ -194,7 +194,7 @@ class NodeRow(TypedDict):
 
 
 class SandboxDocument(TypedDict):
-    """The document of `gpushare-agent sandbox --format json`; `node` where there is one alone."""
+    """The document of `gpushare-agent sandbox -o json`; `node` where there is one alone."""
 
     node: NotRequired[NodeRow]
     nodes: list[NodeRow]

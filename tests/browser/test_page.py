@@ -476,7 +476,7 @@ async def test_what_is_not_limited_is_said_once() -> None:
 
 
 async def test_a_gpu_that_mig_divides_is_its_instances() -> None:
-    """As in top and graph: cards, drawing, list and table of the topology have the instances in its place, and one without
+    """As in top: cards, drawing, list and table of the topology have the instances in its place, and one without
     cores is given whole."""
     node = _Changed(gpus=2, containers=0)
     node.change = lambda _: divided_node(shares_in_mig=False)

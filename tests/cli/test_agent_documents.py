@@ -13,7 +13,6 @@ from rich.console import Console
 
 from gpushare_agent.cli.command_line import SORTS
 from gpushare_agent.cli.explain import decision_parts, newest_of_containers
-from gpushare_agent.cli.graph import graph_document, tree_text
 from gpushare_agent.cli.inspect import inspection_document, inspection_tables, node_of_document
 from gpushare_agent.cli.render_top import Choice, heading, top_lines, top_table
 from gpushare_agent.model.errors import Corrupt
@@ -59,7 +58,6 @@ def show_node(answer: dict[str, Any]) -> None:
         choice = Choice(sort=sort, has_processes=True)
         print_to_nowhere(*heading(node, 100), top_table(top_lines(node, 100, choice), 100, choice))
     print_to_nowhere(*inspection_tables(inspection_document([node_of_document(node)]), with_details=True, is_wide=True))
-    tree_text(graph_document(node), is_wide=True)
 
 
 def show_decisions(answer: dict[str, Any]) -> None:
@@ -108,12 +106,3 @@ def test_fields_of_a_newer_agent_are_kept() -> None:
     answer = node_answer()
     answer["gpus"][0]["of_a_newer_agent"] = 1
     assert check_document(NodeDocument, answer, "a test")["gpus"][0] == answer["gpus"][0]
-
-
-def test_an_answer_of_a_thousand_lists_in_each_other_is_refused() -> None:
-    """Not an error of the program's own depth."""
-    deep: Any = []
-    for _ in range(900):
-        deep = [deep]
-    with pytest.raises(Corrupt):
-        check_document(NodeDocument, {**node_answer(), "topology": deep}, "a test")

@@ -96,7 +96,7 @@ def test_the_commands_of_a_command_are_completed() -> None:
 
 def test_the_plugin_is_completed_by_its_own_commands() -> None:
     """The program that kubectl calls has no `--server`."""
-    assert completions(PLUGIN_LINE, [""])[:4] == ["top", "inspect", "graph", "explain"]
+    assert completions(PLUGIN_LINE, [""])[:3] == ["top", "inspect", "explain"]
     flags = completions(PLUGIN_LINE, ["top", "-"])
     assert "--node" in flags
     assert "--server" not in flags
@@ -175,7 +175,7 @@ def test_fish_completes_commands_flags_and_values(scripts: dict[str, Path]) -> N
     assert in_fish(scripts["fish"], "gpushare-agent run --driver=si") == ["--driver=simulated"]
     assert set(in_fish(scripts["fish"], "gpushare-agent cdi ")) == {"generate", "list"}
     assert "--container" in in_fish(scripts["fish"], "gpushare-agent sandbox exec --con")
-    assert in_fish(scripts["fish"], "kubectl-gpushare gr") == ["graph"]
+    assert in_fish(scripts["fish"], "kubectl-gpushare ins") == ["inspect"]
 
 
 @needs_zsh
@@ -196,7 +196,7 @@ def test_zsh_takes_the_script(scripts: dict[str, Path]) -> None:
 @pytest.mark.parametrize(
     ("words", "answer"),
     [
-        (["gr"], ["graph"]),
+        (["ins"], ["inspect"]),
         (["top", "--agent-n"], ["--agent-namespace"]),
         (["top", "-o", ""], ["table", "wide", "json", "yaml"]),
         (["top", "--output=j"], ["--output=json"]),

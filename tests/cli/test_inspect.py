@@ -1,4 +1,4 @@
-"""`inspect` and `graph`: of one node by its agent, of the cluster by an API server, both on real sockets."""
+"""`inspect`: of one node by its agent, of the cluster by an API server, both on real sockets."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ import yaml
 
 from gpushare_agent.cli.kubectl import PLUGIN_LINE
 from gpushare_agent.cli.main import main
-from gpushare_agent.model.errors import Corrupt, NotFound, Rejected, Unavailable
-from gpushare_agent.observability.node_snapshot import NO_REASON
+from gpushare_agent.model.errors import NotFound, Rejected, Unavailable
 from tests.agent.support_agent import open_agent
 from tests.cli.support_cli import agent_answers, busy_node, call, raw_agent_pod, raw_gpu, raw_list, raw_node
 from tests.cluster.support_kube import raw_pod, write_kubeconfig
@@ -265,7 +264,7 @@ async def test_another_nodes_agent_is_asked_through_its_pod(
     assert server.seen[0].query["fieldSelector"] == "spec.nodeName=n1"
 
 
-@pytest.mark.parametrize("command", ["top", "graph", "inspect"])
+@pytest.mark.parametrize("command", ["top", "inspect"])
 async def test_the_node_may_stand_behind_the_command(
     command: str, short_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -301,11 +300,11 @@ async def test_without_a_node_the_only_agent_is_meant(short_dir: Path, capsys: p
     path = "/api/v1/namespaces/gpushare-system/pods"
     proxy = f"{path}/http:agent-n1:5678/proxy/api/v1/node"
     async with cluster(short_dir, {path: raw_list([raw_agent_pod("n1")]), proxy: busy_node()}) as (server, settings):
-        assert await call("graph", settings, line=PLUGIN_LINE) == 0
-        assert "GPU0" in capsys.readouterr().out
+        assert await call("top", settings, "--once", line=PLUGIN_LINE) == 0
+        assert "node n1 " in capsys.readouterr().out
         server.script.answers[path] = raw_list([raw_agent_pod("n2"), raw_agent_pod("n1")])
         with pytest.raises(NotFound, match=r"2 nodes have an agent \(n1, n2\): name one with --node NODE"):
-            await call("graph", settings, line=PLUGIN_LINE)
+            await call("top", settings, "--once", line=PLUGIN_LINE)
 
 
 @pytest.mark.parametrize(
@@ -328,7 +327,7 @@ async def test_an_agent_that_the_api_server_cannot_reach_is_reported(short_dir: 
     answers = {path: raw_list([raw_agent_pod("n1")]), proxy: (503, refused)}
     async with cluster(short_dir, answers) as (_, settings):
         with pytest.raises(Unavailable, match=r"pod gpushare-system/agent-n1 .* 503: error trying to reach service"):
-            await call("graph", settings, "n1")
+            await call("top", settings, "n1")
 
 
 async def test_a_cluster_that_cannot_be_reached_ends_the_commands(short_dir: Path) -> None:
@@ -344,7 +343,7 @@ def test_the_plugin_has_the_same_commands_with_examples(capsys: pytest.CaptureFi
     """kubectl passes on what stands behind `kubectl gpushare`."""
     assert PLUGIN_LINE.main(["--help"], {}) == 0
     out = capsys.readouterr().out
-    for name in ("top", "inspect", "graph", "explain", "dashboard"):
+    for name in ("top", "inspect", "explain", "dashboard"):
         assert f"\n  {name} " in out
         assert PLUGIN_LINE.main([name, "--help"], {}) == 0
         text = capsys.readouterr().out
@@ -353,57 +352,3 @@ def test_the_plugin_has_the_same_commands_with_examples(capsys: pytest.CaptureFi
         assert "--server" not in text and "--config" not in text and "--resources." not in text
     assert PLUGIN_LINE.main(["inspct"], {}) == 2
     assert "kubectl gpushare: 'inspct' is no command (did you mean inspect?)" in capsys.readouterr().err
-
-
-# --- graph ---
-
-
-async def drawn(capsys: pytest.CaptureFixture[str], document: dict[str, Any], form: str = "table") -> str:
-    async with json_server(agent_answers(document)) as agent:
-        assert await call("graph", f"--server={agent.url}", f"--output={form}") == 0
-    return capsys.readouterr().out
-
-
-async def test_the_tree_tells_what_is_free_on_each_gpu(capsys: pytest.CaptureFixture[str]) -> None:
-    """Nothing is free on a GPU that is out of service."""
-    assert (await drawn(capsys, busy_node())).splitlines() == [
-        "ROOT:4",
-        "|--PHB:4",
-        "|  |--PIX:2",
-        "|  |  |--GPU0 NVIDIA H100 80GB HBM3, free 40/100 GPU cores, 18/24 GiB",
-        "|  |  |--GPU1 NVIDIA H100 80GB HBM3, free 0/100 GPU cores, 0/24 GiB, Unhealthy: Xid 79: the GPU fell off the bus",
-        "|  |--PIX:2",
-        "|  |  |--GPU2 NVIDIA H100 80GB HBM3, free 0/100 GPU cores, 0/24 GiB, Cordoned: fan replaced on Monday",
-        "|  |  |--GPU3 NVIDIA H100 80GB HBM3, free 100/100 GPU cores, 24/24 GiB",
-    ]
-
-
-async def test_the_tree_tells_a_cordon_from_an_illness(capsys: pytest.CaptureFixture[str]) -> None:
-    """Both target a GPU has both; without the operator's reason there is the one word."""
-    document = busy_node()
-    document["gpus"][1]["cordoned"] = "loud"
-    document["gpus"][2]["cordoned"] = NO_REASON
-    lines = (await drawn(capsys, document)).splitlines()
-    assert lines[4].endswith("/24 GiB, Cordoned: loud; Unhealthy: Xid 79: the GPU fell off the bus")
-    assert lines[6].endswith("/24 GiB, Cordoned")
-
-
-async def test_the_graph_as_a_document_has_tree_links_and_what_is_free(capsys: pytest.CaptureFixture[str]) -> None:
-    """The tree and the links are those of the node's document."""
-    node = busy_node()
-    document = json.loads(await drawn(capsys, node, "json"))
-    assert yaml.safe_load(await drawn(capsys, node, "yaml")) == document
-    assert (document["tree"], document["links"]) == (node["topology"]["tree"], node["topology"]["links"])
-    assert document["gpus"][0]["cores"] == {"capacity": 100, "allocated": 60, "free": 40}
-    assert document["gpus"][1]["memory"]["free_bytes"] == 0
-
-
-@pytest.mark.parametrize("kinds", [["NEW"], ["SYS"] * 40])
-async def test_a_tree_of_another_kind_is_reported(kinds: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    """A kind of link that is not known, or a tree without an end."""
-    node = busy_node()
-    tree = node["topology"]["tree"]
-    for kind in kinds:
-        tree = {"kind": kind, "gpus": [0, 1], "children": [tree]}
-    with pytest.raises(Corrupt, match="the agent's own version"):
-        await drawn(capsys, node | {"topology": {"tree": tree, "links": []}})

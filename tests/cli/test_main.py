@@ -69,11 +69,9 @@ def test_a_mistyped_option_names_the_nearest_of_the_command_and_its_settings(
 
 
 def test_an_option_like_no_other_is_unknown(capsys: pytest.CaptureFixture[str]) -> None:
-    """Nothing is guessed; a former name is accepted, and not recommended."""
+    """Nothing is guessed."""
     assert PLUGIN_LINE.main(["version", "--zzz"], {}) == 2
     assert "unrecognized arguments: --zzz" in capsys.readouterr().err
-    assert main(["sandbox", "--node-card=8x24576"], {}) == 2
-    assert "--node-cards" not in capsys.readouterr().err
 
 
 def test_every_app_that_the_table_names_exists() -> None:
@@ -291,7 +289,7 @@ async def test_reading_settings_loads_no_slow_library() -> None:
     assert out.decode().strip() == "[]"
 
 
-VIEWS = ("top", "inspect", "graph", "explain pod", "config", "check", "cdi list", "driver-volume", "cordon --list")
+VIEWS = ("top", "inspect", "explain pod", "config", "check", "cdi list", "driver-volume", "cordon --list")
 
 
 @pytest.mark.parametrize("command", [*VIEWS, "simulate", "sandbox --once", "sandbox status"])

@@ -46,7 +46,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("e2e")
     group.addoption("--node", help="the node that is used, when more than one has the label or none")
     group.addoption("--image", default=f"gpushare-agent:{__version__}", help="the agent's image, as the node pulls it")
-    group.addoption("--image-before", help="that of an earlier build with long device IDs, to upgrade from")
     group.addoption("--pod-image", default="busybox:1.35", help="the image of the test pods: with sh and sleep")
     group.addoption("--overlay", default="overlays/simulated", help="of manifests/, or base; default: %(default)s")
     group.addoption("--scheduler-image", help="a kube-scheduler; default: registry.k8s.io's of the cluster's version")

@@ -1,10 +1,9 @@
-"""Device IDs are short, for kubelets from 1.36 on write each into the pod's status. Those of earlier builds count on."""
+"""Device IDs are short, for kubelets from 1.36 on write each into the pod's status."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections import Counter
 
 import pytest
 
@@ -71,93 +70,3 @@ def _check(installed: Installation, *arguments: str) -> str:
         return installed.exec("gpushare-agent", "check", *arguments, timeout_s=120)
     except KubectlError as error:  # of other findings: the text is the same
         return str(error)
-
-
-@pytest.fixture
-def image_before(request: pytest.FixtureRequest) -> str:
-    image = request.config.getoption("--image-before")
-    if image is None:
-        pytest.skip("--image-before names no image of a build with long device IDs")
-    return str(image)
-
-
-@pytest.fixture
-def before(installation: Installation, image_before: str) -> Installation:
-    """The earlier build is installed."""
-    installation.install(image=image_before)
-    return installation
-
-
-def _allocated(cluster: Cluster, installed: Installation, namespace: str) -> dict[str, Counter[str]]:
-    """resource -> units of each GPU that living pods have by the kubelet's records: none over what a GPU has."""
-    pods = cluster.pods(namespace).values()
-    records = installed.kubelet_records(pod for pod in pods if pod["status"]["phase"] != "Failed")
-    found = {
-        resource: Counter(gpu for pod in records.values() for gpu in pod.get(resource, ()))
-        for resource in (CORE, MEMORY)
-    }
-    assert all(number <= 100 for number in found[CORE].values()), found
-    return found
-
-
-def test_an_upgrade_keeps_what_pods_hold_under_long_ids(cluster: Cluster, before: Installation, namespace: str) -> None:
-    """On a full node: the containers run on, nothing more fits, and what they leave is given out again under short IDs."""
-    number = before.gpus()
-    names = [f"whole-{index}" for index in range(number - 1)]
-    cluster.start(
-        namespace,
-        *(cluster.pod(name, 100) for name in names),
-        *(cluster.pod(f"share-{index}", 50, 8) for index in range(2)),
-    )
-    ledger = before.wait_ledger(namespace, number + 1)
-    containers = _container_ids(cluster, namespace)
-    before.change()
-    assert before.wait_ledger(namespace, number + 1) == ledger
-    assert _container_ids(cluster, namespace) == containers
-    assert _allocated(cluster, before, namespace)[CORE].total() == 100 * number
-    forced = cluster.pod("more", 10, 1)
-    forced["spec"]["nodeName"] = cluster.node
-    cluster.apply(forced, namespace=namespace)
-    cluster.wait_phase(namespace, "more", phase="Failed")
-    cluster.run("delete", "pod", "-n", namespace, "more", "share-0", names[0])
-    cluster.start(namespace, cluster.pod("next", 100), cluster.pod("next-share", 50, 8))
-    assert _allocated(cluster, before, namespace)[CORE].total() == 100 * number
-    cluster.delete_pods(namespace)
-    cluster.start(namespace, *(cluster.pod(name, 100) for name in (*names, "last")))
-    assert _allocated(cluster, before, namespace)[CORE] == dict.fromkeys(
-        (gpu["uuid"] for gpu in before.view()["gpus"]), 100
-    )
-
-
-def _container_ids(cluster: Cluster, namespace: str) -> set[str]:
-    return {pod["status"]["containerStatuses"][0]["containerID"] for pod in cluster.pods(namespace).values()}
-
-
-def test_an_upgrade_in_a_burst_gives_nothing_out_twice(cluster: Cluster, before: Installation, namespace: str) -> None:
-    """The build with long IDs knows no handover: its end disconnects its successor, and pods are rejected at that moment."""
-    names = [f"burst-{index}" for index in range(30)]
-    cluster.apply(*(cluster.pod(name, 5, 2) for name in names[:15]), namespace=namespace)
-    before.start_change()
-    cluster.apply(*(cluster.pod(name, 5, 2) for name in names[15:]), namespace=namespace)
-    before.wait_ready()
-
-    def phases() -> dict[str, str]:
-        return {name: pod["status"]["phase"] for name, pod in cluster.pods(namespace).items()}
-
-    cluster.wait_for("the end of the earlier agent", lambda: len(before.agents()) == 1)
-    cluster.wait_for("all of them run or are rejected", lambda: "Pending" not in phases().values())
-    running = [name for name, phase in phases().items() if phase == "Running"]
-    before.wait_ledger(namespace, len(running))
-    assert _allocated(cluster, before, namespace)[CORE].total() == 5 * len(running)
-
-
-def test_on_a_drained_node_the_earlier_build_comes_back(
-    cluster: Cluster, before: Installation, image_before: str, namespace: str
-) -> None:
-    """As docs/how-to/upgrade.md has it; nothing that the later one wrote is in its way."""
-    before.change()
-    cluster.start(namespace, cluster.pod("later", 40, 8))
-    cluster.delete_pods(namespace)
-    before.change(image=image_before)
-    cluster.start(namespace, cluster.pod("earlier", 40, 8))
-    before.wait_ledger(namespace, 1)

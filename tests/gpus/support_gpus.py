@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from gpushare_agent.model.allocations import Charge
-from gpushare_agent.model.gpus import Link, Topology
+from gpushare_agent.model.gpus import Branch, Link, Topology
 from gpushare_agent.model.names import CORES_PER_GPU, MEMORY_BLOCK_MIB, GpuUuid
 from gpushare_agent.placement import GpuAccount
 from gpushare_agent.placement.place import link_cost
@@ -25,6 +25,13 @@ def topology_text(name: str) -> str:
 def read_topology(name: str) -> Topology:
     parsed = parse_topology(topology_text(name))
     return build_topology(parsed.links, parsed.numa)
+
+
+def shape(branch: Branch) -> str:
+    """`SYS[PIX(0,1) PHB(2,3)]`: branches with their GPUs."""
+    if branch.children:
+        return f"{branch.kind.name}[{' '.join(shape(child) for child in branch.children)}]"
+    return f"{branch.kind.name}({','.join(map(str, branch.gpus))})"
 
 
 def uuid_of(index: int) -> GpuUuid:

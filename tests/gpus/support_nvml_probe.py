@@ -27,7 +27,7 @@ from gpushare_agent.kit import daemon_thread
 from gpushare_agent.model.errors import Rejected, Unavailable
 from gpushare_agent.model.isolation import MemoryLimit
 from gpushare_agent.model.names import GpuUuid
-from gpushare_agent.placement.topology import render_tree
+from tests.gpus.support_gpus import shape
 
 
 async def answer(driver: NvmlDriver, log: LogCapture, waiting: list[asyncio.Task[object]], command: str) -> object:
@@ -68,7 +68,7 @@ async def read(driver: NvmlDriver) -> dict[str, Any]:
         "gpus": [to_builtins(gpu) for gpu in inventory.gpus],
         "divided": [gpu.uuid for gpu in inventory.mig_partitioned],
         "links": [[f"{link.kind.name}{link.nvlinks or ''}" for link in row] for row in inventory.topology.links],
-        "tree": render_tree(inventory.tree),
+        "tree": shape(inventory.tree),
         "driver_version": inventory.driver_version,
         "cuda_version": inventory.cuda_version,
         "unreadable": inventory.unreadable,

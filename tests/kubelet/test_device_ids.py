@@ -54,13 +54,13 @@ def test_what_is_written_is_read_again_and_no_two_gpus_share_a_text(gpus: list[G
     assert DeviceIds(gpus[::-1]).read(texts) == devices
 
 
-def test_the_form_of_earlier_agents_is_read_and_written_as_it_was() -> None:
-    """The kubelet counts by ID: a container's must come back as it holds them, beside the new ones of the same number."""
+def test_the_form_of_nvidias_plugin_is_read_and_written_as_it_was() -> None:
+    """The kubelet counts by ID: a container's must come back as it holds them, next to ours of the same number."""
     ids = DeviceIds([A, B])
-    old, new = ids.read([f"{A}::7", "8f3e2b1c-7"])
-    assert split_device_id(old) == split_device_id(new) == (A, 7)
-    assert old != new
-    assert [ids.write(old), ids.write(new)] == [f"{A}::7", "8f3e2b1c-7"]
+    theirs, ours = ids.read([f"{A}::7", "8f3e2b1c-7"])
+    assert split_device_id(theirs) == split_device_id(ours) == (A, 7)
+    assert theirs != ours
+    assert [ids.write(theirs), ids.write(ours)] == [f"{A}::7", "8f3e2b1c-7"]
 
 
 def test_a_gpu_in_the_place_of_another_does_not_inherit_its_ids() -> None:

@@ -10,7 +10,6 @@ from msgspec.structs import replace
 
 from gpushare_agent.admission.outcomes import in_short
 from gpushare_agent.cli.explain import decision_parts
-from gpushare_agent.cli.graph import graph_document, tree_text
 from gpushare_agent.cli.inspect import inspection_document, node_of_document
 from gpushare_agent.cli.render_top import heading, top_lines
 from gpushare_agent.model.allocations import Charge
@@ -35,7 +34,6 @@ def test_every_view_has_the_cores_that_the_node_offers(*, shares_in_mig: bool, a
     raw: Any = written_node(node)
     document = cast("NodeDocument", raw)
     assert sum(gpu["cores"]["capacity"] for gpu in document["gpus"]) == capacity
-    assert sum(gpu["cores"]["free"] for gpu in graph_document(document)["gpus"]) == capacity - allocated
     assert f"allocated {allocated}/{capacity} GPU cores" in heading(document)[1].plain
     totals = inspection_document([node_of_document(document)])["totals"]["cores"]
     assert totals == {"allocated": allocated, "capacity": capacity}
@@ -57,8 +55,8 @@ def test_every_view_has_nvidias_name_of_an_instance() -> None:
         "1:0",
         "1:1",
     ]
-    for tree in (tree_text(graph_document(document)), graph_text(node)):
-        assert "--GPU1:0 " in tree and "--GPU1:1 " in tree and "--GPU3" not in tree
+    tree = graph_text(node)
+    assert "--GPU1:0 " in tree and "--GPU1:1 " in tree and "--GPU3" not in tree
     accounts = [account_of(gpu, node.names) for gpu in node.inventory.gpus]
     full = replace(accounts[0], used=Charge(cores=100))
     placed = place(Request(cores=30, blocks=4), [full, accounts[2]], node.inventory.topology, share_policy="binpack")
@@ -73,15 +71,13 @@ def test_every_view_has_nvidias_name_of_an_instance() -> None:
     assert "got GPU 1:1 " in str(title)
 
 
-@pytest.mark.parametrize(("shares_in_mig", "cores", "free"), [(False, "whole", ", given whole"), (True, "0/100", "")])
-def test_every_view_has_the_instances_in_the_place_of_their_gpu(*, shares_in_mig: bool, cores: str, free: str) -> None:
+@pytest.mark.parametrize(("shares_in_mig", "cores"), [(False, "whole"), (True, "0/100")])
+def test_every_view_has_the_instances_in_the_place_of_their_gpu(*, shares_in_mig: bool, cores: str) -> None:
     """No tree has the GPU that MIG divides, which nothing lists; an instance without cores is given whole."""
     node = divided_node(shares_in_mig=shares_in_mig)
     raw: Any = written_node(node)
     document = cast("NodeDocument", raw)
     assert [gpu["index"] for gpu in document["gpus"]] == document["topology"]["tree"]["gpus"] == [0, 2, 3]
-    for tree in (tree_text(graph_document(document)), graph_text(node)):
-        lines = [line.split("--")[1].lstrip("-").split()[0] for line in tree.splitlines() if "-GPU" in line]
-        assert lines == ["GPU0", "GPU1:0", "GPU1:1"]
+    lines = [line.split("--")[1].lstrip("-").split()[0] for line in graph_text(node).splitlines() if "-GPU" in line]
+    assert lines == ["GPU0", "GPU1:0", "GPU1:1"]
     assert [line.cells["GPU CORES"] for line in top_lines(document) if line.is_gpu][2] == cores
-    assert tree_text(graph_document(document)).rstrip().endswith(f"24/24 GiB{free}")

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpushare_agent.model.gpus import Branch, Link, LinkKind
-from gpushare_agent.placement.topology import build_topology, infer_pcie_kinds, render_tree
-from tests.gpus.support_gpus import TOPOLOGY_NAMES, read_topology
+from gpushare_agent.placement.topology import build_topology, infer_pcie_kinds
+from tests.gpus.support_gpus import TOPOLOGY_NAMES, read_topology, shape
 
 TREES = {
     "p40-x7-two-switches": "PHB[PIX(0,1,2) PIX(3,4,5,6)]",
@@ -27,12 +27,6 @@ TREES = {
 }
 
 
-def shape(branch: Branch) -> str:
-    if branch.children:
-        return f"{branch.kind.name}[{' '.join(shape(child) for child in branch.children)}]"
-    return f"{branch.kind.name}({','.join(map(str, branch.gpus))})"
-
-
 def branches(branch: Branch) -> Iterator[Branch]:
     yield branch
     for child in branch.children:
@@ -45,29 +39,10 @@ def test_each_known_machine_has_its_tree(name: str) -> None:
     assert shape(read_topology(name).root) == TREES[name]
 
 
-def test_the_text_form_shows_branches_gpus_and_notes() -> None:
-    """It reads like the trees that gpu-manager's users know."""
-    text = render_tree(read_topology("p40-x7-two-switches").root, {4: "Unhealthy"})
-    assert text.splitlines() == [
-        "ROOT:7",
-        "|--PHB:7",
-        "|  |--PIX:3",
-        "|  |  |--GPU0",
-        "|  |  |--GPU1",
-        "|  |  |--GPU2",
-        "|  |--PIX:4",
-        "|  |  |--GPU3",
-        "|  |  |--GPU4 Unhealthy",
-        "|  |  |--GPU5",
-        "|  |  |--GPU6",
-    ]
-
-
 def test_no_gpus_have_an_empty_tree() -> None:
     """A node whose driver shows nothing."""
     topology = build_topology((), ())
     assert topology.root.gpus == ()
-    assert render_tree(topology.root) == "ROOT:0"
 
 
 def test_a_hidden_pcie_kind_is_that_of_the_best_path() -> None:

@@ -282,7 +282,7 @@ class IsolationNode:
         return dict(found)
 
     def status(self) -> dict[str, Any]:
-        """The document of `gpushare-agent sandbox status --format json`."""
+        """The document of `gpushare-agent sandbox status -o json`."""
         document: dict[str, Any] = self.ask("status")["document"]
         return document
 

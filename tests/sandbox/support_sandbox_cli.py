@@ -73,7 +73,7 @@ async def read_until(process: asyncio.subprocess.Process, words: str) -> None:
 
 
 async def document_of(state: Path) -> dict[str, Any]:
-    """What `status --format json` would print."""
+    """What `status -o json` would print."""
     document: dict[str, Any] = (await ask(state / "control.sock", {"command": "status"}))["document"]
     return document
 

@@ -32,7 +32,7 @@ def folder() -> Iterator[Path]:
 
 @pytest.mark.slow
 async def test_the_fitting_samples_run_and_the_document_is_complete(folder: Path) -> None:
-    """--once --format json: exit 0, one document on stdout, nothing left behind."""
+    """--once -o json: exit 0, one document on stdout, nothing left behind."""
     state = folder / "s"
     done = await sandbox(
         "--state-dir", state, "--port", "0", "--once", "-o", "json", "--samples", "fitting", "--gpus", "4"
