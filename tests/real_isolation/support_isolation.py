@@ -27,6 +27,7 @@ from typing import Any
 from gpushare_agent.model.errors import StartupError, Unavailable
 from gpushare_agent.sandbox.control import ask
 from gpushare_agent.sandbox.runtime.cgroup_tree import open_cgroup_tree
+from gpushare_agent.sandbox.state_directory import NodePaths
 from native.build_gpushare import build_gpushare
 from tests.native.build import (
     NATIVE,
@@ -347,7 +348,7 @@ class IsolationNode:
 
     def _claimed(self) -> dict[str, list[dict[str, Any]]]:
         """What CDI adds to the containers of the node's only claim."""
-        [path] = (self.state / "cdi").glob("gpushare-agent-claim-*.json")
+        [path] = NodePaths(state=self.state).cdi.glob("gpushare-agent-claim-*.json")
         edits = [device["containerEdits"] for device in json.loads(path.read_text())["devices"]]
         mounts = {
             mount["containerPath"]: {
