@@ -165,7 +165,7 @@ async def test_an_api_server_that_ended_is_reported() -> None:
     """Within seconds, with the time since and the reason; what was seen stays."""
     async with opened() as (browser, cluster):
         await browser.wait("document.querySelector('#live').textContent === '● Live'")
-        await cluster.stop()
+        await cluster.stop_listening()
         await browser.wait(
             "document.querySelector('#live').textContent.startsWith('Stale: no answer of the API server')"
         )

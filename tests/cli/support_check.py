@@ -8,13 +8,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from aiohttp import web
+
 from gpushare_agent.cli.check import check_node
 from gpushare_agent.kit.grpc_server import GrpcServer
 from gpushare_agent.kit.sockets import bind_unix_socket
 from gpushare_agent.model.finding import Finding, Level
 from gpushare_agent.settings.settings import Settings, load_settings
 from gpushare_agent.wire.runtime import v1
-from tests.cluster.support_kube import Connection, FakeApiServer, Seen, answers, fake_api, raw_status, write_kubeconfig
+from tests.cluster.support_kube import write_kubeconfig
+from tests.fakes.api_server import FakeApiServer, Seen, answers, fake_api, raw_status
 from tests.settings.support_settings import ListeningSocket, listening
 
 NODE = "node-1"
@@ -71,17 +74,17 @@ class Node:
 def node_api(version: str = "v1.34.2", forbidden: tuple[str, ...] = ()) -> Callable[..., Any]:
     """Answers for the node, and access reviews that allow all but the named verbs."""
 
-    async def behave(server: FakeApiServer, request: Seen, connection: Connection) -> None:
-        if request.path == REVIEWS:
-            attributes = request.body["spec"]["resourceAttributes"]
+    async def behave(server: FakeApiServer, seen: Seen, request: web.Request) -> web.StreamResponse:
+        if seen.path == REVIEWS:
+            attributes = seen.body["spec"]["resourceAttributes"]
             subresource = f"/{attributes['subresource']}" if "subresource" in attributes else ""
             allowed = f"{attributes['verb']} {attributes['resource']}{subresource}" not in forbidden
-            await answers(201, {"status": {"allowed": allowed}})(server, request, connection)
-        elif request.path == f"/api/v1/nodes/{NODE}":
+            return await answers(201, {"status": {"allowed": allowed}})(server, seen, request)
+        elif seen.path == f"/api/v1/nodes/{NODE}":
             raw_node = {"metadata": {"name": NODE}, "status": {"nodeInfo": {"kubeletVersion": version}}}
-            await answers(200, raw_node)(server, request, connection)
+            return await answers(200, raw_node)(server, seen, request)
         else:
-            await answers(404, raw_status(404, "not found"))(server, request, connection)
+            return await answers(404, raw_status(404, "not found"))(server, seen, request)
 
     return behave
 

@@ -1,4 +1,4 @@
-"""For tests of the operator's commands: a real HTTP server that plays an agent or an API server, and a real terminal."""
+"""For tests of the operator's commands: what agents and API servers answer, and a real terminal."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ import signal
 import struct
 import sys
 import termios
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 from aiohttp import web
@@ -24,6 +23,7 @@ from msgspec import to_builtins
 from gpushare_agent.model.decision_records import Asked, Candidate, DecisionRecord, Outcome
 from gpushare_agent.model.names import MIB, GpuUuid
 from gpushare_agent.model.usage import ContainerUse, ProcessSample, UsageRound
+from tests.fakes.api_server import FakeApiServer, Seen, answers
 from tests.observability.support_usage import UUIDS, allocation, facts, gpu_sample, inventory, key_of, snapshot
 from tests.settings.support_settings import clean_environment
 from tests.support_deadline import DEADLINE_S, Changes
@@ -32,81 +32,19 @@ from tests.support_json import written_node
 SAMPLED_AT = 999.5
 
 
-@dataclass(frozen=True)
-class ReceivedRequest:
-    """A request as it arrived."""
-
-    path: str
-    query: dict[str, str]
-    headers: dict[str, str]
-
-
-@dataclass
-class JsonServer:
-    """Answers GET by path: with an object, with bytes as they are, or with (status, object). Anything else is 404.
-
-    `stalls` are paths that get no answer before the client leaves.
-    """
-
-    answers: dict[str, Any] = field(default_factory=dict)
-    stalls: frozenset[str] = frozenset()
-    requests: list[ReceivedRequest] = field(default_factory=list)
-    url: str = ""
-
-    def __post_init__(self) -> None:
-        self._changed = Changes()
-
-    async def handle(self, request: web.Request) -> web.StreamResponse:
-        self.requests.append(ReceivedRequest(request.path, dict(request.query), dict(request.headers)))
-        self._changed.set()
-        if request.path in self.stalls:
-            await asyncio.Event().wait()
-        if request.path not in self.answers:
-            return web.json_response({"message": "nothing here"}, status=404)
-        answer = self.answers[request.path]
-        status, body = answer if isinstance(answer, tuple) else (200, answer)
-        if callable(body):
-            body = body(request)
-        if isinstance(body, bytes):
-            return web.Response(body=body, status=status)
-        return web.json_response(body, status=status)
-
-    async def wait_requests(self, count: int) -> None:
-        await self._changed.until(lambda: len(self.requests) >= count)
-
-
-@asynccontextmanager
-async def json_server(
-    answers: Mapping[str, Any] | None = None, *, stalls: frozenset[str] = frozenset()
-) -> AsyncIterator[JsonServer]:
-    server = JsonServer(dict(answers or {}), stalls)
-    app = web.Application()
-    app.router.add_route("GET", "/{path:.*}", server.handle)
-    runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.2, handler_cancellation=True)
-    await runner.setup()
-    try:
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        host, port = runner.addresses[0][:2]
-        server.url = f"http://{host}:{port}"
-        yield server
-    finally:
-        await runner.cleanup()
-
-
 def agent_answers(document: dict[str, Any], *decisions: DecisionRecord) -> dict[str, Any]:
     """An agent that selects decisions as the real one does, `decisions` with the newest first."""
 
-    def chosen(request: web.Request) -> dict[str, Any]:
+    async def chosen(server: FakeApiServer, seen: Seen, request: web.Request) -> web.StreamResponse:
         found = [
             to_builtins(one)
             for one in decisions
-            if request.query.get("pod", one.pod) == one.pod
-            and request.query.get("namespace", one.namespace) == one.namespace
+            if seen.query.get("pod", one.pod) == one.pod and seen.query.get("namespace", one.namespace) == one.namespace
         ]
-        return {"decisions": found[: int(request.query.get("limit", "50"))]}
+        shown = found[: int(seen.query.get("limit", "50"))]
+        return await answers(200, {"decisions": shown})(server, seen, request)
 
-    return {"/api/v1/node": document, "/api/v1/decisions": (200, chosen)}
+    return {"/api/v1/node": document, "/api/v1/decisions": chosen}
 
 
 def busy_node() -> dict[str, Any]:

@@ -15,7 +15,6 @@ from tests.cluster.support_kube import running
 from tests.extender.support_extender import (
     NAMES,
     FakeCluster,
-    Raw,
     eventually,
     fake_cluster,
     holds,
@@ -23,6 +22,7 @@ from tests.extender.support_extender import (
     raw_node,
     raw_pod,
 )
+from tests.fakes.api_server import Raw
 
 HOSTILE = "<img src=x onerror=\"document.title='owned'\">"
 MESSAGE = f"0/3 nodes are available: {HOSTILE} " + "x" * 5000

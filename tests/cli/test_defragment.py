@@ -20,9 +20,10 @@ from gpushare_agent.cli.cluster_reading import ReadCluster
 from gpushare_agent.cli.kubectl import PLUGIN_LINE
 from gpushare_agent.cluster.kube.budgets import Budget, read_budget
 from gpushare_agent.extender.decisions.defragment import Advice, Stays, defragment
-from tests.cli.support_cli import json_server, raw_list
+from tests.cli.support_cli import raw_list
 from tests.cli.support_cluster_view import Cluster, Object, held_of, node, pod, set_held
 from tests.cluster.support_kube import write_kubeconfig
+from tests.fakes.api_server import json_server
 from tests.support_json import undecoded
 
 

@@ -14,7 +14,8 @@ import yaml
 
 from gpushare_agent.cli.main import COMMANDS, main
 from gpushare_agent.kit.logs import write_stderr
-from tests.cli.support_cli import agent_answers, busy_node, decision, json_server
+from tests.cli.support_cli import agent_answers, busy_node, decision
+from tests.fakes.api_server import json_server
 from tests.settings.support_settings import clean_environment, run_program
 from tests.support_deadline import DEADLINE_S
 

@@ -24,8 +24,9 @@ from gpushare_agent.model.names import GpuUuid
 from gpushare_agent.sandbox.node import EmbeddedNode
 from gpushare_agent.settings.settings import load_settings
 from tests.agent.support_agent import open_agent
-from tests.cli.support_cli import agent_answers, busy_node, candidate, decision, json_server, raw_agent_pod, raw_list
+from tests.cli.support_cli import agent_answers, busy_node, candidate, decision, raw_agent_pod, raw_list
 from tests.cluster.support_kube import raw_pod, write_kubeconfig
+from tests.fakes.api_server import json_server
 from tests.sandbox.support_sandbox import container, open_test_node, pod, wait_phase
 from tests.settings.support_settings import run_program
 from tests.support_deadline import DEADLINE_S
@@ -303,13 +304,13 @@ async def test_a_pod_of_any_namespace_is_found_through_the_api_server(
     proxy = f"{agents}/http:agent-n1:5678/proxy/api/v1"
     answers = agent_answers(busy_node(), decision(namespace="research"))
     async with json_server({agents: raw_list([raw_agent_pod("n1")]), pods: raw_list([train])}) as server:
-        server.answers |= {f"{proxy}/decisions": answers["/api/v1/decisions"]}
-        server.answers |= {"/api/v1/namespaces/research/pods/train": train}
+        server.script.answers |= {f"{proxy}/decisions": answers["/api/v1/decisions"]}
+        server.script.answers |= {"/api/v1/namespaces/research/pods/train": train}
         kubeconfig = write_kubeconfig(short_dir, server.url, {"token": "secret"})
         words = ["explain", "train", "-A", "--kubeconfig", str(kubeconfig)]
         assert await asyncio.to_thread(PLUGIN_LINE.main, words, {}) == 0
         assert "research/train" in capsys.readouterr().out
-        server.answers[pods] = raw_list([train, raw_pod("train", metadata={"namespace": "b"})])
+        server.script.answers[pods] = raw_list([train, raw_pod("train", metadata={"namespace": "b"})])
         assert await asyncio.to_thread(PLUGIN_LINE.main, words, {}) == 1
         assert "in 2 namespaces (b, research): name one with -n" in capsys.readouterr().err
 
@@ -346,13 +347,13 @@ async def test_the_plugin_finds_the_pods_node_by_itself(short_dir: Path, capsys:
         settings = load_settings(["--kubeconfig", str(kubeconfig)], {"NODE_NAME": "desk"}).settings
         assert await explain.run(settings, AgentTarget(is_remote=True), PodQuery(pod="train"), form="table") == 0
     assert "default/train, container main got GPU 0" in capsys.readouterr().out
-    assert [request.path for request in server.requests] == [
+    assert [request.path for request in server.seen] == [
         "/api/v1/namespaces/default/pods/train",
         AGENTS,
         f"{proxy}/api/v1/decisions",
     ]
-    assert server.requests[1].query["fieldSelector"] == "spec.nodeName=n1"
-    assert server.requests[2].query == {"pod": "train", "namespace": "default", "limit": "500"}
+    assert server.seen[1].query["fieldSelector"] == "spec.nodeName=n1"
+    assert server.seen[2].query == {"pod": "train", "namespace": "default", "limit": "500"}
 
 
 async def test_a_pod_on_no_node_has_no_agent_to_ask(short_dir: Path) -> None:

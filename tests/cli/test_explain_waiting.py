@@ -19,9 +19,10 @@ from gpushare_agent.cli.kubectl import PLUGIN_LINE
 from gpushare_agent.extender.decisions.changes import MAX_PLANS, Change, Kind, Waiting, waiting
 from gpushare_agent.extender.values import Reservation
 from gpushare_agent.model.names import PodUid
-from tests.cli.support_cli import json_server, raw_list
+from tests.cli.support_cli import raw_list
 from tests.cli.support_cluster_view import BLOCKS, CORES, MODEL, Cluster, cards_of, held_of, node, pod, set_held
 from tests.cluster.support_kube import write_kubeconfig
+from tests.fakes.api_server import json_server
 
 WAITING = PodUid("w")
 

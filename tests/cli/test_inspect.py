@@ -22,17 +22,9 @@ from gpushare_agent.model.errors import Corrupt, NotFound, Rejected, Unavailable
 from gpushare_agent.observability.node_snapshot import NO_REASON
 from gpushare_agent.settings.settings import Settings, load_settings
 from tests.agent.support_agent import open_agent
-from tests.cli.support_cli import (
-    JsonServer,
-    agent_answers,
-    busy_node,
-    json_server,
-    raw_agent_pod,
-    raw_gpu,
-    raw_list,
-    raw_node,
-)
+from tests.cli.support_cli import agent_answers, busy_node, raw_agent_pod, raw_gpu, raw_list, raw_node
 from tests.cluster.support_kube import raw_pod, write_kubeconfig
+from tests.fakes.api_server import FakeApiServer, json_server
 from tests.kit.support_http import free_port
 from tests.sandbox.support_sandbox import container, open_test_node, pod, wait_phase
 from tests.support_deadline import DEADLINE_S
@@ -57,7 +49,7 @@ async def inspected(
 
 
 @asynccontextmanager
-async def cluster(directory: Path, answers: Mapping[str, Any]) -> AsyncIterator[tuple[JsonServer, Settings]]:
+async def cluster(directory: Path, answers: Mapping[str, Any]) -> AsyncIterator[tuple[FakeApiServer, Settings]]:
     """An API server, and settings whose kubeconfig leads there."""
     async with json_server(answers) as server:
         kubeconfig = write_kubeconfig(directory, server.url, {"token": "secret"})
@@ -121,7 +113,7 @@ async def test_a_gpu_that_is_cordoned_and_ill_says_both(capsys: pytest.CaptureFi
         shown = json.loads(await inspected(capsys, LOCAL, AgentTarget(server=agent.url), form="json"))["nodes"][0][
             "gpus"
         ]
-        agent.answers["/api/v1/node"] = document | {"gpus": [document["gpus"][0]]}
+        agent.script.answers["/api/v1/node"] = document | {"gpus": [document["gpus"][0]]}
         assert "REASON" not in await inspected(capsys, LOCAL, AgentTarget(server=agent.url))
     assert " Cordoned, Unhealthy " in lines[2]
     assert lines[2].endswith("  Cordoned: loud; Unhealthy: Xid 79: the GPU fell off the bus")
@@ -177,8 +169,8 @@ async def test_all_nodes_are_reported_by_the_api_server(short_dir: Path, capsys:
     assert "a: 1 container with 30 GPU cores and 1 GiB is charged to no GPU; -d lists them" in out
     assert "b: no gpushare-agent/cards: GPUs of equal size are assumed from the node's capacity" in out
     assert out.splitlines()[-1].startswith("4 GPUs in 2 nodes, 1 unhealthy: allocated 30/400 GPU cores (8 %)")
-    assert {request.path for request in server.requests} == {"/api/v1/nodes", "/api/v1/pods"}
-    assert all(request.headers["Authorization"] == "Bearer secret" for request in server.requests)
+    assert {request.path for request in server.seen} == {"/api/v1/nodes", "/api/v1/pods"}
+    assert all(request.headers["Authorization"] == "Bearer secret" for request in server.seen)
 
 
 async def test_a_mig_instance_has_nvidias_name(short_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -284,9 +276,9 @@ async def test_another_nodes_agent_is_asked_through_its_pod(
     ):
         assert await top.run(settings, AgentTarget(node="n1"), once=True, interval_s=1.0, form="table") == 0
     assert "default/train/trainer" in capsys.readouterr().out
-    assert [request.path for request in server.requests] == ["/api/v1/namespaces/gpushare-system/pods", proxy]
-    assert server.requests[0].query["labelSelector"] == "app.kubernetes.io/name=gpushare-agent"
-    assert server.requests[0].query["fieldSelector"] == "spec.nodeName=n1"
+    assert [request.path for request in server.seen] == ["/api/v1/namespaces/gpushare-system/pods", proxy]
+    assert server.seen[0].query["labelSelector"] == "app.kubernetes.io/name=gpushare-agent"
+    assert server.seen[0].query["fieldSelector"] == "spec.nodeName=n1"
 
 
 @pytest.mark.parametrize("command", ["top", "graph", "inspect"])
@@ -299,7 +291,7 @@ async def test_the_node_may_stand_behind_the_command(
     async with cluster(short_dir, {path: raw_list([raw_agent_pod("n1")]), proxy: busy_node()}) as (server, settings):
         words = [command, "n1", "--kubeconfig", str(settings.kubeconfig), "-o", "json"]
         assert await asyncio.to_thread(PLUGIN_LINE.main, words, {}) == 0
-    assert server.requests[0].query["fieldSelector"] == "spec.nodeName=n1"
+    assert server.seen[0].query["fieldSelector"] == "spec.nodeName=n1"
     assert "gpus" in capsys.readouterr().out
 
 
@@ -328,7 +320,7 @@ async def test_without_a_node_the_only_agent_is_meant(short_dir: Path, capsys: p
         target = AgentTarget(is_remote=True)
         assert await graph.run(settings, target, form="table") == 0
         assert "GPU0" in capsys.readouterr().out
-        server.answers[path] = raw_list([raw_agent_pod("n2"), raw_agent_pod("n1")])
+        server.script.answers[path] = raw_list([raw_agent_pod("n2"), raw_agent_pod("n1")])
         with pytest.raises(NotFound, match=r"2 nodes have an agent \(n1, n2\): name one with --node NODE"):
             await graph.run(settings, target, form="table")
 
@@ -344,7 +336,7 @@ async def test_a_node_without_an_agent_is_reported(namespace: str, path: str, sh
             await top.run(
                 settings, AgentTarget(node="n9", agent_namespace=namespace), once=True, interval_s=1.0, form="table"
             )
-    assert [request.path for request in server.requests] == [path]
+    assert [request.path for request in server.seen] == [path]
 
 
 async def test_an_agent_that_the_api_server_cannot_reach_is_reported(short_dir: Path) -> None:

@@ -30,7 +30,8 @@ from gpushare_agent.cli.view_commands import server_url
 from gpushare_agent.model.errors import Corrupt, NotFound, Rejected, Unavailable
 from gpushare_agent.observability.node_snapshot import NO_REASON
 from gpushare_agent.settings.settings import load_settings
-from tests.cli.support_cli import agent_answers, at_terminal, busy_node, foot_of, json_server, screen_of
+from tests.cli.support_cli import agent_answers, at_terminal, busy_node, foot_of, screen_of
+from tests.fakes.api_server import json_server, stalls_before_headers
 from tests.settings.support_settings import run_program
 
 SETTINGS = load_settings([], {"NODE_NAME": "n1"}).settings
@@ -253,7 +254,7 @@ async def test_an_answer_that_is_not_the_agents_is_reported(answer: Any, error: 
 async def test_an_agent_that_does_not_answer_is_given_up() -> None:
     """After the time limit, in words."""
     async with (
-        json_server(stalls=frozenset({"/api/v1/node"})) as server,
+        json_server({"/api/v1/node": stalls_before_headers}) as server,
         open_agent_client(server.url, timeout_s=0.05) as agent,
     ):
         with pytest.raises(Unavailable, match=r"no answer within 0\.05 s"):
@@ -307,7 +308,7 @@ async def test_without_a_terminal_there_is_one_table() -> None:
         ended = await run_program("top", "--web.addr=127.0.0.1", f"--web.port={port}")
     assert (ended.code, ended.err) == (0, "")
     assert "\x1b" not in ended.out
-    assert len(agent.requests) == 1
+    assert len(agent.seen) == 1
 
 
 def by_q(terminal: Any) -> None:
@@ -347,9 +348,9 @@ async def test_the_live_table_shows_what_changes_and_outlives_the_agent() -> Non
         at_terminal("top", "--interval=0.1", "--server", agent.url) as terminal,
     ):
         await terminal.wait_shown(lambda text: "q ends" in text)
-        agent.answers["/api/v1/node"] = document | {"node": "renamed"}
+        agent.script.answers["/api/v1/node"] = document | {"node": "renamed"}
         await terminal.wait_shown(lambda text: "node renamed" in text)
-        agent.answers.clear()
+        agent.script.answers.clear()
         await terminal.wait_shown(lambda text: "as of the last answer" in text)
         assert terminal.process.returncode is None
         terminal.press("q")

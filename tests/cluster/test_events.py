@@ -12,18 +12,8 @@ from gpushare_agent.cluster.events import BURST, QUEUE_LIMIT, REPEAT_AFTER_S, TR
 from gpushare_agent.cluster.kube.objects import ObjectReference
 from gpushare_agent.model.errors import RefusalReason, Refused
 from gpushare_agent.sandbox.api.server import EmbeddedApiServer
-from tests.cluster.support_kube import (
-    FAST,
-    NODE,
-    Behaviour,
-    answers,
-    answers_html_502,
-    fake_api,
-    opened,
-    pod,
-    raw_status,
-    running,
-)
+from tests.cluster.support_kube import FAST, NODE, opened, pod, running
+from tests.fakes.api_server import Behaviour, answers, answers_html_502, fake_api, raw_status
 from tests.support_deadline import Changes
 
 NO_CORES = Refused(reason=RefusalReason.NOT_ENOUGH_CORES, detail="30 asked, 10 free; delete a pod")
@@ -59,7 +49,7 @@ async def test_a_refusal_becomes_a_warning_on_the_pod() -> None:
         running(lambda: events.run(api)),
     ):
         await counted.wait(1)
-    (request,) = server.requests
+    (request,) = server.seen
     assert (request.method, request.path) == ("POST", "/api/v1/namespaces/default/events")
     body = request.body
     assert (body["reason"], body["message"], body["type"]) == ("NotEnoughCores", NO_CORES.detail, "Warning")
@@ -82,7 +72,7 @@ async def test_a_reason_is_reported_once_per_pod_for_a_while() -> None:
         events.refused(pod("a"), NO_CORES)
         async with running(lambda: events.run(api)):
             await counted.wait(4)
-    reported = [(request.body["involvedObject"]["name"], request.body["reason"]) for request in server.requests]
+    reported = [(request.body["involvedObject"]["name"], request.body["reason"]) for request in server.seen]
     assert reported == [("a", "NotEnoughCores"), ("b", "NotEnoughCores"), ("a", "Fragmented"), ("a", "NotEnoughCores")]
 
 
@@ -96,7 +86,7 @@ async def test_a_warning_with_another_text_is_reported_although_the_reason_is_th
                 events.warned(pod("a"), "CoreLimitIgnored", text)
         async with running(lambda: events.run(api)):
             await counted.wait(2)
-    assert [request.body["message"] for request in server.requests] == ["it is 'abc'", "it is '101'"]
+    assert [request.body["message"] for request in server.seen] == ["it is 'abc'", "it is '101'"]
     logged = [(line["pod"], line["detail"]) for line in logs if line["event"] == "pod_warned"]
     assert logged == [("default/a", "it is 'abc'"), ("default/a", "it is '101'")]
 
@@ -113,7 +103,7 @@ async def test_mistyped_annotations_are_one_event_however_often_a_tenant_makes_u
             events.mistyped(pod("a"), "annotation gpushare-agent/resiez is unknown")
         async with running(lambda: events.run(api)):
             await counted.wait(2)
-    assert [request.body["reason"] for request in server.requests] == ["AnnotationUnknown"] * 2
+    assert [request.body["reason"] for request in server.seen] == ["AnnotationUnknown"] * 2
     assert [line["event"] for line in logs] == ["pod_warned"] * 2
 
 
@@ -125,8 +115,8 @@ async def test_a_long_message_is_cut() -> None:
         async with running(lambda: events.run(api)):
             events.refused(pod("a" * 253), Refused(reason=RefusalReason.FRAGMENTED, detail="x" * 5000))
             await counted.wait(1)
-    assert len(server.requests[0].body["message"]) == 1024
-    assert len(server.requests[0].body["metadata"]["name"]) <= 253
+    assert len(server.seen[0].body["message"]) == 1024
+    assert len(server.seen[0].body["metadata"]["name"]) <= 253
 
 
 @pytest.mark.parametrize(
@@ -169,7 +159,7 @@ async def test_another_namespaces_refusal_is_sent_during_a_flood() -> None:
             events.refused(pod("a", namespace="other"), NO_CORES)
         async with running(lambda: events.run(api)):
             await counted.wait(2 + BURST)
-    sent = [request.body["involvedObject"]["name"] for request in server.requests]
+    sent = [request.body["involvedObject"]["name"] for request in server.seen]
     assert sent[:3] == ["p0", "a", "p1"]
     assert counted.outcomes[:2] == ["dropped"] * 2
     assert [line["about"] for line in logs if line["event"] == "event_dropped"] == [
@@ -192,7 +182,7 @@ async def test_one_pods_flood_delays_no_other_pod_of_its_namespace() -> None:
         assert counted.outcomes.count("dropped") == QUEUE_LIMIT + 1
         events.warned(pod("loud"), "ShareResizeRefused", f"it is '{2 * QUEUE_LIMIT - 1}'")
         assert counted.outcomes.count("dropped") == QUEUE_LIMIT + 1
-    assert [request.body["involvedObject"]["name"] for request in server.requests][:3] == ["loud", "a", "loud"]
+    assert [request.body["involvedObject"]["name"] for request in server.seen][:3] == ["loud", "a", "loud"]
 
 
 async def test_after_a_burst_events_wait_for_their_turn() -> None:
@@ -207,7 +197,7 @@ async def test_after_a_burst_events_wait_for_their_turn() -> None:
             await server.wait_for(lambda requests: len(requests) == BURST)
             for _ in range(20):
                 await asyncio.sleep(0)  # turns of the loop in which a further event would be sent
-            assert len(server.requests) == BURST
+            assert len(server.seen) == BURST
 
 
 async def test_the_embedded_api_server_takes_the_event() -> None:

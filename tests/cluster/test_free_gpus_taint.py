@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
+from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
@@ -22,18 +23,9 @@ from gpushare_agent.model.gpus import Gpu, Health
 from gpushare_agent.model.names import GpuUuid
 from gpushare_agent.model.resources import ResourceNames
 from gpushare_agent.settings.settings import Settings
-from tests.cluster.support_kube import (
-    FAST,
-    NODE,
-    Connection,
-    FakeApiServer,
-    Seen,
-    answers,
-    fake_api,
-    opened,
-    raw_status,
-)
+from tests.cluster.support_kube import FAST, NODE, opened
 from tests.dra.support_claims import ref_of
+from tests.fakes.api_server import FakeApiServer, Seen, answers, fake_api, raw_status
 from tests.support_core import allocation, inventory, pod
 from tests.support_deadline import DEADLINE_S
 from tests.support_json import undecoded
@@ -144,20 +136,17 @@ class TaintedNode:
         self.patched = asyncio.Event()
         self.beats = 1
 
-    async def __call__(self, server: FakeApiServer, request: Seen, connection: Connection) -> None:
-        if request.method == "PATCH":
+    async def __call__(self, server: FakeApiServer, seen: Seen, request: web.Request) -> web.StreamResponse:
+        if seen.method == "PATCH":
             self.version += self.beats
             self.beats = 0
-            if request.body["metadata"]["resourceVersion"] != str(self.version):
-                await answers(409, raw_status(409, "the object has been modified"))(server, request, connection)
-                return
-            self.taints, self.version = request.body["spec"]["taints"], self.version + 1
-        meta = {"name": NODE, "resourceVersion": str(self.version)}
-        await answers(200, {"kind": "Node", "metadata": meta, "spec": {"taints": self.taints}})(
-            server, request, connection
-        )
-        if request.method == "PATCH":
+            if seen.body["metadata"]["resourceVersion"] != str(self.version):
+                return await answers(409, raw_status(409, "the object has been modified"))(server, seen, request)
+            self.taints, self.version = seen.body["spec"]["taints"], self.version + 1
             self.patched.set()
+        meta = {"name": NODE, "resourceVersion": str(self.version)}
+        body = {"kind": "Node", "metadata": meta, "spec": {"taints": self.taints}}
+        return await answers(200, body)(server, seen, request)
 
 
 async def test_a_taint_of_somebody_else_is_not_lost_though_the_node_changes_meanwhile() -> None:
@@ -175,4 +164,4 @@ async def test_a_taint_of_somebody_else_is_not_lost_though_the_node_changes_mean
             await there.patched.wait()
         task.cancel()
     assert there.taints == [OTHERS, OURS]
-    assert [request.method for request in server.requests] == ["GET", "GET", "PATCH", "GET", "GET", "PATCH"]
+    assert [request.method for request in server.seen] == ["GET", "GET", "PATCH", "GET", "GET", "PATCH"]

@@ -14,7 +14,8 @@ from gpushare_agent.cluster.kube.pods import read_pod_json
 from gpushare_agent.extender.metrics import ExtenderMetrics
 from gpushare_agent.model.errors import Corrupt
 from tests.cluster.support_kube import FAST, running
-from tests.extender.support_extender import FakeCluster, Raw, eventually, fake_cluster, opened_api, raw_pod
+from tests.extender.support_extender import FakeCluster, eventually, fake_cluster, opened_api, raw_pod
+from tests.fakes.api_server import Raw
 
 
 class Pods(Handler):
@@ -68,7 +69,7 @@ async def test_it_lists_in_pages_and_follows_changes() -> None:
         assert sorted(pods.nodes) == [f"uid-p{i}" for i in range(5)]
         cluster.put("pods", raw_pod("late", (30, 4)))
         cluster.change("pods", "default/p0", lambda raw: raw["spec"].update(nodeName="n1"))
-        cluster.delete("pods", "default/p1")
+        cluster.remove("pods", "default/p1")
         cluster.change("pods", "default/p2", lambda raw: raw["status"].update(phase="Succeeded"))
         await eventually(lambda: pods.removed == ["uid-p1", "uid-p2"])
         assert pods.nodes == {"uid-p0": "n1", "uid-p3": "", "uid-p4": "", "uid-late": ""}
@@ -79,13 +80,13 @@ async def test_what_went_while_the_server_was_away_is_removed() -> None:
     """After 410 it lists again and removes what the list has not; nothing is removed before."""
     async with fake_cluster(pods=five()) as cluster, informing(cluster) as (informer, pods, _):
         await eventually(lambda: informer.has_listed)
-        seen = len(cluster.seen)
+        seen = len(cluster.requests)
         cluster.is_down = True
         cluster.mute(False)  # the watch ends
-        await cluster.wait(lambda: len(cluster.seen) > seen)
-        cluster.delete("pods", "default/p1")
+        await cluster.wait(lambda: len(cluster.requests) > seen)
+        cluster.remove("pods", "default/p1")
         cluster.put("pods", raw_pod("late", (30, 4)))
-        cluster.forget_history()
+        cluster.store.compact()
         assert "uid-p1" in pods.nodes
         cluster.is_down = False
         await eventually(lambda: "uid-late" in pods.nodes and "uid-p1" not in pods.nodes)
@@ -97,12 +98,12 @@ async def test_a_server_that_is_away_is_lost_until_it_is_watched_again() -> None
     async with fake_cluster(pods=five()) as cluster, informing(cluster) as (informer, _, _):
         await eventually(lambda: informer.has_listed)
         assert informer.lost is None
-        await cluster.stop()
+        await cluster.stop_listening()
         await eventually(lambda: informer.lost is not None and "refused" in informer.lost.why)
         first = informer.lost
         assert first is not None
         cluster.is_down = False
-        await cluster.start()
+        await cluster.start_listening()
         await eventually(lambda: informer.lost is None)
 
 
@@ -112,13 +113,13 @@ async def test_refresh_returns_after_a_list_that_began_after_it() -> None:
         await eventually(lambda: informer.has_listed)
         cluster.mute(True)
         cluster.put("pods", raw_pod("late", (30, 4)))
-        cluster.delete("pods", "default/p0")
+        cluster.remove("pods", "default/p0")
         await informer.refresh()
         assert "uid-late" in pods.nodes
         assert "uid-p0" not in pods.nodes
-        lists = [path for _, path in cluster.seen].count("/api/v1/pods")
+        lists = [path for _, path in cluster.requests].count("/api/v1/pods")
         await informer.refresh()
-        assert [path for _, path in cluster.seen].count("/api/v1/pods") > lists
+        assert [path for _, path in cluster.requests].count("/api/v1/pods") > lists
 
 
 async def test_refresh_waits_for_a_server_that_is_away() -> None:
@@ -126,7 +127,7 @@ async def test_refresh_waits_for_a_server_that_is_away() -> None:
     async with fake_cluster(pods=five()) as cluster:
         cluster.is_down = True
         async with informing(cluster) as (informer, pods, _):
-            await cluster.wait(lambda: len(cluster.seen) >= 2)
+            await cluster.wait(lambda: len(cluster.requests) >= 2)
             assert not informer.has_listed
             cluster.is_down = False
             await informer.refresh()
@@ -157,6 +158,6 @@ async def test_what_is_no_longer_of_interest_is_removed() -> None:
         await eventually(lambda: informer.has_listed)
         cluster.change("pods", "default/p0", lambda raw: raw["metadata"].update(labels={"dull": ""}))
         await eventually(lambda: pods.removed == ["uid-p0"])
-        cluster.delete("pods", "default/never")
-        cluster.delete("pods", "default/p1")
+        cluster.remove("pods", "default/never")
+        cluster.remove("pods", "default/p1")
         await eventually(lambda: pods.removed == ["uid-p0", "uid-p1"])

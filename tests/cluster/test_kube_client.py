@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp import web
 from msgspec import Raw
 
 from gpushare_agent.cluster.kube.client import ALL_NODES, KubeApi, open_kube_api, pods, pods_of_node
@@ -19,31 +20,25 @@ from gpushare_agent.cluster.kube.session import KubeSession, KubeTimeouts, ListL
 from gpushare_agent.model.errors import AgentError, Conflict, Corrupt, NotFound, Rejected, StartupError, Unavailable
 from gpushare_agent.model.names import PodUid
 from gpushare_agent.sandbox.api.server import EmbeddedApiServer
-from tests.cluster.support_kube import (
+from tests.cluster.support_kube import NODE, added, bookmark, opened, raw_pod, write_kubeconfig
+from tests.fakes.api_server import (
+    CERTIFICATE,
     DATA,
-    NODE,
     Behaviour,
-    Connection,
     FakeApiServer,
     Seen,
-    added,
     answers,
     answers_garbage,
     answers_gone,
     answers_html_502,
-    bookmark,
     ends_empty,
     fake_api,
-    opened,
-    raw_pod,
     raw_status,
     resets,
-    server_tls,
     stalls_after_headers,
     stalls_before_headers,
     streams,
     streams_bytes,
-    write_kubeconfig,
 )
 from tests.support_deadline import DEADLINE_S
 from tests.support_json import built
@@ -75,8 +70,8 @@ async def test_list_asks_the_watch_cache_for_this_node() -> None:
     async with fake_api(pods=[raw_pod("a")], version="42") as server, opened(server.url) as api:
         raw_pods, version = await api.list_all(pods_of_node(NODE), whole)
     assert ([raw["metadata"]["name"] for raw in raw_pods], version) == (["a"], "42")
-    assert server.requests[0].query == {"fieldSelector": "spec.nodeName=node-1", "resourceVersion": "0"}
-    assert server.requests[0].headers["authorization"] == "Bearer secret"
+    assert server.seen[0].query == {"fieldSelector": "spec.nodeName=node-1", "resourceVersion": "0"}
+    assert server.seen[0].headers["authorization"] == "Bearer secret"
 
 
 @pytest.mark.parametrize(
@@ -159,15 +154,15 @@ def pages(*, gone_at: int = -1) -> Behaviour:
     """Lists in pages of the asked size; a continue token is the number of the next pod; `gone_at` is refused once."""
     refused: list[int] = []
 
-    async def behave(server: FakeApiServer, request: Seen, connection: Connection) -> None:
-        begin = int(request.query.get("continue", "0"))
+    async def behave(server: FakeApiServer, seen: Seen, request: web.Request) -> web.StreamResponse:
+        begin = int(seen.query.get("continue", "0"))
         if begin == gone_at and not refused:
             refused.append(begin)
-            await answers_gone(server, request, connection)
+            return await answers_gone(server, seen, request)
             return
-        end = begin + int(request.query.get("limit", "1000"))
-        metadata = {"resourceVersion": "77"} | ({"continue": str(end)} if end < len(server.pods) else {})
-        await answers(200, {"items": server.pods[begin:end], "metadata": metadata})(server, request, connection)
+        end = begin + int(seen.query.get("limit", "1000"))
+        metadata = {"resourceVersion": "77"} | ({"continue": str(end)} if end < len(server.listed) else {})
+        return await answers(200, {"items": server.listed[begin:end], "metadata": metadata})(server, seen, request)
 
     return behave
 
@@ -182,7 +177,7 @@ async def test_a_list_that_is_too_long_is_read_in_pages(gone_at: int) -> None:
     ):
         names, version = await api.list_all(pods_of_node(NODE), lambda raw: str(built(raw)["metadata"]["name"]))
     assert (names, version) == (["a", "b", "c", "d"], "77")
-    first, second, *_, last = [request.query for request in server.requests]
+    first, second, *_, last = [request.query for request in server.seen]
     assert (first.get("limit"), first["resourceVersion"]) == (None, "0")
     assert (second["limit"], "resourceVersion" in second, second["fieldSelector"]) == (
         "500",
@@ -195,9 +190,9 @@ async def test_a_list_that_is_too_long_is_read_in_pages(gone_at: int) -> None:
 async def test_a_list_whose_tokens_never_live_is_a_conflict() -> None:
     """After a few new starts the caller gets an error, instead of asking for ever."""
 
-    async def always_gone(server: FakeApiServer, request: Seen, connection: Connection) -> None:
-        behaviour = answers_gone if "continue" in request.query else pages()
-        await behaviour(server, request, connection)
+    async def always_gone(server: FakeApiServer, seen: Seen, request: web.Request) -> web.StreamResponse:
+        behaviour = answers_gone if "continue" in seen.query else pages()
+        return await behaviour(server, seen, request)
 
     async with (
         fake_api(pods=[_fat(name) for name in "abcd"], lists=[always_gone]) as server,
@@ -205,7 +200,7 @@ async def test_a_list_whose_tokens_never_live_is_a_conflict() -> None:
     ):
         with pytest.raises(Conflict):
             await api.list_all(pods_of_node(NODE), whole)
-    assert sum("continue" in request.query for request in server.requests) == 3
+    assert sum("continue" in request.query for request in server.seen) == 3
 
 
 async def test_one_pod_that_fits_no_page_is_corrupt() -> None:
@@ -225,7 +220,7 @@ async def test_watch_yields_events_and_bookmarks_in_order() -> None:
     events = [added(raw_pod("a")), bookmark("8"), added(raw_pod("a"), "DELETED")]
     async with fake_api(watches=[streams(*events, then="ends")]) as server, opened(server.url) as api:
         assert await _watch_all(api) == events
-    query = server.requests[0].query
+    query = server.seen[0].query
     assert (query["resourceVersion"], query["allowWatchBookmarks"]) == ("7", "true")
     assert 290 <= int(query["timeoutSeconds"]) <= 319
 
@@ -273,7 +268,7 @@ async def test_patch_names_the_uid_and_the_annotations() -> None:
     """A merge patch carries the UID as its guard, and null for what is to go."""
     async with fake_api() as server, opened(server.url) as api:
         await api.patch_pod_annotations("default", "p", UID, {"b": "1", "a": None})
-    (request,) = server.requests
+    (request,) = server.seen
     assert (request.method, request.path) == ("PATCH", "/api/v1/namespaces/default/pods/p")
     assert request.headers["content-type"] == "application/merge-patch+json"
     assert request.body == {"metadata": {"uid": "u1", "annotations": {"a": None, "b": "1"}}}
@@ -283,8 +278,8 @@ async def test_delete_is_guarded_by_the_uid() -> None:
     """Deletion names the UID as precondition, and leaves the grace period to the pod."""
     async with fake_api() as server, opened(server.url) as api:
         await api.delete_pod("default", "p", UID)
-    assert server.requests[0].method == "DELETE"
-    assert server.requests[0].body == {"apiVersion": "v1", "kind": "DeleteOptions", "preconditions": {"uid": "u1"}}
+    assert server.seen[0].method == "DELETE"
+    assert server.seen[0].body == {"apiVersion": "v1", "kind": "DeleteOptions", "preconditions": {"uid": "u1"}}
 
 
 async def test_names_are_quoted_in_paths() -> None:
@@ -292,8 +287,8 @@ async def test_names_are_quoted_in_paths() -> None:
     async with fake_api(others=[answers(404, raw_status(404))]) as server, opened(server.url) as api:
         with pytest.raises(NotFound):
             await api.get_pod("default", "a/b?c=d#e", timeout_s=DEADLINE_S)
-    assert server.requests[0].path == "/api/v1/namespaces/default/pods/a/b?c=d#e"
-    assert server.requests[0].query == {}
+    assert server.seen[0].path == "/api/v1/namespaces/default/pods/a/b?c=d#e"
+    assert server.seen[0].query == {}
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", "x" * 254])
@@ -302,7 +297,7 @@ async def test_what_cannot_be_a_name_is_not_sent(name: str) -> None:
     async with fake_api() as server, opened(server.url) as api:
         with pytest.raises(Rejected):
             await api.get_pod("default", name, timeout_s=DEADLINE_S)
-    assert server.requests == []
+    assert server.seen == []
 
 
 async def test_can_i_reads_the_review() -> None:
@@ -311,7 +306,7 @@ async def test_can_i_reads_the_review() -> None:
     async with fake_api(others=review) as server, opened(server.url) as api:
         assert await api.can_i("patch", "pods/status")
         assert not await api.can_i("list", "pods")
-    attributes = [request.body["spec"]["resourceAttributes"] for request in server.requests]
+    attributes = [request.body["spec"]["resourceAttributes"] for request in server.seen]
     assert attributes == [
         {"verb": "patch", "resource": "pods", "subresource": "status"},
         {"verb": "list", "resource": "pods"},
@@ -324,16 +319,16 @@ async def test_a_refused_token_is_read_again(tmp_path: Path, monkeypatch: pytest
     token = tmp_path / "token"
     token.write_text("old\n")
 
-    async def only_new(server: FakeApiServer, request: Any, connection: Any) -> None:
-        is_new = request.headers["authorization"] == "Bearer new"
-        await answers(200 if is_new else 401, {} if is_new else raw_status(401))(server, request, connection)
+    async def only_new(server: FakeApiServer, seen: Seen, request: web.Request) -> web.StreamResponse:
+        is_new = seen.headers["authorization"] == "Bearer new"
+        return await answers(200 if is_new else 401, {} if is_new else raw_status(401))(server, seen, request)
 
     async with fake_api(others=[only_new]) as server, opened(server.url, user={"tokenFile": str(token)}) as api:
         with pytest.raises(Rejected):
             await api.get_pod("default", "p", timeout_s=DEADLINE_S)
         token.write_text("new\n")
         await api.get_pod("default", "p", timeout_s=DEADLINE_S)
-    assert [r.headers["authorization"].removeprefix("Bearer ") for r in server.requests] == ["old", "old", "old", "new"]
+    assert [r.headers["authorization"].removeprefix("Bearer ") for r in server.seen] == ["old", "old", "old", "new"]
 
 
 async def test_an_exec_plugin_supplies_the_token(tmp_path: Path) -> None:
@@ -345,7 +340,7 @@ async def test_an_exec_plugin_supplies_the_token(tmp_path: Path) -> None:
     user = {"exec": {"apiVersion": "client.authentication.k8s.io/v1", "command": str(plugin)}}
     async with fake_api() as server, opened(server.url, user=user) as api:
         await api.get_node("n")
-    assert server.requests[0].headers["authorization"] == "Bearer made"
+    assert server.seen[0].headers["authorization"] == "Bearer made"
 
 
 async def test_a_failing_exec_plugin_is_unavailable(tmp_path: Path) -> None:
@@ -384,7 +379,7 @@ async def test_a_context_is_chosen_among_those_of_the_kubeconfig(tmp_path: Path)
         with pytest.raises(StartupError, match=r"has no context third; it has: \S+, second$"):
             async with open_kube_api(kubeconfig=kubeconfig, context="third"):
                 pass
-    assert len(server.requests) == 1
+    assert len(server.seen) == 1
     found = find_configuration(None, {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "KUBECONFIG": str(kubeconfig)}, "second")
     assert (found.kubeconfig, found.context) == (str(kubeconfig), "second")
 
@@ -437,8 +432,8 @@ async def test_the_proxy_of_the_environment_is_used(
                     await api.list_all(pods_of_node(NODE), whole)
             else:
                 await api.list_all(pods_of_node(NODE), whole)
-        assert [request.path for request in proxy.requests] == seen
-        assert all(request.headers["authorization"] == "Bearer t" for request in proxy.requests)
+        assert [request.path for request in proxy.seen] == seen
+        assert all(request.headers["authorization"] == "Bearer t" for request in proxy.seen)
 
 
 async def test_a_rotated_certificate_authority_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -447,7 +442,7 @@ async def test_a_rotated_certificate_authority_is_read_again(tmp_path: Path, mon
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "127.0.0.1")
     (tmp_path / "token").write_text("t\n")
     shutil.copy(DATA / "kube-other-ca.pem", tmp_path / "ca.crt")
-    async with fake_api(tls=server_tls()) as server:
+    async with fake_api(tls=CERTIFICATE) as server:
         monkeypatch.setenv("KUBERNETES_SERVICE_PORT", str(server.port))
         session = KubeSession(ConfigurationSource(service_account=tmp_path), connect_s=5)
         await session.open()
@@ -459,7 +454,7 @@ async def test_a_rotated_certificate_authority_is_read_again(tmp_path: Path, mon
             await api.list_all(pods_of_node(NODE), whole)
         finally:
             await session.close()
-    assert [request.headers["authorization"] for request in server.requests] == ["Bearer t"]
+    assert [request.headers["authorization"] for request in server.seen] == ["Bearer t"]
 
 
 def test_the_explicit_kubeconfig_comes_first(tmp_path: Path) -> None:
@@ -501,7 +496,7 @@ async def test_nodes_are_listed_in_pages() -> None:
             ALL_NODES, lambda raw: name if (name := built(raw)["metadata"]["name"]) != "b" else None
         )
     assert names == ["a", "c"]
-    assert [(seen.path, seen.query) for seen in server.requests] == [
+    assert [(seen.path, seen.query) for seen in server.seen] == [
         ("/api/v1/nodes", {"limit": "500"}),
         ("/api/v1/nodes", {"limit": "500", "continue": "more"}),
     ]
@@ -513,7 +508,7 @@ async def test_pods_are_listed_by_selectors_in_all_namespaces_or_one() -> None:
         unfinished, _ = await api.list_all(pods(fields="status.phase!=Failed"), whole)
         of_namespace, _ = await api.list_all(pods("ns", labels="a=b"), whole)
     assert (unfinished, of_namespace) == ([{"metadata": {"name": "a"}}], [{"metadata": {"name": "b"}}])
-    assert [(seen.path, seen.query) for seen in server.requests] == [
+    assert [(seen.path, seen.query) for seen in server.seen] == [
         ("/api/v1/pods", {"fieldSelector": "status.phase!=Failed", "limit": "500"}),
         ("/api/v1/namespaces/ns/pods", {"labelSelector": "a=b", "limit": "500"}),
     ]
@@ -536,23 +531,18 @@ async def test_a_pods_http_server_is_read_through_the_api_server() -> None:
         assert built(answer) == {"x": 1}
         with pytest.raises(Rejected, match="no object's name"):
             await api.get_through_pod("ns", "..", 5678, "/api/v1/node", {})
-    (seen,) = server.requests
+    (seen,) = server.seen
     assert seen.path == "/api/v1/namespaces/ns/pods/http:agent-1:5678/proxy/api/v1/node"
     assert list(seen.query.items()) == [("a", "1"), ("b", "2")]
 
 
 async def test_a_pod_that_redirects_is_not_followed() -> None:
     """It would lead with this program's network, and on the API server's own address with its credentials, anywhere."""
-
-    async def redirects(_server: FakeApiServer, _request: Seen, connection: Connection) -> None:
-        await connection.send(
-            b"HTTP/1.1 302 Found\r\nLocation: /api/v1/namespaces/ns/secrets\r\nContent-Length: 0\r\n\r\n"
-        )
-
+    redirects = answers(302, b"", headers={"Location": "/api/v1/namespaces/ns/secrets"})
     async with fake_api(others=[redirects, answers(200, {"x": 1})]) as server, opened(server.url) as api:
         with pytest.raises(AgentError, match="302"):
             await api.get_through_pod("ns", "agent-1", 5678, "/api/v1/node", {})
-    assert len(server.requests) == 1
+    assert len(server.seen) == 1
 
 
 async def test_the_cure_for_a_missing_right_is_the_callers(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
+from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
@@ -27,19 +28,10 @@ from gpushare_agent.model.gpus import Gpu
 from gpushare_agent.model.names import DeviceId, GpuUuid, PodUid
 from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod, PodPhase
 from gpushare_agent.model.resources import ResourceKind, ResourceNames
-from tests.cluster.support_kube import (
-    DEADLINE_S,
-    FAST,
-    NODE,
-    Connection,
-    FakeApiServer,
-    Seen,
-    answers,
-    fake_api,
-    opened,
-    raw_status,
-)
+from tests.cluster.support_kube import FAST, NODE, opened
+from tests.fakes.api_server import FakeApiServer, Seen, answers, fake_api, raw_status
 from tests.support_core import used_blocks
+from tests.support_deadline import DEADLINE_S
 
 NAMES = ResourceNames()
 UID = PodUid("u1")
@@ -211,13 +203,12 @@ class NodeObject:
         self.annotations: dict[str, str] = {} if text is None else {ALLOCATIONS_ANNOTATION: text}
         self.patched = asyncio.Event()
 
-    async def __call__(self, server: FakeApiServer, request: Seen, connection: Connection) -> None:
-        if request.method == "PATCH":
-            self.annotations |= request.body["metadata"]["annotations"]
-        body = {"kind": "Node", "metadata": {"name": NODE, "annotations": self.annotations}}
-        await answers(200, body)(server, request, connection)
-        if request.method == "PATCH":
+    async def __call__(self, server: FakeApiServer, seen: Seen, request: web.Request) -> web.StreamResponse:
+        if seen.method == "PATCH":
+            self.annotations |= seen.body["metadata"]["annotations"]
             self.patched.set()
+        body = {"kind": "Node", "metadata": {"name": NODE, "annotations": self.annotations}}
+        return await answers(200, body)(server, seen, request)
 
     async def wait_patch(self) -> str:
         async with asyncio.timeout(DEADLINE_S):
@@ -259,7 +250,7 @@ async def running(
 
 
 def methods(server: FakeApiServer) -> list[str]:
-    return [request.method for request in server.requests]
+    return [request.method for request in server.seen]
 
 
 async def wait_requests(server: FakeApiServer, count: int) -> None:
@@ -276,7 +267,7 @@ async def test_each_change_is_one_patch_and_the_node_is_read_once() -> None:
         writer.changed()
         assert await node.wait_patch() == "second"
         assert methods(server) == ["GET", "PATCH", "PATCH"]
-        assert server.requests[-1].body == {"metadata": {"annotations": {ALLOCATIONS_ANNOTATION: "second"}}}
+        assert server.seen[-1].body == {"metadata": {"annotations": {ALLOCATIONS_ANNOTATION: "second"}}}
 
 
 async def test_changes_during_the_gap_are_one_patch() -> None:
@@ -329,9 +320,9 @@ async def test_after_a_failed_patch_the_node_is_read_again() -> None:
     node, ledger = NodeObject(), Ledger()
     fails = answers(500, raw_status(500, "etcd is away"))
 
-    async def answer(server: FakeApiServer, request: Seen, connection: Connection) -> None:
-        is_first_patch = request.method == "PATCH" and methods(server).count("PATCH") == 1
-        await (fails if is_first_patch else node)(server, request, connection)
+    async def answer(server: FakeApiServer, seen: Seen, request: web.Request) -> web.StreamResponse:
+        is_first_patch = seen.method == "PATCH" and methods(server).count("PATCH") == 1
+        return await (fails if is_first_patch else node)(server, seen, request)
 
     async with fake_api(others=[answer]) as server, running(server, ledger):
         assert await node.wait_patch() == "first"

@@ -8,27 +8,16 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
+from aiohttp import web
 from msgspec.structs import replace
 from structlog.testing import capture_logs
 
 from gpushare_agent.cluster.node_facts import NodeFacts
 from gpushare_agent.cluster.node_fields import FACTS, ROLE, NodeFieldsWriter
 from gpushare_agent.kit.backoff import Backoff
-from tests.cluster.support_kube import (
-    DEADLINE_S,
-    FAST,
-    NODE,
-    Behaviour,
-    Connection,
-    FakeApiServer,
-    NotedBackoff,
-    Seen,
-    answers,
-    fake_api,
-    opened,
-    raw_status,
-    stalls_before_headers,
-)
+from tests.cluster.support_kube import FAST, NODE, NotedBackoff, opened
+from tests.fakes.api_server import Behaviour, FakeApiServer, Seen, answers, fake_api, raw_status, stalls_before_headers
+from tests.support_deadline import DEADLINE_S
 
 LABELS = {"gpushare-agent/gpu.count": "2"}
 FORBIDDEN = answers(403, raw_status(403, "nodes is forbidden"))
@@ -41,16 +30,16 @@ class NodeObject:
         self.labels: dict[str, str] = {"zone": "z"}
         self.annotations: dict[str, str] = {}
 
-    async def __call__(self, server: FakeApiServer, request: Seen, connection: Connection) -> None:
-        if request.method == "PATCH":
+    async def __call__(self, server: FakeApiServer, seen: Seen, request: web.Request) -> web.StreamResponse:
+        if seen.method == "PATCH":
             for part, kept in (("labels", self.labels), ("annotations", self.annotations)):
-                for name, value in request.body["metadata"].get(part, {}).items():
+                for name, value in seen.body["metadata"].get(part, {}).items():
                     if value is None:
                         kept.pop(name, None)
                     else:
                         kept[name] = value
         body = {"kind": "Node", "metadata": {"name": NODE, "labels": self.labels, "annotations": self.annotations}}
-        await answers(200, body)(server, request, connection)
+        return await answers(200, body)(server, seen, request)
 
 
 class Wanted:
@@ -84,11 +73,11 @@ async def running(
 
 
 def patches(server: FakeApiServer) -> list[Any]:
-    return [request.body["metadata"] for request in server.requests if request.method == "PATCH"]
+    return [request.body["metadata"] for request in server.seen if request.method == "PATCH"]
 
 
 def methods(server: FakeApiServer) -> str:
-    return " ".join(request.method for request in server.requests)
+    return " ".join(request.method for request in server.seen)
 
 
 async def test_the_node_gets_labels_and_annotation_by_a_merge_patch_and_is_then_left_alone() -> None:
@@ -100,7 +89,7 @@ async def test_the_node_gets_labels_and_annotation_by_a_merge_patch_and_is_then_
         {"labels": LABELS, "annotations": {"gpushare-agent/cards": "{}", "gpushare-agent/labels": next(iter(LABELS))}}
     ]
     assert node.labels == {"zone": "z", **LABELS}
-    (sent,) = [request for request in server.requests if request.method == "PATCH"]
+    (sent,) = [request for request in server.seen if request.method == "PATCH"]
     assert sent.path == f"/api/v1/nodes/{NODE}"
     assert sent.headers["content-type"] == "application/merge-patch+json"
     assert methods(server).startswith("GET PATCH GET GET")
@@ -120,7 +109,7 @@ async def test_nothing_is_written_before_the_gpus_were_read() -> None:
     async with fake_api(others=[node]) as server, running(server, wanted) as writer:
         async with asyncio.timeout(DEADLINE_S):
             await asked.wait()
-        assert server.requests == []
+        assert server.seen == []
         is_read.append(True)
         writer.changed()
         await server.wait_for(lambda requests: patches(server))
@@ -160,7 +149,7 @@ async def test_a_missing_right_is_one_warning_that_names_the_role() -> None:
         ):
             await server.wait_for(lambda requests: len(requests) >= 5)
             now[0] = 3601.0
-            seen = len(server.requests)
+            seen = len(server.seen)
             await server.wait_for(lambda requests: len(requests) >= seen + 4)
     reported = [entry for entry in logs if entry["event"] == "node_fields_not_written"]
     assert len(reported) == 2
@@ -246,4 +235,4 @@ async def test_a_name_that_is_no_nodes_is_never_sent(name: str) -> None:
     async with fake_api() as server, opened(server.url) as api:
         with pytest.raises(Rejected):
             await api.patch_node(name, "labels", {"metadata": {"labels": {"a": "b"}}})
-        assert server.requests == []
+        assert server.seen == []

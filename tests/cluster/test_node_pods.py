@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
+from aiohttp import web
 from msgspec import Raw
 from structlog.testing import capture_logs
 
@@ -22,33 +23,36 @@ from gpushare_agent.model.names import VCORE_RESOURCE, PodUid
 from gpushare_agent.model.pods import PodPhase
 from gpushare_agent.sandbox.api.server import EmbeddedApiServer
 from tests.cluster.support_kube import (
-    DEADLINE_S,
     FAST,
     NODE,
-    Behaviour,
-    FakeApiServer,
     NotedBackoff,
     added,
+    bookmark,
+    opened,
+    pod_named,
+    raw_pod,
+    running,
+    wait_store,
+)
+from tests.fakes.api_server import (
+    Behaviour,
+    FakeApiServer,
+    Seen,
     answers,
     answers_garbage,
     answers_gone,
     answers_html_502,
-    bookmark,
     ends_empty,
     fake_api,
     lists_pods,
-    opened,
-    pod_named,
-    raw_pod,
     raw_status,
     resets,
-    running,
     stalls_after_headers,
     stalls_before_headers,
     streams,
     streams_bytes,
-    wait_store,
 )
+from tests.support_deadline import DEADLINE_S
 from tests.support_json import undecoded
 
 SHORT = KubeTimeouts(connect_s=1, request_s=0.3, list_s=0.3, watch_idle_s=0.3)
@@ -145,9 +149,9 @@ async def test_a_bookmark_moves_the_version() -> None:
 async def test_gone_leads_to_a_new_list_that_tells_what_vanished(gone: Behaviour) -> None:
     """After 410, by status or by event, pods that the new list lacks are removed from the store."""
 
-    async def lists_another(server: FakeApiServer, request: Any, connection: Any) -> None:
-        server.pods, server.version = [raw_pod("b", version="200")], "200"
-        await lists_pods(server, request, connection)
+    async def lists_another(server: FakeApiServer, seen: Seen, request: web.Request) -> web.StreamResponse:
+        server.listed, server.listed_version = [raw_pod("b", version="200")], "200"
+        return await lists_pods(server, seen, request)
 
     behaviour: dict[str, Any] = {"lists": [lists_pods, lists_another], "watches": [gone, stalls_after_headers]}
     async with informed(pods=[raw_pod("a")], **behaviour) as (server, store, _):
@@ -197,11 +201,11 @@ async def test_the_last_state_stays_while_the_server_is_gone() -> None:
     async with informed(counted=counted, pods=[raw_pod("a")]) as (server, store, _):
         await wait_store(store, lambda store: store.is_synced)
         await server.wait_watches(1)
-        await server.stop()
+        await server.stop_listening()
         await counted.wait_ends("unavailable", 3)
         assert (list(_phases(store)), store.is_synced) == (["a"], True)
-        server.watches = [streams(added(raw_pod("b", version="101")))]
-        await server.start()
+        server.script.watches = [streams(added(raw_pod("b", version="101")))]
+        await server.start_listening()
         await wait_store(store, lambda store: list(_phases(store)) == ["a", "b"])
 
 
@@ -251,9 +255,12 @@ async def test_an_unreadable_pod_does_not_stop_the_others() -> None:
 async def test_a_pod_that_becomes_unreadable_survives_a_new_list() -> None:
     """A list with an unreadable pod does not take the known pod away."""
 
-    async def lists_broken(server: FakeApiServer, request: Any, connection: Any) -> None:
-        server.pods, server.version = [raw_pod("a", version="200", cores="many"), raw_pod("b", version="201")], "201"
-        await lists_pods(server, request, connection)
+    async def lists_broken(server: FakeApiServer, seen: Seen, request: web.Request) -> web.StreamResponse:
+        server.listed, server.listed_version = (
+            [raw_pod("a", version="200", cores="many"), raw_pod("b", version="201")],
+            "201",
+        )
+        return await lists_pods(server, seen, request)
 
     behaviour: dict[str, Any] = {"lists": [lists_pods, lists_broken], "watches": [answers_gone, stalls_after_headers]}
     async with informed(pods=[raw_pod("a")], **behaviour) as (_, store, _):
@@ -332,7 +339,7 @@ async def test_a_pod_with_a_large_environment_is_known() -> None:
     counted = Counted()
     async with informed(counted=counted, pods=[_plain_with_large_env()]) as (server, store, node_pods):
         await wait_store(store, lambda store: list(_phases(store)) == ["plain"])
-        server.others = [answers(200, _plain_with_large_env())]
+        server.script.others = [answers(200, _plain_with_large_env())]
         assert await node_pods.fetch("default", "plain", timeout_s=DEADLINE_S) is not None
     assert counted.unreadables == 0
 
@@ -469,7 +476,7 @@ async def test_of_a_changed_file_the_kubelets_pod_counts() -> None:
         found = await node_pods.fetch("default", STATIC, timeout_s=1)
     assert found is not None and found.uid == OTHER_HASH
     assert sorted(pod.uid for pod in store.pods()) == [HASH, OTHER_HASH]
-    assert server.requests == []
+    assert server.seen == []
 
 
 @pytest.mark.parametrize("object_of_the_name", [answers(404, raw_status(404)), answers(200, _raw_mirror())])

@@ -6,22 +6,22 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
+from aiohttp import web
 
 from gpushare_agent.cluster.pod_annotations import MOST_REFUSALS, PodAnnotations
 from gpushare_agent.cluster.pod_store import PodStore
 from gpushare_agent.model.names import PodUid
 from gpushare_agent.model.pods import Pod
-from tests.cluster.support_kube import (
-    FAST,
+from tests.cluster.support_kube import FAST, opened, pod, running
+from tests.fakes.api_server import (
     Behaviour,
+    FakeApiServer,
+    Seen,
     answers,
     answers_html_502,
     fake_api,
-    opened,
-    pod,
     raw_status,
     resets,
-    running,
 )
 from tests.support_deadline import Changes
 
@@ -65,7 +65,7 @@ class Written:
 
 
 def _sent(server: Any) -> list[tuple[str, dict[str, str]]]:
-    return [(request.path.rpartition("/")[2], request.body["metadata"]["annotations"]) for request in server.requests]
+    return [(request.path.rpartition("/")[2], request.body["metadata"]["annotations"]) for request in server.seen]
 
 
 async def test_an_assignment_is_patched() -> None:
@@ -75,8 +75,8 @@ async def test_an_assignment_is_patched() -> None:
     async with fake_api() as server, opened(server.url) as api, running(lambda: written.writer.run(api)):
         await written.wait(1)
     assert _sent(server) == [("a", {ASSIGNED: "true", INDEX: "2"})]
-    assert server.requests[0].body["metadata"]["uid"] == "uid-a"
-    assert server.requests[0].path == "/api/v1/namespaces/default/pods/a"
+    assert server.seen[0].body["metadata"]["uid"] == "uid-a"
+    assert server.seen[0].path == "/api/v1/namespaces/default/pods/a"
 
 
 async def test_what_an_agent_that_died_had_not_written_is_written_by_the_next() -> None:
@@ -203,9 +203,9 @@ async def test_an_assignment_that_changes_while_it_is_sent_is_sent_again() -> No
     """An assignment during the patch of the same pod is not lost with it."""
     written = Written(pod("a"), gpu={"a": 2})
 
-    async def changes_its_mind(server: Any, request: Any, connection: Any) -> None:
+    async def changes_its_mind(server: FakeApiServer, seen: Seen, request: web.Request) -> web.StreamResponse:
         written.assign("a", 5)
-        await answers(200, {})(server, request, connection)
+        return await answers(200, {})(server, seen, request)
 
     others = [changes_its_mind, answers(200, {})]
     async with fake_api(others=others) as server, opened(server.url) as api, running(lambda: written.writer.run(api)):

@@ -6,6 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
+from aiohttp import web
 from msgspec.structs import replace
 
 from gpushare_agent.cluster.pod_store import PodStore
@@ -13,19 +14,9 @@ from gpushare_agent.cluster.rejected_pods import RejectedPods, plan_deletions
 from gpushare_agent.model.names import VCORE_RESOURCE, VMEMORY_RESOURCE, PodUid
 from gpushare_agent.model.pods import Pod, PodPhase
 from gpushare_agent.sandbox.api.server import EmbeddedApiServer
-from tests.cluster.support_kube import (
-    DEADLINE_S,
-    Behaviour,
-    answers,
-    answers_html_502,
-    fake_api,
-    opened,
-    pod,
-    raw_pod,
-    raw_status,
-    running,
-)
-from tests.support_deadline import Changes
+from tests.cluster.support_kube import opened, pod, raw_pod, running
+from tests.fakes.api_server import Behaviour, FakeApiServer, Seen, answers, answers_html_502, fake_api, raw_status
+from tests.support_deadline import DEADLINE_S, Changes
 
 RESOURCES = (VCORE_RESOURCE, VMEMORY_RESOURCE)
 MESSAGE = "Pod was rejected: Allocate failed due to rpc error: code = Unavailable desc = no GPU, which is unexpected"
@@ -127,9 +118,9 @@ async def test_deletions_are_bounded_per_minute() -> None:
     now = [0.0]
     counted, store = Counted(), _store(12)
 
-    async def deletes(server: Any, request: Any, connection: Any) -> None:
-        store.remove(PodUid(request.body["preconditions"]["uid"]))
-        await answers(200, {})(server, request, connection)
+    async def deletes(server: FakeApiServer, seen: Seen, request: web.Request) -> web.StreamResponse:
+        store.remove(PodUid(seen.body["preconditions"]["uid"]))
+        return await answers(200, {})(server, seen, request)
 
     async with fake_api(others=[deletes]) as server, opened(server.url) as api:
         cleaner = RejectedPods(
@@ -143,15 +134,15 @@ async def test_deletions_are_bounded_per_minute() -> None:
         async with running(lambda: cleaner.run(api)):
             await counted.wait(4)
             await store.wait_cycles(3)
-            assert len(server.requests) == 4
+            assert len(server.seen) == 4
             now[0] = 60.0
             await counted.wait(8)
             await store.wait_cycles(3)
-            assert len(server.requests) == 8
+            assert len(server.seen) == 8
             now[0] = 120.0
             await counted.wait(9)
     assert [left.name for left in store.pods()] == ["web-7d9f-10", "web-7d9f-11", "web-7d9f-9"]
-    assert len(server.requests) == 9
+    assert len(server.seen) == 9
 
 
 async def test_errors_cost_one_cycle_or_one_pod() -> None:
@@ -168,7 +159,7 @@ async def test_errors_cost_one_cycle_or_one_pod() -> None:
         cleaner = RejectedPods(pods=_store(6), resources=RESOURCES, metrics=counted, period_s=0.001)
         async with running(lambda: cleaner.run(api)):
             await counted.wait(1)
-    names = [request.path.rpartition("-")[2] for request in server.requests]
+    names = [request.path.rpartition("-")[2] for request in server.seen]
     assert names[:5] == ["0", "0", "0", "1", "2"]
 
 

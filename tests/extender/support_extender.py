@@ -1,8 +1,4 @@
-"""A cluster's API server on a real TCP port, with faults by script, and what speaks to it: the extender in this process.
-
-`FakeCluster` keeps nodes, pods, config maps and leases with versions; lists come in pages, watches follow, patches and binds
-check their preconditions as Kubernetes does. `faults` are taken one by each patch, bind and lease write.
-"""
+"""The fake API server with the agents of its nodes, and what speaks to it: the extender in this process."""
 
 from __future__ import annotations
 
@@ -18,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-from aiohttp import web
 from msgspec import to_builtins
 
 from gpushare_agent.cluster.informer import Informer
@@ -51,17 +46,13 @@ from gpushare_agent.placement import GpuAccount
 from gpushare_agent.settings.extender import ExtenderSettings
 from gpushare_agent.settings.settings import Settings
 from tests.cluster.support_kube import FAST, write_kubeconfig
-from tests.support_deadline import DEADLINE_S, Changes
+from tests.fakes.api_server import FakeApiServer, Raw
+from tests.support_deadline import DEADLINE_S
 from tests.support_json import undecoded
 
-GOOD = "good"
-FAULTS = ("409", "429", "500", "500-done", "silent", "silent-done", "late")
-"""Not carried out, but for -done; `late` is carried out, by `carry_out_late`, after the client was cut off."""
 MODEL_LABEL, POOL_LABEL = "gaia.tencent.com/gpu-model", "gaia.tencent.com/gpu-pool"
 
 NAMES = ResourceNames()
-
-Raw = dict[str, Any]
 
 
 def raw_node(name: str, *, gpus: int = 2, memory_mib: int = 4096, model: str = "", pool: str = "") -> Raw:
@@ -117,83 +108,24 @@ def raw_pod(
     }
 
 
-class FakeCluster:
-    """`await start()`, `await stop()`; `seen` has method and path of each request. Objects by kind and "namespace/name"."""
+class FakeCluster(FakeApiServer):
+    """A bound pod is given GPUs as the agent of its node would do it."""
 
     def __init__(self) -> None:
-        self.objects: dict[str, dict[str, Raw]] = {
-            "nodes": {},
-            "pods": {},
-            "configmaps": {},
-            "leases": {},
-            "events": {},
-            "resourceclaimtemplates": {},
-        }
-        self.version = 100
-        self.faults: list[str] = []
-        self.seen: list[tuple[str, str]] = []
-        self.is_down = False
-        self.is_mute = False
-        """Watches tell nothing, for now."""
-        self.page = 2
-        self.retry_after = "0"
-        self._history: list[tuple[int, str, str, Raw]] = []
-        self._first_version = 100
-        self._changed = Changes()
-        self._late: list[Callable[[], tuple[int, Raw]]] = []
-        self._runner: web.AppRunner | None = None
-        self._serving = 0
-        self.port = 0
+        super().__init__()
         self.admitted: dict[str, dict[str, dict[str, list[int]]]] = {}
         """By node and pod UID what its agent gave: GPU index -> [cores, blocks, units, is whole]."""
         self.rejected: list[str] = []
         """Pods that were bound to a node whose agent had no room for them."""
 
-    # --- in process ---
-
-    def put(self, kind: str, raw: Raw) -> Raw:
-        metadata = raw["metadata"]
-        key = _key(metadata)
-        is_known = key in self.objects[kind]
-        metadata["resourceVersion"] = self._next()
-        self.objects[kind][key] = raw
-        self._tell("MODIFIED" if is_known else "ADDED", kind, raw)
-        return raw
-
-    def change(self, kind: str, key: str, change: Callable[[Raw], None]) -> Raw:
-        raw = json.loads(json.dumps(self.objects[kind][key]))
-        change(raw)
-        return self.put(kind, raw)
-
-    def delete(self, kind: str, key: str) -> None:
-        raw = json.loads(json.dumps(self.objects[kind].pop(key)))
-        raw["metadata"]["resourceVersion"] = self._next()
-        self._tell("DELETED", kind, raw)
-
-    def pod(self, name: str, namespace: str = "default") -> Raw:
-        return self.objects["pods"][f"{namespace}/{name}"]
-
     def node_of(self, name: str, namespace: str = "default") -> str:
-        node: str = self.pod(name, namespace)["spec"].get("nodeName", "")
+        node: str = self.pod(namespace, name)["spec"].get("nodeName", "")
         return node
 
-    def forget_history(self) -> None:
-        """Watches from before now get 410."""
-        self._history.clear()
-        self._first_version = self.version + 1
-
-    def mute(self, is_mute: bool) -> None:
-        self.is_mute = is_mute
-        self._changed.set()
-
-    def carry_out_late(self) -> None:
-        """What was cut off is done now, as far as its preconditions still hold."""
-        late, self._late = self._late, []
-        for act in late:
-            act()
-
-    def drop_late(self) -> None:
-        self._late.clear()
+    def bind_pod(self, namespace: str, name: str, node_name: str, **basis: Any) -> Raw:
+        bound = super().bind_pod(namespace, name, node_name, **basis)
+        self.admit(bound)
+        return bound
 
     def admit(self, pod: Raw) -> None:
         """What the node's agent does once the pod is bound: it takes the GPUs of the annotations where they are free."""
@@ -223,7 +155,7 @@ class FakeCluster:
         """The pod is gone from its node, and from the API server."""
         pod = self.objects["pods"][key]
         self.admitted.get(pod["spec"].get("nodeName", ""), {}).pop(pod["metadata"]["uid"], None)
-        self.delete("pods", key)
+        self.remove("pods", key)
 
     def used(self, node: str) -> dict[str, list[int]]:
         """Of each GPU, by what the node's agent gave."""
@@ -265,207 +197,6 @@ class FakeCluster:
         ).node
         assert found is not None
         return found.topology
-
-    async def wait(self, condition: Callable[[], bool]) -> None:
-        """Until it holds after some request or change."""
-        await self._changed.until(condition)
-
-    async def start(self) -> None:
-        app = web.Application()
-        app.router.add_route("*", "/{path:.*}", self._serve)
-        self._runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)
-        await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", self.port)
-        await site.start()
-        self.port = site._server.sockets[0].getsockname()[1]  # type: ignore[union-attr]
-
-    async def stop(self) -> None:
-        """What still watches is ended."""
-        assert self._runner is not None
-        self.is_down = True
-        async with asyncio.timeout(DEADLINE_S):
-            while self._serving:
-                self._changed.set()
-                await asyncio.sleep(0.001)
-        await self._runner.cleanup()
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
-
-    # --- over HTTP ---
-
-    async def _serve(self, request: web.Request) -> web.StreamResponse:
-        self._serving += 1
-        try:
-            return await self._answer(request)
-        finally:
-            self._serving -= 1
-
-    async def _answer(self, request: web.Request) -> web.StreamResponse:
-        self.seen.append((request.method, request.path))
-        self._changed.set()
-        if self.is_down:
-            return _cut(request)
-        parts = [part for part in request.path.split("/") if part]
-        kind = next((part for part in reversed(parts) if part in self.objects), "")
-        if not kind:
-            return _status(404, "no such path")
-        at = parts.index(kind)
-        namespace = parts[at - 1] if at >= 2 and parts[at - 2] == "namespaces" else ""
-        rest = parts[at + 1 :]
-        if request.method == "GET" and not rest:
-            if request.query.get("watch") == "true":
-                return await self._watch(request, kind, namespace)
-            return self._list(request, kind, namespace)
-        key = "/".join(filter(None, (namespace, rest[0] if rest else "")))
-        if request.method == "GET":
-            raw = self.objects[kind].get(key)
-            return web.json_response(raw) if raw is not None else _status(404, f"{key} not found")
-        body = await request.json()
-        act = self._act(request.method, kind, namespace, key, rest, body)
-        return self._with_fault(request, act)
-
-    def _act(
-        self, method: str, kind: str, namespace: str, key: str, rest: Sequence[str], body: Raw
-    ) -> Callable[[], tuple[int, Raw]]:
-        if method == "PATCH":
-            return lambda: self._patch(kind, key, body)
-        if method == "PUT":
-            return lambda: self._replace(kind, key, body)
-        if rest and rest[-1] == "binding":
-            return lambda: self._bind(key, body)
-        return lambda: self._create(kind, namespace, body)
-
-    def _with_fault(self, request: web.Request, act: Callable[[], tuple[int, Raw]]) -> web.StreamResponse:
-        fault = self.faults.pop(0) if self.faults else GOOD
-        if fault in ("403", "409", "429", "500"):
-            return _status(int(fault), "told to", {"Retry-After": self.retry_after})
-        if fault == "silent":
-            return _cut(request)
-        if fault == "late":
-            self._late.append(act)
-            return _cut(request)
-        status, raw = act()
-        self._changed.set()
-        if fault == "500-done":
-            return _status(500, "told to")
-        if fault == "silent-done":
-            return _cut(request)
-        return web.json_response(raw, status=status)
-
-    def _patch(self, kind: str, key: str, body: Raw) -> tuple[int, Raw]:
-        old = self.objects[kind].get(key)
-        if old is None:
-            return 404, _raw_status(404, f"{key} not found")
-        wanted = body["metadata"]
-        if "uid" in wanted and wanted["uid"] != old["metadata"]["uid"]:
-            return 409, _raw_status(409, "the UID in the precondition differs")
-
-        def merge(raw: Raw) -> None:
-            annotations = raw["metadata"].setdefault("annotations", {})
-            for name, value in wanted.get("annotations", {}).items():
-                annotations.pop(name, None) if value is None else annotations.update({name: value})
-            for name, value in wanted.get("labels", {}).items():
-                labels = raw["metadata"].setdefault("labels", {})
-                labels.pop(name, None) if value is None else labels.update({name: value})
-
-        fresh = json.loads(json.dumps(old))
-        merge(fresh)
-        if fresh == old:
-            return 200, old
-        return 200, self.put(kind, fresh)
-
-    def _replace(self, kind: str, key: str, body: Raw) -> tuple[int, Raw]:
-        old = self.objects[kind].get(key)
-        if old is None:
-            return 404, _raw_status(404, f"{key} not found")
-        if body["metadata"].get("resourceVersion") != old["metadata"]["resourceVersion"]:
-            return 409, _raw_status(409, "the object has been modified")
-        return 200, self.put(kind, body)
-
-    def _bind(self, key: str, body: Raw) -> tuple[int, Raw]:
-        old, metadata = self.objects["pods"].get(key), body["metadata"]
-        if old is None:
-            return 404, _raw_status(404, f"{key} not found")
-        if metadata["uid"] != old["metadata"]["uid"]:
-            return 409, _raw_status(409, "the UID in the precondition differs")
-        if metadata.get("resourceVersion") not in (None, "", old["metadata"]["resourceVersion"]):
-            return 409, _raw_status(409, "the version in the precondition differs")
-        if old["spec"].get("nodeName"):
-            return 409, _raw_status(409, f"pod {key} is already assigned to node {old['spec']['nodeName']}")
-
-        def bound(raw: Raw) -> None:
-            raw["spec"].update(nodeName=body["target"]["name"])
-            # Those of the Binding become the pod's, as with a real one.
-            if annotations := metadata.get("annotations"):
-                raw["metadata"].setdefault("annotations", {}).update(annotations)
-
-        self.admit(self.change("pods", key, bound))
-        return 201, _raw_status(201, "bound")
-
-    def _create(self, kind: str, namespace: str, body: Raw) -> tuple[int, Raw]:
-        body["metadata"].setdefault("namespace", namespace)
-        key = _key(body["metadata"])
-        if key in self.objects[kind]:
-            return 409, _raw_status(409, f"{key} exists")
-        return 201, self.put(kind, body)
-
-    def _list(self, request: web.Request, kind: str, namespace: str) -> web.Response:
-        found = [raw for _, raw in sorted(self.objects[kind].items()) if self._is_asked(request, raw, namespace)]
-        # every page is of the first one's version, as with a real one: what comes meanwhile is watched, not lost
-        begin, version = map(int, request.query.get("continue", f"0/{self.version}").split("/"))
-        size = min(int(request.query.get("limit", "500")), self.page)
-        metadata = {"resourceVersion": str(version)}
-        if begin + size < len(found):
-            metadata["continue"] = f"{begin + size}/{version}"
-        return web.json_response({"kind": "List", "metadata": metadata, "items": found[begin : begin + size]})
-
-    def _is_asked(self, request: web.Request, raw: Raw, namespace: str) -> bool:
-        if namespace and raw["metadata"].get("namespace") != namespace:
-            return False
-        labels = raw["metadata"].get("labels", {}).items()
-        if not {tuple(one.split("=")) for one in request.query.get("labelSelector", "").split(",") if one} <= set(
-            labels
-        ):
-            return False
-        fields = request.query.get("fieldSelector", "")
-        if fields.startswith("metadata.name="):
-            return bool(raw["metadata"]["name"] == fields.partition("=")[2])
-        return not fields or raw["status"]["phase"] not in ("Succeeded", "Failed")
-
-    async def _watch(self, request: web.Request, kind: str, namespace: str) -> web.StreamResponse:
-        since = int(request.query["resourceVersion"])
-        if since < self._first_version - 1:
-            return _status(410, "too old resource version")
-        response = web.StreamResponse()
-        await response.prepare(request)
-        while not self.is_down:
-            for version, what, its_kind, raw in [] if self.is_mute else list(self._history):
-                if version <= since or its_kind != kind:
-                    continue
-                since = version
-                if namespace and raw["metadata"].get("namespace") != namespace:
-                    continue
-                reported = what if self._is_asked(request, raw, namespace) else "DELETED"
-                try:
-                    await response.write(json.dumps({"type": reported, "object": raw}).encode() + b"\n")
-                except ConnectionError:
-                    return response
-            news = self._changed
-            news.clear()
-            await asyncio.sleep(0)
-            if self.is_mute or not any(one[0] > since and one[2] == kind for one in self._history):
-                await news.wait()
-        return response
-
-    def _next(self) -> str:
-        self.version += 1
-        return str(self.version)
-
-    def _tell(self, what: str, kind: str, raw: Raw) -> None:
-        self._history.append((self.version, what, kind, raw))
-        self._changed.set()
 
 
 def holds(cluster: FakeCluster, node: str, *charges: tuple[str, int, int, int]) -> None:
@@ -514,25 +245,6 @@ def predicted(pod: Raw) -> dict[str, str]:
     }
 
 
-def _key(metadata: Raw) -> str:
-    return "/".join(filter(None, (metadata.get("namespace", ""), metadata["name"])))
-
-
-def _raw_status(code: int, message: str) -> Raw:
-    return {"kind": "Status", "apiVersion": "v1", "code": code, "message": message}
-
-
-def _status(code: int, message: str, headers: Mapping[str, str] | None = None) -> web.Response:
-    return web.json_response(_raw_status(code, message), status=code, headers=headers)
-
-
-def _cut(request: web.Request) -> web.Response:
-    """The connection ends without an answer."""
-    assert request.transport is not None
-    request.transport.abort()
-    return web.Response()
-
-
 @asynccontextmanager
 async def fake_cluster(*nodes: Raw, pods: Sequence[Raw] = ()) -> AsyncIterator[FakeCluster]:
     cluster = FakeCluster()
@@ -540,11 +252,8 @@ async def fake_cluster(*nodes: Raw, pods: Sequence[Raw] = ()) -> AsyncIterator[F
         cluster.put("nodes", node)
     for pod in pods:
         cluster.put("pods", pod)
-    await cluster.start()
-    try:
+    async with cluster:
         yield cluster
-    finally:
-        await cluster.stop()
 
 
 @asynccontextmanager

@@ -21,9 +21,8 @@ from gpushare_agent.extender.leader_election import LeaderElection, boot_time_s
 from gpushare_agent.model.errors import StartupError
 from gpushare_agent.settings.extender import ExtenderSettings
 from gpushare_agent.settings.settings import load_settings
-from tests.cluster.support_kube import DATA, write_kubeconfig
+from tests.cluster.support_kube import write_kubeconfig
 from tests.extender.support_extender import (
-    DEADLINE_S,
     FakeCluster,
     eventually,
     fake_cluster,
@@ -32,6 +31,8 @@ from tests.extender.support_extender import (
     raw_pod,
     running_extender,
 )
+from tests.fakes.api_server import DATA
+from tests.support_deadline import DEADLINE_S
 
 ELECTION = {"lease_duration_s": 120.0, "renew_deadline_s": 60.0, "retry_period_s": 0.05}
 """A leader that lives leads on, however long a busy machine stops it."""
@@ -90,8 +91,8 @@ async def test_the_other_replica_takes_over_what_a_killed_one_had_bound(short_di
         await process.wait()
         # The last renewal, which may still lie in the socket, must be read before the clock goes on, else it counts as a new
         # one. The leader writes without reading, so every GET is the second's: the third comes after the second was read.
-        asked = len(cluster.seen)
-        await cluster.wait(lambda: sum(m == "GET" and "leases" in path for m, path in cluster.seen[asked:]) > 2)
+        asked = len(cluster.requests)
+        await cluster.wait(lambda: sum(m == "GET" and "leases" in path for m, path in cluster.requests[asked:]) > 2)
         assert isinstance(second.parts.election, LeaderElection)
         second.parts.election.clock = lambda: boot_time_s() + ELECTION["lease_duration_s"]
         await eventually(lambda: second.parts.leadership.listed_in == second.parts.election.term > 0)
@@ -117,7 +118,7 @@ async def test_a_follower_answers_503_and_is_ready_all_the_same() -> None:
         cluster.put("leases", foreign_lease())
         async with running_extender(cluster, is_ready=False, leader_elect=True) as asker:
             await eventually(lambda: all(informer.has_listed for informer in asker.parts.informers))
-            await cluster.wait(lambda: any("leases" in path for _, path in cluster.seen))
+            await cluster.wait(lambda: any("leases" in path for _, path in cluster.requests))
             await eventually(lambda: asker.parts.election.holder == "somebody")
             for path in ("/scheduler/filter", "/scheduler/bind", "/scheduler/priorities", "/scheduler/preemption"):
                 status, text = await asker.post(path, {})

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+from aiohttp import web
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
@@ -33,8 +34,6 @@ from gpushare_agent.model.names import (
     PREDICATE_TIME_ANNOTATION,
 )
 from tests.extender.support_extender import (
-    FAULTS,
-    GOOD,
     MODEL_LABEL,
     NAMES,
     POOL_LABEL,
@@ -48,6 +47,7 @@ from tests.extender.support_extender import (
     raw_pod,
     running_replica,
 )
+from tests.fakes.api_server import FAULTS, GOOD, Seen
 from tests.fakes.clock import FakeClock
 from tests.support_json import undecoded
 
@@ -72,9 +72,9 @@ async def test_one_fault_is_overcome(fault: str, place: str) -> None:
         cluster.faults = [*before, fault]
         assert await replica.bind(pod, "n1") == ""
         assert cluster.node_of("a") == "n1"
-        assert predicted(cluster.pod("a"))["tencent.com/predicate-gpu-idx-0"] == "0"
+        assert predicted(cluster.pod("default", "a"))["tencent.com/predicate-gpu-idx-0"] == "0"
         assert replica.ledger()["n1"] == {"0": [60, 8, 0, 0]}
-        cluster.carry_out_late()
+        await cluster.carry_out_late()
         assert cluster.rejected == []
 
 
@@ -88,7 +88,7 @@ async def test_a_bind_that_never_works_is_undone(fault: str) -> None:
         error = await replica.bind(pods[0], "n1")
         assert error.startswith("cannot bind pod default/a to node n1: ")
         assert error.endswith("Its GPUs are free again; the scheduler tries again.")
-        assert 3 <= sum(method == "PATCH" for method, _ in cluster.seen) <= 6
+        assert 3 <= sum(method == "PATCH" for method, _ in cluster.requests) <= 6
         cluster.faults = []
         assert await replica.bind(pods[1], "n1") == ""
 
@@ -118,7 +118,7 @@ async def test_a_bind_to_a_node_that_has_just_begun_waits_for_its_links(links: t
         else:
             clock.now += REPORT_WAIT_S
         assert await bind == ""
-        assert predicted(cluster.pod("a"))["tencent.com/predicate-gpu-idx-0"] == ("2,3" if links else "0,1")
+        assert predicted(cluster.pod("default", "a"))["tencent.com/predicate-gpu-idx-0"] == ("2,3" if links else "0,1")
 
 
 async def test_an_unknown_outcome_keeps_the_gpus_until_it_is_known() -> None:
@@ -137,11 +137,11 @@ async def test_an_unknown_outcome_keeps_the_gpus_until_it_is_known() -> None:
         cluster.faults = []
         await replica.binder.reconcile()
         assert replica.binder.open_binds == 0
-        cluster.carry_out_late()
+        await cluster.carry_out_late()
         assert cluster.node_of("a") == "", "the patch has made a new version: the late bind comes to nothing"
         assert await replica.bind(pods[1], "n1") == ""
         await replica.binder.reconcile()
-        assert PREDICATE_TIME_ANNOTATION not in cluster.pod("a")["metadata"]["annotations"]
+        assert PREDICATE_TIME_ANNOTATION not in cluster.pod("default", "a")["metadata"]["annotations"]
         assert cluster.rejected == []
 
 
@@ -165,10 +165,10 @@ async def test_a_pod_that_is_gone_frees_its_gpus() -> None:
         await replica.lead()
         for name in ("a", "b"):
             cluster.faults = ["silent", *["500"] * 20]
-            assert "stay reserved" in await replica.bind(cluster.pod(name), "n1")
+            assert "stay reserved" in await replica.bind(cluster.pod("default", name), "n1")
         cluster.faults = []
         cluster.is_down = True  # so that the informer does not report it first
-        cluster.delete("pods", "default/a")
+        cluster.remove("pods", "default/a")
         fresh = raw_pod("b", (30, 4))
         fresh["metadata"]["uid"] = "uid-b-the-second"
         cluster.put("pods", fresh)
@@ -207,13 +207,13 @@ async def test_a_replica_that_does_not_lead_any_more_writes_nothing() -> None:
         cluster.faults = ["500", "500"]
         async with asyncio.TaskGroup() as group:
             bind = group.create_task(replica.bind(pod, "n1"))
-            await cluster.wait(lambda: any(method == "PATCH" for method, _ in cluster.seen))
+            await cluster.wait(lambda: any(method == "PATCH" for method, _ in cluster.requests))
             replica.is_leading = False
         assert "does not lead" in bind.result()
-        writes = [request for request in cluster.seen if request[0] != "GET"]
+        writes = [request for request in cluster.requests if request[0] != "GET"]
         await replica.binder.reconcile()
-        assert [request for request in cluster.seen if request[0] != "GET"] == writes
-        assert not any(path.endswith("/binding") for _, path in cluster.seen)
+        assert [request for request in cluster.requests if request[0] != "GET"] == writes
+        assert not any(path.endswith("/binding") for _, path in cluster.requests)
 
 
 FORGED = {
@@ -233,7 +233,7 @@ async def test_choices_that_are_not_the_plans_are_removed_before_the_bind() -> N
     async with fake_cluster(raw_node("n1"), pods=[pod]) as cluster, running_replica(cluster) as replica:
         await replica.lead()
         assert await replica.bind(pod, "n1") == ""
-        annotations = cluster.pod("a")["metadata"]["annotations"]
+        annotations = cluster.pod("default", "a")["metadata"]["annotations"]
         assert OWN.items() <= annotations.items()
         assert annotations.keys() - OWN.keys() == {
             PREDICATE_TIME_ANNOTATION,
@@ -242,7 +242,7 @@ async def test_choices_that_are_not_the_plans_are_removed_before_the_bind() -> N
             f"{PREDICATE_GPU_INDEX_PREFIX}0",
         }
         assert annotations[f"{PREDICATE_GPU_INDEX_PREFIX}0"] == "0"
-        assert [method for method, _ in cluster.seen if method != "GET"] == ["PATCH", "PATCH", "POST"]
+        assert [method for method, _ in cluster.requests if method != "GET"] == ["PATCH", "PATCH", "POST"]
 
 
 async def test_a_pod_without_such_choices_is_bound_in_one_request() -> None:
@@ -251,8 +251,11 @@ async def test_a_pod_without_such_choices_is_bound_in_one_request() -> None:
     async with fake_cluster(raw_node("n1"), pods=[pod]) as cluster, running_replica(cluster) as replica:
         await replica.lead()
         assert await replica.bind(pod, "n1") == ""
-        assert [method for method, _ in cluster.seen if method != "GET"] == ["POST"]
-        assert cluster.pod("a")["metadata"]["annotations"].items() > {**OWN, PREDICATE_NODE_ANNOTATION: "n1"}.items()
+        assert [method for method, _ in cluster.requests if method != "GET"] == ["POST"]
+        assert (
+            cluster.pod("default", "a")["metadata"]["annotations"].items()
+            > {**OWN, PREDICATE_NODE_ANNOTATION: "n1"}.items()
+        )
 
 
 async def test_choices_that_the_watch_has_not_delivered_are_removed_too() -> None:
@@ -260,11 +263,11 @@ async def test_choices_that_the_watch_has_not_delivered_are_removed_too() -> Non
     pod = raw_pod("a", (60, 8))
     async with fake_cluster(raw_node("n1"), pods=[pod]) as cluster, running_replica(cluster) as replica:
         await replica.lead()
-        cluster.is_mute = True
+        cluster.mute(True)
         cluster.change("pods", "default/a", lambda raw: raw["metadata"].update(annotations={**FORGED, **OWN}))
         assert await replica.bind(pod, "n1") == ""
-        assert [method for method, _ in cluster.seen if method != "GET"] == ["POST", "PATCH", "PATCH", "POST"]
-        annotations = cluster.pod("a")["metadata"]["annotations"]
+        assert [method for method, _ in cluster.requests if method != "GET"] == ["POST", "PATCH", "PATCH", "POST"]
+        annotations = cluster.pod("default", "a")["metadata"]["annotations"]
         assert annotations.items() > {**OWN, f"{PREDICATE_GPU_INDEX_PREFIX}0": "0"}.items()
         assert not annotations.keys() & (FORGED.keys() - {f"{PREDICATE_GPU_INDEX_PREFIX}0"})
 
@@ -281,15 +284,15 @@ async def test_more_choices_than_are_removed_at_once_refuse_the_bind() -> None:
         )
         assert "the pod's owner should remove the others" in error
         assert error.endswith("Its GPUs are free again; the scheduler tries again.")
-        assert predicted(cluster.pod("a")).keys() - forged.keys() == {
+        assert predicted(cluster.pod("default", "a")).keys() - forged.keys() == {
             PREDICATE_NODE_ANNOTATION,
             f"{PREDICATE_GPU_INDEX_PREFIX}0",
         }
-        assert sorted(predicted(cluster.pod("a")).keys() & forged.keys()) == sorted(forged)[64:]
+        assert sorted(predicted(cluster.pod("default", "a")).keys() & forged.keys()) == sorted(forged)[64:]
         assert replica.state.reservations() == []
         assert cluster.node_of("a") == ""
-        assert await replica.bind(cluster.pod("a"), "n1") == ""
-        assert not predicted(cluster.pod("a")).keys() & forged.keys()
+        assert await replica.bind(cluster.pod("default", "a"), "n1") == ""
+        assert not predicted(cluster.pod("default", "a")).keys() & forged.keys()
 
 
 async def test_a_pod_whose_choices_somebody_writes_again_is_not_bound() -> None:
@@ -297,13 +300,15 @@ async def test_a_pod_whose_choices_somebody_writes_again_is_not_bound() -> None:
     pod = raw_pod("a", (60, 8), annotations=FORGED)
     async with fake_cluster(raw_node("n1"), pods=[pod]) as cluster, running_replica(cluster) as replica:
         await replica.lead()
-        patch = cluster._patch
+        write = cluster._write
 
-        def patch_and_forge(kind: str, key: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
-            patch(kind, key, body)
-            return 200, cluster.change(kind, key, lambda raw: raw["metadata"]["annotations"].update(FORGED_INDEX))
+        async def write_and_forge(seen: Seen, request: web.Request, handler: Any) -> web.StreamResponse:
+            await write(seen, request, handler)
+            return web.json_response(
+                cluster.change("pods", "default/a", lambda raw: raw["metadata"]["annotations"].update(FORGED_INDEX))
+            )
 
-        cluster._patch = patch_and_forge  # type: ignore[method-assign]
+        cluster._write = write_and_forge  # type: ignore[method-assign]
         error = await replica.bind(pod, "n1")
         assert f"another client writes its annotation {GPUSHARE_INDEX_ANNOTATION}, which only an extender may" in error
         assert cluster.node_of("a") == ""
@@ -329,7 +334,7 @@ async def test_units_on_two_gpus_leave_no_index_of_gpushares() -> None:
         assert isinstance(reservation, Reservation)
         assert len({c.gpus for c in reservation.plan.containers}) == 2
         await writes.bind(Bind(reservation))
-        reported = parse_pod(read_pod_json(undecoded(cluster.pod("a"))))
+        reported = parse_pod(read_pod_json(undecoded(cluster.pod("default", "a"))))
         assert GPUSHARE_INDEX_ANNOTATION not in reported.annotations
         policy = Policy(names=names, node_name="n1")
         assert [hinted_gpus(reported.annotations, one, policy) for one in reported.containers] == [
@@ -369,7 +374,7 @@ async def test_leadership_is_looked_at_last_before_each_patch(at: int) -> None:
             assert isinstance(reservation, Reservation)
             with pytest.raises(Rejected, match="does not lead any more"):
                 await writes.bind(Bind(reservation))
-        assert [method for method, _ in cluster.seen if method != "GET"] == ["PATCH"] * (at - 1)
+        assert [method for method, _ in cluster.requests if method != "GET"] == ["PATCH"] * (at - 1)
 
 
 async def test_the_next_leader_takes_over_what_the_last_left() -> None:
@@ -455,7 +460,7 @@ class Rehearsal:
         elif step.what == "end" and cluster.objects["pods"].get(key, {}).get("spec", {}).get("nodeName"):
             cluster.end_pod(key)
         elif step.what == "late":
-            cluster.carry_out_late()
+            await cluster.carry_out_late()
         elif step.what == "reconcile":
             await self.leader.binder.reconcile()
         elif step.what in ("mute", "unmute"):
@@ -472,7 +477,7 @@ class Rehearsal:
             await self.wait()
         self.leader.is_leading = False
         await self.wait()
-        self.cluster.carry_out_late()
+        await self.cluster.carry_out_late()
         self.replicas.reverse()
         await self.leader.lead()
 
@@ -481,7 +486,7 @@ class Rehearsal:
         await self.wait()
         self.cluster.faults.clear()
         self.cluster.mute(False)
-        self.cluster.carry_out_late()
+        await self.cluster.carry_out_late()
         await self.leader.binder.reconcile()
         for node in NODES:
             self.cluster.report_held(node)

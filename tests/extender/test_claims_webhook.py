@@ -27,9 +27,10 @@ from gpushare_agent.model.names import (
     RESIZE_ANNOTATION,
 )
 from gpushare_agent.model.resources import ResourceNames
-from tests.cluster.support_kube import DEADLINE_S
-from tests.extender.support_extender import FakeCluster, Raw, fake_cluster, opened_api, running_extender
+from tests.extender.support_extender import FakeCluster, fake_cluster, opened_api, running_extender
 from tests.extender.test_app import DATA, client
+from tests.fakes.api_server import Raw
+from tests.support_deadline import DEADLINE_S
 from tests.support_json import undecoded
 
 NAMES = ResourceNames(gpu_mem="aliyun.com/gpu-mem")
@@ -269,7 +270,7 @@ async def test_a_template_is_made_once_and_a_dry_run_makes_none() -> None:
     """The second pod of that request finds it; the patch names it."""
     async with fake_cluster() as cluster:
         dry, first, second = await mutated(cluster, review(SHARE, is_dry_run=True), review(SHARE), review(SHARE))
-        posts = [path for method, path in cluster.seen if method == "POST"]
+        posts = [path for method, path in cluster.requests if method == "POST"]
         (raw,) = cluster.objects[TEMPLATES].values()
     assert posts == [f"/apis/resource.k8s.io/v1/namespaces/ns/{TEMPLATES}"]
     assert raw["spec"] == {"spec": spec_of(template_of(SHARE))}
@@ -350,7 +351,7 @@ async def test_what_is_no_review_of_a_new_pod_is_refused(body: bytes) -> None:
         async with opened_api(cluster) as api:
             refused = await ClaimsWebhook(api=api, names=NAMES).mutate(body)
         assert (refused.status, refused.outcome) == (400, "bad")
-        assert not cluster.seen
+        assert not cluster.requests
 
 
 @pytest.mark.parametrize(("mode", "expected"), [("open", [200, 200]), ("certificate", [200, 403]), ("off", [404, 404])])

@@ -19,13 +19,13 @@ from tests.extender.support_extender import (
     MODEL_LABEL,
     NAMES,
     POOL_LABEL,
-    Raw,
     eventually,
     fake_cluster,
     raw_node,
     raw_pod,
     running_extender,
 )
+from tests.fakes.api_server import Raw
 from tests.support_json import undecoded
 
 NODE_KEY, INDEX_KEY = "tencent.com/predicate-node", "tencent.com/predicate-gpu-idx-"
@@ -95,9 +95,9 @@ async def test_a_pod_that_only_the_binder_knew_is_forgotten_after_a_list() -> No
         cluster.mute(True)
         cluster.put("pods", pod)
         assert await asker.bind(pod, "n1") == ""
-        cluster.delete("pods", "default/a")
+        cluster.remove("pods", "default/a")
         assert (await asker.filter(other, ["n1"]))["NodeNames"] == []
-        cluster.forget_history()
+        cluster.store.compact()
         await asker.parts.informers[-1].refresh()
         cluster.mute(False)
         await eventually(lambda: asker.parts.state.reservations() == [])

@@ -44,8 +44,9 @@ from gpushare_agent.model.names import GpuUuid, PodUid
 from gpushare_agent.model.resources import ResourceNames
 from gpushare_agent.placement.topology import build_topology
 from gpushare_agent.settings.extender import ExtenderSettings
-from tests.cluster.support_kube import DEADLINE_S, running
+from tests.cluster.support_kube import running
 from tests.kit.support_http import Peer, loop_time_s
+from tests.support_deadline import DEADLINE_S
 from tests.support_json import undecoded
 
 DATA = Path(__file__).parent.parent / "data"

@@ -241,7 +241,7 @@ async def test_a_lease_that_is_deleted_makes_no_second_leader() -> None:
     async with elections(2) as (cluster, clock, (first, second)):
         await first_to_lead(first, clock)
         await second.try_acquire_or_renew()
-        cluster.delete("leases", "ns/lease")
+        cluster.remove("leases", "ns/lease")
         ends_at = clock.now + TERMS.duration_s
         while clock.now < ends_at:
             await second.try_acquire_or_renew()
@@ -258,7 +258,7 @@ async def test_a_leader_whose_lease_is_missing_stops_at_once() -> None:
     """When it renews; it does not make it anew before a lease's duration is over."""
     async with elections(1) as (cluster, clock, (first,)):
         await first_to_lead(first, clock)
-        cluster.delete("leases", "ns/lease")
+        cluster.remove("leases", "ns/lease")
         with pytest.raises(NotFound):
             await first.try_acquire_or_renew()
         assert (first.leads(), first.holder) == (False, "")
@@ -355,7 +355,7 @@ async def test_two_that_run_never_lead_at_once_though_the_lease_is_deleted() -> 
             tasks = [group.create_task(one.run()) for one in both]
             for _ in range(3):
                 await eventually(lambda: leaders() == 1 and all(one.holder for one in both))
-                cluster.delete("leases", "ns/lease")
+                cluster.remove("leases", "ns/lease")
                 await eventually(lambda: leaders() == 0)
             await eventually(lambda: leaders() == 1 and all(one.holder for one in both))
             for task in tasks:

@@ -12,15 +12,8 @@ import structlog.testing
 
 from gpushare_agent.extender.leader_election import APP_LABEL, LEADER, ROLE_LABEL, LeaderLabel
 from tests.cluster.support_kube import FAST, running
-from tests.extender.support_extender import (
-    FakeCluster,
-    Raw,
-    eventually,
-    fake_cluster,
-    opened_api,
-    raw_pod,
-    running_extender,
-)
+from tests.extender.support_extender import FakeCluster, eventually, fake_cluster, opened_api, raw_pod, running_extender
+from tests.fakes.api_server import Raw
 
 NAMESPACE = "gpushare-system"
 APP = {APP_LABEL: "gpushare-agent-extender"}
@@ -62,7 +55,7 @@ def leaders(cluster: FakeCluster) -> list[str]:
 
 
 def patches(cluster: FakeCluster) -> list[str]:
-    return [path.rpartition("/")[2] for method, path in cluster.seen if method == "PATCH"]
+    return [path.rpartition("/")[2] for method, path in cluster.requests if method == "PATCH"]
 
 
 def warnings(logs: Sequence[MutableMapping[str, Any]]) -> list[MutableMapping[str, Any]]:
@@ -96,8 +89,8 @@ async def test_a_new_leader_takes_the_label_from_the_others_first() -> None:
     async with fake_cluster(pods=pods) as cluster, labelling(cluster, Term(is_leading=True)):
         await eventually(lambda: leaders(cluster) == ["a", "database", "elsewhere"])
         assert patches(cluster) == ["former", "older", "a"]
-        assert cluster.pod("former", NAMESPACE)["metadata"]["labels"] == APP | {"x": "y"}
-        assert cluster.pod("a", NAMESPACE)["metadata"]["labels"] == APP | LED | {"pod-template-hash": "7"}
+        assert cluster.pod(NAMESPACE, "former")["metadata"]["labels"] == APP | {"x": "y"}
+        assert cluster.pod(NAMESPACE, "a")["metadata"]["labels"] == APP | LED | {"pod-template-hash": "7"}
 
 
 async def test_who_leads_no_more_takes_its_own_label_off() -> None:
@@ -168,14 +161,15 @@ async def test_a_former_leader_that_is_gone_meanwhile_stops_nobody() -> None:
 
 async def test_pods_of_any_shape_are_survived() -> None:
     """Labels that are none, a list with objects that are no pods."""
-    odd: dict[str, Any] = {"metadata": {"name": "odd", "namespace": NAMESPACE, "labels": APP | LED}}
+    metadata = {"name": "odd", "namespace": NAMESPACE, "labels": APP | LED, "uid": ""}
+    odd: dict[str, Any] = {"metadata": metadata, "spec": {}}
     own = replica("a", {})
     own["metadata"]["labels"] = APP
     async with fake_cluster(pods=[own, odd]) as cluster:
         with structlog.testing.capture_logs() as logs:
             async with labelling(cluster, Term(is_leading=True)):
                 await eventually(lambda: any("UID is missing" in entry["error"] for entry in warnings(logs)))
-                cluster.delete("pods", f"{NAMESPACE}/odd")
+                cluster.remove("pods", f"{NAMESPACE}/odd")
                 await eventually(lambda: leaders(cluster) == ["a"])
 
 

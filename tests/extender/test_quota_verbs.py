@@ -27,7 +27,6 @@ from tests.extender.support_extender import (
     POOL_LABEL,
     Asker,
     FakeCluster,
-    Raw,
     eventually,
     fake_cluster,
     put_quota,
@@ -35,6 +34,7 @@ from tests.extender.support_extender import (
     raw_pod,
     running_extender,
 )
+from tests.fakes.api_server import Raw
 from tests.support_deadline import DEADLINE_S
 from tests.support_json import undecoded
 
@@ -231,7 +231,7 @@ async def test_a_malformed_config_map_becomes_an_event_of_the_api_server() -> No
 
 
 def retried_at(cluster: FakeCluster, name: str) -> str:
-    return str(cluster.pod(name, "team")["metadata"].get("annotations", {}).get(RETRY_ANNOTATION, ""))
+    return str(cluster.pod("team", name)["metadata"].get("annotations", {}).get(RETRY_ANNOTATION, ""))
 
 
 async def refused(asker: Asker, pod: Raw) -> None:

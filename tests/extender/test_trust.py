@@ -50,9 +50,9 @@ async def test_forged_annotations_change_nothing_and_are_counted(forged: dict[st
             assert "gpushare_extender_foreign_predicates_total 1.0" in (await asker.get("/metrics"))[1]
             assert json.loads((await asker.get("/debug/state"))[1])["foreign_predicates"] == ["uid-evil"]
             assert await asker.bind(pods[0], "n1") == ""
-            assert predicted(cluster.pod("evil"))["tencent.com/predicate-gpu-idx-0"] == "0"
+            assert predicted(cluster.pod("default", "evil"))["tencent.com/predicate-gpu-idx-0"] == "0"
             assert await asker.bind(pods[1], "n1") == ""
-            assert predicted(cluster.pod("good"))["tencent.com/predicate-gpu-idx-0"] == "1"
+            assert predicted(cluster.pod("default", "good"))["tencent.com/predicate-gpu-idx-0"] == "1"
 
 
 async def test_a_bound_pod_cannot_take_another_ones_gpus_by_annotation() -> None:
@@ -65,7 +65,9 @@ async def test_a_bound_pod_cannot_take_another_ones_gpus_by_annotation() -> None
         await eventually(lambda: {r.stage for r in asker.parts.state.reservations()} == {"confirmed"})
         before = state_document(asker.parts.state)
         cluster.change(
-            "pods", "default/b", lambda raw: raw["metadata"]["annotations"].update(predicted(cluster.pod("a")))
+            "pods",
+            "default/b",
+            lambda raw: raw["metadata"]["annotations"].update(predicted(cluster.pod("default", "a"))),
         )
         await eventually(lambda: asker.parts.pods.foreign_predicates == ["uid-b"])
         assert state_document(asker.parts.state) == before

@@ -22,7 +22,6 @@ from gpushare_agent.model.names import (
 )
 from tests.extender.support_extender import (
     Asker,
-    Raw,
     eventually,
     fake_cluster,
     holds,
@@ -33,6 +32,7 @@ from tests.extender.support_extender import (
     raw_pod,
     running_extender,
 )
+from tests.fakes.api_server import Raw
 from tests.fakes.clock import FakeClock
 
 DATA = Path(__file__).parent.parent / "data" / "extender"
@@ -116,11 +116,11 @@ async def test_filter_changes_nothing() -> None:
         running_extender(cluster) as asker,
     ):
         before = await asker.get("/debug/state")
-        writes = [request for request in cluster.seen if request[0] != "GET"]
-        answers = [await asker.filter(cluster.pod("a"), ["n1"]) for _ in range(5)]
+        writes = [request for request in cluster.requests if request[0] != "GET"]
+        answers = [await asker.filter(cluster.pod("default", "a"), ["n1"]) for _ in range(5)]
         assert all(answer["NodeNames"] == ["n1"] for answer in answers)
         assert await asker.get("/debug/state") == before
-        assert [request for request in cluster.seen if request[0] != "GET"] == writes
+        assert [request for request in cluster.requests if request[0] != "GET"] == writes
 
 
 async def test_a_pod_that_asks_for_nothing_of_ours_fits_everywhere() -> None:
@@ -144,7 +144,7 @@ async def test_a_pod_that_asks_for_nothing_of_ours_is_bound_anywhere() -> None:
     async with fake_cluster(raw_node("n1"), pods=[pod]) as cluster, running_extender(cluster) as asker:
         assert await asker.bind(pod, "node-without-cards") == ""
         assert cluster.node_of("plain") == "node-without-cards"
-        assert cluster.pod("plain")["metadata"]["annotations"] == {}
+        assert cluster.pod("default", "plain")["metadata"]["annotations"] == {}
         assert "is on node node-without-cards already" in await asker.bind(pod, "n1")
 
 
@@ -178,7 +178,7 @@ async def test_bind_annotates_and_binds() -> None:
     pod = raw_pod("a", (30, 4), (100, 0), (0, 0))
     async with fake_cluster(raw_node("n1"), pods=[pod]) as cluster, running_extender(cluster) as asker:
         assert await asker.bind(pod, "n1") == ""
-        bound = cluster.pod("a")
+        bound = cluster.pod("default", "a")
         assert bound["spec"]["nodeName"] == "n1"
         assert predicted(bound) == {
             "tencent.com/predicate-gpu-idx-0": "0",
@@ -188,7 +188,7 @@ async def test_bind_annotates_and_binds() -> None:
         annotations = bound["metadata"]["annotations"]
         assert annotations[GPU_ASSIGNED_ANNOTATION] == "false"
         assert len(annotations[PREDICATE_TIME_ANNOTATION]) == 19, "nanoseconds since the epoch"
-        assert [method for method, path in cluster.seen if "/pods/a" in path] == ["POST"]
+        assert [method for method, path in cluster.requests if "/pods/a" in path] == ["POST"]
 
 
 async def test_a_full_gpu_is_refused_with_a_reason_at_bind_too() -> None:
@@ -213,7 +213,7 @@ async def test_two_binds_of_one_pod_bind_it_once() -> None:
         errors = [task.result() for task in tasks]
         assert errors.count("") >= 1
         assert all(not error or "under way" in error or "already" in error for error in errors)
-        assert sum(request[1].endswith("/binding") for request in cluster.seen) == 1
+        assert sum(request[1].endswith("/binding") for request in cluster.requests) == 1
 
 
 async def test_a_bind_that_is_repeated_succeeds_and_writes_nothing() -> None:
@@ -302,7 +302,7 @@ async def test_gpu_admission_scenario_with_its_filter() -> None:
             assert [item["metadata"]["name"] for item in answer["Nodes"]["items"]] == [node]
             assert len(answer["FailedNodes"]) + len(answer["FailedAndUnresolvableNodes"]) == 2
             assert (
-                cluster.pod(pod["metadata"]["name"], "test-ns")["metadata"]["annotations"][PREDICATE_NODE_ANNOTATION]
+                cluster.pod("test-ns", pod["metadata"]["name"])["metadata"]["annotations"][PREDICATE_NODE_ANNOTATION]
                 == node
             )
             cluster.change("pods", f"test-ns/pod-{number}", lambda raw, node=node: raw["spec"].update(nodeName=node))
@@ -354,7 +354,7 @@ async def test_a_pod_that_is_filtered_twice_gets_an_answer_twice() -> None:
         running_extender(cluster, reserve="filter") as asker,
     ):
         for _ in range(2):
-            assert (await asker.filter(cluster.pod("a"), ["n1"]))["NodeNames"] == ["n1"]
+            assert (await asker.filter(cluster.pod("default", "a"), ["n1"]))["NodeNames"] == ["n1"]
         assert len(asker.parts.state.reservations()) == 1
         assert (await asker.filter(pods[1], ["n1"]))["NodeNames"] == []
 
@@ -372,5 +372,5 @@ async def test_what_filter_set_aside_expires_when_the_pod_is_never_bound() -> No
         clock.now += 1
         await eventually(lambda: asker.parts.state.reservations() == [])
         assert (await asker.filter(pods[1], ["n1"]))["NodeNames"] == ["n1"]
-        await eventually(lambda: predicted(cluster.pod("a")) == {})
+        await eventually(lambda: predicted(cluster.pod("default", "a")) == {})
         assert "gpushare_extender_reservations_expired_total 1.0" in (await asker.get("/metrics"))[1]

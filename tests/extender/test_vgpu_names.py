@@ -15,8 +15,8 @@ from gpushare_agent.extender.decisions.vgpu_names import translate_pod
 from gpushare_agent.model.errors import Refused
 from gpushare_agent.model.names import CORE_LIMIT_ANNOTATION, GPU_CHOICE_ANNOTATIONS
 from gpushare_agent.model.resources import ResourceNames
-from tests.extender.support_extender import Raw
 from tests.extender.test_claims_webhook import patched, pod_of, review
+from tests.fakes.api_server import Raw
 from tests.support_json import undecoded
 
 NAMES = ResourceNames()

@@ -44,7 +44,7 @@ class Waiting(Struct, kw_only=True):
     leads: bool = True
 
     def version(self) -> str:
-        return str(self.cluster.pod("a", POD.namespace)["metadata"]["resourceVersion"])
+        return str(self.cluster.pod(POD.namespace, "a")["metadata"]["resourceVersion"])
 
     async def is_tried(self) -> bool:
         assert self.waiters is not None
@@ -136,7 +136,7 @@ async def test_a_node_that_was_not_named_has_the_pod_tried_again_and_nobody_evic
     async with fake_cluster(*nodes, pods=[far, near]) as cluster, running_extender(cluster, clock=clock) as asker:
 
         def is_retried(name: str) -> bool:
-            return RETRY_ANNOTATION in cluster.pod(name, far["metadata"]["namespace"])["metadata"].get(
+            return RETRY_ANNOTATION in cluster.pod(far["metadata"]["namespace"], name)["metadata"].get(
                 "annotations", {}
             )
 

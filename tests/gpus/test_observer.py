@@ -11,7 +11,8 @@ from gpushare_agent.gpus.inventory import GpuHealthObserver, GpuInventoryState
 from gpushare_agent.model.errors import NodeEventReason
 from gpushare_agent.model.names import GpuUuid
 from gpushare_agent.sandbox.api.server import EmbeddedApiServer
-from tests.cluster.support_kube import FAST, NODE, answers, fake_api, opened, running
+from tests.cluster.support_kube import FAST, NODE, opened, running
+from tests.fakes.api_server import answers, fake_api
 from tests.gpus.support_health import IMMEDIATE, unhealthy, xid
 from tests.support_core import inventory
 from tests.support_deadline import DEADLINE_S
@@ -96,13 +97,13 @@ async def test_the_event_is_on_the_node_where_kubectl_describe_finds_it() -> Non
         events.note(NodeEventReason.GPU_RECOVERED, SECOND, "GPU 1: back")
         async with running(lambda: events.run(api)):
             await server.wait_for(lambda requests: len(requests) == 3)
-    bodies = [request.body for request in server.requests]
+    bodies = [request.body for request in server.seen]
     assert [(body["reason"], body["type"]) for body in bodies] == [
         ("CardUnhealthy", "Warning"),
         ("CardUnhealthy", "Warning"),
         ("CardRecovered", "Normal"),
     ]
-    assert server.requests[0].path == "/api/v1/namespaces/default/events"
+    assert server.seen[0].path == "/api/v1/namespaces/default/events"
     assert bodies[0]["involvedObject"] == {"apiVersion": "v1", "kind": "Node", "name": NODE, "uid": NODE}
     assert bodies[0]["message"] == "GPU 1: lost"
 

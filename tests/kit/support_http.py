@@ -16,7 +16,8 @@ from aiohttp import web
 
 from gpushare_agent.kit.http_server import HttpLimits, HttpServer
 from gpushare_agent.kit.tcp_listeners import listen_tcp
-from tests.cluster.support_kube import DEADLINE_S, running
+from tests.cluster.support_kube import running
+from tests.support_deadline import DEADLINE_S
 
 TRIES = 3
 YARDSTICK = b"[" + b"1.5,null," * 100_000 + b"0]"

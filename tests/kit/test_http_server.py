@@ -18,8 +18,8 @@ import structlog
 from aiohttp import web
 
 from gpushare_agent.kit.http_server import UNREAD_BYTES, HttpLimits
-from tests.cluster.support_kube import DEADLINE_S
 from tests.kit.support_http import Peer, loop_time_s, send_in_thread, serving
+from tests.support_deadline import DEADLINE_S
 
 DATA = Path(__file__).parent.parent / "data"
 CA, KEY = DATA / "kube-ca.pem", DATA / "kube-server.key"

@@ -8,24 +8,25 @@ import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
+from aiohttp import web
 
 from gpushare_agent.kubelet.static_pods import StaticPods
 from gpushare_agent.model.errors import Corrupt, Rejected, Unavailable
-from tests.cluster.support_kube import (
+from tests.fakes.api_server import (
+    CERTIFICATE,
     DATA,
-    DEADLINE_S,
     Behaviour,
     FakeApiServer,
+    Seen,
     answers,
     fake_api,
     resets,
-    server_tls,
     stalls_after_headers,
     stalls_before_headers,
 )
+from tests.support_deadline import DEADLINE_S
 from tests.support_json import built
 
 CAPTURE = (DATA / "kubelet" / "kubelet-pods-1.36.json").read_bytes()
@@ -43,7 +44,7 @@ async def kubelet(
     """One that serves HTTPS with the tests' certificate, and the reader with a service account beside it."""
     shutil.copy(DATA / ca, tmp_path / "ca.crt")
     (tmp_path / "token").write_text("secret\n")
-    async with fake_api(tls=server_tls(), others=list(behaviours)) as server:
+    async with fake_api(tls=CERTIFICATE, others=list(behaviours)) as server:
         yield (
             server,
             StaticPods(
@@ -65,7 +66,7 @@ async def test_a_real_kubelets_answer_shows_its_static_pods(tmp_path: Path) -> N
     assert found["metadata"]["name"] == f"st-{found['spec']['nodeName']}" and len(found["metadata"]["uid"]) == 32
     assert found["metadata"]["uid"] == found["metadata"]["annotations"]["kubernetes.io/config.hash"]
     assert len(json.loads(CAPTURE)["items"]) > 1
-    (request,) = server.requests
+    (request,) = server.seen
     assert (request.method, request.path) == ("GET", "/pods")
     assert request.headers["authorization"] == "Bearer secret"
 
@@ -74,7 +75,7 @@ async def test_a_certificate_for_the_nodes_name_is_verified_too(tmp_path: Path) 
     """A kubelet's self-signed one has no address."""
     async with kubelet(tmp_path, answers(200, CAPTURE), address="0.0.0.0", node="localhost") as (server, static_pods):
         assert len(await static_pods.read(timeout_s=DEADLINE_S)) == 1
-    assert len(server.requests) == 1
+    assert len(server.seen) == 1
 
 
 @pytest.mark.parametrize(
@@ -86,7 +87,7 @@ async def test_nobody_else_gets_the_token(tmp_path: Path, ca: str, address: str,
     async with kubelet(tmp_path, answers(200, CAPTURE), ca=ca, address=address, node=node) as (server, static_pods):
         with pytest.raises(Unavailable, match=r"not verified by .*ca\.crt.*kubelet\.api_ca"):
             await static_pods.read(timeout_s=DEADLINE_S)
-    assert server.requests == []
+    assert server.seen == []
 
 
 @pytest.mark.parametrize(("status", "why"), [(401, "has the API server verify"), (403, "needs get of nodes/pods")])
@@ -140,7 +141,7 @@ async def test_a_kubelet_that_does_not_answer_is_unavailable(tmp_path: Path, bad
     async with kubelet(tmp_path, bad) as (server, static_pods):
         with pytest.raises(Unavailable, match="/pods"):
             await static_pods.read(timeout_s=1.0)
-        server.others = [answers(200, CAPTURE)]
+        server.script.others = [answers(200, CAPTURE)]
         assert len(await static_pods.read(timeout_s=DEADLINE_S)) == 1
 
 
@@ -148,20 +149,20 @@ async def test_calls_that_waited_for_one_another_share_an_answer(tmp_path: Path)
     """The one that was asked for after they began; a later call asks anew."""
     begun = asyncio.Event()
 
-    async def slow(server: Any, request: Any, connection: Any) -> None:
+    async def slow(server: FakeApiServer, seen: Seen, request: web.Request) -> web.StreamResponse:
         begun.set()
         await asyncio.sleep(0)
-        await answers(200, CAPTURE)(server, request, connection)
+        return await answers(200, CAPTURE)(server, seen, request)
 
     async with kubelet(tmp_path, slow) as (server, static_pods):
         async with asyncio.TaskGroup() as group:
             first = group.create_task(static_pods.read(timeout_s=DEADLINE_S))
             await begun.wait()
             late = [group.create_task(static_pods.read(timeout_s=DEADLINE_S)) for _ in range(3)]
-        assert len(server.requests) == 2
+        assert len(server.seen) == 2
         assert all(len(task.result()) == 1 for task in (first, *late))
         await static_pods.read(timeout_s=DEADLINE_S)
-        assert len(server.requests) == 3
+        assert len(server.seen) == 3
 
 
 async def test_credentials_that_are_missing_are_unavailable(tmp_path: Path) -> None:

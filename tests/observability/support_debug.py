@@ -17,8 +17,9 @@ from gpushare_agent.observability.http.debug_pages import DebugSources
 from gpushare_agent.observability.http.debug_server import DebugServer
 from gpushare_agent.settings.observation import DebugSettings
 from gpushare_agent.settings.settings import load_settings
-from tests.cluster.support_kube import DEADLINE_S, running
+from tests.cluster.support_kube import running
 from tests.observability.support_display import snapshot, train_allocation, train_pod, usage_round, whole_allocation
+from tests.support_deadline import DEADLINE_S
 
 TOKEN = "0123456789abcdef-the-token"
 

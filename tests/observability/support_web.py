@@ -15,7 +15,8 @@ from gpushare_agent.observability.http.node_api import NodeApi
 from gpushare_agent.observability.http.server import WebServer
 from gpushare_agent.observability.metrics.agent import AgentMetrics
 from gpushare_agent.observability.usage_history import UsageHistory
-from tests.cluster.support_kube import DEADLINE_S, running
+from tests.cluster.support_kube import running
+from tests.support_deadline import DEADLINE_S
 
 KEPT = 600
 

@@ -27,8 +27,9 @@ from gpushare_agent.observability.metrics.agent import AgentMetrics
 from gpushare_agent.observability.node_snapshot import NodeSnapshot
 from gpushare_agent.wire.display import GraphResponse, UsageResponse, VersionResponse
 from tests.agent.support_agent import poll_until
-from tests.cluster.support_kube import DEADLINE_S, running
+from tests.cluster.support_kube import running
 from tests.observability.support_display import GPU_0, GPU_1, GPU_MIB, snapshot, usage_round
+from tests.support_deadline import DEADLINE_S
 
 MIB = 1024 * 1024
 GRAPH = f"""\

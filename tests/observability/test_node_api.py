@@ -15,8 +15,8 @@ from bench.sample_node import SampleNode
 from gpushare_agent.kit import http_answers as web_answers
 from gpushare_agent.observability.node_snapshot import NodeSnapshot
 from gpushare_agent.observability.usage_history import UsageHistory
-from tests.cluster.support_kube import DEADLINE_S
 from tests.observability.support_web import served_node
+from tests.support_deadline import DEADLINE_S
 from tests.support_json import written_node
 
 

@@ -13,8 +13,8 @@ from multidict import CIMultiDict
 
 import gpushare_agent
 from bench.sample_node import SampleNode
-from tests.cluster.support_kube import DEADLINE_S
 from tests.observability.support_web import served_node
+from tests.support_deadline import DEADLINE_S
 
 DIRECTORY = Path(gpushare_agent.__file__).parent / "observability" / "dashboard"
 FILES = sorted(path.name for path in DIRECTORY.iterdir())

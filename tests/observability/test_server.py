@@ -21,9 +21,10 @@ from gpushare_agent.observability.http.server import WebServer
 from gpushare_agent.observability.metrics.agent import AgentMetrics
 from gpushare_agent.observability.metrics.node import node_series
 from gpushare_agent.observability.metrics.text import NodePage
-from tests.cluster.support_kube import DEADLINE_S, running
+from tests.cluster.support_kube import running
 from tests.kit.support_http import Peer, serving
 from tests.observability.support_usage import allocation, facts, key_of, snapshot
+from tests.support_deadline import DEADLINE_S
 
 
 @asynccontextmanager

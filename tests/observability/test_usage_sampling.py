@@ -20,7 +20,7 @@ from gpushare_agent.model.usage import DriverSample, UsageRound
 from gpushare_agent.observability.usage_sampling import IDS_AGAIN_S, UsageSampling
 from gpushare_agent.runtime.cgroup_paths import PeerIdentity
 from tests.agent.support_agent import poll_until
-from tests.cluster.support_kube import DEADLINE_S, running
+from tests.cluster.support_kube import running
 from tests.observability.support_usage import (
     UUIDS,
     allocation,
@@ -31,6 +31,7 @@ from tests.observability.support_usage import (
     owner,
     process,
 )
+from tests.support_deadline import DEADLINE_S
 
 
 def pod_of(key: ContainerKey, *, container_id: str = "", has_started: bool = True) -> Pod:
