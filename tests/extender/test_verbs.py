@@ -199,7 +199,7 @@ async def test_the_gpus_that_a_pods_annotations_accept_are_the_only_ones_that_it
         assert "leave out all healthy GPUs" in await asker.bind(pod, "n1")
         assert await asker.bind(pod, "n2") == ""
         assert predicted(cluster.pod("a"))["tencent.com/predicate-gpu-idx-0"] == "1"
-        assert [method for method, path in cluster.seen if "/pods/a" in path] == ["POST"]
+        assert [method for method, path in cluster.requests if "/pods/a" in path] == ["POST"]
 
 
 async def test_a_full_gpu_is_refused_with_a_reason_at_bind_too() -> None:
