@@ -362,8 +362,8 @@ def _extender_counts_as_the_agents(objects: Objects) -> None:
             "extender.settings.extender.claims_webhook: has no effect",
         ),
         (
-            {"extender": {"enabled": True, "settings": {"extender": {"lease_name": "a"}}}},
-            "extender.lease_name: its Role",
+            {"extender": {"enabled": True, "settings": {"extender": {"lease_namespace": "a"}}}},
+            "extender.lease_namespace: its Role",
         ),
         ({"extender": {"enabled": True, "settings": {"gpushare": ON}}}, "set `settings.gpushare`"),
         ({"extender": {**WEBHOOK, "networkPolicy": ON}}, "API servers must reach it"),

@@ -12,6 +12,7 @@ import yaml
 
 from gpushare_agent.cli.check_api import CLEANUP_RIGHT, FACTS_RIGHT
 from gpushare_agent.delivery.volume_config import read_volume_config
+from gpushare_agent.isolation.mps.control import COMMAND_TIMEOUT_S
 from gpushare_agent.runtime.node_probes import RUNTIME_SOCKETS
 from gpushare_agent.settings.settings import load_settings
 from tests.manifests.support_manifests import (
@@ -380,7 +381,7 @@ def test_the_mps_daemon_is_at_the_place_where_the_component_looks_for_it() -> No
         mount = mount_of(path, mounts)
         assert mount["mountPath"] == mount["host"] and not mount.get("readOnly")
     assert settings.mps == effective_settings(patched("components/mps/mps.yaml")).mps
-    assert spec["terminationGracePeriodSeconds"] >= settings.mps.drain_timeout_s + 3 * settings.mps.command_timeout_s
+    assert spec["terminationGracePeriodSeconds"] >= settings.mps.drain_timeout_s + 3 * COMMAND_TIMEOUT_S
     assert volumes_are_those_mounted(spec)
     (own,) = documents("mps-daemon/kustomization.yaml")
     (base,) = documents("base/kustomization.yaml")

@@ -117,9 +117,7 @@ manifests/components/{{ . }}
 {{- end -}}
 {{- $_ := set $refused "extender.port" "Service, probes and schedulers have 3456, leave it out" -}}
 {{- $_ := set $refused "extender.leader_elect" "an update runs two replicas even of one, leave it out" -}}
-{{- range $name := list "lease_name" "lease_namespace" -}}
-  {{- $_ := set $refused (printf "extender.%s" $name) "its Role names the Lease gpushare-agent-extender of the release's namespace, leave it out" -}}
-{{- end -}}
+{{- $_ := set $refused "extender.lease_namespace" "its Role names the Lease gpushare-agent-extender of the release's namespace, leave it out" -}}
 {{- include "gpushare-agent.refuse" (dict "value" "extender.settings" "settings" $values.extender.settings "refused" $refused) -}}
 {{- end -}}
 
