@@ -114,6 +114,10 @@ def in_short(candidates: Sequence[Candidate], most_chars: int) -> str:
     return text
 
 
+KEPT_DECISIONS = 500
+"""In memory, for `explain` and the dashboard."""
+
+
 class DecisionLog:
     """The last `limit` records, newest last. In memory only: those from before a restart are in the agent's log and the
     Events. After new settings (SIGHUP) the records and their numbers continue."""

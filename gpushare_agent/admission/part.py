@@ -98,7 +98,7 @@ class AdmissionPart:
             fetcher=cluster.node_pods,
             kubelet=self.facts,
             refused=self.refused_pods,
-            timeouts=Timeouts(lookup_s=kubelet.pod_lookup_timeout_s, poll_again_s=kubelet.look_again_s),
+            timeouts=Timeouts(lookup_s=kubelet.pod_lookup_timeout_s),
         )
         self.admission = Admission(
             node=node,

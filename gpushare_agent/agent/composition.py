@@ -14,7 +14,7 @@ from msgspec import Struct
 
 from gpushare_agent.admission.allocation_cache import AllocationCache
 from gpushare_agent.admission.claim_pods import ClaimPods
-from gpushare_agent.admission.outcomes import DecisionLog
+from gpushare_agent.admission.outcomes import KEPT_DECISIONS, DecisionLog
 from gpushare_agent.admission.part import AdmissionPart
 from gpushare_agent.agent import share_readiness
 from gpushare_agent.agent.node_configuration import ConfigurationWatch, NodeConfiguration
@@ -97,7 +97,7 @@ def build(
         pods=store,
         cache=cache,
         claim_pods=ClaimPods(store, cache),
-        decisions=DecisionLog(settings.decisions.kept),
+        decisions=DecisionLog(KEPT_DECISIONS),
         # Records of an earlier agent count too: its claims still use GPUs where the setting names none any more.
         has_claims=bool(settings.dra.gpus) or (records is not None and has_files(records)),
     )

@@ -10,6 +10,7 @@ from msgspec import Raw
 from gpushare_agent.kubelet.pod_resources import kubelet_version
 from gpushare_agent.model.errors import AgentError, NotFound
 from gpushare_agent.model.finding import Finding, error, ok, warning
+from gpushare_agent.model.names import GPUSHARE_COUNT_RESOURCE
 from gpushare_agent.settings.settings import Settings
 
 if TYPE_CHECKING:
@@ -123,6 +124,6 @@ async def _check_rights(api: KubeApi, settings: Settings) -> list[Finding]:
         )
         findings.append(warning("permissions", detail, f"{_ROLE_REMEDY}; or set --facts.is-written=false"))
     if settings.gpushare.enabled and not await api.can_i("patch", "nodes/status"):
-        detail = f"not allowed: patch nodes/status; the capacity will lack {settings.gpushare.count_resource}"
+        detail = f"not allowed: patch nodes/status; the capacity will lack {GPUSHARE_COUNT_RESOURCE}"
         findings.append(warning("permissions", detail, "add manifests/components/gpushare"))
     return findings

@@ -1,6 +1,6 @@
 """`explain POD`: why a pod's containers got their GPUs, or why they were refused. One without a node: explain_waiting.py.
 
-The agent has its last decisions in memory (setting decisions.kept), none from before its start; the answer states that.
+The agent has its last decisions in memory, none from before its start; the answer states that.
 Exit codes: 0 with a decision, 1 without.
 
 Shown are the request, what was chosen or why not, every GPU's verdict, what to do. Decisions are read as

@@ -138,7 +138,7 @@ COMMANDS: tuple[Command, ...] = (
             *("node_name", "isolation", "isolations_allowed", "device_list_strategy", "fail_on_init_error"),
             *("extra_config", "volume_config", "kubeconfig", *_GPU_SETTINGS, "resources", "gpushare", "kubelet"),
             *("virtual_manager", "driver_volume", "mps.pipe_directory", "mps.control"),
-            *("mps.command_timeout_s", "libgpushare", "cdi", "runtime"),
+            *("libgpushare", "cdi", "runtime"),
             *("allocation.cleanup_rejected_pods", "facts.is_written"),
         ),
     ),

@@ -15,6 +15,7 @@ import structlog
 
 from gpushare_agent.cli.command_line import Invocation
 from gpushare_agent.gpus.nvml.compute_mode import ComputeModes
+from gpushare_agent.isolation.mps.control import COMMAND_TIMEOUT_S
 from gpushare_agent.isolation.mps.part import mps_control
 from gpushare_agent.isolation.mps.supervision import Condition, MpsDaemonProcess, MpsSupervision, Timeouts
 from gpushare_agent.kit.backoff import Backoff
@@ -55,10 +56,10 @@ async def supervise(settings: Settings) -> int:
         control,
         percentage=mps.default_active_thread_percentage,
         timeouts=Timeouts(
-            start_s=START_COMMANDS * mps.command_timeout_s,
+            start_s=START_COMMANDS * COMMAND_TIMEOUT_S,
             probe_period_s=mps.probe_period_s,
             drain_s=mps.drain_timeout_s,
-            end_s=mps.command_timeout_s,
+            end_s=COMMAND_TIMEOUT_S,
             backoff=Backoff(base_s=0.5, cap_s=30.0),
         ),
         on_condition=_notify_service_manager,

@@ -29,6 +29,7 @@ from gpushare_agent.kubelet.pod_resources import KubeletFacts
 from gpushare_agent.kubelet.registration import KUBELET_SOCKET
 from gpushare_agent.kubelet.static_pods import StaticPods
 from gpushare_agent.model.errors import Unavailable
+from gpushare_agent.model.names import GPUSHARE_COUNT_RESOURCE
 from gpushare_agent.model.pods import Pod
 from gpushare_agent.node import Node
 from gpushare_agent.runtime.machine import machine_name, pci_class, pci_configuration
@@ -93,7 +94,6 @@ class ClusterPart:
             self.further["rejected pods"] = RejectedPods(
                 pods=node.pods,
                 resources=names.names,
-                per_minute=settings.allocation.cleanup_per_minute,
                 metrics=node.metrics,
             )
 
@@ -177,7 +177,7 @@ def _bound(api: KubeApi, clients: Mapping[str, _RunsOnApi | None]) -> Tasks:
 def _written_fields(settings: Settings) -> Iterator[tuple[NodeFields[Any], Callable[[Node], object]]]:
     # GPUShare's tools read the number of GPUs from the node's capacity, which no device plugin serves.
     if settings.gpushare.enabled:
-        yield CAPACITY, lambda node: {settings.gpushare.count_resource: len(node.gpus().gpus)}
+        yield CAPACITY, lambda node: {GPUSHARE_COUNT_RESOURCE: len(node.gpus().gpus)}
     if settings.facts.is_written:
         yield from ((FACTS, _desired_facts), (ALLOCATIONS, _desired_allocations), (TAINT, desired_free_gpus))
 

@@ -109,6 +109,8 @@ log = structlog.get_logger(__name__)
 T = TypeVar("T")
 
 GET_TIMEOUT_S = 5.0
+PREPARE_WAIT_S = 40.0
+"""Of a claim for what is missing. The kubelet's limit is 45 s."""
 FILES_TIMEOUT_S = 5.0
 POLL_S = 1.0
 """While waiting: the API server, the inventory and the isolation report no change here."""
@@ -122,6 +124,7 @@ class Claims(Struct, kw_only=True, eq=False):
     claim_policy: ClaimPolicy = ClaimPolicy()
     files: ClaimFiles
     isolation: Isolations
+    prepare_wait_s: float = PREPARE_WAIT_S
     clock: Callable[[], float] = time.monotonic
     pods_timeout_s: float = 2.0
     _api: KubeApi | None = None
@@ -178,7 +181,7 @@ class Claims(Struct, kw_only=True, eq=False):
             if known is not None:  # its record too: the call before may have been cut off
                 await self._in_thread(partial(self.files.save, known), f"recording claim {ref.name}")
                 return known
-            made = await self._prepare(ref, self.clock() + self.node.settings.dra.prepare_wait_s)
+            made = await self._prepare(ref, self.clock() + self.prepare_wait_s)
             if isinstance(made, PreparedClaim):
                 self._refusals.pop(ref.uid, None)
                 record_prepared(self.node, made)

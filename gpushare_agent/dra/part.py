@@ -71,7 +71,7 @@ class DraPart:
             kind="resource slices", watched=slices_of_node(pool, DRIVER), handler=self.publisher, metrics=node.metrics
         )
         self.stale_claims = StaleClaims(self.claims, PodProcesses(settings.runtime.cgroup_root))
-        self.waker = PodWaker(claims=self.claims) if settings.dra.wake_pods else None
+        self.waker = PodWaker(claims=self.claims)
         self.locks = {
             "kubelet.root_dir": ServingLock(registry),
             "state_directory": ServingLock(records),
@@ -151,9 +151,8 @@ class DraPart:
             "slice informer": partial(self.informer.run, api),
             "slice publisher": partial(self.publisher.run, api, self._registered),
             "stale claims": partial(self.stale_claims.run, api),
+            "pod waker": partial(self.waker.run, api),
         }
-        if self.waker is not None:
-            tasks["pod waker"] = partial(self.waker.run, api)
         async with asyncio.TaskGroup() as group:
             start_tasks(group, tasks)
         raise AssertionError("the tasks do not return")

@@ -27,7 +27,7 @@ from pydantic import ValidationError
 from gpushare_agent.cluster.events import EventRecorder
 from gpushare_agent.cluster.informer import Informer
 from gpushare_agent.cluster.kube.client import ALL_NODES, LIVE_PODS, config_map
-from gpushare_agent.extender.bind import Binder, BindTiming, PodWrites
+from gpushare_agent.extender.bind import BIND_TIMEOUT_S, Binder, BindTiming, PodWrites
 from gpushare_agent.extender.claims_webhook import ClaimsWebhook
 from gpushare_agent.extender.cluster_feed import NodesFeed, PodsFeed, QuotaFeed
 from gpushare_agent.extender.cluster_state import ClusterState
@@ -58,6 +58,15 @@ log = structlog.get_logger(__name__)
 API_RETRY_S = 2.0
 DEFAULT_NAMESPACE = "kube-system"
 """The lease's, where neither a setting nor the pod says another."""
+LEASE_NAME = "gpushare-agent-extender"
+"""The Role of manifests/extender names it."""
+LEASE_DURATION_S, RENEW_DEADLINE_S, RETRY_PERIOD_S = 15.0, 10.0, 2.0
+"""kube-scheduler's own. A leader must stop before another one may begin, and try at least once more before it stops."""
+REQUEST_TIMEOUT_S = min(BIND_TIMEOUT_S / 2, LEASE_DURATION_S - RENEW_DEADLINE_S)
+"""Of one request to the API server: two fit the time of a bind, and each that a leader began at its deadline is over when
+another replica can lead."""
+MOST_FITTING_NODES = 100
+"""The most that filter answers."""
 ADMISSION_CONFIGS = (
     Path("/etc/kubernetes/gpu-admission.config"),
     Path("/etc/kubernetes/gpu-quota-admission.config"),
@@ -166,7 +175,7 @@ def build(settings: Settings, api: ClusterApi, *, clock: Callable[[], float] = t
         writes=writes,
         unscheduled=pods.unscheduled,
         metrics=metrics,
-        timing=BindTiming(bind_s=chosen.bind_timeout_s, assume_s=chosen.assume_timeout_s, clock=clock),
+        timing=BindTiming(clock=clock),
     )
     read = partial(read_node, names=names, model_label=chosen.model_label, pool_label=chosen.pool_label)
     nodes = NodesFeed(state=state, read=read, metrics=metrics, on_report=pods.drop_missing, clock=clock)
@@ -202,7 +211,7 @@ def build(settings: Settings, api: ClusterApi, *, clock: Callable[[], float] = t
         metrics=metrics,
         waiters=waiters,
         reserves_at_filter=chosen.reserve == "filter",
-        most_fitting=chosen.most_fitting_nodes,
+        most_fitting=MOST_FITTING_NODES,
     )
     pods.on_scheduled = extender.scheduled
     web = ExtenderWeb(
@@ -305,10 +314,10 @@ def _election(settings: ExtenderSettings, api: ClusterApi) -> LeaderElection | A
     terms = LeaseTerms(
         # All replicas of one Deployment have one namespace, so they agree without a setting.
         namespace=settings.lease_namespace or os.environ.get("POD_NAMESPACE", "") or DEFAULT_NAMESPACE,
-        name=settings.lease_name,
-        duration_s=settings.lease_duration_s,
-        renew_deadline_s=settings.renew_deadline_s,
-        retry_s=settings.retry_period_s,
+        name=LEASE_NAME,
+        duration_s=LEASE_DURATION_S,
+        renew_deadline_s=RENEW_DEADLINE_S,
+        retry_s=RETRY_PERIOD_S,
     )
     # Random beside the host's name: a container that restarts in its pod must not take the lease for its own.
     return LeaderElection(api=api, identity=f"{socket.gethostname()}_{uuid.uuid4().hex}", terms=terms)
@@ -343,24 +352,13 @@ def show_state(parts: ExtenderParts, metrics: ExtenderMetrics) -> None:
         objects.labels(informer.kind).set_function(partial(getattr, informer, "count"))
 
 
-def request_timeout_s(settings: ExtenderSettings) -> float:
-    """The time limit of one request to the API server, seconds: two fit the time of a bind, and each ends before another
-    replica can lead."""
-    spare_s = (
-        # A leader stops at the renew deadline and another may lead at the lease's end: a request of the first must be
-        # over by then.
-        settings.lease_duration_s - settings.renew_deadline_s if settings.leader_elect else settings.bind_timeout_s
-    )
-    return min(settings.bind_timeout_s / 2, spare_s)
-
-
 async def _open_api(settings: Settings, stack: AsyncExitStack, stop: asyncio.Event) -> ClusterApi | None:
     """The API server's client; None where `stop` is set before. Retried until the credentials are there."""
     from gpushare_agent.cluster.kube.client import open_cluster_api
 
     while not stop.is_set():
         # A service account's token may be mounted after the process has started.
-        opening = open_cluster_api(kubeconfig=settings.kubeconfig, request_s=request_timeout_s(settings.extender))
+        opening = open_cluster_api(kubeconfig=settings.kubeconfig, request_s=REQUEST_TIMEOUT_S)
         try:
             return await stack.enter_async_context(opening)
         except Unavailable as e:

@@ -63,11 +63,15 @@ FOREIGN_REMOVED = 64
 """Annotations in one patch. A pod can have thousands, and each patch names them all."""
 
 
+BIND_TIMEOUT_S = 4.0
+"""Less than the scheduler's httpTimeout in manifests/extender."""
+
+
 class BindTiming(Struct, frozen=True, kw_only=True):
     """`bind_s` limits one bind, all its requests together; `assume_s` the time that a pod reserved by filter may stay
     unbound."""
 
-    bind_s: float = 4.0
+    bind_s: float = BIND_TIMEOUT_S
     assume_s: float = 60.0
     reconcile_s: float = RECONCILE_PERIOD_S
     backoff: Backoff = field(default_factory=lambda: Backoff(base_s=0.1, cap_s=1.0))

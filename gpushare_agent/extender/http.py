@@ -43,6 +43,7 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from gpushare_agent import __version__
+from gpushare_agent.extender.bind import BIND_TIMEOUT_S
 from gpushare_agent.extender.claims_webhook import ClaimsWebhook
 from gpushare_agent.extender.debug import StatePages
 from gpushare_agent.extender.messages import Verb
@@ -59,6 +60,8 @@ BACKLOG = 128
 IDLE_S = 120.0
 """Longer than the 90 s after which a Go client closes: else it may send a request into a connection that is being closed."""
 BODY_S = 10.0
+MAX_BODY_BYTES = 8 * 1024 * 1024
+"""A whole node object has 10 to 20 KiB."""
 SHORT_BYTES = 512 * 1024
 """The names of 10,000 nodes."""
 LONG_AT_ONCE = 8
@@ -109,6 +112,7 @@ class ExtenderWeb(Struct, kw_only=True, eq=False):
     """Those of any port of the program."""
     _long_bodies: _LongBodies = field(default_factory=lambda: _LongBodies(LONG_AT_ONCE))
     _long_reviews: _LongBodies = field(default_factory=lambda: _LongBodies(LONG_REVIEWS_AT_ONCE, MAX_REVIEW_BYTES))
+    bind_s: float = BIND_TIMEOUT_S
     _is_listening: asyncio.Event = field(default_factory=asyncio.Event)
     bound_port: int = 0
 
@@ -129,8 +133,8 @@ class ExtenderWeb(Struct, kw_only=True, eq=False):
             context = tls_context(settings.tls_cert, settings.tls_key, settings.client_ca)
         limits = replace(
             self.limits,
-            body_bytes=settings.max_body_mib << 20,
-            shutdown_s=settings.bind_timeout_s + 1,  # a bind that began with the last request ends by its own limit
+            body_bytes=MAX_BODY_BYTES,
+            shutdown_s=self.bind_s + 1,  # a bind that began with the last request ends by its own limit
             cancels_handlers=False,  # a bind goes on, whether or not the scheduler still waits for it
         )
         server = HttpServer("extender", self._routes(), limits=limits, tls=context)

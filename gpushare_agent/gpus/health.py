@@ -129,13 +129,13 @@ XID_NAMES = {
 
 
 class HealthPolicy(Struct, frozen=True, kw_only=True):
-    """The rules, as the settings of the same names (`health.…`) have them."""
+    """The rules, as the settings of the same names (`health.…`) have them; the maximum is no setting."""
 
     ignored_xids: frozenset[int] = frozenset()
     reset_xids: frozenset[int] = frozenset()
     recovery_probes: int = 1
     recovery_period_s: float = 0.0
-    recovery_period_max_s: float = 0.0
+    recovery_period_max_s: float = 600.0
 
 
 class EventMeaning(StrEnum):

@@ -104,7 +104,6 @@ def health_policy(settings: Settings) -> HealthPolicy:
         reset_xids=frozenset(health.reset_xids),
         recovery_probes=health.recovery_probes,
         recovery_period_s=health.recovery_period_s,
-        recovery_period_max_s=health.recovery_period_max_s,
     )
 
 

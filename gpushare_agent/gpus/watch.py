@@ -31,6 +31,8 @@ log = structlog.get_logger(__name__)
 
 NO_GPUS_PERIOD_S = 30.0
 """Between two polls of a node without a readable driver."""
+EVENT_PERIOD_S = 1.0
+"""Of reading simulated events, half the first pause after a failure. NVML's (Xid errors, ECC) are waited for."""
 EVENT_BACKOFF_MAX_S = 30.0
 MIN_PAUSE_S = 0.01
 EVENT_PAUSE_S = 0.05
@@ -57,6 +59,7 @@ class GpuWatch(Struct, eq=False):
     node: Node
     driver: GpuDriver
     clock: Callable[[], float] = time.monotonic
+    event_period_s: float = EVENT_PERIOD_S
     _poll_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     _polls: Reconciler = field(default_factory=Reconciler)
     _event_failures: int = 0
@@ -103,10 +106,8 @@ class GpuWatch(Struct, eq=False):
         except AgentError as e:
             self.node.metrics.driver_error("events_failed")
             self._event_failures += 1
-            # A period above the maximum, which settings allow, must not be shortened by a failure.
-            period_s = self.node.settings.health.event_period_s
-            longest_s = max(EVENT_BACKOFF_MAX_S, period_s)
-            delay_s = Backoff(base_s=2 * period_s, cap_s=longest_s).delay_s(self._event_failures)
+            backoff = Backoff(base_s=2 * self.event_period_s, cap_s=EVENT_BACKOFF_MAX_S)
+            delay_s = backoff.delay_s(self._event_failures)
             if self._event_failures == 1:
                 log.warning("gpu_events_lost", error=str(e), then="polls go on; fetching is retried with backoff")
                 self.poll_soon()
@@ -115,7 +116,7 @@ class GpuWatch(Struct, eq=False):
             log.info("gpu_events_back", failures=self._event_failures)
             self._event_failures = 0
         if not events:
-            return self.node.settings.health.event_period_s
+            return self.event_period_s
         self._note(events)
         return EVENT_PAUSE_S
 

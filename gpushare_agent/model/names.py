@@ -48,6 +48,8 @@ PREDICATE_GPU_INDEX_PREFIX = "tencent.com/predicate-gpu-idx-"
 """Followed by the container's position in spec.containers; value "0" or "1,3"."""
 GPU_ASSIGNED_ANNOTATION = "tencent.com/gpu-assigned"
 
+GPUSHARE_COUNT_RESOURCE = "aliyun.com/gpu-count"
+"""Capacity of the node with its number of GPUs, which GPUShare's inspection tool reads."""
 GPUSHARE_INDEX_ANNOTATION = "ALIYUN_COM_GPU_MEM_IDX"
 """GPUShare's, on the pod: the index of the GPU that its extender chose, or that the agent gave."""
 GPUSHARE_ASSIGNED_ANNOTATION = "ALIYUN_COM_GPU_MEM_ASSIGNED"

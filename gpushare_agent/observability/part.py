@@ -12,7 +12,7 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from gpushare_agent import __version__
-from gpushare_agent.admission.outcomes import DecisionLog
+from gpushare_agent.admission.outcomes import KEPT_DECISIONS, DecisionLog
 from gpushare_agent.gpus.watch import GpuDriver
 from gpushare_agent.isolation.container_ids import ContainerIds
 from gpushare_agent.isolation.isolations import Isolations
@@ -38,7 +38,7 @@ from gpushare_agent.observability.node_snapshot import (
     NodeSnapshot,
     SnapshotCache,
 )
-from gpushare_agent.observability.usage_history import UsageHistory
+from gpushare_agent.observability.usage_history import HISTORY_POINTS, UsageHistory
 from gpushare_agent.observability.usage_sampling import UsageSampling
 from gpushare_agent.placement.gpu_account import account_of
 from gpushare_agent.runtime.cgroups import ProcessOwners
@@ -91,16 +91,14 @@ def build(
     )
     history = UsageHistory(
         settings.usage.history_s,
-        settings.usage.history_points,
+        HISTORY_POINTS,
         idle_period_s=settings.usage.idle_period_s,
         allocations=node.cache.view,
     )
     view = NodeView(node, isolation, usage, not_ready)
     # A short period is to be seen as such; a long one must not hold back readiness, of which nobody is told.
     snapshots = SnapshotCache(view.snapshot, max_age_s=min(settings.sample_period_s, MAX_AGE_S))
-    node_api = NodeApi(
-        snapshot=snapshots.current, history=history, decisions=decisions, kept_decisions=settings.decisions.kept
-    )
+    node_api = NodeApi(snapshot=snapshots.current, history=history, decisions=decisions, kept_decisions=KEPT_DECISIONS)
     socket = settings.display.socket
     return ObservabilityPart(
         usage=usage,

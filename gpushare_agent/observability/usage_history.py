@@ -26,7 +26,9 @@ K = TypeVar("K", GpuUuid, ContainerKey)
 
 MAX_GPUS = 16
 MAX_CONTAINERS = 512
-"""Curves at once; with the default of 180 points all of them take 1.5 MiB."""
+"""Curves at once; all of them take 1.5 MiB."""
+HISTORY_POINTS = 180
+"""Of one curve."""
 RATIO_DIGITS = 4
 
 

@@ -99,6 +99,7 @@ FORMER_FLAGS: Mapping[str, FormerFlag] = {
     "vmodule": FormerFlag(reason="log.level counts"),
     # gpu-manager: its service of systemd names the socket of its display
     "addr": FormerFlag(read=lambda value: {"display.socket": value}),
+    "wait-timeout": FormerFlag(reason="nothing waits by it here", as_here=("1m", "1m0s", "60s")),
     "checkpoint-path": FormerFlag(reason="the kubelet's records count", as_here=("/etc/gpu-manager/checkpoint",)),
     # gpu-admission
     "address": FormerFlag(read=_extender_address),

@@ -66,8 +66,6 @@ class GpushareSettings(Section):
     """Offer GPUShare's resource on this node."""
     resource: ResourceName = "aliyun.com/gpu-mem"
     """Resource with the unit one unit of a GPU's memory."""
-    count_resource: ResourceName = "aliyun.com/gpu-count"
-    """Capacity of the node with its number of GPUs."""
     unit: Literal["GiB", "MiB"] = "GiB"
     """Size of one unit. MiB makes one device ID for each MiB."""
 
@@ -91,8 +89,6 @@ class KubeletSettings(Section):
     """CA of the kubelet's serving certificate, a file. Empty: the service account's ca.crt."""
     pod_lookup_timeout_s: Seconds = Field(default=2.0, ge=0.1, le=10)
     """How long an admission may take to identify its pod."""
-    look_again_s: Seconds = Field(default=0.4, ge=0, le=5)
-    """How long the lookup is repeated while two pods are possible."""
 
 
 class RuntimeSettings(Section):
@@ -124,8 +120,6 @@ class AllocationSettings(Section):
     """Period of comparing allocations with the kubelet's list."""
     cleanup_rejected_pods: bool = True
     """Delete pods rejected at admission that a controller replaces."""
-    cleanup_per_minute: Count = Field(default=30, ge=1, le=6000)
-    """Most rejected pods deleted per minute."""
 
 
 class ResizeSettings(Section):
@@ -151,10 +145,6 @@ class DraSettings(Section):
     consumable_shares: str = Field(default="memory", pattern="memory|unlimited|[1-9][0-9]{0,2}")
     """What a claim takes that names no memory, as by that option of NVIDIA's driver; memory: all of it. unlimited:
     nothing; a number: one of so many shares of a GPU; both without limits, and with nvidia_names alone."""
-    prepare_wait_s: Seconds = Field(default=40.0, ge=0, le=44)
-    """How long preparing a claim waits for what is missing. The kubelet's limit is 45 s."""
-    wake_pods: bool = True
-    """Patch pods whose claims could not be prepared: the kubelet tries again at once."""
 
     @model_validator(mode="after")
     def _has_shares_by_nvidias_names(self) -> Self:
@@ -229,8 +219,6 @@ class MpsSettings(Section):
     """The control program: a path, or a name in PATH."""
     probe_period_s: Seconds = Field(default=5.0, ge=0.1, le=3600)
     """Period of probing the daemon."""
-    command_timeout_s: Seconds = Field(default=5.0, ge=0.1, le=120)
-    """Time limit of one command to the daemon."""
     max_clients: Count = Field(default=48, ge=1, le=4096)
     """Most sharing containers of one GPU. MPS serves 48 clients a GPU."""
     default_active_thread_percentage: Count = Field(default=100, ge=1, le=100)
@@ -308,9 +296,6 @@ class HealthSettings(Section):
 
     check_period_s: Seconds = Field(default=5.0, ge=0.05, le=3600)
     """Period of reading the GPUs' state from the driver."""
-    event_period_s: Seconds = Field(default=1.0, ge=0.05, le=60)
-    """Period of reading simulated events, half the first pause after a failure. NVML's (Xid errors, ECC) are waited
-    for."""
     # NVIDIA's device plugin ignores the same: errors of a program, not of the GPU.
     ignored_xids: Xids = (13, 31, 43, 45, 68, 109)
     """Xid errors that leave a GPU Healthy. Empty: none."""
@@ -320,8 +305,6 @@ class HealthSettings(Section):
     """Probes in a row that an Unhealthy GPU must pass to be Healthy again."""
     recovery_period_s: Seconds = Field(default=10.0, ge=0.05, le=3600)
     """Time between two of these probes, doubled each time the GPU becomes Unhealthy again."""
-    recovery_period_max_s: Seconds = Field(default=600.0, ge=0.05, le=86400)
-    """Most time between two of these probes."""
 
 
 class UsageSettings(Section):
@@ -329,17 +312,8 @@ class UsageSettings(Section):
 
     history_s: Seconds = Field(default=900.0, ge=10, le=86400)
     """Length of the history."""
-    history_points: Count = Field(default=180, ge=10, le=3600)
-    """Points of one curve of the history."""
     idle_period_s: Seconds = Field(default=60.0, ge=0, le=3600)
     """Period of sampling while nothing reads the use. 0: always sample_period_s."""
-
-
-class DecisionSettings(Section):
-    """Explanations of what was decided."""
-
-    kept: Count = Field(default=500, ge=1, le=100_000)
-    """Decisions kept in memory for `explain` and the dashboard."""
 
 
 class FactsSettings(Section):
@@ -389,9 +363,6 @@ class ExtenderSettings(Section):
     node_policy: Literal["fgd", "binpack", "spread"] = "binpack"
     """Pods go to the node where the fewest free GPUs become useless to the pods that usually come (fgd), to the fullest
     that fits (binpack), or to the emptiest (spread)."""
-    most_fitting_nodes: Count = Field(default=100, ge=0, le=20_000)
-    """The most nodes that filter answers, the best of those that fit; a pod with preferred affinities or spread
-    constraints of its own gets all. 0: always all, with reasons for the others."""
     config: OptionalPath = None
     """gpu-admission's configuration file (JSON). It replaces quota_name, quota_namespace, model_label and pool_label.
     Empty: /etc/kubernetes/gpu-admission.config, else gpu-quota-admission.config there."""
@@ -412,31 +383,13 @@ class ExtenderSettings(Section):
     claims_webhook: Literal["off", "open", "certificate"] = "off"
     """Answer POST /mutate-pods and /translate-pods (docs/how-to/turn-limits-into-claims.md). open: every client.
     certificate: clients of client_ca. Both need TLS."""
-    max_body_mib: Count = Field(default=8, ge=1, le=512)
-    """Longest request, MiB. A whole node object has 10 to 20 KiB."""
-    bind_timeout_s: Seconds = Field(default=4.0, ge=0.1, le=60)
-    """Time limit of a bind. Must be less than the scheduler's httpTimeout."""
-    assume_timeout_s: Seconds = Field(default=60.0, ge=1, le=3600)
-    """How long a reservation waits for the bind (reserve filter)."""
     leader_elect: bool = True
     """Elect a leader by the Lease. false: there must be only one replica."""
-    lease_name: _Name = "gpushare-agent-extender"
-    """Name of the Lease."""
     lease_namespace: _NameOrEmpty = ""
     """Namespace of the Lease. Empty: the variable POD_NAMESPACE, else kube-system."""
-    # The three times are kube-scheduler's own.
-    lease_duration_s: Seconds = Field(default=15.0, ge=1, le=600)
-    """How long others wait for a leader that does not renew."""
-    renew_deadline_s: Seconds = Field(default=10.0, ge=0.5, le=600)
-    """How long a leader continues without a renewal."""
-    retry_period_s: Seconds = Field(default=2.0, ge=0.05, le=60)
-    """Period of reading or renewing the Lease."""
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
-        # A leader must stop before another one may begin, and try at least once more before it stops.
-        if not self.retry_period_s < self.renew_deadline_s < self.lease_duration_s:
-            raise ValueError("retry_period_s must be less than renew_deadline_s, and that less than lease_duration_s")
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ValueError("tls_cert and tls_key are only of use together")
         if self.client_ca is not None and self.tls_cert is None:

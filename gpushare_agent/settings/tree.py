@@ -17,6 +17,7 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from gpushare_agent.model.isolation import DeviceListStrategy, Sharing, isolation_parts
+from gpushare_agent.model.names import GPUSHARE_COUNT_RESOURCE
 from gpushare_agent.settings import sections
 from gpushare_agent.settings.node_configuration import NodeConfigurationSettings
 from gpushare_agent.settings.nvidia import NvidiaSettings
@@ -40,7 +41,6 @@ SOURCES = "_sources"
 ALIASES = {
     "hostname-override": "node_name",
     "sample-period": "sample_period_s",
-    "wait-timeout": "wait_timeout_s",
     "cards": "simulated.cards",
     "card-memory-mib": "simulated.card_memory_mib",
     "topology": "simulated.topology",
@@ -100,8 +100,6 @@ class Settings(BaseSettings):
     claims."""
     sample_period_s: Seconds = Field(default=1.0, ge=0.05, le=3600)
     """Period of sampling the use of GPUs."""
-    wait_timeout_s: Seconds = Field(default=60.0, ge=0.05, le=3600)
-    """gpu-manager's; no effect."""
     node_configuration: NodeConfigurationSettings = _DEFAULTS
     simulated: sections.SimulatedSettings = _DEFAULTS
     resources: sections.ResourceSettings = _DEFAULTS
@@ -122,7 +120,6 @@ class Settings(BaseSettings):
     web: sections.WebSettings = _DEFAULTS
     health: sections.HealthSettings = _DEFAULTS
     usage: sections.UsageSettings = _DEFAULTS
-    decisions: sections.DecisionSettings = _DEFAULTS
     facts: sections.FactsSettings = _DEFAULTS
     control: sections.ControlSettings = _DEFAULTS
     display: sections.DisplaySettings = _DEFAULTS
@@ -156,8 +153,8 @@ class Settings(BaseSettings):
 
     @model_validator(mode="after")
     def _resources_differ(self) -> Self:
-        shared, count = self.gpushare.resource, self.gpushare.count_resource
-        if len({self.resources.vcore, self.resources.vmemory, shared, count}) < 4:
+        names = {self.resources.vcore, self.resources.vmemory, self.gpushare.resource, GPUSHARE_COUNT_RESOURCE}
+        if len(names) < 4:
             raise ValueError("the names of gpushare and of resources must all differ")
         return self
 
@@ -177,7 +174,7 @@ class Settings(BaseSettings):
 
     @model_validator(mode="after")
     def _nvidia_names_are_its_own(self) -> Self:
-        others = {self.resources.vcore, self.resources.vmemory, self.gpushare.resource, self.gpushare.count_resource}
+        others = {self.resources.vcore, self.resources.vmemory, self.gpushare.resource, GPUSHARE_COUNT_RESOURCE}
         if self.nvidia.enabled and (taken := sorted(others.intersection(self.nvidia.resource_names))):
             raise ValueError(f"nvidia and another section both have the resource {taken[0]}")
         # One replica of a GPU is the whole GPU, which share_mode=false allows.

@@ -14,6 +14,7 @@ from typing import Any
 
 from structlog.testing import capture_logs
 
+from gpushare_agent.gpus.watch import EVENT_PERIOD_S
 from gpushare_agent.sandbox.kubelet.plugin_endpoint import PluginDevice, PluginEndpoint
 from gpushare_agent.sandbox.node import EmbeddedNode
 from tests.agent.support_agent import (
@@ -38,7 +39,6 @@ from tests.support_deadline import DEADLINE_S
 
 FAST = (
     "--simulated.cards=2",
-    "--health.event-period-s=0.05",
     "--health.recovery-probes=2",
     "--health.recovery-period-s=0.05",
 )
@@ -73,11 +73,12 @@ def _record_lists(node: EmbeddedNode) -> Lists:
 
 
 @asynccontextmanager
-async def _agent(*flags: str) -> AsyncIterator[tuple[EmbeddedNode, InnerAgent, Path]]:
+async def _agent(*flags: str, event_period_s: float = 0.05) -> AsyncIterator[tuple[EmbeddedNode, InnerAgent, Path]]:
     """A node and an agent with an empty faults file that it has read, so that every entry added later is new."""
     async with open_test_node() as node:
         write_rehearsal(node.paths.faults)
         async with open_agent(node, *FAST, *flags) as agent:
+            agent.parts.gpus.watch.event_period_s = event_period_s
             yield node, agent, node.paths.faults
 
 
@@ -102,8 +103,8 @@ def _event_reasons(node: EmbeddedNode) -> list[str]:
 async def test_xid_79_takes_the_gpu_away_and_a_reset_brings_it_back() -> None:
     """With the default period of events. Both resources, in one message each; the other GPU is never touched, who runs goes
     on, a new pod goes elsewhere, one for which no GPU is left is refused with the reason, and the reset GPU is used."""
-    flags = ("--simulated.cards=3", "--health.event-period-s=0.5", "--health.check-period-s=0.2")
-    async with _agent(*flags) as (node, agent, faults):
+    flags = ("--simulated.cards=3", "--health.check-period-s=0.2")
+    async with _agent(*flags, event_period_s=EVENT_PERIOD_S) as (node, agent, faults):
         ill, *others = (uuid_of(agent, index) for index in range(3))
         node.api.create_pod(pod("first", container(cores=30, blocks=10)))
         await wait_running(node, "first")

@@ -16,7 +16,6 @@ FLAGS = (
     "--isolation=none",
     "--sample-period-s=0.1",
     "--usage.idle-period-s=0",
-    "--health.event-period-s=0.05",
     "--health.recovery-probes=1",
     "--health.recovery-period-s=0.05",
 )

@@ -124,7 +124,7 @@ async def test_what_adds_the_drivers_libraries_is_asked_of_the_volumes(
     [
         ("--gpushare.resource=tencent.com/vcuda-core",),
         ("--gpushare.resource=no name",),
-        ("--gpushare.count-resource=aliyun.com/gpu-mem",),
+        ("--gpushare.resource=aliyun.com/gpu-count",),
     ],
 )
 def test_gpushares_names_must_be_names_of_their_own(flags: tuple[str, ...]) -> None:

@@ -18,7 +18,7 @@ from gpushare_agent.isolation.kept import NOT_KEPT_TEXTS
 from gpushare_agent.model.allocations import ClaimRef, ClaimShare
 from gpushare_agent.model.errors import RefusalReason
 from gpushare_agent.model.gpus import MigPlace
-from gpushare_agent.model.names import VCORE_RESOURCE, VMEMORY_RESOURCE
+from gpushare_agent.model.names import GPUSHARE_COUNT_RESOURCE, VCORE_RESOURCE, VMEMORY_RESOURCE
 from gpushare_agent.settings.former_flags import FORMER_FLAGS
 from gpushare_agent.settings.settings import Settings
 from gpushare_agent.settings.sources import read_flags
@@ -195,7 +195,7 @@ def test_the_guide_to_uninstall_takes_every_resource_from_the_nodes_status() -> 
     page = (ROOT / "docs/how-to/uninstall.md").read_text(encoding="utf-8")
     (patch,) = re.findall(r"kubectl patch node NODE --subresource=status --type=merge -p '([^']+)'", page)
     gpushare = Settings().gpushare
-    offered = {VCORE_RESOURCE, VMEMORY_RESOURCE, gpushare.resource, gpushare.count_resource}
+    offered = {VCORE_RESOURCE, VMEMORY_RESOURCE, gpushare.resource, GPUSHARE_COUNT_RESOURCE}
     assert json.loads(patch) == {"status": {"capacity": dict.fromkeys(offered)}}
 
 

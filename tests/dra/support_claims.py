@@ -19,7 +19,7 @@ from gpushare_agent.model.errors import NotFound, Refused
 from gpushare_agent.model.names import GpuUuid
 from gpushare_agent.model.pods import ContainerKind, ContainerSpec
 from gpushare_agent.node import GpuSplit, Node
-from gpushare_agent.settings.sections import DraSettings, MpsSettings
+from gpushare_agent.settings.sections import MpsSettings
 from gpushare_agent.settings.settings import Settings
 from tests.support_core import NAMES, inventory, isolation_config, pod
 from tests.support_json import undecoded
@@ -178,7 +178,7 @@ class Driver:
         """As another process of the agent would make them: over the same files, with a ledger of its own."""
         self.node = node_of(
             self.gpus,
-            settings=Settings(node_name=NODE, dra=DraSettings(prepare_wait_s=self.wait_s)),
+            settings=Settings(node_name=NODE),
             kind=ClaimedNode,
             metrics=self,
             pods=self.store,
@@ -193,6 +193,7 @@ class Driver:
             files=self.files,
             isolation=self,
             pods_timeout_s=0.5,
+            prepare_wait_s=self.wait_s,
         )
         made.attach(self.api)
         self.cache.subscribe(lambda _old, _new: made.changed())

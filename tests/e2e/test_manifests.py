@@ -13,7 +13,6 @@ pytestmark = pytest.mark.e2e
 BEHIND = {
     "driver-container": ["vcuda"],
     "prune-driver-volume": ["vcuda"],
-    "cgroup-v1": ["isolation-none"],
 }
 """The components that a component's own text says it is to be listed behind."""
 KUSTOMIZATIONS = sorted(

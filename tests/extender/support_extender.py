@@ -20,7 +20,7 @@ from gpushare_agent.cluster.informer import Informer
 from gpushare_agent.cluster.kube.client import ALL_NODES, LIVE_PODS, ClusterApi, open_cluster_api
 from gpushare_agent.cluster.kube.pods import read_pod_json
 from gpushare_agent.cluster.node_annotations import ALLOCATIONS_ANNOTATION, GPUS_ANNOTATION
-from gpushare_agent.extender.app import ExtenderParts, build, serve
+from gpushare_agent.extender.app import MOST_FITTING_NODES, ExtenderParts, build, serve
 from gpushare_agent.extender.bind import Binder, BindTiming, PodWrites
 from gpushare_agent.extender.cluster_feed import NodesFeed, PodsFeed
 from gpushare_agent.extender.cluster_state import ClusterState
@@ -316,12 +316,14 @@ async def running_extender(
     is_ready: bool = True,
     request_s: float = DEADLINE_S,
     clock: Callable[[], float] = time.monotonic,
+    most_fitting: int = MOST_FITTING_NODES,
     **settings: Any,
 ) -> AsyncIterator[Asker]:
     """The whole extender over HTTP, without election unless asked for."""
     chosen = {"port": 0, "leader_elect": False, **settings}
     async with opened_api(cluster, request_s=request_s) as api, aiohttp.ClientSession() as session:
         parts = build(Settings(extender=ExtenderSettings(**chosen)), api, clock=clock)
+        parts.web.verbs.most_fitting = most_fitting
         stop = asyncio.Event()
         async with asyncio.TaskGroup() as group:
             group.create_task(serve(parts, stop))

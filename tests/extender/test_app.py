@@ -9,14 +9,16 @@ import signal
 import ssl
 import sys
 from asyncio.subprocess import Process
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import aiohttp
 import pytest
 
-from gpushare_agent.extender.app import request_timeout_s, with_admission_config
+from gpushare_agent.extender import app
+from gpushare_agent.extender.app import with_admission_config
+from gpushare_agent.extender.bind import BIND_TIMEOUT_S
 from gpushare_agent.extender.leader_election import LeaderElection, boot_time_s
 from gpushare_agent.model.errors import StartupError
 from gpushare_agent.settings.sections import ExtenderSettings
@@ -34,17 +36,25 @@ from tests.extender.support_extender import (
 from tests.fakes.api_server import DATA
 from tests.support_deadline import DEADLINE_S
 
-ELECTION = {"lease_duration_s": 120.0, "renew_deadline_s": 60.0, "retry_period_s": 0.05}
+ELECTION = {"LEASE_DURATION_S": 120.0, "RENEW_DEADLINE_S": 60.0, "RETRY_PERIOD_S": 0.05}
 """A leader that lives leads on, however long a busy machine stops it."""
+RUN_WITH_ELECTION = f"""
+import runpy
+from gpushare_agent.extender import app
+vars(app).update({ELECTION})
+runpy.run_module("gpushare_agent", run_name="__main__")
+"""
 
 
 @asynccontextmanager
-async def process_of_extender(directory: Path, cluster: FakeCluster, *flags: str) -> AsyncIterator[tuple[Process, str]]:
+async def process_of_extender(
+    directory: Path, cluster: FakeCluster, *, program: Sequence[str] = ("-m", "gpushare_agent")
+) -> AsyncIterator[tuple[Process, str]]:
     """The command, once it decides, and its URL."""
     kubeconfig = write_kubeconfig(directory, cluster.url, {"token": "x"})
     process = await asyncio.create_subprocess_exec(
         sys.executable,
-        *("-m", "gpushare_agent", "extender", f"--kubeconfig={kubeconfig}", "--extender.port=0", *flags),
+        *(*program, "extender", f"--kubeconfig={kubeconfig}", "--extender.port=0"),
         stderr=asyncio.subprocess.PIPE,
     )
     assert process.stderr is not None
@@ -68,15 +78,18 @@ def lease_holder(cluster: FakeCluster) -> str:
     return holder
 
 
-async def test_the_other_replica_takes_over_what_a_killed_one_had_bound(short_dir: Path) -> None:
+async def test_the_other_replica_takes_over_what_a_killed_one_had_bound(
+    short_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One leads and the other answers 503; when the first is killed the second lists before it answers, and gives nothing
     twice."""
     pods = [raw_pod("a", (60, 8)), raw_pod("b", (60, 8))]
-    flags = [f"--extender.{name.replace('_', '-')}={value}" for name, value in ELECTION.items()]
+    for name, value in ELECTION.items():
+        monkeypatch.setattr(app, name, value)
     async with (
         fake_cluster(raw_node("n1", gpus=1), pods=pods) as cluster,
-        process_of_extender(short_dir, cluster, *flags) as (process, url),
-        running_extender(cluster, is_ready=False, leader_elect=True, **ELECTION) as second,
+        process_of_extender(short_dir, cluster, program=("-c", RUN_WITH_ELECTION)) as (process, url),
+        running_extender(cluster, is_ready=False, leader_elect=True) as second,
     ):
         await eventually(lambda: second.parts.election.holder == lease_holder(cluster) != "")
         assert (await second.post("/scheduler/filter", {}))[0] == 503
@@ -94,7 +107,7 @@ async def test_the_other_replica_takes_over_what_a_killed_one_had_bound(short_di
         asked = len(cluster.requests)
         await cluster.wait(lambda: sum(m == "GET" and "leases" in path for m, path in cluster.requests[asked:]) > 2)
         assert isinstance(second.parts.election, LeaderElection)
-        second.parts.election.clock = lambda: boot_time_s() + ELECTION["lease_duration_s"]
+        second.parts.election.clock = lambda: boot_time_s() + ELECTION["LEASE_DURATION_S"]
         await eventually(lambda: second.parts.leadership.listed_in == second.parts.election.term > 0)
         assert "cores" in await second.bind(pods[1], "n1")
 
@@ -257,8 +270,6 @@ def test_a_wrong_configuration_is_named(short_dir: Path, text: str, words: str) 
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"retry_period_s": 10.0},
-        {"renew_deadline_s": 15.0},
         {"tls_cert": "/c"},
         {"client_ca": "/c"},
         {"claims_webhook": "open"},
@@ -276,7 +287,6 @@ def test_settings_that_do_not_fit_together_are_refused(wrong: dict[str, object])
 
 def test_no_request_outlives_the_lease() -> None:
     """A request that a leader began at its deadline ends before another can lead, and a bind has time for two."""
-    for chosen in (ExtenderSettings(), ExtenderSettings(lease_duration_s=11.0), ExtenderSettings(bind_timeout_s=60.0)):
-        limit_s = request_timeout_s(chosen)
-        assert limit_s <= chosen.lease_duration_s - chosen.renew_deadline_s
-        assert 2 * limit_s <= chosen.bind_timeout_s
+    assert app.RETRY_PERIOD_S < app.RENEW_DEADLINE_S < app.LEASE_DURATION_S
+    assert app.REQUEST_TIMEOUT_S <= app.LEASE_DURATION_S - app.RENEW_DEADLINE_S
+    assert 2 * app.REQUEST_TIMEOUT_S <= BIND_TIMEOUT_S

@@ -28,6 +28,7 @@ from gpushare_agent.extender.http import (
     IDLE_S,
     LONG_AT_ONCE,
     LONG_REVIEWS_AT_ONCE,
+    MAX_BODY_BYTES,
     MAX_REVIEW_BYTES,
     SHORT_BYTES,
     ExtenderWeb,
@@ -110,7 +111,8 @@ async def served(
 ) -> AsyncIterator[int]:
     """The port of an extender that decides."""
     web = ExtenderWeb(
-        settings=ExtenderSettings(port=0, bind_timeout_s=0.1, **settings),
+        settings=ExtenderSettings(port=0, **settings),
+        bind_s=0.1,
         body_s=body_s,
         limits=limits or HttpLimits(idle_s=IDLE_S),
         verbs=EverythingFits(names=ResourceNames(), state=NOTHING, binder=NOTHING, metrics=NOTHING, waiters=NOTHING),
@@ -407,12 +409,12 @@ async def test_no_request_however_long_keeps_the_loop_for_long(body: bytes, verb
 
 async def test_a_packed_or_too_long_body_is_refused_before_it_is_read(peers: list[Peer]) -> None:
     """By its headers: 415, as what it unpacks to is not known, and 413."""
-    async with served(max_body_mib=1) as port:
+    async with served() as port:
         packed, long = await Peer.open(port), await Peer.open(port)
         peers += [packed, long]
         post(packed, b"x", header="Content-Encoding: gzip\r\n", length=100)
         assert (await packed.answer())[0] == 415
-        post(long, b"{", length=(1 << 20) + 1)
+        post(long, b"{", length=MAX_BODY_BYTES + 1)
         assert (await long.answer())[0] == 413
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import structlog.testing
 
+from gpushare_agent.extender import app
 from gpushare_agent.extender.leader_election import APP_LABEL, LEADER, ROLE_LABEL, LeaderLabel
 from tests.cluster.support_kube import FAST, running
 from tests.extender.support_extender import FakeCluster, eventually, fake_cluster, opened_api, raw_pod, running_extender
@@ -188,14 +189,15 @@ async def test_the_extender_labels_its_pod_and_takes_the_label_off_at_its_end(mo
 
 async def test_of_two_replicas_the_leaders_pod_has_the_label(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both are ready; when the leader ends, its label goes and the other one's pod gets it."""
-    quick = {"lease_duration_s": 600.0, "renew_deadline_s": 500.0, "retry_period_s": 0.05, "leader_elect": True}
+    for name, value in (("LEASE_DURATION_S", 600.0), ("RENEW_DEADLINE_S", 500.0), ("RETRY_PERIOD_S", 0.05)):
+        monkeypatch.setattr(app, name, value)
     monkeypatch.setenv("POD_NAMESPACE", NAMESPACE)
     async with fake_cluster(pods=[replica("a", APP), replica("b", APP)]) as cluster, AsyncExitStack() as stack:
         monkeypatch.setenv("POD_NAME", "a")
-        first = await stack.enter_async_context(running_extender(cluster, **quick))
+        first = await stack.enter_async_context(running_extender(cluster, leader_elect=True))
         await eventually(lambda: leaders(cluster) == ["a"])
         monkeypatch.setenv("POD_NAME", "b")
-        async with running_extender(cluster, is_ready=False, **quick) as second:
+        async with running_extender(cluster, is_ready=False, leader_elect=True) as second:
             await eventually(lambda: all(one.has_listed for one in second.parts.informers))
             assert [(await one.get("/readyz"))[0] for one in (first, second)] == [200, 200]
             assert leaders(cluster) == ["a"]

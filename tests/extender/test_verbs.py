@@ -13,6 +13,8 @@ import pytest
 from structlog.testing import capture_logs
 
 from gpushare_agent import __version__
+from gpushare_agent.extender.bind import BindTiming
+from gpushare_agent.extender.http import MAX_BODY_BYTES
 from gpushare_agent.model.names import (
     GPU_ASSIGNED_ANNOTATION,
     PREDICATE_NODE_ANNOTATION,
@@ -74,7 +76,7 @@ async def golden_extender() -> AsyncIterator[Asker]:
         holds(cluster, "node-b", ("victim-1", 0, 60, 8), ("kept-1", 1, 60, 8))
         holds(cluster, "node-c", ("victim-2", 0, 60, 8), ("kept-2", 1, 60, 8))
         holds(cluster, "node-d", ("kept-3", 0, 30, 8))
-        async with running_extender(cluster, most_fitting_nodes=0) as asker:
+        async with running_extender(cluster, most_fitting=0) as asker:
             yield asker
 
 
@@ -158,7 +160,7 @@ async def test_filter_answers_the_best_of_many_nodes() -> None:
     async with fake_cluster(*nodes, pods=[]) as cluster:
         for number, cores in ((1, 30), (3, 20), (4, 90)):
             holds(cluster, f"n{number}", (f"uid-{number}", 0, cores, 4), (f"uid-other-{number}", 1, cores, 4))
-        async with running_extender(cluster, most_fitting_nodes=2) as asker:
+        async with running_extender(cluster, most_fitting=2) as asker:
             names = ["n4", "n3", "n2", "n1", "n0"]
             answer = await asker.filter(raw_pod("a", (30, 4)), names)
             assert (answer["NodeNames"], answer["FailedNodes"]) == (["n1", "n3"], {}), "the fullest where it fits"
@@ -168,7 +170,7 @@ async def test_filter_answers_the_best_of_many_nodes() -> None:
             assert (answer["NodeNames"], answer["FailedNodes"]) == (["n3", "n2", "n1", "n0"], {})
             answer = await asker.filter(raw_pod("c", (300, 0)), names)
             assert (answer["NodeNames"], sorted(answer["FailedAndUnresolvableNodes"])) == ([], sorted(names))
-        async with running_extender(cluster, most_fitting_nodes=0) as asker:
+        async with running_extender(cluster, most_fitting=0) as asker:
             answer = await asker.filter(raw_pod("a", (30, 4)), names)
             assert (answer["NodeNames"], list(answer["FailedNodes"])) == (["n3", "n2", "n1", "n0"], ["n4"])
 
@@ -270,9 +272,9 @@ async def test_a_malformed_request_is_reported_what_is_wrong(path: str, body: An
 
 
 async def test_a_request_that_is_too_long_is_refused() -> None:
-    """More than the setting's bytes are not read."""
-    async with fake_cluster(raw_node("n1")) as cluster, running_extender(cluster, max_body_mib=1) as asker:
-        status, _ = await asker.post("/scheduler/filter", io.BytesIO(b" " * ((1 << 20) + 1)))
+    """More than 8 MiB are not read."""
+    async with fake_cluster(raw_node("n1")) as cluster, running_extender(cluster) as asker:
+        status, _ = await asker.post("/scheduler/filter", io.BytesIO(b" " * (MAX_BODY_BYTES + 1)))
         assert status == 413
 
 
@@ -371,16 +373,16 @@ async def test_a_pod_that_is_filtered_twice_gets_an_answer_twice() -> None:
 
 
 async def test_what_filter_set_aside_expires_when_the_pod_is_never_bound() -> None:
-    """With reserve=filter: after the time of the setting the GPUs are free, and the annotations gone."""
+    """With reserve=filter: after its time the GPUs are free, and the annotations gone."""
     pods = [raw_pod("a", (60, 8)), raw_pod("b", (60, 8))]
     clock = FakeClock()
     async with (
         fake_cluster(raw_node("n1", gpus=1), pods=pods) as cluster,
-        running_extender(cluster, reserve="filter", assume_timeout_s=1, clock=clock) as asker,
+        running_extender(cluster, reserve="filter", clock=clock) as asker,
     ):
         assert (await asker.filter(pods[0], ["n1"]))["NodeNames"] == ["n1"]
         assert (await asker.filter(pods[1], ["n1"]))["NodeNames"] == []
-        clock.now += 1
+        clock.now += BindTiming().assume_s
         await eventually(lambda: asker.parts.state.reservations() == [])
         assert (await asker.filter(pods[1], ["n1"]))["NodeNames"] == ["n1"]
         await eventually(lambda: predicted(cluster.pod("default", "a")) == {})

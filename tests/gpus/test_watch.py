@@ -47,9 +47,11 @@ def _watch(
     event_period_s: float = 0.5,
     metrics: Counted | None = None,
 ) -> GpuWatch:
-    health = SimpleNamespace(check_period_s=period_s, event_period_s=event_period_s)
+    health = SimpleNamespace(check_period_s=period_s)
     settings = SimpleNamespace(health=health)
-    return GpuWatch(node_of(inventory=state, metrics=metrics or Counted(), settings=settings), driver)
+    return GpuWatch(
+        node_of(inventory=state, metrics=metrics or Counted(), settings=settings), driver, event_period_s=event_period_s
+    )
 
 
 async def _poll(watch: GpuWatch, driver: ShownDriver, *shown: GpuInventory | Exception) -> None:

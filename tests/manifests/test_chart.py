@@ -31,7 +31,6 @@ CASES: dict[str, tuple[Values, list[str], list[str]]] = {
     "mps": ({"isolation": "mps", "mpsDaemon": {"enabled": False}}, ["base"], ["mps"]),
     "mps-daemon": ({"isolation": "mps"}, ["base", "mps-daemon"], ["mps"]),
     "none": ({"isolation": "none"}, ["base"], ["isolation-none"]),
-    "cgroup-v1": ({"isolation": "none", "hostPID": True}, ["base"], ["isolation-none", "cgroup-v1"]),
     "without-host-pid": ({"hostPID": False}, ["base"], ["without-host-pid"]),
     "driver-limits": (
         {"isolation": "gpushare+driver", "driverLimits": {"setByAgent": True}},
@@ -50,7 +49,6 @@ CASES: dict[str, tuple[Values, list[str], list[str]]] = {
         ["cdi", "driver-from-host"],
     ),
     "nvidia": ({"nvidia": ON}, ["base"], ["nvidia"]),
-    "nvidia-mps": ({"nvidia": {"enabled": True, "sharing": "mps"}}, ["base", "mps-daemon"], ["nvidia", "nvidia-mps"]),
     "nvidia-mig-monitor": (
         {"nvidia": {"enabled": True, "migMonitor": True}},
         ["base"],
@@ -71,9 +69,9 @@ CASES: dict[str, tuple[Values, list[str], list[str]]] = {
         ["without-cleanup", "without-node-facts", "network-policy"],
     ),
     "sockets": (
-        {"displaySocket": ON, "runtimeSocket": ON, "wholeKubeletDirectory": True},
+        {"displaySocket": ON, "runtimeSocket": ON},
         ["base"],
-        ["display-socket", "runtime-socket", "whole-kubelet-directory"],
+        ["display-socket", "runtime-socket"],
     ),
     "node-configuration": ({"config": {"name": "gpushare-agent-nodes"}}, ["base"], ["node-configuration"]),
     "monitoring": ({"prometheusOperator": ON}, ["base"], ["prometheus-operator"]),
@@ -116,6 +114,23 @@ def test_the_chart_installs_what_kustomize_does(name: str, tmp_path: Path) -> No
     assert found.keys() == expected.keys()
     for key, one in expected.items():
         assert found[key] == one, key
+
+
+def test_nvidias_replicas_under_mps_have_the_daemon_and_the_setting(tmp_path: Path) -> None:
+    """The directory is in the component nvidia."""
+    found = chart_objects({"nvidia": {"enabled": True, "sharing": "mps"}}, tmp_path)
+    agent = found["DaemonSet", "gpushare-agent"]["spec"]["template"]["spec"]["containers"][0]
+    assert {"name": "GPUSHARE_NVIDIA__SHARING", "value": "mps"} in agent["env"]
+    assert "/run/gpushare-mps" in {mount["mountPath"] for mount in agent["volumeMounts"]}
+    assert ("DaemonSet", "gpushare-mps") in found
+
+
+def test_nodes_with_cgroup_v1_get_the_hosts_pids_back(tmp_path: Path) -> None:
+    """Under isolation none, which takes them away: a force-deleted pod's processes are seen in no other way."""
+    for host_pid in (None, True):
+        found = chart_objects({"isolation": "none", "hostPID": host_pid}, tmp_path)
+        pod = found["DaemonSet", "gpushare-agent"]["spec"]["template"]["spec"]
+        assert pod.get("hostPID", False) is bool(host_pid)
 
 
 def test_every_component_of_the_manifests_has_a_value() -> None:
@@ -362,8 +377,8 @@ def _extender_counts_as_the_agents(objects: Objects) -> None:
             "extender.settings.extender.claims_webhook: has no effect",
         ),
         (
-            {"extender": {"enabled": True, "settings": {"extender": {"lease_name": "a"}}}},
-            "extender.lease_name: its Role",
+            {"extender": {"enabled": True, "settings": {"extender": {"lease_namespace": "a"}}}},
+            "extender.lease_namespace: its Role",
         ),
         ({"extender": {"enabled": True, "settings": {"gpushare": ON}}}, "set `settings.gpushare`"),
         ({"extender": {**WEBHOOK, "networkPolicy": ON}}, "API servers must reach it"),

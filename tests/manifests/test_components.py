@@ -12,6 +12,7 @@ import yaml
 
 from gpushare_agent.cli.check_api import CLEANUP_RIGHT, FACTS_RIGHT
 from gpushare_agent.delivery.volume_config import read_volume_config
+from gpushare_agent.isolation.mps.control import COMMAND_TIMEOUT_S
 from gpushare_agent.runtime.node_probes import RUNTIME_SOCKETS
 from gpushare_agent.settings.settings import load_settings
 from tests.manifests.support_manifests import (
@@ -35,7 +36,6 @@ from tests.manifests.support_manifests import (
 VCUDA = "components/vcuda/vcuda.yaml"
 COMPONENTS = {
     "cdi",
-    "cgroup-v1",
     "display-socket",
     "dra",
     "dra-nvidia-names",
@@ -51,14 +51,12 @@ COMPONENTS = {
     "nvidia",
     "nvidia-config",
     "nvidia-mig-monitor",
-    "nvidia-mps",
     "prometheus-operator",
     "prune-driver-volume",
     "runtime-socket",
     "static-pods",
     "static-pods-self-signed",
     "vcuda",
-    "whole-kubelet-directory",
     "without-cleanup",
     "without-host-pid",
     "without-node-facts",
@@ -237,18 +235,6 @@ def files_of(directory: str) -> list[str]:
     return [*nested, *(file for file in own if documents(file)[0]["kind"] == "DaemonSet")]
 
 
-def test_the_whole_directory_component_replaces_every_mount_below_it() -> None:
-    """Nothing of the narrow mounts stays behind the wide one."""
-    (patch,) = documents("components/whole-kubelet-directory/mounts.yaml")
-    spec = patch["spec"]["template"]["spec"]
-    (container,) = spec["containers"]
-    removed = {mount["mountPath"] for mount in container["volumeMounts"] if mount.get("$patch") == "delete"}
-    (agent,) = pod_spec()["containers"]
-    assert removed == {m["mountPath"] for m in agent["volumeMounts"] if m["mountPath"].startswith("/var/lib/kubelet/")}
-    gone = {volume["name"] for volume in spec["volumes"] if volume.get("$patch") == "delete"}
-    assert gone == {m["name"] for m in agent["volumeMounts"] if m["mountPath"] in removed}
-
-
 def test_every_volume_is_mounted_and_every_mount_has_its_volume() -> None:
     """In the base and with each component: the API server refuses the one, the other is forgotten."""
     assert volumes_are_those_mounted(pod_spec())
@@ -380,7 +366,7 @@ def test_the_mps_daemon_is_at_the_place_where_the_component_looks_for_it() -> No
         mount = mount_of(path, mounts)
         assert mount["mountPath"] == mount["host"] and not mount.get("readOnly")
     assert settings.mps == effective_settings(patched("components/mps/mps.yaml")).mps
-    assert spec["terminationGracePeriodSeconds"] >= settings.mps.drain_timeout_s + 3 * settings.mps.command_timeout_s
+    assert spec["terminationGracePeriodSeconds"] >= settings.mps.drain_timeout_s + 3 * COMMAND_TIMEOUT_S
     assert volumes_are_those_mounted(spec)
     (own,) = documents("mps-daemon/kustomization.yaml")
     (base,) = documents("base/kustomization.yaml")
@@ -398,12 +384,6 @@ def test_the_component_driver_container_collects_from_the_drivers_own_root() -> 
     assert set(mounts) == {root, Path("/etc/gpu-manager/vdriver")}
     assert (mounts[root]["host"], mounts[root]["readOnly"]) == ("/run/nvidia/driver", True)
     assert agent == patched(VCUDA)["containers"][0]
-
-
-def test_the_component_cgroup_v1_gives_the_host_pids_back_behind_isolation_none() -> None:
-    """Under cgroup v1 a force-deleted pod's processes are seen in no other way."""
-    spec = patched("components/isolation-none/none.yaml", "components/cgroup-v1/host-pid.yaml")
-    assert spec["hostPID"] is True
 
 
 def test_the_component_runtime_socket_mounts_the_directory_of_a_socket_that_the_agent_knows() -> None:
@@ -449,7 +429,7 @@ def test_the_simulated_overlay_needs_no_driver() -> None:
     "components",
     [
         (),
-        ("isolation-none", "cgroup-v1"),
+        ("isolation-none", "runtime-socket"),
         ("vcuda", "runtime-socket", "prune-driver-volume"),
         ("vcuda", "driver-container", "prune-driver-volume"),
     ],

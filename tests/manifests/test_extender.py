@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,8 @@ import pytest
 import yaml
 
 from gpushare_agent import __version__
+from gpushare_agent.extender.app import LEASE_NAME
+from gpushare_agent.extender.bind import BIND_TIMEOUT_S
 from gpushare_agent.extender.claims_webhook import API_TIMEOUT_S
 from gpushare_agent.extender.decisions import vgpu_names
 from gpushare_agent.extender.decisions.quota import NamespaceQuota, parse_quota
@@ -241,7 +242,7 @@ def test_the_rights_are_those_that_the_extender_uses() -> None:
     assert roles == {
         NAMESPACE: [
             {**lease, "verbs": ["create"]},
-            {**lease, "resourceNames": [extender.lease_name], "verbs": ["get", "update"]},
+            {**lease, "resourceNames": [LEASE_NAME], "verbs": ["get", "update"]},
         ],
         extender.quota_namespace: [
             {
@@ -283,7 +284,7 @@ def test_every_binding_is_for_the_pods_account_and_every_own_role_is_bound(direc
 @pytest.mark.parametrize("directory", SCHEDULERS)
 def test_a_schedulers_configuration_asks_the_extender_for_what_it_answers(directory: str) -> None:
     """Known fields and verbs, our resources and no others, and more patience than a bind takes."""
-    found, settings = asked(directory), extender_settings()
+    found = asked(directory)
     assert configuration(directory)["apiVersion"] == "kubescheduler.config.k8s.io/v1"
     assert found.keys() == V1_FIELDS
     assert all(found[field] in verbs for field, verbs in VERBS.items())
@@ -293,9 +294,7 @@ def test_a_schedulers_configuration_asks_the_extender_for_what_it_answers(direct
     assert found["weight"] > 0
     assert [resource["name"] for resource in found["managedResources"]] == [VCORE_RESOURCE, VMEMORY_RESOURCE]
     assert not any(resource["ignoredByScheduler"] for resource in found["managedResources"])
-    assert timedelta(seconds=int(found["httpTimeout"].removesuffix("s"))).total_seconds() > (
-        settings.extender.bind_timeout_s
-    )
+    assert int(found["httpTimeout"].removesuffix("s")) > BIND_TIMEOUT_S
     assert "percentageOfNodesToScore" not in configuration(directory)
 
 
@@ -379,7 +378,7 @@ def test_the_claims_webhook_reaches_every_replica() -> None:
     template = merged(deployment(), patch)["spec"]["template"]
     assert settings_with(template["spec"]["containers"][0]).extender.claims_webhook == "open"
     pause_s = template["spec"]["containers"][0]["lifecycle"]["preStop"]["sleep"]["seconds"]
-    ending_s = extender_settings().extender.bind_timeout_s + 1
+    ending_s = BIND_TIMEOUT_S + 1
     assert pause_s + ending_s < template["spec"]["terminationGracePeriodSeconds"]
     assert service["spec"]["selector"].items() <= template["metadata"]["labels"].items()
     (served,) = service["spec"]["ports"]

@@ -70,10 +70,8 @@ GPU_MANAGER = {
     "container-runtime-endpoint": ("/var/run/crio.sock", "runtime.endpoint", "/var/run/crio.sock"),
     "cgroup-driver": ("systemd", "runtime.cgroup_driver", "systemd"),
     "runtime-request-timeout": ("5s", "runtime.request_timeout_s", "5"),
-    "wait-timeout": ("1m0s", "wait_timeout_s", "60"),
 }
-"""cmd/manager/options of gpu-manager v1.1.5 but for checkpoint-path, and wait-timeout of its master: a value, our setting,
-what that is then."""
+"""cmd/manager/options of gpu-manager v1.1.5 but for checkpoint-path: a value, our setting, what that is then."""
 
 
 @pytest.mark.parametrize("flag", GPU_MANAGER)
@@ -89,10 +87,18 @@ def test_every_flag_of_gpu_manager_is_a_setting(flag: str) -> None:
         assert loaded.sources[name].endswith(("flag --" + flag, "flag --" + flag.replace("-", "_")))
 
 
-def test_the_checkpoint_of_gpu_manager_is_not_needed() -> None:
-    """The flag is taken and sets nothing; the place that its manifest has is no loss."""
-    for path, is_lost in (("/etc/gpu-manager/checkpoint", False), ("/c", True)):
-        loaded = load_settings([], {"EXTRA_FLAGS": f"--checkpoint-path={path}"})
+@pytest.mark.parametrize(
+    ("flag", "is_lost"),
+    [
+        ("checkpoint-path=/etc/gpu-manager/checkpoint", False),
+        ("checkpoint-path=/c", True),
+        ("wait-timeout=1m0s", False),
+        ("wait-timeout=2m", True),
+    ],
+)
+def test_what_gpu_manager_needs_and_the_agent_does_not_is_taken(flag: str, is_lost: bool) -> None:
+    """It sets nothing; the values that gpu-manager's manifests have are no loss. wait-timeout is of its master."""
+    for loaded in (load_settings([f"--{flag}"], {}), load_settings([], {"EXTRA_FLAGS": f"--{flag}"})):
         (key,) = loaded.migrated
         assert not key.settings and key.is_lost is is_lost
 

@@ -41,7 +41,7 @@ def write(directory: Path, text: str | bytes) -> str:
 
 def test_a_flag_beats_a_variable_beats_the_file_beats_the_default(directory: Path) -> None:
     """Each place wins over those after it, key by key, and the source of each key is known."""
-    path = write(directory, "web: {port: 1, addr: from-file}\nlog: {level: debug}\nwait_timeout_s: 3\n")
+    path = write(directory, "web: {port: 1, addr: from-file}\nlog: {level: debug}\nsample_period_s: 3\n")
     environ = {"GPUSHARE_WEB__PORT": "2", "GPUSHARE_LOG__LEVEL": "error", "GPUSHARE_CONFIG": path}
     loaded = load_settings(["--query-port=3"], environ)
     assert (loaded.settings.web.port, loaded.sources["web.port"]) == (3, "flag --query-port")
@@ -154,7 +154,7 @@ def test_the_node_name_is_the_flag_else_node_name_else_the_host() -> None:
         (["--web.port=70000"], ["flag --web.port", "'70000'", "GPUSHARE_WEB__PORT", "from 0 to 65535"]),
         (["--query-port", "abc"], ["flag --query-port", "'abc'", "--web.port", "whole number"]),
         (["--driver", "cuda"], ["'cuda'", "GPUSHARE_DRIVER", "nvml, simulated"]),
-        (["--wait-timeout", "5 days"], ["flag --wait-timeout", "'5 days'", "1m30s"]),
+        (["--sample-period", "5 days"], ["flag --sample-period", "'5 days'", "1m30s"]),
         (["--share-mode=maybe"], ["'maybe'", "true or false"]),
         (["--card-memory-mib", "1,x"], ["flag --card-memory-mib", "'1,x'", "comma list"]),
         (["--card-memory-mib", "0"], ["from 1 to"]),
@@ -229,8 +229,8 @@ BOMB = "a: &a [x,x,x,x,x,x,x,x]\nb: &b [*a,*a,*a,*a,*a,*a,*a,*a]\n"
         ("#" * (1 << 18) + "\n", "262145 bytes, 262144 are read"),
         ("web: 5\n", "web is '5', but must be a mapping"),
         ("config: /other\n", "config cannot be set in a file"),
-        ("kubelet: {lok_again_s: 1}\n", "did you mean kubelet.look_again_s?"),
-        ("kubelet: {look_again_s: true}\n", "True is not allowed for --kubelet.look-again-s"),
+        ("kubelet: {api_prt: 1}\n", "did you mean kubelet.api_port?"),
+        ("kubelet: {pod_lookup_timeout_s: true}\n", "True is not allowed for --kubelet.pod-lookup-timeout-s"),
         ("simulated: {cards: 1.5}\n", "1.5 is not allowed"),
         ("driver: [nvml]\n", "one of nvml, simulated"),
     ],
@@ -267,9 +267,9 @@ def test_an_empty_file_and_empty_sections_mean_the_defaults(directory: Path) -> 
 
 def test_dashes_may_replace_underscores_in_the_file(directory: Path) -> None:
     """People copy flag names into files."""
-    path = write(directory, "kubelet: {look-again-s: 1}\nshare-mode: no\n")
+    path = write(directory, "kubelet: {pod-lookup-timeout-s: 1}\nshare-mode: no\n")
     settings = load_settings(["--config", path], {}).settings
-    assert settings.kubelet.look_again_s == 1
+    assert settings.kubelet.pod_lookup_timeout_s == 1
     assert settings.share_mode is False
 
 

@@ -15,6 +15,7 @@
 {{- $pod := $agent.spec.template.spec -}}
 {{- $container := first $pod.containers -}}
 {{- include "gpushare-agent.set-image" (dict "root" . "pod" $pod) -}}
+{{- if $values.hostPID }}{{ $_ := set $pod "hostPID" true }}{{ end -}}
 {{- include "gpushare-agent.set-nodes" (dict "root" . "pod" $pod) -}}
 {{- $_ := set $agent.spec "updateStrategy" (eq $values.updateStrategy.type "OnDelete" | ternary (dict "type" "OnDelete") $values.updateStrategy) -}}
 {{- $asked := dict -}}

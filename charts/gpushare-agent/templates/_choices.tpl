@@ -13,7 +13,6 @@
 {{- if contains "cdi-" (include "gpushare-agent.strategies" .) }}{{ $components = append $components "cdi" }}{{ end -}}
 {{- if $values.driverFromHost.enabled }}{{ $components = append $components "driver-from-host" }}{{ end -}}
 {{- if $values.nvidia.enabled }}{{ $components = append $components "nvidia" }}{{ end -}}
-{{- if eq $values.nvidia.sharing "mps" }}{{ $components = append $components "nvidia-mps" }}{{ end -}}
 {{- if or $values.nvidia.migMonitor (has $values.migStrategy (list "single" "mixed")) -}}
   {{- if not $values.simulated.enabled }}{{ $components = append $components "nvidia-mig-monitor" }}{{ end -}}
 {{- end -}}
@@ -27,11 +26,10 @@
 {{- if $values.prometheusOperator.enabled }}{{ $components = append $components "prometheus-operator" }}{{ end -}}
 {{- if $values.displaySocket.enabled }}{{ $components = append $components "display-socket" }}{{ end -}}
 {{- if $values.runtimeSocket.enabled }}{{ $components = append $components "runtime-socket" }}{{ end -}}
-{{- if $values.wholeKubeletDirectory }}{{ $components = append $components "whole-kubelet-directory" }}{{ end -}}
 {{- if or $values.config.map $values.config.name }}{{ $components = append $components "node-configuration" }}{{ end -}}
 {{- if not $values.cleanupRejectedPods }}{{ $components = append $components "without-cleanup" }}{{ end -}}
 {{- if not $values.nodeFacts }}{{ $components = append $components "without-node-facts" }}{{ end -}}
-{{- if kindIs "bool" $values.hostPID }}{{ $components = append $components (ternary "cgroup-v1" "without-host-pid" $values.hostPID) }}{{ end -}}
+{{- if eq "false" (toString $values.hostPID) }}{{ $components = append $components "without-host-pid" }}{{ end -}}
 manifests/{{ ternary "overlays/simulated" "base" $values.simulated.enabled }}
 {{- range $components }}
 manifests/components/{{ . }}
@@ -81,8 +79,8 @@ manifests/components/{{ . }}
   {{- if and .map .name }}{{ fail "config.map and config.name: give one of them" }}{{ end -}}
   {{- if and .default (not .name) (not (hasKey .map .default)) }}{{ fail (printf "config.default: %s is not in config.map" .default) }}{{ end -}}
 {{- end -}}
-{{- if and (ne $values.kubeletDirectory "/var/lib/kubelet") (or $values.dra.enabled $values.wholeKubeletDirectory) -}}
-  {{- fail "dra.enabled and wholeKubeletDirectory need the kubelet in /var/lib/kubelet: leave `kubeletDirectory` out" -}}
+{{- if and (ne $values.kubeletDirectory "/var/lib/kubelet") $values.dra.enabled -}}
+  {{- fail "dra.enabled needs the kubelet in /var/lib/kubelet: leave `kubeletDirectory` out" -}}
 {{- end -}}
 {{- if and $values.staticPods.selfSignedKubelet (not $values.staticPods.enabled) -}}
   {{- fail "staticPods.selfSignedKubelet needs `staticPods.enabled: true`" -}}
@@ -117,9 +115,7 @@ manifests/components/{{ . }}
 {{- end -}}
 {{- $_ := set $refused "extender.port" "Service, probes and schedulers have 3456, leave it out" -}}
 {{- $_ := set $refused "extender.leader_elect" "an update runs two replicas even of one, leave it out" -}}
-{{- range $name := list "lease_name" "lease_namespace" -}}
-  {{- $_ := set $refused (printf "extender.%s" $name) "its Role names the Lease gpushare-agent-extender of the release's namespace, leave it out" -}}
-{{- end -}}
+{{- $_ := set $refused "extender.lease_namespace" "its Role names the Lease gpushare-agent-extender of the release's namespace, leave it out" -}}
 {{- include "gpushare-agent.refuse" (dict "value" "extender.settings" "settings" $values.extender.settings "refused" $refused) -}}
 {{- end -}}
 

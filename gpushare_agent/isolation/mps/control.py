@@ -18,6 +18,7 @@ from gpushare_agent.isolation.mps.files import MpsFiles
 from gpushare_agent.kit.process import end_process
 from gpushare_agent.model.errors import Unavailable
 
+COMMAND_TIMEOUT_S = 5.0
 MAX_ANSWER_BYTES = 64 * 1024
 _REAP_TIMEOUT_S = 1.0
 _PID = re.compile(r"[0-9]{1,10}")
@@ -29,7 +30,9 @@ _RETRIED = "Shares wait until it answers; it is polled periodically."
 class MpsControl:
     """`control` is the program, a path or a name searched in PATH. `timeout_s` bounds one command."""
 
-    def __init__(self, control: Path, pipe_directory: Path, log_directory: Path, *, timeout_s: float = 5.0) -> None:
+    def __init__(
+        self, control: Path, pipe_directory: Path, log_directory: Path, *, timeout_s: float = COMMAND_TIMEOUT_S
+    ) -> None:
         self._control = control
         self.files = MpsFiles(pipe_directory, log_directory, control.name)
         self._timeout_s = timeout_s

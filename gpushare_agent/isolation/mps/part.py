@@ -29,6 +29,4 @@ def probe(settings: Settings, driver: ProbedDriver) -> NodeProbe:
 
 def mps_control(settings: Settings) -> MpsControl:
     mps = settings.mps
-    return MpsControl(
-        mps.control, mps.pipe_directory, mps.pipe_directory.parent / "log", timeout_s=mps.command_timeout_s
-    )
+    return MpsControl(mps.control, mps.pipe_directory, mps.pipe_directory.parent / "log")
