@@ -25,10 +25,9 @@ from gpushare_agent.sandbox.manifests import Manifest
 from gpushare_agent.sandbox.node import EmbeddedNode
 from gpushare_agent.sandbox.pod_manifest import RawObject, containers_of, is_mirror, is_terminal
 from gpushare_agent.sandbox.report import (
-    HEALTHY,
     ReportedNode,
     SandboxDocument,
-    gpu_health,
+    is_offered,
     reason_and_message,
     report,
 )
@@ -72,11 +71,12 @@ class NodeController(ReportedNode, kw_only=True, eq=False):
         self.faults.lose(request.gpu, request.lost)
         return f"GPU {request.gpu} is lost" + (f": {request.lost}" if request.lost else "")
 
-    def heal_gpu(self, index: int) -> str:
-        # The kubelet's view decides: what the agent has taken back by itself needs no reset.
-        health = gpu_health(self)
-        is_offered = any(gpu.index == index and health.get(gpu.uuid) == HEALTHY for gpu in self.gpus)
-        healed = self.faults.heal(index, is_offered=is_offered)
+    async def heal_gpu(self, index: int) -> str:
+        # What is offered decides: what the agent has taken back by itself needs no reset.
+        await self.refresh()
+        gpus = self.agent_document.get("gpus", ()) if is_offered(self) else ()
+        is_healthy = any(gpu["index"] == index and gpu["is_healthy"] for gpu in gpus)
+        healed = self.faults.heal(index, is_offered=is_healthy)
         if healed.done:
             return f"GPU {index} {healed.done}; the agent takes it back once it has passed its probes"
         if healed.spared:
@@ -222,7 +222,7 @@ class SandboxController(Struct, frozen=True, kw_only=True):
             case "fail-gpu":
                 return _done(self._node(request).fail_gpu(request))
             case "heal-gpu":
-                return _done(self._node(request).heal_gpu(request.gpu))
+                return _done(await self._node(request).heal_gpu(request.gpu))
             case "status":
                 return {**_done(), "document": await self.document()}
         raise Rejected(f"unknown command {request.command!r}")
