@@ -52,8 +52,8 @@ class NodeController(ReportedNode, kw_only=True, eq=False):
         return self.node.name
 
     def is_registered(self) -> bool:
-        """Both resources are in the Node object with devices, as the scheduler sees it; or the node has its slice, and has
-        deleted the slices of before its start."""
+        """The resources are in the Node object with devices, as the scheduler sees it, of NVIDIA's one of them; or the node
+        has its slice, and has deleted the slices of before its start."""
         api = self.node.api
         if self.by_claims:
             # A slice of before the kubelet's start is about to be deleted: it does not count.
@@ -61,7 +61,9 @@ class NodeController(ReportedNode, kw_only=True, eq=False):
             return self.name in slices and self.node.kubelet.has_wiped_slices
         raw = api.object_of("nodes", ("", self.name)) or {}
         allocatable = raw.get("status", {}).get("allocatable", {})
-        return all(int(allocatable.get(name, 0)) > 0 for name in (self.names.vcore, self.names.vmemory))
+        missing = [name for name in self.names.names if int(allocatable.get(name, 0)) == 0]
+        # Under one of NVIDIA's names there may be nothing: of whole GPUs, where all are split.
+        return set(missing) < set(self.names.gpu) if self.names.gpu else not missing
 
     def fail_gpu(self, request: Request) -> str:
         """Makes a GPU fail: with an Xid error where one is given, else by a loss."""

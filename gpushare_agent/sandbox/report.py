@@ -180,7 +180,7 @@ def is_offered(shown: ReportedNode) -> bool:
     whatever its last document says."""
     devices = shown.node.kubelet.devices.capacity()
     slices = shown.node.api.store.all("resourceslices")
-    return any(devices.get(name, (0, 0))[1] for name in (shown.names.vcore, *shown.names.gpu)) or any(
+    return any(devices.get(name, (0, 0))[1] for name in shown.names.binding_names) or any(
         raw["spec"].get("nodeName") == shown.node.name for raw in slices
     )
 
