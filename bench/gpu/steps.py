@@ -385,7 +385,7 @@ def fault(pods: Pods, pod: str, neighbour: str) -> Values:
         "driver_xids": xids,
         "agent_events": events,
         "agent_log": pods.sandbox.agent_log("(?i)xid"),
-        "gpu_health": gpu["health"],
+        "gpu_health": "Healthy" if gpu["is_healthy"] else "Unhealthy",
         "gpu_health_reason": gpu["health_reason"],
         "neighbour": neighbours[0]["error"] or "went on" if neighbours else outcome.why(),
     }

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from msgspec import Struct, field
-from rich.console import Group
+from rich.console import Group, RenderableType
 from rich.text import Text
 
 from gpushare_agent.cli.command_line import Sort
@@ -325,3 +325,10 @@ def _sampled(document: documents.NodeDocument) -> str:
     period_s = document["agent"]["sample_period_seconds"]
     # The agent shows usage for three periods, so until then it is as good as it gets.
     return f"usage sampled {age_s:.0f} s ago" if age_s > 3 * period_s else "usage is current"
+
+
+def node_tables(document: documents.NodeDocument, width: int, choice: Choice) -> Sequence[RenderableType]:
+    """The whole view of the node."""
+    lines = top_lines(document, width, choice)
+    note = notes(lines) if lines else [Text("this node has no GPU that the driver can name")]
+    return [*heading(document, width), top_table(lines, width, choice), *note]

@@ -517,7 +517,7 @@ async def _document_with_use(session: Session) -> SandboxDocument:
     played_at, nodes = time.time(), session.controller.nodes
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(_SAMPLED_WITHIN_S if session.players else 0):
-            while any((one.agent_document.get("sampled_at") or 0.0) < played_at for one in nodes):
+            while any((one.agent_document.get("agent", {}).get("sampled_at") or 0.0) < played_at for one in nodes):
                 await asyncio.sleep(_SAMPLED_POLL_S)
                 await session.controller.document()
     return await session.controller.document()
@@ -598,9 +598,8 @@ async def _follow(controller: SandboxController, view: _LiveView, screen: Screen
     while True:
         seen = controller.api.signal.count
         document = await controller.document()
-        if document != view.document:  # to draw costs as much as to read
-            view.document = document
-            screen.is_changed.set()
+        view.document = document
+        screen.is_changed.set()
         await _wait_for_change(controller, seen)
 
 

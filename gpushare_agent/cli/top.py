@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 
 from msgspec.structs import replace
-from rich.console import Group, RenderableType
+from rich.console import Group
 from rich.text import Text
 
 from gpushare_agent.cli.agent_client import open_agent, read_node, target_of
@@ -22,10 +22,10 @@ from gpushare_agent.cli.render_top import (
     columns_for,
     header_line,
     heading,
+    node_tables,
     notes,
     rows_of,
     top_lines,
-    top_table,
 )
 from gpushare_agent.cli.screen import Screen, View
 from gpushare_agent.model.errors import AgentError
@@ -66,16 +66,10 @@ async def run(call: Invocation) -> int:
         # Keys come from standard input: without a terminal there nobody could end the table.
         if options.once or form in ("json", "yaml") or not (sys.stdout.isatty() and sys.stdin.isatty()):
             choice = replace(choice, has_bars=sys.stdout.isatty())
-            print_as(form, document, lambda width: _tables(document, width, choice))
+            print_as(form, document, lambda width: node_tables(document, width, choice))
         else:
             await _show_live(read, _Top(document, choice), options.interval)
     return 0
-
-
-def _tables(document: NodeDocument, width: int, choice: Choice) -> Sequence[RenderableType]:
-    lines = top_lines(document, width, choice)
-    note = notes(lines) if lines else [Text("this node has no GPU that the driver can name")]
-    return [*heading(document, width), top_table(lines, width, choice), *note]
 
 
 class _Top:

@@ -160,7 +160,7 @@ async def test_the_document_of_several_nodes_says_where_each_pod_is(capsys: pyte
         assert pod_line(shown, has_node=True).startswith("pod default/p Running on b [")
         print_document(document, "table")
         text = capsys.readouterr().out
-        assert "a: its agent has not answered yet\n" in text and "\nb: its agent" in text and "  NODE  " in text
+        assert "a: its agent has not answered yet\n" in text and "\nb: its agent" in text and "  NODE\n" in text
     async with open_controller("a") as (controller, _):
         document = await controller.document()
         assert document["node"] == document["nodes"][0]
