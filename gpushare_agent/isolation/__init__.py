@@ -11,8 +11,8 @@ files are delivery/'s.
 Called by: admission (edits), agent (services), cli. Open first: request.py, part.py.
 Who removes vDevice directories: `VirtualManager.remove_stale` in vdevice/virtual_manager.py, once their pod is gone.
 
-Others import: check, choice, container_ids, isolations, kept, mps.edits, mps.part, mps.supervision, part, resource_names,
-shares, vdevice.format.
+Others import: check, choice, container_ids, isolations, kept, mps.control, mps.edits, mps.part, mps.supervision, part,
+resource_names, shares, vdevice.format.
 """
 
 from __future__ import annotations

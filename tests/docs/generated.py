@@ -53,6 +53,7 @@ from gpushare_agent.simulation.workload import memory_of
 from tests.docs import gpu_page
 from tests.docs.isolations_page import isolations
 from tests.docs.regulator_page import regulator_cells
+from tests.docs.surface_page import surface_lists
 from tests.e2e.conftest import pytest_addoption
 from tests.e2e.nvidia_dra_suites import BATS, EXAMPLES, GO_SPECS, SHARING
 from tests.observability.support_usage import (
@@ -619,6 +620,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "extender": _extender_metrics,
     "kept": lambda: _metrics("container_", frozenset(("pod_name", "namespace", "node", "container_name"))),
     "isolations": isolations,
+    "surface": surface_lists,
     "commands": _commands,
     "e2e_options": _e2e_options,
     "nvidia_options": _nvidia_options,
@@ -651,6 +653,8 @@ PAGES: dict[str, Callable[[str], str]] = {
     "docs/reference/measurements.md": _filled,
     "docs/how-to/migrate-from-nvidia.md": _filled,
     "charts/gpushare-agent/README.md": lambda text: str(chart_table().readme_with_table(text)),
+    # Behind those from whose tables it has names.
+    "docs/reference/surface.md": _filled,
     "charts/gpushare-agent/values.schema.json": _schema_with_settings,
 }
 """What each page is, made of its present text."""
