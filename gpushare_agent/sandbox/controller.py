@@ -1,7 +1,7 @@
 """A running sandbox: the nodes, their agents, and what people do with them (apply, delete, exec, restart, fail, status).
 
 For `exec` the calling process itself is moved into the container's cgroup and then becomes the command, so that terminal,
-signals and exit code need no proxy; the command is cli/sandbox.py's. State owned: none but the running parts. The
+signals and exit code need no proxy; the command is sandbox/command.py's. State owned: none but the running parts. The
 printing is the app's.
 """
 
@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 
 from msgspec import Struct
 
-from gpushare_agent.model.errors import AgentError, NotFound, Rejected
-from gpushare_agent.model.pods import ContainerKind
+from gpushare_agent.core.model.errors import AgentError, NotFound, Rejected
+from gpushare_agent.core.model.pods import ContainerKind
 from gpushare_agent.sandbox.agent_process import AgentProcess
 from gpushare_agent.sandbox.api.kinds import APPLIED_KINDS
 from gpushare_agent.sandbox.api.pod_subresources import INSTEAD_OF_EXEC

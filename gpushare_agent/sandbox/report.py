@@ -13,19 +13,19 @@ from typing import Any, NotRequired, TypedDict
 
 from msgspec import Struct, field
 
-from gpushare_agent.cluster.kube.claims import main_request
-from gpushare_agent.cluster.kube.objects import whole_number
-from gpushare_agent.cluster.kube.scheduling import DEFAULT_SCHEDULER
-from gpushare_agent.kubelet.device_table import DeviceIds
-from gpushare_agent.model.gpus import Gpu
-from gpushare_agent.model.names import MIB, GpuUuid
-from gpushare_agent.model.resources import ResourceNames, parts_of
+from gpushare_agent.core.kube.claims import main_request
+from gpushare_agent.core.kube.objects import whole_number
+from gpushare_agent.core.kube.scheduling import DEFAULT_SCHEDULER
+from gpushare_agent.core.model.device_ids import DeviceIds
+from gpushare_agent.core.model.gpus import Gpu
+from gpushare_agent.core.model.names import MIB, GpuUuid
+from gpushare_agent.core.model.resources import ResourceNames, parts_of
+from gpushare_agent.core.wire.v1beta1 import ContainerAllocateResponse
 from gpushare_agent.sandbox.kubelet.container_config import container_of, parsed_answer
 from gpushare_agent.sandbox.kubelet.pod_worker import PREPARE_FAILED
 from gpushare_agent.sandbox.node import EmbeddedNode
 from gpushare_agent.sandbox.pod_manifest import RawObject, claim_names, containers_of, is_mirror
 from gpushare_agent.sandbox.scheduler.claim_objects import results_of
-from gpushare_agent.wire.v1beta1 import ContainerAllocateResponse
 
 # --- claims ---
 

@@ -19,14 +19,13 @@ import structlog
 from msgspec import Struct
 from msgspec.structs import replace
 
-from gpushare_agent.gpus.simulated.files import SimulatedProcess, encode_usage
-from gpushare_agent.isolation import ISOLATIONS
-from gpushare_agent.isolation.choice import choose_isolation
-from gpushare_agent.kit.supervision import ReportOnce
-from gpushare_agent.model.gpus import Gpu
-from gpushare_agent.model.names import CORES_PER_GPU, MIB
-from gpushare_agent.model.pods import ContainerSpec
-from gpushare_agent.model.resources import request_of
+from gpushare_agent.core.formats.simulated_gpus import SimulatedProcess, encode_usage
+from gpushare_agent.core.kit.supervision import ReportOnce
+from gpushare_agent.core.model.gpus import Gpu
+from gpushare_agent.core.model.isolation import NO_ISOLATION, choose_isolation
+from gpushare_agent.core.model.names import CORES_PER_GPU, MIB
+from gpushare_agent.core.model.pods import ContainerSpec
+from gpushare_agent.core.model.resources import request_of
 from gpushare_agent.sandbox.pod_manifest import LOAD_ANNOTATION, RawObject, annotation_number, containers_of
 from gpushare_agent.sandbox.report import (
     ClaimRow,
@@ -140,7 +139,6 @@ class WorkloadPlayer:
         self._shown = shown
         self._path = path
         self._isolation = isolation
-        self._without_limits = {name for name, one in ISOLATIONS.items() if not one.limits}
         self._allowed = tuple(allowed)
         self._clock = clock
         self._unwritable = ReportOnce()
@@ -192,7 +190,7 @@ class WorkloadPlayer:
             share=share,
             memory_bytes=memory_bytes,
             age_s=now_s - run.created_at,
-            is_limited=chosen not in self._without_limits,
+            is_limited=chosen != NO_ISOLATION,
             load=annotation_number(pod, LOAD_ANNOTATION),
         )
 

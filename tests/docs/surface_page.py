@@ -7,11 +7,11 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from gpushare_agent.cli.main import COMMAND_LINE
-from gpushare_agent.isolation import ISOLATIONS
-from gpushare_agent.model import names
-from gpushare_agent.model.errors import RefusalReason
-from gpushare_agent.settings.reference import all_keys
+from gpushare_agent.agent.isolation import ISOLATIONS
+from gpushare_agent.commands import COMMAND_LINE
+from gpushare_agent.core.model import names
+from gpushare_agent.core.model.errors import RefusalReason
+from gpushare_agent.core.settings.reference import all_keys
 
 ROOT = Path(__file__).parents[2]
 _WITH_DOMAIN = re.compile(r"[a-z0-9.-]+/[\w.-]+")

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gpushare_agent.model.errors import StartupError, Unavailable
+from gpushare_agent.core.model.errors import StartupError, Unavailable
 from gpushare_agent.sandbox.control import ask
 from gpushare_agent.sandbox.runtime.cgroup_tree import open_cgroup_tree
 from gpushare_agent.sandbox.state_directory import NodePaths

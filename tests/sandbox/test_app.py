@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from gpushare_agent.cli import sandbox as app
-from gpushare_agent.cli.sandbox_run import Notices, reported_after
+from gpushare_agent.sandbox import command as app
+from gpushare_agent.sandbox.run import Notices, reported_after
 from tests.sandbox.support_sandbox import container, pod
 from tests.sandbox.support_sandbox_cli import ROOT, ended, live, read_until, registered, sandbox
 from tests.support_deadline import DEADLINE_S

@@ -12,12 +12,12 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from gpushare_agent.dra.plugin import DraRegistration
-from gpushare_agent.model.errors import NotFound
+from gpushare_agent.agent.dra.plugin import DraRegistration
+from gpushare_agent.core.model.errors import NotFound
+from gpushare_agent.core.wire.k8s.io.kubelet.pkg.apis.dra import v1 as dra_v1
 from gpushare_agent.sandbox.behaviour import KubeletTimes
 from gpushare_agent.sandbox.kubelet.pod_worker import PREPARE_FAILED
 from gpushare_agent.sandbox.node import EmbeddedNode, running_task
-from gpushare_agent.wire.k8s.io.kubelet.pkg.apis.dra import v1 as dra_v1
 from tests.sandbox.support_sandbox import SHORT_TIMES, kill_container, open_test_node, pod, wait_gone, wait_phase
 from tests.sandbox.support_sandbox_cli import sandbox
 

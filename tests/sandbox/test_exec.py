@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import yaml
 
-from gpushare_agent.cli.sandbox import split_inner_command
-from gpushare_agent.cli.sandbox_run import NODE_NAME
-from gpushare_agent.settings.sources import read_variables
+from gpushare_agent.core.settings.sources import read_variables
+from gpushare_agent.sandbox.command import split_inner_command
+from gpushare_agent.sandbox.run import NODE_NAME
 from tests.sandbox.support_containers import needs_processes
 from tests.sandbox.support_sandbox import container, pod
 from tests.sandbox.support_sandbox_cli import (

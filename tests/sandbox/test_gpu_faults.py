@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 import yaml
 
-from gpushare_agent.cli import sandbox as app
-from gpushare_agent.gpus.health import HealthPolicy
-from gpushare_agent.gpus.simulated.driver import SimulatedDriver
-from gpushare_agent.gpus.simulated.files import parse_faults
-from gpushare_agent.model.errors import Rejected, Unavailable
+from gpushare_agent.agent.gpus.simulated.driver import SimulatedDriver
+from gpushare_agent.core.formats.simulated_gpus import parse_faults
+from gpushare_agent.core.model.errors import Rejected, Unavailable
+from gpushare_agent.core.model.gpu_health import HealthPolicy
+from gpushare_agent.sandbox import command as app
 from gpushare_agent.sandbox.gpu_faults import GpuFaults, Healed
 from tests.agent.support_agent import open_agent
 from tests.sandbox.support_sandbox import (

@@ -15,17 +15,17 @@ from typing import Any
 import pytest
 import yaml
 
-from gpushare_agent.cli import sandbox as app
-from gpushare_agent.cli.render_sandbox import pod_line, print_document
-from gpushare_agent.cli.sandbox import node_flags
-from gpushare_agent.model.errors import AgentError, Rejected, Unavailable
-from gpushare_agent.model.resources import ResourceNames
+from gpushare_agent.core.model.errors import AgentError, Rejected, Unavailable
+from gpushare_agent.core.model.resources import ResourceNames
+from gpushare_agent.sandbox import command as app
 from gpushare_agent.sandbox.agent_process import AgentProcess
+from gpushare_agent.sandbox.command import node_flags
 from gpushare_agent.sandbox.control import Request
 from gpushare_agent.sandbox.controller import NodeController, SandboxController
 from gpushare_agent.sandbox.gpu_faults import GpuFaults
 from gpushare_agent.sandbox.manifests import ManifestError
 from gpushare_agent.sandbox.node import EmbeddedCluster
+from gpushare_agent.sandbox.render import pod_line, print_document
 from tests.extender.support_extender_nodes import (
     DEADLINE_S,
     condition_of,

@@ -13,18 +13,18 @@ from typing import Any
 import pytest
 import yaml
 
-from gpushare_agent.cli.render_sandbox import pod_line
-from gpushare_agent.cli.sandbox_run import build_node, check_driver
-from gpushare_agent.model.errors import Rejected, StartupError, Unavailable
-from gpushare_agent.model.gpus import Gpu
-from gpushare_agent.model.names import GpuUuid
-from gpushare_agent.model.resources import ResourceNames
+from gpushare_agent.core.model.errors import Rejected, StartupError, Unavailable
+from gpushare_agent.core.model.gpus import Gpu
+from gpushare_agent.core.model.names import GpuUuid
+from gpushare_agent.core.model.resources import ResourceNames
+from gpushare_agent.core.wire.v1beta1 import ContainerAllocateResponse, DeviceSpec, Mount
 from gpushare_agent.sandbox.control import Answer, Request, ask, open_control
 from gpushare_agent.sandbox.manifests import ManifestError, parse_manifests, read_manifests, sample_manifests
 from gpushare_agent.sandbox.pod_manifest import containers_of, pod_requests
+from gpushare_agent.sandbox.render import pod_line
 from gpushare_agent.sandbox.report import ReportedNode, is_offered, reason_and_message, report
+from gpushare_agent.sandbox.run import build_node, check_driver
 from gpushare_agent.sandbox.state_directory import owned_state_directory
-from gpushare_agent.wire.v1beta1 import ContainerAllocateResponse, DeviceSpec, Mount
 from tests.sandbox.support_sandbox import (
     CORE,
     MEMORY,

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from rich.console import Console, Group
 
-from gpushare_agent.cli.render_sandbox import node_parts, pod_line, pods_parts, print_document
-from gpushare_agent.model.names import GIB
+from gpushare_agent.core.model.names import GIB
+from gpushare_agent.sandbox.render import node_parts, pod_line, pods_parts, print_document
 from tests.cli.support_cli import at_terminal, foot_of, screen_of
 
 

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from gpushare_agent.gpus.simulated.driver import SimulatedDriver
-from gpushare_agent.gpus.simulated.files import Usage, parse_usage
-from gpushare_agent.isolation import ISOLATIONS
-from gpushare_agent.model.errors import Rejected
-from gpushare_agent.model.names import ISOLATION_ANNOTATION
-from gpushare_agent.model.resources import ResourceNames
+from gpushare_agent.agent.gpus.simulated.driver import SimulatedDriver
+from gpushare_agent.agent.isolation import ISOLATIONS
+from gpushare_agent.core.formats.simulated_gpus import Usage, parse_usage
+from gpushare_agent.core.model.errors import Rejected
+from gpushare_agent.core.model.names import ISOLATION_ANNOTATION
+from gpushare_agent.core.model.resources import ResourceNames
 from gpushare_agent.sandbox.node import EmbeddedNode
 from gpushare_agent.sandbox.report import ReportedNode
 from gpushare_agent.sandbox.workload import (
