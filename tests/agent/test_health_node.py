@@ -286,7 +286,7 @@ async def test_a_reload_keeps_what_is_known_against_the_gpus_also_where_no_file_
         settings = node.paths.state / "settings.yaml"
         settings.write_text("simulated: {cards: 4}\n")
         flags = (f"--config={settings}", f"--state-directory={node.paths.state}/file")
-        async with open_child(node, *flags, "--health.recovery-period-s=3600", *FAST[1:3]) as child:
+        async with open_child(node, *flags, "--health.recovery-period-s=3600", *FAST[1:2]) as child:
             await wait_until(node, node.paths.agent_control_socket.exists, "the control socket")
             assert (await _cordon(node, "cordon", "0", "--reason", "fan"))[0] == 0
             write_rehearsal(node.paths.faults, xids=[{"id": 1, "card": 1, "xid": 79}, {"id": 2, "card": 2, "xid": 94}])
