@@ -172,8 +172,9 @@ class NodeView(Struct, eq=False):
         node = self.node
         # A new dictionary each time: containers that have ended are dropped without a search for them.
         before, self._known = self._known, {}
+        users_of = node.claim_pods.users
         for allocation in node.cache:
-            pod, users = node.pods.get(allocation.key.pod_uid), node.claim_pods.users.get(allocation.key, ())
+            pod, users = node.pods.get(allocation.key.pod_uid), users_of.get(allocation.key, ())
             if not allocation.pod_name or has_handed_over(allocation, pod):
                 continue
             # An isolation writes the limits some time after the Allocate, without a change of the other four.
