@@ -42,7 +42,7 @@ BETTERPROTO_COMPILER = "betterproto2-compiler==0.10.1"  # its minor must be the 
 
 ROOT = Path(__file__).parent
 REQUIREMENTS = ROOT / "requirements"
-WIRE = ROOT / "gpushare_agent" / "wire"
+WIRE = ROOT / "gpushare_agent" / "core" / "wire"
 SAMPLES = ROOT / "manifests" / "samples"
 
 
@@ -215,7 +215,7 @@ def protos(session: nox.Session) -> None:
         else:
             differences = _differences(made, WIRE)
             if differences:
-                what = "gpushare_agent/wire is not what protos/ generate; run `nox -s protos -- --write`"
+                what = "gpushare_agent/core/wire is not what protos/ generate; run `nox -s protos -- --write`"
                 session.error(f"{what}\n{differences}")
 
 

@@ -11,7 +11,7 @@ from bench.kubelet import CallTimes, RefusedPodError
 from bench.node import POD_BLOCKS, POD_CORES, RESOURCES, BenchNode
 from bench.pods import BenchPod, bench_pod
 from bench.results import Row, row
-from gpushare_agent.model.names import VCORE_RESOURCE, VMEMORY_RESOURCE
+from gpushare_agent.core.model.names import VCORE_RESOURCE, VMEMORY_RESOURCE
 
 _MEDIAN_MS, _P99_MS = 9.0, 25.0
 _BURST_PODS, _BURST_CORES, _BURST_BLOCKS = 100, 7, 24

@@ -15,8 +15,8 @@ from typing import Any
 
 from aiohttp import web
 
-from gpushare_agent.cluster.node_annotations import ALLOCATIONS_ANNOTATION, GPUS_ANNOTATION
-from gpushare_agent.model.names import VCORE_RESOURCE, VMEMORY_RESOURCE
+from gpushare_agent.core.model.names import VCORE_RESOURCE, VMEMORY_RESOURCE
+from gpushare_agent.core.node_report.annotations import ALLOCATIONS_ANNOTATION, GPUS_ANNOTATION
 
 GPUS, MEMORY_MIB, BLOCKS = 8, 24_576, 96
 MIXTURES: tuple[tuple[tuple[int, int, tuple[int, ...]], ...], ...] = (

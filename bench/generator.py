@@ -16,8 +16,8 @@ from random import Random
 
 from msgspec import Struct
 
-from gpushare_agent.model.names import CORES_PER_GPU
-from gpushare_agent.model.resources import ResourceNames
+from gpushare_agent.core.model.names import CORES_PER_GPU
+from gpushare_agent.core.model.resources import ResourceNames
 from gpushare_agent.simulation.traces import NODE_COLUMNS, POD_COLUMNS
 from gpushare_agent.simulation.workload import Arrival, Cluster, Machine, Shape, Size, Workload, memory_of
 

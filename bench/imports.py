@@ -110,7 +110,7 @@ def _import_all(modules: list[str]) -> dict[str, float]:
     from gpushare_agent.__main__ import _import_structlog
 
     _import_structlog()  # before all that imports it: the agent has it without rich
-    from gpushare_agent.cluster.kube.configuration import load_library
+    from gpushare_agent.core.kube.configuration import load_library
 
     for name in modules:
         # Of kubernetes-asyncio the agent has a few modules, put in place by hand.

@@ -25,13 +25,13 @@ from typing import NamedTuple
 from msgspec import Struct
 from msgspec.structs import replace
 
-from gpushare_agent.cluster.free_gpus_taint import FreeGpus, has_taint
+from gpushare_agent.core.model.errors import Refused
+from gpushare_agent.core.model.names import CORES_PER_GPU, PodUid
+from gpushare_agent.core.model.pods import HostRequest, Pod
+from gpushare_agent.core.placement.fragmentation import WHOLE, FreeNode, PodKind, TypicalPods
+from gpushare_agent.core.placement.free_gpus import FreeGpus, has_taint
 from gpushare_agent.extender.cluster_state import ClusterState
 from gpushare_agent.extender.values import ClusterPolicy, NodePolicy
-from gpushare_agent.model.errors import Refused
-from gpushare_agent.model.names import CORES_PER_GPU, PodUid
-from gpushare_agent.model.pods import HostRequest, Pod
-from gpushare_agent.placement.fragmentation import WHOLE, FreeNode, PodKind, TypicalPods
 from gpushare_agent.simulation.workload import Machine, PodMaker, Shape
 
 MARKS = (50, 80, 90, 95, 100, 110, 120, 130)

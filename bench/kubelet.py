@@ -17,11 +17,11 @@ from pathlib import Path
 
 from bench.http2 import CallError, Handler, Http2Connection, dial
 from bench.pods import BenchPod, Device, device
-from gpushare_agent.kit.protobuf import bytes_field, integer_field, string_list
+from gpushare_agent.core.kit.protobuf import bytes_field, integer_field, string_list
+from gpushare_agent.core.wire.v1 import GetPodResourcesRequest
+from gpushare_agent.core.wire.v1beta1 import RegisterRequest
 from gpushare_agent.sandbox.kubelet.wire_frames import fields, numa_nodes, submessages, texts
 from gpushare_agent.sandbox.state_directory import NodePaths
-from gpushare_agent.wire.v1 import GetPodResourcesRequest
-from gpushare_agent.wire.v1beta1 import RegisterRequest
 
 _PLUGIN = "/v1beta1.DevicePlugin"
 _CALLS_PER_S, _BURST = 100.0, 10.0

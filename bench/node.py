@@ -17,9 +17,9 @@ from bench.agent import BenchAgent
 from bench.containers import Containers
 from bench.kubelet import BenchKubelet
 from bench.pods import CONTAINER, FOREIGN_RESOURCE, NAMESPACE, BenchPod, bench_pod, device, manifest, running_status
-from gpushare_agent.gpus.simulated.driver import GPUS_PER_NUMA_NODE, simulated_uuid
-from gpushare_agent.kubelet.device_table import DeviceIds
-from gpushare_agent.model.names import CORES_PER_GPU, VCORE_RESOURCE, VMEMORY_RESOURCE, device_id
+from gpushare_agent.agent.gpus.simulated.driver import GPUS_PER_NUMA_NODE, simulated_uuid
+from gpushare_agent.core.model.device_ids import DeviceIds
+from gpushare_agent.core.model.names import CORES_PER_GPU, VCORE_RESOURCE, VMEMORY_RESOURCE, device_id
 from gpushare_agent.sandbox.api.server import EmbeddedApiServer
 from gpushare_agent.sandbox.state_directory import NodePaths
 

@@ -34,23 +34,18 @@ from bench.node import (
 from bench.observation import put_processes
 from bench.pods import CONTAINER, BenchPod
 from bench.results import Row, row
-from gpushare_agent.delivery.volume_plan import (
-    CONTROL_LIBRARY_NAME,
-    GPU_CLIENT_NAME,
-    LIBCUDA,
-    VolumeName,
-)
-from gpushare_agent.gpus.simulated.driver import simulated_uuid
-from gpushare_agent.isolation.gpushare.edits import LIBRARY_NAME
-from gpushare_agent.isolation.gpushare.format import (
+from gpushare_agent.agent.delivery.volume_plan import CONTROL_LIBRARY_NAME, GPU_CLIENT_NAME, LIBCUDA, VolumeName
+from gpushare_agent.agent.gpus.simulated.driver import simulated_uuid
+from gpushare_agent.agent.isolation.gpushare.edits import LIBRARY_NAME
+from gpushare_agent.agent.isolation.gpushare.format import (
     CONFIG_NAME,
     USAGE_NAME,
     GpuLimits,
     encode_config,
     encode_usage,
 )
-from gpushare_agent.isolation.gpushare.library import MARK
-from gpushare_agent.model.names import MIB
+from gpushare_agent.agent.isolation.gpushare.library import MARK
+from gpushare_agent.core.model.names import MIB
 from gpushare_agent.sandbox.state_directory import NodePaths
 
 _SOURCE = Path(__file__).parents[1] / "tests" / "native" / "fake_nvml.c"

@@ -22,17 +22,17 @@ from bench.containers import Containers
 from bench.node import FIRST_PID, GPUS, NODE_NAME, PROCESSES, BenchNode, open_node
 from bench.pods import CONTAINER
 from bench.results import Row, row
-from gpushare_agent.cluster.pod_store import PodStore
-from gpushare_agent.gpus.simulated.driver import simulated_uuid
-from gpushare_agent.model.allocations import Allocation, ContainerKey
-from gpushare_agent.model.names import PodUid, device_id
-from gpushare_agent.model.pods import ContainerKind, Pod, PodPhase
-from gpushare_agent.model.resources import ResourceKind
-from gpushare_agent.model.usage import DriverSample, GpuSample, ProcessSample
-from gpushare_agent.observability.metrics.agent import AgentMetrics
-from gpushare_agent.observability.usage_history import UsageHistory
-from gpushare_agent.observability.usage_sampling import UsageSampling
-from gpushare_agent.runtime.cgroups import ProcessOwners
+from gpushare_agent.agent.cluster.pod_store import PodStore
+from gpushare_agent.agent.gpus.simulated.driver import simulated_uuid
+from gpushare_agent.agent.observability.metrics.agent import AgentMetrics
+from gpushare_agent.agent.observability.usage_history import UsageHistory
+from gpushare_agent.agent.observability.usage_sampling import UsageSampling
+from gpushare_agent.agent.runtime.cgroups import ProcessOwners
+from gpushare_agent.core.model.allocations import Allocation, ContainerKey
+from gpushare_agent.core.model.names import PodUid, device_id
+from gpushare_agent.core.model.pods import ContainerKind, Pod, PodPhase
+from gpushare_agent.core.model.resources import ResourceKind
+from gpushare_agent.core.model.usage import DriverSample, GpuSample, ProcessSample
 
 _CONTAINERS, _PROCESSES_EACH = 200, 5
 _CORES, _BLOCKS = 4, 8

@@ -20,8 +20,8 @@ from typing import NamedTuple
 from msgspec import Struct, to_builtins
 
 from bench.inflation import CpuPods, CpuRule, InflationPolicy, inflate, read_hosts, read_kinds
+from gpushare_agent.core.model.resources import ResourceNames
 from gpushare_agent.extender.values import ClusterPolicy
-from gpushare_agent.model.resources import ResourceNames
 
 TRACES = ("default", "gpushare100", "multigpu50", "gpuspec33", "cpu200")
 FIRST_SEED, SEEDS = 42, 10

@@ -6,8 +6,8 @@ import time
 
 from bench.results import Row, row
 from bench.sample_node import SampleNode
-from gpushare_agent.kit.http_answers import encode, packed
-from gpushare_agent.observability.node_snapshot import node_document
+from gpushare_agent.agent.observability.node_snapshot import node_document
+from gpushare_agent.core.kit.http_answers import encode, packed
 
 GPUS = 16
 CONTAINERS = 200

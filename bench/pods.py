@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from gpushare_agent.kit.protobuf import bytes_field, integer_field
-from gpushare_agent.model.names import VCORE_RESOURCE, VMEMORY_RESOURCE
+from gpushare_agent.core.kit.protobuf import bytes_field, integer_field
+from gpushare_agent.core.model.names import VCORE_RESOURCE, VMEMORY_RESOURCE
 
 NAMESPACE = "bench"
 CONTAINER = "main"

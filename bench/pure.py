@@ -8,15 +8,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 from bench.results import Row, row
-from gpushare_agent.kit.protobuf import scan_pod_entry, scan_pods
-from gpushare_agent.kubelet.device_table import DeviceIds
-from gpushare_agent.kubelet.pod_resources import decode_pod_entry
-from gpushare_agent.model.errors import Refused
-from gpushare_agent.model.gpus import Topology
-from gpushare_agent.model.names import CORES_PER_GPU, GpuUuid
-from gpushare_agent.model.resources import Request
-from gpushare_agent.placement import GpuAccount, place
-from gpushare_agent.placement.topology import build_topology, parse_topology
+from gpushare_agent.agent.kubelet.pod_resources import decode_pod_entry
+from gpushare_agent.core.kit.protobuf import scan_pod_entry, scan_pods
+from gpushare_agent.core.model.device_ids import DeviceIds
+from gpushare_agent.core.model.errors import Refused
+from gpushare_agent.core.model.gpus import Topology
+from gpushare_agent.core.model.names import CORES_PER_GPU, GpuUuid
+from gpushare_agent.core.model.resources import Request
+from gpushare_agent.core.placement import GpuAccount, place
+from gpushare_agent.core.placement.topology import build_topology, parse_topology
 
 _TREE = Path(__file__).parents[1] / "tests" / "data" / "topology" / "a10-x16-deep-tree.txt"
 _GPUS, _MEMORY_MIB = 16, 24_576

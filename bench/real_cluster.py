@@ -20,10 +20,10 @@ from msgspec.json import Decoder
 from prometheus_client.parser import text_string_to_metric_families
 
 from bench.results import Row, row
-from gpushare_agent.cluster.kube.client import open_kube_session
-from gpushare_agent.cluster.kube.session import KubeSession, KubeTimeouts, Request
-from gpushare_agent.model.errors import AgentError
-from gpushare_agent.model.names import CORES_PER_GPU, VCORE_RESOURCE, VMEMORY_RESOURCE
+from gpushare_agent.core.kube.client import open_kube_session
+from gpushare_agent.core.kube.session import KubeSession, KubeTimeouts, Request
+from gpushare_agent.core.model.errors import AgentError
+from gpushare_agent.core.model.names import CORES_PER_GPU, VCORE_RESOURCE, VMEMORY_RESOURCE
 
 AGENTS = "app.kubernetes.io/name=gpushare-agent"
 _PORT = 5678

@@ -26,10 +26,10 @@ from bench.cluster import SampleCluster, raw_pod
 from bench.extender import REQUESTS, end_process, free_port
 from bench.results import Row, resident_mib, row
 from bench.scrapes import Counts, histogram_row, read_counts
-from gpushare_agent.cluster.kube.client import open_kube_session
-from gpushare_agent.cluster.kube.session import KubeSession, KubeTimeouts, Request
-from gpushare_agent.cluster.node_annotations import ALLOCATIONS_ANNOTATION
-from gpushare_agent.model.errors import AgentError
+from gpushare_agent.core.kube.client import open_kube_session
+from gpushare_agent.core.kube.session import KubeSession, KubeTimeouts, Request
+from gpushare_agent.core.model.errors import AgentError
+from gpushare_agent.core.node_report.annotations import ALLOCATIONS_ANNOTATION
 
 FILTER_P99_MS = 20.0
 MEMORY_MIB = 300.0

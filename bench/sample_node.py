@@ -11,15 +11,15 @@ import time
 from dataclasses import dataclass, field
 
 from gpushare_agent import __version__
-from gpushare_agent.model.allocations import Allocation, ContainerKey
-from gpushare_agent.model.decision_records import Asked, Candidate, DecisionRecord, Outcome
-from gpushare_agent.model.gpus import Gpu, GpuInventory, Health, Link, LinkKind, Topology
-from gpushare_agent.model.names import MIB, DeviceId, GpuUuid, PodUid
-from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod, PodPhase
-from gpushare_agent.model.resources import ResourceKind, ResourceNames
-from gpushare_agent.model.usage import ContainerUse, GpuSample, ProcessSample, UsageRound
-from gpushare_agent.observability.node_snapshot import AgentFacts, ContainerFacts, NodeSnapshot
-from gpushare_agent.placement.topology import build_topology
+from gpushare_agent.agent.observability.node_snapshot import AgentFacts, ContainerFacts, NodeSnapshot
+from gpushare_agent.core.model.allocations import Allocation, ContainerKey
+from gpushare_agent.core.model.decision_records import Asked, Candidate, DecisionRecord, Outcome
+from gpushare_agent.core.model.gpus import Gpu, GpuInventory, Health, Link, LinkKind, Topology
+from gpushare_agent.core.model.names import MIB, DeviceId, GpuUuid, PodUid
+from gpushare_agent.core.model.pods import ContainerKind, ContainerSpec, Pod, PodPhase
+from gpushare_agent.core.model.resources import ResourceKind, ResourceNames
+from gpushare_agent.core.model.usage import ContainerUse, GpuSample, ProcessSample, UsageRound
+from gpushare_agent.core.placement.topology import build_topology
 
 GPU_MIB = 81920
 SHARE_CORES = 5

@@ -17,22 +17,22 @@ from bench.http2 import dial
 from bench.node import BLOCK_MIB, BLOCKS_PER_GPU, GPUS, POD_BLOCKS, POD_CORES, RESOURCES, BenchNode, open_node
 from bench.pods import CONTAINER, NAMESPACE, BenchPod, bench_pod
 from bench.results import Row, row
-from gpushare_agent.isolation.container_ids import ContainerIds
-from gpushare_agent.isolation.vdevice.container_processes import ContainerProcesses
-from gpushare_agent.isolation.vdevice.files import VDeviceFiles
-from gpushare_agent.isolation.vdevice.format import decode_config, decode_pids
-from gpushare_agent.isolation.vdevice.reconcile import VDeviceConfigs
-from gpushare_agent.isolation.vdevice.server import METHOD
-from gpushare_agent.isolation.vdevice.virtual_manager import Intervals, VirtualManager
-from gpushare_agent.model.allocations import Allocation, ContainerKey
-from gpushare_agent.model.gpus import GpuInventory
-from gpushare_agent.model.names import CORES_PER_GPU, VCORE_RESOURCE, DeviceId, GpuUuid, PodUid
-from gpushare_agent.model.pods import ContainerKind, Pod, PodPhase
-from gpushare_agent.model.resources import ResourceKind, ResourceNames
-from gpushare_agent.placement.topology import build_topology
-from gpushare_agent.runtime.cgroups import Cgroups
+from gpushare_agent.agent.isolation.container_ids import ContainerIds
+from gpushare_agent.agent.isolation.vdevice.container_processes import ContainerProcesses
+from gpushare_agent.agent.isolation.vdevice.files import VDeviceFiles
+from gpushare_agent.agent.isolation.vdevice.reconcile import VDeviceConfigs
+from gpushare_agent.agent.isolation.vdevice.server import METHOD
+from gpushare_agent.agent.isolation.vdevice.virtual_manager import Intervals, VirtualManager
+from gpushare_agent.agent.runtime.cgroups import Cgroups
+from gpushare_agent.core.formats.vdevice import decode_config, decode_pids
+from gpushare_agent.core.model.allocations import Allocation, ContainerKey
+from gpushare_agent.core.model.gpus import GpuInventory
+from gpushare_agent.core.model.names import CORES_PER_GPU, VCORE_RESOURCE, DeviceId, GpuUuid, PodUid
+from gpushare_agent.core.model.pods import ContainerKind, Pod, PodPhase
+from gpushare_agent.core.model.resources import ResourceKind, ResourceNames
+from gpushare_agent.core.placement.topology import build_topology
+from gpushare_agent.core.wire.vcuda import VDeviceRequest
 from gpushare_agent.sandbox.state_directory import NodePaths
-from gpushare_agent.wire.vcuda import VDeviceRequest
 
 _PRE_START_MS, _REGISTER_MS, _ROUND_MS, _SERVERS_MIB = 10.0, 5.0, 20.0, 20.0
 _SEEN_S, _FREED_S = 0.03, 0.05

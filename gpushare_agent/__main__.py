@@ -13,12 +13,12 @@ def main() -> int:
     """Runs the command line and returns the exit code.
 
     Imports make hundreds of thousands of objects and no garbage: without collections in between they take a tenth less
-    time (measured), and the start until registration is short of time. cli/main.py turns collection on again.
+    time (measured), and the start until registration is short of time. commands.py turns collection on again.
     """
     gc.disable()
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "true")  # else pydantic searches every installed package for one
     _import_structlog()
-    from gpushare_agent.cli.main import main as run_command_line
+    from gpushare_agent.commands import main as run_command_line
 
     return run_command_line()
 

@@ -21,7 +21,7 @@ import pytest
 import structlog
 from hypothesis import settings
 
-from gpushare_agent.kit.logs import LIBRARY_LEVELS, WRITER, QueuedHandler
+from gpushare_agent.core.kit.logs import LIBRARY_LEVELS, WRITER, QueuedHandler
 from tests.support_deadline import DEADLINE_S
 
 # The same examples in each run: one that fails rarely would stop somebody else's change. Another profile tries others.

@@ -8,19 +8,19 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from gpushare_agent.admission.allocation_cache import AllocationCache
-from gpushare_agent.admission.decisions.identity import Known
-from gpushare_agent.isolation import IsolationConfig
-from gpushare_agent.kubelet.records import CheckpointEntry, ListedContainer, ListedPod
-from gpushare_agent.model.allocations import Allocation, ContainerEdits, ContainerKey
-from gpushare_agent.model.gpus import Gpu, GpuInventory, Link, LinkKind, MigPlace
-from gpushare_agent.model.names import VCORE_RESOURCE, VMEMORY_RESOURCE, GpuUuid, PodUid, device_id
-from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod, PodPhase
-from gpushare_agent.model.resources import ResourceKind, ResourceNames
-from gpushare_agent.placement.topology import build_topology
-from gpushare_agent.settings.sections import DriverLimitsSettings, VirtualManagerSettings
-from gpushare_agent.settings.settings import Settings
-from gpushare_agent.settings.values import Section
+from gpushare_agent.agent.admission.allocation_cache import AllocationCache
+from gpushare_agent.agent.admission.decisions.identity import Known
+from gpushare_agent.agent.isolation import IsolationConfig
+from gpushare_agent.agent.kubelet.records import CheckpointEntry, ListedContainer, ListedPod
+from gpushare_agent.core.model.allocations import Allocation, ContainerEdits, ContainerKey
+from gpushare_agent.core.model.gpus import Gpu, GpuInventory, Link, LinkKind, MigPlace
+from gpushare_agent.core.model.names import VCORE_RESOURCE, VMEMORY_RESOURCE, GpuUuid, PodUid, device_id
+from gpushare_agent.core.model.pods import ContainerKind, ContainerSpec, Pod, PodPhase
+from gpushare_agent.core.model.resources import ResourceKind, ResourceNames
+from gpushare_agent.core.placement.topology import build_topology
+from gpushare_agent.core.settings.sections import DriverLimitsSettings, VirtualManagerSettings
+from gpushare_agent.core.settings.settings import Settings
+from gpushare_agent.core.settings.values import Section
 
 NAMES = ResourceNames()
 

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 from msgspec import Raw
 
-from gpushare_agent.observability.node_snapshot import NodeSnapshot, node_document
+from gpushare_agent.agent.observability.node_snapshot import NodeSnapshot, node_document
 
 
 def undecoded(raw: object) -> Raw:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from gpushare_agent.admission.allocation_cache import AllocationCache
-from gpushare_agent.admission.claim_pods import ClaimPods
-from gpushare_agent.admission.outcomes import DecisionLog
-from gpushare_agent.cluster.pod_store import PodStore
-from gpushare_agent.model.gpus import GpuInventory
-from gpushare_agent.model.resources import ResourceNames
-from gpushare_agent.node import Node
-from gpushare_agent.settings.settings import Settings
+from gpushare_agent.agent.admission.allocation_cache import AllocationCache
+from gpushare_agent.agent.admission.claim_pods import ClaimPods
+from gpushare_agent.agent.admission.outcomes import DecisionLog
+from gpushare_agent.agent.cluster.pod_store import PodStore
+from gpushare_agent.agent.node import Node
+from gpushare_agent.core.model.gpus import GpuInventory
+from gpushare_agent.core.model.resources import ResourceNames
+from gpushare_agent.core.settings.settings import Settings
 from tests.support_core import NAMES, inventory
 
 

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import pytest
 from msgspec.structs import replace
 
-from gpushare_agent.model.allocations import Allocation, ClaimShare
-from gpushare_agent.model.names import GpuUuid
-from gpushare_agent.node import GpuSplit, gpu_split, plugins_devices, plugins_inventory
+from gpushare_agent.agent.node import GpuSplit, gpu_split, plugins_devices, plugins_inventory
+from gpushare_agent.core.model.allocations import Allocation, ClaimShare
+from gpushare_agent.core.model.names import GpuUuid
 from tests.dra.support_claims import ref_of
 from tests.support_core import allocation, container, ids, inventory, mig_instance, pod
 

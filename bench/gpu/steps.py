@@ -385,7 +385,7 @@ def fault(pods: Pods, pod: str, neighbour: str) -> Values:
         "driver_xids": xids,
         "agent_events": events,
         "agent_log": pods.sandbox.agent_log("(?i)xid"),
-        "gpu_health": gpu["health"],
+        "gpu_health": "Healthy" if gpu["is_healthy"] else "Unhealthy",
         "gpu_health_reason": gpu["health_reason"],
         "neighbour": neighbours[0]["error"] or "went on" if neighbours else outcome.why(),
     }
@@ -520,7 +520,7 @@ def _program_values(outcome: Outcome) -> Values:
 
 def usage_path(container: Mapping[str, Any]) -> Path | None:
     """Where the host has libgpushare's `usage` of a container; None under another isolation."""
-    from gpushare_agent.isolation.gpushare.format import USAGE_NAME
+    from gpushare_agent.agent.isolation.gpushare.format import USAGE_NAME
 
     found = (m["host_path"] for m in container["mounts"] if m["container_path"].endswith(f"/{USAGE_NAME}"))
     return next(map(Path, found), None)
@@ -528,7 +528,7 @@ def usage_path(container: Mapping[str, Any]) -> Path | None:
 
 def _slots_mib(container: Mapping[str, Any]) -> float | None:
     """What libgpushare's processes say that they have; None of another isolation."""
-    from gpushare_agent.isolation.gpushare.format import read_held
+    from gpushare_agent.agent.isolation.gpushare.format import read_held
 
     if (path := usage_path(container)) is None:
         return None

@@ -12,16 +12,16 @@ import structlog
 from msgspec import Struct
 from msgspec.structs import replace
 
+from gpushare_agent.agent.gpus.part import NodeDriver, open_driver
+from gpushare_agent.agent.isolation.choice import Candidate, Choice, choose
+from gpushare_agent.agent.isolation.part import NodeProbe, build_probes
+from gpushare_agent.agent.runtime.cgroups import Cgroups
 from gpushare_agent.agent.share_readiness import problem_of
-from gpushare_agent.gpus.part import NodeDriver, open_driver
-from gpushare_agent.isolation.choice import Candidate, Choice, choose
-from gpushare_agent.isolation.part import NodeProbe, build_probes
-from gpushare_agent.kit.daemon_thread import DaemonThread
-from gpushare_agent.model.errors import AgentError
-from gpushare_agent.model.gpus import GpuInventory
-from gpushare_agent.model.isolation import AUTO
-from gpushare_agent.runtime.cgroups import Cgroups
-from gpushare_agent.settings.settings import Settings
+from gpushare_agent.core.kit.daemon_thread import DaemonThread
+from gpushare_agent.core.model.errors import AgentError
+from gpushare_agent.core.model.gpus import GpuInventory
+from gpushare_agent.core.model.isolation import AUTO
+from gpushare_agent.core.settings.settings import Settings
 
 log = structlog.get_logger(__name__)
 

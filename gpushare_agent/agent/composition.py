@@ -1,6 +1,6 @@
 """The node agent's parts, joined: each builds itself from the Node, in its own folder.
 
-No loop runs here; agent/agent.py runs them. `_Subscriptions` is the one place that says who hears of what.
+No loop runs here; agent/program.py runs them. `_Subscriptions` is the one place that says who hears of what.
 """
 
 from __future__ import annotations
@@ -12,35 +12,35 @@ from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
-from gpushare_agent.admission.allocation_cache import AllocationCache
-from gpushare_agent.admission.claim_pods import ClaimPods
-from gpushare_agent.admission.outcomes import KEPT_DECISIONS, DecisionLog
-from gpushare_agent.admission.part import AdmissionPart
 from gpushare_agent.agent import share_readiness
+from gpushare_agent.agent.admission.allocation_cache import AllocationCache
+from gpushare_agent.agent.admission.claim_pods import ClaimPods
+from gpushare_agent.agent.admission.outcomes import KEPT_DECISIONS, DecisionLog
+from gpushare_agent.agent.admission.part import AdmissionPart
+from gpushare_agent.agent.cluster.part import ClusterPart
+from gpushare_agent.agent.cluster.pod_store import PodStore
+from gpushare_agent.agent.gpus.inventory import GpuHealthObserver, GpuInventoryState
+from gpushare_agent.agent.gpus.part import GpusPart, NodeDriver, health_policy
+from gpushare_agent.agent.isolation import isolations
+from gpushare_agent.agent.isolation.isolations import Isolations
+from gpushare_agent.agent.isolation.resource_names import resource_names
+from gpushare_agent.agent.kubelet.device_table import status_bytes
+from gpushare_agent.agent.node import Node
 from gpushare_agent.agent.node_configuration import ConfigurationWatch, NodeConfiguration
+from gpushare_agent.agent.observability import part as observability_part
+from gpushare_agent.agent.observability.metrics.agent import AgentMetrics
+from gpushare_agent.agent.observability.part import ObservabilityPart
 from gpushare_agent.agent.share_readiness import ShareReadiness
-from gpushare_agent.cluster.informer import Informer
-from gpushare_agent.cluster.part import ClusterPart
-from gpushare_agent.cluster.pod_store import PodStore
-from gpushare_agent.gpus.inventory import GpuHealthObserver, GpuInventoryState
-from gpushare_agent.gpus.part import GpusPart, NodeDriver, health_policy
-from gpushare_agent.isolation import isolations
-from gpushare_agent.isolation.isolations import Isolations
-from gpushare_agent.isolation.resource_names import resource_names
-from gpushare_agent.kit.directories import has_files
-from gpushare_agent.kubelet.device_table import status_bytes
-from gpushare_agent.model.allocations import Allocation
-from gpushare_agent.model.decision_records import CLAIMS_RESOURCE
-from gpushare_agent.model.gpus import GpuInventory
-from gpushare_agent.model.pods import Pod
-from gpushare_agent.node import Node
-from gpushare_agent.observability import part as observability_part
-from gpushare_agent.observability.metrics.agent import AgentMetrics
-from gpushare_agent.observability.part import ObservabilityPart
-from gpushare_agent.settings.settings import Settings
+from gpushare_agent.core.kit.directories import has_files
+from gpushare_agent.core.kube.informer import Informer
+from gpushare_agent.core.model.allocations import Allocation
+from gpushare_agent.core.model.decision_records import CLAIMS_RESOURCE
+from gpushare_agent.core.model.gpus import GpuInventory
+from gpushare_agent.core.model.pods import Pod
+from gpushare_agent.core.settings.settings import Settings
 
 if TYPE_CHECKING:
-    from gpushare_agent.dra.part import DraPart
+    from gpushare_agent.agent.dra.part import DraPart
 
 
 class NodeAgent(Struct, frozen=True, kw_only=True):
@@ -138,7 +138,7 @@ def _build_dra(node: Node, isolation: Isolations) -> DraPart | None:
     if not node.has_claims or records is None:
         return None
     # Imported here: an agent without claims would load its modules for nothing.
-    from gpushare_agent.dra.part import DraPart
+    from gpushare_agent.agent.dra.part import DraPart
 
     return DraPart(node, isolation, records)
 

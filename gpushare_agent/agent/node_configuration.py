@@ -1,6 +1,6 @@
 """Settings per node: reads the configuration that the Node's label names, and asks for a reload when it is another one.
 
-The settings themselves and the rules are settings/node_configuration.py's; agent/agent.py tries them and reloads. There
+The settings themselves and the rules are settings/node_configuration.py's; agent/program.py tries them and reloads. There
 is one for the process. State owned: the Node's labels as last read, the configuration in force and the one before it, and
 what was read last, be it a configuration or why there is none.
 """
@@ -16,15 +16,15 @@ from typing import NoReturn
 import structlog
 from msgspec import Raw
 
-from gpushare_agent.cluster.informer import Handler, Informer
-from gpushare_agent.cluster.kube.client import KubeApi, node_named, open_kube_api
-from gpushare_agent.cluster.kube.objects import read_node_json
-from gpushare_agent.kit.supervision import start_tasks
-from gpushare_agent.kit.watch_path import open_directory_watch
-from gpushare_agent.model.errors import AgentError, StartupError
-from gpushare_agent.node import Node
-from gpushare_agent.settings.node_configuration import NamedConfiguration, choose_name
-from gpushare_agent.settings.settings import Settings, SettingsError
+from gpushare_agent.agent.node import Node
+from gpushare_agent.core.kit.supervision import start_tasks
+from gpushare_agent.core.kit.watch_path import open_directory_watch
+from gpushare_agent.core.kube.client import KubeApi, node_named, open_kube_api
+from gpushare_agent.core.kube.informer import Handler, Informer
+from gpushare_agent.core.kube.objects import read_node_json
+from gpushare_agent.core.model.errors import AgentError, StartupError
+from gpushare_agent.core.settings.node_configuration import NamedConfiguration, choose_name
+from gpushare_agent.core.settings.settings import Settings, SettingsError
 
 log = structlog.get_logger(__name__)
 

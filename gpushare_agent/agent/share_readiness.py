@@ -17,15 +17,15 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from gpushare_agent.delivery.cdi_specs import CdiWatch
-from gpushare_agent.gpus.part import NodeDriver
-from gpushare_agent.isolation.isolations import Isolations
-from gpushare_agent.model.errors import AgentError, Unavailable
-from gpushare_agent.node import Node
-from gpushare_agent.runtime.node_probes import connect_to_socket
+from gpushare_agent.agent.delivery.cdi_specs import CdiWatch
+from gpushare_agent.agent.gpus.part import NodeDriver
+from gpushare_agent.agent.isolation.isolations import Isolations
+from gpushare_agent.agent.node import Node
+from gpushare_agent.agent.runtime.node_probes import connect_to_socket
+from gpushare_agent.core.model.errors import AgentError, Unavailable
 
 if TYPE_CHECKING:
-    from gpushare_agent.dra.part import DraPart
+    from gpushare_agent.agent.dra.part import DraPart
 
 log = structlog.get_logger(__name__)
 

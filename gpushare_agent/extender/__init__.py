@@ -4,9 +4,9 @@
 and recorded in decisions/ledger.py. `bind.py` carries a reservation out: annotations, then the bind.
 State owned: `ClusterState` (the ledger of nodes and reservations), `QuotaState`, `Waiters`, `Binder` (binds under way),
 `PodsFeed`, `NodesFeed` and `QuotaFeed` (the informers' handlers), `LeaderElection` and `Leadership`.
-Called by cli/main.py, by simulation without I/O, and by commands that advise (decisions/changes.py and defragment.py). Open
+Called by commands.py, by simulation without I/O, and by kubectl/, which advises. Open
 `verbs.py` first for a request, `app.py` for the composition.
 
-Others import: app, cluster_feed, cluster_state, debug, decisions.changes, decisions.cluster_view, decisions.defragment,
-decisions.pod_plan, decisions.quota, metrics, objects, steps, values.
+Others import: app, cluster_feed, cluster_state, debug, decisions.ledger, decisions.pod_plan, decisions.quota,
+metrics, objects, steps, values.
 """

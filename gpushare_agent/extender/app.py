@@ -24,9 +24,17 @@ import structlog
 from msgspec import Struct
 from pydantic import ValidationError
 
-from gpushare_agent.cluster.events import EventRecorder
-from gpushare_agent.cluster.informer import Informer
-from gpushare_agent.cluster.kube.client import ALL_NODES, LIVE_PODS, config_map
+from gpushare_agent.core.kit.process import sd_notify
+from gpushare_agent.core.kit.regular_file import read_regular
+from gpushare_agent.core.kit.supervision import forever, stop_task, wait_for
+from gpushare_agent.core.kube.client import ALL_NODES, LIVE_PODS, config_map
+from gpushare_agent.core.kube.events import EventRecorder
+from gpushare_agent.core.kube.informer import Informer
+from gpushare_agent.core.model.errors import StartupError, Unavailable
+from gpushare_agent.core.settings.former_flags import ADMISSION_FIELDS
+from gpushare_agent.core.settings.resource_names import resource_names
+from gpushare_agent.core.settings.sections import ExtenderSettings
+from gpushare_agent.core.settings.settings import Settings
 from gpushare_agent.extender.bind import BIND_TIMEOUT_S, Binder, BindTiming, PodWrites
 from gpushare_agent.extender.claims_webhook import ClaimsWebhook
 from gpushare_agent.extender.cluster_feed import NodesFeed, PodsFeed, QuotaFeed
@@ -41,17 +49,9 @@ from gpushare_agent.extender.steps import in_steps
 from gpushare_agent.extender.values import ClusterPolicy
 from gpushare_agent.extender.verbs import Extender
 from gpushare_agent.extender.waiters import Waiters
-from gpushare_agent.isolation.resource_names import resource_names
-from gpushare_agent.kit.process import sd_notify
-from gpushare_agent.kit.regular_file import read_regular
-from gpushare_agent.kit.supervision import forever, stop_task, wait_for
-from gpushare_agent.model.errors import StartupError, Unavailable
-from gpushare_agent.settings.former_flags import ADMISSION_FIELDS
-from gpushare_agent.settings.sections import ExtenderSettings
-from gpushare_agent.settings.settings import Settings
 
 if TYPE_CHECKING:
-    from gpushare_agent.cluster.kube.client import ClusterApi
+    from gpushare_agent.core.kube.client import ClusterApi
 
 log = structlog.get_logger(__name__)
 
@@ -354,7 +354,7 @@ def show_state(parts: ExtenderParts, metrics: ExtenderMetrics) -> None:
 
 async def _open_api(settings: Settings, stack: AsyncExitStack, stop: asyncio.Event) -> ClusterApi | None:
     """The API server's client; None where `stop` is set before. Retried until the credentials are there."""
-    from gpushare_agent.cluster.kube.client import open_cluster_api
+    from gpushare_agent.core.kube.client import open_cluster_api
 
     while not stop.is_set():
         # A service account's token may be mounted after the process has started.

@@ -23,20 +23,14 @@ from typing import NoReturn
 import structlog
 from msgspec import Raw, Struct, field
 
-from gpushare_agent.cluster.kube.client import ClusterApi
-from gpushare_agent.cluster.kube.objects import object_meta, pod_uid
-from gpushare_agent.cluster.kube.pods import read_pod_json
-from gpushare_agent.cluster.kube.session import MAX_RETRY_AFTER_S, NO_ANSWER, Throttled
-from gpushare_agent.extender.cluster_state import ClusterState
-from gpushare_agent.extender.decisions.pod_plan import plan_annotations
-from gpushare_agent.extender.messages import BindArgs
-from gpushare_agent.extender.metrics import ExtenderMetrics
-from gpushare_agent.extender.objects import chooses_gpus, lean_pod
-from gpushare_agent.extender.values import Reservation, Stage
-from gpushare_agent.kit.backoff import Backoff
-from gpushare_agent.kit.supervision import bounded
-from gpushare_agent.model.errors import AgentError, Conflict, NotFound, Refused, Rejected, Unavailable
-from gpushare_agent.model.names import (
+from gpushare_agent.core.kit.backoff import Backoff
+from gpushare_agent.core.kit.supervision import bounded
+from gpushare_agent.core.kube.client import ClusterApi
+from gpushare_agent.core.kube.objects import object_meta, pod_uid
+from gpushare_agent.core.kube.pods import read_pod_json
+from gpushare_agent.core.kube.session import MAX_RETRY_AFTER_S, NO_ANSWER, Throttled
+from gpushare_agent.core.model.errors import AgentError, Conflict, NotFound, Refused, Rejected, Unavailable
+from gpushare_agent.core.model.names import (
     GPU_ASSIGNED_ANNOTATION,
     GPUSHARE_ASSIGNED_ANNOTATION,
     GPUSHARE_ASSUME_TIME_ANNOTATION,
@@ -47,8 +41,14 @@ from gpushare_agent.model.names import (
     RETRY_ANNOTATION,
     PodUid,
 )
-from gpushare_agent.model.pods import Pod
-from gpushare_agent.model.resources import ResourceNames
+from gpushare_agent.core.model.pods import Pod
+from gpushare_agent.core.model.resources import ResourceNames
+from gpushare_agent.extender.cluster_state import ClusterState
+from gpushare_agent.extender.decisions.pod_plan import plan_annotations
+from gpushare_agent.extender.messages import BindArgs
+from gpushare_agent.extender.metrics import ExtenderMetrics
+from gpushare_agent.extender.objects import chooses_gpus, lean_pod
+from gpushare_agent.extender.values import Reservation, Stage
 
 log = structlog.get_logger(__name__)
 

@@ -19,17 +19,17 @@ import structlog
 from msgspec import Meta, Raw, Struct
 from msgspec.json import Decoder
 
-from gpushare_agent.cluster.kube.claims import API_VERSION as RESOURCE_API_VERSION
-from gpushare_agent.cluster.kube.client import ClusterApi
-from gpushare_agent.cluster.kube.pods import PodJson
+from gpushare_agent.core.kit.json_schema import decoded_or
+from gpushare_agent.core.kit.rate import TokenBucket
+from gpushare_agent.core.kit.supervision import bounded
+from gpushare_agent.core.kube.claims import API_VERSION as RESOURCE_API_VERSION
+from gpushare_agent.core.kube.client import ClusterApi
+from gpushare_agent.core.kube.pods import PodJson
+from gpushare_agent.core.model.errors import AgentError, Conflict, Corrupt, NotFound, Refused, Unavailable
+from gpushare_agent.core.model.resources import ResourceNames
 from gpushare_agent.extender.decisions.claims import Conversion, Template, convert_pod
 from gpushare_agent.extender.decisions.vgpu_names import translate_pod
 from gpushare_agent.extender.messages import MAX_NAME_CHARS, Name, Result, bad_request, pod_json, request_of
-from gpushare_agent.kit.json_schema import decoded_or
-from gpushare_agent.kit.rate import TokenBucket
-from gpushare_agent.kit.supervision import bounded
-from gpushare_agent.model.errors import AgentError, Conflict, Corrupt, NotFound, Refused, Unavailable
-from gpushare_agent.model.resources import ResourceNames
 
 log = structlog.get_logger(__name__)
 

@@ -18,10 +18,15 @@ from collections.abc import Callable, Collection
 import structlog
 from msgspec import Raw, Struct, field
 
-from gpushare_agent.cluster.events import EventRecorder
-from gpushare_agent.cluster.informer import Handler
-from gpushare_agent.cluster.kube.objects import ObjectReference, object_meta, object_name, pod_uid
-from gpushare_agent.cluster.kube.pods import PodJson, read_pod_json
+from gpushare_agent.core.kit.supervision import ReportOnce
+from gpushare_agent.core.kube.events import EventRecorder
+from gpushare_agent.core.kube.informer import Handler
+from gpushare_agent.core.kube.objects import ObjectReference, object_meta, object_name, pod_uid
+from gpushare_agent.core.kube.pods import PodJson, read_pod_json
+from gpushare_agent.core.model.errors import Corrupt
+from gpushare_agent.core.model.names import PodUid
+from gpushare_agent.core.model.pods import Pod
+from gpushare_agent.core.model.resources import ResourceNames
 from gpushare_agent.extender.cluster_state import ClusterState
 from gpushare_agent.extender.decisions.quota import QUOTA_KEY, Quota, QuotaState
 from gpushare_agent.extender.metrics import ExtenderMetrics
@@ -33,11 +38,6 @@ from gpushare_agent.extender.objects import (
     read_quota,
 )
 from gpushare_agent.extender.values import ClusterNode, Stage
-from gpushare_agent.kit.supervision import ReportOnce
-from gpushare_agent.model.errors import Corrupt
-from gpushare_agent.model.names import PodUid
-from gpushare_agent.model.pods import Pod
-from gpushare_agent.model.resources import ResourceNames
 
 log = structlog.get_logger(__name__)
 

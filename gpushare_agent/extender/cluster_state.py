@@ -22,6 +22,16 @@ from typing import NamedTuple, TypeVar
 from msgspec import Struct, field
 from msgspec.structs import replace
 
+from gpushare_agent.core.model.allocations import Charge
+from gpushare_agent.core.model.errors import RefusalReason, Refused
+from gpushare_agent.core.model.names import PodUid
+from gpushare_agent.core.model.pods import HostRequest, Pod
+from gpushare_agent.core.model.resources import NOTHING, request_of
+from gpushare_agent.core.placement import GpuAccount, validate_request
+from gpushare_agent.core.placement.fragmentation import KindCosts, PodKind, TypicalPods
+from gpushare_agent.core.placement.gpu_account import capacity_of, describe_request
+from gpushare_agent.core.placement.gpu_choice import GpuChoice, accepting, choice_of
+from gpushare_agent.core.placement.place import SharePolicy
 from gpushare_agent.extender.decisions.ledger import NOTHING_HOSTED, Hosted, NodeLedger
 from gpushare_agent.extender.decisions.pod_plan import (
     Signature,
@@ -37,16 +47,6 @@ from gpushare_agent.extender.decisions.quota import QuotaState
 from gpushare_agent.extender.learnt_pods import LearntPods
 from gpushare_agent.extender.steps import Steps, at_once
 from gpushare_agent.extender.values import ClusterNode, ClusterPolicy, PodPlan, Reservation, Stage
-from gpushare_agent.model.allocations import Charge
-from gpushare_agent.model.errors import RefusalReason, Refused
-from gpushare_agent.model.names import PodUid
-from gpushare_agent.model.pods import HostRequest, Pod
-from gpushare_agent.model.resources import NOTHING, request_of
-from gpushare_agent.placement import GpuAccount, validate_request
-from gpushare_agent.placement.fragmentation import KindCosts, PodKind, TypicalPods
-from gpushare_agent.placement.gpu_account import capacity_of, describe_request
-from gpushare_agent.placement.gpu_choice import GpuChoice, accepting, choice_of
-from gpushare_agent.placement.place import SharePolicy
 
 K = TypeVar("K")
 V = TypeVar("V")

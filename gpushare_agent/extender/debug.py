@@ -12,9 +12,7 @@ import bisect
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from gpushare_agent.extender.cluster_state import ClusterState
-from gpushare_agent.extender.decisions.ledger import NodeLedger
-from gpushare_agent.kit.http_answers import (
+from gpushare_agent.core.kit.http_answers import (
     BadQueryError,
     JsonBody,
     Number,
@@ -26,8 +24,10 @@ from gpushare_agent.kit.http_answers import (
     json_answer,
     read_query,
 )
-from gpushare_agent.observability.node_snapshot import reported_gpu
-from gpushare_agent.placement.fragmentation import TypicalPods
+from gpushare_agent.core.node_report.reported import reported_gpu
+from gpushare_agent.core.placement.fragmentation import TypicalPods
+from gpushare_agent.extender.cluster_state import ClusterState
+from gpushare_agent.extender.decisions.ledger import NodeLedger
 
 if TYPE_CHECKING:
     from aiohttp import web

@@ -43,16 +43,16 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from gpushare_agent import __version__
+from gpushare_agent.core.kit.http_server import HttpLimits, HttpServer
+from gpushare_agent.core.kit.tcp_listeners import listen_tcp
+from gpushare_agent.core.model.errors import StartupError, Unavailable
+from gpushare_agent.core.settings.sections import ExtenderSettings
 from gpushare_agent.extender.bind import BIND_TIMEOUT_S
 from gpushare_agent.extender.claims_webhook import ClaimsWebhook
 from gpushare_agent.extender.debug import StatePages
 from gpushare_agent.extender.messages import Verb
 from gpushare_agent.extender.metrics import ExtenderMetrics
 from gpushare_agent.extender.verbs import Extender
-from gpushare_agent.kit.http_server import HttpLimits, HttpServer
-from gpushare_agent.kit.tcp_listeners import listen_tcp
-from gpushare_agent.model.errors import StartupError, Unavailable
-from gpushare_agent.settings.sections import ExtenderSettings
 
 log = structlog.get_logger(__name__)
 

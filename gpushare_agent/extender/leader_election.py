@@ -32,18 +32,18 @@ from typing import NoReturn
 import structlog
 from msgspec import Raw, Struct, field, json
 
-from gpushare_agent.cluster.informer import Informer
-from gpushare_agent.cluster.kube.client import ClusterApi, pods
-from gpushare_agent.cluster.kube.objects import ObjectMeta, object_meta, pod_uid
-from gpushare_agent.cluster.kube.session import NO_ANSWER
+from gpushare_agent.core.kit.backoff import Backoff
+from gpushare_agent.core.kit.json_schema import NULL, Lenient, decoded
+from gpushare_agent.core.kit.supervision import bounded
+from gpushare_agent.core.kube.client import ClusterApi, pods
+from gpushare_agent.core.kube.informer import Informer
+from gpushare_agent.core.kube.objects import ObjectMeta, object_meta, pod_uid
+from gpushare_agent.core.kube.session import NO_ANSWER
+from gpushare_agent.core.model.errors import AgentError, Conflict, Corrupt, NotFound, Rejected
+from gpushare_agent.core.model.pods import Pod
 from gpushare_agent.extender.cluster_state import ClusterState
 from gpushare_agent.extender.metrics import ExtenderMetrics
 from gpushare_agent.extender.steps import in_steps
-from gpushare_agent.kit.backoff import Backoff
-from gpushare_agent.kit.json_schema import NULL, Lenient, decoded
-from gpushare_agent.kit.supervision import bounded
-from gpushare_agent.model.errors import AgentError, Conflict, Corrupt, NotFound, Rejected
-from gpushare_agent.model.pods import Pod
 
 MAX_WARMED_PODS = 8
 

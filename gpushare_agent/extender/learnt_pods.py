@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping
 
-from gpushare_agent.model.names import PodUid
-from gpushare_agent.placement.fragmentation import PodKind, TypicalPods
+from gpushare_agent.core.model.names import PodUid
+from gpushare_agent.core.placement.fragmentation import PodKind, TypicalPods
 
 LEAST_ENDED = 1024
 """So many pods that have ended count in any case: a cluster that is empty at night has not forgotten in the morning."""

@@ -16,15 +16,15 @@ from typing import Annotated, TypeVar
 from msgspec import Meta, Raw, Struct, field
 from msgspec.json import Decoder
 
-from gpushare_agent.cluster.kube.pods import PodJson, PodSpec, read_pod_json
+from gpushare_agent.core.kit.json_schema import NULL, decoded
+from gpushare_agent.core.kube.pods import PodJson, PodSpec, read_pod_json
+from gpushare_agent.core.model.errors import Corrupt
+from gpushare_agent.core.model.names import PodUid
+from gpushare_agent.core.model.pods import Pod
+from gpushare_agent.core.model.resources import ResourceNames
 from gpushare_agent.extender.cluster_state import Filtered
 from gpushare_agent.extender.objects import lean_pod
 from gpushare_agent.extender.steps import Steps
-from gpushare_agent.kit.json_schema import NULL, decoded
-from gpushare_agent.model.errors import Corrupt
-from gpushare_agent.model.names import PodUid
-from gpushare_agent.model.pods import Pod
-from gpushare_agent.model.resources import ResourceNames
 
 T = TypeVar("T")
 

@@ -18,22 +18,13 @@ from msgspec import Raw, Struct
 from msgspec.json import Decoder
 from msgspec.structs import replace
 
-from gpushare_agent.cluster.kube.objects import KubeObject, NodeStatus, Quantity, read_node_json, whole_number
-from gpushare_agent.cluster.kube.pods import PodJson, PodSpec, parse_pod
-from gpushare_agent.cluster.kube.scheduling import CPU, MEMORY, amount_of, asked_of_node, values_of_label
-from gpushare_agent.cluster.node_annotations import (
-    ALLOCATIONS_ANNOTATION,
-    GPUS_ANNOTATION,
-    even_gpus,
-    parse_allocations,
-    parse_gpus,
-)
-from gpushare_agent.extender.decisions.quota import Quota, parse_quota
-from gpushare_agent.extender.values import ClusterNode
-from gpushare_agent.kit.json_schema import decoded
-from gpushare_agent.model.errors import Corrupt
-from gpushare_agent.model.gpus import GpuReport, Link, LinkKind, Topology
-from gpushare_agent.model.names import (
+from gpushare_agent.core.kit.json_schema import decoded
+from gpushare_agent.core.kube.objects import KubeObject, NodeStatus, Quantity, read_node_json, whole_number
+from gpushare_agent.core.kube.pods import PodJson, PodSpec, parse_pod
+from gpushare_agent.core.kube.scheduling import CPU, MEMORY, amount_of, asked_of_node, values_of_label
+from gpushare_agent.core.model.errors import Corrupt
+from gpushare_agent.core.model.gpus import GpuReport, Link, LinkKind, Topology
+from gpushare_agent.core.model.names import (
     GPU_CHOICE_ANNOTATIONS,
     GPUSHARE_ASSIGNED_ANNOTATION,
     GPUSHARE_ASSUME_TIME_ANNOTATION,
@@ -41,9 +32,18 @@ from gpushare_agent.model.names import (
     PREDICATE_GPU_INDEX_PREFIX,
     GpuUuid,
 )
-from gpushare_agent.model.pods import ContainerKind, ContainerSpec, HostRequest, Pod
-from gpushare_agent.model.resources import ResourceNames
-from gpushare_agent.placement.topology import build_topology, link_of_word
+from gpushare_agent.core.model.pods import ContainerKind, ContainerSpec, HostRequest, Pod
+from gpushare_agent.core.model.resources import ResourceNames
+from gpushare_agent.core.node_report.annotations import (
+    ALLOCATIONS_ANNOTATION,
+    GPUS_ANNOTATION,
+    even_gpus,
+    parse_allocations,
+    parse_gpus,
+)
+from gpushare_agent.core.placement.topology import build_topology, link_of_word
+from gpushare_agent.extender.decisions.quota import Quota, parse_quota
+from gpushare_agent.extender.values import ClusterNode
 
 MAX_GPUS = 64
 """The most GPUs of a node, and the highest index plus one: the tree over their links takes the cube of it in steps."""

@@ -12,12 +12,12 @@ from typing import Literal
 
 from msgspec import Struct
 
-from gpushare_agent.model.allocations import Charge
-from gpushare_agent.model.gpus import GpuReport, Topology
-from gpushare_agent.model.names import PodUid
-from gpushare_agent.model.pods import ContainerKind
-from gpushare_agent.model.resources import Request, ResourceNames
-from gpushare_agent.placement.place import SharePolicy
+from gpushare_agent.core.model.allocations import Charge
+from gpushare_agent.core.model.gpus import GpuReport, Topology
+from gpushare_agent.core.model.names import PodUid
+from gpushare_agent.core.model.pods import ContainerKind
+from gpushare_agent.core.model.resources import Request, ResourceNames
+from gpushare_agent.core.placement.place import SharePolicy
 
 
 class ClusterNode(Struct, frozen=True, kw_only=True):

@@ -14,6 +14,11 @@ from heapq import nsmallest
 import structlog
 from msgspec import Struct, field
 
+from gpushare_agent.core.kit.supervision import ReportOnce
+from gpushare_agent.core.model.errors import Corrupt
+from gpushare_agent.core.model.names import PodUid
+from gpushare_agent.core.model.pods import Pod
+from gpushare_agent.core.model.resources import ResourceNames
 from gpushare_agent.extender.bind import Binder
 from gpushare_agent.extender.cluster_state import ClusterState, Filtered
 from gpushare_agent.extender.messages import (
@@ -32,11 +37,6 @@ from gpushare_agent.extender.metrics import ExtenderMetrics
 from gpushare_agent.extender.steps import in_steps
 from gpushare_agent.extender.values import Stage
 from gpushare_agent.extender.waiters import Waiters
-from gpushare_agent.kit.supervision import ReportOnce
-from gpushare_agent.model.errors import Corrupt
-from gpushare_agent.model.names import PodUid
-from gpushare_agent.model.pods import Pod
-from gpushare_agent.model.resources import ResourceNames
 
 log = structlog.get_logger(__name__)
 

@@ -20,13 +20,13 @@ from typing import NoReturn, TypeVar
 import structlog
 from msgspec import Struct, field
 
+from gpushare_agent.core.kit.supervision import ReportOnce
+from gpushare_agent.core.model.errors import AgentError, Conflict, NotFound, Unavailable
+from gpushare_agent.core.model.names import PodUid
+from gpushare_agent.core.model.pods import Pod
 from gpushare_agent.extender.bind import PodWrites
 from gpushare_agent.extender.decisions.quota import QuotaState
 from gpushare_agent.extender.metrics import ExtenderMetrics
-from gpushare_agent.kit.supervision import ReportOnce
-from gpushare_agent.model.errors import AgentError, Conflict, NotFound, Unavailable
-from gpushare_agent.model.names import PodUid
-from gpushare_agent.model.pods import Pod
 
 log = structlog.get_logger(__name__)
 

@@ -2,10 +2,9 @@
 scheduler on real sockets; the agent beside it is the real one, a child process.
 
 Owns everything below the state directory and the child processes; each folder names its classes: api, kubelet, runtime,
-scheduler. Called by cli/sandbox*.py and tests. Open node.py first, then behaviour.py for what a Kubernetes
+scheduler. Called by command.py, run.py and tests. Open node.py first, then behaviour.py for what a Kubernetes
 version changes, controller.py for what people do with a running sandbox, and pod_controllers.py for what
 makes pods.
 
-Others import: agent_process, api.pod_subresources, behaviour, control, controller, fake_mps, gpu_faults, held_port,
-manifests, node, report, state_directory, workload.
+Others import: nothing.
 """

@@ -20,7 +20,7 @@ from pathlib import Path
 import structlog
 
 import gpushare_agent
-from gpushare_agent.model.errors import StartupError
+from gpushare_agent.core.model.errors import StartupError
 from gpushare_agent.sandbox.runtime.containers import end_with_parent
 
 log = structlog.get_logger(__name__)

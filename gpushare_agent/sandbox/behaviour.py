@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from gpushare_agent.model.errors import StartupError
+from gpushare_agent.core.model.errors import StartupError
 
 
 class KubeletBehaviour(Struct, frozen=True, kw_only=True):

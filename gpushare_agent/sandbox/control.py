@@ -21,9 +21,9 @@ import msgspec
 import structlog
 from msgspec import Struct, field
 
-from gpushare_agent.kit.peer_credentials import peer_credentials
-from gpushare_agent.kit.sockets import bind_unix_socket
-from gpushare_agent.model.errors import AgentError, Rejected, Unavailable
+from gpushare_agent.core.kit.peer_credentials import peer_credentials
+from gpushare_agent.core.kit.sockets import bind_unix_socket
+from gpushare_agent.core.model.errors import AgentError, Rejected, Unavailable
 from gpushare_agent.sandbox.state_directory import why_not_private
 
 log = structlog.get_logger(__name__)

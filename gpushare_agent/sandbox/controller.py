@@ -1,7 +1,7 @@
 """A running sandbox: the nodes, their agents, and what people do with them (apply, delete, exec, restart, fail, status).
 
 For `exec` the calling process itself is moved into the container's cgroup and then becomes the command, so that terminal,
-signals and exit code need no proxy; the command is cli/sandbox.py's. State owned: none but the running parts. The
+signals and exit code need no proxy; the command is sandbox/command.py's. State owned: none but the running parts. The
 printing is the app's.
 """
 
@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 
 from msgspec import Struct
 
-from gpushare_agent.model.errors import AgentError, NotFound, Rejected
-from gpushare_agent.model.pods import ContainerKind
+from gpushare_agent.core.model.errors import AgentError, NotFound, Rejected
+from gpushare_agent.core.model.pods import ContainerKind
 from gpushare_agent.sandbox.agent_process import AgentProcess
 from gpushare_agent.sandbox.api.kinds import APPLIED_KINDS
 from gpushare_agent.sandbox.api.pod_subresources import INSTEAD_OF_EXEC
@@ -25,10 +25,9 @@ from gpushare_agent.sandbox.manifests import Manifest
 from gpushare_agent.sandbox.node import EmbeddedNode
 from gpushare_agent.sandbox.pod_manifest import RawObject, containers_of, is_mirror, is_terminal
 from gpushare_agent.sandbox.report import (
-    HEALTHY,
     ReportedNode,
     SandboxDocument,
-    gpu_health,
+    is_offered,
     reason_and_message,
     report,
 )
@@ -53,8 +52,8 @@ class NodeController(ReportedNode, kw_only=True, eq=False):
         return self.node.name
 
     def is_registered(self) -> bool:
-        """Both resources are in the Node object with devices, as the scheduler sees it; or the node has its slice, and has
-        deleted the slices of before its start."""
+        """The resources are in the Node object with devices, as the scheduler sees it, of NVIDIA's one of them; or the node
+        has its slice, and has deleted the slices of before its start."""
         api = self.node.api
         if self.by_claims:
             # A slice of before the kubelet's start is about to be deleted: it does not count.
@@ -62,7 +61,9 @@ class NodeController(ReportedNode, kw_only=True, eq=False):
             return self.name in slices and self.node.kubelet.has_wiped_slices
         raw = api.object_of("nodes", ("", self.name)) or {}
         allocatable = raw.get("status", {}).get("allocatable", {})
-        return all(int(allocatable.get(name, 0)) > 0 for name in (self.names.vcore, self.names.vmemory))
+        missing = [name for name in self.names.names if int(allocatable.get(name, 0)) == 0]
+        # Under one of NVIDIA's names there may be nothing: of whole GPUs, where all are split.
+        return set(missing) < set(self.names.gpu) if self.names.gpu else not missing
 
     def fail_gpu(self, request: Request) -> str:
         """Makes a GPU fail: with an Xid error where one is given, else by a loss."""
@@ -72,11 +73,12 @@ class NodeController(ReportedNode, kw_only=True, eq=False):
         self.faults.lose(request.gpu, request.lost)
         return f"GPU {request.gpu} is lost" + (f": {request.lost}" if request.lost else "")
 
-    def heal_gpu(self, index: int) -> str:
-        # The kubelet's view decides: what the agent has taken back by itself needs no reset.
-        health = gpu_health(self)
-        is_offered = any(gpu.index == index and health.get(gpu.uuid) == HEALTHY for gpu in self.gpus)
-        healed = self.faults.heal(index, is_offered=is_offered)
+    async def heal_gpu(self, index: int) -> str:
+        # What is offered decides: what the agent has taken back by itself needs no reset.
+        await self.refresh()
+        gpus = self.agent_document.get("gpus", ()) if is_offered(self) else ()
+        is_healthy = any(gpu["index"] == index and gpu["is_healthy"] for gpu in gpus)
+        healed = self.faults.heal(index, is_offered=is_healthy)
         if healed.done:
             return f"GPU {index} {healed.done}; the agent takes it back once it has passed its probes"
         if healed.spared:
@@ -222,7 +224,7 @@ class SandboxController(Struct, frozen=True, kw_only=True):
             case "fail-gpu":
                 return _done(self._node(request).fail_gpu(request))
             case "heal-gpu":
-                return _done(self._node(request).heal_gpu(request.gpu))
+                return _done(await self._node(request).heal_gpu(request.gpu))
             case "status":
                 return {**_done(), "document": await self.document()}
         raise Rejected(f"unknown command {request.command!r}")

@@ -1,7 +1,7 @@
 """Failing GPUs of the embedded node: what `sandbox fail-gpu` and `heal-gpu` write into the agent's faults file.
 
 The file is read before each change, so that what a person has written there stays. State owned: the last ID given, for
-those in the file go when their GPU is healed. Format: gpus/simulated/files.py.
+those in the file go when their GPU is healed. Format: core/formats/simulated_gpus.py.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ from pathlib import Path
 from msgspec import Struct
 from msgspec.structs import replace
 
-from gpushare_agent.gpus.health import EventMeaning, GpuEvent, GpuEventKind, HealthPolicy, meaning_of
-from gpushare_agent.gpus.simulated.files import (
+from gpushare_agent.core.formats.simulated_gpus import (
     MAX_XID,
     Faults,
     SimulatedEvent,
@@ -21,8 +20,9 @@ from gpushare_agent.gpus.simulated.files import (
     parse_faults,
     read_regular,
 )
-from gpushare_agent.model.errors import Rejected, Unavailable
-from gpushare_agent.model.names import GpuUuid
+from gpushare_agent.core.model.errors import Rejected, Unavailable
+from gpushare_agent.core.model.gpu_health import EventMeaning, GpuEvent, GpuEventKind, HealthPolicy, meaning_of
+from gpushare_agent.core.model.names import GpuUuid
 
 LOST_REASON = "GPU is lost"
 """NVML's words."""

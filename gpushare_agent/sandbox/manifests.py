@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 from msgspec import Struct
 
-from gpushare_agent.model.errors import Rejected
+from gpushare_agent.core.model.errors import Rejected
 from gpushare_agent.sandbox.api.kinds import APPLIED_KINDS
 from gpushare_agent.sandbox.api.validation import completed, unknown_fields
 from gpushare_agent.sandbox.pod_manifest import RawObject

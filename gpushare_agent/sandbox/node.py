@@ -14,7 +14,7 @@ from pathlib import Path
 
 from msgspec import Struct, structs
 
-from gpushare_agent.kit.supervision import forever, stop_task
+from gpushare_agent.core.kit.supervision import forever, stop_task
 from gpushare_agent.sandbox.api.access import make_certificate
 from gpushare_agent.sandbox.api.server import EmbeddedApiServer
 from gpushare_agent.sandbox.behaviour import KubeletTimes

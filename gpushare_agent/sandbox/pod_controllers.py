@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from gpushare_agent.model.errors import Conflict, NotFound
+from gpushare_agent.core.model.errors import Conflict, NotFound
 from gpushare_agent.sandbox.api.server import EmbeddedApiServer
 from gpushare_agent.sandbox.api.store import key_of
 from gpushare_agent.sandbox.pod_manifest import RawObject, is_terminal, owner_reference, timestamp

@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
 
-from gpushare_agent.cluster.kube import objects
-from gpushare_agent.model.errors import Corrupt, Rejected
-from gpushare_agent.model.pods import ContainerKind, ContainerSpec
+from gpushare_agent.core.kube import objects
+from gpushare_agent.core.model.errors import Corrupt, Rejected
+from gpushare_agent.core.model.pods import ContainerKind, ContainerSpec
 
 RawObject = dict[str, Any]
 """An object of the API as JSON has it."""

@@ -1,39 +1,27 @@
-"""What is on the embedded nodes: GPUs with their use, pods with what they got. One JSON document, also behind the tables.
+"""What is on the embedded nodes: the documents of their agents, and the pods. One JSON document, also behind the tables.
 
-The GPUs are those of the agent's own document: nothing is charged a second time here. The rest is the kubelet's side (its
-records, the device IDs, the Allocate answers, the containers' processes), what ResourceClaims give, from the API server's
-objects, what a container itself would read at /etc/vcuda, and what the sandbox simulates it to use.
+What the agents know is in their documents alone. The rest is the kubelet's side (what it gave each container, its processes)
+and the API server's (phases and reasons, also of pods that wait or were refused).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NotRequired, TypedDict
 
 from msgspec import Struct, field
 
-from gpushare_agent.cluster.kube.claims import main_request
-from gpushare_agent.cluster.kube.objects import whole_number
-from gpushare_agent.cluster.kube.scheduling import DEFAULT_SCHEDULER
-from gpushare_agent.isolation.vdevice.format import (
-    CONFIG_BYTES,
-    CONFIG_NAME,
-    MAX_PIDS,
-    PIDS_NAME,
-    decode_config,
-    decode_pids,
-)
-from gpushare_agent.kit.regular_file import read_regular
-from gpushare_agent.kubelet.device_table import DeviceIds
-from gpushare_agent.model.errors import Corrupt
-from gpushare_agent.model.gpus import Gpu
-from gpushare_agent.model.names import MIB, VDEVICE_DIRECTORY, GpuUuid, split_device_id
-from gpushare_agent.model.pods import ContainerSpec
-from gpushare_agent.model.resources import ResourceNames, parts_of, request_of
-from gpushare_agent.sandbox.kubelet.container_config import VDEVICE_VARIABLE, container_of, parsed_answer
+from gpushare_agent.core.kube.claims import main_request
+from gpushare_agent.core.kube.objects import whole_number
+from gpushare_agent.core.kube.scheduling import DEFAULT_SCHEDULER
+from gpushare_agent.core.model.device_ids import DeviceIds
+from gpushare_agent.core.model.gpus import Gpu
+from gpushare_agent.core.model.names import MIB, GpuUuid
+from gpushare_agent.core.model.resources import ResourceNames, parts_of
+from gpushare_agent.core.wire.v1beta1 import ContainerAllocateResponse
+from gpushare_agent.sandbox.kubelet.container_config import container_of, parsed_answer
 from gpushare_agent.sandbox.kubelet.pod_worker import PREPARE_FAILED
 from gpushare_agent.sandbox.node import EmbeddedNode
 from gpushare_agent.sandbox.pod_manifest import RawObject, claim_names, containers_of, is_mirror
@@ -82,25 +70,6 @@ def shares_of_container(node: EmbeddedNode, pod: RawObject, container: str) -> l
     return found
 
 
-def sliced_health(node: EmbeddedNode, gpus: Sequence[Gpu]) -> dict[GpuUuid, bool]:
-    """Whether nothing is wrong with each GPU in the node's slices: a device of which something is has a taint."""
-    by_name = {f"{_DEVICE}{gpu.index}": gpu.uuid for gpu in gpus}
-    devices = [
-        device
-        for raw in node.api.store.all("resourceslices")
-        if raw["spec"].get("nodeName") == node.name
-        for device in raw["spec"].get("devices") or ()
-    ]
-    return {by_name[one["name"]]: not one.get("taints") for one in devices if one["name"] in by_name}
-
-
-def vdevice_directory(node: EmbeddedNode, pod_uid: str, container: str) -> Path | None:
-    """The directory in which a running container's claim has its vDevice files, None where it has none."""
-    found = node.kubelet.runtime.find(pod_uid, container)
-    path = found.env.get(VDEVICE_VARIABLE) if found is not None and found.is_running else None
-    return None if path is None else Path(path).parent
-
-
 def waiting_message(node: EmbeddedNode, pod: RawObject, reason: str) -> str:
     """The newest Event of a pending pod with this reason: its status does not say why its claims are not prepared."""
     found = [one for one in node.api.events() if one.get("reason") == reason]
@@ -108,40 +77,7 @@ def waiting_message(node: EmbeddedNode, pod: RawObject, reason: str) -> str:
     return str(events[-1].get("message")) if events else ""
 
 
-# --- vDevice files ---
-
-
-class VDevice(TypedDict):
-    """The limits as the container reads them."""
-
-    cores: int
-    memory_mib: int
-    core_limit: int
-    is_limited: bool
-    pids: list[int]
-
-
-def read_vdevice(directory: Path) -> VDevice | None:
-    """The document's "vdevice" of the container whose directory this is; None where a file is missing or torn: the reader
-    in the container needs both."""
-    try:
-        config = decode_config(read_regular(directory / CONFIG_NAME, CONFIG_BYTES + 1))
-        pids = decode_pids(read_regular(directory / PIDS_NAME, 4 * MAX_PIDS + 1))
-    # Torn or gone: the next drawing reads it again.
-    except (OSError, Corrupt):
-        return None
-    return {
-        "cores": config.utilization, "memory_mib": config.memory_bytes // MIB, "core_limit": config.limit,
-        "is_limited": config.enable, "pids": list(pids),
-    }  # fmt: skip
-
-
 # --- the document ---
-
-HEALTHY = "Healthy"
-_UNHEALTHY = "Unhealthy"
-UNKNOWN = "Unknown"
-"""Health of a GPU while no agent offers it."""
 
 
 class Processes(TypedDict):
@@ -152,23 +88,14 @@ class Processes(TypedDict):
 
 
 class ContainerRow(Processes):
-    """`used` is what the container uses of its GPUs together."""
+    """What the kubelet has given it, and its processes."""
 
     name: str
     gpus: list[int]
-    labels: list[str]
-    claims: list[ClaimRow]
-    vcore: int
-    vmemory: int
-    gpu_mem: int
-    memory_mib: int
-    units: dict[str, int]
     env: dict[str, str]
     mounts: list[dict[str, Any]]
     devices: list[dict[str, Any]]
     annotations: dict[str, str]
-    used: Mapping[str, float] | None
-    vdevice: VDevice | None
 
 
 class PodRow(TypedDict):
@@ -184,20 +111,12 @@ class PodRow(TypedDict):
     containers: list[ContainerRow]
 
 
-class NodeRow(TypedDict):
-    """`gpus` are those of the agent's document, with the kubelet's `health`."""
-
-    name: str
-    capacity: dict[str, int]
-    addresses: dict[str, str]
-    gpus: list[Any]
-
-
 class SandboxDocument(TypedDict):
-    """The document of `gpushare-agent sandbox -o json`; `node` where there is one alone."""
+    """The document of `gpushare-agent sandbox -o json`; `node` where there is one alone. Each is the document of the node's
+    agent, empty before its first answer, with `name`, `capacity`, `addresses` and `is_offered`."""
 
-    node: NotRequired[NodeRow]
-    nodes: list[NodeRow]
+    node: NotRequired[dict[str, Any]]
+    nodes: list[dict[str, Any]]
     pods: list[PodRow]
 
 
@@ -215,27 +134,19 @@ class ReportedNode(Struct, kw_only=True, eq=False):
     """The agent is a DRA driver, too."""
     agent_document: dict[str, Any] = field(default_factory=dict)
     """The last /api/v1/node of the agent, empty before the first; controller.py reads it."""
-    used: dict[tuple[str, str], dict[str, float]] = field(default_factory=dict)
-    """By pod UID and container, what it uses of its GPUs together; the workload player fills it in."""
     addresses: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     """Where this node's agent is asked: `web`, `control_socket`; empty texts for what there is not."""
 
 
 def gpus_of(ids: Iterable[str], gpus: Sequence[Gpu]) -> list[Gpu]:
     """The GPUs that these IDs name, by index."""
-    uuids = set(_uuids_of(ids, gpus))
+    uuids = parts_of_gpus(ids, gpus)
     return [gpu for gpu in gpus if gpu.uuid in uuids]
 
 
 def parts_of_gpus(ids: Iterable[str], gpus: Sequence[Gpu]) -> dict[GpuUuid, Fraction]:
     """How much of each GPU these units under NVIDIA's names are."""
     return parts_of(DeviceIds(gpu.uuid for gpu in gpus).read(list(ids)))
-
-
-def _uuids_of(ids: Iterable[str], gpus: Sequence[Gpu]) -> list[GpuUuid]:
-    """The GPU of each ID as the kubelet has it."""
-    devices = DeviceIds(gpu.uuid for gpu in gpus).read(list(ids))
-    return [parts[0] for parts in map(split_device_id, devices) if parts is not None]
 
 
 def report(*shown: ReportedNode) -> SandboxDocument:
@@ -251,39 +162,27 @@ def report(*shown: ReportedNode) -> SandboxDocument:
     return {"node": nodes[0], **document} if len(nodes) == 1 else document
 
 
-def _node(shown: ReportedNode) -> NodeRow:
+def _node(shown: ReportedNode) -> dict[str, Any]:
     raw = shown.node.api.object_of("nodes", ("", shown.node.name)) or {}
     capacity = raw.get("status", {}).get("capacity", {})
     return {
         "name": shown.node.name,
         "capacity": {name: int(count) for name, count in sorted(capacity.items()) if "/" in name},
         "addresses": dict(shown.addresses),
-        "gpus": _gpus(shown),
-    }
+        "is_offered": is_offered(shown),
+        "gpus": [],
+        "containers": [],
+    } | shown.agent_document
 
 
-def _gpus(shown: ReportedNode) -> list[dict[str, Any]]:
-    """The GPUs as the agent shows them, with the kubelet's `health`: an agent that has ended, or that the kubelet has not
-    registered again, offers nothing, whatever it says itself."""
-    health = gpu_health(shown)
-    return [gpu | {"health": health.get(gpu["uuid"], UNKNOWN)} for gpu in shown.agent_document.get("gpus", ())]
-
-
-def gpu_health(shown: ReportedNode) -> dict[GpuUuid, str]:
-    """The health of each GPU as the kubelet has it, or the slice; nothing of GPUs that no agent offers. Where NVIDIA's
-    resources are served beside cores, a device of one is Unhealthy while the other has the GPU, so one that is Healthy
-    shows that its GPU is."""
-    sliced = sliced_health(shown.node, shown.gpus)
-    health = {uuid: HEALTHY if is_healthy else _UNHEALTHY for uuid, is_healthy in sliced.items()}
-    devices = shown.node.kubelet.devices.health(shown.names.vcore)
-    for uuid, is_healthy in zip(_uuids_of(devices, shown.gpus), devices.values(), strict=True):
-        # One Unhealthy ID of a GPU shows it: the agent reports all of a GPU's at once.
-        health[uuid] = HEALTHY if is_healthy and health.get(uuid) != _UNHEALTHY else _UNHEALTHY
-    for resource in (shown.names.vcore, *shown.names.gpu) if shown.names.gpu else ():
-        offered = shown.node.kubelet.devices.health(resource)
-        healthy = [device for device, is_healthy in offered.items() if is_healthy]
-        health |= dict.fromkeys(_uuids_of(healthy, shown.gpus), HEALTHY)
-    return health
+def is_offered(shown: ReportedNode) -> bool:
+    """Whether the agent offers a GPU: one that has ended, or that the kubelet has not registered again, offers none,
+    whatever its last document says."""
+    devices = shown.node.kubelet.devices.capacity()
+    slices = shown.node.api.store.all("resourceslices")
+    return any(devices.get(name, (0, 0))[1] for name in shown.names.binding_names) or any(
+        raw["spec"].get("nodeName") == shown.node.name for raw in slices
+    )
 
 
 def reason_and_message(pod: RawObject) -> tuple[str, str]:
@@ -325,64 +224,40 @@ def _pod(shown: ReportedNode, pod: RawObject) -> PodRow:
     if not message and pod["status"]["phase"] == "Pending" and pod["spec"].get("resourceClaims"):
         message = waiting_message(shown.node, pod, PREPARE_FAILED)
         reason = PREPARE_FAILED if message else reason
-    # A refused pod has nothing, though an earlier resource of it was answered.
-    status = pod["status"]
-    is_refused = status["phase"] == "Failed" and bool(status.get("reason") or status.get("message"))
-    allocated = {} if is_refused else _newest_allocations(shown, metadata["uid"])
     return {
         "namespace": metadata["namespace"], "name": metadata["name"], "uid": metadata["uid"],
         "node": pod["spec"].get("nodeName", ""),
         "phase": pod["status"]["phase"], "is_terminating": "deletionTimestamp" in metadata,
         "reason": reason, "message": message,
         "annotations": dict(sorted((metadata.get("annotations") or {}).items())),
-        "containers": [
-            _container(shown, pod, spec, allocated.get(spec.name, {}))
-            for spec in containers_of(pod)
-        ],
+        "containers": [_container(shown, pod, spec.name) for spec in containers_of(pod)],
     }  # fmt: skip
 
 
-def _newest_allocations(shown: ReportedNode, pod_uid: str) -> dict[str, dict[str, tuple[tuple[str, ...], bytes]]]:
-    """The IDs and the raw answer of the newest Allocate, by container and resource."""
-    found: dict[str, dict[str, tuple[tuple[str, ...], bytes]]] = {}
-    for call in shown.node.kubelet.log.of("Allocate", pod_uid=pod_uid):
-        # A failed Allocate gave nothing.
-        if not call.error:
-            found.setdefault(call.container, {})[call.resource] = (call.device_ids, call.response)
-    return found
+def ids_of(shown: ReportedNode, pod_uid: str, container: str) -> tuple[str, ...]:
+    """The IDs that name a container's GPUs, of cores or of whole GPUs: memory's are counters."""
+    records = shown.node.kubelet.devices.records.of_container(pod_uid, container)
+    return next((records[name].ids for name in shown.names.binding_names if name in records), ())
 
 
-def _container(
-    shown: ReportedNode, pod: RawObject, spec: ContainerSpec, given: Mapping[str, tuple[tuple[str, ...], bytes]]
-) -> ContainerRow:
-    pod_uid = pod["metadata"]["uid"]
-    has_ended = pod["status"]["phase"] in ("Succeeded", "Failed")  # it has no GPU and no limit, whatever was answered
-    answers = [parsed_answer(raw) for _, (_, raw) in sorted(given.items())]
-    ids = next((given[name][0] for name in shown.names.binding_names if name in given), ())
+def _container(shown: ReportedNode, pod: RawObject, container: str) -> ContainerRow:
+    pod_uid, answers, gpus = pod["metadata"]["uid"], list[ContainerAllocateResponse](), set[int]()
+    # The kubelet keeps the records of an ended pod, which has nothing any more, until the next allocation.
+    if pod["status"]["phase"] not in ("Succeeded", "Failed"):
+        given = shown.node.kubelet.devices.records.of_container(pod_uid, container)
+        answers = [parsed_answer(record.response) for _, record in sorted(given.items())]
+        gpus = {gpu.index for gpu in gpus_of(ids_of(shown, pod_uid, container), shown.gpus)}
+        gpus |= {share["gpu"] for share in shares_of_container(shown.node, pod, container)}
     mounts = {m.container_path: m for answer in answers for m in answer.mounts}
     devices = {d.container_path: d for answer in answers for d in answer.devices}
-    asked, claims = request_of(spec, shown.names), shares_of_container(shown.node, pod, spec.name)
-    indexes = sorted({gpu.index for gpu in gpus_of(ids, shown.gpus)} | {share["gpu"] for share in claims})
-    labels = {gpu.index: gpu.label for gpu in shown.gpus}
-    given_at = mounts.get(VDEVICE_DIRECTORY)
-    vdevice = Path(given_at.host_path) if given_at else vdevice_directory(shown.node, pod_uid, spec.name)
     return {
-        "name": spec.name,
-        "gpus": [] if has_ended else indexes,
-        "labels": [] if has_ended else [labels.get(index, str(index)) for index in indexes],
-        "claims": claims,
-        "vcore": asked.cores,
-        "vmemory": asked.blocks,
-        "gpu_mem": asked.units,
-        "memory_mib": shown.names.memory_mib(spec) + sum(one["memory_mib"] for one in claims),
-        "units": {name: spec.requests[name] for name in shown.names.gpu if spec.requests.get(name)},
+        "name": container,
+        "gpus": sorted(gpus),
         "env": {k: v for answer in answers for k, v in sorted(answer.envs.items())},
         "mounts": [{name: getattr(one, name) for name in _MOUNT} for _, one in sorted(mounts.items())],
         "devices": [{name: getattr(one, name) for name in _DEVICE_NODE} for _, one in sorted(devices.items())],
         "annotations": {k: v for answer in answers for k, v in sorted(answer.annotations.items())},
-        **container_processes(shown, pod_uid, spec.name),
-        "used": None if has_ended else shown.used.get((pod_uid, spec.name)),
-        "vdevice": read_vdevice(vdevice) if vdevice and not has_ended else None,
+        **container_processes(shown, pod_uid, container),
     }
 
 

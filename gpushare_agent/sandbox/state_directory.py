@@ -20,10 +20,10 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
 
-from gpushare_agent.kit.directories import DIRECTORY, made_directory, names_in, opened, status_of
-from gpushare_agent.kit.sockets import MAX_ADDRESS_BYTES
-from gpushare_agent.model.errors import StartupError
-from gpushare_agent.model.resources import ResourceKind
+from gpushare_agent.core.kit.directories import DIRECTORY, made_directory, names_in, opened, status_of
+from gpushare_agent.core.kit.sockets import MAX_ADDRESS_BYTES
+from gpushare_agent.core.model.errors import StartupError
+from gpushare_agent.core.model.resources import ResourceKind
 
 _OWNER, _PLACES = "owner", "var"
 _MADE = "this sandbox made the directory"

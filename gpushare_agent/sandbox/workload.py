@@ -3,7 +3,7 @@
 It is simulated, as a process that sleeps uses nothing: each running container's use is a slow wave within its share, the
 same for the same name at the same time, and memory that fills up after its start; its annotation may set a constant load
 instead. Which GPUs a container has is read from the kubelet's records: the IDs of the Allocate calls that were answered.
-State owned: the file, and `ReportedNode.used`.
+State owned: the file.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ import structlog
 from msgspec import Struct
 from msgspec.structs import replace
 
-from gpushare_agent.gpus.simulated.files import SimulatedProcess, encode_usage
-from gpushare_agent.isolation import ISOLATIONS
-from gpushare_agent.isolation.choice import choose_isolation
-from gpushare_agent.kit.supervision import ReportOnce
-from gpushare_agent.model.gpus import Gpu
-from gpushare_agent.model.names import CORES_PER_GPU, MIB
-from gpushare_agent.model.pods import ContainerSpec
-from gpushare_agent.model.resources import request_of
+from gpushare_agent.core.formats.simulated_gpus import SimulatedProcess, encode_usage
+from gpushare_agent.core.kit.supervision import ReportOnce
+from gpushare_agent.core.model.gpus import Gpu
+from gpushare_agent.core.model.isolation import NO_ISOLATION, choose_isolation
+from gpushare_agent.core.model.names import CORES_PER_GPU, MIB
+from gpushare_agent.core.model.pods import ContainerSpec
+from gpushare_agent.core.model.resources import request_of
 from gpushare_agent.sandbox.pod_manifest import LOAD_ANNOTATION, RawObject, annotation_number, containers_of
 from gpushare_agent.sandbox.report import (
     ClaimRow,
     ReportedNode,
     container_processes,
     gpus_of,
+    ids_of,
     parts_of_gpus,
     shares_of_container,
 )
@@ -139,7 +139,6 @@ class WorkloadPlayer:
         self._shown = shown
         self._path = path
         self._isolation = isolation
-        self._without_limits = {name for name, one in ISOLATIONS.items() if not one.limits}
         self._allowed = tuple(allowed)
         self._clock = clock
         self._unwritable = ReportOnce()
@@ -158,30 +157,20 @@ class WorkloadPlayer:
             return
         now_s = self._clock()
         running = [run for run in self._shown.node.kubelet.runtime.containers() if run.is_running]
-        runs = [(run, container) for run in running if (container := self._simulated(run, now_s)) is not None]
-        usage = simulated_usage([container for _, container in runs], now_s)
+        containers = [container for run in running if (container := self._simulated(run, now_s)) is not None]
         try:
             new = self._path.with_name(f".{self._path.name}")
-            new.write_text(encode_usage(usage))
+            new.write_text(encode_usage(simulated_usage(containers, now_s)))
             # By rename: the agent reads it each second.
             new.replace(self._path)
         except OSError as error:
             if self._unwritable.is_new(str(error)):
                 log.warning("usage_file_not_written", path=str(self._path), reason=str(error))
-            return
-        self._shown.used.clear()
-        for run, container in runs:
-            pids = set(container.pids)
-            own = [process.sample for process in usage if process.sample.pid in pids]
-            self._shown.used[run.pod_uid, run.name] = {
-                "cores": round(sum(sample.sm_ratio or 0.0 for sample in own) * CORES_PER_GPU, 1),
-                "memory_mib": sum(sample.memory_bytes or 0 for sample in own) // MIB,
-            }
 
     def _simulated(self, run: Container, now_s: float) -> SimulatedContainer | None:
         """The container to simulate; None for one without GPUs, and for one whose pod has gone."""
         shown = self._shown
-        ids = self._ids(run)
+        ids = ids_of(shown, run.pod_uid, run.name)
         gpus = gpus_of(ids, shown.gpus)
         pod = shown.node.api.find_pod(run.pod_namespace, run.pod_name)
         # The process of a pod that was deleted by force may live on: whose share it has nobody can say.
@@ -201,16 +190,9 @@ class WorkloadPlayer:
             share=share,
             memory_bytes=memory_bytes,
             age_s=now_s - run.created_at,
-            is_limited=chosen not in self._without_limits,
+            is_limited=chosen != NO_ISOLATION,
             load=annotation_number(pod, LOAD_ANNOTATION),
         )
-
-    def _ids(self, run: Container) -> list[str]:
-        """The IDs that name its GPUs."""
-        records = self._shown.node.kubelet.devices.records.of_container(run.pod_uid, run.name)
-        # Of cores or of whole GPUs: the IDs that name a GPU; memory's are counters.
-        found = [records[name].ids for name in self._shown.names.binding_names if name in records]
-        return list(found[0]) if found else []
 
     def _claimed(self, pod: RawObject, claims: Sequence[ClaimRow]) -> tuple[float, int]:
         """What `_share` returns, of the smallest of its claims' shares. One that asks for no cores has the part of its

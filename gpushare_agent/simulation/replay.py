@@ -26,9 +26,9 @@ from heapq import heappop, heappush
 
 from msgspec import Struct, field
 
-from gpushare_agent.model.errors import RefusalReason, Refused
-from gpushare_agent.model.names import CORES_PER_GPU
-from gpushare_agent.placement import GpuAccount
+from gpushare_agent.core.model.errors import RefusalReason, Refused
+from gpushare_agent.core.model.names import CORES_PER_GPU
+from gpushare_agent.core.placement import GpuAccount
 from gpushare_agent.simulation.schedulers import NoNode, Placed, Scheduler
 from gpushare_agent.simulation.workload import Arrival, Cluster, PodMaker, Shape, Size, Workload
 

@@ -20,17 +20,17 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
+from gpushare_agent.core.model.allocations import Charge
+from gpushare_agent.core.model.errors import Refused
+from gpushare_agent.core.model.names import CORES_PER_GPU, PodUid
+from gpushare_agent.core.model.pods import Pod
+from gpushare_agent.core.model.resources import ResourceNames
+from gpushare_agent.core.placement import GpuAccount
+from gpushare_agent.core.placement.first_fit import Capacity, ClaimRequests, Device, DeviceKey, Option, Share, allocate
+from gpushare_agent.core.placement.fragmentation import TypicalPods
+from gpushare_agent.core.placement.gpu_account import account_of
 from gpushare_agent.extender.cluster_state import ClusterState
 from gpushare_agent.extender.values import ClusterNode, ClusterPolicy
-from gpushare_agent.model.allocations import Charge
-from gpushare_agent.model.errors import Refused
-from gpushare_agent.model.names import CORES_PER_GPU, PodUid
-from gpushare_agent.model.pods import Pod
-from gpushare_agent.model.resources import ResourceNames
-from gpushare_agent.placement import GpuAccount
-from gpushare_agent.placement.first_fit import Capacity, ClaimRequests, Device, DeviceKey, Option, Share, allocate
-from gpushare_agent.placement.fragmentation import TypicalPods
-from gpushare_agent.placement.gpu_account import account_of
 from gpushare_agent.simulation.workload import Cluster, Shape
 
 _MAX_SHAPES = 64

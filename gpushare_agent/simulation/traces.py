@@ -13,8 +13,8 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from gpushare_agent.model.errors import Corrupt, NotFound
-from gpushare_agent.model.names import CORES_PER_GPU
+from gpushare_agent.core.model.errors import Corrupt, NotFound
+from gpushare_agent.core.model.names import CORES_PER_GPU
 from gpushare_agent.simulation.workload import (
     SMALLEST_MEMORY_MIB,
     Arrival,

@@ -15,12 +15,12 @@ from typing import NamedTuple
 from msgspec import Struct, field
 from msgspec.structs import replace
 
+from gpushare_agent.core.model.gpus import GpuReport, Link, LinkKind, Topology
+from gpushare_agent.core.model.names import CORES_PER_GPU, GpuUuid, PodUid
+from gpushare_agent.core.model.pods import ContainerKind, ContainerSpec, HostRequest, Pod, PodPhase
+from gpushare_agent.core.model.resources import ResourceNames
+from gpushare_agent.core.placement.topology import build_topology
 from gpushare_agent.extender.values import ClusterNode
-from gpushare_agent.model.gpus import GpuReport, Link, LinkKind, Topology
-from gpushare_agent.model.names import CORES_PER_GPU, GpuUuid, PodUid
-from gpushare_agent.model.pods import ContainerKind, ContainerSpec, HostRequest, Pod, PodPhase
-from gpushare_agent.model.resources import ResourceNames
-from gpushare_agent.placement.topology import build_topology
 
 NAMESPACE = "simulated"
 

@@ -2,7 +2,7 @@
  * order; every number is aligned, so that each is read and written whole.
  *
  * gpushare.config: the agent writes, the library reads. `usage`: every process of the container writes, the agent reads and believes
- * nothing of it. gpushare_agent/isolation/gpushare/format.py has the same offsets, and a test compares them.
+ * nothing of it. gpushare_agent/agent/isolation/gpushare/format.py has the same offsets, and a test compares them.
  */
 #ifndef GPUSHARE_FORMAT_H
 #define GPUSHARE_FORMAT_H

@@ -7,21 +7,21 @@ from collections.abc import Collection, Sequence
 
 from msgspec.structs import replace
 
-from gpushare_agent.admission.admission import Admission, RefusedPods
-from gpushare_agent.admission.decisions.container_edits import EditPolicy
-from gpushare_agent.admission.decisions.decide import Decision
-from gpushare_agent.admission.decisions.identity import Call, Known, Target, next_container_of
-from gpushare_agent.admission.decisions.ledger import Policy
-from gpushare_agent.admission.identification import ListInside
-from gpushare_agent.kubelet.pod_resources import PodListing, PodResourcesGate
-from gpushare_agent.kubelet.records import CheckpointEntry
-from gpushare_agent.model.allocations import Allocation, ContainerEdits, ContainerKey
-from gpushare_agent.model.errors import RefusalReason, Refused, Unavailable
-from gpushare_agent.model.names import VCORE_RESOURCE as CORE
-from gpushare_agent.model.names import VMEMORY_RESOURCE as MEMORY
-from gpushare_agent.model.names import PodUid
-from gpushare_agent.model.pods import ContainerKind, Pod
-from gpushare_agent.model.resources import ResourceKind, ResourceNames
+from gpushare_agent.agent.admission.admission import Admission, RefusedPods
+from gpushare_agent.agent.admission.decisions.container_edits import EditPolicy
+from gpushare_agent.agent.admission.decisions.decide import Decision
+from gpushare_agent.agent.admission.decisions.identity import Call, Known, Target, next_container_of
+from gpushare_agent.agent.admission.decisions.ledger import Policy
+from gpushare_agent.agent.admission.identification import ListInside
+from gpushare_agent.agent.kubelet.pod_resources import PodListing, PodResourcesGate
+from gpushare_agent.agent.kubelet.records import CheckpointEntry
+from gpushare_agent.core.model.allocations import Allocation, ContainerEdits, ContainerKey
+from gpushare_agent.core.model.errors import RefusalReason, Refused, Unavailable
+from gpushare_agent.core.model.names import VCORE_RESOURCE as CORE
+from gpushare_agent.core.model.names import VMEMORY_RESOURCE as MEMORY
+from gpushare_agent.core.model.names import PodUid
+from gpushare_agent.core.model.pods import ContainerKind, Pod
+from gpushare_agent.core.model.resources import ResourceKind, ResourceNames
 from tests.support_core import NAMES, container, ids, inventory, isolation_config, known, pod, used_cores, written
 from tests.support_node import node_of
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpushare_agent.admission.allocation_cache import AllocationCache
-from gpushare_agent.model.allocations import Allocation, ContainerKey
-from gpushare_agent.model.names import GpuUuid, PodUid, device_id
-from gpushare_agent.model.pods import ContainerKind
-from gpushare_agent.model.resources import ResourceKind
+from gpushare_agent.agent.admission.allocation_cache import AllocationCache
+from gpushare_agent.core.model.allocations import Allocation, ContainerKey
+from gpushare_agent.core.model.names import GpuUuid, PodUid, device_id
+from gpushare_agent.core.model.pods import ContainerKind
+from gpushare_agent.core.model.resources import ResourceKind
 from tests.support_core import used_blocks, used_cores
 
 GPUS = [GpuUuid("GPU-0"), GpuUuid("GPU-1")]

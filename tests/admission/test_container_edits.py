@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from gpushare_agent.admission.decisions.container_edits import EditPolicy, edits_for
-from gpushare_agent.delivery.device_lists import NodeDevices
-from gpushare_agent.model.allocations import ContainerEdits, ContainerMount, DeviceNode, merged
-from gpushare_agent.model.errors import RefusalReason, Refused
-from gpushare_agent.model.isolation import DeviceListStrategy
-from gpushare_agent.model.names import ISOLATION_ANNOTATION
-from gpushare_agent.model.pods import ContainerKind, ContainerSpec
-from gpushare_agent.settings.sections import DriverVolumeSettings
+from gpushare_agent.agent.admission.decisions.container_edits import EditPolicy, edits_for
+from gpushare_agent.agent.delivery.device_lists import NodeDevices
+from gpushare_agent.core.model.allocations import ContainerEdits, ContainerMount, DeviceNode, merged
+from gpushare_agent.core.model.errors import RefusalReason, Refused
+from gpushare_agent.core.model.isolation import DeviceListStrategy
+from gpushare_agent.core.model.names import ISOLATION_ANNOTATION
+from gpushare_agent.core.model.pods import ContainerKind, ContainerSpec
+from gpushare_agent.core.settings.sections import DriverVolumeSettings
 from tests.support_core import NAMES, container, inventory, isolation_config, pod
 
 GPUS = tuple(replace(gpu, minor=gpu.index + 4) for gpu in inventory().gpus)

@@ -6,19 +6,19 @@ from collections.abc import Mapping
 
 from msgspec.structs import replace
 
-from gpushare_agent.admission.allocation_cache import AllocationCache
-from gpushare_agent.admission.decisions.container_edits import EditPolicy
-from gpushare_agent.admission.decisions.decide import Decision, explain, offer_accounts, plan
-from gpushare_agent.admission.decisions.decide import decide as decide_whole
-from gpushare_agent.admission.decisions.identity import Target
-from gpushare_agent.admission.decisions.ledger import Case, Policy
-from gpushare_agent.admission.outcomes import in_short, with_gpus
-from gpushare_agent.model.allocations import Allocation
-from gpushare_agent.model.errors import RefusalReason, Refused
-from gpushare_agent.model.gpus import GpuInventory, Health, Link, LinkKind
-from gpushare_agent.model.names import PREDICATE_GPU_INDEX_PREFIX, GpuUuid
-from gpushare_agent.model.resources import ResourceKind, ResourceNames
-from gpushare_agent.placement.topology import build_topology
+from gpushare_agent.agent.admission.allocation_cache import AllocationCache
+from gpushare_agent.agent.admission.decisions.container_edits import EditPolicy
+from gpushare_agent.agent.admission.decisions.decide import Decision, explain, offer_accounts, plan
+from gpushare_agent.agent.admission.decisions.decide import decide as decide_whole
+from gpushare_agent.agent.admission.decisions.identity import Target
+from gpushare_agent.agent.admission.decisions.ledger import Case, Policy
+from gpushare_agent.agent.admission.outcomes import in_short, with_gpus
+from gpushare_agent.core.model.allocations import Allocation
+from gpushare_agent.core.model.errors import RefusalReason, Refused
+from gpushare_agent.core.model.gpus import GpuInventory, Health, Link, LinkKind
+from gpushare_agent.core.model.names import PREDICATE_GPU_INDEX_PREFIX, GpuUuid
+from gpushare_agent.core.model.resources import ResourceKind, ResourceNames
+from gpushare_agent.core.placement.topology import build_topology
 from tests.support_core import NAMES, allocation, container, ids, inventory, isolation_config, pod
 
 MIB = 1024 * 1024

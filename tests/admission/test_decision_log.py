@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from gpushare_agent.admission.outcomes import DecisionLog
-from gpushare_agent.model.decision_records import DecisionRecord, Outcome
+from gpushare_agent.agent.admission.outcomes import DecisionLog
+from gpushare_agent.core.model.decision_records import DecisionRecord, Outcome
 
 
 def record(pod: str, namespace: str = "default") -> DecisionRecord:

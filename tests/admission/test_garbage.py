@@ -4,12 +4,19 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from gpushare_agent.admission.decisions.recovery import UNNAMED, Evidence, Reconciliation, Records, rebuild, reconcile
-from gpushare_agent.kubelet.records import ListedContainer, ListedPod
-from gpushare_agent.model.allocations import Allocation
-from gpushare_agent.model.names import GpuUuid, unit_id
-from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod, PodPhase
-from gpushare_agent.model.resources import ResourceKind, ResourceNames
+from gpushare_agent.agent.admission.decisions.recovery import (
+    UNNAMED,
+    Evidence,
+    Reconciliation,
+    Records,
+    rebuild,
+    reconcile,
+)
+from gpushare_agent.agent.kubelet.records import ListedContainer, ListedPod
+from gpushare_agent.core.model.allocations import Allocation
+from gpushare_agent.core.model.names import GpuUuid, unit_id
+from gpushare_agent.core.model.pods import ContainerKind, ContainerSpec, Pod, PodPhase
+from gpushare_agent.core.model.resources import ResourceKind, ResourceNames
 from tests.support_core import NAMES, allocation, container, ids, inventory, listed, pod
 
 ONE = pod("one", container(cores=10, blocks=4))

@@ -10,12 +10,12 @@ import pytest
 from msgspec.structs import replace
 from structlog.testing import capture_logs
 
-from gpushare_agent.admission.garbage_collection import GarbageCollection
-from gpushare_agent.kubelet.records import CheckpointEntry, ListedPod
-from gpushare_agent.model.errors import NotFound, Unavailable
-from gpushare_agent.model.names import GpuUuid, PodUid, unit_id
-from gpushare_agent.model.pods import PodPhase
-from gpushare_agent.model.resources import ResourceKind
+from gpushare_agent.agent.admission.garbage_collection import GarbageCollection
+from gpushare_agent.agent.kubelet.records import CheckpointEntry, ListedPod
+from gpushare_agent.core.model.errors import NotFound, Unavailable
+from gpushare_agent.core.model.names import GpuUuid, PodUid, unit_id
+from gpushare_agent.core.model.pods import PodPhase
+from gpushare_agent.core.model.resources import ResourceKind
 from tests.support_core import NAMES, allocation, container, ids, listed, pod
 from tests.support_node import node_of
 

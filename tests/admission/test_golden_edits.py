@@ -15,14 +15,14 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from gpushare_agent.admission.decisions.container_edits import EditPolicy, edits_for
-from gpushare_agent.isolation import ISOLATIONS
-from gpushare_agent.model.allocations import ContainerEdits
-from gpushare_agent.model.gpus import Gpu
-from gpushare_agent.model.isolation import DeviceListStrategy
-from gpushare_agent.model.names import CORE_LIMIT_ANNOTATION, GpuUuid
-from gpushare_agent.model.pods import Pod
-from gpushare_agent.settings.sections import MpsSettings
+from gpushare_agent.agent.admission.decisions.container_edits import EditPolicy, edits_for
+from gpushare_agent.agent.isolation import ISOLATIONS
+from gpushare_agent.core.model.allocations import ContainerEdits
+from gpushare_agent.core.model.gpus import Gpu
+from gpushare_agent.core.model.isolation import DeviceListStrategy
+from gpushare_agent.core.model.names import CORE_LIMIT_ANNOTATION, GpuUuid
+from gpushare_agent.core.model.pods import Pod
+from gpushare_agent.core.settings.sections import MpsSettings
 from tests.support_core import NAMES, container, isolation_config, pod, raw_edits
 
 DIRECTORY = Path(__file__).parent.parent / "data" / "edits"

@@ -7,11 +7,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from gpushare_agent.admission.decisions.decide import hinted_gpus
-from gpushare_agent.admission.decisions.ledger import Policy
-from gpushare_agent.model.names import GPUSHARE_INDEX_ANNOTATION, PREDICATE_GPU_INDEX_PREFIX, PREDICATE_NODE_ANNOTATION
-from gpushare_agent.model.pods import ContainerKind
-from gpushare_agent.model.resources import ResourceNames
+from gpushare_agent.agent.admission.decisions.decide import hinted_gpus
+from gpushare_agent.agent.admission.decisions.ledger import Policy
+from gpushare_agent.core.model.names import (
+    GPUSHARE_INDEX_ANNOTATION,
+    PREDICATE_GPU_INDEX_PREFIX,
+    PREDICATE_NODE_ANNOTATION,
+)
+from gpushare_agent.core.model.pods import ContainerKind
+from gpushare_agent.core.model.resources import ResourceNames
 from tests.support_core import container
 
 GPU_MEM = "aliyun.com/gpu-mem"

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from gpushare_agent.admission.decisions.identity import Call, ListedDevices, Target
-from gpushare_agent.admission.identification import Identification, Timeouts
-from gpushare_agent.model.allocations import Allocation
-from gpushare_agent.model.errors import Corrupt, NotFound, RefusalReason, Refused, Unavailable
-from gpushare_agent.model.names import VCORE_RESOURCE, PodUid
-from gpushare_agent.model.pods import Pod
-from gpushare_agent.model.resources import ResourceKind
+from gpushare_agent.agent.admission.decisions.identity import Call, ListedDevices, Target
+from gpushare_agent.agent.admission.identification import Identification, Timeouts
+from gpushare_agent.core.model.allocations import Allocation
+from gpushare_agent.core.model.errors import Corrupt, NotFound, RefusalReason, Refused, Unavailable
+from gpushare_agent.core.model.names import VCORE_RESOURCE, PodUid
+from gpushare_agent.core.model.pods import Pod
+from gpushare_agent.core.model.resources import ResourceKind
 from tests.fakes.clock import FakeClock
 from tests.support_core import Listing, allocation, container, ids, pod
 from tests.support_deadline import DEADLINE_S

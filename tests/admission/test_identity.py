@@ -6,11 +6,11 @@ from functools import partial
 
 from msgspec.structs import replace
 
-from gpushare_agent.admission.decisions.identity import Call, Target, Unresolved, identify, next_container_of
-from gpushare_agent.model.names import VCORE_RESOURCE as CORE
-from gpushare_agent.model.names import VMEMORY_RESOURCE as MEMORY
-from gpushare_agent.model.pods import ContainerKind, PodPhase
-from gpushare_agent.model.resources import ResourceKind
+from gpushare_agent.agent.admission.decisions.identity import Call, Target, Unresolved, identify, next_container_of
+from gpushare_agent.core.model.names import VCORE_RESOURCE as CORE
+from gpushare_agent.core.model.names import VMEMORY_RESOURCE as MEMORY
+from gpushare_agent.core.model.pods import ContainerKind, PodPhase
+from gpushare_agent.core.model.resources import ResourceKind
 from tests.support_core import Listing, allocation, container, ids, known, pod
 
 vcore_call = partial(Call, resource=CORE, kind=ResourceKind.VCORE)

@@ -7,17 +7,17 @@ from collections.abc import Mapping, Sequence
 import pytest
 from msgspec.structs import replace
 
-from gpushare_agent.admission.allocation_cache import AllocationCache
-from gpushare_agent.admission.decisions.decide import Decision, check, offer_accounts, plan
-from gpushare_agent.admission.decisions.identity import Target
-from gpushare_agent.admission.decisions.ledger import Case, Ledger, Policy
-from gpushare_agent.admission.device_tables import Missing, offered_ids, withheld
-from gpushare_agent.model.allocations import Allocation, Charge, ContainerKey
-from gpushare_agent.model.errors import RefusalReason, Refused
-from gpushare_agent.model.names import PREDICATE_GPU_INDEX_PREFIX, DeviceId, GpuUuid, device_id
-from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod
-from gpushare_agent.model.resources import ResourceKind, ResourceNames
-from gpushare_agent.placement.gpu_account import account_of
+from gpushare_agent.agent.admission.allocation_cache import AllocationCache
+from gpushare_agent.agent.admission.decisions.decide import Decision, check, offer_accounts, plan
+from gpushare_agent.agent.admission.decisions.identity import Target
+from gpushare_agent.agent.admission.decisions.ledger import Case, Ledger, Policy
+from gpushare_agent.agent.admission.device_tables import Missing, offered_ids, withheld
+from gpushare_agent.core.model.allocations import Allocation, Charge, ContainerKey
+from gpushare_agent.core.model.errors import RefusalReason, Refused
+from gpushare_agent.core.model.names import PREDICATE_GPU_INDEX_PREFIX, DeviceId, GpuUuid, device_id
+from gpushare_agent.core.model.pods import ContainerKind, ContainerSpec, Pod
+from gpushare_agent.core.model.resources import ResourceKind, ResourceNames
+from gpushare_agent.core.placement.gpu_account import account_of
 from tests.support_core import allocation, container, ids, inventory, pod
 
 GPU_MEM = "aliyun.com/gpu-mem"

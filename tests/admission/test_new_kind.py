@@ -7,21 +7,19 @@ from fractions import Fraction
 
 from msgspec.structs import replace
 
-from gpushare_agent.admission.decisions.identity import Target
-from gpushare_agent.admission.decisions.recovery import Records, rebuild
-from gpushare_agent.admission.device_tables import DeviceTables
-from gpushare_agent.cluster.node_annotations import allocations_by_pod
-from gpushare_agent.isolation.shares import ShareLimits, share_limits
-from gpushare_agent.kit.supervision import forever, stop_task
-from gpushare_agent.kubelet.device_table import DeviceIds
-from gpushare_agent.kubelet.records import ListedContainer, ListedPod
-from gpushare_agent.model.allocations import Allocation, Charge, ContainerEdits
-from gpushare_agent.model.errors import RefusalReason, Refused
-from gpushare_agent.model.gpus import Gpu
-from gpushare_agent.model.isolation import Sharing
-from gpushare_agent.model.names import MIB, VCORE_RESOURCE, VMEMORY_RESOURCE
-from gpushare_agent.model.pods import Pod
-from gpushare_agent.model.resources import (
+from gpushare_agent.agent.admission.decisions.identity import Target
+from gpushare_agent.agent.admission.decisions.recovery import Records, rebuild
+from gpushare_agent.agent.admission.device_tables import DeviceTables
+from gpushare_agent.agent.kubelet.records import ListedContainer, ListedPod
+from gpushare_agent.core.kit.supervision import forever, stop_task
+from gpushare_agent.core.model.allocations import Allocation, Charge, ContainerEdits
+from gpushare_agent.core.model.device_ids import DeviceIds
+from gpushare_agent.core.model.errors import RefusalReason, Refused
+from gpushare_agent.core.model.gpus import Gpu
+from gpushare_agent.core.model.isolation import Sharing
+from gpushare_agent.core.model.names import MIB, VCORE_RESOURCE, VMEMORY_RESOURCE
+from gpushare_agent.core.model.pods import Pod
+from gpushare_agent.core.model.resources import (
     KINDS,
     Measure,
     ReplicaLayout,
@@ -30,6 +28,8 @@ from gpushare_agent.model.resources import (
     ServedUnits,
     UnitLayout,
 )
+from gpushare_agent.core.model.shares import ShareLimits, share_limits
+from gpushare_agent.core.node_report.annotations import allocations_by_pod
 from tests.admission.test_admission import Scripted
 from tests.agent.support_agent import poll_until
 from tests.observability.support_usage import facts, snapshot

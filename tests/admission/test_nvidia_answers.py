@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from gpushare_agent.admission.decisions.container_edits import EditPolicy, edits_for
-from gpushare_agent.model.allocations import ContainerEdits
-from gpushare_agent.model.gpus import MigPlace
-from gpushare_agent.model.isolation import DeviceListStrategy, Sharing
-from gpushare_agent.model.names import NVIDIA_GPU_RESOURCE, GpuUuid
-from gpushare_agent.model.resources import NvidiaNames, ReplicaLayout, ResourceNames, ServedUnits, units_of
+from gpushare_agent.agent.admission.decisions.container_edits import EditPolicy, edits_for
+from gpushare_agent.core.model.allocations import ContainerEdits
+from gpushare_agent.core.model.gpus import MigPlace
+from gpushare_agent.core.model.isolation import DeviceListStrategy, Sharing
+from gpushare_agent.core.model.names import NVIDIA_GPU_RESOURCE, GpuUuid
+from gpushare_agent.core.model.resources import NvidiaNames, ReplicaLayout, ResourceNames, ServedUnits, units_of
 from tests.admission.test_golden_edits import CONFIG, GPUS, UID
 from tests.support_core import container, pod, raw_edits
 

@@ -6,16 +6,11 @@ import asyncio
 
 from msgspec.structs import replace
 
-from gpushare_agent.admission.device_tables import DeviceTables
-from gpushare_agent.kubelet.device_table import DeviceIds
-from gpushare_agent.model.names import (
-    VCORE_RESOURCE,
-    GpuUuid,
-    device_id,
-    unit_id,
-)
-from gpushare_agent.model.resources import ResourceKind
-from gpushare_agent.settings.settings import Settings
+from gpushare_agent.agent.admission.device_tables import DeviceTables
+from gpushare_agent.core.model.device_ids import DeviceIds
+from gpushare_agent.core.model.names import VCORE_RESOURCE, GpuUuid, device_id, unit_id
+from gpushare_agent.core.model.resources import ResourceKind
+from gpushare_agent.core.settings.settings import Settings
 from tests.sandbox.support_sandbox import key_of
 from tests.support_core import allocation, container, inventory, pod, used_blocks, used_cores
 from tests.support_node import FreeIsolations, node_of

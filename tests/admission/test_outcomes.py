@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from gpushare_agent.admission.decisions.decide import Decision
-from gpushare_agent.admission.decisions.identity import Target
-from gpushare_agent.admission.outcomes import DecisionLog, OutcomeReporter
-from gpushare_agent.cluster.events import MAX_MESSAGE_CHARS
-from gpushare_agent.model.decision_records import Asked, Candidate
-from gpushare_agent.model.errors import RefusalReason, Refused
-from gpushare_agent.model.names import VCORE_RESOURCE, VMEMORY_RESOURCE, GpuUuid
-from gpushare_agent.model.pods import Pod
-from gpushare_agent.placement.place import Placed
+from gpushare_agent.agent.admission.decisions.decide import Decision
+from gpushare_agent.agent.admission.decisions.identity import Target
+from gpushare_agent.agent.admission.outcomes import DecisionLog, OutcomeReporter
+from gpushare_agent.core.kube.events import MAX_MESSAGE_CHARS
+from gpushare_agent.core.model.decision_records import Asked, Candidate
+from gpushare_agent.core.model.errors import RefusalReason, Refused
+from gpushare_agent.core.model.names import VCORE_RESOURCE, VMEMORY_RESOURCE, GpuUuid
+from gpushare_agent.core.model.pods import Pod
+from gpushare_agent.core.placement.place import Placed
 from tests.support_core import allocation, container, ids, pod
 from tests.support_node import node_of
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from gpushare_agent.admission.allocation_cache import AllocationCache
-from gpushare_agent.admission.decisions.decide import Decision, check, offer_accounts, plan
-from gpushare_agent.admission.decisions.identity import Target
-from gpushare_agent.admission.decisions.ledger import Case, Ledger, Policy
-from gpushare_agent.model.allocations import Allocation
-from gpushare_agent.model.errors import RefusalReason, Refused
-from gpushare_agent.model.gpus import GpuInventory, Health
-from gpushare_agent.model.names import GpuUuid
-from gpushare_agent.model.pods import ContainerKind, Pod
-from gpushare_agent.model.resources import ResourceKind
+from gpushare_agent.agent.admission.allocation_cache import AllocationCache
+from gpushare_agent.agent.admission.decisions.decide import Decision, check, offer_accounts, plan
+from gpushare_agent.agent.admission.decisions.identity import Target
+from gpushare_agent.agent.admission.decisions.ledger import Case, Ledger, Policy
+from gpushare_agent.core.model.allocations import Allocation
+from gpushare_agent.core.model.errors import RefusalReason, Refused
+from gpushare_agent.core.model.gpus import GpuInventory, Health
+from gpushare_agent.core.model.names import GpuUuid
+from gpushare_agent.core.model.pods import ContainerKind, Pod
+from gpushare_agent.core.model.resources import ResourceKind
 from tests.support_core import NAMES, allocation, container, ids, inventory, pod
 
 POLICY = Policy(names=NAMES)

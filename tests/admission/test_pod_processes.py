@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from gpushare_agent.admission.garbage_collection import PodProcesses
-from gpushare_agent.model.errors import Unavailable
-from gpushare_agent.model.names import PodUid
+from gpushare_agent.agent.admission.garbage_collection import PodProcesses
+from gpushare_agent.core.model.errors import Unavailable
+from gpushare_agent.core.model.names import PodUid
 from tests.support_deadline import DEADLINE_S
 
 UID = PodUid("0e7a3f2c-1111-2222-3333-444455556666")

@@ -7,14 +7,14 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from gpushare_agent.admission.decisions.recovery import UNNAMED, Records, adopt, rebuild
-from gpushare_agent.cluster.kube.pods import parse_pod, read_pod_json
-from gpushare_agent.kubelet.records import read_checkpoint
-from gpushare_agent.model.allocations import Allocation, ContainerKey
-from gpushare_agent.model.errors import RefusalReason, Refused
-from gpushare_agent.model.names import PodUid
-from gpushare_agent.model.pods import ContainerKind, PodPhase
-from gpushare_agent.model.resources import ResourceKind
+from gpushare_agent.agent.admission.decisions.recovery import UNNAMED, Records, adopt, rebuild
+from gpushare_agent.agent.kubelet.records import read_checkpoint
+from gpushare_agent.core.kube.pods import parse_pod, read_pod_json
+from gpushare_agent.core.model.allocations import Allocation, ContainerKey
+from gpushare_agent.core.model.errors import RefusalReason, Refused
+from gpushare_agent.core.model.names import PodUid
+from gpushare_agent.core.model.pods import ContainerKind, PodPhase
+from gpushare_agent.core.model.resources import ResourceKind
 from tests.support_core import NAMES, allocation, container, ids, inventory, listed, pod, written
 from tests.support_json import undecoded
 

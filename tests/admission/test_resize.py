@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from gpushare_agent.admission.decisions.resize import (
+from gpushare_agent.agent.admission.decisions.resize import (
     MAX_CHARS,
     DesiredSize,
     ResizePolicy,
@@ -22,14 +22,14 @@ from gpushare_agent.admission.decisions.resize import (
     status_text,
     unknown_name,
 )
-from gpushare_agent.isolation import ISOLATIONS
-from gpushare_agent.isolation.request import Follows
-from gpushare_agent.model.allocations import Allocation, Charge, ClaimRef, ClaimShare, ResizedShare, ShareSize
-from gpushare_agent.model.isolation import ResizeMode
-from gpushare_agent.model.names import GpuUuid
-from gpushare_agent.model.pods import ContainerKind
-from gpushare_agent.model.resources import ResourceKind, ResourceNames
-from gpushare_agent.placement import GpuAccount
+from gpushare_agent.agent.isolation import ISOLATIONS
+from gpushare_agent.agent.isolation.request import Follows
+from gpushare_agent.core.model.allocations import Allocation, Charge, ClaimRef, ClaimShare, ResizedShare, ShareSize
+from gpushare_agent.core.model.isolation import ResizeMode
+from gpushare_agent.core.model.names import GpuUuid
+from gpushare_agent.core.model.pods import ContainerKind
+from gpushare_agent.core.model.resources import ResourceKind, ResourceNames
+from gpushare_agent.core.placement import GpuAccount
 from tests.support_core import NAMES, allocation, container, ids, pod
 
 VCUDA, MPS = (ISOLATIONS[n] for n in ("vcuda", "mps"))

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from gpushare_agent.admission.resizing import MAX_SHARES, ResizeFile
-from gpushare_agent.kit.state_file import MAX_BYTES
-from gpushare_agent.model.allocations import ContainerKey, ResizedShare, ShareSize
-from gpushare_agent.model.errors import Unavailable
-from gpushare_agent.model.names import GpuUuid, PodUid
-from gpushare_agent.model.resources import ResourceKind
+from gpushare_agent.agent.admission.resizing import MAX_SHARES, ResizeFile
+from gpushare_agent.core.kit.state_file import MAX_BYTES
+from gpushare_agent.core.model.allocations import ContainerKey, ResizedShare, ShareSize
+from gpushare_agent.core.model.errors import Unavailable
+from gpushare_agent.core.model.names import GpuUuid, PodUid
+from gpushare_agent.core.model.resources import ResourceKind
 
 SHARE = ResizedShare(
     key=ContainerKey(PodUid("11111111-2222-3333-4444-555555555555"), "main"),

@@ -7,19 +7,19 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 from msgspec.structs import replace
 
-from gpushare_agent.admission.allocation_cache import AllocationCache
-from gpushare_agent.admission.decisions.resize import DesiredSize, ResizePolicy, decide_resize, enforced
-from gpushare_agent.admission.device_tables import offered_ids, withheld
-from gpushare_agent.admission.resizing import GrowthAccounts
-from gpushare_agent.cluster.node_annotations import allocations_by_pod
-from gpushare_agent.isolation import ISOLATIONS
-from gpushare_agent.isolation.request import Follows
-from gpushare_agent.model.allocations import NO_CHARGE, Allocation, Charge, ContainerKey, ResizedShare, ShareSize
-from gpushare_agent.model.isolation import ResizeMode
-from gpushare_agent.model.names import CORES_PER_GPU, GpuUuid
-from gpushare_agent.model.pods import ContainerKind
-from gpushare_agent.model.resources import ResourceKind
-from gpushare_agent.placement import GpuAccount
+from gpushare_agent.agent.admission.allocation_cache import AllocationCache
+from gpushare_agent.agent.admission.decisions.resize import DesiredSize, ResizePolicy, decide_resize, enforced
+from gpushare_agent.agent.admission.device_tables import offered_ids, withheld
+from gpushare_agent.agent.admission.resizing import GrowthAccounts
+from gpushare_agent.agent.isolation import ISOLATIONS
+from gpushare_agent.agent.isolation.request import Follows
+from gpushare_agent.core.model.allocations import NO_CHARGE, Allocation, Charge, ContainerKey, ResizedShare, ShareSize
+from gpushare_agent.core.model.isolation import ResizeMode
+from gpushare_agent.core.model.names import CORES_PER_GPU, GpuUuid
+from gpushare_agent.core.model.pods import ContainerKind
+from gpushare_agent.core.model.resources import ResourceKind
+from gpushare_agent.core.node_report.annotations import allocations_by_pod
+from gpushare_agent.core.placement import GpuAccount
 from tests.support_core import NAMES, allocation, container, ids, inventory, pod, used_blocks, used_cores
 from tests.support_node import node_of
 

@@ -7,13 +7,13 @@ from types import FrameType
 from typing import Any
 
 import gpushare_agent
-from gpushare_agent.admission.decisions.resize import ResizePolicy
-from gpushare_agent.admission.resizing import ResizeReports, ShareResizing
-from gpushare_agent.isolation import ISOLATIONS, Isolation
-from gpushare_agent.model.allocations import Allocation, ShareSize
-from gpushare_agent.model.isolation import ResizeMode
-from gpushare_agent.model.names import RESIZE_ANNOTATION
-from gpushare_agent.model.pods import Pod
+from gpushare_agent.agent.admission.decisions.resize import ResizePolicy
+from gpushare_agent.agent.admission.resizing import ResizeReports, ShareResizing
+from gpushare_agent.agent.isolation import ISOLATIONS, Isolation
+from gpushare_agent.core.model.allocations import Allocation, ShareSize
+from gpushare_agent.core.model.isolation import ResizeMode
+from gpushare_agent.core.model.names import RESIZE_ANNOTATION
+from gpushare_agent.core.model.pods import Pod
 from tests.support_core import NAMES, allocation, container, ids, inventory, pod, used_cores
 from tests.support_node import node_of
 

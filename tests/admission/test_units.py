@@ -10,20 +10,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from gpushare_agent.admission.decisions.decide import check
-from gpushare_agent.admission.decisions.identity import Target
-from gpushare_agent.admission.decisions.ledger import Case, Policy
-from gpushare_agent.admission.decisions.recovery import Records, rebuild
-from gpushare_agent.admission.device_tables import Missing, offered_ids, unit_ids, withheld
-from gpushare_agent.kubelet.device_table import DeviceIds
-from gpushare_agent.kubelet.records import CheckpointEntry
-from gpushare_agent.model.allocations import NO_CHARGE
-from gpushare_agent.model.errors import Refused
-from gpushare_agent.model.gpus import GpuInventory, Health, MigPlace
-from gpushare_agent.model.isolation import Sharing
-from gpushare_agent.model.names import CORES_PER_GPU, VCORE_RESOURCE, VMEMORY_RESOURCE, GpuUuid, PodUid, unit_id
-from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod
-from gpushare_agent.model.resources import NvidiaNames, ReplicaLayout, ResourceKind, ResourceNames, replica_layout
+from gpushare_agent.agent.admission.decisions.decide import check
+from gpushare_agent.agent.admission.decisions.identity import Target
+from gpushare_agent.agent.admission.decisions.ledger import Case, Policy
+from gpushare_agent.agent.admission.decisions.recovery import Records, rebuild
+from gpushare_agent.agent.admission.device_tables import Missing, offered_ids, unit_ids, withheld
+from gpushare_agent.agent.kubelet.records import CheckpointEntry
+from gpushare_agent.core.model.allocations import NO_CHARGE
+from gpushare_agent.core.model.device_ids import DeviceIds
+from gpushare_agent.core.model.errors import Refused
+from gpushare_agent.core.model.gpus import GpuInventory, Health, MigPlace
+from gpushare_agent.core.model.isolation import Sharing
+from gpushare_agent.core.model.names import CORES_PER_GPU, VCORE_RESOURCE, VMEMORY_RESOURCE, GpuUuid, PodUid, unit_id
+from gpushare_agent.core.model.pods import ContainerKind, ContainerSpec, Pod
+from gpushare_agent.core.model.resources import NvidiaNames, ReplicaLayout, ResourceKind, ResourceNames, replica_layout
 from tests.placement.support_placement import Node
 from tests.support_core import container, inventory, pod
 

@@ -14,20 +14,20 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from gpushare_agent.agent.agent import run_generation
 from gpushare_agent.agent.auto_isolation import resolve_isolation
 from gpushare_agent.agent.composition import NodeAgent, build
-from gpushare_agent.dra.claim_files import ClaimFiles
-from gpushare_agent.dra.decisions.claim import read_claim
-from gpushare_agent.dra.decisions.edits import PreparedClaim, prepare_claim
-from gpushare_agent.gpus.part import open_driver
-from gpushare_agent.gpus.simulated.driver import simulated_uuid
-from gpushare_agent.kubelet.device_table import DeviceIds
-from gpushare_agent.model.names import GpuUuid
-from gpushare_agent.model.resources import ResourceKind
+from gpushare_agent.agent.dra.claim_files import ClaimFiles
+from gpushare_agent.agent.dra.decisions.edits import PreparedClaim, prepare_claim
+from gpushare_agent.agent.gpus.part import open_driver
+from gpushare_agent.agent.gpus.simulated.driver import simulated_uuid
+from gpushare_agent.agent.program import run_generation
+from gpushare_agent.core.claims.claim import read_claim
+from gpushare_agent.core.model.device_ids import DeviceIds
+from gpushare_agent.core.model.names import GpuUuid
+from gpushare_agent.core.model.resources import ResourceKind
+from gpushare_agent.core.settings.settings import load_settings
 from gpushare_agent.sandbox.kubelet.calls import PluginCall
 from gpushare_agent.sandbox.node import EmbeddedNode
-from gpushare_agent.settings.settings import load_settings
 from tests.dra.support_claims import DRIVER, NODE, edit_policy, raw_claim, result
 from tests.sandbox.support_sandbox import CORE, MEMORY, active_records, key_of, wait_phase
 from tests.settings.support_settings import clean_environment

@@ -33,8 +33,8 @@ from grpclib.const import Cardinality
 from grpclib.encoding.base import CodecBase
 from grpclib.exceptions import StreamTerminatedError
 
-from gpushare_agent.kit.protobuf import scan_fields
-from gpushare_agent.model.names import PodUid
+from gpushare_agent.core.kit.protobuf import scan_fields
+from gpushare_agent.core.model.names import PodUid
 from tests.support_deadline import DEADLINE_S
 
 PACKAGES = ("containerd", "runc", "busybox-static")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from gpushare_agent.admission.garbage_collection import GarbageCollection, PodProcesses
-from gpushare_agent.kubelet.device_table import DeviceIds
-from gpushare_agent.kubelet.records import KubeletCheckpoint
+from gpushare_agent.agent.admission.garbage_collection import GarbageCollection, PodProcesses
+from gpushare_agent.agent.kubelet.records import KubeletCheckpoint
+from gpushare_agent.core.model.device_ids import DeviceIds
 from gpushare_agent.sandbox.node import EmbeddedNode
 from tests.agent.support_agent import InnerAgent
 

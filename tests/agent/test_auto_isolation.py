@@ -8,11 +8,11 @@ import pytest
 from structlog.testing import capture_logs
 
 from gpushare_agent.agent.auto_isolation import resolve_isolation
-from gpushare_agent.cli.check import check_node
-from gpushare_agent.isolation.vdevice.files import VDeviceFiles
-from gpushare_agent.model.allocations import ContainerKey
-from gpushare_agent.model.names import PodUid
-from gpushare_agent.settings.settings import Settings, SettingsError, load_settings
+from gpushare_agent.agent.commands.check import check_node
+from gpushare_agent.agent.isolation.vdevice.files import VDeviceFiles
+from gpushare_agent.core.model.allocations import ContainerKey
+from gpushare_agent.core.model.names import PodUid
+from gpushare_agent.core.settings.settings import Settings, SettingsError, load_settings
 from tests.agent.support_agent import open_agent
 from tests.isolation.support_library import fake_library
 from tests.sandbox.support_sandbox import open_test_node

@@ -15,11 +15,11 @@ from grpclib import GRPCError, Status
 from grpclib.client import UnaryStreamMethod, UnaryUnaryMethod
 from grpclib.const import Cardinality, Handler
 
-from gpushare_agent.kit.grpc_client import UnixChannel
-from gpushare_agent.kit.grpc_server import GrpcServer
-from gpushare_agent.kit.protobuf import bytes_field, decode_allocate, string_list
-from gpushare_agent.kit.sockets import bind_unix_socket
-from gpushare_agent.model.names import PREDICATE_GPU_INDEX_PREFIX, PREDICATE_NODE_ANNOTATION
+from gpushare_agent.core.kit.grpc_client import UnixChannel
+from gpushare_agent.core.kit.grpc_server import GrpcServer
+from gpushare_agent.core.kit.protobuf import bytes_field, decode_allocate, string_list
+from gpushare_agent.core.kit.sockets import bind_unix_socket
+from gpushare_agent.core.model.names import PREDICATE_GPU_INDEX_PREFIX, PREDICATE_NODE_ANNOTATION
 from gpushare_agent.sandbox.node import EmbeddedNode
 from tests.agent.support_agent import (
     DEADLINE_S,

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from gpushare_agent.admission.garbage_collection import PodProcesses
-from gpushare_agent.model.errors import NotFound, Unavailable
-from gpushare_agent.runtime.cgroup_paths import PeerIdentity
-from gpushare_agent.runtime.cgroups import Cgroups
-from gpushare_agent.runtime.cri import RuntimeState, open_runtime
+from gpushare_agent.agent.admission.garbage_collection import PodProcesses
+from gpushare_agent.agent.runtime.cgroup_paths import PeerIdentity
+from gpushare_agent.agent.runtime.cgroups import Cgroups
+from gpushare_agent.agent.runtime.cri import RuntimeState, open_runtime
+from gpushare_agent.core.model.errors import NotFound, Unavailable
 from tests.agent.support_containerd import CGROUP_ROOT, Containerd, running_container, running_containerd, why_not
 from tests.runtime.support_cgroups import find_cgroup
 from tests.support_deadline import DEADLINE_S

@@ -10,9 +10,9 @@ from typing import Any
 from aiohttp import ClientSession
 from grpclib.client import Channel
 
-from gpushare_agent.kit.sockets import connectable_path
-from gpushare_agent.wire.display import GpuDisplayStub, UsageResponse
-from gpushare_agent.wire.google.protobuf import Empty
+from gpushare_agent.core.kit.sockets import connectable_path
+from gpushare_agent.core.wire.display import GpuDisplayStub, UsageResponse
+from gpushare_agent.core.wire.google.protobuf import Empty
 from tests.agent.support_agent import DEADLINE_S, open_agent, poll_until, wait_running
 from tests.sandbox.support_sandbox import container, open_test_node, pod
 

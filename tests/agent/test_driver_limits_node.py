@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from gpushare_agent.isolation.driver.limits import DriverLimits
-from gpushare_agent.isolation.kept import NOBODY
-from gpushare_agent.model.allocations import ContainerKey
-from gpushare_agent.model.isolation import MemoryLimit
-from gpushare_agent.model.names import ISOLATION_ANNOTATION, PodUid
-from gpushare_agent.runtime.cgroups import CgroupVersion, cgroup_version
+from gpushare_agent.agent.isolation.driver.limits import DriverLimits
+from gpushare_agent.agent.isolation.kept import NOBODY
+from gpushare_agent.agent.runtime.cgroups import CgroupVersion, cgroup_version
+from gpushare_agent.core.model.allocations import ContainerKey
+from gpushare_agent.core.model.isolation import MemoryLimit
+from gpushare_agent.core.model.names import ISOLATION_ANNOTATION, PodUid
 from gpushare_agent.sandbox.node import EmbeddedNode
 from tests.agent.support_agent import InnerAgent, open_agent, poll_until, wait_running, wait_settled
 from tests.sandbox.support_sandbox import container, open_test_node, pod

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from gpushare_agent.cluster.events import COMPONENT
-from gpushare_agent.model.decision_records import DecisionRecord, Outcome
+from gpushare_agent.core.kube.events import COMPONENT
+from gpushare_agent.core.model.decision_records import DecisionRecord, Outcome
 from gpushare_agent.sandbox.node import EmbeddedNode
 from tests.agent.support_agent import (
     InnerAgent,

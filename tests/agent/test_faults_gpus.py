@@ -6,7 +6,7 @@ import asyncio
 
 from msgspec.structs import replace
 
-from gpushare_agent.model.gpus import Health
+from gpushare_agent.core.model.gpus import Health
 from gpushare_agent.sandbox.node import EmbeddedNode
 from tests.agent.support_agent import (
     BLOCKS,

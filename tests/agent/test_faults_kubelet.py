@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 
-from gpushare_agent.model.allocations import Allocation
+from gpushare_agent.core.model.allocations import Allocation
 from gpushare_agent.sandbox.node import EmbeddedNode
 from tests.agent.support_agent import (
     CORES,

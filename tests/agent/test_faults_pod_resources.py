@@ -17,9 +17,9 @@ from grpclib import GRPCError, Status
 from grpclib.client import UnaryUnaryMethod
 from grpclib.const import Cardinality, Handler
 
-from gpushare_agent.kit.grpc_client import UnixChannel
-from gpushare_agent.kit.grpc_server import GrpcServer
-from gpushare_agent.kit.sockets import bind_unix_socket
+from gpushare_agent.core.kit.grpc_client import UnixChannel
+from gpushare_agent.core.kit.grpc_server import GrpcServer
+from gpushare_agent.core.kit.sockets import bind_unix_socket
 from gpushare_agent.sandbox.node import EmbeddedNode
 from tests.agent.support_agent import (
     DEADLINE_S,

@@ -8,7 +8,7 @@ import signal
 from contextlib import suppress
 from pathlib import Path
 
-from gpushare_agent.kubelet.records import FILE_NAME
+from gpushare_agent.agent.kubelet.records import FILE_NAME
 from gpushare_agent.sandbox.node import EmbeddedNode
 from tests.agent.support_agent import (
     BLOCKS,

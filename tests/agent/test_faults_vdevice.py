@@ -20,8 +20,8 @@ from typing import Any
 import pytest
 from grpclib import GRPCError
 
-from gpushare_agent.isolation.directories import ASIDE_NAME
-from gpushare_agent.isolation.vdevice.format import VDeviceConfig, decode_config, decode_pids
+from gpushare_agent.agent.isolation.directories import ASIDE_NAME
+from gpushare_agent.core.formats.vdevice import VDeviceConfig, decode_config, decode_pids
 from gpushare_agent.sandbox.kubelet.container_config import HOST_IMAGE
 from gpushare_agent.sandbox.node import EmbeddedNode
 from tests.agent.support_agent import poll_until, wait_registered, wait_running, wait_until

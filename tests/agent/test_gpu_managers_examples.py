@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from gpushare_agent.isolation.vdevice.format import decode_config
+from gpushare_agent.core.formats.vdevice import decode_config
 from tests.agent.support_agent import open_agent, wait_running, wait_until
 from tests.sandbox.support_sandbox import CORE, MEMORY, limits_of, open_test_node, pod, wait_allocatable
 

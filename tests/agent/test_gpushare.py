@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from gpushare_agent.isolation.vdevice.format import decode_config
-from gpushare_agent.model.errors import StartupError
+from gpushare_agent.core.formats.vdevice import decode_config
+from gpushare_agent.core.model.errors import StartupError
+from gpushare_agent.core.wire.v1beta1 import ContainerAllocateResponse
 from gpushare_agent.sandbox.node import EmbeddedNode
-from gpushare_agent.wire.v1beta1 import ContainerAllocateResponse
 from tests.agent.support_agent import calls_of, open_agent, poll_until, wait_running, wait_settled, wait_until
 from tests.sandbox.support_sandbox import (
     CORE,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 
+from gpushare_agent.core.wire.v1beta1 import ContainerAllocateResponse
 from gpushare_agent.sandbox.node import EmbeddedNode
-from gpushare_agent.wire.v1beta1 import ContainerAllocateResponse
 from tests.agent.support_agent import calls_of, open_agent, wait_running, wait_until
 from tests.agent.test_gpushare import FLAGS, memory
 from tests.cluster.support_gpushare_inspect import GPU_MEM, Inspected, inspect_node

@@ -14,7 +14,7 @@ from typing import Any
 
 from structlog.testing import capture_logs
 
-from gpushare_agent.gpus.watch import EVENT_PERIOD_S
+from gpushare_agent.agent.gpus.watch import EVENT_PERIOD_S
 from gpushare_agent.sandbox.kubelet.plugin_endpoint import PluginDevice, PluginEndpoint
 from gpushare_agent.sandbox.node import EmbeddedNode
 from tests.agent.support_agent import (

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from gpushare_agent.model.names import ISOLATION_ANNOTATION
+from gpushare_agent.core.model.names import ISOLATION_ANNOTATION
+from gpushare_agent.core.wire.v1beta1 import ContainerAllocateResponse
 from gpushare_agent.sandbox.node import EmbeddedNode
-from gpushare_agent.wire.v1beta1 import ContainerAllocateResponse
 from tests.agent.support_agent import (
     InnerAgent,
     calls_of,

@@ -10,10 +10,10 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+from gpushare_agent.core.wire.v1beta1 import ContainerAllocateResponse
 from gpushare_agent.sandbox.fake_mps import open_fake_mps
 from gpushare_agent.sandbox.node import EmbeddedNode
 from gpushare_agent.sandbox.state_directory import NodePaths
-from gpushare_agent.wire.v1beta1 import ContainerAllocateResponse
 from tests.agent.support_agent import (
     InnerAgent,
     calls_of,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from gpushare_agent.core.settings.node_configuration import LABELS
 from gpushare_agent.sandbox.node import EmbeddedNode
-from gpushare_agent.settings.node_configuration import LABELS
 from tests.agent.support_agent import BLOCKS, log_lines, open_child, poll_until, wait_running, wait_until
 from tests.sandbox.support_sandbox import CORE, MEMORY, container, open_test_node, pod
 

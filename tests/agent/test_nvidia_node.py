@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from gpushare_agent.isolation.vdevice.format import decode_config
-from gpushare_agent.kubelet.device_table import DeviceIds
-from gpushare_agent.model.resources import replica_layout
+from gpushare_agent.core.formats.vdevice import decode_config
+from gpushare_agent.core.model.device_ids import DeviceIds
+from gpushare_agent.core.model.resources import replica_layout
+from gpushare_agent.core.wire.v1beta1 import ContainerAllocateResponse
 from gpushare_agent.sandbox.node import EmbeddedNode
-from gpushare_agent.wire.v1beta1 import ContainerAllocateResponse
 from tests.agent.support_agent import (
     calls_of,
     open_agent,

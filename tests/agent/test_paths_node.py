@@ -13,9 +13,9 @@ from msgspec.structs import replace
 from pydantic import BaseModel
 
 from bench.node import agent_arguments
-from gpushare_agent.model.names import RESIZE_ANNOTATION
+from gpushare_agent.core.model.names import RESIZE_ANNOTATION
+from gpushare_agent.core.settings.settings import load_settings
 from gpushare_agent.sandbox.node import EmbeddedNode
-from gpushare_agent.settings.settings import load_settings
 from tests.agent.support_agent import (
     log_lines,
     open_agent,

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 from aiohttp import ClientSession
 
-from gpushare_agent.agent.agent import run_generation
 from gpushare_agent.agent.composition import build
-from gpushare_agent.gpus.part import open_driver
-from gpushare_agent.kit.supervision import stop_task
-from gpushare_agent.model.resources import ResourceKind
+from gpushare_agent.agent.gpus.part import open_driver
+from gpushare_agent.agent.program import run_generation
+from gpushare_agent.core.kit.supervision import stop_task
+from gpushare_agent.core.model.resources import ResourceKind
+from gpushare_agent.core.settings.settings import load_settings
 from gpushare_agent.sandbox.node import EmbeddedNode
-from gpushare_agent.settings.settings import load_settings
 from tests.agent.support_agent import (
     BLOCKS,
     CORES,

@@ -18,27 +18,28 @@ from grpclib.const import Cardinality, Handler
 from grpclib.server import Server, Stream
 from msgspec.structs import replace
 
-from gpushare_agent.admission.admission import Admission, RefusedPods
-from gpushare_agent.admission.allocation_cache import AllocationCache
-from gpushare_agent.admission.decisions.container_edits import EditPolicy
-from gpushare_agent.admission.decisions.decide import Decision
-from gpushare_agent.admission.decisions.identity import Target
-from gpushare_agent.admission.decisions.ledger import Policy
-from gpushare_agent.admission.identification import Identification, Timeouts
-from gpushare_agent.cluster.kube.pods import parse_pod, read_pod_json
-from gpushare_agent.cluster.pod_store import PodStore
-from gpushare_agent.kit.grpc_server import GrpcServer
-from gpushare_agent.kit.sockets import bind_unix_socket
-from gpushare_agent.kubelet.device_plugin import FAST_DECODERS, DevicePlugin
-from gpushare_agent.kubelet.device_table import DeviceIds, DeviceTable
-from gpushare_agent.kubelet.pod_resources import PodResourcesClient, PodResourcesGate
-from gpushare_agent.kubelet.records import KubeletCheckpoint
-from gpushare_agent.model.allocations import Allocation
-from gpushare_agent.model.errors import NotFound, RefusalReason, Refused
-from gpushare_agent.model.gpus import GpuInventory
-from gpushare_agent.model.names import VCORE_RESOURCE, VMEMORY_RESOURCE, GpuUuid
-from gpushare_agent.model.pods import Pod, PodPhase
-from gpushare_agent.wire import v1beta1
+from gpushare_agent.agent.admission.admission import Admission, RefusedPods
+from gpushare_agent.agent.admission.allocation_cache import AllocationCache
+from gpushare_agent.agent.admission.decisions.container_edits import EditPolicy
+from gpushare_agent.agent.admission.decisions.decide import Decision
+from gpushare_agent.agent.admission.decisions.identity import Target
+from gpushare_agent.agent.admission.decisions.ledger import Policy
+from gpushare_agent.agent.admission.identification import Identification, Timeouts
+from gpushare_agent.agent.cluster.pod_store import PodStore
+from gpushare_agent.agent.kubelet.device_plugin import FAST_DECODERS, DevicePlugin
+from gpushare_agent.agent.kubelet.device_table import DeviceTable
+from gpushare_agent.agent.kubelet.pod_resources import PodResourcesClient, PodResourcesGate
+from gpushare_agent.agent.kubelet.records import KubeletCheckpoint
+from gpushare_agent.core.kit.grpc_server import GrpcServer
+from gpushare_agent.core.kit.sockets import bind_unix_socket
+from gpushare_agent.core.kube.pods import parse_pod, read_pod_json
+from gpushare_agent.core.model.allocations import Allocation
+from gpushare_agent.core.model.device_ids import DeviceIds
+from gpushare_agent.core.model.errors import NotFound, RefusalReason, Refused
+from gpushare_agent.core.model.gpus import GpuInventory
+from gpushare_agent.core.model.names import VCORE_RESOURCE, VMEMORY_RESOURCE, GpuUuid
+from gpushare_agent.core.model.pods import Pod, PodPhase
+from gpushare_agent.core.wire import v1beta1
 from tests.support_core import NAMES, container, inventory, isolation_config, pod
 from tests.support_json import undecoded
 from tests.support_node import FreeIsolations, node_of

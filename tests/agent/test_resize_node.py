@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from aiohttp import ClientSession
 
-from gpushare_agent.isolation.gpushare.format import CONFIG_NAME
-from gpushare_agent.isolation.gpushare.library import MARK
-from gpushare_agent.isolation.vdevice.format import VDeviceConfig, decode_config
-from gpushare_agent.model.allocations import ContainerKey
+from gpushare_agent.agent.isolation.gpushare.format import CONFIG_NAME
+from gpushare_agent.agent.isolation.gpushare.library import MARK
+from gpushare_agent.core.formats.vdevice import VDeviceConfig, decode_config
+from gpushare_agent.core.model.allocations import ContainerKey
 from gpushare_agent.sandbox.node import EmbeddedNode
 from tests.agent.support_agent import (
     InnerAgent,

@@ -6,7 +6,7 @@ import asyncio
 
 from aiohttp import ClientSession
 
-from gpushare_agent.observability.node_snapshot import NodeSnapshot
+from gpushare_agent.agent.observability.node_snapshot import NodeSnapshot
 from tests.agent.support_agent import DEADLINE_S, open_agent, wait_running
 from tests.sandbox.support_sandbox import container, open_test_node, pod
 

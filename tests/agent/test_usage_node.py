@@ -14,9 +14,9 @@ import pytest
 from aiohttp import ClientSession
 from prometheus_client.parser import text_string_to_metric_families
 
-from gpushare_agent.model.allocations import ContainerKey
-from gpushare_agent.model.names import PodUid
-from gpushare_agent.model.usage import UsageRound
+from gpushare_agent.core.model.allocations import ContainerKey
+from gpushare_agent.core.model.names import PodUid
+from gpushare_agent.core.model.usage import UsageRound
 from gpushare_agent.sandbox.node import EmbeddedNode
 from tests.agent.support_agent import (
     DEADLINE_S,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from aiohttp import ClientSession
 
-from gpushare_agent.isolation.vdevice.format import decode_config, decode_pids
+from gpushare_agent.core.formats.vdevice import decode_config, decode_pids
 from gpushare_agent.sandbox.node import EmbeddedNode
 from tests.agent.support_agent import calls_of, open_agent, poll_until, wait_running, wait_until
 from tests.sandbox.support_sandbox import container, open_test_node, pod

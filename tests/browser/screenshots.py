@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from gpushare_agent.model.resources import ResourceNames
+from gpushare_agent.core.model.resources import ResourceNames
 from gpushare_agent.sandbox.gpu_faults import GpuFaults
 from gpushare_agent.sandbox.node import EmbeddedNode
 from gpushare_agent.sandbox.report import ReportedNode

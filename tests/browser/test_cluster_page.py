@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from gpushare_agent.cli.dashboard import ClusterPage
-from gpushare_agent.cluster.kube.client import open_kube_api
-from gpushare_agent.model.resources import ResourceNames
+from gpushare_agent.core.kube.client import open_kube_api
+from gpushare_agent.core.model.resources import ResourceNames
+from gpushare_agent.core.settings.settings import Settings
+from gpushare_agent.kubectl.dashboard import ClusterPage
 from gpushare_agent.sandbox.api.pod_subresources import AgentServer
-from gpushare_agent.settings.settings import Settings
 from tests.agent.support_agent import open_agent, wait_running, wait_until
 from tests.browser.support_browser import WHY_NOT, Browser, open_browser
 from tests.cli.support_cluster_page import HOSTILE, served_cluster, waiting

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from gpushare_agent.model.names import ISOLATION_ANNOTATION
-from gpushare_agent.model.resources import ResourceNames
+from gpushare_agent.core.model.names import ISOLATION_ANNOTATION
+from gpushare_agent.core.model.resources import ResourceNames
 from gpushare_agent.sandbox.node import EmbeddedNode
 from gpushare_agent.sandbox.pod_manifest import LOAD_ANNOTATION
 from gpushare_agent.sandbox.report import ReportedNode

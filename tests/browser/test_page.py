@@ -11,9 +11,9 @@ import pytest
 from msgspec.structs import replace
 
 from bench.sample_node import SampleNode, uid_of, uuid_of
-from gpushare_agent.isolation.kept import Kept, NotKept
-from gpushare_agent.model.allocations import ContainerKey
-from gpushare_agent.observability.node_snapshot import ContainerFacts, NodeSnapshot
+from gpushare_agent.agent.isolation.kept import Kept, NotKept
+from gpushare_agent.agent.observability.node_snapshot import ContainerFacts, NodeSnapshot
+from gpushare_agent.core.model.allocations import ContainerKey
 from tests.browser.support_browser import WHY_NOT, Browser, open_browser
 from tests.kit.support_http import free_port
 from tests.observability.support_usage import divided_node

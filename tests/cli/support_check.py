@@ -10,12 +10,12 @@ from typing import Any
 
 from aiohttp import web
 
-from gpushare_agent.cli.check import check_node
-from gpushare_agent.kit.grpc_server import GrpcServer
-from gpushare_agent.kit.sockets import bind_unix_socket
-from gpushare_agent.model.finding import Finding, Level
-from gpushare_agent.settings.settings import Settings, load_settings
-from gpushare_agent.wire.runtime import v1
+from gpushare_agent.agent.commands.check import check_node
+from gpushare_agent.core.kit.grpc_server import GrpcServer
+from gpushare_agent.core.kit.sockets import bind_unix_socket
+from gpushare_agent.core.model.finding import Finding, Level
+from gpushare_agent.core.settings.settings import Settings, load_settings
+from gpushare_agent.core.wire.runtime import v1
 from tests.cluster.support_kube import write_kubeconfig
 from tests.fakes.api_server import FakeApiServer, Seen, answers, fake_api, raw_status
 from tests.settings.support_settings import ListeningSocket, listening

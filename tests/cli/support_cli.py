@@ -20,11 +20,11 @@ from typing import Any
 from aiohttp import web
 from msgspec import to_builtins
 
-from gpushare_agent.cli.command_line import CommandLine
-from gpushare_agent.cli.main import COMMAND_LINE
-from gpushare_agent.model.decision_records import Asked, Candidate, DecisionRecord, Outcome
-from gpushare_agent.model.names import MIB, GpuUuid
-from gpushare_agent.model.usage import ContainerUse, ProcessSample, UsageRound
+from gpushare_agent.commands import COMMAND_LINE
+from gpushare_agent.core.cli.command_line import CommandLine
+from gpushare_agent.core.model.decision_records import Asked, Candidate, DecisionRecord, Outcome
+from gpushare_agent.core.model.names import MIB, GpuUuid
+from gpushare_agent.core.model.usage import ContainerUse, ProcessSample, UsageRound
 from tests.fakes.api_server import FakeApiServer, Seen, answers
 from tests.observability.support_usage import UUIDS, allocation, facts, gpu_sample, inventory, key_of, snapshot
 from tests.settings.support_settings import clean_environment

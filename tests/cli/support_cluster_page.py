@@ -8,9 +8,9 @@ from contextlib import asynccontextmanager
 
 from msgspec.structs import replace
 
-from gpushare_agent.cli.dashboard import ClusterPage
-from gpushare_agent.cluster.node_annotations import GPUS_ANNOTATION
-from gpushare_agent.settings.settings import Settings
+from gpushare_agent.core.node_report.annotations import GPUS_ANNOTATION
+from gpushare_agent.core.settings.settings import Settings
+from gpushare_agent.kubectl.dashboard import ClusterPage
 from tests.cluster.support_kube import running
 from tests.extender.support_extender import (
     NAMES,

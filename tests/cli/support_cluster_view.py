@@ -8,11 +8,11 @@ from typing import Any, TypeVar
 
 from msgspec import Raw
 
-from gpushare_agent.cli.cluster_reading import ReadCluster, read_cluster_view
-from gpushare_agent.cluster.kube.client import ALL_NODES, LIVE_PODS
-from gpushare_agent.cluster.kube.session import Watched
-from gpushare_agent.model.errors import NotFound
-from gpushare_agent.settings.settings import load_settings
+from gpushare_agent.core.kube.client import ALL_NODES, LIVE_PODS
+from gpushare_agent.core.kube.session import Watched
+from gpushare_agent.core.model.errors import NotFound
+from gpushare_agent.core.settings.settings import load_settings
+from gpushare_agent.kubectl.cluster_reading import ReadCluster, read_cluster_view
 from tests.support_json import undecoded
 
 SETTINGS = load_settings([], {"NODE_NAME": "desk"}).settings

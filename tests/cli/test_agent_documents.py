@@ -11,12 +11,12 @@ import pytest
 from msgspec import to_builtins
 from rich.console import Console
 
-from gpushare_agent.cli.command_line import SORTS
-from gpushare_agent.cli.explain import decision_parts, newest_of_containers
-from gpushare_agent.cli.inspect import inspection_document, inspection_tables, node_of_document
-from gpushare_agent.cli.render_top import Choice, heading, top_lines, top_table
-from gpushare_agent.model.errors import Corrupt
-from gpushare_agent.observability.documents import DecisionsDocument, NodeDocument, check_document
+from gpushare_agent.core.cli.command_line import SORTS
+from gpushare_agent.core.model.errors import Corrupt
+from gpushare_agent.core.node_report.documents import DecisionsDocument, NodeDocument, check_document
+from gpushare_agent.kubectl.explain import decision_parts, newest_of_containers
+from gpushare_agent.kubectl.inspect import inspection_document, inspection_tables, node_of_document
+from gpushare_agent.kubectl.render_top import Choice, heading, top_lines, top_table
 from tests.cli.support_cli import busy_node, decision
 
 ABSENT = object()

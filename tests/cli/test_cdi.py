@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from gpushare_agent.cli.cdi import cdi_specs
-from gpushare_agent.isolation import mounts_driver
-from gpushare_agent.settings.settings import load_settings
+from gpushare_agent.agent.commands.cdi import cdi_specs
+from gpushare_agent.agent.isolation import mounts_driver
+from gpushare_agent.core.settings.settings import load_settings
 from tests.isolation.support_cdi import schema, write_spec
 from tests.settings.support_settings import Ended, run_program
 from tests.support_core import inventory

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from gpushare_agent.cli.check import check_node, device_paths
-from gpushare_agent.isolation.vdevice import check as vdevice_check
-from gpushare_agent.model.errors import Unavailable
-from gpushare_agent.model.finding import Level
-from gpushare_agent.runtime import node_probes
-from gpushare_agent.settings.settings import load_settings
+from gpushare_agent.agent.commands.check import check_node, device_paths
+from gpushare_agent.agent.isolation.vdevice import check as vdevice_check
+from gpushare_agent.agent.runtime import node_probes
+from gpushare_agent.core.model.errors import Unavailable
+from gpushare_agent.core.model.finding import Level
+from gpushare_agent.core.settings.settings import load_settings
 from tests.cli.support_check import NODE, Node, complete_node, node_api, not_ok, only
 from tests.cli.support_cli import call
 from tests.settings.support_settings import clean_environment, listening, run_program

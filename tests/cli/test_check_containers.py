@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from gpushare_agent.cli.check import check_node
-from gpushare_agent.isolation.vcuda import check as vcuda_check
-from gpushare_agent.isolation.vdevice import check as vdevice_check
-from gpushare_agent.model.finding import Finding, Level
-from gpushare_agent.runtime import node_probes
-from gpushare_agent.settings.settings import load_settings
+from gpushare_agent.agent.commands.check import check_node
+from gpushare_agent.agent.isolation.vcuda import check as vcuda_check
+from gpushare_agent.agent.isolation.vdevice import check as vdevice_check
+from gpushare_agent.agent.runtime import node_probes
+from gpushare_agent.core.model.finding import Finding, Level
+from gpushare_agent.core.settings.settings import load_settings
 from tests.cli.support_check import complete_node, not_ok, only
 from tests.isolation.support_driver import FakeHost
 from tests.settings.support_settings import listening, run_program

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from gpushare_agent.cli.check import check_node
-from gpushare_agent.model.finding import Level
+from gpushare_agent.agent.commands.check import check_node
+from gpushare_agent.core.model.finding import Level
 from tests.cli.support_check import complete_node, node_api, not_ok
 
 

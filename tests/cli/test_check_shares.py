@@ -8,17 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from gpushare_agent.cli.check import (
-    check_device_lists,
-    check_kept,
-    check_list_sizes,
-    check_node,
-)
-from gpushare_agent.delivery.elf import read_interface
-from gpushare_agent.isolation.gpushare.check import check_gpushare
-from gpushare_agent.isolation.mps.check import check_mps
-from gpushare_agent.model.finding import Level
-from gpushare_agent.settings.settings import Settings, SettingsError, load_settings
+from gpushare_agent.agent.commands.check import check_device_lists, check_kept, check_list_sizes, check_node
+from gpushare_agent.agent.delivery.elf import read_interface
+from gpushare_agent.agent.isolation.gpushare.check import check_gpushare
+from gpushare_agent.agent.isolation.mps.check import check_mps
+from gpushare_agent.core.model.finding import Level
+from gpushare_agent.core.settings.settings import Settings, SettingsError, load_settings
 from tests.isolation.support_driver import require_cc
 from tests.isolation.support_library import fake_library
 

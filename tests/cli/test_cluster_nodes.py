@@ -9,19 +9,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpushare_agent.cli.cluster_nodes import NodeReport, read_report, report_document
-from gpushare_agent.cli.inspect import inspection_document
-from gpushare_agent.cluster.node_annotations import (
+from gpushare_agent.agent.cluster.node_facts import gpus_annotation
+from gpushare_agent.core.model.names import PodUid
+from gpushare_agent.core.model.pods import ContainerKind, ContainerSpec, Pod, PodPhase
+from gpushare_agent.core.model.resources import ResourceNames
+from gpushare_agent.core.node_report.annotations import (
     ALLOCATIONS_ANNOTATION,
     GPUS_ANNOTATION,
     MAX_GPUS,
     AllocatedTo,
     allocations_annotation,
 )
-from gpushare_agent.cluster.node_facts import gpus_annotation
-from gpushare_agent.model.names import PodUid
-from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod, PodPhase
-from gpushare_agent.model.resources import ResourceNames
+from gpushare_agent.kubectl.cluster_nodes import NodeReport, read_report, report_document
+from gpushare_agent.kubectl.inspect import inspection_document
 from tests.observability.support_usage import UUIDS, inventory
 
 MIB = 1024 * 1024

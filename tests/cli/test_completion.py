@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from gpushare_agent.cli import kubectl as cli_kubectl
-from gpushare_agent.cli.completion import completions
-from gpushare_agent.cli.kubectl import PLUGIN_LINE, complete
-from gpushare_agent.cli.main import COMMAND_LINE, COMMANDS, main
-from gpushare_agent.settings.reference import all_keys
+from gpushare_agent.commands import COMMAND_LINE, COMMANDS, main
+from gpushare_agent.core.cli.completion import completions
+from gpushare_agent.core.settings.reference import all_keys
+from gpushare_agent.kubectl import plugin as cli_kubectl
+from gpushare_agent.kubectl.plugin import PLUGIN_LINE, complete
 
 TIMEOUT_S = 60
 ROOT = Path(__file__).parents[2]
@@ -110,7 +110,7 @@ def scripts(short_dir: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, Pa
         assert main(["completion", shell], {}) == 0
         made[shell] = short_dir / f"script.{shell}"
         made[shell].write_text(capsys.readouterr().out)
-    for name, module in (("gpushare-agent", "__main__"), ("kubectl-gpushare", "cli.kubectl")):
+    for name, module in (("gpushare-agent", "__main__"), ("kubectl-gpushare", "kubectl.plugin")):
         program = short_dir / name
         program.write_text(PROGRAM.format(python=sys.executable, module=f"gpushare_agent.{module}"))
         program.chmod(0o755)

@@ -9,12 +9,12 @@ from typing import Any
 import aiohttp
 import pytest
 
-from gpushare_agent.cluster.kube.pods import MAX_SCHEDULER_CHARS
-from gpushare_agent.cluster.node_annotations import ALLOCATIONS_ANNOTATION, GPUS_ANNOTATION
-from gpushare_agent.model.allocations import Charge
-from gpushare_agent.model.names import GpuUuid
-from gpushare_agent.model.resources import Request
-from gpushare_agent.placement import GpuAccount
+from gpushare_agent.core.kube.pods import MAX_SCHEDULER_CHARS
+from gpushare_agent.core.model.allocations import Charge
+from gpushare_agent.core.model.names import GpuUuid
+from gpushare_agent.core.model.resources import Request
+from gpushare_agent.core.node_report.annotations import ALLOCATIONS_ANNOTATION, GPUS_ANNOTATION
+from gpushare_agent.core.placement import GpuAccount
 from tests.cli.support_cluster_page import served_cluster, waiting
 from tests.extender.support_extender import raw_node
 from tests.support_deadline import DEADLINE_S

@@ -16,10 +16,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpushare_agent.cli.cluster_reading import ReadCluster
-from gpushare_agent.cli.kubectl import PLUGIN_LINE
-from gpushare_agent.cluster.kube.budgets import Budget, read_budget
-from gpushare_agent.extender.decisions.defragment import Advice, Stays, defragment
+from gpushare_agent.core.kube.budgets import Budget, read_budget
+from gpushare_agent.kubectl.cluster_reading import ReadCluster
+from gpushare_agent.kubectl.decisions.defragment import Advice, Stays, defragment
+from gpushare_agent.kubectl.plugin import PLUGIN_LINE
 from tests.cli.support_cli import raw_list
 from tests.cli.support_cluster_view import Cluster, Object, held_of, node, pod, set_held
 from tests.cluster.support_kube import write_kubeconfig
@@ -184,7 +184,7 @@ async def test_what_is_not_checked_is_not_advised() -> None:
 
 async def test_a_large_cluster_is_answered_in_part(monkeypatch: pytest.MonkeyPatch) -> None:
     """And says so."""
-    monkeypatch.setattr("gpushare_agent.extender.decisions.defragment.MAX_COMPARED", 30)
+    monkeypatch.setattr("gpushare_agent.kubectl.decisions.defragment.MAX_COMPARED", 30)
     assert not (await advised(halves("ReplicaSet", "ReplicaSet", "ReplicaSet"))).is_complete
 
 

@@ -11,8 +11,8 @@ import pytest
 from grpclib import GRPCError
 from grpclib.client import Channel
 
-from gpushare_agent.cli import driver_devices
-from gpushare_agent.wire import v1beta1
+from gpushare_agent.agent.commands import driver_devices
+from gpushare_agent.core.wire import v1beta1
 from tests.cli.support_cli import call
 from tests.kubelet.support_plugin import fake_kubelet, short_directory
 

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from gpushare_agent.cli.driver_volume import configured_volumes
-from gpushare_agent.cli.former_daemonset import start
-from gpushare_agent.delivery.volume_directory import installed_driver_version
-from gpushare_agent.isolation.vcuda.part import SharedVolumeCheck
-from gpushare_agent.model.errors import Unavailable
-from gpushare_agent.settings.settings import load_settings
-from gpushare_agent.settings.sources import GPU_MANAGER_DAEMONSET
+from gpushare_agent.agent.commands.driver_volume import configured_volumes
+from gpushare_agent.agent.commands.former_daemonset import start
+from gpushare_agent.agent.delivery.volume_directory import installed_driver_version
+from gpushare_agent.agent.isolation.vcuda.part import SharedVolumeCheck
+from gpushare_agent.core.model.errors import Unavailable
+from gpushare_agent.core.settings.settings import load_settings
+from gpushare_agent.core.settings.sources import GPU_MANAGER_DAEMONSET
 from tests.isolation.support_driver import FakeHost, tree_of
 from tests.settings.support_settings import Ended, run_program
 

@@ -12,8 +12,8 @@ from contextlib import contextmanager
 import pytest
 import yaml
 
-from gpushare_agent.cli.main import COMMANDS, main
-from gpushare_agent.kit.logs import write_stderr
+from gpushare_agent.commands import COMMANDS, main
+from gpushare_agent.core.kit.logs import write_stderr
 from tests.cli.support_cli import agent_answers, busy_node, decision
 from tests.fakes.api_server import json_server
 from tests.settings.support_settings import clean_environment, run_program

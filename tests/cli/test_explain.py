@@ -13,12 +13,12 @@ import pytest
 import yaml
 from msgspec import to_builtins
 
-from gpushare_agent.cli import render_text
-from gpushare_agent.cli.explain import ADVICE
-from gpushare_agent.cli.kubectl import PLUGIN_LINE
-from gpushare_agent.model.decision_records import Asked, DecisionRecord, Outcome
-from gpushare_agent.model.errors import NotFound, RefusalReason, Unavailable
-from gpushare_agent.model.names import GpuUuid
+from gpushare_agent.core.cli import render_text
+from gpushare_agent.core.model.decision_records import Asked, DecisionRecord, Outcome
+from gpushare_agent.core.model.errors import NotFound, RefusalReason, Unavailable
+from gpushare_agent.core.model.names import GpuUuid
+from gpushare_agent.kubectl.explain import ADVICE
+from gpushare_agent.kubectl.plugin import PLUGIN_LINE
 from gpushare_agent.sandbox.node import EmbeddedNode
 from tests.agent.support_agent import open_agent
 from tests.cli.support_cli import agent_answers, busy_node, call, candidate, decision, raw_agent_pod, raw_list

@@ -14,11 +14,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpushare_agent.cli.cluster_reading import ReadCluster
-from gpushare_agent.cli.kubectl import PLUGIN_LINE
-from gpushare_agent.extender.decisions.changes import MAX_PLANS, Change, Kind, Waiting, waiting
+from gpushare_agent.core.model.names import PodUid
 from gpushare_agent.extender.values import Reservation
-from gpushare_agent.model.names import PodUid
+from gpushare_agent.kubectl.cluster_reading import ReadCluster
+from gpushare_agent.kubectl.decisions.changes import MAX_PLANS, Change, Kind, Waiting, waiting
+from gpushare_agent.kubectl.plugin import PLUGIN_LINE
 from tests.cli.support_cli import raw_list
 from tests.cli.support_cluster_view import BLOCKS, CORES, MODEL, Cluster, cards_of, held_of, node, pod, set_held
 from tests.cluster.support_kube import write_kubeconfig
@@ -258,7 +258,7 @@ async def test_a_gpu_that_is_unhealthy_too_is_not_named_for_an_uncordon() -> Non
 
 async def test_plans_for_pods_of_several_containers_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was compared is said."""
-    monkeypatch.setattr("gpushare_agent.extender.decisions.changes.MAX_PLANS", 5)
+    monkeypatch.setattr("gpushare_agent.kubectl.decisions.changes.MAX_PLANS", 5)
     held = {"p": {0: [80, 4]}}
     nodes = [
         node(f"n{number}", [16], held={f"{uid}{number}": had for uid, had in held.items()}) for number in range(20)

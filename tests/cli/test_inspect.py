@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import yaml
 
-from gpushare_agent.cli.kubectl import PLUGIN_LINE
-from gpushare_agent.cli.main import main
-from gpushare_agent.model.errors import NotFound, Rejected, Unavailable
+from gpushare_agent.commands import main
+from gpushare_agent.core.model.errors import NotFound, Rejected, Unavailable
+from gpushare_agent.kubectl.plugin import PLUGIN_LINE
 from tests.agent.support_agent import open_agent
 from tests.cli.support_cli import agent_answers, busy_node, call, raw_agent_pod, raw_gpu, raw_list, raw_node
 from tests.cluster.support_kube import raw_pod, write_kubeconfig

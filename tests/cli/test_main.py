@@ -14,11 +14,11 @@ import pytest
 import yaml
 
 from gpushare_agent import __version__
-from gpushare_agent.cli.command_line import Command, CommandLine, runnable
-from gpushare_agent.cli.kubectl import PLUGIN_LINE
-from gpushare_agent.cli.main import COMMAND_LINE, COMMANDS, main
-from gpushare_agent.settings.reference import all_keys, select_keys
-from gpushare_agent.settings.settings import load_settings
+from gpushare_agent.commands import COMMAND_LINE, COMMANDS, main
+from gpushare_agent.core.cli.command_line import Command, CommandLine, runnable
+from gpushare_agent.core.settings.reference import all_keys, select_keys
+from gpushare_agent.core.settings.settings import load_settings
+from gpushare_agent.kubectl.plugin import PLUGIN_LINE
 from tests.settings.support_settings import DEADLINE_S, clean_environment, run_program
 
 SLOW_LIBRARIES = ("argcomplete", "kubernetes_asyncio", "aiohttp", "pynvml", "yaml", "rich.live", "grpclib")
@@ -80,7 +80,7 @@ def test_every_app_that_the_table_names_exists() -> None:
     named = {run.__qualname__ for run in runs if ":" in run.__qualname__}
     assert len(named) > 10
     for module, _, function in (name.partition(":") for name in sorted(named)):
-        assert callable(getattr(import_module(f"gpushare_agent.cli.{module}"), function))
+        assert callable(getattr(import_module(f"gpushare_agent.{module}"), function))
 
 
 @pytest.mark.parametrize("argv", [["--help"], ["help"], ["run", "--help"], ["help", "config"]])
@@ -173,7 +173,7 @@ def test_config_tells_value_and_source(capsys: pytest.CaptureFixture[str]) -> No
 def test_config_shows_what_a_named_configuration_gives(short_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One of the agent's own settings, or a file of NVIDIA's plugin; flags beat it, and it beats the settings file. One that
     cannot be read or used is a mistake."""
-    named, file, nvidia = (short_dir / name for name in ("large-blocks", "settings.yaml", "plugin"))
+    named, file, nvidia = (short_dir / name for name in ("large-blocks", "core.settings.yaml", "plugin"))
     named.write_text("resources: {memory_block_mib: 512}\nshare_mode: false\n")
     file.write_text("resources: {memory_block_mib: 128}\n")
     nvidia.write_text("version: v1\nflags: {migStrategy: mixed}\n")
@@ -198,7 +198,7 @@ def test_the_yaml_of_config_is_a_settings_file(short_dir: Path, capsys: pytest.C
     argv = ["--cards=2", "--card-memory-mib=1024,2048", "--node-labels=a=b,c=d", "--topology=/t", "--share-mode=no"]
     assert main(["config", "-o", "yaml", *argv], {"NODE_NAME": "one"}) == 0
     text = capsys.readouterr().out
-    path = short_dir / "settings.yaml"
+    path = short_dir / "core.settings.yaml"
     path.write_text(text)
     before = load_settings(argv, {"NODE_NAME": "other"}).settings
     after = load_settings(["--config", str(path)], {"NODE_NAME": "other"}).settings
@@ -249,7 +249,7 @@ async def test_a_reader_that_hangs_up_early_is_no_error_to_tell() -> None:
 
 async def test_an_interrupt_ends_with_130_and_quietly(short_dir: Path) -> None:
     """Ctrl-C during a command without a handler of its own is reported by the exit code alone."""
-    fifo = short_dir / "settings.yaml"
+    fifo = short_dir / "core.settings.yaml"
     os.mkfifo(fifo)  # reading it waits for a writer: the program hangs in a known place
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "gpushare_agent", "config", "--config", str(fifo)),
@@ -280,7 +280,7 @@ async def test_the_environment_of_the_process_is_read() -> None:
 
 async def test_reading_settings_loads_no_slow_library() -> None:
     """The way to the first registration is short of time: each command imports its app only when it runs."""
-    code = f"import sys, gpushare_agent.cli.main; print([m for m in {SLOW_LIBRARIES!r} if m in sys.modules])"
+    code = f"import sys, gpushare_agent.commands; print([m for m in {SLOW_LIBRARIES!r} if m in sys.modules])"
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-c", code), env=clean_environment(), stdout=asyncio.subprocess.PIPE
     )

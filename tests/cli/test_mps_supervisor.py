@@ -18,10 +18,10 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from gpushare_agent.isolation.mps.control import MpsControl
-from gpushare_agent.isolation.mps.supervision import Condition, MpsDaemonProcess, MpsSupervision, Timeouts
-from gpushare_agent.kit.backoff import Backoff
-from gpushare_agent.model.errors import StartupError, Unavailable
+from gpushare_agent.agent.isolation.mps.control import MpsControl
+from gpushare_agent.agent.isolation.mps.supervision import Condition, MpsDaemonProcess, MpsSupervision, Timeouts
+from gpushare_agent.core.kit.backoff import Backoff
+from gpushare_agent.core.model.errors import StartupError, Unavailable
 from gpushare_agent.sandbox.fake_mps import open_fake_mps
 from tests.isolation.support_mps import DEADLINE_S, MpsPlace, mps_place, poll_until, script
 from tests.sandbox.support_containers import is_alive

@@ -15,19 +15,14 @@ import pytest
 import yaml
 from rich.console import Console
 
-from gpushare_agent.cli.agent_client import (
-    MAX_ANSWER_BYTES,
-    local_url,
-    open_agent_client,
-    read_node,
-)
-from gpushare_agent.cli.command_line import Form
-from gpushare_agent.cli.main import main
-from gpushare_agent.cli.render_top import top_lines, top_table
-from gpushare_agent.cli.view_commands import server_url
-from gpushare_agent.model.errors import Corrupt, NotFound, Rejected, Unavailable
-from gpushare_agent.observability.node_snapshot import NO_REASON
-from gpushare_agent.settings.settings import load_settings
+from gpushare_agent.commands import main
+from gpushare_agent.core.cli.command_line import Form
+from gpushare_agent.core.model.errors import Corrupt, NotFound, Rejected, Unavailable
+from gpushare_agent.core.node_report.reported import NO_REASON
+from gpushare_agent.core.settings.settings import load_settings
+from gpushare_agent.kubectl.agent_client import MAX_ANSWER_BYTES, local_url, open_agent_client, read_node
+from gpushare_agent.kubectl.render_top import top_lines, top_table
+from gpushare_agent.kubectl.view_commands import server_url
 from tests.cli.support_cli import agent_answers, at_terminal, busy_node, call, foot_of, screen_of
 from tests.fakes.api_server import json_server, stalls_before_headers
 from tests.settings.support_settings import run_program

@@ -16,11 +16,11 @@ from pathlib import Path
 
 import pytest
 
-from gpushare_agent.cli import vdevice as vdevice_client
-from gpushare_agent.isolation.vdevice.files import VDeviceFiles
-from gpushare_agent.isolation.vdevice.format import VDeviceConfig, encode_config
-from gpushare_agent.model.allocations import ContainerKey
-from gpushare_agent.model.errors import NotFound, Unavailable
+from gpushare_agent.agent.commands import vdevice as vdevice_client
+from gpushare_agent.agent.isolation.vdevice.files import VDeviceFiles
+from gpushare_agent.core.formats.vdevice import VDeviceConfig, encode_config
+from gpushare_agent.core.model.allocations import ContainerKey
+from gpushare_agent.core.model.errors import NotFound, Unavailable
 from tests.isolation.support_vdevice import ID, KEY, POD, FakeNode, serving, share_config
 from tests.settings.support_settings import DEADLINE_S, ROOT, clean_environment, run_program
 
@@ -207,7 +207,7 @@ async def test_no_registration_reads_only(short_dir: Path) -> None:
         assert (code, err, json.loads(out)["registered"]) == (0, "", False)
         assert (node.asked, node.codes) == ([], [])
         program = (
-            f"from gpushare_agent.cli.main import main; main(['vdevice', '--no-register', '--addr', {str(path)!r}])"
+            f"from gpushare_agent.commands import main; main(['vdevice', '--no-register', '--addr', {str(path)!r}])"
         )
         program += "; import sys; print([m for m in ('grpclib', 'betterproto2') if m in sys.modules])"
         code, out, _ = await run_client("-c", program, program=[sys.executable])

@@ -11,12 +11,12 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from gpushare_agent.cluster.kube.client import KubeApi, open_kube_api
-from gpushare_agent.cluster.kube.session import KubeTimeouts, ListLimits
-from gpushare_agent.cluster.pod_store import PodStore
-from gpushare_agent.kit.backoff import Backoff
-from gpushare_agent.model.names import VCORE_RESOURCE, VMEMORY_RESOURCE, PodUid
-from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod, PodPhase
+from gpushare_agent.agent.cluster.pod_store import PodStore
+from gpushare_agent.core.kit.backoff import Backoff
+from gpushare_agent.core.kube.client import KubeApi, open_kube_api
+from gpushare_agent.core.kube.session import KubeTimeouts, ListLimits
+from gpushare_agent.core.model.names import VCORE_RESOURCE, VMEMORY_RESOURCE, PodUid
+from gpushare_agent.core.model.pods import ContainerKind, ContainerSpec, Pod, PodPhase
 from tests.support_deadline import DEADLINE_S
 
 NODE = "node-1"

@@ -7,11 +7,11 @@ from collections import Counter
 import pytest
 from msgspec.structs import replace
 
-from gpushare_agent.cluster.pod_annotations import pod_annotations
-from gpushare_agent.model.allocations import Allocation
-from gpushare_agent.model.names import GpuUuid, device_id
-from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod
-from gpushare_agent.model.resources import ResourceKind, ResourceNames
+from gpushare_agent.agent.cluster.pod_annotations import pod_annotations
+from gpushare_agent.core.model.allocations import Allocation
+from gpushare_agent.core.model.names import GpuUuid, device_id
+from gpushare_agent.core.model.pods import ContainerKind, ContainerSpec, Pod
+from gpushare_agent.core.model.resources import ResourceKind, ResourceNames
 from tests.cluster.support_gpushare_inspect import inspect_pod
 from tests.support_core import NAMES, allocation, container, ids, inventory, pod
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from gpushare_agent.cluster.events import BURST, QUEUE_LIMIT, REPEAT_AFTER_S, TRIES, PodEvents
-from gpushare_agent.cluster.kube.objects import ObjectReference
-from gpushare_agent.model.errors import RefusalReason, Refused
+from gpushare_agent.core.kube.events import BURST, QUEUE_LIMIT, REPEAT_AFTER_S, TRIES, PodEvents
+from gpushare_agent.core.kube.objects import ObjectReference
+from gpushare_agent.core.model.errors import RefusalReason, Refused
 from gpushare_agent.sandbox.api.server import EmbeddedApiServer
 from tests.cluster.support_kube import FAST, NODE, opened, pod, running
 from tests.fakes.api_server import Behaviour, answers, answers_html_502, fake_api, raw_status

@@ -16,9 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from gpushare_agent.cluster.feature_labels import feature_labels, sanitised
-from gpushare_agent.cluster.kube.objects import read_node_json
-from gpushare_agent.cluster.node_facts import (
+from gpushare_agent.agent.cluster.feature_labels import feature_labels, sanitised
+from gpushare_agent.agent.cluster.node_facts import (
     FEATURES_ANNOTATION,
     LABELS_ANNOTATION,
     NodePatch,
@@ -26,11 +25,12 @@ from gpushare_agent.cluster.node_facts import (
     node_facts,
     plan_facts_patch,
 )
-from gpushare_agent.model.gpus import Gpu, GpuInventory, MigAttributes, MigPlace
-from gpushare_agent.model.isolation import Sharing
-from gpushare_agent.model.resources import ReplicaLayout, ServedUnits
-from gpushare_agent.placement.topology import build_topology
-from gpushare_agent.runtime.machine import machine_name, pci_class, pci_configuration
+from gpushare_agent.agent.runtime.machine import machine_name, pci_class, pci_configuration
+from gpushare_agent.core.kube.objects import read_node_json
+from gpushare_agent.core.model.gpus import Gpu, GpuInventory, MigAttributes, MigPlace
+from gpushare_agent.core.model.isolation import Sharing
+from gpushare_agent.core.model.resources import ReplicaLayout, ServedUnits
+from gpushare_agent.core.placement.topology import build_topology
 from tests.gpus.support_gpus import uuid_of
 from tests.support_json import undecoded
 

@@ -13,16 +13,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from gpushare_agent.admission.allocation_cache import AllocationCache
-from gpushare_agent.cluster.free_gpus_taint import EFFECT, HYSTERESIS, KEY, FreeGpus, free_gpus, plan_taint_patch
-from gpushare_agent.cluster.kube.objects import NodeJson, read_node_json
-from gpushare_agent.cluster.node_fields import TAINT, NodeFieldsWriter
-from gpushare_agent.cluster.part import desired_free_gpus
-from gpushare_agent.model.allocations import Charge, ClaimShare
-from gpushare_agent.model.gpus import Gpu, Health
-from gpushare_agent.model.names import GpuUuid
-from gpushare_agent.model.resources import ResourceNames
-from gpushare_agent.settings.settings import Settings
+from gpushare_agent.agent.admission.allocation_cache import AllocationCache
+from gpushare_agent.agent.cluster.free_gpus_taint import EFFECT, KEY, plan_taint_patch
+from gpushare_agent.agent.cluster.node_fields import TAINT, NodeFieldsWriter
+from gpushare_agent.agent.cluster.part import desired_free_gpus
+from gpushare_agent.core.kube.objects import NodeJson, read_node_json
+from gpushare_agent.core.model.allocations import Charge, ClaimShare
+from gpushare_agent.core.model.gpus import Gpu, Health
+from gpushare_agent.core.model.names import GpuUuid
+from gpushare_agent.core.model.resources import ResourceNames
+from gpushare_agent.core.placement.free_gpus import HYSTERESIS, FreeGpus, free_gpus
+from gpushare_agent.core.settings.settings import Settings
 from tests.cluster.support_kube import FAST, NODE, opened
 from tests.dra.support_claims import ref_of
 from tests.fakes.api_server import FakeApiServer, Seen, answers, fake_api, raw_status
@@ -31,7 +32,7 @@ from tests.support_deadline import DEADLINE_S
 from tests.support_json import undecoded
 
 if TYPE_CHECKING:
-    from gpushare_agent.node import Node
+    from gpushare_agent.agent.node import Node
 
 OURS = {"key": KEY, "effect": EFFECT}
 OTHERS = {"key": "example.com/maintenance", "effect": "NoSchedule", "value": "x", "timeAdded": "2026-01-01T00:00:00Z"}

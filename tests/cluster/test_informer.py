@@ -7,12 +7,12 @@ from contextlib import asynccontextmanager
 
 from msgspec import Raw as Undecoded
 
-from gpushare_agent.cluster.informer import Handler, Informer
-from gpushare_agent.cluster.kube.client import LIVE_PODS
-from gpushare_agent.cluster.kube.objects import pod_uid
-from gpushare_agent.cluster.kube.pods import read_pod_json
+from gpushare_agent.core.kube.client import LIVE_PODS
+from gpushare_agent.core.kube.informer import Handler, Informer
+from gpushare_agent.core.kube.objects import pod_uid
+from gpushare_agent.core.kube.pods import read_pod_json
+from gpushare_agent.core.model.errors import Corrupt
 from gpushare_agent.extender.metrics import ExtenderMetrics
-from gpushare_agent.model.errors import Corrupt
 from tests.cluster.support_kube import FAST, running
 from tests.extender.support_extender import FakeCluster, eventually, fake_cluster, opened_api, raw_pod
 from tests.fakes.api_server import Raw

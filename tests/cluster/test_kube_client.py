@@ -14,11 +14,19 @@ import pytest
 from aiohttp import web
 from msgspec import Raw
 
-from gpushare_agent.cluster.kube.client import ALL_NODES, KubeApi, open_kube_api, pods, pods_of_node
-from gpushare_agent.cluster.kube.configuration import ConfigurationSource, find_configuration, open_api_client
-from gpushare_agent.cluster.kube.session import KubeSession, KubeTimeouts, ListLimits
-from gpushare_agent.model.errors import AgentError, Conflict, Corrupt, NotFound, Rejected, StartupError, Unavailable
-from gpushare_agent.model.names import PodUid
+from gpushare_agent.core.kube.client import ALL_NODES, KubeApi, open_kube_api, pods, pods_of_node
+from gpushare_agent.core.kube.configuration import ConfigurationSource, find_configuration, open_api_client
+from gpushare_agent.core.kube.session import KubeSession, KubeTimeouts, ListLimits
+from gpushare_agent.core.model.errors import (
+    AgentError,
+    Conflict,
+    Corrupt,
+    NotFound,
+    Rejected,
+    StartupError,
+    Unavailable,
+)
+from gpushare_agent.core.model.names import PodUid
 from gpushare_agent.sandbox.api.server import EmbeddedApiServer
 from tests.cluster.support_kube import NODE, added, bookmark, opened, raw_pod, write_kubeconfig
 from tests.fakes.api_server import (
@@ -315,7 +323,7 @@ async def test_can_i_reads_the_review() -> None:
 
 async def test_a_refused_token_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On 401 the token file is read once more and the request repeated; a second 401 is final."""
-    monkeypatch.setattr("gpushare_agent.cluster.kube.session.RELOAD_INTERVAL_S", 0.0)
+    monkeypatch.setattr("gpushare_agent.core.kube.session.RELOAD_INTERVAL_S", 0.0)
     token = tmp_path / "token"
     token.write_text("old\n")
 
@@ -438,7 +446,7 @@ async def test_the_proxy_of_the_environment_is_used(
 
 async def test_a_rotated_certificate_authority_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Over TLS with a service account: an unknown authority is Unavailable, and the renewed file serves the next try."""
-    monkeypatch.setattr("gpushare_agent.cluster.kube.session.RELOAD_INTERVAL_S", 0.0)
+    monkeypatch.setattr("gpushare_agent.core.kube.session.RELOAD_INTERVAL_S", 0.0)
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "127.0.0.1")
     (tmp_path / "token").write_text("t\n")
     shutil.copy(DATA / "kube-other-ca.pem", tmp_path / "ca.crt")
@@ -476,8 +484,9 @@ def test_the_explicit_kubeconfig_comes_first(tmp_path: Path) -> None:
 def test_importing_the_client_does_not_import_the_library() -> None:
     """kubernetes-asyncio and aiohttp stay out of the process until a client is opened."""
     program = (
-        "import sys; import gpushare_agent.cluster.kube.client, gpushare_agent.cluster.informer, "
-        "gpushare_agent.observability.http.server; print([m for m in ('kubernetes_asyncio', 'aiohttp') if m in sys.modules])"
+        "import sys; import gpushare_agent.core.kube.client, gpushare_agent.core.kube.informer, "
+        "gpushare_agent.agent.observability.http.server; "
+        "print([m for m in ('kubernetes_asyncio', 'aiohttp') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "[]"

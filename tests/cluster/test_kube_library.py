@@ -8,7 +8,7 @@ import sys
 
 _REPORT = """
 import json, sys
-from gpushare_agent.cluster.kube import configuration
+from gpushare_agent.core.kube import configuration
 {before}
 loaded = configuration.load_library()
 again = configuration.load_library()

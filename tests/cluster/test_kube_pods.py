@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpushare_agent.cluster.kube.objects import whole_number
-from gpushare_agent.cluster.kube.pods import MAX_COMPARED, mistyped_annotations, parse_pod, read_pod_json
-from gpushare_agent.dra.wake_pods import ANNOTATION as CLAIMS_RETRY_ANNOTATION
-from gpushare_agent.model.errors import Corrupt
-from gpushare_agent.model.names import VCORE_RESOURCE, VMEMORY_RESOURCE
-from gpushare_agent.model.pods import ContainerKind, Pod, PodPhase, version_number
+from gpushare_agent.agent.dra.wake_pods import ANNOTATION as CLAIMS_RETRY_ANNOTATION
+from gpushare_agent.core.kube.objects import whole_number
+from gpushare_agent.core.kube.pods import MAX_COMPARED, mistyped_annotations, parse_pod, read_pod_json
+from gpushare_agent.core.model.errors import Corrupt
+from gpushare_agent.core.model.names import VCORE_RESOURCE, VMEMORY_RESOURCE
+from gpushare_agent.core.model.pods import ContainerKind, Pod, PodPhase, version_number
 from tests.cluster.support_kube import raw_pod
 from tests.support_json import undecoded
 

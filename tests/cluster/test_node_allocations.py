@@ -15,19 +15,19 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from structlog.testing import capture_logs
 
-from gpushare_agent.admission.allocation_cache import AllocationCache
-from gpushare_agent.cluster.node_annotations import (
+from gpushare_agent.agent.admission.allocation_cache import AllocationCache
+from gpushare_agent.agent.cluster.node_fields import ALLOCATIONS, ROLE, NodeFieldsWriter
+from gpushare_agent.core.model.allocations import Allocation, ContainerKey
+from gpushare_agent.core.model.gpus import Gpu
+from gpushare_agent.core.model.names import DeviceId, GpuUuid, PodUid
+from gpushare_agent.core.model.pods import ContainerKind, ContainerSpec, Pod, PodPhase
+from gpushare_agent.core.model.resources import ResourceKind, ResourceNames
+from gpushare_agent.core.node_report.annotations import (
     ALLOCATIONS_ANNOTATION,
     AllocatedTo,
     allocations_annotation,
     allocations_by_pod,
 )
-from gpushare_agent.cluster.node_fields import ALLOCATIONS, ROLE, NodeFieldsWriter
-from gpushare_agent.model.allocations import Allocation, ContainerKey
-from gpushare_agent.model.gpus import Gpu
-from gpushare_agent.model.names import DeviceId, GpuUuid, PodUid
-from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod, PodPhase
-from gpushare_agent.model.resources import ResourceKind, ResourceNames
 from tests.cluster.support_kube import FAST, NODE, opened
 from tests.fakes.api_server import FakeApiServer, Seen, answers, fake_api, raw_status
 from tests.support_core import used_blocks

@@ -12,9 +12,9 @@ from aiohttp import web
 from msgspec.structs import replace
 from structlog.testing import capture_logs
 
-from gpushare_agent.cluster.node_facts import NodeFacts
-from gpushare_agent.cluster.node_fields import FACTS, ROLE, NodeFieldsWriter
-from gpushare_agent.kit.backoff import Backoff
+from gpushare_agent.agent.cluster.node_facts import NodeFacts
+from gpushare_agent.agent.cluster.node_fields import FACTS, ROLE, NodeFieldsWriter
+from gpushare_agent.core.kit.backoff import Backoff
 from tests.cluster.support_kube import FAST, NODE, NotedBackoff, opened
 from tests.fakes.api_server import Behaviour, FakeApiServer, Seen, answers, fake_api, raw_status, stalls_before_headers
 from tests.support_deadline import DEADLINE_S
@@ -230,7 +230,7 @@ async def test_labels_that_kubernetes_would_refuse_are_named_once_and_the_others
 @pytest.mark.parametrize("name", ["", "..", "a" * 300])
 async def test_a_name_that_is_no_nodes_is_never_sent(name: str) -> None:
     """It would name another path of the API server."""
-    from gpushare_agent.model.errors import Rejected
+    from gpushare_agent.core.model.errors import Rejected
 
     async with fake_api() as server, opened(server.url) as api:
         with pytest.raises(Rejected):

@@ -9,9 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpushare_agent.cluster.kube.objects import read_node_json
-from gpushare_agent.cluster.node_annotations import GPUS_ANNOTATION
-from gpushare_agent.cluster.node_facts import (
+from gpushare_agent.agent.cluster.node_facts import (
     LABELS_ANNOTATION,
     NodeFacts,
     NodePatch,
@@ -23,9 +21,11 @@ from gpushare_agent.cluster.node_facts import (
     node_facts,
     plan_facts_patch,
 )
-from gpushare_agent.model.gpus import Gpu, GpuInventory, Health
-from gpushare_agent.model.names import GPU_MODEL_LABEL
-from gpushare_agent.placement.topology import build_topology
+from gpushare_agent.core.kube.objects import read_node_json
+from gpushare_agent.core.model.gpus import Gpu, GpuInventory, Health
+from gpushare_agent.core.model.names import GPU_MODEL_LABEL
+from gpushare_agent.core.node_report.annotations import GPUS_ANNOTATION
+from gpushare_agent.core.placement.topology import build_topology
 from tests.gpus.support_gpus import read_topology, uuid_of
 from tests.support_json import undecoded
 

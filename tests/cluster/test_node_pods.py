@@ -12,15 +12,15 @@ from aiohttp import web
 from msgspec import Raw
 from structlog.testing import capture_logs
 
-from gpushare_agent.cluster.informer import Informer
-from gpushare_agent.cluster.kube.client import KubeApi, pods_of_node
-from gpushare_agent.cluster.kube.pods import pod_of_node
-from gpushare_agent.cluster.kube.session import KubeTimeouts
-from gpushare_agent.cluster.pod_store import NodePods, PodStore
-from gpushare_agent.kit.backoff import Backoff
-from gpushare_agent.model.errors import AgentError, Corrupt, NotFound, Rejected, Unavailable
-from gpushare_agent.model.names import VCORE_RESOURCE, PodUid
-from gpushare_agent.model.pods import PodPhase
+from gpushare_agent.agent.cluster.pod_store import NodePods, PodStore
+from gpushare_agent.core.kit.backoff import Backoff
+from gpushare_agent.core.kube.client import KubeApi, pods_of_node
+from gpushare_agent.core.kube.informer import Informer
+from gpushare_agent.core.kube.pods import pod_of_node
+from gpushare_agent.core.kube.session import KubeTimeouts
+from gpushare_agent.core.model.errors import AgentError, Corrupt, NotFound, Rejected, Unavailable
+from gpushare_agent.core.model.names import VCORE_RESOURCE, PodUid
+from gpushare_agent.core.model.pods import PodPhase
 from gpushare_agent.sandbox.api.server import EmbeddedApiServer
 from tests.cluster.support_kube import (
     FAST,

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from gpushare_agent.cluster.pod_annotations import MOST_REFUSALS, PodAnnotations
-from gpushare_agent.cluster.pod_store import PodStore
-from gpushare_agent.model.names import PodUid
-from gpushare_agent.model.pods import Pod
+from gpushare_agent.agent.cluster.pod_annotations import MOST_REFUSALS, PodAnnotations
+from gpushare_agent.agent.cluster.pod_store import PodStore
+from gpushare_agent.core.model.names import PodUid
+from gpushare_agent.core.model.pods import Pod
 from tests.cluster.support_kube import FAST, opened, pod, running
 from tests.fakes.api_server import (
     Behaviour,

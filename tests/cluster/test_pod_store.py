@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpushare_agent.cluster.pod_store import GONE_REMEMBERED_S, MAX_GONE, PodStore, liveliness
-from gpushare_agent.model.names import PodUid
-from gpushare_agent.model.pods import Pod, PodPhase
+from gpushare_agent.agent.cluster.pod_store import GONE_REMEMBERED_S, MAX_GONE, PodStore, liveliness
+from gpushare_agent.core.model.names import PodUid
+from gpushare_agent.core.model.pods import Pod, PodPhase
 from tests.cluster.support_kube import pod
 from tests.fakes.clock import FakeClock
 from tests.support_deadline import DEADLINE_S

@@ -9,10 +9,10 @@ import pytest
 from aiohttp import web
 from msgspec.structs import replace
 
-from gpushare_agent.cluster.pod_store import PodStore
-from gpushare_agent.cluster.rejected_pods import RejectedPods, plan_deletions
-from gpushare_agent.model.names import VCORE_RESOURCE, VMEMORY_RESOURCE, PodUid
-from gpushare_agent.model.pods import Pod, PodPhase
+from gpushare_agent.agent.cluster.pod_store import PodStore
+from gpushare_agent.agent.cluster.rejected_pods import RejectedPods, plan_deletions
+from gpushare_agent.core.model.names import VCORE_RESOURCE, VMEMORY_RESOURCE, PodUid
+from gpushare_agent.core.model.pods import Pod, PodPhase
 from gpushare_agent.sandbox.api.server import EmbeddedApiServer
 from tests.cluster.support_kube import opened, pod, raw_pod, running
 from tests.fakes.api_server import Behaviour, FakeApiServer, Seen, answers, answers_html_502, fake_api, raw_status

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from gpushare_agent.cluster.kube.budgets import read_budget
-from gpushare_agent.cluster.kube.pods import read_pod_json
-from gpushare_agent.cluster.kube.scheduling import (
+from gpushare_agent.core.kube.budgets import read_budget
+from gpushare_agent.core.kube.pods import read_pod_json
+from gpushare_agent.core.kube.scheduling import (
     NodeOffer,
     PodNeeds,
     lacking_labels,
@@ -17,7 +17,7 @@ from gpushare_agent.cluster.kube.scheduling import (
     refusing_taints,
     shortages,
 )
-from gpushare_agent.model.errors import Corrupt
+from gpushare_agent.core.model.errors import Corrupt
 from tests.support_json import undecoded
 
 

@@ -32,27 +32,28 @@ from bench.inflation import CpuPods, InflationPolicy
 from bench.packing import SEEDS as PACKING_SEEDS
 from bench.packing import TRACES
 from bench.results import from_json, shown
-from gpushare_agent.cli.command_line import Command
-from gpushare_agent.cli.main import COMMAND_LINE
+from gpushare_agent.agent.isolation.kept import NOT_KEPT_TEXTS
+from gpushare_agent.agent.observability.attribution import AllocatedContainers, join_usage
+from gpushare_agent.agent.observability.metrics.agent import AgentMetrics
+from gpushare_agent.agent.observability.metrics.node import node_series
+from gpushare_agent.agent.observability.metrics.text import NodePage
+from gpushare_agent.commands import COMMAND_LINE
+from gpushare_agent.core.cli.command_line import Command
+from gpushare_agent.core.model.gpu_health import STATES, XID_NAMES
+from gpushare_agent.core.model.gpus import Link, LinkKind
+from gpushare_agent.core.model.usage import GpuSample
+from gpushare_agent.core.placement.place import LINK_COSTS, NVLINK_COST, link_cost
+from gpushare_agent.core.settings.nvidia_options import OPTIONS
+from gpushare_agent.core.settings.reference import Key, all_keys, markdown, text_of
+from gpushare_agent.core.settings.sections import HealthSettings
+from gpushare_agent.core.settings.settings import Settings
 from gpushare_agent.extender.app import build, show_state
 from gpushare_agent.extender.metrics import ExtenderMetrics
-from gpushare_agent.gpus.health import STATES, XID_NAMES
-from gpushare_agent.isolation.kept import NOT_KEPT_TEXTS
-from gpushare_agent.model.gpus import Link, LinkKind
-from gpushare_agent.model.usage import GpuSample
-from gpushare_agent.observability.attribution import AllocatedContainers, join_usage
-from gpushare_agent.observability.metrics.agent import AgentMetrics
-from gpushare_agent.observability.metrics.node import node_series
-from gpushare_agent.observability.metrics.text import NodePage
-from gpushare_agent.placement.place import LINK_COSTS, NVLINK_COST, link_cost
-from gpushare_agent.settings.nvidia_options import OPTIONS
-from gpushare_agent.settings.reference import Key, all_keys, markdown, text_of
-from gpushare_agent.settings.sections import HealthSettings
-from gpushare_agent.settings.settings import Settings
 from gpushare_agent.simulation.workload import memory_of
 from tests.docs import gpu_page
 from tests.docs.isolations_page import isolations
 from tests.docs.regulator_page import regulator_cells
+from tests.docs.surface_page import surface_lists
 from tests.e2e.conftest import pytest_addoption
 from tests.e2e.nvidia_dra_suites import BATS, EXAMPLES, GO_SPECS, SHARING
 from tests.observability.support_usage import (
@@ -386,12 +387,21 @@ def _measured(column: str) -> list[list[str]]:
 def _folders() -> str:
     """The folders of the package, each as its docstring begins, and the module that it says to open first."""
     rows = []
-    for path in sorted((ROOT / "gpushare_agent").glob("*/__init__.py")):
+    package = ROOT / "gpushare_agent"
+    for path in sorted(
+        [*package.glob("*/__init__.py"), *package.glob("agent/*/__init__.py"), *package.glob("core/*/__init__.py")]
+    ):
         text = " ".join((ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").split())
         if text:  # wire/ is generated
             what = text.partition(". ")[0].rstrip(".")
             opened = re.search(r"[Oo]pen (?:first: )?`?(\w+\.py)", text)
-            rows.append([f"`{path.parent.name}/`", _linked(what, "explanation"), f"`{opened[1]}`" if opened else ""])
+            rows.append(
+                [
+                    f"`{path.parent.relative_to(package)}/`",
+                    _linked(what, "explanation"),
+                    f"`{opened[1]}`" if opened else "",
+                ]
+            )
     return _joined([["folder", "what it is for", "open first"], *rows])
 
 
@@ -619,6 +629,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "extender": _extender_metrics,
     "kept": lambda: _metrics("container_", frozenset(("pod_name", "namespace", "node", "container_name"))),
     "isolations": isolations,
+    "surface": surface_lists,
     "commands": _commands,
     "e2e_options": _e2e_options,
     "nvidia_options": _nvidia_options,
@@ -651,6 +662,8 @@ PAGES: dict[str, Callable[[str], str]] = {
     "docs/reference/measurements.md": _filled,
     "docs/how-to/migrate-from-nvidia.md": _filled,
     "charts/gpushare-agent/README.md": lambda text: str(chart_table().readme_with_table(text)),
+    # Behind those from whose tables it has names.
+    "docs/reference/surface.md": _filled,
     "charts/gpushare-agent/values.schema.json": _schema_with_settings,
 }
 """What each page is, made of its present text."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from gpushare_agent.isolation import ISOLATIONS
-from gpushare_agent.isolation.request import Follows
+from gpushare_agent.agent.isolation import ISOLATIONS
+from gpushare_agent.agent.isolation.request import Follows
 
 _HEAD = """What each limits of a share; [isolation.md](../explanation/isolation.md#what-is-kept-and-by-whom) explains them
 and has the terms, and what was measured. A resize is that of a container that runs ([resize.md](../explanation/resize.md));

@@ -13,15 +13,15 @@ import yaml
 from msgspec.structs import replace
 
 from gpushare_agent import __version__
-from gpushare_agent.isolation import ISOLATIONS
-from gpushare_agent.isolation.kept import NOT_KEPT_TEXTS
-from gpushare_agent.model.allocations import ClaimRef, ClaimShare
-from gpushare_agent.model.errors import RefusalReason
-from gpushare_agent.model.gpus import MigPlace
-from gpushare_agent.model.names import GPUSHARE_COUNT_RESOURCE, VCORE_RESOURCE, VMEMORY_RESOURCE
-from gpushare_agent.settings.former_flags import FORMER_FLAGS
-from gpushare_agent.settings.settings import Settings
-from gpushare_agent.settings.sources import read_flags
+from gpushare_agent.agent.isolation import ISOLATIONS
+from gpushare_agent.agent.isolation.kept import NOT_KEPT_TEXTS
+from gpushare_agent.core.model.allocations import ClaimRef, ClaimShare
+from gpushare_agent.core.model.errors import RefusalReason
+from gpushare_agent.core.model.gpus import MigPlace
+from gpushare_agent.core.model.names import GPUSHARE_COUNT_RESOURCE, VCORE_RESOURCE, VMEMORY_RESOURCE
+from gpushare_agent.core.settings.former_flags import FORMER_FLAGS
+from gpushare_agent.core.settings.settings import Settings
+from gpushare_agent.core.settings.sources import read_flags
 from tests.docs.generated import families, outdated
 from tests.observability.support_usage import allocation, facts, key_of, snapshot
 from tests.support_json import written_node

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from gpushare_agent.cli.main import COMMANDS
-from gpushare_agent.model.errors import RefusalReason
-from gpushare_agent.model.usage import ContainerUse, UsageRound
-from gpushare_agent.observability.usage_history import UsageHistory
-from gpushare_agent.settings.reference import all_keys
+from gpushare_agent.agent.observability.usage_history import UsageHistory
+from gpushare_agent.commands import COMMANDS
+from gpushare_agent.core.model.errors import RefusalReason
+from gpushare_agent.core.model.usage import ContainerUse, UsageRound
+from gpushare_agent.core.settings.reference import all_keys
 from tests.docs.generated import chart_table
 from tests.observability.support_usage import UUIDS, allocation, key_of
 from tests.support_deadline import DEADLINE_S

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gpushare_agent.settings.nvidia_options import OPTIONS
+from gpushare_agent.core.settings.nvidia_options import OPTIONS
 
 CHART_VARIABLES = (
     "MPS_ROOT", "MIG_STRATEGY", "FAIL_ON_INIT_ERROR", "PASS_DEVICE_SPECS", "DEVICE_LIST_STRATEGY", "DEVICE_ID_STRATEGY",

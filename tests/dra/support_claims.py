@@ -9,18 +9,18 @@ from typing import Any
 
 from msgspec import Raw
 
-from gpushare_agent.admission.decisions.container_edits import EditPolicy
-from gpushare_agent.admission.outcomes import DecisionLog
-from gpushare_agent.cluster.pod_store import PodStore
-from gpushare_agent.dra.claim_files import ClaimFiles
-from gpushare_agent.dra.claims import Claims
-from gpushare_agent.model.allocations import ClaimRef, ContainerKey
-from gpushare_agent.model.errors import NotFound, Refused
-from gpushare_agent.model.names import GpuUuid
-from gpushare_agent.model.pods import ContainerKind, ContainerSpec
-from gpushare_agent.node import GpuSplit, Node
-from gpushare_agent.settings.sections import MpsSettings
-from gpushare_agent.settings.settings import Settings
+from gpushare_agent.agent.admission.decisions.container_edits import EditPolicy
+from gpushare_agent.agent.admission.outcomes import DecisionLog
+from gpushare_agent.agent.cluster.pod_store import PodStore
+from gpushare_agent.agent.dra.claim_files import ClaimFiles
+from gpushare_agent.agent.dra.claims import Claims
+from gpushare_agent.agent.node import GpuSplit, Node
+from gpushare_agent.core.model.allocations import ClaimRef, ContainerKey
+from gpushare_agent.core.model.errors import NotFound, Refused
+from gpushare_agent.core.model.names import GpuUuid
+from gpushare_agent.core.model.pods import ContainerKind, ContainerSpec
+from gpushare_agent.core.settings.sections import MpsSettings
+from gpushare_agent.core.settings.settings import Settings
 from tests.support_core import NAMES, inventory, isolation_config, pod
 from tests.support_json import undecoded
 from tests.support_node import node_of

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from gpushare_agent.dra.decisions.claim import AllocatedClaim, ClaimPolicy, ShareConfig, read_claim
-from gpushare_agent.dra.decisions.gpu_config import MpsLimits
-from gpushare_agent.model.errors import Corrupt
+from gpushare_agent.core.claims.claim import AllocatedClaim, ClaimPolicy, ShareConfig, read_claim
+from gpushare_agent.core.claims.gpu_config import MpsLimits
+from gpushare_agent.core.model.errors import Corrupt
 from tests.dra.support_claims import (
     DRIVER,
     NODE,

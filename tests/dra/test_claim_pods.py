@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from gpushare_agent.admission.allocation_cache import AllocationCache
-from gpushare_agent.admission.claim_pods import ClaimPods
-from gpushare_agent.cluster.pod_store import PodStore
-from gpushare_agent.model.allocations import Allocation, Charge, ClaimShare, ContainerKey
-from gpushare_agent.model.names import GpuUuid, PodUid
-from gpushare_agent.model.pods import ContainerKind
+from gpushare_agent.agent.admission.allocation_cache import AllocationCache
+from gpushare_agent.agent.admission.claim_pods import ClaimPods
+from gpushare_agent.agent.cluster.pod_store import PodStore
+from gpushare_agent.core.model.allocations import Allocation, Charge, ClaimShare, ContainerKey
+from gpushare_agent.core.model.names import GpuUuid, PodUid
+from gpushare_agent.core.model.pods import ContainerKind
 from tests.dra.support_claims import ref_of, uid_of, using
 from tests.support_core import pod
 

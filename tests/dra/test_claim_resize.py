@@ -6,16 +6,16 @@ from collections.abc import Mapping, Sequence
 
 from msgspec.structs import replace
 
-from gpushare_agent.admission.decisions.resize import ResizePolicy
-from gpushare_agent.admission.resizing import ResizeReports, ShareResizing
-from gpushare_agent.dra.claims import allocations_of
-from gpushare_agent.dra.decisions.claim import read_claim
-from gpushare_agent.dra.decisions.edits import PreparedClaim, prepare_claim
-from gpushare_agent.isolation import ISOLATIONS, Isolation
-from gpushare_agent.model.allocations import Allocation, ContainerKey, ShareSize
-from gpushare_agent.model.isolation import ResizeMode
-from gpushare_agent.model.names import RESIZE_ANNOTATION, RESIZE_STATUS_ANNOTATION, PodUid
-from gpushare_agent.model.pods import Pod
+from gpushare_agent.agent.admission.decisions.resize import ResizePolicy
+from gpushare_agent.agent.admission.resizing import ResizeReports, ShareResizing
+from gpushare_agent.agent.dra.claims import allocations_of
+from gpushare_agent.agent.dra.decisions.edits import PreparedClaim, prepare_claim
+from gpushare_agent.agent.isolation import ISOLATIONS, Isolation
+from gpushare_agent.core.claims.claim import read_claim
+from gpushare_agent.core.model.allocations import Allocation, ContainerKey, ShareSize
+from gpushare_agent.core.model.isolation import ResizeMode
+from gpushare_agent.core.model.names import RESIZE_ANNOTATION, RESIZE_STATUS_ANNOTATION, PodUid
+from gpushare_agent.core.model.pods import Pod
 from tests.dra.support_claims import DRIVER, NODE, RawClaim, edit_policy, raw_claim, result, uid_of, using
 from tests.support_core import NAMES, inventory, pod
 from tests.support_json import undecoded

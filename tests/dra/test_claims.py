@@ -12,12 +12,12 @@ import pytest
 from msgspec import Raw
 from msgspec.structs import replace
 
-from gpushare_agent.dra.decisions.claim import ClaimPolicy, read_claim
-from gpushare_agent.dra.decisions.edits import PreparedClaim
-from gpushare_agent.model.errors import RefusalReason, Refused, Unavailable
-from gpushare_agent.model.isolation import DeviceListStrategy
-from gpushare_agent.model.names import GpuUuid, PodUid
-from gpushare_agent.settings.sections import DriverVolumeSettings
+from gpushare_agent.agent.dra.decisions.edits import PreparedClaim
+from gpushare_agent.core.claims.claim import ClaimPolicy, read_claim
+from gpushare_agent.core.model.errors import RefusalReason, Refused, Unavailable
+from gpushare_agent.core.model.isolation import DeviceListStrategy
+from gpushare_agent.core.model.names import GpuUuid, PodUid
+from gpushare_agent.core.settings.sections import DriverVolumeSettings
 from tests.dra.support_claims import Driver, admin, edit_policy, raw_claim, ref_of, result, uid_of, using, whole
 from tests.extender.support_extender import eventually
 from tests.support_core import isolation_config, used_blocks, used_cores

@@ -10,15 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from gpushare_agent.admission.decisions.container_edits import EditPolicy
-from gpushare_agent.dra.decisions.claim import ClaimPolicy, read_claim
-from gpushare_agent.dra.decisions.edits import PreparedClaim, prepare_claim
-from gpushare_agent.isolation import ISOLATIONS
-from gpushare_agent.isolation.names import is_container_name
-from gpushare_agent.model.errors import RefusalReason, Refused
-from gpushare_agent.model.gpus import KernelModule
-from gpushare_agent.model.pods import ContainerKind, Pod
-from gpushare_agent.settings.sections import DriverVolumeSettings
+from gpushare_agent.agent.admission.decisions.container_edits import EditPolicy
+from gpushare_agent.agent.dra.decisions.edits import PreparedClaim, prepare_claim
+from gpushare_agent.agent.isolation import ISOLATIONS
+from gpushare_agent.core.claims.claim import ClaimPolicy, read_claim
+from gpushare_agent.core.model.directory_names import is_container_name
+from gpushare_agent.core.model.errors import RefusalReason, Refused
+from gpushare_agent.core.model.gpus import KernelModule
+from gpushare_agent.core.model.pods import ContainerKind, Pod
+from gpushare_agent.core.settings.sections import DriverVolumeSettings
 from tests.dra.support_claims import (
     DRIVER,
     NODE,

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from gpushare_agent.dra.decisions.gpu_config import GpuConfig, MpsLimits, read_gpu_config
-from gpushare_agent.model.errors import Corrupt
+from gpushare_agent.core.claims.gpu_config import GpuConfig, MpsLimits, read_gpu_config
+from gpushare_agent.core.model.errors import Corrupt
 from tests.support_json import undecoded
 
 

@@ -9,11 +9,11 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from gpushare_agent.dra.plugin import DeviceHealth, DraPlugin, DraRegistration
-from gpushare_agent.kit.grpc_client import UnixChannel
-from gpushare_agent.model.gpus import Health
-from gpushare_agent.wire import pluginregistration, v1alpha1
-from gpushare_agent.wire.k8s.io.kubelet.pkg.apis.dra import v1 as dra_v1
+from gpushare_agent.agent.dra.plugin import DeviceHealth, DraPlugin, DraRegistration
+from gpushare_agent.core.kit.grpc_client import UnixChannel
+from gpushare_agent.core.model.gpus import Health
+from gpushare_agent.core.wire import pluginregistration, v1alpha1
+from gpushare_agent.core.wire.k8s.io.kubelet.pkg.apis.dra import v1 as dra_v1
 from tests.dra.support_claims import DRIVER, NODE, Driver, raw_claim, ref_of, result, uid_of
 from tests.extender.support_extender import eventually
 from tests.support_deadline import DEADLINE_S

@@ -13,14 +13,14 @@ import pytest
 from msgspec import Raw
 from msgspec.structs import replace
 
-from gpushare_agent.cluster.kube.claims import Device, ResourceSlice
-from gpushare_agent.dra import slices
-from gpushare_agent.dra.decisions.devices import DevicePolicy, link_groups, quantity, slice_devices
-from gpushare_agent.dra.slices import SlicePublisher
-from gpushare_agent.model.allocations import Charge
-from gpushare_agent.model.errors import Conflict, NotFound, Rejected, Unavailable
-from gpushare_agent.model.gpus import GpuInventory, Health
-from gpushare_agent.model.names import GpuUuid
+from gpushare_agent.agent.dra import slices
+from gpushare_agent.agent.dra.slices import SlicePublisher
+from gpushare_agent.core.claims.devices import DevicePolicy, link_groups, quantity, slice_devices
+from gpushare_agent.core.kube.claims import Device, ResourceSlice
+from gpushare_agent.core.model.allocations import Charge
+from gpushare_agent.core.model.errors import Conflict, NotFound, Rejected, Unavailable
+from gpushare_agent.core.model.gpus import GpuInventory, Health
+from gpushare_agent.core.model.names import GpuUuid
 from tests.dra.support_claims import DRIVER, NODE
 from tests.extender.support_extender import eventually
 from tests.gpus.support_gpus import read_topology

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from gpushare_agent.dra.stale_claims import StaleClaims
-from gpushare_agent.model.names import PodUid
+from gpushare_agent.agent.dra.stale_claims import StaleClaims
+from gpushare_agent.core.model.names import PodUid
 from tests.dra.support_claims import Driver, raw_claim, ref_of, result, uid_of, using
 
 

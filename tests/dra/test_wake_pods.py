@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from msgspec import Raw
 
-from gpushare_agent.dra import wake_pods
-from gpushare_agent.dra.wake_pods import ANNOTATION, FIRST_S, PodWaker
-from gpushare_agent.model.errors import NotFound, Unavailable
-from gpushare_agent.model.names import PodUid
+from gpushare_agent.agent.dra import wake_pods
+from gpushare_agent.agent.dra.wake_pods import ANNOTATION, FIRST_S, PodWaker
+from gpushare_agent.core.model.errors import NotFound, Unavailable
+from gpushare_agent.core.model.names import PodUid
 from tests.dra.support_claims import Driver, edit_policy, raw_claim, ref_of, result, using
 from tests.support_core import pod
 

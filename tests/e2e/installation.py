@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import yaml
 
-from gpushare_agent.kubelet.device_table import DeviceIds
-from gpushare_agent.model.names import GpuUuid, split_device_id
+from gpushare_agent.core.model.device_ids import DeviceIds
+from gpushare_agent.core.model.names import GpuUuid, split_device_id
 from tests.e2e.cluster import CORE, DEADLINE_S, MEMORY, Cluster, KubectlError, Object, Right, read_unix
 
 MANIFESTS = Path(__file__).parents[2] / "manifests"

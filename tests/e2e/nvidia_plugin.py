@@ -16,8 +16,8 @@ from pathlib import Path
 
 from grpclib.server import Server
 
-from gpushare_agent.kubelet.registration import register
-from gpushare_agent.wire import v1beta1
+from gpushare_agent.agent.kubelet.registration import register
+from gpushare_agent.core.wire import v1beta1
 
 DIRECTORY = Path("/var/lib/kubelet/device-plugins")
 SOCKET = "nvidia-gpu.sock"

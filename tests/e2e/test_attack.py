@@ -73,7 +73,9 @@ def test_floods_of_a_vdevice_socket_neither_keep_others_out_nor_fill_the_log(
         cluster.wait_for("the neighbour registers", registers)
         assert flood.result() == "done\n"
     text = cluster.run("logs", agent, "-n", SYSTEM, "-c", "agent", f"--since-time={began_at}")
-    of_servers = [line for line in text.splitlines() if "gpushare_agent.kit" in line or "isolation.vdevice" in line]
+    of_servers = [
+        line for line in text.splitlines() if "gpushare_agent.core.kit" in line or "isolation.vdevice" in line
+    ]
     assert len(of_servers) < 20
 
 

@@ -217,7 +217,7 @@ def test_two_shares_in_one_claim_and_one_claim_in_two_pods(
 
 LISTED = """
 import json, pathlib, re, sys
-from gpushare_agent.isolation.vdevice.format import decode_config, decode_pids
+from gpushare_agent.core.formats.vdevice import decode_config, decode_pids
 root = pathlib.Path("/etc/gpu-manager/vm", sys.argv[1])
 folder = next(iter(root.iterdir())) if root.is_dir() else None
 if folder is None:

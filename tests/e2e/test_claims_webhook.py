@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from gpushare_agent.model.names import CORE_LIMIT_ANNOTATION, ENV_VISIBLE_DEVICES
+from gpushare_agent.core.model.names import CORE_LIMIT_ANNOTATION, ENV_VISIBLE_DEVICES
 from tests.e2e.cluster import CORE, Cluster, KubectlError, Object
 from tests.e2e.extender import ExtenderInstallation
 from tests.e2e.installation import Installation

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from gpushare_agent.cluster.node_annotations import ALLOCATIONS_ANNOTATION, GPUS_ANNOTATION
-from gpushare_agent.model.names import (
+from gpushare_agent.core.model.names import (
     PREDICATE_GPU_INDEX_PREFIX,
     PREDICATE_NODE_ANNOTATION,
     RESIZE_ANNOTATION,
     VCORE_RESOURCE,
     VMEMORY_RESOURCE,
 )
+from gpushare_agent.core.node_report.annotations import ALLOCATIONS_ANNOTATION, GPUS_ANNOTATION
 from tests.e2e.cluster import Cluster, KubectlError, Object, audited
 from tests.e2e.extender import APP, NAME, SCHEDULER, ExtenderInstallation
 from tests.e2e.installation import MANIFESTS, SYSTEM, Installation, rights_of_component

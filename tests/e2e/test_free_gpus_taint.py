@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from gpushare_agent.cluster.free_gpus_taint import EFFECT, KEY
+from gpushare_agent.agent.cluster.free_gpus_taint import EFFECT, KEY
 from tests.e2e.cluster import Cluster, Object
 from tests.e2e.installation import Installation, with_variables
 

@@ -16,10 +16,24 @@ from typing import Any
 import aiohttp
 from msgspec import to_builtins
 
-from gpushare_agent.cluster.informer import Informer
-from gpushare_agent.cluster.kube.client import ALL_NODES, LIVE_PODS, ClusterApi, open_cluster_api
-from gpushare_agent.cluster.kube.pods import read_pod_json
-from gpushare_agent.cluster.node_annotations import ALLOCATIONS_ANNOTATION, GPUS_ANNOTATION
+from gpushare_agent.core.kube.client import ALL_NODES, LIVE_PODS, ClusterApi, open_cluster_api
+from gpushare_agent.core.kube.informer import Informer
+from gpushare_agent.core.kube.pods import read_pod_json
+from gpushare_agent.core.model.allocations import Charge
+from gpushare_agent.core.model.errors import Refused
+from gpushare_agent.core.model.gpus import Topology
+from gpushare_agent.core.model.names import (
+    PREDICATE_GPU_INDEX_PREFIX,
+    PREDICATE_NODE_ANNOTATION,
+    VCORE_RESOURCE,
+    VMEMORY_RESOURCE,
+    PodUid,
+)
+from gpushare_agent.core.model.resources import ResourceNames
+from gpushare_agent.core.node_report.annotations import ALLOCATIONS_ANNOTATION, GPUS_ANNOTATION
+from gpushare_agent.core.placement import GpuAccount
+from gpushare_agent.core.settings.sections import ExtenderSettings
+from gpushare_agent.core.settings.settings import Settings
 from gpushare_agent.extender.app import MOST_FITTING_NODES, ExtenderParts, build, serve
 from gpushare_agent.extender.bind import Binder, BindTiming, PodWrites
 from gpushare_agent.extender.cluster_feed import NodesFeed, PodsFeed
@@ -31,20 +45,6 @@ from gpushare_agent.extender.messages import BindArgs
 from gpushare_agent.extender.metrics import ExtenderMetrics
 from gpushare_agent.extender.objects import lean_pod, read_node
 from gpushare_agent.extender.values import ClusterPolicy
-from gpushare_agent.model.allocations import Charge
-from gpushare_agent.model.errors import Refused
-from gpushare_agent.model.gpus import Topology
-from gpushare_agent.model.names import (
-    PREDICATE_GPU_INDEX_PREFIX,
-    PREDICATE_NODE_ANNOTATION,
-    VCORE_RESOURCE,
-    VMEMORY_RESOURCE,
-    PodUid,
-)
-from gpushare_agent.model.resources import ResourceNames
-from gpushare_agent.placement import GpuAccount
-from gpushare_agent.settings.sections import ExtenderSettings
-from gpushare_agent.settings.settings import Settings
 from tests.cluster.support_kube import FAST, write_kubeconfig
 from tests.fakes.api_server import FakeApiServer, Raw
 from tests.support_deadline import DEADLINE_S

@@ -15,12 +15,12 @@ from typing import Any
 
 from aiohttp import web
 
-from gpushare_agent.cluster.kube.client import open_cluster_api
+from gpushare_agent.core.kube.client import open_cluster_api
+from gpushare_agent.core.settings.settings import load_settings
 from gpushare_agent.extender.app import ExtenderParts, build, serve
 from gpushare_agent.sandbox.behaviour import KubeletTimes
 from gpushare_agent.sandbox.node import EmbeddedCluster, EmbeddedNode, open_embedded_cluster
 from gpushare_agent.sandbox.scheduler.scheduler import SchedulerTimes
-from gpushare_agent.settings.settings import load_settings
 from tests.agent.support_agent import InnerAgent, open_agent, wait_synced
 from tests.kit.support_http import free_port
 from tests.sandbox.support_sandbox import CORE, MEMORY, SHORT_TIMES, SmallPlugin, device_ids, open_plugin

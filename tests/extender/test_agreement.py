@@ -8,16 +8,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from gpushare_agent.admission.decisions.ledger import Policy
+from gpushare_agent.agent.admission.decisions.ledger import Policy
+from gpushare_agent.core.model.errors import Refused
+from gpushare_agent.core.model.gpus import GpuInventory, GpuReport, MigReport
+from gpushare_agent.core.model.names import PREDICATE_GPU_INDEX_PREFIX
+from gpushare_agent.core.model.pods import Pod
+from gpushare_agent.core.model.resources import ResourceNames
+from gpushare_agent.core.placement import GpuAccount
 from gpushare_agent.extender.cluster_state import ClusterState
 from gpushare_agent.extender.decisions.pod_plan import plan_annotations
 from gpushare_agent.extender.values import ClusterNode, ClusterPolicy, Reservation
-from gpushare_agent.model.errors import Refused
-from gpushare_agent.model.gpus import GpuInventory, GpuReport, MigReport
-from gpushare_agent.model.names import PREDICATE_GPU_INDEX_PREFIX
-from gpushare_agent.model.pods import Pod
-from gpushare_agent.model.resources import ResourceNames
-from gpushare_agent.placement import GpuAccount
 from tests.placement.support_placement import (
     GPU_MEM,
     Node,

@@ -16,13 +16,13 @@ from pathlib import Path
 import aiohttp
 import pytest
 
+from gpushare_agent.core.model.errors import StartupError
+from gpushare_agent.core.settings.sections import ExtenderSettings
+from gpushare_agent.core.settings.settings import load_settings
 from gpushare_agent.extender import app
 from gpushare_agent.extender.app import with_admission_config
 from gpushare_agent.extender.bind import BIND_TIMEOUT_S
 from gpushare_agent.extender.leader_election import LeaderElection, boot_time_s
-from gpushare_agent.model.errors import StartupError
-from gpushare_agent.settings.sections import ExtenderSettings
-from gpushare_agent.settings.settings import load_settings
 from tests.cluster.support_kube import write_kubeconfig
 from tests.extender.support_extender import (
     FakeCluster,

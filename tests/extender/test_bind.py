@@ -15,16 +15,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from gpushare_agent.admission.decisions.decide import hinted_gpus
-from gpushare_agent.admission.decisions.ledger import Policy
-from gpushare_agent.cluster.kube.pods import parse_pod, read_pod_json
-from gpushare_agent.cluster.node_annotations import GPUS_ANNOTATION
-from gpushare_agent.extender.bind import Bind, PodWrites
-from gpushare_agent.extender.cluster_state import REPORT_WAIT_S, ClusterState
-from gpushare_agent.extender.objects import lean_pod, read_node
-from gpushare_agent.extender.values import ClusterPolicy, Reservation, Stage
-from gpushare_agent.model.errors import Rejected
-from gpushare_agent.model.names import (
+from gpushare_agent.agent.admission.decisions.decide import hinted_gpus
+from gpushare_agent.agent.admission.decisions.ledger import Policy
+from gpushare_agent.core.kube.pods import parse_pod, read_pod_json
+from gpushare_agent.core.model.errors import Rejected
+from gpushare_agent.core.model.names import (
     GPU_ASSIGNED_ANNOTATION,
     GPUSHARE_ASSIGNED_ANNOTATION,
     GPUSHARE_ASSUME_TIME_ANNOTATION,
@@ -33,6 +28,11 @@ from gpushare_agent.model.names import (
     PREDICATE_NODE_ANNOTATION,
     PREDICATE_TIME_ANNOTATION,
 )
+from gpushare_agent.core.node_report.annotations import GPUS_ANNOTATION
+from gpushare_agent.extender.bind import Bind, PodWrites
+from gpushare_agent.extender.cluster_state import REPORT_WAIT_S, ClusterState
+from gpushare_agent.extender.objects import lean_pod, read_node
+from gpushare_agent.extender.values import ClusterPolicy, Reservation, Stage
 from tests.extender.support_extender import (
     MODEL_LABEL,
     NAMES,

@@ -14,19 +14,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import to_builtins
 
-from gpushare_agent.cluster.kube.pods import read_pod_json
-from gpushare_agent.dra.decisions.claim import ShareConfig, read_config
-from gpushare_agent.extender.claims_webhook import MOST_NEW, ClaimsWebhook
-from gpushare_agent.extender.decisions.claims import Conversion, Template, convert_pod
-from gpushare_agent.extender.messages import MAX_POD_BYTES
-from gpushare_agent.model.errors import Corrupt, Refused
-from gpushare_agent.model.names import (
+from gpushare_agent.core.claims.claim import ShareConfig, read_config
+from gpushare_agent.core.kube.pods import read_pod_json
+from gpushare_agent.core.model.errors import Corrupt, Refused
+from gpushare_agent.core.model.names import (
     CORE_LIMIT_ANNOTATION,
     ISOLATION_ANNOTATION,
     PREDICATE_GPU_INDEX_PREFIX,
     RESIZE_ANNOTATION,
 )
-from gpushare_agent.model.resources import ResourceNames
+from gpushare_agent.core.model.resources import ResourceNames
+from gpushare_agent.extender.claims_webhook import MOST_NEW, ClaimsWebhook
+from gpushare_agent.extender.decisions.claims import Conversion, Template, convert_pod
+from gpushare_agent.extender.messages import MAX_POD_BYTES
 from tests.extender.support_extender import FakeCluster, fake_cluster, opened_api, running_extender
 from tests.extender.test_app import DATA, client
 from tests.fakes.api_server import Raw

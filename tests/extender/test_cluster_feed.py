@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from gpushare_agent.cluster.kube.pods import read_pod_json
+from gpushare_agent.core.kube.pods import read_pod_json
 from gpushare_agent.extender.cluster_feed import PodsFeed
 from gpushare_agent.extender.cluster_state import ClusterState
 from gpushare_agent.extender.objects import lean_pod, read_node

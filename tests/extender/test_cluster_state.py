@@ -10,18 +10,18 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from msgspec.structs import replace
 
+from gpushare_agent.core.model.allocations import Charge
+from gpushare_agent.core.model.errors import RefusalReason, Refused
+from gpushare_agent.core.model.gpus import GpuReport, Link, LinkKind
+from gpushare_agent.core.model.names import CORES_PER_GPU, GpuUuid, PodUid
+from gpushare_agent.core.model.pods import ContainerKind, ContainerSpec, HostRequest, Pod, PodPhase
+from gpushare_agent.core.model.resources import ResourceNames
+from gpushare_agent.core.placement.topology import build_topology
 from gpushare_agent.extender.cluster_state import ClusterState
 from gpushare_agent.extender.decisions.pod_plan import kind_of, signature_of
 from gpushare_agent.extender.decisions.quota import QuotaState
 from gpushare_agent.extender.steps import at_once
 from gpushare_agent.extender.values import ClusterNode, ClusterPolicy, Reservation, Stage
-from gpushare_agent.model.allocations import Charge
-from gpushare_agent.model.errors import RefusalReason, Refused
-from gpushare_agent.model.gpus import GpuReport, Link, LinkKind
-from gpushare_agent.model.names import CORES_PER_GPU, GpuUuid, PodUid
-from gpushare_agent.model.pods import ContainerKind, ContainerSpec, HostRequest, Pod, PodPhase
-from gpushare_agent.model.resources import ResourceNames
-from gpushare_agent.placement.topology import build_topology
 from tests.extender.support_extender import state_document
 from tests.support_core import NAMES, container, pod
 

@@ -16,7 +16,15 @@ from typing import Any, NoReturn
 import pytest
 from msgspec.structs import replace
 
-from gpushare_agent.cluster.kube.pods import read_pod_json
+from gpushare_agent.core.kit.http_server import HttpLimits
+from gpushare_agent.core.kube.pods import read_pod_json
+from gpushare_agent.core.model.allocations import Charge
+from gpushare_agent.core.model.errors import Refused
+from gpushare_agent.core.model.gpus import GpuReport, Link, LinkKind
+from gpushare_agent.core.model.names import GpuUuid, PodUid
+from gpushare_agent.core.model.resources import ResourceNames
+from gpushare_agent.core.placement.topology import build_topology
+from gpushare_agent.core.settings.sections import ExtenderSettings
 from gpushare_agent.extender.app import GC_THRESHOLDS
 from gpushare_agent.extender.claims_webhook import ClaimsWebhook
 from gpushare_agent.extender.cluster_state import Filtered
@@ -37,14 +45,6 @@ from gpushare_agent.extender.messages import MAX_POD_BYTES, BindArgs, NodesArgs,
 from gpushare_agent.extender.metrics import ExtenderMetrics
 from gpushare_agent.extender.values import ClusterNode, PodPlan, Reservation, Stage
 from gpushare_agent.extender.verbs import Extender
-from gpushare_agent.kit.http_server import HttpLimits
-from gpushare_agent.model.allocations import Charge
-from gpushare_agent.model.errors import Refused
-from gpushare_agent.model.gpus import GpuReport, Link, LinkKind
-from gpushare_agent.model.names import GpuUuid, PodUid
-from gpushare_agent.model.resources import ResourceNames
-from gpushare_agent.placement.topology import build_topology
-from gpushare_agent.settings.sections import ExtenderSettings
 from tests.cluster.support_kube import running
 from tests.kit.support_http import Peer, loop_time_s
 from tests.support_deadline import DEADLINE_S

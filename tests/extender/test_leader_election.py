@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from gpushare_agent.cluster.kube.client import ClusterApi
+from gpushare_agent.core.kube.client import ClusterApi
+from gpushare_agent.core.model.errors import Conflict, NotFound, Unavailable
 from gpushare_agent.extender.leader_election import AlwaysLeads, LeaderElection, LeaseTerms, boot_time_s
-from gpushare_agent.model.errors import Conflict, NotFound, Unavailable
 from tests.extender.support_extender import FakeCluster, eventually, fake_cluster, opened_api
 from tests.fakes.clock import FakeClock
 from tests.support_deadline import DEADLINE_S

@@ -6,10 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import to_builtins
 
+from gpushare_agent.core.model.names import PodUid
+from gpushare_agent.core.placement.fragmentation import MOST_KINDS, PodKind, TypicalPods
 from gpushare_agent.extender.debug import typical_documents
 from gpushare_agent.extender.learnt_pods import LEAST_CHANGES, LEAST_ENDED, LearntPods
-from gpushare_agent.model.names import PodUid
-from gpushare_agent.placement.fragmentation import MOST_KINDS, PodKind, TypicalPods
 
 HALF, WHOLE = PodKind(1024, 64, 1, 50), PodKind(8192, 64, 1, 100)
 

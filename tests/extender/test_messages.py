@@ -10,7 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpushare_agent.cluster.kube.pods import read_pod_json
+from gpushare_agent.core.kube.pods import read_pod_json
+from gpushare_agent.core.model.errors import Corrupt
+from gpushare_agent.core.model.names import PodUid
 from gpushare_agent.extender.cluster_state import Filtered
 from gpushare_agent.extender.messages import (
     MAX_NODES,
@@ -27,8 +29,6 @@ from gpushare_agent.extender.messages import (
 )
 from gpushare_agent.extender.objects import asks_for_ours, host_request, lean_pod
 from gpushare_agent.extender.steps import at_once
-from gpushare_agent.model.errors import Corrupt
-from gpushare_agent.model.names import PodUid
 from tests.extender.support_extender import NAMES, raw_pod
 from tests.support_json import undecoded
 

@@ -11,23 +11,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from gpushare_agent.cluster.node_annotations import (
+from gpushare_agent.agent.cluster.node_facts import gpus_annotation
+from gpushare_agent.core.model.allocations import Charge
+from gpushare_agent.core.model.errors import Refused
+from gpushare_agent.core.model.gpus import Gpu, GpuInventory, Health, Link, LinkKind
+from gpushare_agent.core.model.names import VCORE_RESOURCE, VMEMORY_RESOURCE, GpuUuid
+from gpushare_agent.core.model.resources import Request, ResourceNames
+from gpushare_agent.core.node_report.annotations import (
     ALLOCATIONS_ANNOTATION,
     GPUS_ANNOTATION,
     allocations_annotation,
     allocations_by_pod,
 )
-from gpushare_agent.cluster.node_facts import gpus_annotation
+from gpushare_agent.core.placement import Placed, place
+from gpushare_agent.core.placement.topology import build_topology, parse_topology
 from gpushare_agent.extender.decisions.ledger import NodeLedger
 from gpushare_agent.extender.objects import MAX_GPUS, NodeReading, read_node
 from gpushare_agent.extender.values import ClusterNode
-from gpushare_agent.model.allocations import Charge
-from gpushare_agent.model.errors import Refused
-from gpushare_agent.model.gpus import Gpu, GpuInventory, Health, Link, LinkKind
-from gpushare_agent.model.names import VCORE_RESOURCE, VMEMORY_RESOURCE, GpuUuid
-from gpushare_agent.model.resources import Request, ResourceNames
-from gpushare_agent.placement import Placed, place
-from gpushare_agent.placement.topology import build_topology, parse_topology
 from tests.gpus.support_gpus import TOPOLOGY_NAMES, topology_text
 from tests.support_core import NAMES, allocation, ids, mig_instance, pod
 from tests.support_json import undecoded

@@ -9,7 +9,14 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpushare_agent.admission.decisions.ledger import Policy
+from gpushare_agent.agent.admission.decisions.ledger import Policy
+from gpushare_agent.core.model.allocations import NO_CHARGE, Charge
+from gpushare_agent.core.model.errors import RefusalReason, Refused
+from gpushare_agent.core.model.gpus import GpuInventory
+from gpushare_agent.core.model.names import PREDICATE_GPU_INDEX_PREFIX, VCORE_RESOURCE, VMEMORY_RESOURCE
+from gpushare_agent.core.model.pods import ContainerKind, ContainerSpec, HostRequest, Pod
+from gpushare_agent.core.model.resources import ResourceNames
+from gpushare_agent.core.placement.fragmentation import PodKind
 from gpushare_agent.extender.decisions.pod_plan import (
     MAX_SCORE,
     SCORE_OF_NEXT,
@@ -20,17 +27,6 @@ from gpushare_agent.extender.decisions.pod_plan import (
     signature_of,
 )
 from gpushare_agent.extender.values import ClusterPolicy, PodPlan
-from gpushare_agent.model.allocations import NO_CHARGE, Charge
-from gpushare_agent.model.errors import RefusalReason, Refused
-from gpushare_agent.model.gpus import GpuInventory
-from gpushare_agent.model.names import (
-    PREDICATE_GPU_INDEX_PREFIX,
-    VCORE_RESOURCE,
-    VMEMORY_RESOURCE,
-)
-from gpushare_agent.model.pods import ContainerKind, ContainerSpec, HostRequest, Pod
-from gpushare_agent.model.resources import ResourceNames
-from gpushare_agent.placement.fragmentation import PodKind
 from tests.placement.support_placement import Node, accounts, leaves_blocks_without_cores, nodes, pods
 from tests.support_core import NAMES, container, inventory, pod
 

@@ -10,6 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from gpushare_agent.core.model.errors import Corrupt, RefusalReason, Refused
+from gpushare_agent.core.model.names import PodUid
+from gpushare_agent.core.model.pods import ContainerKind, ContainerSpec, Pod
+from gpushare_agent.core.model.resources import ResourceNames
 from gpushare_agent.extender.decisions.quota import (
     QUOTA_KEY,
     NamespaceQuota,
@@ -20,10 +24,6 @@ from gpushare_agent.extender.decisions.quota import (
     use_of,
 )
 from gpushare_agent.extender.decisions.quota import QuotaUse as Use
-from gpushare_agent.model.errors import Corrupt, RefusalReason, Refused
-from gpushare_agent.model.names import PodUid
-from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod
-from gpushare_agent.model.resources import ResourceNames
 from tests.support_core import NAMES, container, pod
 
 GPU_MIB = 24 * 1024

@@ -11,16 +11,16 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from gpushare_agent.cluster.kube.pods import read_pod_json
+from gpushare_agent.core.kube.pods import read_pod_json
+from gpushare_agent.core.model.errors import RefusalReason
+from gpushare_agent.core.model.names import RETRY_ANNOTATION
+from gpushare_agent.core.model.pods import Pod
 from gpushare_agent.extender.cluster_feed import MALFORMED, NodesFeed, PodsFeed, QuotaFeed
 from gpushare_agent.extender.cluster_state import ClusterState
 from gpushare_agent.extender.decisions.quota import QuotaState, QuotaUse
 from gpushare_agent.extender.metrics import ExtenderMetrics
 from gpushare_agent.extender.objects import lean_pod, read_node
 from gpushare_agent.extender.values import ClusterNode, ClusterPolicy, Reservation
-from gpushare_agent.model.errors import RefusalReason
-from gpushare_agent.model.names import RETRY_ANNOTATION
-from gpushare_agent.model.pods import Pod
 from tests.extender.support_extender import (
     MODEL_LABEL,
     NAMES,

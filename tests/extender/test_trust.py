@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gpushare_agent.model.names import PREDICATE_NODE_ANNOTATION, PodUid
+from gpushare_agent.core.model.names import PREDICATE_NODE_ANNOTATION, PodUid
 from tests.extender.support_extender import (
     Asker,
     FakeCluster,

@@ -13,15 +13,15 @@ import pytest
 from structlog.testing import capture_logs
 
 from gpushare_agent import __version__
-from gpushare_agent.extender.bind import BindTiming
-from gpushare_agent.extender.http import MAX_BODY_BYTES
-from gpushare_agent.model.names import (
+from gpushare_agent.core.model.names import (
     GPU_ASSIGNED_ANNOTATION,
     PREDICATE_NODE_ANNOTATION,
     PREDICATE_TIME_ANNOTATION,
     VCORE_RESOURCE,
     VMEMORY_RESOURCE,
 )
+from gpushare_agent.extender.bind import BindTiming
+from gpushare_agent.extender.http import MAX_BODY_BYTES
 from tests.extender.support_extender import (
     Asker,
     eventually,

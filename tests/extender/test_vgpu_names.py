@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from gpushare_agent.cluster.kube.pods import read_pod_json
+from gpushare_agent.core.kube.pods import read_pod_json
+from gpushare_agent.core.model.errors import Refused
+from gpushare_agent.core.model.names import CORE_LIMIT_ANNOTATION, GPU_CHOICE_ANNOTATIONS
+from gpushare_agent.core.model.resources import ResourceNames
 from gpushare_agent.extender.claims_webhook import ClaimsWebhook
 from gpushare_agent.extender.decisions.claims import Conversion, convert_pod
 from gpushare_agent.extender.decisions.vgpu_names import translate_pod
-from gpushare_agent.model.errors import Refused
-from gpushare_agent.model.names import CORE_LIMIT_ANNOTATION, GPU_CHOICE_ANNOTATIONS
-from gpushare_agent.model.resources import ResourceNames
 from tests.extender.test_claims_webhook import patched, pod_of, review
 from tests.fakes.api_server import Raw
 from tests.support_json import undecoded

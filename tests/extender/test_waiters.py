@@ -8,14 +8,14 @@ from contextlib import asynccontextmanager
 import pytest
 from msgspec import Struct
 
-from gpushare_agent.cluster.kube.pods import read_pod_json
+from gpushare_agent.core.kube.pods import read_pod_json
+from gpushare_agent.core.model.names import RETRY_ANNOTATION, PodUid
+from gpushare_agent.core.model.pods import Pod
 from gpushare_agent.extender.bind import PodWrites
 from gpushare_agent.extender.decisions.quota import QuotaState
 from gpushare_agent.extender.metrics import ExtenderMetrics
 from gpushare_agent.extender.objects import lean_pod
 from gpushare_agent.extender.waiters import MAX_WAITING, Waiters
-from gpushare_agent.model.names import RETRY_ANNOTATION, PodUid
-from gpushare_agent.model.pods import Pod
 from tests.extender.support_extender import (
     NAMES,
     FakeCluster,

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
-from gpushare_agent.model.allocations import Charge
-from gpushare_agent.model.gpus import Branch, Link, Topology
-from gpushare_agent.model.names import CORES_PER_GPU, MEMORY_BLOCK_MIB, GpuUuid
-from gpushare_agent.placement import GpuAccount
-from gpushare_agent.placement.place import link_cost
-from gpushare_agent.placement.topology import build_topology, parse_topology
+from gpushare_agent.core.model.allocations import Charge
+from gpushare_agent.core.model.gpus import Branch, Link, Topology
+from gpushare_agent.core.model.names import CORES_PER_GPU, MEMORY_BLOCK_MIB, GpuUuid
+from gpushare_agent.core.placement import GpuAccount
+from gpushare_agent.core.placement.place import link_cost
+from gpushare_agent.core.placement.topology import build_topology, parse_topology
 
 TOPOLOGY_DIRECTORY = Path(__file__).parents[1] / "data" / "topology"
 TOPOLOGY_NAMES = tuple(sorted(path.stem for path in TOPOLOGY_DIRECTORY.glob("*.txt")))

@@ -9,10 +9,10 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from gpushare_agent.gpus.health import GpuEvent, GpuEventKind, HealthPolicy
-from gpushare_agent.model.gpus import GpuInventory, Health
-from gpushare_agent.model.names import GpuUuid
-from gpushare_agent.model.usage import DriverSample
+from gpushare_agent.core.model.gpu_health import GpuEvent, GpuEventKind, HealthPolicy
+from gpushare_agent.core.model.gpus import GpuInventory, Health
+from gpushare_agent.core.model.names import GpuUuid
+from gpushare_agent.core.model.usage import DriverSample
 from tests.support_core import inventory
 from tests.support_deadline import Changes
 

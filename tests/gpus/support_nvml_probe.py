@@ -22,11 +22,11 @@ import structlog
 from msgspec import to_builtins
 from structlog.testing import LogCapture
 
-from gpushare_agent.gpus.nvml.driver import NvmlDriver
-from gpushare_agent.kit import daemon_thread
-from gpushare_agent.model.errors import Rejected, Unavailable
-from gpushare_agent.model.isolation import MemoryLimit
-from gpushare_agent.model.names import GpuUuid
+from gpushare_agent.agent.gpus.nvml.driver import NvmlDriver
+from gpushare_agent.core.kit import daemon_thread
+from gpushare_agent.core.model.errors import Rejected, Unavailable
+from gpushare_agent.core.model.isolation import MemoryLimit
+from gpushare_agent.core.model.names import GpuUuid
 from tests.gpus.support_gpus import shape
 
 

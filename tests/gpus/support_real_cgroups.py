@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from gpushare_agent.runtime.cgroup_paths import parse_proc_cgroup
+from gpushare_agent.agent.runtime.cgroup_paths import parse_proc_cgroup
 from tests.support_deadline import DEADLINE_S
 
 ROOT = Path("/sys/fs/cgroup")

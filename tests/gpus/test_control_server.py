@@ -17,12 +17,12 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from gpushare_agent.cli.cordon import Answer, ask, reported
-from gpushare_agent.gpus import control_server
-from gpushare_agent.gpus.control_server import MAX_REQUEST_BYTES, ControlServer
-from gpushare_agent.gpus.inventory import GpuInventoryState
-from gpushare_agent.kit.sockets import is_served
-from gpushare_agent.model.errors import Unavailable
+from gpushare_agent.agent.commands.cordon import Answer, ask, reported
+from gpushare_agent.agent.gpus import control_server
+from gpushare_agent.agent.gpus.control_server import MAX_REQUEST_BYTES, ControlServer
+from gpushare_agent.agent.gpus.inventory import GpuInventoryState
+from gpushare_agent.core.kit.sockets import is_served
+from gpushare_agent.core.model.errors import Unavailable
 from tests.gpus.support_health import IMMEDIATE, xid
 from tests.support_core import inventory
 from tests.support_deadline import DEADLINE_S

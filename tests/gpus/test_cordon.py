@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from gpushare_agent.gpus.control_server import select_gpus
-from gpushare_agent.model.names import GpuUuid
+from gpushare_agent.agent.gpus.control_server import select_gpus
+from gpushare_agent.core.model.names import GpuUuid
 from tests.support_core import inventory, mig_instance
 
 UUIDS = ("GPU-11aa-1", "GPU-11ab-2", "GPU-2ccc-3")

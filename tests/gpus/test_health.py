@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from gpushare_agent.gpus.health import (
+from gpushare_agent.core.model.gpu_health import (
     RELAPSE_WITHIN_S,
     STATES,
     XID_NAMES,
@@ -29,9 +29,9 @@ from gpushare_agent.gpus.health import (
     uncordoned,
     why_not_offered,
 )
-from gpushare_agent.model.gpus import Gpu, Health
-from gpushare_agent.model.names import GpuUuid
-from gpushare_agent.settings.sections import HealthSettings
+from gpushare_agent.core.model.gpus import Gpu, Health
+from gpushare_agent.core.model.names import GpuUuid
+from gpushare_agent.core.settings.sections import HealthSettings
 from tests.support_core import inventory
 
 WELL = inventory(1).gpus[0]

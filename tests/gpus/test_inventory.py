@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from gpushare_agent.gpus.health import EventMeaning, GpuHealth, HealthPolicy, HealthState, SavedHealth
-from gpushare_agent.gpus.inventory import GpuInventoryState
-from gpushare_agent.model.gpus import GpuInventory
-from gpushare_agent.model.names import GpuUuid
+from gpushare_agent.agent.gpus.inventory import GpuInventoryState
+from gpushare_agent.core.model.gpu_health import EventMeaning, GpuHealth, HealthPolicy, HealthState, SavedHealth
+from gpushare_agent.core.model.gpus import GpuInventory
+from gpushare_agent.core.model.names import GpuUuid
 from tests.gpus.support_health import IMMEDIATE, unhealthy, xid
 from tests.support_core import inventory, mig_instance
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from gpushare_agent.gpus.nvml.busy_time import GpuBusyTime
-from gpushare_agent.gpus.nvml.calls import GpuCalls, ProcessUse
-from gpushare_agent.gpus.nvml.session import CallError
-from gpushare_agent.model.usage import GpuBusy
+from gpushare_agent.agent.gpus.nvml.busy_time import GpuBusyTime
+from gpushare_agent.agent.gpus.nvml.calls import GpuCalls, ProcessUse
+from gpushare_agent.agent.gpus.nvml.session import CallError
+from gpushare_agent.core.model.usage import GpuBusy
 from tests.gpus.support_nvml import ONE_GPU, running_probe
 
 MS, SECOND = 1_000_000, 1_000_000_000

@@ -6,10 +6,10 @@ import asyncio
 
 from structlog.testing import capture_logs
 
-from gpushare_agent.cluster.events import NodeEvents
-from gpushare_agent.gpus.inventory import GpuHealthObserver, GpuInventoryState
-from gpushare_agent.model.errors import NodeEventReason
-from gpushare_agent.model.names import GpuUuid
+from gpushare_agent.agent.gpus.inventory import GpuHealthObserver, GpuInventoryState
+from gpushare_agent.core.kube.events import NodeEvents
+from gpushare_agent.core.model.errors import NodeEventReason
+from gpushare_agent.core.model.names import GpuUuid
 from gpushare_agent.sandbox.api.server import EmbeddedApiServer
 from tests.cluster.support_kube import FAST, NODE, opened, running
 from tests.fakes.api_server import answers, fake_api

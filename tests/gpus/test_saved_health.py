@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
-from gpushare_agent.gpus.health import NOTHING_SAVED, SavedHealth
-from gpushare_agent.gpus.saved_health import BOOT_ID, HealthStateFile
-from gpushare_agent.kit.state_file import MAX_BYTES
-from gpushare_agent.model.errors import Unavailable
-from gpushare_agent.model.names import GpuUuid
+from gpushare_agent.agent.gpus.saved_health import BOOT_ID, HealthStateFile
+from gpushare_agent.core.kit.state_file import MAX_BYTES
+from gpushare_agent.core.model.errors import Unavailable
+from gpushare_agent.core.model.gpu_health import NOTHING_SAVED, SavedHealth
+from gpushare_agent.core.model.names import GpuUuid
 
 FIRST, SECOND = GpuUuid("GPU-1"), GpuUuid("GPU-2")
 SAVED = SavedHealth(cordons={FIRST: "fan, “left”", SECOND: ""}, waits={SECOND: "Xid 79"})

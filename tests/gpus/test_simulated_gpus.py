@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from gpushare_agent.gpus.health import GpuEvent, GpuEventKind
-from gpushare_agent.gpus.simulated.driver import SimulatedDriver
-from gpushare_agent.gpus.simulated.files import Faults, encode_faults, encode_usage, parse_faults, parse_usage
-from gpushare_agent.model.errors import Corrupt, StartupError, Unavailable
-from gpushare_agent.model.gpus import GpuInventory, Health
-from gpushare_agent.model.usage import ProcessKind
+from gpushare_agent.agent.gpus.simulated.driver import SimulatedDriver
+from gpushare_agent.core.formats.simulated_gpus import Faults, encode_faults, encode_usage, parse_faults, parse_usage
+from gpushare_agent.core.model.errors import Corrupt, StartupError, Unavailable
+from gpushare_agent.core.model.gpu_health import GpuEvent, GpuEventKind
+from gpushare_agent.core.model.gpus import GpuInventory, Health
+from gpushare_agent.core.model.usage import ProcessKind
 from tests.gpus.support_gpus import shape, topology_text
 
 

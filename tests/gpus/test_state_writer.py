@@ -8,12 +8,12 @@ from contextlib import asynccontextmanager
 
 from structlog.testing import capture_logs
 
-from gpushare_agent.gpus.health import NOTHING_SAVED, SavedHealth
-from gpushare_agent.gpus.inventory import GpuInventoryState
-from gpushare_agent.gpus.saved_health import NO_FILE, HealthStateWriter
-from gpushare_agent.kit.backoff import Backoff
-from gpushare_agent.model.errors import Unavailable
-from gpushare_agent.model.names import GpuUuid
+from gpushare_agent.agent.gpus.inventory import GpuInventoryState
+from gpushare_agent.agent.gpus.saved_health import NO_FILE, HealthStateWriter
+from gpushare_agent.core.kit.backoff import Backoff
+from gpushare_agent.core.model.errors import Unavailable
+from gpushare_agent.core.model.gpu_health import NOTHING_SAVED, SavedHealth
+from gpushare_agent.core.model.names import GpuUuid
 from tests.gpus.support_health import IMMEDIATE, xid
 from tests.support_core import inventory
 from tests.support_deadline import Changes

@@ -10,12 +10,12 @@ from types import SimpleNamespace
 from msgspec.structs import replace
 from structlog.testing import capture_logs
 
-from gpushare_agent.gpus.health import HealthPolicy
-from gpushare_agent.gpus.inventory import GpuInventoryState
-from gpushare_agent.gpus.watch import GpuWatch
-from gpushare_agent.kit.logs import TenantLines
-from gpushare_agent.model.errors import Unavailable
-from gpushare_agent.model.gpus import GpuInventory
+from gpushare_agent.agent.gpus.inventory import GpuInventoryState
+from gpushare_agent.agent.gpus.watch import GpuWatch
+from gpushare_agent.core.kit.logs import TenantLines
+from gpushare_agent.core.model.errors import Unavailable
+from gpushare_agent.core.model.gpu_health import HealthPolicy
+from gpushare_agent.core.model.gpus import GpuInventory
 from tests.gpus.support_health import IMMEDIATE, ShownDriver, unhealthy, xid
 from tests.support_core import inventory
 from tests.support_node import node_of

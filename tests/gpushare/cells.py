@@ -29,7 +29,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TextIO
 
-from gpushare_agent.isolation.gpushare.format import CONFIG_NAME, USAGE_NAME
+from gpushare_agent.agent.isolation.gpushare.format import CONFIG_NAME, USAGE_NAME
 from tests.gpushare.support_gpushare import ROOT, Ended, GpushareBuilt, Machine, build_for_gpushare, finish
 from tests.native.build import NATIVE, CannotBuildError, cuda_include
 
@@ -401,7 +401,7 @@ def _encode_by(checkout: Path, directory: Path, cores: int, ceiling: int | None)
     """The container's two files as another checkout's agent writes them."""
     script = (
         "import sys; from pathlib import Path\n"
-        "from gpushare_agent.isolation.gpushare.format import GpuLimits, encode_config, encode_usage\n"
+        "from gpushare_agent.agent.isolation.gpushare.format import GpuLimits, encode_config, encode_usage\n"
         "uuid, cores, ceiling = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]) or None\n"
         "gpu = GpuLimits(uuid=uuid, cores=cores, ceiling=ceiling)\n"
         "Path(sys.argv[4]).write_bytes(encode_config(sys.argv[6], 'main', [gpu]))\n"

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gpushare_agent.isolation.gpushare.format import (
+from gpushare_agent.agent.isolation.gpushare.format import (
     CONFIG_NAME,
     USAGE_NAME,
     GpuLimits,

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from gpushare_agent.isolation.gpushare.format import CONFIG_NAME, GpuLimits, write_limits
+from gpushare_agent.agent.isolation.gpushare.format import CONFIG_NAME, GpuLimits, write_limits
 from tests.gpushare.conftest import MachineWith
 from tests.gpushare.support_gpushare import Container, Machine
 

@@ -18,7 +18,13 @@ from contextlib import contextmanager
 
 import pytest
 
-from gpushare_agent.isolation.gpushare.format import CONFIG_NAME, MOST_SLOTS, USAGE_BYTES, USAGE_NAME, encode_usage
+from gpushare_agent.agent.isolation.gpushare.format import (
+    CONFIG_NAME,
+    MOST_SLOTS,
+    USAGE_BYTES,
+    USAGE_NAME,
+    encode_usage,
+)
 from tests.gpushare.conftest import MachineWith
 from tests.gpushare.support_gpushare import BLOCK_MIB, CONTEXT_MIB, MIB, Container, finish
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from elftools.elf.elffile import ELFFile
 
-from gpushare_agent.isolation.gpushare.format import (
+from gpushare_agent.agent.isolation.gpushare.format import (
     CONFIG_NAME,
     MOST_SLOTS,
     USAGE_NAME,

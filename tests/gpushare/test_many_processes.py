@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from gpushare_agent.isolation.gpushare.format import MOST_SLOTS
+from gpushare_agent.agent.isolation.gpushare.format import MOST_SLOTS
 from tests.gpushare.conftest import MachineWith
 from tests.gpushare.support_gpushare import BLOCK_MIB, MIB, Container, finish
 

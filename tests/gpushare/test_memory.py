@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from gpushare_agent.isolation.gpushare.format import (
+from gpushare_agent.agent.isolation.gpushare.format import (
     CONFIG_NAME,
     USAGE_NAME,
     GpuLimits,

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from gpushare_agent.isolation.gpushare.check import check_gpushare
-from gpushare_agent.isolation.gpushare.files import GpushareFiles
-from gpushare_agent.isolation.gpushare.format import GpuLimits
-from gpushare_agent.isolation.gpushare.library import Library
-from gpushare_agent.model.allocations import ContainerKey
-from gpushare_agent.model.finding import Level
-from gpushare_agent.model.names import PodUid
-from gpushare_agent.settings.sections import LibgpushareSettings
-from gpushare_agent.settings.settings import Settings
+from gpushare_agent.agent.isolation.gpushare.check import check_gpushare
+from gpushare_agent.agent.isolation.gpushare.files import GpushareFiles
+from gpushare_agent.agent.isolation.gpushare.format import GpuLimits
+from gpushare_agent.agent.isolation.gpushare.library import Library
+from gpushare_agent.core.model.allocations import ContainerKey
+from gpushare_agent.core.model.finding import Level
+from gpushare_agent.core.model.names import PodUid
+from gpushare_agent.core.settings.sections import LibgpushareSettings
+from gpushare_agent.core.settings.settings import Settings
 from native.build_gpushare import build_gpushare
 from tests.gpushare.conftest import MachineWith
 from tests.gpushare.support_gpushare import BLOCK_MIB, CONTEXT_MIB, MIB, POD, Container, Machine, finish

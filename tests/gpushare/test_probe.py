@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from gpushare_agent.isolation.gpushare.library import MARK
-from gpushare_agent.isolation.gpushare.probe import LibraryProbe
-from gpushare_agent.isolation.gpushare.probing import STATE_NAME
-from gpushare_agent.isolation.kept import ProbeState
-from gpushare_agent.kit.daemon_thread import DaemonThread
-from gpushare_agent.model.gpus import Gpu
-from gpushare_agent.model.names import GpuUuid
+from gpushare_agent.agent.isolation.gpushare.library import MARK
+from gpushare_agent.agent.isolation.gpushare.probe import LibraryProbe
+from gpushare_agent.agent.isolation.gpushare.probing import STATE_NAME
+from gpushare_agent.agent.isolation.kept import ProbeState
+from gpushare_agent.core.kit.daemon_thread import DaemonThread
+from gpushare_agent.core.model.gpus import Gpu
+from gpushare_agent.core.model.names import GpuUuid
 from gpushare_agent.sandbox.node import EmbeddedNode
 from native.build_gpushare import build_gpushare
 from tests.agent.support_agent import log_lines, open_child, poll_until, wait_until

@@ -8,14 +8,20 @@ from pathlib import Path
 
 import pytest
 
-from gpushare_agent.isolation.gpushare.format import CONFIG_NAME, USAGE_NAME, GpuLimits, encode_config, encode_usage
-from gpushare_agent.isolation.vdevice.files import VDeviceFiles
-from gpushare_agent.isolation.vdevice.format import SOCKET_NAME
-from gpushare_agent.isolation.vdevice.server import VDeviceLimits
-from gpushare_agent.kit.bounded_grpc import ServerLimits
-from gpushare_agent.kit.sockets import connectable_path
-from gpushare_agent.model.errors import Unavailable
-from gpushare_agent.runtime.cgroup_paths import PeerIdentity
+from gpushare_agent.agent.isolation.gpushare.format import (
+    CONFIG_NAME,
+    USAGE_NAME,
+    GpuLimits,
+    encode_config,
+    encode_usage,
+)
+from gpushare_agent.agent.isolation.vdevice.files import VDeviceFiles
+from gpushare_agent.agent.isolation.vdevice.server import VDeviceLimits
+from gpushare_agent.agent.runtime.cgroup_paths import PeerIdentity
+from gpushare_agent.core.formats.vdevice import SOCKET_NAME
+from gpushare_agent.core.kit.bounded_grpc import ServerLimits
+from gpushare_agent.core.kit.sockets import connectable_path
+from gpushare_agent.core.model.errors import Unavailable
 from tests.gpushare.conftest import MachineWith
 from tests.gpushare.support_gpushare import BLOCK_MIB, MIB, Container, Machine, finish
 from tests.isolation.support_vdevice import KEY, OTHER_ID, OTHER_POD, FakeNode, serving

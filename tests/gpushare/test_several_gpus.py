@@ -7,14 +7,14 @@ from collections.abc import Sequence
 import pytest
 from msgspec.structs import replace
 
-from gpushare_agent.isolation.gpushare.edits import live_limits
-from gpushare_agent.isolation.gpushare.files import GpushareFiles
-from gpushare_agent.isolation.gpushare.format import GpuLimits
-from gpushare_agent.isolation.gpushare.library import Library
-from gpushare_agent.model.allocations import Allocation, ContainerKey
-from gpushare_agent.model.gpus import Gpu
-from gpushare_agent.model.names import DeviceId, GpuUuid, PodUid, unit_id
-from gpushare_agent.model.resources import ResourceKind
+from gpushare_agent.agent.isolation.gpushare.edits import live_limits
+from gpushare_agent.agent.isolation.gpushare.files import GpushareFiles
+from gpushare_agent.agent.isolation.gpushare.format import GpuLimits
+from gpushare_agent.agent.isolation.gpushare.library import Library
+from gpushare_agent.core.model.allocations import Allocation, ContainerKey
+from gpushare_agent.core.model.gpus import Gpu
+from gpushare_agent.core.model.names import DeviceId, GpuUuid, PodUid, unit_id
+from gpushare_agent.core.model.resources import ResourceKind
 from tests.gpushare.conftest import MachineWith
 from tests.gpushare.support_gpushare import BLOCK_MIB, POD, Container, Machine
 from tests.support_core import NAMES, allocation, container, inventory, pod

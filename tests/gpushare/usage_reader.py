@@ -6,7 +6,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gpushare_agent.isolation.gpushare.format import MOST_GPUS, MOST_SLOTS, read_held, usage_head_bytes
+from gpushare_agent.agent.isolation.gpushare.format import MOST_GPUS, MOST_SLOTS, read_held, usage_head_bytes
 
 KINDS = ("linear", "managed", "virtual", "array", "pool", "graph", "context")
 _GPU = struct.Struct("@QqQqQQQQQ")

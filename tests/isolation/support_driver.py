@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from gpushare_agent.delivery.volume_plan import DriverVolume, VolumeName
+from gpushare_agent.agent.delivery.volume_plan import DriverVolume, VolumeName
 
 NATIVE = Path(__file__).parents[1] / "native"
 LDCONFIG = shutil.which("ldconfig") or shutil.which("ldconfig", path="/usr/sbin:/sbin")

@@ -11,9 +11,9 @@ import signal
 import sys
 from pathlib import Path
 
-from gpushare_agent.delivery.host_libraries import DriverLibraries, host_machine, read_control
-from gpushare_agent.delivery.volume_directory import DriverDirectory
-from gpushare_agent.delivery.volume_plan import DriverVolume, VolumeName, VolumePlan, plan_volume
+from gpushare_agent.agent.delivery.host_libraries import DriverLibraries, host_machine, read_control
+from gpushare_agent.agent.delivery.volume_directory import DriverDirectory
+from gpushare_agent.agent.delivery.volume_plan import DriverVolume, VolumeName, VolumePlan, plan_volume
 
 EVENTS = ("open", "os.", "shutil.", "fcntl.", "tempfile.", "ctypes.")
 LISTED = ("libcuda.so", "libnvidia-ml.so", "libnvidia-ptxjitcompiler.so")

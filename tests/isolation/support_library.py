@@ -6,7 +6,7 @@ import os
 import struct
 from pathlib import Path
 
-from gpushare_agent.isolation.gpushare.library import MARK
+from gpushare_agent.agent.isolation.gpushare.library import MARK
 
 MACHINES = {"x86_64": 62, "aarch64": 183}
 

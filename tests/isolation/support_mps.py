@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from gpushare_agent.isolation.mps.control import MpsControl
+from gpushare_agent.agent.isolation.mps.control import MpsControl
 from tests.support_deadline import DEADLINE_S
 
 ROOT = Path(__file__).parents[2]

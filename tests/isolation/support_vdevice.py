@@ -12,15 +12,15 @@ from typing import Protocol, TypeVar
 
 from grpclib.client import Channel
 
-from gpushare_agent.isolation.vdevice.files import VDeviceFiles
-from gpushare_agent.isolation.vdevice.format import VDeviceConfig, encode_config
-from gpushare_agent.isolation.vdevice.server import VDeviceLimits, VDeviceServer
-from gpushare_agent.kit.sockets import connectable_path
-from gpushare_agent.model.allocations import ContainerKey
-from gpushare_agent.model.errors import AgentError
-from gpushare_agent.model.names import PodUid
-from gpushare_agent.runtime.cgroup_paths import PeerIdentity
-from gpushare_agent.wire.vcuda import VcudaServiceStub, VDeviceRequest
+from gpushare_agent.agent.isolation.vdevice.files import VDeviceFiles
+from gpushare_agent.agent.isolation.vdevice.server import VDeviceLimits, VDeviceServer
+from gpushare_agent.agent.runtime.cgroup_paths import PeerIdentity
+from gpushare_agent.core.formats.vdevice import VDeviceConfig, encode_config
+from gpushare_agent.core.kit.sockets import connectable_path
+from gpushare_agent.core.model.allocations import ContainerKey
+from gpushare_agent.core.model.errors import AgentError
+from gpushare_agent.core.model.names import PodUid
+from gpushare_agent.core.wire.vcuda import VcudaServiceStub, VDeviceRequest
 
 POD = PodUid("0f9c4f0e-5a0b-4b8e-9d38-0d4a3f7b6c11")
 OTHER_POD = PodUid("9e1d7c52-1111-4222-8333-444455556666")

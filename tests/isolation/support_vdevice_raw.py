@@ -20,9 +20,9 @@ from h2.connection import H2Connection
 from h2.events import Event, ResponseReceived, StreamEnded, TrailersReceived
 from msgspec.structs import replace
 
-from gpushare_agent.isolation.vdevice.files import VDeviceFiles
-from gpushare_agent.isolation.vdevice.server import METHOD, VDeviceLimits
-from gpushare_agent.wire.vcuda import VDeviceRequest
+from gpushare_agent.agent.isolation.vdevice.files import VDeviceFiles
+from gpushare_agent.agent.isolation.vdevice.server import METHOD, VDeviceLimits
+from gpushare_agent.core.wire.vcuda import VDeviceRequest
 from tests.isolation.support_vdevice import KEY, OTHER, OTHER_POD, POD, FakeNode, register, server_of, share_config
 from tests.support_deadline import DEADLINE_S
 

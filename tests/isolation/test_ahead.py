@@ -8,10 +8,10 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from gpushare_agent.isolation.ahead import NOT_STARTED_FOR_S, PreparedAhead
-from gpushare_agent.kit.supervision import stop_task
-from gpushare_agent.model.allocations import ContainerKey
-from gpushare_agent.model.names import PodUid
+from gpushare_agent.agent.isolation.ahead import NOT_STARTED_FOR_S, PreparedAhead
+from gpushare_agent.core.kit.supervision import stop_task
+from gpushare_agent.core.model.allocations import ContainerKey
+from gpushare_agent.core.model.names import PodUid
 from tests.agent.support_agent import poll_until
 
 FIRST, SECOND = (ContainerKey(PodUid("11111111-2222-3333-4444-555555555555"), name) for name in ("a", "b"))

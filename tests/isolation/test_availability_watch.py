@@ -8,9 +8,9 @@ from contextlib import asynccontextmanager
 
 from structlog.testing import capture_logs
 
-from gpushare_agent.isolation.part import AvailabilityWatch
-from gpushare_agent.kit.supervision import stop_task
-from gpushare_agent.model.errors import Unavailable
+from gpushare_agent.agent.isolation.part import AvailabilityWatch
+from gpushare_agent.core.kit.supervision import stop_task
+from gpushare_agent.core.model.errors import Unavailable
 from tests.support_deadline import DEADLINE_S
 
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from gpushare_agent.delivery.cdi_files import MAX_BYTES, MAX_FILES, MAX_YAML_BYTES, CdiFiles
-from gpushare_agent.model.errors import Unavailable
+from gpushare_agent.agent.delivery.cdi_files import MAX_BYTES, MAX_FILES, MAX_YAML_BYTES, CdiFiles
+from gpushare_agent.core.model.errors import Unavailable
 from tests.isolation.support_cdi import NVIDIA_CTK, spec, write_spec
 
 

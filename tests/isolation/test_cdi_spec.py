@@ -12,7 +12,7 @@ import pytest
 import yaml
 from msgspec.structs import replace
 
-from gpushare_agent.delivery.own_spec import (
+from gpushare_agent.agent.delivery.own_spec import (
     SPEC_CONTROL_NODES,
     SpecNodes,
     build_spec,
@@ -21,8 +21,8 @@ from gpushare_agent.delivery.own_spec import (
     naming,
     spec_version,
 )
-from gpushare_agent.model.errors import Rejected
-from gpushare_agent.model.isolation import SpecFile, is_device_name, is_kind
+from gpushare_agent.core.model.errors import Rejected
+from gpushare_agent.core.model.isolation import SpecFile, is_device_name, is_kind
 from gpushare_agent.sandbox.runtime.cdi_resolver import CdiResolver
 from tests.isolation.support_cdi import NVIDIA_CTK, schema
 from tests.support_core import inventory, mig_instance

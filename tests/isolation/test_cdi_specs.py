@@ -10,11 +10,11 @@ import pytest
 from msgspec.structs import replace
 from structlog.testing import capture_logs
 
-from gpushare_agent.delivery.cdi_files import CdiFiles
-from gpushare_agent.delivery.cdi_specs import CdiSpecs, SpecChange
-from gpushare_agent.delivery.own_spec import SpecNodes
-from gpushare_agent.model.errors import Rejected
-from gpushare_agent.model.gpus import Gpu
+from gpushare_agent.agent.delivery.cdi_files import CdiFiles
+from gpushare_agent.agent.delivery.cdi_specs import CdiSpecs, SpecChange
+from gpushare_agent.agent.delivery.own_spec import SpecNodes
+from gpushare_agent.core.model.errors import Rejected
+from gpushare_agent.core.model.gpus import Gpu
 from gpushare_agent.sandbox.runtime.cdi_resolver import CdiResolver
 from tests.isolation.support_cdi import NVIDIA_CTK, schema, write_spec
 from tests.support_core import inventory

@@ -6,10 +6,10 @@ from itertools import combinations
 
 import pytest
 
-from gpushare_agent.gpus.simulated.driver import SimulatedDriver
-from gpushare_agent.isolation.choice import Candidate, Choice, choose
-from gpushare_agent.isolation.part import build_probes
-from gpushare_agent.settings.settings import load_settings
+from gpushare_agent.agent.gpus.simulated.driver import SimulatedDriver
+from gpushare_agent.agent.isolation.choice import Candidate, Choice, choose
+from gpushare_agent.agent.isolation.part import build_probes
+from gpushare_agent.core.settings.settings import load_settings
 
 STANDINGS = {
     name: probe.standing

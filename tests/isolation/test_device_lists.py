@@ -8,17 +8,17 @@ import re
 import pytest
 from msgspec.structs import replace
 
-from gpushare_agent.admission.decisions.container_edits import EditPolicy, edits_for
-from gpushare_agent.delivery.device_lists import (
+from gpushare_agent.agent.admission.decisions.container_edits import EditPolicy, edits_for
+from gpushare_agent.agent.delivery.device_lists import (
     STRATEGIES,
     DeviceListRequest,
     NodeDevices,
     device_edits,
     strategy_warnings,
 )
-from gpushare_agent.model.allocations import ContainerEdits, ContainerMount
-from gpushare_agent.model.isolation import DeviceListStrategy
-from gpushare_agent.model.pods import ContainerSpec
+from gpushare_agent.core.model.allocations import ContainerEdits, ContainerMount
+from gpushare_agent.core.model.isolation import DeviceListStrategy
+from gpushare_agent.core.model.pods import ContainerSpec
 from tests.support_core import NAMES, container, inventory, isolation_config, mig_instance, pod
 
 ENVVAR, MOUNTS, NODES, ANNOTATIONS, CRI = DeviceListStrategy

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import ValidationError
 
-from gpushare_agent.delivery.volume_config import parse_volumes, read_volume_config
-from gpushare_agent.delivery.volume_plan import DriverVolume, VolumeName
-from gpushare_agent.model.errors import StartupError
+from gpushare_agent.agent.delivery.volume_config import parse_volumes, read_volume_config
+from gpushare_agent.agent.delivery.volume_plan import DriverVolume, VolumeName
+from gpushare_agent.core.model.errors import StartupError
 
 EXAMPLE = Path(__file__).parent.parent.parent / "manifests/base/volume.conf"
 

@@ -15,11 +15,11 @@ from pathlib import Path
 
 import pytest
 
-from gpushare_agent.cli.driver_volume import read_mounted_directories
-from gpushare_agent.delivery.host_libraries import DriverLibraries, host_machine, read_control
-from gpushare_agent.delivery.volume_directory import DriverDirectory, Installed
-from gpushare_agent.delivery.volume_plan import VolumeName, VolumePlan, plan_volume
-from gpushare_agent.model.errors import StartupError, Unavailable
+from gpushare_agent.agent.commands.driver_volume import read_mounted_directories
+from gpushare_agent.agent.delivery.host_libraries import DriverLibraries, host_machine, read_control
+from gpushare_agent.agent.delivery.volume_directory import DriverDirectory, Installed
+from gpushare_agent.agent.delivery.volume_plan import VolumeName, VolumePlan, plan_volume
+from gpushare_agent.core.model.errors import StartupError, Unavailable
 from tests.isolation.support_driver import CONTROL, NATIVE, REAL, FakeHost, require_cc, tree_of
 from tests.settings.support_settings import clean_environment
 from tests.support_deadline import DEADLINE_S

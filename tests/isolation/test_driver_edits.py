@@ -7,16 +7,12 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from gpushare_agent.isolation import (
-    ISOLATIONS,
-    GpuShare,
-    IsolationRequest,
-)
-from gpushare_agent.model.allocations import ContainerEdits
-from gpushare_agent.model.errors import RefusalReason, Refused
-from gpushare_agent.model.isolation import isolation_parts
-from gpushare_agent.model.names import ENV_GPU_MEMORY_LIMIT, ENV_GPU_MEMORY_REQUEST, PodUid
-from gpushare_agent.settings.sections import MpsSettings
+from gpushare_agent.agent.isolation import ISOLATIONS, GpuShare, IsolationRequest
+from gpushare_agent.core.model.allocations import ContainerEdits
+from gpushare_agent.core.model.errors import RefusalReason, Refused
+from gpushare_agent.core.model.isolation import isolation_parts
+from gpushare_agent.core.model.names import ENV_GPU_MEMORY_LIMIT, ENV_GPU_MEMORY_REQUEST, PodUid
+from gpushare_agent.core.settings.sections import MpsSettings
 from tests.support_core import container, inventory, isolation_config
 
 GPUS = inventory(memory_mib=24 * 1024).gpus

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from gpushare_agent.delivery.elf import read_elf
-from gpushare_agent.delivery.host_libraries import DriverLibraries, HostFiles, read_control
-from gpushare_agent.delivery.volume_plan import FoundLibrary
-from gpushare_agent.model.errors import Corrupt, NotFound, StartupError
+from gpushare_agent.agent.delivery.elf import read_elf
+from gpushare_agent.agent.delivery.host_libraries import DriverLibraries, HostFiles, read_control
+from gpushare_agent.agent.delivery.volume_plan import FoundLibrary
+from gpushare_agent.core.model.errors import Corrupt, NotFound, StartupError
 from tests.isolation.support_driver import (
     LIBRARY_DIRECTORY,
     LIBRARY_DIRECTORY_32,

@@ -9,16 +9,16 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
-from gpushare_agent.isolation.driver.edits import MemoryShare, memory_shares, pod_memory
-from gpushare_agent.isolation.driver.limits import DriverLimits
-from gpushare_agent.kit.supervision import forever, stop_task
-from gpushare_agent.model.allocations import Allocation, ContainerKey
-from gpushare_agent.model.errors import Refused, Rejected, Unavailable
-from gpushare_agent.model.isolation import LimitOutcome, MemoryLimit
-from gpushare_agent.model.names import GIB, GpuUuid, PodUid, unit_id
-from gpushare_agent.model.pods import ContainerKind
-from gpushare_agent.model.resources import ResourceKind, ResourceNames
-from gpushare_agent.runtime.cgroups import Cgroups
+from gpushare_agent.agent.isolation.driver.edits import MemoryShare, memory_shares, pod_memory
+from gpushare_agent.agent.isolation.driver.limits import DriverLimits
+from gpushare_agent.agent.runtime.cgroups import Cgroups
+from gpushare_agent.core.kit.supervision import forever, stop_task
+from gpushare_agent.core.model.allocations import Allocation, ContainerKey
+from gpushare_agent.core.model.errors import Refused, Rejected, Unavailable
+from gpushare_agent.core.model.isolation import LimitOutcome, MemoryLimit
+from gpushare_agent.core.model.names import GIB, GpuUuid, PodUid, unit_id
+from gpushare_agent.core.model.pods import ContainerKind
+from gpushare_agent.core.model.resources import ResourceKind, ResourceNames
 from tests.agent.support_agent import poll_until
 from tests.support_core import inventory
 

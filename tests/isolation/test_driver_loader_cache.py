@@ -9,8 +9,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from gpushare_agent.delivery.elf import parse_loader_cache, read_loader_cache
-from gpushare_agent.model.errors import Corrupt
+from gpushare_agent.agent.delivery.elf import parse_loader_cache, read_loader_cache
+from gpushare_agent.core.model.errors import Corrupt
 from tests.isolation.support_driver import LIBRARY_DIRECTORY_32, FakeHost, has_m32
 
 NEW = b"glibc-ld.so.cache1.1"

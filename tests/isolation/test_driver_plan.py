@@ -9,7 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from gpushare_agent.delivery.volume_plan import (
+from gpushare_agent.agent.delivery.volume_plan import (
     CONTROLLED,
     Control,
     DriverVolume,
@@ -24,7 +24,7 @@ from gpushare_agent.delivery.volume_plan import (
     driver_version_text,
     plan_volume,
 )
-from gpushare_agent.model.errors import StartupError
+from gpushare_agent.core.model.errors import StartupError
 
 BASE = Path("/etc/gpu-manager/vdriver")
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from gpushare_agent.delivery.device_nodes import read_extra_devices
-from gpushare_agent.model.errors import StartupError
+from gpushare_agent.agent.delivery.device_nodes import read_extra_devices
+from gpushare_agent.core.model.errors import StartupError
 
 
 def test_device_nodes_are_read_in_order(tmp_path: Path) -> None:

@@ -17,11 +17,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from gpushare_agent.isolation.vdevice.files import VDeviceFiles
-from gpushare_agent.isolation.vdevice.server import METHOD, VDeviceLimits
-from gpushare_agent.kit.bounded_grpc import ServerLimits
-from gpushare_agent.model.errors import NotFound, Unavailable
-from gpushare_agent.wire.vcuda import VDeviceRequest
+from gpushare_agent.agent.isolation.vdevice.files import VDeviceFiles
+from gpushare_agent.agent.isolation.vdevice.server import METHOD, VDeviceLimits
+from gpushare_agent.core.kit.bounded_grpc import ServerLimits
+from gpushare_agent.core.model.errors import NotFound, Unavailable
+from gpushare_agent.core.wire.vcuda import VDeviceRequest
 from tests.isolation.support_gpu_client import (
     Ended,
     compile_gpu_client,

@@ -24,12 +24,11 @@ import pytest
 from msgspec.structs import replace
 from structlog.testing import capture_logs
 
-from gpushare_agent.cluster.kube.pods import parse_pod, read_pod_json
-from gpushare_agent.isolation import GpuShare, IsolationRequest
-from gpushare_agent.isolation.gpushare.check import check_gpushare
-from gpushare_agent.isolation.gpushare.edits import ISOLATION, LIBRARY_PATH, edit_gpushare, live_limits
-from gpushare_agent.isolation.gpushare.files import GpushareFiles
-from gpushare_agent.isolation.gpushare.format import (
+from gpushare_agent.agent.isolation import GpuShare, IsolationRequest
+from gpushare_agent.agent.isolation.gpushare.check import check_gpushare
+from gpushare_agent.agent.isolation.gpushare.edits import ISOLATION, LIBRARY_PATH, edit_gpushare, live_limits
+from gpushare_agent.agent.isolation.gpushare.files import GpushareFiles
+from gpushare_agent.agent.isolation.gpushare.format import (
     CONFIG_BYTES,
     CONFIG_NAME,
     MOST_GPUS,
@@ -39,25 +38,26 @@ from gpushare_agent.isolation.gpushare.format import (
     Observed,
     encode_config,
 )
-from gpushare_agent.isolation.gpushare.library import MARK, Library
-from gpushare_agent.isolation.gpushare.observed import (
+from gpushare_agent.agent.isolation.gpushare.library import MARK, Library
+from gpushare_agent.agent.isolation.gpushare.observed import (
     BusyCount,
     ObservedContainers,
     owners_of,
     pause_s,
     used_bytes,
 )
-from gpushare_agent.isolation.vdevice.files import VDeviceFiles
-from gpushare_agent.model.allocations import Allocation, ClaimRef, ClaimShare, ContainerEdits, ContainerKey
-from gpushare_agent.model.errors import Corrupt, NotFound, Refused, StartupError, Unavailable
-from gpushare_agent.model.finding import Level
-from gpushare_agent.model.gpus import Gpu
-from gpushare_agent.model.names import CORE_LIMIT_ANNOTATION, MIB, GpuUuid, PodUid, unit_id
-from gpushare_agent.model.pods import Pod
-from gpushare_agent.model.resources import ResourceKind
-from gpushare_agent.model.usage import BusyProcess, ContainerUse, GpuBusy, ProcessSample, UsageRound
-from gpushare_agent.settings.sections import LibgpushareSettings
-from gpushare_agent.settings.settings import Settings
+from gpushare_agent.agent.isolation.vdevice.files import VDeviceFiles
+from gpushare_agent.core.kube.pods import parse_pod, read_pod_json
+from gpushare_agent.core.model.allocations import Allocation, ClaimRef, ClaimShare, ContainerEdits, ContainerKey
+from gpushare_agent.core.model.errors import Corrupt, NotFound, Refused, StartupError, Unavailable
+from gpushare_agent.core.model.finding import Level
+from gpushare_agent.core.model.gpus import Gpu
+from gpushare_agent.core.model.names import CORE_LIMIT_ANNOTATION, MIB, GpuUuid, PodUid, unit_id
+from gpushare_agent.core.model.pods import Pod
+from gpushare_agent.core.model.resources import ResourceKind
+from gpushare_agent.core.model.usage import BusyProcess, ContainerUse, GpuBusy, ProcessSample, UsageRound
+from gpushare_agent.core.settings.sections import LibgpushareSettings
+from gpushare_agent.core.settings.settings import Settings
 from tests.isolation.support_library import fake_library
 from tests.support_core import NAMES, allocation, container, ids, inventory, isolation_config, mig_instance, pod
 

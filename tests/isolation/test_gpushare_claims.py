@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpushare_agent.isolation.gpushare.claims import Claim, Claims
-from gpushare_agent.isolation.gpushare.format import GpuLimits, Observed, Paid
-from gpushare_agent.model.allocations import ContainerKey
-from gpushare_agent.model.names import PodUid
+from gpushare_agent.agent.isolation.gpushare.claims import Claim, Claims
+from gpushare_agent.agent.isolation.gpushare.format import GpuLimits, Observed, Paid
+from gpushare_agent.core.model.allocations import ContainerKey
+from gpushare_agent.core.model.names import PodUid
 
 MS = 1_000_000
 BEGAN = 1000_000 * MS

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from gpushare_agent.isolation.gpushare import format as layout
-from gpushare_agent.isolation.gpushare import turns
+from gpushare_agent.agent.isolation.gpushare import format as layout
+from gpushare_agent.agent.isolation.gpushare import turns
 from tests.gpushare.usage_reader import KINDS
 from tests.isolation.support_driver import NATIVE, require_cc
 

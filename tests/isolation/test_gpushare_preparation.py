@@ -11,14 +11,14 @@ import pytest
 from msgspec.structs import replace
 from structlog.testing import capture_logs
 
-from gpushare_agent.isolation.gpushare.files import GpushareFiles
-from gpushare_agent.isolation.gpushare.format import USAGE_BYTES, USAGE_NAME, GpuLimits
-from gpushare_agent.isolation.gpushare.library import Library
-from gpushare_agent.isolation.gpushare.preparation import Preparation
-from gpushare_agent.kit.supervision import forever, stop_task
-from gpushare_agent.model.allocations import Allocation, ContainerKey
-from gpushare_agent.model.errors import RefusalReason, Refused, Unavailable
-from gpushare_agent.model.names import PodUid
+from gpushare_agent.agent.isolation.gpushare.files import GpushareFiles
+from gpushare_agent.agent.isolation.gpushare.format import USAGE_BYTES, USAGE_NAME, GpuLimits
+from gpushare_agent.agent.isolation.gpushare.library import Library
+from gpushare_agent.agent.isolation.gpushare.preparation import Preparation
+from gpushare_agent.core.kit.supervision import forever, stop_task
+from gpushare_agent.core.model.allocations import Allocation, ContainerKey
+from gpushare_agent.core.model.errors import RefusalReason, Refused, Unavailable
+from gpushare_agent.core.model.names import PodUid
 from tests.agent.support_agent import poll_until
 from tests.isolation.support_library import fake_library
 from tests.support_core import allocation, container, ids, pod
@@ -125,7 +125,7 @@ async def test_what_cannot_be_prepared_is_refused_with_the_reason(world: World) 
 
 async def test_a_disk_that_hangs_is_a_refusal_in_time(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """And the thread that hangs keeps nothing from ending."""
-    monkeypatch.setattr("gpushare_agent.isolation.gpushare.preparation.FILES_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("gpushare_agent.agent.isolation.gpushare.preparation.FILES_TIMEOUT_S", 0.05)
     world.files.go_on.clear()
     try:
         with capture_logs():

@@ -10,24 +10,24 @@ import pytest
 from msgspec.structs import replace
 from structlog.testing import capture_logs
 
-from gpushare_agent.isolation.gpushare.library import Library
-from gpushare_agent.isolation.gpushare.part import probe
-from gpushare_agent.isolation.gpushare.probe import CAPS, MEMORY_BYTES, NEEDED_BYTES, Run, failure_of, idle_gpu
-from gpushare_agent.isolation.gpushare.probing import (
+from gpushare_agent.agent.isolation.gpushare.library import Library
+from gpushare_agent.agent.isolation.gpushare.part import probe
+from gpushare_agent.agent.isolation.gpushare.probe import CAPS, MEMORY_BYTES, NEEDED_BYTES, Run, failure_of, idle_gpu
+from gpushare_agent.agent.isolation.gpushare.probing import (
     MOST_UNFINISHED,
     STATE_NAME,
     ProbedLibrary,
     Remembered,
     recall,
 )
-from gpushare_agent.isolation.kept import ProbeState
-from gpushare_agent.kit.daemon_thread import DaemonThread
-from gpushare_agent.model.allocations import Allocation, ContainerKey
-from gpushare_agent.model.errors import Unavailable
-from gpushare_agent.model.gpus import Gpu, GpuInventory, Health
-from gpushare_agent.model.names import MIB, PodUid
-from gpushare_agent.model.usage import GpuSample, ProcessSample, UsageRound
-from gpushare_agent.settings.settings import load_settings
+from gpushare_agent.agent.isolation.kept import ProbeState
+from gpushare_agent.core.kit.daemon_thread import DaemonThread
+from gpushare_agent.core.model.allocations import Allocation, ContainerKey
+from gpushare_agent.core.model.errors import Unavailable
+from gpushare_agent.core.model.gpus import Gpu, GpuInventory, Health
+from gpushare_agent.core.model.names import MIB, PodUid
+from gpushare_agent.core.model.usage import GpuSample, ProcessSample, UsageRound
+from gpushare_agent.core.settings.settings import load_settings
 from tests.isolation.support_library import fake_library
 from tests.support_core import allocation, container, ids, inventory, mig_instance, pod
 

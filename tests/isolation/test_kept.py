@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from gpushare_agent.isolation import ISOLATIONS, Isolation, IsolationRequest
-from gpushare_agent.isolation.kept import (
+from gpushare_agent.agent.isolation import ISOLATIONS, Isolation, IsolationRequest
+from gpushare_agent.agent.isolation.kept import (
     ITS_OWN_GPU,
     NOBODY,
     NOT_KEPT_TEXTS,
@@ -14,7 +14,7 @@ from gpushare_agent.isolation.kept import (
     NotKept,
     kept_together,
 )
-from gpushare_agent.model.allocations import ContainerEdits
+from gpushare_agent.core.model.allocations import ContainerEdits
 from tests.real_isolation.checks import CHECKS, Verdict
 from tests.real_isolation.library_table import OURS, ROWS, About
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from gpushare_agent.isolation import ISOLATIONS, GpuShare, IsolationRequest
-from gpushare_agent.model.errors import Refused
+from gpushare_agent.agent.isolation import ISOLATIONS, GpuShare, IsolationRequest
+from gpushare_agent.core.model.errors import Refused
 from tests.support_core import container, isolation_config, mig_instance, pod
 
 

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from gpushare_agent.isolation.mps import control as mps_control
-from gpushare_agent.isolation.mps.control import MpsControl
-from gpushare_agent.isolation.mps.files import DAEMON_FILES, PID_FILE, MpsFiles
-from gpushare_agent.model.errors import StartupError, Unavailable
+from gpushare_agent.agent.isolation.mps import control as mps_control
+from gpushare_agent.agent.isolation.mps.control import MpsControl
+from gpushare_agent.agent.isolation.mps.files import DAEMON_FILES, PID_FILE, MpsFiles
+from gpushare_agent.core.model.errors import StartupError, Unavailable
 from gpushare_agent.sandbox.fake_mps import open_fake_mps
 from tests.isolation.support_mps import MpsPlace, mps_place, poll_until, script
 from tests.sandbox.support_containers import is_alive

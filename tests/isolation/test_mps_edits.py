@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from gpushare_agent.isolation import GpuShare, IsolationRequest
-from gpushare_agent.isolation.mps.edits import edit_mps
-from gpushare_agent.model.allocations import ContainerEdits, ContainerMount
-from gpushare_agent.model.errors import RefusalReason, Refused
-from gpushare_agent.model.names import PodUid
-from gpushare_agent.settings.sections import MpsSettings
+from gpushare_agent.agent.isolation import GpuShare, IsolationRequest
+from gpushare_agent.agent.isolation.mps.edits import edit_mps
+from gpushare_agent.core.model.allocations import ContainerEdits, ContainerMount
+from gpushare_agent.core.model.errors import RefusalReason, Refused
+from gpushare_agent.core.model.names import PodUid
+from gpushare_agent.core.settings.sections import MpsSettings
 from tests.support_core import container, inventory, isolation_config
 
 GPUS = tuple(replace(gpu, memory_mib=24576) for gpu in inventory().gpus)

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from gpushare_agent import isolation
-from gpushare_agent.cli.check import check_node
-from gpushare_agent.settings.isolation_names import isolation_names
-from gpushare_agent.settings.reference import markdown
-from gpushare_agent.settings.settings import SettingsError, load_settings
-from gpushare_agent.wire.v1beta1 import ContainerAllocateResponse
+from gpushare_agent.agent import isolation
+from gpushare_agent.agent.commands.check import check_node
+from gpushare_agent.core.settings.isolation_names import isolation_names
+from gpushare_agent.core.settings.reference import markdown
+from gpushare_agent.core.settings.settings import SettingsError, load_settings
+from gpushare_agent.core.wire.v1beta1 import ContainerAllocateResponse
 from tests.agent.support_agent import calls_of, open_agent, wait_running
 from tests.docs.isolations_page import isolations
 from tests.sandbox.support_sandbox import CORE, container, open_test_node, pod, wait_allocatable
@@ -22,8 +22,8 @@ from tests.settings.support_settings import ROOT
 from tests.support_json import written_node
 
 CHECK = """
-from gpushare_agent.isolation.check import CheckProbe
-from gpushare_agent.model.finding import ok
+from gpushare_agent.agent.isolation.check import CheckProbe
+from gpushare_agent.core.model.finding import ok
 
 
 async def check_example(settings):
@@ -37,7 +37,7 @@ def probes(open_driver):
 
 @pytest.fixture
 def example(tmp_path: Path) -> Iterator[None]:
-    """The package below a second folder of gpushare_agent.isolation, while the test runs."""
+    """The package below a second folder of gpushare_agent.agent.isolation, while the test runs."""
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     (edits,) = re.findall(r"## Add an isolation\n.*?```python\n(.*?)```", text, re.S)
     package = tmp_path / "example"

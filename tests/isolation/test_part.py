@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from gpushare_agent.isolation import ISOLATIONS
-from gpushare_agent.isolation.isolations import Isolations
-from gpushare_agent.isolation.part import IsolationHost, IsolationPart
-from gpushare_agent.isolation.request import Follows
-from gpushare_agent.model.allocations import Allocation
-from gpushare_agent.model.names import ISOLATION_ANNOTATION
-from gpushare_agent.model.pods import Pod
-from gpushare_agent.settings.settings import load_settings
+from gpushare_agent.agent.isolation import ISOLATIONS
+from gpushare_agent.agent.isolation.isolations import Isolations
+from gpushare_agent.agent.isolation.part import IsolationHost, IsolationPart
+from gpushare_agent.agent.isolation.request import Follows
+from gpushare_agent.core.model.allocations import Allocation
+from gpushare_agent.core.model.names import ISOLATION_ANNOTATION
+from gpushare_agent.core.model.pods import Pod
+from gpushare_agent.core.settings.settings import load_settings
 from tests.support_core import allocation, container, ids, pod
 
 BOTH = "gpushare+driver"

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from gpushare_agent.isolation.shares import core_limit, share_cores
-from gpushare_agent.isolation.vdevice.container_processes import reported_pids
-from gpushare_agent.model.gpus import KernelModule
-from gpushare_agent.model.names import CORE_LIMIT_ANNOTATION
-from gpushare_agent.model.resources import ResourceKind
-from gpushare_agent.runtime.cgroups import Cgroups, parse_namespace_pids
+from gpushare_agent.agent.isolation.vdevice.container_processes import reported_pids
+from gpushare_agent.agent.runtime.cgroups import Cgroups, parse_namespace_pids
+from gpushare_agent.core.model.gpus import KernelModule
+from gpushare_agent.core.model.names import CORE_LIMIT_ANNOTATION
+from gpushare_agent.core.model.resources import ResourceKind
+from gpushare_agent.core.model.shares import core_limit, share_cores
 from tests.support_core import NAMES, allocation, container, ids, inventory, pod
 
 

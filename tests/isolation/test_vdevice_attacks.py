@@ -19,9 +19,9 @@ from grpclib import GRPCError
 from grpclib.client import Channel
 from h2.events import PingAckReceived
 
-from gpushare_agent.isolation.vdevice.server import HANDLING_COST_S, VDeviceLimits
-from gpushare_agent.kit.bounded_grpc import ServerLimits
-from gpushare_agent.wire.vcuda import VcudaServiceStub, VDeviceRequest
+from gpushare_agent.agent.isolation.vdevice.server import HANDLING_COST_S, VDeviceLimits
+from gpushare_agent.core.kit.bounded_grpc import ServerLimits
+from gpushare_agent.core.wire.vcuda import VcudaServiceStub, VDeviceRequest
 from tests.isolation.support_vdevice import ID, KEY, OTHER, OTHER_ID, OTHER_POD, POD
 from tests.isolation.support_vdevice_raw import (
     DEADLINE_S,

@@ -11,10 +11,10 @@ import pytest
 from grpclib import GRPCError, Status
 from msgspec.structs import replace
 
-from gpushare_agent.isolation.vdevice.format import VDeviceConfig, decode_config, decode_pids
-from gpushare_agent.model.allocations import ClaimShare, ContainerKey
-from gpushare_agent.model.names import PodUid
-from gpushare_agent.model.resources import ResourceKind
+from gpushare_agent.core.formats.vdevice import VDeviceConfig, decode_config, decode_pids
+from gpushare_agent.core.model.allocations import ClaimShare, ContainerKey
+from gpushare_agent.core.model.names import PodUid
+from gpushare_agent.core.model.resources import ResourceKind
 from tests.dra.support_claims import ref_of, uid_of
 from tests.isolation.support_vdevice import ID, KEY, OTHER_ID, POD, register
 from tests.isolation.test_virtual_manager import Running, World

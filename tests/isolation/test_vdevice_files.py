@@ -1,4 +1,4 @@
-"""isolation/vdevice/format.py and isolation/vdevice/files.py: what a C program reads, and what lies where."""
+"""core/formats/vdevice.py and isolation/vdevice/files.py: what a C program reads, and what lies where."""
 
 from __future__ import annotations
 
@@ -18,9 +18,8 @@ import structlog
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpushare_agent.isolation.names import is_container_name, is_pod_uid
-from gpushare_agent.isolation.vdevice.files import VDeviceFiles
-from gpushare_agent.isolation.vdevice.format import (
+from gpushare_agent.agent.isolation.vdevice.files import VDeviceFiles
+from gpushare_agent.core.formats.vdevice import (
     CONFIG_BYTES,
     VDeviceConfig,
     decode_config,
@@ -29,9 +28,10 @@ from gpushare_agent.isolation.vdevice.format import (
     encode_pids,
     split_container_name,
 )
-from gpushare_agent.model.allocations import ContainerKey
-from gpushare_agent.model.errors import Corrupt, NotFound, Rejected, Unavailable
-from gpushare_agent.model.names import PodUid, is_container_id
+from gpushare_agent.core.model.allocations import ContainerKey
+from gpushare_agent.core.model.directory_names import is_container_name, is_pod_uid
+from gpushare_agent.core.model.errors import Corrupt, NotFound, Rejected, Unavailable
+from gpushare_agent.core.model.names import PodUid, is_container_id
 from tests.isolation.support_vdevice import ID, KEY, MIB, OTHER, OTHER_ID, POD, share_config
 
 SOURCE = Path(__file__).parent.parent / "native" / "vcuda_config.c"

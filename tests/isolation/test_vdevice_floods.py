@@ -16,8 +16,8 @@ from grpclib.exceptions import StreamTerminatedError
 from h2.config import H2Configuration
 from h2.connection import H2Connection
 
-from gpushare_agent.isolation.vdevice.server import HANDLING_COST_S, VDeviceLimits
-from gpushare_agent.kit.bounded_grpc import ServerLimits
+from gpushare_agent.agent.isolation.vdevice.server import HANDLING_COST_S, VDeviceLimits
+from gpushare_agent.core.kit.bounded_grpc import ServerLimits
 from tests.isolation.support_vdevice import POD, register
 from tests.isolation.support_vdevice_raw import (
     CALLS_AT_ONCE,

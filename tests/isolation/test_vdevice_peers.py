@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from gpushare_agent.runtime.cgroup_paths import NOBODY, PeerIdentity
-from gpushare_agent.runtime.cgroups import Cgroups
+from gpushare_agent.agent.runtime.cgroup_paths import NOBODY, PeerIdentity
+from gpushare_agent.agent.runtime.cgroups import Cgroups
 from tests.gpus.support_real_cgroups import RealCgroups, real_cgroups, why_not
 from tests.isolation.support_vdevice import ID, KEY, OTHER_ID, OTHER_POD, POD, FakeNode
 from tests.isolation.support_vdevice_raw import DEADLINE_S, Node, RawClient, hang_up, node_with

@@ -15,12 +15,12 @@ import pytest
 import structlog
 from grpclib import GRPCError, Status
 
-from gpushare_agent.isolation.vdevice.files import VDeviceFiles
-from gpushare_agent.isolation.vdevice.server import METHOD, VDeviceLimits, VDeviceServer
-from gpushare_agent.kit.peer_credentials import PeerCredentials, peer_credentials
-from gpushare_agent.model.allocations import ContainerKey
-from gpushare_agent.model.errors import NotFound, Unavailable
-from gpushare_agent.wire.vcuda import VDeviceRequest
+from gpushare_agent.agent.isolation.vdevice.files import VDeviceFiles
+from gpushare_agent.agent.isolation.vdevice.server import METHOD, VDeviceLimits, VDeviceServer
+from gpushare_agent.core.kit.peer_credentials import PeerCredentials, peer_credentials
+from gpushare_agent.core.model.allocations import ContainerKey
+from gpushare_agent.core.model.errors import NotFound, Unavailable
+from gpushare_agent.core.wire.vcuda import VDeviceRequest
 from tests.isolation.support_vdevice import (
     ID,
     KEY,

@@ -16,21 +16,21 @@ import pytest
 from grpclib import GRPCError, Status
 from msgspec.structs import replace
 
-from gpushare_agent.isolation.container_ids import ContainerIds
-from gpushare_agent.isolation.vdevice.container_processes import ContainerProcesses, Processes
-from gpushare_agent.isolation.vdevice.files import VDeviceFiles
-from gpushare_agent.isolation.vdevice.format import decode_config, decode_pids
-from gpushare_agent.isolation.vdevice.reconcile import VDeviceConfigs
-from gpushare_agent.isolation.vdevice.virtual_manager import Intervals, VirtualManager
-from gpushare_agent.kit.sockets import FileIdentity, is_served
-from gpushare_agent.kit.supervision import stop_task
-from gpushare_agent.model.allocations import Allocation, ContainerKey
-from gpushare_agent.model.errors import NotFound, Unavailable
-from gpushare_agent.model.gpus import KernelModule
-from gpushare_agent.model.names import CORE_LIMIT_ANNOTATION, PodUid
-from gpushare_agent.model.pods import Pod
-from gpushare_agent.runtime.cgroups import Cgroups
-from gpushare_agent.runtime.cri import RuntimeContainer, RuntimeContainerStatus, RuntimeState
+from gpushare_agent.agent.isolation.container_ids import ContainerIds
+from gpushare_agent.agent.isolation.vdevice.container_processes import ContainerProcesses, Processes
+from gpushare_agent.agent.isolation.vdevice.files import VDeviceFiles
+from gpushare_agent.agent.isolation.vdevice.reconcile import VDeviceConfigs
+from gpushare_agent.agent.isolation.vdevice.virtual_manager import Intervals, VirtualManager
+from gpushare_agent.agent.runtime.cgroups import Cgroups
+from gpushare_agent.agent.runtime.cri import RuntimeContainer, RuntimeContainerStatus, RuntimeState
+from gpushare_agent.core.formats.vdevice import decode_config, decode_pids
+from gpushare_agent.core.kit.sockets import FileIdentity, is_served
+from gpushare_agent.core.kit.supervision import stop_task
+from gpushare_agent.core.model.allocations import Allocation, ContainerKey
+from gpushare_agent.core.model.errors import NotFound, Unavailable
+from gpushare_agent.core.model.gpus import KernelModule
+from gpushare_agent.core.model.names import CORE_LIMIT_ANNOTATION, PodUid
+from gpushare_agent.core.model.pods import Pod
 from tests.agent.support_agent import poll_until
 from tests.isolation.support_vdevice import ID, KEY, OTHER_ID, POD, register
 from tests.support_core import NAMES, allocation, container, ids, inventory, pod

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from aiohttp import web
 
-from gpushare_agent.kit.http_server import HttpLimits, HttpServer
-from gpushare_agent.kit.tcp_listeners import listen_tcp
+from gpushare_agent.core.kit.http_server import HttpLimits, HttpServer
+from gpushare_agent.core.kit.tcp_listeners import listen_tcp
 from tests.cluster.support_kube import running
 from tests.support_deadline import DEADLINE_S
 

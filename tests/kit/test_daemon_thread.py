@@ -8,9 +8,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from gpushare_agent.kit import daemon_thread
-from gpushare_agent.kit.daemon_thread import DaemonThread
-from gpushare_agent.model.errors import Unavailable
+from gpushare_agent.core.kit import daemon_thread
+from gpushare_agent.core.kit.daemon_thread import DaemonThread
+from gpushare_agent.core.model.errors import Unavailable
 from tests.support_deadline import DEADLINE_S
 
 

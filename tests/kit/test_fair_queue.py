@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpushare_agent.kit.fair_queue import FairQueue
+from gpushare_agent.core.kit.fair_queue import FairQueue
 
 
 def test_tenants_take_turns_and_their_subjects_too() -> None:

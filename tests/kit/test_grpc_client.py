@@ -12,8 +12,8 @@ import pytest
 from grpclib import GRPCError, Status
 from grpclib.const import Cardinality, Handler
 
-from gpushare_agent.kit.grpc_client import MessageTooLargeError, RpcFailed, UnixChannel
-from gpushare_agent.wire.v1beta1 import DevicePluginOptions
+from gpushare_agent.core.kit.grpc_client import MessageTooLargeError, RpcFailed, UnixChannel
+from gpushare_agent.core.wire.v1beta1 import DevicePluginOptions
 from tests.kubelet.support_plugin import serving
 
 METHOD, STREAM = "/test.Echo/Unary", "/test.Echo/Stream"

@@ -31,11 +31,17 @@ from h2.events import (
     TrailersReceived,
 )
 
-from gpushare_agent.kit.grpc_codec import StrictCodec, decode_generated
-from gpushare_agent.kit.grpc_server import GrpcServer, send_answer
-from gpushare_agent.kit.protobuf import MalformedMessageError, bytes_field, decode_allocate, integer_field, string_list
-from gpushare_agent.kit.sockets import bind_unix_socket
-from gpushare_agent.wire import v1, v1beta1
+from gpushare_agent.core.kit.grpc_codec import StrictCodec, decode_generated
+from gpushare_agent.core.kit.grpc_server import GrpcServer, send_answer
+from gpushare_agent.core.kit.protobuf import (
+    MalformedMessageError,
+    bytes_field,
+    decode_allocate,
+    integer_field,
+    string_list,
+)
+from gpushare_agent.core.kit.sockets import bind_unix_socket
+from gpushare_agent.core.wire import v1, v1beta1
 from tests.kubelet.support_plugin import DEADLINE_S, Recorder, serving, short_directory
 
 ECHO = "/test.Echo/Echo"

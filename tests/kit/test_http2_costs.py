@@ -9,11 +9,7 @@ from h2.config import H2Configuration
 from h2.connection import H2Connection
 from hyperframe.frame import DataFrame, Frame, PingFrame
 
-from gpushare_agent.kit.http2_costs import (
-    MAX_CLOSED_STREAMS,
-    bound_closed_streams,
-    shorten_frame_texts,
-)
+from gpushare_agent.core.kit.http2_costs import MAX_CLOSED_STREAMS, bound_closed_streams, shorten_frame_texts
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ import pytest
 import structlog
 from aiohttp import web
 
-from gpushare_agent.kit.http_server import UNREAD_BYTES, HttpLimits
+from gpushare_agent.core.kit.http_server import UNREAD_BYTES, HttpLimits
 from tests.kit.support_http import Peer, loop_time_s, send_in_thread, serving
 from tests.support_deadline import DEADLINE_S
 

@@ -11,15 +11,15 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from gpushare_agent.kit.logs import WRITER, RepeatedLines, setup_logging, write_stderr
+from gpushare_agent.core.kit.logs import WRITER, RepeatedLines, setup_logging, write_stderr
 from tests.settings.support_settings import clean_environment
 from tests.support_deadline import DEADLINE_S
 
 PREAMBLE = """
 import logging, sys, threading
 import structlog
-from gpushare_agent.kit.logs import MAX_LINES
-from gpushare_agent.kit.logs import setup_logging
+from gpushare_agent.core.kit.logs import MAX_LINES
+from gpushare_agent.core.kit.logs import setup_logging
 setup_logging("info", "json")
 log = structlog.get_logger("x")
 def pause(word):
@@ -175,7 +175,7 @@ for n in range(300):
 async def test_a_report_waits_for_no_further_line() -> None:
     """The writer's thread has its turns also where nothing is logged."""
     code = """
-from gpushare_agent.kit.logs import LogWriter
+from gpushare_agent.core.kit.logs import LogWriter
 has_turned = threading.Barrier(2)
 writer = LogWriter(turn_s=0.001)
 writer.on_turn = has_turned.wait

@@ -7,12 +7,12 @@ import sys
 
 import pytest
 
-from gpushare_agent.kit.process import ENOUGH_OPEN_FILES, read_open_files_limit
+from gpushare_agent.core.kit.process import ENOUGH_OPEN_FILES, read_open_files_limit
 from tests.settings.support_settings import ROOT, clean_environment
 
 _PROGRAM = """
 import resource, sys
-from gpushare_agent.kit import process
+from gpushare_agent.core.kit import process
 soft, hard, process.ENOUGH_OPEN_FILES = map(int, sys.argv[1:])
 resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 print(*process.raise_open_files_limit(), *resource.getrlimit(resource.RLIMIT_NOFILE))

@@ -9,8 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpushare_agent.kit import protobuf
-from gpushare_agent.kit.protobuf import (
+from gpushare_agent.agent.kubelet.pod_resources import decode_pod_entry
+from gpushare_agent.agent.kubelet.records import ListedContainer, ListedPod
+from gpushare_agent.core.kit import protobuf
+from gpushare_agent.core.kit.protobuf import (
     Fields,
     MalformedMessageError,
     bytes_field,
@@ -26,10 +28,8 @@ from gpushare_agent.kit.protobuf import (
     string_list,
     varint,
 )
-from gpushare_agent.kubelet.device_table import DeviceIds
-from gpushare_agent.kubelet.pod_resources import decode_pod_entry
-from gpushare_agent.kubelet.records import ListedContainer, ListedPod
-from gpushare_agent.wire import v1, v1beta1
+from gpushare_agent.core.model.device_ids import DeviceIds
+from gpushare_agent.core.wire import v1, v1beta1
 
 TEXT = st.text(max_size=8) | st.sampled_from(["GPU-0a::17", "tencent.com/vcuda-core", "x" * 127, "x" * 128, "ü" * 70])
 IDS = st.lists(TEXT, max_size=6)

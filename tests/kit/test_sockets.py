@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from gpushare_agent.kit.sockets import bind_unix_socket, connectable_path, file_identity, remove_socket
+from gpushare_agent.core.kit.sockets import bind_unix_socket, connectable_path, file_identity, remove_socket
 from tests.kubelet.support_plugin import short_directory
 
 

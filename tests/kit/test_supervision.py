@@ -14,10 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
-from gpushare_agent.kit.backoff import Backoff
-from gpushare_agent.kit.logs import WRITER, setup_logging
-from gpushare_agent.kit.process import sd_notify
-from gpushare_agent.kit.supervision import (
+from gpushare_agent.core.kit.backoff import Backoff
+from gpushare_agent.core.kit.logs import WRITER, setup_logging
+from gpushare_agent.core.kit.process import sd_notify
+from gpushare_agent.core.kit.supervision import (
     EndedUnexpectedlyError,
     Reconciler,
     ReportOnce,
@@ -27,7 +27,7 @@ from gpushare_agent.kit.supervision import (
     stop_task,
     wait_for,
 )
-from gpushare_agent.model.errors import Unavailable
+from gpushare_agent.core.model.errors import Unavailable
 from tests.support_deadline import DEADLINE_S
 
 

@@ -13,12 +13,12 @@ import structlog
 from structlog.testing import capture_logs
 
 import gpushare_agent
-from gpushare_agent.cluster.events import PodEvents
-from gpushare_agent.isolation.vdevice.files import VDeviceFiles
-from gpushare_agent.kit.logs import BURST, REPORT_S, TenantLines
-from gpushare_agent.model.allocations import ContainerKey
-from gpushare_agent.model.names import PodUid
-from gpushare_agent.model.tenant_lines import TENANT_EVENTS
+from gpushare_agent.agent.isolation.vdevice.files import VDeviceFiles
+from gpushare_agent.core.kit.logs import BURST, REPORT_S, TenantLines
+from gpushare_agent.core.kube.events import PodEvents
+from gpushare_agent.core.model.allocations import ContainerKey
+from gpushare_agent.core.model.names import PodUid
+from gpushare_agent.core.model.tenant_lines import TENANT_EVENTS
 from tests.cluster.support_kube import NODE, pod
 from tests.fakes.clock import FakeClock
 

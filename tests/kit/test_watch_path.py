@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
-from gpushare_agent.kit.watch_path import DirectoryWatch, open_directory_watch
+from gpushare_agent.core.kit.watch_path import DirectoryWatch, open_directory_watch
 from tests.kubelet.support_plugin import DEADLINE_S, short_directory
 
 NEVER_S = 3600.0

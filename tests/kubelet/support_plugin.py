@@ -19,11 +19,11 @@ from grpclib import GRPCError, Status
 from grpclib.client import Channel
 from grpclib.exceptions import StreamTerminatedError
 
-from gpushare_agent.kit.grpc_server import GrpcServer
-from gpushare_agent.kit.sockets import bind_unix_socket
-from gpushare_agent.model.allocations import ContainerEdits
-from gpushare_agent.model.errors import Refused
-from gpushare_agent.wire import v1beta1
+from gpushare_agent.core.kit.grpc_server import GrpcServer
+from gpushare_agent.core.kit.sockets import bind_unix_socket
+from gpushare_agent.core.model.allocations import ContainerEdits
+from gpushare_agent.core.model.errors import Refused
+from gpushare_agent.core.wire import v1beta1
 from tests.support_deadline import DEADLINE_S as DEADLINE_S  # noqa: PLC0414 - exported on
 
 

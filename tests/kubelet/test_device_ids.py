@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpushare_agent.kubelet.device_table import DeviceIds
-from gpushare_agent.model.names import GpuUuid, device_id, split_device_id
+from gpushare_agent.core.model.device_ids import DeviceIds
+from gpushare_agent.core.model.names import GpuUuid, device_id, split_device_id
 
 A = GpuUuid("GPU-8f3e2b1c-72c9-5b9d-9d89-58c142755660")
 B = GpuUuid("GPU-2c486d30-868e-5ab3-8936-41d32198c5fe")

@@ -13,12 +13,13 @@ import pytest
 from grpclib import GRPCError, Status
 from grpclib.client import Channel
 
-from gpushare_agent.kubelet.device_plugin import FAST_DECODERS, DevicePlugin
-from gpushare_agent.kubelet.device_table import DeviceIds, DeviceRow, DeviceTable
-from gpushare_agent.model.allocations import ContainerEdits, ContainerMount, DeviceNode
-from gpushare_agent.model.errors import RefusalReason, Refused
-from gpushare_agent.model.names import GpuUuid
-from gpushare_agent.wire import v1beta1
+from gpushare_agent.agent.kubelet.device_plugin import FAST_DECODERS, DevicePlugin
+from gpushare_agent.agent.kubelet.device_table import DeviceRow, DeviceTable
+from gpushare_agent.core.model.allocations import ContainerEdits, ContainerMount, DeviceNode
+from gpushare_agent.core.model.device_ids import DeviceIds
+from gpushare_agent.core.model.errors import RefusalReason, Refused
+from gpushare_agent.core.model.names import GpuUuid
+from gpushare_agent.core.wire import v1beta1
 from tests.kubelet.support_plugin import DEADLINE_S, FakeAdmission, RpcLog, serving
 
 RESOURCE = "example.com/cores"

@@ -9,11 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from gpushare_agent.admission.device_tables import offered_ids
-from gpushare_agent.kubelet.device_table import (
+from gpushare_agent.agent.admission.device_tables import offered_ids
+from gpushare_agent.agent.kubelet.device_table import (
     MAX_LIST_BYTES,
     WITHDRAWN_S,
-    DeviceIds,
     DeviceRow,
     DeviceTable,
     check_lists,
@@ -21,11 +20,12 @@ from gpushare_agent.kubelet.device_table import (
     list_bytes,
     smallest_block_mib,
 )
-from gpushare_agent.model.errors import StartupError
-from gpushare_agent.model.gpus import Branch, Gpu, GpuInventory, Health, LinkKind, Topology
-from gpushare_agent.model.names import GpuUuid
-from gpushare_agent.model.resources import ResourceKind, ResourceNames
-from gpushare_agent.wire import v1beta1
+from gpushare_agent.core.model.device_ids import DeviceIds
+from gpushare_agent.core.model.errors import StartupError
+from gpushare_agent.core.model.gpus import Branch, Gpu, GpuInventory, Health, LinkKind, Topology
+from gpushare_agent.core.model.names import GpuUuid
+from gpushare_agent.core.model.resources import ResourceKind, ResourceNames
+from gpushare_agent.core.wire import v1beta1
 from tests.kubelet.support_plugin import DEADLINE_S
 
 ROWS = st.lists(

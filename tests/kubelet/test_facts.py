@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from msgspec import Raw
 
-from gpushare_agent.kit.supervision import stop_task
-from gpushare_agent.kubelet.pod_resources import KubeletFacts
-from gpushare_agent.model.errors import StartupError, Unavailable
+from gpushare_agent.agent.kubelet.pod_resources import KubeletFacts
+from gpushare_agent.core.kit.supervision import stop_task
+from gpushare_agent.core.model.errors import StartupError, Unavailable
 from tests.kubelet.support_plugin import DEADLINE_S
 from tests.support_json import undecoded
 

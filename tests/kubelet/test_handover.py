@@ -13,9 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from gpushare_agent.kit.grpc_server import GrpcServer
-from gpushare_agent.kit.sockets import bind_unix_socket
-from gpushare_agent.kubelet.handover import (
+from gpushare_agent.agent.kubelet.handover import (
     TAKE,
     WAIT,
     Handover,
@@ -25,7 +23,9 @@ from gpushare_agent.kubelet.handover import (
     ask_for_handover,
     instance_socket_name,
 )
-from gpushare_agent.model.allocations import ContainerEdits
+from gpushare_agent.core.kit.grpc_server import GrpcServer
+from gpushare_agent.core.kit.sockets import bind_unix_socket
+from gpushare_agent.core.model.allocations import ContainerEdits
 from tests.cluster.support_kube import running
 from tests.kubelet.support_plugin import DEADLINE_S, FakeAdmission, Recorder, short_directory
 

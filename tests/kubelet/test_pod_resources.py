@@ -14,11 +14,11 @@ from grpclib import GRPCError, Status
 from grpclib.const import Cardinality, Handler
 from grpclib.server import Server, Stream
 
-from gpushare_agent.kubelet.device_table import DeviceIds
-from gpushare_agent.kubelet.pod_resources import PodResourcesClient
-from gpushare_agent.model.errors import Corrupt, NotFound, Rejected, Unavailable
-from gpushare_agent.model.names import VCORE_RESOURCE, VMEMORY_RESOURCE
-from gpushare_agent.wire import v1
+from gpushare_agent.agent.kubelet.pod_resources import PodResourcesClient
+from gpushare_agent.core.model.device_ids import DeviceIds
+from gpushare_agent.core.model.errors import Corrupt, NotFound, Rejected, Unavailable
+from gpushare_agent.core.model.names import VCORE_RESOURCE, VMEMORY_RESOURCE
+from gpushare_agent.core.wire import v1
 from tests.support_deadline import DEADLINE_S
 
 Answer = Callable[[], Awaitable[bytes]]

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from gpushare_agent.kubelet.pod_resources import PodListing, PodResourcesGate
-from gpushare_agent.model.errors import Unavailable
+from gpushare_agent.agent.kubelet.pod_resources import PodListing, PodResourcesGate
+from gpushare_agent.core.model.errors import Unavailable
 from tests.fakes.clock import FakeClock
 from tests.kubelet.support_plugin import DEADLINE_S
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from gpushare_agent.kubelet.device_table import DeviceIds
-from gpushare_agent.kubelet.records import FILE_NAME, KubeletCheckpoint, read_checkpoint
-from gpushare_agent.model.errors import Corrupt, Unavailable
+from gpushare_agent.agent.kubelet.records import FILE_NAME, KubeletCheckpoint, read_checkpoint
+from gpushare_agent.core.model.device_ids import DeviceIds
+from gpushare_agent.core.model.errors import Corrupt, Unavailable
 from tests.support_deadline import DEADLINE_S
 
 DATA = Path(__file__).parent.parent / "data" / "kubelet"

@@ -14,14 +14,15 @@ from pathlib import Path
 
 import pytest
 
-from gpushare_agent.kit.backoff import Backoff
-from gpushare_agent.kit.sockets import bind_unix_socket
-from gpushare_agent.kit.supervision import stop_task
-from gpushare_agent.kubelet.device_plugin import DevicePlugin
-from gpushare_agent.kubelet.device_table import DeviceIds, DeviceRow, DeviceTable
-from gpushare_agent.kubelet.registration import PluginEndpoint, Registrar, register
-from gpushare_agent.model.errors import Rejected, Unavailable
-from gpushare_agent.wire import v1beta1
+from gpushare_agent.agent.kubelet.device_plugin import DevicePlugin
+from gpushare_agent.agent.kubelet.device_table import DeviceRow, DeviceTable
+from gpushare_agent.agent.kubelet.registration import PluginEndpoint, Registrar, register
+from gpushare_agent.core.kit.backoff import Backoff
+from gpushare_agent.core.kit.sockets import bind_unix_socket
+from gpushare_agent.core.kit.supervision import stop_task
+from gpushare_agent.core.model.device_ids import DeviceIds
+from gpushare_agent.core.model.errors import Rejected, Unavailable
+from gpushare_agent.core.wire import v1beta1
 from tests.kubelet.support_plugin import (
     DEADLINE_S,
     FakeAdmission,

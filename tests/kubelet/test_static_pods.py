@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 
-from gpushare_agent.kubelet.static_pods import StaticPods
-from gpushare_agent.model.errors import Corrupt, Rejected, Unavailable
+from gpushare_agent.agent.kubelet.static_pods import StaticPods
+from gpushare_agent.core.model.errors import Corrupt, Rejected, Unavailable
 from tests.fakes.api_server import (
     CERTIFICATE,
     DATA,

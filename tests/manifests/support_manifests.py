@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from gpushare_agent.settings.settings import Settings, load_settings
+from gpushare_agent.core.settings.settings import Settings, load_settings
 
 MANIFESTS = Path(__file__).parents[2] / "manifests"
 SETTINGS_DIRECTORY = Path("/etc/gpushare-agent")

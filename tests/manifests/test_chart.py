@@ -13,8 +13,8 @@ import pytest
 import yaml
 
 from gpushare_agent import __version__
-from gpushare_agent.cli.show_settings import render
-from gpushare_agent.settings.settings import load_settings
+from gpushare_agent.core.cli.show_settings import render
+from gpushare_agent.core.settings.settings import load_settings
 from tests.manifests.support_chart import CHART, NAMESPACE, Objects, chart_objects, helm, kustomize_objects, template
 from tests.manifests.support_manifests import MANIFESTS, documents
 

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import yaml
 
-from gpushare_agent.cli.check_api import CLEANUP_RIGHT, FACTS_RIGHT
-from gpushare_agent.delivery.volume_config import read_volume_config
-from gpushare_agent.isolation.mps.control import COMMAND_TIMEOUT_S
-from gpushare_agent.runtime.node_probes import RUNTIME_SOCKETS
-from gpushare_agent.settings.settings import load_settings
+from gpushare_agent.agent.commands.check_api import CLEANUP_RIGHT, FACTS_RIGHT
+from gpushare_agent.agent.delivery.volume_config import read_volume_config
+from gpushare_agent.agent.isolation.mps.control import COMMAND_TIMEOUT_S
+from gpushare_agent.agent.runtime.node_probes import RUNTIME_SOCKETS
+from gpushare_agent.core.settings.settings import load_settings
 from tests.manifests.support_manifests import (
     MANIFESTS,
     SETTINGS_DIRECTORY,

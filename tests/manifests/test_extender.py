@@ -11,14 +11,14 @@ import pytest
 import yaml
 
 from gpushare_agent import __version__
+from gpushare_agent.core.model.names import VCORE_RESOURCE, VMEMORY_RESOURCE
+from gpushare_agent.core.settings.settings import Settings, load_settings
 from gpushare_agent.extender.app import LEASE_NAME
 from gpushare_agent.extender.bind import BIND_TIMEOUT_S
 from gpushare_agent.extender.claims_webhook import API_TIMEOUT_S
 from gpushare_agent.extender.decisions import vgpu_names
 from gpushare_agent.extender.decisions.quota import NamespaceQuota, parse_quota
 from gpushare_agent.extender.leader_election import APP_LABEL, LEADER, ROLE_LABEL
-from gpushare_agent.model.names import VCORE_RESOURCE, VMEMORY_RESOURCE
-from gpushare_agent.settings.settings import Settings, load_settings
 from tests.manifests.support_manifests import (
     MANIFESTS,
     by_name,
@@ -224,7 +224,7 @@ def test_the_pods_may_nothing_on_their_nodes(path: str) -> None:
 
 
 def test_the_rights_are_those_that_the_extender_uses() -> None:
-    """What ClusterApi (cluster/kube/client.py) asks of the API server, and nothing else; leases and quota by name."""
+    """What ClusterApi (core/kube/client.py) asks of the API server, and nothing else; leases and quota by name."""
     extender = extender_settings().extender
     (cluster,) = of_kind("extender", "ClusterRole")
     assert {(verb, *rule["resources"]) for rule in cluster["rules"] for verb in rule["verbs"]} == {

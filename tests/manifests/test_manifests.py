@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from gpushare_agent.cli.check_api import CLEANUP_RIGHT, FACTS_RIGHT, NEEDED_RIGHTS
-from gpushare_agent.delivery.volume_config import read_volume_config
-from gpushare_agent.delivery.volume_plan import VolumeName
-from gpushare_agent.model.names import CORES_PER_GPU, VCORE_RESOURCE, VMEMORY_RESOURCE
-from gpushare_agent.runtime.node_probes import RUNTIME_SOCKETS
-from gpushare_agent.settings.settings import Settings, load_settings
+from gpushare_agent.agent.commands.check_api import CLEANUP_RIGHT, FACTS_RIGHT, NEEDED_RIGHTS
+from gpushare_agent.agent.delivery.volume_config import read_volume_config
+from gpushare_agent.agent.delivery.volume_plan import VolumeName
+from gpushare_agent.agent.runtime.node_probes import RUNTIME_SOCKETS
+from gpushare_agent.core.model.names import CORES_PER_GPU, VCORE_RESOURCE, VMEMORY_RESOURCE
+from gpushare_agent.core.settings.settings import Settings, load_settings
 from tests.manifests.support_manifests import (
     MANIFESTS,
     by_name,

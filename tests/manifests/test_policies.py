@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from gpushare_agent.model.names import (
+from gpushare_agent.core.model.names import (
     CORE_LIMIT_ANNOTATION,
     GPU_ASSIGNED_ANNOTATION,
     GPU_CHOICE_ANNOTATIONS,
@@ -27,7 +27,7 @@ from gpushare_agent.model.names import (
     RESIZE_ANNOTATION,
     RESIZE_STATUS_ANNOTATION,
 )
-from gpushare_agent.settings.settings import Settings
+from gpushare_agent.core.settings.settings import Settings
 from tests.manifests.support_manifests import documents
 
 ANNOTATIONS = "extender/policy-annotations.yaml"

@@ -13,7 +13,7 @@ import struct
 import sys
 import time
 
-from gpushare_agent.isolation.gpushare.format import usage_head_bytes
+from gpushare_agent.agent.isolation.gpushare.format import usage_head_bytes
 
 TOKENS, LAUNCHED, LAUNCHED_LONG = (usage_head_bytes(0) + offset for offset in (24, 48, 192))
 BUCKET_NS = 50_000_000

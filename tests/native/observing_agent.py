@@ -18,10 +18,10 @@ import sys
 import time
 from pathlib import Path
 
-from gpushare_agent.gpus.nvml.busy_time import NvmlBusyTime
-from gpushare_agent.gpus.nvml.session import NvmlSession
-from gpushare_agent.isolation.gpushare.claims import Claims
-from gpushare_agent.isolation.gpushare.format import (
+from gpushare_agent.agent.gpus.nvml.busy_time import NvmlBusyTime
+from gpushare_agent.agent.gpus.nvml.session import NvmlSession
+from gpushare_agent.agent.isolation.gpushare.claims import Claims
+from gpushare_agent.agent.isolation.gpushare.format import (
     CONFIG_BYTES,
     CONFIG_NAME,
     USAGE_NAME,
@@ -31,11 +31,11 @@ from gpushare_agent.isolation.gpushare.format import (
     usage_head_bytes,
     write_observed,
 )
-from gpushare_agent.isolation.gpushare.observed import PERIOD_S as LOOK_PERIOD_S
-from gpushare_agent.isolation.gpushare.observed import RUNS_FOR_S, BusyCount, Owners, used_bytes
-from gpushare_agent.model.allocations import ContainerKey
-from gpushare_agent.model.names import PodUid
-from gpushare_agent.model.usage import GpuBusy
+from gpushare_agent.agent.isolation.gpushare.observed import PERIOD_S as LOOK_PERIOD_S
+from gpushare_agent.agent.isolation.gpushare.observed import RUNS_FOR_S, BusyCount, Owners, used_bytes
+from gpushare_agent.core.model.allocations import ContainerKey
+from gpushare_agent.core.model.names import PodUid
+from gpushare_agent.core.model.usage import GpuBusy
 
 PERIOD_S = float(os.environ.get("OBSERVING_PERIOD_S", "0.1"))
 ENDS_AFTER_S = float(os.environ.get("OBSERVING_FOR_S", "inf"))

@@ -11,7 +11,7 @@ import sys
 import time
 from pathlib import Path
 
-from gpushare_agent.isolation.gpushare.format import CONFIG_BYTES, GpuLimits, write_limits
+from gpushare_agent.agent.isolation.gpushare.format import CONFIG_BYTES, GpuLimits, write_limits
 
 
 def main() -> None:

@@ -12,11 +12,11 @@ from typing import Any
 from aiohttp import ClientSession
 from yarl import URL
 
-from gpushare_agent.observability.display import graph_text
-from gpushare_agent.observability.http.debug_pages import DebugSources
-from gpushare_agent.observability.http.server import WebServer
-from gpushare_agent.observability.metrics.agent import AgentMetrics
-from gpushare_agent.settings.settings import load_settings
+from gpushare_agent.agent.observability.display import graph_text
+from gpushare_agent.agent.observability.http.debug_pages import DebugSources
+from gpushare_agent.agent.observability.http.server import WebServer
+from gpushare_agent.agent.observability.metrics.agent import AgentMetrics
+from gpushare_agent.core.settings.settings import load_settings
 from tests.cluster.support_kube import running
 from tests.observability.support_display import snapshot, train_allocation, train_pod, usage_round, whole_allocation
 from tests.support_deadline import DEADLINE_S

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from gpushare_agent.model.allocations import Allocation, ContainerKey
-from gpushare_agent.model.names import MIB, GpuUuid
-from gpushare_agent.model.pods import ContainerKind, Pod
-from gpushare_agent.model.usage import ContainerUse, GpuSample, ProcessSample, UsageRound
-from gpushare_agent.observability.node_snapshot import AgentFacts, ContainerFacts, NodeSnapshot
+from gpushare_agent.agent.observability.node_snapshot import AgentFacts, ContainerFacts, NodeSnapshot
+from gpushare_agent.core.model.allocations import Allocation, ContainerKey
+from gpushare_agent.core.model.names import MIB, GpuUuid
+from gpushare_agent.core.model.pods import ContainerKind, Pod
+from gpushare_agent.core.model.usage import ContainerUse, GpuSample, ProcessSample, UsageRound
 from tests.support_core import NAMES, allocation, container, ids, inventory, pod
 
 GPU_MIB = 24 * 1024

@@ -6,19 +6,19 @@ from collections.abc import Mapping, Sequence
 
 from msgspec.structs import replace
 
-from gpushare_agent.gpus.health import GpuHealth, HealthPolicy, why_not_offered
-from gpushare_agent.gpus.simulated.driver import default_topology
-from gpushare_agent.isolation import ISOLATIONS
-from gpushare_agent.isolation.kept import WHOLE_GPU
-from gpushare_agent.model.allocations import Allocation, ContainerKey
-from gpushare_agent.model.gpus import Gpu, GpuInventory, Health, MigPlace
-from gpushare_agent.model.names import MIB, GpuUuid, PodUid, device_id
-from gpushare_agent.model.pods import ContainerKind, Pod
-from gpushare_agent.model.resources import ResourceKind, ResourceNames
-from gpushare_agent.model.usage import DriverSample, GpuSample, ProcessSample, UsageRound
-from gpushare_agent.observability.node_snapshot import AgentFacts, ContainerFacts, NodeSnapshot
-from gpushare_agent.placement.topology import build_topology
-from gpushare_agent.runtime.cgroup_paths import PeerIdentity
+from gpushare_agent.agent.gpus.simulated.driver import default_topology
+from gpushare_agent.agent.isolation import ISOLATIONS
+from gpushare_agent.agent.isolation.kept import WHOLE_GPU
+from gpushare_agent.agent.observability.node_snapshot import AgentFacts, ContainerFacts, NodeSnapshot
+from gpushare_agent.agent.runtime.cgroup_paths import PeerIdentity
+from gpushare_agent.core.model.allocations import Allocation, ContainerKey
+from gpushare_agent.core.model.gpu_health import GpuHealth, HealthPolicy, why_not_offered
+from gpushare_agent.core.model.gpus import Gpu, GpuInventory, Health, MigPlace
+from gpushare_agent.core.model.names import MIB, GpuUuid, PodUid, device_id
+from gpushare_agent.core.model.pods import ContainerKind, Pod
+from gpushare_agent.core.model.resources import ResourceKind, ResourceNames
+from gpushare_agent.core.model.usage import DriverSample, GpuSample, ProcessSample, UsageRound
+from gpushare_agent.core.placement.topology import build_topology
 
 GPU_MIB = 24576
 UUIDS = tuple(GpuUuid(f"GPU-{index}") for index in range(8))

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from bench.sample_node import SampleNode
-from gpushare_agent.admission.outcomes import DecisionLog
-from gpushare_agent.kit.http_answers import encode
-from gpushare_agent.observability.http.node_api import NodeApi
-from gpushare_agent.observability.http.server import WebServer
-from gpushare_agent.observability.metrics.agent import AgentMetrics
-from gpushare_agent.observability.usage_history import UsageHistory
+from gpushare_agent.agent.admission.outcomes import DecisionLog
+from gpushare_agent.agent.observability.http.node_api import NodeApi
+from gpushare_agent.agent.observability.http.server import WebServer
+from gpushare_agent.agent.observability.metrics.agent import AgentMetrics
+from gpushare_agent.agent.observability.usage_history import UsageHistory
+from gpushare_agent.core.kit.http_answers import encode
 from tests.cluster.support_kube import running
 from tests.support_deadline import DEADLINE_S
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpushare_agent.model.allocations import ContainerKey
-from gpushare_agent.model.names import MIB, GpuUuid
-from gpushare_agent.model.usage import ProcessSample, UsageRound
-from gpushare_agent.observability.attribution import AllocatedContainers, join_usage, unknown_ids
-from gpushare_agent.runtime.cgroup_paths import NOBODY, PeerIdentity
+from gpushare_agent.agent.observability.attribution import AllocatedContainers, join_usage, unknown_ids
+from gpushare_agent.agent.runtime.cgroup_paths import NOBODY, PeerIdentity
+from gpushare_agent.core.model.allocations import ContainerKey
+from gpushare_agent.core.model.names import MIB, GpuUuid
+from gpushare_agent.core.model.usage import ProcessSample, UsageRound
 from tests.observability.support_usage import UUIDS, driver_sample, gpu_sample, id_of, key_of, owner, process
 
 

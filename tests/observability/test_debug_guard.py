@@ -1,4 +1,4 @@
-"""observability/http/debug_guard.py and the bounds of its server: which requests are answered, and hostile ones."""
+"""core/web/debug_guard.py and the bounds of its server: which requests are answered, and hostile ones."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import structlog
 
-from gpushare_agent.kit.http_server import HttpLimits
-from gpushare_agent.kit.tcp_listeners import is_loopback, listen_tcp
-from gpushare_agent.model.errors import Unavailable
-from gpushare_agent.observability.http import debug_guard
-from gpushare_agent.observability.http.debug_guard import Guard
+from gpushare_agent.core.kit.http_server import HttpLimits
+from gpushare_agent.core.kit.tcp_listeners import is_loopback, listen_tcp
+from gpushare_agent.core.model.errors import Unavailable
+from gpushare_agent.core.web import debug_guard
+from gpushare_agent.core.web.debug_guard import Guard
 from tests.observability.support_debug import TOKEN, ask, send_raw, serving
 from tests.support_deadline import DEADLINE_S
 

@@ -9,9 +9,8 @@ from contextlib import asynccontextmanager
 
 from msgspec.structs import replace
 
-from gpushare_agent.model.names import PodUid
-from gpushare_agent.observability.http import debug_pages
-from gpushare_agent.observability.http.debug_pages import (
+from gpushare_agent.agent.observability.http import debug_pages
+from gpushare_agent.agent.observability.http.debug_pages import (
     MAX_ROWS,
     allocations_page,
     device_ranges,
@@ -21,6 +20,7 @@ from gpushare_agent.observability.http.debug_pages import (
     tasks_page,
     topology_page,
 )
+from gpushare_agent.core.model.names import PodUid
 from tests.observability.support_debug import sources
 from tests.observability.support_display import SECRET, train_pod
 from tests.support_json import written

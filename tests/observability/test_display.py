@@ -19,13 +19,20 @@ from aiohttp import ClientSession
 from msgspec import to_builtins
 from msgspec.structs import replace
 
-from gpushare_agent.kit.sockets import bind_unix_socket
-from gpushare_agent.model.gpus import Health
-from gpushare_agent.observability.display import DisplayServer, Usage, encode_usage, graph_text, routes, usage_document
-from gpushare_agent.observability.http.server import WebServer
-from gpushare_agent.observability.metrics.agent import AgentMetrics
-from gpushare_agent.observability.node_snapshot import NodeSnapshot
-from gpushare_agent.wire.display import GraphResponse, UsageResponse, VersionResponse
+from gpushare_agent.agent.observability.display import (
+    DisplayServer,
+    Usage,
+    encode_usage,
+    graph_text,
+    routes,
+    usage_document,
+)
+from gpushare_agent.agent.observability.http.server import WebServer
+from gpushare_agent.agent.observability.metrics.agent import AgentMetrics
+from gpushare_agent.agent.observability.node_snapshot import NodeSnapshot
+from gpushare_agent.core.kit.sockets import bind_unix_socket
+from gpushare_agent.core.model.gpus import Health
+from gpushare_agent.core.wire.display import GraphResponse, UsageResponse, VersionResponse
 from tests.agent.support_agent import poll_until
 from tests.cluster.support_kube import running
 from tests.observability.support_display import GPU_0, GPU_1, GPU_MIB, snapshot, usage_round

@@ -6,8 +6,8 @@ import re
 
 from msgspec.structs import replace
 
-from gpushare_agent.model.names import MIB
-from gpushare_agent.observability.display import graph_text
+from gpushare_agent.agent.observability.display import graph_text
+from gpushare_agent.core.model.names import MIB
 from tests.gpus.support_gpus import read_topology
 from tests.observability.support_usage import UUIDS, allocation, facts, inventory, key_of, snapshot
 

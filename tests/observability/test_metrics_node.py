@@ -9,17 +9,17 @@ from msgspec.structs import replace
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
-from gpushare_agent.gpus.nvml.usage import throttle_reasons
-from gpushare_agent.model.names import MIB, device_id
-from gpushare_agent.model.resources import ResourceKind
-from gpushare_agent.model.usage import GpuSample, UsageRound
-from gpushare_agent.observability.attribution import AllocatedContainers, join_usage
-from gpushare_agent.observability.display import usage_document
-from gpushare_agent.observability.metrics.agent import AgentMetrics
-from gpushare_agent.observability.metrics.node import THROTTLE_REASONS, node_series
-from gpushare_agent.observability.metrics.text import MAX_LABEL, NodePage, Series, labels_text
-from gpushare_agent.observability.node_snapshot import NodeSnapshot
-from gpushare_agent.runtime.cgroup_paths import PeerIdentity
+from gpushare_agent.agent.gpus.nvml.usage import throttle_reasons
+from gpushare_agent.agent.observability.attribution import AllocatedContainers, join_usage
+from gpushare_agent.agent.observability.display import usage_document
+from gpushare_agent.agent.observability.metrics.agent import AgentMetrics
+from gpushare_agent.agent.observability.metrics.node import THROTTLE_REASONS, node_series
+from gpushare_agent.agent.observability.metrics.text import MAX_LABEL, NodePage, Series, labels_text
+from gpushare_agent.agent.observability.node_snapshot import NodeSnapshot
+from gpushare_agent.agent.runtime.cgroup_paths import PeerIdentity
+from gpushare_agent.core.model.names import MIB, device_id
+from gpushare_agent.core.model.resources import ResourceKind
+from gpushare_agent.core.model.usage import GpuSample, UsageRound
 from tests.observability.support_usage import (
     GPU_MIB,
     UUIDS,

@@ -8,19 +8,19 @@ import pytest
 from msgspec import to_builtins
 from msgspec.structs import replace
 
-from gpushare_agent.admission.outcomes import in_short
-from gpushare_agent.cli.explain import decision_parts
-from gpushare_agent.cli.inspect import inspection_document, node_of_document
-from gpushare_agent.cli.render_top import heading, top_lines
-from gpushare_agent.model.allocations import Charge
-from gpushare_agent.model.errors import Refused
-from gpushare_agent.model.names import CORES_PER_GPU
-from gpushare_agent.model.resources import Request, ResourceKind
-from gpushare_agent.observability.display import graph_text
-from gpushare_agent.observability.documents import DecisionDocument, NodeDocument
-from gpushare_agent.observability.metrics.node import gpu_series
-from gpushare_agent.placement import Placed, place
-from gpushare_agent.placement.gpu_account import account_of
+from gpushare_agent.agent.admission.outcomes import in_short
+from gpushare_agent.agent.observability.display import graph_text
+from gpushare_agent.agent.observability.metrics.node import gpu_series
+from gpushare_agent.core.model.allocations import Charge
+from gpushare_agent.core.model.errors import Refused
+from gpushare_agent.core.model.names import CORES_PER_GPU
+from gpushare_agent.core.model.resources import Request, ResourceKind
+from gpushare_agent.core.node_report.documents import DecisionDocument, NodeDocument
+from gpushare_agent.core.placement import Placed, place
+from gpushare_agent.core.placement.gpu_account import account_of
+from gpushare_agent.kubectl.explain import decision_parts
+from gpushare_agent.kubectl.inspect import inspection_document, node_of_document
+from gpushare_agent.kubectl.render_top import heading, top_lines
 from tests.cli.support_cli import candidate, decision
 from tests.observability.support_usage import divided_node
 from tests.support_json import written_node

@@ -12,9 +12,9 @@ from aiohttp import ClientSession
 from msgspec.structs import replace
 
 from bench.sample_node import SampleNode
-from gpushare_agent.kit import http_answers as web_answers
-from gpushare_agent.observability.node_snapshot import NodeSnapshot
-from gpushare_agent.observability.usage_history import UsageHistory
+from gpushare_agent.agent.observability.node_snapshot import NodeSnapshot
+from gpushare_agent.agent.observability.usage_history import UsageHistory
+from gpushare_agent.core.kit import http_answers as web_answers
 from tests.observability.support_web import served_node
 from tests.support_deadline import DEADLINE_S
 from tests.support_json import written_node

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from gpushare_agent.model.allocations import ClaimShare
-from gpushare_agent.model.names import unit_id
-from gpushare_agent.model.resources import ResourceKind
-from gpushare_agent.observability.attribution import AllocatedContainers, join_usage
-from gpushare_agent.observability.metrics.node import container_series
+from gpushare_agent.agent.observability.attribution import AllocatedContainers, join_usage
+from gpushare_agent.agent.observability.metrics.node import container_series
+from gpushare_agent.core.model.allocations import ClaimShare
+from gpushare_agent.core.model.names import unit_id
+from gpushare_agent.core.model.resources import ResourceKind
 from tests.dra.support_claims import ref_of, using
 from tests.observability.support_usage import allocation, driver_sample, facts, gpu_sample, key_of, snapshot
 from tests.support_core import pod

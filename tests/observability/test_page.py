@@ -62,7 +62,7 @@ async def test_every_file_is_served_with_its_type() -> None:
     async with served_node(SampleNode(gpus=1, containers=0)) as served:
         for name in FILES:
             status, body, headers = await _ask(f"{served.url}/dashboard/{name}")
-            if name.endswith(".html"):  # the other page is cli/cluster_nodes.py's, with a server of its own
+            if name.endswith(".html"):  # the other page is kubectl/cluster_nodes.py's, with a server of its own
                 assert status == 404
                 continue
             assert (status, body) == (200, (DIRECTORY / name).read_bytes()), name

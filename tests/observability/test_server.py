@@ -13,13 +13,13 @@ import pytest
 from aiohttp import ClientSession, web
 
 from gpushare_agent import __version__
-from gpushare_agent.kit.http_answers import MOST_OF_PEER, RequestQueue
-from gpushare_agent.model.allocations import Allocation
-from gpushare_agent.model.errors import StartupError
-from gpushare_agent.observability.http.server import WebServer
-from gpushare_agent.observability.metrics.agent import AgentMetrics
-from gpushare_agent.observability.metrics.node import node_series
-from gpushare_agent.observability.metrics.text import NodePage
+from gpushare_agent.agent.observability.http.server import WebServer
+from gpushare_agent.agent.observability.metrics.agent import AgentMetrics
+from gpushare_agent.agent.observability.metrics.node import node_series
+from gpushare_agent.agent.observability.metrics.text import NodePage
+from gpushare_agent.core.kit.http_answers import MOST_OF_PEER, RequestQueue
+from gpushare_agent.core.model.allocations import Allocation
+from gpushare_agent.core.model.errors import StartupError
 from tests.cluster.support_kube import running
 from tests.kit.support_http import Peer, serving
 from tests.observability.support_debug import sources

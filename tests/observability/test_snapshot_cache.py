@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bench.sample_node import SampleNode
-from gpushare_agent.observability.node_snapshot import NodeSnapshot, SnapshotCache
+from gpushare_agent.agent.observability.node_snapshot import NodeSnapshot, SnapshotCache
 
 
 def test_a_snapshot_is_made_once_until_it_is_old_or_expired() -> None:

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpushare_agent.model.allocations import ContainerKey
-from gpushare_agent.model.names import GpuUuid, PodUid
-from gpushare_agent.model.usage import ContainerUse, GpuSample, UsageRound
-from gpushare_agent.observability.usage_history import MAX_CONTAINERS, MAX_GPUS, RATIO_DIGITS, UsageHistory
+from gpushare_agent.agent.observability.usage_history import MAX_CONTAINERS, MAX_GPUS, RATIO_DIGITS, UsageHistory
+from gpushare_agent.core.model.allocations import ContainerKey
+from gpushare_agent.core.model.names import GpuUuid, PodUid
+from gpushare_agent.core.model.usage import ContainerUse, GpuSample, UsageRound
 from tests.fakes.clock import FakeClock
 from tests.support_core import allocation, container, ids, pod
 

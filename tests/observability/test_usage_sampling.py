@@ -12,13 +12,13 @@ from typing import Any
 from msgspec.structs import replace
 from structlog.testing import capture_logs
 
-from gpushare_agent.model.allocations import Allocation, ContainerKey
-from gpushare_agent.model.errors import Unavailable
-from gpushare_agent.model.names import PodUid
-from gpushare_agent.model.pods import ContainerKind, Pod, PodPhase
-from gpushare_agent.model.usage import DriverSample, UsageRound
-from gpushare_agent.observability.usage_sampling import IDS_AGAIN_S, UsageSampling
-from gpushare_agent.runtime.cgroup_paths import PeerIdentity
+from gpushare_agent.agent.observability.usage_sampling import IDS_AGAIN_S, UsageSampling
+from gpushare_agent.agent.runtime.cgroup_paths import PeerIdentity
+from gpushare_agent.core.model.allocations import Allocation, ContainerKey
+from gpushare_agent.core.model.errors import Unavailable
+from gpushare_agent.core.model.names import PodUid
+from gpushare_agent.core.model.pods import ContainerKind, Pod, PodPhase
+from gpushare_agent.core.model.usage import DriverSample, UsageRound
 from tests.agent.support_agent import poll_until
 from tests.cluster.support_kube import running
 from tests.observability.support_usage import (

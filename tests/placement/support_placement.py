@@ -7,25 +7,20 @@ import random
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from gpushare_agent.admission.allocation_cache import AllocationCache
-from gpushare_agent.admission.decisions.decide import Decision, check, offer_accounts, plan
-from gpushare_agent.admission.decisions.identity import Target
-from gpushare_agent.admission.decisions.ledger import Case, Policy
-from gpushare_agent.admission.device_tables import unit_ids
-from gpushare_agent.model.allocations import NO_CHARGE, Allocation
-from gpushare_agent.model.errors import RefusalReason, Refused
-from gpushare_agent.model.gpus import GpuInventory, Health, Link, LinkKind
-from gpushare_agent.model.names import (
-    CORES_PER_GPU,
-    DeviceId,
-    GpuUuid,
-    device_id,
-)
-from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod
-from gpushare_agent.model.resources import KINDS, ResourceKind, ResourceNames, replica_layout
-from gpushare_agent.placement import GpuAccount
-from gpushare_agent.placement.gpu_account import account_of
-from gpushare_agent.placement.topology import build_topology
+from gpushare_agent.agent.admission.allocation_cache import AllocationCache
+from gpushare_agent.agent.admission.decisions.decide import Decision, check, offer_accounts, plan
+from gpushare_agent.agent.admission.decisions.identity import Target
+from gpushare_agent.agent.admission.decisions.ledger import Case, Policy
+from gpushare_agent.agent.admission.device_tables import unit_ids
+from gpushare_agent.core.model.allocations import NO_CHARGE, Allocation
+from gpushare_agent.core.model.errors import RefusalReason, Refused
+from gpushare_agent.core.model.gpus import GpuInventory, Health, Link, LinkKind
+from gpushare_agent.core.model.names import CORES_PER_GPU, DeviceId, GpuUuid, device_id
+from gpushare_agent.core.model.pods import ContainerKind, ContainerSpec, Pod
+from gpushare_agent.core.model.resources import KINDS, ResourceKind, ResourceNames, replica_layout
+from gpushare_agent.core.placement import GpuAccount
+from gpushare_agent.core.placement.gpu_account import account_of
+from gpushare_agent.core.placement.topology import build_topology
 from tests.support_core import NAMES, container, inventory, mig_instance, pod
 
 

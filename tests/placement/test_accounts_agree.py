@@ -12,29 +12,29 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from gpushare_agent.admission.allocation_cache import AllocationCache
-from gpushare_agent.admission.decisions.ledger import Policy
-from gpushare_agent.cli.cluster_nodes import read_report, report_document
-from gpushare_agent.cluster.node_annotations import (
+from gpushare_agent.agent.admission.allocation_cache import AllocationCache
+from gpushare_agent.agent.admission.decisions.ledger import Policy
+from gpushare_agent.agent.cluster.node_facts import gpus_annotation
+from gpushare_agent.agent.dra.claims import allocations_of, shortage
+from gpushare_agent.agent.dra.decisions.edits import PreparedClaim, PreparedResult
+from gpushare_agent.core.model.allocations import NO_CHARGE, Charge, ClaimRef, ContainerKey, add_charges
+from gpushare_agent.core.model.errors import Refused
+from gpushare_agent.core.model.gpus import GpuInventory
+from gpushare_agent.core.model.names import MIB, NVIDIA_GPU_RESOURCE, PREDICATE_GPU_INDEX_PREFIX, PodUid
+from gpushare_agent.core.model.pods import ContainerKind, ContainerSpec, Pod
+from gpushare_agent.core.model.resources import NvidiaNames, ResourceNames
+from gpushare_agent.core.node_report.annotations import (
     ALLOCATIONS_ANNOTATION,
     GPUS_ANNOTATION,
     allocations_annotation,
     allocations_by_pod,
 )
-from gpushare_agent.cluster.node_facts import gpus_annotation
-from gpushare_agent.dra.claims import allocations_of, shortage
-from gpushare_agent.dra.decisions.edits import PreparedClaim, PreparedResult
+from gpushare_agent.core.placement import GpuAccount
+from gpushare_agent.core.placement.gpu_account import account_of
 from gpushare_agent.extender.cluster_state import ClusterState
 from gpushare_agent.extender.objects import read_node
 from gpushare_agent.extender.values import ClusterPolicy
-from gpushare_agent.model.allocations import NO_CHARGE, Charge, ClaimRef, ContainerKey, add_charges
-from gpushare_agent.model.errors import Refused
-from gpushare_agent.model.gpus import GpuInventory
-from gpushare_agent.model.names import MIB, NVIDIA_GPU_RESOURCE, PREDICATE_GPU_INDEX_PREFIX, PodUid
-from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod
-from gpushare_agent.model.resources import NvidiaNames, ResourceNames
-from gpushare_agent.placement import GpuAccount
-from gpushare_agent.placement.gpu_account import account_of
+from gpushare_agent.kubectl.cluster_nodes import read_report, report_document
 from gpushare_agent.sandbox.pod_manifest import pod_requests
 from gpushare_agent.sandbox.scheduler.scheduler import lacking, take
 from gpushare_agent.simulation.schedulers import Placed

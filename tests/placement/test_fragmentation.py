@@ -8,7 +8,7 @@ from fractions import Fraction
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpushare_agent.placement.fragmentation import WHOLE, FreeNode, PodKind, TypicalPods
+from gpushare_agent.core.placement.fragmentation import WHOLE, FreeNode, PodKind, TypicalPods
 
 MODELS = ("A10", "T4", "")
 kinds = st.builds(

@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from gpushare_agent.model.allocations import Charge
-from gpushare_agent.model.resources import Request
-from gpushare_agent.placement import GpuAccount
+from gpushare_agent.core.model.allocations import Charge
+from gpushare_agent.core.model.resources import Request
+from gpushare_agent.core.placement import GpuAccount
 from tests.gpus.support_gpus import gpu, uuid_of
 
 

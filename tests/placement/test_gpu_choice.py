@@ -6,12 +6,12 @@ from fractions import Fraction
 
 import pytest
 
-from gpushare_agent.model.errors import RefusalReason, Refused
-from gpushare_agent.model.names import MAX_ANNOTATION_CHARS, GpuUuid
-from gpushare_agent.model.resources import Request
-from gpushare_agent.placement import GpuAccount, Placed, place
-from gpushare_agent.placement.gpu_account import Cause, capacity_of
-from gpushare_agent.placement.gpu_choice import accepting, choice_of
+from gpushare_agent.core.model.errors import RefusalReason, Refused
+from gpushare_agent.core.model.names import MAX_ANNOTATION_CHARS, GpuUuid
+from gpushare_agent.core.model.resources import Request
+from gpushare_agent.core.placement import GpuAccount, Placed, place
+from gpushare_agent.core.placement.gpu_account import Cause, capacity_of
+from gpushare_agent.core.placement.gpu_choice import accepting, choice_of
 from tests.support_core import NAMES, inventory
 
 MODELS = ("Tesla P4", "NVIDIA A100-SXM4-40GB", "NVIDIA A10")

@@ -12,15 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from gpushare_agent.model.allocations import Charge
-from gpushare_agent.model.errors import RefusalReason, Refused
-from gpushare_agent.model.gpus import Link, LinkKind, Topology
-from gpushare_agent.model.names import CORES_PER_GPU, GpuUuid
-from gpushare_agent.model.resources import Request
-from gpushare_agent.placement import GpuAccount, Placed, place
-from gpushare_agent.placement.gpu_account import Cause, capacity_of, memory_text
-from gpushare_agent.placement.place import SharePolicy, why_not_chosen
-from gpushare_agent.placement.topology import build_topology
+from gpushare_agent.core.model.allocations import Charge
+from gpushare_agent.core.model.errors import RefusalReason, Refused
+from gpushare_agent.core.model.gpus import Link, LinkKind, Topology
+from gpushare_agent.core.model.names import CORES_PER_GPU, GpuUuid
+from gpushare_agent.core.model.resources import Request
+from gpushare_agent.core.placement import GpuAccount, Placed, place
+from gpushare_agent.core.placement.gpu_account import Cause, capacity_of, memory_text
+from gpushare_agent.core.placement.place import SharePolicy, why_not_chosen
+from gpushare_agent.core.placement.topology import build_topology
 from tests.gpus.support_gpus import BLOCKS, gpu, indexes_of, read_topology, set_cost, uuid_of
 
 POLICIES = st.sampled_from(["binpack", "spread"])

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from gpushare_agent.model.errors import Refused
-from gpushare_agent.model.resources import Request, ResourceKind, ResourceNames
-from gpushare_agent.placement import GpuAccount, place
-from gpushare_agent.placement.gpu_account import account_of
-from gpushare_agent.placement.place import Placed
+from gpushare_agent.core.model.errors import Refused
+from gpushare_agent.core.model.resources import Request, ResourceKind, ResourceNames
+from gpushare_agent.core.placement import GpuAccount, place
+from gpushare_agent.core.placement.gpu_account import account_of
+from gpushare_agent.core.placement.place import Placed
 from tests.support_core import inventory, mig_instance
 
 NODE = inventory(3)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from gpushare_agent.model.errors import RefusalReason, Refused
-from gpushare_agent.model.gpus import Topology
-from gpushare_agent.model.resources import Request
-from gpushare_agent.placement import GpuAccount, Placed, place, validate_request
-from gpushare_agent.placement.gpu_account import memory_text
-from gpushare_agent.placement.place import SharePolicy
+from gpushare_agent.core.model.errors import RefusalReason, Refused
+from gpushare_agent.core.model.gpus import Topology
+from gpushare_agent.core.model.resources import Request
+from gpushare_agent.core.placement import GpuAccount, Placed, place, validate_request
+from gpushare_agent.core.placement.gpu_account import memory_text
+from gpushare_agent.core.placement.place import SharePolicy
 from tests.gpus.support_gpus import gpu, indexes_of, node, read_topology, uuid_of
 from tests.support_core import NAMES
 

@@ -7,12 +7,12 @@ from itertools import combinations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpushare_agent.model.errors import RefusalReason, Refused
-from gpushare_agent.model.gpus import Link, LinkKind, Topology
-from gpushare_agent.model.resources import Request
-from gpushare_agent.placement import GpuAccount, Placed, place
-from gpushare_agent.placement.place import SharePolicy, broken_first
-from gpushare_agent.placement.topology import build_topology
+from gpushare_agent.core.model.errors import RefusalReason, Refused
+from gpushare_agent.core.model.gpus import Link, LinkKind, Topology
+from gpushare_agent.core.model.resources import Request
+from gpushare_agent.core.placement import GpuAccount, Placed, place
+from gpushare_agent.core.placement.place import SharePolicy, broken_first
+from gpushare_agent.core.placement.topology import build_topology
 from tests.gpus.support_gpus import gpu, indexes_of, read_topology, set_cost, uuid_of
 
 POLICIES = st.sampled_from(["binpack", "spread"])

@@ -8,10 +8,10 @@ from itertools import combinations
 
 import pytest
 
-from gpushare_agent.model.gpus import Link, LinkKind, Topology
-from gpushare_agent.model.resources import Request
-from gpushare_agent.placement import Placed, place
-from gpushare_agent.placement.place import choose_linked, link_cost
+from gpushare_agent.core.model.gpus import Link, LinkKind, Topology
+from gpushare_agent.core.model.resources import Request
+from gpushare_agent.core.placement import Placed, place
+from gpushare_agent.core.placement.place import choose_linked, link_cost
 from tests.gpus.support_gpus import BLOCKS, TOPOLOGY_NAMES, gpu, indexes_of, node, read_topology, set_cost
 
 

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpushare_agent.model.errors import Corrupt
-from gpushare_agent.model.gpus import Link, LinkKind
-from gpushare_agent.placement.topology import parse_topology
+from gpushare_agent.core.model.errors import Corrupt
+from gpushare_agent.core.model.gpus import Link, LinkKind
+from gpushare_agent.core.placement.topology import parse_topology
 from tests.gpus.support_gpus import TOPOLOGY_NAMES, topology_text
 
 P40 = topology_text("p40-x7-two-switches")

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpushare_agent.model.gpus import Branch, Link, LinkKind
-from gpushare_agent.placement.topology import build_topology, infer_pcie_kinds
+from gpushare_agent.core.model.gpus import Branch, Link, LinkKind
+from gpushare_agent.core.placement.topology import build_topology, infer_pcie_kinds
 from tests.gpus.support_gpus import TOPOLOGY_NAMES, read_topology, shape
 
 TREES = {

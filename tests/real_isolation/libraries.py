@@ -18,9 +18,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from gpushare_agent.isolation.gpushare.format import GpuLimits, encode_usage
-from gpushare_agent.isolation.gpushare.format import encode_config as encode_gpushare_config
-from gpushare_agent.isolation.vdevice.format import VDeviceConfig, encode_config
+from gpushare_agent.agent.isolation.gpushare.format import GpuLimits, encode_usage
+from gpushare_agent.agent.isolation.gpushare.format import encode_config as encode_gpushare_config
+from gpushare_agent.core.formats.vdevice import VDeviceConfig, encode_config
 from native.build_gpushare import build_gpushare
 from tests.native.build import (
     NATIVE,

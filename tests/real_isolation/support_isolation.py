@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gpushare_agent.model.errors import StartupError, Unavailable
+from gpushare_agent.core.model.errors import StartupError, Unavailable
 from gpushare_agent.sandbox.control import ask
 from gpushare_agent.sandbox.runtime.cgroup_tree import open_cgroup_tree
 from gpushare_agent.sandbox.state_directory import NodePaths
@@ -271,7 +271,7 @@ class IsolationNode:
             node = self.status()["node"]
         except (AssertionError, Unavailable):
             return False
-        return bool(node["capacity"]) and {gpu["health"] for gpu in node["gpus"]} == {"Healthy"}
+        return node["is_offered"] and {gpu["is_healthy"] for gpu in node["gpus"]} == {True}
 
     def pod(self, name: str) -> dict[str, Any]:
         [found] = [pod for pod in self.status()["pods"] if pod["name"] == name]
@@ -335,7 +335,7 @@ class IsolationNode:
         spec = {
             **{"pod": pod, "container": container["name"], "control": str(self.state / "control.sock")},
             **{"mounts": container["mounts"], "devices": container["devices"], "uid": uid, "env": dict(env or {})},
-            **(self._claimed() if container["claims"] else {}),
+            **({} if container["mounts"] or container["devices"] else self._claimed()),
             **{"root": str(self.directory / "root"), "state": str(self.directory / "gpu")},
             **{"proc_driver": str(self.directory / "proc"), "programs": str(self.built.programs)},
             "libraries": str(self.directory / "driver"),

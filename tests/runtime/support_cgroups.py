@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from gpushare_agent.model.names import PodUid
-from gpushare_agent.runtime.cgroups import CgroupDir, Cgroups
+from gpushare_agent.agent.runtime.cgroups import CgroupDir, Cgroups
+from gpushare_agent.core.model.names import PodUid
 
 
 def find_cgroup(cgroups: Cgroups, container_id: str, pod_uid: PodUid | None = None) -> CgroupDir | None:

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpushare_agent.model.names import PodUid
-from gpushare_agent.runtime.cgroup_paths import (
+from gpushare_agent.agent.runtime.cgroup_paths import (
     MAX_TEXT_BYTES,
     PeerIdentity,
     container_id_of,
@@ -15,6 +14,7 @@ from gpushare_agent.runtime.cgroup_paths import (
     pod_uid_of,
     split_joined,
 )
+from gpushare_agent.core.model.names import PodUid
 
 UID = "0e7a3f2c-1b5d-4c3e-9f10-44aa55bb6c77"
 UID_ = UID.replace("-", "_")

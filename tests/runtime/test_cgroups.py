@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from gpushare_agent.model.errors import NotFound, Unavailable
-from gpushare_agent.model.names import PodUid
-from gpushare_agent.runtime.cgroup_paths import NOBODY, PeerIdentity
-from gpushare_agent.runtime.cgroups import ANY_NAME_DEPTH, CgroupDir, Cgroups, CgroupVersion, cgroup_version
+from gpushare_agent.agent.runtime.cgroup_paths import NOBODY, PeerIdentity
+from gpushare_agent.agent.runtime.cgroups import ANY_NAME_DEPTH, CgroupDir, Cgroups, CgroupVersion, cgroup_version
+from gpushare_agent.core.model.errors import NotFound, Unavailable
+from gpushare_agent.core.model.names import PodUid
 from tests.runtime.support_cgroups import find_cgroup
 
 UID = PodUid("0e7a3f2c-1b5d-4c3e-9f10-44aa55bb6c77")

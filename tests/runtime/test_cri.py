@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 from grpclib import GRPCError, Status
 
-from gpushare_agent.kit.grpc_client import MAX_ANSWER_BYTES
-from gpushare_agent.kit.grpc_server import GrpcServer
-from gpushare_agent.kit.sockets import bind_unix_socket
-from gpushare_agent.model.errors import Corrupt, NotFound, Rejected, Unavailable
-from gpushare_agent.model.names import PodUid
-from gpushare_agent.runtime.cri import RuntimeContainer, RuntimeState, open_runtime
-from gpushare_agent.wire.runtime import v1
+from gpushare_agent.agent.runtime.cri import RuntimeContainer, RuntimeState, open_runtime
+from gpushare_agent.core.kit.grpc_client import MAX_ANSWER_BYTES
+from gpushare_agent.core.kit.grpc_server import GrpcServer
+from gpushare_agent.core.kit.sockets import bind_unix_socket
+from gpushare_agent.core.model.errors import Corrupt, NotFound, Rejected, Unavailable
+from gpushare_agent.core.model.names import PodUid
+from gpushare_agent.core.wire.runtime import v1
 from tests.support_deadline import DEADLINE_S
 
 UID = PodUid("0e7a3f2c-1b5d-4c3e-9f10-44aa55bb6c77")

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from gpushare_agent.model.gpus import KernelModule
-from gpushare_agent.runtime.machine import parse_kernel_module, read_kernel_module
+from gpushare_agent.agent.runtime.machine import parse_kernel_module, read_kernel_module
+from gpushare_agent.core.model.gpus import KernelModule
 
 PROPRIETARY = """\
 NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19 01:15:15 UTC 2023

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from gpushare_agent.runtime.cgroup_paths import NOBODY
-from gpushare_agent.runtime.cgroups import ProcessOwners
+from gpushare_agent.agent.runtime.cgroup_paths import NOBODY
+from gpushare_agent.agent.runtime.cgroups import ProcessOwners
 
 UID = "0f3c1e52-3c27-4b7e-9d0c-8b8f1d1f0a01"
 OTHER = "0f3c1e52-3c27-4b7e-9d0c-8b8f1d1f0a02"

@@ -15,16 +15,10 @@ from grpclib.client import Channel
 from grpclib.const import Handler
 from msgspec.structs import replace
 
-from gpushare_agent.kit.grpc_server import GrpcServer
-from gpushare_agent.kit.sockets import bind_unix_socket
-from gpushare_agent.sandbox.api.server import EmbeddedApiServer
-from gpushare_agent.sandbox.behaviour import KubeletTimes
-from gpushare_agent.sandbox.kubelet.device_manager import DeviceRecord
-from gpushare_agent.sandbox.node import EmbeddedNode, open_node_on, running_task
-from gpushare_agent.sandbox.scheduler.scheduler import EmbeddedScheduler
-from gpushare_agent.sandbox.state_directory import prepare_state_directory
-from gpushare_agent.wire import v1
-from gpushare_agent.wire.v1beta1 import (
+from gpushare_agent.core.kit.grpc_server import GrpcServer
+from gpushare_agent.core.kit.sockets import bind_unix_socket
+from gpushare_agent.core.wire import v1
+from gpushare_agent.core.wire.v1beta1 import (
     AllocateRequest,
     AllocateResponse,
     ContainerAllocateResponse,
@@ -43,6 +37,12 @@ from gpushare_agent.wire.v1beta1 import (
     RegistrationStub,
     TopologyInfo,
 )
+from gpushare_agent.sandbox.api.server import EmbeddedApiServer
+from gpushare_agent.sandbox.behaviour import KubeletTimes
+from gpushare_agent.sandbox.kubelet.device_manager import DeviceRecord
+from gpushare_agent.sandbox.node import EmbeddedNode, open_node_on, running_task
+from gpushare_agent.sandbox.scheduler.scheduler import EmbeddedScheduler
+from gpushare_agent.sandbox.state_directory import prepare_state_directory
 from tests.support_deadline import DEADLINE_S as DEADLINE_S  # noqa: PLC0414 - exported on
 
 CORE = "tencent.com/vcuda-core"

@@ -83,6 +83,7 @@ async def registered(state: Path) -> dict[str, Any]:
     async with asyncio.timeout(DEADLINE_S):
         while True:
             document = await document_of(state)
-            if {gpu["health"] for gpu in document["node"]["gpus"]} == {"Healthy"}:
+            node = document["node"]
+            if node["is_offered"] and {gpu["is_healthy"] for gpu in node["gpus"]} == {True}:
                 return document
             await asyncio.sleep(0.05)  # another process: it can only be asked again

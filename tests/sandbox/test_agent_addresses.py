@@ -12,9 +12,9 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from gpushare_agent.cli.sandbox_run import addresses_of
+from gpushare_agent.core.settings.settings import load_settings
+from gpushare_agent.sandbox.run import addresses_of
 from gpushare_agent.sandbox.state_directory import NodePaths
-from gpushare_agent.settings.settings import load_settings
 from tests.sandbox.support_sandbox_cli import DEADLINE_S, ROOT, document_of, live, read_until, registered, sandbox
 
 

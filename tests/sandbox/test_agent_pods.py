@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 
-from gpushare_agent.cli.agent_client import AgentTarget, open_agent
-from gpushare_agent.model.errors import AgentError
+from gpushare_agent.core.model.errors import AgentError
+from gpushare_agent.core.settings.settings import load_settings
+from gpushare_agent.kubectl.agent_client import AgentTarget, open_agent
 from gpushare_agent.sandbox.api.pod_subresources import AgentServer
-from gpushare_agent.settings.settings import load_settings
 from tests.fakes.api_server import PODS, Client, open_client
 from tests.sandbox.support_sandbox import pod
 

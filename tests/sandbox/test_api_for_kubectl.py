@@ -8,7 +8,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from gpushare_agent.model.errors import Rejected
+from gpushare_agent.core.model.errors import Rejected
 from gpushare_agent.sandbox.api.kubectl import duration_text, table
 from gpushare_agent.sandbox.api.patch import APPLY, STRATEGIC, patched
 from gpushare_agent.sandbox.api.server import EmbeddedApiServer

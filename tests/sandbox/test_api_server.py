@@ -8,7 +8,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from gpushare_agent.model.errors import StartupError
+from gpushare_agent.core.model.errors import StartupError
 from gpushare_agent.sandbox.api.kinds import KINDS
 from gpushare_agent.sandbox.api.server import EmbeddedApiServer
 from tests.fakes.api_server import JSON_PATCH, MERGE, PODS, STRATEGIC, open_client

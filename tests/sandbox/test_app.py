@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from gpushare_agent.cli import sandbox as app
-from gpushare_agent.cli.sandbox_run import Notices, reported_after
+from gpushare_agent.sandbox import command as app
+from gpushare_agent.sandbox.run import Notices, reported_after
 from tests.sandbox.support_sandbox import container, pod
 from tests.sandbox.support_sandbox_cli import ROOT, ended, live, read_until, registered, sandbox
 from tests.support_deadline import DEADLINE_S
@@ -44,7 +44,8 @@ async def test_the_fitting_samples_run_and_the_document_is_complete(folder: Path
     assert sum(gpu["cores"]["allocated"] for gpu in gpus) == 25 + 60 + 200
     pods = {p["name"]: p for p in document["pods"]}
     assert {p["phase"] for p in pods.values()} == {"Running"}
-    assert all(0 < c["used"]["cores"] <= 180 for p in pods.values() for c in p["containers"])
+    parts = [part for one in document["node"]["containers"] for part in one["gpus"]]
+    assert len(parts) == 5 and all(0 < part["usage"]["sm_ratio"] <= 0.9 for part in parts)
     assert {gpu["usage"]["sm_ratio"] > 0 for gpu in gpus if gpu["cores"]["allocated"]} == {True}
     assert (
         pods["share"]["containers"][0]["env"]["NVIDIA_VISIBLE_DEVICES"]

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from gpushare_agent.cli.cdi import cdi_specs
-from gpushare_agent.gpus.part import open_driver
-from gpushare_agent.model.errors import Rejected
+from gpushare_agent.agent.commands.cdi import cdi_specs
+from gpushare_agent.agent.gpus.part import open_driver
+from gpushare_agent.core.model.errors import Rejected
+from gpushare_agent.core.settings.settings import load_settings
+from gpushare_agent.core.wire.v1beta1 import CdiDevice, ContainerAllocateResponse, DeviceSpec
 from gpushare_agent.sandbox.node import EmbeddedNode
 from gpushare_agent.sandbox.runtime.cdi_resolver import CdiResolver, requested_names
-from gpushare_agent.settings.settings import load_settings
-from gpushare_agent.wire.v1beta1 import CdiDevice, ContainerAllocateResponse, DeviceSpec
 from tests.agent.support_agent import arguments, open_agent
 from tests.isolation.support_cdi import spec, write_spec
 from tests.sandbox.support_containers import host_container

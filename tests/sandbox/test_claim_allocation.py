@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import yaml
 
-from gpushare_agent.model.errors import Rejected
-from gpushare_agent.placement.first_fit import Capacity, Device, allocate
+from gpushare_agent.core.model.errors import Rejected
+from gpushare_agent.core.placement.first_fit import Capacity, Device, allocate
 from gpushare_agent.sandbox.scheduler.cel import SelectorFailed, Version, parse_selector
 from gpushare_agent.sandbox.scheduler.claim_objects import allocation_of, read_devices, read_requests, used_of
 

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from gpushare_agent.admission.garbage_collection import PodProcesses
-from gpushare_agent.model.errors import NotFound, StartupError, Unavailable
-from gpushare_agent.model.names import PodUid
-from gpushare_agent.runtime.cgroup_paths import NOBODY, PeerIdentity
-from gpushare_agent.runtime.cgroups import Cgroups
+from gpushare_agent.agent.admission.garbage_collection import PodProcesses
+from gpushare_agent.agent.runtime.cgroup_paths import NOBODY, PeerIdentity
+from gpushare_agent.agent.runtime.cgroups import Cgroups
+from gpushare_agent.core.model.errors import NotFound, StartupError, Unavailable
+from gpushare_agent.core.model.names import PodUid
 from gpushare_agent.sandbox.change_signal import ChangeSignal
 from gpushare_agent.sandbox.runtime.cgroup_tree import KIND_VARIABLE, open_cgroup_tree
 from gpushare_agent.sandbox.runtime.containers import MAX_LOG_BYTES, ContainerRuntime

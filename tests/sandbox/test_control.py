@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from gpushare_agent.kit.sockets import bind_unix_socket
-from gpushare_agent.model.errors import StartupError, Unavailable
-from gpushare_agent.model.resources import ResourceNames
+from gpushare_agent.core.kit.sockets import bind_unix_socket
+from gpushare_agent.core.model.errors import StartupError, Unavailable
+from gpushare_agent.core.model.resources import ResourceNames
 from gpushare_agent.sandbox.agent_process import AgentProcess
 from gpushare_agent.sandbox.control import Answer, Request, ask, open_control
 from gpushare_agent.sandbox.controller import NodeController, SandboxController

@@ -9,10 +9,10 @@ from pathlib import Path
 import grpc
 import pytest
 
-from gpushare_agent.model.errors import NotFound, Unavailable
-from gpushare_agent.runtime.cri import RuntimeState, open_runtime
+from gpushare_agent.agent.runtime.cri import RuntimeState, open_runtime
+from gpushare_agent.core.model.errors import NotFound, Unavailable
+from gpushare_agent.core.wire.runtime import v1
 from gpushare_agent.sandbox.runtime.cri_server import CriServer
-from gpushare_agent.wire.runtime import v1
 from tests.sandbox.support_containers import config, open_containers, wait_ended
 from tests.sandbox.support_sandbox import container, kill_container, open_test_node, pod, wait_phase
 from tests.support_deadline import DEADLINE_S

@@ -12,12 +12,12 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from gpushare_agent.dra.plugin import DraRegistration
-from gpushare_agent.model.errors import NotFound
+from gpushare_agent.agent.dra.plugin import DraRegistration
+from gpushare_agent.core.model.errors import NotFound
+from gpushare_agent.core.wire.k8s.io.kubelet.pkg.apis.dra import v1 as dra_v1
 from gpushare_agent.sandbox.behaviour import KubeletTimes
 from gpushare_agent.sandbox.kubelet.pod_worker import PREPARE_FAILED
 from gpushare_agent.sandbox.node import EmbeddedNode, running_task
-from gpushare_agent.wire.k8s.io.kubelet.pkg.apis.dra import v1 as dra_v1
 from tests.sandbox.support_sandbox import SHORT_TIMES, kill_container, open_test_node, pod, wait_gone, wait_phase
 from tests.sandbox.support_sandbox_cli import sandbox
 
@@ -293,7 +293,7 @@ async def test_a_claim_in_use_is_deleted_with_its_last_pod() -> None:
 
 
 async def test_the_agent_serves_claims_in_the_sandbox(short_dir: Path) -> None:
-    """The real agent: registered, slice published, claims prepared, limits as the containers read them."""
+    """The real agent: registered, slice published, claims prepared, and what they use is within their limits."""
     done = await sandbox("--state-dir", short_dir / "s", "--port", "0", "--dra", "--once", "-o", "json", "--gpus", "4")
     assert done.code == 0, done.err
     document = json.loads(done.out)
@@ -301,7 +301,7 @@ async def test_the_agent_serves_claims_in_the_sandbox(short_dir: Path) -> None:
     assert cards == {"share": [[0], [0]], "whole": [[1]], "two-gpus": [[2, 3]]}
     assert [card["cores"]["allocated"] for card in document["node"]["gpus"]] == [40, 100, 100, 100]
     assert [card["memory"]["allocated_bytes"] >> 20 for card in document["node"]["gpus"]] == [8192, 24576, 24576, 24576]
-    assert {card["health"] for card in document["node"]["gpus"]} == {"Healthy"}
-    main = document["pods"][0]["containers"][0]
-    assert sum(one["used"]["cores"] for one in document["pods"][0]["containers"] if one["used"]) <= 40
-    assert main["claims"][0]["cores"] == 40 and (main["vdevice"]["cores"], main["vdevice"]["memory_mib"]) == (40, 8192)
+    assert {card["is_healthy"] for card in document["node"]["gpus"]} == {True}
+    shared = next(one for one in document["node"]["containers"] if one["pod"] == "share")
+    assert (shared["cores"], shared["memory_bytes"] >> 20) == (40, 8192)
+    assert 0 < shared["gpus"][0]["usage"]["sm_ratio"] <= 0.4

@@ -16,15 +16,15 @@ import pytest
 from msgspec import Raw, json
 from msgspec.structs import replace
 
-from gpushare_agent.cluster.kube.claims import Device, ResourceSlice
-from gpushare_agent.cluster.kube.pods import parse_pod, read_pod_json
-from gpushare_agent.dra.decisions.devices import DevicePolicy, slice_devices
-from gpushare_agent.dra.plugin import DraPlugin, DraRegistration
-from gpushare_agent.dra.slices import SlicePublisher
-from gpushare_agent.model.allocations import Allocation
-from gpushare_agent.model.names import CORES_PER_GPU, GpuUuid
-from gpushare_agent.model.resources import ResourceKind
-from gpushare_agent.node import GpuSplit, gpu_split, plugins_devices
+from gpushare_agent.agent.dra.plugin import DraPlugin, DraRegistration
+from gpushare_agent.agent.dra.slices import SlicePublisher
+from gpushare_agent.agent.node import GpuSplit, gpu_split, plugins_devices
+from gpushare_agent.core.claims.devices import DevicePolicy, slice_devices
+from gpushare_agent.core.kube.claims import Device, ResourceSlice
+from gpushare_agent.core.kube.pods import parse_pod, read_pod_json
+from gpushare_agent.core.model.allocations import Allocation
+from gpushare_agent.core.model.names import CORES_PER_GPU, GpuUuid
+from gpushare_agent.core.model.resources import ResourceKind
 from gpushare_agent.sandbox.kubelet.pod_worker import PREPARE_FAILED
 from gpushare_agent.sandbox.node import EmbeddedNode, running_task
 from gpushare_agent.sandbox.pod_manifest import IGNORE_TERM_ANNOTATION, RUN_SECONDS_ANNOTATION, claim_names

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import yaml
 
-from gpushare_agent.cli.sandbox import split_inner_command
-from gpushare_agent.cli.sandbox_run import NODE_NAME
-from gpushare_agent.settings.sources import read_variables
+from gpushare_agent.core.settings.sources import read_variables
+from gpushare_agent.sandbox.command import split_inner_command
+from gpushare_agent.sandbox.run import NODE_NAME
 from tests.sandbox.support_containers import needs_processes
 from tests.sandbox.support_sandbox import container, pod
 from tests.sandbox.support_sandbox_cli import (
@@ -59,13 +59,10 @@ async def test_a_process_in_a_container_registers_and_reads_its_limits_and_its_o
         assert json.loads(other.out)["container"] == "evaluator", other.err
 
         stays = await start("exec", "--state-dir", state, "default/share", "sleep", "600")
-        await _poll(state, "share", lambda main: stays.pid in main["pids"] and stays.pid in main["vdevice"]["pids"])
+        await _poll(state, "share", lambda main: stays.pid in main["pids"])
         main = (await containers_of(state, "share"))["main"]
         assert main["pids"] == sorted([main["pid"], stays.pid])
-        assert {**main["vdevice"], "pids": []} == {
-            "cores": 25, "memory_mib": 4096, "core_limit": 0, "is_limited": True, "pids": [],
-        }  # fmt: skip
-        assert (await containers_of(state, "pair"))["main"]["vdevice"] is None, "whole GPUs have nothing to read"
+        assert (await containers_of(state, "pair"))["main"]["mounts"] == [], "whole GPUs have nothing to read"
 
         assert (await sandbox("delete", "share", "--state-dir", state)).code == 0
         assert (await ended(stays)).code == -signal.SIGKILL

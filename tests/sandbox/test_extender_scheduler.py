@@ -9,7 +9,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from gpushare_agent.model.errors import Unavailable
+from gpushare_agent.core.model.errors import Unavailable
 from gpushare_agent.sandbox.scheduler.scheduler import open_extender_calls
 from tests.extender.support_extender_nodes import (
     ReportedExtender,

@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 import yaml
 
-from gpushare_agent.cli import sandbox as app
-from gpushare_agent.gpus.health import HealthPolicy
-from gpushare_agent.gpus.simulated.driver import SimulatedDriver
-from gpushare_agent.gpus.simulated.files import parse_faults
-from gpushare_agent.model.errors import Rejected, Unavailable
+from gpushare_agent.agent.gpus.simulated.driver import SimulatedDriver
+from gpushare_agent.core.formats.simulated_gpus import parse_faults
+from gpushare_agent.core.model.errors import Rejected, Unavailable
+from gpushare_agent.core.model.gpu_health import HealthPolicy
+from gpushare_agent.sandbox import command as app
 from gpushare_agent.sandbox.gpu_faults import GpuFaults, Healed
 from tests.agent.support_agent import open_agent
 from tests.sandbox.support_sandbox import (
@@ -210,29 +210,29 @@ async def test_fail_gpu_and_heal_gpu_from_another_terminal(folder: Path) -> None
         await read_until(process, "pod default/mine Running")
         lost = await sandbox("fail-gpu", "1", "--lost", "a cable", "--state-dir", state)
         assert (lost.code, lost.out) == (0, "GPU 1 is lost: a cable\n"), lost.err
-        document = await shown_until(state, 1, "Unhealthy")
+        document = await shown_until(state, 1, is_healthy=False)
         assert reasons(document) == ["", "a cable"]
-        used = {"cores": 20.0, "memory_mib": 1024}
-        assert document["pods"][0]["containers"][0]["used"] == used
+        usage = document["node"]["containers"][0]["gpus"][0]["usage"]
+        assert (usage["sm_ratio"], usage["memory_bytes"] >> 20) == (0.2, 1024)
         status = await sandbox("status", "--state-dir", state)
         assert re.search(r"^1 .* Unhealthy .*\n +a cable; recovers ", status.out, flags=re.M)
-        assert re.search(r"^default/mine/main +Running +0 +40 +20 +1/2 ", status.out, flags=re.M)
+        assert re.search(r"^  default/mine/main +Running +40 +20 +1/2", status.out, flags=re.M)
         healed = await sandbox("heal-gpu", "1", "--state-dir", state)
         assert healed.out == (
             "GPU 1 is no longer lost (a cable); the agent takes it back once it has passed its probes\n"
         )
-        document = await shown_until(state, 1, "Healthy")
+        document = await shown_until(state, 1, is_healthy=True)
         assert reasons(document) == ["", ""]
         xid = await sandbox("fail-gpu", "0", "--xid", "79", "--state-dir", state)
         assert (xid.code, xid.out) == (0, "GPU 0 has reported Xid 79\n"), xid.err
-        document = await shown_until(state, 0, "Unhealthy")
+        document = await shown_until(state, 0, is_healthy=False)
         assert reasons(document)[0].startswith("Xid 79") and reasons(document)[1] == ""
         assert [p["phase"] for p in document["pods"]] == ["Running"]
         missing = await sandbox("fail-gpu", "2", "--state-dir", state)
         assert (missing.code, missing.out) == (2, ""), missing.err  # as for every bad value of an argument
         reset = await sandbox("heal-gpu", "0", "--state-dir", state)
         assert reset.out.startswith("GPU 0 was reset after Xid 79; ")
-        await shown_until(state, 0, "Healthy")
+        await shown_until(state, 0, is_healthy=True)
         await sandbox("fail-gpu", "0", "--xid", "31", "--state-dir", state)
         spared = await sandbox("heal-gpu", "0", "--state-dir", state)
         assert spared.out == ("GPU 0 is not ill (Xid 31: ignored (health.ignored_xids)); nothing was done to it\n"), (
@@ -266,12 +266,13 @@ def reasons(document: dict[str, Any]) -> list[str]:
     return [gpu["health_reason"].partition(";")[0] for gpu in document["node"]["gpus"]]
 
 
-async def shown_until(state: Path, gpu: int, health: str) -> dict[str, Any]:
-    """The report once the kubelet holds the GPU for that, and use is known."""
+async def shown_until(state: Path, gpu: int, *, is_healthy: bool) -> dict[str, Any]:
+    """The report once the agent offers the GPU so, and use is known."""
     async with asyncio.timeout(DEADLINE_S):
         while True:
             document = await document_of(state)
-            is_used = document["pods"][0]["containers"][0]["used"] is not None
-            if document["node"]["gpus"][gpu]["health"] == health and is_used:
+            node = document["node"]
+            used = [part["usage"] for one in node["containers"] for part in one["gpus"]]
+            if node["gpus"][gpu]["is_healthy"] is is_healthy and used and all(used):
                 return document
             await asyncio.sleep(0.05)  # another process: it can only be asked again

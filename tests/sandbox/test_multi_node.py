@@ -15,17 +15,17 @@ from typing import Any
 import pytest
 import yaml
 
-from gpushare_agent.cli import sandbox as app
-from gpushare_agent.cli.render_sandbox import pod_line, print_document
-from gpushare_agent.cli.sandbox import node_flags
-from gpushare_agent.model.errors import AgentError, Rejected, Unavailable
-from gpushare_agent.model.resources import ResourceNames
+from gpushare_agent.core.model.errors import AgentError, Rejected, Unavailable
+from gpushare_agent.core.model.resources import ResourceNames
+from gpushare_agent.sandbox import command as app
 from gpushare_agent.sandbox.agent_process import AgentProcess
+from gpushare_agent.sandbox.command import node_flags
 from gpushare_agent.sandbox.control import Request
 from gpushare_agent.sandbox.controller import NodeController, SandboxController
 from gpushare_agent.sandbox.gpu_faults import GpuFaults
 from gpushare_agent.sandbox.manifests import ManifestError
 from gpushare_agent.sandbox.node import EmbeddedCluster
+from gpushare_agent.sandbox.render import pod_line, print_document
 from tests.extender.support_extender_nodes import (
     DEADLINE_S,
     condition_of,
@@ -160,7 +160,7 @@ async def test_the_document_of_several_nodes_says_where_each_pod_is(capsys: pyte
         assert pod_line(shown, has_node=True).startswith("pod default/p Running on b [")
         print_document(document, "table")
         text = capsys.readouterr().out
-        assert "a: its agent has not answered yet\n" in text and "\nb: its agent" in text and "  NODE  " in text
+        assert "a: its agent has not answered yet\n" in text and "\nb: its agent" in text and "  NODE\n" in text
     async with open_controller("a") as (controller, _):
         document = await controller.document()
         assert document["node"] == document["nodes"][0]

@@ -13,18 +13,18 @@ from typing import Any
 import pytest
 import yaml
 
-from gpushare_agent.cli.render_sandbox import gpu_text, pod_line
-from gpushare_agent.cli.sandbox_run import build_node, check_driver
-from gpushare_agent.model.errors import Rejected, StartupError, Unavailable
-from gpushare_agent.model.gpus import Gpu
-from gpushare_agent.model.names import GpuUuid
-from gpushare_agent.model.resources import ResourceNames
+from gpushare_agent.core.model.errors import Rejected, StartupError, Unavailable
+from gpushare_agent.core.model.gpus import Gpu
+from gpushare_agent.core.model.names import GpuUuid
+from gpushare_agent.core.model.resources import ResourceNames
+from gpushare_agent.core.wire.v1beta1 import ContainerAllocateResponse, DeviceSpec, Mount
 from gpushare_agent.sandbox.control import Answer, Request, ask, open_control
 from gpushare_agent.sandbox.manifests import ManifestError, parse_manifests, read_manifests, sample_manifests
 from gpushare_agent.sandbox.pod_manifest import containers_of, pod_requests
-from gpushare_agent.sandbox.report import ReportedNode, reason_and_message, report
+from gpushare_agent.sandbox.render import pod_line
+from gpushare_agent.sandbox.report import ReportedNode, is_offered, reason_and_message, report
+from gpushare_agent.sandbox.run import build_node, check_driver
 from gpushare_agent.sandbox.state_directory import owned_state_directory
-from gpushare_agent.wire.v1beta1 import ContainerAllocateResponse, DeviceSpec, Mount
 from tests.sandbox.support_sandbox import (
     CORE,
     MEMORY,
@@ -238,7 +238,7 @@ def test_a_container_that_waits_or_has_failed_is_the_reason_in_any_phase(phase: 
 
 
 async def test_an_ended_pod_is_shown_without_gpus_and_with_its_exit_code() -> None:
-    """It holds none any more, and the answer that it once got is still in the document."""
+    """It holds none any more."""
     answer = ContainerAllocateResponse(envs={"X": "y"})
     plugin = SmallPlugin(CORE, device_ids("a", count=100), answer=answer)
     async with open_test_node() as node, open_plugin(node, plugin):
@@ -250,12 +250,13 @@ async def test_an_ended_pod_is_shown_without_gpus_and_with_its_exit_code() -> No
         await wait_phase(node, "p", "Failed")
         (ended,) = report(shown)["pods"]
     (main,) = ended["containers"]
-    assert (main["gpus"], main["vdevice"], main["env"]) == ([], None, {"X": "y"})
+    assert (main["gpus"], main["env"]) == ([], {})
     assert (ended["reason"], ended["message"]) == ("Error", "container main ended with exit code 137")
 
 
 async def test_the_report_has_the_agents_gpus_and_the_kubelets_pods() -> None:
-    """vmemory IDs name another GPU: the container is on that of its vcore IDs. What is allocated the agent alone counts."""
+    """vmemory IDs name another GPU: the container is on that of its vcore IDs. What is
+    allocated the agent alone counts, and it offers nothing once it has ended."""
     answer = ContainerAllocateResponse(
         envs={"NVIDIA_VISIBLE_DEVICES": "b"},
         mounts=[Mount(host_path="/h", container_path="/c", read_only=True)],
@@ -273,14 +274,13 @@ async def test_the_report_has_the_agents_gpus_and_the_kubelets_pods() -> None:
             shown = ReportedNode(
                 node=node, gpus=(_gpu(0, "a"), _gpu(1, "b")), names=ResourceNames(vcore=CORE, vmemory=MEMORY)
             )
-            shown.agent_document["gpus"] = [{"uuid": "a", "cores": 1}, {"uuid": "c", "cores": 3}]
+            shown.agent_document["gpus"] = [{"uuid": "a", "cores": 1}]
             document = report(shown)
             process = node.kubelet.runtime.find(node.api.pod("default", "p")["metadata"]["uid"], "main")
             assert process is not None
-    assert document["node"]["gpus"] == [
-        {"uuid": "a", "cores": 1, "health": "Healthy"},
-        {"uuid": "c", "cores": 3, "health": "Unknown"},
-    ]
+        await node.kubelet.wait_for(lambda: not is_offered(shown))
+    assert document["node"]["gpus"] == [{"uuid": "a", "cores": 1}]
+    assert document["node"]["is_offered"]
     assert document["node"]["capacity"] == {CORE: 200, MEMORY: 8}
     p, q = document["pods"]
     assert (p["phase"], p["annotations"], q["phase"], q["reason"]) == (
@@ -290,14 +290,13 @@ async def test_the_report_has_the_agents_gpus_and_the_kubelets_pods() -> None:
         "Unschedulable",
     )
     assert p["containers"] == [{
-        "name": "main", "gpus": [1], "labels": ["1"], "claims": [],
-        "vcore": 30, "vmemory": 3, "gpu_mem": 0, "memory_mib": 768, "units": {},
+        "name": "main", "gpus": [1],
         "env": {"NVIDIA_VISIBLE_DEVICES": "b"},
         "mounts": [{"host_path": "/h", "container_path": "/c", "read_only": True}],
         "devices": [{"host_path": "/dev/x", "container_path": "/dev/x", "permissions": "rwm"}], "annotations": {"k": "v"},
-        "pid": process.pid, "pids": [process.pid], "used": None, "vdevice": None,
+        "pid": process.pid, "pids": [process.pid],
     }]  # fmt: skip
-    assert gpu_text(p["containers"][0]) == "1"
+    assert pod_line(p) == "pod default/p Running [main: GPU 1]"
     assert "q Pending" in pod_line(q)
     assert f"1 Insufficient {CORE}" in pod_line(q)
 

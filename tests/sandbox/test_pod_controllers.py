@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from gpushare_agent.model.errors import Rejected
+from gpushare_agent.core.model.errors import Rejected
 from gpushare_agent.sandbox.api.patch import MERGE, patched
 from gpushare_agent.sandbox.api.server import EmbeddedApiServer
 from gpushare_agent.sandbox.api.store import key_of

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from gpushare_agent.isolation.vdevice.format import decode_pids
+from gpushare_agent.core.formats.vdevice import decode_pids
+from gpushare_agent.core.wire.v1beta1 import ContainerAllocateResponse, Mount
 from gpushare_agent.sandbox.node import EmbeddedNode
-from gpushare_agent.wire.v1beta1 import ContainerAllocateResponse, Mount
 from tests.agent.support_agent import open_agent, wait_running
 from tests.sandbox.support_containers import KINDS, host_container, is_alive, needs_processes, wait_true
 from tests.sandbox.support_sandbox import (

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 from grpclib import GRPCError, Status
 
+from gpushare_agent.core.wire import v1
 from gpushare_agent.sandbox.node import EmbeddedNode
-from gpushare_agent.wire import v1
 from tests.fakes.clock import FakeClock
 from tests.sandbox.support_sandbox import (
     CORE,

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpushare_agent.kit.protobuf import MalformedMessageError, bytes_field, integer_field
+from gpushare_agent.core.kit.protobuf import MalformedMessageError, bytes_field, integer_field
 from gpushare_agent.sandbox.api.protobuf import CONTENT_TYPE, UnreadFieldError, decoded
 from gpushare_agent.sandbox.api.server import EmbeddedApiServer
 from tests.sandbox.support_sandbox import pod

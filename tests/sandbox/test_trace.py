@@ -18,14 +18,12 @@ from grpclib import GRPCError, Status
 from grpclib.client import UnaryUnaryMethod
 from grpclib.const import Cardinality, Handler
 
-from gpushare_agent.kit.grpc_client import UnixChannel
-from gpushare_agent.kit.grpc_server import GrpcServer
-from gpushare_agent.kit.sockets import bind_unix_socket
-from gpushare_agent.model.pods import ContainerKind, ContainerSpec
-from gpushare_agent.sandbox.node import EmbeddedNode
-from gpushare_agent.sandbox.pod_manifest import containers_of
-from gpushare_agent.wire import v1
-from gpushare_agent.wire.v1beta1 import (
+from gpushare_agent.core.kit.grpc_client import UnixChannel
+from gpushare_agent.core.kit.grpc_server import GrpcServer
+from gpushare_agent.core.kit.sockets import bind_unix_socket
+from gpushare_agent.core.model.pods import ContainerKind, ContainerSpec
+from gpushare_agent.core.wire import v1
+from gpushare_agent.core.wire.v1beta1 import (
     AllocateRequest,
     ContainerPreferredAllocationResponse,
     Device,
@@ -38,6 +36,8 @@ from gpushare_agent.wire.v1beta1 import (
     RegisterRequest,
     TopologyInfo,
 )
+from gpushare_agent.sandbox.node import EmbeddedNode
+from gpushare_agent.sandbox.pod_manifest import containers_of
 from tests.sandbox.support_sandbox import (
     CORE,
     HELD_ADMISSIONS,

@@ -12,20 +12,20 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from gpushare_agent.admission.resizing import ResizeFile
-from gpushare_agent.delivery.cdi_files import CdiFiles
-from gpushare_agent.delivery.device_nodes import read_extra_devices
-from gpushare_agent.delivery.volume_config import read_volume_config
-from gpushare_agent.dra.claim_files import ClaimFiles
-from gpushare_agent.gpus.part import open_driver
-from gpushare_agent.gpus.saved_health import HealthStateFile
-from gpushare_agent.kubelet.records import read_checkpoint
-from gpushare_agent.model.errors import AgentError
-from gpushare_agent.settings.node_configuration import NamedConfiguration
-from gpushare_agent.settings.nvidia_options import OPTIONS
-from gpushare_agent.settings.reference import all_keys
-from gpushare_agent.settings.settings import SettingsError, load_settings
-from gpushare_agent.settings.yaml import UnreadableYaml, parse_yaml
+from gpushare_agent.agent.admission.resizing import ResizeFile
+from gpushare_agent.agent.delivery.cdi_files import CdiFiles
+from gpushare_agent.agent.delivery.device_nodes import read_extra_devices
+from gpushare_agent.agent.delivery.volume_config import read_volume_config
+from gpushare_agent.agent.dra.claim_files import ClaimFiles
+from gpushare_agent.agent.gpus.part import open_driver
+from gpushare_agent.agent.gpus.saved_health import HealthStateFile
+from gpushare_agent.agent.kubelet.records import read_checkpoint
+from gpushare_agent.core.model.errors import AgentError
+from gpushare_agent.core.settings.node_configuration import NamedConfiguration
+from gpushare_agent.core.settings.nvidia_options import OPTIONS
+from gpushare_agent.core.settings.reference import all_keys
+from gpushare_agent.core.settings.settings import SettingsError, load_settings
+from gpushare_agent.core.settings.yaml import UnreadableYaml, parse_yaml
 
 SEXAGESIMAL = "1:" * 600 + "1.0"
 """As YAML 1.1's float it is larger than any."""

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from gpushare_agent.settings.reference import text_of
-from gpushare_agent.settings.settings import SettingsError, load_settings
-from gpushare_agent.settings.sources import read_gpu_manager
+from gpushare_agent.core.settings.reference import text_of
+from gpushare_agent.core.settings.settings import SettingsError, load_settings
+from gpushare_agent.core.settings.sources import read_gpu_manager
 
 
 @pytest.mark.parametrize(

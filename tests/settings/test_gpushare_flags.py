@@ -10,10 +10,10 @@ import pytest
 from structlog.testing import capture_logs
 
 from gpushare_agent import __main__
-from gpushare_agent.cli import main as command_line
-from gpushare_agent.cli.former_daemonset import start
-from gpushare_agent.settings.settings import SettingsError, load_settings
-from gpushare_agent.settings.sources import GPUSHARE_DAEMONSET, GPUSHARE_PROGRAM, read_gpushare
+from gpushare_agent import commands as command_line
+from gpushare_agent.agent.commands.former_daemonset import start
+from gpushare_agent.core.settings.settings import SettingsError, load_settings
+from gpushare_agent.core.settings.sources import GPUSHARE_DAEMONSET, GPUSHARE_PROGRAM, read_gpushare
 
 DAEMONSET = ("-logtostderr", "--v=5", "--memory-unit=GiB")
 """device-plugin-ds.yaml; the document on MPS adds --mps-pipe."""

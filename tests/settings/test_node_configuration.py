@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from gpushare_agent.settings.node_configuration import LABELS, NamedConfiguration, choose_name
-from gpushare_agent.settings.settings import SettingsError, load_settings
+from gpushare_agent.core.settings.node_configuration import LABELS, NamedConfiguration, choose_name
+from gpushare_agent.core.settings.settings import SettingsError, load_settings
 
 OURS, THEIRS = LABELS
 

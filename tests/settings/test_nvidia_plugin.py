@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from gpushare_agent.settings.nvidia_options import OPTIONS
-from gpushare_agent.settings.nvidia_plugin import parse_nvidia, read_nvidia
-from gpushare_agent.settings.reference import all_keys
-from gpushare_agent.settings.settings import LoadedSettings, SettingsError, load_settings
-from gpushare_agent.settings.sources import Layer
+from gpushare_agent.core.settings.nvidia_options import OPTIONS
+from gpushare_agent.core.settings.nvidia_plugin import parse_nvidia, read_nvidia
+from gpushare_agent.core.settings.reference import all_keys
+from gpushare_agent.core.settings.settings import LoadedSettings, SettingsError, load_settings
+from gpushare_agent.core.settings.sources import Layer
 
 WHOLE = """
 version: v1

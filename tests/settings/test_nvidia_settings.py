@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from gpushare_agent.settings.settings import SettingsError, load_settings
-from gpushare_agent.settings.tree import Settings
+from gpushare_agent.core.settings.settings import SettingsError, load_settings
+from gpushare_agent.core.settings.tree import Settings
 
 
 def loaded(*argv: str) -> Settings:

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from pydantic_settings import InitSettingsSource
 
-from gpushare_agent.settings.reference import all_keys, help_text
-from gpushare_agent.settings.settings import Settings, SettingsError, load_settings
-from gpushare_agent.settings.sources import read_flags, read_variables, split_flags
-from gpushare_agent.settings.tree import SOURCES
-from gpushare_agent.settings.values import parse_duration
+from gpushare_agent.core.settings.reference import all_keys, help_text
+from gpushare_agent.core.settings.settings import Settings, SettingsError, load_settings
+from gpushare_agent.core.settings.sources import read_flags, read_variables, split_flags
+from gpushare_agent.core.settings.tree import SOURCES
+from gpushare_agent.core.settings.values import parse_duration
 
 
 @pytest.fixture

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from random import Random
 
+from gpushare_agent.core.model.resources import ResourceNames
 from gpushare_agent.extender.values import ClusterPolicy
-from gpushare_agent.model.resources import ResourceNames
 from gpushare_agent.simulation.results import PolicyResult, Rules, compare
 from gpushare_agent.simulation.schedulers import Policy, Scheduler
 from gpushare_agent.simulation.workload import Arrival, Cluster, Machine, Shape, Workload

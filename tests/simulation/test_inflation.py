@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bench.inflation import MARKS, CpuPods, CpuRule, Host, InflationPolicy, inflate, read_hosts, read_kinds
+from gpushare_agent.core.model.resources import ResourceNames
+from gpushare_agent.core.placement.first_fit import Capacity, ClaimRequests, Device, Option, allocate
+from gpushare_agent.core.placement.fragmentation import WHOLE, FreeNode, PodKind
 from gpushare_agent.extender.values import ClusterPolicy
-from gpushare_agent.model.resources import ResourceNames
-from gpushare_agent.placement.first_fit import Capacity, ClaimRequests, Device, Option, allocate
-from gpushare_agent.placement.fragmentation import WHOLE, FreeNode, PodKind
 
 RULES = ClusterPolicy(names=ResourceNames())
 OPENB = Path(__file__).parents[3] / "shared" / "data" / "openb"

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpushare_agent.model.errors import RefusalReason
+from gpushare_agent.core.model.errors import RefusalReason
 from gpushare_agent.simulation.schedulers import NoNode, Policy
 from gpushare_agent.simulation.workload import Arrival, Shape, Size, Workload
 from tests.simulation.support_simulation import GPU_BLOCKS, arrival, cluster_of, replay, waited, workload_of

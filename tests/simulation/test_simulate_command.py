@@ -15,8 +15,8 @@ import yaml
 
 from bench.generator import write_files
 from bench.plot import draw
-from gpushare_agent.cli import render_text
-from gpushare_agent.cli.main import main
+from gpushare_agent.commands import main
+from gpushare_agent.core.cli import render_text
 from tests.cli.support_cli import at_terminal
 
 ROOT = Path(__file__).parents[2]

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from bench.generator import MACHINES, SHARES, WHOLE_GPUS, generate_cluster, generate_workload, write_files
-from gpushare_agent.model.errors import Corrupt, NotFound
-from gpushare_agent.model.gpus import LinkKind
+from gpushare_agent.core.model.errors import Corrupt, NotFound
+from gpushare_agent.core.model.gpus import LinkKind
 from gpushare_agent.simulation.traces import read_cluster, read_workload
 from gpushare_agent.simulation.workload import Arrival, Shape, Size, at_load
 from tests.simulation.support_simulation import arrival, cluster_of, workload_of

@@ -23,13 +23,11 @@ import msgspec
 from msgspec import UNSET, Struct
 from msgspec.structs import replace
 
-from gpushare_agent.cluster.kube.pods import PREDICATE_PREFIX, PodJson, PodSpec, ResourcesJson, parse_pod
-from gpushare_agent.dra.decisions.claim import CONFIG_API_VERSION, CONFIG_KIND, DRIVER, MAX_RESULTS
-from gpushare_agent.dra.decisions.devices import quantity
-from gpushare_agent.isolation import ISOLATIONS
-from gpushare_agent.isolation.shares import core_limit
-from gpushare_agent.model.errors import RefusalReason, Refused
-from gpushare_agent.model.names import (
+from gpushare_agent.core.claims.claim import CONFIG_API_VERSION, CONFIG_KIND, DRIVER, MAX_RESULTS
+from gpushare_agent.core.claims.devices import quantity
+from gpushare_agent.core.kube.pods import PREDICATE_PREFIX, PodJson, PodSpec, ResourcesJson, parse_pod
+from gpushare_agent.core.model.errors import RefusalReason, Refused
+from gpushare_agent.core.model.names import (
     CORE_LIMIT_ANNOTATION,
     CORES_PER_GPU,
     GPU_CHOICE_ANNOTATIONS,
@@ -37,10 +35,12 @@ from gpushare_agent.model.names import (
     ISOLATION_ANNOTATION,
     RESIZE_ANNOTATION,
 )
-from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod
-from gpushare_agent.model.resources import ResourceNames, request_of
-from gpushare_agent.placement import validate_request
-from gpushare_agent.placement.gpu_choice import choice_of
+from gpushare_agent.core.model.pods import ContainerKind, ContainerSpec, Pod
+from gpushare_agent.core.model.resources import ResourceNames, request_of
+from gpushare_agent.core.model.shares import core_limit
+from gpushare_agent.core.placement import validate_request
+from gpushare_agent.core.placement.gpu_choice import choice_of
+from gpushare_agent.core.settings.isolation_names import isolation_names
 
 DEVICE_CLASS = f"gpu.{DRIVER}"
 REQUEST = "gpu"
@@ -169,8 +169,8 @@ def convert_pod(read: PodJson, names: ResourceNames) -> Conversion | Refused:
 def _template(container: ContainerSpec, annotations: Mapping[str, str], names: ResourceNames) -> Template | Refused:
     isolation = annotations.get(ISOLATION_ANNOTATION, "")
     # The agent would refuse it at the claim's preparation, on a node that was chosen in vain.
-    if ISOLATION_ANNOTATION in annotations and isolation not in ISOLATIONS:
-        known = ", ".join(sorted(ISOLATIONS))
+    if ISOLATION_ANNOTATION in annotations and isolation not in isolation_names():
+        known = ", ".join(isolation_names())
         return refused(f"the annotation {ISOLATION_ANNOTATION} is {isolation[:40]!r}. Name one of {known}")
     request = request_of(container, names)
     # As an agent with sharing: which node it will be, and whether that one shares, is not known yet.

@@ -12,15 +12,15 @@ from typing import NamedTuple
 
 from msgspec import Struct, field
 
+from gpushare_agent.core.model.allocations import NO_CHARGE, Charge, add_charges
+from gpushare_agent.core.model.gpus import GpuReport
+from gpushare_agent.core.model.names import PodUid
+from gpushare_agent.core.model.pods import HostRequest
+from gpushare_agent.core.model.resources import ResourceNames
+from gpushare_agent.core.placement import GpuAccount
+from gpushare_agent.core.placement.fragmentation import WHOLE, FreeNode
+from gpushare_agent.core.placement.gpu_account import Capacity, account_of, capacity_of
 from gpushare_agent.extender.values import ClusterNode, Reservation
-from gpushare_agent.model.allocations import NO_CHARGE, Charge, add_charges
-from gpushare_agent.model.gpus import GpuReport
-from gpushare_agent.model.names import PodUid
-from gpushare_agent.model.pods import HostRequest
-from gpushare_agent.model.resources import ResourceNames
-from gpushare_agent.placement import GpuAccount
-from gpushare_agent.placement.fragmentation import WHOLE, FreeNode
-from gpushare_agent.placement.gpu_account import Capacity, account_of, capacity_of
 
 OnChange = Callable[[str, bool], None]
 """Called with a node's name, and whether its GPUs have changed or its CPU and main memory alone."""

@@ -17,18 +17,18 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 
+from gpushare_agent.core.model.allocations import Charge
+from gpushare_agent.core.model.errors import Refused
+from gpushare_agent.core.model.gpus import Topology
+from gpushare_agent.core.model.names import CORES_PER_GPU, GpuUuid
+from gpushare_agent.core.model.pods import ContainerKind, ContainerSpec, HostRequest, Pod
+from gpushare_agent.core.model.resources import NOTHING, Request, ResourceNames, request_of
+from gpushare_agent.core.placement import GpuAccount, Placed, place, validate_request
+from gpushare_agent.core.placement.fragmentation import PodKind
+from gpushare_agent.core.placement.gpu_account import Capacity, describe_request
+from gpushare_agent.core.placement.gpu_choice import accepting, choice_of
+from gpushare_agent.core.placement.place import SharePolicy, effective_request
 from gpushare_agent.extender.values import ClusterPolicy, PlannedContainer, PodPlan
-from gpushare_agent.model.allocations import Charge
-from gpushare_agent.model.errors import Refused
-from gpushare_agent.model.gpus import Topology
-from gpushare_agent.model.names import CORES_PER_GPU, GpuUuid
-from gpushare_agent.model.pods import ContainerKind, ContainerSpec, HostRequest, Pod
-from gpushare_agent.model.resources import NOTHING, Request, ResourceNames, request_of
-from gpushare_agent.placement import GpuAccount, Placed, place, validate_request
-from gpushare_agent.placement.fragmentation import PodKind
-from gpushare_agent.placement.gpu_account import Capacity, describe_request
-from gpushare_agent.placement.gpu_choice import accepting, choice_of
-from gpushare_agent.placement.place import SharePolicy, effective_request
 
 MAX_SCORE = 10
 """MaxExtenderPriority of kube-scheduler."""

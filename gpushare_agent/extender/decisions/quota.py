@@ -17,12 +17,12 @@ from collections.abc import Callable, Mapping, Sequence
 from msgspec import Struct, field
 from msgspec.structs import replace
 
+from gpushare_agent.core.model.errors import Corrupt, RefusalReason, Refused
+from gpushare_agent.core.model.names import CORES_PER_GPU, PodUid
+from gpushare_agent.core.model.pods import ContainerKind, ContainerSpec, Pod
+from gpushare_agent.core.model.resources import ResourceNames, request_of
+from gpushare_agent.core.placement.gpu_account import blocks_of_units
 from gpushare_agent.extender.values import ClusterNode
-from gpushare_agent.model.errors import Corrupt, RefusalReason, Refused
-from gpushare_agent.model.names import CORES_PER_GPU, PodUid
-from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod
-from gpushare_agent.model.resources import ResourceNames, request_of
-from gpushare_agent.placement.gpu_account import blocks_of_units
 
 QUOTA_KEY = "gpu_quota"
 """The one key of the ConfigMap that is read, as in gpu-admission."""

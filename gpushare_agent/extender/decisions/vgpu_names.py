@@ -25,7 +25,11 @@ from typing import NamedTuple
 
 from msgspec import Struct
 
-from gpushare_agent.cluster.kube.pods import PodJson, PodSpec
+from gpushare_agent.core.kube.pods import PodJson, PodSpec
+from gpushare_agent.core.model.errors import Refused
+from gpushare_agent.core.model.names import CORE_LIMIT_ANNOTATION, CORES_PER_GPU
+from gpushare_agent.core.model.pods import ContainerSpec
+from gpushare_agent.core.model.resources import ResourceNames
 from gpushare_agent.extender.decisions.claims import (
     Conversion,
     PatchOperation,
@@ -34,10 +38,6 @@ from gpushare_agent.extender.decisions.claims import (
     refused,
     resources_of,
 )
-from gpushare_agent.model.errors import Refused
-from gpushare_agent.model.names import CORE_LIMIT_ANNOTATION, CORES_PER_GPU
-from gpushare_agent.model.pods import ContainerSpec
-from gpushare_agent.model.resources import ResourceNames
 
 
 class Family(Struct, frozen=True, kw_only=True):

@@ -22,7 +22,7 @@ from pathlib import Path
 from aiohttp import web
 from msgspec import Struct
 
-from gpushare_agent.model.errors import StartupError
+from gpushare_agent.core.model.errors import StartupError
 from gpushare_agent.sandbox.api.responses import RefusedRequest
 
 OPEN_PATHS = frozenset({"/version", "/healthz", "/livez", "/readyz"})

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from gpushare_agent.model.errors import Conflict
+from gpushare_agent.core.model.errors import Conflict
 from gpushare_agent.sandbox.api.kinds import KINDS
 from gpushare_agent.sandbox.api.patch import STRATEGIC, apply_patch, patched
 from gpushare_agent.sandbox.api.pod_subresources import AGENT_NAMESPACE, AgentServer, PodSubresources, agent_pod

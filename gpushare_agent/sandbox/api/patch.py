@@ -12,7 +12,7 @@ from typing import Any, Literal, cast
 
 from msgspec import UNSET, Struct, ValidationError, convert
 
-from gpushare_agent.model.errors import Rejected
+from gpushare_agent.core.model.errors import Rejected
 from gpushare_agent.sandbox.pod_manifest import RawObject
 
 MERGE = "application/merge-patch+json"

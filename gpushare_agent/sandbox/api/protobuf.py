@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from gpushare_agent.kit.protobuf import Fields, MalformedMessageError, scan_fields
+from gpushare_agent.core.kit.protobuf import Fields, MalformedMessageError, scan_fields
 from gpushare_agent.sandbox.api.validation import CONTAINER, fields_of_model, model_of
 from gpushare_agent.sandbox.pod_manifest import RawObject
 

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 from aiohttp import web
 
-from gpushare_agent.model.errors import AgentError, Conflict, NotFound, Rejected
+from gpushare_agent.core.model.errors import AgentError, Conflict, NotFound, Rejected
 from gpushare_agent.sandbox.api import protobuf
 from gpushare_agent.sandbox.api.kinds import Kind
 from gpushare_agent.sandbox.api.store import AlreadyExists, Expired

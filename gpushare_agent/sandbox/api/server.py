@@ -20,7 +20,8 @@ from typing import Any, Self, TypeGuard
 from aiohttp import web
 from multidict import CIMultiDict
 
-from gpushare_agent.model.errors import AgentError, Rejected, StartupError
+from gpushare_agent.core.model.errors import AgentError, Rejected, StartupError
+from gpushare_agent.core.settings.yaml import UnreadableYaml, parse_yaml
 from gpushare_agent.sandbox.api import patch
 from gpushare_agent.sandbox.api.access import ApiAccess, ServerCertificate, write_kubeconfig
 from gpushare_agent.sandbox.api.kinds import KINDS, Kind
@@ -40,7 +41,6 @@ from gpushare_agent.sandbox.api.validation import unknown_fields, updated
 from gpushare_agent.sandbox.api.watch import TRUE, Watch, request_selector
 from gpushare_agent.sandbox.held_port import HOST, hold_port
 from gpushare_agent.sandbox.pod_manifest import RawObject, is_mirror
-from gpushare_agent.settings.yaml import UnreadableYaml, parse_yaml
 
 _MAX_BODY_BYTES = 3 * 2**20
 

@@ -12,7 +12,7 @@ from itertools import islice
 
 from msgspec import Struct
 
-from gpushare_agent.model.errors import Conflict, NotFound
+from gpushare_agent.core.model.errors import Conflict, NotFound
 from gpushare_agent.sandbox.api.kinds import KINDS
 from gpushare_agent.sandbox.change_signal import ChangeSignal
 from gpushare_agent.sandbox.pod_manifest import RawObject, is_mirror

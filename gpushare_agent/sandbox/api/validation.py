@@ -17,8 +17,8 @@ from functools import cache
 from importlib import import_module
 from typing import Any
 
-from gpushare_agent.cluster.kube.configuration import load_library
-from gpushare_agent.model.errors import Conflict, Rejected
+from gpushare_agent.core.kube.configuration import load_library
+from gpushare_agent.core.model.errors import Conflict, Rejected
 from gpushare_agent.sandbox.api.kinds import KINDS, Kind
 from gpushare_agent.sandbox.pod_manifest import RawObject, check_annotations, completed_spec, timestamp
 

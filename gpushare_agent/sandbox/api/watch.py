@@ -15,7 +15,7 @@ from typing import Any
 import structlog
 from aiohttp import web
 
-from gpushare_agent.model.errors import Rejected
+from gpushare_agent.core.model.errors import Rejected
 from gpushare_agent.sandbox.api.kinds import Kind
 from gpushare_agent.sandbox.api.responses import RefusedRequest, bad_request, query_number
 from gpushare_agent.sandbox.api.store import Change, Expired, ObjectStore

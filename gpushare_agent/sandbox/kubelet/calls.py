@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 from msgspec import Struct, field
 
-from gpushare_agent.model.errors import Unavailable
+from gpushare_agent.core.model.errors import Unavailable
 from gpushare_agent.sandbox.api.server import EmbeddedApiServer
 from gpushare_agent.sandbox.behaviour import KubeletTimes
 from gpushare_agent.sandbox.runtime.containers import ContainerRuntime

@@ -21,14 +21,14 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from gpushare_agent.isolation.vdevice.format import SOCKET_NAME
-from gpushare_agent.model.errors import Rejected
-from gpushare_agent.model.pods import ContainerKind, ContainerSpec
+from gpushare_agent.core.formats.vdevice import SOCKET_NAME
+from gpushare_agent.core.model.errors import Rejected
+from gpushare_agent.core.model.pods import ContainerKind, ContainerSpec
+from gpushare_agent.core.wire.v1beta1 import ContainerAllocateResponse
 from gpushare_agent.sandbox import pod_manifest
 from gpushare_agent.sandbox.pod_manifest import RawObject
 from gpushare_agent.sandbox.runtime.cdi_resolver import CdiResolver, requested_names
 from gpushare_agent.sandbox.runtime.containers import ContainerConfig
-from gpushare_agent.wire.v1beta1 import ContainerAllocateResponse
 
 HOST_IMAGE = "sandbox/host"
 """A container of this image runs its command, whatever that is."""

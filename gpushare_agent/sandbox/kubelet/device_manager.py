@@ -27,9 +27,9 @@ import msgspec
 import structlog
 from msgspec import Struct, field, structs
 
-from gpushare_agent.kit.protobuf import bytes_field, string_list
-from gpushare_agent.model.errors import Rejected
-from gpushare_agent.model.pods import ContainerKind, ContainerSpec
+from gpushare_agent.core.kit.protobuf import bytes_field, string_list
+from gpushare_agent.core.model.errors import Rejected
+from gpushare_agent.core.model.pods import ContainerKind, ContainerSpec
 from gpushare_agent.sandbox.kubelet import wire_frames
 from gpushare_agent.sandbox.kubelet.calls import CallSubject, NodeParts, PluginCall
 from gpushare_agent.sandbox.kubelet.plugin_endpoint import PluginCallError, PluginDevice, PluginEndpoint

@@ -21,17 +21,17 @@ import structlog
 from grpclib import Status
 from msgspec import Struct, field
 
-from gpushare_agent.cluster.kube.claims import main_request
-from gpushare_agent.kit.grpc_client import RpcFailed, UnixChannel
-from gpushare_agent.kit.protobuf import MalformedMessageError
-from gpushare_agent.kit.sockets import file_identity
-from gpushare_agent.model.errors import NotFound, Rejected
+from gpushare_agent.core.kit.grpc_client import RpcFailed, UnixChannel
+from gpushare_agent.core.kit.protobuf import MalformedMessageError
+from gpushare_agent.core.kit.sockets import file_identity
+from gpushare_agent.core.kube.claims import main_request
+from gpushare_agent.core.model.errors import NotFound, Rejected
+from gpushare_agent.core.wire import pluginregistration
+from gpushare_agent.core.wire.k8s.io.kubelet.pkg.apis.dra import v1 as dra_v1
 from gpushare_agent.sandbox.kubelet.calls import NodeParts
 from gpushare_agent.sandbox.kubelet.plugin_endpoint import go_error
 from gpushare_agent.sandbox.pod_manifest import RawObject, claim_names
 from gpushare_agent.sandbox.scheduler.claim_objects import results_of
-from gpushare_agent.wire import pluginregistration
-from gpushare_agent.wire.k8s.io.kubelet.pkg.apis.dra import v1 as dra_v1
 
 log = structlog.get_logger(__name__)
 

@@ -21,12 +21,13 @@ import structlog
 from grpclib import GRPCError, Status
 from grpclib.const import Cardinality, Handler
 
-from gpushare_agent.kit.grpc_server import GrpcServer
-from gpushare_agent.kit.protobuf import bytes_field
-from gpushare_agent.kit.rate import TokenBucket
-from gpushare_agent.kit.sockets import bind_unix_socket
-from gpushare_agent.kit.supervision import wait_for
-from gpushare_agent.model.pods import ContainerKind
+from gpushare_agent.core.kit.grpc_server import GrpcServer
+from gpushare_agent.core.kit.protobuf import bytes_field
+from gpushare_agent.core.kit.rate import TokenBucket
+from gpushare_agent.core.kit.sockets import bind_unix_socket
+from gpushare_agent.core.kit.supervision import wait_for
+from gpushare_agent.core.model.pods import ContainerKind
+from gpushare_agent.core.wire.v1 import GetPodResourcesRequest
 from gpushare_agent.sandbox.held_port import HOST
 from gpushare_agent.sandbox.kubelet.calls import NodeParts, PodResourcesCall
 from gpushare_agent.sandbox.kubelet.device_manager import CHECKPOINT_NAME, AllocationFailed, DeviceManager
@@ -34,7 +35,6 @@ from gpushare_agent.sandbox.kubelet.dra_manager import ClaimRecords, DraManager
 from gpushare_agent.sandbox.kubelet.plugin_endpoint import PluginEndpoint, RegistrationService
 from gpushare_agent.sandbox.kubelet.pod_worker import FORCED_GRACE_S, PodState, PodWorker
 from gpushare_agent.sandbox.pod_manifest import grace_s, is_terminal, timestamp
-from gpushare_agent.wire.v1 import GetPodResourcesRequest
 
 log = structlog.get_logger(__name__)
 

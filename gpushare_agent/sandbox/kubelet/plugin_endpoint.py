@@ -17,11 +17,11 @@ from grpclib import GRPCError, Status
 from grpclib.const import Cardinality, Handler
 from msgspec import Struct
 
-from gpushare_agent.kit.grpc_client import MessageTooLargeError, RpcFailed, UnixChannel
-from gpushare_agent.kit.protobuf import MalformedMessageError, bytes_field, integer_field, string_list
-from gpushare_agent.model.errors import Unavailable
+from gpushare_agent.core.kit.grpc_client import MessageTooLargeError, RpcFailed, UnixChannel
+from gpushare_agent.core.kit.protobuf import MalformedMessageError, bytes_field, integer_field, string_list
+from gpushare_agent.core.model.errors import Unavailable
+from gpushare_agent.core.wire.v1beta1 import DevicePluginOptions, RegisterRequest
 from gpushare_agent.sandbox.kubelet import wire_frames
-from gpushare_agent.wire.v1beta1 import DevicePluginOptions, RegisterRequest
 
 log = structlog.get_logger(__name__)
 

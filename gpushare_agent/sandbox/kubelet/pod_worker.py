@@ -15,8 +15,8 @@ from typing import Any
 import structlog
 from msgspec import Struct
 
-from gpushare_agent.model.errors import AgentError, Conflict, NotFound
-from gpushare_agent.model.pods import ContainerKind, ContainerSpec
+from gpushare_agent.core.model.errors import AgentError, Conflict, NotFound
+from gpushare_agent.core.model.pods import ContainerKind, ContainerSpec
 from gpushare_agent.sandbox import pod_manifest
 from gpushare_agent.sandbox.change_signal import ChangeSignal
 from gpushare_agent.sandbox.kubelet.calls import NodeParts

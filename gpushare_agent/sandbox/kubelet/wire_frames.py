@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from gpushare_agent.kit.protobuf import Fields, MalformedMessageError, bytes_field, integer_field, scan_fields
+from gpushare_agent.core.kit.protobuf import Fields, MalformedMessageError, bytes_field, integer_field, scan_fields
 
 _VARINT = 0
 

@@ -18,8 +18,12 @@ from typing import Any
 import yaml
 from msgspec import Struct
 
-from gpushare_agent.delivery.cdi_files import MAX_BYTES, MAX_YAML_BYTES
-from gpushare_agent.model.errors import Rejected
+from gpushare_agent.core.model.errors import Rejected
+
+MAX_BYTES = 1024 * 1024
+MAX_YAML_BYTES = 512 * 1024
+"""What the agent reads of a spec, and takes seconds for."""
+
 
 ANNOTATION_PREFIX = "cdi.k8s.io/"
 _SPEC_KEYS = frozenset({"cdiVersion", "kind", "annotations", "devices", "containerEdits"})

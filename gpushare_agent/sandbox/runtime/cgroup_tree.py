@@ -26,7 +26,7 @@ from typing import Literal
 
 import structlog
 
-from gpushare_agent.model.errors import StartupError
+from gpushare_agent.core.model.errors import StartupError
 
 log = structlog.get_logger(__name__)
 

@@ -31,7 +31,7 @@ from typing import IO, cast
 import structlog
 from msgspec import Struct, field, structs
 
-from gpushare_agent.model.errors import NotFound, Unavailable
+from gpushare_agent.core.model.errors import NotFound, Unavailable
 from gpushare_agent.sandbox.change_signal import ChangeSignal
 from gpushare_agent.sandbox.pod_manifest import timestamp
 from gpushare_agent.sandbox.runtime.cgroup_tree import NO_CGROUPS, CgroupTreeKind, open_cgroup_tree

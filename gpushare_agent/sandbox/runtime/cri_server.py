@@ -15,9 +15,9 @@ from typing import Any
 from grpclib import GRPCError, Status
 
 import gpushare_agent
-from gpushare_agent.kit.grpc_server import GrpcServer, ServedSocket
+from gpushare_agent.core.kit.grpc_server import GrpcServer, ServedSocket
+from gpushare_agent.core.wire.runtime import v1
 from gpushare_agent.sandbox.runtime.containers import Container, ContainerRuntime
-from gpushare_agent.wire.runtime import v1
 
 SOCKET_MODE = 0o600
 _NS_PER_S = 1_000_000_000

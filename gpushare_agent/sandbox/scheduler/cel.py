@@ -18,9 +18,9 @@ from typing import Any
 
 from msgspec import Struct
 
-from gpushare_agent.cluster.kube.objects import whole_number
-from gpushare_agent.model.errors import Corrupt, Rejected
-from gpushare_agent.placement.first_fit import Capacity, Device
+from gpushare_agent.core.kube.objects import whole_number
+from gpushare_agent.core.model.errors import Corrupt, Rejected
+from gpushare_agent.core.placement.first_fit import Capacity, Device
 
 MAX_EXPRESSION_CHARS = 10 * 1024
 """resource.k8s.io's own limit."""

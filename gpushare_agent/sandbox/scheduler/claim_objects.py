@@ -14,11 +14,11 @@ from typing import Any
 
 from msgspec import convert
 
-from gpushare_agent.cluster.kube.claims import DeviceResult
-from gpushare_agent.dra.decisions.claim import MAX_RESULTS
-from gpushare_agent.model.errors import Rejected
-from gpushare_agent.model.taints import Taint, Toleration
-from gpushare_agent.placement.first_fit import (
+from gpushare_agent.core.claims.claim import MAX_RESULTS
+from gpushare_agent.core.kube.claims import DeviceResult
+from gpushare_agent.core.model.errors import Rejected
+from gpushare_agent.core.model.taints import Taint, Toleration
+from gpushare_agent.core.placement.first_fit import (
     Capacity,
     ClaimRequests,
     Constraint,

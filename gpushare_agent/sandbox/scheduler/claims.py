@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from gpushare_agent.dra.decisions.claim import MAX_USERS, POD_CLAIM_ANNOTATION
-from gpushare_agent.model.errors import Rejected
-from gpushare_agent.placement.first_fit import allocate
+from gpushare_agent.core.claims.claim import MAX_USERS, POD_CLAIM_ANNOTATION
+from gpushare_agent.core.model.errors import Rejected
+from gpushare_agent.core.placement.first_fit import allocate
 from gpushare_agent.sandbox.api.server import EmbeddedApiServer
 from gpushare_agent.sandbox.pod_manifest import RawObject, claim_names, is_terminal, owner_reference
 from gpushare_agent.sandbox.scheduler.claim_objects import (

@@ -25,9 +25,9 @@ import structlog
 from aiohttp import ClientError, ClientSession
 from msgspec import Struct
 
-from gpushare_agent.cluster.kube.scheduling import DEFAULT_SCHEDULER
-from gpushare_agent.model.errors import AgentError, Conflict, NotFound, Rejected, Unavailable
-from gpushare_agent.model.names import NVIDIA_GPU_RESOURCE
+from gpushare_agent.core.kube.scheduling import DEFAULT_SCHEDULER
+from gpushare_agent.core.model.errors import AgentError, Conflict, NotFound, Rejected, Unavailable
+from gpushare_agent.core.model.names import NVIDIA_GPU_RESOURCE
 from gpushare_agent.sandbox.api.server import EmbeddedApiServer
 from gpushare_agent.sandbox.api.store import Change, Expired
 from gpushare_agent.sandbox.pod_manifest import RawObject, is_terminal, pod_requests, timestamp

@@ -1,0 +1,166 @@
+"""Who uses the claims that are prepared on this node, and what of them a container sees as one share.
+
+Both are plain functions; `ClaimPods` has their results. Pure: the module is in pyproject.toml's list.
+
+State owned: those results, made again where an allocation or a pod has changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import reduce
+
+from msgspec.structs import replace
+
+from gpushare_agent.agent.admission.allocation_cache import AllocationCache
+from gpushare_agent.agent.cluster.pod_store import PodStore
+from gpushare_agent.core.model.allocations import Allocation, Charge, ContainerKey, ShareSize
+from gpushare_agent.core.model.names import PodUid
+from gpushare_agent.core.model.pods import ClaimUser, ContainerSpec, Pod
+
+
+def claim_users(allocations: Iterable[Allocation], pods: Iterable[Pod]) -> dict[ContainerKey, list[ClaimUser]]:
+    """The containers that use each claim's allocation, by its key, in the order of the pods."""
+    of_claims: dict[tuple[str, str], list[Allocation]] = {}
+    for allocation in allocations:
+        if allocation.claim is not None:
+            of_claims.setdefault((allocation.claim.ref.namespace, allocation.claim.ref.name), []).append(allocation)
+    found: dict[ContainerKey, list[ClaimUser]] = {}
+    if not of_claims:
+        return found
+    for pod in pods:
+        for container, key in _uses(pod, of_claims):
+            found.setdefault(key, []).append((pod, container))
+    return found
+
+
+def _uses(
+    pod: Pod, of_claims: Mapping[tuple[str, str], Sequence[Allocation]]
+) -> Iterator[tuple[ContainerSpec, ContainerKey]]:
+    for container in pod.containers if pod.claims else ():
+        for name, requests in pod.used_claims(container).items():
+            for allocation in of_claims.get((pod.namespace, name), ()):
+                if allocation.claim is not None and {"", allocation.claim.request} & requests:
+                    yield container, allocation.key
+
+
+def parts_of_views(allocations: Iterable[Allocation]) -> dict[ContainerKey, list[Allocation]]:
+    """The claims' allocations that a container uses together, by their view's key; its own is the first."""
+    found: dict[ContainerKey, list[Allocation]] = {}
+    for one in allocations:
+        if one.claim is not None:
+            key = ContainerKey(one.key.pod_uid, one.claim.view or one.key.container)
+            parts = found.setdefault(key, [])
+            parts.insert(0 if one.key == key else len(parts), one)
+    return {key: parts for key, parts in found.items() if parts[0].key == key}
+
+
+def by_view(
+    allocations: Mapping[ContainerKey, Allocation], parts_of: Mapping[ContainerKey, Sequence[Allocation]]
+) -> Mapping[ContainerKey, Allocation]:
+    """The allocations as a container sees them: the claims' allocations that one uses together are one, under their view's
+    key."""
+    found = {key: one for key, one in allocations.items() if one.claim is None or one.claim.view in ("", key.container)}
+    return found | {key: _joined(parts) for key, parts in parts_of.items() if len(parts) > 1}
+
+
+def _joined(parts: Sequence[Allocation]) -> Allocation:
+    sizes = [one.size for one in parts]
+    claims = [one.claim for one in parts if one.claim is not None]
+    return replace(
+        parts[0],
+        claim=replace(claims[0], core_limit=max(claim.core_limit for claim in claims)),
+        gpus=tuple(dict.fromkeys(gpu for one in parts for gpu in one.gpus)),
+        charge=reduce(Charge.plus, (one.charge for one in parts)),
+        is_whole=all(one.is_whole for one in parts),
+        resized_to=ShareSize(cores=sum(size.cores for size in sizes), memory=sum(size.memory for size in sizes)),
+    )
+
+
+Users = Mapping[ContainerKey, Sequence[ClaimUser]]
+
+
+class ClaimPods:
+    def __init__(self, store: PodStore, cache: AllocationCache) -> None:
+        self._store = store
+        self._cache = cache
+        self._made_of: tuple[int, int] | None = None
+        self._users: Users = {}
+        self._shares: Mapping[ContainerKey, Allocation] = {}
+        self._parts: Mapping[ContainerKey, Sequence[Allocation]] = {}
+
+    @property
+    def is_synced(self) -> bool:
+        return self._store.is_synced
+
+    @property
+    def version(self) -> tuple[int, int]:
+        """Another one after every change of an allocation or a pod."""
+        return self._cache.version, self._store.version
+
+    @property
+    def users(self) -> Users:
+        """The containers that use each claim's allocation; valid until the next change."""
+        self._refresh()
+        return self._users
+
+    def claims_of_containers(self) -> dict[ContainerKey, tuple[ContainerKey, ...]]:
+        """The keys of the claims' allocations that each container uses."""
+        found: dict[ContainerKey, tuple[ContainerKey, ...]] = {}
+        for key, pairs in self.users.items():
+            for pod, container in pairs:
+                user = ContainerKey(pod.uid, container.name)
+                found[user] = (*found.get(user, ()), key)
+        return found
+
+    def shares(self) -> Mapping[ContainerKey, Allocation]:
+        """What isolations keep: each container's allocation, and for each view of a claim one; valid until the next
+        change."""
+        self._refresh()
+        return self._shares or self._cache.view()
+
+    def parts(self, key: ContainerKey) -> Sequence[Allocation]:
+        """What stands behind one of `shares`: of a claim each result that a container uses together with the others."""
+        self._refresh()
+        if (parts := self._parts.get(key)) is not None:
+            return parts
+        allocation = self._cache.get(key)
+        return (allocation,) if allocation is not None else ()
+
+    def sharers(self, key: ContainerKey) -> Mapping[ContainerKey, str] | None:
+        """The containers that use a claim's allocation, with the runtime's ID, empty where one does not run; None where
+        `key` is a container's own."""
+        if (allocation := self._cache.get(key)) is None or allocation.claim is None:
+            return None
+        users = self.users.get(key, ())
+        return {ContainerKey(pod.uid, one.name): pod.container_ids.get(one.name, "") for pod, one in users}
+
+    def using(self, uid: PodUid) -> tuple[Pod, ...]:
+        """The pods that use a claim; of a pod's own UID that pod."""
+        if (pod := self._store.get(uid)) is not None:
+            return (pod,)
+        users = self.users
+        found = {pod.uid: pod for one in self._cache.of_pod(uid) for pod, _ in users.get(one.key, ())}
+        return tuple(found[one] for one in sorted(found))
+
+    def get(self, uid: PodUid) -> Pod | None:
+        """A pod; a claim is none."""
+        return self._store.get(uid)
+
+    def instance(self, key: ContainerKey) -> str:
+        """The runtime's ID of the container that has the allocation, empty where it is not known. Of a claim where it has
+        one result and one user: what several containers run as has no ID."""
+        if (sharers := self.sharers(key)) is not None:
+            return next(iter(sharers.values())) if len(sharers) == len(self._cache.of_pod(key.pod_uid)) == 1 else ""
+        pod = self._store.get(key.pod_uid)
+        return pod.container_ids.get(key.container, "") if pod is not None else ""
+
+    def _refresh(self) -> None:
+        made_of = self.version
+        if made_of == self._made_of:
+            return
+        self._made_of = made_of
+        shares = [one for one in self._cache if one.claim is not None]
+        self._users = claim_users(shares, self._store.pods()) if shares else {}
+        self._parts = parts_of_views(shares)
+        self._shares = by_view(self._cache.view(), self._parts) if shares else {}

@@ -1,0 +1,385 @@
+"""Releases what ended, and keeps the allocation cache equal to the kubelet's records.
+
+Level, not edge: a pod's end is handled at once when its event comes, and by the next reconcile in any case.
+
+State owned: the deleted pods whose processes may still run, the containers that were missing at the last reconcile,
+the pods whose allocations changed since the present one began, and the pods that agreed with the kubelet's records.
+
+The kubelet is asked by Get where it has it (1.34 and later); else by List, through the gate, between admissions. A List of
+anyone can give a device ID of another plugin away twice, a Get cannot. The records of a pod that has started change no
+more until it ends or the kubelet restarts, so one that agreed with them is asked about again rarely.
+
+A force-deleted pod's devices are allocated anew by the kubelet while its processes still run (measured): `PodProcesses` says
+whether they do. The pod's cgroup directory has its UID in its name whatever the driver, version, QoS class or nesting, and
+exists until the kubelet has cleaned up; what counts is whether a process is in it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import NoReturn
+
+import structlog
+from msgspec import Struct, field
+
+from gpushare_agent.agent.admission.decisions.recovery import (
+    CorrectionKind,
+    Evidence,
+    Reconciliation,
+    Records,
+    rebuild,
+    reconcile,
+)
+from gpushare_agent.agent.cluster.pod_store import NodePods
+from gpushare_agent.agent.kubelet.pod_resources import PodResourcesClient, PodResourcesGate
+from gpushare_agent.agent.kubelet.records import CheckpointEntry, KubeletCheckpoint, ListedPod
+from gpushare_agent.agent.node import Node
+from gpushare_agent.agent.runtime.cgroup_paths import pod_uid_of
+from gpushare_agent.agent.runtime.cgroups import CgroupWalk
+from gpushare_agent.core.kit.daemon_thread import DaemonThread
+from gpushare_agent.core.kit.supervision import Reconciler, ReportOnce, start_tasks, wait_for
+from gpushare_agent.core.model.allocations import Allocation, ContainerKey
+from gpushare_agent.core.model.errors import AgentError, NotFound, Rejected, Unavailable
+from gpushare_agent.core.model.names import PodUid
+from gpushare_agent.core.model.pods import Pod
+
+log = structlog.get_logger(__name__)
+
+GETS_AT_ONCE = 5
+GET_PAUSE_S = 0.1
+"""So many Gets, then a pause: the kubelet allows 100 calls a second, ten of them at once, and admissions need theirs.
+One at a time they take twice the processor time, because each wakes the process up anew (docs/reference/measurements.md)."""
+RECHECKED_PODS = 5
+"""Of those that agreed, so many are asked about in each reconcile, the longest unasked first: 100 pods in ten minutes."""
+QUIET_WAIT_S = 10.0
+"""How long a reconcile waits for admissions to pause before it leaves it to the next period."""
+DELETED_RETRY_S = 1.0
+RELEASE_WAIT_S = 0.3
+STATIC_PODS_S = 2.0
+_LONG_AGO = float("-inf")
+"""`allocated_at` of what the kubelet's records show: it is only compared with the last moments."""
+TRUST_AFTER_S = 10.0
+FRESH_S = 2.0
+"""The kubelet records an allocation shortly after our answer; younger ones are not compared with its records."""
+
+
+class GarbageCollection(Struct, kw_only=True, eq=False):
+    """One per agent, subscribed to the pod store (`pod_changed`) and the allocation cache (`allocation_changed`).
+
+    `kubelet_age_s` is how long the kubelet has been up, None where it is down; with one younger than
+    TRUST_AFTER_S nothing is released, for it lists a pod only after it has admitted it again.
+    """
+
+    node: Node
+    static_pods: NodePods
+    gate: PodResourcesGate
+    pod_resources: PodResourcesClient
+    checkpoint: KubeletCheckpoint
+    processes: PodProcesses
+    kubelet_age_s: Callable[[], float | None]
+    clock: Callable[[], float] = time.monotonic
+    has_pod_resources: bool = True
+    fresh_s: float = FRESH_S
+    _deleted: set[PodUid] = field(default_factory=set)
+    _releases: Reconciler = field(default_factory=Reconciler)
+    _has_released: asyncio.Event = field(default_factory=asyncio.Event)
+    _processes_unknown: ReportOnce = field(default_factory=ReportOnce)
+    _still_running: ReportOnce = field(default_factory=ReportOnce)
+    _missing: frozenset[ContainerKey] = frozenset()
+    _reconciler: Reconciler = field(default_factory=Reconciler)
+    _is_getting: bool = False
+    _changed_pods: set[PodUid] = field(default_factory=set)
+    _agreed: dict[PodUid, tuple[Pod, Sequence[Allocation]]] = field(default_factory=dict)
+    """As they were; the longest unasked first."""
+
+    def pod_changed(self, old: Pod | None, new: Pod | None) -> None:
+        """Releases an ended pod's allocations at once. For PodStore.subscribe."""
+        if new is not None and new.is_terminal:
+            self._release(new.uid, "terminal")
+        # Not released at once: a pod that was deleted by force is gone from the API server while its processes still
+        # run.
+        elif new is None and old is not None and self.node.cache.of_pod(old.uid):
+            self._deleted.add(old.uid)
+            self._releases.request()
+
+    def allocation_changed(self, old: Allocation | None, new: Allocation | None) -> None:
+        """Notes the pod for a comparison that is under way, and wakes who waits for a release. For
+        AllocationCache.subscribe."""
+        if self._is_getting:
+            self._changed_pods.update(a.key.pod_uid for a in (old, new) if a is not None)
+        if new is None:
+            self._has_released.set()
+
+    def kubelet_restarted(self) -> None:
+        """Its records may be others now."""
+        self._agreed.clear()
+
+    def request_reconcile(self) -> None:
+        """Reconciles as soon as possible, not at the next period: the pod store has listed."""
+        self._reconciler.request()
+
+    async def recover(self) -> int:
+        """Rebuild the cache from what the kubelet has on record; returns the number of containers.
+
+        For the start, before the plugins register: no admission of ours can be under way. While the kubelet is down the
+        checkpoint is the only record.
+        """
+        checkpoint = await self._read_checkpoint()
+        listed: list[ListedPod] = []
+        try:
+            if self.has_pod_resources:
+                async with self.gate.quiet_list("recovery", wait_s=1.0) as entries:
+                    listed = [entry.decoded() for entry in entries]
+        except AgentError as e:
+            log.warning("pod_resources_unavailable", purpose="recovery", error=str(e))
+        records = Records(listed=listed, checkpoint=checkpoint, pods=self._known_pods())
+        # _LONG_AGO: what was recovered is not fresh, so the first reconcile may correct it.
+        self.node.cache.replace_all(rebuild(records, self.node.names, self.node.gpus(), _LONG_AGO))
+        return len(self.node.cache)
+
+    async def run(self) -> NoReturn:
+        """Releases deleted pods when their event comes, and reconciles every period, until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            # Two tasks: an admission may wait for a release, and a reconcile waits for admissions to pause.
+            release = partial(
+                self._releases.run, self.release_deleted, lambda: DELETED_RETRY_S if self._deleted else None
+            )
+            reconcile = partial(
+                self._reconciler.run, self.reconcile, lambda: self.node.settings.allocation.check_period_s
+            )
+            start_tasks(group, {"release deleted pods": release, "reconcile": reconcile})
+        raise AssertionError("unreachable: neither task ends")
+
+    async def release_deleted(self) -> None:
+        """Release the deleted pods, unless their processes still run."""
+        for uid in sorted(self._deleted):
+            # The pod may be back: a watch that began anew can deliver a pod's deletion and the pod again.
+            if self.node.pods.get(uid) is None and await self._may_have_processes(uid):
+                continue
+            self._deleted.discard(uid)
+            self._still_running.is_over(uid)
+            # Asked again after the await.
+            if self.node.pods.get(uid) is None:
+                self._release(uid, "deleted")
+
+    async def _may_have_processes(self, uid: PodUid) -> bool:
+        try:
+            has_processes = await self.processes.are_running(uid)
+        except Unavailable as e:
+            if self._processes_unknown.is_new("unavailable"):  # of whichever pod: it is one file system
+                log.warning("share_kept", pod_uid=uid, because="its processes cannot be read", error=str(e))
+            return True
+        self._processes_unknown.is_over()
+        if has_processes and self._still_running.is_new("", uid):
+            log.info("share_kept", pod_uid=uid, because="processes of the deleted pod still run")
+        return bool(has_processes)
+
+    async def wait_for_release(self) -> bool:
+        """Wait a moment for allocations of pods that are ending; True when one was released."""
+        is_ending = any((pod := self.node.pods.get(a.key.pod_uid)) is None or pod.is_deleting for a in self.node.cache)
+        if not is_ending and not self._deleted:
+            return False
+        # Cleared before the request: a release that it causes must not be lost.
+        self._has_released.clear()
+        self._releases.request()
+        return await wait_for(self._has_released, RELEASE_WAIT_S)
+
+    async def reconcile(self) -> None:
+        """Compare the cache with the kubelet and correct it. A kubelet that cannot be asked changes nothing."""
+        # Before the checkpoint and the List: what they show is compared with pods that are at least as old.
+        if self.node.pods.is_synced and self._may_lack_static_pods():
+            await self.static_pods.refresh_static(timeout_s=STATIC_PODS_S)
+        if not self.has_pod_resources:
+            # As by an empty List, which releases nothing: recovered pods get their names, those that end are freed.
+            self._apply(self._decide([], await self._read_checkpoint(), None))
+            return
+        checkpoint = await self._read_checkpoint()
+        try:
+            # None counts as having it: trying is how it becomes known.
+            if self.pod_resources.has_get is False or not await self._reconcile_by_get(checkpoint):
+                async with self.gate.quiet_list("reconcile", wait_s=QUIET_WAIT_S) as entries:
+                    self._apply(self._decide([entry.decoded() for entry in entries], checkpoint, None))
+        except AgentError as e:
+            log.warning("reconcile_failed", error=str(e))
+
+    def _may_lack_static_pods(self) -> bool:
+        """Whether a static pod may be missed: of one without a mirror pod no event comes, neither its end nor, after the
+        agent's start, that it is there."""
+        return any(pod.object_uid is None for pod in self.node.pods.pods()) or any(
+            self.node.pods.get(allocation.key.pod_uid) is None for allocation in self.node.cache
+        )
+
+    async def _reconcile_by_get(self, checkpoint: Sequence[CheckpointEntry]) -> bool:
+        """False where the kubelet has no Get. Pods whose allocations change meanwhile are left for the next time."""
+        if not self.node.pods.is_synced:
+            return False
+        self._changed_pods.clear()
+        self._is_getting = True
+        try:
+            return await self._get_and_compare(checkpoint)
+        finally:
+            self._is_getting = False
+
+    async def _get_and_compare(self, checkpoint: Sequence[CheckpointEntry]) -> bool:
+        listed: list[ListedPod] = []
+        asked = self._pods_to_ask()
+        for number, pod in enumerate(asked, start=1):
+            try:
+                listed.append((await self.pod_resources.get_pod(pod.namespace, pod.name, timeout_s=2.0)).decoded())
+            # That is an answer: the kubelet has no such pod, so nothing is listed of it.
+            except NotFound:
+                pass
+            except Rejected:
+                return False
+            # The kubelet allows 100 calls a second to all its clients together, and an admission's List is one of them.
+            if number % GETS_AT_ONCE == 0:
+                await asyncio.sleep(GET_PAUSE_S)
+        # From here on no await: what is compared is of one moment.
+        if not self.gate.is_idle:
+            return True  # an admission is under way: cache and kubelet may differ for a moment
+        deleted = {a.key.pod_uid for a in self.node.cache if self.node.pods.get(a.key.pod_uid) is None}
+        scope = ({pod.uid for pod in asked} - self._changed_pods) | deleted
+        in_scope = {(p.namespace, p.name) for uid in scope if (p := self.node.pods.get(uid)) is not None}
+        result = self._decide([p for p in listed if (p.namespace, p.name) in in_scope], checkpoint, scope)
+        self._apply(result)
+        self._note_agreed(scope, result)
+        return True
+
+    def _pods_to_ask(self) -> Sequence[Pod]:
+        """The pods that may differ from the kubelet's records, and some of those that agreed with them."""
+        pods = [p for p in self.node.pods.pods() if self.node.names.wants_any(p) or self.node.cache.of_pod(p.uid)]
+        agree = {p.uid for p in pods if self._agreed.get(p.uid) == (p, self.node.cache.of_pod(p.uid))}
+        self._agreed = {uid: agreed for uid, agreed in self._agreed.items() if uid in agree}
+        # A dict keeps the order of insertion: the first are those that were not asked about for longest.
+        left = agree - set(list(self._agreed)[:RECHECKED_PODS])
+        return [pod for pod in pods if pod.uid not in left]
+
+    def _note_agreed(self, scope: set[PodUid], result: Reconciliation) -> None:
+        """Notes the pods that agreed: not with a kubelet that has just started, not before the pod has, not while the
+        records may lag."""
+        differ = {c.key.pod_uid for c in result.corrections} | {key.pod_uid for key in result.missing}
+        age_s = self.kubelet_age_s()
+        is_trusted = age_s is not None and age_s >= TRUST_AFTER_S
+        for uid in sorted(scope):
+            self._agreed.pop(uid, None)
+            pod, allocations = self.node.pods.get(uid), self.node.cache.of_pod(uid)
+            if uid in differ or pod is None or not (pod.has_started or pod.is_terminal):
+                continue
+            if is_trusted and not any(self._is_fresh(allocation) for allocation in allocations):
+                self._agreed[uid] = pod, allocations
+
+    def _decide(
+        self, listed: Sequence[ListedPod], checkpoint: Sequence[CheckpointEntry], scope: set[PodUid] | None
+    ) -> Reconciliation:
+        pods = self._known_pods()
+        age_s = self.kubelet_age_s()
+        # The checkpoint has all pods: those that were not asked about would look as if they were not listed.
+        entries = [e for e in checkpoint if scope is None or e.pod_uid in scope]
+        records = Records(listed=listed, checkpoint=entries, pods=pods)
+        evidence = Evidence(
+            listed=listed,
+            rebuilt=rebuild(records, self.node.names, self.node.gpus(), _LONG_AGO),
+            pods=None if pods is None else {pod.uid: pod for pod in pods},
+            scope=scope,
+            is_trusted=age_s is not None and age_s >= TRUST_AFTER_S,
+            missing_before=self._missing,
+            fresh={a.key for a in self.node.cache if self._is_fresh(a)},
+        )
+        return reconcile(self.node.cache.view(), evidence)
+
+    def _is_fresh(self, allocation: Allocation) -> bool:
+        return self.clock() - allocation.allocated_at < self.fresh_s
+
+    def _apply(self, result: Reconciliation) -> None:
+        for correction in result.corrections:
+            if correction.kind is not CorrectionKind.NAMED:  # every restart brings these
+                self.node.metrics.reconcile_corrected(correction.kind.value)
+                log.warning(
+                    "allocation_corrected",
+                    kind=correction.kind.value,
+                    pod_uid=correction.key.pod_uid,
+                    container=correction.key.container,
+                )
+            if correction.allocation is not None:
+                self.node.cache.put(correction.allocation)
+            else:
+                self.node.cache.release(correction.key)
+        # Whole, also where it is empty: only two polls in turn count.
+        self._missing = result.missing
+        self._deleted |= result.deleted
+        if result.deleted:
+            self._releases.request()
+
+    def _release(self, uid: PodUid, reason: str) -> None:
+        for old in self.node.cache.release_pod(uid):
+            log.info(
+                "share_freed",
+                reason=reason,
+                namespace=old.namespace,
+                pod=old.pod_name,
+                container=old.key.container,
+                gpus=list(old.gpus),
+                resources={
+                    (old.gpu_resource if kind.is_part else self.node.names.name(kind)) or kind.value: len(ids)
+                    for kind, ids in old.ids.items()
+                },
+            )
+
+    def _known_pods(self) -> tuple[Pod, ...] | None:
+        return self.node.pods.pods() if self.node.pods.is_synced else None
+
+    async def _read_checkpoint(self) -> Sequence[CheckpointEntry]:
+        try:
+            return await self.checkpoint.read()
+        except AgentError as e:
+            log.debug("kubelet_checkpoint_unreadable", error=str(e))
+            return ()
+
+
+READ_TIMEOUT_S = 2.0
+
+
+class PodProcesses:
+    """`root` is where the cgroup hierarchies are mounted."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._thread = DaemonThread("pod-cgroups", advice="Check the file system; it is read again.")
+
+    async def are_running(self, uid: PodUid) -> bool | None:
+        """True while a process is in one of the pod's cgroups, None where this host does not show it.
+
+        Raises:
+            Unavailable: the file system does not answer now; try again.
+        """
+        what = f"reading the processes of pod {uid} below {self._root}"
+        return await self._thread.call(partial(_are_running, self._root, uid), what, READ_TIMEOUT_S)
+
+
+def _are_running(root: Path, uid: str) -> bool | None:
+    # No directory's name could have such a UID: nothing can be said of its processes.
+    if pod_uid_of(f"pod{uid}") != uid or not root.is_dir():
+        return None
+    walk = CgroupWalk(root)
+    if any(place.pod_uid == uid and _has_process(place.path) for place in walk.places()):
+        return True
+    # A directory that could not be read may be the one with the process.
+    return False if walk.is_complete else None
+
+
+def _has_process(path: str) -> bool:
+    for directory, _, files in os.walk(path):
+        if "cgroup.procs" in files:
+            try:
+                with Path(directory, "cgroup.procs").open("rb") as procs:
+                    # The file's size is 0 always: reading is the only way to know whether it lists a process.
+                    if procs.read(1):
+                        return True
+            except OSError:
+                continue
+    return False

@@ -1,0 +1,332 @@
+"""The kubelet's side: device-plugin servers and registration, admission with its ledger, and what admissions prepare."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+
+import structlog
+from msgspec.structs import replace
+
+from gpushare_agent.agent.admission.admission import Admission, RefusedPods
+from gpushare_agent.agent.admission.decisions.container_edits import EditPolicy
+from gpushare_agent.agent.admission.decisions.ledger import Policy
+from gpushare_agent.agent.admission.decisions.resize import ResizePolicy
+from gpushare_agent.agent.admission.device_tables import DeviceTables
+from gpushare_agent.agent.admission.garbage_collection import GarbageCollection, PodProcesses
+from gpushare_agent.agent.admission.identification import Identification, Timeouts
+from gpushare_agent.agent.admission.outcomes import OutcomeReporter
+from gpushare_agent.agent.admission.resizing import ResizeFile, ResizeReports, ShareResizing
+from gpushare_agent.agent.cluster.part import ClusterPart
+from gpushare_agent.agent.delivery.device_lists import CONTROL_NODES, NodeDevices
+from gpushare_agent.agent.delivery.device_nodes import ControlNodes, read_extra_devices
+from gpushare_agent.agent.delivery.volume_plan import DriverVolume, VolumeName
+from gpushare_agent.agent.isolation import IsolationConfig
+from gpushare_agent.agent.isolation.isolations import Isolations
+from gpushare_agent.agent.kubelet.device_plugin import DevicePlugin
+from gpushare_agent.agent.kubelet.handover import (
+    LOCK_POLL_S,
+    TAKE,
+    WAIT,
+    Handover,
+    QueuedCalls,
+    ServingLock,
+    StaleSockets,
+    ask_for_handover,
+    instance_socket_name,
+)
+from gpushare_agent.agent.kubelet.pod_resources import PodResourcesClient, PodResourcesGate
+from gpushare_agent.agent.kubelet.records import KubeletCheckpoint
+from gpushare_agent.agent.kubelet.registration import PluginEndpoint, Registrar
+from gpushare_agent.agent.node import Node
+from gpushare_agent.core.kit.supervision import Tasks, wait_for
+from gpushare_agent.core.model.device_ids import DeviceIds
+from gpushare_agent.core.model.errors import Unavailable
+from gpushare_agent.core.model.gpus import KernelModule
+from gpushare_agent.core.model.pods import Pod
+from gpushare_agent.core.model.resources import ResourceNames
+from gpushare_agent.core.settings.settings import Settings
+
+log = structlog.get_logger(__name__)
+
+REGISTER_FIRST_S = 1.0
+"""How long the slow libraries wait for the first registration: a kubelet that is down must not keep the rest away."""
+PAUSE_WAIT_S = 10.0
+"""How long a reload waits for a moment between two admissions. Only PreStartContainer waits meanwhile; it has 20 s."""
+HANDOVER_WAIT_S = 90.0
+"""How long an agent waits for a moment between two admissions before it hands over: a burst of 100 pods takes the kubelet
+30 s, 46 s on a busy machine. terminationGracePeriodSeconds of manifests/base is a little longer."""
+QUIET_POLL_S = 0.02
+ASK_S = 100.0
+"""How long one request for the handover may take; then the GPUs are read again and it is repeated."""
+TAKE_OVER_S = 15.0
+"""The agent that has handed over ends within seconds; a call of the kubelet may wait for five."""
+
+
+class AdmissionPart:
+    def __init__(
+        self, node: Node, cluster: ClusterPart, isolation: Isolations, previous: AdmissionPart | None = None
+    ) -> None:
+        """Joined, not started. The sockets of new resources have the handover and the queue of the `previous`
+        generation."""
+        kubelet, ids = node.settings.kubelet, DeviceIds()
+        if kubelet.pod_resources_socket is None:
+            log.warning(
+                "pods_identified_by_api_server_alone",
+                because="kubelet.pod_resources_socket is empty",
+                then="where two pods that wait ask for the same, they are refused",
+            )
+        checkpoint = KubeletCheckpoint(kubelet.device_plugin_path, ids)
+        self.node = node
+        self.facts = cluster.kubelet_facts
+        self.refused_pods = RefusedPods()
+        self.pod_resources = PodResourcesClient(kubelet.pod_resources_socket, ids)
+        self.gate = PodResourcesGate(self.pod_resources, on_list=node.metrics.pod_resources_listed)
+        self.garbage = GarbageCollection(
+            node=node,
+            static_pods=cluster.node_pods,
+            gate=self.gate,
+            pod_resources=self.pod_resources,
+            checkpoint=checkpoint,
+            processes=PodProcesses(node.settings.runtime.cgroup_root),
+            kubelet_age_s=self.facts.age_s,
+            has_pod_resources=self.facts.has_pod_resources,
+        )
+        identification = Identification(
+            node=node,
+            fetcher=cluster.node_pods,
+            kubelet=self.facts,
+            refused=self.refused_pods,
+            timeouts=Timeouts(lookup_s=kubelet.pod_lookup_timeout_s),
+        )
+        self.admission = Admission(
+            node=node,
+            gate=self.gate,
+            identification=identification,
+            policy=_policy(node, isolation.max_shares_of_gpu()),
+            edits=edit_policy(node.settings, node.names, isolation.volumes),
+            refused_pods=self.refused_pods,
+            observer=OutcomeReporter(node=node, events=cluster.pod_events),
+            records=checkpoint,
+            isolation=isolation,
+            garbage=self.garbage,
+        )
+        self.resizing = _build_resizing(node, cluster, isolation)
+        self.tables = DeviceTables(node=node, isolation=isolation, ids=ids)
+        self.handover: Handover = previous.handover if previous is not None else Handover()
+        self.calls: QueuedCalls = previous.calls if previous is not None else QueuedCalls()
+        self.registrar = _build_registrar(node, self.calls, self.handover, self.tables, ids)
+        self.lock = ServingLock(kubelet.device_plugin_path)
+        self.stands_by = False
+        """Another agent serves, and this one waits until it leaves: nothing is wrong with it."""
+        self.has_recovered = False
+        """This generation answers the kubelet, or did."""
+        self.is_reloaded = False
+        """It goes on with what the generation before the reload serves to the kubelet."""
+
+    def go_on_from(self, previous: AdmissionPart) -> None:
+        """Go on with what the generation before the reload left: its lock, its sockets, and the kubelet's calls that
+        wait."""
+        self.registrar.take_over(previous.registrar)
+        # Until this generation answers: where its settings fail before that, the sockets must outlive it for the next one.
+        self.registrar.stays_registered = True
+        if self.node.settings.kubelet.device_plugin_path == previous.node.settings.kubelet.device_plugin_path:
+            self.lock = previous.lock
+        else:
+            previous.lock.release()
+        self.facts.take_over(previous.facts)
+        self.refused_pods.take_over(previous.refused_pods)
+        self.is_reloaded = True
+
+    async def recover(self) -> None:
+        """The ledger, from the kubelet's records. From then on this generation answers the kubelet."""
+        resized = await self.resizing.load()
+        containers = await self.garbage.recover()
+        self.resizing.restore(resized)
+        self.tables.refresh()
+        self.registrar.renew()
+        self.calls.open(self.admission)
+        self.registrar.stays_registered, self.has_recovered = False, True
+        log.info("allocations_recovered", containers=containers)
+
+    async def end(self) -> None:
+        """Ends the service to the kubelet. Nothing is left of it where another generation has taken over the sockets."""
+        await self.registrar.close()
+        self.lock.release()
+
+    async def follow(self, *, is_incoming: bool) -> bool:
+        """One attempt to become the agent that serves: asks the one that does, if it is alive. True: register now, then
+        `take_over`. This agent may have the lock already."""
+        with suppress(Unavailable):
+            await self.registrar.serve()
+        directory = self.node.settings.kubelet.device_plugin_path
+        if await ask_for_handover(directory, TAKE if is_incoming else WAIT, timeout_s=ASK_S):
+            return True
+        if self.lock.try_acquire():
+            return True
+        await asyncio.sleep(LOCK_POLL_S)
+        return False
+
+    async def outlives_other(self, *, within_s: float) -> bool:
+        """Whether the agent that serves ends within the time without having been asked."""
+        try:
+            async with asyncio.timeout(within_s):
+                await self.lock.acquire()
+        except TimeoutError:
+            return False
+        return True
+
+    async def take_over(self) -> None:
+        """Waits until the agent that handed over has ended all that it did on the node. Raises Unavailable."""
+        try:
+            async with asyncio.timeout(TAKE_OVER_S):
+                await self.lock.acquire()
+        except TimeoutError as e:
+            raise Unavailable(
+                f"the agent that handed over to this one did not end within {TAKE_OVER_S:g} s; this one starts anew"
+            ) from e
+
+    async def leave(self) -> None:
+        """Ends, where another agent waits, the service to the kubelet in a moment between two admissions, and answers that
+        agent, which registers then."""
+        self.registrar.stays_registered = False
+        if not self.handover.waiting:
+            return
+        with suppress(TimeoutError):
+            async with asyncio.timeout(HANDOVER_WAIT_S):
+                await self._wait_quiet()
+        await self.registrar.leave(lambda: self.handover.waiting)
+        await self.handover.answer()
+
+    async def _wait_quiet(self) -> None:
+        """Waits until no call is open, none was just now, and no pod of the node waits for its admission: a slow API server
+        or node makes pauses in a burst that are no end of it."""
+        while True:
+            await self.calls.wait_idle()
+            async with self.gate.quiet():
+                if not any(self._awaits_admission(pod) for pod in self.node.pods.pods()):
+                    return
+            await asyncio.sleep(QUIET_POLL_S)
+
+    def _awaits_admission(self, pod: Pod) -> bool:
+        is_over = pod.is_terminal or pod.is_deleting or pod.has_started or pod.uid in self.refused_pods
+        return not is_over and self.node.names.wants_any(pod) and not self.node.cache.of_pod(pod.uid)
+
+    def registration(self) -> Tasks:
+        return {"registration": self.registrar.run}
+
+    def tasks(self) -> Tasks:
+        return {
+            "device tables": self.tables.run,
+            "garbage collection": self.garbage.run,
+            "live resize": self.resizing.run,
+            "stale sockets": StaleSockets(self.node.settings.kubelet.device_plugin_path).run,
+        }
+
+    async def wait_registered(self) -> None:
+        """Waits until every resource was registered once, REGISTER_FIRST_S at most."""
+        if not await wait_for(self.registrar.all_registered, REGISTER_FIRST_S):
+            log.warning("kubelet_not_there_yet", directory=str(self.node.settings.kubelet.device_plugin_path))
+
+    async def pause(self) -> None:
+        """Lets the kubelet's calls wait, from a moment between two admissions on, for the next generation, to which all
+        that this one serves to the kubelet is left. What it answered is then in the kubelet's records."""
+        try:
+            async with asyncio.timeout(PAUSE_WAIT_S):
+                await self.calls.close_between(self.admission.is_between_admissions)
+                async with self.gate.quiet():
+                    pass
+        except TimeoutError:
+            log.warning("admissions_not_paused", waited_s=PAUSE_WAIT_S, then="the settings change during an admission")
+        self.calls.close()
+        self.registrar.stays_registered = True
+
+    def not_ready(self) -> list[str]:
+        if self.stands_by:
+            return []
+        return [
+            f"{resource} is not registered with the kubelet"
+            for resource in self.node.names.names
+            if not self.registrar.is_registered(resource)
+        ]
+
+
+def _policy(node: Node, max_shares_of_gpu: int | None) -> Policy:
+    return Policy(
+        names=node.names,
+        share_policy=node.settings.placement.share_policy,
+        share_mode=node.settings.share_mode,
+        max_shares_of_gpu=max_shares_of_gpu,
+        node_name=node.settings.node_name,
+    )
+
+
+def _build_resizing(node: Node, cluster: ClusterPart, isolation: Isolations) -> ShareResizing:
+    state = node.settings.state_directory
+    policy = ResizePolicy(names=node.names, mode=node.settings.resize.mode)
+    return ShareResizing(
+        node=node,
+        policy=policy,
+        file=ResizeFile(state / "resize.json") if state is not None else None,
+        enforcement=isolation,
+        reports=ResizeReports(node=node, policy=policy, annotations=cluster.annotations, events=cluster.pod_events),
+    )
+
+
+def _build_registrar(
+    node: Node, calls: QueuedCalls, handover: Handover, tables: DeviceTables, ids: DeviceIds
+) -> Registrar:
+    directory = node.settings.kubelet.device_plugin_path
+    return Registrar(
+        device_plugin_path=directory,
+        endpoints=[
+            PluginEndpoint(
+                device_plugin_path=directory,
+                socket_name=instance_socket_name(node.names.socket(resource)),
+                plugin=DevicePlugin(
+                    resource,
+                    table,
+                    calls,
+                    node.metrics,
+                    ids,
+                    has_pre_start=node.names.kind_of(resource).binds_gpu,
+                ),
+                handover=handover,
+            )
+            for resource, table in tables.tables.items()
+        ],
+    )
+
+
+def edit_policy(
+    settings: Settings,
+    names: ResourceNames,
+    volumes: Mapping[VolumeName, DriverVolume],
+    module: KernelModule | None = None,
+) -> Callable[[], EditPolicy]:
+    """The driver directory is mounted where volume.conf says it is."""
+    shared, whole = volumes.get(VolumeName.SHARED), volumes.get(VolumeName.ORIGIN)
+    is_real = settings.driver == "nvml"
+    policy = EditPolicy(
+        names=names,
+        config=IsolationConfig(
+            settings=settings,
+            shared_driver=shared.directory if shared is not None else None,
+            whole_driver=whole.directory if whole is not None else None,
+        ),
+        isolation=settings.isolation,
+        allowed=settings.isolations_allowed,
+        strategies=settings.device_list_strategy,
+        devices=NodeDevices(
+            extra=read_extra_devices(settings.extra_config),
+            has_gpu_nodes=is_real or settings.simulated.device_nodes,
+        ),
+        cdi_kind=settings.cdi.kind,
+        is_named_by_index=settings.nvidia.device_ids == "index",
+        kernel_module=module,
+    )
+    nodes = ControlNodes(CONTROL_NODES)
+    if not is_real:
+        return lambda: policy
+    return lambda: replace(policy, devices=replace(policy.devices, control=nodes.present()))

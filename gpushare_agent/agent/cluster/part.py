@@ -1,0 +1,253 @@
+"""The API server, for the agent of one node: its pods, and everything that is written to them and to the node's object."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AsyncExitStack
+from functools import partial
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+
+import structlog
+
+from gpushare_agent.agent.cluster.feature_labels import feature_labels
+from gpushare_agent.agent.cluster.node_facts import NodeFacts, gpus_annotation, node_facts
+from gpushare_agent.agent.cluster.node_fields import ALLOCATIONS, CAPACITY, FACTS, TAINT, NodeFields, NodeFieldsWriter
+from gpushare_agent.agent.cluster.pod_annotations import PodAnnotations, pod_annotations
+from gpushare_agent.agent.cluster.pod_store import NodePods
+from gpushare_agent.agent.cluster.rejected_pods import RejectedPods
+from gpushare_agent.agent.kubelet.pod_resources import KubeletFacts
+from gpushare_agent.agent.kubelet.registration import KUBELET_SOCKET
+from gpushare_agent.agent.kubelet.static_pods import StaticPods
+from gpushare_agent.agent.node import Node
+from gpushare_agent.agent.runtime.machine import machine_name, pci_class, pci_configuration
+from gpushare_agent.core.kit.backoff import Backoff
+from gpushare_agent.core.kit.supervision import Tasks, start_tasks
+from gpushare_agent.core.kube.client import pods_of_node
+from gpushare_agent.core.kube.events import NodeEvents, PodEvents
+from gpushare_agent.core.kube.informer import Informer
+from gpushare_agent.core.kube.pods import mistyped_annotations
+from gpushare_agent.core.model.errors import Unavailable
+from gpushare_agent.core.model.names import GPUSHARE_COUNT_RESOURCE
+from gpushare_agent.core.model.pods import Pod
+from gpushare_agent.core.node_report.annotations import allocations_annotation, allocations_by_pod
+from gpushare_agent.core.placement.free_gpus import FreeGpus, free_gpus
+from gpushare_agent.core.settings.settings import Settings
+
+if TYPE_CHECKING:
+    from gpushare_agent.core.kube.client import KubeApi
+
+log = structlog.get_logger(__name__)
+
+API_RETRY_S = 2.0
+PODS_BACKOFF = Backoff(base_s=0.5, cap_s=5.0)
+"""After an outage everything else waits for the list of pods; a kubelet that cannot renew its lease tries every 7 s."""
+
+
+class _RunsOnApi(Protocol):
+    async def run(self, api: Any) -> object: ...
+
+
+class ClusterPart:
+    def __init__(self, node: Node) -> None:
+        """Joined, not started."""
+        settings, names, node_name = node.settings, node.names, node.settings.node_name
+        kubelet, static_pods = settings.kubelet, None
+        # Only there: reading the kubelet's own API needs a right that not every installation gives.
+        if kubelet.api_address:
+            static_pods = StaticPods(
+                address=kubelet.api_address, port=kubelet.api_port, ca_file=kubelet.api_ca, node_name=node_name
+            )
+
+        def desired_of_pod(pod: Pod) -> Mapping[str, str]:
+            # Read when a pod is compared, not now: allocations and GPUs change.
+            return pod_annotations(pod, node.cache.view(), node.gpus(), names)
+
+        self.node = node
+        self.node_pods = NodePods(store=node.pods, node_name=node_name, resources=names.names, kubelet=static_pods)
+        self.informer = Informer(
+            kind="pods",
+            watched=pods_of_node(node_name),
+            handler=self.node_pods,
+            metrics=node.metrics,
+            backoff=PODS_BACKOFF,
+        )
+        self.annotations = PodAnnotations(pods=node.pods, desired=desired_of_pod, metrics=node.metrics)
+        self.pod_events = PodEvents(node_name, count=node.metrics.pod_event)
+        self.node_events = NodeEvents(node_name)
+        self.node_fields = {
+            fields.name: NodeFieldsWriter(fields=fields, node_name=node_name, desired=partial(desired, node))
+            for fields, desired in _written_fields(settings)
+        }
+        """Those that the settings have the agent write, by name."""
+        self.kubelet_facts = KubeletFacts(
+            node_name=node_name,
+            kubelet_socket=kubelet.device_plugin_path / KUBELET_SOCKET,
+            has_pod_resources=kubelet.pod_resources_socket is not None,
+        )
+        self.may_write = asyncio.Event()
+        """Set once this agent serves: one that waits for another to leave reads only."""
+        self.further: dict[str, _RunsOnApi | None] = {}
+        """What else writes to the API server; more is put here by the composition."""
+        if settings.allocation.cleanup_rejected_pods:
+            self.further["rejected pods"] = RejectedPods(
+                pods=node.pods,
+                resources=names.names,
+                metrics=node.metrics,
+            )
+
+    def late_tasks(self) -> Tasks:
+        """Late: the Kubernetes client alone costs a third of a second to load."""
+        return {"kubernetes": self._run}
+
+    def gpus_changed(self) -> None:
+        """What the node's object says of the GPUs may be another than before."""
+        self._changed(FACTS, TAINT)
+
+    def allocations_changed(self) -> None:
+        """What the node's object says of them may be another than before."""
+        self._changed(ALLOCATIONS, TAINT)
+
+    def _changed(self, *fields: NodeFields[Any]) -> None:
+        for one in fields:
+            if (writer := self.node_fields.get(one.name)) is not None:
+                writer.changed()
+
+    def pod_changed(self, old: Pod | None, new: Pod | None) -> None:
+        """The pod's annotations follow from its allocations; those that its owner mistyped are reported to him."""
+        self.annotations.pod_changed(old, new)
+        # The instance that serves reports it: what one that waits had queued would be sent hours later.
+        if not self.may_write.is_set() or new is None or new.is_terminal:
+            return
+        if old is not None and old.annotations == new.annotations:
+            return
+        if (self.node.names.wants_any(new) or new.claims) and (text := mistyped_annotations(new.annotations)):
+            self.pod_events.mistyped(new, text)
+
+    def not_ready(self) -> list[str]:
+        """Why this part is not ready, nothing when it is."""
+        return [] if self.node.pods.is_synced else ["the API server has not listed this node's pods yet"]
+
+    async def wait_synced(self) -> None:
+        """The API server has listed this node's pods."""
+        pods = self.node.pods
+        version = pods.version
+        while not pods.is_synced:
+            version = await pods.wait_change(version)
+
+    async def _run(self) -> NoReturn:
+        """All that needs the API server. While it is away, all of this waits."""
+        async with AsyncExitStack() as stack:
+            api = await self._open_api(stack)
+            # An admission may wait for this already: it reads its pod by name, before the first list.
+            self.node_pods.attach(api)
+            async with asyncio.TaskGroup() as group:
+                # Readers first: what is written follows from the pods.
+                start_tasks(group, _bound(api, {"pod informer": self.informer, "kubelet facts": self.kubelet_facts}))
+                # During an update two agents run for a moment: the one that serves writes, or each would undo the
+                # other's fields.
+                await self.may_write.wait()
+                writers: dict[str, _RunsOnApi | None] = {
+                    "pod annotations": self.annotations,
+                    "pod events": self.pod_events,
+                    "node events": self.node_events,
+                    **{f"node {name}": writer for name, writer in self.node_fields.items()},
+                    **self.further,
+                }
+                start_tasks(group, _bound(api, writers))
+        raise AssertionError("the tasks do not return")
+
+    async def _open_api(self, stack: AsyncExitStack) -> KubeApi:
+        """The API server's client. Credentials that are not there yet are waited for; a wrong configuration is not."""
+        from gpushare_agent.core.kube.client import open_kube_api
+
+        while True:
+            try:
+                return await stack.enter_async_context(open_kube_api(kubeconfig=self.node.settings.kubeconfig))
+            except Unavailable as e:
+                log.warning("kubernetes_not_ready", error=str(e), retried_in_s=API_RETRY_S)
+            await asyncio.sleep(API_RETRY_S)
+
+
+def _bound(api: KubeApi, clients: Mapping[str, _RunsOnApi | None]) -> Tasks:
+    return {name: partial(client.run, api) for name, client in clients.items() if client is not None}
+
+
+def _written_fields(settings: Settings) -> Iterator[tuple[NodeFields[Any], Callable[[Node], object]]]:
+    # GPUShare's tools read the number of GPUs from the node's capacity, which no device plugin serves.
+    if settings.gpushare.enabled:
+        yield CAPACITY, lambda node: {GPUSHARE_COUNT_RESOURCE: len(node.gpus().gpus)}
+    if settings.facts.is_written:
+        yield from ((FACTS, _desired_facts), (ALLOCATIONS, _desired_allocations), (TAINT, desired_free_gpus))
+
+
+def _desired_facts(node: Node) -> NodeFacts | None:
+    """What the node's object should say of its GPUs, now; None until the driver was read once."""
+    inventory = node.inventory
+    # A driver that has not answered yet names no GPUs: the labels of before would be removed.
+    if not inventory.is_read:
+        return None
+    unhealthy = inventory.unhealthy_reasons
+    # The device plugins' GPUs: those that belong to claims are in the ResourceSlices.
+    gpus, facts = node.plugins_gpus(), node.settings.facts
+    report = gpus_annotation(
+        gpus,
+        cordoned={uuid: uuid not in unhealthy for uuid in inventory.cordoned},
+        memory_block_mib=node.names.memory_block_mib,
+        shares_in_mig=node.names.shares_in_mig,
+        unhealthy=unhealthy,
+    )
+    labels = node.settings.node_labels
+    return node_facts(gpus, report, label_prefix=facts.label_prefix, node_labels=labels, features=_features(node))
+
+
+def _features(node: Node) -> Mapping[str, str]:
+    """The labels of GPU Feature Discovery, where the setting asks for them."""
+    nvidia, inventory = node.settings.nvidia, node.inventory.current
+    if not nvidia.labels:
+        return {}
+    # PCI devices: an instance has none of its own.
+    physical = [gpu for gpu in (*inventory.gpus, *inventory.mig_partitioned) if gpu.mig is None]
+    return feature_labels(
+        inventory,
+        served=node.names.nvidia.served if nvidia.enabled else lambda _: None,
+        mig_strategy=nvidia.mig_strategy,
+        machine=machine_name(),
+        pci_classes=[found for gpu in physical if (found := pci_class(gpu.bus_id)) is not None],
+        pci_configurations=[space for gpu in physical if (space := pci_configuration(gpu.bus_id)) is not None],
+        written_at=int(time.time()),
+    )
+
+
+def _desired_allocations(node: Node) -> str | None:
+    """Which pod has what, for the node's object; None until the pods are listed and the GPUs read: a text that leaves out
+    what is allocated would give it away."""
+    gpus = node.gpus().gpus
+    if not node.pods.is_synced or not gpus:
+        return None
+    # What claims have is in the claims, where kube-scheduler counts it.
+    by_plugins = [allocation for allocation in node.cache if allocation.claim is None]
+    return allocations_annotation(
+        allocations_by_pod(
+            by_plugins,
+            gpus,
+            node.pods.get,
+            node.names,
+            node.cache.charge_differences(),
+            node.cache.charges_of_pod,
+        )
+    )
+
+
+def desired_free_gpus(node: Node) -> FreeGpus | None:
+    """None until it is known what is allocated: a node that has just started would seem free."""
+    if not node.pods.is_synced or not node.inventory.is_read:
+        return None
+    above = node.settings.facts.taint_above
+    # Switched off, it has no taint whatever is free.
+    if above >= 1:
+        return FreeGpus(part=0.0, taint_above=above)
+    # Those for claims too. One that nobody here may use would be free for good.
+    gpus = [gpu for gpu in node.gpus().gpus if not gpu.is_selected(node.settings.excluded_gpus)]
+    return free_gpus(gpus, node.cache.charges(), node.names, above)

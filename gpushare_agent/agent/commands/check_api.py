@@ -1,0 +1,129 @@
+"""The probe of `gpushare-agent check` that asks the API server: own node, kubelet version, permissions."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from msgspec import Raw
+
+from gpushare_agent.agent.kubelet.pod_resources import kubelet_version
+from gpushare_agent.core.model.errors import AgentError, NotFound
+from gpushare_agent.core.model.finding import Finding, error, ok, warning
+from gpushare_agent.core.model.names import GPUSHARE_COUNT_RESOURCE
+from gpushare_agent.core.settings.settings import Settings
+
+if TYPE_CHECKING:
+    from gpushare_agent.core.kube.client import KubeApi
+
+OLDEST_KUBELET = (1, 30)
+"""Before it, a List during GetPreferredAllocation can panic the kubelet."""
+
+_VERSION = re.compile(r"v?(\d+)\.(\d+)")
+API_CURE = "check the network, the service account or kubeconfig (--kubeconfig), and that the API server is up"
+_ROLE_REMEDY = "apply manifests/base/rbac.yaml, or give this account the right"
+
+NEEDED_RIGHTS = (
+    ("get", "nodes"),
+    ("list", "pods"),
+    ("watch", "pods"),
+    ("get", "pods"),
+    ("patch", "pods"),
+    ("create", "events"),
+)
+CLEANUP_RIGHT = ("delete", "pods")
+"""Only for removing rejected pods (allocation.cleanup_rejected_pods)."""
+STATIC_PODS_RIGHT = ("get", "nodes/pods")
+"""Only for static pods (kubelet.api_address)."""
+FACTS_RIGHT = ("patch", "nodes")
+"""Only for the labels and the annotation about the GPUs (facts.is_written)."""
+
+
+async def check_api(settings: Settings) -> list[Finding]:
+    """Own node, kubelet version, pods of the node, and every right that the agent uses. Raises AgentError."""
+    from gpushare_agent.core.kube.client import open_kube_api
+    from gpushare_agent.core.kube.session import KubeTimeouts
+
+    # Each well below the probe's limit, so that the finding says which request had no answer.
+    timeouts = KubeTimeouts(connect_s=3.0, request_s=4.0, list_s=5.0)
+    async with open_kube_api(kubeconfig=settings.kubeconfig, timeouts=timeouts) as api:
+        findings = await _check_node_object(api, settings)
+        return [*findings, *await _check_rights(api, settings), *await _check_static_pods(api, settings)]
+
+
+async def _check_node_object(api: KubeApi, settings: Settings) -> list[Finding]:
+    try:
+        # The Node first: with a wrong node name all that follows says nothing.
+        raw_node = await api.get_node(settings.node_name)
+    except NotFound:
+        detail = f"there is no node {settings.node_name}"
+        return [error("api server", detail, "set --node-name (or NODE_NAME from spec.nodeName) to this node's name")]
+    return [ok("api server", f"answers, node {settings.node_name} found"), _kubelet_version(raw_node)]
+
+
+def _kubelet_version(raw_node: Raw) -> Finding:
+    text = kubelet_version(raw_node)
+    found = _VERSION.match(text)
+    if found is None:
+        return warning(
+            "kubelet version", f"the node has none ({text!r})", "make sure that the kubelet is 1.30 or newer"
+        )
+    if (int(found[1]), int(found[2])) >= OLDEST_KUBELET:
+        return ok("kubelet version", text)
+    detail = f"{text} is older than 1.30: asking its PodResources during an admission can crash it"
+    return error("kubelet version", detail, "update the kubelet")
+
+
+async def _check_static_pods(api: KubeApi, settings: Settings) -> list[Finding]:
+    """The right, then the list itself, which also shows whether the kubelet's certificate is verified."""
+    from gpushare_agent.agent.kubelet.static_pods import StaticPods
+
+    kubelet = settings.kubelet
+    if not kubelet.api_address:
+        return []
+    if not await api.can_i(*STATIC_PODS_RIGHT):
+        detail = "not allowed: get nodes/pods; static pods that ask for a share will be refused"
+        return [warning("static pods", detail, "add manifests/components/static-pods")]
+    reader = StaticPods(
+        address=kubelet.api_address, port=kubelet.api_port, ca_file=kubelet.api_ca, node_name=settings.node_name
+    )
+    try:
+        # Its own limit, less than the probe's, so that the finding names the kubelet's port.
+        found = await reader.read(timeout_s=4.0)
+    except AgentError as failure:
+        return [
+            warning(
+                "static pods", f"{failure}; those that ask for a share will be refused", "docs/how-to/static-pods.md"
+            )
+        ]
+    return [ok("static pods", f"the kubelet at {kubelet.api_address} lists {len(found)}")]
+
+
+async def _check_rights(api: KubeApi, settings: Settings) -> list[Finding]:
+    missing = [f"{verb} {resource}" for verb, resource in NEEDED_RIGHTS if not await api.can_i(verb, resource)]
+    allowed = ", ".join(f"{verb} {resource}" for verb, resource in NEEDED_RIGHTS)
+    cleanup, may_clean_up = settings.allocation.cleanup_rejected_pods, await api.can_i(*CLEANUP_RIGHT)
+    if cleanup and may_clean_up:
+        allowed += ", delete pods (rejected ones that have a controller)"
+    # A right that nothing uses should be taken back.
+    elif may_clean_up:
+        allowed += "; delete pods too, which is not needed: allocation.cleanup_rejected_pods is false"
+    findings = [
+        error("permissions", f"not allowed: {', '.join(missing)}", _ROLE_REMEDY)
+        if missing
+        else ok("permissions", allowed)
+    ]
+    if cleanup and not may_clean_up:
+        detail = "not allowed: delete pods; rejected pods of controllers will pile up"
+        findings.append(
+            warning("permissions", detail, f"{_ROLE_REMEDY}; or set --allocation.cleanup-rejected-pods=false")
+        )
+    if settings.facts.is_written and not await api.can_i(*FACTS_RIGHT):
+        detail = (
+            "not allowed: patch nodes; labels and the scheduler extender's list of GPUs will be missing on the node"
+        )
+        findings.append(warning("permissions", detail, f"{_ROLE_REMEDY}; or set --facts.is-written=false"))
+    if settings.gpushare.enabled and not await api.can_i("patch", "nodes/status"):
+        detail = f"not allowed: patch nodes/status; the capacity will lack {GPUSHARE_COUNT_RESOURCE}"
+        findings.append(warning("permissions", detail, "add manifests/components/gpushare"))
+    return findings

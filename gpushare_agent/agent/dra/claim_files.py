@@ -1,0 +1,120 @@
+"""The files of prepared claims: the record of each, and the CDI spec that the runtime reads.
+
+    <state_directory>/claims/<claim UID>.json                  the agent's own record
+    <cdi.spec_directories>/gpushare-agent-claim-<claim UID>.json   the CDI spec; gone after a reboot where it is on a tmpfs
+
+A record is versioned JSON; unknown fields are ignored, so that a newer agent's record is still read. One that cannot be
+read stays where it is and is reported: the claim is then prepared anew. Every function blocks. State owned: the files.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import structlog
+from msgspec import Struct, json
+from msgspec.json import Decoder
+
+from gpushare_agent.agent.dra.decisions.edits import PreparedClaim, encode_spec
+from gpushare_agent.agent.isolation import ISOLATIONS
+from gpushare_agent.core.claims.claim import is_claim_uid
+from gpushare_agent.core.kit.directories import DIRECTORY, opened, read_content, replace_file
+from gpushare_agent.core.kit.json_schema import decoded
+from gpushare_agent.core.model.errors import Corrupt, Unavailable
+
+log = structlog.get_logger(__name__)
+
+VERSION = 1
+MAX_RECORD_BYTES = 1 << 20
+_SPEC_PREFIX = "gpushare-agent-claim-"
+
+
+class ClaimFiles:
+    def __init__(self, records: Path, specs: Path) -> None:
+        self._records = records
+        self._specs = specs
+
+    def load(self) -> list[PreparedClaim]:
+        """All that are recorded. Raises Unavailable: the directory cannot be read."""
+        try:
+            names = sorted(path.stem for path in self._records.iterdir() if path.suffix == ".json")
+        except FileNotFoundError:
+            return []
+        except OSError as e:
+            raise Unavailable(f"{self._records} cannot be read: {e.strerror or e}") from e
+        return [claim for name in names if is_claim_uid(name) and (claim := self._load(name)) is not None]
+
+    def save(self, claim: PreparedClaim) -> None:
+        """The spec, then the record: where the record is, everything is. Raises Unavailable."""
+        self.write_spec(claim)
+        self._write(self._records, f"{claim.ref.uid}.json", json.encode(_Record(claim=claim)) + b"\n", is_synced=True)
+
+    def write_spec(self, claim: PreparedClaim) -> None:
+        """Writes the CDI spec where it is not there already. Raises Unavailable."""
+        self._write(self._specs, f"{_SPEC_PREFIX}{claim.ref.uid}.json", encode_spec(claim))
+
+    def remove(self, uid: str) -> None:
+        """Spec and record, in this order. Raises Unavailable."""
+        # The record last: cut off between the two, the claim is still known and removed again.
+        for path in (self._specs / f"{_SPEC_PREFIX}{uid}.json", self._records / f"{uid}.json"):
+            _remove(path)
+
+    def remove_other_specs(self, known: set[str]) -> list[str]:
+        """Removes specs of claims that are not in `known`, left by an agent that was killed; returns their UIDs. Raises
+        Unavailable."""
+        removed = []
+        for path in sorted(self._specs.glob(f"{_SPEC_PREFIX}*.json")):
+            uid = path.stem.removeprefix(_SPEC_PREFIX)
+            # Another program may have files beside ours: only names that this agent gives are touched.
+            if is_claim_uid(uid) and uid not in known:
+                _remove(path)
+                removed.append(uid)
+        return removed
+
+    def _write(self, directory: Path, name: str, content: bytes, *, is_synced: bool = False) -> None:
+        try:
+            directory.mkdir(mode=0o755, parents=True, exist_ok=True)
+            with opened(directory, None, DIRECTORY & ~os.O_NOFOLLOW) as descriptor:
+                replace_file(descriptor, name, content, is_synced=is_synced)
+        except OSError as e:
+            raise Unavailable(f"{directory / name} cannot be written: {e.strerror or e}") from e
+
+    def _load(self, uid: str) -> PreparedClaim | None:
+        path = self._records / f"{uid}.json"
+        try:
+            with opened(self._records, None, DIRECTORY & ~os.O_NOFOLLOW) as directory:
+                content = read_content(directory, path.name, MAX_RECORD_BYTES)
+            claim = _claim_of(content)
+        except (OSError, Corrupt) as e:
+            log.error("claim_record_unreadable", path=str(path), error=str(e), then="its claim is prepared anew")
+            return None
+        # The file's name is what `remove` goes by: a record under another name would never end.
+        return claim if claim.ref.uid == uid else None
+
+
+def _remove(path: Path) -> None:
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as e:
+        raise Unavailable(f"{path} cannot be removed: {e.strerror or e}") from e
+
+
+class _Record(Struct, kw_only=True):
+    """The file."""
+
+    version: int = VERSION
+    claim: PreparedClaim
+
+
+_RECORD = Decoder(_Record)
+
+
+def _claim_of(content: bytes) -> PreparedClaim:
+    """Raises Corrupt."""
+    claim = decoded(_RECORD, content, "it").claim
+    # Of a newer agent, or a build without it: what it keeps on the host nobody here knows.
+    for name in (one.isolation for one in claim.results):
+        if name not in ISOLATIONS:
+            raise Corrupt(f"isolation {name[:80]!r} is none of this agent's")
+    return claim

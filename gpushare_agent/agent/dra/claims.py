@@ -1,0 +1,402 @@
+"""Prepared claims: enters them in the ledger, prepares the host, writes their CDI specs, and ends them.
+
+An error costs the pod 60 to 90 s, for the kubelet tries again only then: what will come soon is waited for inside the call,
+`wait_s` at most. The record is written last and before the answer, so whatever is recorded is whole, and a call that is
+repeated for it changes nothing. Ending works from the record alone: the claim may be gone from the API server. Each outcome
+is counted and recorded; the pod's Event is the kubelet's own.
+
+State owned: `_prepared` by UID, the last refusal of others that the kubelet has not unprepared yet, and its part of the
+allocation cache.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import TypeVar
+from weakref import WeakValueDictionary
+
+import structlog
+from msgspec import Raw, Struct, field
+from msgspec.structs import replace
+
+from gpushare_agent.agent.admission.decisions.container_edits import EditPolicy
+from gpushare_agent.agent.admission.decisions.ledger import Ledger
+from gpushare_agent.agent.dra.claim_files import ClaimFiles
+from gpushare_agent.agent.dra.decisions.edits import PreparedClaim, claims_beside, conflict, prepare_claim
+from gpushare_agent.agent.isolation.isolations import Isolations
+from gpushare_agent.agent.node import Node
+from gpushare_agent.core.claims.claim import DRIVER, AllocatedClaim, ClaimPolicy, read_claim
+from gpushare_agent.core.kit.daemon_thread import DaemonThread
+from gpushare_agent.core.kit.supervision import wait_for
+from gpushare_agent.core.kube.client import KubeApi
+from gpushare_agent.core.model.allocations import Allocation, Charge, ClaimRef, ClaimShare
+from gpushare_agent.core.model.decision_records import CLAIMS_RESOURCE, Asked, DecisionRecord, Outcome
+from gpushare_agent.core.model.errors import AgentError, Corrupt, NotFound, RefusalReason, Refused, Unavailable
+from gpushare_agent.core.model.names import MIB, GpuUuid, PodUid
+from gpushare_agent.core.model.pods import ContainerKind, Pod
+from gpushare_agent.core.model.resources import WHOLE_GPU, Request, ResourceNames
+from gpushare_agent.core.placement.gpu_account import describe_request
+
+
+def allocations_of(claim: PreparedClaim, names: ResourceNames, at: float) -> list[Allocation]:
+    """One for each result, but none for admin access: the scheduler counts nothing of it, and gives the GPU to others."""
+    return [
+        Allocation(
+            key=one.key,
+            namespace=claim.ref.namespace,
+            pod_name=claim.pod,
+            kind=ContainerKind.MAIN,
+            gpus=(GpuUuid(one.gpu),),
+            is_whole=one.is_whole,
+            allocated_at=at,
+            charge=Charge(cores=one.cores, wholes=1)
+            if one.is_whole
+            else Charge(cores=one.cores, blocks=one.memory_mib // names.memory_block_mib, shares=1),
+            claim=ClaimShare(
+                ref=claim.ref,
+                shown_as=claim.shown_as,
+                request=one.name,
+                isolation=one.isolation,
+                core_limit=one.core_limit,
+                view=one.view,
+            ),
+        )
+        for one in claim.charged
+    ]
+
+
+def shortage(claim: PreparedClaim, ledger: Ledger, names: ResourceNames) -> str:
+    """Why the claim has no room, empty where it has: the scheduler counts a share as free when its pod is deleted by force,
+    before its containers have ended."""
+    accounts = {account.uuid: account for account in ledger.accounts(names)}
+    for one in claim.charged:
+        if one.is_unlimited:  # the scheduler counts nothing of it either
+            continue
+        # On a GPU that is not healthy too: its device has a taint, which the pod then tolerates.
+        account = replace(accounts[GpuUuid(one.gpu)], is_healthy=True)
+        request = WHOLE_GPU
+        if not one.is_whole:
+            request = Request(cores=one.cores, blocks=one.memory_mib // names.memory_block_mib, is_share=True)
+        if (lack := account.lack(request)) is not None:
+            others = [other for other in ledger.allocations.values() if account.uuid in other.gpus]
+            users = ", ".join(sorted({_user(other) for other in others})[:5])
+            return (
+                f"GPU {account.label} cannot serve {describe_request(request, names)}: {lack.of_gpu_in_detail()}. It is"
+                f" still used by {users}; the claim gets its part when their containers have ended"
+            )
+        # The next result of this claim finds what this one takes.
+        accounts[account.uuid] = account.allocate(request)
+    return ""
+
+
+def _user(allocation: Allocation) -> str:
+    if allocation.claim is not None:
+        return f"claim {allocation.claim.ref.namespace}/{allocation.claim.ref.name}"
+    return f"pod {allocation.namespace}/{allocation.pod_name}"
+
+
+log = structlog.get_logger(__name__)
+
+T = TypeVar("T")
+
+GET_TIMEOUT_S = 5.0
+PREPARE_WAIT_S = 40.0
+"""Of a claim for what is missing. The kubelet's limit is 45 s."""
+FILES_TIMEOUT_S = 5.0
+POLL_S = 1.0
+"""While waiting: the API server, the inventory and the isolation report no change here."""
+
+
+class Claims(Struct, kw_only=True, eq=False):
+    """`restore` once, before the first call; `attach` when the API server can be reached."""
+
+    node: Node
+    policy: Callable[[], EditPolicy]
+    claim_policy: ClaimPolicy = ClaimPolicy()
+    files: ClaimFiles
+    isolation: Isolations
+    prepare_wait_s: float = PREPARE_WAIT_S
+    clock: Callable[[], float] = time.monotonic
+    pods_timeout_s: float = 2.0
+    _api: KubeApi | None = None
+    _prepared: dict[str, PreparedClaim] = field(default_factory=dict)
+    _refusals: dict[str, Refused] = field(default_factory=dict)
+    _locks: WeakValueDictionary[str, asyncio.Lock] = field(default_factory=WeakValueDictionary)
+    _has_changed: asyncio.Event = field(default_factory=asyncio.Event)
+    _thread: DaemonThread = field(
+        default_factory=lambda: DaemonThread(
+            "claims", advice="Check the disks of state_directory and cdi.spec_directories."
+        )
+    )
+
+    def attach(self, api: KubeApi) -> None:
+        self._api = api
+        self.changed()
+
+    def changed(self) -> None:
+        """Anything that a waiting call may wait for: an allocation, the GPUs."""
+        self._has_changed.set()
+
+    def is_answered(self, uid: str) -> bool:
+        """Whether another call for the claim would change nothing: it is prepared, or no later answer will be another."""
+        refused = self._refusals.get(uid)
+        return uid in self._prepared or (refused is not None and refused.reason is RefusalReason.INVALID_REQUEST)
+
+    @property
+    def prepared(self) -> Mapping[str, PreparedClaim]:
+        """The prepared claims by UID; valid until the next change."""
+        return self._prepared
+
+    async def restore(self) -> None:
+        """Enters in the ledger what an earlier agent has recorded, and puts back specs that a reboot has removed. Raises
+        Unavailable: the records cannot be read."""
+        # Charged without a look for room: their containers run with these GPUs.
+        for claim in await self._in_thread(self.files.load, "reading the claims' records"):
+            self._charge(claim)
+            try:
+                await self._in_thread(partial(self.files.write_spec, claim), f"the CDI spec of {claim.ref.name}")
+            except AgentError as e:  # its running containers need it no more, and Prepare writes it again
+                log.error("claim_spec_not_written", claim=claim.ref.name, claim_uid=claim.ref.uid, error=str(e))
+        known = set(self._prepared)
+        for uid in await self._in_thread(partial(self.files.remove_other_specs, known), "removing stale CDI specs"):
+            log.info("claim_spec_removed", claim_uid=uid, why="no record of it: its claim was never prepared whole")
+        log.info("claims_restored", claims=len(self._prepared))
+
+    async def prepare(self, ref: ClaimRef) -> PreparedClaim | Refused:
+        """Idempotent by UID. Cancelled, nothing is charged, except where the claim was being recorded already: then it is
+        charged until the kubelet asks again, or unprepares it."""
+        async with self._lock(ref.uid):
+            # Under a lock for each claim: the kubelet repeats a call whose answer it did not get, also while the first
+            # still runs.
+            known = self._prepared.get(ref.uid)
+            if known is not None:  # its record too: the call before may have been cut off
+                await self._in_thread(partial(self.files.save, known), f"recording claim {ref.name}")
+                return known
+            made = await self._prepare(ref, self.clock() + self.prepare_wait_s)
+            if isinstance(made, PreparedClaim):
+                self._refusals.pop(ref.uid, None)
+                record_prepared(self.node, made)
+            else:
+                if self._refusals.get(ref.uid) != made:  # the kubelet asks again and again
+                    record_refused(self.node, ref, made)
+                self._refusals[ref.uid] = made  # until it unprepares the claim, as it does with failed ones too
+            return made
+
+    async def unprepare(self, ref: ClaimRef) -> None:
+        """Ends a claim; an unknown one has ended. Raises Unavailable: a file cannot be removed; the claim stays charged."""
+        async with self._lock(ref.uid):
+            # Also of an unknown one: a Prepare that was cut off may have left files.
+            await self._in_thread(partial(self.files.remove, ref.uid), f"removing the files of claim {ref.name}")
+            self._refusals.pop(ref.uid, None)
+            if self._release(ref.uid):
+                log.info("claim_unprepared", namespace=ref.namespace, claim=ref.name, claim_uid=ref.uid)
+
+    async def _prepare(self, ref: ClaimRef, ends_at: float) -> PreparedClaim | Refused:
+        while True:
+            # Cleared before it is tried: what changes during the try wakes the wait.
+            self._has_changed.clear()
+            outcome = await self._try(ref)
+            if isinstance(outcome, PreparedClaim) or outcome.reason is RefusalReason.INVALID_REQUEST:
+                return outcome
+            left_s = ends_at - self.clock()
+            if left_s <= 0:
+                return outcome
+            await wait_for(self._has_changed, min(POLL_S, left_s))
+
+    async def _try(self, ref: ClaimRef) -> PreparedClaim | Refused:
+        """A refusal other than INVALID_REQUEST may be gone in a moment."""
+        claim = await self._read(ref)
+        if isinstance(claim, Refused):
+            return claim
+        pods = await self._pods_of(claim)
+        if isinstance(pods, Refused):
+            return pods
+        beside = await self._beside(claim, pods)
+        if isinstance(beside, Refused):
+            return beside
+        made = self._decide_and_charge(claim, pods, beside)
+        if isinstance(made, Refused):
+            return made
+        # Charged already: the awaits that follow must not let another claim or pod take the same part.
+        is_saving = False
+        try:
+            refused = await self._prepare_host(made)
+            if refused is None:
+                is_saving = True
+                await self._in_thread(partial(self.files.save, made), f"recording claim {ref.name}")
+        except BaseException as e:
+            # Cut off while saving, the record is written all the same and the next agent reads it: so it stays charged.
+            if not is_saving or not isinstance(e, asyncio.CancelledError):
+                self._release(ref.uid)
+            if isinstance(e, AgentError):
+                return _not_ready(str(e))
+            raise
+        if refused is not None:
+            self._release(ref.uid)
+            return refused
+        log.info("claim_prepared", namespace=ref.namespace, claim=ref.name, claim_uid=ref.uid, pod=made.pod)
+        return made
+
+    async def _prepare_host(self, made: PreparedClaim) -> Refused | None:
+        for keys in made.keys_by_isolation.values():
+            if (refused := await self.isolation.prepare(keys)) is not None:
+                return refused
+        return None
+
+    async def _beside(self, claim: AllocatedClaim, pods: Sequence[Pod]) -> dict[str, AllocatedClaim] | Refused:
+        """The other claims, by name, of containers that use this one: what they have of this driver."""
+        found: dict[str, AllocatedClaim] = {}
+        for name in claims_beside(claim.ref.name, pods):
+            try:
+                other = await self._get(claim.ref.namespace, name)
+            except (NotFound, Corrupt):  # of another driver, or refused itself
+                continue
+            except AgentError as e:
+                return _not_ready(str(e))
+            found[name] = other
+        return found
+
+    async def _read(self, ref: ClaimRef) -> AllocatedClaim | Refused:
+        try:
+            claim = await self._get(ref.namespace, ref.name)
+        except NotFound:
+            return _invalid("it is gone from the API server")
+        except Corrupt as e:
+            return _invalid(str(e))
+        except AgentError as e:
+            return _not_ready(str(e))
+        # The API server is asked by name: it may have a newer claim than the one of this call.
+        if claim.ref.uid != ref.uid:
+            return _invalid("another claim has its name now")
+        return claim
+
+    async def _get(self, namespace: str, name: str) -> AllocatedClaim:
+        """Raises NotFound, Corrupt, Unavailable."""
+        if self._api is None:
+            raise Unavailable("the agent has no connection to the API server yet")
+        return self.read(await self._api.get_claim(namespace, name, timeout_s=GET_TIMEOUT_S))
+
+    def read(self, raw: Raw) -> AllocatedClaim:
+        """Raises Corrupt: it is none of this driver and node, or asks for what cannot be."""
+        return read_claim(raw, driver=DRIVER, pool=self.node.settings.node_name, policy=self.claim_policy)
+
+    async def _pods_of(self, claim: AllocatedClaim) -> list[Pod] | Refused:
+        """The pods for which the claim is reserved: which of its requests a container gets is in the pods alone. One may
+        never get here, so after a while those that are known will do, as for a pod that joins the claim later."""
+        pods: list[Pod] = []
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self.pods_timeout_s):
+                while True:
+                    version = self.node.pods.version
+                    found = [pod for _, uid in claim.users if (pod := self.node.pods.get(uid)) is not None]
+                    pods = [pod for pod in found if claim.ref.name in pod.claims.values()]
+                    # All of them, or the time is over: one reserved for a pod that never gets here would hold up the
+                    # others.
+                    if len(pods) == len(claim.users):
+                        return pods
+                    await self.node.pods.wait_change(version)
+        return pods or _not_ready("the agent does not know the claim's pod yet")
+
+    def _decide_and_charge(
+        self, claim: AllocatedClaim, pods: Sequence[Pod], beside: Mapping[str, AllocatedClaim]
+    ) -> PreparedClaim | Refused:
+        """No await in here: two claims cannot be given the same share."""
+        inventory, pool = self.node.gpus(), self.node.settings.node_name
+        gpus = {gpu.index: gpu for gpu in inventory.gpus}
+        mine = self.node.gpu_split.claimable
+        for result in claim.results:
+            gpu = gpus.get(result.index)
+            if gpu is None:
+                return _not_ready(f"{result.device} is not in the inventory of node {pool}")
+            # The slice is changed a moment after the setting: the scheduler may still have chosen by the old one.
+            if gpu.uuid not in mine:
+                return _not_ready(f"{result.device} is not offered to claims on node {pool} now (setting dra.gpus)")
+        known = {name: one for name, one in beside.items() if all(r.index in gpus for r in one.results)}
+        made = prepare_claim(claim, gpus, pods, self.policy(), self.node.names.memory_block_mib, known)
+        if isinstance(made, Refused):
+            return made
+        # Before the capacity: no waiting changes that two claims set the same variable.
+        if why := conflict(made, self._prepared.values(), pods):
+            return _invalid(why)
+        for isolation in made.keys_by_isolation:
+            if why := self.isolation.unavailable_reason(isolation):
+                return _not_ready(f"isolation {isolation}: {why}")
+        if why := shortage(made, self.node.cache.ledger(inventory), self.node.names):
+            return _not_ready(why)
+        self._charge(made)
+        return made
+
+    def _charge(self, claim: PreparedClaim) -> None:
+        self._prepared[claim.ref.uid] = claim
+        for allocation in allocations_of(claim, self.node.names, self.clock()):
+            self.node.cache.put(allocation)
+
+    def _release(self, uid: str) -> bool:
+        if self._prepared.pop(uid, None) is None:
+            return False
+        self.node.cache.release_pod(PodUid(uid))
+        self.changed()
+        return True
+
+    def _lock(self, uid: str) -> asyncio.Lock:
+        # Held weakly: it goes with the last call for the claim, so that claims which were never prepared leave nothing.
+        lock = self._locks.get(uid)
+        if lock is None:
+            lock = self._locks[uid] = asyncio.Lock()
+        return lock
+
+    async def _in_thread(self, blocking: Callable[[], T], what: str) -> T:
+        return await self._thread.call(blocking, what, FILES_TIMEOUT_S)
+
+
+def _not_ready(why: str) -> Refused:
+    return Refused(RefusalReason.NOT_READY, f"{why}. The kubelet tries again.")
+
+
+def _invalid(why: str) -> Refused:
+    return Refused(RefusalReason.INVALID_REQUEST, f"{why}.")
+
+
+def record_prepared(node: Node, claim: PreparedClaim) -> None:
+    node.metrics.admission(CLAIMS_RESOURCE, "allocated", "")
+    by_uuid = node.gpus().by_uuid()
+    gpus = sorted({gpu.index for one in claim.results if (gpu := by_uuid.get(GpuUuid(one.gpu))) is not None})
+    record = DecisionRecord(
+        resource=CLAIMS_RESOURCE,
+        outcome=Outcome.ALLOCATED,
+        explanation=f"the scheduler chose {', '.join(one.device for one in claim.results)} for claim {claim.ref.name}",
+        pod=claim.pod,
+        policy="scheduler",
+        gpus=tuple(gpus),
+        labels=tuple(map(str, gpus)),  # never a MIG instance
+        asked=Asked(
+            cores=sum(one.cores for one in claim.results),
+            memory_bytes=sum(one.memory_mib for one in claim.results) * MIB,
+        ),
+    )
+    _record(node, claim.ref, record)
+
+
+def record_refused(node: Node, ref: ClaimRef, refused: Refused) -> None:
+    node.metrics.admission(CLAIMS_RESOURCE, "refused", refused.reason.value)
+    reason, why = refused.reason.value, refused.detail
+    record = DecisionRecord(resource=CLAIMS_RESOURCE, outcome=Outcome.REFUSED, reason=reason, explanation=why)
+    _record(node, ref, record)
+
+
+def _record(node: Node, ref: ClaimRef, record: DecisionRecord) -> None:
+    """The pod that uses the claim is named in it."""
+    named = (
+        (pod, name)
+        for pod in node.pods.pods()
+        if pod.namespace == ref.namespace
+        for name, claim in pod.claims.items()
+        if claim == ref.name
+    )
+    pod, shown_as = next(named, (None, ref.name))
+    record = replace(record, at=time.time(), namespace=ref.namespace, container=f"claim:{shown_as}")
+    node.decisions.add(record, pod)

@@ -1,0 +1,491 @@
+"""What the containers of a claim get, and the CDI spec that says it. Pure.
+
+A CDI device knows no container, so edits are made for the requests that a container uses together (a view): all of the
+claim's, or the one that the container names. Every result of a view has the view's edits: where a container has several of
+them the runtime applies the same edits again, which changes nothing (CDI: of a variable and a mount point the last counts).
+
+The runtime applies CDI's edits after the pod's spec: a variable that they set replaces the spec's, unlike with the device
+plugins, also one of a ConfigMap or of the image. So each variable that could lift a limit is set.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from fractions import Fraction
+from itertools import count
+from types import MappingProxyType
+from typing import Any
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from gpushare_agent.agent.admission.decisions.container_edits import EditPolicy
+from gpushare_agent.agent.delivery.device_lists import DeviceListRequest, device_edits
+from gpushare_agent.agent.isolation import ISOLATIONS, ClaimUse, GpuShare, IsolationRequest
+from gpushare_agent.core.claims.claim import CONFIG_KIND, AllocatedClaim, ClaimResult, DevicePart
+from gpushare_agent.core.model.allocations import ClaimRef, ContainerEdits, ContainerKey, merged
+from gpushare_agent.core.model.errors import Corrupt, RefusalReason, Refused
+from gpushare_agent.core.model.gpus import Gpu
+from gpushare_agent.core.model.isolation import DeviceListStrategy
+from gpushare_agent.core.model.names import CORES_PER_GPU, ENV_LIBRARY_PATH, ENV_VISIBLE_DEVICES, PodUid
+from gpushare_agent.core.model.pods import ContainerKind, ContainerSpec, Pod
+from gpushare_agent.core.model.resources import cores_of_part
+
+
+def not_shared(claim: AllocatedClaim, isolation: str, pods: Sequence[Pod], policy: EditPolicy) -> Refused | None:
+    """Why those who use a share together cannot have it under the isolation; None where they can. The claim's results are
+    its shares alone: what is not limited may be used by anyone."""
+    together = next(filter(None, (_together(claim, pod) for pod in pods)), [])
+    users = {uid for _, uid in claim.users}
+    return ISOLATIONS[isolation].not_shared(
+        ClaimUse(
+            isolation=isolation,
+            together=tuple(together),
+            is_shared=bool(together) or len(users) > 1,
+            who=f"containers {' and '.join(together)}" if together else "several pods",
+            owner=claim.owner if users <= {claim.owner} else None,
+            is_owner_known=any(pod.uid == claim.owner for pod in pods),
+            remedy=f"choose another isolation ({CONFIG_KIND}.isolation)",
+            config=policy.config,
+            module=policy.kernel_module,
+        )
+    )
+
+
+def _together(claim: AllocatedClaim, pod: Pod) -> list[str]:
+    """Containers that use one request of the claim at the same time, by its name or by the claim as a whole: init containers
+    run one by one, before the others but beside the sidecars."""
+    used: dict[str, list[ContainerSpec]] = {}
+    for container in pod.containers:
+        for request in named_of(pod.used_claims(container).get(claim.ref.name, ()), claim.requests):
+            used.setdefault(request, []).append(container)
+    for users in used.values():
+        # Init containers end before the others start, so one of them beside main containers is alone; a sidecar stays.
+        has_sidecar = any(one.kind is ContainerKind.SIDECAR for one in users)
+        found = [one.name for one in users if has_sidecar or one.kind is not ContainerKind.INIT]
+        if len(found) > 1:
+            return sorted(found)
+    return []
+
+
+def named_of(named: Collection[str], requests: Collection[str]) -> frozenset[str]:
+    """Those of a claim's requests that a container names; empty text names all."""
+    return frozenset(requests if "" in named else set(requests).intersection(named))
+
+
+CDI_KIND = "gpushare-agent/claim"
+CDI_VERSION = "0.6.0"
+"""Understood by every runtime that a kubelet with resource.k8s.io/v1 runs on."""
+MAX_CONTAINER_NAME = 63
+"""Characters of a container's name, and of a request's; paths and annotations have names of that form."""
+
+
+class PreparedResult(DevicePart, frozen=True, kw_only=True):
+    """One result as it was prepared. `gpu` is a UUID; `view` names the result under whose key the isolation keeps the files
+    of the view. `isolation` and `edits` are the view's. What is unlimited is in the account of no size, but uses its GPU."""
+
+    key: ContainerKey
+    gpu: str
+    is_whole: bool
+    core_limit: int = 0
+    view: str
+    isolation: str
+    edits: ContainerEdits = ContainerEdits()
+
+    @property
+    def cdi_name(self) -> str:
+        """Readable, for it appears in the pod's status; unique, for a claim has a device once in a request."""
+        return f"{self.device}.{self.request.replace('/', '.')}.{self.key.pod_uid}"
+
+    @property
+    def cdi_devices(self) -> tuple[str, ...]:
+        """What the kubelet hands to the runtime."""
+        return (f"{CDI_KIND}={self.cdi_name}", *self.edits.cdi_devices)
+
+
+class PreparedClaim(Struct, frozen=True, kw_only=True):
+    """A claim as it was prepared; it stays so until it is unprepared, whatever the settings become. `pod` is the name of the
+    first that it is reserved for, `users` are the UIDs of all that it was reserved for then."""
+
+    ref: ClaimRef
+    shown_as: str
+    pod: str
+    results: tuple[PreparedResult, ...]
+    users: tuple[PodUid, ...] = ()
+
+    @property
+    def charged(self) -> tuple[PreparedResult, ...]:
+        """The results that are in the ledger: all but admin access."""
+        return tuple(one for one in self.results if not one.is_admin)
+
+    @property
+    def keys_by_isolation(self) -> Mapping[str, Sequence[ContainerKey]]:
+        """Of what is charged."""
+        found: dict[str, list[ContainerKey]] = {}
+        for one in self.charged:
+            found.setdefault(one.isolation, []).append(one.key)
+        return found
+
+    @property
+    def spec(self) -> dict[str, Any]:
+        """The CDI document."""
+        devices = [{"name": one.cdi_name, "containerEdits": _cdi_edits(one.edits)} for one in self.results]
+        return {"cdiVersion": CDI_VERSION, "kind": CDI_KIND, "devices": devices}
+
+
+def _cdi_edits(edits: ContainerEdits) -> dict[str, Any]:
+    """Annotations have no place in a CDI spec."""
+    return {
+        "env": [f"{name}={value}" for name, value in edits.env],
+        "deviceNodes": [
+            {"path": one.container_path, "hostPath": one.host_path, "permissions": one.permissions}
+            for one in edits.devices
+        ],
+        "mounts": [
+            {
+                "hostPath": one.host_path,
+                "containerPath": one.container_path,
+                "options": ["ro" if one.read_only else "rw", "nosuid", "nodev", "bind"],
+            }
+            for one in edits.mounts
+        ],
+    }
+
+
+class _Part(Struct, frozen=True):
+    """One result of a claim, with its GPU and the key of its allocation. `is_whole`: it is all of the memory, with all cores
+    or none: without memory nobody else can have a share, so none lack."""
+
+    result: ClaimResult
+    gpu: Gpu
+    is_whole: bool
+    key: ContainerKey
+
+    @property
+    def is_share(self) -> bool:
+        """The claim has a part of what the slice offers of the GPU."""
+        return not (self.is_whole or self.result.is_admin or self.result.is_unlimited)
+
+    @property
+    def is_limited(self) -> bool:
+        """The container is to be limited: by its share, or of a whole GPU by the claim's own limits of MPS."""
+        return self.is_share or self.result.config.mps is not None
+
+    @property
+    def core_limit(self) -> int:
+        """A whole GPU's compute has no ceiling above it; by NVIDIA's names its cores do not show that it is one."""
+        return 0 if self.is_whole else self.result.config.core_limit
+
+
+def _parts(claim: AllocatedClaim, gpus: Mapping[int, Gpu], block_mib: int) -> list[_Part]:
+    parts = []
+    for result, key in zip(claim.results, _keys(claim), strict=True):
+        gpu = gpus[result.index]
+        has_all_memory = result.memory_mib >= gpu.memory_mib // block_mib * block_mib
+        is_whole = has_all_memory and result.cores in (0, CORES_PER_GPU) and not result.is_admin
+        parts.append(_Part(result, gpu, is_whole, key))
+    return parts
+
+
+def prepare_claim(
+    claim: AllocatedClaim,
+    gpus: Mapping[int, Gpu],
+    pods: Sequence[Pod],
+    policy: EditPolicy,
+    block_mib: int,
+    beside: Mapping[str, AllocatedClaim] = MappingProxyType({}),
+) -> PreparedClaim | Refused:
+    """`gpus` by index has every GPU of the claim, and of those `beside` it; `pods` are those that it is reserved for.
+    `beside` are other claims of these pods, by name: a container's list of GPUs has those of all its claims."""
+    views = _views(claim, pods)
+    if isinstance(views, Refused):
+        return views
+    parts = _parts(claim, gpus, block_mib)
+    parts_beside = {name: _parts(one, gpus, block_mib) for name, one in beside.items()}
+    found: dict[ContainerKey, PreparedResult] = {}
+    for requests in views:
+        mine = sorted((one for one in parts if one.result.name in requests), key=lambda one: one.gpu.index)
+        isolation = _isolation(mine, policy)
+        if isinstance(isolation, Refused):
+            return isolation
+        limited = tuple(one.result for one in mine if one.is_limited)
+        # Only what is limited: whole GPUs and admin access need no isolation.
+        if limited and (refused := not_shared(replace(claim, results=limited), isolation, pods, policy)):
+            return refused
+        seen = frozenset[Gpu]()
+        # So it is with claims that are not the pod's own: the kubelet prepares a claim once for all its pods and names none
+        # of them, so one that comes later would find the other claim's GPUs in the specification.
+        if claim.owner is not None and all(one.owner == claim.owner for one in beside.values()) and not limited:
+            seen = _seen_beside(claim.ref.name, requests, parts_beside, pods)
+        # The files that the isolation has for the view: its first share's, for what is not limited has none.
+        view = next((one.key for one in mine if one.is_limited), mine[0].key)
+        edits = _view_edits(view, mine, parts, seen, isolation, policy)
+        if isinstance(edits, Refused):
+            return edits
+        found |= {one.key: _prepared(one, view.container, isolation, edits) for one in mine}
+    return PreparedClaim(
+        ref=claim.ref,
+        shown_as=claim.shown_as,
+        pod=claim.users[0][0] if claim.users else claim.ref.name,
+        # The views have grouped the results: here they are in the claim's order again.
+        results=tuple(found[one.key] for one in parts),
+        users=tuple(uid for _, uid in claim.users),
+    )
+
+
+def _prepared(part: _Part, view: str, isolation: str, edits: ContainerEdits) -> PreparedResult:
+    result = part.result
+    return PreparedResult(
+        key=part.key,
+        request=result.request,
+        device=result.device,
+        share_id=result.share_id,
+        gpu=part.gpu.uuid,
+        # By NVIDIA's names nobody asks for cores, and who has all the memory has the GPU.
+        cores=CORES_PER_GPU if part.is_whole else result.cores,
+        memory_mib=result.memory_mib,
+        is_whole=part.is_whole,
+        core_limit=part.core_limit,
+        view=view,
+        isolation=isolation,
+        edits=edits,
+        is_admin=result.is_admin,
+    )
+
+
+def conflict(made: PreparedClaim, others: Iterable[PreparedClaim], pods: Iterable[Pod]) -> str:
+    """Why a container cannot use the claim beside another one, empty where each can."""
+    beside = {other.ref.name: other for other in others if other.ref.namespace == made.ref.namespace}
+    for pod in pods:
+        for container in pod.containers:
+            used = pod.used_claims(container)
+            own = _use(made, used.get(made.ref.name, ()))
+            for name in sorted(used.keys() & beside.keys() - {made.ref.name}):
+                if both := own.lost_beside(_use(beside[name], used[name])):
+                    by_list = _OR_BY_LIST if both == [ENV_VISIBLE_DEVICES] else ""
+                    return (
+                        f"container {container.name} of pod {pod.name} uses the claim {name} too, and has one {both[0]}"
+                        f" for both. Ask for all of a container's GPUs by requests of one claim{by_list}"
+                    )
+    return ""
+
+
+_OR_BY_LIST = (
+    "; or for whole GPUs by claims that templates make (resourceClaimTemplateName); or let the node name GPUs in another way"
+    " (device_list_strategy cdi-cri), by which those of several claims add up"
+)
+
+
+class _Use(Struct, frozen=True):
+    """What a container has of a claim: UUIDs, variables, and what is mounted in it where."""
+
+    gpus: frozenset[str]
+    variables: Mapping[str, str]
+    mounts: Mapping[str, str]
+
+    def lost_beside(self, other: _Use) -> list[str]:
+        """Variables and paths of which one claim's limits or GPUs would be lost."""
+        # Of one variable, or of one path, the runtime takes the last claim's.
+        mine, theirs = {**self.variables, **self.mounts}, {**other.variables, **other.mounts}
+        found = {what for what in mine.keys() & theirs.keys() if mine[what] != theirs[what]}
+        # Variables that limit, so all but these two, know the GPUs by their order, which those of another claim change.
+        for one, beside in ((self, other), (other, self)):
+            if beside.gpus - one.gpus:
+                found |= one.variables.keys() - {ENV_VISIBLE_DEVICES, ENV_LIBRARY_PATH}
+        return sorted(found)
+
+
+def _use(claim: PreparedClaim, named: Collection[str]) -> _Use:
+    """Of a container that names these requests, the empty one for all."""
+    mine = [one for one in claim.results if {"", one.name} & set(named)]
+    return _Use(
+        frozenset(one.gpu for one in mine),
+        {name: value for one in mine for name, value in one.edits.env},
+        {mount.container_path: mount.host_path for one in mine for mount in one.edits.mounts},
+    )
+
+
+def encode_spec(claim: PreparedClaim) -> bytes:
+    return json.dumps(claim.spec, indent=1).encode() + b"\n"
+
+
+def _view_edits(
+    key: ContainerKey,
+    parts: Sequence[_Part],
+    of_claim: Sequence[_Part],
+    beside: Collection[Gpu],
+    isolation: str,
+    policy: EditPolicy,
+) -> ContainerEdits | Refused:
+    """What a container gets that has these results, in order of GPU index. `of_claim` are all of the claim's; `beside` are
+    GPUs of other claims that the containers of the view see too."""
+    gpus = tuple(sorted({*beside, *(one.gpu for one in parts)}, key=lambda gpu: gpu.index))
+    try:
+        shares = _shares(parts, of_claim)
+    except Corrupt as e:
+        return _refused(str(e))
+    container = ContainerSpec(name=key.container, kind=ContainerKind.MAIN, position=0)
+    isolated = ISOLATIONS[isolation].edits(
+        IsolationRequest(
+            pod_uid=key.pod_uid,
+            container=container,
+            shares=shares,
+            config=policy.config,
+            core_limit=max(one.core_limit for one in parts),
+            pod_memory_mib=sum(share.memory_mib for share in shares),
+            memory_unit_mib=policy.names.gpu_mem_unit_mib,
+        )
+    )
+    if isinstance(isolated, Refused):
+        return isolated
+    request = DeviceListRequest(gpus=gpus, node=policy.devices, cdi_kind=policy.cdi_kind, unique="claim")
+    devices = device_edits(request, tuple(map(_by_cdi, policy.strategies)))
+    return merged(devices, ISOLATIONS[isolation].driver_beside(container, policy.config), isolated)
+
+
+def _shares(parts: Sequence[_Part], of_claim: Sequence[_Part]) -> tuple[GpuShare, ...]:
+    """Two results on one GPU make one share of it, for the container cannot distinguish them: all of it where one is admin
+    access. Raises Corrupt."""
+    found: dict[str, GpuShare] = {}
+    for part in parts:
+        result, gpu, mps = part.result, part.gpu, part.result.config.mps
+        is_all = result.is_admin or result.is_unlimited
+        memory_mib, cores = (gpu.memory_mib, CORES_PER_GPU) if is_all else (result.memory_mib, result.cores)
+        if mps is not None:
+            # The GPUs of one configuration: two may say the same, each of its own requests.
+            uuids = list({one.gpu.uuid for one in of_claim if one.result.config.mps is mps})
+            memory_mib, cores = mps.memory_of(gpu.uuid, uuids) or gpu.memory_mib, mps.thread_percentage
+        share = GpuShare(
+            gpu=gpu,
+            # A claim for memory alone: compute follows it, as with GPUShare's resource.
+            cores=cores or cores_of_part(Fraction(memory_mib, gpu.memory_mib)),
+            memory_mib=min(memory_mib, gpu.memory_mib),
+            is_whole=not part.is_limited,
+        )
+        if (known := found.get(gpu.uuid)) is not None:
+            share = replace(
+                known,
+                cores=min(CORES_PER_GPU, known.cores + share.cores),
+                memory_mib=min(gpu.memory_mib, known.memory_mib + share.memory_mib),
+                is_whole=known.is_whole or share.is_whole,
+            )
+        found[gpu.uuid] = share
+    return tuple(found.values())
+
+
+def claims_beside(name: str, pods: Iterable[Pod]) -> list[str]:
+    """The names of the other claims of containers that use the claim of this name."""
+    uses = [pod.used_claims(one).keys() for pod in pods for one in pod.containers]
+    return sorted(set().union(*(claims for claims in uses if name in claims)) - {name})
+
+
+def _seen_beside(
+    name: str, requests: Collection[str], beside: Mapping[str, Sequence[_Part]], pods: Iterable[Pod]
+) -> frozenset[Gpu]:
+    """The GPUs of other claims that every container of a view has too, where none of all these is limited: limits know the
+    GPUs by their order, which another claim would change. One specification is for all containers of a view, so where they
+    differ, or a claim limits, nothing is added, and `conflict` refuses them."""
+    found: set[frozenset[Gpu]] = set()
+    for pod in pods:
+        for container in pod.containers:
+            used = pod.used_claims(container)
+            if not {"", *requests}.intersection(used.get(name, ())):
+                continue
+            seen = [
+                one
+                for other in used.keys() & beside.keys()
+                for one in beside[other]
+                if {"", one.result.name} & used[other]
+            ]
+            found.add(frozenset() if any(one.is_limited for one in seen) else frozenset(one.gpu for one in seen))
+    return found.pop() if len(found) == 1 else frozenset()
+
+
+def _isolation(parts: Sequence[_Part], policy: EditPolicy) -> str | Refused:
+    """The isolation of a container that has these."""
+    # What is not limited decides only where nothing else does: of a whole GPU the device plugins' isolation, of admin access
+    # anything.
+    limited = [one for one in parts if one.is_limited]
+    charged = [one for one in parts if not (one.result.is_admin or one.result.is_unlimited)]
+    asked = {one.result.config.isolation for one in limited or charged or parts}
+    if len(asked) > 1:
+        return _refused(
+            "its requests ask for several isolations, and a container has one. Ask for the same in all of them"
+        )
+    text = asked.pop()
+    both = {one.gpu.index for one in limited} & {one.gpu.index for one in parts if one.result.is_unlimited}
+    if both:
+        # The container cannot tell them apart: the limit would be lost.
+        return _refused(
+            f"a container has GPU {min(both)} by a request with a limit and by one without. Ask once for each GPU, or let"
+            " different containers use the requests"
+        )
+    for one in limited:
+        if one.result.config.mps is not None and one.is_share:
+            return _refused(
+                f"GpuConfig asks for MPS, and request {one.result.request} has a share, whose limits are its own. Ask for"
+                f" the whole GPU, or by {CONFIG_KIND} for isolation mps"
+            )
+    allowed = sorted({policy.isolation, *policy.allowed, *(() if limited else ("none",))})
+    if text and text not in allowed:
+        return _refused(f"its isolation is {text[:40]!r}, and this node allows {', '.join(allowed)}. Name one of these")
+    return text or policy.isolation
+
+
+def _views(claim: AllocatedClaim, pods: Sequence[Pod]) -> list[frozenset[str]] | Refused:
+    """The sets of requests that containers use together. Requests that none of them names are one view, all of them
+    together; of a claim that the scheduler made for an extended resource each is its own, for no container names it."""
+    found: dict[frozenset[str], str] = {}
+    is_named = any(claim.ref.name in pod.claims.values() for pod in pods)
+    for pod in pods:
+        for container in pod.containers:
+            if named := pod.used_claims(container).get(claim.ref.name):
+                found.setdefault(named_of(named, claim.requests), f"{pod.name}/{container.name}")
+    for view, user in found.items():
+        # A CDI device is one for all containers: two limits for one request cannot both be written.
+        other = next((one for one in found if one != view and one & view), None)
+        if other is not None:
+            return _refused(
+                f"containers {user} and {found[other]} use different sets of its requests that have one in common, and the"
+                " limits are for all GPUs of a container. Let each container use the whole claim, or requests of its own"
+            )
+    rest = claim.requests.difference(*found)
+    if rest:
+        found |= {rest: ""} if is_named or not pods else {frozenset({name}): "" for name in rest}
+    return [view for view in found if view]
+
+
+def _keys(claim: AllocatedClaim) -> list[ContainerKey]:
+    """One for each result, in their order: the request's name, with the device where the request has several."""
+    devices = Counter(one.name for one in claim.results)
+    names = []
+    for one in claim.results:
+        suffix = f"-{one.device}" if devices[one.name] > 1 else ""
+        names.append(one.name[: MAX_CONTAINER_NAME - len(suffix)].rstrip("-") + suffix)
+    return [ContainerKey(PodUid(claim.ref.uid), name) for name in distinct_names(names)]
+
+
+def distinct_names(names: Sequence[str]) -> list[str]:
+    """No two alike, each as long as a container's name may be: one that an earlier result has gets a number. A request may
+    be named as another's result (`a-gpu-0`), and two long requests may differ where they were cut."""
+    taken, found = set(names), list[str]()
+    for name in names:
+        unique = name
+        if name in found:
+            numbered = (f"{name[: MAX_CONTAINER_NAME - len(str(n)) - 1].rstrip('-')}-{n}" for n in count(2))
+            unique = next(one for one in numbered if one not in taken)
+            # A numbered name must not be another result's: `a-2` may be a request of its own.
+            taken.add(unique)
+        found.append(unique)
+    return found
+
+
+def _by_cdi(strategy: DeviceListStrategy) -> DeviceListStrategy:
+    """The annotation's way is the device plugins' alone; what it names the kubelet takes from the answer too."""
+    return DeviceListStrategy.CDI_CRI if strategy is DeviceListStrategy.CDI_ANNOTATIONS else strategy
+
+
+def _refused(why: str) -> Refused:
+    return Refused(RefusalReason.INVALID_REQUEST, why)

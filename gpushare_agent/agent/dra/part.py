@@ -1,0 +1,183 @@
+"""Dynamic Resource Allocation for one agent: the driver's sockets, the claims, the slice."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import NoReturn
+
+import structlog
+
+from gpushare_agent.agent.admission.garbage_collection import PodProcesses
+from gpushare_agent.agent.admission.part import edit_policy
+from gpushare_agent.agent.dra.claim_files import ClaimFiles
+from gpushare_agent.agent.dra.claims import Claims
+from gpushare_agent.agent.dra.plugin import SOCKET_NAMES, DeviceHealth, DraPlugin, DraRegistration
+from gpushare_agent.agent.dra.slices import SlicePublisher
+from gpushare_agent.agent.dra.stale_claims import StaleClaims
+from gpushare_agent.agent.dra.wake_pods import PodWaker
+from gpushare_agent.agent.isolation import ISOLATIONS
+from gpushare_agent.agent.isolation.isolations import Isolations
+from gpushare_agent.agent.kubelet.handover import ServingLock, StaleSockets
+from gpushare_agent.agent.node import Node
+from gpushare_agent.core.claims.claim import DRIVER, ClaimPolicy
+from gpushare_agent.core.claims.devices import DevicePolicy, slice_devices
+from gpushare_agent.core.kit.supervision import ReportOnce, Tasks, start_tasks
+from gpushare_agent.core.kube.claims import Device
+from gpushare_agent.core.kube.client import KubeApi, slices_of_node
+from gpushare_agent.core.kube.informer import Informer
+from gpushare_agent.core.model.errors import StartupError
+
+log = structlog.get_logger(__name__)
+
+LEAVE_S = 5.0
+
+
+class DraPart:
+    def __init__(self, node: Node, isolation: Isolations, records: Path) -> None:
+        """Joined, not started. `records` is the directory of the prepared claims' records."""
+        settings, pool = node.settings, node.settings.node_name
+        registry = settings.kubelet.root_dir / "plugins_registry"
+        self.settings = settings
+        self.ready = asyncio.Event()
+        self.claims = Claims(
+            node=node,
+            policy=edit_policy(settings, node.names, isolation.volumes, isolation.kernel_module),
+            claim_policy=ClaimPolicy(
+                nvidia_names=settings.dra.nvidia_names, has_unlimited=settings.dra.consumable_shares != "memory"
+            ),
+            files=ClaimFiles(records, settings.cdi.spec_directories[-1]),
+            isolation=isolation,
+        )
+        self.health, self.plugin = DeviceHealth(node), DraPlugin(self.claims, self.ready)
+        self.registration = DraRegistration(
+            driver=DRIVER,
+            instance=secrets.token_hex(4),
+            registry=registry,
+            plugin_path=settings.kubelet.root_dir / "plugins" / DRIVER,
+            services=[self.plugin, self.health],
+        )
+        left_out = ReportOnce()
+        self.publisher = SlicePublisher(
+            driver=DRIVER,
+            node_name=pool,
+            desired=lambda: _devices(node, isolation, left_out) if self.ready.is_set() else None,
+        )
+        self.informer = Informer(
+            kind="resource slices", watched=slices_of_node(pool, DRIVER), handler=self.publisher, metrics=node.metrics
+        )
+        self.stale_claims = StaleClaims(self.claims, PodProcesses(settings.runtime.cgroup_root))
+        self.waker = PodWaker(claims=self.claims)
+        self.locks = {
+            "kubelet.root_dir": ServingLock(registry),
+            "state_directory": ServingLock(records),
+        }
+        """By setting, of the directories that only one agent may use."""
+
+    def acquire(self) -> None:
+        """Raises StartupError where an agent serves the claims that does not hand over to this one, for it serves another
+        directory of device plugins: the kubelet would call the one that registered last."""
+        plugins = self.settings.kubelet.device_plugin_path
+        for name, lock in self.locks.items():
+            if not lock.try_acquire():
+                raise StartupError(
+                    f"claims cannot be served: another agent of this node has the directory {lock.directory} (setting"
+                    f" {name}), but not {plugins} (setting kubelet.device_plugin_path), and so does not hand over. Stop it,"
+                    " or give this one kubelet.root_dir, state_directory and cdi.spec_directories of its own"
+                )
+
+    async def start(self) -> None:
+        """Once the allocation cache is there: the claims' part of it. Raises Unavailable, and StartupError as `acquire`."""
+        self.acquire()
+        await self.claims.restore()
+        self.ready.set()
+
+    def tasks(self) -> Tasks:
+        """Nothing where they run already: an agent that takes over from another registers before that one leaves, and its
+        calls wait until `start`."""
+        if self.registration.is_running:
+            return {}
+        registration = self.registration
+        return {
+            "dra registration": registration.run,
+            "stale dra registrations": StaleSockets(registration.registry, SOCKET_NAMES).run,
+            "stale dra sockets": StaleSockets(registration.plugin_path, SOCKET_NAMES).run,
+        }
+
+    def end(self) -> None:
+        """Ends the driver before the lock of the device plugins is free, for which the incoming instance waits."""
+        for lock in self.locks.values():
+            lock.release()
+
+    async def leave(self) -> None:
+        """Lets the calls that are open end, for a while: a claim whose call is cut off waits for the kubelet's next try."""
+        await self.registration.leave()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(LEAVE_S):
+                while self.plugin.open_calls:  # noqa: ASYNC110 - some milliseconds
+                    await asyncio.sleep(0.01)
+
+    def not_served(self) -> list[str]:
+        """Why pods can get no claim of this node now, nothing where they can."""
+        missing = {
+            "the kubelet has not registered the driver of claims (setting kubelet.root_dir)": self._registered,
+            "the node's ResourceSlice is not published": self.publisher.published,
+        }
+        return [f"{text}; the log names the cause" for text, event in missing.items() if not event.is_set()]
+
+    async def wait_served(self) -> None:
+        """Returns once the kubelet has registered the driver and the slice was published."""
+        await self._registered.wait()
+        await self.publisher.published.wait()
+
+    @property
+    def _registered(self) -> asyncio.Event:
+        return self.registration.registration.registered
+
+    def changed(self) -> None:
+        """An allocation or a GPU."""
+        self.claims.changed()
+        self.health.changed()
+        self.publisher.changed()
+
+    async def run(self, api: KubeApi) -> NoReturn:
+        """What needs the API server, until cancelled."""
+        self.claims.attach(api)
+        tasks: dict[str, Callable[[], Awaitable[object]]] = {
+            "slice informer": partial(self.informer.run, api),
+            "slice publisher": partial(self.publisher.run, api, self._registered),
+            "stale claims": partial(self.stale_claims.run, api),
+            "pod waker": partial(self.waker.run, api),
+        }
+        async with asyncio.TaskGroup() as group:
+            start_tasks(group, tasks)
+        raise AssertionError("the tasks do not return")
+
+
+def _devices(node: Node, isolation: Isolations, left_out: ReportOnce) -> list[Device] | None:
+    """The devices of the slice, None until the driver was read once."""
+    if not node.inventory.is_read:
+        return None
+    settings, gpus, claimable = node.settings, node.gpus(), node.gpu_split.claimable
+    # MIG instances are left out, which the log has once.
+    instances = [gpu.uuid for gpu in gpus.gpus if gpu.mig is not None and gpu.is_selected(settings.dra.gpus)]
+    if instances and left_out.is_new("left out"):
+        log.info("mig_not_in_slices", instances=instances, then="the device plugins offer these, and later ones too")
+    keeps = ISOLATIONS[settings.isolation].keeps
+    policy = DevicePolicy(
+        block_mib=node.names.memory_block_mib,
+        order=settings.dra.order,
+        taint_effect=settings.dra.taint_effect,
+        isolation=settings.isolation,
+        memory_by=keeps.memory_by,
+        compute_by=keeps.compute_by,
+        nvidia_names=settings.dra.nvidia_names,
+        shares=settings.dra.consumable_shares,
+    )
+    return slice_devices(
+        [gpu for gpu in gpus.gpus if gpu.uuid in claimable], gpus, node.cache.charges(), node.inventory.cordoned, policy
+    )

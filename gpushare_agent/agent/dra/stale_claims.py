@@ -1,0 +1,88 @@
+"""Ends prepared claims of which neither the API server nor the kubelet knows any more.
+
+The kubelet unprepares each claim that it had prepared, also after a restart and after a forced deletion. It does not where
+it has lost its own state: the node was reset, or joined another cluster. A claim is stale when its object is gone, no
+pod of the node uses it and its pods are known to have no process, at two polls in turn.
+
+State owned: the claims that were missing at the last poll, and the pods seen to use a claim since it was prepared.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import NoReturn
+
+import structlog
+
+from gpushare_agent.agent.admission.garbage_collection import PodProcesses
+from gpushare_agent.agent.dra.claims import Claims
+from gpushare_agent.agent.dra.decisions.edits import PreparedClaim
+from gpushare_agent.core.claims.claim import claim_ref
+from gpushare_agent.core.kube.client import KubeApi
+from gpushare_agent.core.model.errors import AgentError, NotFound
+from gpushare_agent.core.model.names import PodUid
+
+log = structlog.get_logger(__name__)
+
+PERIOD_S = 60.0
+"""The kubelet's own reconciliation, after which it unprepares what it missed, has the same."""
+GET_TIMEOUT_S = 5.0
+
+
+class StaleClaims:
+    """`run` once."""
+
+    def __init__(self, claims: Claims, processes: PodProcesses) -> None:
+        self._claims = claims
+        self._processes = processes
+        self._missing: set[str] = set()
+        self._users: dict[str, set[PodUid]] = {}
+
+    async def run(self, api: KubeApi) -> NoReturn:
+        """Polls every PERIOD_S until cancelled."""
+        while True:
+            await asyncio.sleep(PERIOD_S)
+            await self.poll(api)
+
+    async def poll(self, api: KubeApi) -> None:
+        """Each claim once. What cannot be read now is read at the next poll."""
+        # Without the list every claim would look as if no pod used it.
+        if not self._claims.node.pods.is_synced:
+            return
+        missing = set()
+        prepared = dict(self._claims.prepared)
+        self._users = {uid: self._users.get(uid, set(claim.users)) for uid, claim in prepared.items()}
+        for uid, claim in prepared.items():
+            try:
+                if not await self._is_missing(api, claim):
+                    continue
+                missing.add(uid)
+                # At the second poll in turn: a claim may be prepared a moment before the watch delivers its pod.
+                if uid in self._missing:
+                    await self._claims.unprepare(claim.ref)
+                    log.warning(
+                        "stale_claim_released", namespace=claim.ref.namespace, claim=claim.ref.name, claim_uid=uid
+                    )
+            except AgentError as e:
+                log.debug("claim_not_polled", claim_uid=uid, error=str(e))
+        self._missing = missing
+
+    async def _is_missing(self, api: KubeApi, claim: PreparedClaim) -> bool:
+        ref, users = claim.ref, self._users[claim.ref.uid]
+        using = {
+            pod.uid
+            for pod in self._claims.node.pods.pods()
+            if pod.namespace == ref.namespace and ref.name in pod.claims.values()
+        }
+        if using:
+            users |= using
+            return False
+        try:
+            raw = await api.get_claim(ref.namespace, ref.name, timeout_s=GET_TIMEOUT_S)
+            # Another UID is another claim of the same name: ours is gone.
+            if claim_ref(raw).uid == ref.uid:
+                return False
+        except NotFound:
+            pass
+        # Without a known user nothing says whose processes to look for, so the claim stays. None is no answer either.
+        return bool(users) and all([await self._processes.are_running(user) is False for user in users])

@@ -1,0 +1,295 @@
+"""The GPUs as they are offered: the last poll of the driver joined with the health of each GPU; and the report of each
+change of a GPU's health and of each cordon, in the log, as a metric, and as an Event on the Node.
+
+A GPU that the driver no longer reports stays, Unhealthy with the reason: its device IDs are known to the kubelet and may
+be allocated. A MIG instance is then gone, for gpus/nvml/reader.py keeps those that containers have. State owned, by
+`GpuInventoryState`: the last poll, the health of each GPU, and the two joined; after one unanswered poll also the healths
+from before it, until the next poll. Changed by gpus/watch.py, gpus/control_server.py and the start of the agent; the rules
+are in core/model/gpu_health.py. By `GpuHealthObserver`: the GPUs and the cordons of the last change, to compare with.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import structlog
+from msgspec.structs import replace
+
+from gpushare_agent.agent.node import Node
+from gpushare_agent.core.model.errors import NodeEventReason
+from gpushare_agent.core.model.gpu_health import (
+    NOTHING_SAVED,
+    EventMeaning,
+    GpuEvent,
+    GpuHealth,
+    HealthPolicy,
+    HealthState,
+    SavedHealth,
+    after_brief_loss,
+    after_driver_lost,
+    after_event,
+    after_poll,
+    is_brief_loss_forgiven,
+    meaning_of,
+    next_probe_at,
+    offered,
+    saved_of,
+    uncordoned,
+    why_not_offered,
+)
+from gpushare_agent.core.model.gpus import Gpu, GpuInventory, Health
+from gpushare_agent.core.model.names import GpuUuid
+from gpushare_agent.core.placement.topology import build_topology
+
+if TYPE_CHECKING:
+    from gpushare_agent.core.kube.events import NodeEvents
+
+log = structlog.get_logger(__name__)
+
+NOT_SHOWN = "the driver does not show this GPU any more"
+
+
+class GpuInventoryState:
+    """One inventory. Subscribers are called after each change, once for all GPUs that changed together."""
+
+    def __init__(self, policy: HealthPolicy | None = None, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._policy = policy or HealthPolicy()
+        self._clock = clock
+        self._seen = GpuInventory(gpus=(), topology=build_topology((), ()))
+        self._healths: dict[GpuUuid, GpuHealth] = {}
+        self._is_driver_lost = False
+        self._before_loss: dict[GpuUuid, GpuHealth] = {}
+        self._forgiven_at: float | None = None
+        self._is_read = False
+        self._offered = self._seen
+        self._saved = NOTHING_SAVED
+        self._on_change: list[Callable[[GpuInventory], None]] = []
+
+    @property
+    def current(self) -> GpuInventory:
+        """The GPUs with the health that they are offered with."""
+        return self._offered
+
+    @property
+    def is_read(self) -> bool:
+        """Whether the driver has listed the GPUs since the start; an empty list counts."""
+        return self._is_read
+
+    @property
+    def healths(self) -> Mapping[GpuUuid, GpuHealth]:
+        """The health of each GPU, also of those that were restored from the file and not seen since the start."""
+        return self._healths
+
+    @property
+    def cordoned(self) -> dict[GpuUuid, str]:
+        """GPUs that an operator took out of service, with the reason."""
+        return dict(self._saved.cordons)
+
+    @property
+    def unhealthy_reasons(self) -> dict[GpuUuid, str]:
+        """What makes each GPU unhealthy in itself, cordoned or not: the cause, and what makes it healthy again."""
+        uncordoned_healths = {gpu.uuid: replace(self._healths[gpu.uuid], cordon=None) for gpu in self._seen.gpus}
+        reasons = {uuid: why_not_offered(health, self._policy) for uuid, health in uncordoned_healths.items()}
+        return {uuid: reason for uuid, reason in reasons.items() if reason}
+
+    @property
+    def saved(self) -> SavedHealth:
+        """What is to be saved over a restart."""
+        return self._saved
+
+    @property
+    def policy(self) -> HealthPolicy:
+        return self._policy
+
+    def next_probe_at(self) -> float | None:
+        return next_probe_at((self._healths[gpu.uuid] for gpu in self._seen.gpus), self._clock())
+
+    def subscribe(self, callback: Callable[[GpuInventory], None]) -> None:
+        self._on_change.append(callback)
+
+    def restore(self, saved: SavedHealth) -> None:
+        """Takes over what an earlier agent saved, for GPUs without a known health. Before the first `read`."""
+        healths = {uuid: GpuHealth(state=HealthState.NEEDS_RESET, cause=cause) for uuid, cause in saved.waits.items()}
+        for uuid, reason in saved.cordons.items():
+            healths[uuid] = replace(healths.get(uuid, GpuHealth()), cordon=reason)
+        # What this process knows is newer than the file.
+        self._healths = healths | self._healths
+        self._publish()
+
+    def take_over(self, earlier: GpuInventoryState) -> None:
+        """Continues with the healths of `earlier`, of the same process: newer than the saved ones, and complete. The GPUs
+        themselves come with the first `read`. Before `restore`."""
+        self._healths = dict(earlier._healths)
+        self._is_driver_lost = earlier._is_driver_lost
+        self._before_loss = dict(earlier._before_loss)
+        self._forgiven_at = earlier._forgiven_at
+        self._publish()
+
+    def read(self, found: GpuInventory) -> bool:
+        """Takes over a successful poll; True where anything changed that is offered or saved. In this order:
+
+        1. A GPU that was seen before and is missing in `found` stays in its place, Unhealthy (`_with_missing`).
+        2. The poll before was unanswered, and only that one, and no such loss was forgiven within the last hour, and all
+           GPUs that were healthy before are usable: they have their health of before again (`_end_loss`). In every other
+           case they stay `lost` and have to pass their probes.
+        3. Each GPU goes from its state to the next by the table at `health.after_poll`.
+        4. Subscribers are called if the offered inventory or the saved part differs (`_publish`).
+        """
+        now = self._clock()
+        self._seen = self._with_missing(found)
+        # A driver that lists GPUs and can read none of them has not said what there is.
+        self._is_read = self._is_read or bool(found.gpus) or not found.unreadable
+        # Before the polls: `after_poll` would make `probing` of what is to be healthy again.
+        self._end_loss(now)
+        for gpu in self._seen.gpus:
+            before = self._healths.get(gpu.uuid, GpuHealth())
+            self._healths[gpu.uuid] = after_poll(before, gpu, self._policy, now)
+        return self._publish()
+
+    def lost(self, reason: str) -> bool:
+        """Takes over an unanswered poll: every GPU is Unhealthy until the driver answers and its probes have passed. After
+        the first one in a row the healths of before are remembered, for `read` to restore."""
+        now = self._clock()
+        # Only those: one that was unhealthy before has to pass its probes in any case.
+        healthy = {u: h for u, h in self._healths.items() if h.state is HealthState.HEALTHY}
+        # A second one in a row is no missed answer: after it the GPUs have to pass their probes.
+        self._before_loss = {} if self._is_driver_lost else healthy
+        self._is_driver_lost = True
+        for gpu in self._seen.gpus:
+            self._healths[gpu.uuid] = after_driver_lost(self._healths[gpu.uuid], reason, self._policy, now)
+        return self._publish()
+
+    def note_events(self, events: Sequence[GpuEvent]) -> Counter[tuple[GpuEvent, EventMeaning]]:
+        """Applies the driver's events as one change; returns each event with its meaning, and how often it came."""
+        now, known = self._clock(), {gpu.uuid for gpu in self._seen.gpus}
+        noted: Counter[tuple[GpuEvent, EventMeaning]] = Counter()
+        # One by one, in the driver's order: the first error that needs a reset is the cause that people read.
+        for event in self._of_instances(events):
+            meaning = meaning_of(event, known, self._policy)
+            noted[event, meaning] += 1
+            if event.uuid is not None and meaning in (EventMeaning.UNHEALTHY, EventMeaning.NEEDS_RESET):
+                # An error since then: the GPU is not given its health of before.
+                self._before_loss.pop(event.uuid, None)
+                self._healths[event.uuid] = after_event(
+                    self._healths[event.uuid],
+                    event,
+                    needs_reset=meaning is EventMeaning.NEEDS_RESET,
+                    policy=self._policy,
+                    now=now,
+                )
+        self._publish()
+        return noted
+
+    def _of_instances(self, events: Sequence[GpuEvent]) -> Iterator[GpuEvent]:
+        """An event of a GPU that MIG divides is one of each of its instances, or of the one that the driver names."""
+        for event in events:
+            of = [gpu for gpu in self._seen.gpus if gpu.mig is not None and event.is_of(gpu)]
+            yield from (replace(event, uuid=gpu.uuid, gi=None, ci=None) for gpu in of)
+            # Of a GPU that is not partitioned, or that the agent does not know.
+            if not of:
+                yield event
+
+    def cordon(self, uuid: GpuUuid, reason: str) -> bool:
+        """Takes a GPU out of service; False where it was, for the same reason. Raises KeyError for an unknown GPU."""
+        self._healths[uuid] = replace(self._healths[uuid], cordon=reason)
+        return self._publish()
+
+    def uncordon(self, uuid: GpuUuid) -> bool:
+        """Ends a cordon and a wait for a reset; False where there was neither. Raises KeyError for an unknown GPU."""
+        self._healths[uuid] = uncordoned(self._healths[uuid], self._policy, self._clock())
+        return self._publish()
+
+    def _end_loss(self, now: float) -> None:
+        # Emptied in any case: only the poll straight after the loss may forgive it.
+        before, self._before_loss, self._is_driver_lost = self._before_loss, {}, False
+        restored = after_brief_loss(before, self._healths, self._seen.by_uuid())
+        if restored and is_brief_loss_forgiven(self._forgiven_at, now):
+            self._forgiven_at = now
+            self._healths |= restored
+
+    def _with_missing(self, found: GpuInventory) -> GpuInventory:
+        known = found.by_uuid()
+        partitioned = {gpu.uuid for gpu in found.mig_partitioned}
+        # Instances that no container has, and GPUs that became instances: the reader has dropped them on purpose.
+        gone = {gpu.uuid for gpu in self._seen.gpus if gpu.mig is not None or gpu.uuid in partitioned} - known.keys()
+        # A cordon outlives the instance: one made anew with this UUID stays out of service.
+        self._healths = {u: health for u, health in self._healths.items() if u not in gone or health.cordon is not None}
+        if all(gpu.uuid in known for gpu in self._seen.gpus if gpu.uuid not in gone):
+            return found
+        # Without the missing GPUs the rows of the topology would no longer be the GPUs' indexes.
+        gpus = tuple(
+            replace(known[gpu.uuid], index=gpu.index)
+            if gpu.uuid in known
+            else replace(gpu, health=Health.UNHEALTHY, unhealthy_reason=NOT_SHOWN)
+            for gpu in self._seen.gpus
+            if gpu.uuid not in gone
+        )
+        return replace(found, gpus=gpus, topology=self._seen.topology)
+
+    def _publish(self) -> bool:
+        gpus = tuple(offered(gpu, self._healths[gpu.uuid], self._policy) for gpu in self._seen.gpus)
+        inventory, saved = replace(self._seen, gpus=gpus), saved_of(self._healths)
+        # Polls find the same as a rule: subscribers compare lists of thousands of IDs.
+        if inventory == self._offered and saved == self._saved:
+            return False
+        # Before the callbacks, which read the inventory.
+        self._offered, self._saved = inventory, saved
+        for callback in self._on_change:
+            callback(inventory)
+        return True
+
+
+class GpuHealthObserver:
+    """Subscribe `inventory_changed` to the inventory. A GPU that is healthy when it is first seen is not reported."""
+
+    def __init__(self, node: Node, events: NodeEvents) -> None:
+        self._node = node
+        self._events = events
+        self._gpus: Mapping[GpuUuid, Gpu] = {}
+        self._cordoned: Mapping[GpuUuid, str] = node.inventory.cordoned
+
+    def inventory_changed(self, inventory: GpuInventory) -> None:
+        gpus, was_cordoned = self._gpus, self._cordoned
+        self._gpus, self._cordoned = inventory.by_uuid(), self._node.inventory.cordoned
+        # By index: Events of one change come in the order in which people count GPUs.
+        for gpu in sorted(inventory.gpus, key=lambda gpu: gpu.index):
+            # An agent that starts must not report every GPU as recovered.
+            was_healthy = gpu.uuid not in gpus or gpus[gpu.uuid].is_healthy
+            self._report_cordon(gpu, was_cordoned.get(gpu.uuid), self._cordoned.get(gpu.uuid))
+            if was_healthy and not gpu.is_healthy:
+                self._report_unhealthy(gpu)
+            elif gpu.is_healthy and not was_healthy:
+                self._report_healthy(gpu, was_cordoned=gpu.uuid in was_cordoned)
+
+    def _report_cordon(self, gpu: Gpu, before: str | None, now: str | None) -> None:
+        if before == now:
+            return
+        if now is not None:
+            log.warning("gpu_cordoned", index=gpu.index, uuid=gpu.uuid, reason=now)
+            because = f": {now}" if now else ""
+            self._note(NodeEventReason.GPU_CORDONED, gpu, f"taken out of service by an operator{because}")
+        else:
+            log.warning("gpu_uncordoned", index=gpu.index, uuid=gpu.uuid, reason=before)
+            still = "" if gpu.is_healthy else f", and still Unhealthy: {gpu.unhealthy_reason}"
+            self._note(NodeEventReason.GPU_UNCORDONED, gpu, f"put back in service by an operator{still}")
+
+    def _report_unhealthy(self, gpu: Gpu) -> None:
+        self._node.metrics.gpu_health_changed(gpu.uuid, healthy=False)
+        if gpu.uuid in self._cordoned:
+            return  # the cordon's own Event has the reason
+        log.error("gpu_unhealthy", index=gpu.index, uuid=gpu.uuid, reason=gpu.unhealthy_reason)
+        self._note(NodeEventReason.GPU_UNHEALTHY, gpu, gpu.unhealthy_reason)
+
+    def _report_healthy(self, gpu: Gpu, *, was_cordoned: bool) -> None:
+        self._node.metrics.gpu_health_changed(gpu.uuid, healthy=True)
+        # Put back by a person, whose Event says so: it has not recovered from anything.
+        if was_cordoned:
+            return
+        log.info("gpu_recovered", index=gpu.index, uuid=gpu.uuid)
+        self._note(NodeEventReason.GPU_RECOVERED, gpu, "healthy again, and offered to pods")
+
+    def _note(self, reason: NodeEventReason, gpu: Gpu, text: str) -> None:
+        self._events.note(reason, gpu.uuid, f"GPU {gpu.label} ({gpu.uuid}): {text}")

@@ -1,0 +1,157 @@
+"""The GPUs for one agent: the inventory with its health rules, what watches it, what remembers it, the control socket."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Protocol
+
+import structlog
+
+from gpushare_agent.agent.gpus.control_server import ControlServer
+from gpushare_agent.agent.gpus.saved_health import HealthStateFile, HealthStateWriter
+from gpushare_agent.agent.gpus.simulated.driver import SimulatedDriver
+from gpushare_agent.agent.gpus.watch import GpuDriver, GpuWatch
+from gpushare_agent.agent.kubelet.device_table import check_lists
+from gpushare_agent.agent.node import Node
+from gpushare_agent.core.kit.supervision import Tasks
+from gpushare_agent.core.model.errors import AgentError, Corrupt, StartupError
+from gpushare_agent.core.model.gpu_health import HealthPolicy
+from gpushare_agent.core.model.gpus import Gpu, GpuInventory
+from gpushare_agent.core.model.isolation import MemoryLimiter
+from gpushare_agent.core.model.names import GpuUuid
+from gpushare_agent.core.model.usage import SamplesBusy
+from gpushare_agent.core.settings.settings import Settings
+
+log = structlog.get_logger(__name__)
+
+
+class NodeDriver(GpuDriver, MemoryLimiter, SamplesBusy, Protocol):
+    """All that the agent asks of the GPUs' driver. `in_use`, which `build` sets, are the GPUs that containers have: a MIG
+    instance of theirs that is removed stays in the inventory."""
+
+    in_use: Callable[[], Collection[GpuUuid]]
+
+
+class GpusPart:
+    def __init__(self, node: Node, driver: NodeDriver) -> None:
+        """Joined, not started."""
+        state, socket = node.settings.state_directory, node.settings.control.socket
+        # A function, not a value: what containers have changes between polls.
+        driver.in_use = lambda: {uuid for allocation in node.cache for uuid in allocation.gpus}
+        self.node = node
+        self.driver = driver
+        self.watch = GpuWatch(node, driver)
+        self.writer = HealthStateWriter(
+            node.inventory, HealthStateFile(state / "health.json") if state is not None else None
+        )
+        self.control = None
+        if socket is not None:
+            self.control = ControlServer(socket, node.inventory, self.writer, poll_soon=self.watch.poll_soon)
+
+    async def read(self) -> GpuInventory | None:
+        """The first reading of the driver; None where it cannot be read, and the node may wait for one.
+
+        Raises StartupError: the driver or every GPU cannot be read.
+        """
+        must_succeed = self.node.settings.fail_on_init_error
+        try:
+            found = await self.driver.read()
+        # Settings that cannot work, such as sizes: waiting does not change them.
+        except StartupError:
+            raise
+        except AgentError as e:
+            if must_succeed:
+                raise StartupError(
+                    f"{e} (To keep the agent running on nodes without a usable driver: --fail-on-init-error=false.)"
+                ) from e
+            log.error("gpus_unreadable", error=str(e), then="no device is offered; the driver is read again every 30 s")
+            return None
+        # The driver answers and every GPU fails: an agent that offered nothing would look healthy.
+        if not found.gpus and found.unreadable and must_succeed:
+            index, reason = found.unreadable[0]
+            raise StartupError(
+                f"none of the {len(found.unreadable)} GPUs can be read (GPU {index}: {reason}). Look at nvidia-smi and "
+                "the kernel log on this node; --fail-on-init-error=false keeps the agent waiting for them"
+            )
+        # Before registration: the kubelet would end the stream of a list over 4 MiB, again and again.
+        self.check_sizes(found)
+        return found
+
+    def check_sizes(self, found: GpuInventory) -> None:
+        """Raises StartupError: the kubelet cannot receive the lists of these GPUs' devices."""
+        check_lists(found, self.node.names)
+
+    async def offer(self, found: GpuInventory | None) -> None:
+        """What `read` found, after what was remembered of the GPUs: a cordoned one is never offered."""
+        # Before the GPUs: a cordoned one must not be offered for a moment.
+        await self.writer.restore()
+        if found is None:
+            return
+        self.node.inventory.read(found)
+        _log_gpus(self.node.inventory.current.gpus, found.unreadable)
+
+    def tasks(self) -> Tasks:
+        return {"gpu watch": self.watch.run, "health state": self.writer.run}
+
+    def late_tasks(self) -> Tasks:
+        return {"control socket": self.control.run} if self.control is not None else {}
+
+
+def health_policy(settings: Settings) -> HealthPolicy:
+    health = settings.health
+    return HealthPolicy(
+        ignored_xids=frozenset(health.ignored_xids),
+        reset_xids=frozenset(health.reset_xids),
+        recovery_probes=health.recovery_probes,
+        recovery_period_s=health.recovery_period_s,
+    )
+
+
+def open_driver(settings: Settings) -> NodeDriver:
+    """The driver that the settings name. Raises StartupError for a topology file that cannot be used."""
+    if settings.driver == "nvml":
+        # pynvml's modules only where NVML is used.
+        from gpushare_agent.agent.gpus.nvml.driver import NvmlDriver
+
+        return NvmlDriver(with_instances=settings.nvidia.mig_strategy != "none")
+    simulated = settings.simulated
+    text = None
+    if simulated.topology is not None:
+        try:
+            # errors=replace: the text comes from a terminal, with whatever letters.
+            text = simulated.topology.read_text(encoding="utf-8", errors="replace")
+        except OSError as e:
+            raise StartupError(
+                f"topology file {simulated.topology} cannot be read: {e.strerror}. It should hold the text of "
+                "`nvidia-smi topo -m`"
+            ) from e
+    try:
+        return SimulatedDriver(
+            gpus=simulated.cards,
+            gpu_memory_mib=simulated.card_memory_mib,
+            topology_text=text,
+            gpu_name=simulated.card_name,
+            seed=settings.node_name,
+            faults_file=simulated.faults,
+            usage_file=simulated.usage,
+            with_instances=settings.nvidia.mig_strategy != "none",
+        )
+    except Corrupt as e:
+        raise StartupError(f"topology file {simulated.topology}: {e}") from e
+
+
+def _log_gpus(gpus: Sequence[Gpu], unreadable: Sequence[tuple[int, str]]) -> None:
+    for gpu in gpus:
+        log.info(
+            "gpu_found",
+            index=gpu.index,
+            minor=gpu.minor,
+            uuid=gpu.uuid,
+            name=gpu.name,
+            memory_mib=gpu.memory_mib,
+            numa=gpu.numa_node,
+            health=gpu.health.value,
+            reason=gpu.unhealthy_reason,
+        )
+    for index, reason in unreadable:
+        log.error("gpu_unreadable", index=index, reason=reason)

@@ -1,0 +1,198 @@
+"""health.json in state_directory: which GPUs are cordoned and which wait for a reset, over a restart of the agent.
+
+    {"version": 1, "boot_id": "…", "cards": [{"uuid": "GPU-…", "cordoned": "why", "waits_for_reset": "what happened"}]}
+
+with one or both of the last two for each GPU, sorted by UUID. A reboot resets the GPUs: the waits of another boot are
+dropped, the cordons stay. A file that is not this format is set aside as `<name>.corrupt`. Every step is in a daemon
+thread and bounded in time. `HealthStateFile` owns the file; `HealthStateWriter`, which writes as soon as something
+changes, owns what is in it and why the last write failed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal, NoReturn
+
+import structlog
+from msgspec import Meta, Struct, ValidationError, convert, to_builtins
+
+from gpushare_agent.agent.gpus.inventory import GpuInventoryState
+from gpushare_agent.core.kit.backoff import Backoff
+from gpushare_agent.core.kit.state_file import StateFile
+from gpushare_agent.core.kit.supervision import Reconciler, ReportOnce
+from gpushare_agent.core.model.errors import Corrupt, Unavailable
+from gpushare_agent.core.model.gpu_health import NOTHING_SAVED, SavedHealth
+from gpushare_agent.core.model.gpus import GpuInventory
+from gpushare_agent.core.model.names import GpuUuid
+
+log = structlog.get_logger(__name__)
+
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+VERSION: Final = 1
+MAX_GPUS = 1024
+MAX_TEXT_CHARS = 1024
+
+
+_Text = Annotated[str, Meta(max_length=MAX_TEXT_CHARS)]
+
+
+class _Gpu(Struct, kw_only=True, omit_defaults=True):
+    uuid: Annotated[str, Meta(min_length=1, max_length=MAX_TEXT_CHARS)]
+    cordoned: _Text | None = None
+    waits_for_reset: _Text | None = None
+
+
+class _Document(Struct, kw_only=True):
+    version: Literal[1]
+    boot_id: _Text | None = None
+    cards: Annotated[list[_Gpu], Meta(max_length=MAX_GPUS)]
+
+
+class HealthStateFile:
+    """`boot_id` is the kernel's file with the identity of this boot."""
+
+    def __init__(self, path: Path, *, boot_id: Path = BOOT_ID) -> None:
+        self._boot_id = boot_id
+        self._file = StateFile(path, "the GPUs' saved health", on_corrupt=_report_corrupt)
+
+    async def load(self) -> SavedHealth:
+        """What was saved; nothing where there is no file, or one that had to be set aside. Raises Unavailable."""
+        return await self._file.load(self._parsed, lambda: NOTHING_SAVED)
+
+    async def save(self, saved: SavedHealth) -> None:
+        """Replaces the file, whole and on the disk when this returns. Raises Unavailable."""
+        await self._file.save(lambda: self._document(saved))
+
+    def _parsed(self, raw: Any) -> SavedHealth:
+        """Raises Corrupt."""
+        try:
+            document = convert(raw, _Document)
+        except ValidationError as e:
+            raise Corrupt(f"it is no object of version {VERSION} with a list of at most {MAX_GPUS} GPUs: {e}") from e
+        saved = SavedHealth(
+            cordons={GpuUuid(gpu.uuid): gpu.cordoned for gpu in document.cards if gpu.cordoned is not None},
+            waits={GpuUuid(gpu.uuid): gpu.waits_for_reset for gpu in document.cards if gpu.waits_for_reset is not None},
+        )
+        boot_id = self._this_boot()
+        # Where a boot cannot be told from another nothing is dropped: a GPU that needs a reset must not come back by a
+        # missing file.
+        if not saved.waits or not boot_id or (document.boot_id or boot_id) == boot_id:
+            return saved
+        log.info("health_waits_dropped", gpus=sorted(saved.waits), why="the node was rebooted since")
+        return SavedHealth(cordons=saved.cordons, waits={})
+
+    def _document(self, saved: SavedHealth) -> dict[str, Any]:
+        # Cut to what `_parsed` takes: a text that is too long must not cost all of the file at the next start.
+        gpus = [
+            _Gpu(
+                uuid=uuid,
+                cordoned=_cut(saved.cordons.get(uuid)),
+                waits_for_reset=_cut(saved.waits.get(uuid)),
+            )
+            # Sorted: an unchanged state is the same text.
+            for uuid in sorted({*saved.cordons, *saved.waits})[:MAX_GPUS]
+        ]
+        document: dict[str, Any] = to_builtins(_Document(version=VERSION, boot_id=self._this_boot(), cards=gpus))
+        return document
+
+    def _this_boot(self) -> str:
+        """The ID of this boot; empty where it cannot be read: then no wait is dropped."""
+        try:
+            return self._boot_id.read_text(encoding="ascii").strip()
+        except (OSError, UnicodeDecodeError):
+            return ""
+
+
+def _report_corrupt(why: str, kept_as: Path) -> None:
+    log.error(
+        "health_state_corrupt",
+        why=why,
+        kept_as=str(kept_as),
+        then="cordons and waits for a reset are forgotten; cordon the GPUs again that need it",
+    )
+
+
+def _cut(text: str | None) -> str | None:
+    return None if text is None else text[:MAX_TEXT_CHARS]
+
+
+NO_FILE = "state_directory is empty"
+RETRY = Backoff(base_s=5.0, cap_s=300.0)
+
+
+class HealthStateWriter:
+    """`restore` once, before the GPUs are read; then `run` once. Subscribe `inventory_changed` to the inventory. Without a
+    `file` nothing is saved."""
+
+    def __init__(self, inventory: GpuInventoryState, file: HealthStateFile | None, *, backoff: Backoff = RETRY) -> None:
+        self._inventory = inventory
+        self._file = file
+        self._backoff = backoff
+        self._written = NOTHING_SAVED
+        self._failure = ReportOnce()
+        self._lock = asyncio.Lock()
+        self._reconciler = Reconciler()
+        self._failures = 0
+
+    async def restore(self) -> None:
+        if self._file is None:
+            return
+        try:
+            saved = await self._file.load()
+        except Unavailable as e:
+            log.warning(
+                "health_state_not_read",
+                error=str(e),
+                then="cordons and waits for a reset of an earlier run are unknown; cordon these GPUs again",
+            )
+            return
+        self._written = saved
+        self._inventory.restore(saved)
+        if saved != NOTHING_SAVED:
+            log.info("health_restored", cordoned=sorted(saved.cordons), wait_for_reset=sorted(saved.waits))
+
+    async def save_now(self) -> str:
+        """Writes the state if it differs from the file; the error where that failed, else empty."""
+        if self._file is None:
+            return NO_FILE
+        # The command's save and the loop's must not write at once: the older could end last.
+        async with self._lock:
+            saved = self._inventory.saved
+            # Changes of GPUs come by the hundred; of them few concern what is saved.
+            if saved == self._written:
+                return ""
+            try:
+                await self._file.save(saved)
+            except Unavailable as e:
+                self._report_failure(str(e))
+                return str(e)
+            self._written = saved
+            if self._failure.is_over():
+                log.info("health_state_saved_again")
+            return ""
+
+    async def run(self) -> NoReturn:
+        """Saves what changes, until cancelled."""
+        await self._reconciler.run(self._save, lambda: None)
+
+    async def _save(self) -> None:
+        # Without a file there is nothing to try again.
+        self._failures = self._failures + 1 if await self.save_now() and self._file is not None else 0
+        if self._failures:
+            # In the step: requests of meanwhile are answered by the retry.
+            await asyncio.sleep(self._backoff.delay_s(self._failures))
+            self._reconciler.request()
+
+    def inventory_changed(self, inventory: GpuInventory) -> None:
+        if self._inventory.saved != self._written:
+            self._reconciler.request()
+
+    def _report_failure(self, error: str) -> None:
+        # One text for all errors: a full disk alternates between several.
+        if self._failure.is_new("cannot be written"):
+            log.warning(
+                "health_state_not_saved",
+                error=error,
+                then="cordons and waits for a reset last until the agent ends; the write is retried",
+            )

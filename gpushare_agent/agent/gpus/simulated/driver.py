@@ -1,0 +1,363 @@
+"""The driver of simulated GPUs, for machines without GPUs and for the sandbox.
+
+It answers as the NVML driver does, from settings and files instead of hardware. GPUs keep their UUIDs over restarts: these
+are made from the seed (the node's name) and the index. Usage and faults come from two files that are written while the
+agent runs: their formats are in core/formats/simulated_gpus.py.
+
+State owned: which events and resets of the faults file were reported, the memory limits of cgroups, and the MIG instances
+seen so far. These are made of the profiles that the faults file names; as with NVML, one that is gone stays while a
+container has it.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+
+from msgspec.structs import replace
+
+from gpushare_agent.core.formats.simulated_gpus import (
+    PROFILE,
+    Faults,
+    SimulatedInput,
+    Usage,
+    gpu_samples,
+    parse_faults,
+    parse_usage,
+)
+from gpushare_agent.core.model.errors import StartupError, Unavailable
+from gpushare_agent.core.model.gpu_health import GpuEvent, GpuEventKind
+from gpushare_agent.core.model.gpus import (
+    Gpu,
+    GpuInventory,
+    Health,
+    Link,
+    LinkKind,
+    MigAttributes,
+    MigPlace,
+    NvLink,
+    Topology,
+)
+from gpushare_agent.core.model.isolation import LimitOutcome, MemoryLimit
+from gpushare_agent.core.model.names import GpuUuid
+from gpushare_agent.core.model.usage import DriverSample, GpuBusy
+from gpushare_agent.core.placement.topology import MAX_GPUS, ParsedTopology, build_topology, parse_topology
+
+DRIVER_VERSION = "535.0-simulated"
+CUDA_VERSION = "12.2"
+"""The one that a driver 535 has."""
+COMPUTE_CAPABILITY = (8, 6)
+"""Of the GPUs with 24 GiB that data centers have most, A10: architecture Ampere."""
+BRAND = "Nvidia"
+GPUS_PER_NUMA_NODE = 4
+_UUID_SPACE = uuid.uuid5(uuid.NAMESPACE_DNS, "simulated-cards.gpushare-agent")
+_NVSWITCH_BUS_ID = "00000000:FE:00.0"
+_MAX_NVLINKS_OF_A_GPU = 36
+_MAX_EVENTS_AT_ONCE = 1024
+_MIG_REASON = "MIG mode is enabled, and nvidia.mig_strategy is none (simulated)"
+_RESET_REASON = "being reset (simulated)"
+
+
+class SimulatedDriver:
+    """Simulated GPUs. With a topology text its GPUs are those of the text, else `gpus` GPUs in a default layout.
+
+    `gpu_memory_mib` has one value per GPU; a shorter list repeats its last value.
+    """
+
+    def __init__(  # noqa: PLR0913 - the settings of simulated GPUs, each by keyword
+        self,
+        *,
+        gpus: int,
+        gpu_memory_mib: Sequence[int],
+        topology_text: str | None,
+        gpu_name: str,
+        seed: str,
+        faults_file: Path | None = None,
+        usage_file: Path | None = None,
+        with_instances: bool = False,
+    ) -> None:
+        """Raises StartupError for sizes that do not fit together, Corrupt for a topology text that is none."""
+        # The text names the GPUs: a count beside it could contradict.
+        parsed = parse_topology(topology_text) if topology_text is not None else default_topology(gpus)
+        memory = _spread_memory(gpu_memory_mib, len(parsed.links))
+        self._inventory = GpuInventory(
+            gpus=tuple(
+                Gpu(
+                    index=index,
+                    minor=index,
+                    uuid=simulated_uuid(seed, index),
+                    bus_id=_bus_id(index),
+                    name=gpu_name or _name_by_size(memory_mib),
+                    memory_mib=memory_mib,
+                    numa_node=parsed.numa[index],
+                    pcie_root=_pcie_root(parsed.numa[index]),
+                    compute_capability=COMPUTE_CAPABILITY,
+                    brand=BRAND,
+                    nvlinks=_nvlinks(parsed.links[index]),
+                    mig_mode=False,
+                )
+                for index, memory_mib in enumerate(memory)
+            ),
+            topology=build_topology(parsed.links, parsed.numa),
+            driver_version=DRIVER_VERSION,
+            cuda_version=CUDA_VERSION,
+        )
+        self._faults_file = faults_file
+        self._faults = SimulatedInput(faults_file, name="faults", parse=parse_faults, default=Faults())
+        self._usage: SimulatedInput[Usage] = SimulatedInput(usage_file, name="usage", parse=parse_usage, default=())
+        self._limits: dict[tuple[GpuUuid, Path], int] = {}
+        self.in_use: Callable[[], Collection[GpuUuid]] = tuple
+        self._with_instances = with_instances
+        self._instances = SimulatedInstances()
+        self._last = self._inventory
+        self._reported_event: int | None = None
+        self._reported_reset: int | None = None
+
+    async def read(self) -> GpuInventory:
+        """The GPUs, lost ones Unhealthy, and so those that were reset since the last poll.
+
+        Raises:
+            Unavailable: the faults file makes the whole driver fail, or cannot be read in time.
+        """
+        faults = await self._read_faults("reading the simulated GPUs")
+        if not self._with_instances:
+            # As NVML's reader says of a GPU in MIG mode where instances are not offered.
+            out = dict.fromkeys(faults.mig, _MIG_REASON)
+            return _with_faults(self._inventory, {**out, **self._new_resets(faults), **faults.lost})
+        self._last = self._instances.partition(self._inventory, faults.mig, self.in_use())
+        return _with_faults(self._last, {**self._new_resets(faults), **faults.lost})
+
+    async def events(self, wait_s: float = 0.0) -> list[GpuEvent]:
+        """The events of the faults file that were not reported yet, at once. Raises Unavailable, as read does."""
+        faults = await self._read_faults("reading the simulated GPUs' events")
+        known = self._reported_event or 0
+        # As many at once as of NVML; the rest comes with the next call.
+        new = [event for event in faults.events if event.id > known][:_MAX_EVENTS_AT_ONCE]
+        if new:
+            self._reported_event = new[-1].id
+        uuids = {gpu.index: gpu.uuid for gpu in self._inventory.gpus}
+        return [
+            GpuEvent(
+                kind=event.kind,
+                uuid=None if event.gpu is None else uuids[event.gpu],
+                xid=event.xid if event.kind is GpuEventKind.XID else 0,
+            )
+            for event in new
+            # A file for another number of GPUs: what is not there has no events.
+            if event.gpu is None or event.gpu in uuids
+        ]
+
+    async def sample(self) -> DriverSample:
+        """The usage file's content, for all GPUs that are not lost. Raises Unavailable, as read does."""
+        faults = await self._read_faults("reading the simulated GPUs' use")
+        usage, _ = await self._usage.read()
+        there = [gpu for gpu in self._last.gpus if _physical(gpu) not in faults.lost]
+        lost = len(self._last.gpus) - len(there)
+        return DriverSample(gpus=gpu_samples(there, usage), errors={"gpu_is_lost": lost} if lost else {})
+
+    async def sample_busy(self, gpus: Collection[GpuUuid]) -> Mapping[GpuUuid, GpuBusy]:
+        """Nothing: no program computes on simulated GPUs, so no library in one asks. Usage is shown as `sample` has it."""
+        return {}
+
+    async def check_memory_limits(self, cgroup: Path, *, may_set: bool) -> None:
+        """Simulated GPUs take limits, and no program has memory of them."""
+
+    async def keep_memory_limits(self, desired: Sequence[MemoryLimit], *, may_set: bool) -> list[LimitOutcome]:
+        """Keeps limits as the NVML driver does; nobody else sets limits here."""
+        # A limit goes with its cgroup, as the kernel's does.
+        self._limits = {place: found for place, found in self._limits.items() if place[1].is_dir()}
+        if may_set:
+            self._limits |= {(one.gpu, one.cgroup): one.limit_bytes for one in desired if one.cgroup.is_dir()}
+        return [
+            LimitOutcome(
+                problem="" if self._limits.get((one.gpu, one.cgroup)) == one.limit_bytes else "no limit is set",
+                is_gone=not one.cgroup.is_dir(),
+            )
+            for one in desired
+        ]
+
+    async def close(self) -> None:
+        """Nothing is open."""
+
+    async def _read_faults(self, what: str) -> Faults:
+        """The faults of now. Events from before the first poll are not reported."""
+        faults, is_known = await self._faults.read()
+        # A file that could not be read must not make all of its events history later.
+        if is_known and self._reported_event is None:
+            self._reported_event = self._reported_reset = faults.last_id
+        if faults.all_lost:
+            raise Unavailable(f"{what} failed: {faults.all_lost} (from {self._faults_file})")
+        return faults
+
+    def _new_resets(self, faults: Faults) -> dict[int, str]:
+        known = self._reported_reset or 0
+        # Lost for this poll alone: the next one finds the GPU back.
+        self._reported_reset = max((known, *(reset.id for reset in faults.resets)))
+        return {reset.gpu: _RESET_REASON for reset in faults.resets if reset.id > known}
+
+
+def simulated_uuid(seed: str, index: int) -> GpuUuid:
+    """The UUID of a simulated GPU: the same for the same seed and index."""
+    return GpuUuid(f"GPU-{uuid.uuid5(_UUID_SPACE, f'{seed}/{index}')}")
+
+
+def default_topology(gpus: int) -> ParsedTopology:
+    """A plausible server: pairs behind a PCIe switch, two pairs a NUMA node."""
+    if not 1 <= gpus <= MAX_GPUS:
+        raise StartupError(f"simulating {gpus} GPUs is not possible: choose 1 to {MAX_GPUS} (--cards)")
+    rows = tuple(tuple(_default_link(a, b) for b in range(gpus)) for a in range(gpus))
+    return ParsedTopology(links=rows, numa=tuple(index // GPUS_PER_NUMA_NODE for index in range(gpus)))
+
+
+def _default_link(a: int, b: int) -> Link:
+    if a == b:
+        return Link(kind=LinkKind.SELF)
+    if a // GPUS_PER_NUMA_NODE != b // GPUS_PER_NUMA_NODE:
+        return Link(kind=LinkKind.SYS)
+    return Link(kind=LinkKind.PIX if a // 2 == b // 2 else LinkKind.PHB)
+
+
+def _spread_memory(gpu_memory_mib: Sequence[int], gpus: int) -> list[int]:
+    if not gpu_memory_mib or any(memory <= 0 for memory in gpu_memory_mib):
+        raise StartupError(f"GPU memory must be one or more sizes above 0 MiB, not {list(gpu_memory_mib)}")
+    if len(gpu_memory_mib) > gpus:
+        raise StartupError(
+            f"{len(gpu_memory_mib)} GPU memory sizes were given for {gpus} GPUs: name at most one size per GPU"
+        )
+    return [gpu_memory_mib[min(index, len(gpu_memory_mib) - 1)] for index in range(gpus)]
+
+
+def _name_by_size(memory_mib: int) -> str:
+    size = f"{round(memory_mib / 1024)}GB" if memory_mib >= 1024 else f"{memory_mib}MB"
+    return f"NVIDIA Simulated {size}"
+
+
+def _bus_id(index: int) -> str:
+    """The bus ID as NVML writes it; every third bus, as behind switches that have buses of their own."""
+    return f"00000000:{4 + 3 * index:02X}:00.0"
+
+
+def _pcie_root(numa: int | None) -> str:
+    """A PCI domain for each NUMA node."""
+    return f"pci{numa or 0:04x}:00"
+
+
+def _nvlinks(row: Sequence[Link]) -> tuple[NvLink, ...]:
+    """A matrix row as links of the GPU. More links than a GPU can have means that they all go through an NVSwitch."""
+    counts = [(peer, link.nvlinks) for peer, link in enumerate(row) if link.kind is LinkKind.NVLINK]
+    remotes = [_bus_id(peer) for peer, nvlinks in counts for _ in range(nvlinks)]
+    # `nvidia-smi topo -m` shows NV18 to each of seven peers: 126 links that no GPU has.
+    if len(remotes) > _MAX_NVLINKS_OF_A_GPU:
+        remotes = [_NVSWITCH_BUS_ID] * max(nvlinks for _, nvlinks in counts)
+    return tuple(NvLink(number=number, remote_bus_id=remote) for number, remote in enumerate(remotes))
+
+
+def _physical(gpu: Gpu) -> int:
+    return gpu.index if gpu.mig is None else gpu.mig.parent_index
+
+
+def _unhealthy(gpu: Gpu, reason: str) -> Gpu:
+    return replace(gpu, health=Health.UNHEALTHY, unhealthy_reason=reason)
+
+
+def _with_faults(inventory: GpuInventory, lost: dict[int, str]) -> GpuInventory:
+    gpus = tuple(
+        _unhealthy(gpu, lost[_physical(gpu)] or "lost, no reason given") if _physical(gpu) in lost else gpu
+        for gpu in inventory.gpus
+    )
+    return replace(inventory, gpus=gpus)
+
+
+_MULTIPROCESSORS_PER_SLICE = 14
+"""As an A100 has."""
+
+_MIG_UUID_SPACE = uuid.uuid5(uuid.NAMESPACE_DNS, "simulated-mig.gpushare-agent")
+_GONE = "the MIG instance does not exist any more: its GPU was repartitioned while a container had it (simulated)"
+_NO_INSTANCES = "MIG mode is enabled and the GPU has no instances (simulated)"
+
+
+class SimulatedInstances:
+    def __init__(self) -> None:
+        self._known: dict[GpuUuid, Gpu] = {}
+
+    def partition(
+        self, inventory: GpuInventory, profiles: Mapping[int, Sequence[str]], in_use: Collection[GpuUuid]
+    ) -> GpuInventory:
+        """The inventory with the GPUs of `profiles`, by index, partitioned."""
+        # No MIG at all: the inventory stays the same object, and nothing is compared.
+        if not profiles and not self._known:
+            return inventory
+        before, self._known = self._known, {}
+        modes = tuple(replace(gpu, mig_mode=gpu.index in profiles) for gpu in inventory.gpus)
+        inventory = replace(inventory, gpus=modes)
+        for parent in inventory.gpus:
+            for number, profile in enumerate(profiles.get(parent.index, ())):
+                self._add(_instance(parent, number, profile), before, len(inventory.gpus))
+        for gpu in before.values():
+            # As with NVML: its IDs are in the kubelet's records while a container has them.
+            if gpu.uuid not in self._known and gpu.uuid in in_use:
+                mig = replace(gpu.mig, is_gone=True) if gpu.mig is not None else None
+                self._known[gpu.uuid] = _unhealthy(replace(gpu, mig=mig), _GONE)
+        partitioned = {gpu.mig.parent for gpu in self._known.values() if gpu.mig is not None}
+        empty = {index for index, of_gpu in profiles.items() if not of_gpu}
+        gpus = [
+            _unhealthy(gpu, _NO_INSTANCES) if gpu.index in empty else gpu
+            for gpu in inventory.gpus
+            if gpu.uuid not in partitioned
+        ]
+        return replace(
+            inventory,
+            gpus=(*gpus, *sorted(self._known.values(), key=lambda gpu: gpu.index)),
+            mig_partitioned=tuple(gpu for gpu in inventory.gpus if gpu.uuid in partitioned),
+            topology=_topology(inventory, self._known.values()),
+        )
+
+    def _add(self, gpu: Gpu, before: Mapping[GpuUuid, Gpu], first: int) -> None:
+        taken = {known.index for known in (*before.values(), *self._known.values())}
+        free = next(index for index in range(first, first + len(taken) + 1) if index not in taken)
+        self._known[gpu.uuid] = replace(gpu, index=before[gpu.uuid].index if gpu.uuid in before else free)
+
+
+def _instance(parent: Gpu, number: int, profile: str) -> Gpu:
+    size = PROFILE.fullmatch(profile)
+    memory_mib = int(size["gb"]) * 1024 if size else 0
+    gi_slices = int(size["gi"]) if size else 0
+    ci_slices = int(size["ci"] or gi_slices) if size else 0
+    own = uuid.uuid5(_MIG_UUID_SPACE, f"{parent.uuid}/{number}/{profile}")
+    return replace(
+        parent,
+        uuid=GpuUuid(f"MIG-{own}"),
+        name=f"{parent.name} MIG {profile}",
+        memory_mib=memory_mib,
+        nvlinks=(),
+        mig=MigPlace(
+            profile=profile, number=number, parent=parent.uuid, parent_index=parent.index, gi=number + 1, ci=0,
+            gi_cap=9 * (number + 1) + 3, ci_cap=9 * (number + 1) + 4,
+            attributes=MigAttributes(
+                memory_mib=memory_mib, gi_slices=gi_slices, ci_slices=ci_slices,
+                multiprocessors=_MULTIPROCESSORS_PER_SLICE * ci_slices, copy_engines=gi_slices,
+            ),
+        ),
+    )  # fmt: skip
+
+
+def _topology(inventory: GpuInventory, instances: Collection[Gpu]) -> Topology:
+    of = {gpu.index: gpu.mig.parent_index for gpu in instances if gpu.mig is not None}
+    size = max((*(gpu.index for gpu in inventory.gpus), *of)) + 1
+    physical = [of.get(index, index if index < len(inventory.gpus) else None) for index in range(size)]
+    numa = [inventory.gpus[index].numa_node if index is not None else None for index in physical]
+
+    def link(a: int, b: int) -> Link:
+        first, second = physical[a], physical[b]
+        if a == b:
+            return Link(kind=LinkKind.SELF)
+        if first is None or second is None:
+            return Link(kind=LinkKind.SYS)
+        if first == second:
+            return Link(kind=LinkKind.PIX)
+        found = inventory.topology.link(first, second)
+        # MIG instances have no NVLinks.
+        return Link(kind=LinkKind.NODE) if found.kind is LinkKind.NVLINK and {a, b} & of.keys() else found
+
+    return build_topology([[link(a, b) for b in range(size)] for a in range(size)], numa)

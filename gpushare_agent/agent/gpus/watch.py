@@ -1,0 +1,171 @@
+"""Polls the driver for the GPUs, waits for its events, and applies both to the inventory.
+
+One GPU that fails becomes Unhealthy with its reason and the others stay; a driver that cannot be read makes all GPUs
+Unhealthy; both recover without an operator (core/model/gpu_health.py). A serious event counts before the next poll: a GPU
+that hangs may block the driver for seconds. The GPUs' state is in gpus/inventory.py; this module owns only the request for
+an early poll and the number of consecutive failures to fetch events.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import NoReturn, Protocol
+
+import structlog
+from msgspec import Struct, field
+
+from gpushare_agent.agent.node import Node
+from gpushare_agent.core.kit.backoff import Backoff
+from gpushare_agent.core.kit.supervision import Reconciler, forever
+from gpushare_agent.core.model.errors import AgentError
+from gpushare_agent.core.model.gpu_health import EventMeaning, GpuEvent, describe_event
+from gpushare_agent.core.model.gpus import Gpu, GpuInventory
+from gpushare_agent.core.model.names import GpuUuid
+from gpushare_agent.core.model.usage import DriverSample
+
+log = structlog.get_logger(__name__)
+
+NO_GPUS_PERIOD_S = 30.0
+"""Between two polls of a node without a readable driver."""
+EVENT_PERIOD_S = 1.0
+"""Of reading simulated events, half the first pause after a failure. NVML's (Xid errors, ECC) are waited for."""
+EVENT_BACKOFF_MAX_S = 30.0
+MIN_PAUSE_S = 0.01
+EVENT_PAUSE_S = 0.05
+"""After events: a program can cause Xids without end."""
+
+
+class GpuDriver(Protocol):
+    async def read(self) -> GpuInventory:
+        """Every GPU. Raises Unavailable where the driver cannot be read."""
+
+    async def events(self, wait_s: float) -> list[GpuEvent]:
+        """Events since the last call, oldest first, at most 1,024. Without any it waits up to `wait_s` for the first one,
+        where the driver can wait. Raises Unavailable."""
+
+    async def sample(self) -> DriverSample:
+        """What the GPUs and the processes on them use. Raises Unavailable."""
+
+    async def close(self) -> None: ...
+
+
+class GpuWatch(Struct, eq=False):
+    """Polls never overlap."""
+
+    node: Node
+    driver: GpuDriver
+    clock: Callable[[], float] = time.monotonic
+    event_period_s: float = EVENT_PERIOD_S
+    _poll_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _polls: Reconciler = field(default_factory=Reconciler)
+    _event_failures: int = 0
+
+    async def run(self) -> NoReturn:
+        """Polls and fetches events until cancelled. A poll that fails makes the GPUs Unhealthy."""
+        async with asyncio.TaskGroup() as group:
+            # Two tasks: a poll of a GPU that hangs takes seconds, and an Xid must count before it ends.
+            group.create_task(forever("gpu events", self._run_events), name="gpu events")
+            group.create_task(
+                forever("gpu polls", partial(self._polls.run, self.poll, self._pause_s)), name="gpu polls"
+            )
+        raise AssertionError("unreachable: neither task returns")
+
+    def poll_soon(self) -> None:
+        """Starts the next poll without waiting for the period."""
+        self._polls.request()
+
+    async def poll(self) -> None:
+        """One poll of all GPUs; a failure is applied to the inventory, not raised."""
+        # Polls on request and in the loop: two at once would count twice for a probe.
+        async with self._poll_lock:
+            before = self.node.inventory.current.by_uuid()
+            try:
+                found = await self.driver.read()
+            except AgentError as e:
+                self.node.metrics.driver_error("look_failed")
+                # Once for each change; a node without GPUs has no change, and its line each half minute is the only sign.
+                if self.node.inventory.lost(str(e)) or not before:
+                    log.error(
+                        "gpus_lost",
+                        error=str(e),
+                        retried_in_s=self.node.settings.health.check_period_s if before else NO_GPUS_PERIOD_S,
+                    )
+                return
+            if self.node.inventory.read(found):
+                self._log_found(before)
+
+    async def fetch_events(self) -> float:
+        """Applies the events since the last fetch; returns the time from its start to the next one, seconds."""
+        try:
+            # As long as between two polls: nothing else needs this thread.
+            events = await self.driver.events(self.node.settings.health.check_period_s)
+        except AgentError as e:
+            self.node.metrics.driver_error("events_failed")
+            self._event_failures += 1
+            backoff = Backoff(base_s=2 * self.event_period_s, cap_s=EVENT_BACKOFF_MAX_S)
+            delay_s = backoff.delay_s(self._event_failures)
+            if self._event_failures == 1:
+                log.warning("gpu_events_lost", error=str(e), then="polls go on; fetching is retried with backoff")
+                self.poll_soon()
+            return delay_s
+        if self._event_failures:
+            log.info("gpu_events_back", failures=self._event_failures)
+            self._event_failures = 0
+        if not events:
+            return self.event_period_s
+        self._note(events)
+        return EVENT_PAUSE_S
+
+    async def _run_events(self) -> NoReturn:
+        while True:
+            started_at = time.monotonic()
+            delay_s = await self.fetch_events()
+            # NVML has waited for them; what cannot wait answers at once.
+            await asyncio.sleep(max(started_at + delay_s - time.monotonic(), MIN_PAUSE_S))
+
+    def _pause_s(self) -> float:
+        # Seldom: a node without a driver may wait for one for days.
+        if not self.node.inventory.current.gpus:
+            return NO_GPUS_PERIOD_S
+        probe_at = self.node.inventory.next_probe_at()
+        if probe_at is None:
+            return self.node.settings.health.check_period_s
+        # A probe that is due already: at once, but not in a loop without a pause.
+        return min(self.node.settings.health.check_period_s, max(probe_at - self.clock(), MIN_PAUSE_S))
+
+    def _note(self, events: list[GpuEvent]) -> None:
+        noted = self.node.inventory.note_events(events)
+        for (event, meaning), count in noted.items():
+            # Counted one by one: the metric is of events, and the log has one line for all of a kind.
+            for _ in range(count):
+                self.node.metrics.gpu_event(event.kind.value, event.xid, meaning is EventMeaning.IGNORED)
+            level, name, more = _LINES[meaning]
+            log.log(level, name, what=describe_event(event), uuid=event.uuid, count=count, **more)
+        if any(meaning in _POLL_AT_ONCE for _, meaning in noted):
+            # Events may have been lost with the set: the GPUs' state is looked at instead.
+            self.poll_soon()
+
+    def _log_found(self, before: Mapping[GpuUuid, Gpu]) -> None:
+        for gpu in self.node.inventory.current.gpus:
+            if gpu.uuid not in before:
+                log.info("gpu_found", index=gpu.index, uuid=gpu.uuid, name=gpu.name, memory_mib=gpu.memory_mib)
+        for index, reason in self.node.inventory.current.unreadable:
+            log.error("gpu_unreadable", index=index, reason=reason)
+
+
+_LINES: Mapping[EventMeaning, tuple[int, str, Mapping[str, str]]] = {
+    EventMeaning.IGNORED: (logging.INFO, "gpu_event_ignored", {}),
+    EventMeaning.FOREIGN: (logging.WARNING, "gpu_event_of_unknown_gpu", {}),
+    EventMeaning.UNATTRIBUTED: (
+        logging.ERROR,
+        "gpu_event_of_no_gpu",
+        {"then": "no GPU becomes Unhealthy by it; all are polled now"},
+    ),
+    EventMeaning.UNHEALTHY: (logging.WARNING, "gpu_event", {}),
+    EventMeaning.NEEDS_RESET: (logging.WARNING, "gpu_event", {}),
+}
+_POLL_AT_ONCE = frozenset({EventMeaning.UNATTRIBUTED, EventMeaning.UNHEALTHY, EventMeaning.NEEDS_RESET})

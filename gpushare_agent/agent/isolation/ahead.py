@@ -1,0 +1,91 @@
+"""Which containers were prepared before they start, for every isolation that makes files for them.
+
+A container is prepared when it was allocated, while the kubelet makes its sandbox: in a burst of pods disk and processors
+are busy, and PreStartContainer, which the container's start waits for, finds everything there. It counts for one start; a
+later one, and one that comes before it is done, is prepared in PreStartContainer.
+
+State owned: the containers that are to be prepared, that are being prepared, and that are and have not started yet.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from itertools import islice
+from typing import NoReturn
+
+from gpushare_agent.core.model.allocations import ContainerKey
+
+NOT_STARTED_FOR_S = 60.0
+"""For so long at most a container counts as not started."""
+
+Prepare = Callable[[Sequence[ContainerKey]], Awaitable[Collection[ContainerKey]]]
+
+
+class PreparedAhead:
+    """`prepare` answers for which containers it succeeded; a failure is left to their start. `at_once` is how many it gets
+    together, None for all; `delay_s` is waited after an allocation, for the admission goes on with the container's other
+    resource and needs no thread beside it."""
+
+    def __init__(
+        self,
+        prepare: Prepare,
+        *,
+        at_once: int | None = None,
+        delay_s: float = 0.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._prepare = prepare
+        self._at_once = at_once
+        self._delay_s = delay_s
+        self._clock = clock
+        self._requested: dict[ContainerKey, None] = {}
+        self._under_way: set[ContainerKey] = set()
+        self._prepared_at: dict[ContainerKey, float] = {}
+        self._is_new = asyncio.Event()
+
+    def add(self, key: ContainerKey) -> None:
+        """The container was allocated now and has not started yet."""
+        # Allocated again: what was prepared before may be of other limits.
+        self._prepared_at.pop(key, None)
+        self._requested[key] = None
+        self._is_new.set()
+
+    def take(self, key: ContainerKey) -> bool:
+        """The container starts: whether it was prepared. From now on what is there is its own."""
+        self._requested.pop(key, None)
+        # A preparation that is under way ends after this start has begun: its files must not count for the next start.
+        self._under_way.discard(key)
+        return self._prepared_at.pop(key, None) is not None
+
+    @property
+    def prepared(self) -> frozenset[ContainerKey]:
+        """Those that have not started yet."""
+        return frozenset(self._prepared_at)
+
+    def keep_only(self, remains: Callable[[ContainerKey], bool]) -> None:
+        """The others are gone, and so are those that should have started long ago."""
+        # A pod may never start after its Allocate (an image that cannot be pulled).
+        old = self._clock() - NOT_STARTED_FOR_S
+        self._requested = {key: None for key in self._requested if remains(key)}
+        self._under_way = set(filter(remains, self._under_way))
+        self._prepared_at = {key: at for key, at in self._prepared_at.items() if remains(key) and at > old}
+
+    async def run(self) -> NoReturn:
+        """Until cancelled."""
+        while True:
+            await self._is_new.wait()
+            # The event is cleared after the pause: what comes during it is in this turn.
+            await asyncio.sleep(self._delay_s)
+            self._is_new.clear()
+            while self._requested:
+                keys = list(islice(self._requested, self._at_once))
+                for key in keys:
+                    del self._requested[key]
+                self._under_way = set(keys)
+                done = await self._prepare(keys)
+                # One that started meanwhile was prepared again, or will be: this one's files are no longer the last.
+                ready = [key for key in done if key in self._under_way and key not in self._requested]
+                self._prepared_at |= dict.fromkeys(ready, self._clock())
+                self._under_way = set()

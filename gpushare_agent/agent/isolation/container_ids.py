@@ -1,0 +1,81 @@
+"""Which container has which ID: from the container runtime, else from the pods' statuses.
+
+The runtime knows an ID about a second earlier, but access to its socket means root on the node, so the agent works without:
+the kubelet writes every ID into the pod's status. Both are read in this order each time; a runtime that is not reachable
+only costs that second. State owned: whether its absence was logged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import structlog
+
+from gpushare_agent.agent.runtime.cri import RuntimeClient, RuntimeState
+from gpushare_agent.core.kit.supervision import ReportOnce
+from gpushare_agent.core.model.allocations import ContainerKey
+from gpushare_agent.core.model.errors import AgentError, NotFound, Unavailable
+from gpushare_agent.core.model.names import PodUid
+
+if TYPE_CHECKING:
+    from gpushare_agent.agent.cluster.pod_store import PodStore
+
+log = structlog.get_logger(__name__)
+
+
+class ContainerIds:
+    """`running` and `owner_of`, each bounded by the runtime client's own time limit."""
+
+    def __init__(self, runtime: RuntimeClient, pods: PodStore) -> None:
+        self._runtime = runtime
+        self._pods = pods
+        self._unavailable = ReportOnce()
+
+    async def running(self) -> Mapping[ContainerKey, str]:
+        """The IDs of the containers that run."""
+        try:
+            reported = await self._runtime.containers(only_running=True)
+        except AgentError as e:
+            # Not an error: access to the socket is root on the node, and is often not given.
+            self._note(e)
+            return self._in_statuses()
+        self._note(None)
+        return {ContainerKey(c.pod_uid, c.container_name): c.id for c in reported if c.state is RuntimeState.RUNNING}
+
+    async def owner_of(self, container_id: str) -> ContainerKey | None:
+        """Whose container this is; None where the runtime knows none of this ID.
+
+        Raises:
+            Unavailable: the runtime does not answer and no pod's status names the ID yet.
+        """
+        try:
+            found = (await self._runtime.status(container_id)).container
+        # The runtime is asked about an ID that a container sent: none of this ID is an answer, no failure.
+        except NotFound:
+            return None
+        except AgentError as e:
+            self._note(e)
+            for key, known in self._in_statuses().items():
+                if known == container_id:
+                    return key
+            raise Unavailable(
+                f"container {container_id} is not known yet: the runtime does not answer, and no pod's status names it;"
+                " it takes a second or two after the start. Try again"
+            ) from e
+        self._note(None)
+        return ContainerKey(found.pod_uid, found.container_name)
+
+    def _note(self, error: AgentError | None) -> None:
+        if error is None:
+            if self._unavailable.is_over():
+                log.info("runtime_available")
+        elif self._unavailable.is_new("unavailable"):
+            log.info("runtime_unavailable", why=str(error), then="container IDs come from the pods' statuses")
+
+    def _in_statuses(self) -> dict[ContainerKey, str]:
+        return {
+            ContainerKey(PodUid(pod.uid), name): container_id
+            for pod in self._pods.pods()
+            for name, container_id in pod.container_ids.items()
+        }

@@ -1,0 +1,81 @@
+"""Isolation driver on a node: which containers have which limit of the driver's, and who hears where one is missing."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from gpushare_agent.agent.isolation.choice import Standing
+from gpushare_agent.agent.isolation.container_ids import ContainerIds
+from gpushare_agent.agent.isolation.driver.edits import MemoryShare, memory_shares
+from gpushare_agent.agent.isolation.driver.limits import DriverLimits, check_driver_limits
+from gpushare_agent.agent.isolation.part import IsolationHost, IsolationPart, NodeProbe, ProbedDriver
+from gpushare_agent.agent.runtime.cgroups import Cgroups
+from gpushare_agent.core.model.allocations import Allocation, ContainerKey
+from gpushare_agent.core.model.errors import Refused, Unavailable
+from gpushare_agent.core.settings.settings import Settings
+
+
+class DriverPart(IsolationPart):
+    def __init__(self, host: IsolationHost) -> None:
+        self._host = host
+        may_set = host.node.settings.driver_limits.set_by_agent
+        self._limits = DriverLimits(
+            driver=host.driver,
+            cgroups=host.cgroups,
+            containers=ContainerIds(host.runtime, host.node.pods),
+            shares=lambda: _shares(host),
+            may_set=may_set,
+            on_missing=self._missing,
+        )
+        self.services = {"driver limits": self._limits}
+        self.is_memory_fixed = not may_set  # where NVIDIA's toolkit sets the limit, nobody changes it afterwards
+
+    async def check(self) -> None:
+        await self._limits.check()
+
+    async def prepare(self, keys: Collection[ContainerKey]) -> Refused | None:
+        return await self._limits.prepare(keys)
+
+    async def enforce(self, allocation: Allocation) -> str:
+        return await self._limits.enforce(allocation.key)
+
+    def problem(self, key: ContainerKey) -> str:
+        return self._limits.problem(key)
+
+    def _missing(self, key: ContainerKey, why: str) -> None:
+        if (pod := self._host.node.pods.get(key.pod_uid)) is not None:
+            text = f"container {key.container} runs without its memory limit: {why}"
+            self._host.warn(pod, "MemoryLimitMissing", text)
+
+
+def build(host: IsolationHost) -> IsolationPart:
+    return DriverPart(host)
+
+
+def probe(settings: Settings, driver: ProbedDriver) -> NodeProbe:
+    cgroups = Cgroups(settings.runtime.cgroup_root, settings.runtime.proc_root)
+    may_set = settings.driver_limits.set_by_agent
+
+    async def check() -> None:
+        await check_driver_limits(driver, cgroups, may_set=may_set)
+        if not may_set:
+            # Whether NVIDIA's toolkit sets them nobody knows before a container runs.
+            raise Unavailable("the agent does not set the driver's limits (driver_limits.set_by_agent)")
+
+    standing = Standing(place=50, because="the driver limits memory, nothing here limits compute")
+    return NodeProbe(check=check, standing=standing)
+
+
+def _shares(host: IsolationHost) -> dict[ContainerKey, list[MemoryShare]]:
+    gpus, found = host.node.gpus().by_uuid(), dict[ContainerKey, list[MemoryShare]]()
+    for key, allocation in host.node.cache.view().items():
+        # A pod that is not known yet uses none: it is taken up in the next round.
+        if not allocation.is_limited or not allocation.gpus or not host.uses(allocation, "driver"):
+            continue
+        sharers = host.node.claim_pods.sharers(key)
+        # The driver limits cgroups: of a claim each container that uses it.
+        users = [key] if sharers is None else list(sharers)
+        shares = memory_shares(allocation, gpus, host.node.names, users)
+        for user in users:
+            found.setdefault(user, []).extend(shares)
+    return found

@@ -1,0 +1,304 @@
+"""What a container has in its vDevice directory (isolation/vdevice) under isolation gpushare alone: gpushare.config, which
+the agent writes through a map, for it stays the same file while programs have it mapped, and `usage`, which the tenant
+writes.
+
+Both are made anew before each start that the kubelet announces; to a claim's container that starts again `usage` shows
+processes that have ended, which the library finds by their locks.
+
+A tenant can make `usage` as large as the file system allows (directories.py): `cut` shortens one that is larger than the
+library makes it. To rename or link a file the kernel waits for whoever writes or shortens it (ext4: 37 s for a `cut`), and
+no other rename between directories of that file system goes on meanwhile.
+
+Every step is one of kit/directories.py, relative to a descriptor and following no link. State owned: the files, and the maps
+of those configs that are written all the time.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import stat
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from gpushare_agent.agent.isolation.directories import (
+    container_path,
+    made_container,
+    opened_container,
+    opened_root,
+    pods_in,
+    put_aside,
+    step,
+)
+from gpushare_agent.agent.isolation.gpushare.format import (
+    CONFIG_BYTES,
+    CONFIG_NAME,
+    MOST_GPUS,
+    USAGE_BYTES,
+    USAGE_NAME,
+    GpuLimits,
+    Observed,
+    Paid,
+    encode_config,
+    encode_usage,
+    gpu_uuids,
+    read_held,
+    read_paid,
+    usage_head_bytes,
+    write_limits,
+    write_observed,
+)
+from gpushare_agent.agent.isolation.gpushare.library import SETTING, Library
+from gpushare_agent.core.kit.directories import DIRECTORY_MODE, opened, replace_file, status_of
+from gpushare_agent.core.model.allocations import ContainerKey
+from gpushare_agent.core.model.directory_names import is_nameable, require_nameable
+from gpushare_agent.core.model.errors import Corrupt, NotFound, Unavailable
+from gpushare_agent.core.model.names import GpuUuid, PodUid
+
+TENANT_MODE = 0o666
+"""Containers run under any user, also of a user namespace."""
+MAX_DISK_BYTES = 8 * 1024 * 1024
+"""Above what any file system sets aside for a file of the library's."""
+_BLOCK_BYTES = 512  # of st_blocks, on any file system
+_TENANT_FILE = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # O_NONBLOCK: a FIFO in its place
+_NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+_PLACE = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+class GpushareFiles:
+    """`containers` are the vDevice directories (setting virtual_manager.path), which isolation/vdevice removes. `limits` are
+    those of a container's GPUs as they are to be now, None where they are not known; `is_claims` is whether the share is a
+    claim's."""
+
+    def __init__(
+        self,
+        library: Library,
+        containers: Path,
+        limits: Callable[[ContainerKey], Sequence[GpuLimits] | None] = lambda _: None,
+        is_claims: Callable[[ContainerKey], bool] = lambda _: False,
+    ) -> None:
+        self.library = library
+        self.containers = containers
+        self._containers_text = str(containers)
+        self._limits = limits
+        self._is_claims = is_claims
+        self._writing = threading.Lock()
+        self._mapped: dict[ContainerKey, tuple[mmap.mmap, dict[str, int]]] = {}
+
+    def container_directory(self, key: ContainerKey) -> Path:
+        """Raises Rejected for a name that cannot be part of a path."""
+        return container_path(self.containers, key)
+
+    def prepare(self, key: ContainerKey) -> None:
+        """New files in place of what a previous instance left; library and preload file are put back if need be. What a
+        claim has stays: containers of several pods may run with it.
+
+        Raises:
+            Rejected: a name that cannot be part of a path.
+            NotFound, Unavailable: the file system refuses, the limits are not known, or the library is gone from both
+                places.
+        """
+        if self._is_claims(key) and self._has_claims_files(key):
+            return
+        with step("making", self.container_directory(key), SETTING):
+            self.library.put_back()
+            self.containers.mkdir(mode=DIRECTORY_MODE, parents=True, exist_ok=True)
+            with opened_root(self.containers) as root, made_container(root, key) as directory:
+                # Renamed, not removed: to free what a tenant has written may take half a minute, and the start waits here.
+                if status_of(directory, USAGE_NAME) is not None:
+                    put_aside(root, directory, USAGE_NAME)
+                replace_file(directory, CONFIG_NAME, encode_config(key.pod_uid, key.container, self._known_limits(key)))
+                with self._writing:
+                    # The map is of the file that was replaced, which nobody reads any more.
+                    self._mapped.pop(key, None)
+                _make_usage(directory)
+
+    def _has_claims_files(self, key: ContainerKey) -> bool:
+        """And they have its limits of now. What cannot be read as the two is made again: a tenant can shorten `usage`."""
+        with suppress(NotFound, Corrupt):
+            self.paid(key)
+            if not self._is_from_before_boot(key):
+                self.write_limits(key, self._known_limits(key))
+                return True
+        return False
+
+    def _known_limits(self, key: ContainerKey) -> Sequence[GpuLimits]:
+        if (limits := self._limits(key)) is None:
+            raise Unavailable(f"a GPU of container {key.container} is not in the inventory, or its memory is not known")
+        return limits
+
+    def _is_from_before_boot(self, key: ContainerKey) -> bool:
+        """Times in the files are of the monotonic clock: after a reboot the library would wait for those to come."""
+        booted_at = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
+        with self._opened(key, CONFIG_NAME, CONFIG_BYTES) as file:
+            return os.fstat(file).st_mtime < booted_at
+
+    def list_pods(self) -> tuple[PodUid, ...]:
+        """Those that have a gpushare.config; next to them may be pods of isolation vcuda. Raises Unavailable."""
+        with suppress(NotFound), step("listing", self.containers, SETTING), opened_root(self.containers) as root:
+            return tuple(uid for uid in pods_in(root) if any(self.containers.glob(f"{uid}/*/{CONFIG_NAME}")))
+        return ()
+
+    def oversized(self, keys: Iterable[ContainerKey]) -> list[tuple[ContainerKey, int]]:
+        """The containers whose `usage` is larger than the library makes it, and how large in bytes, the largest first. One
+        that cannot be read is left out: its tenant may have done that, or it is gone. Raises Unavailable."""
+        found = []
+        with suppress(NotFound), step("listing", self.containers, SETTING), opened_root(self.containers) as root:
+            for key in filter(is_nameable, keys):
+                with suppress(OSError):
+                    # By its path: of that the last part alone is the tenant's.
+                    status = os.lstat(f"{key.pod_uid}/{key.container}/{USAGE_NAME}", dir_fd=root)
+                    if is_oversized(status):
+                        found.append((key, max(status.st_size, status.st_blocks * _BLOCK_BYTES)))
+        return sorted(found, key=lambda one: one[1], reverse=True)
+
+    def cut(self, key: ContainerKey) -> None:
+        """Shortens an oversized `usage`; processes that have it mapped keep it. May take half a minute, and wait for a
+        lease, 45 s as kernels are set. Raises NotFound, Corrupt for what is no regular file, Unavailable."""
+        with self._container(key) as directory, renamed(USAGE_NAME), opened(USAGE_NAME, directory, _PLACE) as place:
+            if not stat.S_ISREG(os.fstat(place).st_mode):  # before it is opened: a FIFO would wait for its other end
+                raise Corrupt(f"{USAGE_NAME} is no regular file")
+            # Without O_NONBLOCK, which fails where a tenant has a lease on the file (root in the container owns it). Whoever
+            # waits here counts as a writer, so the lease cannot be taken again once it was broken.
+            with opened(f"/proc/self/fd/{place}", None, os.O_RDWR | os.O_CLOEXEC) as file:
+                status = os.fstat(file)
+                if is_oversized(status):
+                    # To its own length too: blocks beyond it, which fallocate takes, are freed.
+                    os.ftruncate(file, min(status.st_size, USAGE_BYTES))
+
+    def write_limits(self, key: ContainerKey, limits: Sequence[GpuLimits]) -> tuple[GpuUuid, ...]:
+        """Writes the limits, for processes that run, too; answers the GPUs in the order of both files. Raises NotFound where
+        the container was not prepared, or for other GPUs; Corrupt, Unavailable."""
+        # A resize and a round of usage write in threads of their own, and a sequence lock is for one writer: two at once
+        # would leave the sequence odd, which the library takes for a write that does not end.
+        with (
+            self._writing,
+            self._opened(key, CONFIG_NAME, CONFIG_BYTES) as file,
+            mmap.mmap(file, CONFIG_BYTES) as mapped,
+            memoryview(mapped) as config,
+        ):
+            uuids = gpu_uuids(config)
+            if missing := [one.uuid for one in limits if one.uuid not in uuids]:
+                raise NotFound(f"{CONFIG_NAME} was prepared for other GPUs than {missing[0]}")
+            for one in limits:
+                write_limits(config, uuids.index(one.uuid), one)
+            return tuple(map(GpuUuid, uuids))
+
+    def write_observed(self, key: ContainerKey, seen: Mapping[GpuUuid, Observed]) -> None:
+        """Writes what the driver shows of the container on each GPU. Raises as `write_limits`.
+
+        Asked ten times a second, so the map stays for the next time: the file is the agent's alone, and what takes its
+        place is made here.
+        """
+        with self._writing:
+            found = self._mapped.get(key)
+            if found is None:
+                with self._opened(key, CONFIG_NAME, CONFIG_BYTES) as file:
+                    mapped = mmap.mmap(file, CONFIG_BYTES)
+                places = {uuid: place for place, uuid in enumerate(gpu_uuids(mapped[:]))}
+                found = self._mapped[key] = mapped, places
+            if found[0].size() < CONFIG_BYTES:  # somebody has cut it: a write behind its end is a signal
+                raise Corrupt(f"{CONFIG_NAME} of container {key.container} became shorter while it was used")
+            with memoryview(found[0]) as view:
+                for uuid, one in seen.items():
+                    if (place := found[1].get(uuid)) is not None:
+                        write_observed(view, place, one)
+
+    def release(self, keys: Collection[ContainerKey]) -> None:
+        """Keeps the maps of these containers alone."""
+        with self._writing:
+            for key in self._mapped.keys() - set(keys):
+                self._mapped.pop(key)[0].close()
+
+    def paid(self, key: ContainerKey, gpus: int = MOST_GPUS) -> list[Paid]:
+        """What its processes say that they have paid, on the first `gpus`. Raises as `write_limits`.
+
+        Asked of 100 containers ten times a second, so by its path: of that the last part alone is the tenant's. And opened
+        each time: the tenant may shorten a file that is mapped, and a start puts another one in its place.
+        """
+        require_nameable(key)
+        path = f"{self._containers_text}/{key.pod_uid}/{key.container}/{USAGE_NAME}"
+        try:
+            file = os.open(path, _TENANT_FILE)
+            try:
+                _require_file(file, path, USAGE_BYTES)
+                return read_paid(_read(file, usage_head_bytes(gpus)))
+            finally:
+                os.close(file)
+        except OSError:
+            with renamed(path):  # here alone: a context for each file would be a tenth of what it costs to read it
+                raise
+
+    def held_bytes(self, key: ContainerKey) -> dict[str, int]:
+        """What its processes say that they have, by the GPU's UUID. Raises as `write_limits`."""
+        with self._opened(key, CONFIG_NAME, CONFIG_BYTES) as file:
+            uuids = gpu_uuids(_read(file, CONFIG_BYTES))
+        with self._opened(key, USAGE_NAME, USAGE_BYTES) as file:
+            return dict(zip(uuids, read_held(_read(file, USAGE_BYTES), len(uuids)), strict=True))
+
+    @contextmanager
+    def _opened(self, key: ContainerKey, name: str, size: int) -> Iterator[int]:
+        with self._container(key) as directory, renamed(name), opened(name, directory, _TENANT_FILE) as file:
+            _require_file(file, str(self.container_directory(key) / name), size)
+            yield file
+
+    @contextmanager
+    def _container(self, key: ContainerKey) -> Iterator[int]:
+        path = self.container_directory(key)
+        with (
+            step("opening", path, SETTING),
+            opened_root(self.containers) as root,
+            opened_container(root, key) as directory,
+        ):
+            yield directory
+
+
+def _make_usage(directory: int) -> None:
+    """Open to all users, for the only access is the mount. Its blocks are there from the beginning: a program that maps a
+    sparse one would end by a signal where the disk is full later."""
+    file = os.open(USAGE_NAME, _NEW_FILE, TENANT_MODE, dir_fd=directory)
+    try:
+        os.fchmod(file, TENANT_MODE)  # whatever the umask says
+        if os.write(file, encode_usage()) != USAGE_BYTES:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    finally:
+        os.close(file)
+
+
+def is_oversized(status: os.stat_result) -> bool:
+    """A regular file that is longer than the library makes it, or has more on the disk: while the kernel shortens a file in
+    many pieces, it has the new length already, and whoever writes there waits."""
+    is_large = status.st_size > USAGE_BYTES or status.st_blocks * _BLOCK_BYTES > MAX_DISK_BYTES
+    return stat.S_ISREG(status.st_mode) and is_large
+
+
+@contextmanager
+def renamed(name: str) -> Iterator[None]:
+    """Errors at a file that a tenant may have changed: NotFound, Corrupt, Unavailable."""
+    try:
+        yield
+    except FileNotFoundError as e:
+        raise NotFound(f"{name} is not there") from e
+    except OSError as e:
+        # A link (O_NOFOLLOW), a directory, a socket or a FIFO without its other end: made by the tenant, so not tried again
+        # as a fault of the disk.
+        if e.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
+            raise Corrupt(f"{name} is no regular file: {e.strerror}") from e
+        raise Unavailable(f"{name} cannot be used: {e.strerror or e}; it is tried again") from e
+
+
+def _require_file(file: int, path: str, size: int) -> None:
+    status = os.fstat(file)
+    if not stat.S_ISREG(status.st_mode) or status.st_size != size:
+        raise Corrupt(f"{path} is no regular file of {size} bytes")
+
+
+def _read(file: int, size: int) -> bytes:
+    content = os.pread(file, size, 0)
+    if len(content) != size:
+        raise Corrupt(f"{USAGE_NAME} became shorter while it was read")
+    return content

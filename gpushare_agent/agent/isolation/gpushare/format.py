@@ -1,0 +1,180 @@
+"""The two files that the agent shares with libgpushare, as native/gpushare/format.h has them. Pure.
+
+    gpushare.config   4,096 bytes, the agent writes, read-only in the container
+    usage             131,072 bytes, all processes of the container write; the agent reads, and believes nothing of it
+
+Numbers are native and aligned, so that each is written and read whole: a reader maps the file while it is written.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+
+from msgspec import Struct
+from msgspec.structs import astuple
+
+from gpushare_agent.core.formats import vdevice
+from gpushare_agent.core.model.directory_names import is_container_name, is_pod_uid
+
+CONFIG_NAME, USAGE_NAME = vdevice.GPUSHARE_CONFIG_NAME, vdevice.USAGE_NAME
+CONFIG_BYTES, USAGE_BYTES = 4096, 131072
+LAYOUT = 1
+MOST_GPUS, MOST_SLOTS = 16, 256
+CORES_OF_GPU = 10_000
+"""Hundredths of a percent."""
+
+_HEAD = struct.Struct("@4s3I112x48s64s")
+_USAGE_HEAD = struct.Struct("@4s3I")
+_FIRST_GPU, _GPU_BYTES = 512, 128
+_UUID_OFFSET, _UUID_BYTES = 8, 48
+_LIMITS = ((4, 4), (56, 8), (64, 4), (68, 4))
+"""Of a GPU's entry, the first byte and how many: flags, memory, cores, ceiling."""
+_OBSERVED = (*((offset, 8) for offset in range(72, 120, 8)), (120, 4), (124, 2), (126, 2))
+"""The fields of Observed in their order."""
+_LIMITS_MEMORY, _LIMITS_CORES, _HAS_CEILING = 1, 2, 4
+_BETWEEN_OFFSET = 240
+_FIRST_USAGE_GPU, _USAGE_GPU_BYTES, _SLOT_BYTES = 512, 256, 448
+_FIRST_SLOT = _FIRST_USAGE_GPU + MOST_GPUS * _USAGE_GPU_BYTES
+_PAID = struct.Struct("@48xQQ128xQQQ40x")
+"""Of a GPU's entry in `usage`: launched, launches, launched_long, turns, present_long."""
+_UNATTRIBUTED = struct.Struct("@8xq")
+_SLOT_HELD = struct.Struct(f"@i12x{MOST_GPUS}Q")
+"""Of a process its PID, 0 where there is none, and what it has of each GPU."""
+
+
+class GpuLimits(Struct, frozen=True, kw_only=True):
+    """The limits of one GPU. None: not limited. Cores are hundredths of a percent; the ceiling is for who computes alone
+    there."""
+
+    uuid: str
+    memory_bytes: int | None = None
+    cores: int | None = None
+    ceiling: int | None = None
+
+
+class Observed(Struct, frozen=True, kw_only=True):
+    """What the driver says of a container on one GPU. Times are of CLOCK_MONOTONIC, all in nanoseconds.
+
+    `busy_ns` is how long the GPU was busy between `busy_since_ns` and `busy_until_ns` by samples that name a process of the
+    container, `others_ns` by those that name another one. `busy_until_ns` of 0: the driver does not say.
+
+    `companions` is how many others have launched something in the last second before `told_at_ms`, or still pay for it.
+    `full`, in hundredths of a percent, is how much of what its turns lose at their beginning the container is to pay, and
+    `between_us` how long the others compute between two of them, in microseconds (turns.py).
+    """
+
+    at_ns: int = 0
+    used_bytes: int = 0
+    busy_since_ns: int = 0
+    busy_until_ns: int = 0
+    busy_ns: int = 0
+    others_ns: int = 0
+    told_at_ms: int = 0
+    companions: int = 0
+    full: int = 0
+    between_us: int = 0
+
+
+class Paid(Struct, frozen=True, kw_only=True):
+    """What the container's processes say that they have paid on one GPU, in nanoseconds since their files were made;
+    `paid_long_ns` of it was for launches of several turns, which were on the GPU for `present_long_ns`, the others' turns
+    included. All of them have had so many `turns`. Each is any number of 64 bits."""
+
+    paid_ns: int
+    launches: int
+    paid_long_ns: int = 0
+    turns: int = 0
+    present_long_ns: int = 0
+
+
+def encode_config(pod_uid: str, container: str, gpus: Sequence[GpuLimits]) -> bytes:
+    """A whole file, before anything was observed. Raises ValueError."""
+    if not is_pod_uid(pod_uid) or not is_container_name(container) or len(gpus) > MOST_GPUS:
+        raise ValueError(f"{pod_uid[:64]!r}, {container[:64]!r}, {len(gpus)} GPUs: gpushare.config cannot hold that")
+    content = bytearray(CONFIG_BYTES)
+    _HEAD.pack_into(content, 0, b"GPSH", LAYOUT, CONFIG_BYTES, len(gpus), pod_uid.encode(), container.encode())
+    for index, limits in enumerate(gpus):
+        uuid = limits.uuid.encode()
+        if len(uuid) >= _UUID_BYTES:
+            raise ValueError(f"{limits.uuid[:64]!r} does not fit into gpushare.config")
+        start = _FIRST_GPU + index * _GPU_BYTES + _UUID_OFFSET
+        content[start : start + len(uuid)] = uuid
+        write_limits(content, index, limits)
+    return bytes(content)
+
+
+def encode_usage() -> bytes:
+    """An empty region."""
+    content = bytearray(USAGE_BYTES)
+    _USAGE_HEAD.pack_into(content, 0, b"GPSU", LAYOUT, USAGE_BYTES, MOST_SLOTS)
+    return bytes(content)
+
+
+def gpu_uuids(config: bytes | memoryview) -> list[str]:
+    """The UUIDs in a whole file, in the order of its entries, which is that of `usage` too."""
+    # The agent's own file, and bounded all the same.
+    count = min(_HEAD.unpack_from(config)[3], MOST_GPUS)
+    starts = [_FIRST_GPU + index * _GPU_BYTES + _UUID_OFFSET for index in range(count)]
+    return [
+        bytes(config[start : start + _UUID_BYTES]).split(b"\0", 1)[0].decode("ascii", "replace") for start in starts
+    ]
+
+
+def write_limits(config: bytearray | memoryview, index: int, limits: GpuLimits) -> None:
+    """Into a whole file that is mapped. Raises ValueError."""
+    flags = (
+        _LIMITS_MEMORY * (limits.memory_bytes is not None)
+        | _LIMITS_CORES * (limits.cores is not None)
+        | _HAS_CEILING * (limits.ceiling is not None)
+    )
+    cores, ceiling = limits.cores or 0, limits.ceiling or 0
+    if not (0 <= cores <= CORES_OF_GPU and 0 <= ceiling <= CORES_OF_GPU):
+        raise ValueError(f"{limits} does not fit into gpushare.config")
+    _write(config, index, _LIMITS, (flags, limits.memory_bytes or 0, cores, ceiling))
+
+
+def write_observed(config: bytearray | memoryview, index: int, seen: Observed) -> None:
+    """As `write_limits`."""
+    *fields, between_us = astuple(seen)
+    memoryview(config).cast("H")[_BETWEEN_OFFSET // 2 + index] = between_us
+    _write(config, index, _OBSERVED, fields)
+
+
+def _write(
+    config: bytearray | memoryview, index: int, places: Sequence[tuple[int, int]], fields: Sequence[int]
+) -> None:
+    """Under the entry's sequence, which is odd meanwhile. By casts: struct would write a number byte by byte."""
+    start = _FIRST_GPU + index * _GPU_BYTES
+    view = memoryview(config)
+    numbers = {2: view.cast("H"), 4: view.cast("I"), 8: view.cast("Q")}
+    sequence, place = numbers[4], start // 4
+    sequence[place] = (sequence[place] | 1) & 0xFFFFFFFF  # where an agent has died at an odd one it goes on from there
+    for (offset, size), number in zip(places, fields, strict=True):
+        numbers[size][(start + offset) // size] = number
+    sequence[place] = (sequence[place] + 1) & 0xFFFFFFFF
+
+
+def usage_head_bytes(gpus: int) -> int:
+    """So much of `usage` read_paid needs."""
+    return _FIRST_USAGE_GPU + gpus * _USAGE_GPU_BYTES
+
+
+def read_paid(head: bytes) -> list[Paid]:
+    """Of as many GPUs as `head` is for."""
+    return [
+        Paid(paid_ns=paid, launches=launches, paid_long_ns=paid_long, turns=turns, present_long_ns=present_long)
+        for paid, launches, paid_long, turns, present_long in _PAID.iter_unpack(memoryview(head)[_FIRST_USAGE_GPU:])
+    ]
+
+
+def read_held(usage: bytes | memoryview, gpus: int) -> list[int]:
+    """Bytes that the processes say that they have of each of the first `gpus` GPUs, dead ones among them that nobody has
+    cleared yet."""
+    held = [_UNATTRIBUTED.unpack_from(usage, _FIRST_USAGE_GPU + index * _USAGE_GPU_BYTES)[0] for index in range(gpus)]
+    for index in range(MOST_SLOTS):
+        pid, *own = _SLOT_HELD.unpack_from(usage, _FIRST_SLOT + index * _SLOT_BYTES)
+        if pid > 0:
+            held = [sum(pair) for pair in zip(held, own, strict=False)]
+    # Numbers that the tenant may write, and the unattributed one is signed.
+    return [max(0, one) for one in held]

@@ -1,0 +1,164 @@
+"""libgpushare.so on the host: where the setting names it, and in the directory that containers get it from.
+
+    <directory>/libgpushare.so    a copy of it
+    <directory>/ld.so.preload     its path in the container; mounted read-only
+
+Both are written whole under another name and renamed. A container's mount is of the file that had the name when it started:
+running containers keep their library until they end, the kernel keeps the file for them, and one that starts again gets the
+present one, for the kubelet keeps the path. Everything blocks; call it in a thread. State owned: the two files.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+from gpushare_agent.agent.isolation.directories import opened_root, step
+from gpushare_agent.agent.isolation.gpushare.edits import LIBRARY_NAME, LIBRARY_PATH
+from gpushare_agent.agent.runtime.node_probes import require_writable
+from gpushare_agent.core.kit.directories import DIRECTORY_MODE, replace_file, status_of
+from gpushare_agent.core.model.errors import AgentError, Corrupt, NotFound, StartupError, Unavailable
+from gpushare_agent.core.settings.settings import Settings
+
+SETTING = "libgpushare.directory"
+MARK = b"/etc/vcuda/gpushare.config\0"
+"""In every file of the library, and in no other."""
+PRELOAD_NAME = "ld.so.preload"
+MAX_LIBRARY_BYTES = 64 * 1024 * 1024
+"""The library has one MiB; with debugging information several."""
+_CURE = (
+    "Build it with `python -m native.build_gpushare`, put it at the path that --libgpushare.library names, or choose another"
+    " isolation"
+)
+
+Stamp = tuple[int, int, int]
+"""Inode, size, and time of change in nanoseconds; differs for another file in the library's place."""
+_NO_LIBRARY: Stamp = (0, 0, 0)
+
+
+class Library:
+    """`is_optional`: where there is none an empty file is mounted in its place, and nothing preloaded."""
+
+    def __init__(self, source: Path, directory: Path, *, is_optional: bool = False) -> None:
+        self.source = source
+        self.directory = directory
+        self._is_optional = is_optional
+        self._checked: Stamp | None = None
+
+    @property
+    def missing_note(self) -> str:
+        """What containers get where there is no library and none is needed, for people; else empty."""
+        if not self._is_optional or self.source.exists():
+            return ""
+        # The first line that a sandbox prints: it must not read like a fault.
+        what = "isolation gpushare: containers get limits and mounts, and no library"
+        return f"{what}: simulated GPUs need none, and {self.source} is not there"
+
+    def check(self) -> Stamp:
+        """Reads only. Raises StartupError where there is no library, one for another machine, or a place that programs
+        cannot load it from."""
+        if self.missing_note:
+            return _NO_LIBRARY
+        try:
+            status = self._status()
+            stamp = status.st_ino, status.st_size, status.st_mtime_ns
+            if stamp != self._checked:  # a check each second or two, and the ELF reader takes 3 ms
+                self._check_machine()
+                self._checked = stamp
+        except (NotFound, Corrupt, Unavailable) as e:
+            raise StartupError(f"isolation gpushare has no library: {e}. {_CURE}") from e
+        try:
+            # The directory may not be there yet: its file system is that of the nearest one above.
+            place = next(path for path in (self.directory, *self.directory.parents) if path.exists())
+            is_noexec = bool(os.statvfs(place).f_flag & os.ST_NOEXEC)
+        except OSError as e:
+            raise StartupError(f"isolation gpushare: {self.directory} cannot be read: {e.strerror or e}") from e
+        if is_noexec:
+            raise StartupError(
+                f"isolation gpushare: {place} is on a file system mounted noexec, from which no program can load the"
+                f" library. Mount it without noexec, or set {SETTING} to another place"
+            )
+        return stamp
+
+    def look(self) -> None:
+        """Whether `install` finds all that it needs. Writes nothing that stays. Raises AgentError with the remedy."""
+        self.check()
+        self.content()
+        try:
+            require_writable(self.directory)
+        except Unavailable as e:
+            raise Unavailable(f"{e} (setting {SETTING})") from e
+
+    def install(self) -> None:
+        """Makes the directory, and library and preload file as they are now. Raises StartupError."""
+        try:
+            with step("preparing", self.directory, SETTING):
+                self._write(self.content())
+        except AgentError as e:
+            raise StartupError(f"isolation gpushare cannot keep its files: {e}") from e
+
+    def put_back(self) -> None:
+        """Library and preload file, where somebody has removed them: the runtime would make a directory in the place of a
+        missing mount source. Raises OSError, Unavailable."""
+        self._write(None if self._is_installed() else self.content())
+
+    def content(self) -> bytes:
+        """The library, at most MAX_LIBRARY_BYTES. Raises Unavailable, also where it is another one."""
+        if self.missing_note:
+            return b""
+        self._status()
+        try:
+            with self.source.open("rb") as file:
+                content = file.read(MAX_LIBRARY_BYTES + 1)
+        except OSError as e:
+            raise Unavailable(f"{self.source} cannot be used: {e.strerror or e}") from e
+        # An empty file is a copy that was cut off; the loader would print a line in every program.
+        if not 0 < len(content) <= MAX_LIBRARY_BYTES:
+            raise Unavailable(f"{self.source} cannot be used: it has not between 1 and {MAX_LIBRARY_BYTES} bytes")
+        # Any library loads: one that is not the isolation's would limit nobody, and nobody would see it.
+        if MARK not in content:
+            raise Unavailable(f"{self.source} is not libgpushare's: it would limit nobody. {_CURE}")
+        return content
+
+    def _write(self, content: bytes | None) -> None:
+        self.directory.mkdir(mode=DIRECTORY_MODE, parents=True, exist_ok=True)
+        with opened_root(self.directory) as directory:
+            if content is not None:
+                replace_file(directory, LIBRARY_NAME, content, is_synced=True)
+            # The loader prints a line in every program for a file that it cannot preload, as an empty one.
+            installed = status_of(directory, LIBRARY_NAME)
+            is_empty = installed is not None and installed.st_size == 0
+            replace_file(directory, PRELOAD_NAME, b"" if is_empty else f"{LIBRARY_PATH}\n".encode())
+
+    def _is_installed(self) -> bool:
+        try:
+            status = (self.directory / LIBRARY_NAME).lstat()
+        except FileNotFoundError:
+            return False
+        return stat.S_ISREG(status.st_mode) and (status.st_size > 0 or bool(self.missing_note))
+
+    def _check_machine(self) -> None:
+        from gpushare_agent.agent.delivery.elf import read_elf  # a twentieth of the start, not yet needed
+
+        found, own = read_elf(self.source), read_elf(Path("/proc/self/exe"))
+        if (found.elf_class, found.machine) != (own.elf_class, own.machine):
+            raise StartupError(
+                f"isolation gpushare: {self.source} is a {found.elf_class}-bit library for {found.machine}, and this node's"
+                f" programs are {own.elf_class}-bit for {own.machine}. {_CURE}"
+            )
+
+    def _status(self) -> os.stat_result:
+        try:
+            status = self.source.stat()
+        except OSError as e:
+            raise Unavailable(f"{self.source} cannot be used: {e.strerror or e}") from e
+        if not stat.S_ISREG(status.st_mode):
+            raise Unavailable(f"{self.source} cannot be used: it is no regular file")
+        return status
+
+
+def library_of(settings: Settings) -> Library:
+    """No program computes on simulated GPUs, so they do without: containers get limits and mounts all the same."""
+    own = settings.libgpushare
+    return Library(own.library, own.directory, is_optional=settings.driver == "simulated")

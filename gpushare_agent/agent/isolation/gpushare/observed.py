@@ -1,0 +1,405 @@
+"""Tells libgpushare what the driver shows of each container, its memory and how long it and others kept the GPU busy, and
+what the other containers on its GPU pay.
+
+Two to four times a second the `usage` of each container says whether its processes launch anything. For those that do
+
+    whose process is it   a round of usage sampling says; it is requested while a process is there of which none has
+    who was busy          the driver is read ten times a second, for their GPUs alone: busy time is added up for all
+                          containers of a GPU in one reading, so a container that begins is counted from then on
+    what others pay       by their `usage`, in each reading; how much of it is believed: claims.py
+    what is written       all of it, into the gpushare.config of each
+
+A process that no round has shown yet keeps what it was busy until one does. While one is there the memory in the files is
+that of the last round. Where readings are costly there are fewer: they have a twentieth of a processor. The same loop puts
+limits right that an elastic ceiling, or another agent, has changed.
+
+State owned: the owners of processes by the last round, those that the last reading showed, whether a round is missing and
+when one was requested, what was counted and claimed on each GPU, of each container its count of launches and when it last
+grew, its limits, what it is told, and whose failure was logged. The event loop alone changes it; the thread reads and writes
+files.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
+from typing import NoReturn, TypeVar
+
+import structlog
+from msgspec import Struct, field
+from msgspec.structs import replace
+
+from gpushare_agent.agent.isolation.gpushare.claims import Claims
+from gpushare_agent.agent.isolation.gpushare.files import GpushareFiles
+from gpushare_agent.agent.isolation.gpushare.format import GpuLimits, Observed, Paid
+from gpushare_agent.core.kit.daemon_thread import DaemonThread
+from gpushare_agent.core.kit.supervision import forever
+from gpushare_agent.core.model.allocations import ContainerKey
+from gpushare_agent.core.model.errors import AgentError, NotFound
+from gpushare_agent.core.model.names import GpuUuid
+from gpushare_agent.core.model.usage import ContainerUse, GpuBusy, ProcessSample, SamplesBusy, UsageRound
+
+T = TypeVar("T")
+U = TypeVar("U")
+
+log = structlog.get_logger(__name__)
+
+TIMEOUT_S = 5.0
+PERIOD_S = 0.25
+IDLE_PERIOD_S = 0.5
+"""While nobody computes: who begins has no neighbour to be told of."""
+ROUND_PERIOD_S = 30.0
+"""So often a round is requested although all processes are known: whose a claim's are may change while they run."""
+RUNS_FOR_S = 5.0
+"""So long after its last launch a container is told what the driver shows, and what others pay."""
+READING_PERIOD_S = 0.1
+LONGEST_PAUSE_S = 1.0
+"""What it is told libgpushare believes for 3 s (limit.c, TOLD_MS), so a reading a second is enough."""
+PART_OF_PROCESSOR = 20
+"""Readings have a twentieth of a processor, and half of the time, for the driver serves the programs too."""
+
+Owners = Mapping[int, ContainerKey | None]
+"""Of the processes on a GPU that are known, by PID: None, where it is in no container with a share of that GPU."""
+_OwnersOfGpus = dict[GpuUuid, dict[int, ContainerKey | None]]
+
+
+class BusyCount(Struct):
+    """Of one GPU, since `since_ns`. Times are of CLOCK_MONOTONIC, all in nanoseconds; 0: not known."""
+
+    since_ns: int = 0
+    until_ns: int = 0
+    total_ns: int = 0
+    by_container: dict[ContainerKey, int] = field(default_factory=dict)
+    unknown: dict[int, int] = field(default_factory=dict)
+    """By PID, not yet in the sums."""
+    known: frozenset[ContainerKey] = frozenset()
+    """Those with a process in the last reading."""
+    busy: float | None = None
+    """Of the time, about a second's mean; None: the driver does not say."""
+
+    def add(self, read: GpuBusy, owners: Owners) -> None:
+        """One reading. One that does not continue the last begins anew."""
+        begins = not (read.is_continued and read.busy_until_ns and self.until_ns)
+        if begins:
+            self.since_ns, self.total_ns = read.busy_until_ns, 0
+            self.by_container.clear()
+            self.unknown.clear()
+            self.busy = None
+        passed_ns, self.until_ns = read.busy_until_ns - self.until_ns, read.busy_until_ns
+        if not begins and passed_ns > 0:
+            busy = min(1.0, sum(process.busy_ns for process in read.processes) / passed_ns)
+            self.busy = busy if self.busy is None else self.busy + (busy - self.busy) * min(1.0, 2e-9 * passed_ns)
+        self.known = frozenset(key for process in read.processes if (key := owners.get(process.pid)) is not None)
+        unknown, self.unknown = self.unknown, {}
+        for process in read.processes:
+            busy_ns = 0 if begins else process.busy_ns + unknown.pop(process.pid, 0)
+            if process.pid not in owners:
+                self.unknown[process.pid] = busy_ns
+                continue
+            self.total_ns += busy_ns
+            if (key := owners[process.pid]) is not None:
+                self.by_container[key] = self.by_container.get(key, 0) + busy_ns
+        self.total_ns += sum(unknown.values())  # of who has ended before a round showed whose it was
+
+    def observed(self, key: ContainerKey, before: Observed, at_ns: int, used: int | None) -> Observed:
+        """`before` with what is counted of the container, and what it used at that time where that is known.
+
+        Of a container of which no process is known, as of all without the host's PID namespace, it is not known how busy it
+        is. Said as 0, its payments would seem far too high next to what the GPU was busy, and it would be given ever more.
+        """
+        own_ns = self.by_container.get(key, 0)
+        return replace(
+            before,
+            at_ns=before.at_ns if used is None else at_ns,
+            used_bytes=before.used_bytes if used is None else used,
+            busy_since_ns=self.since_ns,
+            busy_until_ns=self.until_ns if key in self.known else 0,
+            busy_ns=own_ns,
+            others_ns=self.total_ns - own_ns,
+        )
+
+
+def used_bytes(read: GpuBusy, owners: Owners) -> dict[ContainerKey, int]:
+    """What each container has, of those of which that is known; none while a process is anybody's, for without one of its
+    processes a container would seem to have less, and its library would give it more."""
+    if any(process.pid not in owners for process in read.processes):
+        return {}
+    found: dict[ContainerKey, int] = {}
+    unknown = set()
+    for process in read.processes:
+        if (key := owners[process.pid]) is None:
+            continue
+        if process.memory_bytes is None:
+            unknown.add(key)
+        found[key] = found.get(key, 0) + (process.memory_bytes or 0)
+    return {key: size for key, size in found.items() if key not in unknown}
+
+
+def owners_of(uses: Iterable[ContainerUse], unattributed: Mapping[GpuUuid, Sequence[ProcessSample]]) -> _OwnersOfGpus:
+    """By the round that has these."""
+    found: _OwnersOfGpus = {}
+    for uuid, processes in unattributed.items():
+        found.setdefault(uuid, {}).update(dict.fromkeys((process.pid for process in processes), None))
+    for one in uses:
+        found.setdefault(one.uuid, {}).update(dict.fromkeys(one.pids, one.key))
+    return found
+
+
+def memory_of(uses: Iterable[ContainerUse]) -> dict[tuple[ContainerKey, GpuUuid], int]:
+    """Of the containers of which the round knows a process, and what all have."""
+    found: dict[tuple[ContainerKey, GpuUuid], int] = {}
+    unknown = set()
+    for one in uses:
+        if one.memory_bytes is None:
+            unknown.add((one.key, one.uuid))
+        elif one.pids:
+            found[one.key, one.uuid] = found.get((one.key, one.uuid), 0) + one.memory_bytes
+    return {place: size for place, size in found.items() if place not in unknown}
+
+
+def pause_s(took_s: float, used_s: float) -> float:
+    """Until the next reading, after one that took so long, and so much processor time of the agent. Not by the former alone:
+    where programs keep the processors busy a reading takes longer, and is as cheap."""
+    return min(LONGEST_PAUSE_S, max(READING_PERIOD_S - took_s, used_s * PART_OF_PROCESSOR - took_s, took_s))
+
+
+class _Container(Struct):
+    launches: int = 0
+    launched_at: float = float("-inf")
+    limits: tuple[GpuLimits, ...] = ()
+    """What was written; empty: nothing yet."""
+    gpus: tuple[GpuUuid, ...] = ()
+    """In the order of its files; so is the next."""
+    limits_of_gpus: tuple[GpuLimits | None, ...] = ()
+    seen: dict[GpuUuid, Observed] = field(default_factory=dict)
+
+
+_Answers = dict[ContainerKey, T | AgentError]
+"""Of what was tried for several containers: one that fails costs no other anything."""
+
+
+def _for_each(work: Callable[[ContainerKey, U], T], given: Mapping[ContainerKey, U]) -> _Answers[T]:
+    found: _Answers[T] = {}
+    for key, one in given.items():
+        try:
+            found[key] = work(key, one)
+        except AgentError as e:
+            found[key] = e
+    return found
+
+
+class ObservedContainers(Struct, kw_only=True, eq=False):
+    """`run` once. `shares` are the containers and claims under this isolation, each with the limits that it is to have of
+    its GPUs."""
+
+    files: GpushareFiles
+    shares: Callable[[], Mapping[ContainerKey, tuple[GpuLimits, ...]]]
+    driver: SamplesBusy
+    share_of: Callable[[ContainerKey], ContainerKey] = lambda key: key
+    """Whose part an allocation is: of a claim a container may use several together."""
+    clock: Callable[[], float] = time.monotonic
+    _request: Callable[[], None] = lambda: None
+    _thread: DaemonThread = field(
+        default_factory=lambda: DaemonThread(
+            "gpushare-configs", advice="Check the disk of the setting libgpushare.directory."
+        )
+    )
+    _owners: _OwnersOfGpus = field(default_factory=dict)
+    _listed: dict[GpuUuid, set[int]] = field(default_factory=dict)
+    _is_round_missing: bool = True
+    _ran: Collection[ContainerKey] = ()
+    _requested_at: float = float("-inf")
+    _counts: dict[GpuUuid, BusyCount] = field(default_factory=dict)
+    _claims: dict[GpuUuid, Claims] = field(default_factory=dict)
+    _has_running: asyncio.Event = field(default_factory=asyncio.Event)
+    _containers: dict[ContainerKey, _Container] = field(default_factory=dict)
+    _logged: set[ContainerKey] = field(default_factory=set)
+
+    def usage_sampled(self, usage: UsageRound | None) -> None:
+        """For UsageSampling.subscribe."""
+        if usage is None:
+            return
+        uses = [replace(one, key=self.share_of(one.key)) for one in usage.containers.values()]
+        self._owners = owners_of(uses, usage.unattributed)
+        age_ns = max(0, int((time.time() - usage.sampled_at) * 1e9))  # what was allocated since is not in it
+        at_ns = time.monotonic_ns() - age_ns
+        for (key, uuid), size in memory_of(uses).items():
+            if (one := self._containers.get(key)) is not None and uuid in one.gpus:
+                seen = one.seen.get(uuid, Observed())
+                if at_ns > seen.at_ns:
+                    one.seen[uuid] = replace(seen, at_ns=at_ns, used_bytes=size)
+
+    def request_usage_by(self, request: Callable[[], None]) -> None:
+        self._request = request
+
+    def paid(self, key: ContainerKey, uuid: GpuUuid) -> float | None:
+        """What an allocation's share pays there, of the GPU's time; None where it has launched nothing of late."""
+        claims = self._claims.get(uuid)
+        return claims.ratio(self.share_of(key), self._now_ns()) if claims is not None else None
+
+    async def run(self) -> NoReturn:
+        """Until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(forever("gpushare readings", self._read), name="gpushare readings")
+            while True:
+                await self.look()
+                await asyncio.sleep(PERIOD_S if self._has_running.is_set() else IDLE_PERIOD_S)
+
+    async def _read(self) -> NoReturn:
+        while True:
+            await self._has_running.wait()
+            began, used = time.monotonic(), time.process_time()
+            await self.read()
+            await asyncio.sleep(pause_s(time.monotonic() - began, time.process_time() - used))
+
+    async def look(self) -> None:
+        """Which containers compute, and whether their limits are right."""
+        shares = dict(self.shares())
+        self._keep(shares)
+        known = {key: one for key, one in self._running().items() if one.gpus}  # `read` reads those
+        there = await self._note_paid({key: len(limits) for key, limits in shares.items() if key not in known})
+        wrong = {key: shares[key] for key in (*there, *known) if shares[key] != self._containers[key].limits}
+        if wrong:
+            await self._write_limits(wrong)
+        running = self._running()
+        await self._call(partial(self.files.release, tuple(running)), "releasing the files of containers")
+        if running:
+            if self._is_round_due(running):
+                self._request()
+                self._requested_at = self.clock()
+            self._has_running.set()
+        else:
+            self._has_running.clear()
+        self._ran = running.keys()
+
+    def _keep(self, shares: Mapping[ContainerKey, tuple[GpuLimits, ...]]) -> None:
+        """Forgets the containers that have ended, and the GPUs that nobody has a share of."""
+        self._containers = {key: self._containers.get(key) or _Container() for key in shares}
+        self._logged &= shares.keys()
+        gpus = {GpuUuid(one.uuid) for limits in shares.values() for one in limits}
+        self._counts = {uuid: count for uuid, count in self._counts.items() if uuid in gpus}
+        self._claims = {uuid: claims for uuid, claims in self._claims.items() if uuid in gpus}
+        self._listed = {uuid: pids for uuid, pids in self._listed.items() if uuid in gpus}
+        for count in self._counts.values():
+            count.by_container = {key: ns for key, ns in count.by_container.items() if key in shares}
+        for claims in self._claims.values():
+            claims.keep(shares)
+
+    def _is_round_due(self, running: Mapping[ContainerKey, _Container]) -> bool:
+        """A round costs as much as several readings, and is of no use while the readings show known processes alone."""
+        is_old = self.clock() - self._requested_at >= ROUND_PERIOD_S
+        return is_old or self._is_round_missing or running.keys() != self._ran
+
+    async def read(self) -> None:
+        """The driver and the claims, once, and what they show is written to those that compute."""
+        running = self._running()
+        on_gpu: dict[GpuUuid, dict[ContainerKey, _Container]] = {}
+        for key, one in running.items():
+            for uuid in one.gpus:
+                on_gpu.setdefault(uuid, {})[key] = one
+        try:
+            found = await self.driver.sample_busy(on_gpu.keys()) if on_gpu else {}
+        except AgentError as e:
+            log.debug("gpus_not_read", error=str(e))
+            found = {}
+        self._is_round_missing = found.keys() != on_gpu.keys()
+        for uuid, busy in found.items():
+            owners, count = self._owners_of(uuid, busy), self._counts.setdefault(uuid, BusyCount())
+            count.add(busy, owners)
+            used = used_bytes(busy, owners)
+            for key, one in on_gpu.get(uuid, {}).items():
+                one.seen[uuid] = count.observed(key, one.seen.get(uuid, Observed()), busy.at_ns, used.get(key))
+        await self._note_paid({key: len(one.gpus) for key, one in running.items() if one.gpus})
+        # Without those that have ended meanwhile, or have other files now.
+        running = {key: one for key, one in running.items() if self._containers.get(key) is one}
+        at_ns = self._now_ns()
+        for uuid, on_it in on_gpu.items():
+            seen = {key: one.seen.get(uuid, Observed()) for key, one in on_it.items()}
+            for key, told in self._claims.setdefault(uuid, Claims()).tell(seen, at_ns, self._busy_of(uuid)).items():
+                on_it[key].seen[uuid] = told
+        await self._write({key: dict(one.seen) for key, one in running.items() if one.seen})
+
+    async def _note_paid(self, gpus: Mapping[ContainerKey, int]) -> Collection[ContainerKey]:
+        """Reads the `usage` of these containers, each with its number of GPUs; answers those that have files."""
+
+        def read() -> tuple[int, _Answers[list[Paid]]]:
+            return self._now_ns(), _for_each(self.files.paid, gpus)
+
+        found = await self._call(read, "reading the use of containers") if gpus else None
+        if found is None:
+            return ()
+        at_ns, answers = found
+        for key, paid in answers.items():
+            if isinstance(paid, AgentError):
+                self._failed(key, paid)
+            elif key in self._containers:  # it has not ended meanwhile
+                self._note_paid_of(key, at_ns, paid)
+        return [key for key, paid in answers.items() if key in self._containers and not isinstance(paid, NotFound)]
+
+    def _note_paid_of(self, key: ContainerKey, at_ns: int, paid: Sequence[Paid]) -> None:
+        one, launches = self._containers[key], sum(each.launches for each in paid)
+        if launches < one.launches:  # its files were made again
+            self._containers[key] = one = _Container()
+            for claims in self._claims.values():
+                claims.of.pop(key, None)
+        if launches != one.launches:
+            one.launches, one.launched_at = launches, self.clock()
+        for uuid, limits, each in zip(one.gpus, one.limits_of_gpus, paid, strict=False):
+            if limits is not None:
+                self._claims.setdefault(uuid, Claims()).note(key, limits, at_ns, each)
+
+    def _owners_of(self, uuid: GpuUuid, busy: GpuBusy) -> Owners:
+        """By the last round; without processes that have ended since, for their PIDs may be others' by the next one."""
+        owners = self._owners.setdefault(uuid, {})
+        pids = {process.pid for process in busy.processes}
+        for pid in self._listed.get(uuid, set()) - pids:
+            owners.pop(pid, None)
+        # One without memory is in no list of the driver, but was busy: it may come and go in readings, and has not ended.
+        self._listed[uuid] = {process.pid for process in busy.processes if process.memory_bytes != 0}
+        if any(owners.get(pid) is None for pid in pids):
+            self._is_round_missing = True  # a process in no container with a share may be in one that has just started
+        return owners
+
+    def _busy_of(self, uuid: GpuUuid) -> float | None:
+        return self._counts[uuid].busy if uuid in self._counts else None
+
+    def _now_ns(self) -> int:
+        return int(self.clock() * 1e9)
+
+    def _running(self) -> dict[ContainerKey, _Container]:
+        now = self.clock()
+        return {key: one for key, one in self._containers.items() if now - one.launched_at < RUNS_FOR_S}
+
+    async def _write_limits(self, limits: Mapping[ContainerKey, tuple[GpuLimits, ...]]) -> None:
+        work = partial(_for_each, self.files.write_limits, limits)
+        for key, gpus in (await self._call(work, "writing the limits of containers") or {}).items():
+            if isinstance(gpus, AgentError):
+                self._failed(key, gpus)
+            elif (one := self._containers.get(key)) is not None:
+                one.limits, one.gpus = limits[key], gpus
+                by_uuid = {each.uuid: each for each in one.limits}
+                one.limits_of_gpus = tuple(map(by_uuid.get, gpus))
+
+    async def _write(self, seen: Mapping[ContainerKey, Mapping[GpuUuid, Observed]]) -> None:
+        work = partial(_for_each, self.files.write_observed, seen)
+        for key, error in (await self._call(work, "writing what containers use") or {}).items():
+            if error is not None:
+                self._failed(key, error)
+
+    def _failed(self, key: ContainerKey, error: AgentError) -> None:
+        if not isinstance(error, NotFound) and key not in self._logged:  # once: the tenant can make it come and go
+            self._logged.add(key)
+            log.warning(
+                "gpushare_files_not_used", pod_uid=key.pod_uid, container=key.container, error=str(error),
+                then="it is tried again, and not logged again for it",
+            )  # fmt: skip
+
+    async def _call(self, work: Callable[[], T], what: str) -> T | None:
+        """In the thread; None where there is no answer in time."""
+        try:
+            return await self._thread.call(work, what, TIMEOUT_S)
+        except AgentError as e:
+            log.debug("gpushare_files_late", what=what, error=str(e))
+            return None

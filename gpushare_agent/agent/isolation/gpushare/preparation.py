@@ -1,0 +1,159 @@
+"""Keeps the library where containers get it from, makes each share's files before its container starts, and shortens those
+that a tenant has made too long.
+
+Every share of the node gets its files, whatever isolation its pod names: the annotation may have changed since Allocate
+answered the mounts, and the runtime makes a missing mount source an empty directory. Those of a container that was allocated
+now are made at once (ahead.py); they serve one start, each later one gets others. File access is in threads, bounded.
+
+State owned: which library was installed last, the failure that was logged last, and the containers whose file was found too
+large, or could not be shortened.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
+from typing import NoReturn, TypeVar
+
+import structlog
+
+from gpushare_agent.agent.isolation.ahead import PreparedAhead
+from gpushare_agent.agent.isolation.directories import REMOVAL_TIMEOUT_S
+from gpushare_agent.agent.isolation.gpushare.files import GpushareFiles
+from gpushare_agent.agent.isolation.gpushare.library import Stamp
+from gpushare_agent.core.kit.daemon_thread import DaemonThread
+from gpushare_agent.core.kit.supervision import ReportOnce, forever
+from gpushare_agent.core.model.allocations import Allocation, ContainerKey
+from gpushare_agent.core.model.errors import AgentError, RefusalReason, Refused
+
+log = structlog.get_logger(__name__)
+T = TypeVar("T")
+
+FILES_TIMEOUT_S = 5.0
+"""One call; the kubelet waits 30 s for PreStartContainer."""
+CUT_PERIOD_S = 2.0
+_ADVICE = "Check the disk of the setting libgpushare.directory."
+
+
+class Preparation:
+    """`check` first and again, `run` once, `prepare` at any time."""
+
+    def __init__(
+        self,
+        files: GpushareFiles,
+        allocations: Callable[[], Mapping[ContainerKey, Allocation]],
+        *,
+        cut_period_s: float = CUT_PERIOD_S,
+    ) -> None:
+        self.files = files
+        self._allocations = allocations
+        self._cut_period_s = cut_period_s
+        self._thread = DaemonThread("gpushare-files", advice=_ADVICE)
+        # A thread of its own: a tenant decides how long the kernel takes to shorten its file (25 s measured), and no start
+        # may wait for that.
+        self._cutting = DaemonThread("gpushare-cutting", advice=_ADVICE)
+        self._failure = ReportOnce()
+        self._too_large: set[ContainerKey] = set()
+        self._not_cut: set[ContainerKey] = set()
+        self._installed: Stamp | None = None
+        self.ahead = PreparedAhead(self._make_ahead, at_once=1)  # a start takes the next one out before its turn
+
+    async def check(self) -> None:
+        """The library is there for this machine, and in its place for containers. A library that was replaced is put there
+        again. Raises AgentError with the remedy."""
+        library = self.files.library
+        stamp = await self._in_thread(library.check, "reading libgpushare")
+        # At the start, and where the deployer replaces the library while the agent runs.
+        if stamp != self._installed:
+            await self._in_thread(library.install, "installing libgpushare")
+            self._installed = stamp
+            if note := library.missing_note:
+                log.warning("isolation_library_missing", detail=note)
+                return
+            log.info(
+                "isolation_library_installed",
+                isolation="gpushare",
+                library=str(library.source),
+                directory=str(library.directory),
+            )
+
+    async def look(self) -> None:
+        """Whether `check` will find all that it needs. Raises AgentError with the remedy."""
+        await self._in_thread(self.files.library.look, "reading libgpushare")
+
+    async def prepare(self, keys: Collection[ContainerKey]) -> Refused | None:
+        """Makes new files for the shares among containers that are about to start; bounded."""
+        try:
+            for key in self._shares_of(sorted(keys)):
+                if not self.ahead.take(key):
+                    await self._make(key)
+        except AgentError as e:
+            log.error("private_cache_not_prepared", error=str(e))
+            return Refused(
+                reason=RefusalReason.NOT_READY,
+                detail=f"the container's private cache cannot be prepared: {e}. The kubelet tries again.",
+            )
+        return None
+
+    async def run(self) -> NoReturn:
+        """Until cancelled. A cycle that fails is logged, once for each error, and repeated."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(forever("gpushare files ahead", self.ahead.run), name="gpushare files ahead")
+            while True:
+                self.ahead.keep_only(self._allocations().__contains__)
+                try:
+                    await self.cut_oversized()
+                except AgentError as e:
+                    if self._failure.is_new(str(e)):
+                        log.warning("private_caches_not_cut", error=str(e), then="the next cycle tries again")
+                else:
+                    self._failure.is_over()
+                await asyncio.sleep(self._cut_period_s)
+
+    async def cut_oversized(self) -> None:
+        """Shortens files that are larger than the library makes them, the largest first, and logs it once for a container.
+        Raises AgentError."""
+        shares = self._shares_of(self._allocations())
+        # A container that is allocated again is warned of again.
+        self._too_large.intersection_update(shares)
+        self._not_cut.intersection_update(shares)
+        for key, size in await self._in_thread(partial(self.files.oversized, shares), "comparing the sizes of caches"):
+            if key not in self._too_large:
+                self._too_large.add(key)
+                log.warning(
+                    "private_cache_too_large", pod_uid=key.pod_uid, container=key.container, size_bytes=size,
+                    then="it is shortened, now and whenever it grows again, and not logged again for it",
+                )  # fmt: skip
+            try:
+                what = f"shortening the cache of {key.container}"
+                await self._cutting.call(partial(self.files.cut, key), what, REMOVAL_TIMEOUT_S)
+            except AgentError as e:
+                # A tenant that executes its file keeps everybody from writing to it: a person has to know, once.
+                if key not in self._not_cut:
+                    self._not_cut.add(key)
+                    log.warning(
+                        "private_cache_not_cut", pod_uid=key.pod_uid, container=key.container, error=str(e),
+                        then="it stays large, is tried again, and not logged again; to end the pod frees it",
+                    )  # fmt: skip
+
+    def _shares_of(self, keys: Collection[ContainerKey]) -> list[ContainerKey]:
+        """Whole GPUs get no library and so no files."""
+        allocations = self._allocations()
+        return [key for key in keys if key in allocations and allocations[key].is_limited]
+
+    async def _make_ahead(self, keys: Sequence[ContainerKey]) -> list[ContainerKey]:
+        shares = self._shares_of(keys)
+        try:
+            for key in shares:
+                await self._make(key)
+        # No log: PreStartContainer makes it again, and reports.
+        except AgentError:
+            return []
+        return shares
+
+    async def _make(self, key: ContainerKey) -> None:
+        await self._in_thread(partial(self.files.prepare, key), f"preparing the cache of {key.container}")
+
+    async def _in_thread(self, blocking: Callable[[], T], what: str) -> T:
+        return await self._thread.call(blocking, what, FILES_TIMEOUT_S)

@@ -1,0 +1,260 @@
+"""Has libgpushare prove itself on the node (probe.py): once for each version of the driver and each library, in the
+background, as soon as a GPU is idle; and refuses shares, with the remedy, where it failed.
+
+The result is kept beside the library, so that a restart does not probe again what passed. What failed is refused from
+the next start on, too, until a probe passes. An attempt is written down before it begins: where the agent ends with it,
+as when the program's memory counts to the agent's container, it is not made at every start.
+
+    {"version": 1, "driver": "580.95.05", "library": "<SHA-256>", "state": "passed", "text": "…", "at": 1790000000.0,
+     "unfinished": 0}
+
+State owned: the result, the last round of usage, and the file probe.json in the setting libgpushare.directory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, NoReturn, Protocol
+
+import structlog
+from msgspec import Meta, Struct, ValidationError, convert, field, to_builtins
+from msgspec.structs import replace
+
+from gpushare_agent.agent.isolation.gpushare.library import Library
+from gpushare_agent.agent.isolation.gpushare.probe import FILES_TIMEOUT_S, LibraryProbe, idle_gpu, remove_left
+from gpushare_agent.agent.isolation.kept import ProbeResult, ProbeState
+from gpushare_agent.core.kit.daemon_thread import DaemonThread
+from gpushare_agent.core.kit.state_file import StateFile
+from gpushare_agent.core.kit.supervision import ReportOnce, wait_for
+from gpushare_agent.core.model.allocations import Allocation, ContainerKey
+from gpushare_agent.core.model.errors import AgentError, Corrupt, Unavailable
+from gpushare_agent.core.model.gpus import Gpu, GpuInventory
+from gpushare_agent.core.model.usage import UsageRound
+
+log = structlog.get_logger(__name__)
+
+STATE_NAME = "probe.json"
+PERIOD_S = 60.0
+"""Between two looks for an idle GPU, and for a library that was replaced."""
+ROUND_TIMEOUT_S = 15.0
+MOST_UNFINISHED = 2
+_MOST_CHARS = 1024
+_Text = Annotated[str, Meta(max_length=_MOST_CHARS)]
+
+
+class Remembered(Struct, frozen=True, kw_only=True):
+    """The file. `library` is the SHA-256 of the file that was proven; `unfinished` counts attempts that have no
+    result."""
+
+    version: Literal[1] = 1
+    driver: _Text
+    library: _Text
+    state: ProbeState = ProbeState.SKIPPED
+    text: _Text = ""
+    at: float = 0.0
+    unfinished: Annotated[int, Meta(ge=0)] = 0
+
+    @property
+    def failure(self) -> str:
+        """Why no share can be had, and the remedy; empty unless it failed."""
+        if self.state is not ProbeState.FAILED:
+            return ""
+        return (
+            f"isolation gpushare: its library does not limit programs under driver {self.driver}: {self.text}. Update the"
+            " agent, whose image has the library, or choose another isolation; `gpushare-agent check` probes again, and"
+            " --libgpushare.probe=false gives shares all the same"
+        )
+
+
+class Proves(Protocol):
+    """probe.LibraryProbe."""
+
+    async def prove(self, gpu: Gpu) -> tuple[ProbeState, str]: ...
+    def give_way(self) -> None: ...
+
+
+class ProbedLibrary(Struct, kw_only=True, eq=False):
+    """`run` once. `require_passed` is part of the isolation's check. `failed` is called with each new failure."""
+
+    library: Library
+    probe: Proves
+    inventory: Callable[[], GpuInventory]
+    allocations: Callable[[], Mapping[ContainerKey, Allocation]]
+    failed: Callable[[Remembered], None]
+    request_usage: Callable[[], None]
+    period_s: float = PERIOD_S
+    round_timeout_s: float = ROUND_TIMEOUT_S
+    clock: Callable[[], float] = time.time
+    _thread: DaemonThread = field(
+        default_factory=lambda: DaemonThread(
+            "gpushare-probe", advice="Check the disk of the setting libgpushare.directory."
+        )
+    )
+    _round: UsageRound | None = None
+    _is_sampled: asyncio.Event = field(default_factory=asyncio.Event)
+    _known: Remembered | None = None
+    _proven: tuple[str, str] | None = None
+    """Driver and library of the result that this agent has found or taken over."""
+    _is_recalled: bool = False
+    _gpu: Gpu | None = None
+    _skipped: ReportOnce = field(default_factory=ReportOnce)
+
+    @property
+    def result(self) -> ProbeResult | None:
+        known = self._known
+        if known is None:
+            return None
+        return ProbeResult(state=known.state, text=known.text, driver_version=known.driver, at=known.at)
+
+    def is_failed(self) -> bool | None:
+        """None before it ran."""
+        if self._known is None or self._known.state is ProbeState.SKIPPED:
+            return None
+        return self._known.state is ProbeState.FAILED
+
+    async def require_passed(self) -> None:
+        """What was not tried yet is not refused. Raises Unavailable with the remedy where the library has failed, here
+        or, before a new attempt, under a previous agent."""
+        if not self._is_recalled and (driver := self.inventory().driver_version):
+            _, saved = await recall(self._thread, self.library, driver)
+            self._is_recalled = True
+            if saved is not None and self._known is None and saved.state is not ProbeState.SKIPPED:
+                self._known = saved
+        if self._known is not None and (why := self._known.failure):
+            raise Unavailable(why)
+
+    def usage_sampled(self, usage: UsageRound | None) -> None:
+        """Takes a round of usage; for UsageSampling.subscribe."""
+        if usage is not None:
+            self._round = usage
+            self._is_sampled.set()
+
+    def changed(self) -> None:
+        """An allocation: a container that comes to the GPU that is probed does not wait for it."""
+        if self._gpu is not None and self._is_allocated(self._gpu):
+            self.probe.give_way()
+
+    async def run(self) -> NoReturn:
+        """Until cancelled."""
+        while True:
+            try:
+                await self.look()
+            except AgentError as e:  # of the files: the isolation's own check says what is wrong
+                self._skip(str(e))
+            await asyncio.sleep(self.period_s)
+
+    async def look(self) -> None:
+        """Probes where that is due and possible now. Raises AgentError."""
+        driver = self.inventory().driver_version
+        library, saved = await recall(self._thread, self.library, driver)
+        key, file = (driver, library), state_file(self.library.directory)
+        # Until the driver is read there is no version to prove it for.
+        if not driver or key == self._proven:
+            return
+        # A failure stays in force while it is tried again: shares must not be given in between.
+        if saved is not None and saved.state is not ProbeState.SKIPPED:
+            self._known = saved
+            if saved.state is ProbeState.PASSED:
+                self._proven = key
+                return
+        unfinished = saved.unfinished if saved is not None else 0
+        if unfinished >= MOST_UNFINISHED:
+            return self._skip(
+                f"{unfinished} agents have ended while it ran: is the memory limit of the agent's container too small for a"
+                f" CUDA program? It is not tried again until {self.library.directory / STATE_NAME} is removed"
+            )
+        gpu = await self._idle_gpu()
+        if isinstance(gpu, str):
+            return self._skip(gpu)
+        before = saved or Remembered(driver=driver, library=library)
+        # Before the run: an agent that is ended with it, by its memory limit, must know at its next start.
+        await file.save(lambda: _document(replace(before, unfinished=unfinished + 1)))
+        state, text = await self._prove(gpu)
+        found = Remembered(driver=driver, library=library, state=state, text=text[:_MOST_CHARS], at=self.clock())
+        # It came to its end, so it is no attempt that ended the agent.
+        if state is ProbeState.SKIPPED:
+            await file.save(lambda: _document(replace(before, unfinished=0)))
+            return self._skip(text)
+        self._known, self._proven = found, key
+        await file.save(lambda: _document(found))
+        if state is ProbeState.PASSED:
+            log.info("isolation_probe_passed", isolation="gpushare", driver=driver, gpu=gpu.uuid, found=text)
+        else:
+            log.error("isolation_probe_failed", isolation="gpushare", driver=driver, gpu=gpu.uuid, found=text)
+            # Once: where `auto` finds nothing else it stays with this one, and would choose anew after each attempt.
+            if saved is None or not saved.failure:
+                self.failed(found)
+
+    async def _prove(self, gpu: Gpu) -> tuple[ProbeState, str]:
+        self._gpu = gpu
+        try:
+            return await self.probe.prove(gpu)
+        finally:
+            self._gpu = None
+
+    async def _idle_gpu(self) -> Gpu | str:
+        """An idle GPU by a round of usage from now on: an older one may not show who has come since."""
+        self._is_sampled.clear()
+        self.request_usage()
+        await wait_for(self._is_sampled, self.round_timeout_s)
+        usage = self._round if self._is_sampled.is_set() else None
+        return idle_gpu(self.inventory().gpus, usage.gpus if usage is not None else {}, self._is_allocated)
+
+    def _is_allocated(self, gpu: Gpu) -> bool:
+        return any(gpu.uuid in allocation.gpus for allocation in self.allocations().values())
+
+    def _skip(self, why: str) -> None:
+        # A result of this driver and library counts for more than an attempt that did not happen.
+        if self._known is None or self._known.state is ProbeState.SKIPPED:
+            driver = self.inventory().driver_version
+            self._known = Remembered(driver=driver, library="", text=why[:_MOST_CHARS], at=self.clock())
+        if self._skipped.is_new(why):
+            log.info("isolation_probe_skipped", isolation="gpushare", why=why, tried_again_in_s=self.period_s)
+
+
+def open_probe(library: Library, place: Path | None) -> LibraryProbe:
+    """The probe of a library and a place, as LibraryProbe has them. What an agent that was killed has left in its place is
+    removed first."""
+
+    def content() -> bytes:
+        if place is not None:
+            remove_left(place)
+        return library.content()
+
+    thread = DaemonThread("gpushare-probe", advice="Check the disk of the probe's files.")
+    return LibraryProbe(library=content, place=place, environment=os.environ, thread=thread)
+
+
+async def recall(thread: DaemonThread, library: Library, driver: str) -> tuple[str, Remembered | None]:
+    """The library's digest, and what is remembered of it under this version of the driver. Raises Unavailable."""
+    digest = await thread.call(
+        lambda: hashlib.sha256(library.content()).hexdigest(), "reading libgpushare's library", FILES_TIMEOUT_S
+    )
+    saved = await state_file(library.directory).load(_parsed, lambda: None)
+    return digest, saved if saved is not None and (saved.driver, saved.library) == (driver, digest) else None
+
+
+def state_file(directory: Path) -> StateFile:
+    return StateFile(directory / STATE_NAME, "the probe's result", on_corrupt=_report_corrupt)
+
+
+def _document(remembered: Remembered) -> dict[str, Any]:
+    document: dict[str, Any] = to_builtins(remembered)
+    return document
+
+
+def _parsed(raw: Any) -> Remembered | None:
+    """Raises Corrupt."""
+    try:
+        return convert(raw, Remembered)
+    except ValidationError as e:
+        raise Corrupt(f"it is no result of a probe: {e}") from e
+
+
+def _report_corrupt(why: str, kept_as: Path) -> None:
+    log.warning("isolation_probe_forgotten", why=why, kept_as=str(kept_as), then="the library is probed again")

@@ -1,0 +1,229 @@
+"""What an isolation in use does on a node besides its edits, and what its services are made from.
+
+A package with something on the host has a module `part` with `build(host) -> IsolationPart`; the agent joins what it finds
+there (isolations.py) and names no isolation. One that the setting `auto` may choose, or that needs what a sandbox
+does not bring, has there `probe(settings, driver) -> NodeProbe` too.
+
+`AvailabilityWatch` repeats a part's `check`. What an isolation needs belongs to the deployer (a library, a daemon, a
+driver): it may go and come while the agent runs, and the agent then refuses the shares that need it and nothing else. State
+owned, by the watch: why the isolation is unavailable, empty while it is available.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from typing import NoReturn, Protocol
+
+import structlog
+from msgspec import Struct
+
+from gpushare_agent.agent.delivery.volume_plan import DriverVolume, VolumeName
+from gpushare_agent.agent.isolation import ISOLATIONS, module_of
+from gpushare_agent.agent.isolation.choice import Standing
+from gpushare_agent.agent.isolation.kept import ProbeResult
+from gpushare_agent.agent.node import Node
+from gpushare_agent.agent.runtime.cgroups import Cgroups
+from gpushare_agent.agent.runtime.cri import RuntimeClient
+from gpushare_agent.core.kit.supervision import Runs
+from gpushare_agent.core.model.allocations import Allocation, ContainerKey
+from gpushare_agent.core.model.errors import AgentError, NodeEventReason, Refused
+from gpushare_agent.core.model.gpus import GpuInventory
+from gpushare_agent.core.model.isolation import MemoryLimiter, choose_isolation, isolation_parts
+from gpushare_agent.core.model.names import GpuUuid, PodUid
+from gpushare_agent.core.model.pods import Pod
+from gpushare_agent.core.model.usage import SamplesBusy, UsageRound
+from gpushare_agent.core.settings.settings import Settings
+
+log = structlog.get_logger(__name__)
+
+Check = Callable[[], Awaitable[object]]
+
+
+class IsolationDriver(MemoryLimiter, SamplesBusy, Protocol):
+    """What isolations ask of the GPUs' driver."""
+
+
+class IsolationHost(Struct, frozen=True, kw_only=True):
+    """The node, for the services of isolations. `warn` records an Event of a pod: its reason and its text, `note` one of
+    the node: its reason, what it is about, its text. `choose_anew` has `auto` choose again, for this reason; it does
+    nothing where the operator chose."""
+
+    node: Node
+    warn: Callable[[Pod, str, str], None]
+    note: Callable[[NodeEventReason, str, str], None]
+    choose_anew: Callable[[str], None]
+    driver: IsolationDriver
+    runtime: RuntimeClient
+    cgroups: Cgroups
+    volumes: Mapping[VolumeName, DriverVolume]
+
+    def chosen(self, allocation: Allocation) -> str | None:
+        """The isolation that the share's claim or pod names, else the node's; None where the node does not allow it, and
+        while the pod is not known."""
+        settings = self.node.settings
+        if allocation.claim is not None:
+            name = allocation.claim.isolation
+            return name if name in (settings.isolation, *settings.isolations_allowed) else None
+        if (pod := self.node.pods.get(allocation.key.pod_uid)) is None:
+            return None
+        chosen = choose_isolation(pod.annotations, settings.isolation, settings.isolations_allowed)
+        return None if isinstance(chosen, Refused) else chosen
+
+    def uses(self, allocation: Allocation, name: str) -> bool:
+        """Whether the share's isolation is the one of this name, or has it as a part."""
+        return name in isolation_parts(self.chosen(allocation) or "")
+
+    def share_of(self, key: ContainerKey) -> ContainerKey:
+        """Whose part an allocation is: a container may use several results of a claim, and has one directory and one share
+        for all of them."""
+        allocation = self.node.cache.get(key)
+        if allocation is not None and allocation.claim is not None and allocation.claim.view:
+            return ContainerKey(key.pod_uid, allocation.claim.view)
+        return key
+
+
+class IsolationPart:
+    """As it is: an isolation that needs nothing on the host. The vDevice directories are not a part's: isolations.py has
+    them for all whose containers mount them."""
+
+    check_period_s = 5.0
+    is_memory_fixed = False
+    """Nobody changes the memory of a container that runs."""
+    max_shares_of_gpu: int | None = None
+    """None: as many as fit."""
+    services: Mapping[str, Runs] = {}
+    request_usage: Callable[[], None] = staticmethod(lambda: None)
+    """Requests a further round of usage sampling, which may else be rare."""
+
+    async def check(self) -> None:
+        """Bounded. Raises AgentError with what is missing on the node and the remedy."""
+
+    async def look(self) -> None:
+        """As `check`, and puts nothing in its place: for an agent next to the one that serves."""
+        await self.check()
+
+    async def prepare(self, keys: Collection[ContainerKey]) -> Refused | None:
+        """Makes what containers that are about to start need."""
+        return None
+
+    def prepare_ahead(self, key: ContainerKey) -> None:
+        """Begins with that for one that was allocated now."""
+
+    async def enforce(self, allocation: Allocation) -> str:
+        """Why a resized share's limits are not what they are to be (yet), empty where they are. Raises AgentError."""
+        return ""
+
+    def changed(self) -> None:
+        """An allocation, a pod or a GPU."""
+
+    def usage_sampled(self, usage: UsageRound | None) -> None:
+        """As UsageSampling tells it."""
+
+    def paid(self, key: ContainerKey, uuid: GpuUuid) -> float | None:
+        """What a container pays for its launches, of the GPU's time, where the isolation counts that and there were any."""
+        return None
+
+    def problem(self, key: ContainerKey) -> str:
+        """Why the container was found to run without its limit, empty where it has it."""
+        return ""
+
+    def probed(self) -> ProbeResult | None:
+        """Whether a program of the agent's own was limited on this node."""
+        return None
+
+    async def log_contradictions(self) -> None:
+        """Where the node contradicts the settings, once, in the log."""
+
+
+def build_part(name: str, host: IsolationHost) -> IsolationPart | None:
+    """The part of an isolation that is no combination; None of one that needs nothing on the host."""
+    module = module_of(name, "part")
+    found: IsolationPart | None = module.build(host) if module is not None else None
+    return found
+
+
+class NodeProbe(Struct, frozen=True, kw_only=True):
+    """Whether an isolation can be had on a node where its part does not run: `check` is bounded, and raises AgentError with
+    the remedy. `pods` are those with files of it, for it must stay theirs while they run; bounded by the caller.
+    `is_for_sandbox`: simulated GPUs need the same; `note` is what they do without, empty where nothing is missing.
+    `standing` is when `auto` takes it."""
+
+    check: Check
+    standing: Standing
+    pods: Callable[[], Sequence[PodUid]] | None = None
+    is_for_sandbox: bool = False
+    note: str = ""
+
+
+class ProbedDriver(MemoryLimiter, Protocol):
+    """What a look at the node asks of the GPUs' driver."""
+
+    async def read(self) -> GpuInventory: ...
+
+
+def build_probes(settings: Settings, driver: ProbedDriver) -> dict[str, NodeProbe]:
+    """The probe of every isolation that has one, by name."""
+    # A combination needs what its parts need, and `auto` combines by itself (choice.py).
+    single = [name for name in ISOLATIONS if len(isolation_parts(name)) == 1]
+    makers = {name: getattr(module_of(name, "part"), "probe", None) for name in single}
+    return {name: make(settings, driver) for name, make in makers.items() if make is not None}
+
+
+class AvailabilityWatch:
+    """`checks` are bounded, and raise AgentError with what is missing and the remedy; the first that raises counts.
+    `period_s` is from the end of one round to the beginning of the next; they never overlap. `looks` do the same without
+    putting anything in its place on the node."""
+
+    def __init__(
+        self, isolation: str, checks: Sequence[Check], *, looks: Sequence[Check] = (), period_s: float
+    ) -> None:
+        self._isolation = isolation
+        self._checks = checks
+        self._looks = looks
+        self._period_s = period_s
+        self.is_checked = False
+        self.unavailable_reason = f"isolation {isolation} has not been checked yet"
+        """Why no share can be had now, and the remedy; empty when it can."""
+        self._callbacks: list[Callable[[], None]] = []
+
+    def subscribe(self, callback: Callable[[], None]) -> None:
+        """`callback` is called after each change of `unavailable_reason`."""
+        self._callbacks.append(callback)
+
+    async def look(self) -> None:
+        """For an agent next to the one that serves. Raises AgentError."""
+        for look in self._looks:
+            await look()
+
+    async def run(self) -> NoReturn:
+        """Until cancelled."""
+        while True:
+            await self.poll()
+            await asyncio.sleep(self._period_s)
+
+    async def poll(self) -> None:
+        reason = ""
+        try:
+            for check in self._checks:
+                await check()
+        # Any other exception is a bug and ends the agent; Kubernetes restarts it.
+        except AgentError as error:
+            reason = str(error)
+        self.is_checked = True
+        before, self.unavailable_reason = self.unavailable_reason, reason
+        # The text alone decides: a reason that stays is logged once, not every five seconds.
+        if reason == before:
+            return
+        if not reason:
+            log.info("isolation_available", isolation=self._isolation, then="its shares are allocated")
+        else:
+            log.error(
+                "isolation_unavailable",
+                isolation=self._isolation,
+                reason=reason,
+                then="no share of it is allocated; checked again",
+                period_s=self._period_s,
+            )
+        for callback in self._callbacks:
+            callback()

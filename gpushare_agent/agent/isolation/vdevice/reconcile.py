@@ -1,0 +1,152 @@
+"""Compares each container's vDevice directory with what it should be, and writes what differs: in a thread, for it blocks.
+
+What the agent does not know yet is not overwritten: at its start the pods' annotations and processes come seconds after the
+containers, and a running container must not lose its elastic limit or its list of processes meanwhile.
+
+`VDeviceConfigs` has the bytes of vcuda.config, from a container's allocation, the pod's elastic limit and the driver's
+version: they are needed every second, and encoded again only where an input has changed. State owned: the last ones by
+container. Format: docs/reference/formats.md, the vDevice protocol.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterable
+
+from msgspec import Struct, field
+from msgspec.structs import replace
+
+from gpushare_agent.agent.isolation.vdevice.files import VDeviceFiles
+from gpushare_agent.core.formats.vdevice import VDeviceConfig, decode_config, encode_config
+from gpushare_agent.core.kit.sockets import FileIdentity
+from gpushare_agent.core.model.allocations import Allocation, ContainerKey
+from gpushare_agent.core.model.errors import AgentError, Corrupt
+from gpushare_agent.core.model.gpus import GpuInventory
+from gpushare_agent.core.model.pods import Pod
+from gpushare_agent.core.model.resources import ResourceNames
+from gpushare_agent.core.model.shares import core_limit, share_limits
+
+Stamps = tuple[FileIdentity | None, FileIdentity | None]
+
+
+class Written(Struct, frozen=True, kw_only=True):
+    """What the agent wrote last, and the files' identities then. `pids` None: a list of a previous agent."""
+
+    config: bytes
+    pids: tuple[int, ...] | None
+    stamps: Stamps
+
+
+class DesiredDirectory(Struct, frozen=True, kw_only=True):
+    """`is_config_known`: the pod's annotations are known. `pids` None: not known now. `socket`: of the running server."""
+
+    key: ContainerKey
+    config: bytes
+    is_config_known: bool
+    pids: tuple[int, ...] | None
+    before: Written | None
+    socket: FileIdentity | None
+
+
+class Outcome(Struct, frozen=True, kw_only=True):
+    """`written` None where it failed. `has_socket`: the running server's socket is in place."""
+
+    written: Written | None = None
+    has_socket: bool = False
+    error: AgentError | None = None
+
+
+def write_directories(files: VDeviceFiles, desired: Iterable[DesiredDirectory]) -> dict[ContainerKey, Outcome]:
+    """Writes those that differ, in order; one that cannot be written does not stop the others. The outcomes are of those
+    that are not as they were: most are each second, and take three stats."""
+    outcomes = {}
+    for one in desired:
+        try:
+            if (outcome := _write_directory(files, one)) is not None:
+                outcomes[one.key] = outcome
+        except AgentError as e:
+            outcomes[one.key] = Outcome(error=e)
+    return outcomes
+
+
+def _write_directory(files: VDeviceFiles, one: DesiredDirectory) -> Outcome | None:
+    key, before = one.key, one.before
+    has_socket = one.socket is not None and files.has_socket(key, one.socket)
+    is_untouched = has_socket and before is not None and files.stamps(key) == before.stamps
+    # Not known now: what was written last is better than an empty list, under which the library limits nobody.
+    pids = one.pids if one.pids is not None or before is None else before.pids
+    if before is not None and is_untouched and (before.config, before.pids) == (one.config, pids):
+        return None
+    # A restarted agent knows the pods' annotations seconds later; a container that runs must not lose its elastic limit
+    # until then.
+    config = one.config if one.is_config_known else _with_existing_limit(one.config, files.read_config(key))
+    if is_untouched:
+        files.write(key, pids=pids, config=config)
+    else:
+        # Also where a file alone was replaced: what else is in there is not known. Neither known nor written by this agent:
+        # a list that a former agent left stays; without one the file is empty, for the library expects it there.
+        files.prepare(key, pids=pids if pids is not None else files.read_pids(key) or (), config=config)
+    return Outcome(written=Written(config=config, pids=pids, stamps=files.stamps(key)), has_socket=has_socket)
+
+
+def _with_existing_limit(config: bytes, existing: bytes | None) -> bytes:
+    """The elastic limit comes from the pod's annotations; until they are known the file's own stays."""
+    if existing is None:
+        return config
+    try:
+        old, new = decode_config(existing), decode_config(config)
+    except Corrupt:
+        return config
+    # Only where nothing else differs: memory and cores are known, and count at once.
+    return existing if replace(old, limit=new.limit, hard_limit=new.hard_limit) == new else config
+
+
+_DRIVER = re.compile(r"(\d{1,6})\.(\d{1,6})")
+
+
+class VDeviceConfigs(Struct, kw_only=True, eq=False):
+    """`on_problem` is called with an elastic limit that is ignored, each time that it is read."""
+
+    inventory: Callable[[], GpuInventory]
+    driver_version: Callable[[], str]
+    names: ResourceNames
+    on_problem: Callable[[Pod, str], None]
+    _encoded: dict[ContainerKey, tuple[tuple[object, ...], bytes]] = field(default_factory=dict)
+
+    def keep_only(self, keys: Collection[ContainerKey]) -> None:
+        for key in [key for key in self._encoded if key not in keys]:
+            del self._encoded[key]
+
+    def config(self, allocation: Allocation, pod: Pod | None) -> bytes:
+        """`pod` None: its annotations are not known yet; the config has no elastic limit then."""
+        inventory, driver_version = self.inventory(), self.driver_version()
+        inputs = (allocation, pod, inventory, driver_version)
+        known = self._encoded.get(allocation.key)
+        # By identity: values are replaced, never changed.
+        if known is not None and all(old is new for old, new in zip(known[0], inputs, strict=True)):
+            return known[1]
+        share = share_limits(allocation, pod, inventory.by_uuid(), self.names)
+        # A problem of the annotation concerns shares of vcore alone; the others have no elastic limit.
+        is_pods = not allocation.is_whole and allocation.claim is None and not allocation.unit_ids
+        if pod is not None and is_pods and (problem := core_limit(pod.annotations, share.cores).problem):
+            self.on_problem(pod, problem)
+        config = VDeviceConfig(
+            pod_uid=allocation.key.pod_uid,
+            container=allocation.key.container,
+            limit=share.core_limit,
+            memory_bytes=share.memory_bytes,
+            utilization=share.cores,
+            # gpu-manager's pair: with a ceiling the library lets a container above its cores while the GPU is idle.
+            hard_limit=not share.core_limit,
+            driver=driver_numbers(driver_version),
+            enable=share.is_limited,
+        )
+        encoded = encode_config(config)
+        self._encoded[allocation.key] = (inputs, encoded)
+        return encoded
+
+
+def driver_numbers(version: str) -> tuple[int, int]:
+    """Major and minor of a driver version such as 580.159.04; (0, 0) where it has none (simulated GPUs)."""
+    match = _DRIVER.match(version)
+    return (int(match[1]), int(match[2])) if match else (0, 0)

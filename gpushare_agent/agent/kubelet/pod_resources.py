@@ -1,0 +1,455 @@
+"""The kubelet's PodResources API v1 over its unix socket, the one gate through which every List of it goes, and the version
+of the kubelet, on which it depends whether a List may be sent at all.
+
+Only `PodResourcesGate` may call `list_entries`: a List while an Allocate is open makes the kubelet forget the device IDs in
+flight and offer them to the next pod (measured on every version). `get_pod` is free of this; kubelets have it from 1.34 on.
+On 1.29 and older a List inside GetPreferredAllocation can panic the kubelet (measured): such a kubelet is refused, and the
+version must be known before the first List; until then admissions wait, within their bound (`KubeletFacts`).
+
+A List answer has about 95 bytes per device ID and is read inside admissions, so it is kept as bytes and only what a
+decision needs is decoded (`PodListing`), once for as long as a pod's bytes stay the same. State owned: the connections, and
+the pods of the last List; of the gate how many GetPreferredAllocations, Allocates and Lists are open, whether a List runs
+outside, and when the last call ended; the version last read.
+Format: protos/podresources.proto, read by kit/protobuf.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import NoReturn, Protocol
+
+import structlog
+from grpclib import Status
+from msgspec import Raw, Struct, field
+from msgspec.json import Decoder
+
+from gpushare_agent.agent.kubelet.records import ListedContainer, ListedPod
+from gpushare_agent.core.kit.grpc_client import RpcFailed, UnixChannel
+from gpushare_agent.core.kit.json_schema import decoded_or
+from gpushare_agent.core.kit.protobuf import (
+    MalformedMessageError,
+    PodEntry,
+    decode_pod_containers,
+    scan_pod_entry,
+    scan_pods,
+    scan_single_pod,
+    varint,
+)
+from gpushare_agent.core.kit.supervision import bounded, wait_for
+from gpushare_agent.core.model.device_ids import DeviceIds
+from gpushare_agent.core.model.errors import AgentError, Corrupt, NotFound, Rejected, StartupError, Unavailable
+from gpushare_agent.core.wire.v1 import GetPodResourcesRequest
+
+log = structlog.get_logger(__name__)
+
+OLDEST = (1, 30)
+RETRY_S = 2.0
+ADMISSION_RETRY_S = 0.1
+"""Between two reads of the Node while an admission waits for the version."""
+_VERSION = re.compile(r"v?(\d{1,3})\.(\d{1,4})")
+
+
+class _NodeInfo(Struct, frozen=True, rename="camel"):
+    kubelet_version: str = ""
+
+
+class _NodeStatus(Struct, frozen=True, rename="camel"):
+    node_info: _NodeInfo = _NodeInfo()
+
+
+class _Node(Struct, frozen=True):
+    status: _NodeStatus = _NodeStatus()
+
+
+_NODE = Decoder(_Node)
+
+
+def kubelet_version(raw_node: Raw) -> str:
+    """The kubelet's version as the Node has it, empty where it has none."""
+    return decoded_or(_NODE, raw_node, _Node).status.node_info.kubelet_version
+
+
+class ReadsNodes(Protocol):
+    async def get_node(self, name: str) -> Raw: ...
+
+
+class KubeletFacts(Struct, kw_only=True, eq=False):
+    """Await `wait_known` before a List inside an admission; run `run` once an API connection may come."""
+
+    node_name: str
+    kubelet_socket: Path
+    has_pod_resources: bool = True
+    retry_s: float = RETRY_S
+    wall_clock: Callable[[], float] = time.time
+    version: str | None = None
+    """As in the Node object, None while unknown."""
+    _is_known: asyncio.Event = field(default_factory=asyncio.Event)
+    _is_outdated: asyncio.Event = field(default_factory=asyncio.Event)
+    _has_waiter: asyncio.Event = field(default_factory=asyncio.Event)
+    _waiting: int = 0
+    _unavailable_reason: str = "it has not been read yet"
+
+    def take_over(self, previous: KubeletFacts) -> None:
+        """What was read before a reload: admissions need not wait until it is read again."""
+        if previous.version is not None:
+            self.version = previous.version
+            self._is_known.set()
+
+    def age_s(self) -> float | None:
+        """Seconds since the kubelet created its socket, None where there is none."""
+        try:
+            # A file's times are of the wall clock, which may have been set back since: never negative.
+            return max(0.0, self.wall_clock() - self.kubelet_socket.stat().st_ctime)
+        except OSError:
+            return None
+
+    def kubelet_restarted(self) -> None:
+        """It may have another version now: the Node is read again. The last version counts until then."""
+        self._is_outdated.set()
+
+    async def wait_known(self, *, timeout_s: float) -> None:
+        """From then on a List inside GetPreferredAllocation is safe. Raises Unavailable while the version is unknown."""
+        self._waiting += 1
+        self._has_waiter.set()
+        try:
+            if not await wait_for(self._is_known, timeout_s):
+                raise Unavailable(
+                    f"the kubelet's version is not known yet, because node {self.node_name} could not be read: "
+                    f"{self._unavailable_reason}"
+                )
+        finally:
+            self._waiting -= 1
+
+    async def run(self, api: ReadsNodes) -> NoReturn:
+        """Reads the Node at the start and after each restart of the kubelet, until cancelled. Raises StartupError on a
+        kubelet that is too old."""
+        while True:
+            try:
+                async with bounded(10, "no answer within 10 s"):
+                    node = await api.get_node(self.node_name)
+            except AgentError as e:
+                self._unavailable_reason = str(e)
+                log.warning("kubelet_version_unknown", node=self.node_name, error=self._unavailable_reason)
+                await self._pause()
+                continue
+            self._read_version(kubelet_version(node))
+            await self._is_outdated.wait()
+            self._is_outdated.clear()
+
+    async def _pause(self) -> None:
+        """Waits until the next read of the Node; shorter where an admission waits for it."""
+        # Always at least this long: an admission that waits must not make the agent ask the API server in a tight loop.
+        await asyncio.sleep(min(ADMISSION_RETRY_S, self.retry_s))
+        if not self._waiting:
+            self._has_waiter.clear()
+            await wait_for(self._has_waiter, self.retry_s)
+
+    def _read_version(self, text: str) -> None:
+        # One that cannot be read passes: refusing every pod for a spelling would be worse. The log shows it.
+        if (match := _VERSION.match(text)) and (int(match[1]), int(match[2])) < OLDEST:
+            raise StartupError(
+                f"kubelet {text} on node {self.node_name} is older than {OLDEST[0]}.{OLDEST[1]}: a PodResources List "
+                "during an admission can crash it. Upgrade the kubelet."
+            )
+        # Read again after each restart of the kubelet; the log says only what is new.
+        if text != self.version:
+            log.info("kubelet_version", version=text[:64])
+        self.version = text
+        self._is_known.set()
+
+
+SERVICE = "/v1.PodResourcesLister"
+RATE_LIMIT_PAUSE_S = 0.015
+"""The kubelet allows 100 calls a second: a refused one is tried again a little later than the next free slot."""
+
+
+def decode_pod_entry(body: bytes, ids: DeviceIds) -> ListedPod:
+    """One pod of an answer (`PodEntry.body`), wholly. Raises MalformedMessageError."""
+    entry = scan_pod_entry(body)
+    return ListedPod(
+        namespace=entry.namespace,
+        name=entry.name,
+        containers=tuple(
+            ListedContainer(
+                name=name, devices={resource: frozenset(ids.read(texts)) for resource, texts in devices.items()}
+            )
+            for name, devices in decode_pod_containers(body)
+        ),
+    )
+
+
+class PodListing:
+    """One pod of a List answer, decoded as far as it is asked about. Raises Corrupt where the bytes are no message."""
+
+    __slots__ = ("_counts", "_decoded", "_gpus", "_ids", "body", "name", "namespace")
+
+    def __init__(self, entry: PodEntry, ids: DeviceIds) -> None:
+        self.namespace = entry.namespace
+        self.name = entry.name
+        self.body = entry.body
+        self._counts: dict[str, int] = {}
+        self._ids = ids
+        self._gpus = 0
+        self._decoded: ListedPod | None = None
+
+    def count_ids(self, resource: str) -> int:
+        """The number of ContainerDevices entries of the resource: measured kubelets make one for each ID."""
+        count = self._counts.get(resource)
+        if count is None:
+            # The bytes of field 1 with that name, searched and not decoded: a full node's answer has half a megabyte.
+            name = resource.encode()
+            count = self._counts[resource] = self.body.count(b"\n" + varint(len(name)) + name)
+        return count
+
+    def count_by_container(self, resource: str) -> Mapping[str, int]:
+        # The pod under admission has none of the resource yet: its other devices need not be decoded to know that.
+        if not self.count_ids(resource):
+            return {}
+        return {c.name: len(ids) for c in self.decoded().containers if (ids := c.devices.get(resource))}
+
+    def decoded(self) -> ListedPod:
+        if self._decoded is None or self._gpus != self._ids.gpus:  # IDs of a GPU that came since name it now
+            self._gpus = self._ids.gpus
+            try:
+                self._decoded = decode_pod_entry(self.body, self._ids)
+            except MalformedMessageError as e:
+                raise Corrupt(f"PodResources answer, pod {self.namespace}/{self.name}: {e}") from e
+        return self._decoded
+
+
+class PodResourcesClient:
+    """A connection for each method, so that a stalled Get cuts off no List of an admission; opened anew after a fault."""
+
+    def __init__(self, socket_path: Path | None, ids: DeviceIds) -> None:
+        """Without a path nothing is to be asked."""
+        self._path = socket_path or Path()
+        self._ids = ids
+        self._channels: dict[str, UnixChannel] = {}
+        self._listed: dict[bytes, PodListing] = {}
+        self._has_get: bool | None = None
+
+    @property
+    def has_get(self) -> bool | None:
+        """Whether the kubelet answers Get; None until it was tried."""
+        return self._has_get
+
+    async def list_entries(self, *, timeout_s: float) -> Sequence[PodListing]:
+        """Every pod that the kubelet knows devices or containers of, undecoded.
+
+        Retries the kubelet's rate limit within the time. Raises Unavailable (socket absent, stalled, still limited),
+        Corrupt (no PodResources message).
+        """
+        data = await self._call("List", b"", timeout_s)
+        try:
+            return self._listings(data)
+        except MalformedMessageError as e:
+            raise Corrupt(f"PodResources List at {self._path} answered no valid message: {e}") from e
+
+    async def get_pod(self, namespace: str, name: str, *, timeout_s: float) -> PodListing:
+        """One pod. Raises NotFound, Rejected (this kubelet has no Get), Unavailable, Corrupt."""
+        request = bytes(GetPodResourcesRequest(pod_name=name, pod_namespace=namespace))
+        try:
+            data = await self._call("Get", request, timeout_s)
+        except Rejected:
+            # Only the answer that says so: a stalled or missing socket says nothing about what the kubelet can do.
+            self._has_get = False
+            raise
+        self._has_get = True
+        try:
+            entry = scan_single_pod(data)
+        except MalformedMessageError as e:
+            raise Corrupt(f"PodResources Get at {self._path} answered no valid message: {e}") from e
+        if entry is None:
+            raise NotFound(f"pod {namespace}/{name} is not known to the kubelet")
+        return PodListing(entry, self._ids)
+
+    def forget(self) -> None:
+        """The kubelet restarted: the next call connects anew and detects again whether Get exists."""
+        self._has_get = None
+        self.close()
+
+    def close(self) -> None:
+        for method in list(self._channels):
+            self._drop(method)
+
+    def _listings(self, data: bytes) -> list[PodListing]:
+        """A pod whose bytes are those of the last List is not read again: between two admissions few change."""
+        # Replaced whole: pods that are listed no more must not be held for ever.
+        before, self._listed = self._listed, {}
+        found = []
+        for start, stop in scan_pods(data):
+            # As kubelets begin it: key, length and name.
+            name = data[start : start + 2 + data[start + 1]] if stop - start > 1 else b""
+            listing = before.get(name)
+            # Compared in place: a full node's answer has half a megabyte, and most of it is as it was.
+            if listing is None or len(listing.body) != stop - start or not data.startswith(listing.body, start):
+                listing = PodListing(scan_pod_entry(data[start:stop]), self._ids)
+            self._listed[name] = listing
+            found.append(listing)
+        return found
+
+    def _drop(self, method: str) -> None:
+        channel = self._channels.pop(method, None)
+        if channel is not None:
+            channel.close()
+
+    async def _call(self, method: str, request: bytes, timeout_s: float) -> bytes:
+        try:
+            async with asyncio.timeout(timeout_s):
+                while True:
+                    try:
+                        return await self._unary(method, request)
+                    except RpcFailed as e:
+                        # A connection that failed is not used again; an error status leaves it usable.
+                        if not e.is_answer:
+                            self._drop(method)
+                        if not e.is_answer or e.status is not Status.RESOURCE_EXHAUSTED:
+                            raise _renamed(e, method, self._path) from e
+                    # The time that the caller allows bounds the loop.
+                    await asyncio.sleep(RATE_LIMIT_PAUSE_S)
+        except TimeoutError as e:
+            self._drop(method)
+            raise Unavailable(f"PodResources {method} at {self._path} did not answer within {timeout_s:.3g} s") from e
+        except MalformedMessageError as e:
+            raise Corrupt(f"PodResources {method} at {self._path} answered no valid message: {e}") from e
+
+    async def _unary(self, method: str, request: bytes) -> bytes:
+        channel = self._channels.get(method)
+        if channel is None:
+            channel = self._channels[method] = UnixChannel(self._path)
+        try:
+            return await channel.unary(f"{SERVICE}/{method}", request, bytes)
+        finally:
+            if channel is not self._channels.get(method):  # dropped meanwhile, possibly before it was connected
+                channel.close()
+
+
+def _renamed(error: RpcFailed, method: str, path: Path) -> Exception:
+    text = error.text or error.status.name
+    if not error.is_answer:
+        return Unavailable(f"PodResources {method} at {path} failed: {text}")
+    # Below 1.34 Get is behind a feature gate that is off: the kubelet answers UNKNOWN, which says nothing, with the text
+    # "PodResources API Get method disabled". One that does not know the method at all answers UNIMPLEMENTED.
+    if method == "Get" and (error.status is Status.UNIMPLEMENTED or "disabled" in text):
+        return Rejected(f"this kubelet has no PodResources Get: {text}")
+    if error.status is Status.NOT_FOUND or "not found" in text:
+        return NotFound(text)
+    return Unavailable(f"PodResources {method} at {path} answered {error.status.name}: {text}")
+
+
+# --- the gate ---
+
+
+class PodResourcesGate(Struct, eq=False):
+    """Counts the admission calls that the kubelet has open, and lets a List through where none can be harmed by it:
+
+    1. inside a GetPreferredAllocation (`preferring`), when no Allocate is open: an admission has none open then, but a
+       container that restarts beside it may;
+    2. outside (`quiet_list`), when no admission call is open and none was for `quiet_s`; a GetPreferredAllocation that
+       arrives meanwhile waits until that List has been answered.
+
+    An Allocate cannot be delayed: the kubelet has opened it before it reaches us. One that meets a List is counted.
+    """
+
+    lister: PodResourcesClient
+    clock: Callable[[], float] = time.monotonic
+    quiet_s: float = 0.1
+    list_timeout_s: float = 2.0
+    on_list: Callable[[str], None] = lambda purpose: None
+    _preferring: int = 0
+    _allocating: int = 0
+    _listing: int = 0
+    _is_outside: bool = False
+    _last_call_at: float = float("-inf")
+    _changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def is_idle(self) -> bool:
+        """No call of an admission is open."""
+        return not self._preferring and not self._allocating
+
+    @asynccontextmanager
+    async def preferring(self) -> AsyncIterator[Callable[[], Awaitable[Sequence[PodListing]]]]:
+        """The time of one GetPreferredAllocation; gives the right to List inside it."""
+        self._preferring += 1
+        try:
+            # Counted as preferring first: another outside List then finds the gate busy, and admissions come before it.
+            while self._is_outside:
+                await self._wait()
+            yield self._list_inside
+        finally:
+            self._preferring -= 1
+            self._call_ended()
+
+    @contextmanager
+    def allocating(self) -> Iterator[None]:
+        """The time of one Allocate."""
+        self._allocating += 1
+        # Counted and not refused: the kubelet has already opened the Allocate. An ID that goes out twice is refused in
+        # `check`.
+        if self._listing:
+            self.on_list("overlapped")
+        try:
+            yield
+        finally:
+            self._allocating -= 1
+            self._call_ended()
+
+    @asynccontextmanager
+    async def quiet_list(self, purpose: str, *, wait_s: float) -> AsyncIterator[Sequence[PodListing]]:
+        """A List between admissions. Until the block ends no GetPreferredAllocation goes on, so keep it short and free
+        of awaits: what is read is then still true. Raises Unavailable (also where admissions do not pause within
+        `wait_s`), Corrupt."""
+        async with bounded(wait_s, f"admissions did not pause for {self.quiet_s:g} s within {wait_s:g} s"):
+            while not self._is_quiet():
+                await self._wait(self.quiet_s)
+        # No await since `_is_quiet`: an admission that begins from now on waits at `preferring`.
+        self._is_outside = True
+        try:
+            yield await self._list(purpose, self.list_timeout_s)
+        finally:
+            self._is_outside = False
+            self._notify()
+
+    @asynccontextmanager
+    async def quiet(self) -> AsyncIterator[None]:
+        """The time between admissions, without a List."""
+        while not self._is_quiet():
+            await self._wait(self.quiet_s)
+        yield
+
+    def _is_quiet(self) -> bool:
+        return self.is_idle and not self._is_outside and self.clock() - self._last_call_at >= self.quiet_s
+
+    async def _list_inside(self) -> Sequence[PodListing]:
+        # Waiting for the Allocate counts too: the whole node's admissions stand still meanwhile.
+        until = self.clock() + self.list_timeout_s
+        why = "an Allocate of another container stays open, so the kubelet cannot be asked"
+        async with bounded(self.list_timeout_s, why):
+            while self._allocating:
+                await self._wait()
+        return await self._list("admission", until - self.clock())
+
+    async def _list(self, purpose: str, timeout_s: float) -> Sequence[PodListing]:
+        self.on_list(purpose)
+        self._listing += 1
+        try:
+            return await self.lister.list_entries(timeout_s=timeout_s)
+        finally:
+            self._listing -= 1
+
+    def _call_ended(self) -> None:
+        self._last_call_at = self.clock()
+        self._notify()
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def _wait(self, at_most_s: float | None = None) -> None:
+        await wait_for(self._changed, at_most_s)

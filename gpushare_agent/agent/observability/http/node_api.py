@@ -1,0 +1,131 @@
+"""`/api/v1/node`, `/api/v1/history` and `/api/v1/decisions`: what is known of the node, as JSON for programs.
+
+The format is docs/reference/api.md. Reads only. Any client that reaches the address may read, as with the metrics; a query
+is read strictly, so that a misspelt parameter is an error. No answer keeps the loop for longer than some milliseconds: a
+long one is encoded in slices, and once for all requests. Who has the node's document in its present state gets no body.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from msgspec import Struct, field, to_builtins
+
+from gpushare_agent.agent.admission.outcomes import DecisionLog
+from gpushare_agent.agent.observability.node_snapshot import NodeSnapshot, node_document
+from gpushare_agent.agent.observability.usage_history import UsageHistory
+from gpushare_agent.core.kit.http_answers import (
+    BadQueryError,
+    JsonBody,
+    Number,
+    Word,
+    bad_query,
+    encode,
+    join_in_slices,
+    read_query,
+)
+from gpushare_agent.core.model.decision_records import DecisionRecord
+from gpushare_agent.core.node_report.documents import NodeDocument
+
+if TYPE_CHECKING:
+    from aiohttp import web
+
+    from gpushare_agent.core.kit.http_answers import Handler, Route
+
+MOST_DECISIONS = 500
+DECISIONS_UNLESS_ASKED = 50
+MOST_NUMBER = 10**15
+MOST_KEPT_BYTES = 4 * 1024 * 1024
+"""A longer history is encoded anew for each request."""
+_NODE: Mapping[str, Number | Word] = {}
+_HISTORY: Mapping[str, Number | Word] = {"only": Word(most_characters=10, choices=("gpus", "containers"))}
+_DECISIONS: Mapping[str, Number | Word] = {
+    "namespace": Word(most_characters=63),
+    "pod": Word(most_characters=253),
+    "limit": Number(default=DECISIONS_UNLESS_ASKED, least=1, most=MOST_DECISIONS),
+    "after": Number(default=0, least=0, most=MOST_NUMBER),
+    "number": Number(default=0, least=1, most=MOST_NUMBER),
+}
+
+
+class NodeApi(Struct, kw_only=True, eq=False):
+    """`snapshot` is read for each request. State owned: the last answers, while they are current, and the JSON of the
+    decisions that were requested last."""
+
+    snapshot: Callable[[], NodeSnapshot]
+    history: UsageHistory
+    decisions: DecisionLog
+    kept_decisions: int
+    _node: tuple[NodeSnapshot, JsonBody] | None = None
+    _curves: dict[str, tuple[int, JsonBody]] = field(default_factory=dict)
+    _encoded: dict[int, tuple[DecisionRecord, bytes]] = field(default_factory=dict)
+
+    def routes(self) -> list[Route]:
+        return [
+            ("/api/v1/node", _reading(_NODE, self._node_body)),
+            ("/api/v1/history", _reading(_HISTORY, self._history_body)),
+            ("/api/v1/decisions", _reading(_DECISIONS, self._decisions_body)),
+        ]
+
+    async def _node_body(self, _query: Mapping[str, Any]) -> JsonBody:
+        snapshot = self.snapshot()
+        # SnapshotCache hands out the same one until a round or a change, so one document serves all readers of it.
+        if self._node is None or self._node[0] is not snapshot:
+            self._node = snapshot, _node_answer(node_document(snapshot))
+        return self._node[1]
+
+    async def _history_body(self, query: Mapping[str, Any]) -> JsonBody:
+        only, version = query["only"], self.history.version
+        known = self._curves.get(only)
+        if known is not None and known[0] == version:
+            return known[1]
+        pieces = self.history.pieces(gpus=only != "containers", containers=only != "gpus")
+        body = JsonBody(await join_in_slices(pieces))
+        # Before the length is known: a history that has grown past the limit must not leave its former body behind.
+        self._curves.pop(only, None)
+        if len(body.text) <= MOST_KEPT_BYTES:
+            self._curves[only] = version, body
+        return body
+
+    async def _decisions_body(self, query: Mapping[str, Any]) -> JsonBody:
+        named = {"namespace": query["namespace"], "pod": query["pod"]}
+        if query["number"]:
+            # The log has no index; its numbers grow, so all from this one on contain it.
+            newer = self.decisions.newest(self.kept_decisions, **named, after=query["number"] - 1)
+            found: Sequence[DecisionRecord] = [one for one in newer if one.number == query["number"]]
+        else:
+            found = self.decisions.newest(query["limit"], **named, after=query["after"])
+        return JsonBody(b'{"decisions":[' + await join_in_slices(self._decision_pieces(found)) + b"]}")
+
+    def _decision_pieces(self, records: Sequence[DecisionRecord]) -> Iterator[bytes]:
+        for index, record in enumerate(records):
+            # The page polls the newest decisions every two seconds, and hardly any is new.
+            known = self._encoded.get(record.number)
+            if known is None or known[0] is not record:
+                known = self._encoded[record.number] = record, encode(to_builtins(record))
+                if len(self._encoded) > MOST_DECISIONS:
+                    # The oldest: a dictionary keeps the order of insertion.
+                    del self._encoded[next(iter(self._encoded))]
+            yield b"," + known[1] if index else known[1]
+
+
+def _node_answer(document: NodeDocument) -> JsonBody:
+    """Its tag is that of all but `at`, which is of the moment of the question."""
+    fields = to_builtins(document)
+    # With `at` in it the tag would change each second, and no poll be answered 304.
+    at = encode(fields.pop("at"))
+    rest = encode(fields)
+    return JsonBody(b'{"at":' + at + b"," + rest[1:], tag=hashlib.blake2b(rest, digest_size=16).hexdigest())
+
+
+def _reading(known: Mapping[str, Number | Word], make: Callable[[Mapping[str, Any]], Awaitable[JsonBody]]) -> Handler:
+    async def show(request: web.Request) -> web.StreamResponse:
+        try:
+            query = read_query(request.query, known)
+        except BadQueryError as error:
+            return bad_query(request, error)
+        return await (await make(query)).answer(request)
+
+    return show

@@ -1,0 +1,186 @@
+"""The agent's web port: metrics, health, readiness, version, the dashboard, /debug, and the routes of other modules.
+
+Any client that reaches the address may read all but /debug, which has a guard of its own. The Host header is not checked: a
+node is reached by many names. aiohttp is imported in a thread once `run` begins, because it takes 190 ms for which the
+registration with the kubelet should not wait. Limits and connections are kit/http_server.py's. Paths kept from gpu-manager:
+docs/reference/formats.md, section 8.
+State owned: the listening sockets between `bind` and `run`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import importlib
+import json
+import socket
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING, NoReturn
+
+import structlog
+from msgspec import Struct, field
+
+from gpushare_agent import __version__
+from gpushare_agent.agent.observability.http.debug_pages import DebugSources
+from gpushare_agent.agent.observability.metrics.agent import AgentMetrics
+from gpushare_agent.core.kit.http_answers import (
+    SECURITY_HEADERS,
+    RequestQueue,
+    accepts_gzip,
+    accepts_html,
+    at_once,
+    packed,
+    text_answer,
+)
+from gpushare_agent.core.kit.tcp_listeners import close_all, listen_tcp
+from gpushare_agent.core.model.errors import StartupError, Unavailable
+from gpushare_agent.core.web.page import PREFIX, WebPage
+
+if TYPE_CHECKING:
+    from aiohttp import web
+
+    from gpushare_agent.core.kit.http_answers import Handler, Route
+    from gpushare_agent.core.kit.http_server import HttpLimits
+
+log = structlog.get_logger(__name__)
+
+_JSON = "application/json; charset=utf-8"
+BACKLOG = 128
+"""Of the kernel: connections that wait to be accepted."""
+
+
+class WebServer(Struct, eq=False):
+    """`routes` are further paths for GET, answered one at a time. Before any of them and the metrics `before_reading` is
+    awaited. `ready` returns why the agent is not ready, nothing when it is."""
+
+    addr: str
+    port: int
+    metrics: AgentMetrics
+    ready: Callable[[], Sequence[str]]
+    routes: Sequence[Route] = ()
+    before_reading: Callable[[], Awaitable[None]] = at_once
+    debug: DebugSources | None = None
+    """What /debug reads; None: there is no such page."""
+    limits: HttpLimits | None = None
+    _page: WebPage = field(default_factory=WebPage)
+    _paths: list[str] = field(default_factory=list)
+    _is_listening: asyncio.Event = field(default_factory=asyncio.Event)
+    _listeners: list[socket.socket] = field(default_factory=list)
+    bound_port: int = 0
+
+    async def wait_listening(self) -> int:
+        """Wait until requests are served; the port (not the configured one where that is 0)."""
+        await self._is_listening.wait()
+        return self.bound_port
+
+    async def bind(self) -> None:
+        """Take the port now, so that a busy one is reported before anything else starts. `run` does it where nobody did.
+
+        Raises StartupError: the address cannot be listened on.
+        """
+        if not self._listeners:
+            self._listeners = await self._listen()
+
+    def close(self) -> None:
+        """Give up what `bind` took and `run` did not get to serve."""
+        close_all(self._listeners)
+        self._listeners = []
+
+    async def run(self) -> NoReturn:
+        """Serve until cancelled. Raises StartupError: the address cannot be listened on."""
+        # Imports in a thread still hold the interpreter's lock, but let the loop run between them.
+        await asyncio.to_thread(self._load)
+        from aiohttp import web
+
+        from gpushare_agent.agent.observability.http.debug_routes import debug_routes
+        from gpushare_agent.core.kit.http_server import HttpLimits, HttpServer
+
+        handlers = self._handlers()
+        self._paths = sorted(handlers)
+        routes: list[web.AbstractRouteDef] = [web.get(path, handler) for path, handler in handlers.items()]
+        if self.debug is not None:
+            routes += debug_routes(self.debug)
+            self._paths.append("/debug/")
+        server = HttpServer("web", routes, limits=self.limits or HttpLimits(), headers=SECURITY_HEADERS)
+        try:
+            await self.bind()
+            self._is_listening.set()
+            log.info("web_listening", addr=self.addr, port=self.bound_port)
+            await server.serve(self._listeners)
+        finally:
+            self._is_listening.clear()
+            self.close()
+
+    async def _listen(self) -> list[socket.socket]:
+        try:
+            listeners = await listen_tcp(self.addr, self.port, backlog=BACKLOG)
+        except Unavailable as e:
+            # The two mistakes have different remedies, and the wrapped text does not tell them apart.
+            is_taken = isinstance(e.__cause__, OSError) and e.__cause__.errno == errno.EADDRINUSE
+            remedy = "end the other program or choose another --query-port" if is_taken else "check --query-addr"
+            raise StartupError(f"cannot serve metrics: {e}; {remedy}") from e
+        self.bound_port = listeners[0].getsockname()[1]
+        return listeners
+
+    def _handlers(self) -> dict[str, Handler]:
+        """By path; an added route replaces one of the same path."""
+        queue = RequestQueue()
+        # In the queue stands what costs something. The kubelet's probes are answered beside it: a slow scrape must not
+        # restart the agent.
+        show_metrics = queue.one_at_a_time(self._refreshed(self._show_metrics))
+        return {
+            "/": self._show_index,
+            "/healthz": self._show_health,
+            "/readyz": self._show_readiness,
+            "/version": self._show_version,
+            "/metrics": show_metrics,
+            # gpu-manager's second path.
+            "/metric": show_metrics,
+            **dict(self._page.routes()),
+            **{path: queue.one_at_a_time(self._refreshed(handler)) for path, handler in self.routes},
+        }
+
+    def _refreshed(self, handler: Handler) -> Handler:
+        async def answer(request: web.Request) -> web.StreamResponse:
+            await self.before_reading()
+            return await handler(request)
+
+        return answer
+
+    async def _show_index(self, request: web.Request) -> web.StreamResponse:
+        """The dashboard for a browser, the list of paths for everything else."""
+        # One address for both, as the port's number is all that a person remembers.
+        if accepts_html(request):
+            return await self._page.index(request)
+        # The dashboard's files are no pages of their own.
+        paths = "".join(f"  {path}\n" for path in self._paths if not path.startswith(PREFIX))
+        text = f"gpushare-agent {__version__}: the dashboard, in a browser; for programs:\n\n{paths}"
+        return text_answer(text, headers={"Vary": "Accept"})
+
+    async def _show_health(self, _request: web.Request) -> web.Response:
+        return text_answer("ok\n")
+
+    async def _show_readiness(self, _request: web.Request) -> web.Response:
+        reasons = self.ready()
+        return text_answer("".join(f"{one}\n" for one in reasons or ("ok",)), status=503 if reasons else 200)
+
+    async def _show_version(self, _request: web.Request) -> web.Response:
+        return text_answer(json.dumps({"version": __version__}) + "\n", headers={"Content-Type": _JSON})
+
+    async def _show_metrics(self, request: web.Request) -> web.Response:
+        """In the format that the Accept header names."""
+        from aiohttp import web
+
+        content_type, body = self.metrics.exposition(",".join(request.headers.getall("Accept", [])))
+        headers = {"Content-Type": content_type, "Vary": "Accept, Accept-Encoding"}
+        if accepts_gzip(request):
+            headers["Content-Encoding"] = "gzip"
+            # A full node has thousands of rows: packing them takes longer than the loop, which admits pods, should
+            # stand still.
+            body = await asyncio.to_thread(packed, body)
+        return web.Response(body=body, headers=headers)
+
+    def _load(self) -> None:
+        self._page.load()
+        for name in ("core.kit.http_server", "agent.observability.http.debug_routes"):
+            importlib.import_module(f"gpushare_agent.{name}")

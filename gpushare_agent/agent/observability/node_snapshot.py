@@ -1,0 +1,334 @@
+"""The one description of the node that everything shows: `/api/v1/node`, the dashboard, `top`, `inspect`.
+
+Pure functions from the parts' states to the document, sorted, in base units (bytes, seconds, ratios 0..1, hertz, watts). Its
+format is core/node_report/documents.py.
+
+`SnapshotCache` makes it once for all readers: on the first read after a round of sampling or a change, and after `max_age_s`
+without either, for what has no notification (whether the agent is ready). State owned: the last snapshot, when it was made.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from msgspec import Struct, convert, to_builtins
+
+from gpushare_agent.agent.isolation.kept import NOT_KEPT_TEXTS, IsolationFacts, Kept
+from gpushare_agent.core.model.allocations import Allocation, ContainerKey
+from gpushare_agent.core.model.gpus import Branch, Gpu, GpuInventory, Link, LinkKind
+from gpushare_agent.core.model.names import CORES_PER_GPU, MIB, GpuUuid
+from gpushare_agent.core.model.pods import ClaimUser, ContainerKind, Pod
+from gpushare_agent.core.model.resources import ResourceKind, ResourceNames, cores_of_part
+from gpushare_agent.core.model.usage import ContainerUse, GpuUse, UsageRound
+from gpushare_agent.core.node_report import documents
+from gpushare_agent.core.node_report.reported import NO_REASON
+
+MAX_AGE_S = 1.0
+
+
+class ContainerFacts(Struct, frozen=True, kw_only=True):
+    """One container's allocation and its limits. `cores` and `memory_bytes` are its limits, on whole GPUs all of them;
+    `core_limit` is the elastic ceiling, 0 without one. `allocated_cores` and `allocated_memory_bytes` are what the
+    kubelet allocated, from which a live resize differs. `users` are the containers that use a claim, which has no pod of
+    its own. Without a known pod `isolation` is empty and `kept` None."""
+
+    allocation: Allocation
+    pod: Pod | None
+    cores: int
+    memory_bytes: int
+    core_limit: int
+    allocated_cores: int
+    allocated_memory_bytes: int
+    isolation: str
+    kept: Kept | None = None
+    users: Sequence[ClaimUser] = ()
+
+    def cores_on(self, gpu: Gpu) -> int:
+        """The limit on one of its GPUs: of replicas on several each has its part."""
+        if self.allocation.is_whole:
+            return CORES_PER_GPU
+        part = self.allocation.parts.get(gpu.uuid)
+        # `cores` is the sum over all GPUs, which no single one of them has.
+        return self.cores if part is None else cores_of_part(part)
+
+    def memory_bytes_on(self, gpu: Gpu) -> int:
+        if self.allocation.is_whole:
+            return gpu.memory_mib * MIB
+        part = self.allocation.parts.get(gpu.uuid)
+        # Rounded down, as the limit that the isolation sets: all replicas together must fit the GPU.
+        return self.memory_bytes if part is None else int(part * gpu.memory_mib) * MIB
+
+
+class AgentFacts(Struct, frozen=True, kw_only=True):
+    """The agent itself. `not_ready` is empty when it is ready; times are seconds since the epoch."""
+
+    version: str
+    started_at: float
+    not_ready: tuple[str, ...]
+    isolation: str
+    driver: str
+    sample_period_s: float
+    isolations: tuple[IsolationFacts, ...] = ()
+    isolation_reason: str = ""
+    """Why the agent chose it, empty where its setting names it."""
+
+
+class NodeSnapshot(Struct, frozen=True, kw_only=True):
+    """Everything that is shown, at one moment. `containers` are those that count (no init container that has run)."""
+
+    node: str
+    at: float
+    agent: AgentFacts
+    names: ResourceNames
+    inventory: GpuInventory
+    cordoned: Mapping[GpuUuid, str]
+    """GPUs that an operator took out of service, and why."""
+    unhealthy_reasons: Mapping[GpuUuid, str]
+    """What is wrong with GPUs themselves; a cordon is none."""
+    excluded: frozenset[GpuUuid]
+    """GPUs that the node does not offer (setting excluded_gpus)."""
+    cores_allocated: Mapping[GpuUuid, int]
+    memory_allocated_bytes: Mapping[GpuUuid, int]
+    containers: Sequence[ContainerFacts]
+    usage: UsageRound | None
+
+    def cores(self, gpu: Gpu) -> tuple[int, int]:
+        """How many cores of the GPU are allocated, and how many it has: none of either in a MIG instance that takes no
+        shares, of which the node offers none."""
+        capacity = self.names.units(gpu, ResourceKind.VCORE)
+        return (self.cores_allocated.get(gpu.uuid, 0) if capacity else 0, capacity)
+
+    def gpus_of(self, allocation: Allocation) -> list[Gpu]:
+        """By index. An allocation may name a GPU that was lost before the agent's start: it stays in the ledger alone."""
+        by_uuid = self.inventory.by_uuid()
+        return sorted((by_uuid[uuid] for uuid in allocation.gpus if uuid in by_uuid), key=lambda gpu: gpu.index)
+
+    def use_of(self, key: ContainerKey, uuid: GpuUuid) -> ContainerUse | None:
+        """What a container uses of one of its GPUs: zero without a process there; None where the last round has nothing of
+        the GPU, or the GPU does not list its processes."""
+        sample = self.usage.gpus.get(uuid) if self.usage is not None else None
+        if self.usage is None or sample is None or sample.processes is None:
+            return None
+        if (use := self.usage.containers.get((key, uuid))) is not None:
+            return use
+        # A container that was admitted after the last round is not in it, and has no process yet.
+        return ContainerUse(
+            key=key,
+            uuid=uuid,
+            pids=(),
+            memory_bytes=0,
+            sm_ratio=0.0,
+            memory_ratio=0.0,
+            encoder_ratio=0.0,
+            decoder_ratio=0.0,
+        )
+
+
+def node_document(snapshot: NodeSnapshot) -> documents.NodeDocument:
+    """The whole document."""
+    names = snapshot.names
+    order = sorted(snapshot.containers, key=lambda f: (f.allocation.namespace, f.allocation.pod_name, f.allocation.key))
+    return {
+        "schema": documents.SCHEMA,
+        "node": snapshot.node,
+        "at": snapshot.at,
+        "agent": _agent(snapshot),
+        "resources": {
+            "vcore": names.vcore,
+            "vmemory": names.vmemory,
+            "gpu_mem": names.gpu_mem,
+            "memory_block_bytes": names.memory_block_mib * MIB,
+        },
+        "gpus": [_gpu(gpu, snapshot) for gpu in sorted(snapshot.inventory.gpus, key=lambda gpu: gpu.index)],
+        "topology": topology_document(snapshot.inventory),
+        "containers": [_container(facts, snapshot) for facts in order],
+    }
+
+
+def _agent(snapshot: NodeSnapshot) -> documents.AgentDocument:
+    agent = snapshot.agent
+    not_kept = sorted({term for one in agent.isolations for term in one.kept.not_kept})
+    return {
+        "version": agent.version,
+        "started_at": agent.started_at,
+        "is_ready": not agent.not_ready,
+        "not_ready": agent.not_ready,
+        "isolation": agent.isolation,
+        "isolation_reason": agent.isolation_reason,
+        "isolations": [
+            {
+                "name": one.name,
+                "unavailable_reason": one.unavailable_reason,
+                "kept": _kept(one.kept),
+                "probe": one.probe,
+            }
+            for one in sorted(agent.isolations, key=lambda one: one.name)
+        ],
+        # Once for the node: each text is a sentence, which every container would repeat.
+        "not_kept_texts": {term.value: NOT_KEPT_TEXTS[term] for term in not_kept},
+        "driver": agent.driver,
+        "driver_version": snapshot.inventory.driver_version,
+        "sample_period_seconds": agent.sample_period_s,
+        "sampled_at": snapshot.usage.sampled_at if snapshot.usage is not None else None,
+    }
+
+
+def _gpu(gpu: Gpu, snapshot: NodeSnapshot) -> documents.GpuDocument:
+    cores, capacity = snapshot.cores(gpu)
+    usage, mig = snapshot.usage, gpu.mig
+    sample = usage.gpus.get(gpu.uuid) if usage is not None else None
+    unattributed = usage.unattributed.get(gpu.uuid, ()) if usage is not None else ()
+    document: documents.GpuDocument = {
+        "index": gpu.index,
+        "uuid": gpu.uuid,
+        "minor": gpu.minor,
+        "bus_id": gpu.bus_id,
+        "name": gpu.name,
+        "numa": gpu.numa_node,
+        "is_healthy": gpu.is_healthy,
+        "health_reason": snapshot.unhealthy_reasons.get(gpu.uuid, ""),
+        "cordoned": (snapshot.cordoned[gpu.uuid] or NO_REASON) if gpu.uuid in snapshot.cordoned else None,
+        "cores": {"capacity": capacity, "allocated": cores},
+        "memory": {
+            "capacity_bytes": gpu.memory_mib * MIB,
+            "allocated_bytes": snapshot.memory_allocated_bytes.get(gpu.uuid, 0),
+        },
+        # Without the sample's processes: they are the containers' and the unattributed.
+        "usage": to_builtins(convert(sample, GpuUse, from_attributes=True)) if sample is not None else None,
+        "unattributed": [
+            {"pid": one.pid, "kind": one.kind.value, "memory_bytes": one.memory_bytes, "sm_ratio": one.sm_ratio}
+            for one in unattributed
+        ],
+    }
+    if mig is not None:
+        instance: documents.Mig = {"label": gpu.label, "profile": mig.profile, "parent": mig.parent}
+        document["mig"] = {**instance, "gpu_instance": mig.gi, "compute_instance": mig.ci}
+    return document
+
+
+def _container(facts: ContainerFacts, snapshot: NodeSnapshot) -> documents.ContainerDocument:
+    allocation, share = facts.allocation, facts.allocation.claim
+    return {
+        "namespace": allocation.namespace,
+        "pod": allocation.pod_name,
+        "pod_uid": allocation.key.pod_uid,
+        "container": allocation.container_name,
+        "kind": allocation.kind.value,
+        "claim": {"name": share.ref.name, "uid": share.ref.uid, "request": share.request}
+        if share is not None
+        else None,
+        "phase": _phase(facts),
+        "isolation": facts.isolation,
+        "kept": _kept(facts.kept) if facts.kept is not None else None,
+        "is_whole": allocation.is_whole,
+        "units": _units(allocation),
+        "cores": facts.cores,
+        "core_limit": facts.core_limit or None,
+        "memory_bytes": facts.memory_bytes,
+        "allocated": {"cores": facts.allocated_cores, "memory_bytes": facts.allocated_memory_bytes},
+        "gpus": [
+            {
+                "index": gpu.index,
+                "uuid": gpu.uuid,
+                "cores": facts.cores_on(gpu),
+                "memory_bytes": facts.memory_bytes_on(gpu),
+                "usage": _usage(snapshot.use_of(allocation.key, gpu.uuid)),
+            }
+            for gpu in snapshot.gpus_of(allocation)
+        ],
+    }
+
+
+def _units(allocation: Allocation) -> dict[str, object] | None:
+    """GPUs by NVIDIA's resources; None for a container that has its GPUs by another one."""
+    if not allocation.unit_ids:
+        return None
+    return {"resource": allocation.gpu_resource, "count": len(allocation.unit_ids), "sharing": allocation.sharing}
+
+
+def _kept(kept: Kept) -> dict[str, object]:
+    return {"memory_by": kept.memory_by, "compute_by": kept.compute_by, "not_kept": kept.not_kept}
+
+
+def _usage(use: ContainerUse | None) -> documents.ContainerUsage | None:
+    if use is None:
+        return None
+    return {
+        "sm_ratio": use.sm_ratio,
+        "sm_source": use.sm_source.value,
+        "memory_bytes": use.memory_bytes,
+        "encoder_ratio": use.encoder_ratio,
+        "decoder_ratio": use.decoder_ratio,
+        "pids": use.pids,
+    }
+
+
+def topology_document(inventory: GpuInventory) -> dict[str, object]:
+    """`links` is the matrix by GPU index in nvidia-smi's words, `tree` the branches with their GPUs."""
+    links = [[link_word(link) for link in row] for row in inventory.topology.links]
+    return {"links": links, "tree": _branch(inventory.tree)}
+
+
+def link_word(link: Link) -> str:
+    """`NV4`, `PIX`, …, and `X` for a GPU and itself."""
+    if link.kind is LinkKind.SELF:
+        return "X"
+    return f"NV{link.nvlinks}" if link.kind is LinkKind.NVLINK else link.kind.name
+
+
+def _branch(branch: Branch) -> dict[str, object]:
+    # A branch joins GPUs with different numbers of NVLinks: NV, not NV0.
+    kind = link_word(Link(kind=branch.kind)).rstrip("0")
+    return {"kind": kind, "gpus": branch.gpus, "children": [_branch(child) for child in branch.children]}
+
+
+def _phase(facts: ContainerFacts) -> str:
+    """The container's own where it is known, else the pod's: in a Running pod a container may crash time and again."""
+    if facts.allocation.claim is not None:
+        return _phase_of_claim(facts.users)
+    if facts.pod is None:
+        return "Unknown"
+    # First: containers of a deleted pod run until their grace period is over, and use their GPUs.
+    if facts.allocation.key.container in facts.pod.running:
+        return "Running"
+    if facts.pod.is_deleting:
+        return "Terminating"
+    if reason := facts.pod.not_running.get(facts.allocation.key.container):
+        return reason
+    if facts.allocation.kind is ContainerKind.INIT:
+        return "Init"
+    return facts.pod.phase.value
+
+
+def _phase_of_claim(users: Sequence[ClaimUser]) -> str:
+    if any(container.name in pod.running for pod, container in users):
+        return "Running"
+    return "Terminating" if users and all(pod.is_deleting for pod, _ in users) else "Pending"
+
+
+class SnapshotCache:
+    """Its values are shared between readers: do not change them."""
+
+    def __init__(
+        self,
+        make: Callable[[], NodeSnapshot],
+        *,
+        max_age_s: float = MAX_AGE_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._make = make
+        self._max_age_s = max_age_s
+        self._clock = clock
+        self._made_at = float("-inf")
+        self._snapshot: NodeSnapshot | None = None
+
+    def expire(self) -> None:
+        """Something has changed: the next reader gets a new snapshot."""
+        self._made_at = float("-inf")
+
+    def current(self) -> NodeSnapshot:
+        if self._snapshot is None or self._clock() - self._made_at >= self._max_age_s:
+            self._snapshot = self._make()
+            self._made_at = self._clock()
+        return self._snapshot

@@ -1,0 +1,244 @@
+"""The last minutes of use, for the dashboard's curves: a ring buffer of points for each GPU and each container. Memory only.
+
+A point is the mean of the rounds that fell into its time; one without a round is None, so that a gap is seen as a gap.
+While nobody reads there are few rounds: then one stands for the time since the round before, up to `idle_period_s`.
+What is gone is dropped once its last point has left the window. A container's values are the sums over its GPUs.
+
+State owned: the ring buffers, and the slot that is being filled. Changed by `add` alone, which the sampling calls.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from array import array
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TypeVar
+
+from msgspec import Struct
+
+from gpushare_agent.core.model.allocations import Allocation, ContainerKey
+from gpushare_agent.core.model.names import GpuUuid
+from gpushare_agent.core.model.usage import ContainerUse, UsageRound
+
+K = TypeVar("K", GpuUuid, ContainerKey)
+
+MAX_GPUS = 16
+MAX_CONTAINERS = 512
+"""Curves at once; all of them take 1.5 MiB."""
+HISTORY_POINTS = 180
+"""Of one curve."""
+RATIO_DIGITS = 4
+
+
+class UsageHistory:
+    """The last `history_s` seconds in `points` points. `clock` is monotonic: the wall clock's jumps move no point.
+
+    `allocations` has the namespace and pod of a container, which are kept as long as its curve.
+    """
+
+    def __init__(
+        self,
+        history_s: float,
+        points: int,
+        *,
+        idle_period_s: float = 0.0,
+        allocations: Callable[[], Mapping[ContainerKey, Allocation]] = dict,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._step_s = history_s / points
+        self._idle_slots = math.ceil(idle_period_s / self._step_s)
+        self._has_gap = False
+        self._points = points
+        self._clock = clock
+        self._allocations = allocations
+        self._owners: dict[ContainerKey, _Owner] = {}
+        self._slot = 0
+        self.version = 0
+        """Grows with each round."""
+        self._at: float | None = None
+        self._gpus: dict[GpuUuid, _Pair] = {}
+        self._containers: dict[ContainerKey, _Pair] = {}
+
+    def add(self, usage: UsageRound | None) -> None:
+        """One round; None, no round, leaves a gap."""
+        if usage is None:
+            self._has_gap = True
+            return
+        self.version += 1
+        # Whole steps of the clock, not time since the last point: rounds that come late do not move the points.
+        before, self._slot = self._slot, math.floor(self._clock() / self._step_s)
+        slot = self._slot
+        # A pause without readers is filled with the round at its end; a round that failed, or a pause longer than one
+        # can be, stays a gap.
+        since = before if not self._has_gap and slot - before <= self._idle_slots else slot - 1
+        self._has_gap = False
+        self._at = usage.sampled_at
+        self._drop_old()
+        for uuid, gpu in usage.gpus.items():
+            # At most MAX_GPUS and MAX_CONTAINERS: pods that start and fail in a loop make a new curve each, which
+            # lives for the whole window.
+            if (pair := self._pair(self._gpus, uuid, MAX_GPUS)) is not None:
+                pair.add(slot, gpu.sm_ratio, gpu.memory_used_bytes, since=since)
+        allocations = self._allocations()
+        for key, uses in _by_container(usage.containers).items():
+            # The allocation may have been freed since the sample; its curve goes on with the owner that it had.
+            if (allocation := allocations.get(key)) is not None:
+                gpus = tuple(sorted(use.uuid for use in uses))
+                self._owners[key] = _Owner(namespace=allocation.namespace, pod=allocation.pod_name, gpus=gpus)
+            if (pair := self._pair(self._containers, key, MAX_CONTAINERS)) is not None:
+                ratio, size = _sum(use.sm_ratio for use in uses), _sum(use.memory_bytes for use in uses)
+                pair.add(slot, ratio, size, since=since)
+
+    def take_over(self, previous: UsageHistory) -> None:
+        """The curves of an agent that has read its settings again; none where the steps are others now."""
+        # The means cannot be divided into other steps.
+        if (previous._step_s, previous._points) != (self._step_s, self._points):
+            return
+        self._gpus, self._containers, self._owners = previous._gpus, previous._containers, previous._owners
+        self._slot, self._at, self.version = previous._slot, previous._at, previous.version
+
+    def pieces(self, *, gpus: bool = True, containers: bool = True) -> Iterator[bytes]:
+        """The document as JSON, in pieces of some kilobytes: a full one takes 40 ms, and the caller may do something else
+        between two. It is of the moment of the call, whatever is added meanwhile. Oldest point first; `at` is when the
+        newest round was, None before the first."""
+        head = _json({"at": self._at, "step_seconds": self._step_s})[:-1]
+        halves: dict[str, list[_Curve]] = {}
+        if gpus:
+            halves["gpus"] = [
+                (str(uuid), {}, "memory_used_bytes", pair.points(self._slot))
+                for uuid, pair in sorted(self._gpus.items())
+            ]
+        if containers:
+            halves["containers"] = [
+                (f"{key.pod_uid}/{key.container}", self._owner(key), "memory_bytes", pair.points(self._slot))
+                for key, pair in sorted(self._containers.items())
+            ]
+        return _pieces(head, halves)
+
+    def _owner(self, key: ContainerKey) -> dict[str, object]:
+        known = self._owners.get(key)
+        return {
+            "namespace": known.namespace if known is not None else None,
+            "pod": known.pod if known is not None else None,
+            "container": key.container,
+            "gpus": list(known.gpus) if known is not None else [],
+        }
+
+    def _pair(self, pairs: dict[K, _Pair], key: K, most: int) -> _Pair | None:
+        """None at the limit: then the container or GPU has no curve until another one is dropped."""
+        pair = pairs.get(key)
+        if pair is None and len(pairs) < most:
+            pair = pairs[key] = _Pair(self._points)
+        return pair
+
+    def _drop_old(self) -> None:
+        oldest = self._slot - self._points
+        self._gpus = {uuid: pair for uuid, pair in self._gpus.items() if pair.last_slot > oldest}
+        self._containers = {key: pair for key, pair in self._containers.items() if pair.last_slot > oldest}
+        self._owners = {key: owner for key, owner in self._owners.items() if key in self._containers}
+
+
+class _Owner(Struct, frozen=True, kw_only=True):
+    """The container of a curve. `gpus` are those of the last round."""
+
+    namespace: str
+    pod: str
+    gpus: tuple[GpuUuid, ...]
+
+
+class _Pair:
+    """A ratio and a size that are written together."""
+
+    __slots__ = ("_ratio", "_size", "last_slot")
+
+    def __init__(self, points: int) -> None:
+        self._ratio = _RingBuffer(points, RATIO_DIGITS)
+        self._size = _RingBuffer(points, 0)
+        self.last_slot = 0
+
+    def add(self, slot: int, ratio: float | None, size: float | None, *, since: int) -> None:
+        """`since` is the slot of the round before."""
+        # A container's first round does not stand for the time before it began.
+        is_new, self.last_slot = not self.last_slot, slot
+        for missed in range(slot if is_new else min(since + 1, slot), slot + 1):
+            self._ratio.add(missed, ratio)
+            self._size.add(missed, size)
+
+    def points(self, newest: int) -> tuple[array[float], array[float]]:
+        return self._ratio.points(newest), self._size.points(newest)
+
+
+_Curve = tuple[str, Mapping[str, object], str, "tuple[array[float], array[float]]"]
+"""Name, owner, name of the size; a copy of the ratios and the sizes, oldest point first; NaN is a gap."""
+
+
+class _RingBuffer:
+    """The mean of each of the last slots, rounded; NaN where nothing was added. Slots never go back."""
+
+    __slots__ = ("_count", "_digits", "_slot", "_sum", "_values")
+
+    def __init__(self, points: int, digits: int) -> None:
+        self._values = array("d", [math.nan]) * points
+        self._digits = digits
+        self._slot = -1
+        self._sum = 0.0
+        self._count = 0
+
+    def add(self, slot: int, value: float | None) -> None:
+        self._move(slot)
+        # JSON has no NaN, which is also how a gap is stored.
+        if value is not None and math.isfinite(value):
+            self._sum += value
+            self._count += 1
+            self._values[slot % len(self._values)] = round(self._sum / self._count, self._digits)
+
+    def points(self, newest: int) -> array[float]:
+        """The slots up to `newest`, which is not before the last one added to; oldest first."""
+        most = len(self._values)
+        missing = min(most, newest - self._slot)
+        first = (newest + 1) % most
+        # A copy, so that rounds which come while the answer is being encoded change nothing in it.
+        turned = self._values[first:] + self._values[:first]
+        return turned[: most - missing] + array("d", [math.nan]) * missing
+
+    def _move(self, slot: int) -> None:
+        if slot == self._slot:
+            return
+        most = len(self._values)
+        # After a gap longer than the window each place is cleared once, not once for each slot that has passed.
+        for passed in range(max(self._slot + 1, slot - most + 1), slot + 1):
+            self._values[passed % most] = math.nan
+        self._slot, self._sum, self._count = slot, 0.0, 0
+
+
+def _pieces(head: bytes, halves: Mapping[str, Sequence[_Curve]]) -> Iterator[bytes]:
+    yield head
+    for half, curves in halves.items():
+        yield b',"%s":{' % half.encode()
+        for index, (name, owner, size_name, (ratios, sizes)) in enumerate(curves):
+            document = {**owner, "sm_ratio": _values(ratios), size_name: _values(sizes, int)}
+            yield (b"," if index else b"") + _json(name) + b":" + _json(document)
+        yield b"}"
+    yield b"}"
+
+
+def _values(points: array[float], kind: Callable[[float], float] = float) -> list[float | None]:
+    return [None if value != value else kind(value) for value in points]  # noqa: PLR0124 - NaN
+
+
+def _json(value: object) -> bytes:
+    return json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
+
+
+def _by_container(uses: Mapping[tuple[ContainerKey, GpuUuid], ContainerUse]) -> dict[ContainerKey, list[ContainerUse]]:
+    found: dict[ContainerKey, list[ContainerUse]] = {}
+    for (key, _), use in uses.items():
+        found.setdefault(key, []).append(use)
+    return found
+
+
+def _sum(values: Iterator[float | int | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return float(sum(known)) if known else None

@@ -1,0 +1,244 @@
+"""Samples what the GPUs are used for, and by which containers: each period while somebody reads it, rarely else.
+
+A round of a full node costs tens of milliseconds of processor time, so one that nobody reads is for the history alone.
+Whoever reads `current` is a reader; one that comes after a pause waits in `refresh` for a round of its own.
+
+Not for keeping the past (observability/usage_history.py) or for showing it. Rounds never overlap: a slow driver
+delays the next one, which then begins at the next full period. A round counts for three periods: numbers that are no
+longer true are worse than none.
+
+State owned: the last round, when it was read, the container IDs as the runtime last reported them, and which problem is
+in the log.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+from typing import NoReturn
+
+import structlog
+from msgspec import Struct, field
+
+from gpushare_agent.agent.cluster.pod_store import PodStore
+from gpushare_agent.agent.gpus.watch import GpuDriver
+from gpushare_agent.agent.isolation.container_ids import ContainerIds
+from gpushare_agent.agent.observability.attribution import (
+    AllocatedContainers,
+    PaidRatio,
+    has_handed_over,
+    join_usage,
+    unknown_ids,
+)
+from gpushare_agent.agent.observability.metrics.agent import AgentMetrics
+from gpushare_agent.agent.runtime.cgroups import ProcessOwners
+from gpushare_agent.core.kit.supervision import wait_for
+from gpushare_agent.core.model.allocations import Allocation, ContainerKey
+from gpushare_agent.core.model.errors import AgentError, Unavailable
+from gpushare_agent.core.model.usage import UsageRound
+
+log = structlog.get_logger(__name__)
+
+MISSED_ROUNDS = 3
+"""Periods without a round until the current one counts no more."""
+READ_FOR_S = 5.0
+"""So long after it was last read the use is sampled each period. A scrape each 15 s is served by a third of the rounds."""
+REFRESH_TIMEOUT_S = 1.0
+"""Most that a reader waits for its round."""
+MIN_SAMPLE_TIMEOUT_S = 2.0
+MAX_SAMPLE_TIMEOUT_S = 10.0
+IDS_TIMEOUT_S = 0.5
+IDS_AGAIN_S = 2.0
+"""Least time between two calls of the runtime for IDs that the pods' statuses do not have yet."""
+
+Observer = Callable[[UsageRound | None], None]
+
+
+class UsageSampling(Struct, kw_only=True, eq=False):
+    """`run` samples each `period_s` while `current` is read, else each `idle_period_s`, where that is longer."""
+
+    driver: GpuDriver
+    owners: ProcessOwners
+    pods: PodStore
+    ids: ContainerIds
+    allocations: Callable[[], Mapping[ContainerKey, Allocation]]
+    metrics: AgentMetrics
+    period_s: float
+    idle_period_s: float = 0.0
+    claims: Callable[[], Mapping[ContainerKey, tuple[ContainerKey, ...]]] = dict
+    paid: PaidRatio = lambda key, uuid: None
+    clock: Callable[[], float] = time.monotonic
+    wall_clock: Callable[[], float] = time.time
+    _observers: list[Observer] = field(default_factory=list)
+    _reported: Mapping[str, ContainerKey] = field(default_factory=dict)
+    _ids_asked_at: float = float("-inf")
+    _round_at: float = float("-inf")
+    _tried_at: float = float("-inf")
+    _read_at: float = float("-inf")
+    _has_reader: asyncio.Event = field(default_factory=asyncio.Event)
+    _round_ends: asyncio.Event = field(default_factory=asyncio.Event)
+    _is_failing: bool = False
+    _is_slow: bool = False
+    _last: UsageRound | None = None
+    is_idle: bool = False
+    """Nobody reads, and since the last round there was a pause."""
+
+    @property
+    def current(self) -> UsageRound | None:
+        """The last round, unless it is from before a pause. A request as well."""
+        self.request()
+        # While rounds go on `_failed` withdraws an old one; in a pause nothing runs that could.
+        is_old = self.is_idle and self.clock() - self._round_at >= MISSED_ROUNDS * self.period_s
+        return None if is_old else self._last
+
+    def request(self) -> None:
+        """The use is sampled each period from now on, for READ_FOR_S."""
+        self._read_at = self.clock()
+        self._has_reader.set()
+
+    async def refresh(self) -> None:
+        """Waits, before `current` is read, for a round where the last one is from a pause; REFRESH_TIMEOUT_S at most."""
+        self.request()
+        # By the last try, not the last success: while the driver is away each scrape would wait for a round that
+        # fails.
+        if self.clock() - self._tried_at >= MISSED_ROUNDS * self.period_s:
+            await wait_for(self._round_ends, REFRESH_TIMEOUT_S)
+
+    def subscribe(self, observer: Observer) -> None:
+        """`observer` is called after each round, and with None when the current one counts no more. It must not raise."""
+        self._observers.append(observer)
+
+    async def run(self) -> NoReturn:
+        """Samples until cancelled."""
+        due_at = self.clock()
+        while True:
+            await self.sample_once()
+            now = self.clock()
+            due_at += self.period_s
+            if now > due_at:
+                self._note_slow(now - due_at + self.period_s)
+                # The periods that the round took are left out and the rhythm stays: one more addition would begin it
+                # at once, and a slow driver would be asked without a pause.
+                due_at += self.period_s * ((now - due_at) // self.period_s + 1)
+            else:
+                self._is_slow = False
+            await asyncio.sleep(due_at - now)
+            # With a long period READ_FOR_S ends within one: a reader that comes once a round would look like none.
+            if self.clock() - self._read_at >= max(READ_FOR_S, MISSED_ROUNDS * self.period_s):
+                self._has_reader.clear()
+                self.is_idle = self.idle_period_s > self.period_s
+                # One period of the pause has been slept above.
+                await wait_for(self._has_reader, max(0.0, self.idle_period_s - self.period_s))
+                # The rhythm begins anew with the reader: the periods of the pause were not missed.
+                due_at = max(due_at, self.clock())
+
+    async def sample_once(self) -> None:
+        """One round. What goes wrong is logged once and counted; it costs this round."""
+        try:
+            await self._sample_once()
+        finally:
+            self._tried_at = self.clock()
+            # Wakes the readers that wait for this round; those that come from now on wait for another.
+            self._round_ends.set()
+            self._round_ends = asyncio.Event()
+
+    async def _sample_once(self) -> None:
+        started_at = self.clock()
+        try:
+            found = await self._sample()
+        except AgentError as e:
+            self._failed(str(e))
+            return
+        except Exception:  # one cycle of a periodic service: shares are given whether or not their use can be shown
+            if not self._is_failing:
+                log.exception("usage_not_sampled", next_in_s=self.period_s)
+            self._failed("")
+            return
+        if self._is_failing:
+            log.info("usage_sampled_again")
+        self._is_failing = False
+        self._round_at = started_at
+        self.metrics.sampled(self.clock() - started_at)
+        self._publish(found)
+
+    async def _sample(self) -> UsageRound:
+        """Raises Unavailable."""
+        timeout_s = min(MAX_SAMPLE_TIMEOUT_S, max(MIN_SAMPLE_TIMEOUT_S, MISSED_ROUNDS * self.period_s))
+        try:
+            async with asyncio.timeout(timeout_s):
+                # Before the driver is asked: what it reports is at least as new as the time shown with it.
+                sampled_at = self.wall_clock()
+                sample = await self.driver.sample()
+                # A GPU that fails costs its own values alone: its errors are counted, and the round is shown.
+                for error, count in sorted(sample.errors.items()):
+                    self.metrics.driver_error(error, count)
+                pids = {process.pid for gpu in sample.gpus for process in gpu.processes or ()}
+                # After the sample, for the driver names the PIDs. A process that has ended in between has no owner and
+                # is unattributed for this round.
+                owners = await self.owners.identify(pids)
+                allocated = self._allocated()
+                # The kubelet writes a container's ID into the status a second or two after its start; the runtime has
+                # it at once. The second look costs a call, so only where an ID is unknown.
+                if unknown_ids(sample, owners, allocated) and await self._refresh_ids():
+                    allocated = self._allocated()
+        except TimeoutError as e:
+            raise Unavailable(
+                f"sampling the GPUs' use got no answer within {timeout_s:g} s; it is tried again each"
+                f" {self.period_s:g} s. Check nvidia-smi and the kernel log on this node"
+            ) from e
+        return join_usage(sample, owners, allocated, sampled_at=sampled_at, paid=self.paid)
+
+    def _allocated(self) -> AllocatedContainers:
+        in_statuses = {
+            container_id: ContainerKey(pod.uid, name)
+            for pod in self.pods.pods()
+            for name, container_id in pod.container_ids.items()
+        }
+        return AllocatedContainers(
+            gpus={
+                key: allocation.gpus
+                for key, allocation in self.allocations().items()
+                if not has_handed_over(allocation, self.pods.get(key.pod_uid))
+            },
+            # The statuses win: the runtime's answer may be old, for it is asked only about IDs that no status has.
+            by_id={**self._reported, **in_statuses},
+            claims=self.claims(),
+        )
+
+    async def _refresh_ids(self) -> bool:
+        """Whether the runtime reported anything new. It may be unavailable: the pods' statuses have the IDs a second
+        later."""
+        # A process in a container that the runtime does not know either would have it asked in each round.
+        if self.clock() - self._ids_asked_at < IDS_AGAIN_S:
+            return False
+        self._ids_asked_at = self.clock()
+        try:
+            async with asyncio.timeout(IDS_TIMEOUT_S):
+                reported = await self.ids.running()
+        except (AgentError, TimeoutError):
+            return False
+        before, self._reported = self._reported, {container_id: key for key, container_id in reported.items()}
+        return self._reported != before
+
+    def _failed(self, error: str) -> None:
+        self.metrics.sampling_failed()
+        # A bug has been logged with its traceback already.
+        if error and not self._is_failing:
+            log.warning("usage_not_sampled", error=error, next_in_s=self.period_s)
+        self._is_failing = True
+        # Only now: one missed round must not make the dashboard and the metrics blink.
+        if self._last is not None and self.clock() - self._round_at >= MISSED_ROUNDS * self.period_s:
+            log.warning("usage_unknown", missed_rounds=MISSED_ROUNDS)
+            self._publish(None)
+
+    def _note_slow(self, took_s: float) -> None:
+        self.metrics.sampling_overran()
+        if not self._is_slow:
+            log.warning("usage_sampling_slow", took_s=round(took_s, 3), period_s=self.period_s)
+        self._is_slow = True
+
+    def _publish(self, found: UsageRound | None) -> None:
+        self._last, self.is_idle = found, False
+        for observer in self._observers:
+            observer(found)

@@ -1,0 +1,218 @@
+"""The node's GPUs as devices of a ResourceSlice. Pure.
+
+Source: resource.k8s.io/v1; docs/explanation/dra.md has what users write. Names of attributes and capacities are those
+of NVIDIA's and HAMi's drivers where they have one. Quantities are in the form in which the API server returns them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+from msgspec import Struct
+
+from gpushare_agent.core.kube.claims import Attribute, Device, DeviceCapacity, DeviceTaint, RequestPolicy, ValidRange
+from gpushare_agent.core.model.allocations import NO_CHARGE, Charge
+from gpushare_agent.core.model.gpus import Gpu, GpuInventory, LinkKind, Topology
+from gpushare_agent.core.model.names import CORES_PER_GPU, GpuUuid
+from gpushare_agent.core.placement.topology import components
+
+UNHEALTHY_TAINT = "gpushare-agent/unhealthy"
+CORDONED_TAINT = "gpushare-agent/cordoned"
+MAX_TEXT_CHARS = 64
+"""Of a string attribute."""
+NVIDIA_DRIVER = "gpu.nvidia.com"
+NVIDIA_MEMORY = f"{NVIDIA_DRIVER}/memory"
+"""The name of NVIDIA's DRA driver: the domain of its attributes, and of its configuration in claims."""
+_NVIDIA_ATTRIBUTES = (
+    "type",
+    "uuid",
+    "productName",
+    "architecture",
+    "driverVersion",
+    "cudaDriverVersion",
+    "cudaComputeCapability",
+    "index",
+)
+"""Those of ours that have the same name and the same value there; `index` in its examples alone."""
+_DEVICE_NAME = re.compile(r"gpu-([0-9]{1,4})")
+_ARCHITECTURES = {7: "Volta", 8: "Ampere", 9: "Hopper", 10: "Blackwell", 12: "Blackwell"}
+_ARCHITECTURES_BY_MINOR = {(7, 5): "Turing", (8, 9): "Ada Lovelace"}
+_NOT_IN_A_VALUE = re.compile(r"[^A-Za-z0-9._-]+")
+
+
+class DevicePolicy(Struct, frozen=True, kw_only=True):
+    """What of the settings bears on the slice. `isolation` is the node's own, `memory_by` and `compute_by` what limits them
+    under it (isolation/kept.py). `shares` is the setting dra.consumable_shares."""
+
+    block_mib: int
+    order: str
+    taint_effect: str
+    isolation: str
+    memory_by: str = ""
+    compute_by: str = ""
+    nvidia_names: bool = False
+    shares: str = "memory"
+
+
+def device_name(gpu: Gpu) -> str:
+    return f"gpu-{gpu.index}"
+
+
+def device_index(name: str) -> int | None:
+    """The GPU's index, None for a name that no device of this driver has."""
+    match = _DEVICE_NAME.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def capacity_mib(gpu: Gpu, block_mib: int) -> int:
+    """The memory that claims can have: whole blocks, for the default must be a multiple of the step."""
+    return gpu.memory_mib // block_mib * block_mib
+
+
+def slice_devices(
+    gpus: Iterable[Gpu],
+    inventory: GpuInventory,
+    charges: Mapping[GpuUuid, Charge],
+    cordoned: Mapping[GpuUuid, str],
+    policy: DevicePolicy,
+) -> list[Device]:
+    """The devices in the order in which the scheduler is to try them. A GPU without a whole block of memory is left out: the
+    driver reports nothing but its UUID."""
+    groups = link_groups(inventory.topology)
+    offered = [gpu for gpu in gpus if capacity_mib(gpu, policy.block_mib)]
+    # The scheduler takes the first device that fits: the order of the slice is the placement.
+    sign = -1 if policy.order == "binpack" else 1
+
+    def key(gpu: Gpu) -> tuple[int, int, int]:
+        # Memory too, for a share may take that alone (`cores: "0"`).
+        charge = charges.get(gpu.uuid, NO_CHARGE)
+        return sign * charge.cores, sign * charge.blocks, gpu.index
+
+    offered.sort(key=key)
+    return [_device(gpu, inventory, groups, cordoned, policy) for gpu in offered]
+
+
+def _device(
+    gpu: Gpu,
+    inventory: GpuInventory,
+    groups: Mapping[str, Mapping[int, str]],
+    cordoned: Mapping[GpuUuid, str],
+    policy: DevicePolicy,
+) -> Device:
+    return Device(
+        name=device_name(gpu),
+        allow_multiple_allocations=True,
+        attributes=_attributes(gpu, inventory, groups, policy),
+        capacity=_capacity(gpu, policy),
+        taints=_taints(gpu, cordoned, policy),
+    )
+
+
+def _capacity(gpu: Gpu, policy: DevicePolicy) -> dict[str, DeviceCapacity]:
+    """A claim that names none takes the whole GPU. By NVIDIA's names it takes all of the memory and no cores, which is the
+    whole GPU too: nobody else can have memory there. By unlimited and numbered shares it takes no memory either."""
+
+    def counted(value: str, default: str, least: str, step: str = "1") -> DeviceCapacity:
+        return DeviceCapacity(value, RequestPolicy(default, ValidRange(min=least, max=value, step=step)))
+
+    memory, block, cores = quantity(capacity_mib(gpu, policy.block_mib)), quantity(policy.block_mib), str(CORES_PER_GPU)
+    if not policy.nvidia_names:
+        return {"cores": counted(cores, cores, "0"), "memory": counted(memory, memory, block, block)}
+    found = {
+        "cores": counted(cores, "0", "0"),
+        # For selectors; a claim that asks for it by this name is refused when it is prepared.
+        NVIDIA_MEMORY: counted(memory, "0", "0", block),
+        "memory": counted(memory, *((memory, block) if policy.shares == "memory" else ("0", "0")), block),
+    }
+    if policy.shares.isdigit():
+        found["shares"] = counted(policy.shares, "1", "1")
+    return dict(sorted(found.items()))
+
+
+def _attributes(
+    gpu: Gpu, inventory: GpuInventory, groups: Mapping[str, Mapping[int, str]], policy: DevicePolicy
+) -> dict[str, Attribute]:
+    capability = gpu.compute_capability
+    texts = {
+        "type": "gpu",
+        "uuid": gpu.uuid,
+        "productName": gpu.name,
+        "architecture": _architecture(capability),
+        # NVML writes eight digits of domain, Kubernetes' attribute has four, in small letters.
+        "resource.kubernetes.io/pciBusID": gpu.bus_id.lower()[-12:],
+        "resource.kubernetes.io/pcieRoot": gpu.pcie_root,
+        **({f"{NVIDIA_DRIVER}/brand": gpu.brand} if policy.nvidia_names else {}),
+        "isolation": policy.isolation,
+        "memoryLimitedBy": policy.memory_by,
+        "computeLimitedBy": policy.compute_by,
+        **{name: group.get(gpu.index, "") for name, group in groups.items()},
+    }
+    versions = {
+        "driverVersion": _version(inventory.driver_version),
+        "cudaDriverVersion": _version(inventory.cuda_version),
+        "cudaComputeCapability": f"{capability[0]}.{capability[1]}.0" if capability is not None else "",
+    }
+    numbers = {
+        "index": gpu.index,
+        "minor": gpu.minor,
+        "numaNode": gpu.numa_node,
+        "resource.kubernetes.io/numaNode": gpu.numa_node,
+    }
+    found = {name: Attribute(text=text[:MAX_TEXT_CHARS]) for name, text in texts.items() if text}
+    found |= {name: Attribute(version=text) for name, text in versions.items() if text}
+    # -1 stands for what the driver did not report: an attribute that is left out matches no expression.
+    found |= {name: Attribute(number=number) for name, number in numbers.items() if number is not None and number >= 0}
+    if policy.nvidia_names:
+        found |= {f"{NVIDIA_DRIVER}/{name}": found[name] for name in _NVIDIA_ATTRIBUTES if name in found}
+    return dict(sorted(found.items()))
+
+
+def _taints(gpu: Gpu, cordoned: Mapping[GpuUuid, str], policy: DevicePolicy) -> Sequence[DeviceTaint]:
+    # Before the health: a cordoned GPU counts as unhealthy too, and a claim may tolerate one taint and not the other.
+    if gpu.uuid in cordoned:
+        return [DeviceTaint(CORDONED_TAINT, _value(cordoned[gpu.uuid]), policy.taint_effect)]
+    if not gpu.is_healthy:
+        return [DeviceTaint(UNHEALTHY_TAINT, _value(gpu.unhealthy_reason), policy.taint_effect)]
+    return ()
+
+
+def _value(reason: str) -> str:
+    """A label's value: at most 63 characters of a few kinds, letters or digits at both ends."""
+    return _NOT_IN_A_VALUE.sub("-", reason)[:63].strip("-._") or "unknown"
+
+
+def link_groups(topology: Topology) -> dict[str, dict[int, str]]:
+    """The group of each GPU, by attribute and by index: GPUs joined by NVLink (directly or through others), and by PCIe
+    switches alone. A GPU that is alone has no such attribute, so matchAttribute does not take it. Of two GPUs with an
+    NVLink the driver does not report the PCIe path, so they are in no common group by it unless through a third GPU."""
+    return {
+        "nvlinkGroup": _connected(topology, "nvlink", {LinkKind.NVLINK}),
+        "pcieSwitchGroup": _connected(topology, "pcie", {LinkKind.PIX, LinkKind.PXB}),
+    }
+
+
+def _connected(topology: Topology, name: str, kinds: Collection[LinkKind]) -> dict[int, str]:
+    groups = components(range(len(topology.links)), lambda a, b: topology.links[a][b].kind in kinds)
+    return {index: f"{name}-{group[0]}" for group in groups if len(group) > 1 for index in group}
+
+
+def _architecture(capability: tuple[int, int] | None) -> str:
+    if capability is None:
+        return ""
+    return _ARCHITECTURES_BY_MINOR.get(capability, _ARCHITECTURES.get(capability[0], ""))
+
+
+def _version(text: str) -> str:
+    """A semantic version: three numbers without leading zeros."""
+    numbers = re.findall(r"\d{1,6}", text)[:3]
+    return ".".join(str(int(number)) for number in [*numbers, "0", "0"][:3]) if numbers else ""
+
+
+def quantity(mib: int) -> str:
+    """MiB in the canonical form of a Kubernetes quantity: the greatest binary unit of which it is a multiple."""
+    for unit in ("Mi", "Gi", "Ti"):
+        if mib % 1024 or unit == "Ti":
+            return f"{mib}{unit}"
+        mib //= 1024
+    raise AssertionError("the last unit ends the loop")

@@ -1,0 +1,110 @@
+"""Blocking calls for asyncio, each bounded, none able to keep the process from ending.
+
+A hung driver or a stalled disk can block a call for ever. asyncio's own pool is no place for it: the pool's threads are
+joined when the loop closes. So each worker has a daemon thread of its own for one call at a time, started by a call and
+ended when there is none for `KEEP_S`: what is called each second does not start a thread each second. While a call is
+overdue, further ones are refused at once, so that neither threads nor waiting times pile up.
+
+State owned: the thread, and the call that is under way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from typing import Any, TypeVar
+
+from gpushare_agent.core.model.errors import Unavailable
+
+T = TypeVar("T")
+
+KEEP_S = 2.5
+"""Longer than the periods of the frequent callers: a second."""
+
+
+class DaemonThread:
+    """One worker, for calls that may hang on the same thing. `advice` ends every error's text: what to check."""
+
+    def __init__(self, name: str, *, advice: str) -> None:
+        self._name = name
+        self._advice = advice
+        self._lock = asyncio.Lock()
+        self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._has_thread = False
+        self._thread_lock = threading.Lock()
+        self._under_way: asyncio.Future[Any] | None = None
+        self._overdue_at = 0.0
+
+    async def call(self, blocking: Callable[[], T], what: str, timeout_s: float) -> T:
+        """What `blocking` returns or raises. Cancelled, the call goes on in its thread and its result is dropped.
+
+        Raises Unavailable: no answer in time, or an earlier call is overdue. `what` names the call in the message.
+        """
+        answer: asyncio.Future[T] | None = None
+        try:
+            # The time for the lock counts too: whoever waits for a slow call before it waits no longer than it said.
+            async with asyncio.timeout(timeout_s), self._lock:
+                await self._wait_for_earlier(what)
+                answer = self._start(blocking, what)
+                # Of the call, not of its caller: it goes on also where nobody waits for it any more.
+                self._overdue_at = time.monotonic() + timeout_s
+                await asyncio.wait({answer})  # leaves the call alone when this waiting is cancelled
+        except TimeoutError as error:
+            if answer is not None:
+                self._overdue_at = 0.0  # not left to two clocks that may differ by a moment
+            raise Unavailable(f"{what} got no answer within {timeout_s:g} s. {self._advice}") from error
+        return answer.result()
+
+    async def _wait_for_earlier(self, what: str) -> None:
+        """An earlier call that nobody waits for any more may yet be quick; one whose time is over is not waited for."""
+        if self._under_way is None or self._under_way.done():
+            return
+        if time.monotonic() >= self._overdue_at:
+            raise Unavailable(f"{what} was not tried: an earlier call still hangs. {self._advice}")
+        await asyncio.wait({self._under_way})
+
+    def _start(self, blocking: Callable[[], T], what: str) -> asyncio.Future[T]:
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[T] = loop.create_future()
+        answer.add_done_callback(lambda done: done.exception())  # else asyncio logs an error that nobody waits for
+
+        def work() -> None:
+            try:
+                resolve: Callable[[], None] = partial(answer.set_result, blocking())
+            except BaseException as error:  # noqa: BLE001 - handed to the waiting coroutine, whatever it is
+                resolve = partial(answer.set_exception, error)
+            with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+                loop.call_soon_threadsafe(resolve)
+
+        with self._thread_lock:
+            # A thread that is about to end looks at the queue under the same lock: no job is put behind its back.
+            if not self._has_thread:
+                try:
+                    threading.Thread(target=self._work, name=self._name, daemon=True).start()
+                except RuntimeError as error:
+                    raise Unavailable(f"{what} was not tried: no thread could be started ({error})") from error
+                self._has_thread = True
+            # Under the lock, too: else the thread could end between this and the look at `_has_thread`.
+            self._jobs.put(work)
+        self._under_way = answer
+        return answer
+
+    def _work(self) -> None:
+        """The thread's: calls, until there is none for a while."""
+        while True:
+            try:
+                job = self._jobs.get(timeout=KEEP_S)
+            except queue.Empty:
+                with self._thread_lock:
+                    # A job may have come in the moment after the wait was over.
+                    if self._jobs.empty():
+                        self._has_thread = False
+                        return
+            else:
+                job()
+                del job  # what it refers to is not kept until the next one

@@ -1,0 +1,123 @@
+"""Notices when something may have changed in one directory, also when the directory itself is replaced.
+
+An event only means "compare again": the caller compares what is there with what should be. inotify makes it fast; a slow
+poll covers what inotify does not report (a file system mounted over the directory, an exhausted inotify limit, a lost
+event). Not for following file contents. State owned: one inotify descriptor.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import structlog
+from asyncinotify import Inotify, Mask, Watch
+from msgspec import Struct, field
+
+from gpushare_agent.core.kit.supervision import ReportOnce
+
+log = structlog.get_logger(__name__)
+
+_EVENTS = Mask.CREATE | Mask.MOVED_TO | Mask.MOVED_FROM | Mask.DELETE | Mask.DELETE_SELF | Mask.MOVE_SELF
+_LOST = Mask.IGNORED | Mask.DELETE_SELF | Mask.MOVE_SELF | Mask.UNMOUNT
+
+
+class DirectoryWatch(Struct, eq=False):
+    """Watches the names in one directory. One waiter at a time; open it with `open_directory_watch`."""
+
+    directory: Path
+    poll_s: float
+    fast_poll_s: float
+    retry_s: float
+    _retry_at: float = float("-inf")
+    _failures: ReportOnce = field(default_factory=ReportOnce)
+    _inotify: Inotify | None = None
+    _watch: Watch | None = None
+    _watched: tuple[int, int] | None = None
+
+    async def wait_change(self) -> None:
+        """Waits for an event or the next poll, whichever is first.
+
+        Returns at once when the directory was found anew: what happened in it before the watch began is not known.
+        """
+        if self._rewatch():
+            return
+        # The directory is missing, or inotify has no instance left: a kubelet that starts admits pods a second later.
+        if self._inotify is None or self._watch is None:
+            await asyncio.sleep(self.fast_poll_s)
+            return
+        try:
+            async with asyncio.timeout(self.poll_s):
+                # One is enough: the caller compares all that is there, and further ones end the next wait.
+                event = await self._inotify.get()
+        except TimeoutError:
+            return
+        if event.mask & _LOST and event.watch is self._watch:
+            self._watch = None  # an inode number can be the same again: the event counts, not the number
+
+    def _rewatch(self) -> bool:
+        """Puts the watch onto what the path names now; true if that is another directory than before."""
+        current = _directory_identity(self.directory)
+        # By device and inode: the same directory under its name.
+        if self._watch is not None and current is not None and current == self._watched:
+            return False
+        # A watch follows the inode: it would go on to report of the directory that was moved away.
+        self._unwatch()
+        now = time.monotonic()
+        if current is None or now < self._retry_at:
+            return False
+        try:
+            if self._inotify is None:
+                self._inotify = Inotify()
+            # ONLYDIR: a file that takes the directory's name is no directory to watch.
+            self._watch = self._inotify.add_watch(self.directory, _EVENTS | Mask.ONLYDIR)
+        except (FileNotFoundError, NotADirectoryError):  # it went away just now
+            return False
+        except OSError as e:  # a limit of inotify or of open files: it may be over later
+            self._retry_at = now + self.retry_s
+            if self._failures.is_new(str(e)):
+                fields = {"poll_s": self.fast_poll_s, "retried_in_s": self.retry_s}
+                log.warning("directory_not_watched", directory=str(self.directory), error=str(e), **fields)
+            return False
+        if self._failures.is_over():
+            log.info("directory_watched_again", directory=str(self.directory))
+        self._watched = current
+        return True
+
+    def close(self) -> None:
+        inotify, self._inotify, self._watch = self._inotify, None, None
+        if inotify is not None:
+            inotify.close()
+
+    def _unwatch(self) -> None:
+        if self._watch is not None and self._inotify is not None:
+            try:
+                self._inotify.rm_watch(self._watch)
+            except OSError:
+                pass  # the kernel dropped it with the directory
+        self._watch = None
+        self._watched = None
+
+
+def _directory_identity(directory: Path) -> tuple[int, int] | None:
+    try:
+        status = directory.stat()
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
+
+
+@asynccontextmanager
+async def open_directory_watch(
+    directory: Path, *, poll_s: float = 5.0, fast_poll_s: float = 0.25, retry_s: float = 30.0
+) -> AsyncIterator[DirectoryWatch]:
+    """Opens a watch of `directory`, which need not exist yet. While it is missing or cannot be watched it is polled every
+    `fast_poll_s`: a kubelet that starts admits pods a second later. Watching is tried again every `retry_s`."""
+    watch = DirectoryWatch(directory, poll_s=poll_s, fast_poll_s=fast_poll_s, retry_s=retry_s)
+    try:
+        yield watch
+    finally:
+        watch.close()

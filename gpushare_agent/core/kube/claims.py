@@ -1,0 +1,149 @@
+"""Schemas of Dynamic Resource Allocation's objects: ResourceClaim, ResourceSlice.
+
+Of what is read only what somebody uses; of what is written all of it, in the form in which the API server returns it.
+Format: resource.k8s.io/v1. No state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from msgspec import Raw, Struct, field
+
+from gpushare_agent.core.kit.json_schema import NULL
+from gpushare_agent.core.kube.objects import KubeObject, Quantity
+
+API_VERSION = "resource.k8s.io/v1"
+
+
+# --- a claim, as it is read ---
+
+
+class DeviceResult(Struct, rename="camel"):
+    """One allocated device."""
+
+    request: str
+    driver: str
+    pool: str
+    device: str
+    share_id: str | None = field(name="shareID", default=None)
+    admin_access: bool | None = None
+    consumed_capacity: Mapping[str, Quantity] | None = None
+
+
+def main_request(name: str) -> str:
+    """A result of a request with alternatives is of `request/alternative`; a pod names the request alone."""
+    return name.partition("/")[0]
+
+
+class OpaqueConfig(Struct):
+    """`parameters` are of the driver's own schema."""
+
+    driver: str
+    parameters: Raw = NULL
+
+
+class DeviceConfig(Struct):
+    """`source` is FromClass or FromClaim; no requests are all."""
+
+    source: str = ""
+    requests: Sequence[str] | None = None
+    opaque: OpaqueConfig | None = None
+
+
+class AllocatedDevices(Struct):
+    results: Sequence[DeviceResult] | None = None
+    config: Sequence[DeviceConfig] | None = None
+
+
+class Allocation(Struct):
+    devices: AllocatedDevices = field(default_factory=AllocatedDevices)
+
+
+class Consumer(Struct, rename="camel"):
+    """Whom a claim is reserved for."""
+
+    resource: str
+    name: str
+    uid: str
+    api_group: str | None = None
+
+
+class ClaimStatus(Struct, rename="camel"):
+    allocation: Allocation | None = None
+    reserved_for: Sequence[Consumer] | None = None
+
+
+class ClaimJson(KubeObject):
+    """A ResourceClaim."""
+
+    status: ClaimStatus | None = None
+
+
+# --- a slice ---
+
+
+class ValidRange(Struct):
+    min: str
+    max: str
+    step: str
+
+
+class RequestPolicy(Struct, rename="camel"):
+    default: str
+    valid_range: ValidRange
+
+
+class DeviceCapacity(Struct, rename="camel"):
+    value: str
+    request_policy: RequestPolicy
+
+
+class Attribute(Struct, omit_defaults=True, kw_only=True):
+    """One of the three."""
+
+    text: str | None = field(name="string", default=None)
+    version: str | None = None
+    number: int | None = field(name="int", default=None)
+
+
+class DeviceTaint(Struct):
+    key: str
+    value: str
+    effect: str
+
+
+class Device(Struct, rename="camel", omit_defaults=True, kw_only=True):
+    name: str
+    allow_multiple_allocations: bool
+    attributes: Mapping[str, Attribute]
+    capacity: Mapping[str, DeviceCapacity]
+    taints: Sequence[DeviceTaint] = ()
+
+
+class Pool(Struct, rename="camel"):
+    name: str
+    generation: int
+    resource_slice_count: int
+
+
+class SliceSpec(Struct, rename="camel"):
+    driver: str
+    node_name: str
+    pool: Pool
+    devices: Sequence[Device]
+
+
+class SliceMeta(Struct, rename="camel", omit_defaults=True, kw_only=True):
+    """`owner_references` as they were read, or a new one."""
+
+    name: str
+    resource_version: str = ""
+    owner_references: Raw
+
+
+class ResourceSlice(Struct, rename="camel", kw_only=True):
+    api_version: str = API_VERSION
+    kind: str = "ResourceSlice"
+    metadata: SliceMeta
+    spec: SliceSpec

@@ -1,0 +1,249 @@
+"""Where the API server is and how to prove who we are: in-cluster service account or kubeconfig.
+
+kubernetes-asyncio reads both (tokens, client certificates, exec plugins); this module chooses the source, keeps the
+library's import in a thread (never before the agent has registered with the kubelet) and renames its errors. What can never
+work by waiting is a StartupError; what may appear later (a projected token, a plugin's answer) is Unavailable.
+
+The library's packages import every API class and model in their `__init__`: 33 MiB of memory and a third of a second
+of one core (docs/reference/measurements.md), for an agent that works on raw JSON. So the packages are put in place without
+running their `__init__`, and the few modules that are needed are imported from them. A library that the process has imported
+already is used as it is; who wants all of it beside the agent's client imports it first. Where the layout is not the one
+known, it is imported whole. urllib3 is loaded when it is first used, which is for a kubeconfig with a user's name and
+password alone, and dateutil's parser for the models' dates. State owned: the library's entries in sys.modules.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import os
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from functools import partial
+from importlib import import_module
+from importlib.util import find_spec, module_from_spec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from urllib.parse import urlsplit
+
+import structlog
+from msgspec import Struct
+
+from gpushare_agent.core.model.errors import StartupError, Unavailable
+
+log = structlog.get_logger(__name__)
+
+_LIBRARY = "kubernetes_asyncio"
+_HOLLOW = (_LIBRARY, f"{_LIBRARY}.client", f"{_LIBRARY}.client.models")
+"""Packages whose `__init__` is not run, parents first."""
+_OFFERED = {"Configuration": f"{_LIBRARY}.client.configuration", "ApiClient": f"{_LIBRARY}.client.api_client"}
+"""What the library's own modules import from its client package, in the order in which they need each other."""
+_ON_USE: Mapping[str, Sequence[str]] = {"urllib3": (), "dateutil.parser": ("parse",)}
+"""Modules that the library imports for one function each, which the agent does not need, and what is imported by name."""
+
+_lock = threading.Lock()
+
+
+class KubeLibrary(Struct, frozen=True, kw_only=True):
+    """The modules `client`, `config` and `config.kube_config`. Of `client` only Configuration and ApiClient are there."""
+
+    client: Any
+    config: Any
+    kube_config: Any
+
+
+def load_library() -> KubeLibrary:
+    """The library, imported at the first call. Raises ImportError where it is not installed."""
+    # Called in threads: two clients may be opened at once, and modules must not be put in place twice.
+    with _lock:
+        # Imported by somebody already, tests for one: two copies of its classes would not know each other.
+        if _LIBRARY not in sys.modules:
+            _load_lean()
+        return KubeLibrary(
+            client=import_module(f"{_LIBRARY}.client"),
+            config=import_module(f"{_LIBRARY}.config"),
+            kube_config=import_module(f"{_LIBRARY}.config.kube_config"),
+        )
+
+
+def _load_lean() -> None:
+    stand_ins = {name: _LoadedOnUse(name, used) for name, used in _ON_USE.items() if name not in sys.modules}
+    sys.modules.update(stand_ins)
+    try:
+        for name in _HOLLOW:
+            _put_package(name)
+        for name, module in _OFFERED.items():
+            setattr(sys.modules[f"{_LIBRARY}.client"], name, getattr(import_module(module), name))
+        import_module(f"{_LIBRARY}.config.kube_config")
+    except (ImportError, AttributeError) as e:
+        # Nothing half done may stay: the import that follows finds the whole library.
+        for name in [name for name in sys.modules if name.partition(".")[0] == _LIBRARY]:
+            del sys.modules[name]
+        log.info("kubernetes_library_loaded_whole", reason=str(e))
+    finally:
+        for name, stand_in in stand_ins.items():
+            if sys.modules.get(name) is stand_in:
+                del sys.modules[name]
+
+
+class _LoadedOnUse(ModuleType):
+    """Stands for a module while another one imports it. importlib.util.LazyLoader does not: until Python 3.12 the import
+    statement itself loads the module."""
+
+    def __init__(self, name: str, functions: Sequence[str]) -> None:
+        """`functions` are imported from it by name, which would load it."""
+        super().__init__(name)
+        if functions:
+            self.__path__: list[str] = []  # asked for by `from … import`
+        for function in functions:
+            setattr(self, function, partial(self._call, function))
+
+    def __getattr__(self, name: str) -> Any:
+        if sys.modules.get(self.__name__) is self:
+            del sys.modules[self.__name__]
+        return getattr(import_module(self.__name__), name)
+
+    def _call(self, function: str, *arguments: Any) -> Any:
+        return self.__getattr__(function)(*arguments)
+
+
+def _put_package(name: str) -> None:
+    """Makes the package importable from, with nothing in it."""
+    spec = find_spec(name)
+    if spec is None:
+        raise ImportError(f"no package {name}")
+    package = sys.modules[name] = module_from_spec(spec)
+    parent, _, child = name.rpartition(".")
+    if parent:
+        # What Python's import does too: `package.child` has to be found as an attribute.
+        setattr(sys.modules[parent], child, package)
+
+
+SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+LOAD_TIMEOUT_S = 30.0
+"""An exec credential plugin may ask a cloud's service; longer than this is a hang."""
+
+
+class ConfigurationSource(Struct, frozen=True, kw_only=True):
+    """`kubeconfig` is a path list as in $KUBECONFIG; empty means the pod's service account. `context`: empty means the
+    current one of the kubeconfig."""
+
+    kubeconfig: str = ""
+    context: str = ""
+    service_account: Path = SERVICE_ACCOUNT
+
+    def __str__(self) -> str:
+        return f"kubeconfig {self.kubeconfig}" if self.kubeconfig else f"service account {self.service_account}"
+
+
+def find_configuration(kubeconfig: Path | None, environ: Mapping[str, str], context: str = "") -> ConfigurationSource:
+    """The explicit kubeconfig, else in-cluster, else $KUBECONFIG, else ~/.kube/config. A context is one of a kubeconfig:
+    with it the pod's own cluster is not used.
+
+    Raises:
+        StartupError: there is none, or the named file does not exist.
+    """
+    if kubeconfig is not None:
+        if not kubeconfig.is_file():
+            raise StartupError(
+                f"cannot reach the API server: kubeconfig {kubeconfig} is no file; correct --kubeconfig or leave it out"
+            )
+        return ConfigurationSource(kubeconfig=str(kubeconfig), context=context)
+    if environ.get("KUBERNETES_SERVICE_HOST") and not context:
+        return ConfigurationSource()
+    # As kubectl: a list of paths, of which some may not exist.
+    paths = environ.get("KUBECONFIG") or str(Path(environ.get("HOME", "/root")) / ".kube" / "config")
+    if any(Path(path).expanduser().is_file() for path in paths.split(os.pathsep) if path):
+        return ConfigurationSource(kubeconfig=paths, context=context)
+    raise StartupError(
+        "cannot reach the API server: no configuration found (KUBERNETES_SERVICE_HOST is not set, and "
+        f"{paths} does not exist); set KUBECONFIG, give --kubeconfig FILE, or run in a pod with a service account"
+    )
+
+
+async def open_api_client(source: ConfigurationSource) -> Any:
+    """A kubernetes-asyncio ApiClient with credentials loaded now. The caller closes it.
+
+    Raises:
+        StartupError: the kubeconfig is malformed.
+        Unavailable: credentials cannot be had at present.
+    """
+    # A third of a second of import: admissions are answered meanwhile.
+    library = await asyncio.to_thread(load_library)
+    client, config = library.client, library.config
+    configuration = client.Configuration()
+    try:
+        # The library runs an exec plugin without a limit.
+        async with asyncio.timeout(LOAD_TIMEOUT_S):
+            if source.kubeconfig:
+                # Files and YAML, which may take a while.
+                loader = await asyncio.to_thread(_read_kubeconfig, library, source.kubeconfig, source.context)
+                await loader.load_and_set(configuration)
+            else:
+                config.load_incluster_config(
+                    configuration,
+                    token_filename=str(source.service_account / "token"),
+                    cert_filename=str(source.service_account / "ca.crt"),
+                )
+        configuration.proxy = configuration.proxy or _environment_proxy(configuration.host)
+        return _own_requests(client.ApiClient(configuration))
+    # a malformed user entry surfaces in the library as TypeError or AssertionError
+    except (config.ConfigException, OSError, ValueError, TypeError, AssertionError) as e:
+        raise Unavailable(
+            f"cannot load the API server's credentials from {source}: {_one_line(e)}; will be tried again; "
+            "check the user and cluster entries and the files they name"
+        ) from e
+
+
+def _environment_proxy(host: str) -> str | None:
+    """The proxy that HTTP_PROXY, HTTPS_PROXY and NO_PROXY name for the API server."""
+    # Here, as the library's import: aiohttp has it too, and before the registration nobody needs it.
+    from urllib.request import getproxies, proxy_bypass
+
+    server = urlsplit(host)
+    return None if proxy_bypass(server.hostname or "") else getproxies().get(server.scheme)
+
+
+class _WithoutRedirects:
+    """A session of aiohttp. The API server redirects nobody; a pod behind its proxy may, to wherever it likes, with this
+    program's network and, on the API server's own address, its credentials."""
+
+    def __init__(self, session: Any) -> None:
+        self._session = session
+        self.close = session.close
+
+    def request(self, **given: Any) -> Any:
+        return self._session.request(**given, allow_redirects=False)
+
+
+def _own_requests(client: Any) -> Any:
+    """Before each request aiohttp would look for a proxy in the environment, and for credentials in ~/.netrc, each in a
+    thread. The proxy is known by now, and kubectl reads no ~/.netrc either."""
+    client.rest_client.pool_manager._trust_env = False
+    client.rest_client.pool_manager = _WithoutRedirects(client.rest_client.pool_manager)
+    return client
+
+
+def _read_kubeconfig(library: KubeLibrary, paths: str, context: str) -> Any:
+    """The library's loader for the context, else the current one; never writes the file back (load_kube_config would)."""
+    # Imported here: in a pod no kubeconfig is read, and PyYAML is not needed.
+    yaml_error = importlib.import_module("yaml").YAMLError
+    try:
+        merged = library.kube_config.KubeConfigMerger(paths).config
+        known = [str(one["name"]) for one in merged.value["contexts"]]
+        if context and context not in known:
+            raise StartupError(f"kubeconfig {paths} has no context {context}; it has: {', '.join(known) or 'none'}")
+        loader = library.kube_config.KubeConfigLoader(merged, active_context=context or None, config_base_path=None)
+    except (library.config.ConfigException, yaml_error, KeyError) as e:
+        why = _one_line(e)
+    except (TypeError, AttributeError, AssertionError, ValueError, OverflowError, RecursionError):
+        why = "it is no kubeconfig"  # of what is no mapping of lists the library has Python's words alone
+    else:
+        return loader
+    raise StartupError(f"cannot use kubeconfig {paths}: {why}; check it with `kubectl config view`")
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split()) or type(error).__name__

@@ -1,0 +1,135 @@
+"""The kubelet's names of this node's devices: `<key>-<n>`, such as `8f3e2b1c-17`. Pure, but for what a `DeviceIds`
+remembers.
+
+The agent itself names them by the GPU's whole UUID (`core.model.names.DeviceId`); `DeviceIds` translates at the kubelet's
+sockets and records. What the form is for: agent/kubelet/device_table.py.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Mapping
+
+from gpushare_agent.core.model.names import (
+    DeviceId,
+    GpuUuid,
+    device_id,
+    known_as,
+    kubelet_text,
+    split_device_id,
+    unit_id,
+    unit_suffix,
+)
+from gpushare_agent.core.model.resources import ReplicaLayout
+
+KEY_CHARS = 8
+_TEXT = re.compile(r"([^-~:/]+)-(0|[1-9][0-9]{0,5})(?:/([1-9][0-9]{0,3}[ms]?))?", re.ASCII)
+_NUMBER = re.compile(r"0|[1-9][0-9]{0,5}")
+_PREFIXES = re.compile(r"(?:[A-Z]+-)+")
+
+
+class DeviceIds:
+    """The texts of one node's device IDs, for all resources. State owned: the keys of its GPUs, which do not change, and
+    the texts that were announced, for speed."""
+
+    def __init__(self, gpus: Iterable[GpuUuid] = ()) -> None:
+        self._digits: dict[GpuUuid, str] = {}
+        self._keys: dict[GpuUuid, str] = {}
+        self._gpus: dict[str, GpuUuid] = {}
+        self._announced: dict[str, DeviceId] = {}
+        self._texts: dict[str, str] = {}
+        self._units: dict[GpuUuid, ReplicaLayout] = {}
+        self.add_gpus(gpus)
+
+    @property
+    def gpus(self) -> int:
+        """How many GPUs have a key; IDs that were read when there were fewer may name others now."""
+        return len(self._keys)
+
+    def expect_units(self, units: Mapping[GpuUuid, ReplicaLayout]) -> None:
+        """The replica layouts by which `<GPU UUID>::<n>` of NVIDIA's plugin is read: its text does not have them."""
+        self._units = dict(units)
+
+    def add_gpus(self, gpus: Iterable[GpuUuid]) -> bool:
+        """Give those a key that have none; True where there are such."""
+        new = [gpu for gpu in gpus if gpu not in self._keys]
+        self._digits |= {gpu: _digits(gpu) for gpu in new}
+        for gpu in new:
+            self._keys[gpu] = key = self._key(gpu)
+            self._gpus[key] = gpu
+        return bool(new)
+
+    def read(self, texts: Collection[str]) -> list[DeviceId]:
+        """The devices of these texts, in their order. What is no device ID of ours comes back as it is."""
+        try:  # thousands of them are offered in every admission
+            return list(map(self._announced.__getitem__, texts))
+        except KeyError:
+            return [self._announced.get(text) or self._read(text) for text in texts]
+
+    def write_all(self, devices: Iterable[str]) -> list[str]:
+        return [self._texts.get(device) or self.write(device) for device in devices]
+
+    def write(self, device: str) -> str:
+        """The text of a device that the kubelet knows or is to know. The inverse of `read`."""
+        gpu, _, number = device.partition("::")
+        key = self._keys.get(GpuUuid(gpu))
+        if key is not None and _NUMBER.fullmatch(number):  # thousands at the start; what follows is for other forms
+            announced = f"{key}-{number}"
+            self._announced[announced], self._texts[device] = DeviceId(device), announced
+            return announced
+        # A container holds it under another text: the kubelet counts by text, so it must be listed as it knows it.
+        if (text := kubelet_text(device)) is not None:
+            return text
+        split = split_device_id(device)
+        # Of a GPU that the node no longer has: the text is already what the kubelet knows.
+        if split is None or split[0] not in self._keys:
+            return device
+        text = f"{self._keys[split[0]]}-{split[1]}"
+        if replicas := unit_suffix(device):
+            text += f"/{replicas}"
+        # `read` then finds it without parsing: the kubelet offers thousands of these texts in each call.
+        self._announced[text] = DeviceId(device)
+        return text
+
+    def _read(self, text: str) -> DeviceId:
+        if "::" in text or text in self._keys:
+            return self._read_long(text)
+        match = _TEXT.fullmatch(text)
+        if match is None:
+            return DeviceId(text)
+        key, number, replicas = match[1], int(match[2]), match[3]
+        gpu = self._gpus.get(key) or self._begins_with(key)
+        device = (
+            device_id(gpu or GpuUuid(key), number)
+            if replicas is None
+            else unit_id(gpu or GpuUuid(key), number, replicas)
+        )
+        # A shorter or longer key than the present one: another agent wrote it, and a container may still hold the text.
+        return device if gpu is not None and self._keys[gpu] == key else known_as(device, text)
+
+    def _read_long(self, text: str) -> DeviceId:
+        """NVIDIA's. Of a number that the GPU's replica layout has not, the settings have changed since: the whole GPU."""
+        if text in self._keys:
+            return known_as(unit_id(GpuUuid(text), 0, "1"), text)
+        split = split_device_id(text)
+        if split is None:
+            return DeviceId(text)
+        replicas = self._units.get(split[0])
+        if replicas is None or replicas.is_whole or split[1] >= replicas.of:
+            return known_as(device_id(*split), text)
+        return known_as(unit_id(*split, str(replicas.of)), text)
+
+    def _begins_with(self, key: str) -> GpuUuid | None:
+        found = [gpu for gpu, digits in self._digits.items() if digits.startswith(key)] if len(key) >= KEY_CHARS else []
+        return found[0] if len(found) == 1 else None
+
+    def _key(self, gpu: GpuUuid) -> str:
+        own = self._digits[gpu]
+        others = [digits for other, digits in self._digits.items() if other != gpu]
+        lengths = range(KEY_CHARS, len(own))
+        return next((own[:n] for n in lengths if not any(other.startswith(own[:n]) for other in others)), own)
+
+
+def _digits(gpu: GpuUuid) -> str:
+    """The UUID without the kind before it (`GPU-`, `MIG-`) and without dashes."""
+    return _PREFIXES.sub("", gpu, count=1).replace("-", "")

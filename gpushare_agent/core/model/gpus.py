@@ -1,0 +1,258 @@
+"""GPUs as the driver reports them, how they are linked, and their health."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from enum import IntEnum, StrEnum
+from fnmatch import fnmatchcase
+
+from msgspec import Struct, field
+
+from gpushare_agent.core.model.names import CORES_PER_GPU, MIB, GpuUuid
+
+
+class LinkKind(IntEnum):
+    """The worst element on the way between two GPUs, cheapest first (named as in `nvidia-smi topo -m`)."""
+
+    SELF = 0
+    NVLINK = 1
+    PIX = 2
+    PXB = 3
+    PHB = 4
+    NODE = 5
+    SYS = 6
+
+
+class Link(Struct, frozen=True, kw_only=True):
+    """The connection of two GPUs. `nvlinks` counts bonded NVLinks, 0 unless kind is NVLINK."""
+
+    kind: LinkKind
+    nvlinks: int = 0
+
+
+class Branch(Struct, frozen=True, kw_only=True):
+    """A node of the topology tree: the GPUs below it (sorted indexes) and its sub-branches (none: a leaf group)."""
+
+    kind: LinkKind
+    gpus: tuple[int, ...]
+    children: tuple[Branch, ...] = ()
+
+    def of(self, gpus: Collection[int]) -> Branch:
+        """The tree without other GPUs than these; a branch of which nothing is left is gone."""
+        children = [child.of(gpus) for child in self.children]
+        return Branch(
+            kind=self.kind,
+            gpus=tuple(index for index in self.gpus if index in gpus),
+            children=tuple(child for child in children if child.gpus),
+        )
+
+
+class Topology(Struct, frozen=True, kw_only=True):
+    """A symmetric matrix of links, `links[a][b]`, and the tree over GPUs 0..n-1."""
+
+    links: tuple[tuple[Link, ...], ...]
+    root: Branch
+
+    def link(self, a: int, b: int) -> Link:
+        return self.links[a][b]
+
+
+class Health(StrEnum):
+    """The two values of the device-plugin API."""
+
+    HEALTHY = "Healthy"
+    UNHEALTHY = "Unhealthy"
+
+
+class NvLink(Struct, frozen=True, kw_only=True):
+    """One NVLink of a GPU. `remote_bus_id` is the PCI bus ID of the other end: a GPU's or an NVSwitch's."""
+
+    number: int
+    remote_bus_id: str
+
+
+class MigAttributes(Struct, frozen=True, kw_only=True):
+    """What a MIG instance has of its GPU (nvmlDeviceAttributes_t): counts, and memory in MiB."""
+
+    memory_mib: int
+    gi_slices: int
+    ci_slices: int
+    multiprocessors: int = 0
+    copy_engines: int = 0
+    decoders: int = 0
+    encoders: int = 0
+    jpeg_engines: int = 0
+    ofa_engines: int = 0
+
+
+class MigPlace(Struct, frozen=True, kw_only=True):
+    """What a MIG instance is a part of. `profile` is as nvidia-smi has it, such as `1g.10gb` or `1g.10gb+me`; `number` is
+    the driver's, the 1 of NVIDIA's name `0:1`, and changes when others are made or removed. `gi` and `ci` are the IDs of the
+    GPU instance and the compute instance, `gi_cap` and `ci_cap` the n of their nodes `/dev/nvidia-caps/nvidia-cap<n>`, None
+    where the host has none. `is_gone`: it exists no more, and is listed because a container has it."""
+
+    profile: str
+    number: int
+    parent: GpuUuid
+    parent_index: int
+    gi: int
+    ci: int
+    gi_cap: int | None = None
+    ci_cap: int | None = None
+    attributes: MigAttributes | None = None
+    is_gone: bool = False
+
+
+class Gpu(Struct, frozen=True, kw_only=True):
+    """One GPU, or one instance of a GPU that MIG divides: `mig` is None unless it is one. An instance has its parent's
+    minor, bus ID and NUMA node, and memory and a UUID of its own.
+
+    `index` is the driver's (NVML) index when the GPU was first seen, an instance's the next free one; it is the row in the
+    topology and does not change while the agent runs. `minor` is the n of `/dev/nvidia<n>` and need not equal it.
+    `memory_mib` is the whole GPU's memory. `numa_node` is None where the host reports none, `pcie_root` (such as
+    `pci0000:00`) is empty there, `compute_capability` (major, minor) where the driver does not.
+    `brand` is the product line as NVIDIA's programs write it, empty where the driver does not report it.
+    `is_exclusive_process` is the compute mode in which one process alone may open the GPU. `mig_mode` says whether MIG
+    mode is on, None where the GPU has none. `fabric` is the cluster and the clique of the NVLink fabric that it is on,
+    `<UUID>.<number>`, empty where it is on none or has not joined yet. `unhealthy_reason` is empty while the GPU is healthy.
+    An unhealthy GPU of which the driver reported the UUID alone has minor -1 and 0 MiB.
+    """
+
+    index: int
+    minor: int
+    uuid: GpuUuid
+    bus_id: str
+    name: str
+    memory_mib: int
+    numa_node: int | None = None
+    pcie_root: str = ""
+    nvlinks: tuple[NvLink, ...] = ()
+    compute_capability: tuple[int, int] | None = None
+    brand: str = ""
+    is_exclusive_process: bool = False
+    mig_mode: bool | None = None
+    fabric: str = ""
+    health: Health = Health.HEALTHY
+    unhealthy_reason: str = ""
+    mig: MigPlace | None = None
+
+    @property
+    def label(self) -> str:
+        """The name for people and NVIDIA's tools: the index, of an instance `0:1`."""
+        return str(self.index) if self.mig is None else f"{self.mig.parent_index}:{self.mig.number}"
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        """The device nodes that a container needs for it, besides the control nodes."""
+        # The driver lets a process open an instance only with both capability devices, of GPU instance and compute
+        # instance.
+        caps = (self.mig.gi_cap, self.mig.ci_cap) if self.mig is not None else ()
+        return (f"/dev/nvidia{self.minor}", *(f"/dev/nvidia-caps/nvidia-cap{cap}" for cap in caps if cap is not None))
+
+    @property
+    def is_healthy(self) -> bool:
+        return self.health is Health.HEALTHY
+
+    def is_selected(self, selectors: Iterable[str]) -> bool:
+        """Whether a setting names it: by `all`, its index (of an instance `0:1`), its UUID, or its model, which may be a
+        glob pattern. An instance is named by its GPU's index and UUID too."""
+        parent = (str(self.mig.parent_index), self.mig.parent) if self.mig is not None else ()
+        own = ("all", self.label, self.uuid, *parent)
+        # Patterns are of models alone: an index or a UUID must be given whole, or `1*` would name GPU 10 as well.
+        return any(selector in own or fnmatchcase(self.name, selector) for selector in selectors)
+
+
+class KernelModule(Struct, frozen=True, kw_only=True):
+    """NVIDIA's kernel module: its version, such as 570.86.15, and whether it is the open one.
+
+    The proprietary module reports the host's PIDs to every process. The open one reports PIDs of the asking process's PID
+    namespace, and only processes in it: in process lists from 515, in utilisation samples from 570. Source: its
+    os_find_ns_pid.
+    """
+
+    version: str
+    is_open: bool
+
+    @property
+    def major(self) -> int:
+        return int(self.version.split(".", 1)[0])
+
+    @property
+    def lists_namespace_pids(self) -> bool:
+        return self.is_open and self.major >= 515
+
+    @property
+    def samples_namespace_pids(self) -> bool:
+        return self.is_open and self.major >= 570
+
+
+class MigReport(Struct, frozen=True, kw_only=True):
+    """What a MIG instance is: NVIDIA's name of it, such as `0:1`, and whether it takes shares by vcuda's names."""
+
+    label: str
+    profile: str
+    takes_shares: bool
+
+
+class GpuReport(Struct, frozen=True, kw_only=True):
+    """One GPU, or one MIG instance, as its node reports it. `mig` is None unless it is an instance. `cordoned` is why an
+    operator took it out of service, empty where nobody did, and `would_be_healthy` that nothing else is wrong with it.
+    `unhealthy_reason` is what is wrong with the GPU itself, empty where nothing is or that is not known.
+    `links` has nvidia-smi's abbreviation for each GPU of the list, and is empty where that is not known."""
+
+    index: int
+    uuid: GpuUuid
+    memory_mib: int
+    name: str = ""
+    is_healthy: bool = True
+    cordoned: str = ""
+    would_be_healthy: bool = False
+    unhealthy_reason: str = ""
+    numa: int | None = None
+    links: tuple[str, ...] = ()
+    mig: MigReport | None = None
+
+    @property
+    def label(self) -> str:
+        """The same as `Gpu.label`."""
+        return str(self.index) if self.mig is None else self.mig.label
+
+    @property
+    def cores(self) -> int:
+        """The cores that can be allocated; 0 of an instance that takes no shares."""
+        return CORES_PER_GPU if self.mig is None or self.mig.takes_shares else 0
+
+    @property
+    def memory_bytes(self) -> int:
+        return self.memory_mib * MIB
+
+
+class GpuInventory(Struct, frozen=True, kw_only=True):
+    """What one poll of the driver found: the GPUs by index and how they are connected.
+
+    A GPU whose details could not be read is left in the list, Unhealthy, where its UUID is known; otherwise it is only
+    in `unreadable` (index and reason), for it cannot be offered without a name.
+    """
+
+    gpus: tuple[Gpu, ...]
+    topology: Topology
+    driver_version: str = ""
+    cuda_version: str = ""
+    """The newest that the driver supports, such as 12.8; empty where it does not report it."""
+    unreadable: tuple[tuple[int, str], ...] = field(default=())
+    mig_partitioned: tuple[Gpu, ...] = ()
+    """GPUs that MIG divides. They are not offered; their instances are, in `gpus`. Their indexes are taken."""
+
+    def by_uuid(self) -> dict[GpuUuid, Gpu]:
+        return {gpu.uuid: gpu for gpu in self.gpus}
+
+    @property
+    def tree(self) -> Branch:
+        """The topology's, without the GPUs that MIG divides: their instances stand in their place."""
+        divided = {gpu.index for gpu in self.mig_partitioned}
+        return self.topology.root.of({*self.topology.root.gpus} - divided) if divided else self.topology.root
+
+    @property
+    def mig_profiles(self) -> frozenset[str]:
+        """The profiles of all its instances."""
+        return frozenset(gpu.mig.profile for gpu in self.gpus if gpu.mig is not None)

@@ -1,0 +1,402 @@
+"""The sections of settings/tree.py: what the node offers and how it is allocated, its isolations, what watches and shows it,
+and the scheduler extender. One list, in the order of the tree; that of NVIDIA's names, which has readers of its own, is
+settings/nvidia.py.
+
+The isolations' sections are here and not in their packages, which are above the settings: pydantic needs every section when
+it makes the class of the tree. A section that the tree found in a package would be an import that runs back up, unseen by
+import-linter, and a field without a type: `settings.mps.pipe_directory` would be Any to mypy.
+
+The extender shares the resources' names and share_policy with the agents: resources.*, gpushare.* and
+placement.share_policy. Its defaults of address, quota and labels are gpu-admission's.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated, Literal, Self
+
+from pydantic import BeforeValidator, Field, field_validator, model_validator
+
+from gpushare_agent.core.model.isolation import AUTO, ResizeMode, is_kind
+from gpushare_agent.core.model.names import GPU_MODEL_LABEL, MEMORY_BLOCK_MIB, VCORE_RESOURCE, VMEMORY_RESOURCE
+from gpushare_agent.core.settings.isolation_names import isolation_names
+from gpushare_agent.core.settings.values import (
+    DNS_NAME,
+    PLACE,
+    Count,
+    GivenPath,
+    GivenPlace,
+    OneOf,
+    OptionalPath,
+    OptionalPlace,
+    ResourceName,
+    Seconds,
+    Section,
+    Texts,
+    comma_list,
+    matches,
+)
+
+
+class ResourceSettings(Section):
+    """The extended resources that the node offers."""
+
+    enabled: bool = True
+    """Offer vcore and vmemory. false: for nodes that serve NVIDIA's names, GPUShare's or claims alone."""
+    vcore: ResourceName = VCORE_RESOURCE
+    """Resource with the unit 1/100 of a GPU's compute."""
+    vmemory: ResourceName = VMEMORY_RESOURCE
+    """Resource with the unit one memory block."""
+    memory_block_mib: Count = Field(default=MEMORY_BLOCK_MIB, ge=1, le=65536)
+    """Size of one memory block, MiB. Smaller blocks make more device IDs (docs/reference/formats.md)."""
+
+    @model_validator(mode="after")
+    def _differ(self) -> Self:
+        # The kubelet knows a plugin by its resource: the second registration would end the first one's stream.
+        if self.vcore == self.vmemory:
+            raise ValueError(f"vcore and vmemory are both {self.vcore!r}, but must be two resources")
+        return self
+
+
+class GpushareSettings(Section):
+    """GPUShare's resource, memory alone, beside vcore and vmemory."""
+
+    enabled: bool = False
+    """Offer GPUShare's resource on this node."""
+    resource: ResourceName = "aliyun.com/gpu-mem"
+    """Resource with the unit one unit of a GPU's memory."""
+    unit: Literal["GiB", "MiB"] = "GiB"
+    """Size of one unit. MiB makes one device ID for each MiB."""
+
+
+class KubeletSettings(Section):
+    """The kubelet's sockets and its HTTPS port, and the time limits of admissions."""
+
+    root_dir: GivenPlace = Path("/var/lib/kubelet")
+    """The kubelet's --root-dir, with its sockets and the registry of DRA drivers."""
+    device_plugin_path: GivenPlace = Path("/var/lib/kubelet/device-plugins")
+    """Directory of kubelet.sock and of the agent's sockets."""
+    pod_resources_socket: OptionalPlace = Path("/var/lib/kubelet/pod-resources/kubelet.sock")
+    """Socket of the PodResources API. Empty: pods are identified by the API server alone, and refused where two that
+    wait ask for the same."""
+    api_address: str = ""
+    """Address of the kubelet's HTTPS port, from which static pods are read (docs/how-to/static-pods.md). Empty: static
+    pods with a share are refused."""
+    api_port: int = Field(default=10250, ge=1, le=65535)
+    """The kubelet's HTTPS port."""
+    api_ca: GivenPath | None = None
+    """CA of the kubelet's serving certificate, a file. Empty: the service account's ca.crt."""
+    pod_lookup_timeout_s: Seconds = Field(default=2.0, ge=0.1, le=10)
+    """How long an admission may take to identify its pod."""
+
+
+class RuntimeSettings(Section):
+    """The container runtime and its cgroups."""
+
+    endpoint: str = ""
+    """Socket of the container runtime, for container IDs (isolation vcuda). Empty: the first known one."""
+    request_timeout_s: Seconds = Field(default=5.0, ge=0.1, le=120)
+    """Time limit of one request to the runtime (isolation vcuda)."""
+    cgroup_driver: Literal["", "cgroupfs", "systemd"] = ""
+    """Compared with the cgroup paths at the start; a difference is logged. Empty: not compared."""
+    cgroup_root: GivenPath = Path("/sys/fs/cgroup")
+    """Mount point of the host's cgroups."""
+    proc_root: GivenPath = Path("/proc")
+    """A /proc that shows the host's processes."""
+
+
+class PlacementSettings(Section):
+    """Which GPU a container gets."""
+
+    share_policy: Literal["binpack", "spread"] = "binpack"
+    """Shares go to the fullest GPU that fits (binpack) or to the emptiest (spread)."""
+
+
+class AllocationSettings(Section):
+    """How allocations are checked and freed."""
+
+    check_period_s: Seconds = Field(default=30.0, ge=0.05, le=3600)
+    """Period of comparing allocations with the kubelet's list."""
+    cleanup_rejected_pods: bool = True
+    """Delete pods rejected at admission that a controller replaces."""
+
+
+class ResizeSettings(Section):
+    """Live resize: the annotation gpushare-agent/resize of running pods (docs/explanation/resize.md)."""
+
+    mode: ResizeMode = ResizeMode.DISABLED
+    """disabled: shares keep what was allocated. within-request: at most their request. free-capacity: also their GPU's
+    free capacity; needs manifests/resize."""
+
+
+class DraSettings(Section):
+    """Dynamic Resource Allocation: GPUs that pods get by ResourceClaims."""
+
+    gpus: Texts = ()
+    """GPUs offered by ResourceClaims and by no device plugin: all, indexes, UUIDs or models. Empty: none."""
+    order: Literal["binpack", "spread"] = "binpack"
+    """Order of the GPUs, of which the scheduler takes the first that fits. binpack: the fullest first. spread: the
+    emptiest first."""
+    taint_effect: Literal["NoSchedule", "NoExecute"] = "NoSchedule"
+    """Taint of an unhealthy or cordoned GPU. NoExecute evicts its pods."""
+    nvidia_names: bool = False
+    """Serve claims written for NVIDIA's DRA driver: its attributes and its GpuConfig; cores default to 0."""
+    consumable_shares: str = Field(default="memory", pattern="memory|unlimited|[1-9][0-9]{0,2}")
+    """What a claim takes that names no memory, as by that option of NVIDIA's driver; memory: all of it. unlimited:
+    nothing; a number: one of so many shares of a GPU; both without limits, and with nvidia_names alone."""
+
+    @model_validator(mode="after")
+    def _has_shares_by_nvidias_names(self) -> Self:
+        # Without them a claim that names nothing takes all cores: there would be nothing to share.
+        if self.consumable_shares != "memory" and not self.nvidia_names:
+            raise ValueError(f"consumable_shares is {self.consumable_shares}, which needs nvidia_names")
+        return self
+
+
+class SimulatedSettings(Section):
+    """GPUs without hardware (driver simulated)."""
+
+    cards: Count = Field(default=8, ge=1, le=64)
+    """GPUs to simulate. With a topology file its rows count."""
+    card_memory_mib: Annotated[tuple[Annotated[Count, Field(ge=1, le=4_194_304)], ...], BeforeValidator(comma_list)] = (
+        Field(default=(24576,), min_length=1, max_length=64)
+    )
+    """Memory of the GPUs, MiB: one value for all, or one for each GPU."""
+    topology: OptionalPath = None
+    """File with the text of `nvidia-smi topo -m`. Empty: a plain layout."""
+    card_name: str = Field(default="", max_length=96)
+    """The GPUs' product name. Empty: by the memory of each, such as NVIDIA Simulated 24GB."""
+    device_nodes: bool = False
+    """Give containers /dev/nvidia0… of simulated GPUs: a real runtime needs nodes that exist."""
+    faults: OptionalPath = None
+    """JSON file that makes simulated GPUs fail (docs/reference/sandbox.md). Empty: none."""
+    usage: OptionalPath = None
+    """JSON file with the use of simulated GPUs by processes (docs/reference/sandbox.md). Empty: they idle."""
+
+    @model_validator(mode="after")
+    def _has_one_memory_per_gpu(self) -> Self:
+        sizes = len(self.card_memory_mib)
+        # With a topology file only the file knows how many GPUs there are.
+        if self.topology is None and sizes not in (1, self.cards):
+            raise ValueError(f"card_memory_mib has {sizes} values for {self.cards} GPUs; give one, or one for each GPU")
+        return self
+
+
+AllowedIsolation = Annotated[str, OneOf(isolation_names)]
+NodeIsolation = Annotated[str, OneOf(lambda: (*isolation_names(), AUTO))]
+
+
+class VirtualManagerSettings(Section):
+    """The directories that sharing containers get mounted."""
+
+    path: GivenPlace = Path("/etc/gpu-manager/vm")
+    """Directory of the containers' vDevice directories (isolations gpushare and vcuda)."""
+
+
+class DriverVolumeSettings(Section):
+    """The driver's libraries and programs that containers get mounted (command driver-volume)."""
+
+    root: GivenPath = Path("/")
+    """Root of the host's file system as this process sees it, such as /host."""
+    control_library: GivenPath = Path("/usr/lib64/libcuda-control.so")
+    """The library that limits shares (vcuda-control), as this process sees it."""
+    gpu_client: GivenPath = Path("/opt/gpushare-agent/bin/gpu-client")
+    """The program gpu-client, as this process sees it."""
+    mount: bool = False
+    """Mount volume origin into containers under isolations other than vcuda, too: for nodes without NVIDIA's container
+    runtime."""
+
+
+class MpsSettings(Section):
+    """NVIDIA MPS (isolation mps, command mps)."""
+
+    pipe_directory: GivenPlace = Path("/run/gpushare-mps/pipe")
+    """The MPS daemon's CUDA_MPS_PIPE_DIRECTORY on the host, the same in containers. Its logs are in `log` next to it."""
+    shm_directory: GivenPath = Path("/dev/shm")  # noqa: S108 - the shared memory itself, which MPS needs, not a temporary file
+    """The daemon's /dev/shm on the host."""
+    control: GivenPath = Path("nvidia-cuda-mps-control")
+    """The control program: a path, or a name in PATH."""
+    probe_period_s: Seconds = Field(default=5.0, ge=0.1, le=3600)
+    """Period of probing the daemon."""
+    max_clients: Count = Field(default=48, ge=1, le=4096)
+    """Most sharing containers of one GPU. MPS serves 48 clients a GPU."""
+    default_active_thread_percentage: Count = Field(default=100, ge=1, le=100)
+    """Compute of a client without a limit of its own, percent (command mps)."""
+    exclusive_process: bool = False
+    """Set the GPUs' compute mode to EXCLUSIVE_PROCESS (command mps): every program on them goes through MPS."""
+    drain_timeout_s: Seconds = Field(default=30.0, ge=0, le=3600)
+    """How long the command mps waits for clients at its end."""
+
+
+class LibgpushareSettings(Section):
+    """libgpushare, the project's own library (isolation gpushare)."""
+
+    library: GivenPath = Path("/usr/local/gpushare/libgpushare.so")
+    """libgpushare.so as this process sees it; it is copied to libgpushare.directory."""
+    directory: GivenPlace = Path("/etc/gpu-manager/vdriver/gpushare")
+    """Directory on the host from which containers get the library, not mounted noexec."""
+    probe: bool = True
+    """Prove at the start, for two seconds of a GPU that nobody uses, that the library limits under this driver. Where
+    it does not its shares are refused."""
+
+
+class DriverLimitsSettings(Section):
+    """The driver's own memory limits (isolation driver, also in gpushare+driver and mps+driver)."""
+
+    set_by_agent: bool = False
+    """The agent sets the driver's memory limits (component driver-limits). false: NVIDIA's container toolkit 1.20.1
+    does."""
+
+
+class CdiSettings(Section):
+    """Container Device Interface (strategies cdi-annotations and cdi-cri, command cdi)."""
+
+    kind: str = "nvidia.com/gpu"
+    """Vendor and class of CDI names; a device is <kind>=<GPU UUID>."""
+    spec_directories: Annotated[tuple[GivenPath, ...], BeforeValidator(comma_list), PLACE] = Field(
+        default=(Path("/etc/cdi"), Path("/var/run/cdi")), min_length=1
+    )
+    """Directories of CDI specs; the agent writes its own, and those of claims, into the last."""
+
+    @field_validator("kind")
+    @classmethod
+    def _is_kind(cls, value: str) -> str:
+        if not is_kind(value):
+            raise ValueError("is no CDI kind such as nvidia.com/gpu")
+        return value
+
+
+Xids = Annotated[tuple[Annotated[Count, Field(ge=1, le=100_000)], ...], BeforeValidator(comma_list)]
+
+
+class LogSettings(Section):
+    """What is logged, always to standard error."""
+
+    level: Literal["debug", "info", "warning", "error"] = "info"
+    """Least severity that is logged."""
+    format: Literal["auto", "json", "console"] = "auto"
+    """json: one object a line. console: text. auto: console on a terminal, else json."""
+
+
+class WebSettings(Section):
+    """The HTTP endpoints: metrics, health, readiness, /debug."""
+
+    addr: str = Field(default="localhost", min_length=1, max_length=253)
+    """Address to listen on. 0.0.0.0 lets Prometheus and probes in."""
+    port: Count = Field(default=5678, ge=0, le=65535)
+    """Port to listen on; 0 takes any free one."""
+    debug_token_file: OptionalPath = None
+    """File with the token that callers of /debug send as `Authorization: Bearer`. Empty: only this host is answered
+    there."""
+
+
+class HealthSettings(Section):
+    """Watching the GPUs."""
+
+    check_period_s: Seconds = Field(default=5.0, ge=0.05, le=3600)
+    """Period of reading the GPUs' state from the driver."""
+    # NVIDIA's device plugin ignores the same: errors of a program, not of the GPU.
+    ignored_xids: Xids = (13, 31, 43, 45, 68, 109)
+    """Xid errors that leave a GPU Healthy. Empty: none."""
+    reset_xids: Xids = (48, 62, 64, 74, 79, 95, 119, 120, 136, 140, 143)
+    """Xid errors after which a GPU stays Unhealthy until it is reset or uncordoned."""
+    recovery_probes: Count = Field(default=3, ge=1, le=100)
+    """Probes in a row that an Unhealthy GPU must pass to be Healthy again."""
+    recovery_period_s: Seconds = Field(default=10.0, ge=0.05, le=3600)
+    """Time between two of these probes, doubled each time the GPU becomes Unhealthy again."""
+
+
+class UsageSettings(Section):
+    """History of the samples (their period is sample_period_s)."""
+
+    history_s: Seconds = Field(default=900.0, ge=10, le=86400)
+    """Length of the history."""
+    idle_period_s: Seconds = Field(default=60.0, ge=0, le=3600)
+    """Period of sampling while nothing reads the use. 0: always sample_period_s."""
+
+
+class FactsSettings(Section):
+    """The agent's labels and annotation about its GPUs on the node's object."""
+
+    is_written: bool = True
+    """Write labels and annotations to the Node. Needs the right to patch nodes; the extender needs them."""
+    label_prefix: Annotated[str, matches(DNS_NAME, "is no label prefix such as gpushare-agent or nvidia.com")] = (
+        "gpushare-agent"
+    )
+    """Prefix of the labels gpu.product, gpu.memory, gpu.count and so on."""
+    taint_above: float = Field(default=1.0, ge=0.0, le=1.0)
+    """While more than this part of the node's GPUs is free, it has the taint gpushare-agent/free-gpus with
+    PreferNoSchedule, so that pods without GPUs go elsewhere where they can. 1: never."""
+
+
+class ControlSettings(Section):
+    """The socket of `cordon` and `uncordon`, for root alone."""
+
+    socket: OptionalPlace = Path("/run/gpushare-agent/control.sock")
+    """Unix socket of `cordon` and `uncordon`. Empty: none."""
+
+
+class DisplaySettings(Section):
+    """gpu-manager's gRPC service for usage and topology."""
+
+    socket: OptionalPlace = Path("/var/run/gpu-manager.sock")
+    """Unix socket of the service display.GPUDisplay. Empty: none."""
+
+
+_NO_NAME = "is no name of a Kubernetes object (small letters, digits, - and .)"
+_Name = Annotated[str, matches(DNS_NAME, _NO_NAME)]
+_NameOrEmpty = Annotated[str, matches(re.compile(f"({DNS_NAME.pattern})?"), _NO_NAME)]
+_LABEL = re.compile(rf"({DNS_NAME.pattern}/)?[A-Za-z0-9]([-A-Za-z0-9_.]{{0,61}}[A-Za-z0-9])?")
+_Label = Annotated[str, matches(_LABEL, "is no label such as gaia.tencent.com/gpu-model")]
+
+
+class ExtenderSettings(Section):
+    """The scheduler extender: where it listens, how it decides, who leads."""
+
+    addr: str = Field(default="127.0.0.1", max_length=253)
+    """Address to listen on. Empty: every address."""
+    port: Count = Field(default=3456, ge=0, le=65535)
+    """Port to listen on; 0 takes any free one."""
+    reserve: Literal["bind", "filter"] = "bind"
+    """When GPUs are reserved. bind: at the bind. filter: at the filter, for schedulers that bind themselves."""
+    node_policy: Literal["fgd", "binpack", "spread"] = "binpack"
+    """Pods go to the node where the fewest free GPUs become useless to the pods that usually come (fgd), to the fullest
+    that fits (binpack), or to the emptiest (spread)."""
+    config: OptionalPath = None
+    """gpu-admission's configuration file (JSON). It replaces quota_name, quota_namespace, model_label and pool_label.
+    Empty: /etc/kubernetes/gpu-admission.config, else gpu-quota-admission.config there."""
+    quota_name: _Name = "gpuquota"
+    """ConfigMap with the namespaces' quota (docs/reference/quota.md)."""
+    quota_namespace: _Name = "kube-system"
+    """Namespace of that ConfigMap."""
+    model_label: _Label = GPU_MODEL_LABEL
+    """Node label with the GPUs' model, by which quota counts."""
+    pool_label: _Label = "gaia.tencent.com/gpu-pool"
+    """Node label with the node's pool."""
+    tls_cert: OptionalPath = None
+    """Certificate chain for HTTPS, PEM; read again when it changes. Empty: HTTP."""
+    tls_key: OptionalPath = None
+    """Private key of the certificate, PEM."""
+    client_ca: OptionalPath = None
+    """Certificate authorities, PEM, of clients that may call the scheduler's verbs. Empty: every client may."""
+    claims_webhook: Literal["off", "open", "certificate"] = "off"
+    """Answer POST /mutate-pods and /translate-pods (docs/how-to/turn-limits-into-claims.md). open: every client.
+    certificate: clients of client_ca. Both need TLS."""
+    leader_elect: bool = True
+    """Elect a leader by the Lease. false: there must be only one replica."""
+    lease_namespace: _NameOrEmpty = ""
+    """Namespace of the Lease. Empty: the variable POD_NAMESPACE, else kube-system."""
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ValueError("tls_cert and tls_key are only of use together")
+        if self.client_ca is not None and self.tls_cert is None:
+            raise ValueError("client_ca needs tls_cert and tls_key: without TLS no client shows a certificate")
+        if self.claims_webhook != "off" and self.tls_cert is None:
+            raise ValueError("claims_webhook needs tls_cert and tls_key: an API server calls webhooks by HTTPS alone")
+        # Without authorities every certificate would be as good as any.
+        if self.claims_webhook == "certificate" and self.client_ca is None:
+            raise ValueError("claims_webhook certificate needs client_ca: whose certificates are meant?")
+        return self

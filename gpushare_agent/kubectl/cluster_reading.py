@@ -1,0 +1,148 @@
+"""Reads a cluster once, with a person's own rights, as `ClusterView`: what advice about its pods is decided on.
+
+The quota's ConfigMap, and the budgets where they are asked for, are read besides nodes and pods. Nothing is written. The
+GPUs are those that agents report, as the extender reads them (extender/objects.py). State: what is read, until its end.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from functools import partial
+
+from msgspec import Raw, Struct
+from msgspec.structs import replace
+
+from gpushare_agent.core.kube.client import ALL_NODES, LIVE_PODS, config_map
+from gpushare_agent.core.kube.objects import read_node_json
+from gpushare_agent.core.kube.pods import read_pod_json, scheduler_message
+from gpushare_agent.core.kube.scheduling import NodeOffer, node_offer, pod_needs
+from gpushare_agent.core.kube.session import KubeLists
+from gpushare_agent.core.model.errors import Corrupt, NotFound, Rejected
+from gpushare_agent.core.model.resources import ResourceNames
+from gpushare_agent.core.node_report.annotations import GPUS_ANNOTATION, parse_gpus
+from gpushare_agent.core.settings.settings import Settings
+from gpushare_agent.extender.cluster_state import ClusterState
+from gpushare_agent.extender.decisions.quota import Quota, QuotaState
+from gpushare_agent.extender.objects import asks_for_ours, lean_pod, read_node, read_quota
+from gpushare_agent.extender.values import ClusterNode, ClusterPolicy
+from gpushare_agent.kubectl.cluster_nodes import cluster_names
+from gpushare_agent.kubectl.decisions.cluster_view import ClusterView, NodeView, PodView
+
+
+class ReadCluster(Struct, frozen=True, kw_only=True):
+    """`state` is the extender's of the same cluster. `quota_problem` is why the quota is not known, empty where it is."""
+
+    view: ClusterView
+    state: ClusterState
+    quota_problem: str = ""
+
+
+class _ReadNode(Struct, frozen=True, kw_only=True):
+    node: ClusterNode
+    offer: NodeOffer
+    uncordonable: frozenset[int]
+
+
+async def read_cluster_view(api: KubeLists, settings: Settings) -> ReadCluster:
+    """Raises AgentError: nodes or pods cannot be listed."""
+    reader = _Reader(settings)
+    nodes, _ = await api.list_all(ALL_NODES, reader.node)
+    quota, problem = await _read_quota(api, settings)
+    names = reader.names
+    quotas = QuotaState(names)
+    quotas.quota = quota or Quota()
+    policy = ClusterPolicy(
+        names=names, share_policy=settings.placement.share_policy, node_policy=settings.extender.node_policy
+    )
+    state = ClusterState(policy=policy, quota=quotas if quota is not None else None)
+    for read in nodes:
+        state.put_node(read.node, 0.0)
+    used: defaultdict[str, Counter[str]] = defaultdict(Counter)
+    pods, _ = await api.list_all(LIVE_PODS, partial(_read_pod, names=names, used=used))
+    for one in pods:
+        state.put_pod(one.pod, 0.0)
+    view = ClusterView(
+        policy=policy,
+        nodes=tuple(
+            NodeView(ledger=ledger, offer=read.offer, used=used[read.offer.name], uncordonable=read.uncordonable)
+            for read in sorted(nodes, key=lambda one: one.offer.name)
+            if (ledger := state.node_ledger(read.offer.name)) is not None
+        ),
+        pods={one.pod.uid: one for one in pods},
+        quotas=quotas if quota is not None else None,
+    )
+    return ReadCluster(view=view, state=state, quota_problem=problem)
+
+
+class _Reader:
+    """Reads nodes. `names` have the size of memory blocks that the first agent reports: it is the same everywhere."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.names: ResourceNames = replace(
+            cluster_names(settings), gpu=()
+        )  # of NVIDIA's units no node's object speaks
+        self._labels = settings.extender
+        self._has_report = False
+
+    def node(self, raw: Raw) -> _ReadNode | None:
+        text = read_node_json(raw).meta.annotations.get(GPUS_ANNOTATION)
+        if text is not None and not self._has_report:
+            self._take_block_size(text)
+        labels = self._labels
+        node = read_node(raw, self.names, model_label=labels.model_label, pool_label=labels.pool_label).node
+        if node is None:
+            return None
+        return _ReadNode(node=node, offer=node_offer(raw), uncordonable=_uncordonable(node, text))
+
+    def _take_block_size(self, text: str) -> None:
+        try:
+            size_mib = parse_gpus(text).memory_block_mib
+        except Corrupt:
+            return
+        if size_mib is not None:
+            self._has_report = True
+            self.names = replace(self.names, memory_block_mib=size_mib)
+
+
+def _uncordonable(node: ClusterNode, text: str | None) -> frozenset[int]:
+    """The cordoned GPUs with which nothing else is wrong."""
+    if text is None or not any(gpu.cordoned for gpu in node.gpus):
+        return frozenset()
+    reported = parse_gpus(text).gpus
+    # Where GPUs in service are offered by nobody either, the agent is away, and no uncordon helps.
+    if not any(gpu.is_healthy for gpu in node.gpus) and any(gpu.is_healthy and not gpu.cordoned for gpu in reported):
+        return frozenset()
+    return frozenset(gpu.index for gpu in reported if gpu.cordoned and gpu.would_be_healthy)
+
+
+def _read_pod(raw: Raw, names: ResourceNames, used: defaultdict[str, Counter[str]]) -> PodView | None:
+    """A pod that asks for GPUs; what every pod asks of its node is added to `used`."""
+    try:
+        read = read_pod_json(raw)
+    except Corrupt:
+        return None
+    needs = pod_needs(read.spec, names.names)
+    if read.spec.node_name:
+        used[read.spec.node_name].update(needs.requests)
+    if not asks_for_ours(read, names):
+        return None
+    try:
+        pod = lean_pod(read, names)
+    except Corrupt:
+        return None
+    # Its containers ask for none of it: `0` is a limit, too.
+    if not pod.containers:
+        return None
+    owner = next((one.kind or "" for one in read.meta.owners if one.controller), "")
+    return PodView(pod=pod, needs=needs, labels=read.meta.labels, owner=owner, message=scheduler_message(read))
+
+
+async def _read_quota(api: KubeLists, settings: Settings) -> tuple[Quota | None, str]:
+    """The quota, None where it is not known, and why."""
+    where = settings.extender
+    try:
+        found, _ = await api.list_all(config_map(where.quota_namespace, where.quota_name), read_quota)
+    # A right that few have; a quota that is there and cannot be read refuses every pod, or leaves an older one in force.
+    except (Rejected, NotFound, Corrupt) as error:
+        return None, str(error)
+    return (found[0] if found else Quota()), ""

@@ -1,0 +1,297 @@
+"""The page of all nodes, for a person with a kubeconfig: what is allocated where, and why pods wait, GPU by GPU.
+
+It has the extender's view of the cluster, which informers read with the person's own rights; it decides and writes nothing,
+and needs no extender. It listens on this machine alone, and answers no other web page (debug_guard.py). What comes from pods
+is bounded here and becomes text alone in the browser. The long answer comes in pages of nodes (extender/debug.py).
+
+The use of a node's GPUs is known to its agent alone. `/nodes/NODE/` is the agent's page, in this program's version; what it
+shows, and the use on the cluster's page, is read from the agent through the API server's proxy, while somebody looks.
+State owned: the informers' view of the cluster, what the scheduler says of waiting pods, where agents were found, and since
+when the API server does not answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
+from typing import Any, NoReturn
+
+from aiohttp import web
+from msgspec import field
+from msgspec.structs import replace
+
+from gpushare_agent import __version__
+from gpushare_agent.core.cli.command_line import AGENT_NAMESPACE, Invocation
+from gpushare_agent.core.kit.http_answers import (
+    SECURITY_HEADERS,
+    BadQueryError,
+    JsonBody,
+    RequestQueue,
+    Word,
+    bad_query,
+    json_answer,
+    read_query,
+    shown,
+)
+from gpushare_agent.core.kit.http_server import HttpLimits, HttpServer
+from gpushare_agent.core.kit.supervision import forever
+from gpushare_agent.core.kit.tcp_listeners import listen_tcp
+from gpushare_agent.core.kube.client import ALL_NODES, LIVE_PODS, KubeApi
+from gpushare_agent.core.kube.informer import Informer, Lost
+from gpushare_agent.core.kube.pods import PodJson, scheduler_message
+from gpushare_agent.core.model.errors import AgentError, NotFound, Unavailable
+from gpushare_agent.core.model.names import MIB, PodUid
+from gpushare_agent.core.model.pods import Pod
+from gpushare_agent.core.model.resources import ResourceNames
+from gpushare_agent.core.placement.gpu_choice import accepting, choice_of
+from gpushare_agent.core.settings.settings import Settings
+from gpushare_agent.core.web.debug_guard import Guard
+from gpushare_agent.core.web.page import WebPage
+from gpushare_agent.extender.cluster_feed import NodesFeed, PodsFeed
+from gpushare_agent.extender.cluster_state import MAX_ASKING, ClusterState
+from gpushare_agent.extender.debug import StatePages
+from gpushare_agent.extender.decisions.pod_plan import signature_of
+from gpushare_agent.extender.metrics import ExtenderMetrics
+from gpushare_agent.extender.objects import read_node
+from gpushare_agent.extender.steps import in_steps
+from gpushare_agent.extender.values import ClusterPolicy
+from gpushare_agent.kubectl.agent_client import AgentPod, find_agent
+from gpushare_agent.kubectl.cluster_nodes import cluster_names, open_cluster
+
+ADDRESS = "localhost"
+INDEX = "cluster.html"
+MOST_WAITING = 200
+MOST_NODES = 20
+"""Shown GPU by GPU for one waiting pod."""
+_MAX_UID_CHARS = 128
+_BACKLOG = 16
+_NODE_PATHS = "node|history|decisions"
+"""Of an agent's API: no other path of a pod is reachable through this page."""
+_PROBE_S = 5.0
+_READS = 8
+"""Documents of agents that are read at once, each of up to 16 MiB."""
+
+
+class _Pods(PodsFeed, kw_only=True, eq=False):
+    """With what the scheduler wrote into each waiting pod."""
+
+    messages: dict[PodUid, str] = field(default_factory=dict)
+
+    def put_pod(self, read: PodJson) -> bool:
+        is_ours, uid = super().put_pod(read), PodUid(read.meta.uid or "")
+        # The informer puts a pod again with each change, and the scheduler writes a new message when it tries again.
+        if is_ours and self.unscheduled(uid) is not None:
+            self.messages[uid] = scheduler_message(read)
+        else:
+            self.messages.pop(uid, None)
+        return is_ours
+
+    def remove(self, key: str) -> None:
+        super().remove(key)
+        self.messages.pop(PodUid(key), None)
+
+
+class ClusterPage:
+    """`names` and `settings` must be those of the agents. `run` once."""
+
+    def __init__(
+        self, settings: Settings, names: ResourceNames, *, port: int, agent_namespace: str = AGENT_NAMESPACE
+    ) -> None:
+        self._settings = settings
+        self._agent_namespace = agent_namespace
+        self._agents: dict[str, AgentPod] = {}
+        self._lost: Lost | None = None
+        self._names = names = replace(names, gpu=())  # of NVIDIA's units a node's object says nothing
+        self._port = port
+        metrics = ExtenderMetrics()
+        policy = ClusterPolicy(names=names, share_policy=settings.placement.share_policy)
+        self._state = ClusterState(policy=policy)
+        # It decides nothing, so no pod is bound or reserved by it.
+        self._pods = _Pods(state=self._state, names=names)
+        labels = settings.extender
+        read = partial(read_node, names=names, model_label=labels.model_label, pool_label=labels.pool_label)
+        nodes = NodesFeed(state=self._state, read=read, metrics=metrics, on_report=self._pods.drop_missing)
+        self._informers = (
+            Informer(kind="nodes", watched=ALL_NODES, handler=nodes, metrics=metrics),
+            Informer(kind="pods", watched=LIVE_PODS, handler=self._pods, metrics=metrics),
+        )
+        self._page, self._node_page = WebPage(INDEX), WebPage()
+        self._reads = asyncio.Semaphore(_READS)
+        # Without a token: the page shows only what this person may read, on this machine.
+        self._guard = Guard(None, has_page=True)
+
+    async def run(self, api: KubeApi, *, on_listening: Callable[[int], None]) -> NoReturn:
+        """Serve until cancelled. `on_listening` gets the port. Raises Unavailable: the port cannot be used."""
+        await asyncio.to_thread(self._page.load)
+        await asyncio.to_thread(self._node_page.load)
+        # Before the informers: a port that is taken ends the command at once.
+        listeners = await listen_tcp(ADDRESS, self._port, backlog=_BACKLOG, only_loopback=True)
+        server = HttpServer(
+            "dashboard", self._routes(api), limits=HttpLimits(), middlewares=[self._guarded], headers=SECURITY_HEADERS
+        )
+        on_listening(listeners[0].getsockname()[1])
+        async with asyncio.TaskGroup() as group:
+            for one in self._informers:
+                group.create_task(forever("informer", partial(one.run, api)), name="informer")
+            group.create_task(forever("probe", partial(self._probe, api)), name="probe")
+            await server.serve(listeners)
+        raise AssertionError("unreachable: the server serves until it is cancelled")
+
+    async def _probe(self, api: KubeApi) -> NoReturn:
+        """Finds out within seconds that the API server is gone: a watch whose other end vanished is silent, as most are."""
+        while True:
+            try:
+                await api.check_answers(timeout_s=_PROBE_S)
+            except Unavailable as e:
+                self._lost = Lost(since=self._lost.since if self._lost is not None else time.monotonic(), why=str(e))
+            else:
+                self._lost = None
+            await asyncio.sleep(_PROBE_S)
+
+    def _routes(self, api: KubeApi) -> list[web.AbstractRouteDef]:
+        queue = RequestQueue()
+        pages = StatePages(head=self._head, nodes=self._state)
+        return [
+            web.get("/", self._page.index),
+            *(web.get(path, handler) for path, handler in self._page.routes()),
+            web.get("/api/v1/cluster", pages.show),
+            web.get("/api/v1/waiting", queue.one_at_a_time(self._show_waiting)),
+            web.get("/nodes/{node}/", self._node_page.index),
+            *(web.get(f"/nodes/{{node}}{path}", handler) for path, handler in self._node_page.routes()),
+            web.get(f"/nodes/{{node}}/api/v1/{{what:{_NODE_PATHS}}}", partial(self._show_of_agent, api)),
+        ]
+
+    @web.middleware
+    async def _guarded(
+        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        denied = await self._guard.denies(request.raw_path, request.headers)
+        if denied is not None:
+            return web.Response(status=denied.status, text=f"{denied.text}\n")
+        return await handler(request)
+
+    async def _show_of_agent(self, api: KubeApi, request: web.Request) -> web.StreamResponse:
+        """The agent's answer; a failure as its text."""
+        node = request.match_info["node"]
+        try:
+            if self._state.node_ledger(node) is None:
+                raise NotFound(f"no node {shown(node)} is known")
+            if (agent := self._agents.get(node)) is None:
+                agent = await find_agent(api, self._settings, node=node, namespace=self._agent_namespace)
+                self._agents[node] = agent
+            path, query = f"/api/v1/{request.match_info['what']}", dict(request.query)
+            async with self._reads:
+                answer = await api.get_through_pod(agent.namespace, agent.name, agent.port, path, query)
+            return await JsonBody(bytes(answer)).answer(request)
+        except AgentError as e:
+            # The pod may be another by now.
+            self._agents.pop(node, None)
+            return json_answer(request, {"error": str(e)}, status=404 if isinstance(e, NotFound) else 502)
+
+    def _head(self) -> Mapping[str, Any]:
+        received = [one.last_message_at for one in self._informers]
+        lost = [one for one in (self._lost, *(informer.lost for informer in self._informers)) if one is not None]
+        first = min(lost, key=lambda one: one.since, default=None)
+        now = time.monotonic()
+        return {
+            "version": __version__,
+            "not_listed": [one.kind for one in self._informers if not one.has_listed],
+            "silent_seconds": max((now - at for at in received if at is not None), default=None),
+            "lost": {"seconds": now - first.since, "why": first.why} if first is not None else None,
+            "memory_block_bytes": self._names.memory_block_mib * MIB,
+            "unit_bytes": self._names.gpu_mem_unit_mib * MIB,
+            "waiting_pods": len(self._pods.messages),
+        }
+
+    async def _show_waiting(self, request: web.Request) -> web.StreamResponse:
+        """All, or with `uid` one, and the nodes' GPUs with what each lacks."""
+        try:
+            asked = read_query(request.query, {"uid": Word(most_characters=_MAX_UID_CHARS)})
+        except BadQueryError as e:
+            return bad_query(request, e)
+        waiting = self._pods.unscheduled_pods()
+        if not asked["uid"]:
+            first = [self._waiting(pod) for pod in waiting[:MOST_WAITING]]
+            return json_answer(request, {"count": len(waiting), "pods": first})
+        pod = self._pods.unscheduled(PodUid(asked["uid"]))
+        if pod is None:
+            return json_answer(request, {"error": "the pod does not wait any more"}, status=404)
+        return json_answer(request, {**self._waiting(pod), **await self._nodes_for(pod)})
+
+    def _waiting(self, pod: Pod) -> dict[str, Any]:
+        """The requests of so many containers as are planned: a pod may have thousands."""
+        first = replace(pod, containers=pod.containers[:MAX_ASKING])
+        return {
+            "uid": pod.uid,
+            "namespace": pod.namespace,
+            "pod": pod.name,
+            "requests": [
+                {
+                    "cores": request.cores,
+                    "memory_bytes": (
+                        request.blocks * self._names.memory_block_mib + request.units * self._names.gpu_mem_unit_mib
+                    )
+                    * MIB,
+                }
+                for _, request in signature_of(first, self._names)
+            ],
+            "more_requests": len(pod.containers) - len(first.containers),
+            "message": self._pods.messages.get(pod.uid, ""),
+        }
+
+    async def _nodes_for(self, pod: Pod) -> dict[str, Any]:
+        """The nodes where it fits first, then the others by name. GPUs are compared with the largest request."""
+        pod = replace(pod, containers=pod.containers[: MAX_ASKING + 1])  # one more is refused as thousands are
+        found = await in_steps(self._state.filter_steps(pod, None))
+        verdicts = {**dict.fromkeys(found.fitting, ""), **found.failed, **found.unresolvable}
+        names = sorted(verdicts, key=lambda name: (verdicts[name] != "", name))
+        requests = [request for _, request in signature_of(pod, self._names)]
+        # The containers' requests compete for the same GPUs: what fits the largest says most.
+        largest = max(requests, key=lambda one: (one.cores, one.blocks, one.units))
+        return {
+            "count": len(names),
+            "nodes": [
+                {
+                    "name": name,
+                    "verdict": self._of_node(name)
+                    or verdicts[name]
+                    or "the pod fits: the scheduler has another reason",
+                    "gpus": [
+                        {
+                            "index": gpu.index,
+                            "label": gpu.label,
+                            # What an unhealthy GPU has left is offered to nobody.
+                            "free_cores": gpu.free_cores if gpu.is_healthy else 0,
+                            "free_bytes": gpu.free_blocks * gpu.block_mib * MIB if gpu.is_healthy else 0,
+                            "verdict": "fits" if (lack := gpu.lack(largest)) is None else lack.of_gpu(),
+                        }
+                        for gpu in accepting(choice_of(pod.annotations), self._state.gpus(name))
+                    ],
+                }
+                for name in names[:MOST_NODES]
+            ],
+        }
+
+    def _of_node(self, name: str) -> str:
+        """Why kube-scheduler leaves the node out, as far as the node's object says so."""
+        ledger = self._state.node_ledger(name)
+        if ledger is None or (ledger.node.is_ready and not ledger.node.is_cordoned):
+            return ""
+        return "the node is cordoned" if ledger.node.is_cordoned else "the node is not ready"
+
+
+async def run(call: Invocation) -> int:
+    """Serve until cancelled. Raises AgentError: the cluster cannot be read, or the port not used."""
+    settings, options = call.settings(), call.options
+
+    def on_listening(found: int) -> None:
+        print(f"The cluster's GPUs are at http://localhost:{found}/ until Ctrl-C.", flush=True)
+
+    async with open_cluster(settings) as api:
+        # The informers repeat a list that fails for ever: one list before them ends the command with the reason.
+        await api.list_all(ALL_NODES, lambda _: None)
+        names = cluster_names(settings)
+        page = ClusterPage(settings, names, port=options.port, agent_namespace=options.agent_namespace)
+        await page.run(api, on_listening=on_listening)

@@ -1,0 +1,1 @@
+"""What would let a waiting pod start, and which moves free whole GPUs: over a view of the cluster. No clock, no I/O."""

@@ -1,0 +1,334 @@
+"""The node's GPUs and their containers as a table, from the node's document. Pure: values in, a table out.
+
+A narrow terminal gets fewer columns, in the order of DROPPED_FIRST; the first column and what changes stay.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+from msgspec import Struct, field
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from gpushare_agent.core.cli.command_line import Sort
+from gpushare_agent.core.cli.render_text import (
+    CORES_COLUMN,
+    GAP,
+    MEMORY_COLUMN,
+    PHASE_STYLES,
+    PIPE_WIDTH,
+    allocated_line,
+    bar,
+    counted,
+    gib,
+    gpu_label,
+    health_reasons,
+    health_style,
+    health_word,
+    is_given_whole,
+    load_style,
+    of_cores,
+    out_of_service,
+    percent,
+    plain,
+    plain_cell,
+    sums,
+    width_of,
+)
+from gpushare_agent.core.model.usage import SmSource
+from gpushare_agent.core.node_report import documents
+
+FIRST, STATE, SM, ALLOC, TEMP, POWER = "GPU / CONTAINER", "STATE", "SM %", "ALLOC GiB", "TEMP °C", "POWER W"
+SM_BAR, MEMORY_BAR = "", " "
+"""Columns without a name."""
+COLUMNS = (FIRST, STATE, CORES_COLUMN, SM, SM_BAR, MEMORY_COLUMN, MEMORY_BAR, ALLOC, TEMP, POWER)
+DROPPED_FIRST = (POWER, TEMP, ALLOC, MEMORY_BAR, STATE, SM_BAR)
+BARS = {SM_BAR: SM, MEMORY_BAR: MEMORY_COLUMN}
+"""Each draws the value to its left."""
+BAR_WIDTH, SHORT_BAR_WIDTH = 10, 6
+MIN_FIRST_WIDTH = 15
+PAID = "*"
+"""Behind the compute of a container that the driver does not say."""
+PAID_NOTE = "* paid, as libgpushare counts: of several that compute the driver's samples name one"
+SHORT_STATE_WIDTH = len("Unhealthy")
+REASON_INDENT = "    "
+
+
+class Choice(Struct, frozen=True, kw_only=True):
+    """What of the node is shown, and in which order. `filter` is a part of NAMESPACE/POD/CONTAINER."""
+
+    sort: Sort = "gpu"
+    filter: str = ""
+    has_processes: bool = False
+    has_bars: bool = True
+
+
+class Line(Struct, frozen=True, kw_only=True):
+    """One row, by column. A GPU's is bold; `style` is the state's colour; `loads` are ratios, for bars and colours. A row
+    of the first column alone is as wide as all columns."""
+
+    cells: Mapping[str, str]
+    loads: Mapping[str, float | None] = field(default_factory=dict)
+    is_gpu: bool = False
+    style: str = ""
+
+
+def top_lines(document: documents.NodeDocument, width: int = PIPE_WIDTH, choice: Choice | None = None) -> list[Line]:
+    """A line for each GPU, below it why it is out of service, as many lines as that needs in this width, and one line for
+    each of its containers and for each unattributed process. A filter leaves out GPUs without a container that fits."""
+    choice = choice or Choice()
+    containers = [one for one in document["containers"] if choice.filter in _name(one)]
+    lines: list[Line] = []
+    for gpu in sorted(document["gpus"], key=_order(choice.sort, _gpu_loads)):
+        parts = [(one, part) for one in containers for part in one["gpus"] if part["uuid"] == gpu["uuid"]]
+        # Without a filter an idle GPU is shown; with one it would only push down what was searched.
+        if choice.filter and not parts:
+            continue
+        lines += gpu_lines(gpu, width)
+        for container, part in sorted(parts, key=_order(choice.sort, lambda pair: _part_loads(*pair))):
+            lines.append(_container_line(container, part))
+            lines += _process_lines(part) if choice.has_processes else ()
+        # They have no name that a filter could match.
+        lines += [_unattributed_line(process) for process in gpu["unattributed"] if not choice.filter]
+    without_gpu = [container for container in containers if not container["gpus"]]
+    if without_gpu:
+        lines.append(Line(cells={FIRST: "on no GPU that the driver names"}, is_gpu=True))
+        lines += [_container_line(container, None) for container in without_gpu]
+    return lines
+
+
+def _order(sort: Sort, loads: Callable[[Any], Mapping[str, float | None]]) -> Callable[[Any], float]:
+    """The highest first; those without a value last. By GPU the document's own order stays."""
+    # The sort is stable, so equal keys leave the order as it is.
+    return lambda one: 0.0 if sort == "gpu" else -(loads(one)[sort] or 0.0)
+
+
+def _gpu_loads(gpu: documents.GpuDocument) -> dict[str, float | None]:
+    usage = gpu["usage"] or {}
+    cores = gpu["cores"]["allocated"] / (gpu["cores"]["capacity"] or 1)
+    return {"sm": usage.get("sm_ratio"), "memory": usage.get("memory_used_bytes"), "cores": cores}
+
+
+def _part_loads(container: documents.ContainerDocument, part: documents.ContainerGpu) -> dict[str, float | None]:
+    usage = part["usage"] or {}
+    return {"sm": usage.get("sm_ratio"), "memory": usage.get("memory_bytes"), "cores": container["cores"]}
+
+
+def gpu_lines(gpu: documents.GpuDocument, width: int, state: str = "") -> list[Line]:
+    """The GPU, and why it is out of service. `state` where it is another than the document's."""
+    usage, memory = gpu["usage"] or {}, gpu["memory"]
+    state, used = state or health_word(gpu), usage.get("memory_used_bytes")
+    line = Line(
+        cells={
+            FIRST: f"{gpu_label(gpu)} {gpu['name']}",
+            STATE: state,
+            CORES_COLUMN: "whole" if is_given_whole(gpu) else f"{gpu['cores']['allocated']}/{gpu['cores']['capacity']}",
+            SM: percent(usage.get("sm_ratio")),
+            MEMORY_COLUMN: f"{gib(used)}/{gib(memory['capacity_bytes'])}",
+            ALLOC: gib(memory["allocated_bytes"]),
+            TEMP: _number(usage.get("temperature_celsius")),
+            POWER: _power(usage),
+        },
+        loads={SM: usage.get("sm_ratio"), MEMORY_COLUMN: _ratio(used, memory["capacity_bytes"])},
+        is_gpu=True,
+        style=health_style(state),
+    )
+    text_width = max(1, width - len(REASON_INDENT))
+    # Of the document's state: with `state` the caller has only replaced the word.
+    style = health_style(health_word(gpu))
+    reasons = [part for reason in health_reasons(gpu) for part in textwrap.wrap(reason, text_width)]
+    return [line, *(Line(cells={FIRST: REASON_INDENT + part}, style=style) for part in reasons)]
+
+
+def _name(container: documents.ContainerDocument) -> str:
+    return f"{container['namespace']}/{container['pod']}/{container['container']}"
+
+
+def _container_line(container: documents.ContainerDocument, part: documents.ContainerGpu | None) -> Line:
+    usage: documents.ContainerUsage = (part["usage"] if part is not None else None) or {}
+    limit = container["memory_bytes"] if part is None else part["memory_bytes"]
+    used = usage.get("memory_bytes")
+    cores = "whole" if container["is_whole"] else of_cores(container["cores"], container["core_limit"])
+    return Line(
+        cells={
+            FIRST: f"  {_name(container)}",
+            STATE: container["phase"],
+            CORES_COLUMN: cores,
+            SM: percent(usage.get("sm_ratio")) + (PAID if usage.get("sm_source") == SmSource.LIBRARY else ""),
+            MEMORY_COLUMN: f"{gib(used)}/{gib(limit)}",
+        },
+        loads={SM: usage.get("sm_ratio"), MEMORY_COLUMN: _ratio(used, limit)},
+        # Any other word is the kubelet's reason why a container does not run, such as CrashLoopBackOff.
+        style=PHASE_STYLES.get(container["phase"], "red"),
+    )
+
+
+def _process_lines(part: documents.ContainerGpu) -> list[Line]:
+    """The driver's use of a process is its container's; more is not known of each."""
+    return [Line(cells={FIRST: f"    process {pid}"}) for pid in (part["usage"] or {}).get("pids", ())]
+
+
+def _unattributed_line(process: documents.UnattributedProcess) -> Line:
+    cells = {
+        FIRST: f"  process {process['pid']} of no container",
+        STATE: process["kind"],
+        SM: percent(process["sm_ratio"]),
+        MEMORY_COLUMN: gib(process["memory_bytes"]),
+    }
+    return Line(cells=cells, loads={SM: process["sm_ratio"]}, style="yellow")
+
+
+def notes(lines: Sequence[Line]) -> list[Text]:
+    """What a mark in these lines means."""
+    return [Text(PAID_NOTE, style="dim")] if any(line.cells.get(SM, "").endswith(PAID) for line in lines) else []
+
+
+def _ratio(used: float | None, whole: float | None) -> float | None:
+    return None if used is None or not whole else used / whole
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.0f}"
+
+
+def _power(usage: documents.GpuUsage) -> str:
+    used, limit = usage.get("power_watts"), usage.get("power_limit_watts")
+    return f"{_number(used)}/{_number(limit)}" if limit is not None else _number(used)
+
+
+def columns_for(lines: Sequence[Line], width: int, *, has_bars: bool = True) -> dict[str, int]:
+    """Which columns fit into the width, and how wide each may be."""
+    rows = [line.cells for line in lines if len(line.cells) > 1]
+    widths = {
+        name: max(width_of([name]), width_of([plain_cell(cells.get(name, "")) for cells in rows]))
+        for name in COLUMNS
+        if name not in BARS or has_bars
+    }
+    widths |= {name: BAR_WIDTH for name in BARS if has_bars}
+    if _needs(widths) > width:
+        # Narrower bars and a cut state before a column goes.
+        widths[STATE] = min(widths[STATE], SHORT_STATE_WIDTH)
+        widths |= {name: SHORT_BAR_WIDTH for name in BARS if has_bars}
+    # One at a time, so that a wide terminal loses as little as it must.
+    for name in DROPPED_FIRST:
+        if _needs(widths) <= width:
+            break
+        widths.pop(name, None)
+    # What is left is the first column's: a cut name is better than no use.
+    others = _needs(widths) - widths[FIRST]
+    widths[FIRST] = max(MIN_FIRST_WIDTH, min(widths[FIRST], width - others))
+    return widths
+
+
+def _needs(widths: Mapping[str, int]) -> int:
+    return sum(width + GAP for width in widths.values()) - GAP
+
+
+def header_line(widths: Mapping[str, int], sort: Sort = "gpu") -> Text:
+    """The columns' names, that of the order underlined."""
+    sorted_by = {"sm": SM, "memory": MEMORY_COLUMN, "cores": CORES_COLUMN}.get(sort)
+    names = {name: Text(name, style="underline" if name == sorted_by else "") for name in widths}
+    return _row(names, widths, style="bold")
+
+
+def top_table(lines: Sequence[Line], width: int, choice: Choice | None = None) -> Group:
+    """Header and rows."""
+    choice = choice or Choice()
+    widths = columns_for(lines, width, has_bars=choice.has_bars)
+    return Group(header_line(widths, choice.sort), *rows_of(lines, widths, width))
+
+
+def rows_of(lines: Sequence[Line], widths: Mapping[str, int], width: int) -> Iterator[Text]:
+    return (_line(line, widths, width) for line in lines)
+
+
+def _line(line: Line, widths: Mapping[str, int], width: int) -> Text:
+    # A reason may be a sentence: it may run over all columns.
+    if len(line.cells) == 1:
+        text = Text(plain_cell(line.cells[FIRST]), style=line.style, no_wrap=True)
+        text.truncate(width, overflow="ellipsis")
+        return text
+    cells = {name: _cell(line, name, widths[name]) for name in widths}
+    is_out_of_service = line.is_gpu and line.style != health_style("Healthy")
+    for name in (STATE, FIRST) if is_out_of_service else (STATE,):
+        if name in cells:
+            cells[name].stylize(line.style)
+    return _row(cells, widths, style="bold" if line.is_gpu else "")
+
+
+def _cell(line: Line, name: str, width: int) -> Text:
+    if name in BARS:
+        return bar(line.loads.get(BARS[name]), width)
+    load = line.loads.get(name)
+    return Text(plain_cell(line.cells.get(name, "")), style="" if load is None else load_style(load))
+
+
+def _row(cells: Mapping[str, Text], widths: Mapping[str, int], *, style: str) -> Text:
+    """Not by rich's Table, which has no row of one cell over all columns."""
+    row = Text(style=style, no_wrap=True, overflow="crop")
+    for name, cell in cells.items():
+        cell.truncate(widths[name], overflow="ellipsis")
+        align: Literal["left", "right"] = "left" if name in (FIRST, STATE, *BARS) else "right"
+        cell.align(align, widths[name])
+        row.append_text(Text(" " * GAP if row else "")).append_text(cell)
+    return row
+
+
+def heading(document: documents.NodeDocument, width: int = PIPE_WIDTH) -> list[Text]:
+    """The node in one line, all its GPUs together in another, as much of each as fits; below why the agent is not ready."""
+    agent, gpus = document["agent"], document["gpus"]
+    style = "" if agent["is_ready"] else "yellow"
+    node = [
+        f"node {document['node']}",
+        "ready" if agent["is_ready"] else "NOT READY",
+        f"{counted(len(gpus), 'GPU')}{out_of_service(gpus)}",
+        counted(len(document["containers"]), "container"),
+        _sampled(document),
+        f"isolation {agent['isolation']}",
+        f"driver {agent['driver']} {agent['driver_version']}".rstrip(),
+    ]
+    reasons = [f"  not ready: {plain(reason)}" for reason in agent["not_ready"]]
+    lines = [_fitted(node, width), *([_fitted(together(gpus), width)] if gpus else ())]
+    return [Text(line, style=style) for line in [*lines, *reasons]]
+
+
+def together(gpus: Sequence[documents.GpuDocument]) -> list[str]:
+    """Use is a part of all GPUs together; of those without a sample it is not known, and they count as idle."""
+    usages = [gpu["usage"] for gpu in gpus if gpu["usage"]]
+    busy = [ratio for usage in usages if (ratio := usage.get("sm_ratio")) is not None]
+    used = [size for usage in usages if (size := usage.get("memory_used_bytes")) is not None]
+    return [
+        allocated_line(*sums(gpus)),
+        # Divided by all GPUs: those without a sample count as idle.
+        f"used: SM {percent(sum(busy) / len(gpus) if busy else None)} %, memory {gib(sum(used) if used else None)} GiB",
+    ]
+
+
+def _fitted(parts: Sequence[str], width: int) -> str:
+    """The first ones, as many as the line has room for, and the first in any case."""
+    line = plain(parts[0])
+    for part in map(plain, parts[1:]):
+        if width_of([f"{line}  {part}"]) > width:
+            break
+        line = f"{line}  {part}"
+    return line
+
+
+def _sampled(document: documents.NodeDocument) -> str:
+    sampled_at = document["agent"]["sampled_at"]
+    if sampled_at is None:
+        return "usage not sampled yet"
+    age_s = max(0.0, document["at"] - sampled_at)
+    period_s = document["agent"]["sample_period_seconds"]
+    # The agent shows usage for three periods, so until then it is as good as it gets.
+    return f"usage sampled {age_s:.0f} s ago" if age_s > 3 * period_s else "usage is current"
+
+
+def node_tables(document: documents.NodeDocument, width: int, choice: Choice) -> Sequence[RenderableType]:
+    """The whole view of the node."""
+    lines = top_lines(document, width, choice)
+    note = notes(lines) if lines else [Text("this node has no GPU that the driver can name")]
+    return [*heading(document, width), top_table(lines, width, choice), *note]

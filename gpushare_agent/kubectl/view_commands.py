@@ -1,0 +1,164 @@
+"""The commands that show nodes to an operator: top, inspect, explain, defragment, and the page of all nodes.
+
+`gpushare-agent` on a node asks the agent of that node. `kubectl gpushare` has the same commands, options and output, and
+goes through the API server. docs/reference/cli.md has the formats, and the rights that a user of the plugin needs.
+"""
+
+from __future__ import annotations
+
+import argparse
+from urllib.parse import urlsplit
+
+from gpushare_agent.core.cli.command_line import (
+    AGENT_NAMESPACE,
+    SORTS,
+    Argument,
+    Command,
+    add_output,
+    arg,
+    lazy,
+    number,
+    one_of,
+    whole_number,
+)
+
+_CLUSTER_SETTINGS = ("kubeconfig", "context")
+_SUMS_SETTINGS = ("resources", "gpushare")
+_PLUGIN_NOTE = """\
+The cluster is that of $KUBECONFIG or ~/.kube/config, its current context; --kubeconfig and --context name others.
+docs/reference/cli.md lists the rights that you need."""
+
+
+def server_url(text: str) -> str:
+    """The URL without its last slash: a path is put behind it."""
+    remedy = "give one such as http://localhost:5678"
+    try:
+        parts = urlsplit(text)
+        _ = parts.port  # urlsplit itself takes any port; this raises for one that is no number up to 65535
+    except ValueError as e:
+        raise argparse.ArgumentTypeError(f"--server {text[:200]!r} is no URL: {e}; {remedy}") from e
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+        raise argparse.ArgumentTypeError(f"--server {text[:200]!r} is no URL of an agent; {remedy}")
+    return text.rstrip("/")
+
+
+def _namespace(of_which: str, all_of: str) -> Argument:
+    return one_of(arg("-n --namespace NS", of_which), arg("-A --all-namespaces", all_of))
+
+
+def _agent_namespace(when: str) -> Argument:
+    where = f"where the agents' pods are, {when}; empty: anywhere (%(default)s)"
+    return arg("--agent-namespace NS", where, default=AGENT_NAMESPACE)
+
+
+_SERVER = arg("--server URL", "the agent's address (default: this host, and web.port)", type=server_url)
+_CONTAINERS = _namespace("only the containers of this namespace", "those of all (the default)")
+
+
+def view_commands(*, is_plugin: bool) -> tuple[Command, ...]:
+    """The commands as one of the two programs has them."""
+    note = _PLUGIN_NOTE if is_plugin else ""
+    # A person's machine has no agent, so web.addr and web.port say nothing there.
+    agent_settings = _CLUSTER_SETTINGS if is_plugin else (*_CLUSTER_SETTINGS, "web")
+    through = "whose agent to ask, through the API server"
+    target = (
+        *(() if is_plugin else (_SERVER,)),
+        arg("--node NODE", through if is_plugin else "ask another node's agent, through the API server"),
+        _agent_namespace("with --node"),
+        add_output,
+    )
+    node = (arg("node_name NODE", "the same as --node NODE", nargs="?"), *target)
+    all_nodes = arg("--all-nodes", "every node of the cluster, by the API server")
+    return (
+        Command(
+            name="top",
+            summary="live table of the GPUs, their containers and their usage",
+            description="Shows the GPUs of a node, below each its containers and their usage. The key ? lists the keys.",
+            run=lazy("kubectl.top:run"),
+            examples=("top gpu-1", "top gpu-1 -n research") if is_plugin else ("top", "top --once -o json"),
+            arguments=(
+                arg("--once", "print one table and end; without a terminal it is always so"),
+                arg(
+                    "--interval S",
+                    "time between two polls, seconds (%(default)g)",
+                    type=number(0.1, 3600, " seconds"),
+                    default=1.0,
+                ),
+                arg("--sort", "what comes first: the highest, or by GPU (gpu)", choices=SORTS, default="gpu"),
+                _CONTAINERS,
+                *node,
+            ),
+            settings=agent_settings,
+            help_note=note,
+        ),
+        Command(
+            name="inspect",
+            summary="allocated and total of every GPU, of this node or of all",
+            description="Prints allocated and total cores and memory of every GPU, per node and in all.",
+            run=lazy("kubectl.inspect:run"),
+            examples=("inspect -d", "inspect gpu-1" if is_plugin else "inspect --all-nodes"),
+            arguments=(
+                *(() if is_plugin else (all_nodes,)),
+                arg("-d --details", "list the containers as well"),
+                _CONTAINERS,
+                *node,
+            ),
+            settings=(*agent_settings, *_SUMS_SETTINGS),
+            help_note=note,
+        ),
+        Command(
+            name="explain",
+            summary="why a pod got its GPU, was refused, or waits",
+            description="Prints why the containers of a pod got their GPUs, or why they were refused, GPU by GPU."
+            + (" Of a pod that waits: the smallest changes that would let it start now." if is_plugin else ""),
+            run=lazy("kubectl.explain:run"),
+            examples=(
+                "explain train-0 -n research",
+                *(() if is_plugin else ("explain research/train-0 -c main -o json",)),
+            ),
+            arguments=(
+                arg("pod POD", "its name, or NAMESPACE/NAME"),
+                _namespace(
+                    f"of the pod ({'default' if is_plugin else 'any; with --node: default'})",
+                    "the pod of this name in any namespace",
+                ),
+                arg("-c --container NAME", "only this container of it"),
+                *target,
+            ),
+            settings=agent_settings,
+            help_note=note,
+        ),
+        Command(
+            name="defragment",
+            summary="which few pods would have to move for GPUs to become whole",
+            description="Advises which few pods would have to move for GPUs to become whole again. It moves none.",
+            run=lazy("kubectl.defragment:run"),
+            examples=("defragment --dry-run --gpus 4",),
+            arguments=(
+                arg("--dry-run", "required: it only advises"),
+                arg("--gpus N", "as few moves as make N GPUs whole (all)", type=whole_number(1, 1_000_000)),
+                add_output,
+            ),
+            settings=(*_CLUSTER_SETTINGS, *_SUMS_SETTINGS),
+            help_note=note,
+        ),
+        Command(
+            name="dashboard",
+            summary="a web page of all nodes and of the pods that wait",
+            description="Serves a page of all nodes on this machine's loopback address until Ctrl-C: their GPUs, the pods "
+            "on them, and why pods wait, GPU by GPU. It reads nodes and pods with your own rights.",
+            run=lazy("kubectl.dashboard:run"),
+            examples=("dashboard",),
+            arguments=(
+                arg(
+                    "--port PORT",
+                    "port of localhost, 0 for a free one (%(default)s)",
+                    type=whole_number(0, 65535),
+                    default=5680,
+                ),
+                _agent_namespace("whose GPUs' use is shown"),
+            ),
+            settings=(*_CLUSTER_SETTINGS, *_SUMS_SETTINGS),
+            help_note=note,
+        ),
+    )

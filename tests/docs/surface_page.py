@@ -1,0 +1,58 @@
+"""docs/reference/surface.md: the names of everything that can be set, asked and read, each list from what defines it."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from gpushare_agent.agent.isolation import ISOLATIONS
+from gpushare_agent.commands import COMMAND_LINE
+from gpushare_agent.core.model import names
+from gpushare_agent.core.model.errors import RefusalReason
+from gpushare_agent.core.settings.reference import all_keys
+
+ROOT = Path(__file__).parents[2]
+_WITH_DOMAIN = re.compile(r"[a-z0-9.-]+/[\w.-]+")
+
+
+def surface() -> Mapping[str, tuple[str, Sequence[str]]]:
+    """Kind -> the page that explains it, from docs/reference, and its names."""
+    return {
+        "settings": ("settings.md", [key.name for key in all_keys()]),
+        "commands": ("cli.md", [command.name for command in COMMAND_LINE.commands]),
+        "metrics": ("metrics.md", _rows("docs/reference/metrics.md") + _rows("docs/reference/extender.md")),
+        "resources, annotations and labels": ("formats.md", _names_with_domain()),
+        "components": ("components.md", sorted(path.name for path in (ROOT / "manifests/components").iterdir())),
+        "chart values": ("../../charts/gpushare-agent/README.md", _rows("charts/gpushare-agent/README.md", r"[\w.]+")),
+        "refusal reasons": ("metrics.md", list(RefusalReason)),
+        "isolations": ("isolations.md", list(ISOLATIONS)),
+    }
+
+
+def surface_lists() -> str:
+    """A list for each kind, with its count."""
+    lines = []
+    for kind, (page, found) in surface().items():
+        lines += [f"## {kind.capitalize()}: {len(found)}", ""]
+        lines += textwrap.wrap(" · ".join(f"`{name}`" for name in found), 160, break_on_hyphens=False)
+        lines += ["", f"Explained in [{Path(page).name}]({page}).", ""]
+    return "\n".join(lines)
+
+
+def _rows(page: str, name: str = r"(?:gpushare|container)_\w+") -> list[str]:
+    """What stands first in the rows of a page's tables, which code makes."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    return sorted(set(re.findall(rf"^\| `({name})` \|", text, flags=re.M)))
+
+
+def _names_with_domain() -> list[str]:
+    texts = [
+        text
+        for value in vars(names).values()
+        for text in (value if isinstance(value, tuple) else [value])
+        if isinstance(text, str) and _WITH_DOMAIN.fullmatch(text)
+    ]
+    on_nodes = (ROOT / "docs/reference/node-facts.md").read_text(encoding="utf-8")
+    return sorted({*texts, *re.findall(r"`(gpushare-agent/[\w.-]+)`", on_nodes)})
