@@ -128,7 +128,7 @@ async def test_a_share_beside_slices_is_followed_by_their_list() -> None:
 async def test_its_isolation_keeps_it_to_its_part_of_the_gpu() -> None:
     """The limits of the share, and what the node's document says of it."""
     _, slices = await admitted()
-    limits = share_limits(slices, {}, GPUS.by_uuid(), NAMES)
+    limits = share_limits(slices, None, GPUS.by_uuid(), NAMES)
     assert limits == ShareLimits(cores=37, memory_bytes=9216 * MIB, core_limit=0, is_limited=True)
     (shown,) = written_node(snapshot(facts(slices)))["containers"]
     assert shown["units"] == {"resource": RESOURCE, "count": 3, "sharing": "shares"}

@@ -15,6 +15,7 @@ from gpushare_agent.agent.admission.decisions.resize import (
     ResizeRefused,
     decide_resize,
     enforced,
+    is_ending,
     is_resizable,
     mode_refusal,
     parse_resize,
@@ -23,7 +24,7 @@ from gpushare_agent.agent.admission.decisions.resize import (
 )
 from gpushare_agent.agent.isolation import ISOLATIONS
 from gpushare_agent.agent.isolation.request import Follows
-from gpushare_agent.core.model.allocations import Allocation, Charge, ResizedShare, ShareSize
+from gpushare_agent.core.model.allocations import Allocation, Charge, ClaimRef, ClaimShare, ResizedShare, ShareSize
 from gpushare_agent.core.model.isolation import ResizeMode
 from gpushare_agent.core.model.names import GpuUuid
 from gpushare_agent.core.model.pods import ContainerKind
@@ -137,11 +138,21 @@ def test_containers_that_the_pod_does_not_have_are_named() -> None:
 
 def test_only_whole_allocations_of_shares_are_resizable() -> None:
     """Whole GPUs, init containers, and containers whose second resource is not allocated yet are not."""
-    main = container("main", cores=30, blocks=8)
+    main = [pod("p", container("main", cores=30, blocks=8))]
     assert is_resizable(MAIN, main, NAMES)
     assert not is_resizable(MAIN.with_ids(ResourceKind.VMEMORY, frozenset()), main, NAMES)
     assert not is_resizable(replace(MAIN, kind=ContainerKind.INIT), main, NAMES)
     assert not is_resizable(replace(MAIN, is_whole=True), main, NAMES)
+
+
+def test_what_ends_is_not_resized() -> None:
+    """A claim may be there before its pods."""
+    share = ClaimShare(ref=ClaimRef("default", "c", "uid"), shown_as="g", request="r", isolation="gpushare")
+    claims = replace(MAIN, claim=share)
+    deleted = replace(POD, is_deleting=True)
+    for pods, own, of_claim in (([], True, False), ([POD], False, False), ([POD, deleted], False, False)):
+        assert (is_ending(MAIN, pods), is_ending(claims, pods)) == (own, of_claim)
+    assert is_ending(MAIN, [deleted]) and is_ending(claims, [deleted])
 
 
 @pytest.mark.parametrize(

@@ -49,10 +49,10 @@ class World:
             reports=ResizeReports(node=node, policy=policy, annotations=self, events=self, clock=lambda: 0.0),
         )
 
-    def isolation_of(self, pod: Pod) -> Isolation | None:
+    def isolation_of(self, allocation: Allocation) -> Isolation | None:
         return ISOLATIONS["vcuda"]
 
-    async def enforce(self, allocation: Allocation, pod: Pod) -> str:
+    async def enforce(self, allocation: Allocation) -> str:
         return ""
 
     # As PodEvents and PodAnnotations:

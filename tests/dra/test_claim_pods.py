@@ -1,4 +1,4 @@
-"""A claim as a pod: what services see that know pods alone, and whose processes are whose."""
+"""Who uses a claim, what of it is one share, and whose processes are whose."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from gpushare_agent.agent.admission.allocation_cache import AllocationCache
 from gpushare_agent.agent.admission.claim_pods import ClaimPods
 from gpushare_agent.agent.cluster.pod_store import PodStore
 from gpushare_agent.core.model.allocations import Allocation, Charge, ClaimShare, ContainerKey
-from gpushare_agent.core.model.names import CORE_LIMIT_ANNOTATION, ISOLATION_ANNOTATION, GpuUuid, PodUid
+from gpushare_agent.core.model.names import GpuUuid, PodUid
 from gpushare_agent.core.model.pods import ContainerKind
 from tests.dra.support_claims import ref_of, uid_of, using
 from tests.support_core import pod
@@ -35,14 +35,6 @@ def made() -> tuple[PodStore, ClaimPods]:
     return store, ClaimPods(store, cache)
 
 
-def test_a_claim_has_what_it_asked_for_in_the_annotations_of_a_pod() -> None:
-    _, pods = made()
-    shown = pods.get(PodUid(uid_of(1)))
-    assert shown is not None and [one.name for one in shown.containers] == ["a", "b"]
-    assert shown.annotations == {ISOLATION_ANNOTATION: "mps", CORE_LIMIT_ANNOTATION: "80"}
-    assert not shown.running and not shown.is_deleting
-
-
 def test_a_container_uses_the_requests_that_it_names_or_all() -> None:
     """Also one of a pod that came after the claim was prepared; one of another namespace's claim of that name does not."""
     store, pods = made()
@@ -56,15 +48,22 @@ def test_a_container_uses_the_requests_that_it_names_or_all() -> None:
     }
 
 
-def test_it_runs_while_a_container_of_it_runs() -> None:
-    store, pods = made()
+def test_a_claim_of_one_result_and_one_user_runs_as_that_container() -> None:
+    store, cache = PodStore(), AllocationCache()
+    cache.put(booked(KEY_A, 0))
+    pods = ClaimPods(store, cache)
+    assert pods.instance(KEY_A) == ""
     ids = {"x": "c" * 64}
-    user = pod("one", using("x", ("g", "a")), claims={"g": "claim-1"}, running=frozenset({"x"}), container_ids=ids)
-    store.upsert(user)
-    shown = pods.get(PodUid(uid_of(1)))
-    assert shown is not None and shown.running == {"a", "b"} and shown.name == "one"
+    one = pod("one", using("x", ("g", "a")), claims={"g": "claim-1"}, running=frozenset({"x"}), container_ids=ids)
+    store.upsert(one)
     x = ContainerKey(PodUid("uid-one"), "x")
-    assert pods.sharers(KEY_A) == {x: "c" * 64} and pods.sharers(KEY_B) == {}
+    assert pods.sharers(KEY_A) == {x: "c" * 64}
+    assert pods.instance(KEY_A) == pods.instance(x) == "c" * 64
+    store.upsert(pod("two", using("z", ("g", "a")), claims={"g": "claim-1"}))
+    assert pods.instance(KEY_A) == ""
+    cache.put(booked(KEY_B, 1))
+    store.remove(PodUid("uid-two"))
+    assert pods.instance(KEY_A) == ""
 
 
 def test_a_view_of_two_requests_is_one_share() -> None:

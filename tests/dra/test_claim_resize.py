@@ -62,10 +62,10 @@ class World:
 
     # As Enforcement, PodAnnotations and PodEvents:
 
-    def isolation_of(self, pod: Pod) -> Isolation | None:
+    def isolation_of(self, allocation: Allocation) -> Isolation | None:
         return ISOLATIONS["vcuda"]
 
-    async def enforce(self, allocation: Allocation, pod: Pod) -> str:
+    async def enforce(self, allocation: Allocation) -> str:
         self.enforced.append((allocation.key, allocation.size))
         return ""
 

@@ -283,5 +283,5 @@ def test_replicas_on_several_gpus_have_a_limit_on_each() -> None:
         gpus=(GpuUuid("GPU-0"), GpuUuid("GPU-1"), GpuUuid("GPU-lost")),
         ids={ResourceKind.GPU: frozenset(unit_id(GpuUuid(f"GPU-{name}"), 0, "4s") for name in (0, 1, "lost"))},
     )
-    found = memory_shares(replicas, {}, inventory(2, 16 * 1024).by_uuid(), ResourceNames(), [MAIN])
+    found = memory_shares(replicas, inventory(2, 16 * 1024).by_uuid(), ResourceNames(), [MAIN])
     assert pod_memory(found) == {"GPU-0": 4 * GIB, "GPU-1": 4 * GIB}

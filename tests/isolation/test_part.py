@@ -6,7 +6,7 @@ import pytest
 
 from gpushare_agent.agent.isolation import ISOLATIONS
 from gpushare_agent.agent.isolation.isolations import Isolations
-from gpushare_agent.agent.isolation.part import IsolationPart
+from gpushare_agent.agent.isolation.part import IsolationHost, IsolationPart
 from gpushare_agent.agent.isolation.request import Follows
 from gpushare_agent.core.model.allocations import Allocation
 from gpushare_agent.core.model.names import ISOLATION_ANNOTATION
@@ -21,23 +21,26 @@ class Answers(IsolationPart):
     def __init__(self, text: str, asked: list[str], *, is_memory_fixed: bool = False) -> None:
         self.text, self.asked, self.is_memory_fixed = text, asked, is_memory_fixed
 
-    async def enforce(self, allocation: Allocation, pod: Pod) -> str:
+    async def enforce(self, allocation: Allocation) -> str:
         self.asked.append(self.text)
         return self.text
 
 
 class Host:
-    """The settings of a node."""
+    """A node with its settings and one pod."""
 
-    def __init__(self) -> None:
+    chosen = IsolationHost.chosen
+
+    def __init__(self, isolation: str) -> None:
         self.node = self
+        self.pods = {SHARE.key.pod_uid: owner(isolation)}
         flags = ["--driver=simulated", f"--isolation={BOTH}", "--isolations-allowed=none"]
         self.settings = load_settings(flags, {}).settings
 
 
-def isolations(**parts: IsolationPart) -> Isolations:
+def isolations(isolation: str = "", **parts: IsolationPart) -> Isolations:
     return Isolations(
-        host=Host(),  # type: ignore[arg-type]
+        host=Host(isolation),  # type: ignore[arg-type]
         kernel_module=None, parts=parts, watches={}, vdevices=None, cdi_watch=None,
     )  # fmt: skip
 
@@ -54,25 +57,25 @@ async def test_a_combination_enforces_its_parts_until_one_has_a_problem() -> Non
     """The text is that part's; the ones after it are asked at the next time."""
     asked: list[str] = []
     found = isolations(gpushare=Answers("", asked), driver=Answers("its cgroup is not known", asked))
-    assert await found.enforce(SHARE, owner()) == "its cgroup is not known"
+    assert await found.enforce(SHARE) == "its cgroup is not known"
     assert asked == ["", "its cgroup is not known"]
 
 
 @pytest.mark.parametrize("parts", [{}, {"none": IsolationPart()}])
 async def test_a_part_that_needs_nothing_enforces_nothing(parts: dict[str, IsolationPart]) -> None:
     """Isolation none, and mps, whose limits are fixed when a process starts."""
-    assert await isolations(**parts).enforce(SHARE, owner("none")) == ""
+    assert await isolations("none", **parts).enforce(SHARE) == ""
 
 
 async def test_an_isolation_that_the_node_does_not_allow_enforces_nothing_and_says_so() -> None:
     """The pod's annotation names it."""
-    found = isolations()
-    assert "not in use on this node" in await found.enforce(SHARE, owner("vcuda"))
-    assert found.isolation_of(owner("vcuda")) is None
+    found = isolations("vcuda")
+    assert "not in use on this node" in await found.enforce(SHARE)
+    assert found.isolation_of(SHARE) is None
 
 
 def test_memory_that_one_part_fixes_is_fixed_for_the_combination() -> None:
     """Where NVIDIA's toolkit sets the driver's limit; compute follows as before."""
-    found = isolations(driver=Answers("", [], is_memory_fixed=True)).isolation_of(owner())
+    found = isolations(driver=Answers("", [], is_memory_fixed=True)).isolation_of(SHARE)
     assert found is not None and found.memory_follows is Follows.NOBODY
     assert found.cores_follow is ISOLATIONS[BOTH].cores_follow

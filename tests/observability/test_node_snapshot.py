@@ -6,9 +6,12 @@ from msgspec.structs import replace
 
 from gpushare_agent.agent.observability.attribution import AllocatedContainers, join_usage
 from gpushare_agent.agent.observability.metrics.node import container_series
+from gpushare_agent.core.model.allocations import ClaimShare
 from gpushare_agent.core.model.names import unit_id
 from gpushare_agent.core.model.resources import ResourceKind
+from tests.dra.support_claims import ref_of, using
 from tests.observability.support_usage import allocation, driver_sample, facts, gpu_sample, key_of, snapshot
+from tests.support_core import pod
 from tests.support_json import written_node
 
 
@@ -51,3 +54,17 @@ def test_a_container_has_no_use_on_a_gpu_that_lists_no_processes() -> None:
     assert (listing["sm_ratio"], listing["memory_bytes"], listing["pids"]) == (0.0, 0, [])
     [before] = written_node(snapshot(facts(allocated)))["containers"]
     assert [gpu["usage"] for gpu in before["gpus"]] == [None, None]
+
+
+def test_a_claim_runs_while_a_container_that_uses_it_does() -> None:
+    """It ends with all of its pods, and waits for its first."""
+    share = ClaimShare(ref=ref_of(), shown_as="g", request="r", isolation="gpushare")
+    claims = replace(allocation(key_of(1), (0,)), claim=share)
+    user = using("x", ("g", ""))
+    waits, runs, ends = (
+        (pod(name, user, running=frozenset(running), is_deleting=is_deleting), user)
+        for name, running, is_deleting in (("a", (), False), ("b", ("x",), True), ("c", (), True))
+    )
+    cases = ((), (waits, ends), (waits, runs), (ends,))
+    found = [written_node(snapshot(replace(facts(claims), users=users)))["containers"][0]["phase"] for users in cases]
+    assert found == ["Pending", "Pending", "Running", "Terminating"]

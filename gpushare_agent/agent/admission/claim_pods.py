@@ -1,9 +1,8 @@
-"""The pods of this node and, beside them, the claims that are prepared on it, each as a pod, for services that know pods.
+"""Who uses the claims that are prepared on this node, and what of them a container sees as one share.
 
-Which containers use a claim, and how a claim looks as a pod, are plain functions; `ClaimPods` has their results. Pure: the
-module is in pyproject.toml's list.
+Both are plain functions; `ClaimPods` has their results. Pure: the module is in pyproject.toml's list.
 
-State owned: the claims' pods as they were shown last, made anew where an allocation or a pod has changed.
+State owned: those results, made again where an allocation or a pod has changed.
 """
 
 from __future__ import annotations
@@ -15,20 +14,18 @@ from msgspec.structs import replace
 
 from gpushare_agent.agent.admission.allocation_cache import AllocationCache
 from gpushare_agent.agent.cluster.pod_store import PodStore
-from gpushare_agent.core.model.allocations import Allocation, Charge, ClaimRef, ContainerKey, ShareSize
-from gpushare_agent.core.model.names import CORE_LIMIT_ANNOTATION, ISOLATION_ANNOTATION, PodUid
-from gpushare_agent.core.model.pods import ContainerSpec, Pod, PodPhase
+from gpushare_agent.core.model.allocations import Allocation, Charge, ContainerKey, ShareSize
+from gpushare_agent.core.model.names import PodUid
+from gpushare_agent.core.model.pods import ClaimUser, ContainerSpec, Pod
 
 
-def claim_users(
-    allocations: Iterable[Allocation], pods: Iterable[Pod]
-) -> dict[ContainerKey, list[tuple[Pod, ContainerSpec]]]:
+def claim_users(allocations: Iterable[Allocation], pods: Iterable[Pod]) -> dict[ContainerKey, list[ClaimUser]]:
     """The containers that use each claim's allocation, by its key, in the order of the pods."""
     of_claims: dict[tuple[str, str], list[Allocation]] = {}
     for allocation in allocations:
         if allocation.claim is not None:
             of_claims.setdefault((allocation.claim.ref.namespace, allocation.claim.ref.name), []).append(allocation)
-    found: dict[ContainerKey, list[tuple[Pod, ContainerSpec]]] = {}
+    found: dict[ContainerKey, list[ClaimUser]] = {}
     if not of_claims:
         return found
     for pod in pods:
@@ -80,43 +77,7 @@ def _joined(parts: Sequence[Allocation]) -> Allocation:
     )
 
 
-def claim_as_pod(ref: ClaimRef, allocations: Sequence[Allocation], users: Sequence[tuple[Pod, ContainerSpec]]) -> Pod:
-    """A pod whose containers are the claim's results: its UID names their directories, and what the claim asked for stands
-    in the annotations that ask for it in a pod. It runs while one of the claim's pods does."""
-    share = allocations[0].claim
-    if share is None:
-        raise AssertionError("an allocation of no claim is shown as one")
-    annotations = {ISOLATION_ANNOTATION: share.isolation}
-    if limit := max(one.claim.core_limit for one in allocations if one.claim is not None):
-        annotations[CORE_LIMIT_ANNOTATION] = str(limit)
-    pods = [pod for pod, _ in users]
-    is_running = any(container.name in pod.running for pod, container in users)
-    keys = [one.key for one in allocations]
-    return Pod(
-        uid=PodUid(ref.uid),
-        namespace=ref.namespace,
-        name=pods[0].name if pods else allocations[0].pod_name,
-        phase=PodPhase.RUNNING if is_running else PodPhase.PENDING,
-        containers=tuple(
-            ContainerSpec(name=key.container, kind=allocations[0].kind, position=n) for n, key in enumerate(keys)
-        ),
-        annotations=annotations,
-        is_deleting=bool(pods) and all(pod.is_deleting for pod in pods),
-        has_started=any(pod.has_started for pod in pods),
-        running=frozenset(key.container for key in keys) if is_running else frozenset(),
-        container_ids=_only_ids(allocations, users),
-    )
-
-
-def _only_ids(allocations: Sequence[Allocation], users: Sequence[tuple[Pod, ContainerSpec]]) -> dict[str, str]:
-    """The runtime's ID where a claim of one result has one user: what several containers run as has no ID."""
-    if len(allocations) != 1 or len(users) != 1:
-        return {}
-    (pod, container), key = users[0], allocations[0].key
-    return {key.container: known} if (known := pod.container_ids.get(container.name)) else {}
-
-
-Users = Mapping[ContainerKey, Sequence[tuple[Pod, ContainerSpec]]]
+Users = Mapping[ContainerKey, Sequence[ClaimUser]]
 
 
 class ClaimPods:
@@ -125,7 +86,6 @@ class ClaimPods:
         self._cache = cache
         self._made_of: tuple[int, int] | None = None
         self._users: Users = {}
-        self._pods: dict[PodUid, Pod] = {}
         self._shares: Mapping[ContainerKey, Allocation] = {}
         self._parts: Mapping[ContainerKey, Sequence[Allocation]] = {}
 
@@ -184,30 +144,23 @@ class ClaimPods:
         return tuple(found[one] for one in sorted(found))
 
     def get(self, uid: PodUid) -> Pod | None:
-        if (pod := self._store.get(uid)) is not None:
-            return pod
-        self._refresh()
-        return self._pods.get(uid)
+        """A pod; a claim is none."""
+        return self._store.get(uid)
 
-    def pods(self) -> tuple[Pod, ...]:
-        self._refresh()
-        return (*self._store.pods(), *self._pods.values())
+    def instance(self, key: ContainerKey) -> str:
+        """The runtime's ID of the container that has the allocation, empty where it is not known. Of a claim where it has
+        one result and one user: what several containers run as has no ID."""
+        if (sharers := self.sharers(key)) is not None:
+            return next(iter(sharers.values())) if len(sharers) == len(self._cache.of_pod(key.pod_uid)) == 1 else ""
+        pod = self._store.get(key.pod_uid)
+        return pod.container_ids.get(key.container, "") if pod is not None else ""
 
     def _refresh(self) -> None:
         made_of = self.version
         if made_of == self._made_of:
             return
         self._made_of = made_of
-        by_claim: dict[PodUid, list[Allocation]] = {}
-        for allocation in self._cache:
-            if allocation.claim is not None:
-                by_claim.setdefault(allocation.key.pod_uid, []).append(allocation)
-        shares = [one for allocations in by_claim.values() for one in allocations]
+        shares = [one for one in self._cache if one.claim is not None]
         self._users = claim_users(shares, self._store.pods()) if shares else {}
         self._parts = parts_of_views(shares)
         self._shares = by_view(self._cache.view(), self._parts) if shares else {}
-        self._pods = {}
-        for uid, allocations in by_claim.items():
-            users = [pair for one in allocations for pair in self._users.get(one.key, ())]
-            if (share := allocations[0].claim) is not None:
-                self._pods[uid] = claim_as_pod(share.ref, allocations, users)

@@ -44,6 +44,7 @@ from gpushare_agent.agent.admission.decisions.resize import (
     decide_resize,
     describe,
     enforced,
+    is_ending,
     is_resizable,
     mode_refusal,
     shown_name,
@@ -321,7 +322,7 @@ class ShareResizing(Struct, kw_only=True, eq=False):
         for key in self._enforced.keys() - self.node.cache.resized.keys():
             del self._enforced[key]
         for key in [key for key in self.node.cache.resized if self.node.cache.get(key) is None]:
-            pod = self.node.claim_pods.get(key.pod_uid)
+            pod = self.node.pods.get(key.pod_uid)
             if pod is None or pod.is_terminal:
                 self.node.cache.forget_resized(key)
 
@@ -329,34 +330,34 @@ class ShareResizing(Struct, kw_only=True, eq=False):
         """Charges every change that may be; why the others may not. Shares that shrink come first, others may grow then."""
         found = ResizeRound()
         accounts = GrowthAccounts(self.node)
-        candidates: list[tuple[Allocation, Pod, DesiredSize]] = []
+        candidates: list[tuple[Allocation, DesiredSize]] = []
         for allocation in self.node.cache:
-            pod = self.node.claim_pods.get(allocation.key.pod_uid)
+            uid = allocation.key.pod_uid
+            pods = self.node.claim_pods.using(uid)
             # It ends: what it has is freed as a whole, and a smaller size would be for nothing.
-            if pod is None or pod.is_deleting or pod.is_terminal:
+            if is_ending(allocation, pods):
                 continue
-            asked = asked_size(allocation, self.node.claim_pods.using(pod.uid))
+            asked = asked_size(allocation, pods)
             if asked is None and allocation.key not in self.node.cache.resized:
                 continue
-            container = pod.container(allocation.key.container)
-            if container is None or not is_resizable(allocation, container, self.node.names):
+            if not is_resizable(allocation, pods, self.node.names):
                 continue
             if isinstance(asked, ResizeRefused):
                 found.refused[allocation.key] = asked
                 asked = unchanged_size(allocation, self.node.cache.resized.get(allocation.key), self.policy)
             elif asked is not None and asked.unknown:
-                found.unknown[pod.uid] = asked.unknown
-            candidates.append((allocation, pod, asked or DesiredSize()))
+                found.unknown[uid] = asked.unknown
+            candidates.append((allocation, asked or DesiredSize()))
         # False sorts before True: shares that shrink, whose capacity those that grow may use in the same round.
-        for allocation, pod, desired in sorted(candidates, key=_grows):
-            if (reason := self._decide_one(allocation, pod, desired, accounts)) is not None:
+        for allocation, desired in sorted(candidates, key=_grows):
+            if (reason := self._decide_one(allocation, desired, accounts)) is not None:
                 found.refused[allocation.key] = reason
         return found
 
     def _decide_one(
-        self, allocation: Allocation, pod: Pod, desired: DesiredSize, accounts: GrowthAccounts
+        self, allocation: Allocation, desired: DesiredSize, accounts: GrowthAccounts
     ) -> ResizeRefused | None:
-        isolation = self.enforcement.isolation_of(pod)
+        isolation = self.enforcement.isolation_of(allocation)
         if isolation is None:
             return None
         key, known = allocation.key, self.node.cache.resized.get(allocation.key)
@@ -412,19 +413,18 @@ class ShareResizing(Struct, kw_only=True, eq=False):
         left alone."""
         is_less = False
         for key in sorted(self.node.cache.resized):
-            allocation, pod = self.node.cache.get(key), self.node.claim_pods.get(key.pod_uid)
-            share = self.node.cache.resized.get(key)
-            if allocation is None or pod is None or share is None or allocation.resized_to != share.target:
+            allocation, share = self.node.cache.get(key), self.node.cache.resized.get(key)
+            if allocation is None or share is None or allocation.resized_to != share.target:
                 continue
-            isolation = self.enforcement.isolation_of(pod)
+            isolation = self.enforcement.isolation_of(allocation)
             if isolation is None:
                 continue
-            instance, known = pod.container_ids.get(key.container, ""), self._enforced.get(key)
+            instance, known = self.node.claim_pods.instance(key), self._enforced.get(key)
             is_enforced = known is not None and (known.target, known.instance) == (share.target, instance)
             if is_enforced and instance and share.charged == share.target:
                 continue
             try:
-                why_not = await self.enforcement.enforce(allocation, pod)
+                why_not = await self.enforcement.enforce(allocation)
             except AgentError as e:
                 why_not = str(e)
             if why_not:
@@ -465,8 +465,8 @@ class ShareResizing(Struct, kw_only=True, eq=False):
         return use.memory_bytes <= (share.target.memory * self.node.names.unit_mib(share.kind)) << 20
 
 
-def _grows(candidate: tuple[Allocation, Pod, DesiredSize]) -> tuple[bool, ContainerKey]:
-    allocation, _, desired = candidate
+def _grows(candidate: tuple[Allocation, DesiredSize]) -> tuple[bool, ContainerKey]:
+    allocation, desired = candidate
     return target_of(allocation, desired).at_least(allocation.size) != allocation.size, allocation.key
 
 
@@ -489,7 +489,7 @@ class ResizeReports(Struct, kw_only=True, eq=False):
 
     def report(self, found: ResizeRound) -> None:
         for known in (self._reported_at, self._statuses):
-            for uid in [uid for uid in known if self.node.claim_pods.get(uid) is None]:
+            for uid in [uid for uid in known if not self.node.cache.of_pod(uid) and self.node.pods.get(uid) is None]:
                 del known[uid]
         reasons = {key: one.reason for key, one in found.refused.items()}
         uids = {key.pod_uid for key in (*self.node.cache.resized, *found.refused)} | found.unknown.keys()

@@ -33,7 +33,7 @@ from gpushare_agent.core.kit.supervision import Runs, Tasks, bodies
 from gpushare_agent.core.model.allocations import Allocation, ContainerKey
 from gpushare_agent.core.model.errors import NodeEventReason, Refused
 from gpushare_agent.core.model.gpus import KernelModule
-from gpushare_agent.core.model.isolation import DeviceListStrategy, Sharing, choose_isolation, isolation_parts
+from gpushare_agent.core.model.isolation import DeviceListStrategy, Sharing, isolation_parts
 from gpushare_agent.core.model.names import GpuUuid
 from gpushare_agent.core.model.pods import Pod
 from gpushare_agent.core.model.usage import UsageRound
@@ -93,7 +93,7 @@ class Isolations(Struct, frozen=True, kw_only=True):
         # All before the answer: the other files are there when the kubelet calls again.
         of_vdevices = await self.vdevices.prepare(keys) if self.vdevices is not None else None
         answers = {name: await part.prepare(keys) for name, part in self.parts.items()}
-        needed = {name for key in keys for name in self._parts_of(self.host.node.claim_pods.get(key.pod_uid))}
+        needed = {name for key in keys for name in self._needed(key)}
         for name in self.parts:
             refused = (of_vdevices if ISOLATIONS[name].mounts_vdevice else None) or answers[name]
             if refused is not None and name in needed:
@@ -114,8 +114,7 @@ class Isolations(Struct, frozen=True, kw_only=True):
         # By the allocation, not by the setting of now: a replica keeps the terms that it was given with.
         if sharing is not None and sharing.isolation:
             return sharing.isolation
-        pod = self.host.node.claim_pods.get(allocation.key.pod_uid)
-        return chosen_isolation(self.host.node.settings, pod) if pod is not None else None
+        return self.host.chosen(allocation)
 
     def kept(self, allocation: Allocation) -> Kept | None:
         """What of the container's share is kept, and by whom; None where its isolation is not known."""
@@ -177,9 +176,9 @@ class Isolations(Struct, frozen=True, kw_only=True):
         """The least of the isolations in use; None where none has a limit."""
         return min((most for part in self.parts.values() if (most := part.max_shares_of_gpu) is not None), default=None)
 
-    def isolation_of(self, pod: Pod) -> Isolation | None:
-        """What is to follow a resize of the pod's shares; None where it names one that the node does not allow."""
-        chosen = chosen_isolation(self.host.node.settings, pod)
+    def isolation_of(self, allocation: Allocation) -> Isolation | None:
+        """What is to follow a resize of the share; None where `IsolationHost.chosen` has none."""
+        chosen = self.host.chosen(allocation)
         if chosen is None:
             return None
         if any(self.parts[name].is_memory_fixed for name in isolation_parts(chosen) if name in self.parts):
@@ -187,20 +186,23 @@ class Isolations(Struct, frozen=True, kw_only=True):
             return replace(ISOLATIONS[chosen], memory_follows=Follows.NOBODY)
         return ISOLATIONS[chosen]
 
-    async def enforce(self, allocation: Allocation, pod: Pod) -> str:
+    async def enforce(self, allocation: Allocation) -> str:
         """Why a resized share's limits are not what they are to be (yet), empty where they are. Raises AgentError."""
-        names = self._parts_of(pod)
-        if not names:
+        if (chosen := self.host.chosen(allocation)) is None:
             return "the pod's isolation is not in use on this node"
+        names = isolation_parts(chosen)
         if self.vdevices is not None and any(ISOLATIONS[name].mounts_vdevice for name in names):
             await self.vdevices.enforce(self.host.share_of(allocation.key))
         for name in names:
-            if name in self.parts and (problem := await self.parts[name].enforce(allocation, pod)):
+            if name in self.parts and (problem := await self.parts[name].enforce(allocation)):
                 return problem
         return ""
 
-    def _parts_of(self, pod: Pod | None) -> tuple[str, ...]:
-        chosen = chosen_isolation(self.host.node.settings, pod)
+    def _needed(self, key: ContainerKey) -> tuple[str, ...]:
+        allocation, node = self.host.node.cache.get(key), self.host.node
+        # A pod that is not known has no annotation: it counts as one under the node's.
+        is_known = allocation is not None and (allocation.claim is not None or node.pods.get(key.pod_uid) is not None)
+        chosen = self.host.chosen(allocation) if allocation is not None and is_known else node.settings.isolation
         return isolation_parts(chosen) if chosen is not None else ()
 
     def has_no_shares(self) -> bool:
@@ -233,7 +235,6 @@ def build(
     module = read_kernel_module(settings.runtime.proc_root) if settings.driver == "nvml" else None
     host = IsolationHost(
         node=node,
-        uses=lambda pod, name: name in isolation_parts(chosen_isolation(settings, pod) or ""),
         warn=warn,
         note=note,
         # Only where `auto` chose: what the operator has set is refused with the reason, never replaced.
@@ -286,11 +287,3 @@ def _cdi_watch(node: Node) -> CdiWatch | None:
     if not {DeviceListStrategy.CDI_ANNOTATIONS, DeviceListStrategy.CDI_CRI} & strategies:
         return None
     return CdiWatch(cdi_specs(node.settings, mounts_driver=mounts_driver(node.settings)), lambda: node.gpus().gpus)
-
-
-def chosen_isolation(settings: Settings, pod: Pod | None) -> str | None:
-    """The pod's; None where its annotation names none that the node allows. A pod that is not known has no annotation: it
-    counts as one under the node's."""
-    annotations = pod.annotations if pod is not None else {}
-    chosen = choose_isolation(annotations, settings.isolation, settings.isolations_allowed)
-    return None if isinstance(chosen, Refused) else chosen

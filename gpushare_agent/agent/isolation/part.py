@@ -29,7 +29,7 @@ from gpushare_agent.core.kit.supervision import Runs
 from gpushare_agent.core.model.allocations import Allocation, ContainerKey
 from gpushare_agent.core.model.errors import AgentError, NodeEventReason, Refused
 from gpushare_agent.core.model.gpus import GpuInventory
-from gpushare_agent.core.model.isolation import MemoryLimiter, isolation_parts
+from gpushare_agent.core.model.isolation import MemoryLimiter, choose_isolation, isolation_parts
 from gpushare_agent.core.model.names import GpuUuid, PodUid
 from gpushare_agent.core.model.pods import Pod
 from gpushare_agent.core.model.usage import SamplesBusy, UsageRound
@@ -45,12 +45,11 @@ class IsolationDriver(MemoryLimiter, SamplesBusy, Protocol):
 
 
 class IsolationHost(Struct, frozen=True, kw_only=True):
-    """The node, for the services of isolations. `uses` is whether a pod's isolation is the one of this name, or has it
-    as a part; `warn` records an Event of a pod: its reason and its text, `note` one of the node: its reason, what it is
-    about, its text. `choose_anew` has `auto` choose again, for this reason; it does nothing where the operator chose."""
+    """The node, for the services of isolations. `warn` records an Event of a pod: its reason and its text, `note` one of
+    the node: its reason, what it is about, its text. `choose_anew` has `auto` choose again, for this reason; it does
+    nothing where the operator chose."""
 
     node: Node
-    uses: Callable[[Pod, str], bool]
     warn: Callable[[Pod, str, str], None]
     note: Callable[[NodeEventReason, str, str], None]
     choose_anew: Callable[[str], None]
@@ -58,6 +57,22 @@ class IsolationHost(Struct, frozen=True, kw_only=True):
     runtime: RuntimeClient
     cgroups: Cgroups
     volumes: Mapping[VolumeName, DriverVolume]
+
+    def chosen(self, allocation: Allocation) -> str | None:
+        """The isolation that the share's claim or pod names, else the node's; None where the node does not allow it, and
+        while the pod is not known."""
+        settings = self.node.settings
+        if allocation.claim is not None:
+            name = allocation.claim.isolation
+            return name if name in (settings.isolation, *settings.isolations_allowed) else None
+        if (pod := self.node.pods.get(allocation.key.pod_uid)) is None:
+            return None
+        chosen = choose_isolation(pod.annotations, settings.isolation, settings.isolations_allowed)
+        return None if isinstance(chosen, Refused) else chosen
+
+    def uses(self, allocation: Allocation, name: str) -> bool:
+        """Whether the share's isolation is the one of this name, or has it as a part."""
+        return name in isolation_parts(self.chosen(allocation) or "")
 
     def share_of(self, key: ContainerKey) -> ContainerKey:
         """Whose part an allocation is: a container may use several results of a claim, and has one directory and one share
@@ -95,7 +110,7 @@ class IsolationPart:
     def prepare_ahead(self, key: ContainerKey) -> None:
         """Begins with that for one that was allocated now."""
 
-    async def enforce(self, allocation: Allocation, pod: Pod) -> str:
+    async def enforce(self, allocation: Allocation) -> str:
         """Why a resized share's limits are not what they are to be (yet), empty where they are. Raises AgentError."""
         return ""
 

@@ -18,7 +18,7 @@ from gpushare_agent.agent.isolation.kept import NOT_KEPT_TEXTS, IsolationFacts, 
 from gpushare_agent.core.model.allocations import Allocation, ContainerKey
 from gpushare_agent.core.model.gpus import Branch, Gpu, GpuInventory, Link, LinkKind
 from gpushare_agent.core.model.names import CORES_PER_GPU, MIB, GpuUuid
-from gpushare_agent.core.model.pods import ContainerKind, Pod
+from gpushare_agent.core.model.pods import ClaimUser, ContainerKind, Pod
 from gpushare_agent.core.model.resources import ResourceKind, ResourceNames, cores_of_part
 from gpushare_agent.core.model.usage import ContainerUse, GpuUse, UsageRound
 from gpushare_agent.core.node_report import documents
@@ -28,9 +28,10 @@ MAX_AGE_S = 1.0
 
 
 class ContainerFacts(Struct, frozen=True, kw_only=True):
-    """One container's allocation and its limits. `cores` and `memory_bytes` are its limits, on whole GPUs all of
-    them; `core_limit` is the elastic ceiling, 0 without one. `allocated_cores` and `allocated_memory_bytes` are what the
-    kubelet allocated, from which a live resize differs. Without a known pod `isolation` is empty and `kept` None."""
+    """One container's allocation and its limits. `cores` and `memory_bytes` are its limits, on whole GPUs all of them;
+    `core_limit` is the elastic ceiling, 0 without one. `allocated_cores` and `allocated_memory_bytes` are what the
+    kubelet allocated, from which a live resize differs. `users` are the containers that use a claim, which has no pod of
+    its own. Without a known pod `isolation` is empty and `kept` None."""
 
     allocation: Allocation
     pod: Pod | None
@@ -41,6 +42,7 @@ class ContainerFacts(Struct, frozen=True, kw_only=True):
     allocated_memory_bytes: int
     isolation: str
     kept: Kept | None = None
+    users: Sequence[ClaimUser] = ()
 
     def cores_on(self, gpu: Gpu) -> int:
         """The limit on one of its GPUs: of replicas on several each has its part."""
@@ -283,6 +285,8 @@ def _branch(branch: Branch) -> dict[str, object]:
 
 def _phase(facts: ContainerFacts) -> str:
     """The container's own where it is known, else the pod's: in a Running pod a container may crash time and again."""
+    if facts.allocation.claim is not None:
+        return _phase_of_claim(facts.users)
     if facts.pod is None:
         return "Unknown"
     # First: containers of a deleted pod run until their grace period is over, and use their GPUs.
@@ -295,6 +299,12 @@ def _phase(facts: ContainerFacts) -> str:
     if facts.allocation.kind is ContainerKind.INIT:
         return "Init"
     return facts.pod.phase.value
+
+
+def _phase_of_claim(users: Sequence[ClaimUser]) -> str:
+    if any(container.name in pod.running for pod, container in users):
+        return "Running"
+    return "Terminating" if users and all(pod.is_deleting for pod, _ in users) else "Pending"
 
 
 class SnapshotCache:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from msgspec import Struct, field
 from msgspec.structs import replace
@@ -39,7 +39,7 @@ from gpushare_agent.agent.runtime.cgroups import ProcessOwners
 from gpushare_agent.core.kit.supervision import Runs, Tasks, bodies
 from gpushare_agent.core.model.allocations import NO_CHARGE, Allocation, ContainerKey
 from gpushare_agent.core.model.names import MIB
-from gpushare_agent.core.model.pods import Pod
+from gpushare_agent.core.model.pods import ClaimUser, Pod
 from gpushare_agent.core.model.shares import share_limits
 from gpushare_agent.core.placement.gpu_account import account_of
 
@@ -172,29 +172,30 @@ class NodeView(Struct, eq=False):
         node = self.node
         # A new dictionary each time: containers that have ended are dropped without a search for them.
         before, self._known = self._known, {}
+        users_of = node.claim_pods.users
         for allocation in node.cache:
-            pod = node.claim_pods.get(allocation.key.pod_uid)
+            pod, users = node.pods.get(allocation.key.pod_uid), users_of.get(allocation.key, ())
             if not allocation.pod_name or has_handed_over(allocation, pod):
                 continue
-            # An isolation writes the limits some time after the Allocate, without a change of the other three.
-            inputs = (allocation, pod, node.inventory.current, self.isolation.has_limits(allocation.key))
+            # An isolation writes the limits some time after the Allocate, without a change of the other four.
+            inputs = (allocation, pod, users, node.inventory.current, self.isolation.has_limits(allocation.key))
             known = before.get(allocation.key)
             # By identity: states replace their values and never change them, and comparing whole pods would cost more.
             if known is None or any(old is not new for old, new in zip(known[0], inputs, strict=True)):
-                known = inputs, self._container(allocation, pod)
+                known = inputs, self._container(allocation, pod, users)
             self._known[allocation.key] = known
         return [facts for _, facts in self._known.values()]
 
-    def _container(self, allocation: Allocation, pod: Pod | None) -> ContainerFacts:
-        annotations: Mapping[str, str] = pod.annotations if pod is not None else {}
+    def _container(self, allocation: Allocation, pod: Pod | None, users: Sequence[ClaimUser]) -> ContainerFacts:
         gpus, names = self.node.inventory.current.by_uuid(), self.node.names
-        share = allocated = share_limits(allocation, annotations, gpus, names)
+        share = allocated = share_limits(allocation, pod, gpus, names)
         # A live resize changes the limits alone: the kubelet and the scheduler go on to count what was allocated.
         if allocation.resized_to is not None:
-            allocated = share_limits(replace(allocation, resized_to=None), annotations, gpus, names)
+            allocated = share_limits(replace(allocation, resized_to=None), pod, gpus, names)
         return ContainerFacts(
             allocation=allocation,
             pod=pod,
+            users=users,
             cores=share.cores,
             memory_bytes=share.memory_bytes,
             core_limit=share.core_limit,

@@ -120,6 +120,10 @@ class Pod(Struct, frozen=True, kw_only=True):
         return next((c for c in self.containers if c.name == name), None)
 
 
+ClaimUser = tuple[Pod, ContainerSpec]
+"""A container that uses a ResourceClaim, with its pod."""
+
+
 def version_number(text: str) -> int:
     """A resourceVersion as a number to compare by, 0 where it is none: opaque, or too long for the 64 bits of etcd."""
     # Kubernetes calls it opaque, and yet equal or newer is what a cache must know; etcd's are numbers that grow.

@@ -56,17 +56,11 @@ def core_limit(annotations: Mapping[str, str], cores: int) -> CoreLimit:
     return CoreLimit(percent=limit)
 
 
-def limit_annotations(allocation: Allocation, pod: Pod | None) -> Mapping[str, str]:
-    """What `share_limits` reads of the pod's annotations; of a claim what it says itself."""
-    if allocation.claim is not None:
-        return {CORE_LIMIT_ANNOTATION: str(allocation.claim.core_limit)}
-    return pod.annotations if pod is not None else {}
-
-
 def share_limits(
-    allocation: Allocation, annotations: Mapping[str, str], gpus: Mapping[GpuUuid, Gpu], names: ResourceNames
+    allocation: Allocation, pod: Pod | None, gpus: Mapping[GpuUuid, Gpu], names: ResourceNames
 ) -> ShareLimits:
-    """The limits of a container. Whole GPUs are not limited: vcuda.config has `enable` 0 and their whole memory."""
+    """The limits of a container, the elastic one as its claim or its pod's annotation says. Whole GPUs are not limited:
+    vcuda.config has `enable` 0 and their whole memory."""
     if allocation.is_whole:
         # A GPU that the driver reports no more has no memory to add.
         memory_mib = sum(gpus[uuid].memory_mib for uuid in allocation.gpus if uuid in gpus)
@@ -75,10 +69,15 @@ def share_limits(
         return _replica_share(allocation, gpus)
     cores = share_cores(allocation, gpus, names)
     memory_mib = allocation.size.memory * names.unit_mib(allocation.memory_kind)
+    if allocation.claim is not None:
+        # A resize may have brought the cores above it.
+        ceiling = allocation.claim.core_limit if allocation.claim.core_limit >= cores else 0
+    else:
+        ceiling = core_limit(pod.annotations, cores).percent if pod is not None else 0
     return ShareLimits(
         cores=cores,
         memory_bytes=memory_mib * MIB,
-        core_limit=core_limit(annotations, cores).percent,
+        core_limit=ceiling,
         is_limited=True,
     )
 
@@ -118,11 +117,10 @@ def limits_by_gpu(
         return None
     found: dict[GpuUuid, ShareLimits] = {}
     for part in parts:
-        annotations = limit_annotations(part, pod)
         if part.unit_ids:
             own = _replica_limits(part, gpus)
         else:
-            own = {uuid: share_limits(part, annotations, gpus, names) for uuid in part.gpus}
+            own = {uuid: share_limits(part, pod, gpus, names) for uuid in part.gpus}
         for uuid, limits in own.items():
             found[uuid] = _together(found[uuid], limits, gpus[uuid]) if uuid in found else limits
     return {uuid: found[uuid] for uuid in sorted(found, key=lambda uuid: gpus[uuid].index)}

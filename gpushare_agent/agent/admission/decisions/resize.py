@@ -27,7 +27,7 @@ from gpushare_agent.core.model.allocations import Allocation, ContainerKey, Resi
 from gpushare_agent.core.model.errors import RefusalReason
 from gpushare_agent.core.model.isolation import ResizeMode
 from gpushare_agent.core.model.names import CORES_PER_GPU, RESIZE_ANNOTATION
-from gpushare_agent.core.model.pods import ContainerKind, ContainerSpec, Pod
+from gpushare_agent.core.model.pods import ContainerKind, Pod
 from gpushare_agent.core.model.resources import NOTHING, Measure, Request, ResourceKind, ResourceNames
 from gpushare_agent.core.placement import GpuAccount
 from gpushare_agent.core.placement.gpu_account import describe_request
@@ -128,7 +128,15 @@ def asked_size(allocation: Allocation, pods: Iterable[Pod]) -> DesiredSize | Res
     return None
 
 
-def is_resizable(allocation: Allocation, container: ContainerSpec, names: ResourceNames) -> bool:
+def is_ending(allocation: Allocation, pods: Collection[Pod]) -> bool:
+    """Whether its pod, or each that uses its claim, is to end, or its pod is not known. A claim may be there before its
+    pods, and outlives those that have ended."""
+    if allocation.claim is not None:
+        return bool(pods) and all(pod.is_deleting for pod in pods)
+    return all(pod.is_deleting or pod.is_terminal for pod in pods)
+
+
+def is_resizable(allocation: Allocation, pods: Iterable[Pod], names: ResourceNames) -> bool:
     """A share all of whose devices the kubelet has allocated; a claim's has them at once. A replica of a GPU has the size
     that its resource says."""
     if allocation.is_whole or allocation.unit_ids or allocation.kind is ContainerKind.INIT or not allocation.gpus:
@@ -136,7 +144,9 @@ def is_resizable(allocation: Allocation, container: ContainerSpec, names: Resour
     if allocation.claim is not None:
         return True
     # Between the Allocates of its two resources it is not whole yet: what is missing would look like a change.
-    return {kind: len(ids) for kind, ids in allocation.ids.items()} == names.asked(container)
+    given = {kind: len(ids) for kind, ids in allocation.ids.items()}
+    containers = [pod.container(allocation.key.container) for pod in pods]
+    return any(one is not None and given == names.asked(one) for one in containers)
 
 
 def target_of(allocation: Allocation, desired: DesiredSize) -> ShareSize:

@@ -96,7 +96,6 @@ class MemoryShare(Struct, frozen=True, kw_only=True):
 
 def memory_shares(
     allocation: Allocation,
-    annotations: Mapping[str, str],
     gpus: Mapping[GpuUuid, Gpu],
     names: ResourceNames,
     users: Collection[ContainerKey],
@@ -110,7 +109,7 @@ def memory_shares(
     else:
         # Each pod's cgroup has a limit of its own, and the sum must not be above the share.
         pods = max(1, len({user.pod_uid for user in users}))
-        limits = {allocation.gpus[0]: share_limits(allocation, annotations, gpus, names).memory_bytes // pods}
+        limits = {allocation.gpus[0]: share_limits(allocation, None, gpus, names).memory_bytes // pods}
     return [
         MemoryShare(key=allocation.key, gpu=uuid, limit_bytes=limit_bytes, kind=allocation.kind)
         for uuid, limit_bytes in limits.items()

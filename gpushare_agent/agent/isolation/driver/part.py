@@ -12,7 +12,6 @@ from gpushare_agent.agent.isolation.part import IsolationHost, IsolationPart, No
 from gpushare_agent.agent.runtime.cgroups import Cgroups
 from gpushare_agent.core.model.allocations import Allocation, ContainerKey
 from gpushare_agent.core.model.errors import Refused, Unavailable
-from gpushare_agent.core.model.pods import Pod
 from gpushare_agent.core.settings.settings import Settings
 
 
@@ -37,7 +36,7 @@ class DriverPart(IsolationPart):
     async def prepare(self, keys: Collection[ContainerKey]) -> Refused | None:
         return await self._limits.prepare(keys)
 
-    async def enforce(self, allocation: Allocation, pod: Pod) -> str:
+    async def enforce(self, allocation: Allocation) -> str:
         return await self._limits.enforce(allocation.key)
 
     def problem(self, key: ContainerKey) -> str:
@@ -70,14 +69,13 @@ def probe(settings: Settings, driver: ProbedDriver) -> NodeProbe:
 def _shares(host: IsolationHost) -> dict[ContainerKey, list[MemoryShare]]:
     gpus, found = host.node.gpus().by_uuid(), dict[ContainerKey, list[MemoryShare]]()
     for key, allocation in host.node.cache.view().items():
-        pod = host.node.claim_pods.get(key.pod_uid)
-        # A pod that is not known yet has no annotation to go by: it is taken up in the next round.
-        if pod is None or not allocation.is_limited or not allocation.gpus or not host.uses(pod, "driver"):
+        # A pod that is not known yet uses none: it is taken up in the next round.
+        if not allocation.is_limited or not allocation.gpus or not host.uses(allocation, "driver"):
             continue
         sharers = host.node.claim_pods.sharers(key)
         # The driver limits cgroups: of a claim each container that uses it.
         users = [key] if sharers is None else list(sharers)
-        shares = memory_shares(allocation, pod.annotations, gpus, host.node.names, users)
+        shares = memory_shares(allocation, gpus, host.node.names, users)
         for user in users:
             found.setdefault(user, []).extend(shares)
     return found

@@ -19,7 +19,6 @@ from gpushare_agent.core.model.allocations import Allocation, ContainerKey
 from gpushare_agent.core.model.errors import NodeEventReason, Refused, Unavailable
 from gpushare_agent.core.model.gpus import GpuInventory
 from gpushare_agent.core.model.names import MIB, GpuUuid
-from gpushare_agent.core.model.pods import Pod
 from gpushare_agent.core.model.usage import UsageRound
 from gpushare_agent.core.settings.settings import Settings
 
@@ -79,7 +78,7 @@ class GpusharePart(IsolationPart):
     def probed(self) -> ProbeResult | None:
         return self._probe.result if self._probe is not None else None
 
-    async def enforce(self, allocation: Allocation, pod: Pod) -> str:
+    async def enforce(self, allocation: Allocation) -> str:
         key = self._host.share_of(allocation.key)
         if (desired := self._limits(key)) is None:
             return "a GPU's memory is not known, or not all of the share is allocated yet"
@@ -93,8 +92,8 @@ class GpusharePart(IsolationPart):
         return f"its processes still have {-(-above // MIB)} MiB more" if above > 0 else ""
 
     def _limits(self, key: ContainerKey) -> _Limits | None:
-        pods = self._node.claim_pods
-        return live_limits(pods.parts(key), pods.get(key.pod_uid), self._node.gpus().by_uuid(), self._node.names)
+        parts, pod = self._node.claim_pods.parts(key), self._node.pods.get(key.pod_uid)
+        return live_limits(parts, pod, self._node.gpus().by_uuid(), self._node.names)
 
     def _is_claims(self, key: ContainerKey) -> bool:
         allocation = self._node.cache.get(key)
@@ -107,10 +106,9 @@ class GpusharePart(IsolationPart):
             return self._last[2]
         found: dict[ContainerKey, _Limits] = {}
         for key, allocation in self._node.claim_pods.shares().items():
-            pod = self._node.claim_pods.get(key.pod_uid)
             # By the pod's annotation of now: its files are made under any isolation, its limits are kept under this one
             # alone.
-            if pod is None or not allocation.is_limited or not self._host.uses(pod, "gpushare"):
+            if not allocation.is_limited or not self._host.uses(allocation, "gpushare"):
                 continue
             if (desired := self._limits(key)) is not None:
                 found[key] = desired

@@ -24,7 +24,7 @@ from gpushare_agent.core.model.errors import AgentError, Corrupt
 from gpushare_agent.core.model.gpus import GpuInventory
 from gpushare_agent.core.model.pods import Pod
 from gpushare_agent.core.model.resources import ResourceNames
-from gpushare_agent.core.model.shares import core_limit, limit_annotations, share_limits
+from gpushare_agent.core.model.shares import core_limit, share_limits
 
 Stamps = tuple[FileIdentity | None, FileIdentity | None]
 
@@ -125,11 +125,10 @@ class VDeviceConfigs(Struct, kw_only=True, eq=False):
         # By identity: values are replaced, never changed.
         if known is not None and all(old is new for old, new in zip(known[0], inputs, strict=True)):
             return known[1]
-        annotations = limit_annotations(allocation, pod)
-        share = share_limits(allocation, annotations, inventory.by_uuid(), self.names)
+        share = share_limits(allocation, pod, inventory.by_uuid(), self.names)
         # A problem of the annotation concerns shares of vcore alone; the others have no elastic limit.
         is_pods = not allocation.is_whole and allocation.claim is None and not allocation.unit_ids
-        if pod is not None and is_pods and (problem := core_limit(annotations, share.cores).problem):
+        if pod is not None and is_pods and (problem := core_limit(pod.annotations, share.cores).problem):
             self.on_problem(pod, problem)
         config = VDeviceConfig(
             pod_uid=allocation.key.pod_uid,

@@ -373,7 +373,7 @@ class VirtualManager:
         return DesiredDirectory(
             key=allocation.key,
             config=self._configs.config(allocation, pod),
-            is_config_known=pod is not None,
+            is_config_known=pod is not None or allocation.claim is not None,
             pids=pids,
             before=self._written.get(allocation.key),
             socket=server.identity if server is not None else None,
