@@ -220,7 +220,7 @@ def build(settings: Settings, api: ClusterApi, *, clock: Callable[[], float] = t
         metrics=metrics,
         ready=leadership.not_ready,
         warm=leadership.not_warm,
-        # A lambda, for `parts` are made below, with this server among them.
+        # A lambda, because `parts` are made below, with this server among them.
         pages=StatePages(head=lambda: document(parts), nodes=state),
         webhook=ClaimsWebhook(api=api, names=names) if chosen.claims_webhook != "off" else None,
         is_webhook_open=chosen.claims_webhook == "open",
@@ -289,7 +289,7 @@ def read_admission_config(path: Path) -> dict[str, str]:
 
 
 def document(parts: ExtenderParts) -> Mapping[str, object]:
-    """The state besides the nodes, for a person."""
+    """The state without the nodes, for a person."""
     return {
         "is_leading": parts.election.leads(),
         "holder": parts.election.holder,
@@ -319,7 +319,7 @@ def _election(settings: ExtenderSettings, api: ClusterApi) -> LeaderElection | A
         renew_deadline_s=RENEW_DEADLINE_S,
         retry_s=RETRY_PERIOD_S,
     )
-    # Random beside the host's name: a container that restarts in its pod must not take the lease for its own.
+    # Random next to the host's name: a container that restarts in its pod must not take the lease for its own.
     return LeaderElection(api=api, identity=f"{socket.gethostname()}_{uuid.uuid4().hex}", terms=terms)
 
 
@@ -329,7 +329,7 @@ def _leader_label(api: ClusterApi, election: LeaderElection | AlwaysLeads) -> Le
     missing = sorted(variable for variable, value in named.items() if not value)
     if not missing:
         return LeaderLabel(api=api, election=election, namespace=named["POD_NAMESPACE"], name=named["POD_NAME"])
-    # Elsewhere a missing name is no mistake: a process beside the scheduler has no pod.
+    # Elsewhere a missing name is no mistake: a process next to the scheduler has no pod.
     if "KUBERNETES_SERVICE_HOST" in os.environ:  # in a pod
         then = "this pod gets no label when it leads: a Service that selects by it does not find this replica"
         log.warning("leader_label_off", missing=missing, then=then, cure="set these variables from the pod's metadata")

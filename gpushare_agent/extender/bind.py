@@ -257,7 +257,7 @@ class Binder(Struct, kw_only=True, eq=False):
         pod = self.unscheduled(args.uid)
         if pod is None:  # the watch has not delivered it yet, or it has a node
             pod = await self.writes.read(args.namespace, args.pod)
-        # A StatefulSet's pod is made anew under its name within a second.
+        # A StatefulSet's pod is made again under its name within a second.
         if (pod.namespace, pod.name, pod.uid) != (args.namespace, args.pod, args.uid):
             raise _Failed("another pod has this name by now. Nothing is left to do.")
         # Bound by another scheduler, or by an earlier bind of ours that was taken for failed.
@@ -365,7 +365,7 @@ class Binder(Struct, kw_only=True, eq=False):
             except (NotFound, ElsewhereError):
                 self.state.undo(uid)
             except Conflict:
-                # 409 is the answer for another UID under the name, but for a write at the same moment too.
+                # 409 is the answer to another UID under the name, and also to a write at the same moment.
                 if not await self.writes.is_gone(reservation):
                     raise
                 self.state.undo(uid)
@@ -433,7 +433,7 @@ class PodWrites(Struct, kw_only=True, eq=False):
         return lean_pod(read_pod_json(await self.api.get_pod(namespace, name)), self.names)
 
     async def bind_plain(self, pod: Pod, node: str) -> None:
-        """A pod that asks for nothing of ours: one try, for no reservation depends on it."""
+        """A pod that asks for nothing of ours: one try, because no reservation depends on it."""
         self._check_leads()
         await self.api.bind_pod(pod.namespace, pod.name, pod.uid, node, pod.resource_version)
 
@@ -455,7 +455,7 @@ class PodWrites(Struct, kw_only=True, eq=False):
                 return
         # The annotations first: the agent may read the pod the moment that it is bound.
         raw_pod = await self.announce(bind)
-        # None: an earlier try has bound it, of which the answer was lost.
+        # None: an earlier try has bound it, and its answer was lost.
         if raw_pod is not None:
             await self._bind(bind, object_meta(raw_pod, "pod").version)
 
@@ -474,7 +474,7 @@ class PodWrites(Struct, kw_only=True, eq=False):
         bind.is_open = False
 
     async def announce(self, bind: Bind) -> Raw | None:
-        """Does as `annotate`; in the version returned, the plan's are the pod's only annotations that choose GPUs, for
+        """Does as `annotate`; in the version returned, the plan's are the pod's only annotations that choose GPUs, because
         an agent follows such annotations whoever wrote them.
 
         Raises Conflict where a client writes such annotations meanwhile, Rejected where there are too many of them.

@@ -1,5 +1,5 @@
-"""The mutating webhooks for new pods: limits become ResourceClaims, with the templates of these claims; the names of HAMi
-and vgpu-manager become vcuda's.
+"""The mutating webhooks for new pods: limits become ResourceClaims with their templates; the names of HAMi and vgpu-manager
+become vcuda's.
 
 What becomes of a pod is decisions/claims.py's and decisions/vgpu_names.py's. Any replica answers: nothing here depends on
 who leads. A template is created when a pod needs it first, never changed, and never removed: a later pod may name it. A dry
@@ -201,7 +201,7 @@ def parse_review(content: bytes) -> Review:
     if bytes(request.object) == b"null":
         raise Corrupt(f"{what}.request.object: is not an object")
     pod = pod_json(request.object, f"{what}.request.object")
-    # The request's namespace, for the pod itself may leave it out.
+    # The request's namespace, because the pod itself may leave it out.
     return Review(uid=request.uid, namespace=request.namespace, is_dry_run=request.dry_run is True, pod=pod)
 
 

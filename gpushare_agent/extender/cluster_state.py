@@ -9,8 +9,7 @@ may have it, and of all other pods, too, what they request of their nodes' CPU a
 by signature of the pod, under policy fgd costs by kind of pod, the pods that usually come (learnt_pods.py), and since when
 each node is known without a report. decisions/quota.py is told what counts against quotas. Times are monotonic seconds.
 
-Sources of what a pod has, best first: the report of the node's agent, our own plan, and for a pod of which neither is known
-all that it may have.
+Sources of what a pod has, best first: the report of the node's agent; our own plan; without both, all that it may have.
 """
 
 from __future__ import annotations
@@ -146,7 +145,7 @@ class ClusterState:
     # new            bound, reserved                                 BOUND with the plan's charges
     # new            bound, neither                                  UNPLACED (`_guess`)
     # unchanged      any                                             as it was
-    # changed        reported anew or otherwise, not ASSUMED         CONFIRMED with the reported charges
+    # changed        reported again or otherwise, not ASSUMED        CONFIRMED with the reported charges
     # changed        reported, ASSUMED                               as it was: an agent cannot confirm a pod before its bind
     # changed        reported before and not now                     as it was, until the pod ends
     # new, changed   reported, without a reservation                 unattributed: charged, to no pod
@@ -347,7 +346,7 @@ class ClusterState:
         """
         known = self._reservations.get(pod.uid)
         if known is not None:
-            # The same answer twice: kube-scheduler repeats a bind of which it did not get the answer.
+            # The same answer twice: kube-scheduler repeats a bind when it did not get the answer.
             return known if known.node == node else _elsewhere(pod, known)
         ledger = self._nodes.get(node)
         if ledger is None:
@@ -529,7 +528,7 @@ class ClusterState:
             answers.outdated.add(name)
 
     def _answers_steps(self, pod: Pod, signature: Signature, names: Sequence[str]) -> Steps[_Answers]:
-        """What is known of these nodes, up to date."""
+        """The answers about these nodes, up to date."""
         # It depends on these and the node alone, so pods of a Deployment share it.
         key = signature, choice_of(pod.annotations)
         answers = _cached(self._answers, key, lambda: _Answers(set(self._nodes)))
@@ -567,7 +566,7 @@ class ClusterState:
         return _Verdict("", cost=fullness_cost(capacity, signature, policy))
 
     def _over_quota(self, pod: Pod) -> dict[tuple[str, str], str]:
-        """Why not, by model and pool: of those where a quota refuses the pod."""
+        """The refusal by model and pool, where a quota refuses the pod."""
         if self._kinds is None:
             self._kinds = list(dict.fromkeys(ledger.node.kind for ledger in self._nodes.values()))
         refused = {kind: self._quota(pod, model=kind[0], pool=kind[1]) for kind in self._kinds}

@@ -42,7 +42,7 @@ _QUERY: Mapping[str, Number | Word] = {
 
 
 class StatePages:
-    """`head` is what is shown besides the nodes; it is short."""
+    """`head` is shown with the nodes; it is short."""
 
     def __init__(self, *, head: Callable[[], Mapping[str, object]], nodes: ClusterState) -> None:
         self._head = head

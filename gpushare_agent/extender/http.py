@@ -149,7 +149,7 @@ class ExtenderWeb(Struct, kw_only=True, eq=False):
         try:
             async with asyncio.TaskGroup() as group:
                 if context is not None and settings.tls_cert is not None and settings.tls_key is not None:
-                    # Beside the server, so that it ends with it; a failure of the one ends the other.
+                    # Next to the server, so that it ends with it; a failure of the one ends the other.
                     renewal = reload_certificate(context, settings.tls_cert, settings.tls_key)
                     group.create_task(renewal, name="certificate")
                 await server.serve(listeners)
@@ -201,7 +201,7 @@ class ExtenderWeb(Struct, kw_only=True, eq=False):
         is_open: bool = False,
         ready: Callable[[], Sequence[str]] | None = None,
     ) -> Callable[[web.Request], Awaitable[web.Response]]:
-        """`is_open`: for clients without a certificate too. `ready`: in the place of the server's own, where no condition of
+        """`is_open`: for clients without a certificate too. `ready`: instead of the server's own, where no condition of
         leadership is needed: what becomes of a pod needs nothing that only a leader knows."""
         not_ready, bound = ready or self.ready, long_bodies or self._long_bodies
 
@@ -209,7 +209,7 @@ class ExtenderWeb(Struct, kw_only=True, eq=False):
             if not is_open and not self._is_known(request):
                 return web.Response(status=403, text=_UNKNOWN_CLIENT)
             try:
-                # Before the body, which may be long, and after it, for the lease may have been lost while it came.
+                # Before the body, which may be long, and after it, because the lease may have been lost meanwhile.
                 _check_ready(not_ready())
                 content = await self._body(request, bound)
                 _check_ready(not_ready())
@@ -300,7 +300,7 @@ def tls_context(cert: Path, key: Path, client_ca: Path | None) -> ssl.SSLContext
         context.load_cert_chain(cert, key)
         if client_ca is not None:
             context.load_verify_locations(client_ca)
-            # Optional in TLS, for a kubelet's probe of health has no certificate; the verbs ask for it themselves.
+            # Optional in TLS, because a kubelet's health probe has no certificate; the verbs ask for it themselves.
             context.verify_mode = ssl.CERT_OPTIONAL
     except (OSError, ssl.SSLError) as e:
         raise StartupError(

@@ -4,7 +4,7 @@ Lease: coordination.k8s.io/v1. Only this process's clock counts: a lease is take
 its duration as observed here, so clocks of hosts need not agree. A leader counts its time from before its request, and
 stops at the renew deadline, which is shorter than the lease: until then no other replica can lead, and its last requests
 end before one does. A leader whose lease is another's, or deleted, stops at once. A deleted lease is created again only
-after its whole duration, for a leader that has not noticed continues until its deadline. Rejected: kubernetes-asyncio's
+after its whole duration, because a leader that has not noticed continues until its deadline. Rejected: kubernetes-asyncio's
 election has no limit on its requests, uses the wall clock, and ends the process.
 
 State owned: the lease as last read, or that it is absent, and since when; and until when this replica leads.
@@ -381,7 +381,7 @@ class LeaderLabel(Struct, kw_only=True, eq=False):
             try:
                 async with bounded(UPDATE_TIMEOUT_S, NO_ANSWER):
                     await (self._claim() if is_leading else self._drop())
-                # Checked again now and then, for any client may change labels.
+                # Checked again now and then, because any client may change labels.
                 failures, pause_s = 0, self.check_period_s
             except AgentError as e:
                 failures += 1
@@ -428,7 +428,7 @@ class LeaderLabel(Struct, kw_only=True, eq=False):
         for name, uid in sorted(set(found)):
             if name in ("", self.name):
                 continue
-            # The next leader may have labelled one of these meanwhile.
+            # The next leader may have labelled one of them meanwhile.
             if not self.election.leads():
                 return
             try:

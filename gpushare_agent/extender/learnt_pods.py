@@ -21,7 +21,7 @@ LEAST_ENDED = 1024
 LEAST_CHANGES, PART_OF_CHANGES = 16, 16
 """The counts are looked at again after so many changes, or the sixteenth of the pods if that is more."""
 LEAST_SHIFT = 0.05
-"""Of the frequencies, half the sum of their differences: with other typical pods every cost has to be worked out anew."""
+"""Half the sum of the frequencies' differences: with other typical pods every cost has to be worked out again."""
 
 
 class LearntPods:

@@ -204,7 +204,7 @@ def parse_preempt_args(content: bytes, names: ResourceNames) -> Steps[PreemptArg
         for node, of_node in (of_nodes or {}).items():
             victims[node], violations[node] = _uids(of_node, f"{what}.{where}, node {node}"), of_node.violations
             read += 1 + len(victims[node])
-            # A node without victims counts as well: there may be thousands of those.
+            # A node without victims counts as well: there may be thousands of them.
             if read >= VICTIMS_OF_A_STEP:
                 read = 0
                 yield
@@ -291,7 +291,7 @@ def _prefers_nodes(spec: PodSpec) -> bool:
 def _uids(victims: _Victims, where: str) -> list[PodUid]:
     found = decoded(_PODS, victims.pods, where) or []
     uids = [victim.metadata.uid if victim.metadata is not None else victim.uid for victim in found]
-    # A victim that is left out would be a pod of which the scheduler believes that it need not end.
+    # The scheduler would believe that a victim that is left out need not end.
     if None in uids:
         raise Corrupt(f"{where}: a victim without a UID")
     return [PodUid(uid) for uid in uids if uid is not None]

@@ -3,7 +3,7 @@
 Of a node also what is allocated to which pod. Everything is checked and bounded; `read_node` never raises: where the
 annotations cannot be read, the node's resource counts are used instead, and `problem` names the reason. There are fifty
 thousand pods, so containers that ask for nothing of ours are left out (the others keep their positions), and so are all
-fields that a tenant can write besides the requests; equal containers are one object. No state but caches of values.
+other fields that a tenant can write, except the requests; equal containers are one object. No state but caches of values.
 Formats: docs/reference/node-facts.md, Kubernetes core/v1 Node and Pod.
 """
 
@@ -239,7 +239,7 @@ def _bounded(cpu_milli: int, memory: int) -> tuple[int, int]:
 def _label(labels: Mapping[str, str], name: str) -> str:
     """Empty where the node has no such label, or one that Kubernetes would not take."""
     value = labels.get(name, "")
-    # Longer ones are not Kubernetes' labels; interned, for nodes share a few values.
+    # Longer ones are not Kubernetes' labels; interned, because nodes share a few values.
     return sys.intern(value) if len(value) <= _MAX_LABEL_CHARS else ""
 
 

@@ -1,10 +1,11 @@
 """Pods that filter refused and that may fit all the same: kube-scheduler is made to try them again.
 
 A scheduler tries a pod that an extender refused again after an event of a node or pod, else after five minutes. Two things
-are not among its events: a quota that allows more, and that it has named a part of the nodes only, of which none fits, while
-another does; its next try begins where the last one ended. An update of the waiting pod is such an event, in every version
-since 1.23 (Kubernetes 1.36, pkg/scheduler/framework/events.go: any update of an unscheduled pod; a scheduler with extenders
-registers all events). So the leader writes an annotation into the pod: that retries this pod alone, by no further right.
+are not among its events: a quota that allows more, and a request that named only a part of the nodes, where none fits, while
+another node does; its next try begins where the last one ended. An update of the waiting pod is such an event, in every
+version since 1.23 (Kubernetes 1.36, pkg/scheduler/framework/events.go: any update of an unscheduled pod; a scheduler with
+extenders registers all events). So the leader writes an annotation into the pod: that retries this pod alone, by no further
+right.
 
 State owned: the waiting pods, with the kinds of nodes that the quota closes to them, or how often they were refused on a
 part of the nodes, MAX_WAITING of each at most.
@@ -54,8 +55,8 @@ class _Unnamed(Struct):
     due_at: float = 0.0
 
     def delay_s(self) -> float:
-        """Every part once, then ever more seldom: the node that fits may be refused by the scheduler's own rules (taints,
-        selectors, CPU), of which nothing is known here."""
+        """Every part once, then ever more seldom: the scheduler may refuse the node that fits by its own rules (taints,
+        selectors, CPU), which are not known here."""
         return DELAY_S * 2.0 ** min(max(0, self.refusals - self.parts), DELAY_DOUBLINGS)
 
 

@@ -156,8 +156,8 @@ class AgentTarget(Struct, frozen=True, kw_only=True):
 
 
 def target_of(call: Invocation) -> AgentTarget:
-    """As the options of a command that shows a node name it: kubectl gpushare has no --server, and not every command a node
-    beside --node."""
+    """The target that the options of a command name: kubectl gpushare has no --server, and some commands take a node only by
+    --node."""
     return AgentTarget(
         server=getattr(call.options, "server", None) or "",
         node=call.options.node or getattr(call.options, "node_name", ""),

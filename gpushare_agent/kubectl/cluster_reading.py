@@ -1,6 +1,6 @@
 """Reads a cluster once, with a person's own rights, as `ClusterView`: what advice about its pods is decided on.
 
-The quota's ConfigMap, and the budgets where they are asked for, are read besides nodes and pods. Nothing is written. The
+It reads nodes, pods, the quota's ConfigMap, and the budgets where they are asked for. Nothing is written. The
 GPUs are those that agents report, as the extender reads them (extender/objects.py). State: what is read, until its end.
 """
 

@@ -82,7 +82,7 @@ async def explain_waiting(api: KubeApi, settings: Settings, raw: Raw, *, form: F
 
 
 def _is_mistyped(pod: PodJson, settings: Settings) -> bool:
-    """Bytes for blocks, or a name beside one of the agents': no change of the size would help."""
+    """Bytes for blocks, or a name close to one of the agents': no change of the size would help."""
     names = settings.resources
     own = [names.vcore, names.vmemory]
     for one in (*(pod.spec.init_containers or ()), *(pod.spec.containers or ())):
@@ -95,8 +95,8 @@ def _is_mistyped(pod: PodJson, settings: Settings) -> bool:
 
 
 def _why_on_no_node(pod: PodJson, needs: PodNeeds, settings: Settings) -> str:
-    """The request beside what agents offer: the scheduler refuses a misspelt resource, and bytes for blocks, without a
-    word of the cause."""
+    """The request next to what agents offer: the scheduler refuses a misspelt resource, and bytes for blocks, without a word
+    of the cause."""
     names = settings.resources
     containers = (*(pod.spec.init_containers or ()), *(pod.spec.containers or ()))
     asked = sorted({f"{name}: {count}" for one in containers for name, count in one.limits.items() if "/" in name})

@@ -57,7 +57,7 @@ class ShareConfig(Struct, frozen=True, kw_only=True):
 
 class DevicePart(Struct, frozen=True, kw_only=True):
     """What a claim has of one device. `request` as in the claim, `a` or `a/b` of a list of alternatives. `cores` are percent
-    of the GPU. `is_admin`: by admin access, all of the GPU beside whoever has it; nothing is charged, so both are 0.
+    of the GPU. `is_admin`: by admin access, all of the GPU next to whoever has it; nothing is charged, so both are 0.
     `is_unlimited`: by the setting dra.consumable_shares, without a size of its own; both are 0 too."""
 
     request: str

@@ -66,7 +66,7 @@ def device_index(name: str) -> int | None:
 
 
 def capacity_mib(gpu: Gpu, block_mib: int) -> int:
-    """The memory that claims can have: whole blocks, for the default must be a multiple of the step."""
+    """The memory that claims can have: whole blocks, because the default must be a multiple of the step."""
     return gpu.memory_mib // block_mib * block_mib
 
 
@@ -85,7 +85,7 @@ def slice_devices(
     sign = -1 if policy.order == "binpack" else 1
 
     def key(gpu: Gpu) -> tuple[int, int, int]:
-        # Memory too, for a share may take that alone (`cores: "0"`).
+        # Memory too, because a share may take that alone (`cores: "0"`).
         charge = charges.get(gpu.uuid, NO_CHARGE)
         return sign * charge.cores, sign * charge.blocks, gpu.index
 

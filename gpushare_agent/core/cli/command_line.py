@@ -197,7 +197,7 @@ class Command(Struct, frozen=True, kw_only=True):
         _refuse_mistyped(parser, unknown, all_keys() if self.settings is not None else ())
         if self.settings is None and unknown:
             parser.error(f"unrecognized arguments: {' '.join(unknown)}")
-        # load_settings reports the unknown beside the other mistakes.
+        # load_settings reports the unknown with the other mistakes.
         return Invocation(program=program, options=options, flags=[*flags, *unknown], rest=rest, environ=environ)
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:

@@ -2,7 +2,7 @@
 
 The script is a few lines of argcomplete's; on Tab it runs the program with the variable `_ARGCOMPLETE`. The program then
 builds the parser of the command that is typed, so that the answer is always that of the installed version. kubectl asks
-`kubectl_complete-gpushare` in place of a script (kubectl/plugin.py). No state.
+`kubectl_complete-gpushare` instead of a script (kubectl/plugin.py). No state.
 """
 
 from __future__ import annotations

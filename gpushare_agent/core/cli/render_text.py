@@ -216,7 +216,7 @@ def health_reasons(gpu: ReportedGpu) -> list[str]:
     """Why, where a reason is known: the operator's words and what is wrong with the GPU itself. Where a GPU is both, each
     begins with its word."""
     reported = {word: reason for word, reason in _words_with_reasons(gpu) if reason}
-    # Two reasons beside each other would not say which is the operator's.
+    # Two reasons next to each other would not say which is the operator's.
     if is_cordoned(gpu) and is_unhealthy(gpu):
         return [f"{word}: {reason}" for word, reason in reported.items()]
     return list(reported.values())

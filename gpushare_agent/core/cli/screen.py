@@ -1,4 +1,4 @@
-"""A terminal's whole screen, drawn anew after each change: a head, a body that scrolls, a foot. For `top` and the sandbox.
+"""A terminal's whole screen, drawn again after each change: a head, a body that scrolls, a foot. For `top` and the sandbox.
 
 State owned: the terminal's mode, put back at the end, and the first line of the body that is shown.
 """

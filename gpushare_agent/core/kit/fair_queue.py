@@ -36,7 +36,7 @@ class FairQueue(Generic[T]):
         self._len += 1
         if self._len <= self._limit:
             return None
-        # of those that are equal the one whose turn is last
+        # among equals the one whose turn is last
         name, subjects = max(
             reversed(self._tenants.items()),
             key=lambda one: (sum(map(len, one[1].values())), one[0] in self._served, one[0] == tenant),

@@ -160,7 +160,7 @@ class GrpcServer(Server):
             sock.close()
             return
         sock.setblocking(False)
-        # Private, for asyncio has no public way to attach an accepted socket without a turn of the loop in between.
+        # Private, because asyncio has no public way to attach an accepted socket without a turn of the loop in between.
         asyncio.get_running_loop()._make_socket_transport(sock, connection)  # type: ignore[attr-defined]
 
     def _admitted(self) -> Connection | None:
@@ -259,7 +259,7 @@ class Connection(H2Protocol):
             self._end(e)
 
     def _end(self, error: Exception) -> None:
-        """Sends GOAWAY in place of what h2 prepared since, and closes once that has left."""
+        """Sends GOAWAY instead of what h2 prepared since, and closes once that has left."""
         if not self.connection.is_closing():
             h2 = self.connection._connection
             # h2 may have prepared frames that the peer must not see after its breach.
@@ -348,7 +348,7 @@ class _RequestBuffer(Buffer):
         self._is_at_prefix = True
 
     async def read(self, size: int) -> bytes:
-        # grpclib reads five bytes of prefix, then the message, in turn; the size does not tell them apart, for a message
+        # grpclib reads five bytes of prefix, then the message, in turn; the size does not tell them apart, because a message
         # may have five bytes.
         is_prefix, self._is_at_prefix = self._is_at_prefix, not self._is_at_prefix
         try:

@@ -128,7 +128,7 @@ class LogWriter:
         with self._lock:
             if not self._dropped or self._queue.qsize() > MAX_LINES // 2:
                 return  # with the queue still that full, the report would be followed by the next
-            # Taken before it is logged, for the line may itself be dropped.
+            # Taken before it is logged, because the line may itself be dropped.
             dropped, self._dropped = self._dropped, 0
         logging.getLogger(__name__).error("log_lines_dropped", extra={"lines": dropped})
 
@@ -269,7 +269,7 @@ class TenantLines:
         if subject is None:
             return (event,) if event[1] in TENANT_EVENTS else ()
         subject = subject[:_NAME_CHARS]
-        other = next(found, "") or subject  # beside a UID the pod's name, which may be `NAMESPACE/NAME`
+        other = next(found, "") or subject  # next to a UID the pod's name, which may be `NAMESPACE/NAME`
         named = (
             (subject if "/" in subject else other).rpartition("/")[0].rpartition(" ")[2]
         )  # of "Pod NAMESPACE/NAME" too
@@ -324,7 +324,7 @@ def setup_logging(level: str = "info", format: str = "auto") -> None:
             ],
         )
     )
-    # force: a reload sets the level and format anew, and the handler of before must go.
+    # force: a reload sets the level and format again, and the former handler must go.
     logging.basicConfig(handlers=[handler], level=level.upper(), force=True)
     # After basicConfig, which sets the root's level alone.
     for name, least in LIBRARY_LEVELS.items():
@@ -388,7 +388,7 @@ class RepeatedLines(logging.Filter):
             kind.left_out += 1
             return False
         if kind.left_out:
-            # In the message, for the record of a library has no fields.
+            # In the message, because the record of a library has no fields.
             record.msg = f"{record.msg} ({kind.left_out} more of these were left out)"
         kind.left_out = 0
         return True

@@ -202,7 +202,7 @@ def _known_fields(
 def _texts(data: bytes, pos: int, stop: int, out: list[str]) -> int:
     """Reads the run of texts of less than 128 bytes in the field at `pos` into `out`; returns where the run ends. A node's
     list has tens of thousands of IDs."""
-    # A text needs two bytes at least, key and length: one comparison in the place of two in the loop.
+    # A text needs two bytes at least, key and length: one comparison instead of two in the loop.
     key, last, append = data[pos], stop - 1, out.append
     try:
         while pos < last and data[pos] == key:
@@ -248,7 +248,7 @@ def _field(data: bytes, pos: int, stop: int) -> Field:
             return data[pos], 0, pos + 2, end
     key, start = _varint(data, pos, stop)
     wire_type = key & 7
-    # Field 0 does not exist: zeroes in the place of a message are not taken for fields.
+    # Field 0 does not exist: zeroes instead of a message are not taken for fields.
     if not 1 <= key >> 3 <= _MAX_FIELD_NUMBER:
         raise MalformedMessageError(f"field number {key >> 3} at byte {pos} is not allowed")
     if wire_type == _VARINT:

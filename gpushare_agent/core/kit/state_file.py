@@ -70,7 +70,7 @@ class StateFile:
 
     def _save(self, document: dict[str, Any]) -> None:
         content = json.dumps(document, indent=2).encode() + b"\n"
-        # Beside the file, for a rename works within one file system alone.
+        # Next to the file, because a rename works only within one file system.
         new = self._path.with_name(self._path.name + ".new")
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)

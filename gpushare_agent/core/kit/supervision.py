@@ -101,7 +101,7 @@ async def wait_for(event: asyncio.Event, at_most_s: float | None) -> bool:
 
 @asynccontextmanager
 async def bounded(timeout_s: float | None, why: str) -> AsyncIterator[None]:
-    """Raises Unavailable with the text `why` in the place of TimeoutError, so that callers have one error to handle."""
+    """Raises Unavailable with the text `why` instead of TimeoutError, so that callers have one error to handle."""
     try:
         async with asyncio.timeout(timeout_s):
             yield

@@ -7,8 +7,8 @@ work by waiting is a StartupError; what may appear later (a projected token, a p
 The library's packages import every API class and model in their `__init__`: 33 MiB of memory and a third of a second
 of one core (docs/reference/measurements.md), for an agent that works on raw JSON. So the packages are put in place without
 running their `__init__`, and the few modules that are needed are imported from them. A library that the process has imported
-already is used as it is; who wants all of it beside the agent's client imports it first. Where the layout is not the one
-known, it is imported whole. urllib3 is loaded when it is first used, which is for a kubeconfig with a user's name and
+already is used as it is; code that wants all of it next to the agent's client imports it first. Where the layout is not the
+one known, it is imported whole. urllib3 is loaded when it is first used, which is for a kubeconfig with a user's name and
 password alone, and dateutil's parser for the models' dates. State owned: the library's entries in sys.modules.
 """
 
@@ -153,7 +153,7 @@ def find_configuration(kubeconfig: Path | None, environ: Mapping[str, str], cont
         return ConfigurationSource(kubeconfig=str(kubeconfig), context=context)
     if environ.get("KUBERNETES_SERVICE_HOST") and not context:
         return ConfigurationSource()
-    # As kubectl: a list of paths, of which some may not exist.
+    # As kubectl: a list of paths; some may not exist.
     paths = environ.get("KUBECONFIG") or str(Path(environ.get("HOME", "/root")) / ".kube" / "config")
     if any(Path(path).expanduser().is_file() for path in paths.split(os.pathsep) if path):
         return ConfigurationSource(kubeconfig=paths, context=context)

@@ -80,7 +80,7 @@ class EventRecorder(Struct, eq=False):
         namespace = involved.namespace or NODE_NAMESPACE
         body = _event(involved, namespace, reason, message, type_, self.reporter, datetime.now(UTC))
         queued = _Queued(key, namespace, f"{involved.kind} {namespace}/{involved.name}", reason, body)
-        # The UID, for a name may be used again: each object has its own place among its namespace's.
+        # The UID, because a name may be used again: each object has its own place among its namespace's.
         dropped = self._queue.put(namespace, involved.uid, queued)
         self._recorded[key] = now
         self._recorded.move_to_end(key)

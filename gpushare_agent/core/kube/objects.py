@@ -75,7 +75,7 @@ def object_meta(raw: Raw, what: str) -> ObjectMeta:
 
 
 def pod_uid(raw: Raw) -> PodUid:
-    """The UID alone, for events of which nothing else matters. Raises Corrupt where there is none."""
+    """The UID alone, where nothing else of an event matters. Raises Corrupt where there is none."""
     uid = object_meta(raw, "pod").uid
     if not uid:
         raise Corrupt("pod: the UID is missing")
@@ -117,7 +117,7 @@ class NodeJson(KubeObject):
 
     @property
     def taints(self) -> list[dict[str, object]] | None:
-        """With all their fields, for the list is replaced as a whole. None where it is not as Kubernetes defines it."""
+        """With all their fields, because the list is replaced as a whole. None where it is not as Kubernetes defines it."""
         raw = self.spec.raw_taints
         return [] if bytes(raw) == b"null" else decoded_or(_TAINTS, raw, lambda: None)
 

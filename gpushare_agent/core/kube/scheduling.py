@@ -1,4 +1,5 @@
-"""What kube-scheduler checks of a node for a pod besides GPUs: cordon, labels, taints, CPU, memory and other resources.
+"""The checks of kube-scheduler on a node for a pod, apart from GPUs: cordon, labels, taints, CPU, memory and other
+resources.
 
 For commands that say where a pod could run: they must promise nothing that kube-scheduler then refuses. What is not checked
 here (affinity to other pods, spread, volumes, ports, gates) is named by `PodNeeds.unchecked`. Pure. Format: Kubernetes
@@ -167,7 +168,7 @@ def asked_of_node(spec: PodSpec, resource: str) -> int:
     if resource in of_pod:
         most = amount_of(of_pod[resource], is_cpu=is_cpu)
     else:
-        # Init containers come one after the other, beside the sidecars that have started before them.
+        # Init containers run one after the other, next to the sidecars that have started before them.
         running = most = 0
         for one in spec.init_containers or ():
             own = amount_of(one.requests.get(resource), is_cpu=is_cpu)
@@ -178,7 +179,7 @@ def asked_of_node(spec: PodSpec, resource: str) -> int:
     return most + amount_of(spec.overhead.get(resource), is_cpu=is_cpu)
 
 
-# Cached, for fifty thousand pods have a few texts.
+# Cached, because fifty thousand pods have a few texts.
 @lru_cache(maxsize=16384)
 def amount_of(quantity: Quantity | None, *, is_cpu: bool) -> int:
     """Rounded up, as kube-scheduler counts; CPU in 1/1000. 0 where there is none, or none that Kubernetes would take."""
@@ -250,7 +251,7 @@ def refusing_taints(needs: PodNeeds, offer: NodeOffer) -> list[Taint]:
 
 
 def shortages(needs: PodNeeds, offer: NodeOffer, used: Mapping[str, int]) -> list[str]:
-    """The resources of which the node has too little left; `used` is what its pods ask for."""
+    """The resources that the node has too little left of; `used` is what its pods ask for."""
     return [
         name
         for name, count in sorted(needs.requests.items())

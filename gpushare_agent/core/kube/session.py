@@ -294,7 +294,7 @@ MAX_LINE_BYTES = 2 << 20
 
 class KubeTimeouts(Struct, frozen=True, kw_only=True):
     """`watch_s` is what the server is asked for; `watch_idle_s` ends a watch on which not even a bookmark (one a minute)
-    came, for a half-open connection looks exactly like that."""
+    came, because a half-open connection looks exactly like that."""
 
     connect_s: float = 5.0
     request_s: float = 15.0
@@ -365,7 +365,7 @@ class KubeLists:
     async def list_all(self, watched: Watched, read: Callable[[Raw], T | None]) -> tuple[list[T], str]:
         """What `read` makes of each object, called as its page comes (None is left out), and the version to watch from.
 
-        Where the server cannot go on with a list it begins anew: `read` may see an object twice.
+        Where the server cannot go on with a list, the list starts over: `read` may see an object twice.
         """
         request = watched.request("list")
         if watched.from_cache:

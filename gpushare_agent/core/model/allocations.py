@@ -51,8 +51,8 @@ class ClaimRef(NamedTuple):
 
 
 class ClaimShare(Struct, frozen=True, kw_only=True):
-    """The request and the claim that an allocation is of (`request` without the alternative that was chosen), and what the
-    claim asked for beside the size: its isolation, and the elastic ceiling, 0 without one. `shown_as` is the claim's name in
+    """The request and the claim of an allocation (`request` without the alternative that was chosen), and what the claim
+    asked for apart from the size: its isolation, and the elastic ceiling, 0 without one. `shown_as` is the claim's name in
     its pod, or its own where no template made it. `view` names the one of the claim's allocations under whose key the
     isolation keeps its files for all that a container uses together."""
 
@@ -120,8 +120,8 @@ class Allocation(Struct, frozen=True, kw_only=True):
     is seconds on the monotonic clock. `resized_to` is the size to which a running share was changed, None where it has what
     the kubelet allocated.
 
-    A claim's has no IDs but its `charge`. Its key has the claim's UID in the place of the pod's and the result's name in
-    that of the container. `pod_name` is that of the pod for which it was prepared first.
+    The allocation of a claim has a `charge` and no IDs. Its key has the claim's UID instead of the pod's and the result's
+    name instead of the container's. `pod_name` names the pod for which it was prepared first.
     """
 
     key: ContainerKey
@@ -283,7 +283,7 @@ def charges_of(allocations: Iterable[Allocation]) -> dict[GpuUuid, Charge]:
 
     A device ID counts once: the kubelet hands an init container's IDs on to the containers after it. Memory blocks are
     charged to the GPU of the container's cores, whatever GPU their IDs name; whole GPUs come with all of theirs. An init
-    container is no share, for it ends before the others start.
+    container is no share, because it ends before the others start.
     """
     found: defaultdict[Measure, set[DeviceId]] = defaultdict(set)
     blocks: set[tuple[GpuUuid, DeviceId]] = set()
@@ -299,7 +299,7 @@ def charges_of(allocations: Iterable[Allocation]) -> dict[GpuUuid, Charge]:
                 found[kind.measure] |= ids
             # The blocks of whole GPUs are IDs that the kubelet counts, and no memory that is anybody else's to have.
             elif not one.is_whole:
-                # A share is on one GPU; the pair, for the same block ID may be of containers on two GPUs of one pod.
+                # A share is on one GPU. The pair, because containers on two GPUs of one pod may have the same block ID.
                 blocks.update([(gpu, device) for gpu in one.gpus[:1] for device in ids])
         if one.is_whole:
             wholes.update(one.gpus)

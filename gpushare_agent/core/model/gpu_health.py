@@ -238,7 +238,7 @@ def after_brief_loss(
     # One that did not come back shows a fault of more than a busy driver: then all prove themselves.
     if not all(uuid in seen and seen[uuid].is_healthy for uuid in lost):
         return {}
-    # From before the unanswered poll, for the GPU itself did not fail. A cordon since then stays.
+    # From before the unanswered poll, because the GPU itself did not fail. A cordon since then stays.
     return {uuid: replace(health, cordon=healths[uuid].cordon) for uuid, health in lost.items()}
 
 

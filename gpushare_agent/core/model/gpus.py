@@ -38,7 +38,7 @@ class Branch(Struct, frozen=True, kw_only=True):
     children: tuple[Branch, ...] = ()
 
     def of(self, gpus: Collection[int]) -> Branch:
-        """The tree without other GPUs than these; a branch of which nothing is left is gone."""
+        """The tree with these GPUs only; an empty branch is gone."""
         children = [child.of(gpus) for child in self.children]
         return Branch(
             kind=self.kind,
@@ -115,7 +115,7 @@ class Gpu(Struct, frozen=True, kw_only=True):
     `is_exclusive_process` is the compute mode in which one process alone may open the GPU. `mig_mode` says whether MIG
     mode is on, None where the GPU has none. `fabric` is the cluster and the clique of the NVLink fabric that it is on,
     `<UUID>.<number>`, empty where it is on none or has not joined yet. `unhealthy_reason` is empty while the GPU is healthy.
-    An unhealthy GPU of which the driver reported the UUID alone has minor -1 and 0 MiB.
+    An unhealthy GPU has minor -1 and 0 MiB where the driver reported its UUID alone.
     """
 
     index: int
@@ -143,7 +143,7 @@ class Gpu(Struct, frozen=True, kw_only=True):
 
     @property
     def nodes(self) -> tuple[str, ...]:
-        """The device nodes that a container needs for it, besides the control nodes."""
+        """The device nodes that a container needs for it, without the control nodes."""
         # The driver lets a process open an instance only with both capability devices, of GPU instance and compute
         # instance.
         caps = (self.mig.gi_cap, self.mig.ci_cap) if self.mig is not None else ()
@@ -231,7 +231,7 @@ class GpuInventory(Struct, frozen=True, kw_only=True):
     """What one poll of the driver found: the GPUs by index and how they are connected.
 
     A GPU whose details could not be read is left in the list, Unhealthy, where its UUID is known; otherwise it is only
-    in `unreadable` (index and reason), for it cannot be offered without a name.
+    in `unreadable` (index and reason), because it cannot be offered without a name.
     """
 
     gpus: tuple[Gpu, ...]

@@ -223,7 +223,8 @@ class Measure(StrEnum):
     UNITS = "units"
     """A unit of memory, and as large a part of the compute."""
     PART = "part"
-    """A part of memory and compute alike. It is in the ID, for a container keeps the layout under which it was admitted."""
+    """A part of memory and compute alike. It is in the ID, because a container keeps the layout under which it was
+    admitted."""
 
 
 class ResourceKind(Struct, frozen=True, kw_only=True, eq=False):
@@ -426,7 +427,7 @@ WHOLE_GPU = Request(cores=CORES_PER_GPU)
 
 
 def request_of(container: ContainerSpec, names: ResourceNames) -> Request:
-    """What the container's limits ask for; of NVIDIA's names nothing, for their part depends on the GPU."""
+    """What the container's limits ask for; nothing for NVIDIA's names, because their part depends on the GPU."""
     asked = names.asked(container)
     return Request(
         cores=asked.get(ResourceKind.VCORE, 0),

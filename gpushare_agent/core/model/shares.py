@@ -129,7 +129,7 @@ def limits_by_gpu(
 
 
 def _together(one: ShareLimits, other: ShareLimits, gpu: Gpu) -> ShareLimits:
-    """Two results of a claim on one GPU are one share of it, for a program cannot distinguish them."""
+    """Two results of a claim on one GPU are one share of it, because a program cannot distinguish them."""
     return ShareLimits(
         cores=min(CORES_PER_GPU, one.cores + other.cores),
         memory_bytes=min(gpu.memory_mib * MIB, one.memory_bytes + other.memory_bytes),
@@ -145,7 +145,7 @@ def share_cores(allocation: Allocation, gpus: Mapping[GpuUuid, Gpu], names: Reso
     is_memory_alone = allocation.claim is not None and not allocation.size.cores
     is_memory_alone = is_memory_alone or allocation.memory_kind.measure is Measure.UNITS
     gpu = gpus.get(allocation.gpus[0]) if is_memory_alone and allocation.gpus else None
-    if gpu is None or gpu.memory_mib < 1:  # a GPU of which the driver reports the UUID alone
+    if gpu is None or gpu.memory_mib < 1:  # the driver reports the UUID alone
         return allocation.size.cores
     memory_mib = allocation.size.memory * names.unit_mib(allocation.memory_kind)
     return cores_of_part(Fraction(memory_mib, gpu.memory_mib))

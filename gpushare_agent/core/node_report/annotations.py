@@ -1,7 +1,7 @@
 """The annotations by which a node reports its GPUs and who has them: how they are read, and the second one written. Pure.
 
 They are read as text that others may have written, bounded and checked, by the extender and the command line. The agent
-writes them: the first in agent/cluster/node_facts.py. The extender takes the second for the truth in the place of what
+writes them: the first in agent/cluster/node_facts.py. The extender takes the second for the truth instead of what
 it has planned, so a pod is named only when its admission is over: half a pod would set the other half free for another.
 Formats: docs/reference/node-facts.md.
 """
@@ -229,7 +229,7 @@ def allocations_by_pod(
     for allocation in allocations:
         of_pod.setdefault(allocation.key.pod_uid, []).append(allocation)
     by_uuid = {gpu.uuid: gpu for gpu in gpus}
-    # A node's pods are of a few sizes: an account is made for each of these and not for each pod.
+    # A node's pods have a few sizes: an account is made for each size and not for each pod.
     counts_of: dict[tuple[GpuUuid, Charge], tuple[int, ...]] = {}
     found = []
     for uid, own in sorted(of_pod.items()):
@@ -261,7 +261,8 @@ def allocations_by_pod(
 def allocations_annotation(
     allocated: Iterable[AllocatedTo], *, max_chars: int = MAX_CHARS, max_pods: int = MAX_PODS
 ) -> str:
-    """Compact JSON. Where not all fit, it has the newest, for the extender waits for those, and is marked as truncated."""
+    """Compact JSON. Where not all fit, it has the newest, because the extender waits for those, and is marked as
+    truncated."""
     # The extender waits for the report of pods that were bound just now.
     newest = sorted(allocated, key=lambda one: (-one.since, one.pod_uid))
     chosen = newest[:max_pods]

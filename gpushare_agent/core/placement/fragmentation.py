@@ -81,7 +81,7 @@ class FreeNode(NamedTuple):
     def left(self, kind: PodKind) -> FreeNode:
         """What would be left of it, a share on the fullest GPU that fits."""
         if kind.is_share:
-            # Cores and memory may fit a GPU of which no part has both: the emptiest is nearest to it.
+            # Cores and memory may each fit on some GPU and both on none: the emptiest GPU is nearest.
             return self._left(kind, min(bisect_left(self.gpus, kind.parts_of(self.gpu_mib)), len(self.gpus) - 1))
         kept = len(self.gpus) - kind.gpus
         return self._replace(
@@ -163,7 +163,7 @@ class TypicalPods:
 
 class KindCosts:
     """The costs of one kind of pod on many nodes. State owned: what was worked out for nodes in the same state, without
-    bounds: made anew for each question."""
+    bounds: made again for each question."""
 
     def __init__(self, typical: TypicalPods, kind: PodKind) -> None:
         self._typical = typical

@@ -29,7 +29,7 @@ class FreeGpus(Struct, frozen=True, kw_only=True):
 def free_gpus(
     gpus: Iterable[Gpu], charges: Mapping[GpuUuid, Charge], names: ResourceNames, taint_above: float
 ) -> FreeGpus:
-    """Of the healthy GPUs; of each the smaller of its free cores and its free memory, for a pod needs both."""
+    """For each healthy GPU the smaller of its free cores and its free memory, because a pod needs both."""
     healthy = [gpu for gpu in gpus if gpu.is_healthy]
     free = sum(account_of(gpu, names, charges.get(gpu.uuid, NO_CHARGE)).free_part for gpu in healthy)
     return FreeGpus(part=float(free / len(healthy)) if healthy else 0.0, taint_above=taint_above)

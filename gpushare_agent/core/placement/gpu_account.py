@@ -49,7 +49,7 @@ class Cause(IntEnum):
     FULL = auto()
     """As many sharing containers as a GPU serves."""
     IN_USE = auto()
-    """Too few wholly free GPUs, or those have too little memory."""
+    """Too few GPUs that are entirely free, or too little memory on those."""
     SHORT = auto()
     """Cores or memory."""
 
@@ -422,7 +422,7 @@ class GpuAccount(Struct, kw_only=True):
     def free_part(self) -> Fraction:
         """What is left for units under NVIDIA's names, as part of the whole GPU. What init containers have of other
         resources is not handed on to them."""
-        # A GPU of which the driver reported the UUID alone has 0 MiB: the quotient below would be of nothing.
+        # A GPU has 0 MiB where the driver reported its UUID alone: the quotient below would divide by 0.
         if self._is_whole_for_others or not self.memory_mib or not self.is_accepted:
             return Fraction(0)
         memory = Fraction(self.memory_mib - self._mib_of_others, self.memory_mib)
@@ -458,7 +458,7 @@ class GpuAccount(Struct, kw_only=True):
         # What the kubelet does not offer it cannot hand out, though nobody has it in the ledger.
         cores = min(cores, self.offered_cores)
         if self.max_shares is not None and self.is_full:
-            # Blocks stay: they follow cores, of which there are none, and whole GPUs count them.
+            # Blocks stay: they follow cores, which are 0 here, and whole GPUs count them.
             cores = units = 0
         return (
             cores if cores > 0 else 0,

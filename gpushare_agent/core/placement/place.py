@@ -150,8 +150,8 @@ class _Search(Struct, kw_only=True):
     def _can_improve(self, chosen: tuple[int, ...], cost: int, candidates: Sequence[int], added: Sequence[int]) -> bool:
         """Whether the cheapest that any completion can cost is below the limit, and the memory can suffice.
 
-        Each further GPU pays its links to the chosen, and at least its cheapest links to as many others as are missing
-        besides it; those count half, for the other end pays them too.
+        Each further GPU pays its links to the chosen, and at least its cheapest links to as many others as are still
+        missing; those count half, because the other end pays them too.
         """
         missing = self.count - len(chosen)
         doubled = sorted(2 * added[c] + self._cheapest[c][missing - 1] for c in candidates)
@@ -273,7 +273,7 @@ def effective_request(pod: Pod, container: ContainerSpec, names: ResourceNames) 
                 f"the init container's GPUs at random. Give the init container at most {CORES_PER_GPU} cores, or as many "
                 f"as {following.name}.",
             )
-        # It takes what the pool has and needs the rest beside it. An init container puts back what it took when it ends.
+        # It takes what the pool has and needs the rest on top. An init container puts back what it took when it ends.
         need = tuple(sum_ + max(0, more - had) for sum_, more, had in zip(need, requested, pool, strict=True))
         is_init = following.kind is ContainerKind.INIT
         pool = tuple(
@@ -462,7 +462,7 @@ def _placed(gpus: Sequence[GpuAccount], policy: str, why: str) -> Placed:
 def why_not_chosen(
     gpu: GpuAccount, request: Request, placed: Placed, gpus: Sequence[GpuAccount], topology: Topology
 ) -> str:
-    """`gpus` are those of which `place` chose; `gpu` is one that the request fits."""
+    """`place` chose among `gpus`; `gpu` is one that the request fits."""
     chosen = [one for one in gpus if one.uuid in placed.gpus]
     match placed.policy:
         case "hint":

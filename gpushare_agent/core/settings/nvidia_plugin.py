@@ -132,7 +132,7 @@ def _mapped(found: Mapping[str, RawSetting], file: Layer, *, is_given: bool) -> 
             values[option.name] = option.read(raw.value)
         except ValueError as error:
             layer.problems.append(f"{raw.source}: {option.name} is {_shown(raw.value)}, but must be {error}")
-    # A rule of their plugin between two keys, each of which is valid.
+    # A rule of their plugin between two keys that are valid by themselves.
     if values.get("flags.migStrategy") == "mixed" and "sharing.mps.resources.replicas" in values:
         layer.problems.append(
             f"{found['flags.migStrategy'].source}: flags.migStrategy mixed does not go with sharing.mps, as in NVIDIA's"

@@ -146,7 +146,7 @@ def _kind(annotation: Any, metadata: Sequence[Any], *, is_duration: bool) -> Kin
         return Kind(placeholder="|".join(choices), allowed=f"one of {shown}", choices=choices)
     if annotation is bool:
         return Kind(placeholder="true|false", allowed="true or false", choices=("true", "false"))
-    # Three states, of which a flag alone can say two: empty leaves the choice to another setting.
+    # Three states; a flag alone can say two of them: empty leaves the choice to another setting.
     if annotation == bool | None:
         return Kind(placeholder="true|false", allowed="true, false or empty", choices=("true", "false"))
     if annotation is int:
@@ -173,14 +173,14 @@ def _list_kind(item: Any) -> Kind:
         return Kind(placeholder="PATH[,PATH…]", allowed="a path, or a comma list of them")
     if plain is str:
         return Kind(placeholder="TEXT[,TEXT…]", allowed=TEXTS)
-    # pydantic keeps bounds in a field of its own when they stand beside a validator.
+    # pydantic keeps bounds in a field of its own when a validator stands next to them.
     bounds = [limit for part in metadata for limit in (part.metadata if isinstance(part, FieldInfo) else [part])]
     return Kind(placeholder="N[,N…]", allowed=f"a whole number{_bounds(bounds)}, or a comma list of them")
 
 
 def _words(annotation: Any, metadata: Sequence[Any]) -> tuple[str, ...]:
     """The values of an enumeration, a Literal or `OneOf`; empty for any other type."""
-    # Asked first: the type beside it is a plain text.
+    # Asked first: the type next to it is a plain text.
     if found := next((one.words() for one in metadata if isinstance(one, OneOf)), ()):
         return found
     if get_origin(annotation) is Literal:

@@ -54,7 +54,8 @@ ALIASES = {
     "query-addr": "web.addr",
     "query-port": "web.port",
 }
-"""Flag name -> dotted key, beside the flag that every key has: gpu-manager's and GPUShare's names, and short ones."""
+"""Flag name -> dotted key, in addition to the flag that every key has: gpu-manager's and GPUShare's names, and short
+ones."""
 
 
 class Settings(BaseSettings):
@@ -148,7 +149,7 @@ class Settings(BaseSettings):
 
     @property
     def isolation_parts_in_use(self) -> frozenset[str]:
-        """The same, with the parts in the place of combinations."""
+        """The same, with the parts instead of combinations."""
         return frozenset(part for name in self.isolations_in_use for part in isolation_parts(name))
 
     @model_validator(mode="after")

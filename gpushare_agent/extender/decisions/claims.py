@@ -3,7 +3,7 @@
 | a container's limits | request of its claim |
 |---|---|
 | vcuda-core 1 to 99, vcuda-memory | `cores`, and `memory` of that many blocks |
-| vcuda-core 100·n | n whole GPUs; vcuda-memory beside it: each with at least its part of that memory |
+| vcuda-core 100·n | n whole GPUs; with vcuda-memory each has at least its part of that memory |
 | gpu-mem | `cores: 0`, which is compute in proportion; `memory`, rounded up to whole blocks with a warning |
 | what the agents refuse whatever is free | none: the pod is refused with their sentence |
 
@@ -229,7 +229,7 @@ def _claims(asking: Sequence[ContainerSpec], templates: Mapping[str, Template], 
     # which have ended before, find one to use.
     for one in asking:
         if one.kind is ContainerKind.MAIN:
-            # Sidecars are not among them: one runs beside the init containers after it.
+            # Sidecars are not among them: one runs next to the init containers after it.
             reusable.setdefault(templates[one.name], claims[one.name])
     for one in asking:
         if one.kind is ContainerKind.INIT:

@@ -63,7 +63,7 @@ def use_of(pod: Pod, names: ResourceNames, *, gpu_memory_mib: int) -> QuotaUse:
     """What a pod counts on a node whose GPUs have so much memory.
 
     As Kubernetes counts a pod's requests: main containers and sidecars together, or an init container with the sidecars
-    started before it where that is more. Whole GPUs count with all their memory, for no other pod can use it; GPUShare's
+    started before it where that is more. Whole GPUs count with all their memory, because no other pod can use it; GPUShare's
     memory as that part of a GPU, rounded up.
     """
     peak = sidecars = mains = QuotaUse()
@@ -279,7 +279,7 @@ class QuotaState:
 
     def raised(self, pod: Pod, *, model: str, pool: str) -> tuple[NamespaceQuota, tuple[str, ...]] | None:
         """The least quota of the pod's namespace that allows it on such nodes, and the changes in words. None where no quota
-        limits it, and where none can name the nodes, for they lack the label."""
+        limits it, and where none can name the nodes because they lack the label."""
         limits = self.quota.namespaces.get(pod.namespace) if self.quota is not None else None
         if limits is None or (limits.pools and not pool) or (limits.gpus is not None and not model):
             return None
@@ -301,7 +301,7 @@ class QuotaState:
     # --- from ClusterState ---
 
     def put_node(self, node: ClusterNode) -> bool:
-        """Whether the pods on it have to be counted anew: they count by its model and memory."""
+        """Whether the pods on it have to be counted again: they count by its model and memory."""
         size = node.model, max((gpu.memory_mib for gpu in node.gpus), default=0)
         if self._nodes.get(node.name) == size:
             return False

@@ -1,9 +1,9 @@
 """The smallest changes that would let a waiting pod start now, over all nodes of a cluster: at most one of each kind. Pure.
 
 Every change was tried: the changed pod, node or quota is given to `plan_pod` as the extender does, on a node that
-kube-scheduler refuses for no reason that is read here (`hindrance`). Bounded: a pod of which one container asks for GPUs is
-compared with each node's summary, in microseconds; of other pods so many plans are made as `MAX_PLANS` allows for a kind,
-and `Waiting.tried` says of how many nodes.
+kube-scheduler refuses for no reason that is read here (`hindrance`). Bounded: a pod with one container that asks for GPUs is
+compared with each node's summary, in microseconds; for other pods `MAX_PLANS` limits the plans of each kind, and
+`Waiting.tried` counts the nodes.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from gpushare_agent.kubectl.decisions.cluster_view import (
 MAX_PLANS = 4_000
 """Plans of pods with several containers, for each kind of change; each takes about 0.1 ms a container."""
 MAX_COMBINED = 16
-"""Pods of one GPU of which the smallest set is searched; of more the largest come first."""
+"""The smallest set is searched among so many pods of one GPU; of more pods the largest come first."""
 _MOST_ENDING = 3
 
 
@@ -231,7 +231,7 @@ def _largest(search: _Search, container: ContainerSpec, kind: Kind) -> Change | 
 
 
 def _less_of_both(search: _Search) -> Change | None:
-    """Fewer cores and less memory, of the pod's only container that asks for GPUs; also a share in place of a whole GPU."""
+    """Fewer cores and less memory, of the pod's only container that asks for GPUs; also a share instead of a whole GPU."""
     asking = [one for one in search.pod.containers if request_of(one, search.view.policy.names) != Request()]
     if len(asking) != 1:
         return None
@@ -481,7 +481,7 @@ def _fewest(gpu: GpuAccount, request: Request, pods: Mapping[PodUid, Charge], mo
 
 
 def _gain(gpu: GpuAccount, charge: Charge) -> tuple[int, int, int]:
-    """What its end gives, at most: blocks and units are parts of one memory, of which a plan has the last word."""
+    """What its end gives, at most: blocks and units are parts of one memory, so a plan has the last word."""
     if charge.is_whole:
         return CORES_PER_GPU, gpu.total_blocks, gpu.total_units
     memory_mib = charge.blocks * gpu.block_mib + charge.units * gpu.unit_mib
@@ -489,7 +489,7 @@ def _gain(gpu: GpuAccount, charge: Charge) -> tuple[int, int, int]:
 
 
 def _without_needless(ordered: Sequence[PodUid], gives: Callable[[Sequence[PodUid]], bool]) -> tuple[PodUid, ...]:
-    """The pods of which none can be left out, the smallest tried first."""
+    """The pods that are all needed; the smallest are tried first."""
     kept = list(ordered)
     for uid in reversed(ordered):
         fewer = [one for one in kept if one != uid]

@@ -156,7 +156,7 @@ def _shadow(node: NodeView) -> _Shadow:
 
 
 def _partly_used(search: _Search) -> Iterator[tuple[int, int, str, int]]:
-    """Number of pods, used cores, node, GPU: of those that could be whole, were their pods elsewhere."""
+    """Number of pods, used cores, node and GPU of the GPUs that would be whole if their pods were elsewhere."""
     for name, shadow in search.nodes.items():
         # Of a whole GPU there nobody has any use.
         if shadow.view.offer.is_cordoned:
@@ -289,7 +289,7 @@ def _undo(search: _Search, shadow: _Shadow, index: int, moves: Iterable[Move], l
 
 
 def _changed(search: _Search, shadow: _Shadow) -> None:
-    """Its room is worked out anew, and the node found by it."""
+    """Its room is worked out again, and the node found by it."""
     name = shadow.view.name
     if shadow.room is not None:
         search.by_cores[shadow.cores].pop(name, None)
