@@ -181,7 +181,7 @@ def _lines(
         lines.append(_line("", f"and {counted(more_reasons, 'more reason')}: -o json"))
     if found.others:
         free = [f"{text} ({counted(count, 'node')})" for text, count in list(found.others.items())[:_MOST_REASONS]]
-        lines.append(_line("besides", f"nodes with room on their GPUs are refused: {'; '.join(free)}"))
+        lines.append(_line("also", f"nodes with room on their GPUs are refused: {'; '.join(free)}"))
     if not found.changes:
         lines.append(_line("to start", "no single change was found that would let it start now"))
     else:

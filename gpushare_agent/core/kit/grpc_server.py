@@ -58,10 +58,10 @@ _ACCEPT_RETRY_S = 1.0
 """After one could not be accepted, as without a free descriptor."""
 _WARNING_INTERVAL_S = 60.0
 _PREFIX = struct.Struct(">BI")
-"""Of each message: whether it is compressed, and its length."""
+"""The prefix of each message: whether it is compressed, and its length."""
 _MAX_REQUEST_FIELDS = 256
-"""Of requests without a decoder of their own, which are small. The generated classes take 5 us for each, and
-for each unknown one as long as it takes to copy those before it."""
+"""The limit of fields in requests without a decoder of their own, which are small. The generated classes take 5 us for each,
+and for each unknown one as long as it takes to copy those before it."""
 
 
 class GrpcServer(Server):
@@ -89,7 +89,7 @@ class GrpcServer(Server):
         self.is_stopping = False
         self._listener: socket.socket | None = None
         self._fields: Mapping[str, str] = {}
-        """Of its log lines."""
+        """The fields of its log lines."""
         clock = asyncio.get_running_loop().time
         self._warnings = TokenBucket(rate=1 / _WARNING_INTERVAL_S, burst=1, clock=clock)
 

@@ -11,7 +11,7 @@ process whose pipe nobody reads would not end, and its handler keeps a lock whil
 by writing to standard error itself.
 
 **The log lines that tenants can cause have one limit**: BURST at once and PER_S from then on, so at most 80 in a minute.
-It is a structlog processor: no caller knows of it. Lines below `info` pass, as whoever sets that level wants them. A line
+It is a structlog processor: no caller knows of it. Lines below `info` pass: whoever sets that level wants them. A line
 costs a token of a bucket. The first line of a namespace and its pod passes while there is a token; a further one only
 while as many are left as its namespace and its pod used lately, on average. So a flood leaves to others about as many
 tokens as it takes, with whatever number of pods. Many lines name a pod's UID alone: its namespace is known from the lines
@@ -189,7 +189,7 @@ PER_S = 0.5
 REPORT_S = 60.0
 _REPORT = "log_lines_left_out"
 _FORGET_S = 60.0
-"""In which what was used counts a third (1/e) of what it did."""
+"""The time after which use counts a third (1/e) of what it did."""
 _LEAST = 0.05
 _MAX_USERS = 2048
 _NAME_CHARS = 320
@@ -206,7 +206,7 @@ class TenantLines:
         self._tokens = TokenBucket(rate=PER_S, burst=BURST, clock=clock)
         self._used: OrderedDict[Key, tuple[float, float]] = OrderedDict()
         self._namespaces: OrderedDict[str, str] = OrderedDict()
-        """By UID; one of a line that was left out counts too."""
+        """By UID; a line that was left out counts too."""
         self._left_out: Counter[str] = Counter()
         self._since = 0.0
 

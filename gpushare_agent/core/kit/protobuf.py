@@ -94,7 +94,7 @@ def scan_pods(data: bytes) -> list[tuple[int, int]]:
 def scan_single_pod(data: bytes) -> PodEntry | None:
     """The pod of a GetPodResourcesResponse, None where the message holds none."""
     entries = [scan_pod_entry(data[start:stop]) for start, stop in _messages(data, "GetPodResourcesResponse")]
-    # protobuf: of a field that is there several times the last one counts.
+    # protobuf: where a field is there several times, the last one counts.
     return entries[-1] if entries else None
 
 
@@ -132,7 +132,7 @@ def _container(data: bytes, pos: int, stop: int) -> ContainerDevices:
             lists = {_FIELD_1_BYTES: resources, _FIELD_2_BYTES: ids}
             for _ in _known_fields(data, start, end, (_FIELD_3_BYTES,), lists):
                 pass  # the topology
-            # Of a text that comes twice the last one counts.
+            # Where a text comes twice, the last one counts.
             found.setdefault(resources[-1], []).extend(ids)
         pos = end
     return name, {resource: frozenset(ids) for resource, ids in found.items()}
@@ -217,7 +217,7 @@ def _texts(data: bytes, pos: int, stop: int, out: list[str]) -> int:
 
 
 class Fields:
-    """How many fields of one message, and of those in it, are still read: for messages of anybody."""
+    """How many more fields of one message, and of the messages in it, are read. For messages that anybody may send."""
 
     __slots__ = ("_left", "_limit")
 

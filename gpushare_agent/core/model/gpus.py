@@ -86,10 +86,10 @@ class MigAttributes(Struct, frozen=True, kw_only=True):
 
 
 class MigPlace(Struct, frozen=True, kw_only=True):
-    """What a MIG instance is a part of. `profile` is as nvidia-smi has it, such as `1g.10gb` or `1g.10gb+me`; `number` is
-    the driver's, the 1 of NVIDIA's name `0:1`, and changes when others are made or removed. `gi` and `ci` are the IDs of the
-    GPU instance and the compute instance, `gi_cap` and `ci_cap` the n of their nodes `/dev/nvidia-caps/nvidia-cap<n>`, None
-    where the host has none. `is_gone`: it exists no more, and is listed because a container has it."""
+    """The place of a MIG instance in its GPU. `profile` is as nvidia-smi has it, such as `1g.10gb` or `1g.10gb+me`; `number`
+    is the driver's, the 1 of NVIDIA's name `0:1`, and changes when others are made or removed. `gi` and `ci` are the IDs of
+    the GPU instance and the compute instance, `gi_cap` and `ci_cap` the n of their nodes `/dev/nvidia-caps/nvidia-cap<n>`,
+    None where the host has none. `is_gone`: it exists no more, and is listed because a container has it."""
 
     profile: str
     number: int
@@ -158,7 +158,7 @@ class Gpu(Struct, frozen=True, kw_only=True):
         glob pattern. An instance is named by its GPU's index and UUID too."""
         parent = (str(self.mig.parent_index), self.mig.parent) if self.mig is not None else ()
         own = ("all", self.label, self.uuid, *parent)
-        # Patterns are of models alone: an index or a UUID must be given whole, or `1*` would name GPU 10 as well.
+        # Patterns match models only: an index or a UUID must be given whole, or `1*` would name GPU 10 as well.
         return any(selector in own or fnmatchcase(self.name, selector) for selector in selectors)
 
 
@@ -248,7 +248,7 @@ class GpuInventory(Struct, frozen=True, kw_only=True):
 
     @property
     def tree(self) -> Branch:
-        """The topology's, without the GPUs that MIG divides: their instances stand in their place."""
+        """The topology's GPUs; those that MIG divides are replaced by their instances."""
         divided = {gpu.index for gpu in self.mig_partitioned}
         return self.topology.root.of({*self.topology.root.gpus} - divided) if divided else self.topology.root
 

@@ -36,8 +36,8 @@ class CoreLimit(Struct, frozen=True, kw_only=True):
 def core_limit(annotations: Mapping[str, str], cores: int) -> CoreLimit:
     """Reads the pod's vcuda-core-limit for a container of `cores`.
 
-    The numbers that gpu-manager 1.1.5 reads are read alike (Go's Atoi: a sign, leading zeros), and what is above 100 is 100.
-    What would end or starve the container's programs there is ignored here with the reason:
+    It reads the same numbers as gpu-manager 1.1.5 (Go's Atoi: a sign, leading zeros); a number above 100 counts as 100. A
+    value that would end or starve the container's programs there is ignored here with the reason:
     docs/how-to/migrate-from-gpu-manager.md.
     """
     text = annotations.get(CORE_LIMIT_ANNOTATION)
@@ -57,7 +57,7 @@ def core_limit(annotations: Mapping[str, str], cores: int) -> CoreLimit:
 
 
 def limit_annotations(allocation: Allocation, pod: Pod | None) -> Mapping[str, str]:
-    """What `share_limits` reads of the pod's annotations; of a claim what it says itself."""
+    """What `share_limits` reads from the pod's annotations, or from a claim itself."""
     if allocation.claim is not None:
         return {CORE_LIMIT_ANNOTATION: str(allocation.claim.core_limit)}
     return pod.annotations if pod is not None else {}
@@ -68,7 +68,7 @@ def share_limits(
 ) -> ShareLimits:
     """The limits of a container. Whole GPUs are not limited: vcuda.config has `enable` 0 and their whole memory."""
     if allocation.is_whole:
-        # A GPU that the driver reports no more has no memory to add.
+        # A GPU that the driver no longer reports has no memory to add.
         memory_mib = sum(gpus[uuid].memory_mib for uuid in allocation.gpus if uuid in gpus)
         return ShareLimits(cores=allocation.cores, memory_bytes=memory_mib * MIB, core_limit=0, is_limited=False)
     if allocation.unit_ids:
@@ -84,7 +84,7 @@ def share_limits(
 
 
 def _replica_share(allocation: Allocation, gpus: Mapping[GpuUuid, Gpu]) -> ShareLimits:
-    """The share of replicas of one GPU; of several GPUs the sum."""
+    """The share of replicas of one GPU; the sum over several GPUs."""
     parts = _replica_limits(allocation, gpus).values()
     return ShareLimits(
         cores=sum(part.cores for part in parts),
@@ -95,7 +95,7 @@ def _replica_share(allocation: Allocation, gpus: Mapping[GpuUuid, Gpu]) -> Share
 
 
 def _replica_limits(allocation: Allocation, gpus: Mapping[GpuUuid, Gpu]) -> dict[GpuUuid, ShareLimits]:
-    """Who has all replicas of a GPU has it whole."""
+    """A container with all replicas of a GPU has it whole."""
     return {
         uuid: ShareLimits(
             cores=cores_of_part(part),

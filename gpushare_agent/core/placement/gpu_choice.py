@@ -17,7 +17,7 @@ from gpushare_agent.core.placement.gpu_account import GpuAccount
 
 
 class Rule(NamedTuple):
-    """What `named` names is left out, or all that it does not name where `is_wanted`. The list is of models, or of UUIDs."""
+    """Leaves out what `named` names; with `is_wanted`, what it does not name. The list has models, or UUIDs."""
 
     named: tuple[str, ...]
     of_model: bool
@@ -38,7 +38,7 @@ def choice_of(annotations: Mapping[str, str]) -> GpuChoice:
         if value := annotations.get(name):
             is_wanted = name.startswith(("nvidia.com/use-", "nvidia.com/include-"))
             named = tuple(text for one in value.upper().split(",") if (text := one.strip()))
-            # Of a list that was too long to be read the rest is not known: no GPU is safe.
+            # The rest of a list that was too long is not known: no GPU is safe.
             if len(value) >= MAX_ANNOTATION_CHARS:
                 named, is_wanted = ("",), False
             if named:

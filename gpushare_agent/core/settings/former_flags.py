@@ -54,7 +54,7 @@ def _extender_address(value: str) -> Mapping[str, str]:
 
 
 def _gpushare_unit(value: str) -> Mapping[str, str]:
-    """Who gives the unit serves the resource: GPUShare's plugin has no other."""
+    """A node with this unit serves the resource: GPUShare's plugin has no other."""
     if value not in ("GiB", "MiB"):
         raise ValueError("GiB or MiB")
     return {"gpushare.enabled": "true", "gpushare.unit": value}

@@ -59,7 +59,7 @@ def choose_name(labels: Mapping[str, str], names: Collection[str], default: str)
     usable = usable_names(names)
     if len(usable) == 1:
         return usable[0]
-    # Of several none is guessed: the node then has the settings of all.
+    # Among several none is guessed: the node then has the settings of all nodes.
     return DEFAULT_NAME if DEFAULT_NAME in usable else ""
 
 

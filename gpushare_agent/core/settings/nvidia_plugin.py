@@ -142,7 +142,7 @@ def _mapped(found: Mapping[str, RawSetting], file: Layer, *, is_given: bool) -> 
     for name, (value, option_name) in ours.items():
         layer.put(name, value, f"{found[option_name].source} ({option_name})")
     if is_given:
-        # Who brings a configuration of theirs wants these resources: nothing in it says so.
+        # A configuration of theirs means that these resources are wanted: nothing in it says so.
         layer.put("nvidia.enabled", True, "NVIDIA's configuration")
     layer.migrated += [
         _outcome(option, found[option.name], values[option.name], ours) for option in OPTIONS if option.name in values
@@ -199,5 +199,5 @@ def _outcome(option: Option, raw: RawSetting, value: object, ours: Mapping[str, 
 
 
 def _shown(value: object) -> str:
-    """Of a file's value the JSON, of a text itself."""
+    """A file's value as JSON; a text as it is."""
     return (value if isinstance(value, str) else json.dumps(value, default=str))[:_SHOWN_CHARACTERS]

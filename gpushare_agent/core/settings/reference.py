@@ -39,7 +39,7 @@ class Kind(Struct, frozen=True, kw_only=True):
 
     @property
     def brief(self) -> str:
-        """`allowed` without what the head of docs/reference/settings.md has of all numbers, durations and lists."""
+        """`allowed` without what the head of docs/reference/settings.md says about all numbers, durations and lists."""
         brief = re.sub(r"^(?:one of|(?:seconds|a (?:whole )?number) from|an?) |, such as 2.*", "", self.allowed)
         return re.sub(r"([0-9]) to ([0-9])", "\\1\u2013\\2", brief)
 
@@ -106,7 +106,7 @@ def _keys_of(model: type[BaseModel], prefix: str, section: str) -> list[Key]:
 
 @cache
 def _descriptions(module: str) -> dict[tuple[str, str], str]:
-    """Of each class and field of a module the text below the field. pydantic's `use_attribute_docstrings` would read the
+    """The text below each class and field of a module. pydantic's `use_attribute_docstrings` would read the
     source at each start; here only help, completion and the reference do."""
     found = {}
     classes = [one for one in ast.parse(inspect.getsource(sys.modules[module])).body if isinstance(one, ast.ClassDef)]
@@ -165,7 +165,7 @@ def _kind(annotation: Any, metadata: Sequence[Any], *, is_duration: bool) -> Kin
 
 
 def _list_kind(item: Any) -> Kind:
-    """Of a comma list, by the type of its items."""
+    """A comma list, by the type of its items."""
     plain, *metadata = get_args(item) if get_origin(item) is Annotated else (item,)
     if words := _words(plain, metadata):
         return Kind(placeholder="NAME[,NAME…]", allowed=f"a comma list of {', '.join(words)}", choices=words)

@@ -94,7 +94,7 @@ def load_settings(
     if named is None or own is not None:
         layers.append(_nvidia_layer(layers, environ))
     layers.append(host := Layer())
-    # Manifests set NODE_NAME from the downward API. Of an empty name the tree makes the host's.
+    # Manifests set NODE_NAME from the downward API. The tree replaces an empty name by the host's.
     node_name = environ.get("NODE_NAME", "")
     host.values["node_name"] = RawSetting(node_name, NODE_NAME_SOURCES[not node_name])
     pipe = layers[0].values.get("mps.pipe_directory")

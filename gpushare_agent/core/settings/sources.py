@@ -33,7 +33,7 @@ from gpushare_agent.core.settings.tree import ENVIRONMENT_PREFIX, Settings
 _BOOLEAN_WORDS = frozenset({"true", "false", "yes", "no", "on", "off", "1", "0"})
 _FILE_LIMIT_BYTES = 1 << 20
 MAX_PROBLEMS = 50
-"""Of one file, in messages and in the log: a file may have a mistake in each of a hundred thousand lines."""
+"""The mistakes of one file that are shown, in messages and in the log: each of a hundred thousand lines may have one."""
 
 _NOT_PER_NODE = frozenset({"node_name", "kubeconfig", "context"})
 GPUSHARE_PROGRAM = "GPUSHARE_PROGRAM"
@@ -154,7 +154,7 @@ def split_flags(argv: Sequence[str], leave: frozenset[str] = frozenset()) -> tup
 
 
 def read_flags(argv: Sequence[str]) -> Layer:
-    """`--flag=value`, `--flag value`, `--flag` for true. Of a flag given twice the last counts, as in gpu-manager.
+    """`--flag=value`, `--flag value`, `--flag` for true. The last of two equal flags counts, as in gpu-manager.
 
     Flags of NVIDIA's plugin go into `nvidia`, unless a setting has the same name; those of other programs become settings
     below ours, and `migrated` has what became of them.
@@ -230,7 +230,7 @@ def read_variables(environ: Mapping[str, str]) -> Layer:
 
 
 def read_bounded(path: RawSetting, parse: Callable[[bytes, str], Layer]) -> Layer:
-    """The file that a setting names: of its content and its place `parse` makes the layer. What cannot be read is a
+    """The file that a setting names: `parse` makes the layer from its content and its place. A file that cannot be read is a
     mistake of the setting's place."""
     named = f"{path.source}: cannot read the settings file {path.value}"
     try:
@@ -364,7 +364,7 @@ def read_gpu_manager(environ: Mapping[str, str], root: Path = Path("/"), host: P
 def _start_script(root: Path, host: Path) -> Mapping[str, str]:
     """What gpu-manager's start script passes, and where its mounts have what ours has elsewhere.
 
-    | missing mount | what serves in its place |
+    | missing mount | what serves instead |
     |---|---|
     | the kubelet's pod-resources | the host's own, by `host`; where that is closed, none: the API server alone |
     | /var/lib/gpushare-agent | gpu-manager's checkpoint directory |
@@ -387,7 +387,7 @@ def _start_script(root: Path, host: Path) -> Mapping[str, str]:
 def read_gpushare(environ: Mapping[str, str], root: Path = Path("/"), host: Path = _HOST) -> Layer:
     """What GPUShare's DaemonSet stands for, the layer below all others. It mounts the kubelet's plugin directory alone.
 
-    | missing mount or right | what serves in its place |
+    | missing mount or right | what serves instead |
     |---|---|
     | the kubelet's pod-resources | as in gpu-manager's |
     | /etc/gpu-manager | isolation none: GPUShare limits nothing either |
