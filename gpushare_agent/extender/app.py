@@ -57,21 +57,22 @@ log = structlog.get_logger(__name__)
 
 API_RETRY_S = 2.0
 DEFAULT_NAMESPACE = "kube-system"
-"""The lease's, where neither a setting nor the pod says another."""
+"""The lease's namespace, where neither a setting nor the pod names one."""
 LEASE_NAME = "gpushare-agent-extender"
 """The Role of manifests/extender names it."""
 LEASE_DURATION_S, RENEW_DEADLINE_S, RETRY_PERIOD_S = 15.0, 10.0, 2.0
-"""kube-scheduler's own. A leader must stop before another one may begin, and try at least once more before it stops."""
+"""kube-scheduler's own times. A leader must stop before another one may begin, and try at least once more before it
+stops."""
 REQUEST_TIMEOUT_S = min(BIND_TIMEOUT_S / 2, LEASE_DURATION_S - RENEW_DEADLINE_S)
-"""Of one request to the API server: two fit the time of a bind, and each that a leader began at its deadline is over when
-another replica can lead."""
+"""The time of one request to the API server: two fit the time of a bind, and a request that a leader began at its deadline
+is over when another replica can lead."""
 MOST_FITTING_NODES = 100
 """The most that filter answers."""
 ADMISSION_CONFIGS = (
     Path("/etc/kubernetes/gpu-admission.config"),
     Path("/etc/kubernetes/gpu-quota-admission.config"),
 )
-"""Where gpu-admission's image, and the one named gpu-quota-admission, read theirs without a flag."""
+"""The files that gpu-admission's image, and the one named gpu-quota-admission, read without a flag."""
 ADMISSION_CONFIG_BYTES = 64 << 10
 _UNUSED = frozenset({"SkipBindTime"})
 """SkipBindTime is accepted and not used: there is no such wait here."""
@@ -109,7 +110,7 @@ async def run(settings: Settings) -> int:
         loop.add_signal_handler(number, stop.set)
     try:
         async with AsyncExitStack() as stack:
-            # None where the process is stopped while the credentials are not there yet: then nothing has to be undone.
+            # None where the process stops before the credentials are there: then nothing has to be undone.
             api = await _open_api(settings, stack, stop)
             if api is not None:
                 await serve(build(settings, api), stop, on_listed=_freeze_memory)
@@ -202,7 +203,7 @@ def build(settings: Settings, api: ClusterApi, *, clock: Callable[[], float] = t
         metrics=metrics,
         clock=clock,
     )
-    # Set afterwards: the waiters ask the quota, and the quota tells the waiters.
+    # Set later, because the waiters ask the quota, and the quota tells the waiters.
     quota.on_gain = waiters.gained
     extender = Extender(
         names=names,

@@ -5,9 +5,9 @@ The informers' handlers call `put_…` and `remove_…`, the verbs the rest. `fi
 one step, so that no share is allocated twice.
 
 State owned: the nodes (a NodeLedger each, decisions/ledger.py), a reservation for every pod that has something of ours or
-may have it, and of all other pods, too, what they request of their nodes' CPU and main memory; answers already worked out,
-by signature of the pod, under policy fgd costs by kind of pod, the pods that usually come (learnt_pods.py), and since when
-each node is known without a report. decisions/quota.py is told what counts against quotas. Times are monotonic seconds.
+may have it, and the CPU and main memory that every other pod requests; answers already worked out, by signature of the pod;
+under policy fgd costs by kind of pod; the pods that usually come (learnt_pods.py), and since when each node is known without
+a report. decisions/quota.py is told what counts against quotas. Times are monotonic seconds.
 
 Sources of what a pod has, best first: the report of the node's agent; our own plan; without both, all that it may have.
 """
@@ -67,8 +67,8 @@ _UNKNOWN = "the extender knows no GPUs of this node: does the agent run there?"
 
 
 class Filtered(Struct, kw_only=True):
-    """The nodes that were asked about: those where the pod fits, in their order; for the others why not. Where nothing
-    changes by the end of other pods, it is `unresolvable`. `error` is why the request could not be answered."""
+    """The nodes that were asked about: those where the pod fits, in their order; for the others why not. A node where the
+    end of other pods changes nothing is in `unresolvable`. `error` is why the request could not be answered."""
 
     fitting: list[str] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)
@@ -166,7 +166,7 @@ class ClusterState:
         is_recounted = self._quota.put_node(node)
         if ledger is None:
             ledger = self._nodes[node.name] = NodeLedger(node, self._policy.names, self._node_changed)
-            # Of a new node there are no answers at all.
+            # A new node has no answers at all.
             self._node_changed(node.name, True)
             ledger.set_hosted(self._hosted.get(node.name, NOTHING_HOSTED))
             on_node = self._pods_on.get(node.name, ())
@@ -186,7 +186,7 @@ class ClusterState:
         if is_recounted:
             for uid in ledger.reservations:
                 self._quota.count(*self._pods[uid])
-        # Pods ended by force, and such as our watch has not shown yet: their processes have the GPU all the same.
+        # Pods that were ended by force, or that our watch has not shown yet: their processes still have the GPU.
         ledger.set_unattributed({uid: charges for uid, charges in reported.items() if uid not in ledger.reservations})
 
     def remove_node(self, name: str) -> None:
@@ -219,7 +219,7 @@ class ClusterState:
                 self._learnt.put(pod.uid, kind_of(signature, pod.host_request, self._policy.names))
 
     def put_other_pod(self, uid: PodUid, node: str, request: HostRequest) -> None:
-        """A bound pod that asks for nothing of ours: CPU and main memory are what counts of it."""
+        """A bound pod that asks for nothing of ours: only its CPU and main memory count."""
         # The watch delivers a pod with every change of its status.
         if self._host_requests.get(uid) != (node, request):
             self._drop_hosted(uid)
@@ -227,7 +227,7 @@ class ClusterState:
             self._add_hosted(node, request, 1)
 
     def remove_pod(self, uid: PodUid) -> None:
-        """Of either kind."""
+        """A pod of either kind ends."""
         self._learnt.end(uid)
         self._release(uid)
 
@@ -244,14 +244,14 @@ class ClusterState:
         asked = list(names) if names is not None else self.node_names()
         if not signature:
             return Filtered(fitting=asked)
-        # For all nodes at once, and before any of them: it is true of each, and planning it would be in vain.
+        # For all nodes at once, before any of them: it is true for each, and planning would be in vain.
         invalid = self._invalid(pod)
         if invalid:
             # Unresolvable: kube-scheduler would otherwise look for pods to evict, which helps no invalid request.
             return Filtered(unresolvable=dict.fromkeys(asked, invalid))
         answer = Filtered()
-        # The quota before the capacity: what no wait for GPUs would change is the reason to show. Unresolvable, for to
-        # evict pods of other namespaces frees none of this one's quota.
+        # The quota before the capacity: what no wait for GPUs would change is the reason to show. Unresolvable, because
+        # evicting pods of other namespaces frees none of this one's quota.
         if over := self._over_quota(pod):
             kinds = {name: self._nodes[name].node.kind for name in asked if name in self._nodes}
             answer.unresolvable = {name: over[kind] for name, kind in kinds.items() if kind in over}
@@ -314,8 +314,8 @@ class ClusterState:
         return [of_node.get(name) if name in fitting else None for name in names]
 
     def renew_typical(self) -> TypicalPods | None:
-        """The pods that usually come, as the counts have them by now. None where the policy is not fgd, or hardly a pod was
-        seen: then nodes are chosen by fullness, which is binpack."""
+        """The pods that usually come, by the counts so far. None where the policy is not fgd, or too few pods were seen:
+        then nodes are chosen by fullness, which is binpack."""
         typical = self._learnt.typical(self._supply)
         if typical is not self._typical:
             self._typical = typical
@@ -324,7 +324,7 @@ class ClusterState:
 
     @property
     def typical(self) -> TypicalPods | None:
-        """Those by which nodes were chosen last; to read them changes nothing."""
+        """Those by which nodes were chosen last; reading them changes nothing."""
         return self._typical
 
     def _supply(self) -> Mapping[str, int]:
@@ -457,7 +457,7 @@ class ClusterState:
                 ledger.set_unattributed({**ledger.unattributed, uid: allocated[uid]})
 
     def _resolve(self, ledger: NodeLedger, pod: Pod, now: float) -> None:
-        """What a bound pod has: by the agent's report, by our plan, else all that it may have."""
+        """What a bound pod has: by the agent's report, or by our plan; without both, all that it may have."""
         allocated = (ledger.node.allocated or {}).get(pod.uid)
         known = ledger.reservations.get(pod.uid)
         if allocated is not None:
@@ -472,7 +472,7 @@ class ClusterState:
     def _guess(self, ledger: NodeLedger, pod: Pod) -> PodPlan:
         """Charges for a pod of unknown GPUs. Our agent reports them within a second, and nothing may be allocated twice
         meanwhile: all that it asks, on every GPU. Another agent never reports, and that would leave its node useless: there
-        the pod is charged as it is likely to be placed."""
+        the pod is charged as it was probably placed."""
         # No annotation of ours at all: most likely gpu-manager's node.
         if ledger.node.allocated is None and not ledger.node.is_exact:
             planned = plan_pod(pod, ledger.gpus, ledger.node.topology, self._policy)
@@ -590,7 +590,7 @@ class ClusterState:
 
 
 def _cached(kept: OrderedDict[K, V], key: K, make: Callable[[], V]) -> V:
-    """What is kept for the key, else made; of more than MAX_SIGNATURES what was asked for least recently goes."""
+    """The kept answers of the key, else new ones; above MAX_SIGNATURES the least recently used are dropped."""
     if key not in kept:
         kept[key] = make()
         if len(kept) > MAX_SIGNATURES:

@@ -16,7 +16,7 @@ A verb's request, in the order of the checks:
 | no client certificate where one is asked for | 403, before the body is read |
 | this replica does not decide | 503, before the body is read and again after it; the connection ends |
 | a webhook's body above MAX_REVIEW_BYTES | 413, before it is read |
-| as many bodies above SHORT_BYTES as may be are being read, of the verbs and of the webhook each | 503 |
+| the limit of bodies above SHORT_BYTES that are read at once, for the verbs and for the webhook each | 503 |
 | the body does not come within `body_s`, or not to its end | 408, 400 |
 | the body is no request of this verb | the verb's own error (verbs.py) |
 
@@ -77,8 +77,8 @@ _UNKNOWN_CLIENT = "show a client certificate of the authorities in extender.clie
 
 
 class UnreadError(Exception):
-    """The request is not answered. `status` and text are for the client, `outcome` for the metric; the connection is of no
-    use any more."""
+    """The request is not answered. `status` and text are for the client, `outcome` for the metric; the connection cannot be
+    used any more."""
 
     def __init__(self, status: int, text: str, outcome: str = "bad") -> None:
         super().__init__(text)
@@ -87,7 +87,7 @@ class UnreadError(Exception):
 
 
 class _LongBodies(Struct):
-    """Those above SHORT_BYTES that are being read."""
+    """The bodies above SHORT_BYTES that are being read."""
 
     at_once: int
     most_bytes: int = sys.maxsize
@@ -109,7 +109,7 @@ class ExtenderWeb(Struct, kw_only=True, eq=False):
     """For clients without a certificate, too."""
     body_s: float = BODY_S
     limits: HttpLimits = HttpLimits(idle_s=IDLE_S)
-    """Those of any port of the program."""
+    """The paths of any port of the program."""
     _long_bodies: _LongBodies = field(default_factory=lambda: _LongBodies(LONG_AT_ONCE))
     _long_reviews: _LongBodies = field(default_factory=lambda: _LongBodies(LONG_REVIEWS_AT_ONCE, MAX_REVIEW_BYTES))
     bind_s: float = BIND_TIMEOUT_S
@@ -174,7 +174,7 @@ class ExtenderWeb(Struct, kw_only=True, eq=False):
         return [
             *of_webhook,
             web.post("/scheduler/filter", self._verb("filter", verbs.filter)),
-            # gpu-admission's path; `filter` is the usual one. The same of `priorities`.
+            # gpu-admission's path; `filter` is the usual one. The same for `priorities`.
             web.post("/scheduler/predicates", self._verb("filter", verbs.filter)),
             web.post("/scheduler/priorities", self._verb("prioritize", verbs.prioritize)),
             web.post("/scheduler/prioritize", self._verb("prioritize", verbs.prioritize)),

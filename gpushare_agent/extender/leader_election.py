@@ -10,8 +10,8 @@ election has no limit on its requests, uses the wall clock, and ends the process
 State owned: the lease as last read, or that it is absent, and since when; and until when this replica leads.
 
 `LeaderLabel` keeps the label by which a Service selects the leader on the leader's own pod, and on no other of its
-Deployment. Readiness cannot carry it: an update or a drain waits until every replica is ready, and only one leads. The
-label is checked while the process runs, for other clients and late requests may change it. No decision depends on it: a
+Deployment. Readiness cannot carry it: an update or a drain waits until every replica is ready, and only one leads. The label
+is checked while the process runs, because other clients and late requests may change it. No decision depends on it: a
 replica that does not lead refuses every request. State owned: whether this process may have left the label on its pod.
 
 `Leadership` leads from the lease to decisions: a new leader lists the whole cluster before it answers the scheduler. The
@@ -51,7 +51,7 @@ MAX_WARMED_PODS = 8
 ROLE_LABEL = "gpushare-agent/role"
 LEADER = "leader"
 APP_LABEL = "app.kubernetes.io/name"
-"""What the pods of one Deployment have in common, and others of the namespace have not."""
+"""What the pods of one Deployment have in common, and no other pods of the namespace."""
 CHECK_PERIOD_S = 30.0
 UPDATE_TIMEOUT_S = 15.0
 WITHDRAW_TIMEOUT_S = 2.0
@@ -181,7 +181,7 @@ class LeaderElection(Struct, kw_only=True, eq=False):
         # Jittered as client-go does, or replicas that started together would ask together.
         pause_s = self.terms.retry_s * random.uniform(0.9, 1.1)  # noqa: S311 - spreads load, no secret
         if self.leads():
-            # Wake when the time to lead is over: waiters have to hear of it, though no request failed.
+            # Wakes when the time to lead is over: waiters have to hear of it, though no request failed.
             pause_s = min(pause_s, max(self._leads_until - self.clock(), 0.0))
         elif self._seen and self._lease is None:
             pause_s = min(pause_s, max(self._free_at() - self.clock(), SHORTEST_PAUSE_S))
@@ -237,8 +237,8 @@ class LeaderElection(Struct, kw_only=True, eq=False):
         self._was_read = self._was_read or raw is not None
         spec = self._spec
         self.holder = spec.holder_identity or ""
-        # Any change of the record means that its holder is there; the resource version is not among them, for labels
-        # change it too.
+        # Any change of the record means that its holder is there; the resource version does not count, because labels change
+        # it too.
         uid = self._lease.meta.uid if self._lease is not None else ""
         seen = uid, self.holder, spec.renew_time, spec.acquire_time, spec.lease_transitions
         if seen != self._seen:

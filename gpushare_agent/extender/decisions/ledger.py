@@ -27,7 +27,7 @@ OnChange = Callable[[str, bool], None]
 
 
 class Hosted(NamedTuple):
-    """What some pods request of their node, in sum."""
+    """The sum of what some pods request of their node."""
 
     pods: int
     cpu_milli: int
@@ -72,7 +72,7 @@ class NodeLedger(Struct, eq=False):
         return old
 
     def set_unattributed(self, unattributed: Mapping[PodUid, Mapping[int, Charge]]) -> None:
-        # Else every report would outdate all answers about the node.
+        # Otherwise every report would outdate all answers about the node.
         if unattributed == self.unattributed:
             return
         for charges in self.unattributed.values():
@@ -159,7 +159,7 @@ def _facts(node: ClusterNode) -> tuple[object, ...]:
 
 
 def _free_parts(gpu: GpuAccount) -> int:
-    """Of cores or memory, whichever is less. A MIG instance is never a whole GPU."""
+    """The free part by cores or by memory, whichever is less. A MIG instance is never a whole GPU."""
     blocks = gpu.total_blocks
     parts = min(gpu.free_cores, WHOLE * gpu.free_blocks // blocks) if blocks else gpu.free_cores
     return min(parts, WHOLE - 1) if gpu.is_instance else parts

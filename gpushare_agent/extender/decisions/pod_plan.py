@@ -9,7 +9,7 @@ A cluster has thousands of nodes and the scheduler waits for every answer, so th
 (placement/gpu_account.py) cannot: never for a pod with one container that asks for GPUs, which is nearly every pod.
 `signature_of`, `lack_together` and `fullness_cost` go by the summary.
 
-`scores_of` makes of the nodes' costs what kube-scheduler takes.
+`scores_of` turns the nodes' costs into kube-scheduler's scores.
 """
 
 from __future__ import annotations
@@ -138,8 +138,8 @@ def lack_together(node: Capacity, requests: Signature, names: ResourceNames) -> 
 
 
 def fullness_cost(node: Capacity, requests: Signature, policy: SharePolicy) -> float:
-    """The least is best; of a node where the pod fits. The part is the same for every node; what differs is what the node
-    has left.
+    """The cost of a node where the pod fits; the least is best. The pod's part is the same on every node, but not what the
+    node has left.
 
     binpack: full nodes first, and for a share nodes where a used GPU takes it, so that no free GPU is broken up; for
     whole GPUs nodes whose free GPUs are exactly used up. spread: the other way round.
@@ -178,7 +178,7 @@ def scores_of(costs: Sequence[float | None]) -> list[int]:
 
 
 def kind_of(signature: Signature, host: HostRequest, names: ResourceNames) -> PodKind:
-    """What the pod is to policy fgd. Of several containers that ask for GPUs the one that asks for most counts."""
+    """The pod's kind for policy fgd. Where several containers ask for GPUs, the one that asks for most counts."""
     request = max((asked for _, asked in signature), key=lambda one: (one.whole_gpus, one.cores, one.blocks, one.units))
     gpu_memory_mib = request.units * names.gpu_mem_unit_mib + request.blocks * names.memory_block_mib
     return PodKind(
@@ -199,7 +199,7 @@ def _rounded(amount: int) -> int:
 
 
 def _tightness(node: Capacity, request: Request) -> float:
-    """1 where nothing is broken up by it, 0 where it takes a part of a node's only free GPUs."""
+    """1 where it breaks nothing up, 0 where it takes a part of a node's only free GPUs."""
     # Best where exactly so many are free: more would be broken into.
     if count := request.whole_gpus:
         return count / max(count, len(node.whole_blocks))

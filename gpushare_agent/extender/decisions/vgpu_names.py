@@ -1,6 +1,6 @@
 """A pod that asks for GPUs by HAMi's or vgpu-manager's names, as one that asks by vcuda-core and vcuda-memory. Pure.
 
-The device plugins of both let the kubelet count GPUs alone; their schedulers read cores and memory from the pod. No device
+Their device plugins let the kubelet count only GPUs; their schedulers read cores and memory from the pod. No device
 IDs could stand for them either: memory in MiB would be 200,000 for a node of eight GPUs, and the kubelet takes some 60,000.
 So the pod is changed when it is created.
 
@@ -41,8 +41,8 @@ from gpushare_agent.extender.decisions.claims import (
 
 
 class Family(Struct, frozen=True, kw_only=True):
-    """The names of one program, empty where it has none. Of its annotations `elastic` lets a share compute beyond its
-    cores, and `ignored` have no effect; those that choose GPUs are followed by placement (placement/gpu_choice.py)."""
+    """The names of one program, empty where it has none. The annotation `elastic` lets a share compute beyond its cores, and
+    `ignored` have no effect; placement follows those that choose GPUs (placement/gpu_choice.py)."""
 
     count: str
     memory: str
@@ -91,7 +91,7 @@ _ELASTIC = ("balance", "none")
 
 
 class _Asked(NamedTuple):
-    """`blocks` 0 for none. `is_unlimited`: of its compute nothing was said."""
+    """`blocks` 0 for none. `is_unlimited`: nothing was said about its compute."""
 
     cores: int
     blocks: int
