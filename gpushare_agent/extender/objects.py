@@ -2,9 +2,9 @@
 
 For a node it also reads what is allocated to which pod. Everything is checked and bounded; `read_node` never raises: where
 the annotations cannot be read, the node's resource counts are used instead, and `problem` names the reason. There are fifty
-thousand pods, so containers that ask for nothing of ours are left out (the others keep their positions), and so are the
-other fields that a tenant can write, except the requests; equal containers are one object. No state but caches of values.
-Formats: docs/reference/node-facts.md, Kubernetes core/v1 Node and Pod.
+thousand pods, so containers that ask for nothing of ours are left out (the others keep their positions), and so are all
+fields that a tenant can write, except the requests; equal containers are one object. No state but caches of values. Formats:
+docs/reference/node-facts.md, Kubernetes core/v1 Node and Pod.
 """
 
 from __future__ import annotations

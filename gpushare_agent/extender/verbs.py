@@ -162,8 +162,8 @@ class Extender(Struct, kw_only=True, eq=False):
         return 1 + len(known) // len(names)
 
     async def _best(self, args: NodesArgs, fitting: list[str]) -> list[str]:
-        """The nodes of the lowest costs. kube-scheduler's own criteria choose among the nodes in the answer: for a pod with
-        preferences of its own these are all nodes."""
+        """The nodes of the lowest costs. kube-scheduler's own criteria choose among the nodes in the answer: a pod with
+        preferences of its own gets all of them."""
         if len(fitting) <= self.most_fitting or args.prefers_nodes:
             return fitting
         costs = await in_steps(self.state.costs_steps(args.pod, fitting))

@@ -32,7 +32,7 @@ SCHEMA = 2
 _MOST_ASKED = 10
 _MOST_REASONS = 3
 _MOST_BLOCKS = 1_000_000
-"""Of memory that a pod may mean: 1 Mi of bytes is more."""
+"""The most memory blocks that a pod may mean: 1 Mi of bytes is more."""
 
 
 async def explain_waiting(api: KubeApi, settings: Settings, raw: Raw, *, form: Form) -> int:
@@ -43,7 +43,7 @@ async def explain_waiting(api: KubeApi, settings: Settings, raw: Raw, *, form: F
     try:
         read = await read_cluster_view(api, settings)
     except AgentError as error:
-        # Whoever may read his namespace alone still sees what the scheduler wrote, and which right is missing.
+        # A user who may only read one namespace still sees what the scheduler wrote, and which right is missing.
         raise Unavailable(
             f"pod {name} is on no node yet. {_why_on_no_node(pod, needs, settings)} What would let it start now is "
             f"worked out from all nodes and pods, and: {error}"
@@ -57,7 +57,7 @@ async def explain_waiting(api: KubeApi, settings: Settings, raw: Raw, *, form: F
     if known.pod.node_name:
         raise Unavailable(f"pod {name} went to node {known.pod.node_name} just now: ask again")
     found = waiting(read.view, known.pod)
-    # Of the pod as it is: the cluster's view keeps only what placement reads.
+    # From the pod as it is: the cluster's view keeps only what placement reads.
     mistyped = mistyped_annotations(pod.meta.annotations)
     reasons = _reasons(read, known)
     unchecked = _unchecked(read, known, found)
@@ -112,7 +112,7 @@ def _why_on_no_node(pod: PodJson, needs: PodNeeds, settings: Settings) -> str:
 
 
 def _said(message: str, needs: PodNeeds) -> str:
-    """The scheduler's words; without any, which one has the pod to place."""
+    """The scheduler's words; where there are none, the scheduler that has to place the pod."""
     if message or needs.scheduler == DEFAULT_SCHEDULER:
         return plain(message or "nothing so far")
     return f"nothing so far; the pod's schedulerName is {plain(needs.scheduler)}: that scheduler alone may place it"

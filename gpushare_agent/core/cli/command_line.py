@@ -249,7 +249,7 @@ def _refuse_mistyped(parser: argparse.ArgumentParser, unknown: Sequence[str], se
 
 
 def _long_options(parser: argparse.ArgumentParser) -> set[str]:
-    """The parser's long options, its subcommands' too."""
+    """The parser's long options, and those of its subcommands."""
     found: set[str] = set()
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
@@ -372,7 +372,7 @@ def _print_in_any_encoding() -> None:
 
 
 def _stand_in(error: UnicodeError) -> tuple[str, int]:
-    """One ASCII letter for each that cannot be encoded: the columns of a table stay where they are."""
+    """One ASCII letter for each letter that cannot be encoded: the columns of a table stay where they are."""
     if not isinstance(error, UnicodeEncodeError):
         raise error
     letters = error.object[error.start : error.end].translate(_STAND_INS)

@@ -237,7 +237,7 @@ class _Bounded(Connection, asyncio.BufferedProtocol):
         self._idle = self._loop.call_later(after_s, self._cut_off_if_idle)
 
     def _cut_off_if_idle(self) -> None:
-        """Cuts off who made no call: only a new one counts as activity: pings and pieces of a request cost a peer
+        """Cuts off a peer without a call. Only a new call counts as activity: pings and pieces of a request cost a peer
         nothing."""
         # grpclib records it in time.monotonic(), which is the loop's clock too
         last = self.connection.last_stream_created or self._made_at

@@ -92,7 +92,8 @@ def _content(path: Path) -> bytes | None:
     except FileNotFoundError:
         return None
     except OSError as e:
-        # Not the agent's own, no regular file, a link: somebody else's doing. Other errors may pass, and are tried again.
+        # Not the agent's own, no regular file, or a link: somebody else put it there. Other errors may pass, and are tried
+        # again.
         if e.errno in (errno.EPERM, errno.EINVAL, errno.ELOOP):
             raise Corrupt(f"{e.strerror}; {_REMEDY}" if e.errno == errno.EPERM else e.strerror) from e
         raise

@@ -1,7 +1,8 @@
 """Small rules for tasks in a TaskGroup: bodies that must not end, stopping one task, waiting for an event, a bound on time;
 the loop of a service that reconciles, or tries again; and a repeated condition that is reported once.
 
-State owned: whether a step of that loop is requested (`Reconciler`); what was reported last of each subject (`ReportOnce`).
+State owned: whether a step of that loop is requested (`Reconciler`); what was last reported about each subject
+(`ReportOnce`).
 """
 
 from __future__ import annotations
@@ -134,7 +135,7 @@ class Reconciler:
 class ReportOnce:
     """Keeps a repeated condition from filling the log: it is reported when it begins, when its reason changes, and when it
     ends. One instance per kind of condition; `subject` names what it is about (a pod, a file), "" where there is only one.
-    Of at most `capacity` subjects, the oldest forgotten first.
+    It keeps at most `capacity` subjects and forgets the oldest first.
     """
 
     def __init__(self, capacity: int = 256) -> None:

@@ -1,4 +1,4 @@
-"""PodDisruptionBudgets: how many of which pods may be evicted now. Pure. Format: Kubernetes policy/v1.
+"""PodDisruptionBudgets: which pods may be evicted now, and how many. Pure. Format: Kubernetes policy/v1.
 
 The rules are those of the API server's eviction: a pod of two budgets is never evicted, nor one of a budget whose newest
 version its controller has not seen.

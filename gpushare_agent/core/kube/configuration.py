@@ -1,8 +1,8 @@
 """Where the API server is and how to prove who we are: in-cluster service account or kubeconfig.
 
 kubernetes-asyncio reads both (tokens, client certificates, exec plugins); this module chooses the source, keeps the
-library's import in a thread (never before the agent has registered with the kubelet) and renames its errors. What can never
-work by waiting is a StartupError; what may appear later (a projected token, a plugin's answer) is Unavailable.
+library's import in a thread (never before the agent has registered with the kubelet) and renames its errors. A fault that no
+waiting can mend is a StartupError; what may appear later (a projected token, a plugin's answer) is Unavailable.
 
 The library's packages import every API class and model in their `__init__`: 33 MiB of memory and a third of a second
 of one core (docs/reference/measurements.md), for an agent that works on raw JSON. So the packages are put in place without
@@ -239,7 +239,7 @@ def _read_kubeconfig(library: KubeLibrary, paths: str, context: str) -> Any:
     except (library.config.ConfigException, yaml_error, KeyError) as e:
         why = _one_line(e)
     except (TypeError, AttributeError, AssertionError, ValueError, OverflowError, RecursionError):
-        why = "it is no kubeconfig"  # of what is no mapping of lists the library has Python's words alone
+        why = "it is no kubeconfig"  # for anything but a mapping of lists the library has only Python's words
     else:
         return loader
     raise StartupError(f"cannot use kubeconfig {paths}: {why}; check it with `kubectl config view`")

@@ -223,7 +223,7 @@ class Informer(Struct, kw_only=True, eq=False):
             log.warning("object_unreadable", kind=self.kind, error=str(e), then="its last readable state stays")
 
     def _remove(self, key: str) -> None:
-        # Deleted objects that never were of interest are not the handler's.
+        # The handler never had deleted objects that were not of interest.
         if key in self._known:
             self._known.discard(key)
             self.handler.remove(key)

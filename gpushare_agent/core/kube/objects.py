@@ -29,7 +29,7 @@ class OwnerReference(Struct, rename="camel", kw_only=True):
 
 
 class ObjectMeta(Struct, rename="camel"):
-    """Identity is read exactly; of labels, annotations, owners and the version what is as Kubernetes defines it."""
+    """Identity is read exactly; of labels, annotations, owners and version, what is as Kubernetes defines it."""
 
     namespace: str | None = None
     name: str | None = None
@@ -123,7 +123,7 @@ class NodeJson(KubeObject):
 
     @property
     def is_cordoned(self) -> bool:
-        """By `kubectl cordon`."""
+        """Set by `kubectl cordon`."""
         return self.spec.unschedulable is True
 
     @property
@@ -181,7 +181,7 @@ def whole_number(quantity: object, what: str) -> int:
 
 
 def amount(quantity: object) -> Fraction | None:
-    """The exact number, `0.1` for `100m`; None of what is no quantity."""
+    """The exact number, `0.1` for `100m`; None where it is no quantity."""
     if isinstance(quantity, bool) or not isinstance(quantity, str | int | float):
         return None
     if isinstance(quantity, int):

@@ -123,7 +123,7 @@ class _Mig(Struct):
 
 
 class _Gpu(Struct):
-    """What the report cannot do without is typed; the rest is ignored where it is of another form."""
+    """Required fields are typed; others are ignored where they have another form."""
 
     index: Annotated[int, Meta(ge=0, le=MAX_INDEX)]
     memory_mib: Annotated[int, Meta(ge=0, le=MAX_MEMORY_MIB)]
@@ -206,7 +206,7 @@ class AllocatedTo(Struct, frozen=True, kw_only=True):
     pod_uid: PodUid
     gpus: Mapping[int, tuple[int, ...]]
     since: float
-    """Monotonic seconds, of its newest container."""
+    """Monotonic seconds; the time of its newest container."""
 
 
 def allocations_by_pod(
@@ -219,9 +219,9 @@ def allocations_by_pod(
 ) -> list[AllocatedTo]:
     """The pods with allocations whose admission is over, sorted by UID.
 
-    Replicas under NVIDIA's names are counted in cores and blocks, a part of one as one. `resized` has how much more or less
-    than its allocation is charged for a container that was resized. `charged` has the sums of `charges_of` by pod, where
-    somebody keeps them.
+    Replicas under NVIDIA's names are counted in cores and blocks, part of a block as a block. `resized` has how much more or
+    less than its allocation is charged for a container that was resized. `charged` has the sums of `charges_of` by pod,
+    where somebody keeps them.
     """
     allocations = list(allocations)
     shown = _reported_resizes(allocations, resized) if resized else {}

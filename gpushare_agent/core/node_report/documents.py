@@ -59,7 +59,7 @@ class ReportedGpu(TypedDict):
 
 
 class GpuUsage(TypedDict, total=False):
-    """model/usage.py has all of it."""
+    """model/usage.py has the full record."""
 
     sm_ratio: Number | None
     memory_used_bytes: Number | None
@@ -103,7 +103,7 @@ class ContainerGpu(TypedDict):
 
 
 class ContainerDocument(TypedDict):
-    """Of a claim `pod` is the first of its pods, `container` the claim with its result."""
+    """For a claim, `pod` is the first of its pods, `container` the claim with its result."""
 
     namespace: str
     pod: str

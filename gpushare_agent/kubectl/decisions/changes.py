@@ -44,7 +44,7 @@ _MOST_ENDING = 3
 
 
 class Kind(IntEnum):
-    """By whom it takes: the pod's owner first, then who runs the cluster, then the owners of other pods."""
+    """Sorted by who has to act: the pod's owner first, then the cluster's operator, then the owners of other pods."""
 
     CORES = 1
     MEMORY = 2
@@ -75,7 +75,7 @@ class Change(Struct, frozen=True, kw_only=True):
 
     @property
     def rank(self) -> tuple[int, float, int]:
-        # What the pod asks for is one thing to change, whichever part of it.
+        # The pod's request is one thing to change, whichever part of it.
         return max(self.kind, Kind.CORES_AND_MEMORY), self.cost, self.kind
 
 
@@ -86,7 +86,7 @@ class Waiting(Struct, frozen=True, kw_only=True):
     nodes: int
     fitting: tuple[str, ...]
     gpus: tuple[int, ...]
-    """Where it would go on the first of them."""
+    """Where it would go on the first node."""
     changes: tuple[Change, ...]
     others: Mapping[str, int]
     tried: int
@@ -113,7 +113,8 @@ class _Search(Struct, kw_only=True):
         return not over_quota(self.view, pod, node)
 
     def gpus_for(self, pod: Pod, node: NodeView, gpus: Sequence[GpuAccount] | None = None) -> tuple[int, ...]:
-        """The GPUs that the pod would have there, by index, of `gpus` where they are given; none where it does not fit."""
+        """The GPUs that the pod would have there, by index, only from `gpus` where they are given; none where it does not
+        fit."""
         capacity = node.ledger.capacity if gpus is None else capacity_of(gpus)
         if not may_fit(pod, capacity, self.view.policy):
             return ()
@@ -125,7 +126,7 @@ class _Search(Struct, kw_only=True):
         return tuple(sorted({gpu for container in plan.containers for gpu in container.gpus}))
 
     def within_bounds(self, nodes: Sequence[NodeView]) -> Iterator[NodeView]:
-        """The nodes, until too many plans were made."""
+        """Yields the nodes, until too many plans were made."""
         self.plans = 0
         for number, node in enumerate(nodes):
             if self.plans >= MAX_PLANS:
@@ -194,7 +195,7 @@ def _less(search: _Search, kind: Kind) -> Change | None:
 
 
 def _smaller(asked: Request, kind: Kind) -> list[Request]:
-    """Ascending. Fewer cores are fewer whole GPUs, or of one GPU a share where there is memory for it."""
+    """Ascending. Fewer cores are fewer whole GPUs, or a share of one GPU where there is memory for it."""
     if kind is Kind.MEMORY and asked.units:
         return [asked._replace(units=count) for count in range(1, asked.units)]
     if kind is Kind.MEMORY:
@@ -242,7 +243,7 @@ def _less_of_both(search: _Search) -> Change | None:
     for node in search.open:
         where = node.ledger.node
         for gpu in node.ledger.gpus:
-            # Of a GPU that has a whole to give all is free, and then cores or memory alone would have done.
+            # A GPU that can be given whole is all free, and then cores or memory alone would have sufficed.
             cores, blocks, _ = gpu.free
             request = Request(cores=min(cores, asked.cores), blocks=min(blocks, asked.blocks or blocks))
             key = request, where.model, where.pool
@@ -389,7 +390,7 @@ class _Freed(Struct, frozen=True, order=True):
 
 
 def _ends(search: _Search) -> Change | None:
-    """The fewest pods, and of so many those with the fewest cores."""
+    """The fewest pods; among equal numbers those with the fewest cores."""
     signature = signature_of(search.pod, search.view.policy.names)
     best: tuple[_Freed, Change] | None = None
     needs = search.view.pods[search.pod.uid].needs
@@ -443,7 +444,7 @@ def _freed_wholes(
     """GPU by GPU the one that adds the fewest pods: a pod may be on several."""
     chosen: set[PodUid] = set()
     left = {gpu.index for gpu in node.ledger.gpus if gpu.is_healthy and not gpu.is_instance}
-    # What a pod has that nobody can name stays.
+    # Devices of a pod that nobody can name stay.
     left -= {index for charges in node.ledger.unattributed.values() for index in charges}
     for _ in range(request.whole_gpus):
         if not left:
@@ -481,7 +482,7 @@ def _fewest(gpu: GpuAccount, request: Request, pods: Mapping[PodUid, Charge], mo
 
 
 def _gain(gpu: GpuAccount, charge: Charge) -> tuple[int, int, int]:
-    """What its end gives, at most: blocks and units are parts of one memory, so a plan has the last word."""
+    """The most that its end gives: blocks and units are parts of one memory, so a plan has the last word."""
     if charge.is_whole:
         return CORES_PER_GPU, gpu.total_blocks, gpu.total_units
     memory_mib = charge.blocks * gpu.block_mib + charge.units * gpu.unit_mib
