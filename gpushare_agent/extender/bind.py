@@ -64,7 +64,7 @@ FOREIGN_REMOVED = 64
 
 
 BIND_TIMEOUT_S = 4.0
-"""Less than the scheduler's httpTimeout in manifests/extender."""
+"""The time for one bind, less than the scheduler's httpTimeout in manifests/extender."""
 
 
 class BindTiming(Struct, frozen=True, kw_only=True):

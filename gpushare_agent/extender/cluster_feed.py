@@ -234,7 +234,7 @@ class QuotaFeed(Handler, Struct, kw_only=True, eq=False):
         if not self._was_good:
             # Allowing everything would let a mistake in the text lift all limits.
             self.state.quota = None
-            then = "pods that ask for GPUs are refused, for there was no good one before"
+            then = "pods that ask for GPUs are refused because there was no good one before"
         log.error("quota_malformed", error=error, then=then, cure=f"correct the key {QUOTA_KEY} of the ConfigMap")
         meta = object_meta(raw, "ConfigMap")
         name, namespace = self.key(raw), meta.namespace or "default"

@@ -63,7 +63,7 @@ class StatePages:
                 return json_answer(request, {"error": f"no node {asked['node']} is known"}, status=404)
             shown, rest = [asked["node"]], 0
         else:
-            # By name, not by number: nodes come and go between two pages, and none is shown twice or left out for it.
+            # By name, not by number: nodes come and go between two pages, and none must be shown twice or left out.
             begin = bisect.bisect_right(names, asked["after"]) if asked["after"] else 0
             shown = list(names[begin : begin + asked["limit"]])
             rest = len(names) - begin - len(shown)

@@ -142,7 +142,7 @@ class ExtenderWeb(Struct, kw_only=True, eq=False):
             listeners = await listen_tcp(settings.addr, settings.port, backlog=BACKLOG)
         except Unavailable as e:
             raise StartupError(f"{e}; choose another extender.addr or extender.port, or end the other program") from e
-        # Port 0 has the system choose one, for tests and for processes side by side.
+        # With port 0 the system chooses one, for tests and for several processes on a host.
         self.bound_port = listeners[0].getsockname()[1]
         self._is_listening.set()
         log.info("extender_listening", addr=settings.addr, port=self.bound_port, is_tls=context is not None)
@@ -216,7 +216,7 @@ class ExtenderWeb(Struct, kw_only=True, eq=False):
             except UnreadError as e:
                 self.metrics.request(name, e.outcome, 0.0)
                 unread = web.Response(status=e.status, text=f"{e}\n")
-                # What is left of the body would be read as the next request; and a Service chooses a replica for each
+                # The rest of the body would be read as the next request; and a Service chooses a replica for each
                 # connection: kube-scheduler would keep this one, to a former leader, as long as it asks.
                 unread.force_close()
                 return unread
@@ -252,7 +252,7 @@ class ExtenderWeb(Struct, kw_only=True, eq=False):
 
     def _is_known(self, request: web.Request) -> bool:
         """The TLS layer has checked any certificate that was shown."""
-        # Without authorities whoever reaches the port is the scheduler; the default address is 127.0.0.1.
+        # Without authorities, anybody who reaches the port counts as the scheduler; the default address is 127.0.0.1.
         if self.settings.client_ca is None:
             return True
         return request.transport is not None and bool(request.transport.get_extra_info("peercert"))

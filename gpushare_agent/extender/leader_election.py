@@ -143,7 +143,7 @@ class LeaderElection(Struct, kw_only=True, eq=False):
             await self._changed.wait()
 
     async def run(self) -> NoReturn:
-        """Take part until cancelled."""
+        """Takes part until cancelled."""
         while True:
             try:
                 await self.try_acquire_or_renew()
@@ -157,7 +157,7 @@ class LeaderElection(Struct, kw_only=True, eq=False):
             self.report_transition()
 
     async def release(self) -> None:
-        """Release the lease, so that another replica need not wait for its end. The caller has stopped deciding."""
+        """Releases the lease, so that another replica need not wait for its end. The caller has stopped deciding."""
         # Not ours: to empty it would end another's lease.
         if not self.leads() or self._lease is None:
             return
@@ -209,7 +209,7 @@ class LeaderElection(Struct, kw_only=True, eq=False):
             self._note(None)
 
     async def _write(self) -> None:
-        """Make the lease ours. Where it is no longer what we read, we lead no more until it was read as ours."""
+        """Makes the lease ours. Where it is no longer what we read, we stop leading until it was read as ours."""
         # From before the request: the API server may have stored it at once and answered late.
         began_at = self.clock()
         try:
@@ -250,7 +250,7 @@ class LeaderElection(Struct, kw_only=True, eq=False):
 
     def _free_at(self) -> float:
         """When another's lease may be taken, or an absent one created: as long as its holder may lead by it."""
-        # None was ever read: this is the first installation, most likely, and no replica leads.
+        # No lease was ever read: most likely this is the first installation, and no replica leads.
         if not self._was_read:
             return self._seen_at + self.terms.retry_s
         theirs_s = self._spec.lease_duration_seconds or 0
@@ -335,7 +335,7 @@ class Leadership(Struct, kw_only=True, eq=False):
         return []
 
     def not_warm(self) -> list[str]:
-        """Why this replica cannot take over, or go on, within a moment. One that is alone has nothing to take over: it is
+        """Why this replica cannot take over, or go on, within a moment. A single replica has nothing to take over: it is
         ready when it decides."""
         if isinstance(self.election, AlwaysLeads):
             return self.not_ready()

@@ -36,7 +36,7 @@ NodeKind = tuple[str, str]
 """Model and pool."""
 MAX_WAITING = 4096
 GRACE_S = 0.1
-"""The time from a gain to the first check: where a pod has ended, the scheduler has that event too, and may retry by
+"""The time from a gain to the first check: the scheduler also gets the event of a pod that ended, and may retry by
 itself."""
 PACE_S = 0.05
 """The time between two writes. A pod that is bound meanwhile counts, so a small gain does not retry a thousand pods."""

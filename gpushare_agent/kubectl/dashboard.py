@@ -140,7 +140,8 @@ class ClusterPage:
         raise AssertionError("unreachable: the server serves until it is cancelled")
 
     async def _probe(self, api: KubeApi) -> NoReturn:
-        """Finds out within seconds that the API server is gone: a watch whose other end vanished is silent, as most are."""
+        """Finds out within seconds that the API server is gone: a watch without another end is silent, as most watches
+        are."""
         while True:
             try:
                 await api.check_answers(timeout_s=_PROBE_S)

@@ -137,7 +137,7 @@ def gpu_lines(gpu: documents.GpuDocument, width: int, state: str = "") -> list[L
         style=health_style(state),
     )
     text_width = max(1, width - len(REASON_INDENT))
-    # Of the document's state: with `state` the caller has only replaced the word.
+    # By the document's state: with `state` the caller has only replaced the word.
     style = health_style(health_word(gpu))
     reasons = [part for reason in health_reasons(gpu) for part in textwrap.wrap(reason, text_width)]
     return [line, *(Line(cells={FIRST: REASON_INDENT + part}, style=style) for part in reasons)]

@@ -118,7 +118,7 @@ def whole_number(least: int, most: int) -> Callable[[str], int]:
 
 
 def no_rest(argv: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
-    """For a command whose words are all its own."""
+    """For a command that takes all words itself."""
     return argv, ()
 
 

@@ -208,7 +208,7 @@ def is_unhealthy(gpu: ReportedGpu) -> bool:
 
 
 def health_word(gpu: ReportedGpu) -> str:
-    """The state of a GPU of the node's document: Healthy, Cordoned, Unhealthy, or both of these."""
+    """The state of a GPU in the node's document: Healthy, Cordoned, Unhealthy, or the last two together."""
     return ", ".join(word for word, _ in _words_with_reasons(gpu)) or "Healthy"
 
 

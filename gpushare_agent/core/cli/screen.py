@@ -129,7 +129,7 @@ class Screen:
 
     def _read_keys(self, stdin: int) -> None:
         try:
-            # Not sys.stdin, whose buffer would keep keys of which the loop hears nothing.
+            # Not sys.stdin, whose buffer would keep keys from the loop.
             keys = os.read(stdin, _KEYS_AT_ONCE).decode("ascii", "replace")
         except OSError:
             keys = ""

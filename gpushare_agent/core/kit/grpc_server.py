@@ -360,7 +360,7 @@ class _RequestBuffer(Buffer):
         return content
 
     def _check_prefix(self, prefix: bytes) -> None:
-        # Empty: the peer has ended its side. For a stream that is its end, for one message a fault.
+        # Empty: the peer has ended its side. That ends a stream; for a single message it is a fault.
         if not prefix:
             if self._needs_message:
                 raise GRPCError(Status.INVALID_ARGUMENT, "the request holds no message")

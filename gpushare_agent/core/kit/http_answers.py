@@ -1,7 +1,7 @@
 """What HTTP answers share: headers that protect a browser, JSON, gzip, strict reading of queries, a queue for costly ones.
 
-Not here: which paths there are. aiohttp is imported inside the functions, see observability/http/server.py. State owned: the
-requests that wait in a RequestQueue.
+The paths themselves are elsewhere. aiohttp is imported inside the functions, see observability/http/server.py. State owned:
+the requests that wait in a RequestQueue.
 """
 
 from __future__ import annotations

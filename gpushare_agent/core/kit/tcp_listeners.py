@@ -69,7 +69,7 @@ def _listen(family: int, address: tuple[object, ...], backlog: int) -> socket.so
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if family == socket.AF_INET6:
-            # Else `::` would take the port of `0.0.0.0` too, whose own socket then fails.
+            # Otherwise `::` would take the port of `0.0.0.0` too, and that socket would fail.
             listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
         listener.setblocking(False)
         listener.bind(address)

@@ -127,8 +127,8 @@ LOAD_TIMEOUT_S = 30.0
 
 
 class ConfigurationSource(Struct, frozen=True, kw_only=True):
-    """`kubeconfig` is a path list as in $KUBECONFIG; empty means the pod's service account. `context`: empty means the
-    current one of the kubeconfig."""
+    """`kubeconfig` is a path list as in $KUBECONFIG; empty means the pod's service account. An empty `context` means the
+    kubeconfig's current one."""
 
     kubeconfig: str = ""
     context: str = ""

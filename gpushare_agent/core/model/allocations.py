@@ -53,8 +53,8 @@ class ClaimRef(NamedTuple):
 class ClaimShare(Struct, frozen=True, kw_only=True):
     """The request and the claim of an allocation (`request` without the alternative that was chosen), and what the claim
     asked for apart from the size: its isolation, and the elastic ceiling, 0 without one. `shown_as` is the claim's name in
-    its pod, or its own where no template made it. `view` names the one of the claim's allocations under whose key the
-    isolation keeps its files for all that a container uses together."""
+    its pod, or its own where no template made it. `view` names one of the claim's allocations: under its key the isolation
+    keeps its files for all allocations that a container uses together."""
 
     ref: ClaimRef
     shown_as: str
@@ -209,10 +209,10 @@ class Allocation(Struct, frozen=True, kw_only=True):
 
 
 class ResizedShare(Struct, frozen=True, kw_only=True):
-    """A share whose size is, or still is charged as, another than the kubelet allocated (`allocated`).
+    """A share with another size, or charge, than the kubelet allocated (`allocated`).
 
-    `target` is what it is to be. `charged` is what its GPU is charged: at least `target`, and whatever more its processes
-    may still use. `kind` is the resource that its memory counts. `instance` is the runtime's ID of the container that ran
+    `target` is the wanted size. `charged` is what its GPU is charged: at least `target`, plus what its processes may still
+    use above it. `kind` is the resource that its memory counts. `instance` is the runtime's ID of the container that ran
     when `target` was first enforced, empty where that has not happened.
     """
 

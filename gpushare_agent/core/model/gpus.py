@@ -89,7 +89,7 @@ class MigPlace(Struct, frozen=True, kw_only=True):
     """The place of a MIG instance in its GPU. `profile` is as nvidia-smi has it, such as `1g.10gb` or `1g.10gb+me`; `number`
     is the driver's, the 1 of NVIDIA's name `0:1`, and changes when others are made or removed. `gi` and `ci` are the IDs of
     the GPU instance and the compute instance, `gi_cap` and `ci_cap` the n of their nodes `/dev/nvidia-caps/nvidia-cap<n>`,
-    None where the host has none. `is_gone`: it exists no more, and is listed because a container has it."""
+    None where the host has none. `is_gone`: it no longer exists, and is listed because a container has it."""
 
     profile: str
     number: int

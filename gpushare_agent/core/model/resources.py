@@ -63,7 +63,7 @@ class ReplicaLayout(NamedTuple):
 
 
 class ServedUnits(NamedTuple):
-    """What a GPU serves: of which resource, and by which replica layout."""
+    """What a GPU serves: the resource, and the replica layout."""
 
     resource: str
     replicas: ReplicaLayout
@@ -152,7 +152,7 @@ class NvidiaNames(UnitLayout, frozen=True, kw_only=True):
         return next(named, NVIDIA_MIG_PREFIX + profile.replace("+", "."))
 
     def resources(self, profiles: Collection[str] = ()) -> tuple[str, ...]:
-        """All that GPUs may serve, whichever the node has, and instances of these profiles."""
+        """All resources that any GPUs, and instances of these profiles, may serve."""
         found: list[str] = []
         of_instances = [self.mig_resource(profile) for profile in sorted(profiles) if self.mig_strategy == "mixed"]
         for name in dict.fromkeys((self.resource, *(name for _, name in self.names), *of_instances)):

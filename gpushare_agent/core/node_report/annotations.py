@@ -98,7 +98,7 @@ def _read(schema: type[T], text: object) -> T:
     if len(text) > MAX_ANNOTATION_CHARS:
         raise Corrupt(f"it has {len(text)} characters, more than {MAX_ANNOTATION_CHARS}")
     try:
-        # By json, which takes half a surrogate pair in a text: a GPU must not be lost for its name.
+        # Read by json, which takes half a surrogate pair in a text: a GPU must not be lost because of its name.
         return convert(json.loads(text), schema)
     except ValidationError as error:
         raise Corrupt(str(error)) from error

@@ -258,7 +258,7 @@ class Lack(NamedTuple):
             state += f", and {free} are free on all GPUs together"
         if full := self.capacity.full:
             most = f"{self.capacity.max_shares} sharing containers, the most that one serves (setting mps.max_clients)"
-            state += f"; {full} GPUs count as full, for they have {most}"
+            state += f"; {full} GPUs count as full because they have {most}"
         return state
 
     @property

@@ -32,7 +32,7 @@ GpuChoice = tuple[Rule, ...]
 
 
 def choice_of(annotations: Mapping[str, str]) -> GpuChoice:
-    """The pod's rules, all of which must accept a GPU; empty for nearly every pod."""
+    """The pod's rules; each must accept a GPU. Empty for nearly every pod."""
     found = []
     for name in GPU_CHOICE_ANNOTATIONS:
         if value := annotations.get(name):

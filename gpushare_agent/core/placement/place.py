@@ -56,7 +56,7 @@ def link_cost(link: Link) -> int:
 
 
 def set_cost(links: Sequence[Sequence[Link]], gpus: Sequence[int]) -> int:
-    """The cost of all pairs of these indexes."""
+    """The cost of all pairs among the indexes."""
     return sum(link_cost(links[a][b]) for n, a in enumerate(gpus) for b in gpus[n + 1 :])
 
 

@@ -201,7 +201,7 @@ def kind_by_numa(first: int | None, second: int | None) -> LinkKind:
 
 
 def infer_pcie_kinds(links: Sequence[Sequence[Link]], numa: Sequence[int | None]) -> list[list[LinkKind]]:
-    """The PCIe kind of every pair, also of those whose matrix entry shows NVLink and so hides it.
+    """The PCIe kind of every pair, also where the matrix entry shows NVLink and so hides it.
 
     A hidden pair is at most as far apart as the worst link of any path over known pairs; the best such path is taken.
     GPUs of one NUMA node are also at most NODE apart, GPUs of two are SYS apart.

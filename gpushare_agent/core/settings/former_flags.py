@@ -1,4 +1,4 @@
-"""The flags of the programs that this one follows and that are no setting's name here, and what becomes of each: one table.
+"""One table of the flags that other programs have and no setting here has, and what becomes of each.
 
 Flags that mean the same are aliases of settings (settings/tree.py); NVIDIA's plugin has its own table (nvidia_options.py).
 settings/sources.py reads them, on the command line and in EXTRA_FLAGS. Sources: gpu-manager v1.1.5, cmd/manager/options and

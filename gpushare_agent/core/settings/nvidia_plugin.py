@@ -27,7 +27,7 @@ _SHARINGS = {"mps": "mps", "timeSlicing": "time-slicing"}
 
 
 class _Mistake(Exception):  # noqa: N818 - one line
-    """Why the file cannot be used."""
+    """The reasons why the file cannot be used."""
 
 
 def read_nvidia(flags: Mapping[str, RawSetting], environ: Mapping[str, str], file: Layer | None) -> Layer:
@@ -43,8 +43,8 @@ def read_nvidia(flags: Mapping[str, RawSetting], environ: Mapping[str, str], fil
 
 
 def parse_nvidia(content: bytes, place: str) -> Layer:
-    """What YAML or JSON has, by option's name in `nvidia`, with the mistakes. Keys that the plugin does not know it
-    ignores: here they are reported. A megabyte takes seconds: call it in a thread."""
+    """The values of YAML or JSON, by option's name in `nvidia`, with the mistakes. The plugin ignores keys that it does not
+    know: here they are reported. A megabyte takes seconds: call it in a thread."""
     layer = Layer()
     tree = parse_into(layer, content, f"{place}: cannot read the configuration of NVIDIA's device plugin")
     try:

@@ -135,7 +135,7 @@ def text_of(value: object) -> str:
 
 
 def select_keys(names: Sequence[str]) -> tuple[Key, ...]:
-    """The settings of these sections (`web`) and keys (`control.socket`), in the tree's order; `*` means all."""
+    """The settings of these sections (`web`) and keys (`control.socket`), in the tree's order; `*` means all settings."""
     return tuple(key for key in all_keys() if "*" in names or key.name in names or key.name.partition(".")[0] in names)
 
 

@@ -323,9 +323,9 @@ def _flatten(tree: Mapping[object, object], prefix: str, source: str, layer: Lay
 
 _LIBCUDA = "the driver directory is described by the file of volume_config"
 GPU_MANAGER_DAEMONSET = "gpu-manager's DaemonSet"
-"""The source of the settings that gpu-manager's start script and mounts stand for, where its manifest runs this image."""
+"""The source of the settings that follow from gpu-manager's start script and mounts, where its manifest runs this image."""
 GPUSHARE_DAEMONSET = "GPUShare's DaemonSet"
-"""The same of GPUShare's, which starts this program by its own one's name."""
+"""The same for GPUShare's manifest, which starts this program by the name of its own."""
 DAEMONSETS = frozenset({GPU_MANAGER_DAEMONSET, GPUSHARE_DAEMONSET})
 _HOST = Path("/proc/1/root")
 """The host's file system in a privileged container of the host's PID namespace, which gpu-manager's is."""
@@ -362,7 +362,7 @@ def read_gpu_manager(environ: Mapping[str, str], root: Path = Path("/"), host: P
 
 
 def _start_script(root: Path, host: Path) -> Mapping[str, str]:
-    """What gpu-manager's start script passes, and where its mounts have what ours has elsewhere.
+    """The settings that gpu-manager's start script passes, and the paths that its mounts have elsewhere than ours.
 
     | missing mount | what serves instead |
     |---|---|
@@ -385,7 +385,8 @@ def _start_script(root: Path, host: Path) -> Mapping[str, str]:
 
 
 def read_gpushare(environ: Mapping[str, str], root: Path = Path("/"), host: Path = _HOST) -> Layer:
-    """What GPUShare's DaemonSet stands for, the layer below all others. It mounts the kubelet's plugin directory alone.
+    """The settings that follow from GPUShare's DaemonSet, the layer below all others. It mounts the kubelet's plugin
+    directory alone.
 
     | missing mount or right | what serves instead |
     |---|---|

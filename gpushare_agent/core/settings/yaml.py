@@ -87,7 +87,7 @@ _CORE = (
         list("-+.0123456789"),
     ),
 )
-"""Tag, pattern, and what a scalar of it begins with; the first that fits counts."""
+"""Tag, pattern, and what a scalar of it begins with; the first match counts."""
 for _tag, _pattern, _firsts in _CORE:
     # \Z, because $ would let a line's end follow.
     _PlainLoader.add_implicit_resolver(_tag, re.compile(rf"(?:{_pattern})\Z"), _firsts)

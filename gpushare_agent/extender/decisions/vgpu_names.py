@@ -149,7 +149,7 @@ def _asked(container: ContainerSpec, names: ResourceNames) -> _Asked | Refused:
     # Without a number HAMi's webhook adds one, by default 1.
     count = requests.get(family.count, 1)
     memory_mib, percent = requests.get(family.memory, 0), requests.get(family.percentage, 0)
-    # To both programs memory that is not named is all of the GPU's, and without cores the GPU is then the container's own.
+    # For both programs, missing memory means all of the GPU's memory, and then without cores the GPU is the container's own.
     is_all = not memory_mib and percent in (0, CORES_PER_GPU)
     cores = requests.get(family.cores, 0) or (CORES_PER_GPU if is_all else 0)
     blocks = -(-memory_mib // names.memory_block_mib)

@@ -104,7 +104,7 @@ class _Search(Struct, kw_only=True):
     plans: int = 0
 
     def fits(self, pod: Pod, node: NodeView) -> bool:
-        """By the summary where one container asks; what is named at the end is planned once more."""
+        """Answers by the summary where one container asks; nodes that are named at the end are planned once more."""
         policy = self.view.policy
         if not may_fit(pod, node.ledger.capacity, policy):
             return False
@@ -318,7 +318,7 @@ def _other_nodes(search: _Search) -> Change | None:
 
 
 def _uncordon(search: _Search) -> Change | None:
-    """One GPU where that will do, else one node, else all cordoned GPUs of a node."""
+    """One GPU where that suffices, else one node, else all cordoned GPUs of a node."""
     best: Change | None = None
     for node in search.within_bounds(search.open):
         for indexes in _to_uncordon(node):
@@ -397,7 +397,7 @@ def _ends(search: _Search) -> Change | None:
     nodes = [
         node
         for node in search.view.nodes
-        # Only a shortage of CPU and the like may be over with those pods.
+        # Only a shortage of CPU and the like may end with those pods.
         if not hindrance(needs, node.offer, {}) and not over_quota(search.view, search.pod, node)
     ]
     for node in search.within_bounds(nodes):
@@ -420,7 +420,7 @@ def _freed(node: NodeView, request: Request, known: Set[PodUid], most: int) -> l
     """One entry for each GPU that the end of at most `most` pods would give, or one for whole GPUs together."""
     on_gpu: dict[int, dict[PodUid, Charge]] = {}
     for uid, reservation in node.ledger.reservations.items():
-        # Where a pod is that its agent has not reported is a guess: its end promises nothing.
+        # The GPUs of a pod that its agent has not reported are a guess: its end promises nothing.
         if uid in known and reservation.stage is not Stage.UNPLACED:
             for index, charge in reservation.plan.charges.items():
                 on_gpu.setdefault(index, {})[uid] = charge
@@ -521,7 +521,7 @@ def _least_freed(search: _Search, node: NodeView) -> list[_Freed]:
 
 
 def _ending(search: _Search, node: NodeView, uids: tuple[PodUid, ...]) -> Change | None:
-    """By the plan without those pods, and with what they ask of CPU and the like."""
+    """Answers by the plan without those pods, and with their CPU and the like given back."""
     view = search.view
     gpus = search.gpus_for(search.pod, node, node.ledger.without(frozenset(uids)).gpus)
     used = Counter(node.used)

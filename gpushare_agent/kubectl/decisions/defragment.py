@@ -239,7 +239,7 @@ def _stays(search: _Search, reservation: Reservation) -> Stays | None:
 
 
 def _move(search: _Search, source: _Shadow, reservation: Reservation) -> Move | None:
-    """To the node whose fullest fitting GPU has the fewest cores left; commits the move."""
+    """Moves the pod to the node where the fullest fitting GPU has the fewest cores left; commits the move."""
     view, known = search.view, search.view.pods[reservation.pod_uid]
     pod, needs = known.pod, known.needs
     least = max(request.cores for _, request in signature_of(pod, view.policy.names))
