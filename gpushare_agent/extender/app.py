@@ -57,21 +57,22 @@ log = structlog.get_logger(__name__)
 
 API_RETRY_S = 2.0
 DEFAULT_NAMESPACE = "kube-system"
-"""The lease's, where neither a setting nor the pod says another."""
+"""The lease's namespace, where neither a setting nor the pod names one."""
 LEASE_NAME = "gpushare-agent-extender"
 """The Role of manifests/extender names it."""
 LEASE_DURATION_S, RENEW_DEADLINE_S, RETRY_PERIOD_S = 15.0, 10.0, 2.0
-"""kube-scheduler's own. A leader must stop before another one may begin, and try at least once more before it stops."""
+"""kube-scheduler's own times. A leader must stop before another one may begin, and try at least once more before it
+stops."""
 REQUEST_TIMEOUT_S = min(BIND_TIMEOUT_S / 2, LEASE_DURATION_S - RENEW_DEADLINE_S)
-"""Of one request to the API server: two fit the time of a bind, and each that a leader began at its deadline is over when
-another replica can lead."""
+"""The time of one request to the API server: two fit the time of a bind, and a request that a leader began at its deadline
+is over when another replica can lead."""
 MOST_FITTING_NODES = 100
 """The most that filter answers."""
 ADMISSION_CONFIGS = (
     Path("/etc/kubernetes/gpu-admission.config"),
     Path("/etc/kubernetes/gpu-quota-admission.config"),
 )
-"""Where gpu-admission's image, and the one named gpu-quota-admission, read theirs without a flag."""
+"""The files that gpu-admission's image, and the one named gpu-quota-admission, read without a flag."""
 ADMISSION_CONFIG_BYTES = 64 << 10
 _UNUSED = frozenset({"SkipBindTime"})
 """SkipBindTime is accepted and not used: there is no such wait here."""
@@ -109,7 +110,7 @@ async def run(settings: Settings) -> int:
         loop.add_signal_handler(number, stop.set)
     try:
         async with AsyncExitStack() as stack:
-            # None where the process is stopped while the credentials are not there yet: then nothing has to be undone.
+            # None where the process stops before the credentials are there: then nothing has to be undone.
             api = await _open_api(settings, stack, stop)
             if api is not None:
                 await serve(build(settings, api), stop, on_listed=_freeze_memory)
@@ -202,7 +203,7 @@ def build(settings: Settings, api: ClusterApi, *, clock: Callable[[], float] = t
         metrics=metrics,
         clock=clock,
     )
-    # Set afterwards: the waiters ask the quota, and the quota tells the waiters.
+    # Set later, because the waiters ask the quota, and the quota tells the waiters.
     quota.on_gain = waiters.gained
     extender = Extender(
         names=names,
@@ -220,7 +221,7 @@ def build(settings: Settings, api: ClusterApi, *, clock: Callable[[], float] = t
         metrics=metrics,
         ready=leadership.not_ready,
         warm=leadership.not_warm,
-        # A lambda, for `parts` are made below, with this server among them.
+        # A lambda, because `parts` are made below, with this server among them.
         pages=StatePages(head=lambda: document(parts), nodes=state),
         webhook=ClaimsWebhook(api=api, names=names) if chosen.claims_webhook != "off" else None,
         is_webhook_open=chosen.claims_webhook == "open",
@@ -289,7 +290,7 @@ def read_admission_config(path: Path) -> dict[str, str]:
 
 
 def document(parts: ExtenderParts) -> Mapping[str, object]:
-    """The state besides the nodes, for a person."""
+    """The state without the nodes, for a person."""
     return {
         "is_leading": parts.election.leads(),
         "holder": parts.election.holder,
@@ -319,7 +320,7 @@ def _election(settings: ExtenderSettings, api: ClusterApi) -> LeaderElection | A
         renew_deadline_s=RENEW_DEADLINE_S,
         retry_s=RETRY_PERIOD_S,
     )
-    # Random beside the host's name: a container that restarts in its pod must not take the lease for its own.
+    # Random next to the host's name: a container that restarts in its pod must not take the lease for its own.
     return LeaderElection(api=api, identity=f"{socket.gethostname()}_{uuid.uuid4().hex}", terms=terms)
 
 
@@ -329,7 +330,7 @@ def _leader_label(api: ClusterApi, election: LeaderElection | AlwaysLeads) -> Le
     missing = sorted(variable for variable, value in named.items() if not value)
     if not missing:
         return LeaderLabel(api=api, election=election, namespace=named["POD_NAMESPACE"], name=named["POD_NAME"])
-    # Elsewhere a missing name is no mistake: a process beside the scheduler has no pod.
+    # Elsewhere a missing name is no mistake: a process next to the scheduler has no pod.
     if "KUBERNETES_SERVICE_HOST" in os.environ:  # in a pod
         then = "this pod gets no label when it leads: a Service that selects by it does not find this replica"
         log.warning("leader_label_off", missing=missing, then=then, cure="set these variables from the pod's metadata")

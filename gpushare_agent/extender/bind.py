@@ -55,7 +55,7 @@ log = structlog.get_logger(__name__)
 TRIES = 5
 RECONCILE_PERIOD_S = 1.0
 MAX_RECONCILED = 64
-"""Binds that one pass looks at: an API server that comes back should not get all of it in one moment."""
+"""The binds in one pass: an API server that comes back should not get all of them at once."""
 MAX_STALE = 1024
 REPORT_POLL_S = 0.02
 NOT_LEADING = "this replica of the extender does not lead any more"
@@ -64,7 +64,7 @@ FOREIGN_REMOVED = 64
 
 
 BIND_TIMEOUT_S = 4.0
-"""Less than the scheduler's httpTimeout in manifests/extender."""
+"""The time for one bind, less than the scheduler's httpTimeout in manifests/extender."""
 
 
 class BindTiming(Struct, frozen=True, kw_only=True):
@@ -79,7 +79,7 @@ class BindTiming(Struct, frozen=True, kw_only=True):
 
 
 class _Failed(Exception):  # noqa: N818 - the bind's, not the program's; never leaves this module
-    """Why there is no bind; the text is for the scheduler's Event on the pod, the outcome for the metric."""
+    """The reason why there is no bind. The text is for the scheduler's Event on the pod, the outcome for the metric."""
 
     def __init__(self, text: str, outcome: str = "refused") -> None:
         super().__init__(text)
@@ -156,7 +156,7 @@ class Binder(Struct, kw_only=True, eq=False):
                 await self._reserve_and_bind(args)
         except _Failed as e:
             outcome, error = e.outcome, str(e)
-        # _finish renames its own to _Failed: what comes here is from the reads before the reservation.
+        # _finish renames its own errors to _Failed: errors that come here are from the reads before the reservation.
         except AgentError as e:  # where nothing was reserved
             outcome, error = "failed", f"{e}. The scheduler tries again."
         self.metrics.count("binds", outcome)
@@ -192,7 +192,7 @@ class Binder(Struct, kw_only=True, eq=False):
         return ""
 
     def release(self, uid: PodUid) -> None:
-        """Drop a reservation made by `reserve`: the scheduler filters the pod again, so it has not bound it."""
+        """Drops a reservation made by `reserve`: the scheduler filters the pod again, so it has not bound it."""
         # Only filter's own reservations: one of a bind may be of a pod that is bound by now.
         if uid not in self._under_way and self._is_left(uid, Left.PROMISED):
             del self._left[uid]
@@ -222,11 +222,11 @@ class Binder(Struct, kw_only=True, eq=False):
     #                      no answer                                       next time
 
     async def reconcile(self) -> None:
-        """Goes over everything once that is not done. Only a leader writes."""
+        """Goes once over everything that is not done. Only a leader writes."""
         self._expire()
         work = sorted((left, uid) for uid, (left, _) in self._left.items() if left is not Left.PROMISED)
         for left, uid in work[:MAX_RECONCILED]:
-            # Asked again for each: leadership may be lost between two of them, and a bind may begin.
+            # Asked again for each one: leadership may be lost between two, and a bind may begin.
             if uid in self._under_way or not self.writes.leads() or not self._is_left(uid, left):
                 continue
             reservation = self._left[uid][1]
@@ -257,7 +257,7 @@ class Binder(Struct, kw_only=True, eq=False):
         pod = self.unscheduled(args.uid)
         if pod is None:  # the watch has not delivered it yet, or it has a node
             pod = await self.writes.read(args.namespace, args.pod)
-        # A StatefulSet's pod is made anew under its name within a second.
+        # A StatefulSet's pod is made again under its name within a second.
         if (pod.namespace, pod.name, pod.uid) != (args.namespace, args.pod, args.uid):
             raise _Failed("another pod has this name by now. Nothing is left to do.")
         # Bound by another scheduler, or by an earlier bind of ours that was taken for failed.
@@ -322,7 +322,7 @@ class Binder(Struct, kw_only=True, eq=False):
                 await self._pause(e, tried, ends_at)
 
     def _abort(self, bind: Bind) -> None:
-        """The reservation is undone where the bind cannot happen any more, else left to `reconcile`."""
+        """Undoes the reservation where the bind cannot happen any more; else `reconcile` decides later."""
         reservation, uid = bind.reservation, bind.reservation.pod_uid
         if bind.is_open:
             self._left[uid] = Left.OPEN, reservation
@@ -337,7 +337,7 @@ class Binder(Struct, kw_only=True, eq=False):
     async def _pause(self, error: AgentError, failures: int, ends_at: float) -> None:
         """Before another try. Raises Unavailable where the API server asks for more time than there is."""
         wait_s = error.retry_after_s if isinstance(error, Throttled) else self.timing.backoff.delay_s(failures)
-        # To wait for it would only end in our own timeout, without the API server's reason.
+        # Waiting for it would only end in our own timeout, without the API server's reason.
         if isinstance(error, Throttled) and asyncio.get_running_loop().time() + wait_s >= ends_at:
             # Longer times are read as this one.
             more = " or more" if wait_s >= MAX_RETRY_AFTER_S else ""
@@ -352,7 +352,7 @@ class Binder(Struct, kw_only=True, eq=False):
     async def _resolve(self, uid: PodUid, reservation: Reservation) -> None:
         """A bind of unknown outcome: one accepted patch shows it, and makes it final (PodWrites)."""
         known = self.state.reservation(uid)
-        # Else the watch, or the node's agent, has answered the question.
+        # Otherwise the watch, or the node's agent, has answered the question.
         if known is not None and known.stage is Stage.ASSUMED:
             try:
                 # The patch is accepted and the pod has no node: every earlier bind is for an older version, and cannot
@@ -365,7 +365,7 @@ class Binder(Struct, kw_only=True, eq=False):
             except (NotFound, ElsewhereError):
                 self.state.undo(uid)
             except Conflict:
-                # 409 is the answer for another UID under the name, but for a write at the same moment too.
+                # 409 is the answer to another UID under the name, and also to a write at the same moment.
                 if not await self.writes.is_gone(reservation):
                     raise
                 self.state.undo(uid)
@@ -380,7 +380,8 @@ class Binder(Struct, kw_only=True, eq=False):
         log.info("bind_resolved", pod=_name(reservation), node=reservation.node, is_bound=is_bound)
 
     async def _resolve_by_read(self, reservation: Reservation) -> bool:
-        """Where the patch is rejected. A pod that is not bound after `assume_s` is not going to be. False: not known yet."""
+        """Decides where the patch is rejected. A pod that is not bound after `assume_s` will not be bound. False: not known
+        yet."""
         pod = await self.writes.read(reservation.namespace, reservation.pod)
         if (pod.uid, pod.node_name) == (reservation.pod_uid, reservation.node):
             self.state.bound(pod.uid)
@@ -393,7 +394,7 @@ class Binder(Struct, kw_only=True, eq=False):
     def _mark_stale(self, reservation: Reservation) -> None:
         """The pod has annotations of a bind that did not happen."""
         self._left[reservation.pod_uid] = Left.STALE, reservation
-        # The oldest go: stale annotations are of no consequence, and their number is up to others.
+        # The oldest are dropped: stale annotations have no effect, and others decide how many there are.
         for uid in [uid for uid in self._left if self._is_left(uid, Left.STALE)][:-MAX_STALE]:
             del self._left[uid]
 
@@ -433,7 +434,7 @@ class PodWrites(Struct, kw_only=True, eq=False):
         return lean_pod(read_pod_json(await self.api.get_pod(namespace, name)), self.names)
 
     async def bind_plain(self, pod: Pod, node: str) -> None:
-        """A pod that asks for nothing of ours: one try, for no reservation depends on it."""
+        """A pod that asks for nothing of ours: one try, because no reservation depends on it."""
         self._check_leads()
         await self.api.bind_pod(pod.namespace, pod.name, pod.uid, node, pod.resource_version)
 
@@ -444,7 +445,7 @@ class PodWrites(Struct, kw_only=True, eq=False):
         await self.api.patch_pod_annotations(pod.namespace, pod.name, pod.uid, written)
 
     async def bind(self, bind: Bind) -> None:
-        """One try. Raises Unavailable or Conflict where another one may mend it."""
+        """One try. Raises Unavailable or Conflict where another try may succeed."""
         reservation = bind.reservation
         # Once: where it fails, the next try's patch shows the pod as it is.
         version, bind.version = bind.version, ""
@@ -455,7 +456,7 @@ class PodWrites(Struct, kw_only=True, eq=False):
                 return
         # The annotations first: the agent may read the pod the moment that it is bound.
         raw_pod = await self.announce(bind)
-        # None: an earlier try has bound it, of which the answer was lost.
+        # None: an earlier try has bound it, and its answer was lost.
         if raw_pod is not None:
             await self._bind(bind, object_meta(raw_pod, "pod").version)
 
@@ -474,8 +475,8 @@ class PodWrites(Struct, kw_only=True, eq=False):
         bind.is_open = False
 
     async def announce(self, bind: Bind) -> Raw | None:
-        """Does as `annotate`; in the version returned, the plan's are the pod's only annotations that choose GPUs, for
-        an agent follows such annotations whoever wrote them.
+        """Like `annotate`; in the version that it returns, the plan's are the pod's only annotations that choose GPUs,
+        because an agent follows such annotations whoever wrote them.
 
         Raises Conflict where a client writes such annotations meanwhile, Rejected where there are too many of them.
         """
@@ -495,7 +496,7 @@ class PodWrites(Struct, kw_only=True, eq=False):
                 f"{foreign[0]}. {FOREIGN_REMOVED} of them were removed, which is all that one bind does; the pod's owner "
                 "should remove the others, and find the client that writes them"
             )
-        # A client that writes as fast as we remove would have us patch for ever.
+        # A client that writes as fast as we remove would make us patch for ever.
         if left := foreign_annotations(raw_pod, reservation):
             raise Conflict(
                 f"another client writes its annotation {left[0]}, which only an extender may, while it is being bound"

@@ -1,7 +1,7 @@
-"""The mutating webhooks for new pods: limits become ResourceClaims, with the templates of these claims; the names of HAMi
-and vgpu-manager become vcuda's.
+"""The mutating webhooks for new pods: limits become ResourceClaims with their templates; the names of HAMi and vgpu-manager
+become vcuda's.
 
-What becomes of a pod is decisions/claims.py's and decisions/vgpu_names.py's. Any replica answers: nothing here depends on
+decisions/claims.py and decisions/vgpu_names.py decide what becomes of a pod. Any replica answers: nothing here depends on
 who leads. A template is created when a pod needs it first, never changed, and never removed: a later pod may name it. A dry
 run creates none. Format: admission.k8s.io/v1 AdmissionReview. State owned: how many templates may still be created now.
 """
@@ -38,7 +38,7 @@ MANAGED_BY = "gpushare-agent-extender"
 API_TIMEOUT_S = 2.0
 """The time for all requests for one pod."""
 MAX_TEMPLATES = 32
-"""The most that one pod may need: each takes a request to the API server, for whoever can reach the webhook."""
+"""The most templates that one pod may need: each takes a request to the API server, and anybody may reach the webhook."""
 PODS_AT_ONCE = 8
 """Pods for which requests to the API server may be under way: the extender's binds share its connections."""
 MOST_NEW = 100
@@ -91,7 +91,7 @@ class ClaimsWebhook:
             return _denied(review, str(e))
         if isinstance(found, Refused):
             return _denied(review, found.detail)
-        # Before any request: they would all be made before the limit was reached.
+        # Checked before any request: they would all be made before the limit was reached.
         if (kinds := len(found.templates)) > MAX_TEMPLATES:
             text = f"its containers ask for {kinds} different shares: at most {MAX_TEMPLATES} are turned into claims"
             return _denied(review, text)
@@ -127,7 +127,7 @@ class ClaimsWebhook:
             if review.is_dry_run:
                 return
             raw = await self._create(review.namespace, name, spec)
-        # Its name says the content, but anybody who may write templates can have made it: a pod must not get another's
+        # Its name states the content, but anybody who may write templates can have made it: a pod must not get a wrong
         # share.
         if not _contains(decoded_or(_TEMPLATE, raw, _Template).spec.spec, spec):
             raise Conflict(
@@ -201,7 +201,7 @@ def parse_review(content: bytes) -> Review:
     if bytes(request.object) == b"null":
         raise Corrupt(f"{what}.request.object: is not an object")
     pod = pod_json(request.object, f"{what}.request.object")
-    # The request's namespace, for the pod itself may leave it out.
+    # The request's namespace, because the pod itself may leave it out.
     return Review(uid=request.uid, namespace=request.namespace, is_dry_run=request.dry_run is True, pod=pod)
 
 

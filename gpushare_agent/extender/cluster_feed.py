@@ -60,7 +60,7 @@ class PodsFeed(Handler, Struct, kw_only=True, eq=False):
     _unscheduled: dict[PodUid, Pod] = field(default_factory=dict)
     _before_list: set[PodUid] = field(default_factory=set)
     _missing: set[PodUid] = field(default_factory=set)
-    """The pods that are not listed any more; some of them stay until their bind ends."""
+    """Handles the pods that are not listed any more; some stay until their bind ends."""
 
     def unscheduled(self, uid: PodUid) -> Pod | None:
         """The pod, if it has no node and asks for something of ours."""
@@ -106,7 +106,7 @@ class PodsFeed(Handler, Struct, kw_only=True, eq=False):
         return True
 
     def list_begins(self) -> None:
-        # By a list the pods that ended while the watch was away are noticed; the informer knows only those that it had.
+        # A list shows the pods that ended while the watch was away; the informer knows only those that it had.
         self._before_list = {reservation.pod_uid for reservation in self.state.reservations()}
 
     def list_ended(self, keys: Collection[str], missing: Collection[str], version: str) -> None:
@@ -119,7 +119,7 @@ class PodsFeed(Handler, Struct, kw_only=True, eq=False):
         self.drop_missing()
 
     def drop_missing(self) -> None:
-        """Forget them, except those with a bind under way: the binder resolves them first."""
+        """Forgets them, except those with a bind under way: the binder resolves them first."""
         for uid in sorted(self._missing):
             known = self.state.reservation(uid)
             # An ASSUMED reservation is the binder's: to drop it would give GPUs away that a late bind may still take.
@@ -232,9 +232,9 @@ class QuotaFeed(Handler, Struct, kw_only=True, eq=False):
         self.metrics.quota_loaded("malformed")
         then = "the last good one stays in force"
         if not self._was_good:
-            # To allow everything would let a mistake in the text lift all limits.
+            # Allowing everything would let a mistake in the text lift all limits.
             self.state.quota = None
-            then = "pods that ask for GPUs are refused, for there was no good one before"
+            then = "pods that ask for GPUs are refused because there was no good one before"
         log.error("quota_malformed", error=error, then=then, cure=f"correct the key {QUOTA_KEY} of the ConfigMap")
         meta = object_meta(raw, "ConfigMap")
         name, namespace = self.key(raw), meta.namespace or "default"
@@ -247,5 +247,5 @@ class QuotaFeed(Handler, Struct, kw_only=True, eq=False):
             resource_version=meta.version,
         )
         message = f"{error}. Meanwhile {then}."
-        # An Event too: who edits the ConfigMap does not read the extender's log.
+        # An Event too: the author of the ConfigMap does not read the extender's log.
         self.events.record(involved, MALFORMED, message, key=(MALFORMED, namespace, name, error))

@@ -5,12 +5,11 @@ The informers' handlers call `put_…` and `remove_…`, the verbs the rest. `fi
 one step, so that no share is allocated twice.
 
 State owned: the nodes (a NodeLedger each, decisions/ledger.py), a reservation for every pod that has something of ours or
-may have it, and of all other pods, too, what they request of their nodes' CPU and main memory; answers already worked out,
-by signature of the pod, under policy fgd costs by kind of pod, the pods that usually come (learnt_pods.py), and since when
-each node is known without a report. decisions/quota.py is told what counts against quotas. Times are monotonic seconds.
+may have it, and the CPU and main memory that every other pod requests; answers already worked out, by signature of the pod;
+under policy fgd costs by kind of pod; the pods that usually come (learnt_pods.py), and since when each node is known without
+a report. decisions/quota.py is told what counts against quotas. Times are monotonic seconds.
 
-Sources of what a pod has, best first: the report of the node's agent, our own plan, and for a pod of which neither is known
-all that it may have.
+Sources of what a pod has, best first: the report of the node's agent; our own plan; without both, all that it may have.
 """
 
 from __future__ import annotations
@@ -68,8 +67,8 @@ _UNKNOWN = "the extender knows no GPUs of this node: does the agent run there?"
 
 
 class Filtered(Struct, kw_only=True):
-    """The nodes that were asked about: those where the pod fits, in their order; for the others why not. Where nothing
-    changes by the end of other pods, it is `unresolvable`. `error` is why the request could not be answered."""
+    """The nodes that were asked about: those where the pod fits, in their order; for the others why not. A node where the
+    end of other pods changes nothing is in `unresolvable`. `error` is why the request could not be answered."""
 
     fitting: list[str] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)
@@ -146,7 +145,7 @@ class ClusterState:
     # new            bound, reserved                                 BOUND with the plan's charges
     # new            bound, neither                                  UNPLACED (`_guess`)
     # unchanged      any                                             as it was
-    # changed        reported anew or otherwise, not ASSUMED         CONFIRMED with the reported charges
+    # changed        reported again or otherwise, not ASSUMED        CONFIRMED with the reported charges
     # changed        reported, ASSUMED                               as it was: an agent cannot confirm a pod before its bind
     # changed        reported before and not now                     as it was, until the pod ends
     # new, changed   reported, without a reservation                 unattributed: charged, to no pod
@@ -167,7 +166,7 @@ class ClusterState:
         is_recounted = self._quota.put_node(node)
         if ledger is None:
             ledger = self._nodes[node.name] = NodeLedger(node, self._policy.names, self._node_changed)
-            # Of a new node there are no answers at all.
+            # A new node has no answers at all.
             self._node_changed(node.name, True)
             ledger.set_hosted(self._hosted.get(node.name, NOTHING_HOSTED))
             on_node = self._pods_on.get(node.name, ())
@@ -187,7 +186,7 @@ class ClusterState:
         if is_recounted:
             for uid in ledger.reservations:
                 self._quota.count(*self._pods[uid])
-        # Pods ended by force, and such as our watch has not shown yet: their processes have the GPU all the same.
+        # Pods that were ended by force, or that our watch has not shown yet: their processes still have the GPU.
         ledger.set_unattributed({uid: charges for uid, charges in reported.items() if uid not in ledger.reservations})
 
     def remove_node(self, name: str) -> None:
@@ -220,7 +219,7 @@ class ClusterState:
                 self._learnt.put(pod.uid, kind_of(signature, pod.host_request, self._policy.names))
 
     def put_other_pod(self, uid: PodUid, node: str, request: HostRequest) -> None:
-        """A bound pod that asks for nothing of ours: CPU and main memory are what counts of it."""
+        """A bound pod that asks for nothing of ours: only its CPU and main memory count."""
         # The watch delivers a pod with every change of its status.
         if self._host_requests.get(uid) != (node, request):
             self._drop_hosted(uid)
@@ -228,7 +227,7 @@ class ClusterState:
             self._add_hosted(node, request, 1)
 
     def remove_pod(self, uid: PodUid) -> None:
-        """Of either kind."""
+        """A pod of either kind ends."""
         self._learnt.end(uid)
         self._release(uid)
 
@@ -245,14 +244,14 @@ class ClusterState:
         asked = list(names) if names is not None else self.node_names()
         if not signature:
             return Filtered(fitting=asked)
-        # For all nodes at once, and before any of them: it is true of each, and planning it would be in vain.
+        # For all nodes at once, before any of them: it is true for each, and planning would be in vain.
         invalid = self._invalid(pod)
         if invalid:
             # Unresolvable: kube-scheduler would otherwise look for pods to evict, which helps no invalid request.
             return Filtered(unresolvable=dict.fromkeys(asked, invalid))
         answer = Filtered()
-        # The quota before the capacity: what no wait for GPUs would change is the reason to show. Unresolvable, for to
-        # evict pods of other namespaces frees none of this one's quota.
+        # The quota before the capacity: what no wait for GPUs would change is the reason to show. Unresolvable, because
+        # evicting pods of other namespaces frees none of this one's quota.
         if over := self._over_quota(pod):
             kinds = {name: self._nodes[name].node.kind for name in asked if name in self._nodes}
             answer.unresolvable = {name: over[kind] for name, kind in kinds.items() if kind in over}
@@ -315,8 +314,8 @@ class ClusterState:
         return [of_node.get(name) if name in fitting else None for name in names]
 
     def renew_typical(self) -> TypicalPods | None:
-        """The pods that usually come, as the counts have them by now. None where the policy is not fgd, or hardly a pod was
-        seen: then nodes are chosen by fullness, which is binpack."""
+        """The pods that usually come, by the counts so far. None where the policy is not fgd, or too few pods were seen:
+        then nodes are chosen by fullness, which is binpack."""
         typical = self._learnt.typical(self._supply)
         if typical is not self._typical:
             self._typical = typical
@@ -325,7 +324,7 @@ class ClusterState:
 
     @property
     def typical(self) -> TypicalPods | None:
-        """Those by which nodes were chosen last; to read them changes nothing."""
+        """Those by which nodes were chosen last; reading them changes nothing."""
         return self._typical
 
     def _supply(self) -> Mapping[str, int]:
@@ -347,7 +346,7 @@ class ClusterState:
         """
         known = self._reservations.get(pod.uid)
         if known is not None:
-            # The same answer twice: kube-scheduler repeats a bind of which it did not get the answer.
+            # The same answer twice: kube-scheduler repeats a bind when it did not get the answer.
             return known if known.node == node else _elsewhere(pod, known)
         ledger = self._nodes.get(node)
         if ledger is None:
@@ -458,7 +457,7 @@ class ClusterState:
                 ledger.set_unattributed({**ledger.unattributed, uid: allocated[uid]})
 
     def _resolve(self, ledger: NodeLedger, pod: Pod, now: float) -> None:
-        """What a bound pod has: by the agent's report, by our plan, else all that it may have."""
+        """What a bound pod has: by the agent's report, or by our plan; without both, all that it may have."""
         allocated = (ledger.node.allocated or {}).get(pod.uid)
         known = ledger.reservations.get(pod.uid)
         if allocated is not None:
@@ -473,7 +472,7 @@ class ClusterState:
     def _guess(self, ledger: NodeLedger, pod: Pod) -> PodPlan:
         """Charges for a pod of unknown GPUs. Our agent reports them within a second, and nothing may be allocated twice
         meanwhile: all that it asks, on every GPU. Another agent never reports, and that would leave its node useless: there
-        the pod is charged as it is likely to be placed."""
+        the pod is charged as it was probably placed."""
         # No annotation of ours at all: most likely gpu-manager's node.
         if ledger.node.allocated is None and not ledger.node.is_exact:
             planned = plan_pod(pod, ledger.gpus, ledger.node.topology, self._policy)
@@ -529,7 +528,7 @@ class ClusterState:
             answers.outdated.add(name)
 
     def _answers_steps(self, pod: Pod, signature: Signature, names: Sequence[str]) -> Steps[_Answers]:
-        """What is known of these nodes, up to date."""
+        """The answers about these nodes, up to date."""
         # It depends on these and the node alone, so pods of a Deployment share it.
         key = signature, choice_of(pod.annotations)
         answers = _cached(self._answers, key, lambda: _Answers(set(self._nodes)))
@@ -567,7 +566,7 @@ class ClusterState:
         return _Verdict("", cost=fullness_cost(capacity, signature, policy))
 
     def _over_quota(self, pod: Pod) -> dict[tuple[str, str], str]:
-        """Why not, by model and pool: of those where a quota refuses the pod."""
+        """The refusal by model and pool, where a quota refuses the pod."""
         if self._kinds is None:
             self._kinds = list(dict.fromkeys(ledger.node.kind for ledger in self._nodes.values()))
         refused = {kind: self._quota(pod, model=kind[0], pool=kind[1]) for kind in self._kinds}
@@ -591,7 +590,7 @@ class ClusterState:
 
 
 def _cached(kept: OrderedDict[K, V], key: K, make: Callable[[], V]) -> V:
-    """What is kept for the key, else made; of more than MAX_SIGNATURES what was asked for least recently goes."""
+    """The kept answers of the key, else new ones; above MAX_SIGNATURES the least recently used are dropped."""
     if key not in kept:
         kept[key] = make()
         if len(kept) > MAX_SIGNATURES:

@@ -42,7 +42,7 @@ _QUERY: Mapping[str, Number | Word] = {
 
 
 class StatePages:
-    """`head` is what is shown besides the nodes; it is short."""
+    """`head` is shown with the nodes; it is short."""
 
     def __init__(self, *, head: Callable[[], Mapping[str, object]], nodes: ClusterState) -> None:
         self._head = head
@@ -63,7 +63,7 @@ class StatePages:
                 return json_answer(request, {"error": f"no node {asked['node']} is known"}, status=404)
             shown, rest = [asked["node"]], 0
         else:
-            # By name, not by number: nodes come and go between two pages, and none is shown twice or left out for it.
+            # By name, not by number: nodes come and go between two pages, and none must be shown twice or left out.
             begin = bisect.bisect_right(names, asked["after"]) if asked["after"] else 0
             shown = list(names[begin : begin + asked["limit"]])
             rest = len(names) - begin - len(shown)
@@ -78,7 +78,7 @@ class StatePages:
         return await join_in_slices(b"," * bool(n) + encode(document(ledger)) for n, ledger in enumerate(ledgers))
 
     async def _inspect(self, request: web.Request) -> web.Response:
-        """Of one node where the path names it, else of all."""
+        """Answers about one node where the path names it, else about all."""
         name = request.match_info.get("node", "")
         if name and self._nodes.node_ledger(name) is None:
             return json_answer(
@@ -118,9 +118,8 @@ def node_document(ledger: NodeLedger) -> Mapping[str, object]:
 
 
 def gpushare_document(ledger: NodeLedger) -> Mapping[str, object]:
-    """In GPUShare's form (pkg/scheduler/gpushare-inspect.go of gpushare-scheduler-extender), memory in its units. What pods
-    have by other resources counts as used, in whole units; the pods are those of gpu-mem, each with what it has of that
-    GPU."""
+    """In GPUShare's form (pkg/scheduler/gpushare-inspect.go of gpushare-scheduler-extender), memory in its units. Other
+    resources of pods count as used, in whole units; the pods are those of gpu-mem, each with its units of that GPU."""
     pods: dict[int, list[Mapping[str, object]]] = {}
     for _, one in sorted(ledger.reservations.items()):
         for index, charge in one.plan.charges.items():

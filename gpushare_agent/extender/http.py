@@ -16,7 +16,7 @@ A verb's request, in the order of the checks:
 | no client certificate where one is asked for | 403, before the body is read |
 | this replica does not decide | 503, before the body is read and again after it; the connection ends |
 | a webhook's body above MAX_REVIEW_BYTES | 413, before it is read |
-| as many bodies above SHORT_BYTES as may be are being read, of the verbs and of the webhook each | 503 |
+| the limit of bodies above SHORT_BYTES that are read at once, for the verbs and for the webhook each | 503 |
 | the body does not come within `body_s`, or not to its end | 408, 400 |
 | the body is no request of this verb | the verb's own error (verbs.py) |
 
@@ -77,8 +77,8 @@ _UNKNOWN_CLIENT = "show a client certificate of the authorities in extender.clie
 
 
 class UnreadError(Exception):
-    """The request is not answered. `status` and text are for the client, `outcome` for the metric; the connection is of no
-    use any more."""
+    """The request is not answered. `status` and text are for the client, `outcome` for the metric; the connection cannot be
+    used any more."""
 
     def __init__(self, status: int, text: str, outcome: str = "bad") -> None:
         super().__init__(text)
@@ -87,7 +87,7 @@ class UnreadError(Exception):
 
 
 class _LongBodies(Struct):
-    """Those above SHORT_BYTES that are being read."""
+    """The bodies above SHORT_BYTES that are being read."""
 
     at_once: int
     most_bytes: int = sys.maxsize
@@ -109,7 +109,7 @@ class ExtenderWeb(Struct, kw_only=True, eq=False):
     """For clients without a certificate, too."""
     body_s: float = BODY_S
     limits: HttpLimits = HttpLimits(idle_s=IDLE_S)
-    """Those of any port of the program."""
+    """The paths of any port of the program."""
     _long_bodies: _LongBodies = field(default_factory=lambda: _LongBodies(LONG_AT_ONCE))
     _long_reviews: _LongBodies = field(default_factory=lambda: _LongBodies(LONG_REVIEWS_AT_ONCE, MAX_REVIEW_BYTES))
     bind_s: float = BIND_TIMEOUT_S
@@ -142,14 +142,14 @@ class ExtenderWeb(Struct, kw_only=True, eq=False):
             listeners = await listen_tcp(settings.addr, settings.port, backlog=BACKLOG)
         except Unavailable as e:
             raise StartupError(f"{e}; choose another extender.addr or extender.port, or end the other program") from e
-        # Port 0 has the system choose one, for tests and for processes side by side.
+        # With port 0 the system chooses one, for tests and for several processes on a host.
         self.bound_port = listeners[0].getsockname()[1]
         self._is_listening.set()
         log.info("extender_listening", addr=settings.addr, port=self.bound_port, is_tls=context is not None)
         try:
             async with asyncio.TaskGroup() as group:
                 if context is not None and settings.tls_cert is not None and settings.tls_key is not None:
-                    # Beside the server, so that it ends with it; a failure of the one ends the other.
+                    # Next to the server, so that it ends with it; a failure of the one ends the other.
                     renewal = reload_certificate(context, settings.tls_cert, settings.tls_key)
                     group.create_task(renewal, name="certificate")
                 await server.serve(listeners)
@@ -174,7 +174,7 @@ class ExtenderWeb(Struct, kw_only=True, eq=False):
         return [
             *of_webhook,
             web.post("/scheduler/filter", self._verb("filter", verbs.filter)),
-            # gpu-admission's path; `filter` is the usual one. The same of `priorities`.
+            # gpu-admission's path; `filter` is the usual one. The same for `priorities`.
             web.post("/scheduler/predicates", self._verb("filter", verbs.filter)),
             web.post("/scheduler/priorities", self._verb("prioritize", verbs.prioritize)),
             web.post("/scheduler/prioritize", self._verb("prioritize", verbs.prioritize)),
@@ -201,7 +201,7 @@ class ExtenderWeb(Struct, kw_only=True, eq=False):
         is_open: bool = False,
         ready: Callable[[], Sequence[str]] | None = None,
     ) -> Callable[[web.Request], Awaitable[web.Response]]:
-        """`is_open`: for clients without a certificate too. `ready`: in the place of the server's own, where no condition of
+        """`is_open`: for clients without a certificate too. `ready`: instead of the server's own, where no condition of
         leadership is needed: what becomes of a pod needs nothing that only a leader knows."""
         not_ready, bound = ready or self.ready, long_bodies or self._long_bodies
 
@@ -209,14 +209,14 @@ class ExtenderWeb(Struct, kw_only=True, eq=False):
             if not is_open and not self._is_known(request):
                 return web.Response(status=403, text=_UNKNOWN_CLIENT)
             try:
-                # Before the body, which may be long, and after it, for the lease may have been lost while it came.
+                # Before the body, which may be long, and after it, because the lease may have been lost meanwhile.
                 _check_ready(not_ready())
                 content = await self._body(request, bound)
                 _check_ready(not_ready())
             except UnreadError as e:
                 self.metrics.request(name, e.outcome, 0.0)
                 unread = web.Response(status=e.status, text=f"{e}\n")
-                # What is left of the body would be read as the next request; and a Service chooses a replica for each
+                # The rest of the body would be read as the next request; and a Service chooses a replica for each
                 # connection: kube-scheduler would keep this one, to a former leader, as long as it asks.
                 unread.force_close()
                 return unread
@@ -252,7 +252,7 @@ class ExtenderWeb(Struct, kw_only=True, eq=False):
 
     def _is_known(self, request: web.Request) -> bool:
         """The TLS layer has checked any certificate that was shown."""
-        # Without authorities whoever reaches the port is the scheduler; the default address is 127.0.0.1.
+        # Without authorities, anybody who reaches the port counts as the scheduler; the default address is 127.0.0.1.
         if self.settings.client_ca is None:
             return True
         return request.transport is not None and bool(request.transport.get_extra_info("peercert"))
@@ -300,7 +300,7 @@ def tls_context(cert: Path, key: Path, client_ca: Path | None) -> ssl.SSLContext
         context.load_cert_chain(cert, key)
         if client_ca is not None:
             context.load_verify_locations(client_ca)
-            # Optional in TLS, for a kubelet's probe of health has no certificate; the verbs ask for it themselves.
+            # Optional in TLS, because a kubelet's health probe has no certificate; the verbs ask for it themselves.
             context.verify_mode = ssl.CERT_OPTIONAL
     except (OSError, ssl.SSLError) as e:
         raise StartupError(

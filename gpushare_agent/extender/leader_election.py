@@ -4,14 +4,14 @@ Lease: coordination.k8s.io/v1. Only this process's clock counts: a lease is take
 its duration as observed here, so clocks of hosts need not agree. A leader counts its time from before its request, and
 stops at the renew deadline, which is shorter than the lease: until then no other replica can lead, and its last requests
 end before one does. A leader whose lease is another's, or deleted, stops at once. A deleted lease is created again only
-after its whole duration, for a leader that has not noticed continues until its deadline. Rejected: kubernetes-asyncio's
+after its whole duration, because a leader that has not noticed continues until its deadline. Rejected: kubernetes-asyncio's
 election has no limit on its requests, uses the wall clock, and ends the process.
 
 State owned: the lease as last read, or that it is absent, and since when; and until when this replica leads.
 
 `LeaderLabel` keeps the label by which a Service selects the leader on the leader's own pod, and on no other of its
-Deployment. Readiness cannot carry it: an update or a drain waits until every replica is ready, and only one leads. The
-label is checked while the process runs, for other clients and late requests may change it. No decision depends on it: a
+Deployment. Readiness cannot carry it: an update or a drain waits until every replica is ready, and only one leads. The label
+is checked while the process runs, because other clients and late requests may change it. No decision depends on it: a
 replica that does not lead refuses every request. State owned: whether this process may have left the label on its pod.
 
 `Leadership` leads from the lease to decisions: a new leader lists the whole cluster before it answers the scheduler. The
@@ -51,7 +51,7 @@ MAX_WARMED_PODS = 8
 ROLE_LABEL = "gpushare-agent/role"
 LEADER = "leader"
 APP_LABEL = "app.kubernetes.io/name"
-"""What the pods of one Deployment have in common, and others of the namespace have not."""
+"""What the pods of one Deployment have in common, and no other pods of the namespace."""
 CHECK_PERIOD_S = 30.0
 UPDATE_TIMEOUT_S = 15.0
 WITHDRAW_TIMEOUT_S = 2.0
@@ -143,7 +143,7 @@ class LeaderElection(Struct, kw_only=True, eq=False):
             await self._changed.wait()
 
     async def run(self) -> NoReturn:
-        """Take part until cancelled."""
+        """Takes part until cancelled."""
         while True:
             try:
                 await self.try_acquire_or_renew()
@@ -157,7 +157,7 @@ class LeaderElection(Struct, kw_only=True, eq=False):
             self.report_transition()
 
     async def release(self) -> None:
-        """Release the lease, so that another replica need not wait for its end. The caller has stopped deciding."""
+        """Releases the lease, so that another replica need not wait for its end. The caller has stopped deciding."""
         # Not ours: to empty it would end another's lease.
         if not self.leads() or self._lease is None:
             return
@@ -181,7 +181,7 @@ class LeaderElection(Struct, kw_only=True, eq=False):
         # Jittered as client-go does, or replicas that started together would ask together.
         pause_s = self.terms.retry_s * random.uniform(0.9, 1.1)  # noqa: S311 - spreads load, no secret
         if self.leads():
-            # Wake when the time to lead is over: waiters have to hear of it, though no request failed.
+            # Wakes when the time to lead is over: waiters have to hear of it, though no request failed.
             pause_s = min(pause_s, max(self._leads_until - self.clock(), 0.0))
         elif self._seen and self._lease is None:
             pause_s = min(pause_s, max(self._free_at() - self.clock(), SHORTEST_PAUSE_S))
@@ -209,7 +209,7 @@ class LeaderElection(Struct, kw_only=True, eq=False):
             self._note(None)
 
     async def _write(self) -> None:
-        """Make the lease ours. Where it is no longer what we read, we lead no more until it was read as ours."""
+        """Makes the lease ours. Where it is no longer what we read, we stop leading until it was read as ours."""
         # From before the request: the API server may have stored it at once and answered late.
         began_at = self.clock()
         try:
@@ -237,8 +237,8 @@ class LeaderElection(Struct, kw_only=True, eq=False):
         self._was_read = self._was_read or raw is not None
         spec = self._spec
         self.holder = spec.holder_identity or ""
-        # Any change of the record means that its holder is there; the resource version is not among them, for labels
-        # change it too.
+        # Any change of the record means that its holder is there; the resource version does not count, because labels change
+        # it too.
         uid = self._lease.meta.uid if self._lease is not None else ""
         seen = uid, self.holder, spec.renew_time, spec.acquire_time, spec.lease_transitions
         if seen != self._seen:
@@ -250,7 +250,7 @@ class LeaderElection(Struct, kw_only=True, eq=False):
 
     def _free_at(self) -> float:
         """When another's lease may be taken, or an absent one created: as long as its holder may lead by it."""
-        # None was ever read: this is the first installation, most likely, and no replica leads.
+        # No lease was ever read: most likely this is the first installation, and no replica leads.
         if not self._was_read:
             return self._seen_at + self.terms.retry_s
         theirs_s = self._spec.lease_duration_seconds or 0
@@ -335,7 +335,7 @@ class Leadership(Struct, kw_only=True, eq=False):
         return []
 
     def not_warm(self) -> list[str]:
-        """Why this replica cannot take over, or go on, within a moment. One that is alone has nothing to take over: it is
+        """Why this replica cannot take over, or go on, within a moment. A single replica has nothing to take over: it is
         ready when it decides."""
         if isinstance(self.election, AlwaysLeads):
             return self.not_ready()
@@ -381,7 +381,7 @@ class LeaderLabel(Struct, kw_only=True, eq=False):
             try:
                 async with bounded(UPDATE_TIMEOUT_S, NO_ANSWER):
                     await (self._claim() if is_leading else self._drop())
-                # Checked again now and then, for any client may change labels.
+                # Checked again now and then, because any client may change labels.
                 failures, pause_s = 0, self.check_period_s
             except AgentError as e:
                 failures += 1
@@ -428,7 +428,7 @@ class LeaderLabel(Struct, kw_only=True, eq=False):
         for name, uid in sorted(set(found)):
             if name in ("", self.name):
                 continue
-            # The next leader may have labelled one of these meanwhile.
+            # The next leader may have labelled one of them meanwhile.
             if not self.election.leads():
                 return
             try:

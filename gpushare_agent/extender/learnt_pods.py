@@ -1,9 +1,9 @@
 """The pods that usually come, as policy fgd needs them: learnt from those that the cluster has, and those that it had.
 
-A pod counts from its bind to its end. Those that have ended count on, at most as many as there are pods: whenever they are
-more they are halved. So what a tenant has now counts for what it is, and what he makes come and go for half of all at most.
-Pods that wait do not count, for to make them costs nothing. Nothing is persisted: after a restart those that are there are
-counted again. State owned: the kinds of the pods, the counts, and the typical pods in use.
+A pod counts from its bind to its end. Pods that ended still count, at most as many as there are pods: whenever they are
+more, they are halved. So a tenant's present pods count in full, and pods that he starts and ends count for at most half of
+all. Pods that wait do not count, because making them costs nothing. Nothing is persisted: after a restart those that are
+there are counted again. State owned: the kinds of the pods, the counts, and the typical pods in use.
 
 By numbers of pods, not by time: the same pods in the same order give the same answer.
 """
@@ -17,11 +17,11 @@ from gpushare_agent.core.model.names import PodUid
 from gpushare_agent.core.placement.fragmentation import PodKind, TypicalPods
 
 LEAST_ENDED = 1024
-"""So many pods that have ended count in any case: a cluster that is empty at night has not forgotten in the morning."""
+"""So many ended pods count in any case: a cluster that is empty at night has not forgotten them in the morning."""
 LEAST_CHANGES, PART_OF_CHANGES = 16, 16
 """The counts are looked at again after so many changes, or the sixteenth of the pods if that is more."""
 LEAST_SHIFT = 0.05
-"""Of the frequencies, half the sum of their differences: with other typical pods every cost has to be worked out anew."""
+"""Half the sum of the frequencies' differences: with other typical pods every cost has to be worked out again."""
 
 
 class LearntPods:
@@ -77,5 +77,5 @@ class LearntPods:
 
 
 def _shift(before: Mapping[PodKind, float], after: Mapping[PodKind, float]) -> float:
-    """From 0 to 1, how much of the pods are of other kinds than before."""
+    """From 0 to 1, the part of the pods that are of other kinds than before."""
     return sum(max(0.0, frequency - before.get(kind, 0.0)) for kind, frequency in after.items())

@@ -34,7 +34,7 @@ MAX_NODES = 20_000
 MAX_POD_BYTES = 1024 * 1024
 """256 containers of 4 KiB each."""
 MAX_CONTAINERS = 256
-"""The most of a kind in a pod: far more than a node runs; each takes 60 µs to read."""
+"""The most entries of a kind in a pod: far more than a node runs; each takes 60 µs to read."""
 BIND_BYTES = 16 * 1024
 """The longest request to bind: four names."""
 FREE_VALUES = 10_000
@@ -42,7 +42,7 @@ BYTES_OF_A_VALUE = 16
 """Bytes of a value in a longer request, on average and at least; victims have 17 and more. What a schema skips takes no
 memory, and 8 MiB of it 35 ms; but as many small values in a list that is read would take eight times their size."""
 BYTES_OF_A_NODES_VALUE = 12
-"""The same of filter and prioritize: whole nodes have 16.7 and more. With 12 no 8 MiB are decoded in more than 35 ms, or
+"""The same for filter and prioritize: whole nodes have 16.7 and more. With 12 no 8 MiB are decoded in more than 35 ms, or
 into more than 42 MiB (measured)."""
 MAX_VICTIMS = 1024
 """The most on one node; the kubelet's default is 110 pods."""
@@ -103,7 +103,8 @@ def bad_request(error: Corrupt) -> Result:
 
 
 class _Preferred(Struct):
-    """Of a nodeAffinity, podAffinity or podAntiAffinity. What they require decides before the extender is asked."""
+    """The preferences of a nodeAffinity, podAffinity or podAntiAffinity. Requirements decide before the extender is
+    asked."""
 
     terms: Raw = field(name="preferredDuringSchedulingIgnoredDuringExecution", default=NULL)
 
@@ -175,7 +176,7 @@ def parse_nodes_args(content: bytes, names: ResourceNames) -> NodesArgs:
         return NodesArgs(pod=pod, names=args.node_names, prefers_nodes=prefers_nodes)
     if args.nodes is None:
         raise Corrupt(f"{what}: neither Nodes nor NodeNames is there")
-    # Of each node the name alone is read: the rest is sent back as it came, and the state has what counts.
+    # Only each node's name is read: the rest is sent back as it came, and the state has what counts.
     items = enumerate(args.nodes.items or ())
     by_name = {decoded(_NODE, raw, f"{what}.Nodes.items[{n}]").metadata.name: raw for n, raw in items}
     return NodesArgs(pod=pod, names=list(by_name), raw_nodes=by_name, prefers_nodes=prefers_nodes)
@@ -204,7 +205,7 @@ def parse_preempt_args(content: bytes, names: ResourceNames) -> Steps[PreemptArg
         for node, of_node in (of_nodes or {}).items():
             victims[node], violations[node] = _uids(of_node, f"{what}.{where}, node {node}"), of_node.violations
             read += 1 + len(victims[node])
-            # A node without victims counts as well: there may be thousands of those.
+            # A node without victims counts as well: there may be thousands of them.
             if read >= VICTIMS_OF_A_STEP:
                 read = 0
                 yield
@@ -260,7 +261,7 @@ def preemption_result(victims: Mapping[str, Sequence[PodUid]], violations: Mappi
 
 def request_of(decoder: Decoder[T], content: bytes, what: str, bytes_of_a_value: int = BYTES_OF_A_VALUE) -> T:
     """What the schema makes of a whole request. Raises Corrupt."""
-    # At least so many, and those in texts. One pass: `count` takes four times as long where there are many.
+    # An upper bound: it counts those in texts too. One pass: `count` takes four times as long where there are many.
     values = len(content) - len(content.translate(None, b",{["))
     if values > FREE_VALUES + len(content) // bytes_of_a_value:
         raise Corrupt(f"{what}: {values} values in {len(content)} bytes are no scheduler's request")
@@ -291,7 +292,7 @@ def _prefers_nodes(spec: PodSpec) -> bool:
 def _uids(victims: _Victims, where: str) -> list[PodUid]:
     found = decoded(_PODS, victims.pods, where) or []
     uids = [victim.metadata.uid if victim.metadata is not None else victim.uid for victim in found]
-    # A victim that is left out would be a pod of which the scheduler believes that it need not end.
+    # The scheduler would believe that a victim that is left out need not end.
     if None in uids:
         raise Corrupt(f"{where}: a victim without a UID")
     return [PodUid(uid) for uid in uids if uid is not None]

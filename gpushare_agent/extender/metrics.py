@@ -47,7 +47,7 @@ COUNTERS: Mapping[str, tuple[str, Mapping[str, Sequence[str]]]] = {
     ),
     "leaderships": ("Times that this replica became the leader.", {}),
 }
-"""By name, what is counted, and the values of its labels."""
+"""By name: what is counted, and the values of its labels."""
 
 
 class ExtenderMetrics:

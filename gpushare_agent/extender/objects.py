@@ -1,10 +1,10 @@
 """Reads Nodes, Pods and the quota's ConfigMap of the API server as the extender has them.
 
-Of a node also what is allocated to which pod. Everything is checked and bounded; `read_node` never raises: where the
-annotations cannot be read, the node's resource counts are used instead, and `problem` names the reason. There are fifty
+For a node it also reads what is allocated to which pod. Everything is checked and bounded; `read_node` never raises: where
+the annotations cannot be read, the node's resource counts are used instead, and `problem` names the reason. There are fifty
 thousand pods, so containers that ask for nothing of ours are left out (the others keep their positions), and so are all
-fields that a tenant can write besides the requests; equal containers are one object. No state but caches of values.
-Formats: docs/reference/node-facts.md, Kubernetes core/v1 Node and Pod.
+fields that a tenant can write, except the requests; equal containers are one object. No state but caches of values. Formats:
+docs/reference/node-facts.md, Kubernetes core/v1 Node and Pod.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def read_node(raw: Raw, names: ResourceNames, *, model_label: str, pool_label: s
     """`names` must be those of the node's agent. `model_label` and `pool_label` name the node's labels."""
     read = read_node_json(raw)
     name = read.meta.name
-    # The schema reads what is no node as empty.
+    # The schema reads anything that is no node as empty.
     if not name:
         return NodeReading(node=None, problem="a node without a name is left out")
     counts = _counts(read.status, names)
@@ -207,7 +207,7 @@ def _topology(indexes: tuple[int, ...], texts: tuple[tuple[str, ...], ...], numa
 
 def _even_gpus(counts: Mapping[str, int], names: ResourceNames) -> tuple[tuple[GpuReport, ...], Topology]:
     number, memory_mib = even_gpus(counts, names)
-    # Capacity is what anybody who may patch the node's status says.
+    # Anybody who may patch the node's status can write the capacity.
     indexes = tuple(range(min(number, MAX_GPUS)))
     gpus = tuple(GpuReport(index=index, uuid=_substitute_uuid(index), memory_mib=memory_mib) for index in indexes)
     return gpus, _topology(indexes, ((),) * len(indexes), (None,) * len(indexes))
@@ -239,7 +239,7 @@ def _bounded(cpu_milli: int, memory: int) -> tuple[int, int]:
 def _label(labels: Mapping[str, str], name: str) -> str:
     """Empty where the node has no such label, or one that Kubernetes would not take."""
     value = labels.get(name, "")
-    # Longer ones are not Kubernetes' labels; interned, for nodes share a few values.
+    # Longer ones are not Kubernetes' labels; interned, because nodes share a few values.
     return sys.intern(value) if len(value) <= _MAX_LABEL_CHARS else ""
 
 
@@ -278,8 +278,8 @@ def lean_pod(read: PodJson, names: ResourceNames, model_label: str = "") -> Pod:
 
 
 def _annotations(pod: Pod, read: PodJson) -> Mapping[str, str]:
-    """Those by which the owner leaves GPUs out, and whether any is an extender's choice: a bind has to remove those. The
-    others are not stored: fifty thousand pods' annotations are most of their memory."""
+    """The annotations by which the owner leaves GPUs out, and whether an extender chose GPUs by one: a bind has to remove
+    those. The others are not stored: fifty thousand pods' annotations are most of their memory."""
     left_out = {name: pod.annotations[name] for name in GPU_CHOICE_ANNOTATIONS if name in pod.annotations}
     chosen = _CHOOSES_GPUS if any(map(chooses_gpus, read.meta.annotations)) else _NOTHING
     return {**left_out, **chosen} if left_out else chosen
@@ -319,5 +319,5 @@ _CONFIG_MAP = Decoder(_ConfigMap)
 
 
 def read_quota(raw: Raw) -> Quota:
-    """Of a ConfigMap, none where it has no such key. Raises Corrupt."""
+    """The quota of a ConfigMap; none where it has no such key. Raises Corrupt."""
     return parse_quota(decoded(_CONFIG_MAP, raw, "quota: the ConfigMap").data or {})

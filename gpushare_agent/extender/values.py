@@ -23,8 +23,8 @@ from gpushare_agent.core.placement.place import SharePolicy
 class ClusterNode(Struct, frozen=True, kw_only=True):
     """One node that offers our resources. A cordoned GPU is not healthy here. `is_exact` is False where the agent has not
     reported its GPUs and the node's capacity is divided evenly. `allocated` is what each pod has of each GPU as the agent
-    reports it, by index, None without a report. `is_cordoned` (kubectl cordon) and `is_ready` are for people alone:
-    kube-scheduler leaves such nodes out itself."""
+    reports it, by index, None without a report. `is_cordoned` (kubectl cordon) and `is_ready` are only shown: kube-scheduler
+    itself leaves such nodes out."""
 
     name: str
     gpus: tuple[GpuReport, ...]
@@ -37,7 +37,7 @@ class ClusterNode(Struct, frozen=True, kw_only=True):
     allocated: Mapping[PodUid, Mapping[int, Charge]] | None = None
     cpu_milli: int = 0
     memory_mib: int = 0
-    """CPU and main memory that pods can have."""
+    """The CPU and main memory that pods can have."""
 
     @property
     def kind(self) -> tuple[str, str]:
@@ -46,8 +46,8 @@ class ClusterNode(Struct, frozen=True, kw_only=True):
 
 
 NodePolicy = Literal["fgd", "binpack", "spread"]
-"""Which of the nodes that fit a pod goes to: where the fewest free GPUs become useless to the pods that usually come
-(placement/fragmentation.py), to the fullest, or to the emptiest."""
+"""The choice among the nodes that fit a pod: where the fewest free GPUs become useless to the pods that usually come
+(placement/fragmentation.py), the fullest, or the emptiest."""
 
 
 class ClusterPolicy(Struct, frozen=True, kw_only=True):
@@ -70,7 +70,7 @@ class PlannedContainer(Struct, frozen=True, kw_only=True):
 
 
 class PodPlan(Struct, frozen=True, kw_only=True):
-    """Where a pod's containers go on one node, and what the pod has then of each GPU, by index."""
+    """Where a pod's containers go on one node, and what the pod then has of each GPU, by index."""
 
     containers: tuple[PlannedContainer, ...]
     charges: Mapping[int, Charge]

@@ -42,8 +42,8 @@ log = structlog.get_logger(__name__)
 
 MAX_PASSED = 1000
 SCHEDULERS_LEAST = 100
-"""kube-scheduler names a part of the nodes only where so many pass its own filters (minFeasibleNodesToFind, 1.36): where
-fewer do it has looked at all."""
+"""kube-scheduler names a part of the nodes only where at least so many pass its own filters (minFeasibleNodesToFind, 1.36):
+otherwise it has looked at all nodes."""
 
 
 class Extender(Struct, kw_only=True, eq=False):
@@ -132,8 +132,8 @@ class Extender(Struct, kw_only=True, eq=False):
         if self.reserves_at_filter:
             return await self._filter_and_reserve(args)
         found = await self._filter(args)
-        # The reasons of the others do not count where a node fits. Measured with 1.36 for pods that were then scheduled, no
-        # more; where none fits, none is left out.
+        # The reasons of the others do not count where a node fits. This was measured with 1.36 for pods that were then
+        # scheduled; where none fits, none is left out.
         if self.most_fitting and found.fitting:
             return Filtered(fitting=await self._best(args, found.fitting))
         return found
@@ -149,7 +149,7 @@ class Extender(Struct, kw_only=True, eq=False):
             self.metrics.count("filtered_nodes", verdict, times=len(nodes))
         if found.fitting and not self.reserves_at_filter:
             self._passed[args.pod.uid] = None
-            # The oldest go: many were deleted before anybody bound them.
+            # The oldest are dropped: many were deleted before anybody bound them.
             if len(self._passed) > MAX_PASSED:
                 del self._passed[next(iter(self._passed))]
         return found
@@ -162,8 +162,8 @@ class Extender(Struct, kw_only=True, eq=False):
         return 1 + len(known) // len(names)
 
     async def _best(self, args: NodesArgs, fitting: list[str]) -> list[str]:
-        """Those of the lowest costs. kube-scheduler's own criteria choose among what it is answered: for a pod with
-        preferences of its own that is all."""
+        """The nodes of the lowest costs. kube-scheduler's own criteria choose among the nodes in the answer: a pod with
+        preferences of its own gets all of them."""
         if len(fitting) <= self.most_fitting or args.prefers_nodes:
             return fitting
         costs = await in_steps(self.state.costs_steps(args.pod, fitting))

@@ -1,10 +1,11 @@
 """Pods that filter refused and that may fit all the same: kube-scheduler is made to try them again.
 
 A scheduler tries a pod that an extender refused again after an event of a node or pod, else after five minutes. Two things
-are not among its events: a quota that allows more, and that it has named a part of the nodes only, of which none fits, while
-another does; its next try begins where the last one ended. An update of the waiting pod is such an event, in every version
-since 1.23 (Kubernetes 1.36, pkg/scheduler/framework/events.go: any update of an unscheduled pod; a scheduler with extenders
-registers all events). So the leader writes an annotation into the pod: that retries this pod alone, by no further right.
+are not among its events: a quota that allows more, and a request that named only a part of the nodes, where none fits, while
+another node does; its next try begins where the last one ended. An update of the waiting pod is such an event, in every
+version since 1.23 (Kubernetes 1.36, pkg/scheduler/framework/events.go: any update of an unscheduled pod; a scheduler with
+extenders registers all events). So the leader writes an annotation into the pod: that retries this pod alone, and needs no
+further right.
 
 State owned: the waiting pods, with the kinds of nodes that the quota closes to them, or how often they were refused on a
 part of the nodes, MAX_WAITING of each at most.
@@ -35,7 +36,7 @@ NodeKind = tuple[str, str]
 """Model and pool."""
 MAX_WAITING = 4096
 GRACE_S = 0.1
-"""The time from a gain to the first check: where a pod has ended, the scheduler has that event too, and may retry by
+"""The time from a gain to the first check: the scheduler also gets the event of a pod that ended, and may retry by
 itself."""
 PACE_S = 0.05
 """The time between two writes. A pod that is bound meanwhile counts, so a small gain does not retry a thousand pods."""
@@ -54,8 +55,8 @@ class _Unnamed(Struct):
     due_at: float = 0.0
 
     def delay_s(self) -> float:
-        """Every part once, then ever more seldom: the node that fits may be refused by the scheduler's own rules (taints,
-        selectors, CPU), of which nothing is known here."""
+        """Every part once, then more and more rarely: the scheduler may refuse the node that fits by its own rules (taints,
+        selectors, CPU), which are not known here."""
         return DELAY_S * 2.0 ** min(max(0, self.refusals - self.parts), DELAY_DOUBLINGS)
 
 
@@ -92,7 +93,7 @@ class Waiters(Struct, kw_only=True, eq=False):
             self._refused.set()
 
     def is_looking(self, uid: PodUid) -> bool:
-        """Not every part of the nodes was named yet since the pod waits."""
+        """Not every part of the nodes was named since the pod began to wait."""
         one = self._unnamed.get(uid)
         return one is not None and one.refusals < one.parts
 
@@ -161,8 +162,8 @@ class Waiters(Struct, kw_only=True, eq=False):
 
     async def _try_again(self, pod: Pod, reason: str) -> bool:
         """False where the API server did not answer. `reason` is the metric's."""
-        # A follower's refusals are none: it answers no filter. One that has just lost the lease forgets the pod, whose
-        # next filter asks the new leader.
+        # A follower has no refusals: it answers no filter. A replica that has just lost the lease forgets the pod; the next
+        # filter asks the new leader.
         if not self.writes.leads():
             return True
         try:
@@ -190,7 +191,7 @@ async def _breathe(number: int) -> None:
 
 
 def _keep(waiting: dict[PodUid, V], uid: PodUid, value: V) -> None:
-    """The oldest go: the scheduler tries them by itself after five minutes at most."""
+    """The oldest are dropped: the scheduler tries them by itself after five minutes at most."""
     waiting[uid] = value
     while len(waiting) > MAX_WAITING:
         del waiting[next(iter(waiting))]

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 TIMEOUT_S = 10.0
 MAX_ANSWER_BYTES = 32 << 20
-"""200 containers on 16 GPUs are a quarter of a megabyte; 500 decisions of 16 candidates two."""
+"""200 containers on 16 GPUs take a quarter of a megabyte; 500 decisions with 16 candidates take two megabytes."""
 MAX_DECISIONS = 500
 _EVERY_ADDRESS = {"0.0.0.0": "localhost", "::": "localhost", "": "localhost"}
 
@@ -54,7 +54,7 @@ async def read_node(agent: AgentClient) -> NodeDocument:
 async def read_decisions(
     agent: AgentClient, *, pod: str = "", namespace: str = "", limit: int = MAX_DECISIONS
 ) -> Sequence[DecisionDocument]:
-    """The newest first: of one pod where it is named. Raises AgentError, Corrupt as `read_node`."""
+    """The newest first; only those of one pod where it is named. Raises AgentError, and Corrupt like `read_node`."""
     query = {"pod": pod, "namespace": namespace, "limit": str(limit)}
     answer = await agent.get("/api/v1/decisions", {key: value for key, value in query.items() if value})
     return check_document(DecisionsDocument, answer, agent.name)["decisions"]
@@ -86,7 +86,7 @@ async def _get(session: ClientSession, url: str, timeout_s: float, path: str, qu
     except TimeoutError as e:
         late = f"no answer within {timeout_s:g} s; if the agent runs, its log has the reason"
         raise Unavailable(f"{what}: {late}") from e
-    # Before ClientError, whose subclass it is: nobody listens, which has remedies of its own.
+    # Before ClientError, its base class: nobody listens, which has its own remedies.
     except ClientConnectorError as e:
         raise Unavailable(
             f"{what}: {_reason(e.os_error)}. Is the agent running there? Its address and port are web.addr and web.port"
@@ -131,7 +131,7 @@ def _status_error(status: int, content: bytes, what: str) -> AgentError:
 
 def _json_object(content: bytes, what: str) -> dict[str, Any]:
     try:
-        # Not by msgspec, which refuses half a surrogate pair: a node's annotation may hold one.
+        # Not with msgspec, which refuses half a surrogate pair: a node's annotation may hold one.
         return msgspec.convert(json.loads(content), dict[str, Any])
     # Deeply nested brackets end in RecursionError, not in a ValueError.
     except (ValueError, RecursionError) as e:
@@ -145,7 +145,7 @@ _GET_TIMEOUT_S = 15.0
 
 
 class AgentTarget(Struct, frozen=True, kw_only=True):
-    """Whose node is meant. `server` is the agent's URL, without a last slash. `node` is a node's name;
+    """The node that is meant. `server` is the agent's URL, without a last slash. `node` is a node's name;
     `is_remote` without one means the node that the pod is on, or the only one with an agent. An empty `agent_namespace`
     means all."""
 
@@ -156,8 +156,8 @@ class AgentTarget(Struct, frozen=True, kw_only=True):
 
 
 def target_of(call: Invocation) -> AgentTarget:
-    """As the options of a command that shows a node name it: kubectl gpushare has no --server, and not every command a node
-    beside --node."""
+    """The target that the options of a command name: kubectl gpushare has no --server, and some commands take a node only by
+    --node."""
     return AgentTarget(
         server=getattr(call.options, "server", None) or "",
         node=call.options.node or getattr(call.options, "node_name", ""),
@@ -231,7 +231,7 @@ def _agent_pod(raw: Raw, usual_port: int) -> AgentPod | None:
     if pod.status.phase != "Running" or meta.deleted_at is not None or not (meta.namespace and meta.name and node):
         return None
     ports = (port for container in pod.spec.containers or () for port in container.ports if port.name == HTTP_PORT)
-    # A manifest of one's own may have left the port's name out.
+    # A custom manifest may have left the port's name out.
     port = next((one.container_port for one in ports if 0 < one.container_port < 65536), usual_port)
     return AgentPod(namespace=meta.namespace, name=meta.name, node=node, port=port)
 

@@ -1,7 +1,7 @@
 """The nodes as the API server shows them to a person's credentials, in the form of the agent's own document.
 
-For `inspect --all-nodes`: what each agent reports on its Node object is checked and added up. Of a pod only names and
-requests are read, for display: any tenant can write its annotations. A node without a list of GPUs, of an older agent or of
+For `inspect --all-nodes`: what each agent reports on its Node object is checked and added up. Only names and requests of a
+pod are read, for display: any tenant can write its annotations. A node without a list of GPUs, of an older agent or of
 gpu-manager, still has its capacity: GPUs of equal size are derived from that. Formats: docs/reference/node-facts.md,
 docs/reference/cli.md, which also has the rights that each command needs. No state; all but the lists is pure.
 """
@@ -53,7 +53,7 @@ async def open_cluster(settings: Settings) -> AsyncIterator[KubeApi]:
 async def read_cluster(api: KubeApi, settings: Settings) -> list[InspectedNode]:
     """Every node that has GPUs, by name, with what is allocated to its pods."""
     names = cluster_names(settings)
-    # Nodes first: which pods are read depends on whom the nodes report.
+    # Nodes first: the nodes' reports decide which pods are read.
     nodes, _ = await api.list_all(ALL_NODES, lambda raw: _node(raw, names))
     of_node: dict[str, list[Pod]] = {node.name: [] for node in nodes}
     reported = {uid for node in nodes for uid in node.report.allocated or ()}
@@ -90,8 +90,8 @@ def _node(raw: Raw, names: ResourceNames) -> _Node | None:
 
 
 def _pod(raw: Raw, names: ResourceNames, reported: Collection[PodUid]) -> Pod | None:
-    """A pod that asks for something of ours or has it (by NVIDIA's names); one that cannot be read has no share either, for
-    its agent reads the same."""
+    """A pod that asks for something of ours or has it (by NVIDIA's names); one that cannot be read has no share either,
+    because its agent reads the same."""
     try:
         pod = parse_pod(read_pod_json(raw), resources=names.names)
     except Corrupt:
@@ -127,8 +127,8 @@ class InspectedNode(TypedDict):
 
 
 class NodeReport(Struct, frozen=True, kw_only=True):
-    """The GPUs of one node by index, what each pod has of them (None where that is not known), and a note on what is
-    missing here. `names` have the node's size of memory blocks."""
+    """The GPUs of one node by index, what each pod has of them (None where that is not known), and a note about what is
+    missing. `names` have the node's size of memory blocks."""
 
     gpus: tuple[GpuReport, ...]
     names: ResourceNames
@@ -180,8 +180,8 @@ def _by_capacity(capacity: Mapping[str, int], names: ResourceNames, problem: str
 
 
 def report_document(node: str, report: NodeReport, pods: Sequence[Pod]) -> InspectedNode:
-    """The node in the form of the agent's document; `pods` are those of the node. A GPU's sums are the report's alone,
-    whatever the pods say; what containers without a GPU ask for is in none."""
+    """The node in the form of the agent's document; `pods` are those of the node. A GPU's sums come only from the report,
+    whatever the pods say; requests of containers without a GPU are in no sum."""
     allocated = report.allocated or {}
     charged: dict[int, Charge] = {}
     for charges in allocated.values():
@@ -207,15 +207,15 @@ def report_document(node: str, report: NodeReport, pods: Sequence[Pod]) -> Inspe
 
 
 def _containers_of(pod: Pod, charges: Mapping[int, Charge], report: NodeReport) -> list[InspectedContainer]:
-    """The report is by pod: of several containers each is shown with its request, and with all GPUs of the pod. An init
-    container is left out: the main containers take over what it has."""
+    """The report is by pod: where there are several containers, each is shown with its request and all GPUs of the pod. An
+    init container is left out: the main containers take over what it has."""
     names = report.names
     asking = [
         container for container in pod.containers if container.kind is not ContainerKind.INIT and names.asked(container)
     ]
     # With one container all of the pod's charges are its own.
     if charges and len(asking) <= 1:
-        name = asking[0].name if asking else ""  # asks under a name that is not among the settings here
+        name = asking[0].name if asking else ""  # it asks by a name that the settings here do not have
         return [_container(pod.namespace, pod.name, name, charges, _charged(charges, report))]
     remark = "the node's agent reports the GPUs of the whole pod" if len(charges) > 1 else ""
     remark = remark if charges else "the node's agent has not reported it"

@@ -1,6 +1,6 @@
-"""Reads a cluster once, with a person's own rights, as `ClusterView`: what advice about its pods is decided on.
+"""Reads a cluster once, with a person's own rights, as `ClusterView`: the base of all advice about its pods.
 
-The quota's ConfigMap, and the budgets where they are asked for, are read besides nodes and pods. Nothing is written. The
+It reads nodes, pods, the quota's ConfigMap, and the budgets where they are asked for. Nothing is written. The
 GPUs are those that agents report, as the extender reads them (extender/objects.py). State: what is read, until its end.
 """
 
@@ -80,7 +80,7 @@ class _Reader:
     def __init__(self, settings: Settings) -> None:
         self.names: ResourceNames = replace(
             cluster_names(settings), gpu=()
-        )  # of NVIDIA's units no node's object speaks
+        )  # a node's object does not show NVIDIA's units
         self._labels = settings.extender
         self._has_report = False
 
@@ -142,7 +142,7 @@ async def _read_quota(api: KubeLists, settings: Settings) -> tuple[Quota | None,
     where = settings.extender
     try:
         found, _ = await api.list_all(config_map(where.quota_namespace, where.quota_name), read_quota)
-    # A right that few have; a quota that is there and cannot be read refuses every pod, or leaves an older one in force.
+    # Few have this right. A quota that exists and cannot be read refuses every pod, or leaves an older quota in force.
     except (Rejected, NotFound, Corrupt) as error:
         return None, str(error)
     return (found[0] if found else Quota()), ""

@@ -68,14 +68,14 @@ MOST_NODES = 20
 _MAX_UID_CHARS = 128
 _BACKLOG = 16
 _NODE_PATHS = "node|history|decisions"
-"""Of an agent's API: no other path of a pod is reachable through this page."""
+"""The paths of an agent's API: no other path of a pod is reachable through this page."""
 _PROBE_S = 5.0
 _READS = 8
 """Documents of agents that are read at once, each of up to 16 MiB."""
 
 
 class _Pods(PodsFeed, kw_only=True, eq=False):
-    """With what the scheduler wrote into each waiting pod."""
+    """Also keeps what the scheduler wrote into each waiting pod."""
 
     messages: dict[PodUid, str] = field(default_factory=dict)
 
@@ -103,7 +103,7 @@ class ClusterPage:
         self._agent_namespace = agent_namespace
         self._agents: dict[str, AgentPod] = {}
         self._lost: Lost | None = None
-        self._names = names = replace(names, gpu=())  # of NVIDIA's units a node's object says nothing
+        self._names = names = replace(names, gpu=())  # a node's object does not show NVIDIA's units
         self._port = port
         metrics = ExtenderMetrics()
         policy = ClusterPolicy(names=names, share_policy=settings.placement.share_policy)
@@ -140,7 +140,8 @@ class ClusterPage:
         raise AssertionError("unreachable: the server serves until it is cancelled")
 
     async def _probe(self, api: KubeApi) -> NoReturn:
-        """Finds out within seconds that the API server is gone: a watch whose other end vanished is silent, as most are."""
+        """Finds out within seconds that the API server is gone: a watch without another end is silent, as most watches
+        are."""
         while True:
             try:
                 await api.check_answers(timeout_s=_PROBE_S)
@@ -206,7 +207,7 @@ class ClusterPage:
         }
 
     async def _show_waiting(self, request: web.Request) -> web.StreamResponse:
-        """All, or with `uid` one, and the nodes' GPUs with what each lacks."""
+        """All waiting pods; with `uid` one pod, and the nodes' GPUs with what each lacks."""
         try:
             asked = read_query(request.query, {"uid": Word(most_characters=_MAX_UID_CHARS)})
         except BadQueryError as e:
@@ -221,7 +222,7 @@ class ClusterPage:
         return json_answer(request, {**self._waiting(pod), **await self._nodes_for(pod)})
 
     def _waiting(self, pod: Pod) -> dict[str, Any]:
-        """The requests of so many containers as are planned: a pod may have thousands."""
+        """The requests of as many containers as are planned: a pod may have thousands."""
         first = replace(pod, containers=pod.containers[:MAX_ASKING])
         return {
             "uid": pod.uid,

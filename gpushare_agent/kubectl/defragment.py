@@ -27,7 +27,7 @@ _MOST_SHOWN = 20
 """GPUs of the short table; -o wide has all."""
 _HOW = (
     "Nothing was moved. For each GPU: cordon it (`gpushare-agent cordon` on its node), evict its pods, so that their "
-    "controllers make them again elsewhere, and uncordon it. A moved pod starts anew."
+    "controllers make them again elsewhere, and uncordon it. A moved pod starts again."
 )
 
 

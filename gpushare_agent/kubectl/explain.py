@@ -67,7 +67,7 @@ CLAIM_ADVICE = {
 
 
 def decision_parts(decision: DecisionDocument, width: int) -> list[RenderableType]:
-    """Everything about one decision; in few columns without bars, for else the verdicts are broken."""
+    """Everything about one decision; in few columns without bars, because otherwise the verdicts are broken."""
     lines = [_title(decision), *_facts(decision)]
     candidates = decision["candidates"]
     bar_width = _BAR if width >= _WIDTH_WITH_BARS else 0
@@ -163,8 +163,8 @@ async def run(call: Invocation) -> int:
     named, slash, pod = options.pod.rpartition("/")
     if named in ("pod", "pods", "po"):  # kubectl's TYPE/NAME
         slash = ""
-    # The agent searches its decisions by name alone; through the API server the pod is fetched first, for which a
-    # namespace is needed, kubectl's own default.
+    # The agent searches its decisions by name alone; through the API server the pod is fetched first, which needs a
+    # namespace: kubectl's own default.
     is_in_default = (target.is_remote or target.node) and not options.all_namespaces
     namespace = (named if slash else options.namespace) or ("default" if is_in_default else "")
     if target.is_remote and not target.node:

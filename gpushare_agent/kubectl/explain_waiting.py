@@ -32,7 +32,7 @@ SCHEMA = 2
 _MOST_ASKED = 10
 _MOST_REASONS = 3
 _MOST_BLOCKS = 1_000_000
-"""Of memory that a pod may mean: 1 Mi of bytes is more."""
+"""The most memory blocks that a pod may mean: 1 Mi of bytes is more."""
 
 
 async def explain_waiting(api: KubeApi, settings: Settings, raw: Raw, *, form: Form) -> int:
@@ -43,7 +43,7 @@ async def explain_waiting(api: KubeApi, settings: Settings, raw: Raw, *, form: F
     try:
         read = await read_cluster_view(api, settings)
     except AgentError as error:
-        # Whoever may read his namespace alone still sees what the scheduler wrote, and which right is missing.
+        # A user who may only read one namespace still sees what the scheduler wrote, and which right is missing.
         raise Unavailable(
             f"pod {name} is on no node yet. {_why_on_no_node(pod, needs, settings)} What would let it start now is "
             f"worked out from all nodes and pods, and: {error}"
@@ -57,7 +57,7 @@ async def explain_waiting(api: KubeApi, settings: Settings, raw: Raw, *, form: F
     if known.pod.node_name:
         raise Unavailable(f"pod {name} went to node {known.pod.node_name} just now: ask again")
     found = waiting(read.view, known.pod)
-    # Of the pod as it is: the cluster's view keeps only what placement reads.
+    # From the pod as it is: the cluster's view keeps only what placement reads.
     mistyped = mistyped_annotations(pod.meta.annotations)
     reasons = _reasons(read, known)
     unchecked = _unchecked(read, known, found)
@@ -82,7 +82,7 @@ async def explain_waiting(api: KubeApi, settings: Settings, raw: Raw, *, form: F
 
 
 def _is_mistyped(pod: PodJson, settings: Settings) -> bool:
-    """Bytes for blocks, or a name beside one of the agents': no change of the size would help."""
+    """Bytes for blocks, or a name close to one of the agents': no change of the size would help."""
     names = settings.resources
     own = [names.vcore, names.vmemory]
     for one in (*(pod.spec.init_containers or ()), *(pod.spec.containers or ())):
@@ -95,8 +95,8 @@ def _is_mistyped(pod: PodJson, settings: Settings) -> bool:
 
 
 def _why_on_no_node(pod: PodJson, needs: PodNeeds, settings: Settings) -> str:
-    """The request beside what agents offer: the scheduler refuses a misspelt resource, and bytes for blocks, without a
-    word of the cause."""
+    """The request next to what agents offer: the scheduler refuses a misspelt resource, and bytes for blocks, without a word
+    of the cause."""
     names = settings.resources
     containers = (*(pod.spec.init_containers or ()), *(pod.spec.containers or ()))
     asked = sorted({f"{name}: {count}" for one in containers for name, count in one.limits.items() if "/" in name})
@@ -112,7 +112,7 @@ def _why_on_no_node(pod: PodJson, needs: PodNeeds, settings: Settings) -> str:
 
 
 def _said(message: str, needs: PodNeeds) -> str:
-    """The scheduler's words; without any, which one has the pod to place."""
+    """The scheduler's words; where there are none, the scheduler that has to place the pod."""
     if message or needs.scheduler == DEFAULT_SCHEDULER:
         return plain(message or "nothing so far")
     return f"nothing so far; the pod's schedulerName is {plain(needs.scheduler)}: that scheduler alone may place it"
@@ -181,7 +181,7 @@ def _lines(
         lines.append(_line("", f"and {counted(more_reasons, 'more reason')}: -o json"))
     if found.others:
         free = [f"{text} ({counted(count, 'node')})" for text, count in list(found.others.items())[:_MOST_REASONS]]
-        lines.append(_line("besides", f"nodes with room on their GPUs are refused: {'; '.join(free)}"))
+        lines.append(_line("also", f"nodes with room on their GPUs are refused: {'; '.join(free)}"))
     if not found.changes:
         lines.append(_line("to start", "no single change was found that would let it start now"))
     else:

@@ -120,7 +120,7 @@ def _gpus_table(nodes: Sequence[SummedNode], *, is_wide: bool) -> RenderableType
             cores = "whole" if is_given_whole(gpu) else cores
             rows.append([name, gpu_label(gpu), gpu["name"] or "-", *more, health, cores, memory, reason])
         cores, memory = _amounts(node["totals"])
-        # Without a GPU's row, which has it, the row of sums is all that names the node.
+        # Where no GPU's row names the node, only the row of sums does.
         whose = "" if node["gpus"] else node["node"]
         rows.append(
             [whose, "all", "", *("" for _ in uuid), "", Text(cores, style="bold"), Text(memory, style="bold"), ""]
@@ -208,7 +208,7 @@ async def run(call: Invocation) -> int:
 
 
 def reported_part(gpu: GpuDocument) -> ReportedGpu:
-    """The part of an agent's GPU that `inspect` shows: all but its use."""
+    """The part of an agent's GPU that `inspect` shows: everything but its use."""
     return cast("ReportedGpu", {name: gpu[name] for name in ReportedGpu.__annotations__ if name in gpu})  # type: ignore[literal-required]
 
 

@@ -17,7 +17,7 @@ _NO_FILES = ":4"
 
 
 def complete(argv: Sequence[str] | None = None) -> int:
-    """Answers kubectl's completion, for the words behind `kubectl gpushare`; the last is unfinished, perhaps empty."""
+    """Answers kubectl's completion of the words after `kubectl gpushare`; the last is unfinished, perhaps empty."""
     from gpushare_agent.core.cli.completion import completions
 
     words = list(sys.argv[1:] if argv is None else argv)

@@ -51,14 +51,14 @@ BARS = {SM_BAR: SM, MEMORY_BAR: MEMORY_COLUMN}
 BAR_WIDTH, SHORT_BAR_WIDTH = 10, 6
 MIN_FIRST_WIDTH = 15
 PAID = "*"
-"""Behind the compute of a container that the driver does not say."""
+"""Follows the compute of a container that the driver does not report."""
 PAID_NOTE = "* paid, as libgpushare counts: of several that compute the driver's samples name one"
 SHORT_STATE_WIDTH = len("Unhealthy")
 REASON_INDENT = "    "
 
 
 class Choice(Struct, frozen=True, kw_only=True):
-    """What of the node is shown, and in which order. `filter` is a part of NAMESPACE/POD/CONTAINER."""
+    """The part of the node that is shown, and its order. `filter` is a part of NAMESPACE/POD/CONTAINER."""
 
     sort: Sort = "gpu"
     filter: str = ""
@@ -137,7 +137,7 @@ def gpu_lines(gpu: documents.GpuDocument, width: int, state: str = "") -> list[L
         style=health_style(state),
     )
     text_width = max(1, width - len(REASON_INDENT))
-    # Of the document's state: with `state` the caller has only replaced the word.
+    # By the document's state: with `state` the caller has only replaced the word.
     style = health_style(health_word(gpu))
     reasons = [part for reason in health_reasons(gpu) for part in textwrap.wrap(reason, text_width)]
     return [line, *(Line(cells={FIRST: REASON_INDENT + part}, style=style) for part in reasons)]
@@ -267,7 +267,7 @@ def _cell(line: Line, name: str, width: int) -> Text:
 
 
 def _row(cells: Mapping[str, Text], widths: Mapping[str, int], *, style: str) -> Text:
-    """Not by rich's Table, which has no row of one cell over all columns."""
+    """Not with rich's Table, which has no row of one cell over all columns."""
     row = Text(style=style, no_wrap=True, overflow="crop")
     for name, cell in cells.items():
         cell.truncate(widths[name], overflow="ellipsis")
@@ -296,7 +296,7 @@ def heading(document: documents.NodeDocument, width: int = PIPE_WIDTH) -> list[T
 
 
 def together(gpus: Sequence[documents.GpuDocument]) -> list[str]:
-    """Use is a part of all GPUs together; of those without a sample it is not known, and they count as idle."""
+    """Use is a part of all GPUs together. GPUs without a sample count as idle."""
     usages = [gpu["usage"] for gpu in gpus if gpu["usage"]]
     busy = [ratio for usage in usages if (ratio := usage.get("sm_ratio")) is not None]
     used = [size for usage in usages if (size := usage.get("memory_used_bytes")) is not None]

@@ -112,7 +112,7 @@ def test_a_shared_gpu_is_given_to_nobody_whole(share: dict[str, int]) -> None:
     world = node(gpus=1)
     admitted(world, "share", asks(**share))
     assert healthy(world, GPU) == {0: 0}
-    assert "only 0 of 1 GPUs are wholly free, 1 wanted" in refused(world, "whole", asks(gpu=1))
+    assert "only 0 of 1 GPUs are entirely free, 1 wanted" in refused(world, "whole", asks(gpu=1))
 
 
 @pytest.mark.parametrize("replicas", [(), (("*", 3),)])

@@ -87,7 +87,7 @@ def test_half_free_on_two_gpus_is_no_whole_gpu() -> None:
     whole = pod("whole", container(cores=100), node_name="")
     answer = cluster.filter(whole, ["a", "b"])
     assert answer.fitting == []
-    assert answer.failed == dict.fromkeys(["a", "b"], "only 0 of 2 GPUs are wholly free, 1 wanted")
+    assert answer.failed == dict.fromkeys(["a", "b"], "only 0 of 2 GPUs are entirely free, 1 wanted")
     cluster.remove_pod(PodUid("uid-half-1-0"))
     assert cluster.filter(whole, ["a", "b"]).fitting == ["b"]
 

@@ -199,7 +199,7 @@ def test_a_cordoned_gpu_is_away_with_the_operators_reason_however_well_it_is() -
     health = GpuHealth(cordon="new fan")
     assert offered(WELL, health, POLICY).unhealthy_reason == "cordoned: new fan"
     failed = polled(health, (0, bad()))
-    assert why_not_offered(failed, POLICY).startswith("cordoned: new fan; besides, fell off the bus")
+    assert why_not_offered(failed, POLICY).startswith("cordoned: new fan; also, fell off the bus")
     back = polled(failed, (10, WELL), (20, WELL), (30, WELL))
     assert (back.state, back.cordon) == (HealthState.HEALTHY, "new fan")
     assert is_offered(uncordoned(back, POLICY, 31))

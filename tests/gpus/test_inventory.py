@@ -46,7 +46,7 @@ def test_an_unhealthy_reason_is_reported_apart_from_a_cordon() -> None:
     state.cordon(FIRST, "fan")
     state.cordon(SECOND, "smoke")
     assert alone and state.unhealthy_reasons == {SECOND: alone}
-    assert reasons(state) == ["cordoned: fan", f"cordoned: smoke; besides, {alone}"]
+    assert reasons(state) == ["cordoned: fan", f"cordoned: smoke; also, {alone}"]
 
 
 def test_events_of_many_gpus_are_one_change_and_their_meanings_are_counted() -> None:

@@ -104,7 +104,7 @@ def _as_offered(gpu: Gpu, cordoned: Mapping[GpuUuid, str]) -> Gpu:
     if gpu.uuid not in cordoned:
         return gpu
     reason = why_not_offered(GpuHealth(cordon=cordoned[gpu.uuid]), HealthPolicy())
-    besides = f"; besides, {gpu.unhealthy_reason}" if gpu.unhealthy_reason else ""
+    besides = f"; also, {gpu.unhealthy_reason}" if gpu.unhealthy_reason else ""
     return replace(gpu, health=Health.UNHEALTHY, unhealthy_reason=reason + besides)
 
 

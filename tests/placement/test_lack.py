@@ -253,7 +253,7 @@ def check_links(
         ([gpu(0), gpu(1)], Request(cores=300), RefusalReason.NOT_ENOUGH_CORES,
          "the node has 2 healthy GPUs, 3 whole wanted"),
         ([gpu(0, cores=50), gpu(1)], Request(cores=200), RefusalReason.NOT_ENOUGH_CORES,
-         "only 1 of 2 GPUs is wholly free, 2 wanted"),
+         "only 1 of 2 GPUs is entirely free, 2 wanted"),
         ([gpu(0), gpu(1, blocks=0)], Request(cores=100, blocks=BLOCKS + 1), RefusalReason.NOT_ENOUGH_MEMORY,
          "the largest GPU has 24 GiB in all"),
         ([gpu(0, cores=60), gpu(1, cores=70)], Request(cores=80, blocks=1), RefusalReason.FRAGMENTED,

@@ -228,8 +228,13 @@ def test_too_few_free_gpus_around_an_init_containers_one_are_refused_as_such() -
             ["the node has 2 healthy GPUs, 3 whole wanted", "at most 200 cores"],
         ),
         (100, 97, RefusalReason.NOT_ENOUGH_MEMORY, ["the largest GPU has", "24 GiB"]),
-        (200, 0, RefusalReason.NOT_ENOUGH_CORES, ["only 0 of 2 GPUs are wholly free, 2 wanted"]),
-        (100, 0, RefusalReason.FRAGMENTED, ["only 0 of 2 GPUs are wholly free, 1 wanted", "130 cores are free on all"]),
+        (200, 0, RefusalReason.NOT_ENOUGH_CORES, ["only 0 of 2 GPUs are entirely free, 2 wanted"]),
+        (
+            100,
+            0,
+            RefusalReason.FRAGMENTED,
+            ["only 0 of 2 GPUs are entirely free, 1 wanted", "130 cores are free on all"],
+        ),
     ],
 )
 def test_a_refusal_says_what_was_asked_what_is_free_and_what_to_do(
@@ -262,7 +267,7 @@ def test_free_gpus_that_are_too_small_are_a_matter_of_memory() -> None:
 def test_one_gpu_is_named_in_the_singular() -> None:
     """The text is what the user reads in the pod's status."""
     answer = refused(Request(cores=100, blocks=0), [gpu(0, cores=50)])
-    assert "only 0 of 1 GPUs are wholly free, 1 wanted." in answer.detail
+    assert "only 0 of 1 GPUs are entirely free, 1 wanted." in answer.detail
 
 
 @pytest.mark.parametrize("gpus", [[], [gpu(0, healthy=False), gpu(1, healthy=False)]])

@@ -1,4 +1,4 @@
-"""A ResourceClaim from the API server's JSON: what of it is allocated by this driver. Pure, and never trusted.
+"""A ResourceClaim from the API server's JSON: what this driver allocated of it. Pure, and never trusted.
 
 Format: resource.k8s.io/v1 ResourceClaim. The opaque configuration is ShareConfig, or NVIDIA's (gpu_config.py):
 
@@ -57,7 +57,7 @@ class ShareConfig(Struct, frozen=True, kw_only=True):
 
 class DevicePart(Struct, frozen=True, kw_only=True):
     """What a claim has of one device. `request` as in the claim, `a` or `a/b` of a list of alternatives. `cores` are percent
-    of the GPU. `is_admin`: by admin access, all of the GPU beside whoever has it; nothing is charged, so both are 0.
+    of the GPU. `is_admin`: by admin access, all of the GPU next to whoever has it; nothing is charged, so both are 0.
     `is_unlimited`: by the setting dra.consumable_shares, without a size of its own; both are 0 too."""
 
     request: str
@@ -87,7 +87,7 @@ class ClaimResult(DevicePart, frozen=True, kw_only=True):
 
 class AllocatedClaim(Struct, frozen=True, kw_only=True):
     """A claim with the results that are this driver's on this node, in the claim's order. `shown_as` is its name in the
-    pod that it was made for, else its own. `users` are the pods for which it is reserved, name and UID; `owner` is the
+    pod that it was made for, else its own name. `users` are the pods for which it is reserved, name and UID; `owner` is the
     pod that it was made for, None where it is no pod's own."""
 
     ref: ClaimRef
@@ -107,7 +107,7 @@ def is_claim_uid(text: str) -> bool:
 
 
 class ClaimPolicy(Struct, frozen=True, kw_only=True):
-    """What of the settings bears on a claim: NVIDIA's configuration is read, and a claim may be without a size."""
+    """The settings that concern a claim: NVIDIA's configuration is read, and a claim may be without a size."""
 
     nvidia_names: bool = False
     has_unlimited: bool = False
@@ -260,7 +260,7 @@ def _configs(
                 continue
             if one.opaque.driver == driver:
                 yield requests, read_config(one.opaque.parameters)
-            # Of another request's device NVIDIA's own driver may read it: a claim can be of both.
+            # NVIDIA's own driver may read it for another request's device: a claim can be of both.
             elif policy.nvidia_names and one.opaque.driver == NVIDIA_DRIVER and (not requests or requests & mine):
                 found = read_gpu_config(one.opaque.parameters)
                 yield requests, ShareConfig(isolation=found.isolation, mps=found.mps)

@@ -20,7 +20,7 @@ from gpushare_agent.core.placement.topology import components
 UNHEALTHY_TAINT = "gpushare-agent/unhealthy"
 CORDONED_TAINT = "gpushare-agent/cordoned"
 MAX_TEXT_CHARS = 64
-"""Of a string attribute."""
+"""The longest string attribute."""
 NVIDIA_DRIVER = "gpu.nvidia.com"
 NVIDIA_MEMORY = f"{NVIDIA_DRIVER}/memory"
 """The name of NVIDIA's DRA driver: the domain of its attributes, and of its configuration in claims."""
@@ -34,7 +34,7 @@ _NVIDIA_ATTRIBUTES = (
     "cudaComputeCapability",
     "index",
 )
-"""Those of ours that have the same name and the same value there; `index` in its examples alone."""
+"""Our attributes that have the same name and value there; `index` only in its examples."""
 _DEVICE_NAME = re.compile(r"gpu-([0-9]{1,4})")
 _ARCHITECTURES = {7: "Volta", 8: "Ampere", 9: "Hopper", 10: "Blackwell", 12: "Blackwell"}
 _ARCHITECTURES_BY_MINOR = {(7, 5): "Turing", (8, 9): "Ada Lovelace"}
@@ -42,7 +42,7 @@ _NOT_IN_A_VALUE = re.compile(r"[^A-Za-z0-9._-]+")
 
 
 class DevicePolicy(Struct, frozen=True, kw_only=True):
-    """What of the settings bears on the slice. `isolation` is the node's own, `memory_by` and `compute_by` what limits them
+    """The settings that concern the slice. `isolation` is the node's own, `memory_by` and `compute_by` what limits them
     under it (isolation/kept.py). `shares` is the setting dra.consumable_shares."""
 
     block_mib: int
@@ -66,7 +66,7 @@ def device_index(name: str) -> int | None:
 
 
 def capacity_mib(gpu: Gpu, block_mib: int) -> int:
-    """The memory that claims can have: whole blocks, for the default must be a multiple of the step."""
+    """The memory that claims can have: whole blocks, because the default must be a multiple of the step."""
     return gpu.memory_mib // block_mib * block_mib
 
 
@@ -85,7 +85,7 @@ def slice_devices(
     sign = -1 if policy.order == "binpack" else 1
 
     def key(gpu: Gpu) -> tuple[int, int, int]:
-        # Memory too, for a share may take that alone (`cores: "0"`).
+        # Memory too, because a share may take that alone (`cores: "0"`).
         charge = charges.get(gpu.uuid, NO_CHARGE)
         return sign * charge.cores, sign * charge.blocks, gpu.index
 
@@ -184,8 +184,8 @@ def _value(reason: str) -> str:
 
 def link_groups(topology: Topology) -> dict[str, dict[int, str]]:
     """The group of each GPU, by attribute and by index: GPUs joined by NVLink (directly or through others), and by PCIe
-    switches alone. A GPU that is alone has no such attribute, so matchAttribute does not take it. Of two GPUs with an
-    NVLink the driver does not report the PCIe path, so they are in no common group by it unless through a third GPU."""
+    switches alone. A GPU that is alone has no such attribute, so matchAttribute does not take it. The driver does not report
+    the PCIe path of two GPUs with an NVLink, so they have a common group only through a third GPU."""
     return {
         "nvlinkGroup": _connected(topology, "nvlink", {LinkKind.NVLINK}),
         "pcieSwitchGroup": _connected(topology, "pcie", {LinkKind.PIX, LinkKind.PXB}),
@@ -210,7 +210,7 @@ def _version(text: str) -> str:
 
 
 def quantity(mib: int) -> str:
-    """MiB in the canonical form of a Kubernetes quantity: the greatest binary unit of which it is a multiple."""
+    """MiB in the canonical form of a Kubernetes quantity: the greatest binary unit that divides it."""
     for unit in ("Mi", "Gi", "Ti"):
         if mib % 1024 or unit == "Ti":
             return f"{mib}{unit}"

@@ -9,8 +9,8 @@
         defaultPinnedDeviceMemoryLimit: 10Gi       # of every GPU that the configuration is for
         defaultPerDevicePinnedMemoryLimit: {"0": 8Gi}   # by UUID, or by place among them in order of UUID
 
-Source: api/nvidia.com/resource/v1beta1 of the driver. Every field is used or refused: one that was passed over would be a
-limit that is lost.
+Source: api/nvidia.com/resource/v1beta1 of the driver. Every field is used or refused: a field that was passed over would be
+a lost limit.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _KINDS = {
     "ComputeDomainDaemonConfig": "compute domains are NVIDIA's driver's",
 }
 MAX_DEVICES = 128
-"""Of a list of limits; a claim has 32 devices."""
+"""The longest list of limits; a claim has 32 devices."""
 
 
 class MpsLimits(Struct, frozen=True, kw_only=True):
@@ -61,7 +61,7 @@ class MpsLimits(Struct, frozen=True, kw_only=True):
 
 
 class GpuConfig(Struct, frozen=True, kw_only=True):
-    """Without a strategy both are as if there were no configuration."""
+    """Without a strategy, both are as without a configuration."""
 
     isolation: str = ""
     mps: MpsLimits | None = None

@@ -118,7 +118,7 @@ def whole_number(least: int, most: int) -> Callable[[str], int]:
 
 
 def no_rest(argv: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
-    """For a command whose words are all its own."""
+    """For a command that takes all words itself."""
     return argv, ()
 
 
@@ -197,7 +197,7 @@ class Command(Struct, frozen=True, kw_only=True):
         _refuse_mistyped(parser, unknown, all_keys() if self.settings is not None else ())
         if self.settings is None and unknown:
             parser.error(f"unrecognized arguments: {' '.join(unknown)}")
-        # load_settings reports the unknown beside the other mistakes.
+        # load_settings reports the unknown with the other mistakes.
         return Invocation(program=program, options=options, flags=[*flags, *unknown], rest=rest, environ=environ)
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
@@ -249,7 +249,7 @@ def _refuse_mistyped(parser: argparse.ArgumentParser, unknown: Sequence[str], se
 
 
 def _long_options(parser: argparse.ArgumentParser) -> set[str]:
-    """The parser's long options, its subcommands' too."""
+    """The parser's long options, and those of its subcommands."""
     found: set[str] = set()
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
@@ -372,7 +372,7 @@ def _print_in_any_encoding() -> None:
 
 
 def _stand_in(error: UnicodeError) -> tuple[str, int]:
-    """One ASCII letter for each that cannot be encoded: the columns of a table stay where they are."""
+    """One ASCII letter for each letter that cannot be encoded: the columns of a table stay where they are."""
     if not isinstance(error, UnicodeEncodeError):
         raise error
     letters = error.object[error.start : error.end].translate(_STAND_INS)

@@ -2,7 +2,7 @@
 
 The script is a few lines of argcomplete's; on Tab it runs the program with the variable `_ARGCOMPLETE`. The program then
 builds the parser of the command that is typed, so that the answer is always that of the installed version. kubectl asks
-`kubectl_complete-gpushare` in place of a script (kubectl/plugin.py). No state.
+`kubectl_complete-gpushare` instead of a script (kubectl/plugin.py). No state.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def answer_shell(line: CommandLine) -> int:
 
 
 def completions(line: CommandLine, words: Sequence[str]) -> list[str]:
-    """What the last of `words`, those behind the program's name, may become. No names of files."""
+    """The possible completions of the last of `words`, which follow the program's name. No names of files."""
     *before, last = words or [""]
     flag, equals, _ = last.partition("=")
     if last.startswith("-") and equals:  # argcomplete expects the option itself before a value behind "="
@@ -51,7 +51,7 @@ def completions(line: CommandLine, words: Sequence[str]) -> list[str]:
 
 
 def _parser(line: CommandLine, words: Sequence[str]) -> argparse.ArgumentParser:
-    """All commands, with the options of the one that is typed: those of all of them would take seconds to import."""
+    """All commands, and the options of the one that is typed: importing the options of all would take seconds."""
     parser = argparse.ArgumentParser(prog=line.program, allow_abbrev=False)
     parser.add_argument("--version", action="store_true")
     commands = parser.add_subparsers()

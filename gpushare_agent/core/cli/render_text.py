@@ -1,4 +1,4 @@
-"""What the commands' output has in common: JSON, YAML, tables, sizes, text that a terminal can take, and progress.
+"""The common parts of the commands' output: JSON, YAML, tables, sizes, text that a terminal can take, and progress.
 
 Names of pods, GPUs and reasons come from elsewhere: control characters in them never reach the terminal.
 """
@@ -25,7 +25,7 @@ from gpushare_agent.core.node_report.reported import NO_REASON
 
 
 class ShownContainer(TypedDict):
-    """What is asked of a container in any document."""
+    """What every document states about a container."""
 
     namespace: str
 
@@ -128,7 +128,7 @@ def gib(size_bytes: float | None) -> str:
         return "-"
     size = size_bytes / GIB
     digits = 0 if size >= 100 else (1 if size >= 10 else 2)
-    # Not `g` alone: who asks for bytes in blocks has 1073741824 GiB, no 1.07374e+09.
+    # Not `g` alone: a request for bytes in blocks is 1073741824 GiB, not 1.07374e+09.
     return f"{round(size, digits):.15g}"
 
 
@@ -208,7 +208,7 @@ def is_unhealthy(gpu: ReportedGpu) -> bool:
 
 
 def health_word(gpu: ReportedGpu) -> str:
-    """The state of a GPU of the node's document: Healthy, Cordoned, Unhealthy, or both of these."""
+    """The state of a GPU in the node's document: Healthy, Cordoned, Unhealthy, or the last two together."""
     return ", ".join(word for word, _ in _words_with_reasons(gpu)) or "Healthy"
 
 
@@ -216,7 +216,7 @@ def health_reasons(gpu: ReportedGpu) -> list[str]:
     """Why, where a reason is known: the operator's words and what is wrong with the GPU itself. Where a GPU is both, each
     begins with its word."""
     reported = {word: reason for word, reason in _words_with_reasons(gpu) if reason}
-    # Two reasons beside each other would not say which is the operator's.
+    # Two reasons next to each other would not say which is the operator's.
     if is_cordoned(gpu) and is_unhealthy(gpu):
         return [f"{word}: {reason}" for word, reason in reported.items()]
     return list(reported.values())
@@ -242,13 +242,13 @@ def out_of_service(gpus: Sequence[ReportedGpu]) -> str:
 
 
 Report = Callable[[str, int, int], None]
-"""What is done, how much of it, of how much."""
+"""What is done, and how much of how much."""
 LINE_PERIOD_S = 5.0
 
 
 @contextlib.contextmanager
 def progress(unit: str) -> Iterator[Report]:
-    """For what is counted in `unit`. The bars are gone with the block."""
+    """Progress that is counted in `unit`. The bars disappear with the block."""
     # Not standard output, which is often a file while the person watches.
     if not sys.stderr.isatty():
         yield _lines(unit)

@@ -1,4 +1,4 @@
-"""A terminal's whole screen, drawn anew after each change: a head, a body that scrolls, a foot. For `top` and the sandbox.
+"""A terminal's whole screen, drawn again after each change: a head, a body that scrolls, a foot. For `top` and the sandbox.
 
 State owned: the terminal's mode, put back at the end, and the first line of the body that is shown.
 """
@@ -129,7 +129,7 @@ class Screen:
 
     def _read_keys(self, stdin: int) -> None:
         try:
-            # Not sys.stdin, whose buffer would keep keys of which the loop hears nothing.
+            # Not sys.stdin, whose buffer would keep keys from the loop.
             keys = os.read(stdin, _KEYS_AT_ONCE).decode("ascii", "replace")
         except OSError:
             keys = ""

@@ -102,7 +102,7 @@ _MAX_ID = 2**53
 PROFILE = re.compile(r"(?:(?P<ci>\d)c\.)?(?P<gi>\d)g\.(?P<gb>\d{1,3})gb(?:[+-][a-z.]{2,6})?")
 """A MIG profile's name."""
 MAX_INSTANCES = 7
-"""Of one GPU."""
+"""The instances of one GPU."""
 
 _Index = Annotated[int, Meta(ge=0, le=MAX_GPUS - 1)]
 _Id = Annotated[int, Meta(ge=1, le=_MAX_ID)]
@@ -180,7 +180,7 @@ _IDLE_MEMORY_HERTZ, _BUSY_MEMORY_HERTZ = 405e6, 1_215e6
 _PCIE_BYTES_PER_SECOND = 2e9
 """Received at full load; a quarter of it is sent."""
 _MEMORY_PER_SM = 0.6
-"""Of the memory's time, for each part of the SMs' time, where the file does not give it."""
+"""The memory's part of time for each part of the SMs' time, where the file does not give it."""
 _CAPPED_FROM = 0.97
 
 
@@ -227,7 +227,7 @@ def parse_usage(text: str) -> Usage:
     """Raises ValueError."""
     found = _decoded(text, _USAGE).processes
     twice = [place for place, count in Counter((one.gpu, one.pid) for one in found).items() if count > 1]
-    # Twice is a mistake of whoever writes the file: the sum of both is what no driver shows.
+    # Two equal entries are a mistake in the file: no driver shows their sum.
     if twice:
         raise ValueError(f"process {twice[0][1]} is on GPU {twice[0][0]} twice")
     return found

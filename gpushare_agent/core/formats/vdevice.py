@@ -32,11 +32,11 @@ SOCKET_NAME = "vcuda.sock"
 CONFIG_NAME = "vcuda.config"
 PIDS_NAME = "pids.config"
 GPUSHARE_CONFIG_NAME, USAGE_NAME = "gpushare.config", "usage"
-"""Of isolation gpushare alone. The tenant writes `usage`."""
+"""Only for isolation gpushare. The tenant writes `usage`."""
 
 CONFIG_BYTES = 8240
 MAX_PIDS = 1024
-"""The library's array holds so many."""
+"""The size of the library's array."""
 
 _CONFIG = struct.Struct("<48si4044x4096s16sQiiiii4x")
 _MAX_INT32 = 2**31 - 1

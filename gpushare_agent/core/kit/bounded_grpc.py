@@ -43,14 +43,13 @@ _HEADER_BYTES = 8 * 1024
 _READ_BYTES = 256
 """A call that is begun and reset has 32 bytes: at most 8 of them are handled before other sockets are served."""
 _READING_COST_S = 0.00008
-"""What a reading costs besides the handling of its content: the loop's turn, and the kernel's copy."""
+"""The cost of a reading without the handling of its content: the loop's turn, and the kernel's copy."""
 _CALL_COST_S = 0.0002
-"""What a call costs besides the reading: its task, and the end of it. What its handler costs is the handler's to
-charge."""
+"""The cost of a call without the reading: its task, and the end of it. The handler charges its own cost."""
 _CONNECTION_COST_S = 0.0002
-"""What a connection costs besides what is measured: the loop's turns for accept, begin and end, and the kernel's close."""
+"""The cost of a connection without what is measured: the loop's turns for accept, begin and end, and the kernel's close."""
 _LEAST_PAUSE_S = 0.05
-"""Of a socket over its budget: a pause after each reading would cost more turns of the loop than are charged."""
+"""The pause of a socket over its budget: one after each reading would cost more turns of the loop than are charged."""
 
 
 class ServerLimits(Struct, frozen=True, kw_only=True):
@@ -238,7 +237,7 @@ class _Bounded(Connection, asyncio.BufferedProtocol):
         self._idle = self._loop.call_later(after_s, self._cut_off_if_idle)
 
     def _cut_off_if_idle(self) -> None:
-        """Cuts off who made no call: only a new one counts as activity: pings and pieces of a request cost a peer
+        """Cuts off a peer without a call. Only a new call counts as activity: pings and pieces of a request cost a peer
         nothing."""
         # grpclib records it in time.monotonic(), which is the loop's clock too
         last = self.connection.last_stream_created or self._made_at

@@ -41,7 +41,7 @@ class DaemonThread:
         self._overdue_at = 0.0
 
     async def call(self, blocking: Callable[[], T], what: str, timeout_s: float) -> T:
-        """What `blocking` returns or raises. Cancelled, the call goes on in its thread and its result is dropped.
+        """What `blocking` returns or raises. A cancelled call goes on in its thread and its result is dropped.
 
         Raises Unavailable: no answer in time, or an earlier call is overdue. `what` names the call in the message.
         """
@@ -51,7 +51,7 @@ class DaemonThread:
             async with asyncio.timeout(timeout_s), self._lock:
                 await self._wait_for_earlier(what)
                 answer = self._start(blocking, what)
-                # Of the call, not of its caller: it goes on also where nobody waits for it any more.
+                # The time is the call's, not its caller's: the call goes on also where nobody waits for it any more.
                 self._overdue_at = time.monotonic() + timeout_s
                 await asyncio.wait({answer})  # leaves the call alone when this waiting is cancelled
         except TimeoutError as error:

@@ -1,7 +1,7 @@
 """Directories and whole files, relative to directory descriptors: no step follows a symbolic link.
 
-What is in the place of something of another kind is replaced (`clear_path`, which logs it); a link itself is
-removed, never what it leads to. Errors are OSErrors, for the adapter to rename. No state.
+A file of the wrong kind is replaced (`clear_path`, which logs it); a link itself is removed, never its target. Errors are
+OSErrors; the adapter renames them. No state.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def opened(name: str | Path, directory: int | None, flags: int) -> Iterator[int]
 
 @contextmanager
 def made_directory(parent: int, name: str, mode: int = DIRECTORY_MODE) -> Iterator[int]:
-    """The directory `name`, made if need be and in place of anything else, with `mode`."""
+    """The directory `name`, with `mode`. It is made if need be and replaces anything else."""
     # Looked at before it is opened: a pipe in its place would block an open, a link would lead elsewhere.
     status = status_of(parent, name)
     if status is not None and not stat.S_ISDIR(status.st_mode):
@@ -56,7 +56,7 @@ def made_directory(parent: int, name: str, mode: int = DIRECTORY_MODE) -> Iterat
 
 
 def clear_path(directory: int, name: str) -> None:
-    """Removes what is in the place of something of another kind."""
+    """Removes a file of the wrong kind."""
     log.warning("path_replaced", name=name, directory=str(Path(f"/proc/self/fd/{directory}").readlink()))
     remove_tree(directory, name)
 
@@ -70,7 +70,7 @@ def replace_file(directory: int, name: str, content: bytes, *, is_synced: bool =
         return False
     if status is not None and not stat.S_ISREG(status.st_mode):
         clear_path(directory, name)
-    # A random name: a tenant who can write to the directory cannot have a link wait there (O_EXCL besides).
+    # A random name: a tenant who can write to the directory cannot have a link wait there. O_EXCL guards it too.
     new = f"{NEW_PREFIX}{secrets.token_hex(8)}"
     file = os.open(new, _NEW_FILE, FILE_MODE, dir_fd=directory)
     try:

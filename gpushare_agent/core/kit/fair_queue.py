@@ -8,15 +8,15 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 TURNS_OF_THE_LIMIT = 4
-"""So many times `limit` tenants are remembered after their turn."""
+"""This many times `limit` tenants are remembered after their turn."""
 
 
 class FairQueue(Generic[T]):
     """Tenants take turns, within a tenant its subjects (of a namespace the pods), and a subject's items keep their order.
 
-    Where more than `limit` items wait, the newest one of whoever has most is dropped. Of those with as many it is one that
-    had a turn lately, so that somebody with more namespaces than `limit` keeps nobody new out; then who puts the item. A put
-    takes time in proportion to `limit` then.
+    Where more than `limit` items wait, the newest item of the tenant with the most is dropped. Among equals it is a tenant
+    that had a turn lately, so that somebody with more namespaces than `limit` keeps nobody new out; then the one that puts
+    the item. A put takes time in proportion to `limit` then.
     """
 
     def __init__(self, limit: int) -> None:
@@ -36,7 +36,7 @@ class FairQueue(Generic[T]):
         self._len += 1
         if self._len <= self._limit:
             return None
-        # of those that are equal the one whose turn is last
+        # among equals the one whose turn is last
         name, subjects = max(
             reversed(self._tenants.items()),
             key=lambda one: (sum(map(len, one[1].values())), one[0] in self._served, one[0] == tenant),

@@ -60,7 +60,7 @@ class UnixChannel(Channel):
     bytes, which are sent and returned as they are. Close it with `close`."""
 
     def __init__(self, path: Path, *, max_answer_bytes: int = MAX_ANSWER_BYTES) -> None:
-        # grpclib connects to `_path`, which is set anew for each connection below: a long path needs a descriptor that is
+        # grpclib connects to `_path`, which is set again for each connection below: a long path needs a descriptor that is
         # open then.
         super().__init__(path=str(path), codec=StrictCodec())
         self.socket_path = path

@@ -24,7 +24,7 @@ _WIRE_TYPES = (
 )
 _MAX_DEPTH = 100
 _ANY_NUMBER = 2**31
-"""Of fields in an answer: a runtime's list of containers has tens of thousands."""
+"""The limit of fields in an answer: a runtime's list of containers has tens of thousands."""
 
 
 class StrictCodec(CodecBase):

@@ -58,10 +58,10 @@ _ACCEPT_RETRY_S = 1.0
 """After one could not be accepted, as without a free descriptor."""
 _WARNING_INTERVAL_S = 60.0
 _PREFIX = struct.Struct(">BI")
-"""Of each message: whether it is compressed, and its length."""
+"""The prefix of each message: whether it is compressed, and its length."""
 _MAX_REQUEST_FIELDS = 256
-"""Of requests without a decoder of their own, which are small. The generated classes take 5 us for each, and
-for each unknown one as long as it takes to copy those before it."""
+"""The limit of fields in requests without a decoder of their own, which are small. The generated classes take 5 us for each,
+and for each unknown one as long as it takes to copy those before it."""
 
 
 class GrpcServer(Server):
@@ -89,7 +89,7 @@ class GrpcServer(Server):
         self.is_stopping = False
         self._listener: socket.socket | None = None
         self._fields: Mapping[str, str] = {}
-        """Of its log lines."""
+        """The fields of its log lines."""
         clock = asyncio.get_running_loop().time
         self._warnings = TokenBucket(rate=1 / _WARNING_INTERVAL_S, burst=1, clock=clock)
 
@@ -160,7 +160,7 @@ class GrpcServer(Server):
             sock.close()
             return
         sock.setblocking(False)
-        # Private, for asyncio has no public way to attach an accepted socket without a turn of the loop in between.
+        # Private, because asyncio has no public way to attach an accepted socket without a turn of the loop in between.
         asyncio.get_running_loop()._make_socket_transport(sock, connection)  # type: ignore[attr-defined]
 
     def _admitted(self) -> Connection | None:
@@ -259,7 +259,7 @@ class Connection(H2Protocol):
             self._end(e)
 
     def _end(self, error: Exception) -> None:
-        """Sends GOAWAY in place of what h2 prepared since, and closes once that has left."""
+        """Sends GOAWAY instead of what h2 prepared since, and closes once that has left."""
         if not self.connection.is_closing():
             h2 = self.connection._connection
             # h2 may have prepared frames that the peer must not see after its breach.
@@ -348,7 +348,7 @@ class _RequestBuffer(Buffer):
         self._is_at_prefix = True
 
     async def read(self, size: int) -> bytes:
-        # grpclib reads five bytes of prefix, then the message, in turn; the size does not tell them apart, for a message
+        # grpclib reads five bytes of prefix, then the message, in turn; the size does not tell them apart, because a message
         # may have five bytes.
         is_prefix, self._is_at_prefix = self._is_at_prefix, not self._is_at_prefix
         try:
@@ -360,7 +360,7 @@ class _RequestBuffer(Buffer):
         return content
 
     def _check_prefix(self, prefix: bytes) -> None:
-        # Empty: the peer has ended its side. For a stream that is its end, for one message a fault.
+        # Empty: the peer has ended its side. That ends a stream; for a single message it is a fault.
         if not prefix:
             if self._needs_message:
                 raise GRPCError(Status.INVALID_ARGUMENT, "the request holds no message")

@@ -13,7 +13,7 @@ from h2.connection import H2Connection
 from hyperframe.frame import Frame
 
 MAX_CLOSED_STREAMS = 512
-"""Of a connection. They are remembered for frames that come late, within a round trip."""
+"""Closed streams of a connection that are remembered, for frames that come late, within a round trip."""
 
 
 def bound_closed_streams() -> None:

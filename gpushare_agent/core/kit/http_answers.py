@@ -1,7 +1,7 @@
 """What HTTP answers share: headers that protect a browser, JSON, gzip, strict reading of queries, a queue for costly ones.
 
-Not here: which paths there are. aiohttp is imported inside the functions, see observability/http/server.py. State owned: the
-requests that wait in a RequestQueue.
+The paths themselves are elsewhere. aiohttp is imported inside the functions, see observability/http/server.py. State owned:
+the requests that wait in a RequestQueue.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ def json_answer(request: web.BaseRequest, document: object, *, status: int = 200
 
 
 class JsonBody:
-    """An answer that is encoded once, and gzipped once, for all requests. Who names its `tag`, if it has one, in
+    """An answer that is encoded once, and gzipped once, for all requests. A client that names its `tag`, if it has one, in
     If-None-Match gets 304 and no body (RFC 9110, 13.1.2)."""
 
     def __init__(self, text: bytes, *, tag: str = "") -> None:

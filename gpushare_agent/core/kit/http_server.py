@@ -51,8 +51,9 @@ LINGERING_S = 1.0
 """How long a connection stays open after the answer to a body that was not read, so that the peer reads the answer
 first."""
 UNREAD_BYTES = 1 << 20
-"""Of such a body that is longer than any that is taken, what is read and dropped meanwhile: 3 ms of the loop; a second of
-it would be 0.8 s. Any other is dropped to its end, for a client that sends all before it reads, as to a former leader."""
+"""How much of such a body is read and dropped meanwhile, where it is longer than any that is taken: 3 ms of the loop; a
+second of it would be 0.8 s. Any other is dropped to its end: some clients send all before they read, as to a former
+leader."""
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _OF_PEER = (HttpProcessingError, web.RequestPayloadError, web.PayloadAccessError, ConnectionError)
 """Errors that a peer causes, and could cause as often as it likes."""

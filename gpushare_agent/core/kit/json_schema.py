@@ -1,6 +1,6 @@
 """JSON from outside, read by schemas: msgspec Structs that name what is used. All else is skipped and never built.
 
-Text stays text (`msgspec.Raw`) until the reader that knows its schema. Who receives it bounds its size before. The part of
+Text stays text (`msgspec.Raw`) until the reader that knows its schema. Its receiver bounds its size before. The part of
 a document that decides something is typed, and one wrong value in it makes the whole Corrupt; a part that is only of use
 where it is right is a `Raw` field, read by one of the lenient readers here. No state.
 """
@@ -44,9 +44,9 @@ def decoded_or(decoder: Decoder[T], content: bytes | Raw, absent: Callable[[], D
 
 
 class Entries(Generic[T]):
-    """Reads lists: an entry that is not of its schema is skipped, what is no list has none. Of a list longer than any
-    that Kubernetes makes the first `MOST_ENTRIES` are read. As an attribute of a Struct it is the list in the `Raw` field
-    named `of`."""
+    """Reads lists: an entry that is not of its schema is skipped, what is no list has none. Only the first `MOST_ENTRIES`
+    are read, which is more than Kubernetes ever makes. As an attribute of a Struct it is the list in the `Raw` field named
+    `of`."""
 
     def __init__(self, kind: type[T], of: str = "") -> None:
         self._all = Decoder(list[kind])  # type: ignore[valid-type] # a type that only the caller knows

@@ -11,7 +11,7 @@ process whose pipe nobody reads would not end, and its handler keeps a lock whil
 by writing to standard error itself.
 
 **The log lines that tenants can cause have one limit**: BURST at once and PER_S from then on, so at most 80 in a minute.
-It is a structlog processor: no caller knows of it. Lines below `info` pass, as whoever sets that level wants them. A line
+It is a structlog processor: no caller knows of it. Lines below `info` pass: whoever sets that level wants them. A line
 costs a token of a bucket. The first line of a namespace and its pod passes while there is a token; a further one only
 while as many are left as its namespace and its pod used lately, on average. So a flood leaves to others about as many
 tokens as it takes, with whatever number of pods. Many lines name a pod's UID alone: its namespace is known from the lines
@@ -128,7 +128,7 @@ class LogWriter:
         with self._lock:
             if not self._dropped or self._queue.qsize() > MAX_LINES // 2:
                 return  # with the queue still that full, the report would be followed by the next
-            # Taken before it is logged, for the line may itself be dropped.
+            # Taken before it is logged, because the line may itself be dropped.
             dropped, self._dropped = self._dropped, 0
         logging.getLogger(__name__).error("log_lines_dropped", extra={"lines": dropped})
 
@@ -189,7 +189,7 @@ PER_S = 0.5
 REPORT_S = 60.0
 _REPORT = "log_lines_left_out"
 _FORGET_S = 60.0
-"""In which what was used counts a third (1/e) of what it did."""
+"""The time after which use counts a third (1/e) of what it did."""
 _LEAST = 0.05
 _MAX_USERS = 2048
 _NAME_CHARS = 320
@@ -206,7 +206,7 @@ class TenantLines:
         self._tokens = TokenBucket(rate=PER_S, burst=BURST, clock=clock)
         self._used: OrderedDict[Key, tuple[float, float]] = OrderedDict()
         self._namespaces: OrderedDict[str, str] = OrderedDict()
-        """By UID; one of a line that was left out counts too."""
+        """By UID; a line that was left out counts too."""
         self._left_out: Counter[str] = Counter()
         self._since = 0.0
 
@@ -269,7 +269,7 @@ class TenantLines:
         if subject is None:
             return (event,) if event[1] in TENANT_EVENTS else ()
         subject = subject[:_NAME_CHARS]
-        other = next(found, "") or subject  # beside a UID the pod's name, which may be `NAMESPACE/NAME`
+        other = next(found, "") or subject  # next to a UID the pod's name, which may be `NAMESPACE/NAME`
         named = (
             (subject if "/" in subject else other).rpartition("/")[0].rpartition(" ")[2]
         )  # of "Pod NAMESPACE/NAME" too
@@ -324,7 +324,7 @@ def setup_logging(level: str = "info", format: str = "auto") -> None:
             ],
         )
     )
-    # force: a reload sets the level and format anew, and the handler of before must go.
+    # force: a reload sets the level and format again, and the former handler must go.
     logging.basicConfig(handlers=[handler], level=level.upper(), force=True)
     # After basicConfig, which sets the root's level alone.
     for name, least in LIBRARY_LEVELS.items():
@@ -388,7 +388,7 @@ class RepeatedLines(logging.Filter):
             kind.left_out += 1
             return False
         if kind.left_out:
-            # In the message, for the record of a library has no fields.
+            # In the message, because the record of a library has no fields.
             record.msg = f"{record.msg} ({kind.left_out} more of these were left out)"
         kind.left_out = 0
         return True

@@ -6,14 +6,14 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 
 AMONG_OWN = 0.6
-"""How much of a name is that of another, 1 is all: where every unknown name is a mistake."""
+"""How similar two names must be, 1 is equal: where every unknown name is a mistake."""
 AMONG_OTHERS = 0.85
-"""Where other programs have names, too: tencent.com/gpu and tencent.com/vcuda-core have less in common."""
+"""The same where other programs have names, too: tencent.com/gpu and tencent.com/vcuda-core have less in common."""
 
 
 def nearest(name: str, known: Iterable[str], alike: float = AMONG_OWN) -> str:
     """The known name that is most like it; empty where none is."""
-    # Sorted, for of equally near names difflib takes the first.
+    # Sorted, because difflib takes the first of equally near names.
     found = get_close_matches(name, sorted(known), n=1, cutoff=alike)
     return found[0] if found else ""
 

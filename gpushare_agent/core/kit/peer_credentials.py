@@ -1,7 +1,7 @@
 """Who is at the other end of a unix socket: as the kernel recorded it when the peer connected (SO_PEERCRED, unix(7)); and
 whether this process sees the PIDs of the whole machine, by which the peer is named.
 
-Not for what that process is: its container is found from the PID, elsewhere. No state.
+It does not tell what that process is: its container is found from the PID, elsewhere. No state.
 """
 
 from __future__ import annotations

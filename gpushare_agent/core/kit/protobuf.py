@@ -94,7 +94,7 @@ def scan_pods(data: bytes) -> list[tuple[int, int]]:
 def scan_single_pod(data: bytes) -> PodEntry | None:
     """The pod of a GetPodResourcesResponse, None where the message holds none."""
     entries = [scan_pod_entry(data[start:stop]) for start, stop in _messages(data, "GetPodResourcesResponse")]
-    # protobuf: of a field that is there several times the last one counts.
+    # protobuf: where a field is there several times, the last one counts.
     return entries[-1] if entries else None
 
 
@@ -132,7 +132,7 @@ def _container(data: bytes, pos: int, stop: int) -> ContainerDevices:
             lists = {_FIELD_1_BYTES: resources, _FIELD_2_BYTES: ids}
             for _ in _known_fields(data, start, end, (_FIELD_3_BYTES,), lists):
                 pass  # the topology
-            # Of a text that comes twice the last one counts.
+            # Where a text comes twice, the last one counts.
             found.setdefault(resources[-1], []).extend(ids)
         pos = end
     return name, {resource: frozenset(ids) for resource, ids in found.items()}
@@ -202,7 +202,7 @@ def _known_fields(
 def _texts(data: bytes, pos: int, stop: int, out: list[str]) -> int:
     """Reads the run of texts of less than 128 bytes in the field at `pos` into `out`; returns where the run ends. A node's
     list has tens of thousands of IDs."""
-    # A text needs two bytes at least, key and length: one comparison in the place of two in the loop.
+    # A text needs two bytes at least, key and length: one comparison instead of two in the loop.
     key, last, append = data[pos], stop - 1, out.append
     try:
         while pos < last and data[pos] == key:
@@ -217,7 +217,7 @@ def _texts(data: bytes, pos: int, stop: int, out: list[str]) -> int:
 
 
 class Fields:
-    """How many fields of one message, and of those in it, are still read: for messages of anybody."""
+    """How many more fields of one message, and of the messages in it, are read. For messages that anybody may send."""
 
     __slots__ = ("_left", "_limit")
 
@@ -248,7 +248,7 @@ def _field(data: bytes, pos: int, stop: int) -> Field:
             return data[pos], 0, pos + 2, end
     key, start = _varint(data, pos, stop)
     wire_type = key & 7
-    # Field 0 does not exist: zeroes in the place of a message are not taken for fields.
+    # Field 0 does not exist: zeroes instead of a message are not taken for fields.
     if not 1 <= key >> 3 <= _MAX_FIELD_NUMBER:
         raise MalformedMessageError(f"field number {key >> 3} at byte {pos} is not allowed")
     if wire_type == _VARINT:

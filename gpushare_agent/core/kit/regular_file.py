@@ -22,7 +22,7 @@ def read_regular(path: Path, limit: int, *, follow: bool = False, is_own: bool =
     """
     file = os.open(path, _OPEN | (0 if follow else os.O_NOFOLLOW))
     try:
-        # Of the descriptor, after the open: the name may lead elsewhere a moment later.
+        # Asked of the descriptor, after the open: the name may lead elsewhere a moment later.
         status = os.fstat(file)
         if not stat.S_ISREG(status.st_mode):
             raise OSError(errno.EINVAL, "it is no regular file")

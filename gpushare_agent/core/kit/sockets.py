@@ -30,12 +30,12 @@ def file_identity(path: Path | str) -> FileIdentity | None:
 
 
 def _identity(status: os.stat_result) -> FileIdentity:
-    # The kubelet's socket was made anew under the same inode number, and a restart was missed (measured).
+    # The kubelet's socket was made again under the same inode number, and a restart was missed (measured).
     return status.st_dev, status.st_ino, status.st_ctime_ns
 
 
 def bind_unix_socket(path: Path, *, mode: int) -> socket.socket:
-    """Binds a non-blocking stream socket at `path`, in place of a stale socket; it does not listen yet.
+    """Binds a non-blocking stream socket at `path` and replaces a stale one; it does not listen yet.
 
     The file never has more permissions than `mode`, not even for a moment. Only a socket is replaced: any other file,
     and a symbolic link to whatever, is left alone.

@@ -70,7 +70,7 @@ class StateFile:
 
     def _save(self, document: dict[str, Any]) -> None:
         content = json.dumps(document, indent=2).encode() + b"\n"
-        # Beside the file, for a rename works within one file system alone.
+        # Next to the file, because a rename works only within one file system.
         new = self._path.with_name(self._path.name + ".new")
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -92,7 +92,8 @@ def _content(path: Path) -> bytes | None:
     except FileNotFoundError:
         return None
     except OSError as e:
-        # Not the agent's own, no regular file, a link: somebody else's doing. Other errors may pass, and are tried again.
+        # Not the agent's own, no regular file, or a link: somebody else put it there. Other errors may pass, and are tried
+        # again.
         if e.errno in (errno.EPERM, errno.EINVAL, errno.ELOOP):
             raise Corrupt(f"{e.strerror}; {_REMEDY}" if e.errno == errno.EPERM else e.strerror) from e
         raise

@@ -1,7 +1,8 @@
 """Small rules for tasks in a TaskGroup: bodies that must not end, stopping one task, waiting for an event, a bound on time;
 the loop of a service that reconciles, or tries again; and a repeated condition that is reported once.
 
-State owned: whether a step of that loop is requested (`Reconciler`); what was reported last of each subject (`ReportOnce`).
+State owned: whether a step of that loop is requested (`Reconciler`); what was last reported about each subject
+(`ReportOnce`).
 """
 
 from __future__ import annotations
@@ -101,7 +102,7 @@ async def wait_for(event: asyncio.Event, at_most_s: float | None) -> bool:
 
 @asynccontextmanager
 async def bounded(timeout_s: float | None, why: str) -> AsyncIterator[None]:
-    """Raises Unavailable with the text `why` in the place of TimeoutError, so that callers have one error to handle."""
+    """Raises Unavailable with the text `why` instead of TimeoutError, so that callers have one error to handle."""
     try:
         async with asyncio.timeout(timeout_s):
             yield
@@ -134,7 +135,7 @@ class Reconciler:
 class ReportOnce:
     """Keeps a repeated condition from filling the log: it is reported when it begins, when its reason changes, and when it
     ends. One instance per kind of condition; `subject` names what it is about (a pod, a file), "" where there is only one.
-    Of at most `capacity` subjects, the oldest forgotten first.
+    It keeps at most `capacity` subjects and forgets the oldest first.
     """
 
     def __init__(self, capacity: int = 256) -> None:

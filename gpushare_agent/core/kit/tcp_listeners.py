@@ -28,7 +28,7 @@ async def listen_tcp(addr: str, port: int, *, backlog: int, only_loopback: bool 
             resolved = await loop.getaddrinfo(addr or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, TimeoutError) as e:
         raise Unavailable(f"{what}: the address is unknown ({e or 'no answer'})") from e
-    # A set, for /etc/hosts may name an address twice; sorted, for the order depends on the host.
+    # A set, because /etc/hosts may name an address twice; sorted, because the order depends on the host.
     found = sorted({(int(family), address) for family, _, _, _, address in resolved}, key=str)
     outside = [str(address[0]) for _, address in found if not is_loopback(str(address[0]))]
     if only_loopback and outside:
@@ -69,7 +69,7 @@ def _listen(family: int, address: tuple[object, ...], backlog: int) -> socket.so
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if family == socket.AF_INET6:
-            # Else `::` would take the port of `0.0.0.0` too, whose own socket then fails.
+            # Otherwise `::` would take the port of `0.0.0.0` too, and that socket would fail.
             listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
         listener.setblocking(False)
         listener.bind(address)

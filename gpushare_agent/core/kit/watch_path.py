@@ -41,7 +41,7 @@ class DirectoryWatch(Struct, eq=False):
     async def wait_change(self) -> None:
         """Waits for an event or the next poll, whichever is first.
 
-        Returns at once when the directory was found anew: what happened in it before the watch began is not known.
+        Returns at once when the directory was found again: nobody knows what happened in it before the watch began.
         """
         if self._rewatch():
             return

@@ -1,7 +1,7 @@
-"""PodDisruptionBudgets: how many of which pods may be evicted now. Pure. Format: Kubernetes policy/v1.
+"""PodDisruptionBudgets: which pods may be evicted now, and how many. Pure. Format: Kubernetes policy/v1.
 
-The rules are those of the API server's eviction: a pod of two budgets is never evicted, nor one of a budget whose newest
-version its controller has not seen.
+The rules are those of the API server's eviction: a pod of two budgets is never evicted, nor a pod of a budget when the
+controller has not seen the budget's newest version.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Schemas of Dynamic Resource Allocation's objects: ResourceClaim, ResourceSlice.
 
-Of what is read only what somebody uses; of what is written all of it, in the form in which the API server returns it.
-Format: resource.k8s.io/v1. No state.
+Objects that are read have only the fields in use; objects that are written have all, in the form in which the API server
+returns them. Format: resource.k8s.io/v1. No state.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Allocation(Struct):
 
 
 class Consumer(Struct, rename="camel"):
-    """Whom a claim is reserved for."""
+    """Who a claim is reserved for."""
 
     resource: str
     name: str

@@ -194,7 +194,7 @@ class KubeApi(KubeLists):
 
     async def delete_pod(self, namespace: str, name: str, uid: PodUid) -> None:
         """Delete this very pod. Conflict where another pod has the name now."""
-        # The UID as a precondition: a pod made anew under this name stays.
+        # The UID is a precondition: a new pod of the same name stays.
         body = {"apiVersion": "v1", "kind": "DeleteOptions", "preconditions": {"uid": uid}}
         await self._send("DELETE", f"delete pod {namespace}/{name}", pod_path(namespace, name), body)
 

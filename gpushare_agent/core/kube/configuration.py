@@ -1,14 +1,14 @@
 """Where the API server is and how to prove who we are: in-cluster service account or kubeconfig.
 
 kubernetes-asyncio reads both (tokens, client certificates, exec plugins); this module chooses the source, keeps the
-library's import in a thread (never before the agent has registered with the kubelet) and renames its errors. What can never
-work by waiting is a StartupError; what may appear later (a projected token, a plugin's answer) is Unavailable.
+library's import in a thread (never before the agent has registered with the kubelet) and renames its errors. A fault that no
+waiting can mend is a StartupError; what may appear later (a projected token, a plugin's answer) is Unavailable.
 
 The library's packages import every API class and model in their `__init__`: 33 MiB of memory and a third of a second
 of one core (docs/reference/measurements.md), for an agent that works on raw JSON. So the packages are put in place without
 running their `__init__`, and the few modules that are needed are imported from them. A library that the process has imported
-already is used as it is; who wants all of it beside the agent's client imports it first. Where the layout is not the one
-known, it is imported whole. urllib3 is loaded when it is first used, which is for a kubeconfig with a user's name and
+already is used as it is; code that wants all of it next to the agent's client imports it first. Where the layout is not the
+one known, it is imported whole. urllib3 is loaded when it is first used, which is for a kubeconfig with a user's name and
 password alone, and dateutil's parser for the models' dates. State owned: the library's entries in sys.modules.
 """
 
@@ -127,8 +127,8 @@ LOAD_TIMEOUT_S = 30.0
 
 
 class ConfigurationSource(Struct, frozen=True, kw_only=True):
-    """`kubeconfig` is a path list as in $KUBECONFIG; empty means the pod's service account. `context`: empty means the
-    current one of the kubeconfig."""
+    """`kubeconfig` is a path list as in $KUBECONFIG; empty means the pod's service account. An empty `context` means the
+    kubeconfig's current one."""
 
     kubeconfig: str = ""
     context: str = ""
@@ -153,7 +153,7 @@ def find_configuration(kubeconfig: Path | None, environ: Mapping[str, str], cont
         return ConfigurationSource(kubeconfig=str(kubeconfig), context=context)
     if environ.get("KUBERNETES_SERVICE_HOST") and not context:
         return ConfigurationSource()
-    # As kubectl: a list of paths, of which some may not exist.
+    # As kubectl: a list of paths; some may not exist.
     paths = environ.get("KUBECONFIG") or str(Path(environ.get("HOME", "/root")) / ".kube" / "config")
     if any(Path(path).expanduser().is_file() for path in paths.split(os.pathsep) if path):
         return ConfigurationSource(kubeconfig=paths, context=context)
@@ -239,7 +239,7 @@ def _read_kubeconfig(library: KubeLibrary, paths: str, context: str) -> Any:
     except (library.config.ConfigException, yaml_error, KeyError) as e:
         why = _one_line(e)
     except (TypeError, AttributeError, AssertionError, ValueError, OverflowError, RecursionError):
-        why = "it is no kubeconfig"  # of what is no mapping of lists the library has Python's words alone
+        why = "it is no kubeconfig"  # for anything but a mapping of lists the library has only Python's words
     else:
         return loader
     raise StartupError(f"cannot use kubeconfig {paths}: {why}; check it with `kubectl config view`")

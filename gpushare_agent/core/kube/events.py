@@ -80,7 +80,7 @@ class EventRecorder(Struct, eq=False):
         namespace = involved.namespace or NODE_NAMESPACE
         body = _event(involved, namespace, reason, message, type_, self.reporter, datetime.now(UTC))
         queued = _Queued(key, namespace, f"{involved.kind} {namespace}/{involved.name}", reason, body)
-        # The UID, for a name may be used again: each object has its own place among its namespace's.
+        # The UID, because a name may be used again: each object has its own place among its namespace's.
         dropped = self._queue.put(namespace, involved.uid, queued)
         self._recorded[key] = now
         self._recorded.move_to_end(key)
@@ -130,15 +130,15 @@ class EventRecorder(Struct, eq=False):
 
 
 class PodEvents(EventRecorder, eq=False):
-    """Why a pod got no GPU, or which of its annotations is ignored."""
+    """Events about why a pod got no GPU, or which of its annotations is ignored."""
 
     def refused(self, pod: Pod, refused: Refused) -> None:
         """A Warning on the pod, once in ten minutes per pod and reason."""
         self.record(_pod(pod), refused.reason.value, refused.detail, key=(pod.uid, refused.reason.value))
 
     def warned(self, pod: Pod, reason: str, detail: str, *, key: str | None = None) -> None:
-        """A Warning for what is no refusal, once per pod, reason and text (`key` in the text's place), also in the log: who
-        corrects an annotation and makes another mistake must hear of it."""
+        """A Warning that is no refusal, once per pod, reason and text (`key` instead of the text), also in the log: a user
+        who corrects an annotation and makes another mistake must hear of it."""
         # The log as often as the Event: admission may ask a hundred times about one pod.
         if self.record(_pod(pod), reason, detail, key=(pod.uid, reason, (detail if key is None else key)[:_KEY_CHARS])):
             log.warning("pod_warned", pod=f"{pod.namespace}/{pod.name}", reason=reason, detail=detail)
@@ -155,7 +155,7 @@ class PodEvents(EventRecorder, eq=False):
 
 
 class NodeEvents(EventRecorder, eq=False):
-    """What became of the GPUs of the node that reports."""
+    """Events about the GPUs of the node that reports."""
 
     def note(self, reason: NodeEventReason, uuid: str, message: str) -> None:
         """An Event on the node, once in ten minutes per GPU, reason and text. In namespace default and with the node's

@@ -82,7 +82,7 @@ class Informer(Struct, kw_only=True, eq=False):
     _version: str = ""
     _known: set[str] = field(default_factory=set)
     _lists_requested: int = 0
-    # Below the requests, of which there are none yet: the first list is made without being asked for.
+    # Below the number of requests, which is 0 so far: the first list is made without being asked for.
     _lists_done: int = -1
     _is_listed: asyncio.Event = field(default_factory=asyncio.Event)
     _scope: asyncio.Timeout | None = None
@@ -102,7 +102,7 @@ class Informer(Struct, kw_only=True, eq=False):
         return len(self._known)
 
     async def refresh(self) -> None:
-        """List anew; returns once a list that began after this call is complete. May be cancelled.
+        """List again; returns once a list that began after this call is complete. May be cancelled.
 
         A new leader must not decide on what it received before.
         """
@@ -183,7 +183,7 @@ class Informer(Struct, kw_only=True, eq=False):
         # Sorted, so that handlers see the same order for the same cluster.
         missing = sorted(self._known - listed)
         self._known &= listed
-        # The handler removes them, for it may know better: the node's pods compare their versions.
+        # The handler removes them, because it may know better: the node's pods compare their versions.
         self.handler.list_ended(listed, missing, version)
         self._version = version
         self._lists_done = requested
@@ -223,7 +223,7 @@ class Informer(Struct, kw_only=True, eq=False):
             log.warning("object_unreadable", kind=self.kind, error=str(e), then="its last readable state stays")
 
     def _remove(self, key: str) -> None:
-        # Deleted objects that never were of interest are not the handler's.
+        # The handler never had deleted objects that were not of interest.
         if key in self._known:
             self._known.discard(key)
             self.handler.remove(key)

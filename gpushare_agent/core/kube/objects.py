@@ -29,7 +29,7 @@ class OwnerReference(Struct, rename="camel", kw_only=True):
 
 
 class ObjectMeta(Struct, rename="camel"):
-    """Identity is read exactly; of labels, annotations, owners and the version what is as Kubernetes defines it."""
+    """Identity is read exactly; of labels, annotations, owners and version, what is as Kubernetes defines it."""
 
     namespace: str | None = None
     name: str | None = None
@@ -75,7 +75,7 @@ def object_meta(raw: Raw, what: str) -> ObjectMeta:
 
 
 def pod_uid(raw: Raw) -> PodUid:
-    """The UID alone, for events of which nothing else matters. Raises Corrupt where there is none."""
+    """The UID alone, where nothing else of an event matters. Raises Corrupt where there is none."""
     uid = object_meta(raw, "pod").uid
     if not uid:
         raise Corrupt("pod: the UID is missing")
@@ -117,13 +117,13 @@ class NodeJson(KubeObject):
 
     @property
     def taints(self) -> list[dict[str, object]] | None:
-        """With all their fields, for the list is replaced as a whole. None where it is not as Kubernetes defines it."""
+        """With all their fields, because the list is replaced as a whole. None where it is not as Kubernetes defines it."""
         raw = self.spec.raw_taints
         return [] if bytes(raw) == b"null" else decoded_or(_TAINTS, raw, lambda: None)
 
     @property
     def is_cordoned(self) -> bool:
-        """By `kubectl cordon`."""
+        """Set by `kubectl cordon`."""
         return self.spec.unschedulable is True
 
     @property
@@ -181,7 +181,7 @@ def whole_number(quantity: object, what: str) -> int:
 
 
 def amount(quantity: object) -> Fraction | None:
-    """The exact number, `0.1` for `100m`; None of what is no quantity."""
+    """The exact number, `0.1` for `100m`; None where it is no quantity."""
     if isinstance(quantity, bool) or not isinstance(quantity, str | int | float):
         return None
     if isinstance(quantity, int):

@@ -1,7 +1,7 @@
 """A Pod from JSON, read once and never trusted: from the API server, the kubelet, the scheduler, an admission review.
 
 `PodJson` is the schema of all that is read of a pod, but for what kube-scheduler alone looks at (scheduling.py). `parse_pod`
-makes of it what the agent stores, with bounds: the store has every pod of the node. A pod is refused as Corrupt, with the
+turns it into what the agent stores, with bounds: the store has every pod of the node. A pod is refused as Corrupt, with the
 pod and the place, only where its identity or what it asks for cannot be read; anything else that is not as the Kubernetes
 API defines it, reads as absent. Format: Kubernetes core/v1 Pod.
 """
@@ -61,7 +61,7 @@ READ_ANNOTATIONS = (
 _USER_ANNOTATIONS = (CORE_LIMIT_ANNOTATION, ISOLATION_ANNOTATION, RESIZE_ANNOTATION)
 """Annotations of pods that users write; programs write the others."""
 _PROGRAM_ANNOTATIONS = (GPU_ASSIGNED_ANNOTATION, RESIZE_STATUS_ANNOTATION, RETRY_ANNOTATION)
-"""Those that are like one of a user; gpushare-agent/claims-retry-at (dra/wake_pods.py) is like none."""
+"""The annotations that are similar to a user's; gpushare-agent/claims-retry-at (dra/wake_pods.py) is similar to none."""
 MIRROR_ANNOTATION = "kubernetes.io/config.mirror"
 """The annotation of a static pod's object: the UID that the kubelet has for the pod."""
 _LIMITS = (ENV_GPU_MEMORY_LIMIT, ENV_GPU_MEMORY_REQUEST, ENV_VISIBLE_DEVICES)
@@ -77,7 +77,7 @@ MAX_ANNOTATIONS = 64
 MAX_CONTAINERS = 1000
 """Containers beyond this count only where they ask for something."""
 MAX_MOUNTS_OF_PATH = 4
-"""Of each of LIMIT_PATHS: those at other paths must not crowd it out."""
+"""The mounts at each of LIMIT_PATHS: mounts at other paths must not crowd them out."""
 MAX_COMPARED = 16
 """Unknown annotations of a pod that are compared with those that are known."""
 MAX_NAME_CHARS = 320
@@ -163,7 +163,7 @@ class PodSpec(Struct, rename="camel"):
 
     @property
     def requests(self) -> Mapping[str, Quantity]:
-        """Of the pod as a whole."""
+        """The requests of the pod as a whole."""
         return self.resources.requests or {}
 
 
@@ -394,8 +394,8 @@ def _limit_mounts(container: ContainerJson) -> tuple[str, ...]:
 
 
 def _literal_env(container: ContainerJson) -> dict[str, str]:
-    """The values that the agent reads, by name; a later entry wins, as in the kubelet. Only literal ones, but of what limits
-    a share it matters that it is set at all: empty where the value is not literal."""
+    """The values that the agent reads, by name; a later entry wins, as in the kubelet. Only literal ones, except for a
+    variable that limits a share: there it matters that it is set at all, and its value is empty where it is not literal."""
     return {
         one.name: _cut(one.value, MAX_ANNOTATION_CHARS) if one.value is not None else ""
         for one in container.env
@@ -456,13 +456,13 @@ def _is_unknown(name: str) -> bool:
         and not name.startswith(PREDICATE_PREFIX)
         and name not in _USER_ANNOTATIONS
         and name not in _PROGRAM_ANNOTATIONS
-        # A longer one is like none, and would only take time.
+        # A longer one is similar to none, and would only take time.
         and len(name) <= 2 * max(map(len, _USER_ANNOTATIONS))
     )
 
 
 def _meant(name: str) -> str:
-    """The user annotation that this one was meant to be, empty where none is like it. Compared without the domain: users
+    """The user annotation that this one was meant to be; empty where none is similar. Compared without the domain: users
     write gpushare-agent/isolation for tencent.com/gpu-isolation."""
     domain, _, behind = name.partition("/")
     # In tencent.com other programs have names, too.

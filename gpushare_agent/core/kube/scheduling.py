@@ -1,4 +1,5 @@
-"""What kube-scheduler checks of a node for a pod besides GPUs: cordon, labels, taints, CPU, memory and other resources.
+"""The checks of kube-scheduler on a node for a pod, apart from GPUs: cordon, labels, taints, CPU, memory and other
+resources.
 
 For commands that say where a pod could run: they must promise nothing that kube-scheduler then refuses. What is not checked
 here (affinity to other pods, spread, volumes, ports, gates) is named by `PodNeeds.unchecked`. Pure. Format: Kubernetes
@@ -26,13 +27,13 @@ _UNSCHEDULABLE = "node.kubernetes.io/unschedulable"
 _REFUSING = ("NoSchedule", "NoExecute")
 _MILLI = 1000
 MAX_LABEL_VALUES, MAX_LABEL_CHARS = 16, 63
-"""Longer ones are no labels of Kubernetes'."""
+"""Longer ones are no Kubernetes labels."""
 _NAME_FIELD = "metadata.name"
 """The only field of a node that `matchFields` may name."""
 
 
 class Requirement(Struct):
-    """One of a node affinity's, or of a label selector's."""
+    """A requirement of a node affinity, or of a label selector."""
 
     key: str
     operator: str
@@ -135,7 +136,7 @@ def node_offer(raw: Raw) -> NodeOffer:
         taints=tuple(
             taint
             for taint in _TAINTS.read(node.spec.raw_taints)
-            # Said by `is_cordoned`, and gone with an uncordon.
+            # `is_cordoned` states it, and an uncordon removes it.
             if taint.effect in _REFUSING and not (is_cordoned and taint.key == _UNSCHEDULABLE)
         ),
         allocatable={
@@ -161,13 +162,13 @@ def pod_needs(spec: PodSpec, ours: Collection[str] = ()) -> PodNeeds:
 
 
 def asked_of_node(spec: PodSpec, resource: str) -> int:
-    """What kube-scheduler counts of one resource (k8s.io/component-helpers, PodRequests): the pod's own request, else that
-    of its containers at the moment when it is most; and its overhead. CPU in 1/1000."""
+    """What kube-scheduler counts of one resource (k8s.io/component-helpers, PodRequests): the pod's own request, else the
+    highest sum of its containers at any moment; plus its overhead. CPU in 1/1000."""
     of_pod, is_cpu = spec.requests, resource == CPU
     if resource in of_pod:
         most = amount_of(of_pod[resource], is_cpu=is_cpu)
     else:
-        # Init containers come one after the other, beside the sidecars that have started before them.
+        # Init containers run one after the other, next to the sidecars that have started before them.
         running = most = 0
         for one in spec.init_containers or ():
             own = amount_of(one.requests.get(resource), is_cpu=is_cpu)
@@ -178,7 +179,7 @@ def asked_of_node(spec: PodSpec, resource: str) -> int:
     return most + amount_of(spec.overhead.get(resource), is_cpu=is_cpu)
 
 
-# Cached, for fifty thousand pods have a few texts.
+# Cached, because fifty thousand pods have a few texts.
 @lru_cache(maxsize=16384)
 def amount_of(quantity: Quantity | None, *, is_cpu: bool) -> int:
     """Rounded up, as kube-scheduler counts; CPU in 1/1000. 0 where there is none, or none that Kubernetes would take."""
@@ -235,7 +236,7 @@ def _unchecked(spec: PodSpec, affinity: _Affinity) -> Iterable[str]:
 
 
 def lacking_labels(needs: PodNeeds, offer: NodeOffer) -> tuple[str, ...]:
-    """The labels by which the node is not selected, of the affinity's nearest term; empty where it is selected."""
+    """The labels by which the node is not selected, from the affinity's nearest term; empty where it is selected."""
     labels = {**offer.labels, _NAME_FIELD: offer.name}
     lacking = [key for key, value in sorted(needs.selector.items()) if labels.get(key) != value]
     if needs.terms is not None:
@@ -250,7 +251,7 @@ def refusing_taints(needs: PodNeeds, offer: NodeOffer) -> list[Taint]:
 
 
 def shortages(needs: PodNeeds, offer: NodeOffer, used: Mapping[str, int]) -> list[str]:
-    """The resources of which the node has too little left; `used` is what its pods ask for."""
+    """The resources that the node has too little left of; `used` is what its pods ask for."""
     return [
         name
         for name, count in sorted(needs.requests.items())

@@ -42,7 +42,7 @@ MAX_RETRY_AFTER_S = 60.0
 MERGE_PATCH = "application/merge-patch+json"
 AGENT_RIGHTS = "check the agent's service account and its ClusterRole"
 NO_ANSWER = "the API server did not answer in time"
-"""For `bounded`, around several requests: each by itself says what it was about."""
+"""The text for `bounded` around several requests: each request itself says what it was about."""
 
 
 class TooLong(Corrupt):
@@ -92,7 +92,7 @@ class KubeSession:
         self._advice = advice
         self._connect_s = connect_s
         self._client: Any = None
-        # The client before: a watch may still read from it.
+        # The former client: a watch may still read from it.
         self._retired: Any = None
         self._reload_lock = asyncio.Lock()
         self._loaded_at = float("-inf")
@@ -110,7 +110,7 @@ class KubeSession:
     async def fetch(
         self, request: Request, decoder: Decoder[T], *, timeout_s: float, limit_bytes: int = MAX_OBJECT_BYTES
     ) -> T:
-        """What the schema makes of the answer. Raises: every error of `renamed`, TooLong, and Corrupt for what is not of the
+        """The answer, read by the schema. Raises every error of `renamed`, TooLong, and Corrupt where it does not match the
         schema."""
         return self._decoded(decoder, await self._content(request, timeout_s, limit_bytes), request)
 
@@ -269,7 +269,7 @@ def error_for_status(status: int, what: str, message: str, *, advice: str = AGEN
         return Rejected(f"{text}; {advice}")
     if status in (400, 405, 413, 415, 422):
         return Rejected(text)
-    # 429, 5xx, and whatever is not known: to try again does no harm.
+    # 429, 5xx, and whatever is not known: trying again does no harm.
     return Unavailable(text)
 
 
@@ -294,7 +294,7 @@ MAX_LINE_BYTES = 2 << 20
 
 class KubeTimeouts(Struct, frozen=True, kw_only=True):
     """`watch_s` is what the server is asked for; `watch_idle_s` ends a watch on which not even a bookmark (one a minute)
-    came, for a half-open connection looks exactly like that."""
+    came, because a half-open connection looks exactly like that."""
 
     connect_s: float = 5.0
     request_s: float = 15.0
@@ -365,7 +365,7 @@ class KubeLists:
     async def list_all(self, watched: Watched, read: Callable[[Raw], T | None]) -> tuple[list[T], str]:
         """What `read` makes of each object, called as its page comes (None is left out), and the version to watch from.
 
-        Where the server cannot go on with a list it begins anew: `read` may see an object twice.
+        Where the server cannot go on with a list, the list starts over: `read` may see an object twice.
         """
         request = watched.request("list")
         if watched.from_cache:

@@ -51,10 +51,10 @@ class ClaimRef(NamedTuple):
 
 
 class ClaimShare(Struct, frozen=True, kw_only=True):
-    """The request and the claim that an allocation is of (`request` without the alternative that was chosen), and what the
-    claim asked for beside the size: its isolation, and the elastic ceiling, 0 without one. `shown_as` is the claim's name in
-    its pod, or its own where no template made it. `view` names the one of the claim's allocations under whose key the
-    isolation keeps its files for all that a container uses together."""
+    """The request and the claim of an allocation (`request` without the alternative that was chosen), and what the claim
+    asked for apart from the size: its isolation, and the elastic ceiling, 0 without one. `shown_as` is the claim's name in
+    its pod, or its own where no template made it. `view` names one of the claim's allocations: under its key the isolation
+    keeps its files for all allocations that a container uses together."""
 
     ref: ClaimRef
     shown_as: str
@@ -68,7 +68,7 @@ K = TypeVar("K")
 
 
 class Charge(NamedTuple):
-    """What a container, a pod or all pods together have of one GPU; less than 0 of what is given back.
+    """What a container, a pod or all pods together have of one GPU; a count below 0 is given back.
 
     `cores` are 1/100 of the GPU, `blocks` of memory, `units` those of GPUShare's resource. `wholes` counts who has the GPU
     as a whole, with all its memory: more than one only where it is not known which GPU a pod has. `shares` are the
@@ -88,7 +88,7 @@ class Charge(NamedTuple):
         return self.wholes > 0
 
     def count(self, kind: ResourceKind) -> int:
-        """The number of the resource's units; of parts of GPUs there is none."""
+        """The number of the resource's units; parts of GPUs have none."""
         counts = {Measure.CORES: self.cores, Measure.BLOCKS: self.blocks, Measure.UNITS: self.units}
         return counts.get(kind.measure, 0)
 
@@ -114,14 +114,13 @@ NO_CHARGE = Charge()
 class Allocation(Struct, frozen=True, kw_only=True):
     """The devices of one container, or what one result of a ResourceClaim has of one GPU.
 
-    `ids` has a resource once the kubelet has allocated it; of NVIDIA's names `gpu_resource` is the one. `gpus` are the GPUs
-    that the IDs of the resource name that binds them, else the planned ones, in order of index; the memory is charged to
-    them. `is_whole` means whole GPUs: their whole memory is the container's. `allocated_at`
-    is seconds on the monotonic clock. `resized_to` is the size to which a running share was changed, None where it has what
-    the kubelet allocated.
+    `ids` has a resource once the kubelet has allocated it; `gpu_resource` is the one under NVIDIA's names. `gpus` are the
+    GPUs named by the IDs of the resource that binds them, else the planned ones, in order of index; the memory is charged to
+    them. `is_whole` means whole GPUs: their whole memory is the container's. `allocated_at` is seconds on the monotonic
+    clock. `resized_to` is the size to which a running share was changed, None where it has what the kubelet allocated.
 
-    A claim's has no IDs but its `charge`. Its key has the claim's UID in the place of the pod's and the result's name in
-    that of the container. `pod_name` is that of the pod for which it was prepared first.
+    The allocation of a claim has a `charge` and no IDs. Its key has the claim's UID instead of the pod's and the result's
+    name instead of the container's. `pod_name` names the pod for which it was prepared first.
     """
 
     key: ContainerKey
@@ -139,7 +138,7 @@ class Allocation(Struct, frozen=True, kw_only=True):
 
     @property
     def container_name(self) -> str:
-        """The name for people: of a claim's result `claim:<claim>/<result>`, after the names in a pod's
+        """The name for people. A claim's result is `claim:<claim>/<result>`, like the names in a pod's
         allocatedResourcesStatus."""
         return self.key.container if self.claim is None else f"claim:{self.claim.shown_as}/{self.key.container}"
 
@@ -210,10 +209,10 @@ class Allocation(Struct, frozen=True, kw_only=True):
 
 
 class ResizedShare(Struct, frozen=True, kw_only=True):
-    """A share whose size is, or still is charged as, another than the kubelet allocated (`allocated`).
+    """A share with another size, or charge, than the kubelet allocated (`allocated`).
 
-    `target` is what it is to be. `charged` is what its GPU is charged: at least `target`, and whatever more its processes
-    may still use. `kind` is the resource that its memory counts. `instance` is the runtime's ID of the container that ran
+    `target` is the wanted size. `charged` is what its GPU is charged: at least `target`, plus what its processes may still
+    use above it. `kind` is the resource that its memory counts. `instance` is the runtime's ID of the container that ran
     when `target` was first enforced, empty where that has not happened.
     """
 
@@ -254,7 +253,7 @@ class ContainerEdits(Struct, frozen=True, kw_only=True):
 
 
 def merged(*parts: ContainerEdits) -> ContainerEdits:
-    """All of them together; of one variable or annotation the last counts."""
+    """All of them together; the last value of a variable or annotation counts."""
     return ContainerEdits(
         env=tuple(sorted({name: value for part in parts for name, value in part.env}.items())),
         mounts=tuple(dict.fromkeys([mount for part in parts for mount in part.mounts])),
@@ -268,10 +267,10 @@ def merged(*parts: ContainerEdits) -> ContainerEdits:
 
 
 def add_charges(sums: dict[K, Charge], charges: Mapping[K, Charge], times: int = 1) -> None:
-    """Adds `charges` to `sums`, which has no entry of nothing."""
+    """Adds `charges` to `sums`, which never has an empty entry."""
     for key, charge in charges.items():
         charged = sums.get(key, NO_CHARGE).plus(charge, times)
-        # Sums of nothing go, so that two ledgers with the same allocations are equal.
+        # Empty sums are removed, so that two ledgers with the same allocations are equal.
         if charged == NO_CHARGE:
             sums.pop(key, None)
         else:
@@ -279,11 +278,11 @@ def add_charges(sums: dict[K, Charge], charges: Mapping[K, Charge], times: int =
 
 
 def charges_of(allocations: Iterable[Allocation]) -> dict[GpuUuid, Charge]:
-    """What containers of one pod, or results of one claim, have of each GPU together.
+    """What the containers of one pod, or the results of one claim, have together of each GPU.
 
     A device ID counts once: the kubelet hands an init container's IDs on to the containers after it. Memory blocks are
     charged to the GPU of the container's cores, whatever GPU their IDs name; whole GPUs come with all of theirs. An init
-    container is no share, for it ends before the others start.
+    container is no share, because it ends before the others start.
     """
     found: defaultdict[Measure, set[DeviceId]] = defaultdict(set)
     blocks: set[tuple[GpuUuid, DeviceId]] = set()
@@ -297,9 +296,9 @@ def charges_of(allocations: Iterable[Allocation]) -> dict[GpuUuid, Charge]:
         for kind, ids in one.ids.items():
             if kind.binds_gpu:
                 found[kind.measure] |= ids
-            # The blocks of whole GPUs are IDs that the kubelet counts, and no memory that is anybody else's to have.
+            # The blocks of whole GPUs are IDs that the kubelet counts; their memory is nobody else's.
             elif not one.is_whole:
-                # A share is on one GPU; the pair, for the same block ID may be of containers on two GPUs of one pod.
+                # A share is on one GPU. The pair, because containers on two GPUs of one pod may have the same block ID.
                 blocks.update([(gpu, device) for gpu in one.gpus[:1] for device in ids])
         if one.is_whole:
             wholes.update(one.gpus)

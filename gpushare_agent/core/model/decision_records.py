@@ -56,7 +56,7 @@ class DecisionRecord(Struct, frozen=True, kw_only=True):
     pod_uid: PodUid | str = ""
     container: str = ""
     resource: str
-    """Of the call in which it was decided."""
+    """The call in which it was decided."""
     outcome: Outcome
     reason: str = ""
     """RefusalReason's value, empty where it was allocated."""
@@ -65,7 +65,7 @@ class DecisionRecord(Struct, frozen=True, kw_only=True):
     policy: str = ""
     gpus: tuple[int, ...] = ()
     labels: tuple[str, ...] = ()
-    """The same for people."""
+    """The same text for people."""
     asked: Asked | None = None
     candidates: tuple[Candidate, ...] = ()
     ignored: str = ""

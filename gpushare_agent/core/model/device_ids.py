@@ -51,7 +51,7 @@ class DeviceIds:
         self._units = dict(units)
 
     def add_gpus(self, gpus: Iterable[GpuUuid]) -> bool:
-        """Give those a key that have none; True where there are such."""
+        """Gives a key to each GPU without one; True where there was one."""
         new = [gpu for gpu in gpus if gpu not in self._keys]
         self._digits |= {gpu: _digits(gpu) for gpu in new}
         for gpu in new:
@@ -60,7 +60,7 @@ class DeviceIds:
         return bool(new)
 
     def read(self, texts: Collection[str]) -> list[DeviceId]:
-        """The devices of these texts, in their order. What is no device ID of ours comes back as it is."""
+        """The devices that these texts name, in their order. A text that is no device ID of ours comes back as it is."""
         try:  # thousands of them are offered in every admission
             return list(map(self._announced.__getitem__, texts))
         except KeyError:
@@ -81,13 +81,13 @@ class DeviceIds:
         if (text := kubelet_text(device)) is not None:
             return text
         split = split_device_id(device)
-        # Of a GPU that the node no longer has: the text is already what the kubelet knows.
+        # The node no longer has the GPU: the text is already what the kubelet knows.
         if split is None or split[0] not in self._keys:
             return device
         text = f"{self._keys[split[0]]}-{split[1]}"
         if replicas := unit_suffix(device):
             text += f"/{replicas}"
-        # `read` then finds it without parsing: the kubelet offers thousands of these texts in each call.
+        # `read` then finds it without parsing: the kubelet offers thousands of such texts in each call.
         self._announced[text] = DeviceId(device)
         return text
 
@@ -108,7 +108,7 @@ class DeviceIds:
         return device if gpu is not None and self._keys[gpu] == key else known_as(device, text)
 
     def _read_long(self, text: str) -> DeviceId:
-        """NVIDIA's. Of a number that the GPU's replica layout has not, the settings have changed since: the whole GPU."""
+        """NVIDIA's form. Where the GPU's replica layout lacks the number, the settings have changed since: the whole GPU."""
         if text in self._keys:
             return known_as(unit_id(GpuUuid(text), 0, "1"), text)
         split = split_device_id(text)

@@ -9,7 +9,7 @@ from gpushare_agent.core.model.allocations import ContainerKey
 from gpushare_agent.core.model.errors import Rejected
 
 _POD_UID = re.compile(r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}|[0-9a-f]{32}")
-"""A UUID, or the 32 digits of a static pod's hash. Strict, for directories of such names are removed with their pods."""
+"""A UUID, or the 32 digits of a static pod's hash. Strict, because directories of such names are removed with their pods."""
 _CONTAINER_NAME = re.compile(r"[0-9a-z](?:[0-9a-z-]{0,61}[0-9a-z])?")
 """A DNS label, as the API server demands of container names."""
 

@@ -85,7 +85,7 @@ class NodeEventReason(StrEnum):
         return "Warning" if self in _WARNINGS else "Normal"
 
 
-# A cordon is an operator's own act, and a recovery good news: neither is a warning.
+# A cordon is an operator's own act, and a recovery is good news: neither is a warning.
 _WARNINGS = (
     NodeEventReason.GPU_UNHEALTHY,
     NodeEventReason.CONFIGURATION_REFUSED,

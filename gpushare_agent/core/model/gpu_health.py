@@ -151,8 +151,7 @@ class EventMeaning(StrEnum):
 
 
 def meaning_of(event: GpuEvent, known: Collection[GpuUuid], policy: HealthPolicy) -> EventMeaning:
-    # First: an ignored Xid is ignored of any GPU. It is what a program causes, and no tenant may take a GPU out of
-    # service.
+    # First: an ignored Xid is ignored on every GPU. Programs cause it, and no tenant may take a GPU out of service.
     if event.kind is GpuEventKind.XID and event.xid in policy.ignored_xids:
         return EventMeaning.IGNORED
     # No GPU becomes Unhealthy by a guess: all are polled.
@@ -187,7 +186,7 @@ def after_event(
     first."""
     if health.state is HealthState.NEEDS_RESET:
         return health
-    # Also of a GPU that is unhealthy: its probes begin again.
+    # Also for an unhealthy GPU: its probes begin again.
     failed = _failed(health, policy, now)
     if needs_reset:
         return replace(failed, state=HealthState.NEEDS_RESET, cause=describe_event(event), probe_at=None)
@@ -207,7 +206,7 @@ def after_poll(health: GpuHealth, seen: Gpu, policy: HealthPolicy, now: float) -
     | usable | `healthy`, `needs-reset` | the same |
     | usable | `lost`, `probing` | `probing`, or `healthy` after the last pass |
     """
-    # Of any state, needs-reset too: during a reset the driver does not find the GPU, and that is how one is observed.
+    # In any state, needs-reset too: during a reset the driver does not find the GPU, and that is how one is observed.
     if not seen.is_healthy:
         return _after_failed_poll(health, seen.unhealthy_reason or "the driver gives no reason", policy, now)
     match health.state:
@@ -238,7 +237,7 @@ def after_brief_loss(
     # One that did not come back shows a fault of more than a busy driver: then all prove themselves.
     if not all(uuid in seen and seen[uuid].is_healthy for uuid in lost):
         return {}
-    # From before the unanswered poll, for the GPU itself did not fail. A cordon since then stays.
+    # From before the unanswered poll, because the GPU itself did not fail. A cordon since then stays.
     return {uuid: replace(health, cordon=healths[uuid].cordon) for uuid, health in lost.items()}
 
 
@@ -269,7 +268,7 @@ def why_not_offered(health: GpuHealth, policy: HealthPolicy) -> str:
     if health.cordon is None:
         return reason
     cordon = f"cordoned: {health.cordon}" if health.cordon else "cordoned"
-    return f"{cordon}; besides, {reason}" if reason else cordon
+    return f"{cordon}; also, {reason}" if reason else cordon
 
 
 def next_probe_at(healths: Iterable[GpuHealth], now: float) -> float | None:

@@ -38,7 +38,7 @@ class Branch(Struct, frozen=True, kw_only=True):
     children: tuple[Branch, ...] = ()
 
     def of(self, gpus: Collection[int]) -> Branch:
-        """The tree without other GPUs than these; a branch of which nothing is left is gone."""
+        """The tree with these GPUs only; an empty branch is gone."""
         children = [child.of(gpus) for child in self.children]
         return Branch(
             kind=self.kind,
@@ -86,10 +86,10 @@ class MigAttributes(Struct, frozen=True, kw_only=True):
 
 
 class MigPlace(Struct, frozen=True, kw_only=True):
-    """What a MIG instance is a part of. `profile` is as nvidia-smi has it, such as `1g.10gb` or `1g.10gb+me`; `number` is
-    the driver's, the 1 of NVIDIA's name `0:1`, and changes when others are made or removed. `gi` and `ci` are the IDs of the
-    GPU instance and the compute instance, `gi_cap` and `ci_cap` the n of their nodes `/dev/nvidia-caps/nvidia-cap<n>`, None
-    where the host has none. `is_gone`: it exists no more, and is listed because a container has it."""
+    """The place of a MIG instance in its GPU. `profile` is as nvidia-smi has it, such as `1g.10gb` or `1g.10gb+me`; `number`
+    is the driver's, the 1 of NVIDIA's name `0:1`, and changes when others are made or removed. `gi` and `ci` are the IDs of
+    the GPU instance and the compute instance, `gi_cap` and `ci_cap` the n of their nodes `/dev/nvidia-caps/nvidia-cap<n>`,
+    None where the host has none. `is_gone`: it no longer exists, and is listed because a container has it."""
 
     profile: str
     number: int
@@ -115,7 +115,7 @@ class Gpu(Struct, frozen=True, kw_only=True):
     `is_exclusive_process` is the compute mode in which one process alone may open the GPU. `mig_mode` says whether MIG
     mode is on, None where the GPU has none. `fabric` is the cluster and the clique of the NVLink fabric that it is on,
     `<UUID>.<number>`, empty where it is on none or has not joined yet. `unhealthy_reason` is empty while the GPU is healthy.
-    An unhealthy GPU of which the driver reported the UUID alone has minor -1 and 0 MiB.
+    An unhealthy GPU has minor -1 and 0 MiB where the driver reported its UUID alone.
     """
 
     index: int
@@ -143,7 +143,7 @@ class Gpu(Struct, frozen=True, kw_only=True):
 
     @property
     def nodes(self) -> tuple[str, ...]:
-        """The device nodes that a container needs for it, besides the control nodes."""
+        """The device nodes that a container needs for it, without the control nodes."""
         # The driver lets a process open an instance only with both capability devices, of GPU instance and compute
         # instance.
         caps = (self.mig.gi_cap, self.mig.ci_cap) if self.mig is not None else ()
@@ -158,7 +158,7 @@ class Gpu(Struct, frozen=True, kw_only=True):
         glob pattern. An instance is named by its GPU's index and UUID too."""
         parent = (str(self.mig.parent_index), self.mig.parent) if self.mig is not None else ()
         own = ("all", self.label, self.uuid, *parent)
-        # Patterns are of models alone: an index or a UUID must be given whole, or `1*` would name GPU 10 as well.
+        # Patterns match models only: an index or a UUID must be given whole, or `1*` would name GPU 10 as well.
         return any(selector in own or fnmatchcase(self.name, selector) for selector in selectors)
 
 
@@ -231,7 +231,7 @@ class GpuInventory(Struct, frozen=True, kw_only=True):
     """What one poll of the driver found: the GPUs by index and how they are connected.
 
     A GPU whose details could not be read is left in the list, Unhealthy, where its UUID is known; otherwise it is only
-    in `unreadable` (index and reason), for it cannot be offered without a name.
+    in `unreadable` (index and reason), because it cannot be offered without a name.
     """
 
     gpus: tuple[Gpu, ...]
@@ -248,7 +248,7 @@ class GpuInventory(Struct, frozen=True, kw_only=True):
 
     @property
     def tree(self) -> Branch:
-        """The topology's, without the GPUs that MIG divides: their instances stand in their place."""
+        """The topology's GPUs; those that MIG divides are replaced by their instances."""
         divided = {gpu.index for gpu in self.mig_partitioned}
         return self.topology.root.of({*self.topology.root.gpus} - divided) if divided else self.topology.root
 

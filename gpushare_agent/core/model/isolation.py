@@ -1,8 +1,8 @@
 """Values of isolations and device lists that settings, drivers and isolations share: names, CDI names, limits of a cgroup.
 
-What each isolation does is in isolation/<name>/ and delivery/device_lists.py; settings/isolation_names.py has which there
-are. Sources: the specification of the Container Device Interface and what its reference library accepts, for containers get
-devices through that library in every common runtime (a name is `<kind>=<device>`, a kind `<vendor>/<class>`); for the
+What each isolation does is in isolation/<name>/ and delivery/device_lists.py; settings/isolation_names.py lists them.
+Sources: the specification of the Container Device Interface and what its reference library accepts, because every common
+runtime gives containers devices through that library (a name is `<kind>=<device>`, a kind `<vendor>/<class>`); for the
 driver's limits nvml.h of CUDA 13.4, `nvmlSetMemoryLimits_v1_t`.
 """
 
@@ -20,13 +20,13 @@ from gpushare_agent.core.model.errors import RefusalReason, Refused
 from gpushare_agent.core.model.names import ISOLATION_ANNOTATION, GpuUuid
 
 AUTO = "auto"
-"""A value of the node's setting alone: the agent puts an isolation in its place at its start."""
+"""A value of the node's setting alone: the agent replaces it by an isolation at its start."""
 NO_ISOLATION = "none"
-"""The one that keeps nothing of a share."""
+"""The isolation that enforces nothing."""
 
 
 def isolation_parts(name: str) -> tuple[str, ...]:
-    """The two of a combination, which is spelled `A+B`, else itself alone."""
+    """The two parts of a combination, which is spelled `A+B`; else the isolation itself."""
     return tuple(name.split("+"))
 
 

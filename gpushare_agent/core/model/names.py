@@ -22,9 +22,9 @@ VMEMORY_RESOURCE = "tencent.com/vcuda-memory"
 NVIDIA_GPU_RESOURCE = "nvidia.com/gpu"
 NVIDIA_MIG_PREFIX = "nvidia.com/mig-"
 SHARED_SUFFIX = ".shared"
-"""After the name of a resource of replicas, with NVIDIA's renameByDefault."""
+"""Suffix of the name of a resource of replicas, with NVIDIA's renameByDefault."""
 MAX_REPLICAS = 1000
-"""Of one GPU."""
+"""Units of one GPU."""
 
 CORES_PER_GPU = 100
 """One vcore unit is 1/100 of a GPU's compute."""
@@ -39,7 +39,7 @@ ISOLATION_ANNOTATION = "tencent.com/gpu-isolation"
 RESIZE_ANNOTATION = "gpushare-agent/resize"
 """Our own, on the pod: the sizes that its running shares are to have (docs/explanation/resize.md)."""
 RESIZE_STATUS_ANNOTATION = "gpushare-agent/resize-status"
-"""Written by the agent: what of it is in force."""
+"""Written by the agent: the sizes that are in force."""
 RETRY_ANNOTATION = "gpushare-agent/retry-at"
 """Unix time in nanoseconds, by the extender: filter refused the pod, and may take it now."""
 PREDICATE_TIME_ANNOTATION = "tencent.com/predicate-time"
@@ -63,7 +63,7 @@ GPU_CHOICE_ANNOTATIONS = (
 )
 """HAMi's and vgpu-manager's, on the pod: the models or UUIDs of the GPUs that it accepts."""
 MAX_ANNOTATION_CHARS = 1024
-"""Of an annotation's value that is read, and written."""
+"""The characters of an annotation's value that are read, and written."""
 ENV_GPU_MEMORY_REQUEST = "NVIDIA_GPU_MEMORY_REQUEST"
 ENV_GPU_MEMORY_LIMIT = "NVIDIA_GPU_MEMORY_LIMIT"
 ENV_GPUSHARE_INDEX = "ALIYUN_COM_GPU_MEM_IDX"
@@ -142,7 +142,7 @@ def gpu_of(device: str) -> GpuUuid:
 
 
 def named_gpus(devices: Iterable[str]) -> list[GpuUuid]:
-    """The GPU of each; a call has thousands, so none is called for one."""
+    """The GPU of each ID; a call has thousands, so there is no function for one."""
     return [cast(GpuUuid, device.partition("::")[0]) for device in devices]
 
 
@@ -152,7 +152,7 @@ def kubelet_text(device: str) -> str | None:
 
 
 def has_kubelet_text(devices: Iterable[str]) -> bool:
-    """Whether any was made by `known_as`."""
+    """Whether `known_as` made any of them."""
     return "~" in "".join(devices)
 
 

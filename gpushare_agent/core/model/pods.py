@@ -32,7 +32,7 @@ class ContainerSpec(Struct, frozen=True, kw_only=True):
 
     `requests` holds the limits of extended resources (limits equal requests for them), by resource name, whole numbers.
     `env` holds only literal values, and the names of limits that are set in another way. `claims` are the pod's claims that
-    the container uses, by their names in the pod, each with the one request of it that it names, empty: with all.
+    the container uses, by their names in the pod, each with the request that it names in the claim; empty: all requests.
     `mounts` are those of its volumeMounts that touch a path of `LIMIT_PATHS`, sorted.
     """
 
@@ -46,7 +46,7 @@ class ContainerSpec(Struct, frozen=True, kw_only=True):
 
 
 class HostRequest(NamedTuple):
-    """What a pod requests of its node besides GPUs, CPU in milli-CPUs and main memory in MiB, and the GPU models on which
+    """What a pod requests of its node apart from GPUs: CPU in milli-CPUs and main memory in MiB, and the GPU models on which
     it may run, sorted; none: any."""
 
     cpu_milli: int = 0
@@ -81,7 +81,7 @@ class Pod(Struct, frozen=True, kw_only=True):
     has_started: bool = False
     """A container status says running, or restarted at least once: its admission is over."""
     is_static: bool = False
-    """Of a file on the node, not of the API server."""
+    """The pod comes from a file on the node, not from the API server."""
     mirror_uid: str = ""
     """A static pod's UID in the API server, empty while it has none there."""
     running: frozenset[str] = frozenset()
@@ -91,7 +91,7 @@ class Pod(Struct, frozen=True, kw_only=True):
     container_ids: Mapping[str, str] = field(default_factory=dict)
     """The runtime's IDs of the running containers by name, without the runtime's prefix; 64 hexadecimal digits each."""
     claims: Mapping[str, str] = field(default_factory=dict)
-    """The names of its ResourceClaims by their names in the pod, those that exist by now."""
+    """The names of its existing ResourceClaims, by their names in the pod."""
     host_request: HostRequest = NO_HOST_REQUEST
     """Read by the extender alone."""
 
@@ -108,8 +108,8 @@ class Pod(Struct, frozen=True, kw_only=True):
         return any(c.requests.get(resource, 0) > 0 for c in self.containers)
 
     def used_claims(self, container: ContainerSpec) -> dict[str, set[str]]:
-        """The claims that the container uses, by the claims' own names, each with the requests of it that it names; an empty
-        one stands for all."""
+        """The claims that the container uses, by the claims' own names, each with the requests that it names; an empty one
+        stands for all."""
         found: dict[str, set[str]] = {}
         for name, request in container.claims:
             if claim := self.claims.get(name):

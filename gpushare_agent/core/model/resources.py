@@ -2,7 +2,7 @@
 requests of them (`Request`). Pure.
 
 To add a kind, write its row (`ResourceKind`) into `KINDS`: its names, which may be a field of `ResourceNames` that a setting
-fills, its socket, and what of a GPU one device is, its `Measure`. A kind whose devices are parts of GPUs has a rule
+fills, its socket, and the part of a GPU that one device is, its `Measure`. A kind whose devices are parts of GPUs has a rule
 too, its `UnitLayout`: which GPU serves how many. Device lists, planning, the ledger, recovery, garbage
 collection and the annotations follow from the row; tests/admission/test_new_kind.py adds one.
 
@@ -63,7 +63,7 @@ class ReplicaLayout(NamedTuple):
 
 
 class ServedUnits(NamedTuple):
-    """What a GPU serves: of which resource, and by which replica layout."""
+    """What a GPU serves: the resource, and the replica layout."""
 
     resource: str
     replicas: ReplicaLayout
@@ -75,7 +75,7 @@ class ServedUnits(NamedTuple):
 
 class UnitLayout(Struct, frozen=True, kw_only=True):
     """The rule of a kind of resource whose devices are parts of GPUs: `served`. What limits the parts is `sharing`.
-    `refuses_several` is of parts in one container; `is_packed` fills the fullest GPU first."""
+    `refuses_several`: a container may have only one part; `is_packed` fills the fullest GPU first."""
 
     sharing: Sharing = Sharing.TIME_SLICING
     refuses_several: bool = False
@@ -152,7 +152,7 @@ class NvidiaNames(UnitLayout, frozen=True, kw_only=True):
         return next(named, NVIDIA_MIG_PREFIX + profile.replace("+", "."))
 
     def resources(self, profiles: Collection[str] = ()) -> tuple[str, ...]:
-        """All that GPUs may serve, whichever the node has, and instances of these profiles."""
+        """All resources that any GPUs, and instances of these profiles, may serve."""
         found: list[str] = []
         of_instances = [self.mig_resource(profile) for profile in sorted(profiles) if self.mig_strategy == "mixed"]
         for name in dict.fromkeys((self.resource, *(name for _, name in self.names), *of_instances)):
@@ -174,7 +174,7 @@ def cores_of_part(part: Fraction) -> int:
 
 
 class GpuUnits(NamedTuple):
-    """What a container has of GPUs by units: the part of each, by UUID, and what limits it there, None for whole GPUs."""
+    """What a container has by units: its part of each GPU, by UUID, and what limits it there, None for whole GPUs."""
 
     parts: tuple[tuple[GpuUuid, Fraction], ...]
     sharing: Sharing | None
@@ -202,7 +202,7 @@ def parts_of(units: Iterable[DeviceId]) -> dict[GpuUuid, Fraction]:
     """How much of each GPU these units are."""
     parts: dict[GpuUuid, Fraction] = {}
     for (gpu, suffix), count in Counter([(gpu_of(device), unit_suffix(device)) for device in units]).items():
-        # Fractions: three thirds are exactly a GPU, of floating-point numbers they need not be.
+        # Fractions: three thirds are exactly a GPU, which floating-point numbers do not ensure.
         parts[gpu] = parts.get(gpu, Fraction(0)) + count * _replica_layout(suffix).part
     return parts
 
@@ -214,21 +214,22 @@ NO_LAYOUT = UnitLayout()
 
 
 class Measure(StrEnum):
-    """What of a GPU a device is: the field of a Request, and of a Charge, that counts it."""
+    """The part of a GPU that a device is: the field of a Request, and of a Charge, that counts it."""
 
     CORES = "cores"
     """1/100 of the GPU's compute."""
     BLOCKS = "blocks"
     """A block of memory. Its IDs are counters: the GPU is that of the container's other IDs."""
     UNITS = "units"
-    """A unit of memory, and as large a part of the compute."""
+    """A unit of memory, and an equal part of the compute."""
     PART = "part"
-    """A part of memory and compute alike. It is in the ID, for a container keeps the layout under which it was admitted."""
+    """An equal part of memory and compute. It is in the ID, because a container keeps the layout under which it was
+    admitted."""
 
 
 class ResourceKind(Struct, frozen=True, kw_only=True, eq=False):
-    """A row: what there is to know of one kind. `value` names it in files and pages. A kind whose names are several has the
-    number of the name in its `socket`, as `{}`. `layout` is the rule of a kind whose devices are parts of GPUs."""
+    """A row: all facts about one kind. `value` names it in files and pages. A kind with several names has the number of the
+    name in its `socket`, as `{}`. `layout` is the rule of a kind whose devices are parts of GPUs."""
 
     value: str
     socket: str
@@ -295,7 +296,7 @@ class ResourceNames(Struct, frozen=True, kw_only=True, dict=True):
         return tuple(name for name, kind in self.by_name.items() if kind.binds_gpu)
 
     def name(self, kind: ResourceKind) -> str:
-        """The kind's name, of several the first; empty where the node does not offer it."""
+        """The kind's name, or its first name; empty where the node does not offer it."""
         return self.kinds.get(kind, ("",))[0]
 
     def name_in(self, container: ContainerSpec, kind: ResourceKind) -> str:
@@ -339,7 +340,7 @@ class ResourceNames(Struct, frozen=True, kw_only=True, dict=True):
         return None
 
     def units(self, gpu: Gpu, kind: ResourceKind) -> int:
-        """Whole units of a GPU; of a resource with several names of the one that it serves."""
+        """Whole units of a GPU; where the resource has several names, units of the one that the GPU serves."""
         if kind.is_part:
             served = kind.layout(self).served(gpu) if kind in self.kinds else None
             return served.replicas.of if served is not None else 0
@@ -353,7 +354,7 @@ class ResourceNames(Struct, frozen=True, kw_only=True, dict=True):
         return self.gpu_mem_unit_mib if kind.measure is Measure.UNITS else self.memory_block_mib
 
     def memory_mib(self, container: ContainerSpec) -> int:
-        """The memory that the container asks for, by whichever resource."""
+        """The memory that the container asks for, by any resource."""
         return self.requested_mib(request_of(container, self))
 
     def requested_mib(self, asked: Request) -> int:
@@ -426,7 +427,7 @@ WHOLE_GPU = Request(cores=CORES_PER_GPU)
 
 
 def request_of(container: ContainerSpec, names: ResourceNames) -> Request:
-    """What the container's limits ask for; of NVIDIA's names nothing, for their part depends on the GPU."""
+    """What the container's limits ask for; nothing for NVIDIA's names, because their part depends on the GPU."""
     asked = names.asked(container)
     return Request(
         cores=asked.get(ResourceKind.VCORE, 0),

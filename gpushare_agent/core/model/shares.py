@@ -36,8 +36,8 @@ class CoreLimit(Struct, frozen=True, kw_only=True):
 def core_limit(annotations: Mapping[str, str], cores: int) -> CoreLimit:
     """Reads the pod's vcuda-core-limit for a container of `cores`.
 
-    The numbers that gpu-manager 1.1.5 reads are read alike (Go's Atoi: a sign, leading zeros), and what is above 100 is 100.
-    What would end or starve the container's programs there is ignored here with the reason:
+    It reads the same numbers as gpu-manager 1.1.5 (Go's Atoi: a sign, leading zeros); a number above 100 counts as 100. A
+    value that would end or starve the container's programs there is ignored here with the reason:
     docs/how-to/migrate-from-gpu-manager.md.
     """
     text = annotations.get(CORE_LIMIT_ANNOTATION)
@@ -62,7 +62,7 @@ def share_limits(
     """The limits of a container, the elastic one as its claim or its pod's annotation says. Whole GPUs are not limited:
     vcuda.config has `enable` 0 and their whole memory."""
     if allocation.is_whole:
-        # A GPU that the driver reports no more has no memory to add.
+        # A GPU that the driver no longer reports has no memory to add.
         memory_mib = sum(gpus[uuid].memory_mib for uuid in allocation.gpus if uuid in gpus)
         return ShareLimits(cores=allocation.cores, memory_bytes=memory_mib * MIB, core_limit=0, is_limited=False)
     if allocation.unit_ids:
@@ -83,7 +83,7 @@ def share_limits(
 
 
 def _replica_share(allocation: Allocation, gpus: Mapping[GpuUuid, Gpu]) -> ShareLimits:
-    """The share of replicas of one GPU; of several GPUs the sum."""
+    """The share of replicas of one GPU; the sum over several GPUs."""
     parts = _replica_limits(allocation, gpus).values()
     return ShareLimits(
         cores=sum(part.cores for part in parts),
@@ -94,7 +94,7 @@ def _replica_share(allocation: Allocation, gpus: Mapping[GpuUuid, Gpu]) -> Share
 
 
 def _replica_limits(allocation: Allocation, gpus: Mapping[GpuUuid, Gpu]) -> dict[GpuUuid, ShareLimits]:
-    """Who has all replicas of a GPU has it whole."""
+    """A container with all replicas of a GPU has it whole."""
     return {
         uuid: ShareLimits(
             cores=cores_of_part(part),
@@ -127,7 +127,7 @@ def limits_by_gpu(
 
 
 def _together(one: ShareLimits, other: ShareLimits, gpu: Gpu) -> ShareLimits:
-    """Two results of a claim on one GPU are one share of it, for a program cannot distinguish them."""
+    """Two results of a claim on one GPU are one share of it, because a program cannot distinguish them."""
     return ShareLimits(
         cores=min(CORES_PER_GPU, one.cores + other.cores),
         memory_bytes=min(gpu.memory_mib * MIB, one.memory_bytes + other.memory_bytes),
@@ -143,7 +143,7 @@ def share_cores(allocation: Allocation, gpus: Mapping[GpuUuid, Gpu], names: Reso
     is_memory_alone = allocation.claim is not None and not allocation.size.cores
     is_memory_alone = is_memory_alone or allocation.memory_kind.measure is Measure.UNITS
     gpu = gpus.get(allocation.gpus[0]) if is_memory_alone and allocation.gpus else None
-    if gpu is None or gpu.memory_mib < 1:  # a GPU of which the driver reports the UUID alone
+    if gpu is None or gpu.memory_mib < 1:  # the driver reports the UUID alone
         return allocation.size.cores
     memory_mib = allocation.size.memory * names.unit_mib(allocation.memory_kind)
     return cores_of_part(Fraction(memory_mib, gpu.memory_mib))

@@ -1,4 +1,4 @@
-"""What keeps a pod from a node, or a claim from a device, and who comes all the same. Format: Kubernetes core/v1."""
+"""Taints keep a pod from a node, or a claim from a device; tolerations let it in. Format: Kubernetes core/v1."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 TENANT_FIELDS = ("pod_uid", "claim_uid", "pod", "claim", "about")
-"""The first that a line has is its subject. The namespace, where it is known, is beside it or in it (`NAMESPACE/NAME`)."""
+"""The first that a line has is its subject. The namespace, where it is known, is next to it or in it (`NAMESPACE/NAME`)."""
 TENANT_EVENTS = frozenset(
     {
         "allocate",

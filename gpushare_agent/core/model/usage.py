@@ -31,13 +31,13 @@ class ProcessSample(Struct, frozen=True, kw_only=True):
     memory_bytes: int | None = None
     sm_ratio: float | None = None
     memory_ratio: float | None = None
-    """Of the time in which device memory was read or written."""
+    """The part of the time in which device memory was read or written."""
     encoder_ratio: float | None = None
     decoder_ratio: float | None = None
 
 
 class GpuUse(Struct, frozen=True, kw_only=True):
-    """What one GPU does, as it is shown."""
+    """The use of one GPU, as it is shown."""
 
     sm_ratio: float | None = None
     memory_ratio: float | None = None
@@ -99,12 +99,11 @@ class GpuBusy(Struct, frozen=True, kw_only=True):
 
 class SamplesBusy(Protocol):
     async def sample_busy(self, gpus: Collection[GpuUuid]) -> Mapping[GpuUuid, GpuBusy]:
-        """Of those among them that answer. Quick enough for ten times a second. Raises Unavailable."""
+        """One reading for each GPU that answers. It is quick enough for ten times a second. Raises Unavailable."""
 
 
 class SmSource(StrEnum):
-    """Who says how much a container computes: the driver of its processes, or its isolation's library, by what it has
-    paid."""
+    """The source of a container's compute: the driver, by its processes, or its isolation's library, by what it has paid."""
 
     DRIVER = "driver"
     LIBRARY = "library"

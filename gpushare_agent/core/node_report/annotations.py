@@ -1,7 +1,7 @@
 """The annotations by which a node reports its GPUs and who has them: how they are read, and the second one written. Pure.
 
 They are read as text that others may have written, bounded and checked, by the extender and the command line. The agent
-writes them: the first in agent/cluster/node_facts.py. The extender takes the second for the truth in the place of what
+writes them: the first in agent/cluster/node_facts.py. The extender takes the second for the truth instead of what
 it has planned, so a pod is named only when its admission is over: half a pod would set the other half free for another.
 Formats: docs/reference/node-facts.md.
 """
@@ -98,7 +98,7 @@ def _read(schema: type[T], text: object) -> T:
     if len(text) > MAX_ANNOTATION_CHARS:
         raise Corrupt(f"it has {len(text)} characters, more than {MAX_ANNOTATION_CHARS}")
     try:
-        # By json, which takes half a surrogate pair in a text: a GPU must not be lost for its name.
+        # Read by json, which takes half a surrogate pair in a text: a GPU must not be lost because of its name.
         return convert(json.loads(text), schema)
     except ValidationError as error:
         raise Corrupt(str(error)) from error
@@ -123,7 +123,7 @@ class _Mig(Struct):
 
 
 class _Gpu(Struct):
-    """What the report cannot do without is typed; the rest is ignored where it is of another form."""
+    """Required fields are typed; others are ignored where they have another form."""
 
     index: Annotated[int, Meta(ge=0, le=MAX_INDEX)]
     memory_mib: Annotated[int, Meta(ge=0, le=MAX_MEMORY_MIB)]
@@ -206,7 +206,7 @@ class AllocatedTo(Struct, frozen=True, kw_only=True):
     pod_uid: PodUid
     gpus: Mapping[int, tuple[int, ...]]
     since: float
-    """Monotonic seconds, of its newest container."""
+    """Monotonic seconds; the time of its newest container."""
 
 
 def allocations_by_pod(
@@ -219,9 +219,9 @@ def allocations_by_pod(
 ) -> list[AllocatedTo]:
     """The pods with allocations whose admission is over, sorted by UID.
 
-    Replicas under NVIDIA's names are counted in cores and blocks, a part of one as one. `resized` has how much more or less
-    than its allocation is charged for a container that was resized. `charged` has the sums of `charges_of` by pod, where
-    somebody keeps them.
+    Replicas under NVIDIA's names are counted in cores and blocks, part of a block as a block. `resized` has how much more or
+    less than its allocation is charged for a container that was resized. `charged` has the sums of `charges_of` by pod,
+    where somebody keeps them.
     """
     allocations = list(allocations)
     shown = _reported_resizes(allocations, resized) if resized else {}
@@ -229,7 +229,7 @@ def allocations_by_pod(
     for allocation in allocations:
         of_pod.setdefault(allocation.key.pod_uid, []).append(allocation)
     by_uuid = {gpu.uuid: gpu for gpu in gpus}
-    # A node's pods are of a few sizes: an account is made for each of these and not for each pod.
+    # A node's pods have a few sizes: an account is made for each size and not for each pod.
     counts_of: dict[tuple[GpuUuid, Charge], tuple[int, ...]] = {}
     found = []
     for uid, own in sorted(of_pod.items()):
@@ -261,7 +261,8 @@ def allocations_by_pod(
 def allocations_annotation(
     allocated: Iterable[AllocatedTo], *, max_chars: int = MAX_CHARS, max_pods: int = MAX_PODS
 ) -> str:
-    """Compact JSON. Where not all fit, it has the newest, for the extender waits for those, and is marked as truncated."""
+    """Compact JSON. Where not all fit, it has the newest, because the extender waits for those, and is marked as
+    truncated."""
     # The extender waits for the report of pods that were bound just now.
     newest = sorted(allocated, key=lambda one: (-one.since, one.pod_uid))
     chosen = newest[:max_pods]

@@ -1,8 +1,8 @@
 """/api/v1/node and /api/v1/decisions: what the agent answers, and the check of what the commands read. docs/reference/api.md
 has the format in words; SCHEMA grows when a reader of an older one would be misled.
 
-`Any` is what the dashboard and programs read, and no command: it may be missing or of another shape, for an agent of another
-version has other fields. What the agent writes of it is agent/observability/node_snapshot.py's; decisions are
+`Any` is what the dashboard and programs read, and no command: it may be missing or of another shape, because an agent of
+another version has other fields. What the agent writes of it is agent/observability/node_snapshot.py's; decisions are
 model/decision_records.py as JSON.
 """
 
@@ -59,7 +59,7 @@ class ReportedGpu(TypedDict):
 
 
 class GpuUsage(TypedDict, total=False):
-    """model/usage.py has all of it."""
+    """model/usage.py has the full record."""
 
     sm_ratio: Number | None
     memory_used_bytes: Number | None
@@ -103,7 +103,7 @@ class ContainerGpu(TypedDict):
 
 
 class ContainerDocument(TypedDict):
-    """Of a claim `pod` is the first of its pods, `container` the claim with its result."""
+    """For a claim, `pod` is the first of its pods, `container` the claim with its result."""
 
     namespace: str
     pod: str

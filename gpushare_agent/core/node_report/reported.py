@@ -8,7 +8,7 @@ from gpushare_agent.core.node_report import documents
 from gpushare_agent.core.placement.gpu_account import GpuAccount
 
 NO_REASON = "no reason given"
-"""Of a cordon without one: an empty text would read as "not cordoned" in many languages."""
+"""The reason of a cordon without one: an empty text would read as "not cordoned" in many languages."""
 
 
 def reported_gpu(gpu: GpuReport, account: GpuAccount) -> documents.ReportedGpu:

@@ -1,6 +1,6 @@
 """Devices for ResourceClaims as kube-scheduler chooses them: first fit in the order in which the devices stand.
 
-Of one request's devices each is another one. A request consumes what it asks of each capacity, rounded by the capacity's
+Each device of one request is another one. A request consumes what it asks of each capacity, rounded by the capacity's
 policy, and the default of what it does not ask. Where a choice leaves nothing for a later request the next is tried. Source:
 resource.k8s.io/v1, and measurements on 1.36 (tests/data/dra/allocations.json).
 """
@@ -29,7 +29,7 @@ class Capacity(Struct, frozen=True, kw_only=True):
     is_binary: bool = False
 
     def consumed(self, asked: int | None) -> int | None:
-        """The amount that is consumed; None where the policy has nothing so large."""
+        """The amount that is consumed; None where it is more than the policy allows."""
         # A capacity that nobody asks for takes its default, which is often the whole: a trap for who asks for one of two.
         if asked is None:
             return self.default
@@ -74,7 +74,7 @@ class Constraint(Struct, frozen=True, kw_only=True):
 
 
 class ClaimRequests(Struct, frozen=True, kw_only=True):
-    """What a claim asks for: of each request its options, the first that can be had."""
+    """What a claim asks for: the options of each request; the first that can be had is taken."""
 
     requests: tuple[tuple[Option, ...], ...]
     constraints: tuple[Constraint, ...] = ()
@@ -140,7 +140,7 @@ class _Search:
         return False
 
     def _share(self, device: Device, option: Option) -> Share | None:
-        """The share of the device; None where it has not so much free."""
+        """The share of the device; None where too little is free."""
         asked = {name if "/" in name else f"{device.key[0]}/{name}": amount for name, amount in option.asked.items()}
         # A taint of the effect None keeps nothing away.
         kept_away = [taint for taint in device.taints if taint.effect != "None"]

@@ -5,7 +5,7 @@ expected fragmentation of a node is the mean, over typical pods by their frequen
 not use. A pod costs what it adds to that. Two things are added to the paper's measure, each worth it on its public trace
 (docs/reference/measurements.md): fuller nodes are preferred where the fragmentation is about the same, and GPUs of a model
 that others name are left to them. One is left out: within a node a share goes to the fullest GPU that fits, as placement
-decides by itself, for to choose the GPU by its cost gives nothing (at most 0.1 points of all GPUs either way).
+decides by itself, because choosing the GPU by its cost gives nothing (at most 0.1 points of all GPUs either way).
 
 Shares of a GPU are counted in `parts`, hundredths of it: of cores or of memory, whichever is more. Pure; nothing depends on
 the order of nodes or GPUs.
@@ -18,15 +18,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 WHOLE = 100
-"""Parts of a GPU."""
+"""Parts that make one GPU."""
 MOST_KINDS = 60
-"""The most frequent kinds of pods stand for all."""
+"""So many of the most frequent kinds of pods stand for all."""
 _FIT_GPU, _FIT_CPU = 0.00625, 0.00039
 _FIT_GPU_OF_SHARES, _FIT_CPU_OF_SHARES = 0.00375, 0.000086
 _MOST_STATES = 32_768
-"""Of nodes, with their fragmentation: some eight mebibytes."""
+"""So many states of nodes are kept with their fragmentation: some eight mebibytes."""
 _SCARCITY = 0.5
-"""Of a GPU whose model is asked for by name as much as GPUs are asked for at all."""
+"""The cost of a GPU whose model is asked for by name as much as GPUs are asked for at all."""
 
 
 class PodKind(NamedTuple):
@@ -42,7 +42,7 @@ class PodKind(NamedTuple):
     gpu_memory_mib: int = 0
 
     def parts_of(self, gpu_mib: int) -> int:
-        """Of a GPU with so much memory; more than it has where it is too small."""
+        """The parts of a GPU with so much memory; more than all where it is too small."""
         return max(self.parts, -(-WHOLE * self.gpu_memory_mib // gpu_mib)) if gpu_mib else self.parts
 
     @property
@@ -70,8 +70,8 @@ class FreeNode(NamedTuple):
         return kind.gpus <= len(self.gpus) and self.gpus[-kind.gpus] >= kind.parts_of(self.gpu_mib)
 
     def choices(self, kind: PodKind) -> list[FreeNode]:
-        """What would be left of it, for each GPU that makes a difference, the fullest first; whole GPUs are alike. For a
-        kind that fits."""
+        """What the node would have left, for each GPU that makes a difference, the fullest first; whole GPUs are alike. The
+        kind must fit."""
         if not kind.is_share:
             return [self.left(kind)]
         fitting = range(bisect_left(self.gpus, kind.parts_of(self.gpu_mib)), len(self.gpus))
@@ -79,9 +79,9 @@ class FreeNode(NamedTuple):
         return [self._left(kind, at) for at in fitting if at == fitting[0] or self.gpus[at] != self.gpus[at - 1]]
 
     def left(self, kind: PodKind) -> FreeNode:
-        """What would be left of it, a share on the fullest GPU that fits."""
+        """What the node would have left with a share on the fullest GPU that fits."""
         if kind.is_share:
-            # Cores and memory may fit a GPU of which no part has both: the emptiest is nearest to it.
+            # Cores and memory may each fit on some GPU and both on none: the emptiest GPU is nearest.
             return self._left(kind, min(bisect_left(self.gpus, kind.parts_of(self.gpu_mib)), len(self.gpus) - 1))
         kept = len(self.gpus) - kind.gpus
         return self._replace(
@@ -114,7 +114,7 @@ class TypicalPods:
     """`counts` has how many pods of each kind there are, or were of late; `supply` the number of GPUs of each model.
 
     Without a pod that asks for GPUs nothing is fragmented: then full nodes are preferred. State owned: fragmentations of
-    nodes already worked out, for nodes in one state are many.
+    nodes already worked out, because many nodes are in one state.
     """
 
     def __init__(self, counts: Mapping[PodKind, float], supply: Mapping[str, int]) -> None:
@@ -146,8 +146,8 @@ class TypicalPods:
 
     def fragmentation_of(self, masks: Masks, roomy: int, gpus: tuple[int, ...]) -> float:
         """`roomy` as the masks give it."""
-        # CPU and memory differ between all nodes, the kinds of pods that they let in between few: of thousands of nodes
-        # most are in a few hundred states.
+        # CPU and memory differ between all nodes, but few differ in the kinds of pods that they let in: most of thousands of
+        # nodes are in a few hundred states.
         key = roomy, gpus, masks.gpu_mib
         known = self._known.get(key)
         if known is None:
@@ -157,13 +157,13 @@ class TypicalPods:
         return known
 
     def scarcity(self, model: str) -> float:
-        """How much the model is asked for by name, for what there is of it."""
+        """How much the model is asked for by name, in relation to how many GPUs of it there are."""
         return self._scarcity.get(model, 0.0)
 
 
 class KindCosts:
     """The costs of one kind of pod on many nodes. State owned: what was worked out for nodes in the same state, without
-    bounds: made anew for each question."""
+    bounds: made again for each question."""
 
     def __init__(self, typical: TypicalPods, kind: PodKind) -> None:
         self._typical = typical
@@ -186,7 +186,7 @@ class KindCosts:
             added = typical.fragmentation_of(masks, after, left) - typical.fragmentation_of(masks, before, node.gpus)
             added += _SCARCITY * typical.scarcity(node.model) * kind.gpus * kind.parts
             known = self._known[key] = (added + self._fit_gpu * sum(left)) / WHOLE
-        # Rounded, for sums of the same numbers in another order differ in the last digits.
+        # Rounded, because sums of the same numbers in another order differ in the last digits.
         return round(known + self._fit_cpu * left_milli / 1000, 9)
 
 
@@ -245,8 +245,8 @@ def _at_most(asked: Sequence[int]) -> tuple[list[int], list[int]]:
 
 
 def _scarcity(kinds: list[tuple[PodKind, float]], supply: Mapping[str, int]) -> dict[str, float]:
-    """How much each model is asked for by name, for what there is of it; 1 where that is as much as GPUs are asked for at
-    all. Pods that may run on several models ask each for its part of them."""
+    """How much each model is asked for by name, in relation to how many GPUs of it there are; 1 where that is as much as
+    GPUs are asked for at all. Pods that may run on several models ask each for its part of them."""
     asked = dict.fromkeys(supply, 0.0)
     for kind, count in kinds:
         named = sum(supply.get(model, 0) for model in kind.models)

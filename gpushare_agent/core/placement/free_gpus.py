@@ -16,7 +16,7 @@ from gpushare_agent.core.model.resources import ResourceNames
 from gpushare_agent.core.placement.gpu_account import account_of
 
 HYSTERESIS = 0.1
-"""Of the node's GPUs. A pod that ends and the next one must not write to the Node each time."""
+"""A part of the node's GPUs. A pod that ends and the next one must not write to the Node each time."""
 
 
 class FreeGpus(Struct, frozen=True, kw_only=True):
@@ -29,7 +29,7 @@ class FreeGpus(Struct, frozen=True, kw_only=True):
 def free_gpus(
     gpus: Iterable[Gpu], charges: Mapping[GpuUuid, Charge], names: ResourceNames, taint_above: float
 ) -> FreeGpus:
-    """Of the healthy GPUs; of each the smaller of its free cores and its free memory, for a pod needs both."""
+    """For each healthy GPU the smaller of its free cores and its free memory, because a pod needs both."""
     healthy = [gpu for gpu in gpus if gpu.is_healthy]
     free = sum(account_of(gpu, names, charges.get(gpu.uuid, NO_CHARGE)).free_part for gpu in healthy)
     return FreeGpus(part=float(free / len(healthy)) if healthy else 0.0, taint_above=taint_above)
@@ -38,7 +38,7 @@ def free_gpus(
 def has_taint(desired: FreeGpus, *, is_there: bool) -> bool:
     """Whether the node should have the taint. One that is there stays until the free part is `HYSTERESIS` below the
     threshold."""
-    # Switched off, a taint that an earlier setting has left goes whatever is free.
+    # When the setting is off, a taint that an earlier setting left is removed in any case.
     if is_there and desired.taint_above < 1:
         return desired.part > max(0.0, desired.taint_above - HYSTERESIS)
     return desired.part > desired.taint_above

@@ -1,15 +1,15 @@
-"""What one GPU has, what is allocated of it, what is free, and what it lacks for a request: the only place that says so, and
-the only texts about it.
+"""What one GPU has, what is allocated of it, what is free, and what it lacks for a request: the only place that says so,
+with all texts about it.
 
 `GpuAccount` is made of charges (model/allocations.py) by `account_of`, for the agent's admission and all that shows a node,
 the scheduler extender and the simulation, so that they cannot disagree. A GPU's memory is one account in MiB: vcuda's memory
 blocks, GPUShare's gpu-mem units, whole GPUs and units under NVIDIA's names take from it, each rounded up to the unit of the
 one that asks. `Capacity` sums up several GPUs.
 
-`GpuAccount.lack` is about one GPU, `Capacity.lack` about all of a node. Every text about want of capacity is a `Lack`'s: the
-refusal in a pod's status, the extender's reasons, the verdicts of `explain` and of the page of all nodes, a resize's
-refusal. A cluster has thousands of nodes and the scheduler waits for every answer, so what only a text needs is worked out
-for the text. No state: a value is replaced, never changed.
+`GpuAccount.lack` is about one GPU, `Capacity.lack` about all of a node. Every text about missing capacity comes from a
+`Lack`: the refusal in a pod's status, the extender's reasons, the verdicts of `explain` and of the page of all nodes, a
+resize's refusal. A cluster has thousands of nodes and the scheduler waits for every answer, so what only a text needs is
+worked out for the text. No state: a value is replaced, never changed.
 """
 
 from __future__ import annotations
@@ -49,17 +49,17 @@ class Cause(IntEnum):
     FULL = auto()
     """As many sharing containers as a GPU serves."""
     IN_USE = auto()
-    """Too few wholly free GPUs, or those have too little memory."""
+    """Too few GPUs that are entirely free, or too little memory on those."""
     SHORT = auto()
     """Cores or memory."""
 
 
 class Capacity(NamedTuple):
     """Free and used of some GPUs of one node, whose units are alike. `gpus` counts all, `healthy` those that are; the rest
-    is of healthy ones that take shares. `free` has (cores, blocks, units) of each; `whole_blocks` the blocks of the wholly
-    free GPUs, `physical_blocks` of those that are no MIG instances, `all_blocks` and `all_units` of every one were it empty,
-    most first. `full` of them serve no more than their `max_shares` sharing containers; `left_out` are
-    healthy ones that the pod does not accept, which count for nothing else."""
+    is of healthy ones that take shares. `free` has (cores, blocks, units) of each GPU, `whole_blocks` the blocks of each GPU
+    that is entirely free, and `physical_blocks` those of each GPU that is no MIG instance. `all_blocks` and `all_units` have
+    what each GPU has when it is empty, the largest first. `full` counts the GPUs that already serve their `max_shares`
+    sharing containers; `left_out` counts healthy ones that the pod does not accept, which count for nothing else."""
 
     gpus: int
     healthy: int
@@ -78,8 +78,8 @@ class Capacity(NamedTuple):
     left_out: int
 
     def lack(self, request: Request) -> Lack | None:
-        """Why none of the GPUs, or not enough of them, will do for the request of a pod's only container; None where they
-        do. Of a container that is one of several this much is necessary."""
+        """Why too few of the GPUs suffice for the request of a pod's only container; None where they suffice. For one of
+        several containers this is necessary, not sufficient."""
         cores, blocks, units, count = request.cores, request.blocks, request.units, request.whole_gpus
         if count:
             # Most first: where the largest do not suffice, no others do.
@@ -101,7 +101,7 @@ class Capacity(NamedTuple):
             if self.left_out:
                 return Cause.LEFT_OUT
             return Cause.INSTANCE if count else Cause.UNSHARED
-        # In the order of `Cause`: what no end of another pod changes is said first, for waiting would be in vain.
+        # In the order of `Cause`: what no end of another pod changes is said first, because waiting would be in vain.
         if len(sizes) < count:
             return Cause.TOO_FEW
         if asked > sizes[0] and asked > sum(sizes[: count or 1]):
@@ -151,7 +151,7 @@ class Lack(NamedTuple):
 
     @property
     def gpus(self) -> int:
-        """How many could serve it were they empty."""
+        """How many could serve it if they were empty."""
         return len(self.capacity.physical_blocks if self.request.whole_gpus else self.capacity.free)
 
     @property
@@ -166,7 +166,7 @@ class Lack(NamedTuple):
 
     @property
     def largest(self) -> int:
-        """The memory of the largest GPU, of as many as are asked for, were they empty."""
+        """The memory of the largest GPU, or of as many as are asked for, if they were empty."""
         if count := self.request.whole_gpus:
             return sum(self.capacity.physical_blocks[:count])
         return sum((self.capacity.all_units if self.request.units else self.capacity.all_blocks)[:1])
@@ -208,8 +208,8 @@ class Lack(NamedTuple):
         return self._of_node() + (f", of those that the pod's annotations accept ({count} left out)" if count else "")
 
     def _of_node(self) -> str:
-        """Why no GPU of a node will do; the same for nodes in the same state, for kube-scheduler counts equal texts. It puts
-        the number before them, so they begin with a word."""
+        """Why no GPU of a node will do; the same for nodes in the same state, because kube-scheduler counts equal texts. It
+        puts the number before them, so they begin with a word."""
         requested = self.request.whole_gpus
         match self.cause:
             case Cause.SHORT:
@@ -258,7 +258,7 @@ class Lack(NamedTuple):
             state += f", and {free} are free on all GPUs together"
         if full := self.capacity.full:
             most = f"{self.capacity.max_shares} sharing containers, the most that one serves (setting mps.max_clients)"
-            state += f"; {full} GPUs count as full, for they have {most}"
+            state += f"; {full} GPUs count as full because they have {most}"
         return state
 
     @property
@@ -311,8 +311,8 @@ def memory_text(size_mib: int) -> str:
 
 @lru_cache(maxsize=1024)
 def _too_few_free(requested: int, free: int, gpus: int) -> str:
-    """Cached, for thousands of nodes give the same few texts."""
-    return f"only {free} of {gpus} GPUs {'is' if free == 1 else 'are'} wholly free, {requested} wanted"
+    """Cached, because thousands of nodes give the same few texts."""
+    return f"only {free} of {gpus} GPUs {'is' if free == 1 else 'are'} entirely free, {requested} wanted"
 
 
 def _gpus(count: int, kind: str) -> str:
@@ -323,7 +323,7 @@ class GpuAccount(Struct, kw_only=True):
     """One GPU as one container may use it.
 
     `index` is the GPU's row in the node's topology. `reusable` is the part of `used` that the pod's own init containers hold
-    and the kubelet hands on: it is free for the containers after them. One that only they have as a whole can be had for
+    and the kubelet hands on: it is free for the containers after them. A GPU that only they have as a whole can be given for
     cores, and not for gpu-mem units.
     """
 
@@ -351,7 +351,7 @@ class GpuAccount(Struct, kw_only=True):
     """Cores, blocks and units that a share can have, worked out from the rest whatever is given."""
 
     def __post_init__(self) -> None:
-        # Once, and not when asked: placement asks again and again, and `replace` ends here too.
+        # Computed once, not when asked: placement asks again and again, and `replace` ends here too.
         self.free = self._left_for_shares() if self.takes_shares and self.is_accepted else (0, 0, 0)
 
     @property
@@ -366,7 +366,7 @@ class GpuAccount(Struct, kw_only=True):
 
     @property
     def _is_whole_for_others(self) -> bool:
-        """Not only the pod's own init containers have it as a whole."""
+        """Others than the pod's own init containers have it as a whole."""
         return self.used.wholes > self.reusable.wholes
 
     @property
@@ -389,7 +389,7 @@ class GpuAccount(Struct, kw_only=True):
 
     @property
     def mib_of_part(self) -> int:
-        """Memory of units under NVIDIA's names: of the sum, for of three thirds each is not rounded up."""
+        """Memory of units under NVIDIA's names. The sum is rounded up, not each of three thirds."""
         return ceil(self.used.part * self.memory_mib) if self.used.part else 0
 
     @property
@@ -402,12 +402,12 @@ class GpuAccount(Struct, kw_only=True):
 
     @property
     def allocated_cores(self) -> int:
-        """The cores that are allocated by whichever resource; as everybody is shown them."""
+        """The cores that are allocated by any resource, as everybody sees them."""
         return min(self.used.cores + self.cores_of_part, CORES_PER_GPU)
 
     @property
     def allocated_mib(self) -> int:
-        """The memory that is allocated by whichever resource; all of a GPU that is allocated as a whole."""
+        """The memory that is allocated by any resource; all of a GPU that is allocated as a whole."""
         # A whole GPU comes with all its memory, though the kubelet has no ID for it.
         if self.is_whole:
             return self.memory_mib
@@ -422,7 +422,7 @@ class GpuAccount(Struct, kw_only=True):
     def free_part(self) -> Fraction:
         """What is left for units under NVIDIA's names, as part of the whole GPU. What init containers have of other
         resources is not handed on to them."""
-        # A GPU of which the driver reported the UUID alone has 0 MiB: the quotient below would be of nothing.
+        # A GPU has 0 MiB where the driver reported its UUID alone: the quotient below would divide by 0.
         if self._is_whole_for_others or not self.memory_mib or not self.is_accepted:
             return Fraction(0)
         memory = Fraction(self.memory_mib - self._mib_of_others, self.memory_mib)
@@ -431,7 +431,7 @@ class GpuAccount(Struct, kw_only=True):
 
     def free_units_of(self, count: int) -> int:
         """How many units of a GPU that has `count` of them have room."""
-        # A GPU's only unit is the whole of it, which is no sharing container and so not bounded by their number.
+        # The only unit of a GPU is all of it. It is no sharing container, so their number does not bound it.
         return 0 if count > 1 and self.is_full else int(self.free_part * count)
 
     @property
@@ -445,7 +445,7 @@ class GpuAccount(Struct, kw_only=True):
         all_units = self.memory_mib // self.unit_mib
         blocks, units = all_blocks - used.blocks + reusable.blocks, all_units
         if used.units or used.part:
-            # Each rounded up for itself: a block taken in part cannot be given to anybody else.
+            # Each is rounded up by itself: a block taken in part cannot be given to anybody else.
             blocks -= self.blocks_of_units + self.blocks_of_part
             cores -= self.cores_of_part
         if used.blocks or used.units or used.part:
@@ -458,7 +458,7 @@ class GpuAccount(Struct, kw_only=True):
         # What the kubelet does not offer it cannot hand out, though nobody has it in the ledger.
         cores = min(cores, self.offered_cores)
         if self.max_shares is not None and self.is_full:
-            # Blocks stay: they follow cores, of which there are none, and whole GPUs count them.
+            # Blocks stay: they follow cores, which are 0 here, and whole GPUs count them.
             cores = units = 0
         return (
             cores if cores > 0 else 0,
@@ -485,7 +485,7 @@ class GpuAccount(Struct, kw_only=True):
         return self.is_healthy and not self.is_instance and cores == CORES_PER_GPU and blocks == self.total_blocks
 
     def fits(self, request: Request) -> bool:
-        """Whether it can be the request's GPU; of several whole GPUs one of them, whatever memory they have together."""
+        """Whether it can be the request's GPU, or one of its whole GPUs, whatever memory they have together."""
         if request.part is not None:
             return self.is_healthy and self.free_part >= request.part and (request.part == 1 or not self.is_full)
         if count := request.whole_gpus:
@@ -502,17 +502,18 @@ class GpuAccount(Struct, kw_only=True):
             cause = cause if self.is_accepted else Cause.LEFT_OUT
             free = int(self.free_part * CORES_PER_GPU)
             return Lack(request, capacity_of([self]), cause if self.is_healthy else Cause.UNHEALTHY, free)
-        # Of several whole GPUs this one is asked for itself alone: their memory counts together.
+        # Where several whole GPUs are requested, the check is about this one alone: their memory counts together.
         return capacity_of([self]).lack(request if request.whole_gpus < 2 else WHOLE_GPU)
 
     def memory_mib_of(self, request: Request) -> tuple[int, int]:
-        """Free and in all, in whole units of the resource by which the request asks for memory."""
+        """Free memory and all memory, in whole units of the resource by which the request asks for memory."""
         if request.units:
             return self.free_units * self.unit_mib, self.total_units * self.unit_mib
         return self.free_blocks * self.block_mib, self.total_blocks * self.block_mib
 
     def allocate(self, request: Request, *, is_reusable: bool = False) -> GpuAccount:
-        """The account once a container of the pod has got its part of this GPU, of what its init containers hand on first.
+        """The account after a container of the pod got its part of this GPU. It first takes what its init containers hand
+        on.
 
         `is_reusable`: the container is an init container, and hands its part on. Memory blocks of a whole GPU do not count.
         """
@@ -532,7 +533,7 @@ class GpuAccount(Struct, kw_only=True):
 def account_of(
     gpu: Gpu | GpuReport, names: ResourceNames, used: Charge = NO_CHARGE, reusable: Charge = NO_CHARGE, **more: Any
 ) -> GpuAccount:
-    """The account of a GPU on which `used` is charged in all, and of that `reusable`; `more` are the account's other fields.
+    """The account of a GPU with `used` charged in all, `reusable` included; `more` are the account's other fields.
     Whether an instance takes shares is this node's setting, or what its own node reports."""
     mig = gpu.mig
     return GpuAccount(

@@ -17,7 +17,7 @@ from gpushare_agent.core.placement.gpu_account import GpuAccount
 
 
 class Rule(NamedTuple):
-    """What `named` names is left out, or all that it does not name where `is_wanted`. The list is of models, or of UUIDs."""
+    """Leaves out what `named` names; with `is_wanted`, what it does not name. The list has models, or UUIDs."""
 
     named: tuple[str, ...]
     of_model: bool
@@ -32,13 +32,13 @@ GpuChoice = tuple[Rule, ...]
 
 
 def choice_of(annotations: Mapping[str, str]) -> GpuChoice:
-    """The pod's rules, all of which must accept a GPU; empty for nearly every pod."""
+    """The pod's rules; each must accept a GPU. Empty for nearly every pod."""
     found = []
     for name in GPU_CHOICE_ANNOTATIONS:
         if value := annotations.get(name):
             is_wanted = name.startswith(("nvidia.com/use-", "nvidia.com/include-"))
             named = tuple(text for one in value.upper().split(",") if (text := one.strip()))
-            # Of a list that was too long to be read the rest is not known: no GPU is safe.
+            # The rest of a list that was too long is not known: no GPU is safe.
             if len(value) >= MAX_ANNOTATION_CHARS:
                 named, is_wanted = ("",), False
             if named:

@@ -2,7 +2,7 @@
 
 share: the fullest GPU that still fits (binpack), or the emptiest (spread). fragment: one whole GPU, from the branch of the
 topology tree that is broken up most, so that large branches stay whole. link: several whole GPUs, the set whose links,
-summed over all its pairs, cost least; of equally cheap sets likewise.
+summed over all its pairs, cost least; among equally cheap sets likewise.
 
 Up to `EXACT_GPUS` free GPUs the answer to link is exact: depth-first search in lexicographic order, cut off where a lower
 bound shows that no better set can follow. Above, the same search stops after `BOUNDED_STEPS` steps and gives the best set
@@ -56,7 +56,7 @@ def link_cost(link: Link) -> int:
 
 
 def set_cost(links: Sequence[Sequence[Link]], gpus: Sequence[int]) -> int:
-    """The cost of all pairs of these indexes."""
+    """The cost of all pairs among the indexes."""
     return sum(link_cost(links[a][b]) for n, a in enumerate(gpus) for b in gpus[n + 1 :])
 
 
@@ -65,7 +65,7 @@ def choose_linked(
 ) -> LinkSet | None:
     """The cheapest `count` of the free GPUs that contain `must` and have `blocks` of memory together.
 
-    None where there is no such set. Of equally cheap sets the first is taken, in the order in which the GPUs are given.
+    None where there is no such set. Among equally cheap sets the first is taken, in the order in which the GPUs are given.
     """
     # Positions, not indexes, from here on: the search compares sets by the order in which the caller gave the GPUs.
     gpus = list(free)
@@ -75,7 +75,7 @@ def choose_linked(
         count=count,
         blocks=blocks,
         must=tuple(position for position, gpu in enumerate(gpus) if gpu.index in must),
-        # The number of sets grows like a binomial: of 16 GPUs 12,870 at most, of 64 far more than an admission may wait
+        # The number of sets grows like a binomial: at most 12,870 for 16 GPUs, for 64 far more than an admission may wait
         # for.
         max_steps=None if len(gpus) <= EXACT_GPUS else BOUNDED_STEPS,
     )
@@ -125,7 +125,7 @@ class _Search(Struct, kw_only=True):
         return True
 
     def _descend(self, chosen: tuple[int, ...], cost: int, candidates: Sequence[int], added: Sequence[int]) -> None:
-        """Completes `chosen` from `candidates` (ascending); `added[c]` is what c's links to the chosen cost."""
+        """Completes `chosen` from `candidates` (ascending); `added[c]` is the cost of c's links to the chosen."""
         self.steps += 1
         missing = self.count - len(chosen)
         if missing == 0:
@@ -150,8 +150,8 @@ class _Search(Struct, kw_only=True):
     def _can_improve(self, chosen: tuple[int, ...], cost: int, candidates: Sequence[int], added: Sequence[int]) -> bool:
         """Whether the cheapest that any completion can cost is below the limit, and the memory can suffice.
 
-        Each further GPU pays its links to the chosen, and at least its cheapest links to as many others as are missing
-        besides it; those count half, for the other end pays them too.
+        Each further GPU pays its links to the chosen, and at least its cheapest links to as many others as are still
+        missing; those count half, because the other end pays them too.
         """
         missing = self.count - len(chosen)
         doubled = sorted(2 * added[c] + self._cheapest[c][missing - 1] for c in candidates)
@@ -172,7 +172,7 @@ class _Search(Struct, kw_only=True):
         return min((s for s in sets if self._has_memory(s)), key=lambda s: (self._cost(s), sorted(s)), default=None)
 
     def _grow(self, chosen: tuple[int, ...], positions: Sequence[int]) -> tuple[int, ...]:
-        """Greedy: always the GPU that adds least, of equals the first."""
+        """Greedy: always the GPU that adds least, the first among equals."""
         left = [position for position in positions if position not in chosen]
         added = {position: self._added(position, chosen) for position in left}
         while len(chosen) < self.count:
@@ -221,7 +221,7 @@ class Placed(Struct, frozen=True, kw_only=True):
 
 
 def validate_request(request: Request, names: ResourceNames, *, share_mode: bool) -> Refused | None:
-    """Says what is wrong with a request whatever the node has, None where nothing is."""
+    """What is wrong with a request on any node; None where nothing is."""
     cores, blocks = request.cores, request.blocks
     reason, remedy = RefusalReason.INVALID_REQUEST, _VALID_SHARING if share_mode else _VALID_WHOLE
     if request.units and (cores or blocks):
@@ -273,7 +273,7 @@ def effective_request(pod: Pod, container: ContainerSpec, names: ResourceNames) 
                 f"the init container's GPUs at random. Give the init container at most {CORES_PER_GPU} cores, or as many "
                 f"as {following.name}.",
             )
-        # It takes what the pool has and needs the rest beside it. An init container puts back what it took when it ends.
+        # It takes what the pool has and needs the rest on top. An init container puts back what it took when it ends.
         need = tuple(sum_ + max(0, more - had) for sum_, more, had in zip(need, requested, pool, strict=True))
         is_init = following.kind is ContainerKind.INIT
         pool = tuple(
@@ -330,8 +330,8 @@ def _place_share(request: Request, gpus: Sequence[GpuAccount], share_policy: Sha
 
 
 def share_order(gpu: GpuAccount, request: Request, share_policy: SharePolicy) -> tuple[int, ...]:
-    """The policy prefers the least: by free cores, then by free memory, and of equals the first."""
-    # The index is not negated: of equals both policies take the first.
+    """The policy prefers the least: by free cores, then by free memory, and the first among equals."""
+    # The index is not negated: among equals both policies take the first.
     sign = 1 if share_policy == "binpack" else -1
     cores, blocks, units = gpu.free
     return (sign * units, gpu.index) if request.units else (sign * cores, sign * blocks, gpu.index)
@@ -365,7 +365,7 @@ def _place_whole(request: Request, gpus: Sequence[GpuAccount], topology: Topolog
             return None
         why = f"of {len(fitting)} free GPUs, the one in the branch that is broken up most"
         return _placed(broken_first(topology.root, fitting, free)[:1], "fragment", why)
-    # Of link sets that cost the same, too, the one in the branches that are broken up already: whole ones stay for others.
+    # Among link sets of equal cost, too, the one in branches that are broken up already: whole ones stay for others.
     ordered = broken_first(topology.root, free, free)
     found = choose_linked(topology.links, ordered, request.whole_gpus, blocks=request.blocks, must=must)
     if found is None:
@@ -416,10 +416,10 @@ def _must_text(uuid: GpuUuid, gpu: GpuAccount | None, request: Request) -> str:
 
 
 def broken_first(root: Branch, gpus: Sequence[GpuAccount], free: Sequence[GpuAccount]) -> list[GpuAccount]:
-    """The `gpus`, those in the branches that are broken up most first; they are a part of `free`.
+    """The `gpus`, a part of `free`. Those in the branches that are broken up most come first.
 
-    Descending from the root, at each level the child with the fewest free GPUs; of equals the smaller one (the larger can
-    become whole again), then the one with the lowest index.
+    It descends from the root. Each level takes the child with the fewest free GPUs; among equals the smaller one (the larger
+    can become whole again), then the one with the lowest index.
     """
     indexes = {gpu.index for gpu in free}
 
@@ -462,7 +462,7 @@ def _placed(gpus: Sequence[GpuAccount], policy: str, why: str) -> Placed:
 def why_not_chosen(
     gpu: GpuAccount, request: Request, placed: Placed, gpus: Sequence[GpuAccount], topology: Topology
 ) -> str:
-    """`gpus` are those of which `place` chose; `gpu` is one that the request fits."""
+    """`place` chose among `gpus`; `gpu` is one that the request fits."""
     chosen = [one for one in gpus if one.uuid in placed.gpus]
     match placed.policy:
         case "hint":

@@ -1,6 +1,6 @@
 """A node's topology: read from the text of `nvidia-smi topo -m`, and built as a tree from a matrix of links.
 
-Source of the text's format: the tool's output, driver generations 375 to 580. Accepted besides: gpu-manager's older word
+Source of the text's format: the tool's output, driver generations 375 to 580. Also accepted: gpu-manager's older word
 SOC for SYS, tabs or spaces, Windows line ends, the underline escapes of the header, and anything before the header or after
 the matrix. NIC rows and columns, CPU affinity and the GPU's own NUMA ID are ignored. A text that does not say how every
 pair of GPUs is connected is refused with the line at fault: a guessed topology would place pods wrongly for ever.
@@ -185,7 +185,7 @@ def build_topology(
 ) -> Topology:
     """The tree over a symmetric matrix of links.
 
-    `numa` has one entry per GPU. `pcie` gives the PCIe kind of each pair where it is known besides NVLink (NVML reports
+    `numa` has one entry per GPU. `pcie` gives the PCIe kind of each pair where it is known next to NVLink (NVML reports
     both); without it the PCIe level of NVLink pairs is inferred (`infer_pcie_kinds`).
     """
     kinds = pcie if pcie is not None else infer_pcie_kinds(links, numa)
@@ -201,7 +201,7 @@ def kind_by_numa(first: int | None, second: int | None) -> LinkKind:
 
 
 def infer_pcie_kinds(links: Sequence[Sequence[Link]], numa: Sequence[int | None]) -> list[list[LinkKind]]:
-    """The PCIe kind of every pair, also of those whose matrix entry shows NVLink and so hides it.
+    """The PCIe kind of every pair, also where the matrix entry shows NVLink and so hides it.
 
     A hidden pair is at most as far apart as the worst link of any path over known pairs; the best such path is taken.
     GPUs of one NUMA node are also at most NODE apart, GPUs of two are SYS apart.
@@ -228,7 +228,7 @@ def _cheapest_worst_links(links: Sequence[Sequence[Link]]) -> list[list[LinkKind
     reach: list[list[LinkKind | None]] = [
         [None if link.kind is LinkKind.NVLINK else link.kind for link in row] for row in links
     ]
-    # Floyd and Warshall's algorithm with the worst link in the place of the sum: `via` must be the outer loop.
+    # Floyd and Warshall's algorithm with the worst link instead of the sum: `via` must be the outer loop.
     for via in size:
         for a in size:
             first = reach[a][via]

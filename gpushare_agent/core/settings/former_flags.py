@@ -1,4 +1,4 @@
-"""The flags of the programs that this one follows and that are no setting's name here, and what becomes of each: one table.
+"""One table of the flags that other programs have and no setting here has, and what becomes of each.
 
 Flags that mean the same are aliases of settings (settings/tree.py); NVIDIA's plugin has its own table (nvidia_options.py).
 settings/sources.py reads them, on the command line and in EXTRA_FLAGS. Sources: gpu-manager v1.1.5, cmd/manager/options and
@@ -21,7 +21,7 @@ _STANDARD_ERROR = "logs go to standard error"
 
 
 class FormerFlag(Struct, frozen=True, kw_only=True):
-    """What a flag becomes: settings (`read`), nothing (`reason`), or a mistake with what to write in its place (`hint`).
+    """What a flag becomes: settings (`read`), nothing (`reason`), or a mistake with what to write instead (`hint`).
 
     `read` takes the value and returns settings by their dotted names, as texts; it raises ValueError with what is allowed.
     With a `reason` something is lost, unless the value is one of `as_here`. A boolean flag may stand without a value; a
@@ -54,7 +54,7 @@ def _extender_address(value: str) -> Mapping[str, str]:
 
 
 def _gpushare_unit(value: str) -> Mapping[str, str]:
-    """Who gives the unit serves the resource: GPUShare's plugin has no other."""
+    """A node with this unit serves the resource: GPUShare's plugin has no other."""
     if value not in ("GiB", "MiB"):
         raise ValueError("GiB or MiB")
     return {"gpushare.enabled": "true", "gpushare.unit": value}

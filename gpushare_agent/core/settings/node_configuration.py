@@ -1,4 +1,4 @@
-"""Named configurations, of which each node has one: the settings that say where they are, and which of them is a node's.
+"""Named configurations, one for each node: the settings that say where they are, and the choice of a node's configuration.
 
 A configuration is a file of a ConfigMap that is mounted as a directory; a label of the Node names it. The rules are those
 of the config-manager of NVIDIA's plugin (cmd/config-manager/main.go of k8s-device-plugin v0.20.0), with a label of our own
@@ -59,10 +59,10 @@ def choose_name(labels: Mapping[str, str], names: Collection[str], default: str)
     usable = usable_names(names)
     if len(usable) == 1:
         return usable[0]
-    # Of several none is guessed: the node then has the settings of all.
+    # Among several none is guessed: the node then has the settings of all nodes.
     return DEFAULT_NAME if DEFAULT_NAME in usable else ""
 
 
 def usable_names(names: Collection[str]) -> list[str]:
-    """The names that can be configurations, sorted: a mounted ConfigMap has `..data` of the kubelet's beside them."""
+    """The names that can be configurations, sorted: a mounted ConfigMap also has the kubelet's `..data`."""
     return sorted(name for name in names if _NAME.fullmatch(name))

@@ -27,7 +27,7 @@ _SHARINGS = {"mps": "mps", "timeSlicing": "time-slicing"}
 
 
 class _Mistake(Exception):  # noqa: N818 - one line
-    """Why the file cannot be used."""
+    """The reasons why the file cannot be used."""
 
 
 def read_nvidia(flags: Mapping[str, RawSetting], environ: Mapping[str, str], file: Layer | None) -> Layer:
@@ -43,8 +43,8 @@ def read_nvidia(flags: Mapping[str, RawSetting], environ: Mapping[str, str], fil
 
 
 def parse_nvidia(content: bytes, place: str) -> Layer:
-    """What YAML or JSON has, by option's name in `nvidia`, with the mistakes. Keys that the plugin does not know it
-    ignores: here they are reported. A megabyte takes seconds: call it in a thread."""
+    """The values of YAML or JSON, by option's name in `nvidia`, with the mistakes. The plugin ignores keys that it does not
+    know: here they are reported. A megabyte takes seconds: call it in a thread."""
     layer = Layer()
     tree = parse_into(layer, content, f"{place}: cannot read the configuration of NVIDIA's device plugin")
     try:
@@ -132,7 +132,7 @@ def _mapped(found: Mapping[str, RawSetting], file: Layer, *, is_given: bool) -> 
             values[option.name] = option.read(raw.value)
         except ValueError as error:
             layer.problems.append(f"{raw.source}: {option.name} is {_shown(raw.value)}, but must be {error}")
-    # A rule of their plugin between two keys, each of which is valid.
+    # A rule of their plugin between two keys that are valid by themselves.
     if values.get("flags.migStrategy") == "mixed" and "sharing.mps.resources.replicas" in values:
         layer.problems.append(
             f"{found['flags.migStrategy'].source}: flags.migStrategy mixed does not go with sharing.mps, as in NVIDIA's"
@@ -142,7 +142,7 @@ def _mapped(found: Mapping[str, RawSetting], file: Layer, *, is_given: bool) -> 
     for name, (value, option_name) in ours.items():
         layer.put(name, value, f"{found[option_name].source} ({option_name})")
     if is_given:
-        # Who brings a configuration of theirs wants these resources: nothing in it says so.
+        # A configuration of theirs means that these resources are wanted: nothing in it says so.
         layer.put("nvidia.enabled", True, "NVIDIA's configuration")
     layer.migrated += [
         _outcome(option, found[option.name], values[option.name], ours) for option in OPTIONS if option.name in values
@@ -199,5 +199,5 @@ def _outcome(option: Option, raw: RawSetting, value: object, ours: Mapping[str, 
 
 
 def _shown(value: object) -> str:
-    """Of a file's value the JSON, of a text itself."""
+    """A file's value as JSON; a text as it is."""
     return (value if isinstance(value, str) else json.dumps(value, default=str))[:_SHOWN_CHARACTERS]

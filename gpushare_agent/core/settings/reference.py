@@ -39,7 +39,7 @@ class Kind(Struct, frozen=True, kw_only=True):
 
     @property
     def brief(self) -> str:
-        """`allowed` without what the head of docs/reference/settings.md has of all numbers, durations and lists."""
+        """`allowed` without what the head of docs/reference/settings.md says about all numbers, durations and lists."""
         brief = re.sub(r"^(?:one of|(?:seconds|a (?:whole )?number) from|an?) |, such as 2.*", "", self.allowed)
         return re.sub(r"([0-9]) to ([0-9])", "\\1\u2013\\2", brief)
 
@@ -106,7 +106,7 @@ def _keys_of(model: type[BaseModel], prefix: str, section: str) -> list[Key]:
 
 @cache
 def _descriptions(module: str) -> dict[tuple[str, str], str]:
-    """Of each class and field of a module the text below the field. pydantic's `use_attribute_docstrings` would read the
+    """The text below each class and field of a module. pydantic's `use_attribute_docstrings` would read the
     source at each start; here only help, completion and the reference do."""
     found = {}
     classes = [one for one in ast.parse(inspect.getsource(sys.modules[module])).body if isinstance(one, ast.ClassDef)]
@@ -135,7 +135,7 @@ def text_of(value: object) -> str:
 
 
 def select_keys(names: Sequence[str]) -> tuple[Key, ...]:
-    """The settings of these sections (`web`) and keys (`control.socket`), in the tree's order; `*` means all."""
+    """The settings of these sections (`web`) and keys (`control.socket`), in the tree's order; `*` means all settings."""
     return tuple(key for key in all_keys() if "*" in names or key.name in names or key.name.partition(".")[0] in names)
 
 
@@ -146,7 +146,7 @@ def _kind(annotation: Any, metadata: Sequence[Any], *, is_duration: bool) -> Kin
         return Kind(placeholder="|".join(choices), allowed=f"one of {shown}", choices=choices)
     if annotation is bool:
         return Kind(placeholder="true|false", allowed="true or false", choices=("true", "false"))
-    # Three states, of which a flag alone can say two: empty leaves the choice to another setting.
+    # Three states; a flag alone can say two of them: empty leaves the choice to another setting.
     if annotation == bool | None:
         return Kind(placeholder="true|false", allowed="true, false or empty", choices=("true", "false"))
     if annotation is int:
@@ -165,7 +165,7 @@ def _kind(annotation: Any, metadata: Sequence[Any], *, is_duration: bool) -> Kin
 
 
 def _list_kind(item: Any) -> Kind:
-    """Of a comma list, by the type of its items."""
+    """A comma list, by the type of its items."""
     plain, *metadata = get_args(item) if get_origin(item) is Annotated else (item,)
     if words := _words(plain, metadata):
         return Kind(placeholder="NAME[,NAME…]", allowed=f"a comma list of {', '.join(words)}", choices=words)
@@ -173,14 +173,14 @@ def _list_kind(item: Any) -> Kind:
         return Kind(placeholder="PATH[,PATH…]", allowed="a path, or a comma list of them")
     if plain is str:
         return Kind(placeholder="TEXT[,TEXT…]", allowed=TEXTS)
-    # pydantic keeps bounds in a field of its own when they stand beside a validator.
+    # pydantic keeps bounds in a field of its own when a validator stands next to them.
     bounds = [limit for part in metadata for limit in (part.metadata if isinstance(part, FieldInfo) else [part])]
     return Kind(placeholder="N[,N…]", allowed=f"a whole number{_bounds(bounds)}, or a comma list of them")
 
 
 def _words(annotation: Any, metadata: Sequence[Any]) -> tuple[str, ...]:
     """The values of an enumeration, a Literal or `OneOf`; empty for any other type."""
-    # Asked first: the type beside it is a plain text.
+    # Asked first: the type next to it is a plain text.
     if found := next((one.words() for one in metadata if isinstance(one, OneOf)), ()):
         return found
     if get_origin(annotation) is Literal:

@@ -1,4 +1,4 @@
-"""Which resources a node offers, from its settings. No state."""
+"""The resources that a node offers, from its settings. No state."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from gpushare_agent.core.settings.settings import Settings
 def resource_names(
     settings: Settings, mig_profiles: Collection[str] = (), *, shares_in_mig: bool = False
 ) -> ResourceNames:
-    """The resources that the node offers, with MIG instances of these profiles. Whether those are shared is decided by the
-    isolation in use: agent/isolation/resource_names.py."""
+    """The resources that the node offers, with MIG instances of these profiles. The isolation in use decides whether the
+    instances are shared: agent/isolation/resource_names.py."""
     gpushare, nvidia = settings.gpushare, nvidia_names(settings)
     return ResourceNames(
         vcore=settings.resources.vcore,

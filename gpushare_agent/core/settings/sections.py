@@ -60,7 +60,7 @@ class ResourceSettings(Section):
 
 
 class GpushareSettings(Section):
-    """GPUShare's resource, memory alone, beside vcore and vmemory."""
+    """GPUShare's resource, memory alone, next to vcore and vmemory."""
 
     enabled: bool = False
     """Offer GPUShare's resource on this node."""
@@ -136,7 +136,7 @@ class DraSettings(Section):
     gpus: Texts = ()
     """GPUs offered by ResourceClaims and by no device plugin: all, indexes, UUIDs or models. Empty: none."""
     order: Literal["binpack", "spread"] = "binpack"
-    """Order of the GPUs, of which the scheduler takes the first that fits. binpack: the fullest first. spread: the
+    """Order of the GPUs; the scheduler takes the first that fits. binpack: the fullest first. spread: the
     emptiest first."""
     taint_effect: Literal["NoSchedule", "NoExecute"] = "NoSchedule"
     """Taint of an unhealthy or cordoned GPU. NoExecute evicts its pods."""

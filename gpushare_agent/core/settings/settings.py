@@ -85,8 +85,8 @@ def load_settings(
     path = _path("config", layers)
     own = read_named(named) if named is not None else None
     if named is not None:
-        # A named configuration of NVIDIA's comes in the place of the file that nvidia.config names, and before our own
-        # file: it is meant for this node alone.
+        # A named configuration of NVIDIA's replaces the file that nvidia.config names, and comes before our own file: it is
+        # meant for this node alone.
         layers.append(own or _nvidia_layer(layers, environ, parse_nvidia(named.content, named.source)))
     if path:
         layers.append(read_file(path))
@@ -94,7 +94,7 @@ def load_settings(
     if named is None or own is not None:
         layers.append(_nvidia_layer(layers, environ))
     layers.append(host := Layer())
-    # Manifests set NODE_NAME from the downward API. Of an empty name the tree makes the host's.
+    # Manifests set NODE_NAME from the downward API. The tree replaces an empty name by the host's.
     node_name = environ.get("NODE_NAME", "")
     host.values["node_name"] = RawSetting(node_name, NODE_NAME_SOURCES[not node_name])
     pipe = layers[0].values.get("mps.pipe_directory")
@@ -128,7 +128,7 @@ def _path(key: str, layers: Sequence[Layer]) -> RawSetting | None:
 def _below_roots(layers: Sequence[Layer]) -> Layer:
     """The node's places that no layer names, where one names a root of them."""
     layer, given = Layer(), {name: raw for one in reversed(layers) for name, raw in one.values.items()}
-    # The kubelet's first, for it is below the other.
+    # The kubelet's first, because it is below the other.
     roots = [key for name in ("kubelet.root_dir", "root") for key in all_keys() if key.name == name]
     moved = [(key.default, raw) for key in roots if (raw := given.get(key.name)) and raw.value]
     for key in all_keys() if moved else ():
@@ -143,8 +143,8 @@ def _below_roots(layers: Sequence[Layer]) -> Layer:
 
 
 def _nvidia_layer(layers: Sequence[Layer], environ: Mapping[str, str], named: Layer | None = None) -> Layer:
-    """The configuration of NVIDIA's plugin: the last layer, for our own settings win; with `named` in the place of its file
-    that of a single node."""
+    """The configuration of NVIDIA's plugin. It is the last layer, because our own settings win. `named` is a single node's
+    configuration and replaces the plugin's file."""
     flags = {name: raw for layer in reversed(layers) for name, raw in layer.nvidia.items()}
     if named is not None:
         return read_nvidia(flags, environ, named)

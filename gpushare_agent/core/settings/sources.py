@@ -33,7 +33,7 @@ from gpushare_agent.core.settings.tree import ENVIRONMENT_PREFIX, Settings
 _BOOLEAN_WORDS = frozenset({"true", "false", "yes", "no", "on", "off", "1", "0"})
 _FILE_LIMIT_BYTES = 1 << 20
 MAX_PROBLEMS = 50
-"""Of one file, in messages and in the log: a file may have a mistake in each of a hundred thousand lines."""
+"""The mistakes of one file that are shown, in messages and in the log: each of a hundred thousand lines may have one."""
 
 _NOT_PER_NODE = frozenset({"node_name", "kubeconfig", "context"})
 GPUSHARE_PROGRAM = "GPUSHARE_PROGRAM"
@@ -154,7 +154,7 @@ def split_flags(argv: Sequence[str], leave: frozenset[str] = frozenset()) -> tup
 
 
 def read_flags(argv: Sequence[str]) -> Layer:
-    """`--flag=value`, `--flag value`, `--flag` for true. Of a flag given twice the last counts, as in gpu-manager.
+    """`--flag=value`, `--flag value`, `--flag` for true. The last of two equal flags counts, as in gpu-manager.
 
     Flags of NVIDIA's plugin go into `nvidia`, unless a setting has the same name; those of other programs become settings
     below ours, and `migrated` has what became of them.
@@ -230,7 +230,7 @@ def read_variables(environ: Mapping[str, str]) -> Layer:
 
 
 def read_bounded(path: RawSetting, parse: Callable[[bytes, str], Layer]) -> Layer:
-    """The file that a setting names: of its content and its place `parse` makes the layer. What cannot be read is a
+    """The file that a setting names: `parse` makes the layer from its content and its place. A file that cannot be read is a
     mistake of the setting's place."""
     named = f"{path.source}: cannot read the settings file {path.value}"
     try:
@@ -323,9 +323,9 @@ def _flatten(tree: Mapping[object, object], prefix: str, source: str, layer: Lay
 
 _LIBCUDA = "the driver directory is described by the file of volume_config"
 GPU_MANAGER_DAEMONSET = "gpu-manager's DaemonSet"
-"""The source of the settings that gpu-manager's start script and mounts stand for, where its manifest runs this image."""
+"""The source of the settings that follow from gpu-manager's start script and mounts, where its manifest runs this image."""
 GPUSHARE_DAEMONSET = "GPUShare's DaemonSet"
-"""The same of GPUShare's, which starts this program by its own one's name."""
+"""The same for GPUShare's manifest, which starts this program by the name of its own."""
 DAEMONSETS = frozenset({GPU_MANAGER_DAEMONSET, GPUSHARE_DAEMONSET})
 _HOST = Path("/proc/1/root")
 """The host's file system in a privileged container of the host's PID namespace, which gpu-manager's is."""
@@ -362,9 +362,9 @@ def read_gpu_manager(environ: Mapping[str, str], root: Path = Path("/"), host: P
 
 
 def _start_script(root: Path, host: Path) -> Mapping[str, str]:
-    """What gpu-manager's start script passes, and where its mounts have what ours has elsewhere.
+    """The settings that gpu-manager's start script passes, and the paths that its mounts have elsewhere than ours.
 
-    | missing mount | what serves in its place |
+    | missing mount | what serves instead |
     |---|---|
     | the kubelet's pod-resources | the host's own, by `host`; where that is closed, none: the API server alone |
     | /var/lib/gpushare-agent | gpu-manager's checkpoint directory |
@@ -385,9 +385,10 @@ def _start_script(root: Path, host: Path) -> Mapping[str, str]:
 
 
 def read_gpushare(environ: Mapping[str, str], root: Path = Path("/"), host: Path = _HOST) -> Layer:
-    """What GPUShare's DaemonSet stands for, the layer below all others. It mounts the kubelet's plugin directory alone.
+    """The settings that follow from GPUShare's DaemonSet, the layer below all others. It mounts the kubelet's plugin
+    directory alone.
 
-    | missing mount or right | what serves in its place |
+    | missing mount or right | what serves instead |
     |---|---|
     | the kubelet's pod-resources | as in gpu-manager's |
     | /etc/gpu-manager | isolation none: GPUShare limits nothing either |

@@ -34,8 +34,8 @@ from gpushare_agent.core.settings.values import (
 
 ENVIRONMENT_PREFIX = "GPUSHARE_"
 _DEFAULTS: Any = {}
-"""Of a section. pydantic makes the section of it with the tree's validator: sections that are made here would each need one
-of their own at the start (a third of the time that the tree takes)."""
+"""The default of a section. pydantic makes the section from it with the tree's validator: sections that are made here would
+each need a validator of their own at the start (a third of the time that the tree takes)."""
 SOURCES = "_sources"
 """The argument of `Settings` with the sources to merge, the first of them winning."""
 ALIASES = {
@@ -54,7 +54,8 @@ ALIASES = {
     "query-addr": "web.addr",
     "query-port": "web.port",
 }
-"""Flag name -> dotted key, beside the flag that every key has: gpu-manager's and GPUShare's names, and short ones."""
+"""Flag name -> dotted key, in addition to the flag that every key has: gpu-manager's and GPUShare's names, and short
+ones."""
 
 
 class Settings(BaseSettings):
@@ -136,19 +137,19 @@ class Settings(BaseSettings):
 
     @property
     def isolations_in_use(self) -> frozenset[str]:
-        """The node's own, those that pods may choose, and MPS where it limits replicas of GPUs."""
+        """The node's own isolation, those that pods may choose, and MPS where it limits replicas of GPUs."""
         # Replicas under MPS need its daemon on nodes whose own isolation is another.
         by_mps = self.nvidia.enabled and self.nvidia.replicas and self.nvidia.sharing is Sharing.MPS
         return frozenset({self.isolation, *self.isolations_allowed, *([Sharing.MPS.isolation] if by_mps else [])})
 
     @property
     def claim_directory(self) -> Path | None:
-        """Of the records of prepared claims."""
+        """The directory of the records of prepared claims."""
         return self.state_directory and self.state_directory / "claims"
 
     @property
     def isolation_parts_in_use(self) -> frozenset[str]:
-        """The same, with the parts in the place of combinations."""
+        """The same, with the parts instead of combinations."""
         return frozenset(part for name in self.isolations_in_use for part in isolation_parts(name))
 
     @model_validator(mode="after")

@@ -28,7 +28,7 @@ _GO_DURATION_PART = re.compile(r"(\d+(?:\.\d+)?)(ns|us|µs|ms|s|m|h)")
 _UNIT_S = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 _PLAIN_NUMBER = re.compile(r"\d+(?:\.\d+)?")
 _MAX_DURATION_CHARS = 40
-"""Of hundreds of digits the sum overflows."""
+"""The sum overflows with hundreds of digits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +114,7 @@ _RESOURCE_NAME = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?/[A-Za-z0-9]([
 MAX_RESOURCE_NAME_CHARS = 127
 """Kubernetes allows longer ones; the scanner of the kubelet's answers (kit/protobuf.py) reads a one-byte length."""
 MAX_NVIDIA_RESOURCE_NAME_CHARS = 63
-"""Of NVIDIA's plugin, prefix included: api/config/v1/consts.go of k8s-device-plugin v0.20.0."""
+"""The limit of NVIDIA's plugin, prefix included: api/config/v1/consts.go of k8s-device-plugin v0.20.0."""
 
 
 def check_resource_name(value: str) -> str:

@@ -87,9 +87,9 @@ _CORE = (
         list("-+.0123456789"),
     ),
 )
-"""Tag, pattern, and what a scalar of it begins with; the first that fits counts."""
+"""Tag, pattern, and what a scalar of it begins with; the first match counts."""
 for _tag, _pattern, _firsts in _CORE:
-    # \Z, for $ would let a line's end follow.
+    # \Z, because $ would let a line's end follow.
     _PlainLoader.add_implicit_resolver(_tag, re.compile(rf"(?:{_pattern})\Z"), _firsts)
 _PlainLoader.add_constructor(_INTEGER, _integer)
 _PlainLoader.add_constructor(_FLOAT, _float)

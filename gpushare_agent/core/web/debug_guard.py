@@ -139,7 +139,7 @@ class _TokenFile:
 
 
 def _digest(token: bytes) -> bytes:
-    """Of equal length for every token, so that the comparison's time reveals nothing of it."""
+    """The digest has the same length for every token, so that the comparison's time reveals nothing about it."""
     return hashlib.sha256(token).digest()
 
 

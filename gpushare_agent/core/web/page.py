@@ -60,7 +60,7 @@ class WebPage:
         return _answer(request, self._files[self._index])
 
     def routes(self) -> list[Route]:
-        """A path for each file but the page itself, whose path is the server's."""
+        """A path for each file but the page itself: the server has the page's path."""
         return [(PREFIX + name, self._handler(file)) for name, file in self._files.items() if name != self._index]
 
     def _handler(self, file: PageFile) -> Handler:

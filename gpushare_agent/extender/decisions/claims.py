@@ -3,7 +3,7 @@
 | a container's limits | request of its claim |
 |---|---|
 | vcuda-core 1 to 99, vcuda-memory | `cores`, and `memory` of that many blocks |
-| vcuda-core 100·n | n whole GPUs; vcuda-memory beside it: each with at least its part of that memory |
+| vcuda-core 100·n | n whole GPUs; with vcuda-memory each has at least its part of that memory |
 | gpu-mem | `cores: 0`, which is compute in proportion; `memory`, rounded up to whole blocks with a warning |
 | what the agents refuse whatever is free | none: the pod is refused with their sentence |
 
@@ -47,8 +47,8 @@ REQUEST = "gpu"
 
 
 class Template(Struct, frozen=True, kw_only=True):
-    """What one container asks for: `count` GPUs, of each `cores` percent and `memory_mib`, or whole where `cores` is None.
-    Then `memory_mib` is the least that each has, 0 for any."""
+    """What one container asks for: `count` GPUs with `cores` percent and `memory_mib` each, or whole GPUs where `cores` is
+    None. Then `memory_mib` is the least that each has, 0 for any."""
 
     count: int = 1
     cores: int | None = None
@@ -142,7 +142,7 @@ def convert_pod(read: PodJson, names: ResourceNames) -> Conversion | Refused:
             "the pod names its node, so no scheduler would allocate claims: it keeps its limits, for the device plugins"
         )
         return Conversion(warnings=(text,))
-    # Nobody filters a claim's GPUs but its selectors: the pod would be on any GPU without a word.
+    # Only a claim's selectors filter its GPUs: the pod would be on any GPU without a word.
     if choice_of(pod.annotations):
         written = ", ".join(name for name in GPU_CHOICE_ANNOTATIONS if name in pod.annotations)
         return refused(f"no claim follows {written}: ask by a ResourceClaim whose selector names uuid or productName")
@@ -229,7 +229,7 @@ def _claims(asking: Sequence[ContainerSpec], templates: Mapping[str, Template], 
     # which have ended before, find one to use.
     for one in asking:
         if one.kind is ContainerKind.MAIN:
-            # Sidecars are not among them: one runs beside the init containers after it.
+            # Sidecars are not among them: one runs next to the init containers after it.
             reusable.setdefault(templates[one.name], claims[one.name])
     for one in asking:
         if one.kind is ContainerKind.INIT:

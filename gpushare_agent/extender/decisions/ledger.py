@@ -1,8 +1,8 @@
 """What is allocated on one node of the cluster, and to which pod: the extender's ledger. Synchronous, no clock, no I/O.
 
 `NodeLedger` has the node's reservations, the allocations of pods that only its agent names, and the sums of both by GPU.
-Every change is told, for it outdates the answers worked out for the node. extender/cluster_state.py has one for each node
-and is the only one to change them.
+Every change is told, because it outdates the answers worked out for the node. extender/cluster_state.py has one for each
+node and is the only one to change them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ OnChange = Callable[[str, bool], None]
 
 
 class Hosted(NamedTuple):
-    """What some pods request of their node, in sum."""
+    """The sum of what some pods request of their node."""
 
     pods: int
     cpu_milli: int
@@ -72,7 +72,7 @@ class NodeLedger(Struct, eq=False):
         return old
 
     def set_unattributed(self, unattributed: Mapping[PodUid, Mapping[int, Charge]]) -> None:
-        # Else every report would outdate all answers about the node.
+        # Otherwise every report would outdate all answers about the node.
         if unattributed == self.unattributed:
             return
         for charges in self.unattributed.values():
@@ -93,7 +93,7 @@ class NodeLedger(Struct, eq=False):
         """Every GPU's account, by index."""
         if self._gpus is None:
             accounts = self._accounts
-            # Only the GPUs that changed are computed anew: a node has eight or more, and a pod is on one.
+            # Only the GPUs that changed are computed again: a node has eight or more, and a pod is on one.
             self._gpus = [accounts.get(gpu.index) or self._account(gpu) for gpu in self.node.gpus]
         return self._gpus
 
@@ -124,7 +124,7 @@ class NodeLedger(Struct, eq=False):
 
     @property
     def is_stale(self) -> bool:
-        """`gpus` and `capacity` have to be worked out anew."""
+        """`gpus` and `capacity` have to be worked out again."""
         return self._capacity is None
 
     def without(self, uids: Collection[PodUid] = ()) -> NodeLedger:
@@ -154,12 +154,12 @@ class NodeLedger(Struct, eq=False):
 
 
 def _facts(node: ClusterNode) -> tuple[object, ...]:
-    """What decisions about the node depend on besides its allocations."""
+    """What decisions about the node depend on, apart from its allocations."""
     return node.gpus, node.topology, node.model, node.pool, node.is_exact, node.cpu_milli, node.memory_mib
 
 
 def _free_parts(gpu: GpuAccount) -> int:
-    """Of cores or memory, whichever is less. A MIG instance is never a whole GPU."""
+    """The free part by cores or by memory, whichever is less. A MIG instance is never a whole GPU."""
     blocks = gpu.total_blocks
     parts = min(gpu.free_cores, WHOLE * gpu.free_blocks // blocks) if blocks else gpu.free_cores
     return min(parts, WHOLE - 1) if gpu.is_instance else parts

@@ -1,15 +1,15 @@
 """Where a pod fits on one node: exactly, container by container, and in short, for all nodes at once. Pure.
 
-`plan_pod` places all containers of a pod as the node's agent would, with counts in place of device IDs. Both use placement/
+`plan_pod` places all containers of a pod as the node's agent would, with counts instead of device IDs. Both use placement/
 and its GpuAccount, so they agree. Containers follow one another in the kubelet's order; what an init container has is handed
 on to those after it (measured, docs/explanation/architecture.md): it counts as free for them, and its GPUs bind them.
 admission/decisions/ledger.py does the same on IDs.
 
 A cluster has thousands of nodes and the scheduler waits for every answer, so the exact plan is made only where the summary
-(placement/gpu_account.py) cannot: never for a pod of which one container asks for GPUs, which is nearly every pod.
+(placement/gpu_account.py) cannot: never for a pod with one container that asks for GPUs, which is nearly every pod.
 `signature_of`, `lack_together` and `fullness_cost` go by the summary.
 
-`scores_of` makes of the nodes' costs what kube-scheduler takes.
+`scores_of` turns the nodes' costs into kube-scheduler's scores.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def plan_pod(pod: Pod, gpus: Sequence[GpuAccount], topology: Topology, policy: C
             # By index in our plans, by UUID in placement: an index is what annotations carry.
             chosen = tuple(sorted(index for index, gpu in accounts.items() if gpu.uuid in placed.gpus))
         for index in chosen:
-            # What an init container has becomes reusable; its own request is charged, for the rest comes with the
+            # What an init container has becomes reusable; its own request is charged, because the rest comes with the
             # containers after it.
             accounts[index] = accounts[index].allocate(own, is_reusable=container.kind is ContainerKind.INIT)
         planned.append(
@@ -83,7 +83,7 @@ def _place(
     effective = validate_request(own, names, share_mode=True) or effective_request(pod, container, names)
     if isinstance(effective, Refused):
         return effective
-    # The kubelet hands on IDs of these: the container cannot avoid their GPUs.
+    # The kubelet hands on their IDs: the container cannot avoid their GPUs.
     must = tuple(gpu.uuid for gpu in gpus if (gpu.reusable.units if effective.units else gpu.reusable.cores))
     request = effective._replace(must_gpus=must)
     return place(request, gpus, topology, share_policy=policy.share_policy, names=names)
@@ -120,8 +120,8 @@ def signature_of(pod: Pod, names: ResourceNames) -> Signature:
 
 
 def lack_together(node: Capacity, requests: Signature, names: ResourceNames) -> str:
-    """Why the containers cannot all fit whatever goes where, for they ask for more in sum than is free; empty where they
-    may. Init containers hand on what they have, so only the others are added up."""
+    """Why the containers cannot all fit wherever they go, because their sum is more than what is free; empty where they may.
+    Init containers hand on what they have, so only the others are added up."""
     # An init container that asks for more than all after it is found by the plan.
     lasting = [request for kind, request in requests if kind is not ContainerKind.INIT]
     cores = sum(request.cores for request in lasting)
@@ -138,8 +138,8 @@ def lack_together(node: Capacity, requests: Signature, names: ResourceNames) -> 
 
 
 def fullness_cost(node: Capacity, requests: Signature, policy: SharePolicy) -> float:
-    """The least is best; of a node where the pod fits. The part is the same for every node; what differs is what the node
-    has left.
+    """The cost of a node where the pod fits; the least is best. The pod's part is the same on every node, but not what the
+    node has left.
 
     binpack: full nodes first, and for a share nodes where a used GPU takes it, so that no free GPU is broken up; for
     whole GPUs nodes whose free GPUs are exactly used up. spread: the other way round.
@@ -158,8 +158,8 @@ def fullness_cost(node: Capacity, requests: Signature, policy: SharePolicy) -> f
 
 
 def scores_of(costs: Sequence[float | None]) -> list[int]:
-    """The score of each node from its cost, 0 where it has none: ranks, for kube-scheduler has eleven scores, and adds to
-    them those of its own criteria.
+    """The score of each node from its cost, 0 where it has none: ranks, because kube-scheduler has eleven scores, and adds
+    to them those of its own criteria.
 
     The cheapest get MAX_SCORE and all others at most SCORE_OF_NEXT, so that the difference, seven times the extender's
     weight times 10, is more than NodeResourcesFit, NodeResourcesBalancedAllocation and ImageLocality can give together
@@ -178,7 +178,7 @@ def scores_of(costs: Sequence[float | None]) -> list[int]:
 
 
 def kind_of(signature: Signature, host: HostRequest, names: ResourceNames) -> PodKind:
-    """What the pod is to policy fgd. Of several containers that ask for GPUs the one that asks for most counts."""
+    """The pod's kind for policy fgd. Where several containers ask for GPUs, the one that asks for most counts."""
     request = max((asked for _, asked in signature), key=lambda one: (one.whole_gpus, one.cores, one.blocks, one.units))
     gpu_memory_mib = request.units * names.gpu_mem_unit_mib + request.blocks * names.memory_block_mib
     return PodKind(
@@ -199,7 +199,7 @@ def _rounded(amount: int) -> int:
 
 
 def _tightness(node: Capacity, request: Request) -> float:
-    """1 where nothing is broken up by it, 0 where it takes a part of a node's only free GPUs."""
+    """1 where it breaks nothing up, 0 where it takes a part of a node's only free GPUs."""
     # Best where exactly so many are free: more would be broken into.
     if count := request.whole_gpus:
         return count / max(count, len(node.whole_blocks))

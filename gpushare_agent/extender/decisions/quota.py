@@ -1,8 +1,8 @@
 """What a namespace may use of the cluster's GPUs: how it is read, counted and enforced. No clock, no I/O.
 
 Source of the format: gpu-admission 1.0 (docs/reference/formats.md, section 9), which also decides what an absent namespace,
-model or pool means; docs/reference/quota.md has the table and the reasons. Ours are the totals `vcore` and `vmemory`, and
-parts of GPUs. GPUs are counted in 1/100, as vcore is.
+model or pool means; docs/reference/quota.md has the table and the reasons. The totals `vcore` and `vmemory`, and parts of
+GPUs, are our own. GPUs are counted in 1/100, as vcore is.
 
 State owned by `QuotaState`: the quota in force (which QuotaFeed in cluster_feed.py reads), what each namespace uses, and the
 memory of the nodes' GPUs. ClusterState says which pods and nodes count.
@@ -63,7 +63,7 @@ def use_of(pod: Pod, names: ResourceNames, *, gpu_memory_mib: int) -> QuotaUse:
     """What a pod counts on a node whose GPUs have so much memory.
 
     As Kubernetes counts a pod's requests: main containers and sidecars together, or an init container with the sidecars
-    started before it where that is more. Whole GPUs count with all their memory, for no other pod can use it; GPUShare's
+    started before it where that is more. Whole GPUs count with all their memory, because no other pod can use it; GPUShare's
     memory as that part of a GPU, rounded up.
     """
     peak = sidecars = mains = QuotaUse()
@@ -209,7 +209,7 @@ class Usage:
     def __init__(self) -> None:
         self._pods: dict[PodUid, tuple[str, str, QuotaUse]] = {}
         self._sums: dict[tuple[str, str | None], QuotaUse] = {}
-        """By namespace and model, None: of all models."""
+        """By namespace and model; None: all models."""
 
     def put(self, uid: PodUid, namespace: str, model: str, use: QuotaUse) -> None:
         """The pod is on a node with GPUs of this model, or will be."""
@@ -235,7 +235,7 @@ class Usage:
     def _add(self, namespace: str, model: str, use: QuotaUse) -> None:
         for group in ((namespace, None), (namespace, model)):
             self._sums[group] = self._sums.get(group, NOTHING).plus(use)
-            # Groups without use go, or deleted namespaces would stay for ever.
+            # Groups without use are removed, or deleted namespaces would stay for ever.
             if self._sums[group] == NOTHING:
                 del self._sums[group]
 
@@ -279,7 +279,7 @@ class QuotaState:
 
     def raised(self, pod: Pod, *, model: str, pool: str) -> tuple[NamespaceQuota, tuple[str, ...]] | None:
         """The least quota of the pod's namespace that allows it on such nodes, and the changes in words. None where no quota
-        limits it, and where none can name the nodes, for they lack the label."""
+        limits it, and where none can name the nodes because they lack the label."""
         limits = self.quota.namespaces.get(pod.namespace) if self.quota is not None else None
         if limits is None or (limits.pools and not pool) or (limits.gpus is not None and not model):
             return None
@@ -301,7 +301,7 @@ class QuotaState:
     # --- from ClusterState ---
 
     def put_node(self, node: ClusterNode) -> bool:
-        """Whether the pods on it have to be counted anew: they count by its model and memory."""
+        """Whether the pods on it have to be counted again: they count by its model and memory."""
         size = node.model, max((gpu.memory_mib for gpu in node.gpus), default=0)
         if self._nodes.get(node.name) == size:
             return False
@@ -368,7 +368,7 @@ def _namespace(name: str, raw: object) -> NamespaceQuota:
         raise Corrupt(f"{where}: the field {_shown(unknown[0])} is not known; the fields are {', '.join(_FIELDS)}")
     vcore, vmemory = _total(raw, "vcore", where), _total(raw, "vmemory", where)
     gpus = _gpus(raw["quota"], where) if "quota" in raw else None
-    # Only then: a quota with totals alone is ours, for gpu-admission has no such fields.
+    # Only then: a quota with totals alone is ours, because gpu-admission has no such fields.
     if gpus is None and vcore is None and vmemory is None:
         gpus = {}  # gpu-admission allows no GPU where no model is named
     return NamespaceQuota(pools=_pools(raw, where), gpus=gpus, vcore=vcore, vmemory=vmemory)

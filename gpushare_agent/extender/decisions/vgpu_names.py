@@ -1,6 +1,6 @@
 """A pod that asks for GPUs by HAMi's or vgpu-manager's names, as one that asks by vcuda-core and vcuda-memory. Pure.
 
-The device plugins of both let the kubelet count GPUs alone; their schedulers read cores and memory from the pod. No device
+Their device plugins let the kubelet count only GPUs; their schedulers read cores and memory from the pod. No device
 IDs could stand for them either: memory in MiB would be 200,000 for a node of eight GPUs, and the kubelet takes some 60,000.
 So the pod is changed when it is created.
 
@@ -41,8 +41,8 @@ from gpushare_agent.extender.decisions.claims import (
 
 
 class Family(Struct, frozen=True, kw_only=True):
-    """The names of one program, empty where it has none. Of its annotations `elastic` lets a share compute beyond its
-    cores, and `ignored` have no effect; those that choose GPUs are followed by placement (placement/gpu_choice.py)."""
+    """The names of one program, empty where it has none. The annotation `elastic` lets a share compute beyond its cores, and
+    `ignored` have no effect; placement follows those that choose GPUs (placement/gpu_choice.py)."""
 
     count: str
     memory: str
@@ -91,7 +91,7 @@ _ELASTIC = ("balance", "none")
 
 
 class _Asked(NamedTuple):
-    """`blocks` 0 for none. `is_unlimited`: of its compute nothing was said."""
+    """`blocks` 0 for none. `is_unlimited`: nothing was said about its compute."""
 
     cores: int
     blocks: int
@@ -149,7 +149,7 @@ def _asked(container: ContainerSpec, names: ResourceNames) -> _Asked | Refused:
     # Without a number HAMi's webhook adds one, by default 1.
     count = requests.get(family.count, 1)
     memory_mib, percent = requests.get(family.memory, 0), requests.get(family.percentage, 0)
-    # To both programs memory that is not named is all of the GPU's, and without cores the GPU is then the container's own.
+    # For both programs, missing memory means all of the GPU's memory, and then without cores the GPU is the container's own.
     is_all = not memory_mib and percent in (0, CORES_PER_GPU)
     cores = requests.get(family.cores, 0) or (CORES_PER_GPU if is_all else 0)
     blocks = -(-memory_mib // names.memory_block_mib)

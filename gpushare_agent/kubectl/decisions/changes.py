@@ -1,9 +1,9 @@
 """The smallest changes that would let a waiting pod start now, over all nodes of a cluster: at most one of each kind. Pure.
 
 Every change was tried: the changed pod, node or quota is given to `plan_pod` as the extender does, on a node that
-kube-scheduler refuses for no reason that is read here (`hindrance`). Bounded: a pod of which one container asks for GPUs is
-compared with each node's summary, in microseconds; of other pods so many plans are made as `MAX_PLANS` allows for a kind,
-and `Waiting.tried` says of how many nodes.
+kube-scheduler refuses for no reason that is read here (`hindrance`). Bounded: a pod with one container that asks for GPUs is
+compared with each node's summary, in microseconds; for other pods `MAX_PLANS` limits the plans of each kind, and
+`Waiting.tried` counts the nodes.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ from gpushare_agent.kubectl.decisions.cluster_view import (
 MAX_PLANS = 4_000
 """Plans of pods with several containers, for each kind of change; each takes about 0.1 ms a container."""
 MAX_COMBINED = 16
-"""Pods of one GPU of which the smallest set is searched; of more the largest come first."""
+"""The smallest set is searched among so many pods of one GPU; of more pods the largest come first."""
 _MOST_ENDING = 3
 
 
 class Kind(IntEnum):
-    """By whom it takes: the pod's owner first, then who runs the cluster, then the owners of other pods."""
+    """Sorted by who has to act: the pod's owner first, then the cluster's operator, then the owners of other pods."""
 
     CORES = 1
     MEMORY = 2
@@ -75,7 +75,7 @@ class Change(Struct, frozen=True, kw_only=True):
 
     @property
     def rank(self) -> tuple[int, float, int]:
-        # What the pod asks for is one thing to change, whichever part of it.
+        # The pod's request is one thing to change, whichever part of it.
         return max(self.kind, Kind.CORES_AND_MEMORY), self.cost, self.kind
 
 
@@ -86,7 +86,7 @@ class Waiting(Struct, frozen=True, kw_only=True):
     nodes: int
     fitting: tuple[str, ...]
     gpus: tuple[int, ...]
-    """Where it would go on the first of them."""
+    """Where it would go on the first node."""
     changes: tuple[Change, ...]
     others: Mapping[str, int]
     tried: int
@@ -104,7 +104,7 @@ class _Search(Struct, kw_only=True):
     plans: int = 0
 
     def fits(self, pod: Pod, node: NodeView) -> bool:
-        """By the summary where one container asks; what is named at the end is planned once more."""
+        """Answers by the summary where one container asks; nodes that are named at the end are planned once more."""
         policy = self.view.policy
         if not may_fit(pod, node.ledger.capacity, policy):
             return False
@@ -113,7 +113,8 @@ class _Search(Struct, kw_only=True):
         return not over_quota(self.view, pod, node)
 
     def gpus_for(self, pod: Pod, node: NodeView, gpus: Sequence[GpuAccount] | None = None) -> tuple[int, ...]:
-        """The GPUs that the pod would have there, by index, of `gpus` where they are given; none where it does not fit."""
+        """The GPUs that the pod would have there, by index, only from `gpus` where they are given; none where it does not
+        fit."""
         capacity = node.ledger.capacity if gpus is None else capacity_of(gpus)
         if not may_fit(pod, capacity, self.view.policy):
             return ()
@@ -125,7 +126,7 @@ class _Search(Struct, kw_only=True):
         return tuple(sorted({gpu for container in plan.containers for gpu in container.gpus}))
 
     def within_bounds(self, nodes: Sequence[NodeView]) -> Iterator[NodeView]:
-        """The nodes, until too many plans were made."""
+        """Yields the nodes, until too many plans were made."""
         self.plans = 0
         for number, node in enumerate(nodes):
             if self.plans >= MAX_PLANS:
@@ -194,7 +195,7 @@ def _less(search: _Search, kind: Kind) -> Change | None:
 
 
 def _smaller(asked: Request, kind: Kind) -> list[Request]:
-    """Ascending. Fewer cores are fewer whole GPUs, or of one GPU a share where there is memory for it."""
+    """Ascending. Fewer cores are fewer whole GPUs, or a share of one GPU where there is memory for it."""
     if kind is Kind.MEMORY and asked.units:
         return [asked._replace(units=count) for count in range(1, asked.units)]
     if kind is Kind.MEMORY:
@@ -231,7 +232,7 @@ def _largest(search: _Search, container: ContainerSpec, kind: Kind) -> Change | 
 
 
 def _less_of_both(search: _Search) -> Change | None:
-    """Fewer cores and less memory, of the pod's only container that asks for GPUs; also a share in place of a whole GPU."""
+    """Fewer cores and less memory, of the pod's only container that asks for GPUs; also a share instead of a whole GPU."""
     asking = [one for one in search.pod.containers if request_of(one, search.view.policy.names) != Request()]
     if len(asking) != 1:
         return None
@@ -242,7 +243,7 @@ def _less_of_both(search: _Search) -> Change | None:
     for node in search.open:
         where = node.ledger.node
         for gpu in node.ledger.gpus:
-            # Of a GPU that has a whole to give all is free, and then cores or memory alone would have done.
+            # A GPU that can be given whole is all free, and then cores or memory alone would have sufficed.
             cores, blocks, _ = gpu.free
             request = Request(cores=min(cores, asked.cores), blocks=min(blocks, asked.blocks or blocks))
             key = request, where.model, where.pool
@@ -317,7 +318,7 @@ def _other_nodes(search: _Search) -> Change | None:
 
 
 def _uncordon(search: _Search) -> Change | None:
-    """One GPU where that will do, else one node, else all cordoned GPUs of a node."""
+    """One GPU where that suffices, else one node, else all cordoned GPUs of a node."""
     best: Change | None = None
     for node in search.within_bounds(search.open):
         for indexes in _to_uncordon(node):
@@ -389,14 +390,14 @@ class _Freed(Struct, frozen=True, order=True):
 
 
 def _ends(search: _Search) -> Change | None:
-    """The fewest pods, and of so many those with the fewest cores."""
+    """The fewest pods; among equal numbers those with the fewest cores."""
     signature = signature_of(search.pod, search.view.policy.names)
     best: tuple[_Freed, Change] | None = None
     needs = search.view.pods[search.pod.uid].needs
     nodes = [
         node
         for node in search.view.nodes
-        # Only a shortage of CPU and the like may be over with those pods.
+        # Only a shortage of CPU and the like may end with those pods.
         if not hindrance(needs, node.offer, {}) and not over_quota(search.view, search.pod, node)
     ]
     for node in search.within_bounds(nodes):
@@ -419,7 +420,7 @@ def _freed(node: NodeView, request: Request, known: Set[PodUid], most: int) -> l
     """One entry for each GPU that the end of at most `most` pods would give, or one for whole GPUs together."""
     on_gpu: dict[int, dict[PodUid, Charge]] = {}
     for uid, reservation in node.ledger.reservations.items():
-        # Where a pod is that its agent has not reported is a guess: its end promises nothing.
+        # The GPUs of a pod that its agent has not reported are a guess: its end promises nothing.
         if uid in known and reservation.stage is not Stage.UNPLACED:
             for index, charge in reservation.plan.charges.items():
                 on_gpu.setdefault(index, {})[uid] = charge
@@ -443,7 +444,7 @@ def _freed_wholes(
     """GPU by GPU the one that adds the fewest pods: a pod may be on several."""
     chosen: set[PodUid] = set()
     left = {gpu.index for gpu in node.ledger.gpus if gpu.is_healthy and not gpu.is_instance}
-    # What a pod has that nobody can name stays.
+    # Devices of a pod that nobody can name stay.
     left -= {index for charges in node.ledger.unattributed.values() for index in charges}
     for _ in range(request.whole_gpus):
         if not left:
@@ -481,7 +482,7 @@ def _fewest(gpu: GpuAccount, request: Request, pods: Mapping[PodUid, Charge], mo
 
 
 def _gain(gpu: GpuAccount, charge: Charge) -> tuple[int, int, int]:
-    """What its end gives, at most: blocks and units are parts of one memory, of which a plan has the last word."""
+    """The most that its end gives: blocks and units are parts of one memory, so a plan has the last word."""
     if charge.is_whole:
         return CORES_PER_GPU, gpu.total_blocks, gpu.total_units
     memory_mib = charge.blocks * gpu.block_mib + charge.units * gpu.unit_mib
@@ -489,7 +490,7 @@ def _gain(gpu: GpuAccount, charge: Charge) -> tuple[int, int, int]:
 
 
 def _without_needless(ordered: Sequence[PodUid], gives: Callable[[Sequence[PodUid]], bool]) -> tuple[PodUid, ...]:
-    """The pods of which none can be left out, the smallest tried first."""
+    """The pods that are all needed; the smallest are tried first."""
     kept = list(ordered)
     for uid in reversed(ordered):
         fewer = [one for one in kept if one != uid]
@@ -520,7 +521,7 @@ def _least_freed(search: _Search, node: NodeView) -> list[_Freed]:
 
 
 def _ending(search: _Search, node: NodeView, uids: tuple[PodUid, ...]) -> Change | None:
-    """By the plan without those pods, and with what they ask of CPU and the like."""
+    """Answers by the plan without those pods, and with their CPU and the like given back."""
     view = search.view
     gpus = search.gpus_for(search.pod, node, node.ledger.without(frozenset(uids)).gpus)
     used = Counter(node.used)

@@ -1,4 +1,4 @@
-"""A cluster at one moment, for advice: what the extender knows of it, and what kube-scheduler checks besides. Pure.
+"""A cluster at one moment, for advice: what the extender knows of it, and what kube-scheduler checks as well. Pure.
 
 Read with a person's own rights (kubectl/cluster_reading.py). changes.py and defragment.py decide on it; where a pod's
 GPUs are is decided by extender/decisions/pod_plan.py alone, as in the extender.

@@ -1,4 +1,4 @@
-"""Which few pods would have to move for GPUs to become whole again: advice, nothing is moved. Pure.
+"""The few pods that would have to move to make GPUs whole again. This is advice, nothing is moved. Pure.
 
 Partly used GPUs are taken in the order of their number of pods, so each step is a GPU that becomes whole, and the first
 steps are worth most. A pod goes to a GPU that is used already, on any node that kube-scheduler would take for it; where is
@@ -29,7 +29,7 @@ from gpushare_agent.kubectl.decisions.cluster_view import ClusterView, NodeView,
 MAX_COMPARED = 300_000
 """About ten microseconds each."""
 COST_OF_A_STEP = 20
-"""A GPU whose pods are taken off and put back costs about as much as so many comparisons."""
+"""Taking a GPU's pods off and back costs about as much as so many comparisons."""
 
 
 class Stays(StrEnum):
@@ -84,7 +84,7 @@ class _Shadow(Struct, kw_only=True, eq=False):
     closed: set[int]
     used: Counter[str]
     room: tuple[list[GpuAccount], Capacity] | None = None
-    """What can take a pod, worked out after a change."""
+    """What can take a pod; worked out after a change."""
 
     def open(self) -> tuple[list[GpuAccount], Capacity]:
         if self.room is None:
@@ -150,15 +150,15 @@ def _start(view: ClusterView, budgets: Sequence[Budget]) -> _Search:
 
 def _shadow(node: NodeView) -> _Shadow:
     ledger = node.ledger.without()
-    # To break up a whole GPU for a pod that leaves another one frees nothing.
+    # Breaking up a whole GPU for a pod that leaves another one frees nothing.
     closed = {gpu.index for gpu in ledger.gpus if gpu.is_free}
     return _Shadow(view=node, ledger=ledger, closed=closed, used=Counter(node.used))
 
 
 def _partly_used(search: _Search) -> Iterator[tuple[int, int, str, int]]:
-    """Number of pods, used cores, node, GPU: of those that could be whole, were their pods elsewhere."""
+    """Number of pods, used cores, node and GPU of the GPUs that would be whole if their pods were elsewhere."""
     for name, shadow in search.nodes.items():
-        # Of a whole GPU there nobody has any use.
+        # Nobody can use a whole GPU there.
         if shadow.view.offer.is_cordoned:
             continue
         pods = Counter(index for one in shadow.ledger.reservations.values() for index in one.plan.charges)
@@ -239,7 +239,7 @@ def _stays(search: _Search, reservation: Reservation) -> Stays | None:
 
 
 def _move(search: _Search, source: _Shadow, reservation: Reservation) -> Move | None:
-    """To the node whose fullest fitting GPU has the fewest cores left; commits the move."""
+    """Moves the pod to the node where the fullest fitting GPU has the fewest cores left; commits the move."""
     view, known = search.view, search.view.pods[reservation.pod_uid]
     pod, needs = known.pod, known.needs
     least = max(request.cores for _, request in signature_of(pod, view.policy.names))
@@ -289,7 +289,7 @@ def _undo(search: _Search, shadow: _Shadow, index: int, moves: Iterable[Move], l
 
 
 def _changed(search: _Search, shadow: _Shadow) -> None:
-    """Its room is worked out anew, and the node found by it."""
+    """Its room is worked out again, and the node found by it."""
     name = shadow.view.name
     if shadow.room is not None:
         search.by_cores[shadow.cores].pop(name, None)

@@ -76,7 +76,7 @@ export class ContainerTable {
     });
   }
 
-  /** `keys` are the containers of which more than the use changed; null for all. */
+  /** `keys` are the containers where more than the use changed; null for all. */
   draw(keys, used, hues) {
     const { containers } = this.store;
     for (const key of this.rows.keys()) if (!containers.has(key)) this.rows.delete(key);
@@ -87,7 +87,7 @@ export class ContainerTable {
     else this.#sortAgain();
   }
 
-  /** What is not limited, once for all containers of which the same is true: rows would repeat it. */
+  /** What is not limited, once for all containers that share it: rows would repeat it. */
   #drawLimits() {
     const groups = new Map();
     for (const one of this.store.containers.values()) {

@@ -107,7 +107,7 @@ export class GpuView {
       this.stats, this.shares, this.unattributed);
   }
 
-  /** The whole GPU anew; what has not changed is not touched. */
+  /** The whole GPU again; unchanged parts are not touched. */
   draw(gpu, containers, hues) {
     write(this.title, `GPU ${format.gpuLabel(gpu)}`);
     set(this.title, "id", `gpu-${gpu.index}`);

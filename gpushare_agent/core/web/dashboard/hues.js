@@ -9,7 +9,7 @@ export class Hues {
     this.given = new Map(); // key -> hue
   }
 
-  /** Assigns a colour to each container; returns the keys of those whose colour has changed. The result depends only on the
+  /** Assigns a colour to each container; returns the keys of containers with a new colour. The result depends only on the
    * set of containers: the first key keeps its own colour, one that would equal it goes on to the next. */
   update(containers) {
     const [before, used] = [this.given, new Map()]; // GPU -> count per hue

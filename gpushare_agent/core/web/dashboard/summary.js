@@ -42,12 +42,12 @@ export class Summary {
     });
   }
 
-  /** Live, stale or lost. Also by the clock, for silence is no event. */
+  /** Live, stale or lost. Also by the clock, because silence is no event. */
   drawLink() {
     const { link, node } = this.store;
     const live = byId("live");
     const [state, text] = this.#linkState(link, node);
-    // What it was is not what it is: beside an old sample, or without an answer, nothing is said to be Ready.
+    // Old states may be wrong: next to an old sample, or without an answer, nothing is said to be Ready.
     byId("ready").hidden = !node || link.state === "lost" || (state === "warn" && node.agent.is_ready && node.agent.sampled_at !== null);
     set(live, "data-state", state);
     set(live, "title", link.problem || null);
