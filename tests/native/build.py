@@ -19,6 +19,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -138,11 +139,11 @@ def build_vgpu(output: Path) -> Path:
         files = [path for path in files if "test" not in path.relative_to(source).parts]
         if not files:
             raise CannotBuildError(f"{source} has no src/**/*.c: it is not HAMi-core's source")
-        config = output.parent / "static_config.h"
-        config.write_text(_HAMI_CORE_CONFIG, encoding="utf-8")
-        includes = [f"-I{path}" for path in (source / "src", output.parent, cuda_include())]
-        flags = ["-shared", "-fPIC", "-O2", "-w", "-D_GNU_SOURCE", *includes]
-        run([_compiler(), *flags, *map(str, files), "-o", str(output), "-lpthread", "-ldl", "-lrt"])
+        with tempfile.TemporaryDirectory(prefix="gpushare-hami-core-") as scratch:  # not next to what may be packed
+            (Path(scratch) / "static_config.h").write_text(_HAMI_CORE_CONFIG, encoding="utf-8")
+            includes = [f"-I{path}" for path in (source / "src", scratch, cuda_include())]
+            flags = ["-shared", "-fPIC", "-O2", "-w", "-D_GNU_SOURCE", *includes]
+            run([_compiler(), *flags, *map(str, files), "-o", str(output), "-lpthread", "-ldl", "-lrt"])
     return output
 
 
