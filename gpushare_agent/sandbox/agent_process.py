@@ -117,7 +117,7 @@ class AgentProcess:
                     quick_ends = quick_ends + 1 if is_quick else 1
                     # 2 is a wrong command line or setting: the next start would read the same.
                     self._report_end(code, is_last=quick_ends >= _QUICK_ENDS or code == 2)
-                    # Not reset by a run that lasted: only a kill, which is no fault, begins anew.
+                    # A run that lasted does not reset it. Only a kill does, because it is no fault.
                     delay_s = min(delay_s * 2, _LAST_DELAY_S)
                 await asyncio.sleep(delay_s)
         finally:

@@ -20,7 +20,7 @@ class KubeletBehaviour(Struct, frozen=True, kw_only=True):
     lists_ended_pods: bool = False
     """PodResources List names rejected and ended pods until their object is deleted."""
     removes_plugin_files: bool = False
-    """At its start files and links in the plugin directory go, besides sockets; directories and the checkpoint stay."""
+    """At its start it removes files and links in the plugin directory, except sockets, directories and the checkpoint."""
 
 
 _BEHAVIOURS = (

@@ -6,8 +6,8 @@ the first of each shape is asked for. A pod that an agent refuses has failed; it
 each failure up to 6 minutes, and gives up after 6. Binding and starting take no time.
 
 A node's free cores are unusable for a shape where they are on GPUs that cannot serve it: too few free cores or too little
-free memory for a share, not wholly free (or too few such GPUs) for whole GPUs. The fragmentation of a cluster is the mean
-of that over the workload's shapes, weighted by their number of pods, as a part of all cores of the cluster: what an average
+free memory for a share, partly used (or too few free GPUs) for whole GPUs. The fragmentation of a cluster is the mean of
+that over the workload's shapes, weighted by their number of pods, as a part of all cores of the cluster: what an average
 pod sees free and cannot have.
 
 State owned: the queue of events, the waiting pods by shape, the tallies; of `Meter` what is used on each node, sums over the
@@ -44,7 +44,7 @@ _KNOWN_NODE_STATES = 200_000
 
 
 class Job(Struct, kw_only=True):
-    """A pod of the workload on its way, with all pods that its controller makes anew after the agent refused it."""
+    """A pod of the workload on its way, with all pods that its controller makes again after the agent refused it."""
 
     arrival: Arrival
     number: int

@@ -97,7 +97,7 @@ class ObjectStore:
 
     def changes_since(self, version: int) -> Iterable[Change]:
         """Raises Expired where the history was cut after `version`."""
-        # A watch that lags too far behind lists anew, as the 410 tells it.
+        # A watch that lags too far behind lists again, as the 410 tells it.
         if version < self._oldest:
             raise Expired(f"too old resource version: {version} ({self._oldest})")
         # From the end, for watches are near it: the history may have 20,000 changes.
