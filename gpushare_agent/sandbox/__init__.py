@@ -1,5 +1,5 @@
 """The embedded node of `gpushare-agent sandbox` and of the tests: our own kubelet, API server, container runtime and
-scheduler on real sockets; the agent beside it is the real one, a child process.
+scheduler on real sockets. The agent is the real one, a child process.
 
 Owns everything below the state directory and the child processes; each folder names its classes: api, kubelet, runtime,
 scheduler. Called by command.py, run.py and tests. Open node.py first, then behaviour.py for what a Kubernetes

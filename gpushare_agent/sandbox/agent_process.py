@@ -31,7 +31,7 @@ _QUICK_ENDS = 3
 _FIRST_DELAY_S, _LAST_DELAY_S = 0.1, 5.0
 _LAST_LINES = 15
 _REASON_PREFIX = "gpushare-agent: "
-"""How the command line begins the sentence with which it ends."""
+"""The start of the sentence with which the command line ends."""
 
 
 def last_lines(log_file: Path) -> str:
@@ -43,7 +43,7 @@ def last_lines(log_file: Path) -> str:
 
 
 def last_reason(log_file: Path, offset: int = 0) -> str | None:
-    """The newest reason behind `offset` that the agent gave for its end; None where it gave none."""
+    """The newest reason after `offset` that the agent gave for its end; None if it gave none."""
     try:
         text = log_file.read_bytes()[offset:].decode(errors="replace")
     except OSError:
@@ -53,7 +53,7 @@ def last_reason(log_file: Path, offset: int = 0) -> str | None:
 
 
 def _environment() -> dict[str, str]:
-    """The child imports this very package: from a source checkout PYTHONPATH names it; an installed one it finds
+    """The child imports this same package. PYTHONPATH names it in a source checkout; the child finds an installed one
     itself."""
     root = str(Path(gpushare_agent.__file__).resolve().parents[1])
     # PYTHONPATH with site-packages in it would put them before the standard library.
@@ -63,8 +63,8 @@ def _environment() -> dict[str, str]:
 
 
 class AgentProcess:
-    """`run` keeps it running until it is cancelled. `notify` gets a line for people at every unexpected end, in which it
-    is called `name`. `command` is that of the command line."""
+    """`run` keeps it running until it is cancelled. `notify` gets a line for people at every unexpected end; the line calls
+    it `name`. `command` is that of the command line."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class AgentProcess:
         command: str = "run",
         name: str = "the agent",
     ) -> None:
-        # -P: code in the caller's directory is not the agent. The directory itself stays, for paths are relative to it.
+        # -P: code in the caller's directory is not the agent. The directory itself stays, because paths are relative to it.
         self._command = [sys.executable, "-P", "-m", "gpushare_agent", command, *arguments]
         self.name = name
         self._log_start = 0
@@ -117,7 +117,7 @@ class AgentProcess:
                     quick_ends = quick_ends + 1 if is_quick else 1
                     # 2 is a wrong command line or setting: the next start would read the same.
                     self._report_end(code, is_last=quick_ends >= _QUICK_ENDS or code == 2)
-                    # Not reset by a run that lasted: only a kill, which is no fault, begins anew.
+                    # A run that lasted does not reset it. Only a kill does, because it is no fault.
                     delay_s = min(delay_s * 2, _LAST_DELAY_S)
                 await asyncio.sleep(delay_s)
         finally:
@@ -126,7 +126,7 @@ class AgentProcess:
     async def _run_once(self) -> int:
         # A session of its own: Ctrl-C in the terminal reaches the sandbox alone, which ends its children in order.
         with self._log_file.open("ab") as output:
-            # The log has the runs before as well: a reason is looked for behind this.
+            # The log also has the earlier runs: a reason is looked for after this.
             self._log_start = output.tell()
             self._process = await asyncio.create_subprocess_exec(
                 *self._command, stdin=asyncio.subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True,

@@ -1,4 +1,4 @@
-"""What the Kubernetes version changes in the sandbox, in one table, and the kubelet's times.
+"""One table of what the Kubernetes version changes in the sandbox, and the kubelet's times.
 
 The embedded kubelet and the API server ask a `KubeletBehaviour` and never a version number. A version behaves as
 measured on a real kubelet of it (docs/reference/sandbox.md, "What the embedded kubelet does"). No state.
@@ -20,7 +20,7 @@ class KubeletBehaviour(Struct, frozen=True, kw_only=True):
     lists_ended_pods: bool = False
     """PodResources List names rejected and ended pods until their object is deleted."""
     removes_plugin_files: bool = False
-    """At its start files and links in the plugin directory go, besides sockets; directories and the checkpoint stay."""
+    """At its start it removes files and links in the plugin directory, except sockets, directories and the checkpoint."""
 
 
 _BEHAVIOURS = (
@@ -66,4 +66,4 @@ class KubeletTimes(Struct, frozen=True, kw_only=True):
     """After a failed NodePrepareResources, unless the pod's object changes."""
     unprepare_retry_s: float = 10.0
     claims_reconcile_s: float = 60.0
-    """Between searches for prepared claims whose pods have gone."""
+    """Between searches for prepared claims that have lost their pods."""

@@ -119,7 +119,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         command = commands.add_parser(name, help=text, description=description or None, usage=usage)
         for argument in arguments:
             argument(command)
-        # Suppressed: a default here would take the place of what stands before the command.
+        # Suppressed: a default here would override a value before the command.
         command.add_argument("--state-dir", type=Path, default=argparse.SUPPRESS, help="of the running sandbox")
     add_output(commands.choices["status"], default=argparse.SUPPRESS)
 
@@ -134,7 +134,7 @@ async def run(args: argparse.Namespace, extra_agent_flags: list[str], inner_comm
             return await _run_command(args, extra_agent_flags, inner_command)
         if args.dra and (args.extender or args.kubelet_version != "1.36"):
             raise ManifestError("--dra needs kubelet 1.36, and the scheduler that asks an extender knows no claims")
-        # Who brings pods of their own wants to see these alone.
+        # A person with pods of their own wants to see only these.
         samples = args.samples or ("none" if args.apply else "all")
         manifests = [*read_manifests(args.apply), *sample_manifests(samples, by_claims=args.dra)]
         from gpushare_agent.sandbox import run as sandbox_run  # not for the commands: it takes most of a second
@@ -209,7 +209,7 @@ def _gpus_flags(entry: str) -> tuple[str, ...]:
 
 
 async def _run_command(args: argparse.Namespace, extra: list[str], inner_command: Sequence[str]) -> int:
-    # Flags of settings are for agents, and those that run have theirs already.
+    # Flags of settings are for agents, and the running ones have theirs already.
     if extra:
         raise ManifestError(f"unknown arguments for {args.command}: {' '.join(extra)}")
     request: dict[str, Any] = {"command": args.command}
@@ -225,7 +225,7 @@ async def _run_command(args: argparse.Namespace, extra: list[str], inner_command
         if not inner_command:
             raise ManifestError("exec: no command: say what to run behind the pod's name, such as `exec POD -- sh`")
         request |= {"namespace": args.namespace, "pod": args.pod, "container": args.container}
-    # Absolute, for the answer names the path to a person in another directory.
+    # Absolute, because the answer names the path to a person in another directory.
     socket = NodePaths(state=args.state_dir.absolute()).control_socket
     answer: Answer = await ask(socket, request, program=runnable())
     if args.command == "status" and answer["ok"]:
@@ -248,16 +248,16 @@ async def _run_command(args: argparse.Namespace, extra: list[str], inner_command
 # --- exec ---
 
 NOT_EXECUTABLE, NOT_FOUND = 126, 127
-"""As a shell ends where it cannot run a command."""
+"""A shell's exit codes for a command that it cannot run."""
 
 _LONE_OPTIONS = frozenset({"--once", "--help", "--stdin", "--tty", "-h", "-i", "-t"})
 """Of the sandbox and of exec: those without a value."""
 
 
 def split_inner_command(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The words of the sandbox, and those of the command that `exec` is to run: none of these is an option of ours.
+    """The words of the sandbox, and those of the command that `exec` runs, which are no options of ours.
 
-    The command begins behind `--`, or with the first word behind the pod's name.
+    The command begins after `--`, or with the first word after the pod's name.
     """
     words: list[int] = []  # where those stand that are neither options nor their values
     position = 0

@@ -3,8 +3,8 @@
 Request: {"command": "apply"|"delete"|"exec"|"restart-kubelet"|"kill-agent"|"fail-gpu"|"heal-gpu"|"status", …}, a `Request`;
 answer: {"ok": bool, "lines": [what was done], "errors": [what was not], "is_rejected": the request itself is wrong,
 "document": the report, for status; "env" and "notes", for exec}.
-The client is identified by the kernel (SO_PEERCRED), never by the message; and so is the server: `exec` runs its command
-with the environment of the answer. No state.
+The kernel identifies the client (SO_PEERCRED), never the message. It also identifies the server, because `exec` runs its
+command with the environment of the answer. No state.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ async def open_control(path: Path, handle: Handler) -> AsyncIterator[None]:
         finally:
             writer.close()
 
-    # Mode 0600 from the first moment: whoever may connect may run commands as this user.
+    # Mode 0600 from the first moment: anyone who may connect may run commands as this user.
     server = await asyncio.start_unix_server(serve, sock=bind_unix_socket(path, mode=0o600), limit=_LINE_LIMIT)
     try:
         yield

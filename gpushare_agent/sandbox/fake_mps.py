@@ -1,6 +1,6 @@
 """A fake of NVIDIA's MPS control daemon and its control program: it answers the same commands and serves no client.
 
-`open_fake_mps` runs the daemon in this process and leaves a control program beside it, for the agent to ask with. Run
+`open_fake_mps` runs the daemon in this process and leaves a control program next to it, for the agent to ask with. Run
 as a program (`python -m …fake_mps`) it is that control program: commands on standard input, or the daemon itself with
 `-f`. What it was asked stands in `control.log` of the log directory. Its sockets and files have the real ones' names; what
 goes through them is its own protocol. Only the standard library is imported, as each question starts a process.

@@ -49,7 +49,7 @@ class GpuFaults:
 
     def lose(self, index: int, reason: str = "") -> None:
         """The driver no longer finds the GPU, until it is healed. Raises Rejected, Unavailable (as all of these do)."""
-        # Read anew each time: a person may have edited the file meanwhile.
+        # Read again each time: a person may have edited the file meanwhile.
         faults = self._checked(index)
         self._write(replace(faults, lost={**faults.lost, index: reason or LOST_REASON}))
 

@@ -93,7 +93,7 @@ def pod_requests(raw: RawObject) -> dict[str, int]:
     for container in containers_of(raw):
         for resource, count in container.requests.items():
             if container.kind is ContainerKind.INIT:
-                # An init container runs beside the sidecars that were started before it.
+                # An init container runs next to the sidecars that were started before it.
                 peak[resource] = max(peak.get(resource, 0), running.get(resource, 0) + count)
             else:
                 running[resource] = running.get(resource, 0) + count

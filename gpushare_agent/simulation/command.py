@@ -138,7 +138,7 @@ def run(call: Invocation) -> int:
         workload = read_workload(options.pods, block_mib=names.memory_block_mib)
     except AgentError as error:  # a mistake in what the command line names
         raise SettingsError([str(error)]) from error
-    # A trace's own times are its point; only who asks for a load gets others.
+    # A trace's own times are its point. They change only if a load is asked for.
     if options.load:
         workload = at_load(workload, cluster, options.load)
     # kube-scheduler looks at fewer nodes in larger clusters, which changes what it finds.

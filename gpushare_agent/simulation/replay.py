@@ -1,16 +1,16 @@
-"""Plays a workload through one policy, arrivals, tries, ends, in the order of time; and measures what is in use meanwhile.
+"""Plays a workload through one policy (arrivals, tries, ends) in the order of time, and measures what is in use meanwhile.
 
 Rules, as in a cluster with Jobs: a pod that finds no node waits, and is tried again once something has ended on a node that
-could serve it, but not before its back-off is over. Where a pod of a shape has no node, none of that shape has one; so only
-the first of each shape is asked for. A pod that an agent refuses has failed; its Job makes another after 10 s, doubled with
+could serve it, but not before its back-off is over. If a pod of a shape has no node, no pod of that shape has one, so only
+the first of each shape is tried. A pod that an agent refuses has failed; its Job makes another after 10 s, doubled with
 each failure up to 6 minutes, and gives up after 6. Binding and starting take no time.
 
 A node's free cores are unusable for a shape where they are on GPUs that cannot serve it: too few free cores or too little
-free memory for a share, not wholly free (or too few such GPUs) for whole GPUs. The fragmentation of a cluster is the mean
-of that over the workload's shapes, weighted by their number of pods, as a part of all cores of the cluster: what an average
+free memory for a share, partly used (or too few free GPUs) for whole GPUs. The fragmentation of a cluster is the mean of
+that over the workload's shapes, weighted by their number of pods, as a part of all cores of the cluster: what an average
 pod sees free and cannot have.
 
-State owned: the queue of events, the waiting pods by shape, the tallies; of `Meter` what is used on each node, sums over the
+State owned: the queue of events, the waiting pods by shape, the tallies. `Meter` owns the use of each node, sums over the
 cluster, integrals over the time of arrivals, the samples. The free capacity itself is in the scheduler's ledger. The same
 input gives the same result.
 """
@@ -44,7 +44,7 @@ _KNOWN_NODE_STATES = 200_000
 
 
 class Job(Struct, kw_only=True):
-    """A pod of the workload on its way, with all pods that its controller makes anew after the agent refused it."""
+    """A pod of the workload, together with all pods that its controller makes after the agent refused it."""
 
     arrival: Arrival
     number: int
@@ -189,7 +189,7 @@ class Replay(Struct, eq=False):
         placed = running.placed
         self.scheduler.end(placed.pod_uid, running.job.arrival.shape, placed.node)
         self.meter.changed(placed.node)
-        # By arrival over all shapes: who came first is tried first.
+        # By arrival over all shapes: the first to arrive is tried first.
         for job in self._waiting.firsts():
             self._retry(job.arrival.shape, now)
 
@@ -356,7 +356,7 @@ class Meter:
         key = tuple(sorted((gpu.free_cores, gpu.free_blocks, gpu.total_blocks) for gpu in gpus))
         known = self._known.get(key)
         if known is None:
-            # Emptied whole: which of them come again is not known, and it happens seldom.
+            # Emptied completely: which of them come again is not known, and this is rare.
             if len(self._known) >= _KNOWN_NODE_STATES:
                 self._known.clear()
             known = self._known[key] = sum(unusable_cores(gpus, shape) * count for shape, count in self._shapes)

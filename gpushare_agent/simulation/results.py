@@ -1,4 +1,4 @@
-"""Replays one workload under several policies, and what that comes to: a value for each, and all as one JSON document.
+"""Replays one workload under several policies. The result is a value for each, and all as one JSON document.
 
 The document has nothing that depends on the machine or the moment: the same input and seed give the same text.
 """

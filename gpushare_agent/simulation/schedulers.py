@@ -1,13 +1,12 @@
-"""kube-scheduler with and without the extender, and with claims: for one pod, a node, and there the GPUs; or why not now.
+"""kube-scheduler with and without the extender, and with claims: it gives a pod a node and its GPUs there, or says why not.
 
 With the extender the nodes are filtered, scored and reserved by extender/cluster_state.py, as in a cluster. Without it
-kube-scheduler goes by each node's free resources alone, and the node's agent may refuse the pod at its admission: there too
-the GPUs are planned by the agent's decisions. With claims it allocates the GPUs itself.
+kube-scheduler uses only each node's free resources, and the node's agent may refuse the pod at its admission. The agent's
+decisions plan the GPUs there too. With claims kube-scheduler allocates the GPUs itself.
 
 As in kube-scheduler, a try examines a part of the nodes (percentageOfNodesToScore) and takes one of the best at random.
-Where the pod fits none of them it goes on with the next part; a real scheduler does that in the pod's next try. A node that
-a pod does not fit stays so until a pod on it ends, and is left out until then: this makes a replay of thousands of nodes
-quick.
+If the pod fits none of them it goes on with the next part; a real scheduler does that in the pod's next try. A node that
+does not fit a pod is left out until a pod on it ends, which makes a replay of thousands of nodes quick.
 """
 
 from __future__ import annotations
@@ -228,9 +227,9 @@ class Candidates:
 class NodeResources:
     """kube-scheduler's own arithmetic: it adds up a node's cores and memory blocks, and does not consider GPUs.
 
-    What is counted is what pods ask for. A whole GPU without a request for memory takes no blocks here, though nobody else
-    gets any of that GPU: as in a cluster. What kube-scheduler's defaults score is CPU and main memory, which are not
-    simulated; they grow with the number of pods, as these resources do, so these stand for them.
+    It counts what pods ask for. A whole GPU without a request for memory takes no blocks here, though nobody else
+    gets any of that GPU, as in a cluster. kube-scheduler's defaults score CPU and main memory, which are not
+    simulated. They grow with the number of pods, as these resources do, so these stand for them.
     State owned: the free cores and blocks of every node, and what part of its own that is.
     """
 
@@ -321,8 +320,8 @@ class FirstFit:
     """Dynamic Resource Allocation: kube-scheduler allocates GPUs to the pods' claims, first fit in the order of the slices.
 
     A share is a claim with cores and memory, whole GPUs are a claim with a count. The agent orders the slice by `dra.order`;
-    here that takes no time. Of the nodes where a claim fits, the score is as without an extender: claims have none of their
-    own. State owned: what the pods' claims have, and which nodes a shape fits, until something on them
+    here that takes no time. The nodes where a claim fits are scored as without an extender, because claims have no score of
+    their own. State owned: what the pods' claims have, and which nodes a shape fits, until something on them
     changes.
     """
 

@@ -1,7 +1,7 @@
 """Reads clusters and workloads from CSV files: the project's own columns, or those of Alibaba's cluster-trace-gpu-v2023.
 
-The header shows which. docs/how-to/simulate.md lists the columns, and what is assumed for what the trace lacks: the memory
-of its GPUs, and the memory of its pods.
+The header shows which. docs/how-to/simulate.md lists the columns, and the assumptions for the values that the trace lacks:
+the memory of its GPUs and of its pods.
 """
 
 from __future__ import annotations

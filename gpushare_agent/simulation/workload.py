@@ -1,8 +1,8 @@
 """What is replayed: a cluster's nodes with their GPUs, and pods with the time of their arrival and how long they run.
 
-A pod here has one container. Times are seconds from the begin of the replay. `MEMORY_MIB` has, for models that a trace names
-without their memory, what nvidia-smi shows of such GPUs. A trace's model that is a code name stands at `UNKNOWN_MEMORY_MIB`,
-which is an assumption.
+A pod here has one container. Times are seconds from the start of the replay. Traces name models without their memory:
+`MEMORY_MIB` has what nvidia-smi shows for such GPUs. A model that is a code name has `UNKNOWN_MEMORY_MIB`, which is an
+assumption.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Arrival(NamedTuple):
 
 
 class Workload(Struct, frozen=True, kw_only=True):
-    """Pods in the order of their arrival. `skipped` counts what the source has and the replay has not, by reason."""
+    """Pods in the order of their arrival. `skipped` counts, by reason, what the replay leaves out of the source."""
 
     source: str
     arrivals: tuple[Arrival, ...]
@@ -92,8 +92,8 @@ class Cluster(Struct, frozen=True, kw_only=True):
 
 
 def at_load(workload: Workload, cluster: Cluster, load: float) -> Workload:
-    """The same pods, whose arrivals are spread so that they ask for `load` of the cluster's cores on average meanwhile: 1
-    fills it if nothing were lost and everybody had arrived long ago. Unchanged where all arrive at once."""
+    """The same pods, with arrivals spread so that they ask on average for `load` times the cluster's cores. 1 would fill it
+    if nothing were lost and everybody had arrived long ago. Unchanged if all arrive at once."""
     core_seconds = sum(arrival.shape.cores * arrival.duration_s for arrival in workload.arrivals)
     # Nothing to spread, or nothing that takes room.
     if not workload.window_s or not core_seconds:

@@ -99,7 +99,7 @@ A strategic merge of a map: null removes a key, maps are merged, lists of object
 {{- end -}}
 {{- end -}}
 
-{{- /* The objects as YAML, with Helm's labels. A pod template gets none: it would start every pod anew at each version of the
+{{- /* The objects as YAML, with Helm's labels. A pod template gets none: it would restart every pod at each version of the
 chart. Arguments: root, objects. */ -}}
 {{- define "gpushare-agent.show" -}}
 {{- $root := .root -}}

@@ -1,7 +1,7 @@
 """Authentication of the embedded API server: clients need the token of the sandbox's kubeconfig, which has mode 0600.
 
 A pod of image `sandbox/host` is a command that runs with the rights of the sandbox's user, while every user of the machine
-reaches the port, and so does every page in a browser of that user. Required are therefore the token, a Host header of this
+reaches the port, and so does every page in a browser of that user. So a request needs the token, a Host header of this
 server (a foreign name that resolves to 127.0.0.1 has another), and a body of a type that a page cannot send by itself.
 Versions and health are open, as in a real API server. kubectl and client-go send a token over TLS alone, so the program
 `openssl` makes a self-signed certificate for each run. State owned: the token, a new one for each server, and two files.
@@ -61,14 +61,14 @@ class ApiAccess:
         # As a real API server, whose probes come without credentials.
         if request.path not in OPEN_PATHS and not self._is_known(request.headers.getall("Authorization", [])):
             raise RefusedRequest(401, "Unauthorized", "Unauthorized")
-        # A browser's form can send text/plain to any address; JSON only after a question that is refused here.
+        # A browser's form can send text/plain to any address. It sends JSON only after a preflight, which is refused here.
         if request.body_exists and _TYPES.fullmatch(request.content_type) is None:
             text = f"the body of the request is {request.content_type}; accepted are application/json and its patches"
             raise RefusedRequest(415, "UnsupportedMediaType", text)
 
     def _is_known(self, sent: list[str]) -> bool:
         expected = self.headers["Authorization"].encode()
-        # In constant time, and for one header alone: of two nobody can say which counts.
+        # In constant time, and only with one header: with two it is not clear which counts.
         return len(sent) == 1 and hmac.compare_digest(sent[0].encode("utf-8", "surrogateescape"), expected)
 
 

@@ -1,4 +1,4 @@
-"""The kinds of objects that are served: one row each, which store, routes, discovery, tables and checks read."""
+"""The kinds of objects that are served, one row each. Store, routes, discovery, tables and checks read them."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ def _entries(kind: Kind) -> Iterator[RawObject]:
 
 NONE, UNKNOWN = "<none>", "<unknown>"
 Reader = str | tuple[str, Any] | Callable[[RawObject], Any]
-"""Of a column: the path of a field, also with what is shown where it is not there, or a function."""
+"""The cell of a column: the path of a field, also with the text shown if it is missing, or a function."""
 
 
 def table(resource: str, objects: Iterable[RawObject], version: str, include: str) -> RawObject:
@@ -182,7 +182,7 @@ def _pod_restarts(raw: RawObject) -> int:
 
 
 def _pod_status(raw: RawObject) -> str:
-    """The first init container that has not ended well, else what the newest trouble of a main container is called."""
+    """The first init container that has not ended well, else the name of the newest problem of a main container."""
     # A pod that was rejected or evicted has its reason in the status itself.
     text = str(_at(raw, "status.reason", _at(raw, "status.phase", UNKNOWN)))
     total = len(raw["spec"].get("initContainers") or ())

@@ -1,5 +1,5 @@
-"""The objects of the embedded API server, in process: what HTTP handlers, embedded kubelets and schedulers, and tests
-do with pods, nodes and events.
+"""The objects of the embedded API server, in process. HTTP handlers, embedded kubelets and schedulers, and tests use it
+for pods, nodes and events.
 
 State owned: the object store. Objects returned are the stored ones: read, never change them.
 """
@@ -126,7 +126,7 @@ class ApiObjects:
         else:
             patch = apply_patch(applied.get(old["metadata"]["uid"]), {k: v for k, v in raw.items() if k != "status"})
             made = self.store.replace(resource, updated(resource, old, patched(old, patch, STRATEGIC)))
-        # What was applied to objects that have gone would be kept for ever.
+        # Otherwise the entries of deleted objects would be kept for ever.
         living = {one["metadata"]["uid"] for one in self.store.all(resource)}
         applied[made["metadata"]["uid"]] = raw
         self._applied[resource, manager] = {uid: one for uid, one in applied.items() if uid in living}
@@ -236,7 +236,7 @@ class ApiObjects:
         if known is None:
             identity = {"uid": str(uuid.uuid4()), "creationTimestamp": timestamp()}
             return self.store.add("nodes", {**raw, "metadata": {**raw["metadata"], **identity}})
-        # Merged: others have written labels to the node, which a kubelet's status update leaves alone.
+        # Merged: others have written labels to the node. A kubelet's status update leaves them alone.
         labels = {**known["metadata"].get("labels", {}), **raw["metadata"].get("labels", {})}
         return self.store.replace(
             "nodes", {**known, "metadata": {**known["metadata"], "labels": labels}, "status": raw["status"]}

@@ -84,8 +84,8 @@ def _strategic(old: object, patch: object, name: str = "") -> object:
 
 
 def apply_patch(last: object, desired: object, name: str = "") -> object:
-    """The strategic patch that makes of an object to which `last` was applied one to which `desired` is: it takes away
-    what only `last` has."""
+    """The strategic patch that turns an object to which `last` was applied into one to which `desired` is applied. It
+    removes what only `last` has."""
     if isinstance(desired, dict):
         known = last if isinstance(last, dict) else {}
         # With the value None, which a merge takes for a removal.

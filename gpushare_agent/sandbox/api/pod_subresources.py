@@ -1,9 +1,9 @@
 """The `log` and `proxy` subresources of pods, and the agents as pods which have them.
 
-Agents are child processes of the sandbox: as mirror pods of the API server, clients find them, read their logs and reach
-their web servers as on a cluster. A container's log is the file of its node's runtime. Lines have no times, and of
-restarts there is one file: what would need them is refused. State owned: where the server and the log of each agent are,
-and which node has which runtime.
+Agents are child processes of the sandbox. The API server shows them as mirror pods, so clients find them, read their logs
+and reach their web servers as on a cluster. A container's log is the file of its node's runtime. Lines have no times, and
+all restarts share one file: requests that need more are refused. State owned: where the server and the log of each agent
+are, and which node has which runtime.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ class PodSubresources:
         return response
 
     def _log_of(self, pod: RawObject, name: str) -> tuple[Path, Callable[[], bool]]:
-        """The file, and whether nothing comes any more."""
+        """The file, and whether it is complete."""
         if is_mirror(pod):
             return self.servers[pod["metadata"]["name"]].log, lambda: False
         runtime = self.runtimes.get(pod["spec"].get("nodeName", ""))

@@ -1,7 +1,7 @@
-"""The protobuf bodies that kubectl sends whatever a server says that it takes: of `create`, `autoscale`, `drain`, `auth`.
+"""The protobuf bodies that kubectl sends even to a server that takes only JSON: `create`, `autoscale`, `drain`, `auth`.
 
-Only their fields are read, into the JSON that the rest of the server knows; any other field that has a value is refused,
-with the way by YAML. Pure, bounded by kit/protobuf. The first object of a kind imports its models: not for the event loop.
+Only their fields are read, into the JSON that the rest of the server knows. Any other field with a value is refused, with
+the advice to use YAML. Pure, bounded by kit/protobuf. The first object of a kind imports its models: not for the event loop.
 Numbers: generated.proto in k8s.io/api and k8s.io/apimachinery of Kubernetes 1.36; types: validation.py's models.
 """
 

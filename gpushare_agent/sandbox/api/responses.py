@@ -21,7 +21,7 @@ AS_YAML = (
 )
 MAX_VALUES = 50_000
 """In one body, by the characters that separate values, those in texts too. Small ones cost the most: three mebibytes of
-empty lists keep the event loop for a second, in a thread too, for to read and to free them keeps the interpreter's
+empty lists keep the event loop for a second, in a thread too, because reading and freeing them holds the interpreter's
 lock."""
 _REASONS: tuple[tuple[type[AgentError], int, str], ...] = (
     (NotFound, 404, "NotFound"),
@@ -102,7 +102,7 @@ async def json_body(request: web.Request, of: type | tuple[type, ...] = dict) ->
 
 
 def check_sections(body: Mapping[str, Any]) -> None:
-    """Refuses an object whose metadata, spec or status is none."""
+    """Refuses an object if its metadata, spec or status is no object."""
     for name in ("metadata", "spec", "status"):
         if not isinstance(body.get(name) or {}, dict):
             bad_request(f"the object provided is unrecognized: {name} must be an object")

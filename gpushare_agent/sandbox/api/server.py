@@ -294,8 +294,8 @@ class ApiHandlers:
         return web.json_response(raw, status=201, headers=warnings)
 
     async def _checked_fields(self, request: web.Request, kind: Kind, raw: RawObject) -> CIMultiDict[str]:
-        """A value of a type that its field cannot have is refused; an unknown field as the client asks by fieldValidation:
-        refused, ignored, or named in a header that warns, as claims are where no agent offers any GPU."""
+        """A value of a type that its field cannot have is refused. An unknown field is refused, ignored or named in a
+        warning header, as the client asks by fieldValidation. Claims get such a header if no agent offers any GPU."""
         cannot = f'{kind.name} in version "{kind.group_version}" cannot be handled as a {kind.name}: '
         try:
             # The first object of a kind imports its models: 60 ms.
@@ -416,7 +416,7 @@ async def _constant(content_type: str, text: str, _request: web.Request) -> web.
 
 
 def _shape(request: web.Request, kind: Kind) -> Callable[[RawObject], RawObject]:
-    """What an object is answered as: itself, or a table of one row."""
+    """The answer for an object: itself, or a table of one row."""
     if not _TABLE.search(request.headers.get("Accept", "")):
         return lambda raw: raw
     return lambda raw: table(kind.resource, [raw], raw["metadata"]["resourceVersion"], _included(request))

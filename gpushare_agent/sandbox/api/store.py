@@ -87,7 +87,7 @@ class ObjectStore:
     def replace(self, resource: str, raw: RawObject) -> RawObject:
         """An object equal to the stored one is no change: no version, no event, as in a real API server."""
         before = self.get(resource, key_of(raw))
-        # A controller that writes what is there would else wake itself up without end.
+        # Otherwise a controller that writes the same again would wake itself up without end.
         return before if raw == before else self._commit(resource, before, raw)
 
     def remove(self, resource: str, key: ObjectKey) -> RawObject:
@@ -97,10 +97,10 @@ class ObjectStore:
 
     def changes_since(self, version: int) -> Iterable[Change]:
         """Raises Expired where the history was cut after `version`."""
-        # A watch that lags too far behind lists anew, as the 410 tells it.
+        # A watch that lags too far behind gets 410 and lists again.
         if version < self._oldest:
             raise Expired(f"too old resource version: {version} ({self._oldest})")
-        # From the end, for watches are near it: the history may have 20,000 changes.
+        # From the end, because watches are near it: the history may have 20,000 changes.
         return list(islice(reversed(self._history), max(0, self.version - version)))[::-1]
 
     def compact(self) -> None:
@@ -117,10 +117,10 @@ class ObjectStore:
             del self._objects[resource][key_of(raw)]
             before = raw
         change = Change(version=self.version, resource=resource, before=before, after=after)
-        # The version of what is dropped: a watch that has seen that one misses nothing yet.
+        # The version of the dropped change: a watch that has seen it has missed nothing yet.
         if len(self._history) == self._history.maxlen:
             self._oldest = self._history[0].version
-        # Before the signals: who wakes up finds it.
+        # Before the signals, so that a waiter that wakes up finds it.
         self._history.append(change)
         if resource == "pods":
             self.pods_by_node.note(before, after)

@@ -1,5 +1,5 @@
-"""What clients may write into the embedded API server: unknown fields and wrong types, workloads, what an update may
-change.
+"""Checks what clients write into the embedded API server: unknown fields and wrong types, workloads, changes by an
+update.
 
 The schema is that of the models of kubernetes-asyncio, which are generated from Kubernetes' own OpenAPI document.
 Duplicate fields are not found: JSON's reader drops them. State owned: the models read so far. Not for the event loop: the
@@ -24,7 +24,7 @@ from gpushare_agent.sandbox.pod_manifest import RawObject, check_annotations, co
 
 _MODELS = "kubernetes_asyncio.client.models"
 _OTHER_NAMES = {"Event": "CoreV1Event", "ResourceClaim": "ResourceV1ResourceClaim"}
-"""Of kinds whose model has a longer name than V1<kind>: other groups have a kind of the same name."""
+"""Kinds with a longer model name than V1<kind>, because other groups have a kind of the same name."""
 CONTAINER = re.compile(r"(?:list\[(?P<item>.*)\]|dict\(str, (?P<value>.*)\))")
 _TYPES: dict[str, tuple[type, str]] = {"int": (int, "int32"), "bool": (bool, "bool"), "str": (str, "string")}
 _QUANTITY = re.compile(r"\.(limits|requests|capacity|allocatable|overhead|hard|sizeLimit|divisor)\b")
@@ -33,7 +33,7 @@ _REQUIRED = {
     "conditions": ("type",), "initContainerStatuses": ("name",), "containerStatuses": ("name",),
     "ownerReferences": ("kind", "name", "uid"),
 }  # fmt: skip
-"""The fields that each item of the list must have: what reads these lists goes by them, and ended controllers."""
+"""The fields that each item of the list must have. Readers rely on them; without them controllers ended."""
 _JSON_NAMES = {str: "string", bool: "bool", int: "number", float: "number", list: "array", dict: "object"}
 
 
@@ -110,7 +110,7 @@ _LONGEST_NAMES = {"deployments": 200, "jobs": 200, "replicasets": 220, "stateful
 """What is made for them has a longer name: of a Deployment a ReplicaSet, of all pods."""
 _NUMBERS = ("replicas", "parallelism", "completions", "backoffLimit")
 _MOST_AT_ONCE = {"replicas": 1000, "parallelism": 1000}
-"""All pods are objects of one process, whose controllers read them all in each pass."""
+"""All pods are objects of one process, and its controllers read them all in each pass."""
 _PART = re.compile(r"[0-9]{1,9}%?")
 _UID_LABEL, _NAME_LABEL = "batch.kubernetes.io/controller-uid", "batch.kubernetes.io/job-name"
 
@@ -230,7 +230,7 @@ def updated(resource: str, old: RawObject, new: RawObject, *, is_status: bool = 
         Conflict: the new object names another resourceVersion or UID.
         Rejected: the change is not allowed, or the object would not be valid.
     """
-    # As the real server, which never stores a null: stored ones ended controllers.
+    # The real server never stores a null. Stored nulls ended controllers.
     new = without_nulls(new)
     metadata, known = new.get("metadata") or {}, old["metadata"]
     # A client that sends the version that it has read must not overwrite a newer one.
@@ -249,7 +249,7 @@ def updated(resource: str, old: RawObject, new: RawObject, *, is_status: bool = 
     if KINDS[resource].has_status:
         unchanged["status"] = old.get("status", {})
     if resource == "pods" and new.get("spec") != old["spec"]:
-        # A running pod's spec cannot change, but for what both forms of a quantity are.
+        # A running pod's spec cannot change, except between two forms of one quantity.
         if not _is_same_spec(new, old):
             raise Rejected(
                 "spec: Forbidden: pod updates may not change these fields; delete the pod and create it again"

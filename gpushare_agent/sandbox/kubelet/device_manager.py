@@ -1,7 +1,7 @@
 """The embedded kubelet's device manager: which IDs a container gets, asked of the plugins as a real one asks them.
 
 State owned: the known resources with their devices, the set of allocated IDs, the records, the IDs that later containers
-of the pod under admission may reuse. The set of allocated IDs is kept beside the records, and is rebuilt from them
+of the pod under admission may reuse. The set of allocated IDs is kept next to the records, and is rebuilt from them
 whenever a device pod has ended: an Allocate that is open then loses its IDs, which the next admission is offered again.
 This fault is the real kubelet's, and stays on purpose (docs/reference/sandbox.md).
 
@@ -277,7 +277,7 @@ class DeviceManager:
     # --- allocation ---
 
     def update_allocated(self) -> None:
-        """Forgets the records of ended pods, and then makes the allocated set anew. PodResources List does this too."""
+        """Forgets the records of ended pods, and then rebuilds the allocated set. PodResources List does this too."""
         # Never the pod under admission, as in the real one: it may be in no list of active pods yet.
         gone = self.records.pods() - self._active_pods() - {self._pending_uid}
         # Before all pods were seen once a pod that is not there may only not have been taken up yet.
@@ -456,8 +456,8 @@ class DeviceManager:
         is_missing = False
         for name, _ in self._known_requests(container):
             await self._pre_start(_subject(pod, container, name))
-            # The resource became known after the admission: the pod worker allocates it when the container starts, beside
-            # other admissions.
+            # The resource became known after the admission: the pod worker allocates it when the container starts, while
+            # other admissions run.
             is_missing = is_missing or name not in self.records.of_container(pod.uid, container.name)
         if is_missing:
             await self.allocate(pod, container)

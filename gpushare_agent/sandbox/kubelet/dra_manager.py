@@ -182,7 +182,7 @@ class DraManager(Struct, kw_only=True, eq=False):
             return await channel.unary(f"{_DRIVER}/{method}", request, answer, timeout_s=CALL_TIMEOUT_S)
         except RpcFailed as error:
             if error.status is Status.UNAVAILABLE and not error.is_answer and driver.channel is channel:
-                driver.channel = UnixChannel(driver.endpoint)  # the next call connects anew
+                driver.channel = UnixChannel(driver.endpoint)  # the next call connects again
             raise PrepareFailed(f"{method}: {go_error(error.status, error.text)}") from error
         except MalformedMessageError as error:
             raise PrepareFailed(f"{method}: {error}") from error
@@ -200,7 +200,7 @@ class DraManager(Struct, kw_only=True, eq=False):
         uid, by_driver = pod["metadata"]["uid"], dict[str, list[ClaimRecord]]()
         for name in sorted(set(claim_names(pod).values())):
             raw = self._claim(pod, name)
-            # By UID: a claim of the same name that was made anew is another one.
+            # By UID: a claim of the same name that was made again is another one.
             record = self.records.setdefault(
                 raw["metadata"]["uid"],
                 ClaimRecord(namespace=pod["metadata"]["namespace"], name=name, uid=raw["metadata"]["uid"]),

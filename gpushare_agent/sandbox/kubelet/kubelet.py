@@ -113,7 +113,7 @@ _PLAIN_CAPACITY = {"cpu": "8", "memory": "32Gi", "pods": "110"}
 
 
 class EmbeddedKubelet:
-    """What is of one start is made anew by the next; between them no device and no pod is known."""
+    """The state of one start. The next start makes its own; between them no device and no pod is known."""
 
     def __init__(self, parts: NodeParts) -> None:
         self.parts = parts
@@ -314,7 +314,7 @@ class EmbeddedKubelet:
     async def _remove(self, pod: PodWorker) -> None:
         """Forgets a pod whose object has gone. After a forced deletion the processes live on for a while, without their
         devices."""
-        # The worker first: it would start containers anew.
+        # The worker first: it would start containers again.
         await _cancel(pod.tasks)
         if pod.living() or pod.raw["spec"].get("resourceClaims"):
             # Not awaited: the share is free to the scheduler before the processes are gone, as in the real one.

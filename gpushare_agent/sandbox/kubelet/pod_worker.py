@@ -71,7 +71,7 @@ class PodWorker:
         self.containers = pod_manifest.containers_of(raw)
         self.state = PodState.ADMITTING
         self.tasks: list[asyncio.Task[None]] = []
-        # A restart of the kubelet does not start the pod anew.
+        # A restart of the kubelet does not start the pod again.
         self._started_at = status.get("startTime") or timestamp()
         # Restart counts go on over a restart of the kubelet.
         known = (*status.get("initContainerStatuses", ()), *status.get("containerStatuses", ()))
@@ -325,7 +325,7 @@ class PodWorker:
         """How long the ended container has still to wait: not after its first end, then twice as long each time."""
         known = self._delays.get(container.name)
         if known is None or known.container_id != container.id:
-            # Ten minutes without an end, and the back-off begins anew.
+            # Ten minutes without an end, and the back-off starts again.
             is_stable = container.ended_at - container.created_at >= STABLE_S
             ends = 0 if known is None or is_stable else known.ends + 1
             delay_s = min(self._parts.times.start_retry_s * 2 ** min(ends - 1, 16), LAST_DELAY_S) if ends else 0.0

@@ -124,7 +124,7 @@ log = structlog.get_logger(__name__)
 
 KILLED = 137
 MAX_LOG_BYTES = 10 * 1024 * 1024
-"""A container's log that has grown over this begins anew when the container starts again."""
+"""A container's log that is larger than this is emptied when the container starts again."""
 _FIRST_RETRY_S, _LAST_RETRY_S = 0.001, 0.05
 _CLOSE_TIMEOUT_S = 10.0
 

@@ -1,5 +1,5 @@
-"""The two schedulers of the embedded cluster: one that counts resources and allocates claims (claims.py), and one that
-asks an extender besides, as kube-scheduler does: its own resource fit, filter, prioritize, bind.
+"""The two schedulers of the embedded cluster: one counts resources and allocates claims (claims.py), the other
+also asks an extender, as kube-scheduler does: its own resource fit, filter, prioritize, bind.
 
 Free on a node is what is allocatable less what pods request. `ExtenderScheduler` decides one pod at a time; binds go on
 in the background, and what is being bound counts as taken meanwhile. A pod that fits nowhere waits with the extender's
