@@ -1,9 +1,9 @@
-"""The pods of this node and, beside them, the claims that are prepared on it, each as a pod, for services that know pods.
+"""The pods of this node, and each claim that is prepared on it as a pod, for services that know pods.
 
 Which containers use a claim, and how a claim looks as a pod, are plain functions; `ClaimPods` has their results. Pure: the
 module is in pyproject.toml's list.
 
-State owned: the claims' pods as they were shown last, made anew where an allocation or a pod has changed.
+State owned: the claims' pods as they were shown last, made again where an allocation or a pod has changed.
 """
 
 from __future__ import annotations
