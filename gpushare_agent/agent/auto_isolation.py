@@ -51,7 +51,7 @@ async def resolve_isolation(settings: Settings) -> NodeSettings:
     # The driver is asked only where something depends on it.
     if settings.isolation != AUTO and not node.follows_mig:
         return node
-    # A driver of its own, closed again: this is before the parts of the agent are built, and at a reload beside them.
+    # A driver of its own, closed again: the parts of the agent are not built yet, or belong to a reload's old generation.
     driver = open_driver(settings)
     try:
         try:

@@ -156,7 +156,7 @@ class _Subscriptions:
         agent.node.cache.subscribe(self._allocation_changed)
         agent.node.pods.subscribe(self._pod_changed)
         agent.kubelet.registrar.subscribe(on_registered=self._registered, on_kubelet_restart=self._kubelet_restarted)
-        # History before expiry: a page that is made anew has the sample in it.
+        # History before expiry: a page that is made again has the sample in it.
         shown.usage.subscribe(shown.usage_history.add)
         shown.usage.subscribe(lambda _round: shown.expire())
         shown.usage.subscribe(agent.kubelet.resizing.usage_sampled)
@@ -227,7 +227,7 @@ class _Subscriptions:
         agent = self._agent
         agent.kubelet.admission.kubelet_restarted()
         agent.kubelet.garbage.kubelet_restarted()
-        # The new kubelet may be of another version: whether it has Get is detected anew.
+        # The new kubelet may be of another version: whether it has Get is detected again.
         agent.kubelet.pod_resources.forget()
         agent.kubelet.facts.kubelet_restarted()
 

@@ -121,7 +121,7 @@ class NodeConfiguration(Handler):
         return True
 
     def remove(self, key: str) -> None:
-        """A Node that is deleted and registered anew comes with its labels: until then the last ones count."""
+        """A Node that is deleted and registered again comes with its labels: until then the last ones count."""
 
     async def watch_directory(self, directory: Path) -> NoReturn:
         async with open_directory_watch(directory, poll_s=POLL_S) as watch:

@@ -223,7 +223,7 @@ async def _obey(
     agent: NodeAgent, current: NodeSettings, configuration: NodeConfiguration, signals: _Signals
 ) -> _Next | None:
     """Waits for what ends this generation: the next one, None to end the process."""
-    # Subscribed for each generation anew: the handover is a part of it.
+    # Subscribed again for each generation: the handover is a part of it.
     agent.kubelet.handover.subscribe(lambda: signals.received(_End.HAND_OVER))
     # Names of resources with the profile in them follow what instances there are; other names cover any instance.
     if current.follows_mig:
@@ -367,7 +367,7 @@ async def _succeed(agent: NodeAgent, group: asyncio.TaskGroup, *, is_incoming: b
 
 
 async def _serve(agent: NodeAgent, group: asyncio.TaskGroup) -> None:
-    """What one agent of the node does alone, with the kubelet and beside it."""
+    """What only one agent of the node does, with the kubelet and apart from it."""
     agent.kubelet.handover.is_serving = True
     for tasks in (agent.kubelet.tasks(), agent.gpus.tasks(), agent.isolation.tasks()):
         start_tasks(group, tasks)

@@ -89,7 +89,7 @@ async def problem_of(look: Look) -> str:
 
 
 def build(node: Node, isolation: Isolations, driver: NodeDriver, claims: DraPart | None) -> ShareReadiness:
-    """What shares need besides the GPUs: the kubelet's PodResources socket, what each isolation needs, and CDI names."""
+    """What shares need other than GPUs: the kubelet's PodResources socket, what each isolation needs, and CDI names."""
     socket = node.settings.kubelet.pod_resources_socket
     return ShareReadiness(
         {

@@ -27,7 +27,7 @@ struct config_gpu {
     /* What the agent last saw in the driver of this container's processes. Times are of CLOCK_MONOTONIC, all in ns. */
     uint64_t observed_at; /* 0: nothing yet */
     uint64_t observed_bytes;
-    /* Counted on from one time to another, so whoever reads seldom loses nothing. The count begins anew where the agent does not know
+    /* Counted on from one time to another, so whoever reads seldom loses nothing. The count begins again where the agent does not know
        what was between; `busy_until` is 0 where the driver does not say how busy who keeps the GPU. */
     uint64_t busy_since, busy_until;
     uint64_t busy_ns;   /* in samples that name a process of this container */

@@ -117,7 +117,7 @@ bool take_out(enum class class, uint64_t value, struct allocation *found);
 void amend(const struct allocation *changed); /* the one of its class and value, if that is known still */
 
 /* What dead processes had, and what pools and graphs keep unused. It costs system calls and the driver's locks, and changes what
-   pools and graphs have: so only where there is too little, and what they lack is then to be asked anew. */
+   pools and graphs have: so only where there is too little, and what they lack is then to be asked again. */
 bool free_unused(int gpu, CUdevice device);
 bool reserve_bytes(int gpu, CUdevice device, enum kind kind, uint64_t bytes); /* as take_bytes, and once more after free_unused */
 bool is_capturing(CUstream stream, bool is_per_thread);

@@ -306,7 +306,7 @@ struct usage_slot *own_slot(void)
     pthread_mutex_unlock(&guard);
     if (failed)
         say_why_no_slot(failed);
-    if (is_new) /* a child of fork, too, for it has come here anew */
+    if (is_new) /* a child of fork, too, because it has come here again */
         register_process();
     return own;
 }

@@ -1,4 +1,4 @@
-/* region.c beside what library.h says of it, without CUDA: what its own tests use. */
+/* What region.c has in addition to library.h, without CUDA: its own tests use it. */
 #ifndef GPUSHARE_REGION_H
 #define GPUSHARE_REGION_H
 

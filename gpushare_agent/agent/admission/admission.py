@@ -77,7 +77,7 @@ class PendingAdmissions:
     def take_of_size(self, resource: str, size: int) -> Decision | None:
         """The newest plan for so many IDs, for a kubelet that chose others. It is pending no more.
 
-        Admissions are serial: several plans are pending only while a container restarts beside an admission.
+        Admissions are serial: several plans are pending only while a container restarts during an admission.
         """
         return self._take([p for p in self._plans if p.resource == resource and p.size == size])
 
@@ -176,7 +176,7 @@ class Admission(Struct, kw_only=True, eq=False):
 
         1. The container cannot be identified: its refusal is pending, no advice.
         2. It is decided about (`_decide`), and the decision is pending.
-        3. Refused for want of free capacity while pods are ending: decided anew after each release, for a moment.
+        3. Refused for want of free capacity while pods are ending: decided again after each release, for a moment.
         """
         kind = self.node.names.kind_of(resource)
         async with self.gate.preferring() as inside:
@@ -252,7 +252,7 @@ class Admission(Struct, kw_only=True, eq=False):
         return False
 
     def kubelet_restarted(self) -> None:
-        """No Allocate will come for what was planned before, and a pod refused just before may be admitted anew."""
+        """No Allocate will come for what was planned before, and a pod refused just before may be admitted again."""
         self.refused_pods.clear()
         self._pending.clear()
 

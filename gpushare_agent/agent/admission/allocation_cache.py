@@ -81,14 +81,14 @@ class AllocationCache:
     def put(self, allocation: Allocation) -> None:
         """Record a container's allocation in place of the one it had. A resized share stays so on the same GPU."""
         resized, resized_to = self._resized.get(allocation.key), None
-        # Another allocation under the same key: a container that was admitted anew, perhaps on another GPU.
+        # Another allocation under the same key: a container that was admitted again, perhaps on another GPU.
         if resized is not None and not _is_of(resized, allocation):
             del self._resized[allocation.key]
         elif resized is not None:
             known = self._allocations.get(allocation.key)
             resized_to = known.resized_to if known is not None else resized.target
         allocation = replace(allocation, resized_to=resized_to)
-        # Dropped whole and entered anew: the IDs that it no longer has must lose it as their holder.
+        # Dropped whole and entered again: the IDs that it no longer has must lose it as their holder.
         old = self._drop(allocation.key)
         self._allocations[allocation.key] = allocation
         self._pods.setdefault(allocation.key.pod_uid, {})[allocation.key] = None
@@ -218,7 +218,7 @@ class AllocationCache:
 
         - The kubelet's records do not show the container: another, without a UID yet, has its IDs, and has them whole.
         - An init container of its pod has the same IDs: it runs again, with its whole share, when the pod's sandbox is made
-          anew.
+          again.
         """
         allocation = self._allocations.get(share.key)
 

@@ -9,7 +9,7 @@ The kubelet is asked by Get where it has it (1.34 and later); else by List, thro
 anyone can give a device ID of another plugin away twice, a Get cannot. The records of a pod that has started change no
 more until it ends or the kubelet restarts, so one that agreed with them is asked about again rarely.
 
-A force-deleted pod's devices are allocated anew by the kubelet while its processes still run (measured): `PodProcesses` says
+The kubelet allocates a force-deleted pod's devices again while its processes still run (measured): `PodProcesses` says
 whether they do. The pod's cgroup directory has its UID in its name whatever the driver, version, QoS class or nesting, and
 exists until the kubelet has cleaned up; what counts is whether a process is in it.
 """
@@ -53,7 +53,7 @@ log = structlog.get_logger(__name__)
 GETS_AT_ONCE = 5
 GET_PAUSE_S = 0.1
 """So many Gets, then a pause: the kubelet allows 100 calls a second, ten of them at once, and admissions need theirs.
-One at a time they take twice the processor time, because each wakes the process up anew (docs/reference/measurements.md)."""
+One at a time they take twice the processor time, because each wakes the process up (docs/reference/measurements.md)."""
 RECHECKED_PODS = 5
 """Of those that agreed, so many are asked about in each reconcile, the longest unasked first: 100 pods in ten minutes."""
 QUIET_WAIT_S = 10.0
@@ -158,7 +158,7 @@ class GarbageCollection(Struct, kw_only=True, eq=False):
     async def release_deleted(self) -> None:
         """Release the deleted pods, unless their processes still run."""
         for uid in sorted(self._deleted):
-            # The pod may be back: a watch that began anew can deliver a pod's deletion and the pod again.
+            # The pod may be back: a watch that began again can deliver a pod's deletion and the pod again.
             if self.node.pods.get(uid) is None and await self._may_have_processes(uid):
                 continue
             self._deleted.discard(uid)

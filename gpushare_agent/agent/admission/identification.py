@@ -112,7 +112,7 @@ class Identification(Struct, kw_only=True, eq=False):
         2. From the second poll on, a listed pod that the API server no longer has is ignored (`_without_deleted`).
         3. One container: it is the target.
         4. None or several, for longer than `poll_again_s`: refused. Never guessed.
-        5. Else the doubtful pods are fetched again, and the kubelet is polled anew: a pod that was refused elsewhere turns
+        5. Else the doubtful pods are fetched again, and the kubelet is polled again: a pod that was refused elsewhere turns
            Failed within milliseconds, and then one candidate is left.
 
         Raises Unavailable, Corrupt: what the kubelet lists cannot be had or read, as a whole or of one pod.

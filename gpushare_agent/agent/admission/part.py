@@ -184,7 +184,7 @@ class AdmissionPart:
                 await self.lock.acquire()
         except TimeoutError as e:
             raise Unavailable(
-                f"the agent that handed over to this one did not end within {TAKE_OVER_S:g} s; this one starts anew"
+                f"the agent that handed over to this one did not end within {TAKE_OVER_S:g} s; this one starts over"
             ) from e
 
     async def leave(self) -> None:

@@ -127,7 +127,7 @@ def _report_corrupt(why: str, kept_as: Path) -> None:
         "resize_state_corrupt",
         why=why,
         kept_as=str(kept_as),
-        then="every share gets what the kubelet allocated; those whose pods ask for another size are resized anew",
+        then="every share gets what the kubelet allocated; those whose pods ask for another size are resized again",
     )
 
 

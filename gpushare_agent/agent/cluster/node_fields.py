@@ -1,7 +1,7 @@
 """Keeps fields of this node's object true: its labels and GPUs, its allocations, its capacity, its taint. One writer for
 each.
 
-Level, not edge: what is desired is worked out anew after each change and each `period_s`, and only what differs is patched;
+Level, not edge: what is desired is worked out again after each change and each `period_s`, and only what differs is patched;
 what somebody undid comes back. No admission waits for it. What is desired and the patches are node_facts.py,
 core/node_report/annotations.py and free_gpus_taint.py. The mutable state of a writer is: the node as it was last read,
 whether something changed, whether what is desired was known, and what was reported last.
@@ -88,7 +88,7 @@ CAPACITY: NodeFields[Mapping[str, int]] = NodeFields(
     lost="GPUShare's tools do not see this node's GPUs",
     remedy="give the agent the right to patch nodes/status (docs/how-to/serve-gpu-mem.md), or set gpushare.enabled: false",
     gap_s=1.0,
-    period_s=60.0,  # a kubelet that registers the node anew resets its capacity
+    period_s=60.0,  # a kubelet that registers the node again resets its capacity
     retry_cap_s=60.0,
 )
 

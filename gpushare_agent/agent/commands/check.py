@@ -4,7 +4,7 @@ The probes of the node come first (driver, kubelet, files; runtime and cgroups; 
 them and what runs it, last the report. The probes of an isolation are in its package, those of the API server in
 check_api.py. What the node does not use is not probed.
 
-All probes run beside each other, each is bounded, and the report has their findings in a fixed order. They only read: in
+All probes run concurrently, each is bounded, and the report has their findings in a fixed order. They only read: in
 particular the PodResources socket is connected to but gets no request, because a List while an Allocate is open makes the
 kubelet give the same device twice (docs/explanation/architecture.md).
 """

@@ -1,7 +1,7 @@
 """An in-container client of the vDevice socket, for tests and for the inspection of a pod.
 
 `gpushare-agent vdevice` registers with the flags of TKEStack's gpu-client, then prints the limits that it reads back from
-vcuda.config, and the PIDs. Missing flags (pod UID, name) are taken from the vcuda.config beside the socket. It writes text
+vcuda.config, and the PIDs. Missing flags (pod UID, name) are taken from the vcuda.config next to the socket. It writes text
 for people and JSON for programs. No state.
 """
 
@@ -128,7 +128,7 @@ _AGENT_UNAVAILABLE = (
 
 
 async def register(options: argparse.Namespace, address: Path) -> None:
-    """Registers through the socket at `address`, by name or by ID; what the options leave out is in the config beside it.
+    """Registers through the socket at `address`, by name or by ID; what the options leave out is in the config next to it.
 
     Raises:
         Unavailable: there is no answer, or the agent cannot decide now.

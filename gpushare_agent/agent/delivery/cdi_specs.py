@@ -1,7 +1,7 @@
 """Ensures a CDI name for every GPU: by the specs of others where they name it, else by the agent's own spec.
 
 `CdiSpecs` compares and writes, in blocking calls; `CdiWatch` calls it in a thread whenever the GPUs change and periodically:
-control nodes appear when a GPU is first used, and a spec that nvidia-ctk writes later beside ours would make our names
+control nodes appear when a GPU is first used, and a spec that nvidia-ctk writes later next to ours would make our names
 ambiguous until the next check. State owned: the agent's own spec file, and the problems that were logged last.
 """
 
@@ -196,7 +196,7 @@ class CdiWatch:
 
 
 def cdi_specs(settings: Settings, *, mounts_driver: bool) -> CdiSpecs:
-    """The keeper of the node's names, as the settings say. `mounts_driver`: containers get a driver directory besides, of
+    """The keeper of the node's names, as the settings say. `mounts_driver`: containers also get a driver directory, of
     the isolation's choice, whose place CDI's mount would take: a share under vcuda would get the libraries without limits.
 
     Raises:

@@ -16,12 +16,12 @@ from gpushare_agent.core.model.isolation import DeviceListStrategy
 from gpushare_agent.core.model.names import ENV_VISIBLE_DEVICES
 
 CONTROL_NODES = ("/dev/nvidiactl", "/dev/nvidia-uvm")
-"""Beside the GPUs' own; further ones are for the extra-config file, or a CDI spec."""
+"""In addition to the GPUs' own; further ones are for the extra-config file, or a CDI spec."""
 VOLUME_MOUNT_ROOT = "/var/run/nvidia-container-devices"
 
 
 class NodeDevices(Struct, frozen=True, kw_only=True):
-    """What the host has besides the GPUs: the control nodes that exist, and further nodes from the extra-config file.
+    """What the host has in addition to the GPUs: the control nodes that exist, and further nodes from the extra-config file.
 
     `has_gpu_nodes` is false for simulated GPUs on a real node, where /dev/nvidia0 does not exist and a container
     that names it would not start.

@@ -1,4 +1,4 @@
-"""Which device nodes containers get besides the GPUs' own: the driver's control nodes, and those of the extra-config file.
+"""The device nodes that containers get with the GPUs' own: the driver's control nodes, and those of the extra-config file.
 
 Format of gpu-manager's extra-config file: `{"default": {"devices": ["/dev/…"]}}` (docs/reference/formats.md); as there, what
 is left out or null names none. State owned, by `ControlNodes`: which nodes were missing at the last check, for the log.

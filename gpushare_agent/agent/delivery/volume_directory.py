@@ -1,4 +1,4 @@
-"""Writes a planned volume beside the version in force, and switches to it by one rename.
+"""Writes a planned volume next to the version in force, and switches to it by one rename.
 
     <base>/nvidia                          -> .versions/nvidia-535.104.5-0123456789ab   the version in force
     <base>/.versions/nvidia-…/{bin,lib,lib64}     whole and never written again once it has this name
@@ -147,7 +147,7 @@ class DriverDirectory:
                 return version, self._fill(version, plan, contents, progress)
             if is_whole(version, plan, contents):
                 return version, Taken()
-            log.warning("driver_version_damaged", directory=str(version), then="a new one is made beside it")
+            log.warning("driver_version_damaged", directory=str(version), then="a new one is made next to it")
         raise StartupError(f"{self._versions} has 99 damaged directories {name}…; remove those that nobody has mounted")
 
     def _fill(self, version: Path, plan: VolumePlan, contents: list[Content], progress: Progress) -> Taken:

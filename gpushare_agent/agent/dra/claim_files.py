@@ -4,7 +4,7 @@
     <cdi.spec_directories>/gpushare-agent-claim-<claim UID>.json   the CDI spec; gone after a reboot where it is on a tmpfs
 
 A record is versioned JSON; unknown fields are ignored, so that a newer agent's record is still read. One that cannot be
-read stays where it is and is reported: the claim is then prepared anew. Every function blocks. State owned: the files.
+read stays where it is and is reported: the claim is then prepared again. Every function blocks. State owned: the files.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class ClaimFiles:
         removed = []
         for path in sorted(self._specs.glob(f"{_SPEC_PREFIX}*.json")):
             uid = path.stem.removeprefix(_SPEC_PREFIX)
-            # Another program may have files beside ours: only names that this agent gives are touched.
+            # Another program may have files next to ours: only names that this agent gives are touched.
             if is_claim_uid(uid) and uid not in known:
                 _remove(path)
                 removed.append(uid)
@@ -87,7 +87,7 @@ class ClaimFiles:
                 content = read_content(directory, path.name, MAX_RECORD_BYTES)
             claim = _claim_of(content)
         except (OSError, Corrupt) as e:
-            log.error("claim_record_unreadable", path=str(path), error=str(e), then="its claim is prepared anew")
+            log.error("claim_record_unreadable", path=str(path), error=str(e), then="its claim is prepared again")
             return None
         # The file's name is what `remove` goes by: a record under another name would never end.
         return claim if claim.ref.uid == uid else None

@@ -10,7 +10,7 @@ imported in a thread once `run` begins. Where the socket cannot be opened the ag
 `gpu` is an index, `0:1` for a MIG instance, a UUID, or the beginning of one.
 A refusal is {"error": "…"} with status 400, 403, 404, 409 or 500.
 State owned: the listening socket and the identity of its file, which is checked periodically: a file that was removed or
-replaced no longer leads to the agent, and the socket is opened anew.
+replaced no longer leads to the agent, and the socket is opened again.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class ControlServer(Struct, eq=False):
         await asyncio.to_thread(importlib.import_module, "gpushare_agent.core.kit.http_server")
         while True:
             await self._serve_until_gone(*await retried(self._bind, CHECK_PERIOD_S, "control_socket_not_open"))
-            log.warning("control_socket_gone", path=str(self.path), then="opened anew")
+            log.warning("control_socket_gone", path=str(self.path), then="opened again")
 
     async def _wait_gone(self, identity: FileIdentity | None) -> None:
         while True:
@@ -141,7 +141,7 @@ class ControlServer(Struct, eq=False):
 
         async def answer(request: web.Request) -> web.StreamResponse:
             try:
-                # Besides the mode of the file: it can be reached through a descriptor or a bind mount.
+                # In addition to the mode of the file: it can be reached through a descriptor or a bind mount.
                 if not is_allowed(request.transport):
                     return web.json_response({"error": "only root and the agent's own user may ask"}, status=403)
                 async with asyncio.timeout(REQUEST_TIMEOUT_S):

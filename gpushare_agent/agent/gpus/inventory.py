@@ -215,7 +215,7 @@ class GpuInventoryState:
         partitioned = {gpu.uuid for gpu in found.mig_partitioned}
         # Instances that no container has, and GPUs that became instances: the reader has dropped them on purpose.
         gone = {gpu.uuid for gpu in self._seen.gpus if gpu.mig is not None or gpu.uuid in partitioned} - known.keys()
-        # A cordon outlives the instance: one made anew with this UUID stays out of service.
+        # A cordon outlives the instance: one made again with this UUID stays out of service.
         self._healths = {u: health for u, health in self._healths.items() if u not in gone or health.cordon is not None}
         if all(gpu.uuid in known for gpu in self._seen.gpus if gpu.uuid not in gone):
             return found

@@ -37,7 +37,7 @@ class Choice(Struct, frozen=True, kw_only=True):
 
 
 def choose(candidates: Sequence[Candidate], *, is_exclusive_process: bool = False) -> Choice:
-    """The first of these that applies, with the driver's memory limits beside it where the agent sets them:
+    """The first of these that applies, with the driver's memory limits as well where the agent sets them:
 
     1. The isolation that containers run under, for they have its files mounted; of several the first in order.
     2. The GPUs are in compute mode EXCLUSIVE_PROCESS: what serves those, for nobody else may open them.

@@ -4,7 +4,7 @@ Relative to a descriptor and following no link, so that nothing is written or re
 there; only names of Kubernetes (core/model/directory_names.py) reach a path. No state.
 
 A tenant can make a file that it may write so long, and of so many pieces, that the kernel frees it for half a minute; the
-kubelet does not count it. So what a tenant has written is only renamed where anybody waits, into `removed/` beside the pods'
+kubelet does not count it. So what a tenant has written is only renamed where anyone waits, into `removed/` next to the pods'
 directories (`put_aside`), and `remove_aside` removes it there.
 """
 

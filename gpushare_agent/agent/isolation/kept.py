@@ -59,7 +59,7 @@ class Kept(Struct, frozen=True, kw_only=True):
     compute_by: str
     not_kept: tuple[NotKept, ...] = ()
     keeps_managed_memory: bool = False
-    """Measured to keep it: beside the driver's limit, which does not count it, it is then no term."""
+    """Measured to keep it: it is then no term when the driver's limit, which does not count it, is set too."""
 
     @property
     def text(self) -> str:

@@ -1,4 +1,4 @@
-"""What an isolation in use does on a node besides its edits, and what its services are made from.
+"""What an isolation in use does on a node in addition to its edits, and what its services are made from.
 
 A package with something on the host has a module `part` with `build(host) -> IsolationPart`; the agent joins what it finds
 there (isolations.py) and names no isolation. One that the setting `auto` may choose, or that needs what a sandbox

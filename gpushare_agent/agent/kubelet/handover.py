@@ -2,7 +2,7 @@
 
 The one that holds the lock of the device-plugin directory (flock: the kernel frees it when the process ends) serves; the
 other has prepared everything and waits. An incoming instance asks the one that serves to hand over (`Take`); one that has
-handed over waits until the other leaves or dies (`Wait`). Both are gRPC methods beside the device plugin's, on its sockets.
+handed over waits until the other leaves or dies (`Wait`). Both are gRPC methods next to the device plugin's, on its sockets.
 
 | step | the agent that serves | the agent that waits |
 |---|---|---|
@@ -131,7 +131,7 @@ class ServingLock:
 
 
 class Handover:
-    """Served beside the device plugins; `is_serving`: this agent is the one to ask."""
+    """Served together with the device plugins; `is_serving`: this agent is the one to ask."""
 
     def __init__(self) -> None:
         self.is_serving = False

@@ -169,7 +169,7 @@ RATE_LIMIT_PAUSE_S = 0.015
 
 
 def decode_pod_entry(body: bytes, ids: DeviceIds) -> ListedPod:
-    """One pod of an answer (`PodEntry.body`), wholly. Raises MalformedMessageError."""
+    """One pod of an answer (`PodEntry.body`), all of it. Raises MalformedMessageError."""
     entry = scan_pod_entry(body)
     return ListedPod(
         namespace=entry.namespace,
@@ -223,7 +223,7 @@ class PodListing:
 
 
 class PodResourcesClient:
-    """A connection for each method, so that a stalled Get cuts off no List of an admission; opened anew after a fault."""
+    """A connection for each method, so that a stalled Get cuts off no List of an admission; opened again after a fault."""
 
     def __init__(self, socket_path: Path | None, ids: DeviceIds) -> None:
         """Without a path nothing is to be asked."""
@@ -269,7 +269,7 @@ class PodResourcesClient:
         return PodListing(entry, self._ids)
 
     def forget(self) -> None:
-        """The kubelet restarted: the next call connects anew and detects again whether Get exists."""
+        """The kubelet restarted: the next call connects again and detects whether Get exists."""
         self._has_get = None
         self.close()
 
@@ -349,7 +349,7 @@ class PodResourcesGate(Struct, eq=False):
     """Counts the admission calls that the kubelet has open, and lets a List through where none can be harmed by it:
 
     1. inside a GetPreferredAllocation (`preferring`), when no Allocate is open: an admission has none open then, but a
-       container that restarts beside it may;
+       container that restarts meanwhile may;
     2. outside (`quiet_list`), when no admission call is open and none was for `quiet_s`; a GetPreferredAllocation that
        arrives meanwhile waits until that List has been answered.
 

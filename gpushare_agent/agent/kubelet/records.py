@@ -83,7 +83,7 @@ def read_checkpoint(path: Path) -> Sequence[CheckpointEntry]:
     except OSError as e:
         raise Unavailable(f"kubelet checkpoint {path} cannot be read: {e.strerror}") from e
     try:
-        # The checksum beside it is of the kubelet's Go values, which no other program can form: a torn file fails as JSON.
+        # The checksum next to it is of the kubelet's Go values, which no other program can form: a torn file fails as JSON.
         raw_entries = json.loads(text)["Data"]["PodDeviceEntries"] or []
         return [_entry(raw) for raw in raw_entries]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:

@@ -45,7 +45,7 @@ _STREAMS_END_S = 0.05
 
 
 class PluginEndpoint(ServedSocket):
-    """Serves `plugin`, and `handover` beside it, at `device_plugin_path`/`socket_name`."""
+    """Serves `plugin`, and `handover` with it, at `device_plugin_path`/`socket_name`."""
 
     def __init__(
         self, *, device_plugin_path: Path, socket_name: str, plugin: DevicePlugin, handover: Handover | None = None
@@ -88,7 +88,7 @@ _TRANSIENT = (Status.UNAVAILABLE, Status.CANCELLED)
 async def register(
     kubelet_socket: Path, *, endpoint: str, resource: str, options: v1beta1.DevicePluginOptions, timeout_s: float
 ) -> None:
-    """Announces to the kubelet that `endpoint`, a file name beside its own socket, serves `resource`.
+    """Announces to the kubelet that `endpoint`, a file name next to its own socket, serves `resource`.
 
     The kubelet connects to the endpoint before it answers, so it must be served already, and go on being served.
 
@@ -127,7 +127,7 @@ _NEXT_STREAM_S = 0.25
 registration that lasted `_LASTING_S` is answered at once: until then the kubelet rejects pods."""
 _LASTING_S = 1.0
 _STABLE_S = 10.0
-"""After a registration that lasted this long the back-off starts anew."""
+"""After a registration that lasted this long the back-off starts over."""
 _STOP_S = 1.5
 _LEAVE_S = 0.2
 """The kubelet disconnects within milliseconds of a stream's end."""
@@ -182,7 +182,7 @@ class Registrar:
         is_same_directory = self._directory == previous._directory
         for position, one in enumerate(self._resources):
             old = taken_over.get(one.endpoint.resource)
-            # The kubelet reads the options once, when a plugin registers: with others it has to register anew.
+            # The kubelet reads the options once, when a plugin registers: with others it has to register again.
             if is_same_directory and old is not None and old.endpoint.plugin.options == one.endpoint.plugin.options:
                 self._resources[position], old.registrar = old, self
                 self._renewed.append((old, one.endpoint))

@@ -130,7 +130,7 @@ class UsageSampling(Struct, kw_only=True, eq=False):
                 self.is_idle = self.idle_period_s > self.period_s
                 # One period of the pause has been slept above.
                 await wait_for(self._has_reader, max(0.0, self.idle_period_s - self.period_s))
-                # The rhythm begins anew with the reader: the periods of the pause were not missed.
+                # The rhythm begins again with the reader: the periods of the pause were not missed.
                 due_at = max(due_at, self.clock())
 
     async def sample_once(self) -> None:

@@ -135,7 +135,7 @@ def _identify(path: str, own_path: str) -> _Found | None:
             below = directories[position + 1] if position + 1 < len(directories) else ""
             return _Found(PeerIdentity(pod_uid=uid, container_id=container_id_of(below)))
         if plain is None and (container_id := container_id_of(directory)) is not None:
-            # The kernel writes `..` for a reader with a cgroup namespace whose root is beside the path.
+            # The kernel writes `..` for a reader with a cgroup namespace whose root is next to the path.
             is_neighbour = position > 0 and directories[position - 1] == ".."
             plain = _Found(PeerIdentity(pod_uid=None, container_id=container_id), is_weak=not is_neighbour)
             if is_neighbour:

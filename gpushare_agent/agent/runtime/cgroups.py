@@ -9,7 +9,7 @@ A walk goes into no container of a pod: what a tenant makes below its own cgroup
 Where the node is itself a container of another cluster's pod, and that cluster's cgroups are in sight, `root` must be the
 node's directory (setting runtime.cgroup_root). Follows no symbolic link.
 
-State owned: which directory each container had in the last walk. It is checked at each use, and walked for anew where a
+State owned: which directory each container had in the last walk. It is checked at each use, and walked for again where a
 container is not in it.
 """
 
@@ -145,7 +145,7 @@ _FIRST_CONTROLLERS = ("pids", "memory", "cpu", "cpu,cpuacct", "devices")
 _OPEN_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 _HALF_PAGE = 2048
 _READ_BYTES = 64 * 1024
-"""For one read: memory for a megabyte comes from the kernel anew each time, which costs five times the read itself."""
+"""For one read: memory for a megabyte comes from the kernel each time, which costs five times the read itself."""
 _LEAF_LINKS = 2
 """A directory without subdirectories has two links in the kernel's cgroup file system: no need to list it."""
 
@@ -159,7 +159,7 @@ class CgroupVersion(StrEnum):
     V1 = "v1"
     V2 = "v2"
     HYBRID = "hybrid"
-    """v1 controllers, with v2 beside them at `unified`."""
+    """v1 controllers, with v2 next to them at `unified`."""
 
 
 def cgroup_version(root: Path) -> CgroupVersion:
@@ -466,7 +466,7 @@ MAX_PROCESSES = 8_192
 class ProcessOwners:
     """The owners of many processes at once, for the sampling of usage; of one peer of a socket: `Cgroups.identify`.
 
-    The file is read anew each time: it costs as much as reading the start time that would show whether a cached answer is
+    The file is read each time: it costs as much as reading the start time that would show whether a cached answer is
     still this process's (8 µs each, measured), and it is right after a PID was given to another process or a process was
     moved. What costs more, parsing the text, is done once for each text: the processes of a container share it.
 

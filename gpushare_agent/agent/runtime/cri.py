@@ -1,10 +1,10 @@
 """The container runtime, asked over its Kubernetes interface (CRI v1): which containers there are, and their processes.
 
 Changes nothing. The cgroups themselves are found by container ID in runtime/cgroups.py. The runtime
-may be away for minutes: each call then raises Unavailable in time and the next one connects anew.
+may be away for minutes: each call then raises Unavailable in time and the next one connects again.
 
 State owned: one connection, and which of the known endpoints answered first. It is kept for the client's life: while
-containerd restarts, an idle CRI-O beside it would answer that no container is left.
+containerd restarts, an idle CRI-O next to it would answer that no container is left.
 Format: protos/cri.proto; the labels are the kubelet's (k8s.io/kubernetes pkg/kubelet/types/labels.go).
 """
 
@@ -129,7 +129,7 @@ class RuntimeClient:
         return sorted(found, key=lambda c: (c.pod_namespace, c.pod_name, c.container_name, c.attempt, c.id))
 
     async def status(self, container_id: str) -> RuntimeContainerStatus:
-        """One container of a pod. Raises NotFound besides what `containers` raises."""
+        """One container of a pod. Raises NotFound, and what `containers` raises."""
         from gpushare_agent.core.wire.runtime import v1
 
         # Verbose: the first process's PID is in the info, which is no part of CRI's status.
@@ -194,7 +194,7 @@ class RuntimeClient:
         except RpcFailed as e:
             renamed = _renamed(e, what)
             # An answer, be it an error, shows a connection that works; without one it may be half-open, and the next call
-            # connects anew.
+            # connects again.
             is_sound = not isinstance(renamed, Unavailable)
             raise renamed from e
         except MalformedMessageError as e:

@@ -1,6 +1,6 @@
 """Probes what the operating system of a node offers: sockets, device nodes, /proc, directories.
 
-Used by `gpushare-agent check` before the agent is deployed, and by an agent beside the one that serves, so nothing here
+Used by `gpushare-agent check` before the agent is deployed, and by an agent next to the one that serves, so nothing here
 changes the node: a written probe file is removed at once. What is missing is an Unavailable whose text names what was
 found; the remedy is the caller's.
 """

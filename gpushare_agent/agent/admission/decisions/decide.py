@@ -144,7 +144,7 @@ def offer_accounts(case: Case) -> Sequence[GpuAccount]:
 
 def _further_ids(case: Case) -> Decision | None:
     """More IDs where the container's GPU is bound: these are counters, and GPU and verdicts were recorded with the resource
-    that bound it. None where it is not, or where it has no room left: then all is decided anew, to say why."""
+    that bound it. None where it is not, or where it has no room left: then all is decided again, to say why."""
     if case.own is None or not case.own.bound_ids or case.kind.binds_gpu:
         return None
     one = WHOLE_GPU if case.request.whole_gpus else case.request

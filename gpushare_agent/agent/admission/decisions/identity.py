@@ -121,7 +121,7 @@ def identify(call: Call, listed: Sequence[ListedDevices], known: Known) -> Targe
         else:
             candidates.append(target)
     candidates = _narrow(candidates, call, known)
-    # With an unknown pod beside it the one candidate is a guess: that pod may ask for the same.
+    # If there is also an unknown pod, the one candidate is a guess: that pod may ask for the same.
     if len(candidates) == 1 and not unknown:
         return candidates[0]
     return Unresolved(

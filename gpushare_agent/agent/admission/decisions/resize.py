@@ -172,7 +172,7 @@ def mode_refusal(allocation: Allocation, desired: DesiredSize, policy: ResizePol
     return ResizeRefused(
         ResizeReason.DISABLED,
         f"this node's shares may not grow beyond what their pod requests, here {allocated.cores} cores and"
-        f" {allocated.memory} of memory (setting resize.mode). Ask for no more, or create the pod anew with a larger"
+        f" {allocated.memory} of memory (setting resize.mode). Ask for no more, or create the pod again with a larger"
         " request.",
     )
 
@@ -333,7 +333,7 @@ def _contradiction(
         return ResizeRefused(
             ResizeReason.INVALID_REQUEST,
             f"{target.cores} cores are no share of one GPU: at most {CORES_PER_GPU - 1} are. For whole GPUs create"
-            " the pod anew.",
+            " the pod again.",
         )
     return None
 
@@ -348,7 +348,7 @@ def _not_possible(before: ShareSize, target: ShareSize, isolation: Isolation) ->
             return ResizeRefused(
                 ResizeReason.UNSUPPORTED,
                 f"isolation {isolation.name} fixes a container's {what} when the container is created. Create the pod"
-                " anew with another request, or use an isolation that can change it (docs/explanation/resize.md).",
+                " again with another request, or use an isolation that can change it (docs/explanation/resize.md).",
             )
     return None
 
@@ -365,7 +365,7 @@ def _lack(charged: ShareSize, target: ShareSize, allocation: Allocation, account
     }.get(lack.reason, ResizeReason.NOT_ENOUGH_MEMORY)
     return ResizeRefused(
         reason,
-        f"GPU {account.label} cannot serve the size beside its other containers: {lack.of_gpu_in_detail()}. A share"
+        f"GPU {account.label} cannot serve the size next to its other containers: {lack.of_gpu_in_detail()}. A share"
         " cannot move to another GPU. It is granted as soon as the GPU has so much free; or ask for less.",
     )
 

@@ -56,13 +56,13 @@ def not_shared(claim: AllocatedClaim, isolation: str, pods: Sequence[Pod], polic
 
 def _together(claim: AllocatedClaim, pod: Pod) -> list[str]:
     """Containers that use one request of the claim at the same time, by its name or by the claim as a whole: init containers
-    run one by one, before the others but beside the sidecars."""
+    run one by one, before the others but while the sidecars run."""
     used: dict[str, list[ContainerSpec]] = {}
     for container in pod.containers:
         for request in named_of(pod.used_claims(container).get(claim.ref.name, ()), claim.requests):
             used.setdefault(request, []).append(container)
     for users in used.values():
-        # Init containers end before the others start, so one of them beside main containers is alone; a sidecar stays.
+        # Init containers end before the others start, so one of them does not run with main containers; a sidecar does.
         has_sidecar = any(one.kind is ContainerKind.SIDECAR for one in users)
         found = [one.name for one in users if has_sidecar or one.kind is not ContainerKind.INIT]
         if len(found) > 1:
@@ -197,7 +197,7 @@ def prepare_claim(
     block_mib: int,
     beside: Mapping[str, AllocatedClaim] = MappingProxyType({}),
 ) -> PreparedClaim | Refused:
-    """`gpus` by index has every GPU of the claim, and of those `beside` it; `pods` are those that it is reserved for.
+    """`gpus` by index has every GPU of the claim, and of those `beside` it; `pods` are those it is reserved for.
     `beside` are other claims of these pods, by name: a container's list of GPUs has those of all its claims."""
     views = _views(claim, pods)
     if isinstance(views, Refused):
@@ -256,7 +256,7 @@ def _prepared(part: _Part, view: str, isolation: str, edits: ContainerEdits) -> 
 
 
 def conflict(made: PreparedClaim, others: Iterable[PreparedClaim], pods: Iterable[Pod]) -> str:
-    """Why a container cannot use the claim beside another one, empty where each can."""
+    """Why a container cannot use the claim together with another one; empty where each can."""
     beside = {other.ref.name: other for other in others if other.ref.namespace == made.ref.namespace}
     for pod in pods:
         for container in pod.containers:

@@ -80,7 +80,7 @@ class NvmlEvents:
         if self._unsupported_in_opening == self._session.openings:
             return
         polled = self._session.answering
-        # Drained before the set is made anew, which would lose what is in it.
+        # Drained before the set is made again, which would lose what is in it.
         self._drain(events, 0.0, polled)
         if len(events) < MAX_EVENTS:  # a full drain may have left more in the set
             self._cover(polled)

@@ -2,10 +2,10 @@
 PCIe, and NVLinks). Blocking; driver.py calls it from one thread at a time.
 
 State owned: the GPUs seen so far. A GPU keeps the index under which it was first seen, also when the driver loses another
-one and numbers the rest anew; a GPU that is missing stays in the answer, Unhealthy. A MIG instance that is missing stays
+one and renumbers the rest; a GPU that is missing stays in the answer, Unhealthy. A MIG instance that is missing stays
 only while a container has it, or its GPU does not answer: a node that is repartitioned again and again does not gather
 them, and the index is free again. Of the topology what was read once: PCIe does not change while a node runs, so each
-device and each pair is read once; NVLinks are read again whenever NVML was opened anew. A lost GPU thereby keeps its place
+device and each pair is read once; NVLinks are read again whenever NVML was opened again. A lost GPU thereby keeps its place
 in the topology.
 
 Source: NVML API reference (NVML_FI_DEV_GET_GPU_RECOVERY_ACTION of newer drivers, nvmlDeviceGetRemappedRows of GPUs from
@@ -116,7 +116,7 @@ class NvmlTopology:
             [LinkKind.SELF if row == column else self._pcie_kind(a, b, handles) for column, b in enumerate(rows)]
             for row, a in enumerate(rows)
         ]
-        # Built anew where something differs: it is half of a poll's work, and at most polls nothing does.
+        # Built again where something differs: it is half of a poll's work, and at most polls nothing does.
         inputs = rows, pcie, dict(self._links)
         if self._built is None or self._built[0] != inputs:
             matrix = [
@@ -278,7 +278,7 @@ class NvmlReader(Struct, eq=False):
         for gpu in found:
             self._last_nvml_index[gpu.uuid] = gpu.nvml_index
             known = self._known.get(gpu.uuid)
-            # Device IDs name GPUs by UUID, people by index: it must not change when the driver numbers anew.
+            # Device IDs name GPUs by UUID, people by index: it must not change when the driver renumbers them.
             index = known.index if known else self._new_index(gpu.nvml_index, seen)
             try:
                 seen[gpu.uuid] = self._read_gpu(gpu, index)

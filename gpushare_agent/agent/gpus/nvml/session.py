@@ -144,7 +144,7 @@ class NvmlSession:
         self._changed.notify_all()
 
     def find_gpus(self) -> tuple[list[FoundGpu], dict[int, str]]:
-        """All GPUs by NVML's index, enumerated anew; and why others could not even be named, by their index. Raises
+        """All GPUs by NVML's index, enumerated again; and why others could not even be named, by their index. Raises
         DriverLostError."""
         try:
             count = call("nvmlDeviceGetCount")

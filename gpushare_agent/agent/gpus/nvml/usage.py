@@ -199,7 +199,7 @@ class NvmlUsage:
                 else:
                     gpus.append(_sample_gpu(uuid, one, measure_pcie=uuid == measured))
             except GpuLostError:
-                # Its counters begin anew. A GPU is missing in this round; an instance stays, without numbers: its GPU is
+                # Its counters begin again. A GPU is missing in this round; an instance stays, without numbers: its GPU is
                 # reported by the poll.
                 del self._gpus[uuid]
                 gpus += [GpuSample(uuid=uuid)] if uuid in instances else []
@@ -207,7 +207,7 @@ class NvmlUsage:
         return DriverSample(gpus=tuple(gpus), errors=dict(sorted(errors.items())))
 
     def _instances(self, handles: dict[GpuUuid, Any]) -> dict[GpuUuid, Any]:
-        """Found anew in each round, for they come and go; GPUs that have some are taken out of `handles`."""
+        """Found again in each round, because they come and go; GPUs that have some are taken out of `handles`."""
         instances: dict[GpuUuid, Any] = {}
         for uuid, handle in list(handles.items()):
             found = find_instances(handle) if mig_mode(handle) else []

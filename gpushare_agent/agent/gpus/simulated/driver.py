@@ -78,7 +78,7 @@ class SimulatedDriver:
         with_instances: bool = False,
     ) -> None:
         """Raises StartupError for sizes that do not fit together, Corrupt for a topology text that is none."""
-        # The text names the GPUs: a count beside it could contradict.
+        # The text names the GPUs: a count next to it could contradict.
         parsed = parse_topology(topology_text) if topology_text is not None else default_topology(gpus)
         memory = _spread_memory(gpu_memory_mib, len(parsed.links))
         self._inventory = GpuInventory(

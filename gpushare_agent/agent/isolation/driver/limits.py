@@ -143,7 +143,7 @@ class DriverLimits(Struct, kw_only=True, eq=False):
 
     async def reconcile(self) -> None:
         """One round over all containers with a share. Raises AgentError."""
-        # A resize calls `reconcile` beside the rounds: of two at once the slower would set the limit of before.
+        # A resize also calls `reconcile`, between the rounds: of two at once the slower would set the old limit.
         async with self._one_round:
             await self._reconcile()
 

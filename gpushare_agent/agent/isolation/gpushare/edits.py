@@ -6,7 +6,7 @@
 | `/etc/vcuda`, read-only | the container's directory with gpushare.config, which the agent changes while programs run |
 | `/etc/vcuda/usage`, writable | what the container's processes share of their use |
 
-The library finds its limits by a GPU's UUID, so shares of several GPUs, and whole ones beside them, are limited each by its
+The library finds its limits by a GPU's UUID, so shares of several GPUs, and whole ones next to them, are limited each by its
 own. It reads no variable, so none of a spec's lifts a limit but NVIDIA_VISIBLE_DEVICES, and LD_PRELOAD with the driver's
 library. Whole GPUs alone get nothing.
 """

@@ -2,7 +2,7 @@
 the agent writes through a map, for it stays the same file while programs have it mapped, and `usage`, which the tenant
 writes.
 
-Both are made anew before each start that the kubelet announces; to a claim's container that starts again `usage` shows
+Both are made again before each start that the kubelet announces; to a claim's container that starts again `usage` shows
 processes that have ended, which the library finds by their locks.
 
 A tenant can make `usage` as large as the file system allows (directories.py): `cut` shortens one that is larger than the

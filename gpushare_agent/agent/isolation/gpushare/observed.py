@@ -80,7 +80,7 @@ class BusyCount(Struct):
     """Of the time, about a second's mean; None: the driver does not say."""
 
     def add(self, read: GpuBusy, owners: Owners) -> None:
-        """One reading. One that does not continue the last begins anew."""
+        """One reading. One that does not continue the last starts over."""
         begins = not (read.is_continued and read.busy_until_ns and self.until_ns)
         if begins:
             self.since_ns, self.total_ns = read.busy_until_ns, 0

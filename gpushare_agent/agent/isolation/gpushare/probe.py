@@ -97,7 +97,7 @@ def idle_gpu(gpus: Iterable[Gpu], samples: Mapping[GpuUuid, GpuSample], allocate
         sample = samples.get(gpu.uuid)
         if gpu.mig is not None or not gpu.is_healthy or gpu.is_exclusive_process:
             why = "every GPU is in use, unhealthy, in compute mode EXCLUSIVE_PROCESS, or divided by MIG"
-        # Processes that are not known count as some: a probe beside a program would take its memory.
+        # Processes that are not known count as some: a probe next to a program would take its memory.
         elif allocated(gpu) or sample is None or sample.processes is None or sample.processes:
             why = (
                 "others use the GPUs"

@@ -1,7 +1,7 @@
 """Has libgpushare prove itself on the node (probe.py): once for each version of the driver and each library, in the
 background, as soon as a GPU is idle; and refuses shares, with the remedy, where it failed.
 
-The result is kept beside the library, so that a restart does not probe again what passed. What failed is refused from
+The result is kept next to the library, so that a restart does not probe again what passed. What failed is refused from
 the next start on, too, until a probe passes. An attempt is written down before it begins: where the agent ends with it,
 as when the program's memory counts to the agent's container, it is not made at every start.
 
@@ -186,7 +186,7 @@ class ProbedLibrary(Struct, kw_only=True, eq=False):
             log.info("isolation_probe_passed", isolation="gpushare", driver=driver, gpu=gpu.uuid, found=text)
         else:
             log.error("isolation_probe_failed", isolation="gpushare", driver=driver, gpu=gpu.uuid, found=text)
-            # Once: where `auto` finds nothing else it stays with this one, and would choose anew after each attempt.
+            # Once: where `auto` finds nothing else it stays with this one, and would choose again after each attempt.
             if saved is None or not saved.failure:
                 self.failed(found)
 

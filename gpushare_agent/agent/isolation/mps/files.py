@@ -100,7 +100,7 @@ class MpsFiles:
     def live_daemon(self) -> str:
         """The evidence of a running daemon in the pipe directory, empty where there is none."""
         path = self.pipe / CONTROL_SOCKET
-        # Any other error (a full queue, no permission) is taken for a daemon: a second one must never be started beside it.
+        # Any other error (a full queue, no permission) is taken for a daemon: a second one must never be started next to it.
         if path.is_socket() and _connect(path) not in (errno.ECONNREFUSED, errno.ENOENT):
             return f"a process listens on {path}"
         if _is_locked(self.pipe / LOCK_FILE):

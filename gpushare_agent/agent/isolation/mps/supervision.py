@@ -10,7 +10,7 @@
 | stopped | it has ended | |
 
 The daemon is a child process in the foreground, in a process group of its own, which alone is signalled. Its output goes to
-this process's standard error, beside our log, so that no full pipe can stop it.
+this process's standard error, with our log, so that no full pipe can stop it.
 
 State owned: the child, the condition, and the number of consecutive failed starts.
 """

@@ -1,1 +1,1 @@
-"""Isolation none: `edits` says that a container gets nothing besides its GPUs."""
+"""Isolation none: `edits` says that a container gets nothing but its GPUs."""

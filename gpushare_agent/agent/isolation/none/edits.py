@@ -8,7 +8,7 @@ from gpushare_agent.core.model.allocations import ContainerEdits
 
 
 def edit_none(request: IsolationRequest) -> ContainerEdits:
-    """Nothing besides the devices, which come from the device list."""
+    """Nothing but the devices, which come from the device list."""
     return ContainerEdits()
 
 

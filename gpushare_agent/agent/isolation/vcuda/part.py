@@ -89,7 +89,7 @@ class SharedVolumeCheck:
         if self._volume is None:
             raise Unavailable(
                 f"volume.conf is not set or names no volume {VolumeName.SHARED}, so containers would get the driver without "
-                "the control library and use their GPUs wholly. Set volume_config (docs/how-to/driver-volume.md) and run "
+                "the control library and use their whole GPUs. Set volume_config (docs/how-to/driver-volume.md) and run "
                 "`gpushare-agent driver-volume`, or choose isolation none"
             )
         libcuda = loaded_libcuda(self._volume)

@@ -180,7 +180,7 @@ class VDeviceFiles:
                 return ()
 
     def remove_aside(self, name: str) -> None:
-        """Removes one of these, beside other calls: it may take half a minute."""
+        """Removes one of these while other calls go on: it may take half a minute."""
         with step("removing", self.root, SETTING), opened_root(self.root) as root:
             remove_aside(root, name)
 

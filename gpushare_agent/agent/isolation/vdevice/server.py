@@ -52,7 +52,7 @@ T = TypeVar("T")
 
 METHOD = "/vcuda.VCUDAService/RegisterVDevice"
 HANDLING_COST_S = 0.0017
-"""Charged for a registration besides its reading. Measured: one takes 1.2 ms of processor in all on an idle machine, on a
+"""Charged for a registration and not for reading it. Measured: one takes 1.2 ms of processor on an idle machine, on a
 connection of its own 2.4 ms; half as much again where the caller and others keep the processor busy."""
 MAX_OWN = 256
 """Containers that are known to be the socket's own: of the previous instances, and those that share a claim."""
@@ -127,7 +127,7 @@ class VDeviceServer:
         return 0 if self._server is None else self._server.connections
 
     async def start(self) -> None:
-        """Serves on the container's socket, anew if need be.
+        """Serves on the container's socket, again if need be.
 
         Raises:
             NotFound: the container's directory is not prepared.

@@ -38,7 +38,7 @@ MOST_DECISIONS = 500
 DECISIONS_UNLESS_ASKED = 50
 MOST_NUMBER = 10**15
 MOST_KEPT_BYTES = 4 * 1024 * 1024
-"""A longer history is encoded anew for each request."""
+"""A longer history is encoded again for each request."""
 _NODE: Mapping[str, Number | Word] = {}
 _HISTORY: Mapping[str, Number | Word] = {"only": Word(most_characters=10, choices=("gpus", "containers"))}
 _DECISIONS: Mapping[str, Number | Word] = {

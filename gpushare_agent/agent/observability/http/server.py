@@ -125,7 +125,7 @@ class WebServer(Struct, eq=False):
     def _handlers(self) -> dict[str, Handler]:
         """By path; an added route replaces one of the same path."""
         queue = RequestQueue()
-        # In the queue stands what costs something. The kubelet's probes are answered beside it: a slow scrape must not
+        # What costs something waits in the queue. The kubelet's probes are answered outside it: a slow scrape must not
         # restart the agent.
         show_metrics = queue.one_at_a_time(self._refreshed(self._show_metrics))
         return {
