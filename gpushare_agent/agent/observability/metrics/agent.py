@@ -105,7 +105,7 @@ class AgentMetrics:
         )
         self._gpu_events = count("gpu_events", text, kind=(), xid=(), ignored=())
         text = "GPUs that became unhealthy or healthy."
-        self._health_changes = count("card_health_changes", text, uuid=(), to=())
+        self._health_changes = count("gpu_health_changes", text, uuid=(), to=())
         text = "Errors of the GPU driver by its own names; look_failed and events_failed where it could not be read."
         self._driver_errors = count("driver_errors", text, error=())
         text = "Duration of a round of sampling."
