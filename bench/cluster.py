@@ -70,8 +70,8 @@ class SampleCluster:
         offered = {VCORE_RESOURCE: str(100 * GPUS), VMEMORY_RESOURCE: str(BLOCKS * GPUS)}
         capacity = {**offered, "cpu": "128", "memory": "1056763060Ki"}
         annotations = {
-            GPUS_ANNOTATION: json.dumps({"schema": 1, "memory_block_mib": 256, "cards": gpus}),
-            ALLOCATIONS_ANNOTATION: json.dumps({"schema": 1, "held": allocated}),
+            GPUS_ANNOTATION: json.dumps({"schema": 1, "memory_block_mib": 256, "gpus": gpus}),
+            ALLOCATIONS_ANNOTATION: json.dumps({"schema": 1, "allocations": allocated}),
         }
         metadata = {"name": name, "uid": name, "resourceVersion": "1", "labels": {}, "annotations": annotations}
         return {"metadata": metadata, "status": {"capacity": capacity, "allocatable": capacity}}

@@ -159,8 +159,8 @@ def agent_arguments(state: Path, others: Mapping[str, object]) -> list[str]:
     """No other node's file, socket or kubelet is in them: a benchmark may run on a node."""
     flags = {
         "driver": "simulated",
-        "simulated.cards": GPUS,
-        "simulated.card-memory-mib": GPU_MEMORY_MIB,
+        "simulated.gpus": GPUS,
+        "simulated.gpu-memory-mib": GPU_MEMORY_MIB,
         "simulated.device-nodes": "true",
         "resources.memory-block-mib": BLOCK_MIB,
         "node-name": NODE_NAME,

@@ -99,7 +99,7 @@ def _put_usage(node: BenchNode, step: int) -> None:
     raw = [
         {
             "pid": pid,
-            "card": number % GPUS,
+            "gpu": number % GPUS,
             "sm": round(0.005 + 0.000_01 * ((step + number) % 97), 6),
             "memory_bytes": (64 + (step + number) % 31) * _MIB,
         }

@@ -164,7 +164,7 @@ def _reported(text: object, names: ResourceNames, *, is_offered: bool) -> tuple[
 
 def _substitute_uuid(index: int) -> GpuUuid:
     """A UUID for a GPU without one: placement distinguishes GPUs by it."""
-    return GpuUuid(sys.intern(f"card-{index}"))
+    return GpuUuid(sys.intern(f"gpu-{index}"))
 
 
 def _topology_of(gpus: Iterable[GpuReport]) -> Topology:

@@ -1,6 +1,6 @@
 """The cluster as the scheduler extender sees it: nodes with their GPUs, and the reservations of pods.
 
-Sources: the agent's annotations on the node (`gpushare-agent/cards`, `gpushare-agent/held`), never a pod's annotations,
+Sources: the agent's annotations on the node (`gpushare-agent/gpus` and `/allocations`), never a pod's annotations,
 which any tenant can write. GPUs are named by their index on the node.
 """
 

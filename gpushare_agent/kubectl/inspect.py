@@ -182,7 +182,7 @@ def _cluster_line(document: InspectionDocument) -> Text:
 
 
 _NO_NODE = (
-    "no node has GPUs: none has the annotation gpushare-agent/cards, or a capacity of the resources; is the agent installed"
+    "no node has GPUs: none has the annotation gpushare-agent/gpus, or a capacity of the resources; is the agent installed"
     " (docs/how-to/install.md)?"
 )
 

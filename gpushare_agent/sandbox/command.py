@@ -30,7 +30,7 @@ from gpushare_agent.sandbox.state_directory import NodePaths, default_state_dire
 
 __all__ = ["add_arguments", "run", "split_inner_command"]
 
-_SETTINGS_OPTIONS = {"gpus": "cards", "topology": "topology", "gpu_memory_mib": "card-memory-mib"}
+_SETTINGS_OPTIONS = {"gpus": "gpus", "topology": "topology", "gpu_memory_mib": "gpu-memory-mib"}
 """Options that are settings of the agents, with their flags."""
 _MOST_NODES = 32
 _MOST_GPUS = 64
@@ -171,8 +171,8 @@ def _implied_gpus(args: argparse.Namespace, extra: list[str]) -> list[str]:
     if count == 1 or args.gpus is not None or args.topology is not None:
         return []
     sources = load_settings(extra, os.environ).sources
-    is_set = any(sources[name] != "default" for name in ("simulated.cards", "simulated.topology"))
-    return [] if is_set else [f"--cards={count}"]
+    is_set = any(sources[name] != "default" for name in ("simulated.gpus", "simulated.topology"))
+    return [] if is_set else [f"--gpus={count}"]
 
 
 def node_flags(args: argparse.Namespace) -> tuple[tuple[str, ...], ...]:
@@ -202,7 +202,7 @@ def _gpus_flags(entry: str) -> tuple[str, ...]:
         sizes += [match[2]] * int(match[1])
     if len(sizes) > _MOST_GPUS:
         raise ManifestError(f"--node-gpus: {entry!r} has {len(sizes)} GPUs; a node can have {_MOST_GPUS}")
-    return (f"--simulated.cards={len(sizes)}", f"--simulated.card-memory-mib={','.join(sizes)}")
+    return (f"--simulated.gpus={len(sizes)}", f"--simulated.gpu-memory-mib={','.join(sizes)}")
 
 
 # --- a command for a running sandbox ---

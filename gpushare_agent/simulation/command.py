@@ -111,7 +111,7 @@ def span(seconds: float) -> str:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    nodes = "a CSV file of nodes: name,cards,memory_mib,model, or a trace's"
+    nodes = "a CSV file of nodes: name,gpus,memory_mib,model, or a trace's"
     pods = "a CSV file of pods: name,arrival_s,duration_s,cores,memory_mib[,models], or a trace's"
     load = "bring the arrivals closer or apart, until pods request X of all cores on average (as the file says)"
     per_try = "nodes per try, kube-scheduler's percentageOfNodesToScore (its own rule: fewer in larger clusters)"

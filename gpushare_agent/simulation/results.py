@@ -87,8 +87,8 @@ def document(
         "cluster": {
             "source": cluster.source,
             "nodes": len(cluster.nodes),
-            "cards": cluster.number_of_gpus,
-            "models": {model: {"nodes": nodes, "cards": gpus} for model, (nodes, gpus) in sorted(models.items())},
+            "gpus": cluster.number_of_gpus,
+            "models": {model: {"nodes": nodes, "gpus": gpus} for model, (nodes, gpus) in sorted(models.items())},
             "nodes_per_try": nodes_per_try,
         },
         "workload": {

@@ -32,7 +32,7 @@ MAX_MEMORY_MIB = 1 << 24
 MAX_SECONDS = 1e9
 _MILLI_PER_CORE = 10
 
-NODE_COLUMNS = ("name", "cards", "memory_mib", "model")
+NODE_COLUMNS = ("name", "gpus", "memory_mib", "model")
 POD_COLUMNS = ("name", "arrival_s", "duration_s", "cores", "memory_mib")
 """The columns of pods; `models` may be left out."""
 TRACE_NODE_COLUMNS = ("sn", "gpu", "model")
@@ -127,7 +127,7 @@ def read_workload(path: Path, *, block_mib: int) -> Workload:
 def _machine(row: _Row) -> Machine:
     return Machine(
         model=row.text("model"),
-        gpus=row.whole("cards", MAX_GPUS),
+        gpus=row.whole("gpus", MAX_GPUS),
         memory_mib=row.whole("memory_mib", MAX_MEMORY_MIB, 1),
     )
 

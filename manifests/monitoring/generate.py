@@ -99,7 +99,7 @@ def table(title: str, about: str, columns: list[tuple[str, str, str]], *shaped: 
 
 def gpus_table() -> Panel:
     def largest(name: str) -> str:
-        return f"max by (node, gpu, uuid) (gpushare_card_{name}{{{GPU}}})"
+        return f"max by (node, gpu, uuid) (gpushare_gpu_{name}{{{GPU}}})"
 
     return table(
         "GPUs",
@@ -146,8 +146,8 @@ def rows() -> list[tuple[str, Size, list[Panel]]]:
     on_gpu = "{{node}} {{gpu}}"
     of_share = "{{namespace}}/{{pod}}/{{container}}"
     agent = "{{instance}}"
-    reserved = f"sum(gpushare_card_cores_allocated_ratio{{{GPU}}}) / sum(gpushare_card_cores_capacity_ratio{{{GPU}}})"
-    memory = f"sum(gpushare_card_memory_allocated_bytes{{{GPU}}}) / sum(gpushare_card_memory_capacity_bytes{{{GPU}}})"
+    reserved = f"sum(gpushare_gpu_cores_allocated_ratio{{{GPU}}}) / sum(gpushare_gpu_cores_capacity_ratio{{{GPU}}})"
+    memory = f"sum(gpushare_gpu_memory_allocated_bytes{{{GPU}}}) / sum(gpushare_gpu_memory_capacity_bytes{{{GPU}}})"
     latency = f"sum by (le) (rate(gpushare_rpc_duration_seconds_bucket{{{GPU}}}[$__rate_interval]))"
     return [
         (
@@ -158,13 +158,13 @@ def rows() -> list[tuple[str, Size, list[Panel]]]:
                     "GPUs",
                     "GPUs that the chosen nodes offer.",
                     "short",
-                    f"count(gpushare_card_healthy{{{GPU}}})",
+                    f"count(gpushare_gpu_healthy{{{GPU}}})",
                 ),
                 stat(
                     "Unhealthy GPUs",
                     "GPUs that are offered to no new pod, those that an operator cordoned included.",
                     "short",
-                    f"count(gpushare_card_healthy{{{GPU}}}) - sum(gpushare_card_healthy{{{GPU}}})",
+                    f"count(gpushare_gpu_healthy{{{GPU}}}) - sum(gpushare_gpu_healthy{{{GPU}}})",
                     red=1,
                 ),
                 stat("Compute allocated", "Of all GPUs.", "percentunit", reserved, orange=0.9),
@@ -173,7 +173,7 @@ def rows() -> list[tuple[str, Size, list[Panel]]]:
                     "Compute used",
                     "Mean SM use of all GPUs.",
                     "percentunit",
-                    f"avg(gpushare_card_sm_utilization_ratio{{{GPU}}})",
+                    f"avg(gpushare_gpu_sm_utilization_ratio{{{GPU}}})",
                 ),
                 stat(
                     "Refusals in an hour",
@@ -193,26 +193,26 @@ def rows() -> list[tuple[str, Size, list[Panel]]]:
                     "SM use per GPU",
                     "Time in which a GPU computed.",
                     "percentunit",
-                    query(f"gpushare_card_sm_utilization_ratio{{{GPU}}}", on_gpu),
+                    query(f"gpushare_gpu_sm_utilization_ratio{{{GPU}}}", on_gpu),
                     max=1,
                 ),
                 lines(
                     "Memory used per GPU",
                     "By whomever.",
                     "bytes",
-                    query(f"gpushare_card_memory_used_bytes{{{GPU}}}", on_gpu),
+                    query(f"gpushare_gpu_memory_used_bytes{{{GPU}}}", on_gpu),
                 ),
                 lines(
                     "Temperature",
                     "As the GPU reports it.",
                     "celsius",
-                    query(f"gpushare_card_temperature_celsius{{{GPU}}}", on_gpu),
+                    query(f"gpushare_gpu_temperature_celsius{{{GPU}}}", on_gpu),
                 ),
                 lines(
                     "Power",
                     "What a GPU draws.",
                     "watt",
-                    query(f"gpushare_card_power_watts{{{GPU}}}", on_gpu),
+                    query(f"gpushare_gpu_power_watts{{{GPU}}}", on_gpu),
                 ),
             ],
         ),
@@ -359,7 +359,7 @@ def dashboard() -> dict[str, Any]:
         "templating": {
             "list": [
                 {"type": "datasource", "name": "datasource", "label": "Data source", "query": "prometheus"},
-                variable("node", "Node", "label_values(gpushare_card_info, node)"),
+                variable("node", "Node", "label_values(gpushare_gpu_info, node)"),
                 variable("namespace", "Namespace", f'label_values({allocated}{{node=~"$node"}}, namespace)'),
                 variable("pod", "Pod", f'label_values({allocated}{{node=~"$node", namespace=~"$namespace"}}, pod)'),
             ]

@@ -72,7 +72,7 @@ async def test_what_was_refused_is_explained() -> None:
     """For memory, for fragmentation, and where a GPU is not counted because it is unhealthy."""
     async with open_test_node() as node:
         faults = node.paths.faults
-        async with open_agent(node, "--simulated.cards=3", "--placement.share-policy=spread") as agent:
+        async with open_agent(node, "--simulated.gpus=3", "--placement.share-policy=spread") as agent:
             memory, memory_reported = await refuse(node, agent, pod("memory", container(cores=10, blocks=97)))
             for name in ("first", "second", "third"):
                 node.api.create_pod(pod(name, container(cores=50, blocks=10)))

@@ -32,8 +32,8 @@ CALM_TIMES = KubeletTimes(
 
 def held(cluster: EmbeddedCluster, node: str) -> Mapping[str, Mapping[str, list[int]]]:
     """What the node's object says of who holds what."""
-    text = cluster.api.node(node)["metadata"].get("annotations", {}).get("gpushare-agent/held", "{}")
-    found: dict[str, dict[str, list[int]]] = json.loads(text).get("held", {})
+    text = cluster.api.node(node)["metadata"].get("annotations", {}).get("gpushare-agent/allocations", "{}")
+    found: dict[str, dict[str, list[int]]] = json.loads(text).get("allocations", {})
     return found
 
 
@@ -46,7 +46,7 @@ def indexes(agent: InnerAgent, uuids: set[str]) -> list[int]:
 
 async def test_the_node_says_who_holds_what_once_a_pod_is_admitted_and_after_its_end() -> None:
     """By pod and GPU: cores, blocks, units, whole."""
-    async with open_cluster("a") as cluster, open_agents(cluster, ("--simulated.cards=2",)):
+    async with open_cluster("a") as cluster, open_agents(cluster, ("--simulated.gpus=2",)):
         cluster.api.create_pod(
             pod("share", container("main", cores=30, blocks=4), container("other", cores=20, blocks=2))
         )
@@ -62,18 +62,20 @@ async def test_the_node_says_who_holds_what_once_a_pod_is_admitted_and_after_its
 async def test_an_agent_that_comes_back_leaves_the_annotation_as_it_is() -> None:
     """What it held before is in the kubelet's records; not for a moment does it seem to be free."""
     async with open_cluster("a") as cluster:
-        async with open_agents(cluster, ("--simulated.cards=1",)):
+        async with open_agents(cluster, ("--simulated.gpus=1",)):
             cluster.api.create_pod(pod("share", container("main", cores=30, blocks=4)))
             await wait_cluster(cluster, lambda: held(cluster, "a"), "the pod")
         before = held(cluster, "a")
         version = cluster.api.version
-        async with open_agents(cluster, ("--simulated.cards=1",)):
+        async with open_agents(cluster, ("--simulated.gpus=1",)):
             cluster.api.create_pod(pod("next", container("main", cores=10, blocks=4)))
             await wait_cluster(cluster, lambda: len(held(cluster, "a")) == 2, "the next pod")
         nodes = [
             c.after for c in cluster.api.store.changes_since(version) if c.resource == "nodes" and c.after is not None
         ]
-        reported = [json.loads(raw["metadata"]["annotations"]["gpushare-agent/held"])["held"] for raw in nodes]
+        reported = [
+            json.loads(raw["metadata"]["annotations"]["gpushare-agent/allocations"])["allocations"] for raw in nodes
+        ]
         assert all(before.items() <= one.items() for one in reported)
 
 
@@ -85,7 +87,7 @@ async def test_a_pod_that_finds_cores_on_two_gpus_but_no_whole_gpu_waits_and_run
     port = free_port()
     async with (
         open_cluster("a", extender_url=f"http://127.0.0.1:{port}/scheduler") as cluster,
-        open_agents(cluster, ("--simulated.cards=2", "--placement.share-policy=spread")),
+        open_agents(cluster, ("--simulated.gpus=2", "--placement.share-policy=spread")),
         open_extender(cluster, port, "--placement.share-policy=spread"),
     ):
         for name in ("left", "right"):
@@ -109,7 +111,7 @@ async def test_without_the_extender_the_same_pod_is_rejected_by_its_node() -> No
     """The hole that the extender closes."""
     async with (
         open_cluster("a") as cluster,
-        open_agents(cluster, ("--simulated.cards=2", "--placement.share-policy=spread")),
+        open_agents(cluster, ("--simulated.gpus=2", "--placement.share-policy=spread")),
     ):
         for name in ("left", "right"):
             cluster.api.create_pod(pod(name, container("main", cores=50, blocks=8)))
@@ -124,7 +126,7 @@ async def test_a_node_with_room_on_one_gpu_is_taken_before_one_that_has_it_in_pi
     port = free_port()
     async with (
         open_cluster("a", "b", extender_url=f"http://127.0.0.1:{port}/scheduler") as cluster,
-        open_agents(cluster, ("--simulated.cards=2",), ("--simulated.cards=1",)),
+        open_agents(cluster, ("--simulated.gpus=2",), ("--simulated.gpus=1",)),
         open_extender(cluster, port) as extender,
     ):
         cluster.api.create_pod(pod("small", container("main", cores=60, blocks=8), nodeSelector={}))
@@ -148,10 +150,10 @@ async def wait_confirmed(cluster: EmbeddedCluster, extender: Any, count: int) ->
 # --- many ---
 
 NODES = [
-    ("--simulated.cards=8", "--simulated.card-memory-mib=24576"),
-    ("--simulated.cards=4", "--simulated.card-memory-mib=16384"),
-    ("--simulated.cards=2", "--simulated.card-memory-mib=81920"),
-    ("--simulated.cards=4", "--simulated.card-memory-mib=24576,24576,16384,16384"),
+    ("--simulated.gpus=8", "--simulated.gpu-memory-mib=24576"),
+    ("--simulated.gpus=4", "--simulated.gpu-memory-mib=16384"),
+    ("--simulated.gpus=2", "--simulated.gpu-memory-mib=81920"),
+    ("--simulated.gpus=4", "--simulated.gpu-memory-mib=24576,24576,16384,16384"),
 ]
 COUNT = 20
 PODS = 500

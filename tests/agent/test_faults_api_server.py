@@ -88,7 +88,7 @@ async def test_pods_known_before_the_api_server_went_are_served_without_it() -> 
 
 async def test_pods_unknown_while_the_api_server_is_gone_are_refused_and_come_in_when_it_is_back() -> None:
     """The text names the API server; what ended meanwhile is freed when it is back."""
-    async with open_test_node() as node, open_agent(node, SHORT_LOOKUP, "--simulated.cards=1") as agent:
+    async with open_test_node() as node, open_agent(node, SHORT_LOOKUP, "--simulated.gpus=1") as agent:
         node.api.create_pod(pod("before", container(cores=60, blocks=40)))
         await wait_running(node, "before")
         await node.api.stop_listening()

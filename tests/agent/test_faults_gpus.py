@@ -63,7 +63,7 @@ async def test_a_lost_gpu_is_unhealthy_in_both_resources_and_new_pods_go_elsewhe
     """Who runs on it stays and keeps its share; when the GPU is back, it is used again."""
     async with open_test_node() as node:
         faults = node.paths.state / "faults.json"
-        async with open_agent(node, "--simulated.cards=2", _faults(node), *ONE_LOOK) as agent:
+        async with open_agent(node, "--simulated.gpus=2", _faults(node), *ONE_LOOK) as agent:
             node.api.create_pod(pod("first", container(cores=30, blocks=10)))
             await wait_running(node, "first")
             lost, other = uuid_of(agent, 0), uuid_of(agent, 1)
@@ -88,7 +88,7 @@ async def test_with_all_gpus_lost_pods_wait_and_running_ones_stay() -> None:
     """The whole driver unavailable: nothing can be allocated, nothing is released; when it returns, the waiting pod runs."""
     async with open_test_node() as node:
         faults = node.paths.state / "faults.json"
-        async with open_agent(node, "--simulated.cards=2", _faults(node), *ONE_LOOK) as agent:
+        async with open_agent(node, "--simulated.gpus=2", _faults(node), *ONE_LOOK) as agent:
             node.api.create_pod(pod("first", container(cores=30, blocks=10)))
             await wait_running(node, "first")
             before = agent.held()
@@ -109,7 +109,7 @@ async def test_with_all_gpus_lost_pods_wait_and_running_ones_stay() -> None:
 async def test_a_gpu_lost_between_preference_and_allocate_is_not_given() -> None:
     """The plan is made and the GPU fails: the pod is refused, and placed elsewhere."""
     # No poll of its own finds the GPU usable in between.
-    flags = ("--simulated.cards=2", "--health.check-period-s=3600", "--health.recovery-period-s=3600")
+    flags = ("--simulated.gpus=2", "--health.check-period-s=3600", "--health.recovery-period-s=3600")
     async with open_test_node() as node, open_agent(node, *flags) as agent:
         Moments(node, "unlucky").at_next("GetPreferredAllocation answered", lambda: _lose_gpu(agent, 0))
         node.api.create_pod(pod("unlucky", container(cores=30, blocks=10)))

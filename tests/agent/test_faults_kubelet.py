@@ -145,7 +145,7 @@ async def test_the_agent_serves_again_in_a_directory_that_was_removed_and_made_a
     """Everything in it is lost, the kubelet's checkpoint too: what runs keeps its GPUs by our ledger."""
     async with (
         open_test_node(times=HELD_ADMISSIONS) as node,
-        open_agent(node, "--simulated.cards=1") as agent,
+        open_agent(node, "--simulated.gpus=1") as agent,
     ):
         node.kubelet.begin_admissions()
         node.api.create_pod(pod("before", container(cores=60, blocks=40)))

@@ -41,7 +41,7 @@ def late_watch(agent: InnerAgent) -> Iterator[None]:
 @pytest.mark.parametrize("grace_s", [0, None])
 async def test_a_pod_recreated_under_its_name_is_the_new_one(grace_s: int | None) -> None:
     """Same name, same size, and the store still shows the former bearer running: the API server is asked first."""
-    flags = ("--cards=2", "--allocation.check-period-s=60")
+    flags = ("--gpus=2", "--allocation.check-period-s=60")
     async with open_test_node(seed=1) as node, open_agent(node, *flags) as agent:
         node.api.create_pod(pod("web-0", *SHARE))
         await wait_running(node, "web-0")
@@ -75,7 +75,7 @@ async def test_a_pod_that_runs_without_devices_stands_in_nobodys_way() -> None:
 
 async def test_a_storm_of_refusals_keeps_nothing_from_being_freed() -> None:
     """On a kubelet without Get a reconcile waits for a pause that never comes; deleted pods are released all the same."""
-    flags = ("--cards=1", "--allocation.cleanup-rejected-pods=false", "--allocation.check-period-s=0.05")
+    flags = ("--gpus=1", "--allocation.cleanup-rejected-pods=false", "--allocation.check-period-s=0.05")
     async with open_test_node(kubelet_version="1.31") as node, open_agent(node, *flags) as agent:
         node.api.create_pod(pod("old", *SHARE))
         await wait_running(node, "old")

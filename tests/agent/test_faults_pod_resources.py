@@ -281,7 +281,7 @@ async def _metric(node: EmbeddedNode, series: str) -> float:
 
 async def test_a_pod_that_only_fits_on_forgotten_ids_is_refused_with_advice() -> None:
     """One GPU, allocated to a container that the kubelet has forgotten: no other gets it."""
-    async with open_test_node() as node, open_agent(node, "--simulated.cards=1") as agent:
+    async with open_test_node() as node, open_agent(node, "--simulated.gpus=1") as agent:
         node.api.create_pod(_share("holder", cores=80, blocks=50))
         await wait_running(node, "holder")
         for taken in node.kubelet.devices._allocated.values():  # as after a List at the wrong moment

@@ -34,7 +34,7 @@ def _share(name: str, cores: int = 60, blocks: int = 40, **extra: Any) -> dict[s
 @pytest.mark.parametrize("number", range(ADMISSION))
 async def test_a_pod_deleted_at_any_moment_of_its_admission_leaves_nothing_behind(number: int, grace_s: int) -> None:
     """Whether the admission then succeeds or fails: its share is free in the end, and the next pod gets the GPU."""
-    async with open_test_node(seed=number) as node, open_agent(node, "--simulated.cards=1") as agent:
+    async with open_test_node(seed=number) as node, open_agent(node, "--simulated.gpus=1") as agent:
         moments = Moments(node, "brief")
         moments.at(number, lambda: node.api.delete_pod("default", "brief", grace_period_s=grace_s))
         node.api.create_pod(_share("brief"))
@@ -48,7 +48,7 @@ async def test_a_pod_deleted_at_any_moment_of_its_admission_leaves_nothing_behin
 
 async def test_pods_recreated_under_one_name_at_once_never_inherit_and_never_lose() -> None:
     """As a StatefulSet's pod that is deleted by force: each bearer of the name has its own ledger."""
-    async with open_test_node() as node, open_agent(node, "--simulated.cards=2") as agent:
+    async with open_test_node() as node, open_agent(node, "--simulated.gpus=2") as agent:
         node.api.create_pod(_share("other", cores=30, blocks=20))
         await wait_running(node, "other")
         for turn in range(8):
@@ -66,7 +66,7 @@ async def test_pods_recreated_under_one_name_at_once_never_inherit_and_never_los
 
 async def test_a_pod_recreated_when_its_name_is_free_waits_for_nobody() -> None:
     """As a StatefulSet's pod that is deleted in peace, on a GPU that holds only one of them."""
-    async with open_test_node() as node, open_agent(node, "--simulated.cards=1") as agent:
+    async with open_test_node() as node, open_agent(node, "--simulated.gpus=1") as agent:
         for _ in range(4):
             node.api.create_pod(_share("web-0"))
             await wait_running(node, "web-0")
@@ -80,7 +80,7 @@ async def test_a_pod_recreated_when_its_name_is_free_waits_for_nobody() -> None:
 
 async def test_a_force_deleted_pods_share_is_kept_until_its_processes_are_gone() -> None:
     """The kubelet gives its devices away at once; the agent does not, and frees them when the process has ended."""
-    async with open_test_node() as node, open_agent(node, "--simulated.cards=2") as agent:
+    async with open_test_node() as node, open_agent(node, "--simulated.gpus=2") as agent:
         node.api.create_pod(_share("stays", cores=80, annotations={IGNORE_TERM_ANNOTATION: "30"}))
         await wait_running(node, "stays")
         uid = node.api.pod("default", "stays")["metadata"]["uid"]

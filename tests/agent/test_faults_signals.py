@@ -114,12 +114,12 @@ async def test_sighup_takes_the_changed_settings_file_into_effect_and_a_broken_o
     """The servers restart with the new block size; running pods stay; a mistake in the file changes nothing."""
     async with open_test_node() as node:
         path = node.paths.state / "settings.yaml"
-        _write(path, "simulated: {cards: 2}\nlog: {level: info}\n")
+        _write(path, "simulated: {gpus: 2}\nlog: {level: info}\n")
         async with open_child(node, f"--config={path}") as child:
             await _wait_blocks(node, BLOCKS)
             node.api.create_pod(pod("runs", container(cores=100)))
             await wait_running(node, "runs")
-            _write(path, "simulated: {cards: 2}\nresources: {memory_block_mib: 1024}\n")
+            _write(path, "simulated: {gpus: 2}\nresources: {memory_block_mib: 1024}\n")
             child.send_signal(signal.SIGHUP)
             await _wait_blocks(node, BLOCKS // 4)
             await wait_registered(node)

@@ -31,7 +31,7 @@ def asking(cores: int, blocks: int) -> dict[str, Any]:
 )
 async def test_an_example_runs(cores: int, blocks: int, annotations: dict[str, str], gpus: int) -> None:
     """It has its GPUs in gpu-manager's annotations, and a share its limits where the control library looks."""
-    async with open_test_node() as node, open_agent(node, "--simulated.cards=2", "--isolation=vcuda"):
+    async with open_test_node() as node, open_agent(node, "--simulated.gpus=2", "--isolation=vcuda"):
         await wait_allocatable(node, CORE, 200)
         node.api.create_pod(pod("vcuda", asking(cores, blocks), annotations=annotations, restartPolicy="Never"))
         await wait_running(node, "vcuda")

@@ -23,7 +23,7 @@ from tests.sandbox.support_sandbox import (
 )
 
 GPU_MEM, GPU_COUNT = "aliyun.com/gpu-mem", "aliyun.com/gpu-count"
-FLAGS = ("--gpushare.enabled", "--simulated.cards=2", "--isolation=vcuda")
+FLAGS = ("--gpushare.enabled", "--simulated.gpus=2", "--isolation=vcuda")
 
 
 def memory(units: int, name: str = "main", **extra: Any) -> dict[str, Any]:
@@ -134,7 +134,7 @@ async def test_the_nodes_capacity_tells_how_many_gpus_there_are() -> None:
 
 async def test_without_the_setting_nothing_of_it_is_there() -> None:
     """No socket, no resource, no count."""
-    async with open_test_node() as node, open_agent(node, "--simulated.cards=2"):
+    async with open_test_node() as node, open_agent(node, "--simulated.gpus=2"):
         await poll_until(lambda: node.kubelet.devices.capacity().get(CORE) is not None, "the usual resources")
         assert GPU_MEM not in node.kubelet.devices.capacity()
         assert not (node.paths.device_plugin_path / "gpumem.sock").exists()

@@ -38,7 +38,7 @@ from tests.settings.support_settings import clean_environment, run_program
 from tests.support_deadline import DEADLINE_S
 
 FAST = (
-    "--simulated.cards=2",
+    "--simulated.gpus=2",
     "--health.recovery-probes=2",
     "--health.recovery-period-s=0.05",
 )
@@ -103,14 +103,14 @@ def _event_reasons(node: EmbeddedNode) -> list[str]:
 async def test_xid_79_takes_the_gpu_away_and_a_reset_brings_it_back() -> None:
     """With the default period of events. Both resources, in one message each; the other GPU is never touched, who runs goes
     on, a new pod goes elsewhere, one for which no GPU is left is refused with the reason, and the reset GPU is used."""
-    flags = ("--simulated.cards=3", "--health.check-period-s=0.2")
+    flags = ("--simulated.gpus=3", "--health.check-period-s=0.2")
     async with _agent(*flags, event_period_s=EVENT_PERIOD_S) as (node, agent, faults):
         ill, *others = (uuid_of(agent, index) for index in range(3))
         node.api.create_pod(pod("first", container(cores=30, blocks=10)))
         await wait_running(node, "first")
         assert gpus_of(node, "first") == {ill}
         lists, before = _record_lists(node), agent.held()
-        write_rehearsal(faults, xids=[{"id": 1, "card": 0, "xid": 79}])
+        write_rehearsal(faults, xids=[{"id": 1, "gpu": 0, "xid": 79}])
         await wait_until(node, lambda: _is_away(node, ill), "the GPU's IDs Unhealthy in both resources")
         for resource, count in ((CORE, CORES), (MEMORY, BLOCKS)):
             assert lists.of(resource) == [{key_of(ill): (0, count)} | {key_of(other): (count, 0) for other in others}]
@@ -123,7 +123,7 @@ async def test_xid_79_takes_the_gpu_away_and_a_reset_brings_it_back() -> None:
         message = await wait_settled(node, "nowhere")  # 80 cores are free for the kubelet, but on two GPUs
         assert "Xid 79 (GPU has fallen off the bus)" in message and "waits for a reset" in message, message
         assert _states(node, ill) == {False}  # however many polls found it usable meanwhile
-        write_rehearsal(faults, xids=[{"id": 1, "card": 0, "xid": 79}], resets=[{"id": 2, "card": 0}])
+        write_rehearsal(faults, xids=[{"id": 1, "gpu": 0, "xid": 79}], resets=[{"id": 2, "gpu": 0}])
         await wait_until(node, lambda: _states(node, ill) == {True}, "the reset GPU back")
         node.api.create_pod(pod("fourth", container(cores=70, blocks=10)))
         await wait_running(node, "first", "second", "third", "fourth")
@@ -140,7 +140,7 @@ async def test_a_storm_of_a_thousand_events_costs_one_list_a_resource_for_each_c
     async with _agent() as (node, agent, faults):
         ill = uuid_of(agent, 1)
         lists = _record_lists(node)
-        storm = [{"id": number, "card": 1, "xid": 79} for number in range(1, 1001)]
+        storm = [{"id": number, "gpu": 1, "xid": 79} for number in range(1, 1001)]
         write_rehearsal(faults, xids=storm)
 
         def is_counted() -> bool:
@@ -148,7 +148,7 @@ async def test_a_storm_of_a_thousand_events_costs_one_list_a_resource_for_each_c
 
         await poll_until(is_counted, "all events counted")
         await wait_until(node, lambda: _is_away(node, ill), "the GPU away")
-        write_rehearsal(faults, xids=storm, resets=[{"id": 1001, "card": 1}])
+        write_rehearsal(faults, xids=storm, resets=[{"id": 1001, "gpu": 1}])
         await wait_until(node, lambda: _states(node, ill) == {True}, "the GPU back")
         for resource, count in ((CORE, CORES), (MEMORY, BLOCKS)):
             assert [gpus[key_of(ill)] for gpus in lists.of(resource)] == [(0, count), (count, 0)]
@@ -159,14 +159,14 @@ async def test_ignored_errors_and_those_of_no_gpu_take_none_away() -> None:
     """A tenant's bad pointer is no reason to take a GPU from the others; a lesser error is over after two good polls."""
     async with _agent() as (node, agent, faults):
         lists = _record_lists(node)
-        harmless = [{"id": 1, "card": 0, "xid": 13}, {"id": 2, "card": None, "xid": 79}]
+        harmless = [{"id": 1, "gpu": 0, "xid": 13}, {"id": 2, "gpu": None, "xid": 79}]
         write_rehearsal(faults, xids=harmless)
         await poll_until(
             lambda: agent.count("gpushare_gpu_events_total", kind="xid", xid="79", ignored="false") == 1, "both seen"
         )
         assert agent.count("gpushare_gpu_events_total", kind="xid", xid="13", ignored="true") == 1
         assert lists.seen == []
-        write_rehearsal(faults, xids=[*harmless, {"id": 3, "card": 0, "xid": 94}])
+        write_rehearsal(faults, xids=[*harmless, {"id": 3, "gpu": 0, "xid": 94}])
         uuid = uuid_of(agent, 0)
         await wait_until(node, lambda: len(lists.of(CORE)) == 2, "away and back")
         assert [gpus[key_of(uuid)] for gpus in lists.of(CORE)] == [(0, CORES), (CORES, 0)]
@@ -210,7 +210,7 @@ async def test_a_cordoned_gpu_gets_no_new_pod_until_it_is_put_back() -> None:
 async def test_a_cordon_without_a_reason_and_a_failure_are_reported_apart() -> None:
     """GPU 0 is cordoned, GPU 1 is ill as well: in the list of the command and in the document that all else is made of."""
     async with _agent() as (node, agent, faults):
-        write_rehearsal(faults, xids=[{"id": 1, "card": 1, "xid": 79}])
+        write_rehearsal(faults, xids=[{"id": 1, "gpu": 1, "xid": 79}])
         uuid, other = uuid_of(agent, 0), uuid_of(agent, 1)
         await wait_until(node, lambda: _is_away(node, other), "the ill GPU away")
         for index in ("0", "1"):
@@ -255,11 +255,11 @@ async def test_a_cordon_and_a_wait_for_a_reset_outlive_a_killed_agent() -> None:
     """The next one never offers the two GPUs, not in its first message either; uncordon gives each back."""
     async with open_test_node() as node:
         write_rehearsal(node.paths.faults)
-        flags = (*FAST, "--simulated.cards=3")
+        flags = (*FAST, "--simulated.gpus=3")
         async with open_child(node, *flags) as child:
             await wait_until(node, node.paths.agent_control_socket.exists, "the control socket")
             assert (await _cordon(node, "cordon", "0"))[0] == 0
-            write_rehearsal(node.paths.faults, xids=[{"id": 1, "card": 1, "xid": 79}])
+            write_rehearsal(node.paths.faults, xids=[{"id": 1, "gpu": 1, "xid": 79}])
             await wait_until(node, lambda: node.kubelet.devices.capacity()[CORE] == (3 * CORES, CORES), "one GPU left")
             await poll_until(lambda: "waits_for_reset" in node.paths.health_state.read_text(), "the wait written down")
             child.kill()
@@ -284,16 +284,16 @@ async def test_a_reload_keeps_what_is_known_against_the_gpus_also_where_no_file_
         write_rehearsal(node.paths.faults)
         (node.paths.state / "file").write_text("")
         settings = node.paths.state / "settings.yaml"
-        settings.write_text("simulated: {cards: 4}\n")
+        settings.write_text("simulated: {gpus: 4}\n")
         flags = (f"--config={settings}", f"--state-directory={node.paths.state}/file")
         async with open_child(node, *flags, "--health.recovery-period-s=3600", *FAST[1:2]) as child:
             await wait_until(node, node.paths.agent_control_socket.exists, "the control socket")
             assert (await _cordon(node, "cordon", "0", "--reason", "fan"))[0] == 0
-            write_rehearsal(node.paths.faults, xids=[{"id": 1, "card": 1, "xid": 79}, {"id": 2, "card": 2, "xid": 94}])
+            write_rehearsal(node.paths.faults, xids=[{"id": 1, "gpu": 1, "xid": 79}, {"id": 2, "gpu": 2, "xid": 94}])
             one_left = {CORE: (4 * CORES, CORES), MEMORY: (4 * BLOCKS, BLOCKS)}
             await wait_until(node, lambda: node.kubelet.devices.capacity() == one_left, "one GPU left")
             lists = _record_lists(node)
-            settings.write_text("simulated: {cards: 4}\nresources: {memory_block_mib: 512}\n")
+            settings.write_text("simulated: {gpus: 4}\nresources: {memory_block_mib: 512}\n")
             child.send_signal(signal.SIGHUP)
             larger = {CORE: CORES, MEMORY: BLOCKS // 2}
             await wait_until(

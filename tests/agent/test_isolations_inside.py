@@ -76,7 +76,7 @@ class Host:
         self.flags = [
             f"--libgpushare.library={self.library}",
             f"--volume-config={config}",
-            "--simulated.cards=4",
+            "--simulated.gpus=4",
         ]
 
     def golden(

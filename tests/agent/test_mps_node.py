@@ -34,7 +34,7 @@ WAITS = ["sh", "-c", "while :; do sleep 600; done"]
 
 
 def flags(place: MpsPlace) -> list[str]:
-    return ["--isolation=mps", *place.flags(), "--mps.probe-period-s=0.1", "--cards=2"]
+    return ["--isolation=mps", *place.flags(), "--mps.probe-period-s=0.1", "--gpus=2"]
 
 
 def share(name: str, *, command: list[str] = WAITS, **limits: int) -> dict[str, Any]:

@@ -53,7 +53,7 @@ async def test_the_nodes_label_and_the_files_change_the_settings_without_a_new_r
         directory = node.paths.state / "configurations"
         _mount(directory, small="resources: {memory_block_mib: 512}", large="resources: {memory_block_mib: 1024}")
         await _label(node, "small")
-        flags = ["--simulated.cards=2", f"--node-configuration.directory={directory}"]
+        flags = ["--simulated.gpus=2", f"--node-configuration.directory={directory}"]
         async with open_child(node, *flags):
             await _wait_blocks(node, BLOCKS)
             await _label(node, "none-such")
@@ -75,7 +75,7 @@ async def test_an_agent_that_starts_with_a_bad_configuration_has_the_settings_of
         directory = node.paths.state / "configurations"
         for number, text in enumerate(("share_mode: perhaps", "resources: {memory_block_mib: 1}")):
             _mount(directory, only=text)
-            flags = ["--simulated.cards=2", "--simulated.card-memory-mib=81920"]
+            flags = ["--simulated.gpus=2", "--simulated.gpu-memory-mib=81920"]
             async with open_child(node, *flags, f"--node-configuration.directory={directory}"):
                 await _wait_blocks(node, 2 * 81920 // 256)
                 await wait_until(node, lambda: len(_events(node)) > number, "the Event")  # noqa: B023 - in this turn
@@ -89,7 +89,7 @@ async def test_what_becomes_of_nvidias_configuration_is_logged_as_it_comes_into_
         theirs = "version: v1\nflags: {migStrategy: mixed, gdrcopyEnabled: true}\n"
         _mount(directory, own="resources: {memory_block_mib: 512}", plugin=theirs)
         await _label(node, "own")
-        async with open_child(node, "--simulated.cards=2", f"--node-configuration.directory={directory}"):
+        async with open_child(node, "--simulated.gpus=2", f"--node-configuration.directory={directory}"):
             await _wait_blocks(node, BLOCKS)
             assert log_lines(node, "foreign_setting_read") == []
             await _label(node, "plugin")

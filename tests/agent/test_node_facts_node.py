@@ -10,7 +10,7 @@ from tests.agent.support_agent import open_agent, wait_synced, wait_until, write
 from tests.sandbox.support_sandbox import open_test_node
 
 FLAGS = (
-    "--simulated.cards=4",
+    "--simulated.gpus=4",
     "--node-labels=rack=a7",
     "--health.recovery-probes=1",
     "--health.recovery-period-s=0.05",
@@ -22,8 +22,8 @@ def metadata(node: EmbeddedNode, part: str) -> dict[str, str]:
 
 
 def gpus(node: EmbeddedNode) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = json.loads(metadata(node, "annotations").get("gpushare-agent/cards", "{}")).get(
-        "cards", []
+    found: list[dict[str, Any]] = json.loads(metadata(node, "annotations").get("gpushare-agent/gpus", "{}")).get(
+        "gpus", []
     )
     return found
 
@@ -49,7 +49,7 @@ async def test_an_agent_that_is_reported_to_write_nothing_writes_nothing() -> No
     async with open_test_node() as node, open_agent(node, *FLAGS, "--facts.is-written=false") as agent:
         assert not agent.parts.cluster.node_fields
         await wait_until(node, lambda: agent.parts.node.pods.is_synced, "the pods")
-        assert "gpushare-agent/cards" not in metadata(node, "annotations")
+        assert "gpushare-agent/gpus" not in metadata(node, "annotations")
 
 
 async def test_an_agent_with_fewer_gpus_corrects_what_the_one_before_it_wrote() -> None:
@@ -57,7 +57,7 @@ async def test_an_agent_with_fewer_gpus_corrects_what_the_one_before_it_wrote() 
     async with open_test_node() as node:
         async with open_agent(node, *FLAGS):
             await wait_until(node, lambda: len(gpus(node)) == 4, "the annotation")
-        async with open_agent(node, "--simulated.cards=2"):
+        async with open_agent(node, "--simulated.gpus=2"):
             await wait_until(node, lambda: len(gpus(node)) == 2, "the new annotation")
             labels = metadata(node, "labels")
             assert labels["gpushare-agent/gpu.count"] == "2" and "rack" not in labels
@@ -69,14 +69,16 @@ async def test_a_driver_that_cannot_be_read_at_the_start_leaves_what_the_node_sa
     async with open_test_node() as node:
         async with open_agent(node, *FLAGS):
             await wait_until(node, lambda: len(gpus(node)) == 4, "the annotation")
-            await wait_until(node, lambda: "gpushare-agent/held" in metadata(node, "annotations"), "the allocations")
-        before = metadata(node, "labels"), metadata(node, "annotations")["gpushare-agent/cards"]
+            await wait_until(
+                node, lambda: "gpushare-agent/allocations" in metadata(node, "annotations"), "the allocations"
+            )
+        before = metadata(node, "labels"), metadata(node, "annotations")["gpushare-agent/gpus"]
         write_faults(node.paths.faults, all_lost="the driver is not loaded")
         asked = len(node.api.requests)
         flags = (*FLAGS, "--node-labels=rack=b8", "--fail-on-init-error=false")
         async with open_agent(node, *flags, wait=False) as agent:
             await wait_synced(agent.parts)
-            assert (metadata(node, "labels"), metadata(node, "annotations")["gpushare-agent/cards"]) == before
+            assert (metadata(node, "labels"), metadata(node, "annotations")["gpushare-agent/gpus"]) == before
             write_faults(node.paths.faults)
             agent.parts.gpus.watch.poll_soon()
             await wait_until(node, lambda: metadata(node, "labels")["rack"] == "b8", "the labels compared")

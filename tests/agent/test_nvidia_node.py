@@ -36,7 +36,7 @@ from tests.sandbox.support_sandbox import (
 )
 
 GPU = "nvidia.com/gpu"
-FLAGS = ("--nvidia.enabled", "--simulated.cards=2", "--isolation=none")
+FLAGS = ("--nvidia.enabled", "--simulated.gpus=2", "--isolation=none")
 
 
 def sample(name: str, count: int = 1, **extra: Any) -> dict[str, Any]:
@@ -105,7 +105,7 @@ async def test_replicas_keep_their_terms_when_the_settings_change() -> None:
 
 async def test_replicas_that_are_shares_are_held_to_their_part() -> None:
     """By the node's isolation, here vcuda; a whole GPU is not limited by it."""
-    flags = ("--nvidia.enabled", "--simulated.cards=2", "--isolation=vcuda", "--nvidia.sharing=shares")
+    flags = ("--nvidia.enabled", "--simulated.gpus=2", "--isolation=vcuda", "--nvidia.sharing=shares")
     async with open_test_node() as node, open_agent(node, *flags, "--nvidia.replicas=0=4"):
         await wait_allocatable(node, GPU, 5)
         node.api.create_pod(sample("first"))
@@ -161,7 +161,7 @@ async def test_with_strategy_single_unlike_instances_are_given_to_nobody() -> No
     flags = ("--nvidia.enabled", "--nvidia.mig-strategy=single", "--nvidia.gpus=0", "--isolation=none")
     async with open_test_node() as node:
         write_faults(node.paths.faults, mig={"0": ["1g.10gb", "1g.10gb"]})
-        async with open_agent(node, *flags, "--simulated.cards=2", "--health.check-period-s=0.2"):
+        async with open_agent(node, *flags, "--simulated.gpus=2", "--health.check-period-s=0.2"):
             await wait_allocatable(node, GPU, 2)
             node.api.create_pod(sample("first"))
             await wait_running(node, "first")

@@ -77,7 +77,7 @@ class Play:
     async def start_agent(self) -> None:
         await self._stack.aclose()
         self._stack = AsyncExitStack()
-        flags = ("--cards", str(GPUS), "--allocation.cleanup-rejected-pods=false")
+        flags = ("--gpus", str(GPUS), "--allocation.cleanup-rejected-pods=false")
         self.agent = await self._stack.enter_async_context(open_agent(self.node, *flags))
         self.agent.parts.kubelet.gate.quiet_s = QUIET_S
 

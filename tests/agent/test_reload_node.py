@@ -92,14 +92,14 @@ async def test_a_reload_cuts_no_stream_of_a_resource_that_stays() -> None:
     with_gpu_mem, without = "gpushare: {enabled: true}\n", "resources: {memory_block_mib: 512}\n"
     async with open_test_node() as node:
         path = node.paths.state / "settings.yaml"
-        path.write_text("simulated: {cards: 2}\n")
+        path.write_text("simulated: {gpus: 2}\n")
         async with open_child(node, f"--config={path}") as child:
             sockets = _sockets(node)
-            path.write_text("simulated: {cards: 2}\n" + with_gpu_mem)
+            path.write_text("simulated: {gpus: 2}\n" + with_gpu_mem)
             child.send_signal(signal.SIGHUP)
             await wait_until(node, lambda: node.kubelet.devices.capacity().get(GPU_MEM, (0, 0))[1], "the new resource")
             assert set(sockets) < set(_sockets(node))
-            path.write_text("simulated: {cards: 2}\n" + without)
+            path.write_text("simulated: {gpus: 2}\n" + without)
             child.send_signal(signal.SIGHUP)
             await wait_until(node, lambda: node.kubelet.devices.capacity()[MEMORY][1] == BLOCKS, "the new blocks")
             assert node.kubelet.devices.capacity()[CORE] == (2 * CORES, 2 * CORES)
@@ -116,7 +116,7 @@ async def test_a_reload_cuts_no_stream_of_a_resource_that_stays() -> None:
     ("flags", "containers", "resources"),
     [
         ((), (container(cores=5, blocks=2), container("second", cores=2, blocks=1)), [CORE, MEMORY]),
-        (("--nvidia.enabled", "--simulated.cards=24"), (limits_of("main", {GPU: 1}),), [GPU, CORE, MEMORY]),
+        (("--nvidia.enabled", "--simulated.gpus=24"), (limits_of("main", {GPU: 1}),), [GPU, CORE, MEMORY]),
     ],
     ids=["shares", "whole"],
 )
@@ -145,14 +145,12 @@ async def test_reloads_in_a_burst_reject_no_pod(
 
 async def test_a_call_during_a_reload_is_answered_by_the_next_life_under_its_settings() -> None:
     """A pod that comes between two lives asks for a resource by the size of its unit that the second has."""
-    async with open_test_node() as node, open_agent(node, "--simulated.cards=2") as first:
+    async with open_test_node() as node, open_agent(node, "--simulated.gpus=2") as first:
         await first.parts.kubelet.pause()
         await stop_task(first.task)
         node.api.create_pod(pod("between", container(cores=50, blocks=20)))
         await wait_until(node, lambda: node.kubelet.log.open_calls, "the kubelet asks")
-        settings = load_settings(
-            arguments(node, "--simulated.cards=2", "--resources.memory-block-mib=512"), {}
-        ).settings
+        settings = load_settings(arguments(node, "--simulated.gpus=2", "--resources.memory-block-mib=512"), {}).settings
         second = build(settings, open_driver(settings), previous=first.parts)
         second.take_over(first.parts)
         async with asyncio.TaskGroup() as group:
@@ -188,16 +186,16 @@ async def test_settings_that_are_refused_do_not_change_what_is_logged() -> None:
     """A level is in force with the life whose settings have it; here the kubelet could not receive the lists."""
     async with open_test_node() as node:
         path = node.paths.state / "settings.yaml"
-        path.write_text("simulated: {cards: 2, card_memory_mib: 81920}\n")
+        path.write_text("simulated: {gpus: 2, gpu_memory_mib: 81920}\n")
         async with open_child(node, f"--config={path}") as child:
             path.write_text(
-                "simulated: {cards: 2, card_memory_mib: 81920}\nlog: {level: error}\nresources: {memory_block_mib: 1}\n"
+                "simulated: {gpus: 2, gpu_memory_mib: 81920}\nlog: {level: error}\nresources: {memory_block_mib: 1}\n"
             )
             child.send_signal(signal.SIGHUP)
             await poll_until(lambda: log_lines(node, "settings_not_reloaded"), "they are refused")
             node.api.create_pod(pod("after", container(cores=30, blocks=10)))
             await wait_running(node, "after")
             await poll_until(lambda: log_lines(node, "allocate"), "its admission is logged, which is no error")
-            path.write_text("simulated: {cards: 2, card_memory_mib: 81920}\nlog: {level: debug}\n")
+            path.write_text("simulated: {gpus: 2, gpu_memory_mib: 81920}\nlog: {level: debug}\n")
             child.send_signal(signal.SIGHUP)
             await poll_until(lambda: log_lines(node, "device_list_sent"), "the next life logs the details")

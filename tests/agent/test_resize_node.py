@@ -31,7 +31,7 @@ from tests.support_core import used_blocks, used_cores
 
 RESIZE, STATUS = "gpushare-agent/resize", "gpushare-agent/resize-status"
 MIB = 1024 * 1024
-FLAGS = ("--cards=1", "--isolation=vcuda", "--resize.mode=free-capacity")
+FLAGS = ("--gpus=1", "--isolation=vcuda", "--resize.mode=free-capacity")
 """One GPU of 100 cores and 96 blocks."""
 
 
@@ -78,7 +78,9 @@ def held_of(node: EmbeddedNode, name: str) -> list[int]:
     """Of GPU 0, as the node's object says."""
     uid = node.api.pod("default", name)["metadata"]["uid"]
     raw = node.api.node(node.name)
-    held = json.loads(raw["metadata"].get("annotations", {}).get("gpushare-agent/held", '{"held":{}}'))["held"]
+    held = json.loads(raw["metadata"].get("annotations", {}).get("gpushare-agent/allocations", '{"allocations":{}}'))[
+        "allocations"
+    ]
     return list(held.get(uid, {}).get("0", []))
 
 
@@ -111,7 +113,7 @@ async def test_under_gpushare_a_running_program_finds_the_new_size_in_its_file(s
     """Made before the container starts, changed in place, and gone with the pod; what the tenant has more is waited for."""
     library = fake_library(short_dir / "libgpushare.so")
     library.write_bytes(library.read_bytes() + MARK)
-    flags = ("--cards=1", "--isolation=gpushare", f"--libgpushare.library={library}", "--resize.mode=free-capacity")
+    flags = ("--gpus=1", "--isolation=gpushare", f"--libgpushare.library={library}", "--resize.mode=free-capacity")
     async with open_world(*flags) as (node, agent):
         node.api.create_pod(share("web"))
         await wait_running(node, "web")
@@ -205,7 +207,7 @@ async def test_a_wrong_annotation_changes_nothing_and_is_reported(text: str, sai
 
 async def test_by_default_the_annotation_is_refused() -> None:
     """Who may edit his pods would otherwise escape the ResourceQuota."""
-    async with open_world("--cards=1", "--isolation=vcuda") as (node, _):
+    async with open_world("--gpus=1", "--isolation=vcuda") as (node, _):
         node.api.create_pod(share("web", annotations={RESIZE: "main:cores=50"}))
         await wait_running(node, "web")
         await wait_until(node, lambda: "refused=ResizeDisabled" in status_of(node, "web"), "refused")
@@ -214,7 +216,7 @@ async def test_by_default_the_annotation_is_refused() -> None:
 
 async def test_within_its_request_a_share_may_shrink_and_grow_back() -> None:
     """No quota is exceeded so, whoever writes the annotation."""
-    async with open_world("--cards=1", "--isolation=vcuda", "--resize.mode=within-request") as (node, _):
+    async with open_world("--gpus=1", "--isolation=vcuda", "--resize.mode=within-request") as (node, _):
         node.api.create_pod(share("web"))
         await wait_running(node, "web")
         await annotate(node, "web", "main:cores=10")
@@ -242,7 +244,7 @@ async def test_an_unreadable_annotation_keeps_no_size_that_the_setting_takes_bac
             await annotate(node, "web", "as much as there is")
             await wait_until(node, lambda: "refused=InvalidRequest" in status_of(node, "web"), "refused")
             assert size_of(node, "web") == (50, 24)
-        async with open_agent(node, "--cards=1", "--isolation=vcuda", "--resize.mode=within-request"):
+        async with open_agent(node, "--gpus=1", "--isolation=vcuda", "--resize.mode=within-request"):
             await poll_until(lambda: size_of(node, "web") == (30, 8), "taken back")
 
 
@@ -292,7 +294,7 @@ async def test_where_the_file_cannot_be_written_nothing_is_granted() -> None:
 
 async def test_an_isolation_that_limits_nothing_is_not_resized() -> None:
     """The ledger would say what nobody enforces."""
-    flags = ("--cards=1", "--isolation=none", "--resize.mode=free-capacity")
+    flags = ("--gpus=1", "--isolation=none", "--resize.mode=free-capacity")
     async with open_world(*flags) as (node, agent):
         node.api.create_pod(share("web"))
         await wait_running(node, "web")

@@ -87,7 +87,7 @@ async def next_round(agent: InnerAgent, since: UsageRound | None) -> UsageRound:
 @asynccontextmanager
 async def sampled_node(*flags: str, cgroups: str | None = None) -> AsyncIterator[tuple[EmbeddedNode, InnerAgent]]:
     """Two GPUs, and two pods with shares that run."""
-    async with open_test_node(cgroups=cgroups) as node, open_agent(node, *FAST, "--simulated.cards=2", *flags) as agent:
+    async with open_test_node(cgroups=cgroups) as node, open_agent(node, *FAST, "--simulated.gpus=2", *flags) as agent:
         for name in ("a", "b"):
             node.api.create_pod(pod(name, container(cores=30, blocks=8)))
         await wait_running(node, "a", "b")
@@ -102,9 +102,9 @@ async def test_use_is_shown_for_the_container_in_which_the_process_runs(cgroups:
         gpu_a, gpu_b = index_of(node, agent, "a"), index_of(node, agent, "b")
         put_usage(
             node,
-            {"pid": a, "card": gpu_a, "sm": 0.25, "memory_bytes": 512 * MIB},
-            {"pid": b, "card": gpu_b, "sm": 0.125, "memory_bytes": 256 * MIB},
-            {"pid": 1, "card": 1, "sm": 0.0, "memory_bytes": 64 * MIB},
+            {"pid": a, "gpu": gpu_a, "sm": 0.25, "memory_bytes": 512 * MIB},
+            {"pid": b, "gpu": gpu_b, "sm": 0.125, "memory_bytes": 256 * MIB},
+            {"pid": 1, "gpu": 1, "sm": 0.0, "memory_bytes": 64 * MIB},
         )
         usage = agent.parts.observability.usage
 
@@ -124,7 +124,7 @@ async def test_use_is_shown_for_the_container_in_which_the_process_runs(cgroups:
             assert of_pod(rows["container_gpu_memory_total"], name) == [memory_mib, memory_mib]
             assert of_pod(rows["container_gpu_utilization"], name) == [sm * 100, sm * 100]
             assert of_pod(rows["gpushare_container_memory_limit_bytes"], name) == [8 * 256 * MIB]
-        unattributed = {labels["gpu"]: value for labels, value in rows["gpushare_card_stranger_memory_used_bytes"]}
+        unattributed = {labels["gpu"]: value for labels, value in rows["gpushare_gpu_stranger_memory_used_bytes"]}
         assert unattributed == {"0": 0.0, "1": 64.0 * MIB}
         found = {labels["method"]: value for labels, value in rows["gpushare_identifications_total"]}
         assert sum(found.values()) >= 2
@@ -141,7 +141,7 @@ async def test_a_container_has_its_series_from_its_allocation_on_and_loses_them_
         rows = await scrape(agent)
         assert of_pod(rows["gpushare_container_memory_used_bytes"], "a") == [0.0]
         assert of_pod(rows["gpushare_container_allocated_cores_ratio"], "a") == [0.3]
-        assert sum(value for _, value in rows["gpushare_card_cores_allocated_ratio"]) == 0.6
+        assert sum(value for _, value in rows["gpushare_gpu_cores_allocated_ratio"]) == 0.6
         node.api.delete_pod("default", "a", grace_period_s=0)
         await wait_gone(node, "a")
         await wait_until(node, lambda: len(agent.parts.node.cache) == 1, "the share to be freed")
@@ -179,7 +179,7 @@ async def test_a_restarted_containers_new_process_is_its_own() -> None:
 
         await wait_until(node, runs_again, "the container to run again")
         (pid, *_) = pids_of(node, "a")
-        put_usage(node, {"pid": pid, "card": index_of(node, agent, "a"), "sm": 0.5, "memory_bytes": MIB})
+        put_usage(node, {"pid": pid, "gpu": index_of(node, agent, "a"), "sm": 0.5, "memory_bytes": MIB})
         (uuid,) = gpus_of(node, "a")
         key = key_of(node, "a")
 
@@ -198,7 +198,7 @@ async def test_use_is_sampled_without_an_isolation_too() -> None:
     """Nothing of it depends on virtual devices."""
     async with sampled_node("--isolation=none") as (node, agent):
         (pid, *_) = pids_of(node, "a")
-        put_usage(node, {"pid": pid, "card": index_of(node, agent, "a"), "sm": 0.75, "memory_bytes": MIB})
+        put_usage(node, {"pid": pid, "gpu": index_of(node, agent, "a"), "sm": 0.75, "memory_bytes": MIB})
 
         def ratio() -> float | None:
             now = agent.parts.observability.usage.current
@@ -211,12 +211,12 @@ async def test_use_is_sampled_without_an_isolation_too() -> None:
 
 async def test_of_two_shares_that_compute_on_a_gpu_each_is_shown_with_what_it_paid() -> None:
     """The driver gives each all of the GPU. Once one of them rests the other is as the driver says; its series stay."""
-    flags = (*FAST, "--isolation=gpushare", "--simulated.cards=1")
+    flags = (*FAST, "--isolation=gpushare", "--simulated.gpus=1")
     async with open_test_node() as node, open_agent(node, *flags) as agent:
         for name, cores in (("a", 30), ("b", 60)):
             node.api.create_pod(pod(name, container(cores=cores, blocks=8)))
         await wait_running(node, "a", "b")
-        put_usage(node, *({"pid": pids_of(node, name)[0], "card": 0, "sm": 0.9, "memory_bytes": MIB} for name in "ab"))
+        put_usage(node, *({"pid": pids_of(node, name)[0], "gpu": 0, "sm": 0.9, "memory_bytes": MIB} for name in "ab"))
         containers = agent.parts.node.settings.virtual_manager.path
 
         def launch(name: str) -> None:
@@ -241,5 +241,5 @@ async def test_of_two_shares_that_compute_on_a_gpu_each_is_shown_with_what_it_pa
                     await asyncio.sleep(0.05)
 
         await wait_shown("ab", {"a": ([0.3], {"library"}), "b": ([0.6], {"library"})})
-        put_usage(node, {"pid": pids_of(node, "a")[0], "card": 0, "sm": 0.4, "memory_bytes": MIB})
+        put_usage(node, {"pid": pids_of(node, "a")[0], "gpu": 0, "sm": 0.4, "memory_bytes": MIB})
         await wait_shown("a", {"a": ([0.4], {"driver"}), "b": ([0.0], {"driver"})})

@@ -59,8 +59,8 @@ async def busy_node() -> AsyncIterator[tuple[EmbeddedNode, InnerAgent]]:
     """A node with running pods, a refused one and an ill GPU, whose curves are full."""
     flags = (
         f"--simulated.topology={TOPOLOGY}",
-        "--simulated.card-name=Tesla V100-SXM2-32GB",
-        "--simulated.card-memory-mib=32768",
+        "--simulated.gpu-name=Tesla V100-SXM2-32GB",
+        "--simulated.gpu-memory-mib=32768",
         "--placement.share-policy=spread",
         f"--sample-period-s={SAMPLE_S}",
         f"--usage.idle-period-s={SAMPLE_S}",  # nobody reads before the picture is taken

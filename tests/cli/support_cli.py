@@ -133,10 +133,10 @@ def raw_node(
     a capacity, by `_` for / and -."""
     annotations = {}
     if held is not None:
-        annotations["gpushare-agent/held"] = json.dumps({"schema": 1, "held": held})
+        annotations["gpushare-agent/allocations"] = json.dumps({"schema": 1, "allocations": held})
     if gpus is not None:
-        text = gpus if isinstance(gpus, str) else json.dumps({"schema": 1, "memory_block_mib": 256, "cards": gpus})
-        annotations["gpushare-agent/cards"] = text
+        text = gpus if isinstance(gpus, str) else json.dumps({"schema": 1, "memory_block_mib": 256, "gpus": gpus})
+        annotations["gpushare-agent/gpus"] = text
     return {
         "metadata": {"name": name, "annotations": annotations},
         "status": {"capacity": {f"tencent.com/vcuda-{key}": value for key, value in capacity.items()}},

@@ -32,8 +32,8 @@ def out_of_service(node: Raw) -> Raw:
     """Its GPU 0 failed, its GPU 1 cordoned."""
     annotations = node["metadata"]["annotations"]
     reported = json.loads(annotations[GPUS_ANNOTATION])
-    reported["cards"][0] |= {"is_healthy": False, "reason": "Xid 79 (GPU has fallen off the bus)"}
-    reported["cards"][1]["cordoned"] = "fan is noisy"
+    reported["gpus"][0] |= {"is_healthy": False, "reason": "Xid 79 (GPU has fallen off the bus)"}
+    reported["gpus"][1]["cordoned"] = "fan is noisy"
     annotations[GPUS_ANNOTATION] = json.dumps(reported)
     return node
 

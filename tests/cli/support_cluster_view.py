@@ -71,8 +71,8 @@ def node(
             "name": name,
             "labels": {"kubernetes.io/hostname": name, **(labels or {})},
             "annotations": {
-                "gpushare-agent/cards": json.dumps({"schema": 1, "memory_block_mib": BLOCK_MIB, "cards": cards}),
-                "gpushare-agent/held": json.dumps({"schema": 1, "held": held or {}}),
+                "gpushare-agent/gpus": json.dumps({"schema": 1, "memory_block_mib": BLOCK_MIB, "gpus": cards}),
+                "gpushare-agent/allocations": json.dumps({"schema": 1, "allocations": held or {}}),
             },
         },
         "spec": spec,
@@ -99,14 +99,16 @@ def pod(
 
 
 def cards_of(raw: Object) -> list[Object]:
-    found: list[Object] = json.loads(raw["metadata"]["annotations"]["gpushare-agent/cards"])["cards"]
+    found: list[Object] = json.loads(raw["metadata"]["annotations"]["gpushare-agent/gpus"])["gpus"]
     return found
 
 
 def held_of(raw: Object) -> dict[str, dict[str, list[int]]]:
-    found: dict[str, dict[str, list[int]]] = json.loads(raw["metadata"]["annotations"]["gpushare-agent/held"])["held"]
+    found: dict[str, dict[str, list[int]]] = json.loads(raw["metadata"]["annotations"]["gpushare-agent/allocations"])[
+        "allocations"
+    ]
     return found
 
 
 def set_held(raw: Object, held: Mapping[str, Mapping[Any, Sequence[int]]]) -> None:
-    raw["metadata"]["annotations"]["gpushare-agent/held"] = json.dumps({"schema": 1, "held": held})
+    raw["metadata"]["annotations"]["gpushare-agent/allocations"] = json.dumps({"schema": 1, "allocations": held})

@@ -23,7 +23,7 @@ class Command:
         self.etc, self.run_directory = root / "etc", root / "run"
         self.own_path = self.run_directory / "gpushare-agent.json"
         self.flags = [
-            *("--driver=simulated", "--simulated.cards=2", "--simulated.device-nodes=true", "--node-name=n"),
+            *("--driver=simulated", "--simulated.gpus=2", "--simulated.device-nodes=true", "--node-name=n"),
             f"--cdi.spec-directories={self.etc},{self.run_directory}",
         ]
 
@@ -71,7 +71,7 @@ async def test_list_names_what_the_written_spec_names_whatever_the_settings(comm
     assert (listed.code, listed.out.count("nobody yet")) == (0, 0)
     assert listed.out.count(str(command.own_path)) == 3 and "was written with others" in listed.out
     assert (await command.json("list"))["unnamed"] == []
-    command.flags = [flag.replace("cards=2", "cards=3") for flag in command.flags]
+    command.flags = [flag.replace("gpus=2", "gpus=3") for flag in command.flags]
     assert len((await command.json("list", code=1))["unnamed"]) == 1
 
 

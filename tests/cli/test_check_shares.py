@@ -92,7 +92,7 @@ async def test_the_glibc_that_the_library_needs_is_named(tmp_path: Path) -> None
 
 async def test_strategies_that_contradict_each_other_and_gpus_without_a_name_are_reported(tmp_path: Path) -> None:
     """Two programs asked for one GPU; and with CDI every GPU gets its name from the agent."""
-    flags = ("--device-list-strategy=envvar,cdi-cri", f"--cdi.spec-directories={tmp_path}", "--simulated.cards=2")
+    flags = ("--device-list-strategy=envvar,cdi-cri", f"--cdi.spec-directories={tmp_path}", "--simulated.gpus=2")
     findings = await check_device_lists(settings_of(*flags))
     assert [f.level for f in findings] == [Level.WARNING, Level.OK]
     assert "2 GPUs have a name" in findings[-1].detail
@@ -143,7 +143,7 @@ async def test_lists_that_no_kubelet_takes_are_reported_before_the_agent_ends_by
 
 async def test_a_block_size_that_makes_large_pod_statuses_is_warned_of() -> None:
     """Long before the kubelet's own limit: every device ID of a container is in its pod's status."""
-    flags = ("--simulated.cards=8", "--simulated.card-memory-mib=81920")
+    flags = ("--simulated.gpus=8", "--simulated.gpu-memory-mib=81920")
     findings = [
         (await check_list_sizes(settings_of(*flags, f"--resources.memory-block-mib={block}")))[1]
         for block in (256, 128, 64)

@@ -51,7 +51,7 @@ def sums(*pods: Pod, held: dict[str, dict[str, list[int]]] | None = None) -> dic
     """`held` is the annotation's; None leaves it out."""
     annotations = {GPUS_ANNOTATION: GPUS_TEXT}
     if held is not None:
-        annotations[ALLOCATIONS_ANNOTATION] = json.dumps({"schema": 1, "held": held})
+        annotations[ALLOCATIONS_ANNOTATION] = json.dumps({"schema": 1, "allocations": held})
     found = read_report(annotations, CAPACITY, NAMES)
     assert found is not None
     return report_document("n", found, pods)
@@ -163,12 +163,17 @@ def test_pods_come_sorted_whatever_the_order_of_the_list() -> None:
 @pytest.mark.parametrize("held", [7, [], {"u": {"9": [1]}}, {"u": {"0": [101]}}, {"": {}}, {"u": [1]}, None])
 def test_a_report_that_cannot_be_read_charges_nothing_and_says_so(held: object) -> None:
     """A part of it would show too much as free."""
-    text = json.dumps({"schema": 1, "held": held})
+    text = json.dumps({"schema": 1, "allocations": held})
     found = read_report({GPUS_ANNOTATION: GPUS_TEXT, ALLOCATIONS_ANNOTATION: text}, CAPACITY, NAMES)
     assert found is not None
     assert found.allocated is None
-    assert "gpushare-agent/held cannot be read" in found.remark and "what is allocated is not known" in found.remark
-    assert sums(pod())["remark"] == "no gpushare-agent/held: what is allocated is not known; see the agent's log there"
+    assert (
+        "gpushare-agent/allocations cannot be read" in found.remark and "what is allocated is not known" in found.remark
+    )
+    assert (
+        sums(pod())["remark"]
+        == "no gpushare-agent/allocations: what is allocated is not known; see the agent's log there"
+    )
 
 
 def test_a_truncated_report_is_remarked() -> None:
@@ -210,7 +215,7 @@ def test_what_the_agent_writes_is_read_back() -> None:
     text = gpus_annotation(inventory(3, sick={1: "lost"}), cordoned={UUIDS[2]: False}, memory_block_mib=512)
     found = read(text)
     assert found is not None
-    assert found.names.memory_block_mib == 512 and "cards" not in found.remark
+    assert found.names.memory_block_mib == 512 and "agent/gpus" not in found.remark
     assert [(c.index, c.uuid, c.memory_bytes // MIB, c.is_healthy) for c in found.gpus] == [
         (0, "GPU-0", 24576, True), (1, "GPU-1", 24576, False), (2, "GPU-2", 24576, found.gpus[2].is_healthy),
     ]  # fmt: skip
@@ -226,10 +231,10 @@ def test_what_the_agent_writes_is_read_back() -> None:
         "[]",
         "{",
         "[" * 100_000,
-        '{"schema": 2, "cards": []}',
-        '{"schema": 1, "cards": {}}',
-        '{"schema": 1, "cards": [7]}',
-        '{"schema": 1, "memory_block_mib": 0, "cards": []}',
+        '{"schema": 2, "gpus": []}',
+        '{"schema": 1, "gpus": {}}',
+        '{"schema": 1, "gpus": [7]}',
+        '{"schema": 1, "memory_block_mib": 0, "gpus": []}',
         " " * 300_000,
     ],
     ids=range(11),
@@ -261,18 +266,18 @@ def test_an_annotation_that_cannot_be_read_leaves_the_capacity(text: object) -> 
 def test_one_bad_gpu_makes_the_whole_annotation_unreadable(change: dict[str, Any]) -> None:
     """Half a list would show a smaller node than there is. The last case is an index given twice."""
     gpus = [{"index": n, "uuid": f"GPU-{n}", "name": "x", "memory_mib": 1024, "is_healthy": True} for n in range(2)]
-    good = read(json.dumps({"schema": 1, "cards": gpus}))
-    assert good is not None and "cards" not in good.remark
+    good = read(json.dumps({"schema": 1, "gpus": gpus}))
+    assert good is not None and "agent/gpus" not in good.remark
     gpus[0] |= change
-    found = read(json.dumps({"schema": 1, "cards": gpus}))
-    assert found is not None and "cards cannot be read" in found.remark
+    found = read(json.dumps({"schema": 1, "gpus": gpus}))
+    assert found is not None and "agent/gpus cannot be read" in found.remark
 
 
 def test_too_many_gpus_are_not_believed() -> None:
     """No machine has them."""
     gpus = [{"index": n, "uuid": "u", "name": "x", "memory_mib": 1, "is_healthy": True} for n in range(MAX_GPUS + 1)]
-    found = read(json.dumps({"schema": 1, "cards": gpus}))
-    assert found is not None and "cards cannot be read" in found.remark
+    found = read(json.dumps({"schema": 1, "gpus": gpus}))
+    assert found is not None and "agent/gpus cannot be read" in found.remark
 
 
 def test_a_node_without_annotation_and_capacity_has_no_gpus() -> None:
@@ -297,7 +302,7 @@ def test_no_text_is_too_odd(text: str) -> None:
     st.recursive(
         st.none() | st.booleans() | st.integers() | st.text(max_size=5),
         lambda inner: st.lists(inner, max_size=4) | st.dictionaries(
-            st.sampled_from(["schema", "cards", "index", "uuid", "name", "memory_mib", "is_healthy", "memory_block_mib"]),
+            st.sampled_from(["schema", "gpus", "index", "uuid", "name", "memory_mib", "is_healthy", "memory_block_mib"]),
             inner, max_size=6,
         ),
         max_leaves=12,
@@ -306,4 +311,4 @@ def test_no_text_is_too_odd(text: str) -> None:
 def test_no_json_is_too_odd(value: Any) -> None:
     """As above, for what parses."""
     assert read(json.dumps(value)) is not None
-    assert read(json.dumps({"schema": 1, "cards": value})) is not None
+    assert read(json.dumps({"schema": 1, "gpus": value})) is not None

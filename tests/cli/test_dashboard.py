@@ -96,10 +96,10 @@ async def test_a_node_with_half_a_surrogate_pair_hides_no_other() -> None:
     async with served_cluster() as (url, cluster), asyncio.timeout(DEADLINE_S):
         spoilt = raw_node("gpu-4")
         reported = json.loads(spoilt["metadata"]["annotations"][GPUS_ANNOTATION])
-        reported["cards"][0] |= {"name": "\ud800", "cordoned": "\udfff fan"}
+        reported["gpus"][0] |= {"name": "\ud800", "cordoned": "\udfff fan"}
         spoilt["metadata"]["annotations"] |= {
             GPUS_ANNOTATION: json.dumps(reported),
-            ALLOCATIONS_ANNOTATION: json.dumps({"schema": 1, "held": {"\ud801": {"0": [10, 1, 0, 0]}}}),
+            ALLOCATIONS_ANNOTATION: json.dumps({"schema": 1, "allocations": {"\ud801": {"0": [10, 1, 0, 0]}}}),
         }
         cluster.put("nodes", spoilt)
         while (answer := await ask(f"{url}api/v1/cluster"))[0] == 200 and len(answer[1]["nodes"]) < 4:

@@ -60,7 +60,7 @@ def verdicts(text: str) -> dict[str, tuple[bool, str]]:
 
 async def test_every_placement_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
     """A share, a whole GPU, two GPUs by link."""
-    async with open_test_node() as node, open_agent(node, "--simulated.cards=4") as agent:
+    async with open_test_node() as node, open_agent(node, "--simulated.gpus=4") as agent:
         url = f"http://127.0.0.1:{await agent.parts.observability.web.wait_listening()}"
 
         share = await text_of(node, url, pod("share", container(cores=40, blocks=60)), "Running", capsys)
@@ -82,7 +82,7 @@ async def test_every_placement_is_explained(capsys: pytest.CaptureFixture[str]) 
 
 async def test_a_refusal_for_memory_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
     """The node has so much in all, so the scheduler sent it; no GPU has, and each GPU's verdict names the shortage."""
-    async with open_test_node() as node, open_agent(node, "--simulated.cards=2") as agent:
+    async with open_test_node() as node, open_agent(node, "--simulated.gpus=2") as agent:
         url = f"http://127.0.0.1:{await agent.parts.observability.web.wait_listening()}"
         memory = await text_of(node, url, pod("memory", container(cores=10, blocks=100)), "Failed", capsys)
     assert "default/memory, container main was refused: NotEnoughMemory" in memory
@@ -93,7 +93,7 @@ async def test_a_refusal_for_memory_is_explained(capsys: pytest.CaptureFixture[s
 async def test_fragmentation_and_ill_gpus_are_explained(capsys: pytest.CaptureFixture[str]) -> None:
     """Two half-used GPUs hold no whole one; a GPU that fell off the bus is named with its reason."""
     async with open_test_node() as node:
-        flags = ("--simulated.cards=2", "--placement.share-policy=spread")
+        flags = ("--simulated.gpus=2", "--placement.share-policy=spread")
         async with open_agent(node, *flags) as agent:
             url = f"http://127.0.0.1:{await agent.parts.observability.web.wait_listening()}"
             for name in ("left", "right"):

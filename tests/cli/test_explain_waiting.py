@@ -65,8 +65,8 @@ def applied(cluster: Cluster, change: Change) -> Cluster:
             for index in change.uncordoned:
                 del cards[index]["cordoned"]
                 cards[index]["is_healthy"] = True
-            text = json.dumps({"schema": 1, "memory_block_mib": 256, "cards": cards})
-            where["metadata"]["annotations"]["gpushare-agent/cards"] = text
+            text = json.dumps({"schema": 1, "memory_block_mib": 256, "gpus": cards})
+            where["metadata"]["annotations"]["gpushare-agent/gpus"] = text
         case Kind.UNCORDON:
             where["spec"] = {}
         case Kind.QUOTA:

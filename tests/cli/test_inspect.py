@@ -150,7 +150,7 @@ async def test_all_nodes_are_reported_by_the_api_server(short_dir: Path, capsys:
     assert rows[2] == ["1", "NVIDIA", "H100", "Unhealthy", "30/100", "(30", "%)", "1/24", "(4", "%)"]
     assert rows[4][:3] == ["b", "0", "-"]
     assert "a: 1 container with 30 GPU cores and 1 GiB is charged to no GPU; -d lists them" in out
-    assert "b: no gpushare-agent/cards: GPUs of equal size are assumed from the node's capacity" in out
+    assert "b: no gpushare-agent/gpus: GPUs of equal size are assumed from the node's capacity" in out
     assert out.splitlines()[-1].startswith("4 GPUs in 2 nodes, 1 unhealthy: allocated 30/400 GPU cores (8 %)")
     assert {request.path for request in server.seen} == {"/api/v1/nodes", "/api/v1/pods"}
     assert all(request.headers["Authorization"] == "Bearer secret" for request in server.seen)
@@ -214,7 +214,7 @@ async def test_a_missing_right_names_the_users_credentials(short_dir: Path) -> N
 
 async def test_both_ways_tell_the_same_of_a_real_node(capsys: pytest.CaptureFixture[str]) -> None:
     """The agent by its ledger; the API server by what the agent wrote on the node."""
-    async with open_test_node() as node, open_agent(node, "--simulated.cards=2") as agent:
+    async with open_test_node() as node, open_agent(node, "--simulated.gpus=2") as agent:
         for name, limits in (("share", {"cores": 40, "blocks": 16}), ("whole", {"cores": 100, "blocks": 0})):
             node.api.create_pod(pod(name, container(**limits)))
             await wait_phase(node, name, "Running")
@@ -239,8 +239,8 @@ def document_among_logs(text: str) -> dict[str, Any]:
 
 def _is_all_written(pods: list[dict[str, Any]], node: dict[str, Any]) -> bool:
     annotations = node["metadata"].get("annotations", {})
-    return "gpushare-agent/cards" in annotations and {pod["metadata"]["uid"] for pod in pods} == set(
-        json.loads(annotations.get("gpushare-agent/held", '{"held": {}}'))["held"]
+    return "gpushare-agent/gpus" in annotations and {pod["metadata"]["uid"] for pod in pods} == set(
+        json.loads(annotations.get("gpushare-agent/allocations", '{"allocations": {}}'))["allocations"]
     )
 
 

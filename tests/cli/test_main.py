@@ -166,7 +166,7 @@ def test_config_tells_value_and_source(capsys: pytest.CaptureFixture[str]) -> No
     assert main(["config", "-o", "json", *argv], environ) == 0
     document = json.loads(capsys.readouterr().out)
     assert document["web.port"] == {"value": 80, "source": "flag --query-port"}
-    assert document["simulated.card_memory_mib"] == {"value": [24576], "source": "default"}
+    assert document["simulated.gpu_memory_mib"] == {"value": [24576], "source": "default"}
     assert list(document) == sorted(key.name for key in all_keys())
 
 
@@ -195,7 +195,7 @@ def test_config_shows_what_a_named_configuration_gives(short_dir: Path, capsys: 
 
 def test_the_yaml_of_config_is_a_settings_file(short_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Given back with --config it makes the same settings, on another node with that node's name."""
-    argv = ["--cards=2", "--card-memory-mib=1024,2048", "--node-labels=a=b,c=d", "--topology=/t", "--share-mode=no"]
+    argv = ["--gpus=2", "--gpu-memory-mib=1024,2048", "--node-labels=a=b,c=d", "--topology=/t", "--share-mode=no"]
     assert main(["config", "-o", "yaml", *argv], {"NODE_NAME": "one"}) == 0
     text = capsys.readouterr().out
     path = short_dir / "core.settings.yaml"

@@ -178,7 +178,7 @@ def test_the_text_is_compact_sorted_and_has_a_schema() -> None:
             AllocatedTo(pod_uid=PodUid("a"), gpus={0: (100, 0, 0, 1)}, since=1.0),
         ]
     )
-    assert text == '{"schema":1,"held":{"a":{"0":[100,0,0,1]},"b":{"2":[30,4],"10":[5]}}}'
+    assert text == '{"schema":1,"allocations":{"a":{"0":[100,0,0,1]},"b":{"2":[30,4],"10":[5]}}}'
 
 
 @given(st.integers(100, 3000), st.integers(1, 40), st.integers(0, 60))
@@ -187,7 +187,7 @@ def test_a_text_without_room_for_all_keeps_the_newest_and_says_so(chars: int, mo
     every = [AllocatedTo(pod_uid=PodUid(f"uid-{n:03}"), gpus={n % 8: (n, 1)}, since=float(n)) for n in range(pods)]
     text = allocations_annotation(every, max_chars=chars, max_pods=most)
     document = json.loads(text)
-    kept = sorted(document["held"])
+    kept = sorted(document["allocations"])
     assert len(text) <= chars and len(kept) <= most
     assert kept == [f"uid-{n:03}" for n in range(pods - len(kept), pods)]
     assert document.get("truncated", False) is (len(kept) < pods)

@@ -49,7 +49,7 @@ class Wanted:
         self.labels, self.owned = dict(labels), owned
 
     def __call__(self) -> NodeFacts:
-        return NodeFacts(labels=self.labels, annotations={"gpushare-agent/cards": "{}"}, owned=self.owned)
+        return NodeFacts(labels=self.labels, annotations={"gpushare-agent/gpus": "{}"}, owned=self.owned)
 
 
 @asynccontextmanager
@@ -86,7 +86,7 @@ async def test_the_node_gets_labels_and_annotation_by_a_merge_patch_and_is_then_
     async with fake_api(others=[node]) as server, running(server, Wanted(), period_s=0.005):
         await server.wait_for(lambda requests: len(requests) >= 5)
     assert patches(server) == [
-        {"labels": LABELS, "annotations": {"gpushare-agent/cards": "{}", "gpushare-agent/labels": next(iter(LABELS))}}
+        {"labels": LABELS, "annotations": {"gpushare-agent/gpus": "{}", "gpushare-agent/labels": next(iter(LABELS))}}
     ]
     assert node.labels == {"zone": "z", **LABELS}
     (sent,) = [request for request in server.seen if request.method == "PATCH"]

@@ -175,7 +175,7 @@ def test_a_node_without_a_readable_gpu_has_no_gpu_labels_and_an_empty_list() -> 
     """Zero GPUs is a fact for the scheduler extender; a GPU of which only the UUID is known counts for nothing."""
     blank = gpu(0, "", 0, health=Health.UNHEALTHY)
     assert gpu_labels(inventory(), OWN) == {} == gpu_labels(inventory(blank), OWN)
-    assert json.loads(gpus_annotation(inventory(), cordoned={}, memory_block_mib=256))["cards"] == []
+    assert json.loads(gpus_annotation(inventory(), cordoned={}, memory_block_mib=256))["gpus"] == []
 
 
 def test_the_annotation_tells_each_gpu_with_its_links_in_the_lists_order() -> None:
@@ -185,8 +185,8 @@ def test_the_annotation_tells_each_gpu_with_its_links_in_the_lists_order() -> No
     found = GpuInventory(gpus=gpus, topology=topology)
     document = json.loads(gpus_annotation(found, cordoned={uuid_of(2): True}, memory_block_mib=512))
     assert (document["schema"], document["memory_block_mib"]) == (1, 512)
-    assert [fact["index"] for fact in document["cards"]] == list(range(8))
-    for row, fact in enumerate(document["cards"]):
+    assert [fact["index"] for fact in document["gpus"]] == list(range(8))
+    for row, fact in enumerate(document["gpus"]):
         assert fact["links"][row] == "X"
         assert set(fact) - {"cordoned", "would_be_healthy"} == {
             "index",
@@ -197,17 +197,17 @@ def test_the_annotation_tells_each_gpu_with_its_links_in_the_lists_order() -> No
             "numa",
             "links",
         }
-    matrix = [fact["links"] for fact in document["cards"]]
+    matrix = [fact["links"] for fact in document["gpus"]]
     assert matrix == [list(column) for column in zip(*matrix, strict=True)]
     assert matrix[0][:5] == V100_ROW_0
-    assert [fact["index"] for fact in document["cards"] if fact.get("cordoned")] == [2]
-    assert [fact["index"] for fact in document["cards"] if fact.get("would_be_healthy")] == [2]
+    assert [fact["index"] for fact in document["gpus"] if fact.get("cordoned")] == [2]
+    assert [fact["index"] for fact in document["gpus"] if fact.get("would_be_healthy")] == [2]
 
 
 def test_links_of_a_gpu_that_the_topology_does_not_know_are_the_farthest() -> None:
     """A gap in the indexes must not shift the words of the others."""
     found = inventory(gpu(0), gpu(5))
-    rows = [fact["links"] for fact in json.loads(facts_of(found).annotations[GPUS_ANNOTATION])["cards"]]
+    rows = [fact["links"] for fact in json.loads(facts_of(found).annotations[GPUS_ANNOTATION])["gpus"]]
     assert rows == [["X", "SYS"], ["SYS", "X"]]
 
 
@@ -250,7 +250,7 @@ def test_labels_stay_while_no_gpu_of_the_node_tells_its_name() -> None:
     lost = facts_of(inventory(gpu(0, "", 0, health=Health.UNHEALTHY, unhealthy_reason="lost")))
     dark = after(node, lost)
     assert dark["metadata"]["labels"] == node["metadata"]["labels"]
-    assert not json.loads(dark["metadata"]["annotations"][GPUS_ANNOTATION])["cards"][0]["is_healthy"]
+    assert not json.loads(dark["metadata"]["annotations"][GPUS_ANNOTATION])["gpus"][0]["is_healthy"]
     assert not patch_of(dark, lost).body
     assert "rack" not in after(dark, facts_of(inventory(gpu(0))))["metadata"]["labels"]
 

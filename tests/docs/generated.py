@@ -149,9 +149,10 @@ def _metrics_table(chosen: Sequence[Metric], common: frozenset[str] = frozenset(
 
 
 def _group(name: str) -> str:
-    beginnings = ("gpushare_container_", "gpushare_card_health_changes", "gpushare_card_", "gpushare_", "container_")
+    counts = ("gpushare_gpu_events", "gpushare_gpu_health_changes")
+    beginnings = (*counts, "gpushare_container_", "gpushare_gpu_", "gpushare_", "container_")
     found = next(one for one in beginnings if name.startswith(one))
-    return "gpushare_" if found == "gpushare_card_health_changes" else found
+    return "gpushare_" if found in counts else found
 
 
 def _commands() -> str:
@@ -624,7 +625,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "endurance": _endurance,
     "measured_scheduler": lambda: _benchmark("scheduler", _OF_SCHEDULER),
     "containers": lambda: _metrics("gpushare_container_", frozenset(("namespace", "pod", "container", "node"))),
-    "gpus": lambda: _metrics("gpushare_card_", frozenset(("uuid", "gpu", "node"))),
+    "gpus": lambda: _metrics("gpushare_gpu_", frozenset(("uuid", "gpu", "node"))),
     "agent": lambda: _metrics("gpushare_"),
     "extender": _extender_metrics,
     "kept": lambda: _metrics("container_", frozenset(("pod_name", "namespace", "node", "container_name"))),

@@ -110,7 +110,7 @@ async def test_claims_select_by_what_the_driver_has_and_share_by_memory(short_di
         template("part", capacity={"requests": {"memory": "2Gi"}}),
         *(pod(f"by-{name}", g=name) for name in ("version", "memory", "architecture", "a100", "h300")),
         *(pod(name, g="part") for name in ("part-0", "part-1")),
-        flags=("--simulated.card-name=NVIDIA A100 24GB",),
+        flags=("--simulated.gpu-name=NVIDIA A100 24GB",),
     )
     assert found == {
         "by-version": [[0]],

@@ -145,8 +145,8 @@ class Nodes:
         ]
         held = {f"uid-{name}": {str(i): [100, 0, 0, 1] if n == 100 else [n, 96 * n // 100] for i, n in enumerate(used)}}
         annotations = {
-            GPUS_ANNOTATION: json.dumps({"schema": 1, "memory_block_mib": 256, "cards": gpus}),
-            ALLOCATIONS_ANNOTATION: json.dumps({"schema": 1, "held": held}),
+            GPUS_ANNOTATION: json.dumps({"schema": 1, "memory_block_mib": 256, "gpus": gpus}),
+            ALLOCATIONS_ANNOTATION: json.dumps({"schema": 1, "allocations": held}),
         }
         metadata = {"name": name, "labels": {self.LABEL: group}, "annotations": annotations}
         self._cluster.apply({"apiVersion": "v1", "kind": "Node", "metadata": metadata})

@@ -69,7 +69,7 @@ class Served:
             # The installation waits for resources of the device plugins, so one GPU stays theirs.
             "GPUSHARE_DRA__GPUS": "0,1,2,3,4,5,6",
             "GPUSHARE_DRA__CONSUMABLE_SHARES": shares,
-            "GPUSHARE_SIMULATED__CARD_NAME": "NVIDIA A100 24GB",
+            "GPUSHARE_SIMULATED__GPU_NAME": "NVIDIA A100 24GB",
             # As whoever runs their claims has it: MPS is asked for by them, and is not the node's own.
             "GPUSHARE_ISOLATIONS_ALLOWED": "mps,none",
         }

@@ -69,8 +69,8 @@ def raw_node(name: str, *, gpus: int = 2, memory_mib: int = 4096, model: str = "
             "name": name,
             "labels": {key: value for key, value in ((MODEL_LABEL, model), (POOL_LABEL, pool)) if value},
             "annotations": {
-                GPUS_ANNOTATION: json.dumps({"schema": 1, "memory_block_mib": 256, "cards": reported}),
-                ALLOCATIONS_ANNOTATION: json.dumps({"schema": 1, "held": {}}),
+                GPUS_ANNOTATION: json.dumps({"schema": 1, "memory_block_mib": 256, "gpus": reported}),
+                ALLOCATIONS_ANNOTATION: json.dumps({"schema": 1, "allocations": {}}),
             },
         },
         "status": {"capacity": counts, "allocatable": counts},
@@ -148,7 +148,7 @@ class FakeCluster(FakeApiServer):
 
     def report_held(self, node: str) -> None:
         """The node's agent tells what its pods hold."""
-        text = json.dumps({"schema": 1, "held": self.admitted.get(node, {})})
+        text = json.dumps({"schema": 1, "allocations": self.admitted.get(node, {})})
         self.change("nodes", node, lambda raw: raw["metadata"]["annotations"].update({ALLOCATIONS_ANNOTATION: text}))
 
     def end_pod(self, key: str) -> None:
@@ -176,7 +176,7 @@ class FakeCluster(FakeApiServer):
 
     def _accounts(self, node: str) -> list[GpuAccount]:
         used = self.used(node)
-        reported = json.loads(self.objects["nodes"][node]["metadata"]["annotations"][GPUS_ANNOTATION])["cards"]
+        reported = json.loads(self.objects["nodes"][node]["metadata"]["annotations"][GPUS_ANNOTATION])["gpus"]
         accounts = []
         for gpu in reported:
             cores, blocks, units, wholes = used.get(str(gpu["index"]), [0, 0, 0, 0])
@@ -202,7 +202,7 @@ class FakeCluster(FakeApiServer):
 def holds(cluster: FakeCluster, node: str, *charges: tuple[str, int, int, int]) -> None:
     """The node's agent tells of pods: UID, GPU, cores, blocks."""
     held = {uid: {str(gpu): [cores, blocks, 0, 0]} for uid, gpu, cores, blocks in charges}
-    text = json.dumps({"schema": 1, "held": held})
+    text = json.dumps({"schema": 1, "allocations": held})
     cluster.change("nodes", node, lambda raw: raw["metadata"]["annotations"].update({ALLOCATIONS_ANNOTATION: text}))
 
 

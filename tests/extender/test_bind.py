@@ -111,7 +111,7 @@ async def test_a_bind_to_a_node_that_has_just_begun_waits_for_its_links(links: t
         if links:
             report = json.loads(annotations[GPUS_ANNOTATION])
             matrix = [links, ("PHB", "X", "SYS", "SYS"), ("SYS", "SYS", "X", "PIX"), ("SYS", "SYS", "PIX", "X")]
-            for gpu, row in zip(report["cards"], matrix, strict=True):
+            for gpu, row in zip(report["gpus"], matrix, strict=True):
                 gpu["links"] = row
             annotations[GPUS_ANNOTATION] = json.dumps(report)
             cluster.change("nodes", "n1", lambda raw: raw["metadata"].update(annotations=annotations))

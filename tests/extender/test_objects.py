@@ -50,11 +50,11 @@ def raw_gpu(index: int, /, **fields: Any) -> dict[str, Any]:
 
 
 def gpus_text(*gpus: Any, **fields: Any) -> str:
-    return json.dumps({"schema": 1, "memory_block_mib": 256, "cards": list(gpus), **fields})
+    return json.dumps({"schema": 1, "memory_block_mib": 256, "gpus": list(gpus), **fields})
 
 
 def held_text(held: Any, **fields: Any) -> str:
-    return json.dumps({"schema": 1, "held": held, **fields})
+    return json.dumps({"schema": 1, "allocations": held, **fields})
 
 
 def raw_node(
@@ -227,10 +227,10 @@ def test_a_nodes_cordon_and_readiness(spec: object, conditions: object, *, is_co
         assert (node.is_cordoned, node.is_ready) == (is_cordoned, is_ready)
 
 
-@pytest.mark.parametrize("key", ["cards", "other"])
+@pytest.mark.parametrize("key", ["gpus", "other"])
 def test_a_node_that_never_offered_anything_of_ours_is_left_out(key: str) -> None:
     """Also where an annotation outlived the agent."""
-    raw = raw_node(gpus_text(raw_gpu(0, links=["X"])) if key == "cards" else None)
+    raw = raw_node(gpus_text(raw_gpu(0, links=["X"])) if key == "gpus" else None)
     raw["status"] = {"capacity": {"cpu": "8"}, "allocatable": {"cpu": "8"}}
     assert read(raw) == NodeReading(node=None)
 
@@ -262,19 +262,19 @@ def test_a_list_of_pods_that_the_agent_had_to_cut_is_taken_as_it_is() -> None:
         ("[" * 100_000, "it is no JSON"),
         ("[]", "Expected `object`"),
         (" " * 300_000, "more than 262144"),
-        ('{"held": {}}', "missing required field `schema`"),
-        ('{"schema": true, "held": {}}', "at `$.schema`"),
+        ('{"allocations": {}}', "missing required field `schema`"),
+        ('{"schema": true, "allocations": {}}', "at `$.schema`"),
         (held_text({}, schema=2), "at `$.schema`"),
-        (held_text([]), "Expected `object`, got `array` - at `$.held`"),
-        (held_text({f"u{n}": {} for n in range(513)}), "Expected `object` of length <= 512 - at `$.held`"),
-        (held_text({"": {}}), "Expected `str` of length >= 1 - at `key` in `$.held`"),
-        (held_text({"u" * 129: {}}), "Expected `str` of length <= 128 - at `key` in `$.held`"),
-        (held_text({"u": [30]}), "Expected `object`, got `array` - at `$.held[...]`"),
+        (held_text([]), "Expected `object`, got `array` - at `$.allocations`"),
+        (held_text({f"u{n}": {} for n in range(513)}), "Expected `object` of length <= 512 - at `$.allocations`"),
+        (held_text({"": {}}), "Expected `str` of length >= 1 - at `key` in `$.allocations`"),
+        (held_text({"u" * 129: {}}), "Expected `str` of length <= 128 - at `key` in `$.allocations`"),
+        (held_text({"u": [30]}), "Expected `object`, got `array` - at `$.allocations[...]`"),
         (held_text({"u": {"2": [30]}}), "pod u has something of GPU '2', which the node does not have"),
         (held_text({"u": {"01": [30]}}), "GPU '01'"),
         (held_text({"u": {"-1": [30]}}), "GPU '-1'"),
         (held_text({"u": {"٠": [30]}}), "which the node does not have"),
-        (held_text({"u": {"0": 30}}), "Expected `array`, got `int` - at `$.held[...][...]`"),
+        (held_text({"u": {"0": 30}}), "Expected `array`, got `int` - at `$.allocations[...][...]`"),
         (held_text({"u": {"0": [1, 2, 3, 1, 0]}}), "Expected `array` of length <= 4"),
         (held_text({"u": {"0": [-1]}}), "Expected `int` >= 0"),
         (held_text({"u": {"0": [True]}}), "Expected `int`, got `bool`"),
@@ -306,20 +306,20 @@ def test_one_bad_part_makes_what_is_held_unknown(text: object, said: str) -> Non
         ("{", "it is no JSON"),
         ("9" * 5_000, "it is no JSON"),
         (gpus_text(schema=2), "at `$.schema`"),
-        (gpus_text(cards={}), "Expected `array`, got `object` - at `$.cards`"),
+        (gpus_text(gpus={}), "Expected `array`, got `object` - at `$.gpus`"),
         (gpus_text(), "it lists no GPUs"),
-        (gpus_text(7), "Expected `object`, got `int` - at `$.cards[0]`"),
+        (gpus_text(7), "Expected `object`, got `int` - at `$.gpus[0]`"),
         (gpus_text(raw_gpu(0), raw_gpu(1, index=0)), "two GPUs have the same index"),
         (gpus_text(raw_gpu(0), raw_gpu(1, uuid="GPU-0")), "two GPUs have the same UUID"),
         (gpus_text(raw_gpu(MAX_GPUS)), f"it has a GPU {MAX_GPUS}"),
         (gpus_text(raw_gpu(10_000)), "it has a GPU 10000"),
-        (gpus_text(raw_gpu(10_001)), "Expected `int` <= 10000 - at `$.cards[0].index`"),
+        (gpus_text(raw_gpu(10_001)), "Expected `int` <= 10000 - at `$.gpus[0].index`"),
         (
             gpus_text(raw_gpu(0), raw_gpu(1, memory_mib=-1)),
-            "Expected `int` >= 0 - at `$.cards[1].memory_mib`",
+            "Expected `int` >= 0 - at `$.gpus[1].memory_mib`",
         ),
-        (gpus_text(raw_gpu(0, is_healthy="yes")), "Expected `bool`, got `str` - at `$.cards[0].is_healthy`"),
-        (gpus_text(raw_gpu(0, uuid=7)), "Expected `str`, got `int` - at `$.cards[0].uuid`"),
+        (gpus_text(raw_gpu(0, is_healthy="yes")), "Expected `bool`, got `str` - at `$.gpus[0].is_healthy`"),
+        (gpus_text(raw_gpu(0, uuid=7)), "Expected `str`, got `int` - at `$.gpus[0].uuid`"),
         (gpus_text(memory_block_mib=0), "Expected `int` >= 1 - at `$.memory_block_mib`"),
         (gpus_text(raw_gpu(0, links=["X"]), memory_block_mib=512), "of 512 MiB, here they are of 256"),
         (gpus_text(raw_gpu(0, links=["X", "PIX"])), "not one text for each GPU"),
@@ -328,7 +328,7 @@ def test_one_bad_part_makes_what_is_held_unknown(text: object, said: str) -> Non
         (gpus_text(raw_gpu(0, links=["PIX", "PIX"]), raw_gpu(1)), "the link of GPUs 0 and 0 is 'PIX'"),
         (gpus_text(raw_gpu(0, links=["X", "X"]), raw_gpu(1)), "the link of GPUs 0 and 1 is 'X'"),
         (gpus_text(raw_gpu(0, links=["X", "SYS"]), raw_gpu(1)), "GPUs 0 and 1 to each other differ"),
-        (gpus_text(*[raw_gpu(0)] * 257), "Expected `array` of length <= 256 - at `$.cards`"),
+        (gpus_text(*[raw_gpu(0)] * 257), "Expected `array` of length <= 256 - at `$.gpus`"),
     ],
     ids=range(23),
 )
@@ -393,7 +393,7 @@ def test_an_object_without_a_name_is_left_out_and_reported(raw: dict[str, Any]) 
 
 
 _KEYS = [
-    "schema", "cards", "held", "index", "uuid", "name", "memory_mib", "is_healthy", "cordoned", "numa", "links",
+    "schema", "gpus", "allocations", "index", "uuid", "name", "memory_mib", "is_healthy", "cordoned", "numa", "links",
     "memory_block_mib", "0", "1", "u",
 ]  # fmt: skip
 _JSON = st.recursive(
@@ -409,7 +409,7 @@ _JSON = st.recursive(
 _GPU = st.fixed_dictionaries(
     {
         "index": st.integers(min_value=0, max_value=3) | _JSON,
-        "uuid": st.sampled_from(["", "GPU-0", "GPU-1", "card-0"]),
+        "uuid": st.sampled_from(["", "GPU-0", "GPU-1", "gpu-0"]),
         "name": st.just("M40"),
         "memory_mib": st.integers(min_value=0, max_value=1 << 31),
         "is_healthy": st.booleans(),

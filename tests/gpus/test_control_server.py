@@ -79,15 +79,15 @@ async def test_a_gpu_is_cordoned_and_put_back(short_dir: Path) -> None:
     async with _listening(path) as parts:
         answer = await _ask(path, "POST", "/cordon", {"gpu": "1", "reason": " new fan "})
         assert (answer.status, answer.document["changed"], answer.document["not_kept"]) == (200, True, "")
-        gpu = answer.document["card"]
+        gpu = answer.document["gpu"]
         assert (gpu["index"], gpu["is_healthy"], gpu["cordoned"]) == (1, False, "new fan")
         assert parts.inventory.current.gpus[1].unhealthy_reason == "cordoned: new fan"
         again = await _ask(path, "POST", "/cordon", {"gpu": "GPU-1", "reason": "new fan"})
         assert not again.document["changed"]
         back = await _ask(path, "POST", "/uncordon", {"gpu": "gpu-1"})
-        assert back.document["changed"] and back.document["card"]["is_healthy"]
+        assert back.document["changed"] and back.document["gpu"]["is_healthy"]
         assert parts.polls == 1 and parts.inventory.cordoned == {}
-        gpus = (await _ask(path, "GET", "/cards")).document["cards"]
+        gpus = (await _ask(path, "GET", "/gpus")).document["gpus"]
     assert [(gpu["index"], gpu["state"], gpu["cordoned"]) for gpu in gpus] == [
         (0, "healthy", None),
         (1, "healthy", None),
@@ -101,7 +101,7 @@ async def test_uncordon_ends_a_wait_for_a_reset_and_says_so(short_dir: Path) -> 
         parts.inventory.note_events([xid(79)])
         answer = await _ask(path, "POST", "/uncordon", {"gpu": "0"})
         assert answer.document["ended_wait"] == "Xid 79 (GPU has fallen off the bus)"
-        assert answer.document["card"]["state"] == "probing" and parts.polls == 1
+        assert answer.document["gpu"]["state"] == "probing" and parts.polls == 1
     text = reported("uncordon", answer.document)
     assert "that wait is ended" in text and "It is Unhealthy still" in text
 
@@ -182,7 +182,7 @@ async def test_another_user_is_refused_by_the_kernels_word(short_dir: Path) -> N
     short_dir.chmod(0o755)
     asks = (
         "import os, socket, sys; os.setuid(65534); s = socket.socket(socket.AF_UNIX); s.connect(sys.argv[1]);"
-        "s.sendall(b'GET /cards HTTP/1.0\\r\\n\\r\\n'); sys.stdout.buffer.write(s.recv(4096))"
+        "s.sendall(b'GET /gpus HTTP/1.0\\r\\n\\r\\n'); sys.stdout.buffer.write(s.recv(4096))"
     )
     async with _listening(path):
         path.chmod(0o666)
@@ -201,7 +201,7 @@ async def test_a_stale_socket_is_replaced(short_dir: Path) -> None:
         left.bind(str(path))
     assert not is_served(path)
     async with _listening(path):
-        assert (await _ask(path, "GET", "/cards")).status == 200
+        assert (await _ask(path, "GET", "/gpus")).status == 200
 
 
 async def test_a_living_agents_socket_is_left_alone(short_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -284,11 +284,11 @@ async def test_where_no_agent_listens_the_caller_gets_an_error(short_dir: Path) 
     """No socket, or one that nobody serves, or something else."""
     path = short_dir / "control.sock"
     with pytest.raises(Unavailable, match="no agent listens"):
-        await _ask(path, "GET", "/cards")
+        await _ask(path, "GET", "/gpus")
     with socket.socket(socket.AF_UNIX) as left:
         left.bind(str(path))
     with pytest.raises(Unavailable, match="no agent listens"):
-        await _ask(path, "GET", "/cards")
+        await _ask(path, "GET", "/gpus")
     path.unlink()
 
     async def babble(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -297,6 +297,6 @@ async def test_where_no_agent_listens_the_caller_gets_an_error(short_dir: Path) 
 
     server = await asyncio.start_unix_server(babble, path)
     with pytest.raises(Unavailable, match="did not answer as it should"):
-        await _ask(path, "GET", "/cards")
+        await _ask(path, "GET", "/gpus")
     server.close()
     await server.wait_closed()

@@ -37,7 +37,7 @@ async def test_what_is_saved_is_loaded_again(tmp_path: Path, boot: Path) -> None
     assert json.loads(path.read_text()) == {
         "version": 1,
         "boot_id": "boot-1",
-        "cards": [
+        "gpus": [
             {"uuid": "GPU-1", "cordoned": "fan, “left”"},
             {"uuid": "GPU-2", "cordoned": "", "waits_for_reset": "Xid 79"},
         ],
@@ -76,15 +76,15 @@ async def test_without_a_file_nothing_is_known(tmp_path: Path) -> None:
         b"[" * 100_000,
         b"[]",
         b"{}",
-        b'{"version": 2, "cards": []}',
-        b'{"version": 1, "cards": {}}',
-        b'{"version": 1, "cards": ["GPU-1"]}',
-        b'{"version": 1, "cards": [{"cordoned": "x"}]}',
-        b'{"version": 1, "cards": [{"uuid": 7}]}',
-        b'{"version": 1, "cards": [{"uuid": "GPU-1", "cordoned": true}]}',
-        b'{"version": 1, "boot_id": [], "cards": []}',
-        b'{"version": 1, "cards": [{"uuid": "GPU-1", "cordoned": "' + b"x" * 2000 + b'"}]}',
-        b'{"version": 1, "cards": [' + b'{"uuid": "GPU-1"},' * 1025 + b'{"uuid": "GPU-1"}]}',
+        b'{"version": 2, "gpus": []}',
+        b'{"version": 1, "gpus": {}}',
+        b'{"version": 1, "gpus": ["GPU-1"]}',
+        b'{"version": 1, "gpus": [{"cordoned": "x"}]}',
+        b'{"version": 1, "gpus": [{"uuid": 7}]}',
+        b'{"version": 1, "gpus": [{"uuid": "GPU-1", "cordoned": true}]}',
+        b'{"version": 1, "boot_id": [], "gpus": []}',
+        b'{"version": 1, "gpus": [{"uuid": "GPU-1", "cordoned": "' + b"x" * 2000 + b'"}]}',
+        b'{"version": 1, "gpus": [' + b'{"uuid": "GPU-1"},' * 1025 + b'{"uuid": "GPU-1"}]}',
         b" " * (MAX_BYTES + 1),
     ],
 )

@@ -71,7 +71,7 @@ async def test_the_default_machine_has_pairs_and_numa_nodes_of_four() -> None:
 
 
 async def test_a_topology_text_decides_the_number_of_gpus_and_their_numa_nodes() -> None:
-    """The --cards setting is not asked then."""
+    """The --gpus setting is not asked then."""
     inventory = await inventory_of(simulated(gpus=2, topology=topology_text("t4-x4-two-sockets")))
     assert [gpu.numa_node for gpu in inventory.gpus] == [0, 0, 1, 1]
 
@@ -162,11 +162,11 @@ async def test_a_lost_driver_is_unavailable(tmp_path: Path) -> None:
         " " * (4 * 2**20 + 1),
         '{"xids": {}}',
         '{"xids": [1]}',
-        '{"xids": [{"card": 0, "xid": 79}]}',
-        '{"xids": [{"id": true, "card": 0, "xid": 79}]}',
-        '{"xids": [{"id": 1, "card": -1, "xid": 79}]}',
-        '{"xids": [{"id": 1, "card": 0, "xid": "79"}]}',
-        '{"xids": [{"id": 1, "card": 0, "kind": "fire"}]}',
+        '{"xids": [{"gpu": 0, "xid": 79}]}',
+        '{"xids": [{"id": true, "gpu": 0, "xid": 79}]}',
+        '{"xids": [{"id": 1, "gpu": -1, "xid": 79}]}',
+        '{"xids": [{"id": 1, "gpu": 0, "xid": "79"}]}',
+        '{"xids": [{"id": 1, "gpu": 0, "kind": "fire"}]}',
         '{"resets": [{"id": 1}]}',
     ],
     ids=lambda text: repr(text[:60]),
@@ -194,7 +194,7 @@ async def test_a_faults_file_that_is_no_file_is_ignored(tmp_path: Path) -> None:
 
 # --- events and resets ---
 
-XID_79 = {"id": 1, "card": 1, "xid": 79}
+XID_79 = {"id": 1, "gpu": 1, "xid": 79}
 
 
 def write(path: Path, **content: Any) -> None:
@@ -209,7 +209,7 @@ async def test_an_event_is_reported_once(tmp_path: Path) -> None:
     write(faults, xids=[XID_79])
     assert await driver.events() == [GpuEvent(kind=GpuEventKind.XID, uuid=uuids[1], xid=79)]
     assert await driver.events() == []
-    write(faults, xids=[XID_79, {"id": 2, "card": 0, "kind": "double-bit-ecc"}, {"id": 3, "card": None, "xid": 48}])
+    write(faults, xids=[XID_79, {"id": 2, "gpu": 0, "kind": "double-bit-ecc"}, {"id": 3, "gpu": None, "xid": 48}])
     assert await driver.events() == [
         GpuEvent(kind=GpuEventKind.DOUBLE_BIT_ECC, uuid=uuids[0]),
         GpuEvent(kind=GpuEventKind.XID, uuid=None, xid=48),
@@ -220,12 +220,12 @@ async def test_an_event_is_reported_once(tmp_path: Path) -> None:
 async def test_what_was_in_the_file_at_the_first_poll_is_history(tmp_path: Path, first_look: str) -> None:
     """An agent that starts again does not report the faults of yesterday; a driver that never polled has not started."""
     faults = tmp_path / "faults.json"
-    write(faults, xids=[XID_79], resets=[{"id": 2, "card": 0}])
+    write(faults, xids=[XID_79], resets=[{"id": 2, "gpu": 0}])
     driver = simulated(faults=faults)
     await getattr(driver, first_look)()
     assert await driver.events() == []
     assert all(gpu.is_healthy for gpu in (await driver.read()).gpus)
-    write(faults, xids=[{"id": 3, "card": 0, "xid": 48}])
+    write(faults, xids=[{"id": 3, "gpu": 0, "xid": 48}])
     assert [event.xid for event in await driver.events()] == [48]
 
 
@@ -245,7 +245,7 @@ async def test_a_storm_comes_in_calls_of_1024_oldest_first(tmp_path: Path) -> No
     faults = tmp_path / "faults.json"
     driver = simulated(faults=faults)
     await driver.read()
-    storm = [{"id": number, "card": 9 if number == 7 else 0, "xid": number} for number in range(1500, 0, -1)]
+    storm = [{"id": number, "gpu": 9 if number == 7 else 0, "xid": number} for number in range(1500, 0, -1)]
     write(faults, xids=storm)
     calls = [[event.xid for event in await driver.events()] for _ in range(3)]
     assert [len(call) for call in calls] == [1023, 476, 0]
@@ -257,7 +257,7 @@ async def test_a_reset_gpu_is_lost_for_one_poll(tmp_path: Path) -> None:
     faults = tmp_path / "faults.json"
     driver = simulated(faults=faults)
     before = await driver.read()
-    write(faults, resets=[{"id": 1, "card": 1}])
+    write(faults, resets=[{"id": 1, "gpu": 1}])
     polls = [await driver.read() for _ in range(2)]
     assert [gpu.unhealthy_reason for gpu in polls[0].gpus] == ["", "being reset (simulated)"]
     assert polls[1] == before
@@ -280,8 +280,8 @@ def test_faults_are_written_as_they_are_read() -> None:
     """The sandbox writes what the agent reads."""
     faults = parse_faults(
         json.dumps({
-            "lost": {"1": "gone"}, "all_lost": "x", "resets": [{"id": 4, "card": 2}],
-            "xids": [XID_79, {"id": 2, "card": None, "kind": "double-bit-ecc"}],
+            "lost": {"1": "gone"}, "all_lost": "x", "resets": [{"id": 4, "gpu": 2}],
+            "xids": [XID_79, {"id": 2, "gpu": None, "kind": "double-bit-ecc"}],
         })
     )  # fmt: skip
     assert parse_faults(encode_faults(faults)) == faults
@@ -307,10 +307,10 @@ async def test_a_gpus_use_is_the_sum_of_its_processes(tmp_path: Path) -> None:
     """Processes by PID; one on two GPUs is on each; one on a GPU that is not there is on none."""
     usage = tmp_path / "usage.json"
     write(usage, processes=[
-        {"pid": 20, "card": 0, "sm": 0.25, "memory_bytes": 2**30, "memory": 0.1, "encoder": 0.5, "kind": "mps"},
-        {"pid": 10, "card": 0, "sm": 0.5, "memory_bytes": 2**20},
-        {"pid": 10, "card": 1, "sm": 1, "memory_bytes": 2**20},
-        {"pid": 30, "card": 7, "sm": 1},
+        {"pid": 20, "gpu": 0, "sm": 0.25, "memory_bytes": 2**30, "memory": 0.1, "encoder": 0.5, "kind": "mps"},
+        {"pid": 10, "gpu": 0, "sm": 0.5, "memory_bytes": 2**20},
+        {"pid": 10, "gpu": 1, "sm": 1, "memory_bytes": 2**20},
+        {"pid": 30, "gpu": 7, "sm": 1},
     ])  # fmt: skip
     first, second = (await simulated(usage=usage).sample()).gpus
     assert (first.sm_ratio, first.memory_used_bytes, first.encoder_ratio) == (0.75, 2**30 + 2**20, 0.5)
@@ -326,7 +326,7 @@ async def test_a_gpus_use_is_the_sum_of_its_processes(tmp_path: Path) -> None:
 async def test_no_gpu_shows_more_than_all_of_itself(tmp_path: Path) -> None:
     """Whatever its processes are said to use together."""
     usage = tmp_path / "usage.json"
-    write(usage, processes=[{"pid": pid, "card": 0, "sm": 0.9, "memory_bytes": 2**40} for pid in (1, 2)])
+    write(usage, processes=[{"pid": pid, "gpu": 0, "sm": 0.9, "memory_bytes": 2**40} for pid in (1, 2)])
     gpu = (await simulated(usage=usage).sample()).gpus[0]
     assert (gpu.sm_ratio, gpu.memory_used_bytes) == (1.0, gpu.memory_total_bytes)
 
@@ -344,12 +344,12 @@ async def test_a_lost_gpu_is_not_sampled_but_counted(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "processes",
     [
-        {}, [1], [{"card": 0}], [{"pid": 0, "card": 0}], [{"pid": True, "card": 0}], [{"pid": 2**40, "card": 0}],
-        [{"pid": 1}], [{"pid": 1, "card": 64}], [{"pid": 1, "card": 0, "sm": 1.01}], [{"pid": 1, "card": 0, "sm": -0.1}],
-        [{"pid": 1, "card": 0, "sm": "1"}], [{"pid": 1, "card": 0, "sm": float("nan")}],
-        [{"pid": 1, "card": 0, "memory_bytes": 1.5}], [{"pid": 1, "card": 0, "memory_bytes": -1}],
-        [{"pid": 1, "card": 0, "kind": "other"}], [{"pid": 1, "card": 0}, {"pid": 1, "card": 0}],
-        [{"pid": number + 1, "card": 0} for number in range(50_001)],
+        {}, [1], [{"gpu": 0}], [{"pid": 0, "gpu": 0}], [{"pid": True, "gpu": 0}], [{"pid": 2**40, "gpu": 0}],
+        [{"pid": 1}], [{"pid": 1, "gpu": 64}], [{"pid": 1, "gpu": 0, "sm": 1.01}], [{"pid": 1, "gpu": 0, "sm": -0.1}],
+        [{"pid": 1, "gpu": 0, "sm": "1"}], [{"pid": 1, "gpu": 0, "sm": float("nan")}],
+        [{"pid": 1, "gpu": 0, "memory_bytes": 1.5}], [{"pid": 1, "gpu": 0, "memory_bytes": -1}],
+        [{"pid": 1, "gpu": 0, "kind": "other"}], [{"pid": 1, "gpu": 0}, {"pid": 1, "gpu": 0}],
+        [{"pid": number + 1, "gpu": 0} for number in range(50_001)],
     ],
     ids=lambda processes: repr(processes)[:60],
 )  # fmt: skip
@@ -366,10 +366,10 @@ async def test_a_malformed_usage_file_is_ignored_with_one_warning(tmp_path: Path
 
 def test_use_is_written_as_it_is_read() -> None:
     """By GPU and PID."""
-    first, second = {"pid": 9, "card": 1, "sm": 0.5, "memory_bytes": 7}, {"pid": 3, "card": 0, "sm": 1.0}
+    first, second = {"pid": 9, "gpu": 1, "sm": 0.5, "memory_bytes": 7}, {"pid": 3, "gpu": 0, "sm": 1.0}
     text = json.dumps({"processes": [first, second]})
     written = encode_usage(parse_usage(text))
-    assert [(p["card"], p["pid"]) for p in json.loads(written)["processes"]] == [(0, 3), (1, 9)]
+    assert [(p["gpu"], p["pid"]) for p in json.loads(written)["processes"]] == [(0, 3), (1, 9)]
     assert set(parse_usage(written)) == set(parse_usage(text))
 
 

@@ -233,7 +233,7 @@ def test_a_simulated_gpu_may_have_a_terabyte(tmp_path: Path) -> None:
     """Helm reads numbers as floats, and shows such a one as 1.048576e+06, which is no setting."""
     objects = chart_objects({"simulated": {"enabled": True, "memoryMiB": 1 << 20}}, tmp_path)
     (container,) = _pod(objects["DaemonSet", "gpushare-agent"])["containers"]
-    assert {"name": "GPUSHARE_SIMULATED__CARD_MEMORY_MIB", "value": "1048576"} in container["env"]
+    assert {"name": "GPUSHARE_SIMULATED__GPU_MEMORY_MIB", "value": "1048576"} in container["env"]
 
 
 def test_the_values_reach_their_places(tmp_path: Path) -> None:

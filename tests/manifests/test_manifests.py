@@ -325,7 +325,7 @@ def test_the_check_job_of_simulated_gpus_is_that_overlays_pod() -> None:
 def test_a_sample_is_a_pod_that_fits_the_default_simulated_node(path: Path) -> None:
     """All samples together run on the sandbox's default node, so that applying them exits 0."""
     settings = Settings()
-    blocks_per_gpu = settings.simulated.card_memory_mib[0] // settings.resources.memory_block_mib
+    blocks_per_gpu = settings.simulated.gpu_memory_mib[0] // settings.resources.memory_block_mib
     for pod in documents(f"samples/{path.name}"):
         assert pod["kind"] == "Pod"
         assert "runtimeClassName" not in pod["spec"], "a node without GPUs has no such class"

@@ -41,7 +41,7 @@ async def test_the_scrape_of_an_embedded_node_is_clean() -> None:
     """Pods with shares, a whole GPU and a refusal, GPUs that are used: nothing to say."""
     async with (
         open_test_node() as node,
-        open_agent(node, "--sample-period-s=0.05", "--simulated.cards=3", "--isolations-allowed=vcuda,none") as agent,
+        open_agent(node, "--sample-period-s=0.05", "--simulated.gpus=3", "--isolations-allowed=vcuda,none") as agent,
     ):
         for name, one in (
             ("a", container(cores=30, blocks=8)),
@@ -53,7 +53,7 @@ async def test_the_scrape_of_an_embedded_node_is_clean() -> None:
         node.api.create_pod(pod("refused", container(cores=10)))
         await wait_settled(node, "refused")
         pid = node.kubelet.runtime.living(node.api.pod("default", "a")["metadata"]["uid"])[0].pid
-        used = [{"pid": who, "card": gpu, "sm": 0.5, "memory_bytes": 2**30} for gpu in range(3) for who in (pid, 1)]
+        used = [{"pid": who, "gpu": gpu, "sm": 0.5, "memory_bytes": 2**30} for gpu in range(3) for who in (pid, 1)]
         node.paths.usage.write_text(json.dumps({"processes": used}))
         await poll_until(
             lambda: (

@@ -129,7 +129,7 @@ def snapshot(
     gpus: GpuInventory | None = None,
     cordoned: Mapping[GpuUuid, str] | None = None,
 ) -> NodeSnapshot:
-    """`cards` are as the driver shows them; a cordoned one is Unhealthy for the kubelet, as with the agent."""
+    """`gpus` are as the driver shows them; a cordoned one is Unhealthy for the kubelet, as with the agent."""
     known = gpus or inventory()
     cores: dict[GpuUuid, int] = {}
     memory: dict[GpuUuid, int] = {}

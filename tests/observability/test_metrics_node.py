@@ -184,7 +184,7 @@ def test_what_the_driver_does_not_tell_has_no_row() -> None:
     rows = rows_of(one_share(lists=False))
     assert "gpushare_container_memory_used_bytes" not in rows
     assert "gpushare_container_sm_utilization_ratio" not in rows
-    assert {labels["uuid"] for labels, _ in rows["gpushare_card_stranger_processes"]} == {UUIDS[1]}
+    assert {labels["uuid"] for labels, _ in rows["gpushare_gpu_stranger_processes"]} == {UUIDS[1]}
 
 
 def test_every_sample_of_a_gpu_has_its_series() -> None:
@@ -232,22 +232,22 @@ def test_every_sample_of_a_gpu_has_its_series() -> None:
         "stranger_processes": 1,
         "stranger_memory_used_bytes": 42,
     }
-    assert {name: rows[f"gpushare_card_{name}"] for name in expected} == {
+    assert {name: rows[f"gpushare_gpu_{name}"] for name in expected} == {
         name: [(first, float(value))] for name, value in expected.items()
     }
-    assert rows["gpushare_card_ecc_errors_total"] == [
+    assert rows["gpushare_gpu_ecc_errors_total"] == [
         ({**first, "kind": "corrected"}, 3.0),
         ({**first, "kind": "uncorrected"}, 1.0),
     ]
-    throttled = {labels["reason"]: value for labels, value in rows["gpushare_card_throttled"]}
+    throttled = {labels["reason"]: value for labels, value in rows["gpushare_gpu_throttled"]}
     assert throttled == dict.fromkeys(THROTTLE_REASONS, 0.0) | {"power_cap": 1.0, "sun_storm": 1.0}
-    assert rows["gpushare_card_healthy"] == [(first, 1.0), (second, 0.0)]
-    assert rows["gpushare_card_cordoned"] == [(first, 0.0), (second, 1.0)]
-    assert rows["gpushare_card_memory_capacity_bytes"] == [
+    assert rows["gpushare_gpu_healthy"] == [(first, 1.0), (second, 0.0)]
+    assert rows["gpushare_gpu_cordoned"] == [(first, 0.0), (second, 1.0)]
+    assert rows["gpushare_gpu_memory_capacity_bytes"] == [
         (first, float(GPU_MIB * MIB)),
         (second, float(GPU_MIB * MIB)),
     ]
-    info = rows["gpushare_card_info"][0][0]
+    info = rows["gpushare_gpu_info"][0][0]
     assert (info["name"], info["driver_version"]) == ("NVIDIA H100 80GB HBM3", "550.54.14")
     assert rows["gpushare_usage_sampled_timestamp_seconds"] == [({"node": "n1"}, 999.5)]
 
@@ -255,8 +255,8 @@ def test_every_sample_of_a_gpu_has_its_series() -> None:
 def test_a_gpu_that_is_left_out_on_purpose_is_neither_healthy_nor_not() -> None:
     """A rule for unhealthy GPUs would fire for ever where one with MIG enabled is excluded."""
     rows = rows_of(replace(snapshot(gpus=inventory(sick={1: "MIG is enabled"})), excluded=frozenset({UUIDS[1]})))
-    assert [labels["uuid"] for labels, _ in rows["gpushare_card_healthy"]] == [UUIDS[0]]
-    assert [labels["uuid"] for labels, _ in rows["gpushare_card_info"]] == list(UUIDS[:2])
+    assert [labels["uuid"] for labels, _ in rows["gpushare_gpu_healthy"]] == [UUIDS[0]]
+    assert [labels["uuid"] for labels, _ in rows["gpushare_gpu_info"]] == list(UUIDS[:2])
 
 
 def test_the_throttle_reasons_are_those_of_the_driver() -> None:
@@ -267,9 +267,9 @@ def test_the_throttle_reasons_are_those_of_the_driver() -> None:
 def test_what_is_given_of_a_gpu_is_shown_from_the_allocation_on() -> None:
     """Without any sample."""
     rows = rows_of(snapshot(facts(allocation(key_of(1)))))
-    assert [value for _, value in rows["gpushare_card_cores_allocated_ratio"]] == [0.4, 0.0]
-    assert [value for _, value in rows["gpushare_card_memory_allocated_bytes"]] == [2048.0 * MIB, 0.0]
-    assert [value for _, value in rows["gpushare_card_cores_capacity_ratio"]] == [1.0, 1.0]
+    assert [value for _, value in rows["gpushare_gpu_cores_allocated_ratio"]] == [0.4, 0.0]
+    assert [value for _, value in rows["gpushare_gpu_memory_allocated_bytes"]] == [2048.0 * MIB, 0.0]
+    assert [value for _, value in rows["gpushare_gpu_cores_capacity_ratio"]] == [1.0, 1.0]
 
 
 def test_the_order_of_containers_does_not_depend_on_who_came_first() -> None:
@@ -339,7 +339,7 @@ def test_openmetrics_and_text_say_the_same() -> None:
         return {(s.name, tuple(sorted(s.labels.items()))) for family in families for s in family.samples}
 
     assert samples(parse_openmetrics(opened.decode())) == samples(parse_text(text.decode()))
-    assert b"gpushare_card_nvlink_sent_bytes_total{" in opened
+    assert b"gpushare_gpu_nvlink_sent_bytes_total{" in opened
 
 
 def test_the_text_is_made_once_until_it_is_old_or_expired() -> None:
@@ -375,7 +375,7 @@ def test_events_with_foreign_words_make_a_bounded_number_of_series() -> None:
     assert values("gpushare_gpu_events_total", {"kind": "xid", "xid": "other", "ignored": "false"}) == 79
     assert values("gpushare_gpu_events_total", {"kind": "xid", "xid": "", "ignored": "true"}) == 1
     assert values("gpushare_driver_errors_total", {"error": "other"}) == 200 - 64 + 1
-    assert values("gpushare_card_health_changes_total", {"uuid": "other", "to": "unhealthy"}) == 200 - 64
+    assert values("gpushare_gpu_health_changes_total", {"uuid": "other", "to": "unhealthy"}) == 200 - 64
 
 
 def test_known_label_sets_begin_at_zero() -> None:
@@ -388,7 +388,7 @@ def test_known_label_sets_begin_at_zero() -> None:
         assert value("gpushare_admissions_total", {"resource": "r", "outcome": labels[0], "reason": labels[1]}) == 0
     assert value("gpushare_reconcile_corrections_total", {"kind": "adopted"}) == 0
     assert value("gpushare_identifications_total", {"method": "listed"}) == 0
-    assert value("gpushare_card_health_changes_total", {"uuid": "GPU-0", "to": "unhealthy"}) == 0
+    assert value("gpushare_gpu_health_changes_total", {"uuid": "GPU-0", "to": "unhealthy"}) == 0
     assert value("gpushare_rpc_duration_seconds_count", {"resource": "r", "method": "Allocate"}) == 0
 
 

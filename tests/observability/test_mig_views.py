@@ -38,8 +38,8 @@ def test_every_view_has_the_cores_that_the_node_offers(*, shares_in_mig: bool, a
     totals = inspection_document([node_of_document(document)])["totals"]["cores"]
     assert totals == {"allocated": allocated, "capacity": capacity}
     ratios = {series.name: sum(value for _, value in series.rows) for series in gpu_series(node)}
-    assert ratios["gpushare_card_cores_capacity_ratio"] * CORES_PER_GPU == capacity
-    assert ratios["gpushare_card_cores_allocated_ratio"] * CORES_PER_GPU == pytest.approx(allocated)
+    assert ratios["gpushare_gpu_cores_capacity_ratio"] * CORES_PER_GPU == capacity
+    assert ratios["gpushare_gpu_cores_allocated_ratio"] * CORES_PER_GPU == pytest.approx(allocated)
     words = graph_text(node).replace(",", " ").replace(")", " ").split()
     free = [int(words[at + 1]) for at, word in enumerate(words) if word == "allocatableCores:"]
     assert sum(free) == capacity - allocated

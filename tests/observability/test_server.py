@@ -152,7 +152,7 @@ async def test_every_event_method_shows_in_the_metrics() -> None:
         "gpushare_pod_event_age_seconds 1.5",
         'gpushare_identifications_total{method="fetched"} 1.0',
         'gpushare_gpu_events_total{ignored="false",kind="xid",xid="79"} 1.0',
-        'gpushare_card_health_changes_total{to="unhealthy",uuid="GPU-1"} 1.0',
+        'gpushare_gpu_health_changes_total{to="unhealthy",uuid="GPU-1"} 1.0',
         'gpushare_driver_errors_total{error="gpu_is_lost"} 1.0',
         'gpushare_sampling_duration_seconds_bucket{le="0.0025"} 1.0',
         "gpushare_sampling_failures_total 1.0",

@@ -77,7 +77,7 @@ async def test_a_container_whose_cdi_device_no_spec_has_waits_until_one_has(answ
 @pytest.mark.parametrize("strategy", ["cdi-annotations", "cdi-cri"])
 async def test_the_agents_answers_name_what_the_agents_spec_has(strategy: str) -> None:
     """A share gets its GPU's node and the control nodes, seen inside the running container; whole GPUs get theirs."""
-    flags = (f"--device-list-strategy={strategy}", "--isolation=none", "--simulated.cards=2")
+    flags = (f"--device-list-strategy={strategy}", "--isolation=none", "--simulated.gpus=2")
     async with open_test_node() as node:
         settings = load_settings(arguments(node, *flags), {}).settings
         gpus = (await open_driver(settings).read()).gpus

@@ -95,23 +95,23 @@ async def test_what_a_person_has_written_stays(tmp_path: Path) -> None:
     """His IDs count, too; only what belongs to the healed GPU goes."""
     path = tmp_path / "faults.json"
     faults = GpuFaults(path, 3)
-    path.write_text('{"lost": {"0": "mine"}, "xids": [{"id": 40, "card": 0, "xid": 48}]}')
+    path.write_text('{"lost": {"0": "mine"}, "xids": [{"id": 40, "gpu": 0, "xid": 48}]}')
     faults.report_xid(1, 79)
     faults.lose(1)
     assert failing(path) == {0, 1}
     assert faults.heal(1).done == "is no longer lost (GPU is lost) and was reset after Xid 79"
     assert json.loads(path.read_text()) == {
-        "lost": {"0": "mine"}, "xids": [{"id": 40, "card": 0, "xid": 48}], "resets": [{"id": 42, "card": 1}],
+        "lost": {"0": "mine"}, "xids": [{"id": 40, "gpu": 0, "xid": 48}], "resets": [{"id": 42, "gpu": 1}],
     }  # fmt: skip
 
 
 def test_the_file_keeps_no_more_than_a_thousand_events(tmp_path: Path) -> None:
     """The newest ones."""
     path = tmp_path / "faults.json"
-    path.write_text(json.dumps({"xids": [{"id": number + 1, "card": 0, "xid": 31} for number in range(1000)]}))
+    path.write_text(json.dumps({"xids": [{"id": number + 1, "gpu": 0, "xid": 31} for number in range(1000)]}))
     GpuFaults(path, 3).report_xid(1, 79)
     xids = json.loads(path.read_text())["xids"]
-    assert (len(xids), xids[0]["id"], xids[-1]) == (1000, 2, {"id": 1001, "card": 1, "xid": 79})
+    assert (len(xids), xids[0]["id"], xids[-1]) == (1000, 2, {"id": 1001, "gpu": 1, "xid": 79})
 
 
 def test_a_file_that_cannot_be_read_is_not_overwritten(tmp_path: Path) -> None:
@@ -168,7 +168,7 @@ async def test_a_reset_is_shown_only_where_the_gpu_is_out_of_service(
 @pytest.mark.parametrize("gpu", [0, 1])
 async def test_a_lost_gpu_leaves_the_node_and_new_pods_go_elsewhere(gpu: int) -> None:
     """Allocatable drops by that GPU alone, its pod runs on, and the next pod gets another GPU."""
-    async with open_test_node() as node, open_agent(node, "--cards=3", *QUICK) as agent:
+    async with open_test_node() as node, open_agent(node, "--gpus=3", *QUICK) as agent:
         faults = GpuFaults(node.paths.faults, 3)
         keys = [key_of(c.uuid) for c in agent.parts.node.inventory.current.gpus]
         for name in ("first", "second") if gpu == 1 else ("second",):

@@ -83,8 +83,8 @@ def parsed(*words: str) -> argparse.Namespace:
 def test_the_gpus_of_each_node_are_given_in_turn() -> None:
     """Kinds of one node are joined by a plus; all but the first get a web port of their own."""
     first, second, third = node_flags(parsed("--nodes", "3", "--node-gpus", "2x24576+1x81920,4x16384"))
-    assert first == ("--simulated.cards=3", "--simulated.card-memory-mib=24576,24576,81920")
-    assert second[:2] == ("--simulated.cards=4", "--simulated.card-memory-mib=16384,16384,16384,16384")
+    assert first == ("--simulated.gpus=3", "--simulated.gpu-memory-mib=24576,24576,81920")
+    assert second[:2] == ("--simulated.gpus=4", "--simulated.gpu-memory-mib=16384,16384,16384,16384")
     assert third[:2] == first and third[2].startswith("--web.port=") and third[2] != second[2]
     assert node_flags(parsed()) == ((),)
     assert len(node_flags(parsed("--node-gpus", "1x1024,1x2048"))) == 2

@@ -91,8 +91,8 @@ def test_a_flag_without_effect_is_reported_once(flag: str, is_lost: bool) -> Non
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--gpu-memory-mib", "24GB"], "did you mean --card-memory-mib"),
-        (["--card-memory-mib", "24GB"], "24GB is 24576"),
+        (["--gpus-memory-mib", "24GB"], "did you mean --gpu-memory-mib"),
+        (["--gpu-memory-mib", "24GB"], "24GB is 24576"),
         (["--resources.memory-block-mib=1Gi"], "1Gi is 1024"),
         (["--memory-units=GiB"], "did you mean --memory-unit"),
         (["--node-config-path=/n.yaml"], "by --config"),

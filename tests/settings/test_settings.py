@@ -156,9 +156,9 @@ def test_the_node_name_is_the_flag_else_node_name_else_the_host() -> None:
         (["--driver", "cuda"], ["'cuda'", "GPUSHARE_DRIVER", "nvml, simulated"]),
         (["--sample-period", "5 days"], ["flag --sample-period", "'5 days'", "1m30s"]),
         (["--share-mode=maybe"], ["'maybe'", "true or false"]),
-        (["--card-memory-mib", "1,x"], ["flag --card-memory-mib", "'1,x'", "comma list"]),
-        (["--card-memory-mib", "0"], ["from 1 to"]),
-        (["--cards=2", "--card-memory-mib=1,2,3"], ["3 values for 2 GPUs", "--card-memory-mib"]),
+        (["--gpu-memory-mib", "1,x"], ["flag --gpu-memory-mib", "'1,x'", "comma list"]),
+        (["--gpu-memory-mib", "0"], ["from 1 to"]),
+        (["--gpus=2", "--gpu-memory-mib=1,2,3"], ["3 values for 2 GPUs", "--gpu-memory-mib"]),
         (["--node-labels", "novalue"], ["'novalue'", "zone=a"]),
         (["--resources.vcore", "x y"], ["'x y'", "tencent.com/vcuda-core"]),
         (["--resources.vcore", "a." * 60 + "b/vcore-x"], ["of 129 characters", "at most 127"]),
@@ -185,7 +185,7 @@ def test_a_bad_flag_ends_in_one_line_that_tells_what_is_allowed(argv: list[str],
 def test_every_mistake_is_reported_at_once(directory: Path) -> None:
     """A person corrects all of them in one go."""
     path = write(directory, "web: {prt: 1}\nhealth: {check_period_s: .nan}\nnode_name: 5")
-    found = problems_of("--nope", "--cards=-1", environ={"GPUSHARE_LOG_LEVEL": "x", "GPUSHARE_CONFIG": path})
+    found = problems_of("--nope", "--gpus=-1", environ={"GPUSHARE_LOG_LEVEL": "x", "GPUSHARE_CONFIG": path})
     assert len(found) == 6
     assert any("GPUSHARE_LOG__LEVEL" in problem for problem in found)
 
@@ -231,7 +231,7 @@ BOMB = "a: &a [x,x,x,x,x,x,x,x]\nb: &b [*a,*a,*a,*a,*a,*a,*a,*a]\n"
         ("config: /other\n", "config cannot be set in a file"),
         ("kubelet: {api_prt: 1}\n", "did you mean kubelet.api_port?"),
         ("kubelet: {pod_lookup_timeout_s: true}\n", "True is not allowed for --kubelet.pod-lookup-timeout-s"),
-        ("simulated: {cards: 1.5}\n", "1.5 is not allowed"),
+        ("simulated: {gpus: 1.5}\n", "1.5 is not allowed"),
         ("driver: [nvml]\n", "one of nvml, simulated"),
     ],
 )
@@ -287,7 +287,7 @@ def test_a_duration_of_hundreds_of_digits_is_none() -> None:
 
 
 @given(
-    st.lists(st.text(max_size=12) | st.sampled_from(["--cards", "--cards=3", "--share-mode", "true", "4"]), max_size=6)
+    st.lists(st.text(max_size=12) | st.sampled_from(["--gpus", "--gpus=3", "--share-mode", "true", "4"]), max_size=6)
 )
 def test_no_command_line_ends_in_anything_but_settings_or_a_settings_error(argv: list[str]) -> None:
     """Whatever is typed, the answer is settings or readable lines."""
@@ -299,9 +299,9 @@ def test_no_command_line_ends_in_anything_but_settings_or_a_settings_error(argv:
 
 def test_splitting_takes_the_settings_flags_with_their_values_and_leaves_the_rest() -> None:
     """Another command's own words and flags stay in order; a name that it claims stays with it."""
-    argv = ["apply", "--cards", "4", "-f", "x.yaml", "--share-mode", "--once", "--query-port=1", "--topology", "t"]
+    argv = ["apply", "--gpus", "4", "-f", "x.yaml", "--share-mode", "--once", "--query-port=1", "--topology", "t"]
     mine, others = split_flags(argv, leave=frozenset({"--topology"}))
-    assert mine == ["--cards", "4", "--share-mode", "--query-port=1"]
+    assert mine == ["--gpus", "4", "--share-mode", "--query-port=1"]
     assert others == ["apply", "-f", "x.yaml", "--once", "--topology", "t"]
 
 

@@ -104,7 +104,7 @@ def test_a_trace_of_pods_is_read() -> None:
 def test_files_of_the_own_format_are_read(tmp_path: Path) -> None:
     """Memory is rounded up to blocks; models may be left out."""
     nodes, pods = tmp_path / "nodes.csv", tmp_path / "pods.csv"
-    nodes.write_text("name,cards,memory_mib,model\nb,2,1024,X\na,1,2048,\n")
+    nodes.write_text("name,gpus,memory_mib,model\nb,2,1024,X\na,1,2048,\n")
     pods.write_text("name,arrival_s,duration_s,cores,memory_mib,models\np,5.5,10,30,300,Y|X\nq,5,1,100,0,\n")
     assert [(node.name, node.model, len(node.gpus)) for node in read_cluster(nodes).nodes] == [
         ("a", "", 1),
@@ -146,10 +146,10 @@ def test_a_wrong_file_of_pods_is_reported_with_the_line_and_the_mistake(
 def test_wrong_files_of_nodes_are_reported(tmp_path: Path) -> None:
     """No GPUs at all, a name twice, no text, and no file."""
     path = tmp_path / "nodes.csv"
-    path.write_text("name,cards,memory_mib,model\na,0,1,X\n")
+    path.write_text("name,gpus,memory_mib,model\na,0,1,X\n")
     with pytest.raises(Corrupt, match="no node of it has a GPU"):
         read_cluster(path)
-    path.write_text("name,cards,memory_mib,model\na,1,1,X\na,1,1,X\n")
+    path.write_text("name,gpus,memory_mib,model\na,1,1,X\na,1,1,X\n")
     with pytest.raises(Corrupt, match="line 3: node a is listed twice"):
         read_cluster(path)
     path.write_bytes(b"\xff\xfe\x00")

@@ -36,8 +36,8 @@
   {{- $variables = append $variables (dict "name" "GPUSHARE_DEVICE_LIST_STRATEGY" "value" .) -}}
 {{- end -}}
 {{- if $values.simulated.enabled -}}
-  {{- $variables = append $variables (dict "name" "GPUSHARE_SIMULATED__CARDS" "value" (toString $values.simulated.gpus)) -}}
-  {{- $variables = append $variables (dict "name" "GPUSHARE_SIMULATED__CARD_MEMORY_MIB" "value" ($values.simulated.memoryMiB | int64 | toString)) -}}
+  {{- $variables = append $variables (dict "name" "GPUSHARE_SIMULATED__GPUS" "value" (toString $values.simulated.gpus)) -}}
+  {{- $variables = append $variables (dict "name" "GPUSHARE_SIMULATED__GPU_MEMORY_MIB" "value" ($values.simulated.memoryMiB | int64 | toString)) -}}
 {{- end -}}
 {{- if not $values.vcudaResources.enabled -}}
   {{- $variables = append $variables (dict "name" "GPUSHARE_RESOURCES__ENABLED" "value" "false") -}}

@@ -296,9 +296,9 @@ class _Unlisted:
 def _method(listed: Sequence[ListedDevices], lookup: _Lookup) -> str:
     """How the container was found, the metric's label."""
     if listed and isinstance(listed[0], _Unlisted):  # then all are
-        return "own-books"
+        return "pod-store"
     if not lookup.is_first_poll:
-        return "looked-again"
+        return "repeated"
     return "fetched" if lookup.fetches else "listed"
 
 

@@ -152,25 +152,24 @@ def gpus_annotation(
     `shares_in_mig` as ResourceNames has it. `cordoned` says of each such GPU whether an uncordon would put it back in
     service, `unhealthy` what is wrong with a GPU itself."""
     gpus = sorted(inventory.gpus, key=lambda gpu: gpu.index)
-    cards = []
+    facts = []
     for gpu in gpus:
-        card: dict[str, object] = {
+        fact: dict[str, object] = {
             **{name: getattr(gpu, name) for name in ("index", "uuid", "name", "memory_mib", "is_healthy")},
             "numa": gpu.numa_node,
             "links": [_link_word(inventory.topology, gpu.index, other.index) for other in gpus],
         }
         # Only where it is true: 200 bytes a GPU, and most are not cordoned.
         if gpu.uuid in cordoned:
-            card["cordoned"] = True
+            fact["cordoned"] = True
         if cordoned.get(gpu.uuid):
-            card["would_be_healthy"] = True
+            fact["would_be_healthy"] = True
         if gpu.uuid in unhealthy:
-            card["reason"] = unhealthy[gpu.uuid][:MAX_REASON_CHARS]
+            fact["reason"] = unhealthy[gpu.uuid][:MAX_REASON_CHARS]
         if gpu.mig:
-            card["mig"] = {"label": gpu.label, "profile": gpu.mig.profile, "shares": shares_in_mig}
-        cards.append(card)
-    # The annotation's own words stay: other readers know them (schema 1).
-    document = {"schema": GPUS_SCHEMA, "memory_block_mib": memory_block_mib, "cards": cards}
+            fact["mig"] = {"label": gpu.label, "profile": gpu.mig.profile, "shares": shares_in_mig}
+        facts.append(fact)
+    document = {"schema": GPUS_SCHEMA, "memory_block_mib": memory_block_mib, "gpus": facts}
     return json.dumps(document, separators=(",", ":"))
 
 

@@ -57,7 +57,7 @@ async def check_driver(settings: Settings) -> list[Finding]:
     except AgentError as failure:
         remedy = "make `nvidia-smi` work on the host; a node without GPUs can rehearse with --driver simulated"
         if is_simulated:
-            remedy = "check --topology, --cards and --card-memory-mib"
+            remedy = "check --topology, --gpus and --gpu-memory-mib"
         # As the agent itself: it ends, or goes on and tries again.
         level = Level.ERROR if settings.fail_on_init_error else Level.WARNING
         return [Finding(level=level, what="driver", detail=str(failure), cure=remedy)]
@@ -71,9 +71,9 @@ async def check_driver(settings: Settings) -> list[Finding]:
     for gpu in inventory.gpus:
         if not gpu.is_healthy:
             detail = f"number {gpu.label} ({gpu.uuid}) is unhealthy: {gpu.unhealthy_reason}"
-            findings.append(warning("card", detail, f"{see}; it is not given to pods until it recovers"))
+            findings.append(warning("gpu", detail, f"{see}; it is not given to pods until it recovers"))
     for index, reason in inventory.unreadable:
-        findings.append(warning("card", f"number {index} cannot be read: {reason}", f"{see}; it is not offered"))
+        findings.append(warning("gpu", f"number {index} cannot be read: {reason}", f"{see}; it is not offered"))
     names = resource_names(settings, inventory.mig_profiles)
     # Excluded GPUs may differ: they are in no resource.
     offered = [gpu for gpu in inventory.gpus if not gpu.is_selected(settings.excluded_gpus)]

@@ -40,7 +40,7 @@ def run(action: str, call: Invocation) -> int:
             f"cannot {action} a GPU: the setting control.socket is empty, so the agent has no such socket"
         )
     if options.list:
-        return _print_gpus(ask(path, "GET", "/cards"), options.output)
+        return _print_gpus(ask(path, "GET", "/gpus"), options.output)
     if not options.gpu:
         write_stderr(
             f"gpushare-agent: {action}: name a GPU: its index (of a MIG instance 0:1), its UUID or its beginning; "
@@ -60,7 +60,7 @@ def run(action: str, call: Invocation) -> int:
 
 def reported(action: str, document: dict[str, Any]) -> str:
     """What happened and what it means."""
-    gpu = document["card"]
+    gpu = document["gpu"]
     name = f"GPU {gpu['label']} ({gpu['uuid']})"
     if action == "cordon":
         already = "" if document["changed"] else "already "
@@ -130,7 +130,7 @@ def _check(answer: Answer, what: str) -> None:
 
 def _print_gpus(answer: Answer, form: Form) -> int:
     _check(answer, "list the GPUs")
-    rows = [(gpu["label"], gpu["uuid"], _health(gpu), _reason(gpu) or "-") for gpu in answer.document["cards"]]
+    rows = [(gpu["label"], gpu["uuid"], _health(gpu), _reason(gpu) or "-") for gpu in answer.document["gpus"]]
     print_as(form, answer.document, lambda _: [grid(("GPU", "UUID", "HEALTH", "REASON"), rows, right=("GPU",))])
     return 0
 

@@ -3,9 +3,9 @@
 HTTP with JSON on a unix socket of mode 0600. Only root and the agent's own user may call (SO_PEERCRED). aiohttp is
 imported in a thread once `run` begins. Where the socket cannot be opened the agent runs without it.
 
-    POST /cordon   {"gpu": "…", "reason": "…"}   → {"card": {…}, "changed": bool, "not_kept": "…"}
+    POST /cordon   {"gpu": "…", "reason": "…"}   → {"gpu": {…}, "changed": bool, "not_kept": "…"}
     POST /uncordon {"gpu": "…"}                  → the same, and "ended_wait": "…"
-    GET  /cards                                  → {"cards": [{…}]}
+    GET  /gpus                                  → {"gpus": [{…}]}
 
 `gpu` is an index, `0:1` for a MIG instance, a UUID, or the beginning of one.
 A refusal is {"error": "…"} with status 400, 403, 404, 409 or 500.
@@ -90,7 +90,7 @@ class ControlServer(Struct, eq=False):
         routes = [
             web.post("/cordon", self._answered(self._cordon)),
             web.post("/uncordon", self._answered(self._uncordon)),
-            web.get("/cards", self._answered(self._show)),
+            web.get("/gpus", self._answered(self._show)),
         ]
         # Handlers are not cancelled: a cordon that is half done would be in the inventory and not in the file.
         limits = HttpLimits(connections=16, body_bytes=MAX_REQUEST_BYTES, cancels_handlers=False)
@@ -179,11 +179,11 @@ class ControlServer(Struct, eq=False):
         return self._result(gpu, changed, await self.writer.save_now()) | {"ended_wait": ended_wait}
 
     async def _show(self, _request: web.Request) -> dict[str, Any]:
-        return {"cards": [self._shown(gpu) for gpu in self.inventory.current.gpus]}
+        return {"gpus": [self._shown(gpu) for gpu in self.inventory.current.gpus]}
 
     def _result(self, gpu: Gpu, changed: bool, not_saved: str) -> dict[str, Any]:
         now = self.inventory.current.by_uuid()[gpu.uuid]
-        return {"card": self._shown(now), "changed": changed, "not_kept": not_saved}
+        return {"gpu": self._shown(now), "changed": changed, "not_kept": not_saved}
 
     def _shown(self, gpu: Gpu) -> dict[str, Any]:
         return gpu_document(

@@ -127,10 +127,10 @@ def open_driver(settings: Settings) -> NodeDriver:
             ) from e
     try:
         return SimulatedDriver(
-            gpus=simulated.cards,
-            gpu_memory_mib=simulated.card_memory_mib,
+            gpus=simulated.gpus,
+            gpu_memory_mib=simulated.gpu_memory_mib,
             topology_text=text,
-            gpu_name=simulated.card_name,
+            gpu_name=simulated.gpu_name,
             seed=settings.node_name,
             faults_file=simulated.faults,
             usage_file=simulated.usage,

@@ -1,6 +1,6 @@
 """health.json in state_directory: which GPUs are cordoned and which wait for a reset, over a restart of the agent.
 
-    {"version": 1, "boot_id": "…", "cards": [{"uuid": "GPU-…", "cordoned": "why", "waits_for_reset": "what happened"}]}
+    {"version": 1, "boot_id": "…", "gpus": [{"uuid": "GPU-…", "cordoned": "why", "waits_for_reset": "what happened"}]}
 
 with one or both of the last two for each GPU, sorted by UUID. A reboot resets the GPUs: the waits of another boot are
 dropped, the cordons stay. A file that is not this format is set aside as `<name>.corrupt`. Every step is in a daemon
@@ -46,7 +46,7 @@ class _Gpu(Struct, kw_only=True, omit_defaults=True):
 class _Document(Struct, kw_only=True):
     version: Literal[1]
     boot_id: _Text | None = None
-    cards: Annotated[list[_Gpu], Meta(max_length=MAX_GPUS)]
+    gpus: Annotated[list[_Gpu], Meta(max_length=MAX_GPUS)]
 
 
 class HealthStateFile:
@@ -71,8 +71,8 @@ class HealthStateFile:
         except ValidationError as e:
             raise Corrupt(f"it is no object of version {VERSION} with a list of at most {MAX_GPUS} GPUs: {e}") from e
         saved = SavedHealth(
-            cordons={GpuUuid(gpu.uuid): gpu.cordoned for gpu in document.cards if gpu.cordoned is not None},
-            waits={GpuUuid(gpu.uuid): gpu.waits_for_reset for gpu in document.cards if gpu.waits_for_reset is not None},
+            cordons={GpuUuid(gpu.uuid): gpu.cordoned for gpu in document.gpus if gpu.cordoned is not None},
+            waits={GpuUuid(gpu.uuid): gpu.waits_for_reset for gpu in document.gpus if gpu.waits_for_reset is not None},
         )
         boot_id = self._this_boot()
         # Where a boot cannot be told from another nothing is dropped: a GPU that needs a reset must not come back by a
@@ -93,7 +93,7 @@ class HealthStateFile:
             # Sorted: an unchanged state is the same text.
             for uuid in sorted({*saved.cordons, *saved.waits})[:MAX_GPUS]
         ]
-        document: dict[str, Any] = to_builtins(_Document(version=VERSION, boot_id=self._this_boot(), cards=gpus))
+        document: dict[str, Any] = to_builtins(_Document(version=VERSION, boot_id=self._this_boot(), gpus=gpus))
         return document
 
     def _this_boot(self) -> str:

@@ -4,10 +4,10 @@ A file that is absent, no regular file, too large or malformed is ignored, with 
 warning that was logged last. Every key is optional (docs/reference/sandbox.md):
 
 - Faults, what fails, what the driver reports, which GPU was reset: `{"lost": {"<index>": "<reason>"}, "all_lost":
-  "<reason>", "xids": [{"id": 1, "card": 3, "xid": 79}], "resets": [{"id": 2, "card": 3}], "mig": {"<index>": ["1g.10gb"]}}`.
+  "<reason>", "xids": [{"id": 1, "gpu": 3, "xid": 79}], "resets": [{"id": 2, "gpu": 3}], "mig": {"<index>": ["1g.10gb"]}}`.
   IDs grow; those that a driver finds at its first poll are history to it. An entry of `xids` may have `"kind":
   "double-bit-ecc"` instead of an xid, and no GPU, as where a driver does not name it.
-- Usage, what processes use: `{"processes": [{"pid": 123, "card": 0, "sm": 0.25, "memory_bytes": 1073741824}]}`. Ratios are
+- Usage, what processes use: `{"processes": [{"pid": 123, "gpu": 0, "sm": 0.25, "memory_bytes": 1073741824}]}`. Ratios are
   of the whole GPU, 0..1. Optional: `memory`, `encoder` and `decoder`, ratios too, and `kind`: compute, graphics or mps.
   The values of the whole GPU are computed from it.
 """
@@ -109,7 +109,7 @@ _Id = Annotated[int, Meta(ge=1, le=_MAX_ID)]
 _Profiles = Annotated[tuple[str, ...], Meta(max_length=MAX_INSTANCES)]
 
 
-class SimulatedEvent(Struct, frozen=True, kw_only=True, omit_defaults=True, rename={"gpu": "card"}):
+class SimulatedEvent(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """`gpu` is None where the driver is not to name it."""
 
     id: _Id
@@ -122,7 +122,7 @@ class SimulatedEvent(Struct, frozen=True, kw_only=True, omit_defaults=True, rena
             raise ValueError(f'"xid" must be a whole number from 1 to {MAX_XID}')
 
 
-class SimulatedReset(Struct, frozen=True, kw_only=True, rename={"gpu": "card"}):
+class SimulatedReset(Struct, frozen=True, kw_only=True):
     """The GPU is lost at the next poll, and back at the one after it."""
 
     id: _Id
@@ -187,7 +187,7 @@ _CAPPED_FROM = 0.97
 _Ratio = Annotated[float, Meta(ge=0, le=1)]
 
 
-class SimulatedProcess(Struct, frozen=True, kw_only=True, omit_defaults=True, rename={"gpu": "card"}):
+class SimulatedProcess(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Ratios are of the whole GPU."""
 
     pid: Annotated[int, Meta(ge=1, le=MAX_PID)]

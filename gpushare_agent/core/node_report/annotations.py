@@ -28,9 +28,9 @@ from gpushare_agent.core.placement.gpu_account import GpuAccount, account_of
 T = TypeVar("T")
 
 OWN_PREFIX = "gpushare-agent"
-GPUS_ANNOTATION = f"{OWN_PREFIX}/cards"
+GPUS_ANNOTATION = f"{OWN_PREFIX}/gpus"
 GPUS_SCHEMA = 1
-ALLOCATIONS_ANNOTATION = f"{OWN_PREFIX}/held"
+ALLOCATIONS_ANNOTATION = f"{OWN_PREFIX}/allocations"
 ALLOCATIONS_SCHEMA = 1
 MAX_ANNOTATION_CHARS = 256 * 1024
 """All annotations of an object together may have so many bytes."""
@@ -64,30 +64,30 @@ class ReportedAllocations(Struct, frozen=True, kw_only=True):
 
 
 def parse_gpus(text: object) -> ReportedGpus:
-    """The annotation `gpushare-agent/cards`. One bad GPU makes the whole unreadable: half a list would show a
+    """The annotation `gpushare-agent/gpus`. One bad GPU makes the whole unreadable: half a list would show a
     smaller node than there is.
 
     Raises:
         Corrupt: what is wrong, without the annotation's name.
     """
-    document = _read(_Cards, text)
-    gpus = tuple(map(_gpu, document.cards))
+    document = _read(_Gpus, text)
+    gpus = tuple(map(_gpu, document.gpus))
     if len({gpu.index for gpu in gpus}) != len(gpus):
         raise Corrupt("two GPUs have the same index")
     return ReportedGpus(gpus=gpus, memory_block_mib=document.memory_block_mib)
 
 
 def parse_allocations(text: object, indexes: Collection[int]) -> ReportedAllocations:
-    """The annotation `gpushare-agent/held` of a node whose GPUs have these indexes. One bad entry makes the whole
+    """The annotation `gpushare-agent/allocations` of a node whose GPUs have these indexes. One bad entry makes the whole
     unreadable: a part would show too much as free.
 
     Raises:
         Corrupt: what is wrong, without the annotation's name.
     """
-    document = _read(_Held, text)
+    document = _read(_Allocations, text)
     # By text, as JSON has keys: `01` or `+1` is no index that an agent writes.
     by_key = {str(index): index for index in indexes}
-    of_pod = {PodUid(uid): _charges(uid, counts, by_key) for uid, counts in sorted(document.held.items())}
+    of_pod = {PodUid(uid): _charges(uid, counts, by_key) for uid, counts in sorted(document.allocations.items())}
     return ReportedAllocations(of_pod=of_pod, is_truncated=document.truncated is True)
 
 
@@ -138,9 +138,9 @@ class _Gpu(Struct):
     mig: _Mig | UnsetType = UNSET
 
 
-class _Cards(Struct):
+class _Gpus(Struct):
     schema: Literal[1]
-    cards: Annotated[list[_Gpu], Meta(max_length=MAX_GPUS)]
+    gpus: Annotated[list[_Gpu], Meta(max_length=MAX_GPUS)]
     memory_block_mib: Annotated[int, Meta(gt=0, le=MAX_BLOCK_MIB)] | None = None
 
 
@@ -148,9 +148,9 @@ _Uid = Annotated[str, Meta(min_length=1, max_length=_MAX_UID_CHARS)]
 _Counts = Annotated[list[Annotated[int, Meta(ge=0, le=_MAX_COUNT)]], Meta(max_length=_COUNTS)]
 
 
-class _Held(Struct):
+class _Allocations(Struct):
     schema: Literal[1]
-    held: Annotated[dict[_Uid, dict[str, _Counts]], Meta(max_length=MAX_PODS)]
+    allocations: Annotated[dict[_Uid, dict[str, _Counts]], Meta(max_length=MAX_PODS)]
     truncated: object = None
 
 
@@ -323,7 +323,9 @@ def _counts(account: GpuAccount) -> tuple[int, ...]:
 def _document(allocated: Iterable[AllocatedTo], *, is_truncated: bool) -> str:
     document: dict[str, object] = {
         "schema": ALLOCATIONS_SCHEMA,
-        "held": {one.pod_uid: dict(sorted(one.gpus.items())) for one in sorted(allocated, key=lambda one: one.pod_uid)},
+        "allocations": {
+            one.pod_uid: dict(sorted(one.gpus.items())) for one in sorted(allocated, key=lambda one: one.pod_uid)
+        },
     }
     if is_truncated:
         document["truncated"] = True

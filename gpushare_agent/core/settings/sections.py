@@ -157,15 +157,15 @@ class DraSettings(Section):
 class SimulatedSettings(Section):
     """GPUs without hardware (driver simulated)."""
 
-    cards: Count = Field(default=8, ge=1, le=64)
+    gpus: Count = Field(default=8, ge=1, le=64)
     """GPUs to simulate. With a topology file its rows count."""
-    card_memory_mib: Annotated[tuple[Annotated[Count, Field(ge=1, le=4_194_304)], ...], BeforeValidator(comma_list)] = (
+    gpu_memory_mib: Annotated[tuple[Annotated[Count, Field(ge=1, le=4_194_304)], ...], BeforeValidator(comma_list)] = (
         Field(default=(24576,), min_length=1, max_length=64)
     )
     """Memory of the GPUs, MiB: one value for all, or one for each GPU."""
     topology: OptionalPath = None
     """File with the text of `nvidia-smi topo -m`. Empty: a plain layout."""
-    card_name: str = Field(default="", max_length=96)
+    gpu_name: str = Field(default="", max_length=96)
     """The GPUs' product name. Empty: by the memory of each, such as NVIDIA Simulated 24GB."""
     device_nodes: bool = False
     """Give containers /dev/nvidia0… of simulated GPUs: a real runtime needs nodes that exist."""
@@ -176,10 +176,10 @@ class SimulatedSettings(Section):
 
     @model_validator(mode="after")
     def _has_one_memory_per_gpu(self) -> Self:
-        sizes = len(self.card_memory_mib)
+        sizes = len(self.gpu_memory_mib)
         # With a topology file only the file knows how many GPUs there are.
-        if self.topology is None and sizes not in (1, self.cards):
-            raise ValueError(f"card_memory_mib has {sizes} values for {self.cards} GPUs; give one, or one for each GPU")
+        if self.topology is None and sizes not in (1, self.gpus):
+            raise ValueError(f"gpu_memory_mib has {sizes} values for {self.gpus} GPUs; give one, or one for each GPU")
         return self
 
 

@@ -41,8 +41,8 @@ SOURCES = "_sources"
 ALIASES = {
     "hostname-override": "node_name",
     "sample-period": "sample_period_s",
-    "cards": "simulated.cards",
-    "card-memory-mib": "simulated.card_memory_mib",
+    "gpus": "simulated.gpus",
+    "gpu-memory-mib": "simulated.gpu_memory_mib",
     "topology": "simulated.topology",
     "device-plugin-path": "kubelet.device_plugin_path",
     "allocation-check-period": "allocation.check_period_s",

@@ -25,7 +25,7 @@ from gpushare_agent.core.model.errors import RefusalReason
 RPC_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 SAMPLING_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
 METHODS = ("Allocate", "GetPreferredAllocation", "PreStartContainer")
-IDENTIFIED_BY = ("listed", "fetched", "looked-again", "own-books")
+IDENTIFIED_BY = ("listed", "fetched", "repeated", "pod-store")
 """admission/identification.py has the cases."""
 _MAX_XID = 200
 """NVIDIA's catalogue ends below it."""
@@ -68,7 +68,7 @@ class AgentMetrics:
         # The kubelet's calls and the containers'.
         text = "Allocate calls, and claims as resourceclaims.resource.k8s.io; allocated, or refused and the reason."
         self.admission = count("admissions", text, resource=(), outcome=(), reason=())
-        text = "Targets of calls of the kubelet, by how they were identified: listed, fetched, looked-again, own-books."
+        text = "Targets of calls of the kubelet, by how they were identified: listed, fetched, repeated, pod-store."
         self.identified = count("identifications", text, method=IDENTIFIED_BY)
         text = "Duration of a call of the kubelet; the node's admissions wait for it."
         self._rpc_duration = observe("rpc_duration_seconds", text, RPC_BUCKETS_S, "resource", "method")
@@ -105,7 +105,7 @@ class AgentMetrics:
         )
         self._gpu_events = count("gpu_events", text, kind=(), xid=(), ignored=())
         text = "GPUs that became unhealthy or healthy."
-        self._health_changes = count("card_health_changes", text, uuid=(), to=())
+        self._health_changes = count("gpu_health_changes", text, uuid=(), to=())
         text = "Errors of the GPU driver by its own names; look_failed and events_failed where it could not be read."
         self._driver_errors = count("driver_errors", text, error=())
         text = "Duration of a round of sampling."

@@ -72,31 +72,31 @@ def gpu_series(snapshot: NodeSnapshot) -> Iterator[Series]:
     labels = {uuid: labels_text(**found) for uuid, found in own.items()}
     version, memory = snapshot.inventory.driver_version, snapshot.memory_allocated_bytes
 
-    def card(name: str, text: str, value_of: Callable[[Gpu], Number | None]) -> Series:
+    def of_gpu(name: str, text: str, value_of: Callable[[Gpu], Number | None]) -> Series:
         values = ((labels[gpu.uuid], value_of(gpu)) for gpu in gpus)
-        return Series(f"gpushare_card_{name}", text, rows=[(one, value) for one, value in values if value is not None])
+        return Series(f"gpushare_gpu_{name}", text, rows=[(one, value) for one, value in values if value is not None])
 
     infos = [labels_text(**own[gpu.uuid], name=gpu.name, bus_id=gpu.bus_id, driver_version=version) for gpu in gpus]
-    yield _info("card_info", "Name, bus ID and driver version of the GPU; always 1.", infos)
+    yield _info("gpu_info", "Name, bus ID and driver version of the GPU; always 1.", infos)
     instances = [
         labels_text(**own[gpu.uuid], instance=gpu.label, profile=gpu.mig.profile, parent=gpu.mig.parent)
         for gpu in gpus
         if gpu.mig is not None
     ]
     yield _info(
-        "card_mig_info", "Instance such as 0:1, profile and parent's UUID of a MIG instance; always 1.", instances
+        "gpu_mig_info", "Instance such as 0:1, profile and parent's UUID of a MIG instance; always 1.", instances
     )
     text = "Compute of the GPU that can be allocated: 1; 0 of a MIG instance that takes no shares."
-    yield card("cores_capacity_ratio", text, lambda gpu: snapshot.cores(gpu)[1] / CORES_PER_GPU)
+    yield of_gpu("cores_capacity_ratio", text, lambda gpu: snapshot.cores(gpu)[1] / CORES_PER_GPU)
     text = "Compute of the GPU that is allocated to containers."
-    yield card("cores_allocated_ratio", text, lambda gpu: snapshot.cores(gpu)[0] / CORES_PER_GPU)
-    yield card("memory_capacity_bytes", "Memory of the GPU.", lambda gpu: gpu.memory_mib * MIB)
+    yield of_gpu("cores_allocated_ratio", text, lambda gpu: snapshot.cores(gpu)[0] / CORES_PER_GPU)
+    yield of_gpu("memory_capacity_bytes", "Memory of the GPU.", lambda gpu: gpu.memory_mib * MIB)
     text = "Memory of the GPU that is allocated to containers."
-    yield card("memory_allocated_bytes", text, lambda gpu: memory.get(gpu.uuid, 0))
+    yield of_gpu("memory_allocated_bytes", text, lambda gpu: memory.get(gpu.uuid, 0))
     # The alert GpushareCardUnhealthy must not fire for a GPU that no pod can get.
     text = "1 while the GPU is healthy; no row for one of excluded_gpus."
-    yield card("healthy", text, lambda gpu: None if gpu.uuid in snapshot.excluded else int(gpu.is_healthy))
-    yield card("cordoned", "1 while the GPU is cordoned.", lambda gpu: int(gpu.uuid in snapshot.cordoned))
+    yield of_gpu("healthy", text, lambda gpu: None if gpu.uuid in snapshot.excluded else int(gpu.is_healthy))
+    yield of_gpu("cordoned", "1 while the GPU is cordoned.", lambda gpu: int(gpu.uuid in snapshot.cordoned))
     usage = snapshot.usage
     if usage is None:
         return
@@ -104,15 +104,15 @@ def gpu_series(snapshot: NodeSnapshot) -> Iterator[Series]:
     samples = [(labels[gpu.uuid], usage.gpus[gpu.uuid]) for gpu in gpus if gpu.uuid in usage.gpus]
     for name, (field, text) in _GPU_SAMPLES.items():
         rows = [(one, rounded(value)) for one, sample in samples if (value := getattr(sample, field)) is not None]
-        yield Series(f"gpushare_card_{name}", text, "counter" if name.endswith("_total") else "gauge", rows)
+        yield Series(f"gpushare_gpu_{name}", text, "counter" if name.endswith("_total") else "gauge", rows)
     yield from _labelled_samples([(own[sample.uuid], sample) for _, sample in samples])
     unattributed = [(one, usage.unattributed.get(s.uuid, ())) for one, s in samples if s.processes is not None]
     text = "Processes on the GPU that are attributed to no container."
     rows = [(one, len(processes)) for one, processes in unattributed]
-    yield Series("gpushare_card_stranger_processes", text, rows=rows)
+    yield Series("gpushare_gpu_stranger_processes", text, rows=rows)
     text = "Memory of the GPU that these processes use."
     rows = [(one, size) for one, processes in unattributed if (size := _memory(processes)) is not None]
-    yield Series("gpushare_card_stranger_memory_used_bytes", text, rows=rows)
+    yield Series("gpushare_gpu_stranger_memory_used_bytes", text, rows=rows)
 
 
 def _info(name: str, text: str, labels: Iterable[Labels]) -> Series:
@@ -122,8 +122,8 @@ def _info(name: str, text: str, labels: Iterable[Labels]) -> Series:
 def _labelled_samples(samples: Iterable[tuple[Mapping[str, str], GpuSample]]) -> tuple[Series, Series]:
     """What has a label of its own."""
     text = "Memory errors since the driver was loaded: corrected, uncorrected."
-    ecc = Series("gpushare_card_ecc_errors_total", text, "counter")
-    throttled = Series("gpushare_card_throttled", "1 while the GPU is slowed down for this reason.")
+    ecc = Series("gpushare_gpu_ecc_errors_total", text, "counter")
+    throttled = Series("gpushare_gpu_throttled", "1 while the GPU is slowed down for this reason.")
     for own, sample in samples:
         for kind, count in (("corrected", sample.ecc_corrected_total), ("uncorrected", sample.ecc_uncorrected_total)):
             if count is not None:
