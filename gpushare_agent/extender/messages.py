@@ -87,7 +87,7 @@ class PreemptArgs(Struct, frozen=True, kw_only=True):
 
 
 class Result(Struct, frozen=True):
-    """What a verb answers: a body for status 200, or an error's text for another."""
+    """A verb's answer: a body for status 200, or an error's text for another."""
 
     body: bytes
     outcome: str = "ok"
