@@ -27,11 +27,12 @@ from gpushare_agent.core.settings.values import OneOf
 
 _ROOT_TITLE = "The node."
 TEXTS = "a comma list"
-"""What a list of texts takes; its validators say more."""
+"""The values of a list of texts; its validators say more."""
 
 
 class Kind(Struct, frozen=True, kw_only=True):
-    """What a setting takes: the help's placeholder, the sentence of errors and docs, and the words that shells complete."""
+    """The values of a setting: the help's placeholder, the sentence of errors and docs, and the words that shells
+    complete."""
 
     placeholder: str
     allowed: str
