@@ -257,7 +257,7 @@ A setting is a flag, an environment variable, or a key of a YAML 1.2 file (`--co
 A flag beats a variable, a variable beats the file. `gpushare-agent config` prints the values in force and their sources.
 
 - **Flag**: `--web.port 5678`, `--web.port=5678` or `--web-port 5678`; `_` is written `-`. Below a key is its second flag.
-  Of a flag given twice the last counts. `--share-mode` alone is `--share-mode=true`.
+  Where a flag is given twice, the last counts. `--share-mode` alone is `--share-mode=true`.
 - **Variable**: `{ENVIRONMENT_PREFIX}` and the key in capitals, a dot as two underscores: `{ENVIRONMENT_PREFIX}WEB__PORT`.
 - **File**: nested at the dots: `web: {{port: 5678}}`. Anchors, aliases and keys given twice are refused.
 - **Values**: keys that end in `_s` are durations: seconds (`2`, `0.5`) or a number with a unit (`500ms`, `1m30s`). Lists
