@@ -260,7 +260,7 @@ def with_admission_config(settings: ExtenderSettings, usual: Sequence[Path] = AD
 
 
 def read_admission_config(path: Path) -> dict[str, str]:
-    """What the file says, by the names of our settings. Raises StartupError."""
+    """The file's content, by the names of our settings. Raises StartupError."""
     what = f"cannot use gpu-admission's configuration {path}"
     try:
         # One byte more than allowed, so that a longer file is noticed without being read whole.

@@ -105,7 +105,7 @@ class ElsewhereError(Exception):
 
 
 class Left(IntEnum):
-    """What is left to do about a reservation, in the order in which it is done: open binds keep GPUs from other pods, stale
+    """The rest of the work on a reservation, in the order in which it is done: open binds keep GPUs from other pods, stale
     annotations only mislead."""
 
     OPEN = 1
@@ -559,7 +559,8 @@ class PodWrites(Struct, kw_only=True, eq=False):
 
 
 def extender_annotations(reservation: Reservation, time_ns: int) -> dict[str, str]:
-    """What gpu-admission writes, and GPUShare's extender where one GPU serves all that the pod asks by its resource."""
+    """The annotations of gpu-admission, and of GPUShare's extender where one GPU serves all that the pod asks by its
+    resource."""
     written = {
         PREDICATE_TIME_ANNOTATION: str(time_ns),
         PREDICATE_NODE_ANNOTATION: reservation.node,

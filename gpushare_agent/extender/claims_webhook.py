@@ -159,7 +159,7 @@ class _TemplateSpec(Struct, frozen=True):
 
 
 class _Template(Struct, frozen=True):
-    """What is compared of a ResourceClaimTemplate."""
+    """The fields of a ResourceClaimTemplate that are compared."""
 
     spec: _TemplateSpec = _TemplateSpec()
 

@@ -287,7 +287,7 @@ class ClusterState:
         return list(zip(names, scores_of(costs), strict=True))
 
     def costs(self, pod: Pod, names: Sequence[str]) -> list[float | None]:
-        """What the pod costs on each node by the policy, the least is best; None where it does not fit."""
+        """The pod's cost on each node by the policy, the least is best; None where it does not fit."""
         return at_once(self.costs_steps(pod, names))
 
     def costs_steps(self, pod: Pod, names: Sequence[str]) -> Steps[list[float | None]]:
@@ -431,7 +431,7 @@ class ClusterState:
         return sorted(self._nodes)
 
     def node_ledger(self, name: str) -> NodeLedger | None:
-        """What is allocated on one node, to be read only."""
+        """The allocations on one node. Only read them."""
         return self._nodes.get(name)
 
     # --- pods and reservations ---
@@ -573,7 +573,7 @@ class ClusterState:
         return {kind: one.detail for kind, one in refused.items() if one is not None}
 
     def _invalid(self, pod: Pod) -> str:
-        """What no node can serve."""
+        """Why no node can serve the pod; empty where one may."""
         names, asking = self._policy.names, 0
         for container in pod.containers:
             request = request_of(container, names)

@@ -51,7 +51,7 @@ MAX_WARMED_PODS = 8
 ROLE_LABEL = "gpushare-agent/role"
 LEADER = "leader"
 APP_LABEL = "app.kubernetes.io/name"
-"""What the pods of one Deployment have in common, and no other pods of the namespace."""
+"""The label that the pods of one Deployment share, and no other pods of the namespace."""
 CHECK_PERIOD_S = 30.0
 UPDATE_TIMEOUT_S = 15.0
 WITHDRAW_TIMEOUT_S = 2.0

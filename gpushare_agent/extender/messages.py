@@ -87,7 +87,7 @@ class PreemptArgs(Struct, frozen=True, kw_only=True):
 
 
 class Result(Struct, frozen=True):
-    """What a verb answers: a body for status 200, or an error's text for another."""
+    """A verb's answer: a body for status 200, or an error's text for another."""
 
     body: bytes
     outcome: str = "ok"
@@ -260,7 +260,7 @@ def preemption_result(victims: Mapping[str, Sequence[PodUid]], violations: Mappi
 
 
 def request_of(decoder: Decoder[T], content: bytes, what: str, bytes_of_a_value: int = BYTES_OF_A_VALUE) -> T:
-    """What the schema makes of a whole request. Raises Corrupt."""
+    """A whole request, read by the schema. Raises Corrupt."""
     # An upper bound: it counts those in texts too. One pass: `count` takes four times as long where there are many.
     values = len(content) - len(content.translate(None, b",{["))
     if values > FREE_VALUES + len(content) // bytes_of_a_value:

@@ -291,7 +291,8 @@ def chooses_gpus(annotation: str) -> bool:
 
 
 def host_request(spec: PodSpec, model_label: str = "") -> HostRequest:
-    """What kube-scheduler counts of a pod on its node's CPU and main memory, and the GPU models that it may run on."""
+    """A pod's request of its node's CPU and main memory, as kube-scheduler counts it, and the GPU models that it may run
+    on."""
     cpu_milli, memory_mib = _bounded(asked_of_node(spec, CPU), asked_of_node(spec, MEMORY))
     return _host_request(cpu_milli, memory_mib, values_of_label(spec, model_label) if model_label else ())
 

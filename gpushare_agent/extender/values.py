@@ -77,7 +77,7 @@ class PodPlan(Struct, frozen=True, kw_only=True):
 
 
 class Stage(StrEnum):
-    """How sure a reservation is."""
+    """The certainty of a reservation."""
 
     ASSUMED = "assumed"
     """Reserved in memory; the bind is under way, or its outcome unknown."""
@@ -90,7 +90,7 @@ class Stage(StrEnum):
 
 
 class Reservation(Struct, frozen=True, kw_only=True):
-    """What is reserved for one pod. `at` is monotonic seconds."""
+    """The reservation of one pod. `at` is monotonic seconds."""
 
     pod_uid: PodUid
     namespace: str

@@ -154,7 +154,7 @@ def read_report(annotations: Mapping[str, str], capacity: Mapping[str, int], nam
 
 
 def _allocated(text: object, indexes: Collection[int]) -> tuple[Mapping[PodUid, Mapping[int, Charge]] | None, str]:
-    """What each pod has, and what is wrong with it. A pod's own annotations are no substitute: tenants write them."""
+    """Each pod's part, and what is wrong with the report. A pod's own annotations are no substitute: tenants write them."""
     if text is None:
         return None, f"no {ALLOCATIONS_ANNOTATION}: what is allocated is not known; see the agent's log there"
     try:

@@ -49,7 +49,7 @@ class Totals(TypedDict):
 
 
 class Uncharged(TypedDict):
-    """What is charged to no GPU."""
+    """The containers that are charged to no GPU."""
 
     containers: int
     cores: int

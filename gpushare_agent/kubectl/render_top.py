@@ -182,7 +182,7 @@ def _unattributed_line(process: documents.UnattributedProcess) -> Line:
 
 
 def notes(lines: Sequence[Line]) -> list[Text]:
-    """What a mark in these lines means."""
+    """The meaning of a mark in these lines."""
     return [Text(PAID_NOTE, style="dim")] if any(line.cells.get(SM, "").endswith(PAID) for line in lines) else []
 
 
@@ -200,7 +200,7 @@ def _power(usage: documents.GpuUsage) -> str:
 
 
 def columns_for(lines: Sequence[Line], width: int, *, has_bars: bool = True) -> dict[str, int]:
-    """Which columns fit into the width, and how wide each may be."""
+    """The columns that fit into the width, and how wide each may be."""
     rows = [line.cells for line in lines if len(line.cells) > 1]
     widths = {
         name: max(width_of([name]), width_of([plain_cell(cells.get(name, "")) for cells in rows]))

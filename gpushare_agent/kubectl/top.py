@@ -73,7 +73,7 @@ async def run(call: Invocation) -> int:
 
 
 class _Top:
-    """What is shown. Changed by keys and by the poll, both on the event loop."""
+    """The state of the view. Keys and the poll change it, both on the event loop."""
 
     def __init__(self, document: NodeDocument, choice: Choice) -> None:
         self.document = document

@@ -47,7 +47,7 @@ _UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 
 
 class ShareConfig(Struct, frozen=True, kw_only=True):
-    """What a claim or its class asks for beyond numbers; empty and 0 stand for the node's settings. `mps` are the limits of
+    """The request of a claim or its class beyond numbers; empty and 0 stand for the node's settings. `mps` are the limits of
     whole GPUs by NVIDIA's GpuConfig."""
 
     isolation: str = ""
@@ -56,7 +56,7 @@ class ShareConfig(Struct, frozen=True, kw_only=True):
 
 
 class DevicePart(Struct, frozen=True, kw_only=True):
-    """What a claim has of one device. `request` as in the claim, `a` or `a/b` of a list of alternatives. `cores` are percent
+    """A claim's part of one device. `request` as in the claim, `a` or `a/b` of a list of alternatives. `cores` are percent
     of the GPU. `is_admin`: by admin access, all of the GPU next to whoever has it; nothing is charged, so both are 0.
     `is_unlimited`: by the setting dra.consumable_shares, without a size of its own; both are 0 too."""
 

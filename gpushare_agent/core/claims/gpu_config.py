@@ -97,7 +97,7 @@ class _Json(_Base):
 
 
 class Typed(Struct, rename="camel"):
-    """What an opaque configuration says that it is."""
+    """The kind and version that an opaque configuration states."""
 
     api_version: object = None
     kind: object = None

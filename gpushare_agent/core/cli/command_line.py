@@ -1,4 +1,4 @@
-"""What the command lines share: the table of commands, their parsers, errors as lines, exit codes.
+"""The common parts of the command lines: the table of commands, their parsers, errors as lines, exit codes.
 
 `commands.py` and `kubectl/view_commands.py` define the commands. One `Command` is the source of the parser, of `--help`
 and of shell completion (cli/completion.py). No state.

@@ -22,7 +22,7 @@ from gpushare_agent.core.settings.reference import select_keys
 
 
 def script(shell: str, lines: Sequence[CommandLine]) -> str:
-    """What the shell sources."""
+    """The script that the shell sources."""
     return shellcode([line.program.replace(" ", "-") for line in lines], shell=shell)
 
 

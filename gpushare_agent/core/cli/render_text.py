@@ -242,7 +242,7 @@ def out_of_service(gpus: Sequence[ReportedGpu]) -> str:
 
 
 Report = Callable[[str, int, int], None]
-"""What is done, and how much of how much."""
+"""A step, how much of it is done, and how much it is in all."""
 LINE_PERIOD_S = 5.0
 
 

@@ -29,7 +29,7 @@ MIN_BODY_LINES = 1
 
 
 class View(Struct, frozen=True, kw_only=True):
-    """What is shown. Head and foot are always there; the foot ends with how many lines of the body are not."""
+    """The shown content. Head and foot are always there; the foot ends with how many lines of the body are not."""
 
     head: Sequence[Text]
     body: RenderableType
@@ -63,7 +63,7 @@ class Screen:
         self.is_changed.set()
 
     def press(self, keys: str) -> None:
-        """What was typed since the last time: letters, and the arrows' sequences."""
+        """The keys that were typed since the last time: letters, and the arrows' sequences."""
         for key in _KEY.findall(keys):
             # The view first: while a filter is typed, q is a letter.
             if self._press(key):

@@ -164,7 +164,7 @@ def parse_faults(text: str) -> Faults:
 
 
 def encode_faults(faults: Faults) -> str:
-    """What parse_faults reads."""
+    """The text that parse_faults reads."""
     return encode(faults).decode()
 
 
@@ -234,7 +234,7 @@ def parse_usage(text: str) -> Usage:
 
 
 def encode_usage(usage: Iterable[SimulatedProcess]) -> str:
-    """What parse_usage reads, by GPU and PID."""
+    """The text that parse_usage reads, by GPU and PID."""
     return encode(_Usage(tuple(sorted(usage, key=lambda process: (process.gpu, process.pid))))).decode()
 
 

@@ -1,4 +1,4 @@
-"""What any asyncio service could use. Knows nothing of GPUs, pods or settings; everybody imports it.
+"""Tools for any asyncio service. They know nothing of GPUs, pods or settings; everybody imports them.
 
 Tasks: supervision (rules for tasks in a TaskGroup; Reconciler, the loop of a level-triggered service; bounded and retried,
 around what may be Unavailable; ReportOnce, a repeated condition is logged once), daemon_thread (blocking calls that may

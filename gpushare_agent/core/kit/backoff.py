@@ -1,4 +1,4 @@
-"""How long to wait before the next try. A value without state: the caller counts its failures."""
+"""The wait before the next try. A value without state: the caller counts its failures."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ class DaemonThread:
         self._overdue_at = 0.0
 
     async def call(self, blocking: Callable[[], T], what: str, timeout_s: float) -> T:
-        """What `blocking` returns or raises. A cancelled call goes on in its thread and its result is dropped.
+        """Returns or raises the result of `blocking`. A cancelled call goes on in its thread and its result is dropped.
 
         Raises Unavailable: no answer in time, or an earlier call is overdue. `what` names the call in the message.
         """

@@ -24,13 +24,13 @@ class FairQueue(Generic[T]):
         self._len = 0
         self._tenants: OrderedDict[str, OrderedDict[str, deque[T]]] = OrderedDict()
         self._served: OrderedDict[str, None] = OrderedDict()
-        """Who had a turn lately, the last one at the end."""
+        """The tenants that had a turn lately, the last one at the end."""
 
     def __len__(self) -> int:
         return self._len
 
     def put(self, tenant: str, subject: str, item: T) -> T | None:
-        """What is dropped for it, which may be the item itself; None where there is room."""
+        """Puts the item; returns what is dropped for it, which may be the item itself. None where there is room."""
         # Put first, then dropped: what is dropped may be the item itself, where its tenant has most.
         self._tenants.setdefault(tenant, OrderedDict()).setdefault(subject, deque()).append(item)
         self._len += 1

@@ -33,10 +33,10 @@ from gpushare_agent.core.kit.protobuf import MalformedMessageError
 from gpushare_agent.core.kit.sockets import connectable_path
 
 MAX_ANSWER_BYTES = 16 * 1024 * 1024
-"""What the kubelet, too, takes from a container runtime at most."""
+"""The most that the kubelet, too, takes from a container runtime."""
 
 _LOST = ("", "Connection lost", "Connection closed")
-"""What grpclib calls the end of a connection; the last one where this side closes it at the same moment."""
+"""grpclib's texts for the end of a connection; the last one where this side closes it at the same moment."""
 
 Message = TypeVar("Message")
 

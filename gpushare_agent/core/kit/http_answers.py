@@ -1,4 +1,5 @@
-"""What HTTP answers share: headers that protect a browser, JSON, gzip, strict reading of queries, a queue for costly ones.
+"""Common parts of HTTP answers: headers that protect a browser, JSON, gzip, strict reading of queries, a queue for costly
+ones.
 
 The paths themselves are elsewhere. aiohttp is imported inside the functions, see observability/http/server.py. State owned:
 the requests that wait in a RequestQueue.

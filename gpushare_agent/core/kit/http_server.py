@@ -290,7 +290,7 @@ class _Connection(web.RequestHandler):
             self.pause_reading()
 
     def resume_reading(self, resume_parser: bool = True) -> None:
-        """What aiohttp does whenever a body was read, also where it drops it after the answer."""
+        """aiohttp calls this whenever a body was read, also where it drops it after the answer."""
         # aiohttp resumes reading whenever it has dropped a part: this would undo the pause of `data_received`.
         if self._unread is None or self._unread_bytes > 0:
             super().resume_reading(resume_parser)

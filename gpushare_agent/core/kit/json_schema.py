@@ -19,13 +19,13 @@ T = TypeVar("T")
 D = TypeVar("D")
 
 NULL = Raw(b"null")
-"""What a `Raw` field has where its object lacks it."""
+"""The value of a `Raw` field that its object lacks."""
 
 MOST_ENTRIES = 10_000
 
 
 def decoded(decoder: Decoder[T], content: bytes | bytearray | Raw, where: str) -> T:
-    """What the schema makes of the content. Raises Corrupt: `where`, then the place in the document and what is wrong."""
+    """The content, read by the schema. Raises Corrupt: `where`, then the place in the document and what is wrong."""
     try:
         return decoder.decode(content)
     except ValidationError as e:
@@ -36,7 +36,7 @@ def decoded(decoder: Decoder[T], content: bytes | bytearray | Raw, where: str) -
 
 
 def decoded_or(decoder: Decoder[T], content: bytes | Raw, absent: Callable[[], D]) -> T | D:
-    """What the schema makes of the content, else what `absent` makes."""
+    """The content, read by the schema; else the result of `absent`."""
     try:
         return decoder.decode(content)
     except (DecodeError, UnicodeDecodeError, RecursionError):

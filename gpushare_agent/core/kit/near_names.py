@@ -1,4 +1,4 @@
-"""Which known name a mistyped one was meant to be: for settings, options, commands, resources and annotations."""
+"""Finds the known name that a mistyped one was meant to be: for settings, options, commands, resources and annotations."""
 
 from __future__ import annotations
 

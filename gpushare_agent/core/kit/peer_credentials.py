@@ -1,5 +1,5 @@
-"""Who is at the other end of a unix socket: as the kernel recorded it when the peer connected (SO_PEERCRED, unix(7)); and
-whether this process sees the PIDs of the whole machine, by which the peer is named.
+"""The process at the other end of a unix socket, as the kernel recorded it when the peer connected (SO_PEERCRED, unix(7)).
+And whether this process sees the PIDs of the whole machine: a PID names the peer.
 
 It does not tell what that process is: its container is found from the PID, elsewhere. No state.
 """

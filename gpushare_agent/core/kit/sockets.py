@@ -22,7 +22,8 @@ FileIdentity = tuple[int, int, int]
 
 
 def file_identity(path: Path | str) -> FileIdentity | None:
-    """What lies at `path` now (a symbolic link itself, not its target), None where nothing can be seen."""
+    """The identity of the file at `path` now (of a symbolic link itself, not of its target), None where nothing can be
+    seen."""
     try:
         return _identity(os.lstat(path))
     except OSError:

@@ -37,7 +37,7 @@ class StateFile:
         self._thread = DaemonThread(f"state of {what}"[:15], advice=f"Check the file system of {path}.")
 
     async def load(self, parse: Callable[[Any], T], empty: Callable[[], T]) -> T:
-        """What `parse` makes of the document, `empty` where there is none or one that had to be set aside. `parse` runs
+        """The document, read by `parse`; `empty` where there is none or one that had to be set aside. `parse` runs
         in a thread and raises Corrupt. Raises Unavailable."""
         what = f"reading {self._what} from {self._path}"
         return await self._thread.call(partial(self._load, parse, empty), what, READ_TIMEOUT_S)

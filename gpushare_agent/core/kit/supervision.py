@@ -160,8 +160,8 @@ class ReportOnce:
 async def retried(
     step: Callable[[], Awaitable[T]], pause_s: float, event: str, reported: ReportOnce | None = None
 ) -> T:
-    """What `step` returns. While it raises Unavailable it is tried again after `pause_s`, each new reason logged once, as
-    `event`. A `step` that goes on once it has what it needs says in `reported` that the condition is over."""
+    """Returns the result of `step`. While it raises Unavailable it is tried again after `pause_s`, each new reason logged
+    once, as `event`. A `step` that goes on once it has what it needs says in `reported` that the condition is over."""
     reported = reported or ReportOnce()
     while True:
         try:

@@ -1,4 +1,4 @@
-"""What the agent and the extender ask of the API server about single objects, answered as undecoded JSON. Lists: session.py.
+"""Requests of the agent and the extender about single objects, answered as undecoded JSON. Lists: session.py.
 
 All methods raise Unavailable (try again), NotFound, Conflict (read again), Rejected (do not retry) or Corrupt. All are
 bounded in time and size, and may be cancelled at any await. `KubeApi` is what the agent may do; `ClusterApi` adds what only
@@ -105,7 +105,7 @@ async def open_kube_api(
 async def open_kube_session(
     kubeconfig: Path | None, timeouts: KubeTimeouts, advice: str, context: str = ""
 ) -> AsyncIterator[KubeSession]:
-    """What a client of the API server is made of. Raises as `open_kube_api`."""
+    """Opens the session of a client of the API server. Raises as `open_kube_api`."""
     # Before anything is opened: a wrong configuration is an error of the start, not of the first request.
     source = find_configuration(kubeconfig, os.environ, context)
     session = KubeSession(source, connect_s=timeouts.connect_s, advice=advice)
@@ -122,7 +122,7 @@ class _Verdict(Struct, frozen=True):
 
 
 class _Review(Struct, frozen=True):
-    """What is read of a SelfSubjectAccessReview."""
+    """The fields that are read from a SelfSubjectAccessReview."""
 
     status: _Verdict = _Verdict()
 

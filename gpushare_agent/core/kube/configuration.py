@@ -1,4 +1,4 @@
-"""Where the API server is and how to prove who we are: in-cluster service account or kubeconfig.
+"""The address of the API server and our credentials: in-cluster service account or kubeconfig.
 
 kubernetes-asyncio reads both (tokens, client certificates, exec plugins); this module chooses the source, keeps the
 library's import in a thread (never before the agent has registered with the kubelet) and renames its errors. A fault that no
@@ -39,7 +39,7 @@ _LIBRARY = "kubernetes_asyncio"
 _HOLLOW = (_LIBRARY, f"{_LIBRARY}.client", f"{_LIBRARY}.client.models")
 """Packages whose `__init__` is not run, parents first."""
 _OFFERED = {"Configuration": f"{_LIBRARY}.client.configuration", "ApiClient": f"{_LIBRARY}.client.api_client"}
-"""What the library's own modules import from its client package, in the order in which they need each other."""
+"""The modules that the library imports from its client package, in the order in which they need each other."""
 _ON_USE: Mapping[str, Sequence[str]] = {"urllib3": (), "dateutil.parser": ("parse",)}
 """Modules that the library imports for one function each, which the agent does not need, and what is imported by name."""
 

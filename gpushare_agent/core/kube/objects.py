@@ -141,7 +141,7 @@ def read_node_json(raw: Raw) -> NodeJson:
 
 
 class ObjectReference(Struct, rename="camel", omit_defaults=True, kw_only=True, frozen=True):
-    """What an Event is about."""
+    """The object that an Event is about."""
 
     api_version: str = ""
     kind: str

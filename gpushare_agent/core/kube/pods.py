@@ -228,7 +228,7 @@ class PodStatus(Struct, rename="camel"):
 
 
 class PodJson(KubeObject):
-    """What is read of a pod."""
+    """The fields that are read from a pod."""
 
     given_spec: PodSpec | None = field(name="spec", default=None)
     raw_status: Raw = field(name="status", default=NULL)

@@ -61,7 +61,8 @@ class Requirement(Struct):
 
 
 class NodeOffer(Struct, frozen=True, kw_only=True):
-    """What a node offers to every pod. CPU is in 1/1000; a resource that is not in `allocatable` is not known."""
+    """The resources and labels that a node offers to every pod. CPU is in 1/1000; a resource that is not in `allocatable` is
+    not known."""
 
     name: str
     labels: Mapping[str, str]
@@ -71,8 +72,8 @@ class NodeOffer(Struct, frozen=True, kw_only=True):
 
 
 class PodNeeds(Struct, frozen=True, kw_only=True):
-    """What a pod asks of its node. A node has to have the labels of `selector`, and to meet one of the `terms` where there
-    are any. `unchecked` are the fields that kube-scheduler checks too and nothing here does."""
+    """The demands of a pod on its node. A node has to have the labels of `selector`, and to meet one of the `terms` where
+    there are any. `unchecked` are the fields that kube-scheduler checks too and nothing here does."""
 
     requests: Mapping[str, int]
     selector: Mapping[str, str]
@@ -162,8 +163,8 @@ def pod_needs(spec: PodSpec, ours: Collection[str] = ()) -> PodNeeds:
 
 
 def asked_of_node(spec: PodSpec, resource: str) -> int:
-    """What kube-scheduler counts of one resource (k8s.io/component-helpers, PodRequests): the pod's own request, else the
-    highest sum of its containers at any moment; plus its overhead. CPU in 1/1000."""
+    """The amount of one resource that kube-scheduler counts (k8s.io/component-helpers, PodRequests): the pod's own request,
+    else the highest sum of its containers at any moment; plus its overhead. CPU in 1/1000."""
     of_pod, is_cpu = spec.requests, resource == CPU
     if resource in of_pod:
         most = amount_of(of_pod[resource], is_cpu=is_cpu)

@@ -363,7 +363,7 @@ class KubeLists:
         self._limits = limits
 
     async def list_all(self, watched: Watched, read: Callable[[Raw], T | None]) -> tuple[list[T], str]:
-        """What `read` makes of each object, called as its page comes (None is left out), and the version to watch from.
+        """The results of `read` for each object, called as its page comes (None is left out), and the version to watch from.
 
         Where the server cannot go on with a list, the list starts over: `read` may see an object twice.
         """

@@ -68,7 +68,7 @@ K = TypeVar("K")
 
 
 class Charge(NamedTuple):
-    """What a container, a pod or all pods together have of one GPU; a count below 0 is given back.
+    """The part of one GPU that a container, a pod or all pods together have; a count below 0 is given back.
 
     `cores` are 1/100 of the GPU, `blocks` of memory, `units` those of GPUShare's resource. `wholes` counts who has the GPU
     as a whole, with all its memory: more than one only where it is not known which GPU a pod has. `shares` are the
@@ -204,7 +204,7 @@ class Allocation(Struct, frozen=True, kw_only=True):
 
     @property
     def size(self) -> ShareSize:
-        """What the isolation is to enforce."""
+        """The size that the isolation has to enforce."""
         return self.resized_to or self.allocated_size
 
 
@@ -243,7 +243,8 @@ class DeviceNode(Struct, frozen=True, kw_only=True):
 
 
 class ContainerEdits(Struct, frozen=True, kw_only=True):
-    """What an Allocate answer changes in a container. Isolations and device-list strategies return these, merged."""
+    """The changes of an Allocate answer in a container. Isolations and device-list strategies return them; they are
+    merged."""
 
     env: tuple[tuple[str, str], ...] = ()
     mounts: tuple[ContainerMount, ...] = ()
@@ -278,7 +279,7 @@ def add_charges(sums: dict[K, Charge], charges: Mapping[K, Charge], times: int =
 
 
 def charges_of(allocations: Iterable[Allocation]) -> dict[GpuUuid, Charge]:
-    """What the containers of one pod, or the results of one claim, have together of each GPU.
+    """The charges of each GPU for all containers of one pod, or all results of one claim.
 
     A device ID counts once: the kubelet hands an init container's IDs on to the containers after it. Memory blocks are
     charged to the GPU of the container's cores, whatever GPU their IDs name; whole GPUs come with all of theirs. An init

@@ -1,4 +1,4 @@
-"""What was decided about a container and why, for `explain`, the dashboard and an Event's text.
+"""Records of decisions about containers and their reasons, for `explain`, the dashboard and an Event's text.
 
 A record is a value; admission/outcomes.py keeps the last ones. Sizes are bytes, `at` is seconds since the epoch.
 """
@@ -36,7 +36,7 @@ class Candidate(Struct, frozen=True, kw_only=True):
 
 
 class Asked(Struct, frozen=True, kw_only=True):
-    """What the container asks for, and what bound the choice: the scheduler's hint, GPUs that could not be avoided."""
+    """The container's request, and what bound the choice: the scheduler's hint, GPUs that could not be avoided."""
 
     cores: int
     memory_bytes: int
@@ -69,4 +69,4 @@ class DecisionRecord(Struct, frozen=True, kw_only=True):
     asked: Asked | None = None
     candidates: tuple[Candidate, ...] = ()
     ignored: str = ""
-    """Which of the pod's annotations nothing reads though they look like one of the agent's."""
+    """A text about the pod's annotations that nothing reads though they look like one of the agent's."""

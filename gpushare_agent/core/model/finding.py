@@ -1,4 +1,4 @@
-"""What a probe of `gpushare-agent check` found of a node. Pure."""
+"""The finding of a probe of `gpushare-agent check`. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether a GPU is offered: from polls of the driver, its events, an operator's cordon, and the time. Pure.
+"""Decides whether a GPU is offered, from polls of the driver, its events, an operator's cordon, and the time. Pure.
 
 An event or a failed poll makes a GPU Unhealthy at once. It is offered again after several polls in a row found it usable,
 a period apart; the period doubles with each relapse. Some errors leave a GPU that answers but must not be used: it waits
@@ -139,7 +139,7 @@ class HealthPolicy(Struct, frozen=True, kw_only=True):
 
 
 class EventMeaning(StrEnum):
-    """What an event means for the node's GPUs."""
+    """The effect of an event on the node's GPUs."""
 
     IGNORED = "ignored"
     FOREIGN = "foreign"

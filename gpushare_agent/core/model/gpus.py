@@ -72,7 +72,7 @@ class NvLink(Struct, frozen=True, kw_only=True):
 
 
 class MigAttributes(Struct, frozen=True, kw_only=True):
-    """What a MIG instance has of its GPU (nvmlDeviceAttributes_t): counts, and memory in MiB."""
+    """The parts of a MIG instance (nvmlDeviceAttributes_t): counts, and memory in MiB."""
 
     memory_mib: int
     gi_slices: int
@@ -187,7 +187,7 @@ class KernelModule(Struct, frozen=True, kw_only=True):
 
 
 class MigReport(Struct, frozen=True, kw_only=True):
-    """What a MIG instance is: NVIDIA's name of it, such as `0:1`, and whether it takes shares by vcuda's names."""
+    """A MIG instance in a report: NVIDIA's name of it, such as `0:1`, and whether it takes shares by vcuda's names."""
 
     label: str
     profile: str
@@ -228,7 +228,7 @@ class GpuReport(Struct, frozen=True, kw_only=True):
 
 
 class GpuInventory(Struct, frozen=True, kw_only=True):
-    """What one poll of the driver found: the GPUs by index and how they are connected.
+    """The result of one poll of the driver: the GPUs by index and how they are connected.
 
     A GPU whose details could not be read is left in the list, Unhealthy, where its UUID is known; otherwise it is only
     in `unreadable` (index and reason), because it cannot be offered without a name.

@@ -87,7 +87,7 @@ class SpecFile(Struct, frozen=True, kw_only=True):
 
 
 class MemoryLimit(Struct, frozen=True, kw_only=True):
-    """What the processes in a cgroup and below may have of one GPU. `cgroup` is its directory, in cgroup v2."""
+    """The limit of one GPU for the processes in a cgroup and below. `cgroup` is its directory, in cgroup v2."""
 
     gpu: GpuUuid
     cgroup: Path

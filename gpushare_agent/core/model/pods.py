@@ -46,7 +46,7 @@ class ContainerSpec(Struct, frozen=True, kw_only=True):
 
 
 class HostRequest(NamedTuple):
-    """What a pod requests of its node apart from GPUs: CPU in milli-CPUs and main memory in MiB, and the GPU models on which
+    """A pod's request to its node apart from GPUs: CPU in milli-CPUs and main memory in MiB, and the GPU models on which
     it may run, sorted; none: any."""
 
     cpu_milli: int = 0

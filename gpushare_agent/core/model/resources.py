@@ -174,7 +174,7 @@ def cores_of_part(part: Fraction) -> int:
 
 
 class GpuUnits(NamedTuple):
-    """What a container has by units: its part of each GPU, by UUID, and what limits it there, None for whole GPUs."""
+    """A container's units: its part of each GPU, by UUID, and what limits it there, None for whole GPUs."""
 
     parts: tuple[tuple[GpuUuid, Fraction], ...]
     sharing: Sharing | None
@@ -395,7 +395,7 @@ KINDS: tuple[ResourceKind, ...] = (ResourceKind.VCORE, ResourceKind.VMEMORY, Res
 
 
 class Request(NamedTuple):
-    """What one container, or one result of a ResourceClaim, asks for. A tuple: the extender compares and hashes many.
+    """The request of one container, or of one result of a ResourceClaim. A tuple: the extender compares and hashes many.
 
     | it is | given by |
     |---|---|

@@ -1,4 +1,4 @@
-"""What a running share is limited to, whatever limits it: from its allocation and the pod's annotations. Pure."""
+"""The limits of a running share under any isolation, from its allocation and the pod's annotations. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which log lines a tenant can cause: those that name a pod or a claim, and the events below, which name none."""
+"""The log lines that a tenant can cause: those that name a pod or a claim, and the events below, which name none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What GPUs and containers use, as one poll of the driver found it. Ratios are 0..1, sizes bytes, times seconds.
+"""The use of GPUs and containers, as one poll of the driver found it. Ratios are 0..1, sizes bytes, times seconds.
 
 None means unknown: not supported by this GPU, or no value for this moment. It never means zero.
 """
@@ -110,7 +110,7 @@ class SmSource(StrEnum):
 
 
 class ContainerUse(Struct, frozen=True, kw_only=True):
-    """What one container uses of one GPU, the sum over its processes. A ratio is None where no process's is known."""
+    """The use of one GPU by one container, the sum over its processes. A ratio is None where no process's is known."""
 
     key: ContainerKey
     uuid: GpuUuid

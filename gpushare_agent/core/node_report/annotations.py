@@ -57,7 +57,7 @@ class ReportedGpus(Struct, frozen=True, kw_only=True):
 
 
 class ReportedAllocations(Struct, frozen=True, kw_only=True):
-    """What each pod has, of each GPU by index. `is_truncated` is True where the agent had no room for all pods."""
+    """Each pod's part of each GPU, by index. `is_truncated` is True where the agent had no room for all pods."""
 
     of_pod: Mapping[PodUid, Mapping[int, Charge]]
     is_truncated: bool = False
@@ -201,7 +201,7 @@ MAX_CHARS = 200 * 1024
 
 
 class AllocatedTo(Struct, frozen=True, kw_only=True):
-    """What one pod has of each GPU, by index: cores, blocks, units and 1 for a whole GPU, trailing zeros left out."""
+    """One pod's part of each GPU, by index: cores, blocks, units and 1 for a whole GPU, trailing zeros left out."""
 
     pod_uid: PodUid
     gpus: Mapping[int, tuple[int, ...]]
@@ -290,8 +290,8 @@ def _is_admitted(pod: Pod | None, own: Sequence[Allocation], names: ResourceName
 def _reported_resizes(
     allocations: Iterable[Allocation], resized: Mapping[ContainerKey, Charge]
 ) -> dict[ContainerKey, Charge]:
-    """What a GPU's shares give back is shown only as far as others there have grown into it: the kubelet still counts the
-    rest as taken, so no scheduler may think it free."""
+    """Memory and cores that a GPU's shares give back are shown only as far as others there have grown into them: the kubelet
+    still counts the rest as taken, so no scheduler may think it free."""
     shown: dict[ContainerKey, Charge] = {}
     on_gpu: dict[GpuUuid, list[ContainerKey]] = {}
     for one in allocations:

@@ -1,4 +1,4 @@
-"""Which GPU or GPUs a container gets: share, fragment and link (docs/explanation/placement.md); and why none.
+"""The choice of a container's GPUs: share, fragment and link (docs/explanation/placement.md); and why it gets none.
 
 Pure functions over values: no clock, no randomness, no I/O, no state. The result depends neither on the order of the GPUs
 nor on anything that happened before. Called by admission/decisions/decide.py, extender/decisions/pod_plan.py and, through

@@ -16,7 +16,7 @@ from gpushare_agent.core.model.taints import Taint, Toleration
 DeviceKey = tuple[str, str, str]
 """Driver, pool, device."""
 Used = Mapping[DeviceKey, Mapping[str, int]]
-"""What is consumed of each device that is allocated."""
+"""The consumed capacities of each allocated device."""
 
 
 class Capacity(Struct, frozen=True, kw_only=True):

@@ -51,7 +51,7 @@ class PodKind(NamedTuple):
 
 
 class FreeNode(NamedTuple):
-    """What a node has left; `gpus` are the free parts of each GPU, in ascending order. `gpu_mib` is the memory of the
+    """The rest of a node; `gpus` are the free parts of each GPU, in ascending order. `gpu_mib` is the memory of the
     smallest; 0: parts say all."""
 
     cpu_milli: int

@@ -1,4 +1,4 @@
-"""How much of a node's GPUs is free, and whether that keeps pods without GPUs away. Pure.
+"""The free part of a node's GPUs, and whether it keeps pods without GPUs away. Pure.
 
 agent/cluster/free_gpus_taint.py puts the taint on the node; `simulate --protocol inflation` counts what it is worth.
 """

@@ -1,5 +1,5 @@
-"""What one GPU has, what is allocated of it, what is free, and what it lacks for a request: the only place that says so,
-with all texts about it.
+"""The account of one GPU: what it has, what is allocated, what is free, and what it lacks for a request. Only this module
+decides that and has the texts about it.
 
 `GpuAccount` is made of charges (model/allocations.py) by `account_of`, for the agent's admission and all that shows a node,
 the scheduler extender and the simulation, so that they cannot disagree. A GPU's memory is one account in MiB: vcuda's memory
@@ -420,8 +420,8 @@ class GpuAccount(Struct, kw_only=True):
 
     @property
     def free_part(self) -> Fraction:
-        """What is left for units under NVIDIA's names, as part of the whole GPU. What init containers have of other
-        resources is not handed on to them."""
+        """The rest for units under NVIDIA's names, as part of the whole GPU. Init containers do not hand on to them what
+        they have of other resources."""
         # A GPU has 0 MiB where the driver reported its UUID alone: the quotient below would divide by 0.
         if self._is_whole_for_others or not self.memory_mib or not self.is_accepted:
             return Fraction(0)

@@ -1,4 +1,4 @@
-"""Which GPUs a pod accepts, by HAMi's and vgpu-manager's annotations, for the agent and the extender alike. Pure.
+"""The GPUs that a pod accepts, by HAMi's and vgpu-manager's annotations, for the agent and the extender alike. Pure.
 
 Each annotation is a list with commas. One names a GPU where it is part of the GPU's model or UUID, in upper or lower case.
 Without anything named an annotation says nothing. Source: CheckType and CheckUUID in pkg/device/devices.go of HAMi 4707fb0,

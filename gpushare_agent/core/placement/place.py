@@ -1,4 +1,4 @@
-"""Which GPU or GPUs a container gets: `place` finds the policy for the request and applies it.
+"""Chooses a container's GPUs: `place` finds the policy for the request and applies it.
 
 share: the fullest GPU that still fits (binpack), or the emptiest (spread). fragment: one whole GPU, from the branch of the
 topology tree that is broken up most, so that large branches stay whole. link: several whole GPUs, the set whose links,

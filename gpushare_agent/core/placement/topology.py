@@ -320,5 +320,5 @@ def components(gpus: Sequence[int], is_together: Callable[[int, int], bool]) -> 
 
 
 def parts_of(branch: Branch) -> tuple[Branch, ...]:
-    """What stands below it in the tree: its branches, or its GPUs as branches of one."""
+    """The level below it in the tree: its branches, or its GPUs as branches of one."""
     return branch.children or tuple(Branch(kind=LinkKind.SELF, gpus=(gpu,)) for gpu in branch.gpus)

@@ -21,7 +21,7 @@ _STANDARD_ERROR = "logs go to standard error"
 
 
 class FormerFlag(Struct, frozen=True, kw_only=True):
-    """What a flag becomes: settings (`read`), nothing (`reason`), or a mistake with what to write instead (`hint`).
+    """The meaning of a flag here: settings (`read`), nothing (`reason`), or a mistake with what to write instead (`hint`).
 
     `read` takes the value and returns settings by their dotted names, as texts; it raises ValueError with what is allowed.
     With a `reason` something is lost, unless the value is one of `as_here`. A boolean flag may stand without a value; a

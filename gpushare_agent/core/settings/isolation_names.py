@@ -1,4 +1,4 @@
-"""Which isolations there are. Without pydantic, for `gpu-client`, which runs at each start of a CUDA program."""
+"""The names of all isolations. It imports no pydantic, because `gpu-client` runs at each start of a CUDA program."""
 
 from __future__ import annotations
 

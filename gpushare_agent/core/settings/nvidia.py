@@ -27,7 +27,7 @@ _COUNT = re.compile(r"[0-9]{1,5}", re.ASCII)
 
 
 def _pairs(values: Iterable[str]) -> tuple[tuple[str, str], ...]:
-    """`LEFT=RIGHT` of each. Raises ValueError where one is none."""
+    """`LEFT=RIGHT` of each. Raises ValueError where an entry is no pair."""
     pairs = []
     for value in values:
         # At the last sign: a pattern for models may hold one, a count or a resource's name does not.

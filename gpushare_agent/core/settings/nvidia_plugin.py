@@ -22,7 +22,7 @@ MAX_UNKNOWN_KEYS = 50
 MAX_REPLICATED = 100
 _SHOWN_CHARACTERS = 200
 _ALL_XIDS = range(1, 256)
-"""What DP_DISABLE_HEALTHCHECKS=all stands for: more than NVIDIA's catalogue has, 1 to 172."""
+"""The Xids that DP_DISABLE_HEALTHCHECKS=all stands for: more than NVIDIA's catalogue has, 1 to 172."""
 _SHARINGS = {"mps": "mps", "timeSlicing": "time-slicing"}
 
 

@@ -27,11 +27,12 @@ from gpushare_agent.core.settings.values import OneOf
 
 _ROOT_TITLE = "The node."
 TEXTS = "a comma list"
-"""What a list of texts takes; its validators say more."""
+"""The values of a list of texts; its validators say more."""
 
 
 class Kind(Struct, frozen=True, kw_only=True):
-    """What a setting takes: the help's placeholder, the sentence of errors and docs, and the words that shells complete."""
+    """The values of a setting: the help's placeholder, the sentence of errors and docs, and the words that shells
+    complete."""
 
     placeholder: str
     allowed: str
@@ -256,7 +257,7 @@ A setting is a flag, an environment variable, or a key of a YAML 1.2 file (`--co
 A flag beats a variable, a variable beats the file. `gpushare-agent config` prints the values in force and their sources.
 
 - **Flag**: `--web.port 5678`, `--web.port=5678` or `--web-port 5678`; `_` is written `-`. Below a key is its second flag.
-  Of a flag given twice the last counts. `--share-mode` alone is `--share-mode=true`.
+  Where a flag is given twice, the last counts. `--share-mode` alone is `--share-mode=true`.
 - **Variable**: `{ENVIRONMENT_PREFIX}` and the key in capitals, a dot as two underscores: `{ENVIRONMENT_PREFIX}WEB__PORT`.
 - **File**: nested at the dots: `web: {{port: 5678}}`. Anchors, aliases and keys given twice are refused.
 - **Values**: keys that end in `_s` are durations: seconds (`2`, `0.5`) or a number with a unit (`500ms`, `1m30s`). Lists

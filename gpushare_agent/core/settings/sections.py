@@ -143,8 +143,8 @@ class DraSettings(Section):
     nvidia_names: bool = False
     """Serve claims written for NVIDIA's DRA driver: its attributes and its GpuConfig; cores default to 0."""
     consumable_shares: str = Field(default="memory", pattern="memory|unlimited|[1-9][0-9]{0,2}")
-    """What a claim takes that names no memory, as by that option of NVIDIA's driver; memory: all of it. unlimited:
-    nothing; a number: one of so many shares of a GPU; both without limits, and with nvidia_names alone."""
+    """Size of a claim that names no memory, as by that option of NVIDIA's driver. memory: all of it. unlimited: nothing; a
+    number: one of so many shares of a GPU; both without limits, and only with nvidia_names."""
 
     @model_validator(mode="after")
     def _has_shares_by_nvidias_names(self) -> Self:
@@ -326,8 +326,8 @@ class FactsSettings(Section):
     )
     """Prefix of the labels gpu.product, gpu.memory, gpu.count and so on."""
     taint_above: float = Field(default=1.0, ge=0.0, le=1.0)
-    """While more than this part of the node's GPUs is free, it has the taint gpushare-agent/free-gpus with
-    PreferNoSchedule, so that pods without GPUs go elsewhere where they can. 1: never."""
+    """While more than this part of its GPUs is free, the node has the taint gpushare-agent/free-gpus with PreferNoSchedule,
+    so that pods without GPUs go elsewhere where they can. 1: never."""
 
 
 class ControlSettings(Section):

@@ -1,4 +1,4 @@
-"""Which requests for debug pages are answered: of this host's programs, or with a token; never of a web page in a browser.
+"""Answers requests for debug pages from this host's programs, or with a token; never from a web page in a browser.
 
 | danger | answer |
 |---|---|

@@ -47,7 +47,7 @@ REQUEST = "gpu"
 
 
 class Template(Struct, frozen=True, kw_only=True):
-    """What one container asks for: `count` GPUs with `cores` percent and `memory_mib` each, or whole GPUs where `cores` is
+    """The request of one container: `count` GPUs with `cores` percent and `memory_mib` each, or whole GPUs where `cores` is
     None. Then `memory_mib` is the least that each has, 0 for any."""
 
     count: int = 1

@@ -1,4 +1,4 @@
-"""What is allocated on one node of the cluster, and to which pod: the extender's ledger. Synchronous, no clock, no I/O.
+"""The extender's ledger of one node: what is allocated, and to which pod. Synchronous, no clock, no I/O.
 
 `NodeLedger` has the node's reservations, the allocations of pods that only its agent names, and the sums of both by GPU.
 Every change is told, because it outdates the answers worked out for the node. extender/cluster_state.py has one for each
@@ -50,7 +50,7 @@ class NodeLedger(Struct, eq=False):
     on_change: OnChange = lambda name, gpus: None
     reservations: dict[PodUid, Reservation] = field(default_factory=dict)
     unattributed: dict[PodUid, Mapping[int, Charge]] = field(default_factory=dict)
-    """What pods have that only the agent names: ended by force, or not seen yet."""
+    """The charges of pods that only the agent names: ended by force, or not seen yet."""
     _used: dict[int, Charge] = field(default_factory=dict)
     _accounts: dict[int, GpuAccount] = field(default_factory=dict)
     """The accounts of the GPUs that have not changed since it was computed, by index."""
@@ -105,7 +105,7 @@ class NodeLedger(Struct, eq=False):
 
     @property
     def free(self) -> FreeNode:
-        """What is left, for policy fgd; the same object until it changes."""
+        """The rest of the node, for policy fgd; the same object until it changes."""
         if self._free is None:
             parts = sorted(_free_parts(gpu) for gpu in self.gpus if gpu.is_healthy and gpu.takes_shares)
             self._free = FreeNode(
@@ -118,7 +118,7 @@ class NodeLedger(Struct, eq=False):
         return self._free
 
     def set_hosted(self, hosted: Hosted) -> None:
-        """What the node's pods request of it. It changes no fit: kube-scheduler decides on CPU and memory."""
+        """The requests of the node's pods. They change no fit: kube-scheduler decides on CPU and memory."""
         self._hosted, self._free = hosted, None
         self.on_change(self.node.name, False)
 
@@ -154,7 +154,7 @@ class NodeLedger(Struct, eq=False):
 
 
 def _facts(node: ClusterNode) -> tuple[object, ...]:
-    """What decisions about the node depend on, apart from its allocations."""
+    """The facts, apart from its allocations, on which decisions about the node depend."""
     return node.gpus, node.topology, node.model, node.pool, node.is_exact, node.cpu_milli, node.memory_mib
 
 

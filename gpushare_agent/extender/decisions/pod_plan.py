@@ -1,4 +1,4 @@
-"""Where a pod fits on one node: exactly, container by container, and in short, for all nodes at once. Pure.
+"""Decides whether a pod fits a node: exactly, container by container, and in short, for all nodes at once. Pure.
 
 `plan_pod` places all containers of a pod as the node's agent would, with counts instead of device IDs. Both use placement/
 and its GpuAccount, so they agree. Containers follow one another in the kubelet's order; what an init container has is handed
@@ -90,7 +90,7 @@ def _place(
 
 
 def charges_anywhere(pod: Pod, indexes: Sequence[int], names: ResourceNames) -> dict[int, Charge]:
-    """What a pod whose GPUs are not known may have of each GPU: all that it asks of one GPU, on every one."""
+    """The charge of a pod with unknown GPUs: all that it asks of one GPU, on every GPU."""
     before = after = GpuAccount(index=0, uuid=GpuUuid(""), memory_mib=0)
     for container in pod.containers:
         # On one imaginary GPU, as if all were there: more than the pod can have of any.

@@ -1,4 +1,4 @@
-"""What a namespace may use of the cluster's GPUs: how it is read, counted and enforced. No clock, no I/O.
+"""The quota of a namespace: how it is read, counted and enforced. No clock, no I/O.
 
 Source of the format: gpu-admission 1.0 (docs/reference/formats.md, section 9), which also decides what an absent namespace,
 model or pool means; docs/reference/quota.md has the table and the reasons. The totals `vcore` and `vmemory`, and parts of
@@ -42,7 +42,7 @@ _REMEDY = "Wait until pods of the namespace end, ask for less, or have its quota
 
 
 class QuotaUse(Struct, frozen=True):
-    """What a pod takes of its namespace's quota, or all its pods together: 1/100 GPUs, vcore, blocks of memory."""
+    """The use of a namespace's quota by one pod, or by all its pods together: 1/100 GPUs, vcore, blocks of memory."""
 
     gpus: int = 0
     vcore: int = 0
@@ -60,7 +60,7 @@ class QuotaUse(Struct, frozen=True):
 
 
 def use_of(pod: Pod, names: ResourceNames, *, gpu_memory_mib: int) -> QuotaUse:
-    """What a pod counts on a node whose GPUs have so much memory.
+    """The count of a pod on a node when its GPUs have so much memory.
 
     As Kubernetes counts a pod's requests: main containers and sidecars together, or an init container with the sidecars
     started before it where that is more. Whole GPUs count with all their memory, because no other pod can use it; GPUShare's
@@ -96,7 +96,7 @@ def _use_of_container(container: ContainerSpec, names: ResourceNames, gpu_memory
 
 
 class NamespaceQuota(Struct, frozen=True, kw_only=True):
-    """What one namespace may use. No pools: every pool. `gpus` is by model, in 1/100 GPU; a model that it does not name
+    """The quota of one namespace. No pools: every pool. `gpus` is by model, in 1/100 GPU; a model that it does not name
     may not be used at all, and None limits no model. A total that is None limits nothing."""
 
     pools: tuple[str, ...] = ()
@@ -204,7 +204,7 @@ NOTHING = QuotaUse()
 
 
 class Usage:
-    """What each namespace uses, by pod, so that a pod put twice counts once. QuotaState owns it."""
+    """The use of each namespace, by pod, so that a pod put twice counts once. QuotaState owns it."""
 
     def __init__(self) -> None:
         self._pods: dict[PodUid, tuple[str, str, QuotaUse]] = {}

@@ -1,1 +1,2 @@
-"""What would let a waiting pod start, and which moves free whole GPUs: over a view of the cluster. No clock, no I/O."""
+"""Changes that would let a waiting pod start, and moves that free whole GPUs, from a view of the cluster. No clock, no
+I/O."""

@@ -67,7 +67,7 @@ class Change(Struct, frozen=True, kw_only=True):
     container: str = ""
     request: Request | None = None
     labels: Mapping[str, str | None] = field(default_factory=dict)
-    """What the node has of the labels that the pod excludes; None: it has none."""
+    """The node's values of the labels that the pod excludes; None: it has none."""
     uncordoned: tuple[int, ...] = ()
     """GPUs; none where the node itself is cordoned."""
     quota: NamespaceQuota | None = None

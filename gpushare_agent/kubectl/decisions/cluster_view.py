@@ -42,7 +42,7 @@ class PodView(Struct, frozen=True, kw_only=True):
     labels: Mapping[str, str]
     owner: str = ""
     message: str = ""
-    """What the scheduler wrote into it."""
+    """The scheduler's message in it."""
 
 
 class ClusterView(Struct, frozen=True, kw_only=True):

@@ -84,7 +84,7 @@ class _Shadow(Struct, kw_only=True, eq=False):
     closed: set[int]
     used: Counter[str]
     room: tuple[list[GpuAccount], Capacity] | None = None
-    """What can take a pod; worked out after a change."""
+    """The GPUs that can take a pod; worked out after a change."""
 
     def open(self) -> tuple[list[GpuAccount], Capacity]:
         if self.room is None:
@@ -102,7 +102,7 @@ class _Search(Struct, kw_only=True, eq=False):
     view: ClusterView
     nodes: dict[str, _Shadow]
     budgets: dict[PodUid, list[int]]
-    """Which budgets cover the pod, by their place."""
+    """The budgets that cover the pod, by their place."""
     allowed: list[int]
     by_cores: list[dict[str, None]]
     """The nodes by the most free cores that one of their GPUs can give."""
