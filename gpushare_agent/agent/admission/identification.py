@@ -187,8 +187,8 @@ class Identification(Struct, kw_only=True, eq=False):
         )
 
     def _not_accounted_for(self, call: Call, listed: Sequence[ListedDevices], known: Known) -> list[ListedDevices]:
-        """The listed pods less those that are known to have everything of the resource, most of a node: nothing of them has
-        changed since they were found to be such. Static pods stay, for their files may have changed."""
+        """The listed pods except those, most of a node, that were found to have everything of the resource and have not
+        changed since. Static pods stay, because their files may have changed."""
         before, now = self._accounted_for.get(call.resource, {}), dict[ListedDevices, _AccountedFor]()
         self._accounted_for[call.resource] = now
         pod_of, allocation_of, left = known.pods.get, known.allocations.get, []

@@ -188,8 +188,8 @@ class AdmissionPart:
             ) from e
 
     async def leave(self) -> None:
-        """Ends, where another agent waits, the service to the kubelet in a moment between two admissions, and answers that
-        agent, which registers then."""
+        """If another agent waits, ends the service to the kubelet in a moment between two admissions, and answers that
+        agent, which then registers."""
         self.registrar.stays_registered = False
         if not self.handover.waiting:
             return
@@ -230,8 +230,8 @@ class AdmissionPart:
             log.warning("kubelet_not_there_yet", directory=str(self.node.settings.kubelet.device_plugin_path))
 
     async def pause(self) -> None:
-        """Lets the kubelet's calls wait, from a moment between two admissions on, for the next generation, to which all
-        that this one serves to the kubelet is left. What it answered is then in the kubelet's records."""
+        """From a moment between two admissions on, lets the kubelet's calls wait for the next generation, and leaves it
+        everything that this one serves to the kubelet. What it answered is then in the kubelet's records."""
         try:
             async with asyncio.timeout(PAUSE_WAIT_S):
                 await self.calls.close_between(self.admission.is_between_admissions)

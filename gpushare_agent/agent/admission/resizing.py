@@ -200,7 +200,7 @@ class _Enforced(Struct, frozen=True, kw_only=True):
 
 
 class ResizeRound(Struct):
-    """What one round found: why shares keep their sizes, which are not enforced yet, and containers that annotations name
+    """What one round found: why shares keep their sizes, the shares not enforced yet, and containers that annotations name
     and their pods do not have."""
 
     refused: dict[ContainerKey, ResizeRefused] = field(default_factory=dict)
@@ -474,8 +474,8 @@ def _grows(candidate: tuple[Allocation, Pod, DesiredSize]) -> tuple[bool, Contai
 
 
 class ResizeReports(Struct, kw_only=True, eq=False):
-    """Writes Events and annotations of the pods; of a claim those of the pods that use it. `report` after each round, while
-    the pods are known. State owned: of each pod its own status and its claims'; what was reported."""
+    """Writes the pods' Events and annotations; for a claim those of the pods that use it. Call `report` after each round,
+    while the pods are known. State owned: each pod's own status and its claims'; what was reported."""
 
     node: Node
     policy: ResizePolicy

@@ -59,7 +59,7 @@ def edits_for(
     if isinstance(name, Refused):
         return name
     names, asked = policy.names, request_of(container, policy.names)
-    # Allocated IDs whose GPU the driver no longer shows: an answer without a device would start the container on no
+    # The driver no longer shows the GPU of allocated IDs: an answer without a device would start the container on no
     # GPU.
     if not gpus:
         return _without_gpus(pod, container)

@@ -298,7 +298,7 @@ def _plan_request(case: Case) -> Request | Refused:
 
 
 def hinted_gpus(annotations: Mapping[str, str], container: ContainerSpec, policy: Policy) -> tuple[int, ...]:
-    """The indexes of the GPUs that an extender chose for the container on this node, empty where none did or it is wrong.
+    """The indexes of the GPUs that an extender chose for the container on this node; empty if none did or it is wrong.
 
     Any tenant can write these annotations, so they are bounded and checked here; placement checks that the GPUs exist
     and fit. gpu-admission names none for init containers and sidecars; our extender counts those within

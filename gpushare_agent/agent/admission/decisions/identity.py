@@ -209,8 +209,8 @@ def _is_out(pod: Pod, known: Known) -> bool:
 
 
 def _is_doubtful(pod: Pod, target: Target | None, call: Call, known: Known) -> bool:
-    """Whether the kubelet should list the pod with devices by pod store or cache. Either it lost them, or the name is a new
-    pod's that the watch has not delivered yet: then this UID and this allocation are the old one's."""
+    """True if, by pod store or cache, the kubelet should list the pod with devices. Either it lost them, or a new pod has
+    the name and the watch has not delivered it yet: then this UID and this allocation are the old pod's."""
     return (
         pod.has_started
         or pod.is_deleting

@@ -1,6 +1,6 @@
 """The ledger as one container sees it: the account of each GPU, and which IDs no other container has. Pure.
 
-What the pod's own init containers have is reusable: the kubelet hands it on. The arithmetic is placement/gpu_account.py's.
+What the pod's own init containers have is reusable: the kubelet passes it on. The arithmetic is placement/gpu_account.py's.
 """
 
 from __future__ import annotations

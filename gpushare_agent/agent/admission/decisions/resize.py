@@ -129,8 +129,8 @@ def asked_size(allocation: Allocation, pods: Iterable[Pod]) -> DesiredSize | Res
 
 
 def is_resizable(allocation: Allocation, container: ContainerSpec, names: ResourceNames) -> bool:
-    """A share all of whose devices the kubelet has allocated; a claim's has them at once. A replica of a GPU has the size
-    that its resource says."""
+    """True if the kubelet has allocated all devices of the share; a claim's has them at once. A replica of a GPU has the
+    size that its resource says."""
     if allocation.is_whole or allocation.unit_ids or allocation.kind is ContainerKind.INIT or not allocation.gpus:
         return False
     if allocation.claim is not None:
@@ -194,7 +194,7 @@ def claim_refusal(
 
 
 def shown_name(allocation: Allocation, siblings: Collection[Allocation]) -> str:
-    """The container, or the claim, with the request where that has several devices; `siblings` as in `claim_refusal`."""
+    """The name of the container or claim, with the request if it has several devices; `siblings` as in `claim_refusal`."""
     if (claim := allocation.claim) is None:
         return allocation.key.container
     return claim.shown_as if len(siblings) == 1 else f"{claim.shown_as}/{claim.request}"
