@@ -72,7 +72,7 @@ class GarbageCollection(Struct, kw_only=True, eq=False):
     """One per agent, subscribed to the pod store (`pod_changed`) and the allocation cache (`allocation_changed`).
 
     `kubelet_age_s` is how long the kubelet has been up, None where it is down; with one younger than
-    TRUST_AFTER_S nothing is released, for it lists a pod only after it has admitted it again.
+    TRUST_AFTER_S nothing is released, because it lists a pod only after it has admitted it again.
     """
 
     node: Node

@@ -25,7 +25,7 @@ Prepare = Callable[[Sequence[ContainerKey]], Awaitable[Collection[ContainerKey]]
 
 class PreparedAhead:
     """`prepare` answers for which containers it succeeded; a failure is left to their start. `at_once` is how many it gets
-    together, None for all; `delay_s` is waited after an allocation, for the admission goes on with the container's other
+    together, None for all; `delay_s` is waited after an allocation, because the admission goes on with the container's other
     resource and needs no other thread."""
 
     def __init__(

@@ -363,10 +363,10 @@ def _verdict(
     3. The pod is deleted: its processes decide, see Reconciliation.
     4. The pod is terminal: ended.
     5. The kubelet has just started: unchanged.
-    6. The pod is listed, this is an init container: unchanged, for these are never listed.
-    7. The pod is listed without the devices: unchanged if it has started, for a kubelet that lost its checkpoint lists
+    6. The pod is listed, this is an init container: unchanged, because these are never listed.
+    7. The pod is listed without the devices: unchanged if it has started, because a kubelet that lost its checkpoint lists
        running containers like this; else unlisted.
-    8. The whole List is empty: unchanged, for the kubelet may not have admitted any pod again.
+    8. The whole List is empty: unchanged, because the kubelet may not have admitted any pod again.
     9. The pod is not listed: missing, and unlisted at the second time in a row.
     """
     if key.pod_uid.startswith(UNNAMED):
