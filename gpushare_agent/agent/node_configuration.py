@@ -73,7 +73,7 @@ class NodeConfiguration(Handler):
         force until `refused`. Raises SettingsError."""
         # Before anything can fail: `refused` may be called for a base that cannot be read at all.
         self._before, self._is_own = self._in_force, False
-        # The base first, for it names the directory; files may lie on a slow disk.
+        # The base first, because it names the directory; files may lie on a slow disk.
         base = await asyncio.to_thread(self._load, None)
         self._is_own = base.node_configuration.directory is not None
         self._last_read = found = await self._find(base)

@@ -163,8 +163,8 @@ static double others_turns(const struct limits *limits, uint64_t now)
     return (is_by_agent ? limits->between_ns : TURN_NS * elsewhere / (2 - elsewhere)) + 2 * CHANGE_NS;
 }
 
-/* Of a span that took so long: what the context computed. It begins with a turn of its own, for it waited for that before the first
-   event; then the others have theirs, and so on. */
+/* What the context computed in a span that took so long. The span begins with a turn of its own, because the context waited for that
+   before the first event; then the others have theirs, and so on. */
 static double own_part_of(double took, double between, unsigned *turns)
 {
     *turns = between > 0 ? (unsigned)within(took / (TURN_NS + between), 0, 1e6) : 0;
@@ -173,8 +173,9 @@ static double own_part_of(double took, double between, unsigned *turns)
 
 /* ---- spans that are done ---- */
 
-/* The difference of what was paid and what it was. What was too much may be what launches wait for, by what was earned since they paid:
-   so it is earned back. Who has waited for something else begins earlier then, and those behind it wait for that. */
+/* Settles the difference between what was paid and what the span took. Launches in debt wait until enough was earned since they paid.
+   If too much was paid, they may wait for that part: so it counts as earned. A launch that waited for something else then begins
+   too early, and those behind it wait for that. */
 static void settle(struct usage_gpu *use, int64_t difference)
 {
     ADD(use->tokens, -difference);
@@ -460,15 +461,15 @@ static bool are_enough_ahead(const struct launch *launch, int gpu, unsigned most
     return ahead >= most || is_late;
 }
 
-/* Before a span begins: not much is launched of which nobody knows yet how long it takes. Else a queue of long kernels would be there
-   before anybody knows that they are long. What waits here is behind the others in its stream anyway. */
+/* True if a span must wait before it begins: only few launches of unknown length are let through. Else a queue of long kernels would
+   be there before anybody knows that they are long. A launch that waits here is behind the others in its stream anyway. */
 static bool is_to_wait(const struct launch *launch, const struct cost *cost, int gpu, const struct limits *limits, uint64_t now)
 {
     poll_outstanding(now, 0);
     unsigned all = SEE(has_outstanding);
     bool is_unknown = SEE(cost->ns) == 0 && (SEE(cost->is_outstanding) || all >= UNKNOWN_AT_ONCE);
     double others = within(limits->seen.companions, 0, 64);
-    /* Who stays below the share need not be measured so well, and must not be delayed. */
+    /* A container below its share need not be measured so well, and must not be delayed. */
     bool is_in_turns = is_contended(&limits->seen, now) && LOAD(usage_of(gpu)->tokens) < (int64_t)(BURST_NS / 2);
     return all && (is_unknown || all >= OUTSTANDING ||
                    are_enough_ahead(launch, gpu, is_in_turns ? 1 : SPANS_AHEAD, others * (TURN_NS + CHANGE_NS), now));
@@ -481,7 +482,7 @@ static void pay_and_wait(const struct launch *launch, struct measurement *measur
     int gpu = measurement->gpu;
     struct usage_gpu *use = usage_of(gpu);
     double share = keep_up(gpu, limits, now, SLACK_NS);
-    /* What is ahead may wait for the host, which launches more before that: those behind it wait less and less. */
+    /* What is ahead may wait for the host, which launches more first: so launches behind it wait less and less. */
     uint64_t until = now + LONGEST_UNKNOWN_NS / (1 + SEE(in_vain));
     while (limits->limits_cores && !span && is_to_wait(launch, measurement->cost, gpu, limits, now)) {
         if (now >= until) {

@@ -1,7 +1,7 @@
 /* Counting memory: each kind that the driver gives, from before it is given to when the driver has it back.
  *
  * The order is always the same. What is to be taken is counted first, so two threads never take the same rest; then the driver is
- * asked; what it refuses is given back. What is to be freed is taken out of the table first, for as soon as the driver has it back
+ * asked; what it refuses is given back. What is to be freed is taken out of the table first, because as soon as the driver has it back
  * another thread may get the same address; it is put back if the driver fails.
  */
 #define _GNU_SOURCE
@@ -14,7 +14,7 @@
 
 /* ---- the table of what this process has ---- */
 
-/* Many locks, for threads of one program allocate at once, and none of them may wait for another one's call of the driver. */
+/* Many locks, because threads of one program allocate at once, and none of them may wait for another one's call of the driver. */
 enum { SHARDS = 16, BUCKETS = 1024 };
 static struct shard {
     pthread_mutex_t guard;
@@ -255,7 +255,7 @@ HOOK(cuMemFree, (CUdeviceptr_v1 address), (address))
     return result;
 }
 
-/* ---- pools: what counts is what they have reserved, for a free gives nothing back ---- */
+/* ---- pools: what counts is what they have reserved, because a free gives nothing back ---- */
 
 enum { MOST_POOLS = 1024 };
 static struct known_pool {
@@ -265,7 +265,7 @@ static struct known_pool {
 } pools[MOST_POOLS];
 static unsigned pools_count;
 /* Held over the driver's call: of two threads that ask at once each would otherwise count on the same reserve. Of pools and graphs
-   together, for who is refused by one of them looks into both. */
+   together, because who is refused by one of them looks into both. */
 pthread_mutex_t reserves_guard = PTHREAD_RECURSIVE_MUTEX_INITIALIZER_NP;
 
 bool is_capturing(CUstream stream, bool is_per_thread)

@@ -59,7 +59,7 @@ static int open_file(const char *path, int access)
     return file;
 }
 
-/* NULL with the reason; the size is looked at first, for to read behind a file's end is a signal. */
+/* NULL with the reason; the size is looked at first, because to read behind a file's end is a signal. */
 static void *map_file(const char *path, size_t size, int access, const char **reason)
 {
     struct stat found;

@@ -2,7 +2,7 @@
  *
  * A program comes by a function of libcuda.so.1 in one of four ways, and each must end at the hook:
  *
- *   linked, or dlsym(RTLD_DEFAULT)   the loader takes the first library that exports the name: ours, for it is preloaded
+ *   linked, or dlsym(RTLD_DEFAULT)   the loader takes the first library that exports the name: ours, because it is preloaded
  *   dlsym(handle of libcuda.so.1)    the dlsym below
  *   dlsym(RTLD_NEXT)                 the dlsym below; the loader would pass over us
  *   cuGetProcAddress                 the hooks below; the CUDA runtime asks for everything in this way
@@ -91,7 +91,7 @@ static int search_object(struct dl_phdr_info *object, size_t size, void *data)
 }
 
 /* By reading the loader's list, because every function that would look a name up allocates memory: a program's own malloc may be
-   what called us. dlvsym(RTLD_NEXT, "dlsym", …) is of no use, for the dlvsym that we would call is our own. */
+   what called us. dlvsym(RTLD_NEXT, "dlsym", …) is of no use, because the dlvsym that we would call is our own. */
 static void *find_in_libc(const char *name, _Atomic(void *) *known)
 {
     void *found = atomic_load_explicit(known, memory_order_acquire);

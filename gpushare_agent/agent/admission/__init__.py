@@ -1,4 +1,4 @@
-"""Which container an admission call is for and what it gets: identify, plan, commit, answer; and release what ended.
+"""Finds the container of an admission call and what it gets: identify, plan, commit, answer; releases what ended.
 
 State owned: `AllocationCache` (the device IDs of every container), `PendingAdmissions` and `RefusedPods` (kept
 between the kubelet's calls), `GarbageCollection` (deleted pods whose processes run, containers missing), `DecisionLog`,

@@ -1,6 +1,6 @@
-"""Serves the kubelet's admission calls: which container is the call for, on which GPU is it placed, are the IDs right.
+"""Serves the kubelet's admission calls: finds the container of a call, places it on a GPU, checks the IDs.
 
-Decides and commits without an await between, so two Allocates can never allocate the same share. The allocation cache
+There is no await between decision and commit, so two Allocates can never allocate the same share. The allocation cache
 has two writers, never at once: this service during calls, garbage collection between them.
 
 State owned, between the kubelet's calls: the plans whose Allocate has not come yet, the containers that the pod under
@@ -37,7 +37,7 @@ from gpushare_agent.core.model.resources import ResourceKind, replica_layout, re
 log = structlog.get_logger(__name__)
 
 RELEASE_WAIT_S = 0.5
-"""How long a GetPreferredAllocation waits in all for allocations of pods that are ending."""
+"""How long a GetPreferredAllocation waits for the allocations of ending pods, all waits together."""
 PLAN_LIFETIME_S = 15.0
 """An Allocate follows its GetPreferredAllocation within milliseconds; an older plan is of a kubelet that stopped."""
 _REMEDIED_BY_A_RELEASE = frozenset(
@@ -68,21 +68,21 @@ class PendingAdmissions:
         self._plans.append(plan)
 
     def take_exact(self, resource: str, ids: Sequence[DeviceId]) -> Decision | None:
-        """The newest plan for exactly these IDs. It is pending no more."""
+        """Removes and returns the newest pending plan for exactly these IDs."""
         requested = set(ids)
         # A refused plan has no IDs: the kubelet chose by itself, and `take_of_size` finds it.
         planned = [p for p in self._plans if p.resource == resource and p.refused is None]
         return self._take([p for p in planned if set(p.ids) == requested])
 
     def take_of_size(self, resource: str, size: int) -> Decision | None:
-        """The newest plan for so many IDs, for a kubelet that chose others. It is pending no more.
+        """Removes and returns the newest pending plan for so many IDs: the kubelet chose others.
 
         Admissions are serial: several plans are pending only while a container restarts during an admission.
         """
         return self._take([p for p in self._plans if p.resource == resource and p.size == size])
 
     def is_due(self, now: float) -> bool:
-        """An Allocate is still to come for a plan."""
+        """An Allocate for a plan has still to come."""
         return any(plan.at > now - PLAN_LIFETIME_S for plan in self._plans)
 
     @property
@@ -175,8 +175,8 @@ class Admission(Struct, kw_only=True, eq=False):
         user.
 
         1. The container cannot be identified: its refusal is pending, no advice.
-        2. It is decided about (`_decide`), and the decision is pending.
-        3. Refused for want of free capacity while pods are ending: decided again after each release, for a moment.
+        2. Else `_decide` decides, and the decision is pending.
+        3. If capacity lacks while pods are ending, it decides again after each release, for a moment.
         """
         kind = self.node.names.kind_of(resource)
         async with self.gate.preferring() as inside:
@@ -210,7 +210,7 @@ class Admission(Struct, kw_only=True, eq=False):
         """
         kind = self.node.names.kind_of(resource)
         with self.gate.allocating():
-            # The plan first: its container was identified by asking the kubelet, which is better than anything
+            # The plan first: the kubelet was asked for its container, which is better than anything
             # concluded from IDs.
             pending = self._pending.take_exact(resource, ids)
             if pending is None:
@@ -235,12 +235,12 @@ class Admission(Struct, kw_only=True, eq=False):
             return refused
 
     def is_between_admissions(self) -> bool:
-        """No Allocate is due, and the pod that was under admission has all that it asks for, or was refused."""
+        """No Allocate is due, and the pod that was last under admission has all that it asks for, or was refused."""
         uid = self._pending.pod
         pod = self.node.pods.get(uid) if uid is not None else None
         if self._pending.is_due(self.clock()):
             return False
-        # A pod that is gone or was refused gets no more calls, whatever it still lacks.
+        # A pod that is gone or was refused gets no more calls, even if it lacks something.
         return pod is None or pod.uid in self.refused_pods or not self._is_lacking(pod)
 
     def _is_lacking(self, pod: Pod) -> bool:
@@ -338,7 +338,7 @@ class Admission(Struct, kw_only=True, eq=False):
         )
 
     def _refuse(self, decision: Decision, refused: Refused) -> Refused:
-        """Release what this admission has allocated to the pod: the kubelet frees all of it, and calls for none of it."""
+        """Release what this admission has allocated to the pod: the kubelet frees all of it and makes no call for it."""
         if (target := decision.target) is not None:
             _bind_to_log(target)
             for key in self._pending.take_allocated(target.pod.uid):

@@ -5,12 +5,12 @@ holders, all of one pod: the kubelet passes an init container's IDs on to the co
 (measured, docs/explanation/architecture.md), so a pod is charged for distinct IDs. The charges of each pod and their sums by
 GPU are held too, because every admission call reads them and a node has thousands of IDs.
 
-The kubelet's records are the truth; this cache is rebuilt from them at start and reconciled with them afterwards. It
+The kubelet's records are the truth; the cache is rebuilt from them at start and reconciled with them later. It
 exists because the kubelet may offer an ID that it has forgotten to be taken.
 
 `_resized` has the shares whose size was changed while they run (admission/resizing.py decides and calls). The kubelet's IDs
-stay what they are, so a GPU has two counts: what is charged, up to which only growth may fill it, and what is used, which
-new containers see: the greater of what is charged and of the IDs that the kubelet has handed out.
+stay the same, so a GPU has two counts. Only growth may fill it up to what is charged. New containers see what is used: the
+greater of what is charged and the IDs that the kubelet has handed out.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class AllocationCache:
         return self._resized
 
     def put(self, allocation: Allocation) -> None:
-        """Record a container's allocation in place of the one it had. A resized share stays so on the same GPU."""
+        """Replace a container's allocation. A resized share stays resized if the GPU is the same."""
         resized, resized_to = self._resized.get(allocation.key), None
         # Another allocation under the same key: a container that was admitted again, perhaps on another GPU.
         if resized is not None and not _is_of(resized, allocation):
@@ -103,7 +103,7 @@ class AllocationCache:
         self._changed(old, allocation)
 
     def release(self, key: ContainerKey) -> Allocation | None:
-        """Forget a container; returns its allocation, None where it had none."""
+        """Forget a container; returns its allocation, None if it had none."""
         # Also without an allocation: a restored size may wait for records that never come.
         self._resized.pop(key, None)
         old = self._drop(key)
@@ -165,14 +165,14 @@ class AllocationCache:
         return found
 
     def charged_alone(self, key: ContainerKey) -> Charge:
-        """What is charged of its GPU for a share and for no other container: by so much less would be used without it."""
+        """What is charged of the GPU for this share alone. Without the share the GPU would be used by so much less."""
         gpu, share = self._allocations[key].gpus[0], self._resized.get(key)
         own = self._of_pod[key.pod_uid].get(gpu, NO_CHARGE)
         alone = own.plus(self._charges_of_pod(key.pod_uid, without=key).get(gpu, NO_CHARGE), -1)
         return alone if share is None else alone.plus(self._extra(share))
 
     def borrowed(self) -> dict[GpuUuid, Charge]:
-        """What is charged of each GPU beyond its allocated IDs: no free ID stands for it."""
+        """What is charged on each GPU beyond its allocated IDs. No free ID stands for it."""
         return {gpu: borrowed for gpu, net in self._net(None).items() if (borrowed := net.grown()) != NO_CHARGE}
 
     def charge_differences(self) -> dict[ContainerKey, Charge]:
@@ -180,7 +180,7 @@ class AllocationCache:
         return {key: extra for key, share in self._resized.items() if (extra := self._extra(share)) != NO_CHARGE}
 
     def ledger(self, inventory: GpuInventory, *, without: ContainerKey | None = None) -> Ledger:
-        """What is allocated, less what only `without` has; valid until the next change."""
+        """What is allocated, except what only `without` has; valid until the next change."""
         return Ledger(
             inventory=inventory,
             charges=self.charges(without=without),
@@ -214,9 +214,9 @@ class AllocationCache:
         return net
 
     def _extra(self, share: ResizedShare) -> Charge:
-        """The difference of one share. Two cases in which less is given back than its size says:
+        """The difference of one share. In two cases less is given back than its size says:
 
-        - The kubelet's records do not show the container: another, without a UID yet, has its IDs, and has them whole.
+        - The kubelet's records do not show the container: another, without a UID yet, has its IDs, all of them.
         - An init container of its pod has the same IDs: it runs again, with its whole share, when the pod's sandbox is made
           again.
         """
@@ -239,7 +239,7 @@ class AllocationCache:
         return Charge(cores=cores, blocks=memory)
 
     def _resized_changed(self, key: ContainerKey, *, is_resized: bool = False) -> None:
-        """Subscribers hear of it as of a change of the allocation, also where no record shows the container."""
+        """Subscribers are told as if the allocation had changed, even if no record shows the container."""
         allocation, share = self._allocations.get(key), self._resized.get(key)
         new = allocation
         if allocation is not None:
@@ -272,5 +272,5 @@ class AllocationCache:
 
 
 def _is_of(share: ResizedShare, allocation: Allocation) -> bool:
-    """The share is of these devices, or of a part of them: the kubelet allocates one resource after the other."""
+    """The share has these devices or some of them: the kubelet allocates one resource after the other."""
     return not allocation.is_whole and allocation.gpus[:1] in ((), (share.gpu,))

@@ -45,7 +45,7 @@ def _uses(
 
 
 def parts_of_views(allocations: Iterable[Allocation]) -> dict[ContainerKey, list[Allocation]]:
-    """The claims' allocations that a container uses together, by their view's key; its own is the first."""
+    """The claims' allocations that a container uses together, by the key of their view. The key's own is the first."""
     found: dict[ContainerKey, list[Allocation]] = {}
     for one in allocations:
         if one.claim is not None:
@@ -58,8 +58,8 @@ def parts_of_views(allocations: Iterable[Allocation]) -> dict[ContainerKey, list
 def by_view(
     allocations: Mapping[ContainerKey, Allocation], parts_of: Mapping[ContainerKey, Sequence[Allocation]]
 ) -> Mapping[ContainerKey, Allocation]:
-    """The allocations as a container sees them: the claims' allocations that one uses together are one, under their view's
-    key."""
+    """The allocations as containers see them. Claims' allocations that a container uses together are one, under the key of
+    their view."""
     found = {key: one for key, one in allocations.items() if one.claim is None or one.claim.view in ("", key.container)}
     return found | {key: _joined(parts) for key, parts in parts_of.items() if len(parts) > 1}
 
@@ -114,13 +114,13 @@ class ClaimPods:
         return found
 
     def shares(self) -> Mapping[ContainerKey, Allocation]:
-        """What isolations keep: each container's allocation, and for each view of a claim one; valid until the next
+        """What isolations keep: an allocation for each container and one for each view of a claim; valid until the next
         change."""
         self._refresh()
         return self._shares or self._cache.view()
 
     def parts(self, key: ContainerKey) -> Sequence[Allocation]:
-        """What stands behind one of `shares`: of a claim each result that a container uses together with the others."""
+        """The allocations behind one of `shares`: for a claim, every result that a container uses together with others."""
         self._refresh()
         if (parts := self._parts.get(key)) is not None:
             return parts
@@ -128,7 +128,7 @@ class ClaimPods:
         return (allocation,) if allocation is not None else ()
 
     def sharers(self, key: ContainerKey) -> Mapping[ContainerKey, str] | None:
-        """The containers that use a claim's allocation, with the runtime's ID, empty where one does not run; None where
+        """The containers that use a claim's allocation, with the runtime's IDs, empty for one that does not run. None if
         `key` is a container's own."""
         if (allocation := self._cache.get(key)) is None or allocation.claim is None:
             return None
@@ -136,7 +136,7 @@ class ClaimPods:
         return {ContainerKey(pod.uid, one.name): pod.container_ids.get(one.name, "") for pod, one in users}
 
     def using(self, uid: PodUid) -> tuple[Pod, ...]:
-        """The pods that use a claim; of a pod's own UID that pod."""
+        """The pods that use a claim. For a pod's own UID: that pod."""
         if (pod := self._store.get(uid)) is not None:
             return (pod,)
         users = self.users

@@ -1,12 +1,12 @@
-"""Keeps every resource's device list up to date: the GPUs' health at once, the memory account a moment after a change.
+"""Keeps every resource's device list up to date: GPUs' health at once, the memory account a moment after a change.
 
 State owned: the tables (kubelet/device_table.py), whether they are behind the allocation cache, whether IDs in them are
-withheld for shares that have grown, and what was last logged. A table that is
-behind does no harm: the admission decides by the cache itself.
+withheld for shares that have grown, and what was last logged. A table that is behind does no harm: the admission decides by
+the cache itself.
 
-IDs are reported Unhealthy though their GPU is healthy where they exceed its free memory, where a share that has grown
-borrows their capacity, and for shares while the daemon that they need is down. An allocated ID is not withheld for want
-of memory: its container keeps running.
+IDs of a healthy GPU are reported Unhealthy if they exceed its free memory, if a share that has grown borrows their
+capacity, and for shares while the daemon that they need is down. An allocated ID is not withheld when memory is short: its
+container keeps running.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ def offered_ids(units: Mapping[GpuUuid, int]) -> dict[GpuUuid, list[DeviceId]]:
 def unit_ids(
     gpus: Sequence[Gpu], resource: str, layout: UnitLayout, in_use: Collection[DeviceId]
 ) -> dict[GpuUuid, list[DeviceId]]:
-    """The units under one of NVIDIA's names: of every GPU those that it serves, by number, and those that containers hold by
-    another replica layout or under NVIDIA's own texts, until they end. `in_use` are this resource's that containers have."""
+    """The units under one of NVIDIA's names: those that every GPU serves, by number, and those that containers hold by
+    another replica layout or under NVIDIA's own texts, until they end. `in_use` are those that containers have."""
     by_gpu: dict[GpuUuid, list[DeviceId]] = {}
     for device in in_use:
         by_gpu.setdefault(gpu_of(device), []).append(device)
@@ -71,7 +71,7 @@ def _by_number(device: DeviceId) -> tuple[int, str]:
 
 
 class Missing(NamedTuple):
-    """What cannot be had on the node now: any share, what limits replicas of GPUs, units under NVIDIA's names at all."""
+    """What is not available on the node now: any share, what limits replicas of GPUs, all units under NVIDIA's names."""
 
     shares: bool = False
     replicas: bool = False
@@ -91,7 +91,7 @@ def withheld(
     """The `ids` of one resource that stand for nothing free. `borrowed` are units of it that are charged beyond a GPU's
     allocated IDs. Whole GPUs need no memory IDs: without shares all of those are withheld, and no cores.
 
-    vmemory IDs are counters, so where a GPU has too few free ones of its own name, free ones of other names stand for them.
+    vmemory IDs are counters, so if a GPU has too few free IDs of its own name, free IDs of other names stand for them.
     """
     measure, has_units = kind.measure, any(gpu.used.part for gpu in gpus)
     is_counted = measure is Measure.CORES or (measure is Measure.BLOCKS and not names.gpu_mem and not missing.shares)
@@ -118,7 +118,7 @@ def withheld(
 
 
 def _room(measure: Measure, gpu: GpuAccount, free: Sequence[DeviceId], borrowed: int, missing: Missing) -> int:
-    """For how many of the free IDs the GPU's other users leave room; less than 0 for IDs of other GPUs' names."""
+    """How many of the free IDs have room next to the GPU's other users; less than 0 for IDs of other GPUs' names."""
     match measure:
         case Measure.UNITS:
             return gpu.free_units
@@ -154,9 +154,8 @@ class DeviceTables(Struct, kw_only=True, eq=False):
         self.tables |= {name: DeviceTable() for name in self.node.names.names}
 
     def allocation_changed(self, old: Allocation | None, new: Allocation | None) -> None:
-        """Refreshes the lists where they depend on it. For AllocationCache.subscribe. They depend on what is allocated for
-        GPUShare's resource and of units under NVIDIA's names (also where this agent offers none), and for shares that have
-        grown."""
+        """Refreshes the lists if they depend on it. For AllocationCache.subscribe. They depend on allocations of GPUShare's
+        resource, of units under NVIDIA's names (even if this agent offers none), and of shares that have grown."""
         names = self.node.names
         depends = names.gpu_mem or names.offers_parts or self.node.cache.resized or self._has_borrowed
         if depends or (old is not None and old.unit_ids) or (new is not None and new.unit_ids):

@@ -5,8 +5,8 @@ Level, not edge: a pod's end is handled at once when its event comes, and by the
 State owned: the deleted pods whose processes may still run, the containers that were missing at the last reconcile,
 the pods whose allocations changed since the present one began, and the pods that agreed with the kubelet's records.
 
-The kubelet is asked by Get where it has it (1.34 and later); else by List, through the gate, between admissions. A List of
-anyone can give a device ID of another plugin away twice, a Get cannot. The records of a pod that has started change no
+The kubelet is asked by Get where it has it (1.34 and later); else by List, through the gate, between admissions. A List by
+any client can give a device ID of another plugin away twice, a Get cannot. The records of a pod that has started change no
 more until it ends or the kubelet restarts, so one that agreed with them is asked about again rarely.
 
 The kubelet allocates a force-deleted pod's devices again while its processes still run (measured): `PodProcesses` says
@@ -55,7 +55,7 @@ GET_PAUSE_S = 0.1
 """So many Gets, then a pause: the kubelet allows 100 calls a second, ten of them at once, and admissions need theirs.
 One at a time they take twice the processor time, because each wakes the process up (docs/reference/measurements.md)."""
 RECHECKED_PODS = 5
-"""Of those that agreed, so many are asked about in each reconcile, the longest unasked first: 100 pods in ten minutes."""
+"""So many of the pods that agreed are asked about in each reconcile, the longest unasked first: 100 pods in ten minutes."""
 QUIET_WAIT_S = 10.0
 """How long a reconcile waits for admissions to pause before it leaves it to the next period."""
 DELETED_RETRY_S = 1.0
@@ -72,7 +72,7 @@ class GarbageCollection(Struct, kw_only=True, eq=False):
     """One per agent, subscribed to the pod store (`pod_changed`) and the allocation cache (`allocation_changed`).
 
     `kubelet_age_s` is how long the kubelet has been up, None where it is down; with one younger than
-    TRUST_AFTER_S nothing is released, for it lists a pod only after it has admitted it again.
+    TRUST_AFTER_S nothing is released, because it lists a pod only after it has admitted it again.
     """
 
     node: Node
@@ -95,7 +95,7 @@ class GarbageCollection(Struct, kw_only=True, eq=False):
     _is_getting: bool = False
     _changed_pods: set[PodUid] = field(default_factory=set)
     _agreed: dict[PodUid, tuple[Pod, Sequence[Allocation]]] = field(default_factory=dict)
-    """As they were; the longest unasked first."""
+    """As they were then; the longest unasked first."""
 
     def pod_changed(self, old: Pod | None, new: Pod | None) -> None:
         """Releases an ended pod's allocations at once. For PodStore.subscribe."""
@@ -108,7 +108,7 @@ class GarbageCollection(Struct, kw_only=True, eq=False):
             self._releases.request()
 
     def allocation_changed(self, old: Allocation | None, new: Allocation | None) -> None:
-        """Notes the pod for a comparison that is under way, and wakes who waits for a release. For
+        """Notes the pod for a comparison that is under way, and wakes those who wait for a release. For
         AllocationCache.subscribe."""
         if self._is_getting:
             self._changed_pods.update(a.key.pod_uid for a in (old, new) if a is not None)
@@ -195,7 +195,7 @@ class GarbageCollection(Struct, kw_only=True, eq=False):
         if self.node.pods.is_synced and self._may_lack_static_pods():
             await self.static_pods.refresh_static(timeout_s=STATIC_PODS_S)
         if not self.has_pod_resources:
-            # As by an empty List, which releases nothing: recovered pods get their names, those that end are freed.
+            # Like an empty List, which releases nothing: recovered pods get their names, those that end are freed.
             self._apply(self._decide([], await self._read_checkpoint(), None))
             return
         checkpoint = await self._read_checkpoint()
@@ -215,7 +215,7 @@ class GarbageCollection(Struct, kw_only=True, eq=False):
         )
 
     async def _reconcile_by_get(self, checkpoint: Sequence[CheckpointEntry]) -> bool:
-        """False where the kubelet has no Get. Pods whose allocations change meanwhile are left for the next time."""
+        """False if the kubelet has no Get. Pods with allocations that change meanwhile are left for the next time."""
         if not self.node.pods.is_synced:
             return False
         self._changed_pods.clear()
@@ -239,7 +239,7 @@ class GarbageCollection(Struct, kw_only=True, eq=False):
             # The kubelet allows 100 calls a second to all its clients together, and an admission's List is one of them.
             if number % GETS_AT_ONCE == 0:
                 await asyncio.sleep(GET_PAUSE_S)
-        # From here on no await: what is compared is of one moment.
+        # No await from here on: what is compared is of one moment.
         if not self.gate.is_idle:
             return True  # an admission is under way: cache and kubelet may differ for a moment
         deleted = {a.key.pod_uid for a in self.node.cache if self.node.pods.get(a.key.pod_uid) is None}
@@ -260,8 +260,8 @@ class GarbageCollection(Struct, kw_only=True, eq=False):
         return [pod for pod in pods if pod.uid not in left]
 
     def _note_agreed(self, scope: set[PodUid], result: Reconciliation) -> None:
-        """Notes the pods that agreed: not with a kubelet that has just started, not before the pod has, not while the
-        records may lag."""
+        """Notes the pods that agreed, unless the kubelet has just started, the pod has not started yet, or the records may
+        lag."""
         differ = {c.key.pod_uid for c in result.corrections} | {key.pod_uid for key in result.missing}
         age_s = self.kubelet_age_s()
         is_trusted = age_s is not None and age_s >= TRUST_AFTER_S
@@ -309,7 +309,7 @@ class GarbageCollection(Struct, kw_only=True, eq=False):
                 self.node.cache.put(correction.allocation)
             else:
                 self.node.cache.release(correction.key)
-        # Whole, also where it is empty: only two polls in turn count.
+        # All of it, even if it is empty: only two polls in a row count.
         self._missing = result.missing
         self._deleted |= result.deleted
         if result.deleted:
@@ -362,7 +362,7 @@ class PodProcesses:
 
 
 def _are_running(root: Path, uid: str) -> bool | None:
-    # No directory's name could have such a UID: nothing can be said of its processes.
+    # No directory can have such a UID in its name: nothing is known of its processes.
     if pod_uid_of(f"pod{uid}") != uid or not root.is_dir():
         return None
     walk = CgroupWalk(root)

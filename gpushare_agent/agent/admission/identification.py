@@ -38,9 +38,9 @@ MAX_FETCHES = 16
 MAX_FETCHES_IN_ALL = 64
 """PodStore fetched for one call; more than these come by the watch of the API server."""
 RETRY_S = 0.1
-"""Between two fetches from an API server that does not answer, while there is time left."""
+"""The pause between two fetches from an API server that does not answer, while there is time left."""
 LEAST_S = 0.5
-"""For the first fetch of a pod after a kubelet that took all the time to list it."""
+"""The time for the first fetch of a pod if the kubelet took all the time to list it."""
 
 
 _STATIC_CHARS = 900
@@ -53,7 +53,7 @@ ListInside = Callable[[], Awaitable[Sequence[ListedDevices]]]
 
 
 class Timeouts(Struct, frozen=True, kw_only=True):
-    """Seconds: for asking the API server about pods in all, for polling the kubelet again in doubt, between two polls."""
+    """Seconds: for all questions to the API server about pods, for polling the kubelet again in doubt, between two polls."""
 
     lookup_s: float = 2.0
     poll_again_s: float = 0.4
@@ -62,8 +62,8 @@ class Timeouts(Struct, frozen=True, kw_only=True):
 
 class _Lookup(Struct, kw_only=True):
     """How far the identification of one call is. `verified` are the pods fetched since the last List, `unanswered` is the
-    refusal where the API server did not answer the last fetch. `unverifiable` are those that may be static pods of which the
-    kubelet could not be asked, with the reason: what the pod store has by that name may be a former one."""
+    refusal where the API server did not answer the last fetch. `unverifiable` are possible static pods that
+    the kubelet could not be asked about, with the reason: the pod store may have a former pod by that name."""
 
     started_at: float
     fetches: int = 0
@@ -74,7 +74,7 @@ class _Lookup(Struct, kw_only=True):
 
 
 class _AccountedFor(Struct, frozen=True):
-    """A listed pod that had everything of a resource, and what that was seen from: none of these values ever changes."""
+    """A listed pod that had everything of a resource, and the values that showed it: none of them ever changes."""
 
     name: tuple[str, str]
     pod: Pod
@@ -115,7 +115,7 @@ class Identification(Struct, kw_only=True, eq=False):
         5. Else the doubtful pods are fetched again, and the kubelet is polled again: a pod that was refused elsewhere turns
            Failed within milliseconds, and then one candidate is left.
 
-        Raises Unavailable, Corrupt: what the kubelet lists cannot be had or read, as a whole or of one pod.
+        Raises Unavailable, Corrupt: the kubelet's list, or one pod of it, cannot be got or read.
         """
         lookup = _Lookup(started_at=self.clock())
         while True:
@@ -187,8 +187,8 @@ class Identification(Struct, kw_only=True, eq=False):
         )
 
     def _not_accounted_for(self, call: Call, listed: Sequence[ListedDevices], known: Known) -> list[ListedDevices]:
-        """The listed pods less those that are known to have everything of the resource, most of a node: nothing of them has
-        changed since they were found to be such. Static pods stay, for their files may have changed."""
+        """The listed pods except those, most of a node, that were found to have everything of the resource and have not
+        changed since. Static pods stay, because their files may have changed."""
         before, now = self._accounted_for.get(call.resource, {}), dict[ListedDevices, _AccountedFor]()
         self._accounted_for[call.resource] = now
         pod_of, allocation_of, left = known.pods.get, known.allocations.get, []
@@ -213,7 +213,7 @@ class Identification(Struct, kw_only=True, eq=False):
         return left
 
     async def _list(self, list_inside: ListInside, timeout_s: float) -> Sequence[ListedDevices]:
-        """What the kubelet lists; where its PodResources is not mounted, the pending pods of the pod store."""
+        """What the kubelet lists; if its PodResources is not mounted, the pending pods of the pod store."""
         if not self.kubelet.has_pod_resources:
             known = self._known()
             return [
@@ -234,7 +234,7 @@ class Identification(Struct, kw_only=True, eq=False):
                 lookup.unverifiable.pop((namespace, name), None)
             except NotFound as e:
                 lookup.unverifiable[namespace, name] = str(e)
-            # Either is no answer about the pod: refusing it now is better than guessing.
+            # Neither is an answer about the pod: refusing it now is better than guessing.
             except (Unavailable, Rejected) as e:
                 failures.append(f"pod {namespace}/{name}: {e}")
             except AgentError as e:
@@ -271,7 +271,7 @@ class Identification(Struct, kw_only=True, eq=False):
 
 
 class _Unlisted:
-    """A pod as pod store and allocation cache have it, in place of a List's entry."""
+    """A pod as pod store and allocation cache have it, instead of a List's entry."""
 
     def __init__(self, pod: Pod, known: Known) -> None:
         self.namespace = pod.namespace

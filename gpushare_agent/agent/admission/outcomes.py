@@ -29,7 +29,7 @@ _GPU_BY_GPU = " GPU by GPU: "
 
 
 class OutcomeReporter(Struct, kw_only=True, eq=False):
-    """Every outcome is counted and, unless it only follows an earlier one of its container, recorded. A refusal becomes an
+    """Counts every outcome, and records it unless it only follows an earlier one of its container. A refusal becomes an
     Event of its pod."""
 
     node: Node
@@ -85,7 +85,7 @@ def _with_verdicts(refused: Refused, decision: Decision) -> Refused:
 
 
 def with_gpus(decision: Decision, gpus: Collection[GpuUuid]) -> Decision:
-    """The same where the container got other GPUs than planned, which the kubelet's IDs then name, or none after all."""
+    """The same, corrected if the container got other GPUs than planned, which the kubelet's IDs name, or none after all."""
     if {c.uuid for c in decision.candidates if c.is_chosen} == set(gpus):
         return decision
     candidates = tuple(
@@ -132,7 +132,7 @@ class DecisionLog:
         return self._number
 
     def add(self, record: DecisionRecord, pod: Pod | None = None) -> DecisionRecord:
-        """Numbers the record, names the pod in it where that is known, and adds it."""
+        """Numbers the record, names the pod in it if that is known, and adds it."""
         self._number += 1
         numbered = replace(record, number=self._number)
         if pod is not None:
@@ -147,7 +147,7 @@ class DecisionLog:
         self._records.extend(previous._records)
 
     def newest(self, limit: int, *, namespace: str = "", pod: str = "", after: int = 0) -> tuple[DecisionRecord, ...]:
-        """The newest records, `limit` at most, newest first: of one pod where it is named, and only those numbered above
+        """The newest records, `limit` at most, newest first: of one pod if it is named, and only with numbers above
         `after`."""
         found = (
             record

@@ -1,4 +1,4 @@
-"""The kubelet's side: device-plugin servers and registration, admission with its ledger, and what admissions prepare."""
+"""The kubelet's side: device-plugin servers and registration, admission with its ledger, and its preparations."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ class AdmissionPart:
         """Go on with what the generation before the reload left: its lock, its sockets, and the kubelet's calls that
         wait."""
         self.registrar.take_over(previous.registrar)
-        # Until this generation answers: where its settings fail before that, the sockets must outlive it for the next one.
+        # Until this generation answers. If its settings fail before that, the next one needs the sockets.
         self.registrar.stays_registered = True
         if self.node.settings.kubelet.device_plugin_path == previous.node.settings.kubelet.device_plugin_path:
             self.lock = previous.lock
@@ -151,7 +151,7 @@ class AdmissionPart:
         log.info("allocations_recovered", containers=containers)
 
     async def end(self) -> None:
-        """Ends the service to the kubelet. Nothing is left of it where another generation has taken over the sockets."""
+        """Ends the service to the kubelet. Does nothing if another generation has taken over the sockets."""
         await self.registrar.close()
         self.lock.release()
 
@@ -169,7 +169,7 @@ class AdmissionPart:
         return False
 
     async def outlives_other(self, *, within_s: float) -> bool:
-        """Whether the agent that serves ends within the time without having been asked."""
+        """True if the agent that serves ends within the time without having been asked."""
         try:
             async with asyncio.timeout(within_s):
                 await self.lock.acquire()
@@ -188,8 +188,8 @@ class AdmissionPart:
             ) from e
 
     async def leave(self) -> None:
-        """Ends, where another agent waits, the service to the kubelet in a moment between two admissions, and answers that
-        agent, which registers then."""
+        """If another agent waits, ends the service to the kubelet in a moment between two admissions, and answers that
+        agent, which then registers."""
         self.registrar.stays_registered = False
         if not self.handover.waiting:
             return
@@ -230,8 +230,8 @@ class AdmissionPart:
             log.warning("kubelet_not_there_yet", directory=str(self.node.settings.kubelet.device_plugin_path))
 
     async def pause(self) -> None:
-        """Lets the kubelet's calls wait, from a moment between two admissions on, for the next generation, to which all
-        that this one serves to the kubelet is left. What it answered is then in the kubelet's records."""
+        """From a moment between two admissions on, lets the kubelet's calls wait for the next generation, and leaves it
+        everything that this one serves to the kubelet. What it answered is then in the kubelet's records."""
         try:
             async with asyncio.timeout(PAUSE_WAIT_S):
                 await self.calls.close_between(self.admission.is_between_admissions)

@@ -6,11 +6,11 @@ starts one. In a round, in this order:
 1. Decide, and charge what grows (`AllocationCache.charge`), without an await between.
 2. Save what is charged. What cannot be saved is not applied.
 3. Apply: the isolation sees the new size (`Allocation.resized_to`).
-4. Let the isolations enforce it, again in each new container: it begins with what Allocate answered.
-5. Charge less where what was given back is neither in use nor can be used. Then once more from 1: others may grow into it.
+4. Let the isolations enforce it, again in each new container, which begins with what Allocate answered.
+5. Charge less if what was given back neither is nor can be in use. Then once more from 1: others may grow into it.
 
-State owned: what is in the file, and what is enforced since when; what the pods' Events and the annotation with the status
-say of it (`ResizeReports`). The sizes themselves belong to the allocation cache. The annotation's grammar and every
+State owned: what the file has, what is enforced since when, and what the pods' Events and status annotations say of it
+(`ResizeReports`). The sizes themselves belong to the allocation cache. The annotation's grammar and every
 decision: decisions/resize.py. Who may write it: docs/explanation/resize.md.
 
 The file, resize.json in state_directory, has the shares whose size was changed while they run, over a restart of the agent:
@@ -180,13 +180,13 @@ def _share(row: _Row) -> ResizedShare:
 
 
 PERIOD_S = 1.0
-"""Between two rounds while a share is resized: a container that was restarted has its former limits for so long."""
+"""The time between two rounds while a share is resized: a restarted container has its former limits for so long."""
 PAUSE_S = 0.5
-"""Between two rounds in any case: each may write the file."""
+"""The least time between two rounds: each may write the file."""
 SETTLED_S = 1.0
-"""An allocation that a library allowed a moment before its limit was lowered is in the driver's numbers after that."""
+"""After this time the driver's numbers have an allocation that a library allowed just before its limit was lowered."""
 EVENT_PAUSE_S = 5.0
-"""Between two Events of one pod: who may write an annotation may write it often."""
+"""The time between two Events of one pod: an annotation may be written often."""
 MAX_REPORTED = 1024
 RESIZED = "ShareResized"
 RESIZE_REFUSED = "ShareResizeRefused"
@@ -201,7 +201,7 @@ class _Enforced(Struct, frozen=True, kw_only=True):
 
 
 class ResizeRound(Struct):
-    """What one round found: why shares keep their sizes, which are not enforced yet, and containers that annotations name
+    """What one round found: why shares keep their sizes, the shares not enforced yet, and containers that annotations name
     and their pods do not have."""
 
     refused: dict[ContainerKey, ResizeRefused] = field(default_factory=dict)
@@ -218,7 +218,7 @@ class GrowthAccounts:
         self._charges: dict[GpuUuid, Charge] | None = None
 
     def without(self, allocation: Allocation) -> GpuAccount | None:
-        """The account of the share's GPU as charged for all others; None where that GPU is not there."""
+        """The account of the share's GPU as charged for all others; None if that GPU is not there."""
         if self._charges is None:
             self._charges = self._node.cache.charges_for_growth()
         gpu = self._node.gpus().by_uuid().get(allocation.gpus[0])
@@ -238,7 +238,7 @@ class GrowthAccounts:
 
 
 class ShareResizing(Struct, kw_only=True, eq=False):
-    """`restore` what was loaded, once the cache is rebuilt and before a call of the kubelet is answered; then `run` once.
+    """Call `restore` once the cache is rebuilt, before any call of the kubelet is answered; then `run` once.
     Subscribe `changed` to pods, allocations and GPUs. Without a `file` the sizes end with the agent."""
 
     node: Node
@@ -260,7 +260,7 @@ class ShareResizing(Struct, kw_only=True, eq=False):
         self._usage = usage
 
     def request_usage_by(self, request: Callable[[], None]) -> None:
-        """`request` is called while a decision waits for a sample, which may else be rare."""
+        """`request` is called while a decision waits for a sample: samples may be rare."""
         self._request_usage = request
 
     def changed(self) -> None:
@@ -367,11 +367,11 @@ class ShareResizing(Struct, kw_only=True, eq=False):
         if refused is not None:
             desired = unchanged_size(allocation, known, self.policy)
         if target_of(allocation, desired) == (known.target if known is not None else allocation.allocated_size):
-            return refused  # in every round the case of most
+            return refused  # most shares, in every round
         if (account := accounts.without(allocation)) is None:
             return refused
         outcome = decide_resize(allocation, desired, known, account, isolation, self.policy)
-        # As many as the file holds: one that is not saved would be given away again after a restart.
+        # As many as the file holds: a size that is not saved would be given away again after a restart.
         if isinstance(outcome, ResizedShare) and known is None and len(self.node.cache.resized) >= MAX_SHARES:
             outcome = ResizeRefused(
                 ResizeReason.TOO_MANY, f"{MAX_SHARES} shares of this node are resized: no more can be."
@@ -409,8 +409,8 @@ class ShareResizing(Struct, kw_only=True, eq=False):
     # --- 4 and 5: enforce, and charge less ---
 
     async def _enforce(self, found: ResizeRound) -> bool:
-        """Whether less is charged than before. What is enforced in the container that runs now, and charged as it is, is
-        left alone."""
+        """True if less is charged than before. A size that is enforced in the container that runs now, and charged as it is,
+        is left alone."""
         is_less = False
         for key in sorted(self.node.cache.resized):
             allocation, share = self.node.cache.get(key), self.node.cache.resized.get(key)
@@ -448,14 +448,14 @@ class ShareResizing(Struct, kw_only=True, eq=False):
         return new.charged != share.charged
 
     def _uses_no_more(self, share: ResizedShare) -> bool:
-        """Whether the share's processes have no more than the target: by the driver, in a sample taken after the target was
-        enforced, and not by what a container says of itself."""
+        """True if the share's processes have no more than the target, by the driver, in a sample taken after the target was
+        enforced; a container's own word does not count."""
         if share.charged.memory > share.target.memory:
             # Memory that was allocated stays with its processes whatever the limit: only the driver can say that it is
             # less.
             self._request_usage()
         usage, known = self._usage, self._enforced.get(share.key)
-        # A sample of before says nothing: a process may have allocated up to the old limit since.
+        # An earlier sample says nothing: a process may have allocated up to the old limit since.
         if usage is None or known is None or usage.sampled_at < known.since + SETTLED_S:
             return False
         gpu = usage.gpus.get(share.gpu)
@@ -474,8 +474,8 @@ def _grows(candidate: tuple[Allocation, DesiredSize]) -> tuple[bool, ContainerKe
 
 
 class ResizeReports(Struct, kw_only=True, eq=False):
-    """Writes Events and annotations of the pods; of a claim those of the pods that use it. `report` after each round, while
-    the pods are known. State owned: of each pod its own status and its claims'; what was reported."""
+    """Writes the pods' Events and annotations; for a claim those of the pods that use it. Call `report` after each round,
+    while the pods are known. State owned: each pod's own status and its claims'; what was reported."""
 
     node: Node
     policy: ResizePolicy

@@ -62,7 +62,7 @@ class PodStore:
     def replace_all(self, pods: Iterable[Pod], *, resource_version: str = "") -> None:
         """LISTED: these are the pods as of `resource_version`; the rest are gone.
 
-        A list may come from a lagging cache. A pod that is newer than the list stays, for the list cannot know it and
+        A list may come from a lagging cache. A pod that is newer than the list stays, because the list cannot know it and
         the watch that follows will report its end.
         """
         listed = {pod.uid: pod for pod in pods}

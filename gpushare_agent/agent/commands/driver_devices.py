@@ -2,7 +2,7 @@
 
 A container may open a device only where its cgroup allows it, which a container runtime sets for a privileged container, or
 for what a device plugin answered. An agent that is neither privileged nor under NVIDIA's runtime therefore asks for the
-resource `gpushare-agent/driver`. Its own plugins cannot serve it, for they need the GPUs first: this process needs none.
+resource `gpushare-agent/driver`. Its own plugins cannot serve it, because they need the GPUs first: this process needs none.
 
 Every GPU of the node is in each answer, so the cluster must keep the resource from other pods
 (manifests/components/driver-from-host has the policy).

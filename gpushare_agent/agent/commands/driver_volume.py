@@ -161,7 +161,7 @@ def _make(
     report.files = {target: str(source) for target, source in plan.files.items()}
     report.links = dict(plan.links)
     if check:
-        # Compares the files as well, for a file of the driver may have been replaced under its name.
+        # Compares the files as well, because a file of the driver may have been replaced under its name.
         report.state = "unchanged" if directory.is_in_force(plan, shown) else "would change"
         return
     installed = directory.install(plan, shown)

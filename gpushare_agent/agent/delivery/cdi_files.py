@@ -162,7 +162,7 @@ class CdiFiles:
 def _spec(content: bytes, *, is_json: bool) -> tuple[str, tuple[str, ...]]:
     """Kind and device names; raises _NoSpecError for what the reference library would not load."""
     most = MAX_BYTES if is_json else MAX_YAML_BYTES
-    # Before it is parsed, for the parser of YAML takes seconds for each mebibyte.
+    # Before it is parsed, because the parser of YAML takes seconds for each mebibyte.
     if len(content) > most:
         raise _NoSpecError(f"is larger than {most} bytes, which the agent does not read")
     try:

@@ -68,7 +68,7 @@ class CdiState(Struct, frozen=True, kw_only=True):
 
 
 class CdiSpecs:
-    """`nodes` is called at each check, for control nodes come and go."""
+    """`nodes` is called at each check, because control nodes come and go."""
 
     def __init__(self, files: CdiFiles, *, kind: str, nodes: Callable[[], SpecNodes]) -> None:
         self._files = files

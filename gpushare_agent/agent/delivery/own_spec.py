@@ -1,6 +1,6 @@
 """The agent's own CDI spec: which GPUs it must name, and its content.
 
-Specs of others (mostly of nvidia-ctk) have precedence, for they also mount the driver's libraries: ours names only the
+Specs of others (mostly of nvidia-ctk) have precedence, because they also mount the driver's libraries: ours names only the
 GPUs that no other names. Two files of one directory that name the same device make its name ambiguous, and runtimes then
 reject it; of two directories the later one counts.
 

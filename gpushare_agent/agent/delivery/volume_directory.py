@@ -7,10 +7,10 @@
 
 A container's mount of <base>/nvidia is resolved when it is made, so a running container keeps the version that it began
 with. A version's name holds a hash of the content: the same content is never installed twice. Names end in .2, .3 … where
-a directory of that name was damaged from outside, for it may be mounted and so is not repaired. Owns everything below
+a directory of that name was damaged from outside, because it may be mounted and so is not repaired. Owns everything below
 .versions and the links; the content is planned in delivery/volume_plan.py.
 
-A version is filled by hard links where possible, else by copies. Files are read first, for the name has their hash; one that
+A version is filled by hard links where possible, else by copies. Files are read first: the name has their hash; one that
 changes between reading and copying is an error.
 """
 

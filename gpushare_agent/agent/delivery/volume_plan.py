@@ -1,7 +1,7 @@
 """Plans which libraries and programs of the host go where in a driver volume.
 
 In the volume for shares the names that programs load (libcuda.so.1, libnvidia-ml.so.1 and their bare forms) lead to the
-control library; the driver's own files keep their full names, for the control library loads them by these. A share must
+control library; the driver's own files keep their full names, because the control library loads them by these. A share must
 never get an uncontrolled libcuda under such a name: where the control library has not the right ELF class, the library is
 left out. The files are found by delivery/host_libraries.py and copied by volume_directory.py there.
 

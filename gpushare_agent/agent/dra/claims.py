@@ -1,11 +1,11 @@
 """Prepared claims: enters them in the ledger, prepares the host, writes their CDI specs, and ends them.
 
-An error costs the pod 60 to 90 s, for the kubelet tries again only then: what will come soon is waited for inside the call,
+An error costs the pod 60 to 90 s, because the kubelet tries again only then: so the call waits for what will come soon,
 `wait_s` at most. The record is written last and before the answer, so whatever is recorded is whole, and a call that is
 repeated for it changes nothing. Ending works from the record alone: the claim may be gone from the API server. Each outcome
 is counted and recorded; the pod's Event is the kubelet's own.
 
-State owned: `_prepared` by UID, the last refusal of others that the kubelet has not unprepared yet, and its part of the
+State owned: `_prepared` by UID, the last refusal of claims that the kubelet has not unprepared yet, and its part of the
 allocation cache.
 """
 
@@ -43,7 +43,7 @@ from gpushare_agent.core.placement.gpu_account import describe_request
 
 
 def allocations_of(claim: PreparedClaim, names: ResourceNames, at: float) -> list[Allocation]:
-    """One for each result, but none for admin access: the scheduler counts nothing of it, and gives the GPU to others."""
+    """One for each result, but none for admin access: the scheduler does not count it and gives the GPU to others."""
     return [
         Allocation(
             key=one.key,
@@ -70,13 +70,13 @@ def allocations_of(claim: PreparedClaim, names: ResourceNames, at: float) -> lis
 
 
 def shortage(claim: PreparedClaim, ledger: Ledger, names: ResourceNames) -> str:
-    """Why the claim has no room, empty where it has: the scheduler counts a share as free when its pod is deleted by force,
+    """Why the claim has no room, empty if it has: the scheduler counts a share as free when its pod is deleted by force,
     before its containers have ended."""
     accounts = {account.uuid: account for account in ledger.accounts(names)}
     for one in claim.charged:
-        if one.is_unlimited:  # the scheduler counts nothing of it either
+        if one.is_unlimited:  # the scheduler does not count it either
             continue
-        # On a GPU that is not healthy too: its device has a taint, which the pod then tolerates.
+        # Also on an unhealthy GPU: its device has a taint, which the pod then tolerates.
         account = replace(accounts[GpuUuid(one.gpu)], is_healthy=True)
         request = WHOLE_GPU
         if not one.is_whole:
@@ -105,14 +105,14 @@ T = TypeVar("T")
 
 GET_TIMEOUT_S = 5.0
 PREPARE_WAIT_S = 40.0
-"""Of a claim for what is missing. The kubelet's limit is 45 s."""
+"""How long a claim waits for what is missing. The kubelet's limit is 45 s."""
 FILES_TIMEOUT_S = 5.0
 POLL_S = 1.0
-"""While waiting: the API server, the inventory and the isolation report no change here."""
+"""The period of looks while waiting: the API server, the inventory and the isolation report no change here."""
 
 
 class Claims(Struct, kw_only=True, eq=False):
-    """`restore` once, before the first call; `attach` when the API server can be reached."""
+    """Call `restore` once, before the first call; `attach` when the API server can be reached."""
 
     node: Node
     policy: Callable[[], EditPolicy]
@@ -138,11 +138,11 @@ class Claims(Struct, kw_only=True, eq=False):
         self.changed()
 
     def changed(self) -> None:
-        """Anything that a waiting call may wait for: an allocation, the GPUs."""
+        """Something changed that a call may wait for: an allocation, the GPUs."""
         self._has_changed.set()
 
     def is_answered(self, uid: str) -> bool:
-        """Whether another call for the claim would change nothing: it is prepared, or no later answer will be another."""
+        """True if another call for the claim would change nothing: it is prepared, or the answer is final."""
         refused = self._refusals.get(uid)
         return uid in self._prepared or (refused is not None and refused.reason is RefusalReason.INVALID_REQUEST)
 
@@ -154,7 +154,7 @@ class Claims(Struct, kw_only=True, eq=False):
     async def restore(self) -> None:
         """Enters in the ledger what an earlier agent has recorded, and puts back specs that a reboot has removed. Raises
         Unavailable: the records cannot be read."""
-        # Charged without a look for room: their containers run with these GPUs.
+        # Charged without a check for room: their containers run with these GPUs.
         for claim in await self._in_thread(self.files.load, "reading the claims' records"):
             self._charge(claim)
             try:
@@ -167,7 +167,7 @@ class Claims(Struct, kw_only=True, eq=False):
         log.info("claims_restored", claims=len(self._prepared))
 
     async def prepare(self, ref: ClaimRef) -> PreparedClaim | Refused:
-        """Idempotent by UID. Cancelled, nothing is charged, except where the claim was being recorded already: then it is
+        """Idempotent by UID. If cancelled, nothing is charged, unless the claim was being recorded already: then it is
         charged until the kubelet asks again, or unprepares it."""
         async with self._lock(ref.uid):
             # Under a lock for each claim: the kubelet repeats a call whose answer it did not get, also while the first
@@ -229,7 +229,7 @@ class Claims(Struct, kw_only=True, eq=False):
                 is_saving = True
                 await self._in_thread(partial(self.files.save, made), f"recording claim {ref.name}")
         except BaseException as e:
-            # Cut off while saving, the record is written all the same and the next agent reads it: so it stays charged.
+            # If cut off while saving, the record is still written and the next agent reads it: so it stays charged.
             if not is_saving or not isinstance(e, asyncio.CancelledError):
                 self._release(ref.uid)
             if isinstance(e, AgentError):
@@ -248,7 +248,7 @@ class Claims(Struct, kw_only=True, eq=False):
         return None
 
     async def _beside(self, claim: AllocatedClaim, pods: Sequence[Pod]) -> dict[str, AllocatedClaim] | Refused:
-        """The other claims, by name, of containers that use this one: what they have of this driver."""
+        """The other claims of this driver, by name, of containers that use this one."""
         found: dict[str, AllocatedClaim] = {}
         for name in claims_beside(claim.ref.name, pods):
             try:
@@ -281,12 +281,12 @@ class Claims(Struct, kw_only=True, eq=False):
         return self.read(await self._api.get_claim(namespace, name, timeout_s=GET_TIMEOUT_S))
 
     def read(self, raw: Raw) -> AllocatedClaim:
-        """Raises Corrupt: it is none of this driver and node, or asks for what cannot be."""
+        """Raises Corrupt: it is not of this driver and node, or asks for something impossible."""
         return read_claim(raw, driver=DRIVER, pool=self.node.settings.node_name, policy=self.claim_policy)
 
     async def _pods_of(self, claim: AllocatedClaim) -> list[Pod] | Refused:
-        """The pods for which the claim is reserved: which of its requests a container gets is in the pods alone. One may
-        never get here, so after a while those that are known will do, as for a pod that joins the claim later."""
+        """The pods for which the claim is reserved: only they say which of its requests a container gets. One may never get
+        here, so after a while the known ones suffice, as when a pod joins the claim later."""
         pods: list[Pod] = []
         with suppress(TimeoutError):
             async with asyncio.timeout(self.pods_timeout_s):

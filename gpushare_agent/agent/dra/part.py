@@ -76,10 +76,10 @@ class DraPart:
             "kubelet.root_dir": ServingLock(registry),
             "state_directory": ServingLock(records),
         }
-        """By setting, of the directories that only one agent may use."""
+        """The locks of directories that only one agent may use, by setting."""
 
     def acquire(self) -> None:
-        """Raises StartupError where an agent serves the claims that does not hand over to this one, for it serves another
+        """Raises StartupError if an agent serves the claims that does not hand over to this one, because it serves another
         directory of device plugins: the kubelet would call the one that registered last."""
         plugins = self.settings.kubelet.device_plugin_path
         for name, lock in self.locks.items():
@@ -97,7 +97,7 @@ class DraPart:
         self.ready.set()
 
     def tasks(self) -> Tasks:
-        """Nothing where they run already: an agent that takes over from another registers before that one leaves, and its
+        """Does nothing if they run already: an agent that takes over from another registers before that one leaves, and its
         calls wait until `start`."""
         if self.registration.is_running:
             return {}
@@ -114,7 +114,7 @@ class DraPart:
             lock.release()
 
     async def leave(self) -> None:
-        """Lets the calls that are open end, for a while: a claim whose call is cut off waits for the kubelet's next try."""
+        """Gives open calls time to end: a claim with a cut-off call waits for the kubelet's next try."""
         await self.registration.leave()
         with suppress(TimeoutError):
             async with asyncio.timeout(LEAVE_S):
@@ -122,7 +122,7 @@ class DraPart:
                     await asyncio.sleep(0.01)
 
     def not_served(self) -> list[str]:
-        """Why pods can get no claim of this node now, nothing where they can."""
+        """Why pods can get no claim of this node now; nothing if they can."""
         missing = {
             "the kubelet has not registered the driver of claims (setting kubelet.root_dir)": self._registered,
             "the node's ResourceSlice is not published": self.publisher.published,

@@ -46,11 +46,11 @@ _LATE = f"the agent could not do it in {CALL_TIMEOUT_S:g} s (its log has the rea
 HEALTH_PERIOD_S = 10.0
 """The kubelet takes a device for Unknown after 30 s without a report."""
 MAX_MESSAGE_CHARS = 1000
-"""It is written into the status of each pod on the GPU."""
+"""The reason is written into the status of each pod on the GPU."""
 
 
 class DraPlugin(dra_v1.DraPluginBase):
-    """`ready` is set once the ledger is there: calls before that wait, for the pod would wait longer after an error."""
+    """`ready` is set once the ledger is there: calls before that wait, because the pod would wait longer after an error."""
 
     def __init__(self, claims: Claims, ready: asyncio.Event) -> None:
         self._claims = claims
@@ -99,7 +99,7 @@ class DraPlugin(dra_v1.DraPluginBase):
         """What the call returns, else the text of its error."""
         try:
             async with asyncio.timeout(CALL_TIMEOUT_S):
-                # Inside the timeout: an agent whose ledger does not come must answer, for the kubelet's own error names
+                # Inside the timeout: an agent without its ledger must answer, because the kubelet's own error names
                 # no cause.
                 await self._ready.wait()
                 return await call(_ref(claim))
@@ -110,7 +110,7 @@ class DraPlugin(dra_v1.DraPluginBase):
 
 
 class DeviceHealth(v1alpha1.DraResourceHealthBase):
-    """Reports every GPU of the node at once, when one is another than before, and each 10 s."""
+    """Reports every GPU of the node at once, after each change, and each 10 s."""
 
     def __init__(self, node: Node) -> None:
         self._node = node
@@ -174,7 +174,7 @@ if TYPE_CHECKING:
 
 PLUGIN_TYPE = "DRAPlugin"
 SOCKET_NAMES = re.compile(r"dra-[0-9a-f]{8}\.sock|gpushare-agent-[0-9a-f]{8}-reg\.sock")
-"""Of every agent's sockets in the two directories."""
+"""The names of every agent's sockets in the two directories."""
 SERVICES = ("v1.DRAPlugin", "v1alpha1.DRAResourceHealth")
 POLL_S = 5.0
 RETRY_S = 1.0
@@ -196,7 +196,7 @@ class Registration(pluginregistration.RegistrationBase):
     async def notify_registration_status(
         self, message: pluginregistration.RegistrationStatus
     ) -> pluginregistration.RegistrationStatusResponse:
-        # The kubelet calls this on each registration; the socket's existence alone says nothing of whether it accepted.
+        # The kubelet calls this on each registration; that the socket exists does not show that it accepted.
         if message.plugin_registered:
             self.registered.set()
             log.info("dra_driver_registered", driver=self._driver)
@@ -224,12 +224,12 @@ class DraRegistration:
         self.is_running = False
 
     async def leave(self) -> None:
-        """The kubelet calls another agent of the node from now on, where there is one. Open calls go on."""
+        """From now on the kubelet calls another agent of the node, if there is one. Open calls go on."""
         self._is_leaving = True
         await self._registration_socket.stop()
 
     async def run(self) -> None:
-        """Serves both sockets until cancelled; then they are gone, the registration's first."""
+        """Serves both sockets until cancelled; then removes them, the registration's first."""
         self.is_running = True
         try:
             await retried(self._keep, RETRY_S, "dra_driver_not_served", self._failure)

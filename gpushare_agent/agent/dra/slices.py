@@ -35,8 +35,8 @@ RETRY_S = 1.0
 PERIOD_S = 60.0
 MAX_NODE_NAME = 253
 REGISTERED_S = 5.0
-"""The kubelet finds a new socket within 1.2 s. Without its answer the slice is published all the same: the pods' Events then
-say that the driver is not registered."""
+"""The kubelet finds a new socket within 1.2 s. Without its answer the slice is published anyway: the pods' Events then say
+that the driver is not registered."""
 
 
 class SlicePublisher(Handler):
@@ -57,7 +57,7 @@ class SlicePublisher(Handler):
         self._due_s = PERIOD_S
         self._failure = ReportOnce()
         self.published = asyncio.Event()
-        """Set once the slice was found or written as desired, also where there is nothing to publish: a node
+        """Set once the slice was found or written as desired, also if there is nothing to publish: a node
         whose driver is not there yet must not stop a rollout."""
 
     def changed(self) -> None:
@@ -110,8 +110,8 @@ class SlicePublisher(Handler):
                 self.published.set()
 
     async def _reconcile(self, api: KubeApi) -> float | None:
-        """One comparison, and what it takes; after how many seconds the next is due. None where the slice is another than
-        was seen: the watch has, or will have, what is there, and wakes this."""
+        """Compares once and writes what is needed; returns the seconds until the next is due. None if the slice differs from
+        what was seen: the watch has, or will have, the present one, and wakes this."""
         # One slice has the whole pool: others of this driver and node are an older agent's, under another name.
         for name in sorted(self._seen.keys() - {self.name}):
             await self._delete(api, name)
@@ -183,7 +183,7 @@ class _Seen(KubeObject):
 
     @property
     def spec(self) -> SliceSpec | None:
-        """The spec, None where it is none that this agent writes."""
+        """The spec, None if this agent does not write such specs."""
         return decoded_or(_SPEC, self.raw_spec, lambda: None)
 
 

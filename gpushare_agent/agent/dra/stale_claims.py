@@ -1,8 +1,8 @@
-"""Ends prepared claims of which neither the API server nor the kubelet knows any more.
+"""Ends prepared claims that neither the API server nor the kubelet knows any more.
 
-The kubelet unprepares each claim that it had prepared, also after a restart and after a forced deletion. It does not where
+The kubelet unprepares each claim that it had prepared, also after a restart and after a forced deletion. It does not if
 it has lost its own state: the node was reset, or joined another cluster. A claim is stale when its object is gone, no
-pod of the node uses it and its pods are known to have no process, at two polls in turn.
+pod of the node uses it and its pods are known to have no process, at two polls in a row.
 
 State owned: the claims that were missing at the last poll, and the pods seen to use a claim since it was prepared.
 """
@@ -57,7 +57,7 @@ class StaleClaims:
                 if not await self._is_missing(api, claim):
                     continue
                 missing.add(uid)
-                # At the second poll in turn: a claim may be prepared a moment before the watch delivers its pod.
+                # At the second poll in a row: a claim may be prepared a moment before the watch delivers its pod.
                 if uid in self._missing:
                     await self._claims.unprepare(claim.ref)
                     log.warning(

@@ -84,7 +84,7 @@ class PodWaker(Struct, kw_only=True, eq=False):
             if await self._needs_call(api, pod):
                 await api.patch_pod_annotations(pod.namespace, pod.name, pod.uid, {ANNOTATION: str(time.time_ns())})
                 log.debug("pod_woken", namespace=pod.namespace, pod=pod.name)
-                # Each wake is a write to the API server, of which a burst of pods makes many.
+                # Each wake is a write to the API server, and a burst of pods makes many.
                 await asyncio.sleep(1 / PER_SECOND)
         # The pod is gone, or another one has its name: there is nobody to wake.
         except (NotFound, Conflict):
@@ -93,8 +93,8 @@ class PodWaker(Struct, kw_only=True, eq=False):
             log.debug("pod_not_woken", namespace=pod.namespace, pod=pod.name, error=str(e))
 
     async def _needs_call(self, api: KubeApi, pod: Pod) -> bool:
-        """A claim of another driver alone is none of ours to hurry. One that is prepared for the pod is not read: of a burst
-        most pods start long after their claims are prepared."""
+        """A claim of only another driver is not ours to hurry. One that is prepared for the pod is not read: in a burst most
+        pods start long after their claims are prepared."""
         prepared = {
             one.ref.name: one.users for one in self.claims.prepared.values() if one.ref.namespace == pod.namespace
         }

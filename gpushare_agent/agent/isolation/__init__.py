@@ -70,9 +70,9 @@ def _package(name: str) -> str:
 
 
 def module_of(name: str, module: str) -> ModuleType | None:
-    """A further module of the package of an isolation that is no combination; None where it has none."""
+    """A further module of the package of an isolation that is no combination; None if it has none."""
     full = f"{_package(name)}.{module}"
-    # By find_spec, not by catching ImportError: a package whose module fails to import must not count as one without it.
+    # By find_spec, not by catching ImportError: a module that fails to import must not count as missing.
     return import_module(full) if find_spec(full) is not None else None
 
 
@@ -80,12 +80,12 @@ ISOLATIONS: Mapping[str, Isolation] = _Isolations()
 
 
 def isolations_in_use(settings: Settings) -> tuple[Isolation, ...]:
-    """The isolations of the node and those that its pods may choose; without auto, which is none yet."""
+    """The isolations of the node and those that its pods may choose, without auto, which stands for none yet."""
     return tuple(ISOLATIONS[name] for name in sorted(settings.isolations_in_use) if name != AUTO)
 
 
 def mounts_driver(settings: Settings) -> bool:
-    """Containers get a driver directory: by the setting, or by an isolation in use."""
+    """True if containers get a driver directory, by the setting or by an isolation in use."""
     return settings.driver_volume.mount or any(isolation.mounts_driver for isolation in isolations_in_use(settings))
 
 

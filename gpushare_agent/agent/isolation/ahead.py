@@ -1,10 +1,10 @@
-"""Which containers were prepared before they start, for every isolation that makes files for them.
+"""Prepares containers before they start, for every isolation that makes files for them.
 
-A container is prepared when it was allocated, while the kubelet makes its sandbox: in a burst of pods disk and processors
-are busy, and PreStartContainer, which the container's start waits for, finds everything there. It counts for one start; a
-later one, and one that comes before it is done, is prepared in PreStartContainer.
+A container is prepared once it is allocated, while the kubelet makes its sandbox. In a burst of pods disk and processors are
+busy, and the start waits for PreStartContainer, which then finds everything there. The preparation counts for one start. A
+later start, and one that comes before it is done, is prepared in PreStartContainer.
 
-State owned: the containers that are to be prepared, that are being prepared, and that are and have not started yet.
+State owned: the containers to prepare, those being prepared, and those prepared that have not started yet.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from typing import NoReturn
 from gpushare_agent.core.model.allocations import ContainerKey
 
 NOT_STARTED_FOR_S = 60.0
-"""For so long at most a container counts as not started."""
+"""A container counts as not started for at most so long."""
 
 Prepare = Callable[[Sequence[ContainerKey]], Awaitable[Collection[ContainerKey]]]
 
 
 class PreparedAhead:
     """`prepare` answers for which containers it succeeded; a failure is left to their start. `at_once` is how many it gets
-    together, None for all; `delay_s` is waited after an allocation, for the admission goes on with the container's other
+    together, None for all; `delay_s` is waited after an allocation, because the admission goes on with the container's other
     resource and needs no other thread."""
 
     def __init__(
@@ -46,14 +46,14 @@ class PreparedAhead:
         self._is_new = asyncio.Event()
 
     def add(self, key: ContainerKey) -> None:
-        """The container was allocated now and has not started yet."""
+        """The container was just allocated and has not started yet."""
         # Allocated again: what was prepared before may be of other limits.
         self._prepared_at.pop(key, None)
         self._requested[key] = None
         self._is_new.set()
 
     def take(self, key: ContainerKey) -> bool:
-        """The container starts: whether it was prepared. From now on what is there is its own."""
+        """The container starts; returns True if it was prepared. From now on the files are its own."""
         self._requested.pop(key, None)
         # A preparation that is under way ends after this start has begun: its files must not count for the next start.
         self._under_way.discard(key)
@@ -65,7 +65,7 @@ class PreparedAhead:
         return frozenset(self._prepared_at)
 
     def keep_only(self, remains: Callable[[ContainerKey], bool]) -> None:
-        """The others are gone, and so are those that should have started long ago."""
+        """Forgets the others, which are gone, and those that should have started long ago."""
         # A pod may never start after its Allocate (an image that cannot be pulled).
         old = self._clock() - NOT_STARTED_FOR_S
         self._requested = {key: None for key in self._requested if remains(key)}

@@ -1,4 +1,4 @@
-"""What `gpushare-agent check` asks of the isolations in use; each answers in its module `check`, if it has one."""
+"""The probes that `gpushare-agent check` takes from the isolations in use, each from its module `check` if it has one."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ OpenDriver = Callable[[Settings], CheckedDriver]
 class CheckProbe(Struct, frozen=True):
     """One probe of `gpushare-agent check`, which changes nothing, and ends after `timeout_s`. The module `check` of an
     isolation that is no combination has its own, `probes(open_driver) -> tuple[CheckProbe, ...]`. `run` returns findings,
-    or what is good of `name`; where it raises AgentError that is an error of `name`, with `cure`."""
+    or what is good about `name`. If it raises AgentError, that is an error of `name`, with `cure`."""
 
     name: str
     run: Callable[[Settings], Awaitable[list[Finding] | str]]

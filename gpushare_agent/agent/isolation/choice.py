@@ -1,4 +1,4 @@
-"""Which isolation a node gets with the setting `auto`, from what is found on it, and a pod by its annotation. Pure."""
+"""Chooses a node's isolation for the setting `auto`, from what is found there, and a pod's by its annotation. Pure."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from gpushare_agent.core.settings.isolation_names import isolation_names
 
 
 class Standing(Struct, frozen=True, kw_only=True):
-    """An isolation's own word on when `auto` takes it. `place` is its place in the order, the smallest first; `because` says
-    what of the node speaks for it. `serves_exclusive`: programs
+    """When `auto` takes an isolation, by its own word. `place` is its place in the order, the smallest first; `because` says
+    what on the node speaks for it. `serves_exclusive`: programs
     under it reach GPUs in compute mode EXCLUSIVE_PROCESS."""
 
     place: int
@@ -20,8 +20,8 @@ class Standing(Struct, frozen=True, kw_only=True):
 
 
 class Candidate(Struct, frozen=True, kw_only=True):
-    """An isolation that is no combination. `problem` is why it cannot be had now, empty where it can. `is_running`: it
-    limits containers of this moment, which a restart of the agent must not take away."""
+    """An isolation that is no combination. `problem` is why it is not available now, empty if it is. `is_running`: it
+    limits containers now, and a restart of the agent must not take that away."""
 
     name: str
     standing: Standing
@@ -39,16 +39,16 @@ class Choice(Struct, frozen=True, kw_only=True):
 def choose(candidates: Sequence[Candidate], *, is_exclusive_process: bool = False) -> Choice:
     """The first of these that applies, with the driver's memory limits as well where the agent sets them:
 
-    1. The isolation that containers run under, for they have its files mounted; of several the first in order.
-    2. The GPUs are in compute mode EXCLUSIVE_PROCESS: what serves those, for nobody else may open them.
-    3. The first in order that can be had.
-    4. The first in order, whose shares are refused with the remedy.
+    1. The isolation that containers run under, because they have its files mounted; of several the first in order.
+    2. If the GPUs are in compute mode EXCLUSIVE_PROCESS: the isolation that serves those, because no other may open them.
+    3. The first in order that is available.
+    4. The first in order. Its shares are refused with the remedy.
 
     Isolation none has no place in the order, so it is never chosen.
     """
     base = _base(sorted(candidates, key=lambda one: (one.standing.place, one.name)), is_exclusive_process)
     combined = f"{base.isolation}+driver"
-    # The driver limits memory whatever a program does, so it is added wherever it can be had.
+    # The driver limits memory whatever a program does, so it is added wherever it is available.
     if combined in isolation_names() and any(one.name == "driver" and not one.problem for one in candidates):
         return Choice(isolation=combined, reason=f"{base.reason}; the driver limits memory (615 or later)")
     return base
@@ -58,12 +58,12 @@ def _base(ordered: Sequence[Candidate], is_exclusive_process: bool) -> Choice:
     # Before anything else: the kubelet keeps the mounts of containers that run, so they start again with these files.
     if running := [one.name for one in ordered if one.is_running]:
         return Choice(isolation=running[0], reason=f"containers run here that {running[0]} keeps")
-    # Also where its daemon does not answer: under any other isolation no second program could open a GPU.
+    # Even if its daemon does not answer: under any other isolation no second program could open a GPU.
     if is_exclusive_process and (serving := [one.name for one in ordered if one.standing.serves_exclusive]):
         reason = f"the GPUs are in compute mode EXCLUSIVE_PROCESS, so all must use {serving[0]}"
         return Choice(isolation=serving[0], reason=reason)
     can_be_had = [one for one in ordered if not one.problem]
-    # Never "none" for want of another: a share would silently be no share. The refusal has the remedy.
+    # Never "none" because no other is there: a share would silently be no share. The refusal has the remedy.
     chosen = can_be_had[0] if can_be_had else ordered[0]
     text = (
         chosen.standing.because

@@ -1,8 +1,8 @@
-"""Which container has which ID: from the container runtime, else from the pods' statuses.
+"""Finds the containers of IDs, and their IDs: from the container runtime, else from the pods' statuses.
 
 The runtime knows an ID about a second earlier, but access to its socket means root on the node, so the agent works without:
-the kubelet writes every ID into the pod's status. Both are read in this order each time; a runtime that is not reachable
-only costs that second. State owned: whether its absence was logged.
+the kubelet writes every ID into the pod's status. Both are read in this order each time; an unreachable runtime only
+costs that second. State owned: whether its absence was logged.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ class ContainerIds:
         return {ContainerKey(c.pod_uid, c.container_name): c.id for c in reported if c.state is RuntimeState.RUNNING}
 
     async def owner_of(self, container_id: str) -> ContainerKey | None:
-        """Whose container this is; None where the runtime knows none of this ID.
+        """The container with this ID; None if the runtime knows none.
 
         Raises:
             Unavailable: the runtime does not answer and no pod's status names the ID yet.
         """
         try:
             found = (await self._runtime.status(container_id)).container
-        # The runtime is asked about an ID that a container sent: none of this ID is an answer, no failure.
+        # The runtime is asked about an ID that a container sent: that there is none is an answer, no failure.
         except NotFound:
             return None
         except AgentError as e:

@@ -1,10 +1,10 @@
-"""The directory of a container, `<pod uid>/<container>/`, below the directory that an isolation has for all of them.
+"""A container's directory, `<pod uid>/<container>/`, in the directory that an isolation has for all of them.
 
-Relative to a descriptor and following no link, so that nothing is written or removed elsewhere, whatever a tenant placed
-there; only names of Kubernetes (core/model/directory_names.py) reach a path. No state.
+Every step is relative to a descriptor and follows no link, so nothing is written or removed elsewhere, whatever a tenant
+placed there. Only names of Kubernetes (core/model/directory_names.py) reach a path. No state.
 
-A tenant can make a file that it may write so long, and of so many pieces, that the kernel frees it for half a minute; the
-kubelet does not count it. So what a tenant has written is only renamed where anyone waits, into `removed/` next to the pods'
+A tenant can make its file so long, and of so many pieces, that the kernel takes half a minute to free it; the kubelet does
+not count it. So where anyone waits, what a tenant has written is only renamed, into `removed/` next to the pods'
 directories (`put_aside`), and `remove_aside` removes it there.
 """
 
@@ -24,11 +24,11 @@ from gpushare_agent.core.model.errors import NotFound, Unavailable
 from gpushare_agent.core.model.names import PodUid
 
 CLOSED_MODE = 0o700
-"""Files that any user of a container may write are in there: a user of the host, who is in no container, shall not."""
+"""It has files that any user in a container may write; a user of the host, who is in no container, must not."""
 ASIDE_NAME = "removed"
 """No pod UID."""
 REMOVAL_TIMEOUT_S = 600.0
-"""To remove or shorten one file of a tenant's: 300,000 pieces of 4 KiB took 25 s on a busy disk."""
+"""The time to remove or shorten one file of a tenant: 300,000 pieces of 4 KiB took 25 s on a busy disk."""
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -48,14 +48,14 @@ def opened_root(root: Path) -> Iterator[int]:
 
 @contextmanager
 def opened_container(root: int, key: ContainerKey) -> Iterator[int]:
-    """It must be there. Raises OSError."""
+    """Opens a directory that must be there. Raises OSError."""
     with opened(key.pod_uid, root, DIRECTORY) as pod, opened(key.container, pod, DIRECTORY) as directory:
         yield directory
 
 
 @contextmanager
 def made_container(root: int, key: ContainerKey) -> Iterator[int]:
-    """It is made where it is missing, or something else is there. Raises OSError."""
+    """Opens a directory, made if it is missing or something else is there. Raises OSError."""
     with made_directory(root, key.pod_uid, CLOSED_MODE) as pod, made_directory(pod, key.container) as directory:
         yield directory
 
@@ -68,28 +68,28 @@ def pods_in(root: int) -> tuple[PodUid, ...]:
 def put_aside(root: int, directory: int, name: str) -> None:
     """Renames an entry into `removed/`, for `remove_aside`. Raises OSError."""
     with made_directory(root, ASIDE_NAME, CLOSED_MODE) as aside:
-        # A random name, so that what two containers leave never meets, and no name of a tenant's is used again.
+        # A random name: what two containers leave never meets, and no name that a tenant chose is used again.
         os.rename(name, secrets.token_hex(8), src_dir_fd=directory, dst_dir_fd=aside)
 
 
 def list_aside(root: int) -> tuple[str, ...]:
-    """What is to be removed. Raises OSError."""
-    # Nothing was put aside yet.
+    """The entries to remove. Raises OSError."""
+    # Nothing has been put aside yet.
     with suppress(FileNotFoundError), opened(ASIDE_NAME, root, DIRECTORY) as aside:
         return tuple(names_in(aside))
     return ()
 
 
 def remove_aside(root: int, name: str) -> None:
-    """Removes one of these, a link and not what it leads to. May take half a minute. Raises OSError."""
+    """Removes one of these; of a link not its target. May take half a minute. Raises OSError."""
     with suppress(FileNotFoundError), opened(ASIDE_NAME, root, DIRECTORY) as aside:
         remove_tree(aside, name)
 
 
 @contextmanager
 def step(verb: str, path: Path | str, setting: str) -> Iterator[None]:
-    """Errors in the words of whoever can repair them; `setting` names the directory. Raises NotFound where nothing is there,
-    Unavailable."""
+    """Puts errors into the words of those who can repair them; `setting` names the directory. Raises NotFound if nothing is
+    there, Unavailable."""
     try:
         yield
     except OSError as e:

@@ -1,5 +1,5 @@
-"""What keeps shares real on this node: the parts of the isolations in use, the vDevice directories of those that mount them,
-and the names of GPUs for CDI."""
+"""Keeps shares real on this node: the parts of the isolations in use, the vDevice directories of those that mount them, and
+the names of GPUs for CDI."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ class Isolations(Struct, frozen=True, kw_only=True):
         return self.host.chosen(allocation)
 
     def kept(self, allocation: Allocation) -> Kept | None:
-        """What of the container's share is kept, and by whom; None where its isolation is not known."""
+        """What of the container's share is kept, and by whom; None if its isolation is not known."""
         chosen = self.isolation_name(allocation)
         if chosen is None or allocation.is_whole:
             return None if chosen is None else WHOLE_GPU
@@ -129,7 +129,7 @@ class Isolations(Struct, frozen=True, kw_only=True):
         return self.parts[name].problem(key) if name in self.parts else ""
 
     def has_limits(self, key: ContainerKey) -> bool:
-        """False where the container was found to run without one."""
+        """False if the container was found to run without one."""
         return not any(part.problem(key) for part in self.parts.values())
 
     def facts(self) -> tuple[IsolationFacts, ...]:
@@ -145,7 +145,7 @@ class Isolations(Struct, frozen=True, kw_only=True):
         )
 
     def probed(self, part: str) -> ProbeResult | None:
-        """Whether a program of the agent's own was limited on this node by this isolation, which is no combination."""
+        """The result of the agent's own program under this isolation, which is no combination: was it limited?"""
         return self.parts[part].probed() if part in self.parts else None
 
     def changed(self) -> None:
@@ -164,16 +164,16 @@ class Isolations(Struct, frozen=True, kw_only=True):
             part.request_usage = request
 
     def paid(self, key: ContainerKey, uuid: GpuUuid) -> float | None:
-        """What a container pays for its launches, of the GPU's time, where an isolation counts that and there were any."""
+        """What a container pays for its launches, of the GPU's time, if an isolation counts that and there were any."""
         return next((found for part in self.parts.values() if (found := part.paid(key, uuid)) is not None), None)
 
     def unavailable_reason(self, isolation: str) -> str:
-        """Why no share of this isolation can be had now, and the remedy; empty where it can."""
+        """Why no share of this isolation is available now, and the remedy; empty if it is."""
         watches = [self.watches[part] for part in isolation_parts(isolation) if part in self.watches]
         return "; ".join(watch.unavailable_reason for watch in watches if watch.unavailable_reason)
 
     def max_shares_of_gpu(self) -> int | None:
-        """The least of the isolations in use; None where none has a limit."""
+        """The least of the isolations in use; None if none has a limit."""
         return min((most for part in self.parts.values() if (most := part.max_shares_of_gpu) is not None), default=None)
 
     def isolation_of(self, allocation: Allocation) -> Isolation | None:
@@ -213,7 +213,7 @@ class Isolations(Struct, frozen=True, kw_only=True):
         return is_checked and all(map(self.unavailable_reason, self.host.node.settings.isolations_in_use))
 
     def has_no_replicas(self) -> bool:
-        """What limits replicas under NVIDIA's names cannot be had."""
+        """True if what limits replicas under NVIDIA's names is not available."""
         sharing = self.host.node.settings.nvidia.sharing
         if sharing is Sharing.SHARES:
             return self.has_no_shares()

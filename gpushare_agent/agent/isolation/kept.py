@@ -13,11 +13,11 @@ from msgspec import Struct
 
 NOBODY = "nobody"
 ITS_OWN_GPU = "whole-gpu"
-"""Nobody has to keep it: no other container is on the GPU."""
+"""Nobody has to keep the limit: no other container is on the GPU."""
 
 
 class NotKept(StrEnum):
-    """What goes past the limits. The values are labels and JSON: stable."""
+    """Uses that pass the limits. The values are labels and JSON: stable."""
 
     ASYNC_ALLOCATIONS = "async-allocations"
     BYPASS = "bypass"
@@ -69,7 +69,7 @@ class Kept(Struct, frozen=True, kw_only=True):
 
 
 _OF_MEMORY = frozenset({NotKept.ASYNC_ALLOCATIONS, NotKept.MANAGED_MEMORY, NotKept.POOLS, NotKept.VIRTUAL_MEMORY})
-"""The others are of compute, or of both."""
+"""The others concern compute, or both."""
 
 
 WHOLE_GPU = Kept(memory_by=ITS_OWN_GPU, compute_by=ITS_OWN_GPU)

@@ -75,8 +75,8 @@ class IsolationHost(Struct, frozen=True, kw_only=True):
         return name in isolation_parts(self.chosen(allocation) or "")
 
     def share_of(self, key: ContainerKey) -> ContainerKey:
-        """Whose part an allocation is: a container may use several results of a claim, and has one directory and one share
-        for all of them."""
+        """The share that an allocation is part of: a container may use several results of a claim, and has one directory and
+        one share for all of them."""
         allocation = self.node.cache.get(key)
         if allocation is not None and allocation.claim is not None and allocation.claim.view:
             return ContainerKey(key.pod_uid, allocation.claim.view)
@@ -100,11 +100,11 @@ class IsolationPart:
         """Bounded. Raises AgentError with what is missing on the node and the remedy."""
 
     async def look(self) -> None:
-        """As `check`, and puts nothing in its place: for an agent next to the one that serves."""
+        """Like `check`, but changes nothing: for an agent next to the one that serves."""
         await self.check()
 
     async def prepare(self, keys: Collection[ContainerKey]) -> Refused | None:
-        """Makes what containers that are about to start need."""
+        """Makes what containers need that are about to start."""
         return None
 
     def prepare_ahead(self, key: ContainerKey) -> None:
@@ -118,14 +118,14 @@ class IsolationPart:
         """An allocation, a pod or a GPU."""
 
     def usage_sampled(self, usage: UsageRound | None) -> None:
-        """As UsageSampling tells it."""
+        """A round, as UsageSampling tells it."""
 
     def paid(self, key: ContainerKey, uuid: GpuUuid) -> float | None:
         """What a container pays for its launches, of the GPU's time, where the isolation counts that and there were any."""
         return None
 
     def problem(self, key: ContainerKey) -> str:
-        """Why the container was found to run without its limit, empty where it has it."""
+        """Why the container was found to run without its limit, empty if it has it."""
         return ""
 
     def probed(self) -> ProbeResult | None:
@@ -145,7 +145,7 @@ def build_part(name: str, host: IsolationHost) -> IsolationPart | None:
 
 class NodeProbe(Struct, frozen=True, kw_only=True):
     """Whether an isolation can be had on a node where its part does not run: `check` is bounded, and raises AgentError with
-    the remedy. `pods` are those with files of it, for it must stay theirs while they run; bounded by the caller.
+    the remedy. `pods` are those with files of it, because it must stay theirs while they run; bounded by the caller.
     `is_for_sandbox`: simulated GPUs need the same; `note` is what they do without, empty where nothing is missing.
     `standing` is when `auto` takes it."""
 

@@ -114,7 +114,7 @@ class Follows(Enum):
 
     NOBODY = auto()
     NEW_PROCESSES = auto()
-    """Those that start after it. Running ones may keep the previous limit."""
+    """Processes that start after it. Running ones may keep the previous limit."""
     RUNNING_PROCESSES = auto()
 
     @property
@@ -138,7 +138,7 @@ class Isolation(Struct, frozen=True, kw_only=True, eq=False):
     cores_follow: Follows = Follows.NOBODY
     memory_follows: Follows = Follows.NOBODY
     why_not_in_mig: str = ""
-    """Why it cannot keep a share of a MIG instance, empty where it can. A whole instance needs nothing kept."""
+    """Why it cannot keep a share of a MIG instance, empty if it can. A whole instance needs nothing kept."""
     mounts_vdevice: bool = False
     """Containers get their vDevice directory."""
     mounts_driver: bool = False
@@ -148,7 +148,7 @@ class Isolation(Struct, frozen=True, kw_only=True, eq=False):
 
     @property
     def limits(self) -> bool:
-        """Whether it keeps anything of a share at all."""
+        """True if it keeps anything of a share."""
         return self.keeps != NOTHING_KEPT
 
     def driver_beside(self, container: ContainerSpec, config: IsolationConfig) -> ContainerEdits:
@@ -158,7 +158,7 @@ class Isolation(Struct, frozen=True, kw_only=True, eq=False):
         return mounted_driver(container, config.whole_driver)
 
     def edits(self, request: IsolationRequest) -> ContainerEdits | Refused:
-        """What `edit` answers, but refused for a share of a MIG instance that it cannot keep."""
+        """The answer of `edit`, but a refusal for a share of a MIG instance that it cannot keep."""
         # A whole instance is the hardware's own limit.
         instance = next(
             (share.gpu for share in request.shares if share.gpu.mig is not None and not share.is_whole), None
@@ -209,7 +209,7 @@ def refused_several(request: IsolationRequest, isolation: str) -> Refused | None
 
 
 def combined(name: str, parts: Sequence[Isolation]) -> Isolation:
-    """What all of them add; refused where one refuses. The first limits compute, every one memory."""
+    """The edits of all of them; refused if one refuses. The first limits compute, all limit memory."""
 
     def edit(request: IsolationRequest) -> ContainerEdits | Refused:
         found: list[ContainerEdits] = []

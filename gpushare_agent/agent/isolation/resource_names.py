@@ -1,4 +1,4 @@
-"""Which resources this node offers: the isolation in use decides whether MIG instances are shared. No state."""
+"""The resources that this node offers: the isolation in use decides whether MIG instances are shared. No state."""
 
 from __future__ import annotations
 

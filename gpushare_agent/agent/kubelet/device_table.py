@@ -13,7 +13,7 @@ PodResources and into their checkpoint, so an ID is as short as it can be:
 - The key is the first eight hexadecimal digits of the GPU's UUID, more where another GPU of the node begins with the same.
   It does not depend on indexes, nor on other GPUs as long as none begins alike. n is a decimal number.
 - An ID is read as that of the one GPU whose UUID begins with the key, however long that is. Where none or several do, it
-  names a GPU that the node does not have, and stays allocated until its container ends: a GPU put in the place of another
+  names a GPU that the node does not have, and stays allocated until its container ends: a GPU that replaces another
   does not inherit its IDs. (One in 500 million does, for each of eight GPUs, by beginning alike.)
 - A GPU that the driver shows later, or again, is known by the IDs that its containers hold (`add_gpus`).
 
@@ -201,7 +201,7 @@ def check_lists(inventory: GpuInventory, names: ResourceNames, *, limit_bytes: i
 def smallest_block_mib(gpus: Sequence[Gpu], *, limit_bytes: int = MAX_LIST_BYTES) -> int:
     """The smallest power of two, in MiB, whose blocks of all GPUs fit one message of `limit_bytes`.
 
-    A block that is larger than every GPU always fits, for then there is none.
+    A block that is larger than every GPU always fits, because then there is none.
     """
     block_mib = 1
     while list_bytes(gpus, block_mib) > limit_bytes:

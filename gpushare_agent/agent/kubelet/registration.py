@@ -161,7 +161,7 @@ class Registrar:
         if not endpoints:  # claims alone
             self.all_registered.set()
         self.stays_registered = False
-        """The servers outlive `run`, for another registrar to take over."""
+        """The servers outlive `run`, so that another registrar can take over."""
         self._renewed: list[tuple[ResourceRegistrar, PluginEndpoint]] = []
         self._removed: list[ResourceRegistrar] = []
 
@@ -253,7 +253,7 @@ class Registrar:
         # None: no resource was registered yet, so there is nothing that a restart could have changed.
         is_restart = kubelet is not None and self._registered_kubelet not in (None, kubelet)
         for one in self._resources:
-            # Before the callback below: registering again is urgent, for the kubelet rejects pods about a second after
+            # Before the callback below: registering again is urgent, because the kubelet rejects pods about a second after
             # its start.
             one.refresh(kubelet, has_directory=directory is not None)
         if is_restart:

@@ -1,4 +1,4 @@
-"""What operators and programs see of the node: usage, metrics, web port, dashboard, debug pages, display socket.
+"""Shows the node to operators and programs: usage, metrics, web port, dashboard, debug pages, display socket.
 
 State owned: the current round of usage (UsageSampling), its past (UsageHistory), the snapshot that everything is made from
 (SnapshotCache), counters (AgentMetrics), listeners (WebServer, DisplayServer). The agent's composition builds

@@ -4,8 +4,8 @@ A process counts for a container that has that very GPU allocated. Every other p
 processes of a GPU are always all accounted for. A container without a process uses nothing: zero. What the driver does not
 report is None.
 
-Where several compute on a GPU, a driver's sample may name one process, whichever, with the percents of the whole GPU (an
-H200's does). So of a container whose isolation counts what it pays that is its compute, while somebody else computes there.
+If several compute on a GPU, a driver's sample may name any one process with the percents of the whole GPU (an H200's does).
+So if a container's isolation counts what it pays, that is its compute while somebody else computes there.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from gpushare_agent.core.model.usage import ContainerUse, DriverSample, GpuSampl
 
 T = TypeVar("T")
 PaidRatio = Callable[[ContainerKey, GpuUuid], float | None]
-"""What a container pays, of the GPU's time; None where nobody counts it, or it has launched nothing of late."""
+"""What a container pays, of the GPU's time; None if nobody counts it, or it has launched nothing lately."""
 
 RATIO_DIGITS = 6
 """More than any driver reports; further digits are rounding errors of the sum."""
@@ -43,8 +43,8 @@ class AllocatedContainers(Struct, frozen=True, kw_only=True):
 
 
 def has_handed_over(allocation: Allocation, pod: Pod | None) -> bool:
-    """Whether this is an init container that has run: the kubelet has given its devices to later containers, with which they
-    are counted."""
+    """True for an init container that has run: the kubelet has given its devices to later containers, and they are counted
+    there."""
     return allocation.kind is ContainerKind.INIT and pod is not None and pod.has_started
 
 
@@ -67,7 +67,7 @@ def join_usage(
         here = on_gpu.get(gpu.uuid, {})
         found: dict[ContainerKey, list[ProcessSample]] = {key: [] for keys in here.values() for key in keys}
         unknown: list[ProcessSample] = []
-        # None where the driver does not list them: `_use` then says that nothing is known, not that nothing is used.
+        # None if the driver does not list them: `_use` then says that nothing is known, not that nothing is used.
         for process in gpu.processes or ():
             key = _container_of(owners.get(process.pid), here, allocated)
             (unknown if key is None else found[key]).append(process)
@@ -121,8 +121,8 @@ def _container_of(
         # claim's.
         possible = (reported, *allocated.claims.get(reported, ()))
         return next((key for key in possible if key in here.get(key.pod_uid, ())), None)
-    # Of two containers on this GPU it could be either's: unattributed for a second is better than charged to the wrong
-    # one.
+    # With two containers on this GPU it could be either's: unattributed for a second is better than charged to the
+    # wrong one.
     keys = here.get(owner.pod_uid, ()) if owner.pod_uid is not None else ()
     return keys[0] if len(keys) == 1 else None
 
@@ -145,7 +145,7 @@ def _use(key: ContainerKey, gpu: GpuSample, processes: Sequence[ProcessSample]) 
 
 
 def _with_paid(uses: Sequence[ContainerUse], paid: PaidRatio, *, others_compute: bool) -> list[ContainerUse]:
-    """The uses of one GPU. `others_compute`: a process of no container does, by the driver."""
+    """The uses of one GPU. `others_compute`: by the driver, a process of no container computes."""
     # A share of several allocations has its processes in one of them, and pays once.
     pays = {use.key: ratio for use in uses if use.pids and (ratio := paid(use.key, use.uuid)) is not None}
     computing = sum(1 for use in uses if use.key in pays or use.sm_ratio) + others_compute
@@ -160,7 +160,7 @@ def _with_paid(uses: Sequence[ContainerUse], paid: PaidRatio, *, others_compute:
 
 
 def _share(ratios: Iterable[float | None]) -> float | None:
-    """Of the whole GPU: processes that are counted one by one may add up to a little more than there is."""
+    """At most the whole GPU: processes that are counted one by one may add up to a little more."""
     values = list(ratios)
     known = _known(values)
     return min(1.0, round(sum(known, 0.0), RATIO_DIGITS)) if known or not values else None

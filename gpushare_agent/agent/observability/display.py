@@ -6,8 +6,8 @@ processes, and a call takes time of the loop that admits pods. A socket that ano
 The messages are made from the node's snapshot by pure functions: the graph, the usage, the version. A message has the
 proto's own field names, and as JSON leaves out zero and empty fields, as gpu-manager's gateway does. `encode_usage` gives
 the bytes of the one that is large: the generated classes need 100 ms for 200 containers, this 2 ms. Units are gpu-manager's:
-gpu in percent of a GPU (`spec` in GPUs), memory in MiB. What the driver does not report is left out, for the messages know
-no third state; /api/v1/node has it. Formats: protos/display.proto and docs/reference/display.md.
+gpu in percent of a GPU (`spec` in GPUs), memory in MiB. What the driver does not report is left out, because the messages
+know no third state; /api/v1/node has it. Formats: protos/display.proto and docs/reference/display.md.
 
 State owned: the server and the identity of its socket file.
 """
@@ -75,8 +75,8 @@ class DisplayServer(Struct, eq=False):
     @property
     def is_serving(self) -> bool:
         """The server runs, and its socket is the one at the path."""
-        # Any root process may put another socket at the path, gpu-manager at its start: then no client reaches this
-        # server.
+        # Any root process may put another socket at the path, as gpu-manager does at its start: then no client reaches
+        # this server.
         return self._socket is not None and self._socket.is_serving
 
     async def run(self) -> NoReturn:
@@ -95,7 +95,7 @@ class DisplayServer(Struct, eq=False):
             await served.stop()
 
     async def _serve(self, served: ServedSocket) -> None:
-        # Before the look: the server of before is no other process.
+        # Before the look: the former server is no other process.
         await served.stop()
         problem = ""
         if is_served(self.path):
@@ -170,18 +170,19 @@ def routes(snapshot: ReadSnapshot) -> list[Route]:
 CLUSTER_ANNOTATION = "clusterName"
 USER_VARIABLE = "SUBMITTER"
 _DIGITS = 3
-"""Of a float: 7.000000000000001 percent helps nobody."""
+"""Digits of a float: 7.000000000000001 percent helps nobody."""
 _FIXED_32 = 5
 """The wire type of a float."""
 
 
 _GRAPH_WORDS = {LinkKind.NODE: "CPU", LinkKind.NVLINK: "NV"}
-"""gpu-manager's word for a kind of branch where it is not nvidia-smi's; it knows no NVLink."""
+"""gpu-manager's word for a kind of branch if it is not nvidia-smi's; it knows no NVLink."""
 
 
 def graph_text(snapshot: NodeSnapshot) -> str:
-    """The topology tree in the form of gpu-manager's PrintGraph: what processes use of each branch and GPU, how many GPUs of
-    a branch are free, what can still be allocated of a GPU. Behind its bracket a branch has the cost of its dearest pair."""
+    """The topology tree in the form of gpu-manager's PrintGraph: the use of each branch and GPU by processes, the number of
+    free GPUs of a branch, and what can still be allocated of a GPU. After its bracket a branch has the cost of its most
+    expensive pair."""
     root = snapshot.inventory.tree
     gpus = {gpu.index: gpu for gpu in snapshot.inventory.gpus}
     lines = _graph_lines(root, 0, gpus, snapshot) if root.gpus else ()
@@ -200,7 +201,7 @@ def _graph_lines(branch: Branch, depth: int, gpus: Mapping[int, Gpu], snapshot: 
     word = _GRAPH_WORDS.get(branch.kind, branch.kind.name)
     links = snapshot.inventory.topology.links
     cost = max(link_cost(links[a][b]) for a in branch.gpus for b in branch.gpus)
-    # What is left stands with the GPUs alone, for programs that add up all lines; the cost is ours, so behind the bracket.
+    # What is left is shown only at the GPUs, because programs add up all lines; the cost is ours, so after the bracket.
     numbers = f"aval: {_free(branch, gpus, snapshot)}, {_graph_numbers(known, (0, 0), snapshot)}"
     yield f"{margin}{word} ({numbers}) cost: {cost}"
     for part in parts_of(branch):
@@ -212,7 +213,7 @@ def _free(branch: Branch, gpus: Mapping[int, Gpu], snapshot: NodeSnapshot) -> in
 
 
 def _is_free(gpu: Gpu, snapshot: NodeSnapshot) -> bool:
-    """A pod may still get it whole."""
+    """True if a pod may still get the whole GPU."""
     cores, capacity = snapshot.cores(gpu)
     taken = cores or snapshot.memory_allocated_bytes.get(gpu.uuid, 0)
     # As GpuAccount.is_free: a MIG instance is no whole GPU.
@@ -315,7 +316,7 @@ def _graph_numbers(gpus: Sequence[Gpu], left: tuple[int, int], snapshot: NodeSna
 
 
 def _left(gpu: Gpu, snapshot: NodeSnapshot) -> tuple[int, int]:
-    """What a pod can get of it, cores and bytes: nothing of a MIG instance that takes no shares, nor of a GPU out of
+    """The cores and bytes that a pod can get of it: nothing of a MIG instance that takes no shares, or of a GPU out of
     service."""
     cores, capacity = snapshot.cores(gpu)
     if not capacity or gpu.uuid in snapshot.unhealthy_reasons or gpu.uuid in snapshot.cordoned:
@@ -325,7 +326,7 @@ def _left(gpu: Gpu, snapshot: NodeSnapshot) -> tuple[int, int]:
 
 
 def _trouble(gpu: Gpu, snapshot: NodeSnapshot) -> str:
-    """What keeps the GPU from being used, empty where nothing does."""
+    """What keeps the GPU from being used, empty if nothing does."""
     note = ""
     if (reason := snapshot.unhealthy_reasons.get(gpu.uuid)) is not None:
         note += f" Unhealthy: {_one_line(reason)}"
@@ -339,7 +340,7 @@ def _one_line(text: str) -> str:
 
 
 def _pod_stat(namespace: str, pod: Pod | None) -> PodStat:
-    """Of a pod that the informer has not seen yet, only the namespace is known. A container without a request has an empty
+    """If the informer has not seen the pod yet, only the namespace is known. A container without a request has an empty
     spec, as in gpu-manager."""
     if pod is None:
         return PodStat(project=namespace)
@@ -360,7 +361,7 @@ def _submitter(pod: Pod) -> str:
 def _device(gpu: Gpu, key: ContainerKey, snapshot: NodeSnapshot) -> DeviceUse:
     found = DeviceUse(id=gpu.bus_id, card_idx=str(gpu.index), device_mem=gpu.memory_mib)
     use = snapshot.use_of(key, gpu.uuid)
-    # Where it is not known all three stay zero and are left out.
+    # If it is not known, all three stay zero and are left out.
     if use is not None:
         found.gpu = _number((use.sm_ratio or 0.0) * 100)
         found.mem = _number((use.memory_bytes or 0) / MIB)

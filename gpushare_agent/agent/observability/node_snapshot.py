@@ -45,7 +45,7 @@ class ContainerFacts(Struct, frozen=True, kw_only=True):
     users: Sequence[ClaimUser] = ()
 
     def cores_on(self, gpu: Gpu) -> int:
-        """The limit on one of its GPUs: of replicas on several each has its part."""
+        """The limit on one of its GPUs: of replicas on several GPUs each has its part."""
         if self.allocation.is_whole:
             return CORES_PER_GPU
         part = self.allocation.parts.get(gpu.uuid)
@@ -71,7 +71,7 @@ class AgentFacts(Struct, frozen=True, kw_only=True):
     sample_period_s: float
     isolations: tuple[IsolationFacts, ...] = ()
     isolation_reason: str = ""
-    """Why the agent chose it, empty where its setting names it."""
+    """Why the agent chose it, empty if its setting names it."""
 
 
 class NodeSnapshot(Struct, frozen=True, kw_only=True):
@@ -85,7 +85,7 @@ class NodeSnapshot(Struct, frozen=True, kw_only=True):
     cordoned: Mapping[GpuUuid, str]
     """GPUs that an operator took out of service, and why."""
     unhealthy_reasons: Mapping[GpuUuid, str]
-    """What is wrong with GPUs themselves; a cordon is none."""
+    """What is wrong with the GPUs themselves; a cordon does not count."""
     excluded: frozenset[GpuUuid]
     """GPUs that the node does not offer (setting excluded_gpus)."""
     cores_allocated: Mapping[GpuUuid, int]
@@ -94,13 +94,13 @@ class NodeSnapshot(Struct, frozen=True, kw_only=True):
     usage: UsageRound | None
 
     def cores(self, gpu: Gpu) -> tuple[int, int]:
-        """How many cores of the GPU are allocated, and how many it has: none of either in a MIG instance that takes no
-        shares, of which the node offers none."""
+        """How many cores of the GPU are allocated, and how many it has: both 0 for a MIG instance that takes no shares,
+        because the node offers no cores of it."""
         capacity = self.names.units(gpu, ResourceKind.VCORE)
         return (self.cores_allocated.get(gpu.uuid, 0) if capacity else 0, capacity)
 
     def gpus_of(self, allocation: Allocation) -> list[Gpu]:
-        """By index. An allocation may name a GPU that was lost before the agent's start: it stays in the ledger alone."""
+        """By index. An allocation may name a GPU that was lost before the agent's start: it stays only in the ledger."""
         by_uuid = self.inventory.by_uuid()
         return sorted((by_uuid[uuid] for uuid in allocation.gpus if uuid in by_uuid), key=lambda gpu: gpu.index)
 

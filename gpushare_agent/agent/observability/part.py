@@ -1,4 +1,4 @@
-"""What shows one agent: usage, the one snapshot of the node, and everything that shows it.
+"""The parts that show one agent: usage, the one snapshot of the node, and everything that shows it.
 
 `build` joins the parts. Below it the snapshot is read from the states that know the node: cache, pods, inventory, limits.
 """
@@ -45,7 +45,7 @@ from gpushare_agent.core.placement.gpu_account import account_of
 
 
 class ObservabilityPart(Struct, frozen=True, kw_only=True):
-    """`display` is None where the settings switch it off."""
+    """`display` is None if the settings switch it off."""
 
     usage: UsageSampling
     usage_history: UsageHistory
@@ -96,7 +96,7 @@ def build(
         allocations=node.cache.view,
     )
     view = NodeView(node, isolation, usage, not_ready)
-    # A short period is to be seen as such; a long one must not hold back readiness, of which nobody is told.
+    # A short period must show; a long one must not hold back readiness, which has no notification.
     snapshots = SnapshotCache(view.snapshot, max_age_s=min(settings.sample_period_s, MAX_AGE_S))
     node_api = NodeApi(snapshot=snapshots.current, history=history, decisions=decisions, kept_decisions=KEPT_DECISIONS)
     socket = settings.display.socket
@@ -126,7 +126,7 @@ def build(
 
 
 class NodeView(Struct, eq=False):
-    """Everything that is shown of the node. The facts of a container are made again where its allocation, its pod, a GPU or
+    """Everything that is shown of the node. The facts of a container are made again when its allocation, its pod, a GPU or
     its limit has changed: between two rounds of sampling hardly any has."""
 
     node: Node
@@ -160,7 +160,7 @@ class NodeView(Struct, eq=False):
             cordoned=inventory.cordoned,
             unhealthy_reasons=inventory.unhealthy_reasons,
             excluded=frozenset(gpu.uuid for gpu in node.gpus().gpus if gpu.is_selected(settings.excluded_gpus)),
-            # From the accounts by which GPUs are placed, so that what is shown as free is what a pod can get.
+            # From the accounts that placement uses, so that what is shown as free is what a pod can get.
             cores_allocated={one.uuid: one.allocated_cores for one in accounts},
             memory_allocated_bytes={one.uuid: one.allocated_mib * MIB for one in accounts},
             containers=self._containers(),

@@ -26,16 +26,16 @@ K = TypeVar("K", GpuUuid, ContainerKey)
 
 MAX_GPUS = 16
 MAX_CONTAINERS = 512
-"""Curves at once; all of them take 1.5 MiB."""
+"""The most curves at once; all of them take 1.5 MiB."""
 HISTORY_POINTS = 180
-"""Of one curve."""
+"""Points of one curve."""
 RATIO_DIGITS = 4
 
 
 class UsageHistory:
     """The last `history_s` seconds in `points` points. `clock` is monotonic: the wall clock's jumps move no point.
 
-    `allocations` has the namespace and pod of a container, which are kept as long as its curve.
+    `allocations` has a container's namespace and pod; they are kept as long as its curve.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class UsageHistory:
                 pair.add(slot, ratio, size, since=since)
 
     def take_over(self, previous: UsageHistory) -> None:
-        """The curves of an agent that has read its settings again; none where the steps are others now."""
+        """The curves of an agent that has read its settings again; none if the steps have changed."""
         # The means cannot be divided into other steps.
         if (previous._step_s, previous._points) != (self._step_s, self._points):
             return
@@ -101,7 +101,7 @@ class UsageHistory:
 
     def pieces(self, *, gpus: bool = True, containers: bool = True) -> Iterator[bytes]:
         """The document as JSON, in pieces of some kilobytes: a full one takes 40 ms, and the caller may do something else
-        between two. It is of the moment of the call, whatever is added meanwhile. Oldest point first; `at` is when the
+        between two. It shows the moment of the call, whatever is added meanwhile. Oldest point first; `at` is when the
         newest round was, None before the first."""
         head = _json({"at": self._at, "step_seconds": self._step_s})[:-1]
         halves: dict[str, list[_Curve]] = {}
@@ -175,7 +175,7 @@ _Curve = tuple[str, Mapping[str, object], str, "tuple[array[float], array[float]
 
 
 class _RingBuffer:
-    """The mean of each of the last slots, rounded; NaN where nothing was added. Slots never go back."""
+    """The mean of each of the last slots, rounded; NaN if nothing was added. Slots never go back."""
 
     __slots__ = ("_count", "_digits", "_slot", "_sum", "_values")
 

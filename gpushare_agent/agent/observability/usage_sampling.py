@@ -1,4 +1,4 @@
-"""Samples what the GPUs are used for, and by which containers: each period while somebody reads it, rarely else.
+"""Samples the use of the GPUs by containers: each period while somebody reads it, otherwise rarely.
 
 A round of a full node costs tens of milliseconds of processor time, so one that nobody reads is for the history alone.
 Whoever reads `current` is a reader; one that comes after a pause waits in `refresh` for a round of its own.
@@ -56,7 +56,7 @@ Observer = Callable[[UsageRound | None], None]
 
 
 class UsageSampling(Struct, kw_only=True, eq=False):
-    """`run` samples each `period_s` while `current` is read, else each `idle_period_s`, where that is longer."""
+    """`run` samples each `period_s` while `current` is read, else each `idle_period_s`, if that is longer."""
 
     driver: GpuDriver
     owners: ProcessOwners
@@ -82,11 +82,11 @@ class UsageSampling(Struct, kw_only=True, eq=False):
     _is_slow: bool = False
     _last: UsageRound | None = None
     is_idle: bool = False
-    """Nobody reads, and since the last round there was a pause."""
+    """True if nobody reads, and there was a pause since the last round."""
 
     @property
     def current(self) -> UsageRound | None:
-        """The last round, unless it is from before a pause. A request as well."""
+        """The last round, unless it is from before a pause. Reading it is also a request."""
         self.request()
         # While rounds go on `_failed` withdraws an old one; in a pause nothing runs that could.
         is_old = self.is_idle and self.clock() - self._round_at >= MISSED_ROUNDS * self.period_s
@@ -98,7 +98,7 @@ class UsageSampling(Struct, kw_only=True, eq=False):
         self._has_reader.set()
 
     async def refresh(self) -> None:
-        """Waits, before `current` is read, for a round where the last one is from a pause; REFRESH_TIMEOUT_S at most."""
+        """If the last round is from a pause, waits for a new one before `current` is read; REFRESH_TIMEOUT_S at most."""
         self.request()
         # By the last try, not the last success: while the driver is away each scrape would wait for a round that
         # fails.
@@ -124,7 +124,7 @@ class UsageSampling(Struct, kw_only=True, eq=False):
             else:
                 self._is_slow = False
             await asyncio.sleep(due_at - now)
-            # With a long period READ_FOR_S ends within one: a reader that comes once a round would look like none.
+            # With a long period READ_FOR_S ends within one: one read each round would look like no reader.
             if self.clock() - self._read_at >= max(READ_FOR_S, MISSED_ROUNDS * self.period_s):
                 self._has_reader.clear()
                 self.is_idle = self.idle_period_s > self.period_s
@@ -170,11 +170,11 @@ class UsageSampling(Struct, kw_only=True, eq=False):
                 # Before the driver is asked: what it reports is at least as new as the time shown with it.
                 sampled_at = self.wall_clock()
                 sample = await self.driver.sample()
-                # A GPU that fails costs its own values alone: its errors are counted, and the round is shown.
+                # A GPU that fails only costs its own values: its errors are counted, and the round is shown.
                 for error, count in sorted(sample.errors.items()):
                     self.metrics.driver_error(error, count)
                 pids = {process.pid for gpu in sample.gpus for process in gpu.processes or ()}
-                # After the sample, for the driver names the PIDs. A process that has ended in between has no owner and
+                # After the sample, because the driver names the PIDs. A process that has ended in between has no owner and
                 # is unattributed for this round.
                 owners = await self.owners.identify(pids)
                 allocated = self._allocated()
@@ -201,13 +201,13 @@ class UsageSampling(Struct, kw_only=True, eq=False):
                 for key, allocation in self.allocations().items()
                 if not has_handed_over(allocation, self.pods.get(key.pod_uid))
             },
-            # The statuses win: the runtime's answer may be old, for it is asked only about IDs that no status has.
+            # The statuses win: the runtime's answer may be old, because it is asked only about IDs that no status has.
             by_id={**self._reported, **in_statuses},
             claims=self.claims(),
         )
 
     async def _refresh_ids(self) -> bool:
-        """Whether the runtime reported anything new. It may be unavailable: the pods' statuses have the IDs a second
+        """True if the runtime reported anything new. It may be unavailable: the pods' statuses have the IDs a second
         later."""
         # A process in a container that the runtime does not know either would have it asked in each round.
         if self.clock() - self._ids_asked_at < IDS_AGAIN_S:

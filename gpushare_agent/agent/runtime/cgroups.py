@@ -393,7 +393,7 @@ def _read_tree(top: str) -> dict[str, bytes]:
         directory = pending.pop()
         seen += 1
         try:
-            # lstat: a link in the place of a cgroup must not lead the agent to another one's processes.
+            # lstat: a link instead of a cgroup must not lead the agent to another one's processes.
             status = os.lstat(directory)
             if not stat.S_ISDIR(status.st_mode):
                 raise NotADirectoryError(errno.ENOTDIR, "not a directory", directory)

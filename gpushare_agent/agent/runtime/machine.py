@@ -42,7 +42,7 @@ def pci_configuration(bus_id: str, devices: Path = Path("/sys/bus/pci/devices"))
 
 
 def _beginning(path: Path, most_bytes: int = _MAX_BYTES) -> bytes | None:
-    """What one read of the file gives, for the kernel gives such files out whole; None where it cannot be read."""
+    """What one read of the file gives, because the kernel gives such files out whole; None where it cannot be read."""
     try:
         with path.open("rb", buffering=0) as file:
             return file.read(most_bytes)

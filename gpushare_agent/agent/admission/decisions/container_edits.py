@@ -1,4 +1,4 @@
-"""What an Allocate answer puts into a container: names, devices by the node's strategies, and what its isolation adds. Pure.
+"""What an Allocate answer puts into a container: names, devices by the node's strategies, its isolation's edits. Pure.
 
 Source of the names: docs/reference/formats.md, section 1.
 """
@@ -34,7 +34,7 @@ from gpushare_agent.core.model.shares import core_limit
 
 
 class EditPolicy(Struct, frozen=True, kw_only=True):
-    """The node's settings that bear on what a container gets."""
+    """The node's settings that decide what a container gets."""
 
     names: ResourceNames
     config: IsolationConfig
@@ -46,7 +46,7 @@ class EditPolicy(Struct, frozen=True, kw_only=True):
     is_named_by_index: bool = False
     """Containers that ask for NVIDIA's resources get their GPUs by index, the setting nvidia.device_ids."""
     kernel_module: KernelModule | None = None
-    """NVIDIA's, None for simulated GPUs and where it cannot be read."""
+    """NVIDIA's; None for simulated GPUs, and if it cannot be read."""
 
 
 def edits_for(
@@ -54,12 +54,12 @@ def edits_for(
 ) -> ContainerEdits | Refused:
     """The edits for a container that gets a share of, or all of, `gpus` (in order of index); or why it cannot have them:
     the pod chose an isolation that the node does not allow, or the isolation cannot keep such a share. `units` is what it
-    has of them under NVIDIA's names, None where it asks for others."""
+    has of them under NVIDIA's names, None if it asks for others."""
     name = isolation_of(pod.annotations, units, policy)
     if isinstance(name, Refused):
         return name
     names, asked = policy.names, request_of(container, policy.names)
-    # Allocated IDs whose GPU the driver no longer shows: an answer without a device would start the container on no
+    # The driver no longer shows the GPU of allocated IDs: an answer without a device would start the container on no
     # GPU.
     if not gpus:
         return _without_gpus(pod, container)
@@ -86,7 +86,7 @@ def _isolation_request(
     names, memory_mib = policy.names, policy.names.requested_mib(asked)
     cores = cores_of_part(Fraction(memory_mib, gpus[0].memory_mib)) if asked.units else asked.cores
     parts: Mapping[GpuUuid, Fraction] = dict(units.parts) if units is not None else {}
-    # To an isolation replicas by time slicing, which are not limited, are whole GPUs.
+    # Replicas by time slicing are not limited: an isolation sees them as whole GPUs.
     is_whole = asked.whole_gpus > 0 if units is None else units.sharing in (None, Sharing.TIME_SLICING)
     shares = []
     for gpu in gpus:
@@ -110,12 +110,12 @@ def _isolation_request(
 
 
 def units_asked(container: ContainerSpec, ids: Sequence[DeviceId], names: ResourceNames) -> GpuUnits | None:
-    """What these IDs are of GPUs; None where the container asks for no unit under NVIDIA's names."""
+    """The GPUs' units that these IDs name; None if the container asks for no unit under NVIDIA's names."""
     return units_of(ids) if names.part_kind(container) is not None else None
 
 
 def isolation_of(annotations: Mapping[str, str], units: GpuUnits | None, policy: EditPolicy) -> str | Refused:
-    """The isolation of the container: MPS for replicas by MPS, whatever the node's is."""
+    """The isolation of the container: MPS for replicas by MPS, even if the node's is another."""
     name = choose_isolation(annotations, policy.isolation, policy.allowed)
     return Sharing.MPS.isolation if units is not None and units.sharing is Sharing.MPS else name
 
@@ -132,7 +132,7 @@ def _gpushare(pod: Pod, container: ContainerSpec, gpu: Gpu, names: ResourceNames
     """GPUShare's variables: the GPU's index; units requested by the pod and by the container; units of the GPU."""
     unit_mib, own_mib = names.gpu_mem_unit_mib, names.memory_mib(container)
     return ContainerEdits(
-        # As GPUShare's plugin sets them; the maximum, for an init container's memory is no part of the pod's sum.
+        # As GPUShare's plugin sets them. The maximum, because an init container's memory is no part of the pod's sum.
         env=(
             (ENV_GPUSHARE_INDEX, str(gpu.index)),
             (ENV_GPUSHARE_POD, str(max(_pod_memory_mib(pod, names), own_mib) // unit_mib)),

@@ -1,15 +1,15 @@
-"""What a container gets, and why: its GPU and IDs, what is put into it, and every GPU of the node with its verdict. Pure.
+"""Decides what a container gets: its GPU, its IDs, its edits; and gives a verdict on every GPU of the node. Pure.
 
 `decide` answers a GetPreferredAllocation, `check` examines what the kubelet then allocates. The first call of a container
-places the whole container, cores and memory; the calls that follow carry the plan out. A device ID says which GPU it is on:
-for vcore it binds the GPU. For vmemory the IDs are counters, and the memory is charged to the GPU that the container's vcore
-IDs name.
+places the whole container, cores and memory; the calls that follow carry the plan out. A device ID says which GPU it is on.
+A vcore ID binds the GPU. vmemory IDs are counters, and the memory is charged to the GPU that the container's vcore IDs
+name.
 
 A decision never fails a GetPreferredAllocation: a refusal is held back and becomes the error of the Allocate that follows,
 where the kubelet shows it to the user.
 
-Of units under NVIDIA's names whole GPUs are placed by their links, as those of 100 cores and more. Replicas, and MIG
-instances, are taken one after the other from the GPU with the fewest or the most allocated ones (setting
+For units under NVIDIA's names, whole GPUs are placed by their links, like those of 100 cores and more. Replicas and MIG
+instances are taken one after the other from the GPU with the fewest or the most allocated ones (setting
 nvidia.replica_policy; greedyAlloc in internal/rm/allocate.go of k8s-device-plugin v0.20.0 counts alike), as far as the GPU's
 other users leave room.
 
@@ -71,22 +71,22 @@ _ABOUT_CAPACITY = frozenset(
 )
 
 MAX_REASON_CHARS = 200
-"""Of a driver's text in a verdict."""
+"""The length of a driver's text in a verdict."""
 CHOSEN = "chosen"
 _NEVER = (RefusalReason.INVALID_REQUEST, RefusalReason.SHARING_DISABLED)
 _GPUS_NAMED = 3
 _REASON_CHARS = 160
-"""Of a driver's text: the kubelet shows the text in the pod's status."""
+"""The length of a driver's text in a refusal: the kubelet shows the refusal in the pod's status."""
 MAX_HINTED_GPUS = 64
 MAX_HINT_CHARS = 256
 
 
 class Decision(Struct, frozen=True, kw_only=True):
-    """What a container gets by one GetPreferredAllocation, and why; pending until the Allocate that carries it out.
+    """What a container gets by one GetPreferredAllocation, and why; pending until its Allocate comes.
 
-    `refused` stands in the place of where the container goes (`placed`), the `size` `ids` of `resource` to prefer, and its
-    `edits`. `target` is None where the container could not be identified. `asked` and `candidates`, every GPU with its
-    verdict, are what it was made from; a further resource of the same container has neither, and `edits` only where it
+    It has either `refused`, or the container's place (`placed`), the `size` `ids` of `resource` to prefer, and its `edits`.
+    `target` is None where the container could not be identified. `asked` and `candidates`, every GPU with its
+    verdict, are its grounds; a further resource of the same container has neither, and has `edits` only if it
     binds the GPU. `at` is seconds on the monotonic clock.
     """
 
@@ -100,7 +100,7 @@ class Decision(Struct, frozen=True, kw_only=True):
     asked: Asked | None = None
     candidates: tuple[Candidate, ...] = ()
     taken_ids: int = 0
-    """Offered, though other containers have them."""
+    """IDs that are offered although other containers have them."""
     at: float = 0.0
 
     @property
@@ -109,7 +109,7 @@ class Decision(Struct, frozen=True, kw_only=True):
 
     @property
     def policy(self) -> str:
-        """Empty for a refusal, as `why`: its own text says it."""
+        """Empty for a refusal, like `why`: its own text says it."""
         return self.placed.policy if self.placed is not None else ""
 
     @property
@@ -118,9 +118,9 @@ class Decision(Struct, frozen=True, kw_only=True):
 
 
 def decide(case: Case, edits: EditPolicy, unavailable_reason: Callable[[str], str]) -> Decision:
-    """What the container gets of the IDs that are offered. Refused also where its isolation cannot carry it out, which is
-    known now: the admission ends before anything is allocated. `unavailable_reason` is why an isolation cannot be had on the
-    node now, empty where it can."""
+    """What the container gets of the offered IDs. Refused also if its isolation cannot carry it out: the admission then ends
+    before anything is allocated. `unavailable_reason` is why an isolation is not available on the node now, empty if it
+    is."""
     decision = _further_ids(case)
     if decision is None:
         gpus = offer_accounts(case)
@@ -138,13 +138,13 @@ def decide(case: Case, edits: EditPolicy, unavailable_reason: Callable[[str], st
 
 
 def offer_accounts(case: Case) -> Sequence[GpuAccount]:
-    """Each GPU as the container may use it, of cores no more than are offered."""
+    """Each GPU as the container may use it, with no more cores than are offered."""
     return case.accounts(offered=case.free if case.kind.measure is Measure.CORES else None)
 
 
 def _further_ids(case: Case) -> Decision | None:
     """More IDs where the container's GPU is bound: these are counters, and GPU and verdicts were recorded with the resource
-    that bound it. None where it is not, or where it has no room left: then all is decided again, to say why."""
+    that bound it. None if it is not bound, or has no room left: then all is decided again, to say why."""
     if case.own is None or not case.own.bound_ids or case.kind.binds_gpu:
         return None
     one = WHOLE_GPU if case.request.whole_gpus else case.request
@@ -158,7 +158,7 @@ def _further_ids(case: Case) -> Decision | None:
 def edits_for_ids(
     target: Target, gpus: Collection[GpuUuid], ids: Sequence[DeviceId], ledger: Ledger, edits: EditPolicy
 ) -> ContainerEdits | Refused:
-    """What is put into a container that has these IDs on these GPUs; `ids` count where they are NVIDIA's units."""
+    """The edits for a container that has these IDs on these GPUs; `ids` matter only if they are NVIDIA's units."""
     known = ledger.inventory.by_uuid()
     units = units_asked(target.container, ids, edits.names)
     return edits_for(target.pod, target.container, [known[gpu] for gpu in gpus if gpu in known], edits, units)
@@ -205,7 +205,7 @@ def plan(case: Case, gpus: Sequence[GpuAccount]) -> Decision | Refused:
 
 
 def _with_ids(case: Case, placed: Placed) -> Decision | Refused:
-    """There is a place by the ledger; the kubelet may offer fewer IDs of it, where it counts containers that we do not."""
+    """The ledger has a place. The kubelet may offer fewer of its IDs, if it counts containers that we do not."""
     ids, size, target = _choose(case, placed.gpus), case.asked.get(case.kind, 0), case.target
     if len(ids) >= size:
         return Decision(placed=placed, ids=ids)
@@ -218,7 +218,7 @@ def _with_ids(case: Case, placed: Placed) -> Decision | Refused:
 
 
 def _invalid(case: Case) -> Refused | None:
-    """What is wrong with the container's limits whatever is free."""
+    """What is wrong with the container's limits, no matter what is free."""
     names = case.policy.names
     if problem := unusable_request(case.target.container, names):
         return Refused(RefusalReason.INVALID_REQUEST, f"{case}: {problem}.")
@@ -230,8 +230,8 @@ def _invalid(case: Case) -> Refused | None:
 
 
 def unusable_request(container: ContainerSpec, names: ResourceNames) -> str:
-    """Why no node could serve what the container asks for, with the remedy; empty where no parts of GPUs are asked for, or
-    one resource alone is."""
+    """Why no node could serve the container, with the remedy; empty if it asks for no parts of GPUs, or for one resource
+    alone."""
     asked = [(name, kind.is_part) for name, kind in names.by_name.items() if container.requests.get(name)]
     units = [name for name, is_part in asked if is_part]
     if not units or len(asked) == 1:
@@ -241,7 +241,7 @@ def unusable_request(container: ContainerSpec, names: ResourceNames) -> str:
 
 
 def _with_unhealthy_gpus(refused: Refused, ledger: Ledger) -> Refused:
-    """Adds which GPUs were not counted, and why."""
+    """Names the GPUs that were not counted, and says why."""
     unhealthy = sorted((gpu for gpu in ledger.inventory.gpus if not gpu.is_healthy), key=lambda gpu: gpu.index)
     # Another reason has nothing to do with GPUs that are out of service.
     if refused.reason not in _ABOUT_CAPACITY or not unhealthy:
@@ -289,7 +289,7 @@ def _named(case: Case, refused: Refused) -> Refused:
 
 
 def _plan_request(case: Case) -> Request | Refused:
-    """What must be free where the container is placed, which GPUs it cannot avoid, and which an extender chose."""
+    """What must be free at the container's place, the GPUs that it cannot avoid, and those that an extender chose."""
     effective = effective_request(case.target.pod, case.target.container, case.policy.names)
     if isinstance(effective, Refused):
         return effective
@@ -298,10 +298,10 @@ def _plan_request(case: Case) -> Request | Refused:
 
 
 def hinted_gpus(annotations: Mapping[str, str], container: ContainerSpec, policy: Policy) -> tuple[int, ...]:
-    """The indexes of the GPUs that an extender chose for the container on this node, empty where none did or it is wrong.
+    """The indexes of the GPUs that an extender chose for the container on this node; empty if none did or it is wrong.
 
-    Any tenant can write these annotations, so they are bounded and checked here, and whether the GPUs exist and fit is for
-    placement to check. gpu-admission names none for init containers and sidecars; our extender counts those within
+    Any tenant can write these annotations, so they are bounded and checked here; placement checks that the GPUs exist
+    and fit. gpu-admission names none for init containers and sidecars; our extender counts those within
     spec.initContainers. Formats: docs/reference/formats.md, predicate annotations of gpu-admission, and GPUShare's.
     """
     chosen_node = annotations.get(PREDICATE_NODE_ANNOTATION)
@@ -353,7 +353,7 @@ def check(case: Case, planned: tuple[GpuUuid, ...]) -> tuple[GpuUuid, ...] | Ref
 
 def _check_ids(case: Case) -> Refused | None:
     ids, requested = case.ids, case.asked.get(case.kind, 0)
-    # Trusted nowhere: what is charged is counted by these IDs.
+    # Not trusted: these IDs are what is counted and charged.
     if len(set(ids)) != len(ids) or len(ids) != requested:
         return Refused(
             RefusalReason.INVALID_REQUEST,
@@ -487,7 +487,7 @@ def _plan_whole(
 
 
 def _check_units(case: Case) -> tuple[GpuUuid, ...] | Refused:
-    """The GPUs of these IDs, which are the node's and free, by index; refused where they have no room for them."""
+    """The GPUs of these IDs, by index. The IDs are the node's and free. Refused if a GPU has no room for them."""
     layout = case.kind.layout(case.policy.names)
     if (refused := _unlike(layout, case.ledger) or _several(layout, case.ids, len(case.ids))) is not None:
         return refused
@@ -504,8 +504,8 @@ def _check_units(case: Case) -> tuple[GpuUuid, ...] | Refused:
 
 
 def _unknown_unit(case: Case) -> str | None:
-    """The first that is no unit of a GPU that serves the resource, be it by the replica layout of before: the kubelet may
-    have begun the admission before it had the new list. What a container of the pod has is one."""
+    """The first ID that is no unit of a GPU that serves the resource. Units of the former replica layout count: the kubelet
+    may have begun the admission before it had the new list. So do those that a container of the pod has."""
     present, holders = case.ledger.inventory.by_uuid(), case.ledger.holders[case.kind]
     for device in case.ids:
         split = split_device_id(device)
@@ -531,7 +531,7 @@ def _several(layout: UnitLayout, devices: Collection[DeviceId], size: int) -> Re
         return None
     return Refused(
         RefusalReason.INVALID_REQUEST,
-        f"it asks for {size} replicas, and this node gives one to a container, for several give no more compute"
+        f"it asks for {size} replicas, and this node gives one to a container: several give no more compute"
         " (setting nvidia.refuse_several_replicas). Ask for 1.",
     )
 
@@ -569,8 +569,8 @@ def _no_room(case: Case, found: int, gpus: Sequence[GpuAccount]) -> Refused:
 
 
 def explain(case: Case, gpus: Sequence[GpuAccount], outcome: Decision | Refused) -> Decision:
-    """The outcome with the verdict on every one of `gpus`, in order of index; none where the request makes no sense on any
-    GPU."""
+    """The outcome with the verdict on each of `gpus`, in order of index; no verdicts if no GPU could serve such a
+    request."""
     decision = Decision(refused=outcome) if isinstance(outcome, Refused) else outcome
     target, names, must = case.target, case.policy.names, case.must_gpus
     hint = hinted_gpus(target.pod.annotations, target.container, case.policy)
@@ -605,7 +605,7 @@ def explain(case: Case, gpus: Sequence[GpuAccount], outcome: Decision | Refused)
 
 
 def _verdicts(case: Case, request: Request, gpus: Sequence[GpuAccount], decision: Decision) -> Iterator[str]:
-    """Of each GPU, in their order."""
+    """The verdict on each GPU, in their order."""
     kind, served, inventory = case.part_kind, case.served, case.ledger.inventory
     of_node = capacity_of(gpus).lack(request) if request.whole_gpus and kind is None else None
     reasons = {gpu.uuid: gpu.unhealthy_reason for gpu in inventory.gpus}
@@ -617,7 +617,7 @@ def _verdicts(case: Case, request: Request, gpus: Sequence[GpuAccount], decision
             yield "serves another resource"
         elif lack is not None:
             yield lack.of_gpu(_unhealthy(reasons[gpu.uuid]))
-        # Only where a GPU was chosen is there one to compare with.
+        # There is nothing to compare with unless a GPU was chosen.
         elif decision.placed is not None:
             usable = [one for one in gpus if kind is None or one.uuid in served]
             yield why_not_chosen(gpu, request, decision.placed, usable, inventory.topology)

@@ -1,4 +1,4 @@
-"""Which container is a GetPreferredAllocation for? Pure.
+"""Finds the container that a GetPreferredAllocation is for. Pure.
 
 The device-plugin API names no pod. The kubelet admits one pod at a time, and its PodResources answer, taken inside
 GetPreferredAllocation, already lists the pod under admission with the devices that it has got so far. So the target is the
@@ -31,7 +31,7 @@ class ListedDevices(Protocol):
     @property
     def name(self) -> str: ...
     def count_ids(self, resource: str) -> int:
-        """Roughly how many IDs of the resource the pod has: exact where each ID has an entry of its own."""
+        """Roughly how many IDs of the resource the pod has; exact if each ID has an entry of its own."""
 
     def count_by_container(self, resource: str) -> Mapping[str, int]:
         """IDs of the resource by container."""
@@ -68,8 +68,8 @@ class Call(Struct, frozen=True, kw_only=True):
 class Known(Struct, frozen=True, kw_only=True):
     """What the agent knows when it decides: pods by (namespace, name), the cache, pods that it has refused.
 
-    `verified` are the names that were fetched from the API server since the call came: what the pod store has of the
-    others may be older than what the kubelet has.
+    `verified` are the names that were fetched from the API server since the call came: what the pod store has of
+    other pods may be older than what the kubelet has.
     """
 
     pods: Mapping[tuple[str, str], Pod]
@@ -105,7 +105,7 @@ def identify(call: Call, listed: Sequence[ListedDevices], known: Known) -> Targe
             if not entry.count_ids(resource):
                 unknown.append((entry.namespace, entry.name))
             continue
-        # First, for it is cheap and true of nearly all.
+        # First, because it is cheap and true of nearly all.
         if is_accounted_for(pod, entry, resource, call, known):
             if pod.is_static:
                 to_recheck.append((entry.namespace, entry.name))
@@ -133,7 +133,7 @@ def identify(call: Call, listed: Sequence[ListedDevices], known: Known) -> Targe
 
 
 def lacks(pod: Pod, container: ContainerSpec, resource: str, kind: ResourceKind, known: Known) -> bool:
-    """Whether the container requests the resource and has none of it yet by the allocation cache."""
+    """True if the container requests the resource and the allocation cache has none of it yet."""
     if not container.requests.get(resource):
         return False
     allocation = known.allocations.get(ContainerKey(pod.uid, container.name))
@@ -146,7 +146,7 @@ def next_container_of(
     """The container of an Allocate that had no GetPreferredAllocation.
 
     The kubelet skips it when an init container's IDs cover the whole request; the IDs then identify the pod, and the target
-    is its first container that lacks the resource. None where the IDs are not all an init container's of one pod.
+    is its first container that lacks the resource. None unless all the IDs are of one pod's init containers.
     """
     requested, kind = set(ids), known.names.kind_of(resource)
     owners = {
@@ -209,8 +209,8 @@ def _is_out(pod: Pod, known: Known) -> bool:
 
 
 def _is_doubtful(pod: Pod, target: Target | None, call: Call, known: Known) -> bool:
-    """Whether the kubelet should list the pod with devices by pod store or cache. Either it lost them, or the name is a new
-    pod's that the watch has not delivered yet: then this UID and this allocation are the old one's."""
+    """True if, by pod store or cache, the kubelet should list the pod with devices. Either it lost them, or a new pod has
+    the name and the watch has not delivered it yet: then this UID and this allocation are the old pod's."""
     return (
         pod.has_started
         or pod.is_deleting
@@ -243,5 +243,5 @@ def _narrow(candidates: list[Target], call: Call, known: Known) -> list[Target]:
     if len(candidates) < 2 or not call.must_include:
         return candidates
     owners = [c for c in candidates if call.must_include <= initial_ids(c.pod, call.kind, known.allocations)]
-    # Nobody owns them by our ledger: it may have lost the init container, so nothing is ruled out.
+    # By our ledger nobody owns them. It may have lost the init container, so nothing is ruled out.
     return owners or candidates

@@ -1,6 +1,6 @@
 """The ledger as one container sees it: the account of each GPU, and which IDs no other container has. Pure.
 
-What the pod's own init containers have is reusable: the kubelet hands it on. The arithmetic is placement/gpu_account.py's.
+What the pod's own init containers have is reusable: the kubelet passes it on. The arithmetic is placement/gpu_account.py's.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from gpushare_agent.core.placement.place import SharePolicy
 
 
 class Policy(Struct, frozen=True, kw_only=True):
-    """The settings that bear on placement."""
+    """The settings that decide placement."""
 
     names: ResourceNames
     share_policy: SharePolicy = "binpack"
@@ -32,7 +32,7 @@ class Policy(Struct, frozen=True, kw_only=True):
     max_shares_of_gpu: int | None = None
     """Sharing containers that one GPU can serve: MPS has a bound on its clients."""
     node_name: str = ""
-    """Where an extender has chosen this node for a pod, its choice of GPUs counts."""
+    """If an extender has chosen this node for a pod, its choice of GPUs counts."""
 
 
 class Ledger(Struct, frozen=True, kw_only=True):
@@ -49,8 +49,8 @@ class Ledger(Struct, frozen=True, kw_only=True):
 
 
 class Case(Struct, frozen=True, dict=True):
-    """One container and the IDs of one resource that the kubelet offers it, or has allocated to it, before the ledger
-    without it. The IDs are checked against the ledger. What follows from these is worked out once, where it is asked for."""
+    """One container, the IDs of one resource that the kubelet offers or has allocated to it, and the ledger without it. The
+    IDs are checked against the ledger. What follows from these is worked out once, when it is asked for."""
 
     target: Target
     kind: ResourceKind
@@ -89,8 +89,7 @@ class Case(Struct, frozen=True, dict=True):
     def free(self) -> list[DeviceId]:
         """The IDs that no other container has by our ledger.
 
-        The rest of an offer is allocated: the kubelet forgot a container, which is the fault that this check exists to
-        catch.
+        The rest of an offer is allocated: the kubelet forgot a container. This check exists to catch that fault.
         """
         holders = self.ledger.holders[self.kind]
         # The usual case, in one step of C: thousands of IDs are offered in each call.
@@ -100,7 +99,7 @@ class Case(Struct, frozen=True, dict=True):
 
     @cached_property
     def must_gpus(self) -> tuple[GpuUuid, ...]:
-        """GPUs that the container cannot avoid: of the IDs to include, and of what init containers leave to it."""
+        """GPUs that the container cannot avoid: those of the IDs to include and of what init containers leave to it."""
         kind = next((one for one in self.asked if one.binds_gpu), ResourceKind.VCORE)
         ids = set(self.must_include) if self.kind is kind else set[DeviceId]()
         if self.own is not None:
@@ -129,15 +128,15 @@ class Case(Struct, frozen=True, dict=True):
     def accounts(
         self, *, offered: Collection[DeviceId] | None = None, only: Collection[GpuUuid] | None = None
     ) -> Sequence[GpuAccount]:
-        """Each GPU as the container may use it: what the pod's own init containers hold is reusable, and what its
-        annotations leave out has nothing free.
+        """Each GPU as the container may use it: what the pod's own init containers hold is reusable, and a GPU
+        that its annotations leave out has nothing free.
 
         `offered`, where not None, are the vcore IDs that the kubelet can hand out: a GPU has no more free cores than that.
         `only`, where not None, are the GPUs that are asked about.
         """
         names, kind, handed_on = self.policy.names, self.part_kind, self._handed_on()
         per_gpu = Counter(named_gpus(offered)) if offered is not None else None
-        # What asks for no share opens no client of MPS, so its number is no bound for it.
+        # A container that asks for no share opens no client of MPS: the bound on clients does not concern it.
         is_unlimited = self.request.cores >= CORES_PER_GPU
         if kind is not None:
             is_unlimited = kind.layout(names).sharing is Sharing.TIME_SLICING
@@ -154,10 +153,10 @@ class Case(Struct, frozen=True, dict=True):
         return accepting(choice_of(self.target.pod.annotations), found)
 
     def _handed_on(self) -> dict[GpuUuid, Charge]:
-        """What only the pod's init containers have, the container aside: the kubelet hands it on."""
+        """What only the pod's init containers have, without the container itself: the kubelet hands it on."""
         target, allocations = self.target, self.ledger.allocations
         inits = {one.key for one in initial_allocations(target.pod, allocations)} - {target.key}
-        # Most pods have no init container with a GPU: the sums below are needed for those that have.
+        # Most pods have no init container with a GPU; the sums below are for those that have one.
         if not inits:
             return {}
         others = [one for key, one in allocations.items() if key.pod_uid == target.pod.uid and key != target.key]

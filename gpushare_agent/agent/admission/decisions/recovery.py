@@ -1,4 +1,4 @@
-"""The allocation cache and the kubelet's records: rebuilt from them at the start, compared with them from then on. Pure.
+"""Rebuilds the allocation cache from the kubelet's records at the start, and compares it with them later. Pure.
 
 | record | has | lacks |
 |---|---|---|
@@ -6,8 +6,8 @@
 | the kubelet's checkpoint | UIDs, init containers | pod names; it keeps entries of ended pods until the next Allocate |
 | the pod store | pod names, UIDs, phases | everything, until it has listed |
 
-The three are joined by `rebuild`; what cannot be decided yet stays provisional until the next `reconcile`, which says what
-of the cache is to be added, changed or released.
+`rebuild` joins the three; what cannot be decided yet stays provisional until the next `reconcile`, which says what to add
+to the cache, to change or to release.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def _is_retained(
     listed_uids: Collection[PodUid],
     listed_ids: Mapping[ResourceKind, Collection[DeviceId]],
 ) -> bool:
-    """Whether a container counts that only the checkpoint has:
+    """True if a container that only the checkpoint has counts:
 
     | pod store | the pod | kept |
     |---|---|---|
@@ -140,7 +140,7 @@ def adopt(
 
 
 def _unit_resources(records: Records, names: ResourceNames) -> dict[DeviceId, str]:
-    """The names under which containers have their units; the present ones count most."""
+    """The names under which containers have units, the present names first."""
     recorded = [(entry.resource, entry.device_ids) for entry in records.checkpoint]
     for pod in records.listed:
         recorded += [found for container in pod.containers for found in container.devices.items()]
@@ -153,7 +153,7 @@ def _unit_resources(records: Records, names: ResourceNames) -> dict[DeviceId, st
 
 
 def gpus_of(ids: frozenset[DeviceId], inventory: GpuInventory) -> tuple[GpuUuid, ...]:
-    """The GPUs that vcore, gpu-mem or NVIDIA's IDs name, by index; those that the inventory does not have come last."""
+    """The GPUs that vcore, gpu-mem or NVIDIA's IDs name, by index; GPUs that the inventory lacks come last."""
     index = {gpu.uuid: gpu.index for gpu in inventory.gpus}
     found = {split[0] for device in ids if (split := split_device_id(device)) is not None}
     return tuple(sorted(found, key=lambda uuid: (index.get(uuid, len(index)), uuid)))
@@ -172,8 +172,8 @@ def _from_checkpoint(
 
 
 def _kind(resource: str, ids: frozenset[DeviceId], names: ResourceNames) -> ResourceKind | None:
-    """The kind of a resource that the node offers, or of units under a name that it no longer does: their containers still
-    have their GPUs. Texts of NVIDIA's plugin count only where this agent takes its place."""
+    """The kind of a resource that the node offers, or of units under a name that it no longer offers: their containers still
+    have their GPUs. Texts of NVIDIA's plugin count only if this agent replaces it."""
     kind = names.by_name.get(resource)
     if kind is not None or not ids:
         return kind
@@ -210,7 +210,7 @@ def _uid(
     pods: Sequence[Pod] | None,
     written: Mapping[ContainerKey, Mapping[ResourceKind, frozenset[DeviceId]]],
 ) -> PodUid:
-    """The UID of the checkpoint's entry with the same container and IDs, for a name may be used again; else by name from
+    """The UID of the checkpoint's entry with the same container and IDs, because a name may be used again; else by name from
     the pod store, the live pod first; else provisional."""
     for key, ids in written.items():
         if key.container in by_container and ids == by_container[key.container]:
@@ -281,7 +281,7 @@ class CorrectionKind(StrEnum):
 
 
 class Correction(Struct, frozen=True, kw_only=True):
-    """One difference. `allocation` is what the container has by the kubelet, None where it has nothing."""
+    """One difference. `allocation` is what the container has by the kubelet's records, None if nothing."""
 
     kind: CorrectionKind
     key: ContainerKey
@@ -289,7 +289,7 @@ class Correction(Struct, frozen=True, kw_only=True):
 
 
 class Reconciliation(Struct, frozen=True, kw_only=True):
-    """Corrections in order of container, the containers missing now, and deleted pods whose processes may still run."""
+    """Corrections in order of container, the containers missing now, and deleted pods that may still run."""
 
     corrections: tuple[Correction, ...]
     missing: frozenset[ContainerKey]
@@ -363,10 +363,10 @@ def _verdict(
     3. The pod is deleted: its processes decide, see Reconciliation.
     4. The pod is terminal: ended.
     5. The kubelet has just started: unchanged.
-    6. The pod is listed, this is an init container: unchanged, for these are never listed.
-    7. The pod is listed without the devices: unchanged if it has started, for a kubelet that lost its checkpoint lists
+    6. The pod is listed, this is an init container: unchanged, because these are never listed.
+    7. The pod is listed without the devices: unchanged if it has started, because a kubelet that lost its checkpoint lists
        running containers like this; else unlisted.
-    8. The whole List is empty: unchanged, for the kubelet may not have admitted any pod again.
+    8. The whole List is empty: unchanged, because the kubelet may not have admitted any pod again.
     9. The pod is not listed: missing, and unlisted at the second time in a row.
     """
     if key.pod_uid.startswith(UNNAMED):

@@ -1,16 +1,16 @@
-"""What the annotation `gpushare-agent/resize` asks for, and whether a running share may have it. Pure.
+"""Reads the annotation `gpushare-agent/resize` and decides whether a running share may have that size. Pure.
 
     resize    = entry *( ";" entry )                 main:cores=50,memory=24;side:memory=8
     entry     = ( container / claim [ "/" request ] ) ":" amount *( "," amount )
     amount    = ( "cores" / "memory" ) "=" number    number: 1 to 9999999, without a leading zero
 
 `cores` are 1/100 of a GPU, `memory` units of the resource that the container asked for: memory blocks, or GPUShare's units.
-A claim is named as in the pod, with one of its requests where it has several. What is not named is as the kubelet allocated
-it. There is no white space, and no container or amount twice. A tenant may be able to write it: it is bounded before it is
-read.
+A claim is named as in the pod, with one of its requests where it has several. What is not named stays as the kubelet
+allocated it. There is no white space, and no container or amount twice. A tenant may be able to write it, so it is bounded
+before it is read.
 
-A share stays on its GPU. Whole GPUs and init containers keep what they have. A claim's share grows up to what the claim was
-allocated at most: the scheduler counts that, and would give what it counts as free to the next claim.
+A share stays on its GPU. Whole GPUs and init containers keep what they have. A claim's share grows at most to what the claim
+was allocated: the scheduler counts that, and would give what it counts as free to the next claim.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class ResizeReason(StrEnum):
 
 
 class ResizeRefused(Struct, frozen=True):
-    """`detail` has what was asked, what is free, and what to do."""
+    """`detail` says what was asked, what is free, and what to do."""
 
     reason: ResizeReason
     detail: str
@@ -67,11 +67,11 @@ class DesiredSize(Struct, frozen=True, kw_only=True):
     memory: int | None = None
 
     unknown: str = ""
-    """A name in the annotation that is of no container, and of no claim, of the pod."""
+    """A name in the annotation that is neither a container nor a claim of the pod."""
 
 
 class ResizePolicy(Struct, frozen=True, kw_only=True):
-    """The node's settings that bear on it."""
+    """The node's settings for resizing."""
 
     names: ResourceNames
     mode: ResizeMode = ResizeMode.DISABLED
@@ -101,15 +101,15 @@ def parse_resize(text: str) -> Mapping[str, DesiredSize] | ResizeRefused:
 
 
 def unknown_name(pod: Pod, desired: Iterable[str]) -> str:
-    """The first name in the annotation that is of no container, and of no claim, of the pod; empty without one."""
+    """The first name in the annotation that is neither a container nor a claim of the pod; empty if there is none."""
     known = {container.name for container in pod.containers}
     return min((name for name in desired if name not in known and name.partition("/")[0] not in pod.claims), default="")
 
 
 def asked_size(allocation: Allocation, pods: Iterable[Pod]) -> DesiredSize | ResizeRefused | None:
-    """What annotations ask for the share: that of its pod, or those of the pods that use its claim, of which the first by
-    name counts that concerns it. One that cannot be read, or names what the pod does not have, concerns all of the pod's.
-    None without one."""
+    """What annotations ask for the share: its pod's, or those of the pods that use its claim. Of several that concern the
+    share, the first by pod name counts. One that cannot be read, or names what the pod does not have, concerns all shares
+    of the pod. None without one."""
     claim = allocation.claim
     for pod in sorted(pods, key=lambda pod: (pod.name, pod.uid)):
         if (text := pod.annotations.get(RESIZE_ANNOTATION)) is None:
@@ -156,7 +156,7 @@ def target_of(allocation: Allocation, desired: DesiredSize) -> ShareSize:
 
 
 def mode_refusal(allocation: Allocation, desired: DesiredSize, policy: ResizePolicy) -> ResizeRefused | None:
-    """Why the node's setting does not allow the size. What the kubelet allocated is allowed always."""
+    """Why the node's setting does not allow the size. What the kubelet allocated is always allowed."""
     allocated, target = allocation.allocated_size, target_of(allocation, desired)
     if target == allocated or policy.mode is ResizeMode.FREE_CAPACITY:
         return None
@@ -204,15 +204,15 @@ def claim_refusal(
 
 
 def shown_name(allocation: Allocation, siblings: Collection[Allocation]) -> str:
-    """The container, or the claim, with the request where that has several devices; `siblings` as in `claim_refusal`."""
+    """The name of the container or claim, with the request if it has several devices; `siblings` as in `claim_refusal`."""
     if (claim := allocation.claim) is None:
         return allocation.key.container
     return claim.shown_as if len(siblings) == 1 else f"{claim.shown_as}/{claim.request}"
 
 
 def unchanged_size(allocation: Allocation, known: ResizedShare | None, policy: ResizePolicy) -> DesiredSize:
-    """The size of a share whose annotation is refused: the one that it has. As the kubelet allocated it where the node's
-    setting, which may have been another when the share was resized, does not allow that."""
+    """The size of a share whose annotation is refused: the size that it has. The setting may have been another when it was
+    resized: if it no longer allows that size, the share gets what the kubelet allocated."""
     if known is None:
         return DesiredSize()
     unchanged = DesiredSize(cores=known.target.cores or None, memory=known.target.memory)
@@ -227,9 +227,9 @@ def decide_resize(
     isolation: Isolation,
     policy: ResizePolicy,
 ) -> ResizedShare | ResizeRefused | None:
-    """The share as it is to be charged, before the isolation sees it; None where nothing is to change.
+    """The share as it is to be charged, before the isolation sees it; None if nothing is to change.
 
-    `account` is its GPU as charged for all others. Growth must fit there. What is given back stays charged, until the
+    `account` is its GPU as charged for all others. Growth must fit there. What is given back stays charged until the
     isolation has enforced it.
     """
     allocated, target = allocation.allocated_size, target_of(allocation, desired)
@@ -247,7 +247,7 @@ def decide_resize(
         kind=allocation.memory_kind,
         allocated=allocated,
         target=target,
-        # What grows counts at once, what shrinks not before it is enforced: capacity is never given away twice.
+        # Growth counts at once, shrinking once it is enforced: capacity is never given away twice.
         charged=charged.at_least(target),
     )
 
@@ -256,11 +256,11 @@ def enforced(share: ResizedShare, isolation: Isolation, instance: str, *, uses_n
     """The share once the isolation enforces its target. `instance` is the container that runs now, empty where that is not
     known; `uses_no_more`: its processes were seen to have no more memory than the target since.
 
-    Less is charged of what running processes follow; of the rest when every process is of a later container. Memory that
-    they have allocated stays theirs, whatever the limit, and so it stays charged.
+    Amounts that running processes follow are charged less at once, the others when every process is of a later container.
+    Processes keep memory that they have allocated, whatever the limit, so it stays charged.
     """
     since = share.instance or instance
-    # Where the runtime's ID is not known nothing is concluded: processes of the old container may still run.
+    # If the runtime's ID is not known, nothing is concluded: processes of the old container may still run.
     is_anew = bool(since) and bool(instance) and instance != since
     cores = share.target.cores if is_anew or isolation.cores_follow.is_live else share.charged.cores
     is_within = isolation.memory_follows.is_live and uses_no_more
@@ -286,7 +286,7 @@ def status_text(
     unenforced: Collection[ContainerKey],
 ) -> str | None:
     """The annotation `gpushare-agent/resize-status` of one pod: `main:cores=50,memory=24,in-force;side:…`, the containers
-    that are resized or refused, with the size that their isolation is to enforce. None where none is.
+    that are resized or refused, with the size that their isolation is to enforce. None if there are none.
 
     | word | the size |
     |---|---|
@@ -314,7 +314,7 @@ def status_text(
 
 def bounded_status(entries: list[str]) -> str | None:
     """The status with as many whole entries as the agent reads of an annotation; None without any."""
-    # Whole entries: half a one would be read as another size.
+    # Whole entries: half an entry would be read as another size.
     while len(";".join(entries)) >= MAX_CHARS:
         entries.pop()
     return ";".join(entries) or None
@@ -323,7 +323,7 @@ def bounded_status(entries: list[str]) -> str | None:
 def _contradiction(
     allocation: Allocation, desired: DesiredSize, target: ShareSize, policy: ResizePolicy
 ) -> ResizeRefused | None:
-    """What no node could do."""
+    """Refuses what no node could do."""
     if allocation.memory_kind.measure is Measure.UNITS and desired.cores is not None:
         return ResizeRefused(
             ResizeReason.INVALID_REQUEST,

@@ -1,8 +1,8 @@
-"""What the containers of a claim get, and the CDI spec that says it. Pure.
+"""Makes the edits for the containers of a claim, and the CDI spec with them. Pure.
 
 A CDI device knows no container, so edits are made for the requests that a container uses together (a view): all of the
-claim's, or the one that the container names. Every result of a view has the view's edits: where a container has several of
-them the runtime applies the same edits again, which changes nothing (CDI: of a variable and a mount point the last counts).
+claim's, or the one that the container names. Every result of a view has the view's edits: if a container has several
+results, the runtime applies the same edits again, which changes nothing (CDI: the last value of a variable or mount counts).
 
 The runtime applies CDI's edits after the pod's spec: a variable that they set replaces the spec's, unlike with the device
 plugins, also one of a ConfigMap or of the image. So each variable that could lift a limit is set.
@@ -35,8 +35,8 @@ from gpushare_agent.core.model.resources import cores_of_part
 
 
 def not_shared(claim: AllocatedClaim, isolation: str, pods: Sequence[Pod], policy: EditPolicy) -> Refused | None:
-    """Why those who use a share together cannot have it under the isolation; None where they can. The claim's results are
-    its shares alone: what is not limited may be used by anyone."""
+    """Why the users of one share cannot have it under the isolation; None if they can. The claim's results here are only
+    its shares: what is not limited may be used by anyone."""
     together = next(filter(None, (_together(claim, pod) for pod in pods)), [])
     users = {uid for _, uid in claim.users}
     return ISOLATIONS[isolation].not_shared(
@@ -71,7 +71,7 @@ def _together(claim: AllocatedClaim, pod: Pod) -> list[str]:
 
 
 def named_of(named: Collection[str], requests: Collection[str]) -> frozenset[str]:
-    """Those of a claim's requests that a container names; empty text names all."""
+    """The requests of a claim that a container names; empty text names all."""
     return frozenset(requests if "" in named else set(requests).intersection(named))
 
 
@@ -84,7 +84,7 @@ MAX_CONTAINER_NAME = 63
 
 class PreparedResult(DevicePart, frozen=True, kw_only=True):
     """One result as it was prepared. `gpu` is a UUID; `view` names the result under whose key the isolation keeps the files
-    of the view. `isolation` and `edits` are the view's. What is unlimited is in the account of no size, but uses its GPU."""
+    of the view. `isolation` and `edits` are the view's. An unlimited result has no size in the account, but uses its GPU."""
 
     key: ContainerKey
     gpu: str
@@ -96,7 +96,7 @@ class PreparedResult(DevicePart, frozen=True, kw_only=True):
 
     @property
     def cdi_name(self) -> str:
-        """Readable, for it appears in the pod's status; unique, for a claim has a device once in a request."""
+        """Readable, because it appears in the pod's status; unique, because a claim has a device once in a request."""
         return f"{self.device}.{self.request.replace('/', '.')}.{self.key.pod_uid}"
 
     @property
@@ -122,7 +122,7 @@ class PreparedClaim(Struct, frozen=True, kw_only=True):
 
     @property
     def keys_by_isolation(self) -> Mapping[str, Sequence[ContainerKey]]:
-        """Of what is charged."""
+        """The GPUs of what is charged."""
         found: dict[str, list[ContainerKey]] = {}
         for one in self.charged:
             found.setdefault(one.isolation, []).append(one.key)
@@ -155,8 +155,8 @@ def _cdi_edits(edits: ContainerEdits) -> dict[str, Any]:
 
 
 class _Part(Struct, frozen=True):
-    """One result of a claim, with its GPU and the key of its allocation. `is_whole`: it is all of the memory, with all cores
-    or none: without memory nobody else can have a share, so none lack."""
+    """One result of a claim, with its GPU and the key of its allocation. `is_whole`: it has all of the memory, and all cores
+    or none. Nobody else can have a share without memory, so no cores are missing."""
 
     result: ClaimResult
     gpu: Gpu
@@ -215,11 +215,11 @@ def prepare_claim(
         if limited and (refused := not_shared(replace(claim, results=limited), isolation, pods, policy)):
             return refused
         seen = frozenset[Gpu]()
-        # So it is with claims that are not the pod's own: the kubelet prepares a claim once for all its pods and names none
+        # Claims that are not the pod's own are not added: the kubelet prepares a claim once for all its pods and names none
         # of them, so one that comes later would find the other claim's GPUs in the specification.
         if claim.owner is not None and all(one.owner == claim.owner for one in beside.values()) and not limited:
             seen = _seen_beside(claim.ref.name, requests, parts_beside, pods)
-        # The files that the isolation has for the view: its first share's, for what is not limited has none.
+        # The isolation's files for the view are those of its first share, because what is not limited has none.
         view = next((one.key for one in mine if one.is_limited), mine[0].key)
         edits = _view_edits(view, mine, parts, seen, isolation, policy)
         if isinstance(edits, Refused):
@@ -243,7 +243,7 @@ def _prepared(part: _Part, view: str, isolation: str, edits: ContainerEdits) -> 
         device=result.device,
         share_id=result.share_id,
         gpu=part.gpu.uuid,
-        # By NVIDIA's names nobody asks for cores, and who has all the memory has the GPU.
+        # By NVIDIA's names nobody asks for cores: all the memory means the whole GPU.
         cores=CORES_PER_GPU if part.is_whole else result.cores,
         memory_mib=result.memory_mib,
         is_whole=part.is_whole,
@@ -279,18 +279,18 @@ _OR_BY_LIST = (
 
 
 class _Use(Struct, frozen=True):
-    """What a container has of a claim: UUIDs, variables, and what is mounted in it where."""
+    """What a container has of a claim: UUIDs, variables, and mounts by path."""
 
     gpus: frozenset[str]
     variables: Mapping[str, str]
     mounts: Mapping[str, str]
 
     def lost_beside(self, other: _Use) -> list[str]:
-        """Variables and paths of which one claim's limits or GPUs would be lost."""
-        # Of one variable, or of one path, the runtime takes the last claim's.
+        """Variables and paths by which one claim's limits or GPUs would be lost."""
+        # The runtime takes the last claim's value of a variable or a path.
         mine, theirs = {**self.variables, **self.mounts}, {**other.variables, **other.mounts}
         found = {what for what in mine.keys() & theirs.keys() if mine[what] != theirs[what]}
-        # Variables that limit, so all but these two, know the GPUs by their order, which those of another claim change.
+        # Variables that limit (all but these two) know the GPUs by their order, which another claim's GPUs change.
         for one, beside in ((self, other), (other, self)):
             if beside.gpus - one.gpus:
                 found |= one.variables.keys() - {ENV_VISIBLE_DEVICES, ENV_LIBRARY_PATH}
@@ -298,7 +298,7 @@ class _Use(Struct, frozen=True):
 
 
 def _use(claim: PreparedClaim, named: Collection[str]) -> _Use:
-    """Of a container that names these requests, the empty one for all."""
+    """What a container that names these requests has; an empty name stands for all."""
     mine = [one for one in claim.results if {"", one.name} & set(named)]
     return _Use(
         frozenset(one.gpu for one in mine),
@@ -346,7 +346,7 @@ def _view_edits(
 
 
 def _shares(parts: Sequence[_Part], of_claim: Sequence[_Part]) -> tuple[GpuShare, ...]:
-    """Two results on one GPU make one share of it, for the container cannot distinguish them: all of it where one is admin
+    """Two results on one GPU make one share of it, because the container cannot distinguish them: all of it if one is admin
     access. Raises Corrupt."""
     found: dict[str, GpuShare] = {}
     for part in parts:
@@ -354,7 +354,7 @@ def _shares(parts: Sequence[_Part], of_claim: Sequence[_Part]) -> tuple[GpuShare
         is_all = result.is_admin or result.is_unlimited
         memory_mib, cores = (gpu.memory_mib, CORES_PER_GPU) if is_all else (result.memory_mib, result.cores)
         if mps is not None:
-            # The GPUs of one configuration: two may say the same, each of its own requests.
+            # The GPUs of one configuration: two may say the same, each for its own requests.
             uuids = list({one.gpu.uuid for one in of_claim if one.result.config.mps is mps})
             memory_mib, cores = mps.memory_of(gpu.uuid, uuids) or gpu.memory_mib, mps.thread_percentage
         share = GpuShare(
@@ -384,9 +384,9 @@ def claims_beside(name: str, pods: Iterable[Pod]) -> list[str]:
 def _seen_beside(
     name: str, requests: Collection[str], beside: Mapping[str, Sequence[_Part]], pods: Iterable[Pod]
 ) -> frozenset[Gpu]:
-    """The GPUs of other claims that every container of a view has too, where none of all these is limited: limits know the
-    GPUs by their order, which another claim would change. One specification is for all containers of a view, so where they
-    differ, or a claim limits, nothing is added, and `conflict` refuses them."""
+    """The GPUs of other claims that every container of a view has too, if none of them is limited: limits know the GPUs by
+    their order, which another claim would change. One specification is for all containers of a view. If they differ, or a
+    claim limits, nothing is added, and `conflict` refuses them."""
     found: set[frozenset[Gpu]] = set()
     for pod in pods:
         for container in pod.containers:
@@ -404,8 +404,8 @@ def _seen_beside(
 
 
 def _isolation(parts: Sequence[_Part], policy: EditPolicy) -> str | Refused:
-    """The isolation of a container that has these."""
-    # What is not limited decides only where nothing else does: of a whole GPU the device plugins' isolation, of admin access
+    """The isolation of a container that has these results."""
+    # What is not limited decides only if nothing else does: for a whole GPU the device plugins' isolation, for admin access
     # anything.
     limited = [one for one in parts if one.is_limited]
     charged = [one for one in parts if not (one.result.is_admin or one.result.is_unlimited)]
@@ -435,8 +435,8 @@ def _isolation(parts: Sequence[_Part], policy: EditPolicy) -> str | Refused:
 
 
 def _views(claim: AllocatedClaim, pods: Sequence[Pod]) -> list[frozenset[str]] | Refused:
-    """The sets of requests that containers use together. Requests that none of them names are one view, all of them
-    together; of a claim that the scheduler made for an extended resource each is its own, for no container names it."""
+    """The sets of requests that containers use together. All requests that no container names are one view. In a claim that
+    the scheduler made for an extended resource, each is a view of its own, because no container names it."""
     found: dict[frozenset[str], str] = {}
     is_named = any(claim.ref.name in pod.claims.values() for pod in pods)
     for pod in pods:
@@ -458,7 +458,7 @@ def _views(claim: AllocatedClaim, pods: Sequence[Pod]) -> list[frozenset[str]] |
 
 
 def _keys(claim: AllocatedClaim) -> list[ContainerKey]:
-    """One for each result, in their order: the request's name, with the device where the request has several."""
+    """One for each result, in their order: the request's name, with the device if the request has several."""
     devices = Counter(one.name for one in claim.results)
     names = []
     for one in claim.results:
@@ -483,7 +483,7 @@ def distinct_names(names: Sequence[str]) -> list[str]:
 
 
 def _by_cdi(strategy: DeviceListStrategy) -> DeviceListStrategy:
-    """The annotation's way is the device plugins' alone; what it names the kubelet takes from the answer too."""
+    """Only device plugins use the annotation; the kubelet also takes what it names from the answer."""
     return DeviceListStrategy.CDI_CRI if strategy is DeviceListStrategy.CDI_ANNOTATIONS else strategy
 
 

@@ -5,7 +5,7 @@ owned: the event set, the GPUs that are registered in it and an error that is st
 that made it.
 
 The set is made again when a GPU answers that was missing or did not answer before: a reset voids its registration. A GPU
-that fails stays registered, for its last Xid may still come.
+that fails stays registered, because its last Xid may still come.
 
 Source: NVML API reference (nvmlEventSetWait_v2, nvmlDeviceRegisterEvents).
 """

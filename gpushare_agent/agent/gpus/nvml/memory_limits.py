@@ -57,7 +57,7 @@ class NvmlMemoryLimits:
                     f"the driver {version} has no memory limits of cgroups: they come with NVIDIA's driver 615 (CUDA 13.4). "
                     "Update the driver, or choose another isolation"
                 ) from error
-        # Looked at here, for the driver would say so only at the first share.
+        # Looked at here, because the driver would say so only at the first share.
         if may_set and not self._is_administrator():
             raise Rejected(
                 "driver_limits.set_by_agent is true, and the agent lacks the capability SYS_ADMIN, which the driver wants: "

@@ -113,7 +113,7 @@ def _mean(samples: list[ProcessUse]) -> Values:
 
 
 def _read_lists(calls: GpuCalls) -> dict[int, ProcessSample] | None:
-    """The processes of all lists; None where one failed, for a process left out would look ended, or where the GPU has
+    """The processes of all lists; None where one failed, because a process left out would look ended, or where the GPU has
     none of the lists."""
     try:
         answers = {kind: calls.list_processes(name) for kind, name in _LISTS.items()}

@@ -16,7 +16,7 @@ TIMEOUT_S = 15.0
 
 
 async def check_driver_limits(open_driver: OpenDriver, settings: Settings) -> list[Finding]:
-    """Cgroup v2, a driver that limits its cgroups' memory, and the right to set that where the agent is to."""
+    """Checks for cgroup v2, a driver that limits its cgroups' memory, and the right to set that if the agent is to."""
     driver, may_set = open_driver(settings), settings.driver_limits.set_by_agent
     cgroups = Cgroups(settings.runtime.cgroup_root, settings.runtime.proc_root)
     try:

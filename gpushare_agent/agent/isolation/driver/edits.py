@@ -1,12 +1,12 @@
 """NVIDIA's driver itself limits the memory of the container's cgroup, whatever its programs do. Compute is not limited.
 
-From driver 615 on (CUDA 13.4), with cgroup v2, not with MIG. Who sets the limit once the cgroup is there is NVIDIA's
-container toolkit, from the two variables below, or the agent (isolation/driver/limits.py).
+From driver 615 on (CUDA 13.4), with cgroup v2, not with MIG. Once the cgroup is there, NVIDIA's container toolkit
+sets the limit from the two variables below, or the agent does (isolation/driver/limits.py).
 
 Source: the hook `apply-cuda-memory-limits` of nvidia-container-toolkit 1.20.1 (read there, not tried): both variables, each
 a whole number of MiB, the request not above the limit; without one of them nothing is set. NVIDIA's guide to MPS, "Memory
 Partitioning", says what the two mean: up to the request memory is guaranteed, above the limit allocations fail. They are
-equal here, for what a container has above its request MPS may take back by ending its program.
+equal here, because MPS may take back what a container has above its request by ending its program.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from gpushare_agent.core.model.shares import share_limits
 
 
 def edit_driver(request: IsolationRequest) -> ContainerEdits | Refused:
-    """The two variables; refused where the spec sets one of them itself, which would replace the share's."""
+    """The two variables; refused if the spec sets one of them itself, which would replace the share's."""
     if request.is_whole:
         return ContainerEdits()
     own = sorted({ENV_GPU_MEMORY_LIMIT, ENV_GPU_MEMORY_REQUEST} & request.container.env.keys())
@@ -55,7 +55,7 @@ def edit_driver(request: IsolationRequest) -> ContainerEdits | Refused:
 
 
 def _not_shared(use: ClaimUse) -> Refused | None:
-    """The driver limits cgroups: all that use a share must be in one, a pod's or, where NVIDIA's toolkit sets the limits, a
+    """The driver limits cgroups: all users of a share must be in one, a pod's or, if NVIDIA's toolkit sets the limits, a
     container's."""
     if use.owner is None:
         return invalid(
@@ -86,7 +86,7 @@ ISOLATION = Isolation(
 
 class MemoryShare(Struct, frozen=True, kw_only=True):
     """What a container has of one GPU under this isolation. An init container's ends before the pod's others begin. `key` is
-    its allocation's: the container's own, or of a claim, which several containers have."""
+    its allocation's: the container's own, or that of a claim, which several containers may have."""
 
     key: ContainerKey
     gpu: GpuUuid
@@ -100,8 +100,8 @@ def memory_shares(
     names: ResourceNames,
     users: Collection[ContainerKey],
 ) -> list[MemoryShare]:
-    """What each of the `users` of an allocation has. A claim that was made for one pod, and that other pods name all the
-    same, is not given to each of them. A GPU that is not in `gpus` has no limit to set."""
+    """What each of the `users` of an allocation has. A claim that was made for one pod is not given to other pods that name
+    it too. A GPU that is not in `gpus` has no limit to set."""
     if allocation.unit_ids:
         limits = {
             uuid: int(part * gpus[uuid].memory_mib) * MIB for uuid, part in allocation.parts.items() if uuid in gpus

@@ -1,8 +1,8 @@
 """Keeps the driver's memory limit on the cgroup of every container with a share under isolation driver.
 
-Level-triggered: each round compares the containers that run with the limits that the driver has, so what was set before a
-restart of the agent, by NVIDIA's container toolkit, or by nobody, is treated alike. Where the agent may set limits
-(driver_limits.set_by_agent) it sets what differs; else it only reads, and says which container runs without.
+Level-triggered: each round compares the running containers with the driver's limits, so it does not matter who set a limit:
+the agent before a restart, NVIDIA's container toolkit, or nobody. If the agent may set limits
+(driver_limits.set_by_agent) it sets what differs; else it only reads, and reports containers without.
 
 A container's cgroup is made after PreStartContainer, and found a moment later. So the agent limits the pod's cgroup too,
 which is there before, to the sum of the pod's shares: with one share in the pod it holds from the first instruction on.
@@ -32,10 +32,10 @@ log = structlog.get_logger(__name__)
 
 PERIOD_S = 5.0
 NEW_PERIOD_S = 0.5
-"""While a container with a share is not known to run yet."""
+"""The period while a container with a share is not known to run yet."""
 NEW_FOR_S = 60.0
-"""After the last start of a container or the agent. One that is not known for longer, such as an init container that has
-ended, is looked for at each PERIOD_S alone."""
+"""The time after the last start of a container or the agent. A container that is unknown for longer, such as an init
+container that has ended, is looked for at each PERIOD_S only."""
 
 
 class RunningContainers(Protocol):
@@ -77,18 +77,18 @@ class DriverLimits(Struct, kw_only=True, eq=False):
     _failure: ReportOnce = field(default_factory=ReportOnce)
 
     def problem(self, key: ContainerKey) -> str:
-        """Why the container, or one that uses the claim, runs without its limit; empty where it has it, or does not run."""
+        """Why the container, or one that uses the claim, runs without its limit; empty if it has it or does not run."""
         # Asked of every share at each scrape.
         if not self._problems:
             return ""
         return next((why for user in self._users(self.shares(), key) if (why := self._problems.get(user))), "")
 
     async def check(self) -> None:
-        """What the isolation needs on this node is there. Raises AgentError with the remedy."""
+        """Checks that the node has what the isolation needs. Raises AgentError with the remedy."""
         await check_driver_limits(self.driver, self.cgroups, may_set=self.may_set)
 
     async def prepare(self, keys: Collection[ContainerKey]) -> Refused | None:
-        """Limits the pods' cgroups of containers that are about to start, where the agent may."""
+        """Limits the pods' cgroups of containers that are about to start, if the agent may."""
         shares = self.shares()
         uids = {user.pod_uid for key in keys for user in self._users(shares, key)}
         if not uids:
@@ -126,7 +126,7 @@ class DriverLimits(Struct, kw_only=True, eq=False):
         self._new_until = asyncio.get_running_loop().time() + NEW_FOR_S
 
     def _period_s(self) -> float:
-        # For a minute alone: an init container that has ended stays without an ID for as long as its pod lives.
+        # Only for a minute: an init container that has ended stays without an ID for as long as its pod lives.
         has_unknown = any(key not in self._ids for key in self.shares())
         return NEW_PERIOD_S if has_unknown and asyncio.get_running_loop().time() < self._new_until else PERIOD_S
 
@@ -165,7 +165,7 @@ class DriverLimits(Struct, kw_only=True, eq=False):
         for (key, limit), outcome in zip(limits, outcomes[len(pods) :], strict=True):
             if (excess := outcome.used_bytes - limit.limit_bytes) > 0:
                 self._excess_bytes[key] = self._excess_bytes.get(key, 0) + excess
-            # The first problem of a container counts; one whose cgroup is gone has ended, which is none.
+            # The first problem of a container counts. A container without its cgroup has ended, which is no problem.
             problems[key] = problems[key] or ("" if outcome.is_gone else outcome.problem)
         for key in sorted(problems):
             self._note(key, problems[key])
@@ -188,7 +188,7 @@ class DriverLimits(Struct, kw_only=True, eq=False):
         return sorted(user for user, parts in shares.items() if any(part.key == key for part in parts))
 
     async def _find(self, shares: Shares) -> dict[ContainerKey, CgroupDir]:
-        """The cgroups of those that run now. The runtime is asked while one of them is not known."""
+        """The cgroups of running containers. The runtime is asked while one of them is not known."""
         self._ids = {key: id_ for key, id_ in self._ids.items() if key in shares}
         # The runtime is asked only then: an ID stays a container's until its cgroup is gone.
         if any(key not in self._ids for key in shares):
@@ -201,7 +201,7 @@ class DriverLimits(Struct, kw_only=True, eq=False):
         return {key: found[id_] for key, id_ in self._ids.items()}
 
     async def _pod_limits(self, shares: Shares, uids: Collection[PodUid]) -> list[MemoryLimit]:
-        """The limits of those of these pods that have a cgroup. Raises Unavailable."""
+        """The limits of these pods, if they have a cgroup. Raises Unavailable."""
         if not uids:
             return []
         directories = await self.cgroups.find_pod_directories_in_thread(uids)

@@ -1,4 +1,4 @@
-"""Isolation driver on a node: which containers have which limit of the driver's, and who hears where one is missing."""
+"""Isolation driver on a node: the driver's limit of each container, and the reports of missing limits."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class DriverPart(IsolationPart):
             on_missing=self._missing,
         )
         self.services = {"driver limits": self._limits}
-        self.is_memory_fixed = not may_set  # where NVIDIA's toolkit sets the limit, nobody changes it afterwards
+        self.is_memory_fixed = not may_set  # a limit that NVIDIA's toolkit sets is not changed afterwards
 
     async def check(self) -> None:
         await self._limits.check()
@@ -59,7 +59,7 @@ def probe(settings: Settings, driver: ProbedDriver) -> NodeProbe:
     async def check() -> None:
         await check_driver_limits(driver, cgroups, may_set=may_set)
         if not may_set:
-            # Whether NVIDIA's toolkit sets them nobody knows before a container runs.
+            # Before a container runs it is not known whether NVIDIA's toolkit sets them.
             raise Unavailable("the agent does not set the driver's limits (driver_limits.set_by_agent)")
 
     standing = Standing(place=50, because="the driver limits memory, nothing here limits compute")
@@ -73,7 +73,7 @@ def _shares(host: IsolationHost) -> dict[ContainerKey, list[MemoryShare]]:
         if not allocation.is_limited or not allocation.gpus or not host.uses(allocation, "driver"):
             continue
         sharers = host.node.claim_pods.sharers(key)
-        # The driver limits cgroups: of a claim each container that uses it.
+        # The driver limits cgroups: for a claim, that of each container that uses it.
         users = [key] if sharers is None else list(sharers)
         shares = memory_shares(allocation, gpus, host.node.names, users)
         for user in users:

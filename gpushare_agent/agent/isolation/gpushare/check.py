@@ -17,10 +17,10 @@ from gpushare_agent.core.model.finding import Finding, error, ok, warning
 from gpushare_agent.core.settings.settings import Settings
 
 _USUAL_GLIBC = (2, 28)
-"""Of the oldest images that NVIDIA publishes CUDA 12 and 13 for (ubi8)."""
+"""The version in the oldest images for which NVIDIA publishes CUDA 12 and 13 (ubi8)."""
 _HOOKS = frozenset({"dlsym", "cuInit", "cuGetProcAddress_v2"})
 PROBE_TIMEOUT_S = 60.0
-"""Over that of reading a driver that wakes, and of three runs."""
+"""Longer than reading a driver that wakes takes, plus three runs."""
 _AGAIN = "run check again where a GPU is idle; the agent probes by itself as soon as one is"
 _BUILD = "take the image, which has it, or build it in a clone (python -m native.build_gpushare --help)"
 
@@ -40,8 +40,8 @@ async def check_gpushare(settings: Settings) -> list[Finding]:
 
 
 def _library_finding(library: Path) -> Finding:
-    """Whether it is ours, by the names that it takes over, and in which images it loads."""
-    # Here: pyelftools is a twentieth of the agent's start, which does not need it.
+    """Checks that it is ours, by the names that it takes over, and reports in which images it loads."""
+    # Imported here: pyelftools is a twentieth of the agent's start, which does not need it.
     from gpushare_agent.agent.delivery.elf import read_interface
 
     try:
@@ -70,7 +70,7 @@ async def check_limits(settings: Settings, open_driver: OpenDriver) -> list[Find
         return []  # the line of the library, or of the driver, has it
     finally:
         await driver.close()
-    # Shares of running containers are not known here: who has started nothing yet is not in the driver's list.
+    # Shares of running containers are not known here: a container that has started nothing is not in the driver's list.
     gpu = idle_gpu(inventory.gpus, {one.uuid: one for one in sample.gpus}, lambda _: False)
     if isinstance(gpu, str):
         return [warning("gpushare probe", f"not run: {gpu}", _AGAIN)]

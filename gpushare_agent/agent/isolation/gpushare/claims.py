@@ -1,4 +1,4 @@
-"""What the containers on a GPU pay by their `usage`, and how much of it is believed. Pure.
+"""Reads what the containers on a GPU pay by their `usage`, and decides how much of it to believe. Pure.
 
 A container may write anything into its `usage`. Its counters are numbers of 64 bits that jump, wrap around and go back:
 
@@ -6,8 +6,8 @@ A container may write anything into its `usage`. Its counters are numbers of 64 
     much at once           is believed over CARRIED_NS: a long kernel pays at its launch, and the next one waits
     less than before       is taken off what follows: what a launch has paid too much is given back
 
-So whoever boasts gives its own share away, and whoever hides its use is seen as time that the GPU was busy and nobody paid
-for.
+So a container that claims too much gives its own share away. One that hides its use is seen as time in which the GPU was
+busy and nobody paid.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from gpushare_agent.core.model.allocations import ContainerKey
 
 MEAN_NS = 1_000_000_000
 ACTIVE_NS = 1_000_000_000
-"""So long after its last launch a container counts as one that computes."""
+"""A container counts as one that computes for so long after its last launch."""
 SETTLED_NS = 1_500_000_000
-"""So long after one has begun the driver's samples show it as much as the others."""
+"""So long after a container has begun, the driver's samples show it as much as the others."""
 CARRIED_NS = 2_000_000_000
-"""What is paid above the share is believed for so long at most."""
+"""Payment above the share is believed for at most so long."""
 _WRAP = 1 << 64
 _S, _MS, _US = 1_000_000_000, 1_000_000, 1_000
 _MOST_TURNS_A_SECOND = 5_000
-"""That are believed: each has at least the change of context before it."""
+"""The most turns that are believed: each has at least the change of context before it."""
 _LONGER = 1.2
 """A kernel is at most so many times as long as its own turns, with those of each other one and of one that nobody counts."""
 _MOST_BETWEEN_US = 0xFFFF
@@ -75,7 +75,7 @@ class Claim(Struct):
     launches: int = 0
     launched_at_ns: int = -ACTIVE_NS
     most: float = 0.0
-    """Of the GPU's time is believed: its share, or its ceiling."""
+    """The most of the GPU's time that is believed: its share, or its ceiling."""
     _all: _Payments = field(default_factory=_Payments)
     _long: _Payments = field(default_factory=_Payments)
     _present: _Payments = field(default_factory=_Payments)
@@ -83,17 +83,17 @@ class Claim(Struct):
     _turns_a_second: float = 0.0
     _turn_ns: float = TURN_NS
     _known_ns: int = 0
-    """The means are of so long, up to MEAN_NS."""
+    """The time that the means are of, up to MEAN_NS."""
 
     def note(self, at_ns: int, most: float, paid: Paid) -> None:
-        """One reading; `most` of the GPU's time is believed."""
+        """One reading; at most `most` of the GPU's time is believed."""
         passed_ns, is_first, self.most = at_ns - self.at_ns, self.at_ns == 0, most
         if passed_ns <= 0:
             return
         if paid.launches != self.launches and not is_first:
             self.launched_at_ns = at_ns
         self.at_ns, self.launches = at_ns, paid.launches
-        # Most containers rest most of the time. The means are then of the next program, not of the pause before it.
+        # Most containers rest most of the time. The means are then those of the next program, not of the pause before.
         if is_first or (paid.paid_ns == self._all.counter and not self.is_active(at_ns)):
             self._all, self._long = _Payments(counter=paid.paid_ns), _Payments(counter=paid.paid_long_ns)
             self._present, self._turns = _Payments(counter=paid.present_long_ns), paid.turns
@@ -117,11 +117,11 @@ class Claim(Struct):
 
     @property
     def ratio(self) -> float:
-        """Of the GPU's time. A resize may have taken some of the share since."""
+        """Part of the GPU's time. A resize may have taken some of the share since."""
         return min(self._all.mean, self.most)
 
     def use(self, sharers: int) -> Use:
-        """Among so many that compute. The kernels of a small share cannot be there all the time."""
+        """The limit among so many that compute. The kernels of a small share cannot be there all the time."""
         long = min(self._long.mean, self.ratio)
         return Use(
             paid=self.ratio,
@@ -132,13 +132,13 @@ class Claim(Struct):
         )
 
     def is_active(self, at_ns: int) -> bool:
-        # One whose `usage` cannot be read any more pays nothing.
+        # A container with an unreadable `usage` pays nothing.
         is_paying = self._all.carried_ns > 0 and at_ns - self.at_ns < CARRIED_NS
         return at_ns - self.launched_at_ns < ACTIVE_NS or is_paying
 
 
 class Claims(Struct):
-    """Of the containers on one GPU. `full` as turns.fullness has it."""
+    """The claims of the containers on one GPU. `full` is as in turns.fullness."""
 
     of: dict[ContainerKey, Claim] = field(default_factory=dict)
     full: float = 0.0
@@ -146,7 +146,7 @@ class Claims(Struct):
     _active: frozenset[ContainerKey] = frozenset()
     _begun_at_ns: int = 0
     _others: dict[ContainerKey, tuple[int, int]] = field(default_factory=dict)
-    """Of each that was told: how long the driver named others, and when that last grew."""
+    """For each container that was told: how long the driver named others, and when that last grew."""
 
     def note(self, key: ContainerKey, limits: GpuLimits, at_ns: int, paid: Paid) -> None:
         most = CORES_OF_GPU if limits.cores is None else max(limits.cores, limits.ceiling or 0)
@@ -158,15 +158,15 @@ class Claims(Struct):
         self._others = {key: others for key, others in self._others.items() if key in keys}
 
     def ratio(self, key: ContainerKey, at_ns: int) -> float | None:
-        """What the container pays; None where it has launched nothing of late."""
+        """What the container pays; None if it has launched nothing lately."""
         claim = self.of.get(key)
         return claim.ratio if claim is not None and claim.is_active(at_ns) else None
 
     def tell(
         self, seen: Mapping[ContainerKey, Observed], at_ns: int, busy: float | None
     ) -> dict[ContainerKey, Observed]:
-        """`seen`, each with what it is to know of the others. `busy` is the part of the time in which the driver saw the GPU
-        busy; None: it does not say, and then what all have paid is taken for it."""
+        """`seen`, each with what it must know of the others. `busy` is the part of the time in which the driver saw the GPU
+        busy. None: the driver does not say, and the sum of all payments is used instead."""
         active = {key: one for key, one in self.of.items() if one.is_active(at_ns)}
         uses = {key: one.use(len(active)) for key, one in active.items()}
         passed_s = min(at_ns - self._told_at_ns, MEAN_NS) / _S
@@ -177,7 +177,7 @@ class Claims(Struct):
         if begins:
             self._begun_at_ns = at_ns
         if begins and sum(one.most for one in active.values()) > FULL:
-            self.full = 1.0  # who begins has a second without it otherwise
+            self.full = 1.0  # else a container that begins has a second without it
         self.full = fullness(self.full, by_all, passed_s) if len(uses) > 1 else 0.0
         own_and_others = {**dict.fromkeys(seen, _NOBODY), **uses}
         between = between_each_ns(
@@ -190,7 +190,7 @@ class Claims(Struct):
             named_ns, named_at_ns = self._others.get(key, (one.others_ns, -ACTIVE_NS))
             named_at_ns = at_ns if one.others_ns != named_ns else named_at_ns
             self._others[key] = one.others_ns, named_at_ns
-            # One that hides what it computes is a companion, too, to those next to which the driver names others.
+            # A container that hides what it computes counts as a companion too, if the driver names others.
             others = len(uses) - (key in uses) + (is_hidden and at_ns - named_at_ns < ACTIVE_NS)
             found[key] = replace(
                 one,

@@ -6,9 +6,9 @@
 | `/etc/vcuda`, read-only | the container's directory with gpushare.config, which the agent changes while programs run |
 | `/etc/vcuda/usage`, writable | what the container's processes share of their use |
 
-The library finds its limits by a GPU's UUID, so shares of several GPUs, and whole ones next to them, are limited each by its
-own. It reads no variable, so none of a spec's lifts a limit but NVIDIA_VISIBLE_DEVICES, and LD_PRELOAD with the driver's
-library. Whole GPUs alone get nothing.
+The library finds its limits by a GPU's UUID, so shares of several GPUs, and whole ones next to them, each have their own
+limits. It reads no variable, so of a spec's variables only NVIDIA_VISIBLE_DEVICES, and LD_PRELOAD with the driver's library,
+lift a limit. Containers with whole GPUs only get nothing.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ LIBRARY_PATH = f"{GPUSHARE_DIRECTORY}/{LIBRARY_NAME}"
 
 
 _NO_GPUS = ("void", "none")
-"""NVIDIA_VISIBLE_DEVICES by which NVIDIA's runtime adds no GPU: where they come by CDI a spec may say so."""
+"""Values of NVIDIA_VISIBLE_DEVICES that make NVIDIA's runtime add no GPU: a spec may have them if GPUs come by CDI."""
 
 
 def edit_gpushare(request: IsolationRequest) -> ContainerEdits | Refused:
@@ -57,7 +57,7 @@ def edit_gpushare(request: IsolationRequest) -> ContainerEdits | Refused:
             ContainerMount(host_path=str(directory / LIBRARY_NAME), container_path=LIBRARY_PATH),
             ContainerMount(host_path=str(directory / "ld.so.preload"), container_path=PRELOAD_PATH),
             ContainerMount(host_path=str(own), container_path=VDEVICE_DIRECTORY),
-            # In the read-only directory one file that can be written: its mount comes after the directory's.
+            # One writable file in the read-only directory: its mount comes after the directory's.
             ContainerMount(
                 host_path=str(own / USAGE_NAME), container_path=f"{VDEVICE_DIRECTORY}/{USAGE_NAME}", read_only=False
             ),
@@ -87,9 +87,9 @@ def _overridden(container: ContainerSpec) -> Refused | None:
     """Refuses a spec whose own variable would win over the limits. The kubelet puts the spec's variables after a device
     plugin's, so of one name the spec's counts."""
     value = container.env.get(ENV_PRELOAD, "")
-    # The loader takes what LD_PRELOAD names before all libraries of /etc/ld.so.preload, so programs that are linked to the
-    # driver's would call that one and not ours. Others, such as an allocator's, lift no limit. A value that is too long to
-    # be read may name anything.
+    # The loader takes the libraries of LD_PRELOAD before those of /etc/ld.so.preload, so programs that are linked to the
+    # driver's would call that one and not ours. Other libraries, such as allocators, lift no limit. A value that is too
+    # long to read may name anything.
     is_cut = len(value) >= MAX_ANNOTATION_CHARS
     has_driver = any(path.rpartition("/")[2].startswith("libcuda.so") for path in value.replace(":", " ").split())
     names = [f"{ENV_PRELOAD} ({'libcuda.so' if has_driver else 'too long to be read'})"] if has_driver or is_cut else []
@@ -107,7 +107,7 @@ def _overridden(container: ContainerSpec) -> Refused | None:
 def live_limits(
     parts: Sequence[Allocation], pod: Pod | None, gpus: Mapping[GpuUuid, Gpu], names: ResourceNames
 ) -> tuple[GpuLimits, ...] | None:
-    """The limits of each GPU of a container, `parts` as limits_by_gpu has them. None where one is not in the inventory, or
+    """The limits of each GPU of a container, `parts` as limits_by_gpu has them. None if one is not in the inventory, or
     its memory is not known."""
     shares = limits_by_gpu(parts, pod, gpus, names)
     limited = [share for share in shares.values() if share.is_limited] if shares else []
@@ -124,7 +124,7 @@ def _limits(uuid: GpuUuid, share: ShareLimits) -> GpuLimits:
         uuid=uuid,
         memory_bytes=share.memory_bytes,
         cores=min(share.cores, CORES_PER_GPU) * percent,
-        # Not above the cores is no ceiling: the annotation was ignored, or the pod has none.
+        # A value not above the cores is no ceiling: the annotation was ignored, or the pod has none.
         ceiling=share.core_limit * percent if share.core_limit > share.cores else None,
     )
 
@@ -142,8 +142,8 @@ ISOLATION = Isolation(
     follows_processes=True,
     cores_follow=Follows.RUNNING_PROCESSES,
     memory_follows=Follows.RUNNING_PROCESSES,
-    # The library would limit the memory of an instance, by its UUID. But a node that offers units of memory there offers
-    # cores with them, and those nobody would keep.
+    # The library could limit the memory of an instance, by its UUID. But a node that offers units of memory there also
+    # offers cores, and nothing would limit those.
     why_not_in_mig="its library can keep the memory of an instance, but needs utilisation to keep compute, and NVML has none"
     " where MIG is on",
 )

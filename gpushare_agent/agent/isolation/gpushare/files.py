@@ -1,9 +1,8 @@
-"""What a container has in its vDevice directory (isolation/vdevice) under isolation gpushare alone: gpushare.config, which
-the agent writes through a map, for it stays the same file while programs have it mapped, and `usage`, which the tenant
-writes.
+"""A container's two files in its vDevice directory (isolation/vdevice) under isolation gpushare. The agent writes
+gpushare.config through a map, because it stays the same file while programs have it mapped. The tenant writes `usage`.
 
-Both are made again before each start that the kubelet announces; to a claim's container that starts again `usage` shows
-processes that have ended, which the library finds by their locks.
+Both are made again before each start that the kubelet announces; a claim's container that starts again sees ended
+processes in `usage`, which the library finds by their locks.
 
 A tenant can make `usage` as large as the file system allows (directories.py): `cut` shortens one that is larger than the
 library makes it. To rename or link a file the kernel waits for whoever writes or shortens it (ext4: 37 s for a `cut`), and
@@ -62,7 +61,7 @@ from gpushare_agent.core.model.names import GpuUuid, PodUid
 TENANT_MODE = 0o666
 """Containers run under any user, also of a user namespace."""
 MAX_DISK_BYTES = 8 * 1024 * 1024
-"""Above what any file system sets aside for a file of the library's."""
+"""More than any file system sets aside for a file of the library."""
 _BLOCK_BYTES = 512  # of st_blocks, on any file system
 _TENANT_FILE = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # O_NONBLOCK: a FIFO in its place
 _NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -71,8 +70,7 @@ _PLACE = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
 
 class GpushareFiles:
     """`containers` are the vDevice directories (setting virtual_manager.path), which isolation/vdevice removes. `limits` are
-    those of a container's GPUs as they are to be now, None where they are not known; `is_claims` is whether the share is a
-    claim's."""
+    the present limits of a container's GPUs, None if they are not known; `is_claims` is true if the share is a claim's."""
 
     def __init__(
         self,
@@ -94,8 +92,8 @@ class GpushareFiles:
         return container_path(self.containers, key)
 
     def prepare(self, key: ContainerKey) -> None:
-        """New files in place of what a previous instance left; library and preload file are put back if need be. What a
-        claim has stays: containers of several pods may run with it.
+        """Makes new files instead of what a previous instance left; puts library and preload file back if need be. A claim's
+        files stay: containers of several pods may run with them.
 
         Raises:
             Rejected: a name that cannot be part of a path.
@@ -113,12 +111,12 @@ class GpushareFiles:
                     put_aside(root, directory, USAGE_NAME)
                 replace_file(directory, CONFIG_NAME, encode_config(key.pod_uid, key.container, self._known_limits(key)))
                 with self._writing:
-                    # The map is of the file that was replaced, which nobody reads any more.
+                    # The map is of the replaced file, which nobody reads any more.
                     self._mapped.pop(key, None)
                 _make_usage(directory)
 
     def _has_claims_files(self, key: ContainerKey) -> bool:
-        """And they have its limits of now. What cannot be read as the two is made again: a tenant can shorten `usage`."""
+        """True if they also have its present limits. Unreadable files are made again: a tenant can shorten `usage`."""
         with suppress(NotFound, Corrupt):
             self.paid(key)
             if not self._is_from_before_boot(key):
@@ -132,25 +130,25 @@ class GpushareFiles:
         return limits
 
     def _is_from_before_boot(self, key: ContainerKey) -> bool:
-        """Times in the files are of the monotonic clock: after a reboot the library would wait for those to come."""
+        """Times in the files are of the monotonic clock: after a reboot the library would wait for them to come."""
         booted_at = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
         with self._opened(key, CONFIG_NAME, CONFIG_BYTES) as file:
             return os.fstat(file).st_mtime < booted_at
 
     def list_pods(self) -> tuple[PodUid, ...]:
-        """Those that have a gpushare.config; next to them may be pods of isolation vcuda. Raises Unavailable."""
+        """The containers that have a gpushare.config; others may be of isolation vcuda. Raises Unavailable."""
         with suppress(NotFound), step("listing", self.containers, SETTING), opened_root(self.containers) as root:
             return tuple(uid for uid in pods_in(root) if any(self.containers.glob(f"{uid}/*/{CONFIG_NAME}")))
         return ()
 
     def oversized(self, keys: Iterable[ContainerKey]) -> list[tuple[ContainerKey, int]]:
-        """The containers whose `usage` is larger than the library makes it, and how large in bytes, the largest first. One
-        that cannot be read is left out: its tenant may have done that, or it is gone. Raises Unavailable."""
+        """The containers with a `usage` larger than the library makes it, and its size in bytes, the largest first. One that
+        cannot be read is left out: its tenant may have done that, or it is gone. Raises Unavailable."""
         found = []
         with suppress(NotFound), step("listing", self.containers, SETTING), opened_root(self.containers) as root:
             for key in filter(is_nameable, keys):
                 with suppress(OSError):
-                    # By its path: of that the last part alone is the tenant's.
+                    # By its path: only its last part is the tenant's.
                     status = os.lstat(f"{key.pod_uid}/{key.container}/{USAGE_NAME}", dir_fd=root)
                     if is_oversized(status):
                         found.append((key, max(status.st_size, status.st_blocks * _BLOCK_BYTES)))
@@ -158,21 +156,21 @@ class GpushareFiles:
 
     def cut(self, key: ContainerKey) -> None:
         """Shortens an oversized `usage`; processes that have it mapped keep it. May take half a minute, and wait for a
-        lease, 45 s as kernels are set. Raises NotFound, Corrupt for what is no regular file, Unavailable."""
+        lease, 45 s as kernels are set. Raises NotFound, Corrupt if it is no regular file, Unavailable."""
         with self._container(key) as directory, renamed(USAGE_NAME), opened(USAGE_NAME, directory, _PLACE) as place:
             if not stat.S_ISREG(os.fstat(place).st_mode):  # before it is opened: a FIFO would wait for its other end
                 raise Corrupt(f"{USAGE_NAME} is no regular file")
-            # Without O_NONBLOCK, which fails where a tenant has a lease on the file (root in the container owns it). Whoever
-            # waits here counts as a writer, so the lease cannot be taken again once it was broken.
+            # Without O_NONBLOCK, which fails if a tenant has a lease on the file (root in the container owns it). A waiting
+            # open counts as a writer, so the lease cannot be taken again once it is broken.
             with opened(f"/proc/self/fd/{place}", None, os.O_RDWR | os.O_CLOEXEC) as file:
                 status = os.fstat(file)
                 if is_oversized(status):
-                    # To its own length too: blocks beyond it, which fallocate takes, are freed.
+                    # Also to its present length: blocks that fallocate took beyond it are freed.
                     os.ftruncate(file, min(status.st_size, USAGE_BYTES))
 
     def write_limits(self, key: ContainerKey, limits: Sequence[GpuLimits]) -> tuple[GpuUuid, ...]:
-        """Writes the limits, for processes that run, too; answers the GPUs in the order of both files. Raises NotFound where
-        the container was not prepared, or for other GPUs; Corrupt, Unavailable."""
+        """Writes the limits, also for running processes; returns the GPUs in the order of both files. Raises NotFound if the
+        container was not prepared, or for other GPUs; Corrupt, Unavailable."""
         # A resize and a round of usage write in threads of their own, and a sequence lock is for one writer: two at once
         # would leave the sequence odd, which the library takes for a write that does not end.
         with (
@@ -191,8 +189,8 @@ class GpushareFiles:
     def write_observed(self, key: ContainerKey, seen: Mapping[GpuUuid, Observed]) -> None:
         """Writes what the driver shows of the container on each GPU. Raises as `write_limits`.
 
-        Asked ten times a second, so the map stays for the next time: the file is the agent's alone, and what takes its
-        place is made here.
+        Called ten times a second, so the map stays for the next time: the file is the agent's alone, and is only replaced
+        here.
         """
         with self._writing:
             found = self._mapped.get(key)
@@ -209,7 +207,7 @@ class GpushareFiles:
                         write_observed(view, place, one)
 
     def release(self, keys: Collection[ContainerKey]) -> None:
-        """Keeps the maps of these containers alone."""
+        """Keeps only the maps of these containers."""
         with self._writing:
             for key in self._mapped.keys() - set(keys):
                 self._mapped.pop(key)[0].close()
@@ -217,8 +215,8 @@ class GpushareFiles:
     def paid(self, key: ContainerKey, gpus: int = MOST_GPUS) -> list[Paid]:
         """What its processes say that they have paid, on the first `gpus`. Raises as `write_limits`.
 
-        Asked of 100 containers ten times a second, so by its path: of that the last part alone is the tenant's. And opened
-        each time: the tenant may shorten a file that is mapped, and a start puts another one in its place.
+        Called for 100 containers ten times a second, so by its path, of which only the last part is the tenant's. Opened
+        each time: the tenant may shorten a mapped file, and a start puts another one in its place.
         """
         require_nameable(key)
         path = f"{self._containers_text}/{key.pod_uid}/{key.container}/{USAGE_NAME}"
@@ -270,8 +268,8 @@ def _make_usage(directory: int) -> None:
 
 
 def is_oversized(status: os.stat_result) -> bool:
-    """A regular file that is longer than the library makes it, or has more on the disk: while the kernel shortens a file in
-    many pieces, it has the new length already, and whoever writes there waits."""
+    """A regular file that is longer than the library makes it, or has more on the disk: a file that the kernel is still
+    shortening, piece by piece, has the new length already, and writers wait."""
     is_large = status.st_size > USAGE_BYTES or status.st_blocks * _BLOCK_BYTES > MAX_DISK_BYTES
     return stat.S_ISREG(status.st_mode) and is_large
 

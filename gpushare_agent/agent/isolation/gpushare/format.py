@@ -29,7 +29,7 @@ _USAGE_HEAD = struct.Struct("@4s3I")
 _FIRST_GPU, _GPU_BYTES = 512, 128
 _UUID_OFFSET, _UUID_BYTES = 8, 48
 _LIMITS = ((4, 4), (56, 8), (64, 4), (68, 4))
-"""Of a GPU's entry, the first byte and how many: flags, memory, cores, ceiling."""
+"""The first byte and the length of each field of a GPU's entry: flags, memory, cores, ceiling."""
 _OBSERVED = (*((offset, 8) for offset in range(72, 120, 8)), (120, 4), (124, 2), (126, 2))
 """The fields of Observed in their order."""
 _LIMITS_MEMORY, _LIMITS_CORES, _HAS_CEILING = 1, 2, 4
@@ -37,15 +37,15 @@ _BETWEEN_OFFSET = 240
 _FIRST_USAGE_GPU, _USAGE_GPU_BYTES, _SLOT_BYTES = 512, 256, 448
 _FIRST_SLOT = _FIRST_USAGE_GPU + MOST_GPUS * _USAGE_GPU_BYTES
 _PAID = struct.Struct("@48xQQ128xQQQ40x")
-"""Of a GPU's entry in `usage`: launched, launches, launched_long, turns, present_long."""
+"""A GPU's entry in `usage`: launched, launches, launched_long, turns, present_long."""
 _UNATTRIBUTED = struct.Struct("@8xq")
 _SLOT_HELD = struct.Struct(f"@i12x{MOST_GPUS}Q")
-"""Of a process its PID, 0 where there is none, and what it has of each GPU."""
+"""A process: its PID, 0 if there is none, and what it has of each GPU."""
 
 
 class GpuLimits(Struct, frozen=True, kw_only=True):
-    """The limits of one GPU. None: not limited. Cores are hundredths of a percent; the ceiling is for who computes alone
-    there."""
+    """The limits of one GPU. None: not limited. Cores are hundredths of a percent; the ceiling is for a container that
+    computes alone there."""
 
     uuid: str
     memory_bytes: int | None = None
@@ -60,7 +60,7 @@ class Observed(Struct, frozen=True, kw_only=True):
     container, `others_ns` by those that name another one. `busy_until_ns` of 0: the driver does not say.
 
     `companions` is how many others have launched something in the last second before `told_at_ms`, or still pay for it.
-    `full`, in hundredths of a percent, is how much of what its turns lose at their beginning the container is to pay, and
+    `full`, in hundredths of a percent, is how much of the loss at the beginning of its turns the container must pay, and
     `between_us` how long the others compute between two of them, in microseconds (turns.py).
     """
 
@@ -113,7 +113,7 @@ def encode_usage() -> bytes:
 
 def gpu_uuids(config: bytes | memoryview) -> list[str]:
     """The UUIDs in a whole file, in the order of its entries, which is that of `usage` too."""
-    # The agent's own file, and bounded all the same.
+    # Bounded although it is the agent's own file.
     count = min(_HEAD.unpack_from(config)[3], MOST_GPUS)
     starts = [_FIRST_GPU + index * _GPU_BYTES + _UUID_OFFSET for index in range(count)]
     return [
@@ -122,7 +122,7 @@ def gpu_uuids(config: bytes | memoryview) -> list[str]:
 
 
 def write_limits(config: bytearray | memoryview, index: int, limits: GpuLimits) -> None:
-    """Into a whole file that is mapped. Raises ValueError."""
+    """Writes into a mapped whole file. Raises ValueError."""
     flags = (
         _LIMITS_MEMORY * (limits.memory_bytes is not None)
         | _LIMITS_CORES * (limits.cores is not None)
@@ -144,12 +144,12 @@ def write_observed(config: bytearray | memoryview, index: int, seen: Observed) -
 def _write(
     config: bytearray | memoryview, index: int, places: Sequence[tuple[int, int]], fields: Sequence[int]
 ) -> None:
-    """Under the entry's sequence, which is odd meanwhile. By casts: struct would write a number byte by byte."""
+    """Writes under the entry's sequence, which is odd meanwhile. By casts: struct would write a number byte by byte."""
     start = _FIRST_GPU + index * _GPU_BYTES
     view = memoryview(config)
     numbers = {2: view.cast("H"), 4: view.cast("I"), 8: view.cast("Q")}
     sequence, place = numbers[4], start // 4
-    sequence[place] = (sequence[place] | 1) & 0xFFFFFFFF  # where an agent has died at an odd one it goes on from there
+    sequence[place] = (sequence[place] | 1) & 0xFFFFFFFF  # if an agent died at an odd one, it goes on from there
     for (offset, size), number in zip(places, fields, strict=True):
         numbers[size][(start + offset) // size] = number
     sequence[place] = (sequence[place] + 1) & 0xFFFFFFFF
@@ -169,7 +169,7 @@ def read_paid(head: bytes) -> list[Paid]:
 
 
 def read_held(usage: bytes | memoryview, gpus: int) -> list[int]:
-    """Bytes that the processes say that they have of each of the first `gpus` GPUs, dead ones among them that nobody has
+    """Bytes of each of the first `gpus` GPUs that the processes claim to have, including dead processes that were not
     cleared yet."""
     held = [_UNATTRIBUTED.unpack_from(usage, _FIRST_USAGE_GPU + index * _USAGE_GPU_BYTES)[0] for index in range(gpus)]
     for index in range(MOST_SLOTS):

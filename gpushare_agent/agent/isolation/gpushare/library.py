@@ -1,11 +1,11 @@
-"""libgpushare.so on the host: where the setting names it, and in the directory that containers get it from.
+"""libgpushare.so on the host: the file of the setting, and its copy in the directory that containers get it from.
 
     <directory>/libgpushare.so    a copy of it
     <directory>/ld.so.preload     its path in the container; mounted read-only
 
-Both are written whole under another name and renamed. A container's mount is of the file that had the name when it started:
-running containers keep their library until they end, the kernel keeps the file for them, and one that starts again gets the
-present one, for the kubelet keeps the path. Everything blocks; call it in a thread. State owned: the two files.
+Both are written whole under another name and renamed. A container mounts the file that has the name when it starts:
+running containers keep their library until they end, because the kernel keeps the file. One that starts again gets the
+present library, because the kubelet keeps the path. Everything blocks; call it in a thread. State owned: the two files.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _NO_LIBRARY: Stamp = (0, 0, 0)
 
 
 class Library:
-    """`is_optional`: where there is none an empty file is mounted in its place, and nothing preloaded."""
+    """`is_optional`: if there is no library, an empty file is mounted instead and nothing is preloaded."""
 
     def __init__(self, source: Path, directory: Path, *, is_optional: bool = False) -> None:
         self.source = source
@@ -48,7 +48,7 @@ class Library:
 
     @property
     def missing_note(self) -> str:
-        """What containers get where there is no library and none is needed, for people; else empty."""
+        """For people: what containers get if there is no library and none is needed; else empty."""
         if not self._is_optional or self.source.exists():
             return ""
         # The first line that a sandbox prints: it must not read like a fault.
@@ -56,8 +56,8 @@ class Library:
         return f"{what}: simulated GPUs need none, and {self.source} is not there"
 
     def check(self) -> Stamp:
-        """Reads only. Raises StartupError where there is no library, one for another machine, or a place that programs
-        cannot load it from."""
+        """Reads only. Raises StartupError if there is no library, it is for another machine, or programs cannot load it from
+        its place."""
         if self.missing_note:
             return _NO_LIBRARY
         try:
@@ -82,7 +82,7 @@ class Library:
         return stamp
 
     def look(self) -> None:
-        """Whether `install` finds all that it needs. Writes nothing that stays. Raises AgentError with the remedy."""
+        """Checks that `install` finds all that it needs. Writes nothing that stays. Raises AgentError with the remedy."""
         self.check()
         self.content()
         try:
@@ -99,12 +99,12 @@ class Library:
             raise StartupError(f"isolation gpushare cannot keep its files: {e}") from e
 
     def put_back(self) -> None:
-        """Library and preload file, where somebody has removed them: the runtime would make a directory in the place of a
-        missing mount source. Raises OSError, Unavailable."""
+        """Puts library and preload file back if they were removed: the runtime would make a directory instead of a missing
+        mount source. Raises OSError, Unavailable."""
         self._write(None if self._is_installed() else self.content())
 
     def content(self) -> bytes:
-        """The library, at most MAX_LIBRARY_BYTES. Raises Unavailable, also where it is another one."""
+        """The library, at most MAX_LIBRARY_BYTES. Raises Unavailable, also if it is another one."""
         if self.missing_note:
             return b""
         self._status()
@@ -116,7 +116,7 @@ class Library:
         # An empty file is a copy that was cut off; the loader would print a line in every program.
         if not 0 < len(content) <= MAX_LIBRARY_BYTES:
             raise Unavailable(f"{self.source} cannot be used: it has not between 1 and {MAX_LIBRARY_BYTES} bytes")
-        # Any library loads: one that is not the isolation's would limit nobody, and nobody would see it.
+        # Any library loads: one that is not ours would limit nobody, and nobody would see it.
         if MARK not in content:
             raise Unavailable(f"{self.source} is not libgpushare's: it would limit nobody. {_CURE}")
         return content
@@ -159,6 +159,6 @@ class Library:
 
 
 def library_of(settings: Settings) -> Library:
-    """No program computes on simulated GPUs, so they do without: containers get limits and mounts all the same."""
+    """No program computes on simulated GPUs, so no library is needed: containers still get limits and mounts."""
     own = settings.libgpushare
     return Library(own.library, own.directory, is_optional=settings.driver == "simulated")

@@ -1,17 +1,17 @@
-"""Tells libgpushare what the driver shows of each container, its memory and how long it and others kept the GPU busy, and
+"""Tells libgpushare what the driver shows of each container: its memory, and how long it and others kept the GPU busy; and
 what the other containers on its GPU pay.
 
 Two to four times a second the `usage` of each container says whether its processes launch anything. For those that do
 
-    whose process is it   a round of usage sampling says; it is requested while a process is there of which none has
-    who was busy          the driver is read ten times a second, for their GPUs alone: busy time is added up for all
+    whose process is it   a round of usage sampling says; it is requested while a process is in no round yet
+    who was busy          the driver is read ten times a second, only for their GPUs: busy time is added up for all
                           containers of a GPU in one reading, so a container that begins is counted from then on
     what others pay       by their `usage`, in each reading; how much of it is believed: claims.py
     what is written       all of it, into the gpushare.config of each
 
-A process that no round has shown yet keeps what it was busy until one does. While one is there the memory in the files is
-that of the last round. Where readings are costly there are fewer: they have a twentieth of a processor. The same loop puts
-limits right that an elastic ceiling, or another agent, has changed.
+A process that no round has shown yet keeps its busy time until one does. Meanwhile the memory in the files is that of the
+last round. Costly readings come less often: they have a twentieth of a processor. The same loop corrects limits that an
+elastic ceiling, or another agent, has changed.
 
 State owned: the owners of processes by the last round, those that the last reading showed, whether a round is missing and
 when one was requested, what was counted and claimed on each GPU, of each container its count of launches and when it last
@@ -49,24 +49,24 @@ log = structlog.get_logger(__name__)
 TIMEOUT_S = 5.0
 PERIOD_S = 0.25
 IDLE_PERIOD_S = 0.5
-"""While nobody computes: who begins has no neighbour to be told of."""
+"""The period while nobody computes: a container that begins has no neighbour to be told of."""
 ROUND_PERIOD_S = 30.0
-"""So often a round is requested although all processes are known: whose a claim's are may change while they run."""
+"""The period of rounds when all processes are known: a claim's processes may change owners while they run."""
 RUNS_FOR_S = 5.0
-"""So long after its last launch a container is told what the driver shows, and what others pay."""
+"""For so long after its last launch a container is told what the driver shows and what others pay."""
 READING_PERIOD_S = 0.1
 LONGEST_PAUSE_S = 1.0
-"""What it is told libgpushare believes for 3 s (limit.c, TOLD_MS), so a reading a second is enough."""
+"""libgpushare believes what it is told for 3 s (limit.c, TOLD_MS), so a reading a second is enough."""
 PART_OF_PROCESSOR = 20
-"""Readings have a twentieth of a processor, and half of the time, for the driver serves the programs too."""
+"""Readings get a twentieth of a processor, and half of the time, because the driver serves the programs too."""
 
 Owners = Mapping[int, ContainerKey | None]
-"""Of the processes on a GPU that are known, by PID: None, where it is in no container with a share of that GPU."""
+"""The owners of the known processes on a GPU, by PID. None: in no container with a share of that GPU."""
 _OwnersOfGpus = dict[GpuUuid, dict[int, ContainerKey | None]]
 
 
 class BusyCount(Struct):
-    """Of one GPU, since `since_ns`. Times are of CLOCK_MONOTONIC, all in nanoseconds; 0: not known."""
+    """The counts of one GPU, since `since_ns`. Times are of CLOCK_MONOTONIC, all in nanoseconds; 0: not known."""
 
     since_ns: int = 0
     until_ns: int = 0
@@ -77,7 +77,7 @@ class BusyCount(Struct):
     known: frozenset[ContainerKey] = frozenset()
     """Those with a process in the last reading."""
     busy: float | None = None
-    """Of the time, about a second's mean; None: the driver does not say."""
+    """Part of the time, a mean over about a second; None: the driver does not say."""
 
     def add(self, read: GpuBusy, owners: Owners) -> None:
         """One reading. One that does not continue the last starts over."""
@@ -101,13 +101,13 @@ class BusyCount(Struct):
             self.total_ns += busy_ns
             if (key := owners[process.pid]) is not None:
                 self.by_container[key] = self.by_container.get(key, 0) + busy_ns
-        self.total_ns += sum(unknown.values())  # of who has ended before a round showed whose it was
+        self.total_ns += sum(unknown.values())  # of processes that ended before a round showed their owners
 
     def observed(self, key: ContainerKey, before: Observed, at_ns: int, used: int | None) -> Observed:
-        """`before` with what is counted of the container, and what it used at that time where that is known.
+        """`before` with what is counted of the container, and what it used at that time, if that is known.
 
-        Of a container of which no process is known, as of all without the host's PID namespace, it is not known how busy it
-        is. Said as 0, its payments would seem far too high next to what the GPU was busy, and it would be given ever more.
+        If no process of a container is known, as always without the host's PID namespace, its busy time is not known. If 0
+        were written, its payments would seem far too high, and it would be given ever more.
         """
         own_ns = self.by_container.get(key, 0)
         return replace(
@@ -122,8 +122,8 @@ class BusyCount(Struct):
 
 
 def used_bytes(read: GpuBusy, owners: Owners) -> dict[ContainerKey, int]:
-    """What each container has, of those of which that is known; none while a process is anybody's, for without one of its
-    processes a container would seem to have less, and its library would give it more."""
+    """The memory of each container, if known. Empty while the owner of a process is unknown: without one of its processes a
+    container would seem to have less, and its library would give it more."""
     if any(process.pid not in owners for process in read.processes):
         return {}
     found: dict[ContainerKey, int] = {}
@@ -138,7 +138,7 @@ def used_bytes(read: GpuBusy, owners: Owners) -> dict[ContainerKey, int]:
 
 
 def owners_of(uses: Iterable[ContainerUse], unattributed: Mapping[GpuUuid, Sequence[ProcessSample]]) -> _OwnersOfGpus:
-    """By the round that has these."""
+    """The owners by the round that has these."""
     found: _OwnersOfGpus = {}
     for uuid, processes in unattributed.items():
         found.setdefault(uuid, {}).update(dict.fromkeys((process.pid for process in processes), None))
@@ -148,7 +148,7 @@ def owners_of(uses: Iterable[ContainerUse], unattributed: Mapping[GpuUuid, Seque
 
 
 def memory_of(uses: Iterable[ContainerUse]) -> dict[tuple[ContainerKey, GpuUuid], int]:
-    """Of the containers of which the round knows a process, and what all have."""
+    """The memory of the containers with a process in the round, and of all together."""
     found: dict[tuple[ContainerKey, GpuUuid], int] = {}
     unknown = set()
     for one in uses:
@@ -160,8 +160,8 @@ def memory_of(uses: Iterable[ContainerUse]) -> dict[tuple[ContainerKey, GpuUuid]
 
 
 def pause_s(took_s: float, used_s: float) -> float:
-    """Until the next reading, after one that took so long, and so much processor time of the agent. Not by the former alone:
-    where programs keep the processors busy a reading takes longer, and is as cheap."""
+    """The wait for the next reading, after one that took so long and so much processor time of the agent. Not by the former
+    alone: while programs keep the processors busy, a reading takes longer and is as cheap."""
     return min(LONGEST_PAUSE_S, max(READING_PERIOD_S - took_s, used_s * PART_OF_PROCESSOR - took_s, took_s))
 
 
@@ -177,7 +177,7 @@ class _Container(Struct):
 
 
 _Answers = dict[ContainerKey, T | AgentError]
-"""Of what was tried for several containers: one that fails costs no other anything."""
+"""The result for one of several containers: a failure does not affect the others."""
 
 
 def _for_each(work: Callable[[ContainerKey, U], T], given: Mapping[ContainerKey, U]) -> _Answers[T]:
@@ -191,14 +191,14 @@ def _for_each(work: Callable[[ContainerKey, U], T], given: Mapping[ContainerKey,
 
 
 class ObservedContainers(Struct, kw_only=True, eq=False):
-    """`run` once. `shares` are the containers and claims under this isolation, each with the limits that it is to have of
-    its GPUs."""
+    """Call `run` once. `shares` are the containers and claims under this isolation, each with the intended limits of its
+    GPUs."""
 
     files: GpushareFiles
     shares: Callable[[], Mapping[ContainerKey, tuple[GpuLimits, ...]]]
     driver: SamplesBusy
     share_of: Callable[[ContainerKey], ContainerKey] = lambda key: key
-    """Whose part an allocation is: of a claim a container may use several together."""
+    """The share that an allocation is part of: a container may use several of a claim together."""
     clock: Callable[[], float] = time.monotonic
     _request: Callable[[], None] = lambda: None
     _thread: DaemonThread = field(
@@ -235,7 +235,7 @@ class ObservedContainers(Struct, kw_only=True, eq=False):
         self._request = request
 
     def paid(self, key: ContainerKey, uuid: GpuUuid) -> float | None:
-        """What an allocation's share pays there, of the GPU's time; None where it has launched nothing of late."""
+        """The part of the GPU's time that an allocation's share pays there; None if it has launched nothing lately."""
         claims = self._claims.get(uuid)
         return claims.ratio(self.share_of(key), self._now_ns()) if claims is not None else None
 
@@ -255,7 +255,7 @@ class ObservedContainers(Struct, kw_only=True, eq=False):
             await asyncio.sleep(pause_s(time.monotonic() - began, time.process_time() - used))
 
     async def look(self) -> None:
-        """Which containers compute, and whether their limits are right."""
+        """Finds the containers that compute, and corrects their limits."""
         shares = dict(self.shares())
         self._keep(shares)
         known = {key: one for key, one in self._running().items() if one.gpus}  # `read` reads those
@@ -275,7 +275,7 @@ class ObservedContainers(Struct, kw_only=True, eq=False):
         self._ran = running.keys()
 
     def _keep(self, shares: Mapping[ContainerKey, tuple[GpuLimits, ...]]) -> None:
-        """Forgets the containers that have ended, and the GPUs that nobody has a share of."""
+        """Forgets ended containers, and GPUs without a share."""
         self._containers = {key: self._containers.get(key) or _Container() for key in shares}
         self._logged &= shares.keys()
         gpus = {GpuUuid(one.uuid) for limits in shares.values() for one in limits}
@@ -288,12 +288,12 @@ class ObservedContainers(Struct, kw_only=True, eq=False):
             claims.keep(shares)
 
     def _is_round_due(self, running: Mapping[ContainerKey, _Container]) -> bool:
-        """A round costs as much as several readings, and is of no use while the readings show known processes alone."""
+        """A round costs as much as several readings, and is useless while the readings show known processes only."""
         is_old = self.clock() - self._requested_at >= ROUND_PERIOD_S
         return is_old or self._is_round_missing or running.keys() != self._ran
 
     async def read(self) -> None:
-        """The driver and the claims, once, and what they show is written to those that compute."""
+        """Reads the driver and the claims once, and writes what they show to the containers that compute."""
         running = self._running()
         on_gpu: dict[GpuUuid, dict[ContainerKey, _Container]] = {}
         for key, one in running.items():
@@ -312,7 +312,7 @@ class ObservedContainers(Struct, kw_only=True, eq=False):
             for key, one in on_gpu.get(uuid, {}).items():
                 one.seen[uuid] = count.observed(key, one.seen.get(uuid, Observed()), busy.at_ns, used.get(key))
         await self._note_paid({key: len(one.gpus) for key, one in running.items() if one.gpus})
-        # Without those that have ended meanwhile, or have other files now.
+        # Without containers that have ended meanwhile, or have other files now.
         running = {key: one for key, one in running.items() if self._containers.get(key) is one}
         at_ns = self._now_ns()
         for uuid, on_it in on_gpu.items():
@@ -351,12 +351,12 @@ class ObservedContainers(Struct, kw_only=True, eq=False):
                 self._claims.setdefault(uuid, Claims()).note(key, limits, at_ns, each)
 
     def _owners_of(self, uuid: GpuUuid, busy: GpuBusy) -> Owners:
-        """By the last round; without processes that have ended since, for their PIDs may be others' by the next one."""
+        """The owners by the last round, without ended processes, because their PIDs may be others' by the next one."""
         owners = self._owners.setdefault(uuid, {})
         pids = {process.pid for process in busy.processes}
         for pid in self._listed.get(uuid, set()) - pids:
             owners.pop(pid, None)
-        # One without memory is in no list of the driver, but was busy: it may come and go in readings, and has not ended.
+        # A process without memory is in no list of the driver, but was busy: it may come and go in readings without ending.
         self._listed[uuid] = {process.pid for process in busy.processes if process.memory_bytes != 0}
         if any(owners.get(pid) is None for pid in pids):
             self._is_round_missing = True  # a process in no container with a share may be in one that has just started
@@ -397,7 +397,7 @@ class ObservedContainers(Struct, kw_only=True, eq=False):
             )  # fmt: skip
 
     async def _call(self, work: Callable[[], T], what: str) -> T | None:
-        """In the thread; None where there is no answer in time."""
+        """Runs in the thread; None if there is no answer in time."""
         try:
             return await self._thread.call(work, what, TIMEOUT_S)
         except AgentError as e:

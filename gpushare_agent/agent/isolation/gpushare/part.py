@@ -100,7 +100,7 @@ class GpusharePart(IsolationPart):
         return allocation is not None and allocation.claim is not None
 
     def _shares(self) -> Mapping[ContainerKey, _Limits]:
-        """Asked up to four times a second, so made again only where an allocation, a pod or a GPU has changed."""
+        """Called up to four times a second, so made again only when an allocation, a pod or a GPU has changed."""
         version, inventory = self._node.claim_pods.version, self._node.gpus()
         if self._last[0] == version and self._last[1] is inventory:
             return self._last[2]
@@ -144,7 +144,7 @@ def probe(settings: Settings, driver: ProbedDriver) -> NodeProbe:
     async def check() -> None:
         await thread.call(library.check, "reading libgpushare", FILES_TIMEOUT_S)
         if _is_proven(settings):
-            # What an earlier probe found of this library under this version of the driver.
+            # What an earlier probe found for this library under this version of the driver.
             _, saved = await recall(thread, library, (await driver.read()).driver_version)
             if saved is not None and saved.failure:
                 raise Unavailable(saved.failure)

@@ -1,9 +1,9 @@
-"""Keeps the library where containers get it from, makes each share's files before its container starts, and shortens those
+"""Keeps the library where containers get it from, makes each share's files before its container starts, and shortens files
 that a tenant has made too long.
 
 Every share of the node gets its files, whatever isolation its pod names: the annotation may have changed since Allocate
-answered the mounts, and the runtime makes a missing mount source an empty directory. Those of a container that was allocated
-now are made at once (ahead.py); they serve one start, each later one gets others. File access is in threads, bounded.
+answered the mounts, and the runtime makes a missing mount source an empty directory. The files of a container that was just
+allocated are made at once (ahead.py); they serve one start, each later one gets others. File access is in threads, bounded.
 
 State owned: which library was installed last, the failure that was logged last, and the containers whose file was found too
 large, or could not be shortened.
@@ -37,7 +37,7 @@ _ADVICE = "Check the disk of the setting libgpushare.directory."
 
 
 class Preparation:
-    """`check` first and again, `run` once, `prepare` at any time."""
+    """Call `check` first and again, `run` once, `prepare` at any time."""
 
     def __init__(
         self,
@@ -60,11 +60,11 @@ class Preparation:
         self.ahead = PreparedAhead(self._make_ahead, at_once=1)  # a start takes the next one out before its turn
 
     async def check(self) -> None:
-        """The library is there for this machine, and in its place for containers. A library that was replaced is put there
+        """Checks that the library is there for this machine, and in its place for containers. Puts a replaced library there
         again. Raises AgentError with the remedy."""
         library = self.files.library
         stamp = await self._in_thread(library.check, "reading libgpushare")
-        # At the start, and where the deployer replaces the library while the agent runs.
+        # At the start, and when the deployer replaces the library while the agent runs.
         if stamp != self._installed:
             await self._in_thread(library.install, "installing libgpushare")
             self._installed = stamp
@@ -79,7 +79,7 @@ class Preparation:
             )
 
     async def look(self) -> None:
-        """Whether `check` will find all that it needs. Raises AgentError with the remedy."""
+        """Checks that `check` will find all that it needs. Raises AgentError with the remedy."""
         await self._in_thread(self.files.library.look, "reading libgpushare")
 
     async def prepare(self, keys: Collection[ContainerKey]) -> Refused | None:
@@ -129,7 +129,7 @@ class Preparation:
                 what = f"shortening the cache of {key.container}"
                 await self._cutting.call(partial(self.files.cut, key), what, REMOVAL_TIMEOUT_S)
             except AgentError as e:
-                # A tenant that executes its file keeps everybody from writing to it: a person has to know, once.
+                # A tenant that executes its file keeps everybody from writing to it: that is logged once.
                 if key not in self._not_cut:
                     self._not_cut.add(key)
                     log.warning(
@@ -147,7 +147,7 @@ class Preparation:
         try:
             for key in shares:
                 await self._make(key)
-        # No log: PreStartContainer makes it again, and reports.
+        # Not logged: PreStartContainer makes it again, and reports.
         except AgentError:
             return []
         return shares

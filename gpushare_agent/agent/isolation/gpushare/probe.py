@@ -1,14 +1,14 @@
-"""Proof on this node, with this driver, that libgpushare limits: a CUDA program of the agent's own (probe_program.py)
-runs under the library, and must be refused memory at a limit and be held to two caps of compute, of which the second is
-written while it runs.
+"""Proves on this node, with this driver, that libgpushare limits: a CUDA program of the agent's own (probe_program.py)
+runs under the library. It must be refused memory at a limit and be held to two caps of compute; the second is written
+while it runs.
 
-The library finds its limits in /etc/vcuda, by a path that is compiled in, for whatever a program could name its tenant
-could name. The agent's container has no such directory, and may mount none. So the probe runs under a copy of the
-library in which that directory's name is replaced by as long a name of the working directory: the machine code is the
-one that containers get. Rejected: a second build with another path, which would be proven in the place of the first.
+The library finds its limits in /etc/vcuda, by a compiled-in path, because a tenant could name whatever a program could
+name. The agent's container has no such directory, and may mount none. So the probe runs under a copy of the library in
+which that directory's name is replaced by as long a name of the working directory: the machine code is the one that
+containers get. Rejected: a second build with another path, which would be proven instead of the first.
 
-It takes at most two seconds of one GPU, which nobody else may be using. What is wrong without the library too is no
-failure of it."""
+It takes at most two seconds of one GPU, which nobody else may be using. A fault that is there without the library too
+is not the library's failure."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from gpushare_agent.core.model.usage import GpuSample
 MEMORY_BYTES = 2048 * MIB
 """The limit. A context takes up to 600 MiB of it."""
 NEEDED_BYTES = MEMORY_BYTES + 1024 * MIB
-"""So much the GPU must have free, lest it refuses what the library would give."""
+"""The GPU must have so much free, or it would refuse what the library would give."""
 CAPS = (3000, 6000)
 """Hundredths of a percent."""
 TOLERANCE = 1000
@@ -75,12 +75,12 @@ class Run(Struct, frozen=True, kw_only=True):
 
     @property
     def start_error(self) -> str:
-        """Why the GPU has no context and no kernel, empty where it has."""
+        """Why the GPU has no context and no kernel, empty if it has."""
         return "" if any(one.get("step") == "start" and "error" not in one for one in self.steps) else self.error
 
     @property
     def error(self) -> str:
-        """Why it did not come to its end, empty where it did."""
+        """Why it did not come to its end, empty if it did."""
         reported = next((str(one["error"]) for one in self.steps if "error" in one), "")
         if not reported and self.code is None:
             return "it did not end in time"
@@ -91,7 +91,7 @@ class Run(Struct, frozen=True, kw_only=True):
 
 
 def idle_gpu(gpus: Iterable[Gpu], samples: Mapping[GpuUuid, GpuSample], allocated: Callable[[Gpu], bool]) -> Gpu | str:
-    """The first GPU that a probe disturbs nobody on; why there is none."""
+    """The first GPU on which a probe disturbs nobody, or why there is none."""
     why = "the driver shows no GPU"
     for gpu in sorted(gpus, key=lambda gpu: gpu.index):
         sample = samples.get(gpu.uuid)
@@ -115,7 +115,7 @@ def idle_gpu(gpus: Iterable[Gpu], samples: Mapping[GpuUuid, GpuSample], allocate
 
 
 def failure_of(run: Run, library: Path) -> str:
-    """Why the library does not limit, empty where it does. Pure."""
+    """Why the library does not limit, empty if it does. Pure."""
     if run.of("driver") and str(library) not in run.of("driver")[0].get("libraries", ()):
         return f"it was not loaded: {run.said or 'the loader says nothing of it'}"
     if run.error:
@@ -179,7 +179,7 @@ class LibraryProbe(Struct, kw_only=True, eq=False):
             self._scope.reschedule(0)
 
     async def prove(self, gpu: Gpu) -> tuple[ProbeState, str]:
-        """Runs the program under the library, once more where that failed, and without it where it did not start.
+        """Runs the program under the library, once more if that failed, and without it if it did not start.
         Bounded."""
         self._gives_way = False
         try:
@@ -200,7 +200,7 @@ class LibraryProbe(Struct, kw_only=True, eq=False):
             run = await self._run(directory, gpu, library)
             if self._gives_way:
                 return ProbeState.SKIPPED, "it gave way to a container on its GPU"
-            # Nothing of the library is wrong where the driver's own is missing.
+            # If the driver's own library is missing, that is not libgpushare's fault.
             if not run.of("driver") or run.steps[0].get("error"):
                 return ProbeState.SKIPPED, f"the driver's library for programs is not here: {run.error}"
             if not (why := failure_of(run, library)):
@@ -227,7 +227,7 @@ class LibraryProbe(Struct, kw_only=True, eq=False):
         return directory
 
     async def _run(self, directory: Path, gpu: Gpu, library: Path | None) -> Run:
-        """The program to its end, at most `timeout_s`; then it is killed by its handle. Without a library it only
+        """Runs the program to its end, at most `timeout_s`; then it is killed by its handle. Without a library it only
         starts."""
         kept = {name: value for name, value in self.environment.items() if not name.startswith(_DROPPED)}
         kept |= {"CUDA_VISIBLE_DEVICES": gpu.uuid, "CUDA_CACHE_DISABLE": "1"}
@@ -250,7 +250,7 @@ class LibraryProbe(Struct, kw_only=True, eq=False):
             code = None
         finally:
             self._scope = None
-            # One in a call of the driver that does not return cannot be killed.
+            # A process in a driver call that does not return cannot be killed.
             await end_process(process, END_TIMEOUT_S)
         return Run(steps=steps, code=code, said=" | ".join(said)[-400:])
 
@@ -300,7 +300,7 @@ def _remove(directory: Path) -> None:
 
 
 def remove_left(place: Path) -> None:
-    """What a probe whose agent was killed has left there. Raises OSError."""
+    """Removes what a probe left there when its agent was killed. Raises OSError."""
     for directory in place.glob(f"{PREFIX}*"):
         _remove(directory)
 

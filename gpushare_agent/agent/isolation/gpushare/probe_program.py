@@ -29,13 +29,13 @@ from pathlib import Path
 from typing import NoReturn
 
 LONGEST_S = 20
-"""Of the process, should nobody be left to end it."""
+"""The longest life of the process, if nobody is left to end it."""
 BLOCK_BYTES = 64 << 20
 MOST_BLOCKS = 256
 KERNEL_NS = 10_000_000
 COMPUTE_S = 0.8
 _NEWEST = 12000
-"""The version of CUDA whose functions are asked for, if the driver has it."""
+"""The functions of this version of CUDA are asked for, if the driver has it."""
 _V2 = ("cuMemAlloc", "cuMemFree", "cuMemGetInfo")
 """Their first variants have 32 bits."""
 
@@ -72,7 +72,7 @@ def fail(step: str, error: str) -> NoReturn:
 
 
 class Cuda:
-    """The driver's functions, each found in both ways. `must` ends the program where one fails."""
+    """The driver's functions, each found in both ways. `must` ends the program if one fails."""
 
     def __init__(self) -> None:
         try:
@@ -90,8 +90,8 @@ class Cuda:
         return found
 
     def by_address(self, name: str) -> Function:
-        """The function by cuGetProcAddress in the form that the driver has; by dlsym of a driver before CUDA 11.3, which has
-        none."""
+        """The function by cuGetProcAddress in the form that the driver has; by dlsym if the driver is from before CUDA 11.3,
+        which has none."""
         address, status = ctypes.c_void_p(), ctypes.c_int()
         version, flags = min(self.version, _NEWEST), ctypes.c_uint64(0)
         question = (name.encode(), ctypes.byref(address), version, flags)
@@ -128,7 +128,7 @@ class Cuda:
         return launch
 
     def take_memory(self) -> None:
-        """Until it is refused, and then once more by the other way; gives it back."""
+        """Allocates until it is refused, then once more by the other way; gives it back."""
         self._step = "memory"
         free, total = ctypes.c_size_t(), ctypes.c_size_t()
         self.must("cuMemGetInfo", ctypes.byref(free), ctypes.byref(total))
@@ -157,7 +157,7 @@ class Launch:
         self._parameters = (ctypes.c_void_p * 1)(ctypes.addressof(self._nanoseconds))
 
     def run(self, find: Callable[[str], Function], seconds: float = 0.0) -> None:
-        """Once, or for so long; then it says how much of that the GPU computed."""
+        """Runs once, or for so long; then says how much of that time the GPU computed."""
         launch, wait = find("cuLaunchKernel"), find("cuCtxSynchronize")
         kernel = (self._function, 1, 1, 1, 32, 1, 1, 0, None, self._parameters, None)
         count, began = 0, time.monotonic()
@@ -180,7 +180,7 @@ def own_libraries() -> list[str]:
 
 
 def peak_mib() -> int:
-    """The peak of this process's memory. Not by getrusage, which has that of the process that started it, too."""
+    """The peak of this process's memory. Not by getrusage, which also has that of the process that started it."""
     status = Path("/proc/self/status").read_text(encoding="utf-8")
     return int(status.partition("VmHWM:")[2].split()[0]) >> 10
 

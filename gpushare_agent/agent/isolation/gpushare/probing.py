@@ -1,9 +1,9 @@
 """Has libgpushare prove itself on the node (probe.py): once for each version of the driver and each library, in the
-background, as soon as a GPU is idle; and refuses shares, with the remedy, where it failed.
+background, as soon as a GPU is idle. If it fails, shares are refused with the remedy.
 
-The result is kept next to the library, so that a restart does not probe again what passed. What failed is refused from
-the next start on, too, until a probe passes. An attempt is written down before it begins: where the agent ends with it,
-as when the program's memory counts to the agent's container, it is not made at every start.
+The result is kept next to the library, so that a restart does not probe again what passed. What failed stays
+refused after a restart until a probe passes. An attempt is written down before it begins: if the agent ends with it, as
+when the program's memory counts to the agent's container, it is not made at every start.
 
     {"version": 1, "driver": "580.95.05", "library": "<SHA-256>", "state": "passed", "text": "…", "at": 1790000000.0,
      "unfinished": 0}
@@ -40,7 +40,7 @@ log = structlog.get_logger(__name__)
 
 STATE_NAME = "probe.json"
 PERIOD_S = 60.0
-"""Between two looks for an idle GPU, and for a library that was replaced."""
+"""The time between two looks for an idle GPU, and for a replaced library."""
 ROUND_TIMEOUT_S = 15.0
 MOST_UNFINISHED = 2
 _MOST_CHARS = 1024
@@ -61,7 +61,7 @@ class Remembered(Struct, frozen=True, kw_only=True):
 
     @property
     def failure(self) -> str:
-        """Why no share can be had, and the remedy; empty unless it failed."""
+        """Why shares are not available, and the remedy; empty unless it failed."""
         if self.state is not ProbeState.FAILED:
             return ""
         return (
@@ -186,7 +186,7 @@ class ProbedLibrary(Struct, kw_only=True, eq=False):
             log.info("isolation_probe_passed", isolation="gpushare", driver=driver, gpu=gpu.uuid, found=text)
         else:
             log.error("isolation_probe_failed", isolation="gpushare", driver=driver, gpu=gpu.uuid, found=text)
-            # Once: where `auto` finds nothing else it stays with this one, and would choose again after each attempt.
+            # Once: if `auto` finds nothing else it stays with this one, and would choose again after each attempt.
             if saved is None or not saved.failure:
                 self.failed(found)
 

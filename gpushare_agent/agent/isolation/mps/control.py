@@ -38,7 +38,7 @@ class MpsControl:
         self._timeout_s = timeout_s
 
     def program(self) -> str | None:
-        """The control program's path, None where it is not installed."""
+        """The control program's path, None if it is not installed."""
         return shutil.which(self._control)
 
     def environment(self) -> dict[str, str]:
@@ -53,7 +53,7 @@ class MpsControl:
         }
 
     async def check(self) -> None:
-        """Raises Unavailable with the reason where the daemon does not answer."""
+        """Raises Unavailable with the reason if the daemon does not answer."""
         if problem := self.files.obstacle():
             raise Unavailable(problem)
         # Without the program (an image without the driver's programs) a listening socket is all that can be seen.

@@ -2,7 +2,7 @@
 
 Source: docs/reference/formats.md, section 7; NVIDIA's documents on the Multi-Process Service for the variables. A container
 on whole GPUs has none of them, so that its processes reach the GPU without the daemon. Only where the GPUs are in compute
-mode EXCLUSIVE_PROCESS do they need it too, for there only one process, the MPS server, may open a GPU: then they get the
+mode EXCLUSIVE_PROCESS do they need it too, because there only one process, the MPS server, may open a GPU: then they get the
 connection to the daemon and no limits.
 """
 

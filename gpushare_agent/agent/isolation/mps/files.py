@@ -185,7 +185,7 @@ def _is_locked(path: Path) -> bool:
     except OSError:
         return False
     try:
-        # Both kinds, for NVIDIA does not say which one its daemon uses.
+        # Both kinds, because NVIDIA does not say which one its daemon uses.
         for lock in (fcntl.flock, fcntl.lockf):
             lock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):

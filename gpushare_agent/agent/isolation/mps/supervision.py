@@ -133,7 +133,7 @@ class MpsSupervision(Struct, eq=False):
         self._become(Condition.SERVING)
 
     async def _serve(self) -> str:
-        """Until it ends; how it did."""
+        """Waits until it ends; returns how it did."""
         while True:
             try:
                 async with asyncio.timeout(self.timeouts.probe_period_s):
@@ -173,7 +173,7 @@ class MpsSupervision(Struct, eq=False):
         self._become(Condition.STOPPED)
 
     async def _wait_for_clients(self) -> list[int]:
-        """PIDs of those that still run when the time is over."""
+        """PIDs of the clients that still run when the time is over."""
         clients: list[int] = []
         try:
             async with asyncio.timeout(self.timeouts.drain_s):
@@ -300,7 +300,7 @@ class MpsDaemonProcess:
             if wait_s <= 0:
                 continue
             with suppress(ProcessLookupError):
-                # The group, for the daemon starts a server for each user.
+                # The group, because the daemon starts a server for each user.
                 os.killpg(process.pid, number)
             with suppress(TimeoutError):
                 async with asyncio.timeout(wait_s):

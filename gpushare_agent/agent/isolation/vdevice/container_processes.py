@@ -1,4 +1,4 @@
-"""Which processes are in a container: its ID, its cgroup by the ID, the PIDs in the cgroup and below.
+"""Finds the processes of a container: its ID, its cgroup by the ID, the PIDs in the cgroup and below.
 
 The ID becomes known a second or two after the container starts. Until then the list has all processes of its pod that are
 not of another known container: too many rather than too few, for the in-container library counts only processes that are in
@@ -95,7 +95,7 @@ class ContainerProcesses(Struct, eq=False):
         return instance is not None and instance.id is not None
 
     def is_awaited(self, key: ContainerKey) -> bool:
-        """Its ID is unknown, and not for so long that the whole pod's processes take the place of its own."""
+        """Its ID is unknown, but not for so long that the whole pod's processes are used instead of its own."""
         if self.sharers(key) is not None:
             return True
         instance = self._instances.get(key)
@@ -125,7 +125,7 @@ class ContainerProcesses(Struct, eq=False):
     async def note_process(self, key: ContainerKey, pid: int) -> None:
         """It called through the container's own socket, and holds the connection; no cgroup says whose it is. Raises
         Unavailable."""
-        # With the start time, for the PID will be another process's one day.
+        # With the start time, because another process will have the PID one day.
         started = await self.cgroups.started_in_thread([pid])
         noted = self._instances.setdefault(key, _Instance()).noted
         noted |= started
@@ -155,7 +155,7 @@ class ContainerProcesses(Struct, eq=False):
                 instance.id = container_id
 
     async def owner_of(self, container_id: str) -> ContainerKey | None:
-        """Whose container this is. Raises Unavailable."""
+        """The container with this ID. Raises Unavailable."""
         for key, instance in self._instances.items():
             if instance.id == container_id:
                 return key
@@ -265,7 +265,7 @@ class ContainerProcesses(Struct, eq=False):
         if not unknown:
             return {}
         pods = await self.cgroups.find_pods_in_thread({key.pod_uid for key in unknown})
-        # What is known to be another container's is left out of the whole pod's.
+        # Processes known to be another container's are left out of the whole pod's.
         taken = {instance.id: key for key, instance in self._instances.items() if instance.id is not None}
         return {
             key: [

@@ -1,4 +1,4 @@
-"""Compares each container's vDevice directory with what it should be, and writes what differs: in a thread, for it blocks.
+"""Compares each container's vDevice directory with what it should be, and writes what differs. It blocks: run in a thread.
 
 What the agent does not know yet is not overwritten: at its start the pods' annotations and processes come seconds after the
 containers, and a running container must not lose its elastic limit or its list of processes meanwhile.
@@ -84,7 +84,7 @@ def _write_directory(files: VDeviceFiles, one: DesiredDirectory) -> Outcome | No
         files.write(key, pids=pids, config=config)
     else:
         # Also where a file alone was replaced: what else is in there is not known. Neither known nor written by this agent:
-        # a list that a former agent left stays; without one the file is empty, for the library expects it there.
+        # a list that a former agent left stays; without one the file is empty, because the library expects it there.
         files.prepare(key, pids=pids if pids is not None else files.read_pids(key) or (), config=config)
     return Outcome(written=Written(config=config, pids=pids, stamps=files.stamps(key)), has_socket=has_socket)
 

@@ -212,7 +212,7 @@ class VDeviceServer:
             code = Status.CANCELLED
             raise
         finally:
-            # In any case, for the metric must show also what was cut off.
+            # In any case, because the metric must show also what was cut off.
             self._host.registered(code.name)
 
     async def _register(self, stream: Stream[VDeviceRequest, VDeviceResponse]) -> None:
@@ -329,7 +329,7 @@ class VDeviceServer:
         except Unavailable as e:
             problem = str(e)
         at = self._clock()
-        # A negative answer is not kept, for the container may be known a moment later; a failure counts for a second, for a
+        # A negative answer is not kept: the container may be known a moment later; a failure counts for a second, for a
         # runtime that is down stays down.
         until = at + 10 * self._limits.question_interval_s if problem is not None else at
         return _Answer(container_id=container_id, is_own=is_own, problem=problem, at=at, until=until)

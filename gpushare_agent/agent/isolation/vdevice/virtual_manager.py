@@ -426,7 +426,7 @@ class VirtualManager:
             await asyncio.sleep(self._intervals.cleanup_s)
 
     async def _poll_recent(self) -> None:
-        """Until the next poll of all: polls those that were prepared recently more often, for the in-container library
+        """Until the next poll of all: polls those that were prepared recently more often, because the in-container library
         counts only processes that are in the list."""
         polled_at, took_s = self._clock(), 0.0
         while (left_s := polled_at + self._period_s() - self._clock()) > 0:

@@ -1,4 +1,4 @@
-"""What the debug pages show of the agent's state, as values for JSON or as text.
+"""The contents of the debug pages: the agent's state as values for JSON or as text.
 
 Values of tenants' variables, and of annotations and labels that the agent does not use, are left out: they may be
 secrets. So are the variables of stack frames. Answers are bounded; `left_out` counts what did not fit. No state.
@@ -24,7 +24,7 @@ from gpushare_agent.core.settings.settings import Settings
 
 T = TypeVar("T")
 Page = dict[str, Any]
-"""As JSON has it; docs/how-to/debug.md says what is there."""
+"""A page as JSON; docs/how-to/debug.md describes it."""
 
 MAX_ROWS = 1000
 MAX_TASKS = 5000
@@ -34,7 +34,7 @@ _TEXT_SHOWN = 300
 _OWN_ANNOTATIONS = ("tencent.com/", "ALIYUN_COM_GPU_MEM_")
 """What the agent reads or writes itself; none of it is secret."""
 _PACKAGE_ROOTS = ("site-packages/", "lib/python")
-"""What a file's path is shown from."""
+"""A file's path is shown from here on."""
 _PLAIN_FUTURES = ("FutureIter", "Future")
 """Every wait ends in one of these."""
 
@@ -72,12 +72,12 @@ def _allocation(allocation: Allocation, now: float) -> Page:
 
 
 def device_ranges(ids: Iterable[str]) -> dict[str, str]:
-    """Numbers by GPU, runs of them as `0-24`: a share of memory has hundreds of IDs."""
+    """Numbers by GPU, with runs as `0-24`: a share of memory has hundreds of IDs."""
     numbers: defaultdict[str, list[int]] = defaultdict(list)
     for device in ids:
         split = split_device_id(device)
         if split is None:
-            # No ID of this agent's, from a kubelet's record of another plugin: shown as it is, without a number.
+            # An ID of another plugin, from the kubelet's record: shown as it is, without a number.
             numbers[device[:_TEXT_SHOWN]] = []
         else:
             numbers[split[0]].append(split[1])
@@ -173,7 +173,7 @@ def tasks_page(tasks: Iterable[asyncio.Task[object]]) -> str:
     for task in listed:
         by_stack[task_stack(task)].append(task.get_name())
     rows = sorted(by_stack.items(), key=lambda item: (-len(item[1]), item[1], item[0]))
-    # The largest groups first, so that what is cut are the single tasks.
+    # The largest groups first, so that single tasks are cut.
     shown = rows[:MAX_ROWS]
     left_out += sum(len(names) for _, names in rows[MAX_ROWS:])
     head = f"{len(listed)} tasks at {len(rows)} places; innermost frame last\n"
@@ -205,7 +205,7 @@ def task_stack(task: asyncio.Task[object]) -> tuple[str, ...]:
 
 
 def _frame_of(awaited: object) -> FrameType | None:
-    """Of a coroutine, a generator or an asynchronous generator."""
+    """The frame of a coroutine, a generator or an asynchronous generator."""
     for name in ("cr_frame", "gi_frame", "ag_frame"):
         frame = getattr(awaited, name, None)
         if isinstance(frame, FrameType):
@@ -225,7 +225,7 @@ def _frame_line(frame: FrameType) -> str:
     code = frame.f_code
     path = code.co_filename
     for root in _PACKAGE_ROOTS:
-        # Where the interpreter lies tells nothing, and makes lines too long for a terminal.
+        # The interpreter's path says nothing, and makes lines too long for a terminal.
         path = path.rpartition(root)[2]
     own = path.rfind("gpushare_agent/")
     path = path[own:] if own > 0 else path

@@ -1,7 +1,7 @@
-"""/debug on the web port: pages about the inside of a running agent, for operators. Which page is where, the guard before
-all of them, the answer to each error.
+"""/debug on the web port: pages about the inside of a running agent, for operators. Has their paths, the guard before
+all of them, and the answer to each error.
 
-What changes something needs POST or PUT. The contents of the pages are debug_pages.py. No state.
+Pages that change something need POST or PUT. The contents of the pages are debug_pages.py. No state.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _PPROF = """this is no Go program and has no pprof; in its place:
   heap, allocs       the metric process_resident_memory_bytes; py-spy dump --pid PID
 """
 _Entry = tuple[str, str, str, Handler]
-"""Method, path, what the index says of it, handler. PUT, an alias of POST, is not in the index."""
+"""Method, path, text in the index, handler. PUT, an alias of POST, is not in the index."""
 
 
 def debug_routes(sources: DebugSources) -> list[web.AbstractRouteDef]:
@@ -68,7 +68,7 @@ def debug_routes(sources: DebugSources) -> list[web.AbstractRouteDef]:
         response.headers["Cache-Control"] = "no-store"
         return response
 
-    # One handler for every path and method: a refusal of aiohttp's own would tell strangers which pages there are.
+    # One handler for every path and method: aiohttp's own refusals would tell strangers which pages there are.
     return [web.route("*", path, answer) for path in ("/debug", "/debug/{page:.*}")]
 
 
@@ -131,7 +131,7 @@ def _json(content: Page) -> web.Response:
 
 
 async def _show_pprof(request: web.Request) -> web.Response:
-    """What there is in the place of Go's profiles; its goroutines are this program's tasks."""
+    """What there is instead of Go's profiles; its goroutines are this program's tasks."""
     is_tasks = request.path == f"{_PROFILES}/goroutine"
     return web.Response(text=debug_pages.tasks_page(asyncio.all_tasks()) if is_tasks else _PPROF)
 

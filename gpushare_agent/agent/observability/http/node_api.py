@@ -2,7 +2,7 @@
 
 The format is docs/reference/api.md. Reads only. Any client that reaches the address may read, as with the metrics; a query
 is read strictly, so that a misspelt parameter is an error. No answer keeps the loop for longer than some milliseconds: a
-long one is encoded in slices, and once for all requests. Who has the node's document in its present state gets no body.
+long one is encoded in slices, and once for all requests. A client that has the node's present document gets no body.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class NodeApi(Struct, kw_only=True, eq=False):
 
 
 def _node_answer(document: NodeDocument) -> JsonBody:
-    """Its tag is that of all but `at`, which is of the moment of the question."""
+    """Its tag covers everything but `at`, the time of the request."""
     fields = to_builtins(document)
     # With `at` in it the tag would change each second, and no poll be answered 304.
     at = encode(fields.pop("at"))

@@ -46,12 +46,12 @@ log = structlog.get_logger(__name__)
 
 _JSON = "application/json; charset=utf-8"
 BACKLOG = 128
-"""Of the kernel: connections that wait to be accepted."""
+"""The kernel's queue of connections that wait to be accepted."""
 
 
 class WebServer(Struct, eq=False):
-    """`routes` are further paths for GET, answered one at a time. Before any of them and the metrics `before_reading` is
-    awaited. `ready` returns why the agent is not ready, nothing when it is."""
+    """`routes` are further paths for GET, answered one at a time. `before_reading` is awaited before any of them and
+    the metrics. `ready` returns why the agent is not ready, nothing when it is."""
 
     addr: str
     port: int
@@ -60,7 +60,7 @@ class WebServer(Struct, eq=False):
     routes: Sequence[Route] = ()
     before_reading: Callable[[], Awaitable[None]] = at_once
     debug: DebugSources | None = None
-    """What /debug reads; None: there is no such page."""
+    """The sources of /debug; None: there is no such page."""
     limits: HttpLimits | None = None
     _page: WebPage = field(default_factory=WebPage)
     _paths: list[str] = field(default_factory=list)
@@ -69,12 +69,12 @@ class WebServer(Struct, eq=False):
     bound_port: int = 0
 
     async def wait_listening(self) -> int:
-        """Wait until requests are served; the port (not the configured one where that is 0)."""
+        """Wait until requests are served; returns the port (not the configured one if that is 0)."""
         await self._is_listening.wait()
         return self.bound_port
 
     async def bind(self) -> None:
-        """Take the port now, so that a busy one is reported before anything else starts. `run` does it where nobody did.
+        """Take the port now, so that a busy one is reported before anything else starts. `run` does it if nobody did.
 
         Raises StartupError: the address cannot be listened on.
         """
@@ -125,7 +125,7 @@ class WebServer(Struct, eq=False):
     def _handlers(self) -> dict[str, Handler]:
         """By path; an added route replaces one of the same path."""
         queue = RequestQueue()
-        # What costs something waits in the queue. The kubelet's probes are answered outside it: a slow scrape must not
+        # Costly requests wait in the queue. The kubelet's probes are answered outside it: a slow scrape must not
         # restart the agent.
         show_metrics = queue.one_at_a_time(self._refreshed(self._show_metrics))
         return {

@@ -1,6 +1,6 @@
-"""The agent's metrics: counted where things happen, read at /metrics.
+"""The agent's metrics: counted when things happen, read at /metrics.
 
-What is called is named for the event and never fails. States (GPUs, containers and their use) are not counted but made
+Each method is named after its event and never fails. States (GPUs, containers and their use) are not counted but made
 from the node's snapshot (metrics/node.py), so that no series outlives its pod. Label sets that are known from the start
 begin at zero, or rate() would miss the first event. The mutable state is the registry, one per instance, and the page of
 the node. Names kept from gpu-manager: docs/reference/formats.md, section 8.
@@ -36,7 +36,7 @@ _EOF = b"# EOF\n"
 
 
 class Counted:
-    """A counter, called with the values of its labels where something happens."""
+    """A counter, called with the values of its labels when something happens."""
 
     def __init__(self, counter: Counter) -> None:
         self.counter = counter
@@ -45,7 +45,7 @@ class Counted:
         self.begin(*labels).inc(count)
 
     def begin(self, *labels: str) -> Counter:
-        """The series of these labels, from zero on where nothing was counted yet."""
+        """The series of these labels, at zero if nothing was counted yet."""
         return self.counter.labels(*labels) if labels else self.counter
 
 
@@ -137,7 +137,7 @@ class AgentMetrics:
                 counted.begin(resource)
 
     def know_admissions(self, resource: str) -> None:
-        """What is allocated as `resource`: `increase()` sees no first refusal of a reason whose series begins with it."""
+        """A resource is allocated as `resource`. Begins its series: `increase()` misses a refusal that begins a series."""
         self.admission.begin(resource, "allocated", "")
         for reason in RefusalReason:
             self.admission.begin(resource, "refused", reason.value)
@@ -177,7 +177,7 @@ class AgentMetrics:
         self._unreadable()
 
     def gpu_event(self, kind: str, xid: int, is_ignored: bool) -> None:
-        """`kind` is GpuEventKind's value; `xid` counts where it is one."""
+        """`kind` is GpuEventKind's value; `xid` counts if the event is one."""
         # Bounded, whatever number a future driver reports.
         shown = "" if xid <= 0 else str(xid) if xid <= _MAX_XID else "other"
         self._gpu_events(str(kind), shown, "true" if is_ignored else "false")
@@ -223,7 +223,7 @@ class AgentMetrics:
         self._show(_StateCollector("gpushare_node_configuration_refused", text, lambda: {"": is_refused()}))
 
     def begin_anew(self) -> AgentMetrics:
-        """Forgets the states, for the parts that reported them have ended (SIGHUP); counters stay. Returns itself."""
+        """Forgets the states, because the parts that reported them have ended (SIGHUP); counters stay. Returns itself."""
         self._page = None
         for collector in self._states:
             # The next parts register the same names, which the registry refuses while these are there.

@@ -1,6 +1,6 @@
 """Every series made from the node's snapshot: those of the GPUs, then gpu-manager's four of containers, then ours of them.
 
-Pure functions. What is not known has no row: Prometheus shows a gap, where a zero would read as idle. Names and labels kept
+Pure functions. What is not known has no row: Prometheus shows a gap; a zero would read as idle. Names and labels kept
 from gpu-manager: docs/reference/formats.md, section 8.
 """
 
@@ -100,7 +100,7 @@ def gpu_series(snapshot: NodeSnapshot) -> Iterator[Series]:
     usage = snapshot.usage
     if usage is None:
         return
-    # A GPU that did not answer in this round has no row, rather than the values of the round before.
+    # A GPU that did not answer in this round has no row, instead of the values of the round before.
     samples = [(labels[gpu.uuid], usage.gpus[gpu.uuid]) for gpu in gpus if gpu.uuid in usage.gpus]
     for name, (field, text) in _GPU_SAMPLES.items():
         rows = [(one, rounded(value)) for one, sample in samples if (value := getattr(sample, field)) is not None]
@@ -120,7 +120,7 @@ def _info(name: str, text: str, labels: Iterable[Labels]) -> Series:
 
 
 def _labelled_samples(samples: Iterable[tuple[Mapping[str, str], GpuSample]]) -> tuple[Series, Series]:
-    """What has a label of its own."""
+    """The series with a label of their own."""
     text = "Memory errors since the driver was loaded: corrected, uncorrected."
     ecc = Series("gpushare_gpu_ecc_errors_total", text, "counter")
     throttled = Series("gpushare_gpu_throttled", "1 while the GPU is slowed down for this reason.")
@@ -209,7 +209,7 @@ def _requested(containers: _Labelled, memory_block_mib: int) -> list[Series]:
     for labels, facts, _ in containers:
         # What the kubelet allocated: a live resize changes the limit, which has a series of ours, not the request.
         cores.rows.append((f'{labels},req_of_gpu="total"', facts.allocated_cores / CORES_PER_GPU))
-        # On whole GPUs what was asked for too, as in gpu-manager; where nothing was, all that they have.
+        # On whole GPUs also what was asked for, as in gpu-manager; if nothing was, all that they have.
         asked_mib = facts.allocation.memory_blocks * memory_block_mib if facts.allocation.is_whole else 0
         requested_mib = asked_mib or facts.allocated_memory_bytes / MIB
         memory.rows.append((f'{labels},req_of_gpu_memory="total"', requested_mib))
@@ -217,7 +217,7 @@ def _requested(containers: _Labelled, memory_block_mib: int) -> list[Series]:
 
 
 def _used_as_gpu_manager_shows_it(containers: _Labelled) -> list[Series]:
-    """A row for each GPU and one for all of them; none of what is not known."""
+    """A row for each GPU and one for all of them; no row for what is not known."""
     sm = Series("container_gpu_utilization", "Used compute in percent of a GPU, by GPU (gpu0) and in total.")
     memory = Series("container_gpu_memory_total", "Used GPU memory in MiB, by GPU (gpu0) and in total.")
     for labels, _, shares in containers:

@@ -64,7 +64,7 @@ class NodePage(Struct, eq=False):
         return self._texts[is_openmetrics]
 
     def _part(self, series: Series, *, is_openmetrics: bool) -> str:
-        """Limits and what is idle are the same as in the last text: comparing is a tenth of writing."""
+        """Limits and idle values are the same as in the last text: comparing costs a tenth of writing."""
         before = self._parts.get((series.name, is_openmetrics))
         if before is not None and before[0] == series:
             return before[1]
