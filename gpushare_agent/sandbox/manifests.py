@@ -93,7 +93,7 @@ def _files(path: Path) -> Iterable[Path]:
 def _text(file: Path) -> str:
     try:
         if file == STANDARD_INPUT:
-            # Bytes, for the terminal's encoding need not be UTF-8.
+            # Bytes, because the terminal's encoding need not be UTF-8.
             content = sys.stdin.buffer.read(MAX_BYTES + 1)
         else:
             with file.open("rb") as opened:

@@ -55,7 +55,7 @@ def whole_number(value: object, where: str) -> int:
 
 def extended_requests(container: Mapping[str, Any], where: str = "") -> dict[str, int]:
     """Limits of extended resources, without the zero ones."""
-    # Limits, for requests of extended resources must equal them.
+    # Limits, because requests of extended resources must equal them.
     limits = (container.get("resources") or {}).get("limits") or {}
     found = {
         name: whole_number(value, f"{where}.resources.limits[{name}]")

@@ -151,7 +151,7 @@ class WorkloadPlayer:
 
     def play(self) -> None:
         """One moment. A file that cannot be written is one line of log; the GPUs show their last use then, and so they do
-        while the kubelet is down, for only it knows who has which."""
+        while the kubelet is down, because only it knows who has which."""
         # Only the kubelet knows which container has a GPU: without it the last use stays.
         if not self._shown.node.kubelet.is_running:
             return

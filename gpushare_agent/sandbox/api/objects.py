@@ -145,7 +145,7 @@ class ApiObjects:
         raw = self.store.get(resource, key)
         if resource == "namespaces":
             for inside in [name for name, kind in KINDS.items() if kind.is_namespaced]:
-                # A list, for each deletion changes the store.
+                # A list, because each deletion changes the store.
                 for one in [one for one in self.store.all(inside) if one["metadata"]["namespace"] == key[1]]:
                     self.delete(inside, key_of(one))
         # The finalizer of DRA in a real cluster: a claim in use goes with its last pod.

@@ -1,5 +1,5 @@
-"""An API server for a few nodes, for their agents and for kubectl: the kinds of kinds.py, on a real TCP port,
-at the paths and with the verbs that clients expect.
+"""An API server for the agents of a few nodes and for kubectl. It serves the kinds of kinds.py on a real TCP port, at
+the paths and with the verbs that clients expect.
 
 The kubelet and the scheduler of the embedded node, and tests, use its methods in process (objects.py); the agent speaks
 HTTP to it and needs the server's token (access.py); watch streams are watch.py's. State owned: the listener and its port.

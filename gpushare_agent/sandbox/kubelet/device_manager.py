@@ -205,7 +205,7 @@ class DeviceManager:
         # resource that the node never heard of runs without it.
         self._resources = {name: _Resource() for name in (self.records.read() if has_records else ())}
         self._allocated = self.records.allocated()
-        # Of the newest pod alone, for admissions are serial.
+        # Only those of the newest pod, because admissions are serial.
         self._reusable: tuple[str, dict[str, set[str]]] = ("", {})
         self._pending_uid = ""
         self._active_pods = active_pods

@@ -181,8 +181,8 @@ class EmbeddedKubelet:
             self._signal.notify()
 
     async def _end(self, *servers: GrpcServer) -> None:
-        """Everything stops at once, as the process does: calls first, for a closed connection would let them fail and go
-        on with a rejection. A second call does nothing.
+        """Stops everything at once, as the end of the process does. Calls stop first, because a closed connection would
+        make them fail and continue with a rejection. A second call does nothing.
         """
         self.is_running = False
         await _cancel(self._tasks)

@@ -361,7 +361,7 @@ class ContainerRuntime:
         if self._is_closed:
             return
         self._is_closed = True
-        # Blocking, for the loop may be gone: the sandbox is at its end.
+        # Blocking, because the loop may be gone: the sandbox is at its end.
         for container in self._containers.values():
             self._cancel_timers(container)
             if container.process is not None and container.process.end() is None:

@@ -401,7 +401,7 @@ class ExtenderScheduler:
     async def _bind(self, pod: RawObject, node_name: str, *, is_ours: bool) -> None:
         metadata = pod["metadata"]
         try:
-            # The extender binds what it has decided on, for it reserves the GPUs in the same step.
+            # The extender binds what it has decided on, because it reserves the GPUs in the same step.
             if is_ours:
                 self._api.bind_pod(metadata["namespace"], metadata["name"], node_name, uid=metadata["uid"])
             else:
