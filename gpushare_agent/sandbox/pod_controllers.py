@@ -72,7 +72,7 @@ class PodControllers:
                         step(raw)
 
     def _collect_garbage(self) -> None:
-        """What an owner has left behind goes after it."""
+        """Deletes the objects of owners that have gone."""
         store = self._api.store
         living = {raw["metadata"]["uid"] for resource in _OWNERS.values() for raw in store.all(resource)}
         self._retries = {uid: retry for uid, retry in self._retries.items() if uid in living}
@@ -335,7 +335,7 @@ def _revision(replica_set: RawObject) -> int:
 
 
 def _template_hash(template: RawObject) -> str:
-    """Of the keys sorted: the same template has the same hash, whatever order a client writes."""
+    """The hash uses sorted keys, so a template has the same hash in whatever order a client writes it."""
     return hashlib.sha256(json.dumps(template, sort_keys=True).encode()).hexdigest()[:10]
 
 

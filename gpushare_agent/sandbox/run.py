@@ -322,7 +322,7 @@ def addresses_of(settings: Settings) -> dict[str, str]:
 
 
 def agent_lines(node: RunningNode) -> list[str]:
-    """What a person types to ask the node's agent, as it must be written for this one."""
+    """The commands that a person types to ask this node's agent."""
     where = node.addresses
     # The default address need not be typed.
     server = "" if where["web"] == addresses_of(load_settings((), {}).settings)["web"] else f" --server {where['web']}"

@@ -58,7 +58,7 @@ class NodePaths:
         self.libgpushare = state / "etc/gpu-manager/vdriver/gpushare"
         """The containers' files of isolation gpushare."""
         self.mps_pipe, self.mps_logs = state / "run/gpushare-mps/pipe", state / "run/gpushare-mps/log"
-        """Of the fake MPS control daemon, which runs where isolation mps is in use."""
+        """The fake MPS control daemon's, which runs with isolation mps."""
         self.mps_control = state / "run/gpushare-mps/nvidia-cuda-mps-control"
         """The fake's control program, under the real one's name."""
         self.agent_log, self.extender_log = state / "agent.log", state / "extender.log"

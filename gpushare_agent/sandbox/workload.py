@@ -1,4 +1,4 @@
-"""What the embedded node's containers use of their GPUs, written into the agent's usage file again and again.
+"""Simulates the GPU use of the embedded node's containers, and writes it into the agent's usage file each second.
 
 It is simulated, as a process that sleeps uses nothing: each running container's use is a slow wave within its share, the
 same for the same name at the same time, and memory that fills up after its start; its annotation may set a constant load

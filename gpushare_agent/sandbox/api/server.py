@@ -367,7 +367,7 @@ class ApiHandlers:
 
     async def _patch(self, request: web.Request, kind: Kind) -> web.StreamResponse:
         content_type = request.content_type
-        # Of the four patch types the only one whose body is YAML.
+        # The only one of the four patch types with a YAML body.
         if content_type == patch.APPLY:
             return await self._apply(request, kind)
         if content_type not in _PATCH_TYPES:

@@ -39,7 +39,7 @@ _BUILT_IN = _PROGRAMS | {"[", ":", "exit"}
 _BEFORE_A_COMMAND = frozenset({"do", "done", "elif", "else", "fi", "if", "then", "until", "while", "!"})
 _SHELLS = frozenset({"bash", "sh"})
 _UNREAD = re.compile(r"[`<>#]|\\\n|\$(?![A-Za-z_?]|\{[A-Za-z_][A-Za-z0-9_]*\})")
-"""What in a script writes files, runs what is not seen, or means something else to the shell than to the reader here: a
+"""Parts of a script that write files, run unseen code, or mean something else to the shell than to the reader here: a
 comment's quotation marks, a line that goes on, and what bash does in `$'…'`, `$[…]` and `${…@P}`."""
 _PLACES = frozenset({"", "/bin", "/usr/bin", "/usr/local/bin"})
 _STEERS = re.compile(r"PATH|ENV|BASH.*|SHELLOPTS|PS4|IFS|LD_.*|GCONV_PATH|LOCPATH")
@@ -101,7 +101,7 @@ def environment(container: Mapping[str, Any], answers: Iterable[ContainerAllocat
 
 
 def _injected(answers: Sequence[ContainerAllocateResponse], cdi: CdiResolver, claimed: Sequence[str]) -> dict[str, str]:
-    """What CDI sets, which is stronger than all before, and the device nodes."""
+    """The variables that CDI sets, which override all before, and the device nodes."""
     nodes: list[str] = []
     names = list(claimed)
     for answer in answers:
@@ -126,7 +126,7 @@ def _run_s(raw: RawObject, kind: ContainerKind) -> float | None:
 
 
 def _command(container: Mapping[str, Any], *, is_timed: bool) -> tuple[str, ...]:
-    """What is run, nothing where the container is to sleep. Raises Rejected."""
+    """The command to run; empty if the container sleeps. Raises Rejected."""
     command = tuple(map(str, (*(container.get("command") or ()), *(container.get("args") or ()))))
     if container.get("image") == HOST_IMAGE:
         if not command:
@@ -175,7 +175,7 @@ def _is_of_job(raw: RawObject) -> bool:
 
 
 def _note(container: Mapping[str, Any], run_s: float | None) -> str:
-    """What happens instead of the command."""
+    """The sentence on what happens instead of the command."""
     command = shlex.join(map(str, (*(container.get("command") or ()), *(container.get("args") or ()))))
     what = (
         f"`{command:.{_SHOWN_CHARS}}` of {container.get('image')}" if command else f"what {container.get('image')} has"

@@ -183,11 +183,11 @@ class PodIdentity(Struct, frozen=True, kw_only=True):
 
 
 class _Resource(Struct):
-    """What is known of one resource. Without an endpoint it is only remembered from the checkpoint."""
+    """The state of one resource. Without an endpoint it is only known from the checkpoint."""
 
     endpoint: PluginEndpoint | None = None
     is_connected: bool = False
-    """Of the endpoint, the newest registration."""
+    """Whether `endpoint`, the newest registration, is connected."""
     devices: Mapping[str, PluginDevice] = field(default_factory=dict)
     shuffled: list[PluginDevice] = field(default_factory=list)
     healthy: frozenset[str] = frozenset()

@@ -220,7 +220,7 @@ class EmbeddedKubelet:
 
     @property
     def has_wiped_slices(self) -> bool:
-        """Whether the present slices are from after this start."""
+        """Whether old slices were deleted: those that are there now were made after this start."""
         return self._dra.has_wiped_slices
 
     def _spawn(self, body: Coroutine[None, None, None], name: str) -> asyncio.Task[None]:

@@ -88,7 +88,7 @@ class PodWorker:
 
     @property
     def _changes(self) -> ChangeSignal:
-        """Of its containers."""
+        """The signal for changes of its containers."""
         return self._runtime.signal_of(self.identity.uid)
 
     def living(self) -> list[Container]:
