@@ -38,7 +38,7 @@ KUBERNETES_VERSIONS = tuple(behaviour.version for behaviour in _BEHAVIOURS)
 
 
 def behaviour_of(version: str) -> KubeletBehaviour:
-    """Raises StartupError for a version whose behaviour is not known."""
+    """Raises StartupError for a version with unknown behaviour."""
     for behaviour in _BEHAVIOURS:
         if behaviour.version == version:
             return behaviour

@@ -251,7 +251,7 @@ NOT_EXECUTABLE, NOT_FOUND = 126, 127
 """A shell's exit codes for a command that it cannot run."""
 
 _LONE_OPTIONS = frozenset({"--once", "--help", "--stdin", "--tty", "-h", "-i", "-t"})
-"""Of the sandbox and of exec: those without a value."""
+"""The flags of the sandbox and of exec that take no value."""
 
 
 def split_inner_command(argv: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -1,8 +1,8 @@
-"""A running sandbox: the nodes, their agents, and what people do with them (apply, delete, exec, restart, fail, status).
+"""A running sandbox: the nodes, their agents, and the commands for them (apply, delete, exec, restart, fail, status).
 
-For `exec` the calling process itself is moved into the container's cgroup and then becomes the command, so that terminal,
-signals and exit code need no proxy; the command is sandbox/command.py's. State owned: none but the running parts. The
-printing is the app's.
+For `exec` the calling process itself is moved into the container's cgroup and then becomes the command, so terminal,
+signals and exit code need no proxy; sandbox/command.py has that command. State owned: only the running parts. The app
+prints.
 """
 
 from __future__ import annotations
@@ -52,17 +52,17 @@ class NodeController(ReportedNode, kw_only=True, eq=False):
         return self.node.name
 
     def is_registered(self) -> bool:
-        """The resources are in the Node object with devices, as the scheduler sees it, of NVIDIA's one of them; or the node
-        has its slice, and has deleted the slices of before its start."""
+        """The Node object has the resources with devices, as the scheduler sees it (one of NVIDIA's is enough); or the node
+        has its slice, and has deleted the slices from before its start."""
         api = self.node.api
         if self.by_claims:
-            # A slice of before the kubelet's start is about to be deleted: it does not count.
+            # A slice from before the kubelet's start is about to be deleted: it does not count.
             slices = [raw["spec"].get("nodeName") for raw in api.store.all("resourceslices")]
             return self.name in slices and self.node.kubelet.has_wiped_slices
         raw = api.object_of("nodes", ("", self.name)) or {}
         allocatable = raw.get("status", {}).get("allocatable", {})
         missing = [name for name in self.names.names if int(allocatable.get(name, 0)) == 0]
-        # Under one of NVIDIA's names there may be nothing: of whole GPUs, where all are split.
+        # One of NVIDIA's names may have no devices, such as whole GPUs where all are split.
         return set(missing) < set(self.names.gpu) if self.names.gpu else not missing
 
     def fail_gpu(self, request: Request) -> str:
@@ -86,8 +86,8 @@ class NodeController(ReportedNode, kw_only=True, eq=False):
         return f"nothing is wrong with GPU {index}"
 
     async def refresh(self) -> None:
-        """Reads what the agent shows of its node. An agent that does not answer has not begun, or starts again: its last
-        document stays."""
+        """Reads what the agent shows of its node. An agent that does not answer has not started yet, or is restarting. Its
+        last document stays."""
         try:
             found = await self.read_agent()
         except AgentError:
@@ -132,7 +132,7 @@ class SandboxController(Struct, frozen=True, kw_only=True):
             metadata = manifest.raw["metadata"]
             namespace, name = metadata.get("namespace") or "default", metadata.get("name")
             key = namespace if kind.is_namespaced else "", name
-            # Looked up before, for apply creates as well: the outcome is told by what was there.
+            # Looked up before, because apply also creates: the outcome depends on what was there.
             before = self.api.object_of(resource, key) if name else None
             if name:
                 made = self.api.apply(resource, manifest.raw, namespace, "sandbox")
@@ -150,14 +150,14 @@ class SandboxController(Struct, frozen=True, kw_only=True):
         # A controller has not looked at it yet: its pods are to come.
         if any(not raw.get("status") for one in ("deployments", "statefulsets", "jobs") for raw in store.all(one)):
             return False
-        # Of a StatefulSet, whose pods come one after the other, the next is to come once this one runs.
+        # The pods of a StatefulSet come one after the other: the next one comes when this one runs.
         if any(raw["spec"]["replicas"] > raw["status"]["readyReplicas"] for raw in store.all("statefulsets")) and all(
             raw["status"]["phase"] == "Running" for raw in self.api.pods()
         ):
             return False
         for raw in self.api.pods():
             phase = raw["status"]["phase"]
-            # Unschedulable pods may wait for ever, and those for a scheduler that is not here; all others get on.
+            # Unschedulable pods, and those for another scheduler, may wait for ever. All others make progress.
             names = SCHEDULER_NAMES if self.extender is None else EXTENDER_SCHEDULER_NAMES
             may_stay = reason_and_message(raw)[0] == _UNSCHEDULABLE or raw["spec"].get("schedulerName") not in names
             is_waiting = phase == "Pending" and not may_stay

@@ -47,7 +47,7 @@ class FakeMps:
             log.write(f"{command}\n")
         try:
             return self._obey(command)
-        # A number that is none: the real daemon answers so, too.
+        # Not a number: the real daemon answers so, too.
         except ValueError:
             return f"Invalid argument: {command}\n"
 

@@ -1,7 +1,7 @@
 """Failing GPUs of the embedded node: what `sandbox fail-gpu` and `heal-gpu` write into the agent's faults file.
 
-The file is read before each change, so that what a person has written there stays. State owned: the last ID given, for
-those in the file go when their GPU is healed. Format: core/formats/simulated_gpus.py.
+The file is read before each change, so that what a person has written there stays. State owned: the last ID given, because
+IDs leave the file when their GPU is healed. Format: core/formats/simulated_gpus.py.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ class GpuFaults:
         """Takes everything back that was done to the GPU: a loss ends; after errors that took it out of service the driver
         sees it reset. `is_offered`: the kubelet has it as Healthy.
 
-        A reset takes a GPU away for a while, so none is shown after errors that the agent ignores, nor after those from
-        which the GPU has come back by itself.
+        A reset takes a GPU away for a while. So none is shown after errors that the agent ignores, nor if the GPU has come
+        back by itself.
         """
         faults = self._checked(index)
         own = [event for event in faults.events if event.gpu == index]

@@ -1,4 +1,4 @@
-"""TCP ports that stay this process's while nobody listens on them: bound, and never listening.
+"""TCP ports that this process keeps while nobody listens on them: bound, and never listening.
 
 A server on a held port sets SO_REUSEADDR, in this process or in a child. State owned: the ports for children.
 """

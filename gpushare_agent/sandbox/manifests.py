@@ -24,9 +24,9 @@ EXPECTATION_ANNOTATION = "sandbox.gpushare/expect"
 """On a sample that is not meant to run: what it shows."""
 STANDARD_INPUT = Path("-")
 MAX_BYTES = 1 << 20
-"""Of a file. The reader in Python takes 6.7 s of processor time for one of short values (measured)."""
+"""The largest file. The reader in Python takes 6.7 s of processor time for one of short values (measured)."""
 MAX_VALUES = 200_000
-"""In a file, those of aliases wherever they are named: 400 bytes of them can stand for gigabytes, and one for itself."""
+"""Of a file, counted wherever an alias is named: 400 bytes of aliases can stand for gigabytes, and one for itself."""
 FORMER_APPS = ("apps/v1beta1", "apps/v1beta2")
 """Versions that Kubernetes 1.16 removed, read as apps/v1."""
 SAMPLE_SETS = ("all", "fitting", "none")
@@ -93,7 +93,7 @@ def _files(path: Path) -> Iterable[Path]:
 def _text(file: Path) -> str:
     try:
         if file == STANDARD_INPUT:
-            # Bytes, for the terminal's encoding need not be UTF-8.
+            # Bytes, because the terminal's encoding need not be UTF-8.
             content = sys.stdin.buffer.read(MAX_BYTES + 1)
         else:
             with file.open("rb") as opened:
@@ -159,7 +159,7 @@ def _checked(raw: Any, where: str) -> Manifest:
         raise ManifestError(
             f"{where}: kind {given!r} cannot be applied: the embedded node knows {', '.join(APPLIED_KINDS)}"
         )
-    # GPUShare's samples have it: what they show is shown here as well, though a cluster wants them changed.
+    # GPUShare's samples have it. They run here as they are, though a cluster wants them changed.
     if raw.get("apiVersion") in FORMER_APPS and kind.group_version == "apps/v1":
         raw = {**raw, "apiVersion": "apps/v1"}
     try:

@@ -1,4 +1,4 @@
-"""Embedded nodes, and the cluster of them on one API server with one scheduler: what a scheduler extender can be tried on.
+"""Embedded nodes, and the cluster of them on one API server with one scheduler, where a scheduler extender can be tried.
 
 A node is a kubelet and a container runtime in one state directory. The agents and the extender are not part of it: give
 each node's `agent_arguments()` to `gpushare-agent run`, and the address of the extender to `open_embedded_cluster`.

@@ -1,9 +1,9 @@
-"""Deployments, ReplicaSets, StatefulSets and Jobs of the embedded API server, and what goes with its owner: the controllers
-of a cluster as far as a sandbox needs them.
+"""The controllers of Deployments, ReplicaSets, StatefulSets and Jobs, and the deletion of objects without an owner, as far
+as a sandbox needs them.
 
-As there: a Deployment has a ReplicaSet for each template and replaces pods within its surge, or recreates them; a
+As in a cluster: a Deployment has a ReplicaSet for each template and replaces pods within its surge, or recreates them; a
 ReplicaSet replaces pods that have ended; a StatefulSet has pods by number, one after the other, and replaces those of a
-former template from the last on; a Job counts those that have ended. Not there: other kinds, progress deadlines,
+former template from the last on; a Job counts those that have ended. Missing: other kinds, progress deadlines,
 history limits of old ReplicaSets, ControllerRevisions, partitions and volumes of StatefulSets, suspended, indexed and timed
 Jobs. Services are objects that nothing serves. State owned: when an owner of failed pods may try again.
 """
@@ -72,7 +72,7 @@ class PodControllers:
                         step(raw)
 
     def _collect_garbage(self) -> None:
-        """What an owner has left behind goes after it."""
+        """Deletes the objects of owners that have gone."""
         store = self._api.store
         living = {raw["metadata"]["uid"] for resource in _OWNERS.values() for raw in store.all(resource)}
         self._retries = {uid: retry for uid, retry in self._retries.items() if uid in living}
@@ -121,7 +121,7 @@ class PodControllers:
     # --- pods ---
 
     def _may_create(self, owner: RawObject, failed: int) -> bool:
-        """Whether pods may be created now: after the first failure at once, then twice as late each time."""
+        """Whether pods may be created now: at once after the first failure, then after twice the wait each time."""
         uid = owner["metadata"]["uid"]
         count, due = self._retries.get(uid, (0, 0.0))
         # A failure that was not counted yet moves the time; the same one again does not.
@@ -177,7 +177,7 @@ class PodControllers:
         self._report_deployment(raw, new["metadata"]["name"])
 
     def _new_set(self, raw: RawObject, sets: Sequence[RawObject]) -> RawObject:
-        """The ReplicaSet of the current template, whose revision is the newest."""
+        """The ReplicaSet of the current template. It has the newest revision."""
         template, metadata = raw["spec"]["template"], raw["metadata"]
         text = _template_hash(template)
         name = f"{metadata['name']}-{text}"
@@ -335,7 +335,7 @@ def _revision(replica_set: RawObject) -> int:
 
 
 def _template_hash(template: RawObject) -> str:
-    """Of the keys sorted: the same template has the same hash, whatever order a client writes."""
+    """The hash uses sorted keys, so a template has the same hash in whatever order a client writes it."""
     return hashlib.sha256(json.dumps(template, sort_keys=True).encode()).hexdigest()[:10]
 
 

@@ -55,14 +55,14 @@ def whole_number(value: object, where: str) -> int:
 
 def extended_requests(container: Mapping[str, Any], where: str = "") -> dict[str, int]:
     """Limits of extended resources, without the zero ones."""
-    # Limits, for requests of extended resources must equal them.
+    # Limits, because requests of extended resources must equal them.
     limits = (container.get("resources") or {}).get("limits") or {}
     found = {
         name: whole_number(value, f"{where}.resources.limits[{name}]")
         for name, value in limits.items()
         if is_extended(name)
     }
-    # A request for none is no request: the plugin is not asked.
+    # A request for zero is no request: the plugin is not asked.
     return {name: count for name, count in sorted(found.items()) if count > 0}
 
 
@@ -85,8 +85,8 @@ def containers_of(raw: RawObject) -> tuple[ContainerSpec, ...]:
 
 
 def pod_requests(raw: RawObject) -> dict[str, int]:
-    """What the scheduler counts: main containers and sidecars together, or an init container with the sidecars before it
-    where that is more.
+    """What the scheduler counts: main containers and sidecars together, or an init container with the sidecars before it,
+    if that is more.
     """
     running: dict[str, int] = {}
     peak: dict[str, int] = {}
@@ -134,7 +134,7 @@ def claim_names(pod: RawObject) -> dict[str, str]:
 
 
 def owner_reference(raw: RawObject) -> RawObject:
-    """What names the object as the controller of another."""
+    """The owner reference that names the object as the controller of another."""
     identity = {"apiVersion": raw["apiVersion"], "kind": raw["kind"]}
     identity |= {name: raw["metadata"][name] for name in ("name", "uid")}
     return {**identity, "controller": True, "blockOwnerDeletion": True}

@@ -60,7 +60,7 @@ def reason_text(pod: PodRow) -> str:
     """Why the pod is in its phase, and that its manifest expects that."""
     text = ": ".join(filter(None, (pod["reason"], pod["message"])))
     expected = pod["annotations"].get(EXPECTATION_ANNOTATION)
-    # A sample that cannot fit shows a refusal: who tries the sandbox should not take it for a fault.
+    # A sample that cannot fit shows a refusal. A person who tries the sandbox should not take it for a fault.
     return f"{text} (as intended: {expected})" if expected and text else text
 
 

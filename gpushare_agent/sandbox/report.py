@@ -1,7 +1,7 @@
-"""What is on the embedded nodes: the documents of their agents, and the pods. One JSON document, also behind the tables.
+"""The state of the embedded nodes: the documents of their agents, and the pods. The tables use the same JSON document.
 
-What the agents know is in their documents alone. The rest is the kubelet's side (what it gave each container, its processes)
-and the API server's (phases and reasons, also of pods that wait or were refused).
+Only the agents' documents have what the agents know. The rest comes from the kubelet (what it gave each container, its
+processes) and from the API server (phases and reasons, also of pods that wait or were refused).
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ class ReportedNode(Struct, kw_only=True, eq=False):
     agent_document: dict[str, Any] = field(default_factory=dict)
     """The last /api/v1/node of the agent, empty before the first; controller.py reads it."""
     addresses: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
-    """Where this node's agent is asked: `web`, `control_socket`; empty texts for what there is not."""
+    """The addresses of this node's agent: `web`, `control_socket`; an empty text if there is none."""
 
 
 def gpus_of(ids: Iterable[str], gpus: Sequence[Gpu]) -> list[Gpu]:
@@ -145,7 +145,7 @@ def gpus_of(ids: Iterable[str], gpus: Sequence[Gpu]) -> list[Gpu]:
 
 
 def parts_of_gpus(ids: Iterable[str], gpus: Sequence[Gpu]) -> dict[GpuUuid, Fraction]:
-    """How much of each GPU these units under NVIDIA's names are."""
+    """The part of each GPU that these units under NVIDIA's names are."""
     return parts_of(DeviceIds(gpu.uuid for gpu in gpus).read(list(ids)))
 
 
@@ -186,8 +186,8 @@ def is_offered(shown: ReportedNode) -> bool:
 
 
 def reason_and_message(pod: RawObject) -> tuple[str, str]:
-    """Why a pod is where it is: from its status, else from the scheduler, else from a container that waits or has failed,
-    also in a pod that runs: a container that ends again and again would show in nothing else."""
+    """Why a pod is where it is: from its status, else from the scheduler, else from a container that waits or has failed.
+    This includes running pods, because nothing else would show a container that ends again and again."""
     status = pod.get("status") or {}
     if status.get("reason") or status.get("message"):
         return status.get("reason", ""), status.get("message", "")
@@ -235,7 +235,7 @@ def _pod(shown: ReportedNode, pod: RawObject) -> PodRow:
 
 
 def ids_of(shown: ReportedNode, pod_uid: str, container: str) -> tuple[str, ...]:
-    """The IDs that name a container's GPUs, of cores or of whole GPUs: memory's are counters."""
+    """The IDs that name a container's GPUs: those of cores or of whole GPUs. Memory's IDs are counters."""
     records = shown.node.kubelet.devices.records.of_container(pod_uid, container)
     return next((records[name].ids for name in shown.names.binding_names if name in records), ())
 

@@ -1,8 +1,8 @@
 """One run of the sandbox: puts embedded nodes, agents and extender together and runs a mode on them.
 
-The order of the whole comes first, then the parts. A node has its agent, a child process; the player of its containers'
-usage; and, with isolation mps, a fake MPS control daemon. The scheduler extender is a child process too, on a port of this
-machine and on the embedded API server.
+The order of the run comes first, then the parts. A node has its agent, which is a child process, the player of its
+containers' usage and, with isolation mps, a fake MPS control daemon. The scheduler extender is a child process too, on a
+port of this machine and on the embedded API server.
 State owned: the state directory while it runs. SIGINT and SIGTERM end it.
 """
 
@@ -97,7 +97,7 @@ async def run(plan: Plan) -> int:
     with owned_state_directory(plan.state) as paths:
         # After the directory, which tells that a sandbox runs here already: its port would be the less helpful reason.
         _check_port(loaded.settings.web.addr, loaded.settings.web.port)
-        # Before the cluster, whose scheduler must know the address.
+        # Before the cluster, because its scheduler must know the address.
         extender = plan_extender(loaded.settings, paths, plan.flags, notify) if plan.has_extender else None
         async with open_embedded_cluster(
             paths.state, node_names=names, kubelet_version=plan.kubelet_version, times=_TIMES,
@@ -124,7 +124,7 @@ async def run(plan: Plan) -> int:
                 next_steps=_next_steps(cluster, plan, nodes),
             )  # fmt: skip
             notes = _introduce(cluster, plan, nodes, extender, notify)
-            # The control socket ends last, so that a command which came late gets an answer while agents end.
+            # The control socket ends last, so that a late command gets an answer while agents end.
             async with (
                 open_control(paths.control_socket, controller.handle),
                 running_extender(extender),
@@ -294,8 +294,8 @@ async def _read_agent(url: str) -> NodeDocument:
 
 
 async def _check_isolation(settings: Settings, paths: NodePaths, driver: NodeDriver) -> str:
-    """What its shares do without, empty where nothing is missing. Raises StartupError where the agent would wait for a
-    library or a daemon that nobody brings."""
+    """What its shares lack; empty if nothing is missing. Raises StartupError if the agent would wait for a library or a
+    daemon that nobody brings."""
     probes = build_probes(settings, driver)
     notes = []
     try:
@@ -322,7 +322,7 @@ def addresses_of(settings: Settings) -> dict[str, str]:
 
 
 def agent_lines(node: RunningNode) -> list[str]:
-    """What a person types to ask the node's agent, as it must be written for this one."""
+    """The commands that a person types to ask this node's agent."""
     where = node.addresses
     # The default address need not be typed.
     server = "" if where["web"] == addresses_of(load_settings((), {}).settings)["web"] else f" --server {where['web']}"
@@ -479,7 +479,7 @@ async def _create(session: Session) -> None:
 
 @asynccontextmanager
 async def reported_after(seconds: float, text: str, notify: Callable[[str], None]) -> AsyncIterator[None]:
-    """Reports what is waited for, where it takes that long."""
+    """Reports what the sandbox waits for, if it takes that long."""
     timer = asyncio.get_running_loop().call_later(seconds, notify, text)
     try:
         yield
@@ -611,7 +611,7 @@ async def _print_changes(controller: SandboxController, notify: Callable[[str], 
         for uid, line in lines.items():
             if shown.get(uid) != line:
                 notify(line)
-        # By UID: a pod made again under the same name is another, and the first one has gone.
+        # By UID: a pod that was recreated under the same name is another one, and the first has gone.
         for uid in shown.keys() - lines.keys():
             notify(f"gone: {shown[uid]}")
         shown = lines

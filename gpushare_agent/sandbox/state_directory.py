@@ -3,10 +3,10 @@
 Ownership is a lock on the file `owner`, which the kernel gives back when its holder dies; the file's text is the PID, for
 messages, and whether the directory itself was made by a sandbox.
 
-Who writes to the directory controls the agent, and what `sandbox exec` runs: it must be this user's alone. The
-default is the same in every terminal, unlike one that follows $XDG_RUNTIME_DIR, which a login's end removes, and which
-cron, sudo and containers do not have. Its name can be guessed: who takes it first keeps a sandbox from starting there, and
-no more than that.
+A user who can write to the directory controls the agent, and what `sandbox exec` runs. So it must belong to this user
+alone. The default is the same in every terminal, unlike a path in $XDG_RUNTIME_DIR, which a login's end removes and which
+cron, sudo and containers do not have. Its name can be guessed: another user who takes it first can only keep a sandbox
+from starting there.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class NodePaths:
     def __init__(self, *, state: Path) -> None:
         self.state = state
         self.owner = state / _OWNER
-        """Locked by the process that runs the node, whose PID it holds."""
+        """Locked by the process that runs the node. It holds that process's PID."""
         self.control_socket = state / "control.sock"
         self.kubeconfig = state / "kubeconfig"
         """Holds the API server's token: mode 0600."""
@@ -58,7 +58,7 @@ class NodePaths:
         self.libgpushare = state / "etc/gpu-manager/vdriver/gpushare"
         """The containers' files of isolation gpushare."""
         self.mps_pipe, self.mps_logs = state / "run/gpushare-mps/pipe", state / "run/gpushare-mps/log"
-        """Of the fake MPS control daemon, which runs where isolation mps is in use."""
+        """The fake MPS control daemon's, which runs with isolation mps."""
         self.mps_control = state / "run/gpushare-mps/nvidia-cuda-mps-control"
         """The fake's control program, under the real one's name."""
         self.agent_log, self.extender_log = state / "agent.log", state / "extender.log"
@@ -110,7 +110,7 @@ def owned_state_directory(state: Path) -> Iterator[NodePaths]:
             _clear(directory)
             with made_directory(directory, _PLACES):
                 pass
-        is_new = is_new or _MADE in owner.read().splitlines()  # by the dead sandbox whose leftovers these were
+        is_new = is_new or _MADE in owner.read().splitlines()  # by the dead sandbox that left these
         owner.seek(0)
         owner.truncate()
         owner.write(f"{os.getpid()}\n" + (f"{_MADE}\n" if is_new else ""))
@@ -128,8 +128,8 @@ def owned_state_directory(state: Path) -> Iterator[NodePaths]:
 
 @contextmanager
 def _opened(paths: NodePaths) -> Iterator[tuple[int, bool]]:
-    """A descriptor of the directory, which is checked before anything is written by it, and whether it was made just now:
-    whoever else may make it under this name at any moment, it is one directory from here on. Raises StartupError."""
+    """A descriptor of the directory, which is checked before anything is written by it, and whether it was made just now.
+    From here on it is one directory, even if another user makes one under this name. Raises StartupError."""
     sockets = paths.device_plugin_path / ResourceKind.VMEMORY.socket, paths.pod_resources_socket
     longest = max(len(os.fsencode(path)) for path in sockets)
     if longest > MAX_ADDRESS_BYTES:
@@ -200,7 +200,7 @@ def why_not_private(state: Path) -> str:
 
 def _distrust(status: os.stat_result, state: Path) -> str:
     mode = stat.S_IMODE(status.st_mode)
-    # Whoever owns the link decides where it leads.
+    # The link's owner decides where it leads.
     if stat.S_ISLNK(status.st_mode):
         return f"it is a link; name the directory itself ({state.resolve()})"
     if status.st_uid != os.geteuid():

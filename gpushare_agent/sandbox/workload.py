@@ -1,4 +1,4 @@
-"""What the embedded node's containers use of their GPUs, written into the agent's usage file again and again.
+"""Simulates the GPU use of the embedded node's containers, and writes it into the agent's usage file each second.
 
 It is simulated, as a process that sleeps uses nothing: each running container's use is a slow wave within its share, the
 same for the same name at the same time, and memory that fills up after its start; its annotation may set a constant load
@@ -106,7 +106,7 @@ def sm_load(container: SimulatedContainer, now_s: float) -> float:
     """The part of its share that it uses, above 1 at some peaks where nothing limits it."""
     if container.load is not None:
         return container.load
-    # A phase of its own for each container, which is the same at each start: hash() differs between processes.
+    # Each container has its own phase, the same at each start. hash() would differ between processes.
     turns = now_s / PERIOD_S + zlib.crc32(container.name.encode()) / 2**32
     high = _WHOLE_HIGH if container.share >= 1 else _HIGH
     # Every third wave goes beyond the share, so that the views show what no isolation means.
@@ -151,8 +151,8 @@ class WorkloadPlayer:
 
     def play(self) -> None:
         """One moment. A file that cannot be written is one line of log; the GPUs show their last use then, and so they do
-        while the kubelet is down, for only it knows who has which."""
-        # Only the kubelet knows whose a GPU is: without it the last use stays.
+        while the kubelet is down, because only it knows who has which."""
+        # Only the kubelet knows which container has a GPU: without it the last use stays.
         if not self._shown.node.kubelet.is_running:
             return
         now_s = self._clock()
@@ -168,12 +168,12 @@ class WorkloadPlayer:
                 log.warning("usage_file_not_written", path=str(self._path), reason=str(error))
 
     def _simulated(self, run: Container, now_s: float) -> SimulatedContainer | None:
-        """The container to simulate; None for one without GPUs, and for one whose pod has gone."""
+        """The container to simulate; None if it has no GPUs or its pod has gone."""
         shown = self._shown
         ids = ids_of(shown, run.pod_uid, run.name)
         gpus = gpus_of(ids, shown.gpus)
         pod = shown.node.api.find_pod(run.pod_namespace, run.pod_name)
-        # The process of a pod that was deleted by force may live on: whose share it has nobody can say.
+        # The process of a pod that was deleted by force may live on. Nobody can say which share it has.
         if pod is None or pod["metadata"]["uid"] != run.pod_uid:
             return None
         claims = shares_of_container(shown.node, pod, run.name)

@@ -139,7 +139,7 @@ class Replay(Struct, eq=False):
     _woken: set[Shape] = field(default_factory=set)
     """A wake is under way."""
     _pausing: int = 0
-    """Jobs whose pod was refused, until they make the next."""
+    """Jobs with a refused pod, until they make the next."""
     _tally: Tally = field(default_factory=Tally)
 
     def run(self) -> Tally:

@@ -40,7 +40,7 @@ _CORES, _MEMORY = "gpu/cores", "gpu/memory"
 
 
 class Policy(StrEnum):
-    """What is compared."""
+    """The policies to compare."""
 
     FGD = "fgd"
     BINPACK = "binpack"

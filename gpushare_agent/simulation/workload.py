@@ -1,4 +1,4 @@
-"""What is replayed: a cluster's nodes with their GPUs, and pods with the time of their arrival and how long they run.
+"""The input of a replay: a cluster's nodes with their GPUs, and pods with the time of their arrival and how long they run.
 
 A pod here has one container. Times are seconds from the start of the replay. Traces name models without their memory:
 `MEMORY_MIB` has what nvidia-smi shows for such GPUs. A model that is a code name has `UNKNOWN_MEMORY_MIB`, which is an
@@ -142,7 +142,7 @@ MEMORY_MIB = {
 UNKNOWN_MEMORY_MIB = 32_768
 SMALLEST_MEMORY_MIB = min(MEMORY_MIB.values())
 _MESHED = frozenset({"A100", "H100"})
-"""Models whose GPUs are all joined by NVLink."""
+"""Models with NVLink between all their GPUs."""
 _NVLINKS = 12
 
 

@@ -58,7 +58,7 @@ class ApiAccess:
             named = request.headers.get("Host", "")
             message = f"the Host header {named!r} is not this server's: ask for 127.0.0.1:{port} or localhost:{port}"
             raise RefusedRequest(403, "Forbidden", message)
-        # As a real API server, whose probes come without credentials.
+        # As a real API server: its probes come without credentials.
         if request.path not in OPEN_PATHS and not self._is_known(request.headers.getall("Authorization", [])):
             raise RefusedRequest(401, "Unauthorized", "Unauthorized")
         # A browser's form can send text/plain to any address. It sends JSON only after a preflight, which is refused here.

@@ -1,4 +1,4 @@
-"""What kubectl alone asks for: discovery documents, which name the resources and no more, and the rows that it prints.
+"""The answers for kubectl only: discovery documents, which name only the resources, and the rows that it prints.
 
 Pure. Types: APIVersions, APIGroupList and APIResourceList of meta/v1, Table of meta.k8s.io/v1. Source of columns and
 words: pkg/printers/internalversion of Kubernetes 1.36.
@@ -127,7 +127,7 @@ def duration_text(seconds: float) -> str:
     if s < 0:
         return "<invalid>"
     for size, limit, unit, next_size, next_unit, short in _AGES:
-        # As in k8s.io/apimachinery's HumanDuration, whose steps these are.
+        # The steps are those of HumanDuration in k8s.io/apimachinery.
         if s < limit:
             count, rest = s // size, s % size // next_size if s < short else 0
             return f"{count}{unit}" + (f"{rest}{next_unit}" if rest else "")

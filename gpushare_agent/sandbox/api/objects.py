@@ -46,7 +46,7 @@ def _check_precondition(metadata: Mapping[str, Any], uid: str, version: str) -> 
 
 class ApiObjects:
     def __init__(self, *, version: str, history_limit: int, seed: int) -> None:
-        """Raises StartupError for a Kubernetes version whose behaviour is not known."""
+        """Raises StartupError for a Kubernetes version with unknown behaviour."""
         self.behaviour = behaviour_of(version)
         self.store = ObjectStore(history_limit=history_limit)
         self.signal, self.pods_by_node = self.store.signal, self.store.pods_by_node
@@ -94,7 +94,7 @@ class ApiObjects:
         return self.store.in_creation_order("events")
 
     def claims_remedy(self, resource: str, raw: RawObject) -> str:
-        """What lets a claim, its class or a pod with claims have GPUs, as a sentence; empty where an agent offers some."""
+        """A sentence on how a claim, its class or a pod with claims can get GPUs; empty if an agent offers some."""
         has_claims = resource == "pods" and (raw.get("spec") or {}).get("resourceClaims")
         if self.store.all("resourceslices") or not ("claim" in KINDS[resource].marks or has_claims):
             return ""
@@ -145,7 +145,7 @@ class ApiObjects:
         raw = self.store.get(resource, key)
         if resource == "namespaces":
             for inside in [name for name, kind in KINDS.items() if kind.is_namespaced]:
-                # A list, for each deletion changes the store.
+                # A list, because each deletion changes the store.
                 for one in [one for one in self.store.all(inside) if one["metadata"]["namespace"] == key[1]]:
                     self.delete(inside, key_of(one))
         # The finalizer of DRA in a real cluster: a claim in use goes with its last pod.

@@ -35,7 +35,7 @@ INSTEAD_OF_EXEC = (
     "type the command here as it stands behind `--`; cordon and uncordon need --socket with the path that"
     " `gpushare-agent sandbox status` names"
 )
-"""What a user does where a page says `kubectl exec AGENT -- …`: an agent of the sandbox is in no container."""
+"""The replacement for a page's `kubectl exec AGENT -- …`: an agent of the sandbox is in no container."""
 _POLL_S = 0.25
 _MOST_TAIL = 10 * 2**20
 _REFUSED = ("previous", "timestamps", "sinceSeconds", "sinceTime")

@@ -1,5 +1,5 @@
-"""An API server for a few nodes, for their agents and for kubectl: the kinds of kinds.py, on a real TCP port,
-at the paths and with the verbs that clients expect.
+"""An API server for the agents of a few nodes and for kubectl. It serves the kinds of kinds.py on a real TCP port, at
+the paths and with the verbs that clients expect.
 
 The kubelet and the scheduler of the embedded node, and tests, use its methods in process (objects.py); the agent speaks
 HTTP to it and needs the server's token (access.py); watch streams are watch.py's. State owned: the listener and its port.
@@ -367,7 +367,7 @@ class ApiHandlers:
 
     async def _patch(self, request: web.Request, kind: Kind) -> web.StreamResponse:
         content_type = request.content_type
-        # Of the four patch types the only one whose body is YAML.
+        # The only one of the four patch types with a YAML body.
         if content_type == patch.APPLY:
             return await self._apply(request, kind)
         if content_type not in _PATCH_TYPES:

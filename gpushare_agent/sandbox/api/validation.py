@@ -107,7 +107,7 @@ def fields_of_model(kind: str) -> dict[str, str] | None:
 
 
 _LONGEST_NAMES = {"deployments": 200, "jobs": 200, "replicasets": 220, "statefulsets": 200}
-"""What is made for them has a longer name: of a Deployment a ReplicaSet, of all pods."""
+"""The objects that they make have longer names: a Deployment makes a ReplicaSet, all make pods."""
 _NUMBERS = ("replicas", "parallelism", "completions", "backoffLimit")
 _MOST_AT_ONCE = {"replicas": 1000, "parallelism": 1000}
 """All pods are objects of one process, and its controllers read them all in each pass."""

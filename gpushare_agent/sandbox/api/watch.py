@@ -134,7 +134,7 @@ class Watch:
             if has_initial:
                 await self._send_bookmark(annotations={"k8s.io/initial-events-end": "true"})
             await self._follow(selects, bookmark_interval_s, running)
-        # In the stream, for the response has begun with 200: so a real one does it.
+        # In the stream, because the response has begun with 200. A real one does the same.
         except Expired as error:
             await self._send(("ERROR", RefusedRequest(410, "Expired", str(error)).status))
         except ConnectionError:

@@ -1,5 +1,5 @@
-"""What passed between the embedded kubelet and others: calls to device plugins, and calls of its PodResources API; and
-what its parts share."""
+"""The calls between the embedded kubelet and others (to device plugins, and of its PodResources API), and
+what the kubelet's parts share."""
 
 from __future__ import annotations
 

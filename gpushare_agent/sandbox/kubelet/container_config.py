@@ -1,13 +1,13 @@
-"""What the embedded kubelet asks its container runtime to run, from a pod's manifest and the device plugins' answers.
+"""Builds what the embedded kubelet asks its container runtime to run, from a pod's manifest and the plugins' answers.
 
 The environment: a few variables of our own, the manifest's literal `env`, then what the Allocate answers set, then what
-their CDI devices set. As there is no mount namespace, GPUSHARE_VDEVICE is the path of the vDevice socket that one would
-find at /etc/vcuda/vcuda.sock, and SANDBOX_DEVICE_NODES lists the device nodes that there would be. `valueFrom`, `envFrom`
-and `$(VAR)` are not followed, and the shell that becomes the command passes on no variable whose name a shell does not
-know as one. Pure, but for the CDI specs.
+their CDI devices set. Because there is no mount namespace, GPUSHARE_VDEVICE is the path of the vDevice socket that would
+be at /etc/vcuda/vcuda.sock, and SANDBOX_DEVICE_NODES lists the device nodes that would be there. `valueFrom`, `envFrom`
+and `$(VAR)` are not followed, and the shell that becomes the command passes on no variable with a name that is not valid
+in a shell. Pure, except for the CDI specs.
 
-No image is run. A command is, where it would do the same in any image and changes nothing: a loop that prints and sleeps is
-what examples and Jobs have, and `rm -rf /data` was not written for this machine. Whatever is not run sleeps, and says so.
+No image is run. A command is run if it would do the same in any image and changes nothing: examples and Jobs have loops
+that print and sleep, but `rm -rf /data` was not written for this machine. A command that is not run sleeps, and says so.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from gpushare_agent.sandbox.runtime.containers import ContainerConfig
 HOST_IMAGE = "sandbox/host"
 """A container of this image runs its command, whatever that is."""
 JOB_S = 10.0
-"""How long a container of a Job sleeps whose command is not run: Jobs end."""
+"""How long a container of a Job sleeps if its command is not run, because Jobs end."""
 _PROGRAMS = frozenset({"echo", "false", "printenv", "printf", "seq", "sleep", "test", "true"})
 _BUILT_IN = _PROGRAMS | {"[", ":", "exit"}
 _BEFORE_A_COMMAND = frozenset({"do", "done", "elif", "else", "fi", "if", "then", "until", "while", "!"})
 _SHELLS = frozenset({"bash", "sh"})
 _UNREAD = re.compile(r"[`<>#]|\\\n|\$(?![A-Za-z_?]|\{[A-Za-z_][A-Za-z0-9_]*\})")
-"""What in a script writes files, runs what is not seen, or means something else to the shell than to the reader here: a
+"""Parts of a script that write files, run unseen code, or mean something else to the shell than to the reader here: a
 comment's quotation marks, a line that goes on, and what bash does in `$'…'`, `$[…]` and `${…@P}`."""
 _PLACES = frozenset({"", "/bin", "/usr/bin", "/usr/local/bin"})
 _STEERS = re.compile(r"PATH|ENV|BASH.*|SHELLOPTS|PS4|IFS|LD_.*|GCONV_PATH|LOCPATH")
@@ -101,7 +101,7 @@ def environment(container: Mapping[str, Any], answers: Iterable[ContainerAllocat
 
 
 def _injected(answers: Sequence[ContainerAllocateResponse], cdi: CdiResolver, claimed: Sequence[str]) -> dict[str, str]:
-    """What CDI sets, which is stronger than all before, and the device nodes."""
+    """The variables that CDI sets, which override all before, and the device nodes."""
     nodes: list[str] = []
     names = list(claimed)
     for answer in answers:
@@ -121,12 +121,12 @@ def _run_s(raw: RawObject, kind: ContainerKind) -> float | None:
     """How long a container without a command runs: an init container ends at once, a sidecar never."""
     if kind is ContainerKind.MAIN:
         return pod_manifest.annotation_number(raw, pod_manifest.RUN_SECONDS_ANNOTATION)
-    # A pod of sleeping containers should start by itself: nobody would end its init containers.
+    # A pod of sleeping containers should start by itself, because nobody would end its init containers.
     return 0.0 if kind is ContainerKind.INIT else None
 
 
 def _command(container: Mapping[str, Any], *, is_timed: bool) -> tuple[str, ...]:
-    """What is run, nothing where the container is to sleep. Raises Rejected."""
+    """The command to run; empty if the container sleeps. Raises Rejected."""
     command = tuple(map(str, (*(container.get("command") or ()), *(container.get("args") or ()))))
     if container.get("image") == HOST_IMAGE:
         if not command:
@@ -175,7 +175,7 @@ def _is_of_job(raw: RawObject) -> bool:
 
 
 def _note(container: Mapping[str, Any], run_s: float | None) -> str:
-    """What happens instead of the command."""
+    """The sentence on what happens instead of the command."""
     command = shlex.join(map(str, (*(container.get("command") or ()), *(container.get("args") or ()))))
     what = (
         f"`{command:.{_SHOWN_CHARS}}` of {container.get('image')}" if command else f"what {container.get('image')} has"

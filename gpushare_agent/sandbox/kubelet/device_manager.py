@@ -1,9 +1,9 @@
-"""The embedded kubelet's device manager: which IDs a container gets, asked of the plugins as a real one asks them.
+"""The embedded kubelet's device manager. It asks the plugins which IDs a container gets, as a real one asks them.
 
 State owned: the known resources with their devices, the set of allocated IDs, the records, the IDs that later containers
 of the pod under admission may reuse. The set of allocated IDs is kept next to the records, and is rebuilt from them
-whenever a device pod has ended: an Allocate that is open then loses its IDs, which the next admission is offered again.
-This fault is the real kubelet's, and stays on purpose (docs/reference/sandbox.md).
+whenever a device pod has ended. An Allocate that is open then loses its IDs, and the next admission is offered them again.
+The real kubelet has this fault, and it stays here on purpose (docs/reference/sandbox.md).
 
 The records outlive a restart in `kubelet_internal_checkpoint`, which has the shape of a real one
 (docs/reference/formats.md): node -> IDs, AllocResp in base64, entries of ended pods until the next allocation. The
@@ -169,7 +169,7 @@ def _nodes_by_id(entry: Mapping[str, Mapping[str, list[str]]]) -> dict[str, tupl
 
 
 STOPPED_GRACE_S = 300.0
-"""So long after a plugin's end its devices still count in the node's capacity."""
+"""How long a plugin's devices still count in the node's capacity after its end."""
 
 
 class AllocationFailed(Rejected):
@@ -183,11 +183,11 @@ class PodIdentity(Struct, frozen=True, kw_only=True):
 
 
 class _Resource(Struct):
-    """What is known of one resource. Without an endpoint it is only remembered from the checkpoint."""
+    """The state of one resource. Without an endpoint it is only known from the checkpoint."""
 
     endpoint: PluginEndpoint | None = None
     is_connected: bool = False
-    """Of the endpoint, the newest registration."""
+    """Whether `endpoint`, the newest registration, is connected."""
     devices: Mapping[str, PluginDevice] = field(default_factory=dict)
     shuffled: list[PluginDevice] = field(default_factory=list)
     healthy: frozenset[str] = frozenset()
@@ -205,7 +205,7 @@ class DeviceManager:
         # resource that the node never heard of runs without it.
         self._resources = {name: _Resource() for name in (self.records.read() if has_records else ())}
         self._allocated = self.records.allocated()
-        # Of the newest pod alone, for admissions are serial.
+        # Only those of the newest pod, because admissions are serial.
         self._reusable: tuple[str, dict[str, set[str]]] = ("", {})
         self._pending_uid = ""
         self._active_pods = active_pods
@@ -224,12 +224,12 @@ class DeviceManager:
         self._endpoints.append(endpoint)
 
     async def follow(self, endpoint: PluginEndpoint) -> None:
-        """Takes the plugin's device lists until its stream ends. The kubelet then disconnects whoever registered the
-        resource last, be it another plugin (measured), and the devices are unhealthy."""
+        """Takes the plugin's device lists until its stream ends. The kubelet then disconnects the plugin that registered the
+        resource last, even if it is another one (measured), and the devices are unhealthy."""
         reason = await endpoint.follow_devices(lambda devices: self._receive(endpoint, devices))
         endpoint.close()
         resource = self._resources[endpoint.resource]
-        # By the resource's name, as the real one: the stream that ended may be another plugin's than the one that is
+        # By the resource's name, as the real one: the stream that ended may belong to another plugin than the one that is
         # disconnected.
         if resource.is_connected and resource.endpoint is not None:
             resource.is_connected = False
@@ -280,7 +280,7 @@ class DeviceManager:
         """Forgets the records of ended pods, and then rebuilds the allocated set. PodResources List does this too."""
         # Never the pod under admission, as in the real one: it may be in no list of active pods yet.
         gone = self.records.pods() - self._active_pods() - {self._pending_uid}
-        # Before all pods were seen once a pod that is not there may only not have been taken up yet.
+        # Until all pods were seen once, a missing pod may only not have been taken up yet.
         if self.is_ready and gone:
             self.records.remove(gone)
             # Made from the records alone: the IDs of an Allocate that is open are not in them, and are offered again. So
@@ -290,7 +290,7 @@ class DeviceManager:
     async def allocate(self, pod: PodIdentity, container: ContainerSpec) -> None:
         """Raises AllocationFailed. What earlier resources of the container got is kept until the pod is forgotten."""
         self._pending_uid = pod.uid
-        # Init containers' IDs go on to later containers of their pod, and to no other.
+        # Init containers' IDs pass to later containers of their pod, and to no others.
         if self._reusable[0] != pod.uid:
             self._reusable = (pod.uid, {})
         reusable = self._reusable[1]
@@ -368,7 +368,7 @@ class DeviceManager:
             )
 
     async def _choose_free(self, subject: CallSubject, count: int, must_include: list[str]) -> list[str]:
-        """Asks the plugin, whose answer is advice: what it leaves open is filled at random."""
+        """Asks the plugin. Its answer is advice: what it leaves open is filled at random."""
         name = subject.resource
         resource = self._resources[name]
         taken, missing = self._allocated.get(name, set()), count - len(must_include)
@@ -436,7 +436,7 @@ class DeviceManager:
                 # Noted before the record: a view shows what was answered, also where it cannot be used.
                 call.response = response or b""
         except PluginCallError as error:
-            # As the real one: what this admission has chosen, and not recorded, is free again.
+            # As the real one: IDs that this admission has chosen but not recorded are free again.
             self._allocated = self.records.allocated()
             raise AllocationFailed(str(error)) from error
         if response is None:
@@ -449,7 +449,7 @@ class DeviceManager:
     # --- start of a container ---
 
     async def prepare_start(self, pod: PodIdentity, container: ContainerSpec) -> None:
-        """PreStartContainer where the plugin asks for it; then Allocate for what became known after the admission.
+        """Calls PreStartContainer if the plugin asks for it, then Allocate for what became known after the admission.
 
         Raises AllocationFailed; the container does not start then.
         """

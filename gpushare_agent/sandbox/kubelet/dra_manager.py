@@ -3,7 +3,7 @@
 As measured on 1.36 (docs/reference/sandbox.md): a driver's registration socket is found in the registry, asked for the
 driver's endpoint, and gets the outcome; the driver that connected last is called. All claims of a pod go into one call
 before its first container starts, and again into one when the last of their pods has ended; a failed unprepare is tried
-again. Slices of the node go shortly after a start, and those of a driver when it has been away for a while.
+again. The node's slices are deleted shortly after a start, those of a driver when it has been away for a while.
 
 State owned: the connected drivers; the prepared claims are `ClaimRecords`, which outlive a restart as the real
 kubelet's file dra_manager_state does.
@@ -48,7 +48,7 @@ class PrepareFailed(Rejected):
 
 
 class ClaimRecord(Struct, kw_only=True):
-    """A claim that was prepared, or was to be. `cdi` holds for each driver the request names and CDI IDs of each device;
+    """A claim that was prepared, or should be. `cdi` holds for each driver the request names and CDI IDs of each device;
     `pods` are those that use the claim."""
 
     namespace: str
@@ -200,7 +200,7 @@ class DraManager(Struct, kw_only=True, eq=False):
         uid, by_driver = pod["metadata"]["uid"], dict[str, list[ClaimRecord]]()
         for name in sorted(set(claim_names(pod).values())):
             raw = self._claim(pod, name)
-            # By UID: a claim of the same name that was made again is another one.
+            # By UID: a claim that was recreated under the same name is another one.
             record = self.records.setdefault(
                 raw["metadata"]["uid"],
                 ClaimRecord(namespace=pod["metadata"]["namespace"], name=name, uid=raw["metadata"]["uid"]),
@@ -284,14 +284,14 @@ class DraManager(Struct, kw_only=True, eq=False):
             mine = [record for record in self.records.values() if pod_uid in record.pods]
             last = [record for record in mine if record.pods == {pod_uid}]
             for record in mine:
-                # Other pods use the claim: it stays prepared.
+                # Other pods use the claim, so it stays prepared.
                 if record not in last:
                     record.pods.discard(pod_uid)
                 elif not record.cdi:  # of no driver
                     self.records.pop(record.uid, None)
             by_driver: dict[str, list[ClaimRecord]] = {}
             for claim in last:
-                for driver in claim.cdi:  # also of a claim whose prepare failed
+                for driver in claim.cdi:  # also for a claim that failed to prepare
                     by_driver.setdefault(driver, []).append(claim)
             ended = [await self._end(driver, claims, pod_uid) for driver, claims in by_driver.items()]
             return all(ended)

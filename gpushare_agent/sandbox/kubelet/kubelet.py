@@ -74,7 +74,7 @@ class PodResourcesService:
 
     def _list(self, _request: bytes) -> bytes:
         pods = self._kubelet.listed_pods()
-        # Also in the middle of an Allocate, whose IDs are then free again: a fault of the real kubelet (device_manager.py).
+        # Also in the middle of an Allocate. Its IDs are then free again: a fault of the real kubelet (device_manager.py).
         self._kubelet.devices.update_allocated()
         # In no order that a client could rely on.
         self._parts.rng.shuffle(pods)
@@ -181,8 +181,8 @@ class EmbeddedKubelet:
             self._signal.notify()
 
     async def _end(self, *servers: GrpcServer) -> None:
-        """Everything stops at once, as the process does: calls first, for a closed connection would let them fail and go
-        on with a rejection. A second call does nothing.
+        """Stops everything at once, as the end of the process does. Calls stop first, because a closed connection would
+        make them fail and continue with a rejection. A second call does nothing.
         """
         self.is_running = False
         await _cancel(self._tasks)
@@ -220,7 +220,7 @@ class EmbeddedKubelet:
 
     @property
     def has_wiped_slices(self) -> bool:
-        """Slices that are there now are of after this start."""
+        """Whether old slices were deleted: those that are there now were made after this start."""
         return self._dra.has_wiped_slices
 
     def _spawn(self, body: Coroutine[None, None, None], name: str) -> asyncio.Task[None]:
@@ -303,7 +303,7 @@ class EmbeddedKubelet:
         except AllocationFailed as error:
             log.info("pod_rejected", pod=pod.identity.name, reason=str(error))
             pod.reject(REJECTED_REASON, f"Allocate failed due to {error}, which is unexpected")
-            # A pod that ran before a restart of the kubelet, and whose plugin came too late: its containers are killed
+            # A pod ran before a restart of the kubelet, and its plugin came too late: its containers are killed
             # (measured).
             if pod.living():
                 self._start(pod, pod.stop_processes(FORCED_GRACE_S))
@@ -312,7 +312,7 @@ class EmbeddedKubelet:
         self._start(pod, pod.run())
 
     async def _remove(self, pod: PodWorker) -> None:
-        """Forgets a pod whose object has gone. After a forced deletion the processes live on for a while, without their
+        """Forgets a pod without an object. After a forced deletion the processes live on for a while, without their
         devices."""
         # The worker first: it would start containers again.
         await _cancel(pod.tasks)
@@ -343,7 +343,7 @@ class EmbeddedKubelet:
             self.runtime.forget(uid)
 
     async def _reconcile_claims_forever(self) -> None:
-        """Unprepares claims of pods that ended while the kubelet was down, or whose driver was."""
+        """Unprepares claims of pods that ended while the kubelet or the claims' driver was down."""
         while True:
             # Pods that are bound and not taken up yet count: their claims may have been prepared before a restart.
             mine = {raw["metadata"]["uid"] for raw in self.api.pods_by_node.of(self._node_name) if not is_terminal(raw)}
@@ -410,7 +410,7 @@ class EmbeddedKubelet:
 
 
 async def _cancel(tasks: Collection[asyncio.Task[None]]) -> None:
-    """Cancels until all have ended: grpclib swallows a cancellation, as its own error, when the connection breaks then."""
+    """Cancels until all have ended: grpclib turns a cancellation into its own error if the connection breaks then."""
     while running := {task for task in tasks if not task.done()}:
         for task in running:
             task.cancel()

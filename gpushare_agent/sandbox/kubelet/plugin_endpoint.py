@@ -1,6 +1,6 @@
 """The embedded kubelet's side of device plugins: registration, dial-back, the device stream, the calls of an admission.
 
-Errors come out as PluginCallError with the text that grpc-go gives, for the kubelet passes it on to the user.
+Errors are raised as PluginCallError with the text that grpc-go gives, because the kubelet passes it on to the user.
 """
 
 from __future__ import annotations

@@ -32,10 +32,10 @@ log = structlog.get_logger(__name__)
 _CONDITIONS = ("PodReadyToStartContainers", "Initialized", "Ready", "ContainersReady")
 PREPARE_FAILED = "FailedPrepareDynamicResources"
 FORCED_GRACE_S = 2.0
-"""A kubelet gives the processes of a force-deleted pod so long between TERM and KILL."""
+"""A kubelet gives the processes of a force-deleted pod this time between TERM and KILL."""
 LAST_DELAY_S = 300.0
 STABLE_S = 600.0
-"""A container that ran so long before it ended is restarted at once, as after its first end."""
+"""A container that ran this long before it ended is restarted at once, as after its first end."""
 
 
 class PodState(Enum):
@@ -88,7 +88,7 @@ class PodWorker:
 
     @property
     def _changes(self) -> ChangeSignal:
-        """Of its containers."""
+        """The signal for changes of its containers."""
         return self._runtime.signal_of(self.identity.uid)
 
     def living(self) -> list[Container]:
@@ -221,7 +221,7 @@ class PodWorker:
         container = self._find(spec)
         if container is not None and container.is_running:
             return
-        # Done before a restart of the kubelet: it is not run twice.
+        # It was done before a restart of the kubelet, so it is not run again.
         if container is not None and spec.kind is ContainerKind.INIT and container.exit_code == 0:
             return
         if container is not None:

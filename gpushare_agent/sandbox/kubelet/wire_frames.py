@@ -2,7 +2,7 @@
 
 A node of 8 GPUs has thousands of device IDs; the generated classes need tens of milliseconds for such a message, a kubelet
 less than one. The counterpart for writing is kit/protobuf. Field numbers are those of protos/deviceplugin.proto and
-protos/podresources.proto. All functions raise MalformedMessageError for what is no such message.
+protos/podresources.proto. All functions raise MalformedMessageError for anything that is no such message.
 """
 
 from __future__ import annotations

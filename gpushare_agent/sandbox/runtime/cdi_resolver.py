@@ -1,10 +1,9 @@
-"""CDI as the embedded node's container runtime does it: names of devices become what a container gets.
+"""CDI in the embedded node's container runtime: it turns device names into what a container gets.
 
-Written apart from the agent's own code for specs (delivery/cdi_files.py), so that each can show the other's
-mistakes. Rules as those of the reference library: a file that is no spec is skipped; of two directories the later
-counts; two files of one directory that name a device make it unknown; one unknown name and the container is not
-created. Nothing is opened in /dev: whether a device node exists is not checked. State owned: none; the files are
-read at each start.
+It is separate from the agent's own code for specs (delivery/cdi_files.py), so that each can show the other's mistakes.
+The rules are those of the reference library: a file that is no spec is skipped; the later of two directories counts;
+two files of one directory that name a device make it unknown; one unknown name prevents the container. Nothing is opened
+in /dev: whether a device node exists is not checked. State owned: none; the files are read at each start.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from gpushare_agent.core.model.errors import Rejected
 
 MAX_BYTES = 1024 * 1024
 MAX_YAML_BYTES = 512 * 1024
-"""What the agent reads of a spec, and takes seconds for."""
+"""The agent's own limits. It takes seconds to read a spec of this size."""
 
 
 ANNOTATION_PREFIX = "cdi.k8s.io/"
@@ -67,7 +66,7 @@ class CdiResolver:
         if missing:
             raise Rejected(f"CDI device injection failed: unresolvable CDI devices {', '.join(missing)}")
         found = [known[name] for name in requested]
-        # The edits of a file for all its devices come once, however many of these are requested.
+        # A file's edits for all its devices come once, however many devices are requested.
         commons = {device.path: device.common for device in found}
         return _together([*commons.values(), *(device.edits for device in found)])
 
@@ -77,7 +76,7 @@ class CdiResolver:
         for directory in self._directories:
             for path in sorted(directory.glob("*")):
                 for name, device in _devices(path).items():
-                    # Two files of one directory contradict each other; of two directories the later one is meant to win.
+                    # Two files of one directory contradict each other. With two directories the later one is meant to win.
                     if name in known and known[name].path.parent == directory:
                         ambiguous.add(name)
                     known[name] = device

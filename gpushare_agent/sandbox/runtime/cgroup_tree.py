@@ -1,13 +1,13 @@
-"""Where the embedded node puts its containers' processes: a cgroup tree of its own, below this process's cgroup.
+"""The cgroup tree of the embedded node's containers, below this process's cgroup.
 
-Shape: `kubepods/burstable/pod<uid>/<id>/`, as the kubelet creates it with the cgroupfs driver. Chosen is cgroup v2 where a
-process can really be moved there, else a hierarchy of v1, else none: ordinary files then say what the kernel would, and a
-container has one process there, its first. The environment variable GPUSHARE_SANDBOX_CGROUPS (v2, v1, none) insists on one
-of them.
+Shape: `kubepods/burstable/pod<uid>/<id>/`, as the kubelet creates it with the cgroupfs driver. It uses cgroup v2 if a
+process can really be moved there, else a hierarchy of v1, else none. With none, ordinary files say what the kernel would,
+and a container has only its first process there. The environment variable GPUSHARE_SANDBOX_CGROUPS (v2, v1, none) insists
+on one of them.
 
 State owned: the directory `gpushare-sandbox-<pid>-<PID namespace>-<random>`, removed by `close`. A sandbox that was killed
-leaves its own behind; the next one of its PID namespace removes what belongs to no living process. Of files: `cgroup` and
-`proc` in the node's state directory.
+leaves its own behind; the next one of its PID namespace removes what belongs to no living process. With files: `cgroup`
+and `proc` in the node's state directory.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class KernelCgroups:
 
     def __init__(self, parent: Path) -> None:
         """Raises OSError where no process can be moved to such a tree."""
-        # Of sandboxes that were killed: their processes go on otherwise.
+        # Those of killed sandboxes: otherwise their processes go on.
         remove_stale(parent)
         # The random part: two sandboxes of one process, as in tests, must not share a tree.
         self.root = parent / f"gpushare-sandbox-{os.getpid()}-{_pid_namespace()}-{secrets.token_hex(4)}"
@@ -107,7 +107,7 @@ class KernelCgroups:
         return True
 
     def remove_pod(self, pod_uid: str) -> None:
-        """Removes the cgroup of a pod whose containers are gone."""
+        """Removes the cgroup of a pod that has no containers left."""
         with contextlib.suppress(OSError):  # it went with the last container, or one is left
             (self.root / PODS / f"pod{pod_uid}").rmdir()
 
@@ -131,7 +131,7 @@ class KernelCgroups:
 
 class FileCgroups(KernelCgroups):
     """Files in place of the kernel's, for a user who can create no cgroups: an agent of the node reads them as a tree of v2
-    and as /proc. No process can be moved there, and who is killed is its caller's matter."""
+    and as /proc. No process can be moved there. The caller decides which process is killed."""
 
     def __init__(self, state: Path) -> None:
         """Raises OSError."""
@@ -184,10 +184,10 @@ def open_cgroup_tree(state: Path, kind: str | None = None) -> tuple[CgroupTreeKi
 
 
 def remove_stale(parent: Path) -> None:
-    """Trees whose sandbox is dead: what is left of their processes is killed."""
+    """The trees of dead sandboxes. Their remaining processes are killed."""
     for path in sorted(parent.glob("gpushare-sandbox-*")):
         match = _NAME.fullmatch(path.name)
-        # A PID of another namespace says nothing here: its sandbox may live.
+        # A PID of another namespace says nothing here. Its sandbox may live.
         if match is None or match[2] != _pid_namespace() or Path("/proc", match[1]).exists():
             continue
         with contextlib.suppress(FileNotFoundError):  # another sandbox has removed it

@@ -3,10 +3,10 @@
 There are no namespaces, no images and no root file system: a container sees the machine. container_config.py says what its
 process runs. Containers live on while the kubelet is stopped, as real ones do, and end with the sandbox.
 
-A container's first process is a small shell that waits for one line and then becomes the command: so nothing of a
+A container's first process is a small shell that waits for one line and then becomes the command, so nothing of a
 container runs outside its cgroup. The kernel kills it if the sandbox dies first. A container has ended once no process is
-left in its cgroup: those that its first process leaves behind are killed, as a runtime does without a PID namespace. Where
-no cgroup can be created that holds for its process group.
+left in its cgroup. Processes that its first one leaves behind are killed, as a runtime does without a PID namespace. If no
+cgroup can be created, this applies to its process group.
 State owned: the containers, their processes, and the cgroup tree (cgroup_tree.py).
 """
 
@@ -263,8 +263,8 @@ class ContainerRuntime:
             raise Unavailable(f"no cgroup can be made for pod {pod_uid}: {error.strerror or error}") from error
 
     def start(self, config: ContainerConfig) -> Container:
-        """Raises Unavailable where the machine gives no process or no cgroup, and where no process can have such an
-        argument or variable."""
+        """Raises Unavailable if the machine gives no process or no cgroup, or if no process can have such an argument or
+        variable."""
         where = f"container {config.name} of pod {config.pod_namespace}/{config.pod_name}"
         if self._is_closed:
             raise Unavailable(f"{where} cannot start: the node has ended")
@@ -280,7 +280,7 @@ class ContainerRuntime:
                 f"{where} cannot start: no process can have such a command or environment: {error}; mend the manifest"
             ) from error
         self._forgotten.discard(config.pod_uid)
-        # Known before its release: it may end at once, and its end is that of a known container.
+        # Known before its release, because it may end at once: its end must belong to a known container.
         self._containers[config.pod_uid, config.name] = container
         assert container.process is not None  # noqa: S101 - it waits for its release
         container.process.release(partial(self._remove_rest, container, _FIRST_RETRY_S))
@@ -361,7 +361,7 @@ class ContainerRuntime:
         if self._is_closed:
             return
         self._is_closed = True
-        # Blocking, for the loop may be gone: the sandbox is at its end.
+        # Blocking, because the loop may be gone: the sandbox is at its end.
         for container in self._containers.values():
             self._cancel_timers(container)
             if container.process is not None and container.process.end() is None:

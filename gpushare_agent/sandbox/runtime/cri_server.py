@@ -1,6 +1,6 @@
-"""The container runtime interface (CRI v1) of the embedded node: what an agent asks a real containerd.
+"""The container runtime interface (CRI v1) of the embedded node: the calls that an agent makes to a real containerd.
 
-Only the three questions that the project asks of one: Version, ListContainers, ContainerStatus; others are UNIMPLEMENTED.
+It has only the three calls that the project uses: Version, ListContainers, ContainerStatus; others are UNIMPLEMENTED.
 Its answers have the shape of containerd's, the labels are the kubelet's. State owned: the socket. It can be stopped and
 started while the containers run, as a runtime is when it is upgraded.
 """
@@ -62,7 +62,7 @@ class _RuntimeService(v1.RuntimeServiceBase):
     async def container_status(self, message: v1.ContainerStatusRequest) -> v1.ContainerStatusResponse:
         for container in self._runtime.containers():
             if container.id == message.container_id:
-                # containerd's info, of which the agent reads the PID; 0 where it does not run.
+                # containerd's info. The agent reads the PID in it; 0 if it does not run.
                 info = {"sandboxID": _pod_sandbox_id(container), "pid": container.pid if container.is_running else 0}
                 return v1.ContainerStatusResponse(
                     status=_status(container), info={"info": json.dumps(info)} if message.verbose else {}
@@ -86,7 +86,7 @@ def _status(container: Container) -> v1.ContainerStatus:
 
 
 def _common(container: Container) -> dict[str, Any]:
-    """What both messages have."""
+    """The fields that both messages have."""
     is_running = container.is_running
     return {
         "id": container.id,

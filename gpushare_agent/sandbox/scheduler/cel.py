@@ -42,7 +42,7 @@ _OPERATORS: Mapping[type[ast.cmpop], Callable[[Any, Any], bool]] = {
 
 
 AttributeValue = str | int | bool
-"""Of a device, but for a version."""
+"""The value types of a device's attributes, except a version."""
 
 
 class Version(Struct, frozen=True, order=True):
@@ -50,7 +50,7 @@ class Version(Struct, frozen=True, order=True):
 
 
 class SelectorFailed(Rejected):
-    """The expression has no value for a device, as of an attribute that it does not have."""
+    """The expression has no value for a device, for example because the device lacks an attribute."""
 
 
 def version(text: str) -> Version:

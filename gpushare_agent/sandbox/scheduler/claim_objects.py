@@ -39,7 +39,7 @@ from gpushare_agent.sandbox.scheduler.cel import (
 
 _UNITS = ("", "Ki", "Mi", "Gi", "Ti", "Pi")
 _MALFORMED = (KeyError, TypeError, ValueError, AttributeError, IndexError)
-"""What reading raises of an object that a real API server would have refused."""
+"""The errors from reading an object that a real API server would have refused."""
 
 
 def read_devices(slices: Iterable[RawObject], node: str) -> list[Device]:
@@ -123,7 +123,7 @@ def read_requests(spec: Mapping[str, Any], classes: Mapping[str, RawObject]) -> 
 
 
 def _options(request: RawObject) -> Iterator[tuple[str, RawObject]]:
-    """What a request asks for, with its name, of which an alternative's has the request's before it."""
+    """What a request asks for, with its name. The name of an alternative has the request's name before it."""
     if request.get("exactly"):
         yield request["name"], request["exactly"]
     else:
@@ -179,7 +179,7 @@ def used_of(claims: Iterable[RawObject]) -> dict[DeviceKey, dict[str, int]]:
     for claim in claims:
         for one in results_of(claim):
             device = used.setdefault((one.driver, one.pool, one.device), {})
-            # Of consumedCapacity and never of the request: it was rounded.
+            # From consumedCapacity, never from the request, because it was rounded.
             for name, amount in (one.consumed_capacity or {}).items():
                 full = _full(name, one.driver)
                 device[full] = device.get(full, 0) + whole(amount)
@@ -236,7 +236,7 @@ def _result(share: Share, tolerations: Sequence[RawObject] | None) -> RawObject:
 
 
 def _quantity(number: int, *, is_binary: bool) -> str:
-    """The quantity in its canonical form: the greatest unit of which it is a multiple."""
+    """The quantity in its canonical form: in the greatest unit that divides it."""
     power = 0
     # As Kubernetes writes quantities: the greatest unit that leaves a whole number.
     while is_binary and number and number % 1024 == 0 and power < len(_UNITS) - 1:

@@ -64,7 +64,7 @@ class PodClaims:
         return None, [NO_FIT for _ in nodes]
 
     def remedy(self, pod: RawObject) -> str:
-        """How to start a sandbox that offers GPUs by claims, where the pod has claims and nobody does; else empty."""
+        """How to start a sandbox that offers GPUs by claims, if the pod has claims and no node offers any; else empty."""
         text = self._api.claims_remedy("pods", pod)
         return text and f" {text}"
 

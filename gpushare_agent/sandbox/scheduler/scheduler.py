@@ -1,11 +1,12 @@
-"""The two schedulers of the embedded cluster: one counts resources and allocates claims (claims.py), the other
-also asks an extender, as kube-scheduler does: its own resource fit, filter, prioritize, bind.
+"""The two schedulers of the embedded cluster. One counts resources and allocates claims (claims.py). The other also asks
+an extender, as kube-scheduler does: its own resource fit, filter, prioritize, bind.
 
-Free on a node is what is allocatable less what pods request. `ExtenderScheduler` decides one pod at a time; binds go on
-in the background, and what is being bound counts as taken meanwhile. A pod that fits nowhere waits with the extender's
-reasons, and is tried again with back-off once something that could help has changed, and now and then anyway. There is no
-preemption and no score of the scheduler's own. It asks by JSON over HTTP, extender v1, `nodeCacheCapable`: field names
-are those of k8s.io/kube-scheduler/extender/v1 (its types have no JSON tags, so they are the names in Go).
+The free resources of a node are the allocatable ones less the pods' requests. `ExtenderScheduler` decides one pod at a
+time. Binds go on in the background, and pods that are being bound count as on their node. A pod that fits nowhere waits
+with the extender's reasons. It is tried again with back-off once something that could help has changed, and occasionally
+without a change. There is no preemption and no score of the scheduler's own. It asks by JSON over HTTP, extender v1,
+`nodeCacheCapable`: field names are those of k8s.io/kube-scheduler/extender/v1 (its types have no JSON tags, so they are
+the names in Go).
 
 State owned: the requests of each living pod, read once; the pods that are being bound, and when each waiting pod is due.
 """
@@ -69,7 +70,7 @@ class NodeFit:
         for pod in pods:
             uid = pod["metadata"]["uid"]
             living[uid] = None
-            # A pod whose bind is under way counts as on its node.
+            # A pod that is being bound counts as on its node.
             node_name = pod["spec"].get("nodeName") or (assumed[uid][1] if uid in assumed else "")
             # A node may be gone; a pod that has ended uses nothing.
             if node_name in nodes and not is_terminal(pod):
@@ -108,7 +109,7 @@ def take(free: dict[str, int], requests: Mapping[str, int]) -> None:
 
 
 def lacking(free: Mapping[str, int], requests: Mapping[str, int]) -> list[str]:
-    """The resources of which there is too little."""
+    """The resources that are too scarce."""
     return [name for name, count in requests.items() if count > free.get(name, 0)]
 
 
@@ -340,7 +341,7 @@ class ExtenderScheduler:
             is_due = (
                 waiting is None or now >= waiting.latest_at or (now >= waiting.due_at and waiting.epoch != self._epoch)
             )
-            # A pod whose bind goes on is not decided a second time.
+            # A pod that is being bound is not decided a second time.
             if is_due and uid not in self._assumed:
                 return pod
         return None
@@ -371,7 +372,7 @@ class ExtenderScheduler:
             if names and requests:
                 answer = await self._extender.filter(pod, names)
                 reasons += [reason for _, reason in sorted(answer.failed.items())]
-                # In our order: the extender's says nothing.
+                # In our order: the extender's order means nothing.
                 names = [name for name in names if name in (answer.node_names or ())]
             if not names:
                 self._put_back(pod, waiting_text(len(against), reasons) + self._fit.remedy(requests), UNSCHEDULABLE)
@@ -400,7 +401,7 @@ class ExtenderScheduler:
     async def _bind(self, pod: RawObject, node_name: str, *, is_ours: bool) -> None:
         metadata = pod["metadata"]
         try:
-            # The extender binds what it has decided on, for it reserves the GPUs in the same step.
+            # The extender binds what it has decided on, because it reserves the GPUs in the same step.
             if is_ours:
                 self._api.bind_pod(metadata["namespace"], metadata["name"], node_name, uid=metadata["uid"])
             else:
@@ -441,8 +442,8 @@ def _is_pending(pod: RawObject, schedulers: Sequence[str]) -> bool:
 
 
 def _could_help(change: Change) -> bool:
-    """A pod on a node that is gone or has ended; a node that is new, whose allocatable, annotations or labels changed,
-    or that was uncordoned."""
+    """A pod on a node is gone or has ended; or a node is new, was uncordoned, or has other allocatable resources,
+    annotations or labels."""
     before, after = change.before, change.after
     if change.resource == "pods" and before is not None and before["spec"].get("nodeName"):
         return after is None or (is_terminal(after) and not is_terminal(before))
