@@ -190,7 +190,7 @@ COMMANDS: tuple[Command, ...] = (
                 default=None,
             ),
             arg("--bus-id BUS_ID", "PCI bus ID; usually empty"),
-            arg("--pod-uid POD_UID", "default: as vcuda.config beside the socket says"),
+            arg("--pod-uid POD_UID", "default: as vcuda.config next to the socket says"),
             one_of(
                 arg("--cont-id ID", "register by container ID, 64 hexadecimal digits"),
                 arg("--cont-name NAME", "register by name; default: as vcuda.config says"),

@@ -55,7 +55,7 @@ static void pause_up_to(int64_t longest_ms)
     nanosleep(&pause, NULL);
 }
 
-/* Whether the files are there that the library is about to read: beside the socket, or in a directory named after the ID. */
+/* Whether the files are there that the library is about to read: next to the socket, or in a directory named after the ID. */
 static bool has_files(const struct vdevice_names *with)
 {
     static const char *const NAMES[] = {"vcuda.config", "pids.config"};

@@ -124,7 +124,7 @@ bool open_region(void)
         if (usage)
             atomic_store_explicit(&is_opened, true, memory_order_release);
         else
-            say_once(&said, "%s: %s: no memory of a GPU can be allocated. Start the container anew", path, reason);
+            say_once(&said, "%s: %s: no memory of a GPU can be allocated. Start the container again", path, reason);
     }
     bool is_open = is_opened;
     pthread_mutex_unlock(&guard);
@@ -179,7 +179,7 @@ void read_limits(int gpu, struct limits *limits)
     /* A file that somebody on the host has cut or emptied reads as zeros, and that is not "no limit". */
     if (LOAD(*(uint32_t *)(uintptr_t)&config->layout) != CONFIG_LAYOUT || LOAD(*(char *)(uintptr_t)&from->uuid[0]) == 0) {
         static int said;
-        say_once(&said, "%s is empty: no memory of a GPU can be allocated. Start the container anew", CONFIG_PATH);
+        say_once(&said, "%s is empty: no memory of a GPU can be allocated. Start the container again", CONFIG_PATH);
         *limits = (struct limits){.limits_memory = true};
         return;
     }

@@ -166,7 +166,7 @@ def test_free_gpus_that_lack_memory_together_are_not_called_too_few() -> None:
     """There are enough of them."""
     outcome, why = decide(200, 193)
     assert isinstance(outcome, Refused) and outcome.reason is RefusalReason.NOT_ENOUGH_MEMORY
-    assert verdicts(why) == ["wholly free; the 2 largest GPUs have 48 GiB in all"] * 2
+    assert verdicts(why) == ["entirely free; the 2 largest GPUs have 48 GiB in all"] * 2
 
 
 def test_a_refusal_for_memory_says_what_each_gpu_is_short_of() -> None:

@@ -144,4 +144,4 @@ def _health(gpu: dict[str, Any]) -> str:
 
 def _reason(gpu: dict[str, Any]) -> str:
     """The operator's words, and what is wrong with the GPU itself."""
-    return "; besides, ".join(filter(None, (gpu["cordoned"], gpu["reason"])))
+    return "; also, ".join(filter(None, (gpu["cordoned"], gpu["reason"])))

@@ -628,7 +628,7 @@ def _verdicts(case: Case, request: Request, gpus: Sequence[GpuAccount], decision
         ):
             yield "fits, but the kubelet's IDs name another"
         else:
-            yield f"wholly free; {of_node.of_node()}" if of_node is not None else "fits"
+            yield f"entirely free; {of_node.of_node()}" if of_node is not None else "fits"
 
 
 def _unhealthy(reason: str) -> str:
