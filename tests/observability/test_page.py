@@ -16,7 +16,7 @@ from bench.sample_node import SampleNode
 from tests.observability.support_web import served_node
 from tests.support_deadline import DEADLINE_S
 
-DIRECTORY = Path(gpushare_agent.__file__).parent / "observability" / "dashboard"
+DIRECTORY = Path(gpushare_agent.__file__).parent / "core" / "web" / "dashboard"
 FILES = sorted(path.name for path in DIRECTORY.iterdir())
 BROWSER = "text/html,application/xhtml+xml,application/xml;q=0.9,*/*;q=0.8"
 
