@@ -200,7 +200,7 @@ async def test_the_gpus_that_a_pods_annotations_accept_are_the_only_ones_that_it
         assert (await asker.filter(pod, ["n1", "n2"]))["NodeNames"] == ["n2"]
         assert "leave out all healthy GPUs" in await asker.bind(pod, "n1")
         assert await asker.bind(pod, "n2") == ""
-        assert predicted(cluster.pod("a"))["tencent.com/predicate-gpu-idx-0"] == "1"
+        assert predicted(cluster.pod("default", "a"))["tencent.com/predicate-gpu-idx-0"] == "1"
         assert [method for method, path in cluster.requests if "/pods/a" in path] == ["POST"]
 
 
