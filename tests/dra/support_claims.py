@@ -153,8 +153,10 @@ class ClaimedNode(Node, frozen=True, kw_only=True):
 class Driver:
     """The claims of a node of two GPUs of 24 GiB over real files; everything else is the test's."""
 
-    def __init__(self, directory: Path, *claims: RawClaim, gpus: int = 2, wait_s: float = 0.0) -> None:
-        self.directory = directory
+    def __init__(
+        self, directory: Path, *claims: RawClaim, gpus: int = 2, wait_s: float = 0.0, cdi: Path | None = None
+    ) -> None:
+        self.directory, self.cdi = directory, cdi or directory / "cdi"
         self.api = FakeClaimApi(*claims)
         self.store = PodStore()
         self.decisions = DecisionLog(100)
@@ -186,7 +188,7 @@ class Driver:
             claimable=self.claimable,
         )
         self.cache = self.node.cache
-        self.files = ClaimFiles(self.directory / "records", self.directory / "cdi")
+        self.files = ClaimFiles(self.directory / "records", self.cdi)
         made = Claims(
             node=self.node,
             policy=lambda: self.policy,
@@ -206,7 +208,7 @@ class Driver:
         self.store.upsert(pod(name, *containers, claims=claims))
 
     def specs(self) -> list[str]:
-        return sorted(path.name for path in (self.directory / "cdi").glob("*"))
+        return sorted(path.name for path in self.cdi.glob("*"))
 
     def records(self) -> list[str]:
         return sorted(path.name for path in (self.directory / "records").glob("*"))

@@ -71,7 +71,7 @@ class World:
 
     def __init__(self, node: EmbeddedNode, rng: Random) -> None:
         self.node, self.rng = node, rng
-        self.driver = Driver(node.paths.state, gpus=GPUS, wait_s=0.05)
+        self.driver = Driver(node.paths.state, gpus=GPUS, wait_s=0.05, cdi=node.paths.cdi)
         self.driver.policy = edit_policy("none")  # which refuses nothing
         self.booked: set[str] = set()
         """UIDs of all claims that ever were."""
