@@ -210,7 +210,7 @@ async def test_fail_gpu_and_heal_gpu_from_another_terminal(folder: Path) -> None
         await read_until(process, "pod default/mine Running")
         lost = await sandbox("fail-gpu", "1", "--lost", "a cable", "--state-dir", state)
         assert (lost.code, lost.out) == (0, "GPU 1 is lost: a cable\n"), lost.err
-        document = await shown_until(state, 1, is_healthy=False)
+        document = await shown_until(state, 1, is_healthy=False, used_bytes=1)
         assert reasons(document) == ["", "a cable"]
         usage = document["node"]["containers"][0]["gpus"][0]["usage"]
         assert (usage["sm_ratio"], usage["memory_bytes"] >> 20) == (0.2, 1024)
@@ -266,13 +266,15 @@ def reasons(document: dict[str, Any]) -> list[str]:
     return [gpu["health_reason"].partition(";")[0] for gpu in document["node"]["gpus"]]
 
 
-async def shown_until(state: Path, gpu: int, *, is_healthy: bool) -> dict[str, Any]:
-    """The report once the agent offers the GPU so, and use is known."""
+async def shown_until(state: Path, gpu: int, *, is_healthy: bool, used_bytes: int = 0) -> dict[str, Any]:
+    """The report once the agent offers the GPU so, and use is known and at least `used_bytes`: the sample before a
+    container's first moment shows none."""
     async with asyncio.timeout(DEADLINE_S):
         while True:
             document = await document_of(state)
             node = document["node"]
             used = [part["usage"] for one in node["containers"] for part in one["gpus"]]
-            if node["gpus"][gpu]["is_healthy"] is is_healthy and used and all(used):
+            is_used = used and all(one and (one["memory_bytes"] or 0) >= used_bytes for one in used)
+            if node["gpus"][gpu]["is_healthy"] is is_healthy and is_used:
                 return document
             await asyncio.sleep(0.05)  # another process: it can only be asked again
