@@ -21,7 +21,7 @@ import tomllib
 nox.needs_version = ">=2024.4.15"  # the last one for Python 3.7, which is to read what is above
 nox.options.sessions = ["tests", "lint", "types", "protos", "lock", "docs"]
 nox.options.reuse_existing_virtualenvs = True
-nox.options.error_on_missing_interpreters = False  # tests-3.13 passes over a machine that has only 3.11
+nox.options.error_on_missing_interpreters = False  # tests-on-3.13 is skipped on a machine that has only 3.11
 
 MERMAID = (
     "11.12.1",
@@ -73,7 +73,7 @@ def _pytest(session: nox.Session, marks: str) -> None:
     chosen = session.posargs or ["-m", marks]
     workers = 2 * (os.cpu_count() or 1)
     env = {
-        "PYTHONDONTWRITEBYTECODE": "",  # else each worker and each command that a test starts compiles all anew
+        "PYTHONDONTWRITEBYTECODE": "",  # else each worker and each command that a test starts compiles everything again
         "SSL_CERT_FILE": os.devnull,  # no test needs the system's, which each TLS context reads for 25 ms
     }
     session.run("python", "-m", "pytest", "-n", str(workers), "--dist", "worksteal", *chosen, env=env)
