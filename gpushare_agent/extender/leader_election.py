@@ -66,7 +66,7 @@ RELEASE_TIMEOUT_S = 2.0
 SHORTEST_PAUSE_S = 0.01
 RELEASED_S = 1
 """The duration of a released lease."""
-NEVER = float("-inf")
+LONG_AGO = float("-inf")
 
 
 def boot_time_s() -> float:
@@ -119,10 +119,10 @@ class LeaderElection(Struct, kw_only=True, eq=False):
     clock: Callable[[], float] = boot_time_s
     _seen: tuple[object, ...] = ()
     """Empty until the lease was read, or was absent, for the first time."""
-    _seen_at: float = NEVER
+    _seen_at: float = LONG_AGO
     _was_read: bool = False
     _lease: Lease | None = None
-    _leads_until: float = NEVER
+    _leads_until: float = LONG_AGO
     _was_leading: bool = False
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
     term: int = 0
@@ -148,7 +148,7 @@ class LeaderElection(Struct, kw_only=True, eq=False):
             try:
                 await self.try_acquire_or_renew()
             except AgentError as e:
-                # A missing right does not mend itself; an API server that is away does.
+                # A missing right stays missing; an API server that is away comes back.
                 level = log.error if isinstance(e, Rejected) else log.warning
                 level("lease_not_renewed" if self.leads() else "lease_not_read", error=str(e), leads=self.leads())
             # Twice: the request may have won or lost the lease, and during the pause the time to lead may have run out.
@@ -162,7 +162,7 @@ class LeaderElection(Struct, kw_only=True, eq=False):
         if not self.leads() or self._lease is None:
             return
         # Before the request: from its arrival on another replica may lead.
-        self._leads_until = NEVER
+        self._leads_until = LONG_AGO
         self.report_transition()
         try:
             async with bounded(RELEASE_TIMEOUT_S, NO_ANSWER):
@@ -215,7 +215,7 @@ class LeaderElection(Struct, kw_only=True, eq=False):
         try:
             self._note(await self._put(self._record(self.identity)))
         except (Conflict, NotFound):
-            self._leads_until = NEVER  # another client wrote it, perhaps to take it, or deleted it
+            self._leads_until = LONG_AGO  # another client wrote it, perhaps to take it, or deleted it
             await self._read()
             raise
         # Only after an answer: a write without one may have failed, and then another replica's clock runs.
@@ -257,7 +257,7 @@ class LeaderElection(Struct, kw_only=True, eq=False):
         # Released in order, as `release` and client-go do it. A holder emptied by hand leaves a leader that does not know
         # it yet.
         if not self.holder and theirs_s == RELEASED_S:
-            return NEVER
+            return LONG_AGO
         # The longer of both durations: a holder with other settings may count on its own.
         return self._seen_at + max(self.terms.duration_s, min(theirs_s, MAX_DURATION_S))
 

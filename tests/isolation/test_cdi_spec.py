@@ -22,7 +22,7 @@ from gpushare_agent.agent.delivery.own_spec import (
     spec_version,
 )
 from gpushare_agent.core.model.errors import Rejected
-from gpushare_agent.core.model.isolation import SpecFile, is_device_name, is_kind
+from gpushare_agent.core.model.isolation import DEVICE_NAME, SpecFile, is_kind
 from gpushare_agent.sandbox.runtime.cdi_resolver import CdiResolver
 from tests.isolation.support_cdi import NVIDIA_CTK, schema
 from tests.support_core import inventory, mig_instance
@@ -219,9 +219,9 @@ def test_what_is_a_kind_and_a_device_name() -> None:
     ):
         assert not is_kind(bad), bad
     for good in ("0", "GPU-0f9f", "0:1", "MIG-1.2"):
-        assert is_device_name(good), good
+        assert DEVICE_NAME.fullmatch(good), good
     for bad in ("", "-a", "a-", "a/b", "a b", "a\n"):
-        assert not is_device_name(bad), bad
+        assert not DEVICE_NAME.fullmatch(bad), bad
 
 
 def test_the_control_nodes_hold_those_of_the_other_strategies() -> None:

@@ -1,9 +1,9 @@
 """Values of isolations and device lists that settings, drivers and isolations share: names, CDI names, limits of a cgroup.
 
-What each isolation does is in isolation/<name>/ and delivery/device_lists.py; settings/isolation_names.py lists them.
-Sources: the specification of the Container Device Interface and what its reference library accepts, because every common
-runtime gives containers devices through that library (a name is `<kind>=<device>`, a kind `<vendor>/<class>`); for the
-driver's limits nvml.h of CUDA 13.4, `nvmlSetMemoryLimits_v1_t`.
+What each isolation does is in agent/isolation/<name>/ and agent/delivery/device_lists.py; settings/isolation_names.py lists
+them. Sources: the specification of the Container Device Interface and what its reference library accepts, because every
+common runtime gives containers devices through that library (a name is `<kind>=<device>`, a kind `<vendor>/<class>`); for
+the driver's limits nvml.h of CUDA 13.4, `nvmlSetMemoryLimits_v1_t`.
 """
 
 from __future__ import annotations
@@ -72,10 +72,6 @@ def is_kind(text: str) -> bool:
     return KIND.fullmatch(text) is not None
 
 
-def is_device_name(text: str) -> bool:
-    return DEVICE_NAME.fullmatch(text) is not None
-
-
 class SpecFile(Struct, frozen=True, kw_only=True):
     """One file of a spec directory. `problem` is why a runtime ignores it (then kind and devices are empty)."""
 
@@ -87,7 +83,7 @@ class SpecFile(Struct, frozen=True, kw_only=True):
 
 
 class MemoryLimit(Struct, frozen=True, kw_only=True):
-    """The limit of one GPU for the processes in a cgroup and below. `cgroup` is its directory, in cgroup v2."""
+    """How much of a GPU's memory the processes in a cgroup and below may have. `cgroup` is its directory, in cgroup v2."""
 
     gpu: GpuUuid
     cgroup: Path

@@ -9,7 +9,7 @@ model/decision_records.py as JSON.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, NotRequired, TypedDict, TypeVar
+from typing import Annotated, Any, Literal, NotRequired, TypedDict, TypeVar, cast
 
 from msgspec import Meta, ValidationError, convert
 
@@ -203,6 +203,4 @@ def check_document(shape: type[D], answer: Mapping[str, Any], agent: str) -> D:
             f"cannot use the answer of {agent}: {str(error)[:300]}; use the gpushare-agent of the agent's own version, and"
             " check that this is an agent's address"
         ) from error
-    document: Any = answer
-    checked: D = document
-    return checked
+    return cast(D, answer)

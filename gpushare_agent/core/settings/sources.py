@@ -199,8 +199,8 @@ def _read_former(flag: str, former: FormerFlag, value: str | None, layer: Layer,
             layer.problems.append(f"{source}: {value[:80]!r} is not allowed; allowed: {error}")
             return
     values |= {name: RawSetting(text, source) for name, text in settings.items()}
-    shown, is_lost = "…" if former.is_secret else value[:200], value.lower() not in former.as_here
-    is_lost = bool(former.reason) and is_lost
+    shown = "…" if former.is_secret else value[:200]
+    is_lost = bool(former.reason) and value.lower() not in former.as_here
     layer.migrated.append(MigratedKey(flag, shown, source, settings, former.reason, is_lost))
 
 

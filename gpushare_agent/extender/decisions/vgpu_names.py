@@ -42,7 +42,7 @@ from gpushare_agent.extender.decisions.claims import (
 
 class Family(Struct, frozen=True, kw_only=True):
     """The names of one program, empty where it has none. The annotation `elastic` lets a share compute beyond its cores, and
-    `ignored` have no effect; placement follows those that choose GPUs (placement/gpu_choice.py)."""
+    `ignored` have no effect; placement follows those that choose GPUs (core/placement/gpu_choice.py)."""
 
     count: str
     memory: str
@@ -125,13 +125,11 @@ def translate_pod(read: PodJson, names: ResourceNames) -> Conversion | Refused:
     patch = list(_container_patches(read.spec, asking, asked, names))
     is_elastic = any(annotations.get(family.elastic) in _ELASTIC for family in FAMILIES if family.elastic)
     if (unlimited or (limited and is_elastic)) and CORE_LIMIT_ANNOTATION not in annotations:
-        ceiling = {CORE_LIMIT_ANNOTATION: str(CORES_PER_GPU)}
+        name, ceiling = CORE_LIMIT_ANNOTATION, str(CORES_PER_GPU)
         if annotations:
-            patch += [
-                PatchOperation("add", f"/metadata/annotations/{escaped(name)}", ceiling[name]) for name in ceiling
-            ]
+            patch.append(PatchOperation("add", f"/metadata/annotations/{escaped(name)}", ceiling))
         else:
-            patch.append(PatchOperation("add", "/metadata/annotations", ceiling))
+            patch.append(PatchOperation("add", "/metadata/annotations", {name: ceiling}))
     ignored = (name for family in FAMILIES for name in family.ignored if name in annotations)
     warnings = [f"the annotation {name} has no effect" for name in ignored]
     warnings += [
