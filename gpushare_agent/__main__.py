@@ -24,7 +24,7 @@ def main() -> int:
 
 
 def run_as_gpushare() -> int:
-    """`gpushare-device-plugin-v2`: GPUShare's DaemonSet calls its device plugin so (settings/sources.py)."""
+    """`gpushare-device-plugin-v2`: GPUShare's DaemonSet calls its device plugin so (core/settings/sources.py)."""
     sys.argv.insert(1, "run")
     os.environ["GPUSHARE_PROGRAM"] = "gpushare-device-plugin-v2"
     return main()

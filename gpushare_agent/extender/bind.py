@@ -156,8 +156,8 @@ class Binder(Struct, kw_only=True, eq=False):
                 await self._reserve_and_bind(args)
         except _Failed as e:
             outcome, error = e.outcome, str(e)
-        # _finish renames its own errors to _Failed: errors that come here are from the reads before the reservation.
-        except AgentError as e:  # where nothing was reserved
+        # _carry_out renames its own errors to _Failed: those that come here are from the reads before it.
+        except AgentError as e:  # nothing was reserved
             outcome, error = "failed", f"{e}. The scheduler tries again."
         self.metrics.count("binds", outcome)
         return f"cannot bind pod {args.namespace}/{args.pod} to node {args.node}: {error}" if error else ""
@@ -274,7 +274,7 @@ class Binder(Struct, kw_only=True, eq=False):
                     await asyncio.sleep(REPORT_POLL_S)
 
     async def _carry_out(self, write: Write, pod: Pod, node: str, ends_at: float) -> Reservation:
-        """Reserves, and writes in time, with tries that may mend it. The ledger is correct afterwards, whatever the outcome.
+        """Reserves, and writes in time, in several tries if need be. The ledger is correct afterwards, whatever the outcome.
         Raises _Failed."""
         # Before the reservation, not after it: the report may change what is planned.
         await self._wait_report(node)
@@ -309,7 +309,7 @@ class Binder(Struct, kw_only=True, eq=False):
         return reserved
 
     async def _try(self, write: Write, bind: Bind, ends_at: float) -> None:
-        """Until it is done, or an error comes that no other try can mend."""
+        """Until it is done, or an error comes that another try cannot help."""
         for tried in range(1, TRIES + 1):
             try:
                 if await write(bind) is None:

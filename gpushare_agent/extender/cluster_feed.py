@@ -56,11 +56,11 @@ class PodsFeed(Handler, Struct, kw_only=True, eq=False):
     model_label: str = ""
     clock: Callable[[], float] = time.monotonic
     on_scheduled: Callable[[Pod], None] = lambda pod: None
-    """Told of a pod that had no node, once it has one."""
+    """Called with a pod that had no node, once it has one."""
     _unscheduled: dict[PodUid, Pod] = field(default_factory=dict)
     _before_list: set[PodUid] = field(default_factory=set)
     _missing: set[PodUid] = field(default_factory=set)
-    """Handles the pods that are not listed any more; some stay until their bind ends."""
+    """The pods that are not listed any more; some stay until their bind ends."""
 
     def unscheduled(self, uid: PodUid) -> Pod | None:
         """The pod, if it has no node and asks for something of ours."""

@@ -1,22 +1,21 @@
 """The extender's HTTP server: the scheduler's verbs, health, readiness, version, metrics, and what it has reserved.
 
 The paths are gpu-admission's, GPUShare's and kube-scheduler's usual ones. Limits and connections are
-kit/http_server.py's: a new connection is always served, however many others are idle. With client authorities, only a client
-that shows a certificate of theirs may call the verbs and read the state; a kubelet's probe has none, so health stays open. A
-replica that does not lead, or has not listed the cluster since it does, answers 503: the scheduler tries again, and a
-Service routes to the other. The webhooks for new pods (claims_webhook.py) are answered by every replica, and with or
-without a certificate, by setting.
-The server's own certificate is read again when it changes.
+core/kit/http_server.py's: a new connection is always served, however many others are idle. With client authorities, only a
+client that shows a certificate of theirs may call the verbs and read the state; a kubelet's probe has none, so health stays
+open. A replica that does not lead, or has not listed the cluster since it does, answers 503: the scheduler tries again, and
+a Service routes to the other. The webhooks for new pods (claims_webhook.py) are answered by every replica, and with or
+without a certificate, by setting. The server's own certificate is read again when it changes.
 
 A verb's request, in the order of the checks:
 
 | check | answer |
 |---|---|
-| a body that is compressed, in chunks or too long, by its headers | 415, 411, 413 (kit/http_server.py) |
+| a body that is compressed, in chunks or too long, by its headers | 415, 411, 413 (core/kit/http_server.py) |
 | no client certificate where one is asked for | 403, before the body is read |
 | this replica does not decide | 503, before the body is read and again after it; the connection ends |
 | a webhook's body above MAX_REVIEW_BYTES | 413, before it is read |
-| the limit of bodies above SHORT_BYTES that are read at once, for the verbs and for the webhook each | 503 |
+| LONG_AT_ONCE bodies above SHORT_BYTES are being read already (for the webhook LONG_REVIEWS_AT_ONCE) | 503 |
 | the body does not come within `body_s`, or not to its end | 408, 400 |
 | the body is no request of this verb | the verb's own error (verbs.py) |
 
@@ -109,7 +108,7 @@ class ExtenderWeb(Struct, kw_only=True, eq=False):
     """For clients without a certificate, too."""
     body_s: float = BODY_S
     limits: HttpLimits = HttpLimits(idle_s=IDLE_S)
-    """The paths of any port of the program."""
+    """Those of any port of the program, with IDLE_S; `run` sets the ones of bodies, handlers and the end."""
     _long_bodies: _LongBodies = field(default_factory=lambda: _LongBodies(LONG_AT_ONCE))
     _long_reviews: _LongBodies = field(default_factory=lambda: _LongBodies(LONG_REVIEWS_AT_ONCE, MAX_REVIEW_BYTES))
     bind_s: float = BIND_TIMEOUT_S
@@ -231,7 +230,7 @@ class ExtenderWeb(Struct, kw_only=True, eq=False):
 
     async def _body(self, request: web.Request, bound: _LongBodies) -> bytes:
         """The whole body. Raises UnreadError."""
-        # kit/http_server.py has refused chunked bodies, so the header says how long it will be.
+        # core/kit/http_server.py has refused chunked bodies, so the header says how long it will be.
         length = request.content_length or 0
         is_long = length > SHORT_BYTES
         if is_long and length > bound.most_bytes:

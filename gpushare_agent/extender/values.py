@@ -47,7 +47,7 @@ class ClusterNode(Struct, frozen=True, kw_only=True):
 
 NodePolicy = Literal["fgd", "binpack", "spread"]
 """The choice among the nodes that fit a pod: where the fewest free GPUs become useless to the pods that usually come
-(placement/fragmentation.py), the fullest, or the emptiest."""
+(core/placement/fragmentation.py), the fullest, or the emptiest."""
 
 
 class ClusterPolicy(Struct, frozen=True, kw_only=True):

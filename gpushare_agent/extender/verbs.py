@@ -1,4 +1,4 @@
-"""The verbs of the scheduler extender, as values: filter, prioritize, preempt and bind. HTTP and JSON: http.py.
+"""The verbs of the scheduler extender: filter, prioritize, preempt and bind. HTTP: http.py; JSON: messages.py.
 
 With reserve=bind, filter changes nothing, so that preemption and autoscalers may ask what would be; bind reserves the GPUs.
 With reserve=filter it does what gpu-admission's does, for schedulers that bind themselves: it chooses one node, reserves

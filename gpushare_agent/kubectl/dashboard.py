@@ -108,7 +108,6 @@ class ClusterPage:
         metrics = ExtenderMetrics()
         policy = ClusterPolicy(names=names, share_policy=settings.placement.share_policy)
         self._state = ClusterState(policy=policy)
-        # It decides nothing, so no pod is bound or reserved by it.
         self._pods = _Pods(state=self._state, names=names)
         labels = settings.extender
         read = partial(read_node, names=names, model_label=labels.model_label, pool_label=labels.pool_label)
@@ -140,8 +139,8 @@ class ClusterPage:
         raise AssertionError("unreachable: the server serves until it is cancelled")
 
     async def _probe(self, api: KubeApi) -> NoReturn:
-        """Finds out within seconds that the API server is gone: a watch without another end is silent, as most watches
-        are."""
+        """Finds out within seconds that the API server is gone: a watch whose other end has gone is silent, like most
+        watches."""
         while True:
             try:
                 await api.check_answers(timeout_s=_PROBE_S)

@@ -43,7 +43,7 @@ _NOT_IN_A_VALUE = re.compile(r"[^A-Za-z0-9._-]+")
 
 class DevicePolicy(Struct, frozen=True, kw_only=True):
     """The settings that concern the slice. `isolation` is the node's own, `memory_by` and `compute_by` what limits them
-    under it (isolation/kept.py). `shares` is the setting dra.consumable_shares."""
+    under it (agent/isolation/kept.py). `shares` is the setting dra.consumable_shares."""
 
     block_mib: int
     order: str
@@ -185,7 +185,7 @@ def _value(reason: str) -> str:
 def link_groups(topology: Topology) -> dict[str, dict[int, str]]:
     """The group of each GPU, by attribute and by index: GPUs joined by NVLink (directly or through others), and by PCIe
     switches alone. A GPU that is alone has no such attribute, so matchAttribute does not take it. The driver does not report
-    the PCIe path of two GPUs with an NVLink, so they have a common group only through a third GPU."""
+    the PCIe path of two GPUs with an NVLink, so they have a common PCIe group only through a third GPU."""
     return {
         "nvlinkGroup": _connected(topology, "nvlink", {LinkKind.NVLINK}),
         "pcieSwitchGroup": _connected(topology, "pcie", {LinkKind.PIX, LinkKind.PXB}),

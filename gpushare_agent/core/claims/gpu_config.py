@@ -9,8 +9,8 @@
         defaultPinnedDeviceMemoryLimit: 10Gi       # of every GPU that the configuration is for
         defaultPerDevicePinnedMemoryLimit: {"0": 8Gi}   # by UUID, or by place among them in order of UUID
 
-Source: api/nvidia.com/resource/v1beta1 of the driver. Every field is used or refused: a field that was passed over would be
-a lost limit.
+Source: api/nvidia.com/resource/v1beta1 of the driver. Every field is used or refused: an ignored field would
+be a lost limit.
 """
 
 from __future__ import annotations

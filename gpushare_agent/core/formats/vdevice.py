@@ -1,6 +1,6 @@
 """The files that the in-container library reads, and the forms of the names in a request. Pure.
 
-The files themselves: isolation/vdevice/files.py. Source of the formats: docs/reference/formats.md, section 5 (they
+The files themselves: agent/isolation/vdevice/files.py. Source of the formats: docs/reference/formats.md, section 5 (they
 are the library's own C structs: native, little-endian, fixed sizes).
 
 | offset | size | vcuda.config |

@@ -201,7 +201,7 @@ class ServedSocket:
 
     async def serve(self) -> None:
         """Serves at the path, again if need be; a socket that is there is replaced. Raises OSError as `bind_unix_socket`."""
-        # The server of before would go on at a file that nobody finds.
+        # The former server would go on at a file that nobody finds.
         await self.stop()
         sock, server = bind_unix_socket(self.path, mode=self._mode), self._make()
         # Before anything else can go wrong: only the file with this identity is ever removed.

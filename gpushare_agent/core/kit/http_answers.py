@@ -1,8 +1,8 @@
 """Common parts of HTTP answers: headers that protect a browser, JSON, gzip, strict reading of queries, a queue for costly
 ones.
 
-The paths themselves are elsewhere. aiohttp is imported inside the functions, see observability/http/server.py. State owned:
-the requests that wait in a RequestQueue.
+The paths themselves are elsewhere. aiohttp is imported inside the functions, see agent/observability/http/server.py. State
+owned: the requests that wait in a RequestQueue.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The address of the API server and our credentials: in-cluster service account or kubeconfig.
 
 kubernetes-asyncio reads both (tokens, client certificates, exec plugins); this module chooses the source, keeps the
-library's import in a thread (never before the agent has registered with the kubelet) and renames its errors. A fault that no
-waiting can mend is a StartupError; what may appear later (a projected token, a plugin's answer) is Unavailable.
+library's import in a thread (never before the agent has registered with the kubelet) and renames its errors. A fault that
+waiting does not cure is a StartupError; what may appear later (a projected token, a plugin's answer) is Unavailable.
 
 The library's packages import every API class and model in their `__init__`: 33 MiB of memory and a third of a second
 of one core (docs/reference/measurements.md), for an agent that works on raw JSON. So the packages are put in place without

@@ -235,7 +235,7 @@ class Informer(Struct, kw_only=True, eq=False):
             # The API server ends each watch after some minutes: nothing has happened.
             log.debug("watch_ended", kind=self.kind, retry_in_s=round(delay_s, 2))
             return
-        # A missing right does not mend itself: a person is needed.
+        # A missing right stays missing until a person grants it.
         write = log.error if isinstance(error, Rejected) else log.warning
         then = "objects stay as they were"
         write(

@@ -61,7 +61,7 @@ READ_ANNOTATIONS = (
 _USER_ANNOTATIONS = (CORE_LIMIT_ANNOTATION, ISOLATION_ANNOTATION, RESIZE_ANNOTATION)
 """Annotations of pods that users write; programs write the others."""
 _PROGRAM_ANNOTATIONS = (GPU_ASSIGNED_ANNOTATION, RESIZE_STATUS_ANNOTATION, RETRY_ANNOTATION)
-"""The annotations that are similar to a user's; gpushare-agent/claims-retry-at (dra/wake_pods.py) is similar to none."""
+"""Those that are similar to a user's; gpushare-agent/claims-retry-at (agent/dra/wake_pods.py) is similar to none."""
 MIRROR_ANNOTATION = "kubernetes.io/config.mirror"
 """The annotation of a static pod's object: the UID that the kubelet has for the pod."""
 _LIMITS = (ENV_GPU_MEMORY_LIMIT, ENV_GPU_MEMORY_REQUEST, ENV_VISIBLE_DEVICES)

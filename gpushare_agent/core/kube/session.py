@@ -399,7 +399,7 @@ class KubeLists:
             except TooLong:
                 if len(sizes) == 1:
                     raise
-                # The same place once more with fewer objects; the smaller size stays, for large objects come together.
+                # The same place once more with fewer objects; the smaller size stays, because large objects come together.
                 del sizes[0]
                 continue
             items += page

@@ -1,6 +1,6 @@
 """Records of decisions about containers and their reasons, for `explain`, the dashboard and an Event's text.
 
-A record is a value; admission/outcomes.py keeps the last ones. Sizes are bytes, `at` is seconds since the epoch.
+A record is a value; agent/admission/outcomes.py keeps the last ones. Sizes are bytes, `at` is seconds since the epoch.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class DecisionRecord(Struct, frozen=True, kw_only=True):
     pod_uid: PodUid | str = ""
     container: str = ""
     resource: str
-    """The call in which it was decided."""
+    """The resource of the call in which it was decided."""
     outcome: Outcome
     reason: str = ""
     """RefusalReason's value, empty where it was allocated."""
@@ -65,7 +65,7 @@ class DecisionRecord(Struct, frozen=True, kw_only=True):
     policy: str = ""
     gpus: tuple[int, ...] = ()
     labels: tuple[str, ...] = ()
-    """The same text for people."""
+    """The same GPUs for people: a MIG instance is `0:1`."""
     asked: Asked | None = None
     candidates: tuple[Candidate, ...] = ()
     ignored: str = ""

@@ -72,7 +72,7 @@ class NvLink(Struct, frozen=True, kw_only=True):
 
 
 class MigAttributes(Struct, frozen=True, kw_only=True):
-    """The parts of a MIG instance (nvmlDeviceAttributes_t): counts, and memory in MiB."""
+    """A MIG instance's part of its GPU (nvmlDeviceAttributes_t): counts, and memory in MiB."""
 
     memory_mib: int
     gi_slices: int

@@ -14,7 +14,7 @@ GpuUuid = NewType("GpuUuid", str)
 DeviceId = NewType("DeviceId", str)
 """A device of the device-plugin API inside the agent: `<GPU UUID>::<n>`, of a unit under NVIDIA's names
 `<GPU UUID>::<n>/<layout>` (model/resources.py), and where the kubelet knows it by another text than the present one,
-`<GPU UUID>::<n>~<text>`. Its texts are kubelet/device_table.py's."""
+`<GPU UUID>::<n>~<text>`. Its texts are agent/kubelet/device_table.py's."""
 
 VCORE_RESOURCE = "tencent.com/vcuda-core"
 VMEMORY_RESOURCE = "tencent.com/vcuda-memory"
@@ -142,7 +142,7 @@ def gpu_of(device: str) -> GpuUuid:
 
 
 def named_gpus(devices: Iterable[str]) -> list[GpuUuid]:
-    """The GPU of each ID; a call has thousands, so there is no function for one."""
+    """`gpu_of` each, without a call for each: a request of the kubelet has thousands."""
     return [cast(GpuUuid, device.partition("::")[0]) for device in devices]
 
 

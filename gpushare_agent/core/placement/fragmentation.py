@@ -163,7 +163,7 @@ class TypicalPods:
 
 class KindCosts:
     """The costs of one kind of pod on many nodes. State owned: what was worked out for nodes in the same state, without
-    bounds: made again for each question."""
+    bounds: each question makes a new one."""
 
     def __init__(self, typical: TypicalPods, kind: PodKind) -> None:
         self._typical = typical

@@ -3,10 +3,10 @@
 `plan_pod` places all containers of a pod as the node's agent would, with counts instead of device IDs. Both use placement/
 and its GpuAccount, so they agree. Containers follow one another in the kubelet's order; what an init container has is handed
 on to those after it (measured, docs/explanation/architecture.md): it counts as free for them, and its GPUs bind them.
-admission/decisions/ledger.py does the same on IDs.
+agent/admission/decisions/ledger.py does the same on IDs.
 
 A cluster has thousands of nodes and the scheduler waits for every answer, so the exact plan is made only where the summary
-(placement/gpu_account.py) cannot: never for a pod with one container that asks for GPUs, which is nearly every pod.
+(core/placement/gpu_account.py) cannot: never for a pod with one container that asks for GPUs, which is nearly every pod.
 `signature_of`, `lack_together` and `fullness_cost` go by the summary.
 
 `scores_of` turns the nodes' costs into kube-scheduler's scores.

@@ -60,7 +60,7 @@ class QuotaUse(Struct, frozen=True):
 
 
 def use_of(pod: Pod, names: ResourceNames, *, gpu_memory_mib: int) -> QuotaUse:
-    """The count of a pod on a node when its GPUs have so much memory.
+    """What a pod counts on a node whose GPUs have `gpu_memory_mib`.
 
     As Kubernetes counts a pod's requests: main containers and sidecars together, or an init container with the sidecars
     started before it where that is more. Whole GPUs count with all their memory, because no other pod can use it; GPUShare's

@@ -3,7 +3,7 @@
 Every change was tried: the changed pod, node or quota is given to `plan_pod` as the extender does, on a node that
 kube-scheduler refuses for no reason that is read here (`hindrance`). Bounded: a pod with one container that asks for GPUs is
 compared with each node's summary, in microseconds; for other pods `MAX_PLANS` limits the plans of each kind, and
-`Waiting.tried` counts the nodes.
+`Waiting.tried` counts the nodes for which they were made.
 """
 
 from __future__ import annotations
