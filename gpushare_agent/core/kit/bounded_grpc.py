@@ -11,8 +11,7 @@
 
 The answers must be small: a handler that sends more than a window waits for a peer that may not come. Limits of calls are
 the handler's business. Time is the thread's processor time: waiting for a busy node is not charged. It uses private names
-of grpclib and h2, as kit/grpc_server.py does, and one of asyncio: its server accepts without a limit and cannot be
-paused. State owned: the connections and the byte budget of one server.
+of grpclib and h2, as kit/grpc_server.py does. State owned: the budgets of one server, and its pause.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A gRPC server that stays usable under cancelled calls, unknown methods, oversized and malformed requests, and stop.
 
 grpclib 0.4.9 has defects that the tests of this module reproduce; they are corrected here, by means of names that are
-private to grpclib: hence `grpclib<0.5` in pyproject.toml.
+private to grpclib: hence `grpclib<0.5` in pyproject.toml. One name is private to asyncio (`_accept`).
 
 | defect | without this module |
 |---|---|

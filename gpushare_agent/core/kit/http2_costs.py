@@ -5,7 +5,7 @@
 | remember how each of 65,536 streams of a connection was closed | of 512 |
 | make a text of every received frame for a logger that drops it | its kind, stream and length |
 
-It changes private names of h2 and hyperframe, for the whole process.
+Both are set on the classes of h2 and hyperframe, for the whole process.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ _STATIC_UID = re.compile(r"[0-9a-f]{32}")
 """The kubelet's hash of the file. Unlike every UID that the API server gives: no forged mirror pod names another's pod."""
 EXTENDED_CLAIM = "extended-resources"
 """The name in the pod of the claim that the scheduler made for its extended resources."""
-_EXTENDED_CLAIM_BESIDE = f"{EXTENDED_CLAIM}."
+_SECOND_EXTENDED_CLAIM = f"{EXTENDED_CLAIM}."
 """The same where the spec has a claim of that name: no claim of a spec can be named so."""
 MAX_ANNOTATIONS = 64
 MAX_CONTAINERS = 1000
@@ -355,7 +355,7 @@ def _claims(spec: PodSpec, status: PodStatus) -> dict[str, str]:
     found = [(one.name, one.resource_claim_name) for one in own]
     if extended is not None:
         is_taken = any(one.name == EXTENDED_CLAIM for one in own)
-        found.append((_EXTENDED_CLAIM_BESIDE if is_taken else EXTENDED_CLAIM, extended.resource_claim_name))
+        found.append((_SECOND_EXTENDED_CLAIM if is_taken else EXTENDED_CLAIM, extended.resource_claim_name))
     # The status is read only where it can name something: most pods have no claims.
     if found:
         found += [(one.name, one.resource_claim_name) for one in status.claims]
@@ -367,7 +367,7 @@ def _with_extended_claim(
 ) -> Iterator[ContainerSpec]:
     """The containers with the requests of the claim that the scheduler made for extended resources, where there is one."""
     extended = status.extended_resource_claim_status
-    name_in_pod = _EXTENDED_CLAIM_BESIDE if _EXTENDED_CLAIM_BESIDE in claims else EXTENDED_CLAIM
+    name_in_pod = _SECOND_EXTENDED_CLAIM if _SECOND_EXTENDED_CLAIM in claims else EXTENDED_CLAIM
     # The pod's status may be of an older claim, or forged: both places have to name the same one.
     if extended is None or claims.get(name_in_pod) in (None, "") or claims[name_in_pod] != extended.resource_claim_name:
         yield from containers

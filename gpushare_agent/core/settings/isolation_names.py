@@ -1,4 +1,4 @@
-"""The names of all isolations. It imports no pydantic, because `gpu-client` runs at each start of a CUDA program."""
+"""The names of all isolations, for the settings and for what is decided about a pod's annotation."""
 
 from __future__ import annotations
 
