@@ -45,7 +45,7 @@ from gpushare_agent.extender.decisions.pod_plan import (
 from gpushare_agent.extender.decisions.quota import QuotaState
 from gpushare_agent.extender.learnt_pods import LearntPods
 from gpushare_agent.extender.steps import Steps, at_once
-from gpushare_agent.extender.values import ClusterNode, ClusterPolicy, PodPlan, Reservation, Stage
+from gpushare_agent.extender.values import ClusterNode, ClusterPolicy, NodeKind, PodPlan, Reservation, Stage
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -74,8 +74,8 @@ class Filtered(Struct, kw_only=True):
     failed: dict[str, str] = field(default_factory=dict)
     unresolvable: dict[str, str] = field(default_factory=dict)
     error: str = ""
-    over_quota: set[tuple[str, str]] = field(default_factory=set)
-    """Models and pools of the nodes that a quota refused."""
+    over_quota: set[NodeKind] = field(default_factory=set)
+    """The kinds of nodes that a quota refused."""
 
 
 class _Verdict(NamedTuple):
@@ -130,8 +130,8 @@ class ClusterState:
         self._unreported_since: dict[str, float] = {}
         self._answers: OrderedDict[tuple[Signature, GpuChoice], _Answers] = OrderedDict()
         self._costs: OrderedDict[PodKind, _Answers] = OrderedDict()
-        self._kinds: list[tuple[str, str]] | None = None
-        """Model and pool of the nodes, each once: a few, of thousands of nodes. None: to be worked out."""
+        self._kinds: list[NodeKind] | None = None
+        """The kinds of the nodes, each once: a few, of thousands of nodes. None: to be worked out."""
         self._learnt = LearntPods()
         self._typical: TypicalPods | None = None
 
@@ -565,8 +565,8 @@ class ClusterState:
         policy: SharePolicy = "spread" if self._policy.node_policy == "spread" else "binpack"
         return _Verdict("", cost=fullness_cost(capacity, signature, policy))
 
-    def _over_quota(self, pod: Pod) -> dict[tuple[str, str], str]:
-        """The refusal by model and pool, where a quota refuses the pod."""
+    def _over_quota(self, pod: Pod) -> dict[NodeKind, str]:
+        """The refusal by kind of node, where a quota refuses the pod."""
         if self._kinds is None:
             self._kinds = list(dict.fromkeys(ledger.node.kind for ledger in self._nodes.values()))
         refused = {kind: self._quota(pod, model=kind[0], pool=kind[1]) for kind in self._kinds}

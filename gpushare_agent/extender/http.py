@@ -109,9 +109,9 @@ class ExtenderWeb(Struct, kw_only=True, eq=False):
     body_s: float = BODY_S
     limits: HttpLimits = HttpLimits(idle_s=IDLE_S)
     """Those of any port of the program, with IDLE_S; `run` sets the ones of bodies, handlers and the end."""
+    bind_s: float = BIND_TIMEOUT_S
     _long_bodies: _LongBodies = field(default_factory=lambda: _LongBodies(LONG_AT_ONCE))
     _long_reviews: _LongBodies = field(default_factory=lambda: _LongBodies(LONG_REVIEWS_AT_ONCE, MAX_REVIEW_BYTES))
-    bind_s: float = BIND_TIMEOUT_S
     _is_listening: asyncio.Event = field(default_factory=asyncio.Event)
     bound_port: int = 0
 

@@ -19,6 +19,9 @@ from gpushare_agent.core.model.pods import ContainerKind
 from gpushare_agent.core.model.resources import Request, ResourceNames
 from gpushare_agent.core.placement.place import SharePolicy
 
+NodeKind = tuple[str, str]
+"""Model and pool: a quota tells nodes apart by these two alone."""
+
 
 class ClusterNode(Struct, frozen=True, kw_only=True):
     """One node that offers our resources. A cordoned GPU is not healthy here. `is_exact` is False where the agent has not
@@ -40,8 +43,7 @@ class ClusterNode(Struct, frozen=True, kw_only=True):
     """The CPU and main memory that pods can have."""
 
     @property
-    def kind(self) -> tuple[str, str]:
-        """Model and pool: a quota tells nodes apart by these two alone."""
+    def kind(self) -> NodeKind:
         return self.model, self.pool
 
 

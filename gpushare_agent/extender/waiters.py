@@ -28,12 +28,11 @@ from gpushare_agent.core.model.pods import Pod
 from gpushare_agent.extender.bind import PodWrites
 from gpushare_agent.extender.decisions.quota import QuotaState
 from gpushare_agent.extender.metrics import ExtenderMetrics
+from gpushare_agent.extender.values import NodeKind
 
 log = structlog.get_logger(__name__)
 
 V = TypeVar("V")
-NodeKind = tuple[str, str]
-"""Model and pool."""
 MAX_WAITING = 4096
 GRACE_S = 0.1
 """The time from a gain to the first check: the scheduler also gets the event of a pod that ended, and may retry by

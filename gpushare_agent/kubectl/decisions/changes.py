@@ -26,7 +26,7 @@ from gpushare_agent.core.placement import GpuAccount
 from gpushare_agent.core.placement.gpu_account import capacity_of, memory_text
 from gpushare_agent.extender.decisions.pod_plan import plan_pod, signature_of
 from gpushare_agent.extender.decisions.quota import NamespaceQuota
-from gpushare_agent.extender.values import PodPlan, Stage
+from gpushare_agent.extender.values import NodeKind, PodPlan, Stage
 from gpushare_agent.kubectl.decisions.cluster_view import (
     ClusterView,
     Hindrance,
@@ -359,17 +359,15 @@ def _quota(search: _Search) -> Change | None:
     if quotas is None:
         return None
     best: Change | None = None
-    seen: set[tuple[str, str]] = set()
+    seen: set[NodeKind] = set()
     for node in search.within_bounds(search.open):
         where = node.ledger.node
-        key = where.model, where.pool
-        if key in seen or not over_quota(search.view, search.pod, node):
+        if where.kind in seen or not over_quota(search.view, search.pod, node):
             continue
         gpus = search.gpus_for(search.pod, node)
         if not gpus:
             continue
-        # Nodes of one model and pool are one to a quota.
-        seen.add(key)
+        seen.add(where.kind)
         raised = quotas.raised(search.pod, model=where.model, pool=where.pool)
         if raised is not None and raised[1] and (best is None or len(raised[1]) < best.cost):
             text = f"the quota of namespace {search.pod.namespace}: {', '.join(raised[1])}"
