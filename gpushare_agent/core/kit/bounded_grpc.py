@@ -163,9 +163,10 @@ class BoundedGrpcServer(GrpcServer):
 class _Bounded(Connection, asyncio.BufferedProtocol):
     """A connection that reads little, and only within the server's budget."""
 
+    _server: BoundedGrpcServer
+
     def __init__(self, server: BoundedGrpcServer) -> None:
         super().__init__(server)
-        self._server = server
         self._loop = asyncio.get_running_loop()
         self._made_at = self._loop.time()
         self._buffer = bytearray(_READ_BYTES)

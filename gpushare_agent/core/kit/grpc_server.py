@@ -231,14 +231,14 @@ class Connection(H2Protocol):
 
     def __init__(self, server: GrpcServer) -> None:
         super().__init__(server.new_calls(), server._config, server._h2_config)
-        self._registry = server
+        self._server = server
         self.lost = asyncio.Event()
         self._transport: asyncio.Transport | None = None
         server.open.add(self)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         # Accepted before the stop, attached after it: nobody else would close it.
-        if self._registry.is_stopping:
+        if self._server.is_stopping:
             cast(asyncio.Transport, transport).abort()
             return
         self._transport = cast(asyncio.Transport, transport)
@@ -269,7 +269,7 @@ class Connection(H2Protocol):
         self.processor.close("Protocol error")
 
     def connection_lost(self, exc: BaseException | None) -> None:
-        self._registry.open.discard(self)
+        self._server.open.discard(self)
         self.lost.set()
         if self._transport is not None:  # else it was not admitted
             self._transport = None
