@@ -120,7 +120,7 @@ class GpusharePart(IsolationPart):
 
         def failed(found: Remembered) -> None:
             self._host.note(NodeEventReason.ISOLATION_PROBE_FAILED, "gpushare", found.failure)
-            self._host.choose_anew("libgpushare does not limit programs under this driver")
+            self._host.choose_again("libgpushare does not limit programs under this driver")
 
         return ProbedLibrary(
             library=library,
