@@ -651,8 +651,7 @@ async def test_only_who_computes_is_told_and_only_then_the_driver_is_asked(world
         requests[0] += 1
 
     world.files.prepare(KEY)
-    service = observing(world, driver=driver, clock=lambda: now[0])
-    service.request_usage_by(ask)
+    service = observing(world, driver=driver, clock=lambda: now[0], request_usage=ask)
     await service.look()
     service.usage_sampled(usage())
     await service.read()
@@ -689,8 +688,7 @@ async def test_rounds_are_requested_only_while_a_process_is_unknown_and_now_and_
         return requests[0] - before
 
     world.files.prepare(KEY)
-    service = observing(world, driver=driver, clock=lambda: now[0])
-    service.request_usage_by(ask)
+    service = observing(world, driver=driver, clock=lambda: now[0], request_usage=ask)
     assert [await second(), await second()] == [1, 1]
     service.usage_sampled(usage())
     assert await second() == 1  # the reading before had unknown ones

@@ -199,8 +199,9 @@ class ObservedContainers(Struct, kw_only=True, eq=False):
     driver: SamplesBusy
     share_of: Callable[[ContainerKey], ContainerKey] = lambda key: key
     """The share that an allocation is part of: a container may use several of a claim together."""
+    request_usage: Callable[[], None] = lambda: None
+    """Requests a further round of usage sampling."""
     clock: Callable[[], float] = time.monotonic
-    _request: Callable[[], None] = lambda: None
     _thread: DaemonThread = field(
         default_factory=lambda: DaemonThread(
             "gpushare-configs", advice="Check the disk of the setting libgpushare.directory."
@@ -230,9 +231,6 @@ class ObservedContainers(Struct, kw_only=True, eq=False):
                 seen = one.seen.get(uuid, Observed())
                 if at_ns > seen.at_ns:
                     one.seen[uuid] = replace(seen, at_ns=at_ns, used_bytes=size)
-
-    def request_usage_by(self, request: Callable[[], None]) -> None:
-        self._request = request
 
     def paid(self, key: ContainerKey, uuid: GpuUuid) -> float | None:
         """The part of the GPU's time that an allocation's share pays there; None if it has launched nothing lately."""
@@ -267,7 +265,7 @@ class ObservedContainers(Struct, kw_only=True, eq=False):
         await self._call(partial(self.files.release, tuple(running)), "releasing the files of containers")
         if running:
             if self._is_round_due(running):
-                self._request()
+                self.request_usage()
                 self._requested_at = self.clock()
             self._has_running.set()
         else:
