@@ -48,7 +48,7 @@ def run(command: Sequence[str], env: dict[str, str] | None = None) -> None:
 def build_gpushare(
     include: Path, output: Path, *, target: str = "", directory: str = "", flags: Sequence[str] = ()
 ) -> None:
-    """Writes the library to `output`. `directory` is where it looks for its two files in the place of /etc/vcuda, for
+    """Writes the library to `output`. `directory` is where it looks for its two files instead of /etc/vcuda, for
     tests. Raises CannotBuildError.
     """
     with tempfile.TemporaryDirectory(prefix="gpushare-library-") as name:

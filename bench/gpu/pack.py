@@ -57,7 +57,7 @@ def tag_of(version: Sequence[Any]) -> str:
 
 
 def pack(folder: Path, say: Callable[[str], None], *, has_wheels: bool = True) -> dict[str, Any]:
-    """Makes the folder anew and returns its manifest. Without wheels the machine's Python must have the agent's
+    """Makes the folder again and returns its manifest. Without wheels the machine's Python must have the agent's
     dependencies. Raises CannotPack."""
     if folder.exists() and any(folder.iterdir()) and not (folder / MANIFEST).exists():
         raise CannotPack(f"{folder} holds other files; name a new or empty folder")

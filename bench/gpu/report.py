@@ -425,7 +425,7 @@ def _usage(steps: Mapping[tuple[str, str], Found], names: Sequence[str]) -> str:
         "agent, MiB",
         "driver, MiB",
     )
-    return "## Usage: the agent's metrics beside the driver's numbers\n\nMedians of some seconds.\n\n" + _table(
+    return "## Usage: the agent's metrics next to the driver's numbers\n\nMedians of some seconds.\n\n" + _table(
         head, rows
     )
 

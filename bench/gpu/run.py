@@ -329,7 +329,7 @@ class Measured:
             self.step(name, at_least_s, body, *arguments)
 
     def start(self, step: str, cores: Mapping[str, int]) -> steps.Pods | None:
-        """These pods in the place of those that are there; None where they do not start, the second time too."""
+        """These pods instead of those that are there; None where they do not start, the second time too."""
         sandbox = self.sandbox
         if sandbox is None:
             return None

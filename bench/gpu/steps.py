@@ -335,7 +335,7 @@ def overhead(pods: Pods, pod: str) -> Values:
 
 
 def usage(pods: Pods, pod: str) -> Values:
-    """A program that holds memory and computes two fifths of the time: the agent's metrics beside the driver's numbers."""
+    """A program that holds memory and computes two fifths of the time: the agent's metrics next to the driver's numbers."""
     held_mib = pods.machine.share_mib // 4
     durations = pods.machine.durations
     lasts_s = durations.settle_s + durations.usage_s
@@ -554,7 +554,7 @@ def kept(machine: Machine, outcome: Outcome) -> Values:
 
 
 def _rate_values(machine: Machine, line: Line) -> Values:
-    """`of_bare` is the rate beside the bare machine's of the same kind; `windows` likewise, of half a second each."""
+    """`of_bare` is the rate compared with the bare machine's of the same kind; `windows` likewise, of half a second each."""
     if line["code"]:
         return {"error": line["error"], "code": line["code"]}
     rate, bare = rate_of(line), machine.bare.rates.get(line["kind"], 0.0)

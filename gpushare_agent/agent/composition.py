@@ -86,7 +86,7 @@ def build(
     `mig_profiles` are those of the node's MIG instances, after which resources are named. Raises StartupError."""
     store, cache, inventory = PodStore(), AllocationCache(), GpuInventoryState(health_policy(settings))
     # Counters go on over a reload: a scrape must not see them fall.
-    metrics = previous.node.metrics.begin_anew() if previous is not None else AgentMetrics()
+    metrics = previous.node.metrics.begin_again() if previous is not None else AgentMetrics()
     records = settings.claim_directory
     node = Node(
         settings=settings,
@@ -103,7 +103,7 @@ def build(
     )
     cluster = ClusterPart(node)
     isolation = isolations.build(
-        node, cluster.pod_events.warned, driver, note=cluster.node_events.note, choose_anew=request_reload
+        node, cluster.pod_events.warned, driver, note=cluster.node_events.note, choose_again=request_reload
     )
     kubelet = AdmissionPart(node, cluster, isolation, previous.kubelet if previous is not None else None)
     dra = _build_dra(node, isolation)

@@ -167,7 +167,7 @@ class ClusterPage:
     async def _guarded(
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
-        denied = await self._guard.denies(request.raw_path, request.headers)
+        denied = await self._guard.denies(request.raw_path, request.headers, is_local=True)  # listens there only
         if denied is not None:
             return web.Response(status=denied.status, text=f"{denied.text}\n")
         return await handler(request)

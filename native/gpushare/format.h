@@ -33,9 +33,9 @@ struct config_gpu {
     uint64_t busy_ns;   /* in samples that name a process of this container */
     uint64_t others_ns; /* in those that name another one: together the whole GPU's, whichever process a sample names */
     /* What the agent sees in the others' `usage`: of none is more believed than its share, or its ceiling. */
-    uint32_t told_at;    /* milliseconds, of CLOCK_MONOTONIC, wrapping; 0: nothing yet */
-    uint16_t companions; /* others that launched something in the last second, or still pay for it */
-    uint16_t full;       /* in hundredths of a percent: how much of what its turns lose at their beginning this container pays */
+    uint32_t published_at; /* milliseconds, of CLOCK_MONOTONIC, wrapping; 0: nothing yet */
+    uint16_t companions;   /* others that launched something in the last second, or still pay for it */
+    uint16_t full;         /* hundredths of a percent: how much of the loss at the beginning of its turns this container pays */
 };
 
 struct config {
@@ -56,7 +56,7 @@ static_assert(offsetof(struct config, pod_uid) == 128 && offsetof(struct config,
               "the fixed part of gpushare.config ends before the GPUs");
 static_assert(sizeof(struct config) == CONFIG_BYTES, "one page");
 
-/* ---- turns of contexts, as both sides take them ---- */
+/* ---- turns of contexts, as the library and the agent take them ---- */
 
 enum {
     TURN_NS = 2000000,  /* of a context, where another one has work: NVIDIA's default time slice */

@@ -81,7 +81,7 @@ struct usage_slot *own_slot(void); /* NULL: none is free, or no region */
 /* Takes memory for this process if the container has it left. give_bytes gives it back. */
 bool take_bytes(int gpu, enum kind kind, uint64_t bytes);
 void give_bytes(int gpu, enum kind kind, uint64_t bytes);
-/* What the driver has told afterwards, so it is not refused. */
+/* What the driver reported afterwards, so it is not refused. */
 void charge_bytes(int gpu, enum kind kind, uint64_t bytes);
 uint64_t held_bytes(int gpu, const struct limits *limits); /* by all processes, with what is attributed to none */
 void reclaim_dead(void);

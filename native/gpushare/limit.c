@@ -34,7 +34,7 @@
 #define LONGEST_UNKNOWN_NS 100000000u /* a launch waits for what is not known yet, but not for ever: it may wait for the host */
 #define MOST_DEBT_NS 3.6e12 /* a program has written more there itself */
 #define SELDOM 0.1 /* of the times, another context had the GPU: nobody else computes */
-#define TOLD_MS 3000u /* so long what the agent says of the others is believed */
+#define PUBLISHED_MS 3000u /* so long what the agent says of the others is believed */
 #define IDLE_NS 2000000000u /* then another program may begin: the scale is forgotten */
 #define HOLD_NS 15000000000u /* without a sample: so long a scale that gives more, or a ceiling, is believed */
 #define LEAST_BUSY_NS 30e6 /* seen, before a scale is made of it */
@@ -148,16 +148,16 @@ static struct cost *cost_of(const struct launch *launch, int gpu, uint64_t now)
 
 /* ---- what the agent says ---- */
 
-static bool is_told(const struct config_gpu *seen, uint64_t now)
-{ return seen->told_at && (uint32_t)(now / 1000000) - seen->told_at < TOLD_MS; }
+static bool is_published(const struct config_gpu *seen, uint64_t now)
+{ return seen->published_at && (uint32_t)(now / 1000000) - seen->published_at < PUBLISHED_MS; }
 
 /* Whether others may compute meanwhile. Without the agent nobody says that they do not. */
-static bool is_contended(const struct config_gpu *seen, uint64_t now) { return seen->companions || !is_told(seen, now); }
+static bool is_contended(const struct config_gpu *seen, uint64_t now) { return seen->companions || !is_published(seen, now); }
 
 /* How long the others compute between two turns of this container's, with what both changes take; 0: nobody else does. */
 static double others_turns(const struct limits *limits, uint64_t now)
 {
-    bool is_by_agent = is_told(&limits->seen, now);
+    bool is_by_agent = is_published(&limits->seen, now);
     if (is_by_agent ? !limits->seen.companions : elsewhere < SELDOM)
         return 0;
     return (is_by_agent ? limits->between_ns : TURN_NS * elsewhere / (2 - elsewhere)) + 2 * CHANGE_NS;
@@ -254,7 +254,7 @@ static void note_done(struct span *one, uint64_t now)
     uint64_t ordinary = SEE(ordinary_ns), mean = (uint64_t)(took / one->launches);
     STORE(ordinary_ns, ordinary ? ordinary - ordinary / 16 + mean / 16 : mean);
     /* Where the GPU is full each pays for the beginnings of its own turns. */
-    double full = is_told(seen, now) ? seen->full / 10000.0 : 0;
+    double full = is_published(seen, now) ? seen->full / 10000.0 : 0;
     bool has_changed = one->is_first && one->is_dense; /* it had to wait for another context */
     settle(use, (int64_t)(took + full * CHANGE_NS * (turns + has_changed)) - (int64_t)one->paid);
     ADD(use->launched, (uint64_t)took - one->paid);
@@ -375,7 +375,7 @@ static void take_sample(struct usage_gpu *use, const struct limits *limits, uint
     use->busy_at_sample = seen->busy_ns;
     use->others_at_sample = seen->others_ns;
     use->launched_at_sample = launched;
-    if (!is_whole || !is_told(seen, now)) {
+    if (!is_whole || !is_published(seen, now)) {
         use->alone_since = 0;
         return;
     }

@@ -168,7 +168,7 @@ void read_limits(int gpu, struct limits *limits)
         to->busy_until = LOAD(*(uint64_t *)(uintptr_t)&from->busy_until);
         to->busy_ns = LOAD(*(uint64_t *)(uintptr_t)&from->busy_ns);
         to->others_ns = LOAD(*(uint64_t *)(uintptr_t)&from->others_ns);
-        to->told_at = LOAD(*(uint32_t *)(uintptr_t)&from->told_at);
+        to->published_at = LOAD(*(uint32_t *)(uintptr_t)&from->published_at);
         to->companions = LOAD(*(uint16_t *)(uintptr_t)&from->companions);
         to->full = LOAD(*(uint16_t *)(uintptr_t)&from->full);
         limits->between_ns = LOAD(*(uint16_t *)(uintptr_t)&config->between_us[gpu]) * 1000.0;

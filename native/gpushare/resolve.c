@@ -145,7 +145,7 @@ static void find_cuda(void)
 {
     is_inside = true; /* the driver's constructors may look for functions of their own */
     find_real("libcuda.so.1", 0, FIRST_OF_NVML, (void *)answer_not_supported);
-    hooks_by_address = 0; /* begun again in a child whose parent forked in the midst of it */
+    hooks_by_address = 0; /* begun again in a child whose parent forked while it was under way */
     for (unsigned slot = 0; slot < FIRST_OF_NVML; slot++)
         if (table[slot].hook && is_in_driver[slot])
             by_address[hooks_by_address++] = slot;

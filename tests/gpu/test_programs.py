@@ -90,7 +90,7 @@ def test_without_namespaces_libgpushare_finds_its_limits_in_the_working_director
 
 
 def test_a_container_has_the_answered_mounts_and_the_machine_stays_as_it_is(tmp_path: Path) -> None:
-    """Mount points that the machine lacks, its own files beside them, only the answered GPUs' nodes, and its PIDs."""
+    """Mount points that the machine lacks, its own files next to them, only the answered GPUs' nodes, and its PIDs."""
     if os.geteuid() != 0 or (why := why_no_namespaces()):
         pytest.skip(f"no namespaces: {'not root' if os.geteuid() else why}")
     (tmp_path / "staging").mkdir()

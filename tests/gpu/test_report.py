@@ -54,7 +54,7 @@ def test_what_the_agent_warned_of_stands_below() -> None:
 
 
 def test_compute_is_shown_against_the_bare_machine() -> None:
-    """A percentage and the spread of its windows, for each share alone and beside the other."""
+    """A percentage and the spread of its windows, for each share alone and next to the other."""
     results = recorded()
     step = next(s for s in results["steps"] if (s["isolation"], s["step"]) == ("hami-core", "compute 30"))
     step["found"]["a"] = {"error": "", "of_bare": 0.312, "windows": [0.05, *[0.3] * 8, 0.6], "launches_per_s": 300.0}

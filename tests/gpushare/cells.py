@@ -323,6 +323,10 @@ def _drivers() -> Iterator[Cell]:
 CELLS: tuple[Cell, ...] = (*_ordinary(), *_data(), *_kinds(), *_streams_and_fills(), *_after_others(), *_drivers())
 
 
+LIES = {False: ("0.05", "3"), True: ("0.01", "7")}
+"""How often and for how long, in seconds, `usage` is written over: with random bytes; by one that hides what it computes."""
+
+
 def cell_named(name: str) -> Cell:
     [found] = [cell for cell in CELLS if cell.name == name]
     return found
@@ -581,5 +585,3 @@ def main() -> int:
 
 if __name__ == "__main__":
     sys.exit(main())
-LIES = (("0.05", "3"), ("0.01", "7"))
-"""How often and for how long, in seconds: random bytes; one that hides what it computes."""

@@ -1,7 +1,7 @@
 """Programs that are hard on a library within them (tests/native/hard_program.c), and what is written into `usage` by those
 who may: nobody else notices, no program ends that would not have ended, and no limit is lifted without a word.
 
-A share of 30 cores and 2,560 MiB: 8 blocks of 256 MiB beside a context, and 300 launches of a millisecond a second.
+A share of 30 cores and 2,560 MiB: 8 blocks of 256 MiB next to a context, and 300 launches of a millisecond a second.
 """
 
 from __future__ import annotations

@@ -116,7 +116,7 @@ def test_a_process_that_is_killed_in_any_call_of_the_driver_gives_its_slot_back(
 def test_of_600_programs_at_once_256_have_memory_and_a_neighbour_has_its_share(machine_with: MachineWith) -> None:
     """The others are refused memory with one line each, and none of them is ended."""
     machine = machine_with(context_mib=1, memory_mib=50_000)
-    # Beside 599 others a context cannot be measured: the share has room for what each may take it for.
+    # Next to 599 others a context cannot be measured: the share has room for what each may take it for.
     share = machine.container(memory_mib=600 * MOST_SLOTS)
     neighbour = machine.container("neighbour", memory_mib=SHARE_MIB)
     program = str(machine.built.programs / "hard_program")

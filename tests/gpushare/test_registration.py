@@ -1,4 +1,4 @@
-"""libgpushare registers each process with the agent by the vDevice socket beside its files, and never depends on it."""
+"""libgpushare registers each process with the agent by the vDevice socket next to its files, and never depends on it."""
 
 from __future__ import annotations
 

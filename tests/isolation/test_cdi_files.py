@@ -91,7 +91,7 @@ BROKEN = [
 def test_what_is_no_spec_is_reported_and_passed_over(
     files: CdiFiles, etc: Path, name: str, content: bytes, why: str
 ) -> None:
-    """The file beside it is read all the same."""
+    """The file next to it is read all the same."""
     (etc / name).write_bytes(content)
     assert why in problem_of(files)
     write_spec(etc / "b.json", "GPU-1")

@@ -1,4 +1,4 @@
-"""The agent's own spec beside those of others, as GPUs and files come and go."""
+"""The agent's own spec next to those of others, as GPUs and files come and go."""
 
 from __future__ import annotations
 

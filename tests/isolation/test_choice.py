@@ -58,7 +58,7 @@ def test_the_first_that_can_be_had_is_chosen(usable: tuple[str, ...], expected: 
 def test_the_reason_names_what_was_missing() -> None:
     """An operator who expected something else finds it there."""
     found = chosen(MPS)
-    assert found.reason == ("an MPS daemon answers; gpushare cannot be had (no gpushare here)")
+    assert found.reason == "an MPS daemon answers; gpushare cannot be had (no gpushare here)"
     assert chosen(OURS, MPS).reason == "libgpushare is there for this machine"
     assert "no isolation can be had" in chosen().reason and all(f"no {name} here" in chosen().reason for name in SIMPLE)
 

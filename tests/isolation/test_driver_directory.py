@@ -1,4 +1,4 @@
-"""Versions of a driver volume: made beside what is in force, switched by one rename, removed only when nobody has them."""
+"""Versions of a driver volume: made next to what is in force, switched by one rename, removed only when nobody has them."""
 
 from __future__ import annotations
 
@@ -319,7 +319,7 @@ def test_a_directory_of_gpu_manager_is_replaced_in_one_step_and_kept(host: FakeH
 
 
 def test_a_version_that_somebody_damaged_is_not_mended_but_made_anew(host: FakeHost) -> None:
-    """It may be mounted: a whole one goes beside it."""
+    """It may be mounted: a whole one goes next to it."""
     first = install(host)
     (first.version / "lib64/libcuda.so.1").unlink()
     assert not DriverDirectory(host.base).is_in_force(plan_of(host), quiet)

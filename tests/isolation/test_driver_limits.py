@@ -102,7 +102,7 @@ async def test_the_pods_cgroup_is_limited_before_the_container_starts(world: Wor
 
 
 async def test_the_containers_of_a_claim_are_limited_each_and_together(world: World) -> None:
-    """The pod's cgroup has the claim's memory once, from before they start; one of them has a claim of its own beside it."""
+    """The pod's cgroup has the claim's memory once, from before they start; one of them has also a claim of its own."""
     claim, other, third = (ContainerKey(PodUid("99999999-2222-3333-4444-555555555555"), name) for name in "abc")
     shared = share(4, key=claim)
     world.shares = {MAIN: [shared], SECOND: [shared, share(1, key=other), share(2, gpu=OTHER_GPU, key=third)]}

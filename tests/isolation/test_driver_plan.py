@@ -122,7 +122,7 @@ def test_the_volume_for_whole_gpus_is_as_the_driver_has_it() -> None:
 
 
 def test_in_the_volume_for_shares_the_loaded_names_lead_to_the_control_library() -> None:
-    """The driver's files keep their full names beside it, for the control library loads them by these."""
+    """The driver's files keep their full names next to it, for the control library loads them by these."""
     made = planned(VolumeName.SHARED)
     links = dict(made.links)
     for name in ("libcuda.so", "libcuda.so.1", "libnvidia-ml.so", "libnvidia-ml.so.1"):
@@ -134,7 +134,7 @@ def test_in_the_volume_for_shares_the_loaded_names_lead_to_the_control_library()
 
 
 def test_a_share_gets_no_libcuda_that_nothing_controls() -> None:
-    """The 32-bit libcuda is left out beside a 64-bit control library, with a warning; other 32-bit libraries stay."""
+    """The 32-bit libcuda is left out next to a 64-bit control library, with a warning; other 32-bit libraries stay."""
     made = planned(VolumeName.SHARED)
     targets = {*made.files, *made.links}
     assert not any(target.startswith(("lib/libcuda", "lib/libnvidia-ml")) for target in targets)

@@ -185,7 +185,7 @@ async def test_an_agent_that_stays_away_ends_no_program_that_has_its_limits(
 
 
 async def test_by_id_the_files_named_after_the_id_count(single: Path, short_dir: Path) -> None:
-    """The library then reads those, not the ones beside the socket."""
+    """The library then reads those, not the ones next to the socket."""
     path = with_files(short_dir)
     assert (await register_by_id(single, path, ID)).code == 1
     with_files(short_dir / ID)

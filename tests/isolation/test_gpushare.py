@@ -214,7 +214,7 @@ def claimed(index: int, cores: int, blocks: int, name: str) -> Allocation:
 
 
 def test_a_claims_results_have_a_limit_on_each_gpu_and_together_where_it_is_one() -> None:
-    """Memory alone gets compute in proportion; a whole GPU beside shares is not limited."""
+    """Memory alone gets compute in proportion; a whole GPU next to shares is not limited."""
     parts = [claimed(0, 30, 8, "a"), claimed(0, 10, 4, "b"), claimed(1, 0, 16, "c"), claimed(2, 100, 32, "d")]
     gpus = gpu_memory(8192)
     assert live_limits(parts, None, gpus, NAMES) == (
@@ -633,7 +633,7 @@ class ReadDriver:
         return dict.fromkeys(gpus, self.reading)
 
 
-def told(world: World) -> Observed:
+def published(world: World) -> Observed:
     """Without what others pay."""
     values = struct.unpack_from("6Q", world.config(), 512 + 72)
     return Observed(**dict(zip(Observed.__struct_fields__, values, strict=False)))
@@ -651,12 +651,11 @@ async def test_only_who_computes_is_told_and_only_then_the_driver_is_asked(world
         requests[0] += 1
 
     world.files.prepare(KEY)
-    service = observing(world, driver=driver, clock=lambda: now[0])
-    service.request_usage_by(ask)
+    service = observing(world, driver=driver, clock=lambda: now[0], request_usage=ask)
     await service.look()
     service.usage_sampled(usage())
     await service.read()
-    assert (requests[0], driver.asked, told(world)) == (0, [], Observed())
+    assert (requests[0], driver.asked, published(world)) == (0, [], Observed())
     world.launch(3)
     await service.look()
     service.usage_sampled(usage())
@@ -664,7 +663,7 @@ async def test_only_who_computes_is_told_and_only_then_the_driver_is_asked(world
     await service.read()
     await service.read()
     assert (requests[0], driver.asked) == (1, [{UUID}, {UUID}])
-    assert told(world) == Observed(
+    assert published(world) == Observed(
         at_ns=READING.at_ns, used_bytes=700 * MIB, busy_since_ns=READING.busy_until_ns,
         busy_until_ns=READING.busy_until_ns, busy_ns=200, others_ns=600,
     )  # fmt: skip
@@ -689,8 +688,7 @@ async def test_rounds_are_requested_only_while_a_process_is_unknown_and_now_and_
         return requests[0] - before
 
     world.files.prepare(KEY)
-    service = observing(world, driver=driver, clock=lambda: now[0])
-    service.request_usage_by(ask)
+    service = observing(world, driver=driver, clock=lambda: now[0], request_usage=ask)
     assert [await second(), await second()] == [1, 1]
     service.usage_sampled(usage())
     assert await second() == 1  # the reading before had unknown ones
@@ -713,7 +711,7 @@ async def test_a_container_without_a_known_process_is_told_no_memory(world: Worl
     await service.look()
     service.usage_sampled(usage(pids=()))
     await service.read()
-    assert (told(world).at_ns, told(world).used_bytes) == (0, 0)
+    assert (published(world).at_ns, published(world).used_bytes) == (0, 0)
 
 
 async def test_a_driver_that_cannot_be_read_leaves_what_a_round_shows(world: World) -> None:
@@ -724,7 +722,7 @@ async def test_a_driver_that_cannot_be_read_leaves_what_a_round_shows(world: Wor
     await service.look()
     service.usage_sampled(usage(age_s=2.0))
     await service.read()
-    seen = told(world)
+    seen = published(world)
     assert seen == Observed(at_ns=seen.at_ns, used_bytes=600 * MIB)
     assert time.monotonic_ns() - seen.at_ns >= 2 * SECOND
 
@@ -738,13 +736,13 @@ async def test_files_that_are_made_anew_are_told_all_again(world: World) -> None
     service.usage_sampled(usage())
     await service.read()
     world.files.prepare(KEY)
-    assert told(world) == Observed()
+    assert published(world) == Observed()
     await service.look()
     world.launch(1)
     await service.read()
     await service.look()
     await service.read()
-    assert told(world).used_bytes == 700 * MIB
+    assert published(world).used_bytes == 700 * MIB
 
 
 async def test_a_reading_of_100_containers_opens_no_file_twice(world: World) -> None:
@@ -877,7 +875,7 @@ async def test_what_a_round_shows_while_files_are_read_is_not_lost(world: World)
     world.files.paid = paid_meanwhile  # type: ignore[method-assign]
     await service.read()
     await service.read()
-    assert told(world).used_bytes == 600 * MIB
+    assert published(world).used_bytes == 600 * MIB
 
 
 async def test_files_that_are_made_anew_during_a_reading_are_not_told_of_the_last_instance(world: World) -> None:
@@ -886,11 +884,11 @@ async def test_files_that_are_made_anew_during_a_reading_are_not_told_of_the_las
     await observed_for(service, clock, 1, lambda n: pay(world, KEY, 5 + n, n))
     service.usage_sampled(usage())
     await service.read()
-    assert told(world).used_bytes == 700 * MIB
+    assert published(world).used_bytes == 700 * MIB
     world.files.prepare(KEY)
     pay(world, KEY, 1, 1)
     await service.read()
-    assert told(world) == Observed()
+    assert published(world) == Observed()
 
 
 async def test_what_has_ended_leaves_nothing_behind(world: World) -> None:
@@ -969,4 +967,4 @@ async def test_random_bytes_in_a_region_cost_its_own_container_alone(world: Worl
     assert [max(each) <= most for each, most in zip(zip(*found, strict=True), (1, 10_000, 8000, 0.6), strict=True)] == [
         True
     ] * 4
-    assert told(world).used_bytes == 700 * MIB
+    assert published(world).used_bytes == 700 * MIB

@@ -126,10 +126,12 @@ def claims(**shares: tuple[GpuLimits, float]) -> tuple[Claims, int]:
     return found, BEGAN + 2900 * MS
 
 
-def told(found: Claims, at_ns: int) -> dict[ContainerKey, int]:
+def published(found: Claims, at_ns: int) -> dict[ContainerKey, int]:
     """How many others compute, as each is told."""
-    seen = found.tell(dict.fromkeys((A, B, C), Observed(used_bytes=7)), at_ns, None)
-    assert {one.used_bytes for one in seen.values()} == {7} and {one.told_at_ms for one in seen.values()} == {1002900}
+    seen = found.publish(dict.fromkeys((A, B, C), Observed(used_bytes=7)), at_ns, None)
+    assert {one.used_bytes for one in seen.values()} == {7} and {one.published_at_ms for one in seen.values()} == {
+        1002900
+    }
     return {key: one.companions for key, one in seen.items()}
 
 
@@ -139,7 +141,7 @@ def ratios(found: Claims, at_ns: int) -> list[float | None]:
 
 def test_each_is_told_of_the_others_that_compute() -> None:
     found, at_ns = claims(a=(limits(3000), 20), b=(limits(5000), 40), c=(limits(1000), 0))
-    assert told(found, at_ns) == {A: 1, B: 1, C: 2}
+    assert published(found, at_ns) == {A: 1, B: 1, C: 2}
     assert ratios(found, at_ns) == [0.2, 0.4, None]
 
 
@@ -147,15 +149,15 @@ def test_a_boast_is_worth_the_share_or_the_ceiling_or_the_gpu() -> None:
     found, at_ns = claims(a=(limits(3000), 9000), b=(limits(2000, 5000), 9000), c=(limits(None), 9000))
     assert ratios(found, at_ns) == [0.3, 0.5, 1.0]
     found.keep({B})
-    assert told(found, at_ns) == {A: 1, B: 0, C: 1} and ratios(found, at_ns) == [None, 0.5, None]
+    assert published(found, at_ns) == {A: 1, B: 0, C: 1} and ratios(found, at_ns) == [None, 0.5, None]
 
 
 def test_nobody_is_told_of_who_is_alone() -> None:
     found, at_ns = claims(a=(limits(3000), 20))
-    [seen] = found.tell({A: Observed()}, at_ns, 0.99).values()
+    [seen] = found.publish({A: Observed()}, at_ns, 0.99).values()
     assert (seen.companions, seen.full, seen.between_us) == (0, 0, 0)
-    assert Claims().tell({}, at_ns, None) == {}
-    assert Claims().tell({A: Observed()}, 1 << 32, None)[A].told_at_ms > 0
+    assert Claims().publish({}, at_ns, None) == {}
+    assert Claims().publish({A: Observed()}, 1 << 32, None)[A].published_at_ms > 0
 
 
 def test_kernels_of_a_small_share_are_not_there_all_the_time() -> None:
@@ -175,7 +177,7 @@ def test_kernels_of_a_small_share_are_not_there_all_the_time() -> None:
             at_ns,
             Paid(paid_ns=90 * n * MS, launches=n, paid_long_ns=90 * n * MS, present_long_ns=95 * n * MS),
         )
-    seen = found.tell({A: Observed(), B: Observed()}, at_ns, 0.95)
+    seen = found.publish({A: Observed(), B: Observed()}, at_ns, 0.95)
     assert seen[B].between_us <= 250 and 1500 <= seen[A].between_us <= 2000
 
 
@@ -184,7 +186,7 @@ def test_a_hundred_shares_of_a_gpu_are_each_told_of_the_others() -> None:
     for n in range(20):
         for key in keys:
             found.note(key, limits(100), BEGAN + n * 100 * MS, paid(n, n, n))
-    seen = found.tell(dict.fromkeys(keys, Observed()), BEGAN + 1900 * MS, 0.99)
+    seen = found.publish(dict.fromkeys(keys, Observed()), BEGAN + 1900 * MS, 0.99)
     assert {one.companions for one in seen.values()} == {99} and len({one.between_us for one in seen.values()}) == 1
 
 
@@ -198,7 +200,7 @@ def test_whatever_the_counters_say_what_is_told_fits_its_fields(
         said = Paid(paid_ns=ns, launches=launches, paid_long_ns=long_ns, turns=turns, present_long_ns=present_ns)
         found.note(A, limits(3000), at_ns, said)
         found.note(B, limits(3000), at_ns, paid(20 * n, n, 20 * n))
-        for one in found.tell({A: Observed(), B: Observed()}, at_ns, busy).values():
+        for one in found.publish({A: Observed(), B: Observed()}, at_ns, busy).values():
             assert 0 <= one.companions <= 1 and 0 <= one.full <= 10_000 and 0 <= one.between_us <= 8000
 
 
@@ -216,7 +218,7 @@ def told_of_others(others_ms: Iterable[int], busy: float, own: float = 0.3, othe
         claims.note(A, limits(3000), at_ns, paid(100 * own * n, n, 100 * own * n))
         if other is not None:
             claims.note(B, limits(6000), at_ns, paid(100 * other * n, n))
-        seen = claims.tell({A: Observed(others_ns=others * MS)}, at_ns, busy)[A]
+        seen = claims.publish({A: Observed(others_ns=others * MS)}, at_ns, busy)[A]
     return seen
 
 

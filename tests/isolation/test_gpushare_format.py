@@ -35,7 +35,7 @@ def test_the_layout_is_that_of_the_librarys_header(tmp_path: Path) -> None:
     limits = [found[f"config.gpu.{name}"] for name in ("flags", "memory", "cores", "ceiling")]
     assert limits == [offset for offset, _ in layout._LIMITS]
     names = ("observed_at", "observed_bytes", "busy_since", "busy_until", "busy_ns", "others_ns")
-    names += ("told_at", "companions", "full")
+    names += ("published_at", "companions", "full")
     assert [found[f"config.gpu.{name}"] for name in names] == [offset for offset, _ in layout._OBSERVED]
     assert (found["config.gpu.sequence"], found["config.gpu.uuid"]) == (0, layout._UUID_OFFSET)
     usage = [

@@ -89,7 +89,7 @@ def test_gpushare_says_nothing_of_what_it_was_measured_to_keep() -> None:
 @pytest.mark.parametrize("isolation", ["gpushare", "gpushare+driver"])
 def test_what_reaches_the_gpu_past_a_library_is_said_with_the_cure(isolation: str) -> None:
     """Static programs, Vulkan, OpenGL, NVENC: a library sees the calls of the CUDA driver alone. The driver limits their
-    memory; nobody limits their compute, so the terms stay beside its limit."""
+    memory; nobody limits their compute, so the terms stay next to its limit."""
     found = ISOLATIONS[isolation].keeps
     for term, what in ((NotKept.MUSL, "statically linked"), (NotKept.OTHER_APIS, "Vulkan, OpenGL, NVENC")):
         assert term in found.not_kept

@@ -154,7 +154,7 @@ async def test_a_descendant_that_keeps_the_output_open_costs_no_descriptor(place
     script(place.program, f"setsid {program} 3600 & echo 100.0")
 
     def living() -> list[int]:
-        """Also one that is on its way to becoming that program: its arguments still name the script beside it."""
+        """Also one that is on its way to becoming that program: its arguments still name the script next to it."""
         return [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit() and names(path, place.root)]
 
     try:

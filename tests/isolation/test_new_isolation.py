@@ -98,7 +98,7 @@ async def test_check_asks_it_and_says_what_it_keeps(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("example")
 async def test_a_pod_gets_its_edits_and_the_node_document_shows_it() -> None:
-    """A share; a whole GPU beside it has nothing to keep."""
+    """A share; a whole GPU next to it has nothing to keep."""
     async with open_test_node() as node, open_agent(node, "--isolation=example", "--simulated.gpus=2") as agent:
         await wait_allocatable(node, CORE, 200)
         node.api.create_pod(pod("share", container(cores=30, blocks=8)))

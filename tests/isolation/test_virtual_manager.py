@@ -196,7 +196,7 @@ async def test_a_container_about_to_start_finds_no_process_of_its_earlier_instan
 
 
 async def test_a_list_read_before_a_restart_is_not_written_after_it(short_dir: Path) -> None:
-    """The container is prepared anew while a round reads the cgroup of its last instance."""
+    """The container is prepared again while a round reads the cgroup of its last instance."""
     world = World(short_dir)
     async with Running(world) as manager:
         await world.processes.read_ids()
@@ -246,7 +246,7 @@ async def test_an_id_that_stays_unknown_is_not_needed(short_dir: Path) -> None:
 
 async def test_a_container_prepared_ahead_starts_without_waiting_for_the_files(short_dir: Path) -> None:
     """Everything is there from its allocation on, and its pod's other processes are not taken for its own until it starts.
-    Each later start is prepared anew."""
+    Each later start is prepared again."""
     world = World(short_dir)
     world.known = {}
     manager = world.manager(clock=time.monotonic)
@@ -488,7 +488,7 @@ def more_containers(world: World, count: int) -> list[ContainerKey]:
 async def test_under_the_open_kernel_module_the_list_has_the_containers_own_pids(
     short_dir: Path, version: str, pids: tuple[int, ...]
 ) -> None:
-    """Those of nested namespaces too; the host's beside them before 570. One that is gone has its host PID."""
+    """Those of nested namespaces too; the host's next to them before 570. One that is gone has its host PID."""
     world = World(short_dir)
     world.module = KernelModule(version=version, is_open=True)
     world.set_namespace_pids(7, 1)
@@ -571,7 +571,7 @@ async def test_registrations_one_after_the_other_share_refreshes_too(short_dir: 
 
 
 async def test_a_registration_of_the_instance_before_is_refused_for_now(short_dir: Path) -> None:
-    """It was on its way when the container was prepared anew: its processes are not the new one's, nor its ID."""
+    """It was on its way when the container was prepared again: its processes are not the new one's, nor its ID."""
     world = World(short_dir)
     async with Running(world) as manager:
         await world.processes.read_ids()
@@ -734,7 +734,7 @@ async def test_a_share_that_ends_while_its_socket_is_made_leaves_no_server(short
 
 @pytest.mark.parametrize("is_started_before", [True, False])
 async def test_where_the_disk_hangs_no_server_outlives_the_manager(short_dir: Path, is_started_before: bool) -> None:
-    """The process may go on: it reads its settings anew."""
+    """The process may go on: it reads its settings again."""
     world = World(short_dir)
     async with Running(world) as manager:
         async with asyncio.TaskGroup() as group:

@@ -9,7 +9,7 @@
 | gpu-client | native/gpu-client.c, native/vdevice.c | cc |
 
 A source is a directory, a tar archive, or a git URL with `#` and a revision; by default the archive in the folder
-shared/third-party beside the checkout, where there is one. The headers cuda.h and nvml.h are those of NVIDIA's
+shared/third-party next to the checkout, where there is one. The headers cuda.h and nvml.h are those of NVIDIA's
 wheels, in this Python's environment, or in $CUDA_INCLUDE. What is missing raises CannotBuildError with the
 reason.
 """
@@ -69,7 +69,7 @@ typedef VdpStatus VdpGetProcAddress(VdpDevice device, VdpFuncId function, void *
 
 
 def library_source(variable: str) -> str:
-    """What an environment variable names, or the archive beside the checkout. Raises CannotBuildError."""
+    """What an environment variable names, or the archive next to the checkout. Raises CannotBuildError."""
     if given := os.environ.get(variable):
         return given
     found = sorted(_ARCHIVES.glob(_SOURCES[variable]))

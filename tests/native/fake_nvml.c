@@ -16,7 +16,7 @@
  *                                    1000 + … is of all its calls but the one for its UUID
  *   handle_error I CODE              the card at index I has no handle
  *   error I CODE                     UUID can be read, everything else of the card answers CODE
- *   stale I CODE                     as `error`, until NVML was shut down wholly (all its inits) after this script was set
+ *   stale I CODE                     as `error`, until NVML was shut down completely (all its inits) after this script was set
  *   uuid_error I CODE                the UUID cannot be read either
  *   call_error FUNCTION I CODE       one function (as pynvml names it) answers CODE for that card
  *   ancestor I J LEVEL               default 50 (SYSTEM)
@@ -881,7 +881,7 @@ int nvmlDeviceGetFieldValues(device_t *device, int count, field_t *fields)
 
 #endif
 
-/* What NVIDIA's Go binding calls beside the names above: the benchmark runs other device plugins on this library. */
+/* What NVIDIA's Go binding calls in addition to the names above: the benchmark runs other device plugins on this library. */
 int nvmlInit(void) { return nvmlInitWithFlags(0); }
 int nvmlInit_v2(void) { return nvmlInitWithFlags(0); }
 

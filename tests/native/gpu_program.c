@@ -549,7 +549,7 @@ static void ask_version(void)
     printf("{\"action\": \"version\", \"result\": %d, \"version\": %d}\n", result, version);
 }
 
-/* The child of a program that uses a GPU has none of it, and begins anew, without exec. */
+/* The child of a program that uses a GPU has none of it, and begins again, without exec. */
 static int go_on_in_child(void)
 {
     pid_t child = fork();

@@ -172,7 +172,7 @@ static int begin_at_once(void)
     return say("threads", sum, 0);
 }
 
-/* Every thread takes and gives while the program forks; each child begins anew and takes a block. */
+/* Every thread takes and gives while the program forks; each child begins again and takes a block. */
 static volatile int is_over;
 static void *take_and_give(void *unused)
 {
@@ -391,7 +391,7 @@ static int begin_too_early(void)
     return say("after", 1 + take(20), before);
 }
 
-/* Beside another program: neither's clock is the other one's. */
+/* Next to another program: neither's clock is the other one's. */
 static int shift_clock(int seconds)
 {
     int file = unshare(CLONE_NEWTIME) ? -1 : open("/proc/self/timens_offsets", O_WRONLY | O_CLOEXEC);

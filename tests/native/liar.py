@@ -28,7 +28,7 @@ def hide(file: int) -> None:
 def main() -> None:
     path, what, period_s, for_s = sys.argv[1], sys.argv[2], float(sys.argv[3]), float(sys.argv[4])
     file, began = os.open(path, os.O_RDWR), time.monotonic()
-    size, numbers = os.fstat(file).st_size, random.Random(what)
+    size, numbers = os.fstat(file).st_size, random.Random(None if what == "hides" else int(what))
     while time.monotonic() - began < for_s:
         time.sleep(period_s)
         if what == "hides":

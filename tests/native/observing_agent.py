@@ -93,10 +93,10 @@ def main() -> None:
                 launched[key] = paid.launches, now
             claims.note(key, limits_of(configs[key]), at_ns, paid)
         running = [key for key in configs if now - launched[key][1] < RUNS_FOR_S]
-        told = claims.tell(
+        published = claims.publish(
             {key: count.observed(key, seen[key], read.at_ns, used.get(key)) for key in running}, at_ns, count.busy
         )
-        for key, one in told.items():
+        for key, one in published.items():
             seen[key] = one
             write_observed(configs[key], 0, one)
         if read.processes:

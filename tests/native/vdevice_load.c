@@ -1,4 +1,4 @@
-/* A container that registers and forks again and again, as little as a GPU job does of it costs: 50 of them run beside one
+/* A container that registers and forks again and again, as little as a GPU job does of it costs: 50 of them run next to one
  * another in a test. By name and, where the cgroup tells the container's ID, by ID in turn. A child lives for a moment.
  *
  * Environment: GPUSHARE_VDEVICE, the path <root>/<pod uid>/<container>/vcuda.sock; GPUSHARE_QUIET, a file at whose sight it

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from aiohttp import ClientSession
+from aiohttp import ClientSession, TCPConnector
 from yarl import URL
 
 from gpushare_agent.agent.observability.display import graph_text
@@ -55,13 +55,15 @@ async def serving(
         yield port
 
 
-async def ask(port: int, path: str, *, method: str = "GET", at: str = "127.0.0.1", **headers: str) -> Answer:
+async def ask(
+    port: int, path: str, *, method: str = "GET", at: str = "127.0.0.1", source: str = "", **headers: str
+) -> Answer:
     """One request with a connection of its own; `_` in a header's name is `-`."""
     named = {name.replace("_", "-"): value for name, value in headers.items()}
     url = f"http://{at}:{port}{path}"
     async with (
         asyncio.timeout(DEADLINE_S),
-        ClientSession() as session,
+        ClientSession(connector=TCPConnector(local_addr=(source, 0) if source else None)) as session,
         session.request(method, URL(url, encoded=True), headers=named) as answer,
     ):
         return Answer(status=answer.status, text=await answer.text(), headers=dict(answer.headers))

@@ -31,13 +31,15 @@ def token_file(tmp_path: Path) -> Path:
 
 
 async def test_without_a_token_only_this_host_is_answered() -> None:
-    """By the address that it came to, whatever the Host header is: a proxy in the pod may be the peer."""
+    """By both addresses of the connection, whatever the Host header is."""
     own = _own_address()
     async with serving(addr="0.0.0.0") as port:
         assert (await ask(port, "/debug/log")).status == 200
         for path in ("/debug/log", "/debug/none", "/debug"):
             answer = await ask(port, path, at=own, Host="localhost")
             assert answer.status == 403 and "kubectl port-forward" in answer.text, path
+        # As from another host under route_localnet.
+        assert (await ask(port, "/debug/log", source=own)).status == 403
 
 
 async def test_with_a_token_other_hosts_are_answered_too(token_file: Path) -> None:
@@ -117,13 +119,16 @@ async def test_a_new_token_counts_without_a_restart(token_file: Path) -> None:
     """The file is read again at most once a second; the old token is out then."""
     now = 0.0
     guard = Guard(token_file, clock=lambda: now)
-    assert await guard.denies("/debug/", _Headers(Authorization=f"Bearer {TOKEN}")) is None
+    assert await guard.denies("/debug/", _Headers(Authorization=f"Bearer {TOKEN}"), is_local=True) is None
     token_file.write_text("another-token-of-some-length")
-    assert await guard.denies("/debug/", _Headers(Authorization=f"Bearer {TOKEN}")) is None
+    assert await guard.denies("/debug/", _Headers(Authorization=f"Bearer {TOKEN}"), is_local=True) is None
     now = debug_guard.READ_AGAIN_S
-    denied = await guard.denies("/debug/", _Headers(Authorization=f"Bearer {TOKEN}"))
+    denied = await guard.denies("/debug/", _Headers(Authorization=f"Bearer {TOKEN}"), is_local=True)
     assert denied is not None and denied.status == 401
-    assert await guard.denies("/debug/", _Headers(Authorization="Bearer another-token-of-some-length")) is None
+    assert (
+        await guard.denies("/debug/", _Headers(Authorization="Bearer another-token-of-some-length"), is_local=True)
+        is None
+    )
 
 
 @pytest.mark.parametrize("content", [None, "", "  \n", "short", "x" * 5000])

@@ -410,7 +410,7 @@ def test_a_reload_counts_on_and_shows_the_new_state_alone() -> None:
     metrics.show_isolations(lambda: {"mps": True})
     metrics.show_node(NodePage(lambda: node_series(one_share()), max_age_s=60.0))
     metrics.listed("pods", 0.1)
-    assert metrics.begin_anew() is metrics
+    assert metrics.begin_again() is metrics
     metrics.show_pod_event_age(lambda: 8.0)
     lines = metrics.exposition("")[1].decode().splitlines()
     assert "gpushare_pod_lists_total 1.0" in lines

@@ -1,7 +1,7 @@
 """What is checked of each isolation, and what it is expected to keep: the table that `nox -s isolation` measures.
 
 One `Check` is a row; `expected` has a column for each isolation that is measured in it. A share is of 30 cores and
-2,560 MiB. A program takes up to 20 blocks of 256 MiB beside its context of 300 MiB, so 8 fit; or it launches kernels of
+2,560 MiB. A program takes up to 20 blocks of 256 MiB next to its context of 300 MiB, so 8 fit; or it launches kernels of
 a millisecond each, 1,000 a second without a limit. To add a row, add a Check; to add an isolation, add its column here
 and what it needs in support_isolation.py.
 """

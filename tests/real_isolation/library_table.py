@@ -1,6 +1,6 @@
 """What the four libraries keep, side by side, as `nox -s isolation` measures it: ours must meet the last column.
 
-A share is of 30 cores and 10 blocks of 256 MiB; a program takes up to 20 beside its context of 300 MiB, so 8 fit; or it
+A share is of 30 cores and 10 blocks of 256 MiB; a program takes up to 20 next to its context of 300 MiB, so 8 fit; or it
 launches 1,000 kernels of a millisecond a second, where nothing limits it.
 
 A cell is what a program showed, as text: blocks, or a way to fail; or launches a second, of which `about` a number is

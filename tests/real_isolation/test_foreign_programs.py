@@ -1,7 +1,7 @@
 """The C programs by which HAMi-core and vgpu-manager test their own libraries, under libgpushare on the fake driver.
 
-Built from the sources beside the checkout (tests/native/build.py) and never kept. Those written for CUDA's runtime, and what
-is in CUDA C++, are left out: the runtime asks the driver for tables that no header describes, and there is no nvcc here.
+Built from the sources next to the checkout (tests/native/build.py) and never kept. Those written for CUDA's runtime, and
+those in CUDA C++, are left out: the runtime asks the driver for tables that no header describes, and there is no nvcc here.
 Each must pass in a share with room for it; in one that has hardly more than a context, those that take more must be refused.
 """
 

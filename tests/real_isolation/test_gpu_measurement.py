@@ -43,7 +43,7 @@ def package_of(built: Built, folder: Path) -> Path:
 
 
 def measure(built: Built, directory: Path) -> dict[str, Any]:
-    """results.json of a quick run, with a report beside it."""
+    """results.json of a quick run, with a report next to it."""
     state, out = directory / "state", directory / "out"
     state.mkdir()
     (state / "config").write_text("gpus 1\n")

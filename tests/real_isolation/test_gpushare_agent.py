@@ -1,7 +1,7 @@
 """libgpushare in containers of a node whose agent is killed, upgraded and attacked: no program ends, no limit is lost, and a
 neighbour notices nothing.
 
-A share of 30 cores and 2,560 MiB: 8 blocks of 256 MiB beside a context of 300 MiB, and 300 launches of a millisecond a
+A share of 30 cores and 2,560 MiB: 8 blocks of 256 MiB next to a context of 300 MiB, and 300 launches of a millisecond a
 second.
 """
 
@@ -153,7 +153,7 @@ REFUSED: dict[str, dict[str, Any]] = {
 
 
 def test_what_a_spec_has_to_lift_a_limit_is_refused_with_the_reason(node: IsolationNode) -> None:
-    """Each pod fails with it, and one beside them runs within its share. Other variables do nothing."""
+    """Each pod fails with it, and one next to them runs within its share. Other variables do nothing."""
     node.apply("web", cores=30, blocks=10)
     beside = node.start("web", TAKE, "wait", "launch:kernel:2")
     limits = {"tencent.com/vcuda-core": 10, "tencent.com/vcuda-memory": 4}

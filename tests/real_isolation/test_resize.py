@@ -104,7 +104,7 @@ def test_a_running_program_gets_more_memory_after_growth_and_none_after_shrinkin
 
 
 def test_a_new_program_computes_by_the_new_size(node: IsolationNode, isolation: str) -> None:
-    """So does the running one under gpushare. Elsewhere it goes on by the old size: vcuda-control is not asked anew."""
+    """So does the running one under gpushare. Elsewhere it goes on by the old size: vcuda-control is not asked again."""
     if isolation == "driver":
         pytest.skip("the driver limits no compute")
     running = node.start("web", "launch:kernel:6", "wait", "launch:kernel:6", "wait")

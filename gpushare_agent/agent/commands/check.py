@@ -266,7 +266,7 @@ async def check_list_sizes(settings: Settings) -> list[Finding]:
 API_TIMEOUT_S = 20.0
 """Several questions, after a library that alone takes most of a second to load."""
 
-_NODE = (
+_FIRST = (
     CheckProbe("driver", check_driver, DRIVER_TIMEOUT_S),
     CheckProbe(
         "kubelet socket",
@@ -290,7 +290,7 @@ _NODE = (
         " --device-plugin-path",
     ),
 )
-_BESIDE = (
+_LAST = (
     CheckProbe("device lists", check_device_lists, DRIVER_TIMEOUT_S),
     CheckProbe("list sizes", check_list_sizes, DRIVER_TIMEOUT_S, cure="set the unit or block size that the text names"),
     CheckProbe("file", check_files),
@@ -315,7 +315,7 @@ async def check_node(settings: Settings) -> list[Finding]:
     chosen = [ok("isolation", f"auto chooses {settings.isolation}: {node.isolation_reason}")]
     parts = [part for part in ISOLATIONS if part in settings.isolation_parts_in_use]
     own = [(part, probe) for part in parts for probe in build_check_probes(part, open_driver)]
-    every = [*(("", probe) for probe in _NODE), *own, *(("", probe) for probe in _BESIDE)]
+    every = [*(("", probe) for probe in _FIRST), *own, *(("", probe) for probe in _LAST)]
     async with asyncio.TaskGroup() as group:
         tasks = [
             (part, group.create_task(_bounded(probe, settings), name=f"check {probe.name}")) for part, probe in every

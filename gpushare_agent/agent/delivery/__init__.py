@@ -7,7 +7,7 @@ and writes the spec directories. The driver's libraries and programs are copied 
 docs/how-to/driver-volume.md).
 
 State owned: `CdiWatch` (the agent's own CDI spec), `DriverDirectory` (driver volumes on disk), `ControlNodes` (which nodes
-were missing). Called by: admission, dra (edits), isolation (what its libraries stand before), cli. Open first:
+were missing). Called by: admission, dra (edits), isolation (the driver under its libraries), commands. Open first:
 device_lists.py, cdi_specs.py, volume_plan.py.
 
 Others import: cdi_specs, device_lists, device_nodes, elf, host_libraries, volume_config, volume_directory,

@@ -61,7 +61,7 @@ def read_extra_devices(path: Path | None) -> tuple[str, ...]:
         if len(devices) > MAX_DEVICES or not all(map(_is_device, devices)):
             raise ValueError(f"at most {MAX_DEVICES} paths below /dev")
     except OSError as e:
-        raise StartupError(f"extra config {path} cannot be read: {e}. Mend it or leave out --extra-config") from e
+        raise StartupError(f"extra config {path} cannot be read: {e}. Correct it, or leave out --extra-config") from e
     except (DecodeError, ValueError, LookupError, RecursionError) as e:
         raise StartupError(
             f'extra config {path} is not of the form {{"default": {{"devices": ["/dev/…"]}}}} with paths below /dev: {e}'

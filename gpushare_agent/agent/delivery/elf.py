@@ -3,7 +3,7 @@
 The ELF file is read by pyelftools. Source of the cache's format: glibc, sysdeps/generic/dl-cache.h. It begins
 `glibc-ld.so.cache1.1`, uint32 count, uint32 length of the strings, uint8 flags, 19 bytes more; an entry is int32 flags,
 uint32 key, uint32 value, uint32 unused, uint64 hwcap, with offsets from the first byte; all little-endian on machines with
-NVIDIA drivers. Before glibc 2.32 ldconfig wrote a table for libc5 before it (`ld.so-1.7.0`), which is passed over.
+NVIDIA drivers. Before glibc 2.32 ldconfig wrote a table for libc5 before it (`ld.so-1.7.0`), which is skipped.
 
 Nothing in the cache is trusted: every offset is checked, and what leads outside is Corrupt.
 """

@@ -178,10 +178,9 @@ def plan_volume(volume: DriverVolume, host: HostDriver, host_machine: str, contr
     layout = _Layout(warnings=list(host.warnings))
     if volume.name is VolumeName.SHARED:
         # Refused, not made without it: a share that mounts this volume would have no limits.
-        _require_control(volume, libcuda, control, host_machine)
-        assert control is not None  # noqa: S101 - for mypy
-        libraries = layout.put_controlled(libraries, control.library)
-        layout.put_client(control.client)
+        usable = _usable_control(volume, libcuda, control, host_machine)
+        libraries = layout.put_controlled(libraries, usable.library)
+        layout.put_client(usable.client)
         if f"{DIRECTORY_OF_CLASS[libcuda.elf_class]}/{libcuda.name}" not in layout.files:
             raise StartupError(
                 f"volume {volume.name}: {libcuda.path} has the name that programs load, where the control library"
@@ -222,7 +221,7 @@ def _libcuda_of(volume: DriverVolume, libraries: Sequence[FoundLibrary], host: H
     )
 
 
-def _require_control(volume: DriverVolume, libcuda: FoundLibrary, control: Control | None, host_machine: str) -> None:
+def _usable_control(volume: DriverVolume, libcuda: FoundLibrary, control: Control | None, host_machine: str) -> Control:
     if control is None:
         raise StartupError(f"volume {volume.name}: there is no control library; set driver_volume.control_library")
     library, client = control.library, control.client
@@ -237,6 +236,7 @@ def _require_control(volume: DriverVolume, libcuda: FoundLibrary, control: Contr
             f"volume {volume.name}: {client.path} is a program for {client.machine}, and this machine is {host_machine};"
             " set driver_volume.gpu_client to the build for this machine"
         )
+    return control
 
 
 def _missing(volume: DriverVolume, libraries: Sequence[FoundLibrary], host: HostDriver, layout: _Layout) -> list[str]:

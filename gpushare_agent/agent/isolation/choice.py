@@ -1,4 +1,4 @@
-"""Chooses a node's isolation for the setting `auto`, from what is found there, and a pod's by its annotation. Pure."""
+"""Chooses a node's isolation for the setting `auto`, from what is found there. Pure."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from gpushare_agent.core.settings.isolation_names import isolation_names
 
 class Standing(Struct, frozen=True, kw_only=True):
     """When `auto` takes an isolation, by its own word. `place` is its place in the order, the smallest first; `because` says
-    what on the node speaks for it. `serves_exclusive`: programs
-    under it reach GPUs in compute mode EXCLUSIVE_PROCESS."""
+    what on the node speaks for it. `serves_exclusive`: programs under it reach GPUs in compute mode EXCLUSIVE_PROCESS."""
 
     place: int
     because: str
@@ -62,16 +61,12 @@ def _base(ordered: Sequence[Candidate], is_exclusive_process: bool) -> Choice:
     if is_exclusive_process and (serving := [one.name for one in ordered if one.standing.serves_exclusive]):
         reason = f"the GPUs are in compute mode EXCLUSIVE_PROCESS, so all must use {serving[0]}"
         return Choice(isolation=serving[0], reason=reason)
-    can_be_had = [one for one in ordered if not one.problem]
-    # Never "none" because no other is there: a share would silently be no share. The refusal has the remedy.
-    chosen = can_be_had[0] if can_be_had else ordered[0]
-    text = (
-        chosen.standing.because
-        if can_be_had
-        else f"no isolation can be had, so the shares of {chosen.name} are refused"
-    )
-    before = ordered[: ordered.index(chosen)] if can_be_had else ordered
-    return Choice(
-        isolation=chosen.name,
-        reason="; ".join([text, *(f"{one.name} cannot be had ({one.problem})" for one in before)]),
-    )
+    chosen = next((one for one in ordered if not one.problem), None)
+    if chosen is not None:
+        before, text = ordered[: ordered.index(chosen)], chosen.standing.because
+    else:
+        # Never "none" because no other is there: a share would silently be no share. The refusal has the remedy.
+        chosen, before = ordered[0], ordered
+        text = f"no isolation can be had, so the shares of {chosen.name} are refused"
+    reason = "; ".join([text, *(f"{one.name} cannot be had ({one.problem})" for one in before)])
+    return Choice(isolation=chosen.name, reason=reason)

@@ -119,13 +119,15 @@ class Isolations(Struct, frozen=True, kw_only=True):
     def kept(self, allocation: Allocation) -> Kept | None:
         """What of the container's share is kept, and by whom; None if its isolation is not known."""
         chosen = self.isolation_name(allocation)
-        if chosen is None or allocation.is_whole:
-            return None if chosen is None else WHOLE_GPU
-        # An allocation from before a change of the settings may be under one that is no longer in use.
+        if chosen is None:
+            return None
+        if allocation.is_whole:
+            return WHOLE_GPU
         names = [name for name in isolation_parts(chosen) if not self._problem(name, allocation.key)]
         return kept_together([ISOLATIONS[name].keeps for name in names])
 
     def _problem(self, name: str, key: ContainerKey) -> str:
+        # An allocation from before a change of the settings may be under one that is no longer in use.
         return self.parts[name].problem(key) if name in self.parts else ""
 
     def has_limits(self, key: ContainerKey) -> bool:
@@ -227,7 +229,7 @@ def build(
     driver: IsolationDriver,
     *,
     note: Callable[[NodeEventReason, str, str], None] = lambda reason, about, text: None,
-    choose_anew: Callable[[str], None] = lambda reason: None,
+    choose_again: Callable[[str], None] = lambda reason: None,
 ) -> Isolations:
     """Joined, not started. Raises StartupError for settings that contradict each other."""
     settings = node.settings
@@ -238,7 +240,7 @@ def build(
         warn=warn,
         note=note,
         # Only where `auto` chose: what the operator has set is refused with the reason, never replaced.
-        choose_anew=choose_anew if node.isolation_reason else lambda reason: None,
+        choose_again=choose_again if node.isolation_reason else lambda reason: None,
         driver=driver,
         runtime=runtime_client(settings),
         cgroups=Cgroups(settings.runtime.cgroup_root, settings.runtime.proc_root),

@@ -46,13 +46,13 @@ class IsolationDriver(MemoryLimiter, SamplesBusy, Protocol):
 
 class IsolationHost(Struct, frozen=True, kw_only=True):
     """The node, for the services of isolations. `warn` records an Event of a pod: its reason and its text, `note` one of
-    the node: its reason, what it is about, its text. `choose_anew` has `auto` choose again, for this reason; it does
+    the node: its reason, what it is about, its text. `choose_again` has `auto` choose again, for this reason; it does
     nothing where the operator chose."""
 
     node: Node
     warn: Callable[[Pod, str, str], None]
     note: Callable[[NodeEventReason, str, str], None]
-    choose_anew: Callable[[str], None]
+    choose_again: Callable[[str], None]
     driver: IsolationDriver
     runtime: RuntimeClient
     cgroups: Cgroups

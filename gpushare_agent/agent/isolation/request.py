@@ -151,7 +151,7 @@ class Isolation(Struct, frozen=True, kw_only=True, eq=False):
         """True if it keeps anything of a share."""
         return self.keeps != NOTHING_KEPT
 
-    def driver_beside(self, container: ContainerSpec, config: IsolationConfig) -> ContainerEdits:
+    def driver_files(self, container: ContainerSpec, config: IsolationConfig) -> ContainerEdits:
         """The driver's own files, where `driver_volume.mount` says so and the isolation mounts none."""
         if config.whole_driver is None or self.mounts_driver or not config.settings.driver_volume.mount:
             return ContainerEdits()

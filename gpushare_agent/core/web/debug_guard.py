@@ -2,7 +2,7 @@
 
 | danger | answer |
 |---|---|
-| the port is reachable from other hosts | without a token file only what came to a loopback address is answered |
+| the port is reachable from other hosts | without a token file only connections between loopback addresses are answered |
 | a web page calls localhost (kubectl port-forward) | requests that a browser marks as another page's are refused |
 | a name of the attacker's that resolves to 127.0.0.1 | on a loopback address only this host's names are served |
 | a request line with the URL of another host, which counts instead of the Host header (RFC 9112, 3.2.2) | refused |
@@ -60,9 +60,9 @@ class Guard:
         self._has_page = has_page
         self._token = _TokenFile(token_file, clock) if token_file is not None else None
 
-    async def denies(self, target: str, headers: CIMultiDictProxy[str], *, is_local: bool = True) -> Denied | None:
-        """Why this request is not answered, None where it is. `target` is the request line's; `is_local`: it came to a
-        loopback address, at which the kernel takes no packet of another host."""
+    async def denies(self, target: str, headers: CIMultiDictProxy[str], *, is_local: bool) -> Denied | None:
+        """Why this request is not answered, None where it is. `target` is the request line's; `is_local`: it came
+        from a loopback address to a loopback address."""
         if not target.startswith("/"):
             return Denied(status=400, text="the request line must hold a path, not a URL")
         if self._token is None and not is_local:

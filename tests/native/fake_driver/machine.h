@@ -3,7 +3,7 @@
  * State: one file, mapped by all processes: $FAKE_GPU_STATE, else /var/lib/fake-gpu/state. A container needs its directory mounted
  * writable at the same path: it is to the fake what the kernel module is to a real driver.
  *
- * Settings: lines "NAME VALUE" in the file `config` beside the state, read by each process when it first asks; an environment
+ * Settings: lines "NAME VALUE" in the file `config` next to the state, read by each process when it first asks; an environment
  * variable FAKE_GPU_<NAME in capitals> goes before.
  *
  *   gpus            8             how many the machine has
@@ -42,7 +42,7 @@
  * A process that dies leaves nothing: it holds a lock on one byte of the state file for its entry, which the kernel releases,
  * and who next looks at the entry clears it. This works between PID namespaces, and the kernel also translates the holder's PID
  * for who asks. What a container's process cannot know is its PID and cgroup on the host; a real kernel module knows them. It asks
- * host_view.py through the socket `host-view` beside the state; without it, its own view of itself is taken.
+ * host_view.py through the socket `host-view` next to the state; without it, its own view of itself is taken.
  */
 #ifndef FAKE_MACHINE_H
 #define FAKE_MACHINE_H

@@ -77,7 +77,7 @@ def edits_for(
     parts = [_base(asked, gpus, names, units), device_edits(request, policy.strategies)]
     if asked.units:
         parts.append(_gpushare(pod, container, gpus[0], names))
-    return merged(*parts, ISOLATIONS[name].driver_beside(container, policy.config), isolated)
+    return merged(*parts, ISOLATIONS[name].driver_files(container, policy.config), isolated)
 
 
 def _isolation_request(

@@ -342,7 +342,7 @@ def _view_edits(
         return isolated
     request = DeviceListRequest(gpus=gpus, node=policy.devices, cdi_kind=policy.cdi_kind, unique="claim")
     devices = device_edits(request, tuple(map(_by_cdi, policy.strategies)))
-    return merged(devices, ISOLATIONS[isolation].driver_beside(container, policy.config), isolated)
+    return merged(devices, ISOLATIONS[isolation].driver_files(container, policy.config), isolated)
 
 
 def _shares(parts: Sequence[_Part], of_claim: Sequence[_Part]) -> tuple[GpuShare, ...]:

@@ -142,11 +142,11 @@ class Claims(Struct):
 
     of: dict[ContainerKey, Claim] = field(default_factory=dict)
     full: float = 0.0
-    _told_at_ns: int = 0
+    _published_at_ns: int = 0
     _active: frozenset[ContainerKey] = frozenset()
     _begun_at_ns: int = 0
     _others: dict[ContainerKey, tuple[int, int]] = field(default_factory=dict)
-    """For each container that was told: how long the driver named others, and when that last grew."""
+    """For each container that was published to: how long the driver named others, and when that last grew."""
 
     def note(self, key: ContainerKey, limits: GpuLimits, at_ns: int, paid: Paid) -> None:
         most = CORES_OF_GPU if limits.cores is None else max(limits.cores, limits.ceiling or 0)
@@ -162,15 +162,15 @@ class Claims(Struct):
         claim = self.of.get(key)
         return claim.ratio if claim is not None and claim.is_active(at_ns) else None
 
-    def tell(
+    def publish(
         self, seen: Mapping[ContainerKey, Observed], at_ns: int, busy: float | None
     ) -> dict[ContainerKey, Observed]:
         """`seen`, each with what it must know of the others. `busy` is the part of the time in which the driver saw the GPU
         busy. None: the driver does not say, and the sum of all payments is used instead."""
         active = {key: one for key, one in self.of.items() if one.is_active(at_ns)}
         uses = {key: one.use(len(active)) for key, one in active.items()}
-        passed_s = min(at_ns - self._told_at_ns, MEAN_NS) / _S
-        self._told_at_ns = at_ns
+        passed_s = min(at_ns - self._published_at_ns, MEAN_NS) / _S
+        self._published_at_ns = at_ns
         by_all = busy_by(uses.values()) if busy is None else busy
         begins = active.keys() - self._active
         self._active = frozenset(active)
@@ -194,7 +194,7 @@ class Claims(Struct):
             others = len(uses) - (key in uses) + (is_hidden and at_ns - named_at_ns < ACTIVE_NS)
             found[key] = replace(
                 one,
-                told_at_ms=at_ns // _MS % (1 << 32) or 1,
+                published_at_ms=at_ns // _MS % (1 << 32) or 1,
                 companions=others,
                 full=round(CORES_OF_GPU * self.full),
                 between_us=min(_MOST_BETWEEN_US, round(between_ns[key] / _US)) if others else 0,

@@ -256,8 +256,8 @@ class GpushareFiles:
 
 
 def _make_usage(directory: int) -> None:
-    """Open to all users, for the only access is the mount. Its blocks are there from the beginning: a program that maps a
-    sparse one would end by a signal where the disk is full later."""
+    """Open to all users, because the only access is the mount. Its blocks are there from the beginning: a program that maps
+    a sparse one would end by a signal where the disk is full later."""
     file = os.open(USAGE_NAME, _NEW_FILE, TENANT_MODE, dir_fd=directory)
     try:
         os.fchmod(file, TENANT_MODE)  # whatever the umask says

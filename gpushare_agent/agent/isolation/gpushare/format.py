@@ -59,7 +59,7 @@ class Observed(Struct, frozen=True, kw_only=True):
     `busy_ns` is how long the GPU was busy between `busy_since_ns` and `busy_until_ns` by samples that name a process of the
     container, `others_ns` by those that name another one. `busy_until_ns` of 0: the driver does not say.
 
-    `companions` is how many others have launched something in the last second before `told_at_ms`, or still pay for it.
+    `companions` is how many others have launched something in the last second before `published_at_ms`, or still pay for it.
     `full`, in hundredths of a percent, is how much of the loss at the beginning of its turns the container must pay, and
     `between_us` how long the others compute between two of them, in microseconds (turns.py).
     """
@@ -70,7 +70,7 @@ class Observed(Struct, frozen=True, kw_only=True):
     busy_until_ns: int = 0
     busy_ns: int = 0
     others_ns: int = 0
-    told_at_ms: int = 0
+    published_at_ms: int = 0
     companions: int = 0
     full: int = 0
     between_us: int = 0

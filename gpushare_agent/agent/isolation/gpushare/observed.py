@@ -15,8 +15,8 @@ elastic ceiling, or another agent, has changed.
 
 State owned: the owners of processes by the last round, those that the last reading showed, whether a round is missing and
 when one was requested, what was counted and claimed on each GPU, of each container its count of launches and when it last
-grew, its limits, what it is told, and whose failure was logged. The event loop alone changes it; the thread reads and writes
-files.
+grew, its limits, what was published to it, and whose failure was logged. The event loop alone changes it; the thread reads
+and writes files.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ log = structlog.get_logger(__name__)
 TIMEOUT_S = 5.0
 PERIOD_S = 0.25
 IDLE_PERIOD_S = 0.5
-"""The period while nobody computes: a container that begins has no neighbour to be told of."""
+"""The period while nobody computes: a container that begins has no neighbour to hear of."""
 ROUND_PERIOD_S = 30.0
 """The period of rounds when all processes are known: a claim's processes may change owners while they run."""
 RUNS_FOR_S = 5.0
-"""For so long after its last launch a container is told what the driver shows and what others pay."""
+"""For so long after its last launch the agent publishes to a container what the driver shows and what others pay."""
 READING_PERIOD_S = 0.1
 LONGEST_PAUSE_S = 1.0
-"""libgpushare believes what it is told for 3 s (limit.c, TOLD_MS), so a reading a second is enough."""
+"""libgpushare believes what was published for 3 s (limit.c, PUBLISHED_MS), so a reading a second is enough."""
 PART_OF_PROCESSOR = 20
 """Readings get a twentieth of a processor, and half of the time, because the driver serves the programs too."""
 
@@ -199,8 +199,9 @@ class ObservedContainers(Struct, kw_only=True, eq=False):
     driver: SamplesBusy
     share_of: Callable[[ContainerKey], ContainerKey] = lambda key: key
     """The share that an allocation is part of: a container may use several of a claim together."""
+    request_usage: Callable[[], None] = lambda: None
+    """Requests a further round of usage sampling."""
     clock: Callable[[], float] = time.monotonic
-    _request: Callable[[], None] = lambda: None
     _thread: DaemonThread = field(
         default_factory=lambda: DaemonThread(
             "gpushare-configs", advice="Check the disk of the setting libgpushare.directory."
@@ -230,9 +231,6 @@ class ObservedContainers(Struct, kw_only=True, eq=False):
                 seen = one.seen.get(uuid, Observed())
                 if at_ns > seen.at_ns:
                     one.seen[uuid] = replace(seen, at_ns=at_ns, used_bytes=size)
-
-    def request_usage_by(self, request: Callable[[], None]) -> None:
-        self._request = request
 
     def paid(self, key: ContainerKey, uuid: GpuUuid) -> float | None:
         """The part of the GPU's time that an allocation's share pays there; None if it has launched nothing lately."""
@@ -267,7 +265,7 @@ class ObservedContainers(Struct, kw_only=True, eq=False):
         await self._call(partial(self.files.release, tuple(running)), "releasing the files of containers")
         if running:
             if self._is_round_due(running):
-                self._request()
+                self.request_usage()
                 self._requested_at = self.clock()
             self._has_running.set()
         else:
@@ -317,8 +315,10 @@ class ObservedContainers(Struct, kw_only=True, eq=False):
         at_ns = self._now_ns()
         for uuid, on_it in on_gpu.items():
             seen = {key: one.seen.get(uuid, Observed()) for key, one in on_it.items()}
-            for key, told in self._claims.setdefault(uuid, Claims()).tell(seen, at_ns, self._busy_of(uuid)).items():
-                on_it[key].seen[uuid] = told
+            for key, published in (
+                self._claims.setdefault(uuid, Claims()).publish(seen, at_ns, self._busy_of(uuid)).items()
+            ):
+                on_it[key].seen[uuid] = published
         await self._write({key: dict(one.seen) for key, one in running.items() if one.seen})
 
     async def _note_paid(self, gpus: Mapping[ContainerKey, int]) -> Collection[ContainerKey]:

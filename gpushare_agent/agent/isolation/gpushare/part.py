@@ -33,9 +33,12 @@ class GpusharePart(IsolationPart):
         self._files = GpushareFiles(library_of(settings), settings.virtual_manager.path, self._limits, self._is_claims)
         self._preparation = Preparation(self._files, self._node.claim_pods.shares)
         self._seen = ObservedContainers(
-            files=self._files, shares=self._shares, driver=host.driver, share_of=host.share_of
+            files=self._files,
+            shares=self._shares,
+            driver=host.driver,
+            share_of=host.share_of,
+            request_usage=self._request_usage,
         )
-        self._seen.request_usage_by(self._request_usage)
         self._thread = DaemonThread("gpushare-limits", advice=_ADVICE)
         self._last: tuple[object, GpuInventory | None, dict[ContainerKey, _Limits]] = ((), None, {})
         self._probe = self._probed_library() if _is_proven(settings) else None
@@ -120,7 +123,7 @@ class GpusharePart(IsolationPart):
 
         def failed(found: Remembered) -> None:
             self._host.note(NodeEventReason.ISOLATION_PROBE_FAILED, "gpushare", found.failure)
-            self._host.choose_anew("libgpushare does not limit programs under this driver")
+            self._host.choose_again("libgpushare does not limit programs under this driver")
 
         return ProbedLibrary(
             library=library,

@@ -92,7 +92,7 @@ class Preparation:
             log.error("private_cache_not_prepared", error=str(e))
             return Refused(
                 reason=RefusalReason.NOT_READY,
-                detail=f"the container's private cache cannot be prepared: {e}. The kubelet tries again.",
+                detail=f"the files of the container cannot be prepared: {e}. The kubelet tries again.",
             )
         return None
 
@@ -118,7 +118,7 @@ class Preparation:
         # A container that is allocated again is warned of again.
         self._too_large.intersection_update(shares)
         self._not_cut.intersection_update(shares)
-        for key, size in await self._in_thread(partial(self.files.oversized, shares), "comparing the sizes of caches"):
+        for key, size in await self._in_thread(partial(self.files.oversized, shares), "comparing the sizes of files"):
             if key not in self._too_large:
                 self._too_large.add(key)
                 log.warning(
@@ -126,7 +126,7 @@ class Preparation:
                     then="it is shortened, now and whenever it grows again, and not logged again for it",
                 )  # fmt: skip
             try:
-                what = f"shortening the cache of {key.container}"
+                what = f"shortening the file of {key.container}"
                 await self._cutting.call(partial(self.files.cut, key), what, REMOVAL_TIMEOUT_S)
             except AgentError as e:
                 # A tenant that executes its file keeps everybody from writing to it: that is logged once.
@@ -153,7 +153,7 @@ class Preparation:
         return shares
 
     async def _make(self, key: ContainerKey) -> None:
-        await self._in_thread(partial(self.files.prepare, key), f"preparing the cache of {key.container}")
+        await self._in_thread(partial(self.files.prepare, key), f"preparing the files of {key.container}")
 
     async def _in_thread(self, blocking: Callable[[], T], what: str) -> T:
         return await self._thread.call(blocking, what, FILES_TIMEOUT_S)

@@ -4,7 +4,7 @@
 |---|---|---|
 | starting | the daemon was started and has not answered yet | serving, or waiting |
 | serving | it answers | not answering, or waiting |
-| not answering | it runs and does not answer; it is not ended, for that would end its clients | serving, or waiting |
+| not answering | it runs and does not answer; it is not ended, because that would end its clients | serving, or waiting |
 | waiting | it has ended; the next start follows after a delay | starting, or the end with an error |
 | draining | no longer needed; its clients get time to end | stopped |
 | stopped | it has ended | |

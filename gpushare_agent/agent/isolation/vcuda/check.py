@@ -1,7 +1,7 @@
 """The probes of `gpushare-agent check` for isolation vcuda: those of the vDevice directories, and the driver that containers
 get to see.
 
-Without the control library in the place of libcuda everything runs, and nothing limits a container to its share: these
+Without the control library instead of libcuda everything runs, and nothing limits a container to its share: these
 findings show that before a pod does.
 """
 

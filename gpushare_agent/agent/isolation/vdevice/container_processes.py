@@ -1,13 +1,13 @@
 """Finds the processes of a container: its ID, its cgroup by the ID, the PIDs in the cgroup and below.
 
 The ID becomes known a second or two after the container starts. Until then the list has all processes of its pod that are
-not of another known container: too many rather than too few, for the in-container library counts only processes that are in
+not of another known container: too many rather than too few: the in-container library counts only processes that are in
 the list, and does not limit others. The PIDs are those that the driver in use reports: the host's, or those of the
 container's PID namespace. State owned: the ID and the instance of each container, its processes as the kernel listed them
 last, and their PIDs in namespaces.
 
 A claim's list has the processes of all containers that use it: of those that registered, by the ID of the kernel, and of
-those that run by the pods' statuses. No process of another container of their pods is in it, for each registers.
+those that run by the pods' statuses. No process of another container of their pods is in it: each registers.
 """
 
 from __future__ import annotations

@@ -496,7 +496,7 @@ class VirtualManager:
         return self._pods.get(uid) is None and not any(key.pod_uid == uid for key in self._allocations())
 
     def _desired(self, keys: Collection[ContainerKey] | None = None) -> dict[ContainerKey, Allocation]:
-        """The containers that need a directory, of `keys` where it is given: of pods all, for an annotation may change the
+        """The containers that need a directory, of `keys` if it is given: all of pods, because an annotation may change the
         isolation until they start, and claims under one that mounts it."""
         return {
             key: allocation

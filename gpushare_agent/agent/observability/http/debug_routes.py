@@ -68,14 +68,12 @@ def debug_routes(sources: DebugSources) -> list[web.AbstractRouteDef]:
         response.headers["Cache-Control"] = "no-store"
         return response
 
-    # One handler for every path and method: aiohttp's own refusals would tell strangers which pages there are.
+    # One handler for every path and method: aiohttp's own refusals would show which pages there are without a token.
     return [web.route("*", path, answer) for path in ("/debug", "/debug/{page:.*}")]
 
 
 async def _answer(request: web.Request, pages: Mapping[str, Mapping[str, Handler]], guard: Guard) -> web.StreamResponse:
-    address = request.transport.get_extra_info("sockname") if request.transport is not None else None
-    is_local = address is not None and is_loopback(str(address[0]))
-    denied = await guard.denies(request.raw_path, request.headers, is_local=is_local)
+    denied = await guard.denies(request.raw_path, request.headers, is_local=_is_local(request))
     if denied is not None:
         challenge = {"WWW-Authenticate": 'Bearer realm="gpushare-agent debug"'} if denied.status == 401 else None
         return web.Response(status=denied.status, text=denied.text + "\n", headers=challenge)
@@ -92,6 +90,12 @@ async def _answer(request: web.Request, pages: Mapping[str, Mapping[str, Handler
     except Exception:  # the servicer's edge: the peer gets an answer, the log the traceback
         log.exception("debug_request_failed", path=request.path[:100])
         return web.Response(status=500, text="the page failed; the agent's log has the traceback\n")
+
+
+def _is_local(request: web.Request) -> bool:
+    # Both ends: kube-proxy may set route_localnet, and the kernel then takes packets of other hosts at 127.0.0.1.
+    ends = [request.get_extra_info(name) for name in ("sockname", "peername")]
+    return all(end is not None and is_loopback(str(end[0])) for end in ends)
 
 
 def _index(entries: Sequence[_Entry]) -> Handler:

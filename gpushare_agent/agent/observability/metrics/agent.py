@@ -222,7 +222,7 @@ class AgentMetrics:
         text = "1 while the node's named configuration is not in force, for it cannot be used."
         self._show(_StateCollector("gpushare_node_configuration_refused", text, lambda: {"": is_refused()}))
 
-    def begin_anew(self) -> AgentMetrics:
+    def begin_again(self) -> AgentMetrics:
         """Forgets the states, because the parts that reported them have ended (SIGHUP); counters stay. Returns itself."""
         self._page = None
         for collector in self._states:

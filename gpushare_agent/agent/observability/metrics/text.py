@@ -57,7 +57,7 @@ class NodePage(Struct, eq=False):
             self._series = self.series()
             self._made_at = self.clock()
             self._texts.clear()
-        # Two texts, for the two formats name a counter differently; most nodes are only ever asked for one.
+        # Two texts, because the two formats name a counter differently; most nodes are only ever asked for one.
         if is_openmetrics not in self._texts:
             parts = [self._part(series, is_openmetrics=is_openmetrics) for series in self._series]
             self._texts[is_openmetrics] = "".join(parts).encode()
