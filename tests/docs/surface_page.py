@@ -15,6 +15,9 @@ from gpushare_agent.core.settings.reference import all_keys
 
 ROOT = Path(__file__).parents[2]
 _WITH_DOMAIN = re.compile(r"[a-z0-9.-]+/[\w.-]+")
+_OWN_NAME = re.compile(
+    r"(?<![\w./-])(?:gpushare-agent|(?:gaia\.)?tencent\.com|aliyun\.com)/[a-z][a-z.-]*[a-z](?![\w./-])"
+)
 
 
 def surface() -> Mapping[str, tuple[str, Sequence[str]]]:
@@ -48,11 +51,12 @@ def _rows(page: str, name: str = r"(?:gpushare|container)_\w+") -> list[str]:
 
 
 def _names_with_domain() -> list[str]:
+    """Those of core/model/names.py, and what else the pages name: names of nodes, namespaces, claims and the extender."""
     texts = [
         text
         for value in vars(names).values()
         for text in (value if isinstance(value, tuple) else [value])
         if isinstance(text, str) and _WITH_DOMAIN.fullmatch(text)
     ]
-    on_nodes = (ROOT / "docs/reference/node-facts.md").read_text(encoding="utf-8")
-    return sorted({*texts, *re.findall(r"`(gpushare-agent/[\w.-]+)`", on_nodes)})
+    pages = [path for path in (ROOT / "docs").rglob("*.md") if path.name != "surface.md"]
+    return sorted({*texts, *(name for page in pages for name in _OWN_NAME.findall(page.read_text(encoding="utf-8")))})

@@ -371,6 +371,8 @@ def _extender_counts_as_the_agents(objects: Objects) -> None:
         ({"extender": {"settings": {"reserve": "bind"}}}, "reserve"),
         ({"config": {"map": {"a": {"nvidia": {"replica": 4}}}}}, "replica"),
         ({"settings": {"isolation": "mps"}}, "use the value `isolation`"),
+        ({"settings": {"root": "/host"}}, "settings.root: the manifests mount"),
+        ({"settings": {"kubelet": {"root_dir": "/var/lib/k0s/kubelet"}}}, "use the value `kubeletDirectory`"),
         ({"displaySocket": ON, "settings": {"display": {"socket": "/x"}}}, "settings.display.socket: has no effect"),
         (
             {"extender": {**WEBHOOK, "settings": {"extender": {"claims_webhook": "certificate"}}}},

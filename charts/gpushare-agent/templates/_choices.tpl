@@ -107,6 +107,8 @@ manifests/components/{{ . }}
 {{- $owned = merge $owned (dict "driver_limits.set_by_agent" "driverLimits.setByAgent" "facts.is_written" "nodeFacts") -}}
 {{- if eq "mps" (toString ($values.settings.nvidia).sharing) }}{{ $_ := set $owned "nvidia.sharing" "nvidia.sharing" }}{{ end -}}
 {{- $refused := dict "web.port" "Service, probes and policies have 5678, leave it out" -}}
+{{- $_ := set $refused "root" "the manifests mount the node's places where they are, leave it out" -}}
+{{- $_ := set $refused "kubelet.root_dir" "in the agent's pod it is /var/lib/kubelet, use the value `kubeletDirectory`" -}}
 {{- range $setting, $value := $owned }}{{ $_ := set $refused $setting (printf "use the value `%s`, which brings the mounts and rights that it needs" $value) }}{{ end -}}
 {{- include "gpushare-agent.refuse" (dict "value" "settings" "settings" $values.settings "refused" $refused) -}}
 {{- $refused = dict -}}

@@ -219,7 +219,7 @@ class AgentMetrics:
 
     def show_node_configuration(self, is_refused: Callable[[], bool]) -> None:
         """Call once, on nodes with settings of their own."""
-        text = "1 while the node's named configuration is not in force, for it cannot be used."
+        text = "1 while the node's named configuration is not in force, because it cannot be used."
         self._show(_StateCollector("gpushare_node_configuration_refused", text, lambda: {"": is_refused()}))
 
     def begin_again(self) -> AgentMetrics:
