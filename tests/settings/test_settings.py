@@ -313,12 +313,13 @@ def test_a_resource_name_of_127_characters_is_taken() -> None:
 
 
 def test_the_nodes_places_follow_from_one_root_but_for_those_that_are_named() -> None:
-    """The kubelet's from its own, where that is named; what is of this process or of the kernel is left where it is."""
+    """The kubelet's from its own, where that is named, but for its device plugins, which it keeps at one place; what is of
+    this process or of the kernel is left where it is."""
     loaded = load_settings(["--root=/x", "--mps-pipe=/pipe", "--kubelet.root-dir=/k"], {"GPUSHARE_DISPLAY__SOCKET": ""})
     settings = loaded.settings
     assert settings.cdi.spec_directories == (Path("/x/etc/cdi"), Path("/x/var/run/cdi"))
     assert settings.claim_directory == Path("/x/var/lib/gpushare-agent/claims")
-    assert settings.kubelet.device_plugin_path == Path("/k/device-plugins")
+    assert settings.kubelet.device_plugin_path == Path("/x/var/lib/kubelet/device-plugins")
     assert settings.kubelet.pod_resources_socket == Path("/k/pod-resources/kubelet.sock")
     assert (settings.mps.pipe_directory, settings.display.socket) == (Path("/pipe"), None)
     assert settings.runtime.proc_root == Path("/proc") and settings.libgpushare.library.is_relative_to("/usr")

@@ -74,7 +74,7 @@ class KubeletSettings(Section):
     """The kubelet's sockets and its HTTPS port, and the time limits of admissions."""
 
     root_dir: GivenPlace = Path("/var/lib/kubelet")
-    """The kubelet's --root-dir. device-plugins is in /var/lib/kubelet all the same: name device_plugin_path, too."""
+    """The kubelet's --root-dir. Its device plugins are below /var/lib/kubelet all the same."""
     device_plugin_path: GivenPlace = Path("/var/lib/kubelet/device-plugins")
     """Directory of kubelet.sock and of the agent's sockets."""
     pod_resources_socket: OptionalPlace = Path("/var/lib/kubelet/pod-resources/kubelet.sock")

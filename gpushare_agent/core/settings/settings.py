@@ -130,11 +130,15 @@ def _below_roots(layers: Sequence[Layer]) -> Layer:
     layer, given = Layer(), {name: raw for one in reversed(layers) for name, raw in one.values.items()}
     # The kubelet's first, because it is below the other.
     roots = [key for name in ("kubelet.root_dir", "root") for key in all_keys() if key.name == name]
-    moved = [(key.default, raw) for key in roots if (raw := given.get(key.name)) and raw.value]
+    moved = [(key, raw) for key in roots if (raw := given.get(key.name)) and raw.value]
     for key in all_keys() if moved else ():
         if PLACE in key.field.metadata:
             paths = key.default if isinstance(key.default, tuple) else (key.default,)
-            for base, raw in moved:
+            for root, raw in moved:
+                base = root.default
+                # A kubelet keeps its device plugins below /var/lib/kubelet whatever its --root-dir is.
+                if (root.name, key.name) == ("kubelet.root_dir", "kubelet.device_plugin_path"):
+                    continue
                 if all(path.is_relative_to(base) for path in paths):
                     texts = [str(Path(str(raw.value), path.relative_to(base))) for path in paths]
                     layer.put(key.name, ",".join(texts), raw.source)
