@@ -125,10 +125,8 @@ def test_whatever_is_sent_is_read_or_refused(raw: Any) -> None:
 def test_bytes_that_are_no_json_are_refused(content: bytes) -> None:
     """And deep nesting too."""
     for bad in (content, b"[" * 100_000, b'{"Pod":' + b"[" * 100_000):
-        try:
+        with pytest.raises(Corrupt):
             parse_bind_args(bad)
-        except Corrupt:
-            continue
 
 
 def test_a_kept_pod_has_what_it_asks_for_and_nothing_that_a_tenant_wrote() -> None:

@@ -116,7 +116,7 @@ def test_a_bad_manifest_is_named_with_file_document_and_field(text: str, words: 
 
 
 def test_a_directory_is_read_by_file_name_and_a_name_given_twice_is_refused(folder: Path) -> None:
-    """Other files are passed over; the second origin names the first."""
+    """Other files are ignored; the second origin names the first."""
     (folder / "2.yaml").write_text(yaml.safe_dump(pod("b")))
     (folder / "1.yml").write_text(yaml.safe_dump(pod("a")))
     (folder / "notes.txt").write_text("no manifest")

@@ -53,7 +53,7 @@ def lines_of(*gpus: dict[str, Any], width: int = 120) -> list[str]:
 
 @pytest.mark.parametrize("width", [60, 120])
 def test_the_gpus_stand_as_in_top(width: int) -> None:
-    """Allocated beside used, by NVIDIA's name of a MIG instance; above both together."""
+    """Allocated next to used, by NVIDIA's name of a MIG instance; above both together."""
     title, both, header, first, second = lines_of(GPU, GPU | {"mig": {"label": "0:1"}}, width=width)
     assert title.startswith("node a  ready  2 GPUs") and both.startswith("allocated 60/200 GPU cores (30 %), ")
     assert ("ALLOC GiB" in header) is (width == 120) and "GPU CORES" in header
