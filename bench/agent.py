@@ -18,7 +18,7 @@ from bench.results import resident_mib
 
 _STOP_TIMEOUT_S = 10.0
 _DROPPED = ("GPUSHARE_", "PYTHONDONTWRITEBYTECODE")
-"""The latter, for an image has its modules compiled."""
+"""The latter, because an image has its modules compiled."""
 _ROOT = Path(__file__).parents[1]
 
 

@@ -30,7 +30,7 @@ from tests.support_deadline import DEADLINE_S
 
 
 async def _wait_serving(node: EmbeddedNode, times: int) -> None:
-    """An agent has rebuilt its ledger, for the so-manieth time, and the kubelet has devices."""
+    """So many times an agent has rebuilt its ledger, and the kubelet has devices."""
     await poll_until(lambda: len(log_lines(node, "allocations_recovered")) == times, f"agent {times} serves")
     await wait_registered(node)
 

@@ -275,7 +275,7 @@ def test_values_are_read_as_python_reads_them() -> None:
 
 
 def test_a_pod_that_is_too_long_is_refused() -> None:
-    """No pod is as long; a node may be, for what is not read of it is skipped."""
+    """No pod is as long; a node may be, because what is not read of it is skipped."""
     long = {"metadata": {"name": "a"}, "other": "x" * MAX_POD_BYTES}
     with pytest.raises(Corrupt, match=str(MAX_POD_BYTES)):
         parse_nodes_args(json.dumps({"Pod": long, "NodeNames": []}).encode(), NAMES)

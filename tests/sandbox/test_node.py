@@ -334,7 +334,7 @@ async def test_a_variable_that_no_process_can_have_keeps_its_container_waiting(e
 
 
 async def test_a_free_port_that_is_asked_for_by_the_agents_flag_is_printed() -> None:
-    """`--web.port=0`: the sandbox chooses it, for the agent would tell its own log alone."""
+    """`--web.port=0`: the sandbox chooses it, because the agent would write it only into its own log."""
     flags = ("--driver=simulated", "--web.port=0")
     async with open_test_node() as node:
         built = await build_node(node, flags, check_driver(node.name, node.paths, flags), lambda _: None)

@@ -119,7 +119,7 @@ def test_in_a_pipe_each_row_and_each_reason_is_one_line(capsys: pytest.CaptureFi
 
 
 def test_a_line_for_a_pipe_tells_the_gpus_of_each_container() -> None:
-    """And no use, for each change of a line is a new line."""
+    """And no use, because each change of a line is a new line."""
     assert pod_line(shown_pod(0, 1)) == "pod default/share Running [main: GPU 0,1]"
     assert pod_line(shown_pod(phase="Pending")) == "pod default/share Pending [main: GPU -]"
 
