@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -138,11 +139,13 @@ async def test_the_documented_runs_work(folder: Path, arguments: list[str]) -> N
 
 
 def test_every_documented_command_is_known() -> None:
-    """The argument parser takes each line of the block."""
+    """The argument parser takes each line of the block; the sentence behind it has the other commands."""
     parser = argparse.ArgumentParser()
     app.add_arguments(parser)
     found = {parser.parse_args(app.split_inner_command(words)[0]).command for words in documented_commands()}
-    assert found == {None, "status"}
+    further = re.search(r"^Further commands: (.+?)\.", (ROOT / "docs/reference/sandbox.md").read_text(), re.MULTILINE)
+    assert further is not None
+    assert found | set(re.findall(r"`([a-z-]+)`", further[1])) == {None, *app._COMMANDS}
 
 
 async def test_a_busy_port_is_one_line_that_names_the_flag(folder: Path) -> None:
