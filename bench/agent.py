@@ -18,7 +18,7 @@ from bench.results import resident_mib
 
 _STOP_TIMEOUT_S = 10.0
 _DROPPED = ("GPUSHARE_", "PYTHONDONTWRITEBYTECODE")
-"""The latter, for an image has its modules compiled."""
+"""The latter, because an image has its modules compiled."""
 _ROOT = Path(__file__).parents[1]
 
 
@@ -26,7 +26,7 @@ class BenchAgent:
     """`start`, then `wait_ready`, then `stop`. Says where its log is when it fails."""
 
     def __init__(self, arguments: Sequence[str], state: Path, environment: Mapping[str, str]) -> None:
-        """`environment` is beside this process's own."""
+        """`environment` is added to this process's own."""
         self._environment = environment
         self.arguments = ["run", *arguments]
         self._command = [sys.executable, "-m", "gpushare_agent", *self.arguments]

@@ -1,4 +1,4 @@
-"""The agent beside another device plugin, on the same fake NVML and behind the same kubelet, in turns.
+"""The agent next to another device plugin, on the same fake NVML and behind the same kubelet, in turns.
 
 Both offer `nvidia.com/gpu` as replicas of 8 GPUs by one configuration file in NVIDIA's form. A device plugin has its
 directory built in: it runs in a mount namespace of its own, so as root, in which /var/lib has the benchmark's node alone.

@@ -125,7 +125,7 @@ def _uid(node: str, which: int) -> str:
 
 
 class ClusterServer:
-    """Lists in pages, watches, patches and binds. `relist` makes every watcher list anew; `watches` counts by path."""
+    """Lists in pages, watches, patches and binds. `relist` makes every watcher list again; `watches` counts by path."""
 
     def __init__(self, cluster: SampleCluster) -> None:
         self._cluster = cluster

@@ -192,7 +192,7 @@ class _Resync:
 
 
 async def _resync(extender: _Extender, server: ClusterServer, cluster: SampleCluster, count: int) -> _Resync:
-    """Everything is listed anew, while the scheduler goes on asking for two free GPUs: there are the same nodes always."""
+    """Everything is listed again while the scheduler goes on asking for two free GPUs: there are the same nodes always."""
     result, expected = _Resync(), cluster.roomy_for_two_gpus()
     question = filter_args(raw_pod("probe", 200, 0), cluster.names)
     async with asyncio.timeout(_START_TIMEOUT_S):
@@ -207,7 +207,7 @@ async def _resync(extender: _Extender, server: ClusterServer, cluster: SampleClu
             result.wrong += set(json.loads(content)["NodeNames"]) != expected
             await asyncio.sleep(0.02)
             if time.perf_counter() - began > _START_TIMEOUT_S:
-                raise RuntimeError("the extender does not list anew")
+                raise RuntimeError("the extender does not list again")
         result.seconds.append(time.perf_counter() - began)
     return result
 

@@ -100,7 +100,7 @@ def _times(chance: Random, count: int) -> Iterator[float]:
     """Poisson arrivals: their number is given, so they are `count` sorted draws, bent by the swing of the day."""
     turns = 2 * math.pi * SWINGS
     for drawn in sorted(chance.random() for _ in range(count)):
-        # Rises throughout, for SWING is below 1, and leaves 0 and 1 where they are: sorted draws stay sorted.
+        # Rises throughout, because SWING is below 1, and leaves 0 and 1 where they are: sorted draws stay sorted.
         bent = drawn + SWING / turns * (1 - math.cos(turns * drawn))
         yield bent * _DAY_S
 

@@ -1,4 +1,4 @@
-"""What the agent's imports alone keep in memory, by package: the modules of an agent that runs, imported anew in a process
+"""What the agent's imports alone keep in memory, by package: the modules of an agent that runs, imported again in a process
 that does nothing else.
 
 `python -m bench.imports names FILE ARGUMENTS…` is that agent, with its command's arguments, and writes the names of its

@@ -1,4 +1,4 @@
-"""Start, registration anew after a kubelet's restart, stop, and what the agent costs while nothing happens."""
+"""Start, registration after a kubelet's restart, stop, and what the agent costs while nothing happens."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ async def _wait_sockets(node: BenchNode) -> float:
 
 
 async def again_rows(node: BenchNode, runs: int) -> list[Row]:
-    """Each run is a kubelet that ends, removes the sockets and makes its own anew, as a starting one does."""
+    """Each run is a kubelet that ends, removes the sockets and makes its own again, as a starting one does."""
     times: list[float] = []
     streams: dict[str, list[float]] = {resource: [] for resource in RESOURCES}
     for _ in range(runs):

@@ -1,4 +1,4 @@
-"""`python -m bench.packing TRACES [--rules] [--json FILE]`: how full the public trace's cluster gets by each policy, beside
+"""`python -m bench.packing TRACES [--rules] [--json FILE]`: how full the public trace's cluster gets by each policy, next to
 the published means; or by each way to place pods without GPUs.
 
 TRACES is a folder with the openb files of github.com/hkust-adsl/kubernetes-scheduler-simulator, data/csv, and optionally

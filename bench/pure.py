@@ -44,7 +44,7 @@ def placement_rows(runs: int) -> list[Row]:
 
 
 def list_rows(answer: bytes, runs: int) -> list[Row]:
-    """Splitting a List answer into pods, as each admission does, and decoding it wholly, as recovery does."""
+    """Splitting a List answer into pods, as each admission does, and decoding all of it, as recovery does."""
     size = f"{len(answer) / 1000:,.0f} kB"
     ids = DeviceIds()
     note = "in the benchmark's process, the answer of the filled node"

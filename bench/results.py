@@ -1,4 +1,4 @@
-"""What was measured, beside its target: the table, and the same as JSON."""
+"""What was measured, with its target: the table, and the same as JSON."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rich.table import Table
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One measurement in the unit that is shown. A target of None is none. `failed` says what was wrong besides time."""
+    """One measurement in the unit that is shown. A target of None is none. `failed` says what else than time was wrong."""
 
     name: str
     unit: str

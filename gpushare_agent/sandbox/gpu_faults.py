@@ -115,7 +115,7 @@ class GpuFaults:
             return Faults()
         except (OSError, ValueError, RecursionError) as error:
             raise Rejected(
-                f"the faults file {self._file()} cannot be read: {error}. Mend it, or remove it: then nothing fails."
+                f"the faults file {self._file()} cannot be read: {error}. Correct it, or remove it: then nothing fails."
             ) from error
 
     def _write(self, faults: Faults) -> None:

@@ -98,7 +98,7 @@ async def run(plan: Plan) -> int:
         # After the directory, which tells that a sandbox runs here already: its port would be the less helpful reason.
         _check_port(loaded.settings.web.addr, loaded.settings.web.port)
         # Before the cluster, because its scheduler must know the address.
-        extender = plan_extender(loaded.settings, paths, plan.flags, notify) if plan.has_extender else None
+        extender = plan_extender(paths, plan.flags, notify) if plan.has_extender else None
         async with open_embedded_cluster(
             paths.state, node_names=names, kubelet_version=plan.kubelet_version, times=_TIMES,
             extender_url=extender.url if extender is not None else "",
@@ -380,9 +380,7 @@ class PlannedExtender(Struct, frozen=True, kw_only=True):
     process: AgentProcess
 
 
-def plan_extender(
-    settings: Settings, paths: NodePaths, flags: Sequence[str], notify: Callable[[str], None]
-) -> PlannedExtender:
+def plan_extender(paths: NodePaths, flags: Sequence[str], notify: Callable[[str], None]) -> PlannedExtender:
     """Not yet running. There is one only, so it leads without election: after a kill it would wait for its own lease."""
     port = free_port()
     arguments = [

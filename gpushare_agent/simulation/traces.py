@@ -27,7 +27,6 @@ from gpushare_agent.simulation.workload import (
 
 MAX_ROWS = 1_000_000
 MAX_GPUS = 64
-MAX_CPU_MILLI = 1 << 24
 MAX_MEMORY_MIB = 1 << 24
 MAX_SECONDS = 1e9
 _MILLI_PER_CORE = 10

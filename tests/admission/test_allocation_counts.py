@@ -1,4 +1,4 @@
-"""The allocation cache's running counts against counting everything anew."""
+"""The allocation cache's running counts against counting everything again."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _blocks(cache: AllocationCache, without: ContainerKey | None) -> dict[GpuUui
 def test_counts_by_gpu_equal_a_count_of_everything_after_any_changes(
     changes: list[Allocation | ContainerKey],
 ) -> None:
-    """However containers come, change, share IDs in their pod and go, the counts kept along are those of counting anew."""
+    """However containers come, change, share IDs in their pod and go, the counts kept along are those of a new count."""
     cache = AllocationCache()
     for change in changes:
         if isinstance(change, Allocation):

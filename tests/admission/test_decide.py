@@ -120,7 +120,7 @@ def test_a_whole_gpu_is_explained_by_the_branches() -> None:
 
 
 def test_two_gpus_by_link_are_explained_by_the_cost() -> None:
-    """The pair with NVLink wins over the free GPUs beside it."""
+    """The pair with NVLink wins over the free GPUs next to it."""
     kinds = [[LinkKind.SELF if a == b else LinkKind.SYS for b in range(3)] for a in range(3)]
     links = [[Link(kind=kind) for kind in row] for row in kinds]
     links[1][2] = links[2][1] = Link(kind=LinkKind.NVLINK, nvlinks=4)
@@ -132,7 +132,7 @@ def test_two_gpus_by_link_are_explained_by_the_cost() -> None:
 
 
 def test_gpus_at_an_equal_link_cost_are_not_said_to_cost_more() -> None:
-    """Beside the chosen pair, and in a pair that has no GPU in common with it; only the cheapest set with each says so."""
+    """Next to the chosen pair, and in a pair that has no GPU in common with it; only the cheapest set with each says so."""
     everywhere = [[Link(kind=LinkKind.SELF if a == b else LinkKind.PIX) for b in range(3)] for a in range(3)]
     pairs = [
         [Link(kind=LinkKind.SELF if a == b else LinkKind.PIX if a // 2 == b // 2 else LinkKind.SYS) for b in range(5)]

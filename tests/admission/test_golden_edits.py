@@ -1,6 +1,6 @@
 """The complete container edits of every isolation under every device list strategy, as files that a person has read.
 
-`GOLDEN_EDITS=rewrite pytest tests/admission/test_golden_edits.py` writes them anew; read the difference before it is
+`GOLDEN_EDITS=rewrite pytest tests/admission/test_golden_edits.py` writes them again; read the difference before it is
 committed. What was checked in them is in tests/data/edits.README.md.
 """
 

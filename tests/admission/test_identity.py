@@ -23,7 +23,7 @@ def served_name(result: Target | Unresolved) -> str:
 
 
 def test_the_listed_pod_without_its_devices_is_served() -> None:
-    """Pods that have what they want are passed over, plain pods too."""
+    """Pods that have what they want are left out, plain pods too."""
     done, plain, new = pod("done", container(cores=10)), pod("plain", container()), pod("new", container(cores=10))
     listed = [Listing("done", {"main": {CORE: 10}}), Listing("plain", {"main": {}}), Listing("new", {"main": {}})]
     allocated = allocation(done, "main", ids(0, range(10)), [])

@@ -96,7 +96,7 @@ async def admitted() -> tuple[Kubelet, Allocation]:
 
 
 def test_its_name_has_a_device_plugin_of_its_own() -> None:
-    """Beside those of the kinds of before."""
+    """Next to those of the kinds of before."""
     assert NAMES.names == (VCORE_RESOURCE, VMEMORY_RESOURCE, RESOURCE)
     assert NAMES.kind_of(RESOURCE) is SLICE and NAMES.socket(RESOURCE) == "slice"
     kubelet = Kubelet()

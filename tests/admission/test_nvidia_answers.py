@@ -47,7 +47,7 @@ DIFFERENCES: Mapping[str, str] = {
     "by CDI alone NVIDIA_VISIBLE_DEVICES is void: CUDA images set all, which NVIDIA's runtime would follow": "void",
     "device nodes may be made with mknod too (rwm), as gpu-manager's; uvm-tools and modeset are not needed": "nodes",
     "the mounts of /dev/null are read-only": "null",
-    "MPS: the limits are the container's own variables, for one daemon serves shares too; its directories are ours": "mps",
+    "MPS: the limits are the container's own variables, as one daemon serves shares too; its directories are ours": "mps",
 }
 
 

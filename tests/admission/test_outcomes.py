@@ -91,7 +91,7 @@ def test_a_record_names_the_annotations_that_were_mistyped() -> None:
 
 
 def test_a_refusals_event_names_what_each_gpu_lacked() -> None:
-    """The record keeps the refusal's own text beside the candidates."""
+    """The record keeps the refusal's own text next to the candidates."""
     reported = Reported()
     refused = Refused(reason=RefusalReason.FRAGMENTED, detail="no GPU for this.")
     reported.reporter.refused(why(chosen=0), refused)

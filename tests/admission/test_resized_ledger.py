@@ -245,7 +245,7 @@ def test_what_a_share_gives_back_is_for_growth_alone() -> None:
 
 
 def test_an_init_container_keeps_its_ids_booked() -> None:
-    """It runs again with its whole share when the pod's sandbox is made anew."""
+    """It runs again with its whole share when the pod's sandbox is made again."""
     cache = AllocationCache()
     cache.put(FIRST)
     cache.put(allocation(ONE, "init", ids(0, range(40)), ids(0, range(8)), ContainerKind.INIT))

@@ -333,7 +333,7 @@ def test_containers_keep_their_terms_over_a_restart_with_other_settings() -> Non
 
 
 def test_what_a_container_holds_stays_listed_until_it_ends() -> None:
-    """On other terms beside the present units; under NVIDIA's text of a present unit in its place."""
+    """On other terms next to the present units; under NVIDIA's text of a present unit in its place."""
     found = replace(inventory(1).gpus[0], uuid=GPU_0)
     ids = DeviceIds([GPU_0])
     ids.expect_units({GPU_0: ReplicaLayout(2)})

@@ -370,7 +370,7 @@ def _needs_interpreter(program: bytes) -> bool:
 
 
 def _hierarchies() -> list[Path]:
-    """Where cgroups can be made: the root of v2, or of each v1 controller and of v2 beside them."""
+    """Where cgroups can be made: the root of v2, or of each v1 controller and of v2 next to them."""
     if (CGROUP_ROOT / "cgroup.controllers").exists():
         return [CGROUP_ROOT]
     return sorted(path for path in CGROUP_ROOT.glob("*") if path.is_dir() and not path.is_symlink())

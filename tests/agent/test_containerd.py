@@ -91,7 +91,7 @@ async def test_every_process_of_a_container_is_found_and_known(containerd: Conta
 
 
 async def test_a_container_that_ends_has_no_processes_any_more(containerd: Containerd) -> None:
-    """Its cgroup goes, its state is exited, and its PID is not told."""
+    """Its cgroup goes, its state is exited, and its PID is not reported."""
     cgroups = Cgroups()
     async with (
         running_container(containerd, FORKS) as made,

@@ -103,7 +103,7 @@ async def test_a_force_deleted_pods_share_is_kept_until_its_processes_are_gone()
 
 
 async def test_a_container_that_crashes_again_and_again_keeps_its_devices() -> None:
-    """Each start is checked by PreStartContainer; nothing is allocated anew."""
+    """Each start is checked by PreStartContainer; nothing is allocated again."""
     async with open_test_node() as node, open_agent(node) as agent:
         node.api.create_pod(_share("crashes"))
         await wait_running(node, "crashes")

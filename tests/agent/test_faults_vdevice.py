@@ -39,7 +39,7 @@ LOADED_S = 300.0
 BLOCK_MIB = 256
 FILES = {"vcuda.config", "pids.config"}
 LIMIT_FILES = {"gpushare.config", "usage"}
-"""Of the default isolation, which keeps them beside those."""
+"""Of the default isolation, which keeps them next to those."""
 
 
 @pytest.fixture(scope="module")

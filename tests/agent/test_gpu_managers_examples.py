@@ -14,7 +14,7 @@ BLOCK_BYTES = 256 * 2**20
 
 
 def asking(cores: int, blocks: int) -> dict[str, Any]:
-    """With requests beside the limits, as there."""
+    """With requests next to the limits, as there."""
     found = limits_of("nvidia", {CORE: cores, MEMORY: blocks})
     found["resources"]["requests"] = dict(found["resources"]["limits"])
     return found

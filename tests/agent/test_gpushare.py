@@ -1,4 +1,4 @@
-"""GPUShare's resource in the whole agent, on the embedded node: memory alone, beside vcore and vmemory, one account."""
+"""GPUShare's resource in the whole agent, on the embedded node: memory alone, next to vcore and vmemory, one account."""
 
 from __future__ import annotations
 

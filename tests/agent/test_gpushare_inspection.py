@@ -1,4 +1,4 @@
-"""`kubectl inspect gpushare` beside what the kubelet has given, on the embedded node."""
+"""`kubectl inspect gpushare` next to what the kubelet has given, on the embedded node."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ from tests.support_deadline import DEADLINE_S
 
 
 async def _wait_serving(node: EmbeddedNode, times: int) -> None:
-    """An agent has rebuilt its ledger, for the so-manieth time, and the kubelet has devices."""
+    """So many times an agent has rebuilt its ledger, and the kubelet has devices."""
     await poll_until(lambda: len(log_lines(node, "allocations_recovered")) == times, f"agent {times} serves")
     await wait_registered(node)
 
@@ -151,7 +151,7 @@ async def test_a_newcomer_that_could_give_no_share_leaves_the_kubelet_to_the_age
 
 
 async def test_a_newcomer_takes_over_once_shares_can_be_given(short_dir: Path) -> None:
-    """The cause was on the node and is mended: no other rollout is needed."""
+    """The cause was on the node and is removed: no other rollout is needed."""
     in_the_way = short_dir / "file"
     in_the_way.touch()
     flag = f"--libgpushare.directory={in_the_way / 'gpushare'}"

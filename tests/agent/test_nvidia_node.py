@@ -1,5 +1,5 @@
-"""NVIDIA's resource names in the whole agent, on the embedded node: the sample pod of NVIDIA's plugin, shares beside it, and
-other settings while pods run."""
+"""NVIDIA's resource names in the whole agent, on the embedded node: the sample pod of NVIDIA's plugin, shares next to it,
+and other settings while pods run."""
 
 from __future__ import annotations
 

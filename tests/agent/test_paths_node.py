@@ -107,7 +107,7 @@ def _paths(model: BaseModel, prefix: str = "") -> Iterator[tuple[str, Path]]:
 
 
 def test_every_path_of_the_benchmarks_agent_is_its_own(tmp_path: Path) -> None:
-    """It runs on nodes too, beside the agent whose files and sockets are at the usual places."""
+    """It runs on nodes too, next to the agent that has its files and sockets at the usual places."""
     settings = load_settings(agent_arguments(tmp_path, {}), {}).settings
     assert {name for name, path in _paths(settings) if not path.is_relative_to(tmp_path)} <= ONLY_READ.keys()
 

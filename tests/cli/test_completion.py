@@ -104,7 +104,7 @@ def test_the_plugin_is_completed_by_its_own_commands() -> None:
 
 @pytest.fixture
 def scripts(short_dir: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, Path]:
-    """What `completion SHELL` prints, by shell. Beside them lie both programs."""
+    """What `completion SHELL` prints, by shell. Next to them lie both programs."""
     made = {}
     for shell in ("bash", "zsh", "fish"):
         assert main(["completion", shell], {}) == 0

@@ -77,7 +77,7 @@ def clusters(draw: st.DrawFn) -> tuple[Cluster, list[Object]]:
 @given(clusters(), st.randoms(use_true_random=False))
 def test_after_the_moves_the_gpus_are_whole(found: tuple[Cluster, list[Object]], rng: Random) -> None:
     """In any order: each pod has room where it is sent before any other has left, nothing is allocated twice, and each named
-    GPU is whole at the end, beside those that were. Budgets, owners, cordons and CPU are respected."""
+    GPU is whole at the end, in addition to those that were. Budgets, owners, cordons and CPU are respected."""
     cluster, raw_budgets = found
     read = asyncio.run(cluster.read())
     budgets = budgets_of(raw_budgets)

@@ -233,7 +233,7 @@ async def test_json_and_yaml_have_the_decisions_as_the_agent_has_them(capsys: py
 
 
 async def test_a_mistyped_annotation_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    """Beside what the container got without it."""
+    """Next to what the container got without it."""
     text = "annotation tencent.com/vcuda-core-limits is unknown and has no effect: did you mean x?"
     shown = await explained(capsys, [decision(ignored=text)], "train")
     assert f"  ignored {text}" in shown
@@ -348,7 +348,7 @@ async def test_the_plugin_finds_the_pods_node_by_itself(short_dir: Path, capsys:
 
 
 async def test_a_pod_on_no_node_has_no_agent_to_ask(short_dir: Path) -> None:
-    """The scheduler names what is missing, and not why: bytes for blocks, and a misspelt resource, stand beside what is
+    """The scheduler names what is missing, and not why: bytes for blocks, and a misspelt resource, stand next to what is
     offered."""
     limits = {"tencent.com/vcuda-cores": "30", "tencent.com/vcuda-memory": "1Gi", "cpu": "1", "a.test/x": "2"}
     spec = {"nodeName": "", "containers": [{"name": "main", "resources": {"limits": limits}}]}

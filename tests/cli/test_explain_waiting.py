@@ -375,7 +375,7 @@ async def test_bytes_and_a_misspelt_resource_stand_beside_what_is_offered(
 async def test_a_pod_that_asks_by_claims_alone_asks_for_something(
     short_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What would let it start is the scheduler's to say, for it places claims."""
+    """What would let it start is the scheduler's to say, because it places claims."""
     claiming = pod("w", (0, 0), resourceClaims=[{"name": "gpu", "resourceClaimName": "c"}])
     claiming["spec"]["containers"][0]["resources"] = {"claims": [{"name": "gpu"}]}
     assert await explained(Cluster([node("n", [16])], [claiming]), short_dir) == 1

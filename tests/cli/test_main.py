@@ -173,7 +173,7 @@ def test_config_tells_value_and_source(capsys: pytest.CaptureFixture[str]) -> No
 def test_config_shows_what_a_named_configuration_gives(short_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One of the agent's own settings, or a file of NVIDIA's plugin; flags beat it, and it beats the settings file. One that
     cannot be read or used is a mistake."""
-    named, file, nvidia = (short_dir / name for name in ("large-blocks", "core.settings.yaml", "plugin"))
+    named, file, nvidia = (short_dir / name for name in ("large-blocks", "settings.yaml", "plugin"))
     named.write_text("resources: {memory_block_mib: 512}\nshare_mode: false\n")
     file.write_text("resources: {memory_block_mib: 128}\n")
     nvidia.write_text("version: v1\nflags: {migStrategy: mixed}\n")
@@ -198,7 +198,7 @@ def test_the_yaml_of_config_is_a_settings_file(short_dir: Path, capsys: pytest.C
     argv = ["--gpus=2", "--gpu-memory-mib=1024,2048", "--node-labels=a=b,c=d", "--topology=/t", "--share-mode=no"]
     assert main(["config", "-o", "yaml", *argv], {"NODE_NAME": "one"}) == 0
     text = capsys.readouterr().out
-    path = short_dir / "core.settings.yaml"
+    path = short_dir / "settings.yaml"
     path.write_text(text)
     before = load_settings(argv, {"NODE_NAME": "other"}).settings
     after = load_settings(["--config", str(path)], {"NODE_NAME": "other"}).settings
@@ -249,7 +249,7 @@ async def test_a_reader_that_hangs_up_early_is_no_error_to_tell() -> None:
 
 async def test_an_interrupt_ends_with_130_and_quietly(short_dir: Path) -> None:
     """Ctrl-C during a command without a handler of its own is reported by the exit code alone."""
-    fifo = short_dir / "core.settings.yaml"
+    fifo = short_dir / "settings.yaml"
     os.mkfifo(fifo)  # reading it waits for a writer: the program hangs in a known place
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "gpushare_agent", "config", "--config", str(fifo)),

@@ -324,7 +324,7 @@ async def program(place: MpsPlace, *flags: str) -> AsyncIterator[asyncio.subproc
 
 
 async def log_until(process: asyncio.subprocess.Process, event: str, **fields: Any) -> dict[str, Any]:
-    """The next line of this kind; what the daemon itself prints is passed over."""
+    """The next line of this kind; what the daemon itself prints is skipped."""
     assert process.stderr is not None
     async with asyncio.timeout(DEADLINE_S):
         while raw := await process.stderr.readline():

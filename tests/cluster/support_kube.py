@@ -120,7 +120,7 @@ async def wait_store(store: PodStore, condition: Callable[[PodStore], bool]) -> 
 
 @asynccontextmanager
 async def running(*bodies: Callable[[], Awaitable[Any]]) -> AsyncIterator[None]:
-    """Runs endless bodies beside the test and cancels them at its end; one that fails fails the test."""
+    """Runs endless bodies next to the test and cancels them at its end; one that fails fails the test."""
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(_awaited(body)) for body in bodies]
         yield

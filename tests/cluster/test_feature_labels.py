@@ -293,7 +293,7 @@ def test_single_without_mig_is_as_none() -> None:
 
 
 def test_mixed_has_labels_of_each_profile() -> None:
-    """Beside those of the GPUs, which have no replicas while all are divided. An instance that is gone is not counted."""
+    """Next to those of the GPUs, which have no replicas while all are divided. An instance that is gone is not counted."""
     instances = (
         instance(FIRST, 0), instance(FIRST, 1), instance(FIRST, 2), instance(FIRST, 3, "1g.5gb+me"),
         instance(FIRST, 4, is_gone=True),

@@ -81,8 +81,7 @@ async def test_what_went_while_the_server_was_away_is_removed() -> None:
     async with fake_cluster(pods=five()) as cluster, informing(cluster) as (informer, pods, _):
         await eventually(lambda: informer.has_listed)
         seen = len(cluster.requests)
-        cluster.is_down = True
-        cluster.mute(False)  # the watch ends
+        cluster.is_down = True  # the watch ends
         await cluster.wait(lambda: len(cluster.requests) > seen)
         cluster.remove("pods", "default/p1")
         cluster.put("pods", raw_pod("late", (30, 4)))

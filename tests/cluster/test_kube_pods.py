@@ -368,8 +368,8 @@ def test_names_of_a_tenants_own_do_not_push_out_what_the_extender_wrote() -> Non
 
 @pytest.mark.parametrize("has_own", [False, True])
 def test_the_claim_for_extended_resources_is_in_the_status_alone(has_own: bool) -> None:
-    """Each container uses the requests that the status maps to it, also beside a claim of that name in the spec: else no pod
-    would be known to use it, and it would never be prepared."""
+    """Each container uses the requests that the status maps to it, also next to a claim of that name in the spec: else no
+    pod would be known to use it, and it would never be prepared."""
     own = [{"name": "extended-resources", "resourceClaimName": "mine"}] if has_own else []
     raw = {
         "metadata": {"namespace": "n", "name": "p", "uid": "u"},

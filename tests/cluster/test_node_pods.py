@@ -224,7 +224,7 @@ async def test_watches_without_an_event_wait_ever_longer(watch: Behaviour) -> No
 
 
 async def test_a_server_that_is_back_is_asked_for_its_list_at_the_first_step_of_back_off() -> None:
-    """One that was away and has started anew answers the watch with 410: it is there, and everything waits for the list."""
+    """One that was away and has started again answers the watch with 410: it is there, and everything waits for the list."""
     waits: list[int] = []
     watches = [answers_html_502, answers_html_502, answers_html_502, answers_gone, stalls_after_headers]
     async with (

@@ -97,7 +97,7 @@ async def test_only_the_difference_is_sent() -> None:
 
 
 async def test_gpushares_time_is_written_where_no_extender_has() -> None:
-    """Beside its own annotations alone."""
+    """Next to its own annotations alone."""
     assumed, assigned = "ALIYUN_COM_GPU_MEM_ASSUME_TIME", "ALIYUN_COM_GPU_MEM_ASSIGNED"
     store, outcomes = PodStore(), Written()
     writer = PodAnnotations(
@@ -139,7 +139,7 @@ async def test_all_pods_are_compared_again_after_a_while() -> None:
 
 
 async def test_a_resize_status_is_written_and_removed() -> None:
-    """Beside the rest; None removes."""
+    """Next to the rest; None removes."""
     status = "gpushare-agent/resize-status"
     written = Written(pod("a", annotations={ASSIGNED: "true", INDEX: "2"}), gpu={"a": 2})
     written.writer.resize_status(pod("a"), "all in force")

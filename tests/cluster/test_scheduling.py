@@ -1,4 +1,4 @@
-"""What kube-scheduler checks of a node besides GPUs, by its own rules; and what a disruption budget covers."""
+"""What kube-scheduler checks of a node except GPUs, by its own rules; and what a disruption budget covers."""
 
 from __future__ import annotations
 

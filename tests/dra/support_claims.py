@@ -215,9 +215,6 @@ class Driver:
 
     # As Isolations:
 
-    def prepares(self, isolation: str) -> bool:
-        return True
-
     def unavailable_reason(self, isolation: str) -> str:
         return self.unavailable
 

@@ -118,7 +118,7 @@ async def test_two_results_of_which_one_is_named_as_the_other_are_both_booked(tm
 
 
 async def test_admin_access_is_charged_to_nobody(tmp_path: Path) -> None:
-    """Before others, beside them, and over a restart; nothing is prepared on the host, and no isolation must be there."""
+    """Before others, next to them, and over a restart; nothing is prepared on the host, and no isolation must be there."""
     whole_gpu, share = raw_claim(whole("w", 0), number=2), raw_claim(result("s", 1, cores=100), admin("a", 1), number=3)
     driver = Driver(tmp_path, raw_claim(admin("a", 0), admin("b", 1)), whole_gpu, share)
     driver.unavailable = "the library is missing"
@@ -283,7 +283,7 @@ def test_a_claim_is_named_as_in_its_pod() -> None:
 
 
 async def test_a_call_that_is_cut_off_while_it_records_stays_booked(tmp_path: Path) -> None:
-    """The record is written all the same, and the next agent would book the claim beside whoever got its share."""
+    """The record is written all the same, and the next agent would book the claim next to whoever got its share."""
     driver = Driver(tmp_path, raw_claim(result(cores=60)), raw_claim(result(cores=60), number=2))
     async with asyncio.TaskGroup() as group:
         task = group.create_task(driver.claims.prepare(ref_of()))
@@ -298,7 +298,7 @@ async def test_a_call_that_is_cut_off_while_it_records_stays_booked(tmp_path: Pa
 
 
 async def test_two_claims_of_one_container_are_compared_by_the_requests_that_it_names(tmp_path: Path) -> None:
-    """The runtime takes the last value of a variable: of a whole GPU beside a share the first would be lost."""
+    """The runtime takes the last value of a variable: of a whole GPU next to a share the first would be lost."""
     a_b, c = raw_claim(whole("a", 0), whole("b", 1)), raw_claim(result("c", 2), number=2)
     names = {"one": "claim-1", "two": "claim-2"}
     for uses, is_refused in (
@@ -402,7 +402,7 @@ async def test_a_claim_beside_it_that_cannot_be_read_holds_up_only_while_it_may_
 
 
 async def test_a_claim_without_a_size_uses_its_gpu_and_takes_nothing_of_it(tmp_path: Path) -> None:
-    """The setting dra.consumable_shares: any number of them, beside a share, and over a restart of the agent."""
+    """The setting dra.consumable_shares: any number of them, next to a share, and over a restart of the agent."""
     nothing = {"cores": "0", "memory": "0", "shares": "1"}
     driver = Driver(
         tmp_path,
@@ -425,7 +425,7 @@ async def test_a_claim_without_a_size_uses_its_gpu_and_takes_nothing_of_it(tmp_p
 
 
 async def test_a_limit_beside_no_limit_on_one_gpu_is_refused(tmp_path: Path) -> None:
-    """In one container nothing would tell them apart; beside one on another GPU it is limited as ever."""
+    """In one container nothing would tell them apart; next to one on another GPU it is limited as ever."""
     nothing = {"cores": "0", "memory": "0", "shares": "1"}
     for index, is_refused in ((0, True), (1, False)):
         free = {**result("b", index), "consumedCapacity": nothing}

@@ -273,7 +273,7 @@ def test_the_isolation_is_that_of_the_containers_that_use_a_request() -> None:
 
 
 def test_limits_of_mps_are_by_place_in_the_order_of_uuids_or_by_uuid() -> None:
-    """Of the GPUs of one configuration: another one's are counted anew."""
+    """Of the GPUs of one configuration: another one's are counted from the start."""
     per_device = {"0": "4Gi", "GPU-3": "2Gi"}
     config = [
         gpu_config("MPS", requests=["a"], mpsConfig={"defaultPerDevicePinnedMemoryLimit": per_device}),

@@ -317,7 +317,7 @@ async def test_a_slice_that_may_not_be_written_is_not_published_and_one_that_was
 
 
 async def test_the_slice_waits_until_the_kubelet_knows_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For a pod that waits is placed at once; but not for ever, for its Event says what is wrong with the driver."""
+    """For a pod that waits is placed at once; but not for ever, because its Event says what is wrong with the driver."""
     for at_most_s in (DEADLINE_S, 0.0):
         monkeypatch.setattr(slices, "REGISTERED_S", at_most_s)
         published = Published(devices(inventory(1)))

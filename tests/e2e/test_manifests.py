@@ -46,7 +46,7 @@ def test_an_api_server_takes_a_component(cluster: Cluster, installed: Installati
 @pytest.mark.parametrize("path", SAMPLES, ids=lambda path: path.name)
 def test_an_api_server_takes_a_sample(cluster: Cluster, namespace: str, path: Path) -> None:
     """The pods of the guide."""
-    cluster.run("apply", "--dry-run=server", "-n", namespace, "-f", str(path))
+    assert "server dry run" in cluster.run("apply", "--dry-run=server", "-n", namespace, "-f", str(path))
 
 
 def dry_run(cluster: Cluster, rendered: str) -> None:

@@ -378,7 +378,7 @@ async def test_leadership_is_looked_at_last_before_each_patch(at: int) -> None:
 
 
 async def test_the_next_leader_takes_over_what_the_last_left() -> None:
-    """The leader dies between patch and bind: the next one binds the pod anew, elsewhere if it must, with its own
+    """The leader dies between patch and bind: the next one binds the pod again, elsewhere if it must, with its own
     annotations; what the first had bound counts, wherever it may be, until the agent reports it."""
     pods = [raw_pod("a", (60, 8)), raw_pod("b", (60, 8), annotations=FORGED_INDEX), raw_pod("c", (60, 8))]
     async with fake_cluster(raw_node("n1"), raw_node("n2"), pods=pods) as cluster, running_replica(cluster) as second:

@@ -178,7 +178,7 @@ def test_pods_that_stay_as_they_are(raw: Raw) -> None:
 
 
 def test_an_init_container_uses_the_claim_of_one_that_asks_for_the_same() -> None:
-    """As the kubelet hands on its devices; a sidecar, which runs beside it, never does."""
+    """As the kubelet hands on its devices; a sidecar, which runs next to it, never does."""
     init = (
         container("same", 20, 4),
         container("side", 10, 4, restartPolicy="Always"),

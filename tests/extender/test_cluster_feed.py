@@ -88,7 +88,7 @@ async def test_a_pod_that_only_the_binder_knew_is_forgotten_after_a_list() -> No
 
 
 def test_a_bind_under_way_outlives_a_list_and_is_dropped_once_it_ended(feeding: Feeding) -> None:
-    """The binder asks about it itself; what it has bound meanwhile is gone all the same, for the list did not have it."""
+    """The binder asks about it itself; what it has bound meanwhile is gone all the same: the list did not have it."""
     feeding.reserve(raw_pod("a", (30, 4)))
     feeding.pods.list_begins()
     feeding.pods.list_ended([], (), "7")

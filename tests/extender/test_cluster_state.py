@@ -206,7 +206,7 @@ def test_the_pod_may_be_known_before_its_node() -> None:
 
 
 def test_a_bind_under_way_survives_its_node_going_and_coming() -> None:
-    """A node's object may be deleted and made anew within a bind; its GPUs must not be given twice."""
+    """A node's object may be deleted and made again within a bind; its GPUs must not be given twice."""
     cluster = state(node(gpus=1))
     reserve(cluster, share("p", 60))
     cluster.remove_node("a")

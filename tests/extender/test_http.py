@@ -325,7 +325,7 @@ async def test_a_name_that_utf8_cannot_have_is_refused_as_any_other(peers: list[
 
 
 class NoTemplates:
-    """An API server that is not asked, for no template is needed."""
+    """An API server that is not asked, because no template is needed."""
 
     async def get_claim_template(self, _namespace: str, _name: str) -> NoReturn:
         raise AssertionError

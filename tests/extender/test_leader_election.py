@@ -255,7 +255,7 @@ async def test_a_lease_that_is_deleted_makes_no_second_leader() -> None:
 
 
 async def test_a_leader_whose_lease_is_missing_stops_at_once() -> None:
-    """When it renews; it does not make it anew before a lease's duration is over."""
+    """When it renews; it does not make it again before a lease's duration is over."""
     async with elections(1) as (cluster, clock, (first,)):
         await first_to_lead(first, clock)
         cluster.remove("leases", "ns/lease")

@@ -226,7 +226,7 @@ def test_any_text_is_read_or_refused_as_corrupt(text: str) -> None:
     ids=range(12),
 )
 def test_a_pod_counts_what_kubernetes_would_count(containers: list[ContainerSpec], counts: Use) -> None:
-    """Init containers beside nothing but the sidecars before them; whole GPUs with all their memory."""
+    """Init containers next to nothing but the sidecars before them; whole GPUs with all their memory."""
     assert use_of(pod("p", *containers), NAMES, gpu_memory_mib=GPU_MIB) == counts
 
 

@@ -116,7 +116,7 @@ def test_a_choice_of_gpus_stays_on_the_pod(name: str) -> None:
 
 
 def test_what_has_no_effect_is_warned_of() -> None:
-    """And the resource goes, for no node has it."""
+    """And the resource goes, because no node has it."""
     pod, found = translated(pod_of(asks(gpu=1, priority=1), annotations={"nvidia.com/vgpu-mode": "hami-core"}))
     assert found.warnings == (
         "the annotation nvidia.com/vgpu-mode has no effect",

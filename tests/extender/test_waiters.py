@@ -96,7 +96,7 @@ async def test_every_part_is_tried_once_and_then_ever_more_seldom(is_asked_again
 
 @pytest.mark.parametrize("what", ["fits", "is_unscheduled", "leads"])
 async def test_it_ends_where_no_node_would_take_the_pod_where_it_is_bound_and_at_a_follower(what: str) -> None:
-    """And does not begin anew by itself."""
+    """And does not begin again by itself."""
     async with waiting(parts=2) as (one, waiters):
         setattr(one, what, False)
         one.clock.now += 1.0

@@ -1,6 +1,6 @@
-"""The fake API server is the sandbox's own, with bad manners on request, and a client of it over HTTP.
+"""The fake API server is the sandbox's own, with faults on request, and a client of it over HTTP.
 
-A `Behaviour` answers one request in place of the server. `lists` and `watches` (of all pods) and `others` are scripts of
+A `Behaviour` answers one request instead of the server. `lists` and `watches` (of all pods) and `others` are scripts of
 behaviours: each request takes the next one, and the last one stays; an empty script leaves the request to the server.
 `answers` go before them, by path. `faults` are taken one by each write that no script answers.
 """
@@ -206,7 +206,7 @@ FAULTS = ("409", "429", "500", "500-done", "silent", "silent-done", "late")
 
 @dataclass
 class Script:
-    """What a `FakeApiServer` does in place of its own."""
+    """What a `FakeApiServer` does instead of its own."""
 
     answers: dict[str, Any] = field(default_factory=dict)
     """By path: a `Behaviour`, an object, bytes, or a status and one of these."""
@@ -241,10 +241,10 @@ class FakeApiServer(EmbeddedApiServer):
         self.retry_after = "0"
         self.page = 2
         """So many objects at most of a list that is asked for in pages."""
-        self.telling = asyncio.Event()
-        """While it is cleared, watches tell nothing."""
-        self.telling.set()
-        self._handlers = ApiHandlers(self, self.telling, 60.0)
+        self.watches_run = asyncio.Event()
+        """While it is cleared, watches send nothing."""
+        self.watches_run.set()
+        self._handlers = ApiHandlers(self, self.watches_run, 60.0)
         self._is_down = False
         self._changed = Changes()
         self._late: list[Callable[[], Awaitable[web.StreamResponse]]] = []
@@ -276,8 +276,8 @@ class FakeApiServer(EmbeddedApiServer):
         self._changed.set()
 
     def mute(self, is_mute: bool) -> None:
-        """Watches tell nothing, for now."""
-        (self.telling.clear if is_mute else self.telling.set)()
+        """Watches send nothing, for now."""
+        (self.watches_run.clear if is_mute else self.watches_run.set)()
 
     @property
     def is_down(self) -> bool:
@@ -357,8 +357,8 @@ class FakeApiServer(EmbeddedApiServer):
             self._changed.set()
         if fault in ("late", "silent"):
             return await resets(self, seen, request)
-        told = answers(int(fault), raw_status(int(fault), "told to"), headers={"Retry-After": self.retry_after})
-        return await told(self, seen, request)
+        refuse = answers(int(fault), raw_status(int(fault)), headers={"Retry-After": self.retry_after})
+        return await refuse(self, seen, request)
 
     def _paged(self, seen: Seen, response: web.StreamResponse) -> web.StreamResponse:
         """Every page is of the first one's version, as with a real one: what comes meanwhile is watched, not lost."""
@@ -389,7 +389,7 @@ def _key(text: str) -> ObjectKey:
 async def fake_api(
     *, pods: Sequence[Raw] = (), version: str = "100", tls: ServerCertificate | None = None, **script: Any
 ) -> AsyncIterator[FakeApiServer]:
-    """A server that has a script alone: lists these pods, leaves watches silent, and answers the rest with {}."""
+    """A server with nothing but a script: lists these pods, leaves watches silent, and answers the rest with {}."""
     usual = {"lists": [lists_pods], "watches": [stalls_after_headers], "others": [answers(200, {})]}
     server = FakeApiServer(Script(**(usual | script)), certificate=tls)
     server.listed, server.listed_version = list(pods), version

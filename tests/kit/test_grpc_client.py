@@ -55,7 +55,7 @@ async def test_bytes_are_returned_as_they_are(body: bytes) -> None:
 
 
 async def test_generated_classes_are_encoded_and_decoded() -> None:
-    """Beside bytes, on the same channel."""
+    """Next to bytes, on the same channel."""
     async with serving(Echo(same)) as path:
         channel = UnixChannel(path)
         options = DevicePluginOptions(pre_start_required=True)

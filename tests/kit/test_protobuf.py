@@ -249,7 +249,7 @@ def test_more_fields_than_are_read_are_malformed() -> None:
 
 
 def test_a_megabyte_of_device_ids_is_read() -> None:
-    """As long as real ones, and further fields besides."""
+    """As long as real ones, with further fields."""
     ids = [f"GPU-{n:04}::{n}" for n in range(60_000)]
     data = string_list(1, ids) + string_list(2, ids[:30_000]) + integer_field(3, 5)
     assert decode_preferred_allocation(bytes_field(1, data)) == [

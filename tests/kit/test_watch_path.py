@@ -76,7 +76,7 @@ async def test_a_directory_that_is_made_later_is_noticed_and_then_watched() -> N
 
 @pytest.mark.parametrize("is_moved", [True, False])
 async def test_a_replaced_directory_is_watched_in_place_of_the_old_one(is_moved: bool) -> None:
-    """Renamed away or removed, and made anew under the same name: files in the new one are reported."""
+    """Renamed away or removed, and made again under the same name: files in the new one are reported."""
     with short_directory() as top:
         directory = top / "dp"
         directory.mkdir()

@@ -49,7 +49,7 @@ def test_a_process_counts_for_the_container_whose_id_its_cgroup_names() -> None:
 
 
 def test_a_container_without_a_process_uses_nothing() -> None:
-    """Zero, for that is known; on each of its GPUs."""
+    """Zero, because that is known; on each of its GPUs."""
     found = join_usage(driver_sample(gpu_sample(0), gpu_sample(1)), {}, allocated({key_of(1): (0, 1)}), sampled_at=0)
     for index in (0, 1):
         use = found.containers[key_of(1), UUIDS[index]]

@@ -41,6 +41,7 @@ async def test_the_index_lists_each_page_once_for_programs_and_for_browsers() ->
     """Text by default, a page with links for a client that accepts HTML."""
     async with serving() as port:
         plain = await ask(port, "/debug/")
+        assert (await ask(port, "/debug")).text == plain.text
         page = await ask(port, "/debug/", Accept="text/html,*/*;q=0.8")
     for path in [*JSON_PAGES, "/debug/tasks"]:
         assert f"GET   {path} " in plain.text
@@ -70,6 +71,7 @@ async def test_the_log_level_changes_now_and_the_old_one_is_reported(method: str
 @pytest.mark.parametrize(
     ("method", "path", "status"),
     [
+        ("GET", "/debug/?x=1", 400),
         ("GET", "/debug/tasks?x=1", 400),
         ("GET", "/debug/tasks?x=1&x=1", 400),
         *(("GET", f"/debug/{gone}", 404) for gone in ("profile", "memory", "gc")),
@@ -98,6 +100,7 @@ async def test_what_is_asked_wrongly_is_refused_with_a_text_and_changes_nothing(
         answer = await ask(port, path, method=method)
     assert answer.status == status
     assert method == "HEAD" or answer.text.strip()
+    assert ("GET" in answer.headers.get("Allow", "")) is (status == 405)
     assert logging.getLogger().level == level
 
 

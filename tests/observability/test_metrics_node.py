@@ -295,7 +295,7 @@ def test_no_label_breaks_out_of_its_quotes(value: str) -> None:
 
 
 def test_namesakes_are_one_row_with_the_sum() -> None:
-    """A pod deleted by force whose processes run on, and the one made anew under its name: no series is there twice."""
+    """A pod deleted by force whose processes run on, and the one made again under its name: no series is there twice."""
     old, new = allocation(key_of(1)), allocation(key_of(2), (0, 1), cores=200, blocks=0)
     known = AllocatedContainers(
         gpus={one.key: one.gpus for one in (old, new)}, by_id={id_of(1): old.key, id_of(2): new.key}

@@ -115,7 +115,7 @@ async def test_a_second_init_container_reuses_the_first_ones_ids() -> None:
     ids=["short", "unknown", "empty"],
 )
 async def test_a_preference_is_advice(preferred: Any, wanted: set[str]) -> None:
-    """A short answer is filled up from anything free, unknown IDs are passed over; the pod runs."""
+    """A short answer is filled up from anything free, unknown IDs are ignored; the pod runs."""
     async with open_test_node() as node:
         async with open_plugin(node, foo_plugin(preferred=preferred)):
             node.api.create_pod(pod("p", foo(count=3)))

@@ -30,7 +30,7 @@ async def page_of(url: str) -> str:
 
 
 async def printed_by(line: str) -> str:
-    """Of a command line as the sandbox has told it."""
+    """Of a command line as the sandbox prints it."""
     child = await asyncio.create_subprocess_exec(*shlex.split(line), stdout=asyncio.subprocess.PIPE, cwd=ROOT)
     async with asyncio.timeout(DEADLINE_S):
         out, _ = await child.communicate()
@@ -65,6 +65,6 @@ async def test_the_first_lines_say_how_the_agent_is_asked_and_that_works() -> No
 
 
 def test_an_address_that_means_all_is_reported_as_one_that_can_be_asked() -> None:
-    """And what is switched off is not told."""
+    """And what is switched off is not printed."""
     flags = ("--web.addr=0.0.0.0", "--web.port=5", "--control.socket=")
     assert addresses_of(load_settings(flags, {}).settings) == {"web": "http://localhost:5", "control_socket": ""}

@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -57,7 +58,7 @@ async def test_the_fitting_samples_run_and_the_document_is_complete(folder: Path
 
 @pytest.mark.slow
 async def test_pods_that_do_not_run_make_exit_code_one(folder: Path) -> None:
-    """One is refused by the agent, one fits nowhere: both are told with their reasons, in file order."""
+    """One is refused by the agent, one fits nowhere: both are reported with their reasons, in file order."""
     manifest = folder / "pods.yaml"
     bad, large = pod("bad", container("main", cores=50)), pod("large", container("main", cores=900))
     manifest.write_text(yaml.safe_dump_all([bad, large, pod("fine", container("main", cores=50, blocks=4))]))
@@ -123,7 +124,7 @@ def documented_commands() -> list[list[str]]:
 
 @pytest.mark.parametrize("arguments", [c for c in documented_commands() if "--once" in c], ids=" ".join)
 async def test_the_documented_runs_work(folder: Path, arguments: list[str]) -> None:
-    """As they stand in docs/reference/sandbox.md, beside a pods.yaml and a folder with the name of the package."""
+    """As they stand in docs/reference/sandbox.md, next to a pods.yaml and a folder with the name of the package."""
     (folder / "pods.yaml").write_text(yaml.safe_dump(pod("mine", container("main", cores=100))))
     (folder / "gpushare_agent").mkdir()
     (folder / "gpushare_agent" / "__init__.py").write_text("raise RuntimeError('the wrong code')")
@@ -138,11 +139,13 @@ async def test_the_documented_runs_work(folder: Path, arguments: list[str]) -> N
 
 
 def test_every_documented_command_is_known() -> None:
-    """The argument parser takes each line of the block."""
+    """The argument parser takes each line of the block; the sentence behind it has the other commands."""
     parser = argparse.ArgumentParser()
     app.add_arguments(parser)
-    for arguments in documented_commands():
-        parser.parse_args(app.split_inner_command(arguments)[0])
+    found = {parser.parse_args(app.split_inner_command(words)[0]).command for words in documented_commands()}
+    further = re.search(r"^Further commands: (.+?)\.", (ROOT / "docs/reference/sandbox.md").read_text(), re.MULTILINE)
+    assert further is not None
+    assert found | set(re.findall(r"`([a-z-]+)`", further[1])) == {None, *app._COMMANDS}
 
 
 async def test_a_busy_port_is_one_line_that_names_the_flag(folder: Path) -> None:

@@ -202,7 +202,7 @@ async def test_a_program_that_prints_for_ever_ends_before_the_disk_is_full() -> 
 
 
 async def test_what_cannot_start_leaves_nothing_behind() -> None:
-    """The reason is told; no cgroup stays, and the next start is none the worse."""
+    """The error has the reason; no cgroup stays, and the next start works."""
     async with open_containers() as runtime:
         with pytest.raises(Unavailable, match="container main of pod default/train cannot start: "):
             runtime.start(config("x" * 200_000))  # longer than the kernel takes

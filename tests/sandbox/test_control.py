@@ -258,7 +258,7 @@ async def test_an_asker_that_says_nothing_gets_an_answer_or_goes(short_dir: Path
 
 
 async def test_apply_and_delete_do_what_they_are_asked(short_dir: Path) -> None:
-    """The well-formed requests beside the malformed ones."""
+    """The well-formed requests next to the malformed ones."""
     async with open_controller() as (_, path):
         assert (await ask(path, {"command": "apply", "pods": [pod("a")]}))["lines"] == ["pod default/a created"]
         gone = await ask(path, {"command": "delete", "names": ["a"], "namespace": "default"})

@@ -113,7 +113,7 @@ class World:
     async def stop_agent(self) -> None:
         assert self._agent is not None
         await self._agent.aclose()
-        # Its thread would write on beside the next agent, as that of a process that has ended cannot: it is waited for.
+        # Its thread would write on next to the next agent, as that of a process that has ended cannot: it is waited for.
         await self.driver.claims.unprepare(ref_of(0))
 
     async def _watch(self, publisher: SlicePublisher) -> None:

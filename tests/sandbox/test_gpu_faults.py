@@ -119,7 +119,7 @@ def test_a_file_that_cannot_be_read_is_not_overwritten(tmp_path: Path) -> None:
     path = tmp_path / "faults.json"
     path.write_text("{")
     faults = GpuFaults(path, 3)
-    with pytest.raises(Rejected, match=r"cannot be read.*Mend it, or remove it"):
+    with pytest.raises(Rejected, match=r"cannot be read.*Correct it, or remove it"):
         faults.lose(0)
     assert path.read_text() == "{"
 

@@ -26,7 +26,7 @@ def workload(kind: str, version: str, name: str, units: int, **spec: Any) -> dic
 
 
 def binpack() -> list[dict[str, Any]]:
-    """A StatefulSet of a version that Kubernetes 1.16 removed, as it is there, its Service, and the Job beside it."""
+    """A StatefulSet of a version that Kubernetes 1.16 removed, as it is there, its Service, and the Job next to it."""
     service = {"ports": [{"port": 80, "name": "web"}], "clusterIP": "None", "selector": {"app": "binpack-1"}}
     limits = {"limits": {"aliyun.com/gpu-mem": 2}}
     job = {"name": "gpu-job", "image": "alpine:3.6", "resources": limits, "command": ["sleep", "30s"]}

@@ -286,7 +286,7 @@ async def test_a_pod_deleted_while_the_kubelet_was_down_is_ended_at_its_start() 
 
 
 async def test_a_kubelet_stop_during_an_open_allocate_ends_the_call() -> None:
-    """The call is noted as broken off, nothing is recorded, and the pod is admitted anew after the start."""
+    """The call is noted as broken off, nothing is recorded, and the pod is admitted again after the start."""
     async with open_test_node(times=HELD_ADMISSIONS) as node:
         node.kubelet.begin_admissions()
         plugin = foo_plugin()

@@ -116,7 +116,7 @@ def test_a_bad_manifest_is_named_with_file_document_and_field(text: str, words: 
 
 
 def test_a_directory_is_read_by_file_name_and_a_name_given_twice_is_refused(folder: Path) -> None:
-    """Other files are passed over; the second origin names the first."""
+    """Other files are ignored; the second origin names the first."""
     (folder / "2.yaml").write_text(yaml.safe_dump(pod("b")))
     (folder / "1.yml").write_text(yaml.safe_dump(pod("a")))
     (folder / "notes.txt").write_text("no manifest")
@@ -334,7 +334,7 @@ async def test_a_variable_that_no_process_can_have_keeps_its_container_waiting(e
 
 
 async def test_a_free_port_that_is_asked_for_by_the_agents_flag_is_printed() -> None:
-    """`--web.port=0`: the sandbox chooses it, for the agent would tell its own log alone."""
+    """`--web.port=0`: the sandbox chooses it, because the agent would write it only into its own log."""
     flags = ("--driver=simulated", "--web.port=0")
     async with open_test_node() as node:
         built = await build_node(node, flags, check_driver(node.name, node.paths, flags), lambda _: None)

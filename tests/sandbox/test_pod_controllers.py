@@ -336,7 +336,7 @@ async def test_a_stateful_sets_failed_pod_is_replaced_and_then_later(cluster: Cl
 
 
 async def test_a_stateful_sets_new_template_reaches_all_pods(cluster: Cluster) -> None:
-    """From the last pod on, and none is made anew twice."""
+    """From the last pod on, and none is made again twice."""
     cluster.api.create("statefulsets", stateful_set(2))
     cluster.settle()
     before = {raw["metadata"]["uid"] for raw in cluster.api.pods()}

@@ -126,7 +126,7 @@ def _open_gate(gate: Path) -> bool:
 
 
 async def test_a_container_that_ends_again_and_again_is_started_later_and_later() -> None:
-    """At once after its first end; then it is in CrashLoopBackOff, with its last end beside."""
+    """At once after its first end; then it is in CrashLoopBackOff, with its last end."""
     async with open_test_node() as node:
         node.api.create_pod(pod("p", host_container("main", "sh", "-c", "echo run; exit 5")))
 

@@ -116,7 +116,7 @@ def recorded_steps() -> list[Step]:
 
 
 class RecordingPlugin:
-    """The recorder of the trace, made anew: prefers the first IDs, and calls List inside its handlers."""
+    """The recorder of the trace, written again: prefers the first IDs, and calls List inside its handlers."""
 
     def __init__(self, node: EmbeddedNode, resource: str, steps: list[Step]) -> None:
         self.resource = resource

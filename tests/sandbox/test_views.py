@@ -53,7 +53,7 @@ def lines_of(*gpus: dict[str, Any], width: int = 120) -> list[str]:
 
 @pytest.mark.parametrize("width", [60, 120])
 def test_the_gpus_stand_as_in_top(width: int) -> None:
-    """Allocated beside used, by NVIDIA's name of a MIG instance; above both together."""
+    """Allocated next to used, by NVIDIA's name of a MIG instance; above both together."""
     title, both, header, first, second = lines_of(GPU, GPU | {"mig": {"label": "0:1"}}, width=width)
     assert title.startswith("node a  ready  2 GPUs") and both.startswith("allocated 60/200 GPU cores (30 %), ")
     assert ("ALLOC GiB" in header) is (width == 120) and "GPU CORES" in header
@@ -119,7 +119,7 @@ def test_in_a_pipe_each_row_and_each_reason_is_one_line(capsys: pytest.CaptureFi
 
 
 def test_a_line_for_a_pipe_tells_the_gpus_of_each_container() -> None:
-    """And no use, for each change of a line is a new line."""
+    """And no use, because each change of a line is a new line."""
     assert pod_line(shown_pod(0, 1)) == "pod default/share Running [main: GPU 0,1]"
     assert pod_line(shown_pod(phase="Pending")) == "pod default/share Pending [main: GPU -]"
 

@@ -166,7 +166,7 @@ GPU_MANAGERS_MOUNTS = (
 
 @pytest.fixture
 def container(tmp_path: Path) -> Path:
-    """The file system of gpu-manager's container, with the host's beside it."""
+    """The file system of gpu-manager's container, with the host's next to it."""
     for path in (*GPU_MANAGERS_MOUNTS, "host/var/lib/kubelet/pod-resources", "host/usr"):
         (tmp_path / path).mkdir(parents=True)
     return tmp_path

@@ -180,7 +180,7 @@ def test_what_the_plugin_refuses_and_what_cannot_be_is_refused(text: str, words:
 
 
 def test_a_bad_value_ends_the_start(tmp_path: Path) -> None:
-    """Beside the other mistakes; also one that only our tree knows."""
+    """Next to the other mistakes; also one that only our tree knows."""
     with pytest.raises(SettingsError, match="must be from 1 to 1000"):
         load(tmp_path, "sharing: {timeSlicing: {resources: [{name: gpu, replicas: 5000}]}}")
     with pytest.raises(SettingsError, match=r"variable MIG_STRATEGY: flags\.migStrategy is many"):

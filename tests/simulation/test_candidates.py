@@ -74,7 +74,7 @@ def test_no_node_with_room_is_ever_out_of_the_ring(steps: list[tuple[str, bool, 
 def test_no_node_means_that_the_extender_would_refuse_every_node(
     steps: Sequence[tuple[Shape, bool, int]], per_try: int
 ) -> None:
-    """Played beside a cluster state of our own, which gets the same pods and is asked about all nodes."""
+    """Played next to a cluster state of our own, which gets the same pods and is asked about all nodes."""
     cluster = cluster_of(1, 2, 2)
     scheduler, pods = scheduler_of(cluster, Policy.BINPACK, per_try=per_try), PodMaker(NAMES)
     state = ClusterState(policy=ClusterPolicy(names=NAMES))

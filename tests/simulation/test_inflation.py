@@ -108,7 +108,7 @@ def test_the_same_seed_gives_the_same_figures(trace: Trace) -> None:
     assert any(other != runs[0] for other in runs)
 
 
-@pytest.mark.skipif(not OPENB.is_dir(), reason="the public trace is not beside the checkout (shared/data/openb)")
+@pytest.mark.skipif(not OPENB.is_dir(), reason="the public trace is not next to the checkout (shared/data/openb)")
 @pytest.mark.parametrize(
     ("policy", "name"),
     [("best-fit", "05-BestFit"), ("dot-product", "02-DotProd"), ("packing", "04-GpuPacking"), ("random", "01-Random")],
@@ -125,7 +125,7 @@ def test_baselines_meet_the_published_figures(policy: str, name: str) -> None:
         assert abs(mean - float(published[f"allocated_at_{mark}"])) < (0.7 if policy == "random" else 0.5), mark
 
 
-@pytest.mark.skipif(not OPENB.is_dir(), reason="the public trace is not beside the checkout (shared/data/openb)")
+@pytest.mark.skipif(not OPENB.is_dir(), reason="the public trace is not next to the checkout (shared/data/openb)")
 def test_fgd_allocates_more_than_binpack_on_the_public_trace() -> None:
     """The published mean of FGD is 95.23 % at 100 %, with a standard deviation of 0.10."""
     fgd, best_fit = (

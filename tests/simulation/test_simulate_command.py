@@ -98,7 +98,7 @@ def test_the_table_tells_each_policy_and_why_pods_did_not_start(
 
 
 def test_a_trace_is_replayed(capsys: pytest.CaptureFixture[str]) -> None:
-    """What it leaves out is told."""
+    """It says what it leaves out."""
     words = ["--nodes", str(TRACES / "openb_node_list.csv"), "--pods", str(TRACES / "openb_pod_list.csv"), "--quiet"]
     assert main(["simulate", *words], {}) == 0
     out = capsys.readouterr().out
@@ -109,7 +109,7 @@ def test_a_trace_is_replayed(capsys: pytest.CaptureFixture[str]) -> None:
 def test_progress_goes_to_standard_error_only(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Standard output is one JSON document, however often progress is told."""
+    """Standard output is one JSON document, however often progress is shown."""
     monkeypatch.setattr(render_text, "LINE_PERIOD_S", 0.0)
     assert main(["simulate", *made(tmp_path, nodes=2, pods=20), "-o", "json"], {}) == 0
     done = capsys.readouterr()

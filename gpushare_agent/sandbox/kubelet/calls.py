@@ -52,8 +52,6 @@ class PodResourcesCall(Struct, frozen=True, kw_only=True):
 
     method: str
     inside: tuple[PluginCall, ...]
-    is_refused: bool = False
-    """By the rate limit."""
     at: float = field(default_factory=time.monotonic)
 
 

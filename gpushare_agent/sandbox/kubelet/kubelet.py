@@ -64,12 +64,12 @@ class PodResourcesService:
         return Handler(handle, Cardinality.UNARY_UNARY, bytes, bytes)
 
     def _admit_call(self, method: str) -> None:
-        is_refused, log = not self._tokens.take(), self._parts.log
+        log = self._parts.log
         # What was open at that moment: tests prove by it that no List runs while an Allocate is open.
         inside = tuple(log.open_calls)
-        log.pod_resources_calls.append(PodResourcesCall(method=method, inside=inside, is_refused=is_refused))
+        log.pod_resources_calls.append(PodResourcesCall(method=method, inside=inside))
         self._parts.api.signal.notify()
-        if is_refused:
+        if not self._tokens.take():
             raise GRPCError(Status.RESOURCE_EXHAUSTED, "rejected by rate limit")
 
     def _list(self, _request: bytes) -> bytes:

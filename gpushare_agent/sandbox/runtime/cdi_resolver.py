@@ -1,6 +1,6 @@
 """CDI in the embedded node's container runtime: it turns device names into what a container gets.
 
-It is separate from the agent's own code for specs (delivery/cdi_files.py), so that each can show the other's mistakes.
+It is separate from the agent's own code for specs (agent/delivery/cdi_files.py), so that each can show the other's mistakes.
 The rules are those of the reference library: a file that is no spec is skipped; the later of two directories counts;
 two files of one directory that name a device make it unknown; one unknown name prevents the container. Nothing is opened
 in /dev: whether a device node exists is not checked. State owned: none; the files are read at each start.

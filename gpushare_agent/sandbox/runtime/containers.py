@@ -277,7 +277,7 @@ class ContainerRuntime:
             raise Unavailable(f"{where} cannot start: {error.strerror or error}") from error
         except ValueError as error:
             raise Unavailable(
-                f"{where} cannot start: no process can have such a command or environment: {error}; mend the manifest"
+                f"{where} cannot start: no process can have such a command or environment: {error}; correct the manifest"
             ) from error
         self._forgotten.discard(config.pod_uid)
         # Known before its release, because it may end at once: its end must belong to a known container.

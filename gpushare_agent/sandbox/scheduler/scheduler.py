@@ -422,7 +422,7 @@ class ExtenderScheduler:
         known = self._waiting.get(uid)
         attempts = known.attempts + 1 if known is not None else 1
         delay_s = min(times.first_backoff_s * 2 ** min(attempts - 1, 16), times.last_backoff_s)
-        # Time alone mends an error; a pod that fits nowhere waits for a change, and the last back-off is the longest wait.
+        # Only time can end an error; a pod that fits nowhere waits for a change, and the last back-off is the longest wait.
         latest_at = now + (delay_s if reason == SCHEDULER_ERROR else times.last_backoff_s)
         self._waiting[uid] = _Waiting(attempts=attempts, due_at=now + delay_s, latest_at=latest_at, epoch=self._epoch)
         with suppress(NotFound, Conflict):  # it may have gone, or be bound, meanwhile
