@@ -142,7 +142,7 @@ def gpu_of(device: str) -> GpuUuid:
 
 
 def named_gpus(devices: Iterable[str]) -> list[GpuUuid]:
-    """The GPU of each ID; a call has thousands, so there is no function for one."""
+    """As `gpu_of` of each ID, in one call: an admission has thousands."""
     return [cast(GpuUuid, device.partition("::")[0]) for device in devices]
 
 
