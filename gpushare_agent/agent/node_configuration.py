@@ -53,8 +53,8 @@ class NodeConfiguration(Handler):
         """Why the configuration that is asked for is not in force; empty where it is."""
 
     async def first(self, base: Settings) -> Settings:
-        """The settings of the process's first generation: `base` where the configuration cannot be used, for an agent
-        that does not start would take the node's GPUs out of service."""
+        """The settings of the process's first generation: `base` where the configuration cannot be used, because an
+        agent that does not start would take the node's GPUs out of service."""
         if base.node_configuration.directory is None:
             return base
         self._labels = await _read_labels(base)

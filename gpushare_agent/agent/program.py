@@ -107,7 +107,7 @@ class _Signals:
             return
         loop = asyncio.get_running_loop()
         at = max(loop.time(), self._reloaded_at + LEAST_GENERATION_S)
-        log.info("new_life_requested", reason=reason, in_s=round(at - loop.time(), 1))
+        log.info("reload_requested", reason=reason, in_s=round(at - loop.time(), 1))
         self._request = loop.call_at(at, self._due)
 
     def _due(self) -> None:
@@ -154,7 +154,7 @@ async def _run_generations(this: _Next, configuration: NodeConfiguration, signal
     try:
         while True:
             logs = this.settings.settings.log
-            setup_logging(logs.level, logs.format)  # here, for settings that were read may be refused
+            setup_logging(logs.level, logs.format)  # here: settings that were read may be refused
             try:
                 agent = _build(this.settings, this.previous, configuration, signals.request_reload)
                 upcoming = await _run_until_signal(agent, this, configuration, signals)
@@ -208,8 +208,8 @@ async def _run_until_signal(
     """Runs one generation; returns the next one, None to end the process."""
     try:
         async with asyncio.TaskGroup() as group:
-            life = partial(run_generation, agent, is_incoming=this.is_incoming)
-            running = group.create_task(forever("agent", life), name="agent")
+            generation = partial(run_generation, agent, is_incoming=this.is_incoming)
+            running = group.create_task(forever("agent", generation), name="agent")
             upcoming = await _obey(agent, this.settings, configuration, signals)
             await stop_task(running)
             return upcoming

@@ -99,7 +99,7 @@ class AllocationCache:
             for device in ids:
                 others = holders.get(device)
                 holders[device] = own if others is None else others | own
-        self._charge_anew(allocation.key.pod_uid)
+        self._charge_pod(allocation.key.pod_uid)
         self._changed(old, allocation)
 
     def release(self, key: ContainerKey) -> Allocation | None:
@@ -108,7 +108,7 @@ class AllocationCache:
         self._resized.pop(key, None)
         old = self._drop(key)
         if old is not None:
-            self._charge_anew(key.pod_uid)
+            self._charge_pod(key.pod_uid)
             self._changed(old, None)
         return old
 
@@ -198,7 +198,7 @@ class AllocationCache:
     def _charges_of_pod(self, uid: PodUid, *, without: ContainerKey | None = None) -> dict[GpuUuid, Charge]:
         return charges_of([self._allocations[key] for key in self._pods.get(uid, ()) if key != without])
 
-    def _charge_anew(self, uid: PodUid) -> None:
+    def _charge_pod(self, uid: PodUid) -> None:
         # Taken out and put in by pod: distinct IDs are counted in a pod, so a container alone has no charge to add.
         add_charges(self._charges, self._of_pod.pop(uid, {}), -1)
         if uid in self._pods:
@@ -239,7 +239,7 @@ class AllocationCache:
         return Charge(cores=cores, blocks=memory)
 
     def _resized_changed(self, key: ContainerKey, *, is_resized: bool = False) -> None:
-        """Subscribers are told as if the allocation had changed, even if no record shows the container."""
+        """Subscribers are called as if the allocation had changed, even if no record shows the container."""
         allocation, share = self._allocations.get(key), self._resized.get(key)
         new = allocation
         if allocation is not None:

@@ -1,6 +1,6 @@
-"""Who uses the claims that are prepared on this node, and what of them a container sees as one share.
+"""Who uses the claims that are prepared on this node, and which of their allocations a container sees as one share.
 
-Both are plain functions; `ClaimPods` has their results. Pure: the module is in pyproject.toml's list.
+Plain functions find both; `ClaimPods` keeps their results. Pure: the module is in pyproject.toml's list.
 
 State owned: those results, made again where an allocation or a pod has changed.
 """

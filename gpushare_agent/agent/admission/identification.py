@@ -34,9 +34,9 @@ from gpushare_agent.core.model.pods import Pod
 log = structlog.get_logger(__name__)
 
 MAX_FETCHES = 16
-"""PodStore fetched at once."""
+"""Pods that are fetched at once."""
 MAX_FETCHES_IN_ALL = 64
-"""PodStore fetched for one call; more than these come by the watch of the API server."""
+"""Pods that are fetched for one call; any more come by the watch of the API server."""
 RETRY_S = 0.1
 """The pause between two fetches from an API server that does not answer, while there is time left."""
 LEAST_S = 0.5

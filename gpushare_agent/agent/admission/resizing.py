@@ -310,14 +310,14 @@ class ShareResizing(Struct, kw_only=True, eq=False):
                 break
         await self._save_and_apply()
         self._has_refused = bool(found.refused or found.unknown)
-        if self.node.claim_pods.is_synced:
+        if self.node.pods.is_synced:
             self.reports.report(found)
 
     # --- 1: decide ---
 
     def _forget_gone(self) -> None:
         """Forgets sizes of pods that ended while the agent was away: no allocation of theirs will be released."""
-        if not self.node.claim_pods.is_synced:
+        if not self.node.pods.is_synced:
             return
         for key in self._enforced.keys() - self.node.cache.resized.keys():
             del self._enforced[key]
@@ -470,7 +470,7 @@ def _grows(candidate: tuple[Allocation, DesiredSize]) -> tuple[bool, ContainerKe
     return target_of(allocation, desired).at_least(allocation.size) != allocation.size, allocation.key
 
 
-# --- what the pods are told ---
+# --- what the pods show ---
 
 
 class ResizeReports(Struct, kw_only=True, eq=False):

@@ -103,7 +103,7 @@ def gpu_labels(inventory: GpuInventory, prefix: str) -> dict[str, str]:
         labels[f"{prefix}/gpu.mixed"] = "true"
     capabilities = [gpu.compute_capability for gpu in named]
     known = [capability for capability in capabilities if capability is not None]
-    # Of one GPU the driver may not tell it: the least of the others would promise too much.
+    # Of one GPU the driver may not report it: the least of the others would promise too much.
     if len(known) == len(named):
         major, minor = min(known)
         labels |= {f"{prefix}/gpu.compute.major": str(major), f"{prefix}/gpu.compute.minor": str(minor)}

@@ -53,8 +53,8 @@ def pod_annotations(
     pod: Pod, allocations: Mapping[ContainerKey, Allocation], inventory: GpuInventory, names: ResourceNames
 ) -> dict[str, str]:
     """gpu-manager's annotations once every main container that asks for cores or for GPUShare's memory has them, and
-    and GPUShare's for its memory; empty where the pod has neither. A container whose GPU is lost keeps the annotation
-        that it has."""
+    GPUShare's for its memory; empty where the pod has neither. A container whose GPU is lost keeps the annotation that it
+    has."""
     index = {gpu.uuid: gpu.index for gpu in inventory.gpus}
     asking = [
         container

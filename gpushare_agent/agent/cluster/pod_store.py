@@ -1,6 +1,6 @@
 """The pods of this node as the API server last reported them, and what keeps them so. Memory only.
 
-`PodStore` is synchronous. Readers may call at any time: a method never leaves it half changed, for nothing in it awaits. The
+`PodStore` is synchronous. Readers may call at any time: nothing in it awaits, so a method never leaves it half changed. The
 mutable state is: the pods by UID and by name, the UIDs deleted lately, `version`, `is_synced`.
 
 `NodePods` is its only writer: the informer's handler, and the read of one pod now. An admission cannot wait for the watch:

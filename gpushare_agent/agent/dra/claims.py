@@ -26,7 +26,7 @@ from msgspec.structs import replace
 from gpushare_agent.agent.admission.decisions.container_edits import EditPolicy
 from gpushare_agent.agent.admission.decisions.ledger import Ledger
 from gpushare_agent.agent.dra.claim_files import ClaimFiles
-from gpushare_agent.agent.dra.decisions.edits import PreparedClaim, claims_beside, conflict, prepare_claim
+from gpushare_agent.agent.dra.decisions.edits import PreparedClaim, conflict, other_claims, prepare_claim
 from gpushare_agent.agent.isolation.isolations import Isolations
 from gpushare_agent.agent.node import Node
 from gpushare_agent.core.claims.claim import DRIVER, AllocatedClaim, ClaimPolicy, read_claim
@@ -215,10 +215,10 @@ class Claims(Struct, kw_only=True, eq=False):
         pods = await self._pods_of(claim)
         if isinstance(pods, Refused):
             return pods
-        beside = await self._beside(claim, pods)
-        if isinstance(beside, Refused):
-            return beside
-        made = self._decide_and_charge(claim, pods, beside)
+        others = await self._other_claims(claim, pods)
+        if isinstance(others, Refused):
+            return others
+        made = self._decide_and_charge(claim, pods, others)
         if isinstance(made, Refused):
             return made
         # Charged already: the awaits that follow must not let another claim or pod take the same part.
@@ -247,10 +247,10 @@ class Claims(Struct, kw_only=True, eq=False):
                 return refused
         return None
 
-    async def _beside(self, claim: AllocatedClaim, pods: Sequence[Pod]) -> dict[str, AllocatedClaim] | Refused:
+    async def _other_claims(self, claim: AllocatedClaim, pods: Sequence[Pod]) -> dict[str, AllocatedClaim] | Refused:
         """The other claims of this driver, by name, of containers that use this one."""
         found: dict[str, AllocatedClaim] = {}
-        for name in claims_beside(claim.ref.name, pods):
+        for name in other_claims(claim.ref.name, pods):
             try:
                 other = await self._get(claim.ref.namespace, name)
             except (NotFound, Corrupt):  # of another driver, or refused itself
@@ -302,7 +302,7 @@ class Claims(Struct, kw_only=True, eq=False):
         return pods or _not_ready("the agent does not know the claim's pod yet")
 
     def _decide_and_charge(
-        self, claim: AllocatedClaim, pods: Sequence[Pod], beside: Mapping[str, AllocatedClaim]
+        self, claim: AllocatedClaim, pods: Sequence[Pod], others: Mapping[str, AllocatedClaim]
     ) -> PreparedClaim | Refused:
         """No await in here: two claims cannot be given the same share."""
         inventory, pool = self.node.gpus(), self.node.settings.node_name
@@ -315,7 +315,7 @@ class Claims(Struct, kw_only=True, eq=False):
             # The slice is changed a moment after the setting: the scheduler may still have chosen by the old one.
             if gpu.uuid not in mine:
                 return _not_ready(f"{result.device} is not offered to claims on node {pool} now (setting dra.gpus)")
-        known = {name: one for name, one in beside.items() if all(r.index in gpus for r in one.results)}
+        known = {name: one for name, one in others.items() if all(r.index in gpus for r in one.results)}
         made = prepare_claim(claim, gpus, pods, self.policy(), self.node.names.memory_block_mib, known)
         if isinstance(made, Refused):
             return made

@@ -103,7 +103,7 @@ class ControlServer(Struct, eq=False):
                 await self._wait_gone(identity)
                 await stop_task(serving)
         finally:
-            # Before the file goes: nobody is told to connect to it.
+            # Before the file goes: `wait_listening` must not send anybody to it.
             self._is_listening.clear()
             self._remove_file(identity)
 
@@ -169,7 +169,7 @@ class ControlServer(Struct, eq=False):
 
     async def _uncordon(self, request: web.Request) -> dict[str, Any]:
         gpu = self._gpu(_text(await _body(request), "gpu", MAX_GPU_CHARS))
-        # Taken before, for uncordon ends a wait for a reset too, and the person is told which.
+        # Taken before: uncordon ends a wait for a reset too, and the answer says which.
         before = self.inventory.healths[gpu.uuid]
         changed = self.inventory.uncordon(gpu.uuid)
         ended_wait = before.cause if before.state is HealthState.NEEDS_RESET else ""

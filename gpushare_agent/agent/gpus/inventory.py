@@ -2,7 +2,7 @@
 change of a GPU's health and of each cordon, in the log, as a metric, and as an Event on the Node.
 
 A GPU that the driver no longer reports stays, Unhealthy with the reason: its device IDs are known to the kubelet and may
-be allocated. A MIG instance is then gone, for gpus/nvml/reader.py keeps those that containers have. State owned, by
+be allocated. A MIG instance is then gone: gpus/nvml/reader.py keeps those that containers have. State owned, by
 `GpuInventoryState`: the last poll, the health of each GPU, and the two joined; after one unanswered poll also the healths
 from before it, until the next poll. Changed by gpus/watch.py, gpus/control_server.py and the start of the agent; the rules
 are in core/model/gpu_health.py. By `GpuHealthObserver`: the GPUs and the cordons of the last change, to compare with.
@@ -135,7 +135,7 @@ class GpuInventoryState:
         2. The poll before was unanswered, and only that one, and no such loss was forgiven within the last hour, and all
            GPUs that were healthy before are usable: they have their health of before again (`_end_loss`). In every other
            case they stay `lost` and have to pass their probes.
-        3. Each GPU goes from its state to the next by the table at `health.after_poll`.
+        3. Each GPU goes from its state to the next by the table at `after_poll` (core/model/gpu_health.py).
         4. Subscribers are called if the offered inventory or the saved part differs (`_publish`).
         """
         now = self._clock()

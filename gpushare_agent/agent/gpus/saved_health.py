@@ -75,8 +75,7 @@ class HealthStateFile:
             waits={GpuUuid(gpu.uuid): gpu.waits_for_reset for gpu in document.gpus if gpu.waits_for_reset is not None},
         )
         boot_id = self._this_boot()
-        # Where a boot cannot be told from another nothing is dropped: a GPU that needs a reset must not come back by a
-        # missing file.
+        # Without a boot ID to compare nothing is dropped: a GPU that needs a reset must not come back by a missing file.
         if not saved.waits or not boot_id or (document.boot_id or boot_id) == boot_id:
             return saved
         log.info("health_waits_dropped", gpus=sorted(saved.waits), why="the node was rebooted since")

@@ -24,7 +24,7 @@ this agent takes its place.
 The kubelet counts by ID, so a unit that a container holds under another text is listed as the container holds it until it
 ends, and the others in the present form. Two texts are two devices to the kubelet, and here.
 
-State owned: the devices of one resource, their frames, and a version that grows with every change; the keys of the GPUs.
+State owned: the devices of one resource, their frames, and a version that grows with every change.
 Format: ListAndWatchResponse of protos/deviceplugin.proto.
 """
 
@@ -42,11 +42,7 @@ from gpushare_agent.core.kit.protobuf import bytes_field, integer_field
 from gpushare_agent.core.model.device_ids import DeviceIds
 from gpushare_agent.core.model.errors import StartupError
 from gpushare_agent.core.model.gpus import Gpu, GpuInventory, Health
-from gpushare_agent.core.model.names import (
-    DeviceId,
-    GpuUuid,
-    device_id,
-)
+from gpushare_agent.core.model.names import DeviceId, GpuUuid, device_id
 from gpushare_agent.core.model.resources import Measure, ResourceKind, ResourceNames
 
 MIB_OF_GIB = 1024

@@ -183,8 +183,8 @@ class Handover:
 
 
 class QueuedCalls:
-    """An admission handler before another one: the kubelet's calls wait until `open`, and again once it is closed, for the
-    ledger of an agent that has just taken over, or was just reloaded, is not there yet. Each waits within its own bound.
+    """An admission handler before another one: the kubelet's calls wait until `open`, and again once it is closed, because
+    the ledger of an agent that has just taken over, or was just reloaded, is not there yet. Each waits within its own bound.
 
     State owned: who is asked, None while calls wait; how many calls there are and how many of them are under way."""
 

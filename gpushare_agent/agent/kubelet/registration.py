@@ -391,7 +391,7 @@ class ResourceRegistrar:
         # `_interrupt` did it: the kubelet or our socket is another one, so what it was about to answer does not count.
         if attempt.cancelled():
             raise Unavailable(
-                f"registering {self.endpoint.resource} was broken off, for the kubelet or our socket changed meanwhile; "
+                f"registering {self.endpoint.resource} was broken off: the kubelet or our socket changed meanwhile; "
                 "it is tried again"
             )
         if (error := attempt.result()) is not None:

@@ -358,7 +358,7 @@ def _verdict(
 ) -> CorrectionKind | Literal["deleted", "missing"] | None:
     """A container of the cache that the records do not show; None: it stays unchanged. In this order:
 
-    1. Its pod has no UID: ended once the pod store has listed, for then the records show it under its UID.
+    1. Its pod has no UID: ended once the pod store has listed, because the records show it under its UID then.
     2. The pod store has not listed: unchanged.
     3. The pod is deleted: its processes decide, see Reconciliation.
     4. The pod is terminal: ended.

@@ -261,10 +261,10 @@ def enforced(share: ResizedShare, isolation: Isolation, instance: str, *, uses_n
     """
     since = share.instance or instance
     # If the runtime's ID is not known, nothing is concluded: processes of the old container may still run.
-    is_anew = bool(since) and bool(instance) and instance != since
-    cores = share.target.cores if is_anew or isolation.cores_follow.is_live else share.charged.cores
+    is_new = bool(since) and bool(instance) and instance != since
+    cores = share.target.cores if is_new or isolation.cores_follow.is_live else share.charged.cores
     is_within = isolation.memory_follows.is_live and uses_no_more
-    memory = share.target.memory if is_anew or is_within else share.charged.memory
+    memory = share.target.memory if is_new or is_within else share.charged.memory
     charged = ShareSize(cores=cores, memory=memory).at_least(share.target)
     return replace(share, charged=charged, instance=since)
 

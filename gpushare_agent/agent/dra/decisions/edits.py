@@ -122,7 +122,7 @@ class PreparedClaim(Struct, frozen=True, kw_only=True):
 
     @property
     def keys_by_isolation(self) -> Mapping[str, Sequence[ContainerKey]]:
-        """The GPUs of what is charged."""
+        """The keys of what is charged, by isolation."""
         found: dict[str, list[ContainerKey]] = {}
         for one in self.charged:
             found.setdefault(one.isolation, []).append(one.key)
@@ -195,15 +195,15 @@ def prepare_claim(
     pods: Sequence[Pod],
     policy: EditPolicy,
     block_mib: int,
-    beside: Mapping[str, AllocatedClaim] = MappingProxyType({}),
+    others: Mapping[str, AllocatedClaim] = MappingProxyType({}),
 ) -> PreparedClaim | Refused:
-    """`gpus` by index has every GPU of the claim, and of those `beside` it; `pods` are those it is reserved for.
-    `beside` are other claims of these pods, by name: a container's list of GPUs has those of all its claims."""
+    """`gpus` by index has every GPU of the claim and of the `others`; `pods` are those it is reserved for. `others` are
+    claims of these pods, by name: a container's list of GPUs has those of all its claims."""
     views = _views(claim, pods)
     if isinstance(views, Refused):
         return views
     parts = _parts(claim, gpus, block_mib)
-    parts_beside = {name: _parts(one, gpus, block_mib) for name, one in beside.items()}
+    parts_of_others = {name: _parts(one, gpus, block_mib) for name, one in others.items()}
     found: dict[ContainerKey, PreparedResult] = {}
     for requests in views:
         mine = sorted((one for one in parts if one.result.name in requests), key=lambda one: one.gpu.index)
@@ -217,8 +217,8 @@ def prepare_claim(
         seen = frozenset[Gpu]()
         # Claims that are not the pod's own are not added: the kubelet prepares a claim once for all its pods and names none
         # of them, so one that comes later would find the other claim's GPUs in the specification.
-        if claim.owner is not None and all(one.owner == claim.owner for one in beside.values()) and not limited:
-            seen = _seen_beside(claim.ref.name, requests, parts_beside, pods)
+        if claim.owner is not None and all(one.owner == claim.owner for one in others.values()) and not limited:
+            seen = _seen_of_others(claim.ref.name, requests, parts_of_others, pods)
         # The isolation's files for the view are those of its first share, because what is not limited has none.
         view = next((one.key for one in mine if one.is_limited), mine[0].key)
         edits = _view_edits(view, mine, parts, seen, isolation, policy)
@@ -257,13 +257,13 @@ def _prepared(part: _Part, view: str, isolation: str, edits: ContainerEdits) -> 
 
 def conflict(made: PreparedClaim, others: Iterable[PreparedClaim], pods: Iterable[Pod]) -> str:
     """Why a container cannot use the claim together with another one; empty where each can."""
-    beside = {other.ref.name: other for other in others if other.ref.namespace == made.ref.namespace}
+    by_name = {other.ref.name: other for other in others if other.ref.namespace == made.ref.namespace}
     for pod in pods:
         for container in pod.containers:
             used = pod.used_claims(container)
             own = _use(made, used.get(made.ref.name, ()))
-            for name in sorted(used.keys() & beside.keys() - {made.ref.name}):
-                if both := own.lost_beside(_use(beside[name], used[name])):
+            for name in sorted(used.keys() & by_name.keys() - {made.ref.name}):
+                if both := own.lost_with(_use(by_name[name], used[name])):
                     by_list = _OR_BY_LIST if both == [ENV_VISIBLE_DEVICES] else ""
                     return (
                         f"container {container.name} of pod {pod.name} uses the claim {name} too, and has one {both[0]}"
@@ -285,14 +285,14 @@ class _Use(Struct, frozen=True):
     variables: Mapping[str, str]
     mounts: Mapping[str, str]
 
-    def lost_beside(self, other: _Use) -> list[str]:
+    def lost_with(self, other: _Use) -> list[str]:
         """Variables and paths by which one claim's limits or GPUs would be lost."""
         # The runtime takes the last claim's value of a variable or a path.
         mine, theirs = {**self.variables, **self.mounts}, {**other.variables, **other.mounts}
         found = {what for what in mine.keys() & theirs.keys() if mine[what] != theirs[what]}
         # Variables that limit (all but these two) know the GPUs by their order, which another claim's GPUs change.
-        for one, beside in ((self, other), (other, self)):
-            if beside.gpus - one.gpus:
+        for one, another in ((self, other), (other, self)):
+            if another.gpus - one.gpus:
                 found |= one.variables.keys() - {ENV_VISIBLE_DEVICES, ENV_LIBRARY_PATH}
         return sorted(found)
 
@@ -315,13 +315,13 @@ def _view_edits(
     key: ContainerKey,
     parts: Sequence[_Part],
     of_claim: Sequence[_Part],
-    beside: Collection[Gpu],
+    seen: Collection[Gpu],
     isolation: str,
     policy: EditPolicy,
 ) -> ContainerEdits | Refused:
-    """What a container gets that has these results, in order of GPU index. `of_claim` are all of the claim's; `beside` are
+    """What a container gets that has these results, in order of GPU index. `of_claim` are all of the claim's; `seen` are
     GPUs of other claims that the containers of the view see too."""
-    gpus = tuple(sorted({*beside, *(one.gpu for one in parts)}, key=lambda gpu: gpu.index))
+    gpus = tuple(sorted({*seen, *(one.gpu for one in parts)}, key=lambda gpu: gpu.index))
     try:
         shares = _shares(parts, of_claim)
     except Corrupt as e:
@@ -375,14 +375,14 @@ def _shares(parts: Sequence[_Part], of_claim: Sequence[_Part]) -> tuple[GpuShare
     return tuple(found.values())
 
 
-def claims_beside(name: str, pods: Iterable[Pod]) -> list[str]:
+def other_claims(name: str, pods: Iterable[Pod]) -> list[str]:
     """The names of the other claims of containers that use the claim of this name."""
     uses = [pod.used_claims(one).keys() for pod in pods for one in pod.containers]
     return sorted(set().union(*(claims for claims in uses if name in claims)) - {name})
 
 
-def _seen_beside(
-    name: str, requests: Collection[str], beside: Mapping[str, Sequence[_Part]], pods: Iterable[Pod]
+def _seen_of_others(
+    name: str, requests: Collection[str], others: Mapping[str, Sequence[_Part]], pods: Iterable[Pod]
 ) -> frozenset[Gpu]:
     """The GPUs of other claims that every container of a view has too, if none of them is limited: limits know the GPUs by
     their order, which another claim would change. One specification is for all containers of a view. If they differ, or a
@@ -395,8 +395,8 @@ def _seen_beside(
                 continue
             seen = [
                 one
-                for other in used.keys() & beside.keys()
-                for one in beside[other]
+                for other in used.keys() & others.keys()
+                for one in others[other]
                 if {"", one.result.name} & used[other]
             ]
             found.add(frozenset() if any(one.is_limited for one in seen) else frozenset(one.gpu for one in seen))

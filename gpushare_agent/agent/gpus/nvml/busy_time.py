@@ -6,10 +6,10 @@ others. So
 
     no sample yet      says nothing: the period may not be over
     the next sample    counts for the time since the process's sample before
-    one after a pause  counts for a period, for in the pause the process was idle
+    one after a pause  counts for a period: in the pause the process was idle
 
-The period is not told; it is what lies between two samples of a process that goes on. Two calls of the driver for a GPU,
-for all of its processes.
+NVML does not report the period: it is what lies between two samples of a process that goes on. Two calls of the driver for
+a GPU, for all of its processes.
 
 State owned: of each GPU the newest sample, the last one of each process, and what lay between samples.
 """
@@ -103,7 +103,7 @@ class GpuBusyTime(Struct):
             BusyProcess(pid=pid, memory_bytes=used, busy_ns=round((busy_us or {}).get(pid, 0.0) * _US))
             for pid, used in memory.items()
         )
-        # Between the two clocks lie microseconds, others each time: the same moment must stay the same number, for
+        # Between the two clocks lie microseconds, others each time. The same moment must stay the same number:
         # libgpushare takes another number for another sample, and an earlier one for a beginning.
         if not is_continued or self._until_us != until_us:
             found_ns = at_ns - (now_us - self._until_us) * _US

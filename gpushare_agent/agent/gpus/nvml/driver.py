@@ -2,8 +2,8 @@
 
 NVML calls block, and a faulty driver can block them for ever. So they run in daemon threads, bounded by a timeout
 (kit/daemon_thread.py): one for the GPUs (reader.py), one that waits for events (events.py), one for the samples (usage.py),
-one for who keeps GPUs busy (busy_time.py). A sample that hangs does not affect the GPUs' health: the polls go on. One that
-takes a tenth of a second does not delay the next reading of busy_time.
+one for who keeps GPUs busy (busy_time.py). All share one opening of NVML (session.py). A sample that hangs does not affect
+the GPUs' health: the polls go on. One that takes a tenth of a second does not delay the next reading of busy_time.
 
 Source: NVML API reference, through nvidia-ml-py (module pynvml).
 """

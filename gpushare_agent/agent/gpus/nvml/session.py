@@ -1,6 +1,6 @@
 """The one opening of NVML, used by several threads; and the calls of NVML with its errors renamed once.
 
-NVML is safe for threads. Only a complete shutdown brings back a GPU that was reset, or a driver that was reloaded. So a
+NVML is thread-safe. Only a complete shutdown brings back a GPU that was reset, or a driver that was reloaded. So a
 shutdown waits until no thread uses NVML, and whoever leaves it last does it; a call that hangs keeps NVML open meanwhile,
 and the others go on with it.
 
@@ -96,7 +96,7 @@ class NvmlSession:
         """Grows with each opening: what was read in an earlier one is void."""
         self.must_close = False
         """Somebody waits for the end of all calls."""
-        self.is_open = False
+        self._is_open = False
         self._users = 0
         self._changed = threading.Condition()
         self._handles: dict[GpuUuid, Any] | None = None
@@ -106,12 +106,12 @@ class NvmlSession:
         """NVML stays open inside; it is opened where it is not. Raises Unavailable: it cannot be opened, or was lost
         inside."""
         with self._changed:
-            if not self.is_open:
+            if not self._is_open:
                 try:
                     call("nvmlInit")
                 except NvmlError as error:
                     raise Unavailable(f"opening NVML failed: {error}. {CHECKLIST}") from error
-                self.is_open = True
+                self._is_open = True
                 self.openings += 1
             self._users += 1
         try:
@@ -136,11 +136,11 @@ class NvmlSession:
     def _close_if_free(self) -> None:
         if not self.must_close or self._users:
             return
-        if self.is_open:
+        if self._is_open:
             self.before_close()
             with suppress(NvmlError):  # where NVML is lost already
                 call("nvmlShutdown")
-        self.is_open, self._handles, self.must_close = False, None, False
+        self._is_open, self._handles, self.must_close = False, None, False
         self._changed.notify_all()
 
     def find_gpus(self) -> tuple[list[FoundGpu], dict[int, str]]:

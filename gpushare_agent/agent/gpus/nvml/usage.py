@@ -161,7 +161,7 @@ class _OfGpu(Struct):
 
 
 class NvmlUsage:
-    """`with_instances`: MIG instances are sampled in place of their GPU, whose processes are theirs."""
+    """`with_instances`: MIG instances are sampled instead of their GPU, whose processes are theirs."""
 
     def __init__(self, session: NvmlSession, *, with_instances: bool = False) -> None:
         self._session = session
@@ -181,7 +181,7 @@ class NvmlUsage:
             self._gpus.clear()
         self._rounds += 1
         handles = dict(self._session.handles())
-        # First, for GPUs with instances are not sampled themselves.
+        # First: GPUs with instances are not sampled themselves.
         instances = self._instances(handles) if self._with_instances else {}
         uuids = sorted(handles)
         # 20 ms each way: of 16 GPUs the round would take two thirds of a second.
