@@ -140,6 +140,16 @@ async def test_of_several_pods_that_ask_the_first_by_name_counts() -> None:
     assert world.sizes == {"gpu": ShareSize(cores=10, memory=64)}
 
 
+async def test_of_several_pods_each_may_ask_for_another_request() -> None:
+    raw = raw_claim(result("a", 0), result("b", 1))
+    users = [pod(name, using("x", ("g", own)), claims={"g": "claim-1"}) for name, own in (("p", "a"), ("q", "b"))]
+    world = World(raw, users=users)
+    world.pod("p", "a", resize="g/a:cores=10")
+    world.pod("q", "b", resize="g/b:cores=20")
+    await world.resizing.reconcile()
+    assert {name: size.cores for name, size in world.sizes.items()} == {"a": 10, "b": 20}
+
+
 async def test_what_cannot_be_read_or_names_nothing_is_reported() -> None:
     """A slip of the pen would otherwise go unseen."""
     world = World(raw_claim(result()))
