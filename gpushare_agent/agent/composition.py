@@ -123,7 +123,7 @@ def build(
         kubelet=kubelet,
         cluster=cluster,
         isolation=isolation,
-        observability=observability_part.build(node, metrics, node.decisions, driver, isolation, not_ready),
+        observability=observability_part.build(node, driver, isolation, not_ready),
         dra=dra,
         readiness=readiness,
     )

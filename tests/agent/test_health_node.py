@@ -132,7 +132,7 @@ async def test_xid_79_takes_the_gpu_away_and_a_reset_brings_it_back() -> None:
         assert_nothing_shared(node)
         assert agent.count("gpushare_gpu_events_total", kind="xid", xid="79", ignored="false") == 1
         await wait_until(node, lambda: len(_event_reasons(node)) == 2, "both Events")
-        assert _event_reasons(node) == ["CardUnhealthy", "CardRecovered"]
+        assert _event_reasons(node) == ["GPUUnhealthy", "GPURecovered"]
 
 
 async def test_a_storm_of_a_thousand_events_costs_one_list_a_resource_for_each_change() -> None:
@@ -204,7 +204,7 @@ async def test_a_cordoned_gpu_gets_no_new_pod_until_it_is_put_back() -> None:
         assert (code, out) == (0, f"GPU 0 ({uuid}) is in service again.\n")
         await wait_until(node, lambda: _states(node, uuid) == {True}, "the GPU back")
         await wait_until(node, lambda: len(_event_reasons(node)) == 2, "both Events")
-        assert _event_reasons(node) == ["CardCordoned", "CardUncordoned"]
+        assert _event_reasons(node) == ["GPUCordoned", "GPUUncordoned"]
 
 
 async def test_a_cordon_without_a_reason_and_a_failure_are_reported_apart() -> None:

@@ -49,7 +49,7 @@ def test_a_gpu_that_is_healthy_from_the_start_is_not_reported_and_an_unhealthy_o
     failed = GpuInventoryState(IMMEDIATE)
     failed.subscribe(GpuHealthObserver(node_of(inventory=failed, metrics=reported), reported).inventory_changed)
     failed.read(unhealthy(inventory(), 1))
-    assert reported.changes == [("GPU-1", False)] and reported.notes[0][:2] == ("CardUnhealthy", "GPU-1")
+    assert reported.changes == [("GPU-1", False)] and reported.notes[0][:2] == ("GPUUnhealthy", "GPU-1")
 
 
 def test_a_failure_and_a_recovery_are_reported_once_each_with_the_gpu_and_the_reason() -> None:
@@ -59,8 +59,8 @@ def test_a_failure_and_a_recovery_are_reported_once_each_with_the_gpu_and_the_re
         for found in (unhealthy(inventory(), 1), unhealthy(inventory(), 1, "still away"), inventory()):
             state.read(found)
     assert [(reason, uuid) for reason, uuid, _ in reported.notes] == [
-        ("CardUnhealthy", "GPU-1"),
-        ("CardRecovered", "GPU-1"),
+        ("GPUUnhealthy", "GPU-1"),
+        ("GPURecovered", "GPU-1"),
     ]
     assert reported.notes[0][2].startswith("GPU 1 (GPU-1): fell off the bus; ")
     assert reported.changes == [("GPU-1", False), ("GPU-1", True)]
@@ -77,9 +77,9 @@ def test_a_cordon_is_reported_as_one_and_not_as_a_failure() -> None:
     state.note_events([xid(79, 0)])
     state.uncordon(FIRST)
     assert [(reason, message) for reason, _, message in reported.notes] == [
-        ("CardCordoned", "GPU 0 (GPU-0): taken out of service by an operator: fan"),
+        ("GPUCordoned", "GPU 0 (GPU-0): taken out of service by an operator: fan"),
         (
-            "CardUncordoned",
+            "GPUUncordoned",
             "GPU 0 (GPU-0): put back in service by an operator, and still Unhealthy: after Xid 79 (GPU has fallen off the "
             "bus): recovers after 1 poll that finds it usable, 0 s apart",
         ),
@@ -100,9 +100,9 @@ async def test_the_event_is_on_the_node_where_kubectl_describe_finds_it() -> Non
             await server.wait_for(lambda requests: len(requests) == 3)
     bodies = [request.body for request in server.seen]
     assert [(body["reason"], body["type"]) for body in bodies] == [
-        ("CardUnhealthy", "Warning"),
-        ("CardUnhealthy", "Warning"),
-        ("CardRecovered", "Normal"),
+        ("GPUUnhealthy", "Warning"),
+        ("GPUUnhealthy", "Warning"),
+        ("GPURecovered", "Normal"),
     ]
     assert server.seen[0].path == "/api/v1/namespaces/default/events"
     assert bodies[0]["involvedObject"] == {"apiVersion": "v1", "kind": "Node", "name": NODE, "uid": NODE}
@@ -117,4 +117,4 @@ async def test_the_embedded_api_server_takes_the_nodes_event() -> None:
             events.note(NodeEventReason.GPU_CORDONED, FIRST, "GPU 0: fan")
             while not server.events():
                 await server.wait_change(server.version)
-        assert [event["reason"] for event in server.events()] == ["CardCordoned"]
+        assert [event["reason"] for event in server.events()] == ["GPUCordoned"]

@@ -116,7 +116,7 @@ def event(name: str, **involved: str) -> dict[str, Any]:
     return {
         "apiVersion": "v1", "kind": "Event", "metadata": {"name": name, "namespace": "default"},
         "involvedObject": {"apiVersion": "v1", "kind": "Node", "name": "n1", **involved}, "type": "Warning",
-        "reason": "CardUnhealthy", "message": "Xid 79", "source": {"component": "gpushare-agent", "host": "n1"}, "count": 1,
+        "reason": "GPUUnhealthy", "message": "Xid 79", "source": {"component": "gpushare-agent", "host": "n1"}, "count": 1,
     }  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from gpushare_agent import __version__
-from gpushare_agent.agent.admission.outcomes import KEPT_DECISIONS, DecisionLog
+from gpushare_agent.agent.admission.outcomes import KEPT_DECISIONS
 from gpushare_agent.agent.gpus.watch import GpuDriver
 from gpushare_agent.agent.isolation.container_ids import ContainerIds
 from gpushare_agent.agent.isolation.isolations import Isolations
@@ -23,7 +23,6 @@ from gpushare_agent.agent.observability.display import routes as display_routes
 from gpushare_agent.agent.observability.http.debug_pages import DebugSources
 from gpushare_agent.agent.observability.http.node_api import NodeApi
 from gpushare_agent.agent.observability.http.server import WebServer
-from gpushare_agent.agent.observability.metrics.agent import AgentMetrics
 from gpushare_agent.agent.observability.metrics.node import node_series
 from gpushare_agent.agent.observability.metrics.text import NodePage
 from gpushare_agent.agent.observability.node_snapshot import (
@@ -68,15 +67,10 @@ class ObservabilityPart(Struct, frozen=True, kw_only=True):
 
 
 def build(
-    node: Node,
-    metrics: AgentMetrics,
-    decisions: DecisionLog,
-    driver: GpuDriver,
-    isolation: Isolations,
-    not_ready: Callable[[], Sequence[str]],
+    node: Node, driver: GpuDriver, isolation: Isolations, not_ready: Callable[[], Sequence[str]]
 ) -> ObservabilityPart:
     """Joined, not started."""
-    settings = node.settings
+    settings, metrics, decisions = node.settings, node.metrics, node.decisions
     usage = UsageSampling(
         driver=driver,
         owners=ProcessOwners(settings.runtime.proc_root),

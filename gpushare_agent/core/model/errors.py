@@ -73,10 +73,10 @@ class Refused(Struct, frozen=True):
 class NodeEventReason(StrEnum):
     """Reasons that `kubectl get events` shows: stable, CamelCase."""
 
-    GPU_UNHEALTHY = "CardUnhealthy"
-    GPU_RECOVERED = "CardRecovered"
-    GPU_CORDONED = "CardCordoned"
-    GPU_UNCORDONED = "CardUncordoned"
+    GPU_UNHEALTHY = "GPUUnhealthy"
+    GPU_RECOVERED = "GPURecovered"
+    GPU_CORDONED = "GPUCordoned"
+    GPU_UNCORDONED = "GPUUncordoned"
     CONFIGURATION_REFUSED = "NodeConfigurationRefused"
     ISOLATION_PROBE_FAILED = "IsolationProbeFailed"
 

@@ -93,7 +93,7 @@ def gpu_series(snapshot: NodeSnapshot) -> Iterator[Series]:
     yield of_gpu("memory_capacity_bytes", "Memory of the GPU.", lambda gpu: gpu.memory_mib * MIB)
     text = "Memory of the GPU that is allocated to containers."
     yield of_gpu("memory_allocated_bytes", text, lambda gpu: memory.get(gpu.uuid, 0))
-    # The alert GpushareCardUnhealthy must not fire for a GPU that no pod can get.
+    # The alert GpushareGPUUnhealthy must not fire for a GPU that no pod can get.
     text = "1 while the GPU is healthy; no row for one of excluded_gpus."
     yield of_gpu("healthy", text, lambda gpu: None if gpu.uuid in snapshot.excluded else int(gpu.is_healthy))
     yield of_gpu("cordoned", "1 while the GPU is cordoned.", lambda gpu: int(gpu.uuid in snapshot.cordoned))
