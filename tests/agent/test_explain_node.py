@@ -7,6 +7,7 @@ from typing import Any
 
 from gpushare_agent.core.kube.events import COMPONENT
 from gpushare_agent.core.model.decision_records import DecisionRecord, Outcome
+from gpushare_agent.core.model.names import GPU_ASSIGNED_ANNOTATION
 from gpushare_agent.sandbox.node import EmbeddedNode
 from tests.agent.support_agent import (
     InnerAgent,
@@ -139,7 +140,12 @@ async def test_an_instance_that_waits_reports_no_annotation() -> None:
         )
         await wait_running(node, "share")
         store = agent.parts.node.pods
-        await poll_until(lambda: any(one.name == "share" for one in store.pods()), "the agent seeing the pod")
+
+        def annotated() -> bool:
+            """The agent's own annotation is the last change of the pod's annotations."""
+            return any(one.name == "share" and GPU_ASSIGNED_ANNOTATION in one.annotations for one in store.pods())
+
+        await poll_until(annotated, "the agent seeing the pod with its annotations")
         agent.parts.cluster.may_write.set()
         node.api.create_pod(
             pod("next", container(cores=30, blocks=8), annotations={"tencent.com/vcuda-core-limits": "6"})
