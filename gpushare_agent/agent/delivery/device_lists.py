@@ -40,11 +40,11 @@ class DeviceListRequest(Struct, frozen=True, kw_only=True):
     cdi_kind: str
     unique: str
     by_index: bool = False
-    """Name the GPUs to NVIDIA's runtime by index in place of UUID. CDI specs name them by UUID."""
+    """Name the GPUs to NVIDIA's runtime by its index of now in place of UUID. CDI specs name them by UUID."""
 
     @property
     def names(self) -> tuple[str, ...]:
-        return tuple(gpu.label if self.by_index else gpu.uuid for gpu in self.gpus)
+        return tuple(gpu.number_label if self.by_index else gpu.uuid for gpu in self.gpus)
 
 
 def _envvar(request: DeviceListRequest) -> ContainerEdits:

@@ -134,7 +134,7 @@ def _gpushare(pod: Pod, container: ContainerSpec, gpu: Gpu, names: ResourceNames
     return ContainerEdits(
         # As GPUShare's plugin sets them. The maximum, because an init container's memory is no part of the pod's sum.
         env=(
-            (ENV_GPUSHARE_INDEX, str(gpu.index)),
+            (ENV_GPUSHARE_INDEX, str(gpu.number)),
             (ENV_GPUSHARE_POD, str(max(_pod_memory_mib(pod, names), own_mib) // unit_mib)),
             (ENV_GPUSHARE_CONTAINER, str(own_mib // unit_mib)),
             (ENV_GPUSHARE_GPU, str(gpu.memory_mib // unit_mib)),
