@@ -164,7 +164,7 @@ def _attributes(
         "cudaComputeCapability": f"{capability[0]}.{capability[1]}.0" if capability is not None else "",
     }
     numbers = {
-        "index": gpu.index,
+        "index": gpu.number,
         "minor": gpu.minor,
         "numaNode": gpu.numa_node,
         "resource.kubernetes.io/numaNode": gpu.numa_node,
