@@ -6,14 +6,14 @@ Source of the names: docs/reference/formats.md, section 1.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from fractions import Fraction
 
 from msgspec import Struct, field
 
-from gpushare_agent.agent.delivery.device_lists import DeviceListRequest, NodeDevices, device_edits
+from gpushare_agent.agent.delivery.device_lists import DeviceListRequest, NodeDevices, device_edits, numbers_of
 from gpushare_agent.agent.isolation import ISOLATIONS, GpuShare, IsolationConfig, IsolationRequest
-from gpushare_agent.core.model.allocations import ContainerEdits, merged
+from gpushare_agent.core.model.allocations import Allocation, ContainerEdits, merged
 from gpushare_agent.core.model.errors import RefusalReason, Refused
 from gpushare_agent.core.model.gpus import Gpu, KernelModule
 from gpushare_agent.core.model.isolation import DeviceListStrategy, Sharing, choose_isolation
@@ -125,6 +125,26 @@ def _without_gpus(pod: Pod, container: ContainerSpec) -> Refused:
         RefusalReason.NOT_READY,
         f"the GPU of pod {pod.namespace}/{pod.name}, container {container.name}, is no longer in the inventory. "
         "Create the pod again.",
+    )
+
+
+def renumbered(allocation: Allocation, gpus: Mapping[GpuUuid, Gpu], extra: Collection[str]) -> Refused | None:
+    """Why the container must not start with the answer that the kubelet has of it: after a boot, or when the driver was
+    loaded again, its GPU may be gone, or another one may have its numbers. `extra` are nodes that every container gets."""
+    who, again = (
+        f"container {allocation.key.container}",
+        "Delete the pod: one that is created again gets the right GPU.",
+    )
+    if missing := next((uuid for uuid in allocation.gpus if uuid not in gpus), ""):
+        why = f"GPU {missing}, which {who} has, is not shown by the driver of this node now: it was removed or replaced"
+        return Refused(RefusalReason.UNKNOWN_DEVICE, f"{why}. {again}")
+    others = (allocation.numbers or frozenset()) - numbers_of(gpus[uuid] for uuid in allocation.gpus) - set(extra)
+    if not others:
+        return None
+    why = f"{who} was given {', '.join(sorted(others))} for GPU {', '.join(allocation.gpus)}"
+    return Refused(
+        RefusalReason.WRONG_GPUS,
+        f"{why}, and the driver numbers the node's GPUs otherwise now, as after a reboot. {again}",
     )
 
 
