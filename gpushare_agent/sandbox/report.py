@@ -13,6 +13,7 @@ from typing import Any, NotRequired, TypedDict
 
 from msgspec import Struct, field
 
+from gpushare_agent.core.claims.devices import device_name
 from gpushare_agent.core.kube.claims import main_request
 from gpushare_agent.core.kube.objects import whole_number
 from gpushare_agent.core.kube.scheduling import DEFAULT_SCHEDULER
@@ -29,8 +30,6 @@ from gpushare_agent.sandbox.scheduler.claim_objects import results_of
 
 # --- claims ---
 
-_DEVICE = "gpu-"
-
 
 class ClaimRow(TypedDict):
     """One result of a claim: its part of one GPU."""
@@ -42,21 +41,20 @@ class ClaimRow(TypedDict):
     memory_mib: int
 
 
-def claimed_shares(node: EmbeddedNode, namespace: str, name: str) -> list[ClaimRow]:
+def claimed_shares(shown: ReportedNode, namespace: str, name: str) -> list[ClaimRow]:
     """The shares of a claim, as far as it is allocated on the node."""
     found: list[ClaimRow] = []
-    for one in results_of(node.api.store.find("resourceclaims", (namespace, name)) or {}):
-        # A device's name has the GPU's index: gpu-3.
-        number = one.device.removeprefix(_DEVICE)
-        if one.pool == node.name and number.isdigit():
+    indexes = {device_name(gpu.uuid): gpu.index for gpu in shown.gpus}
+    for one in results_of(shown.node.api.store.find("resourceclaims", (namespace, name)) or {}):
+        if one.pool == shown.node.name and (index := indexes.get(one.device)) is not None:
             amounts = one.consumed_capacity or {}
             cores, memory = (whole_number(amounts.get(part, 0), part) for part in ("cores", "memory"))
-            share = ClaimRow(claim=name, request=one.request, gpu=int(number), cores=cores, memory_mib=memory // MIB)
+            share = ClaimRow(claim=name, request=one.request, gpu=index, cores=cores, memory_mib=memory // MIB)
             found.append(share)
     return found
 
 
-def shares_of_container(node: EmbeddedNode, pod: RawObject, container: str) -> list[ClaimRow]:
+def shares_of_container(shown: ReportedNode, pod: RawObject, container: str) -> list[ClaimRow]:
     """The shares that a container names; none of a pod that has no node."""
     if not pod["spec"].get("resourceClaims") or not pod["spec"].get("nodeName"):
         return []
@@ -64,7 +62,7 @@ def shares_of_container(node: EmbeddedNode, pod: RawObject, container: str) -> l
     found: list[ClaimRow] = []
     for entry in (container_of(pod, container).get("resources") or {}).get("claims") or ():
         requested = entry.get("request")
-        for one in claimed_shares(node, pod["metadata"]["namespace"], names.get(entry["name"], "")):
+        for one in claimed_shares(shown, pod["metadata"]["namespace"], names.get(entry["name"], "")):
             if requested in (None, "", main_request(one["request"])) and one not in found:
                 found.append(one)
     return found
@@ -247,7 +245,7 @@ def _container(shown: ReportedNode, pod: RawObject, container: str) -> Container
         given = shown.node.kubelet.devices.records.of_container(pod_uid, container)
         answers = [parsed_answer(record.response) for _, record in sorted(given.items())]
         gpus = {gpu.index for gpu in gpus_of(ids_of(shown, pod_uid, container), shown.gpus)}
-        gpus |= {share["gpu"] for share in shares_of_container(shown.node, pod, container)}
+        gpus |= {share["gpu"] for share in shares_of_container(shown, pod, container)}
     mounts = {m.container_path: m for answer in answers for m in answer.mounts}
     devices = {d.container_path: d for answer in answers for d in answer.devices}
     return {

@@ -176,7 +176,7 @@ class WorkloadPlayer:
         # The process of a pod that was deleted by force may live on. Nobody can say which share it has.
         if pod is None or pod["metadata"]["uid"] != run.pod_uid:
             return None
-        claims = shares_of_container(shown.node, pod, run.name)
+        claims = shares_of_container(shown, pod, run.name)
         gpus += [shown.gpus[index] for index in sorted({one["gpu"] for one in claims})]
         spec = next((spec for spec in containers_of(pod) if spec.name == run.name), None)
         if not gpus or spec is None:
@@ -197,7 +197,7 @@ class WorkloadPlayer:
     def _claimed(self, pod: RawObject, claims: Sequence[ClaimRow]) -> tuple[float, int]:
         """What `_share` returns, of the smallest of its claims' shares. One that asks for no cores has the part of its
         memory. The containers of the pod that use a claim have equal parts of it."""
-        all_shares = [shares_of_container(self._shown.node, pod, spec.name) for spec in containers_of(pod)]
+        all_shares = [shares_of_container(self._shown, pod, spec.name) for spec in containers_of(pod)]
         # Containers of a claim share what it has.
         users = sum(any(one in shares for one in claims) for shares in all_shares)
         least_mib = min(one["memory_mib"] for one in claims)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import base64
 import time
 from collections.abc import Collection, Sequence
 
+import pytest
 from msgspec.structs import replace
 
 from gpushare_agent.agent.admission.admission import Admission, RefusedPods
@@ -13,6 +15,7 @@ from gpushare_agent.agent.admission.decisions.decide import Decision
 from gpushare_agent.agent.admission.decisions.identity import Call, Known, Target, next_container_of
 from gpushare_agent.agent.admission.decisions.ledger import Policy
 from gpushare_agent.agent.admission.identification import ListInside
+from gpushare_agent.agent.delivery.device_lists import NodeDevices
 from gpushare_agent.agent.kubelet.pod_resources import PodListing, PodResourcesGate
 from gpushare_agent.agent.kubelet.records import CheckpointEntry
 from gpushare_agent.core.model.allocations import Allocation, ContainerEdits, ContainerKey
@@ -22,6 +25,7 @@ from gpushare_agent.core.model.names import VMEMORY_RESOURCE as MEMORY
 from gpushare_agent.core.model.names import PodUid
 from gpushare_agent.core.model.pods import ContainerKind, Pod
 from gpushare_agent.core.model.resources import ResourceKind, ResourceNames
+from gpushare_agent.core.wire.v1beta1 import ContainerAllocateResponse, DeviceSpec
 from tests.support_core import NAMES, container, ids, inventory, isolation_config, known, pod, used_cores, written
 from tests.support_node import node_of
 
@@ -288,6 +292,74 @@ async def test_a_container_starts_with_the_ids_of_the_cache_or_of_the_checkpoint
     agent.checkpoint = None
     assert isinstance(await agent.admission.pre_start(CORE, ids(1, range(40, 50))), Refused)
     assert isinstance(await agent.admission.pre_start(CORE, []), Refused)
+
+
+def answer(*devices: str, **variables: str) -> str:
+    """As the kubelet has it in its checkpoint."""
+    nodes = [DeviceSpec(host_path=path, container_path=path, permissions="rw") for path in devices]
+    return base64.b64encode(bytes(ContainerAllocateResponse(envs=variables, devices=nodes))).decode()
+
+
+@pytest.mark.parametrize("by_this_agent", [True, False])
+async def test_a_container_does_not_start_with_the_number_of_another_gpu(by_this_agent: bool) -> None:
+    """The kubelet replays what was answered before a boot. Also after a restart of the agent, which answered nothing."""
+    owner = pod("a", container(cores=10, blocks=1))
+    agent = Scripted(owner)
+    await agent.admit(owner, "main", CORE)
+    (allocation,) = agent.cache
+    cores = sorted(allocation.ids_of(ResourceKind.VCORE))
+    if not by_this_agent:
+        agent.checkpoint = [replace(one, answer=answer("/dev/nvidia0", "/dev/nvidiactl")) for one in written(
+            owner.uid, "main", cores, []
+        )]  # fmt: skip
+        agent.cache.put(replace(allocation, numbers=None))
+    assert await agent.admission.pre_start(CORE, cores) is None
+    found = agent.node.inventory.current
+    [first, second] = found.gpus
+    for gpus, reason in (
+        ((replace(first, minor=1), replace(second, minor=0)), RefusalReason.WRONG_GPUS),
+        ((replace(first, minor=-1), replace(second, minor=0)), RefusalReason.WRONG_GPUS),
+        ((replace(second, index=0, minor=0),), RefusalReason.UNKNOWN_DEVICE),
+    ):
+        agent.prepared.clear()
+        agent.node.inventory.current = replace(found, gpus=gpus)
+        refused = await agent.admission.pre_start(CORE, cores)
+        assert isinstance(refused, Refused) and refused.reason is reason
+        assert first.uuid in refused.detail and "Delete the pod" in refused.detail and not agent.prepared
+    agent.node.inventory.current = found
+    assert await agent.admission.pre_start(CORE, cores) is None
+
+
+@pytest.mark.parametrize(
+    ("given", "may_start"),
+    [
+        (answer("/dev/nvidia1", "/dev/nvidia-uvm", "/dev/fuse"), True),
+        (answer("/dev/nvidia0"), False),
+        (answer("/dev/nvidia-caps/nvidia-cap1"), True),
+        (answer("/dev/nvidia-caps/nvidia-cap2"), False),
+        (answer(NVIDIA_VISIBLE_DEVICES="3"), True),
+        (answer(NVIDIA_VISIBLE_DEVICES="0"), False),
+        (answer(NVIDIA_VISIBLE_DEVICES="0:1"), False),
+        (answer(NVIDIA_VISIBLE_DEVICES="GPU-0"), True),
+        ("", True),
+        ("%%", True),
+        ("/////w==", True),
+    ],
+)
+async def test_what_an_earlier_agent_answered_is_compared_with_the_numbers_of_now(given: str, may_start: bool) -> None:
+    """Its node, and the index that the driver has for it now; a node that every container gets is no GPU's."""
+    owner = pod("a", container(cores=10, blocks=1))
+    agent = Scripted(owner)
+    agent.edits = replace(agent.edits, devices=NodeDevices(extra=("/dev/nvidia-caps/nvidia-cap1",)))
+    await agent.admit(owner, "main", CORE)
+    (allocation,) = agent.cache
+    found = agent.node.inventory.current
+    gpus = replace(found.gpus[0], minor=1, driver_index=3), replace(found.gpus[1], minor=0, driver_index=0)
+    agent.node.inventory.current = replace(found, gpus=gpus)
+    cores = sorted(allocation.ids_of(ResourceKind.VCORE))
+    agent.checkpoint = [replace(one, answer=given) for one in written(owner.uid, "main", cores, [])]
+    agent.cache.put(replace(allocation, numbers=None))
+    assert (await agent.admission.pre_start(CORE, cores) is None) is may_start
 
 
 async def test_a_stale_plan_does_not_claim_the_ids_of_a_successor_container() -> None:

@@ -367,6 +367,6 @@ def record_claim(node: EmbeddedNode) -> None:
     """As an earlier agent left it: 40 cores of the first GPU."""
     gpu = replace(inventory(1).gpus[0], uuid=GpuUuid(simulated_uuid(node.name, 0)))
     claim = read_claim(undecoded(raw_claim(result())), driver=DRIVER, pool=NODE)
-    made = prepare_claim(claim, {0: gpu}, (), edit_policy("none"), 256)
+    made = prepare_claim(claim, {"gpu-0": gpu}, (), edit_policy("none"), 256)
     assert isinstance(made, PreparedClaim)
     ClaimFiles(node.paths.claim_records, node.paths.cdi).save(made)

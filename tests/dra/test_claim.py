@@ -32,9 +32,9 @@ def test_results_are_read_in_their_order_with_the_consumed_capacity() -> None:
     """The scheduler rounds what is asked for up to the slice's step: the request is not read."""
     claim = read(raw_claim(result("a", 1, cores=25, memory="512Mi"), whole("b/big", 0), users=("p", "q")))
     assert claim.ref == ref_of()
-    assert [(r.request, r.index, r.cores, r.memory_mib) for r in claim.results] == [
-        ("a", 1, 25, 512),
-        ("b/big", 0, 100, 24576),
+    assert [(r.request, r.device, r.cores, r.memory_mib) for r in claim.results] == [
+        ("a", "gpu-1", 25, 512),
+        ("b/big", "gpu-0", 100, 24576),
     ]
     assert claim.users == (("p", "uid-p"), ("q", "uid-q"))
 
@@ -107,8 +107,8 @@ def test_a_claim_without_a_size_is_one_by_the_setting_alone_and_under_no_isolati
         (raw_claim(result()) | {"metadata": {"namespace": "../x", "name": "n", "uid": "u"}}, "name no claim"),
         (raw_claim(), "no device of driver"),
         (raw_claim(result(pool="elsewhere")), "this node's pool is node"),
-        (raw_claim(result(device="card-1")), "does not publish"),
-        (raw_claim(result(device="gpu-99999")), "does not publish"),
+        (raw_claim(result(device="Card.1")), "does not publish"),
+        (raw_claim(result(device="x" * 64)), "does not publish"),
         (raw_claim(result(request="A/../b")), "no name of a request"),
         (raw_claim(result(shareID="x")), "no UUID"),
         (raw_claim(result(cores=101)), "no share of it"),

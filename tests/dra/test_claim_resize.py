@@ -12,6 +12,7 @@ from gpushare_agent.agent.dra.claims import allocations_of
 from gpushare_agent.agent.dra.decisions.edits import PreparedClaim, prepare_claim
 from gpushare_agent.agent.isolation import ISOLATIONS, Isolation
 from gpushare_agent.core.claims.claim import read_claim
+from gpushare_agent.core.claims.devices import device_name
 from gpushare_agent.core.model.allocations import Allocation, ContainerKey, ShareSize
 from gpushare_agent.core.model.isolation import ResizeMode
 from gpushare_agent.core.model.names import RESIZE_ANNOTATION, RESIZE_STATUS_ANNOTATION, PodUid
@@ -33,7 +34,7 @@ class World:
         node = node_of(inventory(2))
         self.store, self.cache = node.pods, node.cache
         self.store.replace_all([])
-        gpus = {gpu.index: gpu for gpu in inventory(2).gpus}
+        gpus = {device_name(gpu.uuid): gpu for gpu in inventory(2).gpus}
         claim = read_claim(undecoded(raw), driver=DRIVER, pool=NODE)
         made = prepare_claim(claim, gpus, users, edit_policy("vcuda"), 256)
         assert isinstance(made, PreparedClaim)

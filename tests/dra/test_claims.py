@@ -15,10 +15,22 @@ from msgspec.structs import replace
 from gpushare_agent.agent.dra.decisions.edits import PreparedClaim
 from gpushare_agent.core.claims.claim import ClaimPolicy, read_claim
 from gpushare_agent.core.model.errors import RefusalReason, Refused, Unavailable
+from gpushare_agent.core.model.gpus import Health
 from gpushare_agent.core.model.isolation import DeviceListStrategy
 from gpushare_agent.core.model.names import GpuUuid, PodUid
 from gpushare_agent.core.settings.sections import DriverVolumeSettings
-from tests.dra.support_claims import Driver, admin, edit_policy, raw_claim, ref_of, result, uid_of, using, whole
+from tests.dra.support_claims import (
+    Driver,
+    admin,
+    edit_policy,
+    gpu_config,
+    raw_claim,
+    ref_of,
+    result,
+    uid_of,
+    using,
+    whole,
+)
 from tests.extender.support_extender import eventually
 from tests.support_core import isolation_config, used_blocks, used_cores
 from tests.support_json import undecoded
@@ -111,7 +123,7 @@ async def test_a_record_of_a_newer_agent_is_read(tmp_path: Path) -> None:
 
 async def test_two_results_of_which_one_is_named_as_the_other_are_both_booked(tmp_path: Path) -> None:
     driver = Driver(
-        tmp_path, raw_claim(result("a", 0, cores=90), result("a", 1), result("a-gpu-0", 0, cores=1, memory="1Gi"))
+        tmp_path, raw_claim(result("a", 0, cores=90), result("a", 1), result("a-0", 0, cores=1, memory="1Gi"))
     )
     await prepared(driver)
     assert used_cores(driver.cache) == {GpuUuid("GPU-0"): 91, GpuUuid("GPU-1"): 40} and len(driver.cache) == 3
@@ -189,7 +201,7 @@ async def test_what_the_host_or_the_disk_refuses_is_not_booked(tmp_path: Path) -
 
 async def test_refusals_say_what_is_wrong(tmp_path: Path) -> None:
     driver = Driver(tmp_path, raw_claim(result(index=5)), raw_claim(result(), number=2))
-    assert "gpu-5 is not in the inventory" in await refused(driver, 1)
+    assert "GPU gpu-5, which the claim has, is not shown" in await refused(driver, 1)
     driver.claimable.clear()
     assert "dra.gpus" in await refused(driver, 2)
     driver.claimable.add(GpuUuid("GPU-0"))
@@ -266,7 +278,7 @@ async def test_outcomes_are_counted_and_explained_once(tmp_path: Path) -> None:
     ]
     second, first = driver.decisions.newest(9)
     assert (first.pod, first.container, first.gpus, first.policy) == ("p", "claim:g", (0,), "scheduler")
-    assert first.explanation == "the scheduler chose gpu-0 for claim claim-1" and first.asked is not None
+    assert first.explanation == "the scheduler chose GPU 0 for claim claim-1" and first.asked is not None
     assert (first.asked.cores, first.asked.memory_bytes) == (80, 16 << 30)
     assert (second.pod, second.container, second.gpus, second.reason) == ("q", "claim:mine", (), "NotReady")
     assert "40 cores and 8 GiB short, with 20 cores" in second.explanation
@@ -496,3 +508,161 @@ async def test_two_claims_of_one_container_are_refused_where_one_would_undo_the_
         await prepared(driver)
     assert "container x of pod p uses the claim claim-1 too" in await refused(both, 2)
     await prepared(each, 2)
+
+
+# --- the driver counts its GPUs otherwise ---
+
+
+def boot(driver: Driver, *numbers: tuple[str, int]) -> None:
+    """The driver shows GPUs with these UUIDs and minors, in this order; an agent starts."""
+    one = driver.gpus.gpus[0]
+    gpus = tuple(
+        replace(one, index=index, minor=minor, uuid=GpuUuid(uuid)) for index, (uuid, minor) in enumerate(numbers)
+    )
+    driver.gpus = replace(driver.gpus, gpus=gpus)
+    driver.claimable.update(gpu.uuid for gpu in gpus)
+    driver.claims = driver.new_claims()
+
+
+def spec(driver: Driver, number: int = 1) -> tuple[list[str], dict[str, str]]:
+    """The GPUs' nodes and the variables of the first result, as the runtime reads them."""
+    text = json.loads((driver.cdi / f"gpushare-agent-claim-{uid_of(number)}.json").read_text())
+    edits = text["devices"][0]["containerEdits"]
+    nodes = [one["path"] for one in edits["deviceNodes"] if one["path"][-1].isdigit()]
+    return nodes, dict(one.split("=", 1) for one in edits["env"])
+
+
+async def test_a_recorded_claim_has_the_numbers_that_its_gpu_has_now(tmp_path: Path) -> None:
+    """A boot gave the minors to other GPUs, or another order; a spec of the boot before is there, or was removed."""
+    for number, order in enumerate(
+        ([("GPU-0", 1), ("GPU-1", 0)], [("GPU-1", 0), ("GPU-0", 1)], [("GPU-0", 1), ("GPU-9", 0)], [("GPU-0", 7)])
+    ):
+        driver = Driver(tmp_path / str(number), raw_claim(result()), raw_claim(result(index=1), number=2))
+        first = await prepared(driver)
+        await prepared(driver, 2)
+        if number % 2:
+            shutil.rmtree(driver.cdi)
+        boot(driver, *order)
+        await driver.claims.restore()
+        assert spec(driver)[0] == [f"/dev/nvidia{dict(order)['GPU-0']}"]
+        driver.api.claims.clear()
+        again = await prepared(driver)
+        assert [one.cdi_devices for one in again.results] == [one.cdi_devices for one in first.results]
+        # Written, not only known: another agent finds it.
+        driver.claims = driver.new_claims()
+        await driver.claims.restore()
+        assert driver.claims.prepared[uid_of(1)] == again
+        assert used_cores(driver.cache)[GpuUuid("GPU-0")] == 40
+
+
+async def test_limits_follow_their_gpus_into_another_order(tmp_path: Path) -> None:
+    """Variables limit GPUs by their place among the container's."""
+    driver = Driver(tmp_path, raw_claim(result("a", 0, memory="4Gi"), result("b", 1, memory="8Gi")))
+    await prepared(driver)
+    before = spec(driver)[1]
+    boot(driver, ("GPU-1", 0), ("GPU-0", 1))
+    await driver.claims.restore()
+    after = spec(driver)[1]
+    assert (before["NVIDIA_VISIBLE_DEVICES"], after["NVIDIA_VISIBLE_DEVICES"]) == ("GPU-0,GPU-1", "GPU-1,GPU-0")
+    limits = [one["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] for one in (before, after)]
+    assert limits == ["0=4096M,1=8192M", "0=8192M,1=4096M"]
+
+
+async def test_limits_of_a_configuration_follow_their_gpus(tmp_path: Path) -> None:
+    """NVIDIA's names the GPUs by place in the order of UUID, which the record keeps."""
+    mps = {"defaultActiveThreadPercentage": 50, "defaultPerDevicePinnedMemoryLimit": {"0": "4Gi", "1": "8Gi"}}
+    config = gpu_config("MPS", mpsConfig=mps)
+    driver = Driver(tmp_path, raw_claim(whole("a", 0), whole("b", 1), config=[config]))
+    driver.claims.claim_policy = ClaimPolicy(nvidia_names=True)
+    await prepared(driver)
+    boot(driver, ("GPU-1", 0), ("GPU-0", 1))
+    await driver.claims.restore()
+    variables = spec(driver)[1]
+    assert variables["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] == "0=8192M,1=4096M"
+    assert variables["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] == "50"
+
+
+async def test_gpus_of_another_claim_stay_in_the_list_of_a_claim_made_again(tmp_path: Path) -> None:
+    claims = raw_claim(whole("a", 0), owner="p"), raw_claim(whole("b", 1), number=2, owner="p")
+    driver = Driver(tmp_path, *claims)
+    driver.pod("p", using("x", ("one", ""), ("two", "")), claims={"one": "claim-1", "two": "claim-2"})
+    await prepared(driver), await prepared(driver, 2)
+    boot(driver, ("GPU-1", 4), ("GPU-0", 5))
+    await driver.claims.restore()
+    nodes, variables = spec(driver)
+    assert nodes == ["/dev/nvidia4", "/dev/nvidia5"] and variables["NVIDIA_VISIBLE_DEVICES"] == "GPU-1,GPU-0"
+
+
+async def test_a_claim_whose_gpu_is_gone_gets_no_other_and_ends(tmp_path: Path) -> None:
+    """Replaced or dropped out, so that others have its index and its minor. Its spec is removed: a container that restarts
+    without a call would read it. Two claims may be of one GPU."""
+    for number, order in enumerate(([("GPU-9", 0), ("GPU-1", 1)], [("GPU-1", 0)])):
+        driver = Driver(tmp_path / str(number), *(raw_claim(result(memory="8Gi"), number=one) for one in (1, 2)))
+        await prepared(driver), await prepared(driver, 2)
+        boot(driver, *order)
+        await driver.claims.restore()
+        assert not driver.specs() and len(driver.records()) == 2
+        for _ in range(2):
+            why = await refused(driver)
+            assert why.startswith("GPU GPU-0, which the claim has, is not shown") and "delete the pod" in why
+        assert driver.decisions.newest(9)[0].explanation == why and len(driver.decisions.newest(9)) == 3
+        await driver.claims.unprepare(ref_of())
+        assert driver.records() == [f"{uid_of(2)}.json"]
+        boot(driver, ("GPU-1", 0), ("GPU-0", 3))
+        await driver.claims.restore()
+        await prepared(driver, 2)
+        assert spec(driver, 2)[0] == ["/dev/nvidia3"]
+
+
+async def test_specs_follow_the_gpus_while_the_agent_runs(tmp_path: Path) -> None:
+    """The driver was loaded again; the kubelet does not call for a container that restarts."""
+    driver = Driver(tmp_path, raw_claim(result()), wait_s=30)
+    await prepared(driver)
+    [gpu, other] = driver.gpus.gpus
+    lost = replace(gpu, minor=-1, health=Health.UNHEALTHY, unhealthy_reason="lost")
+    for gpus, nodes in (
+        ([replace(gpu, minor=1), replace(other, minor=0)], ["/dev/nvidia1"]),
+        ([lost, replace(other, minor=0)], None),
+        ([gpu, other], ["/dev/nvidia0"]),
+    ):
+        driver.node.inventory.current = replace(driver.gpus, gpus=tuple(gpus))
+        await driver.claims.refresh()
+        assert (spec(driver)[0] if driver.specs() else None) == nodes
+        if nodes is None:
+            assert "not shown by the driver of this node now: lost." in await refused(driver)
+
+
+async def test_a_prepared_claim_waits_for_the_driver(tmp_path: Path) -> None:
+    """Before the driver has listed its GPUs nobody knows whether the record is still right; the spec stays as it is."""
+    driver = Driver(tmp_path, raw_claim(result()))
+    first = await prepared(driver)
+    driver.claims = driver.new_claims()
+    driver.node.inventory.is_read = False
+    await driver.claims.restore()
+    assert "has not listed the GPUs yet" in await refused(driver) and driver.specs()
+    driver.node.inventory.is_read = True
+    assert await prepared(driver) == first
+
+
+async def test_a_prepared_claim_keeps_its_answer_under_other_settings(tmp_path: Path) -> None:
+    driver = Driver(tmp_path, raw_claim(result()))
+    first = await prepared(driver)
+    driver.policy = replace(edit_policy("none"), strategies=(DeviceListStrategy.CDI_CRI,))
+    driver.claims = driver.new_claims()
+    await driver.claims.restore()
+    assert await prepared(driver) == first
+
+
+async def test_a_record_without_numbers_is_made_again(tmp_path: Path) -> None:
+    """Of an agent that recorded none, and named devices by index."""
+    driver = Driver(tmp_path, raw_claim(result()))
+    await prepared(driver)
+    path = tmp_path / "records" / f"{uid_of(1)}.json"
+    document = json.loads(path.read_text())
+    (one,) = document["claim"]["results"]
+    del one["numbers"], one["mps"]
+    one["device"] = "gpu-7"
+    path.write_text(json.dumps(document))
+    boot(driver, ("GPU-1", 0), ("GPU-0", 1))
+    await driver.claims.restore()
+    assert spec(driver)[0] == ["/dev/nvidia1"] and (await prepared(driver)).results[0].device == "gpu-7"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Mapping
 from contextlib import asynccontextmanager
 from copy import deepcopy
@@ -14,8 +15,8 @@ from msgspec import Raw
 from msgspec.structs import replace
 
 from gpushare_agent.agent.dra import slices
-from gpushare_agent.agent.dra.slices import SlicePublisher
-from gpushare_agent.core.claims.devices import DevicePolicy, link_groups, quantity, slice_devices
+from gpushare_agent.agent.dra.slices import SlicePublisher, slice_name
+from gpushare_agent.core.claims.devices import DevicePolicy, is_device_name, link_groups, quantity, slice_devices
 from gpushare_agent.core.kube.claims import Device, ResourceSlice
 from gpushare_agent.core.model.allocations import Charge
 from gpushare_agent.core.model.errors import Conflict, NotFound, Rejected, Unavailable
@@ -162,6 +163,33 @@ def test_shares_of_memory_alone_count_for_the_order(order: str, names: list[int]
     used = {GpuUuid("GPU-1"): Charge(blocks=8)}
     made = slice_devices(found.gpus, found, used, {}, replace(POLICY, order=order))
     assert [one.name for one in made] == [f"gpu-{index}" for index in names]
+
+
+def test_a_device_is_named_by_its_gpu_and_shows_the_drivers_index() -> None:
+    """A name is a DNS label and means one GPU for good, wherever the driver counts it."""
+    [one] = inventory(1).gpus
+    names = {}
+    for uuid in ("GPU-8F3e2b1c-0000-4000-8000-000000000001", "GPU-a_b", "GPU-" + "0" * 80, "MIG-GPU-1/0", "GPU-\udc80"):
+        for index in (0, 5):
+            gpu = replace(one, uuid=GpuUuid(uuid), index=index, driver_index=3)
+            device = shown(devices(replace(inventory(1), gpus=(gpu,))))[0]
+            assert device["attributes"]["index"] == {"int": 3} and is_device_name(device["name"])
+            assert names.setdefault(uuid, device["name"]) == device["name"]
+    assert names["GPU-8F3e2b1c-0000-4000-8000-000000000001"] == "gpu-8f3e2b1c-0000-4000-8000-000000000001"
+    assert len({*names.values()}) == len(names)
+
+
+def test_the_slice_of_a_node_with_a_long_name_has_a_name_of_its_own() -> None:
+    """A DNS name, wherever the node's is cut."""
+    alike = [
+        f"{'a' * 60}.{'b' * 60}.{'c' * 60}.{'d' * 50}{end}" for end in ("", "-1", ".e", f".{'x' * 18}", f"-{'x' * 18}")
+    ]
+    nodes = ["n", *alike, *(("n" * size + ".") * 30 + "z" * 40 for size in (4, 5, 6))]
+    names = [slice_name(node[:253].rstrip(".-"), DRIVER) for node in nodes]
+    assert len({*names}) == len(nodes) and names[0] == f"n-{DRIVER}"
+    for name in names:
+        assert len(name) <= 253
+        assert all(re.fullmatch(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?", label) for label in name.split("."))
 
 
 def test_ill_and_cordoned_gpus_are_tainted_with_the_reason() -> None:

@@ -86,6 +86,12 @@ def visible(cluster: Cluster, namespace: str, pod: str, container: str = "c0") -
     return sorted(text.strip().split(","))
 
 
+def device_names(claims: Installation) -> list[str]:
+    """The name of each GPU in the slice, by index."""
+    gpus = sorted(claims.view()["gpus"], key=lambda gpu: gpu["index"])
+    return [gpu["uuid"].replace("GPU-", "gpu-") for gpu in gpus]
+
+
 def booked(claims: Installation) -> dict[str, int]:
     """Cores by claim, by the agent's view."""
     found: dict[str, int] = {}
@@ -103,7 +109,7 @@ def test_shares_and_whole_gpus(cluster: Cluster, claims: Installation, namespace
     """The device plugins offer the other GPUs alone; a claim's share is booked on the GPU that the scheduler chose."""
     gpus = {gpu["index"]: gpu for gpu in claims.view()["gpus"]}
     devices = cluster.wait_for("the slice is published", lambda: published(cluster))
-    assert {one["name"] for one in devices} == {f"gpu-{index}" for index in range(CLAIMED)}
+    assert [one["name"] for one in devices] == device_names(claims)[:CLAIMED]
     cluster.wait_for("the plugins offer the rest", lambda: claims.gpus() == len(gpus) - CLAIMED)
     cluster.apply(template("share", request(cores=40, memory="1Gi")), template("whole", request()), namespace=namespace)
     cluster.start(namespace, claiming(cluster, "share", "share"), claiming(cluster, "whole", "whole"))
@@ -168,14 +174,14 @@ def test_a_gpu_in_use_changes_sides_when_it_is_free(
     def offered() -> set[str]:
         return {one["name"] for one in published(cluster) or ()}
 
-    every = {f"gpu-{index}" for index in range(gpus)}
+    every = device_names(claims)
     try:
         installation.start_change(**kustomization("all"))
-        cluster.wait_for("all but the one in use are for claims", lambda: offered() == every - {f"gpu-{held[0]}"})
+        cluster.wait_for("all but the one in use are for claims", lambda: offered() == {*every} - {every[held[0]]})
         claims.wait_rolled_out()
         assert next(iter(claims.wait_ledger(namespace, 1).values()))[2] == held
         cluster.delete_pods(namespace)
-        cluster.wait_for("and that one as well, when it is free", lambda: offered() == every)
+        cluster.wait_for("and that one as well, when it is free", lambda: offered() == {*every})
         cluster.apply(template("share", request(cores=40, memory="1Gi")), namespace=namespace)
         cluster.start(namespace, claiming(cluster, "by-claim", "share"))
     finally:
@@ -183,7 +189,7 @@ def test_a_gpu_in_use_changes_sides_when_it_is_free(
     assert sum(booked(claims).values()) == 40, "it keeps its GPU"
     cluster.delete_pods(namespace)
     wait_ended(cluster, claims)
-    cluster.wait_for("two are for claims", lambda: offered() == {f"gpu-{index}" for index in range(CLAIMED)})
+    cluster.wait_for("two are for claims", lambda: offered() == {*every[:CLAIMED]})
     cluster.wait_for("the plugins offer the rest", lambda: claims.gpus() == gpus - CLAIMED)
 
 
@@ -382,7 +388,7 @@ def test_a_cordoned_gpu_is_tainted_and_its_pods_say_so(cluster: Cluster, claims:
     cluster.start(namespace, claiming(cluster, "first", "share"))
     assert visible(cluster, namespace, "first") == [uuids[0]]
     claims.exec("gpushare-agent", "cordon", "0", "--reason", "fan replaced")
-    taint = cluster.wait_for("the taint", lambda: taints(cluster))["gpu-0"][0]
+    taint = cluster.wait_for("the taint", lambda: taints(cluster))[device_names(claims)[0]][0]
     assert (taint["key"], taint["value"], taint["effect"]) == (f"{DRIVER}/cordoned", "fan-replaced", "NoSchedule")
     cluster.wait_for(
         "the health in the pod's status",

@@ -217,7 +217,7 @@ class Run:
     def __init__(self, cluster: Cluster, installed: Installation, namespace: str) -> None:
         self.cluster, self.installed, self.namespace = cluster, installed, namespace
         self.seen, self.chance = Seen(), random.Random(13)
-        self.uuids = {f"gpu-{gpu['index']}": gpu["uuid"] for gpu in installed.view()["gpus"]}
+        self.uuids = {gpu["uuid"].replace("GPU-", "gpu-"): gpu["uuid"] for gpu in installed.view()["gpus"]}
         self.lost: int | None = None
         self.life: tuple[object, float] | None = None
 

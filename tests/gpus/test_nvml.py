@@ -146,11 +146,12 @@ async def test_a_gpu_whose_handle_fails_later_is_still_known(library_directory: 
 
 
 async def test_gpus_keep_their_index_when_the_driver_numbers_them_anew(library_directory: Path) -> None:
-    """A GPU off the bus shifts NVML's indexes; ours stay, and the GPU that is gone is Unhealthy."""
+    """A GPU off the bus shifts NVML's indexes; ours stay, and the GPU that is gone is Unhealthy. It has
+    no number that another one has now."""
     fewer = """\
 count 3
 GPU 0 GPU-aaaa 2 00000000:3B:00.0 24576 0 Tesla P40
-GPU 1 GPU-cccc 3 00000000:AF:00.0 16384 0 NVIDIA A10
+GPU 1 GPU-cccc 0 00000000:AF:00.0 16384 0 NVIDIA A10
 GPU 2 GPU-dddd 1 00000000:D8:00.0 16384 0 NVIDIA A10
 ancestor 1 2 30
 """
@@ -163,6 +164,8 @@ ancestor 1 2 30
     ]
     assert [gpu["health"] for gpu in after["gpus"]] == ["Healthy", "Unhealthy", "Healthy", "Healthy"]
     assert "does not list it" in after["gpus"][1]["unhealthy_reason"]
+    assert [gpu["driver_index"] for gpu in after["gpus"]] == [0, -1, 1, 2]
+    assert [gpu["minor"] for gpu in after["gpus"]] == [2, -1, 0, 1]
     assert after["links"] == before["links"]
 
 

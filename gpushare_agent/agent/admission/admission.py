@@ -9,6 +9,7 @@ admission has got so far (`PendingAdmissions`), and the pods that were refused (
 
 from __future__ import annotations
 
+import base64
 import time
 from collections.abc import Callable, Sequence
 
@@ -16,7 +17,7 @@ import structlog
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from gpushare_agent.agent.admission.decisions.container_edits import EditPolicy
+from gpushare_agent.agent.admission.decisions.container_edits import EditPolicy, renumbered
 from gpushare_agent.agent.admission.decisions.decide import Decision, check, decide, edits_for_ids
 from gpushare_agent.agent.admission.decisions.identity import Call, Target
 from gpushare_agent.agent.admission.decisions.ledger import Case, Policy
@@ -24,13 +25,14 @@ from gpushare_agent.agent.admission.decisions.recovery import adopt
 from gpushare_agent.agent.admission.garbage_collection import GarbageCollection
 from gpushare_agent.agent.admission.identification import Identification
 from gpushare_agent.agent.admission.outcomes import OutcomeReporter
+from gpushare_agent.agent.delivery.device_lists import numbers_in
 from gpushare_agent.agent.isolation.isolations import Isolations
 from gpushare_agent.agent.kubelet.pod_resources import PodResourcesGate
-from gpushare_agent.agent.kubelet.records import KubeletCheckpoint
+from gpushare_agent.agent.kubelet.records import CheckpointEntry, KubeletCheckpoint
 from gpushare_agent.agent.node import Node
 from gpushare_agent.core.model.allocations import Allocation, ContainerEdits, ContainerKey
 from gpushare_agent.core.model.errors import AgentError, RefusalReason, Refused
-from gpushare_agent.core.model.names import DeviceId, GpuUuid, PodUid
+from gpushare_agent.core.model.names import ENV_VISIBLE_DEVICES, DeviceId, GpuUuid, PodUid
 from gpushare_agent.core.model.pods import ContainerKind, Pod
 from gpushare_agent.core.model.resources import ResourceKind, replica_layout, request_of
 
@@ -308,7 +310,7 @@ class Admission(Struct, kw_only=True, eq=False):
             return self._refuse(decision, edits)
         if self.node.cache.get(target.key) is not None:  # a further resource: where it goes was decided with the first
             decision = Decision(target=target, resource=decision.resource)
-        allocation = self._allocation(target, kind, ids, gpus)
+        allocation = self._allocation(target, kind, ids, gpus, edits)
         self.node.cache.put(allocation)
         # If a later container of the pod is refused, the kubelet frees this one's IDs without a call.
         self._pending.add_allocated(target.key)
@@ -319,10 +321,20 @@ class Admission(Struct, kw_only=True, eq=False):
         return edits if kind.binds_gpu else ContainerEdits()
 
     def _allocation(
-        self, target: Target, kind: ResourceKind, ids: Sequence[DeviceId], gpus: tuple[GpuUuid, ...]
+        self,
+        target: Target,
+        kind: ResourceKind,
+        ids: Sequence[DeviceId],
+        gpus: tuple[GpuUuid, ...],
+        edits: ContainerEdits,
     ) -> Allocation:
         """The container's allocation with these IDs of one resource and those that it has of the others."""
         old = self.node.cache.get(target.key)
+        numbers = old.numbers if old is not None else None
+        if kind.binds_gpu:
+            visible = dict(edits.env).get(ENV_VISIBLE_DEVICES, "")
+            mounts, devices = [one.container_path for one in edits.mounts], [one.host_path for one in edits.devices]
+            numbers = numbers_in(visible, mounts, devices)
         return Allocation(
             key=target.key,
             namespace=target.pod.namespace,
@@ -334,6 +346,7 @@ class Admission(Struct, kw_only=True, eq=False):
             if kind.is_part
             else request_of(target.container, self.node.names).whole_gpus > 0,
             allocated_at=self.clock(),
+            numbers=numbers,
             gpu_resource=self.node.names.name_in(target.container, kind) if kind.is_part else "",
         )
 
@@ -368,25 +381,43 @@ class Admission(Struct, kw_only=True, eq=False):
     # --- PreStartContainer ---
 
     async def pre_start(self, resource: str, ids: Sequence[DeviceId]) -> Refused | None:
-        """Check that the container about to start holds these IDs, and prepare its isolation. An allocation that the cache
-        has lost is read from the kubelet's checkpoint. The kubelet calls it at each start of a container, also long after
-        the admission."""
+        """Check that the container about to start holds these IDs, and that its answer still names its GPU; prepare its
+        isolation. An allocation that the cache has lost is read from the kubelet's checkpoint. The kubelet calls it at each
+        start of a container, also long after the admission."""
         kind = self.node.names.kind_of(resource)
         requested = frozenset(ids)
         # A restarted agent may have rebuilt its ledger before the kubelet wrote this container's entry.
         refused = await self._adopt(kind, requested) if not self._containers_with(kind, requested) else None
+        if refused is None and kind.binds_gpu:
+            refused = await self._renumbered(self._containers_with(kind, requested), requested)
         if refused is None:
             refused = await self.isolation.prepare(self._containers_with(kind, requested))
         if refused is not None:
             self.observer.start_refused(self._last_target(self._containers_with(kind, requested)), resource, refused)
         return refused
 
-    async def _adopt(self, kind: ResourceKind, requested: frozenset[DeviceId]) -> Refused | None:
+    async def _renumbered(self, keys: Sequence[ContainerKey], requested: frozenset[DeviceId]) -> Refused | None:
+        if any(found.numbers is None for found in self._found(keys)):
+            entries = [one for one in await self._entries() if one.device_ids == requested]
+            numbers = {ContainerKey(one.pod_uid, one.container): _numbers_of(one) for one in entries}
+            for found in self._found(keys):
+                if found.numbers is None and found.key in numbers:
+                    self.node.cache.put(replace(found, numbers=numbers[found.key]))
+        gpus, extra = self.node.gpus().by_uuid(), self.edits().devices.extra
+        return next((refused for found in self._found(keys) if (refused := renumbered(found, gpus, extra))), None)
+
+    def _found(self, keys: Sequence[ContainerKey]) -> list[Allocation]:
+        return [found for key in keys if (found := self.node.cache.get(key)) is not None]
+
+    async def _entries(self) -> Sequence[CheckpointEntry]:
         try:
-            entries = await self.records.read()
+            return await self.records.read()
         except AgentError as e:
             log.warning("kubelet_checkpoint_unreadable", error=str(e))
-            entries = ()
+            return ()
+
+    async def _adopt(self, kind: ResourceKind, requested: frozenset[DeviceId]) -> Refused | None:
+        entries = await self._entries()
         if self._containers_with(kind, requested):
             return None  # allocated during the read
         adopted = adopt(
@@ -413,6 +444,19 @@ class Admission(Struct, kw_only=True, eq=False):
         pod = self.node.pods.get(keys[-1].pod_uid) if keys else None
         container = pod.container(keys[-1].container) if pod is not None else None
         return Target(pod=pod, container=container) if pod is not None and container is not None else None
+
+
+def _numbers_of(entry: CheckpointEntry) -> frozenset[str]:
+    """Nothing where the answer cannot be read."""
+    # Imported here: to define the messages would delay the registration.
+    from gpushare_agent.core.wire.v1beta1 import ContainerAllocateResponse
+
+    try:
+        answer = ContainerAllocateResponse.parse(base64.b64decode(entry.answer, validate=True))
+    except Exception:  # noqa: BLE001 - betterproto raises what Python raises
+        return frozenset()
+    mounts, devices = [one.container_path for one in answer.mounts], [one.host_path for one in answer.devices]
+    return numbers_in(answer.envs.get(ENV_VISIBLE_DEVICES, ""), mounts, devices)
 
 
 def _bind_to_log(target: Target) -> None:

@@ -6,6 +6,7 @@ in.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 
 from msgspec import Struct
@@ -18,6 +19,7 @@ from gpushare_agent.core.model.names import ENV_VISIBLE_DEVICES
 CONTROL_NODES = ("/dev/nvidiactl", "/dev/nvidia-uvm")
 """In addition to the GPUs' own; further ones are for the extra-config file, or a CDI spec."""
 VOLUME_MOUNT_ROOT = "/var/run/nvidia-container-devices"
+_NUMBER = re.compile(r"/dev/nvidia[0-9]+|/dev/nvidia-caps/nvidia-cap[0-9]+|[0-9]+(:[0-9]+)?", re.ASCII)
 
 
 class NodeDevices(Struct, frozen=True, kw_only=True):
@@ -40,11 +42,11 @@ class DeviceListRequest(Struct, frozen=True, kw_only=True):
     cdi_kind: str
     unique: str
     by_index: bool = False
-    """Name the GPUs to NVIDIA's runtime by index in place of UUID. CDI specs name them by UUID."""
+    """Name the GPUs to NVIDIA's runtime by its index of now in place of UUID. CDI specs name them by UUID."""
 
     @property
     def names(self) -> tuple[str, ...]:
-        return tuple(gpu.label if self.by_index else gpu.uuid for gpu in self.gpus)
+        return tuple(gpu.number_label if self.by_index else gpu.uuid for gpu in self.gpus)
 
 
 def _envvar(request: DeviceListRequest) -> ContainerEdits:
@@ -102,6 +104,18 @@ def device_edits(request: DeviceListRequest, strategies: Iterable[DeviceListStra
     # In the order of STRATEGIES: where two set one variable the later counts, whatever order the setting has.
     chosen = [strategy for strategy in STRATEGIES if strategy in set(strategies)]
     return merged(ContainerEdits(env=((ENV_VISIBLE_DEVICES, "void"),)), *(STRATEGIES[name](request) for name in chosen))
+
+
+def numbers_in(visible: str, mounts: Iterable[str], devices: Iterable[str]) -> frozenset[str]:
+    """What an answer names by the driver's numbers, which another GPU may have after a boot: indexes in
+    NVIDIA_VISIBLE_DEVICES or in paths of mounts, and device nodes."""
+    names = [*visible.split(","), *(path.removeprefix(f"{VOLUME_MOUNT_ROOT}/") for path in mounts), *devices]
+    return frozenset(name for name in names if _NUMBER.fullmatch(name))
+
+
+def numbers_of(gpus: Iterable[Gpu]) -> frozenset[str]:
+    """The numbers by which answers may name these GPUs now."""
+    return frozenset(name for gpu in gpus for name in (gpu.number_label, *gpu.nodes))
 
 
 _CDI = (DeviceListStrategy.CDI_ANNOTATIONS, DeviceListStrategy.CDI_CRI)

@@ -51,14 +51,18 @@ class ClaimFiles:
         self._write(self._records, f"{claim.ref.uid}.json", json.encode(_Record(claim=claim)) + b"\n", is_synced=True)
 
     def write_spec(self, claim: PreparedClaim) -> None:
-        """Writes the CDI spec where it is not there already. Raises Unavailable."""
+        """Writes the CDI spec. Raises Unavailable."""
         self._write(self._specs, f"{_SPEC_PREFIX}{claim.ref.uid}.json", encode_spec(claim))
 
     def remove(self, uid: str) -> None:
         """Spec and record, in this order. Raises Unavailable."""
         # The record last: cut off between the two, the claim is still known and removed again.
-        for path in (self._specs / f"{_SPEC_PREFIX}{uid}.json", self._records / f"{uid}.json"):
-            _remove(path)
+        self.remove_spec(uid)
+        _remove(self._records / f"{uid}.json")
+
+    def remove_spec(self, uid: str) -> None:
+        """The record stays. Raises Unavailable."""
+        _remove(self._specs / f"{_SPEC_PREFIX}{uid}.json")
 
     def remove_other_specs(self, known: set[str]) -> list[str]:
         """Removes specs of claims that are not in `known`, left by an agent that was killed; returns their UIDs. Raises

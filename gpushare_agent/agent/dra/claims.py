@@ -2,11 +2,12 @@
 
 An error costs the pod 60 to 90 s, because the kubelet tries again only then: so the call waits for what will come soon,
 `wait_s` at most. The record is written last and before the answer, so whatever is recorded is whole, and a call that is
-repeated for it changes nothing. Ending works from the record alone: the claim may be gone from the API server. Each outcome
-is counted and recorded; the pod's Event is the kubelet's own.
+repeated for it changes nothing. But after a boot, or when the driver was loaded again, the numbers of a recorded GPU may be
+another one's: specs are made again then, and a claim whose GPU is gone gets none. Ending works from the record alone: the
+claim may be gone from the API server. Each outcome is counted and recorded; the pod's Event is the kubelet's own.
 
-State owned: `_prepared` by UID, the last refusal of claims that the kubelet has not unprepared yet, and its part of the
-allocation cache.
+State owned: `_prepared` by UID and those without a spec, the last refusal of claims that the kubelet has not unprepared yet,
+and its part of the allocation cache.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 from weakref import WeakValueDictionary
 
 import structlog
@@ -26,12 +27,20 @@ from msgspec.structs import replace
 from gpushare_agent.agent.admission.decisions.container_edits import EditPolicy
 from gpushare_agent.agent.admission.decisions.ledger import Ledger
 from gpushare_agent.agent.dra.claim_files import ClaimFiles
-from gpushare_agent.agent.dra.decisions.edits import PreparedClaim, conflict, other_claims, prepare_claim
+from gpushare_agent.agent.dra.decisions.edits import (
+    PreparedClaim,
+    conflict,
+    gone,
+    other_claims,
+    prepare_again,
+    prepare_claim,
+)
 from gpushare_agent.agent.isolation.isolations import Isolations
 from gpushare_agent.agent.node import Node
 from gpushare_agent.core.claims.claim import DRIVER, AllocatedClaim, ClaimPolicy, read_claim
+from gpushare_agent.core.claims.devices import device_name, shown_uuid
 from gpushare_agent.core.kit.daemon_thread import DaemonThread
-from gpushare_agent.core.kit.supervision import wait_for
+from gpushare_agent.core.kit.supervision import Reconciler, wait_for
 from gpushare_agent.core.kube.client import KubeApi
 from gpushare_agent.core.model.allocations import Allocation, Charge, ClaimRef, ClaimShare
 from gpushare_agent.core.model.decision_records import CLAIMS_RESOURCE, Asked, DecisionRecord, Outcome
@@ -107,6 +116,8 @@ GET_TIMEOUT_S = 5.0
 PREPARE_WAIT_S = 40.0
 """How long a claim waits for what is missing. The kubelet's limit is 45 s."""
 FILES_TIMEOUT_S = 5.0
+FINAL = (RefusalReason.INVALID_REQUEST, RefusalReason.UNKNOWN_DEVICE)
+"""Waiting changes nothing."""
 POLL_S = 1.0
 """The period of looks while waiting: the API server, the inventory and the isolation report no change here."""
 
@@ -127,6 +138,8 @@ class Claims(Struct, kw_only=True, eq=False):
     _refusals: dict[str, Refused] = field(default_factory=dict)
     _locks: WeakValueDictionary[str, asyncio.Lock] = field(default_factory=WeakValueDictionary)
     _has_changed: asyncio.Event = field(default_factory=asyncio.Event)
+    _without_spec: set[str] = field(default_factory=set)
+    _reconciler: Reconciler = field(default_factory=Reconciler)
     _thread: DaemonThread = field(
         default_factory=lambda: DaemonThread(
             "claims", advice="Check the disks of state_directory and cdi.spec_directories."
@@ -140,11 +153,12 @@ class Claims(Struct, kw_only=True, eq=False):
     def changed(self) -> None:
         """Something changed that a call may wait for: an allocation, the GPUs."""
         self._has_changed.set()
+        self._reconciler.request()
 
     def is_answered(self, uid: str) -> bool:
         """True if another call for the claim would change nothing: it is prepared, or the answer is final."""
         refused = self._refusals.get(uid)
-        return uid in self._prepared or (refused is not None and refused.reason is RefusalReason.INVALID_REQUEST)
+        return uid in self._prepared or (refused is not None and refused.reason in FINAL)
 
     @property
     def prepared(self) -> Mapping[str, PreparedClaim]:
@@ -152,19 +166,55 @@ class Claims(Struct, kw_only=True, eq=False):
         return self._prepared
 
     async def restore(self) -> None:
-        """Enters in the ledger what an earlier agent has recorded, and puts back specs that a reboot has removed. Raises
+        """Enters in the ledger what an earlier agent has recorded, and writes their specs for the GPUs of now. Raises
         Unavailable: the records cannot be read."""
         # Charged without a check for room: their containers run with these GPUs.
         for claim in await self._in_thread(self.files.load, "reading the claims' records"):
             self._charge(claim)
-            try:
-                await self._in_thread(partial(self.files.write_spec, claim), f"the CDI spec of {claim.ref.name}")
-            except AgentError as e:  # its running containers need it no more, and Prepare writes it again
-                log.error("claim_spec_not_written", claim=claim.ref.name, claim_uid=claim.ref.uid, error=str(e))
+        await self.refresh(is_restored=True)
         known = set(self._prepared)
         for uid in await self._in_thread(partial(self.files.remove_other_specs, known), "removing stale CDI specs"):
             log.info("claim_spec_removed", claim_uid=uid, why="no record of it: its claim was never prepared whole")
         log.info("claims_restored", claims=len(self._prepared))
+
+    async def run(self) -> NoReturn:
+        """Keeps the specs right while the GPUs change, until cancelled."""
+        await self._reconciler.run(self.refresh, lambda: None, pause_s=POLL_S)
+
+    async def refresh(self, *, is_restored: bool = False) -> None:
+        """Makes the specs of claims again whose GPUs have other numbers now, and removes those of claims whose GPU is gone:
+        a container that restarts would get another one's device. `is_restored`: writes the others too."""
+        # A driver that is not loaded yet has said nothing of any GPU; Prepare waits for it.
+        if not self.node.inventory.is_read:
+            return
+        gpus, policy = self.node.gpus().by_uuid(), self.policy()
+        for uid, claim in [*self._prepared.items()]:
+            made = prepare_again(claim, gpus, policy)
+            if made is claim and not is_restored and uid not in self._without_spec:
+                continue
+            try:
+                async with self._lock(uid):
+                    if self._prepared.get(uid) is claim:
+                        await self._enter(claim, made, is_recorded=True)
+            except AgentError as e:  # its running containers need it no more, and Prepare writes it again
+                log.error("claim_spec_not_written", claim=claim.ref.name, claim_uid=uid, error=str(e))
+
+    async def _enter(self, claim: PreparedClaim, made: PreparedClaim | Refused, *, is_recorded: bool = False) -> None:
+        """Writes what a prepared claim is now, under its lock. Raises Unavailable."""
+        uid, name = claim.ref.uid, claim.ref.name
+        if isinstance(made, Refused):
+            await self._in_thread(partial(self.files.remove_spec, uid), f"removing the CDI spec of {name}")
+            if uid not in self._without_spec:
+                self._without_spec.add(uid)
+                log.error("claim_without_gpu", claim=name, claim_uid=uid, why=made.detail)
+            return
+        # By a call its record too: the one before may have been cut off.
+        write = self.files.write_spec if is_recorded and made is claim else self.files.save
+        await self._in_thread(partial(write, made), f"recording claim {name}")
+        self._prepared[uid] = made
+        self._without_spec.discard(uid)
+        if made is not claim:
+            log.warning("claim_made_again", claim=name, claim_uid=uid, why="the driver numbers its GPUs otherwise now")
 
     async def prepare(self, ref: ClaimRef) -> PreparedClaim | Refused:
         """Idempotent by UID. If cancelled, nothing is charged, unless the claim was being recorded already: then it is
@@ -172,14 +222,12 @@ class Claims(Struct, kw_only=True, eq=False):
         async with self._lock(ref.uid):
             # Under a lock for each claim: the kubelet repeats a call whose answer it did not get, also while the first
             # still runs.
-            known = self._prepared.get(ref.uid)
-            if known is not None:  # its record too: the call before may have been cut off
-                await self._in_thread(partial(self.files.save, known), f"recording claim {ref.name}")
-                return known
+            known = ref.uid in self._prepared
             made = await self._prepare(ref, self.clock() + self.prepare_wait_s)
             if isinstance(made, PreparedClaim):
                 self._refusals.pop(ref.uid, None)
-                record_prepared(self.node, made)
+                if not known:
+                    record_prepared(self.node, made)
             else:
                 if self._refusals.get(ref.uid) != made:  # the kubelet asks again and again
                     record_refused(self.node, ref, made)
@@ -200,7 +248,7 @@ class Claims(Struct, kw_only=True, eq=False):
             # Cleared before it is tried: what changes during the try wakes the wait.
             self._has_changed.clear()
             outcome = await self._try(ref)
-            if isinstance(outcome, PreparedClaim) or outcome.reason is RefusalReason.INVALID_REQUEST:
+            if isinstance(outcome, PreparedClaim) or outcome.reason in FINAL:
                 return outcome
             left_s = ends_at - self.clock()
             if left_s <= 0:
@@ -208,7 +256,13 @@ class Claims(Struct, kw_only=True, eq=False):
             await wait_for(self._has_changed, min(POLL_S, left_s))
 
     async def _try(self, ref: ClaimRef) -> PreparedClaim | Refused:
-        """A refusal other than INVALID_REQUEST may be gone in a moment."""
+        """A refusal other than FINAL may be gone in a moment."""
+        if not self.node.inventory.is_read:
+            return _not_ready("the driver has not listed the GPUs yet")
+        if (known := self._prepared.get(ref.uid)) is not None:
+            made = prepare_again(known, self.node.gpus().by_uuid(), self.policy())
+            await self._enter(known, made)
+            return made
         claim = await self._read(ref)
         if isinstance(claim, Refused):
             return claim
@@ -306,16 +360,18 @@ class Claims(Struct, kw_only=True, eq=False):
     ) -> PreparedClaim | Refused:
         """No await in here: two claims cannot be given the same share."""
         inventory, pool = self.node.gpus(), self.node.settings.node_name
-        gpus = {gpu.index: gpu for gpu in inventory.gpus}
+        gpus = {device_name(gpu.uuid): gpu for gpu in inventory.gpus}
         mine = self.node.gpu_split.claimable
         for result in claim.results:
-            gpu = gpus.get(result.index)
+            gpu = gpus.get(result.device)
             if gpu is None:
-                return _not_ready(f"{result.device} is not in the inventory of node {pool}")
+                if inventory.unreadable:
+                    return _not_ready(f"{result.device} is not in the inventory of node {pool}")
+                return gone(shown_uuid(result.device))
             # The slice is changed a moment after the setting: the scheduler may still have chosen by the old one.
             if gpu.uuid not in mine:
                 return _not_ready(f"{result.device} is not offered to claims on node {pool} now (setting dra.gpus)")
-        known = {name: one for name, one in others.items() if all(r.index in gpus for r in one.results)}
+        known = {name: one for name, one in others.items() if all(r.device in gpus for r in one.results)}
         made = prepare_claim(claim, gpus, pods, self.policy(), self.node.names.memory_block_mib, known)
         if isinstance(made, Refused):
             return made
@@ -338,6 +394,7 @@ class Claims(Struct, kw_only=True, eq=False):
     def _release(self, uid: str) -> bool:
         if self._prepared.pop(uid, None) is None:
             return False
+        self._without_spec.discard(uid)
         self.node.cache.release_pod(PodUid(uid))
         self.changed()
         return True
@@ -365,14 +422,15 @@ def record_prepared(node: Node, claim: PreparedClaim) -> None:
     node.metrics.admission(CLAIMS_RESOURCE, "allocated", "")
     by_uuid = node.gpus().by_uuid()
     gpus = sorted({gpu.index for one in claim.results if (gpu := by_uuid.get(GpuUuid(one.gpu))) is not None})
+    labels = tuple(map(str, gpus))  # never a MIG instance
     record = DecisionRecord(
         resource=CLAIMS_RESOURCE,
         outcome=Outcome.ALLOCATED,
-        explanation=f"the scheduler chose {', '.join(one.device for one in claim.results)} for claim {claim.ref.name}",
+        explanation=f"the scheduler chose GPU {', '.join(labels)} for claim {claim.ref.name}",
         pod=claim.pod,
         policy="scheduler",
         gpus=tuple(gpus),
-        labels=tuple(map(str, gpus)),  # never a MIG instance
+        labels=labels,
         asked=Asked(
             cores=sum(one.cores for one in claim.results),
             memory_bytes=sum(one.memory_mib for one in claim.results) * MIB,

@@ -104,6 +104,7 @@ class DraPart:
         registration = self.registration
         return {
             "dra registration": registration.run,
+            "claims": self.claims.run,
             "stale dra registrations": StaleSockets(registration.registry, SOCKET_NAMES).run,
             "stale dra sockets": StaleSockets(registration.plugin_path, SOCKET_NAMES).run,
         }

@@ -143,7 +143,9 @@ class DeviceHealth(v1alpha1.DraResourceHealthBase):
     def _health(self, gpu: Gpu) -> v1alpha1.DeviceHealth:
         status = v1alpha1.HealthStatus.HEALTHY if gpu.is_healthy else v1alpha1.HealthStatus.UNHEALTHY
         return v1alpha1.DeviceHealth(
-            device=v1alpha1.DeviceIdentifier(pool_name=self._node.settings.node_name, device_name=device_name(gpu)),
+            device=v1alpha1.DeviceIdentifier(
+                pool_name=self._node.settings.node_name, device_name=device_name(gpu.uuid)
+            ),
             health=status,
             last_updated_time=int(time.time()),
             message=gpu.unhealthy_reason[:MAX_MESSAGE_CHARS],

@@ -11,6 +11,7 @@ State owned: the slice as last seen, and what was written last.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import time
 from collections.abc import Callable, Collection
 from functools import partial
@@ -33,7 +34,7 @@ log = structlog.get_logger(__name__)
 ORDER_PERIOD_S = 5.0
 RETRY_S = 1.0
 PERIOD_S = 60.0
-MAX_NODE_NAME = 253
+MAX_NAME_CHARS = 253
 REGISTERED_S = 5.0
 """The kubelet finds a new socket within 1.2 s. Without its answer the slice is published anyway: the pods' Events then say
 that the driver is not registered."""
@@ -44,7 +45,7 @@ class SlicePublisher(Handler):
     they are not known: nothing is published then, and nothing taken back."""
 
     def __init__(self, *, driver: str, node_name: str, desired: Callable[[], list[Device] | None]) -> None:
-        self.name = f"{node_name[: MAX_NODE_NAME - len(driver) - 1]}-{driver}"
+        self.name = slice_name(node_name, driver)
         self._driver = driver
         self._node_name = node_name
         self._desired = desired
@@ -196,6 +197,14 @@ class _Pooled(Struct, frozen=True):
 
 
 _SLICE, _POOLED, _SPEC = Decoder(_Seen), Decoder(_Pooled), Decoder(SliceSpec)
+
+
+def slice_name(node_name: str, driver: str) -> str:
+    """The slice's name: a long node name is cut where a label ends well, with a hash, because another may begin alike."""
+    if len(name := f"{node_name}-{driver}") <= MAX_NAME_CHARS:
+        return name
+    end = f"-{hashlib.sha256(node_name.encode()).hexdigest()[:16]}-{driver}"
+    return f"{node_name[: MAX_NAME_CHARS - len(end)].rstrip('-.')}{end}"
 
 
 def _is_same_but_order(one: list[Device], other: list[Device]) -> bool:

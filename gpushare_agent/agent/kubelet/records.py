@@ -40,12 +40,14 @@ class ListedPod(Struct, frozen=True, kw_only=True):
 
 
 class CheckpointEntry(Struct, frozen=True, kw_only=True):
-    """One entry of kubelet_internal_checkpoint: it has the UID but not the name, and may be stale."""
+    """One entry of kubelet_internal_checkpoint: it has the UID but not the name, and may be stale. `answer` is the plugin's
+    ContainerAllocateResponse in base64, which the container gets again at each start."""
 
     pod_uid: PodUid
     container: str
     resource: str
     device_ids: frozenset[str]
+    answer: str = ""
 
 
 FILE_NAME = "kubelet_internal_checkpoint"
@@ -105,4 +107,5 @@ def _entry(raw: dict[str, object]) -> CheckpointEntry:
         container=str(raw["ContainerName"]),
         resource=str(raw["ResourceName"]),
         device_ids=frozenset(ids),
+        answer=str(raw.get("AllocResp") or ""),
     )

@@ -19,7 +19,7 @@ from msgspec import Meta, Raw, Struct, field
 from msgspec.json import Decoder
 from msgspec.structs import replace
 
-from gpushare_agent.core.claims.devices import NVIDIA_DRIVER, NVIDIA_MEMORY, device_index
+from gpushare_agent.core.claims.devices import NVIDIA_DRIVER, NVIDIA_MEMORY, is_device_name
 from gpushare_agent.core.claims.gpu_config import TYPED, MpsLimits, Typed, read_gpu_config
 from gpushare_agent.core.kit.json_schema import decoded
 from gpushare_agent.core.kube.claims import Allocation, ClaimJson, ClaimStatus, DeviceConfig, DeviceResult, main_request
@@ -78,10 +78,9 @@ class DevicePart(Struct, frozen=True, kw_only=True):
 
 
 class ClaimResult(DevicePart, frozen=True, kw_only=True):
-    """One device of a claim as it is allocated. `index` is the GPU's. `cores` are 0 where the claim asks for memory alone;
-    `memory_mib` is rounded to the slice's step by the scheduler."""
+    """One device of a claim as it is allocated. `cores` are 0 where the claim asks for memory alone; `memory_mib` is rounded
+    to the slice's step by the scheduler."""
 
-    index: int
     config: ShareConfig = ShareConfig()
 
 
@@ -189,14 +188,13 @@ def _result(
     one: DeviceResult, configs: Sequence[tuple[frozenset[str], ShareConfig]], policy: ClaimPolicy
 ) -> ClaimResult:
     request, device, share_id = one.request, one.device, one.share_id or ""
-    index = device_index(device)
     if not _REQUEST.fullmatch(request):
         raise Corrupt(f"request {_shown(request)} has no name of a request")
-    if index is None:
+    if not is_device_name(device):
         raise Corrupt(f"request {request} is allocated the device {_shown(device)}, which this driver does not publish")
     if share_id and not is_claim_uid(share_id):
         raise Corrupt(f"request {request}: shareID is no UUID")
-    found = ClaimResult(request=request, device=device, index=index, share_id=share_id, cores=0, memory_mib=0)
+    found = ClaimResult(request=request, device=device, share_id=share_id, cores=0, memory_mib=0)
     if one.admin_access:  # consumedCapacity is there all the same, and no scheduler counts it
         config = replace(_config_of(request, 0, configs), core_limit=0, mps=None)
         return replace(found, config=config, is_admin=True)

@@ -6,6 +6,7 @@ of NVIDIA's and HAMi's drivers where they have one. Quantities are in the form i
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
@@ -35,7 +36,9 @@ _NVIDIA_ATTRIBUTES = (
     "index",
 )
 """Our attributes that have the same name and value there; `index` only in its examples."""
-_DEVICE_NAME = re.compile(r"gpu-([0-9]{1,4})")
+_DEVICE_NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
+"""A DNS label, as the API server has it."""
+_NAMES_UUID = re.compile(r"gpu-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 _ARCHITECTURES = {7: "Volta", 8: "Ampere", 9: "Hopper", 10: "Blackwell", 12: "Blackwell"}
 _ARCHITECTURES_BY_MINOR = {(7, 5): "Turing", (8, 9): "Ada Lovelace"}
 _NOT_IN_A_VALUE = re.compile(r"[^A-Za-z0-9._-]+")
@@ -55,14 +58,21 @@ class DevicePolicy(Struct, frozen=True, kw_only=True):
     shares: str = "memory"
 
 
-def device_name(gpu: Gpu) -> str:
-    return f"gpu-{gpu.index}"
+def device_name(uuid: GpuUuid) -> str:
+    """The GPU's name for good: an index means another GPU after the driver has counted them again."""
+    name = f"gpu-{uuid.removeprefix('GPU-').lower()}"
+    return (
+        name if is_device_name(name) else f"gpu-{hashlib.sha256(uuid.encode(errors='surrogatepass')).hexdigest()[:32]}"
+    )
 
 
-def device_index(name: str) -> int | None:
-    """The GPU's index, None for a name that no device of this driver has."""
-    match = _DEVICE_NAME.fullmatch(name)
-    return int(match[1]) if match else None
+def shown_uuid(name: str) -> str:
+    """The UUID that the name of a device was made from, where it shows one; else the name."""
+    return f"GPU-{name.removeprefix('gpu-')}" if _NAMES_UUID.fullmatch(name) else name
+
+
+def is_device_name(name: str) -> bool:
+    return _DEVICE_NAME.fullmatch(name) is not None
 
 
 def capacity_mib(gpu: Gpu, block_mib: int) -> int:
@@ -101,7 +111,7 @@ def _device(
     policy: DevicePolicy,
 ) -> Device:
     return Device(
-        name=device_name(gpu),
+        name=device_name(gpu.uuid),
         allow_multiple_allocations=True,
         attributes=_attributes(gpu, inventory, groups, policy),
         capacity=_capacity(gpu, policy),
@@ -154,7 +164,7 @@ def _attributes(
         "cudaComputeCapability": f"{capability[0]}.{capability[1]}.0" if capability is not None else "",
     }
     numbers = {
-        "index": gpu.index,
+        "index": gpu.number,
         "minor": gpu.minor,
         "numaNode": gpu.numa_node,
         "resource.kubernetes.io/numaNode": gpu.numa_node,

@@ -118,6 +118,7 @@ class Allocation(Struct, frozen=True, kw_only=True):
     GPUs named by the IDs of the resource that binds them, else the planned ones, in order of index; the memory is charged to
     them. `is_whole` means whole GPUs: their whole memory is the container's. `allocated_at` is seconds on the monotonic
     clock. `resized_to` is the size to which a running share was changed, None where it has what the kubelet allocated.
+    `numbers` are those of the driver that the container's answer names GPUs by, None where an earlier agent answered.
 
     The allocation of a claim has a `charge` and no IDs. Its key has the claim's UID instead of the pod's and the result's
     name instead of the container's. `pod_name` names the pod for which it was prepared first.
@@ -133,6 +134,7 @@ class Allocation(Struct, frozen=True, kw_only=True):
     is_whole: bool = False
     allocated_at: float = 0.0
     resized_to: ShareSize | None = None
+    numbers: frozenset[str] | None = None
     claim: ClaimShare | None = None
     charge: Charge = NO_CHARGE
 

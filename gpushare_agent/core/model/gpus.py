@@ -108,7 +108,9 @@ class Gpu(Struct, frozen=True, kw_only=True):
     minor, bus ID and NUMA node, and memory and a UUID of its own.
 
     `index` is the driver's (NVML) index when the GPU was first seen, an instance's the next free one; it is the row in the
-    topology and does not change while the agent runs. `minor` is the n of `/dev/nvidia<n>` and need not equal it.
+    topology and does not change while the agent runs. `driver_index` is the driver's now, an instance's that of its GPU;
+    None where it is `index`. `minor` is the n of `/dev/nvidia<n>` and need not equal either; both are -1 of a GPU that does
+    not answer where another one has the number now.
     `memory_mib` is the whole GPU's memory. `numa_node` is None where the host reports none, `pcie_root` (such as
     `pci0000:00`) is empty there, `compute_capability` (major, minor) where the driver does not.
     `brand` is the product line as NVIDIA's programs write it, empty where the driver does not report it.
@@ -119,6 +121,7 @@ class Gpu(Struct, frozen=True, kw_only=True):
     """
 
     index: int
+    driver_index: int | None = None
     minor: int
     uuid: GpuUuid
     bus_id: str
@@ -140,6 +143,18 @@ class Gpu(Struct, frozen=True, kw_only=True):
     def label(self) -> str:
         """The name for people and NVIDIA's tools: the index, of an instance `0:1`."""
         return str(self.index) if self.mig is None else f"{self.mig.parent_index}:{self.mig.number}"
+
+    @property
+    def number(self) -> int:
+        """The index by which other programs know it now, NVIDIA's container runtime too."""
+        return self.index if self.driver_index is None else self.driver_index
+
+    @property
+    def number_label(self) -> str:
+        """`label` by the driver's index of now."""
+        if self.mig is None:
+            return str(self.number)
+        return f"{self.mig.parent_index if self.driver_index is None else self.driver_index}:{self.mig.number}"
 
     @property
     def nodes(self) -> tuple[str, ...]:

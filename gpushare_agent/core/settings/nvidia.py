@@ -73,7 +73,7 @@ class NvidiaSettings(Section):
     counts."""
     replicas: Texts = ()
     """Replicas, SELECTOR=COUNT, the first match counts. SELECTOR: resource, index, UUID, model or its glob pattern, *.
-    Empty: one."""
+    COUNT: 1 to 1000 for each GPU. Empty: one."""
     sharing: Sharing = Sharing.TIME_SLICING
     """Limit of a replica. time-slicing: none. mps: 1/COUNT of memory and compute by NVIDIA MPS. shares: the same by the
     node's isolation."""
@@ -127,7 +127,10 @@ class NvidiaSettings(Section):
     def _counts_are_numbers(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         for selector, count in _pairs(value):
             if not _COUNT.fullmatch(count) or not 1 <= int(count) <= MAX_REPLICAS:
-                raise ValueError(f"the count of {selector!r} is {count!r}, but must be from 1 to {MAX_REPLICAS}")
+                raise ValueError(
+                    f"the count of {selector!r} is {count!r}, but must be from 1 to {MAX_REPLICAS} for each GPU: the kubelet"
+                    " takes the list of all units of a node in one message"
+                )
         return value
 
     @model_validator(mode="after")

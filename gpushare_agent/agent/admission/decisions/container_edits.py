@@ -6,14 +6,14 @@ Source of the names: docs/reference/formats.md, section 1.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from fractions import Fraction
 
 from msgspec import Struct, field
 
-from gpushare_agent.agent.delivery.device_lists import DeviceListRequest, NodeDevices, device_edits
+from gpushare_agent.agent.delivery.device_lists import DeviceListRequest, NodeDevices, device_edits, numbers_of
 from gpushare_agent.agent.isolation import ISOLATIONS, GpuShare, IsolationConfig, IsolationRequest
-from gpushare_agent.core.model.allocations import ContainerEdits, merged
+from gpushare_agent.core.model.allocations import Allocation, ContainerEdits, merged
 from gpushare_agent.core.model.errors import RefusalReason, Refused
 from gpushare_agent.core.model.gpus import Gpu, KernelModule
 from gpushare_agent.core.model.isolation import DeviceListStrategy, Sharing, choose_isolation
@@ -128,13 +128,33 @@ def _without_gpus(pod: Pod, container: ContainerSpec) -> Refused:
     )
 
 
+def renumbered(allocation: Allocation, gpus: Mapping[GpuUuid, Gpu], extra: Collection[str]) -> Refused | None:
+    """Why the container must not start with the answer that the kubelet has of it: after a boot, or when the driver was
+    loaded again, its GPU may be gone, or another one may have its numbers. `extra` are nodes that every container gets."""
+    who, again = (
+        f"container {allocation.key.container}",
+        "Delete the pod: one that is created again gets the right GPU.",
+    )
+    if missing := next((uuid for uuid in allocation.gpus if uuid not in gpus), ""):
+        why = f"GPU {missing}, which {who} has, is not shown by the driver of this node now: it was removed or replaced"
+        return Refused(RefusalReason.UNKNOWN_DEVICE, f"{why}. {again}")
+    others = (allocation.numbers or frozenset()) - numbers_of(gpus[uuid] for uuid in allocation.gpus) - set(extra)
+    if not others:
+        return None
+    why = f"{who} was given {', '.join(sorted(others))} for GPU {', '.join(allocation.gpus)}"
+    return Refused(
+        RefusalReason.WRONG_GPUS,
+        f"{why}, and the driver numbers the node's GPUs otherwise now, as after a reboot. {again}",
+    )
+
+
 def _gpushare(pod: Pod, container: ContainerSpec, gpu: Gpu, names: ResourceNames) -> ContainerEdits:
     """GPUShare's variables: the GPU's index; units requested by the pod and by the container; units of the GPU."""
     unit_mib, own_mib = names.gpu_mem_unit_mib, names.memory_mib(container)
     return ContainerEdits(
         # As GPUShare's plugin sets them. The maximum, because an init container's memory is no part of the pod's sum.
         env=(
-            (ENV_GPUSHARE_INDEX, str(gpu.index)),
+            (ENV_GPUSHARE_INDEX, str(gpu.number)),
             (ENV_GPUSHARE_POD, str(max(_pod_memory_mib(pod, names), own_mib) // unit_mib)),
             (ENV_GPUSHARE_CONTAINER, str(own_mib // unit_mib)),
             (ENV_GPUSHARE_GPU, str(gpu.memory_mib // unit_mib)),

@@ -24,12 +24,13 @@ from msgspec.structs import replace
 from gpushare_agent.agent.admission.decisions.container_edits import EditPolicy
 from gpushare_agent.agent.delivery.device_lists import DeviceListRequest, device_edits
 from gpushare_agent.agent.isolation import ISOLATIONS, ClaimUse, GpuShare, IsolationRequest
-from gpushare_agent.core.claims.claim import CONFIG_KIND, AllocatedClaim, ClaimResult, DevicePart
+from gpushare_agent.core.claims.claim import CONFIG_KIND, AllocatedClaim, ClaimResult, DevicePart, ShareConfig
+from gpushare_agent.core.claims.gpu_config import MpsLimits
 from gpushare_agent.core.model.allocations import ClaimRef, ContainerEdits, ContainerKey, merged
 from gpushare_agent.core.model.errors import Corrupt, RefusalReason, Refused
 from gpushare_agent.core.model.gpus import Gpu
 from gpushare_agent.core.model.isolation import DeviceListStrategy
-from gpushare_agent.core.model.names import CORES_PER_GPU, ENV_LIBRARY_PATH, ENV_VISIBLE_DEVICES, PodUid
+from gpushare_agent.core.model.names import CORES_PER_GPU, ENV_LIBRARY_PATH, ENV_VISIBLE_DEVICES, GpuUuid, PodUid
 from gpushare_agent.core.model.pods import ContainerKind, ContainerSpec, Pod
 from gpushare_agent.core.model.resources import cores_of_part
 
@@ -84,15 +85,18 @@ MAX_CONTAINER_NAME = 63
 
 class PreparedResult(DevicePart, frozen=True, kw_only=True):
     """One result as it was prepared. `gpu` is a UUID; `view` names the result under whose key the isolation keeps the files
-    of the view. `isolation` and `edits` are the view's. An unlimited result has no size in the account, but uses its GPU."""
+    of the view. `isolation` and `edits` are the view's, and `numbers` are what the edits were made from: the UUID and the
+    minor of each GPU, in order of index. An unlimited result has no size in the account, but uses its GPU."""
 
     key: ContainerKey
     gpu: str
     is_whole: bool
     core_limit: int = 0
+    mps: MpsLimits | None = None
     view: str
     isolation: str
     edits: ContainerEdits = ContainerEdits()
+    numbers: tuple[tuple[str, int], ...] = ()
 
     @property
     def cdi_name(self) -> str:
@@ -179,10 +183,10 @@ class _Part(Struct, frozen=True):
         return 0 if self.is_whole else self.result.config.core_limit
 
 
-def _parts(claim: AllocatedClaim, gpus: Mapping[int, Gpu], block_mib: int) -> list[_Part]:
+def _parts(claim: AllocatedClaim, gpus: Mapping[str, Gpu], block_mib: int) -> list[_Part]:
     parts = []
     for result, key in zip(claim.results, _keys(claim), strict=True):
-        gpu = gpus[result.index]
+        gpu = gpus[result.device]
         has_all_memory = result.memory_mib >= gpu.memory_mib // block_mib * block_mib
         is_whole = has_all_memory and result.cores in (0, CORES_PER_GPU) and not result.is_admin
         parts.append(_Part(result, gpu, is_whole, key))
@@ -191,22 +195,25 @@ def _parts(claim: AllocatedClaim, gpus: Mapping[int, Gpu], block_mib: int) -> li
 
 def prepare_claim(
     claim: AllocatedClaim,
-    gpus: Mapping[int, Gpu],
+    gpus: Mapping[str, Gpu],
     pods: Sequence[Pod],
     policy: EditPolicy,
     block_mib: int,
     others: Mapping[str, AllocatedClaim] = MappingProxyType({}),
 ) -> PreparedClaim | Refused:
-    """`gpus` by index has every GPU of the claim and of the `others`; `pods` are those it is reserved for. `others` are
+    """`gpus` by device has every GPU of the claim and of the `others`; `pods` are those it is reserved for. `others` are
     claims of these pods, by name: a container's list of GPUs has those of all its claims."""
     views = _views(claim, pods)
     if isinstance(views, Refused):
         return views
-    parts = _parts(claim, gpus, block_mib)
+    try:
+        parts = _with_own_limits(_parts(claim, gpus, block_mib))
+    except Corrupt as e:
+        return _refused(str(e))
     parts_of_others = {name: _parts(one, gpus, block_mib) for name, one in others.items()}
     found: dict[ContainerKey, PreparedResult] = {}
     for requests in views:
-        mine = sorted((one for one in parts if one.result.name in requests), key=lambda one: one.gpu.index)
+        mine = sorted((one for one in parts if one.result.name in requests), key=lambda one: one.gpu.number)
         isolation = _isolation(mine, policy)
         if isinstance(isolation, Refused):
             return isolation
@@ -221,10 +228,12 @@ def prepare_claim(
             seen = _seen_of_others(claim.ref.name, requests, parts_of_others, pods)
         # The isolation's files for the view are those of its first share, because what is not limited has none.
         view = next((one.key for one in mine if one.is_limited), mine[0].key)
-        edits = _view_edits(view, mine, parts, seen, isolation, policy)
+        shown = _in_order([*seen, *(one.gpu for one in mine)])
+        edits = _view_edits(view, mine, shown, isolation, policy)
         if isinstance(edits, Refused):
             return edits
-        found |= {one.key: _prepared(one, view.container, isolation, edits) for one in mine}
+        numbers = _numbers(shown)
+        found |= {one.key: _prepared(one, view.container, isolation, edits, numbers) for one in mine}
     return PreparedClaim(
         ref=claim.ref,
         shown_as=claim.shown_as,
@@ -235,7 +244,9 @@ def prepare_claim(
     )
 
 
-def _prepared(part: _Part, view: str, isolation: str, edits: ContainerEdits) -> PreparedResult:
+def _prepared(
+    part: _Part, view: str, isolation: str, edits: ContainerEdits, numbers: tuple[tuple[str, int], ...]
+) -> PreparedResult:
     result = part.result
     return PreparedResult(
         key=part.key,
@@ -248,11 +259,73 @@ def _prepared(part: _Part, view: str, isolation: str, edits: ContainerEdits) -> 
         memory_mib=result.memory_mib,
         is_whole=part.is_whole,
         core_limit=part.core_limit,
+        mps=result.config.mps,
         view=view,
         isolation=isolation,
         edits=edits,
+        numbers=numbers,
         is_admin=result.is_admin,
     )
+
+
+def prepare_again(claim: PreparedClaim, gpus: Mapping[GpuUuid, Gpu], policy: EditPolicy) -> PreparedClaim | Refused:
+    """The claim with the driver's numbers of now, which are others after a reboot: unchanged where each view's GPUs have the
+    numbers and the order that its edits were made from, whatever the settings are now."""
+    views: dict[str, list[PreparedResult]] = {}
+    for one in claim.results:
+        # Whoever has its number now is another GPU.
+        if (gpu := gpus.get(GpuUuid(one.gpu))) is None or (gpu.minor < 0 and not gpu.is_healthy):
+            return gone(one.gpu, gpu)
+        views.setdefault(one.view, []).append(one)
+    found: dict[ContainerKey, PreparedResult] = {}
+    for view, results in views.items():
+        first = results[0]
+        # GPUs of another claim too; that one is refused where its GPU is gone.
+        uuids = {*(uuid for uuid, _ in first.numbers), *(one.gpu for one in results)}
+        shown = _in_order(gpus[uuid] for uuid in map(GpuUuid, uuids) if uuid in gpus)
+        numbers = _numbers(shown)
+        if first.numbers != numbers:
+            parts = [_recorded(one, gpus[GpuUuid(one.gpu)]) for one in results]
+            parts.sort(key=lambda one: one.gpu.number)
+            key = ContainerKey(first.key.pod_uid, view)
+            edits = _view_edits(key, parts, shown, first.isolation, policy)
+            if isinstance(edits, Refused):
+                return edits
+            results = [replace(one, edits=edits, numbers=numbers) for one in results]
+        found |= {one.key: one for one in results}
+    made = replace(claim, results=tuple(found[one.key] for one in claim.results))
+    return claim if made == claim else made
+
+
+def _recorded(one: PreparedResult, gpu: Gpu) -> _Part:
+    result = ClaimResult(
+        request=one.request,
+        device=one.device,
+        share_id=one.share_id,
+        cores=one.cores,
+        memory_mib=one.memory_mib,
+        is_admin=one.is_admin,
+        config=ShareConfig(isolation=one.isolation, core_limit=one.core_limit, mps=one.mps),
+    )
+    return _Part(result, gpu, one.is_whole, one.key)
+
+
+def gone(name: str, gpu: Gpu | None = None) -> Refused:
+    """The refusal of a claim whose GPU the driver does not show."""
+    why = "it was removed or replaced, or MIG divides it" if gpu is None else gpu.unhealthy_reason.rstrip(".")
+    return Refused(
+        RefusalReason.UNKNOWN_DEVICE,
+        f"GPU {name}, which the claim has, is not shown by the driver of this node now: {why}. Nothing else is given for it:"
+        " bring that GPU back, or delete the pod, and the claim too if no template made it, and create them again.",
+    )
+
+
+def _in_order(gpus: Iterable[Gpu]) -> tuple[Gpu, ...]:
+    return tuple(sorted(set(gpus), key=lambda gpu: gpu.number))
+
+
+def _numbers(gpus: Iterable[Gpu]) -> tuple[tuple[str, int], ...]:
+    return tuple((gpu.uuid, gpu.minor) for gpu in gpus)
 
 
 def conflict(made: PreparedClaim, others: Iterable[PreparedClaim], pods: Iterable[Pod]) -> str:
@@ -314,18 +387,13 @@ def encode_spec(claim: PreparedClaim) -> bytes:
 def _view_edits(
     key: ContainerKey,
     parts: Sequence[_Part],
-    of_claim: Sequence[_Part],
-    seen: Collection[Gpu],
+    gpus: tuple[Gpu, ...],
     isolation: str,
     policy: EditPolicy,
 ) -> ContainerEdits | Refused:
-    """What a container gets that has these results, in order of GPU index. `of_claim` are all of the claim's; `seen` are
-    GPUs of other claims that the containers of the view see too."""
-    gpus = tuple(sorted({*seen, *(one.gpu for one in parts)}, key=lambda gpu: gpu.index))
-    try:
-        shares = _shares(parts, of_claim)
-    except Corrupt as e:
-        return _refused(str(e))
+    """What a container gets that has these results, in order of GPU index. `gpus` are theirs, and those of other claims that
+    the containers of the view see too."""
+    shares = _shares(parts)
     container = ContainerSpec(name=key.container, kind=ContainerKind.MAIN, position=0)
     isolated = ISOLATIONS[isolation].edits(
         IsolationRequest(
@@ -345,18 +413,30 @@ def _view_edits(
     return merged(devices, ISOLATIONS[isolation].driver_files(container, policy.config), isolated)
 
 
-def _shares(parts: Sequence[_Part], of_claim: Sequence[_Part]) -> tuple[GpuShare, ...]:
+def _with_own_limits(parts: Sequence[_Part]) -> list[_Part]:
+    """The parts with the limits of MPS that concern each: a configuration has them for all of its GPUs. Raises Corrupt."""
+    found = []
+    for part in parts:
+        config = part.result.config
+        if (mps := config.mps) is not None:
+            # The GPUs of one configuration: two may say the same, each for its own requests.
+            uuids = list({one.gpu.uuid for one in parts if one.result.config.mps is mps})
+            own = replace(mps, memory_mib=mps.memory_of(part.gpu.uuid, uuids), memory_mib_of=())
+            part = replace(part, result=replace(part.result, config=replace(config, mps=own)))
+        found.append(part)
+    return found
+
+
+def _shares(parts: Sequence[_Part]) -> tuple[GpuShare, ...]:
     """Two results on one GPU make one share of it, because the container cannot distinguish them: all of it if one is admin
-    access. Raises Corrupt."""
+    access."""
     found: dict[str, GpuShare] = {}
     for part in parts:
         result, gpu, mps = part.result, part.gpu, part.result.config.mps
         is_all = result.is_admin or result.is_unlimited
         memory_mib, cores = (gpu.memory_mib, CORES_PER_GPU) if is_all else (result.memory_mib, result.cores)
         if mps is not None:
-            # The GPUs of one configuration: two may say the same, each for its own requests.
-            uuids = list({one.gpu.uuid for one in of_claim if one.result.config.mps is mps})
-            memory_mib, cores = mps.memory_of(gpu.uuid, uuids) or gpu.memory_mib, mps.thread_percentage
+            memory_mib, cores = mps.memory_mib or gpu.memory_mib, mps.thread_percentage
         share = GpuShare(
             gpu=gpu,
             # A claim for memory alone: compute follows it, as with GPUShare's resource.
@@ -458,18 +538,19 @@ def _views(claim: AllocatedClaim, pods: Sequence[Pod]) -> list[frozenset[str]] |
 
 
 def _keys(claim: AllocatedClaim) -> list[ContainerKey]:
-    """One for each result, in their order: the request's name, with the device if the request has several."""
-    devices = Counter(one.name for one in claim.results)
+    """One for each result, in their order: the request's name, with a number if the request has several."""
+    devices, numbered = Counter(one.name for one in claim.results), Counter[str]()
     names = []
     for one in claim.results:
-        suffix = f"-{one.device}" if devices[one.name] > 1 else ""
+        suffix = f"-{numbered[one.name]}" if devices[one.name] > 1 else ""
+        numbered[one.name] += 1
         names.append(one.name[: MAX_CONTAINER_NAME - len(suffix)].rstrip("-") + suffix)
     return [ContainerKey(PodUid(claim.ref.uid), name) for name in distinct_names(names)]
 
 
 def distinct_names(names: Sequence[str]) -> list[str]:
     """No two alike, each as long as a container's name may be: one that an earlier result has gets a number. A request may
-    be named as another's result (`a-gpu-0`), and two long requests may differ where they were cut."""
+    be named as another's result (`a-0`), and two long requests may differ where they were cut."""
     taken, found = set(names), list[str]()
     for name in names:
         unique = name

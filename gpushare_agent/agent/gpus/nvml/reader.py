@@ -303,6 +303,7 @@ class NvmlReader(Struct, eq=False):
         capability = ask("nvmlDeviceGetCudaComputeCapability", handle)
         gpu = Gpu(
             index=index,
+            driver_index=found.nvml_index,
             minor=call("nvmlDeviceGetMinorNumber", handle),
             uuid=found.uuid,
             bus_id=bus_id,
@@ -420,7 +421,7 @@ class NvmlReader(Struct, eq=False):
             is_gone = gpu.mig is not None and gpu.mig.parent in self._answering
             retained = replace(gpu, mig=replace(gpu.mig, is_gone=True)) if gpu.mig is not None and is_gone else gpu
             seen[gpu.uuid] = _unhealthy(retained, self._why_missing(gpu, seen, unnamed))
-        gpus = sorted(seen.values(), key=lambda gpu: gpu.index)
+        gpus = sorted(_with_own_numbers(seen.values(), self._answering), key=lambda gpu: gpu.index)
         gpus, topology = self._topology.read(gpus, handles, self.session.openings)
         # Only at the end: a poll that fails half-way leaves what was known.
         self._known = {gpu.uuid: gpu for gpu in gpus}
@@ -439,6 +440,21 @@ class NvmlReader(Struct, eq=False):
         if gpu.mig.parent in self._answering:
             return _INSTANCE_GONE
         return f"its GPU {gpu.mig.parent_index}: {seen[gpu.mig.parent].unhealthy_reason}"
+
+
+def _with_own_numbers(gpus: Collection[Gpu], answering: Set[GpuUuid]) -> list[Gpu]:
+    """The GPUs; those that do not answer without the numbers that others have now: the driver counts again after a loss."""
+    answer = [gpu for gpu in gpus if _physical(gpu) in answering]
+    minors, indexes = {gpu.minor for gpu in answer}, {gpu.driver_index for gpu in answer}
+    return answer + [
+        replace(
+            gpu,
+            minor=_UNKNOWN_MINOR if gpu.minor in minors else gpu.minor,
+            driver_index=-1 if gpu.driver_index in indexes else gpu.driver_index,
+        )
+        for gpu in gpus
+        if _physical(gpu) not in answering
+    ]
 
 
 def _cuda_version(number: int | None) -> str:

@@ -97,7 +97,7 @@ def _gpushare(request: IsolationRequest, gpu: Gpu) -> dict[str, str]:
     they may take."""
     unit = request.memory_unit_mib
     return {
-        ENV_GPUSHARE_INDEX: str(gpu.index),
+        ENV_GPUSHARE_INDEX: str(gpu.number),
         ENV_GPUSHARE_POD: str(max(1, max(request.pod_memory_mib, request.memory_mib) // unit)),
         ENV_GPUSHARE_CONTAINER: str(max(1, request.memory_mib // unit)),
         ENV_GPUSHARE_GPU: str(max(1, gpu.memory_mib // unit)),
