@@ -183,6 +183,7 @@ async def test_a_gpu_without_instances_reports_what_to_do(library_directory: Pat
         made = await probe.read()
     [empty] = [gpu for gpu in inventory["gpus"] if gpu["uuid"] == "GPU-aaaa"]
     assert {gpu["uuid"]: gpu["mig_mode"] for gpu in inventory["gpus"]} == {"GPU-aaaa": True, "GPU-bbbb": False}
+    assert {gpu["uuid"]: gpu["is_withheld"] for gpu in inventory["gpus"]} == {"GPU-aaaa": True, "GPU-bbbb": False}
     assert empty["health"] == "Unhealthy"
     assert "nvidia-smi mig -i 00000000:3B:00.0 -cgi" in empty["unhealthy_reason"]
     assert labels(made).keys() == {"GPU-bbbb", "MIG-1111"}

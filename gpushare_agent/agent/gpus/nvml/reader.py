@@ -301,8 +301,9 @@ class NvmlReader(Struct, eq=False):
                 seen[gpu.uuid] = self._read_gpu(gpu, index)
             except CallError as error:
                 blank = Gpu(index=index, minor=_UNKNOWN_MINOR, uuid=gpu.uuid, bus_id="", name="", memory_mib=0)
-                seen[gpu.uuid] = _unhealthy(known or blank, f"NVML: {error}")
-                self._has_answers |= error.name in (*UNSUPPORTED, UNUSABLE)
+                is_answer = error.name in (*UNSUPPORTED, UNUSABLE)
+                seen[gpu.uuid] = (_withheld if is_answer else _unhealthy)(known or blank, f"NVML: {error}")
+                self._has_answers |= is_answer
             else:
                 # It answers, though it may need a repair: events of it can be registered.
                 answering.add(gpu.uuid)
@@ -336,9 +337,11 @@ class NvmlReader(Struct, eq=False):
             mig_mode=mig_mode(handle),
             fabric=fabric.clique,
         )
-        is_out = self.mig_minors is None and gpu.mig_mode
-        reason = _MIG_REASON if is_out else _repair_reason(handle) or fabric.problem
-        return _unhealthy(gpu, reason) if reason else gpu
+        if self.mig_minors is None and gpu.mig_mode:
+            return _withheld(gpu, _MIG_REASON)
+        if reason := _repair_reason(handle):
+            return _unhealthy(gpu, reason)
+        return _withheld(gpu, fabric.problem) if fabric.problem else gpu
 
     def _read_partitioned(self, found: list[FoundGpu], seen: dict[GpuUuid, Gpu]) -> frozenset[GpuUuid]:
         """Adds the MIG instances to `seen`; the GPUs that they are of. One without instances is Unhealthy."""
@@ -362,7 +365,7 @@ class NvmlReader(Struct, eq=False):
                 partitioned.add(gpu.uuid)
             # Unhealthy for another reason: that one is shown.
             elif parent.is_healthy:
-                seen[gpu.uuid] = _unhealthy(parent, _NO_INSTANCES.format(bus_id=parent.bus_id))
+                seen[gpu.uuid] = _withheld(parent, _NO_INSTANCES.format(bus_id=parent.bus_id))
         return frozenset(partitioned & {*seen, *self._known})
 
     def _read_instance(
@@ -378,7 +381,7 @@ class NvmlReader(Struct, eq=False):
             return _unhealthy(known or replace(gpu, memory_mib=0), f"NVML: {error}")
         gpu = replace(gpu, name=f"{parent.name} MIG {place.profile}", memory_mib=memory_mib, mig=place)
         if not parent.is_healthy:
-            return _unhealthy(gpu, f"its GPU {parent.index}: {parent.unhealthy_reason}")
+            return replace(gpu, unhealthy_reason=f"its GPU {parent.index}: {parent.unhealthy_reason}")
         # Drivers before 470: the name says a place, which is another instance after the next partitioning.
         if "/" in found.uuid:
             return _unhealthy(gpu, _OLD_UUID)
@@ -514,7 +517,11 @@ def _memory_mib(handle: Any) -> int:
 
 
 def _unhealthy(gpu: Gpu, reason: str) -> Gpu:
-    return replace(gpu, health=Health.UNHEALTHY, unhealthy_reason=reason)
+    return replace(gpu, health=Health.UNHEALTHY, unhealthy_reason=reason, is_withheld=False)
+
+
+def _withheld(gpu: Gpu, reason: str) -> Gpu:
+    return replace(_unhealthy(gpu, reason), is_withheld=True)
 
 
 def _repair_reason(handle: Any) -> str:
