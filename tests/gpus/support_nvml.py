@@ -60,9 +60,9 @@ class Probe:
     directory: Path
 
     def becomes(self, script: str) -> None:
-        """Changes the machine, at once for every call that follows."""
+        """Changes the machine, at once for every call that follows. `\\udcf8` is the byte F8, which is no UTF-8."""
         fresh = self.directory / "script.new"
-        fresh.write_text(script)
+        fresh.write_text(script, errors="surrogateescape")
         fresh.replace(self.directory / "script")
 
     async def ask(self, command: str) -> Any:

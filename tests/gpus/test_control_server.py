@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 from structlog.testing import capture_logs
 
 from gpushare_agent.agent.commands.cordon import Answer, ask, reported
@@ -24,7 +25,7 @@ from gpushare_agent.agent.gpus.inventory import GpuInventoryState
 from gpushare_agent.core.kit.sockets import is_served
 from gpushare_agent.core.model.errors import Unavailable
 from tests.gpus.support_health import IMMEDIATE, xid
-from tests.support_core import inventory
+from tests.support_core import inventory, mig_instance
 from tests.support_deadline import DEADLINE_S
 
 
@@ -300,3 +301,26 @@ async def test_where_no_agent_listens_the_caller_gets_an_error(short_dir: Path) 
         await _ask(path, "GET", "/gpus")
     server.close()
     await server.wait_closed()
+
+
+async def test_a_gpu_that_mig_divides_is_cordoned_and_put_back(short_dir: Path) -> None:
+    """It is named by its index as ever; its instance shows what holds for it, and is not put back by itself."""
+    path = short_dir / "control.sock"
+    async with _listening(path) as parts:
+        found = inventory()
+        instance = mig_instance(2, 0, 1)
+        parts.inventory.read(replace(found, gpus=(found.gpus[1], instance), mig_partitioned=(found.gpus[0],)))
+        cordoned = await _ask(path, "POST", "/cordon", {"gpu": "0", "reason": "fan"})
+        parts.inventory.note_events([xid(79, 0)])
+        shown = (await _ask(path, "GET", "/gpus")).document["gpus"]
+        alone = await _ask(path, "POST", "/uncordon", {"gpu": "0:1"})
+        back = await _ask(path, "POST", "/uncordon", {"gpu": "0"})
+        parts.inventory.read(parts.inventory.current)
+    assert cordoned.document["changed"] and not cordoned.document["gpu"]["is_healthy"]
+    assert {gpu["label"]: (gpu["is_healthy"], gpu["cordoned"]) for gpu in shown} == {
+        "1": (True, None),
+        "0:1": (False, "fan"),
+        "0": (False, "fan"),
+    }
+    assert "It is Unhealthy still: fan; also, its GPU 0: Xid 79" in reported("uncordon", alone.document)
+    assert back.document["ended_wait"] == "Xid 79 (GPU has fallen off the bus)"

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 from msgspec.structs import replace
 
 from gpushare_agent.agent.gpus.inventory import GpuInventoryState
 from gpushare_agent.core.model.gpu_health import EventMeaning, GpuHealth, HealthPolicy, HealthState, SavedHealth
-from gpushare_agent.core.model.gpus import GpuInventory
+from gpushare_agent.core.model.gpus import GpuInventory, Health
 from gpushare_agent.core.model.names import GpuUuid
 from tests.gpus.support_health import IMMEDIATE, unhealthy, xid
 from tests.support_core import inventory, mig_instance
@@ -257,3 +258,91 @@ def test_an_event_is_of_the_instance_that_the_driver_names() -> None:
     assert [event.uuid for event, _ in noted] == ["MIG-3"]
     state.note_events([xid(79, 0)])
     assert [bool(reason) for reason in reasons(state)] == [False, True, True]
+
+
+MIG_OFF, MIG_ON, MIG_OTHER = inventory(), with_instances(0), with_instances(1)
+
+
+@pytest.mark.parametrize("first", [MIG_OFF, MIG_ON])
+@pytest.mark.parametrize("later", [MIG_ON, MIG_OTHER, MIG_OFF])
+@pytest.mark.parametrize("is_restarted", [False, True])
+def test_what_holds_for_a_gpu_outlives_its_partitioning(
+    first: GpuInventory, later: GpuInventory, is_restarted: bool
+) -> None:
+    """A wait for a reset and a cordon are of the physical GPU: of its instances, whatever becomes of them, and of the GPU
+    when MIG is off, over a restart of the agent too. The other GPU is not touched."""
+    state = GpuInventoryState(IMMEDIATE)
+    state.read(first)
+    state.note_events([xid(79, 0)])
+    state.cordon(FIRST, "fan")
+    if is_restarted:
+        state, saved = GpuInventoryState(IMMEDIATE), state.saved
+        state.restore(saved)
+    state.read(later)
+    healthy = {gpu.uuid: gpu.is_healthy for gpu in state.current.gpus}
+    assert healthy == {gpu.uuid: gpu.uuid == "GPU-1" for gpu in later.gpus}
+    [reason] = [gpu.unhealthy_reason for gpu in state.current.gpus if not gpu.is_healthy]
+    assert "cordoned: fan; also, Xid 79" in reason
+    [of_gpu] = [gpu for gpu in state.current.gpus if not gpu.is_healthy]
+    assert state.cordoned[of_gpu.uuid] == "fan" and "Xid 79" in state.unhealthy_reasons[of_gpu.uuid]
+    assert state.saved.waits.keys() == state.saved.cordons.keys() == {FIRST}
+    state.uncordon(FIRST)
+    state.read(later)
+    assert {gpu.is_healthy for gpu in state.current.gpus} == {True}
+
+
+def test_a_gpu_in_mig_mode_without_instances_was_not_reset() -> None:
+    """It is out of service, and answers: neither that nor a fabric that it has not joined ends a wait for a reset."""
+    state = GpuInventoryState(IMMEDIATE)
+    state.read(MIG_OFF)
+    state.note_events([xid(79, 0)])
+    empty = unhealthy(MIG_OFF, 0)
+    state.read(replace(empty, gpus=(replace(empty.gpus[0], is_withheld=True), *empty.gpus[1:])))
+    for found in (MIG_ON, MIG_OFF):
+        state.read(found)
+        assert [gpu.is_healthy for gpu in state.current.gpus if gpu.uuid != "GPU-1"] == [False]
+    state.read(empty)
+    state.read(MIG_OFF)
+    assert reasons(state) == ["", ""]
+
+
+def test_a_reset_of_a_divided_gpu_is_observed() -> None:
+    """The driver does not find it for a moment; its instances, made again, are healthy with it."""
+    state = GpuInventoryState(IMMEDIATE)
+    state.read(MIG_ON)
+    state.note_events([xid(79, 0)])
+    gpus, [divided] = unhealthy(MIG_ON, 1), MIG_ON.mig_partitioned
+    lost = replace(divided, health=Health.UNHEALTHY, unhealthy_reason="NVML: GPU is lost")
+    state.read(replace(gpus, mig_partitioned=(lost,)))
+    assert [gpu.is_healthy for gpu in state.current.gpus] == [True, False]
+    state.read(MIG_OTHER)
+    assert [gpu.is_healthy for gpu in state.current.gpus] == [True, True]
+
+
+@pytest.mark.parametrize("is_held", [False, True])
+def test_an_instance_that_needs_a_reset_leaves_that_to_its_gpu(is_held: bool) -> None:
+    """It is removed, also while a container has it; another may be made in its place. The GPU then waits, and the
+    instances that are left wait with it."""
+    state = GpuInventoryState(IMMEDIATE)
+    state.read(with_instances(0, 1))
+    state.note_events([replace(xid(79, 0), gi=1, ci=0)])
+    assert [gpu.is_healthy for gpu in state.current.gpus] == [True, True, False]
+    removed = with_instances(0, 1) if is_held else with_instances(0)
+    gone = tuple(
+        replace(gpu, health=Health.UNHEALTHY, unhealthy_reason="gone", mig=replace(gpu.mig, is_gone=True))
+        if gpu.mig is not None and gpu.mig.gi == 1
+        else gpu
+        for gpu in removed.gpus
+    )
+    state.read(replace(removed, gpus=gone))
+    assert [gpu.is_healthy for gpu in state.current.gpus][:2] == [True, False]
+    assert state.saved.waits.keys() == {FIRST}
+
+
+def test_an_instance_that_is_removed_while_the_driver_misses_a_poll() -> None:
+    """The others are offered again at once."""
+    state = GpuInventoryState(PROBES)
+    state.read(with_instances(0, 1))
+    state.lost("no answer")
+    state.read(MIG_ON)
+    assert [gpu.is_healthy for gpu in state.current.gpus] == [True, True]

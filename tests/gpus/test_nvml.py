@@ -170,14 +170,19 @@ ancestor 1 2 30
 
 
 async def test_all_gpus_lost_are_unhealthy_and_come_back(library_directory: Path) -> None:
-    """While all are lost NVML is opened anew at each poll; the first poll after the recovery sees them healthy."""
+    """While all are lost NVML is opened once at each poll, whoever else uses it; the first poll after the recovery sees them
+    healthy."""
     script = TWO_PAIRS + "nvlink 0 0 0 00000000:3C:00.0\nnvlink 1 0 0 00000000:3B:00.0\n"
     async with running_probe(library_directory, script) as probe:
         calls = probe.directory / "calls"
         before = await probe.read()
         probe.becomes(script + "".join(f"error {gpu} 15\n" for gpu in range(4)) + f"log {calls}\n")
         lost = await probe.read()
-        assert calls.read_text().split() == ["shutdown", "init", "shutdown"]
+        await probe.sample()
+        await probe.events()
+        assert [call for call in calls.read_text().split() if "event" not in call] == ["shutdown", "init"]
+        await probe.read()
+        assert calls.read_text().split().count("init") == 2
         probe.becomes(script)
         back = await probe.read()
     assert lost["links"] == before["links"]
@@ -270,3 +275,144 @@ async def test_reading_after_a_close_opens_nvml_again(library_directory: Path) -
         after = await probe.read()
         assert calls.read_text().split() == ["init", "shutdown", "init"]
     assert after == before
+
+
+NO_UTF8 = "\udcf8\udc95\udca0\udc81"
+"""As bytes F8 95 A0 81, which a driver gave as a name."""
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "call"),
+    [
+        ("Tesla P40\nGPU 2", f"{NO_UTF8}\nGPU 2", "nvmlDeviceGetName"),
+        ("00000000:3C:00.0", NO_UTF8, "nvmlDeviceGetPciInfo"),
+        ("00000000:3C:00.0", "../../../../etc", "nvmlDeviceGetPciInfo"),
+        (" 0 00000000:3C:00.0 24576", " 0 00000000:3C:00.0 4294967295", "nvmlDeviceGetMemoryInfo"),
+    ],
+)
+async def test_an_answer_that_cannot_be_used_takes_its_gpu_out_of_service(
+    library_directory: Path, before: str, after: str, call: str
+) -> None:
+    """The reason names the call, the other GPUs go on, from the start and later; NVML is not opened again for it."""
+    script = TWO_PAIRS.replace(before, after)
+    async with running_probe(library_directory, TWO_PAIRS) as probe:
+        whole = await probe.read()
+        probe.becomes(script + f"log {probe.directory / 'calls'}\n")
+        inventory = await probe.read()
+        assert not (probe.directory / "calls").exists()
+        probe.becomes(TWO_PAIRS)
+        assert await probe.read() == whole
+    async with running_probe(library_directory, script) as probe:
+        at_start = await probe.read()
+        await probe.sample()
+        await probe.events()
+    for found in (inventory, at_start):
+        assert [gpu["health"] for gpu in found["gpus"]] == ["Healthy", "Unhealthy", "Healthy", "Healthy"]
+        assert f"NVML: the answer of {call} cannot be used: " in found["gpus"][1]["unhealthy_reason"]
+
+
+@pytest.mark.parametrize("uuid", [NO_UTF8, "GPU-aaaa", "GPU=b,GPU-c"])
+async def test_a_gpu_whose_uuid_names_no_one_is_unreadable(library_directory: Path, uuid: str) -> None:
+    """A UUID of other bytes, or one that another GPU has: the others are offered, each once."""
+    async with running_probe(library_directory, TWO_PAIRS.replace("GPU-bbbb", uuid)) as probe:
+        inventory = await probe.read()
+    [[index, reason]] = inventory["unreadable"]
+    assert index == 1 and "nvmlDeviceGetUUID" in reason
+    assert {gpu["uuid"]: gpu["index"] for gpu in inventory["gpus"]} == {"GPU-aaaa": 0, "GPU-cccc": 2, "GPU-dddd": 3}
+
+
+async def test_what_is_no_gpus_own_costs_no_gpu(library_directory: Path) -> None:
+    """The driver's version and the far end of a link are left out where they are no text, and a count of millions ends."""
+    script = TWO_PAIRS.replace("count 4", "count 4000000000") + f"version {NO_UTF8}\nnvlink 0 0 0 {NO_UTF8}\n"
+    async with running_probe(library_directory, script) as probe:
+        inventory = await probe.read()
+    assert {gpu["health"] for gpu in inventory["gpus"]} == {"Healthy"} and len(inventory["gpus"]) == 4
+    assert inventory["driver_version"] == ""
+
+
+CALLS = (
+    "nvmlDeviceGetPciInfo_v3", "nvmlDeviceGetMinorNumber", "nvmlDeviceGetName", "nvmlDeviceGetMemoryInfo",
+    "nvmlDeviceGetMemoryInfo_v2", "nvmlDeviceGetMigMode", "nvmlDeviceGetCudaComputeCapability", "nvmlDeviceGetBrand",
+    "nvmlDeviceGetGpuFabricInfo", "nvmlDeviceGetFieldValues", "nvmlDeviceGetRemappedRows", "nvmlDeviceGetUtilizationRates",
+    "nvmlDeviceGetSupportedEventTypes", "nvmlDeviceRegisterEvents", "nvmlDeviceGetComputeRunningProcesses_v3",
+    "nvmlDeviceGetProcessUtilization", "nvmlDeviceGetPowerUsage", "nvmlDeviceGetTemperatureV",
+)  # fmt: skip
+NEEDED = {"nvmlDeviceGetPciInfo_v3", "nvmlDeviceGetMinorNumber", "nvmlDeviceGetName"}
+
+
+@pytest.mark.parametrize("code", [2, 3, 4, 7, 15, 999, 77777])
+async def test_no_error_of_one_call_ends_the_driver_or_takes_another_gpu(library_directory: Path, code: int) -> None:
+    """Codes that NVML has not had so far, and texts of them that are no text, too."""
+    async with running_probe(library_directory, TWO_PAIRS) as probe:
+        for call in CALLS:
+            probe.becomes(TWO_PAIRS + f"call_error {call} 1 {code}\n")
+            inventory = await probe.read()
+            assert [gpu["health"] for gpu in inventory["gpus"] if gpu["index"] != 1] == ["Healthy"] * 3, call
+            if call in NEEDED:
+                assert inventory["gpus"][1]["health"] == "Unhealthy"
+                is_named = code == 15 or call.removesuffix("_v3") in inventory["gpus"][1]["unhealthy_reason"]
+                assert is_named, inventory["gpus"][1]
+            sample = await probe.sample()
+            assert {gpu["uuid"] for gpu in sample["gpus"]} >= {"GPU-aaaa", "GPU-cccc", "GPU-dddd"}, call
+            assert {"GPU-aaaa"} <= (await probe.busy("GPU-aaaa", "GPU-bbbb")).keys()
+            assert isinstance(await probe.events(), list)
+
+
+async def test_a_gpu_without_memory_of_its_own_is_offered_as_a_whole(library_directory: Path) -> None:
+    """GB10 uses the machine's memory. Another error of the call is one."""
+    gb10 = "count 1\nGPU 0 GPU-aaaa 0 0000000F:01:00.0 0 2 NVIDIA GB10\ncall_error nvmlDeviceGetMemoryInfo 0 {0}\n"
+    async with running_probe(library_directory, gb10.format(3)) as probe:
+        [gpu] = (await probe.read())["gpus"]
+        probe.becomes(gb10.format(4))
+        [failing] = (await probe.read())["gpus"]
+    assert (gpu["health"], gpu["memory_mib"], gpu["name"]) == ("Healthy", 0, "NVIDIA GB10")
+    assert failing["unhealthy_reason"] == "NVML: Insufficient Permissions (nvmlDeviceGetMemoryInfo)"
+
+
+async def test_a_gpu_that_lacks_a_call_does_not_open_nvml_again(library_directory: Path) -> None:
+    """In WSL2 the driver has no minor numbers: the only GPU is out of service, with the call's name, and polls are as
+    cheap as ever."""
+    script = (
+        "count 1\nGPU 0 GPU-aaaa 0 00000000:01:00.0 24576 2 GeForce RTX 3090\ncall_error nvmlDeviceGetMinorNumber 0 3\n"
+    )
+    async with running_probe(library_directory, script) as probe:
+        calls = probe.directory / "calls"
+        probe.becomes(script + f"log {calls}\n")
+        for _ in range(3):
+            [gpu] = (await probe.read())["gpus"]
+            await probe.sample()
+            await probe.events()
+        assert calls.read_text().split().count("init") == 1
+    assert gpu["unhealthy_reason"] == "NVML: Not Supported (nvmlDeviceGetMinorNumber)"
+
+
+@pytest.mark.parametrize(
+    ("state", "status", "why"),
+    [
+        (0, 0, ""),
+        (1, 0, "the driver still waits for it"),
+        (2, 0, "the driver still waits for it"),
+        (3, 999, "Unknown Error (nvmlDeviceGetGpuFabricInfo)"),
+        (3, 0, ""),
+    ],
+)
+async def test_a_gpu_that_has_not_joined_its_nvlink_fabric(
+    library_directory: Path, state: int, status: int, why: str
+) -> None:
+    """CUDA fails on it, though NVML reads it as ever; once it has joined it is usable. Others are not touched."""
+    joined = "".join(f"fabric {gpu} 3 0 {'1' * 32} 7\n" for gpu in (0, 2, 3))
+    async with running_probe(
+        library_directory, TWO_PAIRS + joined + f"fabric 1 {state} {status} {'0' * 32} 0\n"
+    ) as probe:
+        inventory = await probe.read()
+        probe.becomes(TWO_PAIRS + joined + f"fabric 1 3 0 {'1' * 32} 7\n")
+        later = await probe.read()
+    assert [gpu["health"] for gpu in inventory["gpus"]] == [
+        "Healthy",
+        "Unhealthy" if why else "Healthy",
+        "Healthy",
+        "Healthy",
+    ]
+    assert not why or f"has not joined its NVLink fabric: {why}" in inventory["gpus"][1]["unhealthy_reason"]
+    assert {gpu["fabric"] for gpu in later["gpus"]} == {"11111111-1111-1111-1111-111111111111.7"}
+    assert {gpu["health"] for gpu in later["gpus"]} == {"Healthy"}

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.gpus.support_nvml import running_probe
 
 A100 = """\
@@ -87,6 +89,64 @@ async def test_an_h100_has_media_extensions_and_compute_instances(library_direct
     assert {gpu["mig"]["gi_cap"] for gpu in inventory["gpus"][2:]} == {3 + 9 * (4 * 15 + 1)}
 
 
+PROFILES = {
+    "NVIDIA A30": (24576, {1: "1g.6gb", 2: "2g.12gb", 4: "4g.24gb"}, 4),
+    "NVIDIA A100-SXM4-40GB": (40536, {1: "1g.5gb", 2: "2g.10gb", 4: "3g.20gb", 8: "7g.40gb"}, 8),
+    "NVIDIA A100-SXM4-80GB": (81920, {1: "1g.10gb", 2: "2g.20gb", 4: "4g.40gb", 8: "7g.80gb"}, 8),
+    "NVIDIA H100 80GB HBM3": (81559, {1: "1g.10gb", 2: "1g.20gb", 4: "3g.40gb", 8: "7g.80gb"}, 8),
+    "NVIDIA H100 NVL": (95830, {1: "1g.12gb", 2: "2g.24gb", 4: "3g.47gb", 8: "7g.94gb"}, 8),
+    "NVIDIA H100 96GB": (97871, {1: "1g.12gb", 2: "2g.24gb", 4: "4g.48gb", 8: "7g.96gb"}, 8),
+    "NVIDIA H20": (97871, {1: "1g.12gb", 2: "1g.24gb", 4: "3g.48gb", 8: "7g.96gb"}, 8),
+    "NVIDIA H200": (143771, {1: "1g.18gb", 2: "2g.35gb", 4: "3g.71gb", 8: "7g.141gb"}, 8),
+    "NVIDIA GH200 144G HBM3e": (147196, {1: "1g.18gb", 2: "2g.36gb", 4: "3g.72gb", 8: "7g.144gb"}, 8),
+    "NVIDIA B200": (183359, {1: "1g.23gb", 2: "2g.45gb", 4: "4g.90gb", 8: "7g.180gb"}, 8),
+    "NVIDIA GB200": (189471, {1: "1g.23gb", 2: "1g.47gb", 4: "3g.93gb", 8: "7g.186gb"}, 8),
+    "NVIDIA B300 SXM6 AC": (275040, {1: "1g.34gb", 2: "2g.67gb", 4: "3g.135gb", 8: "7g.269gb"}, 8),
+    "NVIDIA GB300": (284208, {1: "1g.35gb", 2: "1g.70gb", 4: "3g.139gb", 8: "7g.278gb"}, 8),
+    "NVIDIA RTX PRO 6000 Blackwell Server Edition": (97887, {1: "1g.24gb", 2: "2g.48gb", 4: "4g.96gb"}, 4),
+}
+"""Of each model with MIG: its MiB, NVIDIA's names of its profiles by their memory slices, and how many slices it has.
+Source: NVIDIA's MIG user guide, and the configurations of mig-parted."""
+
+
+@pytest.mark.parametrize("model", PROFILES)
+async def test_profiles_have_nvidias_names(library_directory: Path, model: str) -> None:
+    """On every GPU that has MIG, and with the driver's own part of the memory missing, whatever it is: users ask for these
+    names, and another one stays Pending."""
+    total, profiles, of = PROFILES[model]
+    for missing in (0.0, 0.003, 0.02, 0.1):
+        script = f"count 1\nGPU 0 GPU-aaaa 0 00000000:3B:00.0 {total} 1 {model}\n"
+        for number, (slices, name) in enumerate(profiles.items()):
+            mib, computes = int(total * slices / of * (1 - missing)), name.split("g")[0]
+            script += f"mig 0 {number} MIG-{number} {number} 0 {mib} {computes} {computes} 0\n"
+        async with running_probe(library_directory, script, mig_minors=MINORS) as probe:
+            inventory = await probe.read()
+        assert [gpu["mig"]["profile"] for gpu in inventory["gpus"]] == list(profiles.values())
+
+
+@pytest.mark.parametrize(
+    ("number", "suffix"),
+    [(7, "+me"), (8, "+me"), (10, "+gfx"), (12, "+gfx"), (13, "-me"), (14, "-me"), (15, "+me.all"), (16, "+me.all")],
+)
+async def test_media_and_graphics_are_in_the_name(library_directory: Path, number: int, suffix: str) -> None:
+    """By the number of the GPU instance profile, as NVML has them; RTX PRO 6000 has all."""
+    script = "count 1\nGPU 0 GPU-aaaa 0 00000000:3B:00.0 97887 1 NVIDIA RTX PRO 6000 Blackwell\n"
+    async with running_probe(
+        library_directory, script + f"mig 0 0 MIG-1 1 0 24192 1 1 {number}\n", mig_minors=MINORS
+    ) as probe:
+        [gpu] = (await probe.read())["gpus"]
+    assert gpu["mig"]["profile"] == f"1g.24gb{suffix}"
+
+
+async def test_instances_of_a_gpu_without_memory_have_no_name(library_directory: Path) -> None:
+    """Their names are parts of its memory: they are out of service, with the call, and the other GPU is not."""
+    script = A100 + ONE_G + "call_error nvmlDeviceGetMemoryInfo 0 3\n"
+    async with running_probe(library_directory, script, mig_minors=MINORS) as probe:
+        inventory = await probe.read()
+    assert labels(inventory) == {"GPU-bbbb": " Healthy", "MIG-1111": " Unhealthy"}
+    assert "nvmlDeviceGetMemoryInfo" in inventory["gpus"][1]["unhealthy_reason"]
+
+
 async def test_a_repartitioned_gpu_is_followed(library_directory: Path) -> None:
     """What is made appears and what is removed is gone, in the same process; the others keep their index; one that a
     container has stays, Unhealthy, until the container ends. Its index is then given again."""
@@ -123,6 +183,7 @@ async def test_a_gpu_without_instances_reports_what_to_do(library_directory: Pat
         made = await probe.read()
     [empty] = [gpu for gpu in inventory["gpus"] if gpu["uuid"] == "GPU-aaaa"]
     assert {gpu["uuid"]: gpu["mig_mode"] for gpu in inventory["gpus"]} == {"GPU-aaaa": True, "GPU-bbbb": False}
+    assert {gpu["uuid"]: gpu["is_withheld"] for gpu in inventory["gpus"]} == {"GPU-aaaa": True, "GPU-bbbb": False}
     assert empty["health"] == "Unhealthy"
     assert "nvidia-smi mig -i 00000000:3B:00.0 -cgi" in empty["unhealthy_reason"]
     assert labels(made).keys() == {"GPU-bbbb", "MIG-1111"}

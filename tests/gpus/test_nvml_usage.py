@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+import pynvml
 import pytest
 
 from tests.gpus.support_nvml import ONE_GPU, TWO_PAIRS, Probe, fake_library, running_probe
@@ -288,3 +289,23 @@ async def test_a_sample_that_hangs_is_unavailable_and_never_overlaps_another(lib
     assert "still hangs" in second["unavailable"]
     assert threads == 1
     assert answer["gpus"][0]["sm_ratio"] == 0.87
+
+
+@pytest.mark.parametrize("code", [0, 7])
+@pytest.mark.parametrize("name", ["compute", "samples"])
+async def test_a_list_that_claims_any_length_is_left_out(library_directory: Path, name: str, code: int) -> None:
+    """Longer than what was asked for, and than memory: the GPU's other values, and the other GPUs, are sampled as ever."""
+    script = TWO_PAIRS + f"value power 0 90000\nprocess compute 0 4711 1048576\nsample 0 4711 {1 << 50} 5 5 0 0\n"
+    async with running_probe(library_directory, script + f"claims {name} 0 4294967295 {code}\n") as probe:
+        sample = await probe.sample()
+        busy = await probe.busy("GPU-aaaa", "GPU-bbbb")
+    gpus = {gpu["uuid"]: gpu for gpu in sample["gpus"]}
+    assert len(gpus) == 4 and gpus["GPU-aaaa"]["power_watts"] == 90 and "GPU-bbbb" in busy
+
+
+async def test_a_counter_that_is_no_number_is_left_out(library_directory: Path) -> None:
+    """A double may be no number at all; the largest number stands for it in the script."""
+    not_a_number = f"field 0 {pynvml.NVML_FI_DEV_ECC_DBE_VOL_TOTAL} 0 0 0 {2**64 - 1}\n"
+    async with running_probe(library_directory, TWO_PAIRS + not_a_number) as probe:
+        sample = await probe.sample()
+    assert len(sample["gpus"]) == 4

@@ -4,6 +4,7 @@
  * it (never by writing into it: the script is read again when its inode is another). Lines of the script, in any order:
  *
  *   init CODE                        nvmlInit answers CODE (default 0)
+ *   version TEXT                     the driver's version, default 580.1.2
  *   driver CODE                      every call but init and shutdown answers CODE
  *   hang                             nvmlDeviceGetCount and nvmlDeviceGetUtilizationRates do not return while it is there
  *   hang_sample                      the same of nvmlDeviceGetUtilizationRates alone, which only samples ask
@@ -18,7 +19,8 @@
  *   error I CODE                     UUID can be read, everything else of the card answers CODE
  *   stale I CODE                     as `error`, until NVML was shut down completely (all its inits) after this script was set
  *   uuid_error I CODE                the UUID cannot be read either
- *   call_error FUNCTION I CODE       one function (as pynvml names it) answers CODE for that card
+ *   call_error FUNCTION I CODE       one function (as the library names it) answers CODE for that card; the text of 77777 is
+ *                                    no UTF-8
  *   ancestor I J LEVEL               default 50 (SYSTEM)
  *   nvlink I LINK REMOTE_TYPE BUS_ID an active link
  *   value NAME I NUMBER [NUMBER]     what a card answers; NOT_SUPPORTED without. NAME is one of utilization (of the GPU,
@@ -34,6 +36,7 @@
  *                                    also samples
  *   sample I PID TIME_US SM MEMORY ENCODER DECODER
  *   sampled I PID COUNT PERIOD_US SM COUNT processes, with PIDs from PID on, each with a sample at the end of every period
+ *   claims LIST I N CODE             a reading of the list answers CODE and says that there are N entries
  *   unfilled samples I N             the list has N entries more than it fills
  *   no_sample I CODE                 what is answered where no sample is new, default 6 (NOT_FOUND)
  *   event_types I MASK               what the card can report, default 10 (Xid and double-bit ECC)
@@ -287,6 +290,8 @@ static int get_card(device_t *device, card_t *card)
     return code;
 }
 
+static int scripted_error(const char *function, device_t *device);
+
 static int get_link(device_t *device, unsigned link, struct link_wish *wish)
 {
     int code = card_error(device);
@@ -324,7 +329,7 @@ int nvmlShutdown(void)
     return code;
 }
 
-const char *nvmlErrorString(int code) { (void)code; return "scripted error"; }
+const char *nvmlErrorString(int code) { return code == 77777 ? "\xf8\x95" : "scripted error"; }
 
 int nvmlDeviceGetCount_v2(unsigned *count)
 {
@@ -341,6 +346,8 @@ int nvmlDeviceGetHandleByIndex_v2(unsigned index, device_t **device)
     int numbers[2] = {(int)index, OK}, code = driver_error();
     if (code == OK)
         find("handle_error", take_code, numbers);
+    if (index >= ALIASES)
+        return INVALID_ARGUMENT;
     devices[index % ALIASES].index = devices[ALIASES + index % ALIASES].index = index;
     *device = &devices[index % ALIASES];
     return code != OK ? code : numbers[1];
@@ -369,12 +376,14 @@ int nvmlDeviceGetName(device_t *device, char *answer, unsigned size)
     card_t card = {0};
     int code = get_card(device, &card);
     snprintf(answer, size, "%s", card.name);
-    return code;
+    return code != OK ? code : scripted_error(__func__, device);
 }
 
 int nvmlSystemGetDriverVersion(char *answer, unsigned size)
 {
-    snprintf(answer, size, "580.1.2");
+    char version[256] = "580.1.2";
+    find("version", take_text, version);
+    snprintf(answer, size, "%s", version);
     return driver_error();
 }
 
@@ -389,7 +398,7 @@ int nvmlDeviceGetMinorNumber(device_t *device, unsigned *minor)
     card_t card = {0};
     int code = get_card(device, &card);
     *minor = card.minor;
-    return code;
+    return code != OK ? code : scripted_error(__func__, device);
 }
 
 int nvmlDeviceGetMemoryInfo(device_t *device, memory_t *memory)
@@ -401,7 +410,7 @@ int nvmlDeviceGetMemoryInfo(device_t *device, memory_t *memory)
     memory->total = card.memory_mib * 1024ULL * 1024ULL;
     memory->used = used.numbers[0];
     memory->free = memory->total - memory->used;
-    return code;
+    return code != OK ? code : scripted_error(__func__, device);
 }
 
 int nvmlDeviceGetMigMode(device_t *device, unsigned *current, unsigned *pending)
@@ -409,6 +418,7 @@ int nvmlDeviceGetMigMode(device_t *device, unsigned *current, unsigned *pending)
     card_t card = {0};
     int code = get_card(device, &card);
     *current = *pending = card.mig == 1;
+    code = code != OK ? code : scripted_error(__func__, device);
     return code == OK && card.mig > 1 ? NOT_SUPPORTED : code;
 }
 
@@ -497,7 +507,7 @@ int nvmlDeviceGetPciInfo_v3(device_t *device, pci_t *pci)
     card_t card = {0};
     int code = get_card(device, &card);
     snprintf(pci->busId, sizeof pci->busId, "%s", card.bus_id);
-    return code;
+    return code != OK ? code : scripted_error(__func__, device);
 }
 
 int nvmlDeviceGetTopologyCommonAncestor(device_t *first, device_t *second, unsigned *level)
@@ -544,12 +554,17 @@ static int take_call_error(const char *rest, void *wanted)
            strcmp(function, wish->function) == 0;
 }
 
-static int call_error(const char *function, device_t *device)
+static int scripted_error(const char *function, device_t *device)
 {
     struct call_wish wish = {.function = function, .index = device->index};
+    return find("call_error", take_call_error, &wish) ? wish.code : OK;
+}
+
+static int call_error(const char *function, device_t *device)
+{
     int code = card_error(device);
     trace(function, device);
-    return code != OK ? code : find("call_error", take_call_error, &wish) ? wish.code : OK;
+    return code != OK ? code : scripted_error(function, device);
 }
 
 static int get_value(const char *function, device_t *device, const char *name, unsigned long long numbers[2])
@@ -744,11 +759,15 @@ static int take_sampled(const char *rest, void *wanted)
 
 static int answer_list(struct list_wish *wish, unsigned *count)
 {
-    struct value_wish grows = {.name = wish->name, .index = wish->index}, unfilled = grows;
+    struct value_wish grows = {.name = wish->name, .index = wish->index}, unfilled = grows, claims = grows;
     int is_reading = wish->room > 0;
     if (find("unfilled", take_value, &unfilled))
         wish->found += (unsigned)unfilled.numbers[0];
     *count = wish->found;
+    if (is_reading && find("claims", take_value, &claims)) {
+        *count = (unsigned)claims.numbers[0];
+        return (int)claims.numbers[1];
+    }
     if (is_reading && find("grows", take_value, &grows) && readings < (int)grows.numbers[0]) {
         readings++;
         return INSUFFICIENT_SIZE;
@@ -859,7 +878,7 @@ static int take_field(const char *rest, void *wanted)
     wish->field->code = code;
     wish->field->type = type;
     if (type == 0)
-        wish->field->value.real = (double)number;
+        wish->field->value.real = number == ~0ULL ? __builtin_nan("") : (double)number;
     else if (type == 1)
         wish->field->value.small = (unsigned)number;
     else

@@ -51,7 +51,7 @@ def feature_labels(
     the driver names no GPU. `served` has what a GPU or MIG instance serves, `machine` is what DMI has, `pci_classes` and
     `pci_configurations` are those of the GPUs that have one, `written_at` is in seconds since the epoch."""
     # GPUs in MIG mode and the others, without instances: these labels are about physical GPUs.
-    known = (gpu for gpu in (*inventory.gpus, *inventory.mig_partitioned) if gpu.mig is None)
+    known = (gpu for gpu in inventory.known if gpu.mig is None)
     gpus = sorted((gpu for gpu in known if gpu.name and gpu.memory_mib > 0), key=lambda gpu: gpu.index)
     if not gpus:
         return {}

@@ -34,7 +34,7 @@ T = TypeVar("T")
 MAX_LABEL_CHARS = 63
 
 _BRANDS = frozenset({"NVIDIA", "TESLA", "GEFORCE", "QUADRO", "GRID"})
-_SERIES = frozenset({"RTX", "GTX", "GTS", "GT", "TITAN", "NVS"})
+_SERIES = frozenset({"RTX", "GTX", "GTS", "GT", "TITAN", "NVS", "PRO", "CMP"})
 """Parts of a name that are no model alone: the next part belongs to it."""
 _NOT_OF_LABELS = re.compile(r"[^A-Za-z0-9_.-]+")
 LABEL_NAME = re.compile(
@@ -115,15 +115,17 @@ def gpu_model(name: str) -> str:
     """The part of the name after the brand, as a label value: `Tesla P40` → `P40`, `NVIDIA H100 80GB HBM3` → `H100`.
 
     A name of no known brand gives its second part, as gpu-manager does. Parts that only name a series (RTX, GTX, TITAN)
-    take the next with them: `Quadro RTX 8000` → `RTX-8000`.
+    take the next with them: `Quadro RTX 8000` → `RTX-8000`, `NVIDIA RTX PRO 6000 Blackwell` → `RTX-PRO-6000`.
     """
     words = name.split()
     behind = list(words)
     # `NVIDIA GeForce RTX 4090` has two; the last word stays, whatever it is.
     while len(behind) > 1 and behind[0].upper() in _BRANDS:
         del behind[0]
-    if len(behind) > 1 and behind[0].upper() in _SERIES:
-        return label_value("-".join(behind[:2]))
+    # `RTX PRO 6000` has two.
+    length = next((n for n, word in enumerate(behind[:-1], 1) if word.upper() not in _SERIES), len(behind))
+    if length > 1:
+        return label_value("-".join(behind[:length]))
     # No brand that is known: the first word is taken for it.
     if len(behind) == len(words) and len(words) > 1:
         return label_value(words[1])

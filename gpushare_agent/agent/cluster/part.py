@@ -208,7 +208,7 @@ def _features(node: Node) -> Mapping[str, str]:
     if not nvidia.labels:
         return {}
     # PCI devices: an instance has none of its own.
-    physical = [gpu for gpu in (*inventory.gpus, *inventory.mig_partitioned) if gpu.mig is None]
+    physical = [gpu for gpu in inventory.known if gpu.mig is None]
     return feature_labels(
         inventory,
         served=node.names.nvidia.served if nvidia.enabled else lambda _: None,

@@ -75,7 +75,7 @@ def reported(action: str, document: dict[str, Any]) -> str:
         if document["ended_wait"]:
             lines.append(f"It had waited for a reset since {document['ended_wait']}; that wait is ended.")
     if action == "uncordon" and not gpu["is_healthy"]:
-        lines.append(f"It is Unhealthy still: {gpu['reason']}.")
+        lines.append(f"It is Unhealthy still: {_reason(gpu) or 'cordoned'}.")
     # The cordon holds now, but the agent could not write its state file.
     if document["not_kept"]:
         lines.append(f"This is forgotten when the agent ends, because it could not be written: {document['not_kept']}")
@@ -138,7 +138,8 @@ def _print_gpus(answer: Answer, form: Form) -> int:
 def _health(gpu: dict[str, Any]) -> str:
     """As every view, with the state of a GPU that is not healthy: `Cordoned, Unhealthy (needs-reset)`."""
     cordoned = [] if gpu["cordoned"] is None else ["Cordoned"]
-    unhealthy = [] if gpu["state"] == "healthy" else [f"Unhealthy ({gpu['state']})"]
+    # A MIG instance may be healthy on a GPU that is not.
+    unhealthy = [f"Unhealthy ({gpu['state']})" if gpu["state"] != "healthy" else "Unhealthy"] if gpu["reason"] else []
     return ", ".join([*cordoned, *unhealthy]) or "Healthy"
 
 

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import structlog
 from msgspec import Struct, field
+from msgspec.structs import replace
 
 from gpushare_agent.agent.gpus.inventory import GpuInventoryState
 from gpushare_agent.agent.gpus.saved_health import HealthStateWriter
@@ -179,22 +180,23 @@ class ControlServer(Struct, eq=False):
         return self._result(gpu, changed, await self.writer.save_now()) | {"ended_wait": ended_wait}
 
     async def _show(self, _request: web.Request) -> dict[str, Any]:
-        return {"gpus": [self._shown(gpu) for gpu in self.inventory.current.gpus]}
+        return {"gpus": [self._shown(gpu) for gpu in self.inventory.current.known]}
 
     def _result(self, gpu: Gpu, changed: bool, not_saved: str) -> dict[str, Any]:
-        now = self.inventory.current.by_uuid()[gpu.uuid]
+        [now] = [one for one in self.inventory.current.known if one.uuid == gpu.uuid]
         return {"gpu": self._shown(now), "changed": changed, "not_kept": not_saved}
 
     def _shown(self, gpu: Gpu) -> dict[str, Any]:
         return gpu_document(
             gpu,
-            self.inventory.healths[gpu.uuid],
+            # Of an instance that of its GPU, too.
+            replace(self.inventory.healths[gpu.uuid], cordon=self.inventory.cordoned.get(gpu.uuid)),
             unhealthy_reason=self.inventory.unhealthy_reasons.get(gpu.uuid, ""),
             probes=self.inventory.policy.recovery_probes,
         )
 
     def _gpu(self, text: str) -> Gpu:
-        gpus = self.inventory.current.gpus
+        gpus = self.inventory.current.known
         selected = select_gpus(text, gpus)
         # Never a guess: a cordon of the wrong GPU takes it from pods.
         if len(selected) == 1:

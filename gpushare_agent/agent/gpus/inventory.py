@@ -38,7 +38,6 @@ from gpushare_agent.core.model.gpu_health import (
     offered,
     saved_of,
     uncordoned,
-    why_not_offered,
 )
 from gpushare_agent.core.model.gpus import Gpu, GpuInventory, Health
 from gpushare_agent.core.model.names import GpuUuid
@@ -85,14 +84,16 @@ class GpuInventoryState:
 
     @property
     def cordoned(self) -> dict[GpuUuid, str]:
-        """GPUs that an operator took out of service, with the reason."""
-        return dict(self._saved.cordons)
+        """GPUs that an operator took out of service, with the reason; and the MIG instances of such GPUs."""
+        cordons = self._saved.cordons
+        instances = {gpu.uuid: gpu.mig.parent for gpu in self._seen.gpus if gpu.mig is not None}
+        return {uuid: cordons[gpu] for uuid, gpu in instances.items() if gpu in cordons} | dict(cordons)
 
     @property
     def unhealthy_reasons(self) -> dict[GpuUuid, str]:
         """What makes each GPU unhealthy in itself, cordoned or not: the cause, and what makes it healthy again."""
-        uncordoned_healths = {gpu.uuid: replace(self._healths[gpu.uuid], cordon=None) for gpu in self._seen.gpus}
-        reasons = {uuid: why_not_offered(health, self._policy) for uuid, health in uncordoned_healths.items()}
+        healths = {uuid: replace(health, cordon=None) for uuid, health in self._healths.items()}
+        reasons = {gpu.uuid: self._as_offered(gpu, healths).unhealthy_reason for gpu in self._seen.known}
         return {uuid: reason for uuid, reason in reasons.items() if reason}
 
     @property
@@ -105,7 +106,7 @@ class GpuInventoryState:
         return self._policy
 
     def next_probe_at(self) -> float | None:
-        return next_probe_at((self._healths[gpu.uuid] for gpu in self._seen.gpus), self._clock())
+        return next_probe_at((self._healths[gpu.uuid] for gpu in self._seen.known), self._clock())
 
     def subscribe(self, callback: Callable[[GpuInventory], None]) -> None:
         self._on_change.append(callback)
@@ -144,7 +145,7 @@ class GpuInventoryState:
         self._is_read = self._is_read or bool(found.gpus) or not found.unreadable
         # Before the polls: `after_poll` would make `probing` of what is to be healthy again.
         self._end_loss(now)
-        for gpu in self._seen.gpus:
+        for gpu in self._seen.known:
             before = self._healths.get(gpu.uuid, GpuHealth())
             self._healths[gpu.uuid] = after_poll(before, gpu, self._policy, now)
         return self._publish()
@@ -158,13 +159,13 @@ class GpuInventoryState:
         # A second one in a row is no missed answer: after it the GPUs have to pass their probes.
         self._before_loss = {} if self._is_driver_lost else healthy
         self._is_driver_lost = True
-        for gpu in self._seen.gpus:
+        for gpu in self._seen.known:
             self._healths[gpu.uuid] = after_driver_lost(self._healths[gpu.uuid], reason, self._policy, now)
         return self._publish()
 
     def note_events(self, events: Sequence[GpuEvent]) -> Counter[tuple[GpuEvent, EventMeaning]]:
         """Applies the driver's events as one change; returns each event with its meaning, and how often it came."""
-        now, known = self._clock(), {gpu.uuid for gpu in self._seen.gpus}
+        now, known = self._clock(), {gpu.uuid for gpu in self._seen.known}
         noted: Counter[tuple[GpuEvent, EventMeaning]] = Counter()
         # One by one, in the driver's order: the first error that needs a reset is the cause that people read.
         for event in self._of_instances(events):
@@ -184,11 +185,11 @@ class GpuInventoryState:
         return noted
 
     def _of_instances(self, events: Sequence[GpuEvent]) -> Iterator[GpuEvent]:
-        """An event of a GPU that MIG divides is one of each of its instances, or of the one that the driver names."""
+        """An event of an instance that the driver names, of each that has its GPU instance; else of the GPU, whose state
+        holds for all of its instances."""
         for event in events:
-            of = [gpu for gpu in self._seen.gpus if gpu.mig is not None and event.is_of(gpu)]
+            of = [gpu for gpu in self._seen.gpus if gpu.mig is not None and event.gi is not None and event.is_of(gpu)]
             yield from (replace(event, uuid=gpu.uuid, gi=None, ci=None) for gpu in of)
-            # Of a GPU that is not partitioned, or that the agent does not know.
             if not of:
                 yield event
 
@@ -205,7 +206,9 @@ class GpuInventoryState:
     def _end_loss(self, now: float) -> None:
         # Emptied in any case: only the poll straight after the loss may forgive it.
         before, self._before_loss, self._is_driver_lost = self._before_loss, {}, False
-        restored = after_brief_loss(before, self._healths, self._seen.by_uuid())
+        # Without the instances that were removed meanwhile.
+        before = {uuid: health for uuid, health in before.items() if uuid in self._healths}
+        restored = after_brief_loss(before, self._healths, {gpu.uuid: gpu for gpu in self._seen.known})
         if restored and is_brief_loss_forgiven(self._forgiven_at, now):
             self._forgiven_at = now
             self._healths |= restored
@@ -213,10 +216,16 @@ class GpuInventoryState:
     def _with_missing(self, found: GpuInventory) -> GpuInventory:
         known = found.by_uuid()
         partitioned = {gpu.uuid for gpu in found.mig_partitioned}
+        self._hand_on_waits(known)
         # Instances that no container has, and GPUs that became instances: the reader has dropped them on purpose.
         gone = {gpu.uuid for gpu in self._seen.gpus if gpu.mig is not None or gpu.uuid in partitioned} - known.keys()
-        # A cordon outlives the instance: one made again with this UUID stays out of service.
-        self._healths = {u: health for u, health in self._healths.items() if u not in gone or health.cordon is not None}
+        # A cordon outlives the instance: one made again with this UUID stays out of service. The state of a GPU stays, too:
+        # it is that of its instances, and of the GPU when MIG is switched off.
+        self._healths = {
+            u: health
+            for u, health in self._healths.items()
+            if u not in gone or u in partitioned or health.cordon is not None
+        }
         if all(gpu.uuid in known for gpu in self._seen.gpus if gpu.uuid not in gone):
             return found
         # Without the missing GPUs the rows of the topology would no longer be the GPUs' indexes.
@@ -229,9 +238,29 @@ class GpuInventoryState:
         )
         return replace(found, gpus=gpus, topology=self._seen.topology)
 
+    def _hand_on_waits(self, found: Mapping[GpuUuid, Gpu]) -> None:
+        """An instance that waits for a reset and is removed leaves that to its GPU: another one may lie in its place."""
+        for gpu in self._seen.gpus:
+            now, health = found.get(gpu.uuid), self._healths[gpu.uuid]
+            is_gone = now is None or (now.mig is not None and now.mig.is_gone)
+            if gpu.mig is None or not is_gone or health.state is not HealthState.NEEDS_RESET:
+                continue
+            of_gpu = self._healths.get(gpu.mig.parent, GpuHealth())
+            if of_gpu.state is not HealthState.NEEDS_RESET:
+                waits = replace(health, cordon=of_gpu.cordon, relapses=of_gpu.relapses)
+                self._healths[gpu.mig.parent] = waits
+
+    def _as_offered(self, gpu: Gpu, healths: Mapping[GpuUuid, GpuHealth]) -> Gpu:
+        of_gpu = healths.get(gpu.mig.parent) if gpu.mig is not None else None
+        return offered(gpu, healths[gpu.uuid], self._policy, of_gpu)
+
     def _publish(self) -> bool:
-        gpus = tuple(offered(gpu, self._healths[gpu.uuid], self._policy) for gpu in self._seen.gpus)
-        inventory, saved = replace(self._seen, gpus=gpus), saved_of(self._healths)
+        gpus, partitioned = (
+            tuple(self._as_offered(gpu, self._healths) for gpu in one)
+            for one in (self._seen.gpus, self._seen.mig_partitioned)
+        )
+        inventory = replace(self._seen, gpus=gpus, mig_partitioned=partitioned)
+        saved = saved_of(self._healths)
         # Polls find the same as a rule: subscribers compare lists of thousands of IDs.
         if inventory == self._offered and saved == self._saved:
             return False

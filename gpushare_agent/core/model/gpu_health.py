@@ -203,9 +203,13 @@ def after_poll(health: GpuHealth, seen: Gpu, policy: HealthPolicy, now: float) -
     |---|---|---|
     | not usable | `lost` | `lost`, with the new cause |
     | not usable | any other, `needs-reset` too: the reset is under way | `lost`; the count of passes starts again |
+    | withheld | `needs-reset` | the same |
     | usable | `healthy`, `needs-reset` | the same |
     | usable | `lost`, `probing` | `probing`, or `healthy` after the last pass |
     """
+    # MIG mode that is switched on, or a fabric that is not joined, ends no wait.
+    if seen.is_withheld and health.state is HealthState.NEEDS_RESET:
+        return health
     # In any state, needs-reset too: during a reset the driver does not find the GPU, and that is how one is observed.
     if not seen.is_healthy:
         return _after_failed_poll(health, seen.unhealthy_reason or "the driver gives no reason", policy, now)
@@ -255,10 +259,13 @@ def uncordoned(health: GpuHealth, policy: HealthPolicy, now: float) -> GpuHealth
     return replace(lifted, state=HealthState.PROBING, passes=0, probe_at=now + probe_period_s(lifted, policy))
 
 
-def offered(seen: Gpu, health: GpuHealth, policy: HealthPolicy) -> Gpu:
-    """The GPU as it is offered to the kubelet and shown to people."""
+def offered(seen: Gpu, health: GpuHealth, policy: HealthPolicy, of_gpu: GpuHealth | None = None) -> Gpu:
+    """The GPU as it is offered to the kubelet and shown to people. A MIG instance, for which `of_gpu` is the health of its
+    GPU, is not offered while that would not be."""
     # The driver's answer does not count here: `after_poll` has made a state of it.
     reason = why_not_offered(health, policy)
+    if not reason and seen.mig is not None and of_gpu is not None and (why := why_not_offered(of_gpu, policy)):
+        reason = f"its GPU {seen.mig.parent_index}: {why}"
     return replace(seen, health=Health.UNHEALTHY if reason else Health.HEALTHY, unhealthy_reason=reason)
 
 

@@ -117,6 +117,7 @@ class Gpu(Struct, frozen=True, kw_only=True):
     `is_exclusive_process` is the compute mode in which one process alone may open the GPU. `mig_mode` says whether MIG
     mode is on, None where the GPU has none. `fabric` is the cluster and the clique of the NVLink fabric that it is on,
     `<UUID>.<number>`, empty where it is on none or has not joined yet. `unhealthy_reason` is empty while the GPU is healthy.
+    `is_withheld`: it is unhealthy and answers, so that this is no reset of it.
     An unhealthy GPU has minor -1 and 0 MiB where the driver reported its UUID alone.
     """
 
@@ -137,6 +138,7 @@ class Gpu(Struct, frozen=True, kw_only=True):
     fabric: str = ""
     health: Health = Health.HEALTHY
     unhealthy_reason: str = ""
+    is_withheld: bool = False
     mig: MigPlace | None = None
 
     @property
@@ -260,6 +262,11 @@ class GpuInventory(Struct, frozen=True, kw_only=True):
 
     def by_uuid(self) -> dict[GpuUuid, Gpu]:
         return {gpu.uuid: gpu for gpu in self.gpus}
+
+    @property
+    def known(self) -> tuple[Gpu, ...]:
+        """What is offered, and the GPUs that MIG divides."""
+        return (*self.gpus, *self.mig_partitioned)
 
     @property
     def tree(self) -> Branch:

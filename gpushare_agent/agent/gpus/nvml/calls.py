@@ -16,31 +16,32 @@ import struct
 from collections import Counter
 from collections.abc import Sequence
 from ctypes import byref, c_char, c_uint, c_ulonglong
+from math import isfinite
 from typing import Any, NamedTuple
 
 import pynvml
 from msgspec import Struct, field
 
-from gpushare_agent.agent.gpus.nvml.session import CallError, DriverLostError, NvmlError, call, renamed
+from gpushare_agent.agent.gpus.nvml.session import (
+    OF_GPU,
+    UNSUPPORTED,
+    CallError,
+    DriverLostError,
+    NvmlError,
+    call,
+    renamed,
+)
 
 _EMPTY = ("NOT_FOUND", "NO_DATA", "NOT_READY")
-_UNSUPPORTED = (
-    "NOT_SUPPORTED",
-    "FUNCTION_NOT_FOUND",
-    "NO_PERMISSION",
-    "ARGUMENT_VERSION_MISMATCH",
-    "DEPRECATED",
-    "VGPU_ECC_NOT_SUPPORTED",
-)
 _GREW = "INSUFFICIENT_SIZE"
 """Of a list, between two calls."""
-_LOST = ("GPU_IS_LOST", "RESET_REQUIRED")
 _MAYBE_LOST = "UNKNOWN"
 """A single value may be unknown for its own reasons, but a GPU that answers nothing else is lost, as after a reset."""
 _TRIES = 3
 """Of a list that grows."""
 _LIST_BYTES = 64 * 1024
 """2,048 samples of utilisation: the driver's list of a GPU is as long as it has processes."""
+_MOST_BYTES = 16 * 1024 * 1024
 _ROUNDS_UNTIL_RETRIED = 600
 """What a GPU does not support can change while NVML is open: MIG mode, permissions."""
 _MEMBERS = {0: "dVal", 1: "uiVal", 2: "ulVal", 3: "ullVal", 4: "sllVal", 5: "siVal", 6: "usVal"}
@@ -124,7 +125,7 @@ class GpuCalls(Struct):
     def _field(self, key: tuple[int, int], answer: Any) -> float | None:
         if answer.nvmlReturn == pynvml.NVML_SUCCESS:
             value: float = getattr(answer.value, _MEMBERS.get(answer.valueType, "ullVal"))
-            return value
+            return value if isfinite(value) else None
         # A field that is younger than the driver is an invalid argument.
         is_unknown = answer.nvmlReturn == pynvml.NVML_ERROR_INVALID_ARGUMENT
         if is_unknown or self._says_unsupported(renamed(answer.nvmlReturn)):
@@ -165,10 +166,11 @@ class GpuCalls(Struct):
             code = function(self.handle, *where)
             if code == pynvml.NVML_SUCCESS:
                 self._answers += 1
-                return list(row.iter_unpack(memoryview(buffer)[: count.value * row.size]))
-            error = renamed(code)
+                filled = min(count.value, size // row.size)
+                return list(row.iter_unpack(memoryview(buffer)[: filled * row.size]))
+            error = renamed(code, name)
             if error.name == _GREW:
-                size = 2 * max(size, count.value * row.size)
+                size = min(2 * max(size, count.value * row.size), _MOST_BYTES)
                 continue
             if self._says_unsupported(error):
                 if self.remembers_lists:
@@ -184,7 +186,7 @@ class GpuCalls(Struct):
         """Counts the error, and whether the GPU lives."""
         if isinstance(error, DriverLostError):
             raise error
-        if error.name in _UNSUPPORTED:
+        if error.name in UNSUPPORTED:
             return True
         if error.name in _EMPTY:
             self._answers += 1  # an empty list is an answer
@@ -192,6 +194,6 @@ class GpuCalls(Struct):
         self._errors[error.name.lower()] += 1
         self._unknowns += error.name == _MAYBE_LOST
         # After counting: the round's errors show it.
-        if error.name in _LOST:
+        if error.name in OF_GPU:
             raise GpuLostError from error
         return False

@@ -6,11 +6,16 @@ The mode belongs to the GPU and lasts until the driver is unloaded. Source: NVML
 
 from __future__ import annotations
 
-import pynvml
+from contextlib import suppress
 
-from gpushare_agent.agent.gpus.nvml.session import NvmlError, call
+import pynvml
+import structlog
+
+from gpushare_agent.agent.gpus.nvml.session import CallError, NvmlError, call
 from gpushare_agent.core.kit.daemon_thread import DaemonThread
 from gpushare_agent.core.model.errors import StartupError, Unavailable
+
+log = structlog.get_logger(__name__)
 
 _ADVICE = "Look for NVRM and Xid lines in `dmesg`."
 _TIMEOUT_S = 10.0
@@ -42,23 +47,32 @@ class ComputeModes:
         try:
             call("nvmlInit")
             for index in range(call("nvmlDeviceGetCount")):
-                handle = call("nvmlDeviceGetHandleByIndex", index)
-                before = call("nvmlDeviceGetComputeMode", handle)
+                try:
+                    handle = call("nvmlDeviceGetHandleByIndex", index)
+                    before, uuid = call("nvmlDeviceGetComputeMode", handle), call("nvmlDeviceGetUUID", handle)
+                except CallError as error:
+                    # One that does not answer is given to nobody, and must not keep MPS from the others.
+                    log.warning("gpu_without_compute_mode", index=index, reason=str(error))
+                    continue
                 # Set by the operator already: it is not the agent's to set back.
                 if before != exclusive:
                     call("nvmlDeviceSetComputeMode", handle, exclusive)
-                    self._before[call("nvmlDeviceGetUUID", handle)] = before
+                    self._before[uuid] = before
         except NvmlError as error:
             raise Unavailable(f"setting the GPUs' compute mode to EXCLUSIVE_PROCESS failed: {error}.") from error
         return sorted(self._before)
 
     def _restore(self) -> None:
-        try:
-            # By UUID: indexes may have changed with a GPU that was lost.
-            for uuid, mode in sorted(self._before.items()):
+        failed = ""
+        # By UUID: indexes may have changed with a GPU that was lost.
+        for uuid, mode in sorted(self._before.items()):
+            try:
                 call("nvmlDeviceSetComputeMode", call("nvmlDeviceGetHandleByUUID", uuid), mode)
+                del self._before[uuid]
+            except NvmlError as error:
+                failed = f"setting the GPUs' compute mode back failed: {error}."
+        # What is left is for another try.
+        if failed:
+            raise Unavailable(failed)
+        with suppress(NvmlError):
             call("nvmlShutdown")
-        except NvmlError as error:
-            raise Unavailable(f"setting the GPUs' compute mode back failed: {error}.") from error
-        # Only once all are set back: a failure leaves them for another try.
-        self._before.clear()

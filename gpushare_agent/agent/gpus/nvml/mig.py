@@ -15,7 +15,7 @@ from typing import Any
 import pynvml
 from msgspec import Struct
 
-from gpushare_agent.agent.gpus.nvml.session import ask, call
+from gpushare_agent.agent.gpus.nvml.session import UUID, ask, call, unusable
 from gpushare_agent.core.model.gpus import Gpu, MigAttributes, MigPlace
 from gpushare_agent.core.model.names import GIB, MIB, GpuUuid
 
@@ -23,6 +23,7 @@ MINORS_FILE = Path("/proc/driver/nvidia-caps/mig-minors")
 
 _EIGHTHS = 8
 """A GPU's memory has eight slices for instances."""
+_MOST_INSTANCES = 64
 _MAX_MINORS_BYTES = 1024 * 1024
 _MINOR = re.compile(r"gpu(\d+)/gi(\d+)/(?:ci(\d+)/)?access (\d+)")
 _SUFFIXES = {
@@ -65,17 +66,19 @@ def find_instances(handle: Any) -> list[FoundInstance]:
     """
     found = []
     # Up to the most that there can be: places in the list may be empty between others.
-    for number in range(ask("nvmlDeviceGetMaxMigDeviceCount", handle) or 0):
+    for number in range(min(ask("nvmlDeviceGetMaxMigDeviceCount", handle) or 0, _MOST_INSTANCES)):
         instance = ask("nvmlDeviceGetMigDeviceHandleByIndex", handle, number)
         # It may go away between the two calls.
         uuid = ask("nvmlDeviceGetUUID", instance) if instance is not None else None
-        if uuid is not None:
+        if uuid is not None and UUID.fullmatch(uuid):
             found.append(FoundInstance(number=number, uuid=GpuUuid(uuid), handle=instance))
     return found
 
 
 def read_place(found: FoundInstance, *, parent: Gpu, parent_handle: Any, caps: CapMinors) -> MigPlace:
     """Raises CallError, DriverLostError."""
+    if not parent.memory_mib:
+        raise unusable("nvmlDeviceGetMemoryInfo", "the memory of its GPU is unknown, after which profiles are named")
     gi = call("nvmlDeviceGetGpuInstanceId", found.handle)
     ci = call("nvmlDeviceGetComputeInstanceId", found.handle)
     attributes = _attributes(found.handle)
@@ -128,8 +131,9 @@ def _profile(attributes: MigAttributes, parent_mib: int) -> str:
 def _gigabytes(mib: int, parent_mib: int) -> int:
     """The size in a profile's name: whole eighths of the GPU's memory, of which a part is the driver's."""
     # The driver keeps a part of each slice: 4.75 GiB of a 5gb instance are its memory.
-    eighths = ceil(mib * _EIGHTHS / parent_mib)
-    return round(eighths * ceil(parent_mib * MIB / GIB) / _EIGHTHS)
+    eighths = -(-mib * _EIGHTHS // parent_mib)
+    # NVIDIA rounds the half up: four eighths of 141 are 71.
+    return (eighths * ceil(parent_mib * MIB / GIB) + _EIGHTHS // 2) // _EIGHTHS
 
 
 def _suffix(parent_handle: Any, gi: int) -> str:

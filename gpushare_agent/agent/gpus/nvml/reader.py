@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence, Set
 from ctypes import byref
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from uuid import UUID
 
 import pynvml
@@ -36,12 +36,16 @@ from gpushare_agent.agent.gpus.nvml.mig import (
 )
 from gpushare_agent.agent.gpus.nvml.session import (
     CHECKLIST,
+    UNSUPPORTED,
+    UNUSABLE,
     CallError,
     DriverLostError,
     FoundGpu,
     NvmlSession,
     ask,
     call,
+    renamed,
+    unusable,
 )
 from gpushare_agent.agent.runtime.machine import kernel_bus_id
 from gpushare_agent.core.model.errors import Unavailable
@@ -61,8 +65,8 @@ _ANCESTORS = {
 }
 
 
-_NO_LINK = ("INVALID_ARGUMENT", "NOT_SUPPORTED", "FUNCTION_NOT_FOUND")
-"""A GPU without this link, without any, or a driver without the call."""
+_NO_LINK = ("INVALID_ARGUMENT", "NOT_SUPPORTED", "FUNCTION_NOT_FOUND", UNUSABLE)
+"""A GPU without this link, without any, a driver without the call, or a far end that no GPU has."""
 
 
 def canonical_bus_id(bus_id: str) -> str:
@@ -168,7 +172,7 @@ def _read_links(handle: Any) -> _GpuLinks | None:
         try:
             if not call("nvmlDeviceGetNvLinkState", handle, number):
                 continue
-            remote = canonical_bus_id(call("nvmlDeviceGetNvLinkRemotePciInfo", handle, number).busId)
+            remote = canonical_bus_id(call("nvmlDeviceGetNvLinkRemotePciInfo", handle, number, field="busId"))
         except CallError as error:
             # The GPU is lost in the middle: half of its links would look like a slower machine.
             if error.name not in _NO_LINK:
@@ -195,6 +199,12 @@ _NO_INSTANCES = (
 _INSTANCE_GONE = "the MIG instance does not exist any more: its GPU was repartitioned while a container had it"
 _OLD_UUID = "the driver names its instances by their place (MIG-GPU-…/1/0): upgrade it to 470 or later"
 _NO_CAPS = "the host names no device nodes for this MIG instance in {path}: containers could not open it"
+_NOT_JOINED = (
+    "the GPU has not joined its NVLink fabric: {why}. CUDA would fail with error 802. Look at the service"
+    " nvidia-fabricmanager, at nvidia-imex, and at Fabric in `nvidia-smi -q`"
+)
+_BUS_ID = re.compile(r"[0-9A-F]{8}:[0-9A-F]{2}:[0-9A-F]{2}\.[0-9A-F]")
+_MAX_MEMORY_MIB = 1 << 22
 _UNKNOWN_MINOR = -1
 _BRANDS = {
     1: "Quadro",
@@ -243,6 +253,8 @@ class NvmlReader(Struct, eq=False):
     _places: dict[str, tuple[int | None, str]] = field(default_factory=dict)
     _last_nvml_index: dict[GpuUuid, int] = field(default_factory=dict)
     _answering: Set[GpuUuid] = frozenset()
+    _has_answers: bool = False
+    """Of the last poll: also a call that a GPU does not know shows that NVML works, however often it is opened."""
     _losses: Counter[GpuUuid] = field(default_factory=Counter)
 
     def read(self, in_use: Collection[GpuUuid] = ()) -> GpuInventory:
@@ -254,19 +266,23 @@ class NvmlReader(Struct, eq=False):
         """
         self._in_use = in_use
         for _ in range(2):
-            inventory, lost = None, None
+            inventory, lost, opening = None, None, self.session.openings
             with self.session.used("reading the GPUs through NVML"):
                 try:
                     inventory = self._read_once()
                 except DriverLostError as error:
                     lost = error
             # One that answers but must not be used, as with MIG enabled, shows that NVML works.
-            if inventory is not None and (self._answering or not (inventory.gpus or inventory.unreadable)):
+            if inventory is not None and (self._has_answers or not (inventory.gpus or inventory.unreadable)):
                 return inventory
-            # NVML brings back a GPU that was reset only after a complete shutdown. After the second try, too: so the next
-            # poll begins with it.
+            # Opened for this poll: another time would find the same.
+            if self.session.openings != opening:
+                break
+            # NVML brings back a GPU that was reset only after a complete shutdown.
             self.session.close()
         if inventory is None:
+            # So the next poll, or who else uses NVML before it, begins with an opening.
+            self.session.close()
             raise Unavailable(f"NVML opens, but does not answer: {lost}. {CHECKLIST}") from lost
         return inventory
 
@@ -275,6 +291,7 @@ class NvmlReader(Struct, eq=False):
         found, unnamed = self.session.find_gpus()
         seen: dict[GpuUuid, Gpu] = {}
         answering: set[GpuUuid] = set()
+        self._has_answers = False
         for gpu in found:
             self._last_nvml_index[gpu.uuid] = gpu.nvml_index
             known = self._known.get(gpu.uuid)
@@ -284,13 +301,16 @@ class NvmlReader(Struct, eq=False):
                 seen[gpu.uuid] = self._read_gpu(gpu, index)
             except CallError as error:
                 blank = Gpu(index=index, minor=_UNKNOWN_MINOR, uuid=gpu.uuid, bus_id="", name="", memory_mib=0)
-                seen[gpu.uuid] = _unhealthy(known or blank, f"NVML: {error}")
+                is_answer = error.name in (*UNSUPPORTED, UNUSABLE)
+                seen[gpu.uuid] = (_withheld if is_answer else _unhealthy)(known or blank, f"NVML: {error}")
+                self._has_answers |= is_answer
             else:
                 # It answers, though it may need a repair: events of it can be registered.
                 answering.add(gpu.uuid)
         self._losses.update((self._answering | seen.keys()) - answering)
         # Only now: a poll that fails half-way is compared with by nobody.
         self._answering = answering
+        self._has_answers |= bool(answering)
         partitioned = self._read_partitioned(found, seen) if self.mig_minors is not None else frozenset()
         self.session.answering = frozenset((uuid, self._losses[uuid]) for uuid in answering)
         return self._inventory(seen, found, unnamed, partitioned)
@@ -298,9 +318,10 @@ class NvmlReader(Struct, eq=False):
     def _read_gpu(self, found: FoundGpu, index: int) -> Gpu:
         """Raises CallError, DriverLostError: a GPU that fails at any of these calls is Unhealthy as a whole."""
         handle = found.handle
-        bus_id = canonical_bus_id(call("nvmlDeviceGetPciInfo", handle).busId)
+        bus_id = _bus_id(handle)
         numa_node, pcie_root = self._place(bus_id)
         capability = ask("nvmlDeviceGetCudaComputeCapability", handle)
+        fabric = _fabric(handle)
         gpu = Gpu(
             index=index,
             driver_index=found.nvml_index,
@@ -308,18 +329,20 @@ class NvmlReader(Struct, eq=False):
             uuid=found.uuid,
             bus_id=bus_id,
             name=call("nvmlDeviceGetName", handle),
-            memory_mib=call("nvmlDeviceGetMemoryInfo", handle).total // MIB,
+            memory_mib=_memory_mib(handle),
             numa_node=numa_node,
             pcie_root=pcie_root,
             compute_capability=(capability[0], capability[1]) if capability is not None else None,
             brand=_BRANDS.get(ask("nvmlDeviceGetBrand", handle) or 0, ""),
             is_exclusive_process=ask("nvmlDeviceGetComputeMode", handle) == pynvml.NVML_COMPUTEMODE_EXCLUSIVE_PROCESS,
             mig_mode=mig_mode(handle),
-            fabric=_fabric(handle),
+            fabric=fabric.clique,
         )
-        is_out = self.mig_minors is None and gpu.mig_mode
-        reason = _MIG_REASON if is_out else _repair_reason(handle)
-        return _unhealthy(gpu, reason) if reason else gpu
+        if self.mig_minors is None and gpu.mig_mode:
+            return _withheld(gpu, _MIG_REASON)
+        if reason := _repair_reason(handle):
+            return _unhealthy(gpu, reason)
+        return _withheld(gpu, fabric.problem) if fabric.problem else gpu
 
     def _read_partitioned(self, found: list[FoundGpu], seen: dict[GpuUuid, Gpu]) -> frozenset[GpuUuid]:
         """Adds the MIG instances to `seen`; the GPUs that they are of. One without instances is Unhealthy."""
@@ -343,7 +366,7 @@ class NvmlReader(Struct, eq=False):
                 partitioned.add(gpu.uuid)
             # Unhealthy for another reason: that one is shown.
             elif parent.is_healthy:
-                seen[gpu.uuid] = _unhealthy(parent, _NO_INSTANCES.format(bus_id=parent.bus_id))
+                seen[gpu.uuid] = _withheld(parent, _NO_INSTANCES.format(bus_id=parent.bus_id))
         return frozenset(partitioned & {*seen, *self._known})
 
     def _read_instance(
@@ -354,12 +377,12 @@ class NvmlReader(Struct, eq=False):
         gpu = replace(parent, index=index, uuid=found.uuid, nvlinks=())
         try:
             place = read_place(found, parent=parent, parent_handle=handle, caps=caps)
-            memory_mib = call("nvmlDeviceGetMemoryInfo", found.handle).total // MIB
+            memory_mib = _memory_mib(found.handle)
         except CallError as error:
             return _unhealthy(known or replace(gpu, memory_mib=0), f"NVML: {error}")
         gpu = replace(gpu, name=f"{parent.name} MIG {place.profile}", memory_mib=memory_mib, mig=place)
         if not parent.is_healthy:
-            return _unhealthy(gpu, f"its GPU {parent.index}: {parent.unhealthy_reason}")
+            return replace(gpu, unhealthy_reason=f"its GPU {parent.index}: {parent.unhealthy_reason}")
         # Drivers before 470: the name says a place, which is another instance after the next partitioning.
         if "/" in found.uuid:
             return _unhealthy(gpu, _OLD_UUID)
@@ -462,19 +485,59 @@ def _cuda_version(number: int | None) -> str:
     return f"{number // 1000}.{number % 1000 // 10}" if number else ""
 
 
-def _fabric(handle: Any) -> str:
-    """Raises DriverLostError. Source: IsFabricAttached in go-nvlib, pkg/nvlib/device/device.go."""
+class _Fabric(NamedTuple):
+    """`clique` as Gpu.fabric has it. `problem` is why CUDA cannot start: it answers 802 while the GPU waits for the others
+    of its NVLink fabric, and NVML shows nothing else of it."""
+
+    clique: str = ""
+    problem: str = ""
+
+
+def _fabric(handle: Any) -> _Fabric:
+    """Raises DriverLostError. Source: IsFabricAttached in go-nvlib, pkg/nvlib/device/device.go; nvmlGpuFabricInfo_t."""
     info = pynvml.c_nvmlGpuFabricInfo_t()
     # Older drivers lack it, and most GPUs are on no fabric.
     if ask("nvmlDeviceGetGpuFabricInfo", handle, byref(info)) is None:
-        return ""
+        return _Fabric()
+    if info.state in (pynvml.NVML_GPU_FABRIC_STATE_NOT_STARTED, pynvml.NVML_GPU_FABRIC_STATE_IN_PROGRESS):
+        return _Fabric(problem=_NOT_JOINED.format(why="the driver still waits for it"))
+    if info.state != pynvml.NVML_GPU_FABRIC_STATE_COMPLETED:
+        return _Fabric()
+    if info.status != pynvml.NVML_SUCCESS:
+        return _Fabric(problem=_NOT_JOINED.format(why=renamed(info.status, "nvmlDeviceGetGpuFabricInfo")))
     cluster = bytes(info.clusterUuid)
-    is_complete = info.state == pynvml.NVML_GPU_FABRIC_STATE_COMPLETED and info.status == pynvml.NVML_SUCCESS
-    return f"{UUID(bytes=cluster)}.{info.cliqueId}" if is_complete and any(cluster) else ""
+    return _Fabric(clique=f"{UUID(bytes=cluster)}.{info.cliqueId}" if any(cluster) else "")
+
+
+def _bus_id(handle: Any) -> str:
+    """Raises CallError, DriverLostError."""
+    bus_id = canonical_bus_id(call("nvmlDeviceGetPciInfo", handle, field="busId"))
+    # It becomes a part of paths.
+    if _BUS_ID.fullmatch(bus_id) is None:
+        raise unusable("nvmlDeviceGetPciInfo", f"{bus_id!r} is no bus ID")
+    return bus_id
+
+
+def _memory_mib(handle: Any) -> int:
+    """0 where the GPU has no memory of its own, as GB10, which uses the machine's. Raises CallError, DriverLostError."""
+    try:
+        total: int = call("nvmlDeviceGetMemoryInfo", handle, field="total")
+    except CallError as error:
+        if error.name == "NOT_SUPPORTED":
+            return 0
+        raise
+    # Each 256 MiB is a device in the kubelet's list.
+    if total // MIB > _MAX_MEMORY_MIB:
+        raise unusable("nvmlDeviceGetMemoryInfo", f"{total} bytes are no GPU's memory")
+    return total // MIB
 
 
 def _unhealthy(gpu: Gpu, reason: str) -> Gpu:
-    return replace(gpu, health=Health.UNHEALTHY, unhealthy_reason=reason)
+    return replace(gpu, health=Health.UNHEALTHY, unhealthy_reason=reason, is_withheld=False)
+
+
+def _withheld(gpu: Gpu, reason: str) -> Gpu:
+    return replace(_unhealthy(gpu, reason), is_withheld=True)
 
 
 def _repair_reason(handle: Any) -> str:

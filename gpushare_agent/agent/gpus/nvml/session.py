@@ -10,6 +10,7 @@ found. Handles end with the opening that gave them.
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager, suppress
@@ -29,6 +30,21 @@ CHECKLIST = (
     "tolerate."
 )
 _OF_DRIVER = ("UNINITIALIZED", "DRIVER_NOT_LOADED", "LIB_RM_VERSION_MISMATCH")
+OF_GPU = ("GPU_IS_LOST", "RESET_REQUIRED")
+"""No call of the GPU is answered any more."""
+UNSUPPORTED = (
+    "NOT_SUPPORTED",
+    "FUNCTION_NOT_FOUND",
+    "NO_PERMISSION",
+    "ARGUMENT_VERSION_MISMATCH",
+    "DEPRECATED",
+    "VGPU_ECC_NOT_SUPPORTED",
+)
+UNUSABLE = "UNUSABLE"
+"""Our own: NVML has no such error."""
+UUID = re.compile(r"[\w./-]{1,96}", re.ASCII)
+"""Of GPUs and instances, as they become device IDs and variables of containers."""
+_MOST_GPUS = 1024
 _PREFIX = "NVML_ERROR_"
 _ERROR_NAMES = {getattr(pynvml, name): name.removeprefix(_PREFIX) for name in dir(pynvml) if name.startswith(_PREFIX)}
 _CLOSE_WAIT_S = 0.6
@@ -52,21 +68,38 @@ class DriverLostError(NvmlError):
     """NVML as a whole does not answer any more: it has to be opened again."""
 
 
-def renamed(code: int) -> NvmlError:
-    name = _ERROR_NAMES.get(code, f"CODE_{code}")
-    return (DriverLostError if name in _OF_DRIVER else CallError)(name, str(pynvml.NVMLError(code)))
+def renamed(code: int, name: str = "") -> NvmlError:
+    """The error of a code, which the call of this name answered."""
+    error = _ERROR_NAMES.get(code, f"CODE_{code}")
+    try:
+        text = str(pynvml.NVMLError(code))
+    except (pynvml.NVMLError, ValueError):  # the library's own text, of any bytes
+        text = f"error {code}"
+    if error in _OF_DRIVER:
+        return DriverLostError(error, text)
+    # What is said of the GPU as a whole is the same for each call.
+    return CallError(error, text if error in OF_GPU or not name else f"{text} ({name})")
 
 
-def call(name: str, *arguments: Any) -> Any:
-    """What NVML's function of this name returns. Raises CallError, DriverLostError."""
+def call(name: str, *arguments: Any, field: str = "") -> Any:
+    """What NVML's function of this name returns, or this field of it. Raises CallError, DriverLostError."""
     function: Callable[..., Any] | None = getattr(pynvml, name, None)
     # nvidia-ml-py of another version may lack the function.
     if function is None:
         raise CallError("FUNCTION_NOT_FOUND", f"nvidia-ml-py has no {name}")
     try:
-        return function(*arguments)
+        answer = function(*arguments)
+        return getattr(answer, field) if field else answer
     except pynvml.NVMLError as error:
-        raise renamed(error.value) from error
+        raise renamed(error.value, name) from error
+    # nvidia-ml-py decodes texts as UTF-8, and looks up and converts what the driver answers.
+    except Exception as error:
+        raise unusable(name, str(error)) from error
+
+
+def unusable(name: str, why: str) -> CallError:
+    """An answer that nobody can use, though the call did not fail."""
+    return CallError(UNUSABLE, f"the answer of {name} cannot be used: {why}")
 
 
 def ask(name: str, *arguments: Any) -> Any | None:
@@ -147,15 +180,19 @@ class NvmlSession:
         """All GPUs by NVML's index, enumerated again; and why others could not even be named, by their index. Raises
         DriverLostError."""
         try:
-            count = call("nvmlDeviceGetCount")
+            # Bounded: what is no number of GPUs must not keep this thread for ever.
+            count = min(call("nvmlDeviceGetCount"), _MOST_GPUS)
         # No count, no NVML: even a driver without GPUs has one.
         except NvmlError as error:
             raise DriverLostError(error.name, str(error)) from error
-        found, unnamed = [], {}
+        found: list[FoundGpu] = []
+        unnamed: dict[int, str] = {}
         for nvml_index in range(count):
             try:
                 handle = call("nvmlDeviceGetHandleByIndex", nvml_index)
                 uuid = GpuUuid(call("nvmlDeviceGetUUID", handle))
+                if UUID.fullmatch(uuid) is None or any(gpu.uuid == uuid for gpu in found):
+                    raise unusable("nvmlDeviceGetUUID", f"{uuid!r} does not tell this GPU from others")
                 found.append(FoundGpu(nvml_index=nvml_index, uuid=uuid, handle=handle))
             # A GPU that cannot be named is reported by its index.
             except CallError as error:

@@ -302,7 +302,7 @@ class SimulatedInstances:
         partitioned = {gpu.mig.parent for gpu in self._known.values() if gpu.mig is not None}
         empty = {index for index, of_gpu in profiles.items() if not of_gpu}
         gpus = [
-            _unhealthy(gpu, _NO_INSTANCES) if gpu.index in empty else gpu
+            replace(_unhealthy(gpu, _NO_INSTANCES), is_withheld=True) if gpu.index in empty else gpu
             for gpu in inventory.gpus
             if gpu.uuid not in partitioned
         ]
