@@ -1,4 +1,4 @@
-"""`python -m gpushare_agent` and the console scripts `gpushare-agent` and `gpushare-device-plugin-v2`."""
+"""`python -m gpushare_agent`, and the console scripts."""
 
 import gc
 import os
@@ -9,18 +9,28 @@ if sys.version_info < (3, 11):  # noqa: UP036 - in a checkout any `python3 -m gp
     sys.exit(f"gpushare-agent needs Python 3.11 or newer, this is {older}: run it with a newer one")
 
 
-def main() -> int:
-    """Runs the command line and returns the exit code.
+def main(module: str = "gpushare_agent.commands", function: str = "main") -> int:
+    """Runs a command line and returns the exit code.
 
     Imports make hundreds of thousands of objects and no garbage: without collections in between they take a tenth less
-    time (measured), and the start until registration is short of time. commands.py turns collection on again.
+    time (measured), and the start until registration is short of time. CommandLine.main turns collection on again.
     """
+    from gpushare_agent.core.cli import interrupts
+
+    interrupts.end_at_once()
+    from importlib import import_module
+
     gc.disable()
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "true")  # else pydantic searches every installed package for one
-    _import_structlog()
-    from gpushare_agent.commands import main as run_command_line
-
-    return run_command_line()
+    try:
+        _import_structlog()
+        return int(getattr(import_module(module), function)())
+    except BaseException as error:
+        if not interrupts.is_behind(error):
+            raise
+        return interrupts.INTERRUPTED
+    finally:
+        interrupts.end_at_once()
 
 
 def run_as_gpushare() -> int:
@@ -28,6 +38,16 @@ def run_as_gpushare() -> int:
     sys.argv.insert(1, "run")
     os.environ["GPUSHARE_PROGRAM"] = "gpushare-device-plugin-v2"
     return main()
+
+
+def run_plugin() -> int:
+    """`kubectl-gpushare`."""
+    return main("gpushare_agent.kubectl.plugin")
+
+
+def complete_plugin() -> int:
+    """`kubectl_complete-gpushare`."""
+    return main("gpushare_agent.kubectl.plugin", "complete")
 
 
 def _import_structlog() -> None:

@@ -48,7 +48,7 @@ class EmbeddedNode(NodeParts, frozen=True, kw_only=True, eq=False):
             "root": self.paths.state,
             "mps.control": self.paths.mps_control,
             # on a busy machine an agent is offered a pod before it has loaded its Kubernetes client and read the Node
-            "kubelet.pod-lookup-timeout-s": 10,
+            "kubelet.pod-lookup-timeout-s": 4,
             "runtime.endpoint": self.paths.runtime_socket,
             "runtime.cgroup-root": self.runtime.cgroup_root,
             "runtime.proc-root": self.runtime.proc_root,

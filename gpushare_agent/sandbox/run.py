@@ -29,7 +29,8 @@ from rich.text import Text
 
 from gpushare_agent.agent.gpus.part import NodeDriver, health_policy, open_driver
 from gpushare_agent.agent.isolation.part import build_probes
-from gpushare_agent.core.cli.command_line import INTERRUPTED, Form, runnable
+from gpushare_agent.core.cli.command_line import Form, runnable
+from gpushare_agent.core.cli.interrupts import INTERRUPTED
 from gpushare_agent.core.cli.screen import Screen, View
 from gpushare_agent.core.kit.logs import setup_logging
 from gpushare_agent.core.kit.supervision import forever, stop_task

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import asyncio
 
+from gpushare_agent.agent.composition import build
+from gpushare_agent.agent.gpus.part import open_driver
+from gpushare_agent.agent.kubelet.device_plugin import CALL_TIMEOUT_S
+from gpushare_agent.core.settings.settings import load_settings
 from gpushare_agent.sandbox.node import EmbeddedNode
 from tests.agent.support_agent import (
     DEADLINE_S,
+    arguments,
     assert_nothing_shared,
     calls_of,
     holders_of,
@@ -44,6 +49,8 @@ async def test_without_an_api_server_the_agent_registers_and_says_why_it_refuses
             message = await _refused(node, "early")
             assert "version is not known" in message and "Create the pod again" in message
             assert holders_of(agent) == 0
+            [why] = agent.parts.cluster.not_ready()
+            assert "has not listed this node's pods yet: cannot list the pods" in why and ": refused" in why
             silent_s = agent.parts.node.metrics.registry.get_sample_value("gpushare_pod_event_age_seconds")
             assert silent_s is not None, "an API server that was never heard is silent, too"
             await node.api.start_listening()
@@ -51,6 +58,14 @@ async def test_without_an_api_server_the_agent_registers_and_says_why_it_refuses
             node.api.create_pod(pod("late", container(cores=30, blocks=10)))
             await wait_running(node, "late")
             await wait_ledger_equal(node, agent)
+
+
+async def test_the_longest_lookup_ends_before_its_call() -> None:
+    """Else the reason is lost with the call, and the Allocate that follows blames a restart of the agent."""
+    async with open_test_node() as node:
+        settings = load_settings(arguments(node, "--kubelet.pod-lookup-timeout-s=10"), {}).settings
+        agent = build(settings, open_driver(settings))
+        assert agent.kubelet.admission.identification.timeouts.lookup_s < CALL_TIMEOUT_S
 
 
 async def test_an_api_server_that_is_back_while_an_admission_waits_still_serves_it() -> None:

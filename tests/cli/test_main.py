@@ -15,6 +15,7 @@ import yaml
 
 from gpushare_agent import __version__
 from gpushare_agent.commands import COMMAND_LINE, COMMANDS, main
+from gpushare_agent.core.cli import interrupts
 from gpushare_agent.core.cli.command_line import Command, CommandLine, runnable
 from gpushare_agent.core.settings.reference import all_keys, select_keys
 from gpushare_agent.core.settings.settings import load_settings
@@ -45,6 +46,10 @@ def test_an_unknown_command_names_the_nearest(capsys: pytest.CaptureFixture[str]
     assert "such as `gpushare-agent explain -n`" in capsys.readouterr().err
     assert main([], {}) == 2
     assert "usage:" in capsys.readouterr().err
+    assert main(["sandbox", "aply", "-f", "pod.yaml"], {}) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("gpushare-agent: 'aply' is no command (did you mean apply?); the commands are apply, delete")
+    assert len(err.splitlines()) == 1
 
 
 @pytest.mark.parametrize(
@@ -55,6 +60,9 @@ def test_an_unknown_command_names_the_nearest(capsys: pytest.CaptureFixture[str]
         (PLUGIN_LINE, "version --hlep", "--help"),
         (COMMAND_LINE, "explain --contaner main train", "--container"),
         (COMMAND_LINE, "sandbox fail-gpu 0 --xdi 79", "--xid"),
+        (COMMAND_LINE, "sandbox --gpu 4", "--gpus"),
+        (COMMAND_LINE, "sandbox --sample fitting --once", "--samples"),
+        (COMMAND_LINE, "sandbox apply --fil pod.yaml", "--file"),
         (COMMAND_LINE, "top --loglevel debug", "--log.level"),
     ],
 )
@@ -268,6 +276,159 @@ async def test_an_interrupt_ends_with_130_and_quietly(short_dir: Path) -> None:
             process.kill()
             await process.wait()
     assert (process.returncode, out, err) == (130, b"", b"")
+
+
+LOSES_AN_INTERRUPT = """
+class Waits:
+    def __del__(self):
+        open({fifo!r}).read()
+
+Waits()
+"""
+BLOCKS_AT_THE_END = "import atexit; atexit.register(lambda: open({fifo!r}).read())"
+PROGRAM = "import sys; from gpushare_agent import __main__; sys.exit(__main__.{function}())"
+
+
+@pytest.mark.parametrize(
+    ("function", "words", "module"),
+    [
+        ("main", ("version",), "structlog"),
+        ("main", ("sandbox", "--once"), "gpushare_agent.sandbox.command"),
+        ("run_plugin", ("version",), "structlog"),
+        ("complete_plugin", ("top", ""), "structlog"),
+        ("main", ("version",), ""),
+        ("run_plugin", ("top", "--help"), ""),
+    ],
+)
+async def test_an_interrupt_of_imports_and_of_the_end_is_quiet(
+    function: str, words: tuple[str, ...], module: str, short_dir: Path
+) -> None:
+    """Before a command's own code, while `module` is imported, where Python prints KeyboardInterrupt and goes on; and behind
+    it, in what the process does last."""
+    fifo = short_dir / "fifo"
+    os.mkfifo(fifo)
+    waits = (LOSES_AN_INTERRUPT if module else BLOCKS_AT_THE_END).format(fifo=str(fifo))
+    finder = f"""
+import sys
+from importlib.machinery import SourceFileLoader
+from importlib.util import spec_from_file_location
+class Finder:
+    def find_spec(name, path=None, target=None):
+        if name == {module!r}:
+            return spec_from_file_location(name, {str(short_dir / "waits.py")!r})
+sys.meta_path.insert(0, Finder)
+"""
+    (short_dir / "waits.py").write_text(waits)
+    code = f"{finder if module else waits}\n{PROGRAM.format(function=function)}"
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", code, *words),
+        env=clean_environment(),
+        stdout=asyncio.subprocess.DEVNULL,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    try:
+        async with asyncio.timeout(DEADLINE_S):
+            writer = await asyncio.to_thread(os.open, fifo, os.O_WRONLY)  # returns once the program has opened it
+            process.send_signal(signal.SIGINT)
+            _, err = await process.communicate()
+            os.close(writer)
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    assert (process.returncode, err) == (130, b"")
+
+
+async def test_an_interrupt_of_a_request_is_quiet() -> None:
+    """While an agent has not answered."""
+    asked = asyncio.Queue[asyncio.StreamWriter]()
+    async with await asyncio.start_server(lambda reader, writer: asked.put_nowait(writer), "127.0.0.1", 0) as server:
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "gpushare_agent", "top", "--once", "--server", url),
+            env=clean_environment(),
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+        )
+        async with asyncio.timeout(DEADLINE_S):
+            writer = await asked.get()
+            process.send_signal(signal.SIGINT)
+            out, err = await process.communicate()
+            writer.close()
+            await writer.wait_closed()
+    assert (process.returncode, out, err) == (130, b"", b"")
+
+
+def test_an_interrupt_that_an_import_has_wrapped_is_one() -> None:
+    """Python 3.11 raises a RuntimeError where a class was being made; an error of ours is none."""
+    wrapped = RuntimeError("Error calling __set_name__")
+    wrapped.__cause__ = KeyboardInterrupt()
+    assert interrupts.is_behind(wrapped) and interrupts.is_behind(KeyboardInterrupt())
+    assert not interrupts.is_behind(RuntimeError())
+
+
+async def test_what_a_shell_runs_in_the_background_goes_on_ignoring_interrupts() -> None:
+    """Its SIGINT is ignored from the start."""
+    code = "import signal; from gpushare_agent.core.cli import interrupts as i; i.end_at_once(); i.raise_error()"
+    shown = f"{code}; print(signal.getsignal(signal.SIGINT) is signal.SIG_IGN)"
+    process = await asyncio.create_subprocess_exec(
+        *("/bin/sh", "-c", """trap '' INT; exec "$0" -c "$1" """, sys.executable, shown),
+        env=clean_environment(),
+        stdout=asyncio.subprocess.PIPE,
+    )
+    async with asyncio.timeout(DEADLINE_S):
+        assert (await process.communicate())[0] == b"True\n"
+
+
+@pytest.mark.parametrize("words", ["version", "config", "config -o yaml", "--help", "run --help", "completion bash"])
+async def test_a_full_disk_is_one_line(words: str) -> None:
+    """Whether the output is written at once, at the command's end, or by argparse, which ignores errors."""
+    full = os.open("/dev/full", os.O_WRONLY)
+    try:
+        ended = await run_program(*words.split(), stdout=full)
+    finally:
+        os.close(full)
+    expected = "gpushare-agent: cannot write to standard output: No space left on device\n"
+    assert (ended.code, ended.err) == (1, expected)
+
+
+PRINTS_IN_TASKS = """
+import asyncio, sys
+from gpushare_agent.core.cli.command_line import Command, CommandLine
+
+async def show():
+    print("x", flush=True)
+
+async def run():
+    async with asyncio.TaskGroup() as group:
+        group.create_task(show())
+        group.create_task(show())
+
+command = Command(name="c", summary="", description="", run=lambda call: run())
+sys.exit(CommandLine(program="p", purpose="", commands=[command], more="").main(["c"], {}))
+"""
+
+
+@pytest.mark.parametrize("is_full", [False, True], ids=["closed", "full"])
+async def test_output_that_several_tasks_cannot_write_is_no_bug(is_full: bool) -> None:
+    """A TaskGroup raises their errors in a group, as a live view does."""
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    full = os.open("/dev/full", os.O_WRONLY)
+    try:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-c", PRINTS_IN_TASKS),
+            env=clean_environment(),
+            stdout=full if is_full else write_end,
+            stderr=asyncio.subprocess.PIPE,
+        )
+        async with asyncio.timeout(DEADLINE_S):
+            _, err = await process.communicate()
+    finally:
+        os.close(write_end)
+        os.close(full)
+    expected = b"p: cannot write to standard output: No space left on device\n" if is_full else b""
+    assert (process.returncode, err) == (1, expected)
 
 
 async def test_the_environment_of_the_process_is_read() -> None:

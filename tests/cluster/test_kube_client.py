@@ -15,7 +15,12 @@ from aiohttp import web
 from msgspec import Raw
 
 from gpushare_agent.core.kube.client import ALL_NODES, KubeApi, open_kube_api, pods, pods_of_node
-from gpushare_agent.core.kube.configuration import ConfigurationSource, find_configuration, open_api_client
+from gpushare_agent.core.kube.configuration import (
+    ConfigurationSource,
+    environment_proxy,
+    find_configuration,
+    open_api_client,
+)
 from gpushare_agent.core.kube.session import KubeSession, KubeTimeouts, ListLimits
 from gpushare_agent.core.model.errors import (
     AgentError,
@@ -432,6 +437,8 @@ async def test_the_proxy_of_the_environment_is_used(
     (tmp_path / ".netrc").write_text("default login somebody password secret\n")
     kubeconfig = write_kubeconfig(tmp_path, "http://cluster.invalid", {"token": "t"})
     async with fake_api() as proxy:
+        for name in ("HTTP_PROXY", "NO_PROXY", "no_proxy"):
+            monkeypatch.delenv(name, raising=False)
         monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{proxy.port}")
         monkeypatch.setenv("no_proxy", excluded)
         async with open_kube_api(kubeconfig=kubeconfig) as api:
@@ -442,6 +449,90 @@ async def test_the_proxy_of_the_environment_is_used(
                 await api.list_all(pods_of_node(NODE), whole)
         assert [request.path for request in proxy.seen] == seen
         assert all(request.headers["authorization"] == "Bearer t" for request in proxy.seen)
+
+
+EXCLUDED = [
+    ("", "https://127.0.0.1:6443"),
+    ("", "https://127.8.9.1"),
+    ("", "https://LOCALHOST:6443"),
+    ("", "https://[::1]:6443"),
+    ("", "https://[::ffff:127.0.0.1]:6443"),
+    ("10.96.0.0/12", "https://10.96.0.1:443"),
+    ("corp.example, 10.96.0.1/12", "https://10.111.255.254"),
+    ("10.0.0.0/8", "https://[::ffff:10.1.2.3]"),
+    ("fd00::/8", "https://[fd00::1]:443"),
+    ("10.96.0.1", "https://10.96.0.1"),
+    ("10.96.0.1:443", "https://10.96.0.1"),
+    ("fd00::1", "https://[fd00:0::1]"),
+    ("[fd00::1]", "https://[fd00::1]:6443"),
+    ("[fd00::1]:6443", "https://[fd00::1]:6443"),
+    ("corp", "https://corp:6443"),
+    ("corp", "https://api.corp:6443"),
+    (".corp", "https://api.corp:6443"),
+    ("*.corp", "https://API.dev.corp:6443"),
+    ("api.corp:6443", "https://api.corp:6443"),
+    ("*.corp:443", "https://api.corp"),
+    ("*", "https://api.corp"),
+    ("one.example,*", "https://[fd00::1]:6443"),
+]
+PROXIED = [
+    ("", "https://api.corp"),
+    ("", "https://128.0.0.1"),
+    ("", "https://localhost.corp"),
+    ("10.96.0.0/12", "https://10.112.0.1"),
+    ("10.0.0.0/8", "https://api.corp"),
+    ("fd00::/8", "https://10.0.0.1"),
+    ("10.96.0.1:80", "https://10.96.0.1"),
+    ("[fd00::1]:443", "https://[fd00::1]:6443"),
+    (".corp", "https://corp"),
+    ("*.corp", "https://corp"),
+    ("orp", "https://api.corp"),
+    ("api.corp:443", "https://api.corp:6443"),
+    ("10.0.0.0/99,[,],/,:,,::::,[]:1,*.", "https://10.0.0.1"),
+]
+
+
+@pytest.mark.parametrize(
+    ("excluded", "url", "is_proxied"),
+    [*((*one, False) for one in EXCLUDED), *((*one, True) for one in PROXIED)],
+)
+def test_no_proxy_is_read_as_kubectl_reads_it(excluded: str, url: str, is_proxied: bool) -> None:
+    """Networks, suffixes, ports and IPv6 addresses; this machine never needs a proxy (golang.org/x/net/http/httpproxy)."""
+    found = environment_proxy(url, {"https_proxy": "proxy.corp:3128", "no_proxy": excluded})
+    assert found == (("http://proxy.corp:3128", "https_proxy") if is_proxied else ("", ""))
+
+
+def test_variables_in_upper_case_come_first() -> None:
+    """An empty one is none, and ALL_PROXY is not one of kubectl's."""
+    both = {"HTTPS_PROXY": "https://upper", "https_proxy": "http://lower", "NO_PROXY": "a", "no_proxy": "b"}
+    assert environment_proxy("https://b", both) == ("https://upper", "HTTPS_PROXY")
+    assert environment_proxy("https://a", both) == ("", "")
+    assert environment_proxy("https://b", both | {"HTTPS_PROXY": "", "NO_PROXY": ""}) == ("", "")
+    assert environment_proxy("http://c", {"ALL_PROXY": "http://all", **both}) == ("", "")
+
+
+@pytest.mark.parametrize("scheme", ["http", "https"])
+async def test_the_message_names_a_proxy_that_fails(
+    scheme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The proxy without its password, and the variable: of the API server nothing is known."""
+    kubeconfig = write_kubeconfig(tmp_path, f"{scheme}://cluster.invalid", {"token": "t"})
+    variable = f"{scheme.upper()}_PROXY"
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.setenv(variable, "http://me:s3cret@127.0.0.1:9")
+    async with open_kube_api(kubeconfig=kubeconfig) as api:
+        with pytest.raises(Unavailable) as refused:
+            await api.get_node(NODE)
+    async with fake_api(others=[answers_html_502]) as proxy:
+        monkeypatch.setenv(variable, f"http://me:s3cret@127.0.0.1:{proxy.port}")
+        async with open_kube_api(kubeconfig=kubeconfig) as api:
+            with pytest.raises(Unavailable) as answered:
+                await api.get_node(NODE)
+    through = f"through the proxy 127.0.0.1:9 (from {variable}; NO_PROXY lists the servers that need none)"
+    assert f"no connection to the API server {through}: refused" in str(refused.value)
+    assert through.replace(":9 ", f":{proxy.port} ") in str(answered.value)
+    assert "s3cret" not in f"{refused.value} {answered.value}"
 
 
 async def test_a_rotated_certificate_authority_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

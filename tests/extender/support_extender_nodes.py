@@ -142,9 +142,14 @@ async def serving(extender: ReportedExtender) -> AsyncIterator[ReportedExtender]
 
 
 @asynccontextmanager
-async def open_reported(extender: ReportedExtender, names: Sequence[str]) -> AsyncIterator[EmbeddedCluster]:
+async def open_reported(
+    extender: ReportedExtender, names: Sequence[str], *, scheduler_times: SchedulerTimes = QUICK
+) -> AsyncIterator[EmbeddedCluster]:
     """A cluster whose scheduler asks this extender."""
-    async with serving(extender), open_cluster(*names, extender_url=extender.url) as cluster:
+    async with (
+        serving(extender),
+        open_cluster(*names, extender_url=extender.url, scheduler_times=scheduler_times) as cluster,
+    ):
         extender.cluster = cluster
         yield cluster
 

@@ -49,7 +49,8 @@ def raw_pod(node: IsolationNode, body: object = None) -> dict[str, object]:
     data = None if body is None else json.dumps(body).encode()
     asked = urllib.request.Request(url, data, headers, method="GET" if data is None else "PATCH")
     trusted = ssl.create_default_context(cafile=config["clusters"][0]["cluster"]["certificate-authority"])
-    with urllib.request.urlopen(asked, timeout=10, context=trusted) as answer:
+    handlers = (urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=trusted))
+    with urllib.request.build_opener(*handlers).open(asked, timeout=10) as answer:
         return dict(json.load(answer))
 
 

@@ -10,7 +10,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from gpushare_agent.core.model.errors import Unavailable
-from gpushare_agent.sandbox.scheduler.scheduler import open_extender_calls
+from gpushare_agent.sandbox.scheduler.scheduler import SchedulerTimes, open_extender_calls
 from tests.extender.support_extender_nodes import (
     ReportedExtender,
     condition_of,
@@ -55,6 +55,18 @@ async def test_a_pod_that_the_extender_refuses_waits_with_its_reasons_and_is_tri
         await wait_cluster(cluster, lambda: len(extender.asked("filter", "p")) >= 3, "further tries")
         reasons["b"] = ""
         assert await wait_bound(cluster, "p") == "b"
+
+
+async def test_an_extender_that_has_not_heard_of_a_change_is_asked_again() -> None:
+    """The scheduler tries a pod as soon as a node reports its GPUs; the extender hears of them by its own watch, perhaps
+    later, and nothing changes any more."""
+    answers = ["node a has not reported its GPUs"]
+    extender = ReportedExtender(fits=lambda pod, node: answers.pop() if answers else "")
+    times = SchedulerTimes(first_backoff_s=0.05, last_backoff_s=3600)
+    async with open_reported(extender, ["a"], scheduler_times=times) as cluster, with_plugins(cluster, a=10):
+        cluster.api.create_pod(pod("p", container(cores=5)))
+        assert await wait_bound(cluster, "p") == "a"
+        assert len(extender.asked("filter", "p")) == 2
 
 
 async def test_a_pod_with_claims_is_not_bound_without_them() -> None:

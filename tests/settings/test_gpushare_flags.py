@@ -12,6 +12,7 @@ from structlog.testing import capture_logs
 from gpushare_agent import __main__
 from gpushare_agent import commands as command_line
 from gpushare_agent.agent.commands.former_daemonset import start
+from gpushare_agent.core.cli import interrupts
 from gpushare_agent.core.settings.settings import SettingsError, load_settings
 from gpushare_agent.core.settings.sources import GPUSHARE_DAEMONSET, GPUSHARE_PROGRAM, read_gpushare
 
@@ -118,7 +119,10 @@ def test_gpushares_program_is_the_command_run(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(command_line, "main", lambda: called.append(sys.argv[1:]) or 0)
     monkeypatch.setattr(sys, "argv", ["gpushare-device-plugin-v2", *DAEMONSET])
     monkeypatch.setenv(GPUSHARE_PROGRAM, "")
-    assert __main__.run_as_gpushare() == 0
+    try:
+        assert __main__.run_as_gpushare() == 0
+    finally:
+        interrupts.raise_error()
     assert called == [["run", *DAEMONSET]]
     assert os.environ[GPUSHARE_PROGRAM] == "gpushare-device-plugin-v2"
 

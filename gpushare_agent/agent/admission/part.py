@@ -24,7 +24,7 @@ from gpushare_agent.agent.delivery.device_nodes import ControlNodes, read_extra_
 from gpushare_agent.agent.delivery.volume_plan import DriverVolume, VolumeName
 from gpushare_agent.agent.isolation import IsolationConfig
 from gpushare_agent.agent.isolation.isolations import Isolations
-from gpushare_agent.agent.kubelet.device_plugin import DevicePlugin
+from gpushare_agent.agent.kubelet.device_plugin import CALL_TIMEOUT_S, DevicePlugin
 from gpushare_agent.agent.kubelet.handover import (
     LOCK_POLL_S,
     TAKE,
@@ -98,7 +98,8 @@ class AdmissionPart:
             fetcher=cluster.node_pods,
             kubelet=self.facts,
             refused=self.refused_pods,
-            timeouts=Timeouts(lookup_s=kubelet.pod_lookup_timeout_s),
+            # Less than the call's own bound, which would end it before the reason is kept for the Allocate.
+            timeouts=Timeouts(lookup_s=min(kubelet.pod_lookup_timeout_s, CALL_TIMEOUT_S - 1)),
         )
         self.admission = Admission(
             node=node,

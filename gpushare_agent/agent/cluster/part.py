@@ -127,7 +127,8 @@ class ClusterPart:
 
     def not_ready(self) -> list[str]:
         """Why this part is not ready, nothing when it is."""
-        return [] if self.node.pods.is_synced else ["the API server has not listed this node's pods yet"]
+        why = f": {lost.why}" if (lost := self.informer.lost) is not None else ""
+        return [] if self.node.pods.is_synced else [f"the API server has not listed this node's pods yet{why}"]
 
     async def wait_synced(self) -> None:
         """The API server has listed this node's pods."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import codecs
+import errno
 import gc
 import io
 import math
@@ -24,6 +25,7 @@ from typing import Any, Literal
 from msgspec import Struct
 
 from gpushare_agent import __version__
+from gpushare_agent.core.cli.interrupts import INTERRUPTED, raise_error
 from gpushare_agent.core.kit.logs import setup_logging, write_stderr
 from gpushare_agent.core.kit.near_names import did_you_mean, nearest
 from gpushare_agent.core.model.errors import AgentError
@@ -43,8 +45,8 @@ SORTS: tuple[Sort, ...] = ("gpu", "sm", "memory", "cores")
 """Orders of `top`."""
 COMPLETION_VARIABLE = "_ARGCOMPLETE"
 """argcomplete's shell code sets it when it asks the program for completions."""
-INTERRUPTED = 130
-"""The exit code after Ctrl-C, as a shell gives it: 128 and the number of SIGINT."""
+_UNWRITABLE = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+"""Errors of a descriptor, which have no file's name. Files and sockets have adapters, which rename their errors."""
 _UNPRINTABLE = {"\n": "\n", "\t": " "}
 _STAND_INS = str.maketrans("…–—µ·°↑↓█▉▊▋▌▍▎▏", ".--u. ^v####----")
 _ENCODING_ERRORS = "gpushare-stand-ins"
@@ -85,7 +87,9 @@ def lazy(name: str) -> Callable[..., Any]:
 
     def call(*arguments: Any, **fields: Any) -> Any:
         module, _, function = name.partition(":")
-        return getattr(import_module(f"gpushare_agent.{module}"), function)(*arguments, **fields)
+        found = getattr(import_module(f"gpushare_agent.{module}"), function)
+        raise_error()
+        return found(*arguments, **fields)
 
     call.__qualname__ = name
     return call
@@ -193,8 +197,9 @@ class Command(Struct, frozen=True, kw_only=True):
         flags, own = (
             ([], words) if self.settings is None else split_flags(words, frozenset(parser._option_string_actions))
         )
+        # Before it is parsed: the value of a mistyped option would be taken for a command of the sandbox.
+        _refuse_mistyped(parser, own, all_keys() if self.settings is not None else ())
         options, unknown = parser.parse_known_args(own)
-        _refuse_mistyped(parser, unknown, all_keys() if self.settings is not None else ())
         if self.settings is None and unknown:
             parser.error(f"unrecognized arguments: {' '.join(unknown)}")
         # load_settings reports the unknown with the other mistakes.
@@ -206,7 +211,7 @@ class Command(Struct, frozen=True, kw_only=True):
 
     def _parser(self, program: str, *, with_help: bool) -> argparse.ArgumentParser:
         """The text about the settings is built only when it is asked for."""
-        parser = argparse.ArgumentParser(
+        parser = _Parser(
             prog=f"{program} {self.name}",
             description=self.description,
             epilog=self._epilog(program) if with_help else None,
@@ -235,13 +240,34 @@ class Command(Struct, frozen=True, kw_only=True):
         return "\n\n".join(parts)
 
 
-def _refuse_mistyped(parser: argparse.ArgumentParser, unknown: Sequence[str], settings: Sequence[Key]) -> None:
+class _Parser(argparse.ArgumentParser):
+    """Those of its subcommands are such parsers too."""
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        if file is not sys.stdout:
+            super()._print_message(message, file)
+        else:  # argparse ignores what a full disk loses of the help
+            file.write(message)
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if isinstance(action, argparse._SubParsersAction) and value not in action.choices:
+            raise SettingsError([_no_command(value, list(action.choices))])
+        super()._check_value(action, value)
+
+
+def _no_command(word: str, known: Sequence[str]) -> str:
+    return f"{word!r} is no command{did_you_mean(word, known)}; the commands are {', '.join(known)}"
+
+
+def _refuse_mistyped(parser: argparse.ArgumentParser, words: Sequence[str], settings: Sequence[Key]) -> None:
     """Raises SettingsError where an unknown option is more like one of the command's own than like any setting's flag."""
-    mistyped = [word.partition("=")[0] for word in unknown if word.startswith("--")]
-    # Nearly every call ends here: what follows reads all options.
+    own = _long_options(parser)
+    mistyped = [
+        name for word in words if word.startswith("--") and (name := word.partition("=")[0]) not in {*own, "--"}
+    ]
+    # Nearly every call ends here: what follows reads all settings.
     if not mistyped:
         return
-    own = _long_options(parser)
     known = {*own, *(f"--{name}" for key in settings for name in key.flag_names)}
     found = [(word, near) for word in mistyped if (near := nearest(word, known)) in own]
     if found:
@@ -276,10 +302,26 @@ class CommandLine(Struct, frozen=True, kw_only=True):
         _open_missing_streams()
         _print_in_any_encoding()
         try:
-            code = self._dispatch(argv, environ)
+            code = self._code_of(argv, environ)
             # Here, so that a full disk or a closed pipe is a failure of this command: Python would report it at its own
             # end with a traceback.
             sys.stdout.flush()
+        except (OSError, BaseExceptionGroup) as error:
+            if (lost := _output_error(error)) is None:
+                raise
+            # Python flushes standard output once more when it ends, and would report the same.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            # A closed pipe: the reader (`| head`) has seen enough.
+            told = [] if lost.errno == errno.EPIPE else [f"cannot write to standard output: {lost.strerror}"]
+            return self._fail(told, 1)
+        finally:
+            # __main__.py has switched it off for the imports; a caller in the same process, such as a test, goes on.
+            gc.enable()
+        return code
+
+    def _code_of(self, argv: Sequence[str], environ: Mapping[str, str]) -> int:
+        try:
+            return self._dispatch(argv, environ)
         except SystemExit as end:  # argparse ends so, after its own message
             return end.code if isinstance(end.code, int) else 0
         except SettingsError as error:
@@ -292,16 +334,8 @@ class CommandLine(Struct, frozen=True, kw_only=True):
             if bugs is not None or ours is None:
                 raise
             return self._fail([str(error) for error in _leaves(ours)], 1)
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, asyncio.CancelledError):  # asyncio.run raises either, as the tasks end
             return INTERRUPTED
-        except BrokenPipeError:  # the reader (`| head`) has seen enough
-            # Python flushes standard output once more when it ends, and would report the closed pipe.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return 1
-        finally:
-            # __main__.py has switched it off for the imports; a caller in the same process, such as a test, goes on.
-            gc.enable()
-        return code
 
     def _dispatch(self, argv: Sequence[str], environ: Mapping[str, str]) -> int:
         by_name = {command.name: command for command in self.commands}
@@ -330,7 +364,7 @@ class CommandLine(Struct, frozen=True, kw_only=True):
                 f"{word}: a command comes first, such as `{self.program} {meant} {word}`;"
                 f" the commands: {', '.join(known)}"
             )
-        return f"{word!r} is no command{did_you_mean(word, known)}; the commands are {', '.join(known)}"
+        return _no_command(word, known)
 
     def _overview(self) -> str:
         lines = [
@@ -407,7 +441,19 @@ def run_app(app: Coroutine[Any, Any, int]) -> int:
     # Frozen, they are skipped by each later collection, which holds the event loop.
     gc.freeze()
     gc.enable()
-    return asyncio.run(app)
+    try:
+        raise_error()
+        return asyncio.run(app)
+    finally:
+        app.close()  # else Python complains about one that an interrupt kept from its first step
+
+
+def _output_error(error: BaseException) -> OSError | None:
+    """The error of standard output that this is, or that is all this group has but errors of ours."""
+    if isinstance(error, BaseExceptionGroup):
+        errors = [_output_error(one) for one in error.exceptions if not isinstance(one, AgentError)]
+        return next(iter(errors), None) if all(errors) else None
+    return error if isinstance(error, OSError) and error.errno in _UNWRITABLE and error.filename is None else None
 
 
 def _leaves(group: BaseExceptionGroup[AgentError]) -> list[AgentError]:

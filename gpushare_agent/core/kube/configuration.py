@@ -19,10 +19,11 @@ import importlib
 import os
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec, module_from_spec
+from ipaddress import ip_address, ip_network
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -187,8 +188,10 @@ async def open_api_client(source: ConfigurationSource) -> Any:
                     token_filename=str(source.service_account / "token"),
                     cert_filename=str(source.service_account / "ca.crt"),
                 )
-        configuration.proxy = configuration.proxy or _environment_proxy(configuration.host)
-        return _own_requests(client.ApiClient(configuration))
+        variable = "the kubeconfig's proxy-url"
+        if not configuration.proxy:
+            configuration.proxy, variable = environment_proxy(configuration.host, os.environ)
+        return _own_requests(client.ApiClient(configuration), _through(configuration.proxy, variable))
     # a malformed user entry surfaces in the library as TypeError or AssertionError
     except (config.ConfigException, OSError, ValueError, TypeError, AssertionError) as e:
         raise Unavailable(
@@ -197,13 +200,51 @@ async def open_api_client(source: ConfigurationSource) -> Any:
         ) from e
 
 
-def _environment_proxy(host: str) -> str | None:
-    """The proxy that HTTP_PROXY, HTTPS_PROXY and NO_PROXY name for the API server."""
-    # Here, as the library's import: aiohttp has it too, and before the registration nobody needs it.
-    from urllib.request import getproxies, proxy_bypass
+def environment_proxy(url: str, environ: Mapping[str, str]) -> tuple[str, str]:
+    """The proxy for a URL and the variable that names it, both empty where there is none. As kubectl chooses it (Go's
+    golang.org/x/net/http/httpproxy): upper case comes first, ALL_PROXY does not count, loopback addresses need no proxy."""
+    server = urlsplit(url)
+    host, port = server.hostname or "", str(server.port or {"http": 80}.get(server.scheme, 443))
+    variables = (f"{server.scheme.upper()}_PROXY", f"{server.scheme}_proxy")
+    variable = next((name for name in variables if environ.get(name)), "")
+    excluded = environ.get("NO_PROXY") or environ.get("no_proxy") or ""
+    if not variable or is_excluded(host, port, excluded):
+        return "", ""
+    proxy = environ[variable].strip()
+    return proxy if "://" in proxy else f"http://{proxy}", variable
 
-    server = urlsplit(host)
-    return None if proxy_bypass(server.hostname or "") else getproxies().get(server.scheme)
+
+def is_excluded(host: str, port: str, excluded: str) -> bool:
+    """Whether a host in lower case is one of this machine, or NO_PROXY (`excluded`) names it."""
+    address = _ip(ip_address, host)
+    if host == "localhost" or (address is not None and address.is_loopback):
+        return True
+    for entry in excluded.lower().replace(" ", "").split(","):
+        name, its_port = entry, ""
+        if entry.startswith("["):
+            name, _, its_port = entry[1:].partition("]")
+        elif entry.count(":") == 1:  # more are an IPv6 address
+            name, _, its_port = entry.partition(":")
+        if "/" in name:
+            network = _ip(partial(ip_network, strict=False), name)
+            is_named = network is not None and address is not None and address in network
+        elif (its_address := _ip(ip_address, name)) is not None:
+            is_named = its_address == address
+        else:
+            suffix = name.removeprefix("*")
+            is_named = name in ("*", host) or (suffix != "" and host.endswith(f".{suffix.removeprefix('.')}"))
+        if is_named and its_port.removeprefix(":") in ("", port):
+            return True
+    return False
+
+
+def _ip(read: Callable[[str], Any], text: str) -> Any:
+    """An address or a network; None where the text is none. An IPv4 address in IPv6's form is the IPv4 address."""
+    try:
+        found = read(text)
+    except ValueError:
+        return None
+    return getattr(found, "ipv4_mapped", None) or found
 
 
 class _WithoutRedirects:
@@ -218,9 +259,17 @@ class _WithoutRedirects:
         return self._session.request(**given, allow_redirects=False)
 
 
-def _own_requests(client: Any) -> Any:
+def _through(proxy: str, variable: str) -> str:
+    """The part of a message about a request that failed: which proxy it took, without its password, and why that one."""
+    if not proxy:
+        return ""
+    return f" through the proxy {proxy.rpartition('@')[2]} (from {variable}; NO_PROXY lists the servers that need none)"
+
+
+def _own_requests(client: Any, through: str) -> Any:
     """Before each request aiohttp would look for a proxy in the environment, and for credentials in ~/.netrc, each in a
     thread. The proxy is known by now, and kubectl reads no ~/.netrc either."""
+    client.through = through
     client.rest_client.pool_manager._trust_env = False
     client.rest_client.pool_manager = _WithoutRedirects(client.rest_client.pool_manager)
     return client

@@ -107,6 +107,11 @@ class KubeSession:
                 await client.close()
         self._client = self._retired = None
 
+    @property
+    def through(self) -> str:
+        """Names the proxy in a message; empty without one."""
+        return str(self._client.through) if self._client is not None else ""
+
     async def fetch(
         self, request: Request, decoder: Decoder[T], *, timeout_s: float, limit_bytes: int = MAX_OBJECT_BYTES
     ) -> T:
@@ -121,7 +126,7 @@ class KubeSession:
         return Raw(content)
 
     async def _content(self, request: Request, timeout_s: float, limit_bytes: int) -> bytearray:
-        with renamed(request.what):
+        with renamed(request.what, self.through):
             async with asyncio.timeout(timeout_s), self.stream(request) as response:
                 return await _read_bounded(response, request.what, limit_bytes)
 
@@ -142,7 +147,7 @@ class KubeSession:
                 response = await self._send(request)
             if not 200 <= response.status < 300:
                 # Inside `try`: the error's text is read from the response before it is closed.
-                raise await _status_error(response, request.what, self._advice)
+                raise await _status_error(response, request.what, self._advice, self.through)
             yield response
         finally:
             response.close()
@@ -198,14 +203,14 @@ class KubeSession:
 
 
 @contextmanager
-def renamed(what: str) -> Iterator[None]:
-    """Rename foreign errors, once, for the caller's next move.
+def renamed(what: str, through: str = "") -> Iterator[None]:
+    """Rename foreign errors, once, for the caller's next move. `through` names the proxy, of which the fault may be.
 
     Raises:
         NotFound, Conflict, Rejected, Unavailable: by HTTP status; Unavailable also for connections and timeouts.
         Corrupt: a line longer than the limit.
     """
-    from aiohttp import ClientConnectorError, ClientError
+    from aiohttp import ClientConnectorError, ClientError, ClientHttpProxyError
     from aiohttp.http_exceptions import HttpProcessingError, LineTooLong
     from kubernetes_asyncio.config.config_exception import ConfigException
 
@@ -214,7 +219,7 @@ def renamed(what: str) -> Iterator[None]:
     except LineTooLong as e:
         raise Corrupt(f"cannot {what}: a line of the answer is longer than allowed") from e
     except TimeoutError as e:
-        raise Unavailable(f"cannot {what}: {NO_ANSWER}") from e
+        raise Unavailable(f"cannot {what}: {NO_ANSWER}{through}") from e
     except ConfigException as e:
         raise Unavailable(f"cannot {what}: the credentials cannot be read: {e}") from e
     except RuntimeError as e:
@@ -225,11 +230,13 @@ def renamed(what: str) -> Iterator[None]:
     except ClientConnectorError as e:
         reason = "refused" if isinstance(e.os_error, ConnectionRefusedError) else str(e.os_error.strerror or e.os_error)
         raise Unavailable(
-            f"cannot {what}: no connection to the API server at {e.host}:{e.port}: {reason}; check that it runs, its address"
-            " and its certificate authority"
+            f"cannot {what}: no connection to the API server{through or f' at {e.host}:{e.port}'}: {reason}; check that it"
+            " runs, its address and its certificate authority"
         ) from e
+    except ClientHttpProxyError as e:  # whose own text has the proxy's password
+        raise Unavailable(f"cannot {what}: no connection{through}: it answered {e.status} {e.message}") from e
     except (ClientError, HttpProcessingError, OSError, ValueError) as e:
-        raise Unavailable(f"cannot {what}: {e or type(e).__name__}") from e
+        raise Unavailable(f"cannot {what}: {e or type(e).__name__}{through}") from e
 
 
 async def _read_bounded(response: ClientResponse, what: str, limit_bytes: int) -> bytearray:
@@ -242,11 +249,11 @@ async def _read_bounded(response: ClientResponse, what: str, limit_bytes: int) -
     return content
 
 
-async def _status_error(response: ClientResponse, what: str, advice: str) -> AgentError:
+async def _status_error(response: ClientResponse, what: str, advice: str, through: str) -> AgentError:
     """The error that a refused request becomes; the server's own message is in it."""
     # A Status is short; a proxy's page of HTML need not be read.
     content = await response.content.read(4096)
-    message = status_message(content) or excerpt(content)
+    message = status_message(content) or f"{excerpt(content)}{through}"
     error = error_for_status(response.status, what, message, advice=advice)
     if response.status == 429:
         return Throttled(str(error), _retry_after_s(response.headers.get("Retry-After", "")))
@@ -434,7 +441,7 @@ class KubeLists:
             ("timeoutSeconds", str(max(watch_s, 1))),
         )
         stream = self._session.stream(replace(request, query=(*request.query, *query)))
-        with renamed(request.what):
+        with renamed(request.what, self._session.through):
             async with asyncio.timeout(self._timeouts.request_s):
                 # By hand: the timeout is for the headers alone, the stream lasts for minutes.
                 response = await stream.__aenter__()
@@ -446,7 +453,7 @@ class KubeLists:
 
     async def _events(self, response: ClientResponse, what: str) -> AsyncGenerator[WatchEvent, None]:
         while True:
-            with renamed(what):
+            with renamed(what, self._session.through):
                 async with asyncio.timeout(self._timeouts.watch_idle_s):
                     line = await response.content.readuntil(b"\n", max_size=MAX_LINE_BYTES)
             if not line:

@@ -423,8 +423,12 @@ class ExtenderScheduler:
         attempts = known.attempts + 1 if known is not None else 1
         delay_s = min(times.first_backoff_s * 2 ** min(attempts - 1, 16), times.last_backoff_s)
         # Only time can end an error; a pod that fits nowhere waits for a change, and the last back-off is the longest wait.
-        latest_at = now + (delay_s if reason == SCHEDULER_ERROR else times.last_backoff_s)
-        self._waiting[uid] = _Waiting(attempts=attempts, due_at=now + delay_s, latest_at=latest_at, epoch=self._epoch)
+        # After a change it has two tries: the extender may be asked before it has heard of the change.
+        is_first = known is None or known.epoch != self._epoch
+        latest_s = delay_s if reason == SCHEDULER_ERROR else times.first_backoff_s if is_first else times.last_backoff_s
+        self._waiting[uid] = _Waiting(
+            attempts=attempts, due_at=now + delay_s, latest_at=now + latest_s, epoch=self._epoch
+        )
         with suppress(NotFound, Conflict):  # it may have gone, or be bound, meanwhile
             newest = self._api.pod(pod["metadata"]["namespace"], pod["metadata"]["name"])
             if newest["metadata"]["uid"] == uid and not newest["spec"].get("nodeName"):
