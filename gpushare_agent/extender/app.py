@@ -7,6 +7,7 @@ stops listening, lets binds end, and releases lease and label: another replica l
 from __future__ import annotations
 
 import asyncio
+import base64
 import gc
 import json
 import os
@@ -15,7 +16,7 @@ import socket
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -28,8 +29,10 @@ from gpushare_agent.core.kit.process import sd_notify
 from gpushare_agent.core.kit.regular_file import read_regular
 from gpushare_agent.core.kit.supervision import forever, stop_task, wait_for
 from gpushare_agent.core.kube.client import ALL_NODES, LIVE_PODS, config_map
+from gpushare_agent.core.kube.configuration import SERVICE_ACCOUNT
 from gpushare_agent.core.kube.events import EventRecorder
 from gpushare_agent.core.kube.informer import Informer
+from gpushare_agent.core.kube.objects import OwnerReference
 from gpushare_agent.core.model.errors import StartupError, Unavailable
 from gpushare_agent.core.settings.former_flags import ADMISSION_FIELDS
 from gpushare_agent.core.settings.resource_names import resource_names
@@ -312,16 +315,30 @@ def _election(settings: ExtenderSettings, api: ClusterApi) -> LeaderElection | A
     # One replica: an election would only add a lease to be lost.
     if not settings.leader_elect:
         return AlwaysLeads()
+    # All replicas of one Deployment have one namespace, so they agree without a setting.
+    namespace = settings.lease_namespace or os.environ.get("POD_NAMESPACE", "") or DEFAULT_NAMESPACE
     terms = LeaseTerms(
-        # All replicas of one Deployment have one namespace, so they agree without a setting.
-        namespace=settings.lease_namespace or os.environ.get("POD_NAMESPACE", "") or DEFAULT_NAMESPACE,
+        namespace=namespace,
         name=LEASE_NAME,
+        owner=lease_owner(namespace),
         duration_s=LEASE_DURATION_S,
         renew_deadline_s=RENEW_DEADLINE_S,
         retry_s=RETRY_PERIOD_S,
     )
     # Random next to the host's name: a container that restarts in its pod must not take the lease for its own.
     return LeaderElection(api=api, identity=f"{socket.gethostname()}_{uuid.uuid4().hex}", terms=terms)
+
+
+def lease_owner(namespace: str, token: Path = SERVICE_ACCOUNT / "token") -> OwnerReference | None:
+    """This pod's service account, which goes with the extender's manifests, where it is of the namespace; None elsewhere.
+    Format: the claims of a projected token, a JSON Web Token."""
+    with suppress(OSError, ValueError, LookupError, TypeError):  # no pod, or another kind of token
+        payload = token.read_text(encoding="ascii").split(".")[1]
+        bound = json.loads(base64.urlsafe_b64decode(payload + "=" * (-len(payload) % 4)))["kubernetes.io"]
+        name, uid = str(bound["serviceaccount"]["name"]), str(bound["serviceaccount"]["uid"])
+        if bound["namespace"] == namespace:
+            return OwnerReference(api_version="v1", kind="ServiceAccount", name=name, uid=uid)
+    return None
 
 
 def _leader_label(api: ClusterApi, election: LeaderElection | AlwaysLeads) -> LeaderLabel | None:

@@ -37,7 +37,7 @@ from gpushare_agent.core.kit.json_schema import NULL, Lenient, decoded
 from gpushare_agent.core.kit.supervision import bounded
 from gpushare_agent.core.kube.client import ClusterApi, pods
 from gpushare_agent.core.kube.informer import Informer
-from gpushare_agent.core.kube.objects import ObjectMeta, object_meta, pod_uid
+from gpushare_agent.core.kube.objects import ObjectMeta, OwnerReference, object_meta, pod_uid
 from gpushare_agent.core.kube.session import NO_ANSWER
 from gpushare_agent.core.model.errors import AgentError, Conflict, Corrupt, NotFound, Rejected
 from gpushare_agent.core.model.pods import Pod
@@ -101,10 +101,11 @@ _LEASE = json.Decoder(Lease)
 
 
 class LeaseTerms(Struct, frozen=True, kw_only=True):
-    """The lease and its times in seconds: retry < renew deadline < duration."""
+    """The lease and its times in seconds: retry < renew deadline < duration. Kubernetes removes it with its `owner`."""
 
     namespace: str
     name: str
+    owner: OwnerReference | None = None
     duration_s: float = 15.0
     renew_deadline_s: float = 10.0
     retry_s: float = 2.0
@@ -266,7 +267,8 @@ class LeaderElection(Struct, kw_only=True, eq=False):
         now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
         read = self._spec
         is_new, count = holder != read.holder_identity, read.lease_transitions or 0
-        new = Raw(json.encode({"name": self.terms.name, "namespace": self.terms.namespace}))
+        owners = [self.terms.owner] if self.terms.owner is not None else []
+        new = Raw(json.encode({"name": self.terms.name, "namespace": self.terms.namespace, "ownerReferences": owners}))
         spec = LeaseSpec(
             holder_identity=holder,
             # The API server accepts no 0.

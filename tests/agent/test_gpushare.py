@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 
+from gpushare_agent.agent.cluster.node_facts import plan_gpu_count_removal
 from gpushare_agent.core.formats.vdevice import decode_config
+from gpushare_agent.core.kube.objects import read_node_json
 from gpushare_agent.core.model.errors import StartupError
 from gpushare_agent.core.wire.v1beta1 import ContainerAllocateResponse
 from gpushare_agent.sandbox.node import EmbeddedNode
@@ -21,6 +23,7 @@ from tests.sandbox.support_sandbox import (
     wait_allocatable,
     wait_gone,
 )
+from tests.support_json import undecoded
 
 GPU_MEM, GPU_COUNT = "aliyun.com/gpu-mem", "aliyun.com/gpu-count"
 FLAGS = ("--gpushare.enabled", "--simulated.gpus=2", "--isolation=vcuda")
@@ -130,6 +133,25 @@ async def test_the_nodes_capacity_tells_how_many_gpus_there_are() -> None:
         before = heartbeat()
         await wait_until(node, lambda: heartbeat() > before, "a status of the kubelet that started")
         assert is_counted()
+
+
+async def test_the_number_of_gpus_goes_when_it_is_switched_off() -> None:
+    """The kubelet keeps what was patched; a number that goes with another program's memory stays."""
+    async with open_test_node() as node:
+
+        def shown(resource: str) -> str | None:
+            raw = node.api.object_of("nodes", ("", node.name)) or {}
+            found: str | None = raw["status"].get("allocatable", {}).get(resource)
+            return found
+
+        async with open_agent(node, *FLAGS):
+            await wait_until(node, lambda: shown(GPU_COUNT) == "2", "the number of GPUs in the Node object")
+        await wait_until(node, lambda: shown(GPU_MEM) in (None, "0"), "a status of the kubelet without the memory")
+        async with open_agent(node, "--simulated.gpus=2"):
+            await wait_until(node, lambda: shown(GPU_COUNT) is None, "no number of GPUs")
+    capacity = {GPU_COUNT: "1", GPU_MEM: "24"}
+    others = read_node_json(undecoded({"status": {"capacity": capacity, "allocatable": capacity}}))
+    assert plan_gpu_count_removal(others, GPU_MEM).body == {}
 
 
 async def test_without_the_setting_nothing_of_it_is_there() -> None:

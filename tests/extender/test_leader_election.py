@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import inspect
+import json
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from gpushare_agent.core.kube.client import ClusterApi
 from gpushare_agent.core.model.errors import Conflict, NotFound, Unavailable
+from gpushare_agent.extender.app import lease_owner
 from gpushare_agent.extender.leader_election import AlwaysLeads, LeaderElection, LeaseTerms, boot_time_s
 from tests.extender.support_extender import FakeCluster, eventually, fake_cluster, opened_api
 from tests.fakes.clock import FakeClock
@@ -62,6 +67,24 @@ async def test_the_first_takes_the_lease_and_the_second_waits() -> None:
         assert lease(cluster)["leaseDurationSeconds"] == 15
         assert lease(cluster)["leaseTransitions"] == 0
         assert len(lease(cluster)["renewTime"]) == len("2026-03-01T08:00:00.000000Z")
+
+
+async def test_the_lease_goes_with_the_account_of_its_manifests(short_dir: Path) -> None:
+    """It is made with an owner that goes with them, where the pod's token names one in the lease's namespace."""
+    token = short_dir / "token"
+    claims = {"namespace": "ns", "serviceaccount": {"name": "extender", "uid": "u-1"}}
+    payload = base64.urlsafe_b64encode(json.dumps({"kubernetes.io": claims}).encode()).decode().rstrip("=")
+    token.write_text(f"e30.{payload}.x")
+    owner = lease_owner("ns", token)
+    assert lease_owner("other", token) is None and lease_owner("ns", short_dir / "none") is None
+    for text in ("", "a.b", "e30.e30.x", "e30.W10.x", "e30.bnVsbA.x", "e30.\u00e9.x"):
+        token.write_text(text)
+        assert lease_owner("ns", token) is None
+    async with elections(1, replace(TERMS, owner=owner)) as (cluster, clock, (only,)):
+        await first_to_lead(only, clock)
+        (written,) = cluster.objects["leases"]["ns/lease"]["metadata"]["ownerReferences"]
+        named = {"apiVersion": "v1", "kind": "ServiceAccount", "name": "extender", "uid": "u-1"}
+        assert {key: value for key, value in written.items() if value is not None} == named
 
 
 async def test_a_leader_stops_before_another_may_begin() -> None:

@@ -18,9 +18,9 @@ from msgspec import Struct, field
 
 from gpushare_agent.agent.cluster.feature_labels import PREFIX as FEATURES_PREFIX
 from gpushare_agent.agent.cluster.feature_labels import TIMESTAMP_LABEL
-from gpushare_agent.core.kube.objects import NodeJson
+from gpushare_agent.core.kube.objects import NodeJson, amount
 from gpushare_agent.core.model.gpus import Gpu, GpuInventory, LinkKind, Topology
-from gpushare_agent.core.model.names import GPU_MODEL_LABEL, GpuUuid
+from gpushare_agent.core.model.names import GPU_MODEL_LABEL, GPUSHARE_COUNT_RESOURCE, GpuUuid
 from gpushare_agent.core.node_report.annotations import (
     ALLOCATIONS_ANNOTATION,
     GPUS_ANNOTATION,
@@ -300,12 +300,21 @@ def plan_allocations_patch(node: NodeJson, text: str) -> NodePatch:
     return NodePatch(what="annotations", body={"metadata": {"annotations": changed}} if changed else {})
 
 
-def plan_capacity_patch(node: NodeJson, desired: Mapping[str, int]) -> NodePatch:
-    """Counts of extended resources in the node's capacity. The kubelet takes it over into what can be allocated."""
-    capacity = _changed(node.status.capacity or {}, {resource: str(count) for resource, count in desired.items()})
+def plan_capacity_patch(node: NodeJson, desired: Mapping[str, int | None]) -> NodePatch:
+    """Counts of extended resources in the node's capacity, None for none. The kubelet takes it over into what can be
+    allocated."""
+    counts = {resource: None if count is None else str(count) for resource, count in desired.items()}
+    capacity = _changed(node.status.capacity or {}, counts)
     # The subresource status has a right of its own.
     body = {"status": {"capacity": capacity}} if capacity else {}
     return NodePatch(what="capacity", body=body, shown={"capacity": capacity}, subresource="status")
+
+
+def plan_gpu_count_removal(node: NodeJson, resource: str) -> NodePatch:
+    """Without the number of GPUs of GPUShare, unless a device plugin, not this agent's, offers the `resource` of memory."""
+    if amount((node.status.allocatable or {}).get(resource)):
+        return NodePatch(what="capacity")
+    return plan_capacity_patch(node, {GPUSHARE_COUNT_RESOURCE: None})
 
 
 def _changed(present: Mapping[str, object], desired: Mapping[str, T]) -> dict[str, T]:

@@ -24,6 +24,7 @@ from gpushare_agent.agent.cluster.node_facts import (
     plan_allocations_patch,
     plan_capacity_patch,
     plan_facts_patch,
+    plan_gpu_count_removal,
 )
 from gpushare_agent.core.kit.backoff import Backoff
 from gpushare_agent.core.kit.supervision import ReportOnce, bounded, wait_for
@@ -82,7 +83,7 @@ ALLOCATIONS: NodeFields[str] = NodeFields(
     retry_cap_s=5.0,  # the extender places by it; a kubelet that cannot renew its lease tries every 7 s
     change_often=True,
 )
-CAPACITY: NodeFields[Mapping[str, int]] = NodeFields(
+CAPACITY: NodeFields[Mapping[str, int | None]] = NodeFields(
     name="capacity",
     plan=plan_capacity_patch,
     lost="GPUShare's tools do not see this node's GPUs",
@@ -91,6 +92,15 @@ CAPACITY: NodeFields[Mapping[str, int]] = NodeFields(
     period_s=60.0,  # a kubelet that registers the node again resets its capacity
     retry_cap_s=60.0,
 )
+NO_GPU_COUNT: NodeFields[str] = NodeFields(
+    name="capacity",
+    plan=plan_gpu_count_removal,
+    lost="GPUShare's tools count GPUs of this node, though it gives no gpu-mem any more",
+    remedy="remove aliyun.com/gpu-count from the node's capacity (docs/how-to/uninstall.md)",
+    gap_s=1.0,
+    retry_cap_s=PERIOD_S,
+)
+"""Where GPUShare's resource is switched off: the number was this agent's when it was on."""
 
 TAINT: NodeFields[FreeGpus] = NodeFields(
     name="taint",

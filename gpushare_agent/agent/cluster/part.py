@@ -13,7 +13,15 @@ import structlog
 
 from gpushare_agent.agent.cluster.feature_labels import feature_labels
 from gpushare_agent.agent.cluster.node_facts import NodeFacts, gpus_annotation, node_facts
-from gpushare_agent.agent.cluster.node_fields import ALLOCATIONS, CAPACITY, FACTS, TAINT, NodeFields, NodeFieldsWriter
+from gpushare_agent.agent.cluster.node_fields import (
+    ALLOCATIONS,
+    CAPACITY,
+    FACTS,
+    NO_GPU_COUNT,
+    TAINT,
+    NodeFields,
+    NodeFieldsWriter,
+)
 from gpushare_agent.agent.cluster.pod_annotations import PodAnnotations, pod_annotations
 from gpushare_agent.agent.cluster.pod_store import NodePods
 from gpushare_agent.agent.cluster.rejected_pods import RejectedPods
@@ -179,6 +187,8 @@ def _written_fields(settings: Settings) -> Iterator[tuple[NodeFields[Any], Calla
     # GPUShare's tools read the number of GPUs from the node's capacity, which no device plugin serves.
     if settings.gpushare.enabled:
         yield CAPACITY, lambda node: {GPUSHARE_COUNT_RESOURCE: len(node.gpus().gpus)}
+    else:
+        yield NO_GPU_COUNT, lambda node: node.settings.gpushare.resource
     if settings.facts.is_written:
         yield from ((FACTS, _desired_facts), (ALLOCATIONS, _desired_allocations), (TAINT, desired_free_gpus))
 
