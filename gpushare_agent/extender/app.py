@@ -48,6 +48,7 @@ from gpushare_agent.extender.http import ExtenderWeb
 from gpushare_agent.extender.leader_election import AlwaysLeads, LeaderElection, LeaderLabel, Leadership, LeaseTerms
 from gpushare_agent.extender.metrics import ExtenderMetrics
 from gpushare_agent.extender.objects import read_node
+from gpushare_agent.extender.preemption import Preemption
 from gpushare_agent.extender.steps import in_steps
 from gpushare_agent.extender.values import ClusterPolicy
 from gpushare_agent.extender.verbs import Extender
@@ -93,6 +94,7 @@ class ExtenderParts(Struct, kw_only=True):
     pods: PodsFeed
     binder: Binder
     waiters: Waiters
+    preemption: Preemption
     events: EventRecorder
     web: ExtenderWeb
 
@@ -137,6 +139,7 @@ async def serve(parts: ExtenderParts, stop: asyncio.Event, *, on_listed: Callabl
         tasks = [
             start("binds", parts.binder.run),
             start("waiters", parts.waiters.run),
+            start("preemption", parts.preemption.run),
             start("events", partial(parts.events.run, parts.api)),
             start("leadership", partial(parts.leadership.run, on_listed)),
             *(start("informer", partial(one.run, parts.api)) for one in parts.informers),
@@ -206,6 +209,7 @@ def build(settings: Settings, api: ClusterApi, *, clock: Callable[[], float] = t
         metrics=metrics,
         clock=clock,
     )
+    preemption = Preemption(state=state, writes=writes, unscheduled=pods.unscheduled, events=events, clock=clock)
     # Set later, because the waiters ask the quota, and the quota tells the waiters.
     quota.on_gain = waiters.gained
     extender = Extender(
@@ -214,6 +218,7 @@ def build(settings: Settings, api: ClusterApi, *, clock: Callable[[], float] = t
         binder=binder,
         metrics=metrics,
         waiters=waiters,
+        preemption=preemption,
         reserves_at_filter=chosen.reserve == "filter",
         most_fitting=MOST_FITTING_NODES,
     )
@@ -239,6 +244,7 @@ def build(settings: Settings, api: ClusterApi, *, clock: Callable[[], float] = t
         pods=pods,
         binder=binder,
         waiters=waiters,
+        preemption=preemption,
         events=events,
         web=web,
     )

@@ -444,6 +444,15 @@ class PodWrites(Struct, kw_only=True, eq=False):
         written = {RETRY_ANNOTATION: str(self.time_ns())}
         await self.api.patch_pod_annotations(pod.namespace, pod.name, pod.uid, written)
 
+    async def nominate(self, pod: Pod, node: str) -> None:
+        self._check_leads()
+        await self.api.nominate_pod(pod.namespace, pod.name, pod.uid, node)
+
+    async def evict(self, pod: Pod, *, is_tried: bool = False) -> None:
+        """With `is_tried` nothing ends. Raises Throttled where a PodDisruptionBudget forbids it."""
+        self._check_leads()
+        await self.api.evict_pod(pod.namespace, pod.name, pod.uid, is_tried=is_tried)
+
     async def bind(self, bind: Bind) -> None:
         """One try. Raises Unavailable or Conflict where another try may succeed."""
         reservation = bind.reservation

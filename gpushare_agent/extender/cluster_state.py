@@ -14,8 +14,9 @@ Sources of what a pod has, best first: the report of the node's agent; our own p
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence, Set
 from typing import NamedTuple, TypeVar
 
 from msgspec import Struct, field
@@ -42,6 +43,7 @@ from gpushare_agent.extender.decisions.pod_plan import (
     scores_of,
     signature_of,
 )
+from gpushare_agent.extender.decisions.preemption import Victim, by_importance, charged, choose_victims, cost_of
 from gpushare_agent.extender.decisions.quota import QuotaState
 from gpushare_agent.extender.learnt_pods import LearntPods
 from gpushare_agent.extender.steps import Steps, at_once
@@ -63,6 +65,7 @@ REPORT_WAIT_S = 2.0
 connects to the API server only then: pods are scheduled there meanwhile (measured: the report follows 0.3 to 1 s
 later)."""
 NO_PLAN = PodPlan(containers=(), charges={})
+_KEPT = "the GPUs where it fits are kept for pods of its priority or a higher one, for which others were evicted"
 _UNKNOWN = "the extender knows no GPUs of this node: does the agent run there?"
 
 
@@ -135,6 +138,9 @@ class ClusterState:
         self._learnt = LearntPods()
         self._typical: TypicalPods | None = None
 
+        self._nominated: defaultdict[str, dict[PodUid, Pod]] = defaultdict(dict)
+        """By node the pods without a node for which others were evicted there: the room is theirs."""
+
     # --- from the informers ---
 
     # put_node, in the order of the code:
@@ -205,10 +211,14 @@ class ClusterState:
 
     def put_pod(self, pod: Pod, now: float) -> None:
         """A pod that asks for something of ours. It counts from its bind to its end."""
+        self._end_nomination(pod.uid)
         if pod.is_terminal:
             self.remove_pod(pod.uid)
         # A pod without a node has nothing yet, unless a bind of ours has reserved it.
-        elif pod.node_name:
+        elif not pod.node_name:
+            if pod.rank.nominated_node:
+                self._nominated[pod.rank.nominated_node][pod.uid] = pod
+        else:
             # Another scheduler bound it elsewhere: what was planned here will not happen.
             if (known := self._reservations.get(pod.uid)) is not None and known.node != pod.node_name:
                 self._release(pod.uid)
@@ -259,6 +269,9 @@ class ClusterState:
             asked = [name for name in asked if name not in answer.unresolvable]
         answers = yield from self._answers_steps(pod, signature, asked)
         fitting, failed, unresolvable = answers.fitting, answers.failed, answers.unresolvable
+        if kept := (yield from self._kept_steps(pod, fitting)):
+            fitting = {name: cost for name, cost in fitting.items() if name not in kept}
+            failed = failed | dict.fromkeys(kept, _KEPT)
         answer.fitting = [name for name in asked if name in fitting]
         if len(answer.fitting) == len(asked):
             return answer
@@ -275,7 +288,9 @@ class ClusterState:
             return False
         over = self._over_quota(pod)
         answers = yield from self._answers_steps(pod, signature, list(self._nodes))
-        return any(self._nodes[name].node.kind not in over for name in answers.fitting if name in self._nodes)
+        kept = yield from self._kept_steps(pod, answers.fitting)
+        names = answers.fitting.keys() - kept
+        return any(self._nodes[name].node.kind not in over for name in names if name in self._nodes)
 
     def prioritize(self, pod: Pod, names: Sequence[str]) -> list[tuple[str, int]]:
         """A score from 0 to 10 for each node, 0 where it does not fit: `scores_of` its cost among the costs of all."""
@@ -359,7 +374,7 @@ class ClusterState:
         if invalid:
             return Refused(reason=RefusalReason.INVALID_REQUEST, detail=invalid)
         # By the exact plan, whatever the summary said: what is reserved names GPUs.
-        plan = plan_pod(pod, ledger.gpus, ledger.node.topology, self._policy)
+        plan = plan_pod(pod, self._gpus_for(pod, ledger), ledger.node.topology, self._policy)
         if isinstance(plan, Refused):
             return Refused(reason=plan.reason, detail=f"node {node}: {plan.detail}")
         # CPU and memory with the GPUs, before the watch shows the pod: the next one may be decided in between.
@@ -384,9 +399,12 @@ class ClusterState:
         if ledger is not None and (allocated := (ledger.node.allocated or {}).get(uid)) is not None:
             self._confirm(bound, allocated, known.at)
 
-    def victims_steps(self, pod: Pod, candidates: Mapping[str, Sequence[PodUid]]) -> Steps[dict[str, list[PodUid]]]:
-        """The nodes where the pod fits once these pods are gone, each with its victims as they were given: the scheduler may
-        evict them for other resources too. Where a quota is used up no pod is evicted."""
+    def victims_steps(
+        self, pod: Pod, candidates: Mapping[str, Sequence[PodUid]], protected: Set[PodUid] = frozenset()
+    ) -> Steps[dict[str, list[PodUid]]]:
+        """The nodes where the pod fits once these pods are gone, each with its victims as they were given, or others of
+        lower priority where these do not suffice; the most important first. Budgets allow no end of `protected`. Where a
+        quota is used up no pod is evicted."""
         if not signature_of(pod, self._policy.names):
             return {node: list(uids) for node, uids in candidates.items()}
         fitting: dict[str, list[PodUid]] = {}
@@ -401,17 +419,91 @@ class ClusterState:
             # Evictions would not help there.
             if ledger is None or ledger.node.kind in over:
                 continue
-            # The node's ledger is built once more without the victims.
-            work += COST_OF_A_PLAN + len(ledger.reservations)
-            gpus = ledger.without(frozenset(uids)).gpus
-            if not isinstance(plan_pod(pod, gpus, ledger.node.topology, self._policy), Refused):
-                fitting[node] = list(uids)
+            # Each GPU is looked at with each of its pods.
+            work += COST_OF_A_PLAN * (len(ledger.node.gpus) + 2 * len(ledger.reservations))
+            if victims := self._victims(pod, ledger, uids, protected):
+                fitting[node] = victims
         return fitting
+
+    def _victims(self, pod: Pod, ledger: NodeLedger, given: Sequence[PodUid], protected: Set[PodUid]) -> list[PodUid]:
+        gpus, topology = self._gpus_for(pod, ledger), ledger.node.topology
+        lower = [one for one in self.victims(ledger.reservations, protected) if one.rank.priority < pod.rank.priority]
+        # Also pods of other priorities that end already: what they leave costs nothing.
+        left = charged(gpus, self._ending(ledger), -1)
+        chosen = choose_victims(pod, [one for one in lower if not one.is_ending], left, topology, self._policy)
+        own = [*chosen, *(one for one in lower if one.is_ending)] if chosen is not None else []
+        gone = [one.uid for one in by_importance(own)]
+        held = {**ledger.unattributed, **{uid: one.plan.charges for uid, one in ledger.reservations.items()}}
+        left = charged(gpus, (held[uid] for uid in given if uid in held), -1)
+        is_lacking = self._lacks_host(pod, ledger, gone)
+        # The scheduler may have chosen its own for other resources, too.
+        is_enough = given and isinstance(plan_pod(pod, left, topology, self._policy), PodPlan)
+        if is_enough and (not chosen or is_lacking or cost_of(self.victims(given, protected)) <= cost_of(own)):
+            return list(given)
+        return gone and gone + [uid for uid in given if uid not in gone and (is_lacking or uid not in held)]
+
+    def _lacks_host(self, pod: Pod, ledger: NodeLedger, gone: Sequence[PodUid]) -> bool:
+        """CPU or main memory is lacking once these pods are gone."""
+        if not ledger.node.cpu_milli:
+            return False
+        amounts = [self._host_requests[uid][1] for uid in gone if uid in self._host_requests]
+        cpu_milli = ledger.free.cpu_milli + sum(one.cpu_milli for one in amounts)
+        memory_mib = ledger.free.memory_mib + sum(one.memory_mib for one in amounts)
+        return pod.host_request.cpu_milli > cpu_milli or pod.host_request.memory_mib > memory_mib
+
+    def victims(self, uids: Iterable[PodUid], protected: Set[PodUid] = frozenset()) -> list[Victim]:
+        """Of these pods those that can be evicted: bound, and no mirror pod, whose end ends nothing."""
+        found = ((uid, self.pod(uid), self._reservations.get(uid)) for uid in uids)
+        return [
+            Victim(uid, pod.rank, held.plan.charges, uid in protected, pod.is_deleting)
+            for uid, pod, held in found
+            if pod and held and pod.node_name and not pod.is_static
+        ]
+
+    def _ending(self, ledger: NodeLedger) -> list[Mapping[int, Charge]]:
+        """What the pods have that are being deleted."""
+        return [one.plan.charges for uid, one in ledger.reservations.items() if self._pods[uid][0].is_deleting]
+
+    def _gpus_for(self, pod: Pod, ledger: NodeLedger) -> Sequence[GpuAccount]:
+        """The node's GPUs as the pod may use them: not what nominated pods of its priority or a higher one wait for."""
+        nominated = self._nominated.get(ledger.node.name, {})
+        # Of several of one priority that are nominated here the first is first.
+        own = (-pod.rank.priority, pod.uid if pod.uid in nominated else "~")
+        waiting = sorted((-one.rank.priority, uid) for uid, one in nominated.items() if uid not in self._reservations)
+        if not waiting or waiting[0] >= own:
+            return ledger.gpus
+        # As they will be: what they wait for is in use until the evicted pods have ended.
+        gpus, kept = charged(ledger.gpus, self._ending(ledger), -1), []
+        for _, uid in waiting[: bisect_left(waiting, own)]:
+            plan = plan_pod(nominated[uid], gpus, ledger.node.topology, self._policy)
+            if isinstance(plan, PodPlan):
+                kept.append(plan.charges)
+                gpus = charged(gpus, [plan.charges], 1)
+        return charged(ledger.gpus, kept, 1)
+
+    def _kept_steps(self, pod: Pod, names: Container[str]) -> Steps[set[str]]:
+        """Those of the nodes where the pod does not fit next to nominated ones."""
+        kept = set()
+        for name in [name for name in self._nominated if name in names]:
+            yield
+            if (ledger := self._nodes.get(name)) is None or (gpus := self._gpus_for(pod, ledger)) is ledger.gpus:
+                continue
+            if isinstance(plan_pod(pod, gpus, ledger.node.topology, self._policy), Refused):
+                kept.add(name)
+        return kept
 
     # --- for everybody ---
 
     def reservation(self, uid: PodUid) -> Reservation | None:
         return self._reservations.get(uid)
+
+    def pod(self, uid: PodUid) -> Pod | None:
+        """The pod, if it is bound or reserved."""
+        return self._pods[uid][0] if uid in self._pods else None
+
+    def least_priority(self) -> int:
+        """Of all pods that are bound or reserved."""
+        return min((pod.rank.priority for pod, _ in self._pods.values()), default=0)
 
     def reservations(self) -> list[Reservation]:
         """The reservations of all pods, by node and UID; then those of nodes that are away."""
@@ -444,6 +536,7 @@ class ClusterState:
     def _release(self, uid: PodUid) -> None:
         """Forget the pod and what it has."""
         self._drop_hosted(uid)
+        self._end_nomination(uid)
         if (known := self._pods.pop(uid, None)) is None:
             return
         node = known[1]
@@ -501,6 +594,10 @@ class ClusterState:
         if (ledger := self._nodes.get(reservation.node)) is not None:
             ledger.add(reservation)
         return reservation
+
+    def _end_nomination(self, uid: PodUid) -> None:
+        for node in [node for node, pods in self._nominated.items() if pods.pop(uid, None) is not None and not pods]:
+            del self._nominated[node]
 
     def _drop_reservation(self, uid: PodUid) -> None:
         if self._reservations.pop(uid, None) is not None:

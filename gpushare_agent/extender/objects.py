@@ -32,7 +32,7 @@ from gpushare_agent.core.model.names import (
     PREDICATE_GPU_INDEX_PREFIX,
     GpuUuid,
 )
-from gpushare_agent.core.model.pods import ContainerKind, ContainerSpec, HostRequest, Pod
+from gpushare_agent.core.model.pods import ContainerKind, ContainerSpec, HostRequest, Pod, Rank
 from gpushare_agent.core.model.resources import ResourceNames
 from gpushare_agent.core.node_report.annotations import (
     ALLOCATIONS_ANNOTATION,
@@ -48,6 +48,8 @@ from gpushare_agent.extender.values import ClusterNode
 MAX_GPUS = 64
 """The most GPUs of a node, and the highest index plus one: the tree over their links takes the cube of it in steps."""
 _MAX_LABEL_CHARS = 63
+_MAX_NAME_CHARS = 253
+_MOST_PRIORITY = 1 << 31
 _MAX_TOPOLOGIES = 256
 """Nodes of one build are alike: a cluster has few."""
 _MAX_ALIKE = 16384
@@ -270,10 +272,23 @@ def lean_pod(read: PodJson, names: ResourceNames, model_label: str = "") -> Pod:
         resource_version=pod.resource_version,
         node_name=pod.node_name,
         is_deleting=pod.is_deleting,
+        is_static=pod.is_static,
         annotations=_annotations(pod, read),
         labels=_NOTHING,
         container_ids=_NOTHING,
         host_request=host_request(read.spec, model_label),
+        rank=_rank(read),
+    )
+
+
+def _rank(read: PodJson) -> Rank:
+    """Without a priority 0, as kube-scheduler has it."""
+    priority, status = read.spec.priority, read.status
+    return Rank(
+        priority=priority if type(priority) is int and abs(priority) <= _MOST_PRIORITY else 0,
+        started_at=(status.start_time or "")[:_MAX_LABEL_CHARS],
+        preempts=read.spec.preemption_policy != "Never",
+        nominated_node=sys.intern((status.nominated_node_name or "")[:_MAX_NAME_CHARS]),
     )
 
 

@@ -34,6 +34,7 @@ from gpushare_agent.extender.messages import (
     preemption_result,
 )
 from gpushare_agent.extender.metrics import ExtenderMetrics
+from gpushare_agent.extender.preemption import Preemption
 from gpushare_agent.extender.steps import in_steps
 from gpushare_agent.extender.values import Stage
 from gpushare_agent.extender.waiters import Waiters
@@ -54,6 +55,7 @@ class Extender(Struct, kw_only=True, eq=False):
     binder: Binder
     metrics: ExtenderMetrics
     waiters: Waiters
+    preemption: Preemption
     reserves_at_filter: bool = False
     most_fitting: int = 0
     """Nodes that filter answers at most, and then without reasons for the others; 0: all."""
@@ -113,14 +115,16 @@ class Extender(Struct, kw_only=True, eq=False):
         except Corrupt as e:
             return bad_request(e)
         # The nodes where the pod would fit once the victims are gone, each with its victims.
-        victims = args.victims
+        victims, violations = args.victims, args.violations
         if args.pod.containers:
             # Nobody is evicted while a node that was not named yet has room.
             is_room = self.waiters.is_looking(args.pod.uid) and await in_steps(
                 self.state.fits_somewhere_steps(args.pod)
             )
-            victims = {} if is_room else await in_steps(self.state.victims_steps(args.pod, victims))
-        return Result(await in_steps(preemption_result(victims, args.violations)))
+            victims, violations = (
+                ({}, {}) if is_room else await self.preemption.victims(args.pod, args.victims, args.violations)
+            )
+        return Result(await in_steps(preemption_result(victims, violations)))
 
     # --- filter ---
 
@@ -145,6 +149,9 @@ class Extender(Struct, kw_only=True, eq=False):
             self.waiters.answered(args.pod.uid)
         else:
             self.waiters.answered(args.pod.uid, found.over_quota, self._parts(args.names))
+            # A scheduler that binds by itself is another one, whose pods may not be meant to preempt.
+            if not self.reserves_at_filter:
+                self.preemption.refused(args.pod, list(found.failed))
         for verdict, nodes in (("fits", found.fitting), ("failed", found.failed), ("unresolvable", found.unresolvable)):
             self.metrics.count("filtered_nodes", verdict, times=len(nodes))
         if found.fitting and not self.reserves_at_filter:

@@ -233,7 +233,8 @@ def test_unlike_instances_are_given_to_nobody_with_strategy_single(chosen: tuple
     detail = refused(world, "p", asks(gpu=1))
     assert f"nvidia.com/gpu is not given: nvidia.mig_strategy is single, and the node has {found}." in detail
     assert ALIKE in detail
-    assert admitted(world, "share", asks(cores=10, blocks=4)) == {"main": (0,)}
+    # GPU 5 where it is none of those that NVIDIA's names select.
+    assert admitted(world, "share", asks(cores=10, blocks=4)) in ({"main": (0,)}, {"main": (5,)})
     assert admitted(Node(node_gpus, Policy(names=names(mig_strategy="mixed")), seed=1), "p", asks(large=1))
 
 

@@ -24,7 +24,7 @@ from gpushare_agent.agent.cluster.node_facts import (
 from gpushare_agent.core.kube.objects import read_node_json
 from gpushare_agent.core.model.gpus import Gpu, GpuInventory, Health
 from gpushare_agent.core.model.names import GPU_MODEL_LABEL
-from gpushare_agent.core.node_report.annotations import GPUS_ANNOTATION
+from gpushare_agent.core.node_report.annotations import GPUS_ANNOTATION, parse_gpus
 from gpushare_agent.core.placement.topology import build_topology
 from tests.gpus.support_gpus import read_topology, uuid_of
 from tests.support_json import undecoded
@@ -189,12 +189,14 @@ def test_the_annotation_tells_each_gpu_with_its_links_in_the_lists_order() -> No
     topology = read_topology("v100-x8-cube-mesh")
     gpus = tuple(gpu(index) for index in (2, 0, 1, 3, 7, 6, 5, 4))
     found = GpuInventory(gpus=gpus, topology=topology)
-    document = json.loads(gpus_annotation(found, cordoned={uuid_of(2): True}, memory_block_mib=512))
+    text = gpus_annotation(found, cordoned={uuid_of(2): True}, memory_block_mib=512, in_parts={uuid_of(5)})
+    document = json.loads(text)
+    assert [gpu.index for gpu in parse_gpus(text).gpus if gpu.serves_parts] == [5]
     assert (document["schema"], document["memory_block_mib"]) == (1, 512)
     assert [fact["index"] for fact in document["gpus"]] == list(range(8))
     for row, fact in enumerate(document["gpus"]):
         assert fact["links"][row] == "X"
-        assert set(fact) - {"cordoned", "would_be_healthy"} == {
+        assert set(fact) - {"cordoned", "would_be_healthy", "parts"} == {
             "index",
             "uuid",
             "name",

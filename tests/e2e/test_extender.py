@@ -189,6 +189,57 @@ def nodes(cluster: Cluster) -> Iterator[Nodes]:
     made.remove()
 
 
+@pytest.fixture
+def urgent(cluster: Cluster) -> Iterator[str]:
+    """A PriorityClass above that of pods without one."""
+    name = f"gpushare-e2e-urgent-{cluster.suffix}"
+    kind = {"apiVersion": "scheduling.k8s.io/v1", "kind": "PriorityClass"}
+    cluster.apply({**kind, "metadata": {"name": name}, "value": 1000})
+    yield name
+    cluster.run("delete", "priorityclass", name, "--ignore-not-found")
+
+
+def preempts(
+    cluster: Cluster, namespace: str, nodes: Nodes, urgent: str, *, held: Sequence[int], wanted: Sequence[int]
+) -> list[set[str]]:
+    """Binds a pod of each of these cores to a node of eight GPUs, then pods of the higher priority; by GPU the pods of the
+    former that have ended."""
+    nodes.make("full", [0] * 8, cpu="64", group="full")
+    low = [
+        nodes.pod(f"low-{n}", cores, "100m", group="full", terminationGracePeriodSeconds=0)
+        for n, cores in enumerate(held)
+    ]
+    nodes.bound(namespace, *low)
+    had = {name: pod["metadata"]["annotations"][INDEX] for name, pod in cluster.pods(namespace).items()}
+    high = [
+        nodes.pod(f"high-{n}", cores, "100m", group="full", terminationGracePeriodSeconds=0, priorityClassName=urgent)
+        for n, cores in enumerate(wanted)
+    ]
+    try:
+        assert nodes.bound(namespace, *high) == ["full"] * len(high)
+        gone = had.keys() - cluster.pods(namespace).keys()
+        return [{name for name in gone if had[name] == gpu} for gpu in sorted({had[name] for name in gone})]
+    finally:
+        # No kubelet ends them.
+        cluster.run("delete", "pods", "--all", "-n", namespace, "--force", "--grace-period=0", "--wait=false")
+
+
+def test_the_schedulers_victims_are_replaced_by_those_of_one_gpu(
+    cluster: Cluster, extender: ExtenderInstallation, namespace: str, nodes: Nodes, urgent: str
+) -> None:
+    """Its own are any two of sixteen halves: on two GPUs their end would make room for nobody."""
+    gone = preempts(cluster, namespace, nodes, urgent, held=[50] * 16, wanted=[100, 60])
+    assert [len(of_gpu) for of_gpu in gone] == [2, 2]
+
+
+def test_pods_end_for_another_where_the_sum_of_what_is_free_suffices(
+    cluster: Cluster, extender: ExtenderInstallation, namespace: str, nodes: Nodes, urgent: str
+) -> None:
+    """kube-scheduler finds no victims there, and asks only in versions after 1.36."""
+    gone = preempts(cluster, namespace, nodes, urgent, held=[60] * 8, wanted=[60])
+    assert [len(of_gpu) for of_gpu in gone] == [1]
+
+
 def test_the_extenders_best_node_wins_over_the_schedulers_own_criteria(
     cluster: Cluster, extender: ExtenderInstallation, namespace: str, nodes: Nodes
 ) -> None:
@@ -269,12 +320,19 @@ def _refusal(cluster: Cluster, namespace: str, tenant: str, annotations: Object,
 
 
 def test_what_they_ask_of_the_api_server_is_what_they_may(
-    cluster: Cluster, installed: Installation, extender: ExtenderInstallation, namespace: str, quota: Any
+    cluster: Cluster,
+    installed: Installation,
+    extender: ExtenderInstallation,
+    namespace: str,
+    quota: Any,
+    nodes: Nodes,
+    urgent: str,
 ) -> None:
     """By the API server's audit log: nothing was forbidden to both, and each right of the extender was used. The scheduler's
     are Kubernetes' own, but for its lease."""
     log = cluster.path("audit-log")
     cluster.start(namespace, share(cluster, "bound", 10))
+    assert preempts(cluster, namespace, nodes, urgent, held=[60] * 8, wanted=[60])
     quota("no JSON")  # an Event; pods with shares wait from here on
     granted = {
         (verb, resource)

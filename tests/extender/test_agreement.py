@@ -11,9 +11,9 @@ from msgspec.structs import replace
 from gpushare_agent.agent.admission.decisions.ledger import Policy
 from gpushare_agent.core.model.errors import Refused
 from gpushare_agent.core.model.gpus import GpuInventory, GpuReport, MigReport
-from gpushare_agent.core.model.names import PREDICATE_GPU_INDEX_PREFIX
+from gpushare_agent.core.model.names import NVIDIA_GPU_RESOURCE, PREDICATE_GPU_INDEX_PREFIX
 from gpushare_agent.core.model.pods import Pod
-from gpushare_agent.core.model.resources import ResourceNames
+from gpushare_agent.core.model.resources import NvidiaNames, ResourceNames
 from gpushare_agent.core.placement import GpuAccount
 from gpushare_agent.extender.cluster_state import ClusterState
 from gpushare_agent.extender.decisions.pod_plan import plan_annotations
@@ -38,6 +38,7 @@ def cluster_node(name: str, found: GpuInventory, names: ResourceNames) -> Cluste
             uuid=gpu.uuid,
             memory_mib=gpu.memory_mib,
             is_healthy=gpu.is_healthy,
+            serves_parts=names.serves_parts(gpu),
             mig=gpu.mig and MigReport(label=gpu.label, profile=gpu.mig.profile, takes_shares=names.shares_in_mig),
         )
         for gpu in found.gpus
@@ -57,6 +58,7 @@ def free(gpus: list[GpuAccount]) -> list[tuple[int, int, int]]:
     seed=st.integers(0, 10_000),
     ends=st.sets(st.integers(0, 6)),
     shares_in_mig=st.booleans(),
+    served=st.sampled_from([(), ("0",), ("0", "2")]),
 )
 def test_what_the_extender_decides_the_agent_decides_too(
     machines: list[GpuInventory],
@@ -65,11 +67,17 @@ def test_what_the_extender_decides_the_agent_decides_too(
     seed: int,
     ends: set[int],
     shares_in_mig: bool,
+    served: tuple[str, ...],
 ) -> None:
     """On every node, for every pod: where filter says that it fits, the agent admits it on the planned GPUs, with or without
     the annotations; where filter refuses, the agent refuses. Both have the same capacity free after every bind and every
     end of a pod, and all of it once every pod has ended."""
-    names = replace(GPU_MEM, shares_in_mig=shares_in_mig)
+    names = replace(
+        GPU_MEM,
+        shares_in_mig=shares_in_mig,
+        gpu=(NVIDIA_GPU_RESOURCE,) if served else (),
+        nvidia=NvidiaNames(gpus=served),
+    )
     agents = {
         f"n{number}": Node(found, Policy(names=names, share_policy=share_policy), seed + number)
         for number, found in enumerate(machines)

@@ -14,7 +14,7 @@ from gpushare_agent.core.model.allocations import Charge
 from gpushare_agent.core.model.errors import RefusalReason, Refused
 from gpushare_agent.core.model.gpus import GpuReport, Link, LinkKind
 from gpushare_agent.core.model.names import CORES_PER_GPU, GpuUuid, PodUid
-from gpushare_agent.core.model.pods import ContainerKind, ContainerSpec, HostRequest, Pod, PodPhase
+from gpushare_agent.core.model.pods import ContainerKind, ContainerSpec, HostRequest, Pod, PodPhase, Rank
 from gpushare_agent.core.model.resources import ResourceNames
 from gpushare_agent.core.placement.topology import build_topology
 from gpushare_agent.extender.cluster_state import ClusterState
@@ -112,12 +112,18 @@ def test_memory_that_is_free_on_two_gpus_together_serves_no_pod() -> None:
 def test_a_gpu_that_the_pods_annotations_leave_out_is_not_chosen() -> None:
     """By filter, bind and preemption; a pod of the same size without them may be there."""
     cluster, found = state(node(gpus=2), node("b", gpus=1)), share("p", 30)
+    urgent = replace(share("urgent", 99), annotations={"nvidia.com/use-gpuuuid": "GPU-a-1"}, rank=Rank(9))
+    for one in (share("x", 90), share("y", 90), share("z", 90)):
+        where = reserve(cluster, one, "b" if one.name == "z" else "a").node
+        cluster.put_pod(on(one, where), 1.0)
+    assert at_once(cluster.victims_steps(urgent, {"a": [], "b": []})) == {"a": ["uid-y"]}
+    for name in "xyz":
+        cluster.remove_pod(PodUid(f"uid-{name}"))
     chosen = replace(found, annotations={"nvidia.com/use-gpuuuid": "GPU-a-1"})
     assert cluster.filter(found, None).fitting == ["a", "b"]
     answer = cluster.filter(chosen, None)
     assert answer.fitting == ["a"]
     assert answer.unresolvable == {"b": "the pod's annotations leave out all healthy GPUs of the node"}
-    assert at_once(cluster.victims_steps(chosen, {"a": [], "b": []})) == {"a": []}
     (planned,) = reserve(cluster, chosen).plan.containers
     assert planned.gpus == (1,)
     assert reserve(cluster, replace(chosen, uid=PodUid("q"), name="q")).plan.containers[0].gpus == (1,)

@@ -234,7 +234,8 @@ def test_the_rights_are_those_that_the_extender_uses() -> None:
         ("list", "pods"),
         ("watch", "pods"),
         ("patch", "pods"),
-        ("create", "pods/binding"),
+        ("patch", "pods/status"),
+        ("create", "pods/binding", "pods/eviction"),
         ("create", "events"),
     }
     roles = {role["metadata"]["namespace"]: role["rules"] for role in of_kind("extender", "Role")}

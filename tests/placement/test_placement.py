@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
 from gpushare_agent.core.model.errors import RefusalReason, Refused
 from gpushare_agent.core.model.gpus import Topology
 from gpushare_agent.core.model.resources import Request
 from gpushare_agent.core.placement import GpuAccount, Placed, place, validate_request
 from gpushare_agent.core.placement.gpu_account import memory_text
-from gpushare_agent.core.placement.place import SharePolicy
+from gpushare_agent.core.placement.place import SharePolicy, why_not_chosen
 from tests.gpus.support_gpus import gpu, indexes_of, node, read_topology, uuid_of
 from tests.support_core import NAMES
 
@@ -95,6 +96,62 @@ def test_spread_takes_the_emptiest_gpu() -> None:
     assert placed(Request(cores=20, blocks=10), node(T4, shared=SHARED, used={3}), share_policy="spread") == (0,)
     gpus = node(T4, shared={0: (30, 40), 1: (30, 50), 2: (30, 50)}, used={3})
     assert placed(Request(cores=20, blocks=10), gpus, share_policy="spread") == (1,)
+
+
+SERVED_TOO = {0, 1}
+
+
+def _some_served(gpus: list[GpuAccount], served: set[int] = SERVED_TOO) -> list[GpuAccount]:
+    return [replace(one, serves_parts=one.index in served) for one in gpus]
+
+
+@pytest.mark.parametrize("share_policy", ["binpack", "spread"])
+def test_a_share_goes_first_to_gpus_that_no_other_name_serves(share_policy: SharePolicy) -> None:
+    """Whoever asks for nvidia.com/gpu has those alone: an empty one, or one in use, stays as it is while another fits."""
+    for shared in ({}, {0: (30, 40)}, {0: (70, 40), 2: (30, 10)}):
+        gpus = _some_served(node(T4, shared=shared))
+        assert placed(Request(cores=20, blocks=10), gpus, share_policy=share_policy)[0] in (2, 3)
+        answer = place(Request(cores=20, blocks=10), gpus, T4, share_policy=share_policy)
+        assert isinstance(answer, Placed)
+        assert answer.explanation.endswith("of those that no other name serves")
+        assert why_not_chosen(gpus[0], Request(cores=20, blocks=10), answer, gpus, T4) == (
+            "fits, but another name serves it too"
+        )
+    full = _some_served(node(T4, used={2, 3}, shared={1: (50, 50)}))
+    assert placed(Request(cores=20, blocks=10), full, share_policy=share_policy) == (
+        1 if share_policy == "binpack" else 0,
+    )
+    assert placed(Request(cores=20, blocks=10, hint=(0,)), _some_served(node(T4))) == (0,)
+    assert placed(Request(units=1), _some_served(node(T4)), share_policy=share_policy) == (2,)
+
+
+@pytest.mark.parametrize(
+    ("cores", "used", "served", "chosen"),
+    [
+        (100, (), {0, 1}, (2,)),
+        (100, (2, 3), {0, 1}, (0,)),
+        # On the P40 machine GPUs 0 to 2 are behind one switch and 3 to 6 behind another.
+        (200, (), {0, 1}, (3, 4)),
+        (300, (), {3}, (0, 1, 2)),
+        (300, (), {0, 3, 4}, (1, 2, 5)),
+        (300, (), {0, 1, 2, 3, 4}, (3, 5, 6)),
+        (700, (), {0, 1, 2}, (0, 1, 2, 3, 4, 5, 6)),
+    ],
+)
+def test_whole_gpus_are_first_those_that_no_other_name_serves(
+    cores: int, used: tuple[int, ...], served: set[int], chosen: tuple[int, ...]
+) -> None:
+    """As few of the others as can be; among those the links decide."""
+    topology = T4 if cores == 100 else P40
+    gpus = _some_served(node(topology, used=set(used)), served)
+    assert placed(Request(cores=cores, blocks=0), gpus, topology) == chosen
+
+
+def test_too_little_memory_outweighs_other_names() -> None:
+    """Two small GPUs that no other name serves have less than is asked for."""
+    small = [replace(one, memory_mib=one.memory_mib // 4) if one.index > 1 else one for one in node(T4)]
+    wanted = Request(cores=200, blocks=node(T4)[0].total_blocks)
+    assert 0 in placed(wanted, _some_served(small)) or 1 in placed(wanted, _some_served(small))
 
 
 def test_a_gpu_with_any_share_or_memory_in_use_is_not_given_whole() -> None:

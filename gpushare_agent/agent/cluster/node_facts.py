@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Collection, Mapping, Sequence, Set
 from types import MappingProxyType
 from typing import TypeVar
 
@@ -149,10 +149,11 @@ def gpus_annotation(
     memory_block_mib: int,
     shares_in_mig: bool = False,
     unhealthy: Mapping[GpuUuid, str] = MappingProxyType({}),
+    in_parts: Collection[GpuUuid] = (),
 ) -> str:
     """The GPUs as compact JSON, about 250 bytes a GPU. `links` has an entry for each GPU of the list, in its order.
     `shares_in_mig` as ResourceNames has it. `cordoned` says of each such GPU whether an uncordon would put it back in
-    service, `unhealthy` what is wrong with a GPU itself."""
+    service, `unhealthy` what is wrong with a GPU itself; `in_parts` are those that serve names such as NVIDIA's too."""
     gpus = sorted(inventory.gpus, key=lambda gpu: gpu.index)
     facts = []
     for gpu in gpus:
@@ -168,6 +169,8 @@ def gpus_annotation(
             fact["would_be_healthy"] = True
         if gpu.uuid in unhealthy:
             fact["reason"] = unhealthy[gpu.uuid][:MAX_REASON_CHARS]
+        if gpu.uuid in in_parts:
+            fact["parts"] = True
         if gpu.mig:
             fact["mig"] = {"label": gpu.label, "profile": gpu.mig.profile, "shares": shares_in_mig}
         facts.append(fact)

@@ -208,6 +208,7 @@ def _desired_facts(node: Node) -> NodeFacts | None:
         memory_block_mib=node.names.memory_block_mib,
         shares_in_mig=node.names.shares_in_mig,
         unhealthy=unhealthy,
+        in_parts={gpu.uuid for gpu in gpus.gpus if node.names.serves_parts(gpu)},
     )
     labels = node.settings.node_labels
     return node_facts(gpus, report, label_prefix=facts.label_prefix, node_labels=labels, features=_features(node))

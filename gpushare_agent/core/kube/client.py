@@ -291,6 +291,18 @@ class ClusterApi(KubeApi):
         path = f"{pod_path(namespace, name)}/binding"
         await self._send("POST", f"bind pod {namespace}/{name} to node {node}", path, body)
 
+    async def nominate_pod(self, namespace: str, name: str, uid: PodUid, node: str) -> None:
+        """Note on the pod for which node others end for it."""
+        body = {"metadata": {"uid": uid}, "status": {"nominatedNodeName": node}}
+        await self._send("PATCH", f"nominate pod {namespace}/{name}", f"{pod_path(namespace, name)}/status", body)
+
+    async def evict_pod(self, namespace: str, name: str, uid: PodUid, *, is_tried: bool) -> None:
+        """End this very pod, or only try whether that is allowed. Throttled where a PodDisruptionBudget forbids it."""
+        options = {"preconditions": {"uid": uid}, **({"dryRun": ["All"]} if is_tried else {})}
+        metadata = {"name": name, "namespace": namespace}
+        body = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": metadata, "deleteOptions": options}
+        await self._send("POST", f"evict pod {namespace}/{name}", f"{pod_path(namespace, name)}/eviction", body)
+
     async def get_claim_template(self, namespace: str, name: str) -> Raw:
         path = f"{_claim_templates(namespace)}/{segment(name)}"
         return await self._get(f"get ResourceClaimTemplate {namespace}/{name}", path)

@@ -157,6 +157,8 @@ class PodSpec(Struct, rename="camel"):
     raw_tolerations: Raw = field(name="tolerations", default=NULL)
     raw_volumes: Raw = field(name="volumes", default=NULL)
     raw_gates: Raw = field(name="schedulingGates", default=NULL)
+    priority: object = None
+    preemption_policy: object = None
     claims = Entries(PodClaim, of="raw_claims")
     resources = Lenient(ResourcesJson, of="raw_resources")
     overhead = Lenient(dict[str, Quantity], of="raw_overhead")
@@ -214,6 +216,8 @@ class ExtendedClaim(Struct, rename="camel"):
 
 class PodStatus(Struct, rename="camel"):
     phase: str | None = None
+    start_time: str | None = None
+    nominated_node_name: str | None = None
     reason: str | None = None
     message: str | None = None
     raw_conditions: Raw = field(name="conditions", default=NULL)

@@ -215,7 +215,8 @@ class GpuReport(Struct, frozen=True, kw_only=True):
     """One GPU, or one MIG instance, as its node reports it. `mig` is None unless it is an instance. `cordoned` is why an
     operator took it out of service, empty where nobody did, and `would_be_healthy` that nothing else is wrong with it.
     `unhealthy_reason` is what is wrong with the GPU itself, empty where nothing is or that is not known.
-    `links` has nvidia-smi's abbreviation for each GPU of the list, and is empty where that is not known."""
+    `serves_parts` as ResourceNames has it. `links` has nvidia-smi's abbreviation for each GPU of the list, and is empty
+    where that is not known."""
 
     index: int
     uuid: GpuUuid
@@ -225,6 +226,7 @@ class GpuReport(Struct, frozen=True, kw_only=True):
     cordoned: str = ""
     would_be_healthy: bool = False
     unhealthy_reason: str = ""
+    serves_parts: bool = False
     numa: int | None = None
     links: tuple[str, ...] = ()
     mig: MigReport | None = None

@@ -57,6 +57,19 @@ class HostRequest(NamedTuple):
 NO_HOST_REQUEST = HostRequest()
 
 
+class Rank(NamedTuple):
+    """What decides whether a pod ends for another one: its priority, when the kubelet has seen it (RFC 3339, empty before),
+    whether it may end others itself, and the node that others were ended on for it, empty where they were not."""
+
+    priority: int = 0
+    started_at: str = ""
+    preempts: bool = True
+    nominated_node: str = ""
+
+
+NO_RANK = Rank()
+
+
 class Pod(Struct, frozen=True, kw_only=True):
     """One pod of this node. `containers` are in the order in which the kubelet admits them: init containers first.
 
@@ -93,7 +106,8 @@ class Pod(Struct, frozen=True, kw_only=True):
     claims: Mapping[str, str] = field(default_factory=dict)
     """The names of its existing ResourceClaims, by their names in the pod."""
     host_request: HostRequest = NO_HOST_REQUEST
-    """Read by the extender alone."""
+    rank: Rank = NO_RANK
+    """Both read by the extender alone."""
 
     @property
     def is_terminal(self) -> bool:

@@ -290,6 +290,10 @@ class ResourceNames(Struct, frozen=True, kw_only=True, dict=True):
         """It offers parts of GPUs."""
         return any(kind.is_part for kind in self.kinds)
 
+    def serves_parts(self, gpu: Gpu) -> bool:
+        """Whether a name such as NVIDIA's offers the GPU too, as a whole or in parts."""
+        return self.offers_parts and any(kind.is_part and self.units(gpu, kind) for kind in self.kinds)
+
     @property
     def binding_names(self) -> tuple[str, ...]:
         """The names of the resources whose IDs say which GPU a container is on."""

@@ -133,6 +133,7 @@ class _Gpu(Struct):
     cordoned: object = None
     would_be_healthy: object = None
     reason: object = None
+    parts: object = None
     numa: object = None
     links: object = None
     mig: _Mig | UnsetType = UNSET
@@ -167,6 +168,7 @@ def _gpu(gpu: _Gpu) -> GpuReport:
         cordoned=why or ("cordoned" if gpu.cordoned else ""),
         would_be_healthy=gpu.would_be_healthy is True,
         unhealthy_reason=gpu.reason[:MAX_REASON_CHARS] if isinstance(gpu.reason, str) and not gpu.is_healthy else "",
+        serves_parts=gpu.parts is True,
         # Placement does without the NUMA node and the links: a report is not refused for them.
         numa=gpu.numa if type(gpu.numa) is int and 0 <= gpu.numa <= _MAX_NUMA else None,
         links=_words(gpu.links),

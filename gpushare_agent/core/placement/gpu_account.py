@@ -341,6 +341,8 @@ class GpuAccount(Struct, kw_only=True):
     """False: the pod does not want it (placement/gpu_choice.py), so nothing of it is free to the pod."""
     takes_shares: bool = True
     """False: an instance in which the node's isolation cannot keep a share."""
+    serves_parts: bool = False
+    """A name such as NVIDIA's offers it too: others are preferred, because whoever asks by that name has no choice."""
     used: Charge = NO_CHARGE
     reusable: Charge = NO_CHARGE
     max_shares: int | None = None
@@ -546,6 +548,7 @@ def account_of(
         instance=gpu.label if mig is not None else "",
         name=gpu.name,
         takes_shares=mig is None or (mig.takes_shares if isinstance(mig, MigReport) else names.shares_in_mig),
+        serves_parts=gpu.serves_parts if isinstance(gpu, GpuReport) else names.serves_parts(gpu),
         used=used,
         reusable=reusable,
         **more,

@@ -2,7 +2,7 @@
 
 share: the fullest GPU that still fits (binpack), or the emptiest (spread). fragment: one whole GPU, from the branch of the
 topology tree that is broken up most, so that large branches stay whole. link: several whole GPUs, the set whose links,
-summed over all its pairs, cost least; among equally cheap sets likewise.
+summed over all its pairs, cost least; among equally cheap sets likewise. Each first among GPUs that no other name serves.
 
 Up to `EXACT_GPUS` free GPUs the answer to link is exact: depth-first search in lexicographic order, cut off where a lower
 bound shows that no better set can follow. Above, the same search stops after `BOUNDED_STEPS` steps and gives the best set
@@ -12,6 +12,7 @@ seen, which is never worse than the greedy one it begins with.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from functools import partial
 from itertools import accumulate
 from typing import Literal
 
@@ -324,9 +325,14 @@ def _place_share(request: Request, gpus: Sequence[GpuAccount], share_policy: Sha
     hinted = _hinted(request, fitting, 1)
     if hinted:
         return _placed(hinted, "hint", "the scheduler chose it")
-    chosen = min(fitting, key=lambda gpu: share_order(gpu, request, share_policy))
-    why = explain_share([gpu.free[2:] if request.units else gpu.free[:2] for gpu in fitting], share_policy)
-    return _placed([chosen], "memory" if request.units else "share", why)
+    among = [gpu for gpu in fitting if not gpu.serves_parts] or fitting
+    chosen = min(among, key=lambda gpu: share_order(gpu, request, share_policy))
+    why = explain_share([gpu.free[2:] if request.units else gpu.free[:2] for gpu in among], share_policy)
+    return _placed([chosen], "memory" if request.units else "share", why + _unserved(among, fitting))
+
+
+def _unserved(among: Sequence[GpuAccount], fitting: Sequence[GpuAccount]) -> str:
+    return ", of those that no other name serves" if len(among) < len(fitting) else ""
 
 
 def share_order(gpu: GpuAccount, request: Request, share_policy: SharePolicy) -> tuple[int, ...]:
@@ -363,11 +369,20 @@ def _place_whole(request: Request, gpus: Sequence[GpuAccount], topology: Topolog
         fitting = [gpu for gpu in free if gpu.fits(request)]
         if not fitting:
             return None
-        why = f"of {len(fitting)} free GPUs, the one in the branch that is broken up most"
-        return _placed(broken_first(topology.root, fitting, free)[:1], "fragment", why)
+        among = [gpu for gpu in fitting if not gpu.serves_parts] or fitting
+        why = f"of {len(fitting)} free GPUs, the one in the branch that is broken up most{_unserved(among, fitting)}"
+        return _placed(broken_first(topology.root, among, free)[:1], "fragment", why)
     # Among link sets of equal cost, too, the one in branches that are broken up already: whole ones stay for others.
     ordered = broken_first(topology.root, free, free)
-    found = choose_linked(topology.links, ordered, request.whole_gpus, blocks=request.blocks, must=must)
+    choose = partial(choose_linked, topology.links, count=request.whole_gpus, blocks=request.blocks)
+    # As few as can be of those that other names serve: none, or only what the others lack.
+    unserved = must.union(gpu.index for gpu in free if not gpu.serves_parts)
+    if len(unserved) < request.whole_gpus:
+        found = choose(ordered, must=unserved)
+    else:
+        found = choose([gpu for gpu in ordered if gpu.index in unserved], must=must)
+    # Those may have too little memory together.
+    found = found or choose(ordered, must=must)
     if found is None:
         return None
     policy = "must-include" if must else "link"
@@ -464,11 +479,14 @@ def why_not_chosen(
 ) -> str:
     """`place` chose among `gpus`; `gpu` is one that the request fits."""
     chosen = [one for one in gpus if one.uuid in placed.gpus]
+    is_second = gpu.serves_parts and not all(one.serves_parts for one in chosen)
     match placed.policy:
         case "hint":
             return "fits, but the scheduler chose another"
         case "replicas":
             return "fits, but nvidia.replica_policy prefers the chosen one"
+        case "share" | "memory" | "fragment" | "link" if is_second:
+            return "fits, but another name serves it too"
         case "fragment":
             free = {one.index for one in gpus if one.is_free}
             return f"free, but {_compare_branches(topology.root, free, gpu.index, chosen[0].index)}"
@@ -509,7 +527,8 @@ def _compare_links(
     gpu: GpuAccount, chosen: Sequence[GpuAccount], request: Request, gpus: Sequence[GpuAccount], topology: Topology
 ) -> str:
     """A comparison with the cheapest set that has the GPU: it may share no other GPU with the chosen set."""
-    free = [one for one in gpus if one.is_free]
+    is_any_served = any(one.serves_parts for one in chosen)
+    free = [one for one in gpus if one.is_free and (is_any_served or not one.serves_parts)]
     if len(free) > EXACT_GPUS:  # one search for each GPU: 5 ms in all for 16, and no truth beyond
         return "but not in the cheapest set that was tried"
     must = {one.index for one in chosen if one.uuid in request.must_gpus}

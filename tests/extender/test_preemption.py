@@ -1,0 +1,393 @@
+"""Which pods end for one of a higher priority, for whom the room is kept, and evictions where the scheduler does not ask."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import pytest
+from msgspec.structs import replace
+
+from gpushare_agent.core.model.allocations import Charge
+from gpushare_agent.core.model.gpus import GpuReport, Link, LinkKind
+from gpushare_agent.core.model.names import GpuUuid, PodUid
+from gpushare_agent.core.model.pods import ContainerKind, ContainerSpec, HostRequest, Pod, Rank
+from gpushare_agent.core.model.resources import ResourceNames
+from gpushare_agent.core.placement.topology import build_topology
+from gpushare_agent.extender.cluster_state import ClusterState
+from gpushare_agent.extender.preemption import GRACE_S
+from gpushare_agent.extender.steps import at_once
+from gpushare_agent.extender.values import ClusterNode, ClusterPolicy, Reservation
+from tests.extender.support_extender import (
+    Asker,
+    FakeCluster,
+    eventually,
+    fake_cluster,
+    holds,
+    put_quota,
+    raw_node,
+    raw_pod,
+    running_extender,
+)
+from tests.fakes.api_server import Raw, answers, raw_status
+from tests.fakes.clock import FakeClock
+from tests.support_core import NAMES, container, pod
+
+BLOCKS = 96
+URGENT = 1000
+SIX_TENTHS = ((60, 10),)
+WHOLE = ((100, 0),)
+
+
+class Held(NamedTuple):
+    """A bound pod: its GPUs, cores of each, priority, and when it started."""
+
+    name: str
+    gpus: tuple[int, ...]
+    cores: int
+    priority: int = 0
+    started: int = 0
+
+
+def asking(name: str, *requests: tuple[int, int], priority: int = URGENT, **rank: object) -> Pod:
+    made = (container(f"c{n}", cores=cores, blocks=blocks) for n, (cores, blocks) in enumerate(requests))
+    return pod(name, *made, node_name="", rank=Rank(priority, **rank))  # type: ignore[arg-type]
+
+
+def bound(held: Held, **changes: object) -> Pod:
+    cores = held.cores * len(held.gpus)
+    one = container(cores=cores, blocks=0 if held.cores == 100 else 1)
+    rank = Rank(held.priority, started_at=f"2026-01-01T00:00:{held.started:02}Z")
+    return pod(held.name, one, node_name="a", rank=rank, **changes)
+
+
+def charges(held: Held) -> dict[int, Charge]:
+    is_whole = held.cores == 100
+    return {gpu: Charge(cores=held.cores, blocks=int(not is_whole), wholes=int(is_whole)) for gpu in held.gpus}
+
+
+def cluster_of(
+    gpus: int,
+    held: Sequence[Held],
+    *,
+    names: ResourceNames = NAMES,
+    others: Mapping[str, Held] | None = None,
+    **node: object,
+) -> ClusterState:
+    """One node, whose agent reports the pods, and `others`, which the API server does not know."""
+    links = [[Link(kind=LinkKind.SELF if a == b else LinkKind.PIX) for b in range(gpus)] for a in range(gpus)]
+    allocated = {PodUid(f"uid-{one.name}"): charges(one) for one in held}
+    state = ClusterState(policy=ClusterPolicy(names=names))
+    made = ClusterNode(
+        name="a",
+        gpus=tuple(GpuReport(index=i, uuid=GpuUuid(f"GPU-{i}"), memory_mib=BLOCKS * 256) for i in range(gpus)),
+        topology=build_topology(links, [None] * gpus),
+        allocated=allocated | {PodUid(uid): charges(one) for uid, one in (others or {}).items()},
+    )
+    state.put_node(replace(made, **node), 0.0)  # type: ignore[arg-type]
+    for one in held:
+        state.put_pod(bound(one), 0.0)
+    return state
+
+
+def victims_of(
+    state: ClusterState, wanted: Pod, given: Sequence[str] = (), protected: Sequence[str] = ()
+) -> list[str] | None:
+    """Their names, in order; None where the node is left out."""
+    uids, unwilling = [PodUid(f"uid-{name}") for name in given], {PodUid(f"uid-{name}") for name in protected}
+    found = at_once(state.victims_steps(wanted, {"a": uids}, unwilling))
+    return [uid.removeprefix("uid-") for uid in found["a"]] if found else None
+
+
+HALVES = [Held(f"h{gpu}{half}", (gpu,), 50, started=10 + 2 * gpu + half) for gpu in range(8) for half in range(2)]
+SIXTIES = [Held(f"s{gpu}", (gpu,), 60, started=10 + gpu) for gpu in range(8)]
+SMALL = [Held(f"t{n}", (0,), 10, started=30 + n) for n in range(10)]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "held", "requests", "chosen"),
+    [
+        pytest.param(8, HALVES, WHOLE, ["h70", "h71"], id="full halves, one whole"),
+        pytest.param(8, HALVES, SIX_TENTHS, ["h70", "h71"], id="full halves, one share"),
+        pytest.param(8, HALVES, ((200, 0),), ["h60", "h61", "h70", "h71"], id="full halves, two whole"),
+        pytest.param(8, SIXTIES, SIX_TENTHS, ["s7"], id="the sum fits"),
+        pytest.param(8, SIXTIES, WHOLE, ["s7"], id="the sum fits three wholes"),
+        pytest.param(8, SIXTIES, SIX_TENTHS * 2, ["s6", "s7"], id="two containers, each on a GPU"),
+        pytest.param(8, SIXTIES, ((60, 10), (30, 5)), ["s7"], id="the second container fits as it is"),
+        pytest.param(2, [Held("low", (0,), 60), Held("lower", (1,), 60, -5)], WHOLE, ["lower"], id="lowest priority"),
+        pytest.param(
+            2,
+            [Held("one", (0,), 60, 9), Held("x", (1,), 40, 5, 1), Held("y", (1,), 40, 5, 2)],
+            WHOLE,
+            ["x", "y"],
+            id="priority before number",
+        ),
+        pytest.param(2, [Held("old", (1,), 100, started=1), *SMALL], WHOLE, ["old"], id="one pod, not ten"),
+        pytest.param(
+            1,
+            [Held("a", (0,), 50, started=1), Held("b", (0,), 30, started=2), Held("c", (0,), 20, started=3)],
+            ((50, 5),),
+            ["a"],
+            id="one large pod, not two",
+        ),
+        pytest.param(
+            3, [Held("pair", (0, 1), 100), Held("c", (2,), 50)], ((200, 0),), ["pair"], id="one pod of two GPUs"
+        ),
+        pytest.param(3, [Held("a", (0,), 50), Held("b", (1,), 50, 5)], ((200, 0),), ["a"], id="a free GPU and another"),
+        pytest.param(1, [Held("high", (0,), 50, URGENT)], WHOLE, None, id="not of the same priority"),
+        pytest.param(1, [Held("high", (0,), 50, URGENT + 1), Held("low", (0,), 20)], SIX_TENTHS, None, id="not enough"),
+        pytest.param(1, [Held("high", (0,), 50, URGENT), Held("low", (0,), 20)], ((50, 5),), ["low"], id="next to it"),
+        pytest.param(1, [Held("a", (0,), 50)], ((200, 0),), None, id="too few GPUs"),
+        pytest.param(2, [Held("a", (0,), 50)], WHOLE, None, id="it fits as it is"),
+    ],
+)
+def test_the_cheapest_set_that_makes_room_on_the_gpus(
+    gpus: int, held: Sequence[Held], requests: Sequence[tuple[int, int]], chosen: list[str] | None
+) -> None:
+    """Whether the scheduler proposes others, or none. Of equals the pods end that have started last."""
+    state = cluster_of(gpus, held)
+    assert victims_of(state, asking("p", *requests)) == chosen
+    on_two = [held[0].name, held[-1].name]
+    if chosen is not None and len(held) > 4 and on_two != chosen:
+        assert victims_of(state, asking("p", *requests), [*on_two]) in (chosen, on_two)
+
+
+def test_the_schedulers_victims_stay_where_they_make_room() -> None:
+    """Unless fewer, or less important ones do, as where it counts what a nominated pod will have once more. It may evict
+    pods for other resources."""
+    state = cluster_of(8, HALVES)
+    assert victims_of(state, asking("p", *SIX_TENTHS), ["h00", "h01", "h10", "h20"]) == ["h70", "h71"]
+    assert victims_of(state, asking("p", *WHOLE), ["h00", "h01"]) == ["h00", "h01"]
+    assert victims_of(state, asking("p", *WHOLE), ["h01", "h10"]) == ["h70", "h71"]
+    assert victims_of(state, asking("p", *WHOLE), ["h01", "of-cpus"]) == ["h70", "h71", "of-cpus"]
+
+
+def test_all_of_the_schedulers_victims_stay_where_cpu_or_memory_would_be_lacking() -> None:
+    held = [Held("h0", (0,), 60, started=3), Held("h1", (1,), 60, started=2), Held("k1", (1,), 30, started=1)]
+    state = cluster_of(2, held, cpu_milli=8000, memory_mib=1000)
+    for one, cpu_milli in zip(held, (1000, 1000, 6000), strict=True):
+        state.put_pod(bound(one, host_request=HostRequest(cpu_milli, 10)), 0.0)
+    wanted = asking("p", *SIX_TENTHS)
+    for cpu_milli, chosen in ((1000, ["h0"]), (3000, ["h0", "k1"])):
+        assert victims_of(state, replace(wanted, host_request=HostRequest(cpu_milli, 10)), ["k1"]) == chosen
+
+
+def test_what_cannot_be_evicted_is_no_victim() -> None:
+    """A mirror pod's end ends nothing; what a claim has, or a pod that only the agent names, is in use; a bind under way may
+    still fail."""
+    held = [Held("static", (0,), 60), Held("other", (1,), 60, 5)]
+    state = cluster_of(3, held, others={"claim": Held("claim", (2,), 60)})
+    state.put_pod(bound(held[0], is_static=True), 1.0)
+    assert victims_of(state, asking("p", *WHOLE)) == ["other"]
+    state = cluster_of(1, ())
+    assert isinstance(state.reserve(asking("binding", *SIX_TENTHS, priority=0), "a", 2.0), Reservation)
+    assert victims_of(state, asking("p", *SIX_TENTHS)) is None
+
+
+def test_pods_that_a_budget_protects_are_spared() -> None:
+    """While others suffice, whatever their priority below the pod's."""
+    state = cluster_of(2, [Held("a", (0,), 60), Held("b", (1,), 60, 5)])
+    assert victims_of(state, asking("p", *WHOLE), protected=["a"]) == ["b"]
+    assert victims_of(state, asking("p", *WHOLE), protected=["a", "b"]) == ["a"]
+
+
+def test_pods_that_end_already_cost_nothing() -> None:
+    """Nobody else ends; those of lower priority are named, so that the pod is nominated."""
+    held = [Held("a", (0,), 60, 5, 1), Held("b", (1,), 60, 0, 2)]
+    state = cluster_of(2, held)
+    state.put_pod(bound(held[0], is_deleting=True), 1.0)
+    assert victims_of(state, asking("p", *WHOLE)) == ["a"]
+    assert victims_of(state, asking("p", *WHOLE * 2)) == ["a", "b"]
+
+
+def test_memory_alone_is_made_room_for() -> None:
+    """GPUShare's units."""
+    names = ResourceNames(gpu_mem="aliyun.com/gpu-mem")
+    state = cluster_of(2, (), names=names)
+    for number, units in enumerate((13, 13, 8)):
+        one = ContainerSpec(name="c", kind=ContainerKind.MAIN, position=0, requests={"aliyun.com/gpu-mem": units})
+        owner = pod(f"m{number}", one, node_name="", rank=Rank(0, f"{number}"))
+        made = state.reserve(owner, "a", 1.0)
+        assert isinstance(made, Reservation) and set(made.plan.charges) <= {0, 1}
+        state.put_pod(replace(owner, node_name="a"), 1.0)
+    one = ContainerSpec(name="c", kind=ContainerKind.MAIN, position=0, requests={"aliyun.com/gpu-mem": 20})
+    found = victims_of(state, pod("p", one, node_name="", rank=Rank(URGENT)))
+    assert found is not None and len(found) == 1
+
+
+def test_room_is_kept_for_nominated_pods() -> None:
+    """For those of lower or the same priority it is in use: by filter, bind and preemption. Not for a higher one, nor for
+    another node's; it ends with the nomination."""
+    state = cluster_of(2, [Held("a", (0,), 60, 1), Held("b", (1,), 60, 2)])
+    first = asking("first", *SIX_TENTHS, nominated_node="a")
+    state.put_pod(bound(Held("a", (0,), 60, 1), is_deleting=True), 1.0)
+    state.put_pod(first, 1.0)
+    # Its victim ends: another pod of its priority needs a victim of its own, and one of a lower priority gets none.
+    assert victims_of(state, asking("second", *SIX_TENTHS)) == ["b", "a"]
+    state.remove_pod(PodUid("uid-a"))
+    state.put_node(replace(state.node_ledger("a").node, allocated={PodUid("uid-b"): {1: Charge(60, 1)}}), 2.0)  # type: ignore[union-attr]
+    assert state.filter(first, None).fitting == ["a"]
+    lower = asking("lower", *SIX_TENTHS, priority=1)
+    for refused in (lower, asking("equal", *SIX_TENTHS), asking("whole", *WHOLE, priority=3)):
+        answer = state.filter(refused, None)
+        assert (answer.fitting, list(answer.failed)) == ([], ["a"]) and "are kept for pods" in answer.failed["a"]
+        assert not isinstance(state.reserve(refused, "a", 3.0), Reservation)
+        assert not at_once(state.fits_somewhere_steps(refused))
+    assert state.filter(asking("small", (30, 5), priority=0), None).fitting == ["a"], "next to b, or next to the first"
+    assert state.filter(asking("higher", *SIX_TENTHS, priority=URGENT + 1), None).fitting == ["a"]
+    # Two of one priority that are nominated both do not wait for each other.
+    other = asking("other", *SIX_TENTHS, nominated_node="a")
+    state.put_pod(other, 3.0)
+    assert [state.filter(one, None).fitting for one in (first, other)] == [["a"], []]
+    state.put_pod(replace(other, rank=Rank(URGENT)), 4.0)
+    state.put_pod(replace(first, rank=Rank(URGENT)), 4.0)
+    assert state.filter(lower, None).fitting == ["a"]
+
+
+def test_a_bound_pod_is_nominated_no_more() -> None:
+    state = cluster_of(2, ())
+    first = asking("first", *WHOLE, nominated_node="a")
+    state.put_pod(first, 1.0)
+    assert isinstance(state.reserve(first, "a", 1.0), Reservation)
+    assert state.filter(asking("second", *WHOLE, priority=0), None).fitting == ["a"], "not counted twice"
+    state.put_pod(replace(first, node_name="a"), 2.0)
+    assert state.filter(asking("second", *WHOLE, priority=0), None).fitting == ["a"]
+
+
+# --- over HTTP ---
+
+
+def raw_ranked(name: str, cores: int, priority: int, *, node: str = "", policy: str = "") -> Raw:
+    made = raw_pod(name, (cores, 1), node=node, phase="Running" if node else "Pending")
+    made["spec"] |= {"priority": priority} | ({"preemptionPolicy": policy} if policy else {})
+    return made
+
+
+def share(gpu: int) -> Raw:
+    made = raw_ranked(f"s{gpu}", 60, 0, node="n1")
+    made["status"]["startTime"] = f"2026-01-01T00:00:0{gpu}Z"
+    return made
+
+
+SHARES = [share(gpu) for gpu in range(2)]
+
+
+def reported(cluster: FakeCluster) -> None:
+    holds(cluster, "n1", *((f"uid-s{gpu}", gpu, 60, 1) for gpu in range(2)))
+
+
+async def refused(asker: Asker, cluster: FakeCluster, name: str = "urgent") -> None:
+    answer = await asker.filter(cluster.pod("default", name), ["n1"])
+    assert not answer["NodeNames"] and "n1" in answer["FailedNodes"]
+
+
+async def proposed(asker: Asker, cluster: FakeCluster, **victims: Sequence[str]) -> Raw:
+    meta = {
+        node: {"Pods": [{"UID": f"uid-{one}"} for one in pods], "NumPDBViolations": 0} for node, pods in victims.items()
+    }
+    args = {"Pod": cluster.pod("default", "urgent"), "NodeNameToMetaVictims": meta}
+    status, answer = await asker.post("/scheduler/preemption", args)
+    assert status == 200
+    return {
+        node: ([one["UID"].removeprefix("uid-") for one in found["Pods"]], found["NumPDBViolations"])
+        for node, found in answer["NodeNameToMetaVictims"].items()
+    }
+
+
+def written(cluster: FakeCluster, ending: str) -> list[str]:
+    return [path for method, path, *_ in cluster.requests if method != "GET" and path.endswith(ending)]
+
+
+async def test_the_answer_names_other_victims_and_the_budgets_that_they_violate() -> None:
+    """A newer scheduler names a node without victims; one that it does not name, but filter was asked about, counts too.
+    Nothing ends by the answer."""
+    async with fake_cluster(raw_node("n1"), pods=[*SHARES, raw_ranked("urgent", 60, 9)]) as cluster:
+        reported(cluster)
+        async with running_extender(cluster, clock=FakeClock()) as asker:
+            assert await proposed(asker, cluster, n1=[]) == {"n1": (["s1"], 0)}
+            await refused(asker, cluster)
+            assert await proposed(asker, cluster, elsewhere=["x"]) == {"n1": (["s1"], 0)}
+            forbids = [
+                answers(429, raw_status(429, "Cannot evict pod as it would violate the pod's disruption budget."))
+            ]
+            path = "/api/v1/namespaces/default/pods/{}/eviction"
+            cluster.script.answers[path.format("s1")] = forbids[0]
+            assert await proposed(asker, cluster, n1=[]) == {"n1": (["s0"], 0)}
+            cluster.script.answers[path.format("s0")] = forbids[0]
+            assert await proposed(asker, cluster, n1=[]) == {"n1": (["s1"], 1)}
+            assert set(cluster.objects["pods"]) == {"default/s0", "default/s1", "default/urgent"}
+
+
+async def test_the_leader_evicts_where_the_scheduler_does_not_ask() -> None:
+    """The sum of what is free suffices, so kube-scheduler up to 1.36 asks nobody. The pod is nominated, and gets the
+    room; the next one's turn ends nobody else."""
+    clock = FakeClock()
+    async with fake_cluster(raw_node("n1"), pods=[*SHARES, raw_ranked("urgent", 60, 9)]) as cluster:
+        reported(cluster)
+        async with running_extender(cluster, clock=clock) as asker:
+            await refused(asker, cluster)
+            await asker.parts.preemption.preempt_due()
+            assert not written(cluster, "/eviction")
+            clock.now += GRACE_S
+            await asker.parts.preemption.preempt_due()
+            assert cluster.pod("default", "urgent")["status"]["nominatedNodeName"] == "n1"
+            assert written(cluster, "/eviction") == ["/api/v1/namespaces/default/pods/s1/eviction"] * 2, (
+                "tried, and done"
+            )
+            await eventually(lambda: any(one["reason"] == "Preempted" for one in cluster.objects["events"].values()))
+            if "default/s1" in cluster.objects["pods"]:
+                await refused(asker, cluster)
+                clock.now += GRACE_S
+                await asker.parts.preemption.preempt_due()
+                assert len(written(cluster, "/eviction")) == 2
+                cluster.remove("pods", "default/s1")
+            holds(cluster, "n1", ("uid-s0", 0, 60, 1))
+            await eventually(lambda: len(asker.parts.state.reservations()) == 1)
+            assert (await asker.filter(cluster.pod("default", "urgent"), ["n1"]))["NodeNames"] == ["n1"]
+
+
+@pytest.mark.parametrize(
+    "why",
+    [
+        "it was asked",
+        "a budget",
+        "no right",
+        "preemptionPolicy",
+        "priority",
+        "another node",
+        "gone",
+        "quota",
+        "reserve",
+    ],
+)
+async def test_the_leader_evicts_nobody(why: str) -> None:
+    """Where the scheduler asks, it evicts by itself; a budget is kept; a pod waits that may not preempt, or has no higher
+    priority."""
+    clock = FakeClock()
+    urgent = raw_ranked(
+        "urgent", 60, 0 if why == "priority" else 9, policy="Never" if why == "preemptionPolicy" else ""
+    )
+    async with fake_cluster(raw_node("n1"), pods=[*SHARES, urgent]) as cluster:
+        reported(cluster)
+        if why == "quota":
+            put_quota(cluster, {"default": {"vcore": 10}})
+        code = {"a budget": 429, "no right": 403}.get(why, 0)
+        for one in SHARES if code else ():
+            path = f"/api/v1/namespaces/default/pods/{one['metadata']['name']}/eviction"
+            cluster.script.answers[path] = answers(code, raw_status(code))
+        settings = {"reserve": "filter"} if why == "reserve" else {}
+        async with running_extender(cluster, clock=clock, **settings) as asker:
+            await asker.filter(cluster.pod("default", "urgent"), ["n1"])
+            if why == "it was asked":
+                await proposed(asker, cluster, n1=["s0"])
+            if why == "another node":
+                cluster.put("nodes", raw_node("n2"))
+                await eventually(lambda: "n2" in asker.parts.state.known_names())
+            if why == "gone":
+                cluster.remove("pods", "default/urgent")
+                await eventually(lambda: not asker.parts.pods.unscheduled_pods())
+            clock.now += GRACE_S
+            await asker.parts.preemption.preempt_due()
+            assert "nominatedNodeName" not in urgent["status"]
+            assert not written(cluster, "/status")
+            assert "default/s0" in cluster.objects["pods"] and "default/s1" in cluster.objects["pods"]
