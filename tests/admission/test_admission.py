@@ -316,18 +316,21 @@ async def test_a_container_does_not_start_with_the_number_of_another_gpu(by_this
     assert await agent.admission.pre_start(CORE, cores) is None
     found = agent.node.inventory.current
     [first, second] = found.gpus
-    for gpus, reason in (
-        ((replace(first, minor=1), replace(second, minor=0)), RefusalReason.WRONG_GPUS),
-        ((replace(first, minor=-1), replace(second, minor=0)), RefusalReason.WRONG_GPUS),
-        ((replace(second, index=0, minor=0),), RefusalReason.UNKNOWN_DEVICE),
+    for gpus, why in (
+        ((replace(first, minor=1), replace(second, minor=0)), "other numbers than /dev/nvidia0"),
+        ((replace(first, minor=-1), replace(second, minor=0)), "other numbers than /dev/nvidia0"),
+        ((replace(second, index=0, minor=0),), "not shown by the driver"),
     ):
         agent.prepared.clear()
         agent.node.inventory.current = replace(found, gpus=gpus)
         refused = await agent.admission.pre_start(CORE, cores)
-        assert isinstance(refused, Refused) and refused.reason is reason
+        assert isinstance(refused, Refused) and refused.reason is RefusalReason.WRONG_GPUS and why in refused.detail
         assert first.uuid in refused.detail and "Delete the pod" in refused.detail and not agent.prepared
     agent.node.inventory.current = found
     assert await agent.admission.pre_start(CORE, cores) is None
+    agent.node.inventory.is_read = False
+    refused = await agent.admission.pre_start(CORE, cores)
+    assert isinstance(refused, Refused) and refused.reason is RefusalReason.NOT_READY
 
 
 @pytest.mark.parametrize(

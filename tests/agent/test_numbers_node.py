@@ -164,7 +164,7 @@ async def test_a_container_restarts_with_its_own_gpu_alone(script: Path) -> None
             kill_container(node, "default", "p", "main")
             await wait_until(node, lambda: "waiting" in container()["state"], "the refusal")
             message = container()["state"]["waiting"]["message"]
-            assert "was given /dev/nvidia" in message and "Delete the pod" in message and "for GPU GPU-" in message
+            assert "other numbers than /dev/nvidia" in message and "Delete the pod" in message and "GPU GPU-" in message
         boots(script, (A, 0), (H, 1))
         async with open_child(node, *FLAGS):
             await wait_until(node, lambda: "running" in container()["state"], "its own GPU")
