@@ -363,6 +363,8 @@ async def test_what_an_earlier_agent_answered_is_compared_with_the_numbers_of_no
     agent.checkpoint = [replace(one, answer=given) for one in written(owner.uid, "main", cores, [])]
     agent.cache.put(replace(allocation, numbers=None))
     assert (await agent.admission.pre_start(CORE, cores) is None) is may_start
+    agent.node.inventory.current = replace(found, gpus=gpus[1:])
+    assert await agent.admission.pre_start(CORE, cores) is not None, "its GPU is gone"
 
 
 async def test_a_stale_plan_does_not_claim_the_ids_of_a_successor_container() -> None:

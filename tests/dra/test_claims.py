@@ -623,6 +623,7 @@ async def test_specs_follow_the_gpus_while_the_agent_runs(tmp_path: Path) -> Non
     for gpus, nodes in (
         ([replace(gpu, minor=1), replace(other, minor=0)], ["/dev/nvidia1"]),
         ([lost, replace(other, minor=0)], None),
+        ([replace(gpu, minor=1), replace(other, minor=0)], ["/dev/nvidia1"]),
         ([gpu, other], ["/dev/nvidia0"]),
     ):
         driver.node.inventory.current = replace(driver.gpus, gpus=tuple(gpus))
