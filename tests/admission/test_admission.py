@@ -316,18 +316,21 @@ async def test_a_container_does_not_start_with_the_number_of_another_gpu(by_this
     assert await agent.admission.pre_start(CORE, cores) is None
     found = agent.node.inventory.current
     [first, second] = found.gpus
-    for gpus, reason in (
-        ((replace(first, minor=1), replace(second, minor=0)), RefusalReason.WRONG_GPUS),
-        ((replace(first, minor=-1), replace(second, minor=0)), RefusalReason.WRONG_GPUS),
-        ((replace(second, index=0, minor=0),), RefusalReason.UNKNOWN_DEVICE),
+    for gpus, why in (
+        ((replace(first, minor=1), replace(second, minor=0)), "other numbers than /dev/nvidia0"),
+        ((replace(first, minor=-1), replace(second, minor=0)), "other numbers than /dev/nvidia0"),
+        ((replace(second, index=0, minor=0),), "not shown by the driver"),
     ):
         agent.prepared.clear()
         agent.node.inventory.current = replace(found, gpus=gpus)
         refused = await agent.admission.pre_start(CORE, cores)
-        assert isinstance(refused, Refused) and refused.reason is reason
+        assert isinstance(refused, Refused) and refused.reason is RefusalReason.WRONG_GPUS and why in refused.detail
         assert first.uuid in refused.detail and "Delete the pod" in refused.detail and not agent.prepared
     agent.node.inventory.current = found
     assert await agent.admission.pre_start(CORE, cores) is None
+    agent.node.inventory.is_read = False
+    refused = await agent.admission.pre_start(CORE, cores)
+    assert isinstance(refused, Refused) and refused.reason is RefusalReason.NOT_READY
 
 
 @pytest.mark.parametrize(
@@ -360,6 +363,8 @@ async def test_what_an_earlier_agent_answered_is_compared_with_the_numbers_of_no
     agent.checkpoint = [replace(one, answer=given) for one in written(owner.uid, "main", cores, [])]
     agent.cache.put(replace(allocation, numbers=None))
     assert (await agent.admission.pre_start(CORE, cores) is None) is may_start
+    agent.node.inventory.current = replace(found, gpus=gpus[1:])
+    assert await agent.admission.pre_start(CORE, cores) is not None, "its GPU is gone"
 
 
 async def test_a_stale_plan_does_not_claim_the_ids_of_a_successor_container() -> None:

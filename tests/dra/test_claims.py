@@ -118,7 +118,7 @@ async def test_a_record_of_a_newer_agent_is_read(tmp_path: Path) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | {"version": 2, "boot": "x"}))
     driver.claims = driver.new_claims()
     await driver.claims.restore()
-    assert driver.claims.prepared == {first.ref.uid: first}
+    assert driver.claims.prepared == {first.ref.uid: first} and '"boot"' in path.read_text()
 
 
 async def test_two_results_of_which_one_is_named_as_the_other_are_both_booked(tmp_path: Path) -> None:
@@ -201,7 +201,7 @@ async def test_what_the_host_or_the_disk_refuses_is_not_booked(tmp_path: Path) -
 
 async def test_refusals_say_what_is_wrong(tmp_path: Path) -> None:
     driver = Driver(tmp_path, raw_claim(result(index=5)), raw_claim(result(), number=2))
-    assert "GPU gpu-5, which the claim has, is not shown" in await refused(driver, 1)
+    assert "GPU GPU-5, which the claim has, is not shown" in await refused(driver, 1)
     driver.claimable.clear()
     assert "dra.gpus" in await refused(driver, 2)
     driver.claimable.add(GpuUuid("GPU-0"))
@@ -623,6 +623,7 @@ async def test_specs_follow_the_gpus_while_the_agent_runs(tmp_path: Path) -> Non
     for gpus, nodes in (
         ([replace(gpu, minor=1), replace(other, minor=0)], ["/dev/nvidia1"]),
         ([lost, replace(other, minor=0)], None),
+        ([replace(gpu, minor=1), replace(other, minor=0)], ["/dev/nvidia1"]),
         ([gpu, other], ["/dev/nvidia0"]),
     ):
         driver.node.inventory.current = replace(driver.gpus, gpus=tuple(gpus))
@@ -642,6 +643,10 @@ async def test_a_prepared_claim_waits_for_the_driver(tmp_path: Path) -> None:
     assert "has not listed the GPUs yet" in await refused(driver) and driver.specs()
     driver.node.inventory.is_read = True
     assert await prepared(driver) == first
+    # A GPU that cannot be read may be the claim's: the next poll may name it.
+    driver.node.inventory.current = replace(driver.gpus, gpus=driver.gpus.gpus[1:], unreadable=((0, "lost"),))
+    made = await driver.claims.prepare(ref_of())
+    assert isinstance(made, Refused) and made.reason is RefusalReason.NOT_READY and "GPU GPU-0" in made.detail
 
 
 async def test_a_prepared_claim_keeps_its_answer_under_other_settings(tmp_path: Path) -> None:
@@ -660,7 +665,7 @@ async def test_a_record_without_numbers_is_made_again(tmp_path: Path) -> None:
     path = tmp_path / "records" / f"{uid_of(1)}.json"
     document = json.loads(path.read_text())
     (one,) = document["claim"]["results"]
-    del one["numbers"], one["mps"]
+    del one["numbers"], one["config"]
     one["device"] = "gpu-7"
     path.write_text(json.dumps(document))
     boot(driver, ("GPU-1", 0), ("GPU-0", 1))

@@ -181,12 +181,15 @@ def test_a_device_is_named_by_its_gpu_and_shows_the_drivers_index() -> None:
 
 def test_the_slice_of_a_node_with_a_long_name_has_a_name_of_its_own() -> None:
     """A DNS name, wherever the node's is cut."""
+    long = ".".join(["a" * 60, "b" * 60, "c" * 60, "d" * 36])
+    # Cut before, at and after the dots and dashes between short labels, and alike in all but the last character.
     alike = [
-        f"{'a' * 60}.{'b' * 60}.{'c' * 60}.{'d' * 50}{end}" for end in ("", "-1", ".e", f".{'x' * 18}", f"-{'x' * 18}")
+        f"{long}{'x' * size}{end}{last}" for size in range(1, 4) for end in (".e-f" * 7, "--g.h" * 6) for last in "01"
     ]
-    nodes = ["n", *alike, *(("n" * size + ".") * 30 + "z" * 40 for size in (4, 5, 6))]
-    names = [slice_name(node[:253].rstrip(".-"), DRIVER) for node in nodes]
-    assert len({*names}) == len(nodes) and names[0] == f"n-{DRIVER}"
+    nodes = ["n", "n" * 63, *alike]
+    names = [slice_name(node, DRIVER) for node in nodes]
+    assert len({*names}) == len(nodes) and names[0] == f"n-{DRIVER}" and max(map(len, nodes)) <= 253
+    assert sum(len(node) + len(DRIVER) + 1 > 253 for node in nodes) == len(alike)
     for name in names:
         assert len(name) <= 253
         assert all(re.fullmatch(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?", label) for label in name.split("."))

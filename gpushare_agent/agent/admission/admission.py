@@ -32,7 +32,7 @@ from gpushare_agent.agent.kubelet.records import CheckpointEntry, KubeletCheckpo
 from gpushare_agent.agent.node import Node
 from gpushare_agent.core.model.allocations import Allocation, ContainerEdits, ContainerKey
 from gpushare_agent.core.model.errors import AgentError, RefusalReason, Refused
-from gpushare_agent.core.model.names import ENV_VISIBLE_DEVICES, DeviceId, GpuUuid, PodUid
+from gpushare_agent.core.model.names import DeviceId, GpuUuid, PodUid
 from gpushare_agent.core.model.pods import ContainerKind, Pod
 from gpushare_agent.core.model.resources import ResourceKind, replica_layout, request_of
 
@@ -310,7 +310,9 @@ class Admission(Struct, kw_only=True, eq=False):
             return self._refuse(decision, edits)
         if self.node.cache.get(target.key) is not None:  # a further resource: where it goes was decided with the first
             decision = Decision(target=target, resource=decision.resource)
-        allocation = self._allocation(target, kind, ids, gpus, edits)
+        allocation = self._allocation(target, kind, ids, gpus)
+        if kind.binds_gpu:
+            allocation = replace(allocation, numbers=numbers_in(dict(edits.env), edits.mounts, edits.devices))
         self.node.cache.put(allocation)
         # If a later container of the pod is refused, the kubelet frees this one's IDs without a call.
         self._pending.add_allocated(target.key)
@@ -321,20 +323,10 @@ class Admission(Struct, kw_only=True, eq=False):
         return edits if kind.binds_gpu else ContainerEdits()
 
     def _allocation(
-        self,
-        target: Target,
-        kind: ResourceKind,
-        ids: Sequence[DeviceId],
-        gpus: tuple[GpuUuid, ...],
-        edits: ContainerEdits,
+        self, target: Target, kind: ResourceKind, ids: Sequence[DeviceId], gpus: tuple[GpuUuid, ...]
     ) -> Allocation:
         """The container's allocation with these IDs of one resource and those that it has of the others."""
         old = self.node.cache.get(target.key)
-        numbers = old.numbers if old is not None else None
-        if kind.binds_gpu:
-            visible = dict(edits.env).get(ENV_VISIBLE_DEVICES, "")
-            mounts, devices = [one.container_path for one in edits.mounts], [one.host_path for one in edits.devices]
-            numbers = numbers_in(visible, mounts, devices)
         return Allocation(
             key=target.key,
             namespace=target.pod.namespace,
@@ -346,7 +338,7 @@ class Admission(Struct, kw_only=True, eq=False):
             if kind.is_part
             else request_of(target.container, self.node.names).whole_gpus > 0,
             allocated_at=self.clock(),
-            numbers=numbers,
+            numbers=old.numbers if old is not None else None,
             gpu_resource=self.node.names.name_in(target.container, kind) if kind.is_part else "",
         )
 
@@ -397,17 +389,17 @@ class Admission(Struct, kw_only=True, eq=False):
         return refused
 
     async def _renumbered(self, keys: Sequence[ContainerKey], requested: frozenset[DeviceId]) -> Refused | None:
-        if any(found.numbers is None for found in self._found(keys)):
-            entries = [one for one in await self._entries() if one.device_ids == requested]
-            numbers = {ContainerKey(one.pod_uid, one.container): _numbers_of(one) for one in entries}
-            for found in self._found(keys):
-                if found.numbers is None and found.key in numbers:
-                    self.node.cache.put(replace(found, numbers=numbers[found.key]))
+        cache = self.node.cache
+        if any((found := cache.get(key)) is not None and found.numbers is None for key in keys):
+            for entry in await self._entries():
+                found = cache.get(ContainerKey(entry.pod_uid, entry.container))
+                if entry.device_ids == requested and found is not None and found.numbers is None:
+                    cache.put(replace(found, numbers=_numbers_of(entry)))
+        if not self.node.inventory.is_read:
+            return Refused(RefusalReason.NOT_READY, "the driver has not listed the GPUs yet. The kubelet tries again.")
         gpus, extra = self.node.gpus().by_uuid(), self.edits().devices.extra
-        return next((refused for found in self._found(keys) if (refused := renumbered(found, gpus, extra))), None)
-
-    def _found(self, keys: Sequence[ContainerKey]) -> list[Allocation]:
-        return [found for key in keys if (found := self.node.cache.get(key)) is not None]
+        allocations = filter(None, map(cache.get, keys))
+        return next(filter(None, (renumbered(found, gpus, extra) for found in allocations)), None)
 
     async def _entries(self) -> Sequence[CheckpointEntry]:
         try:
@@ -455,8 +447,7 @@ def _numbers_of(entry: CheckpointEntry) -> frozenset[str]:
         answer = ContainerAllocateResponse.parse(base64.b64decode(entry.answer, validate=True))
     except Exception:  # noqa: BLE001 - betterproto raises what Python raises
         return frozenset()
-    mounts, devices = [one.container_path for one in answer.mounts], [one.host_path for one in answer.devices]
-    return numbers_in(answer.envs.get(ENV_VISIBLE_DEVICES, ""), mounts, devices)
+    return numbers_in(answer.envs, answer.mounts, answer.devices)
 
 
 def _bind_to_log(target: Target) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 from msgspec import Struct
 
@@ -106,16 +107,12 @@ def device_edits(request: DeviceListRequest, strategies: Iterable[DeviceListStra
     return merged(ContainerEdits(env=((ENV_VISIBLE_DEVICES, "void"),)), *(STRATEGIES[name](request) for name in chosen))
 
 
-def numbers_in(visible: str, mounts: Iterable[str], devices: Iterable[str]) -> frozenset[str]:
-    """What an answer names by the driver's numbers, which another GPU may have after a boot: indexes in
+def numbers_in(env: Mapping[str, str], mounts: Iterable[Any], devices: Iterable[Any]) -> frozenset[str]:
+    """What an answer, or its message, names by the driver's numbers, which another GPU may have after a boot: indexes in
     NVIDIA_VISIBLE_DEVICES or in paths of mounts, and device nodes."""
-    names = [*visible.split(","), *(path.removeprefix(f"{VOLUME_MOUNT_ROOT}/") for path in mounts), *devices]
+    names = env.get(ENV_VISIBLE_DEVICES, "").split(",") + [one.host_path for one in devices]
+    names += [one.container_path.removeprefix(f"{VOLUME_MOUNT_ROOT}/") for one in mounts]
     return frozenset(name for name in names if _NUMBER.fullmatch(name))
-
-
-def numbers_of(gpus: Iterable[Gpu]) -> frozenset[str]:
-    """The numbers by which answers may name these GPUs now."""
-    return frozenset(name for gpu in gpus for name in (gpu.number_label, *gpu.nodes))
 
 
 _CDI = (DeviceListStrategy.CDI_ANNOTATIONS, DeviceListStrategy.CDI_CRI)

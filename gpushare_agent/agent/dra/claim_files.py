@@ -46,12 +46,13 @@ class ClaimFiles:
         return [claim for name in names if is_claim_uid(name) and (claim := self._load(name)) is not None]
 
     def save(self, claim: PreparedClaim) -> None:
-        """The spec, then the record: where the record is, everything is. Raises Unavailable."""
+        """The spec, then the record: where the record is, everything is. Writes neither where it is there already. Raises
+        Unavailable."""
         self.write_spec(claim)
         self._write(self._records, f"{claim.ref.uid}.json", json.encode(_Record(claim=claim)) + b"\n", is_synced=True)
 
     def write_spec(self, claim: PreparedClaim) -> None:
-        """Writes the CDI spec. Raises Unavailable."""
+        """Where it is not there already. Raises Unavailable."""
         self._write(self._specs, f"{_SPEC_PREFIX}{claim.ref.uid}.json", encode_spec(claim))
 
     def remove(self, uid: str) -> None:

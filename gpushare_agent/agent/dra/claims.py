@@ -38,7 +38,7 @@ from gpushare_agent.agent.dra.decisions.edits import (
 from gpushare_agent.agent.isolation.isolations import Isolations
 from gpushare_agent.agent.node import Node
 from gpushare_agent.core.claims.claim import DRIVER, AllocatedClaim, ClaimPolicy, read_claim
-from gpushare_agent.core.claims.devices import device_name, shown_uuid
+from gpushare_agent.core.claims.devices import device_name
 from gpushare_agent.core.kit.daemon_thread import DaemonThread
 from gpushare_agent.core.kit.supervision import Reconciler, wait_for
 from gpushare_agent.core.kube.client import KubeApi
@@ -195,11 +195,11 @@ class Claims(Struct, kw_only=True, eq=False):
             try:
                 async with self._lock(uid):
                     if self._prepared.get(uid) is claim:
-                        await self._enter(claim, made, is_recorded=True)
+                        await self._enter(claim, made)
             except AgentError as e:  # its running containers need it no more, and Prepare writes it again
                 log.error("claim_spec_not_written", claim=claim.ref.name, claim_uid=uid, error=str(e))
 
-    async def _enter(self, claim: PreparedClaim, made: PreparedClaim | Refused, *, is_recorded: bool = False) -> None:
+    async def _enter(self, claim: PreparedClaim, made: PreparedClaim | Refused) -> None:
         """Writes what a prepared claim is now, under its lock. Raises Unavailable."""
         uid, name = claim.ref.uid, claim.ref.name
         if isinstance(made, Refused):
@@ -208,8 +208,8 @@ class Claims(Struct, kw_only=True, eq=False):
                 self._without_spec.add(uid)
                 log.error("claim_without_gpu", claim=name, claim_uid=uid, why=made.detail)
             return
-        # By a call its record too: the one before may have been cut off.
-        write = self.files.write_spec if is_recorded and made is claim else self.files.save
+        # Only what changed is recorded: the record may be a newer agent's, which has more in it.
+        write = self.files.write_spec if made is claim else self.files.save
         await self._in_thread(partial(write, made), f"recording claim {name}")
         self._prepared[uid] = made
         self._without_spec.discard(uid)
@@ -260,9 +260,13 @@ class Claims(Struct, kw_only=True, eq=False):
         if not self.node.inventory.is_read:
             return _not_ready("the driver has not listed the GPUs yet")
         if (known := self._prepared.get(ref.uid)) is not None:
-            made = prepare_again(known, self.node.gpus().by_uuid(), self.policy())
+            inventory = self.node.gpus()
+            made = prepare_again(known, inventory.by_uuid(), self.policy())
             await self._enter(known, made)
-            return made
+            if made is known:  # its record too: the call before may have been cut off
+                await self._in_thread(partial(self.files.save, known), f"recording claim {ref.name}")
+            # One of those may be the claim's.
+            return _not_ready(made.detail) if isinstance(made, Refused) and inventory.unreadable else made
         claim = await self._read(ref)
         if isinstance(claim, Refused):
             return claim
@@ -367,7 +371,7 @@ class Claims(Struct, kw_only=True, eq=False):
             if gpu is None:
                 if inventory.unreadable:
                     return _not_ready(f"{result.device} is not in the inventory of node {pool}")
-                return gone(shown_uuid(result.device))
+                return gone(result.device.replace("gpu-", "GPU-", 1))
             # The slice is changed a moment after the setting: the scheduler may still have chosen by the old one.
             if gpu.uuid not in mine:
                 return _not_ready(f"{result.device} is not offered to claims on node {pool} now (setting dra.gpus)")
@@ -411,7 +415,7 @@ class Claims(Struct, kw_only=True, eq=False):
 
 
 def _not_ready(why: str) -> Refused:
-    return Refused(RefusalReason.NOT_READY, f"{why}. The kubelet tries again.")
+    return Refused(RefusalReason.NOT_READY, f"{why.removesuffix('.')}. The kubelet tries again.")
 
 
 def _invalid(why: str) -> Refused:

@@ -57,7 +57,8 @@ class ShareConfig(Struct, frozen=True, kw_only=True):
 
 class DevicePart(Struct, frozen=True, kw_only=True):
     """A claim's part of one device. `request` as in the claim, `a` or `a/b` of a list of alternatives. `cores` are percent
-    of the GPU. `is_admin`: by admin access, all of the GPU next to whoever has it; nothing is charged, so both are 0.
+    of the GPU, 0 where the claim asks for memory alone; `memory_mib` is rounded to the slice's step by the scheduler.
+    `is_admin`: by admin access, all of the GPU next to whoever has it; nothing is charged, so both are 0.
     `is_unlimited`: by the setting dra.consumable_shares, without a size of its own; both are 0 too."""
 
     request: str
@@ -66,6 +67,7 @@ class DevicePart(Struct, frozen=True, kw_only=True):
     cores: int
     memory_mib: int
     is_admin: bool = False
+    config: ShareConfig = ShareConfig()
 
     @property
     def name(self) -> str:
@@ -77,13 +79,6 @@ class DevicePart(Struct, frozen=True, kw_only=True):
         return not (self.is_admin or self.cores or self.memory_mib)
 
 
-class ClaimResult(DevicePart, frozen=True, kw_only=True):
-    """One device of a claim as it is allocated. `cores` are 0 where the claim asks for memory alone; `memory_mib` is rounded
-    to the slice's step by the scheduler."""
-
-    config: ShareConfig = ShareConfig()
-
-
 class AllocatedClaim(Struct, frozen=True, kw_only=True):
     """A claim with the results that are this driver's on this node, in the claim's order. `shown_as` is its name in the
     pod that it was made for, else its own name. `users` are the pods for which it is reserved, name and UID; `owner` is the
@@ -91,7 +86,7 @@ class AllocatedClaim(Struct, frozen=True, kw_only=True):
 
     ref: ClaimRef
     shown_as: str
-    results: tuple[ClaimResult, ...]
+    results: tuple[DevicePart, ...]
     users: tuple[tuple[str, PodUid], ...] = field(default=())
     owner: PodUid | None = None
 
@@ -186,7 +181,7 @@ def _check_count(found: Sequence[object], what: str, most: int) -> None:
 
 def _result(
     one: DeviceResult, configs: Sequence[tuple[frozenset[str], ShareConfig]], policy: ClaimPolicy
-) -> ClaimResult:
+) -> DevicePart:
     request, device, share_id = one.request, one.device, one.share_id or ""
     if not _REQUEST.fullmatch(request):
         raise Corrupt(f"request {_shown(request)} has no name of a request")
@@ -194,7 +189,7 @@ def _result(
         raise Corrupt(f"request {request} is allocated the device {_shown(device)}, which this driver does not publish")
     if share_id and not is_claim_uid(share_id):
         raise Corrupt(f"request {request}: shareID is no UUID")
-    found = ClaimResult(request=request, device=device, share_id=share_id, cores=0, memory_mib=0)
+    found = DevicePart(request=request, device=device, share_id=share_id, cores=0, memory_mib=0)
     if one.admin_access:  # consumedCapacity is there all the same, and no scheduler counts it
         config = replace(_config_of(request, 0, configs), core_limit=0, mps=None)
         return replace(found, config=config, is_admin=True)

@@ -38,7 +38,6 @@ _NVIDIA_ATTRIBUTES = (
 """Our attributes that have the same name and value there; `index` only in its examples."""
 _DEVICE_NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 """A DNS label, as the API server has it."""
-_NAMES_UUID = re.compile(r"gpu-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 _ARCHITECTURES = {7: "Volta", 8: "Ampere", 9: "Hopper", 10: "Blackwell", 12: "Blackwell"}
 _ARCHITECTURES_BY_MINOR = {(7, 5): "Turing", (8, 9): "Ada Lovelace"}
 _NOT_IN_A_VALUE = re.compile(r"[^A-Za-z0-9._-]+")
@@ -61,14 +60,7 @@ class DevicePolicy(Struct, frozen=True, kw_only=True):
 def device_name(uuid: GpuUuid) -> str:
     """The GPU's name for good: an index means another GPU after the driver has counted them again."""
     name = f"gpu-{uuid.removeprefix('GPU-').lower()}"
-    return (
-        name if is_device_name(name) else f"gpu-{hashlib.sha256(uuid.encode(errors='surrogatepass')).hexdigest()[:32]}"
-    )
-
-
-def shown_uuid(name: str) -> str:
-    """The UUID that the name of a device was made from, where it shows one; else the name."""
-    return f"GPU-{name.removeprefix('gpu-')}" if _NAMES_UUID.fullmatch(name) else name
+    return name if is_device_name(name) else f"gpu-{hashlib.sha256(repr(uuid).encode()).hexdigest()[:32]}"
 
 
 def is_device_name(name: str) -> bool:

@@ -154,9 +154,9 @@ class Gpu(Struct, frozen=True, kw_only=True):
     @property
     def number_label(self) -> str:
         """`label` by the driver's index of now."""
-        if self.mig is None:
-            return str(self.number)
-        return f"{self.mig.parent_index if self.driver_index is None else self.driver_index}:{self.mig.number}"
+        if self.driver_index is None:
+            return self.label
+        return str(self.number) if self.mig is None else f"{self.number}:{self.mig.number}"
 
     @property
     def nodes(self) -> tuple[str, ...]:

@@ -127,10 +127,8 @@ class NvidiaSettings(Section):
     def _counts_are_numbers(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         for selector, count in _pairs(value):
             if not _COUNT.fullmatch(count) or not 1 <= int(count) <= MAX_REPLICAS:
-                raise ValueError(
-                    f"the count of {selector!r} is {count!r}, but must be from 1 to {MAX_REPLICAS} for each GPU: the kubelet"
-                    " takes the list of all units of a node in one message"
-                )
+                bounds = f"from 1 to {MAX_REPLICAS} for each GPU: the kubelet takes all units of a node in one message"
+                raise ValueError(f"the count of {selector!r} is {count!r}, but must be {bounds}")
         return value
 
     @model_validator(mode="after")

@@ -11,7 +11,7 @@ from fractions import Fraction
 
 from msgspec import Struct, field
 
-from gpushare_agent.agent.delivery.device_lists import DeviceListRequest, NodeDevices, device_edits, numbers_of
+from gpushare_agent.agent.delivery.device_lists import DeviceListRequest, NodeDevices, device_edits
 from gpushare_agent.agent.isolation import ISOLATIONS, GpuShare, IsolationConfig, IsolationRequest
 from gpushare_agent.core.model.allocations import Allocation, ContainerEdits, merged
 from gpushare_agent.core.model.errors import RefusalReason, Refused
@@ -131,20 +131,18 @@ def _without_gpus(pod: Pod, container: ContainerSpec) -> Refused:
 def renumbered(allocation: Allocation, gpus: Mapping[GpuUuid, Gpu], extra: Collection[str]) -> Refused | None:
     """Why the container must not start with the answer that the kubelet has of it: after a boot, or when the driver was
     loaded again, its GPU may be gone, or another one may have its numbers. `extra` are nodes that every container gets."""
-    who, again = (
-        f"container {allocation.key.container}",
-        "Delete the pod: one that is created again gets the right GPU.",
-    )
-    if missing := next((uuid for uuid in allocation.gpus if uuid not in gpus), ""):
-        why = f"GPU {missing}, which {who} has, is not shown by the driver of this node now: it was removed or replaced"
-        return Refused(RefusalReason.UNKNOWN_DEVICE, f"{why}. {again}")
-    others = (allocation.numbers or frozenset()) - numbers_of(gpus[uuid] for uuid in allocation.gpus) - set(extra)
-    if not others:
+    shown = [gpu for uuid in allocation.gpus if (gpu := gpus.get(uuid)) is not None]
+    # The nodes of a MIG instance that is gone may be those of a new one.
+    found = [gpu for gpu in shown if gpu.mig is None or not gpu.mig.is_gone]
+    own = {name for gpu in found for name in (gpu.number_label, *gpu.nodes)}
+    others = (allocation.numbers or frozenset()) - own - set(extra)
+    if len(found) == len(allocation.gpus) and not others:
         return None
-    why = f"{who} was given {', '.join(sorted(others))} for GPU {', '.join(allocation.gpus)}"
+    now = f"has other numbers than {', '.join(sorted(others))}" if others and found else "is not shown by the driver"
     return Refused(
         RefusalReason.WRONG_GPUS,
-        f"{why}, and the driver numbers the node's GPUs otherwise now, as after a reboot. {again}",
+        f"GPU {', '.join(allocation.gpus)} of container {allocation.key.container} {now} now, as after a reboot. Delete"
+        " the pod: one that is created again gets the right GPU.",
     )
 
 

@@ -24,8 +24,7 @@ from msgspec.structs import replace
 from gpushare_agent.agent.admission.decisions.container_edits import EditPolicy
 from gpushare_agent.agent.delivery.device_lists import DeviceListRequest, device_edits
 from gpushare_agent.agent.isolation import ISOLATIONS, ClaimUse, GpuShare, IsolationRequest
-from gpushare_agent.core.claims.claim import CONFIG_KIND, AllocatedClaim, ClaimResult, DevicePart, ShareConfig
-from gpushare_agent.core.claims.gpu_config import MpsLimits
+from gpushare_agent.core.claims.claim import CONFIG_KIND, AllocatedClaim, DevicePart
 from gpushare_agent.core.model.allocations import ClaimRef, ContainerEdits, ContainerKey, merged
 from gpushare_agent.core.model.errors import Corrupt, RefusalReason, Refused
 from gpushare_agent.core.model.gpus import Gpu
@@ -92,7 +91,6 @@ class PreparedResult(DevicePart, frozen=True, kw_only=True):
     gpu: str
     is_whole: bool
     core_limit: int = 0
-    mps: MpsLimits | None = None
     view: str
     isolation: str
     edits: ContainerEdits = ContainerEdits()
@@ -162,7 +160,7 @@ class _Part(Struct, frozen=True):
     """One result of a claim, with its GPU and the key of its allocation. `is_whole`: it has all of the memory, and all cores
     or none. Nobody else can have a share without memory, so no cores are missing."""
 
-    result: ClaimResult
+    result: DevicePart
     gpu: Gpu
     is_whole: bool
     key: ContainerKey
@@ -232,8 +230,9 @@ def prepare_claim(
         edits = _view_edits(view, mine, shown, isolation, policy)
         if isinstance(edits, Refused):
             return edits
-        numbers = _numbers(shown)
-        found |= {one.key: _prepared(one, view.container, isolation, edits, numbers) for one in mine}
+        found |= {
+            one.key: replace(_prepared(one, view.container, isolation, edits), numbers=_numbers(shown)) for one in mine
+        }
     return PreparedClaim(
         ref=claim.ref,
         shown_as=claim.shown_as,
@@ -244,9 +243,7 @@ def prepare_claim(
     )
 
 
-def _prepared(
-    part: _Part, view: str, isolation: str, edits: ContainerEdits, numbers: tuple[tuple[str, int], ...]
-) -> PreparedResult:
+def _prepared(part: _Part, view: str, isolation: str, edits: ContainerEdits) -> PreparedResult:
     result = part.result
     return PreparedResult(
         key=part.key,
@@ -259,11 +256,10 @@ def _prepared(
         memory_mib=result.memory_mib,
         is_whole=part.is_whole,
         core_limit=part.core_limit,
-        mps=result.config.mps,
+        config=result.config,
         view=view,
         isolation=isolation,
         edits=edits,
-        numbers=numbers,
         is_admin=result.is_admin,
     )
 
@@ -271,43 +267,28 @@ def _prepared(
 def prepare_again(claim: PreparedClaim, gpus: Mapping[GpuUuid, Gpu], policy: EditPolicy) -> PreparedClaim | Refused:
     """The claim with the driver's numbers of now, which are others after a reboot: unchanged where each view's GPUs have the
     numbers and the order that its edits were made from, whatever the settings are now."""
-    views: dict[str, list[PreparedResult]] = {}
     for one in claim.results:
         # Whoever has its number now is another GPU.
         if (gpu := gpus.get(GpuUuid(one.gpu))) is None or (gpu.minor < 0 and not gpu.is_healthy):
             return gone(one.gpu, gpu)
-        views.setdefault(one.view, []).append(one)
-    found: dict[ContainerKey, PreparedResult] = {}
-    for view, results in views.items():
-        first = results[0]
+    made = []
+    for one in claim.results:
+        view = [
+            _Part(other, gpus[GpuUuid(other.gpu)], other.is_whole, other.key)
+            for other in claim.results
+            if other.view == one.view
+        ]
         # GPUs of another claim too; that one is refused where its GPU is gone.
-        uuids = {*(uuid for uuid, _ in first.numbers), *(one.gpu for one in results)}
-        shown = _in_order(gpus[uuid] for uuid in map(GpuUuid, uuids) if uuid in gpus)
-        numbers = _numbers(shown)
-        if first.numbers != numbers:
-            parts = [_recorded(one, gpus[GpuUuid(one.gpu)]) for one in results]
-            parts.sort(key=lambda one: one.gpu.number)
-            key = ContainerKey(first.key.pod_uid, view)
-            edits = _view_edits(key, parts, shown, first.isolation, policy)
+        known = [gpus[GpuUuid(uuid)] for uuid, _ in one.numbers if uuid in gpus]
+        shown = _in_order([*known, *(part.gpu for part in view)])
+        if one.numbers != _numbers(shown):
+            view.sort(key=lambda part: part.gpu.number)
+            edits = _view_edits(ContainerKey(one.key.pod_uid, one.view), view, shown, one.isolation, policy)
             if isinstance(edits, Refused):
                 return edits
-            results = [replace(one, edits=edits, numbers=numbers) for one in results]
-        found |= {one.key: one for one in results}
-    made = replace(claim, results=tuple(found[one.key] for one in claim.results))
-    return claim if made == claim else made
-
-
-def _recorded(one: PreparedResult, gpu: Gpu) -> _Part:
-    result = ClaimResult(
-        request=one.request,
-        device=one.device,
-        share_id=one.share_id,
-        cores=one.cores,
-        memory_mib=one.memory_mib,
-        is_admin=one.is_admin,
-        config=ShareConfig(isolation=one.isolation, core_limit=one.core_limit, mps=one.mps),
-    )
-    return _Part(result, gpu, one.is_whole, one.key)
+            one = replace(one, edits=edits, numbers=_numbers(shown))
+        made.append(one)
+    return claim if made == [*claim.results] else replace(claim, results=tuple(made))
 
 
 def gone(name: str, gpu: Gpu | None = None) -> Refused:

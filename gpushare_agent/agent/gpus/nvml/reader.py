@@ -467,14 +467,12 @@ class NvmlReader(Struct, eq=False):
 
 def _with_own_numbers(gpus: Collection[Gpu], answering: Set[GpuUuid]) -> list[Gpu]:
     """The GPUs; those that do not answer without the numbers that others have now: the driver counts again after a loss."""
-    answer = [gpu for gpu in gpus if _physical(gpu) in answering]
-    minors, indexes = {gpu.minor for gpu in answer}, {gpu.driver_index for gpu in answer}
-    return answer + [
-        replace(
-            gpu,
-            minor=_UNKNOWN_MINOR if gpu.minor in minors else gpu.minor,
-            driver_index=-1 if gpu.driver_index in indexes else gpu.driver_index,
-        )
+    shown = [gpu for gpu in gpus if _physical(gpu) in answering]
+    minors, indexes = {gpu.minor for gpu in shown}, {gpu.driver_index for gpu in shown}
+    return shown + [
+        replace(gpu, minor=_UNKNOWN_MINOR, driver_index=-1)
+        if gpu.minor in minors or gpu.driver_index in indexes
+        else gpu
         for gpu in gpus
         if _physical(gpu) not in answering
     ]
