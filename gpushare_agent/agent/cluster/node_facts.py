@@ -96,7 +96,7 @@ def gpu_labels(inventory: GpuInventory, prefix: str) -> dict[str, str]:
         GPU_MODEL_LABEL: gpu_model(product),
         f"{prefix}/gpu.product": label_value(product),
         # The least: a pod that selects by it may get any of the node's GPUs.
-        f"{prefix}/gpu.memory": str(min(gpu.memory_mib for gpu in named)),
+        f"{prefix}/gpu.memory": str(min(gpu.memory_mib for gpu in named) or ""),
         f"{prefix}/gpu.count": str(len(inventory.gpus)),
     }
     if len({(gpu.name, gpu.memory_mib) for gpu in named}) > 1:
@@ -176,7 +176,7 @@ def gpus_annotation(
 
 
 def _named(inventory: GpuInventory) -> list[Gpu]:
-    return [gpu for gpu in inventory.gpus if gpu.name and gpu.memory_mib > 0]
+    return [gpu for gpu in inventory.gpus if gpu.name]
 
 
 def _most_numerous(gpus: Sequence[Gpu]) -> str:
