@@ -125,7 +125,9 @@ def gpu_model(name: str) -> str:
     # `RTX PRO 6000` has two.
     length = next((n for n, word in enumerate(behind[:-1], 1) if word.upper() not in _SERIES), len(behind))
     if length > 1:
-        return label_value("-".join(behind[:length]))
+        # A Quadro of an earlier generation has the same number.
+        generation = ["Ada"] if "Ada" in behind[length:] else []
+        return label_value("-".join([*behind[:length], *generation]))
     # No brand that is known: the first word is taken for it.
     if len(behind) == len(words) and len(words) > 1:
         return label_value(words[1])
