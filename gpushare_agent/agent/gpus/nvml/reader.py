@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence, Set
 from ctypes import byref
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from uuid import UUID
 
 import pynvml
@@ -330,7 +330,7 @@ class NvmlReader(Struct, eq=False):
         bus_id = _bus_id(handle)
         numa_node, pcie_root = self._place(bus_id)
         capability = ask("nvmlDeviceGetCudaComputeCapability", handle)
-        fabric = _fabric(handle)
+        fabric, has_joined, not_joined = _fabric(handle)
         gpu = Gpu(
             index=index,
             minor=call("nvmlDeviceGetMinorNumber", handle),
@@ -344,14 +344,14 @@ class NvmlReader(Struct, eq=False):
             brand=_BRANDS.get(ask("nvmlDeviceGetBrand", handle) or 0, ""),
             is_exclusive_process=ask("nvmlDeviceGetComputeMode", handle) == pynvml.NVML_COMPUTEMODE_EXCLUSIVE_PROCESS,
             mig_mode=mig_mode(handle),
-            fabric=fabric.clique,
-            has_joined=fabric.has_joined,
+            fabric=fabric,
+            has_joined=has_joined,
         )
         if self.mig_minors is None and gpu.mig_mode:
             return _withheld(gpu, _MIG_REASON)
         if reason := _repair_reason(handle):
             return _unhealthy(gpu, reason)
-        return _withheld(gpu, fabric.problem) if fabric.problem else gpu
+        return _withheld(gpu, not_joined) if not_joined else gpu
 
     def _read_partitioned(self, found: list[FoundGpu], seen: dict[GpuUuid, Gpu]) -> frozenset[GpuUuid]:
         """Adds the MIG instances to `seen`; the GPUs that they are of. One without instances is Unhealthy."""
@@ -480,30 +480,21 @@ def _cuda_version(number: int | None) -> str:
     return f"{number // 1000}.{number % 1000 // 10}" if number else ""
 
 
-class _Fabric(NamedTuple):
-    """`clique` and `has_joined` as of Gpu. `problem` is why CUDA cannot start: it answers 802 while the GPU waits for its
-    NVLink fabric, and NVML shows nothing else of it."""
-
-    clique: str = ""
-    has_joined: bool | None = None
-    problem: str = ""
-
-
-def _fabric(handle: Any) -> _Fabric:
-    """Raises DriverLostError. Source: IsFabricAttached in go-nvlib, pkg/nvlib/device/device.go; nvmlGpuFabricInfo_t."""
+def _fabric(handle: Any) -> tuple[str, bool | None, str]:
+    """`fabric` and `has_joined` as of Gpu, and why CUDA cannot start: it answers 802 while the GPU waits for its NVLink
+    fabric, and NVML shows nothing else of it. Raises DriverLostError. Source: IsFabricAttached in go-nvlib,
+    pkg/nvlib/device/device.go; nvmlGpuFabricInfo_t."""
     info = pynvml.c_nvmlGpuFabricInfo_t()
     # Older drivers lack it, and most GPUs are on no fabric.
-    if ask("nvmlDeviceGetGpuFabricInfo", handle, byref(info)) is None:
-        return _Fabric()
-    if info.state in (pynvml.NVML_GPU_FABRIC_STATE_NOT_STARTED, pynvml.NVML_GPU_FABRIC_STATE_IN_PROGRESS):
-        return _Fabric(has_joined=False, problem=_NOT_JOINED.format(why="the driver still waits for it"))
-    if info.state != pynvml.NVML_GPU_FABRIC_STATE_COMPLETED:
-        return _Fabric()
+    is_known = ask("nvmlDeviceGetGpuFabricInfo", handle, byref(info)) is not None
+    if is_known and info.state in (pynvml.NVML_GPU_FABRIC_STATE_NOT_STARTED, pynvml.NVML_GPU_FABRIC_STATE_IN_PROGRESS):
+        return "", False, _NOT_JOINED.format(why="the driver still waits for it")
+    if not is_known or info.state != pynvml.NVML_GPU_FABRIC_STATE_COMPLETED:
+        return "", None, ""
     if info.status != pynvml.NVML_SUCCESS:
-        why = renamed(info.status, "nvmlDeviceGetGpuFabricInfo")
-        return _Fabric(has_joined=False, problem=_NOT_JOINED.format(why=why))
+        return "", False, _NOT_JOINED.format(why=renamed(info.status, "nvmlDeviceGetGpuFabricInfo"))
     cluster = bytes(info.clusterUuid)
-    return _Fabric(clique=f"{UUID(bytes=cluster)}.{info.cliqueId}" if any(cluster) else "", has_joined=True)
+    return f"{UUID(bytes=cluster)}.{info.cliqueId}" if any(cluster) else "", True, ""
 
 
 def _bus_id(handle: Any) -> str:
