@@ -113,17 +113,19 @@ def build(
         metrics.show_node_configuration(lambda: bool(configuration.problem))
 
     readiness = share_readiness.build(node, isolation, driver, dra)
+    gpus = GpusPart(node, driver)
+    needs_restart = gpus.watch.needs_restart
 
     def not_ready() -> list[str]:
-        return [*kubelet.not_ready(), *cluster.not_ready(), *readiness.not_ready()]
+        return [*kubelet.not_ready(), *cluster.not_ready(), *readiness.not_ready(), *needs_restart()]
 
     agent = NodeAgent(
         node=node,
-        gpus=GpusPart(node, driver),
+        gpus=gpus,
         kubelet=kubelet,
         cluster=cluster,
         isolation=isolation,
-        observability=observability_part.build(node, driver, isolation, not_ready),
+        observability=observability_part.build(node, driver, isolation, not_ready, needs_restart),
         dra=dra,
         readiness=readiness,
     )

@@ -10,7 +10,7 @@ what is in the way.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,6 +23,7 @@ from gpushare_agent.agent.isolation.isolations import Isolations
 from gpushare_agent.agent.node import Node
 from gpushare_agent.agent.runtime.node_probes import connect_to_socket
 from gpushare_agent.core.model.errors import AgentError, Unavailable
+from gpushare_agent.core.model.gpus import Gpu
 
 if TYPE_CHECKING:
     from gpushare_agent.agent.dra.part import DraPart
@@ -89,13 +90,15 @@ async def problem_of(look: Look) -> str:
 
 
 def build(node: Node, isolation: Isolations, driver: NodeDriver, claims: DraPart | None) -> ShareReadiness:
-    """What shares need other than GPUs: the kubelet's PodResources socket, what each isolation needs, and CDI names."""
+    """What shares need other than GPUs: the kubelet's PodResources socket, what each isolation needs, CDI names, and the
+    NVLink fabric."""
     socket = node.settings.kubelet.pod_resources_socket
     return ShareReadiness(
         {
             **({"kubelet.pod_resources_socket": partial(_connect, socket)} if socket is not None else {}),
             **isolation.looks(),
             "cdi": partial(_look_for_names, isolation.cdi_watch, node, driver),
+            "NVLink fabric": partial(_look_at_fabric, node, driver),
         },
         # Claims that an earlier agent has left are served without the right to publish more.
         claims=claims if node.settings.dra.gpus else None,
@@ -113,13 +116,23 @@ async def _connect(socket: Path) -> None:
 
 async def _look_for_names(watch: CdiWatch | None, node: Node, driver: NodeDriver) -> None:
     """Looks whether CDI has the names of the GPUs. Raises Unavailable."""
-    if watch is None:
-        return
+    if watch is not None and (gpus := await _gpus(node, driver)):
+        await watch.look(gpus)
+
+
+async def _look_at_fabric(node: Node, driver: NodeDriver) -> None:
+    """Raises Unavailable where no GPU has joined its NVLink fabric; one of several costs itself alone."""
+    gpus = await _gpus(node, driver)
+    if gpus and all(gpu.has_joined is False for gpu in gpus):
+        raise Unavailable(f"no GPU can be given; of GPU {gpus[0].label}: {gpus[0].unhealthy_reason}")
+
+
+async def _gpus(node: Node, driver: NodeDriver) -> Sequence[Gpu]:
     gpus = node.gpus().gpus
     # An agent that does not serve yet has an empty inventory.
     if not gpus:
         try:
             gpus = (await driver.read()).gpus
         except AgentError:
-            return  # `fail_on_init_error` says whether the agent starts without a driver
-    await watch.look(gpus)
+            return ()  # `fail_on_init_error` says whether the agent starts without a driver
+    return gpus

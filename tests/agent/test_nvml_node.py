@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 
+import aiohttp
 import pytest
 
+from gpushare_agent.core.model.names import NVIDIA_GPU_RESOURCE
+from gpushare_agent.sandbox.node import EmbeddedNode
 from tests.agent.support_agent import CORES, log_lines, open_child, poll_until, wait_until
 from tests.gpus.support_nvml import TWO_PAIRS, fake_library
-from tests.sandbox.support_sandbox import CORE, open_test_node
+from tests.sandbox.support_sandbox import (
+    CORE,
+    container,
+    limits_of,
+    open_test_node,
+    pod,
+    wait_allocatable,
+    wait_phase,
+)
+from tests.support_deadline import DEADLINE_S
 
 FLAGS = (
     "--driver=nvml",
@@ -32,18 +45,21 @@ def library_directory() -> Iterator[Path]:
 def _set(script: Path, text: str) -> None:
     """Changes in one step what the library shows."""
     fresh = script.with_suffix(".new")
-    fresh.write_text(text)
+    fresh.write_text(text, errors="surrogateescape")
     fresh.replace(script)
 
 
-async def test_a_node_whose_sampling_hangs_keeps_its_gpus(
-    library_directory: Path, short_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """While usage cannot be sampled, a GPU that is lost goes alone, within moments, and comes back."""
-    script = short_dir / "script"
-    _set(script, GPUS)
+@pytest.fixture
+def script(library_directory: Path, short_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What the library of programs that are started now shows."""
     monkeypatch.setenv("LD_LIBRARY_PATH", str(library_directory))
-    monkeypatch.setenv("FAKE_NVML_SCRIPT", str(script))
+    monkeypatch.setenv("FAKE_NVML_SCRIPT", str(short_dir / "script"))
+    return short_dir / "script"
+
+
+async def test_a_node_whose_sampling_hangs_keeps_its_gpus(script: Path) -> None:
+    """While usage cannot be sampled, a GPU that is lost goes alone, within moments, and comes back."""
+    _set(script, GPUS)
     async with open_test_node() as node, open_child(node, *FLAGS):
         everything = (4 * CORES, 4 * CORES)
         await wait_until(node, lambda: node.kubelet.devices.capacity()[CORE] == everything, "all GPUs")
@@ -55,3 +71,106 @@ async def test_a_node_whose_sampling_hangs_keeps_its_gpus(
         await wait_until(node, lambda: node.kubelet.devices.capacity()[CORE] == everything, "all GPUs again")
         assert not log_lines(node, "gpus_lost")
         _set(script, GPUS)
+
+
+async def test_gpus_without_memory_of_their_own_are_given_whole(script: Path) -> None:
+    """As GB10: by cores, by NVIDIA's name and as replicas; a share, which is one of memory, is refused."""
+    gpus = "".join(
+        f"GPU {gpu} GPU-{digit * 8}-1111 {gpu} 0000000F:0{gpu}:00.0 0 2 NVIDIA GB10\n"
+        f"call_error nvmlDeviceGetMemoryInfo {gpu} 3\ncall_error nvmlDeviceGetMemoryInfo_v2 {gpu} 3\n"
+        for gpu, digit in enumerate("ab")
+    )
+    _set(script, f"count 2\n{gpus}")
+    async with (
+        open_test_node() as node,
+        open_child(node, *FLAGS, "--nvidia.enabled", "--nvidia.replicas=1=4", wait=False),
+    ):
+        await wait_allocatable(node, NVIDIA_GPU_RESOURCE, 5)
+        await wait_allocatable(node, CORE, 200)
+        node.api.create_pod(pod("whole", container(cores=100)))
+        await wait_phase(node, "whole", "Running")
+        node.api.create_pod(pod("quarter", limits_of("main", {NVIDIA_GPU_RESOURCE: 1})))
+        await wait_phase(node, "quarter", "Running")
+        await wait_allocatable(node, CORE, 175)
+        node.api.create_pod(pod("share", container(cores=30, blocks=4), nodeName=node.name))
+        await wait_phase(node, "share", "Failed")
+
+
+async def test_a_name_of_other_bytes_costs_its_gpu_alone(script: Path) -> None:
+    """It comes while the agent runs; the Event of the Node names the call."""
+    _set(script, GPUS)
+    async with open_test_node() as node, open_child(node, *FLAGS, "--health.check-period-s=0.05") as child:
+        await wait_allocatable(node, CORE, 4 * CORES)
+        _set(script, GPUS.replace("00000000:3C:00.0 24576 0 Tesla P40", "00000000:3C:00.0 24576 0 \udcf8\udc95"))
+        await wait_allocatable(node, CORE, 3 * CORES)
+        [line] = log_lines(node, "gpu_unhealthy")
+        assert "nvmlDeviceGetName" in line["reason"]
+        _set(script, GPUS)
+        await wait_allocatable(node, CORE, 4 * CORES)
+        assert child.returncode is None
+
+
+def _port(node: EmbeddedNode) -> int:
+    port: int = log_lines(node, "web_listening")[-1]["port"]
+    return port
+
+
+async def _probe(node: EmbeddedNode, path: str) -> tuple[int, str]:
+    """What the kubelet's probe gets."""
+    async with aiohttp.ClientSession() as session, session.get(f"http://127.0.0.1:{_port(node)}{path}") as answer:
+        return answer.status, await answer.text()
+
+
+@pytest.mark.parametrize(
+    "refuses",
+    [
+        "driver 18\ninit 18\n",
+        "driver 999\ninit 999\n",
+        "".join(f"handle_error {gpu} 999\n" for gpu in range(4)),
+        "".join(f"error {gpu} 17\n" for gpu in range(4)),
+    ],
+    ids=["driver upgraded", "no right to nvidiactl", "no right to any GPU", "blocked by the cgroup"],
+)
+async def test_a_driver_that_refuses_the_container_ends_it(script: Path, refuses: str) -> None:
+    """The kubelet's liveness probe fails after some polls, with the reason, and the log has it once; a driver that answers
+    again ends it all."""
+    _set(script, GPUS)
+    async with open_test_node() as node, open_child(node, *FLAGS, "--health.check-period-s=0.05"):
+        await wait_allocatable(node, CORE, 4 * CORES)
+        assert await _probe(node, "/healthz") == (200, "ok\n")
+        _set(script, GPUS + refuses)
+        await poll_until(lambda: log_lines(node, "restart_needed"), "the end of its patience")
+        (status, text), ready = await _probe(node, "/healthz"), await _probe(node, "/readyz")
+        assert status == ready[0] == 503 and text in ready[1]
+        assert "A new container may reach it" in text and "nvidia-smi" in text
+        assert node.kubelet.devices.capacity()[CORE] == (4 * CORES, 0)
+        _set(script, GPUS)
+        await wait_allocatable(node, CORE, 4 * CORES)
+        assert await _probe(node, "/healthz") == (200, "ok\n")
+        assert len(log_lines(node, "restart_needed")) == 1
+
+
+async def test_a_node_whose_gpus_have_not_joined_their_fabric_waits(script: Path) -> None:
+    """The agent is not Ready and says why, in Event, metric and node report too; with one that has joined it is Ready, and
+    the other is left out; nothing has to be restarted for it."""
+    waits = "".join(f"fabric {gpu} 2 0 {'0' * 32} 0\n" for gpu in range(4))
+    joined = f"fabric {{}} 3 0 {'1' * 32} 1\n"
+    _set(script, GPUS + waits)
+    flags = (*FLAGS, "--health.check-period-s=0.05")
+    async with open_test_node() as node, open_child(node, *flags, wait=False):
+        await poll_until(lambda: log_lines(node, "web_listening"), "the web port")
+        await poll_until(lambda: log_lines(node, "no_shares_possible"), "a look at the fabric")
+        status, text = await _probe(node, "/readyz")
+        assert status == 503 and "has not joined its NVLink fabric" in text and "802" in text
+        _, metrics = await _probe(node, "/metrics")
+        assert metrics.count("gpushare_gpu_fabric_joined{") == 4
+        await poll_until(lambda: "NVLink fabric" in str(node.api.events()), "the Event")
+        node.api.create_pod(pod("early", container(cores=100), nodeName=node.name))
+        await wait_phase(node, "early", "Failed")
+        _set(script, GPUS + joined.format(0) + waits.replace("fabric 0 2", "fabric 9 2"))
+        await wait_allocatable(node, CORE, CORES)
+        async with asyncio.timeout(DEADLINE_S):
+            while await _probe(node, "/readyz") != (200, "ok\n"):
+                pass  # it is looked at every two seconds
+        node.api.create_pod(pod("whole", container(cores=100)))
+        await wait_phase(node, "whole", "Running")

@@ -109,7 +109,8 @@ def full_metrics() -> str:
     usage = join_usage(driver_sample(sample), {10: owner(1)}, holders, sampled_at=1.0)
     shown = snapshot(facts(allocated), usage=usage)
     first, second = shown.inventory.gpus
-    with_instance = replace(shown.inventory, gpus=(first, replace(second, mig=mig_instance(1, 0, 0).mig)))
+    second = replace(second, mig=mig_instance(1, 0, 0).mig, has_joined=True)
+    with_instance = replace(shown.inventory, gpus=(first, second))
     shown = replace(shown, inventory=with_instance)
     metrics.show_node(NodePage(lambda: node_series(shown), max_age_s=1.0))
     return metrics.exposition("")[1].decode()

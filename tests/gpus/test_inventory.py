@@ -346,3 +346,28 @@ def test_an_instance_that_is_removed_while_the_driver_misses_a_poll() -> None:
     state.lost("no answer")
     state.read(MIG_ON)
     assert [gpu.is_healthy for gpu in state.current.gpus] == [True, True]
+
+
+def test_a_driver_that_refuses_a_process_which_had_gpus() -> None:
+    """From the first refusal on, whether of NVML or of every GPU, over a reload too; an answer, or a driver that hangs
+    instead, ends it. A process that had no usable GPU waits for one without a restart: that is what the next one does."""
+    state, now = _clocked()
+    state.lost("no answer")
+    now[0] += 100
+    assert state.refused_for_s == 0
+    state.lost("mismatch", is_refused=True)
+    now[0] += 10
+    state.read(replace(unhealthy(unhealthy(inventory(), 0), 1), is_refused=True))
+    later = GpuInventoryState(PROBES, clock=lambda: now[0])
+    later.take_over(state)
+    assert (state.refused_for_s, later.refused_for_s) == (10, 10)
+    later.lost("no answer")
+    assert later.refused_for_s == 0
+    state.read(inventory())
+    assert state.refused_for_s == 0
+    never = GpuInventoryState(PROBES, clock=lambda: now[0])
+    never.lost("mismatch", is_refused=True)
+    never.read(replace(unhealthy(unhealthy(inventory(), 0), 1), is_refused=True))
+    never.lost("mismatch", is_refused=True)
+    now[0] += 1000
+    assert never.refused_for_s == 0

@@ -363,10 +363,12 @@ async def test_a_gpu_without_memory_of_its_own_is_offered_as_a_whole(library_dir
     gb10 = "count 1\nGPU 0 GPU-aaaa 0 0000000F:01:00.0 0 2 NVIDIA GB10\ncall_error nvmlDeviceGetMemoryInfo 0 {0}\n"
     async with running_probe(library_directory, gb10.format(3)) as probe:
         [gpu] = (await probe.read())["gpus"]
-        probe.becomes(gb10.format(4))
+        probe.becomes(gb10.format(17))
         [failing] = (await probe.read())["gpus"]
     assert (gpu["health"], gpu["memory_mib"], gpu["name"]) == ("Healthy", 0, "NVIDIA GB10")
-    assert failing["unhealthy_reason"] == "NVML: Insufficient Permissions (nvmlDeviceGetMemoryInfo)"
+    assert failing["unhealthy_reason"] == (
+        "NVML: The operating system has blocked the request. (nvmlDeviceGetMemoryInfo)"
+    )
 
 
 async def test_a_gpu_that_lacks_a_call_does_not_open_nvml_again(library_directory: Path) -> None:

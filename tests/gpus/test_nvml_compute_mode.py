@@ -48,11 +48,15 @@ async def end_of(process: asyncio.subprocess.Process) -> tuple[int | None, str]:
     return process.returncode, err.decode()
 
 
-@pytest.mark.parametrize(("flags", "meanwhile"), [(["--mps.exclusive-process=true"], "33"), ([], "03")])
+@pytest.mark.parametrize(
+    ("flags", "before", "meanwhile"),
+    [(["--mps.exclusive-process=true"], "03", "33"), ([], "03", "03"), (["--mps.exclusive-process=true"], "x0", "x3")],
+)
 async def test_the_mode_is_set_only_if_the_setting_asks_and_set_back_at_the_end(
-    place: MpsPlace, flags: list[str], meanwhile: str
+    place: MpsPlace, flags: list[str], before: str, meanwhile: str
 ) -> None:
-    """A GPU that had it before keeps it: somebody else has set it."""
+    """A GPU that had it before keeps it: somebody else has set it. One that does not answer costs the others nothing."""
+    (place.root / "modes").write_text(before)
     process = await supervisor(place, *flags)
     try:
         await poll_until(lambda: place.record("set_default"), "a daemon with its default")
@@ -61,7 +65,7 @@ async def test_the_mode_is_set_only_if_the_setting_asks_and_set_back_at_the_end(
         process.send_signal(signal.SIGTERM)
         code, err = await end_of(process)
     assert code == 0, err
-    assert (place.root / "modes").read_text() == "03"
+    assert (place.root / "modes").read_text() == before
 
 
 async def test_without_the_right_to_set_it_no_daemon_is_started(place: MpsPlace) -> None:

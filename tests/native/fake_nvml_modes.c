@@ -1,5 +1,5 @@
 /* A stand-in for libnvidia-ml.so.1, as far as the compute mode goes: two cards, whose modes are the two digits in the file
- * that FAKE_NVML_MODES names. With FAKE_NVML_DENIES the setter answers "no permission".
+ * that FAKE_NVML_MODES names; an x is of a card that does not answer. With FAKE_NVML_DENIES the setter answers "no permission".
  */
 #include <stdio.h>
 #include <stdlib.h>
@@ -51,7 +51,7 @@ int nvmlDeviceGetUUID(int *card, char *uuid, unsigned size)
 int nvmlDeviceGetComputeMode(int *card, int *mode)
 {
     char modes[2];
-    if (!read_modes(modes))
+    if (!read_modes(modes) || modes[*card] == 'x')
         return UNKNOWN;
     *mode = modes[*card] - '0';
     return OK;

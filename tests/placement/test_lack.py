@@ -270,3 +270,14 @@ def test_a_nodes_lack_is_one_sentence_without_a_gpus_name(
     """kube-scheduler counts nodes by equal sentences."""
     lack = capacity_of(gpus).lack(request_)
     assert lack is not None and (lack.reason, lack.of_node()) == (reason, text)
+
+
+@pytest.mark.parametrize("request_", [Request(cores=30, blocks=4), Request(cores=100, blocks=4), Request(units=1)])
+def test_gpus_without_memory_of_their_own_are_given_whole(request_: Request) -> None:
+    """And who asks for memory is told so; a replica is a part of the compute alone."""
+    gpus = [replace(gpu(0), memory_mib=0), replace(gpu(1), memory_mib=0)]
+    lack = capacity_of(gpus).lack(request_)
+    assert lack is not None and lack.remedy.startswith("None has memory of its own to share: ask for 100 cores")
+    assert capacity_of(gpus).lack(Request(cores=200)) is None
+    assert gpus[0].free_units_of(4) == 4
+    assert replace(gpus[0], used=Charge(cores=50)).free_units_of(4) == 2

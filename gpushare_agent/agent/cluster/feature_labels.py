@@ -51,8 +51,7 @@ def feature_labels(
     the driver names no GPU. `served` has what a GPU or MIG instance serves, `machine` is what DMI has, `pci_classes` and
     `pci_configurations` are those of the GPUs that have one, `written_at` is in seconds since the epoch."""
     # GPUs in MIG mode and the others, without instances: these labels are about physical GPUs.
-    known = (gpu for gpu in inventory.known if gpu.mig is None)
-    gpus = sorted((gpu for gpu in known if gpu.name and gpu.memory_mib > 0), key=lambda gpu: gpu.index)
+    gpus = sorted((gpu for gpu in inventory.known if gpu.mig is None and gpu.name), key=lambda gpu: gpu.index)
     if not gpus:
         return {}
     counts = Counter(gpu.name for gpu in gpus)
@@ -66,7 +65,7 @@ def feature_labels(
         **_resource(_GPU, [gpu.name], counts[gpu.name], units),
         # Nothing is served under the whole GPU's name, as NVIDIA's program has it.
         **({} if whole else {f"{_GPU}.replicas": "0"}),
-        f"{_GPU}.memory": str(gpu.memory_mib),
+        **({f"{_GPU}.memory": str(gpu.memory_mib)} if gpu.memory_mib else {}),
         f"{_GPU}.machine": sanitised(machine.strip() or "unknown"),
         # NVIDIA's program says unknown where the GPUs of a node differ.
         f"{_GPU}.mode": _MODES.get(pci_classes[0], "unknown") if len(set(pci_classes)) == 1 else "unknown",

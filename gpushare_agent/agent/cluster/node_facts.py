@@ -96,7 +96,7 @@ def gpu_labels(inventory: GpuInventory, prefix: str) -> dict[str, str]:
         GPU_MODEL_LABEL: gpu_model(product),
         f"{prefix}/gpu.product": label_value(product),
         # The least: a pod that selects by it may get any of the node's GPUs.
-        f"{prefix}/gpu.memory": str(min(gpu.memory_mib for gpu in named)),
+        f"{prefix}/gpu.memory": str(min(gpu.memory_mib for gpu in named) or ""),
         f"{prefix}/gpu.count": str(len(inventory.gpus)),
     }
     if len({(gpu.name, gpu.memory_mib) for gpu in named}) > 1:
@@ -125,7 +125,9 @@ def gpu_model(name: str) -> str:
     # `RTX PRO 6000` has two.
     length = next((n for n, word in enumerate(behind[:-1], 1) if word.upper() not in _SERIES), len(behind))
     if length > 1:
-        return label_value("-".join(behind[:length]))
+        # A Quadro of an earlier generation has the same number.
+        generation = ["Ada"] if "Ada" in behind[length:] else []
+        return label_value("-".join([*behind[:length], *generation]))
     # No brand that is known: the first word is taken for it.
     if len(behind) == len(words) and len(words) > 1:
         return label_value(words[1])
@@ -179,7 +181,7 @@ def gpus_annotation(
 
 
 def _named(inventory: GpuInventory) -> list[Gpu]:
-    return [gpu for gpu in inventory.gpus if gpu.name and gpu.memory_mib > 0]
+    return [gpu for gpu in inventory.gpus if gpu.name]
 
 
 def _most_numerous(gpus: Sequence[Gpu]) -> str:

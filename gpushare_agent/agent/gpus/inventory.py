@@ -60,6 +60,8 @@ class GpuInventoryState:
         self._seen = GpuInventory(gpus=(), topology=build_topology((), ()))
         self._healths: dict[GpuUuid, GpuHealth] = {}
         self._is_driver_lost = False
+        self._refused_since: float | None = None
+        self._has_served = False
         self._before_loss: dict[GpuUuid, GpuHealth] = {}
         self._forgiven_at: float | None = None
         self._is_read = False
@@ -105,6 +107,11 @@ class GpuInventoryState:
     def policy(self) -> HealthPolicy:
         return self._policy
 
+    @property
+    def refused_for_s(self) -> float:
+        """How long the driver has refused this process, which had GPUs before; 0 where it does not."""
+        return 0.0 if self._refused_since is None else self._clock() - self._refused_since
+
     def next_probe_at(self) -> float | None:
         return next_probe_at((self._healths[gpu.uuid] for gpu in self._seen.known), self._clock())
 
@@ -125,6 +132,7 @@ class GpuInventoryState:
         themselves come with the first `read`. Before `restore`."""
         self._healths = dict(earlier._healths)
         self._is_driver_lost = earlier._is_driver_lost
+        self._refused_since, self._has_served = earlier._refused_since, earlier._has_served
         self._before_loss = dict(earlier._before_loss)
         self._forgiven_at = earlier._forgiven_at
         self._publish()
@@ -143,6 +151,8 @@ class GpuInventoryState:
         self._seen = self._with_missing(found)
         # A driver that lists GPUs and can read none of them has not said what there is.
         self._is_read = self._is_read or bool(found.gpus) or not found.unreadable
+        self._has_served = self._has_served or any(gpu.is_healthy for gpu in found.gpus)
+        self._note_refusal(now, is_refused=found.is_refused)
         # Before the polls: `after_poll` would make `probing` of what is to be healthy again.
         self._end_loss(now)
         for gpu in self._seen.known:
@@ -150,10 +160,12 @@ class GpuInventoryState:
             self._healths[gpu.uuid] = after_poll(before, gpu, self._policy, now)
         return self._publish()
 
-    def lost(self, reason: str) -> bool:
+    def lost(self, reason: str, *, is_refused: bool = False) -> bool:
         """Takes over an unanswered poll: every GPU is Unhealthy until the driver answers and its probes have passed. After
-        the first one in a row the healths of before are remembered, for `read` to restore."""
+        the first one in a row the healths of before are remembered, for `read` to restore. `is_refused`: the driver
+        refused this process, and does not hang."""
         now = self._clock()
+        self._note_refusal(now, is_refused=is_refused)
         # Only those: one that was unhealthy before has to pass its probes in any case.
         healthy = {u: h for u, h in self._healths.items() if h.state is HealthState.HEALTHY}
         # A second one in a row is no missed answer: after it the GPUs have to pass their probes.
@@ -202,6 +214,11 @@ class GpuInventoryState:
         """Ends a cordon and a wait for a reset; False where there was neither. Raises KeyError for an unknown GPU."""
         self._healths[uuid] = uncordoned(self._healths[uuid], self._policy, self._clock())
         return self._publish()
+
+    def _note_refusal(self, now: float, *, is_refused: bool) -> None:
+        # A process that has seen no usable GPU waits for a driver: a new container would find the same.
+        since = now if self._refused_since is None and self._has_served else self._refused_since
+        self._refused_since = since if is_refused else None
 
     def _end_loss(self, now: float) -> None:
         # Emptied in any case: only the poll straight after the loss may forgive it.

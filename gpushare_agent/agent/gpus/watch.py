@@ -20,8 +20,8 @@ from msgspec import Struct, field
 
 from gpushare_agent.agent.node import Node
 from gpushare_agent.core.kit.backoff import Backoff
-from gpushare_agent.core.kit.supervision import Reconciler, forever
-from gpushare_agent.core.model.errors import AgentError
+from gpushare_agent.core.kit.supervision import Reconciler, ReportOnce, forever
+from gpushare_agent.core.model.errors import AgentError, DriverLost
 from gpushare_agent.core.model.gpu_health import EventMeaning, GpuEvent, describe_event
 from gpushare_agent.core.model.gpus import Gpu, GpuInventory
 from gpushare_agent.core.model.names import GpuUuid
@@ -34,6 +34,8 @@ NO_GPUS_PERIOD_S = 30.0
 EVENT_PERIOD_S = 1.0
 """Of reading simulated events, half the first pause after a failure. NVML's (Xid errors, ECC) are waited for."""
 EVENT_BACKOFF_MAX_S = 30.0
+RESTART_AFTER_POLLS = 6
+"""A driver that is only loaded again, or busy, answers before; the kubelet waits for 80 s more."""
 MIN_PAUSE_S = 0.01
 EVENT_PAUSE_S = 0.05
 """After events: a program can cause Xids without end."""
@@ -63,6 +65,7 @@ class GpuWatch(Struct, eq=False):
     _poll_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     _polls: Reconciler = field(default_factory=Reconciler)
     _event_failures: int = 0
+    _restart: ReportOnce = field(default_factory=ReportOnce)
 
     async def run(self) -> NoReturn:
         """Polls and fetches events until cancelled. A poll that fails makes the GPUs Unhealthy."""
@@ -88,15 +91,29 @@ class GpuWatch(Struct, eq=False):
             except AgentError as e:
                 self.node.metrics.driver_error("look_failed")
                 # Once for each change; a node without GPUs has no change, and its line each half minute is the only sign.
-                if self.node.inventory.lost(str(e)) or not before:
+                if self.node.inventory.lost(str(e), is_refused=isinstance(e, DriverLost)) or not before:
                     log.error(
                         "gpus_lost",
                         error=str(e),
                         retried_in_s=self.node.settings.health.check_period_s if before else NO_GPUS_PERIOD_S,
                     )
-                return
-            if self.node.inventory.read(found):
-                self._log_found(before)
+            else:
+                if self.node.inventory.read(found):
+                    self._log_found(before)
+            self._report_restart()
+
+    def needs_restart(self) -> list[str]:
+        """Why the kubelet has to start this container again, nothing where it has not: a new container alone reaches a
+        driver that was upgraded, or device nodes to which systemd took this one's right. The next process does not ask for
+        that before it has read a usable GPU, so one that does not help is not repeated."""
+        after_s = RESTART_AFTER_POLLS * self.node.settings.health.check_period_s
+        if self.node.inventory.refused_for_s < after_s:
+            return []
+        return [
+            f"the driver has refused this container for more than {after_s:g} s, and all GPUs are Unhealthy. A new"
+            " container may reach it: /healthz fails, so that the kubelet starts one. If that does not help, see"
+            " nvidia-smi on the node"
+        ]
 
     async def fetch_events(self) -> float:
         """Applies the events since the last fetch; returns the time from its start to the next one, seconds."""
@@ -148,6 +165,12 @@ class GpuWatch(Struct, eq=False):
         if any(meaning in _POLL_AT_ONCE for _, meaning in noted):
             # Events may have been lost with the set: the GPUs' state is looked at instead.
             self.poll_soon()
+
+    def _report_restart(self) -> None:
+        if not (why := self.needs_restart()):
+            self._restart.is_over()
+        elif self._restart.is_new(why[0]):
+            log.error("restart_needed", why=why[0])
 
     def _log_found(self, before: Mapping[GpuUuid, Gpu]) -> None:
         for gpu in self.node.inventory.current.gpus:

@@ -67,7 +67,11 @@ class ObservabilityPart(Struct, frozen=True, kw_only=True):
 
 
 def build(
-    node: Node, driver: GpuDriver, isolation: Isolations, not_ready: Callable[[], Sequence[str]]
+    node: Node,
+    driver: GpuDriver,
+    isolation: Isolations,
+    not_ready: Callable[[], Sequence[str]],
+    needs_restart: Callable[[], Sequence[str]],
 ) -> ObservabilityPart:
     """Joined, not started."""
     settings, metrics, decisions = node.settings, node.metrics, node.decisions
@@ -104,6 +108,7 @@ def build(
             settings.web.port,
             metrics=metrics,
             ready=not_ready,
+            needs_restart=needs_restart,
             routes=[*node_api.routes(), *display_routes(snapshots.current)],
             before_reading=usage.refresh,
             debug=DebugSources(

@@ -18,6 +18,10 @@ class Unavailable(AgentError):  # noqa: N818 - named for the caller's next move,
     """The other side cannot answer now: try again later."""
 
 
+class DriverLost(Unavailable):
+    """The GPUs' driver refuses this process: it answers again, or a new container must ask it. Not one that hangs."""
+
+
 class NotFound(AgentError):  # noqa: N818
     """The named thing does not exist."""
 

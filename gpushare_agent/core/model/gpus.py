@@ -111,12 +111,13 @@ class Gpu(Struct, frozen=True, kw_only=True):
     topology and does not change while the agent runs. `driver_index` is the driver's now, an instance's that of its GPU;
     None where it is `index`. `minor` is the n of `/dev/nvidia<n>` and need not equal either; both are -1 of a GPU that does
     not answer where another one has the number now.
-    `memory_mib` is the whole GPU's memory. `numa_node` is None where the host reports none, `pcie_root` (such as
-    `pci0000:00`) is empty there, `compute_capability` (major, minor) where the driver does not.
+    `memory_mib` is the whole GPU's memory, 0 where it has none of its own (GB10). `numa_node` is None where the host reports
+    none, `pcie_root` (such as `pci0000:00`) is empty there, `compute_capability` (major, minor) where the driver does not.
     `brand` is the product line as NVIDIA's programs write it, empty where the driver does not report it.
     `is_exclusive_process` is the compute mode in which one process alone may open the GPU. `mig_mode` says whether MIG
     mode is on, None where the GPU has none. `fabric` is the cluster and the clique of the NVLink fabric that it is on,
-    `<UUID>.<number>`, empty where it is on none or has not joined yet. `unhealthy_reason` is empty while the GPU is healthy.
+    `<UUID>.<number>`, empty where it is on none or has not joined yet; `has_joined` says which, None of a GPU that is on
+    none. `unhealthy_reason` is empty while the GPU is healthy.
     `is_withheld`: it is unhealthy and answers, so that this is no reset of it.
     An unhealthy GPU has minor -1 and 0 MiB where the driver reported its UUID alone.
     """
@@ -136,6 +137,7 @@ class Gpu(Struct, frozen=True, kw_only=True):
     is_exclusive_process: bool = False
     mig_mode: bool | None = None
     fabric: str = ""
+    has_joined: bool | None = None
     health: Health = Health.HEALTHY
     unhealthy_reason: str = ""
     is_withheld: bool = False
@@ -259,6 +261,8 @@ class GpuInventory(Struct, frozen=True, kw_only=True):
     cuda_version: str = ""
     """The newest that the driver supports, such as 12.8; empty where it does not report it."""
     unreadable: tuple[tuple[int, str], ...] = field(default=())
+    is_refused: bool = False
+    """The driver refuses this process every GPU."""
     mig_partitioned: tuple[Gpu, ...] = ()
     """GPUs that MIG divides. They are not offered; their instances are, in `gpus`. Their indexes are taken."""
 

@@ -273,6 +273,8 @@ class Lack(NamedTuple):
                 return "Name GPUs of this node in them, or use another node."
             case Cause.TOO_FEW:
                 return f"Ask for at most {self.gpus * CORES_PER_GPU} cores, or use a larger node."
+            case Cause.TOO_LARGE if not self.largest:
+                return "None has memory of its own to share: ask for 100 cores without memory, or use another node."
             case Cause.TOO_LARGE:
                 return "Ask for at most that much, or use a node with larger GPUs."
             case Cause.IN_USE:
@@ -424,10 +426,10 @@ class GpuAccount(Struct, kw_only=True):
     def free_part(self) -> Fraction:
         """The rest for units under NVIDIA's names, as part of the whole GPU. Init containers do not hand on to them what
         they have of other resources."""
-        # A GPU has 0 MiB where the driver reported its UUID alone: the quotient below would divide by 0.
-        if self._is_whole_for_others or not self.memory_mib or not self.is_accepted:
+        if self._is_whole_for_others or not self.is_accepted:
             return Fraction(0)
-        memory = Fraction(self.memory_mib - self._mib_of_others, self.memory_mib)
+        # One without memory of its own has 0 MiB: its units are parts of its compute alone.
+        memory = Fraction(self.memory_mib - self._mib_of_others, self.memory_mib) if self.memory_mib else Fraction(1)
         free = min(Fraction(CORES_PER_GPU - self.used.cores, CORES_PER_GPU), memory)
         return max(Fraction(0), free - self.used.part)
 

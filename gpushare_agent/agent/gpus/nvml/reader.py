@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence, Set
 from ctypes import byref
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from uuid import UUID
 
 import pynvml
@@ -48,7 +48,7 @@ from gpushare_agent.agent.gpus.nvml.session import (
     unusable,
 )
 from gpushare_agent.agent.runtime.machine import kernel_bus_id
-from gpushare_agent.core.model.errors import Unavailable
+from gpushare_agent.core.model.errors import DriverLost
 from gpushare_agent.core.model.gpus import Gpu, GpuInventory, Health, Link, LinkKind, NvLink, Topology
 from gpushare_agent.core.model.names import MIB, GpuUuid
 from gpushare_agent.core.placement.topology import build_topology, kind_by_numa
@@ -203,6 +203,9 @@ _NOT_JOINED = (
     "the GPU has not joined its NVLink fabric: {why}. CUDA would fail with error 802. Look at the service"
     " nvidia-fabricmanager, at nvidia-imex, and at Fabric in `nvidia-smi -q`"
 )
+_ANSWERS = frozenset({*UNSUPPORTED, UNUSABLE} - {"NO_PERMISSION"})
+_REFUSALS = frozenset({"UNKNOWN", "NO_PERMISSION", "OPERATING_SYSTEM"})
+"""Of every GPU, just after NVML was opened: as when systemctl daemon-reload took the container's right to the nodes."""
 _BUS_ID = re.compile(r"[0-9A-F]{8}:[0-9A-F]{2}:[0-9A-F]{2}\.[0-9A-F]")
 _MAX_MEMORY_MIB = 1 << 22
 _UNKNOWN_MINOR = -1
@@ -253,8 +256,8 @@ class NvmlReader(Struct, eq=False):
     _places: dict[str, tuple[int | None, str]] = field(default_factory=dict)
     _last_nvml_index: dict[GpuUuid, int] = field(default_factory=dict)
     _answering: Set[GpuUuid] = frozenset()
-    _has_answers: bool = False
-    """Of the last poll: also a call that a GPU does not know shows that NVML works, however often it is opened."""
+    _errors: Set[str] = frozenset()
+    """NVML's names of the errors of the last poll, one of each GPU that did not answer."""
     _losses: Counter[GpuUuid] = field(default_factory=Counter)
 
     def read(self, in_use: Collection[GpuUuid] = ()) -> GpuInventory:
@@ -262,7 +265,7 @@ class NvmlReader(Struct, eq=False):
         `in_use` are GPUs that containers have.
 
         Raises:
-            Unavailable: NVML cannot be opened, or is lost again straight after.
+            DriverLost: NVML cannot be opened, or is lost again straight after.
         """
         self._in_use = in_use
         for _ in range(2):
@@ -272,8 +275,7 @@ class NvmlReader(Struct, eq=False):
                     inventory = self._read_once()
                 except DriverLostError as error:
                     lost = error
-            # One that answers but must not be used, as with MIG enabled, shows that NVML works.
-            if inventory is not None and (self._has_answers or not (inventory.gpus or inventory.unreadable)):
+            if inventory is not None and not self._is_lost(inventory):
                 return inventory
             # Opened for this poll: another time would find the same.
             if self.session.openings != opening:
@@ -283,15 +285,22 @@ class NvmlReader(Struct, eq=False):
         if inventory is None:
             # So the next poll, or who else uses NVML before it, begins with an opening.
             self.session.close()
-            raise Unavailable(f"NVML opens, but does not answer: {lost}. {CHECKLIST}") from lost
-        return inventory
+            raise DriverLost(f"NVML opens, but does not answer: {lost}. {CHECKLIST}") from lost
+        is_new = self.session.openings != opening
+        return replace(inventory, is_refused=is_new and bool(self._errors) and self._errors <= _REFUSALS)
+
+    def _is_lost(self, inventory: GpuInventory) -> bool:
+        """NVML may be lost with all of its GPUs. One that answers but must not be used, as with MIG enabled, shows that NVML
+        works; so does a call that a GPU does not know, however often it is opened."""
+        is_empty = not (inventory.gpus or inventory.unreadable)
+        return not (self._answering or is_empty or self._errors & _ANSWERS)
 
     def _read_once(self) -> GpuInventory:
         # Enumerated at each poll: the handles of before would hide a GPU that is new or missing.
         found, unnamed = self.session.find_gpus()
         seen: dict[GpuUuid, Gpu] = {}
         answering: set[GpuUuid] = set()
-        self._has_answers = False
+        errors = {error.name for error in unnamed.values()}
         for gpu in found:
             self._last_nvml_index[gpu.uuid] = gpu.nvml_index
             known = self._known.get(gpu.uuid)
@@ -301,16 +310,16 @@ class NvmlReader(Struct, eq=False):
                 seen[gpu.uuid] = self._read_gpu(gpu, index)
             except CallError as error:
                 blank = Gpu(index=index, minor=_UNKNOWN_MINOR, uuid=gpu.uuid, bus_id="", name="", memory_mib=0)
-                is_answer = error.name in (*UNSUPPORTED, UNUSABLE)
-                seen[gpu.uuid] = (_withheld if is_answer else _unhealthy)(known or blank, f"NVML: {error}")
-                self._has_answers |= is_answer
+                as_seen = _withheld if error.name in _ANSWERS else _unhealthy
+                seen[gpu.uuid] = as_seen(known or blank, f"NVML: {error}")
+                errors.add(error.name)
             else:
                 # It answers, though it may need a repair: events of it can be registered.
                 answering.add(gpu.uuid)
         self._losses.update((self._answering | seen.keys()) - answering)
         # Only now: a poll that fails half-way is compared with by nobody.
         self._answering = answering
-        self._has_answers |= bool(answering)
+        self._errors = errors
         partitioned = self._read_partitioned(found, seen) if self.mig_minors is not None else frozenset()
         self.session.answering = frozenset((uuid, self._losses[uuid]) for uuid in answering)
         return self._inventory(seen, found, unnamed, partitioned)
@@ -321,7 +330,7 @@ class NvmlReader(Struct, eq=False):
         bus_id = _bus_id(handle)
         numa_node, pcie_root = self._place(bus_id)
         capability = ask("nvmlDeviceGetCudaComputeCapability", handle)
-        fabric = _fabric(handle)
+        fabric, has_joined, not_joined = _fabric(handle)
         gpu = Gpu(
             index=index,
             driver_index=found.nvml_index,
@@ -336,13 +345,14 @@ class NvmlReader(Struct, eq=False):
             brand=_BRANDS.get(ask("nvmlDeviceGetBrand", handle) or 0, ""),
             is_exclusive_process=ask("nvmlDeviceGetComputeMode", handle) == pynvml.NVML_COMPUTEMODE_EXCLUSIVE_PROCESS,
             mig_mode=mig_mode(handle),
-            fabric=fabric.clique,
+            fabric=fabric,
+            has_joined=has_joined,
         )
         if self.mig_minors is None and gpu.mig_mode:
             return _withheld(gpu, _MIG_REASON)
         if reason := _repair_reason(handle):
             return _unhealthy(gpu, reason)
-        return _withheld(gpu, fabric.problem) if fabric.problem else gpu
+        return _withheld(gpu, not_joined) if not_joined else gpu
 
     def _read_partitioned(self, found: list[FoundGpu], seen: dict[GpuUuid, Gpu]) -> frozenset[GpuUuid]:
         """Adds the MIG instances to `seen`; the GPUs that they are of. One without instances is Unhealthy."""
@@ -430,7 +440,7 @@ class NvmlReader(Struct, eq=False):
         self,
         seen: dict[GpuUuid, Gpu],
         found: list[FoundGpu],
-        unnamed: dict[int, str],
+        unnamed: dict[int, CallError],
         partitioned: frozenset[GpuUuid],
     ) -> GpuInventory:
         # A GPU that its MIG mode keeps from being offered is not asked; where its instances are, their place is its own.
@@ -454,12 +464,13 @@ class NvmlReader(Struct, eq=False):
             topology=topology,
             driver_version=ask("nvmlSystemGetDriverVersion") or "",
             cuda_version=_cuda_version(ask("nvmlSystemGetCudaDriverVersion")),
-            unreadable=tuple(sorted(unnamed.items())),
+            unreadable=tuple((index, f"NVML: {error}") for index, error in sorted(unnamed.items())),
         )
 
-    def _why_missing(self, gpu: Gpu, seen: dict[GpuUuid, Gpu], unnamed: dict[int, str]) -> str:
+    def _why_missing(self, gpu: Gpu, seen: dict[GpuUuid, Gpu], unnamed: dict[int, CallError]) -> str:
         if gpu.mig is None:
-            return unnamed.pop(self._last_nvml_index[gpu.uuid], "the driver does not list it any more")
+            error = unnamed.pop(self._last_nvml_index[gpu.uuid], None)
+            return f"NVML: {error}" if error is not None else "the driver does not list it any more"
         if gpu.mig.parent in self._answering:
             return _INSTANCE_GONE
         return f"its GPU {gpu.mig.parent_index}: {seen[gpu.mig.parent].unhealthy_reason}"
@@ -483,28 +494,21 @@ def _cuda_version(number: int | None) -> str:
     return f"{number // 1000}.{number % 1000 // 10}" if number else ""
 
 
-class _Fabric(NamedTuple):
-    """`clique` as Gpu.fabric has it. `problem` is why CUDA cannot start: it answers 802 while the GPU waits for the others
-    of its NVLink fabric, and NVML shows nothing else of it."""
-
-    clique: str = ""
-    problem: str = ""
-
-
-def _fabric(handle: Any) -> _Fabric:
-    """Raises DriverLostError. Source: IsFabricAttached in go-nvlib, pkg/nvlib/device/device.go; nvmlGpuFabricInfo_t."""
+def _fabric(handle: Any) -> tuple[str, bool | None, str]:
+    """`fabric` and `has_joined` as of Gpu, and why CUDA cannot start: it answers 802 while the GPU waits for its NVLink
+    fabric, and NVML shows nothing else of it. Raises DriverLostError. Source: IsFabricAttached in go-nvlib,
+    pkg/nvlib/device/device.go; nvmlGpuFabricInfo_t."""
     info = pynvml.c_nvmlGpuFabricInfo_t()
     # Older drivers lack it, and most GPUs are on no fabric.
-    if ask("nvmlDeviceGetGpuFabricInfo", handle, byref(info)) is None:
-        return _Fabric()
-    if info.state in (pynvml.NVML_GPU_FABRIC_STATE_NOT_STARTED, pynvml.NVML_GPU_FABRIC_STATE_IN_PROGRESS):
-        return _Fabric(problem=_NOT_JOINED.format(why="the driver still waits for it"))
-    if info.state != pynvml.NVML_GPU_FABRIC_STATE_COMPLETED:
-        return _Fabric()
+    is_known = ask("nvmlDeviceGetGpuFabricInfo", handle, byref(info)) is not None
+    if is_known and info.state in (pynvml.NVML_GPU_FABRIC_STATE_NOT_STARTED, pynvml.NVML_GPU_FABRIC_STATE_IN_PROGRESS):
+        return "", False, _NOT_JOINED.format(why="the driver still waits for it")
+    if not is_known or info.state != pynvml.NVML_GPU_FABRIC_STATE_COMPLETED:
+        return "", None, ""
     if info.status != pynvml.NVML_SUCCESS:
-        return _Fabric(problem=_NOT_JOINED.format(why=renamed(info.status, "nvmlDeviceGetGpuFabricInfo")))
+        return "", False, _NOT_JOINED.format(why=renamed(info.status, "nvmlDeviceGetGpuFabricInfo"))
     cluster = bytes(info.clusterUuid)
-    return _Fabric(clique=f"{UUID(bytes=cluster)}.{info.cliqueId}" if any(cluster) else "")
+    return f"{UUID(bytes=cluster)}.{info.cliqueId}" if any(cluster) else "", True, ""
 
 
 def _bus_id(handle: Any) -> str:

@@ -19,7 +19,7 @@ from typing import Any
 import pynvml
 from msgspec import Struct
 
-from gpushare_agent.core.model.errors import Unavailable
+from gpushare_agent.core.model.errors import DriverLost
 from gpushare_agent.core.model.names import GpuUuid
 
 CHECKLIST = (
@@ -136,14 +136,14 @@ class NvmlSession:
 
     @contextmanager
     def used(self, what: str) -> Iterator[None]:
-        """NVML stays open inside; it is opened where it is not. Raises Unavailable: it cannot be opened, or was lost
+        """NVML stays open inside; it is opened where it is not. Raises DriverLost: it cannot be opened, or was lost
         inside."""
         with self._changed:
             if not self._is_open:
                 try:
                     call("nvmlInit")
                 except NvmlError as error:
-                    raise Unavailable(f"opening NVML failed: {error}. {CHECKLIST}") from error
+                    raise DriverLost(f"opening NVML failed: {error}. {CHECKLIST}") from error
                 self._is_open = True
                 self.openings += 1
             self._users += 1
@@ -151,7 +151,7 @@ class NvmlSession:
             yield
         except DriverLostError as error:
             self.must_close = True
-            raise Unavailable(f"{what} failed: {error}. It is opened again at the next call. {CHECKLIST}") from error
+            raise DriverLost(f"{what} failed: {error}. It is opened again at the next call. {CHECKLIST}") from error
         finally:
             with self._changed:
                 self._users -= 1
@@ -176,7 +176,7 @@ class NvmlSession:
         self._is_open, self._handles, self.must_close = False, None, False
         self._changed.notify_all()
 
-    def find_gpus(self) -> tuple[list[FoundGpu], dict[int, str]]:
+    def find_gpus(self) -> tuple[list[FoundGpu], dict[int, CallError]]:
         """All GPUs by NVML's index, enumerated again; and why others could not even be named, by their index. Raises
         DriverLostError."""
         try:
@@ -186,7 +186,7 @@ class NvmlSession:
         except NvmlError as error:
             raise DriverLostError(error.name, str(error)) from error
         found: list[FoundGpu] = []
-        unnamed: dict[int, str] = {}
+        unnamed: dict[int, CallError] = {}
         for nvml_index in range(count):
             try:
                 handle = call("nvmlDeviceGetHandleByIndex", nvml_index)
@@ -196,7 +196,7 @@ class NvmlSession:
                 found.append(FoundGpu(nvml_index=nvml_index, uuid=uuid, handle=handle))
             # A GPU that cannot be named is reported by its index.
             except CallError as error:
-                unnamed[nvml_index] = f"NVML: {error}"
+                unnamed[nvml_index] = error
         self._handles = {gpu.uuid: gpu.handle for gpu in found}
         return found, unnamed
 

@@ -51,12 +51,13 @@ BACKLOG = 128
 
 class WebServer(Struct, eq=False):
     """`routes` are further paths for GET, answered one at a time. `before_reading` is awaited before any of them and
-    the metrics. `ready` returns why the agent is not ready, nothing when it is."""
+    the metrics. `ready` returns why the agent is not ready, nothing when it is, `needs_restart` why it is to be ended."""
 
     addr: str
     port: int
     metrics: AgentMetrics
     ready: Callable[[], Sequence[str]]
+    needs_restart: Callable[[], Sequence[str]] = tuple
     routes: Sequence[Route] = ()
     before_reading: Callable[[], Awaitable[None]] = at_once
     debug: DebugSources | None = None
@@ -158,11 +159,10 @@ class WebServer(Struct, eq=False):
         return text_answer(text, headers={"Vary": "Accept"})
 
     async def _show_health(self, _request: web.Request) -> web.Response:
-        return text_answer("ok\n")
+        return _probed(self.needs_restart())
 
     async def _show_readiness(self, _request: web.Request) -> web.Response:
-        reasons = self.ready()
-        return text_answer("".join(f"{one}\n" for one in reasons or ("ok",)), status=503 if reasons else 200)
+        return _probed(self.ready())
 
     async def _show_version(self, _request: web.Request) -> web.Response:
         return text_answer(json.dumps({"version": __version__}) + "\n", headers={"Content-Type": _JSON})
@@ -184,3 +184,7 @@ class WebServer(Struct, eq=False):
         self._page.load()
         for name in ("core.kit.http_server", "agent.observability.http.debug_routes"):
             importlib.import_module(f"gpushare_agent.{name}")
+
+
+def _probed(reasons: Sequence[str]) -> web.Response:
+    return text_answer("".join(f"{one}\n" for one in reasons or ("ok",)), status=503 if reasons else 200)

@@ -97,6 +97,8 @@ def gpu_series(snapshot: NodeSnapshot) -> Iterator[Series]:
     text = "1 while the GPU is healthy; no row for one of excluded_gpus."
     yield of_gpu("healthy", text, lambda gpu: None if gpu.uuid in snapshot.excluded else int(gpu.is_healthy))
     yield of_gpu("cordoned", "1 while the GPU is cordoned.", lambda gpu: int(gpu.uuid in snapshot.cordoned))
+    text = "1 once the GPU has joined its NVLink fabric, before which CUDA fails on it; no row for one on no fabric."
+    yield of_gpu("fabric_joined", text, lambda gpu: None if gpu.has_joined is None else int(gpu.has_joined))
     usage = snapshot.usage
     if usage is None:
         return
