@@ -18,6 +18,7 @@ from msgspec.structs import replace
 
 from gpushare_agent.agent.admission.decisions.container_edits import EditPolicy
 from gpushare_agent.agent.admission.decisions.decide import Decision, check, decide, edits_for_ids
+from gpushare_agent.agent.admission.decisions.former_devices import texts
 from gpushare_agent.agent.admission.decisions.identity import Call, Target
 from gpushare_agent.agent.admission.decisions.ledger import Case, Policy
 from gpushare_agent.agent.admission.decisions.recovery import adopt
@@ -26,7 +27,7 @@ from gpushare_agent.agent.admission.identification import Identification
 from gpushare_agent.agent.admission.outcomes import OutcomeReporter
 from gpushare_agent.agent.isolation.isolations import Isolations
 from gpushare_agent.agent.kubelet.pod_resources import PodResourcesGate
-from gpushare_agent.agent.kubelet.records import KubeletCheckpoint
+from gpushare_agent.agent.kubelet.records import KubeletCheckpoint, is_former
 from gpushare_agent.agent.node import Node
 from gpushare_agent.core.model.allocations import Allocation, ContainerEdits, ContainerKey
 from gpushare_agent.core.model.errors import AgentError, RefusalReason, Refused
@@ -405,6 +406,8 @@ class Admission(Struct, kw_only=True, eq=False):
         if not ids:
             return []
         keys = self.node.cache.holders(kind).get(next(iter(ids)), frozenset())
+        if is_former(ids):  # the kubelet's text has no GPU in it
+            return sorted(one.key for one in self.node.cache if texts(one.ids_of(kind)) == ids)
         return sorted(
             key for key in keys if (found := self.node.cache.get(key)) is not None and found.ids_of(kind) == ids
         )

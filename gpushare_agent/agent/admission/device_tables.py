@@ -27,7 +27,14 @@ from gpushare_agent.core.kit.supervision import ReportOnce, wait_for
 from gpushare_agent.core.model.allocations import Allocation, ContainerKey
 from gpushare_agent.core.model.device_ids import DeviceIds
 from gpushare_agent.core.model.gpus import Gpu, GpuInventory
-from gpushare_agent.core.model.names import DeviceId, GpuUuid, device_id, gpu_of, has_kubelet_text, split_device_id
+from gpushare_agent.core.model.names import (
+    DeviceId,
+    GpuUuid,
+    device_id,
+    gpu_of,
+    has_kubelet_text,
+    split_device_id,
+)
 from gpushare_agent.core.model.resources import (
     Measure,
     ReplicaLayout,
@@ -42,6 +49,22 @@ from gpushare_agent.core.placement import GpuAccount
 def offered_ids(units: Mapping[GpuUuid, int]) -> dict[GpuUuid, list[DeviceId]]:
     """The IDs of one resource by GPU: as many as it has units, by number."""
     return {gpu: [device_id(gpu, number) for number in range(count)] for gpu, count in units.items()}
+
+
+def as_held(offered: Mapping[GpuUuid, list[DeviceId]], in_use: Collection[DeviceId]) -> dict[GpuUuid, list[DeviceId]]:
+    """The same, with what containers hold under another text in the place of as many free IDs of the GPU, the highest.
+    Without them the kubelet would reject such a pod when it admits it again."""
+    found = dict(offered)
+    others: dict[GpuUuid, list[DeviceId]] = {}
+    if has_kubelet_text(in_use):
+        for device in in_use:
+            if has_kubelet_text((device,)):
+                others.setdefault(gpu_of(device), []).append(device)
+    for gpu, held in others.items():
+        free = [device for device in found.get(gpu, ()) if device not in in_use]
+        hidden = set(free[max(0, len(free) - len(held)) :])
+        found[gpu] = [device for device in found.get(gpu, ()) if device not in hidden] + sorted(held)
+    return found
 
 
 def unit_ids(
@@ -158,7 +181,7 @@ class DeviceTables(Struct, kw_only=True, eq=False):
         resource, of units under NVIDIA's names (even if this agent offers none), and of shares that have grown."""
         names = self.node.names
         depends = names.gpu_mem or names.offers_parts or self.node.cache.resized or self._has_borrowed
-        if depends or (old is not None and old.unit_ids) or (new is not None and new.unit_ids):
+        if depends or any(one is not None and (one.unit_ids or one.started_by) for one in (old, new)):
             self._is_behind.set()
 
     def request_refresh(self) -> None:
@@ -194,7 +217,7 @@ class DeviceTables(Struct, kw_only=True, eq=False):
                 ids = unit_ids(inventory.gpus, resource, layout, self._in_use(resource, holders))
                 found = missing._replace(units=bool(layout.unlike(inventory.gpus)))
             else:
-                ids = offered_ids({gpu.uuid: names.units(gpu, kind) for gpu in inventory.gpus})
+                ids = as_held(offered_ids({gpu.uuid: names.units(gpu, kind) for gpu in inventory.gpus}), holders)
             of_kind = {gpu: count for gpu, charge in borrowed.items() if (count := charge.count(kind))}
             self._has_borrowed = self._has_borrowed or bool(of_kind)
             withheld_ids = withheld(kind, gpus, ids, holders, names, borrowed=of_kind, missing=found)
@@ -208,6 +231,8 @@ class DeviceTables(Struct, kw_only=True, eq=False):
     def _read_again(self, inventory: GpuInventory) -> None:
         """Containers may hold IDs of GPUs that were not there when the kubelet's records were read."""
         for allocation in list(self.node.cache):
+            if allocation.started_by:  # its texts name no GPU: garbage collection reads its records again
+                continue
             texts = {kind: [self.ids.write(device) for device in ids] for kind, ids in allocation.ids.items()}
             found = replace(allocation, ids={kind: frozenset(self.ids.read(own)) for kind, own in texts.items()})
             if found != allocation:

@@ -63,6 +63,7 @@ class GpuInventoryState:
         self._is_driver_lost = False
         self._before_loss: dict[GpuUuid, GpuHealth] = {}
         self._forgiven_at: float | None = None
+        self._held: Mapping[GpuUuid, str] = {}
         self._is_read = False
         self._offered = self._seen
         self._saved = NOTHING_SAVED
@@ -93,6 +94,7 @@ class GpuInventoryState:
         """What makes each GPU unhealthy in itself, cordoned or not: the cause, and what makes it healthy again."""
         uncordoned_healths = {gpu.uuid: replace(self._healths[gpu.uuid], cordon=None) for gpu in self._seen.gpus}
         reasons = {uuid: why_not_offered(health, self._policy) for uuid, health in uncordoned_healths.items()}
+        reasons = {uuid: reason or self._held.get(uuid, "") for uuid, reason in reasons.items()}
         return {uuid: reason for uuid, reason in reasons.items() if reason}
 
     @property
@@ -126,6 +128,7 @@ class GpuInventoryState:
         self._is_driver_lost = earlier._is_driver_lost
         self._before_loss = dict(earlier._before_loss)
         self._forgiven_at = earlier._forgiven_at
+        self._held = earlier._held
         self._publish()
 
     def read(self, found: GpuInventory) -> bool:
@@ -192,6 +195,16 @@ class GpuInventoryState:
             if not of:
                 yield event
 
+    @property
+    def held(self) -> Mapping[GpuUuid, str]:
+        """The GPUs of `hold`."""
+        return self._held
+
+    def hold(self, held: Mapping[GpuUuid, str]) -> None:
+        """Takes these out of service, and no others for this cause: a container may have them that is not accounted for."""
+        self._held = held
+        self._publish()
+
     def cordon(self, uuid: GpuUuid, reason: str) -> bool:
         """Takes a GPU out of service; False where it was, for the same reason. Raises KeyError for an unknown GPU."""
         self._healths[uuid] = replace(self._healths[uuid], cordon=reason)
@@ -231,6 +244,12 @@ class GpuInventoryState:
 
     def _publish(self) -> bool:
         gpus = tuple(offered(gpu, self._healths[gpu.uuid], self._policy) for gpu in self._seen.gpus)
+        gpus = tuple(
+            replace(gpu, health=Health.UNHEALTHY, unhealthy_reason=self._held[gpu.uuid])
+            if gpu.is_healthy and gpu.uuid in self._held
+            else gpu
+            for gpu in gpus
+        )
         inventory, saved = replace(self._seen, gpus=gpus), saved_of(self._healths)
         # Polls find the same as a rule: subscribers compare lists of thousands of IDs.
         if inventory == self._offered and saved == self._saved:
