@@ -34,7 +34,14 @@ from gpushare_agent.core.cli.render_text import (
     print_as,
     sums,
 )
-from gpushare_agent.core.node_report.documents import Cores, GpuDocument, Memory, NodeDocument, ReportedGpu
+from gpushare_agent.core.node_report.documents import (
+    ContainerDocument,
+    Cores,
+    GpuDocument,
+    Memory,
+    NodeDocument,
+    ReportedGpu,
+)
 from gpushare_agent.kubectl.agent_client import open_agent, read_node, target_of
 from gpushare_agent.kubectl.cluster_nodes import InspectedNode, open_cluster, read_cluster
 
@@ -212,6 +219,12 @@ def reported_part(gpu: GpuDocument) -> ReportedGpu:
     return cast("ReportedGpu", {name: gpu[name] for name in ReportedGpu.__annotations__ if name in gpu})  # type: ignore[literal-required]
 
 
+def _charged_cores(container: ContainerDocument) -> int:
+    """The row of its GPU has these: not the compute that comes with GPUShare's memory."""
+    allocated = container.get("allocated")
+    return 0 if isinstance(allocated, dict) and allocated.get("cores") == 0 else container["cores"]
+
+
 def node_of_document(document: NodeDocument) -> InspectedNode:
     """One node as its agent shows it."""
     return {
@@ -223,7 +236,7 @@ def node_of_document(document: NodeDocument) -> InspectedNode:
                 "namespace": container["namespace"],
                 "pod": container["pod"],
                 "container": container["container"],
-                "cores": container["cores"],
+                "cores": _charged_cores(container),
                 "memory_bytes": container["memory_bytes"],
                 "gpus": [gpu["index"] for gpu in container["gpus"]],
                 "remark": "",

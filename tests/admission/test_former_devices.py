@@ -62,8 +62,9 @@ class Node:
     def rebuilt(self, *pods: Pod, gpus: GpuInventory = INVENTORY) -> dict[str, Allocation]:
         path = self._directory / "kubelet_internal_checkpoint"
         path.write_text(json.dumps({"Data": {"PodDeviceEntries": self._entries}}))
-        (self._directory / "gpumanager_internal_checkpoint").write_text(json.dumps({"PodGPUMapping": self._own}))
-        entries = read_checkpoint(path, [self._directory / "absent", self._directory])
+        own = self._directory / "gpumanager_internal_checkpoint"
+        own.write_text(json.dumps({"PodGPUMapping": self._own}))
+        entries = read_checkpoint(path, own)
         found = rebuild(Records(listed=(), checkpoint=entries, pods=pods or None), NAMES, gpus, 0.0)
         return {one.key.container: one for one in found}
 

@@ -38,7 +38,7 @@ from gpushare_agent.agent.kubelet.handover import (
     instance_socket_name,
 )
 from gpushare_agent.agent.kubelet.pod_resources import PodResourcesClient, PodResourcesGate
-from gpushare_agent.agent.kubelet.records import KubeletCheckpoint, former_checkpoints
+from gpushare_agent.agent.kubelet.records import KubeletCheckpoint, gpu_managers_checkpoint
 from gpushare_agent.agent.kubelet.registration import PluginEndpoint, Registrar
 from gpushare_agent.agent.node import Node
 from gpushare_agent.core.kit.supervision import Tasks, wait_for
@@ -78,7 +78,7 @@ class AdmissionPart:
                 because="kubelet.pod_resources_socket is empty",
                 then="where two pods that wait ask for the same, they are refused",
             )
-        checkpoint = KubeletCheckpoint(kubelet.device_plugin_path, ids, former_checkpoints(node.settings))
+        checkpoint = KubeletCheckpoint(kubelet.device_plugin_path, ids, gpu_managers_checkpoint(node.settings))
         self.node = node
         self.facts = cluster.kubelet_facts
         self.refused_pods = RefusedPods()

@@ -23,6 +23,7 @@ from gpushare_agent.agent.admission.decisions.former_devices import held_back
 from gpushare_agent.agent.admission.decisions.recovery import Records, rebuild
 from gpushare_agent.agent.auto_isolation import resolve_isolation
 from gpushare_agent.agent.commands.check_api import API_CURE, check_api
+from gpushare_agent.agent.commands.former_daemonset import STATELESS
 from gpushare_agent.agent.delivery.cdi_specs import cdi_specs
 from gpushare_agent.agent.delivery.volume_config import driver_volumes
 from gpushare_agent.agent.gpus.part import open_driver
@@ -32,7 +33,7 @@ from gpushare_agent.agent.isolation.isolations import device_list_warnings
 from gpushare_agent.agent.isolation.resource_names import resource_names
 from gpushare_agent.agent.kubelet.device_table import MAX_STATUS_BYTES, check_lists, status_bytes
 from gpushare_agent.agent.kubelet.handover import instance_socket_name
-from gpushare_agent.agent.kubelet.records import FILE_NAME, former_checkpoints, is_former, read_checkpoint
+from gpushare_agent.agent.kubelet.records import FILE_NAME, gpu_managers_checkpoint, is_former, read_checkpoint
 from gpushare_agent.agent.kubelet.registration import KUBELET_SOCKET
 from gpushare_agent.agent.runtime import node_probes
 from gpushare_agent.agent.runtime.cgroups import Cgroups, CgroupVersion, cgroup_version
@@ -155,6 +156,10 @@ async def check_files(settings: Settings) -> list[Finding]:
     if not any(isolation.mounts_driver for isolation in isolations_in_use(settings)):
         named["--volume-config"] = settings.volume_config
     findings: list[Finding] = []
+    if settings.state_directory is None:
+        findings.append(
+            warning("state", f"state_directory is empty: {STATELESS}", "mount a directory of the host for it")
+        )
     for flag, path in named.items():
         if path is None:
             continue
@@ -270,7 +275,7 @@ async def check_former_pods(settings: Settings) -> list[Finding]:
     """Containers that gpu-manager or GPUShare's plugin started, by the kubelet's records."""
     path = settings.kubelet.device_plugin_path / FILE_NAME
     try:
-        entries = await asyncio.to_thread(read_checkpoint, path, former_checkpoints(settings))
+        entries = await asyncio.to_thread(read_checkpoint, path, gpu_managers_checkpoint(settings))
         if not any(is_former(entry.device_ids) for entry in entries):
             return []
         inventory = await read_inventory(settings)

@@ -58,7 +58,6 @@ class CheckpointEntry(Struct, frozen=True, kw_only=True):
 
 
 FILE_NAME = "kubelet_internal_checkpoint"
-GPU_MANAGERS_FILE_NAME = "gpumanager_internal_checkpoint"
 MAX_BYTES = 64 * 1024 * 1024
 MAX_NAMED, MAX_NAME_CHARS = 256, 128
 NO_GPU = "-1"
@@ -68,10 +67,10 @@ READ_TIMEOUT_S = 1.0
 
 
 class KubeletCheckpoint:
-    """The checkpoint below one device-plugin directory; and gpu-manager's own, in one of the `former` directories, for
-    containers whose GPUs the kubelet's does not name."""
+    """The checkpoint below one device-plugin directory; and `former`, gpu-manager's own, for containers whose GPUs the
+    kubelet's does not name."""
 
-    def __init__(self, directory: Path, ids: DeviceIds, former: Sequence[Path] = ()) -> None:
+    def __init__(self, directory: Path, ids: DeviceIds, former: Path | None = None) -> None:
         self._path = directory / FILE_NAME
         self._former = former
         self._ids = ids
@@ -90,7 +89,7 @@ class KubeletCheckpoint:
         return [replace(entry, device_ids=frozenset(self._ids.read(entry.device_ids))) for entry in entries]
 
 
-def read_checkpoint(path: Path, former: Sequence[Path] = ()) -> Sequence[CheckpointEntry]:
+def read_checkpoint(path: Path, former: Path | None = None) -> Sequence[CheckpointEntry]:
     """Read and check the file; its device IDs as they are written. Raises Unavailable, Corrupt."""
     data = _read_json(path)
     try:
@@ -99,7 +98,7 @@ def read_checkpoint(path: Path, former: Sequence[Path] = ()) -> Sequence[Checkpo
         raise Corrupt(f"kubelet checkpoint {path} is not in the known format: {e!r}") from e
     lacking = {(e.pod_uid, e.container) for e in entries if is_former(e.device_ids)}
     lacking -= {(e.pod_uid, e.container) for e in entries if e.gpus}
-    if not lacking:
+    if not lacking or former is None:
         return entries
     nodes = _gpu_managers(former)
     return [
@@ -108,11 +107,9 @@ def read_checkpoint(path: Path, former: Sequence[Path] = ()) -> Sequence[Checkpo
     ]
 
 
-def former_checkpoints(settings: Settings) -> list[Path]:
-    """The directories that may have gpu-manager's: where its DaemonSet runs this image, and where this agent's mounts have
-    it."""
-    beside = settings.virtual_manager.path.parent / "checkpoint"
-    return [path for path in (settings.state_directory, beside) if path is not None]
+def gpu_managers_checkpoint(settings: Settings) -> Path:
+    """Where gpu-manager's manifest has it, next to the directory that this agent shares with it."""
+    return settings.virtual_manager.path.parent / "checkpoint" / "gpumanager_internal_checkpoint"
 
 
 def is_former(device_ids: Collection[str]) -> bool:
@@ -120,21 +117,18 @@ def is_former(device_ids: Collection[str]) -> bool:
     return read_former_id(next(iter(device_ids), "")) is not None
 
 
-def _gpu_managers(directories: Sequence[Path]) -> dict[tuple[str, str], tuple[str, ...]]:
+def _gpu_managers(path: Path) -> dict[tuple[str, str], tuple[str, ...]]:
     """The device nodes by pod UID and container of gpu-manager's own checkpoint: `PodCache` and `Info` in
     pkg/services/allocator/cache/cache.go, `checkpointFileName` in allocator/nvidia/allocator.go. One that cannot be read
     says nothing."""
-    for directory in directories:
-        try:
-            pods = _read_json(directory / GPU_MANAGERS_FILE_NAME)["PodGPUMapping"].items()
-            return {
-                (uid, container): _bounded(info["Devices"] or ())
-                for uid, containers in pods
-                for container, info in containers.items()
-            }
-        except (Unavailable, Corrupt, KeyError, TypeError, AttributeError):
-            continue
-    return {}
+    try:
+        return {
+            (uid, container): _bounded(info["Devices"] or ())
+            for uid, containers in _read_json(path)["PodGPUMapping"].items()
+            for container, info in containers.items()
+        }
+    except (Unavailable, Corrupt, KeyError, TypeError, AttributeError):
+        return {}
 
 
 def _read_json(path: Path) -> Any:
