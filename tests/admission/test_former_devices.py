@@ -13,6 +13,7 @@ from gpushare_agent.agent.admission.allocation_cache import AllocationCache
 from gpushare_agent.agent.admission.decisions.former_devices import held_back
 from gpushare_agent.agent.admission.decisions.recovery import Records, rebuild
 from gpushare_agent.agent.kubelet.records import read_checkpoint
+from gpushare_agent.agent.node import gpu_split
 from gpushare_agent.core.model.allocations import Allocation, Charge
 from gpushare_agent.core.model.gpus import GpuInventory
 from gpushare_agent.core.model.names import ENV_GPUSHARE_INDEX, VCORE_RESOURCE, VMEMORY_RESOURCE, GpuUuid
@@ -186,6 +187,8 @@ def gpushare(**env: str) -> ContainerSpec:
         (b"", gpushare(**{ENV_GPUSHARE_INDEX: "2"}), {}, "GPU-2"),
         (b"", gpushare(), {"ALIYUN_COM_GPU_MEM_IDX": "2"}, "GPU-0|GPU-1|GPU-2|"),
         (b"", gpushare(), {"scheduler.framework.gpushare.allocation": "[[["}, "GPU-0|GPU-1|GPU-2|"),
+        (b"", gpushare(), {"scheduler.framework.gpushare.allocation": '{"0":[1,"a|b"]}'}, "GPU-0|GPU-1|GPU-2|"),
+        (b"", gpushare(), {"scheduler.framework.gpushare.allocation": '{"0":7}'}, "GPU-0|GPU-1|GPU-2|"),
         (b"\xff\xff\xff", gpushare(), {}, "GPU-0|GPU-1|GPU-2|"),
     ],
 )
@@ -206,6 +209,22 @@ def test_a_container_for_which_gpushare_found_no_gpu_holds_none(node: Node) -> N
         "u1", GPU_MEM, units(8), answer(**{ENV_GPUSHARE_INDEX: "-1", "NVIDIA_VISIBLE_DEVICES": "no-gpu-has-8GiB"})
     )
     assert node.rebuilt() == {}
+
+
+def test_claims_get_no_gpu_that_such_a_container_may_have(node: Node) -> None:
+    node.holds("u1", VCORE_RESOURCE, cores(30), answer("/dev/nvidia0", "/dev/nvidia1"))
+    assert gpu_split(("all",), INVENTORY.gpus, node.rebuilt().values()).claimable == {"GPU-2"}
+
+
+@pytest.mark.parametrize(
+    "own", ["[]", '{"PodGPUMapping": {"u1": {"main": {"Devices": 7}}}}', "{", '{"PodGPUMapping": []}']
+)
+def test_a_checkpoint_of_gpu_manager_that_is_none_names_nothing(tmp_path: Path, own: str) -> None:
+    (tmp_path / "own").write_text(own)
+    entry = {"PodUID": "u1", "ContainerName": "main", "ResourceName": VCORE_RESOURCE, "DeviceIDs": {"-1": cores(1)}}
+    (tmp_path / "kubelets").write_text(json.dumps({"Data": {"PodDeviceEntries": [entry]}}))
+    (found,) = read_checkpoint(tmp_path / "kubelets", tmp_path / "own")
+    assert found.gpus == ()
 
 
 def test_with_one_gpu_there_is_no_doubt(node: Node) -> None:

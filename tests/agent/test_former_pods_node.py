@@ -154,6 +154,12 @@ async def test_a_pod_whose_gpu_nobody_knows_keeps_others_off_every_gpu() -> None
             await wait_until(node, lambda: len(events(node, "GPUUnhealthy")) == 2, "an Event of each GPU")
             assert all(why in text for text in events(node, "GPUUnhealthy"))
             assert why in await ready_text(agent)
+            # What `inspect` and `explain` show of the node.
+            await wait_until(
+                node,
+                lambda: str(node.api.node(node.name)["metadata"].get("annotations")).count(why) == 2,
+                "the reasons in the report",
+            )
             await wait_allocatable(node, CORE, 0)
             node.api.create_pod(pod("waits", container(cores=10, blocks=4)))
             await wait_phase(node, "waits", "Pending")
@@ -163,7 +169,7 @@ async def test_a_pod_whose_gpu_nobody_knows_keeps_others_off_every_gpu() -> None
             node.api.delete_pod("default", "former", grace_period_s=0)
             await wait_running(node, "waits")
             assert why not in await ready_text(agent)
-            assert len(events(node, "GPURecovered")) == 2
+            await wait_until(node, lambda: len(events(node, "GPURecovered")) == 2, "an Event of each GPU")
 
 
 async def test_check_names_the_pods_of_former_programs(capsys: pytest.CaptureFixture[str]) -> None:

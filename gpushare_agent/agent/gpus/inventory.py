@@ -5,7 +5,8 @@ A GPU that the driver no longer reports stays, Unhealthy with the reason: its de
 be allocated. A MIG instance is then gone: gpus/nvml/reader.py keeps those that containers have. State owned, by
 `GpuInventoryState`: the last poll, the health of each GPU, and the two joined; after one unanswered poll also the healths
 from before it, until the next poll. Changed by gpus/watch.py, gpus/control_server.py and the start of the agent; the rules
-are in core/model/gpu_health.py. By `GpuHealthObserver`: the GPUs and the cordons of the last change, to compare with.
+are in core/model/gpu_health.py. Also the GPUs that are held back for containers that may have them (`hold`). By
+`GpuHealthObserver`: the GPUs and the cordons of the last change, to compare with.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ class CheckpointEntry(Struct, frozen=True, kw_only=True):
 
 FILE_NAME = "kubelet_internal_checkpoint"
 MAX_BYTES = 64 * 1024 * 1024
-MAX_NAMED, MAX_NAME_CHARS = 256, 128
+MAX_NAMED = 256
 NO_GPU = "-1"
 _NAMED = re.compile(r"/dev/nvidia[0-9]{1,4}|[0-9]{1,4}|GPU-[0-9a-f-]{1,64}", re.ASCII)
 READ_TIMEOUT_S = 1.0
@@ -181,9 +181,8 @@ def _named_gpus(response: object) -> tuple[str, ...]:
     visible = answer.envs.get(ENV_VISIBLE_DEVICES, "").split(",")
     if index == NO_GPU:
         return (NO_GPU,)
-    named = [index, *visible, *(device.host_path for device in answer.devices)]
-    return _bounded([one for one in named if _NAMED.fullmatch(one)])
+    return _bounded([index, *visible, *(device.host_path for device in answer.devices)])
 
 
 def _bounded(names: Iterable[object]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(str(name)[:MAX_NAME_CHARS] for name in islice(names, MAX_NAMED)))
+    return tuple(dict.fromkeys(name for name in map(str, islice(names, MAX_NAMED)) if _NAMED.fullmatch(name)))

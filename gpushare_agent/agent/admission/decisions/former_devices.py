@@ -18,7 +18,8 @@ holds under another text. One whose GPU is not known, or how much it has of it, 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping
 
 from msgspec.structs import replace
 
@@ -55,85 +56,77 @@ class FormerDevices:
 
     def __init__(
         self,
-        checkpoint: Sequence[CheckpointEntry],
+        checkpoint: Collection[CheckpointEntry],
         pods: Iterable[Pod],
         names: ResourceNames,
         inventory: GpuInventory,
     ) -> None:
-        self._entries: dict[tuple[PodUid, str], list[CheckpointEntry]] = {}
+        self._entries: defaultdict[tuple[PodUid, str], list[CheckpointEntry]] = defaultdict(list)
         for entry in checkpoint:
             if is_former(entry.device_ids):
-                self._entries.setdefault((entry.pod_uid, entry.container), []).append(entry)
+                self._entries[entry.pod_uid, entry.container].append(entry)
         self._pods = {pod.uid: pod for pod in pods}
         self._names = names
-        self._inventory = inventory
+        self._gpus = {gpu.uuid: gpu for gpu in inventory.gpus}
         self.checkpoint = [
-            replace(entry, device_ids=self._read(entry.pod_uid, entry.container, [entry.device_ids])[0])
-            if is_former(entry.device_ids)
-            else entry
-            for entry in checkpoint
+            replace(one, device_ids=self._read(one.pod_uid, one.container, {"": one.device_ids})[""])
+            if is_former(one.device_ids)
+            else one
+            for one in checkpoint
         ]
 
     def listed(self, pod: ListedPod) -> ListedPod:
         """The pod with these devices: by its UID in the checkpoint, or by its name."""
-        containers = []
-        for one in pod.containers:
-            if not any(map(is_former, one.devices.values())):
-                containers.append(one)
-                continue
-            read = self._read(self._uid(pod, one.name, one.devices), one.name, list(one.devices.values()))
-            containers.append(replace(one, devices=dict(zip(one.devices, read, strict=True))))
+        if not any(map(is_former, (ids for one in pod.containers for ids in one.devices.values()))):
+            return pod
+        read = (self._read(self._uid(pod, one.name, one.devices), one.name, one.devices) for one in pod.containers)
+        containers = [replace(one, devices=devices) for one, devices in zip(pod.containers, read, strict=True)]
         return replace(pod, containers=tuple(containers))
 
     def _uid(self, pod: ListedPod, container: str, devices: Mapping[str, frozenset[str]]) -> PodUid:
         for (uid, name), entries in self._entries.items():
             if name == container and all(devices.get(entry.resource) == entry.device_ids for entry in entries):
                 return uid
-        named = [one for one in self._pods.values() if (one.namespace, one.name) == (pod.namespace, pod.name)]
+        named = (one for one in self._pods.values() if (one.namespace, one.name) == (pod.namespace, pod.name))
         return next((one.uid for one in named if not one.is_terminal), PodUid(""))
 
-    def _read(self, uid: PodUid, container: str, of_resources: Sequence[frozenset[str]]) -> list[frozenset[str]]:
-        """The devices of one container; its cores may be in another entry than its memory."""
+    def _read(self, uid: PodUid, container: str, devices: Mapping[str, frozenset[str]]) -> Mapping[str, frozenset[str]]:
+        """The devices of one container by resource; its cores may be in another entry than its memory."""
         entries = self._entries.get((uid, container), ())
-        texts = {*(text for entry in entries for text in entry.device_ids), *(t for ids in of_resources for t in ids)}
-        cores = sum((one := read_former_id(text)) is not None and one.what == "core" for text in texts)
-        gpus = self._gpus(uid, container, max(1, cores // CORES_PER_GPU))
-        if not all(map(self._is_sized, texts)):
-            gpus = [one_of(gpus)] if not is_one_of(gpus[0]) else gpus
-        found = []
-        for ids in of_resources:
-            numbers = sorted((one.number, text) for text in ids if (one := read_former_id(text)) is not None)
+        every = {text for ids in (*devices.values(), *(entry.device_ids for entry in entries)) for text in ids}
+        former = {text: one for text in every if (one := read_former_id(text)) is not None}
+        cores = sum(one.what == "core" for one in former.values())
+        gpus = self._gpus_of(uid, container, max(1, cores // CORES_PER_GPU))
+        # Blocks of another size than this node's: how much of the GPU it has is not known.
+        if any(one.block_mib not in (0, self._names.memory_block_mib) for one in former.values()):
+            gpus = [gpus[0] if is_one_of(gpus[0]) else one_of(gpus)]
+
+        def placed(ids: frozenset[str]) -> frozenset[str]:
             # A GPU after the other: of whole GPUs each has its hundred cores.
-            placed = (
-                known_as(device_id(gpus[min(place // CORES_PER_GPU, len(gpus) - 1)], number), text)
-                for place, (number, text) in enumerate(numbers)
-                if gpus[0]
-            )
-            found.append(frozenset(placed) if numbers else ids)
-        return found
+            own = enumerate(sorted((former[text].number, text) for text in ids if text in former))
+            found = [
+                known_as(device_id(gpus[min(n // CORES_PER_GPU, len(gpus) - 1)], number), text)
+                for n, (number, text) in own
+            ]
+            return frozenset(found if gpus[0] else ()) if found else ids
 
-    def _is_sized(self, text: str) -> bool:
-        """Its memory is counted in blocks of this node's size."""
-        one = read_former_id(text)
-        return one is None or one.block_mib in (0, self._names.memory_block_mib)
+        return {resource: placed(ids) for resource, ids in devices.items()}
 
-    def _gpus(self, uid: PodUid, container: str, count: int) -> list[GpuUuid]:
+    def _gpus_of(self, uid: PodUid, container: str, count: int) -> list[GpuUuid]:
         """So many GPUs, by index, or `one_of` those that it may have; an empty name where it got none."""
         entries, pod = self._entries.get((uid, container), ()), self._pods.get(uid)
-        named = [name for entry in entries for name in entry.gpus] or list(_by_pod(pod, container) if pod else ())
+        named = [name for entry in entries for name in entry.gpus] or (_by_pod(pod, container) if pod else ())
         if NO_GPU in named:
             return [GpuUuid("")]
         found = {gpu for name in named for gpu in self._named(name)}
-        everything = {gpu.uuid for gpu in self._inventory.gpus}
         if len(found) < count:
-            found = everything
+            found = {*self._gpus}
         if len(found) != count:
             return [one_of(found)]
-        index = {gpu.uuid: gpu.index for gpu in self._inventory.gpus}
-        return sorted(found, key=lambda gpu: (index.get(gpu, len(index)), gpu))
+        return [*(gpu for gpu in self._gpus if gpu in found), *sorted(found - self._gpus.keys())]
 
     def _named(self, name: str) -> Collection[GpuUuid]:
-        gpus = self._inventory.gpus
+        gpus = self._gpus.values()
         if name.startswith(_NODE):
             minor = name.removeprefix(_NODE)
             # The driver says no minor number of a GPU that it cannot read: it may be this one.
@@ -144,7 +137,7 @@ class FormerDevices:
         return instances or {GpuUuid(name)}
 
 
-def _by_pod(pod: Pod, container: str) -> Iterable[str]:
+def _by_pod(pod: Pod, container: str) -> Collection[str]:
     """What annotations and environment of the pod say."""
     spec, annotations = pod.container(container), pod.annotations
     if spec is None or spec.kind is not ContainerKind.MAIN:
@@ -158,14 +151,15 @@ def _by_pod(pod: Pod, container: str) -> Iterable[str]:
     if annotations.get(GPUSHARE_ASSIGNED_ANNOTATION) == _ASSIGNED and index.isdigit():
         return (index,)
     try:
-        return tuple(json.loads(annotations.get(GPUSHARE_ALLOCATION_ANNOTATION, ""))[str(spec.position)])
-    except (ValueError, KeyError, TypeError, RecursionError):
+        listed = json.loads(annotations.get(GPUSHARE_ALLOCATION_ANNOTATION, ""))[str(spec.position)]
+        return [name for name in listed if isinstance(name, str) and name.isdigit()]
+    except (ValueError, LookupError, TypeError, RecursionError):
         # Its extender's first form.
         return tuple(filter(str.isdigit, (spec.env.get(ENV_GPUSHARE_INDEX, ""),)))
 
 
 def held_back(allocations: Iterable[Allocation]) -> dict[GpuUuid, str]:
-    """The GPUs that nobody new gets because a container may have them, each with the reason and the remedy."""
+    """The GPUs that nobody new gets because a container may have them, each with the reason."""
     found: dict[GpuUuid, str] = {}
     for one in allocations:
         pod = f"{one.namespace}/{one.pod_name}" if one.pod_name else f"with UID {one.key.pod_uid}"
