@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from gpushare_agent.agent.admission.allocation_cache import AllocationCache
 from gpushare_agent.agent.admission.decisions.former_devices import held_back
 from gpushare_agent.agent.admission.decisions.recovery import Records, rebuild
+from gpushare_agent.agent.admission.decisions.resize import is_resizable
 from gpushare_agent.agent.kubelet.records import read_checkpoint
 from gpushare_agent.agent.node import gpu_split
 from gpushare_agent.core.model.allocations import Allocation, Charge
@@ -86,10 +87,11 @@ def test_the_answer_in_the_kubelets_checkpoint_names_the_gpu(node: Node) -> None
     node.holds("u1", VCORE_RESOURCE, cores(30, first=170), answer("/dev/nvidia1", NVIDIA_VISIBLE_DEVICES="GPU-1"))
     node.holds("u1", VMEMORY_RESOURCE, blocks(30))
     stale = {"tencent.com/predicate-gpu-idx-0": "2", "tencent.com/gpu-assigned": "true"}
-    found = node.rebuilt(pod("one", container(cores=30, blocks=30), uid="u1", annotations=stale))
+    owner = pod("one", container(cores=30, blocks=30), uid="u1", annotations=stale)
+    found = node.rebuilt(owner)
     assert found["main"].started_by == "gpu-manager" and not found["main"].is_limited
     assert charges(found) == {"GPU-1": Charge(cores=30, blocks=30, shares=1)}
-    assert held_back(found.values()) == {}
+    assert held_back(found.values()) == {} and not is_resizable(found["main"], [owner], NAMES)
 
 
 def test_gpu_managers_own_checkpoint_names_it_where_the_kubelets_does_not(node: Node) -> None:
