@@ -34,14 +34,7 @@ from gpushare_agent.core.cli.render_text import (
     print_as,
     sums,
 )
-from gpushare_agent.core.node_report.documents import (
-    ContainerDocument,
-    Cores,
-    GpuDocument,
-    Memory,
-    NodeDocument,
-    ReportedGpu,
-)
+from gpushare_agent.core.node_report.documents import Cores, GpuDocument, Memory, NodeDocument, ReportedGpu
 from gpushare_agent.kubectl.agent_client import open_agent, read_node, target_of
 from gpushare_agent.kubectl.cluster_nodes import InspectedNode, open_cluster, read_cluster
 
@@ -219,10 +212,9 @@ def reported_part(gpu: GpuDocument) -> ReportedGpu:
     return cast("ReportedGpu", {name: gpu[name] for name in ReportedGpu.__annotations__ if name in gpu})  # type: ignore[literal-required]
 
 
-def _charged_cores(container: ContainerDocument) -> int:
-    """The row of its GPU has these: not the compute that comes with GPUShare's memory."""
-    allocated = container.get("allocated")
-    return 0 if isinstance(allocated, dict) and allocated.get("cores") == 0 else container["cores"]
+def _charged(cores: int, allocated: object) -> int:
+    """The cores in the row of its GPU: not the compute that comes with GPUShare's memory."""
+    return 0 if isinstance(allocated, dict) and allocated.get("cores") == 0 else cores
 
 
 def node_of_document(document: NodeDocument) -> InspectedNode:
@@ -236,7 +228,7 @@ def node_of_document(document: NodeDocument) -> InspectedNode:
                 "namespace": container["namespace"],
                 "pod": container["pod"],
                 "container": container["container"],
-                "cores": _charged_cores(container),
+                "cores": _charged(container["cores"], container.get("allocated")),
                 "memory_bytes": container["memory_bytes"],
                 "gpus": [gpu["index"] for gpu in container["gpus"]],
                 "remark": "",

@@ -12,7 +12,7 @@ container keeps running.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple, NoReturn
 
 import structlog
@@ -27,14 +27,7 @@ from gpushare_agent.core.kit.supervision import ReportOnce, wait_for
 from gpushare_agent.core.model.allocations import Allocation, ContainerKey
 from gpushare_agent.core.model.device_ids import DeviceIds
 from gpushare_agent.core.model.gpus import Gpu, GpuInventory
-from gpushare_agent.core.model.names import (
-    DeviceId,
-    GpuUuid,
-    device_id,
-    gpu_of,
-    has_kubelet_text,
-    split_device_id,
-)
+from gpushare_agent.core.model.names import DeviceId, GpuUuid, device_id, gpu_of, has_kubelet_text, split_device_id
 from gpushare_agent.core.model.resources import (
     Measure,
     ReplicaLayout,
@@ -55,15 +48,18 @@ def as_held(offered: Mapping[GpuUuid, list[DeviceId]], in_use: Collection[Device
     """The same, with what containers hold under another text in the place of as many free IDs of the GPU, the highest.
     Without them the kubelet would reject such a pod when it admits it again."""
     found = dict(offered)
-    others: dict[GpuUuid, list[DeviceId]] = {}
-    if has_kubelet_text(in_use):
-        for device in in_use:
-            if has_kubelet_text((device,)):
-                others.setdefault(gpu_of(device), []).append(device)
-    for gpu, held in others.items():
+    others = (device for device in in_use if has_kubelet_text((device,))) if has_kubelet_text(in_use) else ()
+    for gpu, held in _by_gpu(others).items():
         free = [device for device in found.get(gpu, ()) if device not in in_use]
         hidden = set(free[max(0, len(free) - len(held)) :])
         found[gpu] = [device for device in found.get(gpu, ()) if device not in hidden] + sorted(held)
+    return found
+
+
+def _by_gpu(devices: Iterable[DeviceId]) -> dict[GpuUuid, list[DeviceId]]:
+    found: dict[GpuUuid, list[DeviceId]] = {}
+    for device in devices:
+        found.setdefault(gpu_of(device), []).append(device)
     return found
 
 
@@ -72,9 +68,7 @@ def unit_ids(
 ) -> dict[GpuUuid, list[DeviceId]]:
     """The units under one of NVIDIA's names: those that every GPU serves, by number, and those that containers hold by
     another replica layout or under NVIDIA's own texts, until they end. `in_use` are those that containers have."""
-    by_gpu: dict[GpuUuid, list[DeviceId]] = {}
-    for device in in_use:
-        by_gpu.setdefault(gpu_of(device), []).append(device)
+    by_gpu = _by_gpu(in_use)
     found: dict[GpuUuid, list[DeviceId]] = {}
     for gpu in gpus:
         served = layout.served(gpu)

@@ -244,13 +244,8 @@ class GpuInventoryState:
         return replace(found, gpus=gpus, topology=self._seen.topology)
 
     def _publish(self) -> bool:
-        gpus = tuple(offered(gpu, self._healths[gpu.uuid], self._policy) for gpu in self._seen.gpus)
-        gpus = tuple(
-            replace(gpu, health=Health.UNHEALTHY, unhealthy_reason=self._held[gpu.uuid])
-            if gpu.is_healthy and gpu.uuid in self._held
-            else gpu
-            for gpu in gpus
-        )
+        healths, held = self._healths, self._held
+        gpus = tuple(offered(g, healths[g.uuid], self._policy, held.get(g.uuid, "")) for g in self._seen.gpus)
         inventory, saved = replace(self._seen, gpus=gpus), saved_of(self._healths)
         # Polls find the same as a rule: subscribers compare lists of thousands of IDs.
         if inventory == self._offered and saved == self._saved:

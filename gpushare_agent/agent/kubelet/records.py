@@ -181,7 +181,9 @@ def _named_gpus(response: object) -> tuple[str, ...]:
     visible = answer.envs.get(ENV_VISIBLE_DEVICES, "").split(",")
     if index == NO_GPU:
         return (NO_GPU,)
-    return _bounded([index, *visible, *(device.host_path for device in answer.devices)])
+    # NVIDIA's runtime gives the GPU of a UUID whatever the index says.
+    uuids = [one for one in visible if one.startswith("GPU-")]
+    return _bounded([*(uuids or (index, *visible)), *(device.host_path for device in answer.devices)])
 
 
 def _bounded(names: Iterable[object]) -> tuple[str, ...]:

@@ -16,15 +16,7 @@ from msgspec import Struct
 from msgspec.structs import force_setattr, replace
 
 from gpushare_agent.core.model.isolation import Sharing
-from gpushare_agent.core.model.names import (
-    CORES_PER_GPU,
-    DeviceId,
-    GpuUuid,
-    PodUid,
-    kubelet_text,
-    named_gpus,
-    read_former_id,
-)
+from gpushare_agent.core.model.names import CORES_PER_GPU, DeviceId, GpuUuid, PodUid, former_program, named_gpus
 from gpushare_agent.core.model.pods import ContainerKind
 from gpushare_agent.core.model.resources import Measure, ResourceKind, parts_of, replica_layout
 
@@ -194,9 +186,7 @@ class Allocation(Struct, frozen=True, kw_only=True):
     def started_by(self) -> str:
         """The program that started the container before this agent came: it, or nobody, keeps the limits. Empty for this
         agent's own."""
-        text = kubelet_text(next(iter(self.bound_ids), ""))
-        former = read_former_id(text) if text is not None else None
-        return former.program if former is not None else ""
+        return former_program(next(iter(self.bound_ids), ""))
 
     @property
     def is_limited(self) -> bool:

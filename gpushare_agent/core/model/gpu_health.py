@@ -255,10 +255,10 @@ def uncordoned(health: GpuHealth, policy: HealthPolicy, now: float) -> GpuHealth
     return replace(lifted, state=HealthState.PROBING, passes=0, probe_at=now + probe_period_s(lifted, policy))
 
 
-def offered(seen: Gpu, health: GpuHealth, policy: HealthPolicy) -> Gpu:
-    """The GPU as it is offered to the kubelet and shown to people."""
+def offered(seen: Gpu, health: GpuHealth, policy: HealthPolicy, held: str = "") -> Gpu:
+    """The GPU as it is offered to the kubelet and shown to people. `held` is why a GPU in order is given to nobody."""
     # The driver's answer does not count here: `after_poll` has made a state of it.
-    reason = why_not_offered(health, policy)
+    reason = why_not_offered(health, policy) or held
     return replace(seen, health=Health.UNHEALTHY if reason else Health.HEALTHY, unhealthy_reason=reason)
 
 

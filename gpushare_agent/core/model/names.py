@@ -185,6 +185,12 @@ def read_former_id(text: str) -> FormerId | None:
     return FormerId("gpu-manager", found["what"], int(found["counter"]), int(found["block_bytes"] or 0) // MIB)
 
 
+def former_program(device: str) -> str:
+    """The program that named the device as its container holds it; empty for this agent."""
+    former = read_former_id(kubelet_text(device) or "")
+    return former.program if former is not None else ""
+
+
 def one_of(gpus: Iterable[GpuUuid]) -> GpuUuid:
     """Stands for the GPU of a container that has one or some of these, and nobody knows which, or how much of it."""
     return GpuUuid("|".join((*sorted(gpus), "")))

@@ -26,14 +26,9 @@ import structlog
 from aiohttp import ClientError, ClientSession
 from msgspec import Struct
 
+from gpushare_agent.core.kube import scheduling
 from gpushare_agent.core.kube.pods import read_pod_json
-from gpushare_agent.core.kube.scheduling import (
-    DEFAULT_SCHEDULER,
-    lacking_labels,
-    node_offer,
-    pod_needs,
-    refusing_taints,
-)
+from gpushare_agent.core.kube.scheduling import DEFAULT_SCHEDULER
 from gpushare_agent.core.model.errors import AgentError, Conflict, NotFound, Rejected, Unavailable
 from gpushare_agent.core.model.names import NVIDIA_GPU_RESOURCE
 from gpushare_agent.sandbox.api.server import EmbeddedApiServer
@@ -117,11 +112,11 @@ def _refusal(pod: RawObject, node: RawObject) -> str:
     # Most pods and nodes have none of these, and a burst has thousands of pods.
     if not (of_node.get("taints") or spec.get("nodeSelector") or spec.get("affinity")):
         return ""
-    needs = pod_needs(read_pod_json(msgspec.json.encode(pod)).spec)
-    offer = node_offer(msgspec.Raw(msgspec.json.encode(node)))
-    if refusing_taints(needs, offer):
+    needs = scheduling.pod_needs(read_pod_json(msgspec.json.encode(pod)).spec)
+    offer = scheduling.node_offer(msgspec.Raw(msgspec.json.encode(node)))
+    if scheduling.refusing_taints(needs, offer):
         return TAINTED
-    return UNSELECTED if lacking_labels(needs, offer) else ""
+    return UNSELECTED if scheduling.lacking_labels(needs, offer) else ""
 
 
 def _extended(node: RawObject) -> dict[str, int]:
