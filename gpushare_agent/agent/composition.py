@@ -15,6 +15,7 @@ from msgspec import Struct
 from gpushare_agent.agent import share_readiness
 from gpushare_agent.agent.admission.allocation_cache import AllocationCache
 from gpushare_agent.agent.admission.claim_pods import ClaimPods
+from gpushare_agent.agent.admission.decisions.former_devices import held_back
 from gpushare_agent.agent.admission.outcomes import KEPT_DECISIONS, DecisionLog
 from gpushare_agent.agent.admission.part import AdmissionPart
 from gpushare_agent.agent.cluster.part import ClusterPart
@@ -36,6 +37,7 @@ from gpushare_agent.core.kube.informer import Informer
 from gpushare_agent.core.model.allocations import Allocation
 from gpushare_agent.core.model.decision_records import CLAIMS_RESOURCE
 from gpushare_agent.core.model.gpus import GpuInventory
+from gpushare_agent.core.model.names import is_one_of
 from gpushare_agent.core.model.pods import Pod
 from gpushare_agent.core.settings.settings import Settings
 
@@ -190,6 +192,8 @@ class _Subscriptions:
 
     def _allocation_changed(self, old: Allocation | None, new: Allocation | None) -> None:
         agent, either = self._agent, new or old
+        if any(one is not None and any(map(is_one_of, one.gpus)) for one in (old, new)):
+            agent.node.inventory.hold(held_back(agent.node.cache))
         if either is not None and either.claim is not None:
             agent.kubelet.tables.request_refresh()  # a GPU that becomes free may go back to the device plugins
         # Of a device plugin: the kubelet's records of it are asked again, and the pod's annotation follows.

@@ -18,7 +18,7 @@ from msgspec.structs import replace
 
 from gpushare_agent.core.model.allocations import Allocation
 from gpushare_agent.core.model.gpus import Gpu, GpuInventory, Health
-from gpushare_agent.core.model.names import GpuUuid
+from gpushare_agent.core.model.names import GpuUuid, possible_gpus
 from gpushare_agent.core.model.resources import ResourceNames
 from gpushare_agent.core.settings.settings import Settings
 
@@ -46,7 +46,7 @@ def gpu_split(
     by_claims: set[GpuUuid] = set()
     by_plugins: set[GpuUuid] = set()
     for allocation in allocations:
-        (by_plugins if allocation.claim is None else by_claims).update(allocation.gpus)
+        (by_plugins if allocation.claim is None else by_claims).update(*map(possible_gpus, allocation.gpus))
     claimable, not_plugins = set(), []
     for gpu in gpus:
         if gpu.is_selected(excluded):

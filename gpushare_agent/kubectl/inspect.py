@@ -212,6 +212,11 @@ def reported_part(gpu: GpuDocument) -> ReportedGpu:
     return cast("ReportedGpu", {name: gpu[name] for name in ReportedGpu.__annotations__ if name in gpu})  # type: ignore[literal-required]
 
 
+def _charged(cores: int, allocated: object) -> int:
+    """The cores in the row of its GPU: not the compute that comes with GPUShare's memory."""
+    return 0 if isinstance(allocated, dict) and allocated.get("cores") == 0 else cores
+
+
 def node_of_document(document: NodeDocument) -> InspectedNode:
     """One node as its agent shows it."""
     return {
@@ -223,7 +228,7 @@ def node_of_document(document: NodeDocument) -> InspectedNode:
                 "namespace": container["namespace"],
                 "pod": container["pod"],
                 "container": container["container"],
-                "cores": container["cores"],
+                "cores": _charged(container["cores"], container.get("allocated")),
                 "memory_bytes": container["memory_bytes"],
                 "gpus": [gpu["index"] for gpu in container["gpus"]],
                 "remark": "",

@@ -224,6 +224,8 @@ def test_an_overlay_is_what_its_name_says(overlay: str, isolation: str, strategy
     assert (settings.isolation, settings.driver) == (isolation, driver)
     assert tuple(map(str, settings.device_list_strategy)) == strategy
     assert volumes_are_those_mounted(spec)
+    # gpu-manager's clusters have no RuntimeClass: a pod that named one would not be made.
+    assert spec.get("runtimeClassName") == (None if overlay != "mps" else "nvidia")
 
 
 def files_of(directory: str) -> list[str]:
@@ -432,6 +434,7 @@ def test_the_simulated_overlay_needs_no_driver() -> None:
         ("isolation-none", "runtime-socket"),
         ("vcuda", "runtime-socket", "prune-driver-volume"),
         ("vcuda", "driver-container", "prune-driver-volume"),
+        ("vcuda", "driver-from-host"),
     ],
 )
 def test_kustomize_makes_the_pod_that_these_tests_looked_at(components: tuple[str, ...], tmp_path: Path) -> None:
@@ -441,7 +444,8 @@ def test_kustomize_makes_the_pod_that_these_tests_looked_at(components: tuple[st
     own.mkdir()
     named = [f"../components/{name}" for name in components]
     (own / "kustomization.yaml").write_text(yaml.safe_dump({"resources": ["../base"], "components": named}))
-    (found,) = [item for item in rendered(own) if item["kind"] == "DaemonSet"]
+    named_so = ("DaemonSet", "gpushare-agent")
+    (found,) = [item for item in rendered(own) if (item["kind"], item["metadata"]["name"]) == named_so]
     patches = [
         f"components/{name}/{patch['path']}"
         for name in components

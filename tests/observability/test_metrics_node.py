@@ -20,6 +20,7 @@ from gpushare_agent.agent.runtime.cgroup_paths import PeerIdentity
 from gpushare_agent.core.model.names import MIB, device_id
 from gpushare_agent.core.model.resources import ResourceKind
 from gpushare_agent.core.model.usage import GpuSample, UsageRound
+from gpushare_agent.kubectl.inspect import node_of_document
 from tests.observability.support_usage import (
     GPU_MIB,
     UUIDS,
@@ -34,6 +35,7 @@ from tests.observability.support_usage import (
     process,
     snapshot,
 )
+from tests.support_json import written_node
 
 OPENMETRICS = "application/openmetrics-text;version=1.0.0,text/plain;q=0.5"
 LEGACY = {"pod_name": "p", "namespace": "default", "node": "n1", "container_name": "main"}
@@ -88,6 +90,9 @@ def test_compute_that_follows_the_memory_is_requested_compute_as_the_usage_repor
     assert rows_of(shown)["container_request_gpu_utilization"] == [({**LEGACY, "req_of_gpu": "total"}, 0.66)]
     (pod_usage,) = usage_document(shown).usage.values()
     assert pod_usage.spec[key.container].gpu == 0.66
+    # It takes no cores from others: `inspect` shows none next to a GPU of which none are allocated.
+    (inspected,) = node_of_document(written_node(shown))["containers"]
+    assert (inspected["cores"], written_node(shown)["containers"][0]["cores"]) == (0, 66)
 
 
 @pytest.mark.parametrize(("blocks", "mib"), [(30, 7680), (0, 2 * 24576)])
@@ -96,6 +101,8 @@ def test_requested_memory_of_whole_gpus_is_what_was_requested(blocks: int, mib: 
     shown = snapshot(facts(allocation(key_of(1), (0, 1), cores=200, blocks=blocks)))
     ((_, value),) = rows_of(shown)["container_request_gpu_memory"]
     assert value == mib
+    (in_usage,) = (spec for pod in usage_document(shown).usage.values() for spec in pod.spec.values())
+    assert (in_usage.gpu, in_usage.mem) == (2, mib)
 
 
 def test_who_keeps_a_container_to_its_share_is_one_row_of_one() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import suppress
+from typing import Any
 
 import pytest
 from aiohttp import web
@@ -93,6 +94,37 @@ async def test_a_cordoned_node_is_not_filtered_and_its_uncordoning_lets_pods_go_
         assert extender.seen == []
         cordon(False)
         assert await wait_bound(cluster, "p") == "a"
+
+
+SELECTED = [{"key": "zone", "operator": "In", "values": ["b"]}]
+AFFINITY = {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [{"matchExpressions": SELECTED}]}}
+
+
+@pytest.mark.parametrize("demand", [{"nodeSelector": {"zone": "b"}}, {"affinity": {"nodeAffinity": AFFINITY}}])
+async def test_a_pod_waits_for_a_node_with_the_labels_that_it_selects(demand: dict[str, Any]) -> None:
+    """In kube-scheduler's words; a label that comes later lets it go on."""
+    extender = ReportedExtender()
+    async with open_reported(extender, ["a"]) as cluster, with_plugins(cluster, a=10):
+        cluster.api.create_pod(pod("p", container(cores=5), **demand))
+        await wait_cluster(cluster, lambda: condition_of(cluster, "p"), "the scheduler's word")
+        why = "0/1 nodes are available: 1 node(s) didn't match Pod's node affinity/selector."
+        assert condition_of(cluster, "p")["message"] == why and extender.seen == []
+        raw = cluster.api.node("a")
+        labels = {**raw["metadata"].get("labels", {}), "zone": "b"}
+        cluster.api.store.replace("nodes", {**raw, "metadata": {**raw["metadata"], "labels": labels}})
+        assert await wait_bound(cluster, "p") == "a"
+
+
+async def test_a_taint_keeps_pods_off_that_do_not_tolerate_it() -> None:
+    taint = {"key": "gpu", "value": "yes", "effect": "NoSchedule"}
+    async with open_reported(ReportedExtender(), ["a"]) as cluster, with_plugins(cluster, a=10):
+        raw = cluster.api.node("a")
+        cluster.api.store.replace("nodes", {**raw, "spec": {**(raw.get("spec") or {}), "taints": [taint]}})
+        cluster.api.create_pod(pod("p", container(cores=5)))
+        await wait_cluster(cluster, lambda: condition_of(cluster, "p"), "the scheduler's word")
+        assert "1 node(s) had untolerated taint(s)" in condition_of(cluster, "p")["message"]
+        cluster.api.create_pod(pod("q", container(cores=5), tolerations=[{"key": "gpu", "operator": "Exists"}]))
+        assert await wait_bound(cluster, "q") == "a"
 
 
 async def test_what_is_being_bound_counts_as_taken() -> None:

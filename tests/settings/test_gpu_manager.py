@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+import re
 from operator import attrgetter
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
+from gpushare_agent.agent.commands.check import check_files
+from gpushare_agent.agent.commands.former_daemonset import start
+from gpushare_agent.core.model.finding import Level
 from gpushare_agent.core.settings.reference import text_of
 from gpushare_agent.core.settings.settings import SettingsError, load_settings
-from gpushare_agent.core.settings.sources import read_gpu_manager
+from gpushare_agent.core.settings.sources import GPU_MANAGER_DAEMONSET, read_gpu_manager
 
 
 @pytest.mark.parametrize(
@@ -149,6 +155,19 @@ def test_gpu_admissions_address_is_the_extenders(value: str, addr: str, port: in
     assert (extender.addr, extender.port) == (addr, port)
 
 
+def test_the_changelog_says_which_flags_do_nothing() -> None:
+    """Those, and no others of gpu-manager: klog's --v sets the level."""
+    text = (Path(__file__).parents[2] / "CHANGELOG.md").read_text(encoding="utf-8")
+    (listed,) = re.findall(r"newer\. (.*) have no effect", text)
+    named = set(re.findall(r"--([a-z-]+)", listed))
+    values = {name: "/elsewhere" if "-" in name else "false" for name in named}
+    assert {"log-dir", "logtostderr"} <= named and "v" not in named
+    for name, value in values.items():
+        loaded = load_settings([f"--{name}={value}"], {})
+        assert loaded.settings == load_settings([], {}).settings and loaded.outcome(loaded.migrated[0])[0], name
+    assert load_settings(["--v=5"], {}).settings.log.level == "debug"
+
+
 def test_gpu_admissions_configuration_is_named_by_the_same_flag(tmp_path: Path) -> None:
     """`--config` of its command line is its own file, not one of ours."""
     path = tmp_path / "gpu-admission.config"
@@ -186,6 +205,20 @@ def test_gpu_managers_daemonset_finds_the_host_where_it_mounts_nothing(container
         "driver_volume.root": f"{container}/host",
         "driver_volume.mount": "true",
     }
+
+
+def test_version_1_1_0_has_no_checkpoint_directory(container: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nothing of the host is there for state: said at the start, and by `check`."""
+    (container / "etc/gpu-manager/checkpoint").rmdir()
+    found = start_script(container)
+    assert found["state_directory"] == ""
+    settings = load_settings(["--state-directory=", "--driver=simulated"], {})
+    source = {**settings.sources, "state_directory": GPU_MANAGER_DAEMONSET}
+    start(replace(settings, sources=source), {})
+    logged = " ".join(capsys.readouterr().out.split())
+    assert "mount_missing" in logged and "sizes of resized shares are lost" in logged
+    (first, *_) = asyncio.run(check_files(settings.settings))
+    assert (first.level, first.what) == (Level.WARNING, "state") and "cordons" in first.detail
 
 
 def test_what_is_mounted_or_flagged_is_taken_as_it_is(container: Path) -> None:

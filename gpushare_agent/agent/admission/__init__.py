@@ -7,6 +7,6 @@ between the kubelet's calls), `GarbageCollection` (deleted pods whose processes 
 when the pod is unknown: identification.py asks the kubelet (when a List may be sent: kubelet/pod_resources.py) and the
 API server, and refuses in doubt. decisions/ is pure.
 
-Others import: allocation_cache, claim_pods, decisions.container_edits, decisions.ledger, garbage_collection,
-outcomes, part.
+Others import: allocation_cache, claim_pods, decisions.container_edits, decisions.former_devices, decisions.ledger,
+decisions.recovery, garbage_collection, outcomes, part.
 """

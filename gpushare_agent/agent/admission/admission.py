@@ -9,7 +9,6 @@ admission has got so far (`PendingAdmissions`), and the pods that were refused (
 
 from __future__ import annotations
 
-import base64
 import time
 from collections.abc import Callable, Sequence
 
@@ -19,6 +18,7 @@ from msgspec.structs import replace
 
 from gpushare_agent.agent.admission.decisions.container_edits import EditPolicy, renumbered
 from gpushare_agent.agent.admission.decisions.decide import Decision, check, decide, edits_for_ids
+from gpushare_agent.agent.admission.decisions.former_devices import texts
 from gpushare_agent.agent.admission.decisions.identity import Call, Target
 from gpushare_agent.agent.admission.decisions.ledger import Case, Policy
 from gpushare_agent.agent.admission.decisions.recovery import adopt
@@ -28,7 +28,7 @@ from gpushare_agent.agent.admission.outcomes import OutcomeReporter
 from gpushare_agent.agent.delivery.device_lists import numbers_in
 from gpushare_agent.agent.isolation.isolations import Isolations
 from gpushare_agent.agent.kubelet.pod_resources import PodResourcesGate
-from gpushare_agent.agent.kubelet.records import CheckpointEntry, KubeletCheckpoint
+from gpushare_agent.agent.kubelet.records import CheckpointEntry, KubeletCheckpoint, is_former, parsed_answer
 from gpushare_agent.agent.node import Node
 from gpushare_agent.core.model.allocations import Allocation, ContainerEdits, ContainerKey
 from gpushare_agent.core.model.errors import AgentError, RefusalReason, Refused
@@ -428,6 +428,8 @@ class Admission(Struct, kw_only=True, eq=False):
         if not ids:
             return []
         keys = self.node.cache.holders(kind).get(next(iter(ids)), frozenset())
+        if is_former(ids):  # the kubelet's text has no GPU in it
+            return sorted(one.key for one in self.node.cache if texts(one.ids_of(kind)) == ids)
         return sorted(
             key for key in keys if (found := self.node.cache.get(key)) is not None and found.ids_of(kind) == ids
         )
@@ -440,14 +442,8 @@ class Admission(Struct, kw_only=True, eq=False):
 
 def _numbers_of(entry: CheckpointEntry) -> frozenset[str]:
     """Nothing where the answer cannot be read."""
-    # Imported here: to define the messages would delay the registration.
-    from gpushare_agent.core.wire.v1beta1 import ContainerAllocateResponse
-
-    try:
-        answer = ContainerAllocateResponse.parse(base64.b64decode(entry.answer, validate=True))
-    except Exception:  # noqa: BLE001 - betterproto raises what Python raises
-        return frozenset()
-    return numbers_in(answer.envs, answer.mounts, answer.devices)
+    answer = parsed_answer(entry.answer)
+    return numbers_in(answer.envs, answer.mounts, answer.devices) if answer is not None else frozenset()
 
 
 def _bind_to_log(target: Target) -> None:

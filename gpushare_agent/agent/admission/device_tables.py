@@ -12,7 +12,7 @@ container keeps running.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple, NoReturn
 
 import structlog
@@ -44,14 +44,31 @@ def offered_ids(units: Mapping[GpuUuid, int]) -> dict[GpuUuid, list[DeviceId]]:
     return {gpu: [device_id(gpu, number) for number in range(count)] for gpu, count in units.items()}
 
 
+def as_held(offered: Mapping[GpuUuid, list[DeviceId]], in_use: Collection[DeviceId]) -> dict[GpuUuid, list[DeviceId]]:
+    """The same, with what containers hold under another text in the place of as many free IDs of the GPU, the highest.
+    Without them the kubelet would reject such a pod when it admits it again."""
+    found = dict(offered)
+    others = (device for device in in_use if has_kubelet_text((device,))) if has_kubelet_text(in_use) else ()
+    for gpu, held in _by_gpu(others).items():
+        free = [device for device in found.get(gpu, ()) if device not in in_use]
+        hidden = set(free[max(0, len(free) - len(held)) :])
+        found[gpu] = [device for device in found.get(gpu, ()) if device not in hidden] + sorted(held)
+    return found
+
+
+def _by_gpu(devices: Iterable[DeviceId]) -> dict[GpuUuid, list[DeviceId]]:
+    found: dict[GpuUuid, list[DeviceId]] = {}
+    for device in devices:
+        found.setdefault(gpu_of(device), []).append(device)
+    return found
+
+
 def unit_ids(
     gpus: Sequence[Gpu], resource: str, layout: UnitLayout, in_use: Collection[DeviceId]
 ) -> dict[GpuUuid, list[DeviceId]]:
     """The units under one of NVIDIA's names: those that every GPU serves, by number, and those that containers hold by
     another replica layout or under NVIDIA's own texts, until they end. `in_use` are those that containers have."""
-    by_gpu: dict[GpuUuid, list[DeviceId]] = {}
-    for device in in_use:
-        by_gpu.setdefault(gpu_of(device), []).append(device)
+    by_gpu = _by_gpu(in_use)
     found: dict[GpuUuid, list[DeviceId]] = {}
     for gpu in gpus:
         served = layout.served(gpu)
@@ -158,7 +175,7 @@ class DeviceTables(Struct, kw_only=True, eq=False):
         resource, of units under NVIDIA's names (even if this agent offers none), and of shares that have grown."""
         names = self.node.names
         depends = names.gpu_mem or names.offers_parts or self.node.cache.resized or self._has_borrowed
-        if depends or (old is not None and old.unit_ids) or (new is not None and new.unit_ids):
+        if depends or any(one is not None and (one.unit_ids or one.started_by) for one in (old, new)):
             self._is_behind.set()
 
     def request_refresh(self) -> None:
@@ -194,7 +211,7 @@ class DeviceTables(Struct, kw_only=True, eq=False):
                 ids = unit_ids(inventory.gpus, resource, layout, self._in_use(resource, holders))
                 found = missing._replace(units=bool(layout.unlike(inventory.gpus)))
             else:
-                ids = offered_ids({gpu.uuid: names.units(gpu, kind) for gpu in inventory.gpus})
+                ids = as_held(offered_ids({gpu.uuid: names.units(gpu, kind) for gpu in inventory.gpus}), holders)
             of_kind = {gpu: count for gpu, charge in borrowed.items() if (count := charge.count(kind))}
             self._has_borrowed = self._has_borrowed or bool(of_kind)
             withheld_ids = withheld(kind, gpus, ids, holders, names, borrowed=of_kind, missing=found)
@@ -208,6 +225,8 @@ class DeviceTables(Struct, kw_only=True, eq=False):
     def _read_again(self, inventory: GpuInventory) -> None:
         """Containers may hold IDs of GPUs that were not there when the kubelet's records were read."""
         for allocation in list(self.node.cache):
+            if allocation.started_by:  # its texts name no GPU: garbage collection reads its records again
+                continue
             texts = {kind: [self.ids.write(device) for device in ids] for kind, ids in allocation.ids.items()}
             found = replace(allocation, ids={kind: frozenset(self.ids.read(own)) for kind, own in texts.items()})
             if found != allocation:

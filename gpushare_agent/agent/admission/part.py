@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 from gpushare_agent.agent.admission.admission import Admission, RefusedPods
 from gpushare_agent.agent.admission.decisions.container_edits import EditPolicy
+from gpushare_agent.agent.admission.decisions.former_devices import held_back
 from gpushare_agent.agent.admission.decisions.ledger import Policy
 from gpushare_agent.agent.admission.decisions.resize import ResizePolicy
 from gpushare_agent.agent.admission.device_tables import DeviceTables
@@ -37,7 +38,7 @@ from gpushare_agent.agent.kubelet.handover import (
     instance_socket_name,
 )
 from gpushare_agent.agent.kubelet.pod_resources import PodResourcesClient, PodResourcesGate
-from gpushare_agent.agent.kubelet.records import KubeletCheckpoint
+from gpushare_agent.agent.kubelet.records import KubeletCheckpoint, gpu_managers_checkpoint
 from gpushare_agent.agent.kubelet.registration import PluginEndpoint, Registrar
 from gpushare_agent.agent.node import Node
 from gpushare_agent.core.kit.supervision import Tasks, wait_for
@@ -77,7 +78,7 @@ class AdmissionPart:
                 because="kubelet.pod_resources_socket is empty",
                 then="where two pods that wait ask for the same, they are refused",
             )
-        checkpoint = KubeletCheckpoint(kubelet.device_plugin_path, ids)
+        checkpoint = KubeletCheckpoint(kubelet.device_plugin_path, ids, gpu_managers_checkpoint(node.settings))
         self.node = node
         self.facts = cluster.kubelet_facts
         self.refused_pods = RefusedPods()
@@ -144,6 +145,7 @@ class AdmissionPart:
         """The ledger, from the kubelet's records. From then on this generation answers the kubelet."""
         resized = await self.resizing.load()
         containers = await self.garbage.recover()
+        self.node.inventory.hold(held_back(self.node.cache))
         self.resizing.restore(resized)
         self.tables.refresh()
         self.registrar.renew()
@@ -250,7 +252,7 @@ class AdmissionPart:
             f"{resource} is not registered with the kubelet"
             for resource in self.node.names.names
             if not self.registrar.is_registered(resource)
-        ]
+        ] + sorted(set(self.node.inventory.held.values()))
 
 
 def _policy(node: Node, max_shares_of_gpu: int | None) -> Policy:

@@ -64,7 +64,8 @@ def pod_annotations(
     ]
     found = {c.position: a for c in asking if (a := allocations.get(ContainerKey(pod.uid, c.name))) is not None}
     # `true` says that the whole pod has its GPUs; a container that is still to be admitted may be refused.
-    if not asking or len(found) < len(asking) or not all(a.bound_ids for a in found.values()):
+    # What another program wrote onto its pods stays: its numbers are others, and say after a restart what they have.
+    if not asking or len(found) < len(asking) or not all(a.bound_ids and not a.started_by for a in found.values()):
         return {}
     desired = {GPU_ASSIGNED_ANNOTATION: "true"}
     for position, allocation in found.items():

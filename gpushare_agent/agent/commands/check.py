@@ -19,8 +19,11 @@ from typing import Any
 
 from msgspec import to_builtins
 
+from gpushare_agent.agent.admission.decisions.former_devices import held_back
+from gpushare_agent.agent.admission.decisions.recovery import Records, rebuild
 from gpushare_agent.agent.auto_isolation import resolve_isolation
 from gpushare_agent.agent.commands.check_api import API_CURE, check_api
+from gpushare_agent.agent.commands.former_daemonset import STATELESS
 from gpushare_agent.agent.delivery.cdi_specs import cdi_specs
 from gpushare_agent.agent.delivery.volume_config import driver_volumes
 from gpushare_agent.agent.gpus.part import open_driver
@@ -30,6 +33,7 @@ from gpushare_agent.agent.isolation.isolations import device_list_warnings
 from gpushare_agent.agent.isolation.resource_names import resource_names
 from gpushare_agent.agent.kubelet.device_table import MAX_STATUS_BYTES, check_lists, status_bytes
 from gpushare_agent.agent.kubelet.handover import instance_socket_name
+from gpushare_agent.agent.kubelet.records import FILE_NAME, gpu_managers_checkpoint, is_former, read_checkpoint
 from gpushare_agent.agent.kubelet.registration import KUBELET_SOCKET
 from gpushare_agent.agent.runtime import node_probes
 from gpushare_agent.agent.runtime.cgroups import Cgroups, CgroupVersion, cgroup_version
@@ -152,6 +156,10 @@ async def check_files(settings: Settings) -> list[Finding]:
     if not any(isolation.mounts_driver for isolation in isolations_in_use(settings)):
         named["--volume-config"] = settings.volume_config
     findings: list[Finding] = []
+    if settings.state_directory is None:
+        findings.append(
+            warning("state", f"state_directory is empty: {STATELESS}", "mount a directory of the host for it")
+        )
     for flag, path in named.items():
         if path is None:
             continue
@@ -263,6 +271,24 @@ async def check_list_sizes(settings: Settings) -> list[Finding]:
     return [fits, warning("pod status", f"{detail}, more than {MAX_STATUS_BYTES}", remedy)]
 
 
+async def check_former_pods(settings: Settings) -> list[Finding]:
+    """Containers that gpu-manager or GPUShare's plugin started, by the kubelet's records."""
+    path = settings.kubelet.device_plugin_path / FILE_NAME
+    try:
+        entries = await asyncio.to_thread(read_checkpoint, path, gpu_managers_checkpoint(settings))
+        if not any(is_former(entry.device_ids) for entry in entries):
+            return []
+        inventory = await read_inventory(settings)
+    except AgentError:
+        return []  # no kubelet has run here, or the driver's own line has it
+    records = Records(listed=(), checkpoint=entries, pods=None)
+    found = [one for one in rebuild(records, resource_names(settings), inventory, 0.0) if one.started_by]
+    held = held_back(found)
+    remedy = "unless annotations of the pod tell it, which are not read here, delete the pod and create it again"
+    unknown = [warning("former pods", text, remedy) for text in dict.fromkeys(held.values())]
+    return unknown or [ok("former pods", f"{len(found)} containers of other programs keep their GPUs until they end")]
+
+
 API_TIMEOUT_S = 20.0
 """Several questions, after a library that alone takes most of a second to load."""
 
@@ -291,6 +317,7 @@ _FIRST = (
     ),
 )
 _LAST = (
+    CheckProbe("former pods", check_former_pods, DRIVER_TIMEOUT_S),
     CheckProbe("device lists", check_device_lists, DRIVER_TIMEOUT_S),
     CheckProbe("list sizes", check_list_sizes, DRIVER_TIMEOUT_S, cure="set the unit or block size that the text names"),
     CheckProbe("file", check_files),

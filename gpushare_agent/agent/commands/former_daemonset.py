@@ -27,6 +27,7 @@ from gpushare_agent.core.settings.sources import GPU_MANAGER_DAEMONSET, GPUSHARE
 
 log = structlog.get_logger(__name__)
 
+STATELESS = "cordons and the sizes of resized shares are lost when the agent's container ends"
 Execute = Callable[[str, list[str], Mapping[str, str]], object]
 _MOUNTS = (
     ("kubelet.pod_resources_socket", "mount", "/var/lib/kubelet/pod-resources"),
@@ -54,6 +55,8 @@ def start(loaded: LoadedSettings, environ: Mapping[str, str], execute: Execute =
         for name, kind, what in lacked:
             if loaded.sources[name] == program:
                 instead = f"{name}={text_of(attrgetter(name)(loaded.settings))}"
+                if name == "state_directory" and loaded.settings.state_directory is None:
+                    instead += f", so {STATELESS}"
                 log.warning(f"{kind}_missing", **{kind: what, "then": instead, "cure": _CURES[kind]})
     settings = loaded.settings
     if loaded.sources["driver_volume.root"] != GPU_MANAGER_DAEMONSET or settings.driver != "nvml":

@@ -5,7 +5,8 @@ A GPU that the driver no longer reports stays, Unhealthy with the reason: its de
 be allocated. A MIG instance is then gone: gpus/nvml/reader.py keeps those that containers have. State owned, by
 `GpuInventoryState`: the last poll, the health of each GPU, and the two joined; after one unanswered poll also the healths
 from before it, until the next poll. Changed by gpus/watch.py, gpus/control_server.py and the start of the agent; the rules
-are in core/model/gpu_health.py. By `GpuHealthObserver`: the GPUs and the cordons of the last change, to compare with.
+are in core/model/gpu_health.py. Also the GPUs that are held back for containers that may have them (`hold`). By
+`GpuHealthObserver`: the GPUs and the cordons of the last change, to compare with.
 """
 
 from __future__ import annotations
@@ -64,6 +65,7 @@ class GpuInventoryState:
         self._has_served = False
         self._before_loss: dict[GpuUuid, GpuHealth] = {}
         self._forgiven_at: float | None = None
+        self._held: Mapping[GpuUuid, str] = {}
         self._is_read = False
         self._offered = self._seen
         self._saved = NOTHING_SAVED
@@ -135,6 +137,7 @@ class GpuInventoryState:
         self._refused_since, self._has_served = earlier._refused_since, earlier._has_served
         self._before_loss = dict(earlier._before_loss)
         self._forgiven_at = earlier._forgiven_at
+        self._held = earlier._held
         self._publish()
 
     def read(self, found: GpuInventory) -> bool:
@@ -205,6 +208,16 @@ class GpuInventoryState:
             if not of:
                 yield event
 
+    @property
+    def held(self) -> Mapping[GpuUuid, str]:
+        """The GPUs of `hold`."""
+        return self._held
+
+    def hold(self, held: Mapping[GpuUuid, str]) -> None:
+        """Takes these out of service, and no others for this cause: a container may have them that is not accounted for."""
+        self._held = held
+        self._publish()
+
     def cordon(self, uuid: GpuUuid, reason: str) -> bool:
         """Takes a GPU out of service; False where it was, for the same reason. Raises KeyError for an unknown GPU."""
         self._healths[uuid] = replace(self._healths[uuid], cordon=reason)
@@ -269,7 +282,7 @@ class GpuInventoryState:
 
     def _as_offered(self, gpu: Gpu, healths: Mapping[GpuUuid, GpuHealth]) -> Gpu:
         of_gpu = healths.get(gpu.mig.parent) if gpu.mig is not None else None
-        return offered(gpu, healths[gpu.uuid], self._policy, of_gpu)
+        return offered(gpu, healths[gpu.uuid], self._policy, of_gpu, held=self._held.get(gpu.uuid, ""))
 
     def _publish(self) -> bool:
         gpus, partitioned = (

@@ -90,6 +90,8 @@ class Isolations(Struct, frozen=True, kw_only=True):
     async def prepare(self, keys: Collection[ContainerKey]) -> Refused | None:
         """Everything that containers about to start need on the host. Every share is prepared for every isolation in use,
         for a pod's annotation may change; but what a pod's own isolation does not need keeps it from nothing."""
+        cache = self.host.node.cache
+        keys = [key for key in keys if (found := cache.get(key)) is None or not found.started_by]
         # All before the answer: the other files are there when the kubelet calls again.
         of_vdevices = await self.vdevices.prepare(keys) if self.vdevices is not None else None
         answers = {name: await part.prepare(keys) for name, part in self.parts.items()}

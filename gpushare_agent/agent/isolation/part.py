@@ -59,13 +59,13 @@ class IsolationHost(Struct, frozen=True, kw_only=True):
     volumes: Mapping[VolumeName, DriverVolume]
 
     def chosen(self, allocation: Allocation) -> str | None:
-        """The isolation that the share's claim or pod names, else the node's; None where the node does not allow it, and
-        while the pod is not known."""
+        """The isolation that the share's claim or pod names, else the node's; None where the node does not allow it, while
+        the pod is not known, and where another program started the container."""
         settings = self.node.settings
         if allocation.claim is not None:
             name = allocation.claim.isolation
             return name if name in (settings.isolation, *settings.isolations_allowed) else None
-        if (pod := self.node.pods.get(allocation.key.pod_uid)) is None:
+        if allocation.started_by or (pod := self.node.pods.get(allocation.key.pod_uid)) is None:
             return None
         chosen = choose_isolation(pod.annotations, settings.isolation, settings.isolations_allowed)
         return None if isinstance(chosen, Refused) else chosen

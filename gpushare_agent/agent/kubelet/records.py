@@ -10,10 +10,14 @@ Format: docs/reference/formats.md, section 3. DeviceIDs is a map from NUMA node 
 
 from __future__ import annotations
 
+import base64
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
+from itertools import islice
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -21,7 +25,11 @@ from msgspec.structs import replace
 from gpushare_agent.core.kit.daemon_thread import DaemonThread
 from gpushare_agent.core.model.device_ids import DeviceIds
 from gpushare_agent.core.model.errors import Corrupt, Unavailable
-from gpushare_agent.core.model.names import PodUid
+from gpushare_agent.core.model.names import ENV_GPUSHARE_INDEX, ENV_VISIBLE_DEVICES, PodUid, read_former_id
+from gpushare_agent.core.settings.settings import Settings
+
+if TYPE_CHECKING:
+    from gpushare_agent.core.wire.v1beta1 import ContainerAllocateResponse
 
 
 class ListedContainer(Struct, frozen=True, kw_only=True):
@@ -41,26 +49,35 @@ class ListedPod(Struct, frozen=True, kw_only=True):
 
 class CheckpointEntry(Struct, frozen=True, kw_only=True):
     """One entry of kubelet_internal_checkpoint: it has the UID but not the name, and may be stale. `answer` is the plugin's
-    ContainerAllocateResponse in base64, which the container gets again at each start."""
+    ContainerAllocateResponse in base64, which the container gets again at each start.
+
+    `gpus` is what says which GPUs a container of another program has, as that program wrote it: device nodes, UUIDs, and
+    indexes as digits (`-1`: none)."""
 
     pod_uid: PodUid
     container: str
     resource: str
     device_ids: frozenset[str]
     answer: str = ""
+    gpus: tuple[str, ...] = ()
 
 
 FILE_NAME = "kubelet_internal_checkpoint"
 MAX_BYTES = 64 * 1024 * 1024
+MAX_NAMED = 256
+NO_GPU = "-1"
+_NAMED = re.compile(r"/dev/nvidia[0-9]{1,4}|[0-9]{1,4}|GPU-[0-9a-f-]{1,64}", re.ASCII)
 READ_TIMEOUT_S = 1.0
 """The file is read in milliseconds; a stalled disk must not stall the start, an admission or the shutdown."""
 
 
 class KubeletCheckpoint:
-    """The checkpoint below one device-plugin directory."""
+    """The checkpoint below one device-plugin directory; and `former`, gpu-manager's own, for containers whose GPUs the
+    kubelet's does not name."""
 
-    def __init__(self, directory: Path, ids: DeviceIds) -> None:
+    def __init__(self, directory: Path, ids: DeviceIds, former: Path | None = None) -> None:
         self._path = directory / FILE_NAME
+        self._former = former
         self._ids = ids
         self._thread = DaemonThread("kubelet-checkpoint", advice="Check the disk; the file is read again when needed.")
 
@@ -72,12 +89,55 @@ class KubeletCheckpoint:
             Corrupt: not the format.
         """
         what = f"reading the kubelet checkpoint {self._path}"
-        entries = await self._thread.call(partial(read_checkpoint, self._path), what, READ_TIMEOUT_S)
+        read = partial(read_checkpoint, self._path, self._former)
+        entries = await self._thread.call(read, what, READ_TIMEOUT_S)
         return [replace(entry, device_ids=frozenset(self._ids.read(entry.device_ids))) for entry in entries]
 
 
-def read_checkpoint(path: Path) -> Sequence[CheckpointEntry]:
+def read_checkpoint(path: Path, former: Path | None = None) -> Sequence[CheckpointEntry]:
     """Read and check the file; its device IDs as they are written. Raises Unavailable, Corrupt."""
+    data = _read_json(path)
+    try:
+        entries = [_entry(raw) for raw in data["Data"]["PodDeviceEntries"] or []]
+    except (ValueError, KeyError, TypeError, AttributeError) as e:
+        raise Corrupt(f"kubelet checkpoint {path} is not in the known format: {e!r}") from e
+    lacking = {(e.pod_uid, e.container) for e in entries if is_former(e.device_ids)}
+    lacking -= {(e.pod_uid, e.container) for e in entries if e.gpus}
+    if not lacking or former is None:
+        return entries
+    nodes = _gpu_managers(former)
+    return [
+        replace(e, gpus=nodes.get((e.pod_uid, e.container), ())) if (e.pod_uid, e.container) in lacking else e
+        for e in entries
+    ]
+
+
+def gpu_managers_checkpoint(settings: Settings) -> Path:
+    """Where gpu-manager's manifest has it, next to the directory that this agent shares with it."""
+    return settings.virtual_manager.path.parent / "checkpoint" / "gpumanager_internal_checkpoint"
+
+
+def is_former(device_ids: Collection[str]) -> bool:
+    """A program whose place this agent takes has named the devices."""
+    return read_former_id(next(iter(device_ids), "")) is not None
+
+
+def _gpu_managers(path: Path) -> dict[tuple[str, str], tuple[str, ...]]:
+    """The device nodes by pod UID and container of gpu-manager's own checkpoint: `PodCache` and `Info` in
+    pkg/services/allocator/cache/cache.go, `checkpointFileName` in allocator/nvidia/allocator.go. One that cannot be read
+    says nothing."""
+    try:
+        return {
+            (uid, container): _bounded(info["Devices"] or ())
+            for uid, containers in _read_json(path)["PodGPUMapping"].items()
+            for container, info in containers.items()
+        }
+    except (Unavailable, Corrupt, KeyError, TypeError, AttributeError):
+        return {}
+
+
+def _read_json(path: Path) -> Any:
+    """Raises Unavailable, Corrupt."""
     try:
         if path.stat().st_size > MAX_BYTES:
             raise Corrupt(f"kubelet checkpoint {path} is larger than {MAX_BYTES} bytes")
@@ -86,9 +146,8 @@ def read_checkpoint(path: Path) -> Sequence[CheckpointEntry]:
         raise Unavailable(f"kubelet checkpoint {path} cannot be read: {e.strerror}") from e
     try:
         # The checksum next to it is of the kubelet's Go values, which no other program can form: a torn file fails as JSON.
-        raw_entries = json.loads(text)["Data"]["PodDeviceEntries"] or []
-        return [_entry(raw) for raw in raw_entries]
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
+        return json.loads(text)
+    except (ValueError, RecursionError) as e:
         raise Corrupt(f"kubelet checkpoint {path} is not in the known format: {e!r}") from e
 
 
@@ -108,4 +167,37 @@ def _entry(raw: dict[str, object]) -> CheckpointEntry:
         resource=str(raw["ResourceName"]),
         device_ids=frozenset(ids),
         answer=str(raw.get("AllocResp") or ""),
+        gpus=_named_gpus(raw.get("AllocResp")) if is_former(ids) else (),
     )
+
+
+def parsed_answer(response: object) -> ContainerAllocateResponse | None:
+    """The message of an entry's `answer`; None where it cannot be read."""
+    # Imported here: to define the messages would delay the registration.
+    from gpushare_agent.core.wire.v1beta1 import ContainerAllocateResponse
+
+    try:
+        return ContainerAllocateResponse.parse(base64.b64decode(str(response or ""), validate=True))
+    # betterproto raises what Python raises: of an answer that is none nothing is known.
+    except Exception:  # noqa: BLE001
+        return None
+
+
+def _named_gpus(response: object) -> tuple[str, ...]:
+    """What a ContainerAllocateResponse in base64 says of GPUs. gpu-manager answers device nodes and UUIDs (`allocateOne` in
+    pkg/services/allocator/nvidia/allocator.go); GPUShare's plugin a UUID, or the index, which is -1 where no GPU was found
+    (`Allocate` in pkg/gpu/nvidia/allocate.go)."""
+    answer = parsed_answer(response)
+    if answer is None:
+        return ()
+    index = answer.envs.get(ENV_GPUSHARE_INDEX, "")
+    visible = answer.envs.get(ENV_VISIBLE_DEVICES, "").split(",")
+    if index == NO_GPU:
+        return (NO_GPU,)
+    # NVIDIA's runtime gives the GPU of a UUID whatever the index says.
+    uuids = [one for one in visible if one.startswith("GPU-")]
+    return _bounded([*(uuids or (index, *visible)), *(device.host_path for device in answer.devices)])
+
+
+def _bounded(names: Iterable[object]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(name for name in map(str, islice(names, MAX_NAMED)) if _NAMED.fullmatch(name)))

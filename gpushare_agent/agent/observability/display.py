@@ -258,14 +258,16 @@ class Usage(Struct, omit_defaults=True):
 
 
 def usage_document(snapshot: NodeSnapshot) -> Usage:
-    """What each container uses and may use, by pod UID and container name."""
+    """What each container uses and has asked for, by pod UID and container name."""
     found: dict[str, PodStat] = {}
     for facts in sorted(snapshot.containers, key=lambda facts: facts.allocation.key):
         key = facts.allocation.key
         pod = found.setdefault(key.pod_uid, _pod_stat(facts.allocation.namespace, facts.pod))
         devices = [_device(gpu, key, snapshot) for gpu in snapshot.gpus_of(facts.allocation)]
         pod.stat[key.container] = Devices(devices)
-        pod.spec[key.container] = Spec(_number(facts.cores / CORES_PER_GPU), _number(facts.memory_bytes / MIB))
+        # The request: a live resize changes the limit alone, as in the metrics of the same meaning.
+        requested_mib = facts.requested_mib(snapshot.names)
+        pod.spec[key.container] = Spec(_number(facts.allocated_cores / CORES_PER_GPU), _number(requested_mib))
     return Usage(found)
 
 
@@ -371,6 +373,6 @@ def _device(gpu: Gpu, key: ContainerKey, snapshot: NodeSnapshot) -> DeviceUse:
 
 def _number(value: float) -> float:
     """Whole ones without `.0`, as Go writes them."""
-    rounded = round(value, _DIGITS)
+    rounded = round(float(value), _DIGITS)
     # gpu-manager's gateway is Go's encoder: 30, not 30.0.
     return int(rounded) if rounded.is_integer() else rounded

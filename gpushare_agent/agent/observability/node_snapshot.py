@@ -44,6 +44,12 @@ class ContainerFacts(Struct, frozen=True, kw_only=True):
     kept: Kept | None = None
     users: Sequence[ClaimUser] = ()
 
+    def requested_mib(self, names: ResourceNames) -> float:
+        """As gpu-manager has it (`getPodSpec` in pkg/services/display/display.go): what was asked for, on whole GPUs too;
+        all that they have where nothing was."""
+        asked_mib = self.allocation.memory_blocks * names.memory_block_mib if self.allocation.is_whole else 0
+        return asked_mib or self.allocated_memory_bytes / MIB
+
     def cores_on(self, gpu: Gpu) -> int:
         """The limit on one of its GPUs: of replicas on several GPUs each has its part."""
         if self.allocation.is_whole:
@@ -226,7 +232,8 @@ def _container(facts: ContainerFacts, snapshot: NodeSnapshot) -> documents.Conta
         "cores": facts.cores,
         "core_limit": facts.core_limit or None,
         "memory_bytes": facts.memory_bytes,
-        "allocated": {"cores": facts.allocated_cores, "memory_bytes": facts.allocated_memory_bytes},
+        # Of GPUShare's memory no cores: what comes with it is denied to nobody else.
+        "allocated": {"cores": allocation.cores, "memory_bytes": facts.allocated_memory_bytes},
         "gpus": [
             {
                 "index": gpu.index,

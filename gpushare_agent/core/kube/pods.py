@@ -23,6 +23,7 @@ from gpushare_agent.core.model.names import (
     CORE_LIMIT_ANNOTATION,
     ENV_GPU_MEMORY_LIMIT,
     ENV_GPU_MEMORY_REQUEST,
+    ENV_GPUSHARE_INDEX,
     ENV_PRELOAD,
     ENV_VISIBLE_DEVICES,
     GPU_ASSIGNED_ANNOTATION,
@@ -65,7 +66,7 @@ _PROGRAM_ANNOTATIONS = (GPU_ASSIGNED_ANNOTATION, RESIZE_STATUS_ANNOTATION, RETRY
 MIRROR_ANNOTATION = "kubernetes.io/config.mirror"
 """The annotation of a static pod's object: the UID that the kubelet has for the pod."""
 _LIMITS = (ENV_GPU_MEMORY_LIMIT, ENV_GPU_MEMORY_REQUEST, ENV_VISIBLE_DEVICES)
-READ_ENV = ("compat32", "SUBMITTER", ENV_PRELOAD, *_LIMITS)
+READ_ENV = ("compat32", "SUBMITTER", ENV_GPUSHARE_INDEX, ENV_PRELOAD, *_LIMITS)
 _REASON = re.compile(r"[A-Za-z]{1,40}")
 _STATIC_UID = re.compile(r"[0-9a-f]{32}")
 """The kubelet's hash of the file. Unlike every UID that the API server gives: no forged mirror pod names another's pod."""

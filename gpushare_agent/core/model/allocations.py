@@ -16,7 +16,7 @@ from msgspec import Struct
 from msgspec.structs import force_setattr, replace
 
 from gpushare_agent.core.model.isolation import Sharing
-from gpushare_agent.core.model.names import CORES_PER_GPU, DeviceId, GpuUuid, PodUid, named_gpus
+from gpushare_agent.core.model.names import CORES_PER_GPU, DeviceId, GpuUuid, PodUid, former_program, named_gpus
 from gpushare_agent.core.model.pods import ContainerKind
 from gpushare_agent.core.model.resources import Measure, ResourceKind, parts_of, replica_layout
 
@@ -185,9 +185,15 @@ class Allocation(Struct, frozen=True, kw_only=True):
         return replica_layout(min(self.unit_ids)).sharing
 
     @property
+    def started_by(self) -> str:
+        """The program that started the container before this agent came: it, or nobody, keeps the limits. Empty for this
+        agent's own."""
+        return former_program(next(iter(self.bound_ids), ""))
+
+    @property
     def is_limited(self) -> bool:
         """The node's isolation keeps it to its size: a share, or replicas that are shares."""
-        return not self.is_whole and self.sharing in (None, Sharing.SHARES)
+        return not self.is_whole and self.sharing in (None, Sharing.SHARES) and not self.started_by
 
     @property
     def cores(self) -> int:

@@ -259,13 +259,16 @@ def uncordoned(health: GpuHealth, policy: HealthPolicy, now: float) -> GpuHealth
     return replace(lifted, state=HealthState.PROBING, passes=0, probe_at=now + probe_period_s(lifted, policy))
 
 
-def offered(seen: Gpu, health: GpuHealth, policy: HealthPolicy, of_gpu: GpuHealth | None = None) -> Gpu:
+def offered(
+    seen: Gpu, health: GpuHealth, policy: HealthPolicy, of_gpu: GpuHealth | None = None, held: str = ""
+) -> Gpu:
     """The GPU as it is offered to the kubelet and shown to people. A MIG instance, for which `of_gpu` is the health of its
-    GPU, is not offered while that would not be."""
+    GPU, is not offered while that would not be. `held` is why a GPU in order is given to nobody."""
     # The driver's answer does not count here: `after_poll` has made a state of it.
     reason = why_not_offered(health, policy)
     if not reason and seen.mig is not None and of_gpu is not None and (why := why_not_offered(of_gpu, policy)):
         reason = f"its GPU {seen.mig.parent_index}: {why}"
+    reason = reason or held
     return replace(seen, health=Health.UNHEALTHY if reason else Health.HEALTHY, unhealthy_reason=reason)
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from typing import NewType, cast
+from typing import NamedTuple, NewType, cast
 
 PodUid = NewType("PodUid", str)
 GpuUuid = NewType("GpuUuid", str)
@@ -154,6 +154,55 @@ def kubelet_text(device: str) -> str | None:
 def has_kubelet_text(devices: Iterable[str]) -> bool:
     """Whether `known_as` made any of them."""
     return "~" in "".join(devices)
+
+
+_FORMER_ID = re.compile(
+    r"tencent\.com/vcuda-(?P<what>core|memory)(?:-(?P<block_bytes>[0-9]{1,15}))?-(?P<counter>[0-9]{1,6})"
+    r"|(?P<uuid>GPU-[0-9a-f-]{1,64})-_-(?P<unit>[0-9]{1,6})",
+    re.ASCII,
+)
+
+
+class FormerId(NamedTuple):
+    """A device ID of a program whose place this agent takes. None says which GPU the container has: gpu-manager's are
+    counters (`capacity` in pkg/services/allocator/nvidia/allocator.go of tkestack/gpu-manager 8cd842e), and GPUShare's
+    extender chooses the GPU whatever units the kubelet takes (`generateFakeDeviceID` in pkg/gpu/nvidia/nvidia.go of
+    AliyunContainerService/gpushare-device-plugin 45fb8b8). `what` is core, memory or unit; `block_mib` is of memory."""
+
+    program: str
+    what: str
+    number: int
+    block_mib: int = 0
+
+
+def read_former_id(text: str) -> FormerId | None:
+    """The ID, None where it is another program's."""
+    found = _FORMER_ID.fullmatch(text)
+    if found is None:
+        return None
+    if found["uuid"]:
+        return FormerId("GPUShare", "unit", int(found["unit"]))
+    return FormerId("gpu-manager", found["what"], int(found["counter"]), int(found["block_bytes"] or 0) // MIB)
+
+
+def former_program(device: str) -> str:
+    """The program that named the device as its container holds it; empty for this agent."""
+    former = read_former_id(kubelet_text(device) or "")
+    return former.program if former is not None else ""
+
+
+def one_of(gpus: Iterable[GpuUuid]) -> GpuUuid:
+    """Stands for the GPU of a container that has one or some of these, and nobody knows which, or how much of it."""
+    return GpuUuid("|".join((*sorted(gpus), "")))
+
+
+def is_one_of(gpu: GpuUuid) -> bool:
+    return "|" in gpu
+
+
+def possible_gpus(gpu: GpuUuid) -> list[GpuUuid]:
+    """The GPUs behind `one_of`; of any other that GPU alone."""
+    return [GpuUuid(uuid) for uuid in gpu.split("|") if uuid]
 
 
 def split_device_id(device: str) -> tuple[GpuUuid, int] | None:

@@ -367,15 +367,16 @@ def _start_script(root: Path, host: Path) -> Mapping[str, str]:
     | missing mount | what serves instead |
     |---|---|
     | the kubelet's pod-resources | the host's own, by `host`; where that is closed, none: the API server alone |
-    | /var/lib/gpushare-agent | gpu-manager's checkpoint directory |
+    | /var/lib/gpushare-agent | gpu-manager's checkpoint directory, which v1.1.0 has not: none |
     | /host/usr, for the driver's files | the host's own |
     """
     found = {"web.addr": "0.0.0.0", **_pod_resources(root, host)}
     extra = root / "etc/gpu-manager/extra-config.json"
     if _is_there(extra):
         found["extra_config"] = str(extra)
-    if not _is_there(root / _STATE) and _is_there(root / _CHECKPOINT):
-        found["state_directory"] = str(root / _CHECKPOINT / "gpushare-agent")
+    if not _is_there(root / _STATE):
+        place = root / _CHECKPOINT
+        found["state_directory"] = str(place / "gpushare-agent") if _is_there(place) else ""
     if _is_there(root / "usr/local/host") and _is_there(host / "usr"):
         # Its pods have no RuntimeClass: containers get the driver's files by the driver directory.
         found["driver_volume.root"], found["driver_volume.mount"] = str(host), "true"

@@ -26,6 +26,8 @@ import structlog
 from aiohttp import ClientError, ClientSession
 from msgspec import Struct
 
+from gpushare_agent.core.kube import scheduling
+from gpushare_agent.core.kube.pods import read_pod_json
 from gpushare_agent.core.kube.scheduling import DEFAULT_SCHEDULER
 from gpushare_agent.core.model.errors import AgentError, Conflict, NotFound, Rejected, Unavailable
 from gpushare_agent.core.model.names import NVIDIA_GPU_RESOURCE
@@ -38,6 +40,8 @@ log = structlog.get_logger(__name__)
 
 UNSCHEDULABLE = "Unschedulable"
 CORDONED = "node(s) were unschedulable"
+TAINTED = "node(s) had untolerated taint(s)"
+UNSELECTED = "node(s) didn't match Pod's node affinity/selector"
 """kube-scheduler's words."""
 SCHEDULER_NAMES = (DEFAULT_SCHEDULER,)
 EXTENDER_SCHEDULER_NAMES = (DEFAULT_SCHEDULER, "gpushare-scheduler")
@@ -87,16 +91,32 @@ class NodeFit:
         return "".join(f" A sandbox with {_SWITCHES[name]} offers {name}." for name in missing)
 
     def reasons_against(
-        self, free: Mapping[str, Mapping[str, int]], requests: Mapping[str, int]
+        self, free: Mapping[str, Mapping[str, int]], pod: RawObject, requests: Mapping[str, int]
     ) -> dict[str, list[str]]:
-        """Why the requests do not fit, by node; empty where they do. Cordoned nodes (`kubectl cordon`) take no pod."""
-        nodes = self._api.store.all("nodes")
-        cordoned = {raw["metadata"]["name"] for raw in nodes if (raw.get("spec") or {}).get("unschedulable")}
+        """Why the pod does not fit, by node; empty where it does."""
+        # kube-scheduler gives the first reason alone of a node that takes no such pod.
+        refusing = {raw["metadata"]["name"]: why for raw in self._api.store.all("nodes") if (why := _refusal(pod, raw))}
         return {
-            # kube-scheduler gives the first reason alone for a cordoned node.
-            name: [CORDONED] if name in cordoned else [f"Insufficient {one}" for one in lacking(free_on, requests)]
+            name: [refusing[name]]
+            if name in refusing
+            else [f"Insufficient {one}" for one in lacking(free_on, requests)]
             for name, free_on in free.items()
         }
+
+
+def _refusal(pod: RawObject, node: RawObject) -> str:
+    """Why the node takes no such pod whatever it has free: in order cordon, taints, labels; empty where it does."""
+    spec, of_node = pod["spec"], node.get("spec") or {}
+    if of_node.get("unschedulable"):
+        return CORDONED
+    # Most pods and nodes have none of these, and a burst has thousands of pods.
+    if not (of_node.get("taints") or spec.get("nodeSelector") or spec.get("affinity")):
+        return ""
+    needs = scheduling.pod_needs(read_pod_json(msgspec.json.encode(pod)).spec)
+    offer = scheduling.node_offer(msgspec.Raw(msgspec.json.encode(node)))
+    if scheduling.refusing_taints(needs, offer):
+        return TAINTED
+    return UNSELECTED if scheduling.lacking_labels(needs, offer) else ""
 
 
 def _extended(node: RawObject) -> dict[str, int]:
@@ -164,7 +184,7 @@ class EmbeddedScheduler:
             return
         for pod in waiting:
             requests = self._fit.requests(pod)
-            against = self._fit.reasons_against(free, requests)
+            against = self._fit.reasons_against(free, pod, requests)
             chosen, reasons = self._claims.place(pod, [name for name, found in against.items() if not found])
             if chosen is None:
                 reasons += [reason for found in against.values() for reason in found]
@@ -359,7 +379,7 @@ class ExtenderScheduler:
 
     async def _schedule(self, pod: RawObject, binds: asyncio.TaskGroup) -> None:
         requests = self._fit.requests(pod)
-        against = self._fit.reasons_against(self._fit.free(self._assumed), requests)
+        against = self._fit.reasons_against(self._fit.free(self._assumed), pod, requests)
         names = [name for name, found in against.items() if not found]
         reasons = [reason for found in against.values() for reason in found]
         if pod["spec"].get("resourceClaims"):
@@ -447,7 +467,7 @@ def _is_pending(pod: RawObject, schedulers: Sequence[str]) -> bool:
 
 def _could_help(change: Change) -> bool:
     """A pod on a node is gone or has ended; or a node is new, was uncordoned, or has other allocatable resources,
-    annotations or labels."""
+    annotations, labels or taints."""
     before, after = change.before, change.after
     if change.resource == "pods" and before is not None and before["spec"].get("nodeName"):
         return after is None or (is_terminal(after) and not is_terminal(before))
@@ -459,4 +479,5 @@ def _could_help(change: Change) -> bool:
 def _offer(node: RawObject) -> tuple[object, ...]:
     metadata = node["metadata"]
     offered = node["status"].get("allocatable"), metadata.get("annotations"), metadata.get("labels")
-    return *offered, (node.get("spec") or {}).get("unschedulable")
+    spec = node.get("spec") or {}
+    return *offered, spec.get("unschedulable"), spec.get("taints")

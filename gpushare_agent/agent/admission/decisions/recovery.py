@@ -19,6 +19,7 @@ from typing import Literal
 from msgspec import Struct, field
 from msgspec.structs import replace
 
+from gpushare_agent.agent.admission.decisions.former_devices import FormerDevices, texts
 from gpushare_agent.agent.kubelet.records import CheckpointEntry, ListedPod
 from gpushare_agent.core.model.allocations import Allocation, ContainerKey
 from gpushare_agent.core.model.errors import RefusalReason, Refused
@@ -29,6 +30,8 @@ from gpushare_agent.core.model.names import (
     GpuUuid,
     PodUid,
     has_kubelet_text,
+    kubelet_text,
+    read_former_id,
     split_device_id,
     unit_suffix,
 )
@@ -63,6 +66,8 @@ def rebuild(records: Records, names: ResourceNames, inventory: GpuInventory, now
     2. of containers in the checkpoint alone, where `_is_retained` is true;
     3. less the pods that are terminal in the pod store: kubelets list devices in an ended or half refused pod for a while.
     """
+    former = FormerDevices(records.checkpoint, records.pods or (), names, inventory)
+    records = replace(records, checkpoint=former.checkpoint, listed=[former.listed(pod) for pod in records.listed])
     written = _from_checkpoint(records.checkpoint, names)
     found = {key: one for pod in records.listed for key, one in _from_listed(pod, records, names, written).items()}
     listed_uids = {key.pod_uid for key in found}
@@ -116,8 +121,9 @@ def adopt(
 ) -> list[Allocation] | Refused:
     """The allocations of the containers that have exactly these IDs of one resource in the kubelet's checkpoint."""
     # The kubelet writes the checkpoint before it starts the container, so this start's entry is there.
+    entries = FormerDevices(entries, (), names, inventory).checkpoint
     written = _from_checkpoint(entries, names)
-    keys = sorted(key for key, recorded in written.items() if recorded.get(kind) == ids)
+    keys = sorted(key for key, recorded in written.items() if texts(recorded.get(kind, ())) == texts(ids))
     if not keys:
         return Refused(
             RefusalReason.NOT_READY,
@@ -171,12 +177,17 @@ def _from_checkpoint(
     return written
 
 
+_FORMER_KINDS = {"core": ResourceKind.VCORE, "memory": ResourceKind.VMEMORY, "unit": ResourceKind.GPU_MEM}
+
+
 def _kind(resource: str, ids: frozenset[DeviceId], names: ResourceNames) -> ResourceKind | None:
     """The kind of a resource that the node offers, or of units under a name that it no longer offers: their containers still
     have their GPUs. Texts of NVIDIA's plugin count only if this agent replaces it."""
     kind = names.by_name.get(resource)
     if kind is not None or not ids:
         return kind
+    if (former := read_former_id(kubelet_text(next(iter(ids))) or "")) is not None:
+        return _FORMER_KINDS[former.what]
     if not names.gpu and has_kubelet_text(ids):
         return None
     return ResourceKind.GPU if all(map(unit_suffix, ids)) else None

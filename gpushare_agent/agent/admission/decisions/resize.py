@@ -141,6 +141,8 @@ def is_resizable(allocation: Allocation, pods: Iterable[Pod], names: ResourceNam
     that its resource says."""
     if allocation.is_whole or allocation.unit_ids or allocation.kind is ContainerKind.INIT or not allocation.gpus:
         return False
+    if allocation.started_by:
+        return False
     if allocation.claim is not None:
         return True
     # Between the Allocates of its two resources it is not whole yet: what is missing would look like a change.

@@ -534,7 +534,7 @@ def _has_directory(allocation: Allocation) -> bool:
         isolation = ISOLATIONS.get(allocation.claim.isolation)  # None: an earlier version's
         return isolation is not None and isolation.mounts_vdevice
     # All pods with cores, whatever isolation they name: their annotation may change until they start.
-    return bool(allocation.bound_ids)
+    return bool(allocation.bound_ids) and not allocation.started_by
 
 
 class _Refreshes(Struct):

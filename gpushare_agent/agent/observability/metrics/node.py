@@ -16,6 +16,7 @@ from gpushare_agent.agent.observability.metrics.text import Labels, Number, Seri
 from gpushare_agent.agent.observability.node_snapshot import ContainerFacts, NodeSnapshot
 from gpushare_agent.core.model.gpus import Gpu
 from gpushare_agent.core.model.names import CORES_PER_GPU, MIB
+from gpushare_agent.core.model.resources import ResourceNames
 from gpushare_agent.core.model.usage import ContainerUse, GpuSample, ProcessSample
 
 THROTTLE_REASONS = (
@@ -179,7 +180,7 @@ def container_series(snapshot: NodeSnapshot) -> list[Series]:
             isolations.append(labels_text(**names, isolation=facts.isolation, **by))
     text = "Who enforces the share's memory and compute, and what is not enforced; always 1."
     series = [
-        *_requested(labelled, snapshot.names.memory_block_mib),
+        *_requested(labelled, snapshot.names),
         *_used_as_gpu_manager_shows_it(labelled),
         *_modern(shares),
         _sm_info(shares),
@@ -205,16 +206,13 @@ def _summed(series: Series) -> Series:
 _Labelled = Sequence[tuple[Labels, ContainerFacts, Sequence[_Share]]]
 
 
-def _requested(containers: _Labelled, memory_block_mib: int) -> list[Series]:
+def _requested(containers: _Labelled, names: ResourceNames) -> list[Series]:
     cores = Series("container_request_gpu_utilization", "Requested share of GPUs, in GPUs.")
     memory = Series("container_request_gpu_memory", "Requested GPU memory, in MiB.")
     for labels, facts, _ in containers:
         # What the kubelet allocated: a live resize changes the limit, which has a series of ours, not the request.
         cores.rows.append((f'{labels},req_of_gpu="total"', facts.allocated_cores / CORES_PER_GPU))
-        # On whole GPUs also what was asked for, as in gpu-manager; if nothing was, all that they have.
-        asked_mib = facts.allocation.memory_blocks * memory_block_mib if facts.allocation.is_whole else 0
-        requested_mib = asked_mib or facts.allocated_memory_bytes / MIB
-        memory.rows.append((f'{labels},req_of_gpu_memory="total"', requested_mib))
+        memory.rows.append((f'{labels},req_of_gpu_memory="total"', facts.requested_mib(names)))
     return [cores, memory]
 
 
