@@ -496,8 +496,10 @@ def test_a_directory_nested_too_deep_is_left_for_a_person(files: VDeviceFiles) -
     """Removal stops at a depth that the agent never builds, and reports it."""
     files.prepare(KEY)
     (files.path(KEY) / ID / "/".join("abcdefghijkl")).mkdir(parents=True)
+    assert files.remove_pod(POD)
+    (name,) = files.list_aside()
     with pytest.raises(Unavailable, match="nested deeper"):
-        files.remove_pod(POD)
+        files.remove_aside(name)
 
 
 @pytest.mark.parametrize("name", ["hostkey", "volumes/data", "cuda/libcuda.so", "cuda/.ssh"])

@@ -91,8 +91,9 @@ class Isolations(Struct, frozen=True, kw_only=True):
         """Everything that containers about to start need on the host. Every share is prepared for every isolation in use,
         for a pod's annotation may change; but what a pod's own isolation does not need keeps it from nothing."""
         # All before the answer: the other files are there when the kubelet calls again.
-        of_vdevices = await self.vdevices.prepare(keys) if self.vdevices is not None else None
         answers = {name: await part.prepare(keys) for name, part in self.parts.items()}
+        # Last: a part may have replaced a container's directory.
+        of_vdevices = await self.vdevices.prepare(keys) if self.vdevices is not None else None
         needed = {name for key in keys for name in self._needed(key)}
         for name in self.parts:
             refused = (of_vdevices if ISOLATIONS[name].mounts_vdevice else None) or answers[name]

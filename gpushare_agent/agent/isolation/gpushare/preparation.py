@@ -19,13 +19,13 @@ from typing import NoReturn, TypeVar
 import structlog
 
 from gpushare_agent.agent.isolation.ahead import PreparedAhead
-from gpushare_agent.agent.isolation.directories import REMOVAL_TIMEOUT_S
 from gpushare_agent.agent.isolation.gpushare.files import GpushareFiles
 from gpushare_agent.agent.isolation.gpushare.library import Stamp
+from gpushare_agent.agent.isolation.tenant_files import REMOVAL_TIMEOUT_S
 from gpushare_agent.core.kit.daemon_thread import DaemonThread
 from gpushare_agent.core.kit.supervision import ReportOnce, forever
 from gpushare_agent.core.model.allocations import Allocation, ContainerKey
-from gpushare_agent.core.model.errors import AgentError, RefusalReason, Refused
+from gpushare_agent.core.model.errors import AgentError, NotFound, RefusalReason, Refused
 
 log = structlog.get_logger(__name__)
 T = TypeVar("T")
@@ -86,8 +86,10 @@ class Preparation:
         """Makes new files for the shares among containers that are about to start; bounded."""
         try:
             for key in self._shares_of(sorted(keys)):
-                if not self.ahead.take(key):
-                    await self._make(key)
+                is_ready = self.ahead.take(key)
+                if not is_ready:
+                    await self._in_thread(partial(self.files.prepare, key), f"preparing the files of {key.container}")
+                self.files.unused.discard(key)
         except AgentError as e:
             log.error("private_cache_not_prepared", error=str(e))
             return Refused(
@@ -102,6 +104,7 @@ class Preparation:
             group.create_task(forever("gpushare files ahead", self.ahead.run), name="gpushare files ahead")
             while True:
                 self.ahead.keep_only(self._allocations().__contains__)
+                self.files.unused.intersection_update(self._allocations())
                 try:
                     await self.cut_oversized()
                 except AgentError as e:
@@ -128,6 +131,8 @@ class Preparation:
             try:
                 what = f"shortening the file of {key.container}"
                 await self._cutting.call(partial(self.files.cut, key), what, REMOVAL_TIMEOUT_S)
+            except NotFound:  # the pod has ended
+                continue
             except AgentError as e:
                 # A tenant that executes its file keeps everybody from writing to it: that is logged once.
                 if key not in self._not_cut:
@@ -146,14 +151,11 @@ class Preparation:
         shares = self._shares_of(keys)
         try:
             for key in shares:
-                await self._make(key)
+                await self._in_thread(partial(self.files.prepare_ahead, key), f"making the files of {key.container}")
         # Not logged: PreStartContainer makes it again, and reports.
         except AgentError:
             return []
         return shares
-
-    async def _make(self, key: ContainerKey) -> None:
-        await self._in_thread(partial(self.files.prepare, key), f"preparing the files of {key.container}")
 
     async def _in_thread(self, blocking: Callable[[], T], what: str) -> T:
         return await self._thread.call(blocking, what, FILES_TIMEOUT_S)

@@ -26,8 +26,8 @@ from gpushare_agent.agent.delivery.volume_plan import DriverVolume, VolumeName
 from gpushare_agent.agent.isolation import ISOLATIONS
 from gpushare_agent.agent.isolation.ahead import PreparedAhead
 from gpushare_agent.agent.isolation.container_ids import ContainerIds
-from gpushare_agent.agent.isolation.directories import REMOVAL_TIMEOUT_S
 from gpushare_agent.agent.isolation.part import IsolationHost
+from gpushare_agent.agent.isolation.tenant_files import REMOVAL_TIMEOUT_S
 from gpushare_agent.agent.isolation.vdevice.container_processes import ContainerProcesses, Instance, Processes
 from gpushare_agent.agent.isolation.vdevice.files import VDeviceFiles
 from gpushare_agent.agent.isolation.vdevice.reconcile import (
@@ -235,7 +235,7 @@ class VirtualManager:
     async def remove_aside(self) -> None:
         """Removes what tenants have written, one file after the other: they decide how long that takes. One that cannot be
         removed does not stop the others, and is logged once. Raises Unavailable."""
-        for name in await self.in_thread(self.files.list_aside, "listing what was put aside"):
+        for name in await self._removal.call(self.files.list_aside, "listing what was put aside", REMOVAL_TIMEOUT_S):
             try:
                 await self._removal.call(partial(self.files.remove_aside, name), f"removing {name}", REMOVAL_TIMEOUT_S)
             except AgentError as e:
