@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn
 
 import structlog
-from msgspec import Meta, Struct, ValidationError, convert, field, to_builtins
+from msgspec import Meta, Struct, field, to_builtins
 
 from gpushare_agent.agent.admission.decisions.resize import (
     DesiredSize,
@@ -56,6 +56,7 @@ from gpushare_agent.agent.cluster.pod_annotations import PodAnnotations
 from gpushare_agent.agent.isolation import Isolation
 from gpushare_agent.agent.isolation.isolations import Isolations
 from gpushare_agent.agent.node import Node
+from gpushare_agent.core.kit.json_schema import converted
 from gpushare_agent.core.kit.state_file import StateFile
 from gpushare_agent.core.kit.supervision import Reconciler, ReportOnce
 from gpushare_agent.core.kube.events import PodEvents
@@ -149,10 +150,7 @@ def _row_of(share: ResizedShare) -> _Row:
 
 def _parsed(raw: Any) -> tuple[ResizedShare, ...]:
     """Raises Corrupt."""
-    try:
-        rows = convert(raw, _Document).shares
-    except ValidationError as e:
-        raise Corrupt(str(e)) from e
+    rows = converted(raw, _Document).shares
     found = {share.key: share for share in map(_share, rows)}
     if len(found) < len(rows):
         raise Corrupt("a container is in it twice")

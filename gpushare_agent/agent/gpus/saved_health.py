@@ -15,13 +15,14 @@ from pathlib import Path
 from typing import Annotated, Any, Final, Literal, NoReturn
 
 import structlog
-from msgspec import Meta, Struct, ValidationError, convert, to_builtins
+from msgspec import Meta, Struct, to_builtins
 
 from gpushare_agent.agent.gpus.inventory import GpuInventoryState
 from gpushare_agent.core.kit.backoff import Backoff
+from gpushare_agent.core.kit.json_schema import converted
 from gpushare_agent.core.kit.state_file import StateFile
 from gpushare_agent.core.kit.supervision import Reconciler, ReportOnce
-from gpushare_agent.core.model.errors import Corrupt, Unavailable
+from gpushare_agent.core.model.errors import Unavailable
 from gpushare_agent.core.model.gpu_health import NOTHING_SAVED, SavedHealth
 from gpushare_agent.core.model.gpus import GpuInventory
 from gpushare_agent.core.model.names import GpuUuid
@@ -66,10 +67,8 @@ class HealthStateFile:
 
     def _parsed(self, raw: Any) -> SavedHealth:
         """Raises Corrupt."""
-        try:
-            document = convert(raw, _Document)
-        except ValidationError as e:
-            raise Corrupt(f"it is no object of version {VERSION} with a list of at most {MAX_GPUS} GPUs: {e}") from e
+        what = f"it is no object of version {VERSION} with a list of at most {MAX_GPUS} GPUs"
+        document = converted(raw, _Document, what)
         saved = SavedHealth(
             cordons={GpuUuid(gpu.uuid): gpu.cordoned for gpu in document.gpus if gpu.cordoned is not None},
             waits={GpuUuid(gpu.uuid): gpu.waits_for_reset for gpu in document.gpus if gpu.waits_for_reset is not None},

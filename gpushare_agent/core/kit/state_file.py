@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from gpushare_agent.core.kit.daemon_thread import DaemonThread
+from gpushare_agent.core.kit.json_schema import loaded
 from gpushare_agent.core.kit.regular_file import read_regular
 from gpushare_agent.core.model.errors import Corrupt, Unavailable
 
@@ -52,7 +53,7 @@ class StateFile:
         try:
             content = _content(self._path)
             # In the thread, with the reading: a file of a mebibyte must not hold the loop.
-            return parse(_decoded(content)) if content is not None else empty()
+            return parse(loaded(content)) if content is not None else empty()
         except OSError as e:
             raise Unavailable(f"{self._path} cannot be read: {e.strerror or e}") from e
         # Set aside, not deleted and not overwritten: a person may find out what it was.
@@ -100,14 +101,6 @@ def _content(path: Path) -> bytes | None:
     if len(content) > MAX_BYTES:
         raise Corrupt(f"it has more than {MAX_BYTES} bytes")
     return content
-
-
-def _decoded(content: bytes) -> Any:
-    """Raises Corrupt."""
-    try:
-        return json.loads(content)
-    except (ValueError, RecursionError) as e:
-        raise Corrupt(f"it is no JSON: {e}") from e
 
 
 def _write_whole(path: Path, content: bytes) -> None:
