@@ -109,12 +109,15 @@ class _Document(Struct, frozen=True, kw_only=True):
     shares: Annotated[Sequence[_Row], Meta(max_length=MAX_SHARES)]
 
 
+_LOST = "every share gets what the kubelet allocated; those whose pods ask for another size are resized again"
+
+
 class ResizeFile:
     def __init__(self, path: Path) -> None:
-        self._file = StateFile(path, "the resized shares", on_corrupt=_report_corrupt)
+        self._file = StateFile(path, "the resized shares", on_corrupt=_report_corrupt, lost=_LOST)
 
     async def load(self) -> tuple[ResizedShare, ...]:
-        """What was saved; nothing where there is no file, or one that had to be set aside. Raises Unavailable."""
+        """What was saved; nothing where there is no file, nor a good copy of one that was set aside. Raises Unavailable."""
         return await self._file.load(_parsed, tuple)
 
     async def save(self, shares: Iterable[ResizedShare]) -> None:
@@ -123,13 +126,8 @@ class ResizeFile:
         await self._file.save(lambda: to_builtins(_Document(shares=rows)))
 
 
-def _report_corrupt(why: str, kept_as: Path) -> None:
-    log.error(
-        "resize_state_corrupt",
-        why=why,
-        kept_as=str(kept_as),
-        then="every share gets what the kubelet allocated; those whose pods ask for another size are resized again",
-    )
+def _report_corrupt(why: str, kept_as: str, then: str) -> None:
+    log.error("resize_state_corrupt", why=why, kept_as=kept_as, then=then)
 
 
 def _row_of(share: ResizedShare) -> _Row:

@@ -32,7 +32,7 @@ from gpushare_agent.core.kit.json_schema import loaded
 from gpushare_agent.core.kit.peer_credentials import peer_credentials
 from gpushare_agent.core.kit.sockets import FileIdentity, bind_unix_socket, file_identity, is_served, remove_socket
 from gpushare_agent.core.kit.supervision import retried, stop_task
-from gpushare_agent.core.model.errors import AgentError, Conflict, Corrupt, NotFound, Rejected, Unavailable
+from gpushare_agent.core.model.errors import AgentError, Conflict, Corrupt, NotFound, Rejected, Unavailable, file_remedy
 from gpushare_agent.core.model.gpu_health import GpuHealth, HealthState
 from gpushare_agent.core.model.gpus import Gpu
 
@@ -131,8 +131,8 @@ class ControlServer(Struct, eq=False):
             return listener, file_identity(self.path)
         except OSError as e:
             raise Unavailable(
-                f"the control socket {self.path} cannot be opened: {e.strerror or e}. {lost}: make its directory writable, "
-                "or choose another path with --control.socket"
+                f"the control socket {self.path} cannot be opened: {e.strerror or e}. {lost}: "
+                + file_remedy(e, "make its directory writable, or choose another path with --control.socket")
             ) from e
 
     def _answered(self, handle: Callable[[web.Request], Awaitable[dict[str, Any]]]) -> Handler:

@@ -3,7 +3,7 @@
     {"version": 1, "boot_id": "…", "gpus": [{"uuid": "GPU-…", "cordoned": "why", "waits_for_reset": "what happened"}]}
 
 with one or both of the last two for each GPU, sorted by UUID. A reboot resets the GPUs: the waits of another boot are
-dropped, the cordons stay. A file that is not this format is set aside as `<name>.corrupt`. Every step is in a daemon
+dropped, the cordons stay. A file that is not this format is set aside as kit/state_file.py says. Every step is in a daemon
 thread and bounded in time. `HealthStateFile` owns the file; `HealthStateWriter`, which writes as soon as something
 changes, owns what is in it and why the last write failed.
 """
@@ -38,6 +38,9 @@ MAX_TEXT_CHARS = 1024
 _Text = Annotated[str, Meta(max_length=MAX_TEXT_CHARS)]
 
 
+_LOST = "cordons and waits for a reset are forgotten; cordon the GPUs again that need it"
+
+
 class _Gpu(Struct, kw_only=True, omit_defaults=True):
     uuid: Annotated[str, Meta(min_length=1, max_length=MAX_TEXT_CHARS)]
     cordoned: _Text | None = None
@@ -55,10 +58,10 @@ class HealthStateFile:
 
     def __init__(self, path: Path, *, boot_id: Path = BOOT_ID) -> None:
         self._boot_id = boot_id
-        self._file = StateFile(path, "the GPUs' saved health", on_corrupt=_report_corrupt)
+        self._file = StateFile(path, "the GPUs' saved health", on_corrupt=_report_corrupt, lost=_LOST)
 
     async def load(self) -> SavedHealth:
-        """What was saved; nothing where there is no file, or one that had to be set aside. Raises Unavailable."""
+        """What was saved; nothing where there is no file, nor a good copy of one that was set aside. Raises Unavailable."""
         return await self._file.load(self._parsed, lambda: NOTHING_SAVED)
 
     async def save(self, saved: SavedHealth) -> None:
@@ -102,13 +105,8 @@ class HealthStateFile:
             return ""
 
 
-def _report_corrupt(why: str, kept_as: Path) -> None:
-    log.error(
-        "health_state_corrupt",
-        why=why,
-        kept_as=str(kept_as),
-        then="cordons and waits for a reset are forgotten; cordon the GPUs again that need it",
-    )
+def _report_corrupt(why: str, kept_as: str, then: str) -> None:
+    log.error("health_state_corrupt", why=why, kept_as=kept_as, then=then)
 
 
 def _cut(text: str | None) -> str | None:

@@ -7,7 +7,6 @@ tenant_files.py's. No state.
 
 from __future__ import annotations
 
-import errno
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,12 +15,11 @@ from pathlib import Path
 from gpushare_agent.core.kit.directories import DIRECTORY, made_directory, names_in, opened
 from gpushare_agent.core.model.allocations import ContainerKey
 from gpushare_agent.core.model.directory_names import is_pod_uid, require_nameable
-from gpushare_agent.core.model.errors import NotFound, Unavailable
+from gpushare_agent.core.model.errors import NotFound, Unavailable, file_remedy
 from gpushare_agent.core.model.names import PodUid
 
 CLOSED_MODE = 0o700
 """It has files that any user in a container may write; a user of the host, who is in no container, must not."""
-_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def container_path(root: Path, key: ContainerKey) -> Path:
@@ -64,10 +62,6 @@ def step(verb: str, path: Path | str, setting: str) -> Iterator[None]:
     try:
         yield
     except OSError as e:
-        remedy = (
-            "free space or inodes on its file system"
-            if e.errno in _FULL
-            else f"check that the agent may write there (setting {setting})"
-        )
+        remedy = file_remedy(e, f"check that the agent may write there (setting {setting})")
         kind = NotFound if isinstance(e, FileNotFoundError) else Unavailable
         raise kind(f"{verb} {path} failed: {e.strerror or e}; it is tried again: {remedy}") from e

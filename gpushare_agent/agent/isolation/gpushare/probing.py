@@ -241,7 +241,8 @@ async def recall(thread: DaemonThread, library: Library, driver: str) -> tuple[s
 
 
 def state_file(directory: Path) -> StateFile:
-    return StateFile(directory / STATE_NAME, "the probe's result", on_corrupt=_report_corrupt)
+    lost = "the library is probed again"
+    return StateFile(directory / STATE_NAME, "the probe's result", on_corrupt=_report_corrupt, lost=lost)
 
 
 def _document(remembered: Remembered) -> dict[str, Any]:
@@ -254,5 +255,5 @@ def _parsed(raw: Any) -> Remembered | None:
     return converted(raw, Remembered, "it is no result of a probe")
 
 
-def _report_corrupt(why: str, kept_as: Path) -> None:
-    log.warning("isolation_probe_forgotten", why=why, kept_as=str(kept_as), then="the library is probed again")
+def _report_corrupt(why: str, kept_as: str, then: str) -> None:
+    log.warning("isolation_probe_forgotten", why=why, kept_as=kept_as, then=then)

@@ -42,6 +42,7 @@ from gpushare_agent.agent.runtime.cgroup_paths import PeerIdentity
 from gpushare_agent.agent.runtime.node_probes import require_writable
 from gpushare_agent.core.kit.bounded_grpc import SharedBudget
 from gpushare_agent.core.kit.daemon_thread import DaemonThread
+from gpushare_agent.core.kit.process import read_open_files_limit
 from gpushare_agent.core.kit.supervision import ReportOnce, forever, wait_for
 from gpushare_agent.core.model.allocations import Allocation, ContainerKey
 from gpushare_agent.core.model.directory_names import is_nameable
@@ -118,7 +119,7 @@ class VirtualManager:
         self._thread = DaemonThread("vdevice-files", advice=advice)
         self._removal = DaemonThread("vdevice-removal", advice=advice)
         self._removal_failures = ReportOnce()
-        self._shared = SharedBudget(clock=clock)
+        self._shared = SharedBudget(clock=clock, open_files=read_open_files_limit()[0])
         self._servers: dict[ContainerKey, VDeviceServer] = {}
         self._written: dict[ContainerKey, Written] = {}
         self._failures = ReportOnce(_REPORTED_FAILURES)
