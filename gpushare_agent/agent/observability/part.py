@@ -102,6 +102,7 @@ def build(
         web=WebServer(
             settings.web.addr,
             settings.web.port,
+            node_name=settings.node_name,
             metrics=metrics,
             ready=not_ready,
             routes=[*node_api.routes(), *display_routes(snapshots.current)],

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import ipaddress
 import re
 import time
 from collections.abc import Callable
@@ -141,6 +142,40 @@ class _TokenFile:
 def _digest(token: bytes) -> bytes:
     """The digest has the same length for every token, so that the comparison's time reveals nothing about it."""
     return hashlib.sha256(token).digest()
+
+
+def may_read(headers: CIMultiDictProxy[str], node_name: str) -> bool:
+    """False where a web page may ask whose name resolves to this node: a browser would show it the answers as its own.
+
+    The Host header must have an address, the node's name, or one that no page of the internet can have: without a dot, or
+    of a cluster's services. Two kinds of requests come by other names. Neither can be a script's of such a page, for which
+    the headers that tell are the browser's alone."""
+    if _names_node(headers.getall("Host", []), node_name):
+        return True
+    # Sent for pages that come by TLS or from the browser's own machine.
+    if (sites := set(headers.getall("Sec-Fetch-Site", []))) and sites <= {"none", "same-origin"}:
+        return True
+    # The API server's proxy leaves the name by which it was asked; every browser takes `deflate`.
+    return "X-Forwarded-Uri" in headers and "deflate" not in ",".join(headers.getall("Accept-Encoding", [])).lower()
+
+
+def _names_node(hosts: list[str], node_name: str) -> bool:
+    found = _HOST.fullmatch(hosts[0].strip().lower()) if len(hosts) == 1 else None
+    if found is None:
+        return not hosts  # an old client, and no browser
+    name = (found["name"] or "").removesuffix(".")
+    return (
+        _is_address(found["ipv6"] or name)
+        or name in (node_name.lower(), name.partition(".")[0])
+        or name.endswith((".svc", ".cluster.local", ".localhost"))
+    )
+
+
+def _is_address(text: str) -> bool:
+    try:
+        return bool(ipaddress.ip_address(text))
+    except ValueError:
+        return False
 
 
 def _names_this_host(hosts: list[str]) -> bool:

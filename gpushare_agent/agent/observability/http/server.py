@@ -1,9 +1,9 @@
 """The agent's web port: metrics, health, readiness, version, the dashboard, /debug, and the routes of other modules.
 
-Any client that reaches the address may read all but /debug, which has a guard of its own. The Host header is not checked: a
-node is reached by many names. aiohttp is imported in a thread once `run` begins, because it takes 190 ms for which the
-registration with the kubelet should not wait. Limits and connections are kit/http_server.py's. Paths kept from gpu-manager:
-docs/reference/formats.md, section 8.
+Any client that reaches the address may read all but /debug, which has a guard of its own. By a name that a web page may have
+nothing is served but health and version (`may_read`). aiohttp is imported in a thread once `run` begins, because it takes
+190 ms for which the registration with the kubelet should not wait. Limits and connections are kit/http_server.py's. Paths
+kept from gpu-manager: docs/reference/formats.md, section 8.
 State owned: the listening sockets between `bind` and `run`.
 """
 
@@ -34,6 +34,7 @@ from gpushare_agent.core.kit.http_answers import (
 )
 from gpushare_agent.core.kit.tcp_listeners import close_all, listen_tcp
 from gpushare_agent.core.model.errors import StartupError, Unavailable
+from gpushare_agent.core.web.debug_guard import may_read
 from gpushare_agent.core.web.page import PREFIX, WebPage
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
 log = structlog.get_logger(__name__)
 
 _JSON = "application/json; charset=utf-8"
+_FOR_ANY_NAME = ("/healthz", "/readyz", "/version")
 BACKLOG = 128
 """The kernel's queue of connections that wait to be accepted."""
 
@@ -59,6 +61,7 @@ class WebServer(Struct, eq=False):
     ready: Callable[[], Sequence[str]]
     routes: Sequence[Route] = ()
     before_reading: Callable[[], Awaitable[None]] = at_once
+    node_name: str = ""
     debug: DebugSources | None = None
     """The sources of /debug; None: there is no such page."""
     limits: HttpLimits | None = None
@@ -97,7 +100,10 @@ class WebServer(Struct, eq=False):
 
         handlers = self._handlers()
         self._paths = sorted(handlers)
-        routes: list[web.AbstractRouteDef] = [web.get(path, handler) for path, handler in handlers.items()]
+        routes: list[web.AbstractRouteDef] = [
+            web.get(path, handler if path in _FOR_ANY_NAME else self._guarded(handler))
+            for path, handler in handlers.items()
+        ]
         if self.debug is not None:
             routes += debug_routes(self.debug)
             self._paths.append("/debug/")
@@ -139,6 +145,17 @@ class WebServer(Struct, eq=False):
             **dict(self._page.routes()),
             **{path: queue.one_at_a_time(self._refreshed(handler)) for path, handler in self.routes},
         }
+
+    def _guarded(self, handler: Handler) -> Handler:
+        async def answer(request: web.Request) -> web.StreamResponse:
+            if may_read(request.headers, self.node_name):
+                return await handler(request)
+            # 421: Misdirected Request (RFC 9110, 15.5.20).
+            text = "not served by this name in the Host header: use an address, the node's name or a Service's name;"
+            text += " a proxy must set one of them\n"
+            return text_answer(text, status=421)
+
+        return answer
 
     def _refreshed(self, handler: Handler) -> Handler:
         async def answer(request: web.Request) -> web.StreamResponse:
