@@ -114,7 +114,9 @@ _LOST = "every share gets what the kubelet allocated; those whose pods ask for a
 
 class ResizeFile:
     def __init__(self, path: Path) -> None:
-        self._file = StateFile(path, "the resized shares", on_corrupt=_report_corrupt, lost=_LOST)
+        self._file = StateFile(
+            path, "the resized shares", on_corrupt=lambda **said: log.error("resize_state_corrupt", **said), lost=_LOST
+        )
 
     async def load(self) -> tuple[ResizedShare, ...]:
         """What was saved; nothing where there is no file, nor a good copy of one that was set aside. Raises Unavailable."""
@@ -124,10 +126,6 @@ class ResizeFile:
         """Replaces the file, whole and on the disk when this returns. Raises Unavailable."""
         rows = [_row_of(share) for share in sorted(shares, key=lambda share: share.key)]
         await self._file.save(lambda: to_builtins(_Document(shares=rows)))
-
-
-def _report_corrupt(why: str, kept_as: str, then: str) -> None:
-    log.error("resize_state_corrupt", why=why, kept_as=kept_as, then=then)
 
 
 def _row_of(share: ResizedShare) -> _Row:

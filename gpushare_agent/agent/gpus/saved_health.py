@@ -58,7 +58,12 @@ class HealthStateFile:
 
     def __init__(self, path: Path, *, boot_id: Path = BOOT_ID) -> None:
         self._boot_id = boot_id
-        self._file = StateFile(path, "the GPUs' saved health", on_corrupt=_report_corrupt, lost=_LOST)
+        self._file = StateFile(
+            path,
+            "the GPUs' saved health",
+            on_corrupt=lambda **said: log.error("health_state_corrupt", **said),
+            lost=_LOST,
+        )
 
     async def load(self) -> SavedHealth:
         """What was saved; nothing where there is no file, nor a good copy of one that was set aside. Raises Unavailable."""
@@ -103,10 +108,6 @@ class HealthStateFile:
             return self._boot_id.read_text(encoding="ascii").strip()
         except (OSError, UnicodeDecodeError):
             return ""
-
-
-def _report_corrupt(why: str, kept_as: str, then: str) -> None:
-    log.error("health_state_corrupt", why=why, kept_as=kept_as, then=then)
 
 
 def _cut(text: str | None) -> str | None:

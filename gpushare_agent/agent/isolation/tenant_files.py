@@ -33,7 +33,7 @@ MAX_DISK_BYTES = 8 * 1024 * 1024
 """More than any file system sets aside for a file of the library."""
 _TENANT_MODE = 0o666
 """Containers run under any user, also of a user namespace."""
-_BLOCK_BYTES = 512  # of st_blocks, on any file system
+BLOCK_BYTES = 512  # of st_blocks, on any file system
 _NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _PLACE = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
 READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # O_NONBLOCK: a FIFO in its place, or a lease
@@ -102,15 +102,10 @@ def _is_held(parent: int, name: str) -> bool:
     return False
 
 
-def size_on_disk(status: os.stat_result) -> int:
-    """In bytes; the length of a file with holes."""
-    return max(status.st_size, status.st_blocks * _BLOCK_BYTES)
-
-
 def is_oversized(status: os.stat_result) -> bool:
     """A regular file that is longer than the library makes it, or has more on the disk: a file that the kernel is still
     shortening, piece by piece, has the new length already, and writers wait."""
-    is_large = status.st_size > USAGE_BYTES or status.st_blocks * _BLOCK_BYTES > MAX_DISK_BYTES
+    is_large = status.st_size > USAGE_BYTES or status.st_blocks * BLOCK_BYTES > MAX_DISK_BYTES
     return stat.S_ISREG(status.st_mode) and is_large
 
 

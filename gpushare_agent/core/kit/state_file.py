@@ -30,10 +30,10 @@ _REMEDY = "if its content is right: chown root, chmod go-w, give it its name aga
 
 
 class StateFile:
-    """`what` names its content in errors. `on_corrupt` is called, in a thread, with why, the name that it has now, and what
-    follows: IS_COPY, or `lost` if there is no good copy."""
+    """`what` names its content in errors. `on_corrupt` is called, in a thread, with `why`, the name that it has now,
+    `kept_as`, and what follows, `then`: IS_COPY, or `lost` if there is no good copy."""
 
-    def __init__(self, path: Path, what: str, *, on_corrupt: Callable[[str, str, str], None], lost: str) -> None:
+    def __init__(self, path: Path, what: str, *, on_corrupt: Callable[..., None], lost: str) -> None:
         self._path = path
         self._copy = path.with_name(path.name + ".last")
         self._lost = lost
@@ -86,7 +86,7 @@ class StateFile:
                 self._replace(self._path, copy[0])
         except OSError as e:
             raise Unavailable(f"{self._path} is not usable ({why}) and cannot be set aside: {e.strerror}") from e
-        self._on_corrupt(why, str(aside), IS_COPY if copy is not None else self._lost)
+        self._on_corrupt(why=why, kept_as=str(aside), then=IS_COPY if copy is not None else self._lost)
         return copy[1] if copy is not None else empty()
 
     def _save(self, document: dict[str, Any]) -> None:

@@ -19,6 +19,7 @@ import ipaddress
 import re
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -39,7 +40,8 @@ READ_AGAIN_S = 1.0
 MIN_TOKEN_BYTES = 16
 _MAX_TOKEN_BYTES = 4096
 _READ_TIMEOUT_S = 2.0
-_HOST = re.compile(r"(?:\[(?P<ipv6>[0-9a-f:.]+)\]|(?P<name>[^\[\]:\s]+))(?::[0-9]{1,5})?")
+_HOST = re.compile(r"(?:\[(?P<ipv6>[0-9a-f.]*:[0-9a-f:.]*)\]|(?P<name>[^\[\]:\s]+))(?::[0-9]{1,5})?")
+"""Brackets are for IPv6 (RFC 3986, 3.2.2): no client writes [127.0.0.1]."""
 
 
 class Denied(Struct, frozen=True, kw_only=True):
@@ -160,30 +162,22 @@ def may_read(headers: CIMultiDictProxy[str], node_name: str) -> bool:
 
 
 def _names_node(hosts: list[str], node_name: str) -> bool:
-    found = _HOST.fullmatch(hosts[0].strip().lower()) if len(hosts) == 1 else None
-    if found is None:
+    host = _host(hosts).removesuffix(".")
+    if not host:
         return not hosts  # an old client, and no browser
-    name = (found["name"] or "").removesuffix(".")
-    return (
-        _is_address(found["ipv6"] or name)
-        or name in (node_name.lower(), name.partition(".")[0])
-        or name.endswith((".svc", ".cluster.local", ".localhost"))
-    )
-
-
-def _is_address(text: str) -> bool:
-    try:
-        return bool(ipaddress.ip_address(text))
-    except ValueError:
-        return False
+    if host in (node_name.lower(), host.partition(".")[0]) or host.endswith((".svc", ".cluster.local", ".localhost")):
+        return True
+    with suppress(ValueError):
+        return bool(ipaddress.ip_address(host))
+    return False
 
 
 def _names_this_host(hosts: list[str]) -> bool:
-    """Read strictly, to the last character: what is no host and port names no host."""
+    return (host := _host(hosts)) == "localhost" or is_loopback(host)
+
+
+def _host(hosts: list[str]) -> str:
+    """The host of the header in lower case, without brackets and port. Read strictly, to the last character: empty for what
+    is no host and port."""
     found = _HOST.fullmatch(hosts[0].strip().lower()) if len(hosts) == 1 else None
-    if found is None:
-        return False
-    if (ipv6 := found["ipv6"]) is not None:
-        # The pattern takes [127.0.0.1] too, which no client writes: brackets are for IPv6 (RFC 3986, 3.2.2).
-        return ":" in ipv6 and is_loopback(ipv6)
-    return found["name"] == "localhost" or is_loopback(found["name"])
+    return found["ipv6"] or found["name"] if found is not None else ""

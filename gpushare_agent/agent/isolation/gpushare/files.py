@@ -154,7 +154,7 @@ class GpushareFiles:
                     # By its path: only its last part is the tenant's.
                     status = os.lstat(f"{key.pod_uid}/{key.container}/{USAGE_NAME}", dir_fd=root)
                     if tenant_files.is_oversized(status):
-                        found.append((key, tenant_files.size_on_disk(status)))
+                        found.append((key, max(status.st_size, status.st_blocks * tenant_files.BLOCK_BYTES)))
         return sorted(found, key=lambda one: one[1], reverse=True)
 
     def cut(self, key: ContainerKey) -> None:

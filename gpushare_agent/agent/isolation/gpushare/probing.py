@@ -242,7 +242,12 @@ async def recall(thread: DaemonThread, library: Library, driver: str) -> tuple[s
 
 def state_file(directory: Path) -> StateFile:
     lost = "the library is probed again"
-    return StateFile(directory / STATE_NAME, "the probe's result", on_corrupt=_report_corrupt, lost=lost)
+    return StateFile(
+        directory / STATE_NAME,
+        "the probe's result",
+        on_corrupt=lambda **said: log.warning("isolation_probe_forgotten", **said),
+        lost=lost,
+    )
 
 
 def _document(remembered: Remembered) -> dict[str, Any]:
@@ -253,7 +258,3 @@ def _document(remembered: Remembered) -> dict[str, Any]:
 def _parsed(raw: Any) -> Remembered | None:
     """Raises Corrupt."""
     return converted(raw, Remembered, "it is no result of a probe")
-
-
-def _report_corrupt(why: str, kept_as: str, then: str) -> None:
-    log.warning("isolation_probe_forgotten", why=why, kept_as=kept_as, then=then)

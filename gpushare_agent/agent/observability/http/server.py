@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 log = structlog.get_logger(__name__)
 
 _JSON = "application/json; charset=utf-8"
+_MISDIRECTED = "the Host header has to name an address, the node or a Service; a proxy has to set it\n"
 _FOR_ANY_NAME = ("/healthz", "/readyz", "/version")
 BACKLOG = 128
 """The kernel's queue of connections that wait to be accepted."""
@@ -150,10 +151,7 @@ class WebServer(Struct, eq=False):
         async def answer(request: web.Request) -> web.StreamResponse:
             if may_read(request.headers, self.node_name):
                 return await handler(request)
-            # 421: Misdirected Request (RFC 9110, 15.5.20).
-            text = "not served by this name in the Host header: use an address, the node's name or a Service's name;"
-            text += " a proxy must set one of them\n"
-            return text_answer(text, status=421)
+            return text_answer(_MISDIRECTED, status=421)
 
         return answer
 
