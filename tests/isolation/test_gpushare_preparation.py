@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -193,6 +194,29 @@ async def test_nothing_that_others_wait_for_waits_for_a_file_that_is_shortened(
     finally:
         slow.release()
     assert vdevice.list_aside() == () and not slow.waited[1:]
+
+
+async def test_a_file_that_takes_long_to_shorten_delays_no_other(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its tenant could else keep the agent busy while another fills the disk."""
+    for key in (KEY, OTHER):
+        world.allocations[key] = replace(world.allocations[KEY], key=key)
+        assert await world.preparation.prepare([key]) is None
+    slow = SlowFiles(monkeypatch, most=1)
+
+    async def body() -> None:
+        os.truncate(world.files.usage(OTHER), USAGE_BYTES + 2)
+        await poll_until(lambda: bool(slow.slow), "a file being shortened")
+        for more in (1 << 20, 1 << 21):
+            os.truncate(world.files.usage(), USAGE_BYTES + more)
+            await poll_until(lambda: not world.files.oversized([KEY]), "the other is short")
+        assert world.files.oversized([OTHER])
+        slow.release()
+        await poll_until(lambda: not world.files.oversized([OTHER]), "it is short")
+
+    try:
+        await world.running(body)
+    finally:
+        slow.release()
 
 
 def remove_all(vdevice: VDeviceFiles) -> None:
