@@ -56,3 +56,73 @@ def _module(name: str) -> str | None:
             return ".".join(parts)
         parts.pop()
     return None
+
+
+# ---- what a tenant can write ----
+
+TENANT_FILES = "agent/isolation/tenant_files.py"
+CHANGES = {"rename", "renames", "link", "symlink", "truncate", "ftruncate", "unlink", "remove", "rmdir", "rmtree"}
+CHANGES |= {
+    "hardlink_to",
+    "symlink_to",
+    "write_text",
+    "write_bytes",
+    "touch",
+    "O_WRONLY",
+    "O_RDWR",
+    "O_TRUNC",
+    "O_CREAT",
+}
+HELPERS = {"remove_tree", "replace_file", "clear_path"}
+"""Of core/kit/directories.py."""
+NOT_A_TENANTS = {
+    "agent/delivery/cdi_files.py": "the directory of CDI's specs, in no container",
+    "agent/delivery/volume_directory.py": "the driver's volume, which containers have read-only",
+    "agent/dra/claim_files.py": "the records of claims, in no container",
+    "agent/isolation/gpushare/files.py": "gpushare.config, which containers have read-only",
+    "agent/isolation/gpushare/library.py": "the library, which containers have read-only",
+    "agent/isolation/gpushare/probe.py": "the directory of the agent's own program, in no container",
+    "agent/isolation/mps/files.py": "what an ended daemon has left, in the process that starts the next one",
+    "agent/isolation/vdevice/files.py": "vcuda.config, pids.config and vcuda.sock, which containers have read-only",
+}
+"""The other modules there that change files by themselves, and which."""
+
+
+def test_one_module_changes_the_files_that_a_tenant_can_write() -> None:
+    """The kernel may take half a minute for it, so no other module renames, opens to write, shortens or removes one."""
+    folders = ("agent/isolation", "agent/delivery", "agent/admission", "agent/dra")
+    modules = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
+    found = {str(path.relative_to(ROOT)): changes(path) for path in modules}
+    assert {path for path, names in found.items() if names} - {TENANT_FILES} == NOT_A_TENANTS.keys()
+    own = found[TENANT_FILES] - {"O_WRONLY", "O_CREAT"}  # of a new file
+    assert own == {"rename", "unlink", "remove_tree", "O_RDWR", "ftruncate"}
+    # Who else knows the name of such a file reads it, or gives it to a container.
+    writers = [path for path, names in found.items() if names and path != TENANT_FILES]
+    named = {
+        path for path in writers if re.search(r"USAGE_NAME|\busage\b\"", (ROOT / path).read_text(encoding="utf-8"))
+    }
+    assert named <= {
+        f"agent/isolation/{name}" for name in ("gpushare/files.py", "gpushare/probe.py", "vdevice/files.py")
+    }
+
+
+def changes(path: Path) -> set[str]:
+    """What a module names that changes files: of os, shutil, Path and HELPERS."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Attribute) and node.attr in CHANGES and not _is_collections(node):
+            found.add(node.attr)
+        elif isinstance(node, ast.Name) and node.id in HELPERS:
+            found.add(node.id)
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            mode = node.args[0].value if node.args and isinstance(node.args[0], ast.Constant) else ""
+            is_write = node.func.attr == "open" and isinstance(mode, str) and set(mode) & set("wax+")
+            # Of Path it has one argument, of str two.
+            is_replace = node.func.attr == "replace" and len(node.args) == 1 and not node.keywords
+            found |= {node.func.attr} if is_write or is_replace else set()
+    return found
+
+
+def _is_collections(node: ast.Attribute) -> bool:
+    """`remove` of a list or of the driver, not of os."""
+    return node.attr == "remove" and not (isinstance(node.value, ast.Name) and node.value.id == "os")

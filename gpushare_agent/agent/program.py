@@ -123,7 +123,7 @@ async def run(settings: Settings, *, reload: Reload) -> int:
     # Both patch h2 for the process; connections that are made before would keep 107 bytes for each of 65,536 streams.
     shorten_frame_texts()
     bound_closed_streams()
-    # Each container may hold 64 connections on its socket: 16 hostile ones would use up the usual soft limit of 1,024.
+    # Each container may have 64 connections on its socket.
     soft, hard = raise_open_files_limit()
     log.debug("open_files", most=soft, hard=hard)
     signals, configuration = _Signals(), NodeConfiguration(reload)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import gc
-import json
 import os
 import signal
 import socket
@@ -25,6 +24,7 @@ import structlog
 from msgspec import Struct
 from pydantic import ValidationError
 
+from gpushare_agent.core.kit.json_schema import loaded
 from gpushare_agent.core.kit.process import sd_notify
 from gpushare_agent.core.kit.regular_file import read_regular
 from gpushare_agent.core.kit.supervision import forever, stop_task, wait_for
@@ -33,7 +33,7 @@ from gpushare_agent.core.kube.configuration import SERVICE_ACCOUNT
 from gpushare_agent.core.kube.events import EventRecorder
 from gpushare_agent.core.kube.informer import Informer
 from gpushare_agent.core.kube.objects import OwnerReference
-from gpushare_agent.core.model.errors import StartupError, Unavailable
+from gpushare_agent.core.model.errors import Corrupt, StartupError, Unavailable
 from gpushare_agent.core.settings.former_flags import ADMISSION_FIELDS
 from gpushare_agent.core.settings.resource_names import resource_names
 from gpushare_agent.core.settings.sections import ExtenderSettings
@@ -279,9 +279,9 @@ def read_admission_config(path: Path) -> dict[str, str]:
     if len(content) > ADMISSION_CONFIG_BYTES:
         raise StartupError(f"{what}: it is longer than {ADMISSION_CONFIG_BYTES} bytes")
     try:
-        raw: object = json.loads(content)
-    except (ValueError, RecursionError) as e:
-        raise StartupError(f"{what}: it is no JSON ({e})") from e
+        raw = loaded(content)
+    except Corrupt as e:
+        raise StartupError(f"{what}: {e}") from e
     if not isinstance(raw, dict):
         raise StartupError(f"{what}: it is no JSON object")
     found = {}

@@ -72,7 +72,9 @@ async def open_agent_client(url: str, *, timeout_s: float = TIMEOUT_S) -> AsyncI
     """For the agent's own address. Connects on first use."""
     import aiohttp
 
-    async with aiohttp.ClientSession(headers={"Accept": "application/json"}) as session:
+    # As a browser does for an address that a person typed: the agent is served so by any name (core/web/debug_guard.py).
+    headers = {"Accept": "application/json", "Sec-Fetch-Site": "none"}
+    async with aiohttp.ClientSession(headers=headers) as session:
         yield AgentClient(url, partial(_get, session, url, timeout_s))
 
 

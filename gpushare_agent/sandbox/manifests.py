@@ -15,6 +15,7 @@ from typing import Any
 import yaml
 from msgspec import Struct
 
+from gpushare_agent.core.kit.shallow_yaml import ShallowLoader
 from gpushare_agent.core.model.errors import Rejected
 from gpushare_agent.sandbox.api.kinds import APPLIED_KINDS
 from gpushare_agent.sandbox.api.validation import completed, unknown_fields
@@ -109,7 +110,7 @@ def _text(file: Path) -> str:
 def parse_manifests(text: str, origin: str) -> list[Manifest]:
     """The Pods of a YAML text; documents of kind List are taken apart. Raises ManifestError."""
     try:
-        documents = list(yaml.safe_load_all(text))
+        documents = list(yaml.load_all(text, ShallowLoader))
     except RecursionError as error:
         raise ManifestError(f"{origin}: is nested too deeply") from error
     except yaml.YAMLError as error:

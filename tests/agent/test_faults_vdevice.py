@@ -20,7 +20,6 @@ from typing import Any
 import pytest
 from grpclib import GRPCError
 
-from gpushare_agent.agent.isolation.directories import ASIDE_NAME
 from gpushare_agent.core.formats.vdevice import VDeviceConfig, decode_config, decode_pids
 from gpushare_agent.sandbox.kubelet.container_config import HOST_IMAGE
 from gpushare_agent.sandbox.node import EmbeddedNode
@@ -192,7 +191,7 @@ async def wait_cleaned(root: Path, live: set[str]) -> None:
     """The agent removes directories of pods that are gone every 5 s."""
     async with asyncio.timeout(LOADED_S):
         while True:
-            if {path.name for path in root.iterdir()} - {ASIDE_NAME} == live and not any(root.glob(f"{ASIDE_NAME}/*")):
+            if {path.name for path in root.iterdir()} == live:
                 return
             await asyncio.sleep(0.05)
 

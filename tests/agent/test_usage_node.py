@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import struct
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -14,6 +15,7 @@ import pytest
 from aiohttp import ClientSession
 from prometheus_client.parser import text_string_to_metric_families
 
+from gpushare_agent.core.kit.sockets import is_served
 from gpushare_agent.core.model.allocations import ContainerKey
 from gpushare_agent.core.model.names import PodUid
 from gpushare_agent.core.model.usage import UsageRound
@@ -21,6 +23,7 @@ from gpushare_agent.sandbox.node import EmbeddedNode
 from tests.agent.support_agent import (
     DEADLINE_S,
     InnerAgent,
+    calls_of,
     gpus_of,
     open_agent,
     poll_until,
@@ -28,7 +31,8 @@ from tests.agent.support_agent import (
     wait_running,
     wait_until,
 )
-from tests.sandbox.support_sandbox import container, open_test_node, pod, wait_gone
+from tests.isolation.support_tenant import SlowFiles
+from tests.sandbox.support_sandbox import container, kill_container, open_test_node, pod, wait_gone
 
 MIB = 1024 * 1024
 FAST = ("--sample-period-s=0.05", "--usage.idle-period-s=0")
@@ -243,3 +247,27 @@ async def test_of_two_shares_that_compute_on_a_gpu_each_is_shown_with_what_it_pa
         await wait_shown("ab", {"a": ([0.3], {"library"}), "b": ([0.6], {"library"})})
         put_usage(node, {"pid": pids_of(node, "a")[0], "gpu": 0, "sm": 0.4, "memory_bytes": MIB})
         await wait_shown("a", {"a": ([0.4], {"driver"}), "b": ([0.0], {"driver"})})
+
+
+async def test_five_pods_start_while_the_file_of_another_is_shortened(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And its own container starts again, with new files and a socket that is served."""
+    async with open_test_node() as node, open_agent(node, *FAST, "--isolation=gpushare") as agent:
+        node.api.create_pod(pod("hostile", container(cores=10, blocks=2)))
+        await wait_running(node, "hostile")
+        directory = agent.parts.node.settings.virtual_manager.path / key_of(node, "hostile").pod_uid / "main"
+        former = (directory / "usage").stat().st_ino
+        slow = SlowFiles(monkeypatch)
+        try:
+            os.truncate(directory / "usage", 1 << 20)
+            await poll_until(lambda: bool(slow.slow), "the file being shortened")
+            for number in range(5):
+                node.api.create_pod(pod(f"other{number}", container(cores=10, blocks=2)))
+            await wait_running(node, *(f"other{number}" for number in range(5)))
+            kill_container(node, "default", "hostile", "main")
+            await wait_until(node, lambda: len(calls_of(node, "hostile", "PreStartContainer")) == 2, "the restart")
+            assert not calls_of(node, "hostile", "PreStartContainer")[-1].error
+            assert (directory / "usage").stat().st_ino != former and is_served(directory / "vcuda.sock")
+            # The thread that removes what was put aside may wait for it.
+            assert set(slow.waited) <= {"unlink usage"}
+        finally:
+            slow.release()

@@ -13,6 +13,8 @@ import pytest
 import yaml
 
 from gpushare_agent.commands import COMMANDS, main
+from gpushare_agent.core.cli.command_line import Form
+from gpushare_agent.core.cli.render_text import print_report
 from gpushare_agent.core.kit.logs import write_stderr
 from tests.cli.support_cli import agent_answers, busy_node, decision
 from tests.fakes.api_server import json_server
@@ -149,3 +151,28 @@ def test_a_stream_of_texts_has_no_encoding(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(sys, "stdout", stream)
     assert main(["config", "-o", "json"], {"GPUSHARE_VOLUME_CONFIG": "/日本"}) == 0
     assert "/日本" in stream.getvalue()
+
+
+UNSEEN = [
+    *map(chr, range(1, 9)), "\x0b", "\x1b]0;x\x07", "\x7f", *map(chr, range(0x80, 0xA0)), "\xad", "\u200b", "\u200e",
+    "\u2028", "\u2029", *map(chr, range(0x202A, 0x202F)), *map(chr, range(0x2066, 0x206A)), "\ufeff",
+    "\ue000", "\U000e0001", "\ud800",
+]  # fmt: skip
+"""Of Unicode's controls, and of what turns or hides text."""
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", *ENCODINGS])
+@pytest.mark.parametrize("form", ["json", "yaml"])
+def test_no_document_has_what_a_terminal_obeys(form: Form, encoding: str) -> None:
+    """It is escaped, also in names, and is the same when it is read again; other letters are as they were."""
+    document = {
+        "texts": [*UNSEEN, *(f"a{one}b: {one}" for one in UNSEEN), "".join(UNSEEN) * 3, "Zoë 日本 😀", "1\n2", "- yes"],
+        **{f"name{one}": one for one in UNSEEN},
+        "long" * 40 + UNSEEN[-1]: None,
+    }  # fmt: skip
+    with printing(encoding) as output:
+        print_report(form, document, "")
+        text = output.text()
+    assert not [one for one in text if not one.isprintable() and one not in "\n\t"]
+    assert (json.loads(text) if form == "json" else yaml.safe_load(text)) == document
+    assert encoding != "utf-8" or "Zoë 日本 😀" in text

@@ -38,6 +38,20 @@ def _events(counted: Counted, **others: Any) -> PodEvents:
     return PodEvents(NODE, count=counted.note, backoff=FAST, interval_s=0.001, **others)
 
 
+async def test_an_event_has_no_letter_that_a_terminal_obeys() -> None:
+    """A reason may quote what a tenant has written."""
+    counted = Counted()
+    events = _events(counted)
+    events.warned(pod("a"), "AnnotationIgnored", "it is a\x1b[2J\x9b\u202eb\nand 日本")
+    async with (
+        fake_api(others=[answers(201, {})]) as server,
+        opened(server.url) as api,
+        running(lambda: events.run(api)),
+    ):
+        await counted.wait(1)
+    assert server.seen[0].body["message"] == "it is a\\u001b[2J\\u009b\\u202eb\nand 日本"
+
+
 async def test_a_refusal_becomes_a_warning_on_the_pod() -> None:
     """Reason, advice and the pod's identity are in the Event."""
     counted = Counted()

@@ -33,6 +33,8 @@ class Pods(Handler):
         labels = pod.meta.labels
         if "bad" in labels:
             raise Corrupt("on request")
+        if "odd" in labels:
+            raise UnicodeEncodeError("utf-8", "\ud800", 0, 1, "no error of ours")
         if "dull" in labels:
             return False
         self.nodes[self.key(raw)] = pod.spec.node_name or ""
@@ -135,7 +137,7 @@ async def test_refresh_waits_for_a_server_that_is_away() -> None:
 
 async def test_an_unreadable_object_keeps_its_last_readable_state() -> None:
     """It is counted, does not stop the others, and a list does not remove what it cannot read."""
-    pods_there = [*five(), labelled("worse", "bad")]
+    pods_there = [*five(), labelled("worse", "bad"), labelled("odd", "odd")]
     async with fake_cluster(pods=pods_there) as cluster, informing(cluster) as (informer, pods, metrics):
         await eventually(lambda: informer.has_listed)
         assert len(pods.nodes) == 5

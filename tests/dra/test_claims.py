@@ -105,10 +105,26 @@ async def test_an_unreadable_record_stops_no_other(tmp_path: Path, content: str)
     driver = Driver(tmp_path, raw_claim(result()), raw_claim(result(index=1), number=2))
     await prepared(driver), await prepared(driver, 2)
     (tmp_path / "records" / f"{uid_of(1)}.json").write_text(content)
+    (tmp_path / "records.last" / f"{uid_of(1)}.json").write_text(content)
     (tmp_path / "records" / "notes.txt").write_text("a person's")
     driver.claims = driver.new_claims()
     await driver.claims.restore()
     assert driver.claims.prepared.keys() == {uid_of(2)}
+
+
+async def test_the_copy_of_an_unreadable_record_counts(tmp_path: Path) -> None:
+    """Its GPU would else be free for others while its pod runs. An agent without copies may have written the record."""
+    driver = Driver(tmp_path, raw_claim(result()))
+    first = await prepared(driver)
+    (tmp_path / "records.last" / f"{uid_of(1)}.json").unlink()
+    for damage in (None, "[", '{"version": 1, "claim": 7}'):
+        if damage is not None:
+            (tmp_path / "records" / f"{uid_of(1)}.json").write_text(damage)
+        driver.claims = driver.new_claims()
+        await driver.claims.restore()
+        assert driver.claims.prepared == {first.ref.uid: first}
+    await driver.claims.unprepare(ref_of())
+    assert driver.records() == [] and not any((tmp_path / "records.last").iterdir())
 
 
 async def test_a_record_of_a_newer_agent_is_read(tmp_path: Path) -> None:

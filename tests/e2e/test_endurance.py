@@ -89,7 +89,7 @@ HOSTILE = {
 }
 FOREIGN_ISOLATION = {"tencent.com/gpu-isolation": "none"}
 """For which a pod is rejected."""
-LEFT = """ls -d /etc/gpu-manager/vm/*-*/ /etc/gpu-manager/vm/removed/* /var/run/cdi/gpushare-agent-claim-* \
+LEFT = """ls -d /etc/gpu-manager/vm/*-*/ /etc/gpu-manager/vm/.removed-* /var/run/cdi/gpushare-agent-claim-* \
 /var/lib/gpushare-agent/claims/* 2>/dev/null || true"""
 """Directories of pods, also those that are set aside, and what is kept of claims."""
 

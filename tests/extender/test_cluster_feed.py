@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 
 import pytest
@@ -17,12 +18,13 @@ from tests.extender.support_extender import (
     POOL_LABEL,
     eventually,
     fake_cluster,
+    put_quota,
     raw_node,
     raw_pod,
     running_extender,
 )
 from tests.fakes.api_server import Raw
-from tests.support_json import undecoded
+from tests.support_json import HOSTILE, undecoded
 
 
 @dataclass
@@ -68,6 +70,40 @@ def test_a_pod_without_gpus_takes_cpu_of_its_node_until_it_is_gone(feeding: Feed
     feeding.pods.list_begins()
     feeding.pods.list_ended([], ["uid-b"], "7")
     assert ledger.free.cpu_milli == 0
+
+
+async def test_no_text_of_an_object_ends_the_extender() -> None:
+    """Annotations of nodes and pods and the quota, each with what makes parsers fail, in the first lists and in changes."""
+    texts = [content.decode("utf-8", "replace") for content in HOSTILE.values()]
+    names = ("gpus", "allocations")
+    nodes = [raw_node(f"n{i}") for i in range(2 * len(texts))]
+    for number, node in enumerate(nodes):
+        node["metadata"]["annotations"][f"gpushare-agent/{names[number % 2]}"] = texts[number // 2]
+    odd = raw_node("odd")
+    gpus = json.loads(odd["metadata"]["annotations"]["gpushare-agent/gpus"])
+    gpus["gpus"][0] |= dict.fromkeys(("uuid", "name", "cordoned", "reason"), "\ud800\x1b\u202e") | {"links": ["\udfff"]}
+    odd["metadata"]["annotations"]["gpushare-agent/gpus"] = json.dumps(gpus)
+    pods = [raw_pod(f"p{i}", (10, 1)) for i in range(len(texts))]
+    for pod, text in zip(pods, texts, strict=True):
+        keys = ("tencent.com/predicate-gpu-idx-0", "gpushare-agent/resize", "tencent.com/vcuda-core-limit")
+        pod["metadata"]["annotations"] = dict.fromkeys((*keys, "ALIYUN_COM_GPU_MEM_IDX"), text)
+    async with fake_cluster(raw_node("good"), odd, *nodes, pods=pods) as cluster, running_extender(cluster) as asker:
+        put_quota(cluster, "{}")
+        for text in texts:
+            put_quota(cluster, text)
+            changed = raw_node("n0")
+            changed["metadata"]["annotations"]["gpushare-agent/gpus"] = text
+            cluster.put("nodes", changed)
+        cluster.put("nodes", raw_node("late"))
+        await eventually(lambda: asker.parts.state.node_ledger("late") is not None)
+        every = [*(node["metadata"]["name"] for node in nodes), "odd", "good", "late"]
+        waiting = raw_pod("waiting", (30, 4))
+        cluster.put("pods", waiting)
+        assert {"good", "late"} <= set((await asker.filter(waiting, every))["NodeNames"])
+        for path in ("/debug/state", "/gpushare-scheduler/inspect", "/gpushare-scheduler/inspect/odd", "/metrics"):
+            assert (await asker.get(path))[0] == 200
+        assert await asker.bind(waiting, "good") == ""
+        assert not any(informer.lost for informer in asker.parts.informers)
 
 
 async def test_a_pod_that_only_the_binder_knew_is_forgotten_after_a_list() -> None:

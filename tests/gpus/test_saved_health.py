@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import os
 import stat
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from structlog.testing import capture_logs
 
 from gpushare_agent.agent.gpus.saved_health import BOOT_ID, HealthStateFile
-from gpushare_agent.core.kit.state_file import MAX_BYTES
+from gpushare_agent.core.kit.state_file import IS_COPY, MAX_BYTES
 from gpushare_agent.core.model.errors import Unavailable
 from gpushare_agent.core.model.gpu_health import NOTHING_SAVED, SavedHealth
 from gpushare_agent.core.model.names import GpuUuid
@@ -28,12 +29,12 @@ def boot(tmp_path: Path) -> Path:
 
 
 async def test_what_is_saved_is_loaded_again(tmp_path: Path, boot: Path) -> None:
-    """Its directory is made; the file is root's alone; no other file is left."""
+    """Its directory is made; the file is root's alone; but for the copy no other file is left."""
     path = tmp_path / "new" / "deeper" / "health.json"
     await HealthStateFile(path, boot_id=boot).save(SAVED)
     assert await HealthStateFile(path, boot_id=boot).load() == SAVED
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    assert os.listdir(path.parent) == ["health.json"]
+    assert sorted(os.listdir(path.parent)) == ["health.json", "health.json.last"]
     assert json.loads(path.read_text()) == {
         "version": 1,
         "boot_id": "boot-1",
@@ -103,14 +104,56 @@ async def test_a_file_that_is_not_the_format_is_set_aside_for_a_person(
     assert await file.load() == SAVED
 
 
+@pytest.mark.parametrize("is_read_before", [False, True])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda text: text.replace(b'"version": 1', b'"version": 2'),
+        lambda text: text[:40] + bytes([text[40] ^ 0x80]) + text[41:],
+        lambda text: text.replace(b"{", b"[", 1),
+        lambda text: text[:-20],
+        lambda text: b"",
+        lambda text: bytes(len(text)),
+        lambda text: text.replace(b'"cordoned"', b'"\\ud800"').replace(b'"GPU', b'"\\ud800GPU'),
+    ],
+    ids=["version", "bit", "bracket", "cut", "empty", "zeros", "half a pair"],
+)
+async def test_the_last_good_copy_counts_for_a_damaged_file(
+    tmp_path: Path, boot: Path, damage: Callable[[bytes], bytes], is_read_before: bool
+) -> None:
+    """Also of a file that an agent without copies has written, once it was read. It is said, and the damaged one kept."""
+    path, copy = tmp_path / "health.json", tmp_path / "health.json.last"
+    file = HealthStateFile(path, boot_id=boot)
+    await file.save(SAVED)
+    good = path.read_bytes()
+    if is_read_before:
+        copy.unlink()
+        assert await file.load() == SAVED
+    path.write_bytes(damage(good))
+    with capture_logs() as logs:
+        assert await HealthStateFile(path, boot_id=boot).load() == SAVED
+    assert [(line["event"], line["then"]) for line in logs] == [("health_state_corrupt", IS_COPY)]
+    assert (tmp_path / "health.json.corrupt").read_bytes() == damage(good) and path.read_bytes() == good
+    assert sorted(one.name for one in tmp_path.iterdir() if one.name.startswith("health")) == [
+        "health.json", "health.json.corrupt", "health.json.last"
+    ]  # fmt: skip
+    path.unlink()  # by an operator, who wants nothing of it
+    assert await file.load() == NOTHING_SAVED
+
+
 @pytest.mark.parametrize("mode", [0o620, 0o602, 0o666])
 async def test_a_file_that_others_may_write_is_not_believed(tmp_path: Path, boot: Path, mode: int) -> None:
-    """Whoever may write it could cordon every GPU of the node: it is set aside, with the reason and the cure in the log."""
+    """Whoever may write it could cordon every GPU of the node: it is set aside, with the reason and the cure in the log, and
+    the agent's own copy counts."""
     path = tmp_path / "health.json"
     file = HealthStateFile(path, boot_id=boot)
     await file.save(SAVED)
     path.chmod(mode)
     with capture_logs() as logs:
+        assert await file.load() == SAVED
+    (tmp_path / "health.json.last").chmod(mode)
+    path.chmod(mode)
+    with capture_logs():
         assert await file.load() == NOTHING_SAVED
     assert f"mode {mode:04o}" in logs[0]["why"] and "chmod go-w" in logs[0]["why"]
     assert (tmp_path / "health.json.corrupt").exists()
@@ -124,12 +167,14 @@ async def test_a_file_of_another_user_is_not_believed(tmp_path: Path, boot: Path
     await file.save(SAVED)
     os.chown(path, 1000, 1000)
     with capture_logs() as logs:
-        assert await file.load() == NOTHING_SAVED
+        assert await file.load() == SAVED
     assert "UID 1000" in logs[0]["why"] and "chown root" in logs[0]["why"]
     await file.save(SAVED)
     path.rename(tmp_path / "elsewhere")
     path.symlink_to(tmp_path / "elsewhere")
-    assert await file.load() == NOTHING_SAVED
+    with capture_logs():
+        assert await file.load() == SAVED
+    assert path.is_file() and not path.is_symlink()
 
 
 @pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo])

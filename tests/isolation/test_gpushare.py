@@ -403,14 +403,14 @@ def test_what_a_tenant_makes_of_its_region_harms_nobody(world: World, attack: Ca
 
 @pytest.mark.parametrize("attack", ["lease", "mode"])
 def test_a_region_that_cannot_be_opened_is_tried_again(world: World, attack: str) -> None:
-    """A lease of the tenant's would keep an open waiting for 45 s; without permissions it is refused where the agent has no
+    """A lease to write would keep an open waiting for 45 s; without permissions it is refused where the agent has no
     capability, as in its DaemonSet. Limits are written all the same, and the next start has a file of its own."""
     world.files.prepare(KEY)
     path = world.path / USAGE_NAME
-    with path.open("rb") as file:
+    with path.open("r+b") as file:
         if attack == "lease":
             signal.signal(signal.SIGIO, signal.SIG_IGN)  # by which the kernel tells the holder
-            fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_RDLCK)
+            fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_WRLCK)
         else:
             path.chmod(0)
         began = time.monotonic()
@@ -465,19 +465,24 @@ def test_a_config_that_was_cut_on_the_host_is_not_written_and_said_once(world: W
     assert struct.unpack_from("Q", world.config(), 512 + 72) == (3,)
 
 
-def test_a_start_leaves_the_vdevice_files_and_puts_what_the_tenant_wrote_aside(world: World) -> None:
-    """So does the end of the pod: what a tenant has written may take the kernel half a minute to free."""
+def test_a_start_and_the_end_of_a_pod_put_directories_with_a_tenants_file_aside(world: World) -> None:
+    """What a tenant has written may take the kernel half a minute to free. The first start keeps the vDevice files."""
     vdevice = VDeviceFiles(world.files.containers)
     vdevice.prepare(KEY)
     sock, identity = vdevice.bind_socket(KEY)
     sock.close()
     vdevice.write(KEY, pids=[7])
     world.files.prepare(KEY)
-    world.files.prepare(KEY)
-    assert vdevice.has_socket(KEY, identity) and len(vdevice.list_aside()) == 1
+    assert vdevice.has_socket(KEY, identity) and vdevice.list_aside() == ()
     assert sorted(path.name for path in world.path.iterdir()) == [CONFIG_NAME, "pids.config", USAGE_NAME, "vcuda.sock"]
+    world.files.prepare(KEY)
+    assert not vdevice.has_socket(KEY, identity) and len(vdevice.list_aside()) == 1
+    vdevice.prepare(KEY, pids=[])
+    assert sorted(path.name for path in world.path.iterdir()) == [CONFIG_NAME, "pids.config", USAGE_NAME]
     assert world.path.parent.stat().st_mode & 0o777 == 0o700
+    (world.files.containers / "removed/of-an-earlier-version").mkdir(parents=True)
     assert vdevice.remove_pod(UID) and vdevice.pod_names() == () and len(vdevice.list_aside()) == 2
+    assert "removed" in vdevice.list_aside()
     for name in vdevice.list_aside():
         vdevice.remove_aside(name)
     assert vdevice.list_aside() == ()

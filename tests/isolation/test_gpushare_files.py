@@ -17,6 +17,7 @@ from gpushare_agent.agent.isolation.gpushare.edits import LIBRARY_PATH
 from gpushare_agent.agent.isolation.gpushare.files import GpushareFiles
 from gpushare_agent.agent.isolation.gpushare.format import USAGE_BYTES, USAGE_NAME, GpuLimits, encode_usage
 from gpushare_agent.agent.isolation.gpushare.library import Library
+from gpushare_agent.agent.isolation.vdevice.files import VDeviceFiles
 from gpushare_agent.core.model.allocations import ContainerKey
 from gpushare_agent.core.model.errors import Corrupt, Rejected, StartupError, Unavailable
 from gpushare_agent.core.model.names import PodUid
@@ -249,6 +250,21 @@ def test_a_tenant_with_a_lease_on_its_file_does_not_keep_it_large(files: Gpushar
         finally:
             tenant.kill()
     assert files.oversized([KEY]) == [] and usage.read_bytes() == encode_usage()
+
+
+def test_a_file_that_another_container_of_the_pod_has_open_is_shortened_until_it_lets_go(files: GpushareFiles) -> None:
+    """It got the descriptor by a socket: without a name the file could grow unseen until the disk is full."""
+    files.prepare(KEY)
+    vdevice = VDeviceFiles(files.containers)
+    with usage_of(files).open("r+b") as passed_on:
+        files.prepare(KEY)
+        (aside,) = vdevice.list_aside()
+        for _ in range(2):
+            os.truncate(passed_on.fileno(), 1 << 30)
+            vdevice.remove_aside(aside)
+            assert os.fstat(passed_on.fileno()).st_size == USAGE_BYTES and vdevice.list_aside() == (aside,)
+    vdevice.remove_aside(aside)
+    assert vdevice.list_aside() == () and usage_of(files).is_file()
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, lambda path: Path(path).symlink_to("/etc/hostname")], ids=["pipe", "link"])

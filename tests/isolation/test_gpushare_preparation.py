@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -15,12 +16,14 @@ from gpushare_agent.agent.isolation.gpushare.files import GpushareFiles
 from gpushare_agent.agent.isolation.gpushare.format import USAGE_BYTES, USAGE_NAME, GpuLimits
 from gpushare_agent.agent.isolation.gpushare.library import Library
 from gpushare_agent.agent.isolation.gpushare.preparation import Preparation
+from gpushare_agent.agent.isolation.vdevice.files import VDeviceFiles
 from gpushare_agent.core.kit.supervision import forever, stop_task
 from gpushare_agent.core.model.allocations import Allocation, ContainerKey
 from gpushare_agent.core.model.errors import RefusalReason, Refused, Unavailable
 from gpushare_agent.core.model.names import PodUid
 from tests.agent.support_agent import poll_until
 from tests.isolation.support_library import fake_library
+from tests.isolation.support_tenant import SlowFiles
 from tests.support_core import allocation, container, ids, pod
 
 UID = PodUid("11111111-2222-3333-4444-555555555555")
@@ -133,6 +136,7 @@ async def test_a_disk_that_hangs_is_a_refusal_in_time(world: World, monkeypatch:
         assert isinstance(refused, Refused) and "no answer" in refused.detail
     finally:
         world.files.go_on.set()
+        await poll_until(lambda: world.files.prepared == 1, "the thread's end")
 
 
 async def test_no_start_waits_for_a_file_that_is_shortened(world: World) -> None:
@@ -153,6 +157,71 @@ async def test_no_start_waits_for_a_file_that_is_shortened(world: World) -> None
 
     await world.running(body)
     assert {one.launches for one in world.files.paid(OTHER)} == {0}
+
+
+async def test_nothing_that_others_wait_for_waits_for_a_file_that_is_shortened(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Five other containers start, its own starts again, its pod's directory is removed: a new file has its name each time.
+    What a thread of its own removes goes on when the kernel has done its work."""
+    others = [ContainerKey(PodUid(f"{number}" * 8 + UID[8:]), "cuda") for number in range(5, 10)]
+    for key in (OTHER, *others):
+        world.allocations[key] = replace(world.allocations[KEY], key=key)
+    vdevice = VDeviceFiles(world.files.containers)
+    assert await world.preparation.prepare([OTHER]) is None
+    usage = world.files.usage(OTHER)
+    with usage.open("ab") as file:
+        file.write(bytes(1 << 20))
+    former = usage.stat().st_ino
+    slow = SlowFiles(monkeypatch)
+
+    async def body() -> None:
+        await poll_until(lambda: bool(slow.slow), "a file being shortened")
+        for key in others:
+            assert await world.preparation.prepare([key]) is None
+        assert await world.preparation.prepare([OTHER]) is None
+        assert usage.stat().st_ino != former and world.files.paid(OTHER)
+        assert vdevice.remove_pod(OTHER.pod_uid)
+        assert await world.preparation.prepare([OTHER]) is None
+        assert slow.waited == []
+        async with asyncio.TaskGroup() as group:
+            group.create_task(asyncio.to_thread(remove_all, vdevice), name="removal")
+            await poll_until(lambda: slow.waited == [f"unlink {USAGE_NAME}"], "the removal of the file")
+            slow.release()
+
+    try:
+        await world.running(body)
+    finally:
+        slow.release()
+    assert vdevice.list_aside() == () and not slow.waited[1:]
+
+
+async def test_a_file_that_takes_long_to_shorten_delays_no_other(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its tenant could else keep the agent busy while another fills the disk."""
+    for key in (KEY, OTHER):
+        world.allocations[key] = replace(world.allocations[KEY], key=key)
+        assert await world.preparation.prepare([key]) is None
+    slow = SlowFiles(monkeypatch, most=1)
+
+    async def body() -> None:
+        os.truncate(world.files.usage(OTHER), USAGE_BYTES + 2)
+        await poll_until(lambda: bool(slow.slow), "a file being shortened")
+        for more in (1 << 20, 1 << 21):
+            os.truncate(world.files.usage(), USAGE_BYTES + more)
+            await poll_until(lambda: not world.files.oversized([KEY]), "the other is short")
+        assert world.files.oversized([OTHER])
+        slow.release()
+        await poll_until(lambda: not world.files.oversized([OTHER]), "it is short")
+
+    try:
+        await world.running(body)
+    finally:
+        slow.release()
+
+
+def remove_all(vdevice: VDeviceFiles) -> None:
+    for name in vdevice.list_aside():
+        vdevice.remove_aside(name)
 
 
 async def test_a_file_that_grows_again_and_again_is_logged_once(world: World) -> None:

@@ -19,10 +19,14 @@ from grpclib import GRPCError
 from grpclib.client import Channel
 from h2.events import PingAckReceived
 
-from gpushare_agent.agent.isolation.vdevice.server import HANDLING_COST_S, VDeviceLimits
-from gpushare_agent.core.kit.bounded_grpc import ServerLimits
+from gpushare_agent.agent.isolation.vdevice.files import VDeviceFiles
+from gpushare_agent.agent.isolation.vdevice.server import HANDLING_COST_S, VDeviceLimits, VDeviceServer
+from gpushare_agent.core.kit.bounded_grpc import ServerLimits, SharedBudget
+from gpushare_agent.core.model.allocations import ContainerKey
+from gpushare_agent.core.model.names import PodUid
 from gpushare_agent.core.wire.vcuda import VcudaServiceStub, VDeviceRequest
-from tests.isolation.support_vdevice import ID, KEY, OTHER, OTHER_ID, OTHER_POD, POD
+from tests.agent.support_agent import poll_until
+from tests.isolation.support_vdevice import ID, KEY, OTHER, OTHER_ID, OTHER_POD, POD, FakeNode, register
 from tests.isolation.support_vdevice_raw import (
     DEADLINE_S,
     ENDLESS,
@@ -359,3 +363,41 @@ async def test_a_stopped_server_has_let_go_of_hostile_connections(short_dir: Pat
             for client in (half, silent, hung):
                 await client.wait_closed_by_server()
     assert set(node.outside.codes) <= {"CANCELLED"}
+
+
+async def test_the_sockets_of_one_pod_and_of_many_leave_others_connections(short_dir: Path) -> None:
+    """A pod of 20 containers gets a sixteenth of the open files, all pods a quarter; every other one still registers."""
+    shared = SharedBudget(clock=asyncio.get_running_loop().time, open_files=1024)
+    files, outside = VDeviceFiles(short_dir), FakeNode()
+    crowd = [ContainerKey(PodUid(f"{number:08x}{POD[8:]}"), "cuda") for number in range(8)]
+    keys = [*(ContainerKey(POD, f"c{number}") for number in range(20)), *crowd, OTHER]
+    servers = []
+    for key in keys:
+        files.prepare(key)
+        outside.files = files
+        servers.append(VDeviceServer(key, outside, shared=shared))
+        await servers[-1].start()
+    opened: list[socket.socket] = []
+
+    def connect(key: ContainerKey) -> None:
+        opened.extend(connect_many(files.path(key) / "vcuda.sock", 64, OPENING))
+
+    try:
+        for key in keys[:20]:
+            await asyncio.to_thread(connect, key)
+        await poll_until(lambda: sum(server.connections for server in servers) == 64, "a sixteenth of the open files")
+        for key in crowd:
+            await asyncio.to_thread(connect, key)
+        await poll_until(lambda: sum(server.connections for server in servers) >= 256, "a quarter of them")
+        await register(files.path(OTHER) / "vcuda.sock", pod_uid=OTHER.pod_uid, name=OTHER.container)
+        assert sum(server.connections for server in servers) <= 256 + 4 * len(crowd)
+        for sock in opened:
+            sock.close()
+        await poll_until(lambda: not any(server.connections for server in servers), "their end")
+        await register(files.path(keys[0]) / "vcuda.sock", name=keys[0].container)
+    finally:
+        for sock in opened:
+            sock.close()
+        for server in servers:
+            await server.stop()
+    assert shared.admits(POD) and not shared._open

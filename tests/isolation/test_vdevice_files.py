@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import shutil
@@ -496,8 +497,10 @@ def test_a_directory_nested_too_deep_is_left_for_a_person(files: VDeviceFiles) -
     """Removal stops at a depth that the agent never builds, and reports it."""
     files.prepare(KEY)
     (files.path(KEY) / ID / "/".join("abcdefghijkl")).mkdir(parents=True)
+    assert files.remove_pod(POD)
+    (name,) = files.list_aside()
     with pytest.raises(Unavailable, match="nested deeper"):
-        files.remove_pod(POD)
+        files.remove_aside(name)
 
 
 @pytest.mark.parametrize("name", ["hostkey", "volumes/data", "cuda/libcuda.so", "cuda/.ssh"])
@@ -544,6 +547,33 @@ def test_a_write_that_is_cut_short_leaves_the_old_file_and_nothing_else(
         files.write(KEY, config=share_config())
     assert config.read_bytes() == b"old"
     assert sorted(p.name for p in config.parent.iterdir()) == ["pids.config", "vcuda.config"]
+
+
+@pytest.mark.parametrize(
+    ("number", "remedy"),
+    [
+        (errno.EMFILE, "raise LimitNOFILE"),
+        (errno.ENFILE, "fs.file-max"),
+        (errno.ENOSPC, "free space or inodes"),
+        (errno.EDQUOT, "quota"),
+        (errno.EROFS, "mounted read-only"),
+        (errno.EIO, "kernel's log"),
+        (errno.EACCES, "may write there (setting virtual_manager.path)"),
+    ],
+)
+def test_the_remedy_is_the_errors_own(
+    files: VDeviceFiles, monkeypatch: pytest.MonkeyPatch, number: int, remedy: str
+) -> None:
+    """Whoever has used up the open files cannot cure that by permissions, and the other way round."""
+
+    def refuse(*_: object, **__: object) -> int:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "open", refuse)
+    with pytest.raises(Unavailable) as raised:
+        files.prepare(KEY)
+    assert remedy in str(raised.value)
+    assert ("may write" in str(raised.value)) == (number == errno.EACCES)
 
 
 def test_a_root_that_cannot_be_written_is_unavailable_with_the_setting(short_dir: Path) -> None:

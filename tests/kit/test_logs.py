@@ -128,6 +128,26 @@ print(sorted(t.name for t in threading.enumerate()), len(logging.getLogger().han
     assert [json.loads(line)["event"] for line in err.splitlines()] == ["first", *["shown"] * 5]
 
 
+@pytest.mark.parametrize("form", ["json", "console"])
+async def test_no_text_of_a_tenant_moves_the_cursor_of_a_terminal(form: str) -> None:
+    """In no value, list or traceback."""
+    code = f"""
+setup_logging("info", {form!r})
+bad = "a\\x1b[2Jb\\x9bc\\u202ed\\r"
+log.warning(bad, detail=bad, several=[bad])
+try:
+    raise ValueError(bad)
+except ValueError:
+    log.exception("failed")
+logging.getLogger("other").warning("%s", bad)
+"""
+    async with running(code) as child:
+        _, err = await child.communicate()
+    text = err.decode()
+    assert "failed" in text and "ValueError" in text
+    assert not [one for one in text if not one.isprintable() and one not in "\n\t"]
+
+
 async def test_what_a_library_logs_for_each_input_does_not_fill_the_log() -> None:
     """asyncio at each attempt to accept, grpclib at each call that it cannot read: one line a minute is enough."""
     code = """

@@ -285,3 +285,70 @@ async def test_the_debug_pages_are_on_this_port() -> None:
         assert "  /debug/\n" in (await _get(f"{url}/"))[1]
     async with served() as url:
         assert (await _get(f"{url}/debug/pprof/"))[0] == 404
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        "127.0.0.1", "10.1.2.3:5678", "[::1]:5678", "[fd00::7]", "localhost:5678", "Node-1.Example.com:5678",
+        "node-1.example.com.", "gpu-1:5678", "gpushare-agent.kube-system.svc",
+        "gpushare-agent.kube-system.svc.cluster.local:5678",
+        "10-1-2-3.kube-system.pod.cluster.local", "page.localhost", None,
+    ],
+)  # fmt: skip
+async def test_an_address_a_nodes_name_and_a_services_are_served(host: str | None) -> None:
+    """Prometheus, the kubelet, kubectl port-forward and the API server's proxy use these; an old client sends no name."""
+    metrics = _metrics(allocation(key_of(1)))
+    async with served(metrics, node_name="node-1.example.com") as url:
+        port = int(url.rpartition(":")[2])
+        for path in ("/metrics", "/", "/healthz"):
+            assert await status_by(port, path, host) == 200
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        "evil.example", "evil.example:5678", "127.0.0.1.evil.example", "localhost.evil.example", "a.svc.evil.example",
+        "svc.cluster.local.evil.example", "node-1.example.com.evil.example", "node-1.example.com@evil.example", "1.2.3",
+        "[::1].evil.example", "evil.example#localhost", "a b", "",
+    ],
+)  # fmt: skip
+async def test_no_name_that_a_web_page_may_have_is_served(host: str) -> None:
+    """It may resolve to the node, and the browser of somebody in its network would show the page the answers as its own."""
+    async with served(_metrics(allocation(key_of(1))), node_name="node-1.example.com") as url:
+        port = int(url.rpartition(":")[2])
+        for path in ("/metrics", "/metric", "/", "/dashboard/app.js"):
+            assert await status_by(port, path, host) in (400, 404, 421)
+        assert await status_by(port, "/metrics", host) != 200
+        if host in ("evil.example", "a.svc.evil.example"):
+            assert await status_by(port, "/readyz", host) == 200
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ("X-Forwarded-Uri: /api/v1/namespaces/n/pods/http:p:5678/proxy/metrics\r\nAccept-Encoding: gzip\r\n", 200),
+        ("Sec-Fetch-Site: same-origin\r\n", 200),
+        ("Sec-Fetch-Site: none\r\nAccept-Encoding: gzip, deflate, br\r\n", 200),
+        ("X-Forwarded-Uri: /x/proxy/\r\nAccept-Encoding: gzip, deflate\r\n", 421),
+        ("X-Forwarded-Uri: /x/proxy/\r\nAccept-Encoding: gzip\r\nAccept-Encoding: Deflate\r\n", 421),
+        ("Sec-Fetch-Site: cross-site\r\n", 421),
+        ("Sec-Fetch-Site: none\r\nSec-Fetch-Site: cross-site\r\n", 421),
+        ("X-Forwarded-For: 10.0.0.1\r\nX-Forwarded-Host: localhost\r\nForwarded: host=localhost\r\n", 421),
+    ],
+)
+async def test_by_the_api_servers_name_a_proxy_and_a_browser_are_served(headers: str, status: int) -> None:
+    """A browser that comes by TLS or from its own machine: no script can send what tells."""
+    async with served(_metrics(allocation(key_of(1)))) as url:
+        assert await status_by(int(url.rpartition(":")[2]), "/metrics", "api.example.com", headers) == status
+
+
+async def status_by(port: int, path: str, host: str | None, headers: str = "") -> int:
+    line = headers + (f"Host: {host}\r\n" if host is not None else "")
+    version = "1.1" if host is not None else "1.0"
+    async with asyncio.timeout(DEADLINE_S):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(f"GET {path} HTTP/{version}\r\n{line}Connection: close\r\n\r\n".encode())
+        answer = await reader.read()
+        writer.close()
+    return int(answer.split()[1])

@@ -9,23 +9,27 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
+import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from gpushare_agent.agent.admission.resizing import ResizeFile
-from gpushare_agent.agent.delivery.cdi_files import CdiFiles
+from gpushare_agent.agent.delivery.cdi_files import CdiFiles, _NoSpecError, _spec
 from gpushare_agent.agent.delivery.device_nodes import read_extra_devices
 from gpushare_agent.agent.delivery.volume_config import read_volume_config
 from gpushare_agent.agent.dra.claim_files import ClaimFiles
 from gpushare_agent.agent.gpus.part import open_driver
 from gpushare_agent.agent.gpus.saved_health import HealthStateFile
 from gpushare_agent.agent.kubelet.records import read_checkpoint
+from gpushare_agent.core.kit.shallow_yaml import MAX_DEPTH
 from gpushare_agent.core.model.errors import AgentError
 from gpushare_agent.core.settings.node_configuration import NamedConfiguration
 from gpushare_agent.core.settings.nvidia_options import OPTIONS
 from gpushare_agent.core.settings.reference import all_keys
 from gpushare_agent.core.settings.settings import SettingsError, load_settings
 from gpushare_agent.core.settings.yaml import UnreadableYaml, parse_yaml
+from gpushare_agent.sandbox.manifests import ManifestError, parse_manifests
+from gpushare_agent.sandbox.runtime.cdi_resolver import _devices
 
 SEXAGESIMAL = "1:" * 600 + "1.0"
 """As YAML 1.1's float it is larger than any."""
@@ -133,6 +137,36 @@ def test_no_content_of_a_file_ends_the_agent_without_a_line_for_people(
         assert all(problem and "\n" not in problem for problem in error.problems)
     except AgentError as error:
         assert str(error)
+
+
+@pytest.mark.parametrize("piece", ["[", "{", "[{", "- ", "? ", "{a: ", "[\n"])
+def test_deep_nesting_is_refused_before_it_takes_long(piece: str, short_dir: Path) -> None:
+    """Each loader: of the settings, of CDI specs, of the sandbox's manifests. The scanner looks at few levels only."""
+    content = piece * (100_000 // len(piece))
+    deepest = 0
+
+    def looked(self: yaml.scanner.Scanner) -> None:
+        nonlocal deepest
+        deepest = max(deepest, self.flow_level)
+        real(self)
+
+    real = yaml.scanner.Scanner.stale_possible_simple_keys
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(yaml.scanner.Scanner, "stale_possible_simple_keys", looked)
+        with pytest.raises(UnreadableYaml, match="nested too deeply"):
+            parse_yaml(content.encode())
+        with pytest.raises(_NoSpecError, match="nested too deeply"):
+            _spec(content.encode(), is_json=False)
+        with pytest.raises(ManifestError, match="nested too deeply"):
+            parse_manifests(content, "x")
+        (short_dir / "x.yaml").write_text(content)
+        assert _devices(short_dir / "x.yaml") == {}
+    assert deepest <= MAX_DEPTH + 1
+
+
+def test_what_is_nested_as_deep_as_manifests_are_is_read() -> None:
+    depth = 80
+    assert parse_yaml(("a: " + "[" * depth + "]" * depth).encode())
 
 
 @pytest.mark.parametrize("name", ["settings.yaml", "node configuration", "configuration of NVIDIA's plugin"])

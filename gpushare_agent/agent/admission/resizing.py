@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn
 
 import structlog
-from msgspec import Meta, Struct, ValidationError, convert, field, to_builtins
+from msgspec import Meta, Struct, field, to_builtins
 
 from gpushare_agent.agent.admission.decisions.resize import (
     DesiredSize,
@@ -56,6 +56,7 @@ from gpushare_agent.agent.cluster.pod_annotations import PodAnnotations
 from gpushare_agent.agent.isolation import Isolation
 from gpushare_agent.agent.isolation.isolations import Isolations
 from gpushare_agent.agent.node import Node
+from gpushare_agent.core.kit.json_schema import converted
 from gpushare_agent.core.kit.state_file import StateFile
 from gpushare_agent.core.kit.supervision import Reconciler, ReportOnce
 from gpushare_agent.core.kube.events import PodEvents
@@ -108,27 +109,23 @@ class _Document(Struct, frozen=True, kw_only=True):
     shares: Annotated[Sequence[_Row], Meta(max_length=MAX_SHARES)]
 
 
+_LOST = "every share gets what the kubelet allocated; those whose pods ask for another size are resized again"
+
+
 class ResizeFile:
     def __init__(self, path: Path) -> None:
-        self._file = StateFile(path, "the resized shares", on_corrupt=_report_corrupt)
+        self._file = StateFile(
+            path, "the resized shares", on_corrupt=lambda **said: log.error("resize_state_corrupt", **said), lost=_LOST
+        )
 
     async def load(self) -> tuple[ResizedShare, ...]:
-        """What was saved; nothing where there is no file, or one that had to be set aside. Raises Unavailable."""
+        """What was saved; nothing where there is no file, nor a good copy of one that was set aside. Raises Unavailable."""
         return await self._file.load(_parsed, tuple)
 
     async def save(self, shares: Iterable[ResizedShare]) -> None:
         """Replaces the file, whole and on the disk when this returns. Raises Unavailable."""
         rows = [_row_of(share) for share in sorted(shares, key=lambda share: share.key)]
         await self._file.save(lambda: to_builtins(_Document(shares=rows)))
-
-
-def _report_corrupt(why: str, kept_as: Path) -> None:
-    log.error(
-        "resize_state_corrupt",
-        why=why,
-        kept_as=str(kept_as),
-        then="every share gets what the kubelet allocated; those whose pods ask for another size are resized again",
-    )
 
 
 def _row_of(share: ResizedShare) -> _Row:
@@ -149,10 +146,7 @@ def _row_of(share: ResizedShare) -> _Row:
 
 def _parsed(raw: Any) -> tuple[ResizedShare, ...]:
     """Raises Corrupt."""
-    try:
-        rows = convert(raw, _Document).shares
-    except ValidationError as e:
-        raise Corrupt(str(e)) from e
+    rows = converted(raw, _Document).shares
     found = {share.key: share for share in map(_share, rows)}
     if len(found) < len(rows):
         raise Corrupt("a container is in it twice")

@@ -21,7 +21,7 @@ import msgspec
 from msgspec import DecodeError, Meta, Struct, ValidationError, field
 
 from gpushare_agent.core.kit.directories import DIRECTORY_MODE, FILE_MODE, opened, replace_file, status_of
-from gpushare_agent.core.model.errors import Unavailable
+from gpushare_agent.core.model.errors import Unavailable, file_remedy
 from gpushare_agent.core.model.isolation import DEVICE_NAME, KIND, OWN_SPEC_NAME, SpecFile
 
 MAX_BYTES = 1024 * 1024
@@ -186,7 +186,8 @@ def _spec(content: bytes, *, is_json: bool) -> tuple[str, tuple[str, ...]]:
 
 
 def _refused(what: str, path: Path, error: OSError) -> Unavailable:
+    remedy = "make the directory writable, or choose another with --cdi.spec-directories, one that the runtime reads"
     return Unavailable(
         f"{what} the CDI spec {path} failed: {error.strerror or error}. Containers that get GPUs by CDI do not start"
-        " without it; make the directory writable, or choose another with --cdi.spec-directories, one that the runtime reads"
+        f" without it; {file_remedy(error, remedy)}"
     )

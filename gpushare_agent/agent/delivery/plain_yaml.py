@@ -6,8 +6,10 @@ from typing import Any
 
 import yaml
 
+from gpushare_agent.core.kit.shallow_yaml import ShallowScanner
 
-class _PlainLoader(yaml.BaseLoader):
+
+class _PlainLoader(ShallowScanner, yaml.BaseLoader):
     """No tags and no aliases, with which a few hundred bytes make gigabytes.
 
     The loader of pure Python: the one in C overflows its stack on deep nesting, which kills the process.

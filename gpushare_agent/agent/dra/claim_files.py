@@ -1,15 +1,17 @@
 """The files of prepared claims: the record of each, and the CDI spec that the runtime reads.
 
-    <state_directory>/claims/<claim UID>.json                  the agent's own record
+    <state_directory>/claims/<claim UID>.json                  the agent's own record, with a copy in claims.last/
     <cdi.spec_directories>/gpushare-agent-claim-<claim UID>.json   the CDI spec; gone after a reboot where it is on a tmpfs
 
 A record is versioned JSON; unknown fields are ignored, so that a newer agent's record is still read. One that cannot be
-read stays where it is and is reported: the claim is then prepared again. Every function blocks. State owned: the files.
+read stays where it is and is reported: its copy counts, else the claim is prepared again. Every function blocks. State
+owned: the files.
 """
 
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
 import structlog
@@ -21,7 +23,7 @@ from gpushare_agent.agent.isolation import ISOLATIONS
 from gpushare_agent.core.claims.claim import is_claim_uid
 from gpushare_agent.core.kit.directories import DIRECTORY, opened, read_content, replace_file
 from gpushare_agent.core.kit.json_schema import decoded
-from gpushare_agent.core.model.errors import Corrupt, Unavailable
+from gpushare_agent.core.model.errors import Corrupt, Unavailable, file_remedy
 
 log = structlog.get_logger(__name__)
 
@@ -33,6 +35,7 @@ _SPEC_PREFIX = "gpushare-agent-claim-"
 class ClaimFiles:
     def __init__(self, records: Path, specs: Path) -> None:
         self._records = records
+        self._copies = records.with_name(f"{records.name}.last")
         self._specs = specs
 
     def load(self) -> list[PreparedClaim]:
@@ -49,7 +52,9 @@ class ClaimFiles:
         """The spec, then the record: where the record is, everything is. Writes neither where it is there already. Raises
         Unavailable."""
         self.write_spec(claim)
-        self._write(self._records, f"{claim.ref.uid}.json", json.encode(_Record(claim=claim)) + b"\n", is_synced=True)
+        content = json.encode(_Record(claim=claim)) + b"\n"
+        self._write(self._records, f"{claim.ref.uid}.json", content, is_synced=True)
+        self._write(self._copies, f"{claim.ref.uid}.json", content)
 
     def write_spec(self, claim: PreparedClaim) -> None:
         """Where it is not there already. Raises Unavailable."""
@@ -59,7 +64,8 @@ class ClaimFiles:
         """Spec and record, in this order. Raises Unavailable."""
         # The record last: cut off between the two, the claim is still known and removed again.
         self.remove_spec(uid)
-        _remove(self._records / f"{uid}.json")
+        for directory in (self._copies, self._records):
+            _remove(directory / f"{uid}.json")
 
     def remove_spec(self, uid: str) -> None:
         """The record stays. Raises Unavailable."""
@@ -83,19 +89,24 @@ class ClaimFiles:
             with opened(directory, None, DIRECTORY & ~os.O_NOFOLLOW) as descriptor:
                 replace_file(descriptor, name, content, is_synced=is_synced)
         except OSError as e:
-            raise Unavailable(f"{directory / name} cannot be written: {e.strerror or e}") from e
+            remedy = file_remedy(e, f"check that the agent may write in {directory}")
+            raise Unavailable(f"{directory / name} cannot be written: {e.strerror or e}; {remedy}") from e
 
     def _load(self, uid: str) -> PreparedClaim | None:
-        path = self._records / f"{uid}.json"
-        try:
-            with opened(self._records, None, DIRECTORY & ~os.O_NOFOLLOW) as directory:
-                content = read_content(directory, path.name, MAX_RECORD_BYTES)
-            claim = _claim_of(content)
-        except (OSError, Corrupt) as e:
-            log.error("claim_record_unreadable", path=str(path), error=str(e), then="its claim is prepared again")
-            return None
-        # The file's name is what `remove` goes by: a record under another name would never end.
-        return claim if claim.ref.uid == uid else None
+        for place, then in ((self._records, "its copy is read"), (self._copies, "its claim is prepared again")):
+            path = place / f"{uid}.json"
+            try:
+                with opened(place, None, DIRECTORY & ~os.O_NOFOLLOW) as directory:
+                    content = read_content(directory, path.name, MAX_RECORD_BYTES)
+                claim = _claim_of(content)
+            except (OSError, Corrupt) as e:
+                log.error("claim_record_unreadable", path=str(path), error=str(e), then=then)
+                continue
+            with suppress(Unavailable):  # a full disk: what was read counts all the same
+                self._write(self._copies, path.name, content)
+            # The file's name is what `remove` goes by: a record under another name would never end.
+            return claim if claim.ref.uid == uid else None
+        return None
 
 
 def _remove(path: Path) -> None:

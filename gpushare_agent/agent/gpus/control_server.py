@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import asyncio
 import importlib
-import json
 import os
 import socket
 from collections.abc import Awaitable, Callable, Sequence
@@ -30,10 +29,11 @@ from msgspec.structs import replace
 
 from gpushare_agent.agent.gpus.inventory import GpuInventoryState
 from gpushare_agent.agent.gpus.saved_health import HealthStateWriter
+from gpushare_agent.core.kit.json_schema import loaded
 from gpushare_agent.core.kit.peer_credentials import peer_credentials
 from gpushare_agent.core.kit.sockets import FileIdentity, bind_unix_socket, file_identity, is_served, remove_socket
 from gpushare_agent.core.kit.supervision import retried, stop_task
-from gpushare_agent.core.model.errors import AgentError, Conflict, NotFound, Rejected, Unavailable
+from gpushare_agent.core.model.errors import AgentError, Conflict, Corrupt, NotFound, Rejected, Unavailable, file_remedy
 from gpushare_agent.core.model.gpu_health import GpuHealth, HealthState
 from gpushare_agent.core.model.gpus import Gpu
 
@@ -132,8 +132,8 @@ class ControlServer(Struct, eq=False):
             return listener, file_identity(self.path)
         except OSError as e:
             raise Unavailable(
-                f"the control socket {self.path} cannot be opened: {e.strerror or e}. {lost}: make its directory writable, "
-                "or choose another path with --control.socket"
+                f"the control socket {self.path} cannot be opened: {e.strerror or e}. {lost}: "
+                + file_remedy(e, "make its directory writable, or choose another path with --control.socket")
             ) from e
 
     def _answered(self, handle: Callable[[web.Request], Awaitable[dict[str, Any]]]) -> Handler:
@@ -216,9 +216,9 @@ def is_allowed(transport: asyncio.BaseTransport | None) -> bool:
 async def _body(request: web.Request) -> dict[str, Any]:
     content = await request.read()
     try:
-        raw = json.loads(content)
-    except (ValueError, RecursionError) as e:
-        raise Rejected(f"the request is no JSON: {e}") from e
+        raw = loaded(content)
+    except Corrupt as e:
+        raise Rejected(f"the request: {e}") from e
     if not isinstance(raw, dict):
         raise Rejected("the request is no JSON object")
     return raw

@@ -3,7 +3,7 @@
     {"version": 1, "boot_id": "…", "gpus": [{"uuid": "GPU-…", "cordoned": "why", "waits_for_reset": "what happened"}]}
 
 with one or both of the last two for each GPU, sorted by UUID. A reboot resets the GPUs: the waits of another boot are
-dropped, the cordons stay. A file that is not this format is set aside as `<name>.corrupt`. Every step is in a daemon
+dropped, the cordons stay. A file that is not this format is set aside as kit/state_file.py says. Every step is in a daemon
 thread and bounded in time. `HealthStateFile` owns the file; `HealthStateWriter`, which writes as soon as something
 changes, owns what is in it and why the last write failed.
 """
@@ -15,13 +15,14 @@ from pathlib import Path
 from typing import Annotated, Any, Final, Literal, NoReturn
 
 import structlog
-from msgspec import Meta, Struct, ValidationError, convert, to_builtins
+from msgspec import Meta, Struct, to_builtins
 
 from gpushare_agent.agent.gpus.inventory import GpuInventoryState
 from gpushare_agent.core.kit.backoff import Backoff
+from gpushare_agent.core.kit.json_schema import converted
 from gpushare_agent.core.kit.state_file import StateFile
 from gpushare_agent.core.kit.supervision import Reconciler, ReportOnce
-from gpushare_agent.core.model.errors import Corrupt, Unavailable
+from gpushare_agent.core.model.errors import Unavailable
 from gpushare_agent.core.model.gpu_health import NOTHING_SAVED, SavedHealth
 from gpushare_agent.core.model.gpus import GpuInventory
 from gpushare_agent.core.model.names import GpuUuid
@@ -35,6 +36,9 @@ MAX_TEXT_CHARS = 1024
 
 
 _Text = Annotated[str, Meta(max_length=MAX_TEXT_CHARS)]
+
+
+_LOST = "cordons and waits for a reset are forgotten; cordon the GPUs again that need it"
 
 
 class _Gpu(Struct, kw_only=True, omit_defaults=True):
@@ -54,10 +58,15 @@ class HealthStateFile:
 
     def __init__(self, path: Path, *, boot_id: Path = BOOT_ID) -> None:
         self._boot_id = boot_id
-        self._file = StateFile(path, "the GPUs' saved health", on_corrupt=_report_corrupt)
+        self._file = StateFile(
+            path,
+            "the GPUs' saved health",
+            on_corrupt=lambda **said: log.error("health_state_corrupt", **said),
+            lost=_LOST,
+        )
 
     async def load(self) -> SavedHealth:
-        """What was saved; nothing where there is no file, or one that had to be set aside. Raises Unavailable."""
+        """What was saved; nothing where there is no file, nor a good copy of one that was set aside. Raises Unavailable."""
         return await self._file.load(self._parsed, lambda: NOTHING_SAVED)
 
     async def save(self, saved: SavedHealth) -> None:
@@ -66,10 +75,8 @@ class HealthStateFile:
 
     def _parsed(self, raw: Any) -> SavedHealth:
         """Raises Corrupt."""
-        try:
-            document = convert(raw, _Document)
-        except ValidationError as e:
-            raise Corrupt(f"it is no object of version {VERSION} with a list of at most {MAX_GPUS} GPUs: {e}") from e
+        what = f"it is no object of version {VERSION} with a list of at most {MAX_GPUS} GPUs"
+        document = converted(raw, _Document, what)
         saved = SavedHealth(
             cordons={GpuUuid(gpu.uuid): gpu.cordoned for gpu in document.gpus if gpu.cordoned is not None},
             waits={GpuUuid(gpu.uuid): gpu.waits_for_reset for gpu in document.gpus if gpu.waits_for_reset is not None},
@@ -101,15 +108,6 @@ class HealthStateFile:
             return self._boot_id.read_text(encoding="ascii").strip()
         except (OSError, UnicodeDecodeError):
             return ""
-
-
-def _report_corrupt(why: str, kept_as: Path) -> None:
-    log.error(
-        "health_state_corrupt",
-        why=why,
-        kept_as=str(kept_as),
-        then="cordons and waits for a reset are forgotten; cordon the GPUs again that need it",
-    )
 
 
 def _cut(text: str | None) -> str | None:

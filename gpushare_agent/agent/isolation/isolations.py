@@ -93,8 +93,9 @@ class Isolations(Struct, frozen=True, kw_only=True):
         cache = self.host.node.cache
         keys = [key for key in keys if (found := cache.get(key)) is None or not found.started_by]
         # All before the answer: the other files are there when the kubelet calls again.
-        of_vdevices = await self.vdevices.prepare(keys) if self.vdevices is not None else None
         answers = {name: await part.prepare(keys) for name, part in self.parts.items()}
+        # Last: a part may have replaced a container's directory.
+        of_vdevices = await self.vdevices.prepare(keys) if self.vdevices is not None else None
         needed = {name for key in keys for name in self._needed(key)}
         for name in self.parts:
             refused = (of_vdevices if ISOLATIONS[name].mounts_vdevice else None) or answers[name]

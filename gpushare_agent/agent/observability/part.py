@@ -106,6 +106,7 @@ def build(
         web=WebServer(
             settings.web.addr,
             settings.web.port,
+            node_name=settings.node_name,
             metrics=metrics,
             ready=not_ready,
             needs_restart=needs_restart,

@@ -11,7 +11,6 @@ Format: protos/cri.proto; the labels are the kubelet's (k8s.io/kubernetes pkg/ku
 from __future__ import annotations
 
 import asyncio
-import json
 import re
 from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import asynccontextmanager
@@ -26,6 +25,7 @@ from msgspec import Struct
 
 from gpushare_agent.agent.runtime.node_probes import RUNTIME_SOCKETS
 from gpushare_agent.core.kit.grpc_client import RpcFailed, UnixChannel
+from gpushare_agent.core.kit.json_schema import loaded
 from gpushare_agent.core.kit.protobuf import MalformedMessageError
 from gpushare_agent.core.kit.supervision import bounded
 from gpushare_agent.core.model.errors import Corrupt, NotFound, Rejected, StartupError, Unavailable
@@ -247,8 +247,8 @@ _STATES = {0: RuntimeState.CREATED, 1: RuntimeState.RUNNING, 2: RuntimeState.EXI
 def _read_pid(info: dict[str, str]) -> int | None:
     """containerd and CRI-O put JSON with "pid" under "info"; cri-dockerd does not."""
     try:
-        raw = json.loads(info.get("info", "null"))
-    except (ValueError, RecursionError):
+        raw = loaded(info.get("info", "null"))
+    except Corrupt:
         return None
     pid = raw.get("pid") if isinstance(raw, dict) else None
     return pid if isinstance(pid, int) and not isinstance(pid, bool) and pid > 0 else None

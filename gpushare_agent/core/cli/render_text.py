@@ -19,6 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gpushare_agent.core.cli.command_line import Form
+from gpushare_agent.core.kit.logs import is_printable, printable
 from gpushare_agent.core.model.names import GIB
 from gpushare_agent.core.node_report.documents import Cores, Memory, ReportedGpu
 from gpushare_agent.core.node_report.reported import NO_REASON
@@ -63,14 +64,23 @@ def print_report(form: Form, document: Mapping[str, object], text: str) -> None:
     if form == "yaml":
         import yaml
 
+        class Dumper(yaml.SafeDumper):
+            def represent_str(self, data: str) -> yaml.ScalarNode:
+                # In double quotes alone YAML has escapes.
+                style = None if is_printable(data) else '"'
+                return self.represent_scalar("tag:yaml.org,2002:str", data, style)
+
+        Dumper.add_representer(str, Dumper.represent_str)
         # Through JSON, so that both forms have the same types: a Path or an enumeration is a text in each.
-        text = yaml.safe_dump(json.loads(text), sort_keys=False, allow_unicode=_prints_unicode()).rstrip("\n")
+        text = yaml.dump(json.loads(text), Dumper=Dumper, sort_keys=False, allow_unicode=_prints_unicode()).rstrip("\n")
+        text = printable(text, lambda letter: f"\\U{ord(letter):08x}")
     print(text)
 
 
 def as_json(value: object, *, indent: int | None = 2) -> str:
-    """The value as JSON; letters beyond ASCII are escaped where standard output may lack them."""
-    return json.dumps(value, indent=indent, ensure_ascii=not _prints_unicode())
+    """The value as JSON; letters beyond ASCII are escaped where standard output may lack them, and in any case those that
+    a terminal obeys."""
+    return printable(json.dumps(value, indent=indent, ensure_ascii=not _prints_unicode()))
 
 
 def _prints_unicode() -> bool:

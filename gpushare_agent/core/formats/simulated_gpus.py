@@ -22,12 +22,13 @@ from pathlib import Path
 from typing import Annotated, Generic, TypeVar
 
 import structlog
-from msgspec import DecodeError, Meta, Struct, field
+from msgspec import Meta, Struct, field
 from msgspec.json import Decoder, encode
 from msgspec.structs import replace
 
 from gpushare_agent.core.kit import regular_file
 from gpushare_agent.core.kit.daemon_thread import DaemonThread
+from gpushare_agent.core.kit.json_schema import UNREADABLE
 from gpushare_agent.core.kit.supervision import ReportOnce
 from gpushare_agent.core.model.gpu_health import GpuEventKind
 from gpushare_agent.core.model.gpus import Gpu
@@ -92,7 +93,7 @@ def _decoded(text: str, schema: Decoder[T]) -> T:
     """Raises ValueError, which names the field."""
     try:
         return schema.decode(text)
-    except DecodeError as error:
+    except UNREADABLE as error:
         raise ValueError(str(error)) from error
 
 

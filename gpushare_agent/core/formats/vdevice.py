@@ -31,7 +31,7 @@ from gpushare_agent.core.model.names import PodUid
 SOCKET_NAME = "vcuda.sock"
 CONFIG_NAME = "vcuda.config"
 PIDS_NAME = "pids.config"
-GPUSHARE_CONFIG_NAME, USAGE_NAME = "gpushare.config", "usage"
+GPUSHARE_CONFIG_NAME, USAGE_NAME, USAGE_BYTES = "gpushare.config", "usage", 131072
 """Only for isolation gpushare. The tenant writes `usage`."""
 
 CONFIG_BYTES = 8240

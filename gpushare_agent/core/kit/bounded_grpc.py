@@ -3,6 +3,7 @@
 | attack | bound |
 |---|---|
 | many connections, idle or half-open | `max_connections`, more are closed at accept; `idle_s` without a call cuts off |
+| the same on many sockets of a pod, or of many pods | a part of the process's open files, see `SharedBudget` |
 | connections opened and closed in a loop | charged as reading is; over its budget nothing of a socket is accepted |
 | floods of pings or settings | `bytes_per_s` for all connections of the socket together, read in small pieces |
 | whatever costs time (calls begun and reset, faults) | `busy_share` of a processor for a socket; `SharedBudget` for all |
@@ -19,6 +20,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
+from collections import Counter
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, cast
 
@@ -64,16 +66,43 @@ class ServerLimits(Struct, frozen=True, kw_only=True):
     busy_burst_s: float = 0.3
 
 
-class SharedBudget:
-    """The budget of all sockets together: the share of the processor that reading from them may take. A socket that has
-    kept within half of its own burst is not delayed by others."""
+_PART_OF_FILES, _PART_OF_OWNER = 4, 16
+_MOST_OF_OWNER, _LEAST_OF_OWNER = 512, 4
 
-    def __init__(self, *, busy_share: float = 0.2, busy_burst_s: float = 0.2, clock: Callable[[], float]) -> None:
+
+class SharedBudget:
+    """The budget of all sockets together: the share of the processor that reading from them may take, and the connections. A
+    socket that has kept within half of its own burst is not delayed by others.
+
+    Connections get a quarter of `open_files`, those of one owner with all its sockets a sixteenth. Where the quarter is used
+    up an owner may still have 4: others cannot keep it out."""
+
+    def __init__(
+        self,
+        *,
+        busy_share: float = 0.2,
+        busy_burst_s: float = 0.2,
+        clock: Callable[[], float],
+        open_files: int = 1 << 16,
+    ) -> None:
         self.busy = TokenBucket(rate=busy_share, burst=busy_burst_s, clock=clock)
+        self._open: Counter[str] = Counter()
+        self._most = open_files // _PART_OF_FILES
+        self._most_of_owner = min(_MOST_OF_OWNER, open_files // _PART_OF_OWNER)
+
+    def admits(self, owner: str) -> bool:
+        own = self._open[owner]
+        return own < self._most_of_owner and (self._open.total() < self._most or own < _LEAST_OF_OWNER)
+
+    def count(self, owner: str, change: int) -> None:
+        self._open[owner] += change
+        if not self._open[owner]:
+            del self._open[owner]
 
 
 class BoundedGrpcServer(GrpcServer):
-    """Serves `handlers` within `limits`. `fields` go into its log lines."""
+    """Serves `handlers` within `limits`. `fields` go into its log lines. `owner` is whom its connections count for in the
+    shared budget."""
 
     def __init__(
         self,
@@ -82,6 +111,7 @@ class BoundedGrpcServer(GrpcServer):
         limits: ServerLimits,
         fields: dict[str, str],
         shared: SharedBudget | None = None,
+        owner: str = "",
     ) -> None:
         super().__init__(handlers, max_request_bytes=limits.max_request_bytes)
         # grpclib's windows are 4 MiB by default: so much would be kept of each peer's requests.
@@ -92,6 +122,7 @@ class BoundedGrpcServer(GrpcServer):
         self._fields = fields
         clock = asyncio.get_running_loop().time
         self._shared = shared
+        self._owner = owner
         self._bytes = TokenBucket(rate=limits.bytes_per_s, burst=limits.byte_burst, clock=clock)
         self._busy = TokenBucket(rate=limits.busy_share, burst=limits.busy_burst_s, clock=clock)
         self._pause: asyncio.TimerHandle | None = None
@@ -107,13 +138,18 @@ class BoundedGrpcServer(GrpcServer):
         self.charge(0, time.thread_time() - started_at + _CONNECTION_COST_S)
 
     def _admitted(self) -> Connection | None:
-        if len(self.open) < self.limits.max_connections:
+        if len(self.open) < self.limits.max_connections and (self._shared is None or self._shared.admits(self._owner)):
+            self.count(1)
             return _Bounded(self)
         self._refused += 1
         if self._warnings.take():
             log.warning("grpc_connections_refused", refused=self._refused, open=len(self.open), **self._fields)
             self._refused = 0
         return None
+
+    def count(self, change: int) -> None:
+        if self._shared is not None:
+            self._shared.count(self._owner, change)
 
     def charge(self, nbytes: int, seconds: float) -> None:
         """Counts the cost of one reading or connection. A socket over its budget reads nothing and accepts nothing until
@@ -199,6 +235,7 @@ class _Bounded(Connection, asyncio.BufferedProtocol):
         if self._idle is not None:
             self._idle.cancel()
         super().connection_lost(exc)
+        self._server.count(-1)
         self._server.charge(0, time.thread_time() - started_at)
 
     def get_buffer(self, sizehint: int) -> bytearray:

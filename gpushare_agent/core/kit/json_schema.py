@@ -7,10 +7,11 @@ where it is right is a `Raw` field, read by one of the lenient readers here. No 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
-from msgspec import DecodeError, Raw, ValidationError
+from msgspec import Raw, ValidationError, convert
 from msgspec.json import Decoder
 
 from gpushare_agent.core.model.errors import Corrupt
@@ -22,6 +23,8 @@ NULL = Raw(b"null")
 """The value of a `Raw` field that its object lacks."""
 
 MOST_ENTRIES = 10_000
+UNREADABLE = (ValueError, TypeError, OverflowError, RecursionError, MemoryError)
+"""All that msgspec and json raise for content: for half a surrogate pair, deep nesting or 5,000 digits no DecodeError."""
 
 
 def decoded(decoder: Decoder[T], content: bytes | bytearray | Raw, where: str) -> T:
@@ -30,16 +33,32 @@ def decoded(decoder: Decoder[T], content: bytes | bytearray | Raw, where: str) -
         return decoder.decode(content)
     except ValidationError as e:
         raise Corrupt(f"{where}: {e}") from e
-    # msgspec raises RecursionError for JSON nested too deeply, no DecodeError.
-    except (DecodeError, UnicodeDecodeError, RecursionError) as e:
+    except UNREADABLE as e:
         raise Corrupt(f"{where}: is no JSON ({e})") from e
+
+
+def loaded(content: str | bytes) -> Any:
+    """JSON of any form, read by json: it takes half a surrogate pair in a text, and a GPU must not be lost because of its
+    name. Raises Corrupt."""
+    try:
+        return json.loads(content)
+    except UNREADABLE as e:
+        raise Corrupt(f"it is no JSON: {e}") from e
+
+
+def converted(raw: Any, schema: type[T], where: str = "") -> T:
+    """What `loaded` gave, read by the schema. Raises Corrupt: `where`, if it is given, then what is wrong."""
+    try:
+        return convert(raw, schema)
+    except UNREADABLE as e:
+        raise Corrupt(f"{where}: {e}" if where else str(e)) from e
 
 
 def decoded_or(decoder: Decoder[T], content: bytes | Raw, absent: Callable[[], D]) -> T | D:
     """The content, read by the schema; else the result of `absent`."""
     try:
         return decoder.decode(content)
-    except (DecodeError, UnicodeDecodeError, RecursionError):
+    except UNREADABLE:
         return absent()
 
 
@@ -62,7 +81,7 @@ class Entries(Generic[T]):
         try:
             # All at once, which is the rule; one by one only where an entry is wrong.
             return self._all.decode(content)[:MOST_ENTRIES]
-        except (DecodeError, UnicodeDecodeError, RecursionError):
+        except UNREADABLE:
             raws = decoded_or(_RAWS, content, list[Raw])[:MOST_ENTRIES]
             each = (decoded_or(self._one, raw, lambda: None) for raw in raws)
             return [one for one in each if one is not None]
@@ -87,7 +106,7 @@ def texts(content: Raw) -> dict[str, str]:
     try:
         # Labels are texts as a rule; the slow way below is for objects that no API server sends.
         return _TEXTS.decode(content)
-    except (DecodeError, UnicodeDecodeError, RecursionError):
+    except UNREADABLE:
         values = decoded_or(_VALUES, content, dict[str, object])
         return {name: value for name, value in values.items() if isinstance(value, str)}
 

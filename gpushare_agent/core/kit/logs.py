@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import atexit
 import io
+import json
 import logging
 import math
 import os
@@ -414,8 +415,42 @@ def _write_uncaught(kind: type[BaseException], error: BaseException, trace: Trac
     write_stderr("".join(traceback.format_exception(kind, error, trace)))
 
 
+def is_printable(text: str) -> bool:
+    """Whether a terminal shows all of it, and obeys none; line ends and tabs may be in it."""
+    return text.isprintable() or all(map(str.isprintable, text.replace("\t", "").split("\n")))
+
+
+def printable(text: str, escape: Callable[[str], str] | None = None) -> str:
+    """The text with escapes, by default JSON's, for control characters, letters that turn the direction of others, and what
+    is not seen."""
+    if is_printable(text):
+        return text
+    # By line: a document of a cluster has megabytes, and few letters to escape.
+    lines = text.split("\n")
+    for number, line in enumerate(lines):
+        if not is_printable(line):
+            lines[number] = "".join(one if is_printable(one) else (escape or _escaped)(one) for one in line)
+    return "\n".join(lines)
+
+
+def _escaped(letter: str) -> str:
+    # json leaves DEL as it is.
+    return json.dumps(letter)[1:-1] if letter > "\x7f" else f"\\u{ord(letter):04x}"
+
+
+def _printable_line(_logger: Any, _method: str, line: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+    """For the console: what a tenant has written must not move its cursor."""
+    return {name: printable(value) if isinstance(value, str) else value for name, value in line.items()}
+
+
+def _printable_traceback(out: TextIO, exc_info: Any) -> None:
+    text = io.StringIO()
+    structlog.dev.plain_traceback(text, exc_info)
+    out.write(printable(text.getvalue()))
+
+
 def _rendering(*, as_json: bool, colors: bool) -> list[Processor]:
     if not as_json:
-        return [structlog.dev.ConsoleRenderer(colors=colors, exception_formatter=structlog.dev.plain_traceback)]
+        return [_printable_line, structlog.dev.ConsoleRenderer(colors=colors, exception_formatter=_printable_traceback)]
     tracebacks = structlog.tracebacks.ExceptionDictTransformer(show_locals=False)
     return [structlog.processors.ExceptionRenderer(tracebacks), structlog.processors.JSONRenderer()]

@@ -32,8 +32,8 @@ def read_open_files_limit() -> tuple[int, int]:
 def raise_open_files_limit() -> tuple[int, int]:
     """Raises the soft limit to the hard one, at most to 65,536; it is never lowered. Returns both as they are then.
 
-    Every container with a share may open 64 connections on its vDevice socket, so the usual soft limit of 1,024 is used up
-    by sixteen hostile ones. It is that low for programs that call select(); the agent does not.
+    The usual soft limit of 1,024 is that low for programs that call select(), which the agent does not. Connections of
+    containers get a quarter of it (kit/bounded_grpc.py).
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     desired = min(_as_number(hard), ENOUGH_OPEN_FILES)

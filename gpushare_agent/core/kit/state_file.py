@@ -1,6 +1,7 @@
 """One small JSON file that outlives the agent: read whole and bounded, replaced whole and synced, set aside (as
-`<name>.corrupt`) where it is not what it should be or somebody else may have written it. Every step is in a daemon thread
-and bounded in time. Owns the file, no state in memory.
+`<name>.corrupt`) where it is not what it should be or somebody else may have written it: the copy that was last read or
+written, `<name>.last`, takes its place. Every step is in a daemon thread and bounded in time. Owns the files, no state in
+memory.
 """
 
 from __future__ import annotations
@@ -15,30 +16,35 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from gpushare_agent.core.kit.daemon_thread import DaemonThread
+from gpushare_agent.core.kit.json_schema import loaded
 from gpushare_agent.core.kit.regular_file import read_regular
-from gpushare_agent.core.model.errors import Corrupt, Unavailable
+from gpushare_agent.core.model.errors import Corrupt, Unavailable, file_remedy
 
 T = TypeVar("T")
 
 MAX_BYTES = 1 << 20
 READ_TIMEOUT_S = 2.0
 WRITE_TIMEOUT_S = 5.0
+IS_COPY = "the last good copy is used"
 _REMEDY = "if its content is right: chown root, chmod go-w, give it its name again, restart the agent"
 
 
 class StateFile:
-    """`what` names its content in errors. `on_corrupt` is called, in a thread, with why and the name that it has now."""
+    """`what` names its content in errors. `on_corrupt` is called, in a thread, with `why`, the name that it has now,
+    `kept_as`, and what follows, `then`: IS_COPY, or `lost` if there is no good copy."""
 
-    def __init__(self, path: Path, what: str, *, on_corrupt: Callable[[str, Path], None]) -> None:
+    def __init__(self, path: Path, what: str, *, on_corrupt: Callable[..., None], lost: str) -> None:
         self._path = path
+        self._copy = path.with_name(path.name + ".last")
+        self._lost = lost
         self._what = what
         self._on_corrupt = on_corrupt
         # Linux shows 15 characters of a thread's name.
         self._thread = DaemonThread(f"state of {what}"[:15], advice=f"Check the file system of {path}.")
 
     async def load(self, parse: Callable[[Any], T], empty: Callable[[], T]) -> T:
-        """The document, read by `parse`; `empty` where there is none or one that had to be set aside. `parse` runs
-        in a thread and raises Corrupt. Raises Unavailable."""
+        """The document, read by `parse`, or its last good copy; `empty` where there is none. `parse` runs in a thread and
+        raises Corrupt. Raises Unavailable."""
         what = f"reading {self._what} from {self._path}"
         return await self._thread.call(partial(self._load, parse, empty), what, READ_TIMEOUT_S)
 
@@ -50,38 +56,67 @@ class StateFile:
 
     def _load(self, parse: Callable[[Any], T], empty: Callable[[], T]) -> T:
         try:
-            content = _content(self._path)
             # In the thread, with the reading: a file of a mebibyte must not hold the loop.
-            return parse(_decoded(content)) if content is not None else empty()
+            if (found := _read(self._path, parse)) is None:
+                return empty()
+            self._keep_copy(found[0])
+            return found[1]
         except OSError as e:
             raise Unavailable(f"{self._path} cannot be read: {e.strerror or e}") from e
         # Set aside, not deleted and not overwritten: a person may find out what it was.
         except Corrupt as e:
-            self._set_aside(str(e))
-            return empty()
+            return self._from_copy(parse, empty, str(e))
 
-    def _set_aside(self, why: str) -> None:
+    def _keep_copy(self, content: bytes) -> None:
+        known = None
+        with suppress(OSError, Corrupt):
+            known = _content(self._copy)
+        if known != content:
+            with suppress(OSError):  # a full disk: what was read counts all the same
+                self._replace(self._copy, content)
+
+    def _from_copy(self, parse: Callable[[Any], T], empty: Callable[[], T], why: str) -> T:
         aside = self._path.with_name(self._path.name + ".corrupt")
+        copy = None
+        with suppress(OSError, Corrupt):
+            copy = _read(self._copy, parse)
         try:
             self._path.replace(aside)
+            if copy is not None:
+                self._replace(self._path, copy[0])
         except OSError as e:
             raise Unavailable(f"{self._path} is not usable ({why}) and cannot be set aside: {e.strerror}") from e
-        self._on_corrupt(why, aside)
+        self._on_corrupt(why=why, kept_as=str(aside), then=IS_COPY if copy is not None else self._lost)
+        return copy[1] if copy is not None else empty()
 
     def _save(self, document: dict[str, Any]) -> None:
         content = json.dumps(document, indent=2).encode() + b"\n"
-        # Next to the file, because a rename works only within one file system.
-        new = self._path.with_name(self._path.name + ".new")
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            _write_whole(new, content)
-            new.replace(self._path)
+            for path in (self._copy, self._path):
+                self._replace(path, content)
             # Without it a loss of power may leave the old name with no content on some file systems.
             _sync_directory(self._path.parent)
         except OSError as e:
+            remedy = file_remedy(e, f"check that the agent may write in {self._path.parent}")
+            raise Unavailable(f"{self._path} cannot be written: {e.strerror or e}; {remedy}") from e
+
+    def _replace(self, path: Path, content: bytes) -> None:
+        # Next to the file, because a rename works only within one file system.
+        new = self._path.with_name(self._path.name + ".new")
+        try:
+            _write_whole(new, content)
+            new.replace(path)
+        except OSError:
             with suppress(OSError):
                 new.unlink()
-            raise Unavailable(f"{self._path} cannot be written: {e.strerror or e}") from e
+            raise
+
+
+def _read(path: Path, parse: Callable[[Any], T]) -> tuple[bytes, T] | None:
+    """The content, and what it says. Raises OSError, Corrupt."""
+    content = _content(path)
+    return (content, parse(loaded(content))) if content is not None else None
 
 
 def _content(path: Path) -> bytes | None:
@@ -100,14 +135,6 @@ def _content(path: Path) -> bytes | None:
     if len(content) > MAX_BYTES:
         raise Corrupt(f"it has more than {MAX_BYTES} bytes")
     return content
-
-
-def _decoded(content: bytes) -> Any:
-    """Raises Corrupt."""
-    try:
-        return json.loads(content)
-    except (ValueError, RecursionError) as e:
-        raise Corrupt(f"it is no JSON: {e}") from e
 
 
 def _write_whole(path: Path, content: bytes) -> None:

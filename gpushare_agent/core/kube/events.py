@@ -20,6 +20,7 @@ from msgspec import Struct, field
 
 from gpushare_agent.core.kit.backoff import Backoff
 from gpushare_agent.core.kit.fair_queue import FairQueue
+from gpushare_agent.core.kit.logs import printable
 from gpushare_agent.core.kit.rate import TokenBucket
 from gpushare_agent.core.kube.client import KubeApi
 from gpushare_agent.core.kube.objects import ObjectReference
@@ -179,6 +180,7 @@ def _event(
     involved: ObjectReference, namespace: str, reason: str, message: str, type_: str, reporter: str, now: datetime
 ) -> Mapping[str, object]:
     """Its name is unique by time, as kubectl and the kubelet make theirs."""
+    message = printable(message)  # kubectl prints it as it is
     at = now.strftime("%Y-%m-%dT%H:%M:%SZ")
     # 253 characters are allowed; the suffix takes sixteen.
     name = f"{involved.name[:230].rstrip('-.')}.{int(now.timestamp() * 1e6):x}"

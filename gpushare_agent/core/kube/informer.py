@@ -218,9 +218,11 @@ class Informer(Struct, kw_only=True, eq=False):
                 self._known.add(key)
             else:
                 self._remove(key)
-        except Corrupt as e:
+        # Whatever a handler raises: what one object holds must not end the informer, and with it the process.
+        except Exception as e:  # noqa: BLE001
             self.metrics.unreadable(self.kind)
-            log.warning("object_unreadable", kind=self.kind, error=str(e), then="its last readable state stays")
+            error = str(e) if isinstance(e, Corrupt) else repr(e)
+            log.warning("object_unreadable", kind=self.kind, error=error, then="its last readable state stays")
 
     def _remove(self, key: str) -> None:
         # The handler never had deleted objects that were not of interest.

@@ -159,6 +159,8 @@ class KubeSession:
         if client is None:
             raise Unavailable(f"cannot {request.what}: the connection to the API server is closed")
         headers = {"Accept": "application/json", "Content-Type": request.content_type, "User-Agent": "gpushare-agent"}
+        # Without aiohttp's `deflate`, by which an agent behind the proxy would take this for a browser (web/debug_guard.py).
+        headers["Accept-Encoding"] = "gzip"
         # The library's own way to the credentials; it may ask an exec plugin.
         await client.update_params_for_auth(headers, [], ["BearerToken"])
         if headers.get("authorization") is None:

@@ -5,6 +5,7 @@ A refusal that a decision reaches is a value (`Refused`), not an exception.
 
 from __future__ import annotations
 
+import errno
 from enum import StrEnum
 
 from msgspec import Struct
@@ -40,6 +41,23 @@ class Corrupt(AgentError):  # noqa: N818
 
 class StartupError(AgentError):
     """The agent cannot start; the text names what to check. Ends in exit code 1."""
+
+
+_FULL = "free space or inodes on its file system"
+_FILE_REMEDIES = {
+    errno.EMFILE: "the agent's open files are used up: /proc/PID/fd shows which; raise LimitNOFILE of the container runtime",
+    errno.ENFILE: "the node's open files are used up: find who has them, or raise the sysctl fs.file-max",
+    errno.ENOSPC: _FULL,
+    errno.EDQUOT: f"{_FULL}, whose quota is used up",
+    errno.EROFS: "its file system is mounted read-only: mount it writable; the kernel's log says if an error made it so",
+    errno.EIO: "its disk has an error: see the kernel's log",
+    errno.ENOMEM: "the node or the agent's container has no memory left",
+}
+
+
+def file_remedy(error: OSError, otherwise: str) -> str:
+    """What to do after an error at a file; `otherwise` if its number does not say more."""
+    return _FILE_REMEDIES.get(error.errno or 0, otherwise)
 
 
 class RefusalReason(StrEnum):

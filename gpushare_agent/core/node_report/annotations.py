@@ -8,15 +8,15 @@ Formats: docs/reference/node-facts.md.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import reduce
 from types import MappingProxyType
 from typing import Annotated, Literal, TypeVar
 
-from msgspec import UNSET, Meta, Struct, UnsetType, ValidationError, convert
+from msgspec import UNSET, Meta, Struct, UnsetType
 from msgspec.json import encode
 
+from gpushare_agent.core.kit.json_schema import converted, loaded
 from gpushare_agent.core.model.allocations import Allocation, Charge, ContainerKey, add_charges, charges_of
 from gpushare_agent.core.model.errors import Corrupt
 from gpushare_agent.core.model.gpus import Gpu, GpuReport, MigReport
@@ -97,13 +97,7 @@ def _read(schema: type[T], text: object) -> T:
         raise Corrupt("it is no text")
     if len(text) > MAX_ANNOTATION_CHARS:
         raise Corrupt(f"it has {len(text)} characters, more than {MAX_ANNOTATION_CHARS}")
-    try:
-        # Read by json, which takes half a surrogate pair in a text: a GPU must not be lost because of its name.
-        return convert(json.loads(text), schema)
-    except ValidationError as error:
-        raise Corrupt(str(error)) from error
-    except (ValueError, RecursionError) as error:
-        raise Corrupt("it is no JSON") from error
+    return converted(loaded(text), schema)
 
 
 def even_gpus(counts: Mapping[str, int], names: ResourceNames) -> tuple[int, int]:

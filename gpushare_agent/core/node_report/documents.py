@@ -11,8 +11,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, NotRequired, TypedDict, TypeVar, cast
 
-from msgspec import Meta, ValidationError, convert
+from msgspec import Meta, convert
 
+from gpushare_agent.core.kit.json_schema import UNREADABLE
 from gpushare_agent.core.model.errors import Corrupt
 
 SCHEMA: Literal[2] = 2
@@ -198,7 +199,7 @@ def check_document(shape: type[D], answer: Mapping[str, Any], agent: str) -> D:
     """The answer itself, with what the shape does not name: `-o json` prints it too. Raises Corrupt."""
     try:
         convert(answer, shape)
-    except ValidationError as error:
+    except UNREADABLE as error:
         raise Corrupt(
             f"cannot use the answer of {agent}: {str(error)[:300]}; use the gpushare-agent of the agent's own version, and"
             " check that this is an agent's address"

@@ -13,6 +13,8 @@ from typing import Any
 
 import yaml
 
+from gpushare_agent.core.kit.shallow_yaml import ShallowLoader
+
 _MAX_NUMBER_CHARS = 40
 """Python shows no integer of more than 4,300 digits, and a message about it would fail."""
 _MAX_BYTES = 256 * 1024
@@ -23,7 +25,7 @@ class UnreadableYaml(Exception):  # noqa: N818 - names what is wrong with the fi
     """One line: what is wrong and where."""
 
 
-class _PlainLoader(yaml.SafeLoader):
+class _PlainLoader(ShallowLoader):
     yaml_implicit_resolvers = {}  # noqa: RUF012 - as in the class above it, whose are YAML 1.1's
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:

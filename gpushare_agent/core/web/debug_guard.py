@@ -15,9 +15,11 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import ipaddress
 import re
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -38,7 +40,8 @@ READ_AGAIN_S = 1.0
 MIN_TOKEN_BYTES = 16
 _MAX_TOKEN_BYTES = 4096
 _READ_TIMEOUT_S = 2.0
-_HOST = re.compile(r"(?:\[(?P<ipv6>[0-9a-f:.]+)\]|(?P<name>[^\[\]:\s]+))(?::[0-9]{1,5})?")
+_HOST = re.compile(r"(?:\[(?P<ipv6>[0-9a-f.]*:[0-9a-f:.]*)\]|(?P<name>[^\[\]:\s]+))(?::[0-9]{1,5})?")
+"""Brackets are for IPv6 (RFC 3986, 3.2.2): no client writes [127.0.0.1]."""
 
 
 class Denied(Struct, frozen=True, kw_only=True):
@@ -143,12 +146,38 @@ def _digest(token: bytes) -> bytes:
     return hashlib.sha256(token).digest()
 
 
+def may_read(headers: CIMultiDictProxy[str], node_name: str) -> bool:
+    """False where a web page may ask whose name resolves to this node: a browser would show it the answers as its own.
+
+    The Host header must have an address, the node's name, or one that no page of the internet can have: without a dot, or
+    of a cluster's services. Two kinds of requests come by other names. Neither can be a script's of such a page, for which
+    the headers that tell are the browser's alone."""
+    if _names_node(headers.getall("Host", []), node_name):
+        return True
+    # Sent for pages that come by TLS or from the browser's own machine.
+    if (sites := set(headers.getall("Sec-Fetch-Site", []))) and sites <= {"none", "same-origin"}:
+        return True
+    # The API server's proxy leaves the name by which it was asked; every browser takes `deflate`.
+    return "X-Forwarded-Uri" in headers and "deflate" not in ",".join(headers.getall("Accept-Encoding", [])).lower()
+
+
+def _names_node(hosts: list[str], node_name: str) -> bool:
+    host = _host(hosts).removesuffix(".")
+    if not host:
+        return not hosts  # an old client, and no browser
+    if host in (node_name.lower(), host.partition(".")[0]) or host.endswith((".svc", ".cluster.local", ".localhost")):
+        return True
+    with suppress(ValueError):
+        return bool(ipaddress.ip_address(host))
+    return False
+
+
 def _names_this_host(hosts: list[str]) -> bool:
-    """Read strictly, to the last character: what is no host and port names no host."""
+    return (host := _host(hosts)) == "localhost" or is_loopback(host)
+
+
+def _host(hosts: list[str]) -> str:
+    """The host of the header in lower case, without brackets and port. Read strictly, to the last character: empty for what
+    is no host and port."""
     found = _HOST.fullmatch(hosts[0].strip().lower()) if len(hosts) == 1 else None
-    if found is None:
-        return False
-    if (ipv6 := found["ipv6"]) is not None:
-        # The pattern takes [127.0.0.1] too, which no client writes: brackets are for IPv6 (RFC 3986, 3.2.2).
-        return ":" in ipv6 and is_loopback(ipv6)
-    return found["name"] == "localhost" or is_loopback(found["name"])
+    return found["ipv6"] or found["name"] if found is not None else ""

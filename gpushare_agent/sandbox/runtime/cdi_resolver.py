@@ -17,6 +17,7 @@ from typing import Any
 import yaml
 from msgspec import Struct
 
+from gpushare_agent.core.kit.shallow_yaml import ShallowLoader
 from gpushare_agent.core.model.errors import Rejected
 
 MAX_BYTES = 1024 * 1024
@@ -94,11 +95,11 @@ def _devices(path: Path) -> dict[str, _Device]:
     if path.suffix not in (".json", ".yaml"):
         return {}
     # As the reference library: a file that is no spec does not keep others from being used.
-    with suppress(OSError, ValueError, TypeError, KeyError, yaml.YAMLError):
+    with suppress(OSError, ValueError, TypeError, KeyError, RecursionError, yaml.YAMLError):
         if path.stat().st_size > (MAX_BYTES if path.suffix == ".json" else MAX_YAML_BYTES):
             raise ValueError(path)  # the agent leaves it out too
         text = path.read_text(encoding="utf-8")
-        raw = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+        raw = json.loads(text) if path.suffix == ".json" else yaml.load(text, ShallowLoader)  # noqa: S506 - a SafeLoader
         common = raw.get("containerEdits") or {}
         # Strict as the reference library: a field that it does not know makes the spec invalid.
         _require_known(raw, _SPEC_KEYS)

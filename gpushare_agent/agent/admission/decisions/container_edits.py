@@ -136,7 +136,8 @@ def renumbered(allocation: Allocation, gpus: Mapping[GpuUuid, Gpu], extra: Colle
     found = [gpu for gpu in shown if gpu.mig is None or not gpu.mig.is_gone]
     own = {name for gpu in found for name in (gpu.number_label, *gpu.nodes)}
     others = (allocation.numbers or frozenset()) - own - set(extra)
-    if len(found) == len(allocation.gpus) and not others:
+    # Nobody knows the GPU of some containers of former programs: they start again with what they have.
+    if not allocation.gpus or (len(found) == len(allocation.gpus) and not others):
         return None
     now = f"has other numbers than {', '.join(sorted(others))}" if others and found else "is not shown by the driver"
     return Refused(

@@ -4,12 +4,11 @@ gpushare.config through a map, because it stays the same file while programs hav
 Both are made again before each start that the kubelet announces; a claim's container that starts again sees ended
 processes in `usage`, which the library finds by their locks.
 
-A tenant can make `usage` as large as the file system allows (directories.py): `cut` shortens one that is larger than the
-library makes it. To rename or link a file the kernel waits for whoever writes or shortens it (ext4: 37 s for a `cut`), and
-no other rename between directories of that file system goes on meanwhile.
+A tenant can make `usage` as large as the file system allows: `cut` shortens one that is larger than the library makes it. A
+container that starts again gets another directory, because nobody may wait for the old file (tenant_files.py).
 
-Every step is one of kit/directories.py, relative to a descriptor and following no link. State owned: the files, and the maps
-of those configs that are written all the time.
+Every step is relative to a descriptor and follows no link. State owned: the files, the maps of those configs that are
+written all the time, and the containers whose files no start has had yet.
 """
 
 from __future__ import annotations
@@ -24,13 +23,13 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from gpushare_agent.agent.isolation import tenant_files
 from gpushare_agent.agent.isolation.directories import (
+    CLOSED_MODE,
     container_path,
-    made_container,
     opened_container,
     opened_root,
     pods_in,
-    put_aside,
     step,
 )
 from gpushare_agent.agent.isolation.gpushare.format import (
@@ -52,20 +51,13 @@ from gpushare_agent.agent.isolation.gpushare.format import (
     write_observed,
 )
 from gpushare_agent.agent.isolation.gpushare.library import SETTING, Library
-from gpushare_agent.core.kit.directories import DIRECTORY_MODE, opened, replace_file, status_of
+from gpushare_agent.core.kit.directories import DIRECTORY_MODE, made_directory, opened, replace_file, status_of
 from gpushare_agent.core.model.allocations import ContainerKey
 from gpushare_agent.core.model.directory_names import is_nameable, require_nameable
 from gpushare_agent.core.model.errors import Corrupt, NotFound, Unavailable
 from gpushare_agent.core.model.names import GpuUuid, PodUid
 
-TENANT_MODE = 0o666
-"""Containers run under any user, also of a user namespace."""
-MAX_DISK_BYTES = 8 * 1024 * 1024
-"""More than any file system sets aside for a file of the library."""
-_BLOCK_BYTES = 512  # of st_blocks, on any file system
-_TENANT_FILE = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # O_NONBLOCK: a FIFO in its place
-_NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-_PLACE = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
+_CONFIG_FILE = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 class GpushareFiles:
@@ -86,6 +78,8 @@ class GpushareFiles:
         self._is_claims = is_claims
         self._writing = threading.Lock()
         self._mapped: dict[ContainerKey, tuple[mmap.mmap, dict[str, int]]] = {}
+        self.unused: set[ContainerKey] = set()
+        """Those whose files were made ahead, for a start that has not begun."""
 
     def container_directory(self, key: ContainerKey) -> Path:
         """Raises Rejected for a name that cannot be part of a path."""
@@ -105,15 +99,24 @@ class GpushareFiles:
         with step("making", self.container_directory(key), SETTING):
             self.library.put_back()
             self.containers.mkdir(mode=DIRECTORY_MODE, parents=True, exist_ok=True)
-            with opened_root(self.containers) as root, made_container(root, key) as directory:
-                # Renamed, not removed: to free what a tenant has written may take half a minute, and the start waits here.
-                if status_of(directory, USAGE_NAME) is not None:
-                    put_aside(root, directory, USAGE_NAME)
-                replace_file(directory, CONFIG_NAME, encode_config(key.pod_uid, key.container, self._known_limits(key)))
-                with self._writing:
-                    # The map is of the replaced file, which nobody reads any more.
-                    self._mapped.pop(key, None)
-                _make_usage(directory)
+            with opened_root(self.containers) as root, made_directory(root, key.pod_uid, CLOSED_MODE) as pod:
+                limits = self._known_limits(key)
+                if key not in self.unused:
+                    # With the socket and all else in it, which isolation/vdevice makes again.
+                    tenant_files.put_usage_aside(pod, key.container)
+                self.unused.discard(key)
+                with made_directory(pod, key.container) as directory:
+                    replace_file(directory, CONFIG_NAME, encode_config(key.pod_uid, key.container, limits))
+                    with self._writing:
+                        # The map is of the replaced file, which nobody reads any more.
+                        self._mapped.pop(key, None)
+                    if status_of(directory, USAGE_NAME) is None:
+                        tenant_files.make_usage(directory, encode_usage())
+
+    def prepare_ahead(self, key: ContainerKey) -> None:
+        """As `prepare`: the next one, which is the start's if it overtakes this, keeps `usage`. Raises as that."""
+        self.prepare(key)
+        self.unused.add(key)
 
     def _has_claims_files(self, key: ContainerKey) -> bool:
         """True if they also have its present limits. Unreadable files are made again: a tenant can shorten `usage`."""
@@ -150,23 +153,15 @@ class GpushareFiles:
                 with suppress(OSError):
                     # By its path: only its last part is the tenant's.
                     status = os.lstat(f"{key.pod_uid}/{key.container}/{USAGE_NAME}", dir_fd=root)
-                    if is_oversized(status):
-                        found.append((key, max(status.st_size, status.st_blocks * _BLOCK_BYTES)))
+                    if tenant_files.is_oversized(status):
+                        found.append((key, max(status.st_size, status.st_blocks * tenant_files.BLOCK_BYTES)))
         return sorted(found, key=lambda one: one[1], reverse=True)
 
     def cut(self, key: ContainerKey) -> None:
         """Shortens an oversized `usage`; processes that have it mapped keep it. May take half a minute, and wait for a
         lease, 45 s as kernels are set. Raises NotFound, Corrupt if it is no regular file, Unavailable."""
-        with self._container(key) as directory, renamed(USAGE_NAME), opened(USAGE_NAME, directory, _PLACE) as place:
-            if not stat.S_ISREG(os.fstat(place).st_mode):  # before it is opened: a FIFO would wait for its other end
-                raise Corrupt(f"{USAGE_NAME} is no regular file")
-            # Without O_NONBLOCK, which fails if a tenant has a lease on the file (root in the container owns it). A waiting
-            # open counts as a writer, so the lease cannot be taken again once it is broken.
-            with opened(f"/proc/self/fd/{place}", None, os.O_RDWR | os.O_CLOEXEC) as file:
-                status = os.fstat(file)
-                if is_oversized(status):
-                    # Also to its present length: blocks that fallocate took beyond it are freed.
-                    os.ftruncate(file, min(status.st_size, USAGE_BYTES))
+        with self._container(key) as directory, renamed(USAGE_NAME):
+            tenant_files.cut(directory)
 
     def write_limits(self, key: ContainerKey, limits: Sequence[GpuLimits]) -> tuple[GpuUuid, ...]:
         """Writes the limits, also for running processes; returns the GPUs in the order of both files. Raises NotFound if the
@@ -221,7 +216,7 @@ class GpushareFiles:
         require_nameable(key)
         path = f"{self._containers_text}/{key.pod_uid}/{key.container}/{USAGE_NAME}"
         try:
-            file = os.open(path, _TENANT_FILE)
+            file = os.open(path, tenant_files.READ)
             try:
                 _require_file(file, path, USAGE_BYTES)
                 return read_paid(_read(file, usage_head_bytes(gpus)))
@@ -240,7 +235,8 @@ class GpushareFiles:
 
     @contextmanager
     def _opened(self, key: ContainerKey, name: str, size: int) -> Iterator[int]:
-        with self._container(key) as directory, renamed(name), opened(name, directory, _TENANT_FILE) as file:
+        flags = tenant_files.READ if name == USAGE_NAME else _CONFIG_FILE
+        with self._container(key) as directory, renamed(name), opened(name, directory, flags) as file:
             _require_file(file, str(self.container_directory(key) / name), size)
             yield file
 
@@ -253,25 +249,6 @@ class GpushareFiles:
             opened_container(root, key) as directory,
         ):
             yield directory
-
-
-def _make_usage(directory: int) -> None:
-    """Open to all users, because the only access is the mount. Its blocks are there from the beginning: a program that maps
-    a sparse one would end by a signal where the disk is full later."""
-    file = os.open(USAGE_NAME, _NEW_FILE, TENANT_MODE, dir_fd=directory)
-    try:
-        os.fchmod(file, TENANT_MODE)  # whatever the umask says
-        if os.write(file, encode_usage()) != USAGE_BYTES:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    finally:
-        os.close(file)
-
-
-def is_oversized(status: os.stat_result) -> bool:
-    """A regular file that is longer than the library makes it, or has more on the disk: a file that the kernel is still
-    shortening, piece by piece, has the new length already, and writers wait."""
-    is_large = status.st_size > USAGE_BYTES or status.st_blocks * _BLOCK_BYTES > MAX_DISK_BYTES
-    return stat.S_ISREG(status.st_mode) and is_large
 
 
 @contextmanager
@@ -291,7 +268,9 @@ def renamed(name: str) -> Iterator[None]:
 
 def _require_file(file: int, path: str, size: int) -> None:
     status = os.fstat(file)
-    if not stat.S_ISREG(status.st_mode) or status.st_size != size:
+    # One that is still being shortened is not read: on XFS the read would wait.
+    is_sound = stat.S_ISREG(status.st_mode) and status.st_size == size
+    if not is_sound or tenant_files.is_oversized(status):
         raise Corrupt(f"{path} is no regular file of {size} bytes")
 
 

@@ -18,7 +18,7 @@ from gpushare_agent.core.formats import vdevice
 from gpushare_agent.core.model.directory_names import is_container_name, is_pod_uid
 
 CONFIG_NAME, USAGE_NAME = vdevice.GPUSHARE_CONFIG_NAME, vdevice.USAGE_NAME
-CONFIG_BYTES, USAGE_BYTES = 4096, 131072
+CONFIG_BYTES, USAGE_BYTES = 4096, vdevice.USAGE_BYTES
 LAYOUT = 1
 MOST_GPUS, MOST_SLOTS = 16, 256
 CORES_OF_GPU = 10_000

@@ -6,7 +6,7 @@ answered the mounts, and the runtime makes a missing mount source an empty direc
 allocated are made at once (ahead.py); they serve one start, each later one gets others. File access is in threads, bounded.
 
 State owned: which library was installed last, the failure that was logged last, and the containers whose file was found too
-large, or could not be shortened.
+large, is being shortened, or could not be.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from typing import NoReturn, TypeVar
 import structlog
 
 from gpushare_agent.agent.isolation.ahead import PreparedAhead
-from gpushare_agent.agent.isolation.directories import REMOVAL_TIMEOUT_S
 from gpushare_agent.agent.isolation.gpushare.files import GpushareFiles
 from gpushare_agent.agent.isolation.gpushare.library import Stamp
+from gpushare_agent.agent.isolation.tenant_files import REMOVAL_TIMEOUT_S
 from gpushare_agent.core.kit.daemon_thread import DaemonThread
 from gpushare_agent.core.kit.supervision import ReportOnce, forever
 from gpushare_agent.core.model.allocations import Allocation, ContainerKey
-from gpushare_agent.core.model.errors import AgentError, RefusalReason, Refused
+from gpushare_agent.core.model.errors import AgentError, NotFound, RefusalReason, Refused
 
 log = structlog.get_logger(__name__)
 T = TypeVar("T")
@@ -50,9 +50,10 @@ class Preparation:
         self._allocations = allocations
         self._cut_period_s = cut_period_s
         self._thread = DaemonThread("gpushare-files", advice=_ADVICE)
-        # A thread of its own: a tenant decides how long the kernel takes to shorten its file (25 s measured), and no start
-        # may wait for that.
-        self._cutting = DaemonThread("gpushare-cutting", advice=_ADVICE)
+        # A thread for each file: its tenant decides how long the kernel takes to shorten it (25 s measured), or has a lease
+        # on it (45 s). Neither a start may wait for that, nor the file of another tenant, who fills the disk meanwhile.
+        self._threads: dict[ContainerKey, DaemonThread] = {}
+        self._cutting: set[ContainerKey] = set()
         self._failure = ReportOnce()
         self._too_large: set[ContainerKey] = set()
         self._not_cut: set[ContainerKey] = set()
@@ -86,8 +87,10 @@ class Preparation:
         """Makes new files for the shares among containers that are about to start; bounded."""
         try:
             for key in self._shares_of(sorted(keys)):
-                if not self.ahead.take(key):
-                    await self._make(key)
+                is_ready = self.ahead.take(key)
+                if not is_ready:
+                    await self._in_thread(partial(self.files.prepare, key), f"preparing the files of {key.container}")
+                self.files.unused.discard(key)
         except AgentError as e:
             log.error("private_cache_not_prepared", error=str(e))
             return Refused(
@@ -102,40 +105,61 @@ class Preparation:
             group.create_task(forever("gpushare files ahead", self.ahead.run), name="gpushare files ahead")
             while True:
                 self.ahead.keep_only(self._allocations().__contains__)
-                try:
-                    await self.cut_oversized()
-                except AgentError as e:
-                    if self._failure.is_new(str(e)):
-                        log.warning("private_caches_not_cut", error=str(e), then="the next cycle tries again")
-                else:
-                    self._failure.is_over()
+                self.files.unused.intersection_update(self._allocations())
+                group.create_task(
+                    self._try_to_cut(), name="gpushare cutting"
+                )  # not awaited: the next cycle finds others
                 await asyncio.sleep(self._cut_period_s)
 
+    async def _try_to_cut(self) -> None:
+        try:
+            await self.cut_oversized()
+        except AgentError as e:
+            if self._failure.is_new(str(e)):
+                log.warning("private_caches_not_cut", error=str(e), then="the next cycle tries again")
+        else:
+            self._failure.is_over()
+
     async def cut_oversized(self) -> None:
-        """Shortens files that are larger than the library makes them, the largest first, and logs it once for a container.
-        Raises AgentError."""
+        """Shortens files that are larger than the library makes them, but for those that are being shortened, and logs it
+        once for a container. Raises AgentError."""
         shares = self._shares_of(self._allocations())
         # A container that is allocated again is warned of again.
         self._too_large.intersection_update(shares)
         self._not_cut.intersection_update(shares)
-        for key, size in await self._in_thread(partial(self.files.oversized, shares), "comparing the sizes of files"):
-            if key not in self._too_large:
-                self._too_large.add(key)
+        self._threads = {key: thread for key, thread in self._threads.items() if key in shares}
+        found = await self._in_thread(partial(self.files.oversized, shares), "comparing the sizes of files")
+        async with asyncio.TaskGroup() as group:
+            for key, size in found:
+                group.create_task(self._cut(key, size), name=f"cut {key.container}")
+
+    async def _cut(self, key: ContainerKey, size: int) -> None:
+        if key in self._cutting:
+            return
+        self._cutting.add(key)
+        if key not in self._too_large:
+            self._too_large.add(key)
+            log.warning(
+                "private_cache_too_large", pod_uid=key.pod_uid, container=key.container, size_bytes=size,
+                then="it is shortened, now and whenever it grows again, and not logged again for it",
+            )  # fmt: skip
+        try:
+            thread = self._threads.setdefault(key, DaemonThread("gpushare-cutting", advice=_ADVICE))
+            await thread.call(
+                partial(self.files.cut, key), f"shortening the file of {key.container}", REMOVAL_TIMEOUT_S
+            )
+        except NotFound:  # the pod has ended
+            return
+        except AgentError as e:
+            # A tenant that executes its file keeps everybody from writing to it: that is logged once.
+            if key not in self._not_cut:
+                self._not_cut.add(key)
                 log.warning(
-                    "private_cache_too_large", pod_uid=key.pod_uid, container=key.container, size_bytes=size,
-                    then="it is shortened, now and whenever it grows again, and not logged again for it",
+                    "private_cache_not_cut", pod_uid=key.pod_uid, container=key.container, error=str(e),
+                    then="it stays large, is tried again, and not logged again; to end the pod frees it",
                 )  # fmt: skip
-            try:
-                what = f"shortening the file of {key.container}"
-                await self._cutting.call(partial(self.files.cut, key), what, REMOVAL_TIMEOUT_S)
-            except AgentError as e:
-                # A tenant that executes its file keeps everybody from writing to it: that is logged once.
-                if key not in self._not_cut:
-                    self._not_cut.add(key)
-                    log.warning(
-                        "private_cache_not_cut", pod_uid=key.pod_uid, container=key.container, error=str(e),
-                        then="it stays large, is tried again, and not logged again; to end the pod frees it",
-                    )  # fmt: skip
+        finally:
+            self._cutting.discard(key)
 
     def _shares_of(self, keys: Collection[ContainerKey]) -> list[ContainerKey]:
         """Whole GPUs get no library and so no files."""
@@ -146,14 +170,11 @@ class Preparation:
         shares = self._shares_of(keys)
         try:
             for key in shares:
-                await self._make(key)
+                await self._in_thread(partial(self.files.prepare_ahead, key), f"making the files of {key.container}")
         # Not logged: PreStartContainer makes it again, and reports.
         except AgentError:
             return []
         return shares
-
-    async def _make(self, key: ContainerKey) -> None:
-        await self._in_thread(partial(self.files.prepare, key), f"preparing the files of {key.container}")
 
     async def _in_thread(self, blocking: Callable[[], T], what: str) -> T:
         return await self._thread.call(blocking, what, FILES_TIMEOUT_S)

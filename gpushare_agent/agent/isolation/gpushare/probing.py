@@ -22,17 +22,18 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn, Protocol
 
 import structlog
-from msgspec import Meta, Struct, ValidationError, convert, field, to_builtins
+from msgspec import Meta, Struct, field, to_builtins
 from msgspec.structs import replace
 
 from gpushare_agent.agent.isolation.gpushare.library import Library
 from gpushare_agent.agent.isolation.gpushare.probe import FILES_TIMEOUT_S, LibraryProbe, idle_gpu, remove_left
 from gpushare_agent.agent.isolation.kept import ProbeResult, ProbeState
 from gpushare_agent.core.kit.daemon_thread import DaemonThread
+from gpushare_agent.core.kit.json_schema import converted
 from gpushare_agent.core.kit.state_file import StateFile
 from gpushare_agent.core.kit.supervision import ReportOnce, wait_for
 from gpushare_agent.core.model.allocations import Allocation, ContainerKey
-from gpushare_agent.core.model.errors import AgentError, Corrupt, Unavailable
+from gpushare_agent.core.model.errors import AgentError, Unavailable
 from gpushare_agent.core.model.gpus import Gpu, GpuInventory
 from gpushare_agent.core.model.usage import UsageRound
 
@@ -240,7 +241,13 @@ async def recall(thread: DaemonThread, library: Library, driver: str) -> tuple[s
 
 
 def state_file(directory: Path) -> StateFile:
-    return StateFile(directory / STATE_NAME, "the probe's result", on_corrupt=_report_corrupt)
+    lost = "the library is probed again"
+    return StateFile(
+        directory / STATE_NAME,
+        "the probe's result",
+        on_corrupt=lambda **said: log.warning("isolation_probe_forgotten", **said),
+        lost=lost,
+    )
 
 
 def _document(remembered: Remembered) -> dict[str, Any]:
@@ -250,11 +257,4 @@ def _document(remembered: Remembered) -> dict[str, Any]:
 
 def _parsed(raw: Any) -> Remembered | None:
     """Raises Corrupt."""
-    try:
-        return convert(raw, Remembered)
-    except ValidationError as e:
-        raise Corrupt(f"it is no result of a probe: {e}") from e
-
-
-def _report_corrupt(why: str, kept_as: Path) -> None:
-    log.warning("isolation_probe_forgotten", why=why, kept_as=str(kept_as), then="the library is probed again")
+    return converted(raw, Remembered, "it is no result of a probe")

@@ -27,7 +27,7 @@ import structlog
 
 from gpushare_agent.core.kit.regular_file import read_regular
 from gpushare_agent.core.kit.sockets import MAX_ADDRESS_BYTES, connectable_path
-from gpushare_agent.core.model.errors import StartupError
+from gpushare_agent.core.model.errors import StartupError, file_remedy
 
 log = structlog.get_logger(__name__)
 
@@ -135,7 +135,7 @@ class MpsFiles:
             except OSError as error:
                 raise StartupError(
                     f"the directory {directory} for MPS cannot be made ({error.strerror}). The control daemon was not "
-                    "started. Check what is at this path, or choose another: mps.pipe_directory"
+                    f"started. {file_remedy(error, 'Check what is at this path, or choose another: mps.pipe_directory')}"
                 ) from error
             _label(directory)
         if problem := self.obstacle():

@@ -65,7 +65,7 @@ async def check_open_files(settings: Settings) -> list[Finding]:
         return [ok("open files", f"{given} allowed, {NEEDED_OPEN_FILES} needed at most by {_CONTAINERS} containers")]
     detail = (
         f"the hard limit is {hard}, but {_CONTAINERS} containers with all {_CONNECTIONS} connections to their vDevice"
-        f" sockets need {NEEDED_OPEN_FILES}: a few hostile ones could keep others from registering"
+        f" sockets need {NEEDED_OPEN_FILES}: in a burst, programs of a pod could be refused"
     )
     remedy = (
         f"start the agent with a limit of {NEEDED_OPEN_FILES} or more (LimitNOFILE= of its unit, or of the runtime's)"

@@ -26,15 +26,13 @@ import structlog
 
 from gpushare_agent.agent.isolation.directories import (
     container_path,
-    list_aside,
     made_container,
     opened_container,
     opened_root,
     pods_in,
-    put_aside,
-    remove_aside,
     step,
 )
+from gpushare_agent.agent.isolation.tenant_files import ASIDE_PREFIX, list_aside, put_aside, remove_aside
 from gpushare_agent.core.formats.vdevice import (
     CONFIG_BYTES,
     CONFIG_NAME,
@@ -149,9 +147,8 @@ class VDeviceFiles:
                     replace_file(copy, name, content)
 
     def remove_pod(self, uid: PodUid) -> bool:
-        """Removes all of a pod; whether there was anything. A link is removed, not its target. A directory with entries
-        that the agent never makes is not the agent's and stays as it is: Rejected. Unavailable also where something is
-        mounted in there."""
+        """Puts all of a pod aside, for `remove_aside`; whether there was anything. A directory with entries that the agent
+        never makes is not the agent's and stays as it is: Rejected."""
         require_nameable(ContainerKey(uid, "x"))
         with self._step("removing", self.root / uid):
             try:
@@ -162,9 +159,7 @@ class VDeviceFiles:
                             f"{self.root / foreign} is nothing that the agent makes, so {uid} is not removed: is the "
                             "setting virtual_manager.path right?"
                         )
-                    # The tenant's file can take half a minute to free, and this call holds the lock of all directories.
-                    _put_usage_aside(root, uid)
-                    remove_tree(root, uid)
+                    put_aside(root, uid)
             except FileNotFoundError:
                 return False
         return True
@@ -289,13 +284,6 @@ def _copies(directory: int) -> list[str]:
     return sorted(filter(is_container_id, names_in(directory)))
 
 
-def _put_usage_aside(root: int, pod: str) -> None:
-    for container, entry in _entries(root, pod):
-        if entry == USAGE_NAME:
-            with opened(pod, root, DIRECTORY) as directory, opened(container, directory, DIRECTORY) as inner:
-                put_aside(root, inner, USAGE_NAME)
-
-
 def _foreign_entry(root: int, pod: str) -> str | None:
     """The first entry of a pod's directory that the agent never makes, as a path below the root."""
     own = {SOCKET_NAME, CONFIG_NAME, PIDS_NAME, GPUSHARE_CONFIG_NAME, USAGE_NAME}
@@ -313,6 +301,8 @@ def _entries(root: int, pod: str) -> Iterator[tuple[str, str]]:
     try:
         with opened(pod, root, DIRECTORY) as directory:
             for container in names_in(directory):
+                if container.startswith(ASIDE_PREFIX):
+                    continue
                 status = status_of(directory, container)
                 if status is not None and stat.S_ISREG(status.st_mode):
                     yield f"{container} (a file)", ""

@@ -136,7 +136,9 @@ class VDeviceServer:
         # The listener of a socket that was removed or replaced is of no use.
         await self.stop()
         fields = {"pod_uid": self.key.pod_uid, "container": self.key.container}
-        server = BoundedGrpcServer([self], limits=self._limits.server, fields=fields, shared=self._shared)
+        server = BoundedGrpcServer(
+            [self], limits=self._limits.server, fields=fields, shared=self._shared, owner=self.key.pod_uid
+        )
         bound: list[tuple[socket.socket, FileIdentity]] = []
         is_abandoned = threading.Event()
 

@@ -26,8 +26,8 @@ from gpushare_agent.agent.delivery.volume_plan import DriverVolume, VolumeName
 from gpushare_agent.agent.isolation import ISOLATIONS
 from gpushare_agent.agent.isolation.ahead import PreparedAhead
 from gpushare_agent.agent.isolation.container_ids import ContainerIds
-from gpushare_agent.agent.isolation.directories import REMOVAL_TIMEOUT_S
 from gpushare_agent.agent.isolation.part import IsolationHost
+from gpushare_agent.agent.isolation.tenant_files import REMOVAL_TIMEOUT_S
 from gpushare_agent.agent.isolation.vdevice.container_processes import ContainerProcesses, Instance, Processes
 from gpushare_agent.agent.isolation.vdevice.files import VDeviceFiles
 from gpushare_agent.agent.isolation.vdevice.reconcile import (
@@ -42,6 +42,7 @@ from gpushare_agent.agent.runtime.cgroup_paths import PeerIdentity
 from gpushare_agent.agent.runtime.node_probes import require_writable
 from gpushare_agent.core.kit.bounded_grpc import SharedBudget
 from gpushare_agent.core.kit.daemon_thread import DaemonThread
+from gpushare_agent.core.kit.process import read_open_files_limit
 from gpushare_agent.core.kit.supervision import ReportOnce, forever, wait_for
 from gpushare_agent.core.model.allocations import Allocation, ContainerKey
 from gpushare_agent.core.model.directory_names import is_nameable
@@ -118,7 +119,7 @@ class VirtualManager:
         self._thread = DaemonThread("vdevice-files", advice=advice)
         self._removal = DaemonThread("vdevice-removal", advice=advice)
         self._removal_failures = ReportOnce()
-        self._shared = SharedBudget(clock=clock)
+        self._shared = SharedBudget(clock=clock, open_files=read_open_files_limit()[0])
         self._servers: dict[ContainerKey, VDeviceServer] = {}
         self._written: dict[ContainerKey, Written] = {}
         self._failures = ReportOnce(_REPORTED_FAILURES)
@@ -235,7 +236,7 @@ class VirtualManager:
     async def remove_aside(self) -> None:
         """Removes what tenants have written, one file after the other: they decide how long that takes. One that cannot be
         removed does not stop the others, and is logged once. Raises Unavailable."""
-        for name in await self.in_thread(self.files.list_aside, "listing what was put aside"):
+        for name in await self._removal.call(self.files.list_aside, "listing what was put aside", REMOVAL_TIMEOUT_S):
             try:
                 await self._removal.call(partial(self.files.remove_aside, name), f"removing {name}", REMOVAL_TIMEOUT_S)
             except AgentError as e:

@@ -1,9 +1,9 @@
 """The agent's web port: metrics, health, readiness, version, the dashboard, /debug, and the routes of other modules.
 
-Any client that reaches the address may read all but /debug, which has a guard of its own. The Host header is not checked: a
-node is reached by many names. aiohttp is imported in a thread once `run` begins, because it takes 190 ms for which the
-registration with the kubelet should not wait. Limits and connections are kit/http_server.py's. Paths kept from gpu-manager:
-docs/reference/formats.md, section 8.
+Any client that reaches the address may read all but /debug, which has a guard of its own. By a name that a web page may have
+nothing is served but health and version (`may_read`). aiohttp is imported in a thread once `run` begins, because it takes
+190 ms for which the registration with the kubelet should not wait. Limits and connections are kit/http_server.py's. Paths
+kept from gpu-manager: docs/reference/formats.md, section 8.
 State owned: the listening sockets between `bind` and `run`.
 """
 
@@ -34,6 +34,7 @@ from gpushare_agent.core.kit.http_answers import (
 )
 from gpushare_agent.core.kit.tcp_listeners import close_all, listen_tcp
 from gpushare_agent.core.model.errors import StartupError, Unavailable
+from gpushare_agent.core.web.debug_guard import may_read
 from gpushare_agent.core.web.page import PREFIX, WebPage
 
 if TYPE_CHECKING:
@@ -45,6 +46,8 @@ if TYPE_CHECKING:
 log = structlog.get_logger(__name__)
 
 _JSON = "application/json; charset=utf-8"
+_MISDIRECTED = "the Host header has to name an address, the node or a Service; a proxy has to set it\n"
+_FOR_ANY_NAME = ("/healthz", "/readyz", "/version")
 BACKLOG = 128
 """The kernel's queue of connections that wait to be accepted."""
 
@@ -60,6 +63,7 @@ class WebServer(Struct, eq=False):
     needs_restart: Callable[[], Sequence[str]] = tuple
     routes: Sequence[Route] = ()
     before_reading: Callable[[], Awaitable[None]] = at_once
+    node_name: str = ""
     debug: DebugSources | None = None
     """The sources of /debug; None: there is no such page."""
     limits: HttpLimits | None = None
@@ -98,7 +102,10 @@ class WebServer(Struct, eq=False):
 
         handlers = self._handlers()
         self._paths = sorted(handlers)
-        routes: list[web.AbstractRouteDef] = [web.get(path, handler) for path, handler in handlers.items()]
+        routes: list[web.AbstractRouteDef] = [
+            web.get(path, handler if path in _FOR_ANY_NAME else self._guarded(handler))
+            for path, handler in handlers.items()
+        ]
         if self.debug is not None:
             routes += debug_routes(self.debug)
             self._paths.append("/debug/")
@@ -140,6 +147,14 @@ class WebServer(Struct, eq=False):
             **dict(self._page.routes()),
             **{path: queue.one_at_a_time(self._refreshed(handler)) for path, handler in self.routes},
         }
+
+    def _guarded(self, handler: Handler) -> Handler:
+        async def answer(request: web.Request) -> web.StreamResponse:
+            if may_read(request.headers, self.node_name):
+                return await handler(request)
+            return text_answer(_MISDIRECTED, status=421)
+
+        return answer
 
     def _refreshed(self, handler: Handler) -> Handler:
         async def answer(request: web.Request) -> web.StreamResponse:
