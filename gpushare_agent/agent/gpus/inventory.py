@@ -91,8 +91,8 @@ class GpuInventoryState:
     @property
     def unhealthy_reasons(self) -> dict[GpuUuid, str]:
         """What makes each GPU unhealthy in itself, cordoned or not: the cause, and what makes it healthy again."""
-        uncordoned_healths = {gpu.uuid: replace(self._healths[gpu.uuid], cordon=None) for gpu in self._seen.gpus}
-        reasons = {uuid: why_not_offered(health, self._policy) for uuid, health in uncordoned_healths.items()}
+        uncordoned_healths = ((gpu, replace(self._healths[gpu.uuid], cordon=None)) for gpu in self._seen.gpus)
+        reasons = {gpu.uuid: why_not_offered(health, self._policy, gpu.label) for gpu, health in uncordoned_healths}
         return {uuid: reason for uuid, reason in reasons.items() if reason}
 
     @property

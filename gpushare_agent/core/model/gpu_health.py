@@ -136,6 +136,8 @@ class HealthPolicy(Struct, frozen=True, kw_only=True):
     recovery_probes: int = 1
     recovery_period_s: float = 0.0
     recovery_period_max_s: float = 600.0
+    control: str = ""
+    """What `gpushare-agent uncordon GPU` needs behind it, to reach this agent."""
 
 
 class EventMeaning(StrEnum):
@@ -258,13 +260,14 @@ def uncordoned(health: GpuHealth, policy: HealthPolicy, now: float) -> GpuHealth
 def offered(seen: Gpu, health: GpuHealth, policy: HealthPolicy) -> Gpu:
     """The GPU as it is offered to the kubelet and shown to people."""
     # The driver's answer does not count here: `after_poll` has made a state of it.
-    reason = why_not_offered(health, policy)
+    reason = why_not_offered(health, policy, seen.label)
     return replace(seen, health=Health.UNHEALTHY if reason else Health.HEALTHY, unhealthy_reason=reason)
 
 
-def why_not_offered(health: GpuHealth, policy: HealthPolicy) -> str:
-    """The cause and what makes the GPU healthy again; empty where it is offered. Constant while neither changes."""
-    reason = _unhealthy_reason(health, policy)
+def why_not_offered(health: GpuHealth, policy: HealthPolicy, label: str = "GPU") -> str:
+    """The cause and what makes the GPU of this label healthy again; empty where it is offered. Constant while neither
+    changes."""
+    reason = _unhealthy_reason(health, policy, label)
     if health.cordon is None:
         return reason
     cordon = f"cordoned: {health.cordon}" if health.cordon else "cordoned"
@@ -290,7 +293,7 @@ def probe_period_s(health: GpuHealth, policy: HealthPolicy) -> float:
     return min(period_s, max(policy.recovery_period_max_s, policy.recovery_period_s))
 
 
-def _unhealthy_reason(health: GpuHealth, policy: HealthPolicy) -> str:
+def _unhealthy_reason(health: GpuHealth, policy: HealthPolicy, label: str) -> str:
     polls = "1 poll that finds" if policy.recovery_probes == 1 else f"{policy.recovery_probes} polls that find"
     back = f"recovers after {polls} it usable, {probe_period_s(health, policy):g} s apart"
     match health.state:
@@ -301,7 +304,8 @@ def _unhealthy_reason(health: GpuHealth, policy: HealthPolicy) -> str:
         case HealthState.PROBING:
             return f"after {health.cause.rstrip('. ')}: {back}"
         case HealthState.NEEDS_RESET:
-            return f"{health.cause.rstrip('. ')}; waits for a reset of the GPU, or for `gpushare-agent uncordon`"
+            command = f"gpushare-agent uncordon {label}{policy.control}"
+            return f"{health.cause.rstrip('. ')}; waits for a reset of the GPU, or for `{command}`"
     assert_never(health.state)
 
 
