@@ -43,14 +43,14 @@ BETTERPROTO_COMPILER = "betterproto2-compiler==0.10.1"  # its minor must be the 
 ROOT = Path(__file__).parent
 REQUIREMENTS = ROOT / "requirements"
 WIRE = ROOT / "gpushare_agent" / "core" / "wire"
-SAMPLES = ROOT / "manifests" / "samples"
+SAMPLES = "manifests/samples"  # as a person types it: the output says how to go on
 
 
 @nox.session
 def sandbox(session: nox.Session) -> None:
     """Install everything and run the main job once on the embedded node: pods get their share of a GPU."""
     _install(session, ".")
-    samples = [] if "--apply" in session.posargs else ["--apply", str(SAMPLES)]
+    samples = [] if "--apply" in session.posargs else ["--apply", SAMPLES]
     # stderr=None: nox would mix the progress into standard output, where -o json has its document
     session.run("gpushare-agent", "sandbox", "--once", *samples, *session.posargs, stderr=None)
 

@@ -9,6 +9,7 @@ The document's format is docs/reference/cli.md; sizes are bytes.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TypedDict, cast
 
 from rich.console import RenderableType
@@ -18,6 +19,7 @@ from gpushare_agent.core.cli.command_line import Invocation
 from gpushare_agent.core.cli.render_text import (
     CORES_COLUMN,
     MEMORY_COLUMN,
+    PIPE_WIDTH,
     allocated_line,
     counted,
     gib,
@@ -92,11 +94,20 @@ def _totals(gpus: Sequence[ReportedGpu]) -> Totals:
 
 
 def inspection_tables(
-    document: InspectionDocument, *, with_details: bool, is_wide: bool = False
+    document: InspectionDocument, *, with_details: bool, is_wide: bool = False, width: int = PIPE_WIDTH
 ) -> list[RenderableType]:
-    """The tables, made from the document, so that both forms agree. `is_wide` adds the UUIDs."""
+    """The tables, made from the document, so that both forms agree. `is_wide` adds the UUIDs. On a terminal, which is
+    `width` wide, reasons are lines of their own: a last column would break their words."""
     nodes = document["nodes"]
-    parts: list[RenderableType] = [_gpus_table(nodes, is_wide=is_wide)]
+    is_column = width == PIPE_WIDTH
+    parts: list[RenderableType] = [_gpus_table(nodes, is_wide=is_wide, with_reasons=is_column)]
+    if not is_column:
+        parts += [
+            Text(f"{plain(node['node'])} GPU {gpu_label(gpu)}: {plain('; '.join(reasons))}", style="yellow")
+            for node in nodes
+            for gpu in node["gpus"]
+            if (reasons := health_reasons(gpu))
+        ]
     if with_details:
         parts += [Text(""), _containers_table(nodes)]
     remarks = [
@@ -106,7 +117,7 @@ def inspection_tables(
     return [*parts, Text(""), *remarks, *uncharged, _cluster_line(document)]
 
 
-def _gpus_table(nodes: Sequence[SummedNode], *, is_wide: bool) -> RenderableType:
+def _gpus_table(nodes: Sequence[SummedNode], *, is_wide: bool, with_reasons: bool) -> RenderableType:
     uuid = ("UUID",) if is_wide else ()
     columns = ["NODE", "GPU", "NAME", *uuid, "HEALTH", CORES_COLUMN, MEMORY_COLUMN, "REASON"]
     rows: list[list[str | Text]] = []
@@ -126,7 +137,7 @@ def _gpus_table(nodes: Sequence[SummedNode], *, is_wide: bool) -> RenderableType
             [whose, "all", "", *("" for _ in uuid), "", Text(cores, style="bold"), Text(memory, style="bold"), ""]
         )
     # The last column is the reason: where all GPUs are in service it would only make lines longer.
-    if not any(row[-1] for row in rows):
+    if not (with_reasons and any(row[-1] for row in rows)):
         columns, rows = columns[:-1], [row[:-1] for row in rows]
     return grid(columns, rows, right=("GPU", CORES_COLUMN, MEMORY_COLUMN))
 
@@ -202,8 +213,8 @@ async def run(call: Invocation) -> int:
         # After the sums, which are of the whole node whatever namespace is shown.
         node["containers"] = in_namespace(node["containers"], options.namespace)
     is_wide = options.output == "wide"
-    shown = inspection_tables(document, with_details=options.details, is_wide=is_wide) if nodes else [Text(_NO_NODE)]
-    print_as(options.output, document, lambda _width: shown)
+    show = partial(inspection_tables, document, with_details=options.details, is_wide=is_wide)
+    print_as(options.output, document, lambda width: show(width=width) if nodes else [Text(_NO_NODE)])
     return 0
 
 

@@ -322,7 +322,7 @@ def addresses_of(settings: Settings) -> dict[str, str]:
     }
 
 
-def agent_lines(node: RunningNode) -> list[str]:
+def agent_lines(node: NodeController) -> list[str]:
     """The commands that a person types to ask this node's agent."""
     where = node.addresses
     # The default address need not be typed.
@@ -498,12 +498,31 @@ async def run_once(session: Session) -> int:
         notify(f"not every pod runs or has ended after {STEADY_TIMEOUT_S:g} s; the report shows their state")
     document = await _document_with_use(session)
     print_document(document, session.plan.form)
+    sys.stdout.flush()  # before what follows on standard error, where both go to one place
     others = [pod for pod in document["pods"] if pod["phase"] not in ("Running", "Succeeded")]
     for pod in others:
         notify(f"{pod['namespace']}/{pod['name']} is {pod['phase']}: {reason_text(pod) or 'without a reason'}")
     if others:
         notify("exit code 1: not every pod is Running or Succeeded")
+    if session.plan.form in ("table", "wide"):
+        for line in _to_go_on(session, [f"{pod['namespace']}/{pod['name']}" for pod in (*others, *document["pods"])]):
+            notify(line)
     return 1 if others else 0
+
+
+def _to_go_on(session: Session, pods: Sequence[str]) -> list[str]:
+    """The commands with which a person goes on, to be typed as they stand: the sandbox is gone. `pods`: one to explain is
+    the first."""
+    first, pod = session.controller.nodes[0], next(iter(pods), "POD")
+    plugin, explain = runnable("kubectl-gpushare"), agent_lines(first)[1].replace("POD", pod)
+    if plugin != runnable():
+        kubeconfig = NodePaths(state=session.plan.state.absolute()).kubeconfig
+        explain = f"KUBECONFIG={shlex.quote(str(kubeconfig))} {plugin} explain {pod}"
+    return [
+        f"next: {runnable()} {shlex.join(word for word in sys.argv[1:] if word != '--once')}",
+        f"  keeps it running, with a page on {first.addresses['web']}/; then, in another terminal:",
+        f"  {explain}",
+    ]
 
 
 async def _document_with_use(session: Session) -> SandboxDocument:

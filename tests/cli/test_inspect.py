@@ -17,7 +17,16 @@ from gpushare_agent.commands import main
 from gpushare_agent.core.model.errors import NotFound, Rejected, Unavailable
 from gpushare_agent.kubectl.plugin import PLUGIN_LINE
 from tests.agent.support_agent import open_agent
-from tests.cli.support_cli import agent_answers, busy_node, call, raw_agent_pod, raw_gpu, raw_list, raw_node
+from tests.cli.support_cli import (
+    agent_answers,
+    at_terminal,
+    busy_node,
+    call,
+    raw_agent_pod,
+    raw_gpu,
+    raw_list,
+    raw_node,
+)
 from tests.cluster.support_kube import raw_pod, write_kubeconfig
 from tests.fakes.api_server import FakeApiServer, json_server
 from tests.kit.support_http import free_port
@@ -101,6 +110,26 @@ async def test_a_gpu_that_is_cordoned_and_ill_says_both(capsys: pytest.CaptureFi
     assert " Cordoned, Unhealthy " in lines[2]
     assert lines[2].endswith("  Cordoned: loud; Unhealthy: Xid 79: the GPU fell off the bus")
     assert [gpu["health_reason"] for gpu in shown] == ["", "Xid 79: the GPU fell off the bus", "", ""]
+
+
+async def test_a_narrow_terminal_breaks_no_word() -> None:
+    """Numbers stay in one line, and why a GPU is out of service stands below the table."""
+    reason = "Xid 79 (GPU has fallen off the bus); waits for a reset of the GPU, or for `gpushare-agent uncordon 1`"
+    document = busy_node()
+    document["gpus"][1]["health_reason"] = reason
+    async with (
+        json_server(agent_answers(document)) as agent,
+        at_terminal("inspect", "-d", f"--server={agent.url}", columns=80) as terminal,
+    ):
+        assert await terminal.wait_end() == 0
+        await terminal.wait_shown(lambda text: "4 GPUs of the node" in text)
+    lines = [line.rstrip() for line in re.sub(r"\x1b\[[0-9;]*m", "", terminal.shown).splitlines()]
+    assert max(map(len, lines)) <= 80
+    assert lines[2].split() == [
+        *["1", "NVIDIA", "H100", "80GB", "HBM3", "Unhealthy", "100/100", "(100", "%)", "24/24", "(100", "%)"]
+    ]
+    words = " ".join(lines).split()
+    assert f"n1 GPU 1: {reason}" in " ".join(words)
 
 
 async def test_details_list_every_container(capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from gpushare_agent.agent.gpus.part import health_policy
 from gpushare_agent.core.model.gpu_health import (
     RELAPSE_WITHIN_S,
     STATES,
@@ -32,6 +33,7 @@ from gpushare_agent.core.model.gpu_health import (
 from gpushare_agent.core.model.gpus import Gpu, Health
 from gpushare_agent.core.model.names import GpuUuid
 from gpushare_agent.core.settings.sections import HealthSettings
+from gpushare_agent.core.settings.settings import load_settings
 from tests.support_core import inventory
 
 WELL = inventory(1).gpus[0]
@@ -227,8 +229,18 @@ def test_the_reason_has_the_cause_and_the_way_to_recovery() -> None:
     assert {
         why_not_offered(h, POLICY) for h in (failed, polled(failed, (10, WELL)), polled(failed, (10, WELL), (20, WELL)))
     } == {text}
-    assert "gpushare-agent uncordon" in why_not_offered(hit(GpuHealth(), 79, now=0), POLICY)
+    waiting = hit(GpuHealth(), 79, now=0)
+    assert offered(WELL, waiting, POLICY).unhealthy_reason.endswith("or for `gpushare-agent uncordon 0`")
     assert why_not_offered(GpuHealth(), POLICY) == ""
+
+
+def test_the_way_to_recovery_can_be_typed_where_the_agent_has_another_socket() -> None:
+    """As in the sandbox."""
+    policy = health_policy(load_settings(["--root=/tmp/a b"], {}).settings)
+    assert why_not_offered(hit(GpuHealth(), 79, now=0), policy, "0:1").endswith(
+        "or for `gpushare-agent uncordon 0:1 --socket '/tmp/a b/run/gpushare-agent/control.sock'`"
+    )
+    assert health_policy(load_settings([], {}).settings).control == ""
 
 
 def test_the_next_probe_is_the_earliest_that_is_due() -> None:

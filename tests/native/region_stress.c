@@ -39,37 +39,56 @@ void say_once(int *said, const char *format, ...)
 
 void register_process(void) {}
 
+static void take(uint64_t *place, uint64_t bytes)
+{
+    struct limits limits;
+    read_limits(0, &limits);
+    if (!take_bytes(0, LINEAR, bytes)) {
+        atomic_fetch_add(&seen->refused, 1);
+        return;
+    }
+    uint64_t all = atomic_fetch_add(&seen->taken, *place = bytes) + bytes, most = atomic_load(&seen->most);
+    while (all > most && !atomic_compare_exchange_weak(&seen->most, &most, all))
+        ;
+    if (all > limits.memory)
+        atomic_fetch_add(&seen->above, 1);
+}
+
+static void give(uint64_t *place)
+{
+    atomic_fetch_sub(&seen->taken, *place); /* first less, then given: `taken` is never more than what is held */
+    give_bytes(0, LINEAR, *place);
+    *place = 0;
+}
+
+static void wait_for_all(int times)
+{
+    for (atomic_fetch_add(&seen->begun, 1); atomic_load(&seen->begun) < (uint64_t)all_threads * times;)
+        sched_yield();
+}
+
 static void *hammer(void *seed)
 {
     unsigned state = (unsigned)(uintptr_t)seed;
     struct limits limits;
     uint64_t own[8] = {0};
     read_limits(0, &limits);
-    /* All at once: on a busy machine each would else be done before the next one begins. */
-    for (atomic_fetch_add(&seen->begun, 1); atomic_load(&seen->begun) < (uint64_t)all_threads;)
-        sched_yield();
+    /* All at once, and each keeps what it has got until all have asked for more than there is: on a busy machine each would
+     * else be done before the next one begins, and the limit never reached. */
+    wait_for_all(1);
+    for (int i = 0; i < 8; i++)
+        take(&own[i], limits.memory / 6);
+    wait_for_all(2);
     for (int i = 0; i < rounds; i++) {
         uint64_t *place = &own[rand_r(&state) % 8];
-        if (*place) { /* first less, then given: `taken` is never more than what is held */
-            atomic_fetch_sub(&seen->taken, *place);
-            give_bytes(0, LINEAR, *place);
-            *place = 0;
-        } else if (take_bytes(0, LINEAR, *place = 1 + (uint64_t)rand_r(&state) % (limits.memory / 6))) {
-            uint64_t all = atomic_fetch_add(&seen->taken, *place) + *place, most = atomic_load(&seen->most);
-            while (all > most && !atomic_compare_exchange_weak(&seen->most, &most, all))
-                ;
-            if (all > limits.memory)
-                atomic_fetch_add(&seen->above, 1);
-        } else {
-            *place = 0;
-            atomic_fetch_add(&seen->refused, 1);
-        }
+        if (*place)
+            give(place);
+        else
+            take(place, 1 + (uint64_t)rand_r(&state) % (limits.memory / 6));
     }
     for (int i = 0; i < 8; i++)
-        if (own[i]) {
-            atomic_fetch_sub(&seen->taken, own[i]);
-            give_bytes(0, LINEAR, own[i]);
-        }
+        if (own[i])
+            give(&own[i]);
     return NULL;
 }
 

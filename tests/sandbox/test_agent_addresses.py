@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import re
 import shlex
+import signal
 import sys
 import tempfile
 from contextlib import ExitStack
@@ -15,7 +18,17 @@ import pytest
 from gpushare_agent.core.settings.settings import load_settings
 from gpushare_agent.sandbox.run import addresses_of
 from gpushare_agent.sandbox.state_directory import NodePaths
-from tests.sandbox.support_sandbox_cli import DEADLINE_S, ROOT, document_of, live, read_until, registered, sandbox
+from tests.kit.support_http import free_port
+from tests.sandbox.support_sandbox_cli import (
+    DEADLINE_S,
+    ROOT,
+    document_of,
+    ended,
+    live,
+    read_until,
+    registered,
+    sandbox,
+)
 
 
 async def page_of(url: str) -> str:
@@ -62,6 +75,76 @@ async def test_the_first_lines_say_how_the_agent_is_asked_and_that_works() -> No
             await sandbox("kill-agent", "--state-dir", state)
             await read_until(process, "starting it again")
             assert "/debug/tasks" in await page_of(f"{reported['web']}/debug/")
+
+
+PROGRAM = """\
+#!{python}
+import sys
+from gpushare_agent.__main__ import {function}
+sys.exit({function}())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("has_plugin", [True, False], ids=["plugin", "no plugin"])
+async def test_the_last_lines_of_a_first_run_are_the_next_step_also_behind_a_proxy(has_plugin: bool) -> None:
+    """Each can be typed as it stands: what keeps the sandbox running, and an explanation of a pod that is there."""
+    names = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
+    dead = {name: "http://127.0.0.1:9" for upper in names for name in (upper, upper.lower())}
+    environ = {**os.environ, **dead, "PYTHONPATH": str(ROOT)}
+
+    async def typed(line: str) -> asyncio.subprocess.Process:
+        pipe = asyncio.subprocess.PIPE
+        return await asyncio.create_subprocess_shell(
+            f"exec env {line}", stdin=pipe, stdout=pipe, stderr=pipe, cwd=ROOT, env=environ
+        )
+
+    with tempfile.TemporaryDirectory(prefix="gs", dir="/tmp") as folder:
+        for name, function in (("gpushare-agent", "main"), ("kubectl-gpushare", "run_plugin"))[: 1 + has_plugin]:
+            program = Path(folder) / name
+            program.write_text(PROGRAM.format(python=sys.executable, function=function))
+            program.chmod(0o755)
+        port = free_port()
+        words = f"sandbox --state-dir {folder}/s --port {port} --apply manifests/samples/share.yaml"
+        done = await ended(await typed(f"{folder}/gpushare-agent {words} --once"))
+        assert done.code == 0, done.err
+        again, page, explain = done.err.splitlines()[-3:]
+        assert again == f"next: {folder}/gpushare-agent {words}"
+        assert page == f"  keeps it running, with a page on http://localhost:{port}/; then, in another terminal:"
+        process = await typed(again.removeprefix("next: "))
+        try:
+            await read_until(process, "default/share Running")
+            shown = await ended(await typed(explain))
+        finally:
+            process.send_signal(signal.SIGINT)
+            await ended(process)
+        assert shown.out.startswith("default/share, container cuda got GPU 0"), shown.err
+        assert ("kubectl-gpushare" in explain) is has_plugin
+
+
+@pytest.mark.slow
+async def test_the_readmes_explanation_is_what_a_first_sandbox_shows() -> None:
+    """Word for word; the program and the directory are those of a clone."""
+    shown = re.search(r"^\$ KUBECONFIG=.* (explain .*)\n((?:.+\n)+)```$", (ROOT / "README.md").read_text(), re.M)
+    assert shown is not None
+    with tempfile.TemporaryDirectory(prefix="gs", dir="/tmp") as folder:
+        state = Path(folder) / "s"
+        async with live(state) as process:
+            waits_for = {"share", "two-shares", "pair"}
+            async with asyncio.timeout(DEADLINE_S):
+                while waits_for:
+                    assert process.stdout is not None
+                    line = (await process.stdout.readline()).decode()
+                    waits_for = {name for name in waits_for if f"pod default/{name} Running" not in line}
+            code = "import sys; from gpushare_agent.__main__ import run_plugin; sys.exit(run_plugin())"
+            child = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-c", code, *shown[1].split()),
+                stdout=asyncio.subprocess.PIPE,
+                env={**os.environ, "PYTHONPATH": str(ROOT), "KUBECONFIG": f"{state}/kubeconfig"},
+            )
+            async with asyncio.timeout(DEADLINE_S):
+                out, _ = await child.communicate()
+    assert out.decode() == shown[2]
 
 
 def test_an_address_that_means_all_is_reported_as_one_that_can_be_asked() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import shlex
 import socket
 from pathlib import Path
 from typing import Any
@@ -54,19 +55,20 @@ def run(action: str, call: Invocation) -> int:
         write_stderr(f"gpushare-agent: cannot {action} the GPU: {answer.document.get('error', '')}\n")
         return 2
     _check(answer, f"{action} the GPU")
-    print(reported(action, answer.document))
+    reach = f" --socket {shlex.quote(str(options.socket))}" if options.socket else ""
+    print(reported(action, answer.document, reach))
     return 0
 
 
-def reported(action: str, document: dict[str, Any]) -> str:
-    """What happened and what it means."""
+def reported(action: str, document: dict[str, Any], reach: str = "") -> str:
+    """What happened and what it means. `reach` is what a command needs to reach the same agent."""
     gpu = document["gpu"]
     name = f"GPU {gpu['label']} ({gpu['uuid']})"
     if action == "cordon":
         already = "" if document["changed"] else "already "
         lines = [
             f"{name} is {already}cordoned{': ' + gpu['cordoned'] if gpu['cordoned'] else ''}.",
-            "Pods that run on it go on; no new pod gets it, until `gpushare-agent uncordon`.",
+            f"Pods that run on it go on; no new pod gets it, until `gpushare-agent uncordon {gpu['label']}{reach}`.",
         ]
     elif not document["changed"]:
         lines = [f"{name} was not cordoned and waits for no reset; nothing was changed."]

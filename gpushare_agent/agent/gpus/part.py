@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
@@ -20,6 +21,7 @@ from gpushare_agent.core.model.gpus import Gpu, GpuInventory
 from gpushare_agent.core.model.isolation import MemoryLimiter
 from gpushare_agent.core.model.names import GpuUuid
 from gpushare_agent.core.model.usage import SamplesBusy
+from gpushare_agent.core.settings.sections import ControlSettings
 from gpushare_agent.core.settings.settings import Settings
 
 log = structlog.get_logger(__name__)
@@ -98,12 +100,15 @@ class GpusPart:
 
 
 def health_policy(settings: Settings) -> HealthPolicy:
-    health = settings.health
+    health, socket = settings.health, settings.control.socket
     return HealthPolicy(
         ignored_xids=frozenset(health.ignored_xids),
         reset_xids=frozenset(health.reset_xids),
         recovery_probes=health.recovery_probes,
         recovery_period_s=health.recovery_period_s,
+        control=""
+        if socket in (None, ControlSettings().socket)
+        else f" --socket {shlex.quote(str(socket.absolute()))}",
     )
 
 

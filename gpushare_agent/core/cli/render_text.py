@@ -114,10 +114,12 @@ def plain(value: object) -> str:
 
 
 def grid(columns: Sequence[str], rows: Sequence[Sequence[str | Text]], *, right: Sequence[str] = ()) -> Table:
-    """A table without lines, as kubectl's: a header and a row each. `right` are the columns with numbers."""
+    """A table without lines, as kubectl's: a header and a row each. `right` are the columns with numbers, which stay in one
+    line."""
     table = Table(box=None, padding=(0, GAP, 0, 0), pad_edge=False, header_style="bold")
     for name in columns:
-        table.add_column(name, justify="right" if name in right else "left", overflow="fold")
+        is_number = name in right
+        table.add_column(name, justify="right" if is_number else "left", overflow="fold", no_wrap=is_number)
     for row in rows:
         table.add_row(*(cell if isinstance(cell, Text) else Text(plain_cell(cell)) for cell in row))
     return table

@@ -136,6 +136,8 @@ class HealthPolicy(Struct, frozen=True, kw_only=True):
     recovery_probes: int = 1
     recovery_period_s: float = 0.0
     recovery_period_max_s: float = 600.0
+    control: str = ""
+    """What `gpushare-agent uncordon GPU` needs behind it, to reach this agent."""
 
 
 class EventMeaning(StrEnum):
@@ -265,16 +267,18 @@ def offered(
     """The GPU as it is offered to the kubelet and shown to people. A MIG instance, for which `of_gpu` is the health of its
     GPU, is not offered while that would not be. `held` is why a GPU in order is given to nobody."""
     # The driver's answer does not count here: `after_poll` has made a state of it.
-    reason = why_not_offered(health, policy)
-    if not reason and seen.mig is not None and of_gpu is not None and (why := why_not_offered(of_gpu, policy)):
-        reason = f"its GPU {seen.mig.parent_index}: {why}"
+    reason = why_not_offered(health, policy, seen.label)
+    if not reason and seen.mig is not None and of_gpu is not None:
+        parent = str(seen.mig.parent_index)
+        reason = f"its GPU {parent}: {why}" if (why := why_not_offered(of_gpu, policy, parent)) else ""
     reason = reason or held
     return replace(seen, health=Health.UNHEALTHY if reason else Health.HEALTHY, unhealthy_reason=reason)
 
 
-def why_not_offered(health: GpuHealth, policy: HealthPolicy) -> str:
-    """The cause and what makes the GPU healthy again; empty where it is offered. Constant while neither changes."""
-    reason = _unhealthy_reason(health, policy)
+def why_not_offered(health: GpuHealth, policy: HealthPolicy, label: str = "GPU") -> str:
+    """The cause and what makes the GPU of this label healthy again; empty where it is offered. Constant while neither
+    changes."""
+    reason = _unhealthy_reason(health, policy, label)
     if health.cordon is None:
         return reason
     cordon = f"cordoned: {health.cordon}" if health.cordon else "cordoned"
@@ -300,7 +304,7 @@ def probe_period_s(health: GpuHealth, policy: HealthPolicy) -> float:
     return min(period_s, max(policy.recovery_period_max_s, policy.recovery_period_s))
 
 
-def _unhealthy_reason(health: GpuHealth, policy: HealthPolicy) -> str:
+def _unhealthy_reason(health: GpuHealth, policy: HealthPolicy, label: str) -> str:
     polls = "1 poll that finds" if policy.recovery_probes == 1 else f"{policy.recovery_probes} polls that find"
     back = f"recovers after {polls} it usable, {probe_period_s(health, policy):g} s apart"
     match health.state:
@@ -311,7 +315,8 @@ def _unhealthy_reason(health: GpuHealth, policy: HealthPolicy) -> str:
         case HealthState.PROBING:
             return f"after {health.cause.rstrip('. ')}: {back}"
         case HealthState.NEEDS_RESET:
-            return f"{health.cause.rstrip('. ')}; waits for a reset of the GPU, or for `gpushare-agent uncordon`"
+            command = f"gpushare-agent uncordon {label}{policy.control}"
+            return f"{health.cause.rstrip('. ')}; waits for a reset of the GPU, or for `{command}`"
     assert_never(health.state)
 
 
