@@ -16,7 +16,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from aiohttp import web
 from msgspec import Raw, field
@@ -44,9 +44,10 @@ from gpushare_agent.core.kube.pods import PodJson, scheduler_message
 from gpushare_agent.core.kube.scheduling import CPU, MEMORY, PODS
 from gpushare_agent.core.model.errors import AgentError, NotFound, Unavailable
 from gpushare_agent.core.model.names import MIB, PodUid
-from gpushare_agent.core.model.resources import NOTHING, ResourceNames, request_of
+from gpushare_agent.core.model.resources import Request, ResourceNames, request_of
+from gpushare_agent.core.placement import GpuAccount
 from gpushare_agent.core.placement.gpu_choice import accepting, choice_of
-from gpushare_agent.core.placement.mistakes import mistakes
+from gpushare_agent.core.placement.mistakes import Offer, mistakes
 from gpushare_agent.core.settings.settings import Settings
 from gpushare_agent.core.web.debug_guard import Guard
 from gpushare_agent.core.web.page import WebPage
@@ -62,7 +63,9 @@ from gpushare_agent.kubectl.agent_client import AgentPod, find_agent
 from gpushare_agent.kubectl.cluster_nodes import cluster_names, open_cluster
 from gpushare_agent.kubectl.cluster_reading import NodeFacts, ReadCluster, node_facts, pod_view, read_quota_of
 from gpushare_agent.kubectl.decisions.cluster_view import ClusterView, NodeView, PodView, hindrance
-from gpushare_agent.kubectl.explain_waiting import waiting_document
+from gpushare_agent.kubectl.explain_waiting import asked_by, waiting_document
+
+T = TypeVar("T")
 
 ADDRESS = "localhost"
 INDEX = "cluster.html"
@@ -78,6 +81,13 @@ _READS = 8
 """Documents of agents that are read at once, each of up to 16 MiB."""
 
 
+def _keep(kept: dict[PodUid, T], uid: PodUid, value: T | None) -> None:
+    if value is not None:
+        kept[uid] = value
+    else:
+        kept.pop(uid, None)
+
+
 class _Pods(PodsFeed, kw_only=True, eq=False):
     """Also keeps the pods that ask for GPUs as the decisions read them, and those that wait as they are."""
 
@@ -86,21 +96,17 @@ class _Pods(PodsFeed, kw_only=True, eq=False):
 
     def put_pod(self, read: PodJson) -> bool:
         is_ours, uid = super().put_pod(read), PodUid(read.meta.uid or "")
-        self.remove_view(uid)
-        if is_ours and (view := pod_view(read, self.names)) is not None:
-            self.views[uid] = view
+        view = pod_view(read, self.names) if is_ours else None
         # A mistyped name asks for nothing of ours.
-        if not read.spec.node_name and (is_ours or mistakes(read, self.names, self.state.offer)):
-            self.waiting[uid] = read
+        waits = not read.spec.node_name and (view is not None or mistakes(read, self.names, self.state.offer))
+        _keep(self.views, uid, view)
+        _keep(self.waiting, uid, read if waits else None)
         return is_ours
-
-    def remove_view(self, uid: PodUid) -> None:
-        self.views.pop(uid, None)
-        self.waiting.pop(uid, None)
 
     def remove(self, key: str) -> None:
         super().remove(key)
-        self.remove_view(PodUid(key))
+        _keep(self.views, PodUid(key), None)
+        _keep(self.waiting, PodUid(key), None)
 
 
 class ClusterPage:
@@ -252,82 +258,83 @@ class ClusterPage:
         if not asked["uid"]:
             first = [self._waiting(pod) for pod in waiting[:MOST_WAITING]]
             return json_answer(request, {"count": len(waiting), "pods": first})
-        quota, problem = await read_quota_of(api, self._settings)
+        try:
+            quota, problem = await read_quota_of(api, self._settings)
+        except AgentError as e:  # the page shows what it has
+            quota, problem = None, str(e)
         self._quotas.quota = quota or Quota()
         pod = self._pods.waiting.get(PodUid(asked["uid"]))
         read = self._read_cluster(problem)
         if pod is None or (found := waiting_document(read, pod)) is None:
             return json_answer(request, {"error": "the pod does not wait any more"}, status=404)
-        return json_answer(request, {**found, **self._waiting(pod), **self._nodes_for(pod, read, found)})
+        return json_answer(request, {**found, **self._waiting(pod), **self._nodes_for(pod, read)})
 
     def _waiting(self, read: PodJson) -> dict[str, Any]:
-        """The requests of as many containers as are planned: a pod may have thousands."""
-        uid = PodUid(read.meta.uid or "")
-        containers = self._pods.views[uid].pod.containers if uid in self._pods.views else ()
+        """The requests of as many containers as are planned: a pod may have thousands. None of a pod whose amounts mean
+        something else: `asked` has them as they are written."""
+        uid, offer = PodUid(read.meta.uid or ""), self._state.offer
+        known = self._pods.views.get(uid)
+        is_mistaken = known is None or mistakes(read, self._names, Offer(offer.resources))
+        containers = () if known is None or is_mistaken else known.pod.containers
+        requests = [request_of(one, self._names) for one in containers[:MAX_ASKING]]
         return {
             "uid": uid,
             "namespace": read.meta.namespace,
             "pod": read.meta.name,
+            "asked": asked_by(read),
             "requests": [
-                {
-                    "cores": request.cores,
-                    "memory_bytes": self._names.requested_mib(request) * MIB,
-                }
-                for one in containers[:MAX_ASKING]
-                if (request := request_of(one, self._names)) != NOTHING
+                {"cores": one.cores, "memory_bytes": self._names.requested_mib(one) * MIB} for one in requests
             ],
             "more_requests": max(len(containers) - MAX_ASKING, 0),
             "message": scheduler_message(read),
-            "mistake": mistakes(read, self._names, self._state.offer),
+            "mistake": mistakes(read, self._names, offer),
         }
 
-    def _nodes_for(self, read_pod: PodJson, read: ReadCluster, found: Mapping[str, Any]) -> dict[str, Any]:
+    def _nodes_for(self, waits: PodJson, read: ReadCluster) -> dict[str, Any]:
         """The nodes where it fits first, then the others by name. GPUs are compared with the largest request."""
-        known = self._pods.views.get(PodUid(read_pod.meta.uid or ""))
+        known = self._pods.views.get(PodUid(waits.meta.uid or ""))
         if known is None:
             return {"count": 0, "nodes": []}
-        pod = replace(
-            known.pod, containers=known.pod.containers[: MAX_ASKING + 1]
-        )  # one more is refused as thousands are
-        answer, fitting = self._state.filter(pod, None), set(found["fitting"]["nodes"])
-        verdicts = {**answer.failed, **answer.unresolvable}
-        nodes = sorted(read.view.nodes, key=lambda one: (one.name not in fitting, one.name))
-        # The containers' requests compete for the same GPUs: what fits the largest says most.
-        largest = max(
-            (request for _, request in signature_of(pod, self._names)),
-            key=lambda one: (one.cores, one.blocks, one.units),
-        )
+        # One more is refused as thousands are.
+        pod = replace(known.pod, containers=known.pod.containers[: MAX_ASKING + 1])
+        answer = self._state.filter(pod, None)
+        refused = {**answer.failed, **answer.unresolvable}
 
-        def of_node(node: NodeView) -> str:
+        def verdict_of(node: NodeView) -> str:
+            unready = "" if node.ledger.node.is_ready else "the node is not ready"
             against = hindrance(known.needs, node.offer, node.used).words
-            unready = () if node.ledger.node.is_ready else ("the node is not ready",)
-            return "; ".join((*unready, *against, *filter(None, [verdicts.get(node.name)])))
+            return "; ".join(filter(None, (unready, *against, refused.get(node.name))))
 
+        verdicts = [(verdict_of(node), node) for node in read.view.nodes]
+        # The containers' requests compete for the same GPUs: what fits the largest says most.
+        requests = [request for _, request in signature_of(pod, self._names)]
+        largest = max(requests, key=lambda one: (one.cores, one.blocks, one.units))
+        shown = sorted(verdicts, key=lambda one: (one[0] != "", one[1].name))[:MOST_NODES]
         return {
-            "count": len(nodes),
+            "count": len(verdicts),
             "nodes": [
                 {
                     "name": node.name,
-                    "verdict": of_node(node) or "the pod fits: the scheduler has another reason",
+                    "verdict": verdict or "the pod fits: the scheduler has another reason",
                     "gpus": [
-                        {
-                            "index": gpu.index,
-                            "label": gpu.label,
-                            # What an unhealthy GPU has left is offered to nobody.
-                            "free_cores": gpu.free_cores if gpu.is_healthy else 0,
-                            "free_bytes": gpu.free_blocks * gpu.block_mib * MIB if gpu.is_healthy else 0,
-                            "verdict": lack.of_gpu()
-                            if (lack := gpu.lack(largest)) is not None
-                            else "fits"
-                            if node.name in fitting
-                            else "free, and the node does not suit the pod",
-                        }
+                        _gpu(gpu, largest, "free, and the node does not suit the pod" if verdict else "fits")
                         for gpu in accepting(choice_of(pod.annotations), node.ledger.gpus)
                     ],
                 }
-                for node in nodes[:MOST_NODES]
+                for verdict, node in shown
             ],
         }
+
+
+def _gpu(gpu: GpuAccount, request: Request, otherwise: str) -> dict[str, Any]:
+    return {
+        "index": gpu.index,
+        "label": gpu.label,
+        # What an unhealthy GPU has left is offered to nobody.
+        "free_cores": gpu.free_cores if gpu.is_healthy else 0,
+        "free_bytes": gpu.free_blocks * gpu.block_mib * MIB if gpu.is_healthy else 0,
+        "verdict": lack.of_gpu() if (lack := gpu.lack(request)) is not None else otherwise,
+    }
 
 
 async def run(call: Invocation) -> int:

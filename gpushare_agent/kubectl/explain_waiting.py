@@ -66,7 +66,7 @@ def waiting_document(read: ReadCluster, pod: PodJson) -> dict[str, Any] | None:
     known = view.pods.get(PodUid(pod.meta.uid or ""))
     if known is None and not mistake:
         return None
-    asked, reasons, fits = "; ".join(_asked(pod)), {}, ""
+    asked, reasons, fits = asked_by(pod), {}, ""
     found = Waiting(nodes=len(view.nodes), fitting=(), gpus=(), changes=(), others={}, tried=len(view.nodes))
     # Of a request that is right on no node of whatever size, nothing but itself can be changed.
     if known is not None and not mistakes(pod, names, Offer(offer.resources)):
@@ -97,10 +97,11 @@ def waiting_document(read: ReadCluster, pod: PodJson) -> dict[str, Any] | None:
     }
 
 
-def _asked(pod: PodJson) -> list[str]:
+def asked_by(pod: PodJson) -> str:
+    """What its containers ask for beside CPU and memory, as it is written."""
     containers = (*(pod.spec.init_containers or ()), *(pod.spec.containers or ()))
     asked = sorted({f"{name}: {count}" for one in containers for name, count in one.limits.items() if "/" in name})
-    return [*asked, *(f"claim {one.name}" for one in pod.spec.claims)][:_MOST_ASKED]
+    return ", ".join([*asked, *(f"claim {one.name}" for one in pod.spec.claims)][:_MOST_ASKED])
 
 
 def _why_on_no_node(pod: PodJson, settings: Settings) -> str:
@@ -110,7 +111,7 @@ def _why_on_no_node(pod: PodJson, settings: Settings) -> str:
     said = _said(scheduler_message(pod), pod_needs(pod.spec)).removesuffix(".")
     return (
         f"The scheduler: {said}. {''.join(f'{plain(note)} ' for note in notes if note)}The pod asks for "
-        f"{plain(', '.join(_asked(pod))) or 'no device'}; agents offer {names.vcore}, in hundredths of a "
+        f"{plain(asked_by(pod)) or 'no device'}; agents offer {names.vcore}, in hundredths of a "
         f"GPU, and {names.vmemory}, in blocks of {names.memory_block_mib} MiB"
         f"{', and in ResourceSlices what claims may ask for' if pod.spec.claims else ''}."
     )

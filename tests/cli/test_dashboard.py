@@ -117,7 +117,8 @@ async def test_a_wrong_request_waits_with_what_to_write(limits: dict[str, str], 
         while (answer := (await ask(f"{url}api/v1/waiting"))[1])["count"] < 3:
             await asyncio.sleep(0.01)
         (pod,) = [one for one in answer["pods"] if one["pod"] == "mistaken"]
-        assert pod["mistake"].endswith(remedy)
+        asked = ", ".join(f"{name}: {count}" for name, count in sorted(limits.items()))
+        assert pod["mistake"].endswith(remedy) and (pod["requests"], pod["asked"]) == ([], asked)
         _, answer, _ = await ask(f"{url}api/v1/waiting?uid=uid-mistaken")
         assert (answer["mistake"], answer["changes"], answer["fits"]) == (pod["mistake"], [], "")
         assert not any(gpu["verdict"] == "fits" for node in answer["nodes"] for gpu in node["gpus"])

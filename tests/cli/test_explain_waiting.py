@@ -379,7 +379,7 @@ async def test_a_wrong_request_is_answered_with_what_to_write(
     assert await explained(cluster, short_dir, is_agent=is_agent) == 0
     told = capsys.readouterr().out
     asked = ", ".join(f"{name}: {count}" for name, count in sorted(limits.items()))
-    assert f"  request   {asked.replace(', ', '; ')}" in told
+    assert f"  request   {asked}" in told
     assert "  mistake   container c0: " in told and remedy in told
     assert "to start" not in told and "GPUs  " not in told
 

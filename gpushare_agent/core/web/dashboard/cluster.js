@@ -130,7 +130,7 @@ function waitingEntry(pod) {
       h("summary", {},
         h("span", { class: "outcome", "data-kind": "warn" }, "Waiting"),
         h("span", { class: "decision-name" }, `${pod.namespace}/${pod.pod}`),
-        h("span", { class: "decision-result" }, [...pod.requests.map(format.request), pod.more_requests && `${pod.more_requests} more`].filter(Boolean).join(" + "))),
+        h("span", { class: "decision-result" }, [...(pod.requests.length ? pod.requests.map(format.request) : [pod.asked]), pod.more_requests && `${pod.more_requests} more`].filter(Boolean).join(" + "))),
       h("div", { class: "decision-body" }, mistake, message, nodes));
     details.addEventListener("toggle", () => details.open && showNodes(nodes, pod));
     entry = { element: h("li", { class: "waits", "data-uid": pod.uid }, details), message, mistake };
