@@ -8,5 +8,5 @@ Called by commands.py, by simulation without I/O, and by kubectl/, which advises
 `verbs.py` first for a request, `app.py` for the composition.
 
 Others import: app, cluster_feed, cluster_state, debug, decisions.ledger, decisions.pod_plan, decisions.quota,
-metrics, objects, steps, values.
+metrics, objects, values.
 """

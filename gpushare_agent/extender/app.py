@@ -40,7 +40,7 @@ from gpushare_agent.core.settings.sections import ExtenderSettings
 from gpushare_agent.core.settings.settings import Settings
 from gpushare_agent.extender.bind import BIND_TIMEOUT_S, Binder, BindTiming, PodWrites
 from gpushare_agent.extender.claims_webhook import ClaimsWebhook
-from gpushare_agent.extender.cluster_feed import NodesFeed, PodsFeed, QuotaFeed
+from gpushare_agent.extender.cluster_feed import NodesFeed, PodsFeed, QuotaFeed, report_mistakes
 from gpushare_agent.extender.cluster_state import ClusterState
 from gpushare_agent.extender.debug import StatePages, typical_documents
 from gpushare_agent.extender.decisions.quota import QuotaState
@@ -176,6 +176,7 @@ def build(settings: Settings, api: ClusterApi, *, clock: Callable[[], float] = t
     state = ClusterState(policy=policy, quota=quota)
     election = _election(chosen, api)
     pods = PodsFeed(state=state, names=names, model_label=chosen.model_label, clock=clock)
+    pods.on_waiting = partial(report_mistakes, state=state, names=names, events=events, leads=election.leads)
     writes = PodWrites(api=api, names=names, leads=election.leads)
     binder = Binder(
         state=state,

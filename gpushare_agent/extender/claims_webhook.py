@@ -27,6 +27,7 @@ from gpushare_agent.core.kube.client import ClusterApi
 from gpushare_agent.core.kube.pods import PodJson
 from gpushare_agent.core.model.errors import AgentError, Conflict, Corrupt, NotFound, Refused, Unavailable
 from gpushare_agent.core.model.resources import ResourceNames
+from gpushare_agent.core.placement.mistakes import mistakes
 from gpushare_agent.extender.decisions.claims import Conversion, Template, convert_pod
 from gpushare_agent.extender.decisions.vgpu_names import translate_pod
 from gpushare_agent.extender.messages import MAX_NAME_CHARS, Name, Result, bad_request, pod_json, request_of
@@ -88,7 +89,7 @@ class ClaimsWebhook:
         try:
             found = change(review.pod, self._names)
         except Corrupt as e:
-            return _denied(review, str(e))
+            return _denied(review, mistakes(review.pod, self._names) or str(e))
         if isinstance(found, Refused):
             return _denied(review, found.detail)
         # Checked before any request: they would all be made before the limit was reached.
@@ -113,8 +114,10 @@ class ClaimsWebhook:
             patch = base64.b64encode(msgspec.json.encode(found.patch)).decode()
             response |= {"patchType": "JSONPatch", "patch": patch}
         # kubectl prints them: what a claim cannot say is known to the person who applies the manifest.
-        if found.warnings:
-            response["warnings"] = [text[:MAX_WARNING_CHARS] for text in found.warnings]
+        # Names that were translated are no mistakes any more.
+        mistaken = mistakes(review.pod, self._names) if change is convert_pod else ""
+        if warnings := [text for text in (mistaken, *found.warnings) if text]:
+            response["warnings"] = [text[:MAX_WARNING_CHARS] for text in warnings]
         return Result(_answer(review, allowed=True, **response))
 
     async def _ensure(self, review: Review, template: Template) -> None:

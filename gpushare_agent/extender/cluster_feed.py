@@ -21,12 +21,13 @@ from msgspec import Raw, Struct, field
 from gpushare_agent.core.kit.supervision import ReportOnce
 from gpushare_agent.core.kube.events import EventRecorder
 from gpushare_agent.core.kube.informer import Handler
-from gpushare_agent.core.kube.objects import ObjectReference, object_meta, object_name, pod_uid
-from gpushare_agent.core.kube.pods import PodJson, read_pod_json
-from gpushare_agent.core.model.errors import Corrupt
+from gpushare_agent.core.kube.objects import ObjectMeta, ObjectReference, object_meta, object_name, pod_uid
+from gpushare_agent.core.kube.pods import PodJson, read_pod_json, scheduler_message
+from gpushare_agent.core.model.errors import Corrupt, RefusalReason
 from gpushare_agent.core.model.names import PodUid
 from gpushare_agent.core.model.pods import Pod
 from gpushare_agent.core.model.resources import ResourceNames
+from gpushare_agent.core.placement.mistakes import mistakes
 from gpushare_agent.extender.cluster_state import ClusterState
 from gpushare_agent.extender.decisions.quota import QUOTA_KEY, Quota, QuotaState
 from gpushare_agent.extender.metrics import ExtenderMetrics
@@ -36,6 +37,7 @@ from gpushare_agent.extender.objects import (
     host_request,
     lean_pod,
     read_quota,
+    resources_of_node,
 )
 from gpushare_agent.extender.values import ClusterNode, Stage
 
@@ -45,6 +47,32 @@ MAX_REPORTED = 4096
 MAX_NODE_CHARS = 253
 MALFORMED = "QuotaMalformed"
 """The reason of the Event on a ConfigMap that cannot be read."""
+
+
+def report_mistakes(
+    read: PodJson, *, state: ClusterState, names: ResourceNames, events: EventRecorder, leads: Callable[[], bool]
+) -> None:
+    """An Event, once in ten minutes, on a pod that kube-scheduler has refused and whose request is wrong: an extender is not
+    asked about a pod for which no node counts enough. For PodsFeed.on_waiting."""
+    # Another program may know the names of a pod that no scheduler has refused.
+    if not (said := scheduler_message(read)) or not leads():
+        return
+    text, reason = mistakes(read, names, state.offer), RefusalReason.INVALID_REQUEST.value
+    # The extender's own refusal is in the scheduler's Event.
+    if text and text.rstrip(".") not in said:
+        involved = _reference("Pod", read.meta)
+        events.record(involved, reason, text, key=(involved.uid, reason))
+
+
+def _reference(kind: str, meta: ObjectMeta) -> ObjectReference:
+    return ObjectReference(
+        api_version="v1",
+        kind=kind,
+        namespace=meta.namespace or "default",
+        name=meta.name or "",
+        uid=meta.uid or "",
+        resource_version=meta.version,
+    )
 
 
 class PodsFeed(Handler, Struct, kw_only=True, eq=False):
@@ -57,6 +85,8 @@ class PodsFeed(Handler, Struct, kw_only=True, eq=False):
     clock: Callable[[], float] = time.monotonic
     on_scheduled: Callable[[Pod], None] = lambda pod: None
     """Called with a pod that had no node, once it has one."""
+    on_waiting: Callable[[PodJson], None] = lambda read: None
+    """Called with every pod that has no node, whatever it asks for."""
     _unscheduled: dict[PodUid, Pod] = field(default_factory=dict)
     _before_list: set[PodUid] = field(default_factory=set)
     _missing: set[PodUid] = field(default_factory=set)
@@ -79,6 +109,8 @@ class PodsFeed(Handler, Struct, kw_only=True, eq=False):
     def put_pod(self, read: PodJson) -> bool:
         # Whoever was missing and had a bind under way may be resolved by now: no event comes for a pod that is gone.
         self.drop_missing()
+        if not read.spec.node_name:
+            self.on_waiting(read)
         # Before anything more is parsed: nearly all pods of a cluster end here.
         if not asks_for_ours(read, self.names):
             return self._put_other(read)
@@ -150,6 +182,7 @@ class NodesFeed(Handler, Struct, kw_only=True, eq=False):
 
     def put(self, raw: Raw) -> bool:
         reading, name = self.read(raw), self.key(raw)
+        self.state.put_resources(resources_of_node(raw))
         # Also where the node counts all the same: without its annotation its capacity is only divided evenly.
         if not reading.problem:
             self._problems.is_over(name)
@@ -237,15 +270,7 @@ class QuotaFeed(Handler, Struct, kw_only=True, eq=False):
             then = "pods that ask for GPUs are refused because there was no good one before"
         log.error("quota_malformed", error=error, then=then, cure=f"correct the key {QUOTA_KEY} of the ConfigMap")
         meta = object_meta(raw, "ConfigMap")
-        name, namespace = self.key(raw), meta.namespace or "default"
-        involved = ObjectReference(
-            api_version="v1",
-            kind="ConfigMap",
-            namespace=namespace,
-            name=name,
-            uid=meta.uid or "",
-            resource_version=meta.version,
-        )
+        involved = _reference("ConfigMap", meta)
         message = f"{error}. Meanwhile {then}."
         # An Event too: the author of the ConfigMap does not read the extender's log.
-        self.events.record(involved, MALFORMED, message, key=(MALFORMED, namespace, name, error))
+        self.events.record(involved, MALFORMED, message, key=(MALFORMED, involved.namespace, involved.name, error))

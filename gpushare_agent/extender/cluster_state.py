@@ -31,6 +31,7 @@ from gpushare_agent.core.placement import GpuAccount, validate_request
 from gpushare_agent.core.placement.fragmentation import KindCosts, PodKind, TypicalPods
 from gpushare_agent.core.placement.gpu_account import capacity_of, describe_request
 from gpushare_agent.core.placement.gpu_choice import GpuChoice, accepting, choice_of
+from gpushare_agent.core.placement.mistakes import Offer
 from gpushare_agent.core.placement.place import SharePolicy
 from gpushare_agent.extender.decisions.ledger import NOTHING_HOSTED, Hosted, NodeLedger
 from gpushare_agent.extender.decisions.pod_plan import (
@@ -135,6 +136,10 @@ class ClusterState:
         self._costs: OrderedDict[PodKind, _Answers] = OrderedDict()
         self._kinds: list[NodeKind] | None = None
         """The kinds of the nodes, each once: a few, of thousands of nodes. None: to be worked out."""
+        self._offer: Offer | None = None
+        """None: to be worked out."""
+        self._resources: set[str] = set()
+        """All that any node has offered."""
         self._learnt = LearntPods()
         self._typical: TypicalPods | None = None
 
@@ -169,6 +174,8 @@ class ClusterState:
             return
         if ledger is None or ledger.node.kind != node.kind:
             self._kinds = None
+        if ledger is None or ledger.node.gpus != node.gpus:
+            self._offer = None
         is_recounted = self._quota.put_node(node)
         if ledger is None:
             ledger = self._nodes[node.name] = NodeLedger(node, self._policy.names, self._node_changed)
@@ -201,13 +208,19 @@ class ClusterState:
         ledger = self._nodes.pop(name, None)
         if ledger is None:
             return
-        self._kinds = None
+        self._kinds = self._offer = None
         self._quota.remove_node(name)
         for uid, reservation in ledger.reservations.items():
             if reservation.stage is not Stage.ASSUMED:
                 self._drop_reservation(uid)
         for answers in (*self._answers.values(), *self._costs.values()):
             answers.forget(name)
+
+    def put_resources(self, names: Set[str]) -> None:
+        """The extended resources of a node, whether it is known otherwise or not."""
+        if not names <= self._resources:
+            self._resources |= names
+            self._offer = None
 
     def put_pod(self, pod: Pod, now: float) -> None:
         """A pod that asks for something of ours. It counts from its bind to its end."""
@@ -508,6 +521,15 @@ class ClusterState:
     def reservations(self) -> list[Reservation]:
         """The reservations of all pods, by node and UID; then those of nodes that are away."""
         return sorted(self._reservations.values(), key=lambda one: (one.node not in self._nodes, one.node, one.pod_uid))
+
+    @property
+    def offer(self) -> Offer:
+        """What a pod can ask for at all."""
+        if self._offer is None:
+            of_nodes = [[gpu for gpu in one.node.gpus if gpu.mig is None] for one in self._nodes.values()]
+            most_mib = max((gpu.memory_mib for one in self._nodes.values() for gpu in one.node.gpus), default=0)
+            self._offer = Offer(frozenset(self._resources), max(map(len, of_nodes), default=0), most_mib)
+        return self._offer
 
     def gpus(self, name: str) -> Sequence[GpuAccount]:
         """The accounts of a node's GPUs, none of a node that is not known."""

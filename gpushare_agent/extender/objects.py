@@ -126,6 +126,11 @@ def read_node(raw: Raw, names: ResourceNames, *, model_label: str, pool_label: s
     return NodeReading(node=node, problem=problem)
 
 
+def resources_of_node(raw: Raw) -> frozenset[str]:
+    """The names of all extended resources that it has, also of those of which nothing can be given now."""
+    return frozenset(name for name in read_node_json(raw).status.capacity or {} if "/" in name)
+
+
 # --- a node's GPUs ---
 
 

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from gpushare_agent.core.kube.client import ALL_NODES, LIVE_PODS, config_map
 from gpushare_agent.core.kube.objects import read_node_json
-from gpushare_agent.core.kube.pods import read_pod_json, scheduler_message
+from gpushare_agent.core.kube.pods import PodJson, read_pod_json
 from gpushare_agent.core.kube.scheduling import NodeOffer, node_offer, pod_needs
 from gpushare_agent.core.kube.session import KubeLists
 from gpushare_agent.core.model.errors import Corrupt, NotFound, Rejected
@@ -23,7 +23,7 @@ from gpushare_agent.core.node_report.annotations import GPUS_ANNOTATION, parse_g
 from gpushare_agent.core.settings.settings import Settings
 from gpushare_agent.extender.cluster_state import ClusterState
 from gpushare_agent.extender.decisions.quota import Quota, QuotaState
-from gpushare_agent.extender.objects import asks_for_ours, lean_pod, read_node, read_quota
+from gpushare_agent.extender.objects import asks_for_ours, lean_pod, read_node, read_quota, resources_of_node
 from gpushare_agent.extender.values import ClusterNode, ClusterPolicy
 from gpushare_agent.kubectl.cluster_nodes import cluster_names
 from gpushare_agent.kubectl.decisions.cluster_view import ClusterView, NodeView, PodView
@@ -37,8 +37,9 @@ class ReadCluster(Struct, frozen=True, kw_only=True):
     quota_problem: str = ""
 
 
-class _ReadNode(Struct, frozen=True, kw_only=True):
-    node: ClusterNode
+class NodeFacts(Struct, frozen=True):
+    """What the extender's state does not keep of a node: what it offers, and the GPUs that an uncordon would bring back."""
+
     offer: NodeOffer
     uncordonable: frozenset[int]
 
@@ -47,7 +48,7 @@ async def read_cluster_view(api: KubeLists, settings: Settings) -> ReadCluster:
     """Raises AgentError: nodes or pods cannot be listed."""
     reader = _Reader(settings)
     nodes, _ = await api.list_all(ALL_NODES, reader.node)
-    quota, problem = await _read_quota(api, settings)
+    quota, problem = await read_quota_of(api, settings)
     names = reader.names
     quotas = QuotaState(names)
     quotas.quota = quota or Quota()
@@ -55,8 +56,9 @@ async def read_cluster_view(api: KubeLists, settings: Settings) -> ReadCluster:
         names=names, share_policy=settings.placement.share_policy, node_policy=settings.extender.node_policy
     )
     state = ClusterState(policy=policy, quota=quotas if quota is not None else None)
-    for read in nodes:
-        state.put_node(read.node, 0.0)
+    state.put_resources(reader.resources)
+    for node, _ in nodes:
+        state.put_node(node, 0.0)
     used: defaultdict[str, Counter[str]] = defaultdict(Counter)
     pods, _ = await api.list_all(LIVE_PODS, partial(_read_pod, names=names, used=used))
     for one in pods:
@@ -64,9 +66,9 @@ async def read_cluster_view(api: KubeLists, settings: Settings) -> ReadCluster:
     view = ClusterView(
         policy=policy,
         nodes=tuple(
-            NodeView(ledger=ledger, offer=read.offer, used=used[read.offer.name], uncordonable=read.uncordonable)
-            for read in sorted(nodes, key=lambda one: one.offer.name)
-            if (ledger := state.node_ledger(read.offer.name)) is not None
+            NodeView(ledger=ledger, offer=facts.offer, used=used[node.name], uncordonable=facts.uncordonable)
+            for node, facts in sorted(nodes, key=lambda one: one[0].name)
+            if (ledger := state.node_ledger(node.name)) is not None
         ),
         pods={one.pod.uid: one for one in pods},
         quotas=quotas if quota is not None else None,
@@ -83,16 +85,16 @@ class _Reader:
         )  # a node's object does not show NVIDIA's units
         self._labels = settings.extender
         self._has_report = False
+        self.resources: set[str] = set()
 
-    def node(self, raw: Raw) -> _ReadNode | None:
+    def node(self, raw: Raw) -> tuple[ClusterNode, NodeFacts] | None:
         text = read_node_json(raw).meta.annotations.get(GPUS_ANNOTATION)
         if text is not None and not self._has_report:
             self._take_block_size(text)
         labels = self._labels
         node = read_node(raw, self.names, model_label=labels.model_label, pool_label=labels.pool_label).node
-        if node is None:
-            return None
-        return _ReadNode(node=node, offer=node_offer(raw), uncordonable=_uncordonable(node, text))
+        self.resources |= resources_of_node(raw)
+        return (node, node_facts(raw, node)) if node is not None else None
 
     def _take_block_size(self, text: str) -> None:
         try:
@@ -102,6 +104,11 @@ class _Reader:
         if size_mib is not None:
             self._has_report = True
             self.names = replace(self.names, memory_block_mib=size_mib)
+
+
+def node_facts(raw: Raw, node: ClusterNode) -> NodeFacts:
+    text = read_node_json(raw).meta.annotations.get(GPUS_ANNOTATION)
+    return NodeFacts(node_offer(raw), _uncordonable(node, text))
 
 
 def _uncordonable(node: ClusterNode, text: str | None) -> frozenset[int]:
@@ -121,9 +128,13 @@ def _read_pod(raw: Raw, names: ResourceNames, used: defaultdict[str, Counter[str
         read = read_pod_json(raw)
     except Corrupt:
         return None
-    needs = pod_needs(read.spec, names.names)
     if read.spec.node_name:
-        used[read.spec.node_name].update(needs.requests)
+        used[read.spec.node_name].update(pod_needs(read.spec, names.names).requests)
+    return pod_view(read, names)
+
+
+def pod_view(read: PodJson, names: ResourceNames) -> PodView | None:
+    """A pod that asks for GPUs."""
     if not asks_for_ours(read, names):
         return None
     try:
@@ -134,10 +145,11 @@ def _read_pod(raw: Raw, names: ResourceNames, used: defaultdict[str, Counter[str
     if not pod.containers:
         return None
     owner = next((one.kind or "" for one in read.meta.owners if one.controller), "")
-    return PodView(pod=pod, needs=needs, labels=read.meta.labels, owner=owner, message=scheduler_message(read))
+    needs = pod_needs(read.spec, names.names)
+    return PodView(pod=pod, needs=needs, labels=read.meta.labels, owner=owner)
 
 
-async def _read_quota(api: KubeLists, settings: Settings) -> tuple[Quota | None, str]:
+async def read_quota_of(api: KubeLists, settings: Settings) -> tuple[Quota | None, str]:
     """The quota, None where it is not known, and why."""
     where = settings.extender
     try:

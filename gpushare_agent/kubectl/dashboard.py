@@ -16,10 +16,10 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from aiohttp import web
-from msgspec import field
+from msgspec import Raw, field
 from msgspec.structs import replace
 
 from gpushare_agent import __version__
@@ -41,11 +41,13 @@ from gpushare_agent.core.kit.tcp_listeners import listen_tcp
 from gpushare_agent.core.kube.client import ALL_NODES, LIVE_PODS, KubeApi
 from gpushare_agent.core.kube.informer import Informer, Lost
 from gpushare_agent.core.kube.pods import PodJson, scheduler_message
+from gpushare_agent.core.kube.scheduling import CPU, MEMORY, PODS
 from gpushare_agent.core.model.errors import AgentError, NotFound, Unavailable
 from gpushare_agent.core.model.names import MIB, PodUid
-from gpushare_agent.core.model.pods import Pod
-from gpushare_agent.core.model.resources import ResourceNames
+from gpushare_agent.core.model.resources import Request, ResourceNames, request_of
+from gpushare_agent.core.placement import GpuAccount
 from gpushare_agent.core.placement.gpu_choice import accepting, choice_of
+from gpushare_agent.core.placement.mistakes import Offer, mistakes
 from gpushare_agent.core.settings.settings import Settings
 from gpushare_agent.core.web.debug_guard import Guard
 from gpushare_agent.core.web.page import WebPage
@@ -53,12 +55,17 @@ from gpushare_agent.extender.cluster_feed import NodesFeed, PodsFeed
 from gpushare_agent.extender.cluster_state import MAX_ASKING, ClusterState
 from gpushare_agent.extender.debug import StatePages
 from gpushare_agent.extender.decisions.pod_plan import signature_of
+from gpushare_agent.extender.decisions.quota import Quota, QuotaState
 from gpushare_agent.extender.metrics import ExtenderMetrics
-from gpushare_agent.extender.objects import read_node
-from gpushare_agent.extender.steps import in_steps
+from gpushare_agent.extender.objects import NodeReading, read_node
 from gpushare_agent.extender.values import ClusterPolicy
 from gpushare_agent.kubectl.agent_client import AgentPod, find_agent
 from gpushare_agent.kubectl.cluster_nodes import cluster_names, open_cluster
+from gpushare_agent.kubectl.cluster_reading import NodeFacts, ReadCluster, node_facts, pod_view, read_quota_of
+from gpushare_agent.kubectl.decisions.cluster_view import ClusterView, NodeView, PodView, hindrance
+from gpushare_agent.kubectl.explain_waiting import asked_by, waiting_document
+
+T = TypeVar("T")
 
 ADDRESS = "localhost"
 INDEX = "cluster.html"
@@ -74,23 +81,32 @@ _READS = 8
 """Documents of agents that are read at once, each of up to 16 MiB."""
 
 
-class _Pods(PodsFeed, kw_only=True, eq=False):
-    """Also keeps what the scheduler wrote into each waiting pod."""
+def _keep(kept: dict[PodUid, T], uid: PodUid, value: T | None) -> None:
+    if value is not None:
+        kept[uid] = value
+    else:
+        kept.pop(uid, None)
 
-    messages: dict[PodUid, str] = field(default_factory=dict)
+
+class _Pods(PodsFeed, kw_only=True, eq=False):
+    """Also keeps the pods that ask for GPUs as the decisions read them, and those that wait as they are."""
+
+    views: dict[PodUid, PodView] = field(default_factory=dict)
+    waiting: dict[PodUid, PodJson] = field(default_factory=dict)
 
     def put_pod(self, read: PodJson) -> bool:
         is_ours, uid = super().put_pod(read), PodUid(read.meta.uid or "")
-        # The informer puts a pod again with each change, and the scheduler writes a new message when it tries again.
-        if is_ours and self.unscheduled(uid) is not None:
-            self.messages[uid] = scheduler_message(read)
-        else:
-            self.messages.pop(uid, None)
+        view = pod_view(read, self.names) if is_ours else None
+        # A mistyped name asks for nothing of ours.
+        waits = not read.spec.node_name and (view is not None or mistakes(read, self.names, self.state.offer))
+        _keep(self.views, uid, view)
+        _keep(self.waiting, uid, read if waits else None)
         return is_ours
 
     def remove(self, key: str) -> None:
         super().remove(key)
-        self.messages.pop(PodUid(key), None)
+        _keep(self.views, PodUid(key), None)
+        _keep(self.waiting, PodUid(key), None)
 
 
 class ClusterPage:
@@ -104,14 +120,18 @@ class ClusterPage:
         self._agents: dict[str, AgentPod] = {}
         self._lost: Lost | None = None
         self._names = names = replace(names, gpu=())  # a node's object does not show NVIDIA's units
+        self._facts: dict[str, NodeFacts] = {}
+        self._quotas = QuotaState(names)
         self._port = port
         metrics = ExtenderMetrics()
         policy = ClusterPolicy(names=names, share_policy=settings.placement.share_policy)
-        self._state = ClusterState(policy=policy)
+        self._policy, self._state = policy, ClusterState(policy=policy, quota=self._quotas)
         self._pods = _Pods(state=self._state, names=names)
         labels = settings.extender
         read = partial(read_node, names=names, model_label=labels.model_label, pool_label=labels.pool_label)
-        nodes = NodesFeed(state=self._state, read=read, metrics=metrics, on_report=self._pods.drop_missing)
+        nodes = NodesFeed(
+            state=self._state, read=partial(self._read_node, read), metrics=metrics, on_report=self._pods.drop_missing
+        )
         self._informers = (
             Informer(kind="nodes", watched=ALL_NODES, handler=nodes, metrics=metrics),
             Informer(kind="pods", watched=LIVE_PODS, handler=self._pods, metrics=metrics),
@@ -157,7 +177,7 @@ class ClusterPage:
             web.get("/", self._page.index),
             *(web.get(path, handler) for path, handler in self._page.routes()),
             web.get("/api/v1/cluster", pages.show),
-            web.get("/api/v1/waiting", queue.one_at_a_time(self._show_waiting)),
+            web.get("/api/v1/waiting", queue.one_at_a_time(partial(self._show_waiting, api))),
             web.get("/nodes/{node}/", self._node_page.index),
             *(web.get(f"/nodes/{{node}}{path}", handler) for path, handler in self._node_page.routes()),
             web.get(f"/nodes/{{node}}/api/v1/{{what:{_NODE_PATHS}}}", partial(self._show_of_agent, api)),
@@ -202,84 +222,119 @@ class ClusterPage:
             "lost": {"seconds": now - first.since, "why": first.why} if first is not None else None,
             "memory_block_bytes": self._names.memory_block_mib * MIB,
             "unit_bytes": self._names.gpu_mem_unit_mib * MIB,
-            "waiting_pods": len(self._pods.messages),
+            "waiting_pods": len(self._pods.waiting),
         }
 
-    async def _show_waiting(self, request: web.Request) -> web.StreamResponse:
-        """All waiting pods; with `uid` one pod, and the nodes' GPUs with what each lacks."""
+    def _read_node(self, read: Callable[[Raw], NodeReading], raw: Raw) -> NodeReading:
+        """Also keeps what kube-scheduler checks of the node."""
+        reading = read(raw)
+        if reading.node is not None:
+            self._facts[reading.node.name] = node_facts(raw, reading.node)
+        return reading
+
+    def _read_cluster(self, quota_problem: str) -> ReadCluster:
+        """The cluster now, as `explain` lists it. Of its pods only CPU, memory and number are counted."""
+        known = [one for name in self._state.node_names() if (one := self._state.node_ledger(name)) is not None]
+        self._facts = {one.node.name: self._facts[one.node.name] for one in known}
+        nodes = tuple(
+            NodeView(
+                ledger=ledger,
+                offer=facts.offer,
+                used={CPU: ledger.hosted.cpu_milli, MEMORY: ledger.hosted.memory_mib * MIB, PODS: ledger.hosted.pods},
+                uncordonable=facts.uncordonable,
+            )
+            for ledger, facts in zip(known, self._facts.values(), strict=True)
+        )
+        view = ClusterView(policy=self._policy, nodes=nodes, pods=self._pods.views, quotas=self._quotas)
+        return ReadCluster(view=view, state=self._state, quota_problem=quota_problem)
+
+    async def _show_waiting(self, api: KubeApi, request: web.Request) -> web.StreamResponse:
+        """All waiting pods; with `uid` one pod as `explain` has it, and the nodes' GPUs with what each lacks."""
         try:
             asked = read_query(request.query, {"uid": Word(most_characters=_MAX_UID_CHARS)})
         except BadQueryError as e:
             return bad_query(request, e)
-        waiting = self._pods.unscheduled_pods()
+        waiting = list(self._pods.waiting.values())
         if not asked["uid"]:
             first = [self._waiting(pod) for pod in waiting[:MOST_WAITING]]
             return json_answer(request, {"count": len(waiting), "pods": first})
-        pod = self._pods.unscheduled(PodUid(asked["uid"]))
-        if pod is None:
+        try:
+            quota, problem = await read_quota_of(api, self._settings)
+        except AgentError as e:  # the page shows what it has
+            quota, problem = None, str(e)
+        self._quotas.quota = quota or Quota()
+        pod = self._pods.waiting.get(PodUid(asked["uid"]))
+        read = self._read_cluster(problem)
+        if pod is None or (found := waiting_document(read, pod)) is None:
             return json_answer(request, {"error": "the pod does not wait any more"}, status=404)
-        return json_answer(request, {**self._waiting(pod), **await self._nodes_for(pod)})
+        return json_answer(request, {**found, **self._waiting(pod), **self._nodes_for(pod, read)})
 
-    def _waiting(self, pod: Pod) -> dict[str, Any]:
-        """The requests of as many containers as are planned: a pod may have thousands."""
-        first = replace(pod, containers=pod.containers[:MAX_ASKING])
+    def _waiting(self, read: PodJson) -> dict[str, Any]:
+        """The requests of as many containers as are planned: a pod may have thousands. None of a pod whose amounts mean
+        something else: `asked` has them as they are written."""
+        uid, offer = PodUid(read.meta.uid or ""), self._state.offer
+        known = self._pods.views.get(uid)
+        is_mistaken = known is None or mistakes(read, self._names, Offer(offer.resources))
+        containers = () if known is None or is_mistaken else known.pod.containers
+        requests = [request_of(one, self._names) for one in containers[:MAX_ASKING]]
         return {
-            "uid": pod.uid,
-            "namespace": pod.namespace,
-            "pod": pod.name,
+            "uid": uid,
+            "namespace": read.meta.namespace,
+            "pod": read.meta.name,
+            "asked": asked_by(read),
             "requests": [
-                {
-                    "cores": request.cores,
-                    "memory_bytes": (
-                        request.blocks * self._names.memory_block_mib + request.units * self._names.gpu_mem_unit_mib
-                    )
-                    * MIB,
-                }
-                for _, request in signature_of(first, self._names)
+                {"cores": one.cores, "memory_bytes": self._names.requested_mib(one) * MIB} for one in requests
             ],
-            "more_requests": len(pod.containers) - len(first.containers),
-            "message": self._pods.messages.get(pod.uid, ""),
+            "more_requests": max(len(containers) - MAX_ASKING, 0),
+            "message": scheduler_message(read),
+            "mistake": mistakes(read, self._names, offer),
         }
 
-    async def _nodes_for(self, pod: Pod) -> dict[str, Any]:
+    def _nodes_for(self, waits: PodJson, read: ReadCluster) -> dict[str, Any]:
         """The nodes where it fits first, then the others by name. GPUs are compared with the largest request."""
-        pod = replace(pod, containers=pod.containers[: MAX_ASKING + 1])  # one more is refused as thousands are
-        found = await in_steps(self._state.filter_steps(pod, None))
-        verdicts = {**dict.fromkeys(found.fitting, ""), **found.failed, **found.unresolvable}
-        names = sorted(verdicts, key=lambda name: (verdicts[name] != "", name))
-        requests = [request for _, request in signature_of(pod, self._names)]
+        known = self._pods.views.get(PodUid(waits.meta.uid or ""))
+        if known is None:
+            return {"count": 0, "nodes": []}
+        # One more is refused as thousands are.
+        pod = replace(known.pod, containers=known.pod.containers[: MAX_ASKING + 1])
+        answer = self._state.filter(pod, None)
+        refused = {**answer.failed, **answer.unresolvable}
+
+        def verdict_of(node: NodeView) -> str:
+            unready = "" if node.ledger.node.is_ready else "the node is not ready"
+            against = hindrance(known.needs, node.offer, node.used).words
+            return "; ".join(filter(None, (unready, *against, refused.get(node.name))))
+
+        verdicts = [(verdict_of(node), node) for node in read.view.nodes]
         # The containers' requests compete for the same GPUs: what fits the largest says most.
+        requests = [request for _, request in signature_of(pod, self._names)]
         largest = max(requests, key=lambda one: (one.cores, one.blocks, one.units))
+        shown = sorted(verdicts, key=lambda one: (one[0] != "", one[1].name))[:MOST_NODES]
         return {
-            "count": len(names),
+            "count": len(verdicts),
             "nodes": [
                 {
-                    "name": name,
-                    "verdict": self._of_node(name)
-                    or verdicts[name]
-                    or "the pod fits: the scheduler has another reason",
+                    "name": node.name,
+                    "verdict": verdict or "the pod fits: the scheduler has another reason",
                     "gpus": [
-                        {
-                            "index": gpu.index,
-                            "label": gpu.label,
-                            # What an unhealthy GPU has left is offered to nobody.
-                            "free_cores": gpu.free_cores if gpu.is_healthy else 0,
-                            "free_bytes": gpu.free_blocks * gpu.block_mib * MIB if gpu.is_healthy else 0,
-                            "verdict": "fits" if (lack := gpu.lack(largest)) is None else lack.of_gpu(),
-                        }
-                        for gpu in accepting(choice_of(pod.annotations), self._state.gpus(name))
+                        _gpu(gpu, largest, "free, and the node does not suit the pod" if verdict else "fits")
+                        for gpu in accepting(choice_of(pod.annotations), node.ledger.gpus)
                     ],
                 }
-                for name in names[:MOST_NODES]
+                for verdict, node in shown
             ],
         }
 
-    def _of_node(self, name: str) -> str:
-        """Why kube-scheduler leaves the node out, as far as the node's object says so."""
-        ledger = self._state.node_ledger(name)
-        if ledger is None or (ledger.node.is_ready and not ledger.node.is_cordoned):
-            return ""
-        return "the node is cordoned" if ledger.node.is_cordoned else "the node is not ready"
+
+def _gpu(gpu: GpuAccount, request: Request, otherwise: str) -> dict[str, Any]:
+    return {
+        "index": gpu.index,
+        "label": gpu.label,
+        # What an unhealthy GPU has left is offered to nobody.
+        "free_cores": gpu.free_cores if gpu.is_healthy else 0,
+        "free_bytes": gpu.free_blocks * gpu.block_mib * MIB if gpu.is_healthy else 0,
+        "verdict": lack.of_gpu() if (lack := gpu.lack(request)) is not None else otherwise,
+    }
 
 
 async def run(call: Invocation) -> int:

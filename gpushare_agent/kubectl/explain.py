@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 
 from msgspec.structs import replace
@@ -25,9 +26,9 @@ from gpushare_agent.core.model.decision_records import CLAIMS_RESOURCE, Outcome
 from gpushare_agent.core.model.errors import AgentError, NotFound, RefusalReason
 from gpushare_agent.core.model.names import CORES_PER_GPU
 from gpushare_agent.core.node_report.documents import Candidate, DecisionDocument
-from gpushare_agent.core.settings.settings import Settings
+from gpushare_agent.core.placement.mistakes import mistakes
 from gpushare_agent.kubectl.agent_client import AgentClient, open_agent, read_decisions, read_pod, target_of
-from gpushare_agent.kubectl.cluster_nodes import open_cluster
+from gpushare_agent.kubectl.cluster_nodes import cluster_names, open_cluster
 from gpushare_agent.kubectl.explain_waiting import SCHEMA, explain_waiting
 
 _POLICIES = {
@@ -178,7 +179,10 @@ async def run(call: Invocation) -> int:
         decisions = await read_decisions(agent, pod=pod, namespace=namespace)
         chosen = newest_of_containers(decisions, options.container)
         if not chosen:
-            raise NotFound(await _nothing_known(call, agent, pod, namespace, decisions))
+            place = "" if decisions else await _place_of(call, pod, namespace)
+            if place is None:
+                return 0
+            raise NotFound(await _nothing_known(call, agent, pod, namespace, decisions, place))
 
     def tables(width: int) -> Sequence[RenderableType]:
         return [part for decision in chosen for part in (*decision_parts(decision, width), Text(""))]
@@ -203,7 +207,12 @@ def newest_of_containers(decisions: Sequence[DecisionDocument], container: str) 
 
 
 async def _nothing_known(
-    call: Invocation, agent: AgentClient, pod: str, namespace: str, decisions: Sequence[DecisionDocument]
+    call: Invocation,
+    agent: AgentClient,
+    pod: str,
+    namespace: str,
+    decisions: Sequence[DecisionDocument],
+    place: str,
 ) -> str:
     name, container = f"{namespace}/{pod}" if namespace else pod, call.options.container
     # The pod is known, but not the container that was named.
@@ -221,7 +230,7 @@ async def _nothing_known(
     )
     in_namespace = f" -n {namespace}" if namespace else ""
     begin = f"{agent.name} has decided nothing about pod {name}"
-    if place := await _place_of(call.settings(), pod, namespace):
+    if place:
         return f"{begin}: {place}{seen}"
     return (
         f"{begin}. It may be on another node, wait for one (`kubectl gpushare explain` says for what), be unknown to the "
@@ -230,8 +239,10 @@ async def _nothing_known(
     )
 
 
-async def _place_of(settings: Settings, pod: str, namespace: str) -> str:
-    """Where the API server has the pod, a sentence; empty where it cannot be asked, as on a host without a kubeconfig."""
+async def _place_of(call: Invocation, pod: str, namespace: str) -> str | None:
+    """Where the API server has the pod, a sentence; empty where it cannot be asked, as on a host without a kubeconfig. None:
+    it is on no node, and why is printed, as `kubectl gpushare` does."""
+    settings = call.settings()
     try:
         async with asyncio.timeout(_ASKED_FOR_S), open_cluster(settings) as api:
             raw = await read_pod(api, namespace, pod)
@@ -242,11 +253,17 @@ async def _place_of(settings: Settings, pod: str, namespace: str) -> str:
     except (AgentError, TimeoutError):
         return ""
     if not (node := found.spec.node_name):
+        # An agent's own account may not list nodes: then whoever asks is led to his own rights.
+        with suppress(AgentError):
+            async with open_cluster(settings) as api:
+                await explain_waiting(api, settings, raw, form=call.options.output)
+            return None
         asked = f"kubectl gpushare explain -n {found.meta.namespace} {pod}"
         others = (
             f"; scheduler {plain(scheduler)}, which it names, has to place it" if scheduler != DEFAULT_SCHEDULER else ""
         )
-        return f"it is on no node yet{others}, and `{asked}` says what would let it start."
+        mistaken = plain(mistakes(found, cluster_names(settings)))
+        return f"it is on no node yet{others}, and `{asked}` says what would let it start. {mistaken}"
     return (
         f"it is on node {node}. If that is this one, it requests no share of a GPU, or the decision was before the agent "
         f"started or too long ago. Its Events: kubectl describe pod -n {found.meta.namespace} {pod}."

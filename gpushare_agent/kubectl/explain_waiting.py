@@ -6,7 +6,7 @@ The cluster is read once with the person's own rights (cluster_reading.py), and 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from typing import Any
 
 from msgspec import Raw
 from rich.console import RenderableType
@@ -14,98 +14,104 @@ from rich.text import Text
 
 from gpushare_agent.core.cli.command_line import Form
 from gpushare_agent.core.cli.render_text import counted, plain, print_as
-from gpushare_agent.core.kit.near_names import AMONG_OTHERS, nearest
 from gpushare_agent.core.kube.client import KubeApi
-from gpushare_agent.core.kube.objects import whole_number
 from gpushare_agent.core.kube.pods import PodJson, mistyped_annotations, read_pod_json, scheduler_message
 from gpushare_agent.core.kube.scheduling import DEFAULT_SCHEDULER, PodNeeds, pod_needs
 from gpushare_agent.core.model.errors import AgentError, Unavailable
 from gpushare_agent.core.model.names import MIB, PodUid
 from gpushare_agent.core.placement.gpu_account import describe_request
+from gpushare_agent.core.placement.mistakes import Offer, mistakes
 from gpushare_agent.core.settings.settings import Settings
+from gpushare_agent.extender.cluster_state import MAX_ASKING
 from gpushare_agent.extender.decisions.pod_plan import signature_of
+from gpushare_agent.kubectl.cluster_nodes import cluster_names
 from gpushare_agent.kubectl.cluster_reading import ReadCluster, read_cluster_view
 from gpushare_agent.kubectl.decisions.changes import Change, Waiting, gpus_text, waiting
-from gpushare_agent.kubectl.decisions.cluster_view import ClusterView, PodView
 
 SCHEMA = 2
 _MOST_ASKED = 10
 _MOST_REASONS = 3
-_MOST_BLOCKS = 1_000_000
-"""The most memory blocks that a pod may mean: 1 Mi of bytes is more."""
 
 
 async def explain_waiting(api: KubeApi, settings: Settings, raw: Raw, *, form: Form) -> int:
     """Raises AgentError: the pod asks for no share, or the cluster cannot be read."""
     pod = read_pod_json(raw)
-    needs = pod_needs(pod.spec)
     name = f"{pod.meta.namespace}/{pod.meta.name}"
     try:
         read = await read_cluster_view(api, settings)
     except AgentError as error:
         # A user who may only read one namespace still sees what the scheduler wrote, and which right is missing.
         raise Unavailable(
-            f"pod {name} is on no node yet. {_why_on_no_node(pod, needs, settings)} What would let it start now is "
+            f"pod {name} is on no node yet. {_why_on_no_node(pod, settings)} What would let it start now is "
             f"worked out from all nodes and pods, and: {error}"
         ) from error
     known = read.view.pods.get(PodUid(pod.meta.uid or ""))
-    if known is None or _is_mistyped(pod, settings):
+    if known is not None and known.pod.node_name:
+        raise Unavailable(f"pod {name} went to node {known.pod.node_name} just now: ask again")
+    if (found := waiting_document(read, pod)) is None:
         raise Unavailable(
-            f"pod {name} is on no node yet. {_why_on_no_node(pod, needs, settings)} Its Events: "
+            f"pod {name} is on no node yet. {_why_on_no_node(pod, settings)} Its Events: "
             f"kubectl describe pod -n {pod.meta.namespace} {pod.meta.name}"
         )
-    if known.pod.node_name:
-        raise Unavailable(f"pod {name} went to node {known.pod.node_name} just now: ask again")
-    found = waiting(read.view, known.pod)
-    # From the pod as it is: the cluster's view keeps only what placement reads.
-    mistyped = mistyped_annotations(pod.meta.annotations)
-    reasons = _reasons(read, known)
-    unchecked = _unchecked(read, known, found)
-    document: dict[str, object] = {
-        "schema": SCHEMA,
-        "pod": pod.meta.name,
-        "decisions": [],
-        "waiting": {
-            "namespace": known.pod.namespace,
-            "scheduler": known.message,
-            "ignored": mistyped,
-            "nodes": found.nodes,
-            "reasons": reasons,
-            "fitting": {"nodes": found.fitting, "gpus": found.gpus},
-            "changes": [_change_document(change, read) for change in found.changes],
-            "other_reasons": found.others,
-            "not_checked": unchecked,
-        },
-    }
-    print_as(form, document, lambda _: _lines(read.view, known, found, reasons, unchecked, mistyped))
+    document: dict[str, object] = {"schema": SCHEMA, "pod": pod.meta.name, "decisions": [], "waiting": found}
+    print_as(form, document, lambda _: _lines(pod, found))
     return 0
 
 
-def _is_mistyped(pod: PodJson, settings: Settings) -> bool:
-    """Bytes for blocks, or a name close to one of the agents': no change of the size would help."""
-    names = settings.resources
-    own = [names.vcore, names.vmemory]
-    for one in (*(pod.spec.init_containers or ()), *(pod.spec.containers or ())):
-        for name, count in one.limits.items():
-            if name == names.vmemory and whole_number(count, name) > _MOST_BLOCKS:
-                return True
-            if name not in own and nearest(name, own, AMONG_OTHERS):
-                return True
-    return False
+def waiting_document(read: ReadCluster, pod: PodJson) -> dict[str, Any] | None:
+    """Why the pod waits, and the changes that would let it start now, for `explain` and for the page of all nodes; None
+    where it asks for no share. docs/reference/cli.md has the fields."""
+    view, names, offer = read.view, read.view.policy.names, read.state.offer
+    mistake = mistakes(pod, names, offer)
+    known = view.pods.get(PodUid(pod.meta.uid or ""))
+    if known is None and not mistake:
+        return None
+    asked, reasons, fits = asked_by(pod), {}, ""
+    found = Waiting(nodes=len(view.nodes), fitting=(), gpus=(), changes=(), others={}, tried=len(view.nodes))
+    # Of a request that is right on no node of whatever size, nothing but itself can be changed.
+    if known is not None and not mistakes(pod, names, Offer(offer.resources)):
+        signature = signature_of(known.pod, names)
+        if len(signature) <= MAX_ASKING:
+            found = waiting(view, known.pod)
+        asked = "; ".join(describe_request(request, names) for _, request in signature[:_MOST_ASKED])
+        refused = read.state.filter(known.pod, None)
+        reasons = dict(Counter([*refused.failed.values(), *refused.unresolvable.values()]).most_common())
+    if found.fitting:
+        [node] = [one for one in view.nodes if one.name == found.fitting[0]]
+        others = f" and {counted(more, 'more node')}" if (more := len(found.fitting) - 1) else ""
+        fits = f"now on {gpus_text(node, found.gpus)}{others}"
+    return {
+        "namespace": pod.meta.namespace,
+        "request": asked,
+        "scheduler": scheduler_message(pod),
+        "mistake": mistake,
+        # From the pod as it is: the cluster's view keeps only what placement reads.
+        "ignored": mistyped_annotations(pod.meta.annotations),
+        "nodes": found.nodes,
+        "reasons": reasons,
+        "fitting": {"nodes": found.fitting, "gpus": found.gpus},
+        "fits": fits,
+        "changes": [_change_document(change, read) for change in found.changes],
+        "other_reasons": found.others,
+        "not_checked": _unchecked(read, pod_needs(pod.spec), found),
+    }
 
 
-def _why_on_no_node(pod: PodJson, needs: PodNeeds, settings: Settings) -> str:
-    """The request next to what agents offer: the scheduler refuses a misspelt resource, and bytes for blocks, without a word
-    of the cause."""
-    names = settings.resources
+def asked_by(pod: PodJson) -> str:
+    """What its containers ask for beside CPU and memory, as it is written."""
     containers = (*(pod.spec.init_containers or ()), *(pod.spec.containers or ()))
     asked = sorted({f"{name}: {count}" for one in containers for name, count in one.limits.items() if "/" in name})
-    asked += [f"claim {one.name}" for one in pod.spec.claims]
-    said, mistyped = _said(scheduler_message(pod), needs), mistyped_annotations(pod.meta.annotations)
-    ignored = f"The pod's {plain(mistyped)} " if mistyped else ""
+    return ", ".join([*asked, *(f"claim {one.name}" for one in pod.spec.claims)][:_MOST_ASKED])
+
+
+def _why_on_no_node(pod: PodJson, settings: Settings) -> str:
+    """The request next to what agents offer: the scheduler refuses without a word of the cause."""
+    names, mistyped = settings.resources, mistyped_annotations(pod.meta.annotations)
+    notes = [mistakes(pod, cluster_names(settings)), f"The pod's {mistyped}" if mistyped else ""]
+    said = _said(scheduler_message(pod), pod_needs(pod.spec)).removesuffix(".")
     return (
-        f"The scheduler: {said.removesuffix('.')}. {ignored}The pod asks for "
-        f"{plain(', '.join(asked[:_MOST_ASKED])) or 'no device'}; agents offer {names.vcore}, in hundredths of a "
+        f"The scheduler: {said}. {''.join(f'{plain(note)} ' for note in notes if note)}The pod asks for "
+        f"{plain(asked_by(pod)) or 'no device'}; agents offer {names.vcore}, in hundredths of a "
         f"GPU, and {names.vmemory}, in blocks of {names.memory_block_mib} MiB"
         f"{', and in ResourceSlices what claims may ask for' if pod.spec.claims else ''}."
     )
@@ -118,17 +124,10 @@ def _said(message: str, needs: PodNeeds) -> str:
     return f"nothing so far; the pod's schedulerName is {plain(needs.scheduler)}: that scheduler alone may place it"
 
 
-def _reasons(read: ReadCluster, known: PodView) -> dict[str, int]:
-    """The extender's reasons, each with the number of nodes."""
-    found = read.state.filter(known.pod, None)
-    return dict(Counter([*found.failed.values(), *found.unresolvable.values()]).most_common())
-
-
-def _unchecked(read: ReadCluster, known: PodView, found: Waiting) -> list[str]:
-    scheduler = known.needs.scheduler
+def _unchecked(read: ReadCluster, needs: PodNeeds, found: Waiting) -> list[str]:
     return [
-        *known.needs.unchecked,
-        *([f"whether the scheduler {scheduler} runs"] if scheduler != DEFAULT_SCHEDULER else []),
+        *needs.unchecked,
+        *([f"whether the scheduler {needs.scheduler} runs"] if needs.scheduler != DEFAULT_SCHEDULER else []),
         *([f"the quota ({read.quota_problem})"] if read.quota_problem else []),
         *([f"{found.nodes - found.tried} of {found.nodes} nodes"] if found.tried < found.nodes else []),
     ]
@@ -151,47 +150,32 @@ def _change_document(change: Change, read: ReadCluster) -> dict[str, object]:
     return document
 
 
-def _lines(
-    view: ClusterView,
-    known: PodView,
-    found: Waiting,
-    reasons: Mapping[str, int],
-    unchecked: Sequence[str],
-    mistyped: str,
-) -> list[RenderableType]:
-    pod, names = known.pod, view.policy.names
-    asked = "; ".join(describe_request(request, names) for _, request in signature_of(pod, names)[:_MOST_ASKED])
+def _lines(pod: PodJson, found: dict[str, Any]) -> list[RenderableType]:
+    unchecked = [_line("unchecked", "; ".join(found["not_checked"]))] if found["not_checked"] else []
     lines = [
-        Text.assemble((f"{pod.namespace}/{pod.name}", "bold"), " ", ("waits for a node", "yellow")),
-        _line("request", asked),
-        _line("scheduler", _said(known.message, known.needs)),
+        Text.assemble((f"{pod.meta.namespace}/{pod.meta.name}", "bold"), " ", ("waits for a node", "yellow")),
+        _line("request", found["request"]),
+        _line("scheduler", _said(found["scheduler"], pod_needs(pod.spec))),
+        *(_line(name, found[name]) for name in ("mistake", "ignored") if found[name]),
     ]
-    if mistyped:
-        lines.append(_line("ignored", mistyped))
-    if found.fitting:
-        [node] = [one for one in view.nodes if one.name == found.fitting[0]]
-        first, more = gpus_text(node, found.gpus), len(found.fitting) - 1
-        others = f" and {counted(more, 'more node')}" if more else ""
-        text = f"now on {first}{others}: the scheduler has not tried again yet, or has another reason"
-        return [*lines, _line("fits", text), *_unchecked_line(unchecked)]
+    if found["fits"]:
+        text = f"{found['fits']}: the scheduler has not tried again yet, or has another reason"
+        return [*lines, _line("fits", text), *unchecked]
+    reasons, others = found["reasons"], found["other_reasons"]
     shown = [f"{counted(count, 'node')}: {text}" for text, count in list(reasons.items())[:_MOST_REASONS]]
-    more_reasons = len(reasons) - len(shown)
-    lines.append(_line("GPUs", "; ".join(shown) or "no node offers shares of GPUs"))
-    if more_reasons:
+    if shown or not found["nodes"]:
+        lines.append(_line("GPUs", "; ".join(shown) or "no node offers shares of GPUs"))
+    if more_reasons := len(reasons) - len(shown):
         lines.append(_line("", f"and {counted(more_reasons, 'more reason')}: -o json"))
-    if found.others:
-        free = [f"{text} ({counted(count, 'node')})" for text, count in list(found.others.items())[:_MOST_REASONS]]
+    if others:
+        free = [f"{text} ({counted(count, 'node')})" for text, count in list(others.items())[:_MOST_REASONS]]
         lines.append(_line("also", f"nodes with room on their GPUs are refused: {'; '.join(free)}"))
-    if not found.changes:
-        lines.append(_line("to start", "no single change was found that would let it start now"))
-    else:
+    if found["changes"]:
         lines.append(Text("  to start now, one of:", style="dim"))
-        lines += [Text.assemble("    - ", (plain(change.text), "")) for change in found.changes]
-    return [*lines, *_unchecked_line(unchecked)]
-
-
-def _unchecked_line(unchecked: Sequence[str]) -> list[Text]:
-    return [_line("unchecked", "; ".join(unchecked))] if unchecked else []
+        lines += [Text.assemble("    - ", (plain(change["text"]), "")) for change in found["changes"]]
+    elif not found["mistake"]:
+        lines.append(_line("to start", "no single change was found that would let it start now"))
+    return [*lines, *unchecked]
 
 
 def _line(name: str, text: str) -> Text:

@@ -15,6 +15,7 @@ from pathlib import Path
 from msgspec import Struct, structs
 
 from gpushare_agent.core.kit.supervision import forever, stop_task
+from gpushare_agent.core.model.resources import ResourceNames
 from gpushare_agent.sandbox.api.access import make_certificate
 from gpushare_agent.sandbox.api.server import EmbeddedApiServer
 from gpushare_agent.sandbox.behaviour import KubeletTimes
@@ -121,11 +122,12 @@ def paths_of_node(whole: NodePaths, name: str, count: int) -> NodePaths:
 
 
 @asynccontextmanager
-async def open_embedded_cluster(
+async def open_embedded_cluster(  # noqa: PLR0913 - the parts of a cluster, each by its name
     state: Path,
     *,
     node_names: Sequence[str],
     extender_url: str = "",
+    names: ResourceNames | None = None,
     kubelet_version: str = "1.36",
     seed: int = 0,
     times: KubeletTimes | None = None,
@@ -146,7 +148,7 @@ async def open_embedded_cluster(
         api.write_kubeconfig(paths.kubeconfig)
         # Before the nodes: a Deployment may be applied while they start.
         await stack.enter_async_context(running_task("pod controllers", PodControllers(api).run))
-        scheduler: EmbeddedScheduler | ExtenderScheduler = EmbeddedScheduler(api=api)
+        scheduler: EmbeddedScheduler | ExtenderScheduler = EmbeddedScheduler(api=api, names=names)
         if extender_url:
             extender = await stack.enter_async_context(open_extender_calls(extender_url))
             scheduler = ExtenderScheduler(api=api, extender=extender, times=scheduler_times, seed=seed)

@@ -102,7 +102,7 @@ async def run(plan: Plan) -> int:
         extender = plan_extender(paths, plan.flags, notify) if plan.has_extender else None
         async with open_embedded_cluster(
             paths.state, node_names=names, kubelet_version=plan.kubelet_version, times=_TIMES,
-            extender_url=extender.url if extender is not None else "",
+            extender_url=extender.url if extender is not None else "", names=resource_names(loaded.settings),
         ) as cluster:  # fmt: skip
             nodes = [
                 await build_node(

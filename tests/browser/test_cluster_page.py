@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -128,6 +129,27 @@ async def test_why_a_pod_waits_gpu_by_gpu() -> None:
         assert f"The scheduler: 0/3 nodes are available: {HOSTILE}" in text and "x" * 1001 not in text
         assert "too small, with 16 GiB in all" in text and "out of service" in text
         assert await browser.script("return document.querySelectorAll('main img').length") == 0
+
+
+async def test_a_wrong_request_has_its_remedy_and_no_green_gpu() -> None:
+    """What to write is there before the pod is opened, and with it what would let it start now."""
+    async with opened() as (browser, cluster):
+        mistaken = waiting("bytes", (30, 8))
+        mistaken["spec"]["containers"][0]["resources"]["limits"]["tencent.com/vcuda-memory"] = "4Gi"
+        mistaken["spec"]["containers"][0]["resources"]["requests"]["tencent.com/vcuda-memory"] = "4Gi"
+        cluster.put("pods", mistaken)
+        for name, words in (
+            ("needs-nine", ("900 GPU cores", "Write tencent.com/vcuda-core: 800 or less.", "ask for 700 cores (200 fewer)")),
+            ("bytes", ("vcuda-core: 30, tencent.com/vcuda-memory: 4Gi", "Write tencent.com/vcuda-memory: 16 for")),
+        ):  # fmt: skip
+            entry = f"document.querySelector(\"[data-uid='uid-{name}']\")"
+            await browser.wait(f"{entry}?.textContent.includes({json.dumps(words[1])})")
+            await browser.click(f"[data-uid='uid-{name}'] summary")
+            await browser.wait(f"{entry}.querySelectorAll('tbody tr').length === 21")
+            text = await browser.script(f"return {entry}.innerText")
+            assert all(one in text for one in words), text
+            assert "✓ fits" not in text and "1073741824" not in text
+            assert await browser.script(f"return {entry}.querySelectorAll('[data-chosen]').length") == 0
 
 
 async def test_it_follows_the_cluster() -> None:

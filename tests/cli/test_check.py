@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from msgspec.structs import replace
 
 from gpushare_agent.agent.commands.check import check_node, device_paths
+from gpushare_agent.agent.isolation.check import cure_of
 from gpushare_agent.agent.isolation.vdevice import check as vdevice_check
 from gpushare_agent.agent.runtime import node_probes
 from gpushare_agent.core.model.errors import Unavailable
@@ -215,6 +219,35 @@ def test_a_directory_that_takes_no_file_is_reported() -> None:
     """What cannot be written to is found by writing, not by reading its mode: root may do anything but this."""
     with pytest.raises(Unavailable, match="cannot write"):
         node_probes.require_writable(Path("/sys/kernel"))
+
+
+@pytest.mark.parametrize(
+    ("number", "cure"),
+    [
+        (errno.ENOSPC, "free space or inodes on its file system"),
+        (errno.EDQUOT, "free space or inodes on its file system"),
+        (errno.EROFS, "mount its file system for writing"),
+        (errno.EACCES, "run the agent as root"),
+    ],
+)
+def test_a_fault_of_the_file_system_has_its_own_remedy(number: int, cure: str) -> None:
+    """Whoever has put the error into its own words: no setting makes room on a disk."""
+    try:
+        try:
+            raise Unavailable("cannot write") from OSError(number, "x")
+        except Unavailable as e:
+            raise Unavailable("setting x") from e
+    except Unavailable as e:
+        assert cure_of(e, "run the agent as root").startswith(cure)
+
+
+async def test_a_full_disk_is_not_said_to_be_a_wrong_mount(short_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the sockets' directory, of the containers', and of the library's."""
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=0))
+    async with complete_node(short_dir) as node:
+        for isolation, what in (("vcuda", "directory"), ("vcuda", "virtual manager"), ("gpushare", "gpushare")):
+            found = {one.what: one for one in not_ok(await check_node(node.settings(f"--isolation={isolation}")))}
+            assert found[what].cure.startswith("free space or inodes on its file system"), found[what]
 
 
 def test_device_nodes_must_be_character_devices(short_dir: Path) -> None:

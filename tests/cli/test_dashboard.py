@@ -76,6 +76,54 @@ async def test_a_waiting_pod_with_every_gpu() -> None:
         assert (await ask(f"{url}api/v1/waiting?uid={'x' * 200}"))[0] == 400
 
 
+async def test_more_than_any_node_has_fits_nowhere_and_has_its_remedies() -> None:
+    """In the sentences of `kubectl gpushare explain`: no GPU of a node that does not suit the pod is green."""
+    async with served_cluster() as (url, cluster), asyncio.timeout(DEADLINE_S):
+        while (await ask(f"{url}api/v1/cluster"))[1]["not_listed"]:
+            await asyncio.sleep(0.01)
+        _, answer, _ = await ask(f"{url}api/v1/waiting?uid=uid-needs-nine")
+        mistake = "900 cores are 9 GPUs, and no node has more than 8. Write tencent.com/vcuda-core: 800 or less."
+        assert answer["mistake"] == f"container c0: {mistake}"
+        assert (answer["fits"], answer["fitting"]) == ("", {"nodes": [], "gpus": []})
+        assert answer["changes"][0]["text"].startswith(
+            "ask for 700 cores (200 fewer): GPUs 1, 2, 3, 4, 5, 6, 7 of gpu-"
+        )
+        gpus = [gpu["verdict"] for node in answer["nodes"] for gpu in node["gpus"]]
+        assert gpus.count("free, and the node does not suit the pod") == 7 and "fits" not in gpus
+        away = waiting("away", (20, 8))
+        away["spec"]["nodeSelector"] = {"pool": "b"}
+        cluster.put("pods", away)
+        while (answer := await ask(f"{url}api/v1/waiting?uid=uid-away"))[0] != 200:
+            await asyncio.sleep(0.01)
+        against = "the node does not match the pod's nodeSelector pool=b"
+        assert all(node["verdict"].startswith(against) for node in answer[1]["nodes"])
+        assert answer[1]["other_reasons"] == {against: 1} and "fits" not in json.dumps(answer[1]["nodes"])
+
+
+@pytest.mark.parametrize(
+    ("limits", "remedy"),
+    [
+        ({"tencent.com/vcuda-core": "30", "tencent.com/vcuda-memory": "4Gi"}, "tencent.com/vcuda-memory: 16 for 4 GiB."),
+        ({"tencent.com/vcuda-cores": "30"}, "Write tencent.com/vcuda-core: 30, in 1/100 of a GPU's compute."),
+        ({"nvidia.com/gpumem": "3000", "nvidia.com/gpucores": "30"}, "and tencent.com/vcuda-memory: 12."),
+    ],
+)  # fmt: skip
+async def test_a_wrong_request_waits_with_what_to_write(limits: dict[str, str], remedy: str) -> None:
+    """Also where it asks for nothing of ours, and no other change is named."""
+    async with served_cluster() as (url, cluster), asyncio.timeout(DEADLINE_S):
+        mistaken = waiting("mistaken", (30, 8))
+        mistaken["spec"]["containers"][0]["resources"] = {"limits": limits}
+        cluster.put("pods", mistaken)
+        while (answer := (await ask(f"{url}api/v1/waiting"))[1])["count"] < 3:
+            await asyncio.sleep(0.01)
+        (pod,) = [one for one in answer["pods"] if one["pod"] == "mistaken"]
+        asked = ", ".join(f"{name}: {count}" for name, count in sorted(limits.items()))
+        assert pod["mistake"].endswith(remedy) and (pod["requests"], pod["asked"]) == ([], asked)
+        _, answer, _ = await ask(f"{url}api/v1/waiting?uid=uid-mistaken")
+        assert (answer["mistake"], answer["changes"], answer["fits"]) == (pod["mistake"], [], "")
+        assert not any(gpu["verdict"] == "fits" for node in answer["nodes"] for gpu in node["gpus"])
+
+
 async def test_only_an_agents_own_paths_are_reachable_through_it() -> None:
     """Of a node that is known; where no agent answers, its reason."""
     async with served_cluster() as (url, _), asyncio.timeout(DEADLINE_S):

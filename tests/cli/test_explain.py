@@ -255,13 +255,21 @@ async def test_the_agent_leads_to_where_a_pod_is(short_dir: Path) -> None:
     """With a kubeconfig: of one that waits to `kubectl gpushare explain`, else to the node; an unknown one is unknown."""
     waits, away = raw_pod("waits", spec={"nodeName": ""}), raw_pod("away", spec={"nodeName": "n9"})
     others = raw_pod("others", spec={"nodeName": "", "schedulerName": "volcano"})
+    limits = {"limits": {"tencent.com/vcuda-memory": "16"}}
+    mistaken = raw_pod("mistaken", spec={"nodeName": "", "containers": [{"name": "main", "resources": limits}]})
     pods = "/api/v1/namespaces/default/pods"
-    async with json_server({f"{pods}/waits": waits, f"{pods}/away": away, f"{pods}/others": others}) as server:
+    async with json_server(
+        {f"{pods}/mistaken": mistaken, f"{pods}/waits": waits, f"{pods}/away": away, f"{pods}/others": others}
+    ) as server:
         kubeconfig = write_kubeconfig(short_dir, server.url, {"token": "secret"})
         settings = f"--kubeconfig={kubeconfig}"
         async with json_server(agent_answers(busy_node())) as agent:
             for name, said in (
                 ("waits", "it is on no node yet, and `kubectl gpushare explain -n default waits` says"),
+                (
+                    "mistaken",
+                    "says what would let it start. container main: 0 cores with 16 memory blocks (4 GiB) asks",
+                ),
                 ("others", "it is on no node yet; scheduler volcano, which it names, has to place it, and `kubectl"),
                 ("away", "it is on node n9"),
                 ("ghost", "there is no pod default/ghost"),
@@ -364,7 +372,10 @@ async def test_a_pod_on_no_node_has_no_agent_to_ask(short_dir: Path) -> None:
         with pytest.raises(Unavailable, match="is on no node yet") as caught:
             await call("explain", settings, "train", "-n", "ns", line=PLUGIN_LINE)
         assert (
-            "The scheduler: 0/1 nodes are available: 1 Insufficient \ufffd[31mtencent.com/vcuda-cores. The pod asks for "
+            "The scheduler: 0/1 nodes are available: 1 Insufficient \ufffd[31mtencent.com/vcuda-cores. container main: "
+            "the agents offer no tencent.com/vcuda-cores. Write tencent.com/vcuda-core: 30, in 1/100 of a GPU's compute. "
+            "container main: tencent.com/vcuda-memory: '1Gi' is in units of 256 MiB, not in bytes. Write "
+            "tencent.com/vcuda-memory: 4 for 1 GiB. The pod asks for "
             "a.test/x: 2, tencent.com/vcuda-cores: 30, tencent.com/vcuda-memory: 1Gi; agents offer tencent.com/vcuda-core, "
             "in hundredths of a GPU, and tencent.com/vcuda-memory, in blocks of 256 MiB. "
         ) in str(caught.value)

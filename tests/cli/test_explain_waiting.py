@@ -14,12 +14,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gpushare_agent.commands import COMMAND_LINE
 from gpushare_agent.core.model.names import PodUid
 from gpushare_agent.extender.values import Reservation
 from gpushare_agent.kubectl.cluster_reading import ReadCluster
 from gpushare_agent.kubectl.decisions.changes import MAX_PLANS, Change, Kind, Waiting, waiting
 from gpushare_agent.kubectl.plugin import PLUGIN_LINE
-from tests.cli.support_cli import raw_list
+from tests.cli.support_cli import agent_answers, busy_node, raw_list
 from tests.cli.support_cluster_view import BLOCKS, CORES, MODEL, Cluster, cards_of, held_of, node, pod, set_held
 from tests.cluster.support_kube import write_kubeconfig
 from tests.fakes.api_server import json_server
@@ -274,8 +275,8 @@ def pod_path(name: str) -> str:
     return f"/api/v1/namespaces/ns/pods/{name}"
 
 
-async def explained(cluster: Cluster, short_dir: Path, *words: str, **answers: Any) -> int:
-    """By the program, from an API server."""
+async def explained(cluster: Cluster, short_dir: Path, *words: str, is_agent: bool = False, **answers: Any) -> int:
+    """By the plugin or an agent's own program, from an API server."""
     lists = {
         "/api/v1/nodes": raw_list(cluster.nodes),
         "/api/v1/pods": raw_list(cluster.pods),
@@ -285,6 +286,9 @@ async def explained(cluster: Cluster, short_dir: Path, *words: str, **answers: A
     async with json_server(lists | answers) as server:
         kubeconfig = write_kubeconfig(short_dir, server.url, {"token": "secret"})
         line = ["explain", "w", "-n", "ns", "--kubeconfig", str(kubeconfig), *words]
+        if is_agent:
+            server.script.answers |= agent_answers(busy_node())
+            return await asyncio.to_thread(COMMAND_LINE.main, [*line, f"--server={server.url}"], {})
         return await asyncio.to_thread(PLUGIN_LINE.main, line, {})
 
 
@@ -353,23 +357,78 @@ async def test_a_waiting_pod_as_json(short_dir: Path, capsys: pytest.CaptureFixt
 
 
 @pytest.mark.parametrize(
-    "limits",
+    ("limits", "remedy"),
     [
-        {"tencent.com/vcuda-core": "30", "tencent.com/vcuda-memory": "4Gi"},
-        {"tencent.com/vcuda-cores": "30", "tencent.com/vcuda-memory": "16"},
-        {"tencent.com/vcuda-core": "30", "tencent.com/vcuda-mem": "16"},
+        ({CORES: "30", BLOCKS: "4Gi"}, f"Write {BLOCKS}: 16 for 4 GiB."),
+        ({CORES: "30", BLOCKS: "999999999"}, f"Write {BLOCKS}: 4 for 1 GiB."),
+        ({"tencent.com/vcuda-cores": "30", BLOCKS: "16"}, f"Write {CORES}: 30, in 1/100 of a GPU's compute."),
+        ({CORES: "30", "tencent.com/vcuda-mem": "16"}, f"Write {BLOCKS}: 16 for 4 GiB."),
+        ({"nvidia.com/gpu": "1", "nvidia.com/gpumem": "3000"}, f"Write {CORES}: 1 to 99 and {BLOCKS}: 12."),
+        ({CORES: "150", BLOCKS: "16"}, "the next valid numbers of cores are 100 and 200."),
+        ({"aliyun.com/gpu-mem": "2"}, f"of GPUShare. Write {CORES}: 1 to 99 and {BLOCKS}: 8."),
     ],
 )
-async def test_bytes_and_a_misspelt_resource_stand_beside_what_is_offered(
-    short_dir: Path, capsys: pytest.CaptureFixture[str], limits: dict[str, str]
+@pytest.mark.parametrize("is_agent", [False, True])
+async def test_a_wrong_request_is_answered_with_what_to_write(
+    short_dir: Path, capsys: pytest.CaptureFixture[str], limits: dict[str, str], remedy: str, *, is_agent: bool
 ) -> None:
-    """Where the other resource is right, too: another size would not help."""
-    mistyped = pod("w", (30, 8))
-    mistyped["spec"]["containers"][0]["resources"] = {"limits": limits}
-    assert await explained(Cluster([node("n", [16])], [mistyped]), short_dir) != 0
-    told = " ".join(capsys.readouterr().err.split())
+    """The same by both programs: no other size and no other node would help."""
+    mistaken = pod("w", (30, 8))
+    mistaken["spec"]["containers"][0]["resources"] = {"limits": limits}
+    cluster = Cluster([node("n", [16, 16])], [mistaken])
+    assert await explained(cluster, short_dir, is_agent=is_agent) == 0
+    told = capsys.readouterr().out
     asked = ", ".join(f"{name}: {count}" for name, count in sorted(limits.items()))
-    assert f"The pod asks for {asked}; agents offer tencent.com/vcuda-core" in told
+    assert f"  request   {asked}" in told
+    assert "  mistake   container c0: " in told and remedy in told
+    assert "to start" not in told and "GPUs  " not in told
+
+
+async def test_more_gpus_than_any_node_has_is_a_mistake_and_has_changes(
+    short_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The most that can be written, and what would start now."""
+    cluster = Cluster([node("n", [16, 16], held={"p": {0: [10, 2]}})], [pod("w", (1600, 0)), pod("p", (10, 2), on="n")])
+    assert await explained(cluster, short_dir) == 0
+    told = capsys.readouterr().out
+    assert (
+        f"  mistake   container c0: 1600 cores are 16 GPUs, and no node has more than 2. Write {CORES}: 200 or less."
+        in told
+    )
+    assert "    - ask for 100 cores (1500 fewer): GPU 1 of n" in told
+
+
+@pytest.mark.parametrize(
+    ("spec", "said"),
+    [
+        ({"nodeSelector": {"pool": "b"}}, "the node does not match the pod's nodeSelector pool=b (1 node)"),
+        (
+            {
+                "affinity": {
+                    "nodeAffinity": {
+                        "requiredDuringSchedulingIgnoredDuringExecution": {
+                            "nodeSelectorTerms": [{"matchExpressions": [{"key": "zone", "operator": "Exists"}]}]
+                        }
+                    }
+                }
+            },
+            "the node does not match the pod's node affinity on zone (1 node)",
+        ),
+    ],
+)
+async def test_a_selector_that_fits_no_node_is_named(
+    short_dir: Path, capsys: pytest.CaptureFixture[str], spec: dict[str, Any], said: str
+) -> None:
+    """The nodes do offer shares of GPUs; a taint and a cordon are named as well."""
+    cluster = Cluster([node("n", [16], labels={"pool": "a"})], [pod("w", (30, 8), **spec)])
+    assert await explained(cluster, short_dir) == 0
+    told = capsys.readouterr().out
+    assert f"  also      nodes with room on their GPUs are refused: {said}" in told
+    assert "no node offers" not in told
+    assert await explained(Cluster([node("n", [16], unschedulable=True)], [pod("w", (30, 8))]), short_dir) == 0
+    assert "are refused: the node is cordoned (1 node)" in capsys.readouterr().out
+    assert await explained(Cluster([], [pod("w", (30, 8))]), short_dir) == 0
+    assert "  GPUs      no node offers shares of GPUs" in capsys.readouterr().out
 
 
 async def test_a_pod_that_asks_by_claims_alone_asks_for_something(

@@ -373,3 +373,14 @@ async def test_who_may_ask_is_a_setting_and_every_replica_answers(mode: str, exp
             ):
                 found.append(answer.status)
     assert found == expected
+
+
+async def test_a_wrong_request_is_answered_at_once_with_what_to_write() -> None:
+    """A part of a unit, which Kubernetes would refuse without a remedy, is denied; a mistyped name beside is a warning."""
+    half = pod_of({"name": "c", "resources": {"limits": {NAMES.vcore: "0.5", NAMES.vmemory: "16"}}})
+    beside = pod_of({"name": "c", "resources": {"limits": {NAMES.vcore: "100", "tencent.com/vcuda-mem": "4Gi"}}})
+    async with fake_cluster() as cluster:
+        denied, warned = await mutated(cluster, review(half), review(beside))
+    assert not denied["allowed"]
+    assert denied["status"]["message"].endswith("Write tencent.com/vcuda-core: 50, in 1/100 of a GPU's compute.")
+    assert warned["allowed"] and warned["warnings"][0].endswith("Write tencent.com/vcuda-memory: 16 for 4 GiB.")

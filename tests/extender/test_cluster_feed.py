@@ -26,6 +26,12 @@ from tests.extender.support_extender import (
 from tests.fakes.api_server import Raw
 from tests.support_json import HOSTILE, undecoded
 
+NEITHER = (
+    "150 cores with 8 memory blocks (2 GiB) is neither a share of one GPU nor whole GPUs; the next valid numbers of cores "
+    "are 100 and 200. Ask for 1 to 99 cores with memory (a share of one GPU), or a multiple of 100 (whole GPUs, memory "
+    "optional)"
+)
+
 
 @dataclass
 class Feeding:
@@ -53,6 +59,31 @@ class Feeding:
 @pytest.fixture
 def feeding() -> Feeding:
     return Feeding()
+
+
+@pytest.mark.parametrize(
+    ("limits", "remedy"),
+    [
+        ({"tencent.com/vcuda-core": "30", "tencent.com/vcuda-memory": "4G"}, "tencent.com/vcuda-memory: 15 for 3.75 GiB."),
+        ({"tencent.com/vcuda-cores": "30", "tencent.com/vcuda-memory": "8"}, "Write tencent.com/vcuda-core: 30, in 1/100"),
+        ({"tencent.com/vcuda-core": "1600"}, "1600 cores are 16 GPUs, and no node has more than 2."),
+        ({"nvidia.com/gpumem": "3000", "nvidia.com/gpucores": "30"}, "and tencent.com/vcuda-memory: 12."),
+    ],
+)  # fmt: skip
+async def test_a_wrong_request_that_no_scheduler_asks_about_gets_an_event(limits: dict[str, str], remedy: str) -> None:
+    """By the leader, once, after the scheduler has refused the pod; not where the scheduler's own Event says it."""
+    async with fake_cluster(raw_node("n1")) as cluster, running_extender(cluster):
+        said = "0/1 nodes are available: 1 Insufficient."
+        mistaken, told = raw_pod("mistaken", (30, 8)), raw_pod("told", (150, 8))
+        mistaken["spec"]["containers"][0]["resources"] = {"limits": limits}
+        cluster.put("pods", raw_pod("untried", (150, 8)))
+        for raw, text in ((told, f"{said} container c0: {NEITHER}."), (mistaken, said), (mistaken, f"{said} Again.")):
+            raw["status"]["conditions"] = [{"type": "PodScheduled", "status": "False", "message": text}]
+            cluster.put("pods", raw)
+        await eventually(lambda: bool(cluster.objects["events"]))
+        (event,) = cluster.objects["events"].values()
+        assert (event["involvedObject"]["name"], event["reason"]) == ("mistaken", "InvalidRequest")
+        assert event["message"].startswith("container c0: ") and remedy in event["message"]
 
 
 def test_a_pod_without_gpus_takes_cpu_of_its_node_until_it_is_gone(feeding: Feeding) -> None:

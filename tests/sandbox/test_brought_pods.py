@@ -8,13 +8,16 @@ from typing import Any
 import pytest
 from aiohttp import ClientSession
 
+from gpushare_agent.core.model.resources import ResourceNames
 from gpushare_agent.sandbox.kubelet.container_config import is_harmless
 from gpushare_agent.sandbox.manifests import read_manifests
-from gpushare_agent.sandbox.node import EmbeddedNode
+from gpushare_agent.sandbox.node import EmbeddedNode, open_embedded_cluster
 from gpushare_agent.sandbox.pod_controllers import PodControllers
 from gpushare_agent.sandbox.report import reason_and_message
 from tests.sandbox.support_sandbox import (
     CORE,
+    MEMORY,
+    SHORT_TIMES,
     SmallPlugin,
     device_ids,
     limits_of,
@@ -195,3 +198,15 @@ async def test_a_resource_that_no_agent_offers_names_the_setting() -> None:
             await node.kubelet.wait_for(lambda: len(messages(node, "FailedScheduling")) >= 3)
         remedy = " A sandbox with --nvidia.enabled=true offers nvidia.com/gpu."
         assert set(messages(node, "FailedScheduling")[1:]) == {lacks + remedy}
+
+
+async def test_a_wrong_request_is_told_what_to_write(short_dir: Path) -> None:
+    """By the scheduler that asks no extender: an extender writes an Event of its own."""
+    async with open_embedded_cluster(
+        short_dir / "s", node_names=["desk"], times=SHORT_TIMES, names=ResourceNames()
+    ) as cluster:
+        (node,) = cluster.nodes
+        async with open_plugin(node, SmallPlugin(CORE, device_ids("GPU-11111111", count=100))):
+            node.api.create_pod(pod("bytes", limits_of("main", {CORE: 30, MEMORY: "4Gi"})))
+            await node.kubelet.wait_for(lambda: messages(node, "FailedScheduling"))
+        assert messages(node, "FailedScheduling")[-1].endswith(f"Write {MEMORY}: 16 for 4 GiB.")

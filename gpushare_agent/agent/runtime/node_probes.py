@@ -149,7 +149,8 @@ def require_writable(directory: Path) -> WritableDirectory:
     except OSError as error:
         raise Unavailable(f"{directory}: cannot write in {existing}: {error.strerror or error}") from error
     if free < _MIN_FREE_BYTES:
-        raise Unavailable(f"{directory}: the disk of {existing} is full ({free} bytes free)")
+        full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # for the remedy
+        raise Unavailable(f"{directory}: the disk of {existing} is full ({free} bytes free)") from full
     return WritableDirectory(directory=existing, free_bytes=free)
 
 

@@ -235,7 +235,7 @@ def validate_request(request: Request, names: ResourceNames, *, share_mode: bool
         problem = "is not possible: amounts cannot be negative"
     # Cores bind the GPU: memory blocks alone are counters, which say nothing of where they are.
     elif not cores and not request.units:
-        problem = "asks for memory without cores" if blocks else "asks for nothing of a GPU"
+        problem = f"asks for memory without cores: add {names.vcore}" if blocks else "asks for nothing of a GPU"
     elif cores > CORES_PER_GPU and cores % CORES_PER_GPU:
         lower = cores // CORES_PER_GPU * CORES_PER_GPU
         problem = "is neither a share of one GPU nor whole GPUs; the next valid numbers of cores are"
@@ -244,7 +244,7 @@ def validate_request(request: Request, names: ResourceNames, *, share_mode: bool
         problem, remedy = "is a share of a GPU, and sharing is switched off on this node", _VALID_WHOLE
         reason = RefusalReason.SHARING_DISABLED
     elif 0 < cores < CORES_PER_GPU and not blocks:
-        problem = f"is a share of a GPU without memory: add the memory, in blocks of {names.memory_block_mib} MiB"
+        problem = f"is a share of a GPU without memory: add {names.vmemory}, in blocks of {names.memory_block_mib} MiB"
     else:
         return None
     return Refused(reason, f"{describe_request(request, names)} {problem}. {remedy}")

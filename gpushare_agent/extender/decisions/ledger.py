@@ -56,7 +56,7 @@ class NodeLedger(Struct, eq=False):
     """The accounts of the GPUs that have not changed since it was computed, by index."""
     _gpus: list[GpuAccount] | None = None
     _capacity: Capacity | None = None
-    _hosted: Hosted = NOTHING_HOSTED
+    hosted: Hosted = NOTHING_HOSTED
     _free: FreeNode | None = None
 
     def add(self, reservation: Reservation) -> None:
@@ -109,8 +109,8 @@ class NodeLedger(Struct, eq=False):
         if self._free is None:
             parts = sorted(_free_parts(gpu) for gpu in self.gpus if gpu.is_healthy and gpu.takes_shares)
             self._free = FreeNode(
-                cpu_milli=self.node.cpu_milli - self._hosted.cpu_milli,
-                memory_mib=self.node.memory_mib - self._hosted.memory_mib,
+                cpu_milli=self.node.cpu_milli - self.hosted.cpu_milli,
+                memory_mib=self.node.memory_mib - self.hosted.memory_mib,
                 gpus=tuple(parts),
                 model=self.node.model,
                 gpu_mib=min((gpu.memory_mib for gpu in self.gpus), default=0),
@@ -119,7 +119,7 @@ class NodeLedger(Struct, eq=False):
 
     def set_hosted(self, hosted: Hosted) -> None:
         """The requests of the node's pods. They change no fit: kube-scheduler decides on CPU and memory."""
-        self._hosted, self._free = hosted, None
+        self.hosted, self._free = hosted, None
         self.on_change(self.node.name, False)
 
     @property

@@ -21,15 +21,13 @@ vgpu-manager 3d7f66d.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple
-
-from msgspec import Struct
 
 from gpushare_agent.core.kube.pods import PodJson, PodSpec
 from gpushare_agent.core.model.errors import Refused
 from gpushare_agent.core.model.names import CORE_LIMIT_ANNOTATION, CORES_PER_GPU
 from gpushare_agent.core.model.pods import ContainerSpec
 from gpushare_agent.core.model.resources import ResourceNames
+from gpushare_agent.core.placement.mistakes import HAMI, VGPU_MANAGER, FamilyRequest, asked_of_family
 from gpushare_agent.extender.decisions.claims import (
     Conversion,
     PatchOperation,
@@ -39,63 +37,11 @@ from gpushare_agent.extender.decisions.claims import (
     resources_of,
 )
 
-
-class Family(Struct, frozen=True, kw_only=True):
-    """The names of one program, empty where it has none. The annotation `elastic` lets a share compute beyond its cores, and
-    `ignored` have no effect; placement follows those that choose GPUs (core/placement/gpu_choice.py)."""
-
-    count: str
-    memory: str
-    cores: str
-    percentage: str = ""
-    priority: str = ""
-    elastic: str = ""
-    ignored: tuple[str, ...] = ()
-
-    @property
-    def asking(self) -> tuple[str, ...]:
-        """Those by which a container asks."""
-        return tuple(filter(None, (self.count, self.memory, self.cores, self.percentage)))
-
-
-def _names(*names: str, domain: str = "nvidia.com") -> tuple[str, ...]:
-    return tuple(f"{domain}/{name}" for name in names)
-
-
-HAMI = Family(
-    count="nvidia.com/gpu",
-    memory="nvidia.com/gpumem",
-    cores="nvidia.com/gpucores",
-    percentage="nvidia.com/gpumem-percentage",
-    priority="nvidia.com/priority",
-    ignored=(
-        *_names("vgpu-mode", "numa-bind"),
-        *_names("node-scheduler-policy", "gpu-scheduler-policy", "device-scoring-weights", domain="hami.io"),
-    ),
-)
-VGPU_MANAGER = Family(
-    count="nvidia.com/vgpu-number",
-    memory="nvidia.com/vgpu-memory",
-    cores="nvidia.com/vgpu-cores",
-    elastic="nvidia.com/vgpu-compute-policy",
-    ignored=_names(
-        *("node-scheduler-policy", "device-scheduler-policy", "memory-scheduler-policy"),
-        *("device-topology-mode", "cross-pod-topology"),
-    ),
-)
 FAMILIES = (HAMI, VGPU_MANAGER)
 NAMES = (*HAMI.asking, *VGPU_MANAGER.asking)
 _ALL = (*NAMES, HAMI.priority)
 _ELASTIC = ("balance", "none")
 """The compute policies under which a share may use what nobody else does; `fixed`, and no policy, are its cores alone."""
-
-
-class _Asked(NamedTuple):
-    """`blocks` 0 for none. `is_unlimited`: nothing was said about its compute."""
-
-    cores: int
-    blocks: int
-    is_unlimited: bool = False
 
 
 def translate_pod(read: PodJson, names: ResourceNames) -> Conversion | Refused:
@@ -109,7 +55,7 @@ def translate_pod(read: PodJson, names: ResourceNames) -> Conversion | Refused:
     if not asking or pod.is_static:
         return Conversion()
     annotations = read.meta.annotations
-    asked: dict[str, _Asked] = {}
+    asked: dict[str, FamilyRequest] = {}
     for one in asking:
         found = _asked(one, names)
         if isinstance(found, Refused):
@@ -138,38 +84,17 @@ def translate_pod(read: PodJson, names: ResourceNames) -> Conversion | Refused:
     return Conversion(patch=patch, warnings=tuple(warnings))
 
 
-def _asked(container: ContainerSpec, names: ResourceNames) -> _Asked | Refused:
+def _asked(container: ContainerSpec, names: ResourceNames) -> FamilyRequest | Refused:
     requests = container.requests
     families = [family for family in FAMILIES if any(requests.get(name) for name in family.asking)]
     if len(families) > 1:
         return refused(f"{families[0].count} and {families[1].count} are names of two programs: write those of one")
-    (family,) = families
-    # Without a number HAMi's webhook adds one, by default 1.
-    count = requests.get(family.count, 1)
-    memory_mib, percent = requests.get(family.memory, 0), requests.get(family.percentage, 0)
-    # For both programs, missing memory means all of the GPU's memory, and then without cores the GPU is the container's own.
-    is_all = not memory_mib and percent in (0, CORES_PER_GPU)
-    cores = requests.get(family.cores, 0) or (CORES_PER_GPU if is_all else 0)
-    blocks = -(-memory_mib // names.memory_block_mib)
-    if count < 1 or cores > CORES_PER_GPU:
-        return refused(f"{family.count} is at least 1, and {family.cores} at most {CORES_PER_GPU}")
-    if cores == CORES_PER_GPU and percent in (0, CORES_PER_GPU):
-        return _Asked(count * CORES_PER_GPU, count * blocks)
-    if not memory_mib:
-        return refused(
-            f"how much {percent or CORES_PER_GPU} % of a GPU's memory are is known only once there is one: write"
-            f" {family.memory}, in MiB"
-        )
-    if count > 1:
-        return refused(
-            f"it asks for parts of {count} GPUs, and a share is of one. Ask for whole GPUs, or for a ResourceClaim with"
-            " several requests"
-        )
-    return _Asked(cores or 1, blocks, is_unlimited=not cores)
+    found = asked_of_family(families[0], requests, names)
+    return found if isinstance(found, FamilyRequest) else refused(found)
 
 
 def _container_patches(
-    spec: PodSpec, asking: list[ContainerSpec], asked: Mapping[str, _Asked], names: ResourceNames
+    spec: PodSpec, asking: list[ContainerSpec], asked: Mapping[str, FamilyRequest], names: ResourceNames
 ) -> Iterator[PatchOperation]:
     for container in asking:
         (path, resources), one = resources_of(spec, container), asked[container.name]

@@ -148,8 +148,8 @@ def waiting(view: ClusterView, pod: Pod) -> Waiting:
     fitting = [node for node in search.within_bounds(search.open) if search.fits(pod, node)]
     others: Counter[str] = Counter()
     for node, against in search.hindered:
-        if against.others and search.plans < MAX_PLANS and search.fits(pod, node):
-            others.update(against.others)
+        if search.plans < MAX_PLANS and search.fits(pod, node):
+            others.update(against.words)
     return Waiting(
         nodes=len(view.nodes),
         fitting=tuple(node.name for node in fitting),

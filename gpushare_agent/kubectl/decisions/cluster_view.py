@@ -41,8 +41,6 @@ class PodView(Struct, frozen=True, kw_only=True):
     needs: PodNeeds
     labels: Mapping[str, str]
     owner: str = ""
-    message: str = ""
-    """The scheduler's message in it."""
 
 
 class ClusterView(Struct, frozen=True, kw_only=True):
@@ -55,11 +53,13 @@ class ClusterView(Struct, frozen=True, kw_only=True):
 
 
 class Hindrance(Struct, frozen=True, kw_only=True):
-    """Why kube-scheduler refuses the node for other reasons than GPUs: the cordon, labels, and the rest in words."""
+    """Why kube-scheduler refuses the node for other reasons than GPUs: the cordon, labels, and the rest in words. `words`
+    has all of them."""
 
     is_cordoned: bool
     labels: tuple[str, ...]
     others: tuple[str, ...]
+    words: tuple[str, ...]
 
     def __bool__(self) -> bool:
         return self.is_cordoned or bool(self.labels) or bool(self.others)
@@ -68,7 +68,14 @@ class Hindrance(Struct, frozen=True, kw_only=True):
 def hindrance(needs: PodNeeds, offer: NodeOffer, used: Mapping[str, int]) -> Hindrance:
     taints = tuple(f"the taint {taint} is not tolerated" for taint in refusing_taints(needs, offer))
     short = tuple(f"too little {name} is left" for name in shortages(needs, offer, used))
-    return Hindrance(is_cordoned=offer.is_cordoned, labels=lacking_labels(needs, offer), others=(*taints, *short))
+    others, labels = (*taints, *short), lacking_labels(needs, offer)
+    unmet = [
+        f"nodeSelector {key}={needs.selector[key]}" if key in needs.selector else f"node affinity on {key}"
+        for key in labels
+    ]
+    cordon = ["the node is cordoned"] if offer.is_cordoned else []
+    words = (*cordon, *(f"the node does not match the pod's {one}" for one in unmet), *others)
+    return Hindrance(is_cordoned=offer.is_cordoned, labels=labels, others=others, words=words)
 
 
 def may_fit(pod: Pod, capacity: Capacity, policy: ClusterPolicy) -> bool:

@@ -29,8 +29,11 @@ from msgspec import Struct
 from gpushare_agent.core.kube import scheduling
 from gpushare_agent.core.kube.pods import read_pod_json
 from gpushare_agent.core.kube.scheduling import DEFAULT_SCHEDULER
-from gpushare_agent.core.model.errors import AgentError, Conflict, NotFound, Rejected, Unavailable
+from gpushare_agent.core.model.errors import AgentError, Conflict, Corrupt, NotFound, Rejected, Unavailable
 from gpushare_agent.core.model.names import NVIDIA_GPU_RESOURCE
+from gpushare_agent.core.model.resources import ResourceNames
+from gpushare_agent.core.node_report.annotations import GPUS_ANNOTATION, parse_gpus
+from gpushare_agent.core.placement.mistakes import Offer, mistakes
 from gpushare_agent.sandbox.api.server import EmbeddedApiServer
 from gpushare_agent.sandbox.api.store import Change, Expired
 from gpushare_agent.sandbox.pod_manifest import RawObject, is_terminal, pod_requests, timestamp
@@ -52,10 +55,12 @@ NO_CLAIMS = "the sandbox's scheduler that asks an extender allocates no claims: 
 
 
 class NodeFit:
-    """The nodes are those of the API server."""
+    """The nodes are those of the API server. With `names`, the agents', it says what is wrong with requests, because no
+    extender does."""
 
-    def __init__(self, api: EmbeddedApiServer) -> None:
+    def __init__(self, api: EmbeddedApiServer, names: ResourceNames | None = None) -> None:
         self._api = api
+        self._names = names
         self._requests: dict[str, dict[str, int]] = {}
 
     def requests(self, pod: RawObject) -> dict[str, int]:
@@ -83,12 +88,23 @@ class NodeFit:
             del self._requests[uid]
         return nodes
 
-    def remedy(self, requests: Mapping[str, int]) -> str:
-        """The setting that would offer what no node offers, as a sentence; empty where there is none."""
-        offered = {name for raw in self._api.store.all("nodes") for name in _extended(raw)}
+    def remedy(self, pod: RawObject) -> str:
+        """The setting that would offer what no node offers, and what is wrong with the request, as sentences. kube-scheduler
+        says neither."""
+        nodes = self._api.store.all("nodes")
+        offered = frozenset(name for raw in nodes for name in _extended(raw))
         # Before an agent has registered, everything is missing.
-        missing = [name for name in requests if name in _SWITCHES and offered and name not in offered]
-        return "".join(f" A sandbox with {_SWITCHES[name]} offers {name}." for name in missing)
+        missing = [name for name in self.requests(pod) if name in _SWITCHES and offered and name not in offered]
+        found = [f"A sandbox with {_SWITCHES[name]} offers {name}." for name in missing]
+        if offered and self._names is not None:
+            gpus = []
+            for raw in nodes:
+                with suppress(Corrupt):  # an agent has not written it yet, or a user has
+                    gpus.append(parse_gpus((raw["metadata"].get("annotations") or {}).get(GPUS_ANNOTATION)).gpus)
+            most_mib = max((gpu.memory_mib for of_node in gpus for gpu in of_node), default=0)
+            offer = Offer(offered, max(map(len, gpus), default=0), most_mib)
+            found.append(mistakes(read_pod_json(msgspec.json.encode(pod)), self._names, offer))
+        return "".join(f" {text}" for text in found if text)
 
     def reasons_against(
         self, free: Mapping[str, Mapping[str, int]], pod: RawObject, requests: Mapping[str, int]
@@ -158,9 +174,9 @@ class EmbeddedScheduler:
     """Binds pending pods in order of creation to the first node, by name, on which they and their claims fit; a pod that
     fits nowhere does not hold up the later ones."""
 
-    def __init__(self, *, api: EmbeddedApiServer) -> None:
+    def __init__(self, *, api: EmbeddedApiServer, names: ResourceNames | None = None) -> None:
         self._api = api
-        self._fit = NodeFit(api)
+        self._fit = NodeFit(api, names)
         self._claims = PodClaims(api)
 
     async def run(self) -> None:
@@ -188,7 +204,7 @@ class EmbeddedScheduler:
             chosen, reasons = self._claims.place(pod, [name for name, found in against.items() if not found])
             if chosen is None:
                 reasons += [reason for found in against.values() for reason in found]
-                remedy = self._fit.remedy(requests) + self._claims.remedy(pod)
+                remedy = self._fit.remedy(pod) + self._claims.remedy(pod)
                 report_waiting(self._api, pod, waiting_text(len(free), reasons) + remedy)
                 continue
             # The next pod of this pass sees what is left.
@@ -395,7 +411,7 @@ class ExtenderScheduler:
                 # In our order: the extender's order means nothing.
                 names = [name for name in names if name in (answer.node_names or ())]
             if not names:
-                self._put_back(pod, waiting_text(len(against), reasons) + self._fit.remedy(requests), UNSCHEDULABLE)
+                self._put_back(pod, waiting_text(len(against), reasons) + self._fit.remedy(pod), UNSCHEDULABLE)
                 return
             # One node needs no score.
             scores = await self._scores(pod, names) if requests and len(names) > 1 else {}

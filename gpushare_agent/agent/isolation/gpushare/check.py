@@ -6,7 +6,7 @@ import asyncio
 from functools import partial
 from pathlib import Path
 
-from gpushare_agent.agent.isolation.check import CheckProbe, OpenDriver
+from gpushare_agent.agent.isolation.check import CheckProbe, OpenDriver, cure_of
 from gpushare_agent.agent.isolation.gpushare.library import library_of
 from gpushare_agent.agent.isolation.gpushare.probe import idle_gpu
 from gpushare_agent.agent.isolation.gpushare.probing import open_probe
@@ -32,7 +32,7 @@ async def check_gpushare(settings: Settings) -> list[Finding]:
     try:
         await asyncio.to_thread(library.look)
     except AgentError as failure:
-        return [error("gpushare", str(failure), f"{_BUILD}; without it its shares are refused")]
+        return [error("gpushare", str(failure), cure_of(failure, f"{_BUILD}; without it its shares are refused"))]
     if note := library.missing_note:
         return [warning("gpushare", note, _BUILD)]
     text = f"{config.library} is a library for this machine, {config.directory} can be written"

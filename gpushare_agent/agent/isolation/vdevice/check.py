@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import sys
 
-from gpushare_agent.agent.isolation.check import CheckProbe
+from gpushare_agent.agent.isolation.check import CheckProbe, cure_of
 from gpushare_agent.agent.kubelet.registration import KUBELET_SOCKET
 from gpushare_agent.agent.runtime import node_probes
 from gpushare_agent.core.kit.bounded_grpc import ServerLimits
@@ -33,7 +33,7 @@ async def check_virtual_manager(settings: Settings) -> list[Finding]:
             "run the agent as root with the host's directory mounted for writing, in the pod under the same path as on the"
             " host, or set virtual_manager.path"
         )
-        return [error("virtual manager", f"{failure}: no share can be given", remedy)]
+        return [error("virtual manager", f"{failure}: no share can be given", cure_of(failure, remedy))]
     where = "writable" if found.directory == path else f"will be made in {found.directory}, which is writable"
     return [ok("virtual manager", f"{path} {where}, {found.free_bytes // MIB} MiB free")]
 

@@ -125,24 +125,39 @@ function drawWaiting({ count, pods }, namespace) {
 function waitingEntry(pod) {
   let entry = entries.get(pod.uid);
   if (!entry) {
-    const [message, nodes] = [h("p"), h("div")];
+    const [message, mistake, nodes] = [h("p"), h("p", { class: "reason", "data-kind": "bad" }), h("div")];
     const details = h("details", {},
       h("summary", {},
         h("span", { class: "outcome", "data-kind": "warn" }, "Waiting"),
         h("span", { class: "decision-name" }, `${pod.namespace}/${pod.pod}`),
-        h("span", { class: "decision-result" }, [...pod.requests.map(format.request), pod.more_requests && `${pod.more_requests} more`].filter(Boolean).join(" + "))),
-      h("div", { class: "decision-body" }, message, nodes));
+        h("span", { class: "decision-result" }, [...(pod.requests.length ? pod.requests.map(format.request) : [pod.asked]), pod.more_requests && `${pod.more_requests} more`].filter(Boolean).join(" + "))),
+      h("div", { class: "decision-body" }, mistake, message, nodes));
     details.addEventListener("toggle", () => details.open && showNodes(nodes, pod));
-    entry = { element: h("li", { class: "waits", "data-uid": pod.uid }, details), message };
+    entry = { element: h("li", { class: "waits", "data-uid": pod.uid }, details), message, mistake };
     entries.set(pod.uid, entry);
   }
   write(entry.message, pod.message ? `The scheduler: ${pod.message}` : "The scheduler has said nothing yet.");
+  write(entry.mistake, pod.mistake);
   return entry.element;
+}
+
+/** As `kubectl gpushare explain` says it. */
+function remedies({ fits, changes, other_reasons: others, not_checked: unchecked, ignored }) {
+  const refused = Object.entries(others).map(([text, count]) => `${text} (${format.count(count, "node", "nodes")})`).join("; ");
+  return [
+    fits && h("p", {}, `It fits ${fits}: the scheduler has not tried again yet, or has another reason.`),
+    changes.length > 0 && h("p", {}, "To start now, one of:"),
+    changes.length > 0 && h("ul", { class: "changes" }, changes.map((change) => h("li", {}, change.text))),
+    refused && h("p", {}, `Nodes with room on their GPUs are refused: ${refused}`),
+    ignored && h("p", {}, `Ignored: ${ignored}`),
+    unchecked.length > 0 && h("p", { class: "quiet" }, `Not checked: ${unchecked.join("; ")}`),
+  ].filter(Boolean);
 }
 
 async function showNodes(place, pod) {
   try {
-    const { nodes, count } = await readJson(`api/v1/waiting?uid=${encodeURIComponent(pod.uid)}`);
+    const answer = await readJson(`api/v1/waiting?uid=${encodeURIComponent(pod.uid)}`);
+    const { nodes, count } = answer;
     const rows = nodes.flatMap((node) => [
       h("tr", { class: "of-node" }, h("th", { scope: "rowgroup", colspan: 4 }, node.name, h("span", { class: "quiet" }, ` ${node.verdict}`))),
       ...node.gpus.map((gpu) => h("tr", { "data-chosen": gpu.verdict === "fits" },
@@ -152,7 +167,8 @@ async function showNodes(place, pod) {
         h("td", {}, gpu.verdict === "fits" ? "✓ fits" : gpu.verdict))),
     ]);
     place.replaceChildren(
-      table(`Every GPU, for the largest container of ${pod.namespace}/${pod.pod}`, ["GPU", "GPU cores free", "Memory free", "Verdict"], h("tbody", {}, rows)),
+      ...remedies(answer),
+      !count ? "" : table(`Every GPU, for the largest container of ${pod.namespace}/${pod.pod}`, ["GPU", "GPU cores free", "Memory free", "Verdict"], h("tbody", {}, rows)),
       count > nodes.length ? h("p", { class: "quiet" }, `and ${count - nodes.length} more nodes`) : "");
   } catch (error) {
     place.replaceChildren(h("p", {}, `The GPUs cannot be shown: ${error.message}`));
