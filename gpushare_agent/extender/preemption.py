@@ -120,7 +120,8 @@ class Preemption(Struct, kw_only=True, eq=False):
             pod, (_, names) = self.unscheduled(uid), self._refused.pop(uid, (0.0, ()))
             if pod is None or pod.rank.priority <= least or not self.writes.leads():
                 continue
-            if await in_steps(self.state.fits_somewhere_steps(pod)):
+            # Room meanwhile: the scheduler tries the pod again after the event of it.
+            if (await in_steps(self.state.filter_steps(pod, names))).fitting:
                 continue
             for first in range(0, len(names), MOST_NODES):
                 some = dict.fromkeys(names[first : first + MOST_NODES], ())

@@ -149,8 +149,9 @@ class Extender(Struct, kw_only=True, eq=False):
             self.waiters.answered(args.pod.uid)
         else:
             self.waiters.answered(args.pod.uid, found.over_quota, self._parts(args.names))
-            # A scheduler that binds by itself is another one, whose pods may not be meant to preempt.
-            if not self.reserves_at_filter:
+            # A scheduler that binds by itself is another one, whose pods may not be meant to preempt. Nodes that were not
+            # named yet come first; once all were, those with room have failed the scheduler's own filters.
+            if not self.reserves_at_filter and not self.waiters.is_looking(args.pod.uid):
                 self.preemption.refused(args.pod, list(found.failed))
         for verdict, nodes in (("fits", found.fitting), ("failed", found.failed), ("unresolvable", found.unresolvable)):
             self.metrics.count("filtered_nodes", verdict, times=len(nodes))

@@ -322,7 +322,9 @@ async def test_the_leader_evicts_where_the_scheduler_does_not_ask() -> None:
     """The sum of what is free suffices, so kube-scheduler up to 1.36 asks nobody. The pod is nominated, and gets the
     room; the next one's turn ends nobody else."""
     clock = FakeClock()
-    async with fake_cluster(raw_node("n1"), pods=[*SHARES, raw_ranked("urgent", 60, 9)]) as cluster:
+    # The scheduler's own filters leave n2 out.
+    nodes = [raw_node("n1"), raw_node("n2")]
+    async with fake_cluster(*nodes, pods=[*SHARES, raw_ranked("urgent", 60, 9)]) as cluster:
         reported(cluster)
         async with running_extender(cluster, clock=clock) as asker:
             await refused(asker, cluster)
@@ -354,7 +356,7 @@ async def test_the_leader_evicts_where_the_scheduler_does_not_ask() -> None:
         "no right",
         "preemptionPolicy",
         "priority",
-        "another node",
+        "room",
         "gone",
         "quota",
         "reserve",
@@ -380,9 +382,9 @@ async def test_the_leader_evicts_nobody(why: str) -> None:
             await asker.filter(cluster.pod("default", "urgent"), ["n1"])
             if why == "it was asked":
                 await proposed(asker, cluster, n1=["s0"])
-            if why == "another node":
-                cluster.put("nodes", raw_node("n2"))
-                await eventually(lambda: "n2" in asker.parts.state.known_names())
+            if why == "room":
+                cluster.put("nodes", raw_node("n1", gpus=3))
+                await eventually(lambda: len(asker.parts.state.gpus("n1")) == 3)
             if why == "gone":
                 cluster.remove("pods", "default/urgent")
                 await eventually(lambda: not asker.parts.pods.unscheduled_pods())
