@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 from msgspec.structs import replace
@@ -54,7 +54,7 @@ def asking(name: str, *requests: tuple[int, int], priority: int = URGENT, **rank
     return pod(name, *made, node_name="", rank=Rank(priority, **rank))  # type: ignore[arg-type]
 
 
-def bound(held: Held, **changes: object) -> Pod:
+def bound(held: Held, **changes: Any) -> Pod:
     cores = held.cores * len(held.gpus)
     one = container(cores=cores, blocks=0 if held.cores == 100 else 1)
     rank = Rank(held.priority, started_at=f"2026-01-01T00:00:{held.started:02}Z")
@@ -377,7 +377,7 @@ async def test_the_leader_evicts_nobody(why: str) -> None:
         for one in SHARES if code else ():
             path = f"/api/v1/namespaces/default/pods/{one['metadata']['name']}/eviction"
             cluster.script.answers[path] = answers(code, raw_status(code))
-        settings = {"reserve": "filter"} if why == "reserve" else {}
+        settings: dict[str, Any] = {"reserve": "filter"} if why == "reserve" else {}
         async with running_extender(cluster, clock=clock, **settings) as asker:
             await asker.filter(cluster.pod("default", "urgent"), ["n1"])
             if why == "it was asked":
