@@ -281,11 +281,11 @@ async def refused(asker: Asker, cluster: FakeCluster, name: str = "urgent") -> N
     assert not answer["NodeNames"] and "n1" in answer["FailedNodes"]
 
 
-async def proposed(asker: Asker, cluster: FakeCluster, **victims: Sequence[str]) -> Raw:
+async def proposed(asker: Asker, cluster: FakeCluster, by: str = "urgent", **victims: Sequence[str]) -> Raw:
     meta = {
         node: {"Pods": [{"UID": f"uid-{one}"} for one in pods], "NumPDBViolations": 0} for node, pods in victims.items()
     }
-    args = {"Pod": cluster.pod("default", "urgent"), "NodeNameToMetaVictims": meta}
+    args = {"Pod": cluster.pod("default", by), "NodeNameToMetaVictims": meta}
     status, answer = await asker.post("/scheduler/preemption", args)
     assert status == 200
     return {
@@ -298,24 +298,41 @@ def written(cluster: FakeCluster, ending: str) -> list[str]:
     return [path for method, path, *_ in cluster.requests if method != "GET" and path.endswith(ending)]
 
 
-async def test_the_answer_names_other_victims_and_the_budgets_that_they_violate() -> None:
+@pytest.mark.parametrize(
+    ("protected", "asked", "chosen"),
+    [
+        ((), {"n1": []}, (["s1"], 0)),
+        ((), {"elsewhere": ["x"]}, (["s1"], 0)),
+        (("s1",), {"n1": []}, (["s0"], 0)),
+        (("s0", "s1"), {"n1": []}, (["s1"], 1)),
+    ],
+)
+async def test_the_answer_names_other_victims_and_the_budgets_that_they_violate(
+    protected: Sequence[str], asked: dict[str, list[str]], chosen: tuple[list[str], int]
+) -> None:
     """A newer scheduler names a node without victims; one that it does not name, but filter was asked about, counts too.
     Nothing ends by the answer."""
     async with fake_cluster(raw_node("n1"), pods=[*SHARES, raw_ranked("urgent", 60, 9)]) as cluster:
         reported(cluster)
+        for name in protected:
+            path = f"/api/v1/namespaces/default/pods/{name}/eviction"
+            cluster.script.answers[path] = answers(429, raw_status(429, "it would violate the pod's disruption budget"))
         async with running_extender(cluster, clock=FakeClock()) as asker:
-            assert await proposed(asker, cluster, n1=[]) == {"n1": (["s1"], 0)}
             await refused(asker, cluster)
-            assert await proposed(asker, cluster, elsewhere=["x"]) == {"n1": (["s1"], 0)}
-            forbids = [
-                answers(429, raw_status(429, "Cannot evict pod as it would violate the pod's disruption budget."))
-            ]
-            path = "/api/v1/namespaces/default/pods/{}/eviction"
-            cluster.script.answers[path.format("s1")] = forbids[0]
-            assert await proposed(asker, cluster, n1=[]) == {"n1": (["s0"], 0)}
-            cluster.script.answers[path.format("s0")] = forbids[0]
-            assert await proposed(asker, cluster, n1=[]) == {"n1": (["s1"], 1)}
+            assert await proposed(asker, cluster, **asked) == {"n1": chosen}
             assert set(cluster.objects["pods"]) == {"default/s0", "default/s1", "default/urgent"}
+
+
+async def test_the_next_pod_gets_victims_of_its_own() -> None:
+    """Before the watch shows that the first one's end: its room is spoken for. A repeated question has the same answer."""
+    pods = [*SHARES, raw_ranked("urgent", 60, 9), raw_ranked("second", 60, 9)]
+    async with fake_cluster(raw_node("n1"), pods=pods) as cluster:
+        reported(cluster)
+        async with running_extender(cluster, clock=FakeClock()) as asker:
+            for _ in range(2):
+                assert await proposed(asker, cluster, n1=["s0", "s1"]) == {"n1": (["s1"], 0)}
+            found = await proposed(asker, cluster, by="second", n1=["s0", "s1"])
+            assert found == {"n1": (["s0", "s1"], 0)}, "one that ends already is named again"
 
 
 async def test_the_leader_evicts_where_the_scheduler_does_not_ask() -> None:
