@@ -451,7 +451,7 @@ class ClusterState:
         is_lacking = self._lacks_host(pod, ledger, gone)
         # The scheduler may have chosen its own for other resources, too.
         is_enough = given and isinstance(plan_pod(pod, left, topology, self._policy), PodPlan)
-        if is_enough and (not chosen or is_lacking or cost_of(self.victims(given, protected)) <= cost_of(own)):
+        if is_enough and (not own or is_lacking or cost_of(self.victims(given, protected)) <= cost_of(own)):
             return list(given)
         return gone and gone + [uid for uid in given if uid not in gone and (is_lacking or uid not in held)]
 
@@ -463,6 +463,15 @@ class ClusterState:
         cpu_milli = ledger.free.cpu_milli + sum(one.cpu_milli for one in amounts)
         memory_mib = ledger.free.memory_mib + sum(one.memory_mib for one in amounts)
         return pod.host_request.cpu_milli > cpu_milli or pod.host_request.memory_mib > memory_mib
+
+    def preempted(self, pod: Pod, node: str, victims: Iterable[PodUid]) -> None:
+        """These are evicted for the pod. The watch shows both later; the next pod may be decided in between."""
+        if pod.uid not in self._pods:
+            self._end_nomination(pod.uid)
+            self._nominated[node][pod.uid] = replace(pod, rank=pod.rank._replace(nominated_node=node))
+        for uid in victims:
+            if uid in self._pods:
+                self._pods[uid] = replace(self._pods[uid][0], is_deleting=True), self._pods[uid][1]
 
     def victims(self, uids: Iterable[PodUid], protected: Set[PodUid] = frozenset()) -> list[Victim]:
         """Of these pods those that can be evicted: bound, and no mirror pod, whose end ends nothing."""

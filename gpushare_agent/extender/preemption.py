@@ -120,7 +120,8 @@ class Preemption(Struct, kw_only=True, eq=False):
             pod, (_, names) = self.unscheduled(uid), self._refused.pop(uid, (0.0, ()))
             if pod is None or pod.rank.priority <= least or not self.writes.leads():
                 continue
-            if await in_steps(self.state.fits_somewhere_steps(pod)):
+            # Room meanwhile: the scheduler tries the pod again after the event of it.
+            if (await in_steps(self.state.filter_steps(pod, names))).fitting:
                 continue
             for first in range(0, len(names), MOST_NODES):
                 some = dict.fromkeys(names[first : first + MOST_NODES], ())
@@ -134,6 +135,8 @@ class Preemption(Struct, kw_only=True, eq=False):
 
     async def _preempt(self, pod: Pod, node: str, victims: Sequence[PodUid]) -> None:
         known = [one for one in map(self.state.pod, victims) if one is not None and not one.is_deleting]
+        if self.unscheduled(pod.uid) is None:  # bound while evictions were tried
+            return
         name = f"{pod.namespace}/{pod.name}"
         try:
             for one in known:
@@ -143,6 +146,7 @@ class Preemption(Struct, kw_only=True, eq=False):
                 self.events.record(ended, PREEMPTED, text, type_="Normal", key=(PREEMPTED, one.uid))
                 log.info("pod_preempted", pod=f"{one.namespace}/{one.name}", node=node, by=name)
             # Not before: without the right to evict, the room would be kept for a pod that never has it.
+            self.state.preempted(pod, node, victims)
             if pod.rank.nominated_node != node:
                 await self.writes.nominate(pod, node)
         except AgentError as e:

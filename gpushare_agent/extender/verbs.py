@@ -124,6 +124,10 @@ class Extender(Struct, kw_only=True, eq=False):
             victims, violations = (
                 ({}, {}) if is_room else await self.preemption.victims(args.pod, args.victims, args.violations)
             )
+        # With one node there is no choice left: what the scheduler does next can be known now.
+        if len(victims) == 1 and args.pod.containers:
+            for node, uids in victims.items():
+                self.state.preempted(args.pod, node, uids)
         return Result(await in_steps(preemption_result(victims, violations)))
 
     # --- filter ---
@@ -149,8 +153,9 @@ class Extender(Struct, kw_only=True, eq=False):
             self.waiters.answered(args.pod.uid)
         else:
             self.waiters.answered(args.pod.uid, found.over_quota, self._parts(args.names))
-            # A scheduler that binds by itself is another one, whose pods may not be meant to preempt.
-            if not self.reserves_at_filter:
+            # A scheduler that binds by itself is another one, whose pods may not be meant to preempt. Nodes that were not
+            # named yet come first; once all were, those with room have failed the scheduler's own filters.
+            if not self.reserves_at_filter and not self.waiters.is_looking(args.pod.uid):
                 self.preemption.refused(args.pod, list(found.failed))
         for verdict, nodes in (("fits", found.fitting), ("failed", found.failed), ("unresolvable", found.unresolvable)):
             self.metrics.count("filtered_nodes", verdict, times=len(nodes))

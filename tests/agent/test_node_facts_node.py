@@ -44,6 +44,14 @@ async def test_the_node_says_what_gpus_it_has_and_which_of_them_is_lost() -> Non
         await wait_until(node, lambda: all(gpu["is_healthy"] for gpu in gpus(node)), "the return")
 
 
+async def test_the_node_says_which_gpus_serve_other_names_too() -> None:
+    """The extender leaves them to pods that ask by those names, as the agent does."""
+    flags = ("--nvidia.enabled=true", "--nvidia.gpus=0,2")
+    async with open_test_node() as node, open_agent(node, *FLAGS, *flags):
+        await wait_until(node, lambda: len(gpus(node)) == 4, "the annotation")
+        assert [gpu["index"] for gpu in gpus(node) if gpu.get("parts")] == [0, 2]
+
+
 async def test_an_agent_that_is_reported_to_write_nothing_writes_nothing() -> None:
     """Its account may lack the right."""
     async with open_test_node() as node, open_agent(node, *FLAGS, "--facts.is-written=false") as agent:

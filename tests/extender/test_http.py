@@ -115,7 +115,9 @@ async def served(
         bind_s=0.1,
         body_s=body_s,
         limits=limits or HttpLimits(idle_s=IDLE_S),
-        verbs=EverythingFits(names=ResourceNames(), state=NOTHING, binder=NOTHING, metrics=NOTHING, waiters=NOTHING),
+        verbs=EverythingFits(
+            names=ResourceNames(), state=NOTHING, binder=NOTHING, metrics=NOTHING, waiters=NOTHING, preemption=NOTHING
+        ),
         metrics=metrics or ExtenderMetrics(),
         ready=list,
         warm=list,

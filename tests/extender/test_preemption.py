@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 from msgspec.structs import replace
@@ -54,7 +54,7 @@ def asking(name: str, *requests: tuple[int, int], priority: int = URGENT, **rank
     return pod(name, *made, node_name="", rank=Rank(priority, **rank))  # type: ignore[arg-type]
 
 
-def bound(held: Held, **changes: object) -> Pod:
+def bound(held: Held, **changes: Any) -> Pod:
     cores = held.cores * len(held.gpus)
     one = container(cores=cores, blocks=0 if held.cores == 100 else 1)
     rank = Rank(held.priority, started_at=f"2026-01-01T00:00:{held.started:02}Z")
@@ -281,11 +281,11 @@ async def refused(asker: Asker, cluster: FakeCluster, name: str = "urgent") -> N
     assert not answer["NodeNames"] and "n1" in answer["FailedNodes"]
 
 
-async def proposed(asker: Asker, cluster: FakeCluster, **victims: Sequence[str]) -> Raw:
+async def proposed(asker: Asker, cluster: FakeCluster, by: str = "urgent", **victims: Sequence[str]) -> Raw:
     meta = {
         node: {"Pods": [{"UID": f"uid-{one}"} for one in pods], "NumPDBViolations": 0} for node, pods in victims.items()
     }
-    args = {"Pod": cluster.pod("default", "urgent"), "NodeNameToMetaVictims": meta}
+    args = {"Pod": cluster.pod("default", by), "NodeNameToMetaVictims": meta}
     status, answer = await asker.post("/scheduler/preemption", args)
     assert status == 200
     return {
@@ -298,31 +298,50 @@ def written(cluster: FakeCluster, ending: str) -> list[str]:
     return [path for method, path, *_ in cluster.requests if method != "GET" and path.endswith(ending)]
 
 
-async def test_the_answer_names_other_victims_and_the_budgets_that_they_violate() -> None:
+@pytest.mark.parametrize(
+    ("protected", "asked", "chosen"),
+    [
+        ((), {"n1": []}, (["s1"], 0)),
+        ((), {"elsewhere": ["x"]}, (["s1"], 0)),
+        (("s1",), {"n1": []}, (["s0"], 0)),
+        (("s0", "s1"), {"n1": []}, (["s1"], 1)),
+    ],
+)
+async def test_the_answer_names_other_victims_and_the_budgets_that_they_violate(
+    protected: Sequence[str], asked: dict[str, list[str]], chosen: tuple[list[str], int]
+) -> None:
     """A newer scheduler names a node without victims; one that it does not name, but filter was asked about, counts too.
     Nothing ends by the answer."""
     async with fake_cluster(raw_node("n1"), pods=[*SHARES, raw_ranked("urgent", 60, 9)]) as cluster:
         reported(cluster)
+        for name in protected:
+            path = f"/api/v1/namespaces/default/pods/{name}/eviction"
+            cluster.script.answers[path] = answers(429, raw_status(429, "it would violate the pod's disruption budget"))
         async with running_extender(cluster, clock=FakeClock()) as asker:
-            assert await proposed(asker, cluster, n1=[]) == {"n1": (["s1"], 0)}
             await refused(asker, cluster)
-            assert await proposed(asker, cluster, elsewhere=["x"]) == {"n1": (["s1"], 0)}
-            forbids = [
-                answers(429, raw_status(429, "Cannot evict pod as it would violate the pod's disruption budget."))
-            ]
-            path = "/api/v1/namespaces/default/pods/{}/eviction"
-            cluster.script.answers[path.format("s1")] = forbids[0]
-            assert await proposed(asker, cluster, n1=[]) == {"n1": (["s0"], 0)}
-            cluster.script.answers[path.format("s0")] = forbids[0]
-            assert await proposed(asker, cluster, n1=[]) == {"n1": (["s1"], 1)}
+            assert await proposed(asker, cluster, **asked) == {"n1": chosen}
             assert set(cluster.objects["pods"]) == {"default/s0", "default/s1", "default/urgent"}
+
+
+async def test_the_next_pod_gets_victims_of_its_own() -> None:
+    """Before the watch shows that the first one's end: its room is spoken for. A repeated question has the same answer."""
+    pods = [*SHARES, raw_ranked("urgent", 60, 9), raw_ranked("second", 60, 9)]
+    async with fake_cluster(raw_node("n1"), pods=pods) as cluster:
+        reported(cluster)
+        async with running_extender(cluster, clock=FakeClock()) as asker:
+            for _ in range(2):
+                assert await proposed(asker, cluster, n1=["s0", "s1"]) == {"n1": (["s1"], 0)}
+            found = await proposed(asker, cluster, by="second", n1=["s0", "s1"])
+            assert found == {"n1": (["s0", "s1"], 0)}, "one that ends already is named again"
 
 
 async def test_the_leader_evicts_where_the_scheduler_does_not_ask() -> None:
     """The sum of what is free suffices, so kube-scheduler up to 1.36 asks nobody. The pod is nominated, and gets the
     room; the next one's turn ends nobody else."""
     clock = FakeClock()
-    async with fake_cluster(raw_node("n1"), pods=[*SHARES, raw_ranked("urgent", 60, 9)]) as cluster:
+    # The scheduler's own filters leave n2 out.
+    nodes = [raw_node("n1"), raw_node("n2")]
+    async with fake_cluster(*nodes, pods=[*SHARES, raw_ranked("urgent", 60, 9)]) as cluster:
         reported(cluster)
         async with running_extender(cluster, clock=clock) as asker:
             await refused(asker, cluster)
@@ -354,7 +373,7 @@ async def test_the_leader_evicts_where_the_scheduler_does_not_ask() -> None:
         "no right",
         "preemptionPolicy",
         "priority",
-        "another node",
+        "room",
         "gone",
         "quota",
         "reserve",
@@ -375,14 +394,14 @@ async def test_the_leader_evicts_nobody(why: str) -> None:
         for one in SHARES if code else ():
             path = f"/api/v1/namespaces/default/pods/{one['metadata']['name']}/eviction"
             cluster.script.answers[path] = answers(code, raw_status(code))
-        settings = {"reserve": "filter"} if why == "reserve" else {}
+        settings: dict[str, Any] = {"reserve": "filter"} if why == "reserve" else {}
         async with running_extender(cluster, clock=clock, **settings) as asker:
             await asker.filter(cluster.pod("default", "urgent"), ["n1"])
             if why == "it was asked":
                 await proposed(asker, cluster, n1=["s0"])
-            if why == "another node":
-                cluster.put("nodes", raw_node("n2"))
-                await eventually(lambda: "n2" in asker.parts.state.known_names())
+            if why == "room":
+                cluster.put("nodes", raw_node("n1", gpus=3))
+                await eventually(lambda: len(asker.parts.state.gpus("n1")) == 3)
             if why == "gone":
                 cluster.remove("pods", "default/urgent")
                 await eventually(lambda: not asker.parts.pods.unscheduled_pods())

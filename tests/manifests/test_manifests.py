@@ -135,6 +135,12 @@ def test_every_image_has_the_projects_own_library() -> None:
     assert f"--output /gpushare/{library.name}" in text
 
 
+def test_the_image_has_all_bytecode() -> None:
+    """Nothing is written there later, and the official Python image has none of Python's own library."""
+    last = (MANIFESTS.parent / "Containerfile").read_text(encoding="utf-8").rpartition("\nFROM ")[2]
+    assert "python -m compileall" in last and "PYTHONDONTWRITEBYTECODE=1" in last
+
+
 def test_every_package_of_the_image_is_installed_by_its_hash() -> None:
     """Or from the wheel that the stage has just made, with no index to look into."""
     text = (MANIFESTS.parent / "Containerfile").read_text(encoding="utf-8")
