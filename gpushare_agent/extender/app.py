@@ -339,9 +339,9 @@ def _election(settings: ExtenderSettings, api: ClusterApi) -> LeaderElection | A
 def lease_owner(namespace: str, token: Path = SERVICE_ACCOUNT / "token") -> OwnerReference | None:
     """This pod's service account, which goes with the extender's manifests, where it is of the namespace; None elsewhere.
     Format: the claims of a projected token, a JSON Web Token."""
-    with suppress(OSError, ValueError, LookupError, TypeError):  # no pod, or another kind of token
+    with suppress(OSError, ValueError, LookupError, TypeError, Corrupt):  # no pod, or another kind of token
         payload = token.read_text(encoding="ascii").split(".")[1]
-        bound = json.loads(base64.urlsafe_b64decode(payload + "=" * (-len(payload) % 4)))["kubernetes.io"]
+        bound = loaded(base64.urlsafe_b64decode(payload + "=" * (-len(payload) % 4)))["kubernetes.io"]
         name, uid = str(bound["serviceaccount"]["name"]), str(bound["serviceaccount"]["uid"])
         if bound["namespace"] == namespace:
             return OwnerReference(api_version="v1", kind="ServiceAccount", name=name, uid=uid)

@@ -261,9 +261,7 @@ def uncordoned(health: GpuHealth, policy: HealthPolicy, now: float) -> GpuHealth
     return replace(lifted, state=HealthState.PROBING, passes=0, probe_at=now + probe_period_s(lifted, policy))
 
 
-def offered(
-    seen: Gpu, health: GpuHealth, policy: HealthPolicy, of_gpu: GpuHealth | None = None, held: str = ""
-) -> Gpu:
+def offered(seen: Gpu, health: GpuHealth, policy: HealthPolicy, of_gpu: GpuHealth | None = None, held: str = "") -> Gpu:
     """The GPU as it is offered to the kubelet and shown to people. A MIG instance, for which `of_gpu` is the health of its
     GPU, is not offered while that would not be. `held` is why a GPU in order is given to nobody."""
     # The driver's answer does not count here: `after_poll` has made a state of it.
