@@ -9,7 +9,6 @@ import inspect
 import logging
 import re
 import resource
-import shutil
 import signal
 import sys
 import tempfile
@@ -23,6 +22,7 @@ from hypothesis import settings
 
 from gpushare_agent.core.kit.logs import LIBRARY_LEVELS, WRITER, QueuedHandler
 from tests.support_deadline import DEADLINE_S
+from tests.support_threads import remove_directory
 
 # The same examples in each run: one that fails rarely would stop somebody else's change. Another profile tries others.
 settings.register_profile("busy", deadline=None, derandomize=True)
@@ -90,7 +90,7 @@ def short_dir() -> Iterator[Path]:
     """A directory with a short path: a unix address has room for 107 bytes."""
     path = Path(tempfile.mkdtemp(prefix="gs", dir="/tmp"))
     yield path
-    shutil.rmtree(path)
+    remove_directory(path)
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ does as it is told, for tests of the scheduler."""
 from __future__ import annotations
 
 import asyncio
-import shutil
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -25,6 +24,7 @@ from tests.agent.support_agent import InnerAgent, open_agent, wait_synced
 from tests.kit.support_http import free_port
 from tests.sandbox.support_sandbox import CORE, MEMORY, SHORT_TIMES, SmallPlugin, device_ids, open_plugin
 from tests.support_deadline import DEADLINE_S
+from tests.support_threads import remove_directory
 
 CALM = ("--allocation.check-period-s=5", "--health.check-period-s=5", "--sample-period-s=10")
 QUICK = SchedulerTimes(first_backoff_s=0.05, last_backoff_s=0.5)
@@ -42,7 +42,7 @@ async def open_cluster(
         ) as cluster:
             yield cluster
     finally:
-        shutil.rmtree(state)
+        remove_directory(state)
 
 
 async def wait_cluster(cluster: EmbeddedCluster, found: Callable[[], Any], what: str) -> Any:

@@ -91,6 +91,26 @@ async def test_a_replaced_directory_is_watched_in_place_of_the_old_one(is_moved:
             await next_event(watch, (directory / "a").touch)
 
 
+async def test_an_event_that_is_lost_with_its_wait_costs_no_later_one() -> None:
+    """The wait ends, as at a poll, in the turn of the loop in which the end of the directory was read; the new directory may
+    have the number of the old one."""
+    with short_directory() as top:
+        directory = top / "dp"
+        directory.mkdir()
+        async with open_directory_watch(directory, poll_s=NEVER_S, fast_poll_s=0.01) as watch:
+            await watch.wait_change()
+            async with asyncio.TaskGroup() as tasks:
+                waiting = tasks.create_task(watch.wait_change())
+                await asyncio.sleep(0)
+                directory.rmdir()
+                directory.mkdir()
+                for _ in range(2):  # the events are read in the second turn, and the wait goes on in the third
+                    await asyncio.sleep(0)
+                waiting.cancel()
+            await drain(watch)
+            await next_event(watch, (directory / "a").touch)
+
+
 @contextmanager
 def no_free_descriptor() -> Iterator[None]:
     """The process may open no more files, inotify instances among them."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shutil
 import tempfile
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -19,6 +18,7 @@ from gpushare_agent.sandbox.kubelet.container_config import HOST_IMAGE
 from gpushare_agent.sandbox.runtime.cgroup_tree import open_cgroup_tree
 from gpushare_agent.sandbox.runtime.containers import Container, ContainerConfig, ContainerRuntime
 from tests.support_deadline import DEADLINE_S
+from tests.support_threads import remove_directory
 
 UID = "0e7a3f2c-1b5d-4c3e-9f10-44aa55bb6c77"
 ENV = {"PATH": os.environ["PATH"]}
@@ -49,7 +49,7 @@ async def open_containers(kind: str | None = None) -> AsyncIterator[ContainerRun
             runtime.close()
             assert not runtime.cgroup_root.exists()
     finally:
-        shutil.rmtree(state)
+        remove_directory(state)
 
 
 def config(*command: str, name: str = "main", env: dict[str, str] | None = None, **extra: Any) -> ContainerConfig:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -44,6 +43,7 @@ from gpushare_agent.sandbox.node import EmbeddedNode, open_node_on, running_task
 from gpushare_agent.sandbox.scheduler.scheduler import EmbeddedScheduler
 from gpushare_agent.sandbox.state_directory import prepare_state_directory
 from tests.support_deadline import DEADLINE_S as DEADLINE_S  # noqa: PLC0414 - exported on
+from tests.support_threads import remove_directory
 
 CORE = "tencent.com/vcuda-core"
 MEMORY = "tencent.com/vcuda-memory"
@@ -94,7 +94,7 @@ async def open_test_node(
         ) as node:
             yield node
     finally:
-        shutil.rmtree(state)
+        remove_directory(state)
 
 
 def pod(name: str, *containers: dict[str, Any], init: tuple[dict[str, Any], ...] = (), **extra: Any) -> dict[str, Any]:

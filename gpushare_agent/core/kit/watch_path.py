@@ -37,6 +37,8 @@ class DirectoryWatch(Struct, eq=False):
     _inotify: Inotify | None = None
     _watch: Watch | None = None
     _watched: tuple[int, int] | None = None
+    _is_sure: bool = False
+    """False after a wait without an event: one read in its last moment is lost, perhaps that the directory is gone."""
 
     async def wait_change(self) -> None:
         """Waits for an event or the next poll, whichever is first.
@@ -49,23 +51,27 @@ class DirectoryWatch(Struct, eq=False):
         if self._inotify is None or self._watch is None:
             await asyncio.sleep(self.fast_poll_s)
             return
+        self._is_sure = False
         try:
             async with asyncio.timeout(self.poll_s):
                 # One is enough: the caller compares all that is there, and further ones end the next wait.
                 event = await self._inotify.get()
         except TimeoutError:
             return
+        self._is_sure = True
         if event.mask & _LOST and event.watch is self._watch:
             self._watch = None  # an inode number can be the same again: the event counts, not the number
 
     def _rewatch(self) -> bool:
         """Puts the watch onto what the path names now; true if that is another directory than before."""
         current = _directory_identity(self.directory)
-        # By device and inode: the same directory under its name.
-        if self._watch is not None and current is not None and current == self._watched:
+        # By device and inode: the same directory under its name, or one that was made since and has its number.
+        is_same = self._watch is not None and current is not None and current == self._watched
+        if is_same and self._is_sure:
             return False
         # A watch follows the inode: it would go on to report of the directory that was moved away.
-        self._unwatch()
+        if not is_same:
+            self._unwatch()
         now = time.monotonic()
         if current is None or now < self._retry_at:
             return False
@@ -73,6 +79,7 @@ class DirectoryWatch(Struct, eq=False):
             if self._inotify is None:
                 self._inotify = Inotify()
             # ONLYDIR: a file that takes the directory's name is no directory to watch.
+            # The kernel has one watch of a directory, however often it is added.
             self._watch = self._inotify.add_watch(self.directory, _EVENTS | Mask.ONLYDIR)
         except (FileNotFoundError, NotADirectoryError):  # it went away just now
             return False
@@ -84,8 +91,8 @@ class DirectoryWatch(Struct, eq=False):
             return False
         if self._failures.is_over():
             log.info("directory_watched_again", directory=str(self.directory))
-        self._watched = current
-        return True
+        self._watched, self._is_sure = current, True
+        return not is_same
 
     def close(self) -> None:
         inotify, self._inotify, self._watch = self._inotify, None, None

@@ -188,10 +188,11 @@ async def open_api_client(source: ConfigurationSource) -> Any:
                     token_filename=str(source.service_account / "token"),
                     cert_filename=str(source.service_account / "ca.crt"),
                 )
-        variable = "the kubeconfig's proxy-url"
+        origin = "proxy-url of the kubeconfig"
         if not configuration.proxy:
             configuration.proxy, variable = environment_proxy(configuration.host, os.environ)
-        return _own_requests(client.ApiClient(configuration), _through(configuration.proxy, variable))
+            origin = f"{variable}; NO_PROXY lists the servers that need none"
+        return _own_requests(client.ApiClient(configuration), _through(configuration.proxy, origin))
     # a malformed user entry surfaces in the library as TypeError or AssertionError
     except (config.ConfigException, OSError, ValueError, TypeError, AssertionError) as e:
         raise Unavailable(
@@ -259,11 +260,11 @@ class _WithoutRedirects:
         return self._session.request(**given, allow_redirects=False)
 
 
-def _through(proxy: str, variable: str) -> str:
+def _through(proxy: str, origin: str) -> str:
     """The part of a message about a request that failed: which proxy it took, without its password, and why that one."""
     if not proxy:
         return ""
-    return f" through the proxy {proxy.rpartition('@')[2]} (from {variable}; NO_PROXY lists the servers that need none)"
+    return f" through the proxy {proxy.rpartition('@')[2]} (from {origin})"
 
 
 def _own_requests(client: Any, through: str) -> Any:
