@@ -451,10 +451,14 @@ class NvmlReader(Struct, eq=False):
         }
         # GPUs first: an instance's reason is that of its GPU.
         for gpu in sorted(self._retained(seen), key=lambda gpu: gpu.mig is not None):  # instances after their GPUs
+            # The driver counts again after a loss: others may have its numbers.
+            others = [other for other in seen.values() if _physical(other) != _physical(gpu)]
+            if any(gpu.minor == other.minor or gpu.driver_index == other.driver_index for other in others):
+                gpu = replace(gpu, minor=_UNKNOWN_MINOR, driver_index=-1)
             is_gone = gpu.mig is not None and gpu.mig.parent in self._answering
             retained = replace(gpu, mig=replace(gpu.mig, is_gone=True)) if gpu.mig is not None and is_gone else gpu
             seen[gpu.uuid] = _unhealthy(retained, self._why_missing(gpu, seen, unnamed))
-        gpus = sorted(_with_own_numbers(seen.values(), self._answering), key=lambda gpu: gpu.index)
+        gpus = sorted(seen.values(), key=lambda gpu: gpu.index)
         gpus, topology = self._topology.read(gpus, handles, self.session.openings)
         # Only at the end: a poll that fails half-way leaves what was known.
         self._known = {gpu.uuid: gpu for gpu in gpus}
@@ -474,19 +478,6 @@ class NvmlReader(Struct, eq=False):
         if gpu.mig.parent in self._answering:
             return _INSTANCE_GONE
         return f"its GPU {gpu.mig.parent_index}: {seen[gpu.mig.parent].unhealthy_reason}"
-
-
-def _with_own_numbers(gpus: Collection[Gpu], answering: Set[GpuUuid]) -> list[Gpu]:
-    """The GPUs; those that do not answer without the numbers that others have now: the driver counts again after a loss."""
-    shown = [gpu for gpu in gpus if _physical(gpu) in answering]
-    minors, indexes = {gpu.minor for gpu in shown}, {gpu.driver_index for gpu in shown}
-    return shown + [
-        replace(gpu, minor=_UNKNOWN_MINOR, driver_index=-1)
-        if gpu.minor in minors or gpu.driver_index in indexes
-        else gpu
-        for gpu in gpus
-        if _physical(gpu) not in answering
-    ]
 
 
 def _cuda_version(number: int | None) -> str:
