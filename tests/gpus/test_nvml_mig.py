@@ -268,3 +268,11 @@ async def test_an_xid_names_its_instance(library_directory: Path) -> None:
         ("GPU-aaaa", 94, 3, 0),
         ("GPU-aaaa", 79, None, None),
     ]
+
+
+async def test_a_mode_that_cannot_be_read_leaves_the_instances(library_directory: Path) -> None:
+    """The GPU must not be given as a whole next to them."""
+    async with running_probe(library_directory, A100 + ONE_G, mig_minors=MINORS) as probe:
+        before = await probe.read()
+        probe.becomes(A100 + ONE_G + "call_error nvmlDeviceGetMigMode 0 999\n")
+        assert await probe.read() == before

@@ -331,6 +331,8 @@ class NvmlReader(Struct, eq=False):
         numa_node, pcie_root = self._place(bus_id)
         capability = ask("nvmlDeviceGetCudaComputeCapability", handle)
         fabric, has_joined, not_joined = _fabric(handle)
+        # A GPU that has MIG goes on having it, also where one call fails: its instances are not given with it as a whole.
+        mode, known = mig_mode(handle), self._known.get(found.uuid)
         gpu = Gpu(
             index=index,
             driver_index=found.nvml_index,
@@ -344,7 +346,7 @@ class NvmlReader(Struct, eq=False):
             compute_capability=(capability[0], capability[1]) if capability is not None else None,
             brand=_BRANDS.get(ask("nvmlDeviceGetBrand", handle) or 0, ""),
             is_exclusive_process=ask("nvmlDeviceGetComputeMode", handle) == pynvml.NVML_COMPUTEMODE_EXCLUSIVE_PROCESS,
-            mig_mode=mig_mode(handle),
+            mig_mode=mode if mode is not None or known is None else known.mig_mode,
             fabric=fabric,
             has_joined=has_joined,
         )
