@@ -102,10 +102,11 @@ class StateFile:
             raise Unavailable(f"{self._path} cannot be written: {e.strerror or e}; {remedy}") from e
 
     def _replace(self, path: Path, content: bytes) -> None:
+        """Synced, but for the copy: to read must not wait for a busy disk."""
         # Next to the file, because a rename works only within one file system.
         new = self._path.with_name(self._path.name + ".new")
         try:
-            _write_whole(new, content)
+            _write_whole(new, content, is_synced=path is self._path)
             new.replace(path)
         except OSError:
             with suppress(OSError):
@@ -137,12 +138,13 @@ def _content(path: Path) -> bytes | None:
     return content
 
 
-def _write_whole(path: Path, content: bytes) -> None:
+def _write_whole(path: Path, content: bytes, *, is_synced: bool) -> None:
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     with os.fdopen(descriptor, "wb") as file:
         file.write(content)
         file.flush()
-        os.fsync(file.fileno())
+        if is_synced:
+            os.fsync(file.fileno())
 
 
 def _sync_directory(path: Path) -> None:
