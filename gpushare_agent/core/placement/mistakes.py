@@ -118,7 +118,7 @@ def mistakes(pod: PodJson, names: ResourceNames, offer: Offer = NO_OFFER) -> str
 
 def _mistakes(pod: PodJson, names: ResourceNames, offer: Offer) -> Iterator[str]:
     spec = pod.spec
-    for name in sorted({*(spec.resources.limits or {}), *spec.requests}):
+    for name in sorted({*(spec.resources.limits or {}), *spec.requests})[:MAX_COMPARED]:
         if meant := name if name in names.names else _meant(name, names):
             yield f"spec.resources of the pod: write {meant} in resources.limits of the container that computes."
     others = any(part in str(spec.scheduler_name or "") for part in _OTHER_SCHEDULERS)
@@ -134,7 +134,7 @@ def _of_names(one: ContainerJson, names: ResourceNames, offer: Offer) -> Iterato
     unknown = [name for name in sorted(one.requests) if name not in names.names and name not in offer.resources]
     for name in unknown[:MAX_COMPARED]:
         if (meant := _meant(name, names)) not in ("", name):
-            yield f"the agents offer no {name}. {write_instead(meant, one.requests[name], names)}"
+            yield f"the agents offer no {name[:MAX_NAME_CHARS]}. {write_instead(meant, one.requests[name], names)}"
     for name in names.names:
         given, limit, unit_mib = one.requests.get(name), one.limits.get(name), _unit_mib(name, names)
         if given is None:
