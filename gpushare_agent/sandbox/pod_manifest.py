@@ -14,7 +14,10 @@ from typing import Any
 
 from gpushare_agent.core.kube import objects
 from gpushare_agent.core.model.errors import Corrupt, Rejected
+from gpushare_agent.core.model.names import MEMORY_BLOCK_MIB, VCORE_RESOURCE, VMEMORY_RESOURCE
 from gpushare_agent.core.model.pods import ContainerKind, ContainerSpec
+from gpushare_agent.core.placement.mistakes import write_instead
+from gpushare_agent.core.placement.place import DEFAULT_NAMES
 
 RawObject = dict[str, Any]
 """An object of the API as JSON has it."""
@@ -30,6 +33,7 @@ MIRROR_ANNOTATION = "kubernetes.io/config.mirror"
 _NUMBERS = {RUN_SECONDS_ANNOTATION: "seconds, such as '5'", IGNORE_TERM_ANNOTATION: "seconds, such as '5'",
             LOAD_ANNOTATION: "a part of the share, such as '0.5'"}  # fmt: skip
 
+_REMEDIES = {VMEMORY_RESOURCE: f"Write whole blocks, of {MEMORY_BLOCK_MIB} MiB unless a setting has another size"}
 _CONTAINER_NAME = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 _SPEC_DEFAULTS = {
     "restartPolicy": "Always", "terminationGracePeriodSeconds": 30, "schedulerName": "default-scheduler",
@@ -45,12 +49,16 @@ def is_extended(resource: str) -> bool:
     return "/" in resource and not resource.partition("/")[0].endswith("kubernetes.io")
 
 
-def whole_number(value: object, where: str) -> int:
-    """Raises Rejected where `value` is no whole number as extended resources need."""
+def whole_number(value: object, where: str, name: str = "") -> int:
+    """Raises Rejected where `value` is no whole number as extended resources need: of the resource `name` with what to
+    write, which a real API server does not say."""
     try:
         return objects.whole_number(value, where)
     except Corrupt as error:
-        raise Rejected(f"{where}: Invalid value: {value!r}: must be an integer, zero or more") from error
+        remedy = write_instead(name, str(value), DEFAULT_NAMES) if name == VCORE_RESOURCE else _REMEDIES.get(name, "")
+        raise Rejected(
+            f"{where}: Invalid value: {value!r}: must be an integer, zero or more. {remedy}".rstrip(". ")
+        ) from error
 
 
 def extended_requests(container: Mapping[str, Any], where: str = "") -> dict[str, int]:
@@ -58,7 +66,7 @@ def extended_requests(container: Mapping[str, Any], where: str = "") -> dict[str
     # Limits, because requests of extended resources must equal them.
     limits = (container.get("resources") or {}).get("limits") or {}
     found = {
-        name: whole_number(value, f"{where}.resources.limits[{name}]")
+        name: whole_number(value, f"{where}.resources.limits[{name}]", name)
         for name, value in limits.items()
         if is_extended(name)
     }

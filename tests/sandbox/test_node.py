@@ -102,6 +102,12 @@ def test_a_file_may_hold_several_documents_and_lists() -> None:
             "x.yaml, document 2: Pod 'b' is not valid: spec",
         ),
         (yaml.safe_dump(pod("a", {"name": "m", "resources": {"limits": {CORE: "half"}}})), "must be an integer"),
+        (yaml.safe_dump(pod("a", {"name": "m", "resources": {"limits": {CORE: "0.5"}}})), f"Write {CORE}: 50, in"),
+        (yaml.safe_dump(pod("a", {"name": "m", "resources": {"limits": {CORE: "30%"}}})), f"Write {CORE}: 30, in"),
+        (
+            yaml.safe_dump(pod("a", {"name": "m", "resources": {"limits": {MEMORY: "0.5"}}})),
+            "Write whole blocks, of 256",
+        ),
         (
             yaml.safe_dump(pod("a", {"name": "m", "resources": {"limits": {CORE: 5}, "requests": {CORE: 4}}})),
             r"containers\[0\].resources.requests\[tencent.com/vcuda-core\]: Invalid value: 4: must be equal",

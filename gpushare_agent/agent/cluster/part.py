@@ -187,7 +187,8 @@ def _written_fields(settings: Settings) -> Iterator[tuple[NodeFields[Any], Calla
     # GPUShare's tools read the number of GPUs from the node's capacity, which no device plugin serves.
     if settings.gpushare.enabled:
         yield CAPACITY, lambda node: {GPUSHARE_COUNT_RESOURCE: len(node.gpus().gpus)}
-    else:
+    # An agent that is to write nothing removes nothing either.
+    elif settings.facts.is_written:
         yield NO_GPU_COUNT, lambda node: node.settings.gpushare.resource
     if settings.facts.is_written:
         yield from ((FACTS, _desired_facts), (ALLOCATIONS, _desired_allocations), (TAINT, desired_free_gpus))

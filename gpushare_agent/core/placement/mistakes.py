@@ -118,7 +118,7 @@ def mistakes(pod: PodJson, names: ResourceNames, offer: Offer = NO_OFFER) -> str
 
 def _mistakes(pod: PodJson, names: ResourceNames, offer: Offer) -> Iterator[str]:
     spec = pod.spec
-    for name in sorted({*(spec.resources.limits or {}), *spec.requests}):
+    for name in sorted({*(spec.resources.limits or {}), *spec.requests})[:MAX_COMPARED]:
         if meant := name if name in names.names else _meant(name, names):
             yield f"spec.resources of the pod: write {meant} in resources.limits of the container that computes."
     others = any(part in str(spec.scheduler_name or "") for part in _OTHER_SCHEDULERS)
@@ -134,19 +134,20 @@ def _of_names(one: ContainerJson, names: ResourceNames, offer: Offer) -> Iterato
     unknown = [name for name in sorted(one.requests) if name not in names.names and name not in offer.resources]
     for name in unknown[:MAX_COMPARED]:
         if (meant := _meant(name, names)) not in ("", name):
-            yield f"the agents offer no {name}. {_write(meant, one.requests[name], names)}"
+            yield f"the agents offer no {name[:MAX_NAME_CHARS]}. {write_instead(meant, one.requests[name], names)}"
     for name in names.names:
         given, limit, unit_mib = one.requests.get(name), one.limits.get(name), _unit_mib(name, names)
         if given is None:
             continue
         value = amount(given)
         if value is None or value.denominator != 1 or not 0 <= value < 1 << 63:
-            yield f"{name}: {given!r:.80} is no whole number. {_write(name, given, names)}"
+            yield f"{name}: {given!r:.80} is no whole number. {write_instead(name, given, names)}"
         elif value != amount(limit):
             was = f"{limit!r:.80} in limits" if limit is not None else "not in limits"
             yield f"{name} is {given!r:.80} in requests and {was}. Write it in limits alone."
         elif unit_mib and value >= _BYTES:
-            yield f"{name}: {given!r:.80} is in units of {memory_text(unit_mib)}, not in bytes. {_write(name, given, names)}"
+            unit = f"units of {memory_text(unit_mib)}, not in bytes"
+            yield f"{name}: {given!r:.80} is in {unit}. {write_instead(name, given, names)}"
 
 
 def _meant(name: str, names: ResourceNames) -> str:
@@ -163,7 +164,7 @@ def _unit_mib(name: str, names: ResourceNames) -> int:
     return {names.vmemory: names.memory_block_mib, names.gpu_mem: names.gpu_mem_unit_mib}.get(name, 0)
 
 
-def _write(name: str, given: Quantity, names: ResourceNames) -> str:
+def write_instead(name: str, given: Quantity, names: ResourceNames) -> str:
     """The remedy, with the number that was meant as far as it can be told: fractions are of a GPU's compute, and GiB."""
     text = str(given).strip()
     value, unit_mib = amount(text.rstrip("% ")) or Fraction(0), _unit_mib(name, names)
