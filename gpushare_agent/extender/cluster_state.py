@@ -5,9 +5,9 @@ The informers' handlers call `put_…` and `remove_…`, the verbs the rest. `fi
 one step, so that no share is allocated twice.
 
 State owned: the nodes (a NodeLedger each, decisions/ledger.py), a reservation for every pod that has something of ours or
-may have it, and the CPU and main memory that every other pod requests; answers already worked out, by signature of the pod;
-under policy fgd costs by kind of pod; the pods that usually come (learnt_pods.py), and since when each node is known without
-a report. decisions/quota.py is told what counts against quotas. Times are monotonic seconds.
+may have it, nominated pods, and the CPU and main memory that every other pod requests; answers already worked out, by
+signature of the pod; under policy fgd costs by kind of pod; the pods that usually come (learnt_pods.py), and since when each
+node is known without a report. decisions/quota.py is told what counts against quotas. Times are monotonic seconds.
 
 Sources of what a pod has, best first: the report of the node's agent; our own plan; without both, all that it may have.
 """

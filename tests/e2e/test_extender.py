@@ -245,6 +245,27 @@ def test_pods_end_for_another_where_the_sum_of_what_is_free_suffices(
     assert preempts(cluster, namespace, nodes, urgent, held=[60] * 8, wanted=[60]) == 1
 
 
+def test_pods_that_a_budget_protects_are_spared(
+    cluster: Cluster, installed: Installation, extender: ExtenderInstallation, namespace: str, urgent: str
+) -> None:
+    """By the API server's answer to an eviction that is only tried; the only pod that may end is not the cheapest else."""
+    held = [share(cluster, f"low-{n}", 60) for n in range(installed.gpus())]
+    for pod in held[1:]:
+        pod["metadata"]["labels"] = {"app": "kept"}
+    spec = {"minAvailable": len(held) - 1, "selector": {"matchLabels": {"app": "kept"}}}
+    budget = {"apiVersion": "policy/v1", "kind": "PodDisruptionBudget", "metadata": {"name": "kept"}, "spec": spec}
+    cluster.apply(budget, namespace=namespace)
+    cluster.start(namespace, *held)
+
+    def is_counted() -> bool:
+        status = cluster.get("poddisruptionbudget", "kept", "-n", namespace)["status"]
+        return bool(status.get("currentHealthy") == len(held) - 1 and status.get("disruptionsAllowed") == 0)
+
+    cluster.wait_for("the budget allows nothing", is_counted)
+    cluster.start(namespace, share(cluster, "high", 60, priorityClassName=urgent))
+    assert set(cluster.pods(namespace)) == {"high", *(f"low-{n}" for n in range(1, len(held)))}
+
+
 def test_the_extenders_best_node_wins_over_the_schedulers_own_criteria(
     cluster: Cluster, extender: ExtenderInstallation, namespace: str, nodes: Nodes
 ) -> None:
