@@ -380,7 +380,8 @@ class Admission(Struct, kw_only=True, eq=False):
         requested = frozenset(ids)
         # A restarted agent may have rebuilt its ledger before the kubelet wrote this container's entry.
         refused = await self._adopt(kind, requested) if not self._containers_with(kind, requested) else None
-        if refused is None and kind.binds_gpu:
+        # What says the GPU of a container that another program started is the number that it has now.
+        if refused is None and kind.binds_gpu and not is_former(requested):
             refused = await self._renumbered(self._containers_with(kind, requested), requested)
         if refused is None:
             refused = await self.isolation.prepare(self._containers_with(kind, requested))

@@ -27,7 +27,6 @@ from gpushare_agent.core.model.names import (
     MIB,
     DeviceId,
     GpuUuid,
-    is_one_of,
 )
 from gpushare_agent.core.model.pods import ContainerKind, ContainerSpec, Pod
 from gpushare_agent.core.model.resources import GpuUnits, Request, ResourceNames, cores_of_part, request_of, units_of
@@ -137,9 +136,6 @@ def renumbered(allocation: Allocation, gpus: Mapping[GpuUuid, Gpu], extra: Colle
     found = [gpu for gpu in shown if gpu.mig is None or not gpu.mig.is_gone]
     own = {name for gpu in found for name in (gpu.number_label, *gpu.nodes)}
     others = (allocation.numbers or frozenset()) - own - set(extra)
-    # Nobody knows the GPU of some containers of former programs: they start again with what they have.
-    if not allocation.gpus or any(map(is_one_of, allocation.gpus)):
-        return None
     if len(found) == len(allocation.gpus) and not others:
         return None
     now = f"has other numbers than {', '.join(sorted(others))}" if others and found else "is not shown by the driver"
