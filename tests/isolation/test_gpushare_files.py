@@ -272,7 +272,7 @@ def test_a_file_that_another_container_of_the_pod_has_open_is_shortened_until_it
 def test_a_tenant_that_opens_its_file_while_it_is_looked_at_ends_no_agent(
     files: GpushareFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A descriptor of the file's place does not count as open. By SIGIO the kernel would end the agent, which handles none."""
+    """A descriptor of its place does not count as open. By SIGIO the kernel would end the agent, which handles none."""
     files.prepare(KEY)
     vdevice, place = VDeviceFiles(files.containers), os.open(usage_of(files), os.O_PATH)
     files.prepare(KEY)
