@@ -21,6 +21,9 @@ from gpushare_agent.core.placement import GpuAccount
 from gpushare_agent.extender.decisions.pod_plan import plan_pod
 from gpushare_agent.extender.values import ClusterPolicy, PodPlan
 
+MOST_TRIED = 64
+"""Pods that are tried to be spared, each twice, for one node, but those of one GPU at least: the loop waits meanwhile. The
+GPUs that are the cheapest to empty come first."""
 _LEAST_PRIORITY = -(1 << 31) - 1
 
 
@@ -85,14 +88,18 @@ def choose_victims(
     latest_first = sorted(of_gpu, key=lambda index: _began_at(of_gpu[index]), reverse=True)
     cheapest_first = sorted(latest_first, key=lambda index: cost_of(of_gpu[index]))
     found: list[list[Victim]] = []
+    tried = 0
     # Each GPU once as the first to be emptied, and as many of the cheapest others as the pod needs besides.
     for first in cheapest_first:
+        if tried > MOST_TRIED:
+            break
         near = {first}
         for index in cheapest_first:
             if fits(one for one in victims if not near.isdisjoint(one.charges)):
                 break
             near.add(index)
         on_these = [one for one in victims if not near.isdisjoint(one.charges)]
+        tried += len(on_these)
         # Small ones first too: sparing the one that has run longest may take two others.
         by_size = sorted(on_these, key=lambda one: (not one.is_protected, -one.rank.priority, _size(one)))
         for order in (on_these, by_size):
