@@ -15,6 +15,7 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from itertools import islice
 from typing import NoReturn
 
 import structlog
@@ -36,7 +37,7 @@ log = structlog.get_logger(__name__)
 
 MAX_REFUSED = 1000
 MOST_NODES = 100
-"""As kube-scheduler, which ends its search with so many nodes: each takes a millisecond or more."""
+"""As kube-scheduler, which ends its search with so many nodes: each takes up to 15 ms with 8 GPUs and 100 pods."""
 GRACE_S, LOOK_S = 2.0, 0.5
 TRIED_S = 2.0
 """For all evictions that are tried for one answer: the scheduler waits for it."""
@@ -72,7 +73,8 @@ class Preemption(Struct, kw_only=True, eq=False):
         """The victims on each node that may be chosen, and how many of them budgets protect: those that the scheduler
         proposes where they make room, and of all other sets the cheapest."""
         _, names = self._refused.pop(pod.uid, (0.0, ()))
-        candidates = {**dict.fromkeys(names[:MOST_NODES], ()), **candidates}
+        more = islice(names, max(0, MOST_NODES - len(candidates)))
+        candidates = {**dict.fromkeys(more, ()), **candidates}
         found = await in_steps(self.state.victims_steps(pod, candidates))
         own = {node for node, uids in found.items() if uids != list(candidates[node])}
         tried: set[PodUid] = set()
@@ -123,6 +125,8 @@ class Preemption(Struct, kw_only=True, eq=False):
             # Room meanwhile: the scheduler tries the pod again after the event of it.
             if (await in_steps(self.state.filter_steps(pod, names))).fitting:
                 continue
+            # Where others end for it already it costs nothing, which the search in parts must see first.
+            names = sorted(names, key=lambda name: name != pod.rank.nominated_node)
             for first in range(0, len(names), MOST_NODES):
                 some = dict.fromkeys(names[first : first + MOST_NODES], ())
                 found, protected = await self.victims(pod, some, {})
