@@ -340,7 +340,7 @@ CALLS = (
 NEEDED = {"nvmlDeviceGetPciInfo_v3", "nvmlDeviceGetMinorNumber", "nvmlDeviceGetName"}
 
 
-@pytest.mark.parametrize("code", [2, 3, 4, 7, 15, 999, 77777])
+@pytest.mark.parametrize("code", [1, 2, 3, 4, 7, 9, 15, 18, 999, 77777])
 async def test_no_error_of_one_call_ends_the_driver_or_takes_another_gpu(library_directory: Path, code: int) -> None:
     """Codes that NVML has not had so far, and texts of them that are no text, too."""
     async with running_probe(library_directory, TWO_PAIRS) as probe:
