@@ -141,6 +141,28 @@ async def test_the_last_good_copy_counts_for_a_damaged_file(
     assert await file.load() == NOTHING_SAVED
 
 
+@pytest.mark.parametrize("in_the_way", ["health.json.corrupt", "health.json.new", "health.json.last"])
+async def test_cordons_are_kept_whatever_is_in_the_way(tmp_path: Path, boot: Path, in_the_way: str) -> None:
+    """The copy counts where the damaged file cannot be set aside, or nothing be written, as on a full disk; and the file is
+    written where the copy cannot be."""
+    path = tmp_path / "health.json"
+    file = HealthStateFile(path, boot_id=boot)
+    await file.save(SAVED)
+    (tmp_path / in_the_way).unlink(missing_ok=True)
+    (tmp_path / in_the_way / "something").mkdir(parents=True)
+    if in_the_way.endswith("last"):
+        await file.save(NOTHING_SAVED)
+        assert await file.load() == NOTHING_SAVED
+        return
+    path.write_bytes(path.read_bytes()[:-20])
+    for _ in range(2):  # and at the next start
+        with capture_logs() as logs:
+            assert await file.load() == SAVED
+        assert [(line["event"], line["then"], line["kept_as"]) for line in logs] == [
+            ("health_state_corrupt", IS_COPY, str(path))
+        ]
+
+
 @pytest.mark.parametrize("mode", [0o620, 0o602, 0o666])
 async def test_a_file_that_others_may_write_is_not_believed(tmp_path: Path, boot: Path, mode: int) -> None:
     """Whoever may write it could cordon every GPU of the node: it is set aside, with the reason and the cure in the log, and

@@ -81,11 +81,14 @@ class StateFile:
         with suppress(OSError, Corrupt):
             copy = _read(self._copy, parse)
         try:
-            self._path.replace(aside)
-            if copy is not None:
-                self._replace(self._path, copy[0])
+            if copy is None:
+                self._path.replace(aside)
+            else:
+                self._replace(self._path, copy[0], aside)
         except OSError as e:
-            raise Unavailable(f"{self._path} is not usable ({why}) and cannot be set aside: {e.strerror}") from e
+            if copy is None:
+                raise Unavailable(f"{self._path} is not usable ({why}) and cannot be set aside: {e.strerror}") from e
+            aside = self._path  # a full disk: the copy counts all the same, and is read again at the next start
         self._on_corrupt(why=why, kept_as=str(aside), then=IS_COPY if copy is not None else self._lost)
         return copy[1] if copy is not None else empty()
 
@@ -93,20 +96,22 @@ class StateFile:
         content = json.dumps(document, indent=2).encode() + b"\n"
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            for path in (self._copy, self._path):
-                self._replace(path, content)
+            self._replace(self._path, content)
+            self._keep_copy(content)
             # Without it a loss of power may leave the old name with no content on some file systems.
             _sync_directory(self._path.parent)
         except OSError as e:
             remedy = file_remedy(e, f"check that the agent may write in {self._path.parent}")
             raise Unavailable(f"{self._path} cannot be written: {e.strerror or e}; {remedy}") from e
 
-    def _replace(self, path: Path, content: bytes) -> None:
-        """Synced, but for the copy: to read must not wait for a busy disk."""
+    def _replace(self, path: Path, content: bytes, aside: Path | None = None) -> None:
+        """Synced, but for the copy: to read must not wait for a busy disk. `aside` is the name that what is there gets."""
         # Next to the file, because a rename works only within one file system.
         new = self._path.with_name(self._path.name + ".new")
         try:
             _write_whole(new, content, is_synced=path is self._path)
+            if aside is not None:
+                path.replace(aside)
             new.replace(path)
         except OSError:
             with suppress(OSError):
