@@ -85,7 +85,7 @@ def _has_count() -> bool:
     """Whether the driver answers at all: else an error of the driver is that of one GPU, and the others go on."""
     try:
         pynvml.nvmlDeviceGetCount()
-    except Exception:  # as of `call`
+    except pynvml.NVMLError:
         return False
     return True
 
