@@ -288,6 +288,7 @@ NO_UTF8 = "\udcf8\udc95\udca0\udc81"
         ("00000000:3C:00.0", NO_UTF8, "nvmlDeviceGetPciInfo"),
         ("00000000:3C:00.0", "../../../../etc", "nvmlDeviceGetPciInfo"),
         (" 0 00000000:3C:00.0 24576", " 0 00000000:3C:00.0 4294967295", "nvmlDeviceGetMemoryInfo"),
+        (" 0 00000000:3C:00.0", " 4294967295 00000000:3C:00.0", "nvmlDeviceGetMinorNumber"),
     ],
 )
 async def test_an_answer_that_cannot_be_used_takes_its_gpu_out_of_service(
