@@ -1,7 +1,7 @@
 """One small JSON file that outlives the agent: read whole and bounded, replaced whole and synced, set aside (as
 `<name>.corrupt`) where it is not what it should be or somebody else may have written it: the copy that was last read or
-written, `<name>.last`, takes its place. Every step is in a daemon thread and bounded in time. Owns the files, no state in
-memory.
+written, `<name>.last`, takes its place. The document's field `digest` shows damage. Every step is in a daemon thread and
+bounded in time. Owns the files, no state in memory.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,6 +26,7 @@ T = TypeVar("T")
 MAX_BYTES = 1 << 20
 READ_TIMEOUT_S = 2.0
 WRITE_TIMEOUT_S = 5.0
+_DIGEST = "digest"
 IS_COPY = "the last good copy is used"
 _REMEDY = "if its content is right: chown root, chmod go-w, give it its name again, restart the agent"
 
@@ -93,6 +95,7 @@ class StateFile:
         return copy[1] if copy is not None else empty()
 
     def _save(self, document: dict[str, Any]) -> None:
+        document = document | {_DIGEST: _digest(document)}
         content = json.dumps(document, indent=2).encode() + b"\n"
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -121,8 +124,21 @@ class StateFile:
 
 def _read(path: Path, parse: Callable[[Any], T]) -> tuple[bytes, T] | None:
     """The content, and what it says. Raises OSError, Corrupt."""
-    content = _content(path)
-    return (content, parse(loaded(content))) if content is not None else None
+    if (content := _content(path)) is None:
+        return None
+    raw = loaded(content)
+    # None in files of earlier agents, and where a person took it out.
+    if isinstance(raw, dict) and (known := raw.pop(_DIGEST, None)) is not None and known != _digest(raw):
+        raise Corrupt(f"its content is not what the agent wrote; if it is right, remove the field {_DIGEST}")
+    return content, parse(raw)
+
+
+def _digest(document: dict[str, Any]) -> str:
+    """One wrong bit makes another GPU of a UUID, and no damage is seen. Raises Corrupt."""
+    try:
+        return sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
+    except RecursionError as e:
+        raise Corrupt("it is nested too deeply") from e
 
 
 def _content(path: Path) -> bytes | None:
