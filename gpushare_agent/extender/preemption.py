@@ -20,6 +20,7 @@ from typing import NoReturn
 
 import structlog
 from msgspec import Struct, field
+from msgspec.structs import replace
 
 from gpushare_agent.core.kit.supervision import ReportOnce
 from gpushare_agent.core.kube.events import EventRecorder
@@ -126,9 +127,9 @@ class Preemption(Struct, kw_only=True, eq=False):
             if (await in_steps(self.state.filter_steps(pod, names))).fitting:
                 continue
             # Where others end for it already it costs nothing, which the search in parts must see first.
-            names = sorted(names, key=lambda name: name != pod.rank.nominated_node)
-            for first in range(0, len(names), MOST_NODES):
-                some = dict.fromkeys(names[first : first + MOST_NODES], ())
+            ordered = sorted(names, key=lambda name: name != pod.rank.nominated_node)
+            for first in range(0, len(ordered), MOST_NODES):
+                some = dict.fromkeys(ordered[first : first + MOST_NODES], ())
                 found, protected = await self.victims(pod, some, {})
                 # One node at most. A budget that protects all of them is kept.
                 for node, victims in found.items():
@@ -138,21 +139,24 @@ class Preemption(Struct, kw_only=True, eq=False):
                     break
 
     async def _preempt(self, pod: Pod, node: str, victims: Sequence[PodUid]) -> None:
-        known = [one for one in map(self.state.pod, victims) if one is not None and not one.is_deleting]
+        known = [one for one in map(self.state.pod, victims) if one is not None]
         if self.unscheduled(pod.uid) is None:  # bound while evictions were tried
             return
         name = f"{pod.namespace}/{pod.name}"
         try:
-            for one in known:
-                await self.writes.evict(one)
-                ended = ObjectReference(kind="Pod", namespace=one.namespace, name=one.name, uid=one.uid)
-                text = f"Preempted by pod {pod.uid} on node {node}"
-                self.events.record(ended, PREEMPTED, text, type_="Normal", key=(PREEMPTED, one.uid))
-                log.info("pod_preempted", pod=f"{one.namespace}/{one.name}", node=node, by=name)
-            # Not before: without the right to evict, the room would be kept for a pod that never has it.
-            self.state.preempted(pod, node, victims)
-            if pod.rank.nominated_node != node:
-                await self.writes.nominate(pod, node)
+            # Those that end already last: without the right to evict, the room would be kept for a pod that never has it.
+            for one in sorted(known, key=lambda one: one.is_deleting):
+                if not one.is_deleting:
+                    await self.writes.evict(one)
+                    ended = ObjectReference(kind="Pod", namespace=one.namespace, name=one.name, uid=one.uid)
+                    text = f"Preempted by pod {pod.uid} on node {node}"
+                    self.events.record(ended, PREEMPTED, text, type_="Normal", key=(PREEMPTED, one.uid))
+                    log.info("pod_preempted", pod=f"{one.namespace}/{one.name}", node=node, by=name)
+                # After each, because a budget may forbid the next one's end: whoever replaces this one would take its room.
+                self.state.preempted(pod, node, [one.uid])
+                if pod.rank.nominated_node != node:
+                    await self.writes.nominate(pod, node)
+                    pod = replace(pod, rank=pod.rank._replace(nominated_node=node))
         except AgentError as e:
             if self._problems.is_new(type(e).__name__):
                 log.warning(

@@ -91,7 +91,9 @@ async def test_no_event_before_the_nodes_are_known() -> None:
     waiting = [raw_pod("another", (0, 0)), raw_pod("mistaken", (0, 0))]
     for raw, name in zip(waiting, ("volcano.sh/vgpu-number", "nvidia.com/gpumem"), strict=True):
         raw["spec"]["containers"][0]["resources"] = {"limits": {name: "1"}}
-        raw["status"]["conditions"] = [{"type": "PodScheduled", "status": "False", "message": "0/1 nodes are available."}]
+        raw["status"]["conditions"] = [
+            {"type": "PodScheduled", "status": "False", "message": "0/1 nodes are available."}
+        ]
     node = raw_node("n1")
     node["status"]["capacity"]["volcano.sh/vgpu-number"] = "10"
     async with fake_cluster(node, pods=waiting) as cluster:

@@ -376,6 +376,26 @@ async def test_the_leader_evicts_where_the_scheduler_does_not_ask() -> None:
             assert (await asker.filter(cluster.pod("default", "urgent"), ["n1"]))["NodeNames"] == ["n1"]
 
 
+async def test_the_room_of_one_is_kept_while_a_budget_forbids_the_next_ones_end() -> None:
+    """Each may end alone, so both tries succeed. A replacement would take the room, and be evicted again without end."""
+    tried_and_done = iter((answers(201, raw_status(201)), answers(429, raw_status(429))))
+
+    async def one_of_two(*request: Any) -> Any:
+        return await next(tried_and_done)(*request)
+
+    clock = FakeClock()
+    async with fake_cluster(raw_node("n1"), pods=[*SHARES, raw_ranked("urgent", 200, 9)]) as cluster:
+        reported(cluster)
+        cluster.script.answers["/api/v1/namespaces/default/pods/s1/eviction"] = one_of_two
+        async with running_extender(cluster, clock=clock) as asker:
+            await refused(asker, cluster)
+            clock.now += GRACE_S
+            await asker.parts.preemption.preempt_due()
+            assert len(written(cluster, "/s0/eviction")) == 2, "tried, and done"
+            assert cluster.pod("default", "urgent")["status"]["nominatedNodeName"] == "n1"
+            assert "default/s1" in cluster.objects["pods"]
+
+
 async def test_nobody_else_ends_where_others_end_already_for_the_pod() -> None:
     """However many nodes come before its own."""
     clock = FakeClock()

@@ -22,7 +22,7 @@ from gpushare_agent.extender.decisions.pod_plan import plan_pod
 from gpushare_agent.extender.values import ClusterPolicy, PodPlan
 
 MOST_TRIED = 128
-"""Tries to spare a victim of one node, but all of one set of GPUs at least: each takes 0.1 ms with 8 GPUs, 0.5 ms with 16."""
+"""Tries to spare a victim of one node, but all of one set of GPUs at least: each takes 0.1 ms with 8 GPUs."""
 _LEAST_PRIORITY = -(1 << 31) - 1
 
 
