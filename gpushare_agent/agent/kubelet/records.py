@@ -192,11 +192,10 @@ def _named_gpus(response: object) -> tuple[str, ...]:
         return ()
     index = answer.envs.get(ENV_GPUSHARE_INDEX, "")
     visible = answer.envs.get(ENV_VISIBLE_DEVICES, "").split(",")
-    if index == NO_GPU:
-        return (NO_GPU,)
     # NVIDIA's runtime gives the GPU of a UUID whatever the index says.
     uuids = [one for one in visible if one.startswith("GPU-")]
-    return _bounded([*(uuids or (index, *visible)), *(device.host_path for device in answer.devices)])
+    named = _bounded([*(uuids or (index, *visible)), *(device.host_path for device in answer.devices)])
+    return named or ((NO_GPU,) if index == NO_GPU else ())
 
 
 def _bounded(names: Iterable[object]) -> tuple[str, ...]:

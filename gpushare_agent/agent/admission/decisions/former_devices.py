@@ -116,9 +116,10 @@ class FormerDevices:
         """So many GPUs, by index, or `one_of` those that it may have; an empty name where it got none."""
         entries, pod = self._entries.get((uid, container), ()), self._pods.get(uid)
         named = [name for entry in entries for name in entry.gpus] or (_by_pod(pod, container) if pod else ())
-        if NO_GPU in named:
+        if {*named} == {NO_GPU}:
             return [GpuUuid("")]
-        found = {gpu for name in named for gpu in self._named(name)}
+        # Where another answer of the container names one, it has that.
+        found = {gpu for name in named if name != NO_GPU for gpu in self._named(name)}
         if len(found) < count:
             found = {*self._gpus}
         if len(found) != count:
