@@ -190,6 +190,34 @@ def nodes(cluster: Cluster) -> Iterator[Nodes]:
     made.remove()
 
 
+def test_the_extenders_best_node_wins_over_the_schedulers_own_criteria(
+    cluster: Cluster, extender: ExtenderInstallation, namespace: str, nodes: Nodes
+) -> None:
+    """Policy fgd: at first a share goes to the fullest node, once pods of fifty cores are what usually comes to a GPU that
+    those cannot use. Each time kube-scheduler by itself likes other nodes better, where more CPU is free. Before the pods of
+    other sizes that preemption needs: the extender learns from them."""
+    for number in range(4):
+        # Thirty cores are left: too little for fifty, and the CPUs are nearly all in use.
+        nodes.make(f"rest-{number}", [70], cpu="4")
+        cluster.apply(
+            nodes.pod(f"cpus-{number}", 0, "3500m", nodeName=f"gpushare-e2e-rest-{number}"), namespace=namespace
+        )
+        nodes.make(f"half-{number}", [100] * 7 + [50], cpu="64")
+    nodes.make("past", [0] * 16, cpu="64", group="past")
+    try:
+        (first,) = nodes.bound(namespace, nodes.pod("first", 30, "100m"))
+        assert first.startswith("half-"), "the fullest GPUs, while no pod is typical"
+
+        usual = [nodes.pod(f"usual-{number}", 50, "1", group="past") for number in range(20)]
+        assert nodes.bound(namespace, *usual) == ["past"] * 20
+
+        later = [nodes.bound(namespace, nodes.pod(f"later-{number}", 30, "100m"))[0] for number in range(4)]
+        assert sorted(later) == [f"rest-{number}" for number in range(4)]
+    finally:
+        # No kubelet ends them.
+        cluster.run("delete", "pods", "--all", "-n", namespace, "--force", "--grace-period=0", "--wait=false")
+
+
 @pytest.fixture
 def urgent(cluster: Cluster) -> Iterator[str]:
     """A PriorityClass above that of pods without one."""
@@ -264,33 +292,6 @@ def test_pods_that_a_budget_protects_are_spared(
     cluster.wait_for("the budget allows nothing", is_counted)
     cluster.start(namespace, share(cluster, "high", 60, priorityClassName=urgent))
     assert set(cluster.pods(namespace)) == {"high", *(f"low-{n}" for n in range(1, len(held)))}
-
-
-def test_the_extenders_best_node_wins_over_the_schedulers_own_criteria(
-    cluster: Cluster, extender: ExtenderInstallation, namespace: str, nodes: Nodes
-) -> None:
-    """Policy fgd: at first a share goes to the fullest node, once pods of fifty cores are what usually comes to a GPU that
-    those cannot use. Each time kube-scheduler by itself likes other nodes better, where more CPU is free."""
-    for number in range(4):
-        # Thirty cores are left: too little for fifty, and the CPUs are nearly all in use.
-        nodes.make(f"rest-{number}", [70], cpu="4")
-        cluster.apply(
-            nodes.pod(f"cpus-{number}", 0, "3500m", nodeName=f"gpushare-e2e-rest-{number}"), namespace=namespace
-        )
-        nodes.make(f"half-{number}", [100] * 7 + [50], cpu="64")
-    nodes.make("past", [0] * 16, cpu="64", group="past")
-    try:
-        (first,) = nodes.bound(namespace, nodes.pod("first", 30, "100m"))
-        assert first.startswith("half-"), "the fullest GPUs, while no pod is typical"
-
-        usual = [nodes.pod(f"usual-{number}", 50, "1", group="past") for number in range(20)]
-        assert nodes.bound(namespace, *usual) == ["past"] * 20
-
-        later = [nodes.bound(namespace, nodes.pod(f"later-{number}", 30, "100m"))[0] for number in range(4)]
-        assert sorted(later) == [f"rest-{number}" for number in range(4)]
-    finally:
-        # No kubelet ends them.
-        cluster.run("delete", "pods", "--all", "-n", namespace, "--force", "--grace-period=0", "--wait=false")
 
 
 def test_a_tenant_cannot_pass_by_the_policies(cluster: Cluster, extender: ExtenderInstallation, namespace: str) -> None:
