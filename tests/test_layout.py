@@ -60,8 +60,19 @@ def _module(name: str) -> str | None:
 
 # ---- what a tenant can write ----
 
-TENANT_FILES = "agent/isolation/tenant_files.py"
-CHANGES = {"rename", "renames", "link", "symlink", "truncate", "ftruncate", "unlink", "remove", "rmdir", "rmtree"}
+CHANGES = {
+    "rename",
+    "renames",
+    "link",
+    "symlink",
+    "truncate",
+    "ftruncate",
+    "unlink",
+    "remove",
+    "rmdir",
+    "rmtree",
+    "move",
+}
 CHANGES |= {
     "hardlink_to",
     "symlink_to",
@@ -75,54 +86,75 @@ CHANGES |= {
 }
 HELPERS = {"remove_tree", "replace_file", "clear_path"}
 """Of core/kit/directories.py."""
-NOT_A_TENANTS = {
-    "agent/delivery/cdi_files.py": "the directory of CDI's specs, in no container",
-    "agent/delivery/volume_directory.py": "the driver's volume, which containers have read-only",
-    "agent/dra/claim_files.py": "the records of claims, in no container",
-    "agent/isolation/gpushare/files.py": "gpushare.config, which containers have read-only",
-    "agent/isolation/gpushare/library.py": "the library, which containers have read-only",
-    "agent/isolation/gpushare/probe.py": "the directory of the agent's own program, in no container",
-    "agent/isolation/mps/files.py": "what an ended daemon has left, in the process that starts the next one",
-    "agent/isolation/vdevice/files.py": "vcuda.config, pids.config and vcuda.sock, which containers have read-only",
+CHANGING = {
+    "agent/isolation/tenant_files.py": {
+        *("rename", "unlink", "remove_tree", "ftruncate", "O_RDWR"),
+        *("O_WRONLY", "O_CREAT"),  # of a new file
+    },
+    # The specs of CDI and the records of claims are in no container; the driver's volume containers have read-only.
+    "agent/delivery/cdi_files.py": {"replace_file", "unlink"},
+    "agent/delivery/volume_directory.py": {
+        *("O_CREAT", "O_RDWR", "link", "open", "rename", "rmtree", "symlink_to", "unlink"),
+    },
+    "agent/dra/claim_files.py": {"replace_file", "unlink"},
+    # gpushare.config, next to `usage`: nothing there is renamed, shortened or removed by itself.
+    "agent/isolation/gpushare/files.py": {"O_RDWR", "replace_file"},
+    "agent/isolation/gpushare/library.py": {"replace_file"},
+    # The directory of the agent's own program, and what an ended daemon of MPS has left.
+    "agent/isolation/gpushare/probe.py": {"open", "rmdir", "unlink", "write_bytes"},
+    "agent/isolation/mps/files.py": {"O_RDWR", "unlink"},
+    # vcuda.config and pids.config, their half-written copies, and what lies in the place of the socket.
+    "agent/isolation/vdevice/files.py": {"remove_tree", "replace_file", "clear_path"},
 }
-"""The other modules there that change files by themselves, and which."""
+"""What each module there that changes files uses for it."""
 
 
 def test_one_module_changes_the_files_that_a_tenant_can_write() -> None:
     """The kernel may take half a minute for it, so no other module renames, opens to write, shortens or removes one."""
     folders = ("agent/isolation", "agent/delivery", "agent/admission", "agent/dra")
     modules = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
-    found = {str(path.relative_to(ROOT)): changes(path) for path in modules}
-    assert {path for path, names in found.items() if names} - {TENANT_FILES} == NOT_A_TENANTS.keys()
-    own = found[TENANT_FILES] - {"O_WRONLY", "O_CREAT"}  # of a new file
-    assert own == {"rename", "unlink", "remove_tree", "O_RDWR", "ftruncate"}
-    # Who else knows the name of such a file reads it, or gives it to a container.
-    writers = [path for path, names in found.items() if names and path != TENANT_FILES]
-    named = {
-        path for path in writers if re.search(r"USAGE_NAME|\busage\b\"", (ROOT / path).read_text(encoding="utf-8"))
-    }
-    assert named <= {
-        f"agent/isolation/{name}" for name in ("gpushare/files.py", "gpushare/probe.py", "vdevice/files.py")
-    }
+    found = {str(path.relative_to(ROOT)): changes(path.read_text(encoding="utf-8")) for path in modules}
+    assert {path: names for path, names in found.items() if names} == CHANGING
 
 
-def changes(path: Path) -> set[str]:
+@pytest.mark.parametrize(
+    "line",
+    [
+        *(
+            "os.rename(a, b, src_dir_fd=c)",
+            "os.replace(a, b)",
+            "path.replace(b)",
+            "from os import unlink",
+            "path.unlink()",
+        ),
+        *("os.open(a, os.O_RDWR)", "open(a, 'w')", "path.open('r+b')", "path.open(mode='ab')", "os.truncate(a, 0)"),
+        *("shutil.move(a, b)", "remove_tree(a, b)", "os.remove(a)"),
+    ],
+)
+def test_what_changes_a_file_is_found(line: str) -> None:
+    assert changes(line) and not changes("text.replace(a, b); keys.remove(a); path.open('rb'); os.open(a, os.O_RDONLY)")
+
+
+def changes(source: str) -> set[str]:
     """What a module names that changes files: of os, shutil, Path and HELPERS."""
     found = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Attribute) and node.attr in CHANGES and not _is_collections(node):
-            found.add(node.attr)
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom) and node.module in ("os", "shutil"):
+            found |= CHANGES & {one.name for one in node.names}
+        elif isinstance(node, ast.Attribute) and node.attr in CHANGES | {"replace"}:
+            # `remove` of a list, `replace` of a text.
+            if node.attr not in ("remove", "replace") or (isinstance(node.value, ast.Name) and node.value.id == "os"):
+                found.add(node.attr)
         elif isinstance(node, ast.Name) and node.id in HELPERS:
             found.add(node.id)
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-            mode = node.args[0].value if node.args and isinstance(node.args[0], ast.Constant) else ""
-            is_write = node.func.attr == "open" and isinstance(mode, str) and set(mode) & set("wax+")
+        elif isinstance(node, ast.Call):
+            name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            modes = [*node.args, *(one.value for one in node.keywords if one.arg == "mode")]
+            texts = [one.value for one in modes if isinstance(one, ast.Constant) and isinstance(one.value, str)]
+            is_write = name == "open" and any(set(text) & set("wax+") for text in texts)
             # Of Path it has one argument, of str two.
-            is_replace = node.func.attr == "replace" and len(node.args) == 1 and not node.keywords
-            found |= {node.func.attr} if is_write or is_replace else set()
+            is_replace = (
+                isinstance(node.func, ast.Attribute) and name == "replace" and len(node.args) == 1 and not node.keywords
+            )
+            found |= {name} if is_write or is_replace else set()
     return found
-
-
-def _is_collections(node: ast.Attribute) -> bool:
-    """`remove` of a list or of the driver, not of os."""
-    return node.attr == "remove" and not (isinstance(node.value, ast.Name) and node.value.id == "os")

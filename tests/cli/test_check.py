@@ -13,10 +13,9 @@ import pytest
 from msgspec.structs import replace
 
 from gpushare_agent.agent.commands.check import check_node, device_paths
-from gpushare_agent.agent.isolation.check import cure_of
 from gpushare_agent.agent.isolation.vdevice import check as vdevice_check
 from gpushare_agent.agent.runtime import node_probes
-from gpushare_agent.core.model.errors import Unavailable
+from gpushare_agent.core.model.errors import Unavailable, file_remedy
 from gpushare_agent.core.model.finding import Level
 from gpushare_agent.core.settings.settings import load_settings
 from tests.cli.support_check import NODE, Node, complete_node, node_api, not_ok, only
@@ -226,7 +225,7 @@ def test_a_directory_that_takes_no_file_is_reported() -> None:
     [
         (errno.ENOSPC, "free space or inodes on its file system"),
         (errno.EDQUOT, "free space or inodes on its file system"),
-        (errno.EROFS, "mount its file system for writing"),
+        (errno.EROFS, "its file system is mounted read-only"),
         (errno.EACCES, "run the agent as root"),
     ],
 )
@@ -238,7 +237,7 @@ def test_a_fault_of_the_file_system_has_its_own_remedy(number: int, cure: str) -
         except Unavailable as e:
             raise Unavailable("setting x") from e
     except Unavailable as e:
-        assert cure_of(e, "run the agent as root").startswith(cure)
+        assert file_remedy(e, "run the agent as root").startswith(cure)
 
 
 async def test_a_full_disk_is_not_said_to_be_a_wrong_mount(short_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
+import signal
 import stat
 import subprocess
 import sys
@@ -265,6 +267,36 @@ def test_a_file_that_another_container_of_the_pod_has_open_is_shortened_until_it
             assert os.fstat(passed_on.fileno()).st_size == USAGE_BYTES and vdevice.list_aside() == (aside,)
     vdevice.remove_aside(aside)
     assert vdevice.list_aside() == () and usage_of(files).is_file()
+
+
+def test_a_tenant_that_opens_its_file_while_it_is_looked_at_ends_no_agent(
+    files: GpushareFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A descriptor of its place does not count as open. By SIGIO the kernel would end the agent, which handles none."""
+    files.prepare(KEY)
+    vdevice, place = VDeviceFiles(files.containers), os.open(usage_of(files), os.O_PATH)
+    files.prepare(KEY)
+    signals: list[int] = []
+    former = signal.signal(signal.SIGIO, lambda number, _: signals.append(number))
+    original, refused = fcntl.fcntl, []
+
+    def control(file: int, command: int, argument: int) -> int:
+        result: int = original(file, command, argument)
+        if command == fcntl.F_SETLEASE:
+            try:
+                os.close(os.open(f"/proc/self/fd/{place}", os.O_RDONLY | os.O_NONBLOCK))
+            except BlockingIOError as e:
+                refused.append(e)
+        return result
+
+    monkeypatch.setattr(fcntl, "fcntl", control)
+    try:
+        (aside,) = vdevice.list_aside()
+        vdevice.remove_aside(aside)
+    finally:
+        signal.signal(signal.SIGIO, former)
+        os.close(place)
+    assert refused and not signals and vdevice.list_aside() == ()
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, lambda path: Path(path).symlink_to("/etc/hostname")], ids=["pipe", "link"])

@@ -61,6 +61,24 @@ async def paused(child: asyncio.subprocess.Process) -> None:
         assert byte, "it has ended"
 
 
+LOGS_AT_THE_END = """
+import logging
+from gpushare_agent.core.kit.logs import setup_logging
+setup_logging("info", "json")
+class Last:
+    def __del__(self):
+        logging.getLogger("x").error("late")
+kept = [Last()]
+kept.append(kept)
+"""
+
+
+async def test_what_logs_while_python_ends_does_not_keep_it_from_its_end() -> None:
+    """As a task that Ctrl-C has left pending: no thread runs any more that could write it."""
+    async with running(LOGS_AT_THE_END) as child, asyncio.timeout(DEADLINE_S):
+        assert await child.wait() == 0
+
+
 async def test_a_program_whose_log_nobody_reads_goes_on_and_ends() -> None:
     """Far more than the pipe takes, an uncaught error behind it, and the exit code is the program's own."""
     code = "for n in range(3000): log.info('line', n=n, pad='x' * 200)\npause('on')\nraise KeyError"

@@ -28,7 +28,7 @@ from gpushare_agent.agent.delivery.cdi_specs import cdi_specs
 from gpushare_agent.agent.delivery.volume_config import driver_volumes
 from gpushare_agent.agent.gpus.part import open_driver
 from gpushare_agent.agent.isolation import ISOLATIONS, isolations_in_use, mounts_driver
-from gpushare_agent.agent.isolation.check import CheckProbe, build_check_probes, cure_of
+from gpushare_agent.agent.isolation.check import CheckProbe, build_check_probes
 from gpushare_agent.agent.isolation.isolations import device_list_warnings
 from gpushare_agent.agent.isolation.resource_names import resource_names
 from gpushare_agent.agent.kubelet.device_table import MAX_STATUS_BYTES, check_lists, status_bytes
@@ -41,7 +41,7 @@ from gpushare_agent.agent.runtime.cri import open_runtime
 from gpushare_agent.core.cli.command_line import Invocation
 from gpushare_agent.core.cli.render_text import print_report
 from gpushare_agent.core.kit.sockets import MAX_ADDRESS_BYTES
-from gpushare_agent.core.model.errors import AgentError, StartupError, Unavailable
+from gpushare_agent.core.model.errors import AgentError, StartupError, Unavailable, file_remedy
 from gpushare_agent.core.model.finding import Finding, Level, error, ok, warning
 from gpushare_agent.core.model.gpus import Gpu, GpuInventory
 from gpushare_agent.core.model.isolation import DeviceListStrategy
@@ -245,7 +245,7 @@ async def check_device_lists(settings: Settings) -> list[Finding]:
         inventory = await read_inventory(settings)
         state = await asyncio.to_thread(cdi_specs(settings, mounts_driver=mounts_driver(settings)).plan, inventory.gpus)
     except AgentError as failure:
-        return [*findings, error("cdi", str(failure), cure_of(failure, remedy))]
+        return [*findings, error("cdi", str(failure), file_remedy(failure, remedy))]
     findings += [warning("cdi", f"passed over: {text}", remedy) for text in state.passed_over]
     named = ok("cdi", f"{len(state.named)} GPUs have a name of kind {state.kind}, or get it from the agent")
     problems = state.troubles or state.unnamed
@@ -359,7 +359,7 @@ async def _bounded(probe: CheckProbe, settings: Settings) -> list[Finding]:
         async with asyncio.timeout(probe.timeout_s):
             found = await probe.run(settings)
     except AgentError as failure:
-        return [error(probe.name, str(failure), cure_of(failure, probe.cure))]
+        return [error(probe.name, str(failure), file_remedy(failure, probe.cure))]
     except TimeoutError:
         # A file system of a lost server blocks without end, in the agent as here.
         remedy = "find out what hangs there; the agent would hang too"

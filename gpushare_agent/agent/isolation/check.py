@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 from collections.abc import Awaitable, Callable
 from typing import Protocol
 
@@ -37,20 +36,6 @@ class CheckProbe(Struct, frozen=True):
     run: Callable[[Settings], Awaitable[list[Finding] | str]]
     timeout_s: float = 5.0
     cure: str = ""
-
-
-_FULL = "free space or inodes on its file system: while it is full the agent can keep nothing there"
-_FILE_SYSTEM_CURES = {errno.ENOSPC: _FULL, errno.EDQUOT: _FULL, errno.EROFS: "mount its file system for writing"}
-
-
-def cure_of(failure: BaseException, otherwise: str) -> str:
-    """What to do where the file system itself is at fault, which no setting cures; else `otherwise`."""
-    cause: BaseException | None = failure
-    while cause is not None:
-        if isinstance(cause, OSError) and cause.errno in _FILE_SYSTEM_CURES:
-            return _FILE_SYSTEM_CURES[cause.errno]
-        cause = cause.__cause__
-    return otherwise
 
 
 def build_check_probes(isolation: str, open_driver: OpenDriver) -> tuple[CheckProbe, ...]:

@@ -15,6 +15,7 @@ import errno
 import fcntl
 import os
 import secrets
+import signal
 import stat
 from contextlib import suppress
 
@@ -93,6 +94,8 @@ def _is_held(parent: int, name: str) -> bool:
         with opened(name, parent, DIRECTORY) as directory:
             cut(directory)
             with opened(USAGE_NAME, directory, READ) as file:
+                # The kernel's signal to the holder, once somebody opens the file: the usual one ends the program.
+                fcntl.fcntl(file, fcntl.F_SETSIG, signal.SIGURG)
                 # The kernel gives such a lease only to the one process that has the file open.
                 fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_WRLCK)
     except Corrupt:

@@ -77,6 +77,8 @@ class LogWriter:
 
     def put(self, stream: TextIO, text: str, *, must_fit: bool = True) -> None:
         """Write this later, or drop it where the queue is full and `must_fit`."""
+        if sys.is_finalizing():  # Python has ended all threads: one that is started now is waited for for ever
+            return
         with self._lock:
             # Dropped and not awaited: an admission must not wait for a reader of the log.
             if must_fit and self._queue.qsize() >= MAX_LINES:

@@ -50,14 +50,17 @@ _FILE_REMEDIES = {
     errno.ENOSPC: _FULL,
     errno.EDQUOT: f"{_FULL}, whose quota is used up",
     errno.EROFS: "its file system is mounted read-only: mount it writable; the kernel's log says if an error made it so",
-    errno.EIO: "its disk has an error: see the kernel's log",
+    errno.EIO: "its disk or device has an error: see the kernel's log",
     errno.ENOMEM: "the node or the agent's container has no memory left",
 }
 
 
-def file_remedy(error: OSError, otherwise: str) -> str:
-    """What to do after an error at a file; `otherwise` if its number does not say more."""
-    return _FILE_REMEDIES.get(error.errno or 0, otherwise)
+def file_remedy(error: BaseException, otherwise: str) -> str:
+    """What to do after an error at a file, which this one is or was caused by; `otherwise` if its number does not say
+    more."""
+    if isinstance(error, OSError) and error.errno in _FILE_REMEDIES:
+        return _FILE_REMEDIES[error.errno]
+    return otherwise if error.__cause__ is None else file_remedy(error.__cause__, otherwise)
 
 
 class RefusalReason(StrEnum):

@@ -165,7 +165,7 @@ def _names_node(hosts: list[str], node_name: str) -> bool:
     host = _host(hosts).removesuffix(".")
     if not host:
         return not hosts  # an old client, and no browser
-    if host in (node_name.lower(), host.partition(".")[0]) or host.endswith((".svc", ".cluster.local", ".localhost")):
+    if "." not in host or host == node_name.lower() or host.endswith((".svc", ".cluster.local", ".localhost")):
         return True
     with suppress(ValueError):
         return bool(ipaddress.ip_address(host))

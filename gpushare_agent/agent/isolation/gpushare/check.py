@@ -6,13 +6,13 @@ import asyncio
 from functools import partial
 from pathlib import Path
 
-from gpushare_agent.agent.isolation.check import CheckProbe, OpenDriver, cure_of
+from gpushare_agent.agent.isolation.check import CheckProbe, OpenDriver
 from gpushare_agent.agent.isolation.gpushare.library import library_of
 from gpushare_agent.agent.isolation.gpushare.probe import idle_gpu
 from gpushare_agent.agent.isolation.gpushare.probing import open_probe
 from gpushare_agent.agent.isolation.kept import ProbeState
 from gpushare_agent.agent.isolation.vdevice.check import vdevice_probes
-from gpushare_agent.core.model.errors import AgentError
+from gpushare_agent.core.model.errors import AgentError, file_remedy
 from gpushare_agent.core.model.finding import Finding, error, ok, warning
 from gpushare_agent.core.settings.settings import Settings
 
@@ -32,7 +32,7 @@ async def check_gpushare(settings: Settings) -> list[Finding]:
     try:
         await asyncio.to_thread(library.look)
     except AgentError as failure:
-        return [error("gpushare", str(failure), cure_of(failure, f"{_BUILD}; without it its shares are refused"))]
+        return [error("gpushare", str(failure), file_remedy(failure, f"{_BUILD}; without it its shares are refused"))]
     if note := library.missing_note:
         return [warning("gpushare", note, _BUILD)]
     text = f"{config.library} is a library for this machine, {config.directory} can be written"

@@ -7,12 +7,12 @@ from __future__ import annotations
 import asyncio
 import sys
 
-from gpushare_agent.agent.isolation.check import CheckProbe, cure_of
+from gpushare_agent.agent.isolation.check import CheckProbe
 from gpushare_agent.agent.kubelet.registration import KUBELET_SOCKET
 from gpushare_agent.agent.runtime import node_probes
 from gpushare_agent.core.kit.bounded_grpc import ServerLimits
 from gpushare_agent.core.kit.process import read_open_files_limit
-from gpushare_agent.core.model.errors import Unavailable
+from gpushare_agent.core.model.errors import Unavailable, file_remedy
 from gpushare_agent.core.model.finding import Finding, error, ok, warning
 from gpushare_agent.core.model.names import MIB
 from gpushare_agent.core.settings.settings import Settings
@@ -33,7 +33,7 @@ async def check_virtual_manager(settings: Settings) -> list[Finding]:
             "run the agent as root with the host's directory mounted for writing, in the pod under the same path as on the"
             " host, or set virtual_manager.path"
         )
-        return [error("virtual manager", f"{failure}: no share can be given", cure_of(failure, remedy))]
+        return [error("virtual manager", f"{failure}: no share can be given", file_remedy(failure, remedy))]
     where = "writable" if found.directory == path else f"will be made in {found.directory}, which is writable"
     return [ok("virtual manager", f"{path} {where}, {found.free_bytes // MIB} MiB free")]
 
