@@ -131,7 +131,7 @@ class FormerDevices:
             minor = name.removeprefix(_NODE)
             # The driver says no minor number of a GPU that it cannot read: it may be this one.
             return {gpu.uuid for gpu in gpus if str(gpu.minor) == minor} or {g.uuid for g in gpus if g.minor == -1}
-        if name.isdigit():
+        if not name.startswith("GPU-"):
             return {gpu.uuid for gpu in gpus if name in (str(gpu.index), str(gpu.minor))}
         instances = {gpu.uuid for gpu in gpus if gpu.mig is not None and gpu.mig.parent == name}
         return instances or {GpuUuid(name)}

@@ -230,9 +230,7 @@ def prepare_claim(
         edits = _view_edits(view, mine, shown, isolation, policy)
         if isinstance(edits, Refused):
             return edits
-        found |= {
-            one.key: replace(_prepared(one, view.container, isolation, edits), numbers=_numbers(shown)) for one in mine
-        }
+        found |= {one.key: _prepared(one, view.container, isolation, edits, shown) for one in mine}
     return PreparedClaim(
         ref=claim.ref,
         shown_as=claim.shown_as,
@@ -243,7 +241,7 @@ def prepare_claim(
     )
 
 
-def _prepared(part: _Part, view: str, isolation: str, edits: ContainerEdits) -> PreparedResult:
+def _prepared(part: _Part, view: str, isolation: str, edits: ContainerEdits, shown: Iterable[Gpu]) -> PreparedResult:
     result = part.result
     return PreparedResult(
         key=part.key,
@@ -260,6 +258,7 @@ def _prepared(part: _Part, view: str, isolation: str, edits: ContainerEdits) -> 
         view=view,
         isolation=isolation,
         edits=edits,
+        numbers=_numbers(shown),
         is_admin=result.is_admin,
     )
 
