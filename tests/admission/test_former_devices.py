@@ -186,6 +186,7 @@ def gpushare(**env: str) -> ContainerSpec:
         (answer(**{ENV_GPUSHARE_INDEX: "2", "NVIDIA_VISIBLE_DEVICES": "2"}), gpushare(), {}, "GPU-2"),
         (answer(**{ENV_GPUSHARE_INDEX: "0", "NVIDIA_VISIBLE_DEVICES": "GPU-1"}), gpushare(), {}, "GPU-1"),
         (answer("/dev/nvidia1", **{ENV_GPUSHARE_INDEX: "-1"}), gpushare(), {}, "GPU-1"),
+        (answer(NVIDIA_VISIBLE_DEVICES="0:1"), gpushare(), {}, "GPU-0|GPU-1|GPU-2|"),  # no name that it gives
         (b"", gpushare(), {"ALIYUN_COM_GPU_MEM_IDX": "2", "ALIYUN_COM_GPU_MEM_ASSIGNED": "true"}, "GPU-2"),
         (b"", gpushare(), {"scheduler.framework.gpushare.allocation": '{"0":{"1":8}}'}, "GPU-1"),
         (b"", gpushare(**{ENV_GPUSHARE_INDEX: "2"}), {}, "GPU-2"),

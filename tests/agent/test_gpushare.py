@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from gpushare_agent.agent.cluster.node_facts import plan_gpu_count_removal
+from gpushare_agent.agent.cluster.node_facts import plan_capacity_patch
 from gpushare_agent.core.formats.vdevice import decode_config
 from gpushare_agent.core.kube.objects import read_node_json
 from gpushare_agent.core.model.errors import StartupError
@@ -151,7 +151,7 @@ async def test_the_number_of_gpus_goes_when_it_is_switched_off() -> None:
             await wait_until(node, lambda: shown(GPU_COUNT) is None, "no number of GPUs")
     capacity = {GPU_COUNT: "1", GPU_MEM: "24"}
     others = read_node_json(undecoded({"status": {"capacity": capacity, "allocatable": capacity}}))
-    assert plan_gpu_count_removal(others, GPU_MEM).body == {}
+    assert plan_capacity_patch(others, (GPU_MEM, None)).body == {}
 
 
 async def test_without_the_setting_nothing_of_it_is_there() -> None:

@@ -688,3 +688,29 @@ async def test_a_record_without_numbers_is_made_again(tmp_path: Path) -> None:
     boot(driver, ("GPU-1", 0), ("GPU-0", 1))
     await driver.claims.restore()
     assert spec(driver)[0] == ["/dev/nvidia1"] and (await prepared(driver)).results[0].device == "gpu-7"
+
+
+@pytest.mark.parametrize("strategies", [(), (DeviceListStrategy.ENVVAR,)])
+@pytest.mark.parametrize("has_mps", [True, False])
+async def test_a_record_without_numbers_stays_as_it_is_where_they_are_right(
+    tmp_path: Path, strategies: tuple[DeviceListStrategy, ...], has_mps: bool
+) -> None:
+    """Such an agent did not record the limits of MPS, nor the GPUs of other claims of the container: its edits have them."""
+    config = [gpu_config("MPS", mpsConfig={"defaultActiveThreadPercentage": 50})] if has_mps else []
+    claims = raw_claim(whole("a", 0), config=config, owner="p"), raw_claim(whole("b", 1), number=2, owner="p")
+    driver = Driver(tmp_path, *claims)
+    driver.claims.claim_policy = ClaimPolicy(nvidia_names=True)
+    driver.policy = replace(driver.policy, strategies=strategies or driver.policy.strategies)
+    driver.pod("p", using("x", ("one", ""), ("two", "")), claims={"one": "claim-1", "two": "claim-2"})
+    await prepared(driver)
+    before = spec(driver)
+    path = tmp_path / "records" / f"{uid_of(1)}.json"
+    document = json.loads(path.read_text())
+    for one in document["claim"]["results"]:
+        del one["numbers"], one["config"]
+    path.write_text(json.dumps(document))
+    boot(driver, ("GPU-0", 0), ("GPU-1", 1))
+    await driver.claims.restore()
+    assert spec(driver) == before
+    assert before[1].get("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE") == ("50" if has_mps else None)
+    assert before[1]["NVIDIA_VISIBLE_DEVICES"] == ("GPU-0" if has_mps else "GPU-0,GPU-1")

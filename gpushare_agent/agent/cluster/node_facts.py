@@ -305,21 +305,17 @@ def plan_allocations_patch(node: NodeJson, text: str) -> NodePatch:
     return NodePatch(what="annotations", body={"metadata": {"annotations": changed}} if changed else {})
 
 
-def plan_capacity_patch(node: NodeJson, desired: Mapping[str, int | None]) -> NodePatch:
-    """Counts of extended resources in the node's capacity, None for none. The kubelet takes it over into what can be
-    allocated."""
-    counts = {resource: None if count is None else str(count) for resource, count in desired.items()}
-    capacity = _changed(node.status.capacity or {}, counts)
+def plan_capacity_patch(node: NodeJson, desired: tuple[str, int | None]) -> NodePatch:
+    """The number of GPUs of GPUShare, after its resource of memory, in the node's capacity; the kubelet takes it over into
+    what can be allocated. None removes it, unless a device plugin, not this agent's, offers that resource."""
+    resource, count = desired
+    if count is None and amount((node.status.allocatable or {}).get(resource)):
+        return NodePatch(what="capacity")
+    wanted = {GPUSHARE_COUNT_RESOURCE: None if count is None else str(count)}
+    capacity = _changed(node.status.capacity or {}, wanted)
     # The subresource status has a right of its own.
     body = {"status": {"capacity": capacity}} if capacity else {}
     return NodePatch(what="capacity", body=body, shown={"capacity": capacity}, subresource="status")
-
-
-def plan_gpu_count_removal(node: NodeJson, resource: str) -> NodePatch:
-    """Without the number of GPUs of GPUShare, unless a device plugin, not this agent's, offers the `resource` of memory."""
-    if amount((node.status.allocatable or {}).get(resource)):
-        return NodePatch(what="capacity")
-    return plan_capacity_patch(node, {GPUSHARE_COUNT_RESOURCE: None})
 
 
 def _changed(present: Mapping[str, object], desired: Mapping[str, T]) -> dict[str, T]:

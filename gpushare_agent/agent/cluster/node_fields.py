@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Generic, NoReturn, TypeVar
 
 import structlog
@@ -24,7 +24,6 @@ from gpushare_agent.agent.cluster.node_facts import (
     plan_allocations_patch,
     plan_capacity_patch,
     plan_facts_patch,
-    plan_gpu_count_removal,
 )
 from gpushare_agent.core.kit.backoff import Backoff
 from gpushare_agent.core.kit.supervision import ReportOnce, bounded, wait_for
@@ -83,24 +82,15 @@ ALLOCATIONS: NodeFields[str] = NodeFields(
     retry_cap_s=5.0,  # the extender places by it; a kubelet that cannot renew its lease tries every 7 s
     change_often=True,
 )
-CAPACITY: NodeFields[Mapping[str, int | None]] = NodeFields(
+CAPACITY: NodeFields[tuple[str, int | None]] = NodeFields(
     name="capacity",
     plan=plan_capacity_patch,
-    lost="GPUShare's tools do not see this node's GPUs",
-    remedy="give the agent the right to patch nodes/status (docs/how-to/serve-gpu-mem.md), or set gpushare.enabled: false",
+    lost="GPUShare's tools do not see how many GPUs of this node they may count",
+    remedy="give the agent the right to patch nodes/status (docs/how-to/serve-gpu-mem.md); or set gpushare.enabled: false,"
+    " and remove aliyun.com/gpu-count from the node's capacity (docs/how-to/uninstall.md)",
     gap_s=1.0,
-    period_s=60.0,  # a kubelet that registers the node again resets its capacity
     retry_cap_s=60.0,
 )
-NO_GPU_COUNT: NodeFields[str] = NodeFields(
-    name="capacity",
-    plan=plan_gpu_count_removal,
-    lost="GPUShare's tools count GPUs of this node, though it gives no gpu-mem any more",
-    remedy="remove aliyun.com/gpu-count from the node's capacity (docs/how-to/uninstall.md)",
-    gap_s=1.0,
-    retry_cap_s=PERIOD_S,
-)
-"""Where GPUShare's resource is switched off: the number was this agent's when it was on."""
 
 TAINT: NodeFields[FreeGpus] = NodeFields(
     name="taint",

@@ -10,18 +10,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import structlog
+from msgspec.structs import replace
 
 from gpushare_agent.agent.cluster.feature_labels import feature_labels
 from gpushare_agent.agent.cluster.node_facts import NodeFacts, gpus_annotation, node_facts
-from gpushare_agent.agent.cluster.node_fields import (
-    ALLOCATIONS,
-    CAPACITY,
-    FACTS,
-    NO_GPU_COUNT,
-    TAINT,
-    NodeFields,
-    NodeFieldsWriter,
-)
+from gpushare_agent.agent.cluster.node_fields import ALLOCATIONS, CAPACITY, FACTS, TAINT, NodeFields, NodeFieldsWriter
 from gpushare_agent.agent.cluster.pod_annotations import PodAnnotations, pod_annotations
 from gpushare_agent.agent.cluster.pod_store import NodePods
 from gpushare_agent.agent.cluster.rejected_pods import RejectedPods
@@ -37,7 +30,6 @@ from gpushare_agent.core.kube.events import NodeEvents, PodEvents
 from gpushare_agent.core.kube.informer import Informer
 from gpushare_agent.core.kube.pods import mistyped_annotations
 from gpushare_agent.core.model.errors import Unavailable
-from gpushare_agent.core.model.names import GPUSHARE_COUNT_RESOURCE
 from gpushare_agent.core.model.pods import Pod
 from gpushare_agent.core.node_report.annotations import allocations_annotation, allocations_by_pod
 from gpushare_agent.core.placement.free_gpus import FreeGpus, free_gpus
@@ -184,14 +176,19 @@ def _bound(api: KubeApi, clients: Mapping[str, _RunsOnApi | None]) -> Tasks:
 
 
 def _written_fields(settings: Settings) -> Iterator[tuple[NodeFields[Any], Callable[[Node], object]]]:
-    # GPUShare's tools read the number of GPUs from the node's capacity, which no device plugin serves.
-    if settings.gpushare.enabled:
-        yield CAPACITY, lambda node: {GPUSHARE_COUNT_RESOURCE: len(node.gpus().gpus)}
-    # An agent that is to write nothing removes nothing either.
-    elif settings.facts.is_written:
-        yield NO_GPU_COUNT, lambda node: node.settings.gpushare.resource
+    # GPUShare's tools read the number of GPUs from the node's capacity, which no device plugin serves. An agent that is to
+    # write nothing removes nothing either.
+    if settings.gpushare.enabled or settings.facts.is_written:
+        # A kubelet that registers the node again resets its capacity: the number comes back soon.
+        yield replace(CAPACITY, period_s=60.0) if settings.gpushare.enabled else CAPACITY, _desired_capacity
     if settings.facts.is_written:
         yield from ((FACTS, _desired_facts), (ALLOCATIONS, _desired_allocations), (TAINT, desired_free_gpus))
+
+
+def _desired_capacity(node: Node) -> tuple[str, int | None]:
+    gpushare = node.settings.gpushare
+    # Where it is switched off the number was this agent's when it was on.
+    return gpushare.resource, len(node.gpus().gpus) if gpushare.enabled else None
 
 
 def _desired_facts(node: Node) -> NodeFacts | None:

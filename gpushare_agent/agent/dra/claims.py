@@ -6,8 +6,8 @@ repeated for it changes nothing. But after a boot, or when the driver was loaded
 another one's: specs are made again then, and a claim whose GPU is gone gets none. Ending works from the record alone: the
 claim may be gone from the API server. Each outcome is counted and recorded; the pod's Event is the kubelet's own.
 
-State owned: `_prepared` by UID and those without a spec, the last refusal of claims that the kubelet has not unprepared yet,
-and its part of the allocation cache.
+State owned: `_prepared` by UID and whether each has its spec, the last refusal of claims that the kubelet has not
+unprepared yet, and its part of the allocation cache.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ class Claims(Struct, kw_only=True, eq=False):
     _refusals: dict[str, Refused] = field(default_factory=dict)
     _locks: WeakValueDictionary[str, asyncio.Lock] = field(default_factory=WeakValueDictionary)
     _has_changed: asyncio.Event = field(default_factory=asyncio.Event)
-    _without_spec: set[str] = field(default_factory=set)
+    _has_spec: dict[str, bool] = field(default_factory=dict)
     _reconciler: Reconciler = field(default_factory=Reconciler)
     _thread: DaemonThread = field(
         default_factory=lambda: DaemonThread(
@@ -171,7 +171,7 @@ class Claims(Struct, kw_only=True, eq=False):
         # Charged without a check for room: their containers run with these GPUs.
         for claim in await self._in_thread(self.files.load, "reading the claims' records"):
             self._charge(claim)
-        await self.refresh(is_restored=True)
+        await self.refresh()
         known = set(self._prepared)
         for uid in await self._in_thread(partial(self.files.remove_other_specs, known), "removing stale CDI specs"):
             log.info("claim_spec_removed", claim_uid=uid, why="no record of it: its claim was never prepared whole")
@@ -181,16 +181,17 @@ class Claims(Struct, kw_only=True, eq=False):
         """Keeps the specs right while the GPUs change, until cancelled."""
         await self._reconciler.run(self.refresh, lambda: None, pause_s=POLL_S)
 
-    async def refresh(self, *, is_restored: bool = False) -> None:
+    async def refresh(self) -> None:
         """Makes the specs of claims again whose GPUs have other numbers now, and removes those of claims whose GPU is gone:
-        a container that restarts would get another one's device. `is_restored`: writes the others too."""
+        a container that restarts would get another one's device. Writes those that may be missing."""
         # A driver that is not loaded yet has said nothing of any GPU; Prepare waits for it.
         if not self.node.inventory.is_read:
             return
         gpus, policy = self.node.gpus().by_uuid(), self.policy()
         for uid, claim in [*self._prepared.items()]:
             made = prepare_again(claim, gpus, policy)
-            if made is claim and not is_restored and uid not in self._without_spec:
+            is_gone = isinstance(made, Refused)
+            if (is_gone or made is claim) and self._has_spec.get(uid) is (not is_gone):
                 continue
             try:
                 async with self._lock(uid):
@@ -204,15 +205,14 @@ class Claims(Struct, kw_only=True, eq=False):
         uid, name = claim.ref.uid, claim.ref.name
         if isinstance(made, Refused):
             await self._in_thread(partial(self.files.remove_spec, uid), f"removing the CDI spec of {name}")
-            if uid not in self._without_spec:
-                self._without_spec.add(uid)
+            if self._has_spec.get(uid) is not False:
                 log.error("claim_without_gpu", claim=name, claim_uid=uid, why=made.detail)
+            self._has_spec[uid] = False
             return
         # Only what changed is recorded: the record may be a newer agent's, which has more in it.
         write = self.files.write_spec if made is claim else self.files.save
         await self._in_thread(partial(write, made), f"recording claim {name}")
-        self._prepared[uid] = made
-        self._without_spec.discard(uid)
+        self._prepared[uid], self._has_spec[uid] = made, True
         if made is not claim:
             log.warning("claim_made_again", claim=name, claim_uid=uid, why="the driver numbers its GPUs otherwise now")
 
@@ -398,7 +398,7 @@ class Claims(Struct, kw_only=True, eq=False):
     def _release(self, uid: str) -> bool:
         if self._prepared.pop(uid, None) is None:
             return False
-        self._without_spec.discard(uid)
+        self._has_spec.pop(uid, None)
         self.node.cache.release_pod(PodUid(uid))
         self.changed()
         return True

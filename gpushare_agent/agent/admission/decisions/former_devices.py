@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 
 from msgspec.structs import replace
 
@@ -62,55 +62,51 @@ class FormerDevices:
         inventory: GpuInventory,
     ) -> None:
         self._entries: defaultdict[tuple[PodUid, str], list[CheckpointEntry]] = defaultdict(list)
-        for entry in checkpoint:
-            if is_former(entry.device_ids):
-                self._entries[entry.pod_uid, entry.container].append(entry)
+        self._uids: dict[tuple[str, str, frozenset[str]], PodUid] = {}
+        for one in checkpoint:
+            if is_former(one.device_ids):
+                self._entries[one.pod_uid, one.container].append(one)
+                self._uids[one.container, one.resource, one.device_ids] = one.pod_uid
         self._pods = {pod.uid: pod for pod in pods}
         self._names = names
         self._gpus = {gpu.uuid: gpu for gpu in inventory.gpus}
         self.checkpoint = [
-            replace(one, device_ids=self._read(one.pod_uid, one.container, {"": one.device_ids})[""])
-            if is_former(one.device_ids)
-            else one
-            for one in checkpoint
+            replace(one, device_ids=self._read(one.pod_uid, one.container, one.device_ids)) for one in checkpoint
         ]
 
     def listed(self, pod: ListedPod) -> ListedPod:
         """The pod with these devices: by its UID in the checkpoint, or by its name."""
-        if not any(map(is_former, (ids for one in pod.containers for ids in one.devices.values()))):
+        if not any(is_former(ids) for one in pod.containers for ids in one.devices.values()):
             return pod
-        read = (self._read(self._uid(pod, one.name, one.devices), one.name, one.devices) for one in pod.containers)
-        containers = [replace(one, devices=devices) for one, devices in zip(pod.containers, read, strict=True)]
+        named = (one for one in self._pods.values() if (one.namespace, one.name) == (pod.namespace, pod.name))
+        uid = next((one.uid for one in named if not one.is_terminal), PodUid(""))
+
+        def read(container: str, resource: str, ids: frozenset[str]) -> frozenset[str]:
+            return self._read(self._uids.get((container, resource, ids), uid), container, ids)
+
+        containers = (
+            replace(c, devices={r: read(c.name, r, ids) for r, ids in c.devices.items()}) for c in pod.containers
+        )
         return replace(pod, containers=tuple(containers))
 
-    def _uid(self, pod: ListedPod, container: str, devices: Mapping[str, frozenset[str]]) -> PodUid:
-        for (uid, name), entries in self._entries.items():
-            if name == container and all(devices.get(entry.resource) == entry.device_ids for entry in entries):
-                return uid
-        named = (one for one in self._pods.values() if (one.namespace, one.name) == (pod.namespace, pod.name))
-        return next((one.uid for one in named if not one.is_terminal), PodUid(""))
-
-    def _read(self, uid: PodUid, container: str, devices: Mapping[str, frozenset[str]]) -> Mapping[str, frozenset[str]]:
-        """The devices of one container by resource; its cores may be in another entry than its memory."""
-        entries = self._entries.get((uid, container), ())
-        every = {text for ids in (*devices.values(), *(entry.device_ids for entry in entries)) for text in ids}
+    def _read(self, uid: PodUid, container: str, ids: frozenset[str]) -> frozenset[str]:
+        """The devices of one resource of a container; its cores may be in another entry than its memory."""
+        if not is_former(ids):
+            return ids
+        every = ids.union(*(entry.device_ids for entry in self._entries.get((uid, container), ())))
         former = {text: one for text in every if (one := read_former_id(text)) is not None}
         cores = sum(one.what == "core" for one in former.values())
         gpus = self._gpus_of(uid, container, max(1, cores // CORES_PER_GPU))
         # Blocks of another size than this node's: how much of the GPU it has is not known.
         if any(one.block_mib not in (0, self._names.memory_block_mib) for one in former.values()):
             gpus = [gpus[0] if is_one_of(gpus[0]) else one_of(gpus)]
-
-        def placed(ids: frozenset[str]) -> frozenset[str]:
-            # A GPU after the other: of whole GPUs each has its hundred cores.
-            own = enumerate(sorted((former[text].number, text) for text in ids if text in former))
-            found = [
-                known_as(device_id(gpus[min(n // CORES_PER_GPU, len(gpus) - 1)], number), text)
-                for n, (number, text) in own
-            ]
-            return frozenset(found if gpus[0] else ()) if found else ids
-
-        return {resource: placed(ids) for resource, ids in devices.items()}
+        # A GPU after the other: of whole GPUs each has its hundred cores.
+        own = enumerate(sorted((former[text].number, text) for text in ids if text in former))
+        return frozenset(
+            known_as(device_id(gpus[min(n // CORES_PER_GPU, len(gpus) - 1)], number), text)
+            for n, (number, text) in own
+            if gpus[0]
+        )
 
     def _gpus_of(self, uid: PodUid, container: str, count: int) -> list[GpuUuid]:
         """So many GPUs, by index, or `one_of` those that it may have; an empty name where it got none."""
@@ -135,7 +131,7 @@ class FormerDevices:
             minor = name.removeprefix(_NODE)
             # The driver says no minor number of a GPU that it cannot read: it may be this one.
             return {gpu.uuid for gpu in gpus if str(gpu.minor) == minor} or {g.uuid for g in gpus if g.minor == -1}
-        if name.isdigit():
+        if not name.startswith("GPU-"):
             return {gpu.uuid for gpu in gpus if name in (str(gpu.index), str(gpu.minor))}
         instances = {gpu.uuid for gpu in gpus if gpu.mig is not None and gpu.mig.parent == name}
         return instances or {GpuUuid(name)}

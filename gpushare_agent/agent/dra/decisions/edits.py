@@ -230,9 +230,7 @@ def prepare_claim(
         edits = _view_edits(view, mine, shown, isolation, policy)
         if isinstance(edits, Refused):
             return edits
-        found |= {
-            one.key: replace(_prepared(one, view.container, isolation, edits), numbers=_numbers(shown)) for one in mine
-        }
+        found |= {one.key: _prepared(one, view.container, isolation, edits, shown) for one in mine}
     return PreparedClaim(
         ref=claim.ref,
         shown_as=claim.shown_as,
@@ -243,7 +241,7 @@ def prepare_claim(
     )
 
 
-def _prepared(part: _Part, view: str, isolation: str, edits: ContainerEdits) -> PreparedResult:
+def _prepared(part: _Part, view: str, isolation: str, edits: ContainerEdits, shown: Iterable[Gpu]) -> PreparedResult:
     result = part.result
     return PreparedResult(
         key=part.key,
@@ -260,6 +258,7 @@ def _prepared(part: _Part, view: str, isolation: str, edits: ContainerEdits) -> 
         view=view,
         isolation=isolation,
         edits=edits,
+        numbers=_numbers(shown),
         is_admin=result.is_admin,
     )
 
@@ -274,14 +273,21 @@ def prepare_again(claim: PreparedClaim, gpus: Mapping[GpuUuid, Gpu], policy: Edi
     made = []
     for one in claim.results:
         view = [
-            _Part(other, gpus[GpuUuid(other.gpu)], other.is_whole, other.key)
+            # An agent that recorded no configuration recorded this part of it.
+            _Part(
+                replace(other, config=replace(other.config, core_limit=other.core_limit)),
+                gpus[GpuUuid(other.gpu)],
+                other.is_whole,
+                other.key,
+            )
             for other in claim.results
             if other.view == one.view
         ]
         # GPUs of another claim too; that one is refused where its GPU is gone.
-        known = [gpus[GpuUuid(uuid)] for uuid, _ in one.numbers if uuid in gpus]
+        numbers = one.numbers or _numbers_of_edits(one, gpus)
+        known = [gpus[GpuUuid(uuid)] for uuid, _ in numbers if uuid in gpus]
         shown = _in_order([*known, *(part.gpu for part in view)])
-        if one.numbers != _numbers(shown):
+        if numbers != _numbers(shown):
             view.sort(key=lambda part: part.gpu.number)
             edits = _view_edits(ContainerKey(one.key.pod_uid, one.view), view, shown, one.isolation, policy)
             if isinstance(edits, Refused):
@@ -289,6 +295,15 @@ def prepare_again(claim: PreparedClaim, gpus: Mapping[GpuUuid, Gpu], policy: Edi
             one = replace(one, edits=edits, numbers=_numbers(shown))
         made.append(one)
     return claim if made == [*claim.results] else replace(claim, results=tuple(made))
+
+
+def _numbers_of_edits(one: PreparedResult, gpus: Mapping[GpuUuid, Gpu]) -> tuple[tuple[str, int], ...]:
+    """The numbers of a result whose agent recorded none, as its edits have them: UUIDs and nodes are in one order."""
+    visible = dict(one.edits.env).get(ENV_VISIBLE_DEVICES, "").split(",")
+    uuids = [GpuUuid(name) for name in visible if name.startswith("GPU-")] or [GpuUuid(one.gpu)]
+    nodes = [node.host_path.removeprefix("/dev/nvidia") for node in one.edits.devices]
+    minors = [int(number) for number in nodes if number.isdecimal()] or [gpus[u].minor for u in uuids if u in gpus]
+    return tuple(zip(uuids, minors, strict=False))
 
 
 def gone(name: str, gpu: Gpu | None = None) -> Refused:
