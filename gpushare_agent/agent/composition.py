@@ -159,6 +159,7 @@ class _Subscriptions:
         agent.node.inventory.subscribe(self._gpus_changed)
         agent.node.cache.subscribe(self._allocation_changed)
         agent.node.pods.subscribe(self._pod_changed)
+        agent.kubelet.garbage.on_reconciled = self._health.reconciled
         agent.kubelet.registrar.subscribe(on_registered=self._registered, on_kubelet_restart=self._kubelet_restarted)
         # History before expiry: a page that is made again has the sample in it.
         shown.usage.subscribe(shown.usage_history.add)
@@ -188,6 +189,8 @@ class _Subscriptions:
             agent.isolation.cdi_watch.gpus_changed()
         agent.cluster.gpus_changed()
         agent.cluster.annotations.compare_all()
+        if agent.node.inventory.held:
+            agent.kubelet.garbage.request_reconcile()  # with these GPUs the records may tell more
         self._changed()
 
     def _allocation_changed(self, old: Allocation | None, new: Allocation | None) -> None:

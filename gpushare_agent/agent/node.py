@@ -18,7 +18,7 @@ from msgspec.structs import replace
 
 from gpushare_agent.core.model.allocations import Allocation
 from gpushare_agent.core.model.gpus import Gpu, GpuInventory, Health
-from gpushare_agent.core.model.names import GpuUuid, possible_gpus
+from gpushare_agent.core.model.names import ANY_GPU, GpuUuid, possible_gpus
 from gpushare_agent.core.model.resources import ResourceNames
 from gpushare_agent.core.settings.settings import Settings
 
@@ -53,7 +53,7 @@ def gpu_split(
             not_plugins.append((gpu.uuid, "it is excluded (setting excluded_gpus)"))
         elif gpu.mig is None and gpu.is_selected(chosen):
             not_plugins.append((gpu.uuid, "it is offered by ResourceClaims alone (setting dra.gpus)"))
-            if gpu.uuid not in by_plugins:
+            if by_plugins.isdisjoint((gpu.uuid, ANY_GPU)):
                 claimable.add(gpu.uuid)
         elif gpu.uuid in by_claims:
             not_plugins.append((gpu.uuid, "ResourceClaims still use it; the device plugins get it when they end"))

@@ -176,7 +176,6 @@ def build(settings: Settings, api: ClusterApi, *, clock: Callable[[], float] = t
     state = ClusterState(policy=policy, quota=quota)
     election = _election(chosen, api)
     pods = PodsFeed(state=state, names=names, model_label=chosen.model_label, clock=clock)
-    pods.on_waiting = partial(report_mistakes, state=state, names=names, events=events, leads=election.leads)
     writes = PodWrites(api=api, names=names, leads=election.leads)
     binder = Binder(
         state=state,
@@ -187,6 +186,15 @@ def build(settings: Settings, api: ClusterApi, *, clock: Callable[[], float] = t
     )
     read = partial(read_node, names=names, model_label=chosen.model_label, pool_label=chosen.pool_label)
     nodes = NodesFeed(state=state, read=read, metrics=metrics, on_report=pods.drop_missing, clock=clock)
+    every_node = Informer(kind="nodes", watched=ALL_NODES, handler=nodes, metrics=metrics)
+    pods.on_waiting = partial(
+        report_mistakes,
+        state=state,
+        names=names,
+        events=events,
+        # Another program's names are right where a node offers them. A new leader lists the nodes first, then all pods.
+        may_tell=lambda: election.leads() and every_node.has_listed,
+    )
     informers = (
         # In the order in which a new leader lists them: no pod may be allowed before the quota is read, and a pod needs
         # its node.
@@ -196,7 +204,7 @@ def build(settings: Settings, api: ClusterApi, *, clock: Callable[[], float] = t
             handler=QuotaFeed(state=quota, events=events, metrics=metrics),
             metrics=metrics,
         ),
-        Informer(kind="nodes", watched=ALL_NODES, handler=nodes, metrics=metrics),
+        every_node,
         Informer(kind="pods", watched=LIVE_PODS, handler=pods, metrics=metrics),
     )
     leadership = Leadership(

@@ -50,12 +50,12 @@ MALFORMED = "QuotaMalformed"
 
 
 def report_mistakes(
-    read: PodJson, *, state: ClusterState, names: ResourceNames, events: EventRecorder, leads: Callable[[], bool]
+    read: PodJson, *, state: ClusterState, names: ResourceNames, events: EventRecorder, may_tell: Callable[[], bool]
 ) -> None:
     """An Event, once in ten minutes, on a pod that kube-scheduler has refused and whose request is wrong: an extender is not
     asked about a pod for which no node counts enough. For PodsFeed.on_waiting."""
     # Another program may know the names of a pod that no scheduler has refused.
-    if not (said := scheduler_message(read)) or not leads():
+    if not (said := scheduler_message(read)) or not may_tell():
         return
     text, reason = mistakes(read, names, state.offer), RefusalReason.INVALID_REQUEST.value
     # The extender's own refusal is in the scheduler's Event.

@@ -423,27 +423,26 @@ class ClusterState:
         fitting: dict[str, list[PodUid]] = {}
         if self._invalid(pod):
             return fitting
-        over, work = self._over_quota(pod), 0
+        over = self._over_quota(pod)
         for node, uids in candidates.items():
-            if work >= WORK_OF_A_STEP:
-                work = 0
-                yield
+            yield
             ledger = self._nodes.get(node)
             # Evictions would not help there.
             if ledger is None or ledger.node.kind in over:
                 continue
-            # Each GPU is looked at with each of its pods.
-            work += COST_OF_A_PLAN * (len(ledger.node.gpus) + 2 * len(ledger.reservations))
-            if victims := self._victims(pod, ledger, uids, protected):
+            if victims := (yield from self._victims_steps(pod, ledger, uids, protected)):
                 fitting[node] = victims
         return fitting
 
-    def _victims(self, pod: Pod, ledger: NodeLedger, given: Sequence[PodUid], protected: Set[PodUid]) -> list[PodUid]:
+    def _victims_steps(
+        self, pod: Pod, ledger: NodeLedger, given: Sequence[PodUid], protected: Set[PodUid]
+    ) -> Steps[list[PodUid]]:
         gpus, topology = self._gpus_for(pod, ledger), ledger.node.topology
         lower = [one for one in self.victims(ledger.reservations, protected) if one.rank.priority < pod.rank.priority]
         # Also pods of other priorities that end already: what they leave costs nothing.
         left = charged(gpus, self._ending(ledger), -1)
-        chosen = choose_victims(pod, [one for one in lower if not one.is_ending], left, topology, self._policy)
+        willing = [one for one in lower if not one.is_ending]
+        chosen = yield from choose_victims(pod, willing, left, topology, self._policy)
         own = [*chosen, *(one for one in lower if one.is_ending)] if chosen is not None else []
         gone = [one.uid for one in by_importance(own)]
         held = {**ledger.unattributed, **{uid: one.plan.charges for uid, one in ledger.reservations.items()}}

@@ -16,7 +16,7 @@ from typing import Annotated, TypeVar
 from msgspec import Meta, Raw, Struct, field
 from msgspec.json import Decoder
 
-from gpushare_agent.core.kit.json_schema import NULL, decoded
+from gpushare_agent.core.kit.json_schema import NULL, UNREADABLE, decoded
 from gpushare_agent.core.kube.pods import PodJson, PodSpec, read_pod_json
 from gpushare_agent.core.model.errors import Corrupt
 from gpushare_agent.core.model.names import PodUid
@@ -282,7 +282,7 @@ def pod_json(raw: Raw, where: str) -> PodJson:
 def _prefers_nodes(spec: PodSpec) -> bool:
     try:
         affinities, constraints = _AFFINITIES.decode(spec.raw_affinity), _CONSTRAINTS.decode(spec.raw_spread)
-    except ValueError:
+    except UNREADABLE:
         return True  # not understood, so nothing is kept from it
     if any(one is not None and bytes(one.terms) not in (b"null", b"[]") for one in (affinities or {}).values()):
         return True

@@ -15,10 +15,12 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from itertools import islice
 from typing import NoReturn
 
 import structlog
 from msgspec import Struct, field
+from msgspec.structs import replace
 
 from gpushare_agent.core.kit.supervision import ReportOnce
 from gpushare_agent.core.kube.events import EventRecorder
@@ -36,7 +38,7 @@ log = structlog.get_logger(__name__)
 
 MAX_REFUSED = 1000
 MOST_NODES = 100
-"""As kube-scheduler, which ends its search with so many nodes: each takes a millisecond or more."""
+"""As kube-scheduler, which ends its search with so many nodes: each takes up to 15 ms with 8 GPUs and 100 pods."""
 GRACE_S, LOOK_S = 2.0, 0.5
 TRIED_S = 2.0
 """For all evictions that are tried for one answer: the scheduler waits for it."""
@@ -72,7 +74,8 @@ class Preemption(Struct, kw_only=True, eq=False):
         """The victims on each node that may be chosen, and how many of them budgets protect: those that the scheduler
         proposes where they make room, and of all other sets the cheapest."""
         _, names = self._refused.pop(pod.uid, (0.0, ()))
-        candidates = {**dict.fromkeys(names[:MOST_NODES], ()), **candidates}
+        more = islice(names, max(0, MOST_NODES - len(candidates)))
+        candidates = {**dict.fromkeys(more, ()), **candidates}
         found = await in_steps(self.state.victims_steps(pod, candidates))
         own = {node for node, uids in found.items() if uids != list(candidates[node])}
         tried: set[PodUid] = set()
@@ -123,8 +126,10 @@ class Preemption(Struct, kw_only=True, eq=False):
             # Room meanwhile: the scheduler tries the pod again after the event of it.
             if (await in_steps(self.state.filter_steps(pod, names))).fitting:
                 continue
-            for first in range(0, len(names), MOST_NODES):
-                some = dict.fromkeys(names[first : first + MOST_NODES], ())
+            # Where others end for it already it costs nothing, which the search in parts must see first.
+            ordered = sorted(names, key=lambda name: name != pod.rank.nominated_node)
+            for first in range(0, len(ordered), MOST_NODES):
+                some = dict.fromkeys(ordered[first : first + MOST_NODES], ())
                 found, protected = await self.victims(pod, some, {})
                 # One node at most. A budget that protects all of them is kept.
                 for node, victims in found.items():
@@ -134,21 +139,24 @@ class Preemption(Struct, kw_only=True, eq=False):
                     break
 
     async def _preempt(self, pod: Pod, node: str, victims: Sequence[PodUid]) -> None:
-        known = [one for one in map(self.state.pod, victims) if one is not None and not one.is_deleting]
+        known = [one for one in map(self.state.pod, victims) if one is not None]
         if self.unscheduled(pod.uid) is None:  # bound while evictions were tried
             return
         name = f"{pod.namespace}/{pod.name}"
         try:
-            for one in known:
-                await self.writes.evict(one)
-                ended = ObjectReference(kind="Pod", namespace=one.namespace, name=one.name, uid=one.uid)
-                text = f"Preempted by pod {pod.uid} on node {node}"
-                self.events.record(ended, PREEMPTED, text, type_="Normal", key=(PREEMPTED, one.uid))
-                log.info("pod_preempted", pod=f"{one.namespace}/{one.name}", node=node, by=name)
-            # Not before: without the right to evict, the room would be kept for a pod that never has it.
-            self.state.preempted(pod, node, victims)
-            if pod.rank.nominated_node != node:
-                await self.writes.nominate(pod, node)
+            # Those that end already last: without the right to evict, the room would be kept for a pod that never has it.
+            for one in sorted(known, key=lambda one: one.is_deleting):
+                if not one.is_deleting:
+                    await self.writes.evict(one)
+                    ended = ObjectReference(kind="Pod", namespace=one.namespace, name=one.name, uid=one.uid)
+                    text = f"Preempted by pod {pod.uid} on node {node}"
+                    self.events.record(ended, PREEMPTED, text, type_="Normal", key=(PREEMPTED, one.uid))
+                    log.info("pod_preempted", pod=f"{one.namespace}/{one.name}", node=node, by=name)
+                # After each, because a budget may forbid the next one's end: whoever replaces this one would take its room.
+                self.state.preempted(pod, node, [one.uid])
+                if pod.rank.nominated_node != node:
+                    await self.writes.nominate(pod, node)
+                    pod = replace(pod, rank=pod.rank._replace(nominated_node=node))
         except AgentError as e:
             if self._problems.is_new(type(e).__name__):
                 log.warning(

@@ -83,7 +83,8 @@ def waiting_document(read: ReadCluster, pod: PodJson) -> dict[str, Any] | None:
     return {
         "namespace": pod.meta.namespace,
         "request": asked,
-        "scheduler": scheduler_message(pod),
+        # The sandbox's scheduler ends with the mistake.
+        "scheduler": scheduler_message(pod).removesuffix(mistake).rstrip(),
         "mistake": mistake,
         # From the pod as it is: the cluster's view keeps only what placement reads.
         "ignored": mistyped_annotations(pod.meta.annotations),

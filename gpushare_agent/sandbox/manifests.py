@@ -117,6 +117,8 @@ def parse_manifests(text: str, origin: str) -> list[Manifest]:
         mark = getattr(error, "problem_mark", None)
         where = f", line {mark.line + 1}" if mark is not None else ""
         raise ManifestError(f"{origin}{where}: no valid YAML: {getattr(error, 'problem', None) or error}") from error
+    except Exception as error:  # what looks like a number or a date and is none, in whatever way
+        raise ManifestError(f"{origin}: no valid YAML: {error}") from error
     # safe_load makes one object of an alias, however often it is named: memory is no matter, walking it is.
     if not _is_bounded(documents):
         raise ManifestError(f"{origin}: has more than {MAX_VALUES} values, or an alias that names itself")

@@ -328,7 +328,9 @@ def agent_lines(node: NodeController) -> list[str]:
     # The default address need not be typed.
     server = "" if where["web"] == addresses_of(load_settings((), {}).settings)["web"] else f" --server {where['web']}"
     cordon = [f"cordon GPU --socket {shlex.quote(where['control_socket'])}"] if where["control_socket"] else []
-    return [f"{runnable()} {line}" for line in (f"top{server}", f"explain POD{server}", *cordon)]
+    # With it the command also says why a pod waits, which the agent does not know.
+    cluster = f" --kubeconfig {shlex.quote(str(node.node.paths.kubeconfig.absolute()))}"
+    return [f"{runnable()} {line}" for line in (f"top{server}", f"explain POD{server}{cluster}", *cordon)]
 
 
 @asynccontextmanager

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import base64
+import json
 import time
 from collections.abc import Collection, Sequence
+from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
@@ -17,7 +19,7 @@ from gpushare_agent.agent.admission.decisions.ledger import Policy
 from gpushare_agent.agent.admission.identification import ListInside
 from gpushare_agent.agent.delivery.device_lists import NodeDevices
 from gpushare_agent.agent.kubelet.pod_resources import PodListing, PodResourcesGate
-from gpushare_agent.agent.kubelet.records import CheckpointEntry
+from gpushare_agent.agent.kubelet.records import CheckpointEntry, read_checkpoint
 from gpushare_agent.core.model.allocations import Allocation, ContainerEdits, ContainerKey
 from gpushare_agent.core.model.errors import RefusalReason, Refused, Unavailable
 from gpushare_agent.core.model.names import VCORE_RESOURCE as CORE
@@ -25,7 +27,7 @@ from gpushare_agent.core.model.names import VMEMORY_RESOURCE as MEMORY
 from gpushare_agent.core.model.names import PodUid
 from gpushare_agent.core.model.pods import ContainerKind, Pod
 from gpushare_agent.core.model.resources import ResourceKind, ResourceNames
-from gpushare_agent.core.wire.v1beta1 import ContainerAllocateResponse, DeviceSpec
+from gpushare_agent.core.wire.v1beta1 import ContainerAllocateResponse, DeviceSpec, Mount
 from tests.support_core import NAMES, container, ids, inventory, isolation_config, known, pod, used_cores, written
 from tests.support_node import node_of
 
@@ -43,7 +45,7 @@ class Scripted:
         self.refused_pods = RefusedPods()
         self.outcomes: list[str] = []
         self.explained: list[Decision | None] = []
-        self.waits = 0
+        self.waits = self.reads = 0
         self.prepared: list[ContainerKey] = []
         self.not_prepared: Refused | None = None
         self.on_wait = lambda: False
@@ -77,6 +79,7 @@ class Scripted:
         return next_container_of(ids, resource, self.pods.get, facts)
 
     async def read(self) -> Sequence[CheckpointEntry]:
+        self.reads += 1
         if self.checkpoint is None:
             raise Unavailable("no checkpoint")
         return self.checkpoint
@@ -294,10 +297,11 @@ async def test_a_container_starts_with_the_ids_of_the_cache_or_of_the_checkpoint
     assert isinstance(await agent.admission.pre_start(CORE, []), Refused)
 
 
-def answer(*devices: str, **variables: str) -> str:
+def answer(*devices: str, mounts: Sequence[str] = (), **variables: str) -> str:
     """As the kubelet has it in its checkpoint."""
     nodes = [DeviceSpec(host_path=path, container_path=path, permissions="rw") for path in devices]
-    return base64.b64encode(bytes(ContainerAllocateResponse(envs=variables, devices=nodes))).decode()
+    places = [Mount(host_path="/dev/null", container_path=path) for path in mounts]
+    return base64.b64encode(bytes(ContainerAllocateResponse(envs=variables, devices=nodes, mounts=places))).decode()
 
 
 @pytest.mark.parametrize("by_this_agent", [True, False])
@@ -309,11 +313,12 @@ async def test_a_container_does_not_start_with_the_number_of_another_gpu(by_this
     (allocation,) = agent.cache
     cores = sorted(allocation.ids_of(ResourceKind.VCORE))
     if not by_this_agent:
-        agent.checkpoint = [replace(one, answer=answer("/dev/nvidia0", "/dev/nvidiactl")) for one in written(
-            owner.uid, "main", cores, []
-        )]  # fmt: skip
-        agent.cache.put(replace(allocation, numbers=None))
+        [entry] = written(owner.uid, "main", cores, [])
+        agent.checkpoint = [replace(entry, gpu_names=frozenset({"/dev/nvidia0"}))]
+        agent.cache.put(replace(allocation, gpu_names=None))
     assert await agent.admission.pre_start(CORE, cores) is None
+    agent.checkpoint = None  # and with another agent's it is read once
+    assert await agent.admission.pre_start(CORE, cores) is None and agent.reads == int(not by_this_agent)
     found = agent.node.inventory.current
     [first, second] = found.gpus
     for gpus, why in (
@@ -343,13 +348,16 @@ async def test_a_container_does_not_start_with_the_number_of_another_gpu(by_this
         (answer(NVIDIA_VISIBLE_DEVICES="3"), True),
         (answer(NVIDIA_VISIBLE_DEVICES="0"), False),
         (answer(NVIDIA_VISIBLE_DEVICES="0:1"), False),
-        (answer(NVIDIA_VISIBLE_DEVICES="GPU-0"), True),
+        (answer(NVIDIA_VISIBLE_DEVICES="GPU-0", ALIYUN_COM_GPU_MEM_IDX="0"), True),
+        (answer(NVIDIA_VISIBLE_DEVICES="void", mounts=("/var/run/nvidia-container-devices/0",)), False),
         ("", True),
         ("%%", True),
         ("/////w==", True),
     ],
 )
-async def test_what_an_earlier_agent_answered_is_compared_with_the_numbers_of_now(given: str, may_start: bool) -> None:
+async def test_what_an_earlier_agent_answered_is_compared_with_the_numbers_of_now(
+    given: str, may_start: bool, tmp_path: Path
+) -> None:
     """Its node, and the index that the driver has for it now; a node that every container gets is no GPU's."""
     owner = pod("a", container(cores=10, blocks=1))
     agent = Scripted(owner)
@@ -360,8 +368,11 @@ async def test_what_an_earlier_agent_answered_is_compared_with_the_numbers_of_no
     gpus = replace(found.gpus[0], minor=1, driver_index=3), replace(found.gpus[1], minor=0, driver_index=0)
     agent.node.inventory.current = replace(found, gpus=gpus)
     cores = sorted(allocation.ids_of(ResourceKind.VCORE))
-    agent.checkpoint = [replace(one, answer=given) for one in written(owner.uid, "main", cores, [])]
-    agent.cache.put(replace(allocation, numbers=None))
+    entry = {"PodUID": owner.uid, "ContainerName": "main", "ResourceName": CORE, "DeviceIDs": {"-1": cores}}
+    file = tmp_path / "kubelet_internal_checkpoint"
+    file.write_text(json.dumps({"Data": {"PodDeviceEntries": [{**entry, "AllocResp": given}]}}))
+    agent.checkpoint = [*read_checkpoint(file)]
+    agent.cache.put(replace(allocation, gpu_names=None))
     assert (await agent.admission.pre_start(CORE, cores) is None) is may_start
     agent.node.inventory.current = replace(found, gpus=gpus[1:])
     assert await agent.admission.pre_start(CORE, cores) is not None, "its GPU is gone"

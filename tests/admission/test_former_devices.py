@@ -11,14 +11,15 @@ from msgspec.structs import replace
 
 from gpushare_agent.agent.admission.allocation_cache import AllocationCache
 from gpushare_agent.agent.admission.decisions.former_devices import held_back
-from gpushare_agent.agent.admission.decisions.recovery import Records, rebuild
+from gpushare_agent.agent.admission.decisions.recovery import Evidence, Records, rebuild, reconcile
 from gpushare_agent.agent.admission.decisions.resize import is_resizable
+from gpushare_agent.agent.gpus.inventory import GpuInventoryState
 from gpushare_agent.agent.kubelet.records import read_checkpoint
 from gpushare_agent.agent.node import gpu_split
 from gpushare_agent.core.model.allocations import Allocation, Charge
 from gpushare_agent.core.model.gpus import GpuInventory
 from gpushare_agent.core.model.names import ENV_GPUSHARE_INDEX, VCORE_RESOURCE, VMEMORY_RESOURCE, GpuUuid
-from gpushare_agent.core.model.pods import ContainerSpec, Pod, PodPhase
+from gpushare_agent.core.model.pods import ContainerKind, ContainerSpec, Pod, PodPhase
 from gpushare_agent.core.wire.v1beta1 import ContainerAllocateResponse, DeviceSpec
 from tests.support_core import NAMES, container, inventory, listed, mig_instance, pod
 
@@ -213,6 +214,26 @@ def test_a_container_for_which_gpushare_found_no_gpu_holds_none(node: Node) -> N
     assert node.rebuilt() == {}
 
 
+@pytest.mark.parametrize("kind", [ContainerKind.MAIN, ContainerKind.INIT])
+def test_before_the_driver_is_loaded_it_may_be_any_gpu(node: Node, kind: ContainerKind) -> None:
+    """One that the driver shows later is nobody else's before the records are read again."""
+    node.holds("u1", VCORE_RESOURCE, cores(30), answer("/dev/nvidia1"))
+    owner = pod("one", replace(container(cores=30, blocks=30), kind=kind), uid="u1")
+    before = node.rebuilt(owner, gpus=inventory(0))["main"]
+    state = GpuInventoryState()
+    state.hold(held_back([before]))
+    state.read(INVENTORY)
+    assert [gpu.is_healthy for gpu in state.current.gpus] == [False] * 3
+    assert gpu_split(("all",), INVENTORY.gpus, [before]).claimable == frozenset()
+    after = node.rebuilt(owner)["main"]
+    evidence = Evidence(
+        listed=(), rebuilt=[after], pods={owner.uid: owner}, scope=None, is_trusted=True, missing_before=()
+    )
+    assert [one.allocation for one in reconcile({before.key: before}, evidence).corrections] == [after]
+    state.hold(held_back([after]))
+    assert after.gpus == ("GPU-1",) and all(gpu.is_healthy for gpu in state.current.gpus)
+
+
 def test_claims_get_no_gpu_that_such_a_container_may_have(node: Node) -> None:
     node.holds("u1", VCORE_RESOURCE, cores(30), answer("/dev/nvidia0", "/dev/nvidia1"))
     assert gpu_split(("all",), INVENTORY.gpus, node.rebuilt().values()).claimable == {"GPU-2"}
@@ -226,7 +247,7 @@ def test_a_checkpoint_of_gpu_manager_that_is_none_names_nothing(tmp_path: Path, 
     entry = {"PodUID": "u1", "ContainerName": "main", "ResourceName": VCORE_RESOURCE, "DeviceIDs": {"-1": cores(1)}}
     (tmp_path / "kubelets").write_text(json.dumps({"Data": {"PodDeviceEntries": [entry]}}))
     (found,) = read_checkpoint(tmp_path / "kubelets", tmp_path / "own")
-    assert found.gpus == ()
+    assert found.gpu_names == frozenset()
 
 
 def test_with_one_gpu_there_is_no_doubt(node: Node) -> None:

@@ -165,4 +165,4 @@ async def test_a_restarted_agent_has_it_from_the_kubelets_records() -> None:
     )
     owner = kubelet.agent.pods.get(slices.key.pod_uid)
     (found,) = rebuild(Records(listed=[listed], checkpoint=[], pods=[owner]), NAMES, GPUS, slices.allocated_at)
-    assert replace(found, numbers=slices.numbers) == slices
+    assert replace(found, gpu_names=slices.gpu_names) == slices

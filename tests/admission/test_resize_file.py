@@ -42,7 +42,7 @@ async def test_what_is_saved_is_loaded_again(tmp_path: Path) -> None:
     path = tmp_path / "state" / "resize.json"
     await ResizeFile(path).save([SHARE])
     assert await ResizeFile(path).load() == (SHARE,)
-    assert json.loads(path.read_text()) == {"version": 1, "shares": [RAW]}
+    assert json.loads(path.read_text()).items() >= {"version": 1, "shares": [RAW]}.items()
 
 
 async def test_without_a_file_nothing_is_resized(tmp_path: Path) -> None:

@@ -134,6 +134,8 @@ async def test_what_gpu_manager_gave_is_given_to_nobody_else_until_its_pod_ends(
             await wait_until(node, lambda: not len(agent.parts.node.cache), "all released")
             await wait_until(node, lambda: not any(is_offered(node)), "its IDs are offered to nobody")
             await wait_allocatable(node, CORE, 200)
+        # Until the pods are listed the second GPU is held back in silence.
+        assert events(node, "GPUUnhealthy") == events(node, "GPURecovered") == []
 
 
 async def test_each_container_of_a_pod_keeps_its_own_gpu() -> None:

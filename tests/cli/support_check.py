@@ -63,6 +63,7 @@ class Node:
             f"--container-runtime-endpoint=unix://{self.runtime}",
             f"--virtual-manager-path={self.path / 'vm'}",
             f"--runtime.cgroup-root={self.path / 'cgroup'}",
+            f"--libgpushare.directory={self.path / 'library'}",
             f"--kubeconfig={kubeconfig}",
             *more,
         ]

@@ -169,13 +169,15 @@ def test_a_device_is_named_by_its_gpu_and_shows_the_drivers_index() -> None:
     """A name is a DNS label and means one GPU for good, wherever the driver counts it."""
     [one] = inventory(1).gpus
     names = {}
-    for uuid in ("GPU-8F3e2b1c-0000-4000-8000-000000000001", "GPU-a_b", "GPU-" + "0" * 80, "MIG-GPU-1/0", "GPU-\udc80"):
+    plain = "GPU-8f3e2b1c-0000-4000-8000-000000000001"
+    alike = (plain.replace("f", "F"), plain.removeprefix("GPU-"))
+    for uuid in (plain, *alike, "GPU-a_b", "GPU-" + "0" * 80, "MIG-GPU-1/0", "GPU-\udc80"):
         for index in (0, 5):
             gpu = replace(one, uuid=GpuUuid(uuid), index=index, driver_index=3)
             device = shown(devices(replace(inventory(1), gpus=(gpu,))))[0]
             assert device["attributes"]["index"] == {"int": 3} and is_device_name(device["name"])
             assert names.setdefault(uuid, device["name"]) == device["name"]
-    assert names["GPU-8F3e2b1c-0000-4000-8000-000000000001"] == "gpu-8f3e2b1c-0000-4000-8000-000000000001"
+    assert names[plain] == "gpu-8f3e2b1c-0000-4000-8000-000000000001"
     assert len({*names.values()}) == len(names)
 
 

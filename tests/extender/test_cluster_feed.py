@@ -23,7 +23,7 @@ from tests.extender.support_extender import (
     raw_pod,
     running_extender,
 )
-from tests.fakes.api_server import Raw
+from tests.fakes.api_server import Raw, answers, raw_status
 from tests.support_json import HOSTILE, undecoded
 
 NEITHER = (
@@ -84,6 +84,25 @@ async def test_a_wrong_request_that_no_scheduler_asks_about_gets_an_event(limits
         (event,) = cluster.objects["events"].values()
         assert (event["involvedObject"]["name"], event["reason"]) == ("mistaken", "InvalidRequest")
         assert event["message"].startswith("container c0: ") and remedy in event["message"]
+
+
+async def test_no_event_before_the_nodes_are_known() -> None:
+    """What they offer of another program is no mistake. Once they are, every pod is looked at again."""
+    waiting = [raw_pod("another", (0, 0)), raw_pod("mistaken", (0, 0))]
+    for raw, name in zip(waiting, ("volcano.sh/vgpu-number", "nvidia.com/gpumem"), strict=True):
+        raw["spec"]["containers"][0]["resources"] = {"limits": {name: "1"}}
+        raw["status"]["conditions"] = [
+            {"type": "PodScheduled", "status": "False", "message": "0/1 nodes are available."}
+        ]
+    node = raw_node("n1")
+    node["status"]["capacity"]["volcano.sh/vgpu-number"] = "10"
+    async with fake_cluster(node, pods=waiting) as cluster:
+        cluster.script.answers["/api/v1/nodes"] = answers(503, raw_status(503))
+        async with running_extender(cluster, is_ready=False) as asker:
+            await eventually(lambda: asker.parts.informers[2].has_listed)
+            del cluster.script.answers["/api/v1/nodes"]
+            await eventually(lambda: bool(cluster.objects["events"]))
+            assert [one["involvedObject"]["name"] for one in cluster.objects["events"].values()] == ["mistaken"]
 
 
 def test_a_pod_without_gpus_takes_cpu_of_its_node_until_it_is_gone(feeding: Feeding) -> None:

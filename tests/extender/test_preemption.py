@@ -15,7 +15,8 @@ from gpushare_agent.core.model.pods import ContainerKind, ContainerSpec, HostReq
 from gpushare_agent.core.model.resources import ResourceNames
 from gpushare_agent.core.placement.topology import build_topology
 from gpushare_agent.extender.cluster_state import ClusterState
-from gpushare_agent.extender.preemption import GRACE_S
+from gpushare_agent.extender.decisions.preemption import MOST_TRIED
+from gpushare_agent.extender.preemption import GRACE_S, MOST_NODES
 from gpushare_agent.extender.steps import at_once
 from gpushare_agent.extender.values import ClusterNode, ClusterPolicy, Reservation
 from tests.extender.support_extender import (
@@ -215,6 +216,16 @@ def test_memory_alone_is_made_room_for() -> None:
     assert found is not None and len(found) == 1
 
 
+@pytest.mark.parametrize("cores", [60, 100, 800, 1600])
+def test_the_search_is_bounded_and_lets_others_run(cores: int) -> None:
+    """16 GPUs of 12 pods each: a try takes half a millisecond, and one set of GPUs may need them all."""
+    held = [Held(f"p{gpu}-{n}", (gpu,), 8, started=n) for gpu in range(16) for n in range(12)]
+    wanted = asking("wanted", (cores, 0 if cores >= 100 else 1))
+    steps = list(cluster_of(16, held).victims_steps(wanted, {"a": []}))
+    own = 12 * max(1, cores // 100)
+    assert own <= len(steps) <= 1 + MOST_TRIED + 2 * own
+
+
 def test_room_is_kept_for_nominated_pods() -> None:
     """For those of lower or the same priority it is in use: by filter, bind and preemption. Not for a higher one, nor for
     another node's; it ends with the nomination."""
@@ -363,6 +374,45 @@ async def test_the_leader_evicts_where_the_scheduler_does_not_ask() -> None:
             holds(cluster, "n1", ("uid-s0", 0, 60, 1))
             await eventually(lambda: len(asker.parts.state.reservations()) == 1)
             assert (await asker.filter(cluster.pod("default", "urgent"), ["n1"]))["NodeNames"] == ["n1"]
+
+
+async def test_the_room_of_one_is_kept_while_a_budget_forbids_the_next_ones_end() -> None:
+    """Each may end alone, so both tries succeed. A replacement would take the room, and be evicted again without end."""
+    tried_and_done = iter((answers(201, raw_status(201)), answers(429, raw_status(429))))
+
+    async def one_of_two(*request: Any) -> Any:
+        return await next(tried_and_done)(*request)
+
+    clock = FakeClock()
+    async with fake_cluster(raw_node("n1"), pods=[*SHARES, raw_ranked("urgent", 200, 9)]) as cluster:
+        reported(cluster)
+        cluster.script.answers["/api/v1/namespaces/default/pods/s1/eviction"] = one_of_two
+        async with running_extender(cluster, clock=clock) as asker:
+            await refused(asker, cluster)
+            clock.now += GRACE_S
+            await asker.parts.preemption.preempt_due()
+            assert len(written(cluster, "/s0/eviction")) == 2, "tried, and done"
+            assert cluster.pod("default", "urgent")["status"]["nominatedNodeName"] == "n1"
+            assert "default/s1" in cluster.objects["pods"]
+
+
+async def test_nobody_else_ends_where_others_end_already_for_the_pod() -> None:
+    """However many nodes come before its own."""
+    clock = FakeClock()
+    urgent = raw_ranked("urgent", 60, 9)
+    urgent["status"]["nominatedNodeName"] = "n2"
+    ending = raw_ranked("e0", 60, 0, node="n2")
+    ending["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:09Z"
+    pods = [*SHARES, ending, raw_ranked("e1", 60, 0, node="n2"), urgent]
+    async with fake_cluster(raw_node("n1"), raw_node("n2"), pods=pods) as cluster:
+        reported(cluster)
+        holds(cluster, "n2", ("uid-e0", 0, 60, 1), ("uid-e1", 1, 60, 1))
+        async with running_extender(cluster, clock=clock) as asker:
+            names = ["n1", *(f"unknown{n}" for n in range(MOST_NODES)), "n2"]
+            assert not (await asker.filter(urgent, names))["NodeNames"]
+            clock.now += GRACE_S
+            await asker.parts.preemption.preempt_due()
+            assert not written(cluster, "/eviction")
 
 
 @pytest.mark.parametrize(

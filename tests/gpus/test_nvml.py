@@ -288,6 +288,7 @@ NO_UTF8 = "\udcf8\udc95\udca0\udc81"
         ("00000000:3C:00.0", NO_UTF8, "nvmlDeviceGetPciInfo"),
         ("00000000:3C:00.0", "../../../../etc", "nvmlDeviceGetPciInfo"),
         (" 0 00000000:3C:00.0 24576", " 0 00000000:3C:00.0 4294967295", "nvmlDeviceGetMemoryInfo"),
+        (" 0 00000000:3C:00.0", " 4294967295 00000000:3C:00.0", "nvmlDeviceGetMinorNumber"),
     ],
 )
 async def test_an_answer_that_cannot_be_used_takes_its_gpu_out_of_service(
@@ -340,7 +341,7 @@ CALLS = (
 NEEDED = {"nvmlDeviceGetPciInfo_v3", "nvmlDeviceGetMinorNumber", "nvmlDeviceGetName"}
 
 
-@pytest.mark.parametrize("code", [2, 3, 4, 7, 15, 999, 77777])
+@pytest.mark.parametrize("code", [1, 2, 3, 4, 7, 9, 15, 18, 999, 77777])
 async def test_no_error_of_one_call_ends_the_driver_or_takes_another_gpu(library_directory: Path, code: int) -> None:
     """Codes that NVML has not had so far, and texts of them that are no text, too."""
     async with running_probe(library_directory, TWO_PAIRS) as probe:

@@ -35,7 +35,9 @@ async def test_what_is_saved_is_loaded_again(tmp_path: Path, boot: Path) -> None
     assert await HealthStateFile(path, boot_id=boot).load() == SAVED
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert sorted(os.listdir(path.parent)) == ["health.json", "health.json.last"]
-    assert json.loads(path.read_text()) == {
+    document = json.loads(path.read_text())
+    assert len(document.pop("digest")) == 64
+    assert document == {
         "version": 1,
         "boot_id": "boot-1",
         "gpus": [
@@ -115,8 +117,10 @@ async def test_a_file_that_is_not_the_format_is_set_aside_for_a_person(
         lambda text: b"",
         lambda text: bytes(len(text)),
         lambda text: text.replace(b'"cordoned"', b'"\\ud800"').replace(b'"GPU', b'"\\ud800GPU'),
+        lambda text: text.replace(b'"GPU-', b'"GPU/', 1),
+        lambda text: text.replace(b'"digest": "', b'"digest": "x'),
     ],
-    ids=["version", "bit", "bracket", "cut", "empty", "zeros", "half a pair"],
+    ids=["version", "bit", "bracket", "cut", "empty", "zeros", "half a pair", "another GPU", "digest"],
 )
 async def test_the_last_good_copy_counts_for_a_damaged_file(
     tmp_path: Path, boot: Path, damage: Callable[[bytes], bytes], is_read_before: bool
@@ -139,6 +143,28 @@ async def test_the_last_good_copy_counts_for_a_damaged_file(
     ]  # fmt: skip
     path.unlink()  # by an operator, who wants nothing of it
     assert await file.load() == NOTHING_SAVED
+
+
+@pytest.mark.parametrize("in_the_way", ["health.json.corrupt", "health.json.new", "health.json.last"])
+async def test_cordons_are_kept_whatever_is_in_the_way(tmp_path: Path, boot: Path, in_the_way: str) -> None:
+    """The copy counts where the damaged file cannot be set aside, or nothing be written, as on a full disk; and the file is
+    written where the copy cannot be."""
+    path = tmp_path / "health.json"
+    file = HealthStateFile(path, boot_id=boot)
+    await file.save(SAVED)
+    (tmp_path / in_the_way).unlink(missing_ok=True)
+    (tmp_path / in_the_way / "something").mkdir(parents=True)
+    if in_the_way.endswith("last"):
+        await file.save(NOTHING_SAVED)
+        assert await file.load() == NOTHING_SAVED
+        return
+    path.write_bytes(path.read_bytes()[:-20])
+    for _ in range(2):  # and at the next start
+        with capture_logs() as logs:
+            assert await file.load() == SAVED
+        assert [(line["event"], line["then"], line["kept_as"]) for line in logs] == [
+            ("health_state_corrupt", IS_COPY, str(path))
+        ]
 
 
 @pytest.mark.parametrize("mode", [0o620, 0o602, 0o666])

@@ -367,7 +367,7 @@ async def test_a_stopped_server_has_let_go_of_hostile_connections(short_dir: Pat
 
 async def test_the_sockets_of_one_pod_and_of_many_leave_others_connections(short_dir: Path) -> None:
     """A pod of 20 containers gets a sixteenth of the open files, all pods a quarter; every other one still registers."""
-    shared = SharedBudget(clock=asyncio.get_running_loop().time, open_files=1024)
+    shared = SharedBudget(clock=asyncio.get_running_loop().time, open_files=256)
     files, outside = VDeviceFiles(short_dir), FakeNode()
     crowd = [ContainerKey(PodUid(f"{number:08x}{POD[8:]}"), "cuda") for number in range(8)]
     keys = [*(ContainerKey(POD, f"c{number}") for number in range(20)), *crowd, OTHER]
@@ -380,17 +380,17 @@ async def test_the_sockets_of_one_pod_and_of_many_leave_others_connections(short
     opened: list[socket.socket] = []
 
     def connect(key: ContainerKey) -> None:
-        opened.extend(connect_many(files.path(key) / "vcuda.sock", 64, OPENING))
+        opened.extend(connect_many(files.path(key) / "vcuda.sock", 16, OPENING))
 
     try:
         for key in keys[:20]:
             await asyncio.to_thread(connect, key)
-        await poll_until(lambda: sum(server.connections for server in servers) == 64, "a sixteenth of the open files")
+        await poll_until(lambda: sum(server.connections for server in servers) == 16, "a sixteenth of the open files")
         for key in crowd:
             await asyncio.to_thread(connect, key)
-        await poll_until(lambda: sum(server.connections for server in servers) >= 256, "a quarter of them")
+        await poll_until(lambda: sum(server.connections for server in servers) >= 64, "a quarter of them")
         await register(files.path(OTHER) / "vcuda.sock", pod_uid=OTHER.pod_uid, name=OTHER.container)
-        assert sum(server.connections for server in servers) <= 256 + 4 * len(crowd)
+        assert sum(server.connections for server in servers) <= 64 + 4 * len(crowd)
         for sock in opened:
             sock.close()
         await poll_until(lambda: not any(server.connections for server in servers), "their end")

@@ -94,6 +94,8 @@ def test_a_right_request_and_other_devices_are_no_mistake(limits: dict[str, Any]
     names = frozenset({"aliyun.com/gpu-mem", "nvidia.com/vgpu-number", "tencent.com/vcuda-cores"})
     for name in names:
         assert said({name: 1}, Offer(names, 4, 24576)) == ""
+    whole_family = {"nvidia.com/vgpu-number": 1, "nvidia.com/vgpu-cores": 30, "nvidia.com/vgpu-memory": 1024}
+    assert said(whole_family, Offer(names, 4, 24576)) == "", "its scheduler alone reads the others"
     assert said({CORES: 1600, MEMORY: 4096}, NO_OFFER) == "", "the size of the nodes is not known"
 
 

@@ -66,7 +66,8 @@ async def test_the_first_lines_say_how_the_agent_is_asked_and_that_works() -> No
                 process, f"next: {reported['web']}/  export KUBECONFIG={state}/kubeconfig; kubectl get pods"
             )
             assert reported["control_socket"] == str(NodePaths(state=state).agent_control_socket)
-            assert explain == f"{sys.executable} -m gpushare_agent explain POD --server {reported['web']}"
+            given = f"--server {reported['web']} --kubeconfig {state}/kubeconfig"
+            assert explain == f"{sys.executable} -m gpushare_agent explain POD {given}"
             assert "/debug/tasks" in await page_of(f"{reported['web']}/debug/")
             assert "is cordoned" in await printed_by(cordon.replace("GPU", "1"))
             assert " Cordoned " in await printed_by(f"{top} --once")

@@ -95,6 +95,7 @@ def test_a_file_may_hold_several_documents_and_lists() -> None:
     ("text", "words"),
     [
         ("a: [", "x.yaml, line 1: no valid YAML"),
+        *((f"a: {odd}", "x.yaml: no valid YAML") for odd in ("9999-99-99", "!!timestamp x", "!!bool x", "9" * 5000)),
         ("- just\n- a list", "x.yaml: not a manifest"),
         ("kind: CronJob\n", "x.yaml: kind 'CronJob' cannot be applied"),
         (

@@ -25,10 +25,9 @@ from gpushare_agent.agent.admission.decisions.recovery import adopt
 from gpushare_agent.agent.admission.garbage_collection import GarbageCollection
 from gpushare_agent.agent.admission.identification import Identification
 from gpushare_agent.agent.admission.outcomes import OutcomeReporter
-from gpushare_agent.agent.delivery.device_lists import numbers_in
 from gpushare_agent.agent.isolation.isolations import Isolations
 from gpushare_agent.agent.kubelet.pod_resources import PodResourcesGate
-from gpushare_agent.agent.kubelet.records import CheckpointEntry, KubeletCheckpoint, is_former, parsed_answer
+from gpushare_agent.agent.kubelet.records import KubeletCheckpoint, is_former
 from gpushare_agent.agent.node import Node
 from gpushare_agent.core.model.allocations import Allocation, ContainerEdits, ContainerKey
 from gpushare_agent.core.model.errors import AgentError, RefusalReason, Refused
@@ -312,7 +311,7 @@ class Admission(Struct, kw_only=True, eq=False):
             decision = Decision(target=target, resource=decision.resource)
         allocation = self._allocation(target, kind, ids, gpus)
         if kind.binds_gpu:
-            allocation = replace(allocation, numbers=numbers_in(dict(edits.env), edits.mounts, edits.devices))
+            allocation = replace(allocation, gpu_names=edits.gpu_names)
         self.node.cache.put(allocation)
         # If a later container of the pod is refused, the kubelet frees this one's IDs without a call.
         self._pending.add_allocated(target.key)
@@ -338,7 +337,7 @@ class Admission(Struct, kw_only=True, eq=False):
             if kind.is_part
             else request_of(target.container, self.node.names).whole_gpus > 0,
             allocated_at=self.clock(),
-            numbers=old.numbers if old is not None else None,
+            gpu_names=old.gpu_names if old is not None else None,
             gpu_resource=self.node.names.name_in(target.container, kind) if kind.is_part else "",
         )
 
@@ -378,73 +377,64 @@ class Admission(Struct, kw_only=True, eq=False):
         start of a container, also long after the admission."""
         kind = self.node.names.kind_of(resource)
         requested = frozenset(ids)
+        held = self._allocations_with(kind, requested)
+        refused = None
         # A restarted agent may have rebuilt its ledger before the kubelet wrote this container's entry.
-        refused = await self._adopt(kind, requested) if not self._containers_with(kind, requested) else None
-        # What says the GPU of a container that another program started is the number that it has now.
-        if refused is None and kind.binds_gpu and not is_former(requested):
-            refused = await self._renumbered(self._containers_with(kind, requested), requested)
+        if not held or any(one.gpu_names is None for one in held):
+            refused = await self._adopt(kind, requested)
+        if not self.node.inventory.is_read:
+            refused = refused or Refused(
+                RefusalReason.NOT_READY, "the driver has not listed the GPUs yet. The kubelet tries again."
+            )
+        held = self._allocations_with(kind, requested)
         if refused is None:
-            refused = await self.isolation.prepare(self._containers_with(kind, requested))
+            gpus, extra = self.node.gpus().by_uuid(), self.edits().devices.extra
+            # What says the GPU of a container that another program started is the number that it has now.
+            own = (one for one in held if not one.started_by)
+            refused = next(filter(None, (renumbered(one, gpus, extra) for one in own)), None)
+        if refused is None:
+            refused = await self.isolation.prepare([one.key for one in held])
         if refused is not None:
-            self.observer.start_refused(self._last_target(self._containers_with(kind, requested)), resource, refused)
+            self.observer.start_refused(self._target(held[-1].key) if held else None, resource, refused)
         return refused
 
-    async def _renumbered(self, keys: Sequence[ContainerKey], requested: frozenset[DeviceId]) -> Refused | None:
-        cache = self.node.cache
-        if any((found := cache.get(key)) is not None and found.numbers is None for key in keys):
-            for entry in await self._entries():
-                found = cache.get(ContainerKey(entry.pod_uid, entry.container))
-                if entry.device_ids == requested and found is not None and found.numbers is None:
-                    cache.put(replace(found, numbers=_numbers_of(entry)))
-        if not self.node.inventory.is_read:
-            return Refused(RefusalReason.NOT_READY, "the driver has not listed the GPUs yet. The kubelet tries again.")
-        gpus, extra = self.node.gpus().by_uuid(), self.edits().devices.extra
-        allocations = filter(None, map(cache.get, keys))
-        return next(filter(None, (renumbered(found, gpus, extra) for found in allocations)), None)
-
-    async def _entries(self) -> Sequence[CheckpointEntry]:
+    async def _adopt(self, kind: ResourceKind, requested: frozenset[DeviceId]) -> Refused | None:
         try:
-            return await self.records.read()
+            entries = await self.records.read()
         except AgentError as e:
             log.warning("kubelet_checkpoint_unreadable", error=str(e))
-            return ()
-
-    async def _adopt(self, kind: ResourceKind, requested: frozenset[DeviceId]) -> Refused | None:
-        entries = await self._entries()
-        if self._containers_with(kind, requested):
-            return None  # allocated during the read
+            entries = ()
         adopted = adopt(
             entries, kind, requested, self.node.cache.view(), self.node.names, self.node.plugins_gpus(), self.clock()
         )
         if isinstance(adopted, Refused):
+            if self._allocations_with(kind, requested):
+                return None  # they need no record, or were allocated during the read
             log.warning("pre_start_refused", reason=adopted.reason.value, detail=adopted.detail)
             return adopted
         for allocation in adopted:
-            self.node.cache.put(allocation)
-        log.info("allocation_adopted", pod_uid=adopted[0].key.pod_uid, container=adopted[0].key.container)
+            known = self.node.cache.get(allocation.key)
+            if known is None:
+                self.node.cache.put(allocation)
+                log.info("allocation_adopted", pod_uid=allocation.key.pod_uid, container=allocation.key.container)
+            elif known.gpu_names is None:
+                self.node.cache.put(replace(known, gpu_names=allocation.gpu_names))
         return None
 
-    def _containers_with(self, kind: ResourceKind, ids: frozenset[DeviceId]) -> list[ContainerKey]:
-        """The containers that have exactly these IDs: several where an init container's IDs were passed on."""
+    def _allocations_with(self, kind: ResourceKind, ids: frozenset[DeviceId]) -> list[Allocation]:
+        """Those of exactly these IDs, by container: several where an init container's IDs were passed on."""
         if not ids:
             return []
-        keys = self.node.cache.holders(kind).get(next(iter(ids)), frozenset())
+        cache = self.node.cache
         if is_former(ids):  # the kubelet's text has no GPU in it
-            return sorted(one.key for one in self.node.cache if texts(one.ids_of(kind)) == ids)
-        return sorted(
-            key for key in keys if (found := self.node.cache.get(key)) is not None and found.ids_of(kind) == ids
-        )
+            return sorted((one for one in cache if texts(one.ids_of(kind)) == ids), key=lambda one: one.key)
+        found = map(cache.get, sorted(cache.holders(kind).get(next(iter(ids)), frozenset())))
+        return [one for one in found if one is not None and one.ids_of(kind) == ids]
 
-    def _last_target(self, keys: Sequence[ContainerKey]) -> Target | None:
-        pod = self.node.pods.get(keys[-1].pod_uid) if keys else None
-        container = pod.container(keys[-1].container) if pod is not None else None
+    def _target(self, key: ContainerKey) -> Target | None:
+        pod = self.node.pods.get(key.pod_uid)
+        container = pod.container(key.container) if pod is not None else None
         return Target(pod=pod, container=container) if pod is not None and container is not None else None
-
-
-def _numbers_of(entry: CheckpointEntry) -> frozenset[str]:
-    """Nothing where the answer cannot be read."""
-    answer = parsed_answer(entry.answer)
-    return numbers_in(answer.envs, answer.mounts, answer.devices) if answer is not None else frozenset()
 
 
 def _bind_to_log(target: Target) -> None:

@@ -85,6 +85,7 @@ class GarbageCollection(Struct, kw_only=True, eq=False):
     clock: Callable[[], float] = time.monotonic
     has_pod_resources: bool = True
     fresh_s: float = FRESH_S
+    on_reconciled: Callable[[], None] = lambda: None
     _deleted: set[PodUid] = field(default_factory=set)
     _releases: Reconciler = field(default_factory=Reconciler)
     _has_released: asyncio.Event = field(default_factory=asyncio.Event)
@@ -314,6 +315,7 @@ class GarbageCollection(Struct, kw_only=True, eq=False):
         self._deleted |= result.deleted
         if result.deleted:
             self._releases.request()
+        self.on_reconciled()
 
     def _release(self, uid: PodUid, reason: str) -> None:
         for old in self.node.cache.release_pod(uid):

@@ -6,21 +6,23 @@ in.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
 
 from msgspec import Struct
 
-from gpushare_agent.core.model.allocations import ContainerEdits, ContainerMount, DeviceNode, merged
+from gpushare_agent.core.model.allocations import (
+    VOLUME_MOUNT_ROOT,
+    ContainerEdits,
+    ContainerMount,
+    DeviceNode,
+    merged,
+)
 from gpushare_agent.core.model.gpus import Gpu
 from gpushare_agent.core.model.isolation import DeviceListStrategy
 from gpushare_agent.core.model.names import ENV_VISIBLE_DEVICES
 
 CONTROL_NODES = ("/dev/nvidiactl", "/dev/nvidia-uvm")
 """In addition to the GPUs' own; further ones are for the extra-config file, or a CDI spec."""
-VOLUME_MOUNT_ROOT = "/var/run/nvidia-container-devices"
-_NUMBER = re.compile(r"/dev/nvidia[0-9]+|/dev/nvidia-caps/nvidia-cap[0-9]+|[0-9]+(:[0-9]+)?", re.ASCII)
 
 
 class NodeDevices(Struct, frozen=True, kw_only=True):
@@ -105,14 +107,6 @@ def device_edits(request: DeviceListRequest, strategies: Iterable[DeviceListStra
     # In the order of STRATEGIES: where two set one variable the later counts, whatever order the setting has.
     chosen = [strategy for strategy in STRATEGIES if strategy in set(strategies)]
     return merged(ContainerEdits(env=((ENV_VISIBLE_DEVICES, "void"),)), *(STRATEGIES[name](request) for name in chosen))
-
-
-def numbers_in(env: Mapping[str, str], mounts: Iterable[Any], devices: Iterable[Any]) -> frozenset[str]:
-    """What an answer, or its message, names by the driver's numbers, which another GPU may have after a boot: indexes in
-    NVIDIA_VISIBLE_DEVICES or in paths of mounts, and device nodes."""
-    names = env.get(ENV_VISIBLE_DEVICES, "").split(",") + [one.host_path for one in devices]
-    names += [one.container_path.removeprefix(f"{VOLUME_MOUNT_ROOT}/") for one in mounts]
-    return frozenset(name for name in names if _NUMBER.fullmatch(name))
 
 
 _CDI = (DeviceListStrategy.CDI_ANNOTATIONS, DeviceListStrategy.CDI_CRI)

@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import os
 from contextlib import suppress
+from hashlib import sha256
 from pathlib import Path
 
 import structlog
-from msgspec import Struct, json
+from msgspec import Raw, Struct, json
 from msgspec.json import Decoder
 
 from gpushare_agent.agent.dra.decisions.edits import PreparedClaim, encode_spec
@@ -52,7 +53,8 @@ class ClaimFiles:
         """The spec, then the record: where the record is, everything is. Writes neither where it is there already. Raises
         Unavailable."""
         self.write_spec(claim)
-        content = json.encode(_Record(claim=claim)) + b"\n"
+        raw = json.encode(claim)
+        content = json.encode(_Record(claim=Raw(raw), digest=sha256(raw).hexdigest())) + b"\n"
         self._write(self._records, f"{claim.ref.uid}.json", content, is_synced=True)
         self._write(self._copies, f"{claim.ref.uid}.json", content)
 
@@ -117,18 +119,23 @@ def _remove(path: Path) -> None:
 
 
 class _Record(Struct, kw_only=True):
-    """The file."""
+    """The file. `digest` is the SHA-256 of the claim's text, empty in records of earlier agents: by one wrong bit the claim
+    would have another GPU, and its own would be given away twice."""
 
     version: int = VERSION
-    claim: PreparedClaim
+    claim: Raw
+    digest: str = ""
 
 
-_RECORD = Decoder(_Record)
+_RECORD, _CLAIM = Decoder(_Record), Decoder(PreparedClaim)
 
 
 def _claim_of(content: bytes) -> PreparedClaim:
     """Raises Corrupt."""
-    claim = decoded(_RECORD, content, "it").claim
+    record = decoded(_RECORD, content, "it")
+    if record.digest and record.digest != sha256(record.claim).hexdigest():
+        raise Corrupt("its digest is not its claim's")
+    claim = decoded(_CLAIM, record.claim, "its claim")
     # Of a newer agent, or a build without it: what it keeps on the host nobody here knows.
     for name in (one.isolation for one in claim.results):
         if name not in ISOLATIONS:

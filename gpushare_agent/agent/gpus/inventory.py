@@ -41,7 +41,7 @@ from gpushare_agent.core.model.gpu_health import (
     uncordoned,
 )
 from gpushare_agent.core.model.gpus import Gpu, GpuInventory, Health
-from gpushare_agent.core.model.names import GpuUuid
+from gpushare_agent.core.model.names import ANY_GPU, GpuUuid
 from gpushare_agent.core.placement.topology import build_topology
 
 if TYPE_CHECKING:
@@ -282,7 +282,8 @@ class GpuInventoryState:
 
     def _as_offered(self, gpu: Gpu, healths: Mapping[GpuUuid, GpuHealth]) -> Gpu:
         of_gpu = healths.get(gpu.mig.parent) if gpu.mig is not None else None
-        return offered(gpu, healths[gpu.uuid], self._policy, of_gpu, held=self._held.get(gpu.uuid, ""))
+        held = self._held.get(gpu.uuid) or self._held.get(ANY_GPU, "")
+        return offered(gpu, healths[gpu.uuid], self._policy, of_gpu, held)
 
     def _publish(self) -> bool:
         gpus = tuple(self._as_offered(gpu, self._healths) for gpu in self._seen.gpus)
@@ -300,19 +301,28 @@ class GpuInventoryState:
 
 
 class GpuHealthObserver:
-    """Subscribe `inventory_changed` to the inventory. A GPU that is healthy when it is first seen is not reported."""
+    """Subscribe `inventory_changed` to the inventory. A GPU that is healthy when it is first seen is not reported, and one
+    that is held back not before the pods, which may tell more, were compared (`reconciled`)."""
 
     def __init__(self, node: Node, events: NodeEvents) -> None:
         self._node = node
         self._events = events
         self._gpus: Mapping[GpuUuid, Gpu] = {}
         self._cordoned: Mapping[GpuUuid, str] = node.inventory.cordoned
+        self._is_settled = False
+
+    def reconciled(self) -> None:
+        """The ledger was compared with the kubelet's records, and with the pods if they are listed."""
+        self._is_settled = self._is_settled or self._node.pods.is_synced
+        self.inventory_changed(self._node.gpus())
 
     def inventory_changed(self, inventory: GpuInventory) -> None:
         gpus, was_cordoned = self._gpus, self._cordoned
-        self._gpus, self._cordoned = inventory.by_uuid(), self._node.inventory.cordoned
+        why = () if self._is_settled else self._node.inventory.held.values()
+        shown = [replace(gpu, health=Health.HEALTHY) if gpu.unhealthy_reason in why else gpu for gpu in inventory.gpus]
+        self._gpus, self._cordoned = {gpu.uuid: gpu for gpu in shown}, self._node.inventory.cordoned
         # By index: Events of one change come in the order in which people count GPUs.
-        for gpu in sorted(inventory.gpus, key=lambda gpu: gpu.index):
+        for gpu in sorted(shown, key=lambda gpu: gpu.index):
             # An agent that starts must not report every GPU as recovered.
             was_healthy = gpu.uuid not in gpus or gpus[gpu.uuid].is_healthy
             self._report_cordon(gpu, was_cordoned.get(gpu.uuid), self._cordoned.get(gpu.uuid))

@@ -12,24 +12,21 @@ from __future__ import annotations
 
 import base64
 import json
-import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
-from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from msgspec import Struct
 from msgspec.structs import replace
 
 from gpushare_agent.core.kit.daemon_thread import DaemonThread
+from gpushare_agent.core.kit.protobuf import decode_container_answer
+from gpushare_agent.core.model.allocations import gpu_names
 from gpushare_agent.core.model.device_ids import DeviceIds
 from gpushare_agent.core.model.errors import Corrupt, Unavailable
 from gpushare_agent.core.model.names import ENV_GPUSHARE_INDEX, ENV_VISIBLE_DEVICES, PodUid, read_former_id
 from gpushare_agent.core.settings.settings import Settings
-
-if TYPE_CHECKING:
-    from gpushare_agent.core.wire.v1beta1 import ContainerAllocateResponse
 
 
 class ListedContainer(Struct, frozen=True, kw_only=True):
@@ -48,25 +45,20 @@ class ListedPod(Struct, frozen=True, kw_only=True):
 
 
 class CheckpointEntry(Struct, frozen=True, kw_only=True):
-    """One entry of kubelet_internal_checkpoint: it has the UID but not the name, and may be stale. `answer` is the plugin's
-    ContainerAllocateResponse in base64, which the container gets again at each start.
-
-    `gpus` is what says which GPUs a container of another program has, as that program wrote it: device nodes, UUIDs, and
-    indexes as digits (`-1`: none)."""
+    """One entry of kubelet_internal_checkpoint: it has the UID but not the name, and may be stale. `gpu_names` is what the
+    plugin's answer, which the container gets again at each start, names GPUs by; of a container of another program also what
+    that program's own record says, and its index (NO_GPU: none)."""
 
     pod_uid: PodUid
     container: str
     resource: str
     device_ids: frozenset[str]
-    answer: str = ""
-    gpus: tuple[str, ...] = ()
+    gpu_names: frozenset[str] = frozenset()
 
 
 FILE_NAME = "kubelet_internal_checkpoint"
 MAX_BYTES = 64 * 1024 * 1024
-MAX_NAMED = 256
 NO_GPU = "-1"
-_NAMED = re.compile(r"/dev/nvidia[0-9]{1,4}|[0-9]{1,4}|GPU-[0-9a-f-]{1,64}", re.ASCII)
 READ_TIMEOUT_S = 1.0
 """The file is read in milliseconds; a stalled disk must not stall the start, an admission or the shutdown."""
 
@@ -102,14 +94,10 @@ def read_checkpoint(path: Path, former: Path | None = None) -> Sequence[Checkpoi
     except (ValueError, KeyError, TypeError, AttributeError) as e:
         raise Corrupt(f"kubelet checkpoint {path} is not in the known format: {e!r}") from e
     lacking = {(e.pod_uid, e.container) for e in entries if is_former(e.device_ids)}
-    lacking -= {(e.pod_uid, e.container) for e in entries if e.gpus}
-    if not lacking or former is None:
-        return entries
-    nodes = _gpu_managers(former)
-    return [
-        replace(e, gpus=nodes.get((e.pod_uid, e.container), ())) if (e.pod_uid, e.container) in lacking else e
-        for e in entries
-    ]
+    lacking -= {(e.pod_uid, e.container) for e in entries if e.gpu_names}
+    nodes = _gpu_managers(former) if lacking and former is not None else {}
+    found = {key: nodes[key] for key in lacking & nodes.keys()}
+    return [replace(e, gpu_names=found.get((e.pod_uid, e.container), e.gpu_names)) for e in entries]
 
 
 def gpu_managers_checkpoint(settings: Settings) -> Path:
@@ -122,13 +110,13 @@ def is_former(device_ids: Collection[str]) -> bool:
     return read_former_id(next(iter(device_ids), "")) is not None
 
 
-def _gpu_managers(path: Path) -> dict[tuple[str, str], tuple[str, ...]]:
+def _gpu_managers(path: Path) -> dict[tuple[str, str], frozenset[str]]:
     """The device nodes by pod UID and container of gpu-manager's own checkpoint: `PodCache` and `Info` in
     pkg/services/allocator/cache/cache.go, `checkpointFileName` in allocator/nvidia/allocator.go. One that cannot be read
     says nothing."""
     try:
         return {
-            (uid, container): _bounded(info["Devices"] or ())
+            (uid, container): gpu_names("", (), map(str, info["Devices"] or ()))
             for uid, containers in _read_json(path)["PodGPUMapping"].items()
             for container, info in containers.items()
         }
@@ -166,38 +154,18 @@ def _entry(raw: dict[str, object]) -> CheckpointEntry:
         container=str(raw["ContainerName"]),
         resource=str(raw["ResourceName"]),
         device_ids=frozenset(ids),
-        answer=str(raw.get("AllocResp") or ""),
-        gpus=_named_gpus(raw.get("AllocResp")) if is_former(ids) else (),
+        gpu_names=_gpu_names(str(raw.get("AllocResp") or ""), is_former=is_former(ids)),
     )
 
 
-def parsed_answer(response: object) -> ContainerAllocateResponse | None:
-    """The message of an entry's `answer`; None where it cannot be read."""
-    # Imported here: to define the messages would delay the registration.
-    from gpushare_agent.core.wire.v1beta1 import ContainerAllocateResponse
-
-    try:
-        return ContainerAllocateResponse.parse(base64.b64decode(str(response or ""), validate=True))
-    # betterproto raises what Python raises: of an answer that is none nothing is known.
-    except Exception:  # noqa: BLE001
-        return None
-
-
-def _named_gpus(response: object) -> tuple[str, ...]:
-    """What a ContainerAllocateResponse in base64 says of GPUs. gpu-manager answers device nodes and UUIDs (`allocateOne` in
+def _gpu_names(answer: str, *, is_former: bool) -> frozenset[str]:
+    """Of a ContainerAllocateResponse in base64. gpu-manager answers device nodes and UUIDs (`allocateOne` in
     pkg/services/allocator/nvidia/allocator.go); GPUShare's plugin a UUID, or the index, which is -1 where no GPU was found
-    (`Allocate` in pkg/gpu/nvidia/allocate.go)."""
-    answer = parsed_answer(response)
-    if answer is None:
-        return ()
-    index = answer.envs.get(ENV_GPUSHARE_INDEX, "")
-    visible = answer.envs.get(ENV_VISIBLE_DEVICES, "").split(",")
-    if index == NO_GPU:
-        return (NO_GPU,)
-    # NVIDIA's runtime gives the GPU of a UUID whatever the index says.
-    uuids = [one for one in visible if one.startswith("GPU-")]
-    return _bounded([*(uuids or (index, *visible)), *(device.host_path for device in answer.devices)])
-
-
-def _bounded(names: Iterable[object]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(name for name in map(str, islice(names, MAX_NAMED)) if _NAMED.fullmatch(name)))
+    (`Allocate` in pkg/gpu/nvidia/allocate.go). Of an answer that is none nothing is known."""
+    try:
+        env, mounts, nodes = decode_container_answer(base64.b64decode(answer, validate=True))
+    except ValueError:
+        return frozenset()
+    index = env.get(ENV_GPUSHARE_INDEX, "") if is_former else ""
+    visible = env.get(ENV_VISIBLE_DEVICES, "")
+    return frozenset((NO_GPU,)) if index == NO_GPU else gpu_names(f"{visible},{index}", mounts, nodes)

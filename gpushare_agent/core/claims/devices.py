@@ -59,8 +59,10 @@ class DevicePolicy(Struct, frozen=True, kw_only=True):
 
 def device_name(uuid: GpuUuid) -> str:
     """The GPU's name for good: an index means another GPU after the driver has counted them again."""
-    name = f"gpu-{uuid.removeprefix('GPU-').lower()}"
-    return name if is_device_name(name) else f"gpu-{hashlib.sha256(repr(uuid).encode()).hexdigest()[:32]}"
+    name = f"gpu-{uuid.removeprefix('GPU-')}"
+    # Not made small: two UUIDs that differ in that alone would have one name.
+    is_plain = uuid.startswith("GPU-") and is_device_name(name)
+    return name if is_plain else f"gpu-{hashlib.sha256(repr(uuid).encode()).hexdigest()[:32]}"
 
 
 def is_device_name(name: str) -> bool:

@@ -6,9 +6,8 @@ with a traceback, or lost: Python before 3.12 makes a RuntimeError of it while a
 
 import os
 
-_signal = __import__(
-    "_signal"
-)  # `signal` imports more, and until then Ctrl-C is Python's own: so nothing else is imported
+# `signal` imports more, and until then Ctrl-C is Python's own: so nothing else is imported.
+_signal = __import__("_signal")
 
 INTERRUPTED = 130
 """The exit code after Ctrl-C, as a shell gives it: 128 and the number of SIGINT."""

@@ -1,7 +1,7 @@
 """One small JSON file that outlives the agent: read whole and bounded, replaced whole and synced, set aside (as
 `<name>.corrupt`) where it is not what it should be or somebody else may have written it: the copy that was last read or
-written, `<name>.last`, takes its place. Every step is in a daemon thread and bounded in time. Owns the files, no state in
-memory.
+written, `<name>.last`, takes its place. The document's field `digest` shows damage. Every step is in a daemon thread and
+bounded in time. Owns the files, no state in memory.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,6 +26,7 @@ T = TypeVar("T")
 MAX_BYTES = 1 << 20
 READ_TIMEOUT_S = 2.0
 WRITE_TIMEOUT_S = 5.0
+_DIGEST = "digest"
 IS_COPY = "the last good copy is used"
 _REMEDY = "if its content is right: chown root, chmod go-w, give it its name again, restart the agent"
 
@@ -81,32 +83,38 @@ class StateFile:
         with suppress(OSError, Corrupt):
             copy = _read(self._copy, parse)
         try:
-            self._path.replace(aside)
-            if copy is not None:
-                self._replace(self._path, copy[0])
+            if copy is None:
+                self._path.replace(aside)
+            else:
+                self._replace(self._path, copy[0], aside)
         except OSError as e:
-            raise Unavailable(f"{self._path} is not usable ({why}) and cannot be set aside: {e.strerror}") from e
+            if copy is None:
+                raise Unavailable(f"{self._path} is not usable ({why}) and cannot be set aside: {e.strerror}") from e
+            aside = self._path  # a full disk: the copy counts all the same, and is read again at the next start
         self._on_corrupt(why=why, kept_as=str(aside), then=IS_COPY if copy is not None else self._lost)
         return copy[1] if copy is not None else empty()
 
     def _save(self, document: dict[str, Any]) -> None:
+        document = document | {_DIGEST: _digest(document)}
         content = json.dumps(document, indent=2).encode() + b"\n"
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            for path in (self._copy, self._path):
-                self._replace(path, content)
+            self._replace(self._path, content)
+            self._keep_copy(content)
             # Without it a loss of power may leave the old name with no content on some file systems.
             _sync_directory(self._path.parent)
         except OSError as e:
             remedy = file_remedy(e, f"check that the agent may write in {self._path.parent}")
             raise Unavailable(f"{self._path} cannot be written: {e.strerror or e}; {remedy}") from e
 
-    def _replace(self, path: Path, content: bytes) -> None:
-        """Synced, but for the copy: to read must not wait for a busy disk."""
+    def _replace(self, path: Path, content: bytes, aside: Path | None = None) -> None:
+        """Synced, but for the copy: to read must not wait for a busy disk. `aside` is the name that what is there gets."""
         # Next to the file, because a rename works only within one file system.
         new = self._path.with_name(self._path.name + ".new")
         try:
             _write_whole(new, content, is_synced=path is self._path)
+            if aside is not None:
+                path.replace(aside)
             new.replace(path)
         except OSError:
             with suppress(OSError):
@@ -116,8 +124,21 @@ class StateFile:
 
 def _read(path: Path, parse: Callable[[Any], T]) -> tuple[bytes, T] | None:
     """The content, and what it says. Raises OSError, Corrupt."""
-    content = _content(path)
-    return (content, parse(loaded(content))) if content is not None else None
+    if (content := _content(path)) is None:
+        return None
+    raw = loaded(content)
+    # None in files of earlier agents, and where a person took it out.
+    if isinstance(raw, dict) and (known := raw.pop(_DIGEST, None)) is not None and known != _digest(raw):
+        raise Corrupt(f"its content is not what the agent wrote; if it is right, remove the field {_DIGEST}")
+    return content, parse(raw)
+
+
+def _digest(document: dict[str, Any]) -> str:
+    """One wrong bit makes another GPU of a UUID, and no damage is seen. Raises Corrupt."""
+    try:
+        return sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
+    except RecursionError as e:
+        raise Corrupt("it is nested too deeply") from e
 
 
 def _content(path: Path) -> bytes | None:

@@ -226,11 +226,9 @@ def is_excluded(host: str, port: str, excluded: str) -> bool:
             name, _, its_port = entry[1:].partition("]")
         elif entry.count(":") == 1:  # more are an IPv6 address
             name, _, its_port = entry.partition(":")
-        if "/" in name:
-            network = _ip(partial(ip_network, strict=False), name)
-            is_named = network is not None and address is not None and address in network
-        elif (its_address := _ip(ip_address, name)) is not None:
-            is_named = its_address == address
+        # One address is a network too.
+        if (network := _ip(partial(ip_network, strict=False), name)) is not None:
+            is_named = address is not None and address in network
         else:
             suffix = name.removeprefix("*")
             is_named = name in ("*", host) or (suffix != "" and host.endswith(f".{suffix.removeprefix('.')}"))

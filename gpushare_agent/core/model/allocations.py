@@ -7,6 +7,7 @@ placement/gpu_account.py makes an account of the sum.
 
 from __future__ import annotations
 
+import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from fractions import Fraction
@@ -16,10 +17,23 @@ from msgspec import Struct
 from msgspec.structs import force_setattr, replace
 
 from gpushare_agent.core.model.isolation import Sharing
-from gpushare_agent.core.model.names import CORES_PER_GPU, DeviceId, GpuUuid, PodUid, former_program, named_gpus
+from gpushare_agent.core.model.names import (
+    CORES_PER_GPU,
+    ENV_VISIBLE_DEVICES,
+    DeviceId,
+    GpuUuid,
+    PodUid,
+    former_program,
+    named_gpus,
+)
 from gpushare_agent.core.model.pods import ContainerKind
 from gpushare_agent.core.model.resources import Measure, ResourceKind, parts_of, replica_layout
 
+VOLUME_MOUNT_ROOT = "/var/run/nvidia-container-devices"
+_GPU_NAME = re.compile(
+    r"/dev/nvidia[0-9]{1,4}|/dev/nvidia-caps/nvidia-cap[0-9]{1,6}|[0-9]{1,4}(:[0-9]{1,4})?|GPU-[0-9a-f-]{1,64}",
+    re.ASCII,
+)
 NO_IDS: frozenset[DeviceId] = frozenset()
 
 
@@ -118,7 +132,7 @@ class Allocation(Struct, frozen=True, kw_only=True):
     GPUs named by the IDs of the resource that binds them, else the planned ones, in order of index; the memory is charged to
     them. `is_whole` means whole GPUs: their whole memory is the container's. `allocated_at` is seconds on the monotonic
     clock. `resized_to` is the size to which a running share was changed, None where it has what the kubelet allocated.
-    `numbers` are those of the driver that the container's answer names GPUs by, None where an earlier agent answered.
+    `gpu_names` is what its answer names GPUs by (`gpu_names`), None where no record of that was found.
 
     The allocation of a claim has a `charge` and no IDs. Its key has the claim's UID instead of the pod's and the result's
     name instead of the container's. `pod_name` names the pod for which it was prepared first.
@@ -134,7 +148,7 @@ class Allocation(Struct, frozen=True, kw_only=True):
     is_whole: bool = False
     allocated_at: float = 0.0
     resized_to: ShareSize | None = None
-    numbers: frozenset[str] | None = None
+    gpu_names: frozenset[str] | None = None
     claim: ClaimShare | None = None
     charge: Charge = NO_CHARGE
 
@@ -259,6 +273,19 @@ class ContainerEdits(Struct, frozen=True, kw_only=True):
     devices: tuple[DeviceNode, ...] = ()
     annotations: tuple[tuple[str, str], ...] = ()
     cdi_devices: tuple[str, ...] = ()
+
+    @property
+    def gpu_names(self) -> frozenset[str]:
+        """What it names GPUs by."""
+        mounts, nodes = (one.container_path for one in self.mounts), (one.host_path for one in self.devices)
+        return gpu_names(dict(self.env).get(ENV_VISIBLE_DEVICES, ""), mounts, nodes)
+
+
+def gpu_names(visible: str, mounts: Iterable[str], nodes: Iterable[str]) -> frozenset[str]:
+    """What an answer names GPUs by, in NVIDIA's variable, in paths of mounts in the container and in device nodes: UUIDs,
+    and the driver's numbers, which another GPU may have after a boot."""
+    texts = (*visible.split(","), *(path.removeprefix(f"{VOLUME_MOUNT_ROOT}/") for path in mounts), *nodes)
+    return frozenset(text for text in texts if _GPU_NAME.fullmatch(text))
 
 
 def merged(*parts: ContainerEdits) -> ContainerEdits:

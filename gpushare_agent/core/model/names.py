@@ -191,9 +191,13 @@ def former_program(device: str) -> str:
     return former.program if former is not None else ""
 
 
+ANY_GPU = GpuUuid("")
+
+
 def one_of(gpus: Iterable[GpuUuid]) -> GpuUuid:
-    """Stands for the GPU of a container that has one or some of these, and nobody knows which, or how much of it."""
-    return GpuUuid("|".join((*sorted(gpus), "")))
+    """Stands for the GPU of a container that has one or some of these, and nobody knows which, or how much of it; of none:
+    whatever GPUs the driver will show."""
+    return GpuUuid("".join(f"{gpu}|" for gpu in sorted(gpus)) or "|")
 
 
 def is_one_of(gpu: GpuUuid) -> bool:
@@ -201,8 +205,8 @@ def is_one_of(gpu: GpuUuid) -> bool:
 
 
 def possible_gpus(gpu: GpuUuid) -> list[GpuUuid]:
-    """The GPUs behind `one_of`; of any other that GPU alone."""
-    return [GpuUuid(uuid) for uuid in gpu.split("|") if uuid]
+    """The GPUs behind `one_of`, ANY_GPU for whatever there are; of any other that GPU alone."""
+    return [GpuUuid(uuid) for uuid in gpu.removesuffix("|").split("|")]
 
 
 def split_device_id(device: str) -> tuple[GpuUuid, int] | None:

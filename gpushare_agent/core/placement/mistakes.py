@@ -182,11 +182,12 @@ def write_instead(name: str, given: Quantity, names: ResourceNames) -> str:
 
 def _of_families(one: ContainerJson, names: ResourceNames, offer: Offer) -> Iterator[str]:
     """Names of other programs that no node offers, and no webhook has translated, as ours."""
+    # NVIDIA's own plugin offers HAMi's name for the number.
+    common = {NVIDIA_GPU_RESOURCE, *names.names}
     for family in _FAMILIES:
-        # NVIDIA's own plugin offers HAMi's name for the number.
-        known = {NVIDIA_GPU_RESOURCE, *offer.resources, *names.names}
-        wrong = [name for name in family.asking if name in one.requests and name not in known]
-        if not wrong:
+        wrong = [name for name in family.asking if name in one.requests and name not in common]
+        # Where nodes offer one of its names the program runs there, and reads the others by itself.
+        if not wrong or not offer.resources.isdisjoint({*family.asking} - common):
             continue
         counts = {name: ceil(amount(one.requests[name]) or 0) for name in family.asking if name in one.requests}
         if (memory := counts.get(family.memory, 0)) >= _BYTES:

@@ -62,7 +62,7 @@ class Hindrance(Struct, frozen=True, kw_only=True):
     words: tuple[str, ...]
 
     def __bool__(self) -> bool:
-        return self.is_cordoned or bool(self.labels) or bool(self.others)
+        return bool(self.words)
 
 
 def hindrance(needs: PodNeeds, offer: NodeOffer, used: Mapping[str, int]) -> Hindrance:

@@ -134,8 +134,8 @@ def renumbered(allocation: Allocation, gpus: Mapping[GpuUuid, Gpu], extra: Colle
     shown = [gpu for uuid in allocation.gpus if (gpu := gpus.get(uuid)) is not None]
     # The nodes of a MIG instance that is gone may be those of a new one.
     found = [gpu for gpu in shown if gpu.mig is None or not gpu.mig.is_gone]
-    own = {name for gpu in found for name in (gpu.number_label, *gpu.nodes)}
-    others = (allocation.numbers or frozenset()) - own - set(extra)
+    own = {name for gpu in found for name in (gpu.uuid, gpu.number_label, *gpu.nodes)}
+    others = (allocation.gpu_names or frozenset()) - own - set(extra)
     if len(found) == len(allocation.gpus) and not others:
         return None
     now = f"has other numbers than {', '.join(sorted(others))}" if others and found else "is not shown by the driver"

@@ -115,10 +115,12 @@ class FormerDevices:
     def _gpus_of(self, uid: PodUid, container: str, count: int) -> list[GpuUuid]:
         """So many GPUs, by index, or `one_of` those that it may have; an empty name where it got none."""
         entries, pod = self._entries.get((uid, container), ()), self._pods.get(uid)
-        named = [name for entry in entries for name in entry.gpus] or (_by_pod(pod, container) if pod else ())
+        named = {name for entry in entries for name in entry.gpu_names} or (_by_pod(pod, container) if pod else ())
         if NO_GPU in named:
             return [GpuUuid("")]
-        found = {gpu for name in named for gpu in self._named(name)}
+        # NVIDIA's runtime gives the GPU of a UUID whatever the index says.
+        has_uuid = any(name.startswith("GPU-") for name in named)
+        found = {gpu for name in named if not (has_uuid and name.isdigit()) for gpu in self._named(name)}
         if len(found) < count:
             found = {*self._gpus}
         if len(found) != count:

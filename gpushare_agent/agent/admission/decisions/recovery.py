@@ -30,6 +30,7 @@ from gpushare_agent.core.model.names import (
     GpuUuid,
     PodUid,
     has_kubelet_text,
+    is_one_of,
     kubelet_text,
     read_former_id,
     split_device_id,
@@ -79,10 +80,10 @@ def rebuild(records: Records, names: ResourceNames, inventory: GpuInventory, now
         # PodResources comes first: it shows the present, the checkpoint perhaps a pod that has ended.
         if key not in found and _is_retained(key, ids, live, listed_uids, listed_ids):
             found[key] = _Recorded(ids=ids)
-    resources = _unit_resources(records, names)
+    resources, gpu_names = _unit_resources(records, names), _gpu_names(records.checkpoint)
     ended = {uid for uid, pod in by_uid.items() if pod.is_terminal}
     return [
-        _allocation(key, found[key], by_uid.get(key.pod_uid), inventory, now, resources)
+        _allocation(key, found[key], by_uid.get(key.pod_uid), inventory, now, resources, gpu_names)
         for key in sorted(found)
         if key.pod_uid not in ended
     ]
@@ -142,7 +143,17 @@ def adopt(
             "again.",
         )
     resources = _unit_resources(Records(listed=(), checkpoint=entries, pods=None), names)
-    return [_allocation(key, _Recorded(ids=written[key]), None, inventory, now, resources) for key in keys]
+    gpu_names = _gpu_names(entries)
+    return [_allocation(key, _Recorded(ids=written[key]), None, inventory, now, resources, gpu_names) for key in keys]
+
+
+_GpuNames = Mapping[tuple[ContainerKey, frozenset[DeviceId]], frozenset[str]]
+
+
+def _gpu_names(entries: Sequence[CheckpointEntry]) -> _GpuNames:
+    """What the answers with these devices of a container name GPUs by: another plugin's entry names others."""
+    ids = (frozenset(map(DeviceId, entry.device_ids)) for entry in entries)
+    return {(ContainerKey(e.pod_uid, e.container), own): e.gpu_names for e, own in zip(entries, ids, strict=True)}
 
 
 def _unit_resources(records: Records, names: ResourceNames) -> dict[DeviceId, str]:
@@ -239,6 +250,7 @@ def _allocation(
     inventory: GpuInventory,
     now: float,
     resources: Mapping[DeviceId, str],
+    gpu_names: _GpuNames,
 ) -> Allocation:
     spec = pod.container(key.container) if pod is not None else None
     assumed = ContainerKind.MAIN if recorded.is_listed else ContainerKind.INIT
@@ -255,6 +267,7 @@ def _allocation(
     return replace(
         found,
         gpus=gpus_of(found.bound_ids, inventory),
+        gpu_names=gpu_names.get((key, found.bound_ids)),
         gpu_resource=resources[min(units)] if units else "",
         is_whole=all(replica_layout(device).is_whole for device in units)
         if units
@@ -345,7 +358,7 @@ def _compare(present: Mapping[ContainerKey, Allocation], found: Allocation, evid
     | has it not | else | adopted |
     | same IDs | name and kind known | none |
     | same IDs | else | named |
-    | other IDs | init container | none: its record is the checkpoint's, which lags |
+    | other IDs | init container whose GPU is known | none: its record is the checkpoint's, which lags |
     | other IDs | else | changed |
     """
     if found.key in evidence.fresh:
@@ -361,7 +374,9 @@ def _compare(present: Mapping[ContainerKey, Allocation], found: Allocation, evid
     if known.ids == found.ids:
         is_named = (known.pod_name or not found.pod_name) and known.kind is found.kind
         return None if is_named else Correction(kind=CorrectionKind.NAMED, key=found.key, allocation=found)
-    return None if is_init else Correction(kind=CorrectionKind.CHANGED, key=found.key, allocation=found)
+    if is_init and not any(map(is_one_of, known.gpus)):
+        return None
+    return Correction(kind=CorrectionKind.CHANGED, key=found.key, allocation=found)
 
 
 def _verdict(

@@ -209,6 +209,8 @@ _REFUSALS = frozenset({"UNKNOWN", "NO_PERMISSION", "OPERATING_SYSTEM"})
 _BUS_ID = re.compile(r"[0-9A-F]{8}:[0-9A-F]{2}:[0-9A-F]{2}\.[0-9A-F]")
 _MAX_MEMORY_MIB = 1 << 22
 _UNKNOWN_MINOR = -1
+_MAX_MINOR = (1 << 20) - 1
+"""The kernel's own limit."""
 _BRANDS = {
     1: "Quadro",
     2: "Tesla",
@@ -336,7 +338,7 @@ class NvmlReader(Struct, eq=False):
         gpu = Gpu(
             index=index,
             driver_index=found.nvml_index,
-            minor=call("nvmlDeviceGetMinorNumber", handle),
+            minor=_minor(handle),
             uuid=found.uuid,
             bus_id=bus_id,
             name=call("nvmlDeviceGetName", handle),
@@ -511,6 +513,14 @@ def _bus_id(handle: Any) -> str:
     if _BUS_ID.fullmatch(bus_id) is None:
         raise unusable("nvmlDeviceGetPciInfo", f"{bus_id!r} is no bus ID")
     return bus_id
+
+
+def _minor(handle: Any) -> int:
+    """Raises CallError, DriverLostError."""
+    minor: int = call("nvmlDeviceGetMinorNumber", handle)
+    if minor > _MAX_MINOR:
+        raise unusable("nvmlDeviceGetMinorNumber", f"{minor} is no device's minor number")
+    return minor
 
 
 def _memory_mib(handle: Any) -> int:

@@ -75,10 +75,19 @@ def renamed(code: int, name: str = "") -> NvmlError:
         text = str(pynvml.NVMLError(code))
     except (pynvml.NVMLError, ValueError):  # the library's own text, of any bytes
         text = f"error {code}"
-    if error in _OF_DRIVER:
+    if error in _OF_DRIVER and not _has_count():
         return DriverLostError(error, text)
     # What is said of the GPU as a whole is the same for each call.
     return CallError(error, text if error in OF_GPU or not name else f"{text} ({name})")
+
+
+def _has_count() -> bool:
+    """Whether the driver answers at all: else an error of the driver is that of one GPU, and the others go on."""
+    try:
+        pynvml.nvmlDeviceGetCount()
+    except pynvml.NVMLError:
+        return False
+    return True
 
 
 def call(name: str, *arguments: Any, field: str = "") -> Any:
