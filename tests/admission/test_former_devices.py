@@ -185,6 +185,7 @@ def gpushare(**env: str) -> ContainerSpec:
     [
         (answer(**{ENV_GPUSHARE_INDEX: "2", "NVIDIA_VISIBLE_DEVICES": "2"}), gpushare(), {}, "GPU-2"),
         (answer(**{ENV_GPUSHARE_INDEX: "0", "NVIDIA_VISIBLE_DEVICES": "GPU-1"}), gpushare(), {}, "GPU-1"),
+        (answer("/dev/nvidia1", **{ENV_GPUSHARE_INDEX: "-1"}), gpushare(), {}, "GPU-1"),
         (b"", gpushare(), {"ALIYUN_COM_GPU_MEM_IDX": "2", "ALIYUN_COM_GPU_MEM_ASSIGNED": "true"}, "GPU-2"),
         (b"", gpushare(), {"scheduler.framework.gpushare.allocation": '{"0":{"1":8}}'}, "GPU-1"),
         (b"", gpushare(**{ENV_GPUSHARE_INDEX: "2"}), {}, "GPU-2"),
@@ -212,6 +213,9 @@ def test_a_container_for_which_gpushare_found_no_gpu_holds_none(node: Node) -> N
         "u1", GPU_MEM, units(8), answer(**{ENV_GPUSHARE_INDEX: "-1", "NVIDIA_VISIBLE_DEVICES": "no-gpu-has-8GiB"})
     )
     assert node.rebuilt() == {}
+    # Unless another of its answers names one.
+    node.holds("u1", "tencent.com/vcuda-core", cores(30), answer("/dev/nvidia1"))
+    assert node.rebuilt()["main"].gpus == ("GPU-1",)
 
 
 @pytest.mark.parametrize("kind", [ContainerKind.MAIN, ContainerKind.INIT])

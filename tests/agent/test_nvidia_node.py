@@ -174,7 +174,9 @@ async def test_with_strategy_single_unlike_instances_are_given_to_nobody() -> No
             await wait_running(node, "share")
             write_faults(node.paths.faults, mig={"0": ["1g.10gb", "1g.10gb", "1g.10gb"]})
             # The share is on the GPU that no other name serves.
-            await wait_until(node, lambda: node.kubelet.devices.capacity().get(GPU, (0, 0))[1] == 3, "all that are alike")
+            await wait_until(
+                node, lambda: node.kubelet.devices.capacity().get(GPU, (0, 0))[1] == 3, "all that are alike"
+            )
             node.api.create_pod(sample("second"))
             await wait_running(node, "second")
 

@@ -167,5 +167,5 @@ def _gpu_names(answer: str, *, is_former: bool) -> frozenset[str]:
     except ValueError:
         return frozenset()
     index = env.get(ENV_GPUSHARE_INDEX, "") if is_former else ""
-    visible = env.get(ENV_VISIBLE_DEVICES, "")
-    return frozenset((NO_GPU,)) if index == NO_GPU else gpu_names(f"{visible},{index}", mounts, nodes)
+    named = gpu_names(f"{env.get(ENV_VISIBLE_DEVICES, '')},{index}", mounts, nodes)
+    return named or frozenset((NO_GPU,) if index == NO_GPU else ())

@@ -116,11 +116,13 @@ class FormerDevices:
         """So many GPUs, by index, or `one_of` those that it may have; an empty name where it got none."""
         entries, pod = self._entries.get((uid, container), ()), self._pods.get(uid)
         named = {name for entry in entries for name in entry.gpu_names} or (_by_pod(pod, container) if pod else ())
-        if NO_GPU in named:
+        if {*named} == {NO_GPU}:
             return [GpuUuid("")]
-        # NVIDIA's runtime gives the GPU of a UUID whatever the index says.
+        # Where another answer of the container names one, it has that. NVIDIA's runtime gives the GPU of a UUID whatever the
+        # index says.
         has_uuid = any(name.startswith("GPU-") for name in named)
-        found = {gpu for name in named if not (has_uuid and name.isdigit()) for gpu in self._named(name)}
+        left_out = {name for name in named if name == NO_GPU or (has_uuid and name.isdigit())}
+        found = {gpu for name in named if name not in left_out for gpu in self._named(name)}
         if len(found) < count:
             found = {*self._gpus}
         if len(found) != count:
