@@ -189,7 +189,7 @@ class ControlServer(Struct, eq=False):
     def _shown(self, gpu: Gpu) -> dict[str, Any]:
         return gpu_document(
             gpu,
-            # Of an instance that of its GPU, too.
+            # An instance is cordoned with its GPU.
             replace(self.inventory.healths[gpu.uuid], cordon=self.inventory.cordoned.get(gpu.uuid)),
             unhealthy_reason=self.inventory.unhealthy_reasons.get(gpu.uuid, ""),
             probes=self.inventory.policy.recovery_probes,

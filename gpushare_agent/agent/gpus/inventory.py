@@ -90,8 +90,8 @@ class GpuInventoryState:
     def cordoned(self) -> dict[GpuUuid, str]:
         """GPUs that an operator took out of service, with the reason; and the MIG instances of such GPUs."""
         cordons = self._saved.cordons
-        instances = {gpu.uuid: gpu.mig.parent for gpu in self._seen.gpus if gpu.mig is not None}
-        return {uuid: cordons[gpu] for uuid, gpu in instances.items() if gpu in cordons} | dict(cordons)
+        parents = {gpu.uuid: gpu.mig.parent for gpu in self._seen.gpus if gpu.mig is not None}
+        return {uuid: cordons[parent] for uuid, parent in parents.items() if parent in cordons} | dict(cordons)
 
     @property
     def unhealthy_reasons(self) -> dict[GpuUuid, str]:
@@ -236,8 +236,8 @@ class GpuInventoryState:
     def _end_loss(self, now: float) -> None:
         # Emptied in any case: only the poll straight after the loss may forgive it.
         before, self._before_loss, self._is_driver_lost = self._before_loss, {}, False
-        # Without the instances that were removed meanwhile.
-        before = {uuid: health for uuid, health in before.items() if uuid in self._healths}
+        for uuid in before.keys() - self._healths.keys():
+            del before[uuid]  # an instance that was removed meanwhile
         restored = after_brief_loss(before, self._healths, {gpu.uuid: gpu for gpu in self._seen.known})
         if restored and is_brief_loss_forgiven(self._forgiven_at, now):
             self._forgiven_at = now
@@ -286,10 +286,8 @@ class GpuInventoryState:
         return offered(gpu, healths[gpu.uuid], self._policy, of_gpu, held)
 
     def _publish(self) -> bool:
-        gpus, partitioned = (
-            tuple(self._as_offered(gpu, self._healths) for gpu in one)
-            for one in (self._seen.gpus, self._seen.mig_partitioned)
-        )
+        gpus = tuple(self._as_offered(gpu, self._healths) for gpu in self._seen.gpus)
+        partitioned = tuple(self._as_offered(gpu, self._healths) for gpu in self._seen.mig_partitioned)
         inventory = replace(self._seen, gpus=gpus, mig_partitioned=partitioned)
         saved = saved_of(self._healths)
         # Polls find the same as a rule: subscribers compare lists of thousands of IDs.

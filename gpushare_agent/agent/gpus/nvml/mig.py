@@ -15,7 +15,7 @@ from typing import Any
 import pynvml
 from msgspec import Struct
 
-from gpushare_agent.agent.gpus.nvml.session import UUID, ask, call, unusable
+from gpushare_agent.agent.gpus.nvml.session import UUID_TEXT, ask, call, unusable
 from gpushare_agent.core.model.gpus import Gpu, MigAttributes, MigPlace
 from gpushare_agent.core.model.names import GIB, MIB, GpuUuid
 
@@ -70,7 +70,7 @@ def find_instances(handle: Any) -> list[FoundInstance]:
         instance = ask("nvmlDeviceGetMigDeviceHandleByIndex", handle, number)
         # It may go away between the two calls.
         uuid = ask("nvmlDeviceGetUUID", instance) if instance is not None else None
-        if uuid is not None and UUID.fullmatch(uuid):
+        if uuid is not None and UUID_TEXT.fullmatch(uuid):
             found.append(FoundInstance(number=number, uuid=GpuUuid(uuid), handle=instance))
     return found
 

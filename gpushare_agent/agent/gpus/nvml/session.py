@@ -42,7 +42,7 @@ UNSUPPORTED = (
 )
 UNUSABLE = "UNUSABLE"
 """Our own: NVML has no such error."""
-UUID = re.compile(r"[\w./-]{1,96}", re.ASCII)
+UUID_TEXT = re.compile(r"[\w./-]{1,96}", re.ASCII)
 """Of GPUs and instances, as they become device IDs and variables of containers."""
 _MOST_GPUS = 1024
 _PREFIX = "NVML_ERROR_"
@@ -200,7 +200,7 @@ class NvmlSession:
             try:
                 handle = call("nvmlDeviceGetHandleByIndex", nvml_index)
                 uuid = GpuUuid(call("nvmlDeviceGetUUID", handle))
-                if UUID.fullmatch(uuid) is None or any(gpu.uuid == uuid for gpu in found):
+                if UUID_TEXT.fullmatch(uuid) is None or any(gpu.uuid == uuid for gpu in found):
                     raise unusable("nvmlDeviceGetUUID", f"{uuid!r} does not tell this GPU from others")
                 found.append(FoundGpu(nvml_index=nvml_index, uuid=uuid, handle=handle))
             # A GPU that cannot be named is reported by its index.
