@@ -40,9 +40,10 @@ def test_an_api_server_takes_all_that_the_chart_can_install(
     """Strict decoding, validation and admission, as for the kustomizations; Prometheus' own kinds aside."""
     on = {"enabled": True}
     webhook = {"annotations": {"cert-manager.io/inject-ca-from": "gpushare-system/gpushare-extender"}, **on}
+    reached = {"extraFrom": [{"ipBlock": {"cidr": "192.0.2.0/24"}}], **on}
     choices = {"isolation": "mps", "dra": {"wholeGpus": on, **on}, "gpuMem": on, "staticPods": on, "networkPolicy": on}
     choices |= {"displaySocket": on, "runtimeSocket": on, "resizePolicy": on, "config": {"map": {"own": {}}}}
-    choices |= {"extender": {"networkPolicy": on, "scheduler": on, "claimsWebhook": webhook, **on}}
+    choices |= {"extender": {"networkPolicy": reached, "scheduler": on, "claimsWebhook": webhook, **on}}
     choices |= {"runtimeClassName": ""}  # the pod of helm test would be refused where there is no RuntimeClass nvidia
     done = template(choices, tmp_path)
     assert done.returncode == 0, done.stderr

@@ -86,7 +86,8 @@ def test_what_the_agent_asks_of_the_api_server_is_what_it_may(
     used, forbidden = audited(log, USER)
     # Once gpu-mem is switched off: a right to remove aliyun.com/gpu-count may be left, and is asked for in vain.
     assert not [one for one in forbidden if not one.startswith("patch nodes/status: ")]
-    others = rights_of_component("components/dra") | rights_of_component("components/node-configuration")
+    folders = ("components/dra", "components/gpushare", "components/node-configuration")
+    others = set().union(*map(rights_of_component, folders))
     assert used <= granted(cluster) | EVERYBODYS | others
 
 

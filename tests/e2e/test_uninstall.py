@@ -63,7 +63,7 @@ def _nothing_else_is_left(
     node = cluster.node_object()["metadata"]
     assert not [key for key in {**node.get("labels", {}), **node.get("annotations", {})} if OURS.search(key)]
 
-    documented = set(re.findall(r"`(/[a-z0-9/-]+)`", PAGE.read_text(encoding="utf-8")))
+    documented = set(re.findall(r"`(/[a-z0-9/.-]+)`", PAGE.read_text(encoding="utf-8")))
     unnamed = [one for one in _files(cluster, namespace) if not any(one.startswith(path) for path in documented)]
     assert unnamed == []
     cluster.wait_for("the node offers nothing", lambda: not any(installation.offered().values()))
