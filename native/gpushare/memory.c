@@ -8,9 +8,13 @@
 #include "library.h"
 #include "region.h"
 
+#include <fcntl.h>
+#include <limits.h>
 #include <stdatomic.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 /* ---- the table of what this process has ---- */
 
@@ -165,18 +169,36 @@ static void settle_freed(bool is_taken_out, const struct allocation *freed, CUre
 
 /* ---- locations ---- */
 
-/* On GH200 and GB200 in NUMA mode a GPU's memory is a NUMA node of the host, and memory of that node is the GPU's. */
+enum { UNSEEN_DEVICE = INT_MAX }; /* of which no file has a share */
+
+static bool is_without_processors(int node)
+{
+    char path[sizeof GPUSHARE_NODES + 32], first = '\n';
+    snprintf(path, sizeof path, GPUSHARE_NODES "/node%d/cpulist", node);
+    int file = open(path, O_RDONLY | O_CLOEXEC);
+    bool is_read = file >= 0 && read(file, &first, 1) >= 0;
+    if (file >= 0)
+        close(file);
+    return is_read && first == '\n';
+}
+
+/* On GH200 and GB200 in NUMA mode a GPU's memory is a NUMA node of the host, and memory of that node is the GPU's. Nodes of GPUs that
+   the container does not have are there, too. */
 static CUdevice device_of_node(int node)
 {
     int count = 0, config = 0, found = -1;
+    bool has_nodes = false;
     if (REAL(cuDeviceGetCount)(&count) != CUDA_SUCCESS)
         return -1;
-    for (CUdevice device = 0; device < count; device++)
-        if (REAL(cuDeviceGetAttribute)(&config, CU_DEVICE_ATTRIBUTE_NUMA_CONFIG, device) == CUDA_SUCCESS &&
-            config == CU_DEVICE_NUMA_CONFIG_NUMA_NODE &&
-            REAL(cuDeviceGetAttribute)(&found, CU_DEVICE_ATTRIBUTE_NUMA_ID, device) == CUDA_SUCCESS && found == node)
+    for (CUdevice device = 0; device < count; device++) {
+        if (REAL(cuDeviceGetAttribute)(&config, CU_DEVICE_ATTRIBUTE_NUMA_CONFIG, device) != CUDA_SUCCESS ||
+            config != CU_DEVICE_NUMA_CONFIG_NUMA_NODE)
+            continue;
+        has_nodes = true;
+        if (REAL(cuDeviceGetAttribute)(&found, CU_DEVICE_ATTRIBUTE_NUMA_ID, device) == CUDA_SUCCESS && found == node)
             return device;
-    return -1;
+    }
+    return has_nodes && is_without_processors(node) ? UNSEEN_DEVICE : -1;
 }
 
 CUdevice device_at(CUmemLocationType type, int id)
