@@ -419,7 +419,7 @@ class NvmlReader(Struct, eq=False):
         gpu = replace(parent, index=index, uuid=found.uuid, nvlinks=())
         try:
             place = read_place(found, parent=parent, parent_handle=handle, caps=caps)
-            memory_mib = _memory_mib(found.handle) or 0
+            memory_mib = _memory_mib(found.handle) or (place.attributes.memory_mib if place.attributes else 0)
         except CallError as error:
             return _unhealthy(known or replace(gpu, memory_mib=0), f"NVML: {error}")
         gpu = replace(gpu, name=f"{parent.name} MIG {place.profile}", memory_mib=memory_mib, mig=place)
