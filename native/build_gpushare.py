@@ -48,8 +48,8 @@ def run(command: Sequence[str], env: dict[str, str] | None = None) -> None:
 def build_gpushare(
     include: Path, output: Path, *, target: str = "", directory: str = "", flags: Sequence[str] = ()
 ) -> None:
-    """Writes the library to `output`. `directory` is where it looks for its two files instead of /etc/vcuda, for
-    tests. Raises CannotBuildError.
+    """Writes the library to `output`. `directory` is where it looks for its two files instead of /etc/vcuda, and for
+    NUMA nodes, for tests. Raises CannotBuildError.
     """
     with tempfile.TemporaryDirectory(prefix="gpushare-library-") as name:
         scratch = Path(name)
@@ -59,7 +59,7 @@ def build_gpushare(
         except (HooksError, OSError, subprocess.CalledProcessError) as error:
             raise CannotBuildError(str(error)) from error
         command = [*compiler, *_FLAGS, f"-I{SOURCES}", f"-I{CALL.parent}", f"-I{scratch}", f"-I{include}"]
-        command += [f'-DGPUSHARE_DIRECTORY="{directory}"'] if directory else []
+        command += [f'-DGPUSHARE_{name}="{directory}"' for name in ("DIRECTORY", "NODES")] if directory else []
         command += [*map(str, sorted(SOURCES.glob("*.c"))), str(CALL), str(scratch / "table.c"), *flags]
         command += ["-Wl,-z,now", "-Wl,-soname,libgpushare.so", f"-Wl,--version-script={scratch / 'exports.map'}"]
         # zig keeps what it compiled of the C library; without a place of the caller's it goes with the rest.

@@ -36,6 +36,7 @@ from gpushare_agent.core.cli.render_text import (
     print_as,
     sums,
 )
+from gpushare_agent.core.model.gpus import HOST_MEMORY_TEXTS
 from gpushare_agent.core.node_report.documents import Cores, GpuDocument, Memory, NodeDocument, ReportedGpu
 from gpushare_agent.kubectl.agent_client import open_agent, read_node, target_of
 from gpushare_agent.kubectl.cluster_nodes import InspectedNode, open_cluster, read_cluster
@@ -112,6 +113,12 @@ def inspection_tables(
         parts += [Text(""), _containers_table(nodes)]
     remarks = [
         Text(f"{plain(node['node'])}: {plain(node['remark'])}", style="yellow") for node in nodes if node["remark"]
+    ]
+    remarks += [
+        Text(f"{plain(node['node'])} GPU {gpu_label(gpu)}: {HOST_MEMORY_TEXTS[kind][0]}", style="yellow")
+        for node in nodes
+        for gpu in node["gpus"]
+        if (kind := gpu.get("host_memory") or "") in HOST_MEMORY_TEXTS
     ]
     uncharged = [_uncharged_line(node, with_details) for node in nodes if node["unplaced"]["containers"]]
     return [*parts, Text(""), *remarks, *uncharged, _cluster_line(document)]

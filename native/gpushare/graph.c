@@ -80,7 +80,7 @@ static void add_node(struct ranges *to, CUgraphNode node, unsigned depth)
     if (REAL(cuGraphNodeGetType)(node, &type) != CUDA_SUCCESS)
         return;
     if (type == CU_GRAPH_NODE_TYPE_MEM_ALLOC && REAL(cuGraphMemAllocNodeGetParams)(node, &memory) == CUDA_SUCCESS &&
-        memory.poolProps.location.type != CU_MEM_LOCATION_TYPE_HOST)
+        device_at(memory.poolProps.location.type, memory.poolProps.location.id) >= 0)
         add_range(to, (struct range){memory.dptr, memory.dptr + memory.bytesize});
     if (type == CU_GRAPH_NODE_TYPE_GRAPH && REAL(cuGraphChildGraphNodeGetGraph)(node, &child) == CUDA_SUCCESS)
         add_graph(to, child, depth + 1);

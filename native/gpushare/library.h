@@ -120,6 +120,8 @@ void amend(const struct allocation *changed); /* the one of its class and value,
    pools and graphs have: so only where there is too little, and what they lack is then to be asked again. */
 bool free_unused(int gpu, CUdevice device);
 bool reserve_bytes(int gpu, CUdevice device, enum kind kind, uint64_t bytes); /* as take_bytes, and once more after free_unused */
+/* The GPU that memory of this location is taken from; -1: the host's. */
+CUdevice device_at(CUmemLocationType type, int id);
 bool is_capturing(CUstream stream, bool is_per_thread);
 /* While a stream is captured, a call that waits or allocates would spoil the capture, unless the thread says that it means it. */
 CUstreamCaptureMode relax_capture(void);

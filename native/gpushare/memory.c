@@ -8,9 +8,13 @@
 #include "library.h"
 #include "region.h"
 
+#include <fcntl.h>
+#include <limits.h>
 #include <stdatomic.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 /* ---- the table of what this process has ---- */
 
@@ -163,6 +167,52 @@ static void settle_freed(bool is_taken_out, const struct allocation *freed, CUre
                                       .context = freed->context});
 }
 
+/* ---- locations ---- */
+
+enum { UNSEEN_DEVICE = INT_MAX }; /* of which no file has a share */
+
+static bool is_without_processors(int node)
+{
+    char path[sizeof GPUSHARE_NODES + 32], first = '\n';
+    snprintf(path, sizeof path, GPUSHARE_NODES "/node%d/cpulist", node);
+    int file = open(path, O_RDONLY | O_CLOEXEC);
+    bool is_read = file >= 0 && read(file, &first, 1) >= 0;
+    if (file >= 0)
+        close(file);
+    return is_read && first == '\n';
+}
+
+/* On GH200 and GB200 in NUMA mode a GPU's memory is a NUMA node of the host, and memory of that node is the GPU's. Nodes of GPUs that
+   the container does not have are there, too. */
+static CUdevice device_of_node(int node)
+{
+    int count = 0, config = 0, found = -1;
+    bool has_nodes = false;
+    if (REAL(cuDeviceGetCount)(&count) != CUDA_SUCCESS)
+        return -1;
+    for (CUdevice device = 0; device < count; device++) {
+        if (REAL(cuDeviceGetAttribute)(&config, CU_DEVICE_ATTRIBUTE_NUMA_CONFIG, device) != CUDA_SUCCESS ||
+            config != CU_DEVICE_NUMA_CONFIG_NUMA_NODE)
+            continue;
+        has_nodes = true;
+        if (REAL(cuDeviceGetAttribute)(&found, CU_DEVICE_ATTRIBUTE_NUMA_ID, device) == CUDA_SUCCESS && found == node)
+            return device;
+    }
+    return has_nodes && is_without_processors(node) ? UNSEEN_DEVICE : -1;
+}
+
+CUdevice device_at(CUmemLocationType type, int id)
+{
+    CUdevice current;
+    switch ((int)type) {
+    case CU_MEM_LOCATION_TYPE_DEVICE: return id;
+    case CU_MEM_LOCATION_TYPE_HOST:
+    case CU_MEM_LOCATION_TYPE_HOST_NUMA_CURRENT: return -1; /* that of the thread's processor, and no GPU's node has one */
+    case CU_MEM_LOCATION_TYPE_HOST_NUMA: return device_of_node(id);
+    default: current = current_device(); return current < 0 ? 0 : current; /* what is not known counts */
+    }
+}
+
 /* ---- linear memory ---- */
 
 /* Without a context the driver has the right error. */
@@ -260,7 +310,8 @@ HOOK(cuMemFree, (CUdeviceptr_v1 address), (address))
 enum { MOST_POOLS = 1024 };
 static struct known_pool {
     CUmemoryPool pool;
-    CUdevice device;
+    CUdevice device; /* where it was first used */
+    int gpu;         /* whose memory it has */
     uint64_t reserved;
 } pools[MOST_POOLS];
 static unsigned pools_count;
@@ -294,7 +345,7 @@ static uint64_t ask_pool(CUmemoryPool pool, CUmemPool_attribute attribute)
 
 static void read_pool(struct known_pool *known)
 {
-    charge_difference(gpu_of_device(known->device), POOL, known->reserved, &known->reserved,
+    charge_difference(known->gpu, POOL, known->reserved, &known->reserved,
                       ask_pool(known->pool, CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT));
 }
 
@@ -312,18 +363,23 @@ static void read_pools(CUdevice device, bool trims)
     pthread_mutex_unlock(&reserves_guard);
 }
 
-/* NULL where it is of the host, or one too many. A pool is first seen here: before an allocation it has nothing. */
+/* NULL where it is of the host, or one too many. A pool is first seen here: before an allocation it has nothing. Drivers before
+   CUDA 13 do not say where a pool is. */
 static struct known_pool *known_pool(CUmemoryPool pool, CUdevice device)
 {
-    int location = CU_MEM_LOCATION_TYPE_DEVICE;
+    int type = CU_MEM_LOCATION_TYPE_DEVICE, id = device, allocation = CU_MEM_ALLOCATION_TYPE_PINNED;
     for (struct known_pool *known = pools; known < pools + pools_count; known++)
         if (known->pool == pool)
             return known;
-    REAL(cuMemPoolGetAttribute)(pool, CU_MEMPOOL_ATTR_LOCATION_TYPE, &location); /* since CUDA 13, which has pools of the host */
-    if (location == CU_MEM_LOCATION_TYPE_HOST || location == CU_MEM_LOCATION_TYPE_HOST_NUMA ||
-        location == CU_MEM_LOCATION_TYPE_HOST_NUMA_CURRENT || pools_count == MOST_POOLS)
+    REAL(cuMemPoolGetAttribute)(pool, CU_MEMPOOL_ATTR_LOCATION_TYPE, &type);
+    REAL(cuMemPoolGetAttribute)(pool, CU_MEMPOOL_ATTR_LOCATION_ID, &id);
+    REAL(cuMemPoolGetAttribute)(pool, CU_MEMPOOL_ATTR_ALLOCATION_TYPE, &allocation);
+    CUdevice from = device_at((CUmemLocationType)type, id);
+    if (from < 0 && allocation == CU_MEM_ALLOCATION_TYPE_MANAGED)
+        from = device; /* it begins with the host, and moves to the GPU that uses it */
+    if (from < 0 || pools_count == MOST_POOLS)
         return NULL;
-    pools[pools_count] = (struct known_pool){.pool = pool, .device = device};
+    pools[pools_count] = (struct known_pool){.pool = pool, .device = device, .gpu = gpu_of_device(from)};
     return &pools[pools_count++];
 }
 
@@ -342,7 +398,6 @@ static uint64_t lacking_in(const struct known_pool *known, uint64_t bytes)
 static bool begin_pool(CUmemoryPool pool, CUdevice device, uint64_t bytes, struct pool_use *use)
 {
     static int said;
-    int gpu = gpu_of_device(device);
     pthread_mutex_lock(&reserves_guard);
     use->lacking = 0;
     use->pool = known_pool(pool, device);
@@ -356,10 +411,10 @@ static bool begin_pool(CUmemoryPool pool, CUdevice device, uint64_t bytes, struc
     }
     read_pool(use->pool);
     use->lacking = lacking_in(use->pool, bytes);
-    bool is_taken = use->lacking == 0 || take_bytes(gpu, POOL, use->lacking);
-    if (!is_taken && free_unused(gpu, device)) { /* trimmed, this pool may lack more than before */
+    bool is_taken = use->lacking == 0 || take_bytes(use->pool->gpu, POOL, use->lacking);
+    if (!is_taken && free_unused(use->pool->gpu, use->pool->device)) { /* trimmed, this pool may lack more than before */
         use->lacking = lacking_in(use->pool, bytes);
-        is_taken = use->lacking == 0 || take_bytes(gpu, POOL, use->lacking);
+        is_taken = use->lacking == 0 || take_bytes(use->pool->gpu, POOL, use->lacking);
     }
     if (!is_taken)
         pthread_mutex_unlock(&reserves_guard);
@@ -442,7 +497,7 @@ HOOK(cuMemPoolDestroy, (CUmemoryPool pool), (pool))
     CUresult result = real(pool);
     for (struct known_pool *known = pools; known < pools + pools_count && result == CUDA_SUCCESS; known++)
         if (known->pool == pool) {
-            charge_difference(gpu_of_device(known->device), POOL, known->reserved, &known->reserved, used);
+            charge_difference(known->gpu, POOL, known->reserved, &known->reserved, used);
             *known = pools[--pools_count];
             break;
         }
@@ -452,21 +507,14 @@ HOOK(cuMemPoolDestroy, (CUmemoryPool pool), (pool))
 
 /* ---- virtual memory: it is the handle's, and stays while the handle is held or mapped ---- */
 
-static bool is_on_gpu(const CUmemAllocationProp *properties)
-{
-    return properties && (properties->location.type == CU_MEM_LOCATION_TYPE_DEVICE ||
-                          properties->location.type == CU_MEM_LOCATION_TYPE_DEVICE_LOCALITY_DOMAIN);
-}
-
 HOOK(cuMemCreate,
      (CUmemGenericAllocationHandle *handle, size_t bytes, const CUmemAllocationProp *properties, unsigned long long flags),
      (handle, bytes, properties, flags))
 {
-    if (!is_on_gpu(properties))
+    CUdevice device = properties ? device_at(properties->location.type, properties->location.id) : -1;
+    if (device < 0)
         return real(handle, bytes, properties, flags);
-    bool is_device = properties->location.type == CU_MEM_LOCATION_TYPE_DEVICE;
-    CUdevice device = is_device ? properties->location.id : current_device();
-    int gpu = gpu_of_device(device < 0 ? 0 : device);
+    int gpu = gpu_of_device(device);
     if (!reserve_bytes(gpu, device, VIRTUAL, bytes))
         return CUDA_ERROR_OUT_OF_MEMORY;
     CUresult result = real(handle, bytes, properties, flags);

@@ -7,6 +7,9 @@
 #ifndef GPUSHARE_DIRECTORY
 #define GPUSHARE_DIRECTORY "/etc/vcuda" /* of the container; a test builds with another one. No variable: the tenant sets those */
 #endif
+#ifndef GPUSHARE_NODES
+#define GPUSHARE_NODES "/sys/devices/system/node"
+#endif
 
 struct slot_use {
     int32_t pid;

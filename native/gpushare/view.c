@@ -99,11 +99,18 @@ static int gpu_of_handle(nvmlDevice_t device)
     return gpu_named(uuid + 4);
 }
 
+/* GB10 uses the host's memory, of which NVML says nothing; a share of it is known all the same. */
+static bool is_unified(nvmlReturn_t result, const void *memory) { return result == NVML_ERROR_NOT_SUPPORTED && memory; }
+
 HOOK_NVML(nvmlDeviceGetMemoryInfo, (nvmlDevice_t device, nvmlMemory_t *memory), (device, memory))
 {
     uint64_t share, used;
     nvmlReturn_t result = real(device, memory);
-    if (result == NVML_SUCCESS && read_share(gpu_of_handle(device), &share, &used)) {
+    bool is_of_host = is_unified(result, memory);
+    if ((result == NVML_SUCCESS || is_of_host) && read_share(gpu_of_handle(device), &share, &used)) {
+        if (is_of_host)
+            memory->total = memory->free = UINT64_MAX;
+        result = NVML_SUCCESS;
         memory->total = lower(memory->total, share);
         memory->used = lower(used, memory->total);
         memory->free = lower(memory->free, memory->total - memory->used);
@@ -115,7 +122,11 @@ HOOK_NVML(nvmlDeviceGetMemoryInfo_v2, (nvmlDevice_t device, nvmlMemory_v2_t *mem
 {
     uint64_t share, used;
     nvmlReturn_t result = real(device, memory);
-    if (result == NVML_SUCCESS && read_share(gpu_of_handle(device), &share, &used)) {
+    bool is_of_host = is_unified(result, memory);
+    if ((result == NVML_SUCCESS || is_of_host) && read_share(gpu_of_handle(device), &share, &used)) {
+        if (is_of_host)
+            memory->total = memory->free = UINT64_MAX;
+        result = NVML_SUCCESS;
         memory->total = lower(memory->total, share);
         memory->reserved = 0; /* the driver's own, of which a share has none */
         memory->used = lower(used, memory->total);

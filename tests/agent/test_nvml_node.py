@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import pytest
 
 from gpushare_agent.core.model.names import NVIDIA_GPU_RESOURCE
+from gpushare_agent.sandbox.kubelet.container_config import parsed_answer
 from gpushare_agent.sandbox.node import EmbeddedNode
 from tests.agent.support_agent import CORES, log_lines, open_child, poll_until, wait_until
 from tests.gpus.support_nvml import TWO_PAIRS, fake_library
 from tests.sandbox.support_sandbox import (
     CORE,
+    MEMORY,
+    active_records,
     container,
     limits_of,
     open_test_node,
@@ -22,6 +27,7 @@ from tests.sandbox.support_sandbox import (
     wait_allocatable,
     wait_phase,
 )
+from tests.settings.support_settings import run_program
 from tests.support_deadline import DEADLINE_S
 
 FLAGS = (
@@ -34,6 +40,7 @@ FLAGS = (
 )
 GPUS = TWO_PAIRS + "value utilization 0 1 1\n"
 HANGS = GPUS + "hang_sample\n"
+LACKS = "call_error nvmlDeviceGetMemoryInfo 0 3\ncall_error nvmlDeviceGetMemoryInfo_v2 0 3\n"
 
 
 @pytest.fixture(scope="module")
@@ -96,6 +103,53 @@ async def test_gpus_without_memory_of_their_own_are_given_whole(script: Path) ->
         await wait_phase(node, "share", "Failed")
 
 
+async def test_memory_that_the_operator_set_is_shared(script: Path) -> None:
+    """Of GB10, here one without minor number, bus ID and name: it has no node, so NVIDIA's runtime gives it by its UUID."""
+    lacks = "".join(f"call_error nvmlDevice{name} 0 3\n" for name in ("GetMinorNumber", "GetPciInfo_v3", "GetName"))
+    _set(script, f"count 1\nGPU 0 GPU-aaaaaaaa-1111 0 0000000F:01:00.0 0 2 NVIDIA GB10\n{LACKS}{lacks}")
+    async with open_test_node() as node, open_child(node, *FLAGS, "--resources.unified-memory-mib=98304"):
+        await wait_allocatable(node, MEMORY, 384)
+        node.api.create_pod(pod("share", container(cores=30, blocks=4)))
+        await wait_phase(node, "share", "Running")
+        answers = [parsed_answer(record.response) for record in active_records(node)]
+        annotation = await _annotated(node)
+        inspected = await run_program("inspect", f"--query-port={_port(node)}")
+    [visible] = [answer.envs["NVIDIA_VISIBLE_DEVICES"] for answer in answers if answer.envs]
+    nodes = [device.host_path for answer in answers for device in answer.devices]
+    assert visible == "GPU-aaaaaaaa-1111" and not any("-1" in node for node in nodes)
+    assert (annotation["memory_mib"], annotation["host_memory"]) == (98304, "unified")
+    assert "GPU 0: its memory is the host's" in inspected.out
+
+
+@pytest.mark.parametrize(
+    ("lines", "flags", "detail", "remedy"),
+    [
+        ("value addressing 0 2\nvalue numa_node 0 1\n", (), "is a NUMA node of the host: malloc", "CDMM mode"),
+        (LACKS, (), "the host's: malloc", "resources.unified_memory_mib"),
+        (LACKS, ("--resources.unified-memory-mib=1024",), "number 0: its memory is the host's", "pods' memory limits"),
+        (LACKS, ("--resources.unified-memory-mib=4194304",), "is 4194304, and the host has", "systemReserved"),
+    ],
+    ids=["NUMA mode", "GB10", "a size", "a size that no host has"],
+)
+async def test_check_says_what_of_the_memory_no_share_keeps(
+    script: Path, lines: str, flags: tuple[str, ...], detail: str, remedy: str
+) -> None:
+    _set(script, f"count 1\nGPU 0 GPU-aaaaaaaa-1111 0 0000000F:01:00.0 24576 2 NVIDIA GH200\n{lines}")
+    checked = await run_program("check", "--output=json", "--driver=nvml", "--isolation=none", *flags)
+    [found] = [one for one in json.loads(checked.out)["findings"] if one["what"] == "gpu memory"]
+    assert found["level"] == "warning" and detail in found["detail"] and remedy in found["cure"], found
+
+
+async def test_check_says_that_a_gpu_has_no_node(script: Path) -> None:
+    _set(
+        script,
+        "count 1\nGPU 0 GPU-aaaaaaaa-1111 0 0000000F:01:00.0 24576 2 A\ncall_error nvmlDeviceGetMinorNumber 0 3\n",
+    )
+    checked = await run_program("check", "--output=json", "--driver=nvml", "--isolation=none")
+    [found] = [one for one in json.loads(checked.out)["findings"] if one["what"] == "gpu"]
+    assert found["level"] == "warning" and "names no device node" in found["detail"] and "nvidia-ctk" in found["cure"]
+
+
 async def test_a_name_of_other_bytes_costs_its_gpu_alone(script: Path) -> None:
     """It comes while the agent runs; the Event of the Node names the call."""
     _set(script, GPUS)
@@ -113,6 +167,14 @@ async def test_a_name_of_other_bytes_costs_its_gpu_alone(script: Path) -> None:
 def _port(node: EmbeddedNode) -> int:
     port: int = log_lines(node, "web_listening")[-1]["port"]
     return port
+
+
+async def _annotated(node: EmbeddedNode) -> dict[str, Any]:
+    """The first GPU in the Node's annotation."""
+    name, metadata = "gpushare-agent/gpus", lambda: node.api.node(node.name)["metadata"]
+    await poll_until(lambda: name in metadata().get("annotations", {}), "the annotation")
+    found: dict[str, Any] = json.loads(metadata()["annotations"][name])["gpus"][0]
+    return found
 
 
 async def _probe(node: EmbeddedNode, path: str) -> tuple[int, str]:

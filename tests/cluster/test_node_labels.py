@@ -22,7 +22,7 @@ from gpushare_agent.agent.cluster.node_facts import (
     plan_facts_patch,
 )
 from gpushare_agent.core.kube.objects import read_node_json
-from gpushare_agent.core.model.gpus import Gpu, GpuInventory, Health
+from gpushare_agent.core.model.gpus import Gpu, GpuInventory, Health, HostMemory, Link, LinkKind
 from gpushare_agent.core.model.names import GPU_MODEL_LABEL
 from gpushare_agent.core.node_report.annotations import GPUS_ANNOTATION, parse_gpus
 from gpushare_agent.core.placement.topology import build_topology
@@ -212,6 +212,23 @@ def test_the_annotation_tells_each_gpu_with_its_links_in_the_lists_order() -> No
     assert matrix[0][:5] == V100_ROW_0
     assert [fact["index"] for fact in document["gpus"] if fact.get("cordoned")] == [2]
     assert [fact["index"] for fact in document["gpus"] if fact.get("would_be_healthy")] == [2]
+
+
+@pytest.mark.parametrize("kind", [*HostMemory, None])
+def test_whose_memory_is_the_hosts_too_is_read_as_it_is_written(kind: HostMemory | None) -> None:
+    found = GpuInventory(
+        gpus=(gpu(0, host_memory=kind),), topology=build_topology([[Link(kind=LinkKind.SELF)]], [None])
+    )
+    text = gpus_annotation(found, cordoned={}, memory_block_mib=256)
+    assert [one.host_memory for one in parse_gpus(text).gpus] == [kind]
+    assert ("host_memory" in text) == (kind is not None)
+
+
+@pytest.mark.parametrize("odd", [1, [], {}, "other", None, "x" * 10_000, True])
+def test_another_text_of_the_hosts_memory_costs_no_report(odd: object) -> None:
+    fact = {"index": 0, "uuid": "GPU-a", "name": "A", "memory_mib": 1, "is_healthy": True, "host_memory": odd}
+    [read] = parse_gpus(json.dumps({"schema": 1, "gpus": [fact]})).gpus
+    assert read.host_memory is None
 
 
 def test_links_of_a_gpu_that_the_topology_does_not_know_are_the_farthest() -> None:

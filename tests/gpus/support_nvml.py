@@ -97,9 +97,11 @@ async def running_probe(
     timeout_s: float = 10.0,
     wrapper: Sequence[str] = (),
     mig_minors: str | None = None,
+    unified_memory_mib: int = 0,
 ) -> AsyncIterator[Probe]:
     """A probe on this machine; without a library on one that has no NVML. `wrapper` starts it. `mig_minors` is the host's
-    file of MIG's device nodes; without it MIG instances are not asked for. It must end by itself in the end."""
+    file of MIG's device nodes; without it MIG instances are not asked for. Its /proc is `proc` in its directory. It must
+    end by itself in the end."""
     directory = Path(tempfile.mkdtemp(prefix="gs", dir="/tmp"))
     environment = {name: value for name, value in os.environ.items() if name != "LD_LIBRARY_PATH"}
     environment |= {"PYTHONPATH": str(ROOT), "FAKE_NVML_SCRIPT": str(directory / "script")}
@@ -111,7 +113,7 @@ async def running_probe(
         async with asyncio.timeout(DEADLINE_S):
             process = await asyncio.create_subprocess_exec(
                 *(*wrapper, sys.executable, "-W", "error", str(ROOT / "tests" / "gpus" / "support_nvml_probe.py")),
-                *(str(directory), str(timeout_s)),
+                *(str(directory), str(timeout_s), str(unified_memory_mib)),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 env=environment,

@@ -116,9 +116,11 @@ def main() -> None:
         directory = Path(sys.argv[1])
         driver = NvmlDriver(
             pci_devices=directory / "pci",
+            proc=directory / "proc",
             timeout_s=float(sys.argv[2]),
             with_instances=(directory / "mig-minors").exists(),
             mig_minors=directory / "mig-minors",
+            unified_memory_mib=int(sys.argv[3]),
         )
         waiting: list[asyncio.Task[object]] = []
         for line in sys.stdin:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
-from tests.gpus.support_nvml import TWO_PAIRS, running_probe
+from tests.gpus.support_nvml import ONE_GPU, ROOT, TWO_PAIRS, running_probe
 
 
 async def test_gpus_are_read_with_their_minor_numbers_names_and_memory(library_directory: Path) -> None:
@@ -337,8 +338,10 @@ CALLS = (
     "nvmlDeviceGetGpuFabricInfo", "nvmlDeviceGetFieldValues", "nvmlDeviceGetRemappedRows", "nvmlDeviceGetUtilizationRates",
     "nvmlDeviceGetSupportedEventTypes", "nvmlDeviceRegisterEvents", "nvmlDeviceGetComputeRunningProcesses_v3",
     "nvmlDeviceGetProcessUtilization", "nvmlDeviceGetPowerUsage", "nvmlDeviceGetTemperatureV",
+    "nvmlDeviceGetAddressingMode", "nvmlDeviceGetNumaNodeId",
 )  # fmt: skip
 NEEDED = {"nvmlDeviceGetPciInfo_v3", "nvmlDeviceGetMinorNumber", "nvmlDeviceGetName"}
+NOT_SUPPORTED = 3
 
 
 @pytest.mark.parametrize("code", [1, 2, 3, 4, 7, 9, 15, 18, 999, 77777])
@@ -349,7 +352,7 @@ async def test_no_error_of_one_call_ends_the_driver_or_takes_another_gpu(library
             probe.becomes(TWO_PAIRS + f"call_error {call} 1 {code}\n")
             inventory = await probe.read()
             assert [gpu["health"] for gpu in inventory["gpus"] if gpu["index"] != 1] == ["Healthy"] * 3, call
-            if call in NEEDED:
+            if call in NEEDED and code != NOT_SUPPORTED:
                 assert inventory["gpus"][1]["health"] == "Unhealthy"
                 is_named = code == 15 or call.removesuffix("_v3") in inventory["gpus"][1]["unhealthy_reason"]
                 assert is_named, inventory["gpus"][1]
@@ -359,25 +362,115 @@ async def test_no_error_of_one_call_ends_the_driver_or_takes_another_gpu(library
             assert isinstance(await probe.events(), list)
 
 
-async def test_a_gpu_without_memory_of_its_own_is_offered_as_a_whole(library_directory: Path) -> None:
-    """GB10 uses the machine's memory. Another error of the call is one."""
-    gb10 = "count 1\nGPU 0 GPU-aaaa 0 0000000F:01:00.0 0 2 NVIDIA GB10\ncall_error nvmlDeviceGetMemoryInfo 0 {0}\n"
-    async with running_probe(library_directory, gb10.format(3)) as probe:
+EXPORTED = re.compile(r"^int (nvmlDevice(?:Get|Register)\w+)\(", re.MULTILINE)
+IDENTIFIES = {
+    "nvmlDeviceGetCount_v2",
+    "nvmlDeviceGetHandleByIndex_v2",
+    "nvmlDeviceGetHandleByUUID",
+    "nvmlDeviceGetUUID",
+}
+
+
+@pytest.mark.parametrize("code", [3, 13])
+async def test_a_gpu_may_lack_every_value_but_its_uuid(library_directory: Path, code: int) -> None:
+    """NOT_SUPPORTED, or a driver without the function, as of integrated GPUs and WSL2: of each call alone, and of all."""
+    calls = set(EXPORTED.findall((ROOT / "tests/native/fake_nvml.c").read_text())) - IDENTIFIES
+    script = "count 1\nGPU 0 GPU-aaaa 0 0000000F:01:00.0 122566 2 NVIDIA Thor\n"
+    lines = [f"call_error {call} 0 {code}\n" for call in sorted(calls)]
+    async with running_probe(library_directory, script) as probe:
+        for lacking in [*lines, "".join(lines)]:
+            probe.becomes(script + lacking)
+            [gpu] = (await probe.read())["gpus"]
+            assert (gpu["health"], gpu["unhealthy_reason"]) == ("Healthy", ""), lacking
+            assert {one["uuid"] for one in (await probe.sample())["gpus"]} == {"GPU-aaaa"}, lacking
+            assert isinstance(await probe.events(), list)
+    assert (gpu["name"], gpu["minor"], gpu["bus_id"], gpu["memory_mib"]) == ("NVIDIA GPU", -1, "", 0)
+    assert len(calls) > 30
+
+
+GB10 = "count 1\nGPU 0 GPU-aaaa 0 0000000F:01:00.0 {0} 2 NVIDIA GB10\ncall_error nvmlDeviceGetMemoryInfo 0 {1}\n"
+
+
+@pytest.mark.parametrize(
+    ("script", "size_mib"), [(GB10.format(0, 3), 0), (GB10.format(0, 0), 0), (GB10.format(0, 3), 98304)]
+)
+async def test_a_gpu_without_memory_of_its_own_has_what_the_operator_set(
+    library_directory: Path, script: str, size_mib: int
+) -> None:
+    """GB10 uses the machine's memory: without a size it is offered as a whole."""
+    async with running_probe(library_directory, script, unified_memory_mib=size_mib) as probe:
         [gpu] = (await probe.read())["gpus"]
-        probe.becomes(gb10.format(17))
+    assert (gpu["health"], gpu["memory_mib"], gpu["host_memory"]) == ("Healthy", size_mib, "unified")
+
+
+async def test_an_error_of_the_memory_is_one(library_directory: Path) -> None:
+    """And the operator's size is of no GPU whose driver names one."""
+    async with running_probe(library_directory, GB10.format(24576, 17), unified_memory_mib=98304) as probe:
         [failing] = (await probe.read())["gpus"]
-    assert (gpu["health"], gpu["memory_mib"], gpu["name"]) == ("Healthy", 0, "NVIDIA GB10")
+        probe.becomes(GB10.format(24576, 0))
+        [gpu] = (await probe.read())["gpus"]
     assert failing["unhealthy_reason"] == (
         "NVML: The operating system has blocked the request. (nvmlDeviceGetMemoryInfo)"
     )
+    assert (gpu["memory_mib"], gpu["host_memory"]) == (24576, None)
+
+
+@pytest.mark.parametrize(
+    ("values", "kind"),
+    [
+        ("value addressing 0 2\nvalue numa_node 0 2\n", "numa-node"),
+        ("value numa_node 0 2\n", "numa-node"),
+        ("value addressing 0 2\n", None),
+        ("value addressing 0 1\nvalue numa_node 0 0\n", None),
+        ("value addressing 0 2\nvalue numa_node 0 4294967295\n", None),
+    ],
+    ids=["NUMA mode", "a driver that names no mode", "CDMM", "on PCIe", "no node"],
+)
+async def test_memory_that_is_a_numa_node_of_the_host(library_directory: Path, values: str, kind: str | None) -> None:
+    async with running_probe(library_directory, ONE_GPU + values) as probe:
+        [gpu] = (await probe.read())["gpus"]
+    assert (gpu["health"], gpu["host_memory"], gpu["memory_mib"]) == ("Healthy", kind, 24576)
+
+
+INFORMATION = """\
+Model: \t\t NVIDIA Thor
+IRQ:   \t\t 0
+GPU UUID: \t {uuid}
+Bus Type: \t PCIe
+Bus Location: \t {bus}
+Device Minor: \t {minor}
+"""
+
+
+@pytest.mark.parametrize(
+    ("uuid", "bus", "minor", "found"),
+    [
+        ("GPU-aaaa", "0000:01:00.0", "5", ("Healthy", 5, "00000000:01:00.0")),
+        ("GPU-bbbb", "0000:01:00.0", "5", ("Healthy", -1, "")),
+        ("GPU-aaaa", "0000:01:00.0", "-", ("Healthy", -1, "00000000:01:00.0")),
+        ("GPU-aaaa", "../..", "5", ("Unhealthy", -1, "")),
+        ("GPU-aaaa", "0000:01:00.0", "4294967295", ("Unhealthy", -1, "")),
+    ],
+)
+async def test_what_nvml_lacks_is_taken_from_the_kernel_module(
+    library_directory: Path, uuid: str, bus: str, minor: str, found: tuple[str, int, str]
+) -> None:
+    lacks = "call_error nvmlDeviceGetMinorNumber 0 3\ncall_error nvmlDeviceGetPciInfo_v3 0 3\n"
+    async with running_probe(library_directory, ONE_GPU + lacks) as probe:
+        for name, text in (
+            ("0000:00:00.0", "\xff"),
+            ("0000:01:00.0", INFORMATION.format(uuid=uuid, bus=bus, minor=minor)),
+        ):
+            directory = probe.directory / "proc/driver/nvidia/gpus" / name
+            directory.mkdir(parents=True)
+            (directory / "information").write_text(text, encoding="latin-1")
+        [gpu] = (await probe.read())["gpus"]
+    assert (gpu["health"], gpu["minor"], gpu["bus_id"]) == found
 
 
 async def test_a_gpu_that_lacks_a_call_does_not_open_nvml_again(library_directory: Path) -> None:
-    """In WSL2 the driver has no minor numbers: the only GPU is out of service, with the call's name, and polls are as
-    cheap as ever."""
-    script = (
-        "count 1\nGPU 0 GPU-aaaa 0 00000000:01:00.0 24576 2 GeForce RTX 3090\ncall_error nvmlDeviceGetMinorNumber 0 3\n"
-    )
+    """The only GPU is out of service, with the call's name, and polls are as cheap as ever."""
+    script = f"count 1\nGPU 0 GPU-aaaa 0 00000000:01:00.0 24576 2 {NO_UTF8}\n"
     async with running_probe(library_directory, script) as probe:
         calls = probe.directory / "calls"
         probe.becomes(script + f"log {calls}\n")
@@ -386,7 +479,7 @@ async def test_a_gpu_that_lacks_a_call_does_not_open_nvml_again(library_director
             await probe.sample()
             await probe.events()
         assert calls.read_text().split().count("init") == 1
-    assert gpu["unhealthy_reason"] == "NVML: Not Supported (nvmlDeviceGetMinorNumber)"
+    assert "nvmlDeviceGetName" in gpu["unhealthy_reason"]
 
 
 @pytest.mark.parametrize(

@@ -147,6 +147,16 @@ async def test_instances_of_a_gpu_without_memory_have_no_name(library_directory:
     assert "nvmlDeviceGetMemoryInfo" in inventory["gpus"][1]["unhealthy_reason"]
 
 
+async def test_an_instance_may_lack_its_memory(library_directory: Path) -> None:
+    """It has that of its attributes."""
+    script = A100 + ONE_G + "call_error nvmlDeviceGetMemoryInfo 1000 3\n"
+    async with running_probe(library_directory, script, mig_minors=MINORS) as probe:
+        found = [gpu for gpu in (await probe.read())["gpus"] if gpu["mig"] is not None]
+    assert [(gpu["health"], gpu["memory_mib"]) for gpu in found] == [
+        ("Healthy", found[0]["mig"]["attributes"]["memory_mib"])
+    ]
+
+
 async def test_a_repartitioned_gpu_is_followed(library_directory: Path) -> None:
     """What is made appears and what is removed is gone, in the same process; the others keep their index; one that a
     container has stays, Unhealthy, until the container ends. Its index is then given again."""

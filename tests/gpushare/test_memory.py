@@ -59,6 +59,72 @@ def test_every_kind_of_memory_is_counted_and_given_back(share: Container, kind: 
     assert (after, last) == (before if kind == "graphmem" else SHARE_MIB - CONTEXT_MIB, 8)
 
 
+OF_GPU, OF_HOST = 8, 20
+ANY_HOST, NODE_OF_THREAD, NODE_0, NODE_1, NODE_OF_GPU_1 = "at:2:0", "at:4:0", "at:3:0", "at:3:1", "at:3:2"
+
+
+@pytest.mark.parametrize("kind", ["vmm", "mapped", "pool"])
+@pytest.mark.parametrize(
+    ("place", "blocks"),
+    [(NODE_1, OF_GPU), (NODE_0, OF_HOST), (NODE_OF_GPU_1, OF_HOST), (ANY_HOST, OF_HOST), (NODE_OF_THREAD, OF_HOST)],
+)
+def test_memory_of_a_node_of_the_host_counts_where_it_is_the_gpus(
+    share: Container, kind: str, place: str, blocks: int
+) -> None:
+    """As GH200 in NUMA mode has it: the GPU's memory is node 1. Memory of the host is free, and given back all the same."""
+    ended = share.run(place, f"alloc:{kind}:{BLOCK_MIB}:20", "info", "free", TAKE)
+    assert [step["blocks"] for step in ended.steps if step["action"] == "alloc"] == [blocks, 8], ended.error
+    taken_mib = blocks * BLOCK_MIB if blocks == OF_GPU else 0
+    assert ended.step("info")["free_mib"] == SHARE_MIB - CONTEXT_MIB - taken_mib
+
+
+@pytest.mark.parametrize("kind", ["vmm", "pool"])
+@pytest.mark.parametrize(("numa_node", "processors", "blocks"), [(1, "", 0), (1, "0-71", OF_HOST), (0, "", OF_HOST)])
+def test_the_node_of_another_gpu_is_refused(
+    machine_with: MachineWith, kind: str, numa_node: int, processors: str, blocks: int
+) -> None:
+    """The program does not see that GPU; but in NUMA mode only GPUs' nodes have no processors."""
+    share = machine_with(numa_node=numa_node).container(memory_mib=SHARE_MIB)
+    (share.directory / "node2").mkdir()
+    (share.directory / "node2" / "cpulist").write_text(f"{processors}\n")
+    ended = share.run(NODE_OF_GPU_1, f"alloc:{kind}:{BLOCK_MIB}:20")
+    assert ended.step("alloc")["blocks"] == blocks
+    assert ("names another GPU than the program uses" in ended.error) == (blocks == 0)
+
+
+@pytest.mark.parametrize("place", [ANY_HOST, NODE_0, NODE_1])
+def test_a_pool_of_managed_memory_counts_wherever_it_begins(share: Container, place: str) -> None:
+    ended = share.run(f"{place}:2", f"alloc:pool:{BLOCK_MIB}:20", "free", TAKE)
+    assert [step["blocks"] for step in ended.steps if step["action"] == "alloc"] == [8, 8], ended.error
+
+
+def test_without_numa_mode_no_node_of_the_host_counts(machine_with: MachineWith) -> None:
+    share = machine_with(numa_node=0).container(memory_mib=SHARE_MIB)
+    assert share.run(NODE_1, f"alloc:vmm:{BLOCK_MIB}:20").step("alloc")["blocks"] == OF_HOST
+
+
+def test_a_pool_counts_where_the_driver_does_not_say_whose_memory_it_has(machine_with: MachineWith) -> None:
+    """As drivers before CUDA 13."""
+    share = machine_with(cuda_version=12080).container(memory_mib=SHARE_MIB)
+    assert share.run(NODE_1, f"alloc:pool:{BLOCK_MIB}:20").step("alloc")["blocks"] == OF_GPU
+
+
+def test_a_gpu_with_the_hosts_memory_has_its_share_shown_and_kept(machine_with: MachineWith) -> None:
+    """As GB10, of whose memory NVML says nothing: a program is shown its share by CUDA and by NVML."""
+    share = machine_with(unified=1).container(memory_mib=SHARE_MIB)
+    ended = share.run("alloc:alloc:256:4", "info", "nvml", TAKE)
+    info, nvml = ended.step("info"), ended.step("nvml")
+    used_mib = CONTEXT_MIB + 4 * BLOCK_MIB
+    assert (info["total_mib"], info["device_total_mib"], info["free_mib"]) == (
+        SHARE_MIB,
+        SHARE_MIB,
+        SHARE_MIB - used_mib,
+    )
+    assert (nvml["result"], nvml["total_mib"], nvml["newer_total_mib"]) == (0, SHARE_MIB, SHARE_MIB)
+    assert (nvml["used_mib"], nvml["newer_used_mib"], nvml["processes"]) == (used_mib, used_mib, 1)
+    assert ended.step("alloc")["blocks"] == 4
+
+
 GRAPH_OF_4, GRAPH_OF_6 = f"graph:{4 * BLOCK_MIB}:1", f"graph:{6 * BLOCK_MIB}:1"
 FOUR_PARTS_AFTER_EACH_OTHER = f"graph:{4 * BLOCK_MIB}:4"
 THREE_BLOCKS = f"alloc:alloc:{BLOCK_MIB}:3"

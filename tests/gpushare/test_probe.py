@@ -56,9 +56,11 @@ def is_clean(machine: Machine) -> bool:
 
 
 @pytest.mark.smoke
-async def test_the_library_passes(machine_with: MachineWith, library: Path) -> None:
-    """In the second run of compute it follows limits that changed while the program ran, and nothing is left."""
-    machine = machine_with()
+@pytest.mark.parametrize("unified", [0, 1])
+async def test_the_library_passes(machine_with: MachineWith, library: Path, unified: int) -> None:
+    """In the second run of compute it follows limits that changed while the program ran, and nothing is left. Also with a
+    GPU of whose memory NVML says nothing."""
+    machine = machine_with(unified=unified)
     state, text = await probe_of(machine, library).prove(GPU)
     assert state is ProbeState.PASSED, text
     assert "refused memory after 1728 MiB and its context in 2048 MiB" in text

@@ -78,6 +78,15 @@ def test_each_gpu_has_its_own_limit_in_whatever_order_a_program_sees_them(
     assert taken(share, 3, *actions[:4], CUDA_VISIBLE_DEVICES=order) == [8, 8]
 
 
+@pytest.mark.parametrize("place", ["at:1:1", "at:3:2"])
+def test_a_pool_counts_on_the_gpu_whose_memory_it_has(machine_with: MachineWith, place: str) -> None:
+    """It is used in a context of the first GPU, and is of the second one, by its number and by its node of the host."""
+    limits = [GpuLimits(uuid=uuid, memory_bytes=2560 << 20) for uuid in gpus(2)]
+    _, share = prepared(machine_with(memory_mib=GPU_MIB), limits)
+    pool = f"alloc:pool:{BLOCK_MIB}:50"
+    assert taken(share, 2, place, pool, TAKE, "free", pool, TAKE) == [10, 8, 10, 8]
+
+
 def test_gpu_mem_is_limited_in_memory_and_in_compute_in_proportion(machine_with: MachineWith) -> None:
     """Three of ten units of a GiB; of 1,000 launches a second about 300."""
     known, names = gpus(1), replace(NAMES, gpu_mem="aliyun.com/gpu-mem", gpu_mem_unit_mib=1024)

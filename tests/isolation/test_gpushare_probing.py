@@ -288,6 +288,14 @@ def test_the_gpu_is_one_that_nobody_uses(
     assert found == gpu if not why else isinstance(found, str) and why in found
 
 
+@pytest.mark.parametrize(("free", "is_idle"), [(NEEDED_BYTES, True), (NEEDED_BYTES - 1, False)])
+def test_a_gpu_with_the_hosts_memory_is_one_where_the_host_has_enough(free: int, is_idle: bool) -> None:
+    """NVML says nothing of the memory of GB10."""
+    unknown = GpuSample(uuid=FIRST.uuid, processes=())
+    found = idle_gpu([FIRST], {FIRST.uuid: unknown}, lambda _: False, lambda: free)
+    assert found == FIRST if is_idle else found == "no GPU has 3072 MiB free"
+
+
 MEMORY = {"step": "memory", "blocks": 27, "block_bytes": 64 * MIB, "code": 2, "code_by_dlsym": 2}
 MEMORY |= {"total_bytes": MEMORY_BYTES, "free_bytes": 0}
 HELD = [{"step": "compute", "busy_s": cap / 10_000, "seconds": 1.0} for cap in CAPS]

@@ -26,7 +26,8 @@
  *   value NAME I NUMBER [NUMBER]     what a card answers; NOT_SUPPORTED without. NAME is one of utilization (of the GPU,
  *                                    of its memory), encoder, decoder, memory_used (with and without the reserved bytes),
  *                                    temperature, power, power_limit, clock_1 (SM), clock_2 (memory), clock_reasons,
- *                                    pcie_0 (sent), pcie_1 (received), remapped (pending, failed), capability, brand
+ *                                    pcie_0 (sent), pcie_1 (received), remapped (pending, failed), capability, brand,
+ *                                    addressing (2: ATS), numa_node
  *   fabric I STATE STATUS CLUSTER CLIQUE
  *                                    of a GPU on an NVLink fabric; CLUSTER is its UUID as 32 hexadecimal digits
  *   field I FIELD SCOPE CODE TYPE NUMBER
@@ -75,6 +76,7 @@ typedef struct {
 typedef struct { unsigned long long total, free, used; } memory_t;
 typedef struct { unsigned version; unsigned long long total, reserved, free, used; } memory_v2_t;
 typedef struct { unsigned gpu, memory; } utilization_t;
+typedef struct { unsigned version, value; } addressing_t;
 typedef struct { unsigned version, sensor; int degrees; } temperature_t;
 typedef struct { unsigned pid; unsigned long long bytes; unsigned gpu_instance, compute_instance; } process_t;
 typedef struct { unsigned pid; unsigned long long time_us; unsigned sm, memory, encoder, decoder; } sample_t;
@@ -922,7 +924,12 @@ int nvmlDeviceIsMigDeviceHandle(device_t *device, unsigned *is_mig)
     return OK;
 }
 
-int nvmlDeviceGetAddressingMode(device_t *device, void *mode) { (void)device; (void)mode; return NOT_SUPPORTED; }
+int nvmlDeviceGetAddressingMode(device_t *device, addressing_t *mode)
+{
+    return get_number(__func__, device, "addressing", &mode->value);
+}
+
+int nvmlDeviceGetNumaNodeId(device_t *device, unsigned *node) { return get_number(__func__, device, "numa_node", node); }
 
 /* Events. */
 #ifndef NO_EVENTS

@@ -14,6 +14,7 @@
  *   alloc:KIND:MIB:COUNT      takes memory, COUNT times MIB or until it is refused; KIND: alloc, managed, pitch, async, pool, vmm,
  *                             array, array3d, mipmapped, mapped (virtual memory whose handle is released while it is mapped), graphmem
  *                             (of a graph's node), host, ipc (what another process has)
+ *   at:TYPE:ID[:ALLOCATION]   a CUmemLocationType, its ID and a CUmemAllocationType: where vmm, mapped and pool, a new one, take from then on
  *   churn:COUNT               takes COUNT blocks of all kinds that are given back, some of them at a time, and keeps some at the end
  *   free                      gives all of it back
  *   graph:MIB:COUNT[:child]   makes an executable graph that takes and frees MIB COUNT times, one after the other; within a child
@@ -161,11 +162,18 @@ static CUdevice device;
 static struct { char kind[16]; CUdeviceptr pointer; size_t bytes; } kept[MOST_KEPT];
 static int kept_count;
 
+static CUmemoryPool pool;
+static int location, location_id, allocation_type = CU_MEM_ALLOCATION_TYPE_PINNED; /* by `at` */
+
+static CUmemLocation where(void)
+{
+    CUmemLocation own = {.type = CU_MEM_LOCATION_TYPE_DEVICE, .id = device};
+    return location ? (CUmemLocation){.type = (CUmemLocationType)location, .id = location_id} : own;
+}
+
 static int take_from_pool(CUdeviceptr *pointer, size_t bytes)
 {
-    static CUmemoryPool pool;
-    CUmemPoolProps properties = {.allocType = CU_MEM_ALLOCATION_TYPE_PINNED,
-                                 .location = {.type = CU_MEM_LOCATION_TYPE_DEVICE, .id = device}};
+    CUmemPoolProps properties = {.allocType = (CUmemAllocationType)allocation_type, .location = where()};
     int result = pool ? 0 : CALL(cuMemPoolCreate, &pool, &properties);
     return result ? result : CALL(cuMemAllocFromPoolAsync, pointer, bytes, pool, NULL);
 }
@@ -256,8 +264,7 @@ static int take(const char *kind, CUdeviceptr *pointer, size_t bytes)
 {
     enum { WIDTH = 1 << 16 }; /* elements of 4 bytes: rows of 256 KiB */
     size_t pitch, rows = bytes / (4 * WIDTH);
-    CUmemAllocationProp on_gpu = {.type = CU_MEM_ALLOCATION_TYPE_PINNED,
-                                  .location = {.type = CU_MEM_LOCATION_TYPE_DEVICE, .id = device}};
+    CUmemAllocationProp on_gpu = {.type = CU_MEM_ALLOCATION_TYPE_PINNED, .location = where()};
     CUDA_ARRAY_DESCRIPTOR flat = {.Width = WIDTH, .Height = rows, .Format = CU_AD_FORMAT_FLOAT, .NumChannels = 1};
     CUDA_ARRAY3D_DESCRIPTOR mips = {.Width = WIDTH, .Height = rows, .Format = CU_AD_FORMAT_FLOAT, .NumChannels = 1};
     CUDA_ARRAY3D_DESCRIPTOR deep = {.Width = WIDTH, .Height = rows / 8, .Depth = 8, .Format = CU_AD_FORMAT_FLOAT, .NumChannels = 1};
@@ -587,6 +594,8 @@ int main(int count, char **words)
         size_t length = colon ? (size_t)(colon - word) : strlen(word);
         if (strncmp(word, "gpu", length) == 0)
             use_gpu(atoi(arguments));
+        else if (strncmp(word, "at", length) == 0 && sscanf(arguments, "%d:%d:%d", &location, &location_id, &allocation_type))
+            pool = NULL;
         else if (strncmp(word, "version", length) == 0)
             ask_version();
         else if (strncmp(word, "info", length) == 0)

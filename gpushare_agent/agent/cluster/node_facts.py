@@ -171,6 +171,8 @@ def gpus_annotation(
             fact["would_be_healthy"] = True
         if gpu.uuid in unhealthy:
             fact["reason"] = unhealthy[gpu.uuid][:MAX_REASON_CHARS]
+        if gpu.host_memory is not None:
+            fact["host_memory"] = gpu.host_memory
         if gpu.uuid in in_parts:
             fact["parts"] = True
         if gpu.mig:

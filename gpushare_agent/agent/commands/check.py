@@ -12,6 +12,7 @@ kubelet give the same device twice (docs/explanation/architecture.md).
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Collection, Sequence
 from functools import partial
 from pathlib import Path
@@ -43,7 +44,7 @@ from gpushare_agent.core.cli.render_text import print_report
 from gpushare_agent.core.kit.sockets import MAX_ADDRESS_BYTES
 from gpushare_agent.core.model.errors import AgentError, StartupError, Unavailable, file_remedy
 from gpushare_agent.core.model.finding import Finding, Level, error, ok, warning
-from gpushare_agent.core.model.gpus import Gpu, GpuInventory
+from gpushare_agent.core.model.gpus import HOST_MEMORY_TEXTS, Gpu, GpuInventory, HostMemory
 from gpushare_agent.core.model.isolation import DeviceListStrategy
 from gpushare_agent.core.model.names import MIB
 from gpushare_agent.core.model.resources import ResourceKind
@@ -76,6 +77,11 @@ async def check_driver(settings: Settings) -> list[Finding]:
         if not gpu.is_healthy:
             detail = f"number {gpu.label} ({gpu.uuid}) is unhealthy: {gpu.unhealthy_reason}"
             findings.append(warning("gpu", detail, f"{see}; it is not given to pods until it recovers"))
+        elif gpu.minor < 0:
+            remedy = "have it given by NVIDIA's runtime or a CDI spec of nvidia-ctk, not by device-nodes alone"
+            findings.append(warning("gpu", f"number {gpu.label}: the driver names no device node of it", remedy))
+        if gpu.host_memory is not None:
+            findings.append(_host_memory_finding(gpu, gpu.host_memory))
     for index, reason in inventory.unreadable:
         findings.append(warning("gpu", f"number {index} cannot be read: {reason}", f"{see}; it is not offered"))
     names = resource_names(settings, inventory.mig_profiles)
@@ -85,6 +91,18 @@ async def check_driver(settings: Settings) -> list[Finding]:
         reported, _, remedy = why.partition(". ")
         findings.append(error("mig", reported, remedy))
     return findings if is_simulated else [*findings, _device_nodes_finding(inventory)]
+
+
+def _host_memory_finding(gpu: Gpu, kind: HostMemory) -> Finding:
+    """What of a share is not kept; of memory that an operator named also whether the host has it."""
+    detail, remedy = HOST_MEMORY_TEXTS[kind]
+    has_mib = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // MIB
+    if kind is HostMemory.UNIFIED and not gpu.memory_mib:
+        detail = f"{detail}; it is given whole or in replicas"
+        remedy = "to share its memory set resources.unified_memory_mib; and set the pods' memory limits"
+    elif kind is HostMemory.UNIFIED and gpu.memory_mib > has_mib:
+        detail = f"resources.unified_memory_mib is {gpu.memory_mib}, and the host has {has_mib} MiB; {detail}"
+    return warning("gpu memory", f"number {gpu.label}: {detail}", remedy)
 
 
 async def read_inventory(settings: Settings) -> GpuInventory:

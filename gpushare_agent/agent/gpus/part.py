@@ -118,7 +118,10 @@ def open_driver(settings: Settings) -> NodeDriver:
         # pynvml's modules only where NVML is used.
         from gpushare_agent.agent.gpus.nvml.driver import NvmlDriver
 
-        return NvmlDriver(with_instances=settings.nvidia.mig_strategy != "none")
+        return NvmlDriver(
+            with_instances=settings.nvidia.mig_strategy != "none",
+            unified_memory_mib=settings.resources.unified_memory_mib,
+        )
     simulated = settings.simulated
     text = None
     if simulated.topology is not None:

@@ -207,6 +207,8 @@ def _gpu(gpu: Gpu, snapshot: NodeSnapshot) -> documents.GpuDocument:
             for one in unattributed
         ],
     }
+    if gpu.host_memory is not None:
+        document["host_memory"] = gpu.host_memory
     if mig is not None:
         instance: documents.Mig = {"label": gpu.label, "profile": mig.profile, "parent": mig.parent}
         document["mig"] = {**instance, "gpu_instance": mig.gi, "compute_instance": mig.ci}

@@ -1,5 +1,6 @@
-"""What sysfs and /proc have of the machine: the product's name of its firmware, of a GPU its PCI class and the head of its
-PCI configuration space, and which of NVIDIA's kernel modules runs. Of sysfs each is read once, at most 256 bytes.
+"""What sysfs and /proc have of the machine: the product's name of its firmware, its free memory, of a GPU its PCI class and
+the head of its PCI configuration space, which of NVIDIA's kernel modules runs, and what that says of a GPU. Of sysfs each is
+read once, at most 256 bytes.
 
 The first line of /proc/driver/nvidia/version is one of these (the driver's kernel module writes it; the words "Open Kernel
 Module" are in one alone):
@@ -11,6 +12,7 @@ Module" are in one alone):
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 
@@ -56,14 +58,14 @@ def kernel_bus_id(bus_id: str) -> str:
     return f"{domain.lstrip('0'):0>4}:{rest}"
 
 
-_MAX_VERSION_BYTES = 4096
+_MAX_PROC_BYTES = 4096
 _VERSION = re.compile(r"\b(\d{1,6}\.\d{1,6}(?:\.\d{1,6})?)\b")
 
 
 def read_kernel_module(proc: Path) -> KernelModule | None:
     """`proc` is the node's /proc. None where no NVIDIA driver is loaded, or the file says nothing that is known."""
     # Not cached: the driver may be upgraded while the agent runs.
-    content = _beginning(proc / "driver/nvidia/version", _MAX_VERSION_BYTES)
+    content = _beginning(proc / "driver/nvidia/version", _MAX_PROC_BYTES)
     return parse_kernel_module(content.decode("utf-8", "replace")) if content is not None else None
 
 
@@ -73,3 +75,22 @@ def parse_kernel_module(text: str) -> KernelModule | None:
     if version is None or "Kernel Module" not in line:
         return None
     return KernelModule(version=version[1], is_open="Open Kernel Module" in line)
+
+
+def available_memory_bytes(proc: Path = Path("/proc")) -> int:
+    """What new programs can have of the host's memory; 0 where the kernel does not say."""
+    number = _fields(proc / "meminfo").get("MemAvailable", "").removesuffix(" kB")
+    return int(number) * 1024 if number.isdecimal() else 0
+
+
+def read_gpu_fields(uuid: str, proc: Path) -> Mapping[str, str]:
+    """What NVIDIA's kernel module says of a GPU, such as its `Device Minor` and `Bus Location`; empty where it says nothing.
+    Source: nv_procfs_read_gpu_info in kernel-open/nvidia/nv-procfs.c of the open kernel modules."""
+    found = map(_fields, sorted(proc.glob("driver/nvidia/gpus/*/information")))
+    return next((fields for fields in found if fields.get("GPU UUID") == uuid), {})
+
+
+def _fields(path: Path) -> Mapping[str, str]:
+    """The lines `name: value` of a file; none where it cannot be read."""
+    lines = (_beginning(path, _MAX_PROC_BYTES) or b"").decode("utf-8", "replace").splitlines()
+    return {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from enum import IntEnum, StrEnum
 from fnmatch import fnmatchcase
 
@@ -64,6 +64,29 @@ class Health(StrEnum):
     UNHEALTHY = "Unhealthy"
 
 
+class HostMemory(StrEnum):
+    """How the memory of a GPU and the host's are one. The values are JSON: stable."""
+
+    NUMA_NODE = "numa-node"
+    """It is a NUMA node of the host (GH200, GB200 in NUMA mode)."""
+    UNIFIED = "unified"
+    """The GPU has none of its own (GB10)."""
+
+
+HOST_MEMORY_TEXTS: Mapping[str, tuple[str, str]] = {
+    HostMemory.NUMA_NODE: (
+        "its memory is a NUMA node of the host: malloc, mmap and page migration take it past the limit of a share",
+        "load the driver with NVreg_CoherentGPUMemoryMode=driver (CDMM mode; from 580 on, the default of 615), or set"
+        " the pods' memory limits",
+    ),
+    HostMemory.UNIFIED: (
+        "its memory is the host's: malloc takes of the same memory, and no limit of a share counts that",
+        "set the pods' memory limits, and have the kubelet reserve (systemReserved) what shares may take",
+    ),
+}
+"""Of each: what of a share is not kept, and the remedy."""
+
+
 class NvLink(Struct, frozen=True, kw_only=True):
     """One NVLink of a GPU. `remote_bus_id` is the PCI bus ID of the other end: a GPU's or an NVSwitch's."""
 
@@ -109,10 +132,11 @@ class Gpu(Struct, frozen=True, kw_only=True):
 
     `index` is the driver's (NVML) index when the GPU was first seen, an instance's the next free one; it is the row in the
     topology and does not change while the agent runs. `driver_index` is the driver's now, an instance's that of its GPU;
-    None where it is `index`. `minor` is the n of `/dev/nvidia<n>` and need not equal either; both are -1 of a GPU that does
-    not answer where another one has the number now.
-    `memory_mib` is the whole GPU's memory, 0 where it has none of its own (GB10). `numa_node` is None where the host reports
-    none, `pcie_root` (such as `pci0000:00`) is empty there, `compute_capability` (major, minor) where the driver does not.
+    None where it is `index`. `minor` is the n of `/dev/nvidia<n>` and need not equal either. It is -1 where the driver has
+    none, and both are of a GPU that does not answer where another one has the number now. `bus_id` may be empty.
+    `memory_mib` is the whole GPU's memory; where it has none of its own what the operator set, or 0. `host_memory` is None
+    where the memory is the GPU's alone. `numa_node` is None where the host reports none, `pcie_root` (such as `pci0000:00`)
+    is empty there, `compute_capability` (major, minor) where the driver does not.
     `brand` is the product line as NVIDIA's programs write it, empty where the driver does not report it.
     `is_exclusive_process` is the compute mode in which one process alone may open the GPU. `mig_mode` says whether MIG
     mode is on, None where the GPU has none. `fabric` is the cluster and the clique of the NVLink fabric that it is on,
@@ -129,6 +153,7 @@ class Gpu(Struct, frozen=True, kw_only=True):
     bus_id: str
     name: str
     memory_mib: int
+    host_memory: HostMemory | None = None
     numa_node: int | None = None
     pcie_root: str = ""
     nvlinks: tuple[NvLink, ...] = ()
@@ -166,7 +191,8 @@ class Gpu(Struct, frozen=True, kw_only=True):
         # The driver lets a process open an instance only with both capability devices, of GPU instance and compute
         # instance.
         caps = (self.mig.gi_cap, self.mig.ci_cap) if self.mig is not None else ()
-        return (f"/dev/nvidia{self.minor}", *(f"/dev/nvidia-caps/nvidia-cap{cap}" for cap in caps if cap is not None))
+        own = (f"/dev/nvidia{self.minor}",) if self.minor >= 0 else ()
+        return (*own, *(f"/dev/nvidia-caps/nvidia-cap{cap}" for cap in caps if cap is not None))
 
     @property
     def is_healthy(self) -> bool:
@@ -230,6 +256,7 @@ class GpuReport(Struct, frozen=True, kw_only=True):
     unhealthy_reason: str = ""
     serves_parts: bool = False
     numa: int | None = None
+    host_memory: HostMemory | None = None
     links: tuple[str, ...] = ()
     mig: MigReport | None = None
 

@@ -19,7 +19,7 @@ from msgspec.json import encode
 from gpushare_agent.core.kit.json_schema import converted, loaded
 from gpushare_agent.core.model.allocations import Allocation, Charge, ContainerKey, add_charges, charges_of
 from gpushare_agent.core.model.errors import Corrupt
-from gpushare_agent.core.model.gpus import Gpu, GpuReport, MigReport
+from gpushare_agent.core.model.gpus import Gpu, GpuReport, HostMemory, MigReport
 from gpushare_agent.core.model.names import CORES_PER_GPU, GpuUuid, PodUid
 from gpushare_agent.core.model.pods import Pod
 from gpushare_agent.core.model.resources import ResourceNames
@@ -129,6 +129,7 @@ class _Gpu(Struct):
     reason: object = None
     parts: object = None
     numa: object = None
+    host_memory: object = None
     links: object = None
     mig: _Mig | UnsetType = UNSET
 
@@ -165,6 +166,7 @@ def _gpu(gpu: _Gpu) -> GpuReport:
         serves_parts=gpu.parts is True,
         # Placement does without the NUMA node and the links: a report is not refused for them.
         numa=gpu.numa if type(gpu.numa) is int and 0 <= gpu.numa <= _MAX_NUMA else None,
+        host_memory=next((one for one in HostMemory if one == gpu.host_memory), None),
         links=_words(gpu.links),
         mig=MigReport(label=mig.label[:MAX_TEXT_CHARS], profile=mig.profile[:MAX_TEXT_CHARS], takes_shares=mig.shares)
         if mig

@@ -46,11 +46,12 @@ class Mig(TypedDict):
 
 class ReportedGpu(TypedDict):
     """One GPU as far as its node reports it to the cluster. `health_reason` is what is wrong with the GPU itself, None where
-    that is not known; `cordoned` is why it is, None where it is not."""
+    that is not known; `cordoned` is why it is, None where it is not. `host_memory` is a HostMemory, or None."""
 
     index: Integer
     uuid: str
     name: str
+    host_memory: NotRequired[str | None]
     mig: NotRequired[Mig]
     is_healthy: bool
     health_reason: str | None

@@ -25,6 +25,8 @@ def reported_gpu(gpu: GpuReport, account: GpuAccount) -> documents.ReportedGpu:
         "cores": {"capacity": gpu.cores, "allocated": min(account.allocated_cores, gpu.cores)},
         "memory": {"capacity_bytes": gpu.memory_bytes, "allocated_bytes": account.allocated_mib * MIB},
     }
+    if gpu.host_memory is not None:
+        document["host_memory"] = gpu.host_memory
     if gpu.mig is not None:
         document["mig"] = {"label": gpu.mig.label, "profile": gpu.mig.profile}
     return document

@@ -50,6 +50,9 @@ class ResourceSettings(Section):
     """Resource with the unit one memory block."""
     memory_block_mib: Count = Field(default=MEMORY_BLOCK_MIB, ge=1, le=65536)
     """Size of one memory block, MiB. Smaller blocks make more device IDs (docs/reference/formats.md)."""
+    unified_memory_mib: Count = Field(default=0, ge=0, le=4_194_304)
+    """Memory to share of a GPU that has the host's and whose driver names no size (GB10), MiB. Have the kubelet reserve as
+    much (systemReserved). 0: such a GPU is given whole or in replicas."""
 
     @model_validator(mode="after")
     def _differ(self) -> Self:

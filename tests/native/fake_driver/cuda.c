@@ -152,7 +152,10 @@ CUresult CUDAAPI cuDeviceGetAttribute(int *value, CUdevice_attribute attribute, 
     case CU_DEVICE_ATTRIBUTE_PCI_BUS_ID: *value = 0x10 + (int)minors[device]; break;
     case CU_DEVICE_ATTRIBUTE_PCI_DEVICE_ID:
     case CU_DEVICE_ATTRIBUTE_PCI_DOMAIN_ID:
-    case CU_DEVICE_ATTRIBUTE_INTEGRATED: *value = 0; break;
+    case CU_DEVICE_ATTRIBUTE_HOST_NUMA_ID: *value = 0; break;
+    case CU_DEVICE_ATTRIBUTE_INTEGRATED: *value = config()->is_unified; break;
+    case CU_DEVICE_ATTRIBUTE_NUMA_CONFIG: *value = config()->numa_node ? CU_DEVICE_NUMA_CONFIG_NUMA_NODE : CU_DEVICE_NUMA_CONFIG_NONE; break;
+    case CU_DEVICE_ATTRIBUTE_NUMA_ID: *value = config()->numa_node ? config()->numa_node + (int)minors[device] : -1; break;
     default: *value = 1; /* the rest are abilities, and an H100 has them */
     }
     return CUDA_SUCCESS;
@@ -322,9 +325,9 @@ CUresult CUDAAPI cuCtxGetFlags(unsigned int *flags) { return *flags = 0, CUDA_SU
 
 /* --- memory: what this process has, by address --- */
 
-typedef enum { PLAIN, OF_POOL, MANAGED } memory_kind;
+typedef enum { PLAIN, OF_POOL, MANAGED, OF_HOST } memory_kind;
 /* What a pool has reserved stays its own after a free, up to its threshold, until it is trimmed. */
-typedef struct { CUdevice device; uint64_t used, reserved, used_high, reserved_high, threshold; } pool;
+typedef struct { CUdevice device; uint64_t used, reserved, used_high, reserved_high, threshold; CUmemLocation at; int is_managed, is_of_host; } pool;
 /* `references`: of a handle of virtual memory those that are held and those that are mapped; of other memory one. */
 typedef struct { CUdeviceptr address; size_t bytes; CUdevice device; memory_kind kind; pool *of; unsigned references; } allocation;
 typedef struct { CUdeviceptr address, handle; } mapping;
@@ -346,7 +349,7 @@ static uint64_t higher(uint64_t one, uint64_t other) { return one > other ? one 
 static int reserve_in(pool *of, size_t bytes)
 {
     uint64_t lacking = of->used + bytes > of->reserved ? of->used + bytes - of->reserved : 0;
-    if (lacking && !take_memory(minors[of->device], lacking, 0))
+    if (lacking && !of->is_of_host && !take_memory(minors[of->device], lacking, of->is_managed))
         return 0;
     of->used += bytes;
     of->reserved += lacking;
@@ -359,7 +362,8 @@ static void trim(pool *of, uint64_t least)
 {
     uint64_t kept = higher(of->used, least);
     if (of->reserved > kept) {
-        give_memory(minors[of->device], of->reserved - kept, 0);
+        if (!of->is_of_host)
+            give_memory(minors[of->device], of->reserved - kept, of->is_managed);
         of->reserved = kept;
     }
 }
@@ -373,7 +377,7 @@ static CUresult allocate_from(CUdeviceptr *address, size_t bytes, CUdevice devic
     if (bytes == 0)
         return CUDA_ERROR_INVALID_VALUE;
     pthread_mutex_lock(&memory.guard);
-    int is_taken = of ? reserve_in(of, bytes) : take_memory(minors[device], bytes, kind == MANAGED);
+    int is_taken = of ? reserve_in(of, bytes) : kind == OF_HOST || take_memory(minors[device], bytes, kind == MANAGED);
     if (is_taken) {
         if (memory.count == memory.room) {
             memory.room = memory.room ? 2 * memory.room : 64;
@@ -390,6 +394,18 @@ static CUresult allocate_from(CUdeviceptr *address, size_t bytes, CUdevice devic
 static CUresult allocate(CUdeviceptr *address, size_t bytes, CUdevice device, memory_kind kind)
 {
     return allocate_from(address, bytes, device, kind, NULL);
+}
+
+/* The GPU whose memory that is; -1: it is the host's. */
+static CUdevice device_at(const CUmemLocation *at)
+{
+    if (at->type == CU_MEM_LOCATION_TYPE_HOST_NUMA)
+        for (CUdevice device = 0; is_gpu(device) && config()->numa_node; device++)
+            if (at->id == config()->numa_node + (int)minors[device])
+                return device;
+    return at->type == CU_MEM_LOCATION_TYPE_DEVICE                   ? at->id
+           : at->type == CU_MEM_LOCATION_TYPE_DEVICE_LOCALITY_DOMAIN ? current
+                                                                     : -1;
 }
 
 static allocation *allocation_at(CUdeviceptr address)
@@ -421,7 +437,7 @@ static CUresult change_references(CUdeviceptr address, int by)
         if (at->references == 0 && at->of) {
             at->of->used -= at->bytes;
             trim(at->of, at->of->threshold);
-        } else if (at->references == 0) {
+        } else if (at->references == 0 && at->kind != OF_HOST) {
             give_memory(minors[at->device], at->bytes, at->kind == MANAGED);
         }
         if (at->references == 0)
@@ -548,6 +564,7 @@ CUresult CUDAAPI cuDeviceGetDefaultMemPool(CUmemoryPool *found, CUdevice device)
     if (!is_gpu(device))
         return CUDA_ERROR_INVALID_DEVICE;
     own_pools[device].device = device;
+    own_pools[device].at = (CUmemLocation){.type = CU_MEM_LOCATION_TYPE_DEVICE, .id = device};
     return *found = (CUmemoryPool)&own_pools[device], CUDA_SUCCESS;
 }
 static pool *chosen_pools[MAX_GPUS]; /* by cuDeviceSetMemPool */
@@ -566,10 +583,13 @@ CUresult CUDAAPI cuDeviceSetMemPool(CUdevice device, CUmemoryPool chosen)
 
 CUresult CUDAAPI cuMemPoolCreate(CUmemoryPool *made, const CUmemPoolProps *properties)
 {
-    if (!is_gpu(properties->location.id))
-        return CUDA_ERROR_INVALID_DEVICE;
+    int is_managed = properties->allocType == CU_MEM_ALLOCATION_TYPE_MANAGED;
+    CUdevice device = device_at(&properties->location);
     pool *fresh = calloc(1, sizeof *fresh);
-    fresh->device = properties->location.id;
+    *fresh = (pool){.at = properties->location, .is_managed = is_managed, .is_of_host = device < 0 && !is_managed};
+    fresh->device = device < 0 ? 0 : device; /* managed memory of the host moves to the GPU that uses it */
+    if (!is_gpu(fresh->device))
+        return free(fresh), CUDA_ERROR_INVALID_DEVICE;
     return *made = (CUmemoryPool)fresh, CUDA_SUCCESS;
 }
 
@@ -603,7 +623,12 @@ CUresult CUDAAPI cuMemPoolGetAttribute(CUmemoryPool of, CUmemPool_attribute attr
 {
     log_call("cuMemPoolGetAttribute");
     const pool *asked = (pool *)of;
+    if (config()->cuda_version < 13000 && attribute > CU_MEMPOOL_ATTR_USED_MEM_HIGH)
+        return CUDA_ERROR_INVALID_VALUE;
     switch ((int)attribute) {
+    case CU_MEMPOOL_ATTR_LOCATION_TYPE: *(int *)value = (int)asked->at.type; break;
+    case CU_MEMPOOL_ATTR_LOCATION_ID: *(int *)value = asked->at.id; break;
+    case CU_MEMPOOL_ATTR_ALLOCATION_TYPE: *(int *)value = asked->is_managed ? CU_MEM_ALLOCATION_TYPE_MANAGED : CU_MEM_ALLOCATION_TYPE_PINNED; break;
     case CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT: *(cuuint64_t *)value = asked->reserved; break;
     case CU_MEMPOOL_ATTR_USED_MEM_CURRENT: *(cuuint64_t *)value = asked->used; break;
     case CU_MEMPOOL_ATTR_RESERVED_MEM_HIGH: *(cuuint64_t *)value = asked->reserved_high; break;
@@ -661,7 +686,8 @@ CUresult CUDAAPI cuMemCreate(CUmemGenericAllocationHandle *handle, size_t bytes,
 {
     log_call("cuMemCreate");
     (void)flags;
-    return allocate(handle, bytes, properties->location.id, PLAIN);
+    CUdevice device = device_at(&properties->location);
+    return allocate(handle, bytes, device < 0 ? 0 : device, device < 0 ? OF_HOST : PLAIN);
 }
 
 CUresult CUDAAPI cuMemRelease(CUmemGenericAllocationHandle handle)

@@ -122,6 +122,8 @@ static void read_settings(void)
     uint64_t gpus = read_number(text, "gpus", "8");
     settings.gpus = gpus < MAX_GPUS ? (unsigned)gpus : MAX_GPUS;
     settings.memory = read_number(text, "memory_mib", "24576") << 20;
+    settings.is_unified = (int)read_number(text, "unified", "0");
+    settings.numa_node = settings.is_unified ? 0 : (int)read_number(text, "numa_node", "1");
     settings.context = read_number(text, "context_mib", "300") << 20;
     settings.kernel_ns = read_number(text, "kernel_us", "1000") * 1000;
     settings.block_ns = read_number(text, "block_us", "0") * 1000;

@@ -8,6 +8,9 @@
  *
  *   gpus            8             how many the machine has
  *   memory_mib      24576         of each
+ *   numa_node       1             the host's NUMA node that the memory of the first GPU is, and the next ones of the others', as with
+ *                                 GH200 in NUMA mode; 0: none, as with a GPU on PCIe
+ *   unified         0             1: the GPU has the host's memory, and NVML says nothing of it, as of GB10
  *   context_mib     300           what a process's context takes
  *   kernel_us       1000          how long a kernel keeps its GPU busy, whatever its grid
  *   block_us        0             not 0: how long one of its blocks keeps its place; a kernel takes as many waves as its grid needs
@@ -59,7 +62,7 @@ typedef struct {
     uint64_t slice_ns, switch_ns, launch_ns, wake_ns, event_ns, boost_percent;
     int shows_whole;
     char driver_version[TEXT], name[TEXT], uuid_prefix[TEXT], devices[TEXT], dies_in[TEXT], lacks[TEXT], stops_in[TEXT], utilization[TEXT];
-    int cuda_version, logs;
+    int cuda_version, logs, numa_node, is_unified;
     pid_kind pids;
 } machine_config;
 

@@ -198,6 +198,12 @@ nvmlReturn_t nvmlDeviceGetTopologyCommonAncestor(nvmlDevice_t one, nvmlDevice_t 
     return *level = NVML_TOPOLOGY_NODE, NVML_SUCCESS;
 }
 
+nvmlReturn_t nvmlDeviceGetNumaNodeId(nvmlDevice_t device, unsigned int *node)
+{
+    *node = (unsigned)config()->numa_node + minor_of(device);
+    return config()->numa_node ? NVML_SUCCESS : NVML_ERROR_NOT_SUPPORTED;
+}
+
 /* --- events: there are none --- */
 
 static int an_event_set;
@@ -233,6 +239,8 @@ nvmlReturn_t nvmlEventSetFree(nvmlEventSet_t set)
 nvmlReturn_t nvmlDeviceGetMemoryInfo(nvmlDevice_t device, nvmlMemory_t *memory)
 {
     uint64_t total, used;
+    if (config()->is_unified)
+        return NVML_ERROR_NOT_SUPPORTED;
     memory_of_gpu(minor_of(device), &total, &used);
     *memory = (nvmlMemory_t){.total = total, .free = total - used, .used = used};
     return NVML_SUCCESS;
@@ -241,6 +249,8 @@ nvmlReturn_t nvmlDeviceGetMemoryInfo(nvmlDevice_t device, nvmlMemory_t *memory)
 nvmlReturn_t nvmlDeviceGetMemoryInfo_v2(nvmlDevice_t device, nvmlMemory_v2_t *memory)
 {
     uint64_t total, used;
+    if (config()->is_unified)
+        return NVML_ERROR_NOT_SUPPORTED;
     memory_of_caller(minor_of(device), &total, &used);
     memory->total = total;
     memory->reserved = 0;

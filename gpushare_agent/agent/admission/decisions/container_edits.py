@@ -169,7 +169,7 @@ def _base(asked: Request, gpus: Sequence[Gpu], names: ResourceNames, units: GpuU
         annotations=(
             (names.vcore, str(asked.cores)),
             (names.vmemory, str(asked.blocks * names.memory_block_mib * MIB)),
-            (DEVICE_CONTAINER_ANNOTATION, ",".join(f"/dev/nvidia{gpu.minor}" for gpu in gpus)),
+            (DEVICE_CONTAINER_ANNOTATION, ",".join(f"/dev/nvidia{gpu.minor}" for gpu in gpus if gpu.minor >= 0)),
         ),
     )
 

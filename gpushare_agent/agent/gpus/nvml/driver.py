@@ -42,8 +42,8 @@ _EVENTS_HANG = f"{_HANGS}Polls of the GPUs go on; events are waited for again at
 
 class NvmlDriver:
     """The GPUs of this node. `pci_devices` is where the kernel names each GPU's NUMA node; `timeout_s` bounds one call.
-    MIG instances are listed where `with_instances`; `in_use`, called in the loop's thread, are the GPUs that containers
-    have.
+    `unified_memory_mib` is the memory of a GPU that uses the host's. MIG instances are listed where `with_instances`;
+    `in_use`, called in the loop's thread, are the GPUs that containers have.
 
     Calls raise Unavailable where NVML is absent, was lost as a whole, or does not answer in time. Close it when done; a
     call after that opens NVML again.
@@ -53,15 +53,21 @@ class NvmlDriver:
         self,
         *,
         pci_devices: Path = Path("/sys/bus/pci/devices"),
+        proc: Path = Path("/proc"),
         timeout_s: float = 10.0,
         with_instances: bool = False,
         mig_minors: Path = MINORS_FILE,
+        unified_memory_mib: int = 0,
     ) -> None:
         self._session = NvmlSession()
         self._usage = NvmlUsage(self._session, with_instances=with_instances)
         self._busy_time = NvmlBusyTime(self._session)
         self._reader = NvmlReader(
-            self._session, pci_devices=pci_devices, mig_minors=mig_minors if with_instances else None
+            self._session,
+            pci_devices=pci_devices,
+            proc=proc,
+            mig_minors=mig_minors if with_instances else None,
+            unified_memory_mib=unified_memory_mib,
         )
         self.in_use: Callable[[], Collection[GpuUuid]] = tuple
         self._events = NvmlEvents(self._session)

@@ -47,9 +47,9 @@ from gpushare_agent.agent.gpus.nvml.session import (
     renamed,
     unusable,
 )
-from gpushare_agent.agent.runtime.machine import kernel_bus_id
+from gpushare_agent.agent.runtime.machine import kernel_bus_id, read_gpu_fields
 from gpushare_agent.core.model.errors import DriverLost
-from gpushare_agent.core.model.gpus import Gpu, GpuInventory, Health, Link, LinkKind, NvLink, Topology
+from gpushare_agent.core.model.gpus import Gpu, GpuInventory, Health, HostMemory, Link, LinkKind, NvLink, Topology
 from gpushare_agent.core.model.names import MIB, GpuUuid
 from gpushare_agent.core.placement.topology import build_topology, kind_by_numa
 
@@ -203,12 +203,15 @@ _NOT_JOINED = (
     "the GPU has not joined its NVLink fabric: {why}. CUDA would fail with error 802. Look at the service"
     " nvidia-fabricmanager, at nvidia-imex, and at Fabric in `nvidia-smi -q`"
 )
-_ANSWERS = frozenset({*UNSUPPORTED, UNUSABLE} - {"NO_PERMISSION"})
+_MISSING = frozenset({*UNSUPPORTED} - {"NO_PERMISSION"})
+"""Of a value that this GPU or this driver does not have, which is no fault: integrated GPUs and WSL2 lack many."""
+_ANSWERS = _MISSING | {UNUSABLE}
 _REFUSALS = frozenset({"UNKNOWN", "NO_PERMISSION", "OPERATING_SYSTEM"})
 """Of every GPU, just after NVML was opened: as when systemctl daemon-reload took the container's right to the nodes."""
 _BUS_ID = re.compile(r"[0-9A-F]{8}:[0-9A-F]{2}:[0-9A-F]{2}\.[0-9A-F]")
 _MAX_MEMORY_MIB = 1 << 22
 _UNKNOWN_MINOR = -1
+_UNNAMED = "NVIDIA GPU"
 _MAX_MINOR = (1 << 20) - 1
 """The kernel's own limit."""
 _BRANDS = {
@@ -247,11 +250,14 @@ _REMAPPING_FAILED = "row remapping failed: the GPU's memory needs replacement. T
 
 
 class NvmlReader(Struct, eq=False):
-    """`mig_minors` is the host's file of capability nodes, None where MIG instances are not to be offered."""
+    """`mig_minors` is the host's file of capability nodes, None where MIG instances are not to be offered.
+    `unified_memory_mib` is the memory of a GPU that has none of its own."""
 
     session: NvmlSession
     pci_devices: Path
+    proc: Path
     mig_minors: Path | None = None
+    unified_memory_mib: int = 0
     _in_use: Collection[GpuUuid] = ()
     _topology: NvmlTopology = field(default_factory=NvmlTopology)
     _known: dict[GpuUuid, Gpu] = field(default_factory=dict)
@@ -327,9 +333,12 @@ class NvmlReader(Struct, eq=False):
         return self._inventory(seen, found, unnamed, partitioned)
 
     def _read_gpu(self, found: FoundGpu, index: int) -> Gpu:
-        """Raises CallError, DriverLostError: a GPU that fails at any of these calls is Unhealthy as a whole."""
+        """Raises CallError, DriverLostError: a GPU that fails at any of these calls is Unhealthy as a whole. It may lack
+        every value but its UUID."""
         handle = found.handle
-        bus_id = _bus_id(handle)
+        bus_id, minor = self._names(found)
+        memory_mib = _memory_mib(handle)
+        host_memory = HostMemory.UNIFIED if memory_mib is None else _host_memory(handle)
         numa_node, pcie_root = self._place(bus_id)
         capability = ask("nvmlDeviceGetCudaComputeCapability", handle)
         fabric, has_joined, not_joined = _fabric(handle)
@@ -338,11 +347,12 @@ class NvmlReader(Struct, eq=False):
         gpu = Gpu(
             index=index,
             driver_index=found.nvml_index,
-            minor=_minor(handle),
+            minor=minor,
             uuid=found.uuid,
             bus_id=bus_id,
-            name=call("nvmlDeviceGetName", handle),
-            memory_mib=_memory_mib(handle),
+            name=_optional("nvmlDeviceGetName", handle) or _UNNAMED,
+            memory_mib=self.unified_memory_mib if memory_mib is None else memory_mib,
+            host_memory=host_memory,
             numa_node=numa_node,
             pcie_root=pcie_root,
             compute_capability=(capability[0], capability[1]) if capability is not None else None,
@@ -357,6 +367,24 @@ class NvmlReader(Struct, eq=False):
         if reason := _repair_reason(handle):
             return _unhealthy(gpu, reason)
         return _withheld(gpu, not_joined) if not_joined else gpu
+
+    def _names(self, found: FoundGpu) -> tuple[str, int]:
+        """The bus ID and the minor number, else those that the kernel module says; empty and -1 where there are none. Raises
+        CallError, DriverLostError."""
+        bus_id = _optional("nvmlDeviceGetPciInfo", found.handle, field="busId") or ""
+        minor = _optional("nvmlDeviceGetMinorNumber", found.handle)
+        if not bus_id or minor is None:
+            fields = read_gpu_fields(found.uuid, self.proc)
+            bus_id = bus_id or fields.get("Bus Location", "")
+            number = fields.get("Device Minor", "") if minor is None else str(minor)
+            minor = int(number) if number.isdecimal() else _UNKNOWN_MINOR
+        bus_id = canonical_bus_id(bus_id) if bus_id else ""
+        # It becomes a part of paths.
+        if bus_id and _BUS_ID.fullmatch(bus_id) is None:
+            raise unusable("nvmlDeviceGetPciInfo", f"{bus_id!r} is no bus ID")
+        if minor > _MAX_MINOR:
+            raise unusable("nvmlDeviceGetMinorNumber", f"{minor} is no device's minor number")
+        return bus_id, minor
 
     def _read_partitioned(self, found: list[FoundGpu], seen: dict[GpuUuid, Gpu]) -> frozenset[GpuUuid]:
         """Adds the MIG instances to `seen`; the GPUs that they are of. One without instances is Unhealthy."""
@@ -391,7 +419,7 @@ class NvmlReader(Struct, eq=False):
         gpu = replace(parent, index=index, uuid=found.uuid, nvlinks=())
         try:
             place = read_place(found, parent=parent, parent_handle=handle, caps=caps)
-            memory_mib = _memory_mib(found.handle)
+            memory_mib = _memory_mib(found.handle) or (place.attributes.memory_mib if place.attributes else 0)
         except CallError as error:
             return _unhealthy(known or replace(gpu, memory_mib=0), f"NVML: {error}")
         gpu = replace(gpu, name=f"{parent.name} MIG {place.profile}", memory_mib=memory_mib, mig=place)
@@ -506,35 +534,31 @@ def _fabric(handle: Any) -> tuple[str, bool | None, str]:
     return f"{UUID(bytes=cluster)}.{info.cliqueId}" if any(cluster) else "", True, ""
 
 
-def _bus_id(handle: Any) -> str:
-    """Raises CallError, DriverLostError."""
-    bus_id = canonical_bus_id(call("nvmlDeviceGetPciInfo", handle, field="busId"))
-    # It becomes a part of paths.
-    if _BUS_ID.fullmatch(bus_id) is None:
-        raise unusable("nvmlDeviceGetPciInfo", f"{bus_id!r} is no bus ID")
-    return bus_id
-
-
-def _minor(handle: Any) -> int:
-    """Raises CallError, DriverLostError."""
-    minor: int = call("nvmlDeviceGetMinorNumber", handle)
-    if minor > _MAX_MINOR:
-        raise unusable("nvmlDeviceGetMinorNumber", f"{minor} is no device's minor number")
-    return minor
-
-
-def _memory_mib(handle: Any) -> int:
-    """0 where the GPU has no memory of its own, as GB10, which uses the machine's. Raises CallError, DriverLostError."""
+def _optional(name: str, *arguments: Any, field: str = "") -> Any | None:
+    """As `call`, None where the GPU has no such value. Raises CallError, DriverLostError: it may be lost."""
     try:
-        total: int = call("nvmlDeviceGetMemoryInfo", handle, field="total")
+        return call(name, *arguments, field=field)
     except CallError as error:
-        if error.name == "NOT_SUPPORTED":
-            return 0
+        if error.name in _MISSING:
+            return None
         raise
+
+
+def _memory_mib(handle: Any) -> int | None:
+    """None where the GPU has no memory of its own, as GB10, which uses the host's. Raises CallError, DriverLostError."""
+    total: int = _optional("nvmlDeviceGetMemoryInfo", handle, field="total") or 0
     # Each 256 MiB is a device in the kubelet's list.
     if total // MIB > _MAX_MEMORY_MIB:
         raise unusable("nvmlDeviceGetMemoryInfo", f"{total} bytes are no GPU's memory")
-    return total // MIB
+    return total // MIB or None
+
+
+def _host_memory(handle: Any) -> HostMemory | None:
+    """Raises DriverLostError. NVML names a NUMA node only of GPUs that are one; older drivers do not name the mode."""
+    mode = ask("nvmlDeviceGetAddressingMode", handle)
+    is_coherent = mode is None or mode == pynvml.NVML_DEVICE_ADDRESSING_MODE_ATS
+    node = ask("nvmlDeviceGetNumaNodeId", handle) if is_coherent else None
+    return HostMemory.NUMA_NODE if node is not None and node >= 0 else None
 
 
 def _unhealthy(gpu: Gpu, reason: str) -> Gpu:

@@ -35,6 +35,7 @@ from gpushare_agent.agent.isolation.gpushare.format import (
     write_limits,
 )
 from gpushare_agent.agent.isolation.kept import ProbeState
+from gpushare_agent.agent.runtime.machine import available_memory_bytes
 from gpushare_agent.core.kit.daemon_thread import DaemonThread
 from gpushare_agent.core.kit.process import end_process
 from gpushare_agent.core.model.errors import AgentError, Unavailable
@@ -90,8 +91,14 @@ class Run(Struct, frozen=True, kw_only=True):
         return reported
 
 
-def idle_gpu(gpus: Iterable[Gpu], samples: Mapping[GpuUuid, GpuSample], allocated: Callable[[Gpu], bool]) -> Gpu | str:
-    """The first GPU on which a probe disturbs nobody, or why there is none."""
+def idle_gpu(
+    gpus: Iterable[Gpu],
+    samples: Mapping[GpuUuid, GpuSample],
+    allocated: Callable[[Gpu], bool],
+    host_bytes: Callable[[], int] = available_memory_bytes,
+) -> Gpu | str:
+    """The first GPU on which a probe disturbs nobody, or why there is none. A GPU whose memory NVML does not say has the
+    host's (GB10), of which so much is free."""
     why = "the driver shows no GPU"
     for gpu in sorted(gpus, key=lambda gpu: gpu.index):
         sample = samples.get(gpu.uuid)
@@ -104,11 +111,16 @@ def idle_gpu(gpus: Iterable[Gpu], samples: Mapping[GpuUuid, GpuSample], allocate
                 if sample is not None and sample.processes is not None
                 else "their processes are not known"
             )
-        elif (sample.memory_total_bytes or 0) - (sample.memory_used_bytes or 0) < NEEDED_BYTES:
+        elif _free_bytes(sample, host_bytes) < NEEDED_BYTES:
             why = f"no GPU has {NEEDED_BYTES // MIB} MiB free"
         else:
             return gpu
     return why
+
+
+def _free_bytes(sample: GpuSample, host_bytes: Callable[[], int]) -> int:
+    total = sample.memory_total_bytes
+    return host_bytes() if total is None else total - (sample.memory_used_bytes or 0)
 
 
 # ---- the verdict ----
