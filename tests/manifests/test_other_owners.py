@@ -86,8 +86,8 @@ ATOMIC = {
     "relabelings": {"action"},
     "metricRelabelings": {"action"},
 }
-"""Field -> what API servers, or Prometheus' CustomResourceDefinitions, write into it where it is missing. They take it as one
-value: an owner that applies it without them is in conflict with the owner before, and a tool that compares shows a
+"""Field -> what API servers, or Prometheus' CustomResourceDefinitions, write into it where it is missing. They take it as
+one value: an owner that applies it without them is in conflict with the owner before, and a tool that compares shows a
 difference that never ends."""
 
 
