@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from tests.manifests.support_chart import NAMESPACE, Objects, chart_objects
-from tests.manifests.support_manifests import by_name
+from tests.manifests.support_manifests import MANIFESTS, by_name
 from tests.manifests.test_chart import CASES, ON, SCHEDULER
 
 Spec = dict[str, Any]
@@ -114,6 +116,17 @@ def test_one_priority_class_is_every_pods(given: str, tmp_path: Path) -> None:
         "gpushare-scheduler": "system-cluster-critical",
         "gpushare-check": None,
     }
+
+
+def test_the_guides_quota_has_every_priority_class(tmp_path: Path) -> None:
+    """Where a cluster admits pods of the system's classes only in namespaces with a ResourceQuota of them."""
+    guide = (MANIFESTS.parent / "docs/how-to/install.md").read_text(encoding="utf-8")
+    (text,) = re.findall(r"```yaml\n( *apiVersion: v1\n *kind: ResourceQuota\n.*?)```", guide, re.S)
+    ((scope,),) = [yaml.safe_load(text)["spec"]["scopeSelector"]["matchExpressions"]]
+    pods = [
+        pod for values in ALL_PODS for name, pod in _pods(chart_objects(values, tmp_path)) if name != "gpushare-check"
+    ]
+    assert {pod["priorityClassName"] for pod in pods} == set(scope["values"])
 
 
 def test_a_pods_place_and_security_can_be_set(tmp_path: Path) -> None:
