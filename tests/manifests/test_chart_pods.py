@@ -189,7 +189,7 @@ def test_openshifts_constraints_fit_every_pod(values: Spec, tmp_path: Path) -> N
         if any("hostPath" in volume for volume in pod["volumes"]):
             assert account in privileged, name
             assert pod["securityContext"]["seLinuxOptions"] == {"type": "spc_t"}
-            assert "mps" not in name and "devices" not in name or pod["automountServiceAccountToken"] is False
+            assert ("mps" not in name and "devices" not in name) or pod["automountServiceAccountToken"] is False
         else:
             assert account not in privileged, name
             assert pod["securityContext"] == {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}
