@@ -37,6 +37,12 @@ class Release:
         self._values |= values
         self._helm("upgrade", RELEASE, CHART, "-f", self._with_values())
 
+    def rendered(self) -> str:
+        """What it creates with its values: the manifests that another tool would apply."""
+        done = helm("template", RELEASE, CHART, "-n", SYSTEM, "-f", self._with_values())
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
     def test(self) -> str:
         """`helm test`, and what its pod printed."""
         self._helm("test", RELEASE, "--timeout", "5m")

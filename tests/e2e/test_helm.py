@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
 from tests.e2e.cluster import Cluster
 from tests.e2e.installation import SYSTEM, Installation
@@ -48,6 +50,37 @@ def test_an_api_server_takes_all_that_the_chart_can_install(
     done = template(choices, tmp_path)
     assert done.returncode == 0, done.stderr
     dry_run(cluster, done.stdout)
+
+
+def test_another_owner_has_no_conflict_and_changes_nothing(cluster: Cluster, release: Release) -> None:
+    """Server-side apply, which Argo CD can do, takes some fields as one value, with their defaults in them."""
+    on = {"enabled": True}
+    webhook = {"annotations": {"cert-manager.io/inject-ca-from": f"{SYSTEM}/gpushare-extender"}, **on}
+    reached = {"extraFrom": [{"ipBlock": {"cidr": "192.0.2.0/24"}}], **on}
+    release.upgrade(
+        extender={"scheduler": on, "claimsWebhook": webhook, "networkPolicy": reached, **on},
+        **dict.fromkeys(("resizePolicy", "networkPolicy", "staticPods", "gpuMem", "openshift"), on),
+    )
+    text = release.rendered()
+    before = _objects(cluster, text)
+    for _ in range(2):
+        cluster.run("apply", "--server-side", "--field-manager=another", "-f", "-", stdin=text)
+        cluster.run("diff", "--server-side", "--field-manager=another", "-f", "-", stdin=text)
+        release.upgrade()
+        assert _objects(cluster, text) == before
+
+
+def _objects(cluster: Cluster, text: str) -> dict[tuple[str, str], Any]:
+    """As the cluster has them, without what it writes itself and who owns what; without the pod of `helm test`."""
+    found = {}
+    for one in yaml.safe_load_all(text):
+        if "helm.sh/hook" not in one["metadata"].get("annotations", {}):
+            flags = [f"--namespace={one['metadata']['namespace']}"] if "namespace" in one["metadata"] else []
+            kind = f"{one['kind']}.{one['apiVersion'].partition('/')[0]}" if "/" in one["apiVersion"] else one["kind"]
+            live = cluster.get(kind, one["metadata"]["name"], *flags)
+            metadata = {key: live["metadata"].get(key) for key in ("labels", "generation")}
+            found[one["kind"], one["metadata"]["name"]] = {**live, "metadata": metadata, "status": None}
+    return found
 
 
 def test_an_upgrade_with_a_changed_value_rejects_no_pod(

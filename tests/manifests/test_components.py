@@ -51,6 +51,7 @@ COMPONENTS = {
     "nvidia",
     "nvidia-config",
     "nvidia-mig-monitor",
+    "openshift",
     "prometheus-operator",
     "prune-driver-volume",
     "runtime-socket",

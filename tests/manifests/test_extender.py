@@ -257,7 +257,7 @@ def test_the_rights_are_those_that_the_extender_uses() -> None:
     assert extender.lease_namespace == "", "the pod's own"
     (container,) = pod_spec()["containers"]
     for name, field in (("POD_NAME", "metadata.name"), ("POD_NAMESPACE", "metadata.namespace")):
-        assert {"name": name, "valueFrom": {"fieldRef": {"fieldPath": field}}} in container["env"]
+        assert {"name": name, "valueFrom": {"fieldRef": {"apiVersion": "v1", "fieldPath": field}}} in container["env"]
 
 
 @pytest.mark.parametrize("directory", ["extender", "extender/second-scheduler"])

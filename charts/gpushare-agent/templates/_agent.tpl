@@ -25,6 +25,7 @@
 {{- with get $objects "DaemonSet/gpushare-driver-devices" -}}
   {{- include "gpushare-agent.set-image" (dict "root" $root "pod" .spec.template.spec) -}}
   {{- include "gpushare-agent.set-nodes" (dict "root" $root "pod" .spec.template.spec) -}}
+  {{- include "gpushare-agent.patch-pod" (dict "root" $root "pod" .spec.template.spec "of" "driverDevices") -}}
 {{- end -}}
 
 {{- $variables := list -}}
@@ -103,6 +104,7 @@
 {{- include "gpushare-agent.merge" (dict "into" $settings "patch" (dict "log" (dict "level" $values.logLevel))) -}}
 {{- include "gpushare-agent.merge" (dict "into" $settings "patch" $values.settings) -}}
 {{- $_ := set $data "settings.yaml" (toYaml $settings) -}}
+{{- include "gpushare-agent.patch-pod" (dict "root" . "pod" $pod "of" "agent") -}}
 {{- $metadata := $agent.spec.template.metadata -}}
 {{- $annotations := merge (dict "checksum/settings" (toYaml $data | sha256sum)) $values.podAnnotations ($metadata.annotations | default dict) -}}
 {{- $_ := set $metadata "annotations" $annotations -}}

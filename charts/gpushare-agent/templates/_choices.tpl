@@ -30,6 +30,7 @@
 {{- if not $values.cleanupRejectedPods }}{{ $components = append $components "without-cleanup" }}{{ end -}}
 {{- if not $values.nodeFacts }}{{ $components = append $components "without-node-facts" }}{{ end -}}
 {{- if eq "false" (toString $values.hostPID) }}{{ $components = append $components "without-host-pid" }}{{ end -}}
+{{- if $values.openshift.enabled }}{{ $components = append $components "openshift" }}{{ end -}}
 manifests/{{ ternary "overlays/simulated" "base" $values.simulated.enabled }}
 {{- range $components }}
 manifests/components/{{ . }}
@@ -145,9 +146,9 @@ from a setting's name to the reason. */ -}}
 {{- include "gpushare-agent.refuse" (dict "value" .value "settings" .settings "refused" $refused) -}}
 {{- end -}}
 
+{{- /* Arguments: image, a map of the values; tag, its default. */ -}}
 {{- define "gpushare-agent.image" -}}
-{{- $tag := .Values.image.tag | default .Chart.AppVersion -}}
-{{- if .Values.image.digest }}{{ printf "%s@%s" .Values.image.repository .Values.image.digest }}{{ else }}{{ printf "%s:%s" .Values.image.repository $tag }}{{ end -}}
+{{- with .image.digest }}{{ printf "%s@%s" $.image.repository . }}{{ else }}{{ printf "%s:%s" .image.repository (.image.tag | default .tag) }}{{ end -}}
 {{- end -}}
 
 {{- /* The agent's image in a pod, of every container that has it. Arguments: root, pod. */ -}}
@@ -155,7 +156,7 @@ from a setting's name to the reason. */ -}}
 {{- $root := .root -}}
 {{- range $container := concat (.pod.initContainers | default list) .pod.containers -}}
   {{- if eq $container.image "gpushare-agent" -}}
-    {{- $_ := set $container "image" (include "gpushare-agent.image" $root) -}}
+    {{- $_ := set $container "image" (include "gpushare-agent.image" (dict "image" $root.Values.image "tag" $root.Chart.AppVersion)) -}}
     {{- $_ := set $container "imagePullPolicy" $root.Values.image.pullPolicy -}}
   {{- end -}}
 {{- end -}}
@@ -173,10 +174,29 @@ from a setting's name to the reason. */ -}}
 {{- end -}}
 {{- $_ := set $pod "tolerations" $values.tolerations -}}
 {{- with $values.affinity }}{{ $_ := set $pod "affinity" . }}{{ end -}}
-{{- if $values.priorityClassName -}}
-  {{- $_ := set $pod "priorityClassName" $values.priorityClassName -}}
-{{- else }}{{ $_ := unset $pod "priorityClassName" }}{{ end -}}
+{{- include "gpushare-agent.set-priority" . -}}
 {{- if and $values.runtimeClassName (not (or $values.simulated.enabled $values.driverFromHost.enabled)) -}}
   {{- $_ := set $pod "runtimeClassName" $values.runtimeClassName -}}
 {{- else }}{{ $_ := unset $pod "runtimeClassName" }}{{ end -}}
+{{- end -}}
+
+{{- /* Arguments: root, pod. */ -}}
+{{- define "gpushare-agent.set-priority" -}}
+{{- if .root.Values.priorityClassName -}}
+  {{- $_ := set .pod "priorityClassName" .root.Values.priorityClassName -}}
+{{- else }}{{ $_ := unset .pod "priorityClassName" }}{{ end -}}
+{{- end -}}
+
+{{- /* What the value `pods` changes in a pod, after all other values. Arguments: root, pod, of, a key of `pods`. */ -}}
+{{- define "gpushare-agent.patch-pod" -}}
+{{- $arguments := . -}}
+{{- $patch := get .root.Values.pods .of | default dict | deepCopy -}}
+{{- range $list := list "initContainers" "containers" -}}
+  {{- $names := list -}}
+  {{- range (get $arguments.pod $list | default list) }}{{ $names = append $names .name }}{{ end -}}
+  {{- range (get $patch $list | default list) -}}
+    {{- if not (has .name $names) }}{{ fail (printf "pods.%s.%s: this pod has no %s; with these values it has: %s" $arguments.of $list .name (join ", " $names)) }}{{ end -}}
+  {{- end -}}
+{{- end -}}
+{{- include "gpushare-agent.merge" (dict "into" .pod "patch" $patch) -}}
 {{- end -}}

@@ -1,13 +1,16 @@
 {{- /*
 What the chart installs is read from the kustomize folders at manifests/, so that nothing is written twice: a value chooses
 folders (_choices.tpl), and these templates do with them what kustomize does. They know what these folders use: resources,
-components, patches by path, configMapGenerator. Tests compare the result with kustomize's.
+components, patches by path (of one object, or of all that a target's kind and name say), configMapGenerator. Tests compare the
+result with kustomize's.
 */ -}}
 
 {{- /* A file's text, for the release's namespace and the resources' names in the settings. Arguments: root, file. */ -}}
 {{- define "gpushare-agent.read" -}}
 {{- $text := .root.Files.Get .file -}}
-{{- if not $text }}{{ fail (printf "%s is not in the chart" .file) }}{{ end -}}
+{{- if not $text -}}
+  {{- fail (printf "%s is not in the chart: its folder manifests is a symbolic link to ../../manifests, which Flux, Rancher and copies of the chart's folder leave out. Install the package that `helm package charts/gpushare-agent` makes (docs/how-to/install.md)" .file) -}}
+{{- end -}}
 {{- $settings := .root.Values.settings -}}
 {{- $text = replace "tencent.com/vcuda-core" (($settings.resources).vcore | default "tencent.com/vcuda-core") $text -}}
 {{- $text = replace "tencent.com/vcuda-memory" (($settings.resources).vmemory | default "tencent.com/vcuda-memory") $text -}}
@@ -40,7 +43,17 @@ components, patches by path, configMapGenerator. Tests compare the result with k
   {{- include "gpushare-agent.build" (dict "root" $root "folder" (clean (printf "%s/%s" $folder $name)) "objects" $objects) -}}
 {{- end -}}
 {{- range $patch := $own.patches -}}
-  {{- include "gpushare-agent.file" (dict "root" $root "file" (printf "%s/%s" $folder $patch.path) "objects" $objects) -}}
+  {{- $file := printf "%s/%s" $folder $patch.path -}}
+  {{- if $patch.target -}}
+    {{- range $object := $objects -}}
+      {{- if and (eq $object.kind $patch.target.kind) (regexMatch (printf "^(%s)$" ($patch.target.name | default ".*")) $object.metadata.name) -}}
+        {{- $one := include "gpushare-agent.read" (dict "root" $root "file" $file) | fromYaml -}}
+        {{- include "gpushare-agent.merge" (dict "into" $object "patch" (pick $one "spec")) -}}
+      {{- end -}}
+    {{- end -}}
+  {{- else -}}
+    {{- include "gpushare-agent.file" (dict "root" $root "file" $file "objects" $objects) -}}
+  {{- end -}}
 {{- end -}}
 {{- end -}}
 
@@ -63,8 +76,8 @@ components, patches by path, configMapGenerator. Tests compare the result with k
 {{- end -}}
 
 {{- /*
-A strategic merge of a map: null removes a key, maps are merged, lists of objects by name (volumeMounts by mountPath), where
-`$patch: delete` removes one; any other value replaces the old one. Arguments: into, patch.
+A strategic merge of a map: null removes a key, maps are merged, lists of objects that have names by them (volumeMounts by
+mountPath), where `$patch: delete` removes one; any other value replaces the old one. Arguments: into, patch.
 */ -}}
 {{- define "gpushare-agent.merge" -}}
 {{- $into := .into -}}
@@ -74,7 +87,7 @@ A strategic merge of a map: null removes a key, maps are merged, lists of object
     {{- $_ := unset $into $key -}}
   {{- else if and (kindIs "map" $value) (kindIs "map" $old) -}}
     {{- include "gpushare-agent.merge" (dict "into" $old "patch" $value) -}}
-  {{- else if and (kindIs "slice" $value) (kindIs "slice" $old) (kindIs "map" (first $value)) -}}
+  {{- else if and (kindIs "slice" $value) (kindIs "slice" $old) (kindIs "map" (first $value)) (or (hasKey (first $value) "name") (eq $key "volumeMounts")) -}}
     {{- $by := ternary "mountPath" "name" (eq $key "volumeMounts") -}}
     {{- $patches := dict -}}
     {{- range $one := $value }}{{ $_ := set $patches (get $one $by) $one }}{{ end -}}
@@ -105,7 +118,8 @@ chart. Arguments: root, objects. */ -}}
 {{- $root := .root -}}
 {{- range $key, $object := .objects }}
 ---
-{{- $labels := dict "helm.sh/chart" (printf "%s-%s" $root.Chart.Name $root.Chart.Version) }}
+{{- $chart := printf "%s-%s" $root.Chart.Name $root.Chart.Version | replace "+" "_" | trunc 63 }}
+{{- $labels := dict "helm.sh/chart" (regexReplaceAll "[-_.]+$" $chart "") }}
 {{- $_ := set $labels "app.kubernetes.io/managed-by" $root.Release.Service }}
 {{- $_ := set $labels "app.kubernetes.io/instance" $root.Release.Name }}
 {{- include "gpushare-agent.merge" (dict "into" $object "patch" (dict "metadata" (dict "labels" $labels))) }}
