@@ -53,7 +53,7 @@ def test_the_daemon_sets_settings_are_accepted_by_the_agent() -> None:
         container.get("args", []), environ | {"GPUSHARE_CONFIG": str(MANIFESTS / "base/settings.yaml")}
     )
     assert loaded.settings.node_name == "a-node"
-    assert loaded.settings.web.addr == "0.0.0.0"
+    assert loaded.settings.web.addr == ""
     assert container["ports"][0]["containerPort"] == loaded.settings.web.port
     for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
         assert container[probe]["httpGet"]["port"] == container["ports"][0]["name"]

@@ -282,8 +282,8 @@ class LogSettings(Section):
 class WebSettings(Section):
     """The HTTP endpoints: metrics, health, readiness, /debug."""
 
-    addr: str = Field(default="localhost", min_length=1, max_length=253)
-    """Address to listen on. 0.0.0.0 lets Prometheus and probes in."""
+    addr: str = Field(default="localhost", max_length=253)
+    """Address to listen on. Empty: every address, IPv4 and IPv6, which lets Prometheus and probes in."""
     port: Count = Field(default=5678, ge=0, le=65535)
     """Port to listen on; 0 takes any free one."""
     debug_token_file: OptionalPath = None
@@ -355,7 +355,7 @@ class ExtenderSettings(Section):
     """The scheduler extender: where it listens, how it decides, who leads."""
 
     addr: str = Field(default="127.0.0.1", max_length=253)
-    """Address to listen on. Empty: every address."""
+    """Address to listen on. Empty: every address, IPv4 and IPv6."""
     port: Count = Field(default=3456, ge=0, le=65535)
     """Port to listen on; 0 takes any free one."""
     reserve: Literal["bind", "filter"] = "bind"
