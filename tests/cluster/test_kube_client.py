@@ -314,15 +314,17 @@ async def test_what_cannot_be_a_name_is_not_sent(name: str) -> None:
 
 
 async def test_can_i_reads_the_review() -> None:
-    """The review's answer is the answer; the question names verb, resource and subresource."""
-    review = [answers(201, {"status": {"allowed": True}}), answers(201, {"status": {"allowed": False}})]
+    """The review's answer is the answer; the question names verb, resource, its group and subresource."""
+    review = [answers(201, {"status": {"allowed": allowed}}) for allowed in (True, False, True)]
     async with fake_api(others=review) as server, opened(server.url) as api:
         assert await api.can_i("patch", "pods/status")
         assert not await api.can_i("list", "pods")
+        assert await api.can_i("get", "runtimeclasses.node.k8s.io")
     attributes = [request.body["spec"]["resourceAttributes"] for request in server.seen]
     assert attributes == [
         {"verb": "patch", "resource": "pods", "subresource": "status"},
         {"verb": "list", "resource": "pods"},
+        {"verb": "get", "resource": "runtimeclasses", "group": "node.k8s.io"},
     ]
 
 

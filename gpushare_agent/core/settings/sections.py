@@ -91,6 +91,11 @@ class KubeletSettings(Section):
     """How long an admission may take to identify its pod."""
 
 
+_HandlerPattern = Annotated[
+    str, matches(re.compile(r"[a-z0-9*-]{1,63}"), "is no handler of a RuntimeClass such as kata-*")
+]
+
+
 class RuntimeSettings(Section):
     """The container runtime and its cgroups."""
 
@@ -98,6 +103,16 @@ class RuntimeSettings(Section):
     """Socket of the container runtime, for container IDs (isolation vcuda). Empty: the first known one."""
     request_timeout_s: Seconds = Field(default=5.0, ge=0.1, le=120)
     """Time limit of one request to the runtime (isolation vcuda)."""
+    sandboxed_handlers: Annotated[tuple[_HandlerPattern, ...], BeforeValidator(comma_list)] = (
+        "gvisor",
+        "gvisor-*",
+        "kata",
+        "kata-*",
+        "runsc",
+        "runsc-*",
+    )
+    """Handlers of RuntimeClasses that run containers in a sandbox, `*` for any text. Pods with one get no share that an
+    isolation has to limit; whole GPUs are given. Empty: no handler is one."""
     cgroup_driver: Literal["", "cgroupfs", "systemd"] = ""
     """Compared with the cgroup paths at the start; a difference is logged. Empty: not compared."""
     cgroup_root: GivenPath = Path("/sys/fs/cgroup")
