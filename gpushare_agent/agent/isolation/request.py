@@ -165,8 +165,8 @@ class Isolation(Struct, frozen=True, kw_only=True, eq=False):
         have to limit in a sandbox."""
         patterns = request.config.settings.runtime.sandboxed_handlers
         found = next((one for one in request.handlers if any(fnmatchcase(one, known) for known in patterns)), "")
-        # gVisor is a kernel of its own, with its own locks, sockets and processes; a virtual machine has no driver of the
-        # host. What the agent sees and sets on the host does not reach the program.
+        # gVisor is a kernel of its own: its locks, sockets and PIDs do not reach the host (tried with the one of 2022). A
+        # virtual machine has no driver of the host.
         if found and self.limits and not request.is_whole:
             return refused_share(
                 request,
