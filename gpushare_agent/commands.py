@@ -240,7 +240,7 @@ COMMANDS: tuple[Command, ...] = (
         description="Runs the scheduler extender until SIGTERM or SIGINT: kube-scheduler asks it which nodes have a GPU"
         " with enough free capacity.",
         run=_extender,
-        examples=("extender --extender.addr 0.0.0.0 --extender.leader-elect=false",),
+        examples=("extender --extender.addr= --extender.leader-elect=false",),
         settings=("kubeconfig", *_RESOURCE_SETTINGS, "extender", "log"),
     ),
     Command(

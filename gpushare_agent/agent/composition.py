@@ -108,7 +108,7 @@ def build(
         node, cluster.pod_events.warned, driver, note=cluster.node_events.note, choose_again=request_reload
     )
     kubelet = AdmissionPart(node, cluster, isolation, previous.kubelet if previous is not None else None)
-    dra = _build_dra(node, isolation)
+    dra = _build_dra(node, isolation, cluster)
     cluster.further["dynamic resource allocation"] = dra
     if configuration is not None and settings.node_configuration.directory is not None:
         cluster.further["node configuration"] = ConfigurationWatch(configuration, node, request_reload)
@@ -135,7 +135,7 @@ def build(
     return agent
 
 
-def _build_dra(node: Node, isolation: Isolations) -> DraPart | None:
+def _build_dra(node: Node, isolation: Isolations, cluster: ClusterPart) -> DraPart | None:
     """The part for claims; None where there are none: the start of an agent without any does not wait for its modules
     either."""
     records = node.settings.claim_directory
@@ -144,7 +144,7 @@ def _build_dra(node: Node, isolation: Isolations) -> DraPart | None:
     # Imported here: an agent without claims would load its modules for nothing.
     from gpushare_agent.agent.dra.part import DraPart
 
-    return DraPart(node, isolation, records)
+    return DraPart(node, isolation, cluster.runtime_classes, records)
 
 
 class _Subscriptions:

@@ -19,6 +19,7 @@ import msgspec
 from msgspec import Raw, Struct
 
 from gpushare_agent.core.cli.command_line import AGENT_NAMESPACE, KUBECTL, Invocation
+from gpushare_agent.core.kit.tcp_listeners import host_port
 from gpushare_agent.core.kube.client import KubeApi, pods
 from gpushare_agent.core.kube.objects import object_meta
 from gpushare_agent.core.kube.pods import read_pod_json
@@ -34,7 +35,7 @@ TIMEOUT_S = 10.0
 MAX_ANSWER_BYTES = 32 << 20
 """200 containers on 16 GPUs take a quarter of a megabyte; 500 decisions with 16 candidates take two megabytes."""
 MAX_DECISIONS = 500
-_EVERY_ADDRESS = {"0.0.0.0": "localhost", "::": "localhost", "": "localhost"}
+_EVERY_ADDRESS = ("0.0.0.0", "::", "")
 
 Query = Mapping[str, str]
 
@@ -63,8 +64,7 @@ async def read_decisions(
 def local_url(address: str, port: int) -> str:
     """The URL of what listens there on this host; a client connects to localhost where it listens on every address."""
     # 0.0.0.0 is where a server listens; as a destination it works on Linux alone.
-    address = _EVERY_ADDRESS.get(address, address)
-    return f"http://{f'[{address}]' if ':' in address else address}:{port}"
+    return f"http://{host_port('localhost' if address.strip('[]') in _EVERY_ADDRESS else address, port)}"
 
 
 @asynccontextmanager

@@ -10,11 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import os
 import shlex
 import signal
-import socket
 import sys
 import time
 from collections import deque
@@ -34,6 +32,7 @@ from gpushare_agent.core.cli.interrupts import INTERRUPTED
 from gpushare_agent.core.cli.screen import Screen, View
 from gpushare_agent.core.kit.logs import setup_logging
 from gpushare_agent.core.kit.supervision import forever, stop_task
+from gpushare_agent.core.kit.tcp_listeners import close_all, listen_tcp
 from gpushare_agent.core.model.errors import StartupError, Unavailable
 from gpushare_agent.core.model.isolation import NO_ISOLATION, isolation_parts
 from gpushare_agent.core.settings.resource_names import resource_names
@@ -97,7 +96,7 @@ async def run(plan: Plan) -> int:
     stop = _stop_on_signals()
     with owned_state_directory(plan.state) as paths:
         # After the directory, which tells that a sandbox runs here already: its port would be the less helpful reason.
-        _check_port(loaded.settings.web.addr, loaded.settings.web.port)
+        await _check_port(loaded.settings.web.addr, loaded.settings.web.port)
         # Before the cluster, because its scheduler must know the address.
         extender = plan_extender(paths, plan.flags, notify) if plan.has_extender else None
         async with open_embedded_cluster(
@@ -182,21 +181,13 @@ def _state_flag(plan: Plan) -> str:
     return "" if plan.state == default_state_directory() else f" --state-dir {plan.state}"
 
 
-def _check_port(host: str, port: int) -> None:
+async def _check_port(host: str, port: int) -> None:
     """Fails before the agent does, which would be a second later, and again after each restart."""
     try:
-        # The first address, which the agent's own listener takes as well.
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the agent does
-            probe.bind(address)
-    except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            raise StartupError(
-                f"port {port} of {host}, for the agent's web server, is in use: choose another with --port (0: any free)"
-            ) from error
+        close_all(await listen_tcp(host, port, backlog=1))
+    except Unavailable as error:
         raise StartupError(
-            f"the agent's web server cannot listen on {host}:{port}: {error.strerror}; change --web.addr or --port"
+            f"the agent's web server: {error}; choose another --port (0: any free) or --web.addr"
         ) from error
 
 

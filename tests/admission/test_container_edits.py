@@ -14,7 +14,7 @@ from gpushare_agent.core.model.errors import RefusalReason, Refused
 from gpushare_agent.core.model.isolation import DeviceListStrategy
 from gpushare_agent.core.model.names import ISOLATION_ANNOTATION
 from gpushare_agent.core.model.pods import ContainerKind, ContainerSpec
-from gpushare_agent.core.settings.sections import DriverVolumeSettings
+from gpushare_agent.core.settings.sections import DriverVolumeSettings, RuntimeSettings
 from tests.support_core import NAMES, container, inventory, isolation_config, pod
 
 GPUS = tuple(replace(gpu, minor=gpu.index + 4) for gpu in inventory().gpus)
@@ -121,3 +121,38 @@ def test_edits_are_merged_and_the_last_word_on_a_name_counts() -> None:
     both = merged(first, second)
     assert dict(both.env) == {"A": "2", "B": "1"} and both.mounts == (mount,) and len(both.devices) == 1
     assert dict(both.annotations) == {"x": "1"}
+
+
+@pytest.mark.parametrize(
+    ("runtime_class", "handlers", "is_refused"),
+    [
+        ("", {}, False),
+        ("nvidia", {"nvidia": "nvidia"}, False),
+        ("secure", {"secure": "runsc"}, True),
+        ("secure", {"secure": "kata-qemu"}, True),
+        ("gvisor", {"gvisor": "runc"}, False),
+        ("gvisor", {}, True),
+        ("secure", {}, False),
+        ("katana", {}, False),
+    ],
+)
+@pytest.mark.parametrize("isolation", ["gpushare", "vcuda", "mps", "driver", "none"])
+def test_a_share_that_is_limited_is_not_given_to_a_sandbox(
+    runtime_class: str, handlers: dict[str, str], isolation: str, *, is_refused: bool
+) -> None:
+    """By the handler of the pod's RuntimeClass, by the class's name where the handler is not known. Isolation none limits
+    nothing anywhere, and whole GPUs are not limited."""
+    policy = replace(POLICY, isolation=isolation, handlers=handlers)
+
+    def outcome(wanted: ContainerSpec, policy: EditPolicy) -> ContainerEdits | Refused:
+        return edits_for(pod("a", wanted, runtime_class=runtime_class), wanted, GPUS[:1], policy)
+
+    found = outcome(container(cores=30, blocks=10), policy)
+    assert isinstance(found, Refused) is (is_refused and isolation != "none")
+    if isinstance(found, Refused):
+        assert found.reason is RefusalReason.INVALID_REQUEST
+        assert f"handler {handlers.get(runtime_class, runtime_class)}, " in found.detail
+        assert "runtime.sandboxed_handlers" in found.detail and "ask for whole GPUs" in found.detail
+    assert isinstance(outcome(container(cores=100), policy), ContainerEdits)
+    of_others = isolation_config(runtime=RuntimeSettings(sandboxed_handlers=()))
+    assert isinstance(outcome(container(cores=30, blocks=10), replace(policy, config=of_others)), ContainerEdits)

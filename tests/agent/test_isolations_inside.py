@@ -140,6 +140,22 @@ async def environment_of(node: EmbeddedNode, name: str) -> dict[str, str]:
     return {k: v for k, v in pairs.items() if k not in OF_THE_SANDBOX and not k.startswith("SANDBOX_")}
 
 
+async def test_a_share_in_a_sandbox_is_refused() -> None:
+    """By the name of the RuntimeClass: this API server has none. A whole GPU, and a share in no sandbox, are given."""
+    async with open_test_node() as node, open_agent(node, "--isolation=gpushare", *Host(node).flags):
+        shares = {"sandboxed": "gvisor", "plain": "nvidia"}
+        for name, runtime_class in shares.items():
+            node.api.create_pod(pod(name, running(cores=30, blocks=24), runtimeClassName=runtime_class))
+        node.api.create_pod(pod("whole", running(cores=100), runtimeClassName="kata-qemu"))
+        await wait_running(node, "plain", "whole")
+
+        def failed() -> bool:
+            return bool(node.api.pod("default", "sandboxed")["status"].get("phase") == "Failed")
+
+        await wait_until(node, failed, "the pod is refused")
+        assert "which runs containers in a sandbox" in node.api.pod("default", "sandboxed")["status"]["message"]
+
+
 @pytest.mark.parametrize("strategies", LISTS)
 @pytest.mark.parametrize("isolation", ["vcuda", "gpushare", "none"])
 async def test_the_running_process_has_what_the_golden_files_say(isolation: str, strategies: str) -> None:

@@ -314,15 +314,17 @@ async def test_what_cannot_be_a_name_is_not_sent(name: str) -> None:
 
 
 async def test_can_i_reads_the_review() -> None:
-    """The review's answer is the answer; the question names verb, resource and subresource."""
-    review = [answers(201, {"status": {"allowed": True}}), answers(201, {"status": {"allowed": False}})]
+    """The review's answer is the answer; the question names verb, resource, its group and subresource."""
+    review = [answers(201, {"status": {"allowed": allowed}}) for allowed in (True, False, True)]
     async with fake_api(others=review) as server, opened(server.url) as api:
         assert await api.can_i("patch", "pods/status")
         assert not await api.can_i("list", "pods")
+        assert await api.can_i("get", "runtimeclasses.node.k8s.io")
     attributes = [request.body["spec"]["resourceAttributes"] for request in server.seen]
     assert attributes == [
         {"verb": "patch", "resource": "pods", "subresource": "status"},
         {"verb": "list", "resource": "pods"},
+        {"verb": "get", "resource": "runtimeclasses", "group": "node.k8s.io"},
     ]
 
 
@@ -466,6 +468,8 @@ EXCLUDED = [
     ("fd00::1", "https://[fd00:0::1]"),
     ("[fd00::1]", "https://[fd00::1]:6443"),
     ("[fd00::1]:6443", "https://[fd00::1]:6443"),
+    ("::ffff:10.96.0.1", "https://10.96.0.1"),
+    ("dev.corp,\tcorp\n", "https://api.corp"),
     ("corp", "https://corp:6443"),
     ("corp", "https://api.corp:6443"),
     (".corp", "https://api.corp:6443"),
@@ -487,6 +491,10 @@ PROXIED = [
     (".corp", "https://corp"),
     ("*.corp", "https://corp"),
     ("orp", "https://api.corp"),
+    ("*corp", "https://api.corp"),
+    ("*:443", "https://api.corp"),
+    ("10.0.0.0/8:443", "https://10.0.0.1"),
+    ("dev.corp corp", "https://api.corp"),
     ("api.corp:443", "https://api.corp:6443"),
     ("10.0.0.0/99,[,],/,:,,::::,[]:1,*.", "https://10.0.0.1"),
 ]
@@ -533,6 +541,42 @@ async def test_the_message_names_a_proxy_that_fails(
     assert f"no connection to the API server {through}: refused" in str(refused.value)
     assert through.replace(":9 ", f":{proxy.port} ") in str(answered.value)
     assert "s3cret" not in f"{refused.value} {answered.value}"
+
+
+@pytest.mark.parametrize(
+    "proxy",
+    [
+        "http://me:s3cret@proxy:port", "http://me:s3cret@proxy:99999", "http://me:s3cret@", "http://me:s3/cret@proxy:3128",
+        "http://me:3/cret@proxy:3128", "http://me:s3#cret@proxy:3128", "http://me:s3?cret@proxy:3128",
+        "http://me:s3[cret@proxy:3128", "http:/me:s3cret@proxy:3128", "socks5://me:s3cret@proxy:1080", "http://",
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("is_in_kubeconfig", [False, True])
+async def test_a_proxy_that_is_no_url_is_not_shown(
+    proxy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_in_kubeconfig: bool
+) -> None:
+    """The error says where it comes from. A password is often what makes it none."""
+    kubeconfig = write_kubeconfig(tmp_path, "https://cluster.invalid", {"token": "t"})
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    monkeypatch.delenv("no_proxy", raising=False)
+    if is_in_kubeconfig:
+        document = json.loads(kubeconfig.read_text())
+        document["clusters"][0]["cluster"]["proxy-url"] = proxy
+        kubeconfig.write_text(json.dumps(document))
+    else:
+        monkeypatch.setenv("HTTPS_PROXY", proxy)
+    where = "proxy-url of the kubeconfig" if is_in_kubeconfig else "HTTPS_PROXY"
+    with pytest.raises(StartupError, match=rf"cannot use the proxy \(from {where}.*it is no URL such as") as refused:
+        async with open_kube_api(kubeconfig=kubeconfig):
+            pass
+    assert "cret" not in str(refused.value)
+
+
+async def test_an_ipv6_address_is_named_in_brackets(tmp_path: Path) -> None:
+    """With its port, as in a kubeconfig."""
+    async with open_kube_api(kubeconfig=write_kubeconfig(tmp_path, "https://[::1]:9", {"token": "t"})) as api:
+        with pytest.raises(Unavailable, match=r"no connection to the API server at \[::1\]:9: "):
+            await api.get_node(NODE)
 
 
 async def test_a_rotated_certificate_authority_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

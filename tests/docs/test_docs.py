@@ -13,6 +13,7 @@ import yaml
 from msgspec.structs import replace
 
 from gpushare_agent import __version__
+from gpushare_agent.agent.admission.part import HANDOVER_WAIT_S
 from gpushare_agent.agent.isolation import ISOLATIONS
 from gpushare_agent.agent.isolation.kept import NOT_KEPT_TEXTS
 from gpushare_agent.core.model.allocations import ClaimRef, ClaimShare
@@ -197,6 +198,16 @@ def test_the_guide_to_uninstall_takes_every_resource_from_the_nodes_status() -> 
     gpushare = Settings().gpushare
     offered = {VCORE_RESOURCE, VMEMORY_RESOURCE, gpushare.resource, GPUSHARE_COUNT_RESOURCE}
     assert json.loads(patch) == {"status": {"capacity": dict.fromkeys(offered)}}
+
+
+def test_the_timeouts_of_an_upgrade_suffice_for_so_many_nodes_under_load() -> None:
+    """The old agent's wait for a moment without admissions, and the start of the new one, on each node."""
+    text = (ROOT / "docs/how-to/upgrade.md").read_text(encoding="utf-8")
+    (given,) = re.findall(r"\((\d+) nodes: `(\d+)h`, (\d+): `(\d+)h`\).*?\(any number: `(\d+)m`\)", text, re.S)
+    some, hours, more, more_hours, minutes = map(int, given)
+    for rounds, given_s in ((some, hours * 3600), (more, more_hours * 3600), (10, minutes * 60)):
+        assert rounds * (HANDOVER_WAIT_S + 10) <= given_s <= 2 * rounds * (HANDOVER_WAIT_S + 10)
+    assert all(one in text for one in ("`helm upgrade --wait`", "`--atomic`", "Flux's HelmRelease", "maxSurge=10%"))
 
 
 def test_a_contributor_has_the_versions_and_sessions_of_the_project() -> None:

@@ -7,6 +7,7 @@ import json
 import shutil
 import threading
 from pathlib import Path
+from typing import cast
 
 import pytest
 from msgspec import Raw
@@ -14,6 +15,7 @@ from msgspec.structs import replace
 
 from gpushare_agent.agent.dra.decisions.edits import PreparedClaim
 from gpushare_agent.core.claims.claim import ClaimPolicy, read_claim
+from gpushare_agent.core.kube.client import KubeApi
 from gpushare_agent.core.model.errors import RefusalReason, Refused, Unavailable
 from gpushare_agent.core.model.gpus import Health
 from gpushare_agent.core.model.isolation import DeviceListStrategy
@@ -33,6 +35,7 @@ from tests.dra.support_claims import (
 )
 from tests.extender.support_extender import eventually
 from tests.support_core import isolation_config, used_blocks, used_cores
+from tests.support_deadline import DEADLINE_S
 from tests.support_json import undecoded
 
 
@@ -80,6 +83,23 @@ async def test_unknown_claims_end_with_success(tmp_path: Path) -> None:
     made = await prepared(driver)
     await driver.claims.unprepare(ref_of(7))
     assert driver.claims.prepared == {uid_of(1): made} and driver.records() == [f"{uid_of(1)}.json"]
+
+
+async def test_a_share_for_a_sandbox_is_refused_for_good(tmp_path: Path) -> None:
+    """The handler of the pod's RuntimeClass is read before the decision; waiting changes nothing."""
+
+    class Api:
+        async def get_runtime_class(self, name: str, *, timeout_s: float) -> Raw:
+            return undecoded({"handler": f"kata-{name}"})
+
+    driver = Driver(tmp_path, raw_claim(result()), wait_s=DEADLINE_S)
+    (owner,) = driver.store.pods()
+    driver.store.upsert(replace(owner, runtime_class="qemu"))
+    driver.claims.runtime_classes.attach(cast(KubeApi, Api()))
+    driver.policy = replace(driver.policy, handlers=driver.claims.runtime_classes.handlers)
+    refused = await driver.claims.prepare(ref_of())
+    assert isinstance(refused, Refused) and "the handler kata-qemu" in refused.detail
+    assert driver.claims.is_answered(uid_of(1)) and not len(driver.cache)
 
 
 async def test_another_agent_takes_over_what_is_recorded(tmp_path: Path) -> None:

@@ -89,6 +89,18 @@ def test_a_claim_has_the_driver_where_the_setting_mounts_it() -> None:
     assert "LD_LIBRARY_PATH" not in env_of(prepared(raw_claim(result(index=1)), user("p", "")))
 
 
+def test_a_share_is_not_prepared_for_a_sandbox() -> None:
+    """If one of the claim's pods runs in one. A whole GPU is prepared."""
+    sandboxed, policy = (
+        replace(user("p", ""), runtime_class="secure"),
+        replace(edit_policy(), handlers={"secure": "runsc"}),
+    )
+    refused = prepare(raw_claim(result(index=1)), sandboxed, policy=policy)
+    assert isinstance(refused, Refused) and "the handler runsc" in refused.detail
+    prepared(raw_claim(result(index=1)), user("p", ""), policy=policy)
+    prepared(raw_claim(whole(index=1)), sandboxed, policy=policy)
+
+
 def test_a_share_has_the_edits_of_its_isolation_and_its_gpu() -> None:
     made = prepared(raw_claim(result(index=1)), user("p", ""))
     assert made.results[0].cdi_devices == (f"gpushare-agent/claim=gpu-1.gpu.{uid_of(1)}",)

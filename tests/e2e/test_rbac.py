@@ -93,8 +93,9 @@ def test_what_the_agent_asks_of_the_api_server_is_what_it_may(
 
 EVERYBODYS = {("create", "selfsubjectaccessreviews")}
 """By the ClusterRole system:basic-user: `gpushare-agent check` asks so which rights it has."""
-SELDOM = {("get", "pods")}
-"""Where a pod's call comes before the watch has its pod: happens in bursts, and cannot be provoked."""
+SELDOM = {("get", "pods"), ("get", "runtimeclasses")}
+"""Where a pod's call comes before the watch has its pod: happens in bursts, and cannot be provoked. Where a pod names a
+RuntimeClass."""
 
 
 def _refused(cluster: Cluster) -> Object:

@@ -63,6 +63,34 @@ def test_what_cannot_be_had_is_refused_with_the_reason(
     assert not installed.wait_ledger(namespace, 0)
 
 
+def test_a_limited_share_is_not_given_to_a_sandbox(cluster: Cluster, installed: Installation, namespace: str) -> None:
+    """By the handler of the pod's RuntimeClass and not by its name; a whole GPU is given."""
+    needs_gpus(installed, 2)
+    if installed.view()["agent"]["isolation"] == "none":
+        pytest.skip("the isolation of the run's overlay limits nothing")
+    handlers = {f"plain-{namespace}": "kata-e2e", f"kata-{namespace}": "runc"}
+    cluster.apply(
+        *(
+            {"apiVersion": "node.k8s.io/v1", "kind": "RuntimeClass", "metadata": {"name": name}, "handler": handler}
+            for name, handler in handlers.items()
+        )
+    )
+    try:
+        sandboxed, misnamed = handlers
+        pods = [
+            cluster.pod("share", 1, 1, runtimeClassName=sandboxed),
+            cluster.pod("whole", 100, runtimeClassName=sandboxed),
+            cluster.pod("misnamed", 1, 1, runtimeClassName=misnamed),
+        ]
+        cluster.apply(*pods, namespace=namespace)
+        cluster.wait_phase(namespace, "share", phase="Failed")
+        assert "has the handler kata-e2e" in message_of(cluster.pods(namespace)["share"])
+        assert set(installed.wait_ledger(namespace, 2)) == {f"{namespace}/{pod}/main" for pod in ("whole", "misnamed")}
+    finally:
+        cluster.delete_pods(namespace)
+        cluster.run("delete", "runtimeclass", *handlers)
+
+
 def test_hamis_case_of_overcommit(cluster: Cluster, installed: Installation, namespace: str) -> None:
     assert_waits_while_it_asks_for_more_than_is_free(cluster, installed, namespace, CORE, of_gpu=100, counted=CORE)
 

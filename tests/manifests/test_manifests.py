@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from gpushare_agent.agent.commands.check_api import CLEANUP_RIGHT, FACTS_RIGHT, NEEDED_RIGHTS
+from gpushare_agent.agent.commands.check_api import CLEANUP_RIGHT, FACTS_RIGHT, NEEDED_RIGHTS, RUNTIME_CLASSES_RIGHT
 from gpushare_agent.agent.delivery.volume_config import read_volume_config
 from gpushare_agent.agent.delivery.volume_plan import VolumeName
 from gpushare_agent.agent.runtime.node_probes import RUNTIME_SOCKETS
@@ -53,7 +53,7 @@ def test_the_daemon_sets_settings_are_accepted_by_the_agent() -> None:
         container.get("args", []), environ | {"GPUSHARE_CONFIG": str(MANIFESTS / "base/settings.yaml")}
     )
     assert loaded.settings.node_name == "a-node"
-    assert loaded.settings.web.addr == "0.0.0.0"
+    assert loaded.settings.web.addr == ""
     assert container["ports"][0]["containerPort"] == loaded.settings.web.port
     for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
         assert container[probe]["httpGet"]["port"] == container["ports"][0]["name"]
@@ -230,8 +230,14 @@ def test_why_a_container_ended_is_in_the_status_of_its_pod(path: str) -> None:
 def test_the_roles_have_no_wildcard_and_exactly_the_rights_that_check_asks_for() -> None:
     """What `gpushare-agent check` calls needed is given, and nothing else."""
     assert all("*" not in rule[part] for rule in rules() for part in ("apiGroups", "resources", "verbs"))
-    given = {(verb, resource) for rule in rules() for verb in rule["verbs"] for resource in rule["resources"]}
-    assert given == {*NEEDED_RIGHTS, CLEANUP_RIGHT, FACTS_RIGHT}
+    given = {
+        (verb, ".".join(filter(None, (resource, group))))
+        for rule in rules()
+        for verb in rule["verbs"]
+        for resource in rule["resources"]
+        for group in rule["apiGroups"]
+    }
+    assert given == {*NEEDED_RIGHTS, CLEANUP_RIGHT, FACTS_RIGHT, RUNTIME_CLASSES_RIGHT}
 
 
 def test_every_binding_names_a_role_and_the_pods_account() -> None:

@@ -148,10 +148,11 @@ def test_every_documented_command_is_known() -> None:
     assert found | set(re.findall(r"`([a-z-]+)`", further[1])) == {None, *app._COMMANDS}
 
 
-async def test_a_busy_port_is_one_line_that_names_the_flag(folder: Path) -> None:
+@pytest.mark.parametrize("addr", ["--web.addr=localhost", "--web.addr="])
+async def test_a_busy_port_is_one_line_that_names_the_flag(folder: Path, addr: str) -> None:
     """Found before the agent starts: exit 1."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        done = await sandbox("--state-dir", folder / "s", "--once", "--port", str(taken.getsockname()[1]))
+        done = await sandbox("--state-dir", folder / "s", "--once", addr, "--port", str(taken.getsockname()[1]))
     assert (done.code, done.err.count("\n")) == (1, 1)
     assert "--port" in done.err
 

@@ -199,7 +199,7 @@ def start_script(container: Path, flags: str = "--logtostderr=false") -> dict[st
 def test_gpu_managers_daemonset_finds_the_host_where_it_mounts_nothing(container: Path) -> None:
     """Its container is privileged and in the host's PID namespace; state goes where gpu-manager's went."""
     assert start_script(container) == {
-        "web.addr": "0.0.0.0",
+        "web.addr": "",
         "kubelet.pod_resources_socket": f"{container}/host/var/lib/kubelet/pod-resources/kubelet.sock",
         "state_directory": f"{container}/etc/gpu-manager/checkpoint/gpushare-agent",
         "driver_volume.root": f"{container}/host",

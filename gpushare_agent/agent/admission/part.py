@@ -107,7 +107,8 @@ class AdmissionPart:
             gate=self.gate,
             identification=identification,
             policy=_policy(node, isolation.max_shares_of_gpu()),
-            edits=edit_policy(node.settings, node.names, isolation.volumes),
+            edits=edit_policy(node.settings, node.names, isolation.volumes, handlers=cluster.runtime_classes.handlers),
+            runtime_classes=cluster.runtime_classes,
             refused_pods=self.refused_pods,
             observer=OutcomeReporter(node=node, events=cluster.pod_events),
             records=checkpoint,
@@ -307,6 +308,8 @@ def edit_policy(
     names: ResourceNames,
     volumes: Mapping[VolumeName, DriverVolume],
     module: KernelModule | None = None,
+    *,
+    handlers: Mapping[str, str],
 ) -> Callable[[], EditPolicy]:
     """The driver directory is mounted where volume.conf says it is."""
     shared, whole = volumes.get(VolumeName.SHARED), volumes.get(VolumeName.ORIGIN)
@@ -328,6 +331,7 @@ def edit_policy(
         cdi_kind=settings.cdi.kind,
         is_named_by_index=settings.nvidia.device_ids == "index",
         kernel_module=module,
+        handlers=handlers,
     )
     nodes = ControlNodes(CONTROL_NODES)
     if not is_real:

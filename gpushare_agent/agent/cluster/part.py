@@ -18,6 +18,7 @@ from gpushare_agent.agent.cluster.node_fields import ALLOCATIONS, CAPACITY, FACT
 from gpushare_agent.agent.cluster.pod_annotations import PodAnnotations, pod_annotations
 from gpushare_agent.agent.cluster.pod_store import NodePods
 from gpushare_agent.agent.cluster.rejected_pods import RejectedPods
+from gpushare_agent.agent.cluster.runtime_classes import RuntimeClasses
 from gpushare_agent.agent.kubelet.pod_resources import KubeletFacts
 from gpushare_agent.agent.kubelet.registration import KUBELET_SOCKET
 from gpushare_agent.agent.kubelet.static_pods import StaticPods
@@ -73,6 +74,7 @@ class ClusterPart:
             metrics=node.metrics,
             backoff=PODS_BACKOFF,
         )
+        self.runtime_classes = RuntimeClasses()
         self.annotations = PodAnnotations(pods=node.pods, desired=desired_of_pod, metrics=node.metrics)
         self.pod_events = PodEvents(node_name, count=node.metrics.pod_event)
         self.node_events = NodeEvents(node_name)
@@ -143,6 +145,8 @@ class ClusterPart:
             api = await self._open_api(stack)
             # An admission may wait for this already: it reads its pod by name, before the first list.
             self.node_pods.attach(api)
+            if self.node.settings.runtime.sandboxed_handlers:
+                self.runtime_classes.attach(api)
             async with asyncio.TaskGroup() as group:
                 # Readers first: what is written follows from the pods.
                 start_tasks(group, _bound(api, {"pod informer": self.informer, "kubelet facts": self.kubelet_facts}))

@@ -35,6 +35,8 @@ CLEANUP_RIGHT = ("delete", "pods")
 """Only for removing rejected pods (allocation.cleanup_rejected_pods)."""
 STATIC_PODS_RIGHT = ("get", "nodes/pods")
 """Only for static pods (kubelet.api_address)."""
+RUNTIME_CLASSES_RIGHT = ("get", "runtimeclasses.node.k8s.io")
+"""Only for pods that name a RuntimeClass (runtime.sandboxed_handlers)."""
 FACTS_RIGHT = ("patch", "nodes")
 """Only for the labels and the annotation about the GPUs (facts.is_written)."""
 
@@ -123,6 +125,9 @@ async def _check_rights(api: KubeApi, settings: Settings) -> list[Finding]:
             "not allowed: patch nodes; labels and the scheduler extender's list of GPUs will be missing on the node"
         )
         findings.append(warning("permissions", detail, f"{_ROLE_REMEDY}; or set --facts.is-written=false"))
+    if settings.runtime.sandboxed_handlers and not await api.can_i(*RUNTIME_CLASSES_RIGHT):
+        detail = "not allowed: get runtimeclasses; a sandboxed pod is known by the name of its RuntimeClass alone"
+        findings.append(warning("permissions", detail, f"{_ROLE_REMEDY}; or set --runtime.sandboxed-handlers="))
     if settings.gpushare.enabled and not await api.can_i("patch", "nodes/status"):
         detail = f"not allowed: patch nodes/status; the capacity will lack {GPUSHARE_COUNT_RESOURCE}"
         findings.append(warning("permissions", detail, "add manifests/components/gpushare"))

@@ -26,6 +26,7 @@ from msgspec.structs import replace
 
 from gpushare_agent.agent.admission.decisions.container_edits import EditPolicy
 from gpushare_agent.agent.admission.decisions.ledger import Ledger
+from gpushare_agent.agent.cluster.runtime_classes import RuntimeClasses
 from gpushare_agent.agent.dra.claim_files import ClaimFiles
 from gpushare_agent.agent.dra.decisions.edits import (
     PreparedClaim,
@@ -130,6 +131,7 @@ class Claims(Struct, kw_only=True, eq=False):
     claim_policy: ClaimPolicy = ClaimPolicy()
     files: ClaimFiles
     isolation: Isolations
+    runtime_classes: RuntimeClasses = field(default_factory=RuntimeClasses)
     prepare_wait_s: float = PREPARE_WAIT_S
     clock: Callable[[], float] = time.monotonic
     pods_timeout_s: float = 2.0
@@ -273,6 +275,7 @@ class Claims(Struct, kw_only=True, eq=False):
         pods = await self._pods_of(claim)
         if isinstance(pods, Refused):
             return pods
+        await self.runtime_classes.learn(pods)
         others = await self._other_claims(claim, pods)
         if isinstance(others, Refused):
             return others

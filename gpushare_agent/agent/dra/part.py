@@ -14,6 +14,7 @@ import structlog
 
 from gpushare_agent.agent.admission.garbage_collection import PodProcesses
 from gpushare_agent.agent.admission.part import edit_policy
+from gpushare_agent.agent.cluster.runtime_classes import RuntimeClasses
 from gpushare_agent.agent.dra.claim_files import ClaimFiles
 from gpushare_agent.agent.dra.claims import Claims
 from gpushare_agent.agent.dra.plugin import SOCKET_NAMES, DeviceHealth, DraPlugin, DraRegistration
@@ -38,7 +39,7 @@ LEAVE_S = 5.0
 
 
 class DraPart:
-    def __init__(self, node: Node, isolation: Isolations, records: Path) -> None:
+    def __init__(self, node: Node, isolation: Isolations, classes: RuntimeClasses, records: Path) -> None:
         """Joined, not started. `records` is the directory of the prepared claims' records."""
         settings, pool = node.settings, node.settings.node_name
         registry = settings.kubelet.root_dir / "plugins_registry"
@@ -46,7 +47,10 @@ class DraPart:
         self.ready = asyncio.Event()
         self.claims = Claims(
             node=node,
-            policy=edit_policy(settings, node.names, isolation.volumes, isolation.kernel_module),
+            policy=edit_policy(
+                settings, node.names, isolation.volumes, isolation.kernel_module, handlers=classes.handlers
+            ),
+            runtime_classes=classes,
             claim_policy=ClaimPolicy(
                 nvidia_names=settings.dra.nvidia_names, has_unlimited=settings.dra.consumable_shares != "memory"
             ),

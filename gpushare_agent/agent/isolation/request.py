@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from enum import Enum, auto
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -68,6 +69,8 @@ class IsolationRequest(Struct, frozen=True, kw_only=True):
     pod_memory_mib: int = 0
     memory_unit_mib: int = 1024
     """The unit of GPUShare's variables."""
+    handlers: tuple[str, ...] = ()
+    """Those of the RuntimeClasses of its pod, of a claim's pods."""
 
     @property
     def vdevice_directory(self) -> Path:
@@ -158,7 +161,20 @@ class Isolation(Struct, frozen=True, kw_only=True, eq=False):
         return mounted_driver(container, config.whole_driver)
 
     def edits(self, request: IsolationRequest) -> ContainerEdits | Refused:
-        """The answer of `edit`, but a refusal for a share of a MIG instance that it cannot keep."""
+        """The answer of `edit`, but a refusal for a share of a MIG instance that it cannot keep, and for any that it would
+        have to limit in a sandbox."""
+        patterns = request.config.settings.runtime.sandboxed_handlers
+        found = next((one for one in request.handlers if any(fnmatchcase(one, known) for known in patterns)), "")
+        # gVisor is a kernel of its own: its locks, sockets and PIDs do not reach the host (tried with the one of 2022). A
+        # virtual machine has no driver of the host.
+        if found and self.limits and not request.is_whole:
+            return refused_share(
+                request,
+                self.name,
+                f"the RuntimeClass of the pod has the handler {found}, which runs containers in a sandbox, where no limit is"
+                " known to hold (setting runtime.sandboxed_handlers)",
+                ". Leave runtimeClassName out, or ask for whole GPUs",
+            )
         # A whole instance is the hardware's own limit.
         instance = next(
             (share.gpu for share in request.shares if share.gpu.mig is not None and not share.is_whole), None

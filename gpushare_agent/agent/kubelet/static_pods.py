@@ -26,6 +26,7 @@ from msgspec.json import Decoder
 
 from gpushare_agent.core.kit.json_schema import NULL, decoded, decoded_or, texts
 from gpushare_agent.core.kit.supervision import bounded
+from gpushare_agent.core.kit.tcp_listeners import host_port
 from gpushare_agent.core.model.errors import AgentError, Corrupt, Rejected, Unavailable
 
 if TYPE_CHECKING:
@@ -54,8 +55,7 @@ class StaticPods:
         service_account: Path = SERVICE_ACCOUNT,
         max_bytes: int = MAX_BYTES,
     ) -> None:
-        host = f"[{address}]" if ":" in address else address
-        self._url = f"https://{host}:{port}/pods"
+        self._url = f"https://{host_port(address, port)}/pods"
         self._node_name = node_name
         self._ca_file = ca_file or service_account / "ca.crt"
         self._token_file = service_account / "token"

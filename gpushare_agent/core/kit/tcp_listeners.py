@@ -1,4 +1,7 @@
-"""Listening TCP sockets for every address of a name. No state: the sockets are the caller's to close."""
+"""Listening TCP sockets for every address of a name. No state: the sockets are the caller's to close.
+
+An empty address is every address of this machine, of IPv4 and of IPv6, in every setting. 0.0.0.0 and :: are those of one.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +19,14 @@ _ABSENT = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 
 
 async def listen_tcp(addr: str, port: int, *, backlog: int, only_loopback: bool = False) -> list[socket.socket]:
-    """One socket for each address of the name that this machine has; port 0 takes a free one, the same for all.
+    """One socket for each address of the name that this machine has, an IPv6 address with or without brackets. An empty
+    one has two sockets, or one where the kernel lacks the other protocol. Port 0 takes a free one, the same for all.
 
     Raises:
         Unavailable: the name is unknown, the port is taken, or, with `only_loopback`, an address is for other hosts too.
     """
-    what = f"listening on {addr}:{port} failed"
+    addr = addr.strip("[]")
+    what = f"listening on {host_port(addr, port)} failed"
     try:
         async with asyncio.timeout(RESOLVE_TIMEOUT_S):
             loop = asyncio.get_running_loop()
@@ -57,6 +62,12 @@ def is_loopback(address: str) -> bool:
         return ipaddress.ip_address(address.partition("%")[0]).is_loopback
     except ValueError:
         return False
+
+
+def host_port(address: str, port: int | None) -> str:
+    """Both as a URL has them, an IPv6 address in brackets, which it may have already. An empty address is shown as `*`."""
+    address = address.strip("[]") or "*"
+    return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
 
 
 def close_all(listeners: Iterable[socket.socket]) -> None:

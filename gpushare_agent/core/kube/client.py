@@ -150,6 +150,10 @@ class KubeApi(KubeLists):
         path = f"/apis/resource.k8s.io/v1/namespaces/{segment(namespace)}/resourceclaims/{segment(name)}"
         return await self._get(f"get ResourceClaim {namespace}/{name}", path, timeout_s=timeout_s)
 
+    async def get_runtime_class(self, name: str, *, timeout_s: float) -> Raw:
+        path = f"/apis/node.k8s.io/v1/runtimeclasses/{segment(name)}"
+        return await self._get(f"get RuntimeClass {name}", path, timeout_s=timeout_s)
+
     async def create_slice(self, made: ResourceSlice) -> Raw:
         """Create a ResourceSlice; as it is then. Conflict where one of its name exists."""
         return await self._send("POST", "create a ResourceSlice", SLICES, made)
@@ -203,10 +207,12 @@ class KubeApi(KubeLists):
         await self._send("POST", f"create an Event in namespace {namespace}", path, event)
 
     async def can_i(self, verb: str, resource: str) -> bool:
-        """Whether our credentials allow this in all namespaces; `resource` may be "pods" or "pods/status"."""
+        """Whether our credentials allow this in all namespaces; `resource` may be "pods", "pods/status" or
+        "runtimeclasses.node.k8s.io"."""
         # The review has a field for each; "pods/status" as a resource is never allowed.
-        resource_name, _, subresource = resource.partition("/")
-        attributes = {"verb": verb, "resource": resource_name, "subresource": subresource}
+        full_name, _, subresource = resource.partition("/")
+        resource_name, _, group = full_name.partition(".")
+        attributes = {"verb": verb, "resource": resource_name, "group": group, "subresource": subresource}
         review = {
             "apiVersion": "authorization.k8s.io/v1",
             "kind": "SelfSubjectAccessReview",

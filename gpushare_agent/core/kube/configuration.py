@@ -168,7 +168,7 @@ async def open_api_client(source: ConfigurationSource) -> Any:
     """A kubernetes-asyncio ApiClient with credentials loaded now. The caller closes it.
 
     Raises:
-        StartupError: the kubeconfig is malformed.
+        StartupError: the kubeconfig is malformed, or the proxy's address.
         Unavailable: credentials cannot be had at present.
     """
     # A third of a second of import: admissions are answered meanwhile.
@@ -188,11 +188,12 @@ async def open_api_client(source: ConfigurationSource) -> Any:
                     token_filename=str(source.service_account / "token"),
                     cert_filename=str(source.service_account / "ca.crt"),
                 )
-        origin = "proxy-url of the kubeconfig"
-        if not configuration.proxy:
-            configuration.proxy, variable = environment_proxy(configuration.host, os.environ)
+        proxy, variable, origin = configuration.proxy or "", "", "proxy-url of the kubeconfig"
+        if not proxy:
+            proxy, variable = environment_proxy(configuration.host, os.environ)
             origin = f"{variable}; NO_PROXY lists the servers that need none"
-        return _own_requests(client.ApiClient(configuration), _through(configuration.proxy, origin))
+        configuration.proxy, through = _checked_proxy(proxy, origin)
+        return _own_requests(client.ApiClient(configuration), through)
     # a malformed user entry surfaces in the library as TypeError or AssertionError
     except (config.ConfigException, OSError, ValueError, TypeError, AssertionError) as e:
         raise Unavailable(
@@ -220,18 +221,20 @@ def is_excluded(host: str, port: str, excluded: str) -> bool:
     address = _ip(ip_address, host)
     if host == "localhost" or (address is not None and address.is_loopback):
         return True
-    for entry in excluded.lower().replace(" ", "").split(","):
+    for entry in map(str.strip, excluded.lower().split(",")):
         name, its_port = entry, ""
         if entry.startswith("["):
             name, _, its_port = entry[1:].partition("]")
         elif entry.count(":") == 1:  # more are an IPv6 address
             name, _, its_port = entry.partition(":")
-        # One address is a network too.
-        if (network := _ip(partial(ip_network, strict=False), name)) is not None:
+        # A network has no port.
+        if (network := _ip(partial(ip_network, strict=False), entry if "/" in entry else "")) is not None:
             is_named = address is not None and address in network
+        elif (one := _ip(ip_address, name)) is not None:
+            is_named = address == one
         else:
-            suffix = name.removeprefix("*")
-            is_named = name in ("*", host) or (suffix != "" and host.endswith(f".{suffix.removeprefix('.')}"))
+            suffix = name.removeprefix("*.").removeprefix(".")
+            is_named = entry == "*" or name == host or (suffix != "" and host.endswith(f".{suffix}"))
         if is_named and its_port.removeprefix(":") in ("", port):
             return True
     return False
@@ -258,11 +261,24 @@ class _WithoutRedirects:
         return self._session.request(**given, allow_redirects=False)
 
 
-def _through(proxy: str, origin: str) -> str:
-    """The part of a message about a request that failed: which proxy it took, without its password, and why that one."""
-    if not proxy:
-        return ""
-    return f" through the proxy {proxy.rpartition('@')[2]} (from {origin})"
+def _checked_proxy(proxy: str, origin: str) -> tuple[str, str]:
+    """The proxy's URL, and the part of a message about a request that failed: which proxy it took, without its password,
+    and why that one. Raises StartupError: it is no URL of a proxy; a later error would show it with its password."""
+    from yarl import URL  # by which aiohttp reads it
+
+    if not (proxy := proxy.strip()):
+        return "", ""
+    try:
+        url = URL(proxy)
+    except ValueError:
+        url = URL()
+    # `@` behind the host: the password has a character that ends it.
+    if url.scheme not in ("http", "https") or not url.host or "@" in url.raw_path_qs + url.raw_fragment:
+        raise StartupError(
+            f"cannot use the proxy (from {origin}): it is no URL such as http://USER:PASSWORD@proxy.example:3128, http or"
+            " https alone, with % codes for the special characters of a password"
+        )
+    return proxy, f" through the proxy {url.host_port_subcomponent} (from {origin})"
 
 
 def _own_requests(client: Any, through: str) -> Any:

@@ -154,6 +154,7 @@ class PodSpec(Struct, rename="camel"):
     raw_selector: Raw = field(name="nodeSelector", default=NULL)
     raw_affinity: Raw = field(name="affinity", default=NULL)
     scheduler_name: object = None
+    runtime_class: object = field(name="runtimeClassName", default=None)
     raw_spread: Raw = field(name="topologySpreadConstraints", default=NULL)
     raw_tolerations: Raw = field(name="tolerations", default=NULL)
     raw_volumes: Raw = field(name="volumes", default=NULL)
@@ -287,6 +288,7 @@ def parse_pod(pod: PodJson, *, resources: Collection[str] | None = None) -> Pod:
         annotations=_read_annotations(raw_annotations),
         resource_version=meta.version,
         node_name=pod.spec.node_name or "",
+        runtime_class=_cut(pod.spec.runtime_class, MAX_NAME_CHARS) if isinstance(pod.spec.runtime_class, str) else "",
         # Whatever it is: a pod with a deletion timestamp is on its way out.
         is_deleting=meta.deleted_at is not None,
         reason=_cut(status.reason or "", MAX_MESSAGE_CHARS),

@@ -25,6 +25,7 @@ from msgspec.json import Decoder
 from msgspec.structs import replace
 
 from gpushare_agent.core.kit.json_schema import decoded, decoded_or
+from gpushare_agent.core.kit.tcp_listeners import host_port
 from gpushare_agent.core.kube.configuration import ConfigurationSource, open_api_client
 from gpushare_agent.core.model.errors import AgentError, Conflict, Corrupt, NotFound, Rejected, Unavailable
 
@@ -231,9 +232,10 @@ def renamed(what: str, through: str = "") -> Iterator[None]:
         raise Unavailable(f"cannot {what}: the connection to the API server is being closed") from e
     except ClientConnectorError as e:
         reason = "refused" if isinstance(e.os_error, ConnectionRefusedError) else str(e.os_error.strerror or e.os_error)
+        where = through or f" at {host_port(e.host, e.port)}"
         raise Unavailable(
-            f"cannot {what}: no connection to the API server{through or f' at {e.host}:{e.port}'}: {reason}; check that it"
-            " runs, its address and its certificate authority"
+            f"cannot {what}: no connection to the API server{where}: {reason}; check that it runs, its address and its"
+            " certificate authority"
         ) from e
     except ClientHttpProxyError as e:  # whose own text has the proxy's password
         raise Unavailable(f"cannot {what}: no connection{through}: it answered {e.status} {e.message}") from e

@@ -86,6 +86,8 @@ class Pod(Struct, frozen=True, kw_only=True):
     labels: Mapping[str, str] = field(default_factory=dict)
     resource_version: str = ""
     node_name: str = ""
+    runtime_class: str = ""
+    """The name of its RuntimeClass, empty for the node's own runtime."""
     is_deleting: bool = False
     reason: str = ""
     message: str = ""

@@ -94,6 +94,11 @@ class KubeletSettings(Section):
     """How long an admission may take to identify its pod."""
 
 
+_HandlerPattern = Annotated[
+    str, matches(re.compile(r"[a-z0-9*-]{1,63}"), "is no handler of a RuntimeClass such as kata-*")
+]
+
+
 class RuntimeSettings(Section):
     """The container runtime and its cgroups."""
 
@@ -101,6 +106,16 @@ class RuntimeSettings(Section):
     """Socket of the container runtime, for container IDs (isolation vcuda). Empty: the first known one."""
     request_timeout_s: Seconds = Field(default=5.0, ge=0.1, le=120)
     """Time limit of one request to the runtime (isolation vcuda)."""
+    sandboxed_handlers: Annotated[tuple[_HandlerPattern, ...], BeforeValidator(comma_list)] = (
+        "gvisor",
+        "gvisor-*",
+        "kata",
+        "kata-*",
+        "runsc",
+        "runsc-*",
+    )
+    """Handlers of RuntimeClasses that run containers in a sandbox, `*` for any text. Pods with one get no share that an
+    isolation has to limit; whole GPUs are given. Empty: no handler is one."""
     cgroup_driver: Literal["", "cgroupfs", "systemd"] = ""
     """Compared with the cgroup paths at the start; a difference is logged. Empty: not compared."""
     cgroup_root: GivenPath = Path("/sys/fs/cgroup")
@@ -285,8 +300,8 @@ class LogSettings(Section):
 class WebSettings(Section):
     """The HTTP endpoints: metrics, health, readiness, /debug."""
 
-    addr: str = Field(default="localhost", min_length=1, max_length=253)
-    """Address to listen on. 0.0.0.0 lets Prometheus and probes in."""
+    addr: str = Field(default="localhost", max_length=253)
+    """Address to listen on. Empty: every address, IPv4 and IPv6, which lets Prometheus and probes in."""
     port: Count = Field(default=5678, ge=0, le=65535)
     """Port to listen on; 0 takes any free one."""
     debug_token_file: OptionalPath = None
@@ -358,7 +373,7 @@ class ExtenderSettings(Section):
     """The scheduler extender: where it listens, how it decides, who leads."""
 
     addr: str = Field(default="127.0.0.1", max_length=253)
-    """Address to listen on. Empty: every address."""
+    """Address to listen on. Empty: every address, IPv4 and IPv6."""
     port: Count = Field(default=3456, ge=0, le=65535)
     """Port to listen on; 0 takes any free one."""
     reserve: Literal["bind", "filter"] = "bind"

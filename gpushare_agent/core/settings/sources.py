@@ -370,7 +370,7 @@ def _start_script(root: Path, host: Path) -> Mapping[str, str]:
     | /var/lib/gpushare-agent | gpu-manager's checkpoint directory, which v1.1.0 has not: none |
     | /host/usr, for the driver's files | the host's own |
     """
-    found = {"web.addr": "0.0.0.0", **_pod_resources(root, host)}
+    found = {"web.addr": "", **_pod_resources(root, host)}
     extra = root / "etc/gpu-manager/extra-config.json"
     if _is_there(extra):
         found["extra_config"] = str(extra)

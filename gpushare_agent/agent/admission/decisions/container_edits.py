@@ -6,7 +6,7 @@ Source of the names: docs/reference/formats.md, section 1.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from fractions import Fraction
 
 from msgspec import Struct, field
@@ -47,6 +47,13 @@ class EditPolicy(Struct, frozen=True, kw_only=True):
     """Containers that ask for NVIDIA's resources get their GPUs by index, the setting nvidia.device_ids."""
     kernel_module: KernelModule | None = None
     """NVIDIA's; None for simulated GPUs, and if it cannot be read."""
+    handlers: Mapping[str, str] = field(default_factory=dict)
+    """Those of RuntimeClasses, by the class's name."""
+
+    def handlers_of(self, pods: Iterable[Pod]) -> tuple[str, ...]:
+        """The handlers of their RuntimeClasses. One that is not known is most likely named as its class."""
+        names = sorted({pod.runtime_class for pod in pods if pod.runtime_class})
+        return tuple(self.handlers.get(name, name) for name in names)
 
 
 def edits_for(
@@ -106,6 +113,7 @@ def _isolation_request(
         core_limit=0 if is_whole or units is not None else core_limit(pod.annotations, cores).percent,
         pod_memory_mib=_pod_memory_mib(pod, names),
         memory_unit_mib=names.gpu_mem_unit_mib,
+        handlers=policy.handlers_of([pod]),
     )
 
 

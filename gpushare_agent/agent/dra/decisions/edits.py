@@ -227,7 +227,7 @@ def prepare_claim(
         # The isolation's files for the view are those of its first share, because what is not limited has none.
         view = next((one.key for one in mine if one.is_limited), mine[0].key)
         shown = _in_order([*seen, *(one.gpu for one in mine)])
-        edits = _view_edits(view, mine, shown, isolation, policy)
+        edits = _view_edits(view, mine, shown, isolation, policy, policy.handlers_of(pods))
         if isinstance(edits, Refused):
             return edits
         found |= {one.key: _prepared(one, view.container, isolation, edits, shown) for one in mine}
@@ -386,6 +386,7 @@ def _view_edits(
     gpus: tuple[Gpu, ...],
     isolation: str,
     policy: EditPolicy,
+    handlers: tuple[str, ...] = (),
 ) -> ContainerEdits | Refused:
     """What a container gets that has these results, in order of GPU index. `gpus` are theirs, and those of other claims that
     the containers of the view see too."""
@@ -400,6 +401,7 @@ def _view_edits(
             core_limit=max(one.core_limit for one in parts),
             pod_memory_mib=sum(share.memory_mib for share in shares),
             memory_unit_mib=policy.names.gpu_mem_unit_mib,
+            handlers=handlers,
         )
     )
     if isinstance(isolated, Refused):
