@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
 import subprocess
@@ -570,6 +571,34 @@ async def test_a_proxy_that_is_no_url_is_not_shown(
         async with open_kube_api(kubeconfig=kubeconfig):
             pass
     assert "cret" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "answer", [b"no http\r\n\r\n", b"HTTP/1.1 407 " + b"x" * 9000 + b"\r\n\r\n", b"HTTP/1.1 407 no\r\n\r\n"]
+)
+async def test_a_proxy_that_does_not_connect_is_shown_without_its_password(
+    answer: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever it answers: the HTTP library's own text has the whole URL."""
+
+    async def speak(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(answer)
+        await writer.drain()
+        writer.close()
+
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    monkeypatch.delenv("no_proxy", raising=False)
+    async with await asyncio.start_server(speak, "127.0.0.1", 0) as proxy:
+        where = f"127.0.0.1:{proxy.sockets[0].getsockname()[1]}"
+        monkeypatch.setenv("HTTPS_PROXY", f"http://me:s3cret@{where}")
+        kubeconfig = write_kubeconfig(tmp_path, "https://cluster.invalid", {"token": "t"})
+        async with open_kube_api(kubeconfig=kubeconfig) as api:
+            with pytest.raises(
+                Unavailable, match=f"no connection through the proxy {where} .* it answered 4"
+            ) as refused:
+                await api.get_node(NODE)
+    assert "cret" not in str(refused.value) and len(str(refused.value)) < 1000
 
 
 async def test_an_ipv6_address_is_named_in_brackets(tmp_path: Path) -> None:
