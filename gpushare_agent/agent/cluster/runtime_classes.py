@@ -61,10 +61,8 @@ class RuntimeClasses(Struct, kw_only=True, eq=False):
                 handler = decoded(_CLASS, raw, f"RuntimeClass {name}").handler
             except AgentError as e:  # asked again by the next admission
                 if self._unread.is_new(str(e), name):
-                    known = self.handlers.get(name, name)
-                    log.warning(
-                        "runtime_class_not_read", name=name, error=str(e), then=f"its handler counts as {known}"
-                    )
+                    then = f"its handler counts as {self.handlers.get(name, name)}"
+                    log.warning("runtime_class_not_read", name=name, error=str(e), then=then)
                 continue
             # Noted with the answer, not before: another call that waits for it now must not go on without it.
             self._read_at.pop(name, None)
