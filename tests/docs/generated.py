@@ -52,6 +52,7 @@ from gpushare_agent.extender.metrics import ExtenderMetrics
 from gpushare_agent.simulation.workload import memory_of
 from tests.docs import gpu_page
 from tests.docs.isolations_page import isolations
+from tests.docs.policies_page import policies
 from tests.docs.regulator_page import regulator_cells
 from tests.docs.surface_page import surface_lists
 from tests.e2e.conftest import pytest_addoption
@@ -629,6 +630,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "guides": _guides,
     "documents": _documents,
     "alerts": _alerts,
+    "policies": policies,
     "link_costs": _link_costs,
     "measured_agent": lambda: _benchmark("agent"),
     "measured_imports": lambda: _benchmark("imports"),
@@ -665,6 +667,7 @@ PAGES: dict[str, Callable[[str], str]] = {
     "docs/explanation/health.md": _filled,
     "docs/explanation/placement.md": _filled,
     "docs/how-to/monitor.md": _filled,
+    "docs/how-to/platforms.md": _filled,
     "docs/how-to/simulate.md": _filled,
     "docs/how-to/test-your-cluster.md": _filled,
     "docs/explanation/isolation.md": _filled,

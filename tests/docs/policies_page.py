@@ -15,9 +15,22 @@ from tests.manifests.support_manifests import MANIFESTS, documents, patched
 Spec = dict[str, Any]
 AGENT = "gpushare-agent"
 _BASELINE = frozenset(
-    "AUDIT_WRITE CHOWN DAC_OVERRIDE FOWNER FSETID KILL MKNOD NET_BIND_SERVICE SETFCAP SETGID SETPCAP SETUID SYS_CHROOT".split()
+    (
+        *("AUDIT_WRITE", "CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "MKNOD"),
+        *("NET_BIND_SERVICE", "SETFCAP", "SETGID", "SETPCAP", "SETUID", "SYS_CHROOT"),
+    )
 )
-_ADMITTED_VOLUMES = {"configMap", "csi", "downwardAPI", "emptyDir", "ephemeral", "persistentVolumeClaim", "projected", "secret"}
+"""Capabilities that the standard `baseline` lets containers add."""
+_ADMITTED_VOLUMES = {
+    "configMap",
+    "csi",
+    "downwardAPI",
+    "emptyDir",
+    "ephemeral",
+    "persistentVolumeClaim",
+    "projected",
+    "secret",
+}
 _ADMITTED_SELINUX = {"container_t", "container_init_t", "container_kvm_t", "container_engine_t", ""}
 _NEEDS = dict.fromkeys(("driver-container", "prune-driver-volume"), "components/vcuda/vcuda.yaml")
 """The patch of another component, which these change."""
@@ -47,6 +60,10 @@ def _added(spec: Spec) -> set[str]:
 def _lacks_resources(spec: Spec) -> bool:
     wanted = (("requests", "cpu"), ("requests", "memory"), ("limits", "memory"))
     return any(name not in one.get("resources", {}).get(kind, {}) for one in containers(spec) for kind, name in wanted)
+
+
+def _lacks_limits(spec: Spec) -> bool:
+    return any(not {"cpu", "memory"} <= set(one.get("resources", {}).get("limits", {})) for one in containers(spec))
 
 
 def _has_no_probe(spec: Spec) -> bool:
@@ -86,7 +103,9 @@ RULES: tuple[Rule, ...] = (
     (
         "disallow-privileged-containers, disallow-privilege-escalation",
         "K8sPSPPrivilegedContainer, K8sPSPAllowPrivilegeEscalationContainer",
-        lambda spec: any(_of(spec, "privileged")) or any(found is not False for found in _of(spec, "allowPrivilegeEscalation")),
+        lambda spec: (
+            any(_of(spec, "privileged")) or any(found is not False for found in _of(spec, "allowPrivilegeEscalation"))
+        ),
     ),
     (
         "restrict-seccomp-strict",
@@ -101,14 +120,17 @@ RULES: tuple[Rule, ...] = (
     (
         "disallow-selinux",
         "K8sPSPSELinuxV2",
-        lambda spec: any((found or {}).get("type", "") not in _ADMITTED_SELINUX for found in _of(spec, "seLinuxOptions")),
+        lambda spec: any(
+            (found or {}).get("type", "") not in _ADMITTED_SELINUX for found in _of(spec, "seLinuxOptions")
+        ),
     ),
     (
         "require-ro-rootfs",
         "K8sPSPReadOnlyRootFilesystem",
         lambda spec: not all(_of(spec, "readOnlyRootFilesystem")),
     ),
-    ("require-requests-limits", "K8sContainerLimits, but for CPU", _lacks_resources),
+    ("require-requests-limits", "K8sRequiredResources", _lacks_resources),
+    ("–", "K8sContainerLimits", _lacks_limits),
     ("require-pod-probes", "K8sRequiredProbes", _has_no_probe),
 )
 """Kyverno's policies, Gatekeeper's templates, and whether they refuse such a pod."""
