@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import yaml
 
+from gpushare_agent.agent.runtime.node_probes import RUNTIME_SOCKETS
 from tests.docs.policies_page import RULES, containers, pods, refused
-from tests.manifests.support_chart import CHART, chart_objects
+from tests.manifests.support_chart import CHART, chart_objects, template
 from tests.manifests.support_manifests import MANIFESTS
 
 ROOT = Path(__file__).parents[2]
@@ -165,11 +166,17 @@ def test_every_value_of_the_chart_that_the_page_names_exists() -> None:
     assert [name for name in sorted(chosen) if not _has(values, name.split("."))] == []
 
 
+def test_the_runtimes_directories_are_those_in_which_the_agent_looks() -> None:
+    """Else the component's mount is of no use."""
+    named = set(re.findall(r"`runtimeSocket\.directory=([^`]+)`", PAGE))
+    assert len(named) > 2 and named <= {str(path.parent) for path in RUNTIME_SOCKETS}
+
+
 OF_OTHERS = {
     "devicePlugin.enabled", "driver.enabled", "toolkit.enabled", "toolkit.installDir", "hostPaths.driverInstallDir",
-    "nodeStatusExporter.enabled", "gke-no-default-nvidia-gpu-device-plugin",
+    "nodeStatusExporter.enabled", "web.addr", "gke-no-default-nvidia-gpu-device-plugin",
 }  # fmt: skip
-"""Values of NVIDIA's operator, and labels, that the page names."""
+"""Values of NVIDIA's operator, labels and settings that the page names."""
 
 
 def _has(values: Any, path: list[str]) -> bool:
@@ -177,6 +184,15 @@ def _has(values: Any, path: list[str]) -> bool:
     if not path:
         return True
     return isinstance(values, dict) and (not values or (path[0] in values and _has(values[path[0]], path[1:])))
+
+
+@pytest.mark.parametrize("given", sorted(set(re.findall(r"`([a-z]\w+(?:\.\w+)*=[^`]+)`", PAGE.partition("\n## ")[0]))))
+def test_what_a_row_sets_is_rendered(given: str, tmp_path: Path) -> None:
+    """By itself, over the chart's defaults."""
+    if given.partition("=")[0] in OF_OTHERS:
+        pytest.skip("another chart's")
+    done = template({}, tmp_path, "--set", given.replace('""', ""))
+    assert done.returncode == 0, done.stderr
 
 
 def test_every_row_has_its_source_or_was_tried() -> None:

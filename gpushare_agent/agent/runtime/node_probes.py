@@ -28,6 +28,7 @@ RUNTIME_SOCKETS = tuple(
         "/run/crio/crio.sock",
         "/run/cri-dockerd.sock",
         "/run/k3s/containerd/containerd.sock",
+        "/run/k0s/containerd.sock",
         "/var/snap/microk8s/common/run/containerd.sock",
     )
 )
