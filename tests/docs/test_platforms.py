@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from gpushare_agent.agent.runtime.node_probes import RUNTIME_SOCKETS
+from gpushare_agent.core.settings.reference import all_keys
 from tests.docs.policies_page import RULES, containers, pods, refused
 from tests.manifests.support_chart import CHART, chart_objects, template
 from tests.manifests.support_manifests import MANIFESTS
@@ -157,13 +158,15 @@ def test_every_stage_of_the_image_that_installs_takes_a_mirror() -> None:
 
 
 def test_every_value_of_the_chart_that_the_page_names_exists() -> None:
-    """`NAME=VALUE`, or a name alone, in backquotes; in the operator's section also those of its own chart."""
+    """`NAME=VALUE`, or a name alone, in backquotes; in the operator's section also those of its own chart. So do settings."""
     values = yaml.safe_load((CHART / "values.yaml").read_text(encoding="utf-8"))
     text = re.sub(r"^```.*?^```$|\]\([^)]*\)", "", PAGE, flags=re.M | re.S)
     named = re.findall(r"`([a-z][A-Za-z]*(?:\.[a-z][A-Za-z]*)*)=[^`]*`|`([a-z]\w*(?:\.[a-z]\w*)+)`", text)
     chosen = {one or other for one, other in named} - OF_OTHERS
     assert len(chosen) > 6
     assert [name for name in sorted(chosen) if not _has(values, name.split("."))] == []
+    settings = {name.removeprefix("settings.") for name in chosen if name.startswith("settings.")}
+    assert sorted(settings - {key.name for key in all_keys()}) == []
 
 
 def test_the_runtimes_directories_are_those_in_which_the_agent_looks() -> None:
@@ -174,7 +177,7 @@ def test_the_runtimes_directories_are_those_in_which_the_agent_looks() -> None:
 
 OF_OTHERS = {
     "devicePlugin.enabled", "driver.enabled", "toolkit.enabled", "toolkit.installDir", "hostPaths.driverInstallDir",
-    "nodeStatusExporter.enabled", "web.addr", "gke-no-default-nvidia-gpu-device-plugin",
+    "nodeStatusExporter.enabled", "driver.kernelModuleConfig", "systemReserved.memory", "gke-no-default-nvidia-gpu-device-plugin",
 }  # fmt: skip
 """Values of NVIDIA's operator, labels and settings that the page names."""
 
