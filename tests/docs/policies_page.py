@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from tests.manifests.support_manifests import MANIFESTS, documents, patched
+from tests.manifests.support_manifests import MANIFESTS, daemon_set, documents, merged
 
 Spec = dict[str, Any]
 AGENT = "gpushare-agent"
@@ -32,8 +32,6 @@ _ADMITTED_VOLUMES = {
     "secret",
 }
 _ADMITTED_SELINUX = {"container_t", "container_init_t", "container_kvm_t", "container_engine_t", ""}
-_NEEDS = dict.fromkeys(("driver-container", "prune-driver-volume"), "components/vcuda/vcuda.yaml")
-"""The patch of another component, which these change."""
 OTHERS = (
     "components/driver-from-host/driver-devices.yaml",
     "mps-daemon/daemonset.yaml",
@@ -138,16 +136,36 @@ RULES: tuple[Rule, ...] = (
 
 def pods() -> Iterator[tuple[str, str, Spec]]:
     """Each workload's name, the component that makes it what it is (empty: none), and its pod."""
-    yield AGENT, "", patched()
+    patches: dict[str, list[dict[str, Any]]] = {"": []}
     for folder in sorted(path.parent for path in (MANIFESTS / "components").glob("*/kustomization.yaml")):
         listed = yaml.safe_load((folder / "kustomization.yaml").read_text(encoding="utf-8")).get("patches", ())
         files = [f"components/{folder.name}/{one['path']}" for one in listed if "path" in one]
-        own = [file for file in files if all(_is_agents(one) for one in documents(file))]
-        if own:
-            yield AGENT, folder.name, patched(*filter(None, [_NEEDS.get(folder.name)]), *own)
+        if own := [one for file in files for one in documents(file) if _is_agents(one)]:
+            patches[folder.name] = own
+    made = (_agents_pod(own) for own in patches.values())
+    complete = {one["name"]: one for spec in made for one in containers(spec) if "image" in one}
+    for component, own in patches.items():
+        spec = _agents_pod(own)
+        inits = [merged(complete[one["name"]], one) for one in spec.get("initContainers", ())]
+        yield AGENT, component, spec | {"initContainers": inits}
     for file in OTHERS:
         [found] = documents(file)
         yield found["metadata"]["name"], "", found["spec"]["template"]["spec"]
+
+
+def _agents_pod(patches: Sequence[dict[str, Any]]) -> Spec:
+    """What a patch deletes stays: it may be another component's, and it is no reason to refuse a pod."""
+    found = daemon_set()
+    for patch in patches:
+        found = merged(found, _without_deletions(patch))
+    spec: Spec = found["spec"]["template"]["spec"]
+    return spec
+
+
+def _without_deletions(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_without_deletions(one) for one in value if not (isinstance(one, dict) and "$patch" in one)]
+    return {key: _without_deletions(one) for key, one in value.items()} if isinstance(value, dict) else value
 
 
 def _is_agents(one: dict[str, Any]) -> bool:

@@ -158,7 +158,7 @@ def test_every_stage_of_the_image_that_installs_takes_a_mirror() -> None:
 
 
 def test_every_value_of_the_chart_that_the_page_names_exists() -> None:
-    """`NAME=VALUE`, or a name alone, in backquotes; in the operator's section also those of its own chart. So do settings."""
+    """`NAME=VALUE`, or a name alone, in backquotes; but for those of the operator's own chart. So do settings."""
     values = yaml.safe_load((CHART / "values.yaml").read_text(encoding="utf-8"))
     text = re.sub(r"^```.*?^```$|\]\([^)]*\)", "", PAGE, flags=re.M | re.S)
     named = re.findall(r"`([a-z][A-Za-z]*(?:\.[a-z][A-Za-z]*)*)=[^`]*`|`([a-z]\w*(?:\.[a-z]\w*)+)`", text)
@@ -177,7 +177,8 @@ def test_the_runtimes_directories_are_those_in_which_the_agent_looks() -> None:
 
 OF_OTHERS = {
     "devicePlugin.enabled", "driver.enabled", "toolkit.enabled", "toolkit.installDir", "hostPaths.driverInstallDir",
-    "nodeStatusExporter.enabled", "driver.kernelModuleConfig", "systemReserved.memory", "gke-no-default-nvidia-gpu-device-plugin",
+    "nodeStatusExporter.enabled", "driver.kernelModuleConfig", "systemReserved.memory",
+    "gke-no-default-nvidia-gpu-device-plugin",
 }  # fmt: skip
 """Values of NVIDIA's operator, labels and settings that the page names."""
 
