@@ -13,6 +13,7 @@ import os
 import shutil
 import stat
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 from msgspec import Struct
@@ -55,10 +56,8 @@ async def connect_to_socket(path: Path) -> None:
 
 async def _hang_up(writer: asyncio.StreamWriter) -> None:
     writer.close()
-    try:
+    with suppress(OSError):  # the server may close a silent connection first; it has accepted, and that was the question
         await writer.wait_closed()
-    except OSError:  # the server may close a silent connection first; it has accepted, and that was the question
-        return
 
 
 def _socket_reason(path: Path, error: OSError) -> str:
