@@ -56,7 +56,7 @@ async def connect_to_socket(path: Path) -> None:
 
 async def _hang_up(writer: asyncio.StreamWriter) -> None:
     writer.close()
-    with suppress(OSError):  # the server may close a silent connection first; it has accepted, and that was the question
+    with suppress(OSError):  # a server that closes a silent connection first has accepted, and that was the question
         await writer.wait_closed()
 
 
