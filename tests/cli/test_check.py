@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import shutil
+import socket
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,6 +21,7 @@ from gpushare_agent.core.model.finding import Level
 from gpushare_agent.core.settings.settings import load_settings
 from tests.cli.support_check import NODE, Node, complete_node, node_api, not_ok, only
 from tests.cli.support_cli import call
+from tests.fakes.api_server import raw_status
 from tests.settings.support_settings import clean_environment, listening, run_program
 from tests.support_core import inventory
 
@@ -131,6 +133,57 @@ async def test_a_missing_right_is_named(short_dir: Path) -> None:
         assert (warning.level, warning.what) == (Level.WARNING, "permissions")
         (only,) = not_ok(await check_node(node.settings("--allocation.cleanup-rejected-pods=false")))
         assert only == error
+
+
+DENIAL = (
+    "pods \"agent\" is forbidden: ValidatingAdmissionPolicy 'gpushare-agent-annotations' denied request: leave it out"
+)
+
+
+@pytest.mark.parametrize("status", [200, 403, 404])
+async def test_an_admission_policy_that_refuses_the_agent_is_found(short_dir: Path, status: int) -> None:
+    """By a patch that is only tried: of the own pod where it is listed. A pod that has ended says nothing."""
+    pods = [
+        {"metadata": {"name": name, "namespace": "gpu-team", "uid": name}} for name in ("other", socket.gethostname())
+    ]
+    tried = f"/api/v1/namespaces/gpu-team/pods/{socket.gethostname()}"
+    async with complete_node(short_dir) as node:
+        node.api.script.answers["/api/v1/pods"] = {"metadata": {"resourceVersion": "1"}, "items": pods}
+        node.api.script.answers[tried] = (status, raw_status(status, DENIAL))
+        findings = [one for one in await check_node(node.settings()) if one.what == "pod annotations"]
+        (seen,) = [one for one in node.api.seen if one.path == tried]
+    assert (seen.method, seen.query["dryRun"]) == ("PATCH", "All")
+    assert [one.level for one in findings] == {200: [Level.OK], 403: [Level.ERROR], 404: []}[status]
+    if status == 403:
+        assert "gpushare-agent-annotations" in findings[0].detail
+        assert "annotations.gpushare-agent" in findings[0].cure
+
+
+@pytest.mark.parametrize(
+    ("status", "text", "level"),
+    [
+        (201, "", Level.WARNING),
+        (403, "ValidatingAdmissionPolicy 'gpushare-agent-slices' denied request", Level.OK),
+        (403, "cannot create resource resourceslices", Level.WARNING),
+        (404, "not found", None),
+    ],
+)
+async def test_a_policy_for_slices_that_knows_nobody_is_found(
+    short_dir: Path, status: int, text: str, level: Level | None
+) -> None:
+    """By a slice of another node, which is only tried and must be refused."""
+    path = "/apis/resource.k8s.io/v1/resourceslices"
+    async with complete_node(short_dir) as node:
+        node.api.script.answers[path] = (status, raw_status(status, text))
+        flags = ("--dra.gpus=all", "--isolation=none")
+        findings = [one for one in await check_node(node.settings(*flags)) if one.what == "ResourceSlices"]
+        (seen,) = [one for one in node.api.seen if one.path == path]
+        assert seen.query["dryRun"] == "All"
+        assert seen.body["spec"]["nodeName"] != NODE
+        assert [one.level for one in findings] == ([level] if level else [])
+        node.api.seen.clear()
+        await check_node(node.settings("--isolation=none"))
+        assert path not in [one.path for one in node.api.seen]
 
 
 async def test_the_permissions_line_tells_whether_pods_may_be_deleted(short_dir: Path) -> None:

@@ -116,12 +116,19 @@ CASES: dict[str, tuple[Values, list[str], list[str]]] = {
 """Values, and the same choice as `resources:` and `components:` (below manifests/components) of a kustomization."""
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_the_chart_installs_what_kustomize_does(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "namespace"),
+    [
+        *((name, NAMESPACE) for name in CASES),
+        *((name, "gpu-team") for name in ("dra", "driver-from-host", "extender-all", "extender-monitoring")),
+    ],
+)
+def test_the_chart_installs_what_kustomize_does(name: str, namespace: str, tmp_path: Path) -> None:
     """Objects, roles, specs and settings; Helm's labels and the names of ConfigMaps aside."""
     values, resources, components = CASES[name]
-    expected = kustomize_objects(tmp_path, *resources, components=[f"components/{one}" for one in components])
-    found = chart_objects(values, tmp_path)
+    named = [f"components/{one}" for one in components]
+    expected = kustomize_objects(tmp_path, *resources, components=named, namespace=namespace)
+    found = chart_objects(values, tmp_path, namespace=namespace)
     del found["Pod", "gpushare-check"]
     assert found["ConfigMap", "gpushare-agent"]["data"]["settings.yaml"]["log"].pop("level") == "info"
     for webhook in found.get(("MutatingWebhookConfiguration", "gpushare-agent-claims"), {}).get("webhooks", ()):
@@ -196,7 +203,7 @@ def test_the_check_has_the_variables_and_mounts_of_the_agent(tmp_path: Path) -> 
 
 
 def test_the_extenders_monitor_believes_the_authority_of_the_users_secret(tmp_path: Path) -> None:
-    """Its certificate is for the Service, in the release's namespace."""
+    """Its certificate is for one name, in every namespace."""
     values = {"prometheusOperator": ON, "extender": {"enabled": True, "tls": {"secretName": "own"}}}
     (scraped,) = chart_objects(values, tmp_path)["PodMonitor", "gpushare-agent-extender"]["spec"]["podMetricsEndpoints"]
     assert scraped["tlsConfig"]["ca"]["secret"]["name"] == "own"
@@ -483,12 +490,11 @@ def test_the_second_scheduler_has_an_image_that_exists(added: str, tmp_path: Pat
 
 def test_the_right_to_the_quota_follows_its_settings(tmp_path: Path) -> None:
     """A leader that may not list it waits for ever."""
-    chosen = {"quota_name": "limits", "quota_namespace": "teams"}
+    chosen = {"quota_name": "limits"}
     objects = chart_objects({"extender": {"enabled": True, "settings": {"extender": chosen}}}, tmp_path)
-    name = "gpushare-agent-extender-quota"
-    role, binding = objects["Role", name], objects["RoleBinding", name]
-    assert role["metadata"]["namespace"] == binding["metadata"]["namespace"] == "teams"
-    assert [one["resourceNames"] for one in role["rules"]] == [["limits"]]
+    assert [one["resourceNames"] for one in objects["ClusterRole", "gpushare-agent-extender-quota"]["rules"]] == [
+        ["limits"]
+    ]
 
 
 def test_network_policies_may_let_others_in(tmp_path: Path) -> None:
@@ -509,12 +515,11 @@ def test_the_claims_webhook_may_ask_for_certificates(tmp_path: Path) -> None:
 
 
 def test_the_chart_may_be_installed_in_any_namespace(tmp_path: Path) -> None:
-    """The policies name the service accounts of the release's namespace."""
+    """Nothing names another one."""
     values = {"dra": ON, "isolation": "mps", "resizePolicy": ON, "networkPolicy": ON, "prometheusOperator": ON}
     values |= {"extender": {**WEBHOOK, "networkPolicy": {"enabled": True, "extraFrom": API_SERVERS}, **SCHEDULER}}
     done = template(values, tmp_path, namespace="gpus")
     assert done.returncode == 0, done.stderr
-    assert "system:serviceaccount:gpus:gpushare-agent-extender" in done.stdout
     assert NAMESPACE not in done.stdout
 
 
