@@ -109,6 +109,12 @@ def test_children_of_a_program_with_busy_threads_begin_anew(share: Container) ->
     assert blocks(share) == 8
 
 
+def test_a_child_of_a_fork_within_a_call_begins_anew(share: Container) -> None:
+    """At each of the driver's reallocations: two for 65 allocations, one for each mapping."""
+    assert run(share, "fork-within") == (4, 0, "")
+    assert blocks(share) == 8
+
+
 def test_a_program_may_call_the_driver_at_its_very_end(share: Container) -> None:
     """From atexit, a thread's destructor, a library's destructor."""
     assert run(share, "end") == (0, 0, "")
