@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +103,6 @@ async def test_compute_that_is_not_held_fails(machine_with: MachineWith, library
     assert state is ProbeState.FAILED and "with 30 cores computed" in text
 
 
-@pytest.mark.skipif(os.uname().machine != "x86_64", reason="the version of dlsym is x86_64's")
 @pytest.mark.parametrize(
     ("does", "said"), [("abort()", "it ended with signal 6"), ("pause()", "it did not end in time")]
 )
