@@ -26,7 +26,7 @@ from gpushare_agent.agent.isolation.gpushare.format import (
     encode_usage,
 )
 from tests.gpushare.conftest import MachineWith
-from tests.gpushare.support_gpushare import BLOCK_MIB, CONTEXT_MIB, MIB, Container, finish
+from tests.gpushare.support_gpushare import BLOCK_MIB, CONTEXT_MIB, IS_EMULATED, MIB, Container, finish
 
 pytestmark = pytest.mark.isolation
 
@@ -76,6 +76,7 @@ def blocks(share: Container) -> int:
 
 
 @pytest.mark.smoke
+@pytest.mark.skipif(IS_EMULATED, reason="qemu-user gives a child all maps of its parent (MADV_DONTFORK)")
 @pytest.mark.parametrize("way", ["orphan", "orphan-clone"])
 def test_a_child_does_not_keep_what_its_killed_parent_had(share: Container, way: str) -> None:
     """It outlives it, and has nothing of a GPU."""

@@ -32,7 +32,7 @@ from gpushare_agent.agent.isolation.gpushare.format import (
 from native.build_gpushare import SOURCES, TARGETS, CannotBuildError, build_gpushare, run
 from native.gpushare.generate import HOOKS, HooksError, check, declared, generate, read_hooks, versions
 from tests.gpushare.conftest import MachineWith
-from tests.gpushare.support_gpushare import CONTEXT_MIB, POD, GpushareBuilt
+from tests.gpushare.support_gpushare import CONTEXT_MIB, POD, GpushareBuilt, needs_own_programs
 from tests.native.build import NATIVE, build_program, cuda_include
 
 pytestmark = pytest.mark.isolation
@@ -149,6 +149,7 @@ void *malloc(size_t size)
 
 
 @pytest.mark.smoke
+@needs_own_programs
 @pytest.mark.parametrize("is_first", [False, True])
 def test_other_libraries_find_the_next_function(gpushare: GpushareBuilt, tmp_path: Path, is_first: bool) -> None:
     """RTLD_NEXT is behind the caller's library, not behind ours, wherever ours is loaded."""
@@ -167,6 +168,7 @@ def test_other_libraries_find_the_next_function(gpushare: GpushareBuilt, tmp_pat
 
 
 @pytest.mark.smoke
+@needs_own_programs
 def test_a_program_without_cuda_is_left_alone(gpushare: GpushareBuilt, tmp_path: Path) -> None:
     """No file of ours is opened, no thread started, no line written; here where the files are missing."""
     script = (
@@ -184,6 +186,7 @@ def test_a_program_without_cuda_is_left_alone(gpushare: GpushareBuilt, tmp_path:
     assert (done.stdout, done.stderr) == ("1 0\n", "")
 
 
+@needs_own_programs
 def test_a_program_without_a_driver_gets_none(gpushare: GpushareBuilt, tmp_path: Path) -> None:
     """dlsym finds no function that is not there, though the library has a hook for it."""
     script = "import ctypes; print(hasattr(ctypes.CDLL(None), 'cuMemAlloc_v2'), hasattr(ctypes.CDLL(None), 'dlsym'))"
