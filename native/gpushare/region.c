@@ -154,13 +154,13 @@ int gpu_named(const char *uuid)
     return -1;
 }
 
-/* Whether to read again what the agent is about to write: its thread may have to wait for a processor in the middle of that. One that
-   has died there leaves its sequence odd: that is waited for once, and then believed. Each number is read whole, so they are all right,
-   some new and some old. */
+/* Whether to read again, because the agent is writing: its thread may have to wait for a processor in the middle of that. One that has
+   died there leaves the sequence odd: the same odd one is waited for once, and then what is there is believed. Each number is read whole,
+   so they are all right, some new and some old. */
 static bool waits_for_agent(int gpu, uint32_t sequence, int tries, uint64_t *until)
 {
-    static _Atomic uint32_t left[MOST_GPUS];
-    if (sequence & 1 && LOAD(left[gpu]) == sequence)
+    static _Atomic uint32_t in_vain[MOST_GPUS];
+    if (sequence & 1 && LOAD(in_vain[gpu]) == sequence)
         return false;
     if (tries < MOST_TRIES)
         return true;
@@ -168,7 +168,7 @@ static bool waits_for_agent(int gpu, uint32_t sequence, int tries, uint64_t *unt
     *until = *until ? *until : now + LONGEST_WRITE_NS;
     if (now < *until)
         return sched_yield(), true;
-    STORE(left[gpu], sequence);
+    STORE(in_vain[gpu], sequence);
     return false;
 }
 
