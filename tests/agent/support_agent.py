@@ -26,9 +26,9 @@ from gpushare_agent.core.model.device_ids import DeviceIds
 from gpushare_agent.core.model.names import GpuUuid
 from gpushare_agent.core.model.resources import ResourceKind
 from gpushare_agent.core.settings.settings import load_settings
-from gpushare_agent.sandbox.kubelet.calls import PluginCall
 from gpushare_agent.sandbox.node import EmbeddedNode
 from tests.dra.support_claims import DRIVER, NODE, edit_policy, raw_claim, result
+from tests.fakes.kubelet_calls import PluginCall
 from tests.sandbox.support_sandbox import CORE, MEMORY, active_records, key_of, wait_phase
 from tests.settings.support_settings import clean_environment
 from tests.support_core import inventory, used_cores
@@ -174,7 +174,7 @@ class Moments:
         self._pods = pods
         self._acts: dict[int, Callable[[], object]] = {}
         self._next: tuple[str, Callable[[], object]] | None = None
-        calls = node.kubelet.log
+        calls = node.calls
         calls.open_calls = _Reported(calls.open_calls, lambda call: self._note(call.pod_name, call.method, "asked"))
         calls.calls = _Reported(calls.calls, lambda call: self._note(call.pod_name, call.method, "answered"))
         calls.pod_resources_calls = _Reported(calls.pod_resources_calls, self._listed)
@@ -293,7 +293,7 @@ def kubelet_held(node: EmbeddedNode) -> Held:
 def given(node: EmbeddedNode) -> Held:
     """What living containers have been given by the answered Allocates, whatever anybody has noted of it."""
     last: dict[tuple[str, str, str], PluginCall] = {}
-    for call in node.kubelet.log.calls:
+    for call in node.calls.calls:
         if call.method == "Allocate" and not call.error:
             last[call.pod_uid, call.container, call.resource] = call
     found: dict[tuple[str, str], dict[str, frozenset[str]]] = {}
@@ -334,7 +334,7 @@ def gpus_of(node: EmbeddedNode, name: str, container: str = "main") -> set[str]:
 
 
 def calls_of(node: EmbeddedNode, name: str, method: str = "Allocate") -> list[PluginCall]:
-    return [c for c in node.kubelet.log.calls if c.pod_name == name and c.method == method]
+    return [c for c in node.calls.calls if c.pod_name == name and c.method == method]
 
 
 def uuid_of(agent: InnerAgent, index: int) -> str:

@@ -75,7 +75,7 @@ async def test_an_api_server_that_is_back_while_an_admission_waits_still_serves_
         async with open_agent(node, "--kubelet.pod-lookup-timeout-s=5", wait=False) as agent:
             await wait_registered(node)
             node.api.create_pod(pod("patient", container(cores=30, blocks=10)))
-            await wait_until(node, lambda: node.kubelet.log.open_calls, "the admission to begin")
+            await wait_until(node, lambda: node.calls.open_calls, "the admission to begin")
             await node.api.start_listening()
             await wait_running(node, "patient")
             await wait_ledger_equal(node, agent)

@@ -102,10 +102,10 @@ async def test_running_pods_survive_a_kubelet_restart_and_nothing_of_theirs_is_f
         collection = collection_of(node, agent)
         for _ in range(2):
             await node.kubelet.restart()
-            asked = len(node.kubelet.log.pod_resources_calls)
+            asked = len(node.calls.pod_resources_calls)
             for _ in range(2):
                 await collection.reconcile()
-            assert len(node.kubelet.log.pod_resources_calls) > asked and not kubelet_held(node)
+            assert len(node.calls.pod_resources_calls) > asked and not kubelet_held(node)
             await wait_registered(node)
             node.kubelet.begin_admissions()
             await _wait_kubelet_knows(node, "share", "whole")

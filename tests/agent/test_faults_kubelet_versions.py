@@ -121,6 +121,4 @@ async def test_a_kubelet_that_is_too_old_ends_the_agent_with_the_reason() -> Non
         text = node.paths.agent_log.read_text()
         assert "v1.29.14" in text and "1.30" in text and "Upgrade the kubelet" in text
         assert "Traceback" not in text
-        assert not node.kubelet.log.pod_resources_calls or not any(
-            c.inside for c in node.kubelet.log.pod_resources_calls
-        )
+        assert not node.calls.pod_resources_calls or not any(c.inside for c in node.calls.pod_resources_calls)

@@ -62,7 +62,7 @@ async def test_sigterm_ends_the_agent_while_an_admission_waits() -> None:
         await poll_until(lambda: log_lines(node, "ready"), "the agent ready")
         node.api.running.clear()
         node.api.create_pod(pod("waits", container(cores=30, blocks=10)))
-        await wait_until(node, lambda: node.kubelet.log.open_calls, "the admission")
+        await wait_until(node, lambda: node.calls.open_calls, "the admission")
         await _terminate(node, child)
         assert "error reading from server: EOF" in await wait_settled(node, "waits")  # not the agent's own answer
         node.api.running.set()

@@ -48,7 +48,7 @@ async def test_a_pod_gets_memory_of_one_gpu_with_gpushares_variables_and_annotat
         await wait_allocatable(node, GPU_MEM, 48)
         node.api.create_pod(pod("share", memory(6), memory(2, "side")))
         await wait_running(node, "share")
-        calls = [c for c in node.kubelet.log.calls if c.method == "Allocate" and c.resource == GPU_MEM]
+        calls = [c for c in node.calls.calls if c.method == "Allocate" and c.resource == GPU_MEM]
         env = ContainerAllocateResponse.parse(calls[0].response).envs
         key = calls[0].device_ids[0].rpartition("-")[0]
         assert {d.rpartition("-")[0] for c in calls for d in c.device_ids} == {key}  # binpack

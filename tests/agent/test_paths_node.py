@@ -52,7 +52,7 @@ HARMLESS = {
 
 
 def is_dra_registered(node: EmbeddedNode) -> Callable[[], bool]:
-    return lambda: "NotifyRegistrationStatus" in [name for name, _ in node.kubelet.log.dra_calls]
+    return lambda: "NotifyRegistrationStatus" in [name for name, _ in node.calls.dra_calls]
 
 
 @pytest.mark.parametrize(

@@ -138,7 +138,7 @@ async def test_reloads_in_a_burst_reject_no_pod(
         assert sorted(_registered(node)) == sorted(resources)
         assert not log_lines(node, "admissions_not_paused")
         assert_nothing_shared(node)
-        calls = [call for call in node.kubelet.log.calls if call.method == "Allocate"]
+        calls = [call for call in node.calls.calls if call.method == "Allocate"]
         ids = [(call.resource, device) for call in calls for device in call.device_ids]
         assert len(ids) == len(set(ids))
 
@@ -149,7 +149,7 @@ async def test_a_call_during_a_reload_is_answered_by_the_next_life_under_its_set
         await first.parts.kubelet.pause()
         await stop_task(first.task)
         node.api.create_pod(pod("between", container(cores=50, blocks=20)))
-        await wait_until(node, lambda: node.kubelet.log.open_calls, "the kubelet asks")
+        await wait_until(node, lambda: node.calls.open_calls, "the kubelet asks")
         settings = load_settings(arguments(node, "--simulated.gpus=2", "--resources.memory-block-mib=512"), {}).settings
         second = build(settings, open_driver(settings), previous=first.parts)
         second.take_over(first.parts)
@@ -161,7 +161,7 @@ async def test_a_call_during_a_reload_is_answered_by_the_next_life_under_its_set
                 allocation.gpus[0]: 50
             }
             await wait_until(node, lambda: node.kubelet.devices.capacity()[MEMORY][1] == BLOCKS, "blocks of 512 MiB")
-            assert not [call for call in node.kubelet.log.calls if call.error]
+            assert not [call for call in node.calls.calls if call.error]
             await stop_task(task)
         assert not _sockets(node)
 

@@ -42,6 +42,7 @@ from gpushare_agent.sandbox.kubelet.device_manager import DeviceRecord
 from gpushare_agent.sandbox.node import EmbeddedNode, open_node_on, running_task
 from gpushare_agent.sandbox.scheduler.scheduler import EmbeddedScheduler
 from gpushare_agent.sandbox.state_directory import prepare_state_directory
+from tests.fakes.kubelet_calls import CallLog
 from tests.support_deadline import DEADLINE_S as DEADLINE_S  # noqa: PLC0414 - exported on
 from tests.support_threads import remove_directory
 
@@ -70,7 +71,9 @@ async def open_embedded_node(
     async with (
         EmbeddedApiServer(version=kubelet_version, seed=seed) as api,
         running_task("scheduler", EmbeddedScheduler(api=api).run),
-        open_node_on(api, paths, name=node_name, seed=seed, times=times, cgroups=cgroups) as node,
+        open_node_on(
+            api, paths, name=node_name, seed=seed, times=times, cgroups=cgroups, calls=CallLog(api.signal)
+        ) as node,
     ):
         yield node
 

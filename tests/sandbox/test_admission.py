@@ -66,12 +66,12 @@ async def test_containers_come_in_spec_order_and_their_resources_in_random_order
                 )
             for n in range(10):
                 await wait_phase(node, f"p{n}", "Running")
-        calls = [c for c in node.kubelet.log.calls if c.method == "Allocate"]
+        calls = [c for c in node.calls.calls if c.method == "Allocate"]
         assert [(c.pod_name, c.container) for c in calls[::2]] == [
             (f"p{n}", c) for n in range(10) for c in ("c1", "c2")
         ]
         assert {c.resource for c in calls[::2]} == {CORE, MEMORY}
-        ordered = sorted(node.kubelet.log.calls, key=lambda c: c.started_at)
+        ordered = sorted(node.calls.calls, key=lambda c: c.started_at)
         assert all(a.finished_at <= b.started_at for a, b in itertools.pairwise(ordered))
 
 
@@ -82,8 +82,8 @@ async def test_an_init_containers_ids_are_used_again_and_a_sidecars_are_not() ->
             sidecar = foo("s", 1, restartPolicy="Always")
             node.api.create_pod(pod("chain", foo("m", 3), init=(foo("i", 2), sidecar)))
             await wait_phase(node, "chain", "Running")
-        calls = {(c.method[0], c.container): c for c in node.kubelet.log.calls}
-        assert [(c.method[0], c.container) for c in node.kubelet.log.calls] == [
+        calls = {(c.method[0], c.container): c for c in node.calls.calls}
+        assert [(c.method[0], c.container) for c in node.calls.calls] == [
             ("G", "i"), ("A", "i"), ("A", "s"), ("G", "m"), ("A", "m"),
         ]  # fmt: skip
         init, side, main = (set(calls["A", name].device_ids) for name in ("i", "s", "m"))
@@ -101,8 +101,8 @@ async def test_a_second_init_container_reuses_the_first_ones_ids() -> None:
         async with open_plugin(node, foo_plugin()):
             node.api.create_pod(pod("p", foo("m", 2), init=(foo("i1", 2), foo("i2", 2))))
             await wait_phase(node, "p", "Running")
-        assert [c.method for c in node.kubelet.log.calls] == ["GetPreferredAllocation", *["Allocate"] * 3]
-        assert len({frozenset(c.device_ids) for c in node.kubelet.log.calls[1:]}) == 1
+        assert [c.method for c in node.calls.calls] == ["GetPreferredAllocation", *["Allocate"] * 3]
+        assert len({frozenset(c.device_ids) for c in node.calls.calls[1:]}) == 1
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ async def test_a_preference_is_advice(preferred: Any, wanted: set[str]) -> None:
         async with open_plugin(node, foo_plugin(preferred=preferred)):
             node.api.create_pod(pod("p", foo(count=3)))
             await wait_phase(node, "p", "Running")
-        ids = set(node.kubelet.log.of("Allocate")[0].device_ids)
+        ids = set(node.calls.of("Allocate")[0].device_ids)
         assert len(ids) == 3
         assert wanted <= ids <= {f"foo-{n}" for n in range(10)}
 
@@ -131,7 +131,7 @@ async def test_without_the_option_the_plugin_is_not_asked() -> None:
         async with open_plugin(node, foo_plugin(prefers=False)):
             node.api.create_pod(pod("p", foo(count=3)))
             await wait_phase(node, "p", "Running")
-        assert [c.method for c in node.kubelet.log.calls] == ["Allocate"]
+        assert [c.method for c in node.calls.calls] == ["Allocate"]
 
 
 async def test_asking_for_all_that_is_left_is_asked_too() -> None:
@@ -140,7 +140,7 @@ async def test_asking_for_all_that_is_left_is_asked_too() -> None:
         async with open_plugin(node, foo_plugin()):
             node.api.create_pod(pod("p", foo(count=10)))
             await wait_phase(node, "p", "Running")
-        assert [c.method for c in node.kubelet.log.calls] == ["GetPreferredAllocation", "Allocate"]
+        assert [c.method for c in node.calls.calls] == ["GetPreferredAllocation", "Allocate"]
 
 
 async def refuse(*_ids: Any) -> None:
@@ -159,7 +159,7 @@ async def test_a_failed_allocate_rejects_the_pod_with_the_plugins_text() -> None
             assert (event["message"], event["involvedObject"]["name"]) == (expected, "bad")
             node.api.create_pod(pod("next", container("main", cores=10)))
             await wait_phase(node, "next", "Running")
-            assert len(node.kubelet.log.of("Allocate")) == 3  # not retried
+            assert len(node.calls.of("Allocate")) == 3  # not retried
 
 
 async def test_the_ids_of_a_failed_allocate_are_free_again() -> None:
@@ -182,7 +182,7 @@ async def test_a_failed_preference_rejects_the_pod_without_an_allocate() -> None
         assert (
             "device plugin GetPreferredAllocation rpc failed with err: rpc error: code = Internal desc = no" in message
         )
-        assert node.kubelet.log.of("Allocate") == []
+        assert node.calls.of("Allocate") == []
 
 
 async def test_past_the_scheduler_too_few_devices_reject_the_pod() -> None:
@@ -197,7 +197,7 @@ async def test_an_unknown_resource_does_not_hinder_a_pod_that_the_scheduler_has_
     async with open_test_node() as node:
         node.api.create_pod(bound(pod("p", foo())))
         await wait_phase(node, "p", "Running")
-        assert node.kubelet.log.calls == []
+        assert node.calls.calls == []
 
 
 async def test_a_resource_that_became_known_later_is_allocated_at_the_containers_restart() -> None:
@@ -207,7 +207,7 @@ async def test_a_resource_that_became_known_later_is_allocated_at_the_containers
         await wait_phase(node, "p", "Running")
         async with open_plugin(node, foo_plugin()):
             kill_container(node, "default", "p", "main")
-            await node.kubelet.wait_for(lambda: node.kubelet.log.of("Allocate"), what="the late Allocate")
+            await node.kubelet.wait_for(lambda: node.calls.of("Allocate"), what="the late Allocate")
             await node.kubelet.wait_for(lambda: _restarts(node, "p") == 1, what="the restart in the status")
 
 
@@ -230,7 +230,7 @@ async def test_a_hanging_allocate_holds_up_every_pod_and_deletion() -> None:
             await wait_phase(node, "runs", "Running")
             plugin.on_allocate = hang
             node.api.create_pod(pod("hangs", foo()))
-            await node.kubelet.wait_for(lambda: any(c.method == "Allocate" for c in node.kubelet.log.open_calls))
+            await node.kubelet.wait_for(lambda: any(c.method == "Allocate" for c in node.calls.open_calls))
             node.api.create_pod(pod("plain"))
             node.api.delete_pod("default", "runs")
             await node.kubelet.wait_for(lambda: node.api.pod("default", "plain")["spec"].get("nodeName"))
@@ -339,7 +339,7 @@ async def test_an_unhealthy_device_leaves_allocatable_and_its_pod_goes_on() -> N
         assert node.api.pod("default", "runs")["status"]["phase"] == "Running"
         node.api.create_pod(pod("next", foo(count=2)))
         await wait_phase(node, "next", "Running")
-        assert "foo-0" not in node.kubelet.log.of("GetPreferredAllocation")[-1].device_ids
+        assert "foo-0" not in node.calls.of("GetPreferredAllocation")[-1].device_ids
 
 
 async def test_a_device_list_beyond_four_mebibytes_ends_the_stream() -> None:

@@ -72,9 +72,7 @@ async def open_driver(node: EmbeddedNode, driver: SmallDriver) -> AsyncIterator[
         services=[driver],
     )  # fmt: skip
     async with running_task("driver", registration.run):
-        await node.kubelet.wait_for(
-            lambda: "NotifyRegistrationStatus" in [name for name, _ in node.kubelet.log.dra_calls]
-        )
+        await node.kubelet.wait_for(lambda: "NotifyRegistrationStatus" in [name for name, _ in node.calls.dra_calls])
         yield
 
 
@@ -123,11 +121,10 @@ async def test_the_calls_are_those_of_a_real_kubelet() -> None:
         def check() -> None:
             step = next(steps)
             made = [
-                [name, [re.sub(r"-[a-z0-9]{5}$", "", one) for one in claims]]
-                for name, claims in node.kubelet.log.dra_calls
+                [name, [re.sub(r"-[a-z0-9]{5}$", "", one) for one in claims]] for name, claims in node.calls.dra_calls
             ]
             assert made == step["calls"], step["done"]
-            node.kubelet.log.dra_calls.clear()
+            node.calls.dra_calls.clear()
 
         async def run(name: str, *claims: dict[str, str], **extra: Any) -> None:
             node.api.create_pod(claiming(name, *claims, **extra))
@@ -164,9 +161,7 @@ async def test_the_calls_are_those_of_a_real_kubelet() -> None:
         await delete("first")
         check()
         await node.kubelet.restart()
-        await node.kubelet.wait_for(
-            lambda: len(node.kubelet.log.dra_calls) == 2 and not node.api.store.all("resourceslices")
-        )
+        await node.kubelet.wait_for(lambda: len(node.calls.dra_calls) == 2 and not node.api.store.all("resourceslices"))
         check()
         publish(node)
         await run("third", SHARED)
@@ -231,7 +226,7 @@ async def test_a_failed_prepare_is_tried_again_after_a_while() -> None:
         driver.error = "the GPU is away"
         node.api.create_pod(claiming("p", SHARED))
         await node.kubelet.wait_for(
-            lambda: len([name for name, _ in node.kubelet.log.dra_calls if name.startswith("NodeP")]) > 2
+            lambda: len([name for name, _ in node.calls.dra_calls if name.startswith("NodeP")]) > 2
         )
         driver.error = ""
         await wait_phase(node, "p", "Running")

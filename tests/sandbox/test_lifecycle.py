@@ -164,14 +164,14 @@ async def test_running_pods_are_taken_up_again_without_a_call() -> None:
             for name in ("a", "b"):
                 node.api.create_pod(pod(name, foo(count=2)))
                 await wait_phase(node, name, "Running")
-            before, calls = await list_pods(node), len(node.kubelet.log.calls)
+            before, calls = await list_pods(node), len(node.calls.calls)
             process = container_of(node, "a")
         await node.kubelet.restart()
         assert await list_pods(node) == {}
         node.kubelet.begin_admissions()
         await node.kubelet.wait_for(lambda: len(node.kubelet.listed_pods()) == 2)
         assert await list_pods(node) == before
-        assert len(node.kubelet.log.calls) == calls
+        assert len(node.calls.calls) == calls
         assert container_of(node, "a") is process
         assert process.is_running
         node.kubelet.push_node_status()
@@ -251,7 +251,7 @@ async def test_after_a_reboot_with_the_plugin_in_time_the_pod_gets_its_old_ids_w
                 lambda: node.api.pod("default", "p")["status"]["containerStatuses"][0]["restartCount"] == 1
             )
             assert await list_pods(node) == before
-            assert len(node.kubelet.log.of("Allocate")) == 1
+            assert len(node.calls.of("Allocate")) == 1
 
 
 async def test_a_failed_pod_is_not_admitted_again() -> None:
@@ -265,7 +265,7 @@ async def test_a_failed_pod_is_not_admitted_again() -> None:
         node.api.create_pod(pod("plain"))
         await wait_phase(node, "plain", "Running")
         assert set(await list_pods(node)) == {"plain/main"}
-        assert node.kubelet.log.calls == []
+        assert node.calls.calls == []
 
 
 async def test_a_pod_deleted_while_the_kubelet_was_down_is_ended_at_its_start() -> None:
@@ -297,10 +297,10 @@ async def test_a_kubelet_stop_during_an_open_allocate_ends_the_call() -> None:
         plugin.on_allocate = hang
         async with open_plugin(node, plugin, "foo.sock"):
             node.api.create_pod(pod("p", foo()))
-            await node.kubelet.wait_for(lambda: any(c.method == "Allocate" for c in node.kubelet.log.open_calls))
+            await node.kubelet.wait_for(lambda: any(c.method == "Allocate" for c in node.calls.open_calls))
             await node.kubelet.stop()
-        assert node.kubelet.log.open_calls == []
-        assert node.kubelet.log.calls[-1].error
+        assert node.calls.open_calls == []
+        assert node.calls.calls[-1].error
         plugin.on_allocate = None
         await node.kubelet.start()
         async with serving(node, plugin, "foo.sock"):
@@ -328,7 +328,7 @@ async def test_a_same_named_pod_made_anew_is_another_pod() -> None:
         node.api.delete_pod("default", "p", grace_period_s=0)
         new = node.api.create_pod(pod("p", foo(count=2)))["metadata"]["uid"]
         await wait_phase(node, "p", "Running")
-        assert [c.pod_uid for c in node.kubelet.log.of("Allocate")] == [old, new]
+        assert [c.pod_uid for c in node.calls.of("Allocate")] == [old, new]
         burstable = node.kubelet.runtime.cgroup_root / "kubepods" / "burstable"
 
         def is_alone() -> bool:

@@ -161,17 +161,17 @@ async def _admit_two_around(node: EmbeddedNode, plugin: SmallPlugin, *, during: 
     await wait_phase(node, "old", "Running")
     gate.is_shut = True
     node.api.create_pod(pod("first", limits_of("main", {FOO: 2})))
-    await node.kubelet.wait_for(lambda: any(c.method == during for c in node.kubelet.log.open_calls))
+    await node.kubelet.wait_for(lambda: any(c.method == during for c in node.calls.open_calls))
     kill_container(node, "default", "old", "main")
     await wait_phase(node, "old", "Failed")
     await list_pods(node)
-    assert node.kubelet.log.pod_resources_calls[-1].inside[-1].method == during
+    assert node.calls.pod_resources_calls[-1].inside[-1].method == during
     gate.is_shut = False
     gate.opened.set()
     await wait_phase(node, "first", "Running")
     node.api.create_pod(pod("second", limits_of("main", {FOO: 2})))
     await wait_phase(node, "second", "Running")
-    calls = {c.pod_name: set(c.device_ids) for c in node.kubelet.log.of("Allocate")}
+    calls = {c.pod_name: set(c.device_ids) for c in node.calls.of("Allocate")}
     return calls["first"], calls["second"]
 
 
@@ -200,7 +200,7 @@ async def test_get_during_an_open_allocate_does_no_harm() -> None:
         await wait_phase(node, "old", "Running")
         gate.is_shut = True
         node.api.create_pod(pod("first", limits_of("main", {FOO: 2})))
-        await node.kubelet.wait_for(lambda: any(c.method == "Allocate" for c in node.kubelet.log.open_calls))
+        await node.kubelet.wait_for(lambda: any(c.method == "Allocate" for c in node.calls.open_calls))
         kill_container(node, "default", "old", "main")
         await wait_phase(node, "old", "Failed")
         await stub.get(v1.GetPodResourcesRequest(pod_name="first", pod_namespace="default"))
@@ -208,5 +208,5 @@ async def test_get_during_an_open_allocate_does_no_harm() -> None:
         gate.opened.set()
         node.api.create_pod(pod("second", limits_of("main", {FOO: 2})))
         await wait_phase(node, "second", "Running")
-        first, second = (set(c.device_ids) for c in node.kubelet.log.of("Allocate")[-2:])
+        first, second = (set(c.device_ids) for c in node.calls.of("Allocate")[-2:])
         assert not first & second

@@ -323,7 +323,7 @@ async def test_the_checkpoint_has_the_entries_of_the_captured_one() -> None:
     }
     async with open_test_node(times=HELD_ADMISSIONS) as node:
         _, checkpoint, _ = await play(node)
-        names |= {call.pod_uid: call.pod_name for call in node.kubelet.log.calls}
+        names |= {call.pod_uid: call.pod_name for call in node.calls.calls}
     assert checkpoint.keys() == captured.keys()
     assert _entries(checkpoint, names) == _entries(captured, names)
     registered = [{k: sorted(v) for k, v in c["Data"]["RegisteredDevices"].items()} for c in (checkpoint, captured)]
