@@ -34,6 +34,7 @@ from tests.settings.support_settings import clean_environment
 from tests.support_core import inventory, used_cores
 from tests.support_deadline import DEADLINE_S as DEADLINE_S  # noqa: PLC0414 - exported on
 from tests.support_json import undecoded
+from tests.support_process import running_process
 
 CORES = 100
 BLOCKS = 96
@@ -118,24 +119,18 @@ async def open_child(
     """
     before = {event: len(log_lines(node, event)) for event in ("ready", "kubelet_version") if stderr is None}
     with node.paths.agent_log.open("ab") as log:
-        child = await asyncio.create_subprocess_exec(
+        async with running_process(
             *(sys.executable, *program, "run", *arguments(node, *flags)),
             env=clean_environment(),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=log,
             stderr=log if stderr is None else stderr,
-        )
-    try:
-        if wait:
-            await wait_registered(node)
-            for event, count in before.items():
-                await poll_until(lambda: len(log_lines(node, event)) > count, event)  # noqa: B023 - asked in this turn
-        yield child
-    finally:
-        if child.returncode is None:
-            child.kill()
-        async with asyncio.timeout(DEADLINE_S):
-            await child.wait()
+        ) as child:
+            if wait:
+                await wait_registered(node)
+                for event, count in before.items():
+                    await poll_until(lambda: len(log_lines(node, event)) > count, event)  # noqa: B023 - in this turn
+            yield child
 
 
 def log_lines(node: EmbeddedNode, event: str) -> list[dict[str, Any]]:
@@ -271,6 +266,12 @@ async def wait_running(node: EmbeddedNode, *names: str) -> None:
         await wait_settled(node, name)
         found = node.api.pod("default", name)["status"]
         assert found["phase"] == "Running", (name, found)
+
+
+async def settle_pod(node: EmbeddedNode, made: dict[str, Any]) -> str:
+    """Until it runs or is refused; the message of the status."""
+    node.api.create_pod(made)
+    return await wait_settled(node, made["metadata"]["name"])
 
 
 async def wait_settled(node: EmbeddedNode, name: str) -> str:

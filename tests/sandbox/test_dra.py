@@ -18,7 +18,16 @@ from gpushare_agent.core.wire.k8s.io.kubelet.pkg.apis.dra import v1 as dra_v1
 from gpushare_agent.sandbox.behaviour import KubeletTimes
 from gpushare_agent.sandbox.kubelet.pod_worker import PREPARE_FAILED
 from gpushare_agent.sandbox.node import EmbeddedNode, running_task
-from tests.sandbox.support_sandbox import SHORT_TIMES, kill_container, open_test_node, pod, wait_gone, wait_phase
+from tests.sandbox.support_sandbox import (
+    SHORT_TIMES,
+    kill_container,
+    open_test_node,
+    pod,
+    remove_pod,
+    start_pods,
+    wait_gone,
+    wait_phase,
+)
 from tests.sandbox.support_sandbox_cli import sandbox
 
 RECORDED: dict[str, Any] = json.loads((Path(__file__).parents[1] / "data/dra/calls.json").read_text())
@@ -127,8 +136,7 @@ async def test_the_calls_are_those_of_a_real_kubelet() -> None:
             node.calls.dra_calls.clear()
 
         async def run(name: str, *claims: dict[str, str], **extra: Any) -> None:
-            node.api.create_pod(claiming(name, *claims, **extra))
-            await wait_phase(node, name, "Running")
+            await start_pods(node, claiming(name, *claims, **extra))
 
         async def delete(*names: str) -> None:
             for name in names:
@@ -234,19 +242,16 @@ async def test_a_failed_prepare_is_tried_again_after_a_while() -> None:
 
 async def test_a_pod_stays_until_its_claims_are_unprepared() -> None:
     async with open_dra_node() as (node, driver):
-        node.api.create_pod(claiming("p", SHARED))
-        await wait_phase(node, "p", "Running")
+        await start_pods(node, claiming("p", SHARED))
         driver.unprepare_errors = 3
-        node.api.delete_pod("default", "p")
-        await wait_gone(node, "p")
+        await remove_pod(node, "p")
         assert driver.unprepare_errors == 0 and not node.kubelet.claims
         await node.kubelet.wait_for(lambda: not claims_of(node)[0]["status"])
 
 
 async def test_a_pod_that_ended_while_the_kubelet_was_down_is_unprepared() -> None:
     async with open_dra_node() as (node, _driver):
-        node.api.create_pod(claiming("p", SHARED))
-        await wait_phase(node, "p", "Running")
+        await start_pods(node, claiming("p", SHARED))
         await node.kubelet.stop()
         node.api.delete_pod("default", "p", grace_period_s=0)
         await node.kubelet.start()
@@ -274,8 +279,7 @@ def scheduling(node: EmbeddedNode, name: str) -> str:
 
 async def test_a_claim_in_use_is_deleted_with_its_last_pod() -> None:
     async with open_dra_node() as (node, _driver):
-        node.api.create_pod(claiming("p", SHARED))
-        await wait_phase(node, "p", "Running")
+        await start_pods(node, claiming("p", SHARED))
         node.api.delete("resourceclaims", ("default", "shared"))
         assert "deletionTimestamp" in claims_of(node)[0]["metadata"]
         node.api.delete_pod("default", "p")
