@@ -25,7 +25,7 @@ from tests.agent.support_agent import (
 )
 from tests.isolation.support_library import fake_library
 from tests.kit.support_http import Peer
-from tests.sandbox.support_sandbox import container, open_test_node, pod
+from tests.sandbox.support_sandbox import container, open_test_node, pod, start_pods
 from tests.support_deadline import DEADLINE_S
 
 
@@ -87,8 +87,7 @@ async def test_a_newcomer_takes_over_during_a_burst_and_no_pod_is_refused() -> N
 async def test_the_one_that_stands_by_serves_again_when_the_newcomer_ends(number: signal.Signals) -> None:
     """An upgrade that fails, or is taken back: no third agent is needed, also where the newcomer was killed."""
     async with open_test_node() as node, open_child(node):
-        node.api.create_pod(pod("before", container(cores=60, blocks=40)))
-        await wait_running(node, "before")
+        await start_pods(node, pod("before", container(cores=60, blocks=40)))
         async with open_child(node, wait=False) as new:
             await _wait_serving(node, times=2)
             await poll_until(lambda: len(log_lines(node, "another_agent_serves")) == 2, "the first stands by")
@@ -107,8 +106,7 @@ async def test_a_newcomer_serves_when_the_agent_that_served_was_killed() -> None
             await poll_until(lambda: log_lines(node, "another_agent_serves"), "the newcomer asks")
             await _end(old, signal.SIGKILL)
             await _wait_serving(node, times=2)
-            node.api.create_pod(pod("after", container(cores=60, blocks=40)))
-            await wait_running(node, "after")
+            await start_pods(node, pod("after", container(cores=60, blocks=40)))
 
 
 async def test_an_agent_that_stands_by_is_ready_and_one_that_asks_is_not() -> None:
@@ -141,8 +139,7 @@ async def test_a_newcomer_that_could_give_no_share_leaves_the_kubelet_to_the_age
         await poll_until(
             lambda: any(named in one for one in new.parts.readiness.not_ready()), "the newcomer has looked"
         )
-        node.api.create_pod(pod("after", container(cores=60, blocks=40)))
-        await wait_running(node, "after")
+        await start_pods(node, pod("after", container(cores=60, blocks=40)))
         assert old.held() and not new.held()
         assert not old.parts.kubelet.handover.waiting
         assert not old.parts.readiness.not_ready()
@@ -172,8 +169,7 @@ async def test_a_newcomer_that_could_give_no_share_serves_when_the_other_agent_h
         await poll_until(lambda: new.parts.kubelet.has_recovered, "the newcomer serves")
         await wait_registered(node)
         unlimited = {"tencent.com/gpu-isolation": "none"}
-        node.api.create_pod(pod("unlimited", container(cores=40, blocks=8), annotations=unlimited))
-        await wait_running(node, "unlimited")
+        await start_pods(node, pod("unlimited", container(cores=40, blocks=8), annotations=unlimited))
         node.api.create_pod(pod("limited", container(cores=40, blocks=8)))
         assert "(setting libgpushare.directory)" in await wait_settled(node, "limited")
         assert "(setting libgpushare.directory)" in str(new.parts.readiness.not_ready())
