@@ -73,7 +73,7 @@ def with_components(**components: Any) -> dict[str, Any]:
         ({"volume": [entry(name=["nvidia"])]}, "`$.volume[0].name`"),
         ({"volume": [entry(mode="rw")]}, "'rw' - at `$.volume[0].mode`"),
         ({"volume": [entry(), entry(name="origin", Mode="ro")]}, "unknown field `Mode` - at `$.volume[1]`"),
-        ({"volume": [entry(base="vdriver")]}, "`$.volume[0].base`"),
+        ({"volume": [entry(base="etc/vdriver")]}, "`$.volume[0].base`"),
         ({"volume": [entry(base="/var/../etc")]}, "`$.volume[0].base`"),
         ({"volume": [entry(base="/a\0b")]}, "`$.volume[0].base`"),
         ({"volume": [entry(base="/\ud800")]}, "`$.volume[0].base`"),

@@ -4,7 +4,7 @@ folders (_choices.tpl), and these templates do with them what kustomize does. Th
 components, patches by path, configMapGenerator. Tests compare the result with kustomize's.
 */ -}}
 
-{{- /* A file's text, for the release's namespace and the resources' names in the settings. Arguments: root, file. */ -}}
+{{- /* A file's text, for the release's namespace, the resources' names in the settings and the nodes' directories. Arguments: root, file. */ -}}
 {{- define "gpushare-agent.read" -}}
 {{- $text := .root.Files.Get .file -}}
 {{- if not $text }}{{ fail (printf "%s is not in the chart" .file) }}{{ end -}}
@@ -12,6 +12,8 @@ components, patches by path, configMapGenerator. Tests compare the result with k
 {{- $text = replace "tencent.com/vcuda-core" (($settings.resources).vcore | default "tencent.com/vcuda-core") $text -}}
 {{- $text = replace "tencent.com/vcuda-memory" (($settings.resources).vmemory | default "tencent.com/vcuda-memory") $text -}}
 {{- $text = replace "aliyun.com/gpu-mem" (($settings.gpushare).resource | default "aliyun.com/gpu-mem") $text -}}
+{{- $text = replace "/var/lib/gpu-manager" .root.Values.hostDirectory $text | replace "/var/run/cdi" .root.Values.cdiDirectory -}}
+{{- $text = replace "/var/lib/k0s/kubelet" .root.Values.kubeletDirectory $text -}}
 {{- replace "gpushare-system" .root.Release.Namespace $text -}}
 {{- end -}}
 
@@ -90,7 +92,11 @@ A strategic merge of a map: null removes a key, maps are merged, lists of object
       {{- end -}}
     {{- end -}}
     {{- range $one := $value -}}
-      {{- if hasKey $patches (get $one $by) }}{{ $items = append $items $one }}{{ end -}}
+      {{- if and (hasKey $patches (get $one $by)) (ne (get $one "$patch") "delete") -}}
+        {{- $item := dict -}}
+        {{- include "gpushare-agent.merge" (dict "into" $item "patch" $one) -}}
+        {{- $items = append $items $item -}}
+      {{- end -}}
     {{- end -}}
     {{- $_ := set $into $key $items -}}
   {{- else -}}
