@@ -25,9 +25,13 @@ def entry(**changes: Any) -> dict[str, Any]:
 
 
 def read(directory: Path, document: object) -> tuple[DriverVolume, ...]:
+    return read_volume_config(_written(directory, document))
+
+
+def _written(directory: Path, document: object) -> Path:
     path = directory / "volume.conf"
     path.write_text(document if isinstance(document, str) else json.dumps(document))
-    return read_volume_config(path)
+    return path
 
 
 def test_the_volumes_are_read_in_their_order(short_dir: Path) -> None:
@@ -49,6 +53,14 @@ def test_the_example_of_the_manifests_is_read() -> None:
         assert str(volume.directory) == f"/etc/gpu-manager/vdriver/{volume.name}"
         assert {"libcuda.so", "libnvidia-ml.so"} <= set(volume.libraries)
         assert "nvidia-smi" in volume.binaries
+
+
+def test_a_base_without_a_place_goes_with_the_containers_directories(short_dir: Path) -> None:
+    """As in the manifests, where one variable then moves it."""
+    (volume,) = read_volume_config(_written(short_dir, {"volume": [entry(base="vdriver")]}), Path("/var/lib/x"))
+    assert volume.directory == Path("/var/lib/x/vdriver/nvidia")
+    (volume,) = read_volume_config(_written(short_dir, {"volume": [entry()]}), Path("/var/lib/x"))
+    assert volume.directory == Path("/var/vdriver/nvidia")
 
 
 def with_components(**components: Any) -> dict[str, Any]:
