@@ -12,9 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import ValidationError
 
-from gpushare_agent.agent.delivery.volume_config import parse_volumes, read_volume_config
+from gpushare_agent.agent.delivery import volume_config
+from gpushare_agent.agent.delivery.volume_config import configured_volumes, parse_volumes, read_volume_config
 from gpushare_agent.agent.delivery.volume_plan import DriverVolume, VolumeName
 from gpushare_agent.core.model.errors import StartupError
+from gpushare_agent.core.settings.settings import load_settings
 
 EXAMPLE = Path(__file__).parent.parent.parent / "manifests/base/volume.conf"
 
@@ -61,6 +63,20 @@ def test_a_base_without_a_place_goes_with_the_containers_directories(short_dir: 
     assert volume.directory == Path("/var/lib/x/vdriver/nvidia")
     (volume,) = read_volume_config(_written(short_dir, {"volume": [entry()]}), Path("/var/lib/x"))
     assert volume.directory == Path("/var/vdriver/nvidia")
+
+
+def test_only_a_file_of_our_manifests_moves_with_the_containers_directories(
+    short_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """gpu-manager's flag for these moves no driver: its DaemonSet mounts that at one place."""
+    path = _written(short_dir, {"volume": [entry(base="vdriver")]})
+    flags = [f"--volume-config={path}", "--virtual-manager-path=/data/vm"]
+    (volume,) = configured_volumes(load_settings(flags, {}).settings)
+    assert volume.base == Path("/data/vdriver")
+    monkeypatch.setattr(volume_config, "USUAL_CONFIG", path)
+    for chosen in (flags, flags[1:]):
+        (volume,) = configured_volumes(load_settings(chosen, {}).settings)
+        assert volume.base == short_dir / "vdriver"
 
 
 def with_components(**components: Any) -> dict[str, Any]:

@@ -62,7 +62,9 @@ def untouched_driver(settings: Settings) -> Path | None:
 
 def configured_volumes(settings: Settings) -> tuple[DriverVolume, ...]:
     """Those of volume.conf. Raises StartupError as `read_volume_config`."""
-    return read_volume_config(settings.volume_config or USUAL_CONFIG, settings.host_directory)
+    path = settings.volume_config or USUAL_CONFIG
+    # gpu-manager's flag for the containers' directories moves no driver: its mount of that stays where it is.
+    return read_volume_config(path, USUAL_CONFIG.parent if path == USUAL_CONFIG else settings.host_directory)
 
 
 def read_volume_config(path: Path, host_directory: Path = USUAL_CONFIG.parent) -> tuple[DriverVolume, ...]:
