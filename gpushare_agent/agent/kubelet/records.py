@@ -124,10 +124,11 @@ def describe_left(entries: Iterable[CheckpointEntry], directory: Path) -> str:
     left = [one for one in ours if not Path(one.vdevice).is_relative_to(directory)]
     if not left:
         return ""
-    names = sorted({f"{one.container} of pod {one.pod_uid}" for one in left})
+    names = sorted({f"container {one.container} of pod {one.pod_uid}" for one in left})
+    more = f" and {len(names) - _NAMED} more" if names[_NAMED:] else ""
     return (
-        f"{len(names)} containers have their files in {Path(left[0].vdevice).parent.parent}, where this agent writes none"
-        f" (setting virtual_manager.path: {directory}): {', '.join(names[:_NAMED])}{', …' if names[_NAMED:] else ''}"
+        f"the files of {', '.join(names[:_NAMED])}{more} are in {Path(left[0].vdevice).parent.parent}, where this agent keeps"
+        f" none (setting virtual_manager.path: {directory})"
     )
 
 
