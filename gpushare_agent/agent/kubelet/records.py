@@ -127,8 +127,8 @@ def describe_left(entries: Iterable[CheckpointEntry], directory: Path) -> str:
     names = sorted({f"container {one.container} of pod {one.pod_uid}" for one in left})
     more = f" and {len(names) - _NAMED} more" if names[_NAMED:] else ""
     return (
-        f"the files of {', '.join(names[:_NAMED])}{more} are in {Path(left[0].vdevice).parent.parent}, where this agent keeps"
-        f" none (setting virtual_manager.path: {directory})"
+        f"the files of {', '.join(names[:_NAMED])}{more} are in {Path(left[0].vdevice).parent.parent}, where this agent"
+        f" keeps none (setting virtual_manager.path: {directory})"
     )
 
 
