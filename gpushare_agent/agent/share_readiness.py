@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,7 +21,7 @@ import structlog
 from gpushare_agent.agent.delivery.cdi_specs import CdiWatch
 from gpushare_agent.agent.gpus.part import NodeDriver
 from gpushare_agent.agent.isolation.isolations import Isolations
-from gpushare_agent.agent.kubelet.records import LEFT_REMEDY, KubeletCheckpoint, describe_left
+from gpushare_agent.agent.kubelet.records import LEFT_REMEDY, KubeletCheckpoint, describe_left, vdevices
 from gpushare_agent.agent.node import Node
 from gpushare_agent.agent.runtime.node_probes import connect_to_socket
 from gpushare_agent.core.model.errors import AgentError, Unavailable
@@ -102,7 +103,7 @@ def build(
             **isolation.looks(),
             "cdi": partial(_look_for_names, isolation.cdi_watch, node, driver),
             "NVLink fabric": partial(_look_at_fabric, node, driver),
-            "containers": partial(_look_for_left, node, records),
+            "containers": partial(_look_for_left, node, records, claims),
         },
         # Claims that an earlier agent has left are served without the right to publish more.
         claims=claims if node.settings.dra.gpus else None,
@@ -131,17 +132,15 @@ async def _look_at_fabric(node: Node, driver: NodeDriver) -> None:
         raise Unavailable(f"no GPU can be given; of GPU {gpus[0].label}: {gpus[0].unhealthy_reason}")
 
 
-async def _look_for_left(node: Node, records: KubeletCheckpoint) -> None:
+async def _look_for_left(node: Node, records: KubeletCheckpoint, claims: DraPart | None) -> None:
     """Raises Unavailable where containers run whose files another directory has: the agent that serves keeps them."""
-    try:
-        entries = await records.read()
-    except AgentError:
-        return  # a new kubelet has no record
+    found = await claims.claims.vdevices() if claims is not None else {}
     pods = node.pods
     # The record also has pods that have ended since the last Allocate.
     running = {pod.uid for pod in pods.pods() if not pod.is_terminal}
-    present = [one for one in entries if one.pod_uid in running or not pods.is_synced]
-    if left := describe_left(present, node.settings.virtual_manager.path):
+    with suppress(AgentError):  # a new kubelet has no record
+        found |= vdevices(one for one in await records.read() if one.pod_uid in running or not pods.is_synced)
+    if left := describe_left(found, node.settings.virtual_manager.path):
         raise Unavailable(f"{left}; {LEFT_REMEDY}")
 
 

@@ -277,6 +277,15 @@ async def test_claims_that_an_earlier_agent_has_left_keep_no_agent_from_being_re
             assert agent.parts.dra is not None and agent.parts.dra.not_served()
 
 
+async def test_a_claim_with_files_in_an_earlier_directory_keeps_a_newcomer_from_being_ready(short_dir: Path) -> None:
+    """As a share of a device plugin does."""
+    async with open_test_node() as node:
+        record_claim(node, "gpushare")
+        async with open_agent(node, *_elsewhere(node, short_dir), wait=False) as agent:
+            await poll_until(lambda: "earlier directory" in str(agent.parts.readiness.not_ready()), "it has looked")
+            assert "claim " in str(agent.parts.readiness.not_ready())
+
+
 async def test_the_first_refused_claim_is_an_increase() -> None:
     """For its series is there before, where there are claims."""
     labels = {"resource": "resourceclaims.resource.k8s.io", "outcome": "refused", "reason": "NotReady"}

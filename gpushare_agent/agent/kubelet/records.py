@@ -117,18 +117,22 @@ def gpu_managers_checkpoint(settings: Settings) -> Path:
 LEFT_REMEDY = "drain the node, or set the earlier directory until they have ended"
 
 
-def describe_left(entries: Iterable[CheckpointEntry], directory: Path) -> str:
-    """Which containers have their vDevice directory elsewhere than in `directory`, empty if none has: the setting was
-    changed while they ran. They keep their limits, but the kubelet names the same directory at each of their starts."""
-    ours = [one for one in entries if one.vdevice and not is_former(one.device_ids)]
-    left = [one for one in ours if not Path(one.vdevice).is_relative_to(directory)]
+def vdevices(entries: Iterable[CheckpointEntry]) -> dict[str, str]:
+    """The vDevice directory, on the host, of each container to which this agent or an earlier one gave it."""
+    ours = (one for one in entries if one.vdevice and not is_former(one.device_ids))
+    return {f"container {one.container} of pod {one.pod_uid}": one.vdevice for one in ours}
+
+
+def describe_left(vdevices: Mapping[str, str], directory: Path) -> str:
+    """Which of these are not in `directory`, empty if all are: the setting was changed while they ran. Such containers keep
+    their limits, but the kubelet names the same directory at each of their starts."""
+    left = {name: path for name, path in sorted(vdevices.items()) if not Path(path).is_relative_to(directory)}
     if not left:
         return ""
-    names = sorted({f"container {one.container} of pod {one.pod_uid}" for one in left})
-    more = f" and {len(names) - _NAMED} more" if names[_NAMED:] else ""
+    names, more = list(left)[:_NAMED], f" and {len(left) - _NAMED} more" if len(left) > _NAMED else ""
     return (
-        f"the files of {', '.join(names[:_NAMED])}{more} are in {Path(left[0].vdevice).parent.parent}, where this agent"
-        f" keeps none (setting virtual_manager.path: {directory})"
+        f"the files of {', '.join(names)}{more} are in {Path(left[names[0]]).parent.parent}, where this agent keeps none"
+        f" (setting virtual_manager.path: {directory})"
     )
 
 

@@ -8,7 +8,7 @@ import asyncio
 import sys
 
 from gpushare_agent.agent.isolation.check import CheckProbe
-from gpushare_agent.agent.kubelet.records import FILE_NAME, LEFT_REMEDY, describe_left, read_checkpoint
+from gpushare_agent.agent.kubelet.records import FILE_NAME, LEFT_REMEDY, describe_left, read_checkpoint, vdevices
 from gpushare_agent.agent.kubelet.registration import KUBELET_SOCKET
 from gpushare_agent.agent.runtime import node_probes
 from gpushare_agent.core.kit.bounded_grpc import ServerLimits
@@ -43,9 +43,10 @@ async def check_left(settings: Settings) -> list[Finding]:
     """Containers whose directory is not in that tree, by the kubelet's record."""
     path = settings.kubelet.device_plugin_path / FILE_NAME
     try:
-        left = describe_left(await asyncio.to_thread(read_checkpoint, path), settings.virtual_manager.path)
+        entries = await asyncio.to_thread(read_checkpoint, path)
     except AgentError:
         return []  # no kubelet has run here
+    left = describe_left(vdevices(entries), settings.virtual_manager.path)
     return [warning("virtual manager", f"{left}, unless they have ended", LEFT_REMEDY)] if left else []
 
 
