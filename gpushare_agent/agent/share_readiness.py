@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -135,11 +134,14 @@ async def _look_at_fabric(node: Node, driver: NodeDriver) -> None:
 async def _look_for_left(node: Node, records: KubeletCheckpoint, claims: DraPart | None) -> None:
     """Raises Unavailable where containers run whose files another directory has: the agent that serves keeps them."""
     found = await claims.claims.vdevices() if claims is not None else {}
+    try:
+        entries = await records.read()
+    except AgentError:
+        entries = ()  # a new kubelet has no record
+    # The record also has pods that have ended since the last Allocate. Not before it is read: the pods may come meanwhile.
     pods = node.pods
-    # The record also has pods that have ended since the last Allocate.
     running = {pod.uid for pod in pods.pods() if not pod.is_terminal}
-    with suppress(AgentError):  # a new kubelet has no record
-        found |= vdevices(one for one in await records.read() if one.pod_uid in running or not pods.is_synced)
+    found |= vdevices(one for one in entries if one.pod_uid in running or not pods.is_synced)
     if left := describe_left(found, node.settings.virtual_manager.path):
         raise Unavailable(f"{left}; {LEFT_REMEDY}")
 
