@@ -364,10 +364,10 @@ def _brief(held: Held) -> dict[str, tuple[int, int]]:
     return {f"{uid[:8]}/{name}": (len(both[0]), len(both[1])) for (uid, name), both in sorted(held.items())}
 
 
-def record_claim(node: EmbeddedNode) -> None:
-    """As an earlier agent left it: 40 cores of the first GPU."""
+def record_claim(node: EmbeddedNode, isolation: str = "none") -> None:
+    """As an earlier agent left it: 40 cores of the first GPU. Files, if the isolation has any, are in /etc/gpu-manager."""
     gpu = replace(inventory(1).gpus[0], uuid=GpuUuid(simulated_uuid(node.name, 0)))
     claim = read_claim(undecoded(raw_claim(result())), driver=DRIVER, pool=NODE)
-    made = prepare_claim(claim, {"gpu-0": gpu}, (), edit_policy("none"), 256)
+    made = prepare_claim(claim, {"gpu-0": gpu}, (), edit_policy(isolation), 256)
     assert isinstance(made, PreparedClaim)
     ClaimFiles(node.paths.claim_records, node.paths.cdi).save(made)

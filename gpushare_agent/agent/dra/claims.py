@@ -46,7 +46,7 @@ from gpushare_agent.core.kube.client import KubeApi
 from gpushare_agent.core.model.allocations import Allocation, Charge, ClaimRef, ClaimShare
 from gpushare_agent.core.model.decision_records import CLAIMS_RESOURCE, Asked, DecisionRecord, Outcome
 from gpushare_agent.core.model.errors import AgentError, Corrupt, NotFound, RefusalReason, Refused, Unavailable
-from gpushare_agent.core.model.names import MIB, GpuUuid, PodUid
+from gpushare_agent.core.model.names import MIB, VDEVICE_DIRECTORY, GpuUuid, PodUid
 from gpushare_agent.core.model.pods import ContainerKind, Pod
 from gpushare_agent.core.model.resources import WHOLE_GPU, Request, ResourceNames
 from gpushare_agent.core.placement.gpu_account import describe_request
@@ -166,6 +166,16 @@ class Claims(Struct, kw_only=True, eq=False):
     def prepared(self) -> Mapping[str, PreparedClaim]:
         """The prepared claims by UID; valid until the next change."""
         return self._prepared
+
+    async def vdevices(self) -> dict[str, str]:
+        """The vDevice directories, on the host, that recorded claims were given. Raises Unavailable."""
+        return {
+            f"claim {claim.ref.namespace}/{claim.ref.name}": mount.host_path
+            for claim in await self._in_thread(self.files.load, "reading the claims' records")
+            for one in claim.results
+            for mount in one.edits.mounts
+            if mount.container_path == VDEVICE_DIRECTORY
+        }
 
     async def restore(self) -> None:
         """Enters in the ledger what an earlier agent has recorded, and writes their specs for the GPUs of now. Raises
