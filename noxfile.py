@@ -40,6 +40,13 @@ GRPC_TOOLS = "grpcio-tools==1.85.1"
 UV = "uv>=0.13,<0.14"
 BETTERPROTO_COMPILER = "betterproto2-compiler==0.10.1"  # its minor must be the library's
 
+START_ARM64 = r"""
+magic='\x7fELF\x02\x01\x01\x00\x00\x00\x00\x00\x00\x00\x00\x00\x02\x00\xb7\x00'
+mask='\xff\xff\xff\xff\xff\xff\xff\x00\xff\xff\xff\xff\xff\xff\xff\xff\xfe\xff\xff\xff'
+mount -t binfmt_misc binfmt_misc /proc/sys/fs/binfmt_misc &&
+printf %s ":arm64:M::$magic:$mask:$0:F" >/proc/sys/fs/binfmt_misc/register && exec "$@"
+"""
+"""Shell script: runs a command where the kernel starts programs and libraries of arm64 by the emulator $0."""
 ROOT = Path(__file__).parent
 REQUIREMENTS = ROOT / "requirements"
 WIRE = ROOT / "gpushare_agent" / "core" / "wire"
@@ -114,6 +121,33 @@ def isolation(session: nox.Session) -> None:
         *("python", "-m", "pytest", "-m", "isolation", *folders, *fake_driver, *session.posargs),
         env={"ZIG_GLOBAL_CACHE_DIR": cache, "ZIG_LOCAL_CACHE_DIR": cache},
     )
+
+
+@nox.session
+def arm64(session: nox.Session) -> None:
+    """Pass the smoke of libgpushare with library, driver and programs of arm64, on an x86 machine: built by Debian's
+    gcc-aarch64-linux-gnu, run by qemu-user; `-- FILE` other tests of tests/gpushare. Skipped with the reason without one of
+    them, or where the kernel starts no arm64 programs (Linux 6.7)."""
+    if os.uname().machine == "aarch64":
+        session.skip("this machine is one: nox -s isolation")
+    compiler, emulator = (shutil.which(name) for name in ("aarch64-linux-gnu-gcc", "qemu-aarch64-static"))
+    if not compiler or not emulator:
+        session.skip("gcc-aarch64-linux-gnu, libc6-dev-arm64-cross or qemu-user-static is not installed")
+    enter = ("unshare", "--user", "--map-root-user", "--mount", "sh", "-c", START_ARM64, emulator)
+    if "starts" not in str(session.run(*enter, "echo", "starts", silent=True, external=True, success_codes=range(256))):
+        session.skip("no binfmt_misc of a user namespace: it needs Linux 6.7, and the right to make one")
+    session.install(".[dev,isolation]")
+    tools = Path(session.create_tmp())
+    (tools / "cc").unlink(missing_ok=True)
+    (tools / "cc").symlink_to(compiler)
+    env = {
+        "PATH": os.pathsep.join((str(tools.resolve()), session.bin, os.environ["PATH"])),
+        "QEMU_LD_PREFIX": "/usr/aarch64-linux-gnu",  # arm64's C library; by it the tests know that they are emulated
+        "ZIG_GLOBAL_CACHE_DIR": str(tools / "zig"),
+        "ZIG_LOCAL_CACHE_DIR": str(tools / "zig"),
+    }
+    chosen = session.posargs or ("-m", "smoke", "tests/gpushare")
+    session.run(*enter, "python", "-m", "pytest", *chosen, env=env, external=True)
 
 
 @nox.session

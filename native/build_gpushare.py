@@ -46,14 +46,20 @@ def run(command: Sequence[str], env: dict[str, str] | None = None) -> None:
 
 
 def build_gpushare(
-    include: Path, output: Path, *, target: str = "", directory: str = "", flags: Sequence[str] = ()
+    include: Path,
+    output: Path,
+    *,
+    target: str = "",
+    directory: str = "",
+    flags: Sequence[str] = (),
+    compiler: Sequence[str] = ("cc",),
 ) -> None:
-    """Writes the library to `output`. `directory` is where it looks for its two files instead of /etc/vcuda, and for
-    NUMA nodes, for tests. Raises CannotBuildError.
+    """Writes the library to `output`. For tests: `directory` is where it looks for its two files instead of /etc/vcuda, and
+    for NUMA nodes; `compiler` is used without a target. Raises CannotBuildError.
     """
     with tempfile.TemporaryDirectory(prefix="gpushare-library-") as name:
         scratch = Path(name)
-        compiler = [sys.executable, "-m", "ziglang", "cc", "-target", target] if target else ["cc"]
+        compiler = [sys.executable, "-m", "ziglang", "cc", "-target", target] if target else compiler
         try:
             generate(include, scratch, compiler)
         except (HooksError, OSError, subprocess.CalledProcessError) as error:

@@ -341,7 +341,8 @@ class Leadership(Struct, kw_only=True, eq=False):
         ready when it decides."""
         if isinstance(self.election, AlwaysLeads):
             return self.not_ready()
-        return [f"{one.kind} are not listed yet" for one in self.informers if not one.has_listed]
+        reasons = {one.kind: f": {one.lost.why}" if one.lost else "" for one in self.informers if not one.has_listed}
+        return [f"{kind} are not listed yet{reason}" for kind, reason in reasons.items()]
 
     async def run(self, on_listed: Callable[[], None]) -> NoReturn:
         """List in each term, until cancelled. Informers are refreshed in their order: nodes before pods, so that a pod finds

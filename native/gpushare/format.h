@@ -44,7 +44,7 @@ struct config {
     uint8_t reserved[112];
     char pod_uid[48];
     char container[64];
-    uint16_t between_us[MOST_GPUS]; /* how long the companions compute between two turns of this container */
+    uint16_t between_us[MOST_GPUS]; /* of each GPU, under its sequence: how long the companions compute between two turns */
     uint8_t reserved_too[240];
     struct config_gpu gpu[MOST_GPUS];
     uint8_t rest[CONFIG_BYTES - 512 - MOST_GPUS * 128];

@@ -26,6 +26,9 @@
 
 #define CONFIG_PATH GPUSHARE_DIRECTORY "/gpushare.config"
 #define USAGE_PATH GPUSHARE_DIRECTORY "/usage"
+#ifndef LONGEST_WRITE_NS
+#define LONGEST_WRITE_NS 20000000u /* of the agent, which may be interrupted meanwhile */
+#endif
 enum { MOST_TRIES = 100, CONTENTION_TRIES = 2000, RETRY_NS = 100000000 };
 
 static pthread_mutex_t guard = PTHREAD_MUTEX_INITIALIZER; /* of opening, and of taking a slot */
@@ -151,12 +154,30 @@ int gpu_named(const char *uuid)
     return -1;
 }
 
-/* Each number is read whole, so where the agent has died while it wrote, MOST_TRIES later, they are all right, some new and some old. */
+/* Whether to read again, because the agent is writing: its thread may have to wait for a processor in the middle of that. One that has
+   died there leaves the sequence odd: the same odd one is waited for once, and then what is there is believed. Each number is read whole,
+   so they are all right, some new and some old. */
+static bool waits_for_agent(int gpu, uint32_t sequence, int tries, uint64_t *until)
+{
+    static _Atomic uint32_t in_vain[MOST_GPUS];
+    if (sequence & 1 && LOAD(in_vain[gpu]) == sequence)
+        return false;
+    if (tries < MOST_TRIES)
+        return true;
+    uint64_t now = now_ns();
+    *until = *until ? *until : now + LONGEST_WRITE_NS;
+    if (now < *until)
+        return sched_yield(), true;
+    STORE(in_vain[gpu], sequence);
+    return false;
+}
+
 void read_limits(int gpu, struct limits *limits)
 {
     const struct config_gpu *from = &config->gpu[gpu];
     struct config_gpu *to = &limits->seen;
-    for (int tries = 0; tries < MOST_TRIES; tries++) {
+    uint64_t until = 0;
+    for (int tries = 0;; tries++) {
         uint32_t sequence = atomic_load_explicit((const _Atomic uint32_t *)&from->sequence, memory_order_acquire);
         to->flags = LOAD(*(uint32_t *)(uintptr_t)&from->flags);
         to->memory = LOAD(*(uint64_t *)(uintptr_t)&from->memory);
@@ -174,6 +195,8 @@ void read_limits(int gpu, struct limits *limits)
         limits->between_ns = LOAD(*(uint16_t *)(uintptr_t)&config->between_us[gpu]) * 1000.0;
         atomic_thread_fence(memory_order_acquire);
         if (!(sequence & 1) && LOAD(*(uint32_t *)(uintptr_t)&from->sequence) == sequence)
+            break;
+        if (!waits_for_agent(gpu, sequence, tries, &until))
             break;
     }
     /* A file that somebody on the host has cut or emptied reads as zeros, and that is not "no limit". */

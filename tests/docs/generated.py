@@ -52,6 +52,7 @@ from gpushare_agent.extender.metrics import ExtenderMetrics
 from gpushare_agent.simulation.workload import memory_of
 from tests.docs import gpu_page
 from tests.docs.isolations_page import isolations
+from tests.docs.policies_page import policies
 from tests.docs.regulator_page import regulator_cells
 from tests.docs.surface_page import surface_lists
 from tests.e2e.conftest import pytest_addoption
@@ -485,6 +486,19 @@ def _documents() -> str:
     return "\n".join(lines).replace("\0", " ")
 
 
+def _alerts() -> str:
+    """Each alert's severity and summary, and the page that it names."""
+    table = [["alert", "severity", "means", "more"]]
+    for group in yaml.safe_load((ROOT / "manifests/monitoring/alerts.yaml").read_text(encoding="utf-8"))["groups"]:
+        for rule in group["rules"]:
+            texts = rule["annotations"]
+            means = re.sub(r"{{.*?}}", "…", texts["summary"]).rstrip(".")
+            page, _, anchor = texts["runbook"].partition("#")
+            link = _linked(page, "how-to").replace(")", f"#{anchor})" if anchor else ")")
+            table.append([f"`{rule['alert']}`", rule["labels"]["severity"], means, link])
+    return _joined(table)
+
+
 def _link_costs() -> str:
     nvlinks = (1, 2, 4, 12, 18)
     examples = ", ".join(f"NV{n} {link_cost(Link(kind=LinkKind.NVLINK, nvlinks=n)):,}" for n in nvlinks)
@@ -615,6 +629,8 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "xids": _xids,
     "guides": _guides,
     "documents": _documents,
+    "alerts": _alerts,
+    "policies": policies,
     "link_costs": _link_costs,
     "measured_agent": lambda: _benchmark("agent"),
     "measured_imports": lambda: _benchmark("imports"),
@@ -650,6 +666,8 @@ PAGES: dict[str, Callable[[str], str]] = {
     "docs/explanation/architecture.md": _filled,
     "docs/explanation/health.md": _filled,
     "docs/explanation/placement.md": _filled,
+    "docs/how-to/monitor.md": _filled,
+    "docs/how-to/platforms.md": _filled,
     "docs/how-to/simulate.md": _filled,
     "docs/how-to/test-your-cluster.md": _filled,
     "docs/explanation/isolation.md": _filled,

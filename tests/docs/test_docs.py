@@ -14,6 +14,7 @@ from msgspec.structs import replace
 
 from gpushare_agent import __version__
 from gpushare_agent.agent.admission.part import HANDOVER_WAIT_S
+from gpushare_agent.agent.commands import driver_devices
 from gpushare_agent.agent.isolation import ISOLATIONS
 from gpushare_agent.agent.isolation.kept import NOT_KEPT_TEXTS
 from gpushare_agent.core.model.allocations import ClaimRef, ClaimShare
@@ -196,7 +197,7 @@ def test_the_guide_to_uninstall_takes_every_resource_from_the_nodes_status() -> 
     page = (ROOT / "docs/how-to/uninstall.md").read_text(encoding="utf-8")
     (patch,) = re.findall(r"kubectl patch node NODE --subresource=status --type=merge -p '([^']+)'", page)
     gpushare = Settings().gpushare
-    offered = {VCORE_RESOURCE, VMEMORY_RESOURCE, gpushare.resource, GPUSHARE_COUNT_RESOURCE}
+    offered = {VCORE_RESOURCE, VMEMORY_RESOURCE, gpushare.resource, GPUSHARE_COUNT_RESOURCE, driver_devices.RESOURCE}
     assert json.loads(patch) == {"status": {"capacity": dict.fromkeys(offered)}}
 
 

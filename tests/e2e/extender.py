@@ -75,7 +75,7 @@ class ExtenderInstallation:
         patches: list[Object] = []
         if not self.cluster.read("/api/v1/namespaces/kube-system/services?labelSelector=k8s-app%3Dkube-dns")["items"]:
             address = self.leader()["status"]["podIP"]
-            alias = [{"ip": address, "hostnames": [f"{NAME}.{SYSTEM}.svc"]}]
+            alias = [{"ip": address, "hostnames": [NAME]}]
             patch = [{"op": "add", "path": "/spec/template/spec/hostAliases", "value": alias}]
             patches = [{"target": {"kind": "Deployment", "name": SCHEDULER}, "patch": json.dumps(patch)}]
         image = {"name": "registry.k8s.io/kube-scheduler", **_named(self._scheduler_image)}

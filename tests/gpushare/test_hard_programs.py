@@ -26,7 +26,7 @@ from gpushare_agent.agent.isolation.gpushare.format import (
     encode_usage,
 )
 from tests.gpushare.conftest import MachineWith
-from tests.gpushare.support_gpushare import BLOCK_MIB, CONTEXT_MIB, MIB, Container, finish
+from tests.gpushare.support_gpushare import BLOCK_MIB, CONTEXT_MIB, IS_EMULATED, MIB, Container, finish
 
 pytestmark = pytest.mark.isolation
 
@@ -76,6 +76,7 @@ def blocks(share: Container) -> int:
 
 
 @pytest.mark.smoke
+@pytest.mark.skipif(IS_EMULATED, reason="qemu-user gives a child all maps of its parent (MADV_DONTFORK)")
 @pytest.mark.parametrize("way", ["orphan", "orphan-clone"])
 def test_a_child_does_not_keep_what_its_killed_parent_had(share: Container, way: str) -> None:
     """It outlives it, and has nothing of a GPU."""
@@ -106,6 +107,12 @@ def test_threads_that_begin_at_once_have_the_share_together(share: Container, ca
 def test_children_of_a_program_with_busy_threads_begin_anew(share: Container) -> None:
     """At a fork other threads are within the library, with its locks."""
     assert run(share, "fork") == (100, 0, "")
+    assert blocks(share) == 8
+
+
+def test_a_child_of_a_fork_within_a_call_begins_anew(share: Container) -> None:
+    """At each of the driver's reallocations: two for 65 allocations, one for each mapping."""
+    assert run(share, "fork-within") == (4, 0, "")
     assert blocks(share) == 8
 
 

@@ -5,31 +5,39 @@ region under the compiler's sanitizers.
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import re
+import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 from elftools.elf.elffile import ELFFile
+from msgspec.structs import replace
 
 from gpushare_agent.agent.isolation.gpushare.format import (
+    CONFIG_BYTES,
     CONFIG_NAME,
+    CORES_OF_GPU,
     MOST_SLOTS,
     USAGE_NAME,
     GpuLimits,
+    Observed,
     encode_config,
     encode_usage,
+    write_limits,
+    write_observed,
 )
 from native.build_gpushare import SOURCES, TARGETS, CannotBuildError, build_gpushare, run
 from native.gpushare.generate import HOOKS, HooksError, check, declared, generate, read_hooks, versions
 from tests.gpushare.conftest import MachineWith
-from tests.gpushare.support_gpushare import CONTEXT_MIB, POD, GpushareBuilt
+from tests.gpushare.support_gpushare import CONTEXT_MIB, POD, GpushareBuilt, needs_own_programs
 from tests.native.build import NATIVE, build_program, cuda_include
 
 pytestmark = pytest.mark.isolation
 
-GLIBC_OF_CENTOS_7 = (2, 17)
+GLIBC_OF_CENTOS_7, GLIBC_OF_DEBIAN_12 = (2, 17), (2, 36)
 LIMIT_MIB = 64
 
 
@@ -41,30 +49,56 @@ def include() -> Path:
         pytest.skip(str(error))
 
 
-def exported_and_needed(library: Path) -> tuple[set[str], set[tuple[int, ...]]]:
-    """Names, and the versions of glibc."""
+def check_library(library: Path, machine: str, most_glibc: tuple[int, ...]) -> None:
+    """Its names, so that none goes before a program's own; what it needs of the C library; and that every kernel of its
+    machine can map it: arm64's may have pages of 64 KiB."""
+    page = 65536 if machine == "EM_AARCH64" else 4096
     with library.open("rb") as file:
         elf = ELFFile(file)
+        assert (elf["e_machine"], elf.elfclass) == (machine, 64)
         symbols = elf.get_section_by_name(".dynsym").iter_symbols()
         exported = {symbol.name for symbol in symbols if symbol["st_shndx"] != "SHN_UNDEF" and symbol.name}
         needed = elf.get_section_by_name(".gnu.version_r").iter_versions()
         names = [version.name for _, versions in needed for version in versions]
-    return exported, {tuple(map(int, name.removeprefix("GLIBC_").split("."))) for name in names if "GLIBC_" in name}
-
-
-@pytest.mark.parametrize("target", TARGETS)
-def test_the_image_s_library_exports_its_hooks_and_needs_an_old_glibc(
-    include: Path, target: str, tmp_path: Path
-) -> None:
-    """On both processors. A name more would go before a program's own of that name."""
-    pytest.importorskip("ziglang")
-    library = tmp_path / "libgpushare.so"
-    build_gpushare(include, library, target=target)
-    exported, versions = exported_and_needed(library)
+        tags = {tag.entry.d_tag: getattr(tag, "soname", "") for tag in elf.get_section_by_name(".dynamic").iter_tags()}
+        segments = [segment.header for segment in elf.iter_segments()]
     hooked = {name for name, kind in read_hooks(HOOKS.read_text()).items() if kind == "hook"}
     assert exported == hooked | {"dlsym", "dlvsym"}
-    assert max(versions) <= GLIBC_OF_CENTOS_7
+    assert max(tuple(map(int, name.removeprefix("GLIBC_").split("."))) for name in names) <= most_glibc, names
+    assert tags["DT_SONAME"] == "libgpushare.so" and "DT_TEXTREL" not in tags
+    loaded = [one for one in segments if one.p_type == "PT_LOAD"]
+    assert loaded and all(one.p_align >= page and (one.p_vaddr - one.p_offset) % page == 0 for one in loaded), loaded
+    assert not [one for one in segments if one.p_flags & 3 == 3], "a segment that is written and executed"
     assert library.stat().st_size < 256 * 1024
+
+
+@pytest.mark.parametrize(
+    ("target", "machine"),
+    [
+        ("x86_64-linux-gnu.2.17", "EM_X86_64"),
+        pytest.param("aarch64-linux-gnu.2.17", "EM_AARCH64", marks=pytest.mark.smoke),
+    ],
+)
+def test_the_image_s_library_exports_its_hooks_and_needs_an_old_glibc(
+    include: Path, target: str, machine: str, tmp_path: Path
+) -> None:
+    """On both processors, whichever this machine has."""
+    pytest.importorskip("ziglang")
+    library = tmp_path / "libgpushare.so"
+    assert target in TARGETS
+    build_gpushare(include, library, target=target)
+    check_library(library, machine, GLIBC_OF_CENTOS_7)
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("compiler", ["aarch64-linux-gnu-gcc", "clang --target=aarch64-linux-gnu"])
+def test_debian_s_compilers_make_arm64_s_library_too(include: Path, compiler: str, tmp_path: Path) -> None:
+    """Without a warning."""
+    words = compiler.split()
+    if missing := [name for name in (words[0], "aarch64-linux-gnu-gcc") if shutil.which(name) is None]:
+        pytest.skip(f"{missing[0]} is not installed")
+    build_gpushare(include, tmp_path / "libgpushare.so", compiler=words)
+    check_library(tmp_path / "libgpushare.so", "EM_AARCH64", GLIBC_OF_DEBIAN_12)
 
 
 def test_every_function_that_takes_memory_or_time_is_classified(include: Path) -> None:
@@ -115,6 +149,7 @@ void *malloc(size_t size)
 
 
 @pytest.mark.smoke
+@needs_own_programs
 @pytest.mark.parametrize("is_first", [False, True])
 def test_other_libraries_find_the_next_function(gpushare: GpushareBuilt, tmp_path: Path, is_first: bool) -> None:
     """RTLD_NEXT is behind the caller's library, not behind ours, wherever ours is loaded."""
@@ -133,6 +168,7 @@ def test_other_libraries_find_the_next_function(gpushare: GpushareBuilt, tmp_pat
 
 
 @pytest.mark.smoke
+@needs_own_programs
 def test_a_program_without_cuda_is_left_alone(gpushare: GpushareBuilt, tmp_path: Path) -> None:
     """No file of ours is opened, no thread started, no line written; here where the files are missing."""
     script = (
@@ -150,6 +186,7 @@ def test_a_program_without_cuda_is_left_alone(gpushare: GpushareBuilt, tmp_path:
     assert (done.stdout, done.stderr) == ("1 0\n", "")
 
 
+@needs_own_programs
 def test_a_program_without_a_driver_gets_none(gpushare: GpushareBuilt, tmp_path: Path) -> None:
     """dlsym finds no function that is not there, though the library has a hook for it."""
     script = "import ctypes; print(hasattr(ctypes.CDLL(None), 'cuMemAlloc_v2'), hasattr(ctypes.CDLL(None), 'dlsym'))"
@@ -161,9 +198,16 @@ def test_a_program_without_a_driver_gets_none(gpushare: GpushareBuilt, tmp_path:
 SANITIZERS = {"address": ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"], "thread": ["-fsanitize=thread"]}
 
 
-def build_stress(include: Path, directory: Path, sanitizer: str) -> Path:
+def build_stress(include: Path, directory: Path, sanitizer: str, *more: str) -> Path:
     generate(include, directory)
-    flags = [f"-I{SOURCES}", f"-I{directory}", '-DGPUSHARE_DIRECTORY="."', "-std=gnu11", str(SOURCES / "region.c")]
+    flags = [
+        f"-I{SOURCES}",
+        f"-I{directory}",
+        '-DGPUSHARE_DIRECTORY="."',
+        "-std=gnu11",
+        str(SOURCES / "region.c"),
+        *more,
+    ]
     output = directory / "stress"
     try:
         return build_program(output, NATIVE / "region_stress.c", [*flags, *SANITIZERS.get(sanitizer, [])])
@@ -233,6 +277,33 @@ def test_of_4000_processes_at_once_as_many_have_memory_as_there_are_slots(includ
     """The others are refused it, and none is ended; behind them the slots are free."""
     found = stress(build_stress(include, tmp_path, ""), "crowd", "4000", limit_mib=MOST_SLOTS)
     assert found == {"with_memory": MOST_SLOTS, "failed": 0, "has_room": 1}
+
+
+@pytest.mark.smoke
+def test_what_the_agent_writes_is_read_whole(include: Path, tmp_path: Path) -> None:
+    """The agent's own writer against the library's reader, which asks all the while and waits as long as a busy machine
+    needs. That arm64 may see stores in another order is in tests/isolation/test_gpushare_format.py."""
+    program = build_stress(include, tmp_path, "", "-DLONGEST_WRITE_NS=60000000000u")
+    gpu = GpuLimits(uuid=f"GPU-00000000-0000-4000-8000-{0:012x}", memory_bytes=2, cores=2)
+    (tmp_path / CONFIG_NAME).write_bytes(encode_config(POD, "main", [gpu]))
+    (tmp_path / USAGE_NAME).write_bytes(encode_usage())
+    with (
+        (tmp_path / CONFIG_NAME).open("r+b") as file,
+        mmap.mmap(file.fileno(), CONFIG_BYTES) as config,
+        memoryview(config) as view,
+        subprocess.Popen([program, "watch"], cwd=tmp_path, stdout=subprocess.PIPE, text=True) as reader,
+    ):
+        try:
+            for number in [*(1 + n % (CORES_OF_GPU - 1) for n in range(20_000)), 0]:
+                ceiling = number if number % 2 else None
+                one = replace(gpu, memory_bytes=number, cores=number, ceiling=ceiling)
+                write_observed(view, 0, Observed(**dict.fromkeys(Observed.__struct_fields__, number)))
+                write_limits(view, 0, one)
+            output, _ = reader.communicate(timeout=60)
+        finally:
+            reader.kill()
+    found = json.loads(output)
+    assert found["torn"] == 0 and found["changes"] > 0, found
 
 
 def test_a_config_of_any_bytes_is_read_or_refused(include: Path, tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +20,12 @@ from gpushare_agent.sandbox.node import EmbeddedNode
 from native.build_gpushare import build_gpushare
 from tests.agent.support_agent import log_lines, open_child, poll_until, wait_until
 from tests.gpushare.conftest import MachineWith
-from tests.gpushare.support_gpushare import Machine
+from tests.gpushare.support_gpushare import Machine, needs_own_programs
 from tests.native.build import build_program, cuda_include
 from tests.sandbox.support_sandbox import MEMORY, open_test_node, wait_allocatable
 from tests.settings.support_settings import run_program
 
-pytestmark = pytest.mark.isolation
+pytestmark = [pytest.mark.isolation, needs_own_programs]
 
 GPU = Gpu(index=0, minor=0, uuid=GpuUuid(f"GPU-00000000-0000-4000-8000-{0:012x}"), bus_id="", name="", memory_mib=24576)
 
@@ -106,7 +105,6 @@ async def test_compute_that_is_not_held_fails(machine_with: MachineWith, library
     assert state is ProbeState.FAILED and "with 30 cores computed" in text
 
 
-@pytest.mark.skipif(os.uname().machine != "x86_64", reason="the version of dlsym is x86_64's")
 @pytest.mark.parametrize(
     ("does", "said"), [("abort()", "it ended with signal 6"), ("pause()", "it did not end in time")]
 )

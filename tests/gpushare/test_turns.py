@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.gpushare.cells import CELLS, Cell, cell_named, judge, machine_for, shown
-from tests.gpushare.support_gpushare import GpushareBuilt
+from tests.gpushare.support_gpushare import GpushareBuilt, needs_own_programs
 
 pytestmark = pytest.mark.isolation
 
@@ -85,6 +85,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     metafunc.parametrize("name", [_parameter(name) for name in names])
 
 
+@needs_own_programs
 def test_each_container_has_its_share(gpushare: GpushareBuilt, tmp_path: Path, name: str) -> None:
     cell: Cell = cell_named(name)
     machines = [machine_for(gpushare, tmp_path / kind, cell) for kind in ("limited", "bare")]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import struct
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from gpushare_agent.agent.delivery.elf import read_elf
 from gpushare_agent.agent.delivery.host_libraries import DriverLibraries, HostFiles, read_control
-from gpushare_agent.agent.delivery.volume_plan import FoundLibrary
+from gpushare_agent.agent.delivery.volume_plan import FoundLibrary, plan_volume
 from gpushare_agent.core.model.errors import Corrupt, NotFound, StartupError
 from tests.isolation.support_driver import (
     LIBRARY_DIRECTORY,
@@ -46,6 +47,18 @@ def test_libraries_are_found_through_the_loaders_cache(host: FakeHost) -> None:
     }
     assert found.programs == {"nvidia-smi": host.root / "usr/bin/nvidia-smi"}
     assert found.warnings == ()
+
+
+@pytest.mark.parametrize("directory", ["nvidia", "tegra"])
+def test_a_jetsons_libcuda_is_found_and_names_no_driver(host: FakeHost, directory: str) -> None:
+    """Its file is libcuda.so.1.1: the driver's version is NVML's to say."""
+    shutil.rmtree(host.root / LIBRARY_DIRECTORY)
+    path = host.add_library("libcuda", "1.1", directory=f"usr/lib/aarch64-linux-gnu/{directory}")
+    assert {found.path for found in libcudas(host)} == {path}
+    volume = host.volume("origin")
+    plan = plan_volume(volume, DriverLibraries(host.root).find(volume), os.uname().machine, None)
+    assert plan.links["lib64/libcuda.so.1"] == "libcuda.so.1.1" and plan.driver_version is None
+    assert f"volume origin: the name of {path} has no driver version; it must come from NVML" in plan.warnings
 
 
 def test_without_a_cache_the_usual_directories_are_searched(host: FakeHost) -> None:
@@ -182,7 +195,9 @@ def test_what_is_no_shared_object_is_corrupt_and_what_is_missing_not_found(short
     """Texts, empty files and cut-off libraries end in the one error for them."""
     whole = compile_library(short_dir / "a.so", "liba.so.7").read_bytes()
     path = short_dir / "b.so"
-    for content in (b"", b"GROUP ( libc.so.6 )", b"\x7fELF", whole[:40], whole[:64] + b"\xff" * 500):
+    # Its program headers, of 56 bytes each, follow the header: how many there are depends on the processor.
+    cut = whole[:64] + b"\xff" * (struct.unpack_from("<H", whole, 56)[0] * 56 // 2)
+    for content in (b"", b"GROUP ( libc.so.6 )", b"\x7fELF", whole[:40], cut):
         path.write_bytes(content)
         with pytest.raises(Corrupt, match=str(path)):
             read_elf(path)

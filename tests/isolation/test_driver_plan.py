@@ -88,6 +88,8 @@ def refused(*args: object, **more: object) -> str:
         ("libcuda.so.535.104.05", (535, 104, 5)),
         ("libcuda.so.440.33", (440, 33)),
         ("libcuda.so.1", None),
+        ("libcuda.so.1.1", None),
+        ("libcuda.so.1.1.0", None),
         ("libcuda.so", None),
         ("libcuda.so.535.104.05.bak", None),
         ("libcuda.so.535.104.05\n", None),
@@ -99,6 +101,7 @@ def refused(*args: object, **more: object) -> str:
 def test_the_driver_version_is_in_the_full_name_of_libcuda(name: str, version: tuple[int, ...] | None) -> None:
     """Only libcuda.so.<major>.<minor>[.<patch>] has it."""
     assert driver_version(name) == version
+    assert driver_version_text([name]) == ("" if version is None else name.removeprefix("libcuda.so."))
 
 
 def test_the_volume_for_whole_gpus_is_as_the_driver_has_it() -> None:

@@ -12,6 +12,7 @@ import shutil
 import signal
 import stat
 import struct
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -281,6 +282,48 @@ def test_a_prepared_container_finds_its_limits_and_an_empty_region(world: World)
     installed = world.library.directory
     assert (installed / "ld.so.preload").read_text() == f"{LIBRARY_PATH}\n"
     assert (installed / "libgpushare.so").read_bytes() == world.library.source.read_bytes()
+
+
+IN_A_USER_NAMESPACE = """
+import ctypes, os, sys
+directory = os.open(sys.argv[1], os.O_PATH)  # mounted: what is above it is not asked
+(told, tell), (mapped, go) = os.pipe(), os.pipe()
+if not (child := os.fork()):
+    failed = ctypes.CDLL(None).unshare(0x10000000)  # CLONE_NEWUSER
+    os.write(tell, b"x")
+    if os.read(mapped, 1) and failed:
+        os._exit(77)
+    os.setgroups([]), os.setgid(0), os.setuid(0)
+    for name, flags in (("gpushare.config", os.O_RDONLY), ("gpushare.config", os.O_RDWR), ("usage", os.O_RDWR)):
+        try:
+            os.open(name, flags, dir_fd=directory)
+            print(name, flags)
+        except PermissionError:
+            pass
+    sys.stdout.flush(), os._exit(0)
+os.read(told, 1)
+try:
+    for name in ("uid_map", "gid_map"):
+        open(f"/proc/{child}/{name}", "w").write("0 100000 65536")
+except PermissionError:
+    os.kill(child, 9), sys.exit(77)
+os.write(go, b"x")
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+"""Root of a pod with `hostUsers: false`, who is nobody on the host; 77 where no such namespace can be made."""
+
+
+def test_root_of_a_user_namespace_reads_its_limits_and_writes_its_use_alone(world: World) -> None:
+    """As in a pod with `hostUsers: false`, whose mounts of a device plugin no runtime maps."""
+    world.files.prepare(KEY)
+    command = [sys.executable, "-c", IN_A_USER_NAMESPACE, world.path]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    if done.returncode == 77:
+        pytest.skip("no user namespace with other users can be made here")
+    assert (done.returncode, done.stdout.splitlines()) == (
+        0,
+        [f"{CONFIG_NAME} {os.O_RDONLY}", f"{USAGE_NAME} {os.O_RDWR}"],
+    )
 
 
 def test_a_container_that_starts_again_finds_new_files_and_a_claims_the_same(world: World) -> None:

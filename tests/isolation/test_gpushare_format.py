@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import struct
 import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain, combinations, pairwise
 from pathlib import Path
 
 import pytest
@@ -17,6 +21,9 @@ HEADER = NATIVE.parents[1] / "native" / "gpushare"
 UUID = "GPU-00000000-0000-4000-8000-000000000000"
 POD = "11111111-2222-3333-4444-555555555555"
 GPU = layout._FIRST_GPU
+"""Where its first number is: the sequence."""
+PLACES = [(GPU, 4), (layout._BETWEEN_OFFSET, 2)]
+PLACES += [(GPU + offset, size) for offset, size in (*layout._LIMITS, *layout._OBSERVED)]
 
 
 def printed_offsets(directory: Path) -> dict[str, int]:
@@ -82,6 +89,90 @@ def test_an_odd_sequence_of_a_dead_agent_becomes_even_again() -> None:
     layout.write_observed(config, 0, seen)
     assert struct.unpack_from("I", config, GPU) == (0,)
     assert struct.unpack_from("6Q", config, GPU + 72) == (1, 2, 3, 4, 5, 6)
+
+
+Stores = Mapping[int, int]
+"""What is written, by the offset of the number."""
+
+
+def stores_between_barriers(write: Callable[[bytearray], None], monkeypatch: pytest.MonkeyPatch) -> list[Stores]:
+    """What the product's own writer changes up to each of its barriers, and behind the last one."""
+    config = bytearray(layout.encode_config(POD, "main", [layout.GpuLimits(uuid=UUID)]))
+    seen = [bytes(config)]
+    monkeypatch.setattr(layout, "_order_stores", lambda: seen.append(bytes(config)))
+    write(config)
+    numbers = [(offset, slice(offset, offset + size)) for offset, size in PLACES]
+    return [
+        {offset: int.from_bytes(now[at], sys.byteorder) for offset, at in numbers if now[at] != before[at]}
+        for before, now in pairwise([*seen, bytes(config)])
+    ]
+
+
+def is_torn(groups: Sequence[Stores]) -> bool:
+    """Whether the library (region.c) may take old and new numbers together, where stores of a group are seen in any order,
+    as on Arm. It reads the sequence, then the numbers, then the sequence, in that order, and takes the numbers if it was the
+    same even one. So of everything that can be seen under one even sequence all must be old, or all new.
+    """
+    everything = set().union(*groups) - {GPU}
+    seen: defaultdict[int, set[bool]] = defaultdict(set)
+    before: Stores = {}
+    for group in groups:
+        for some in chain.from_iterable(combinations(group, count) for count in range(len(group) + 1)):
+            visible = {**before, **{offset: group[offset] for offset in some}}
+            seen[visible.get(GPU, 0)] |= {offset in visible for offset in everything}
+        before = {**before, **group}
+    return any(len(kinds) > 1 for sequence, kinds in seen.items() if sequence % 2 == 0)
+
+
+LIMITS = layout.GpuLimits(uuid=UUID, memory_bytes=8 << 30, cores=3000, ceiling=6000)
+OBSERVED = layout.Observed(**dict.fromkeys(layout.Observed.__struct_fields__, 7))
+
+
+@pytest.mark.parametrize(
+    ("write", "count"),
+    [
+        (lambda config: layout.write_limits(config, 0, LIMITS), 4),
+        (lambda config: layout.write_observed(config, 0, OBSERVED), 10),
+    ],
+)
+def test_in_no_order_of_stores_that_arm_allows_a_config_is_torn(
+    write: Callable[[bytearray], None], count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With both barriers; without either of them one is."""
+    first, numbers, last = groups = stores_between_barriers(write, monkeypatch)
+    assert (first, len(numbers), last) == ({GPU: 3}, count, {GPU: 4})
+    assert not is_torn(groups)
+    assert is_torn([{**first, **numbers}, last]) and is_torn([first, {**numbers, **last}])
+
+
+def keeps_order(operations: Sequence[str]) -> bool:
+    """Whether a store before them is seen before a store behind them, by what Arm orders of a thread (Arm Architecture
+    Reference Manual, B2.3, Barrier-ordered-before): all before a release, all behind an acquisition, a release before an
+    acquisition."""
+    all_in_order = ["store", *operations, "store"]
+    reached = {0}
+    for later, operation in enumerate(all_in_order):
+        for earlier in sorted(reached):
+            pair = all_in_order[earlier], operation
+            if earlier < later and (pair[1] == "release" or pair[0] == "acquire" or pair == ("release", "acquire")):
+                reached.add(later)
+    return len(all_in_order) - 1 in reached
+
+
+def test_the_barrier_is_one_on_arm(monkeypatch: pytest.MonkeyPatch) -> None:
+    operations: list[str] = []
+
+    class Recorded:
+        def acquire(self) -> None:
+            operations.append("acquire")
+
+        def release(self) -> None:
+            operations.append("release")
+
+    monkeypatch.setattr(layout, "Lock", Recorded)
+    layout._order_stores()
+    assert keeps_order(operations)
+    assert not keeps_order(["acquire", "release"]) and not keeps_order(["acquire"]) and not keeps_order(["release"])
 
 
 @pytest.mark.parametrize("uuid", ["GPU-" + "0" * 44, "GPU-" + "0" * 100])

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.manifests.support_manifests import MANIFESTS, rendered
+from tests.manifests.support_manifests import MANIFESTS, kustomized
 
 CHART = MANIFESTS.parent / "charts/gpushare-agent"
 NAMESPACE = "gpushare-system"
@@ -41,23 +41,20 @@ def template(
     return helm("template", RELEASE, CHART, "-n", namespace, "-f", file, *flags)
 
 
-def chart_objects(values: dict[str, Any], folder: Path, *flags: str) -> Objects:
+def chart_objects(values: dict[str, Any], folder: Path, *flags: str, namespace: str = NAMESPACE) -> Objects:
     """What `helm install` creates, hooks too."""
-    done = template(values, folder, *flags)
+    done = template(values, folder, *flags, namespace=namespace)
     assert done.returncode == 0, done.stderr
     return _by_key(yaml.safe_load_all(done.stdout))
 
 
-def kustomize_objects(folder: Path, *resources: str, components: Iterable[str] = ()) -> Objects:
+def kustomize_objects(
+    folder: Path, *resources: str, components: Iterable[str] = (), namespace: str = NAMESPACE
+) -> Objects:
     """What `kubectl apply -k` creates of a user's kustomization, but the namespace, which Helm makes by a flag."""
-    above = Path(os.path.relpath(MANIFESTS, folder))
-    text = {
-        "resources": [f"{above}/{one}" for one in resources],
-        "components": [f"{above}/{one}" for one in components],
-    }
-    (folder / "kustomization.yaml").write_text(yaml.safe_dump(text), encoding="utf-8")
-    objects = _by_key(rendered(folder))
-    del objects["ConfigMap", "gpushare-agent-check"], objects["Namespace", NAMESPACE]
+    changes = {} if namespace == NAMESPACE else {"namespace": namespace}
+    objects = _by_key(kustomized(folder, resources, components, **changes))
+    del objects["ConfigMap", "gpushare-agent-check"], objects["Namespace", namespace]
     return objects
 
 

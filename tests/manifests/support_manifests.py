@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 from collections.abc import Iterable, Iterator
@@ -26,6 +27,25 @@ def documents(path: str) -> list[dict[str, Any]]:
 def rendered(path: Path | str) -> list[dict[str, Any]]:
     """The objects that `kubectl apply -k` sends. Skips the test where kubectl is not installed."""
     return [item for item in yaml.safe_load_all(_rendered_text(MANIFESTS / path)) if item]
+
+
+def kustomized(
+    folder: Path, resources: Iterable[str], components: Iterable[str] = (), **fields: Any
+) -> list[dict[str, Any]]:
+    """The objects of a user's kustomization in `folder`, of resources and components below manifests/, with more fields.
+    Without the namespace that kustomize gives to kinds that it does not know; the API server removes it."""
+    above = Path(os.path.relpath(MANIFESTS, folder))
+    text = {
+        "resources": [f"{above}/{one}" for one in resources],
+        "components": [f"{above}/{one}" for one in components],
+        **fields,
+    }
+    (folder / "kustomization.yaml").write_text(yaml.safe_dump(text), encoding="utf-8")
+    found = rendered(folder)
+    for one in found:
+        if one["kind"].startswith("ValidatingAdmissionPolicy") or one["kind"] == "DeviceClass":
+            one["metadata"].pop("namespace", None)
+    return found
 
 
 @cache

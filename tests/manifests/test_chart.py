@@ -73,6 +73,26 @@ CASES: dict[str, tuple[Values, list[str], list[str]]] = {
         ["base"],
         ["display-socket", "runtime-socket"],
     ),
+    "read-only-etc": ({"hostDirectory": "/var/lib/gpu-manager"}, ["base"], ["read-only-etc"]),
+    "read-only-etc-cdi": (
+        {"hostDirectory": "/var/lib/gpu-manager", "deviceListStrategy": "cdi-cri", "driverFromHost": ON},
+        ["base"],
+        ["cdi", "driver-from-host", "read-only-etc"],
+    ),
+    "read-only-etc-vcuda": (
+        {"hostDirectory": "/var/lib/gpu-manager", "isolation": "vcuda"},
+        ["base"],
+        ["vcuda", "read-only-etc"],
+    ),
+    "kubelet-directory": (
+        {
+            "kubeletDirectory": "/var/lib/k0s/kubelet",
+            "dra": ON,
+            "staticPods": {"enabled": True, "selfSignedKubelet": True},
+        },
+        ["base"],
+        ["dra", "static-pods", "static-pods-self-signed", "kubelet-directory"],
+    ),
     "node-configuration": ({"config": {"name": "gpushare-agent-nodes"}}, ["base"], ["node-configuration"]),
     "monitoring": ({"prometheusOperator": ON}, ["base"], ["prometheus-operator"]),
     "resize": ({"resizePolicy": ON}, ["base", "resize"], []),
@@ -116,12 +136,19 @@ CASES: dict[str, tuple[Values, list[str], list[str]]] = {
 """Values, and the same choice as `resources:` and `components:` (below manifests/components) of a kustomization."""
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_the_chart_installs_what_kustomize_does(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "namespace"),
+    [
+        *((name, NAMESPACE) for name in CASES),
+        *((name, "gpu-team") for name in ("dra", "driver-from-host", "extender-all", "extender-monitoring")),
+    ],
+)
+def test_the_chart_installs_what_kustomize_does(name: str, namespace: str, tmp_path: Path) -> None:
     """Objects, roles, specs and settings; Helm's labels and the names of ConfigMaps aside."""
     values, resources, components = CASES[name]
-    expected = kustomize_objects(tmp_path, *resources, components=[f"components/{one}" for one in components])
-    found = chart_objects(values, tmp_path)
+    named = [f"components/{one}" for one in components]
+    expected = kustomize_objects(tmp_path, *resources, components=named, namespace=namespace)
+    found = chart_objects(values, tmp_path, namespace=namespace)
     del found["Pod", "gpushare-check"]
     assert found["ConfigMap", "gpushare-agent"]["data"]["settings.yaml"]["log"].pop("level") == "info"
     for webhook in found.get(("MutatingWebhookConfiguration", "gpushare-agent-claims"), {}).get("webhooks", ()):
@@ -196,7 +223,7 @@ def test_the_check_has_the_variables_and_mounts_of_the_agent(tmp_path: Path) -> 
 
 
 def test_the_extenders_monitor_believes_the_authority_of_the_users_secret(tmp_path: Path) -> None:
-    """Its certificate is for the Service, in the release's namespace."""
+    """Its certificate is for one name, in every namespace."""
     values = {"prometheusOperator": ON, "extender": {"enabled": True, "tls": {"secretName": "own"}}}
     (scraped,) = chart_objects(values, tmp_path)["PodMonitor", "gpushare-agent-extender"]["spec"]["podMetricsEndpoints"]
     assert scraped["tlsConfig"]["ca"]["secret"]["name"] == "own"
@@ -228,13 +255,71 @@ def test_the_resources_of_shares_can_be_left_out(tmp_path: Path) -> None:
 
 
 def test_the_kubelet_may_have_another_directory(tmp_path: Path) -> None:
-    """Its --root-dir moves pod-resources; device-plugins is a constant of the kubelet. Inside nothing changes."""
-    values = {"kubeletDirectory": "/var/lib/k0s/kubelet"}
-    agent, default = (_pod(chart_objects(one, tmp_path)["DaemonSet", "gpushare-agent"]) for one in (values, {}))
-    paths = {one["name"]: one["hostPath"]["path"] for one in agent["volumes"] if "hostPath" in one}
-    assert paths["pod-resources"] == "/var/lib/k0s/kubelet/pod-resources"
-    assert paths["device-plugins"] == "/var/lib/kubelet/device-plugins"
+    """Its --root-dir moves all that it makes but device-plugins, a constant of the kubelet. Inside nothing changes."""
+    chosen: Values = {"dra": ON, "staticPods": {"enabled": True, "selfSignedKubelet": True}}
+    snap = "/var/snap/microk8s/common/var/lib/kubelet"
+    agent, default = (
+        _pod(chart_objects(chosen | one, tmp_path)["DaemonSet", "gpushare-agent"])
+        for one in ({"kubeletDirectory": snap}, {})
+    )
+    assert {name: path for name, path in _host_paths(agent).items() if "kubelet" in path} == {
+        "pod-resources": f"{snap}/pod-resources",
+        "plugins-registry": f"{snap}/plugins_registry",
+        "kubelet-certificate": f"{snap}/pki/kubelet.crt",
+        "device-plugins": "/var/lib/kubelet/device-plugins",
+        "plugin": "/var/lib/kubelet/plugins/gpushare-agent",  # the driver names this path of the host itself
+    }
     assert agent["containers"] == default["containers"]
+
+
+def _host_paths(pod: dict[str, Any]) -> dict[str, str]:
+    return {one["name"]: one["hostPath"]["path"] for one in pod["volumes"] if "hostPath" in one}
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"simulated": ON},
+        {"isolation": "vcuda", "driverFromHost": ON, "vcuda": {"pruneDriverVolume": True}},
+        {"isolation": "vcuda", "vcuda": {"driverContainer": True}},
+        {"deviceListStrategy": "cdi-cri", "driverFromHost": ON, "dra": ON},
+        {"isolation": "mps", "deviceListStrategy": "cdi-annotations"},
+        {"isolation": "none"},
+        {"nvidia": ON, "gpuMem": ON, "displaySocket": ON, "runtimeSocket": ON},
+    ],
+)
+def test_nothing_is_made_in_an_etc_that_cannot_be_written(values: Values, tmp_path: Path) -> None:
+    """Whatever is chosen; and mounts and settings of another directory go together, also in helm test's pod."""
+    moved = {"hostDirectory": "/var/mnt/gpu", "cdiDirectory": "/var/cdi/dynamic"}
+    objects = chart_objects(values | moved, tmp_path)
+    check = objects["Pod", "gpushare-check"]["spec"]
+    for pod in (check, *(_pod(one) for (kind, _), one in objects.items() if kind == "DaemonSet")):
+        assert not [path for path in _host_paths(pod).values() if path.startswith("/etc") or path == "/var/run/cdi"]
+        names = {one["name"] for one in pod["volumes"]}
+        for container in (*pod.get("initContainers", ()), *pod["containers"]):
+            assert {one["name"] for one in container["volumeMounts"]} <= names
+    agent = _pod(objects["DaemonSet", "gpushare-agent"])
+    (container,) = agent["containers"]
+    variables = {one["name"]: one["value"] for one in container["env"] if one["name"].startswith("GPUSHARE_")}
+    settings = load_settings([], variables | {"GPUSHARE_CONFIG": ""}).settings
+    assert settings.host_directory == Path("/var/mnt/gpu")
+    assert settings.libgpushare.directory == Path("/var/mnt/gpu/vdriver/gpushare")
+    assert settings.cdi.spec_directories == (Path("/var/cdi/dynamic"),)
+    mounts = {one["mountPath"]: _host_paths(agent).get(one["name"]) for one in container["volumeMounts"]}
+    assert mounts["/var/mnt/gpu"] == "/var/mnt/gpu" and "/etc/gpu-manager" not in mounts
+    assert mounts.get("/var/cdi/dynamic", "/var/cdi/dynamic") == "/var/cdi/dynamic"
+    for init in agent.get("initContainers", ()):
+        written = next(one["name"] for one in init["volumeMounts"] if one["mountPath"] == "/etc/gpu-manager/vdriver")
+        assert _host_paths(agent)[written] == "/var/mnt/gpu/vdriver"
+
+
+def test_the_runtimes_directory_of_cdi_specs_may_be_another(tmp_path: Path) -> None:
+    """What others have in /etc/cdi is still read."""
+    values = {"deviceListStrategy": "cdi-cri", "cdiDirectory": "/var/cdi/dynamic"}
+    agent = _pod(chart_objects(values, tmp_path)["DaemonSet", "gpushare-agent"])
+    (container,) = agent["containers"]
+    assert {"name": "GPUSHARE_CDI__SPEC_DIRECTORIES", "value": "/etc/cdi,/var/cdi/dynamic"} in container["env"]
+    assert {"/etc/cdi", "/var/cdi/dynamic"} <= {one["mountPath"] for one in container["volumeMounts"]}
 
 
 def test_a_rollout_may_take_several_nodes_at_a_time(tmp_path: Path) -> None:
@@ -429,7 +514,6 @@ def _extender_counts_as_the_agents(objects: Objects) -> None:
         ({"vcudaResources": {"enabled": False}}, "nothing else is offered"),
         ({"dra": {"wholeGpus": ON}}, "dra.enabled"),
         ({"dra": {"nvidiaNames": True}}, "dra.enabled"),
-        ({"dra": ON, "kubeletDirectory": "/var/lib/k0s/kubelet"}, "leave `kubeletDirectory` out"),
         ({"dra": {"enabled": True, "nvidiaNames": True, "wholeGpus": ON}}, "another resourceName"),
         ({"staticPods": {"selfSignedKubelet": True}}, "staticPods.enabled"),
         ({"migStrategy": "mixed"}, "nvidia.enabled"),
@@ -483,12 +567,11 @@ def test_the_second_scheduler_has_an_image_that_exists(added: str, tmp_path: Pat
 
 def test_the_right_to_the_quota_follows_its_settings(tmp_path: Path) -> None:
     """A leader that may not list it waits for ever."""
-    chosen = {"quota_name": "limits", "quota_namespace": "teams"}
+    chosen = {"quota_name": "limits"}
     objects = chart_objects({"extender": {"enabled": True, "settings": {"extender": chosen}}}, tmp_path)
-    name = "gpushare-agent-extender-quota"
-    role, binding = objects["Role", name], objects["RoleBinding", name]
-    assert role["metadata"]["namespace"] == binding["metadata"]["namespace"] == "teams"
-    assert [one["resourceNames"] for one in role["rules"]] == [["limits"]]
+    assert [one["resourceNames"] for one in objects["ClusterRole", "gpushare-agent-extender-quota"]["rules"]] == [
+        ["limits"]
+    ]
 
 
 def test_network_policies_may_let_others_in(tmp_path: Path) -> None:
@@ -509,12 +592,11 @@ def test_the_claims_webhook_may_ask_for_certificates(tmp_path: Path) -> None:
 
 
 def test_the_chart_may_be_installed_in_any_namespace(tmp_path: Path) -> None:
-    """The policies name the service accounts of the release's namespace."""
+    """Nothing names another one."""
     values = {"dra": ON, "isolation": "mps", "resizePolicy": ON, "networkPolicy": ON, "prometheusOperator": ON}
     values |= {"extender": {**WEBHOOK, "networkPolicy": {"enabled": True, "extraFrom": API_SERVERS}, **SCHEDULER}}
     done = template(values, tmp_path, namespace="gpus")
     assert done.returncode == 0, done.stderr
-    assert "system:serviceaccount:gpus:gpushare-agent-extender" in done.stdout
     assert NAMESPACE not in done.stdout
 
 

@@ -93,8 +93,8 @@ def test_every_file_is_listed() -> None:
     """kustomize applies what is there, and nothing is forgotten."""
     for directory in (EXTENDER, EXTENDER / "second-scheduler"):
         (found,) = documents(f"{directory}/kustomization.yaml")
-        assert "namespace" not in found, "it would move what belongs to kube-system"
-        listed = {*found["resources"], *found["configMapGenerator"][0]["files"], "kustomization.yaml"}
+        files = found["configMapGenerator"][0]["files"]
+        listed = {*found["resources"], *found["configurations"], *files, "kustomization.yaml"}
         assert listed == {path.name for path in directory.iterdir() if path.is_file()}
     for directory in (EXTENDER / "components").iterdir():
         (found,) = documents(f"{directory}/kustomization.yaml")
@@ -124,16 +124,15 @@ def test_the_settings_are_accepted_and_reach_every_port() -> None:
 
 
 def test_the_component_prometheus_operator_scrapes_each_replica_once_and_as_it_serves() -> None:
-    """By the port's name, over TLS, believing the authority of the Secret, under the Service's name: the certificate's."""
+    """By the port's name, over TLS, believing the authority of the Secret, under the certificate's name."""
     (monitor,) = documents("extender/components/prometheus-operator/podmonitor.yaml")
     template = deployment()["spec"]["template"]
     assert monitor["spec"]["selector"]["matchLabels"].items() <= template["metadata"]["labels"].items()
     (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
     (port,) = pod_spec()["containers"][0]["ports"]
     assert (endpoint["port"], endpoint["scheme"]) == (port["name"], "https")
-    (service,) = documents("extender/service.yaml")
     tls = endpoint["tlsConfig"]
-    assert tls["serverName"] == f"{service['metadata']['name']}.{NAMESPACE}.svc"
+    assert tls["serverName"] == NAME
     mounted = {one["secret"]["secretName"] for one in pod_spec()["volumes"] if "secret" in one}
     assert {tls["ca"]["secret"]["name"]} == mounted
     (patch,) = documents("extender/components/prometheus-operator/no-annotations.yaml")
@@ -154,7 +153,9 @@ def test_the_labels_find_the_extenders_pods() -> None:
     assert spread["podAffinityTerm"]["labelSelector"]["matchLabels"] == labels
     (scheduler,) = documents("extender/second-scheduler/deployment.yaml")
     (peer,) = policy["spec"]["ingress"][0]["from"]
-    assert peer["podSelector"]["matchLabels"] == scheduler["spec"]["template"]["metadata"]["labels"]
+    (wanted,) = peer["podSelector"]["matchExpressions"]
+    assert wanted["operator"] == "In"
+    assert {wanted["key"]: wanted["values"][0]} == scheduler["spec"]["template"]["metadata"]["labels"]
 
 
 def test_the_extender_counts_as_the_agents_do() -> None:
@@ -226,7 +227,7 @@ def test_the_pods_may_nothing_on_their_nodes(path: str) -> None:
 def test_the_rights_are_those_that_the_extender_uses() -> None:
     """What ClusterApi (core/kube/client.py) asks of the API server, and nothing else; leases and quota by name."""
     extender = extender_settings().extender
-    (cluster,) = of_kind("extender", "ClusterRole")
+    cluster, quota = of_kind("extender", "ClusterRole")
     assert {(verb, *rule["resources"]) for rule in cluster["rules"] for verb in rule["verbs"]} == {
         ("list", "nodes"),
         ("watch", "nodes"),
@@ -237,6 +238,7 @@ def test_the_rights_are_those_that_the_extender_uses() -> None:
         ("patch", "pods/status"),
         ("create", "pods/binding", "pods/eviction"),
         ("create", "events"),
+        ("use", "annotations"),
     }
     roles = {role["metadata"]["namespace"]: role["rules"] for role in of_kind("extender", "Role")}
     lease = {"apiGroups": ["coordination.k8s.io"], "resources": ["leases"]}
@@ -245,15 +247,9 @@ def test_the_rights_are_those_that_the_extender_uses() -> None:
             {**lease, "verbs": ["create"]},
             {**lease, "resourceNames": [LEASE_NAME], "verbs": ["get", "update"]},
         ],
-        extender.quota_namespace: [
-            {
-                "apiGroups": [""],
-                "resources": ["configmaps"],
-                "resourceNames": [extender.quota_name],
-                "verbs": ["list", "watch"],
-            }
-        ],
     }
+    of_quota = {"apiGroups": [""], "resources": ["configmaps"], "resourceNames": [extender.quota_name]}
+    assert quota["rules"] == [{**of_quota, "verbs": ["list", "watch"]}]
     assert extender.lease_namespace == "", "the pod's own"
     (container,) = pod_spec()["containers"]
     for name, field in (("POD_NAME", "metadata.name"), ("POD_NAMESPACE", "metadata.namespace")):
@@ -275,11 +271,7 @@ def test_every_binding_is_for_the_pods_account_and_every_own_role_is_bound(direc
         if item["kind"] in ("Role", "ClusterRole")
     }
     assert own <= bound
-    assert {name for _, _, name in bound - own} <= {
-        "system:kube-scheduler",
-        "system:volume-scheduler",
-        "extension-apiserver-authentication-reader",
-    }
+    assert {name for _, _, name in bound - own} <= {"system:kube-scheduler", "system:volume-scheduler"}
 
 
 @pytest.mark.parametrize("directory", SCHEDULERS)
@@ -301,16 +293,13 @@ def test_a_schedulers_configuration_asks_the_extender_for_what_it_answers(direct
 
 @pytest.mark.parametrize("directory", SCHEDULERS)
 def test_a_scheduler_checks_the_extenders_certificate(directory: str) -> None:
-    """Without a CA kube-scheduler takes any; the name checked is the Service's."""
+    """Without a CA kube-scheduler takes any; the name checked is the same in every namespace."""
     found = asked(directory)
     assert found["enableHTTPS"] is True
-    assert (
-        {"caFile", "certFile", "keyFile"}
-        <= found["tlsConfig"].keys()
-        <= {"caFile", "certFile", "keyFile", "serverName"}
-    )
+    assert found["tlsConfig"].keys() == {"caFile", "certFile", "keyFile", "serverName"}
     host = found["urlPrefix"].removeprefix("https://").partition(":")[0]
-    assert found["tlsConfig"].get("serverName", host) == f"{NAME}.{NAMESPACE}.svc"
+    assert found["tlsConfig"]["serverName"] == NAME
+    assert host in (NAME, "CLUSTER-IP")
     assert found["urlPrefix"] == f"https://{host}:{extender_settings().extender.port}/scheduler"
 
 
@@ -332,12 +321,14 @@ def test_the_second_scheduler_has_its_own_name_lease_and_files() -> None:
     election = found["leaderElection"]
     role = of_kind("extender/second-scheduler", "Role")[0]
     assert role["rules"][1]["resourceNames"] == [election["resourceName"]]
-    assert role["metadata"]["namespace"] == election["resourceNamespace"]
+    assert "resourceNamespace" not in election
     (item,) = documents("extender/second-scheduler/deployment.yaml")
     (container,) = item["spec"]["template"]["spec"]["containers"]
     mounts = {m["name"]: m["mountPath"] for m in container["volumeMounts"]}
     assert container["command"] == ["kube-scheduler", f"--config={mounts['settings']}/scheduler.yaml"]
-    assert {str(Path(path).parent) for path in asked("second-scheduler")["tlsConfig"].values()} == {mounts["tls"]}
+    assert container["args"] == ["--leader-elect-resource-namespace=$(POD_NAMESPACE)"]
+    files = [path for name, path in asked("second-scheduler")["tlsConfig"].items() if name.endswith("File")]
+    assert {str(Path(path).parent) for path in files} == {mounts["tls"]}
 
 
 def test_the_old_policy_file_says_the_same_as_the_new_configuration() -> None:
@@ -431,7 +422,7 @@ def test_kustomize_renders_the_extender(tmp_path: Path, components: tuple[str, .
     made = {"resources": ["../extender", "../extender/second-scheduler"], "components": named}
     (own / "kustomization.yaml").write_text(yaml.safe_dump(made))
     found = rendered(own)
-    assert {item["metadata"].get("namespace") for item in found} == {None, NAMESPACE, "kube-system"}
+    assert {item["metadata"].get("namespace") for item in found} == {None, NAMESPACE}
     (extender,) = [item for item in found if item["kind"] == "Deployment" and item["metadata"]["name"] == NAME]
     spec = extender["spec"]["template"]["spec"]
     assert volumes_are_those_mounted(spec)

@@ -237,7 +237,8 @@ def test_the_roles_have_no_wildcard_and_exactly_the_rights_that_check_asks_for()
         for resource in rule["resources"]
         for group in rule["apiGroups"]
     }
-    assert given == {*NEEDED_RIGHTS, CLEANUP_RIGHT, FACTS_RIGHT, RUNTIME_CLASSES_RIGHT}
+    of_policies = {("use", "annotations.gpushare-agent"), ("use", "driver.gpushare-agent")}
+    assert given == {*NEEDED_RIGHTS, CLEANUP_RIGHT, FACTS_RIGHT, RUNTIME_CLASSES_RIGHT, *of_policies}
 
 
 def test_every_binding_names_a_role_and_the_pods_account() -> None:
@@ -255,7 +256,8 @@ def test_every_binding_names_a_role_and_the_pods_account() -> None:
 def test_every_file_of_the_base_and_the_overlay_is_listed() -> None:
     """kustomize applies what is there, and nothing is forgotten."""
     (base,) = documents("base/kustomization.yaml")
-    listed = {*base["resources"], *base["configMapGenerator"][0]["files"], "kustomization.yaml"}
+    files = base["configMapGenerator"][0]["files"]
+    listed = {*base["resources"], *base["configurations"], *files, "kustomization.yaml"}
     assert listed == {path.name for path in (MANIFESTS / "base").iterdir()}
     for directory in sorted((MANIFESTS / "overlays").iterdir()):
         (overlay,) = documents(f"overlays/{directory.name}/kustomization.yaml")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import pytest
@@ -35,9 +36,11 @@ NODE_NAME = "extender/policy-node-name.yaml"
 SCHEDULER_NAME = "extender/second-scheduler/policy-scheduler-name.yaml"
 RESIZE = "resize/policy-resize.yaml"
 DRIVER = "components/driver-from-host/policy.yaml"
-FILES = [ANNOTATIONS, NODE_NAME, SCHEDULER_NAME, RESIZE, DRIVER]
+SLICES = "components/dra/slices-policy.yaml"
+FILES = [ANNOTATIONS, NODE_NAME, SCHEDULER_NAME, RESIZE, DRIVER, SLICES]
 RIGHT = "authorizer.group('gpushare-agent').resource('shares').namespace(request.namespace).check('resize').allowed()"
 """Asks the API server's authorizer, which no evaluator of CEL has."""
+RIGHTS = re.compile(r"authorizer\..*?\.allowed\(\)")
 KNOWN = {"object", "oldObject", "request", "variables", "authorizer"}
 """What an admission policy's expressions may name, and these here do."""
 LOCALS = {"container", "name"}
@@ -107,7 +110,7 @@ def test_a_policys_expressions_are_well_formed(path: str) -> None:
         assert "\n" not in text
         assert all(code.count(opening) == code.count(closing) for opening, closing in ("()", "[]", "{}"))
         assert "'" not in code.replace("''", "")
-        assert {name for name in re.findall(r"(?<![.\w])(\w+)\.", code) if name not in LOCALS} <= KNOWN
+        assert {name for name in re.findall(r"(?<![.?\w])(\w+)\.", code) if name not in LOCALS} <= KNOWN
         assert set(re.findall(r"variables\.(\w+)", code)) <= set(defined)
     for position, variable in enumerate(spec["variables"]):
         assert set(re.findall(r"variables\.(\w+)", variable["expression"])) <= set(defined[:position])
@@ -133,14 +136,22 @@ def test_every_annotation_that_agents_follow_is_guarded(variable: str) -> None:
     assert [name for name in FREE if name not in excepted and (name in named or name.startswith(begins))] == []
 
 
-def test_the_writers_are_the_accounts_of_agents_and_extender() -> None:
-    """By the names that their pods run under; nobody else's."""
-    written = set(re.findall(r"'(system:serviceaccount:[^']*)'", expressions(ANNOTATIONS)[0]))
-    accounts = [
-        item["metadata"] for path in ("base", "extender") for item in documents(f"{path}/rbac.yaml")
-        if item["kind"] == "ServiceAccount"
-    ]  # fmt: skip
-    assert written == {f"system:serviceaccount:{account['namespace']}:{account['name']}" for account in accounts}
+@pytest.mark.parametrize(
+    ("path", "files"),
+    [
+        (ANNOTATIONS, ["base/rbac.yaml", "extender/rbac.yaml"]),
+        (DRIVER, ["base/rbac.yaml"]),
+        (RESIZE, ["resize/role.yaml"]),
+    ],
+)
+def test_the_right_that_a_policy_asks_for_is_granted(path: str, files: list[str]) -> None:
+    """By the roles of the programs, or one for users."""
+    asked = {tuple(re.findall(r"'([^']*)'", right)) for text in expressions(path) for right in RIGHTS.findall(text)}
+    for file in files:
+        rules = [rule for item in documents(file) for rule in item.get("rules", ())]
+        assert asked <= {
+            right for rule in rules for right in product(rule["apiGroups"], rule["resources"], rule["verbs"])
+        }
 
 
 @pytest.mark.parametrize("path", [NODE_NAME, SCHEDULER_NAME])
@@ -163,9 +174,11 @@ class Policy:
             "cel_expr_python.cel", reason="cel-expr-python, which evaluates CEL, is not installed"
         )
         strings = pytest.importorskip("cel_expr_python.ext.ext_strings")
+        optional = pytest.importorskip("cel_expr_python.ext.ext_optional")
         self._spec = spec_of(path)
         self._environment = cel.NewEnv(
-            variables=dict.fromkeys(sorted(KNOWN), cel.Type.DYN), extensions=[strings.ExtStrings()]
+            variables=dict.fromkeys(sorted(KNOWN), cel.Type.DYN),
+            extensions=[strings.ExtStrings(), optional.ExtOptional()],
         )
 
     def judge(
@@ -175,20 +188,26 @@ class Policy:
         old: dict[str, Any] | None = None,
         user: str = TENANT,
         groups: tuple[str, ...] = ("system:authenticated",),
-        may_resize: bool = False,
+        has_right: bool = False,
+        node: str = "",
+        operation: str = "CREATE",
     ) -> Verdict:
-        user_info = {"username": user, "groups": list(groups)}
-        known = {"object": raw, "oldObject": old, "request": {"userInfo": user_info}, "variables": {}}
+        """`has_right` is the authorizer's answer; `node` is that of the user's token."""
+        self._has_right = has_right
+        extra = {"authentication.kubernetes.io/node-name": [node]} if node else {}
+        user_info = {"username": user, "groups": list(groups), "extra": extra}
+        known = {
+            "object": raw,
+            "oldObject": old,
+            "request": {"userInfo": user_info, "operation": operation},
+            "variables": {},
+        }
         if not all(self._is_true(condition["expression"], known) for condition in self._spec["matchConditions"]):
             return Verdict(is_matched=False)
         for variable in self._spec["variables"]:
             value = self._value(variable["expression"], known)
             known = {**known, "variables": {**known["variables"], variable["name"]: value}}
-        denied = [
-            item
-            for item in self._spec["validations"]
-            if not self._is_true(item["expression"].replace(RIGHT, str(may_resize).lower()), known)
-        ]
+        denied = [item for item in self._spec["validations"] if not self._is_true(item["expression"], known)]
         texts = [
             self._value(item["messageExpression"], known) if "messageExpression" in item else item["message"]
             for item in denied
@@ -196,7 +215,8 @@ class Policy:
         return Verdict(is_matched=True, denials=tuple(texts))
 
     def _value(self, expression: str, known: dict[str, Any]) -> Any:
-        return self._environment.compile(expression).eval(data=known).plain_value()
+        answered = RIGHTS.sub(str(self._has_right).lower(), expression)
+        return self._environment.compile(answered).eval(data=known).plain_value()
 
     def _is_true(self, expression: str, known: dict[str, Any]) -> bool:
         value = self._value(expression, known)
@@ -246,13 +266,55 @@ def test_a_binding_brings_no_guarded_annotation_to_a_pod() -> None:
     assert len(Policy(ANNOTATIONS).judge(binding).denials) == 1
 
 
-@pytest.mark.parametrize("account", ["gpushare-agent", "gpushare-agent-extender"])
-def test_agents_and_extender_may_write_them(account: str) -> None:
-    """And an account of the same name in another namespace may not."""
-    policy = Policy(ANNOTATIONS)
-    own = policy.judge(pod({INDEX: "1"}), old=pod(), user=f"system:serviceaccount:gpushare-system:{account}")
-    assert own == Verdict(is_matched=False)
-    assert policy.judge(pod({INDEX: "1"}), old=pod(), user=f"system:serviceaccount:other:{account}").denials
+@pytest.mark.parametrize("name", ["gpushare-agent", "gpushare-agent-extender", "team-gpushare-agent-x"])
+@pytest.mark.parametrize("namespace", ["gpushare-system", "gpu-team"])
+def test_agents_and_extender_may_write_them(name: str, namespace: str) -> None:
+    """Wherever kustomize puts them and whatever it names them; an account of the same name without the right may not."""
+    policy, user = Policy(ANNOTATIONS), f"system:serviceaccount:{namespace}:{name}"
+    for raw, old in ((pod({INDEX: "1"}), pod()), (pod(), pod({INDEX: "1"}))):
+        assert policy.judge(raw, old=old, user=user, has_right=True) == Verdict(is_matched=True)
+        assert policy.judge(raw, old=old, user=user).denials
+
+
+@pytest.mark.parametrize(
+    "user",
+    [
+        "gpushare-agent",
+        "system:admin",
+        "system:serviceaccount:argocd:argocd-application-controller",
+        "system:serviceaccount:gpushare-agent:default",
+        "oidc:system:serviceaccount:gpu-team:gpushare-agent",
+    ],
+)
+def test_who_may_do_everything_may_not_write_them(user: str) -> None:
+    """Such accounts create pods for others, as Argo CD does."""
+    assert Policy(ANNOTATIONS).judge(pod({INDEX: "1"}), old=pod(), user=user, has_right=True).denials
+
+
+def test_the_driver_is_for_pods_whose_account_has_the_right() -> None:
+    """Whatever the namespace; pods that do not ask for it are not looked at."""
+    policy, asks = Policy(DRIVER), pod(asks="gpushare-agent/driver")
+    for raw in (asks, pod(asks="gpushare-agent/driver", serviceAccountName="gpushare-agent")):
+        assert policy.judge(raw).denials
+        assert policy.judge(raw, has_right=True) == Verdict(is_matched=True)
+    init = {"name": "init", "resources": {"limits": {"gpushare-agent/driver": "1"}}}
+    assert policy.judge(pod(initContainers=[init])).denials
+    assert policy.judge(pod(asks="tencent.com/vcuda-core")) == Verdict(is_matched=False)
+    (expression,) = [one["expression"] for one in spec_of(DRIVER)["validations"]]
+    assert expression.startswith("authorizer.serviceAccount(request.namespace, variables.account) .group(")
+
+
+@pytest.mark.parametrize("user", ["gpushare-system:gpushare-agent", "gpu-team:team-gpushare-agent-x"])
+def test_an_agent_writes_the_slices_of_its_own_node_alone(user: str) -> None:
+    """By the node of its token, wherever kustomize has put it; other drivers and administrators are not looked at."""
+    policy, agent = Policy(SLICES), f"system:serviceaccount:{user}"
+    own = {"spec": {"driver": "gpushare-agent", "nodeName": "a-node"}}
+    assert policy.judge(own, user=agent, node="a-node") == Verdict(is_matched=True)
+    assert policy.judge({}, old=own, user=agent, node="a-node", operation="DELETE") == Verdict(is_matched=True)
+    assert policy.judge(own, user=agent, node="b-node").denials
+    assert policy.judge(own, user=agent).denials
+    assert policy.judge({"spec": {**own["spec"], "driver": "gpu.nvidia.com"}}, user=agent, node="a-node").denials
+    assert policy.judge(own, user="system:serviceaccount:nvidia:driver") == Verdict(is_matched=False)
 
 
 @pytest.mark.parametrize("resource", ["tencent.com/vcuda-core", "tencent.com/vcuda-memory", "aliyun.com/gpu-mem"])
@@ -293,7 +355,7 @@ def test_the_size_of_a_share_is_written_by_those_with_the_right_to() -> None:
     policy, had = Policy(RESIZE), pod({RESIZE_ANNOTATION: "main:cores=50"})
     other = pod({RESIZE_ANNOTATION: "main:cores=90"})
     for raw, old in ((had, None), (had, pod()), (other, had), (pod(), had), (pod({}), had)):
-        assert policy.judge(raw, old=old, may_resize=True) == Verdict(is_matched=True)
+        assert policy.judge(raw, old=old, has_right=True) == Verdict(is_matched=True)
         (denial,) = policy.judge(raw, old=old).denials
         assert RESIZE_ANNOTATION in denial
     for raw, old in ((had, had), (pod(), None), (pod({"mine": "x"}), pod())):

@@ -149,6 +149,50 @@ static int ask_too_early(void)
     return say("early", take(20), results);
 }
 
+static int map_one(void)
+{
+    enum { BYTES = 2 << 20 };
+    CUmemAllocationProp on_gpu = {.type = CU_MEM_ALLOCATION_TYPE_PINNED, .location.type = CU_MEM_LOCATION_TYPE_DEVICE};
+    CUmemGenericAllocationHandle handle;
+    CUdeviceptr address;
+    return cuMemCreate(&handle, BYTES, &on_gpu, 0) || cuMemAddressReserve(&address, BYTES, 0, 0, 0) ||
+           cuMemMap(address, BYTES, 0, handle, 0);
+}
+
+/* A fork comes when it likes: here each time that the driver or a library grows what it has, with its lock and in the middle of that. */
+extern void *__libc_realloc(void *old, size_t bytes);
+static int forks_in_realloc, forked, ended_badly;
+void *realloc(void *old, size_t bytes)
+{
+    void *grown = __libc_realloc(old, bytes);
+    if (forks_in_realloc) {
+        int status = -1;
+        forks_in_realloc = 0;
+        pid_t child = fork();
+        if (child == 0) {
+            alarm(20);
+            _exit(start() != CUDA_SUCCESS || take(1) != 1 || map_one());
+        }
+        waitpid(child, &status, 0);
+        forked++, ended_badly += status != 0;
+        forks_in_realloc = 1;
+    }
+    return grown;
+}
+
+static int fork_within_calls(void)
+{
+    CUdeviceptr address;
+    int failed = start();
+    forks_in_realloc = 1;
+    for (int i = 0; i < 65; i++)
+        failed += cuMemAlloc_v2(&address, 2 << 20) != CUDA_SUCCESS;
+    for (int i = 0; i < 2; i++)
+        failed += map_one();
+    forks_in_realloc = 0;
+    return failed ? 3 : say("forked", forked, ended_badly);
+}
+
 static pthread_barrier_t all_ready;
 static void *begin_in_thread(void *taken)
 {
@@ -459,6 +503,7 @@ int main(int count, char **words)
     CASE("threads", begin_at_once())
     CASE("threads-of-child", threads_of_child())
     CASE("fork", fork_among_threads())
+    CASE("fork-within", fork_within_calls())
     CASE("end", ask_when_it_ends())
     CASE("signals", interrupt())
     CASE("jump", jump_out())

@@ -2,6 +2,7 @@
  *
  *   region_stress hammer PROCESSES THREADS ROUNDS   in the working directory's files; every second process is killed at the end
  *   region_stress crowd PROCESSES                   all at once, each of which takes a MiB and keeps it until all have asked
+ *   region_stress watch                             reads the limits that the agent writes meanwhile, until they are 0
  *   region_stress fuzz COUNT                        opens COUNT copies of gpushare.config with bytes changed at random
  *
  * Prints the most that was ever held, and what is held at the end, in bytes.
@@ -155,6 +156,29 @@ static int crowd(int count)
     return 0;
 }
 
+/* Of what the agent writes at once all numbers are one number, as far as they have room for it. */
+static int watch(void)
+{
+    uint64_t reads = 0, torn = 0, changes = 0, last = 0;
+    struct limits limits;
+    do {
+        const struct config_gpu *seen = &limits.seen;
+        read_limits(0, &limits);
+        uint64_t number = seen->memory;
+        torn += seen->cores != number || seen->ceiling != (number & 1 ? number : 0) || limits.has_ceiling;
+        torn += (seen->flags & HAS_CEILING) != (number & 1 ? HAS_CEILING : 0);
+        number = seen->observed_at;
+        torn += seen->observed_bytes != number || seen->busy_since != number || seen->busy_until != number ||
+                seen->busy_ns != number || seen->others_ns != number || seen->published_at != number ||
+                seen->companions != number || seen->full != number || limits.between_ns != (double)number * 1000;
+        changes += number != last;
+        last = number;
+        reads++;
+    } while (limits.memory);
+    printf("{\"reads\": %lu, \"changes\": %lu, \"torn\": %lu}\n", reads, changes, torn);
+    return 0;
+}
+
 static int fuzz(int count)
 {
     char whole[CONFIG_BYTES];
@@ -195,6 +219,8 @@ int main(int count, char **words)
         rounds = atoi(words[4]);
         return hammer_all(atoi(words[2]), atoi(words[3]));
     }
+    if (count == 2 && strcmp(words[1], "watch") == 0)
+        return open_region() ? watch() : 3;
     if (count == 3 && strcmp(words[1], "crowd") == 0)
         return crowd(atoi(words[2]));
     return count == 3 && strcmp(words[1], "fuzz") == 0 ? fuzz(atoi(words[2])) : 2;

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import re
+import socket
 from typing import TYPE_CHECKING
 
 from msgspec import Raw
 
 from gpushare_agent.agent.kubelet.pod_resources import kubelet_version
-from gpushare_agent.core.model.errors import AgentError, NotFound
+from gpushare_agent.core.claims.claim import DRIVER
+from gpushare_agent.core.kit.json_schema import NULL
+from gpushare_agent.core.model.errors import AgentError, Conflict, NotFound, Rejected
 from gpushare_agent.core.model.finding import Finding, error, ok, warning
-from gpushare_agent.core.model.names import GPUSHARE_COUNT_RESOURCE
+from gpushare_agent.core.model.names import GPUSHARE_COUNT_RESOURCE, RESIZE_STATUS_ANNOTATION
 from gpushare_agent.core.settings.settings import Settings
 
 if TYPE_CHECKING:
@@ -22,6 +25,10 @@ OLDEST_KUBELET = (1, 30)
 _VERSION = re.compile(r"v?(\d+)\.(\d+)")
 API_CURE = "check the network, the service account or kubeconfig (--kubeconfig), and that the API server is up"
 _ROLE_REMEDY = "apply manifests/base/rbac.yaml, or give this account the right"
+_POLICY_REMEDY = (
+    "manifests/extender's policy wants a service account with gpushare-agent in its name and the right to use"
+    " annotations.gpushare-agent: apply manifests/base and manifests/extender of one version; in other policies except it"
+)
 
 NEEDED_RIGHTS = (
     ("get", "nodes"),
@@ -50,7 +57,8 @@ async def check_api(settings: Settings) -> list[Finding]:
     timeouts = KubeTimeouts(connect_s=3.0, request_s=4.0, list_s=5.0)
     async with open_kube_api(kubeconfig=settings.kubeconfig, timeouts=timeouts) as api:
         findings = await _check_node_object(api, settings)
-        return [*findings, *await _check_rights(api, settings), *await _check_static_pods(api, settings)]
+        findings += [*await _check_rights(api, settings), *await _check_slices(api, settings)]
+        return [*findings, *await _check_static_pods(api, settings)]
 
 
 async def _check_node_object(api: KubeApi, settings: Settings) -> list[Finding]:
@@ -101,6 +109,49 @@ async def _check_static_pods(api: KubeApi, settings: Settings) -> list[Finding]:
     return [ok("static pods", f"the kubelet at {kubelet.api_address} lists {len(found)}")]
 
 
+async def _check_annotations(api: KubeApi, settings: Settings) -> list[Finding]:
+    """Whether admission policies let this account write a pod's annotations, tried on the own pod or another of the node."""
+    from gpushare_agent.core.kube.client import pods_of_node
+    from gpushare_agent.core.kube.objects import object_meta, pod_uid
+
+    try:
+        found, _ = await api.list_all(pods_of_node(settings.node_name), lambda raw: (object_meta(raw, "pod"), raw))
+        if not found:
+            return []
+        meta, raw_pod = next((one for one in found if one[0].name == socket.gethostname()), found[0])
+        annotations = {RESIZE_STATUS_ANNOTATION: "tried by check"}
+        await api.patch_pod_annotations(
+            meta.namespace or "", meta.name or "", pod_uid(raw_pod), annotations, is_tried=True
+        )
+    except (NotFound, Conflict):  # it has ended meanwhile
+        return []
+    except Rejected as failure:
+        return [error("pod annotations", str(failure), _POLICY_REMEDY)]
+    return [ok("pod annotations", "may be written")]
+
+
+async def _check_slices(api: KubeApi, settings: Settings) -> list[Finding]:
+    """Whether an admission policy refuses this account the slices of another node, tried with one."""
+    from gpushare_agent.core.kube.claims import Pool, ResourceSlice, SliceMeta, SliceSpec
+
+    if not settings.dra.gpus:
+        return []
+    other = "another-node-for-check"
+    spec = SliceSpec(driver=DRIVER, node_name=other, pool=Pool(other, 1, 1), devices=())
+    try:
+        made = ResourceSlice(metadata=SliceMeta(name=other, owner_references=NULL), spec=spec)
+        await api.create_slice(made, is_tried=True)
+    except Rejected as failure:
+        if "ValidatingAdmissionPolicy" in str(failure):
+            return [ok("ResourceSlices", "a policy keeps this account to those of its own node")]
+        return [warning("ResourceSlices", str(failure), "add manifests/components/dra")]
+    except (NotFound, Conflict):
+        return []
+    detail = "no admission policy keeps this account to those of its own node"
+    remedy = "apply manifests/components/dra, whose policy knows accounts with gpushare-agent in their name"
+    return [warning("ResourceSlices", detail, remedy)]
+
+
 async def _check_rights(api: KubeApi, settings: Settings) -> list[Finding]:
     missing = [f"{verb} {resource}" for verb, resource in NEEDED_RIGHTS if not await api.can_i(verb, resource)]
     allowed = ", ".join(f"{verb} {resource}" for verb, resource in NEEDED_RIGHTS)
@@ -115,6 +166,8 @@ async def _check_rights(api: KubeApi, settings: Settings) -> list[Finding]:
         if missing
         else ok("permissions", allowed)
     ]
+    if not missing:
+        findings += await _check_annotations(api, settings)
     if cleanup and not may_clean_up:
         detail = "not allowed: delete pods; rejected pods of controllers will pile up"
         findings.append(

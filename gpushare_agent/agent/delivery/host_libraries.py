@@ -39,6 +39,8 @@ LIBRARY_DIRECTORIES = (
     "/usr/lib/powerpc64le-linux-gnu",
     "/usr/lib/x86_64-linux-gnu/nvidia/current",
     "/usr/lib/aarch64-linux-gnu/nvidia/current",
+    "/usr/lib/aarch64-linux-gnu/nvidia",  # Jetson: JetPack 6 and 7
+    "/usr/lib/aarch64-linux-gnu/tegra",  # JetPack 5 and older
     "/usr/lib",
     "/usr/lib32",
     "/usr/lib/i386-linux-gnu",

@@ -123,7 +123,7 @@ MACHINES_OF_HOST = {
 }
 """What a kernel of this name (uname -m) runs: a host may also have libraries for cross-compiling."""
 
-_DRIVER_VERSION = re.compile(r"libcuda\.so\.([0-9]{1,6})\.([0-9]{1,6})(?:\.([0-9]{1,6}))?")
+_DRIVER_VERSION = re.compile(r"libcuda\.so\.([0-9]{3,6})\.([0-9]{1,6})(?:\.([0-9]{1,6}))?")
 _OF_A_DRIVER = re.compile(r"lib.+\.so\.([0-9]{3,6}\.[0-9]{1,6}(?:\.[0-9]{1,6})?)")
 """File names with a driver's version in them; libraries of a version of their own (libGL.so.1.7.0) begin lower."""
 _NAMED = 3
@@ -131,7 +131,8 @@ _NUMBER = re.compile(r"[0-9]{1,9}")
 
 
 def driver_version(name: str) -> tuple[int, ...] | None:
-    """`libcuda.so.535.104.05` -> (535, 104, 5). None for every other name, also for the soname libcuda.so.1."""
+    """`libcuda.so.535.104.05` -> (535, 104, 5). None for every other name, also for the soname libcuda.so.1 and for
+    libcuda.so.1.1, as every Jetson's file is called."""
     found = _DRIVER_VERSION.fullmatch(name)
     return tuple(int(part) for part in found.groups() if part is not None) if found else None
 

@@ -13,6 +13,7 @@ import os
 import shutil
 import stat
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 from msgspec import Struct
@@ -28,6 +29,7 @@ RUNTIME_SOCKETS = tuple(
         "/run/crio/crio.sock",
         "/run/cri-dockerd.sock",
         "/run/k3s/containerd/containerd.sock",
+        "/run/k0s/containerd.sock",
         "/var/snap/microk8s/common/run/containerd.sock",
     )
 )
@@ -54,10 +56,8 @@ async def connect_to_socket(path: Path) -> None:
 
 async def _hang_up(writer: asyncio.StreamWriter) -> None:
     writer.close()
-    try:
+    with suppress(OSError):  # a server that closes a silent connection first has accepted, and that was the question
         await writer.wait_closed()
-    except OSError:  # the server may close a silent connection first; it has accepted, and that was the question
-        return
 
 
 def _socket_reason(path: Path, error: OSError) -> str:

@@ -154,9 +154,9 @@ class KubeApi(KubeLists):
         path = f"/apis/node.k8s.io/v1/runtimeclasses/{segment(name)}"
         return await self._get(f"get RuntimeClass {name}", path, timeout_s=timeout_s)
 
-    async def create_slice(self, made: ResourceSlice) -> Raw:
-        """Create a ResourceSlice; as it is then. Conflict where one of its name exists."""
-        return await self._send("POST", "create a ResourceSlice", SLICES, made)
+    async def create_slice(self, made: ResourceSlice, *, is_tried: bool = False) -> Raw:
+        """Create a ResourceSlice, or only try it; as it is then. Conflict where one of its name exists."""
+        return await self._send("POST", "create a ResourceSlice", SLICES, made, is_tried=is_tried)
 
     async def replace_slice(self, name: str, made: ResourceSlice) -> Raw:
         """Conflict where it is not of the resourceVersion in `made`."""
@@ -181,14 +181,14 @@ class KubeApi(KubeLists):
         )
 
     async def patch_pod_annotations(
-        self, namespace: str, name: str, uid: PodUid, annotations: Mapping[str, str | None]
+        self, namespace: str, name: str, uid: PodUid, annotations: Mapping[str, str | None], *, is_tried: bool = False
     ) -> Raw:
-        """Set the annotations, remove those that are None; the pod as it is then. Conflict where another pod has the
-        name now."""
+        """Set the annotations, remove those that are None, or only try it; the pod as it is then. Conflict where another
+        pod has the name now."""
         # With the UID the API server answers 409 where another pod has the name by now.
         metadata = {"uid": uid, "annotations": dict(sorted(annotations.items()))}
         what = f"patch the annotations of pod {namespace}/{name}"
-        return await self._send("PATCH", what, pod_path(namespace, name), {"metadata": metadata})
+        return await self._send("PATCH", what, pod_path(namespace, name), {"metadata": metadata}, is_tried=is_tried)
 
     async def patch_node(self, name: str, what: str, patch: Mapping[str, object], *, subresource: str = "") -> Raw:
         """Set what the patch has, remove what it has as None, leave all else; the node as it is then. Conflict where it has
@@ -226,10 +226,11 @@ class KubeApi(KubeLists):
         request = Request(what=what, method="GET", path=path)
         return await self._session.fetch_object(request, timeout_s=timeout_s or self._timeouts.request_s)
 
-    async def _send(self, method: str, what: str, path: str, body: object) -> Raw:
+    async def _send(self, method: str, what: str, path: str, body: object, *, is_tried: bool = False) -> Raw:
         # A merge patch: None removes a key, and what is not named stays.
         content_type = MERGE_PATCH if method == "PATCH" else "application/json"
-        request = Request(what=what, method=method, path=path, body=body, content_type=content_type)
+        query = (("dryRun", "All"),) if is_tried else ()
+        request = Request(what=what, method=method, path=path, query=query, body=body, content_type=content_type)
         return await self._session.fetch_object(request, timeout_s=self._timeouts.request_s)
 
 

@@ -57,6 +57,7 @@ static void enumerate(void)
         gpu_count = seen_count;
         return;
     }
+    gpu_count = 0; /* a child of fork is here again where another thread of its parent was */
     snprintf(text, sizeof text, "%s", wanted);
     for (char *word = strtok_r(text, ",", &rest); word && gpu_count < MAX_GPUS; word = strtok_r(NULL, ",", &rest)) {
         if (!minor_named(word, seen, seen_count, &minors[gpu_count]))
@@ -71,15 +72,13 @@ static int is_gpu(CUdevice ordinal)
     return ordinal >= 0 && (unsigned)ordinal < gpu_count;
 }
 
-static void free_locks_in_child(void);
-static void watch_forks(void) { pthread_atfork(NULL, NULL, free_locks_in_child); }
+static void begin_anew_in_child(void);
+__attribute__((constructor)) static void watch_forks(void) { pthread_atfork(NULL, NULL, begin_anew_in_child); }
 
 CUresult CUDAAPI cuInit(unsigned int flags)
 {
-    static pthread_once_t watched = PTHREAD_ONCE_INIT;
     log_call("cuInit");
     (void)flags;
-    pthread_once(&watched, watch_forks);
     pthread_once(&enumerated, enumerate);
     is_initialized = 1;
     return gpu_count ? CUDA_SUCCESS : CUDA_ERROR_NO_DEVICE;
@@ -334,12 +333,15 @@ typedef struct { CUdeviceptr address, handle; } mapping;
 static struct { pthread_mutex_t guard; allocation *all; size_t count, room; CUdeviceptr next; mapping *mapped; size_t mappings; }
     memory = {.guard = PTHREAD_MUTEX_INITIALIZER, .next = FIRST_ADDRESS};
 
-/* Another thread may have held it at the fork; what was allocated is the parent's. */
+/* Another thread may have held it at the fork, in the middle of a change: so nothing of it is kept, above all no pointer to what
+   realloc has freed. What was allocated is the parent's; the addresses go on, so that none of the parent's means something here. */
+static void forget_pools(void);
 static void forget_graphs(void);
-static void free_locks_in_child(void)
+static void begin_anew_in_child(void)
 {
-    memory.guard = (pthread_mutex_t)PTHREAD_MUTEX_INITIALIZER;
-    memory.count = 0;
+    memory = (__typeof__(memory)){.guard = PTHREAD_MUTEX_INITIALIZER, .next = memory.next};
+    memset(retained, 0, sizeof retained);
+    forget_pools();
     forget_graphs();
 }
 
@@ -557,6 +559,13 @@ CUresult CUDAAPI cuMemFreeHost(void *memory_of_host) { return free(memory_of_hos
 
 /* Pools: each GPU has one of its own; a program makes others. */
 static pool own_pools[MAX_GPUS];
+static pool *chosen_pools[MAX_GPUS]; /* by cuDeviceSetMemPool */
+
+static void forget_pools(void)
+{
+    memset(own_pools, 0, sizeof own_pools);
+    memset(chosen_pools, 0, sizeof chosen_pools);
+}
 
 CUresult CUDAAPI cuDeviceGetDefaultMemPool(CUmemoryPool *found, CUdevice device)
 {
@@ -567,7 +576,6 @@ CUresult CUDAAPI cuDeviceGetDefaultMemPool(CUmemoryPool *found, CUdevice device)
     own_pools[device].at = (CUmemLocation){.type = CU_MEM_LOCATION_TYPE_DEVICE, .id = device};
     return *found = (CUmemoryPool)&own_pools[device], CUDA_SUCCESS;
 }
-static pool *chosen_pools[MAX_GPUS]; /* by cuDeviceSetMemPool */
 CUresult CUDAAPI cuDeviceGetMemPool(CUmemoryPool *found, CUdevice device)
 {
     log_call("cuDeviceGetMemPool");
@@ -1225,7 +1233,7 @@ static uint64_t used_by_graphs(CUdevice device)
 
 static void forget_graphs(void)
 {
-    mapped_graphs = NULL;
+    captured = mapped_graphs = NULL;
     memset(graphs_reserved, 0, sizeof graphs_reserved);
 }
 

@@ -219,6 +219,7 @@ static void start_anew_in_child(void)
     state_file = -1;
     own = NULL;
 }
+__attribute__((constructor)) static void watch_forks(void) { pthread_atfork(NULL, NULL, start_anew_in_child); }
 
 static void open_state(void)
 {
@@ -232,9 +233,6 @@ static void open_state(void)
         fail("cannot open to all its state", path);
     if (machine)
         return;
-    static int is_registered;
-    if (!is_registered++)
-        pthread_atfork(NULL, NULL, start_anew_in_child);
     flock(state_file, LOCK_EX);
     if (ftruncate(state_file, sizeof(state)) != 0)
         fail("cannot size its state", path);

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from threading import Lock
 
 from msgspec import Struct
 from msgspec.structs import astuple
@@ -136,9 +137,8 @@ def write_limits(config: bytearray | memoryview, index: int, limits: GpuLimits) 
 
 def write_observed(config: bytearray | memoryview, index: int, seen: Observed) -> None:
     """As `write_limits`."""
-    *fields, between_us = astuple(seen)
-    memoryview(config).cast("H")[_BETWEEN_OFFSET // 2 + index] = between_us
-    _write(config, index, _OBSERVED, fields)
+    between = _BETWEEN_OFFSET + 2 * index - (_FIRST_GPU + index * _GPU_BYTES)
+    _write(config, index, (*_OBSERVED, (between, 2)), astuple(seen))
 
 
 def _write(
@@ -148,11 +148,28 @@ def _write(
     start = _FIRST_GPU + index * _GPU_BYTES
     view = memoryview(config)
     numbers = {2: view.cast("H"), 4: view.cast("I"), 8: view.cast("Q")}
+    # What can be done before is: whoever reads meanwhile has to wait.
+    stores = [(numbers[size], (start + at) // size, number) for (at, size), number in zip(places, fields, strict=True)]
     sequence, place = numbers[4], start // 4
     sequence[place] = (sequence[place] | 1) & 0xFFFFFFFF  # if an agent died at an odd one, it goes on from there
-    for (offset, size), number in zip(places, fields, strict=True):
-        numbers[size][(start + offset) // size] = number
+    _order_stores()
+    for part, at, number in stores:
+        part[at] = number
+    _order_stores()
     sequence[place] = (sequence[place] + 1) & 0xFFFFFFFF
+
+
+def _order_stores() -> None:
+    """What was written before it is seen before what is written after it, also on Arm, where stores have no order.
+
+    Python has no memory barrier. But a lock's release comes after everything before it, its acquisition before everything
+    after it, and a release before an acquisition after it (Arm Architecture Reference Manual, B2.3, Barrier-ordered-before).
+    To acquire it and then to release it would be none: both stores may move in between, and change places there.
+    """
+    lock = Lock()
+    lock.acquire()
+    lock.release()
+    lock.acquire()
 
 
 def usage_head_bytes(gpus: int) -> int:
