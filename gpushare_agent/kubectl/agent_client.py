@@ -35,7 +35,7 @@ TIMEOUT_S = 10.0
 MAX_ANSWER_BYTES = 32 << 20
 """200 containers on 16 GPUs take a quarter of a megabyte; 500 decisions with 16 candidates take two megabytes."""
 MAX_DECISIONS = 500
-_EVERY_ADDRESS = ("0.0.0.0", "::", "")
+_EVERY_ADDRESS = {"0.0.0.0": "localhost", "::": "::1", "": "localhost"}
 
 Query = Mapping[str, str]
 
@@ -63,8 +63,8 @@ async def read_decisions(
 
 def local_url(address: str, port: int) -> str:
     """The URL of what listens there on this host; a client connects to localhost where it listens on every address."""
-    # 0.0.0.0 is where a server listens; as a destination it works on Linux alone.
-    return f"http://{host_port('localhost' if address.strip('[]') in _EVERY_ADDRESS else address, port)}"
+    # 0.0.0.0 is where a server listens; as a destination it works on Linux alone. `::` is IPv6, which localhost may not be.
+    return f"http://{host_port(_EVERY_ADDRESS.get(address.strip('[]'), address), port)}"
 
 
 @asynccontextmanager

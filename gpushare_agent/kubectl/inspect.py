@@ -115,10 +115,10 @@ def inspection_tables(
         Text(f"{plain(node['node'])}: {plain(node['remark'])}", style="yellow") for node in nodes if node["remark"]
     ]
     remarks += [
-        Text(f"{plain(node['node'])} GPU {gpu_label(gpu)}: {HOST_MEMORY_TEXTS[kind][0]}", style="yellow")
+        Text(f"{plain(node['node'])} GPU {', '.join(labels)}: {text}", style="yellow")
         for node in nodes
-        for gpu in node["gpus"]
-        if (kind := gpu.get("host_memory") or "") in HOST_MEMORY_TEXTS
+        for kind, (text, _) in HOST_MEMORY_TEXTS.items()
+        if (labels := [gpu_label(gpu) for gpu in node["gpus"] if gpu.get("host_memory") == kind])
     ]
     uncharged = [_uncharged_line(node, with_details) for node in nodes if node["unplaced"]["containers"]]
     return [*parts, Text(""), *remarks, *uncharged, _cluster_line(document)]

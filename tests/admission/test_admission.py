@@ -7,10 +7,8 @@ import json
 import time
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import cast
 
 import pytest
-from msgspec import Raw
 from msgspec.structs import replace
 
 from gpushare_agent.agent.admission.admission import Admission, RefusedPods
@@ -22,7 +20,6 @@ from gpushare_agent.agent.admission.identification import ListInside
 from gpushare_agent.agent.delivery.device_lists import NodeDevices
 from gpushare_agent.agent.kubelet.pod_resources import PodListing, PodResourcesGate
 from gpushare_agent.agent.kubelet.records import CheckpointEntry, read_checkpoint
-from gpushare_agent.core.kube.client import KubeApi
 from gpushare_agent.core.model.allocations import Allocation, ContainerEdits, ContainerKey
 from gpushare_agent.core.model.errors import RefusalReason, Refused, Unavailable
 from gpushare_agent.core.model.names import VCORE_RESOURCE as CORE
@@ -32,7 +29,6 @@ from gpushare_agent.core.model.pods import ContainerKind, Pod
 from gpushare_agent.core.model.resources import ResourceKind, ResourceNames
 from gpushare_agent.core.wire.v1beta1 import ContainerAllocateResponse, DeviceSpec, Mount
 from tests.support_core import NAMES, container, ids, inventory, isolation_config, known, pod, used_cores, written
-from tests.support_json import undecoded
 from tests.support_node import node_of
 
 
@@ -208,25 +204,6 @@ async def test_the_same_allocate_again_gets_the_same_answer() -> None:
     ) == [allocation]
     agent.pods.upsert(replace(owner, running=frozenset({"main"})))
     assert isinstance(await agent.admission.allocate(CORE, sorted(allocation.ids_of(ResourceKind.VCORE))), Refused)
-
-
-async def test_the_handler_of_the_pods_runtime_class_is_read_before_the_decision() -> None:
-    """Once for both resources; the Allocate that follows has the refusal."""
-    owner = pod("a", container(cores=30, blocks=10), runtime_class="secure")
-    asked: list[str] = []
-
-    class Api:
-        async def get_runtime_class(self, name: str, *, timeout_s: float) -> Raw:
-            asked.append(name)
-            return undecoded({"handler": "runsc"})
-
-    agent = Scripted(owner)
-    agent.admission.runtime_classes.attach(cast(KubeApi, Api()))
-    agent.edits = replace(agent.edits, isolation="gpushare", handlers=agent.admission.runtime_classes.handlers)
-    for resource in (CORE, MEMORY):
-        refused = await agent.admit(owner, "main", resource)
-        assert isinstance(refused, Refused) and "has the handler runsc" in refused.detail
-    assert asked == ["secure"] and not len(agent.cache)
 
 
 async def test_an_allocate_without_a_plan_is_refused() -> None:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import pytest
+from msgspec import Raw
 
 from gpushare_agent.agent.admission.decisions.identity import Call, ListedDevices, Target
 from gpushare_agent.agent.admission.identification import Identification, Timeouts
+from gpushare_agent.agent.cluster.runtime_classes import RuntimeClasses
+from gpushare_agent.core.kube.client import KubeApi
 from gpushare_agent.core.model.allocations import Allocation
 from gpushare_agent.core.model.errors import Corrupt, NotFound, RefusalReason, Refused, Unavailable
 from gpushare_agent.core.model.names import VCORE_RESOURCE, PodUid
@@ -19,6 +22,7 @@ from gpushare_agent.core.model.resources import ResourceKind
 from tests.fakes.clock import FakeClock
 from tests.support_core import Listing, allocation, container, ids, pod
 from tests.support_deadline import DEADLINE_S
+from tests.support_json import undecoded
 from tests.support_node import node_of
 
 vcore_call = partial(Call, resource=VCORE_RESOURCE, kind=ResourceKind.VCORE)
@@ -59,6 +63,7 @@ async def test_a_pod_that_cannot_be_decoded_refuses_the_call_with_the_reason() -
         node=node,
         fetcher=outside,
         kubelet=outside,
+        runtime_classes=RuntimeClasses(),
         refused=(),
         clock=time.monotonic,
         timeouts=Timeouts(),
@@ -103,6 +108,7 @@ async def test_an_api_server_that_did_not_answer_stays_the_reason_when_the_time_
         node=node_of(),
         fetcher=outside,
         kubelet=outside,
+        runtime_classes=RuntimeClasses(),
         refused=(),
         clock=clock,
         timeouts=Timeouts(lookup_s=2.0),
@@ -110,6 +116,38 @@ async def test_an_api_server_that_did_not_answer_stays_the_reason_when_the_time_
     result = await identification.identify(vcore_call(size=10), SlowKubelet(clock))
     assert isinstance(result, Refused) and result.reason is RefusalReason.POD_UNKNOWN
     assert "the API server did not answer" in result.detail and "connection refused" in result.detail
+
+
+class SlowListing(SlowKubelet):
+    async def __call__(self) -> Sequence[ListedDevices]:
+        await super().__call__()
+        return [Listing("new", {})]
+
+
+async def test_the_runtime_class_of_the_pod_has_the_time_that_the_pod_left() -> None:
+    """And its handler is known when the pod is: the decision follows at once."""
+    clock, known = FakeClock(0.0), Static(None, pod("new", container(cores=10), runtime_class="secure"))
+    waits: list[float] = []
+
+    class Api:
+        async def get_runtime_class(self, name: str, *, timeout_s: float) -> Raw:
+            waits.append(timeout_s)
+            return undecoded({"handler": f"runsc-{name}"})
+
+    classes = RuntimeClasses(clock=clock)
+    classes.attach(cast(KubeApi, Api()))
+    identification = Identification(
+        node=known.node,
+        fetcher=known,
+        kubelet=known,
+        runtime_classes=classes,
+        refused=(),
+        clock=clock,
+        timeouts=Timeouts(lookup_s=2.0),
+    )
+    found = await identification.identify(vcore_call(size=10), SlowListing(clock))
+    assert isinstance(found, Target) and found.pod.name == "new"
+    assert waits == [0.5] and classes.handlers == {"secure": "runsc-secure"}
 
 
 async def test_a_pod_that_had_everything_is_looked_at_again_once_its_allocation_is_gone() -> None:
@@ -131,6 +169,7 @@ async def test_a_pod_that_had_everything_is_looked_at_again_once_its_allocation_
         node=known.node,
         fetcher=known,
         kubelet=known,
+        runtime_classes=RuntimeClasses(),
         refused=(),
         clock=time.monotonic,
         timeouts=Timeouts(poll_again_s=0.0),
@@ -213,6 +252,7 @@ class Static(Outside):
             node=self.node,
             fetcher=self,
             kubelet=self,
+            runtime_classes=RuntimeClasses(),
             refused=(),
             clock=clock,
             timeouts=Timeouts(poll_again_s=poll_again_s),

@@ -26,6 +26,7 @@ from gpushare_agent.agent.admission.decisions.identity import Target
 from gpushare_agent.agent.admission.decisions.ledger import Policy
 from gpushare_agent.agent.admission.identification import Identification, Timeouts
 from gpushare_agent.agent.cluster.pod_store import PodStore
+from gpushare_agent.agent.cluster.runtime_classes import RuntimeClasses
 from gpushare_agent.agent.kubelet.device_plugin import FAST_DECODERS, DevicePlugin
 from gpushare_agent.agent.kubelet.device_table import DeviceTable
 from gpushare_agent.agent.kubelet.pod_resources import PodResourcesClient, PodResourcesGate
@@ -182,6 +183,7 @@ async def open_agent(directory: Path) -> AsyncIterator[Agent]:
         node=node,
         fetcher=NoFetch(),
         kubelet=ModernKubelet(),
+        runtime_classes=RuntimeClasses(),
         refused=refused,
         clock=time.monotonic,
         timeouts=Timeouts(poll_again_s=0.0),

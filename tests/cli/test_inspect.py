@@ -196,6 +196,18 @@ async def test_a_mig_instance_has_nvidias_name(short_dir: Path, capsys: pytest.C
     assert (gpu["index"], gpu["mig"]["label"]) == (4, "0:1")
 
 
+async def test_memory_that_is_the_hosts_is_said_once_a_node(
+    short_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every GPU of a GB200 is the same."""
+    node = raw_node("a", [raw_gpu(n, host_memory="numa-node") for n in range(4)] + [raw_gpu(4, host_memory=[])])
+    async with cluster(short_dir, {"/api/v1/nodes": raw_list([node]), "/api/v1/pods": raw_list([])}) as (_, settings):
+        lines = (await inspected(capsys, settings, "--all-nodes")).splitlines()
+    assert [line.partition(" of the host")[0] for line in lines if "memory is" in line] == [
+        "a GPU 0, 1, 2, 3: its memory is a NUMA node"
+    ]
+
+
 async def test_of_all_nodes_a_cordon_is_reported_and_no_reason(
     short_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

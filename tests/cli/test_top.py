@@ -272,8 +272,8 @@ def test_a_wrong_url_is_rejected_before_anything_is_asked(url: str) -> None:
     [
         ("localhost", "http://localhost:5678"),
         ("0.0.0.0", "http://localhost:5678"),
-        ("::", "http://localhost:5678"),
-        ("[::]", "http://localhost:5678"),
+        ("::", "http://[::1]:5678"),
+        ("[::]", "http://[::1]:5678"),
         ("", "http://localhost:5678"),
         ("10.1.2.3", "http://10.1.2.3:5678"),
         ("fd00::1", "http://[fd00::1]:5678"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import base64
 import json
 import shutil
 import subprocess
@@ -9,6 +11,7 @@ import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import pytest
 from aiohttp import web
@@ -570,6 +573,60 @@ async def test_a_proxy_that_is_no_url_is_not_shown(
         async with open_kube_api(kubeconfig=kubeconfig):
             pass
     assert "cret" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "answer", [b"no http\r\n\r\n", b"HTTP/1.1 407 " + b"x" * 9000 + b"\r\n\r\n", b"HTTP/1.1 407 no\r\n\r\n"]
+)
+async def test_a_proxy_that_does_not_connect_is_shown_without_its_password(
+    answer: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever it answers: the HTTP library's own text has the whole URL."""
+
+    async def speak(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(answer)
+        await writer.drain()
+        writer.close()
+
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    monkeypatch.delenv("no_proxy", raising=False)
+    async with await asyncio.start_server(speak, "127.0.0.1", 0) as proxy:
+        where = f"127.0.0.1:{proxy.sockets[0].getsockname()[1]}"
+        monkeypatch.setenv("HTTPS_PROXY", f"http://me:s3cret@{where}")
+        kubeconfig = write_kubeconfig(tmp_path, "https://cluster.invalid", {"token": "t"})
+        async with open_kube_api(kubeconfig=kubeconfig) as api:
+            with pytest.raises(
+                Unavailable, match=f"no connection through the proxy {where} .* it answered 4"
+            ) as refused:
+                await api.get_node(NODE)
+    assert "cret" not in str(refused.value) and len(str(refused.value)) < 1000
+
+
+@pytest.mark.parametrize("password", ["s3cret", "p%40s%3As", "caf%C3%A9", "%E2%82%AC", "\u20acuro"])
+async def test_a_proxy_gets_the_password_as_from_kubectl(
+    password: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In UTF-8; the HTTP library knows Latin-1 alone."""
+    sent: list[bytes] = []
+
+    async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        sent.append(await reader.readuntil(b"\r\n\r\n"))
+        writer.write(b"HTTP/1.1 407 no\r\n\r\n")
+        await writer.drain()
+        writer.close()
+
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    monkeypatch.delenv("no_proxy", raising=False)
+    async with await asyncio.start_server(refuse, "127.0.0.1", 0) as proxy:
+        monkeypatch.setenv("HTTPS_PROXY", f"http://me:{password}@127.0.0.1:{proxy.sockets[0].getsockname()[1]}")
+        async with open_kube_api(
+            kubeconfig=write_kubeconfig(tmp_path, "https://cluster.invalid", {"token": "t"})
+        ) as api:
+            with pytest.raises(Unavailable, match="it answered 407"):
+                await api.get_node(NODE)
+    (header,) = [line for line in sent[0].split(b"\r\n") if line.startswith(b"Proxy-Authorization: Basic ")]
+    assert base64.b64decode(header.split()[-1]).decode() == f"me:{unquote(password)}"
 
 
 async def test_an_ipv6_address_is_named_in_brackets(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from msgspec import Raw
 from gpushare_agent.agent.admission.decisions.container_edits import EditPolicy
 from gpushare_agent.agent.admission.outcomes import DecisionLog
 from gpushare_agent.agent.cluster.pod_store import PodStore
+from gpushare_agent.agent.cluster.runtime_classes import RuntimeClasses
 from gpushare_agent.agent.dra.claim_files import ClaimFiles
 from gpushare_agent.agent.dra.claims import Claims
 from gpushare_agent.agent.node import GpuSplit, Node
@@ -192,6 +193,7 @@ class Driver:
         made = Claims(
             node=self.node,
             policy=lambda: self.policy,
+            runtime_classes=RuntimeClasses(),
             files=self.files,
             isolation=self,
             pods_timeout_s=0.5,

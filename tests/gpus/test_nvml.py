@@ -448,8 +448,9 @@ Device Minor: \t {minor}
         ("GPU-aaaa", "0000:01:00.0", "5", ("Healthy", 5, "00000000:01:00.0")),
         ("GPU-bbbb", "0000:01:00.0", "5", ("Healthy", -1, "")),
         ("GPU-aaaa", "0000:01:00.0", "-", ("Healthy", -1, "00000000:01:00.0")),
-        ("GPU-aaaa", "../..", "5", ("Unhealthy", -1, "")),
-        ("GPU-aaaa", "0000:01:00.0", "4294967295", ("Unhealthy", -1, "")),
+        ("GPU-aaaa", "../..", "5", ("Healthy", 5, "")),
+        ("GPU-aaaa", "N/A", "", ("Healthy", -1, "")),
+        ("GPU-aaaa", "0000:01:00.0", "4294967295", ("Healthy", -1, "00000000:01:00.0")),
     ],
 )
 async def test_what_nvml_lacks_is_taken_from_the_kernel_module(

@@ -10,7 +10,8 @@ import sys
 
 import pytest
 
-from gpushare_agent.core.kit.tcp_listeners import host_port
+from gpushare_agent.core.kit.tcp_listeners import host_port, listen_tcp
+from gpushare_agent.core.model.errors import Unavailable
 
 V4, V6 = ("10.9.9.9", "127.0.0.1"), ("fd00::5", "::1")
 SETUP = {
@@ -71,6 +72,7 @@ def has_namespaces() -> bool:
         ("both", "::", V6),
         ("both", "[::]", V6),
         ("both", "fd00::5", V6[:1]),
+        ("both", "::ffff:10.9.9.9", V4[:1]),
     ],
 )
 def test_an_empty_address_is_every_address_of_both_protocols(network: str, addr: str, reached: tuple[str, ...]) -> None:
@@ -86,6 +88,13 @@ def test_an_empty_address_is_every_address_of_both_protocols(network: str, addr:
     )
     assert done.returncode == 0, done.stderr
     assert tuple(json.loads(done.stdout)) == reached
+
+
+@pytest.mark.parametrize("addr", ["a..b", "x" * 64 + ".example", "fe80::1%none", "localhost:80"])
+async def test_what_is_no_address_is_unknown(addr: str) -> None:
+    """Python has an error of its own for a name that DNS cannot have."""
+    with pytest.raises(Unavailable, match="failed: the address is unknown"):
+        await listen_tcp(addr, 0, backlog=1)
 
 
 @pytest.mark.parametrize(

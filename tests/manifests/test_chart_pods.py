@@ -167,6 +167,17 @@ def test_a_pods_place_and_security_can_be_set(tmp_path: Path) -> None:
         assert changed[name]["securityContext"] == {"seLinuxOptions": selinux}
 
 
+def test_an_empty_list_takes_no_named_item_away(tmp_path: Path) -> None:
+    """As kustomize has it; of what has no names, such as tolerations, it leaves nothing."""
+    nothing = {"env": [], "volumeMounts": []}
+    pods: dict[str, Spec] = {"agent": {"containers": [], "initContainers": [], "volumes": [], "tolerations": []}}
+    pods |= {"extender": {"containers": [{"name": "extender", **nothing}]}}
+    changed, plain = (dict(_pods(chart_objects({**ALL_PODS[0], **one}, tmp_path))) for one in ({"pods": pods}, {}))
+    assert plain["gpushare-agent"].pop("tolerations") and "tolerations" not in changed["gpushare-agent"]
+    del changed["gpushare-check"], plain["gpushare-check"]
+    assert changed == plain
+
+
 def test_the_second_schedulers_image_may_have_a_digest(tmp_path: Path) -> None:
     """As the agent's."""
     image = {"repository": "mirror.test/kube-scheduler", "tag": "v1.33.4", "digest": f"sha256:{'0' * 64}"}

@@ -79,7 +79,8 @@ result with kustomize's.
 
 {{- /*
 A strategic merge of a map: null removes a key, maps are merged, lists of objects that have names by them (volumeMounts by
-mountPath), where `$patch: delete` removes one; any other value replaces the old one. Arguments: into, patch.
+mountPath), where `$patch: delete` removes one and an empty list changes nothing; any other value replaces the old one.
+Arguments: into, patch.
 */ -}}
 {{- define "gpushare-agent.merge" -}}
 {{- $into := .into -}}
@@ -89,7 +90,7 @@ mountPath), where `$patch: delete` removes one; any other value replaces the old
     {{- $_ := unset $into $key -}}
   {{- else if and (kindIs "map" $value) (kindIs "map" $old) -}}
     {{- include "gpushare-agent.merge" (dict "into" $old "patch" $value) -}}
-  {{- else if and (kindIs "slice" $value) (kindIs "slice" $old) (kindIs "map" (first $value)) (or (hasKey (first $value) "name") (eq $key "volumeMounts")) -}}
+  {{- else if and (kindIs "slice" $value) (kindIs "slice" $old) (kindIs "map" (first (concat $value $old))) (or (hasKey (first (concat $value $old)) "name") (eq $key "volumeMounts")) -}}
     {{- $by := ternary "mountPath" "name" (eq $key "volumeMounts") -}}
     {{- $patches := dict -}}
     {{- range $one := $value }}{{ $_ := set $patches (get $one $by) $one }}{{ end -}}

@@ -25,7 +25,6 @@ from gpushare_agent.agent.admission.decisions.recovery import adopt
 from gpushare_agent.agent.admission.garbage_collection import GarbageCollection
 from gpushare_agent.agent.admission.identification import Identification
 from gpushare_agent.agent.admission.outcomes import OutcomeReporter
-from gpushare_agent.agent.cluster.runtime_classes import RuntimeClasses
 from gpushare_agent.agent.isolation.isolations import Isolations
 from gpushare_agent.agent.kubelet.pod_resources import PodResourcesGate
 from gpushare_agent.agent.kubelet.records import KubeletCheckpoint, is_former
@@ -167,7 +166,6 @@ class Admission(Struct, kw_only=True, eq=False):
     records: KubeletCheckpoint
     isolation: Isolations
     garbage: GarbageCollection
-    runtime_classes: RuntimeClasses = field(default_factory=RuntimeClasses)
     clock: Callable[[], float] = time.monotonic
     _pending: PendingAdmissions = field(default_factory=PendingAdmissions)
 
@@ -189,7 +187,6 @@ class Admission(Struct, kw_only=True, eq=False):
             if isinstance(found, Refused):
                 self._pending.add(Decision(resource=resource, size=size, refused=found, at=self.clock()))
                 return list(must_include)
-            await self.runtime_classes.learn([found.pod])
             decision = self._decide(found, resource, available, must_include)
             started_at = self.clock()
             while (

@@ -24,6 +24,7 @@ from gpushare_agent.agent.admission.decisions.identity import (
     next_container_of,
 )
 from gpushare_agent.agent.cluster.pod_store import NodePods, liveliness
+from gpushare_agent.agent.cluster.runtime_classes import RuntimeClasses
 from gpushare_agent.agent.kubelet.pod_resources import KubeletFacts
 from gpushare_agent.agent.node import Node
 from gpushare_agent.core.model.allocations import Allocation, ContainerKey
@@ -53,7 +54,8 @@ ListInside = Callable[[], Awaitable[Sequence[ListedDevices]]]
 
 
 class Timeouts(Struct, frozen=True, kw_only=True):
-    """Seconds: for all questions to the API server about pods, for polling the kubelet again in doubt, between two polls."""
+    """Seconds: for all questions to the API server about a pod and its RuntimeClass, for polling the kubelet again in doubt,
+    between two polls."""
 
     lookup_s: float = 2.0
     poll_again_s: float = 0.4
@@ -85,6 +87,7 @@ class Identification(Struct, kw_only=True, eq=False):
     node: Node
     fetcher: NodePods
     kubelet: KubeletFacts
+    runtime_classes: RuntimeClasses
     refused: Container[PodUid]
     clock: Callable[[], float] = time.monotonic
     timeouts: Timeouts
@@ -95,7 +98,8 @@ class Identification(Struct, kw_only=True, eq=False):
         return next_container_of(ids, resource, self.node.pods.get, self._known())
 
     async def identify(self, call: Call, list_inside: ListInside) -> Target | Refused:
-        """The container of the call, or a refusal with the reason. Never raises for outside faults."""
+        """The container of the call, or a refusal with the reason. Its RuntimeClass is known then. Never raises for outside
+        faults."""
         try:
             return await self._identify(call, list_inside)
         except AgentError as e:
@@ -132,6 +136,8 @@ class Identification(Struct, kw_only=True, eq=False):
                 result = _without_deleted(result, lookup.verified)
             if isinstance(result, Target):
                 self.node.metrics.identified(_method(listed, lookup))
+                left_s = self.timeouts.lookup_s - (self.clock() - lookup.started_at)
+                await self.runtime_classes.learn([result.pod], left_s)
                 return result
             if self.clock() - lookup.started_at >= self.timeouts.poll_again_s:
                 doubt = "several" if result.candidates else "none"

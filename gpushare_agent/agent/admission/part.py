@@ -98,6 +98,7 @@ class AdmissionPart:
             node=node,
             fetcher=cluster.node_pods,
             kubelet=self.facts,
+            runtime_classes=cluster.runtime_classes,
             refused=self.refused_pods,
             # Less than the call's own bound, which would end it before the reason is kept for the Allocate.
             timeouts=Timeouts(lookup_s=min(kubelet.pod_lookup_timeout_s, CALL_TIMEOUT_S - 1)),
@@ -108,7 +109,6 @@ class AdmissionPart:
             identification=identification,
             policy=_policy(node, isolation.max_shares_of_gpu()),
             edits=edit_policy(node.settings, node.names, isolation.volumes, handlers=cluster.runtime_classes.handlers),
-            runtime_classes=cluster.runtime_classes,
             refused_pods=self.refused_pods,
             observer=OutcomeReporter(node=node, events=cluster.pod_events),
             records=checkpoint,

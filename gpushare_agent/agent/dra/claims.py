@@ -131,7 +131,7 @@ class Claims(Struct, kw_only=True, eq=False):
     claim_policy: ClaimPolicy = ClaimPolicy()
     files: ClaimFiles
     isolation: Isolations
-    runtime_classes: RuntimeClasses = field(default_factory=RuntimeClasses)
+    runtime_classes: RuntimeClasses
     prepare_wait_s: float = PREPARE_WAIT_S
     clock: Callable[[], float] = time.monotonic
     pods_timeout_s: float = 2.0

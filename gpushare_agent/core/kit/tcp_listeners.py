@@ -31,7 +31,7 @@ async def listen_tcp(addr: str, port: int, *, backlog: int, only_loopback: bool 
         async with asyncio.timeout(RESOLVE_TIMEOUT_S):
             loop = asyncio.get_running_loop()
             resolved = await loop.getaddrinfo(addr or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    except (OSError, TimeoutError) as e:
+    except (OSError, UnicodeError, TimeoutError) as e:  # UnicodeError: a name such as a..b
         raise Unavailable(f"{what}: the address is unknown ({e or 'no answer'})") from e
     # A set, because /etc/hosts may name an address twice; sorted, because the order depends on the host.
     found = sorted({(int(family), address) for family, _, _, _, address in resolved}, key=str)
@@ -80,8 +80,10 @@ def _listen(family: int, address: tuple[object, ...], backlog: int) -> socket.so
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if family == socket.AF_INET6:
-            # Otherwise `::` would take the port of `0.0.0.0` too, and that socket would fail.
-            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            # Otherwise `::` would take the port of `0.0.0.0` too, and that socket would fail. An IPv4 address in IPv6's form
+            # cannot be bound with it.
+            is_ipv6_only = not str(address[0]).startswith("::ffff:")
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, is_ipv6_only)
         listener.setblocking(False)
         listener.bind(address)
         listener.listen(backlog)

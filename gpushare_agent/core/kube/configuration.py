@@ -270,6 +270,8 @@ def _checked_proxy(proxy: str, origin: str) -> tuple[str, str]:
         return "", ""
     try:
         url = URL(proxy)
+        if url.password:  # sent as Latin-1, where kubectl sends UTF-8
+            url = url.with_password(url.password.encode().decode("latin-1"))
     except ValueError:
         url = URL()
     # `@` behind the host: the password has a character that ends it.
@@ -278,7 +280,7 @@ def _checked_proxy(proxy: str, origin: str) -> tuple[str, str]:
             f"cannot use the proxy (from {origin}): it is no URL such as http://USER:PASSWORD@proxy.example:3128, http or"
             " https alone, with % codes for the special characters of a password"
         )
-    return proxy, f" through the proxy {url.host_port_subcomponent} (from {origin})"
+    return str(url), f" through the proxy {url.host_port_subcomponent} (from {origin})"
 
 
 def _own_requests(client: Any, through: str) -> Any:

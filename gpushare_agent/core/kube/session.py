@@ -213,7 +213,7 @@ def renamed(what: str, through: str = "") -> Iterator[None]:
         NotFound, Conflict, Rejected, Unavailable: by HTTP status; Unavailable also for connections and timeouts.
         Corrupt: a line longer than the limit.
     """
-    from aiohttp import ClientConnectorError, ClientError, ClientHttpProxyError
+    from aiohttp import ClientConnectorError, ClientError, ClientResponseError
     from aiohttp.http_exceptions import HttpProcessingError, LineTooLong
     from kubernetes_asyncio.config.config_exception import ConfigException
 
@@ -237,8 +237,9 @@ def renamed(what: str, through: str = "") -> Iterator[None]:
             f"cannot {what}: no connection to the API server{where}: {reason}; check that it runs, its address and its"
             " certificate authority"
         ) from e
-    except ClientHttpProxyError as e:  # whose own text has the proxy's password
-        raise Unavailable(f"cannot {what}: no connection{through}: it answered {e.status} {e.message}") from e
+    except ClientResponseError as e:  # a proxy refuses, or it is no HTTP; the error's own text has the proxy's password
+        whom, answer = through or " to the API server", " ".join(e.message.split())
+        raise Unavailable(f"cannot {what}: no connection{whom}: it answered {e.status} {answer}") from e
     except (ClientError, HttpProcessingError, OSError, ValueError) as e:
         raise Unavailable(f"cannot {what}: {e or type(e).__name__}{through}") from e
 

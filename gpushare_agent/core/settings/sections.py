@@ -51,7 +51,7 @@ class ResourceSettings(Section):
     memory_block_mib: Count = Field(default=MEMORY_BLOCK_MIB, ge=1, le=65536)
     """Size of one memory block, MiB. Smaller blocks make more device IDs (docs/reference/formats.md)."""
     unified_memory_mib: Count = Field(default=0, ge=0, le=4_194_304)
-    """Memory to share of a GPU that has the host's and whose driver names no size (GB10), MiB. Have the kubelet reserve as
+    """Memory to share of a GPU that uses the host's, where the driver names no size (GB10), MiB. Have the kubelet reserve as
     much (systemReserved). 0: such a GPU is given whole or in replicas."""
 
     @model_validator(mode="after")
@@ -97,6 +97,7 @@ class KubeletSettings(Section):
 _HandlerPattern = Annotated[
     str, matches(re.compile(r"[a-z0-9*-]{1,63}"), "is no handler of a RuntimeClass such as kata-*")
 ]
+_SANDBOXED = ("gvisor", "gvisor-*", "kata", "kata-*", "runsc", "runsc-*")
 
 
 class RuntimeSettings(Section):
@@ -106,14 +107,7 @@ class RuntimeSettings(Section):
     """Socket of the container runtime, for container IDs (isolation vcuda). Empty: the first known one."""
     request_timeout_s: Seconds = Field(default=5.0, ge=0.1, le=120)
     """Time limit of one request to the runtime (isolation vcuda)."""
-    sandboxed_handlers: Annotated[tuple[_HandlerPattern, ...], BeforeValidator(comma_list)] = (
-        "gvisor",
-        "gvisor-*",
-        "kata",
-        "kata-*",
-        "runsc",
-        "runsc-*",
-    )
+    sandboxed_handlers: Annotated[tuple[_HandlerPattern, ...], BeforeValidator(comma_list)] = _SANDBOXED
     """Handlers of RuntimeClasses that run containers in a sandbox, `*` for any text. Pods with one get no share that an
     isolation has to limit; whole GPUs are given. Empty: no handler is one."""
     cgroup_driver: Literal["", "cgroupfs", "systemd"] = ""

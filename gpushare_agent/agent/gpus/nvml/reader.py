@@ -373,17 +373,17 @@ class NvmlReader(Struct, eq=False):
         CallError, DriverLostError."""
         bus_id = _optional("nvmlDeviceGetPciInfo", found.handle, field="busId") or ""
         minor = _optional("nvmlDeviceGetMinorNumber", found.handle)
+        # It becomes a part of paths.
+        if bus_id and _BUS_ID.fullmatch(bus_id := canonical_bus_id(bus_id)) is None:
+            raise unusable("nvmlDeviceGetPciInfo", f"{bus_id!r} is no bus ID")
+        if minor is not None and minor > _MAX_MINOR:
+            raise unusable("nvmlDeviceGetMinorNumber", f"{minor} is no device's minor number")
         if not bus_id or minor is None:
             fields = read_gpu_fields(found.uuid, self.proc)
-            bus_id = bus_id or fields.get("Bus Location", "")
-            number = fields.get("Device Minor", "") if minor is None else str(minor)
-            minor = int(number) if number.isdecimal() else _UNKNOWN_MINOR
-        bus_id = canonical_bus_id(bus_id) if bus_id else ""
-        # It becomes a part of paths.
-        if bus_id and _BUS_ID.fullmatch(bus_id) is None:
-            raise unusable("nvmlDeviceGetPciInfo", f"{bus_id!r} is no bus ID")
-        if minor > _MAX_MINOR:
-            raise unusable("nvmlDeviceGetMinorNumber", f"{minor} is no device's minor number")
+            place, number = canonical_bus_id(fields.get("Bus Location", "")), fields.get("Device Minor", "")
+            bus_id = bus_id or (place if _BUS_ID.fullmatch(place) else "")
+            if minor is None:
+                minor = int(number) if number.isdecimal() and int(number) <= _MAX_MINOR else _UNKNOWN_MINOR
         return bus_id, minor
 
     def _read_partitioned(self, found: list[FoundGpu], seen: dict[GpuUuid, Gpu]) -> frozenset[GpuUuid]:
